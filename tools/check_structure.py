@@ -90,7 +90,7 @@ MAX_CODE_LINES = {
     "graphs": 200,
     "mapping": 750,
     "products": 660,
-    "transfers": 960,
+    "transfers": 1020,
     "viewing": 850,
 }
 

@@ -139,7 +139,7 @@ std::string CutRule::why_not(int64_t n, int64_t k) const {
   if (pieces_ && pieces_->n > n) {
     return concat("ends at ", pieces_->n, " but cuts ", n, " elements; allowed are ends up to ", n);
   }
-  if (kind_ == Kind::kCyclic && runs(n, k) > kMaxRuns) {
+  if (kind_ == Kind::kCyclic && k > 1 && runs(n, k) > kMaxRuns) {
     return concat("cuts ", n, " elements into parts of ", runs(n, k), " blocks; allowed are at most 2^20");
   }
   return why_not_over(k);

@@ -174,19 +174,16 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
 
   cuts_.resize(shape_.size());
   for (int t = 0; t < ndim(); ++t) {
-    std::vector<int> mesh_dims;
     const auto given = order.find(t);
-    if (given != order.end()) {
-      mesh_dims = given->second;
-    } else {
-      for (int d = 0; d < mesh_->ndim(); ++d) {
-        if (placements_[d].is_shard_like() && placements_[d].dim == t) mesh_dims.push_back(d);
-      }
+    std::vector<int> mesh_dims = given != order.end() ? given->second : std::vector<int>();
+    for (int d = 0; d < mesh_->ndim(); ++d) {
+      const bool is_known = std::find(mesh_dims.begin(), mesh_dims.end(), d) != mesh_dims.end();
+      if (!is_known && placements_[d].is_shard_like() && placements_[d].dim == t) mesh_dims.push_back(d);
     }
-    for (const int d : mesh_dims) {
-      if (mesh_->dim_size(d) > 1) cuts_[t].push_back({d, placements_[d].rule});
-    }
+    for (const int d : mesh_dims) cuts_[t].push_back({d, placements_[d].rule});
     check_rules_fit(*mesh_, shape_[t], cuts_[t], t);
+    // Over one coordinate a rule changes nothing, but may have another order.
+    std::erase_if(cuts_[t], [&](const Cut& c) { return mesh_->dim_size(c.mesh_dim) == 1 && c.rule.is_partition(); });
   }
   derive_dim_sets();
 }

@@ -77,7 +77,7 @@ class Layout {
   int ndim() const { return static_cast<int>(shape_.size()); }
   const DType& dtype() const { return dtype_; }
   const std::vector<Placement>& placements() const { return placements_; }
-  // Cuts of a tensor dim, first cut first; mesh dims of size 1 cut nothing and are left out.
+  // Cuts of a tensor dim, first cut first. Mesh dims of size 1 are left out, unless they have pieces in another order.
   const std::vector<Cut>& cuts(int tensor_dim) const { return cuts_[tensor_dim]; }
   const std::vector<std::vector<Cut>>& cuts() const { return cuts_; }
   int64_t num_elements() const;

@@ -175,15 +175,9 @@ Layout layout_of_like_segment(const Layout& layout, const Segments& segments) {
   std::vector<int64_t> shape = layout.shape();
   shape[segments.tensor_dim] /= segments.count;
   ShardOrder order;
-  const Mesh& mesh = layout.mesh();
   for (int t = 0; t < layout.ndim(); ++t) {
     std::vector<int>& mesh_dims = order[t];
     for (const Cut& cut : layout.cuts(t)) mesh_dims.push_back(cut.mesh_dim);
-    // Mesh dims of size 1 cut nothing and have no place in the order; Layout wants them named all the same.
-    for (int d = 0; d < mesh.ndim(); ++d) {
-      const Placement& placement = layout.placements()[d];
-      if (placement.is_shard_like() && placement.dim == t && mesh.dim_size(d) == 1) mesh_dims.push_back(d);
-    }
   }
   return Layout(layout.mesh_ptr(), std::move(shape), layout.dtype(), placements_of_segment(layout, segments), order,
                 StridedMeaning::kLiteral);

@@ -86,11 +86,6 @@ Layout read_placements(Reader& in, const MeshPtr& mesh, const std::vector<int64_
   for (size_t t = 0; t + flattened <= shape.size(); ++t) {
     std::vector<int>& mesh_dims = order[static_cast<int64_t>(t)];
     mesh_dims = in.list([&] { return static_cast<int>(in.integer(0, mesh->ndim() - 1)); });
-    // Mesh dims of size 1 cut nothing and have no place in the order; Layout wants them named all the same.
-    for (int d = 0; d < mesh->ndim(); ++d) {
-      const bool cuts = placements[d].is_shard_like() && placements[d].dim == static_cast<int64_t>(t);
-      if (cuts && mesh->dim_size(d) == 1) mesh_dims.push_back(d);
-    }
   }
   return Layout(mesh, shape, dtype, std::move(placements), order, StridedMeaning::kLiteral,
                 static_cast<int>(flattened));

@@ -22,17 +22,12 @@ std::vector<int> order_of(char axis, const std::vector<int>& mesh_dims, const Ax
 // Prefers the given layout object where the two are equal.
 Layout given_or(const Layout& given, Layout made) { return given == made ? given : std::move(made); }
 
-// The shard order of a tensor whose i-th dim is the layout's dim dims[i]; mesh dims of size 1 come last.
+// The shard order of a tensor whose i-th dim is the layout's dim dims[i].
 ShardOrder order_of_dims(const Layout& layout, const std::vector<int>& dims) {
   ShardOrder order;
   for (size_t i = 0; i < dims.size(); ++i) {
     std::vector<int>& mesh_dims = order[static_cast<int64_t>(i)];
     for (const Cut& cut : layout.cuts(dims[i])) mesh_dims.push_back(cut.mesh_dim);
-    for (int d = 0; d < layout.mesh().ndim(); ++d) {
-      const Placement& placement = layout.placements()[d];
-      const bool cuts = placement.is_shard_like() && placement.dim == dims[i];
-      if (cuts && layout.mesh().dim_size(d) == 1) mesh_dims.push_back(d);
-    }
   }
   return order;
 }

@@ -63,7 +63,7 @@ class End:
         where = self.where(rank)
         indices = [list(range(extent)) for extent in tensor.shape]
         for d in self.order:
-            if (dim := _dim(self.placements[d])) is not None and self.sizes[d] > 1:
+            if (dim := _dim(self.placements[d])) is not None:
                 indices[dim] = _part(self.placements[d], indices[dim], self.sizes[d], where[d])
         return oracle.take(oracle.contribution(tensor, self.sizes, self.reductions, where), indices)
 

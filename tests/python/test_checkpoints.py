@@ -75,6 +75,28 @@ def test_reader_reads_slices_alone(pool: Pool, folder: str) -> None:
     assert max(needed) < 4 * (64 * 96 + 7 * 5 * 3 + 10 + 1 + 12 * 40)
 
 
+def _load_conjugated(folder: str) -> None:
+    whole = oracle.global_tensor((6, 5), torch.complex64, 3)
+    imaginary = whole.conj().imag  # negated
+    dcp.save({"conj": whole.conj(), "neg": imaginary, "plain": whole}, checkpoint_id=folder)
+    expected = {"conj": whole.conj().resolve_conj(), "neg": imaginary.resolve_neg(), "plain": whole}
+    loaded = {name: torch.zeros_like(x) for name, x in expected.items()}
+    dcp.load(loaded, storage_reader=sw.CheckpointReader(folder))
+    for name, x in expected.items():
+        assert torch.equal(loaded[name], x), name
+    again = {name: torch.zeros_like(x) for name, x in expected.items()}
+    sw.load_checkpoint(folder, again)
+    for name, x in expected.items():
+        assert torch.equal(again[name], x), name
+    both = torch.zeros(7, 5, dtype=torch.complex64)
+    with pytest.raises(dcp.CheckpointException, match="conj: shares memory with plain; allowed is memory of its own"):
+        sw.load_checkpoint(folder, {"conj": both[:6], "plain": both[1:]})
+
+
+def test_conjugated_tensors(pool: Pool, folder: str) -> None:
+    pool.run(_load_conjugated, 1, folder)
+
+
 def _load_layouts(folder: str) -> None:
     _save(folder, torch.bfloat16)
     rank = dist.get_rank()

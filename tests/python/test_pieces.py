@@ -157,6 +157,54 @@ def test_named_ways_to_make_pieces() -> None:
     assert sw.Layout(layout.mesh, (20, 3), layout.placements) == layout
 
 
+def _over_one_coordinate() -> None:
+    """Nothing is cut there, and the order is another all the same."""
+    for dims, others in (({"ep": 1}, []), ({"ep": 1, "tp": 2}, ["S(1)"]), ({"tp": 2, "ep": 1}, ["S(1)"])):
+        mesh = sw.Mesh(dims)
+        experts = sw.Pieces.items(0, [[3, 0, 2, 1]], 2)
+        placements = [experts, *others] if next(iter(dims)) == "ep" else [*others, experts]
+        for order in ({}, {0: []}):
+            layout = sw.Layout(mesh, (8, 6), placements, shard_order=order)
+            assert not layout.is_partition and layout.placements != ("R",) * len(dims)
+            whole = sw.Layout(sw.Mesh({"a": 2}), (8, 6), ["S(0)"])
+            rank, tensor = dist.get_rank(), torch.arange(48.0).view(8, 6)
+            moved = sw.redistribute_local(tensor[4 * rank : 4 * rank + 4], whole, layout)
+            if rank in mesh.ranks:
+                expected = tensor[[6, 7, 0, 1, 4, 5, 2, 3]]
+                expected = expected[:, 3 * rank : 3 * rank + 3] if others else expected
+                assert torch.equal(moved, expected)
+            back = sw.redistribute_local(moved, layout, whole)
+            assert torch.equal(back, tensor[4 * rank : 4 * rank + 4])
+            many = sw.redistribute_many([(back, whole, layout)])[0]
+            assert torch.equal(many, moved)
+            in_order = sw.Layout(mesh, (8, 6), ["R", *others] if placements[0] is experts else [*others, "R"])
+            assert in_order != layout
+            if rank in mesh.ranks:
+                expected = expected[[2, 3, 6, 7, 4, 5, 0, 1]]
+            assert torch.equal(
+                sw.redistribute_local(moved, layout, in_order), expected if rank in mesh.ranks else moved
+            )
+
+
+def test_pieces_over_one_coordinate_are_in_their_order(pool: Pool) -> None:
+    pool.run(_over_one_coordinate, 2)
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (sw.Ragged(0, [9]), "has sizes that sum to 9 but cuts 8 elements"),
+        (sw.Packed(0, [1, 1]), "has sizes that sum to 2 but cuts 8 elements"),
+        (sw.Pieces(0, [[(0, 2)]]), "has no coordinate for the elements [2, 8) of 8"),
+    ],
+    ids=str,
+)
+def test_cuts_over_one_coordinate_fit_too(cut: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sw.Layout(sw.Mesh({"x": 1}), (8,), [cut])
+    assert sw.Layout(sw.Mesh({"x": 1}), (1 << 21,), [sw.Cyclic(0, 1)]).local_shape(0) == (1 << 21,)
+
+
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
@@ -252,6 +300,8 @@ def test_cuts_within_a_unit_are_refused() -> None:
         (lambda: sw.Packed(0, (100, 156), unit=128), "unit: Packed cuts at 100, within a unit of 128"),
         (lambda: sw.Pieces(0, [[(0, 5), (5, 12)]], unit=4), "unit: Pieces cuts at 5, within a unit of 4"),
         (lambda: sw.Cyclic(0, 6, unit=4), "unit: Cyclic has blocks of 6, in units of 4"),
+        (lambda: sw.Pieces.zigzag(0, 8, 1 << 62), f"count: got {1 << 62}; allowed are at most 2^20"),
+        (lambda: sw.Pieces.items(0, 3), "lists: got 3; allowed is a list of numbers of items"),  # type: ignore[arg-type]
         (lambda: sw.Shard(0, unit=0), "unit: got 0 for Shard; allowed are 1 and more"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -314,6 +364,8 @@ def test_nearest_when_ranks_leave() -> None:
         sw.Layout.nearest(sw.Layout(src.mesh, (4,), ["P"]), [0])
     without_dims = sw.Layout.nearest(sw.Layout(src.mesh, (), ["R"]), [5, 2])
     assert (without_dims.placements, without_dims.mesh.ranks) == (("R",), [5, 2])
+    with pytest.raises(ValueError, match="src: got a NoneType; allowed is a Layout"):
+        sw.Layout.nearest(None, [0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ranks: got none; allowed is one or more"):
         sw.Layout.nearest(src, [])
     with pytest.raises(ValueError, match="ranks: got None .*; allowed is a list of ranks"):

@@ -298,6 +298,55 @@ def test_progress_counts_to_the_total(pool: Pool) -> None:
     pool.run(_progress, WORLD_SIZE)
 
 
+def _interrupted() -> None:
+    """What one rank's caller does between two starts keeps no other rank waiting."""
+    rank = dist.get_rank()
+    src, dst = (sw.Layout(sw.Mesh({"a": 2}), (4, 8), [kind]) for kind in ("S(0)", "S(1)"))
+    state = {f"w{i}": (torch.full((2, 8), float(i)), src) for i in range(12)}
+
+    def explode(*_: Any) -> None:
+        if rank == 0:
+            raise KeyError("progress")
+
+    t = sw.transfer(state, dict.fromkeys(state, dst), bucket_bytes=64, progress=explode)
+    for ways in (("start", "start"), ("start", "receive"), ("receive", "start")):
+        failed = False
+        runs = []
+        for way in ways:
+            if way == "start":
+                runs.append(t.start().wait)
+            else:
+                received = t.receive()
+                runs.append(lambda received=received: list(received))  # type: ignore[misc]
+        try:
+            runs[-1]()
+        except KeyError:
+            failed = True
+        assert failed == (rank == 0), ways
+        if ways[0] == "receive":
+            with pytest.raises(RuntimeError, match=r"receive: start\(\) was called before its end"):
+                runs[0]()
+    for i in range(12):
+        assert t.tensors[f"w{i}"].eq(i).all()
+
+    t = sw.transfer(state, dict.fromkeys(state, dst), bucket_bytes=64)
+    received = t.receive()
+    if rank == 0:
+        assert next(received)[0] == "w0"
+    else:
+        assert len(list(received)) == 12
+    handle = t.start()
+    with pytest.raises(RuntimeError if rank == 0 else StopIteration):
+        next(received)
+    handle.wait()
+    assert t.tensors["w11"].eq(11).all()
+
+
+@pytest.mark.cpu_only("what the caller does is the same on all devices")
+def test_other_ranks_go_on_where_a_caller_starts_anew(pool: Pool) -> None:
+    pool.run(_interrupted, 2)
+
+
 def _random_transfers(seed: int) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)  # the same tensors on all ranks

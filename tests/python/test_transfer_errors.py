@@ -107,13 +107,49 @@ def test_every_tensor_has_a_name_of_its_own(pool: Pool) -> None:
         assert "source 1: two tensors have this name" in numbers
 
 
-def _no_place_for_each() -> str:
-    return _refused({"b": torch.arange(4.0)}, {"b": torch.zeros(1).expand(4)})
+def _no_place_for_each() -> list[str]:
+    interleaved = torch.zeros(8).as_strided((2, 3), (3, 2))  # every element has a place of its own
+    sw.transfer({"b": torch.arange(6.0).view(2, 3)}, {"b": interleaved}).start().wait()
+    assert torch.equal(interleaved, torch.arange(6.0).view(2, 3))
+    return [
+        _refused({"b": torch.arange(4.0)}, {"b": torch.zeros(1).expand(4)}),
+        _refused({"b": torch.ones(9, 2)}, {"b": torch.zeros(10).as_strided((9, 2), (1, 1))}),
+    ]
 
 
 def test_destinations_have_a_place_for_each_element(pool: Pool) -> None:
-    for said in pool.run(_no_place_for_each, 2):
-        assert "destination b: the local tensor: has shape (4,) and strides (0,), so several elements" in said
+    for expanded, sliding in pool.run(_no_place_for_each, 2):
+        assert "destination b: the local tensor: has shape (4,) and strides (0,), so several elements" in expanded
+        assert "destination b: the local tensor: has shape (9, 2) and strides (1, 1), so several elements" in sliding
+
+
+def _destinations_in_one_place() -> str:
+    tied = torch.zeros(4)
+    state = {"a": torch.arange(4.0), "b": torch.ones(4)}
+    said = _refused(state, {"a": tied, "b": tied} if dist.get_rank() == 1 else None)
+    assert not tied.any()
+    return said
+
+
+def test_destinations_have_memory_of_their_own(pool: Pool) -> None:
+    for said in pool.run(_destinations_in_one_place, 2):
+        assert "shares memory with destination" in said and "(on rank 1)" in said
+
+
+def _destination_forgotten() -> str:
+    rank = dist.get_rank()
+    layout = _layout(4, mesh=SERVE)
+    to = {"w": (torch.zeros(2), layout)} if rank == 2 else None
+    state = {"w": torch.arange(4.0)} if rank == 0 else None
+    made = sw.transfer(state, {"w": layout} if rank == 2 else None)  # tensors are made for all
+    made.start().wait()
+    assert rank not in SERVE.ranks or made.tensors["w"].tolist() == [2.0 * rank - 4, 2.0 * rank - 3]
+    return _refused(state, to)
+
+
+def test_ranks_that_lack_what_others_fill_in_place(pool: Pool) -> None:
+    for said in pool.run(_destination_forgotten, WORLD_SIZE):
+        assert "destination w: ranks [3] are on the mesh of" in said and "their state dicts lack it" in said
 
 
 def _arguments_that_differ() -> list[str]:

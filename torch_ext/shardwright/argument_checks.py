@@ -41,19 +41,30 @@ def check_written(argument: str, given: torch.Tensor) -> None:
     if given.is_conj() or given.is_neg():
         kind = "conjugated" if given.is_conj() else "negated"
         raise ValueError(f"{argument}: is a {kind} view; allowed are tensors whose memory holds their elements")
-    if is_expanded(given):
+    if shares_places(given):
         raise ValueError(
             f"{argument}: has shape {tuple(given.shape)} and strides {given.stride()}, so several elements are in one "
             "place; allowed are tensors with a place for each (.contiguous() makes one)"
         )
 
 
-def is_expanded(given: torch.Tensor) -> bool:
-    """Returns whether elements along some dim are all in one place."""
-    strides = given.stride()
-    if 0 not in strides or given.numel() == 0:
+def shares_places(given: torch.Tensor) -> bool:
+    """Returns whether several elements are in one place."""
+    if given.is_contiguous() or given.numel() < 2:
         return False
-    return any(stride == 0 and size > 1 for size, stride in zip(given.shape, strides, strict=True))
+    end = 1
+    for stride, size in sorted((s, n) for n, s in zip(given.shape, given.stride(), strict=True) if n > 1):
+        if stride == 0:
+            return True
+        if stride < end:
+            break
+        end += (size - 1) * stride
+    else:
+        return False
+    places = torch.zeros(1, dtype=torch.int64)
+    for stride, size in zip(given.stride(), given.shape, strict=True):
+        places = places.unsqueeze(-1) + stride * torch.arange(size)
+    return places.unique().numel() < given.numel()
 
 
 def resolved(given: torch.Tensor) -> torch.Tensor:

@@ -314,6 +314,8 @@ def _dispatch_fixed(given: Given, ranks: ExpertRanks) -> Dispatched:
     """Dispatches with counts on the device: as many rows are sent as there may be."""
     rows_per_rank = given.rows_per_rank or 0
     tables = ranks.on_device(given.x.device)
+    if given.x.device.type == "cpu":
+        given.chosen(ranks)  # raises where an id is not allowed; on devices nobody can look without waiting
     codes = tables.choose(given.expert_ids.detach().to(torch.int64), ranks.rank)
     send_rows, returns, dropped = tables.route(codes, rows_per_rank)
     each = [rows_per_rank] * ranks.size

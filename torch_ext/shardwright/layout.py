@@ -113,6 +113,8 @@ class Layout(_planner.Layout):
         Raises:
             ValueError: reductions are pending in `src`, or ranks repeat or are none.
         """
+        if not isinstance(src, _planner.Layout):
+            raise ValueError(f"src: got a {type(src).__name__}; allowed is a Layout")
         if src.has_pending:
             raise ValueError(f"src: {src} has pending reductions; allowed are layouts without them")
         given = argument_values.items(ranks, "ranks", "a list of ranks")

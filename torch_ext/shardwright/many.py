@@ -214,7 +214,7 @@ class _Given:
         )
         as_they_are = forward_ad._current_level < 0 and all(plain)
         written = (x for x in self.out or [] if x is not None)
-        if not as_they_are or any(x.is_conj() or x.is_neg() or argument_checks.is_expanded(x) for x in written):
+        if not as_they_are or any(x.is_conj() or x.is_neg() or argument_checks.shares_places(x) for x in written):
             self._check_tensors()
         if self.out is not None:
             self._check_memory()

@@ -235,6 +235,8 @@ class Pieces(_Cut):
         The chunks are those of ``torch.chunk`` into ``2 * count``; trailing ones may be short or empty.
         """
         size, count = _at_least(size, "size", 0), _at_least(count, "count", 1)
+        if count > 1 << 20:
+            raise ValueError(f"count: got {count}; allowed are at most 2^20, as many as a mesh has ranks")
         chunk = -(-size // (2 * count))
         chunks = [(min(c * chunk, size), min((c + 1) * chunk, size)) for c in range(2 * count)]
         return cls(dim, [[chunks[c], chunks[2 * count - 1 - c]] for c in range(count)])
@@ -242,7 +244,14 @@ class Pieces(_Cut):
     @classmethod
     def items(cls, dim: int, lists: Sequence[Sequence[int]], size: int = 1) -> Pieces:
         """Items of `size` elements each, such as experts: coordinate c holds items ``lists[c]``, in this order."""
-        return cls(dim, [[(item * size, (item + 1) * size) for item in one] for one in lists], size)
+        size = _at_least(size, "size", 1)
+        try:
+            numbers = [[operator.index(item) for item in one] for one in lists]
+        except TypeError:
+            raise ValueError(
+                f"lists: got {lists!r}; allowed is a list of numbers of items for each coordinate"
+            ) from None
+        return cls(dim, [[(item * size, (item + 1) * size) for item in one] for one in numbers], size)
 
     def __str__(self) -> str:
         lists = ("+".join(f"{begin}-{end}" for begin, end in one) for one in self.lists)

@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import counters, executables
+from .. import argument_values, counters, executables
 from .._planner import Mesh
 from ..graphs import plans
 from ..plain_tensors import redistribute_part
@@ -52,7 +52,7 @@ def redistribute(
             f"mesh: its device type is {mesh.device_type}, and that of x is {x.device_mesh.device_type}; allowed is "
             "the same device type"
         )
-    placements = list(placements)
+    placements = argument_values.items(placements, "placements", "a list of one per mesh dim of device_mesh")
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"placements: got {len(placements)} for a mesh of {mesh.ndim} dims; allowed is one per mesh dim"

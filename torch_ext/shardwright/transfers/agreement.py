@@ -99,6 +99,7 @@ def _merged(
 ) -> dict[str, _planner.Layout]:
     """Returns what the ranks declare of one side; reports tensors of which they say different things."""
     said: dict[str, list[tuple[_planner.Layout, list[int]]]] = {}
+    filled: set[str] = set()  # names of which some rank passes a tensor of a layout
     everywhere = _ranks_of_plain_tensors(side, declarations)
     for ranks, theirs in declarations:
         known: dict[tuple[int, ...], Layouts] = {}
@@ -107,6 +108,8 @@ def _merged(
             if on not in known:
                 known[on] = Layouts(theirs, on)
             _add(said.setdefault(name, []), known[on].of(description), ranks)
+            if len(description) > 2 and description[-1]:
+                filled.add(name)
     merged: dict[str, _planner.Layout] = {}
     missing: dict[tuple[_planner.Layout, tuple[int, ...]], list[int]] = {}
     for name, layouts in said.items():
@@ -116,14 +119,15 @@ def _merged(
             problems.append(f"{side} {name}: the ranks declare different layouts: {texts}")
             continue
         merged[name] = layout
-        if side == "source":
+        # Where destinations are filled in place, a rank that forgot its own would go on with what it holds.
+        if side == "source" or name in filled:
             # Most tensors are declared by the same ranks, which are compared with a layout once.
             key = layout, tuple(ranks)
             if key not in missing:
                 missing[key] = sorted(set(layout.mesh.ranks) - set(ranks))
             if missing[key]:
                 problems.append(
-                    f"source {name}: ranks {missing[key]} are on the mesh of {layout}, and their state dicts lack it"
+                    f"{side} {name}: ranks {missing[key]} are on the mesh of {layout}, and their state dicts lack it"
                 )
     return merged
 

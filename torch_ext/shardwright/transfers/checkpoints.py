@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from .. import _planner, argument_values
+from .. import _planner, argument_checks, argument_values
 from .declared import Given, Reader
 
 _MAX_GAP_BYTES = 4096
@@ -35,6 +35,7 @@ class _Stored(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    is_conj: bool
 
 
 class CheckpointReader(dcp.FileSystemReader):
@@ -82,7 +83,7 @@ class CheckpointReader(dcp.FileSystemReader):
                 piece = target if _can_be_read_into(target, stored) else torch.empty(target.shape, dtype=stored.dtype)
                 self._read(file, stored, item.storage_offsets, piece)
                 if piece is not target:
-                    target.copy_(piece)
+                    target.copy_(piece.conj() if stored.is_conj else piece)
                 planner.commit_tensor(item, target)
 
     def _read(self, file: Any, stored: _Stored, offsets: Sequence[int], piece: torch.Tensor) -> None:
@@ -124,7 +125,8 @@ def _first_of_span(sizes: Sequence[int], strides: Sequence[int], item_bytes: int
 
 
 def _can_be_read_into(target: torch.Tensor, stored: _Stored) -> bool:
-    return target.device.type == "cpu" and target.dtype == stored.dtype and not target.is_conj() and not target.is_neg()
+    is_alike = target.dtype == stored.dtype and not stored.is_conj
+    return target.device.type == "cpu" and is_alike and not target.is_conj() and not target.is_neg()
 
 
 def _locate(file_slice: Any, offset: int) -> _Stored:
@@ -132,7 +134,7 @@ def _locate(file_slice: Any, offset: int) -> _Stored:
     tensor = torch.load(file_slice, map_location="meta", weights_only=True)
     storage_begin: int = tensor.untyped_storage()._checkpoint_offset
     begin = offset + storage_begin + tensor.storage_offset() * tensor.dtype.itemsize
-    return _Stored(begin, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return _Stored(begin, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj())
 
 
 def _read_into(file: Any, at: int, tensor: torch.Tensor) -> None:
@@ -161,6 +163,7 @@ def load_checkpoint(
         path: the folder of the checkpoint.
         to: tensors by name, filled in place: DTensors, pairs of a local tensor and its `Layout`, or tensors that this
             rank needs whole. The names are those of the checkpoint; dicts within it have their names joined by dots.
+            Where dtypes differ, elements are cast as by ``x.to``.
         max_gap_bytes: as in `CheckpointReader`.
         group: the process group whose ranks take part; default, the default group.
 
@@ -194,7 +197,11 @@ class _Planner(LoadPlanner):
         reader = Reader(self._group)
         given = reader.destination(self._to)
         items: list[ReadItem] = []
-        problems = reader.problems
+        written = {name: one.local for name, one in given.items() if name not in reader.wrong and one.local is not None}
+        problems = reader.problems + [
+            f"{one}: shares memory with {other}; allowed is memory of its own (on rank {reader.rank})"
+            for other, one, _, _ in argument_checks.shared_memory({}, written, among_written=True)
+        ]
         for name, one in given.items():
             try:
                 if name not in reader.wrong:

@@ -19,7 +19,7 @@ from ..mapping import patterns
 # Names, sizes and ranks of a mesh.
 MeshParts = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 # Shape and dtype; then, unless the tensor is the same on all ranks that pass it, the number of its mesh, placements,
-# shard order and how many dims are flattened.
+# shard order, how many dims are flattened, and whether a tensor is passed with it.
 Description = tuple[Any, ...]
 
 _ALLOWED = "a DTensor, a tensor that is the same on all ranks that pass it, a pair of a local tensor and a Layout"
@@ -44,21 +44,22 @@ class Declared(NamedTuple):
 
 def declare(source: dict[str, Given], destination: dict[str, Given]) -> Declared:
     meshes: dict[MeshParts, int] = {}
-    known: dict[_planner.Layout, Description] = {}  # tensors of one shape mostly have one layout
+    known: dict[tuple[_planner.Layout, bool], Description] = {}  # tensors of one shape mostly have one layout
 
     def description(given: Given) -> Description:
         layout = given.layout
         if layout is None:
             assert given.local is not None
             return tuple(given.local.shape), argument_values.dtype_text(given.local.dtype)
-        if layout not in known:
+        key = layout, given.local is not None
+        if key not in known:
             mesh = layout.mesh
             parts = tuple(mesh.dim_names), tuple(mesh.shape), tuple(mesh.ranks)
             order = tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(layout.shard_order.items()))
             ends = tuple(layout.shape), layout.dtype
             number = meshes.setdefault(parts, len(meshes))
-            known[layout] = *ends, number, tuple(layout.placements), order, layout.flattened
-        return known[layout]
+            known[key] = *ends, number, tuple(layout.placements), order, layout.flattened, given.local is not None
+        return known[key]
 
     sides = [{name: description(given) for name, given in side.items()} for side in (source, destination)]
     return Declared(list(meshes), *sides)
@@ -77,7 +78,7 @@ class Layouts:
         if found is None:
             shape, dtype, *rest = description
             if rest:
-                mesh, placements, order, flattened = rest
+                mesh, placements, order, flattened, _ = rest
                 found = Layout(self._meshes[mesh], shape, placements, dtype, dict(order), "literal", flattened)
             else:
                 found = Layout(self._everywhere, shape, ["R"], dtype)

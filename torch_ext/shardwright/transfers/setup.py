@@ -124,19 +124,23 @@ def _device(
 def _overlaps(
     made: dict[str, Any], source: dict[str, Given], destination: dict[str, Given], wrong: set[str], stages: bool
 ) -> list[str]:
-    """Sources that this rank reads, and destinations that it writes, in the same memory."""
+    """Destinations that this rank writes where it reads a source, or writes another destination."""
     used = {piece.source for mapped in made.values() for piece in mapped.pieces} - wrong
     filled = made.keys() - wrong
     read = {name: one.local for name, one in source.items() if name in used and one.local is not None}
     written = {name: one.local for name, one in destination.items() if name in filled and one.local is not None}
     # With a second copy nothing is written where a source is, until both are exchanged, in the source too if it is the
     # same tensor.
+    on_rank = f"(on rank {dist.get_rank()})"
     return [
         f"destination {to}: shares memory with source {of}; allowed is memory of its own"
         + (" or, with staging='double', the same tensor" if mine is into else "")
-        + f" (on rank {dist.get_rank()})"
+        + f" {on_rank}"
         for of, to, mine, into in argument_checks.shared_memory(read, written)
         if not (stages and mine is into)
+    ] + [
+        f"destination {to}: shares memory with destination {of}; allowed is memory of its own, or one of them {on_rank}"
+        for of, to, _, _ in argument_checks.shared_memory({}, written, among_written=True)
     ]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -131,9 +133,10 @@ class SourceFree:
 class TransferHandle:
     """A transfer under way. A failure is raised by every wait."""
 
-    def __init__(self, owner: Transfer, run: batches.Run) -> None:
+    def __init__(self, owner: Transfer, run: batches.Run, failure: Exception | None) -> None:
         self._owner = owner
         self._run = run
+        self._failure = failure  # of a progress function
         self._is_waited_for = False
         self.source_free = SourceFree(run)
 
@@ -144,14 +147,39 @@ class TransferHandle:
     def wait(self, swap: bool = True) -> None:
         """Waits until this rank's destination is complete. With ``staging="double"`` it is then exchanged for what was
         there before, unless `swap` is False. What a `progress` function raises is raised at the end."""
-        if self._is_waited_for:
-            return
-        error = self._owner._complete(self._run)
-        self._is_waited_for = True
-        if swap and self._owner._stages:
-            self._owner.swap()
-        if error is not None:
-            raise error
+        if not self._is_waited_for:
+            failure = self._owner._complete(self._run)
+            self._failure = self._failure or failure
+            self._is_waited_for = True
+            if swap and self._owner._stages:
+                self._owner.swap()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+class Receiving(Generator[tuple[str, Any], None, None]):
+    """What `Transfer.receive` returns. `close` moves what is left."""
+
+    def __init__(self, tensors: Generator[tuple[str, Any], None, None]) -> None:
+        self._tensors = tensors
+        self._completed_by = ""
+
+    def send(self, value: None) -> tuple[str, Any]:
+        if self._completed_by:
+            raise RuntimeError(f"receive: {self._completed_by}() was called before its end, so what was left has moved")
+        return self._tensors.send(value)
+
+    def throw(self, *given: Any) -> tuple[str, Any]:
+        return self._tensors.throw(*given)
+
+    def close(self) -> None:
+        self._tensors.close()
+
+    def complete(self, by: str) -> None:
+        if inspect.getgeneratorstate(self._tensors) != inspect.GEN_CLOSED:  # type: ignore[arg-type]
+            self.close()
+            self._completed_by = by
 
 
 class Transfer:
@@ -170,6 +198,7 @@ class Transfer:
         self._progress = progress
         self._stages = options.staging == "double"
         self._under_way: TransferHandle | None = None
+        self._receiving: weakref.ref[Receiving] | None = None
         self._front: list[torch.Tensor] | None = None
         self._back: list[torch.Tensor] = []
         # A bucket may be too small, on all ranks alike: found here, before anything moves.
@@ -192,29 +221,30 @@ class Transfer:
         """Starts to move what the source holds now. All ranks of the group call, at the same point.
 
         Sources must not be written to before ``source_free.wait()``, and the destination is complete after ``wait()``.
-        The one before is waited for first.
+        What was started or received before is completed first.
         """
-        if self._under_way is not None:
-            self._under_way.wait()
+        failure = self._complete_all("start")
         front = self._destination()
         run = self._batch.start(self._back if self._stages else front)
         if not self._stages:
             self._mark_given(range(len(front)))
-        self._under_way = TransferHandle(self, run)
+        self._under_way = TransferHandle(self, run, failure)
         return self._under_way
 
-    def receive(self) -> Iterator[tuple[str, Any]]:
+    def receive(self) -> Receiving:
         """Moves what the source holds now, and yields (name, tensor) of this rank's parts as they are complete.
 
         All ranks of the group iterate to the end; those without a part get nothing. Destinations that were passed as
         tensors are filled in place. For all others a tensor is made when its turn comes and is the caller's from then
         on. They come in groups of about `bucket_bytes`, of which two are under way at a time, and share the buckets.
+        What was started or received before is completed first; an iterator that is not at its end then raises
+        RuntimeError.
         """
         if self._stages:
             raise ValueError("receive: the transfer has staging='double'; allowed is start() there")
-        if self._under_way is not None:
-            self._under_way.wait()
-        return self._receive()
+        receiving = Receiving(self._receive(self._complete_all("receive")))
+        self._receiving = weakref.ref(receiving)
+        return receiving
 
     def swap(self) -> None:
         """Exchanges the destination for the one that the last transfer was written to, at once and on this rank alone.
@@ -289,7 +319,24 @@ class Transfer:
             run.wait()
         return failure
 
-    def _receive(self) -> Iterator[tuple[str, Any]]:
+    def _complete_all(self, by: str) -> Exception | None:
+        """Completes what other ranks wait for, whatever this rank's caller does.
+
+        Returns what a progress function raised, for the next wait: raised now, it would keep others waiting.
+        """
+        receiving = self._receiving() if self._receiving is not None else None
+        if receiving is not None:
+            receiving.complete(by)
+        try:
+            if self._under_way is not None:
+                self._under_way.wait()
+        except dist.DistBackendError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    def _receive(self, failure: Exception | None) -> Generator[tuple[str, Any], None, None]:
         # Two groups are under way at a time, and share the buckets.
         groups_under_way = min(2, self._options.buckets)
         if self._chunks is None:
@@ -316,6 +363,8 @@ class Transfer:
                         raise
                 run.wait()
                 del run, tensors, under_way[0]
+        if failure is not None:
+            raise failure
 
     def _fill(self, under_way: list[_Group], left: Iterator[tuple[range, BoundBatch]], most: int) -> bool:
         """Starts groups until so many are under way. Returns False if there are none any more."""
