@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pathlib
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import oracle
 import parts
@@ -99,6 +102,55 @@ def _move(shared: Any, role: str, rank: int) -> None:
 
 def test_tensors_move_between_jobs(tmp_path: pathlib.Path) -> None:
     _launch(tmp_path, _move, JOBS)
+
+
+def _transfer(shared: Any, role: str, rank: int) -> None:
+    link = sw.connect(shared, role, 5)
+    src, dst = _layouts(link)
+    whole = oracle.global_tensor(SHAPE, torch.float32, 1)
+    pending = sw.Layout(src.mesh, SHAPE, ["P(sum)"])
+    state = None
+    if role == "trainer":
+        state = {"w": (parts.part_of(whole, src, link.rank), src), "sum": (whole * (1 + rank), pending)}
+    calls: list[tuple[int, int, str]] = []
+    t = sw.transfer(state, {"w": dst, "sum": dst}, progress=lambda *said: calls.append(said), group=link.group)
+    t.start().wait()
+    received = dict(t.receive())
+    if role == "server":
+        for tensors in (t.tensors, received):
+            assert oracle.difference(tensors["w"], parts.part_of(whole, dst, link.rank)) is None
+            assert oracle.difference(tensors["sum"], parts.part_of(whole * 3, dst, link.rank)) is None
+    assert len(calls) == 4
+    with pytest.raises(ValueError) as raised:
+        sw.transfer({"w": (torch.zeros(1), src)} if link.rank == 4 else state, {"w": dst}, group=link.group)
+    assert "source w: the local tensor has shape (1,)" in str(raised.value) and "(on rank 4)" in str(raised.value)
+    mesh = DeviceMesh("cpu", list(range(JOBS[role])))
+    state = {"w": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)}
+    with pytest.raises(ValueError, match="source w: got a DTensor, whose mesh has ranks of its own job alone"):
+        sw.transfer(state if role == "trainer" else None, {"w": dst}, group=link.group)
+    link.close()
+
+
+def test_transfers_between_jobs(tmp_path: pathlib.Path) -> None:
+    _launch(tmp_path, _transfer, JOBS)
+
+
+def _come_late(shared: Any, role: str, rank: int) -> None:
+    """One rank comes after the others have given up; all try again at once, then once more."""
+    if (role, rank) != ("server", 1):
+        with pytest.raises(RuntimeError, match="waited 1 s for 5 ranks"):
+            sw.connect(shared, role, 5, timeout_seconds=1)
+    shared.add("failed", 1)
+    while shared.add("failed", 0) < 5:
+        time.sleep(0.02)
+    for _ in range(2):
+        link = sw.connect(shared, role, 5, timeout_seconds=30)
+        assert link.ranks("trainer") == (3, 4)
+        link.close()
+
+
+def test_jobs_may_try_again(tmp_path: pathlib.Path) -> None:
+    _launch(tmp_path, _come_late, JOBS)
 
 
 def _message_of(call: Callable[[], Any]) -> str:

@@ -29,7 +29,8 @@ class Connection:
     """The ranks of several jobs as one group. Made by `connect`.
 
     Attributes:
-        group: the process group of all ranks, for ``redistribute_local(..., group=)`` and ``operator(..., group=)``.
+        group: the process group of all ranks, for the `group` of ``redistribute_local``, ``redistribute_many``,
+            ``transfer`` and ``operator``.
         role: the name of this job.
         rank: this process's rank in `group`.
         world_size: the number of ranks in `group`.
@@ -169,11 +170,18 @@ class _Meeting:
         self.role, self.rank, self.world_size = role, rank, world_size
         self.me = f"{role} {rank}"
         self.store = store
-        # Whoever comes after all have come belongs to the next connection of this name.
-        self.place = store.add(f"shardwright/connect/{name}", 1) - 1
-        self.first_place = self.place // world_size * world_size
         self.everyone = f"shardwright/connect/{name}"
+        # Whoever comes after all have come, or after one of them has given up, belongs to the next connection of this
+        # name.
+        while True:
+            self.place = store.add(self.everyone, 1) - 1
+            self.first_place = self.place // world_size * world_size
+            if not store.check([self._given_up()]):
+                break
         self.prefix = f"{self.everyone}/{self.first_place}"
+
+    def _given_up(self) -> str:
+        return f"{self.everyone}/given up {self.first_place} of {self.world_size}"
 
     def gather(self, timeout: timedelta) -> dict[tuple[str, int], dict[str, Any]]:
         """Returns what each process said of itself, by role and rank. Raises RuntimeError if they contradict."""
@@ -191,6 +199,7 @@ class _Meeting:
         here = [said[key] for key in keys if key in said]
         self._check_alike(here, "world_size", "world_size")
         if len(here) < self.world_size:
+            self.store.set(self._given_up(), self.me)
             raise RuntimeError(
                 f"connect: {self.me} waited {timeout.total_seconds():g} s for {self.world_size} ranks, and "
                 f"{len(here)} came: {_who(here)}; {_missing(here)}"

@@ -192,6 +192,23 @@ Maker = Callable[[tuple[int, ...], bool], dist.ProcessGroup]
 makers: weakref.WeakKeyDictionary[dist.ProcessGroup, Maker] = weakref.WeakKeyDictionary()
 
 
+def joins_jobs(group: dist.ProcessGroup | None) -> bool:
+    """Whether it is the group of a connection, with ranks of several jobs."""
+    return group is not None and group in makers
+
+
+def ranks_in_meshes(group: dist.ProcessGroup | None) -> list[int]:
+    """The ranks of a group as meshes have them: global ranks, or those in the group where it joins several jobs."""
+    if joins_jobs(group):
+        return list(range(dist.get_world_size(group)))
+    return list(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+
+
+def rank_in_meshes(group: dist.ProcessGroup | None) -> int:
+    """This process's rank as meshes have it."""
+    return dist.get_rank(group) if joins_jobs(group) else dist.get_rank()
+
+
 def check_may_make(ranks: tuple[int, ...], may_make: bool) -> None:
     """Raises RuntimeError if a missing process group cannot be made now."""
     if not may_make:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from .. import _planner
+from .. import _planner, groups
 from .declared import Declared, Description, Layouts
 
 _MAX_SHOWN = 40
@@ -50,7 +50,7 @@ def agree(
 
     Raises ValueError on all ranks where the ranks' options differ.
     """
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    ranks = groups.ranks_in_meshes(group)
     heard = _gather((digest(mine), {name: str(value) for name, value in options.items()}, list(problems)), group)
     found = [problem for _, _, theirs in heard for problem in theirs]
     for name in dict.fromkeys(name for _, said, _ in heard for name in said):
@@ -58,13 +58,15 @@ def agree(
     sayers: dict[str, list[int]] = {}
     for rank, (their_digest, _, _) in zip(ranks, heard):
         sayers.setdefault(their_digest, []).append(rank)
-    declarations = [(their_ranks, _broadcast(mine, their_ranks[0], group)) for their_ranks in sayers.values()]
+    declarations = [
+        (their_ranks, _broadcast(mine, ranks.index(their_ranks[0]), group)) for their_ranks in sayers.values()
+    ]
     return Agreed(_merged("source", declarations, found), _merged("destination", declarations, found)), found
 
 
 def check_result(result: str, problems: Sequence[str], group: dist.ProcessGroup | None) -> None:
     """Raises ValueError on all ranks if some rank has problems, or if their results differ."""
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    ranks = groups.ranks_in_meshes(group)
     heard = _gather((result, list(problems)), group)
     results = {rank: said for rank, (said, _) in zip(ranks, heard)}
     found = [problem for _, theirs in heard for problem in theirs]
@@ -79,9 +81,10 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return heard
 
 
-def _broadcast(value: Any, src: int, group: dist.ProcessGroup | None) -> Any:
+def _broadcast(value: Any, number: int, group: dist.ProcessGroup | None) -> Any:
+    """From the rank with this number in the group."""
     box = [value]
-    dist.broadcast_object_list(box, src=src, group=group)
+    dist.broadcast_object_list(box, group_src=number, group=group)
     return box[0]
 
 

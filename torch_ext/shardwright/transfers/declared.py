@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .. import _planner, argument_checks, argument_values
+from .. import _planner, argument_checks, argument_values, groups
 from ..dtensor.specs import layout_of_spec
 from ..layout import Layout, Mesh
 from ..mapping import patterns
@@ -90,10 +90,11 @@ class Reader:
     """Reads the tensors of one rank, and collects what is wrong with them."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.rank = dist.get_rank()
+        self.rank = groups.rank_in_meshes(group)
         self.problems: list[str] = []
         self.wrong: set[str] = set()  # names of tensors with problems
-        self._in_group = set(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        self._in_group = set(groups.ranks_in_meshes(group))
+        self._joins_jobs = groups.joins_jobs(group)
         self._layouts: dict[DTensorSpec, Layout] = {}
 
     def state_dict(self, given: Any, unused: Sequence[str]) -> dict[str, Given]:
@@ -139,6 +140,11 @@ class Reader:
 
     def _read(self, value: Any) -> Given:
         if isinstance(value, DTensor):
+            if self._joins_jobs:
+                raise ValueError(
+                    "got a DTensor, whose mesh has ranks of its own job alone; allowed in a group of several jobs is a "
+                    "pair of a local tensor and a Layout on ranks of the group"
+                )
             spec = value._spec
             layout = self._layouts.get(spec)
             if layout is None:

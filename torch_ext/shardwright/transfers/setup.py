@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .. import _planner, argument_checks, argument_values, plain_tensors
+from .. import _planner, argument_checks, argument_values, groups, plain_tensors
 from ..layout import Layout, Mesh
 from ..mapping.checking import Wanted, check
 from ..mapping.items import Item, items_of
@@ -61,13 +61,13 @@ def set_up(
     reader = Reader(group)
     source = _read(lambda: reader.state_dict(state_dict, options.unused), reader)
     destination = _read(lambda: reader.destination(to, options.ignore), reader)
-    given_rules = _rules(rules, problems)
+    given_rules = _rules(rules, problems, reader.rank)
     device, kind = _device(given_device, source, destination, group, reader)
     mine = declare(source, destination)
     # A rank that could not read its arguments has said so; what others miss of it would only hide that.
     agreed, found = agreement.agree(mine, {**options._asdict(), **kind}, [*problems, *reader.problems], group)
-    made, order, more = _map(agreed, given_rules, options)
-    more += _overlaps(made, source, destination, reader.wrong, options.staging == "double")
+    made, order, more = _map(agreed, given_rules, options, reader.rank)
+    more += _overlaps(made, source, destination, reader, options.staging == "double")
     agreement.check_result(agreement.digest((made, order)), [*found, *more], group)
     return _numbered(agreed, made, order, source, destination, group, device)
 
@@ -82,7 +82,7 @@ def _read(read: Any, reader: Reader) -> dict[str, Given]:
     return found
 
 
-def _rules(given: Any, problems: list[str]) -> list[Rule]:
+def _rules(given: Any, problems: list[str], rank: int) -> list[Rule]:
     rules = [given] if isinstance(given, Rule) else given
     try:
         rules = argument_values.items(rules, "map", "a list of rules, such as [fuse('qkv', ['q', 'k', 'v'])]")
@@ -92,7 +92,7 @@ def _rules(given: Any, problems: list[str]) -> list[Rule]:
                     f"map: got a {type(rule).__name__}; allowed are rules, such as rename('model.**', '**')"
                 )
     except ValueError as error:
-        problems.append(f"{error} (on rank {dist.get_rank()})")
+        problems.append(f"{error} (on rank {rank})")
         return []
     return list(rules)
 
@@ -122,16 +122,16 @@ def _device(
 
 
 def _overlaps(
-    made: dict[str, Any], source: dict[str, Given], destination: dict[str, Given], wrong: set[str], stages: bool
+    made: dict[str, Any], source: dict[str, Given], destination: dict[str, Given], reader: Reader, stages: bool
 ) -> list[str]:
     """Destinations that this rank writes where it reads a source, or writes another destination."""
-    used = {piece.source for mapped in made.values() for piece in mapped.pieces} - wrong
-    filled = made.keys() - wrong
+    used = {piece.source for mapped in made.values() for piece in mapped.pieces} - reader.wrong
+    filled = made.keys() - reader.wrong
     read = {name: one.local for name, one in source.items() if name in used and one.local is not None}
     written = {name: one.local for name, one in destination.items() if name in filled and one.local is not None}
     # With a second copy nothing is written where a source is, until both are exchanged, in the source too if it is the
     # same tensor.
-    on_rank = f"(on rank {dist.get_rank()})"
+    on_rank = f"(on rank {reader.rank})"
     return [
         f"destination {to}: shares memory with source {of}; allowed is memory of its own"
         + (" or, with staging='double', the same tensor" if mine is into else "")
@@ -144,14 +144,16 @@ def _overlaps(
     ]
 
 
-def _map(agreed: Agreed, rules: Iterable[Rule], options: Options) -> tuple[dict[str, Any], list[str], list[str]]:
+def _map(
+    agreed: Agreed, rules: Iterable[Rule], options: Options, rank: int
+) -> tuple[dict[str, Any], list[str], list[str]]:
     """Returns the mapped tensors that move, their names in order, and the problems of map and destination."""
     problems: list[str] = []
     tensors = {name: source_tensor(name, layout.shape, layout.dtype) for name, layout in agreed.source.items()}
     try:
         apply_rules(tensors, rules, problems)
     except Exception as error:  # of a user's function; the other ranks must hear of it
-        problems.append(f"map: a function raised {type(error).__name__}: {error} (on rank {dist.get_rank()})")
+        problems.append(f"map: a function raised {type(error).__name__}: {error} (on rank {rank})")
         return {}, [], problems
     wanted = {name: Wanted(tuple(layout.shape), layout.dtype) for name, layout in agreed.destination.items()}
     names, differences = check(tensors, wanted, options.unused, options.ignore)
@@ -168,6 +170,7 @@ def _numbered(
     device: torch.device,
 ) -> SetUp:
     in_group = _GroupRanks(group)
+    rank = groups.rank_in_meshes(group)
     source_names, items = items_of(made, order)
     locals_ = []
     sources = []
@@ -175,21 +178,21 @@ def _numbered(
         layout = agreed.source[name]
         sources.append(in_group.layout(layout))
         given = source.get(name)
-        has_part = layout.mesh.coordinate(dist.get_rank()) is not None
+        has_part = layout.mesh.coordinate(rank) is not None
         if has_part and given is not None and given.local is not None:
             locals_.append(given.local)
         else:
             locals_.append(torch.empty(0, dtype=getattr(torch, layout.dtype), device=device))
     destinations = [in_group.layout(agreed.destination[name]) for name in order]
-    rank = dist.get_rank(group)
-    return SetUp(sources, destinations, items, order, locals_, destination, rank, device)
+    number = dist.get_rank(group)
+    return SetUp(sources, destinations, items, order, locals_, destination, number, device)
 
 
 class _GroupRanks:
     """Layouts on ranks of a group instead of global ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        ranks: Sequence[int] = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        ranks = groups.ranks_in_meshes(group)
         self._number = None if list(ranks) == list(range(len(ranks))) else {rank: i for i, rank in enumerate(ranks)}
         self._known: dict[_planner.Layout, Layout] = {}
 

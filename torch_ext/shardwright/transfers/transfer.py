@@ -62,7 +62,8 @@ def transfer(
             what is no tensor there.
         progress: a function of (done_bytes, total_bytes, name), which is called on this rank as tensors are complete;
             True shows a bar on rank 0 (with tqdm, if it is installed).
-        group: the process group whose ranks take part; default, the default group. Meshes have global ranks.
+        group: the process group whose ranks take part; default, the default group. Meshes have global ranks, or those
+            in the group if `connect` made it; DTensors are not allowed there.
         device: the device of all tensors, for ranks that pass none; default, the only one for which the group has a
             backend. Such ranks must pass it if there are backends for the CPU and for an accelerator.
 
@@ -77,12 +78,13 @@ def transfer(
     if dist.get_rank(group) < 0:
         raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
     problems: list[str] = []
+    rank = groups.rank_in_meshes(group)
     checked = {
-        "bucket_bytes": _checked(lambda: _at_least("bucket_bytes", bucket_bytes, 1), problems),
-        "buckets": _checked(lambda: _at_least("buckets", buckets, 1), problems),
-        "staging": _checked(lambda: _staging(staging), problems),
-        "unused": _checked(lambda: _patterns("unused", unused), problems) or [],
-        "ignore": _checked(lambda: _patterns("ignore", ignore), problems) or [],
+        "bucket_bytes": _checked(lambda: _at_least("bucket_bytes", bucket_bytes, 1), problems, rank),
+        "buckets": _checked(lambda: _at_least("buckets", buckets, 1), problems, rank),
+        "staging": _checked(lambda: _staging(staging), problems, rank),
+        "unused": _checked(lambda: _patterns("unused", unused), problems, rank) or [],
+        "ignore": _checked(lambda: _patterns("ignore", ignore), problems, rank) or [],
     }
     if not (isinstance(progress, bool) or callable(progress)):
         problems.append(f"progress: got a {type(progress).__name__}; allowed are True, False or a function")
@@ -90,11 +92,11 @@ def transfer(
     return Transfer(set_up(state_dict, to, map, options, group, device, problems), options, progress, group)
 
 
-def _checked(read: Callable[[], Any], problems: list[str]) -> Any:
+def _checked(read: Callable[[], Any], problems: list[str], rank: int) -> Any:
     try:
         return read()
     except ValueError as error:
-        problems.append(f"{error} (on rank {dist.get_rank()})")
+        problems.append(f"{error} (on rank {rank})")
         return None
 
 
@@ -308,7 +310,7 @@ class Transfer:
         Returns what the progress function raised, after which it is not called again.
         """
         failure = None
-        with Progress(self._progress, self._made, dist.get_rank()) as report:
+        with Progress(self._progress, self._made, groups.rank_in_meshes(self._group.get())) as report:
             for number in run.in_order():
                 run.wait_for(number)
                 try:
@@ -345,7 +347,7 @@ class Transfer:
         made = self._made
         under_way: list[_Group] = []
         left = iter(self._chunks)
-        with Progress(self._progress, made, dist.get_rank()) as report:
+        with Progress(self._progress, made, groups.rank_in_meshes(self._group.get())) as report:
             while self._fill(under_way, left, groups_under_way):
                 chunk, run, tensors = under_way[0]
                 for number in run.in_order():
