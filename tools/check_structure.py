@@ -90,7 +90,7 @@ MAX_CODE_LINES = {
     "graphs": 200,
     "mapping": 750,
     "products": 660,
-    "transfers": 1020,
+    "transfers": 1050,
     "viewing": 850,
 }
 

@@ -175,10 +175,13 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
   cuts_.resize(shape_.size());
   for (int t = 0; t < ndim(); ++t) {
     const auto given = order.find(t);
-    std::vector<int> mesh_dims = given != order.end() ? given->second : std::vector<int>();
+    const bool has_order = given != order.end();
+    std::vector<int> mesh_dims = has_order ? given->second : std::vector<int>();
     for (int d = 0; d < mesh_->ndim(); ++d) {
       const bool is_known = std::find(mesh_dims.begin(), mesh_dims.end(), d) != mesh_dims.end();
-      if (!is_known && placements_[d].is_shard_like() && placements_[d].dim == t) mesh_dims.push_back(d);
+      if (is_known || !placements_[d].is_shard_like() || placements_[d].dim != t) continue;
+      // An order may leave out mesh dims of size 1. What they cut is then not known, nor does it matter.
+      if (!has_order || !placements_[d].rule.is_partition()) mesh_dims.push_back(d);
     }
     for (const int d : mesh_dims) cuts_[t].push_back({d, placements_[d].rule});
     check_rules_fit(*mesh_, shape_[t], cuts_[t], t);

@@ -123,6 +123,26 @@ def test_destinations_have_a_place_for_each_element(pool: Pool) -> None:
         assert "destination b: the local tensor: has shape (9, 2) and strides (1, 1), so several elements" in sliding
 
 
+def _many_of_a_kind() -> str:
+    rank = dist.get_rank()
+    layout = sw.Layout(sw.Mesh({"a": 2}), (8,), ["S(0)"])
+    state: dict[str, Any] = {f"w{i}": (torch.zeros(3), layout) for i in range(60)}
+    state["number"] = 3
+    if rank == 1:
+        state["other"] = (torch.zeros(4, dtype=torch.float64), layout)
+    return _refused(state, dict.fromkeys([f"w{i}" for i in range(60)], layout))
+
+
+def test_many_problems_of_one_kind_hide_no_other(pool: Pool) -> None:
+    for said in pool.run(_many_of_a_kind, 2):
+        lines = said.splitlines()
+        assert len(lines) == 42 and lines[-1].startswith("  and "), lines
+        assert any("source w0: the local tensor has shape (3,)" in one and "(on ranks 0, 1)" in one for one in lines)
+        assert any("source number: got a int" in one and one.endswith("(on ranks 0, 1)") for one in lines)
+        assert any("source other: the local tensor has dtype torch.float64" in one for one in lines)
+        assert any("source other: ranks [0] are on the mesh of" in one for one in lines)
+
+
 def _destinations_in_one_place() -> str:
     tied = torch.zeros(4)
     state = {"a": torch.arange(4.0), "b": torch.ones(4)}

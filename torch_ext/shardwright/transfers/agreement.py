@@ -10,6 +10,8 @@ A rank whose arguments are wrong takes part in all of it, and all ranks raise th
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,11 +34,35 @@ def refuse(problems: Sequence[str]) -> None:
     """Raises ValueError with all problems, if there are any."""
     if not problems:
         return
-    distinct = list(dict.fromkeys(problems))
-    lines = distinct[:_MAX_SHOWN]
-    if len(distinct) > _MAX_SHOWN:
-        lines.append(f"and {len(distinct) - _MAX_SHOWN} more")
+    lines = _by_kind(_joined_over_ranks(problems))
+    if len(lines) > _MAX_SHOWN:
+        lines[_MAX_SHOWN:] = [f"and {len(lines) - _MAX_SHOWN} more"]
     raise ValueError("transfer: nothing was moved, because\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _joined_over_ranks(problems: Sequence[str]) -> list[str]:
+    """Says once what several ranks say."""
+    ranks: dict[str, list[str]] = {}
+    for problem in dict.fromkeys(problems):
+        text, _, rank = problem.removesuffix(")").partition(" (on rank ")
+        ranks.setdefault(text if rank.isdigit() else problem, []).append(rank)
+    return [
+        text if not on[0].isdigit() else f"{text} (on rank{'s' * (len(on) > 1)} {', '.join(on)})"
+        for text, on in ranks.items()
+    ]
+
+
+def _by_kind(lines: list[str]) -> list[str]:
+    """The first of each kind, then the second of each, ..., if there are too many. A kind is what is said of a name."""
+    if len(lines) <= _MAX_SHOWN:
+        return lines
+    seen: Counter[str] = Counter()
+    turns = []
+    for line in lines:
+        kind = re.sub(r"\d+", "", line.partition(": ")[2])
+        turns.append(seen[kind])
+        seen[kind] += 1
+    return [line for _, line in sorted(zip(turns, lines), key=lambda pair: pair[0])]
 
 
 def digest(value: Any) -> str:
