@@ -277,6 +277,13 @@ def _mistakes() -> None:
         sw.redistribute_local(local, src, dst, out=torch.empty(2), async_op=True)
     result = sw.redistribute_local(local, src, dst)
     assert oracle.difference(result, part(torch.ones(4, 3), PAIRS[0][1], ("S(0)",), rank)) is None
+    here, there = (device_mesh(grid) for grid in PAIRS[0])
+    x = dtensor(torch.ones(4, 3), here, PAIRS[0][0], ("S(0)",))
+    with (
+        sw.enabled(),
+        pytest.raises(ValueError, match="placements: got None .*; allowed is a list of one per mesh dim"),
+    ):
+        x.redistribute(device_mesh=there)
 
 
 def test_mistakes_raise_everywhere(pool: Pool) -> None:
