@@ -438,7 +438,7 @@ def test_where_the_device_is_not_known_all_ranks_raise(pool: Pool) -> None:
     assert "on ranks [1] the arguments are not allowed" in first[0], first
     assert second[0] == second[1] and second[0].startswith(f"ValueError: {said}"), second
     assert first[1:] == second[2:] and said in first[1], (first, second)
-    assert "device: got 'moon'; allowed are cpu and cuda (on rank 0)" in first[2], first
+    assert "device: got 'moon'; allowed are cpu and cuda (on ranks 0, 1)" in first[2], first
 
 
 def _keeps_compared() -> list[int]:

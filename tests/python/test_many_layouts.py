@@ -289,7 +289,7 @@ def test_sources_in_the_memory_of_destinations_are_refused(pool: Pool) -> None:
     first, second = pool.run(_shared_memory, 2)
     assert first[:2] == second[:2]
     assert "destination w: shares memory with source w; allowed is memory of its own (on rank 1)" in first[0]
-    assert "or, with staging='double', the same tensor (on rank 0)" in first[1]
+    assert "or, with staging='double', the same tensor (on ranks 0, 1)" in first[1]
     assert "out: tensor 0 shares memory with local 0" in second[2] and "on ranks [1]" in first[2]
 
 
