@@ -59,8 +59,8 @@ LAYERS = {
         "placements planning reading tables topology"
     ),
     "running": (
-        "argument_checks executables _runtime counters checking groups plain_tensors preparation tracing watching wire "
-        "batch_agreement connecting experts expert_agreement expert_gradients expert_ranks many"
+        "argument_checks executables _runtime counters checking groups memory_spans plain_tensors preparation tracing "
+        "watching wire batch_agreement connecting experts expert_agreement expert_gradients expert_ranks many"
     ),
     "graphs": "graphs operators",
     "DTensors": "dtensor",
@@ -82,7 +82,7 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they 
 # for both modules. Code that does not fit under a limit should first be looked at for parts that belong there.
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
-    ".": 4450,
+    ".": 4460,
     "attending": 660,
     "calibration": 550,
     "dtensor": 700,
@@ -90,7 +90,7 @@ MAX_CODE_LINES = {
     "graphs": 200,
     "mapping": 750,
     "products": 660,
-    "transfers": 1050,
+    "transfers": 1150,
     "viewing": 850,
 }
 

@@ -44,6 +44,8 @@ def _save(folder: str, dtype: torch.dtype = torch.float32) -> None:
         name: distribute(x, mesh, _placements("S(0)", tuple(x.shape), 1)) for name, x in _globals(dtype).items()
     }
     state["turned"] = oracle.global_tensor((12, 40), dtype, 9).t()
+    for name in ("flat", "flatter"):
+        state[name] = oracle.global_tensor((7, 5, 3), dtype, 4)
     state["step"] = 3
     dcp.save(state, checkpoint_id=folder)
 
@@ -107,7 +109,11 @@ def _load_layouts(folder: str) -> None:
         "odd": sw.Layout(mesh, (7, 5, 3), ["S(1)"], "bfloat16"),
         "v": sw.Layout(mesh, (10,), [sw.Ragged(0, [0, 7, 3])], "bfloat16"),
         "turned": sw.Layout(mesh, (40, 12), ["S(1)"], "bfloat16"),
+        "flat": sw.Layout(mesh, (7, 5, 3), [sw.Ragged(dims=(0, 1), units=[3, 15, 17])], "bfloat16"),
+        "flatter": sw.Layout(mesh, (7, 5, 3), [sw.Ragged(dims=(0, 1, 2), units=[50, 1, 54])], "bfloat16"),
     }
+    whole = oracle.global_tensor((7, 5, 3), torch.bfloat16, 4)
+    wholes |= {"flat": whole.flatten(0, 1), "flatter": whole.flatten()}
     wholes["turned"] = oracle.global_tensor((12, 40), torch.bfloat16, 9).t()
     to: dict[str, Any] | None = None
     if rank in mesh.ranks:

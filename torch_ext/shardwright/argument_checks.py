@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,64 +68,6 @@ def shares_places(given: torch.Tensor) -> bool:
 def resolved(given: torch.Tensor) -> torch.Tensor:
     """Returns a tensor whose memory holds its elements: a copy of a conjugated or negated view, else the tensor."""
     return given.resolve_conj().resolve_neg()
-
-
-class _Span(NamedTuple):
-    """A tensor, the address of its first byte, and the address after its last one."""
-
-    device: str
-    begin: int
-    end: int
-    name: str
-    tensor: torch.Tensor
-    is_written: bool
-
-
-def shared_memory(
-    read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor], among_written: bool = False
-) -> list[tuple[str, str, torch.Tensor, torch.Tensor]]:
-    """Returns the pairs of a tensor that is read and one that is written which have a byte in common.
-
-    With `among_written`, also those of two that are written. Views that interleave, such as columns of one tensor, have
-    none.
-    """
-    spans = [_span(name, tensor, False) for name, tensor in read.items()]
-    spans += [_span(name, tensor, True) for name, tensor in written.items()]
-    spans.sort(key=lambda span: span[:3])
-    found = []
-    before: list[_Span] = []
-    for span in spans:
-        before = [one for one in before if one.device == span.device and one.end > span.begin]
-        for other in before:
-            matters = other.is_written != span.is_written or (among_written and span.is_written)
-            if matters and _share_bytes(other, span):
-                first, second = (span, other) if other.is_written else (other, span)
-                found.append((first.name, second.name, first.tensor, second.tensor))
-        if span.end > span.begin:
-            before.append(span)
-    return found
-
-
-def _span(name: str, tensor: torch.Tensor, is_written: bool) -> _Span:
-    begin = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = begin + (last + 1) * tensor.itemsize if tensor.numel() else begin
-    return _Span(str(tensor.device), begin, end, name, tensor, is_written)
-
-
-def _share_bytes(a: _Span, b: _Span) -> bool:
-    if all(one.tensor.numel() * one.tensor.itemsize == one.end - one.begin for one in (a, b)):
-        return True  # neither has gaps
-    unit = math.gcd(a.tensor.itemsize, b.tensor.itemsize, b.begin - a.begin)
-    marks = torch.zeros((max(a.end, b.end) - a.begin) // unit, dtype=torch.bool)
-
-    def marks_of(one: _Span) -> torch.Tensor:
-        units = one.tensor.itemsize // unit
-        strides = [stride * units for stride in one.tensor.stride()]
-        return marks.as_strided((*one.tensor.shape, units), (*strides, 1), (one.begin - a.begin) // unit)
-
-    marks_of(a).fill_(True)
-    return bool(marks_of(b).any())
 
 
 def placements_of(given: Any, ndim: int) -> list[Placement]:

@@ -20,6 +20,7 @@ from . import (
     counters,
     executables,
     groups,
+    memory_spans,
     plain_tensors,
 )
 from .batch_agreement import agree
@@ -251,7 +252,7 @@ class _Given:
     def _check_overlaps(self) -> None:
         read = {f"local {i}": x for i, x in enumerate(self.locals) if x is not None}
         written = {f"out: tensor {i}": x for i, x in enumerate(self.out or []) if x is not None}
-        for source, destination, _, _ in argument_checks.shared_memory(read, written, among_written=True):
+        for source, destination, _, _ in memory_spans.shared_memory(read, written, among_written=True):
             raise ValueError(f"{destination} shares memory with {source}; allowed is memory of its own")
 
     def _check_tensor(self, name: str, given: torch.Tensor | None, layout: _planner.Layout) -> None:

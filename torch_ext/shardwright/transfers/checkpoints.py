@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from .. import _planner, argument_checks, argument_values
+from .. import _planner, argument_values, memory_spans
 from .declared import Given, Reader
 
 _MAX_GAP_BYTES = 4096
@@ -200,7 +200,7 @@ class _Planner(LoadPlanner):
         written = {name: one.local for name, one in given.items() if name not in reader.wrong and one.local is not None}
         problems = reader.problems + [
             f"{one}: shares memory with {other}; allowed is memory of its own (on rank {reader.rank})"
-            for other, one, _, _ in argument_checks.shared_memory({}, written, among_written=True)
+            for other, one, _, _ in memory_spans.shared_memory({}, written, among_written=True)
         ]
         for name, one in given.items():
             try:
@@ -265,9 +265,37 @@ def _boxes(
         return
     region = layout.region(rank)
     begins = [list(itertools.accumulate((end - begin for begin, end in list_), initial=0)) for list_ in region]
+    flattened = tuple(layout.shape)[: layout.flattened]
     for numbers in itertools.product(*(range(len(list_)) for list_ in region)):
         box = tuple(list_[i] for list_, i in zip(region, numbers))
         view = local
         for dim, (i, (begin, end)) in enumerate(zip(numbers, box)):
             view = view.narrow(dim, begins[dim][i], end - begin)
-        yield box, view
+        if len(flattened) < 2:
+            yield box, view
+            continue
+        at = 0
+        for dims in _boxes_of_run(*box[0], flattened):
+            sizes = [end - begin for begin, end in dims]
+            length = math.prod(sizes)
+            yield (*dims, *box[1:]), view.narrow(0, at, length).unflatten(0, sizes)
+            at += length
+
+
+def _boxes_of_run(begin: int, end: int, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yields, in order, the boxes of a tensor of these sizes that are its elements [begin, end) in row-major order."""
+    if len(sizes) == 1:
+        yield ((begin, end),)
+        return
+    row = math.prod(sizes[1:])
+    while begin < end:
+        index, first = divmod(begin, row)
+        if first == 0 and end - begin >= row:  # whole rows
+            rows = (end - begin) // row
+            yield ((index, index + rows), *((0, size) for size in sizes[1:]))
+            begin += rows * row
+            continue
+        last = min(row, first + end - begin)
+        for inner in _boxes_of_run(first, last, sizes[1:]):
+            yield ((index, index + 1), *inner)
+        begin += last - first

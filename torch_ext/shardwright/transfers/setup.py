@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import _planner, argument_checks, argument_values, groups, plain_tensors
+from .. import _planner, argument_values, groups, memory_spans, plain_tensors
 from ..layout import Layout, Mesh
 from ..mapping.checking import Wanted, check
 from ..mapping.items import Item, items_of
@@ -136,11 +136,11 @@ def _overlaps(
         f"destination {to}: shares memory with source {of}; allowed is memory of its own"
         + (" or, with staging='double', the same tensor" if mine is into else "")
         + f" {on_rank}"
-        for of, to, mine, into in argument_checks.shared_memory(read, written)
+        for of, to, mine, into in memory_spans.shared_memory(read, written)
         if not (stages and mine is into)
     ] + [
         f"destination {to}: shares memory with destination {of}; allowed is memory of its own, or one of them {on_rank}"
-        for of, to, _, _ in argument_checks.shared_memory({}, written, among_written=True)
+        for of, to, _, _ in memory_spans.shared_memory({}, written, among_written=True)
     ]
 
 

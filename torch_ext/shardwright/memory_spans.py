@@ -1,0 +1,118 @@
+"""Which tensors have bytes in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+
+class _Span(NamedTuple):
+    """A tensor, the address of its first byte, and the address after its last one."""
+
+    device: str
+    begin: int
+    end: int
+    name: str
+    tensor: torch.Tensor
+    is_written: bool
+
+
+def shared_memory(
+    read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor], among_written: bool = False
+) -> list[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Returns the pairs of a tensor that is read and one that is written which have a byte in common.
+
+    With `among_written`, also those of two that are written. Views that interleave, such as columns of one tensor, have
+    none.
+    """
+    spans = [_span(name, tensor, False) for name, tensor in read.items()]
+    spans += [_span(name, tensor, True) for name, tensor in written.items()]
+    spans.sort(key=lambda span: span[:3])
+    found = []
+    before: list[_Span] = []
+    for span in spans:
+        before = [one for one in before if one.device == span.device and one.end > span.begin]
+        for other in before:
+            matters = other.is_written != span.is_written or (among_written and span.is_written)
+            if matters and _share_bytes(other, span):
+                first, second = (span, other) if other.is_written else (other, span)
+                found.append((first.name, second.name, first.tensor, second.tensor))
+        if span.end > span.begin:
+            before.append(span)
+    return found
+
+
+def _span(name: str, tensor: torch.Tensor, is_written: bool) -> _Span:
+    begin = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = begin + (last + 1) * tensor.itemsize if tensor.numel() else begin
+    return _Span(str(tensor.device), begin, end, name, tensor, is_written)
+
+
+def _share_bytes(a: _Span, b: _Span) -> bool:
+    if all(one.tensor.numel() * one.tensor.itemsize == one.end - one.begin for one in (a, b)):
+        return True  # neither has gaps
+    meet = _boxes_meet(a, b)
+    return _marks_meet(a, b) if meet is None else meet
+
+
+def _boxes_meet(a: _Span, b: _Span) -> bool | None:
+    """Returns whether two tensors have a byte in common, or None if strides alone do not tell.
+
+    An address is written as a sum of the strides of both, times a coordinate each. Where no coordinate reaches the next
+    larger stride, each address has one such sum, so the tensors are boxes, which meet if they meet in each coordinate.
+    """
+    sizes_a, sizes_b = _sizes_by_stride(a.tensor), _sizes_by_stride(b.tensor)
+    if sizes_a is None or sizes_b is None:
+        return None
+    strides = sorted({*sizes_a, *sizes_b})
+    for base in (min(a.begin, b.begin), a.tensor.untyped_storage().data_ptr()):
+        ranges = [_ranges(a.begin - base, strides, sizes_a), _ranges(b.begin - base, strides, sizes_b)]
+        reach = 0
+        for stride, (_, end_a), (_, end_b) in zip(strides, *ranges, strict=True):
+            if reach >= stride:
+                break
+            reach += (max(end_a, end_b) - 1) * stride
+        else:
+            return all(max(x, y) < min(end_x, end_y) for (x, end_x), (y, end_y) in zip(*ranges, strict=True))
+    return None
+
+
+def _sizes_by_stride(tensor: torch.Tensor) -> dict[int, int] | None:
+    """Returns how many steps the tensor takes of each stride in bytes, or None if two dims have the same stride."""
+    sizes: dict[int, int] = {}
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        step = stride * tensor.itemsize
+        if size < 2 or step == 0:
+            continue
+        if step in sizes:
+            return None
+        sizes[step] = size
+    sizes.setdefault(1, tensor.itemsize)  # bytes of an element; a dim has this stride only if they are one
+    return sizes
+
+
+def _ranges(offset: int, strides: list[int], sizes: dict[int, int]) -> list[tuple[int, int]]:
+    """Returns the coordinates of a tensor that begins at an offset, by ascending stride."""
+    ranges = []
+    for stride in reversed(strides):
+        first, offset = divmod(offset, stride)
+        ranges.append((first, first + sizes.get(stride, 1)))
+    return ranges[::-1]
+
+
+def _marks_meet(a: _Span, b: _Span) -> bool:
+    """Marks the bytes of one tensor and looks for marks in the other."""
+    unit = math.gcd(a.tensor.itemsize, b.tensor.itemsize, b.begin - a.begin)
+    marks = torch.zeros((max(a.end, b.end) - a.begin) // unit, dtype=torch.bool)
+
+    def marks_of(one: _Span) -> torch.Tensor:
+        units = one.tensor.itemsize // unit
+        strides = [stride * units for stride in one.tensor.stride()]
+        return marks.as_strided((*one.tensor.shape, units), (*strides, 1), (one.begin - a.begin) // unit)
+
+    marks_of(a).fill_(True)
+    return bool(marks_of(b).any())
