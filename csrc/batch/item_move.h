@@ -37,7 +37,7 @@ class ItemMove {
   // A number of parcels that a rank receives or sends at most.
   virtual int64_t parcels_received_at_most(Rank rank) const = 0;
   virtual int64_t parcels_sent_at_most(Rank rank) const = 0;
-  virtual std::vector<Parcel> receives(Rank rank) const = 0;
+  virtual std::vector<Parcel> receives(Rank rank) const = 0;  // by ascending peer, several from some
 
   // How many ranks need each element, whether or not they hold it.
   virtual int64_t needed_elements() const = 0;

@@ -31,7 +31,8 @@ struct RankMove {
     int64_t elements() const { return range.end - range.begin; }
   };
 
-  std::vector<Parcel> sends;  // by ascending peer, at most one to each
+  // By ascending peer. Those of two ranks are in the same order on both.
+  std::vector<Parcel> sends;
   std::vector<Parcel> receives;
   std::optional<Intersection> own;  // what stays here, if anything does
   std::vector<LocalAxis> src_axes;

@@ -6,13 +6,14 @@
 #include <utility>
 
 #include "batch/item_move.h"
+#include "crossing/cells.h"
 #include "crossing/rearrangement.h"
 #include "support/error.h"
 
 namespace shardwright {
 namespace {
 
-using Side = Rearrangement::Side;
+using Side = AxisGrid;
 
 // Axes of the map that are one axis of the item, in order; its indices number their combinations, row-major.
 using Group = std::vector<int>;
@@ -293,7 +294,7 @@ Placed placed(const SideOfItem& from, const std::vector<Group>& groups) {
   Placed made{{layout.mesh_ptr(), {}, std::vector<std::vector<int64_t>>(mesh.size())}, {}, {}};
   for (const Group& group : groups) {
     const std::vector<LocalDim> dims = local_dims_of(group, from);
-    Rearrangement::Axis axis;
+    AxisGrid::Axis axis;
     for (const LocalDim& dim : dims) {
       for (const Cut& cut : layout.cuts(dim.number)) axis.mesh_dims.push_back(cut.mesh_dim);
     }
@@ -331,9 +332,9 @@ class RearrangedMove final : public ItemMove {
         groups_(groups_of(map, src, dst)),
         src_(placed({src, map.src_windows(), true}, groups_)),
         dst_(placed({dst, map.dst_windows(), false}, groups_)),
-        move_(src_.side, dst_.side, dst.dtype().size_bytes(), Sharing::kBytes) {
+        move_({src_.side, dst_.side}, dst.dtype().size_bytes(), Sharing::kBytes) {
     if (move_.worst().sent_bytes < ItemFamily::kLeastShareBytes) {
-      move_ = Rearrangement(src_.side, dst_.side, dst.dtype().size_bytes(), Sharing::kMessages);
+      move_ = Rearrangement({src_.side, dst_.side}, dst.dtype().size_bytes(), Sharing::kMessages);
     }
     for (int64_t p = 0; p < dst.mesh().size(); ++p) {
       int64_t elements = 1;
@@ -347,15 +348,25 @@ class RearrangedMove final : public ItemMove {
   const std::vector<Rank>& ranks() const override { return move_.ranks(); }
   int64_t received_elements(Rank rank) const override { return move_.received_elements(rank); }
   int64_t sent_elements(Rank rank) const override { return move_.sent_elements(rank); }
-  int64_t parcels_received_at_most(Rank rank) const override { return move_.parcels_received(rank); }
-  int64_t parcels_sent_at_most(Rank rank) const override { return move_.parcels_sent(rank); }
+  int64_t parcels_received_at_most(Rank rank) const override { return move_.num_received(rank); }
+  int64_t parcels_sent_at_most(Rank rank) const override { return move_.num_sent(rank); }
   std::vector<Parcel> receives(Rank rank) const override {
     std::vector<Parcel> parcels;
-    for (const auto& one : move_.receives(rank)) parcels.push_back({one.peer, one.range.end - one.range.begin});
+    for (const auto& one : move_.receives(rank)) parcels.push_back({one.peer, one.range.extent()});
     return parcels;
   }
   int64_t needed_elements() const override { return needed_elements_; }
-  std::optional<std::map<std::vector<Rank>, int64_t>> wanted_of_holders() const override { return std::nullopt; }
+  std::optional<std::map<std::vector<Rank>, int64_t>> wanted_of_holders() const override {
+    const std::optional<Cells> cells = Cells::of(src_.side, dst_.side, ranks());
+    if (!cells) return std::nullopt;
+    std::map<std::vector<Rank>, int64_t> wanted;
+    for (const Cells::Cell& cell : cells->all()) {
+      std::vector<Rank> holders;
+      for (const size_t i : cell.holders.numbers()) holders.push_back(ranks()[i]);
+      wanted[std::move(holders)] += cell.elements * cell.needers.size();
+    }
+    return wanted;
+  }
 
   RankMove of_rank(Rank rank) const override {
     RankMove move;

@@ -62,6 +62,22 @@ void define_autograd(py::module_& m) {
       py::arg("base"), py::arg("part"));
 }
 
+void define_memory(py::module_& m) {
+  // Exchanges the memory of the storages of two tensors, whatever other tensors read it. They must have as many bytes.
+  m.def(
+      "exchange_memory",
+      [](const at::Tensor& a, const at::Tensor& b) {
+        c10::StorageImpl& first = *a.storage().unsafeGetStorageImpl();
+        c10::StorageImpl& second = *b.storage().unsafeGetStorageImpl();
+        check_invariant(first.nbytes() == second.nbytes() && a.device() == b.device(), "memory of ", first.nbytes(),
+                        " bytes for ", second.nbytes());
+        if (&first == &second) return;
+        c10::DataPtr of_first = first.set_data_ptr(c10::DataPtr(nullptr, a.device()));
+        first.set_data_ptr_noswap(second.set_data_ptr(std::move(of_first)));
+      },
+      py::arg("a"), py::arg("b"));
+}
+
 void define_tracing(py::module_& m) {
   m.def("begin_trace", &begin_trace);
   m.def(
@@ -152,6 +168,7 @@ PYBIND11_MODULE(_runtime, m) {
   shardwright::define_batch_runs(m);
   shardwright::define_watching(m);
   shardwright::define_autograd(m);
+  shardwright::define_memory(m);
   shardwright::define_tracing(m);
   shardwright::define_devices(m);
   shardwright::define_settings(m);

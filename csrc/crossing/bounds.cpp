@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "crossing/grid.h"
-#include "crossing/rearrangement.h"
+#include "crossing/rearrangement_bound.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -89,6 +89,7 @@ class Bounds {
       transfers -= shared(cell.first, cell.second) * saved;
     }
     CrossingBound bound;
+    bound.direct_is_exact = bound.forwarded_is_exact = false;
     const auto ranks = static_cast<int64_t>(places_.size());
     bound.direct_sent = bound.forwarded_sent = {transfers, ranks};
     const int64_t item = src_layout_.dtype().size_bytes();
@@ -276,52 +277,10 @@ class Bounds {
   std::map<Cell, std::vector<const Place*>> own_;  // ranks that hold some of what they need
 };
 
-// Each element takes as many transfers as there are contributions and holders of the result, less two. A mesh dim that
-// becomes partial needs one holder only.
-int64_t transfers_with_pending(const Layout& src, const Layout& dst, MeshDimSet kept) {
-  const Mesh& mesh = src.mesh();
-  const int64_t contributions = mesh.group_size(src.partial_dims() - kept);
-  int64_t results = 0;
-  for (int64_t p = 0; p < dst.mesh().size(); ++p) results += num_elements(dst.region(p));
-  results /= dst.mesh().group_size(dst.partial_dims() - kept);
-  const int64_t tensors = src.num_elements() * mesh.group_size(kept);
-  return std::max<int64_t>(tensors * (contributions - 2) + results, 0);
-}
-
-// What no rearrangement can go below. What must be sent is a mean: over the ranks of the source if only holders send.
-CrossingBound rearrangement_bound(const Layout& src, const Layout& dst) {
-  const MeshDimSet kept = src.mesh() == dst.mesh() ? src.partial_dims() & dst.partial_dims() : MeshDimSet();
-  const std::vector<Rank> ranks = ranks_of(src.mesh(), dst.mesh());
-  CrossingBound bound;
-  bound.forwarded_is_exact = false;
-  int64_t sum = 0;
-  int64_t most = 0;
-  const bool reduces = !(src.partial_dims() - kept).empty();
-  if (reduces) {
-    sum = transfers_with_pending(src, dst, kept);
-    most = ceil_divide(sum, static_cast<int64_t>(ranks.size()));
-  } else if ((dst.partial_dims() - kept).empty()) {  // else a rank may hold any share of the value
-    const Rearrangement move(src, dst, Sharing::kMessages);
-    for (const Rank rank : ranks) {
-      sum += move.received_elements(rank);
-      most = std::max(most, move.received_elements(rank));
-    }
-  }
-  const int64_t item = src.dtype().size_bytes();
-  const int64_t senders = reduces ? static_cast<int64_t>(ranks.size()) : src.mesh().size();
-  bound.received_bytes_max = most * item;
-  bound.received_bytes_sum = sum * item;
-  bound.direct_sent = {sum, senders};
-  bound.forwarded_sent = {sum, static_cast<int64_t>(ranks.size())};
-  bound.direct_sent_bytes_max = bound.direct_sent.rounded_up() * item;
-  bound.forwarded_sent_bytes_max = bound.any_sent_bytes_max = bound.forwarded_sent.rounded_up() * item;
-  return bound;
-}
-
 }  // namespace
 
 CrossingBound crossing_bound(const Layout& src, const Layout& dst, int64_t ranks_per_node) {
-  if (needs_rearrangement(src, dst)) return rearrangement_bound(src, dst);
+  if (needs_rearrangement(src, dst)) return rearrangement_bound(src, dst, ranks_per_node);
   check_invariant(src.shape() == dst.shape() && src.dtype() == dst.dtype(), "a bound for ", src.to_string(), " and ",
                   dst.to_string());
   const Bounds bounds(src, dst);

@@ -33,4 +33,14 @@ struct SharedWork {
 // Every job with a positive amount must have a team, and amounts must sum to less than 2^62.
 Ratio least_worst_load(const SharedWork& work);
 
+// How much of a job a team does.
+struct TeamShare {
+  int team = 0;
+  int64_t amount = 0;
+};
+
+// Returns who does how much of each job so that no worker does more than `load`, if teams divide their work evenly. It
+// must be at least least_worst_load().
+std::vector<std::vector<TeamShare>> shared_at(const SharedWork& work, int64_t load);
+
 }  // namespace shardwright

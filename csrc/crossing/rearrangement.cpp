@@ -2,11 +2,12 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
+#include "crossing/cells.h"
 #include "crossing/samples.h"
-#include "layout/product.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -15,31 +16,11 @@ namespace {
 // Of all ranks together. Few lists of CutRule::kMaxRuns runs may all be listed.
 constexpr int64_t kMaxListed = 16 * CutRule::kMaxRuns;
 
-int64_t number_at(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t position) {
-  int64_t number = 0;
-  for (const int d : mesh_dims) number = number * mesh.dim_size(d) + mesh.coordinate(position, d);
-  return number;
-}
+// Where the busiest rank sends more than it must by more than this fraction, who serves what is worked out by cells.
+constexpr int64_t kSentAboveFraction = 20;
 
 // The number of bits up to the highest in which two ranks differ.
 int distance(Rank a, Rank b) { return std::bit_width(static_cast<uint64_t>(number(a) ^ number(b))); }
-
-// The list of an axis of several tensor dims, from their lists.
-IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector<int64_t>& sizes) {
-  IntervalList all{{0, 1}};
-  for (size_t t = 0; t < lists.size(); ++t) {
-    std::optional<IntervalList> finer = product_of(all, lists[t], sizes[t], CutRule::kMaxRuns);
-    check_user(finer.has_value(),
-               "placements: a part of the flattened dims has more than 2^20 runs, not counting what repeats; allowed "
-               "are at most 2^20");
-    all = std::move(*finer);
-  }
-  return all;
-}
-
-MeshDimSet kept_partials(const Layout& src, const Layout& dst) {
-  return src.mesh() == dst.mesh() ? src.partial_dims() & dst.partial_dims() : MeshDimSet();
-}
 
 std::vector<Rank> united(std::vector<Rank> a, const std::vector<Rank>& b) {
   a.insert(a.end(), b.begin(), b.end());
@@ -50,52 +31,10 @@ std::vector<Rank> united(std::vector<Rank> a, const std::vector<Rank>& b) {
 
 }  // namespace
 
-Rearrangement::Side Rearrangement::side_of(const Layout& layout, MeshDimSet kept, int flattened_dims) {
-  Side side{layout.mesh_ptr(), {}, {}};
-  for (const int d : kept.to_vector()) {
-    Axis axis{{d}, {}};
-    for (int64_t c = 0; c < layout.mesh().dim_size(d); ++c) axis.lists.push_back({{c, c + 1}});
-    side.axes.push_back(std::move(axis));
-  }
-  // How many tensor dims of the layout the first axis has.
-  const int together = flattened_dims - layout.flattened() + 1;
-  for (int t = 0; t < layout.ndim(); t += t == 0 ? together : 1) {
-    const int end = t == 0 ? together : t + 1;
-    Axis axis;
-    for (int u = t; u < end; ++u) {
-      for (const Cut& cut : layout.cuts(u)) axis.mesh_dims.push_back(cut.mesh_dim);
-    }
-    const Mesh& mesh = layout.mesh();
-    std::map<int64_t, IntervalList> lists;
-    for (int64_t p = 0; p < mesh.size(); ++p) {
-      const auto [found, is_new] = lists.try_emplace(number_at(mesh, axis.mesh_dims, p));
-      if (!is_new) continue;
-      std::vector<IntervalList> parts;
-      for (int u = t; u < end; ++u) parts.push_back(part_at(mesh, layout.shape()[u], layout.cuts(u), p));
-      const std::vector<int64_t> sizes(layout.shape().begin() + t, layout.shape().begin() + end);
-      found->second = parts.size() == 1 ? std::move(parts[0]) : flattened(parts, sizes);
-    }
-    for (auto& [slot, list] : lists) axis.lists.push_back(std::move(list));
-    side.axes.push_back(std::move(axis));
-  }
-  for (int64_t p = 0; p < layout.mesh().size(); ++p) {
-    std::vector<int64_t> slots;
-    for (const Axis& axis : side.axes) slots.push_back(number_at(layout.mesh(), axis.mesh_dims, p));
-    side.slots.push_back(std::move(slots));
-  }
-  return side;
-}
-
-Region Rearrangement::region(const Side& side, int64_t position) {
-  Region region;
-  for (size_t i = 0; i < side.axes.size(); ++i) region.push_back(side.axes[i].lists[side.slots[position][i]]);
-  return region;
-}
-
 // Chooses, for one axis, which slot serves which elements to which receiver.
 class Rearrangement::Choice {
  public:
-  Choice(const Side& src, const Side& dst, size_t axis, Sharing sharing)
+  Choice(const AxisGrid& src, const AxisGrid& dst, size_t axis, Sharing sharing)
       : src_(src),
         dst_(dst),
         axis_(axis),
@@ -119,7 +58,7 @@ class Rearrangement::Choice {
   std::map<int64_t, Shares> all() {
     for (size_t to = 0; to < dst_.slots.size(); ++to) add_requests(static_cast<int64_t>(to));
     std::stable_sort(requests_.begin(), requests_.end(), [&](const Request& a, const Request& b) {
-      return stretches_[a.stretch].slots.size() < stretches_[b.stretch].slots.size();
+      return stretches_[a.stretch].lists.size() < stretches_[b.stretch].lists.size();
     });
     for (const Request& request : requests_) serve(request);
     std::map<int64_t, Shares> shares;
@@ -133,12 +72,6 @@ class Rearrangement::Choice {
   }
 
  private:
-  // Elements that the same slots have, within one sample.
-  struct Stretch {
-    Interval interval;
-    std::vector<int64_t> slots;
-    int64_t count = 1;  // of the sample's repetitions
-  };
   struct Request {
     int64_t to = 0;
     size_t stretch = 0;
@@ -170,32 +103,18 @@ class Rearrangement::Choice {
   int64_t most_servers() const {
     int64_t most = 1;
     for (const Stretch& stretch : stretches_) {
-      if (stretch.slots.size() < 2 || stretch.count == 1) continue;
+      if (stretch.lists.size() < 2 || stretch.count == 1) continue;
       int64_t ranks = 0;
-      for (const int64_t slot : stretch.slots) ranks += num_ranks(slot);
+      for (const int64_t slot : stretch.lists) ranks += num_ranks(slot);
       most = std::max(most, ranks);
     }
     return most;
   }
 
   void make_stretches() {
-    stretches_.clear();
-    std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // slots that begin and end there
-    const std::vector<IntervalList>& lists = src_.axes[axis_].lists;
-    for (const Sample& sample : samples_.all()) bounds[sample.first.begin], bounds[sample.first.end];
-    for (size_t slot = 0; slot < lists.size(); ++slot) {
-      for (const Interval& one : samples_.in(lists[slot])) {
-        bounds[one.begin].first.push_back(static_cast<int64_t>(slot));
-        bounds[one.end].second.push_back(static_cast<int64_t>(slot));
-      }
-    }
-    std::vector<int64_t> open;
-    for (auto at = bounds.begin(); at != bounds.end(); ++at) {
-      for (const int64_t slot : at->second.second) open.erase(std::find(open.begin(), open.end(), slot));
-      open.insert(open.end(), at->second.first.begin(), at->second.first.end());
-      std::sort(open.begin(), open.end());
-      if (!open.empty()) stretches_.push_back({{at->first, std::next(at)->first}, open, samples_.at(at->first).count});
-    }
+    std::vector<const IntervalList*> lists;
+    for (const IntervalList& list : src_.axes[axis_].lists) lists.push_back(&list);
+    stretches_ = stretches(samples_, lists);
   }
 
   void add_requests(int64_t to) {
@@ -208,7 +127,7 @@ class Rearrangement::Choice {
                                      [&](const Stretch& stretch) { return stretch.interval.end <= one.begin; });
       for (; at != stretches_.end() && at->interval.begin < one.end; ++at) {
         const Interval both{std::max(one.begin, at->interval.begin), std::min(one.end, at->interval.end)};
-        if (std::binary_search(at->slots.begin(), at->slots.end(), own)) {
+        if (std::binary_search(at->lists.begin(), at->lists.end(), own)) {
           taken_[to][own].push_back(both);  // which is not sent
         } else {
           requests_.push_back({to, static_cast<size_t>(at - stretches_.begin()), both});
@@ -218,7 +137,7 @@ class Rearrangement::Choice {
   }
 
   void serve(const Request& request) {
-    const std::vector<int64_t>& slots = stretches_[request.stretch].slots;
+    const std::vector<int64_t>& slots = stretches_[request.stretch].lists;
     if (slots.size() > 1 && sharing_ == Sharing::kBytes) return serve_from_all(request);
     int64_t best = slots.front();
     if (slots.size() > 1) {
@@ -241,7 +160,7 @@ class Rearrangement::Choice {
 
   // Gives to the slots that send least, up to a level that takes in everything.
   void serve_from_all(const Request& request) {
-    std::vector<int64_t> slots = stretches_[request.stretch].slots;
+    std::vector<int64_t> slots = stretches_[request.stretch].lists;
     std::stable_sort(slots.begin(), slots.end(), [&](int64_t a, int64_t b) { return sends_less(a, b); });
     const int64_t count = stretches_[request.stretch].count;
     int64_t left = request.interval.extent();
@@ -278,13 +197,13 @@ class Rearrangement::Choice {
     sent_[slot] += interval.extent() * stretches_[request.stretch].count;
   }
 
-  const Side& src_;
-  const Side& dst_;
+  const AxisGrid& src_;
+  const AxisGrid& dst_;
   size_t axis_;
   Sharing sharing_;
   Samples samples_;
   std::vector<std::vector<Interval>> needed_;  // by slot of the destination, in the samples
-  std::vector<Stretch> stretches_;             // ascending
+  std::vector<Stretch> stretches_;             // of the slots of the source
   std::vector<std::vector<Rank>> ranks_;       // by slot
   std::vector<int64_t> sent_;                  // by slot
   std::vector<Request> requests_;
@@ -292,26 +211,25 @@ class Rearrangement::Choice {
 };
 
 Rearrangement::Rearrangement(const Layout& src, const Layout& dst, Sharing sharing)
-    : Rearrangement(side_of(src, kept_partials(src, dst), std::max(src.flattened(), dst.flattened())),
-                    side_of(dst, kept_partials(src, dst), std::max(src.flattened(), dst.flattened())),
-                    src.dtype().size_bytes(), sharing) {
+    : Rearrangement(axis_grids(src, dst), src.dtype().size_bytes(), sharing) {
   const MeshDimSet kept = kept_partials(src, dst);
-  check_invariant(src.tensor_shape() == dst.tensor_shape() && src.dtype() == dst.dtype() &&
-                      src.partial_dims() == kept && dst.partial_dims() == kept,
-                  "a rearrangement from ", src.to_string(), " to ", dst.to_string());
+  check_invariant(src.partial_dims() == kept && dst.partial_dims() == kept, "a rearrangement from ", src.to_string(),
+                  " to ", dst.to_string());
 }
 
-Rearrangement::Rearrangement(Side src, Side dst, int64_t item_bytes, Sharing sharing)
+Rearrangement::Rearrangement(AxisGrids grids, int64_t item_bytes, Sharing sharing)
     : sharing_(sharing),
       item_bytes_(item_bytes),
-      src_(std::move(src)),
-      dst_(std::move(dst)),
+      src_(std::move(grids.src)),
+      dst_(std::move(grids.dst)),
       ranks_(united(src_.mesh->ranks(), dst_.mesh->ranks())) {
   check_invariant(sharing != Sharing::kNone, "a rearrangement without sharing");
   check_invariant(src_.axes.size() == dst_.axes.size(), "a rearrangement from ", src_.axes.size(), " to ",
                   dst_.axes.size(), " axes");
   for (size_t axis = 0; axis < src_.axes.size(); ++axis) shares_.push_back(Choice(src_, dst_, axis, sharing_).all());
   deliver();
+  if (sharing_ == Sharing::kBytes) deliver_by_cells();
+  index_deliveries();
 }
 
 const Rearrangement::Shares& Rearrangement::shares_of(size_t axis, int64_t to) const { return shares_[axis].at(to); }
@@ -354,18 +272,75 @@ void Rearrangement::deliver() {
   }
   std::vector<int64_t> sent(src_.slots.size(), 0);
   for (auto& [part, of_part] : wanted) divide_among(holders.at(part), std::move(of_part), sent);
+}
 
+// What one axis serves counts there as if all ranks with a slot had all of it. So where elements lie on several slots
+// of one axis and another axis is cut too, some rank may send more than it must. Then cells tell who serves what.
+void Rearrangement::deliver_by_cells() {
+  std::vector<int64_t> sent(src_.slots.size(), 0);
+  std::vector<int64_t> received(dst_.slots.size(), 0);
+  for (const Delivery& one : deliveries_) {
+    sent[one.from] += one.range.extent();
+    received[one.to] += one.range.extent();
+  }
+  const int64_t most_sent = *std::max_element(sent.begin(), sent.end());
+  const int64_t most_received = *std::max_element(received.begin(), received.end());
+  const auto is_near = [&](int64_t least) { return most_sent - least <= least / kSentAboveFraction; };
+  if (is_near(most_received)) return;
+  const std::optional<Cells> cells = Cells::of(src_, dst_, ranks_);
+  if (!cells) return;
+  const int64_t least = cells->direct_load().rounded_up();
+  if (is_near(least)) return;
+
+  deliveries_.clear();
+  // Numbers of shares, by axis, class and receiver.
+  std::vector<std::vector<std::map<int64_t, int64_t>>> numbers(shares_.size());
+  for (size_t axis = 0; axis < shares_.size(); ++axis) {
+    shares_[axis].clear();
+    numbers[axis].resize(cells->classes(axis).size());
+    for (size_t i = 0; i < numbers[axis].size(); ++i) {
+      for (const size_t rank : cells->classes(axis)[i].after.numbers()) {
+        const int64_t to = *dst_.mesh->position_of(ranks_[rank]);
+        Shares& shares = shares_[axis][to];
+        numbers[axis][i][to] = static_cast<int64_t>(shares.size());
+        shares.push_back({static_cast<int64_t>(i), cells->classes(axis)[i].elements});
+      }
+    }
+  }
+  const std::vector<std::vector<std::pair<size_t, int64_t>>> shared = cells->shared_directly(least);
+  for (size_t c = 0; c < shared.size(); ++c) {
+    const Cells::Cell& cell = cells->all()[c];
+    auto giver = shared[c].begin();
+    int64_t left = giver->second;
+    for (const size_t needer : cell.needers.numbers()) {
+      const int64_t to = *dst_.mesh->position_of(ranks_[needer]);
+      int64_t number = 0;
+      for (size_t axis = 0; axis < shares_.size(); ++axis) {
+        number = number * static_cast<int64_t>(shares_[axis].at(to).size()) + numbers[axis][cell.classes[axis]].at(to);
+      }
+      for (int64_t begin = 0; begin < cell.elements;) {
+        if (left == 0) left = (++giver)->second;
+        const int64_t end = std::min(cell.elements, begin + left);
+        deliveries_.push_back({*src_.mesh->position_of(ranks_[giver->first]), to, number, {begin, end}});
+        left -= end - begin;
+        begin = end;
+      }
+    }
+  }
+}
+
+void Rearrangement::index_deliveries() {
   for (size_t i = 0; i < deliveries_.size(); ++i) {
     sent_by_[src_.mesh->rank_at(Position{deliveries_[i].from})].push_back(i);
     received_by_[dst_.mesh->rank_at(Position{deliveries_[i].to})].push_back(i);
   }
-  const auto by_peer = [&](const Side& side, int64_t Delivery::* peer) {
+  const auto by_peer = [&](const AxisGrid& side, int64_t Delivery::* peer) {
     return [this, &side, peer](size_t a, size_t b) {
       return side.mesh->rank_at(Position{deliveries_[a].*peer}) < side.mesh->rank_at(Position{deliveries_[b].*peer});
     };
   };
-  for (auto& [rank, all] : sent_by_) std::sort(all.begin(), all.end(), by_peer(dst_, &Delivery::to));
-  for (auto& [rank, all] : received_by_) std::sort(all.begin(), all.end(), by_peer(src_, &Delivery::from));
+  for (auto& [rank, all] : sent_by_) std::stable_sort(all.begin(), all.end(), by_peer(dst_, &Delivery::to));
+  for (auto& [rank, all] : received_by_) std::stable_sort(all.begin(), all.end(), by_peer(src_, &Delivery::from));
 }
 
 // Lines up what is wanted of one part, and lets each holder serve one stretch of the line; or serves whole messages
@@ -422,45 +397,49 @@ std::vector<Rearrangement::Parcel> Rearrangement::receives(Rank rank) const {
   return parcels;
 }
 
-int64_t Rearrangement::received_elements(Rank rank) const {
-  const auto found = received_by_.find(rank);
-  if (found == received_by_.end()) return 0;
-  int64_t elements = 0;
-  for (const size_t i : found->second) elements += deliveries_[i].range.end - deliveries_[i].range.begin;
+int64_t Rearrangement::num_deliveries(const Numbers& deliveries, Rank rank) {
+  const auto found = deliveries.find(rank);
+  return found == deliveries.end() ? 0 : static_cast<int64_t>(found->second.size());
+}
+
+std::vector<int64_t> Rearrangement::messages(const Numbers& deliveries, Rank rank, int64_t Delivery::* peer) const {
+  std::vector<int64_t> elements;
+  const auto found = deliveries.find(rank);
+  if (found == deliveries.end()) return elements;
+  int64_t last = -1;
+  for (const size_t i : found->second) {
+    if (deliveries_[i].*peer != last) elements.push_back(0);
+    last = deliveries_[i].*peer;
+    elements.back() += deliveries_[i].range.extent();
+  }
   return elements;
+}
+
+std::vector<int64_t> Rearrangement::messages_sent(Rank rank) const { return messages(sent_by_, rank, &Delivery::to); }
+
+std::vector<int64_t> Rearrangement::messages_received(Rank rank) const {
+  return messages(received_by_, rank, &Delivery::from);
+}
+
+int64_t Rearrangement::received_elements(Rank rank) const {
+  const std::vector<int64_t> received = messages_received(rank);
+  return std::accumulate(received.begin(), received.end(), int64_t{0});
 }
 
 int64_t Rearrangement::sent_elements(Rank rank) const {
-  const auto found = sent_by_.find(rank);
-  if (found == sent_by_.end()) return 0;
-  int64_t elements = 0;
-  for (const size_t i : found->second) elements += deliveries_[i].range.end - deliveries_[i].range.begin;
-  return elements;
-}
-
-int64_t Rearrangement::parcels_received(Rank rank) const {
-  const auto found = received_by_.find(rank);
-  return found == received_by_.end() ? 0 : static_cast<int64_t>(found->second.size());
-}
-
-int64_t Rearrangement::parcels_sent(Rank rank) const {
-  const auto found = sent_by_.find(rank);
-  return found == sent_by_.end() ? 0 : static_cast<int64_t>(found->second.size());
+  const std::vector<int64_t> sent = messages_sent(rank);
+  return std::accumulate(sent.begin(), sent.end(), int64_t{0});
 }
 
 Traffic Rearrangement::at(Rank rank, int64_t rounds) const {
-  Traffic traffic{received_elements(rank) * item_bytes_, 0, 0};
-  const auto sent = sent_by_.find(rank);
-  const auto received = received_by_.find(rank);
-  const auto size = [&](size_t i) { return deliveries_[i].range.end - deliveries_[i].range.begin; };
-  if (sent != sent_by_.end()) {
-    for (const size_t i : sent->second) {
-      traffic.sent_bytes += size(i) * item_bytes_;
-      traffic.sent_messages += std::min(rounds, size(i));
-    }
+  Traffic traffic;
+  for (const int64_t elements : messages_sent(rank)) {
+    traffic.sent_bytes += elements * item_bytes_;
+    traffic.sent_messages += std::min(rounds, elements);
   }
-  if (received != received_by_.end()) {
-    for (const size_t i : received->second) traffic.messages += std::min(rounds, size(i));
+  for (const int64_t elements : messages_received(rank)) {
+    traffic.received_bytes += elements * item_bytes_;
+    traffic.messages += std::min(rounds, elements);
   }
   return traffic;
 }
@@ -475,7 +454,7 @@ StepFigures Rearrangement::worst(int64_t rounds) const {
     worst.sent_messages = std::max(worst.sent_messages, one.sent_messages);
   }
   for (int64_t p = 0; p < dst_.mesh->size(); ++p) {
-    worst.touched_bytes = std::max(worst.touched_bytes, num_elements(region(dst_, p)) * item_bytes_);
+    worst.touched_bytes = std::max(worst.touched_bytes, num_elements(dst_.region(p)) * item_bytes_);
   }
   return worst;
 }

@@ -2,18 +2,11 @@
 // otherwise, or the leading tensor dims are flattened on one side only: who sends what to whom, on one mesh or between
 // two.
 //
-// Both sides are seen as parts of one grid of *axes*. A tensor dim is an axis; tensor dims that one side flattens are
-// one axis of all their elements on both sides; and a mesh dim whose reduction is due before and after is an axis that
-// this mesh dim cuts, because each of its coordinates has a tensor of its own. A *slot* of an axis is one combination
-// of coordinates on the mesh dims that cut it, and has the list of elements that they hold, in local order. A part is
-// one slot of each axis; its *holders* are the ranks that have these slots.
+// Both sides are seen as parts of one grid of axes (crossing/axes.h).
 //
 // Invariants:
-//   - What a rank needs and holds already, it keeps. Axis by axis, its own slot serves every element that it has; so
-//   what
-//     its own slots serve together is exactly what its part before shares with its part after.
-//   - Every other element of an axis is served by one slot that has it. So each element that a rank needs comes from
-//     exactly one place, and what one rank sends another is a product of lists.
+//   - What a rank needs and holds already, it keeps: exactly what its part before shares with its part after.
+//   - Every other element comes from exactly one place.
 //   - The choice depends only on the two layouts, so all ranks make the same.
 //
 // With Sharing::kMessages, an element that several slots have, or a part that several ranks hold, comes from the
@@ -21,8 +14,10 @@
 // of ranks prefers the own node. Among those equally near, from the one that sends least so far. With Sharing::kBytes
 // nearness does not count, and what several have is divided so that they send as equally as possible.
 //
-// Bytes received are the least possible. Bytes sent by the busiest rank are not: requests with the fewest servers are
-// served first, one after the other, which need not find the best division.
+// Bytes received are the least possible. With Sharing::kBytes, bytes sent by the busiest rank are within a twentieth of
+// the least (or of what some rank receives, if that is more): first, each axis is divided as if it were alone, requests
+// with the fewest servers first; if that is too much, an exact flow over cells (crossing/cells.h) divides all axes
+// together. Only where there are too many cells does the first division stay.
 //
 // Takes time and memory in proportion to the pairs of ranks that exchange something, and to what lists have in samples
 // of their repetitions (crossing/samples.h).
@@ -34,6 +29,7 @@
 #include <vector>
 
 #include "cost/cost.h"
+#include "crossing/axes.h"
 #include "crossing/sharing.h"
 #include "layout/layout.h"
 
@@ -47,17 +43,8 @@ class Rearrangement {
   // or altogether where parts of the axis do not ascend.
   Rearrangement(const Layout& src, const Layout& dst, Sharing sharing);
 
-  struct Axis {
-    std::vector<int> mesh_dims;       // that cut it, the first cut first
-    std::vector<IntervalList> lists;  // by slot
-  };
-  struct Side {
-    MeshPtr mesh;
-    std::vector<Axis> axes;
-    std::vector<std::vector<int64_t>> slots;  // by position and axis
-  };
-  // The same of any two sides with as many axes, of which each source element is on some slot.
-  Rearrangement(Side src, Side dst, int64_t item_bytes, Sharing sharing);
+  // The same of any two grids with as many axes, where every element of the destination is on some slot of the source.
+  Rearrangement(AxisGrids grids, int64_t item_bytes, Sharing sharing);
 
   // The ranks of both meshes, ascending.
   const std::vector<Rank>& ranks() const { return ranks_; }
@@ -69,21 +56,25 @@ class Rearrangement {
     Region elements;  // by axis, ascending
     Interval range;
   };
-  // Return parcels by ascending peer, none empty.
+  // Return parcels by ascending peer, none empty. Those for one peer are one message, in the same order on both sides.
   std::vector<Parcel> sends(Rank rank) const;
   std::vector<Parcel> receives(Rank rank) const;
 
   // What a rank has before and after, by axis; it must be on the mesh. The local tensor is their row-major product.
-  Region held(Rank rank) const { return region(src_, *src_.mesh->position_of(rank)); }
-  Region needed(Rank rank) const { return region(dst_, *dst_.mesh->position_of(rank)); }
+  Region held(Rank rank) const { return src_.region(*src_.mesh->position_of(rank)); }
+  Region needed(Rank rank) const { return dst_.region(*dst_.mesh->position_of(rank)); }
 
   // Returns whether any rank receives anything.
   bool communicates() const { return !deliveries_.empty(); }
   int64_t received_elements(Rank rank) const;
   int64_t sent_elements(Rank rank) const;
-  int64_t parcels_received(Rank rank) const;
-  int64_t parcels_sent(Rank rank) const;
-  // In messages, a parcel counts once per round, but at most once per element.
+  // Return how many parcels sends() and receives() have.
+  int64_t num_sent(Rank rank) const { return num_deliveries(sent_by_, rank); }
+  int64_t num_received(Rank rank) const { return num_deliveries(received_by_, rank); }
+  // Return how many elements each message has.
+  std::vector<int64_t> messages_received(Rank rank) const;
+  std::vector<int64_t> messages_sent(Rank rank) const;
+  // A message counts once per round, but at most once per element.
   Traffic at(Rank rank, int64_t rounds = 1) const;
   StepFigures worst(int64_t rounds = 1) const;
   // Returns whether some parcel goes from one node to another. A node is `ranks_per_node` consecutive ranks; with 0
@@ -91,9 +82,9 @@ class Rearrangement {
   bool crosses_nodes(int64_t ranks_per_node) const;
 
  private:
-  // Elements of an axis that one slot of the source serves.
+  // Elements of an axis that one slot of the source serves; with cells, those of one class.
   struct Share {
-    int64_t slot = 0;
+    int64_t slot = 0;       // or class
     IntervalList elements;  // ascending
   };
   using Shares = std::vector<Share>;  // by ascending slot
@@ -105,22 +96,25 @@ class Rearrangement {
   };
   class Choice;
 
-  static Side side_of(const Layout& layout, MeshDimSet kept, int flattened);
-  static Region region(const Side& side, int64_t position);
   const Shares& shares_of(size_t axis, int64_t to) const;
   Region elements_of(const Delivery& delivery) const;
+  using Numbers = std::map<Rank, std::vector<size_t>>;  // of deliveries
+  static int64_t num_deliveries(const Numbers& deliveries, Rank rank);
+  std::vector<int64_t> messages(const Numbers& deliveries, Rank rank, int64_t Delivery::* peer) const;
   void deliver();
+  void deliver_by_cells();
+  void index_deliveries();
   void divide_among(const std::vector<int64_t>& holders, std::vector<Delivery> wanted, std::vector<int64_t>& sent);
 
   Sharing sharing_;
   int64_t item_bytes_;
-  Side src_;
-  Side dst_;
+  AxisGrid src_;
+  AxisGrid dst_;
   std::vector<Rank> ranks_;
   std::vector<std::map<int64_t, Shares>> shares_;  // by axis, by position of the receiver
   std::vector<Delivery> deliveries_;
-  std::map<Rank, std::vector<size_t>> sent_by_;  // deliveries, by ascending peer
-  std::map<Rank, std::vector<size_t>> received_by_;
+  Numbers sent_by_;  // by ascending peer
+  Numbers received_by_;
 };
 
 }  // namespace shardwright

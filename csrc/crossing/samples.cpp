@@ -158,4 +158,24 @@ IntervalList Samples::repeated(const std::vector<Interval>& intervals) const {
   return all;
 }
 
+std::vector<Stretch> stretches(const Samples& samples, const std::vector<const IntervalList*>& lists) {
+  std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // lists that begin and end there
+  for (const Sample& sample : samples.all()) bounds[sample.first.begin], bounds[sample.first.end];
+  for (size_t number = 0; number < lists.size(); ++number) {
+    for (const Interval& one : samples.in(*lists[number])) {
+      bounds[one.begin].first.push_back(static_cast<int64_t>(number));
+      bounds[one.end].second.push_back(static_cast<int64_t>(number));
+    }
+  }
+  std::vector<Stretch> all;
+  std::vector<int64_t> open;
+  for (auto at = bounds.begin(); at != bounds.end(); ++at) {
+    for (const int64_t number : at->second.second) open.erase(std::find(open.begin(), open.end(), number));
+    open.insert(open.end(), at->second.first.begin(), at->second.first.end());
+    std::sort(open.begin(), open.end());
+    if (!open.empty()) all.push_back({{at->first, std::next(at)->first}, open, samples.at(at->first).count});
+  }
+  return all;
+}
+
 }  // namespace shardwright

@@ -43,4 +43,14 @@ class Samples {
   std::vector<Sample> all_;
 };
 
+// Indices that the same lists have, within one sample.
+struct Stretch {
+  Interval interval;
+  std::vector<int64_t> lists;  // ascending, by number, at least one
+  int64_t count = 1;           // of the sample's repetitions
+};
+
+// Returns the stretches of lists whose indices are all in the samples, ascending.
+std::vector<Stretch> stretches(const Samples& samples, const std::vector<const IntervalList*>& lists);
+
 }  // namespace shardwright

@@ -108,7 +108,8 @@ std::string about_bytes(const Plan& plan, const Certificate& certificate) {
 std::string about_senders(const Certificate& certificate) {
   const CrossingBound& bound = *certificate.crossing;
   return concat("the busiest rank sends ", bytes_text(certificate.traffic.sent_bytes_max),
-                "; if only ranks of the source send, the bound is ", bytes_text(bound.direct_sent_bytes_max),
+                "; if only ranks of the source send, the bound is ", bound.direct_is_exact ? "" : "at least ",
+                bytes_text(bound.direct_sent_bytes_max),
                 bound.forwarded_is_exact ? "; if ranks forward what they receive, it is " : "; for any plan it is ",
                 bytes_text(bound.forwarded_sent_bytes_max));
 }

@@ -113,6 +113,7 @@ std::string json(const Certificate& certificate, const std::vector<std::string>&
   fields.push_back(field("sent_messages_max", certificate.traffic.sent_messages_max));
   if (const std::optional<CrossingBound>& bound = certificate.crossing) {
     fields.push_back(field("between_meshes", object({field("direct_send_bytes_max", bound->direct_sent_bytes_max),
+                                                     flag("direct_is_exact", bound->direct_is_exact),
                                                      field("forwarded_send_bytes_max", bound->forwarded_sent_bytes_max),
                                                      flag("forwarded_is_exact", bound->forwarded_is_exact),
                                                      field("node_bytes_max", bound->node_bytes_max)})));

@@ -233,8 +233,10 @@ std::vector<Intersection> Intersection::slice(int64_t begin, int64_t end) const 
   return parts;
 }
 
-Parcel::Parcel(const Intersection& whole, int64_t begin, int64_t end)
-    : parts_(whole.slice(begin, end)), count_(std::max<int64_t>(end - begin, 0)) {}
+void Parcel::add(const Intersection& whole, int64_t begin, int64_t end) {
+  for (Intersection& part : whole.slice(begin, end)) parts_.push_back(std::move(part));
+  count_ += std::max<int64_t>(end - begin, 0);
+}
 
 template <typename BoxesOfPart>
 std::vector<Box> Parcel::boxes(const BoxesOfPart& boxes_of_part) const {

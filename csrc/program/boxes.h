@@ -90,10 +90,12 @@ class Intersection {
   int64_t count_ = 1;
 };
 
-// What one rank sends another: a range of their intersection in packed order.
+// What one rank sends another: ranges of intersections in packed order, one after the other.
 class Parcel {
  public:
-  Parcel(const Intersection& whole, int64_t begin, int64_t end);
+  Parcel() = default;
+  Parcel(const Intersection& whole, int64_t begin, int64_t end) { add(whole, begin, end); }
+  void add(const Intersection& whole, int64_t begin, int64_t end);
 
   int64_t count() const { return count_; }
   std::vector<Box> a_to_b(int64_t a_base, int64_t b_base) const;

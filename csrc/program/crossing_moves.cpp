@@ -18,7 +18,8 @@
 namespace shardwright {
 namespace {
 
-// What one rank sends another: a range of what they share.
+// What one rank sends another: a range of what they share. Deliveries with one peer follow one another, and are one
+// message.
 struct Delivery {
   Rank peer{};
   Intersection whole;
@@ -130,10 +131,21 @@ class PartInCrossing {
  private:
   std::vector<Message> in_round_of(const std::vector<Delivery>& deliveries, int64_t round) const {
     std::vector<Message> messages;
-    for (const Delivery& one : deliveries) {
-      const Interval range = in_round(one.range, round, step_.rounds);
-      if (range.begin == range.end) continue;
-      messages.push_back({index_of(one.peer), Parcel(one.whole, range.begin, range.end)});
+    for (auto one = deliveries.begin(); one != deliveries.end();) {
+      const auto end =
+          std::find_if(one, deliveries.end(), [&](const Delivery& other) { return other.peer != one->peer; });
+      int64_t elements = 0;
+      for (auto part = one; part != end; ++part) elements += part->range.extent();
+      const Interval range = in_round({0, elements}, round, step_.rounds);
+      Message message{index_of(one->peer), {}};
+      int64_t before = 0;  // elements of parts before this one
+      for (; one != end; ++one) {
+        const int64_t first = std::max(range.begin - before, int64_t{0});
+        const int64_t last = std::min(range.end - before, one->range.extent());
+        if (first < last) message.parcel.add(one->whole, one->range.begin + first, one->range.begin + last);
+        before += one->range.extent();
+      }
+      if (range.begin < range.end) messages.push_back(std::move(message));
     }
     return messages;
   }

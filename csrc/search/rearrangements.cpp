@@ -2,22 +2,69 @@
 
 #include <algorithm>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "crossing/rearrangement.h"
 #include "moves/figures.h"
 #include "moves/move.h"
+#include "search/search.h"
 #include "support/error.h"
 
 namespace shardwright {
 namespace {
 
-// The steps that lead to a layout and what they are predicted to cost.
+// Steps one after the other, and what they are predicted to cost.
 struct Way {
   std::vector<Step> steps;
   int64_t picoseconds = 0;
   int64_t received_bytes = 0;  // by the worst rank in each step
+  int64_t sent_bytes = 0;
 };
+
+// The dim of which the largest part has most.
+size_t longest_dim(const Layout& layout) {
+  const std::vector<int64_t> sizes = layout.local_shape(layout.largest_position());
+  return static_cast<size_t>(std::max_element(sizes.begin(), sizes.end()) - sizes.begin());
+}
+
+// The source once all is reduced that is not due in the goal. The ranks that reduce either all get everything or, with
+// `scatters`, a chunk each of the longest tensor dim.
+Layout reduced(const Layout& src, MeshDimSet due, bool scatters) {
+  std::vector<Placement> partials(src.mesh().ndim(), Placement::replicate());
+  for (const int d : (src.partial_dims() - due).to_vector()) partials[d] = src.placements()[d];
+  std::vector<std::vector<Cut>> cuts = src.cuts();
+  if (scatters) {
+    for (const int d : due.to_vector()) cuts[longest_dim(src)].push_back({d, 1});
+  }
+  return src.with(std::move(cuts), partials);
+}
+
+// Layouts on the goal's mesh in which ranks that are to hold the same hold a stripe each, innermost on the longest
+// tensor dim: along each mesh dim that replicates, and along all of them.
+std::vector<Layout> stripes_of(const Layout& goal) {
+  std::vector<MeshDimSet> sets;
+  if (goal.ndim() == 0) return {};
+  for (const int d : goal.replicated_dims().to_vector()) sets.push_back(MeshDimSet::single(d));
+  if (sets.size() > 1) sets.push_back(goal.replicated_dims());
+  std::vector<Layout> stripes;
+  for (const MeshDimSet set : sets) {
+    std::vector<std::vector<Cut>> cuts = goal.cuts();
+    for (const int d : set.to_vector()) cuts[longest_dim(goal)].push_back({d, 1});
+    stripes.push_back(goal.with(std::move(cuts), goal.placements()));
+  }
+  return stripes;
+}
+
+// The one move between layouts with the same reductions due.
+std::optional<Step> rearrangement(const Layout& before, const Layout& after, Sharing sharing) {
+  if (before == after) return std::nullopt;
+  const bool keeps_all = !Rearrangement(before, after, sharing).communicates();
+  if (keeps_all && before.mesh() == after.mesh() && before.flattened() == after.flattened()) {
+    return Step{StepOp::kSlice, after.cut_dims() | before.cut_dims(), before, after};
+  }
+  return Step{StepOp::kRearrange, {}, before, after, sharing};
+}
 
 class Ways {
  public:
@@ -27,50 +74,57 @@ class Ways {
     const StepFigures worst = figures(step, options_.lowering);
     way.picoseconds = saturating_sum(way.picoseconds, predicted_picoseconds(step, worst, topology_));
     way.received_bytes += worst.received_bytes;
+    way.sent_bytes += worst.sent_bytes;
     way.steps.push_back(std::move(step));
+  }
+
+  // The better of both kinds of sharing in the one move between layouts with the same reductions due.
+  Way rearranged(const Layout& before, const Layout& after) const {
+    std::optional<Way> best;
+    for (const Sharing sharing : {Sharing::kMessages, Sharing::kBytes}) {
+      Way way;
+      if (std::optional<Step> step = rearrangement(before, after, sharing)) add(way, std::move(*step));
+      if (!best || is_better(way, *best)) best = std::move(way);
+    }
+    return std::move(*best);
+  }
+
+  // Moves on one mesh.
+  Way moved(const Layout& before, const Layout& after) const {
+    if (needs_rearrangement(before, after)) return rearranged(before, after);
+    Way way;
+    for (Step& step : cheapest_moves(before, after, options_, topology_)) add(way, std::move(step));
+    return way;
+  }
+
+  static Way joined(Way way, const Way& next) {
+    way.steps.insert(way.steps.end(), next.steps.begin(), next.steps.end());
+    way.picoseconds = saturating_sum(way.picoseconds, next.picoseconds);
+    way.received_bytes += next.received_bytes;
+    way.sent_bytes += next.sent_bytes;
+    return way;
   }
 
   // Whether one way is better than another, as the objective has it.
   bool is_better(const Way& a, const Way& b) const {
     const auto order = [&](const Way& way) {
-      return options_.objective == Objective::kTime ? std::pair(way.picoseconds, way.received_bytes)
-                                                    : std::pair(way.received_bytes, way.picoseconds);
+      return options_.objective == Objective::kTime ? std::tuple(way.picoseconds, way.received_bytes, way.sent_bytes)
+                                                    : std::tuple(way.received_bytes, way.sent_bytes, way.picoseconds);
     };
     return order(a) < order(b);
+  }
+
+  // What two steps take at least if some rank receives so many bytes in them.
+  int64_t two_steps_at_least(int64_t received_bytes) const {
+    int64_t ps_per_kib = std::min(topology_.inside.ps_per_kib, topology_.between.ps_per_kib);
+    for (const auto& [mesh_dim, link] : topology_.mesh_dims) ps_per_kib = std::min(ps_per_kib, link.ps_per_kib);
+    return saturating_sum(2 * topology_.step_ps, scaled(received_bytes, ps_per_kib));
   }
 
  private:
   const PlanOptions& options_;
   const Topology& topology_;
 };
-
-// The source once all is reduced that is not due in the goal. The ranks that reduce either all get everything or, with
-// `scatters`, a chunk each of the longest tensor dim.
-Layout reduced(const Layout& src, MeshDimSet due, bool scatters) {
-  std::vector<Placement> partials(src.mesh().ndim(), Placement::replicate());
-  for (const int d : (src.partial_dims() - due).to_vector()) partials[d] = src.placements()[d];
-  std::vector<std::vector<Cut>> cuts = src.cuts();
-  if (scatters) {
-    const std::vector<int64_t> longest = src.local_shape(src.largest_position());
-    const auto t = std::max_element(longest.begin(), longest.end()) - longest.begin();
-    for (const int d : due.to_vector()) cuts[t].push_back({d, 1});
-  }
-  return src.with(std::move(cuts), partials);
-}
-
-// The one move between layouts with the same reductions due.
-std::optional<Step> rearranged(const Layout& before, const Layout& after, Sharing sharing) {
-  if (before == after) return std::nullopt;
-  const bool keeps_all = !Rearrangement(before, after, sharing).communicates();
-  if (keeps_all && before.mesh() == after.mesh() && before.flattened() == after.flattened()) {
-    return Step{StepOp::kSlice, after.cut_dims() | before.cut_dims(), before, after};
-  }
-  return Step{StepOp::kRearrange, {}, before, after, sharing};
-}
-
-}  // namespace
-
-namespace {
 
 // What is due is reduced over groups that may be used: over all its mesh dims at once, or else over one after the
 // other. Then nothing may be left to send, because a rearrangement takes all ranks together.
@@ -94,7 +148,7 @@ std::vector<Step> reductions_over_groups(const Layout& src, const Layout& goal, 
     steps.push_back(named_by_collective(std::move(*step)));
     at = std::move(next);
   }
-  if (std::optional<Step> last = rearranged(at, goal, Sharing::kMessages)) {
+  if (std::optional<Step> last = rearrangement(at, goal, Sharing::kMessages)) {
     check_user(last->op == StepOp::kSlice, "groups: sets of mesh dims were named for ", src, " -> ", goal,
                "; pieces and flattened dims are moved by all ranks together, so allowed are none");
     steps.push_back(std::move(*last));
@@ -111,6 +165,9 @@ std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, 
   const MeshDimSet due = src.partial_dims() - kept;
   const Ways ways(options, topology);
   std::optional<Way> best;
+  const auto take_if_better = [&](Way way) {
+    if (!best || ways.is_better(way, *best)) best = std::move(way);
+  };
   for (const bool scatters : {true, false}) {
     if ((due.empty() || src.ndim() == 0) && scatters) continue;
     Way first;
@@ -121,10 +178,13 @@ std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, 
       step->ordered = options.ordered;
       ways.add(first, named_by_collective(std::move(*step)));
     }
-    for (const Sharing sharing : {Sharing::kMessages, Sharing::kBytes}) {
-      Way way = first;
-      if (std::optional<Step> step = rearranged(at, goal, sharing)) ways.add(way, std::move(*step));
-      if (!best || ways.is_better(way, *best)) best = std::move(way);
+    const Way straight = ways.rearranged(at, goal);
+    take_if_better(Ways::joined(first, straight));
+    const int64_t with_stripes = saturating_sum(first.picoseconds, ways.two_steps_at_least(straight.received_bytes));
+    if (options.objective != Objective::kTime || best->picoseconds <= with_stripes) continue;
+    for (const Layout& stripes : stripes_of(goal)) {
+      const Way to_stripes = Ways::joined(first, ways.rearranged(at, stripes));
+      take_if_better(Ways::joined(to_stripes, ways.moved(stripes, goal)));
     }
   }
   return std::move(best->steps);

@@ -10,10 +10,11 @@ namespace shardwright {
 
 // Returns the moves to a goal, which has no reductions besides those that are due on both sides. Reductions come first:
 // into parts of the source's own, innermost on its longest tensor dim, or to all ranks, whichever is predicted to be
-// faster. One rearrangement follows, or a slice where ranks have all that they need.
+// faster. One rearrangement follows, or a slice where ranks have all that they need. Where that is predicted to be
+// faster, ranks that need the same receive a stripe each in the rearrangement and gather the stripes: over each mesh
+// dim that replicates the goal, or over all of them.
 //
-// Not searched: other layouts in between. So a tensor that many ranks need whole arrives by direct sends, where a
-// gather of stripes might be faster.
+// Not searched: other layouts in between.
 //
 // If the options name groups, what is due is reduced over these, in one step or over one mesh dim after the other. Then
 // ranks must have all that they need, because a rearrangement takes all ranks together; otherwise throws UserError.

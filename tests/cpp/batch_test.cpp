@@ -11,9 +11,11 @@
 
 #include "batch/batch_certificate.h"
 #include "batch/batch_program.h"
+#include "batch/item_move.h"
 #include "crossing/bounds.h"
 #include "layouts.h"
 #include "program/copy_boxes.h"
+#include "random_pieces.h"
 #include "support/error.h"
 #include "two_meshes.h"
 
@@ -599,7 +601,46 @@ TEST(Batch, RearrangedTensorsAreShared) {
   EXPECT_EQ(certificate.received_bytes_max, 4 << 15);
   EXPECT_EQ(certificate.sent_bytes_max, 4 << 15);
   EXPECT_EQ(certificate.sent_bytes_bound, 4 << 15);
-  EXPECT_FALSE(certificate.sent_bound_is_exact);
+  EXPECT_TRUE(certificate.sent_bound_is_exact);
+}
+
+// Where several ranks hold a row and columns are cut too, ranks send each other several parcels of one item.
+TEST(Batch, MessagesOfSeveralParcelsGoInRounds) {
+  RandomPlacements random(3);
+  test::RandomPieces pieces(3, 40);
+  int64_t messages_of_several = 0;
+  int64_t above_the_mean = 0;
+  for (int i = 0; i < 20; ++i) {
+    SCOPED_TRACE(testing::Message() << "trial " << i);
+    const int64_t rows = random.pick(30, 63);
+    Problem problem;
+    problem.batch.bucket_bytes = random.pick(3000, 40000);
+    problem.add_source(placed_by_region(pieces.layout(rows, 2, "S(1)", 64, "complex128")));
+    problem.add_destination(placed_by_region(pieces.layout(rows, 2, "Cyclic(0,3)", 64, "complex128")));
+    problem.batch.items.push_back({0, 0, IndexMap::identity({rows, 64})});
+    Simulation simulation(problem, random, 11);
+    simulation.run();
+    simulation.expect_right();
+    simulation.expect_promised();
+    const BatchCertificate certificate = certificate_of(simulation.plan());
+    ASSERT_TRUE(certificate.sent_bound_is_exact);
+    const CrossingBound bound = crossing_bound(problem.batch.sources[0], problem.batch.destinations[0]);
+    ASSERT_EQ((certificate.sent_bytes_bound + 15) / 16 * 16, bound.direct_sent_bytes_max);  // in whole elements
+    const int64_t least = std::max(certificate.received_bytes_max, certificate.sent_bytes_bound);
+    ASSERT_LE(certificate.sent_bytes_max, std::max(least + least / 20, ItemFamily::kLeastShareBytes));
+    const int64_t sources = problem.batch.sources[0].mesh().size();
+    above_the_mean += certificate.sent_bytes_bound > (certificate.received_bytes_sum + sources - 1) / sources + 16;
+    const auto plan = std::make_shared<const BatchPlan>(problem.batch);
+    for (int64_t r = 0; r < 11; ++r) {
+      for (const BatchRound& round : BatchProgram(plan, Rank{r}).rounds()) {
+        messages_of_several += std::any_of(round.sends.begin(), round.sends.end(),
+                                           [](const BatchMessage& message) { return message.fragments.size() > 1; });
+      }
+    }
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(messages_of_several, 3);
+  EXPECT_GT(above_the_mean, 5);
 }
 
 TEST(Batch, PendingReductionsAreReducedToWhatLeavesLeast) {
