@@ -317,7 +317,7 @@ std::vector<int64_t> CutRule::starts_of_like_parts(int64_t n, int64_t k) const {
 }
 
 std::optional<int64_t> CutRule::equal_split_factor(int64_t n, int64_t k) const {
-  if (!cuts_evenly(n, k)) return std::nullopt;
+  if (!is_partition() || !cuts_evenly(n, k)) return std::nullopt;
   if (kind_ == Kind::kStrided) return number_;
   if (n == 0 || k == 1) return 1;
   if (kind_ == Kind::kCyclic) return n / (k * number_);

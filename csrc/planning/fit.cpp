@@ -16,6 +16,13 @@
 namespace shardwright {
 namespace {
 
+// Whether every rank that gathers sends its part from where it is. A part of several runs is packed for each receiver.
+bool gathers_in_place(const Layout& before) {
+  return before.has_equal_parts() || std::all_of(before.cuts().begin(), before.cuts().end(), [](const auto& cuts) {
+           return std::all_of(cuts.begin(), cuts.end(), [](const Cut& cut) { return cut.rule.makes_runs(); });
+         });
+}
+
 // An upper bound on what a step packs, in addition to what is held before and after it.
 int64_t staging_at_most(const Step& step, const Lowering& lowering) {
   if (is_local(step.op)) return 0;
@@ -27,13 +34,17 @@ int64_t staging_at_most(const Step& step, const Lowering& lowering) {
     const int64_t k = step.before.mesh().group_size(step.mesh_dims);
     const int64_t received = k * step.after.largest_part_bytes();
     const bool is_native = reduces_natively(step, lowering);
-    if (step.op == StepOp::kAllReduce) return is_native ? 0 : raised + 2 * held;
+    if (step.op == StepOp::kAllReduce) {
+      // Every rank receives as many shares as there are ranks, of which the longest is rounded up.
+      const int64_t item = step.before.dtype().size_bytes();
+      return is_native ? 0 : raised + held + (held / item + k - 1) / k * k * item;
+    }
     return raised + held + (is_native && step.after.has_equal_parts() ? 0 : received);
   }
   const StepFigures wire = figures(step, lowering);
-  // A gather sends what is held without packing it, except for Gloo's small gathers.
-  if (step.op == StepOp::kAllGather && lowering.gathers) return wire.received_bytes + held;
-  return wire.sent_bytes + wire.received_bytes + (step.op == StepOp::kAllGather ? held : 0);
+  const int64_t own = step.op == StepOp::kAllGather ? held : 0;
+  const bool is_sent_in_place = step.op == StepOp::kAllGather && lowering.gathers && gathers_in_place(step.before);
+  return (is_sent_in_place ? 0 : wire.sent_bytes) + wire.received_bytes + own;
 }
 
 // An upper bound on what the worst rank allocates, from the sizes of the largest parts alone.

@@ -94,8 +94,53 @@ bool keeps_what_is_needed(const Step& step) {
   return !Rearrangement(step.before, step.after, Sharing::kMessages).communicates();
 }
 
-bool moves(const Step& step) {
-  if (needs_rearrangement(step.before, step.after) && !reduces_parts(step)) return keeps_what_is_needed(step);
+// Returns whether the ranks that differ only in some mesh dims hold together what each of them needs. Both layouts must
+// be partitions of one shape: then different mesh dims cut different tensor dims, so it is enough if they do in each
+// dim, and what differs in the mesh dims that cut a dim is disjoint.
+bool hold_together_what_they_need(const Layout& before, const Layout& after, MeshDimSet mesh_dims) {
+  const Mesh& mesh = before.mesh();
+  for (int t = 0; t < before.ndim(); ++t) {
+    const MeshDimSet cutting = dims_of(before.cuts(t)) | dims_of(after.cuts(t));
+    const std::vector<int> spanned = (dims_of(before.cuts(t)) & mesh_dims).to_vector();
+    for (int64_t p = 0; p < mesh.size(); ++p) {
+      bool is_first = true;  // of those with these coordinates
+      for (int d = 0; d < mesh.ndim(); ++d) is_first = is_first && (cutting.contains(d) || mesh.coordinate(p, d) == 0);
+      if (!is_first) continue;
+      const IntervalList needed = part_at(mesh, after.shape()[t], after.cuts(t), p);
+      std::vector<int64_t> members{p};
+      for (const int d : spanned) {
+        std::vector<int64_t> more;
+        for (const int64_t member : members) {
+          const int64_t first = member - mesh.coordinate(member, d) * mesh.stride(d);
+          for (int64_t c = 0; c < mesh.dim_size(d); ++c) more.push_back(first + c * mesh.stride(d));
+        }
+        members = std::move(more);
+      }
+      int64_t held = 0;
+      for (const int64_t member : members) {
+        held += length(intersect(part_at(mesh, before.shape()[t], before.cuts(t), member), needed));
+      }
+      if (held != length(needed)) return false;
+    }
+  }
+  return true;
+}
+
+// Which mesh dims a move must span is found from the names of its layouts. Those of a plan's steps may be other names of
+// the same parts, which say less; then the parts tell.
+bool moves_parts(const Step& step) {
+  const bool is_local = step.op == StepOp::kSlice;
+  const bool pends = !(step.before.partial_dims() == step.after.partial_dims()) || !pends_alike(step.before, step.after);
+  if (pends || step.before.flattened() != step.after.flattened()) return false;
+  if (!hold_together_what_they_need(step.before, step.after, is_local ? MeshDimSet() : step.mesh_dims)) return false;
+  if (is_local) return true;
+  Step exchange = step;
+  exchange.op = StepOp::kExchange;
+  exchange.rounds = 1;
+  return named_by_collective(std::move(exchange)).op == step.op;
+}
+
+bool moves_as_named(const Step& step) {
   const std::optional<Step> found = move_between(step.before, step.after);
   if (!found || !pends_alike(step.before, step.after)) return false;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
@@ -106,6 +151,11 @@ bool moves(const Step& step) {
   exchange.op = StepOp::kExchange;
   exchange.rounds = 1;
   return named_by_collective(std::move(exchange)).op == step.op;
+}
+
+bool moves(const Step& step) {
+  if (needs_rearrangement(step.before, step.after) && !reduces_parts(step)) return keeps_what_is_needed(step);
+  return moves_as_named(step) || moves_parts(step);
 }
 
 bool crosses(const Step& step) {

@@ -174,6 +174,7 @@ std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, 
     const Layout at = due.empty() ? src : reduced(src, due, scatters);
     if (!due.empty()) {
       std::optional<Step> step = move_between(src, at);
+      if (!step && scatters) continue;  // parts of uneven parts, which no one move is known to make
       check_invariant(step.has_value(), "no reduction from ", src, " to ", at);
       step->ordered = options.ordered;
       ways.add(first, named_by_collective(std::move(*step)));

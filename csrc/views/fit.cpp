@@ -201,6 +201,9 @@ class Fit {
     if (!torn.to_split.empty()) return torn;
     std::vector<std::vector<Cut>> cuts;
     if (assign_from(0, cuts)) return cuts;
+    // What all coordinates hold alike may be in an order that only a cut can say.
+    std::replace(cut_of_.begin(), cut_of_.end(), kNothing, kFree);
+    if (assign_from(0, cuts)) return cuts;
     return NoFit{concat("no rules cut (", join(dims_), ") into parts of these lengths"), {}};
   }
 
@@ -273,7 +276,7 @@ class Fit {
       if (!found) return false;
       cuts.push_back(std::move(*found));
     }
-    return holds_nothing_where_nothing_is_held(cuts);
+    return make_what_is_held(cuts);
   }
 
   OfOneDim of_dim(size_t j, const std::vector<int>& mesh_dims) const {
@@ -291,14 +294,16 @@ class Fit {
     return one;
   }
 
-  bool holds_nothing_where_nothing_is_held(const std::vector<std::vector<Cut>>& cuts) const {
+  // Whether the cuts give each combination exactly what it holds, in this order.
+  bool make_what_is_held(const std::vector<std::vector<Cut>>& cuts) const {
     for (size_t i = 0; i < held_.positions.size(); ++i) {
-      if (parts_[i]) continue;
       bool holds = true;
       for (size_t j = 0; j < dims_.size(); ++j) {
-        holds = holds && !part_at(held_.mesh, dims_[j], cuts[j], held_.positions[i]).empty();
+        const IntervalList part = part_at(held_.mesh, dims_[j], cuts[j], held_.positions[i]);
+        if (parts_[i] && part != (*parts_[i])[j]) return false;
+        holds = holds && !part.empty();
       }
-      if (holds) return false;
+      if (!parts_[i] && holds) return false;
     }
     return true;
   }

@@ -63,6 +63,38 @@ TEST_P(Fit, KeepsToTheLimitOrSaysWhichOneItNeeds) {
   EXPECT_GT(refused, 100);
 }
 
+// Parts of several runs are packed once for each receiver, and shares of tensors of a few elements are rounded up.
+TEST_P(Fit, KeepsToTheLimitWhereMuchIsPacked) {
+  const MeshPtr mesh = test::mesh_of({8});
+  for (const int64_t n : {1, 13, 1000}) {
+    const std::vector<std::string> all{"P",
+                                       "S(0)",
+                                       "Cyclic(0,10)",
+                                       "SS(0,4)",
+                                       "Blocks(0,7)",
+                                       "S(1)",
+                                       "Cyclic(1,1)",
+                                       concat("Packed(0,", n - n / 3, ":", n / 3, ")"),
+                                       concat("Ragged(0,0:", n, ":0:0:0:0:0:0)")};
+    for (const std::string& from : all) {
+      for (const char* to : {"R", "S(0)"}) {
+        const Layout src = test::layout_of(mesh, {n, 4}, from);
+        const Layout dst = test::layout_of(mesh, {n, 4}, to);
+        const PlanOptions options{.lowering = GetParam()};
+        const int64_t free_peak = peak_bytes(make_plan(src, dst, options));
+        for (const int64_t limit : {std::max<int64_t>(free_peak - 1, 0), free_peak * 3 / 4, free_peak / 2}) {
+          try {
+            const Plan plan = make_plan_within(src, dst, options, limit);
+            for (const auto& [rank, peak] : simulate(plan).peak_bytes) ASSERT_LE(peak, limit) << to_string(plan);
+          } catch (const UserError& error) {
+            ASSERT_GT(least_limit(error.what()), limit) << error.what();
+          }
+        }
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Program, Fit, testing::Values(Lowering::kNccl, Lowering::kGloo),
                          [](const auto& info) { return std::string(info.param.name); });
 

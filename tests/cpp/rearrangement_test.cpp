@@ -208,6 +208,19 @@ TEST(Pieces, AreReducedOverGivenGroups) {
   EXPECT_THROW(make_plan(src, test::layout_of(mesh, {7, 4}, "R,S(0),R"), {.groups = own}), UserError);
 }
 
+// Sums are scattered only where one move does it, which nobody knows of cuts behind uneven nested ones.
+TEST(Pieces, AreReducedWhereCutsAreNestedAndUneven) {
+  const MeshPtr mesh = test::mesh_of({2, 2, 2});
+  for (const char* cut : {"Cyclic(0,1)", "SS(0,2)", "S(0)"}) {
+    for (const int64_t n : {12, 16}) {
+      const Layout src = test::layout_of(mesh, {n}, concat("P,", cut, ",S(0)"));
+      const std::string pieces = concat("Pieces(0,", n / 2, "-", n, "+0-", n / 2, ":)");
+      check_pair(src, test::layout_of(mesh, {n}, concat("R,R,", pieces)), {});
+      check_pair(src, test::layout_of(mesh, {n}, concat(pieces, ",R,R")), {});
+    }
+  }
+}
+
 TEST(FlattenedDims, GoToAndFromAllLayouts) {
   const MeshPtr mesh = test::mesh_of({2, 2});
   const Shape shape{3, 4, 2};

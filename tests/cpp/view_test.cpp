@@ -13,6 +13,7 @@
 #include "indices.h"
 #include "layouts.h"
 #include "moves/figures.h"
+#include "random_pieces.h"
 #include "support/error.h"
 #include "views/move_first.h"
 #include "views/view.h"
@@ -283,6 +284,34 @@ TEST(View, SaysHowTheResultIsCut) {
   EXPECT_EQ(seen_as(layout_of(both, {16, 32, 9}, "P(sum),S(2)"), {1, 512, 9}), "[P(sum), S(2)] on a=2,b=3");
   EXPECT_EQ(seen_as(layout_of(mesh_of({2, 4}), {1, 16, 32, 8}, "S(1),S(2)"), {512, 8}), "[S(0), SS(0,8)] on a=2,b=4");
   EXPECT_EQ(seen_as(layout_of(two, {8}, "Pieces(0,4-8:0-4)"), {2, 4}), "[Pieces(0,1-2:0-1)] on a=2");
+}
+
+// Also where all coordinates of a mesh dim hold the same, or there is only one.
+TEST(View, KeepsTheOrderOfPieces) {
+  const MeshPtr four = mesh_of({4});
+  EXPECT_EQ(seen_as(layout_of(mesh_of({1}), {4, 6}, "Pieces(0,3-4+0-1+2-3+1-2)"), {24}),
+            "[Pieces(0,18-24+0-6+12-18+6-12)] on a=1");
+  const std::string reversed = "3-4+2-3+1-2+0-1";
+  EXPECT_EQ(seen_as(layout_of(four, {4, 6}, concat("Pieces(0,", join(std::vector(4, reversed), ":"), ")")), {24}),
+            concat("[Pieces(0,", join(std::vector<std::string>(4, "18-24+12-18+6-12+0-6"), ":"), ")] on a=4"));
+  test::RandomPieces random(23, 3);
+  int64_t found = 0;
+  for (int i = 0; i < 300; ++i) {
+    const int64_t rows = random.pick(1, 8);
+    const std::vector<std::string> others{"R", "S(0)", "S(1)", "Cyclic(0,2)", "Owned(1,0)"};
+    const MeshPtr mesh = mesh_of({random.pick(1, 3), random.pick(1, 2)});
+    const std::string placements = concat(random.pieces(rows, mesh->dim_size(0)), ",", others[random.pick(0, 4)]);
+    const Layout layout = layout_of(mesh, {rows, 6}, placements);
+    std::vector<Shape> shapes = shapes_of(rows * 6);
+    shapes.insert(shapes.end(), {{rows, 6, 1}, {1, rows, 6}, {rows, 1, 6}});
+    for (const Shape& shape : shapes) {
+      const auto view = view_of(layout, shape);
+      if (!std::holds_alternative<Layout>(view)) continue;
+      ++found;
+      ASSERT_EQ(holdings(std::get<Layout>(view)), holdings(layout)) << layout.to_string() << " as " << join(shape);
+    }
+  }
+  EXPECT_GT(found, 1000);
 }
 
 TEST(View, SaysWhatIsInTheWay) {

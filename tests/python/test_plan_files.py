@@ -188,3 +188,18 @@ def test_the_cache_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert first.to_bytes() == second.to_bytes()
     assert after["plan_cache_hits"] - before["plan_cache_hits"] == 1
     assert after["plan_cache_misses"] - before["plan_cache_misses"] == 1
+
+
+def test_cuts_over_mesh_dims_of_size_one_come_back_from_json() -> None:
+    mesh = sw.Mesh({"a": 2, "b": 1, "c": 1})
+    for placements, order in (
+        (["S(0)", "Packed(0,5:3)", "R"], ["b", "a"]),
+        (["R", "Packed(0,5:3)", "S(0)"], ["c", "b"]),
+        (["Ragged(0,3:5)", "S(0)", "Blocks(0,2)"], ["a", "c", "b"]),
+    ):
+        source = sw.Layout(mesh, (8,), placements, shard_order={0: order})
+        plan = sw.plan(source, sw.Layout(mesh, (8,), ["R", "R", "R"]))
+        again = sw.plan_from_json(plan.to_json())
+        assert again.to_json() == plan.to_json()
+        assert again.src == plan.src
+        again.simulate()
