@@ -6,6 +6,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "batch/item_move.h"
 #include "planning/serialize.h"
 #include "support/error.h"
 #include "support/wire_format.h"
@@ -42,6 +43,7 @@ IndexMap map_of(const std::vector<int64_t>& words) {
 
 void Batch::check() const {
   check_user(buckets >= 1, "buckets: got ", buckets, "; allowed are 1 and more");
+  check_user(first_turn >= 0, "first_turn: got ", first_turn, "; allowed are 0 and more");
   for (size_t i = 0; i < destinations.size(); ++i) {
     check_user(destinations[i].partial_dims().empty(), "destination ", i, ": ", destinations[i],
                " has pending reductions; allowed are layouts without");
@@ -55,7 +57,7 @@ void Batch::check() const {
                " destinations");
     item.map.check(sources[item.source].tensor_shape(), destinations[item.destination].tensor_shape(),
                    concat("item ", i));
-    const int64_t item_bytes = destinations[item.destination].dtype().size_bytes();
+    const int64_t item_bytes = wire_dtype(sources[item.source], destinations[item.destination]).size_bytes();
     check_user(bucket_bytes >= item_bytes, "bucket_bytes: got ", bucket_bytes, "; item ", i, " has elements of ",
                item_bytes, " bytes, so allowed are ", item_bytes, " and more");
   }
@@ -114,6 +116,7 @@ std::string Batch::to_bytes() const {
   Writer out(kKind);
   out.integer(bucket_bytes);
   out.integer(buckets);
+  out.integer(first_turn);
   out.list(written_meshes, [&](const Mesh* mesh) { write(out, *mesh); });
   out.list(written, [&](const auto& one) {
     out.integer(one.first);
@@ -131,6 +134,7 @@ Batch Batch::from_bytes(std::string_view bytes) {
   Batch batch;
   batch.bucket_bytes = in.integer();
   batch.buckets = in.integer();
+  batch.first_turn = in.integer();
   const std::vector<MeshPtr> meshes = in.list([&] { return read_mesh(in); });
   const std::vector<Layout> layouts =
       in.list([&] { return read_layout(in, meshes.at(in.integer(0, static_cast<int64_t>(meshes.size()) - 1))); });
@@ -177,7 +181,7 @@ std::vector<uint64_t> Batch::digests() const {
     add(mesh->second);
     add(std::move(out).finish());
   };
-  add(concat(bucket_bytes, ",", buckets, ",", sources.size(), ",", destinations.size()));
+  add(concat(bucket_bytes, ",", buckets, ",", first_turn, ",", sources.size(), ",", destinations.size()));
   std::vector<uint64_t> digests{digest};
   for (const BatchItem& item : items) {
     add(concat(item.source, ",", item.destination, ",", item.map.to_string()));

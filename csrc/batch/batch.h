@@ -2,8 +2,8 @@
 //
 // A batch has source tensors, destination tensors, and items, each of which moves some elements of one source to one
 // destination. Every tensor has a layout on a mesh of its own; maps count the dims of tensors, whether or not a layout
-// flattens them. Pending reductions of sources are reduced, and then elements are cast to the destination's dtype,
-// before they move. What no item writes is left as it is. If two items write the same element, either may come last.
+// flattens them. Pending reductions of sources are reduced before anything moves. Elements are cast to the destination's
+// dtype, before they move if that is the smaller one, else when they have arrived. What no item writes is left as it is. If two items write the same element, either may come last.
 #pragma once
 
 #include <cstdint>
@@ -31,10 +31,12 @@ struct Batch {
   std::vector<BatchItem> items;
   int64_t bucket_bytes = kDefaultBucketBytes;
   int64_t buckets = kDefaultBuckets;
+  // Which of several holders begins to send where they take turns; for batches that follow one another.
+  int64_t first_turn = 0;
 
   // Throws UserError that names the argument, and the item by its number: destinations with pending reductions, a
   // map that contradicts the shapes, numbers of tensors that do not exist, bucket_bytes below one element, buckets
-  // below 1.
+  // below 1, first_turn below 0.
   void check() const;
 
   // The ranks of all meshes, ascending.

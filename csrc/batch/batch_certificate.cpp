@@ -275,7 +275,8 @@ std::string BatchCertificate::to_string() const {
                    " of reduced parts on a rank, and ", bytes_text(reducing_bytes_max), " while reducing");
   return concat(items, items == 1 ? " item of " : " items of ", count_text(kinds, "kind"), " over ",
                 count_text(ranks, "rank"), "\n  received: ", bytes_text(received_bytes_max), " by the worst rank, ",
-                bytes_text(received_bytes_sum), " by all; nothing can do with less. ", bytes_text(kept_bytes_sum),
+                bytes_text(received_bytes_sum), " by all; ", reductions == 0 ? "" : "once all is reduced, ",
+                "nothing can do with less. ", bytes_text(kept_bytes_sum),
                 " stay on their ranks", "\n  sent: ", bytes_text(sent_bytes_max), " by the worst rank, ",
                 sent_bound_is_exact ? "" : "at least ", bytes_text(sent_bytes_bound), " if only holders send",
                 "\n  rounds: ", rounds, ", at least ", rounds_bound, " with such buckets; messages: ", at_most,

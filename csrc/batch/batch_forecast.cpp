@@ -5,7 +5,10 @@
 #include <map>
 #include <utility>
 
+#include "batch/layout_numbers.h"
 #include "cost/cost.h"
+#include "moves/figures.h"
+#include "planning/fit.h"
 
 namespace shardwright {
 namespace {
@@ -142,6 +145,23 @@ int64_t time_of(const RankUse& use, const BatchPlan& plan, const Topology& topol
   return saturating_sum(latency, saturating_sum(alongside, std::min(moving, copying) / std::max<int64_t>(rounds, 1)));
 }
 
+int64_t reducing_time(const BatchPlan& plan, const Topology& topology) {
+  LayoutNumbers layouts;
+  std::map<std::pair<int, int>, int64_t> known;
+  int64_t all = 0;
+  for (const BatchReduction& one : plan.reductions()) {
+    const auto [found, is_new] = known.try_emplace({layouts.of(one.before), layouts.of(one.after)}, 0);
+    for (const Lowering& lowering : Lowering::all()) {
+      if (!is_new) break;
+      const PlanOptions options{.lowering = lowering, .topology = topology};
+      const Plan reduction = make_plan_within(one.before, one.after, options, std::nullopt);
+      found->second = std::max(found->second, predicted_picoseconds(reduction));
+    }
+    all = saturating_sum(all, found->second);
+  }
+  return all;
+}
+
 }  // namespace
 
 BatchForecast forecast(const BatchPlan& plan, const Topology& topology) {
@@ -167,6 +187,8 @@ BatchForecast forecast(const BatchPlan& plan, const Topology& topology) {
   for (const auto& [rank, use] : ranks) {
     forecast.predicted_ps = std::max(forecast.predicted_ps, time_of(use, plan, topology));
   }
+  forecast.reducing_ps = reducing_time(plan, topology);
+  forecast.predicted_ps = saturating_sum(forecast.predicted_ps, forecast.reducing_ps);
   add_destinations(plan, topology, forecast);
   return forecast;
 }

@@ -34,16 +34,54 @@ BatchPlan::Kind BatchPlan::make_kind(int item, ItemMovePtr move) const {
   return kind;
 }
 
-// The items with equal layouts and maps take turns, each of which is a kind of its own.
+namespace {
+
+// What has been given to each turn so far, of sources with the same replicas of their parts: those on one mesh that
+// replicate the same mesh dims. Turns mean the same replicas there.
+class Turns {
+ public:
+  explicit Turns(int64_t first) : first_(first) {}
+
+  // Returns the turn with fewest bytes, and gives it these.
+  int64_t take(const Layout& src, int64_t turns, int64_t bytes) {
+    if (turns == 1) return 0;
+    std::vector<int64_t>& given = given_[{number_of(src.mesh()), src.replicated_dims().bits(), turns}];
+    given.resize(turns, 0);
+    int64_t least = first_ % turns;
+    for (int64_t i = 1; i < turns; ++i) {
+      const int64_t turn = (first_ + i) % turns;
+      if (given[turn] < given[least]) least = turn;
+    }
+    given[least] += bytes;
+    return least;
+  }
+
+ private:
+  int64_t number_of(const Mesh& mesh) {
+    const auto known = std::find_if(meshes_.begin(), meshes_.end(),
+                                    [&](const Mesh* other) { return other == &mesh || *other == mesh; });
+    const int64_t number = known - meshes_.begin();
+    if (known == meshes_.end()) meshes_.push_back(&mesh);
+    return number;
+  }
+
+  int64_t first_;
+  std::vector<const Mesh*> meshes_;
+  std::map<std::tuple<int64_t, uint32_t, int64_t>, std::vector<int64_t>> given_;
+};
+
+}  // namespace
+
+// The items with equal layouts and maps are a family, and of one kind for each turn that they take.
 void BatchPlan::find_kinds() {
   struct Family {
     std::optional<ItemFamily> moves;
     std::vector<int> kinds;  // by turn; -1 if not made yet
-    int64_t num_items = 0;
   };
   LayoutNumbers layouts;
   std::map<std::vector<int64_t>, int> maps;
   std::map<std::tuple<int, int, int>, Family> families;
+  Turns turns(batch_.first_turn);
   for (size_t i = 0; i < batch_.items.size(); ++i) {
     const BatchItem& item = batch_.items[i];
     const Layout& src = batch_.sources[item.source];
@@ -55,7 +93,8 @@ void BatchPlan::find_kinds() {
       family.moves.emplace(src, dst, item.map);
       family.kinds.assign(family.moves->turns(), -1);
     }
-    const auto turn = family.num_items++ % static_cast<int64_t>(family.kinds.size());
+    const int64_t bytes = item.map.num_elements() * wire_dtype(static_cast<int>(i)).size_bytes();
+    const int64_t turn = turns.take(src, std::ssize(family.kinds), bytes);
     int& kind = family.kinds[turn];
     if (kind < 0) {
       kind = static_cast<int>(kinds_.size());

@@ -5,14 +5,15 @@
 //   kinds      Items with equal layouts and equal maps are of one kind, and share one ItemMove: a state dict of 20,000
 //              tensors has some dozens of kinds. Each element that a rank needs and does not hold is sent to it once;
 //              what it holds is copied locally. The holders of a part share the sending to the element. Where their
-//              shares would be below ItemFamily::kLeastShareBytes, one holder sends a whole message instead, and the
-//              items of the kind take turns in who begins.
+//              shares would be below ItemFamily::kLeastShareBytes, one holder sends a whole message instead, and items
+//              of all kinds from replicas of one shape take turns in who begins: each takes the turn that has had
+//              fewest bytes, beginning with Batch::first_turn.
 //   rounds     schedule.h.
 //   programs   batch_program.h: what one rank does, in proportion to its own parcels.
 //
 // Memory. A run takes buckets() buffers of bucket_bytes() each, at its beginning, and nothing else besides the results
-// and reduced sources: what is sent is packed from tensors of any strides, and cast, directly into a bucket, and
-// unpacked directly into its place. Memory that the process group's backend takes for itself is not counted.
+// and reduced sources: what is sent is packed from tensors of any strides directly into a bucket, and unpacked directly
+// into its place; casts are part of one of the two. Memory that the process group's backend takes for itself is not counted.
 //
 // Everything here follows from the batch alone and is the same on all ranks.
 #pragma once
@@ -42,8 +43,10 @@ class BatchPlan {
   int64_t bucket_bytes() const { return bucket_bytes_; }
   int64_t buckets() const { return buckets_; }
 
-  // The dtype in which an item travels, and in which it arrives.
-  DType wire_dtype(int item) const { return batch_.destinations[batch_.items[item].destination].dtype(); }
+  DType wire_dtype(int item) const {
+    return shardwright::wire_dtype(batch_.sources[batch_.items[item].source],
+                                   batch_.destinations[batch_.items[item].destination]);
+  }
 
   // Items with equal layouts, maps and turns.
   struct Kind {

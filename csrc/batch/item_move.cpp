@@ -22,7 +22,7 @@ class CrossingMove final : public ItemMove {
   CrossingMove(const Layout& src, const Layout& dst, const IndexMap& map, Sharing sharing, int64_t first_turn)
       : src_windows_(map.src_windows()),
         dst_windows_(map.dst_windows()),
-        crossing_(Grid(src, src_windows_), Grid(dst, dst_windows_), dst.dtype().size_bytes(), sharing, first_turn),
+        crossing_(Grid(src, src_windows_), Grid(dst, dst_windows_), wire_dtype(src, dst).size_bytes(), sharing, first_turn),
         elements_(map.num_elements()) {}
 
   const Crossing& crossing() const { return crossing_; }
@@ -135,7 +135,7 @@ ItemFamily::ItemFamily(const Layout& src, const Layout& dst, const IndexMap& map
 ItemMovePtr ItemFamily::crossing(const IndexMap& map) {
   auto by_bytes = std::make_shared<const CrossingMove>(src_, dst_, map, Sharing::kBytes, 0);
   const int64_t replicas = by_bytes->crossing().src().replicas();
-  const bool shares = by_bytes->crossing().longest_stretch() * dst_.dtype().size_bytes() >= kLeastShareBytes;
+  const bool shares = by_bytes->crossing().longest_stretch() * wire_dtype(src_, dst_).size_bytes() >= kLeastShareBytes;
   if (shares || replicas == 1) return by_bytes;
   turns_ = std::min(replicas, kMaxTurns);
   replicas_each_ = replicas / turns_;

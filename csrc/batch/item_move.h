@@ -21,6 +21,12 @@
 
 namespace shardwright {
 
+// The dtype in which elements travel: the smaller one, so that a cast comes before the move or after it; that of the
+// destination if they are equally large.
+inline DType wire_dtype(const Layout& src, const Layout& dst) {
+  return src.dtype().size_bytes() < dst.dtype().size_bytes() ? src.dtype() : dst.dtype();
+}
+
 class ItemMove {
  public:
   struct Parcel {

@@ -332,9 +332,9 @@ class RearrangedMove final : public ItemMove {
         groups_(groups_of(map, src, dst)),
         src_(placed({src, map.src_windows(), true}, groups_)),
         dst_(placed({dst, map.dst_windows(), false}, groups_)),
-        move_({src_.side, dst_.side}, dst.dtype().size_bytes(), Sharing::kBytes) {
+        move_({src_.side, dst_.side}, wire_dtype(src, dst).size_bytes(), Sharing::kBytes) {
     if (move_.worst().sent_bytes < ItemFamily::kLeastShareBytes) {
-      move_ = Rearrangement({src_.side, dst_.side}, dst.dtype().size_bytes(), Sharing::kMessages);
+      move_ = Rearrangement({src_.side, dst_.side}, wire_dtype(src, dst).size_bytes(), Sharing::kMessages);
     }
     for (int64_t p = 0; p < dst.mesh().size(); ++p) {
       int64_t elements = 1;

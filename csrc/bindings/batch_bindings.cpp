@@ -32,10 +32,11 @@ struct BatchPlanView {
 
 Batch batch_of(const std::vector<std::shared_ptr<Layout>>& sources,
                const std::vector<std::shared_ptr<Layout>>& destinations, const std::vector<ItemParts>& items,
-               const py::object& bucket_bytes, const py::object& buckets) {
+               const py::object& bucket_bytes, const py::object& buckets, const py::object& first_turn) {
   Batch batch;
   batch.bucket_bytes = integer(bucket_bytes, "bucket_bytes");
   batch.buckets = integer(buckets, "buckets");
+  batch.first_turn = integer(first_turn, "first_turn");
   for (const auto& layout : sources) batch.sources.push_back(*layout);
   for (const auto& layout : destinations) batch.destinations.push_back(*layout);
   for (const auto& [source, destination, axes] : items) {
@@ -102,7 +103,8 @@ void define_plan_of_batch(py::module_& m) {
 void define_batch(py::module_& m) {
   py::class_<Batch>(m, "Batch")
       .def(py::init(&batch_of), py::arg("sources"), py::arg("destinations"), py::arg("items"),
-           py::arg("bucket_bytes") = Batch::kDefaultBucketBytes, py::arg("buckets") = Batch::kDefaultBuckets)
+           py::arg("bucket_bytes") = Batch::kDefaultBucketBytes, py::arg("buckets") = Batch::kDefaultBuckets,
+           py::arg("first_turn") = 0)
       .def_property_readonly("num_items", [](const Batch& batch) { return batch.items.size(); })
       .def("digests", &Batch::digests, py::call_guard<py::gil_scoped_release>())
       .def(

@@ -33,7 +33,7 @@ void define_batch_forecast(py::module_& m) {
         for (const BatchForecast::OfLink& one : made.links) {
           links.append(py::make_tuple(number(one.from), number(one.to), one.bytes, one.messages, one.predicted_ps));
         }
-        return py::make_tuple(destinations, links, made.predicted_ps);
+        return py::make_tuple(destinations, links, made.predicted_ps, made.reducing_ps);
       },
       py::arg("batch_bytes"), py::arg("topology"));
 }

@@ -11,6 +11,7 @@
 #include "bindings/views.h"
 #include "cost/topology.h"
 #include "layout/layout.h"
+#include "layout/units.h"
 #include "products/product_layouts.h"
 
 namespace py = pybind11;
@@ -138,8 +139,7 @@ void define_layout(py::module_& m) {
                              [](const Layout& layout) { return std::const_pointer_cast<Mesh>(layout.mesh_ptr()); })
       .def_property_readonly("shape", [](const Layout& layout) { return py::tuple(py::cast(layout.tensor_shape())); })
       .def_property_readonly("flattened", &Layout::flattened)
-      .def_property_readonly("flattened_shape",
-                             [](const Layout& layout) { return py::tuple(py::cast(layout.shape())); })
+      .def_property_readonly("flattened_shape", [](const Layout& one) { return py::tuple(py::cast(one.shape())); })
       .def_property_readonly("is_partition", &Layout::is_partition)
       .def_property_readonly("dtype", [](const Layout& layout) { return layout.dtype().name(); })
       .def_property_readonly("placements",
@@ -158,6 +158,7 @@ void define_layout(py::module_& m) {
                                }
                                return order;
                              })
+      .def("check_blocks_are_whole", &check_blocks_are_whole, py::arg("dim"), py::arg("unit"))
       .def_property_readonly("has_equal_parts", &Layout::has_equal_parts)
       .def_property_readonly("has_pending", &has_pending)
       .def("without_pending", &without_sums)

@@ -212,6 +212,16 @@ std::vector<std::optional<int64_t>> columns_of(const py::object& given, size_t n
   return {listed.begin(), listed.end()};
 }
 
+// The total length, or one for each rank.
+void read_size(const py::object& given, ProductArguments& arguments) {
+  if (given.is_none() || PyIndex_Check(given.ptr())) {
+    arguments.size = optional_integer(given, "size");
+  } else {
+    arguments.sizes = integers(given, "size");
+    check_user(!arguments.sizes.empty(), "size: got no lengths; allowed is one for each rank");
+  }
+}
+
 bool keeps_gathered(const std::string& save) {
   check_user(save == "shard" || save == "gathered", "save: '", save, "'; allowed are 'shard', 'gathered'");
   return save == "gathered";
@@ -271,11 +281,11 @@ void define_making_from_tensors(py::module_& m) {
                                    .requires_grad = requires_grad,
                                    .placements = std::nullopt,
                                    .dim = optional_integer(dim, "dim"),
-                                   .size = optional_integer(size, "size"),
                                    .columns = columns_of(columns, weights.size()),
                                    .rank = rank,
                                    .num_ranks = num_ranks,
                                    .checks_parts = checks_parts};
+        read_size(size, arguments);
         if (!out_dtype.is_none()) arguments.out_dtype = DType::parse(py::str(out_dtype));
         for (const auto& weight : given_tensors(weights, "weight", "weights", product)) {
           check_user(weight.has_value(), "weights: got None; allowed are tensors");

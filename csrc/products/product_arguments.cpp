@@ -256,15 +256,19 @@ class ProblemMaker {
 
   ProductProblem of_plain_tensors() const {
     const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{"group"}, std::vector<int64_t>{given_.num_ranks});
-    const auto lie = [&](std::vector<int64_t> shape, const DType& dtype, std::optional<int64_t> cut) {
-      const Placement placement = cut ? Placement::shard(*cut) : Placement::replicate();
+    const auto lie = [&](std::vector<int64_t> shape, const DType& dtype, std::optional<int64_t> cut,
+                         const CutRule& rule = {}) {
+      const Placement placement = cut ? Placement::cut(*cut, rule) : Placement::replicate();
       return Layout(mesh, std::move(shape), dtype, {placement});
     };
     std::vector<int64_t> shape = given_.x.shape;
     const int64_t cut = is_gather() ? *dim_ : ndim() - 1;
-    shape[cut] = total(given_.size, given_.x.shape[cut], "size",
-                       is_gather() ? concat("the length of dim ", cut, " of x") : "the length of the last dim of x");
-    ProductProblem problem{{}, lie(shape, given_.x.dtype, cut), {}, {}, {}};
+    shape[cut] = given_.sizes.empty()
+                     ? total(given_.size, given_.x.shape[cut], "size",
+                             is_gather() ? concat("the length of dim ", cut, " of x") : "the length of the last dim of x")
+                     : sum_of_sizes(given_.x.shape[cut]);
+    const CutRule by_size = given_.sizes.empty() ? CutRule() : CutRule::ragged(given_.sizes);
+    ProductProblem problem{{}, lie(shape, given_.x.dtype, cut, by_size), {}, {}, {}};
     for (size_t j = 0; j < given_.weights.size(); ++j) {
       const GivenTensor& weight = given_.weights[j];
       const bool turned = weight.is_transposed;
@@ -273,7 +277,8 @@ class ProblemMaker {
       std::vector<int64_t> weight_shape{shape.back(), columns};
       if (turned) std::swap(weight_shape[0], weight_shape[1]);
       problem.axes.push_back(axes(turned));
-      problem.weights.push_back(lie(weight_shape, weight.dtype, is_gather() != turned ? 1 : 0));
+      problem.weights.push_back(is_gather() ? lie(weight_shape, weight.dtype, turned ? 0 : 1)
+                                            : lie(weight_shape, weight.dtype, turned ? 1 : 0, by_size));
       std::vector<int64_t> result = shape;
       result.back() = columns;
       problem.results.push_back(lie(result, result_dtype_, is_gather() ? ndim() - 1 : dim_));
@@ -305,6 +310,21 @@ class ProblemMaker {
     const int64_t mine = std::clamp<int64_t>(all - given_.rank * chunk, 0, chunk);
     check_user(all >= 0 && (mine == here || !given_.checks_parts), argument, ": ", all, " in all, of which rank ",
                given_.rank, " of ", ranks, " has ", mine, " as torch.chunk cuts; it was given ", here);
+    return all;
+  }
+
+  int64_t sum_of_sizes(int64_t here) const {
+    const auto ranks = static_cast<size_t>(given_.num_ranks);
+    check_user(given_.sizes.size() == ranks, "size: got ", given_.sizes.size(), " lengths for ", ranks,
+               " ranks; allowed is one for each");
+    int64_t all = 0;
+    for (const int64_t one : given_.sizes) {
+      check_user(one >= 0, "size: got the length ", one, "; allowed are 0 and more");
+      all = saturating_sum(all, one);
+    }
+    const int64_t mine = given_.sizes[static_cast<size_t>(given_.rank)];
+    check_user(mine == here || !given_.checks_parts, "size: ", mine, " on rank ", given_.rank, ", which was given ",
+               here);
     return all;
   }
 

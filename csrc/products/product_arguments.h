@@ -53,6 +53,7 @@ struct ProductArguments {
 
   // For plain tensors: global sizes, which no rank can know by itself.
   std::optional<int64_t> size = std::nullopt;
+  std::vector<int64_t> sizes = {};  // by rank, if the dim that `size` is of is not cut as torch.chunk cuts
   std::vector<std::optional<int64_t>> columns = {};  // by weight
   int64_t rank = 0;
   int64_t num_ranks = 1;

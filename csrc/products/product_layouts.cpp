@@ -7,18 +7,6 @@
 namespace shardwright {
 namespace {
 
-// The order in which several mesh dims cut an axis.
-std::vector<int> order_of(char axis, const std::vector<int>& mesh_dims, const AxisLayouts::Known& known) {
-  for (const auto& [letters, layout] : known) {
-    const size_t dim = letters.find(axis);
-    if (dim == std::string::npos) continue;
-    std::vector<int> order;
-    for (const Cut& cut : layout.cuts(static_cast<int>(dim))) order.push_back(cut.mesh_dim);
-    if (std::is_permutation(order.begin(), order.end(), mesh_dims.begin(), mesh_dims.end())) return order;
-  }
-  return mesh_dims;
-}
-
 // Prefers the given layout object where the two are equal.
 Layout given_or(const Layout& given, Layout made) { return given == made ? given : std::move(made); }
 
@@ -62,29 +50,50 @@ AxisLayouts::AxisLayouts(MeshPtr mesh, AxisCuts cuts, const Known& known)
   for (size_t d = 0; d < cuts_.size(); ++d) {
     if (cuts_[d] != kNoAxis) mesh_dims[cuts_[d]].push_back(static_cast<int>(d));
   }
-  for (const auto& [axis, dims] : mesh_dims) orders_[axis] = dims.size() > 1 ? order_of(axis, dims, known) : dims;
+  for (const auto& [axis, dims] : mesh_dims) by_axis_[axis] = of_axis(axis, dims, known);
+}
+
+AxisLayouts::OfAxis AxisLayouts::of_axis(char axis, const std::vector<int>& mesh_dims, const Known& known) {
+  for (const auto& [letters, layout] : known) {
+    const size_t dim = letters.find(axis);
+    if (dim == std::string::npos) continue;
+    const std::vector<Cut>& cuts = layout.cuts(static_cast<int>(dim));
+    std::vector<int> order;
+    for (const Cut& cut : cuts) order.push_back(cut.mesh_dim);
+    if (!std::is_permutation(order.begin(), order.end(), mesh_dims.begin(), mesh_dims.end())) continue;
+    OfAxis made{layout.shape()[dim], cuts};
+    const bool has_rules = std::any_of(cuts.begin(), cuts.end(), [](const Cut& c) { return !c.rule.is_strided_or_chunks(); });
+    for (Cut& cut : made.cuts) {
+      if (!has_rules) cut.rule = CutRule();
+    }
+    return made;
+  }
+  OfAxis made;
+  for (const int d : mesh_dims) made.cuts.push_back({d, 1});
+  return made;
 }
 
 Layout AxisLayouts::layout(const std::string& letters, const AxisSizes& sizes, const DType& dtype,
                            const std::string& operands) const {
   std::vector<int64_t> shape;
   ShardOrder order;
-  for (size_t t = 0; t < letters.size(); ++t) {
-    shape.push_back(sizes.at(letters[t]));
-    const auto found = orders_.find(letters[t]);
-    if (found != orders_.end()) order[static_cast<int64_t>(t)] = found->second;
-  }
   std::vector<Placement> placements;
   for (const char axis : cuts_) {
-    const size_t dim = letters.find(axis);
-    if (dim != std::string::npos) {
-      placements.push_back(Placement::shard(static_cast<int64_t>(dim)));
-    } else {
-      const bool is_due = operands.find(axis) != std::string::npos;
-      placements.push_back(is_due ? Placement::partial(ReduceOp::kSum) : Placement::replicate());
+    const bool is_due = letters.find(axis) == std::string::npos && operands.find(axis) != std::string::npos;
+    placements.push_back(is_due ? Placement::partial(ReduceOp::kSum) : Placement::replicate());
+  }
+  for (size_t t = 0; t < letters.size(); ++t) {
+    shape.push_back(sizes.at(letters[t]));
+    const auto found = by_axis_.find(letters[t]);
+    if (found == by_axis_.end()) continue;
+    const auto& [length, cuts] = found->second;
+    for (const Cut& cut : cuts) {
+      const CutRule rule = length == shape.back() ? cut.rule : CutRule();
+      placements[cut.mesh_dim] = Placement::cut(static_cast<int64_t>(t), rule);
+      order[static_cast<int64_t>(t)].push_back(cut.mesh_dim);
     }
   }
-  return Layout(mesh_, std::move(shape), dtype, std::move(placements), order);
+  return Layout(mesh_, std::move(shape), dtype, std::move(placements), order, StridedMeaning::kLiteral);
 }
 
 Layout with_placements(const Layout& layout, std::vector<Placement> placements) {
@@ -139,15 +148,12 @@ AxisCuts cuts_in_place(const std::string& axes, const Layout& operand, const Lay
 }
 
 std::vector<Placement> placements_in_place(const std::string& axes, const Layout& operand, const Layout& weight) {
-  const std::string letters = AxisLetters::parse(axes).result;
-  std::vector<Placement> placements;
-  for (const char axis : cuts_in_place(axes, operand, weight)) {
-    const size_t dim = letters.find(axis);
-    placements.push_back(axis == kNoAxis            ? Placement::replicate()
-                         : dim == std::string::npos ? Placement::partial(ReduceOp::kSum)
-                                                    : Placement::shard(static_cast<int64_t>(dim)));
-  }
-  return placements;
+  const AxisLetters letters = AxisLetters::parse(axes);
+  AxisSizes sizes = sizes_of(letters.operand, operand);
+  sizes.merge(sizes_of(letters.weight, weight));
+  const AxisLayouts layouts(operand.mesh_ptr(), cuts_in_place(axes, operand, weight),
+                            {{letters.operand, operand}, {letters.weight, weight}});
+  return layouts.layout(letters.result, sizes, operand.dtype(), letters.operand + letters.weight).placements();
 }
 
 namespace {

@@ -23,8 +23,9 @@ AxisSizes sizes_of(const std::string& letters, const Layout& layout);
 // Makes the layout of any tensor from its axes, for one choice of cuts.
 class AxisLayouts {
  public:
-  // Where several mesh dims cut an axis, they cut in the order of the first tensor in `known` that is cut along this
-  // axis by exactly these mesh dims. Without such a tensor they cut in mesh order.
+  // The mesh dims that cut an axis do so in the order of the first tensor in `known` that is cut along this axis by
+  // exactly these mesh dims, and by its rules if some of them are neither chunks nor strided. Without such a tensor they
+  // cut into chunks, in mesh order.
   using Known = std::vector<std::pair<std::string, Layout>>;
   AxisLayouts(MeshPtr mesh, AxisCuts cuts, const Known& known);
 
@@ -34,9 +35,17 @@ class AxisLayouts {
                 const std::string& operands = "") const;
 
  private:
+  // The cuts of an axis of so many elements. Axes of one letter may differ in length between tensors; then rules that do
+  // not fit are chunks.
+  struct OfAxis {
+    int64_t length = 0;
+    std::vector<Cut> cuts;
+  };
+  static OfAxis of_axis(char axis, const std::vector<int>& mesh_dims, const Known& known);
+
   MeshPtr mesh_;
   AxisCuts cuts_;
-  std::map<char, std::vector<int>> orders_;
+  std::map<char, OfAxis> by_axis_;
 };
 
 // Replaces placements that do not cut; the cuts and their order stay the same.
@@ -54,8 +63,8 @@ Layout with_dims(const Layout& layout, const std::vector<int>& dims, const DType
 // it takes the axis of the operand's cut if it is free, else none.
 AxisCuts cuts_in_place(const std::string& axes, const Layout& operand, const Layout& weight);
 
-// The placements in which cuts_in_place leaves the result: cut along free axes, with sums due where a summed axis is
-// cut.
+// The placements in which cuts_in_place leaves the result: cut along free axes as operand or weight are, with sums due
+// where a summed axis is cut.
 std::vector<Placement> placements_in_place(const std::string& axes, const Layout& operand, const Layout& weight);
 
 // The layouts of gradients.

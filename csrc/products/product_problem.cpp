@@ -108,11 +108,9 @@ void check(const ProductProblem& problem) {
   }
   layouts.push_back(&problem.operand);
   for (const Layout* layout : layouts) {
-    check_user(std::all_of(layout->placements().begin(), layout->placements().end(),
-                           [](const Placement& p) { return p.kind != PlacementKind::kShardByRule; }),
-               "placements: ", *layout,
-               " in a matrix product; allowed are R, S, SS and P, so redistribute "
-               "it to one of these first");
+    check_user(layout->is_partition() && layout->flattened() == 1, "placements: ", *layout,
+               " in a matrix product; allowed are layouts of the tensor's own dims in which no element is repeated or "
+               "out of order, so redistribute it to such a layout first");
     check_user(layout->mesh() == problem.operand.mesh(), "mesh: ", *layout, " and ", problem.operand,
                " lie on different meshes; allowed is one");
   }

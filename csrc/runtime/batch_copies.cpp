@@ -3,6 +3,7 @@
 #include <ATen/ops/as_strided.h>
 
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "runtime/local_ops.h"
@@ -15,15 +16,15 @@ class Copies {
  public:
   explicit Copies(std::vector<PreparedCopy>& copies) : copies_(copies) {}
 
-  PreparedCopy& between(int source, int destination) {
-    const auto [found, is_new] = known_.try_emplace({source, destination}, copies_.size());
-    if (is_new) copies_.push_back({source, destination, {}, std::nullopt});
-    return copies_[found->second];
+  std::vector<Box>& between(int source, int destination, at::ScalarType in_bucket) {
+    const auto [found, is_new] = known_.try_emplace({source, destination, in_bucket}, copies_.size());
+    if (is_new) copies_.push_back({source, destination, in_bucket});
+    return copies_[found->second].boxes;
   }
 
  private:
   std::vector<PreparedCopy>& copies_;
-  std::map<std::pair<int, int>, size_t> known_;
+  std::map<std::tuple<int, int, at::ScalarType>, size_t> known_;
 };
 
 void append(std::vector<Box>& to, std::vector<Box> boxes) {
@@ -47,45 +48,55 @@ PreparedBatch prepare_copies(const BatchProgram& program, const std::vector<at::
     prepared.dtypes.push_back(tensor.scalar_type());
     return true;
   });
-  const auto src_strides = [&](int source) -> const std::vector<int64_t>& { return prepared.strides[source]; };
-  const auto dst_strides = [&](int destination) -> const std::vector<int64_t>& {
-    return prepared.strides[sources.size() + destination];
+  const std::vector<std::vector<int64_t>>& strides = prepared.strides;
+  const auto src_strides = [&](int source) -> const auto& { return strides[source]; };
+  const auto dst_strides = [&](int destination) -> const auto& { return strides[sources.size() + destination]; };
+  const std::vector<BatchItem>& items = program.plan().batch().items;
+  const auto src_dtype = [&](int source) { return sources[source].scalar_type(); };
+  const auto dst_dtype = [&](int destination) { return destinations[destination].scalar_type(); };
+  const auto in_bucket = [&](const BatchItem& item) {  // as wire_dtype() has it
+    const at::ScalarType src = src_dtype(item.source);
+    const at::ScalarType dst = dst_dtype(item.destination);
+    return c10::elementSize(src) < c10::elementSize(dst) ? src : dst;
   };
-  const auto close = [&](std::vector<PreparedCopy>& copies, bool from_bucket) {
+  const auto close = [](std::vector<PreparedCopy>& copies, const auto& from, const auto& to) {
     for (PreparedCopy& copy : copies) {
-      const at::ScalarType to = destinations[copy.destination].scalar_type();
-      if (!from_bucket && sources[copy.source].scalar_type() != to) continue;
-      copy.copy.emplace(copy.boxes, static_cast<int64_t>(c10::elementSize(to)));
+      if (from(copy) != to(copy)) continue;
+      copy.copy.emplace(copy.boxes, static_cast<int64_t>(c10::elementSize(to(copy))));
       copy.boxes.clear();
     }
   };
+  const auto of_source = [&](const PreparedCopy& copy) { return src_dtype(copy.source); };
+  const auto of_bucket = [](const PreparedCopy& copy) { return copy.in_bucket; };
+  const auto of_destination = [&](const PreparedCopy& copy) { return dst_dtype(copy.destination); };
 
-  const std::vector<BatchItem>& items = program.plan().batch().items;
   Copies kept(prepared.keep);
   for (const int item : program.own_items()) {
     const auto& [source, destination, map] = items[item];
-    append(kept.between(source, destination).boxes,
+    append(kept.between(source, destination, at::ScalarType::Undefined),
            program.boxes_to_keep(item, src_strides(source), dst_strides(destination)));
   }
-  close(prepared.keep, false);
+  close(prepared.keep, of_source, of_destination);
   for (const BatchRound& round : program.rounds()) {
     PreparedBatch::Round& made = prepared.rounds.emplace_back();
     Copies packed(made.pack);
     for (const BatchMessage& message : round.sends) {
       for (const BatchFragment& fragment : message.fragments) {
-        const auto& [source, destination, map] = items[fragment.item];
-        append(packed.between(source, destination).boxes, program.boxes_to_pack(fragment, src_strides(source)));
+        const BatchItem& item = items[fragment.item];
+        append(packed.between(item.source, item.destination, in_bucket(item)),
+               program.boxes_to_pack(fragment, src_strides(item.source)));
       }
     }
     Copies unpacked(made.unpack);
     for (const BatchMessage& message : round.receives) {
       for (const BatchFragment& fragment : message.fragments) {
-        const int destination = items[fragment.item].destination;
-        append(unpacked.between(-1, destination).boxes, program.boxes_to_unpack(fragment, dst_strides(destination)));
+        const BatchItem& item = items[fragment.item];
+        append(unpacked.between(-1, item.destination, in_bucket(item)),
+               program.boxes_to_unpack(fragment, dst_strides(item.destination)));
       }
     }
-    close(made.pack, false);
-    close(made.unpack, true);
+    close(made.pack, of_source, of_bucket);
+    close(made.unpack, of_bucket, of_destination);
   }
   return prepared;
 }

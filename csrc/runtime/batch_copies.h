@@ -12,11 +12,11 @@
 
 namespace shardwright {
 
-// What is copied between one tensor and a bucket, or between two tensors. Packing and keeping cast to the dtype of the
-// destination.
+// What is copied between one tensor and a bucket, or between two tensors. Any of them may cast.
 struct PreparedCopy {
-  int source = -1;       // index of the source, if it is read
-  int destination = -1;  // of an item; its dtype is that in the bucket
+  int source = -1;  // if it is read
+  int destination = -1;
+  at::ScalarType in_bucket = at::ScalarType::Undefined;  // if a bucket is read or written
   std::vector<Box> boxes;
   std::optional<StridedCopy> copy;  // if nothing is cast
 };

@@ -293,7 +293,7 @@ class BatchRun final : public Run {
     const BatchRound& round = program_.rounds()[r];
     at::Tensor bucket = bucket_of(r);
     for (const PreparedCopy& copy : prepared_->rounds[r].pack) {
-      run_copy(copy, sources_[copy.source], view_as(bucket, destinations_[copy.destination].scalar_type()));
+      run_copy(copy, sources_[copy.source], view_as(bucket, copy.in_bucket));
     }
     at::Tensor wire = wire_bucket_of(r);
     if (goes_through_host_) wire.narrow(0, 0, round.sent_bytes).copy_(bucket.narrow(0, 0, round.sent_bytes));
@@ -322,8 +322,7 @@ class BatchRun final : public Run {
           .copy_(wire_bucket_of(r).narrow(0, round.sent_bytes, round.received_bytes));
     }
     for (const PreparedCopy& copy : prepared_->rounds[r].unpack) {
-      at::Tensor& destination = destinations_[copy.destination];
-      run_copy(copy, view_as(bucket, destination.scalar_type()), destination);
+      run_copy(copy, view_as(bucket, copy.in_bucket), destinations_[copy.destination]);
     }
   }
 

@@ -11,6 +11,8 @@
 #include "batch/batch_certificate.h"
 #include "batch/batch_program.h"
 #include "layouts.h"
+#include "moves/figures.h"
+#include "search/make_plan.h"
 #include "two_meshes.h"
 
 namespace shardwright {
@@ -126,6 +128,21 @@ TEST(BatchForecast, NothingMovesWhereAllStays) {
   EXPECT_EQ(made.predicted_ps, 0);
   EXPECT_EQ(made.destinations[0].kept_bytes, 16);
   EXPECT_EQ(made.destinations[0].last_round, -1);
+}
+
+// Sums of two sources, by the plans that reduce them; nothing is left to move.
+TEST(BatchForecast, CountsTheTimeOfReductions) {
+  const MeshPtr mesh = mesh_of({4});
+  const Layout src = layout_of(mesh, {1024, 1024}, "P");
+  const Layout dst = layout_of(mesh, {1024, 1024}, "S(0)");
+  const Topology topology = Topology::named("64x8");
+  const BatchForecast made = forecast(BatchPlan(whole_tensors({{src, dst}, {src, dst}})), topology);
+  const auto of_one = [&](const Lowering& lowering) {
+    return predicted_picoseconds(make_plan(src, dst, {.lowering = lowering, .topology = topology}));
+  };
+  EXPECT_EQ(made.reducing_ps, 2 * std::max(of_one(Lowering::kNccl), of_one(Lowering::kGloo)));
+  EXPECT_EQ(made.predicted_ps, made.reducing_ps);
+  EXPECT_TRUE(made.links.empty());
 }
 
 }  // namespace

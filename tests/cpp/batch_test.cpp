@@ -290,7 +290,7 @@ class Simulation {
         for (size_t d = 0; has && d < from->size(); ++d) {
           has = std::find(held->second[d].begin(), held->second[d].end(), (*from)[d]) != held->second[d].end();
         }
-        bytes += has ? 0 : dst.layout.dtype().size_bytes();
+        bytes += has ? 0 : std::min(src.layout.dtype().size_bytes(), dst.layout.dtype().size_bytes());
       });
     }
     return bytes;
@@ -604,6 +604,37 @@ TEST(Batch, RearrangedTensorsAreShared) {
   EXPECT_TRUE(certificate.sent_bound_is_exact);
 }
 
+// Small tensors from replicas: experts that are stacked, each by a map of its own; and large ones in turns with small.
+TEST(Batch, ReplicasTakeTurnsInAllItems) {
+  const MeshPtr from = mesh_of({8});
+  const MeshPtr to = mesh_of({8}, {8, 9, 10, 11, 12, 13, 14, 15});
+  Batch stacked;
+  stacked.destinations.push_back(layout_of(to, {128, 1024}, "S(0)"));
+  for (int i = 0; i < 128; ++i) {
+    stacked.sources.push_back(layout_of(from, {1024}, "R"));
+    stacked.items.push_back({i, 0, IndexMap({{MapAxis::kNoDim, 0, 0, i, 1}, {0, 1, 0, 0, 1024}})});
+  }
+  EXPECT_EQ(certificate_of(BatchPlan(stacked)).sent_bytes_max, 128 * 4096 / 8);
+  std::vector<std::pair<Layout, Layout>> pairs;
+  for (int i = 0; i < 64; ++i) {
+    for (const int64_t n : {3000, 100}) pairs.emplace_back(layout_of(from, {n}, "R"), layout_of(to, {n}, "Owned(0,0)"));
+  }
+  const BatchCertificate certificate = certificate_of(BatchPlan(whole_tensors(pairs)));
+  EXPECT_LE(certificate.sent_bytes_max, certificate.sent_bytes_bound + 12000);  // a large tensor
+  // Batches that follow one another: each begins with the holder after the one before.
+  std::map<int64_t, int64_t> sent;
+  for (int64_t turn = 0; turn < 8; ++turn) {
+    Batch one = whole_tensors({{layout_of(from, {1000}, "R"), layout_of(to, {1000}, "Owned(0,0)")}});
+    one.first_turn = turn;
+    const auto plan = std::make_shared<const BatchPlan>(Batch::from_bytes(one.to_bytes()));
+    for (int64_t r = 0; r < 8; ++r) {
+      const BatchProgram program(plan, Rank{r});
+      for (const BatchRound& round : program.rounds()) sent[r] += round.sent_bytes;
+    }
+  }
+  for (int64_t r = 0; r < 8; ++r) EXPECT_EQ(sent[r], 4000) << "rank " << r;
+}
+
 // Where several ranks hold a row and columns are cut too, ranks send each other several parcels of one item.
 TEST(Batch, MessagesOfSeveralParcelsGoInRounds) {
   RandomPlacements random(3);
@@ -632,7 +663,8 @@ TEST(Batch, MessagesOfSeveralParcelsGoInRounds) {
     above_the_mean += certificate.sent_bytes_bound > (certificate.received_bytes_sum + sources - 1) / sources + 16;
     const auto plan = std::make_shared<const BatchPlan>(problem.batch);
     for (int64_t r = 0; r < 11; ++r) {
-      for (const BatchRound& round : BatchProgram(plan, Rank{r}).rounds()) {
+      const BatchProgram program(plan, Rank{r});
+      for (const BatchRound& round : program.rounds()) {
         messages_of_several += std::any_of(round.sends.begin(), round.sends.end(),
                                            [](const BatchMessage& message) { return message.fragments.size() > 1; });
       }

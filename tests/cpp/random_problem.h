@@ -20,9 +20,10 @@ inline const ProductContext& context(const Lowering& lowering) {
 }
 
 // Returns a problem with any axes, sizes and placements, one to three weights, with or without given cuts and scales.
+// Placements may be of all rules if `has_rules`.
 class RandomProblem {
  public:
-  explicit RandomProblem(unsigned seed) : random_(seed) {
+  explicit RandomProblem(unsigned seed, bool has_rules = false) : random_(seed), has_rules_(has_rules) {
     std::vector<int64_t> mesh_sizes;
     for (int64_t d = 0, dims = pick(1, 2); d < dims; ++d) mesh_sizes.push_back(pick(1, dims == 1 ? 4 : 3));
     mesh_ = mesh_of(mesh_sizes);
@@ -71,12 +72,32 @@ class RandomProblem {
       const int64_t dim = pick(-1 - static_cast<int64_t>(may_be_due && pick(0, 2) == 0), layout.ndim() - 1);
       placements.push_back(dim == -2 ? "P" : dim == -1 ? "R" : concat("S(", dim, ")"));
     }
-    return layout_on(mesh_, layout.shape(), placements, layout.dtype().name().c_str());
+    if (!has_rules_ || pick(0, 1) == 0) return layout_on(mesh_, layout.shape(), placements, layout.dtype().name().c_str());
+    for (int d = 0; d < mesh_->ndim(); ++d) {
+      if (placements[d].starts_with('S')) placements[d] = by_rule(placements[d][2], layout, mesh_->dim_size(d));
+    }
+    try {
+      return layout_on(mesh_, layout.shape(), placements, layout.dtype().name().c_str());
+    } catch (const UserError&) {  // sizes that do not fit behind another cut
+      return elsewhere(layout, may_be_due);
+    }
   }
 
   std::unique_ptr<ProductProblem> problem;
 
  private:
+  // A cut of a tensor dim over k coordinates by any rule.
+  std::string by_rule(char dim, const Layout& layout, int64_t k) {
+    const int64_t n = layout.shape()[dim - '0'];
+    const int64_t first = pick(0, n);
+    std::string sizes = k == 1 ? std::to_string(n) : concat(first, ":", n - first);
+    for (int64_t c = 2; c < k; ++c) sizes += ":0";
+    const std::vector<std::string> all{concat("S(", dim, ")"),          concat("Blocks(", dim, ",2)"),
+                                       concat("Cyclic(", dim, ",1)"),   concat("Owned(", dim, ",", pick(0, k - 1), ")"),
+                                       concat("Ragged(", dim, ",", sizes, ")"), concat("Packed(", dim, ",", first, ":", n - first, ")")};
+    return all[pick(0, std::ssize(all) - 1)];
+  }
+
   int64_t size() { return pick(0, 9) == 0 ? 0 : pick(1, 5); }
 
   std::string shuffled(std::string letters) {
@@ -91,6 +112,7 @@ class RandomProblem {
   }
 
   std::mt19937 random_;
+  bool has_rules_;
   MeshPtr mesh_;
   std::map<char, int64_t> sizes_;
 };

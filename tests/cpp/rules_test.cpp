@@ -458,10 +458,8 @@ TEST(Rules, PlansBetweenMeshesAreRight) {
   }
 }
 
-TEST(Rules, ProductsRefuseThem) {
+TEST(Rules, ProductsRefuseWhatIsRepeatedOrFlattened) {
   const MeshPtr mesh = test::mesh_of({2});
-  const Layout plain = test::layout_of(mesh, {4, 4}, "S(0)");
-  const Layout ragged = test::layout_of(mesh, {4, 4}, "Ragged(0,1:3)");
   const auto error_of_product = [](const Layout& operand, const Layout& weight, const Layout& result) {
     try {
       check(ProductProblem{{"ab,bc->ac"}, operand, {weight}, {std::nullopt}, {result}});
@@ -470,11 +468,18 @@ TEST(Rules, ProductsRefuseThem) {
     }
     return std::string();
   };
-  EXPECT_EQ(error_of_product(plain, plain, plain), "");
+  const Layout plain = test::layout_of(mesh, {4, 4}, "S(0)");
+  const Layout pieces = test::layout_of(mesh, {4, 4}, "Pieces(0,0-3:1-4)");
+  for (const char* allowed : {"S(0)", "Ragged(0,1:3)", "Cyclic(1,1)", "Pieces(0,0-1+2-3:1-2+3-4)"}) {
+    const Layout one = test::layout_of(mesh, {4, 4}, allowed);
+    EXPECT_EQ(error_of_product(one, one, one), "");
+  }
   for (int which = 0; which < 3; ++which) {
     const std::string error =
-        error_of_product(which == 0 ? ragged : plain, which == 1 ? ragged : plain, which == 2 ? ragged : plain);
-    EXPECT_NE(error.find("Ragged(0,1:3)] in a matrix product; allowed are R, S, SS and P"), std::string::npos) << error;
+        error_of_product(which == 0 ? pieces : plain, which == 1 ? pieces : plain, which == 2 ? pieces : plain);
+    EXPECT_NE(error.find("Pieces(0,0-3:1-4)] in a matrix product; allowed are layouts of the tensor's own dims"),
+              std::string::npos)
+        << error;
   }
 }
 

@@ -139,7 +139,7 @@ TEST(WireFormat, HoldsProblemsAndMatmulsAndRefusesDamage) {
   std::set<std::string> all;
   for (unsigned seed = 0; seed < 60; ++seed) {
     SCOPED_TRACE(seed);
-    RandomProblem source(seed + 30'000);
+    RandomProblem source(seed + 30'000, true);
     ProductProblem& problem = *source.problem;
     const ProductPlan plan(problem, cache);
     for (const Node& node : plan.forward().nodes) {

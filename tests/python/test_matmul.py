@@ -205,3 +205,43 @@ def _under_way() -> None:
 
 def test_operands_under_way(pool: Pool) -> None:
     pool.run(_under_way, 4)
+
+
+def _lengths_by_rank(lengths: list[int]) -> None:
+    """Rows of the gathered operand, and the summed axis, cut into parts of any length."""
+    rank = torch.distributed.get_rank()
+    rows = sum(lengths)
+    x, weight = _integers((rows, 5), 1), _integers((5, 8), 2)
+    left, right = _integers((6, rows), 3), _integers((rows, 7), 4)
+    begin = sum(lengths[:rank])
+    own = slice(begin, begin + lengths[rank])
+    for schedule in SCHEDULES:
+        mine, columns = x[own].clone().requires_grad_(), _part(weight, "S(1)").requires_grad_()
+        found = sw.all_gather_matmul(mine, columns, size=lengths, columns=8, **schedule)
+        assert_close(found, _part(x @ weight, "S(1)"), rtol=0, atol=0)
+        weights = _integers((rows, 8), 5)
+        (found * _part(weights, "S(1)")).sum().backward()
+        assert_close(mine.grad, (weights @ weight.t())[own], rtol=0, atol=0)
+        assert_close(columns.grad, _part(x.t() @ weights, "S(1)"), rtol=0, atol=0)
+        summed, of_rows = left[:, own].clone().requires_grad_(), right[own].clone().requires_grad_()
+        found = sw.matmul_reduce_scatter(summed, of_rows, size=lengths, **schedule)
+        assert_close(found, _part(left @ right, "S(0)"), rtol=0, atol=0)
+        weights = _integers((6, 7), 6)
+        (found * _part(weights, "S(0)")).sum().backward()
+        assert_close(summed.grad, (weights @ right.t())[:, own], rtol=0, atol=0)
+        assert_close(of_rows.grad, (left.t() @ weights)[own], rtol=0, atol=0)
+    everywhere = sw.matmul_all_reduce(left[:, own], right[own], size=lengths)
+    assert_close(everywhere, left @ right, rtol=0, atol=0)
+    for wrong, message in (
+        (lengths[:-1], "size: got 3 lengths for 4 ranks"),
+        ([*lengths[:-1], -1], "size: got the length -1"),
+        ([n + 1 for n in lengths], f"size: {lengths[rank] + 1} on rank {rank}, which was given {lengths[rank]}"),
+        ([], "size: got no lengths"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sw.all_gather_matmul(x[own], _part(weight, "S(1)"), size=wrong, columns=8)
+
+
+@pytest.mark.parametrize("lengths", [[3, 1, 0, 7], [0, 0, 9, 0]], ids=str)
+def test_parts_of_any_length(pool: Pool, lengths: list[int]) -> None:
+    pool.run(_lengths_by_rank, 4, lengths)

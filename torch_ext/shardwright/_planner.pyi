@@ -185,6 +185,9 @@ class Layout:
     def shard_order(self) -> dict[int, list[int]]:
         """{tensor dim: mesh dims that cut it, first cut first}; mesh dims of size 1 are left out."""
 
+    def check_blocks_are_whole(self, dim: int, unit: int) -> None:
+        """Raises ValueError if a part of the dim, as `flattened_shape` counts, begins or ends within a unit."""
+
     @property
     def has_equal_parts(self) -> bool:
         """Whether all ranks hold parts of one shape."""
@@ -286,6 +289,7 @@ class Batch:
         items: Sequence[tuple[int, int, Sequence[tuple[int, int, int, int, int]] | None]],
         bucket_bytes: int = ...,
         buckets: int = ...,
+        first_turn: int = ...,
     ) -> None: ...
     @property
     def num_items(self) -> int: ...
@@ -925,10 +929,10 @@ def product_layouts(
 
 def forecast_batch(
     batch_bytes: bytes, topology: Topology
-) -> tuple[list[tuple[int, int, int, int, int, int]], list[tuple[int, int, int, int, int]], int]:
+) -> tuple[list[tuple[int, int, int, int, int, int]], list[tuple[int, int, int, int, int]], int, int]:
     """Predicts a batch, in bytes and picoseconds: for each destination what all ranks receive, what the worst one
     receives, what is copied locally, first and last round (-1 for none), time; for each link sender, receiver, bytes,
-    messages at most, time; and the time of all."""
+    messages at most, time; the time of all; and how much of that is for reducing sources before."""
 
 class Attention:
     """Attention whose sequence is cut over ranks (csrc/attention/attention.h)."""

@@ -84,7 +84,7 @@ def all_gather_matmul(
     biases: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     *,
     gather_dim: int = 0,
-    size: int | None = None,
+    size: int | Sequence[int] | None = None,
     columns: int | Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
     placements: Sequence[Placement] | None = None,
@@ -99,8 +99,8 @@ def all_gather_matmul(
 ) -> Any:
     """Gathers `x`, and multiplies it by one or several weights meanwhile. The gathered `x` need not exist as a whole.
 
-    Plain tensors belong to a process group: `x` is cut in `gather_dim`, weights and results in their columns, by rank
-    as torch.chunk cuts. DTensors bring their placements: `x` is gathered along the mesh dims that cut `x` before its
+    Plain tensors belong to a process group: `x` is cut in `gather_dim`, weights and results in their columns, these by
+    rank as torch.chunk cuts. DTensors bring their placements: `x` is gathered along the mesh dims that cut `x` before its
     last dim and a weight in its columns.
 
     Args:
@@ -109,8 +109,8 @@ def all_gather_matmul(
             this rank's columns.
         biases: of shape (n,), one per weight, or None; cut like the columns.
         gather_dim: for plain tensors: the dim of `x` that is cut; the last dim is the summed one.
-        size: for plain tensors on several ranks: the total length of `gather_dim`. It is required, because a rank
-            cannot know what others hold.
+        size: for plain tensors on several ranks: the total length of `gather_dim`, which is cut as torch.chunk cuts,
+            or the length on each rank. It is required, because a rank cannot know what others hold.
         columns: for plain tensors on several ranks: the total number of columns of each weight.
         group: for plain tensors: the process group; default: the default group.
         placements: for DTensors: the placements of the results; default: as in `linear`.
@@ -139,7 +139,7 @@ def matmul_reduce_scatter(
     bias: torch.Tensor | None = None,
     *,
     scatter_dim: int = 0,
-    size: int | None = None,
+    size: int | Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
     placements: Sequence[Placement] | None = None,
     method: str | None = None,
@@ -153,12 +153,12 @@ def matmul_reduce_scatter(
     """Multiplies operands that are cut along the summed axis, and reduces and scatters the result meanwhile.
 
     Args:
-        x: shape (..., k). Plain: this rank's part, cut in the last dim by rank as torch.chunk cuts.
+        x: shape (..., k). Plain: this rank's part, cut in the last dim.
         weight: shape (k, n). Plain: this rank's rows.
         bias: shape (n,), added once, after the sums. Plain: whole on every rank, and so is its gradient.
         scatter_dim: the dim of the result that is cut.
-        size: for plain tensors on several ranks: the total length of k. It is required, because a rank cannot know what
-            others hold.
+        size: for plain tensors on several ranks: the total length of k, which is cut as torch.chunk cuts, or the length
+            on each rank. It is required, because a rank cannot know what others hold.
         group: for plain tensors: the process group; default: the default group.
         placements: for DTensors: the placements of the result; default: ``Shard(scatter_dim)`` on the mesh dims that
             cut k in both operands.
@@ -183,7 +183,7 @@ def matmul_all_reduce(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    size: int | None = None,
+    size: int | Sequence[int] | None = None,
     group: dist.ProcessGroup | None = None,
     method: str | None = None,
     chunks: Chunks = None,
