@@ -1,5 +1,6 @@
 #include "layout/units.h"
 
+#include "layout/positions.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -7,11 +8,7 @@ namespace shardwright {
 void check_blocks_are_whole(const Layout& layout, int tensor_dim, int64_t unit) {
   const int64_t n = layout.shape()[tensor_dim];
   const Mesh& mesh = layout.mesh();
-  const MeshDimSet cutting = dims_of(layout.cuts(tensor_dim));
-  for (int64_t position = 0; position < mesh.size(); ++position) {
-    bool is_first = true;  // of those with these coordinates on the mesh dims that cut
-    for (int d = 0; d < mesh.ndim(); ++d) is_first = is_first && (cutting.contains(d) || mesh.coordinate(position, d) == 0);
-    if (!is_first) continue;
+  for (const int64_t position : positions_along(mesh, dims_of(layout.cuts(tensor_dim)).to_vector())) {
     for (const Interval& one : layout.part(tensor_dim, position)) {
       const bool is_whole = one.begin % unit == 0 && (one.end % unit == 0 || one.end == n);
       check_user(is_whole, "unit: ", layout, " gives rank ", mesh.rank_at(Position{position}), " elements ", one.begin,

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <optional>
 
+#include "layout/positions.h"
+
 namespace shardwright {
 namespace {
 
@@ -146,8 +148,14 @@ std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts) {
 
 bool same_parts(const Layout& a, const Layout& b) {
   for (int t = 0; t < a.ndim(); ++t) {
-    if (a.cuts(t) == b.cuts(t)) continue;
-    if (canonical(a.mesh(), a.shape()[t], a.cuts(t)) != canonical(b.mesh(), b.shape()[t], b.cuts(t))) return false;
+    const CutList& cuts = a.cuts(t);
+    const CutList& others = b.cuts(t);
+    const int64_t n = a.shape()[t];
+    if (cuts == others || canonical(a.mesh(), n, cuts) == canonical(a.mesh(), n, others)) continue;
+    if (!has_other_rules(cuts) && !has_other_rules(others)) return false;
+    for (const int64_t position : positions_along(a.mesh(), (dims_of(cuts) | dims_of(others)).to_vector())) {
+      if (part_at(a.mesh(), n, cuts, position) != part_at(a.mesh(), n, others, position)) return false;
+    }
   }
   return true;
 }

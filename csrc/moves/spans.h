@@ -13,7 +13,8 @@ namespace shardwright {
 // changed; others are returned as they are.
 std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts);
 
-// Returns whether every rank holds the same elements in both, judging by the canonical lists.
+// Returns whether every rank holds the same elements in both, which are on one mesh, in the same places: judging by the
+// canonical lists, and by the parts where there are rules that these do not name.
 bool same_parts(const Layout& a, const Layout& b);
 
 // Returns whether each set of ranks that agree on `kept` together holds the same elements of a tensor dim of n elements

@@ -143,8 +143,8 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
     certificate.least_messages = crosses(plan) ? 1 : std::max<int64_t>(std::bit_width(needed - 1), 1);
   }
   certificate.least_peak_bytes = plan.steps.empty() ? 0 : plan.dst.largest_part_bytes();
-  // Where nothing must travel, a plan may still be a step that moves nothing, because its search does not see that.
-  const int64_t copies = scaled(plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
+  // Where nothing must travel, a copy may be all, or not even that.
+  const int64_t copies = plan.steps.empty() ? 0 : scaled(plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
   certificate.least_ps = must_travel > 0 ? least_picoseconds(plan) : std::min(least_picoseconds(plan), copies);
   return certificate;
 }

@@ -5,6 +5,7 @@
 
 #include "crossing/rearrangement.h"
 #include "crossing/split.h"
+#include "layout/positions.h"
 #include "moves/move.h"
 #include "moves/move_table.h"
 #include "moves/segments.h"
@@ -101,26 +102,17 @@ bool hold_together_what_they_need(const Layout& before, const Layout& after, Mes
   const Mesh& mesh = before.mesh();
   for (int t = 0; t < before.ndim(); ++t) {
     const MeshDimSet cutting = dims_of(before.cuts(t)) | dims_of(after.cuts(t));
-    const std::vector<int> spanned = (dims_of(before.cuts(t)) & mesh_dims).to_vector();
-    for (int64_t p = 0; p < mesh.size(); ++p) {
-      bool is_first = true;  // of those with these coordinates
-      for (int d = 0; d < mesh.ndim(); ++d) is_first = is_first && (cutting.contains(d) || mesh.coordinate(p, d) == 0);
-      if (!is_first) continue;
-      const IntervalList needed = part_at(mesh, after.shape()[t], after.cuts(t), p);
-      std::vector<int64_t> members{p};
-      for (const int d : spanned) {
-        std::vector<int64_t> more;
-        for (const int64_t member : members) {
-          const int64_t first = member - mesh.coordinate(member, d) * mesh.stride(d);
-          for (int64_t c = 0; c < mesh.dim_size(d); ++c) more.push_back(first + c * mesh.stride(d));
-        }
-        members = std::move(more);
-      }
-      int64_t held = 0;
+    const MeshDimSet spanned = dims_of(before.cuts(t)) & mesh_dims;
+    const std::vector<int64_t> members = positions_along(mesh, spanned.to_vector());
+    for (const int64_t first : positions_along(mesh, (cutting - spanned).to_vector())) {
+      std::vector<IntervalList> held;
+      for (const int64_t member : members) held.push_back(part_at(mesh, before.shape()[t], before.cuts(t), first + member));
       for (const int64_t member : members) {
-        held += length(intersect(part_at(mesh, before.shape()[t], before.cuts(t), member), needed));
+        const IntervalList needed = part_at(mesh, after.shape()[t], after.cuts(t), first + member);
+        int64_t found = 0;
+        for (const IntervalList& list : held) found += length(intersect(list, needed));
+        if (found != length(needed)) return false;
       }
-      if (held != length(needed)) return false;
     }
   }
   return true;

@@ -180,6 +180,8 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
   Plan plan = empty_plan(src, dst, options);
   const PartialWork work = work_between(src, dst);
   if (src == dst) return plan;
+  const bool stays = src.mesh() == dst.mesh() && src.flattened() == dst.flattened();
+  if (stays && src.partial_dims() == dst.partial_dims() && same_parts(src, dst)) return plan;
 
   const Layout goal = goal_of(src, dst, work);
   if (needs_rearrangement(src, goal)) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "layout/positions.h"
 #include "support/error.h"
 #include "views/match_rule.h"
 
@@ -10,18 +11,6 @@ namespace shardwright {
 namespace {
 
 constexpr size_t kMaxMeshDims = 6;  // orders of more mesh dims than these are not tried
-
-std::vector<int64_t> positions_of(const Mesh& mesh, const std::vector<int>& mesh_dims) {
-  std::vector<int64_t> positions{0};
-  for (const int d : mesh_dims) {
-    std::vector<int64_t> longer;
-    for (const int64_t position : positions) {
-      for (int64_t c = 0; c < mesh.dim_size(d); ++c) longer.push_back(position + c * mesh.stride(d));
-    }
-    positions = std::move(longer);
-  }
-  return positions;
-}
 
 int64_t elements_of(const std::vector<int64_t>& dims, size_t begin) {
   return std::accumulate(dims.begin() + static_cast<int64_t>(begin), dims.end(), int64_t{1}, std::multiplies<>());
@@ -280,7 +269,7 @@ class Fit {
   }
 
   OfOneDim of_dim(size_t j, const std::vector<int>& mesh_dims) const {
-    OfOneDim one{held_.mesh, dims_[j], positions_of(held_.mesh, mesh_dims), {}};
+    OfOneDim one{held_.mesh, dims_[j], positions_along(held_.mesh, mesh_dims), {}};
     one.lists.resize(one.positions.size());
     if (mesh_dims.empty()) return one;
     std::map<int64_t, size_t> index_of;
@@ -328,7 +317,7 @@ std::optional<Holdings> holdings_of(const Mesh& mesh, const std::vector<int64_t>
                                     const std::vector<std::vector<Cut>>& cuts) {
   MeshDimSet set;
   for (const std::vector<Cut>& list : cuts) set = set | dims_of(list);
-  Holdings held{mesh, set.to_vector(), positions_of(mesh, set.to_vector()), {}};
+  Holdings held{mesh, set.to_vector(), positions_along(mesh, set.to_vector()), {}};
   int64_t left = kMaxIntervalsCompared;
   for (const int64_t position : held.positions) {
     IntervalList list{{0, 1}};

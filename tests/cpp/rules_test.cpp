@@ -458,6 +458,24 @@ TEST(Rules, PlansBetweenMeshesAreRight) {
   }
 }
 
+TEST(Rules, LayoutsThatHoldTheSameNeedNoStep) {
+  const MeshPtr mesh = test::mesh_of({2, 2});
+  const auto steps = [&](const std::vector<int64_t>& shape, const char* from, const char* to) {
+    const Plan plan = make_plan(test::layout_of(mesh, shape, from), test::layout_of(mesh, shape, to));
+    simulate(plan);
+    EXPECT_EQ(to_bytes(from_bytes(to_bytes(plan))), to_bytes(plan));
+    return plan.steps.size();
+  };
+  for (const char* same : {"Ragged(0,4:4)", "Blocks(0,1)", "Packed(0,8)", "Pieces(0,0-4:4-8)", "Cyclic(0,4)"}) {
+    EXPECT_EQ(steps({8}, concat(same, ",R").c_str(), "S(0),R"), 0u) << same;
+    EXPECT_EQ(steps({8}, "S(0),P", concat(same, ",P").c_str()), 0u) << same;
+    EXPECT_GT(steps({8}, concat(same, ",R").c_str(), "R,S(0)"), 0u) << same;
+  }
+  EXPECT_EQ(steps({7}, "Ragged(0,7:0),S(0)", "Owned(0,0),Blocks(0,4)"), 0u);
+  EXPECT_EQ(steps({8}, "Pieces(0,0-8:0-8),R", "R,R"), 0u);
+  EXPECT_GT(steps({8}, "Pieces(0,4-8+0-4:0-8),R", "R,R"), 0u);
+}
+
 TEST(Rules, ProductsRefuseWhatIsRepeatedOrFlattened) {
   const MeshPtr mesh = test::mesh_of({2});
   const auto error_of_product = [](const Layout& operand, const Layout& weight, const Layout& result) {

@@ -379,6 +379,14 @@ class RaggedShard:
         self.dims, self.local_units = dims, local_units
 
 
+class _StridedRaggedShard(RaggedShard):
+    """As veScale defines it."""
+
+    def __init__(self, dims: tuple[int, ...], local_units: tuple[int, ...], split_factor: int) -> None:
+        super().__init__(dims, local_units)
+        self.split_factor = split_factor
+
+
 class BlockShard:
     """As flex_shard defines it."""
 
@@ -422,3 +430,79 @@ def test_placements_of_other_libraries() -> None:
     fused = Parameter()
     fused.partition_sizes = [2, 1, 1]  # type: ignore[attr-defined]
     assert of_partition(fused, 4) == sw.Packed(0, [8, 4, 4])
+
+
+def _as_vescale_cuts(tensor: torch.Tensor, dims: tuple[int, ...], units: tuple[int, ...], chunk: int) -> torch.Tensor:
+    """What veScale's tests expect on "fsdp" coordinate 1: the chunk's elements in a row, shared out by the units."""
+    flat = tensor.chunk(2)[chunk].flatten()
+    unit = flat.numel() // sum(units)
+    mine = flat[units[0] * unit : (units[0] + units[1]) * unit]
+    return mine.view(-1, *tensor.shape[len(dims) :])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "units"),
+    [
+        ((8, 3), (0,), (1, 2, 1)),
+        ((8, 3), (0, 1), (1, 3, 8)),
+        ((4, 6, 5), (0, 1), (1, 3, 0)),
+        ((4, 6, 5), (0, 1, 2), (2, 1, 3)),
+        ((6, 4), (0,), (4, 8, 0)),  # units are elements here, whose shares are whole rows
+        ((8,), (0,), (0, 1, 0)),
+    ],
+    ids=str,
+)
+def test_vescale_shares_out_what_shard_leaves(
+    shape: tuple[int, ...], dims: tuple[int, ...], units: tuple[int, ...]
+) -> None:
+    mesh = sw.Mesh({"fsdp": 3, "ep": 2})
+    tensor = torch.arange(math.prod(shape)).view(shape)
+    strided = sw.Layout(mesh, shape, [_StridedRaggedShard(dims, units, 2), torch.distributed.tensor.Shard(0)])
+    said = sw.Layout(mesh, shape, [RaggedShard(dims, units), "S(0)"], shard_order={0: ["ep", "fsdp"]})
+    assert strided == said
+    for chunk in range(2):
+        expected = _as_vescale_cuts(tensor, dims, units, chunk)
+        region = strided.region(2 + chunk)
+        rows = [row for begin, end in region[0] for row in range(begin, end)]
+        assert torch.equal(tensor.flatten(0, len(dims) - 1)[rows], expected)
+        assert strided.local_shape(2 + chunk) == tuple(expected.shape)
+    sw.plan(strided, sw.Layout(mesh, shape, ["R", "R"])).simulate()
+
+
+def _refused(message: str, placements: list[Any], shape: tuple[int, ...] = (4, 6), **options: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sw.Layout(sw.Mesh({"x": 2, "y": 2}), shape, placements, **options)
+
+
+def test_ragged_shards_in_no_clear_order_are_refused() -> None:
+    plain, strided = RaggedShard((0,), (1, 1)), _StridedRaggedShard((0,), (1, 1), 2)
+    in_order = "{0: ['y', 'x']}"
+    _refused("before later mesh dims that cut the same into 2; allowed are _StridedRaggedShard", [plain, "S(0)"])
+    _refused(in_order, [plain, "S(0)"])
+    _refused(in_order, [_StridedRaggedShard((0,), (1, 1), 4), "S(0)"])
+    _refused("split factor 1", [strided, "S(1)"])
+    _refused(in_order, [strided, "S(0)"], shard_order={0: ["x", "y"]})
+    mesh = sw.Mesh({"x": 2, "y": 2})
+    assert sw.Layout(mesh, (4, 6), ["S(0)", plain]).shard_order[0] == [0, 1], "the order of veScale and of the list"
+    assert sw.Layout(mesh, (4, 6), [plain, "S(1)"]).placements == ("Ragged(0,2:2)", "S(1)")
+    assert sw.Layout(mesh, (4, 6), [plain, "S(0)"], shard_order={0: ["x", "y"]}).shard_order[0] == [0, 1]
+
+
+def test_layouts_that_split_a_unit_are_refused() -> None:
+    mesh = sw.Mesh({"a": 2, "b": 2})
+    short_first = sw.Pieces(0, [[(128, 200), (0, 128)]] * 2, unit=128)
+    for shape, placements, message in (
+        ((200,), [short_first, sw.Shard(0, unit=128)], "gives rank 0 elements 0 to 56 of dim 0, within a unit of 128"),
+        ((1000,), ["S(0)", sw.Shard(0, unit=128)], "elements 0 to 500 of dim 0|elements 256 to 500 of dim 0"),
+        ((4, 12), ["S(1)", sw.Ragged(1, [4, 2], unit=4)], "elements 4 to 6 of dim 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sw.Layout(mesh, shape, placements)
+    for placements in (
+        [sw.Shard(0, unit=128), sw.Shard(0, unit=128)],
+        [sw.Shard(0, unit=128), sw.Cyclic(0, 128, unit=128)],
+        [sw.Ragged(0, [384, 616], unit=128), "R"],
+    ):
+        layout = sw.Layout(mesh, (1000,), placements)
+        for rank in mesh.ranks:
+            assert all(begin % 128 == 0 and (end % 128 == 0 or end == 1000) for begin, end in layout.region(rank)[0])

@@ -30,7 +30,9 @@ def _mesh(shape: tuple[int, ...]) -> sw.Mesh:
 def _part(placement: Any, indices: list[int], count: int, which: int) -> list[int]:
     """What a coordinate holds of a list, one element at a time."""
     if isinstance(placement, sw.Ragged):
-        owners = [c for c, size in enumerate(placement.sizes) for _ in range(size)]
+        units = placement.units
+        sizes = placement.sizes or [len(indices) * share // sum(units) for share in units]
+        owners = [c for c, size in enumerate(sizes) for _ in range(size)]
         return [index for index, owner in zip(indices, owners, strict=True) if owner == which]
     if isinstance(placement, sw.Packed):
         components = [i for i, size in enumerate(placement.sizes) for _ in range(size)]
@@ -251,8 +253,128 @@ def test_behind_uneven_cuts_the_part_that_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match=re.escape("sum to 4 but cuts 3 elements")) as caught:
         sw.Layout(_mesh((2, 2)), (7, 4), ["S(0)", sw.Ragged(0, (1, 3))])
     assert "the part at x=1" in str(caught.value)
+    units = sw.Ragged(0, units=(1, 3))
+    for first, parts in ((sw.Shard(0, unit=8), "4 to 8"), (sw.Ragged(0, (3, 9)), "3 to 9")):
+        _refused(f"units=(1, 3)) on mesh dim 'y' cuts parts of {parts} elements; allowed", [first, units], (12, 4))
     with pytest.raises(ValueError, match="sizes: got 4; allowed is a list of integers"):
         sw.Ragged(0, 4)  # type: ignore[arg-type]
+
+
+SIXTEEN_IN_TWO: list[Any] = [
+    "S(0)",
+    "SS(0,4)",
+    sw.Blocks(0, 4),
+    sw.Ragged(0, (8, 8)),
+    sw.Ragged(0, units=(1, 1)),
+    sw.Packed(0, (4, 12)),
+    sw.Cyclic(0, 2),
+    sw.Pieces(0, [[(12, 16), (0, 4)], [(4, 12)]]),
+]
+
+
+@pytest.mark.parametrize("first", SIXTEEN_IN_TWO, ids=str)
+def test_units_share_out_what_earlier_cuts_leave(first: Any) -> None:
+    units = sw.Ragged(0, units=(1, 0, 3))
+    in_mesh_order = sw.Layout(sw.Mesh({"x": 2, "y": 3}), (16, 4), [first, units])
+    otherwise = sw.Layout(sw.Mesh({"x": 3, "y": 2}), (16, 4), [units, first], shard_order={0: ["y", "x"]})
+    for a, b in itertools.product(range(2), range(3)):
+        expected = _part(units, _part(first, list(range(16)), 2, a), 3, b)
+        for layout, rank in ((in_mesh_order, 3 * a + b), (otherwise, 2 * b + a)):
+            assert [i for begin, end in layout.region(rank)[0] for i in range(begin, end)] == expected
+    sw.plan(otherwise, sw.Layout(otherwise.mesh, (16, 4), ["R", "R"])).simulate()
+
+
+def test_units_of_flattened_dims_nest() -> None:
+    outer, inner = (2, 1, 0), (1, 3)
+    mesh = sw.Mesh({"x": 3, "y": 2})
+    by_dims = [sw.Ragged(dims=(0, 1), units=(1, 1, 2)), sw.Ragged(dims=(0, 1), units=inner)]
+    with pytest.raises(ValueError, match=re.escape("units=(1, 3)) on mesh dim 'y' cuts parts of 6 to 12 elements")):
+        sw.Layout(mesh, (4, 6, 5), by_dims)
+    with pytest.raises(ValueError, match="cuts parts of 0 to 16 elements; allowed are units of parts of one length"):
+        sw.Layout(mesh, (4, 6, 5), [sw.Ragged(0, units=outer), sw.Ragged(0, units=inner)], flattened=2)
+    for dims in ({"dims": (0, 1)}, {"dim": 0}):
+        placements = [sw.Ragged(units=(1, 1, 1), **dims), sw.Ragged(units=inner, **dims)]  # type: ignore[arg-type]
+        layout = sw.Layout(mesh, (4, 6, 5), placements, flattened=2)
+        for a, b in itertools.product(range(3), range(2)):
+            expected = _part(placements[1], _part(placements[0], list(range(24)), 3, a), 2, b)
+            assert layout.region(2 * a + b) == [[(expected[0], expected[-1] + 1)], [(0, 5)]]
+    assert sw.Layout(_mesh((2,)), (4, 6, 2), [sw.Ragged(1, units=(1, 1))], flattened=2).local_shape(0) == (24, 1)
+
+
+def _refused(message: str, placements: list[Any], shape: tuple[int, ...] = (4, 6), **options: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sw.Layout(_mesh((2, 2)), shape, placements, **options)
+
+
+def test_what_stands_next_to_flattened_dims() -> None:
+    mesh = sw.Mesh({"x": 2, "y": 2})
+    sizes, halves = sw.Ragged(dims=(0, 1), sizes=(3, 9)), sw.Ragged(dims=(0, 1), units=(1, 1))
+    layout = sw.Layout(mesh, (4, 6), [sizes, "S(0)"], shard_order={0: ["y", "x"]})
+    as_text = sw.Layout(mesh, (4, 6), ["Ragged(0,3:9)", "S(0)"], shard_order={0: ["y", "x"]}, flattened=2)
+    assert layout == as_text
+    assert [layout.region(rank)[0] for rank in range(4)] == [[(0, 3)], [(12, 15)], [(3, 12)], [(15, 24)]]
+    for owned in ("Owned(1)", "Owned(0,1)", sw.Owned(1), sw.Owned(1, dim=1)):
+        held = sw.Layout(mesh, (4, 6, 2), [sw.Ragged(dims=(0, 1), units=(1, 3)), owned])
+        assert [held.local_shape(rank)[0] for rank in range(4)] == [0, 6, 0, 18]
+    # Rows 0 to 1 and 2 to 5 of 6: chunks of elements of the second are rows only for an even number of them.
+    in_rows = sw.Layout(mesh, (6, 2), [sw.Ragged(dims=(0, 1), sizes=(4, 8)), "S(0)"])
+    assert [in_rows.local_shape(rank) for rank in range(4)] == [(2,), (2,), (4,), (4,)]
+    ambiguous = "S(0) on mesh dim 'y' cuts parts of 3 to 21 elements of dims 0 to 1, in rows of 6; allowed are"
+    _refused(ambiguous, [sw.Ragged(dims=(0, 1), sizes=(3, 21)), "S(0)"])
+    _refused("'Blocks(0,2)' into chunks of rows", [sw.Ragged(dims=(0, 1), sizes=(2, 10)), "S(0)"], (6, 2))
+    _refused(
+        "S(0) on mesh dim 'y' cuts parts of 18 to 18 elements", [halves, "S(0)"], (3, 6), shard_order={0: ["y", "x"]}
+    )
+    for other in (sw.Cyclic(0, 2), "SS(0,2)", sw.Shard(0, unit=2), sw.Ragged(0, (2, 2)), "S(-1)"):
+        _refused("next to a Ragged that sees dims 0 to 1 as one; allowed are dims from 2 on, S(0)", [sizes, other])
+    _refused("sizes=(2, 2), dims=(0,)) where the first 2 dims", [sizes, sw.Ragged(dims=(0,), sizes=(2, 2))])
+    _refused("where the first 3 dims are seen as one; allowed are as many dims", [sizes, "R"], (4, 6, 2), flattened=3)
+
+
+def test_shard_orders_count_dims_as_the_shape_does() -> None:
+    mesh = sw.Mesh({"x": 2, "y": 2, "z": 2})
+    ragged = sw.Ragged(dims=(0, 1), units=(1, 1))
+    layout = sw.Layout(mesh, (4, 6, 8), [ragged, "S(2)", "S(2)"], shard_order={2: ["z", "y"]})
+    assert layout.region(2)[1] == [(2, 4)], "y=1 has the second half of z's first half"
+    with pytest.raises(ValueError, match="shard_order: tensor dim 1 next to a Ragged that sees dims 0 to 1 as one"):
+        sw.Layout(mesh, (4, 6, 8), [ragged, "S(2)", "S(2)"], shard_order={1: ["z", "y"]})
+
+
+def test_units_have_to_be_whole_shares() -> None:
+    def local_rows(units: tuple[int, int]) -> list[int]:
+        layout = sw.Layout(_mesh((2,)), (3, 4), [sw.Ragged(0, units=units)])
+        return [layout.local_shape(rank)[0] for rank in range(2)]
+
+    assert local_rows((2, 4)) == [1, 2]
+    assert local_rows((0, 7)) == [0, 3]
+    for units in ((1, 1), (0, 0), (-1, 4)):
+        with pytest.raises(ValueError, match=re.escape(f"units: {units} sum to {sum(units)}, of 3 elements; allowed")):
+            local_rows(units)
+    for dim in (2, -3):
+        with pytest.raises(ValueError, match=f"names tensor dim {dim} of a tensor with 2 dims"):
+            sw.Layout(_mesh((2,)), (3, 4), [sw.Ragged(dim, units=(1, 1))])
+    with pytest.raises(ValueError, match="placements: got 1 for a mesh of 2 dims"):
+        sw.Layout(_mesh((2, 2)), (3, 4), [sw.Ragged(0, units=(1, 2))])
+    with pytest.raises(ValueError, match="has 2 sizes for 3 coordinates; allowed is one for each"):
+        sw.Layout(_mesh((3,)), (3, 4), [sw.Ragged(0, units=(1, 2))])
+
+
+def test_layouts_of_different_cuts_differ_and_may_hold_the_same() -> None:
+    """What docs/api.md says of `==` and of plans without steps."""
+    mesh = _mesh((2,))
+    plain = sw.Layout(mesh, (8,), ["S(0)"])
+    cuts = [sw.Blocks(0, 1), sw.Ragged(0, [4, 4]), sw.Packed(0, [8]), sw.Pieces(0, [[(0, 4)], [(4, 8)]])]
+    for cut in (*cuts, sw.Ragged(0, [3, 5])):
+        layout = sw.Layout(mesh, (8,), [cut])
+        holds_the_same = [layout.region(rank) for rank in range(2)] == [plain.region(rank) for rank in range(2)]
+        assert layout != plain
+        assert holds_the_same == (cut in cuts)
+        assert bool(sw.plan(layout, plain).steps) != holds_the_same
+    assert sw.Layout(mesh, (8,), ["S(0)"]) == plain != sw.Layout(mesh, (8,), ["S(0)"], "bfloat16")
+    layouts = [plain, *(sw.Layout(mesh, (8,), [cut]) for cut in cuts)]
+    assert all(a != b for a, b in itertools.combinations(layouts, 2))
+    with_one_more = [sw.Layout(sw.Mesh({"x": 2, "y": 1}), (8,), ["S(0)", one]) for one in ("R", "S(0)")]
+    assert with_one_more[0] == with_one_more[1] != plain
 
 
 def test_plans_are_printed_and_read_back() -> None:

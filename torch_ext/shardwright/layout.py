@@ -56,7 +56,7 @@ class Layout(_planner.Layout):
         placements: one per mesh dim: ``"R"``, ``"S(0)"``, ``"SS(0,2)"`` (strided), ``"P"`` or ``"P(max)"``; torch's
             placement objects, or what torch prints for them; `Shard` (with a unit), `Ragged`, `Blocks`, `Cyclic`,
             `Owned`, `Packed`, `Pieces`, or their texts, such as ``"Ragged(0,3:1:4)"``; RaggedShard of veScale and of
-            flex_shard, and flex_shard's BlockShard and Owned.
+            flex_shard, veScale's _StridedRaggedShard, which is cut last, and flex_shard's BlockShard and Owned.
         dtype: by name, such as ``"bfloat16"`` or ``"bf16"``, or a ``torch.dtype``.
         shard_order: ``{tensor dim: [mesh dims, first cut first]}`` with mesh dims by index or name. A tensor dim
             that is not listed is cut in mesh order.
@@ -64,7 +64,8 @@ class Layout(_planner.Layout):
             the dim is split into pieces, each of which is chunked. ``"auto"``: an order where the split factors encode
             one, else pieces. Compare ``DTensorSpec.use_strided_shard_as_shard_order``.
         flattened: how many leading tensor dims are seen as one, row-major, in placements and in local tensors. A
-            `Ragged` with `dims` says so by itself; there, other placements count tensor dims as `shape` does.
+            `Ragged` with `dims` says so by itself; there, other placements and `shard_order` count tensor dims as
+            `shape` does.
 
     Raises:
         ValueError: names the argument, its value and what is allowed.
@@ -85,16 +86,12 @@ class Layout(_planner.Layout):
         if not isinstance(mesh, _planner.Mesh):
             mesh = Mesh(mesh)
         sizes = argument_values.items(shape, "shape", "a list of integers")
-        texts, named = argument_values.placement_texts_of(placements, sizes)
-        super().__init__(
-            mesh,
-            shape,
-            texts,
-            argument_values.dtype_text(dtype),
-            argument_values.order_dict(mesh.dim_names, shard_order),
-            strided,
-            max(argument_values.integer(flattened, "flattened"), named),
-        )
+        order = argument_values.order_dict(mesh.dim_names, shard_order)
+        flattened = argument_values.integer(flattened, "flattened")
+        given = argument_values.items(placements, "placements", "a list of one per mesh dim")
+        texts, order, flattened = argument_values.placement_texts_of(mesh, sizes, given, order, flattened)
+        super().__init__(mesh, sizes, texts, argument_values.dtype_text(dtype), order, strided, flattened)
+        argument_values.check_units(self, given)
         self._made = True
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
 from collections import deque
@@ -104,10 +105,11 @@ def _intervals(runs: Intervals, kinds: list[int], kept: list[dict[int, int]], mo
     room = [most - sum(one.values()) for one in kept]
     keepers = {kind: [rank for rank, one in enumerate(kept) if one.get(kind)] for kind in set(kinds)}
     for kind, (at, end) in zip(kinds, runs, strict=True):
-        shares = [(rank, kept[rank], kind) for rank in keepers[kind]] + [
-            (rank, room, rank) for rank in range(len(kept))
-        ]
-        for rank, left, number in shares:
+        keeping = ((rank, kept[rank], kind) for rank in keepers[kind])
+        others = ((rank, room, rank) for rank in range(len(kept)))
+        for rank, left, number in itertools.chain(keeping, others):
+            if at == end:
+                break
             rows = min(end - at, left[number])
             left[number] -= rows
             own = lists[rank]

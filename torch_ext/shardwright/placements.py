@@ -2,7 +2,8 @@
 
 They stand wherever `Layout` takes a placement, next to texts and torch's own objects, and nest with all of them.
 
-All but `Owned` take a `unit`: cuts are then made at multiples of it only, so that blocks with a scale stay whole.
+All but `Owned` take a `unit`: cuts are then made at multiples of it only, counted within what earlier cuts leave, so
+that blocks with a scale stay whole.
 """
 
 from __future__ import annotations
@@ -33,18 +34,10 @@ class _Cut:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        left_out = {"unit": 1, "dims": None, "units": None}
+        left_out = {"unit": 1, "sizes": None, "dims": None, "units": None}
         fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         shown = (f"{name}={value!r}" for name, value in fields if name not in left_out or value != left_out[name])
         return f"{type(self).__name__}({', '.join(shown)})"
-
-    def flattened(self) -> int:
-        """How many leading tensor dims it cuts as one."""
-        return 1
-
-    def text(self, size: int | None) -> str:
-        """The same for a tensor dim of this size, where a placement depends on it."""
-        return str(self)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -74,8 +67,9 @@ class Ragged(_Cut):
         unit: sizes are multiples of it; only the last elements of all may be fewer.
         dims: ``(0, 1, ...)``, the leading tensor dims, which are seen as one of all their elements: cuts may fall
             within a row. The local tensor has one dim for them. This is veScale's and flex_shard's RaggedShard.
-        units: in place of sizes, how many equal units each coordinate holds: ``(1, 2, 1)`` of 24 elements are 6, 12
-            and 6. The units must divide the elements.
+        units: in place of sizes, the shares of what it cuts: ``(1, 2, 1)`` of 24 elements are 6, 12 and 6. Behind other
+            cuts of the same dim, what it cuts are the parts that they leave, which must then have one length. All
+            shares must be whole.
     """
 
     dim: int = 0
@@ -101,22 +95,17 @@ class Ragged(_Cut):
             if self.dim != 0:
                 raise ValueError(f"dim: got {self.dim} next to dims; allowed is to leave it out")
 
-    def flattened(self) -> int:
-        return 1 if self.dims is None else len(self.dims)
-
-    def text(self, size: int | None) -> str:
+    def of_length(self, dim: int, length: int) -> Ragged:
+        """The same with sizes in place of units, where what it cuts is of this dim and length."""
         if self.units is None:
-            return str(self)
-        if size is None:
-            raise ValueError(f"placements: {self!r} depends on a shape; allowed are sizes")
+            return self
         total = sum(self.units)
-        if any(count < 0 for count in self.units) or total == 0 or size % total:
+        if min(self.units) < 0 or total == 0 or any(count * length % total for count in self.units):
             raise ValueError(
-                f"units: {self.units} sum to {total}, of {size} elements; allowed are 0 or more, with a sum that "
-                "divides the elements"
+                f"units: {self.units} sum to {total}, of {length} elements; allowed are 0 or more that give every "
+                "coordinate whole elements of what is cut"
             )
-        sizes = [count * (size // total) for count in self.units]
-        return str(Ragged(self.dim, sizes, self.unit))
+        return Ragged(dim, [count * length // total for count in self.units], self.unit)
 
     def __str__(self) -> str:
         if self.sizes is None:
@@ -261,19 +250,24 @@ class Pieces(_Cut):
 def of_others(placement: object) -> object:
     """The same placement in our terms for objects of other libraries, by class name and attributes; else as it is.
 
-    - ``RaggedShard(dims, local_units)`` of veScale and flex_shard
+    - ``RaggedShard(dims, local_units)`` of veScale and flex_shard, and veScale's ``_StridedRaggedShard``
     - ``BlockShard(blocks_per_rank, dim)`` and ``Owned(owner_rank)`` of flex_shard
     """
     kind = type(placement).__name__
     if isinstance(placement, (str, _Cut)):
         return placement
-    if kind == "RaggedShard" and hasattr(placement, "dims") and hasattr(placement, "local_units"):
+    if is_ragged_shard(placement) and hasattr(placement, "dims") and hasattr(placement, "local_units"):
         return Ragged(dims=placement.dims, units=placement.local_units)
     if kind == "BlockShard" and hasattr(placement, "blocks_per_rank"):
         return Ragged(getattr(placement, "dim", 0), units=placement.blocks_per_rank)
     if kind == "Owned" and hasattr(placement, "owner_rank"):
         return Owned(placement.owner_rank)
     return placement
+
+
+def is_ragged_shard(placement: object) -> bool:
+    """Whether it is another library's RaggedShard, in the order of cuts or not (``_StridedRaggedShard``)."""
+    return type(placement).__name__ in ("RaggedShard", "_StridedRaggedShard")
 
 
 def of_partition(parameter: Any, count: int) -> str | _Cut:
@@ -302,9 +296,11 @@ def is_cut(placement: object) -> bool:
     return isinstance(placement, _Cut)
 
 
-def text_of(placement: object, size: int | None = None) -> str | None:
-    """How `Layout` spells it for a tensor dim of this size; None for what is not of this module."""
-    return placement.text(size) if isinstance(placement, _Cut) else None
+def text_of(placement: object) -> str | None:
+    """How `Layout` spells it; None for what is not of this module."""
+    if isinstance(placement, Ragged) and placement.units is not None:
+        raise ValueError(f"placements: {placement!r} depends on a shape; allowed are sizes")
+    return str(placement) if isinstance(placement, _Cut) else None
 
 
 def _sizes(given: Any, name: str) -> tuple[int, ...]:
