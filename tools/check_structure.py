@@ -82,15 +82,15 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they 
 # for both modules. Code that does not fit under a limit should first be looked at for parts that belong there.
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
-    ".": 4460,
+    ".": 4630,
     "attending": 660,
     "calibration": 550,
-    "dtensor": 700,
+    "dtensor": 790,
     "fsdp": 3920,
     "graphs": 200,
-    "mapping": 750,
+    "mapping": 760,
     "products": 660,
-    "transfers": 1150,
+    "transfers": 1250,
     "viewing": 850,
 }
 

@@ -2,8 +2,9 @@
 //
 // A batch has source tensors, destination tensors, and items, each of which moves some elements of one source to one
 // destination. Every tensor has a layout on a mesh of its own; maps count the dims of tensors, whether or not a layout
-// flattens them. Pending reductions of sources are reduced before anything moves. Elements are cast to the destination's
-// dtype, before they move if that is the smaller one, else when they have arrived. What no item writes is left as it is. If two items write the same element, either may come last.
+// flattens them. Pending reductions of sources are reduced before anything moves. Elements are cast to the
+// destination's dtype, before they move if that is the smaller one, else when they have arrived. What no item writes is
+// left as it is. If two items write the same element, either may come last.
 #pragma once
 
 #include <cstdint>

@@ -31,8 +31,8 @@ struct BatchForecast {
   // Of reducing the sources with pending reductions, one after the other, with the lowering that takes longest. Their
   // bytes are in neither of the lists.
   int64_t reducing_ps = 0;
-  // That, and of the busiest rank: the latency of its rounds and messages, the larger of what it sends and receives over
-  // its links, and packing and unpacking alongside where there is more than one bucket.
+  // That, and of the busiest rank: the latency of its rounds and messages, the larger of what it sends and receives
+  // over its links, and packing and unpacking alongside where there is more than one bucket.
   int64_t predicted_ps = 0;
 };
 

@@ -13,7 +13,8 @@
 //
 // Memory. A run takes buckets() buffers of bucket_bytes() each, at its beginning, and nothing else besides the results
 // and reduced sources: what is sent is packed from tensors of any strides directly into a bucket, and unpacked directly
-// into its place; casts are part of one of the two. Memory that the process group's backend takes for itself is not counted.
+// into its place; casts are part of one of the two. Memory that the process group's backend takes for itself is not
+// counted.
 //
 // Everything here follows from the batch alone and is the same on all ranks.
 #pragma once

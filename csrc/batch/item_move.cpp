@@ -22,7 +22,8 @@ class CrossingMove final : public ItemMove {
   CrossingMove(const Layout& src, const Layout& dst, const IndexMap& map, Sharing sharing, int64_t first_turn)
       : src_windows_(map.src_windows()),
         dst_windows_(map.dst_windows()),
-        crossing_(Grid(src, src_windows_), Grid(dst, dst_windows_), wire_dtype(src, dst).size_bytes(), sharing, first_turn),
+        crossing_(Grid(src, src_windows_), Grid(dst, dst_windows_), wire_dtype(src, dst).size_bytes(), sharing,
+                  first_turn),
         elements_(map.num_elements()) {}
 
   const Crossing& crossing() const { return crossing_; }

@@ -119,7 +119,7 @@ class Layout {
   // "float32[64, 64] on dp=2,tp=4 as [S(0), R]"
   std::string to_string() const;
 
-  // Returns whether the layouts place the same elements at the same local positions on every rank.
+  // Returns whether mesh, tensor, cuts in their order and reductions due are equal, and so what every rank holds.
   bool operator==(const Layout& other) const;
   size_t hash() const;
 

@@ -137,14 +137,15 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
   }
   certificate.least_steps = must_travel > 0 ? 1 : 0;
   if (must_travel > 0) {
-    // On one mesh all ranks of a step receive alike, so messages at most double what a rank knows of. Between meshes some
-    // ranks may receive first and others later, and a chain of them needs one message each.
+    // On one mesh all ranks of a step receive alike, so messages at most double what a rank knows of. Between meshes
+    // some ranks may receive first and others later, and a chain of them needs one message each.
     const auto needed = static_cast<uint64_t>(sources(plan.src, plan.dst));
     certificate.least_messages = crosses(plan) ? 1 : std::max<int64_t>(std::bit_width(needed - 1), 1);
   }
   certificate.least_peak_bytes = plan.steps.empty() ? 0 : plan.dst.largest_part_bytes();
   // Where nothing must travel, a copy may be all, or not even that.
-  const int64_t copies = plan.steps.empty() ? 0 : scaled(plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
+  const int64_t copies =
+      plan.steps.empty() ? 0 : scaled(plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
   certificate.least_ps = must_travel > 0 ? least_picoseconds(plan) : std::min(least_picoseconds(plan), copies);
   return certificate;
 }

@@ -63,9 +63,8 @@ std::string json(const Layout& layout) {
     std::vector<std::string> names;
     for (const Cut& c : layout.cuts(t)) names.push_back(quoted(layout.mesh().dim_names()[c.mesh_dim]));
     // An order leaves out mesh dims of size 1 whose place among the others does not matter.
-    const auto placed = std::count_if(layout.placements().begin(), layout.placements().end(), [&](const Placement& one) {
-      return one.is_shard_like() && one.dim == t;
-    });
+    const auto placed = std::count_if(layout.placements().begin(), layout.placements().end(),
+                                      [&](const Placement& one) { return one.is_shard_like() && one.dim == t; });
     if (placed > 1) order.push_back(field(std::to_string(t), list(names)));
   }
   std::vector<std::string> fields{field("placements", list(placements)), field("shard_order", object(order))};

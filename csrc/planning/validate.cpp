@@ -106,7 +106,8 @@ bool hold_together_what_they_need(const Layout& before, const Layout& after, Mes
     const std::vector<int64_t> members = positions_along(mesh, spanned.to_vector());
     for (const int64_t first : positions_along(mesh, (cutting - spanned).to_vector())) {
       std::vector<IntervalList> held;
-      for (const int64_t member : members) held.push_back(part_at(mesh, before.shape()[t], before.cuts(t), first + member));
+      for (const int64_t member : members)
+        held.push_back(part_at(mesh, before.shape()[t], before.cuts(t), first + member));
       for (const int64_t member : members) {
         const IntervalList needed = part_at(mesh, after.shape()[t], after.cuts(t), first + member);
         int64_t found = 0;
@@ -118,11 +119,12 @@ bool hold_together_what_they_need(const Layout& before, const Layout& after, Mes
   return true;
 }
 
-// Which mesh dims a move must span is found from the names of its layouts. Those of a plan's steps may be other names of
-// the same parts, which say less; then the parts tell.
+// Which mesh dims a move must span is found from the names of its layouts. Those of a plan's steps may be other names
+// of the same parts, which say less; then the parts tell.
 bool moves_parts(const Step& step) {
   const bool is_local = step.op == StepOp::kSlice;
-  const bool pends = !(step.before.partial_dims() == step.after.partial_dims()) || !pends_alike(step.before, step.after);
+  const bool pends =
+      !(step.before.partial_dims() == step.after.partial_dims()) || !pends_alike(step.before, step.after);
   if (pends || step.before.flattened() != step.after.flattened()) return false;
   if (!hold_together_what_they_need(step.before, step.after, is_local ? MeshDimSet() : step.mesh_dims)) return false;
   if (is_local) return true;

@@ -263,10 +263,10 @@ class ProblemMaker {
     };
     std::vector<int64_t> shape = given_.x.shape;
     const int64_t cut = is_gather() ? *dim_ : ndim() - 1;
-    shape[cut] = given_.sizes.empty()
-                     ? total(given_.size, given_.x.shape[cut], "size",
-                             is_gather() ? concat("the length of dim ", cut, " of x") : "the length of the last dim of x")
-                     : sum_of_sizes(given_.x.shape[cut]);
+    shape[cut] = given_.sizes.empty() ? total(given_.size, given_.x.shape[cut], "size",
+                                              is_gather() ? concat("the length of dim ", cut, " of x")
+                                                          : "the length of the last dim of x")
+                                      : sum_of_sizes(given_.x.shape[cut]);
     const CutRule by_size = given_.sizes.empty() ? CutRule() : CutRule::ragged(given_.sizes);
     ProductProblem problem{{}, lie(shape, given_.x.dtype, cut, by_size), {}, {}, {}};
     for (size_t j = 0; j < given_.weights.size(); ++j) {

@@ -62,7 +62,8 @@ AxisLayouts::OfAxis AxisLayouts::of_axis(char axis, const std::vector<int>& mesh
     for (const Cut& cut : cuts) order.push_back(cut.mesh_dim);
     if (!std::is_permutation(order.begin(), order.end(), mesh_dims.begin(), mesh_dims.end())) continue;
     OfAxis made{layout.shape()[dim], cuts};
-    const bool has_rules = std::any_of(cuts.begin(), cuts.end(), [](const Cut& c) { return !c.rule.is_strided_or_chunks(); });
+    const bool has_rules =
+        std::any_of(cuts.begin(), cuts.end(), [](const Cut& c) { return !c.rule.is_strided_or_chunks(); });
     for (Cut& cut : made.cuts) {
       if (!has_rules) cut.rule = CutRule();
     }

@@ -24,8 +24,8 @@ AxisSizes sizes_of(const std::string& letters, const Layout& layout);
 class AxisLayouts {
  public:
   // The mesh dims that cut an axis do so in the order of the first tensor in `known` that is cut along this axis by
-  // exactly these mesh dims, and by its rules if some of them are neither chunks nor strided. Without such a tensor they
-  // cut into chunks, in mesh order.
+  // exactly these mesh dims, and by its rules if some of them are neither chunks nor strided. Without such a tensor
+  // they cut into chunks, in mesh order.
   using Known = std::vector<std::pair<std::string, Layout>>;
   AxisLayouts(MeshPtr mesh, AxisCuts cuts, const Known& known);
 
@@ -35,8 +35,8 @@ class AxisLayouts {
                 const std::string& operands = "") const;
 
  private:
-  // The cuts of an axis of so many elements. Axes of one letter may differ in length between tensors; then rules that do
-  // not fit are chunks.
+  // The cuts of an axis of so many elements. Axes of one letter may differ in length between tensors; then rules that
+  // do not fit are chunks.
   struct OfAxis {
     int64_t length = 0;
     std::vector<Cut> cuts;

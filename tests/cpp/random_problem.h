@@ -72,7 +72,8 @@ class RandomProblem {
       const int64_t dim = pick(-1 - static_cast<int64_t>(may_be_due && pick(0, 2) == 0), layout.ndim() - 1);
       placements.push_back(dim == -2 ? "P" : dim == -1 ? "R" : concat("S(", dim, ")"));
     }
-    if (!has_rules_ || pick(0, 1) == 0) return layout_on(mesh_, layout.shape(), placements, layout.dtype().name().c_str());
+    if (!has_rules_ || pick(0, 1) == 0)
+      return layout_on(mesh_, layout.shape(), placements, layout.dtype().name().c_str());
     for (int d = 0; d < mesh_->ndim(); ++d) {
       if (placements[d].starts_with('S')) placements[d] = by_rule(placements[d][2], layout, mesh_->dim_size(d));
     }
@@ -92,9 +93,12 @@ class RandomProblem {
     const int64_t first = pick(0, n);
     std::string sizes = k == 1 ? std::to_string(n) : concat(first, ":", n - first);
     for (int64_t c = 2; c < k; ++c) sizes += ":0";
-    const std::vector<std::string> all{concat("S(", dim, ")"),          concat("Blocks(", dim, ",2)"),
-                                       concat("Cyclic(", dim, ",1)"),   concat("Owned(", dim, ",", pick(0, k - 1), ")"),
-                                       concat("Ragged(", dim, ",", sizes, ")"), concat("Packed(", dim, ",", first, ":", n - first, ")")};
+    const std::vector<std::string> all{concat("S(", dim, ")"),
+                                       concat("Blocks(", dim, ",2)"),
+                                       concat("Cyclic(", dim, ",1)"),
+                                       concat("Owned(", dim, ",", pick(0, k - 1), ")"),
+                                       concat("Ragged(", dim, ",", sizes, ")"),
+                                       concat("Packed(", dim, ",", first, ":", n - first, ")")};
     return all[pick(0, std::ssize(all) - 1)];
   }
 

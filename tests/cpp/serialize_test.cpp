@@ -61,11 +61,20 @@ TEST(Serialize, GivesBackPlansBetweenAllKindsOfCuts) {
     const std::vector<int64_t> shape = i % 3 == 0 ? std::vector<int64_t>{24} : std::vector<int64_t>{8, 6};
     const auto any = [&](bool may_be_due) {
       const auto n = shape[0];
-      const std::vector<std::string> all{"P", "R", "S(0)", "Cyclic(0,1)", "SS(0,2)", "SS(0,4)", "Blocks(0,2)", "Owned(0,0)",
-                                         concat("Ragged(0,1:", n - 1, ")"), concat("Packed(0,", n / 2, ":", n / 2, ")"),
+      const std::vector<std::string> all{"P",
+                                         "R",
+                                         "S(0)",
+                                         "Cyclic(0,1)",
+                                         "SS(0,2)",
+                                         "SS(0,4)",
+                                         "Blocks(0,2)",
+                                         "Owned(0,0)",
+                                         concat("Ragged(0,1:", n - 1, ")"),
+                                         concat("Packed(0,", n / 2, ":", n / 2, ")"),
                                          concat("S(", shape.size() - 1, ")")};
       std::vector<std::string> placements;
-      for (size_t d = 0; d < sizes.size(); ++d) placements.push_back(all[pick(may_be_due ? 0 : 1, std::ssize(all) - 1)]);
+      for (size_t d = 0; d < sizes.size(); ++d)
+        placements.push_back(all[pick(may_be_due ? 0 : 1, std::ssize(all) - 1)]);
       return join(placements, ",");
     };
     std::optional<Layout> src;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from dtensors import check, distribute
 from meshes import get_mesh
 from parts import part_of
 from pool import Pool
+from shardwright.transfers import checkpoints
 
 WORLD_SIZE = 4
 SHAPES = {"w": (64, 96), "odd": (7, 5, 3), "v": (10,), "one": ()}
@@ -138,6 +140,84 @@ def _load_layouts(folder: str) -> None:
 
 def test_any_layouts(pool: Pool, folder: str) -> None:
     pool.run(_load_layouts, WORLD_SIZE, folder)
+
+
+def _load_many_runs(folder: str) -> None:
+    """Layouts of which each rank has many runs, also such as begin in one saved part and end in another."""
+    rank = dist.get_rank()
+    wholes = {
+        name: oracle.global_tensor(shape, torch.float32, i)
+        for i, (name, shape) in enumerate(
+            {"rows": (4000, 6), "both": (90, 70), "moved": (44, 6), "turned": (9, 8)}.items()
+        )
+    }
+    saved: dict[str, Any] = {n: distribute(x, get_mesh((4,)), ("S(0)",)) for n, x in wholes.items() if n != "turned"}
+    dcp.save({**saved, "turned": wholes["turned"].t().contiguous().t()}, checkpoint_id=folder)
+    mesh, square = sw.Mesh({"a": 4}), sw.Mesh({"a": 2, "b": 2})
+    pieces = [[(12, 24), (0, 11)], [(30, 32), (11, 12), (40, 44)], [], [(24, 30), (32, 40)]]
+    layouts = {
+        "rows": sw.Layout(mesh, (4000, 6), [sw.Cyclic(0, 1)]),
+        "both": sw.Layout(square, (90, 70), [sw.Cyclic(0, 1), sw.Cyclic(1, 2)], "float64"),  # cast
+        "moved": sw.Layout(mesh, (44, 6), [sw.Pieces(0, pieces)]),
+        "turned": sw.Layout(mesh, (9, 8), [sw.Cyclic(0, 1)]),
+    }
+    items: list[int] = []
+    reads: list[int] = []
+    read_data, preadv = sw.CheckpointReader.read_data, os.preadv
+
+    def noted_plan(self: sw.CheckpointReader, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
+        items.append(len(plan.items))
+        return read_data(self, plan, planner)
+
+    def noted_read(file: int, buffers: Any, at: int) -> int:
+        reads.append(at)
+        return preadv(file, buffers, at)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sw.CheckpointReader, "read_data", noted_plan)
+        patch.setattr(os, "preadv", noted_read)
+        for max_gap_bytes, max_span_bytes in ((0, 1 << 20), (4096, 1 << 20), (4096, 500)):
+            patch.setattr(checkpoints, "_MAX_SPAN_BYTES", max_span_bytes)
+            to: dict[str, Any] = {
+                name: (torch.zeros(layout.local_shape(rank), dtype=getattr(torch, layout.dtype)), layout)
+                for name, layout in layouts.items()
+            }
+            reads.clear()
+            read = sw.load_checkpoint(folder, to, max_gap_bytes=max_gap_bytes)
+            for name, (x, layout) in to.items():
+                assert oracle.difference(x, part_of(wholes[name], layout, rank).to(x.dtype)) is None, name
+            assert items.pop() <= 4 + 4 + 4 + 1  # one for each saved part
+            if max_gap_bytes == 0:
+                assert read == 4 * sum(x.numel() for x, _ in to.values())
+            elif max_span_bytes > 500:
+                assert len(reads) <= 4 + 4 + 5 + 1  # one for each of these, and one where `moved` goes back
+    # What was compressed PyTorch's reader reads.
+    again: dict[str, Any] = {name: (torch.zeros_like(x), layout) for name, (x, layout) in to.items()}
+    dcp.load({"": again}, storage_reader=dcp.FileSystemReader(folder), planner=checkpoints._Planner(again, None))
+    for name, (x, _) in to.items():
+        assert torch.equal(again[name][0], x), name
+
+
+def test_layouts_of_many_runs(pool: Pool, folder: str) -> None:
+    pool.run(_load_many_runs, WORLD_SIZE, folder)
+
+
+def _count_versions(folder: str) -> None:
+    """Autograd hears of each way to write: bytes that are read into place, and copies after a cast."""
+    _save(folder)
+    mesh = get_mesh((4,))
+    for load in (sw.load_checkpoint, lambda path, to: dcp.load(to, storage_reader=sw.CheckpointReader(path))):
+        spread = distribute(torch.zeros(64, 96), mesh, ("S(1)",))
+        plain, cast = torch.nn.Parameter(torch.zeros(10)), torch.nn.Parameter(torch.zeros(7, 5, 3, dtype=torch.float64))
+        written = [plain, cast, spread.to_local()] + [spread] * (load is sw.load_checkpoint)
+        before = [x._version for x in written]
+        load(folder, {"v": plain, "odd": cast, "w": spread})
+        assert all(x._version > version for x, version in zip(written, before))
+        assert torch.equal(plain, _globals()["v"])
+
+
+def test_versions_are_counted(pool: Pool, folder: str) -> None:
+    pool.run(_count_versions, WORLD_SIZE, folder)
 
 
 def _refusals(folder: str) -> str:

@@ -1,4 +1,4 @@
-"""State dicts from one set of layouts to another, on Gloo ranks: every element, replays, streams and two versions."""
+"""State dicts from one set of layouts to another, on Gloo ranks: every element, replays and streams."""
 
 from __future__ import annotations
 
@@ -250,43 +250,6 @@ def test_receive_takes_bounded_memory(pool: Pool, buckets: int) -> None:
     pool.run(_stream_memory, 2, buckets)
 
 
-def _two_versions() -> None:
-    rank = dist.get_rank()
-    shape = (6, 4)
-    src, dst = sw.Layout(TRAIN, shape, ["S(0)", "S(1)"]), sw.Layout(SERVE, shape, ["S(0)"])
-    versions = [oracle.global_tensor(shape, torch.float32, i) for i in range(4)]
-    local = part_of(versions[0], src, rank).to(meshes.device) if rank < 4 else None
-    mine = torch.full((2, 4), 7.0, device=meshes.device) if rank > 2 else None
-    t = sw.transfer({"w": (local, src)} if rank < 4 else None, {"w": (mine, dst)}, staging="double")
-    expected = [part_of(x, dst, rank) for x in versions] if rank > 2 else []
-
-    def start(version: int) -> Any:
-        if local is not None:
-            local.copy_(part_of(versions[version], src, rank))
-        return t.start()
-
-    def holds(x: torch.Tensor) -> None:
-        assert mine is None or torch.equal(mine.cpu(), x)
-
-    start(0).wait()
-    holds(expected[0] if expected else torch.empty(0))
-    handle = start(1)
-    holds(expected[0] if expected else torch.empty(0))
-    handle.wait(swap=False)
-    holds(expected[0] if expected else torch.empty(0))
-    t.swap()
-    holds(expected[1] if expected else torch.empty(0))
-    start(2)
-    start(3).wait()  # which waits for the one before, and exchanges it too
-    holds(expected[3] if expected else torch.empty(0))
-    with pytest.raises(ValueError, match="receive: the transfer has staging='double'"):
-        t.receive()
-
-
-def test_double_staging_exchanges_versions(pool: Pool) -> None:
-    pool.run(_two_versions, WORLD_SIZE)
-
-
 def _progress() -> list[tuple[int, int, str]]:
     state = _trained(5)
     served = _served(state)
@@ -354,6 +317,42 @@ def _interrupted() -> None:
 @pytest.mark.cpu_only("what the caller does is the same on all devices")
 def test_other_ranks_go_on_where_a_caller_starts_anew(pool: Pool) -> None:
     pool.run(_interrupted, 2)
+
+
+def _never_advanced(how: str) -> None:
+    """Rank 0, which holds the sources, does not advance its iterator before rank 1 has received."""
+    rank = dist.get_rank()
+    src, dst = (sw.Layout(sw.Mesh({"a": 1}, [owner]), (8,), ["R"]) for owner in range(2))
+    names = [f"w{i}" for i in range(12)]
+    sources = {name: torch.full((8,), float(i)) for i, name in enumerate(names)} if rank == 0 else {}
+    given = {name: (x, src) for name, x in sources.items()}
+    # In buckets of 64 bytes there are six groups; in larger ones there is one, which is under way from the call on.
+    t = sw.transfer(given, dict.fromkeys(names, dst), bucket_bytes=1 << 20 if how == "later" else 64)
+    received: Any = t.receive()
+    added = 0
+    if rank == 1:
+        assert [int(x[0]) for _, x in received] == list(range(12))
+    if how == "later":
+        dist.barrier()
+        assert list(received) == []
+    elif how != "start":
+        if rank == 0 and how == "close":
+            received.close()
+        received = None
+        added = 100
+        for x in sources.values():
+            x.add_(added)
+    t.start().wait()
+    assert [int(x[0]) for x in t.tensors.values()] == ([i + added for i in range(12)] if rank == 1 else [])
+    if how == "start" and rank == 0:
+        with pytest.raises(RuntimeError, match=r"receive: start\(\) was called before its end"):
+            next(received)
+
+
+@pytest.mark.cpu_only("what the caller does is the same on all devices")
+@pytest.mark.parametrize("how", ["later", "start", "close", "drop"])
+def test_other_ranks_receive_where_an_iterator_is_not_advanced(pool: Pool, how: str) -> None:
+    pool.run(_never_advanced, 2, how)
 
 
 def _random_transfers(seed: int) -> None:

@@ -85,7 +85,11 @@ def test_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "bias: the destination has it, and no source is mapped to it" in said
     assert "m.bias: the map makes it from m.bias, and the destination has no such tensor" in said
     assert cli.main(["transfer", *given, "--bucket-bytes", "1"]) == 2
-    assert "bucket_bytes: got 1" in capsys.readouterr().err
+    assert "bucket_bytes: got 1; destination qk has elements of 2 bytes" in capsys.readouterr().err
+    assert cli.main(["transfer", *given, "--limit", "-1"]) == 2
+    assert "shardwright transfer: limit: got -1; allowed are 0 and more" in capsys.readouterr().err
+    assert cli.main(["transfer", *given, "--limit", "0"]) == 0
+    assert "and 2 more with 106 B" in capsys.readouterr().out
     assert cli.main(["transfer", str(tmp_path / "none.json"), given[1]]) == 2
     assert "none.json cannot be read" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -181,6 +182,10 @@ def _arguments_that_differ() -> list[str]:
     def explode(name: str) -> str:
         raise KeyError(name)
 
+    def broken() -> Iterator[Any]:
+        yield sw.rename("w", "w")
+        raise KeyError("layer 7")
+
     cases = [
         _refused(state, to, bucket_bytes=100 + rank // 2),
         _refused(state, to, bucket_bytes=0 if rank == 2 else 100),
@@ -189,6 +194,8 @@ def _arguments_that_differ() -> list[str]:
         _refused(state, to, sw.transpose("w", (0,)) if rank else sw.rename("w", "v")),
         _refused(state, to, [sw.rename(explode)] if rank == 2 else []),
         _refused(state, to, ["rename"] if rank == 2 else []),
+        _refused(state, to, broken() if rank == 2 else [sw.rename("w", "w")]),
+        _refused(state, to, unused=broken() if rank == 1 else ()),
         _refused([whole] if rank == 0 else None, to),
         _refused(state, to, progress=3 if rank == 1 else False),
         _refused(state, {"w": torch.zeros(4).to_sparse()} if rank == 3 else None),
@@ -212,6 +219,8 @@ def test_arguments_that_differ_among_ranks(pool: Pool) -> None:
             "map: got what has digest",
             "map: a function raised KeyError: 'w' (on rank 2)",
             "map: got a str; allowed are rules",
+            "map: its items cannot be read: KeyError: 'layer 7' (on rank 2)",
+            "unused: its items cannot be read: KeyError: 'layer 7' (on rank 1)",
             "state_dict: got a list; allowed is a dict",
             "progress: got a int; allowed are True, False or a function",
             "the local tensor: has layout torch.sparse_coo",
@@ -219,6 +228,38 @@ def test_arguments_that_differ_among_ranks(pool: Pool) -> None:
         ),
     ):
         assert expected in text, text
+
+
+def _too_small_buckets() -> list[str]:
+    names = ("small", "w", "other")
+    cut, turns = (sw.Layout(sw.Mesh({"a": 4}), (64,), [kind]) for kind in ("S(0)", "Cyclic(0,1)"))
+    both = {name: sw.Layout(cut.mesh, (4,), ["S(0)"], "uint8") for name in names}
+    state = {name: (_mine(layout), layout) for name, layout in {**both, "w": cut}.items()}
+    return [
+        _refused(state, {**dict.fromkeys(names, both["small"]), "w": turns}, bucket_bytes=given) for given in (3, 4)
+    ]
+
+
+def test_buckets_that_are_too_small_for_a_tensor(pool: Pool) -> None:
+    for alone, parcels in pool.run(_too_small_buckets, WORLD_SIZE):
+        assert alone == "bucket_bytes: got 3; destination w has elements of 4 bytes, so allowed are 4 and more"
+        assert parcels.startswith("bucket_bytes: got 4; destination w must be split over rounds, and a rank exchanges")
+
+
+def _unknown_dtype() -> str:
+    four = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    to: dict[str, Any] = {"w": four.clone(), "v": torch.zeros(3)}
+    return _refused({"w": four, "v": torch.ones(2)} if dist.get_rank() == 0 else None, to)
+
+
+def test_dtypes_that_no_layout_has(pool: Pool) -> None:
+    for said in pool.run(_unknown_dtype, 2):
+        assert said.startswith("transfer: nothing was moved, because\n")
+        lines = said.splitlines()
+        unknown = "w: dtype: 'float4_e2m1fn_x2' is not known; allowed are "
+        assert any(one.startswith(f"  source {unknown}") and one.endswith("(on rank 0)") for one in lines), lines
+        assert any(one.startswith(f"  destination {unknown}") and "(on ranks 0, 1)" in one for one in lines), lines
+        assert any(one.startswith("  v: the map makes (2,) from v") for one in lines), lines
 
 
 def test_without_process_group() -> None:

@@ -146,7 +146,7 @@ class Mesh:
 class Layout:
     """A global tensor's shape and dtype, and how it is placed on a mesh.
 
-    Layouts are equal if they put the same elements in the same places of equal meshes; they share plans.
+    Layouts are equal if they are of one tensor on equal meshes with the same cuts in the same order; they share plans.
     """
 
     def __init__(

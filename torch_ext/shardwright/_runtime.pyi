@@ -212,6 +212,9 @@ class Gemm:
 def as_view(base: _Tensor, part: _Tensor) -> _Tensor:
     """Makes `part`, which must be new, a view of `base` for autograd: one whose writes in place it cannot follow."""
 
+def exchange_memory(a: _Tensor, b: _Tensor) -> None:
+    """Exchanges the memory of two storages of as many bytes, whatever other tensors read it."""
+
 def nothing_watches(in_backward: bool) -> bool:
     """Returns whether no mode, trace or transform watches this thread, and, unless `in_backward`, no backward runs."""
 

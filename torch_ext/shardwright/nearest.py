@@ -6,7 +6,8 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from . import _planner
 
@@ -105,9 +106,8 @@ def _intervals(runs: Intervals, kinds: list[int], kept: list[dict[int, int]], mo
     room = [most - sum(one.values()) for one in kept]
     keepers = {kind: [rank for rank, one in enumerate(kept) if one.get(kind)] for kind in set(kinds)}
     for kind, (at, end) in zip(kinds, runs, strict=True):
-        keeping = ((rank, kept[rank], kind) for rank in keepers[kind])
-        others = ((rank, room, rank) for rank in range(len(kept)))
-        for rank, left, number in itertools.chain(keeping, others):
+        keeping: Iterator[tuple[int, Any, int]] = ((rank, kept[rank], kind) for rank in keepers[kind])
+        for rank, left, number in itertools.chain(keeping, ((rank, room, rank) for rank in range(len(kept)))):
             if at == end:
                 break
             rows = min(end - at, left[number])

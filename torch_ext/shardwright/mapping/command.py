@@ -28,15 +28,13 @@ def main(argv: Sequence[str]) -> int:
     if problems or differences:
         raise ValueError("\n  ".join(["nothing can be moved, because", *problems, *differences]))
     source_names, items = items_of(tensors, names)
-    batch = _planner.Batch(
-        [sources[name] for name in source_names],
-        [destinations[name] for name in names],
-        items,
-        arguments.bucket_bytes,
-        arguments.buckets,
-    )
+    layouts = [sources[name] for name in source_names], [destinations[name] for name in names]
     topology = named_topology(arguments.topology) or Lowering.named(arguments.backend).default_topology
-    print(explaining.explain(batch, names, topology, arguments.limit))
+    try:
+        batch = _planner.Batch(*layouts, items, arguments.bucket_bytes, arguments.buckets)
+        print(explaining.explain(batch, names, topology, arguments.limit))
+    except ValueError as error:
+        raise explaining.with_names(error, [names[item.destination] for item in items]) from None
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from .. import _planner
@@ -10,11 +11,19 @@ from ..topology import Topology
 LIMIT = 20
 
 
+def with_names(error: ValueError, names: Sequence[str]) -> ValueError:
+    """Returns an error of a batch that says the names of destinations, one for each item, instead of numbers."""
+    return ValueError(re.sub(r"\bitem (\d+)", lambda number: f"destination {names[int(number[1])]}", str(error)))
+
+
 def explain(batch: _planner.Batch, names: Sequence[str], topology: Topology, limit: int = LIMIT) -> str:
     """Returns the certificate, and tables of the tensors and links that move most bytes, `limit` of each."""
-    destinations, links, total_ps = _planner.forecast_batch(batch.to_bytes(), topology)
+    if limit < 0:
+        raise ValueError(f"limit: got {limit}; allowed are 0 and more")
+    destinations, links, total_ps, reducing_ps = _planner.forecast_batch(batch.to_bytes(), topology)
     lines = [f"transfer of {len(names)} tensors", str(_planner.BatchPlan(batch))]
-    lines.append(f"  predicted: {_time(total_ps)} with topology {topology.name!r}, if packing keeps up")
+    reducing = f", {_time(reducing_ps)} of it to reduce sources before," if reducing_ps else ""
+    lines.append(f"  predicted: {_time(total_ps)}{reducing} with topology {topology.name!r}, if packing keeps up")
     lines += _table(
         ["tensor", "received", "worst rank", "stays", "rounds", "predicted"],
         (
@@ -42,8 +51,7 @@ def _table(header: list[str], rows: Iterable[tuple[int, list[str]]], limit: int)
     for row in cells:
         aligned = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
         lines.append("  ".join([row[0].ljust(widths[0]), *aligned]).rstrip())
-    left = found[limit:]
-    if left:
+    if left := found[limit:]:
         lines.append(f"and {len(left)} more with {_bytes(sum(count for count, _ in left))}")
     return lines
 

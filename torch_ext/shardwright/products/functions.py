@@ -100,8 +100,8 @@ def all_gather_matmul(
     """Gathers `x`, and multiplies it by one or several weights meanwhile. The gathered `x` need not exist as a whole.
 
     Plain tensors belong to a process group: `x` is cut in `gather_dim`, weights and results in their columns, these by
-    rank as torch.chunk cuts. DTensors bring their placements: `x` is gathered along the mesh dims that cut `x` before its
-    last dim and a weight in its columns.
+    rank as torch.chunk cuts. DTensors bring their placements: `x` is gathered along the mesh dims that cut `x` before
+    its last dim and a weight in its columns.
 
     Args:
         x: shape (..., k). Plain: this rank's part.

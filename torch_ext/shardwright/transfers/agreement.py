@@ -136,7 +136,12 @@ def _merged(
             on = everywhere.get((name, description), tuple(ranks))
             if on not in known:
                 known[on] = Layouts(theirs, on)
-            _add(said.setdefault(name, []), known[on].of(description), ranks)
+            try:
+                read: _planner.Layout = known[on].of(description)
+            except ValueError as error:  # a dtype that no layout has
+                problems += (f"{side} {name}: {error} (on rank {rank})" for rank in ranks)
+                continue
+            _add(said.setdefault(name, []), read, ranks)
             if len(description) > 2 and description[-1]:
                 filled.add(name)
     merged: dict[str, _planner.Layout] = {}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _planner, _runtime, argument_checks, executables, groups, plain_tensors
+from ..mapping import explaining
 from .setup import SetUp
 
 
@@ -46,7 +47,13 @@ class BoundBatch:
     """The destinations with these numbers, and what moves to them. Every rank of the group makes it alike."""
 
     def __init__(
-        self, made: SetUp, destinations: range, bucket_bytes: int, buckets: int, group: dist.ProcessGroup | None
+        self,
+        made: SetUp,
+        destinations: range,
+        bucket_bytes: int,
+        buckets: int,
+        group: dist.ProcessGroup | None,
+        first_turn: int = 0,
     ) -> None:
         begin, end = (
             bisect.bisect_left(made.items, edge, key=lambda item: item.destination)
@@ -58,21 +65,22 @@ class BoundBatch:
             number.setdefault(item.source, len(number))
         self._sources = [made.local_sources[source] for source in number]
         self._layouts = [made.sources[source] for source in number]
-        self.batch = _planner.Batch(
-            self._layouts,
-            [made.destinations[destination] for destination in destinations],
-            [(number[item.source], item.destination - destinations.start, item.axes) for item in items],
-            bucket_bytes,
-            buckets,
-        )
+        try:
+            self.batch = _planner.Batch(
+                self._layouts,
+                [made.destinations[destination] for destination in destinations],
+                [(number[item.source], item.destination - destinations.start, item.axes) for item in items],
+                bucket_bytes,
+                buckets,
+                first_turn,
+            )
+            self._executable = executables.bind_batch(self.batch, made.device.type, group) if items else None
+        except ValueError as error:  # a bucket is too small
+            raise explaining.with_names(error, [made.names[item.destination] for item in items]) from None
         # Where sources with pending reductions are reduced to before the rest starts, by number.
         self._reduced = self.batch.reductions()
         self._group = groups.weakly(group)
-        self._executable: _runtime.BatchExecutable | None = None
-        self._last_rounds = [-1] * len(destinations)
-        if items:
-            self._executable = executables.bind_batch(self.batch, made.device.type, group)
-            self._last_rounds = self._executable.last_rounds
+        self._last_rounds = self._executable.last_rounds if self._executable else [-1] * len(destinations)
 
     def start(self, destinations: Sequence[torch.Tensor]) -> Run:
         if self._executable is None:

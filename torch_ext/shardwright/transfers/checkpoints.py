@@ -27,6 +27,10 @@ from .declared import Given, Reader
 _MAX_GAP_BYTES = 4096
 _MAX_SPAN_BYTES = 8 << 20
 
+# Indices [begin, end) of a dim of what is read, and where they begin in that dim of the tensor that they are written
+# to. The runs of a dim follow each other there; what they read may be in any order.
+_Run = tuple[int, int, int]
+
 
 class _Stored(NamedTuple):
     """A saved tensor in its file."""
@@ -36,6 +40,13 @@ class _Stored(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     is_conj: bool
+
+
+class _Part(NamedTuple):
+    """What a rank needs of a tensor, or of a part of it: runs of each dim."""
+
+    runs: list[torch.Tensor]  # of each dim, a row for each run, as in `_Run`
+    view: torch.Tensor  # of the local tensor, which they fill
 
 
 class CheckpointReader(dcp.FileSystemReader):
@@ -77,51 +88,108 @@ class CheckpointReader(dcp.FileSystemReader):
             saved = self.storage_data[index]
             stored = _locate(self._slice_file(file, saved), saved.offset)
             for item in some:
-                target = planner.resolve_tensor(item).detach()
-                if tuple(target.shape) != tuple(item.lengths):
-                    raise AssertionError(f"{index}: {tuple(target.shape)} was asked for, and {item.lengths} is read")
-                piece = target if _can_be_read_into(target, stored) else torch.empty(target.shape, dtype=stored.dtype)
-                self._read(file, stored, item.storage_offsets, piece)
-                if piece is not target:
-                    target.copy_(piece.conj() if stored.is_conj else piece)
-                planner.commit_tensor(item, target)
+                for runs, target in _targets(planner, item):
+                    direct = _can_be_read_into(target, stored)
+                    piece = target if direct else torch.empty(target.shape, dtype=stored.dtype)
+                    self._read(file, stored, item.storage_offsets, runs, piece)
+                    if direct:
+                        torch.autograd.graph.increment_version(target)  # autograd did not see what was read
+                    else:
+                        target.copy_(piece.conj() if stored.is_conj else piece)
 
-    def _read(self, file: Any, stored: _Stored, offsets: Sequence[int], piece: torch.Tensor) -> None:
-        """Reads the box of the piece's shape that begins at these offsets."""
+    def _read(
+        self, file: Any, stored: _Stored, offsets: Sequence[int], runs: Sequence[list[_Run]], piece: torch.Tensor
+    ) -> None:
+        """Fills a tensor with runs of each dim of a stored one, counted from these offsets."""
         if piece.numel() == 0:
             return
-        item_bytes = stored.dtype.itemsize
-        begin = stored.offset + item_bytes * sum(o * s for o, s in zip(offsets, stored.strides))
-        # Dims from the widest stride to the narrowest: the last ones that follow each other in the file are one run.
+        span = stored.dtype.itemsize
+        at = stored.offset + span * sum(o * s for o, s in zip(offsets, stored.strides))
+        # Dims from the widest stride to the narrowest: the last ones are read in one go, gaps included.
         order = sorted(range(piece.ndim), key=lambda dim: -stored.strides[dim])
-        sizes = [piece.shape[dim] for dim in order]
-        strides = [stored.strides[dim] * item_bytes for dim in order]
-        view = piece.permute(order)
-        split = _first_of_span(sizes, strides, item_bytes, self._max_gap_bytes)
-        for where in itertools.product(*map(range, sizes[:split])):
-            at = begin + sum(i * s for i, s in zip(where, strides))
-            self._read_span(file, at, view[where], [stride // item_bytes for stride in strides[split:]])
+        view, cuts = piece.permute(order), [runs[dim] for dim in order]
+        strides = [stored.strides[dim] * span for dim in order]
+        if not order:
+            view, cuts, strides = piece.unsqueeze(0), [[(0, 1, 0)]], [span]
+        outer = len(cuts)
+        spans: list[list[_Run]] = []
+        groups: list[list[_Run]] = []  # by dim, from that of `spans` on
+        while outer and len(spans) < 2:
+            outer -= 1
+            spans = list(_spans(cuts[outer], strides[outer], span, self._max_gap_bytes))
+            span += (spans[0][-1][1] - spans[0][0][0] - 1) * strides[outer]
+            groups = [spans[0], *groups]
+        for where in itertools.product(*map(_positions, cuts[:outer])):
+            target = view[tuple(to for _, to in where)]
+            begin = at + sum(index * stride for (index, _), stride in zip(where, strides))
+            for group in spans:
+                part = target.narrow(0, group[0][2], _length(group))
+                self._read_span(file, begin, part, [group, *groups[1:]], strides[outer:])
 
-    def _read_span(self, file: Any, at: int, view: torch.Tensor, strides: Sequence[int]) -> None:
-        elements = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, strides))
+    def _read_span(
+        self, file: Any, at: int, view: torch.Tensor, groups: Sequence[list[_Run]], strides: Sequence[int]
+    ) -> None:
+        """Reads from the first run of each dim to the last."""
+        item_bytes = view.dtype.itemsize
+        at += sum(group[0][0] * stride for group, stride in zip(groups, strides))
+        sizes = [group[-1][1] - group[0][0] for group in groups]
+        steps = [stride // item_bytes for stride in strides]
+        elements = 1 + sum((size - 1) * step for size, step in zip(sizes, steps))
         is_run = view.is_contiguous() and elements == view.numel()
         span = view if is_run else torch.empty(elements, dtype=view.dtype)
         _read_into(file, at, span)
-        self.bytes_read += elements * view.dtype.itemsize
+        self.bytes_read += elements * item_bytes
         if not is_run:
-            view.copy_(span.as_strided(view.shape, tuple(strides)))
+            box = span.as_strided(sizes, steps)
+            for dim, group in enumerate(groups):
+                if len(group) > 1:
+                    box = box.index_select(dim, _indices(group))
+            view.copy_(box)
 
 
-def _first_of_span(sizes: Sequence[int], strides: Sequence[int], item_bytes: int, max_gap_bytes: int) -> int:
-    """Returns the first dim, of dims by descending stride, from which on a slice is read in one go, gaps included."""
-    span = item_bytes
-    for dim in reversed(range(len(sizes))):
-        if sizes[dim] > 1:
-            wider = (sizes[dim] - 1) * strides[dim] + span
-            if strides[dim] - span > max_gap_bytes or (wider > _MAX_SPAN_BYTES and strides[dim] > span):
-                return dim + 1
-            span = wider
-    return 0
+def _targets(planner: LoadPlanner, item: ReadItem) -> Iterator[tuple[Sequence[list[_Run]], torch.Tensor]]:
+    """Yields the runs of each dim of an item that are read, and the tensors that they are written to."""
+    if isinstance(planner, _Planner):
+        yield from planner.targets(item)
+        return
+    target = planner.resolve_tensor(item).detach()
+    if tuple(target.shape) != tuple(item.lengths):
+        raise AssertionError(f"{item.storage_index}: {tuple(target.shape)} was asked for, and {item.lengths} is read")
+    yield [[(0, length, 0)] for length in item.lengths], target
+    planner.commit_tensor(item, target)
+
+
+def _spans(runs: Sequence[_Run], stride: int, span: int, max_gap_bytes: int) -> Iterator[list[_Run]]:
+    """Groups the runs of a dim, cut where they are long, into those that are read in one go.
+
+    Strides are in bytes, and `span` bytes are read at each index.
+    """
+    most = 1 if stride - span > max_gap_bytes else max(1, _MAX_SPAN_BYTES // max(stride, 1))
+    group: list[_Run] = []
+    for begin, end, to in runs:
+        while begin < end:
+            if group:
+                first, last = group[0][0], group[-1][1]
+                gap = (begin - last + 1) * stride - span
+                if begin < last or gap > max_gap_bytes or begin - first >= most:
+                    yield group
+                    group = []
+            stop = min(end, (group[0][0] if group else begin) + most)
+            group.append((begin, stop, to))
+            begin, to = stop, to + stop - begin
+    yield group
+
+
+def _positions(runs: Sequence[_Run]) -> list[tuple[int, int]]:
+    """Returns each index that is read, and the one that it is written to."""
+    return [(begin + i, to + i) for begin, end, to in runs for i in range(end - begin)]
+
+
+def _indices(runs: Sequence[_Run]) -> torch.Tensor:
+    """Returns the indices that are read, counted from the first."""
+    begins, ends, to = torch.tensor(runs).unbind(1)
+    lengths = ends - begins
+    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(begins - begins[0] - to + to[0], lengths)
 
 
 def _can_be_read_into(target: torch.Tensor, stored: _Stored) -> bool:
@@ -175,7 +243,10 @@ def load_checkpoint(
             checkpoint lacks, other shapes, elements that it does not hold, local tensors that contradict their layout.
     """
     reader = CheckpointReader(path, max_gap_bytes)
-    dcp.load({"": to}, storage_reader=reader, planner=_Planner(to, group), process_group=group)
+    planner = _Planner(to, group)
+    dcp.load({"": to}, storage_reader=reader, planner=planner, process_group=group)
+    # A DTensor and its local tensor, which was written to, count their versions apart.
+    torch.autograd.graph.increment_version([one.value for one in planner.given.values() if one.value is not None])
     return reader.bytes_read
 
 
@@ -185,17 +256,16 @@ class _Planner(LoadPlanner):
     def __init__(self, to: Any, group: dist.ProcessGroup | None) -> None:
         self._to = to
         self._group = group
-        self._given: dict[str, Given] = {}
+        self.given: dict[str, Given] = {}  # what this rank passes
         self._metadata: Metadata | None = None
-        # By name and number of the box: a view of the local tensor.
-        self._views: dict[tuple[str, int | None], torch.Tensor] = {}
+        self._parts: dict[tuple[str, int | None], _Part] = {}  # by name and number
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
         reader = Reader(self._group)
-        given = reader.destination(self._to)
+        given = self.given = reader.destination(self._to)
         items: list[ReadItem] = []
         written = {name: one.local for name, one in given.items() if name not in reader.wrong and one.local is not None}
         problems = reader.problems + [
@@ -228,14 +298,35 @@ class _Planner(LoadPlanner):
         if layout is not None and layout.mesh.coordinate(rank) is None:
             return []
         chunks = []
-        for number, (box, view) in enumerate(_boxes(given.local, layout, rank)):
-            chunks.append(ChunkStorageMetadata(torch.Size(b for b, _ in box), torch.Size(e - b for b, e in box)))
-            self._views[name, number] = view
+        for number, part in enumerate(_parts(given.local.detach(), layout, rank)):
+            begins = torch.Size(int(runs[:, 0].min()) for runs in part.runs)
+            sizes = torch.Size(int(runs[:, 1].max()) - begin for runs, begin in zip(part.runs, begins))
+            chunks.append(ChunkStorageMetadata(begins, sizes))
+            self._parts[name, number] = part
         items = create_read_items_for_chunk_list(name, saved, chunks)
-        found = sum(math.prod(item.lengths) for item in items)
-        if found != given.local.numel():
-            raise ValueError(f"this rank needs {given.local.numel()} elements, and the checkpoint gives {found}")
-        return list(items)
+        counts = [math.prod(int((runs[:, 1] - runs[:, 0]).sum()) for runs in self._runs(item)) for item in items]
+        if sum(counts) != given.local.numel():
+            raise ValueError(f"this rank needs {given.local.numel()} elements, and the checkpoint gives {sum(counts)}")
+        return [item for item, count in zip(items, counts) if count]
+
+    def _runs(self, item: ReadItem) -> list[torch.Tensor]:
+        """Returns the runs of each dim that lie in an item, counted from its beginning."""
+        found = []
+        place = item.dest_index
+        for dim, runs in enumerate(self._parts[place.fqn, place.index].runs):
+            first = place.offset[dim] + item.dest_offsets[dim]
+            begins, ends = (runs[:, side].clamp(first, first + item.lengths[dim]) for side in (0, 1))
+            cut = torch.stack((begins - first, ends - first, runs[:, 2] + begins - runs[:, 0]), 1)
+            found.append(cut[begins < ends])
+        return found
+
+    def targets(self, item: ReadItem) -> Iterator[tuple[Sequence[list[_Run]], torch.Tensor]]:
+        """Yields the runs of each dim of an item that this rank needs, and the views that they fill."""
+        for runs in itertools.product(*(_consecutive(runs.tolist()) for runs in self._runs(item))):
+            target = self._parts[item.dest_index.fqn, item.dest_index.index].view
+            for dim, some in enumerate(runs):
+                target = target.narrow(dim, some[0][2], _length(some))
+            yield [[(begin, end, to - some[0][2]) for begin, end, to in some] for some in runs], target
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
@@ -247,39 +338,57 @@ class _Planner(LoadPlanner):
         raise AssertionError("no bytes were asked for")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        view = self._views[read_item.dest_index.fqn, read_item.dest_index.index]
-        for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
-            view = view.narrow(dim, begin, length)
-        return view
+        """Returns a temporary, for what PyTorch's reader reads because it was compressed."""
+        view = self._parts[read_item.dest_index.fqn, read_item.dest_index.index].view
+        return torch.empty(read_item.lengths, dtype=view.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
+        for runs, target in self.targets(read_item):
+            needed = tensor
+            for dim, some in enumerate(runs):
+                needed = needed.index_select(dim, torch.tensor([index for index, _ in _positions(some)]))
+            target.copy_(needed)
 
 
-def _boxes(
-    local: torch.Tensor, layout: _planner.Layout | None, rank: int
-) -> Iterator[tuple[tuple[tuple[int, int], ...], torch.Tensor]]:
-    """Yields the boxes of the global tensor that a rank holds, and the views of its local tensor that hold them."""
-    if layout is None:
-        yield tuple((0, size) for size in local.shape), local
+def _parts(local: torch.Tensor, layout: _planner.Layout | None, rank: int) -> Iterator[_Part]:
+    """Yields what a rank needs of a tensor. Where dims are flattened, not all of it is made of runs of single dims."""
+    if local.numel() == 0:
         return
-    region = layout.region(rank)
-    begins = [list(itertools.accumulate((end - begin for begin, end in list_), initial=0)) for list_ in region]
-    flattened = tuple(layout.shape)[: layout.flattened]
-    for numbers in itertools.product(*(range(len(list_)) for list_ in region)):
-        box = tuple(list_[i] for list_, i in zip(region, numbers))
-        view = local
-        for dim, (i, (begin, end)) in enumerate(zip(numbers, box)):
-            view = view.narrow(dim, begins[dim][i], end - begin)
-        if len(flattened) < 2:
-            yield box, view
-            continue
-        at = 0
-        for dims in _boxes_of_run(*box[0], flattened):
+    region = [[(0, size)] for size in local.shape] if layout is None else layout.region(rank)
+    if layout is None or layout.flattened < 2:
+        yield _Part([_in_order(intervals) for intervals in region], local)
+        return
+    at = 0
+    for begin, end in region[0]:
+        for dims in _boxes_of_run(begin, end, tuple(layout.shape)[: layout.flattened]):
             sizes = [end - begin for begin, end in dims]
-            length = math.prod(sizes)
-            yield (*dims, *box[1:]), view.narrow(0, at, length).unflatten(0, sizes)
-            at += length
+            runs = [_in_order(intervals) for intervals in (*([one] for one in dims), *region[1:])]
+            yield _Part(runs, local.narrow(0, at, math.prod(sizes)).unflatten(0, sizes))
+            at += math.prod(sizes)
+
+
+def _in_order(intervals: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Returns runs that fill a dim in this order."""
+    begins, ends = torch.tensor(intervals).unbind(1)
+    lengths = ends - begins
+    return torch.stack((begins, ends, lengths.cumsum(0) - lengths), 1)
+
+
+def _length(runs: Sequence[_Run]) -> int:
+    return sum(end - begin for begin, end, _ in runs)
+
+
+def _consecutive(runs: Sequence[_Run]) -> list[list[_Run]]:
+    """Splits the runs of a dim where they do not follow each other in the tensor that they are written to."""
+    groups: list[list[_Run]] = []
+    expected = None
+    for run in runs:
+        begin, end, to = run
+        if to != expected:
+            groups.append([])
+        groups[-1].append(run)
+        expected = to + end - begin
+    return groups
 
 
 def _boxes_of_run(begin: int, end: int, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from ..mapping.checking import Wanted, check
 from ..mapping.items import Item, items_of
 from ..mapping.kinds import Rule, apply_rules
 from ..mapping.pieces import source_tensor
-from . import agreement
+from . import agreement, staging
 from .agreement import Agreed
 from .declared import Given, Reader, declare
 
@@ -59,9 +59,9 @@ def set_up(
     Raises the same ValueError on all ranks if `problems`, this rank's or another's, are not empty, or more are found.
     """
     reader = Reader(group)
-    source = _read(lambda: reader.state_dict(state_dict, options.unused), reader)
-    destination = _read(lambda: reader.destination(to, options.ignore), reader)
-    given_rules = _rules(rules, problems, reader.rank)
+    source = checked(lambda: reader.state_dict(state_dict, options.unused), reader.problems, reader.rank, {})
+    destination = checked(lambda: reader.destination(to, options.ignore), reader.problems, reader.rank, {})
+    given_rules = checked(lambda: _rules(rules), problems, reader.rank, [])
     device, kind = _device(given_device, source, destination, group, reader)
     mine = declare(source, destination)
     # A rank that could not read its arguments has said so; what others miss of it would only hide that.
@@ -72,29 +72,23 @@ def set_up(
     return _numbered(agreed, made, order, source, destination, group, device)
 
 
-def _read(read: Any, reader: Reader) -> dict[str, Given]:
+def checked(read: Callable[[], Any], problems: list[str], rank: int, otherwise: Any = None) -> Any:
+    """Returns what is read; or reports what is wrong with it, and returns something else."""
     try:
-        found: dict[str, Given] = read()
+        return read()
     except Exception as error:  # whatever it is, the other ranks must hear of it
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        reader.problems.append(f"{kind}{error} (on rank {reader.rank})")
-        return {}
-    return found
+        problems.append(f"{kind}{error} (on rank {rank})")
+        return otherwise
 
 
-def _rules(given: Any, problems: list[str], rank: int) -> list[Rule]:
+def _rules(given: Any) -> list[Rule]:
     rules = [given] if isinstance(given, Rule) else given
-    try:
-        rules = argument_values.items(rules, "map", "a list of rules, such as [fuse('qkv', ['q', 'k', 'v'])]")
-        for rule in rules:
-            if not isinstance(rule, Rule):
-                raise ValueError(
-                    f"map: got a {type(rule).__name__}; allowed are rules, such as rename('model.**', '**')"
-                )
-    except ValueError as error:
-        problems.append(f"{error} (on rank {rank})")
-        return []
-    return list(rules)
+    rules = argument_values.items(rules, "map", "a list of rules, such as [fuse('qkv', ['q', 'k', 'v'])]")
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise ValueError(f"map: got a {type(rule).__name__}; allowed are rules, such as rename('model.**', '**')")
+    return rules
 
 
 def _device(
@@ -131,17 +125,18 @@ def _overlaps(
     written = {name: one.local for name, one in destination.items() if name in filled and one.local is not None}
     # With a second copy nothing is written where a source is, until both are exchanged, in the source too if it is the
     # same tensor.
-    on_rank = f"(on rank {reader.rank})"
-    return [
+    found = [
         f"destination {to}: shares memory with source {of}; allowed is memory of its own"
         + (" or, with staging='double', the same tensor" if mine is into else "")
-        + f" {on_rank}"
         for of, to, mine, into in memory_spans.shared_memory(read, written)
         if not (stages and mine is into)
     ] + [
-        f"destination {to}: shares memory with destination {of}; allowed is memory of its own, or one of them {on_rank}"
+        f"destination {to}: shares memory with destination {of}; allowed is memory of its own, or one of them"
         for of, to, _, _ in memory_spans.shared_memory({}, written, among_written=True)
     ]
+    if stages and not found:
+        found += staging.problems(read, written)
+    return [f"{problem} (on rank {reader.rank})" for problem in found]
 
 
 def _map(

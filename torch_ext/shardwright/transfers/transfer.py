@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -19,7 +20,8 @@ from ..topology import Topology, named_topology, tables_now
 from . import batches
 from .batches import BoundBatch
 from .progress import Progress
-from .setup import Options, SetUp, set_up
+from .setup import Options, SetUp, checked, set_up
+from .staging import SecondCopy
 
 
 def transfer(
@@ -54,8 +56,8 @@ def transfer(
             `stack`, `unstack`, `transpose`, `rename`, `cast`.
         bucket_bytes, buckets: a run takes `buckets` buffers of `bucket_bytes` on each rank besides the destination, and
             keeps `buckets` rounds of messages under way.
-        staging: None writes into the destination as elements arrive. ``"double"`` keeps a second copy of it, writes
-            into that, and exchanges both at once when a transfer is waited for, or at `Transfer.swap`.
+        staging: None writes into the destination as elements arrive. ``"double"`` keeps a second copy of its storages,
+            writes into that, and exchanges both at once when a transfer is waited for, or at `Transfer.swap`.
         unused: patterns of names, after the map, that the destination may lack; also of what is no tensor in
             `state_dict`.
         ignore: patterns of names in `to` that keep what they hold if no tensor of the source has their name; also of
@@ -79,25 +81,16 @@ def transfer(
         raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
     problems: list[str] = []
     rank = groups.rank_in_meshes(group)
-    checked = {
-        "bucket_bytes": _checked(lambda: _at_least("bucket_bytes", bucket_bytes, 1), problems, rank),
-        "buckets": _checked(lambda: _at_least("buckets", buckets, 1), problems, rank),
-        "staging": _checked(lambda: _staging(staging), problems, rank),
-        "unused": _checked(lambda: _patterns("unused", unused), problems, rank) or [],
-        "ignore": _checked(lambda: _patterns("ignore", ignore), problems, rank) or [],
-    }
+    options = Options(
+        bucket_bytes=checked(lambda: _at_least("bucket_bytes", bucket_bytes, 1), problems, rank),
+        buckets=checked(lambda: _at_least("buckets", buckets, 1), problems, rank),
+        staging=checked(lambda: _staging(staging), problems, rank),
+        unused=checked(lambda: _patterns("unused", unused), problems, rank, []),
+        ignore=checked(lambda: _patterns("ignore", ignore), problems, rank, []),
+    )
     if not (isinstance(progress, bool) or callable(progress)):
         problems.append(f"progress: got a {type(progress).__name__}; allowed are True, False or a function")
-    options = Options(**checked)
     return Transfer(set_up(state_dict, to, map, options, group, device, problems), options, progress, group)
-
-
-def _checked(read: Callable[[], Any], problems: list[str], rank: int) -> Any:
-    try:
-        return read()
-    except ValueError as error:
-        problems.append(f"{error} (on rank {rank})")
-        return None
 
 
 def _at_least(argument: str, given: Any, least: int) -> int:
@@ -139,7 +132,7 @@ class TransferHandle:
         self._owner = owner
         self._run = run
         self._failure = failure  # of a progress function
-        self._is_waited_for = False
+        self.is_waited_for = False
         self.source_free = SourceFree(run)
 
     def is_done(self) -> bool:
@@ -149,10 +142,10 @@ class TransferHandle:
     def wait(self, swap: bool = True) -> None:
         """Waits until this rank's destination is complete. With ``staging="double"`` it is then exchanged for what was
         there before, unless `swap` is False. What a `progress` function raises is raised at the end."""
-        if not self._is_waited_for:
+        if not self.is_waited_for:
             failure = self._owner._complete(self._run)
             self._failure = self._failure or failure
-            self._is_waited_for = True
+            self.is_waited_for = True
             if swap and self._owner._stages:
                 self._owner.swap()
         failure, self._failure = self._failure, None
@@ -202,10 +195,11 @@ class Transfer:
         self._under_way: TransferHandle | None = None
         self._receiving: weakref.ref[Receiving] | None = None
         self._front: list[torch.Tensor] | None = None
-        self._back: list[torch.Tensor] = []
+        self._copy: SecondCopy | None = None
         # A bucket may be too small, on all ranks alike: found here, before anything moves.
         self._batch = self._plan(range(len(made.names)), options.buckets)
         self._chunks: list[tuple[range, BoundBatch]] | None = None
+        self._most_groups = min(2, options.buckets)  # under way at a time in `receive`; they share the buckets
 
     @property
     def names(self) -> list[str]:
@@ -227,36 +221,49 @@ class Transfer:
         """
         failure = self._complete_all("start")
         front = self._destination()
-        run = self._batch.start(self._back if self._stages else front)
-        if not self._stages:
+        if self._stages:
+            if self._copy is None or not self._copy.is_current():
+                self._copy = SecondCopy(front)
+            run = self._batch.start(self._copy.tensors)
+        else:
+            run = self._batch.start(front)
             self._mark_given(range(len(front)))
         self._under_way = TransferHandle(self, run, failure)
         return self._under_way
 
     def receive(self) -> Receiving:
-        """Moves what the source holds now, and yields (name, tensor) of this rank's parts as they are complete.
+        """Starts to move the source, and yields (name, tensor) of this rank's parts as they are complete.
 
-        All ranks of the group iterate to the end; those without a part get nothing. Destinations that were passed as
-        tensors are filled in place. For all others a tensor is made when its turn comes and is the caller's from then
-        on. They come in groups of about `bucket_bytes`, of which two are under way at a time, and share the buckets.
+        All ranks of the group call, and iterate to the end; those without a part get nothing. Sources must not be
+        written to before that end. Destinations that were passed as tensors are filled in place. For all others a
+        tensor is made when its turn comes and is the caller's from then on. They come in groups of about
+        `bucket_bytes`, of which two are under way at a time, the first from this call on, and share the buckets.
         What was started or received before is completed first; an iterator that is not at its end then raises
-        RuntimeError.
+        RuntimeError. One that is closed or dropped moves what is left, also where it was never advanced.
         """
         if self._stages:
             raise ValueError("receive: the transfer has staging='double'; allowed is start() there")
-        receiving = Receiving(self._receive(self._complete_all("receive")))
+        tensors = self._receive(self._complete_all("receive"))
+        next(tensors)  # starts the first groups; from here on it is closed as every other place is
+        receiving = Receiving(tensors)
         self._receiving = weakref.ref(receiving)
         return receiving
 
     def swap(self) -> None:
         """Exchanges the destination for the one that the last transfer was written to, at once and on this rank alone.
 
-        The tensors stay the same objects, and their memory is exchanged: what was captured in a graph reads the other.
+        The storages of the tensors exchange their memory with others, so that views of them, and parameters whose
+        detached tensors were passed, see it too. What was captured in a graph goes on reading the same addresses.
         """
-        if not self._stages:
-            raise ValueError("swap: the transfer has no second copy; allowed with staging='double'")
-        for front, back in zip(self._destination(), self._back):
-            front.data, back.data = back.data, front.data
+        if self._copy is None:
+            raise ValueError("swap: the transfer has no second copy; allowed with staging='double', after start()")
+        if self._under_way is not None and not self._under_way.is_waited_for:
+            raise RuntimeError("swap: the last transfer has not been waited for; allowed after its wait(swap=False)")
+        if not self._copy.is_current():
+            raise RuntimeError(
+                "swap: tensors of the destination were given other storages; allowed after the next start()"
+            )
+        self._copy.exchange()
         torch.autograd.graph.increment_version(self._destination())
         self._mark_given(range(len(self._made.names)))
 
@@ -277,8 +284,6 @@ class Transfer:
     def _destination(self) -> list[torch.Tensor]:
         if self._front is None:
             self._front = [self._local(i) for i in range(len(self._made.names))]
-            if self._stages:
-                self._back = [torch.empty_like(local) for local in self._front]
         return self._front
 
     def _mark_given(self, numbers: range) -> None:
@@ -301,8 +306,8 @@ class Transfer:
         given = self._made.given.get(name)
         return local if given is None or given.value is None else given.value
 
-    def _plan(self, destinations: range, buckets: int) -> BoundBatch:
-        return BoundBatch(self._made, destinations, self._options.bucket_bytes, buckets, self._group.get())
+    def _plan(self, destinations: range, buckets: int, first_turn: int = 0) -> BoundBatch:
+        return BoundBatch(self._made, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_turn)
 
     def _complete(self, run: batches.Run) -> Exception | None:
         """Waits for each destination in the order of their arrival, and reports progress.
@@ -339,38 +344,46 @@ class Transfer:
         return None
 
     def _receive(self, failure: Exception | None) -> Generator[tuple[str, Any], None, None]:
-        # Two groups are under way at a time, and share the buckets.
-        groups_under_way = min(2, self._options.buckets)
         if self._chunks is None:
-            buckets = self._options.buckets // groups_under_way
-            self._chunks = [(chunk, self._plan(chunk, buckets)) for chunk in self._chunked()]
+            buckets = self._options.buckets // self._most_groups
+            chunked = enumerate(self._chunked())
+            self._chunks = [(chunk, self._plan(chunk, buckets, turn)) for turn, chunk in chunked]
         made = self._made
         under_way: list[_Group] = []
         left = iter(self._chunks)
         with Progress(self._progress, made, groups.rank_in_meshes(self._group.get())) as report:
-            while self._fill(under_way, left, groups_under_way):
+            self._fill(under_way, left)
+            with self._moving_all(under_way, left):
+                yield "", None
+            while self._fill(under_way, left):
                 chunk, run, tensors = under_way[0]
                 for number in run.in_order():
                     run.wait_for(number)
-                    try:
+                    with self._moving_all(under_way, left):
                         report(chunk[number])
                         name, local = made.names[chunk[number]], tensors[number]
                         tensors[number] = local.new_empty(0)
                         if made.has_part(chunk[number]):
                             yield name, self._value(name, local)
                         del local
-                    except BaseException:  # the caller wants no more, or has failed, but the other ranks go on
-                        while self._fill(under_way, left, groups_under_way):
-                            under_way.pop(0)[1].wait()
-                        raise
                 run.wait()
                 del run, tensors, under_way[0]
         if failure is not None:
             raise failure
 
-    def _fill(self, under_way: list[_Group], left: Iterator[tuple[range, BoundBatch]], most: int) -> bool:
-        """Starts groups until so many are under way. Returns False if there are none any more."""
-        while len(under_way) < most and (following := next(left, None)) is not None:
+    @contextlib.contextmanager
+    def _moving_all(self, under_way: list[_Group], left: Iterator[tuple[range, BoundBatch]]) -> Iterator[None]:
+        """Moves all that is left where the caller wants no more, or has failed: the other ranks go on."""
+        try:
+            yield
+        except BaseException:
+            while self._fill(under_way, left):
+                under_way.pop(0)[1].wait()
+            raise
+
+    def _fill(self, under_way: list[_Group], left: Iterator[tuple[range, BoundBatch]]) -> bool:
+        """Starts groups until as many are under way as may be. Returns False if there are none any more."""
+        while len(under_way) < self._most_groups and (following := next(left, None)) is not None:
             chunk, batch = following
             tensors = [self._local(i) for i in chunk]
             under_way.append((chunk, batch.start(tensors), tensors))

@@ -1,0 +1,120 @@
+"""A second copy of a destination, which is exchanged for the first by exchanging the memory of both.
+
+Modules use parameters, and state dicts hold detached tensors and views of them: other tensors of the same storages.
+Where these get other memory, all of those see it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .. import _runtime
+
+# Of bytes that no destination has: more runs than these are copied by a mask instead of one by one.
+_MAX_RUNS = 64
+
+
+def problems(read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Yields why the memory of some destinations cannot be exchanged."""
+    own = {id(one) for one in written.values()}
+    sources = {_storage(one): name for name, one in read.items() if one.numel() and id(one) not in own}
+    for name, one in written.items():
+        if one.numel() == 0:
+            continue
+        if (source := sources.get(_storage(one))) is not None:
+            yield (
+                f"destination {name}: is in one storage with source {source}, which staging='double' would exchange "
+                "too; allowed is a storage without sources"
+            )
+        if one.device.type == "cpu" and one.untyped_storage().is_shared():
+            yield (
+                f"destination {name}: is in memory that processes share, and staging='double' would exchange it in "
+                "this one alone; allowed is memory of this process"
+            )
+
+
+class _Memory(NamedTuple):
+    """The memory of some destinations and as much beside it, as bytes, and what is kept when they are exchanged."""
+
+    front: torch.Tensor
+    back: torch.Tensor
+    kept: list[tuple[torch.Tensor, torch.Tensor]]  # the runs of bytes in both that no destination has
+    mask: torch.Tensor | None  # where they are, if they are many
+
+
+class SecondCopy:
+    """Tensors of the same sizes and strides as those of a destination, in as many storages of the same sizes."""
+
+    def __init__(self, front: Sequence[torch.Tensor]) -> None:
+        self._front = front
+        self._storages = [_storage(one) for one in front]
+        numbers: dict[int, list[int]] = {}
+        for number, (one, storage) in enumerate(zip(front, self._storages)):
+            if one.numel():
+                numbers.setdefault(storage, []).append(number)
+        self.tensors = [torch.empty_like(one) if one.numel() == 0 else one for one in front]
+        self._memories = []
+        for some in numbers.values():
+            memory = _memory([front[number] for number in some])
+            for number in some:
+                self.tensors[number] = _placed_like(front[number], memory.back)
+            self._memories.append(memory)
+
+    def is_current(self) -> bool:
+        """Returns whether the destination still is where it was: users may give its tensors other storages."""
+        return self._storages == [_storage(one) for one in self._front]
+
+    def exchange(self) -> None:
+        """Exchanges the two. What lies between the destinations stays as it is."""
+        for memory in self._memories:
+            for front, back in memory.kept:
+                back.copy_(front)
+            if memory.mask is not None:
+                front, back = (one.view(len(memory.mask), -1) for one in memory[:2])
+                torch.where(memory.mask, front, back, out=back)
+            _runtime.exchange_memory(memory.front, memory.back)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _placed_like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _memory(destinations: Sequence[torch.Tensor]) -> _Memory:
+    """Makes as much memory as the storage has in which these destinations lie."""
+    first = destinations[0]
+    front = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+    is_pinned = first.device.type == "cpu" and first.is_pinned()
+    back = torch.empty(front.shape, dtype=torch.uint8, device=first.device, pin_memory=is_pinned)
+    if sum(one.nbytes for one in destinations) == front.nbytes:
+        return _Memory(front, back, [], None)
+    left, unit = _left_over(destinations, front.nbytes)
+    edges = torch.nn.functional.pad(left, (1, 1)).diff().nonzero().view(-1, 2) * unit
+    if len(edges) > _MAX_RUNS:
+        return _Memory(front, back, [], left.unsqueeze(1).to(first.device))
+    runs = [(front[begin:end], back[begin:end]) for begin, end in edges.tolist()]
+    return _Memory(front, back, runs, None)
+
+
+def _left_over(destinations: Sequence[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, int]:
+    """Marks what no destination has of a storage, in units of as many bytes as possible. Returns that number too."""
+    boxes: list[tuple[list[int], list[int], int]] = []  # sizes, strides and offset, in bytes
+    for one in destinations:
+        sizes, strides = ([], []) if one.is_contiguous() else (list(one.shape), list(one.stride()))
+        run = one.nbytes if one.is_contiguous() else one.itemsize
+        offset = one.storage_offset() * one.itemsize
+        boxes.append(([*sizes, run], [stride * one.itemsize for stride in strides], offset))
+    unit = math.gcd(size_bytes, *(n for sizes, strides, offset in boxes for n in (sizes[-1], *strides, offset)))
+    left = torch.ones(size_bytes // unit, dtype=torch.bool)
+    for sizes, strides, offset in boxes:
+        sizes[-1] //= unit
+        left.as_strided(sizes, [*(stride // unit for stride in strides), 1], offset // unit).fill_(False)
+    return left, unit
