@@ -10,6 +10,9 @@ namespace {
 
 using CutList = std::vector<Cut>;
 
+// Parts on more ranks than these are not compared one by one.
+constexpr int64_t kMaxCompared = int64_t{1} << 16;
+
 // The most combinations of coordinates for which uneven regions are compared.
 constexpr int64_t kMaxRegionsCompared = 4096;
 
@@ -152,8 +155,10 @@ bool same_parts(const Layout& a, const Layout& b) {
     const CutList& others = b.cuts(t);
     const int64_t n = a.shape()[t];
     if (cuts == others || canonical(a.mesh(), n, cuts) == canonical(a.mesh(), n, others)) continue;
-    if (!has_other_rules(cuts) && !has_other_rules(others)) return false;
-    for (const int64_t position : positions_along(a.mesh(), (dims_of(cuts) | dims_of(others)).to_vector())) {
+    const MeshDimSet cutting = dims_of(cuts) | dims_of(others);
+    const bool may_compare = has_other_rules(cuts) || has_other_rules(others);
+    if (!may_compare || a.mesh().group_size(cutting) > kMaxCompared) return false;
+    for (const int64_t position : positions_along(a.mesh(), cutting.to_vector())) {
       if (part_at(a.mesh(), n, cuts, position) != part_at(a.mesh(), n, others, position)) return false;
     }
   }

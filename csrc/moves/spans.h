@@ -14,7 +14,8 @@ namespace shardwright {
 std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts);
 
 // Returns whether every rank holds the same elements in both, which are on one mesh, in the same places: judging by the
-// canonical lists, and by the parts where there are rules that these do not name.
+// canonical lists, and by the parts where there are rules that these do not name. On more than 2^16 ranks it may return
+// false although they do.
 bool same_parts(const Layout& a, const Layout& b);
 
 // Returns whether each set of ranks that agree on `kept` together holds the same elements of a tensor dim of n elements

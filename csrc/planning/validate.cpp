@@ -95,14 +95,17 @@ bool keeps_what_is_needed(const Step& step) {
   return !Rearrangement(step.before, step.after, Sharing::kMessages).communicates();
 }
 
+constexpr int64_t kMaxPairs = int64_t{1} << 22;
+
 // Returns whether the ranks that differ only in some mesh dims hold together what each of them needs. Both layouts must
 // be partitions of one shape: then different mesh dims cut different tensor dims, so it is enough if they do in each
-// dim, and what differs in the mesh dims that cut a dim is disjoint.
+// dim, and what differs in the mesh dims that cut a dim is disjoint. Returns false for more than kMaxPairs pairs.
 bool hold_together_what_they_need(const Layout& before, const Layout& after, MeshDimSet mesh_dims) {
   const Mesh& mesh = before.mesh();
   for (int t = 0; t < before.ndim(); ++t) {
     const MeshDimSet cutting = dims_of(before.cuts(t)) | dims_of(after.cuts(t));
     const MeshDimSet spanned = dims_of(before.cuts(t)) & mesh_dims;
+    if (mesh.group_size(cutting) > kMaxPairs / mesh.group_size(spanned)) return false;
     const std::vector<int64_t> members = positions_along(mesh, spanned.to_vector());
     for (const int64_t first : positions_along(mesh, (cutting - spanned).to_vector())) {
       std::vector<IntervalList> held;

@@ -54,6 +54,12 @@ Communication communication_of(const Step& step) {
   return found;
 }
 
+std::string ranks_text(const Layout& layout) {
+  const Mesh& mesh = layout.mesh();
+  if (mesh.size() > 64 && mesh.ranks_are_positions()) return concat("0 to ", mesh.size() - 1);
+  return concat("[", join(mesh.ranks()), "]");
+}
+
 Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
   std::vector<std::string> steps;
   for (const Step& step : plan.steps) {
@@ -65,6 +71,7 @@ Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
           {"dtype", plan.src.dtype().name()},
           {"mesh", crosses(plan) ? concat(plan.src.mesh().to_string(), " -> ", plan.dst.mesh().to_string())
                                  : plan.src.mesh().to_string()},
+          {"ranks", crosses(plan) ? concat(ranks_text(plan.src), " -> ", ranks_text(plan.dst)) : ranks_text(plan.src)},
           {"src", plan.src.placements_string()},
           {"dst", plan.dst.placements_string()},
           {"backend", std::string(plan.lowering.name)},

@@ -95,6 +95,11 @@ def _other_plan(rank: int) -> None:
         sw.unpin(plan)
 
 
+def _other_ranks(rank: int) -> None:
+    half = sw.Mesh({"a": 2}, [0, 1] if rank < 2 else [2, 3])
+    sw.redistribute_local(torch.ones(2, 12), _layout("S(0)"), sw.Layout(half, (8, 12), ["R"]))
+
+
 def _nothing(rank: int) -> None:
     sw.redistribute_local(None if rank == 1 else torch.ones(2, 12), _layout("S(0)"), _layout("R"))
 
@@ -132,6 +137,7 @@ def _differing(call: Callable[[int], None], is_known: bool) -> str:
         ),
         (_other_dtype, ["tensor: float32[8, 12] on (0, 1, 2); float64[8, 12] on (3)"]),
         (_other_plan, ["topology: 8xNVLink on (0); gloo-local on (1, 2, 3)"]),
+        (_other_ranks, ["ranks: [0, 1, 2, 3] -> [0, 1] on (0, 1); [0, 1, 2, 3] -> [2, 3] on (2, 3)"]),
         (_nothing, ["input: as its layout says on (0, 2, 3); float32[0] where its layout has float32[2, 12] on (1)"]),
         (
             _out_with_gaps,
@@ -145,6 +151,34 @@ def test_differing(pool: Pool, call: Callable[[int], None], expected: list[str],
         assert f"this is rank {rank}" in message
         for line in expected:
             assert line in message
+
+
+def _in_two_groups() -> None:
+    """Each half of the ranks runs redistributes of its own; both call their ranks 0 and 1."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group, place = halves[rank // 2], rank % 2
+    whole = torch.arange(24.0).view((4, 6) if rank < 2 else (8, 3))
+    mesh = sw.Mesh({"a": 2})
+    cut, rows, all_of_it = (sw.Layout(mesh, whole.shape, [placement]) for placement in ("S(1)", "S(0)", "R"))
+    with _checking():
+        size = whole.shape[1]
+        part, weight = whole.chunk(2, 1)[place].contiguous(), torch.eye(size).chunk(2)[place].clone()
+        product = sw.matmul_reduce_scatter(part, weight, size=size, group=group)
+        assert torch.equal(product, whole.chunk(2)[place])
+        for _ in range(2 if rank < 2 else 5):
+            moved = sw.redistribute_local(whole.chunk(2)[place].clone(), rows, cut, group=group)
+            assert torch.equal(moved, whole.chunk(2, 1)[place])
+            mine = sw.redistribute_local(whole, all_of_it, rows, group=group)  # sends nothing
+            assert torch.equal(mine, whole.chunk(2)[place])
+        if rank >= 2:
+            with pytest.raises(RuntimeError, match=r"dst: \[R\] on \(2\); \[S\(1\)\] on \(3\)"):
+                dst = all_of_it if rank == 2 else cut
+                sw.redistribute_local(whole.chunk(2)[place].clone(), rows, dst, group=group)
+
+
+def test_groups_compare_apart(pool: Pool) -> None:
+    pool.run(_in_two_groups, WORLD)
 
 
 def _absent() -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import oracle
 import parts
 import shardwright as sw
+from shardwright import doctor
 
 JOBS = {"trainer": 2, "server": 3}  # the server's ranks come first: roles are in the order of their names
 SHAPE = (9, 7)
@@ -90,6 +91,14 @@ def _move(shared: Any, role: str, rank: int) -> None:
     summed = sw.redistribute_local(share, pending, one, group=link.group) if role == "trainer" or rank == 1 else None
     if role == "server" and rank == 1:
         assert summed is not None and torch.equal(summed, whole * 3)
+    # Under debug mode, the ranks of all jobs compare.
+    sw.check_ranks(timeout_seconds=30)
+    for _ in range(3):
+        assert oracle.difference(sw.redistribute_local(held.detach(), src, dst, group=link.group), wanted) is None
+    with pytest.raises(RuntimeError, match=r"dst: \[S\(1\)\] on \(0, 1, 3, 4\); \[S\(0\)\] on \(2\)"):
+        other = sw.Layout(dst.mesh, SHAPE, ["S(0)" if link.rank == 2 else "S(1)"])
+        sw.redistribute_local(held.detach(), src, other, group=link.group)
+    sw.check_ranks(False)
     # The job's own world works as before.
     own = torch.ones(1)
     dist.all_reduce(own)
@@ -189,6 +198,52 @@ def test_all_ranks_say_what_differs(tmp_path: pathlib.Path) -> None:
     assert all("world_size differs" in text or "5 came" in text or "came:" in text for text in world_size), world_size
     assert all("allowed are all ranks of two or more jobs" in text for text in role), role
     assert all("waited 1 s for 7 ranks, and 5 came: server 0, 1, 2; trainer 0, 1" in text for text in late), late
+
+
+def _disagree_on_plans(shared: Any, role: str, rank: int) -> list[str]:
+    """What plans depend on, beside names, shapes and placements. Errors, one after the other, over one connection."""
+    is_server = role == "server"
+    link = sw.connect(shared, f"{role}/one", 5, declared={"same": 1})
+    mesh = sw.Mesh({"dp": 2}, link.ranks("trainer/one"))
+    slow = sw.Topology("slow", 0, 1, 1, sw.Link(1, 1), sw.Link(1, 2 + is_server))
+    placed = sw.Layout(sw.Mesh({"dp": 2}, mesh.ranks, topology=slow), SHAPE, ["S(0)"])
+    layouts = [sw.Layout(mesh, (9, 7 + (is_server and i == 30)), ["S(0)"]) for i in range(60)]
+    messages = [
+        _message_of(lambda: link.compare({"placed": placed})),
+        _message_of(lambda: link.compare({"l": layouts})),
+    ]
+    src, dst = sw.Layout(mesh, SHAPE, ["S(0)"]), sw.Layout(mesh, SHAPE, ["S(1)"])
+    with pytest.MonkeyPatch.context() as changing:
+        if is_server:
+            changing.setenv("SHARDWRIGHT_TOPOLOGY", "64x8")
+        messages.append(_message_of(lambda: link.compare({"same": 1})))
+        messages.append(_message_of(lambda: sw.connect(shared, role, 5, name="by tables")))
+    plan = sw.plan(src, dst, backend="gloo")
+    if is_server:
+        sw.pin(plan)
+    messages.append(_message_of(lambda: link.compare({"same": 1})))
+    if is_server:
+        sw.unpin(plan)
+    with pytest.MonkeyPatch.context() as changing:
+        if is_server:
+            changing.setattr(doctor, "version", lambda: "0.0.7")
+        messages.append(_message_of(lambda: sw.connect(shared, role, 5, name="by version")))
+    link.compare({"same": 1, "roles": [src, dst, mesh]})
+    return messages
+
+
+def test_what_plans_depend_on_is_compared(tmp_path: pathlib.Path) -> None:
+    said = list(_launch(tmp_path, _disagree_on_plans, JOBS).values())
+    assert all(messages == said[0] for messages in said)
+    placed, long, environment, connecting, pins, version = said[0]
+    assert "placed: " in placed and '"ps_per_kib": 3' in placed and '"ps_per_kib": 2' in placed, placed
+    assert "(server/one 0); " in placed and "(trainer/one 0)" in placed, placed
+    assert "[9, 8]" in long and len(long) < 1000, long
+    for text in (environment, connecting):
+        assert "topology of the environment: 64x8 with hash " in text and "; none (trainer" in text, text
+        assert "pinned" not in text and "version" not in text, text
+    assert "pinned plans: 1 with hash " in pins and "; none (trainer/one 0)" in pins, pins
+    assert "version of shardwright: 0.0.7 (server 0); " in version, version
 
 
 def test_arguments() -> None:

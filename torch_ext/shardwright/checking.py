@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from collections import Counter
 from datetime import timedelta
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from . import _runtime, tables
+from . import _runtime, groups, tables
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
@@ -36,8 +37,30 @@ def _is_asked_for(said: str) -> bool:
 
 
 _setting = _Setting(_is_asked_for(os.environ.get("SHARDWRIGHT_CHECK_RANKS", "")), DEFAULT_TIMEOUT_SECONDS)
-_turns: Counter[tuple[int, ...]] = Counter()
+
+
+class Meeting(NamedTuple):
+    """Where ranks meet: a store that all of them reach, and how often each set of them has met."""
+
+    store: dist.Store
+    turns: Counter[tuple[int, ...]]
+    note: str = ""  # for the ranks that waited for others
+
+
 _turns_of: object | None = None  # the default process group for which the turns are counted
+_turns: Counter[tuple[int, ...]] = Counter()
+
+# Of the groups that join several jobs (connecting.py).
+meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Meeting] = weakref.WeakKeyDictionary()
+
+# The group whose ranks the mesh of an executable has. Others have global ranks.
+_group_of: weakref.WeakKeyDictionary[_runtime.Executable, groups.WeakGroup] = weakref.WeakKeyDictionary()
+
+
+def note_group(executable: _runtime.Executable, group: dist.ProcessGroup | None) -> None:
+    """Notes that the mesh of an executable has the ranks of this group."""
+    if group is not None:
+        _group_of[executable] = groups.weakly(group)
 
 
 def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
@@ -54,7 +77,7 @@ def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SEC
     they are about to run, or in the tables they plan with (pinned plans, measurements, the environment's topology), it
     raises on every rank and names the fields, their values and ranks. If a rank's input contradicts its layout, or what
     it passes as `out` is not allowed, it raises on every rank. If a rank does not arrive, it raises on the ranks that
-    did, and names the missing one.
+    did, and names the missing one. For moves between jobs that `connect` has joined, the ranks of all jobs call this.
     """
     global _setting
     if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
@@ -86,32 +109,56 @@ def compare(
     }
     what = f"{mine['src']} -> {mine['dst']} of {mine['tensor']}"
     judged = {"input": _AS_SAID, "out": _ALLOWED}
-    compare_calls(tuple(executable.mesh_ranks), executable.rank, "redistribute", mine, judged=judged, what=what)
+    known = _group_of.get(executable)
+    group = None if known is None else known.get()
+    ranks, rank = executable.mesh_ranks, executable.rank
+    if group is not None and group not in meetings:
+        ranks = sorted(dist.get_global_rank(group, one) for one in ranks)
+        rank = dist.get_rank()
+    compare_calls(tuple(ranks), rank, "redistribute", mine, judged=judged, what=what, group=group)
 
 
 def compare_calls(
-    ranks: tuple[int, ...], rank: int, kind: str, mine: dict[str, str], *, judged: dict[str, str], what: str = ""
+    ranks: tuple[int, ...],
+    rank: int,
+    kind: str,
+    mine: dict[str, str],
+    *,
+    judged: dict[str, str],
+    what: str = "",
+    group: dist.ProcessGroup | None = None,
+    meeting: Meeting | None = None,
+    timeout: timedelta | None = None,
+    remedy: str = "",
 ) -> None:
     """Raises RuntimeError on all of `ranks` unless all are about to make the same call.
 
-    Calls of all kinds on the same ranks are counted together. `judged`: fields of `mine` that must be so.
+    Calls of all kinds on the same ranks are counted together, except those with a `meeting` of their own. `judged`:
+    fields of `mine` that must be so. Ranks are global ones, except in a `group` that joins several jobs.
     """
-    global _turns_of
-    if dist.group.WORLD is not _turns_of:
-        _turns.clear()
-        _turns_of = dist.group.WORLD
-    turn = _turns[ranks]
-    _turns[ranks] += 1
+    if meeting is None:
+        meeting = (meetings.get(group) if group is not None else None) or _meeting_of_the_world()
+    turn = meeting.turns[ranks]
+    meeting.turns[ranks] += 1
     mine = {"call": kind, **mine}
-    said = _exchange(ranks, turn, mine, rank, f"{kind} number {turn + 1}", what)
+    wait = timeout or timedelta(seconds=_setting.timeout_seconds)
+    said = _exchange(meeting, ranks, turn, mine, rank, f"{kind} number {turn + 1}", what, wait)
     differing = [field for field in mine if len({one.get(field) for one in said.values()}) > 1]
     if not differing and all(mine[field] == value for field, value in judged.items()):
         return
     lines = [f"  {field}: {_by_value(field, said)}" for field in differing or judged]
     raise RuntimeError(
         f"shardwright: the ranks of a mesh do not run the same {kind} (number {turn + 1} on ranks "
-        f"{_text(ranks)}; this is rank {rank})\n" + "\n".join(lines)
+        f"{_text(ranks)}; this is rank {rank})\n" + "\n".join(lines) + remedy
     )
+
+
+def _meeting_of_the_world() -> Meeting:
+    global _turns_of
+    if dist.group.WORLD is not _turns_of:
+        _turns.clear()
+        _turns_of = dist.group.WORLD
+    return Meeting(dist.PrefixStore("shardwright", distributed_c10d._get_default_store()), _turns)
 
 
 _AS_SAID = "as its layout says"
@@ -137,23 +184,31 @@ def _judge_out(executable: _runtime.Executable, local: torch.Tensor, out: torch.
 
 
 def _exchange(
-    ranks: tuple[int, ...], turn: int, mine: dict[str, str], rank: int, which: str, what: str
+    meeting: Meeting,
+    ranks: tuple[int, ...],
+    turn: int,
+    mine: dict[str, str],
+    rank: int,
+    which: str,
+    what: str,
+    timeout: timedelta,
 ) -> dict[int, dict[str, str]]:
     """Returns what every rank wrote on this turn."""
     name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
-    store = dist.PrefixStore(f"shardwright/{name}", distributed_c10d._get_default_store())
+    store = dist.PrefixStore(name, meeting.store)
     store.set(f"{turn}/{rank}", json.dumps(mine))
+    keys = [f"{turn}/{one}" for one in ranks]
     missing = []
     try:
-        store.wait([f"{turn}/{one}" for one in ranks], timedelta(seconds=_setting.timeout_seconds))
+        store.wait(keys, timeout)
     except RuntimeError:
-        missing = [one for one in ranks if not store.check([f"{turn}/{one}"])]
+        missing = [one for one, key in zip(ranks, keys, strict=True) if not store.check([key])]
     if missing:
         raise RuntimeError(
-            f"shardwright: rank {rank} waited {_setting.timeout_seconds:g} s for ranks {_text(tuple(missing))} "
-            f"to come to {which} on ranks {_text(ranks)}{': ' if what else ''}{what}"
+            f"shardwright: rank {rank} waited {timeout.total_seconds():g} s for ranks {_text(tuple(missing))} "
+            f"to come to {which} on ranks {_text(ranks)}{': ' if what else ''}{what}{meeting.note}"
         )
-    said = {one: json.loads(store.get(f"{turn}/{one}")) for one in ranks}
+    said = {one: json.loads(text) for one, text in zip(ranks, store.multi_get(keys), strict=True)}
     # Every rank that has written on this turn has read everything of two turns ago.
     if turn >= 2:
         store.delete_key(f"{turn - 2}/{rank}")

@@ -1,16 +1,18 @@
 """Connects separate jobs, such as a trainer and a server: one process group of all their ranks.
 
 Each job has a world of its own, made by `torch.distributed.init_process_group`. Both reach one store. Every process
-writes there who it is and what it declares, and reads the same of all others. So all processes come to the same
-conclusion: either each makes its part of the group, or each raises the same error.
+writes there who it is, what it declares and what it plans with, and reads the same of all others. So all processes
+come to the same conclusion: either each makes its part of the group, or each raises the same error.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,11 +20,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from . import _planner, argument_values, groups
+from . import _planner, argument_values, checking, doctor, groups
+from .topology import ENVIRONMENT_VARIABLE, tables_now
 
 _POLL_SECONDS = 0.02
-# Of a declared value, in an error message.
+# Characters of a declared value in an error message, and how many of them come before the first that differs.
 _MAX_SHOWN = 300
+_SHOWN_BEFORE = 100
+_CHECK_NOTE = " (ranks of a connection: sw.check_ranks must be on in all of its jobs)"
+
+# Only products are planned with these.
+_NOT_COMPARED = ("measured products",)
 
 
 class Connection:
@@ -43,6 +51,8 @@ class Connection:
         self._made: dict[tuple[int, ...], groups.WeakGroup] = {}
         self._times_made: dict[tuple[int, ...], int] = {}
         self._compared = 0
+        checks = dist.PrefixStore(f"{meeting.prefix}/checks", meeting.store)
+        self._checks = checking.Meeting(checks, Counter(), _CHECK_NOTE)
         self.role = meeting.role
         self.world_size = len(members)
         self.rank = self._members.index((meeting.role, meeting.rank))
@@ -62,6 +72,10 @@ class Connection:
 
     def compare(self, declared: Mapping[str, Any]) -> None:
         """Raises RuntimeError on all ranks unless all declare the same, with what differs. All ranks call.
+
+        What jobs plan with is compared, too: pinned plans, what `calibrate` measured, and ``SHARDWRIGHT_TOPOLOGY``. It
+        must stay the same in all jobs while they move tensors, and nothing but `compare` and `check_ranks` notices if
+        it does not.
 
         Args:
             declared: by name: layouts, meshes, text, numbers, or lists of these.
@@ -102,6 +116,7 @@ class Connection:
         own = {self.ranks(self.role)[i]: i for i in range(world_size)}
         key_of = {rank: own.get(rank, world_size + rank) for rank in ranks}
         distributed_c10d._world.pg_group_ranks[group] = {key_of[rank]: i for i, rank in enumerate(ranks)}
+        checking.meetings[group] = self._checks
         return group
 
 
@@ -129,9 +144,10 @@ def connect(
         A `Connection`. Meshes and layouts that are used with ``group=connection.group`` have the ranks of its group.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised; not all came in time; they differ in `world_size`, backend
-            or `declared`; the ranks of a role are not 0, 1, ... to its world's size, each once. The message names roles
-            and ranks, and all processes that have come raise it.
+        RuntimeError: torch.distributed is not initialised; not all came in time; they differ in `world_size`, backend,
+            `declared`, shardwright's version or the tables that they plan with, as in ``Connection.compare``; the ranks
+            of a role are not 0, 1, ... to its world's size, each once. The message names roles and ranks, and all
+            processes that have come raise it.
         ValueError: an argument has the wrong type.
     """
     if not isinstance(store, dist.Store):
@@ -222,35 +238,38 @@ class _Meeting:
             raise RuntimeError(f"connect: {what} differs: {found}; allowed is one for all")
 
     def compare(self, tag: str, texts: dict[str, str], members: Sequence[tuple[str, int]], timeout: timedelta) -> None:
-        """Raises RuntimeError on all members unless the texts of all are the same."""
-        digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
-        self._write(f"{tag}/{self.me}", digest)
-        keys = [f"{self.prefix}/{tag}/{role} {rank}" for role, rank in members]
-        said = self._read_all(keys, timeout)
-        self._check_all_came(tag, keys, said, timeout)
-        first_with = {said[key]: key for key in reversed(keys)}
+        """Raises RuntimeError on all members unless the texts of all, and what they plan with, are the same."""
+        mine = {"declared": texts, "planning": _planning_texts()}
+        digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+        me = members.index((self.role, self.rank))
+        self._write(f"{tag}/{me}", digest)
+        digests = self._said_by(range(len(members)), tag, "", members, timeout)
+        first_with = {said: member for member, said in reversed(digests.items())}
         if len(first_with) == 1:
             return
         # The first member with each digest says what it declares, and all read that.
-        if first_with[digest] == f"{self.prefix}/{tag}/{self.me}":
-            self._write(f"{tag}/{self.me}/texts", texts)
-        details = self._read_all([f"{key}/texts" for key in first_with.values()], timeout)
-        self._check_all_came(tag, [f"{key}/texts" for key in first_with.values()], details, timeout)
-        by_member = {key.split("/")[-1]: details[f"{key}/texts"] for key in first_with.values()}
-        names = sorted({name for one in by_member.values() for name in one})
-        differing = [name for name in names if len({one.get(name) for one in by_member.values()}) > 1]
+        if first_with[digest] == me:
+            self._write(f"{tag}/{me}/texts", mine)
+        said = self._said_by(sorted(first_with.values()), tag, "/texts", members, timeout)
+        names = [f"{members[member][0]} {members[member][1]}" for member in said]
         lines = []
-        for name in differing:
-            found = [f"{one.get(name, 'not declared')[:_MAX_SHOWN]} ({who})" for who, one in sorted(by_member.items())]
-            lines.append(f"  {name}: {'; '.join(found)}")
-        raise RuntimeError("connect: the jobs do not declare the same\n" + "\n".join(lines))
+        for part in ("declared", "planning"):
+            found = _differing([one[part] for one in said.values()], names)
+            lines += [_HEADLINES[part], *found] if found else []
+        raise RuntimeError("\n".join(["connect: the jobs do not agree", *lines]))
 
-    def _check_all_came(self, tag: str, keys: Sequence[str], said: dict[str, Any], timeout: timedelta) -> None:
-        missing = [key.removesuffix("/texts").split("/")[-1] for key in keys if key not in said]
+    def _said_by(
+        self, who: Sequence[int], tag: str, kind: str, members: Sequence[tuple[str, int]], timeout: timedelta
+    ) -> dict[int, Any]:
+        """Returns what these members wrote. Raises RuntimeError if some write nothing in time."""
+        keys = {member: f"{self.prefix}/{tag}/{member}{kind}" for member in who}
+        said = self._read_all(list(keys.values()), timeout)
+        missing = [f"{members[member][0]} {members[member][1]}" for member, key in keys.items() if key not in said]
         if missing:
             raise RuntimeError(
                 f"connect: {self.me} waited {timeout.total_seconds():g} s for what {', '.join(missing)} declare ({tag})"
             )
+        return {member: said[key] for member, key in keys.items()}
 
     def _write(self, key: str, value: Any) -> None:
         self.store.set(f"{self.prefix}/{key}", json.dumps(value))
@@ -280,9 +299,9 @@ def _texts(declared: object) -> dict[str, str]:
 
 def _text(value: Any, name: str) -> str:
     if isinstance(value, _planner.Layout):
-        return f"{value}, ranks {value.mesh.ranks}"
+        return f"{value}, {_of_mesh(value.mesh)}"
     if isinstance(value, _planner.Mesh):
-        return f"{value}, ranks {value.ranks}"
+        return f"{value}, {_of_mesh(value)}"
     if value is None or isinstance(value, (str, int, float, bool)):
         return repr(value)
     if isinstance(value, (list, tuple)):
@@ -290,6 +309,46 @@ def _text(value: Any, name: str) -> str:
     raise ValueError(
         f"declared: {name} is a {type(value).__name__}; allowed are layouts, meshes, text, numbers and lists of these"
     )
+
+
+def _of_mesh(mesh: _planner.Mesh) -> str:
+    table = mesh.topology
+    return f"ranks {mesh.ranks}" + ("" if table is None else f", topology {' '.join(table.to_json().split())}")
+
+
+def _planning_texts() -> dict[str, str]:
+    """What else plans depend on, as text."""
+    tables = {name: said for name, said in tables_now().summary().items() if name not in _NOT_COMPARED}
+    return {"version of shardwright": doctor.version(), **tables}
+
+
+_HEADLINES = {
+    "declared": " what they declare differs:",
+    "planning": f" what they plan with differs; allowed is the same in all jobs, such as one file in "
+    f"{ENVIRONMENT_VARIABLE}, without sw.calibrate():",
+}
+
+
+def _differing(said: Sequence[dict[str, str]], names: Sequence[str]) -> list[str]:
+    """Returns a line for each text that differs, with the part of it where it does."""
+    lines = []
+    for name in sorted({name for one in said for name in one}):
+        texts = [one.get(name, "not declared") for one in said]
+        if len(set(texts)) == 1:
+            continue
+        first = len(os.path.commonprefix(texts))
+        parts = [f"{_around(text, first)} ({who})" for text, who in zip(texts, names, strict=True)]
+        lines.append(f"  {name}: {'; '.join(parts)}")
+    return lines
+
+
+def _around(text: str, place: int) -> str:
+    """Returns the text, or of a long one the part around a place."""
+    if len(text) <= _MAX_SHOWN:
+        return text
+    begin = max(min(place - _SHOWN_BEFORE, len(text) - _MAX_SHOWN), 0)
+    end = begin + _MAX_SHOWN
+    return f"{'... ' if begin else ''}{text[begin:end]}{' ...' if end < len(text) else ''}"
 
 
 def _who(members: Sequence[dict[str, Any]]) -> str:

@@ -117,16 +117,17 @@ def redistribute(
         x: the DTensor; it is not changed.
         placements: one per mesh dim of the result.
         mesh: the mesh of the result; default: `x`'s own. On another mesh the result is sharded or replicated, and all
-            ranks of both meshes call; a rank outside a mesh holds an empty part, as DTensor has it.
+            ranks of both meshes call; a rank outside a mesh holds an empty part, as DTensor has it. When layouts are
+            first used, the ranks compare what they take `x` to be.
         async_op, forward_dtype, backward_dtype: as in ``DTensor.redistribute``.
 
     Returns:
         A DTensor with these placements; twice differentiable.
 
     Raises:
-        ValueError: the number of placements is wrong, they are partial on another mesh, or an argument has the wrong
-            type.
-        RuntimeError: shardwright cannot do this; the message has the reason.
+        ValueError: the number of placements is wrong, they are partial on another mesh, a mesh is a slice such as
+            ``mesh["tp"]`` and another one on other ranks that take part, or an argument has the wrong type.
+        RuntimeError: shardwright cannot do this, or ranks differ in where `x` lies; the message has the reason.
     """
     if not isinstance(x, DTensor):
         raise ValueError(f"x: got a {type(x).__name__}; allowed is a DTensor (redistribute_local takes plain tensors)")

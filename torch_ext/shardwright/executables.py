@@ -214,7 +214,9 @@ def bind(
     """
     program = _runtime.CompiledProgram(plan.to_bytes(), dist.get_rank(group))
     names = names_of(program.groups, device_mesh=device_mesh, group=group, make_groups=make_groups)
-    return program.bind(names)
+    executable = program.bind(names)
+    checking.note_group(executable, group)
+    return executable
 
 
 def names_of(

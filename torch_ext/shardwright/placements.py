@@ -39,6 +39,10 @@ class _Cut:
         shown = (f"{name}={value!r}" for name, value in fields if name not in left_out or value != left_out[name])
         return f"{type(self).__name__}({', '.join(shown)})"
 
+    def text(self, length: int) -> str:
+        """The same for a tensor dim of this length, which it alone cuts."""
+        return str(self)
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Shard(_Cut):
@@ -94,6 +98,9 @@ class Ragged(_Cut):
             object.__setattr__(self, "dims", dims)
             if self.dim != 0:
                 raise ValueError(f"dim: got {self.dim} next to dims; allowed is to leave it out")
+
+    def text(self, length: int) -> str:
+        return str(self.of_length(self.dim, length))
 
     def of_length(self, dim: int, length: int) -> Ragged:
         """The same with sizes in place of units, where what it cuts is of this dim and length."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 from .. import _runtime, checking, counters
 
@@ -27,7 +28,9 @@ def _compare(executable: _runtime.Executable, inputs: list[torch.Tensor]) -> Non
     expected = f"{executable.signature['dtype']}{executable.input_shape}"
     mine = {**executable.signature, "q": "as its layout says" if shapes == [expected] else shapes[0]}
     ranks = tuple(executable.mesh_ranks)
-    checking.compare_calls(ranks, executable.rank, "attention", mine, judged={"q": "as its layout says"})
+    names = executable.group_names
+    group = distributed_c10d._resolve_process_group(names[0]) if names else None
+    checking.compare_calls(ranks, executable.rank, "attention", mine, judged={"q": "as its layout says"}, group=group)
 
 
 @torch.library.custom_op(

@@ -18,10 +18,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import argument_values, counters, executables
-from .._planner import Mesh
+from .. import _planner, argument_values, counters, executables
 from ..graphs import plans
 from ..plain_tensors import redistribute_part
+from . import agreement, masks
 from .specs import layout_of_spec
 
 
@@ -44,14 +44,16 @@ def redistribute(
     While code is traced, our operators are recorded. Without `make_groups`, process groups must exist, also for the
     backward.
 
-    Raises ValueError for a mesh of another device type and for placements that are partial or not one per mesh dim, and
-    RuntimeError in compiled code if some rank of `mesh` is not on that of `x`.
+    Raises ValueError for a mesh of another device type, for a slice of a mesh that is another one on other ranks, and
+    for placements that are partial or not one per mesh dim; RuntimeError if ranks differ in where `x` lies, and in
+    compiled code if some rank of `mesh` is not on that of `x`.
     """
     if mesh.device_type != x.device_mesh.device_type:
         raise ValueError(
             f"mesh: its device type is {mesh.device_type}, and that of x is {x.device_mesh.device_type}; allowed is "
             "the same device type"
         )
+    agreement.check_meshes(x.device_mesh, mesh)
     placements = argument_values.items(placements, "placements", "a list of one per mesh dim of device_mesh")
     if len(placements) != mesh.ndim:
         raise ValueError(
@@ -64,38 +66,79 @@ def redistribute(
             placements[i] = _StridedShard(placement.dim + x.ndim, split_factor=placement.split_factor)
         elif isinstance(placement, Shard) and placement.dim < 0:
             placements[i] = Shard(placement.dim + x.ndim)
-    dtype = forward_dtype or x._local_tensor.dtype
-    target = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(x.shape, x.stride(), dtype))
-    moved: DTensor = _Crossing.apply(x, target, async_op, backward_dtype, make_groups)  # type: ignore[no-untyped-call]
+    # Not the dtype of the local tensor, nor anything else of it: ranks outside the mesh of x hold any.
+    meta = TensorMeta(x.shape, x.stride(), forward_dtype or x.dtype)
+    target = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    moved: DTensor = _Crossing.apply(x, x._spec, target, async_op, backward_dtype, make_groups)  # type: ignore[no-untyped-call]
     return moved
 
 
 class _Crossing(torch.autograd.Function):
+    """Moves x from one spec to another, which all ranks know, on the same mesh or on another one."""
+
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: DTensor, target: DTensorSpec, async_op: bool, backward_dtype: torch.dtype | None, make_groups: bool
+        ctx: Any,
+        x: DTensor,
+        source: DTensorSpec,
+        target: DTensorSpec,
+        async_op: bool,
+        backward_dtype: torch.dtype | None,
+        make_groups: bool,
     ) -> DTensor:
-        ctx.source, ctx.async_op, ctx.make_groups = x._spec, async_op, make_groups
-        ctx.dtype = x._local_tensor.dtype
-        ctx.backward_dtype = backward_dtype or ctx.dtype
-        assert target.tensor_meta is not None
+        assert source.tensor_meta is not None and target.tensor_meta is not None
+        ctx.source, ctx.target, ctx.async_op, ctx.make_groups = source, target, async_op, make_groups
+        ctx.backward_dtype = backward_dtype or source.tensor_meta.dtype
+        ctx.set_materialize_grads(False)
         local = x._local_tensor.to(target.tensor_meta.dtype)
-        moved = _moved(local, x._spec, target, async_op, make_groups)
+        moved = _moved(local, source, target, async_op, make_groups)
         return DTensor(moved, target, requires_grad=x.requires_grad)  # type: ignore[call-arg]
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor | None, ...]:  # type: ignore[override]
-        source = ctx.source
-        meta = TensorMeta(gradient.shape, gradient.stride(), ctx.backward_dtype)
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
+        source, target, dtype = ctx.source, _with_dtype(ctx.target, ctx.backward_dtype), ctx.backward_dtype
+        options = ctx.async_op, None, ctx.make_groups
+        if gradient is None:
+            gradient = _zeros(target)
+        elif agreement.covers(target.mesh, source.mesh):
+            target = _with_dtype(gradient._spec, dtype)  # all ranks that take part have it
+        elif target.mesh.get_coordinate() is not None and not _same_placement(gradient._spec, target):
+            # Ranks outside the mesh cannot know what the gradient has become there, and DTensor says something else.
+            gradient = _Crossing.apply(gradient, gradient._spec, target, *options)  # type: ignore[no-untyped-call]
         # R in place of P, as in PyTorch's own backward. What cuts the source does so in the same order.
         placements = tuple(Replicate() if p.is_partial() else p for p in source.placements)
-        is_order = source.use_strided_shard_as_shard_order
-        order = None if is_order else source.shard_order
-        target = DTensorSpec(source.mesh, placements, meta, order, use_strided_shard_as_shard_order=is_order)
         moved: DTensor = _Crossing.apply(  # type: ignore[no-untyped-call]
-            gradient, target, ctx.async_op, None, ctx.make_groups
+            gradient, target, _with_dtype(source, dtype, placements), *options
         )
-        return moved if moved.dtype == ctx.dtype else moved.to(ctx.dtype), None, None, None, None
+        wanted = source.tensor_meta.dtype
+        return moved if moved.dtype == wanted else moved.to(wanted), None, None, None, None, None
+
+
+def _with_dtype(spec: DTensorSpec, dtype: torch.dtype, placements: tuple[Placement, ...] | None = None) -> DTensorSpec:
+    """Returns the spec of a tensor with another dtype, and perhaps other placements that are cut in the same order."""
+    assert spec.tensor_meta is not None
+    is_order = spec.use_strided_shard_as_shard_order
+    return DTensorSpec(
+        spec.mesh,
+        spec.placements if placements is None else placements,
+        spec.tensor_meta._replace(dtype=dtype),
+        None if is_order else spec.shard_order,
+        use_strided_shard_as_shard_order=is_order,
+    )
+
+
+def _same_placement(a: DTensorSpec, b: DTensorSpec) -> bool:
+    kinds = [(s.placements, s.shard_order, s.use_strided_shard_as_shard_order) for s in (a, b)]
+    return kinds[0] == kinds[1]
+
+
+def _zeros(spec: DTensorSpec) -> DTensor:
+    """What stands for a gradient that this rank has none of."""
+    assert spec.tensor_meta is not None
+    layout = layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
+    shape = layout.local_shape(dist.get_rank())
+    local = torch.zeros(shape, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def _moved(
@@ -105,13 +148,20 @@ def _moved(
     if source.mesh.get_coordinate() is None:
         # DTensor's operators leave tensors of any device and size there.
         local = torch.empty(0, dtype=local.dtype, device=source.mesh.device_type)
-    if _are_we_tracing():
+    pending = [p for p in source.placements if masks.is_masked(p)]
+    source = masks.without_masks(source) if pending else source
+    src = dst = None
+    if not _are_we_tracing():
+        src, dst = (layout_of_spec(spec, target.shape, local.dtype) for spec in (source, target))
+        agreement.agree(src, dst)
+    if source.mesh.get_coordinate() is not None:
+        masks.apply(local, pending)
+    if src is None or dst is None:
         return _traced(local, source, target, make_groups)
-    src, dst = (layout_of_spec(spec, target.shape, local.dtype) for spec in (source, target))
     return redistribute_part(local, src, dst, source.mesh, async_op, make_groups)
 
 
-def _check_compilable(here: Mesh, there: Mesh) -> None:
+def _check_compilable(here: _planner.Mesh, there: _planner.Mesh) -> None:
     """Raises RuntimeError, on all ranks, if torch.compile would run code for other sizes on some.
 
     Its guards look at a DTensor's local tensor, not at its size. A rank outside of the mesh always has the same one, so

@@ -8,7 +8,7 @@ done here with PyTorch's own methods; what remains is a redistribute of ordinary
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,19 @@ def is_masked(placement: Placement) -> bool:
     return hasattr(placement, "mask_buffer")
 
 
+def without_masks(spec: DTensorSpec) -> DTensorSpec:
+    """Returns the spec of a tensor whose masks have been applied."""
+    placements = [Partial(p.reduce_op) if is_masked(p) else p for p in spec.placements]
+    return dataclasses.replace(spec, placements=tuple(placements))
+
+
+def apply(local: torch.Tensor, masks: Iterable[Placement]) -> None:
+    """Applies masks, in place. Raises RuntimeError for one that was never made."""
+    for mask in masks:
+        mask.mask_buffer.apply_mask(local)
+        mask.mask_buffer.release_mask()
+
+
 def unmask(local: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> Unmasked | str:
     """Returns the redistribute without masks, or why there is none. Applies masks that are reduced, in place."""
     before, after = list(current_spec.placements), list(target_spec.placements)
@@ -46,18 +59,15 @@ def unmask(local: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorS
             to_make.append(mesh_dim)
         elif is_masked(source) or is_masked(target):
             return "a mask that is pending before and after"
-    for mesh_dim in to_apply:
-        source = before[mesh_dim]
-        if source.mask_buffer.data is None:
-            return "a mask that was never made"
-        source.mask_buffer.apply_mask(local)
-        source.mask_buffer.release_mask()
-        before[mesh_dim] = Partial(source.reduce_op)
+    masks = [before[mesh_dim] for mesh_dim in to_apply]
+    if any(mask.mask_buffer.data is None for mask in masks):
+        return "a mask that was never made"
+    apply(local, masks)
     for mesh_dim in to_make:
         after[mesh_dim] = Replicate()
     return Unmasked(
         local,
-        dataclasses.replace(current_spec, placements=tuple(before)),
+        without_masks(current_spec),
         dataclasses.replace(target_spec, placements=tuple(after)),
         to_make,
     )

@@ -120,7 +120,9 @@ class Flow:
 def bind(program: str, model: GemmModel, where: Where) -> Call:
     """Finds or makes the process groups of a program of products."""
     names = executables.names_for(program, where.rank, device_mesh=where.device_mesh, group=where.group)
-    return Call(program, tuple(names), where.rank, model, _runtime.executable(program, names, where.rank))
+    executable = _runtime.executable(program, names, where.rank)
+    checking.note_group(executable, where.group)
+    return Call(program, tuple(names), where.rank, model, executable)
 
 
 # The number of backwards kept per product; they differ in the gradients requested and in their layouts.
