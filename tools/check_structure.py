@@ -85,7 +85,7 @@ MAX_CODE_LINES = {
     ".": 4630,
     "attending": 660,
     "calibration": 550,
-    "dtensor": 790,
+    "dtensor": 810,
     "fsdp": 3920,
     "graphs": 200,
     "mapping": 760,
