@@ -13,6 +13,7 @@
 #include "crossing/load.h"
 #include "planning/certified_plan.h"
 #include "planning/fit.h"
+#include "support/ceil_divide.h"
 #include "support/error.h"
 #include "support/text.h"
 
@@ -20,8 +21,6 @@ namespace shardwright {
 namespace {
 
 using Kind = BatchPlan::Kind;
-
-int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
 
 int64_t item_bytes(const BatchPlan& plan, const Kind& kind) { return plan.wire_dtype(kind.item).size_bytes(); }
 

@@ -145,18 +145,22 @@ int64_t time_of(const RankUse& use, const BatchPlan& plan, const Topology& topol
   return saturating_sum(latency, saturating_sum(alongside, std::min(moving, copying) / std::max<int64_t>(rounds, 1)));
 }
 
+int64_t reducing_time(const BatchReduction& one, const Topology& topology) {
+  int64_t longest = 0;
+  for (const Lowering& lowering : Lowering::all()) {
+    const PlanOptions options{.lowering = lowering, .topology = topology};
+    longest = std::max(longest, predicted_picoseconds(make_plan_within(one.before, one.after, options, std::nullopt)));
+  }
+  return longest;
+}
+
 int64_t reducing_time(const BatchPlan& plan, const Topology& topology) {
   LayoutNumbers layouts;
   std::map<std::pair<int, int>, int64_t> known;
   int64_t all = 0;
   for (const BatchReduction& one : plan.reductions()) {
     const auto [found, is_new] = known.try_emplace({layouts.of(one.before), layouts.of(one.after)}, 0);
-    for (const Lowering& lowering : Lowering::all()) {
-      if (!is_new) break;
-      const PlanOptions options{.lowering = lowering, .topology = topology};
-      const Plan reduction = make_plan_within(one.before, one.after, options, std::nullopt);
-      found->second = std::max(found->second, predicted_picoseconds(reduction));
-    }
+    if (is_new) found->second = reducing_time(one, topology);
     all = saturating_sum(all, found->second);
   }
   return all;

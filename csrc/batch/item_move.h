@@ -21,10 +21,13 @@
 
 namespace shardwright {
 
-// The dtype in which elements travel: the smaller one, so that a cast comes before the move or after it; that of the
+// Elements travel in the smaller of two dtypes, so that a cast comes before the move or after it; in that of the
 // destination if they are equally large.
+inline bool travels_as_source(const Layout& src, const Layout& dst) {
+  return src.dtype().size_bytes() < dst.dtype().size_bytes();
+}
 inline DType wire_dtype(const Layout& src, const Layout& dst) {
-  return src.dtype().size_bytes() < dst.dtype().size_bytes() ? src.dtype() : dst.dtype();
+  return travels_as_source(src, dst) ? src.dtype() : dst.dtype();
 }
 
 class ItemMove {

@@ -9,6 +9,7 @@
 
 #include "crossing/grid.h"
 #include "crossing/rearrangement_bound.h"
+#include "support/ceil_divide.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -17,8 +18,6 @@ namespace {
 Layout without_partials(const Layout& layout) {
   return layout.with(layout.cuts(), std::vector<Placement>(layout.mesh().ndim(), Placement::replicate()));
 }
-
-int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
 
 // Returns the coordinates of a position on some mesh dims as one number.
 int64_t number_at(const Mesh& mesh, MeshDimSet mesh_dims, int64_t position) {

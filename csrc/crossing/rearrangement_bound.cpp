@@ -8,11 +8,10 @@
 
 #include "crossing/cells.h"
 #include "crossing/rearrangement.h"
+#include "support/ceil_divide.h"
 
 namespace shardwright {
 namespace {
-
-int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
 
 void bound_nodes(const Cells& cells, const std::vector<Rank>& ranks, int64_t ranks_per_node, int64_t item_bytes,
                  CrossingBound& bound) {

@@ -5,12 +5,11 @@
 #include <utility>
 
 #include "crossing/grid.h"
+#include "support/ceil_divide.h"
 #include "support/error.h"
 
 namespace shardwright {
 namespace {
-
-int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
 
 // Returns whether in every tensor dim these mesh dims cut last.
 bool cut_last(const Layout& layout, MeshDimSet mesh_dims) {

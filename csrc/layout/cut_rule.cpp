@@ -4,14 +4,13 @@
 #include <numeric>
 #include <utility>
 
+#include "support/ceil_divide.h"
 #include "support/error.h"
 
 namespace shardwright {
 namespace {
 
 constexpr int64_t kMaxElements = int64_t{1} << 57;  // no tensor has more (Layout::kMaxBytesOnAllRanks)
-
-int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
 
 void check_sizes(const char* name, const std::vector<int64_t>& sizes) {
   check_user(!sizes.empty(), "placements: ", name, " has no sizes; allowed is one or more");

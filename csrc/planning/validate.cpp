@@ -95,6 +95,14 @@ bool keeps_what_is_needed(const Step& step) {
   return !Rearrangement(step.before, step.after, Sharing::kMessages).communicates();
 }
 
+// Returns whether a step that exchanges has the name of the native collective that does the same, if there is one.
+bool is_named_by_collective(const Step& step) {
+  Step exchange = step;
+  exchange.op = StepOp::kExchange;
+  exchange.rounds = 1;
+  return named_by_collective(std::move(exchange)).op == step.op;
+}
+
 constexpr int64_t kMaxPairs = int64_t{1} << 22;
 
 // Returns whether the ranks that differ only in some mesh dims hold together what each of them needs. Both layouts must
@@ -131,10 +139,7 @@ bool moves_parts(const Step& step) {
   if (pends || step.before.flattened() != step.after.flattened()) return false;
   if (!hold_together_what_they_need(step.before, step.after, is_local ? MeshDimSet() : step.mesh_dims)) return false;
   if (is_local) return true;
-  Step exchange = step;
-  exchange.op = StepOp::kExchange;
-  exchange.rounds = 1;
-  return named_by_collective(std::move(exchange)).op == step.op;
+  return is_named_by_collective(step);
 }
 
 bool moves_as_named(const Step& step) {
@@ -144,10 +149,7 @@ bool moves_as_named(const Step& step) {
   if (reduces || found->op == StepOp::kSlice)
     return step.op == found->op && (!reduces || step.mesh_dims == found->mesh_dims);
   if (found->op != StepOp::kExchange || !(found->mesh_dims - step.mesh_dims).empty()) return false;
-  Step exchange = step;
-  exchange.op = StepOp::kExchange;
-  exchange.rounds = 1;
-  return named_by_collective(std::move(exchange)).op == step.op;
+  return is_named_by_collective(step);
 }
 
 bool moves(const Step& step) {

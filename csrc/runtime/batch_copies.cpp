@@ -51,13 +51,13 @@ PreparedBatch prepare_copies(const BatchProgram& program, const std::vector<at::
   const std::vector<std::vector<int64_t>>& strides = prepared.strides;
   const auto src_strides = [&](int source) -> const auto& { return strides[source]; };
   const auto dst_strides = [&](int destination) -> const auto& { return strides[sources.size() + destination]; };
-  const std::vector<BatchItem>& items = program.plan().batch().items;
+  const Batch& batch = program.plan().batch();
+  const std::vector<BatchItem>& items = batch.items;
   const auto src_dtype = [&](int source) { return sources[source].scalar_type(); };
   const auto dst_dtype = [&](int destination) { return destinations[destination].scalar_type(); };
-  const auto in_bucket = [&](const BatchItem& item) {  // as wire_dtype() has it
-    const at::ScalarType src = src_dtype(item.source);
-    const at::ScalarType dst = dst_dtype(item.destination);
-    return c10::elementSize(src) < c10::elementSize(dst) ? src : dst;
+  const auto in_bucket = [&](const BatchItem& item) {
+    const bool as_source = travels_as_source(batch.sources[item.source], batch.destinations[item.destination]);
+    return as_source ? src_dtype(item.source) : dst_dtype(item.destination);
   };
   const auto close = [](std::vector<PreparedCopy>& copies, const auto& from, const auto& to) {
     for (PreparedCopy& copy : copies) {

@@ -115,6 +115,12 @@ Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   return without_partials(dst, work.partitioned | work.zero_filled, std::move(goal_cuts));
 }
 
+// Whether some cut is neither chunks nor strided.
+bool has_rules(const Layout& layout) {
+  return std::any_of(layout.placements().begin(), layout.placements().end(),
+                     [](const Placement& placement) { return placement.kind == PlacementKind::kShardByRule; });
+}
+
 // Whether layouts differ in nothing but what is pending, so that one reduction leads from one to the other.
 bool only_reduces(const Layout& from, const Layout& to) {
   return from.mesh() == to.mesh() && from.flattened() == to.flattened() && from.cuts() == to.cuts() &&
@@ -180,8 +186,10 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
   Plan plan = empty_plan(src, dst, options);
   const PartialWork work = work_between(src, dst);
   if (src == dst) return plan;
-  const bool stays = src.mesh() == dst.mesh() && src.flattened() == dst.flattened();
-  if (stays && src.partial_dims() == dst.partial_dims() && same_parts(src, dst)) return plan;
+  // Of chunks and strided cuts the search finds that by itself.
+  const bool may_hold_the_same = (has_rules(src) || has_rules(dst)) && src.mesh() == dst.mesh() &&
+                                 src.flattened() == dst.flattened() && src.partial_dims() == dst.partial_dims();
+  if (may_hold_the_same && same_parts(src, dst)) return plan;
 
   const Layout goal = goal_of(src, dst, work);
   if (needs_rearrangement(src, goal)) {

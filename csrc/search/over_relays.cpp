@@ -6,6 +6,7 @@
 #include "crossing/crossing.h"
 #include "crossing/relays.h"
 #include "moves/figures.h"
+#include "support/ceil_divide.h"
 
 namespace shardwright {
 namespace {
@@ -14,8 +15,6 @@ namespace {
 constexpr size_t kMostShapes = 3;
 constexpr int64_t kMostLevels = 12;
 constexpr int64_t kMostLevelsInside = 3;
-
-int64_t ceil_divide(int64_t n, int64_t k) { return (n + k - 1) / k; }
 
 // Returns how many messages relays send in each crossing but the first, in which few ranks send what is left, so that
 // everybody sends as few as possible in all crossings together.
