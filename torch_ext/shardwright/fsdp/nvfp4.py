@@ -92,6 +92,8 @@ def _why_not(device_type: str) -> str | None:
         found = torch.empty_like(given)
         tried, scale = Nvfp4(), torch.ones((), device=device_type)
         tried.decode(tried.encode(given, scale), scale, found)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about what the device has
     except Exception as error:  # whatever kernels raise that a device does not have
         return f"they raise {type(error).__name__} there: {str(error).splitlines()[0] if str(error) else ''}"
     if not torch.equal(found, given):
