@@ -167,7 +167,7 @@ def bare_collectives(program: str, executable: Any) -> list[tuple[Callable[..., 
         if found is None:
             continue
         sent, received = ([int(count) for count in counts.split(",")] for counts in found.groups()[1:])
-        group = groups.find_or_make(executable.groups[int(found[1])][1], (), None)
+        group = groups.find_or_make(executable.groups[int(found[1])][1])
         start = group.all_to_all_single if hasattr(group, "all_to_all_single") else group.alltoall_base
         calls.append((start, (torch.zeros(sum(received)), torch.zeros(sum(sent)), received, sent)))
     return calls

@@ -11,6 +11,7 @@
 
 #include "bindings/arguments.h"
 #include "bindings/runtime_parts.h"
+#include "runtime/c10d/process_groups.h"
 #include "runtime/executor.h"
 #include "runtime/gemm.h"
 #include "runtime/lanes.h"
@@ -138,7 +139,12 @@ void define_settings(py::module_& m) {
 
 void define_programs_under_way(py::module_& m) {
   m.def("finish_programs", &finish_programs, py::arg("timeout_seconds"), py::call_guard<py::gil_scoped_release>());
-  m.def("drain", &drain_lanes, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "drain",
+      [](const std::vector<std::string>& groups) {
+        for (const std::string& name : groups) lane_of(*group_named(name)).drain();
+      },
+      py::arg("groups"), py::call_guard<py::gil_scoped_release>());
   m.def("counters", [] {
     return py::dict(py::arg("runs") = counters().runs.load(),
                     py::arg("received_bytes") = counters().received_bytes.load(),

@@ -376,9 +376,10 @@ std::shared_ptr<BatchRun> made_run(const std::shared_ptr<const BatchExecutable>&
   return std::make_shared<BatchRun>(executable, std::move(sources), std::move(destinations), device, is_asynchronous);
 }
 
-void run_here(const std::shared_ptr<BatchRun>& run, c10::Device device, bool through_host) {
-  Lane& lane = lane_of(through_host ? c10::Device(c10::kCPU) : device);
-  if (!device.is_cpu() && !through_host) lane.wait_for_asynchronous_runs();
+void run_here(const std::shared_ptr<BatchRun>& run, const RankGroup& group, c10::Device device, bool through_host) {
+  const bool is_on_cpu = device.is_cpu() || through_host;
+  Lane& lane = is_on_cpu ? lane_of(group) : lane_of(device);
+  if (!is_on_cpu) lane.wait_for_asynchronous_runs();
   lane.issue(run, [&] { run->start_all(); });
   run->finish();
   run->release();
@@ -398,7 +399,7 @@ void run_batch(const std::shared_ptr<const BatchExecutable>& executable, std::ve
                std::vector<at::Tensor> destinations) {
   const c10::Device device = device_of(sources, destinations);
   const auto run = made_run(executable, std::move(sources), std::move(destinations), /*is_asynchronous=*/false);
-  run_here(run, device, executable->goes_through_host(device));
+  run_here(run, executable->group(), device, executable->goes_through_host(device));
 }
 
 BatchHandle start_batch(const std::shared_ptr<const BatchExecutable>& executable, std::vector<at::Tensor> sources,
@@ -408,11 +409,11 @@ BatchHandle start_batch(const std::shared_ptr<const BatchExecutable>& executable
   const auto run = made_run(executable, std::move(sources), std::move(destinations), /*is_asynchronous=*/true);
   BatchHandle handle(run);
   if (through_host) {
-    run_here(run, device, through_host);
+    run_here(run, executable->group(), device, through_host);
   } else if (device.is_cpu()) {
     // Dispatch modes of this thread should see all communications.
     const bool is_watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
-    lane_of(device).issue(run, [&] { is_watched ? run->start_all() : run->start_first(); });
+    lane_of(executable->group()).issue(run, [&] { is_watched ? run->start_all() : run->start_first(); });
     finish_on_progress_thread(run);
   } else {
     Lane& lane = lane_of(device);

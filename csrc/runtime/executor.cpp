@@ -92,11 +92,16 @@ void count_way_through_host(const at::Device& device) {
                   "because their process groups are Gloo's; sw.stats()['through_host'] counts them");
 }
 
-at::Tensor complete(const CompiledProgram& compiled, const std::shared_ptr<Execution>& execution) {
+at::Tensor complete(const Executable& executable, const std::shared_ptr<Execution>& execution) {
+  const CompiledProgram& compiled = executable.compiled();
   if (compiled.communicates()) {
-    Lane& lane = lane_of(execution->device());
-    if (!execution->device().is_cpu()) lane.wait_for_asynchronous_runs();
-    lane.issue(execution, [&] { execution->start_all(); });
+    const auto advance = [&] { execution->start_all(); };
+    if (execution->device().is_cpu()) {
+      Lane::issue_on(executable.groups(), execution, advance);
+    } else {
+      lane_of(execution->device()).wait_for_asynchronous_runs();
+      lane_of(execution->device()).issue(execution, advance);
+    }
     counters().received_bytes += compiled.received_bytes();
   }
   execution->finish();
@@ -123,15 +128,16 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
                     "tensor is gathered in one step, an input that is its own part of `out`");
 }
 
-void start_on_cpu(const CompiledProgram& compiled, const std::shared_ptr<Execution>& execution, const at::Tensor& input,
+void start_on_cpu(const Executable& executable, const std::shared_ptr<Execution>& execution, const at::Tensor& input,
                   bool input_may_change) {
+  const CompiledProgram& compiled = executable.compiled();
   if (input_may_change && compiled.reads_input_after_start()) execution->copy_input(input);
   // Dispatch modes of this thread should see all communications.
   const bool is_watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
   const int until =
       is_watched ? compiled.last_communication() + 1 : std::max(compiled.first_wait(), compiled.end_of_collectives());
   execution->exchange_by_messages();
-  lane_of(execution->device()).issue(execution, [&] { execution->start_until(until); });
+  Lane::issue_on(executable.groups(), execution, [&] { execution->start_until(until); });
   finish_on_progress_thread(execution);
 }
 
@@ -163,7 +169,7 @@ std::pair<at::Tensor, WorkPtr> start_execution(const ExecutablePtr& executable, 
   const auto execution = std::make_shared<Execution>(executable, input, /*uses_side_stream=*/true);
   if (out != nullptr) execution->write_to(*out);
   const at::Tensor output = execution->output();  // made before anything runs, so that the Work is for this tensor
-  execution->device().is_cpu() ? start_on_cpu(compiled, execution, input, input_may_change)
+  execution->device().is_cpu() ? start_on_cpu(*executable, execution, input, input_may_change)
                                : start_on_streams(compiled, execution, output, input_may_change);
   ++counters().runs;
   counters().received_bytes += compiled.received_bytes();
@@ -191,7 +197,7 @@ at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input) {
     ++counters().runs;
     return take_box(compiled.program(), input);
   }
-  return complete(compiled, std::make_shared<Execution>(executable, input, /*uses_side_stream=*/false));
+  return complete(*executable, std::make_shared<Execution>(executable, input, /*uses_side_stream=*/false));
 }
 
 void check_out(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out) {
@@ -216,7 +222,7 @@ void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at
   executable->connect(input.device());
   const auto execution = std::make_shared<Execution>(executable, input, /*uses_side_stream=*/false);
   execution->write_to(out);
-  complete(compiled, execution);
+  complete(*executable, execution);
 }
 
 std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> inputs) {
@@ -234,7 +240,7 @@ std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<a
   }
   executable->connect(device);
   const auto execution = std::make_shared<Execution>(executable, inputs, /*uses_side_stream=*/true);
-  complete(compiled, execution);
+  complete(*executable, execution);
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < compiled.program().outputs.size(); ++i) outputs.push_back(execution->output(i));
   return outputs;

@@ -7,12 +7,13 @@
 //   Asynchronous, CPU:      the thread that started it, up to the first Wait; then a progress thread (progress.h),
 //                           whether or not anybody waits, and any thread that waits.
 //
-// Order of collectives. The next program that is started on the same device first makes every program before it start
-// all its communications. So our collectives start in the order in which programs were started, on every rank, no
-// matter when each rank waits. Collectives that others start on the same groups are matched with ours by their number
-// in the group. What an asynchronous program starts on the progress thread has no number that is the same on all ranks.
-// So on CPU its exchanges are messages, which need none, and a call that has native collectives returns once these have
-// started.
+// Order of collectives. On CPU, the next program that shares a group with a program makes that one start all its
+// communications first; on devices with streams, the next program on the same device. So our collectives start on each
+// group in the order in which programs were started, on every rank, no matter when each rank waits. On CPU, threads
+// whose programs share no group do not wait for each other. Collectives that others start on the same groups are
+// matched with ours by their number in the group. What an asynchronous program starts on the progress thread has no
+// number that is the same on all ranks. So on CPU its exchanges are messages, which need none, and a call that has
+// native collectives returns once these have started.
 //
 // Inputs. Once an asynchronous call has returned, the caller may write to its input. On CPU nothing reads it any more:
 // what would be read later was copied. On other devices packing and copying are on the caller's stream, before whatever

@@ -41,8 +41,8 @@ std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
 }
 
 // Lets programs that are under way start their communications first, so that all ranks keep the same order.
-void take_turn(c10::Device device) {
-  Lane& lane = lane_of(device);
+void take_turn(const RankGroup& group, c10::Device device) {
+  Lane& lane = device.is_cpu() ? lane_of(group) : lane_of(device);
   lane.drain();
   if (!device.is_cpu()) lane.wait_for_asynchronous_runs();
 }
@@ -100,7 +100,7 @@ at::Tensor exchange_rows(RankGroup& group, const std::string& step, c10::DeviceT
   if (row_bytes == 0) return received.to(rows.device());
   prefer_huge_pages(received);
   if (rows.device() != received.device()) ++counters().through_host;
-  take_turn(received.device());
+  take_turn(group, received.device());
   at::Tensor to_send = rows.to(received.device()).view({-1});
   at::Tensor to_receive = received.view({-1});
   try {

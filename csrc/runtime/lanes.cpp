@@ -1,6 +1,10 @@
 #include "runtime/lanes.h"
 
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
 #include <array>
+#include <unordered_map>
 
 namespace shardwright {
 
@@ -9,6 +13,20 @@ void Lane::issue(const std::shared_ptr<Run>& run, const std::function<void()>& a
   drain();
   advance();
   if (!run->all_started()) pending_.push_back(run);
+}
+
+void Lane::issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Run>& run,
+                    const std::function<void()>& advance) {
+  c10::SmallVector<Lane*, 4> lanes;
+  for (const RankGroupPtr& group : groups) lanes.push_back(&lane_of(*group));
+  std::sort(lanes.begin(), lanes.end());  // locks are taken in one order, so that threads cannot deadlock
+  lanes.erase(std::unique(lanes.begin(), lanes.end()), lanes.end());
+  c10::SmallVector<std::unique_lock<std::recursive_mutex>, 4> locks;
+  for (Lane* lane : lanes) locks.emplace_back(lane->mutex_);
+  for (Lane* lane : lanes) lane->drain();
+  advance();
+  if (run->all_started()) return;
+  for (Lane* lane : lanes) lane->pending_.push_back(run);
 }
 
 void Lane::drain() {
@@ -41,8 +59,7 @@ void Lane::wait_for_asynchronous_runs() {
 
 namespace {
 
-// One lane per device.
-constexpr int kMaxLanes = 1 + 128;  // device indices are of 8 bits
+constexpr int kMaxLanes = 128;  // device indices are of 8 bits
 
 std::array<Lane, kMaxLanes>& lanes() {
   static auto* instance = new std::array<Lane, kMaxLanes>;  // never destroyed: threads may still run at exit
@@ -51,10 +68,16 @@ std::array<Lane, kMaxLanes>& lanes() {
 
 }  // namespace
 
-Lane& lane_of(const at::Device& device) { return lanes().at(device.is_cpu() ? 0 : 1 + device.index()); }
+Lane& lane_of(const at::Device& device) { return lanes().at(device.index()); }
 
-void drain_lanes() {
-  for (Lane& lane : lanes()) lane.drain();
+// A group that is made where another one was before gets its lane, on which nothing is pending any more.
+Lane& lane_of(const RankGroup& group) {
+  static std::mutex mutex;
+  static auto* lanes = new std::unordered_map<const RankGroup*, std::unique_ptr<Lane>>;  // outlives threads
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<Lane>& lane = (*lanes)[&group];
+  if (!lane) lane = std::make_unique<Lane>();
+  return *lane;
 }
 
 }  // namespace shardwright

@@ -1,8 +1,14 @@
-// The order in which programs start their communications: one lane per device, the same order on every rank.
+// The order in which programs start their communications, the same on every rank.
+//
+// On CPU each group of ranks has a lane. Programs that share a group start their communications there in the order in
+// which they were started. Programs that share no group do not wait for each other: a host that waits inside a program
+// must not keep another thread, which uses other groups, from starting its own. On devices with streams the host never
+// waits, and each device has one lane.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/util/ArrayRef.h>
 
 #include <deque>
 #include <functional>
@@ -11,6 +17,7 @@
 #include <vector>
 
 #include "runtime/run.h"
+#include "runtime/transport.h"
 
 namespace shardwright {
 
@@ -20,6 +27,10 @@ class Lane {
  public:
   // Makes the programs before `run` start all their communications, then calls `advance`, which starts some of its own.
   void issue(const std::shared_ptr<Run>& run, const std::function<void()>& advance);
+
+  // The same for the programs before `run` on the lanes of any of these groups.
+  static void issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Run>& run,
+                       const std::function<void()>& advance);
 
   // Makes every program start all its communications.
   void drain();
@@ -43,9 +54,8 @@ class Lane {
   std::vector<AsynchronousRun> asynchronous_;  // in the order in which they were started
 };
 
+// The lane of a device with streams, and that of a group on CPU.
 Lane& lane_of(const at::Device& device);
-
-// Drains the lanes of all devices. Must be called before process groups are made.
-void drain_lanes();
+Lane& lane_of(const RankGroup& group);
 
 }  // namespace shardwright

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright import groups
+from shardwright import groups, preparation
 
 SHAPE = (9, 10)
 PLACEMENTS = ("R", "S(0)", "S(1)", "P")
@@ -104,7 +104,7 @@ def check_flags() -> None:
     options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     group = dist.new_group(list(range(world)), pg_options=options)
     assert isinstance(group, dist.ProcessGroup)
-    groups.make_arenas([group.group_name], "cuda", 1 << 20, 0)
+    preparation._make_arenas([group.group_name], "cuda", 1 << 20, 0)
     for seed, chunks in enumerate((1, 2, 1)):
         rows, columns = world * chunks * 256, world * 64
         x, w = integers((rows, 64), seed, torch.bfloat16), integers((64, columns), seed + 9, torch.bfloat16)
@@ -137,7 +137,7 @@ def main() -> None:
                 if src != dst:
                     check(mesh, src, dst, rank)
     if world > 2 and rank in (0, world - 1):  # the others are not asked, though the default group is bound to a device
-        group = groups.find_or_make([0, world - 1], (), None)
+        group = groups.find_or_make([0, world - 1])
         total = torch.ones(1, device="cuda")
         dist.all_reduce(total, group=group)
         assert total.item() == 2 and group.bound_device_id == gpu

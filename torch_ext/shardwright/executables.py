@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -48,61 +50,75 @@ class Kept(Generic[T]):
 
     A value is only found under the tables with which it was made. So a change of pins, topologies or measurements takes
     effect at the next call, and when the old tables return, so do their values. The cache is bounded and drops the
-    oldest entry first. Keys and values must not keep process groups alive (`groups.weakly`).
+    oldest entry first. Keys and values must not keep process groups alive (`groups.weakly`). A key holds the process
+    groups to which its value is bound (`groups.key_of_mesh`): meshes that compare equal may have different groups.
+
+    If a rank can make the values again without other ranks (`is_local`), they are forgotten when any process group is
+    gone to which something was bound, because a new group may get the name of the old one.
     """
 
-    def __init__(self) -> None:
-        self._entries: dict[Hashable, T] = {}
-        self._tables = tables.current
+    def __init__(self, is_local: bool = False) -> None:
+        # The tables and the values made with them, in one tuple, so that no thread takes one for the other.
+        self._now: tuple[PlanningTables, dict[Hashable, T]] = (tables.current, {})
         self._by_earlier_tables: dict[PlanningTables, dict[Hashable, T]] = {}
         self._world_alive = groups.DEFAULT.alive
+        self._turning = threading.Lock()
         groups.when_gone.append(self.clear)
+        if is_local:
+            groups.when_any_gone.append(self.clear)
 
     def get(self, key: Hashable) -> T | None:
-        if self._tables is not tables.current or self._world_alive() is not dist.group.WORLD:
-            self._turn()
-        return self._entries.get(key)
+        made_with, entries = self._now
+        if made_with is not tables.current or self._world_alive() is not dist.group.WORLD:
+            entries = self._turn()
+        return entries.get(key)
 
     def put(self, key: Hashable, value: T) -> None:
         """Stores a value that was made after the last `get`, unless the tables have changed since then."""
-        if self._tables is tables.current:
-            keep(self._entries, key, value, MAX_EXECUTABLES)
+        made_with, entries = self._now
+        if made_with is tables.current:
+            keep(entries, key, value, MAX_EXECUTABLES)
 
     def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns the cached value for `key`, or makes and stores it."""
         value = self.get(key)
         if value is None:
-            made_by = self._tables
+            before = self._now
             value = make()
-            if made_by is self._tables and made_by is tables.current:
-                keep(self._entries, key, value, MAX_EXECUTABLES)
+            if before is self._now and before[0] is tables.current:
+                keep(before[1], key, value, MAX_EXECUTABLES)
         return value
 
     def clear(self) -> None:
-        self._entries = {}
+        self._now = self._now[0], {}
         self._by_earlier_tables.clear()
 
     def __len__(self) -> int:
-        return len(self._entries) + sum(map(len, self._by_earlier_tables.values()))
+        return len(self._now[1]) + sum(map(len, self._by_earlier_tables.values()))
 
-    def _turn(self) -> None:
-        """Switches to the current tables and the current default group."""
-        world = dist.group.WORLD
-        if self._world_alive() is not world:
-            self.clear()
-            self._world_alive = groups.weakly(world).alive
-        if self._tables is not tables.current:
-            self._by_earlier_tables[self._tables] = self._entries
-            self._tables = tables.current
-            self._entries = self._by_earlier_tables.pop(self._tables, {})
-            while len(self._by_earlier_tables) > MAX_EARLIER_TABLES:
-                del self._by_earlier_tables[next(iter(self._by_earlier_tables))]
+    def _turn(self) -> dict[Hashable, T]:
+        """Switches to the current tables and the current default group. Returns the values made with them."""
+        with self._turning:
+            world = dist.group.WORLD
+            if self._world_alive() is not world:
+                self.clear()
+                self._world_alive = groups.weakly(world).alive
+            made_with, entries = self._now
+            if made_with is not tables.current:
+                self._by_earlier_tables[made_with] = entries
+                now = tables.current
+                entries = self._by_earlier_tables.pop(now, {})
+                self._now = now, entries
+                while len(self._by_earlier_tables) > MAX_EARLIER_TABLES:
+                    del self._by_earlier_tables[next(iter(self._by_earlier_tables))]
+            return entries
 
 
 def keep(entries: dict[K, T], key: K, value: T, most: int) -> None:
     """Stores a value in a cache of at most so many entries, and drops the oldest ones first."""
     while len(entries) >= most:
-        del entries[next(iter(entries))]
+        with contextlib.suppress(KeyError, RuntimeError):  # another thread has dropped or added an entry
+            del entries[next(iter(entries))]
     entries[key] = value
 
 
@@ -117,7 +133,7 @@ def kept(function: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-_kept: Kept[_runtime.Executable | Refusal] = Kept()
+_kept: Kept[_runtime.Executable | Refusal] = Kept(is_local=True)
 
 
 def lookup(key: Hashable, build: Callable[[], _runtime.Executable | Refusal]) -> _runtime.Executable | Refusal:
@@ -234,7 +250,8 @@ def names_of(
     """
     names = []
     maker = None if group is None else groups.makers.get(group)
-    for mesh_dims, ranks in members:
+    owner = groups.owner_of(device_mesh, group)
+    for _, ranks in members:
         if maker is not None:
             names.append(maker(tuple(ranks), make_groups).group_name)
             continue
@@ -243,7 +260,7 @@ def names_of(
         if group is not None and dist.get_process_group_ranks(group) == ranks:
             names.append(group.group_name)
         else:
-            names.append(groups.find_or_make(ranks, mesh_dims, device_mesh, make_groups).group_name)
+            names.append(groups.find_or_make(ranks, owner, make_groups).group_name)
     return names
 
 

@@ -51,6 +51,10 @@ class ExpertGroup:
         if not executables.communicates_on(device.type, self._group.get()):
             raise ValueError(f"x: is on {device}, for which the group has no backend; allowed is a device with one")
 
+    def owner(self) -> groups.Owner:
+        """Returns the owner of groups of some of its ranks."""
+        return groups.owner_of(None, self._group.get())
+
     @staticmethod
     def _check_moves(group: dist.ProcessGroup) -> None:
         if groups.moves_nothing(group):
@@ -115,6 +119,7 @@ class Nodes:
         relays = [node[own_place % len(node)] for node in members]
         self._ranks_inside = sorted(ranks.ranks[r] for r in members[own_node])
         self._ranks = ranks.ranks
+        self._owner = ranks.owner()
         self._rank_of_replica = ranks.placement.rank_of_replica
         self.relay_of_replica = [relays[self.node_of_rank[rank]] for rank in self._rank_of_replica]
         self.inside_name = ""
@@ -125,7 +130,7 @@ class Nodes:
         """Finds or makes the group of this rank's node. Collective on the ranks of the node at the first call."""
         if self.inside_name:
             return
-        inside = groups.find_or_make(self._ranks_inside, (), None)
+        inside = groups.find_or_make(self._ranks_inside, self._owner)
         ranks_inside = dist.get_process_group_ranks(inside)
         self.target_inside = [
             ranks_inside.index(self._ranks[rank]) if self.node_of_rank[rank] == self._own_node else -1
@@ -173,7 +178,7 @@ def _placement_key(placement: Any) -> Hashable:
 
 def _group_key(group: Group) -> Hashable:
     if argument_values.is_device_mesh(group):
-        return group
+        return group, groups.key_of_mesh(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group: this rank is not in it; allowed is a group of this rank's")
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -212,7 +217,8 @@ def _process_group(members: Sequence[int], group: Group) -> dist.ProcessGroup:
     if isinstance(group, dist.ProcessGroup) and sorted(dist.get_process_group_ranks(group)) == wanted:
         return group
     device_mesh = group if argument_values.is_device_mesh(group) else None
-    return groups.find_or_make(wanted, () if device_mesh is None else range(device_mesh.ndim), device_mesh)
+    owner = groups.owner_of(device_mesh, group if device_mesh is None else None)
+    return groups.find_or_make(wanted, owner)
 
 
 def _of_lists(placement: Any, size: int) -> tuple[list[list[int]], int]:

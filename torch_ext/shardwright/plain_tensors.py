@@ -58,9 +58,10 @@ def redistribute_local(
         return _redistribute_rarely(local, src, dst, out, group, device_mesh, async_op)
     key: Any = None
     try:
-        key = (src, dst, None if group is None else groups.weakly(group), device_mesh)
+        of_mesh = None if device_mesh is None else (device_mesh, groups.key_of_mesh(device_mesh))
+        key = (src, dst, None if group is None else groups.weakly(group), of_mesh)
         known = _known.get(key) if isinstance(src, _planner.Layout) and isinstance(dst, _planner.Layout) else None
-    except TypeError:  # an argument of the wrong type, which the checks below report
+    except (AttributeError, TypeError):  # an argument of the wrong type, which the checks below report
         known = None
     if known is not None and known.answers(local):
         return executables.run_again(known.executable, local, async_op)
@@ -220,7 +221,7 @@ class _Known:
         )
 
 
-_known: executables.Kept[_Known] = executables.Kept()
+_known: executables.Kept[_Known] = executables.Kept(is_local=True)
 
 
 def _executable(
@@ -238,7 +239,11 @@ def _executable(
         plan = executables.make_plan(src, dst, device_type, group, existing)
         return executables.bind(plan, device_mesh=device_mesh, group=group, make_groups=make_groups)
 
-    executable = executables.lookup((src, dst, device_type, groups.weakly(group), device_mesh, make_groups), build)
+    of_mesh = None if device_mesh is None else groups.key_of_mesh(device_mesh)
+    # Plans that use existing groups depend on which there are.
+    existing_groups = make_groups or groups.names(device_mesh)
+    key = (src, dst, device_type, groups.weakly(group), device_mesh, of_mesh, existing_groups)
+    executable = executables.lookup(key, build)
     assert isinstance(executable, _runtime.Executable)
     return executable
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _planner, argument_checks, argument_values, executables, groups
+from . import _planner, _runtime, argument_checks, argument_values, executables, groups
 from ._planner import gradient_layout, has_gradient
 from .layout import Mesh
 from .planning import check_layout
@@ -24,6 +24,8 @@ def prepare(
     peer_min_bytes: int = 1 << 20,
 ) -> None:
     """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use.
+
+    The groups of a ``DeviceMesh`` belong to it: redistributes on other meshes, or without a mesh, do not use them.
 
     All ranks of the mesh must call this at the same point, with the same arguments; if `redistributes` lead to other
     meshes, all ranks of those too.
@@ -77,13 +79,13 @@ def prepare(
     for dims in chosen if grid.coordinate(rank) is not None else []:
         ranks = grid.group_ranks(rank, list(dims))
         if len(ranks) > 1:
-            made.append(groups.find_or_make(ranks, dims, device_mesh).group_name)
+            made.append(groups.find_or_make(ranks, groups.owner_of(device_mesh)).group_name)
     for src, dst in pairs:
         if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
             continue
         made += executables.bind(executables.make_plan(src, dst, kind), device_mesh=device_mesh).group_names
     if arena is not None:
-        groups.make_arenas(dict.fromkeys(made), kind, *arena)
+        _make_arenas(dict.fromkeys(made), kind, *arena)
 
 
 def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_planner.Layout, _planner.Layout]]:
@@ -113,3 +115,14 @@ def _default_device_type() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     has_backend = accelerator is not None and accelerator.type in {device.type for device in world._device_types}
     return accelerator.type if accelerator is not None and has_backend else "cpu"
+
+
+def _make_arenas(names: Iterable[str], device_type: str, arena_bytes: int, min_bytes: int) -> None:
+    """Memory on the current device that the ranks of each group copy from. Collective among the members of each."""
+    names = list(names)
+    _runtime.drain(names)
+    device = torch.device(device_type)
+    if device_type != "cpu":
+        device = torch.device(device_type, torch.accelerator.current_device_index())
+    for name in names:
+        _runtime.use_peer_copies(name, str(device), arena_bytes, min_bytes)

@@ -120,7 +120,8 @@ def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
     needs_grad = asked.method == "auto" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     sharers = tensors[0].device_mesh if isinstance(tensors[0], DTensor) else None
     key = (asked, described, needs_grad)
-    kept = _planned.get_or_make((sharers, None if group is None else groups.weakly(group)), dict)
+    of_mesh = None if sharers is None else groups.key_of_mesh(sharers)
+    kept = _planned.get_or_make((sharers, of_mesh, None if group is None else groups.weakly(group)), dict)
     planned = kept.get(key)
     if planned is None:
         planned = _make(asked, tensors, group, needs_grad)

@@ -102,7 +102,7 @@ def _in_teams(job: Job, name: str, lines: list[list[int]]) -> Iterable[_Series]:
         for line in lines:
             for begin in range(0, len(line) - size + 1, size):
                 if dist.get_rank() in line[begin : begin + size]:
-                    team = groups.find_or_make(line[begin : begin + size], (), None)
+                    team = groups.find_or_make(line[begin : begin + size])
         yield from _at_all_sizes(job, name, team, size - 1)
 
 

@@ -37,7 +37,7 @@ _original: Callable[..., torch.Tensor] | None = None  # PyTorch's function, whil
 note_explicit_gather: Callable[[DTensorSpec, DTensorSpec], None] | None = None
 
 # Executables that do the whole redistribute, with nothing to be done before or after them.
-_direct: executables.Kept[_runtime.Executable] = executables.Kept()
+_direct: executables.Kept[_runtime.Executable] = executables.Kept(is_local=True)
 
 
 def stand_in_for(original: Callable[..., torch.Tensor] | None) -> None:
@@ -178,9 +178,10 @@ def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTe
         target_spec.shard_order,
         target_spec.use_strided_shard_as_shard_order,
         current_spec.mesh is target_spec.mesh or target_spec.mesh,
+        groups.key_of_mesh(current_spec.mesh),
         local_tensor.dtype,
         local_tensor.device,
-        mode.make_groups or groups.names(),  # of plans that use existing groups: which groups exist
+        mode.make_groups or groups.names(current_spec.mesh),  # of plans that use existing groups: which groups exist
     )
 
 
@@ -227,7 +228,7 @@ def _is_captured() -> bool:
     return get_proxy_mode() is not None and CompileContext.current_compile_id() is None
 
 
-_arguments: executables.Kept[dict[str, Any] | Refusal] = executables.Kept()
+_arguments: executables.Kept[dict[str, Any] | Refusal] = executables.Kept(is_local=True)
 
 
 def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .. import _runtime, executables
+from .. import _runtime, executables, groups
 from . import crossing, redistribute
 from .mode import deciding, takes_shortcut
 
@@ -52,7 +52,7 @@ class _Known:
         )
 
 
-_known: executables.Kept[_Known] = executables.Kept()
+_known: executables.Kept[_Known] = executables.Kept(is_local=True)
 
 
 def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
@@ -88,7 +88,7 @@ def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
                 return original(self, device_mesh, placements, async_op=async_op)
             is_tracked = torch.is_grad_enabled()
         spec, local = self._spec, self._local_tensor
-        key = (spec, tuple(placements), async_op if is_tracked else None)
+        key = (spec, tuple(placements), async_op if is_tracked else None, groups.key_of_mesh(spec.mesh))
         known = _known.get(key)
         if known is not None and known.answers(local):
             if is_tracked:
@@ -132,7 +132,7 @@ class Redistribute(torch_redistribute.Redistribute):
         ):
             return torch_redistribute.Redistribute.backward(ctx, gradient)[0], None, None
         spec, local = gradient._spec, gradient._local_tensor
-        key = (spec, ctx.current_spec, ctx.async_op, "backward")
+        key = (spec, ctx.current_spec, ctx.async_op, "backward", groups.key_of_mesh(spec.mesh))
         known = _known.get(key)
         if known is not None and known.answers(local):
             output = executables.run_again(known.executable, local, ctx.async_op)

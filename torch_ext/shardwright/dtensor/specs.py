@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch._prims_common import make_contiguous_strides_for
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .. import _planner, argument_values, executables
+from .. import _planner, argument_values, executables, groups
 from ..layout import Layout, Mesh
 
 
@@ -34,12 +34,18 @@ def layout_of(spec: DTensorSpec) -> _planner.Layout:
     return layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
 
 
-@executables.kept
 def row_major_spec(
     mesh: DeviceMesh, layout: _planner.Layout, placements: tuple[Placement, ...] | None = None
 ) -> DTensorSpec:
     """Returns the spec of a row-major tensor, from a cache. Layouts that differ only along dims of size 1 are equal:
     where placements matter there, they are given."""
+    return _row_major_spec(mesh, groups.key_of_mesh(mesh), layout, placements)
+
+
+@executables.kept
+def _row_major_spec(
+    mesh: DeviceMesh, _: Hashable, layout: _planner.Layout, placements: tuple[Placement, ...] | None
+) -> DTensorSpec:
     stride = make_contiguous_strides_for(layout.shape)
     meta = TensorMeta(torch.Size(layout.shape), tuple(stride), getattr(torch, layout.dtype))
     return DTensorSpec(mesh, placements or tuple(map(placement_of, layout.placements)), tensor_meta=meta)

@@ -85,7 +85,8 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         local = _local_of(tensor)
         if found not in self._made:
             kept = self._kept(local, found)
-            self._made[found] = kept, _meshes.get_or_make(self._mesh, lambda: _OnMesh(self._mesh)).add(kept)
+            key = self._mesh, groups.key_of_mesh(self._mesh)
+            self._made[found] = kept, _meshes.get_or_make(key, lambda: _OnMesh(self._mesh)).add(kept)
         kept, sequence = self._made[found]
         kept.num_saved += 1
         return _Saved(kept, sequence, local.size(), local.stride(), local.storage_offset() - found.begin, spec)

@@ -42,7 +42,8 @@ def compare(mesh: DeviceMesh, said: dict[str, str], device: torch.device, who: s
     table = torch.zeros(len(ranks), len(said), dtype=torch.int64)
     table[own] = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
     table = table.to(device)
-    _runtime.drain()  # ours that are under way start all they communicate before, on all ranks alike
+    # Ours that are under way start all they communicate before, on all ranks alike.
+    _runtime.drain([group.group_name for group in mesh.get_all_groups()])
     for dim in range(mesh.ndim):  # each row is one rank's, so it arrives once
         dist.all_reduce(table, group=mesh.get_group(dim))
     table = table.cpu()

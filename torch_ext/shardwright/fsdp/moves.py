@@ -24,13 +24,12 @@ class Moves:
 
     def executable(self, src: _planner.Layout, dst: _planner.Layout) -> _runtime.Executable:
         device_type = self._device_type
-        # Kept copies may lie on another mesh.
-        mesh = self.layouts.mesh if src.mesh == self.layouts.rest.mesh else None
+        mesh = self.layouts.mesh  # also for kept copies, which may lie on another mesh of the same ranks
 
         def build() -> _runtime.Executable:
             return executables.bind(executables.make_plan(src, dst, device_type), device_mesh=mesh)
 
-        executable = executables.lookup(("weight", src, dst, device_type, groups.DEFAULT, mesh), build)
+        executable = executables.lookup(("weight", src, dst, device_type, mesh, groups.key_of_mesh(mesh)), build)
         assert isinstance(executable, _runtime.Executable)
         return executable
 

@@ -149,7 +149,8 @@ def agreed_times(found: Times, meshes: set[DeviceMesh], device: torch.device) ->
 def agreed(times_ps: Sequence[int], mesh: DeviceMesh, device: torch.device) -> list[int]:
     """Returns each time's largest value over the ranks of a mesh. All of them call this, with as many times."""
     times = torch.tensor(times_ps, dtype=torch.int64, device=device)
-    _runtime.drain()  # ours that are under way start all they communicate before, on all ranks alike
+    # Ours that are under way start all they communicate before, on all ranks alike.
+    _runtime.drain([group.group_name for group in mesh.get_all_groups()])
     for dim in range(mesh.ndim):
         dist.all_reduce(times, dist.ReduceOp.MAX, group=mesh.get_group(dim))
     return [int(ps) for ps in times.tolist()]

@@ -38,11 +38,9 @@ def example_of(sizes: Sequence[Size]) -> list[int] | None:
 
 def group_names(plan: _planner.Plan, device_mesh: DeviceMesh) -> list[str]:
     """Returns the names of all existing groups, to which later plans are limited."""
-    mesh, rank = plan.src.mesh, dist.get_rank()
-    return [
-        groups.find_or_make(mesh.group_ranks(rank, dims), dims, device_mesh).group_name
-        for dims in groups.existing(mesh, device_mesh)
-    ]
+    mesh, rank, owner = plan.src.mesh, dist.get_rank(), groups.owner_of(device_mesh)
+    found = (groups.find(mesh.group_ranks(rank, dims), owner) for dims in groups.sets_of_large_dims(mesh))
+    return [group.group_name for group in found if group is not None]
 
 
 def local_shape(placed: _planner.Layout, sizes: Sequence[Size], rank: int) -> list[Size]:
@@ -86,9 +84,10 @@ def _plan_for_sizes(plan: str, group_names: Sequence[str], rank: int, sizes: Seq
         made = planning.plan(src, dst, backend=example.backend, groups=allowed)
         counters.counts.plans += 1
     names = []
-    for mesh_dims, ranks in _runtime.CompiledProgram(made.to_bytes(), rank).groups:
+    owner = groups.owner_of_names(group_names, mesh, rank)
+    for _, ranks in _runtime.CompiledProgram(made.to_bytes(), rank).groups:
         name = there.get(tuple(ranks))
-        names.append(name if name is not None else groups.find_or_make(ranks, mesh_dims, None).group_name)
+        names.append(name if name is not None else groups.find_or_make(ranks, owner).group_name)
     return [_planner.plan_text(made), *names]
 
 

@@ -2,13 +2,14 @@
 
 When a call of a function of `functions.py` is compiled, its product is planned once, with fake tensors like its
 arguments, and not traced further. The graph gets the operator `multiply`, and for the backward `multiply_backward`. All
-their tensors are this rank's parts. `product` is the whole problem as text, `group` the name of the process group of
-its mesh, `rank` this rank in it. So caches of graphs that compare their text do not confuse them, and a graph can run
-in a process in which it was not made.
+their tensors are this rank's parts. `product` is the whole problem as text, `group` the name of its process group, or
+the names of those of its mesh, `rank` this rank in it. So caches of graphs that compare their text do not confuse them,
+and a graph can run in a process in which it was not made.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,18 +25,22 @@ from . import tensors
 from .running import Product, Where
 from .tensors import Planned, ask, autocast, gradient_placements, planned
 
-# Text, name of the process group, rank in it. The rank is included because shapes differ between ranks.
+# Text, name of the process group or names of those of a mesh, rank. The rank is included because shapes differ between
+# ranks.
 _Name = tuple[str, str, int]
-_products: executables.Kept[Product] = executables.Kept()
+_OF_MESH = "[["
+_products: executables.Kept[Product] = executables.Kept(is_local=True)
 # Where products were traced: the meshes whose process groups they use.
 _places: dict[_Name, Where] = {}
 groups.when_gone.append(_places.clear)
 
 
 def _name_of(product: Product) -> _Name:
-    group = product.where.group or dist.group.WORLD
+    mesh, group = product.where.device_mesh, product.where.group or dist.group.WORLD
     assert group is not None
-    name = product.plan.to_text(), group.group_name, product.rank
+    owner = groups.owner_of(mesh)
+    of_mesh = json.dumps([owner.names, owner.flattened])
+    name = product.plan.to_text(), of_mesh if owner.grid is not None else group.group_name, product.rank
     executables.keep(_places, name, product.where, executables.MAX_EXECUTABLES)
     return name
 
@@ -45,12 +50,15 @@ def _product(name: _Name, x: torch.Tensor) -> Product:
 
 
 def _parsed(name: _Name, device_type: str) -> Product:
-    where = _places.get(name)
+    where, plan = _places.get(name), _planner.ProductPlan.parse(name[0])
     if where is None:
         groups.check_initialised()
+        if name[1].startswith(_OF_MESH):
+            names, flattened = map(tuple, json.loads(name[1]))
+            return Product(plan, Where(device_type, device_mesh=groups.Owner(names, flattened, plan.operand.mesh)))
         group = _resolve_process_group(name[1])
         where = Where(device_type, groups.weakly(None if group is dist.group.WORLD else group))
-    return Product(_planner.ProductPlan.parse(name[0]), where)
+    return Product(plan, where)
 
 
 # ---- the operators

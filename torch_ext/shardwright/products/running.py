@@ -22,7 +22,8 @@ class Where(NamedTuple):
 
     device_type: str
     weak_group: groups.WeakGroup = groups.DEFAULT
-    device_mesh: DeviceMesh | None = None
+    device_mesh: DeviceMesh | groups.Owner | None = None  # an Owner in a process in which the mesh is not known
+    mesh_groups: Hashable = None  # `groups.key_of_mesh`, where a cache's key holds this
 
     @property
     def group(self) -> dist.ProcessGroup | None:

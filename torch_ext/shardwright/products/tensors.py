@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,8 @@ def ask(
     if placements is not None:  # with dims that count from the front
         rank = max(x.ndim, 1)
         placements = tuple(Shard(p.dim % rank) if type(p) is Shard and p.dim < 0 else p for p in placements)
-    where = Where(x.device.type, groups.weakly(group), x.device_mesh if isinstance(x, DTensor) else None)
+    mesh = x.device_mesh if isinstance(x, DTensor) else None
+    where = Where(x.device.type, groups.weakly(group), mesh, None if mesh is None else groups.key_of_mesh(mesh))
     return Asked(function, where, placements, shares, tuple((name, _hashable(options[name])) for name in options))
 
 
@@ -62,7 +63,7 @@ class Planned(NamedTuple):
 _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
 # By all that they depend on but what is pinned and measured, with which they are forgotten.
-_products: executables.Kept[Planned] = executables.Kept()
+_products: executables.Kept[Planned] = executables.Kept(is_local=True)
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -198,10 +199,12 @@ def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = 
     return tuple(Partial() if pends else p for pends, p in zip(pending, whole, strict=True))
 
 
-@executables.kept
 def _gradient_spec(spec: DTensorSpec | None, names: tuple[str, ...] = ()) -> DTensorSpec | None:
     """Returns the spec of the gradient of a tensor with this spec, placed as `gradient_placements` says."""
-    if spec is None:
-        return None
+    return None if spec is None else _gradient_spec_on(spec, groups.key_of_mesh(spec.mesh), names)
+
+
+@executables.kept
+def _gradient_spec_on(spec: DTensorSpec, _: Hashable, names: tuple[str, ...]) -> DTensorSpec:
     placements = gradient_placements(spec.placements, names)
     return spec if placements == spec.placements else row_major_spec(spec.mesh, layout_of(spec), placements)

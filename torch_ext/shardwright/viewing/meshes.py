@@ -5,6 +5,8 @@ A view may need one: 64 over 8 ranks, seen as (4, 16), is [Shard(0), Shard(1)] o
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,11 +29,11 @@ def split(whole: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
     If `whole` was flattened from a mesh with such dims, these are the result. Otherwise one is made, with the names of
     `fine`, of process groups that exist or that their members make here. All ranks of `whole` call.
     """
-    return _split(whole, whole._get_root_mesh(), fine)
+    return _split(whole, groups.key_of_mesh(whole), whole._get_root_mesh(), fine)
 
 
 @executables.kept
-def _split(whole: DeviceMesh, root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
+def _split(whole: DeviceMesh, _: Hashable, root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
     found = None if root is whole else _among_dims(root, fine)
     if found is not None:
         return found
@@ -40,10 +42,8 @@ def _split(whole: DeviceMesh, root: DeviceMesh, fine: _planner.Mesh) -> DeviceMe
     if fine.coordinate(rank) is None:
         return DeviceMesh(whole.device_type, ranks, mesh_dim_names=tuple(fine.dim_names), _init_backend=False)
     groups.check_initialised()
-    along = [
-        groups.find_or_make(fine.group_ranks(rank, (dim,)), (source,), whole)
-        for dim, source in enumerate(sources(whole, fine))
-    ]
+    owner = groups.owner_of(whole)
+    along = [groups.find_or_make(fine.group_ranks(rank, (dim,)), owner) for dim in range(fine.ndim)]
     return DeviceMesh.from_group(along, whole.device_type, ranks, mesh_dim_names=tuple(fine.dim_names))
 
 
