@@ -94,6 +94,32 @@ def test_everything_that_is_wrong_is_in_one_error(pool: Pool) -> None:
         assert text in said[0], text
 
 
+def _only_one_fault(fault: str) -> list[str]:
+    rank = dist.get_rank()
+    whole = torch.zeros(4)
+    state: dict[str, Any] = {"w": whole, "v": whole + 1}
+    to: dict[str, Any] = {"w": torch.zeros(4), "v": torch.zeros(4)}
+    rules: list[Any] = []
+    if fault == "unreadable":
+        state["w"] = "w" if rank else (whole, sw.Layout(sw.Mesh({"a": 4}), (4,), ["R"]))
+    elif fault == "unreadable on all ranks":
+        state["w"] = 3
+        to["x.w"] = to.pop("w")
+        rules = [sw.cast("float32", "w"), sw.rename("w", "x.w")]
+    elif fault == "unreadable destination":
+        to["w"] = 3
+    else:
+        state["w"] = (whole[:2], _layout(4, kind="S(0)")) if rank == 0 else (whole, _layout(4, kind="R"))
+    return _refused(state, to, rules).splitlines()[1:]
+
+
+@pytest.mark.parametrize("fault", ["unreadable", "unreadable on all ranks", "unreadable destination", "disputed"])
+def test_one_fault_gives_one_line(pool: Pool, fault: str) -> None:
+    for lines in pool.run(_only_one_fault, WORLD_SIZE, fault):
+        assert len(lines) == 1, lines
+        assert ("destination w" if fault.endswith("destination") else "source w") in lines[0]
+
+
 def _one_name_twice() -> list[str]:
     whole = torch.arange(4.0)
     return [

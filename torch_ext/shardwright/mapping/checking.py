@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from . import patterns
@@ -19,7 +19,12 @@ class Wanted(NamedTuple):
 
 
 def check(
-    tensors: Tensors, wanted: Mapping[str, Wanted], unused: Sequence[str] = (), ignore: Sequence[str] = ()
+    tensors: Tensors,
+    wanted: Mapping[str, Wanted],
+    unused: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    unknown: Collection[str] = (),
+    unknown_wanted: Collection[str] = (),
 ) -> tuple[list[str], list[str]]:
     """Returns the names of the tensors that move, in the order of the destination, and a sentence for each problem.
 
@@ -28,15 +33,17 @@ def check(
         wanted: the tensors of the destination.
         unused: patterns of names in `tensors` that the destination may lack.
         ignore: patterns of names in `wanted` that keep what they hold if no tensor has their name.
+        unknown, unknown_wanted: names of tensors of either side that an error has been reported of, so that they are
+            missing from `tensors` or `wanted`.
     """
     names, problems = [], []
     for name, mapped in tensors.items():
-        if name not in wanted and not patterns.is_listed(name, unused):
+        if name not in wanted and name not in unknown_wanted and not patterns.is_listed(name, unused):
             problems.append(f"{name}: the map makes it from {_sources(mapped)}, and the destination has no such tensor")
     for name, there in wanted.items():
         given = tensors.get(name)
         if given is None:
-            if not patterns.is_listed(name, ignore):
+            if name not in unknown and not patterns.is_listed(name, ignore):
                 problems.append(f"{name}: the destination has it, and no source is mapped to it")
             continue
         wrong = _differences(name, given, there)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from .. import _planner
 from . import patterns
@@ -328,3 +328,10 @@ class Cast(Rule):
 def apply_rules(tensors: Tensors, rules: Iterable[Rule], problems: list[str]) -> None:
     for rule in rules:
         rule.apply(tensors, problems)
+
+
+def renamed(names: Collection[str], rules: Iterable[Rule]) -> set[str]:
+    """Returns names of tensors, and the names that rules give them that do nothing else."""
+    tensors = {name: Mapped((), "", ()) for name in names}
+    apply_rules(tensors, [rule for rule in rules if isinstance(rule, (Rename, RenameBy))], [])
+    return {*names, *tensors}

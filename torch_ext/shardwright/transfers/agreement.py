@@ -28,6 +28,9 @@ class Agreed(NamedTuple):
 
     source: dict[str, _planner.Layout]
     destination: dict[str, _planner.Layout]
+    # Names that some rank passes and whose layout nobody knows. An error says why.
+    unread_source: set[str]
+    unread_destination: set[str]
 
 
 def refuse(problems: Sequence[str]) -> None:
@@ -87,7 +90,9 @@ def agree(
     declarations = [
         (their_ranks, _broadcast(mine, ranks.index(their_ranks[0]), group)) for their_ranks in sayers.values()
     ]
-    return Agreed(_merged("source", declarations, found), _merged("destination", declarations, found)), found
+    source, unread_source = _merged("source", declarations, found)
+    destination, unread_destination = _merged("destination", declarations, found)
+    return Agreed(source, destination, unread_source, unread_destination), found
 
 
 def check_result(result: str, problems: Sequence[str], group: dist.ProcessGroup | None) -> None:
@@ -125,13 +130,19 @@ def _differing(name: str, said: dict[int, str]) -> list[str]:
 
 def _merged(
     side: str, declarations: Sequence[tuple[list[int], Declared]], problems: list[str]
-) -> dict[str, _planner.Layout]:
-    """Returns what the ranks declare of one side; reports tensors of which they say different things."""
+) -> tuple[dict[str, _planner.Layout], set[str]]:
+    """Returns what the ranks declare of one side, and the names of other tensors that some of them pass.
+
+    Reports tensors of which they say different things.
+    """
     said: dict[str, list[tuple[_planner.Layout, list[int]]]] = {}
     filled: set[str] = set()  # names of which some rank passes a tensor of a layout
+    unread: dict[str, list[int]] = {}  # ranks of which no layout is known, by name
     everywhere = _ranks_of_plain_tensors(side, declarations)
     for ranks, theirs in declarations:
         known: dict[tuple[int, ...], Layouts] = {}
+        for name in getattr(theirs, f"unread_{side}"):
+            unread.setdefault(name, []).extend(ranks)
         for name, description in getattr(theirs, side).items():
             on = everywhere.get((name, description), tuple(ranks))
             if on not in known:
@@ -140,6 +151,7 @@ def _merged(
                 read: _planner.Layout = known[on].of(description)
             except ValueError as error:  # a dtype that no layout has
                 problems += (f"{side} {name}: {error} (on rank {rank})" for rank in ranks)
+                unread.setdefault(name, []).extend(ranks)
                 continue
             _add(said.setdefault(name, []), read, ranks)
             if len(description) > 2 and description[-1]:
@@ -151,6 +163,9 @@ def _merged(
         if len(layouts) > 1:
             texts = "; ".join(f"{one} on ranks {sorted(those)}" for one, those in layouts)
             problems.append(f"{side} {name}: the ranks declare different layouts: {texts}")
+            unread[name] = []
+            if len({(tuple(one.shape), one.dtype) for one, _ in layouts}) == 1:
+                merged[name] = layout  # the map can be checked with it
             continue
         merged[name] = layout
         # Where destinations are filled in place, a rank that forgot its own would go on with what it holds.
@@ -159,11 +174,11 @@ def _merged(
             key = layout, tuple(ranks)
             if key not in missing:
                 missing[key] = sorted(set(layout.mesh.ranks) - set(ranks))
-            if missing[key]:
+            if lacking := [rank for rank in missing[key] if rank not in unread.get(name, ())]:
                 problems.append(
-                    f"{side} {name}: ranks {missing[key]} are on the mesh of {layout}, and their state dicts lack it"
+                    f"{side} {name}: ranks {lacking} are on the mesh of {layout}, and their state dicts lack it"
                 )
-    return merged
+    return merged, unread.keys() - merged.keys()
 
 
 def _add(layouts: list[tuple[_planner.Layout, list[int]]], layout: _planner.Layout, ranks: list[int]) -> None:

@@ -40,9 +40,12 @@ class Declared(NamedTuple):
     meshes: list[MeshParts]
     source: dict[str, Description]
     destination: dict[str, Description]
+    # Names of what could not be read. An error says why.
+    unread_source: list[str]
+    unread_destination: list[str]
 
 
-def declare(source: dict[str, Given], destination: dict[str, Given]) -> Declared:
+def declare(source: dict[str, Given], destination: dict[str, Given], unread: Mapping[str, set[str]]) -> Declared:
     meshes: dict[MeshParts, int] = {}
     known: dict[tuple[_planner.Layout, bool], Description] = {}  # tensors of one shape mostly have one layout
 
@@ -62,7 +65,7 @@ def declare(source: dict[str, Given], destination: dict[str, Given]) -> Declared
         return known[key]
 
     sides = [{name: description(given) for name, given in side.items()} for side in (source, destination)]
-    return Declared(list(meshes), *sides)
+    return Declared(list(meshes), sides[0], sides[1], sorted(unread["source"]), sorted(unread["destination"]))
 
 
 class Layouts:
@@ -93,6 +96,7 @@ class Reader:
         self.rank = groups.rank_in_meshes(group)
         self.problems: list[str] = []
         self.wrong: set[str] = set()  # names of tensors with problems
+        self.unread: dict[str, set[str]] = {"source": set(), "destination": set()}  # names of what could not be read
         self._in_group = set(groups.ranks_in_meshes(group))
         self._joins_jobs = groups.joins_jobs(group)
         self._layouts: dict[DTensorSpec, Layout] = {}
@@ -107,7 +111,7 @@ class Reader:
                 self._add(found, "source", name, value)
             elif not patterns.is_listed(name, unused):
                 said = f"got a {type(value).__name__}; allowed is {_ALLOWED}; anything, if unused= lists the name"
-                self.problems.append(self._said("source", name, said))
+                self._refuse("source", name, said)
         return found
 
     def destination(self, given: Any, ignore: Sequence[str] | None = None) -> dict[str, Given]:
@@ -119,7 +123,7 @@ class Reader:
             elif not patterns.is_listed(name, ignore or ()):
                 said = f"got a {type(value).__name__}; allowed is {_ALLOWED_SPEC}"
                 said += "; anything, if ignore= lists the name" if ignore is not None else ""
-                self.problems.append(self._said("destination", name, said))
+                self._refuse("destination", name, said)
         return found
 
     def _add(self, found: dict[str, Given], side: str, name: str, value: Any) -> None:
@@ -132,8 +136,12 @@ class Reader:
             found[name] = self._read(value)
             self._check(side, found[name])
         except ValueError as error:
-            self.problems.append(self._said(side, name, str(error)))
+            self._refuse(side, name, str(error))
             self.wrong.add(name)
+
+    def _refuse(self, side: str, name: str, what: str) -> None:
+        self.problems.append(self._said(side, name, what))
+        self.unread[side].add(name)
 
     def _said(self, side: str, name: str, what: str) -> str:
         return f"{side} {name}: {what} (on rank {self.rank})"

@@ -12,7 +12,7 @@ from .. import _planner, argument_values, groups, memory_spans, plain_tensors
 from ..layout import Layout, Mesh
 from ..mapping.checking import Wanted, check
 from ..mapping.items import Item, items_of
-from ..mapping.kinds import Rule, apply_rules
+from ..mapping.kinds import Rule, apply_rules, renamed
 from ..mapping.pieces import source_tensor
 from . import agreement, staging
 from .agreement import Agreed
@@ -63,7 +63,7 @@ def set_up(
     destination = checked(lambda: reader.destination(to, options.ignore), reader.problems, reader.rank, {})
     given_rules = checked(lambda: _rules(rules), problems, reader.rank, [])
     device, kind = _device(given_device, source, destination, group, reader)
-    mine = declare(source, destination)
+    mine = declare(source, destination, reader.unread)
     # A rank that could not read its arguments has said so; what others miss of it would only hide that.
     agreed, found = agreement.agree(mine, {**options._asdict(), **kind}, [*problems, *reader.problems], group)
     made, order, more = _map(agreed, given_rules, options, reader.rank)
@@ -151,7 +151,10 @@ def _map(
         problems.append(f"map: a function raised {type(error).__name__}: {error} (on rank {rank})")
         return {}, [], problems
     wanted = {name: Wanted(tuple(layout.shape), layout.dtype) for name, layout in agreed.destination.items()}
-    names, differences = check(tensors, wanted, options.unused, options.ignore)
+    unread = renamed(agreed.unread_source, rules)
+    missing = tuple(f"no tensor is called {name}" for name in unread)
+    problems = [problem for problem in problems if not problem.endswith(missing)]
+    names, differences = check(tensors, wanted, options.unused, options.ignore, unread, agreed.unread_destination)
     return {name: tensors[name] for name in names}, names, [*problems, *differences]
 
 
