@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from .. import _planner, groups
-from .declared import Declared, Description, Layouts
+from ..layout import Layout, Mesh
+from .declared import DTENSOR, PAIR, Declared, Description, Layouts
 
 _MAX_SHOWN = 40
 
@@ -136,7 +137,7 @@ def _merged(
     Reports tensors of which they say different things.
     """
     said: dict[str, list[tuple[_planner.Layout, list[int]]]] = {}
-    filled: set[str] = set()  # names of which some rank passes a tensor of a layout
+    kinds: dict[str, set[str]] = {}  # of the tensors that ranks pass, by name
     unread: dict[str, list[int]] = {}  # ranks of which no layout is known, by name
     everywhere = _ranks_of_plain_tensors(side, declarations)
     for ranks, theirs in declarations:
@@ -154,22 +155,24 @@ def _merged(
                 unread.setdefault(name, []).extend(ranks)
                 continue
             _add(said.setdefault(name, []), read, ranks)
-            if len(description) > 2 and description[-1]:
-                filled.add(name)
+            kinds.setdefault(name, set()).add(description[-1] if len(description) > 2 else "plain tensor")
     merged: dict[str, _planner.Layout] = {}
     missing: dict[tuple[_planner.Layout, tuple[int, ...]], list[int]] = {}
+    known_slices: dict[tuple[_planner.Layout, ...], _planner.Layout] = {}
     for name, layouts in said.items():
         layout, ranks = layouts[0]
         if len(layouts) > 1:
-            texts = "; ".join(f"{one} on ranks {sorted(those)}" for one, those in layouts)
-            problems.append(f"{side} {name}: the ranks declare different layouts: {texts}")
-            unread[name] = []
-            if len({(tuple(one.shape), one.dtype) for one, _ in layouts}) == 1:
-                merged[name] = layout  # the map can be checked with it
-            continue
+            replicated = _over_slices([one for one, _ in layouts], known_slices) if kinds[name] == {DTENSOR} else None
+            if replicated is None:
+                problems.append(f"{side} {name}: the ranks declare different layouts: {_who_declares(layouts)}")
+                unread[name] = []
+                if len({(tuple(one.shape), one.dtype) for one, _ in layouts}) == 1:
+                    merged[name] = layout  # the map can be checked with it
+                continue
+            layout, ranks = replicated, sorted(rank for _, those in layouts for rank in those)
         merged[name] = layout
         # Where destinations are filled in place, a rank that forgot its own would go on with what it holds.
-        if side == "source" or name in filled:
+        if side == "source" or kinds[name] & {DTENSOR, PAIR}:
             # Most tensors are declared by the same ranks, which are compared with a layout once.
             key = layout, tuple(ranks)
             if key not in missing:
@@ -179,6 +182,47 @@ def _merged(
                     f"{side} {name}: ranks {lacking} are on the mesh of {layout}, and their state dicts lack it"
                 )
     return merged, unread.keys() - merged.keys()
+
+
+def _over_slices(
+    layouts: list[_planner.Layout], known: dict[tuple[_planner.Layout, ...], _planner.Layout]
+) -> _planner.Layout | None:
+    """Joins layouts that are equal on meshes of equal sizes without common ranks, the slices of a larger mesh.
+
+    Returns a layout that is replicated over the slices; None if the layouts or meshes differ otherwise.
+
+        float32[4] on dp=2 as [S(0)], ranks 0 and 2;  the same, ranks 1 and 3
+        float32[4] on slice=2, dp=2 as [R, S(0)], ranks 0, 2, 1 and 3
+    """
+    first, mesh = layouts[0], layouts[0].mesh
+    slices = tuple(sorted(layouts, key=lambda one: list(one.mesh.ranks)))
+    if slices not in known:
+        ranks = [rank for one in slices for rank in one.mesh.ranks]
+        if len(set(ranks)) != len(ranks) or len(set(map(_without_ranks, slices))) > 1:
+            return None
+        sizes = dict(zip(mesh.dim_names, mesh.shape))
+        name = "slice" if "slice" not in sizes else "_".join(("slice", *sizes))
+        order = {dim: [mesh_dim + 1 for mesh_dim in mesh_dims] for dim, mesh_dims in first.shard_order.items()}
+        placements = ["R", *first.placements]
+        joined = Mesh({name: len(slices), **sizes}, ranks)
+        known[slices] = Layout(joined, first.shape, placements, first.dtype, order, "literal", first.flattened)
+    return known[slices]
+
+
+def _without_ranks(one: _planner.Layout) -> str:
+    mesh = one.mesh.dim_names, one.mesh.shape
+    return repr((mesh, one.shape, one.dtype, one.placements, one.shard_order, one.flattened))
+
+
+def _who_declares(layouts: Sequence[tuple[_planner.Layout, list[int]]]) -> str:
+    texts = [f"{one} on ranks {sorted(those)}" for one, those in layouts]
+    if len({str(one) for one, _ in layouts}) == len(layouts):
+        return "; ".join(texts)
+    meshes = [f"{text}, whose mesh has ranks {list(one.mesh.ranks)}" for text, (one, _) in zip(texts, layouts)]
+    return (
+        f"{'; '.join(meshes)}. Allowed are one layout, or DTensors on slices of a mesh that have equal sizes and no "
+        "rank in common, such as mesh['dp']"
+    )
 
 
 def _add(layouts: list[tuple[_planner.Layout, list[int]]], layout: _planner.Layout, ranks: list[int]) -> None:

@@ -19,8 +19,10 @@ from ..mapping import patterns
 # Names, sizes and ranks of a mesh.
 MeshParts = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 # Shape and dtype; then, unless the tensor is the same on all ranks that pass it, the number of its mesh, placements,
-# shard order, how many dims are flattened, and whether a tensor is passed with it.
+# shard order, how many dims are flattened, and the kind of tensor that is passed with it: DTENSOR, PAIR or none ("").
 Description = tuple[Any, ...]
+
+DTENSOR, PAIR = "DTensor", "pair"
 
 _ALLOWED = "a DTensor, a tensor that is the same on all ranks that pass it, a pair of a local tensor and a Layout"
 _ALLOWED_SPEC = f"{_ALLOWED}, a Layout, or (placements, mesh, shape, dtype)"
@@ -47,21 +49,22 @@ class Declared(NamedTuple):
 
 def declare(source: dict[str, Given], destination: dict[str, Given], unread: Mapping[str, set[str]]) -> Declared:
     meshes: dict[MeshParts, int] = {}
-    known: dict[tuple[_planner.Layout, bool], Description] = {}  # tensors of one shape mostly have one layout
+    known: dict[tuple[_planner.Layout, str], Description] = {}  # tensors of one shape mostly have one layout
 
     def description(given: Given) -> Description:
         layout = given.layout
         if layout is None:
             assert given.local is not None
             return tuple(given.local.shape), argument_values.dtype_text(given.local.dtype)
-        key = layout, given.local is not None
+        kind = "" if given.local is None else DTENSOR if isinstance(given.value, DTensor) else PAIR
+        key = layout, kind
         if key not in known:
             mesh = layout.mesh
             parts = tuple(mesh.dim_names), tuple(mesh.shape), tuple(mesh.ranks)
             order = tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(layout.shard_order.items()))
             ends = tuple(layout.shape), layout.dtype
             number = meshes.setdefault(parts, len(meshes))
-            known[key] = *ends, number, tuple(layout.placements), order, layout.flattened, given.local is not None
+            known[key] = *ends, number, tuple(layout.placements), order, layout.flattened, kind
         return known[key]
 
     sides = [{name: description(given) for name, given in side.items()} for side in (source, destination)]
