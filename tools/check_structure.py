@@ -90,7 +90,7 @@ MAX_CODE_LINES = {
     "graphs": 200,
     "mapping": 770,
     "products": 660,
-    "transfers": 1300,
+    "transfers": 1580,
     "viewing": 850,
 }
 

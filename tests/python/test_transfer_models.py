@@ -1,10 +1,11 @@
-"""Transfers from and to models on slices of meshes."""
+"""Transfers from and to models that change after planning, and on slices of meshes."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+import meshes
 import oracle
 import shardwright as sw
 from pool import Pool
@@ -28,6 +30,166 @@ def folder() -> Iterator[str]:
     path = tempfile.mkdtemp(prefix="shardwright_models_")
     yield path
     shutil.rmtree(path)
+
+
+def _converted(model: nn.Linear) -> None:
+    model.to(torch.float64).to(torch.float32)
+
+
+def _assigned(model: nn.Linear) -> None:
+    model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+
+
+def _replaced(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(model.weight.detach().clone())
+
+
+CHANGES: tuple[Callable[[nn.Linear], None], ...] = (_converted, _assigned, _replaced)
+
+
+def _model(kind: str) -> nn.Linear:
+    model = nn.Linear(4, 6, bias=False)
+    mesh = meshes.get_mesh((2,))
+    if kind == "sw.fully_shard":
+        sw.fully_shard(model, mesh=mesh)
+    elif kind == "fully_shard":
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def _given(model: nn.Linear, what: str) -> Any:
+    """Returns what is passed, and keeps no other reference to it."""
+    if what == "parameters":
+        return {"weight": model.weight}
+    return model.state_dict() if what == "state_dict()" else model.state_dict
+
+
+def _is_read_anew(kind: str, what: str, change: Callable[[nn.Linear], None]) -> bool:
+    return kind == "sw.fully_shard" or what == "state_dict" or (what == "parameters" and change is _converted)
+
+
+def _whole(model: nn.Linear) -> torch.Tensor:
+    weight = model.weight.detach()
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+_GONE = (
+    r"is another tensor than when the transfer was planned|other tensors had this memory when the transfer was planned"
+)
+
+
+def _from_changed_models(kind: str) -> None:
+    serve = sw.Mesh({"one": 1}, [1])
+    layouts = {"weight": sw.Layout(serve, (6, 4), ["R"])}
+    for what in ("parameters", "state_dict()", "state_dict"):
+        for change in CHANGES:
+            model = _model(kind)
+            held = model.weight  # as an optimizer has it
+            t = sw.transfer(_given(model, what), layouts)
+            del held
+            for version in range(2):
+                change(model)
+                with torch.no_grad():
+                    model.weight.copy_(torch.ones_like(model.weight) * (version + 2))
+                if not _is_read_anew(kind, what, change):
+                    with pytest.raises(ValueError, match=_GONE):
+                        t.start()
+                    continue
+                t.start().wait()
+                for x in t.tensors.values():
+                    assert x.eq(version + 2).all(), (what, change)
+
+
+@pytest.mark.parametrize("kind", ["sw.fully_shard", "fully_shard", "plain"])
+def test_start_reads_parameters_as_they_are(pool: Pool, kind: str) -> None:
+    pool.run(_from_changed_models, 2, kind)
+
+
+def _into_changed_models(kind: str, staging: str | None) -> None:
+    source = torch.zeros(6, 4)
+    for what in ("parameters", "state_dict()", "state_dict"):
+        for change in CHANGES:
+            model = _model(kind)
+            t = sw.transfer({"weight": source}, _given(model, what), staging=staging)
+            for version in range(2):
+                source.fill_(version + 7)
+                if version == 1:
+                    change(model)
+                if version == 1 and not _is_read_anew(kind, what, change):
+                    with pytest.raises(ValueError, match=_GONE):
+                        t.start()
+                    continue
+                t.start().wait()
+                assert torch.equal(_whole(model), source), (what, change, version)
+
+
+@pytest.mark.parametrize("staging", [None, "double"])
+@pytest.mark.parametrize("kind", ["sw.fully_shard", "fully_shard", "plain"])
+def test_start_writes_parameters_that_the_model_has(pool: Pool, kind: str, staging: str | None) -> None:
+    pool.run(_into_changed_models, 2, kind, staging)
+
+
+def _changed_on_one_rank() -> list[str]:
+    rank = dist.get_rank()
+    source = torch.ones(4)
+    to = torch.zeros(4)
+    t = sw.transfer({"w": source} if rank == 1 else None, {"w": to})
+    said = []
+    wrong = (torch.ones(4, dtype=torch.float64), torch.ones(5), to[:])
+    for other in wrong:
+        if rank == 1:
+            source.data = other
+        with pytest.raises(ValueError) as raised:
+            t.start()
+        said.append(str(raised.value))
+        with pytest.raises(ValueError, match="transfer: nothing was moved"):
+            t.receive()
+        assert not to.any()
+    source.data = torch.full((4,), 3.0)
+    t.start().wait()
+    assert to.eq(3).all()
+
+    def lacks() -> dict[str, torch.Tensor]:
+        return {"w": source, "v": source} if rank == 0 or not planned else {}
+
+    planned: list[bool] = []
+    t = sw.transfer(lacks, {"w": to, "v": torch.zeros(4)})
+    planned.append(True)
+    with pytest.raises(ValueError) as raised:
+        t.start()
+    said.append(str(raised.value))
+    return said
+
+
+def test_change_on_one_rank_raises_on_every_rank(pool: Pool) -> None:
+    said = pool.run(_changed_on_one_rank, 2)
+    assert said[0] == said[1]
+    for text, expected in zip(
+        said[0],
+        (
+            "source w: is float64 of shape (4,), and was float32 of shape (4,) when planned",
+            "source w: is float32 of shape (5,), and was float32 of shape (4,) when planned",
+            "destination w: shares memory with source w",
+            "source v: the state dict lacks it now",
+        ),
+        strict=True,
+    ):
+        assert expected in text and "(on rank 1)" in text, text
+
+
+def _temporaries() -> None:
+    """What only the transfer has from the beginning, and parts of larger tensors, move as often as is asked for."""
+    t = sw.transfer(
+        {"a": torch.ones(4), "b": torch.arange(8.0)[2:6]}, {"a": torch.zeros(4), "b": torch.zeros(9)[::2][:4]}
+    )
+    for _ in range(3):
+        t.start().wait()
+    assert t.tensors["a"].tolist() == [1, 1, 1, 1]
+    assert t.tensors["b"].tolist() == [2, 3, 4, 5]
+
+
+def test_tensors_that_only_the_transfer_has(pool: Pool) -> None:
+    pool.run(_temporaries, 1)
 
 
 def _norms_on_slices(folder: str, dims: tuple[int, int], uses_fsdp: bool) -> None:

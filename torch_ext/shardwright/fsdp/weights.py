@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from .. import _planner, _runtime, executables
 from ..layout import Layout
 from ..plain_tensors import redistribute_part
+from ..transfers.current import owners
 from . import hosting, writes
 from .carrying import Carried, Measured
 from .formats import with_dtype
@@ -112,6 +113,7 @@ class Weight:
         self.drop_kept()
         self.release()
         self.put(self.sharded)
+        owners.add(self)
 
     def _set_sizes(self, dtypes: Dtypes) -> None:
         """Sets sizes in bytes to those of the rank with most, so that all ranks make the same schedule."""
@@ -139,6 +141,13 @@ class Weight:
         """Modules that have it, and its name there."""
         found = ((reference(), name) for reference, name in self._places)
         return [(module, name) for module, name in found if module is not None]
+
+    @property
+    def current(self) -> nn.Parameter:
+        """The sharded parameter that its modules have now: users may have replaced it since the last step."""
+        parameters, name = self._slots[0]
+        found = parameters[name]
+        return self.sharded if found is None or found is self.whole else found
 
     @property
     def part(self) -> torch.Tensor:

@@ -63,7 +63,8 @@ class BoundBatch:
         number: dict[int, int] = {}
         for item in items:
             number.setdefault(item.source, len(number))
-        self._sources = [made.local_sources[source] for source in number]
+        self._made = made
+        self._sources = list(number)
         self._layouts = [made.sources[source] for source in number]
         try:
             self.batch = _planner.Batch(
@@ -91,7 +92,7 @@ class BoundBatch:
         return Run(self._executable.start(sources, into), self._last_rounds)
 
     def _source(self, number: int) -> torch.Tensor:
-        source = argument_checks.resolved(self._sources[number].detach())
+        source = argument_checks.resolved(self._made.source(self._sources[number]).detach())
         if (reduced := self._reduced.get(number)) is None:
             return source
         return plain_tensors.redistribute_local(source, self._layouts[number], reduced, group=self._group.get())

@@ -35,6 +35,11 @@ class Given(NamedTuple):
     local: torch.Tensor | None  # None: nothing was passed to read from or to write to
     value: Any  # what the user passed, if it is a tensor
 
+    @property
+    def plain(self) -> torch.Tensor:
+        assert self.local is not None
+        return self.local
+
 
 class Declared(NamedTuple):
     """The tensors that a rank passes, as it tells other ranks. Meshes are written once."""
@@ -132,24 +137,24 @@ class Reader:
     def _add(self, found: dict[str, Given], side: str, name: str, value: Any) -> None:
         if name in found:
             said = "two tensors have this name, as names of dicts within dicts are joined by dots; allowed is one"
-            self.problems.append(self._said(side, name, said))
+            self.problems.append(self.said(side, name, said))
             return
         try:
             # What is wrong is declared too: that it is missing would be no news.
-            found[name] = self._read(value)
-            self._check(side, found[name])
+            found[name] = self.read(value)
+            self.check(side, found[name])
         except ValueError as error:
             self._refuse(side, name, str(error))
             self.wrong.add(name)
 
     def _refuse(self, side: str, name: str, what: str) -> None:
-        self.problems.append(self._said(side, name, what))
+        self.problems.append(self.said(side, name, what))
         self.unread[side].add(name)
 
-    def _said(self, side: str, name: str, what: str) -> str:
+    def said(self, side: str, name: str, what: str) -> str:
         return f"{side} {name}: {what} (on rank {self.rank})"
 
-    def _read(self, value: Any) -> Given:
+    def read(self, value: Any) -> Given:
         if isinstance(value, DTensor):
             if self._joins_jobs:
                 raise ValueError(
@@ -171,7 +176,7 @@ class Reader:
         placements, mesh, shape, dtype = value
         return Given(Layout(mesh, shape, placements, dtype), None, None)
 
-    def _check(self, side: str, given: Given) -> None:
+    def check(self, side: str, given: Given) -> None:
         layout, local = given.layout, given.local
         if local is not None:
             argument_checks.check_tensor("the local tensor", local)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from ..mapping.items import Item, items_of
 from ..mapping.kinds import Rule, apply_rules, renamed
 from ..mapping.pieces import source_tensor
 from . import agreement, staging
-from .agreement import Agreed
+from .agreement import Agreed, Starts
+from .current import Passed, Tensors
 from .declared import Given, Reader, declare
 
 
@@ -25,14 +27,32 @@ class SetUp(NamedTuple):
     sources: list[_planner.Layout]
     destinations: list[_planner.Layout]
     items: list[Item]
+    source_names: list[str]
     names: list[str]  # of the destinations
-    local_sources: list[torch.Tensor]  # without elements where this rank has no part
-    given: dict[str, Given]  # destinations that this rank passes
+    tensors: Tensors  # that this rank passes
+    starts: Starts
     rank: int  # in the group
     device: torch.device
 
     def has_part(self, destination: int) -> bool:
         return self.destinations[destination].mesh.coordinate(self.rank) is not None
+
+    def source(self, number: int) -> torch.Tensor:
+        """Returns this rank's part of a source, without elements where it has none."""
+        return self._part(self.tensors.source, self.source_names[number], self.sources[number])
+
+    def destination(self, number: int) -> torch.Tensor | None:
+        """Returns this rank's part of a destination if it passed one."""
+        given = self.tensors.destination.given.get(self.names[number])
+        if given is None or given.local is None or not self.has_part(number):
+            return None
+        return self._part(self.tensors.destination, self.names[number], self.destinations[number])
+
+    def _part(self, passed: Passed, name: str, layout: _planner.Layout) -> torch.Tensor:
+        given = passed.given.get(name)
+        if layout.mesh.coordinate(self.rank) is None or given is None or given.local is None:
+            return torch.empty(0, dtype=getattr(torch, layout.dtype), device=self.device)
+        return given.local
 
 
 class Options(NamedTuple):
@@ -59,17 +79,47 @@ def set_up(
     Raises the same ValueError on all ranks if `problems`, this rank's or another's, are not empty, or more are found.
     """
     reader = Reader(group)
-    source = checked(lambda: reader.state_dict(state_dict, options.unused), reader.problems, reader.rank, {})
-    destination = checked(lambda: reader.destination(to, options.ignore), reader.problems, reader.rank, {})
+    reads = [
+        lambda: reader.state_dict(_dict_of(state_dict), options.unused),
+        lambda: reader.destination(_dict_of(to), options.ignore),
+    ]
+    source, destination = (checked(read, reader.problems, reader.rank, {}) for read in reads)
     given_rules = checked(lambda: _rules(rules), problems, reader.rank, [])
     device, kind = _device(given_device, source, destination, group, reader)
     mine = declare(source, destination, reader.unread)
     # A rank that could not read its arguments has said so; what others miss of it would only hide that.
     agreed, found = agreement.agree(mine, {**options._asdict(), **kind}, [*problems, *reader.problems], group)
     made, order, more = _map(agreed, given_rules, options, reader.rank)
-    more += _overlaps(made, source, destination, reader, options.staging == "double")
-    agreement.check_result(agreement.digest((made, order)), [*found, *more], group)
-    return _numbered(agreed, made, order, source, destination, group, device)
+    used = {piece.source for mapped in made.values() for piece in mapped.pieces} - reader.wrong
+    read = {name: one.plain for name, one in source.items() if name in used and one.local is not None}
+    filled = made.keys() - reader.wrong
+    written = {name: one.plain for name, one in destination.items() if name in filled and one.local is not None}
+    overlaps = functools.partial(_overlaps, options.staging == "double", reader.rank)
+    more += overlaps(read, written)
+    starts = agreement.check_result(agreement.digest((made, order)), [*found, *more], group)
+    source_names, items = items_of(made, order)
+    in_group = _GroupRanks(group)
+    sources = {name: in_group.layout(agreed.source[name]) for name in source_names}
+    destinations = {name: in_group.layout(agreed.destination[name]) for name in order}
+    again = [read if _is_function(given) else None for read, given in zip(reads, (state_dict, to))]
+    tensors = Tensors(
+        Passed("source", source, sources, reader, again[0], device),
+        Passed("destination", destination, destinations, reader, again[1], device),
+        overlaps,
+    )
+    ends = list(sources.values()), list(destinations.values())
+    return SetUp(*ends, items, source_names, order, tensors, starts, dist.get_rank(group), device)
+
+
+def _is_function(given: Any) -> bool:
+    return callable(given) and not isinstance(given, Mapping)
+
+
+def _dict_of(given: Any) -> Any:
+    """Returns the state dict that a function returns, or that a module has; or what was given, if it is neither."""
+    if isinstance(given, torch.nn.Module):
+        return given.state_dict()
+    return given() if _is_function(given) else given
 
 
 def checked(read: Callable[[], Any], problems: list[str], rank: int, otherwise: Any = None) -> Any:
@@ -116,13 +166,9 @@ def _device(
 
 
 def _overlaps(
-    made: dict[str, Any], source: dict[str, Given], destination: dict[str, Given], reader: Reader, stages: bool
+    stages: bool, rank: int, read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]
 ) -> list[str]:
     """Destinations that this rank writes where it reads a source, or writes another destination."""
-    used = {piece.source for mapped in made.values() for piece in mapped.pieces} - reader.wrong
-    filled = made.keys() - reader.wrong
-    read = {name: one.local for name, one in source.items() if name in used and one.local is not None}
-    written = {name: one.local for name, one in destination.items() if name in filled and one.local is not None}
     # With a second copy nothing is written where a source is, until both are exchanged, in the source too if it is the
     # same tensor.
     found = [
@@ -136,7 +182,7 @@ def _overlaps(
     ]
     if stages and not found:
         found += staging.problems(read, written)
-    return [f"{problem} (on rank {reader.rank})" for problem in found]
+    return [f"{problem} (on rank {rank})" for problem in found]
 
 
 def _map(
@@ -156,34 +202,6 @@ def _map(
     problems = [problem for problem in problems if not problem.endswith(missing)]
     names, differences = check(tensors, wanted, options.unused, options.ignore, unread, agreed.unread_destination)
     return {name: tensors[name] for name in names}, names, [*problems, *differences]
-
-
-def _numbered(
-    agreed: Agreed,
-    made: dict[str, Any],
-    order: list[str],
-    source: dict[str, Given],
-    destination: dict[str, Given],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> SetUp:
-    in_group = _GroupRanks(group)
-    rank = groups.rank_in_meshes(group)
-    source_names, items = items_of(made, order)
-    locals_ = []
-    sources = []
-    for name in source_names:
-        layout = agreed.source[name]
-        sources.append(in_group.layout(layout))
-        given = source.get(name)
-        has_part = layout.mesh.coordinate(rank) is not None
-        if has_part and given is not None and given.local is not None:
-            locals_.append(given.local)
-        else:
-            locals_.append(torch.empty(0, dtype=getattr(torch, layout.dtype), device=device))
-    destinations = [in_group.layout(agreed.destination[name]) for name in order]
-    number = dist.get_rank(group)
-    return SetUp(sources, destinations, items, order, locals_, destination, number, device)
 
 
 class _GroupRanks:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _runtime
+from .current import places_of, storage_of
 
 # Of bytes that no destination has: more runs than these are copied by a mask instead of one by one.
 _MAX_RUNS = 64
@@ -21,11 +22,11 @@ _MAX_RUNS = 64
 def problems(read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """Yields why the memory of some destinations cannot be exchanged."""
     own = {id(one) for one in written.values()}
-    sources = {_storage(one): name for name, one in read.items() if one.numel() and id(one) not in own}
+    sources = {storage_of(one): name for name, one in read.items() if one.numel() and id(one) not in own}
     for name, one in written.items():
         if one.numel() == 0:
             continue
-        if (source := sources.get(_storage(one))) is not None:
+        if (source := sources.get(storage_of(one))) is not None:
             yield (
                 f"destination {name}: is in one storage with source {source}, which staging='double' would exchange "
                 "too; allowed is a storage without sources"
@@ -51,11 +52,10 @@ class SecondCopy:
 
     def __init__(self, front: Sequence[torch.Tensor]) -> None:
         self._front = front
-        self._storages = [_storage(one) for one in front]
         numbers: dict[int, list[int]] = {}
-        for number, (one, storage) in enumerate(zip(front, self._storages)):
+        for number, one in enumerate(front):
             if one.numel():
-                numbers.setdefault(storage, []).append(number)
+                numbers.setdefault(storage_of(one), []).append(number)
         self.tensors = [torch.empty_like(one) if one.numel() == 0 else one for one in front]
         self._memories = []
         for some in numbers.values():
@@ -64,9 +64,12 @@ class SecondCopy:
                 self.tensors[number] = _placed_like(front[number], memory.back)
             self._memories.append(memory)
 
-    def is_current(self) -> bool:
-        """Returns whether the destination still is where it was: users may give its tensors other storages."""
-        return self._storages == [_storage(one) for one in self._front]
+        self.places = places_of(front)
+
+    @property
+    def kept(self) -> dict[int, int]:
+        """The number of tensors here that have a storage of the destination, by storage."""
+        return {storage_of(memory.front): 1 + len(memory.kept) for memory in self._memories}
 
     def exchange(self) -> None:
         """Exchanges the two. What lies between the destinations stays as it is."""
@@ -77,10 +80,6 @@ class SecondCopy:
                 front, back = (one.view(len(memory.mask), -1) for one in memory[:2])
                 torch.where(memory.mask, front, back, out=back)
             _runtime.exchange_memory(memory.front, memory.back)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _placed_like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from ..mapping import explaining
 from ..topology import Topology, named_topology, tables_now
 from . import batches
 from .batches import BoundBatch
+from .current import Place, places_of
 from .progress import Progress
 from .setup import Options, SetUp, checked, set_up
 from .staging import SecondCopy
@@ -47,11 +48,13 @@ def transfer(
         state_dict: this rank's tensors by name; None on ranks without any. Pending reductions are reduced at each
             start, before it returns. Each is a DTensor, a pair of a local tensor
             and its `Layout`, or a tensor that is the same on all ranks that pass it. Dicts within it have their names
-            joined by dots. Ranks may have different tensors, as stages of a pipeline do. They are read at every start,
-            where they are; no transfer changes them.
+            joined by dots. Ranks may have different tensors, as stages of a pipeline do. A module, or a function
+            that returns the state dict and does not communicate, is allowed too. All are read at every start, as they
+            are then; no transfer changes them.
         to: the tensors of the destination by name. A `Layout`, or (placements, mesh, shape, dtype), asks for a new
             tensor on every rank of its mesh, and may be passed by some ranks alone. A DTensor, a pair of a local
-            tensor and its `Layout`, or a tensor that is the same on all ranks that pass it, is filled in place.
+            tensor and its `Layout`, or a tensor that is the same on all ranks that pass it, is filled in place. A
+            module or a function is allowed as in `state_dict`.
         map: rules that make the destination's tensors of those of the source, applied in order: `fuse`, `split`,
             `stack`, `unstack`, `transpose`, `rename`, `cast`.
         bucket_bytes, buckets: a run takes `buckets` buffers of `bucket_bytes` on each rank besides the destination, and
@@ -128,9 +131,10 @@ class SourceFree:
 class TransferHandle:
     """A transfer under way. A failure is raised by every wait."""
 
-    def __init__(self, owner: Transfer, run: batches.Run, failure: Exception | None) -> None:
+    def __init__(self, owner: Transfer, run: batches.Run, failure: Exception | None, places: list[Place]) -> None:
         self._owner = owner
         self._run = run
+        self._places = places  # of the destination
         self._failure = failure  # of a progress function
         self.is_waited_for = False
         self.source_free = SourceFree(run)
@@ -146,7 +150,9 @@ class TransferHandle:
             failure = self._owner._complete(self._run)
             self._failure = self._failure or failure
             self.is_waited_for = True
-            if swap and self._owner._stages:
+            if not self._owner._stages:
+                self._owner._check_places("wait", self._places)
+            elif swap:
                 self._owner.swap()
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -194,7 +200,7 @@ class Transfer:
         self._stages = options.staging == "double"
         self._under_way: TransferHandle | None = None
         self._receiving: weakref.ref[Receiving] | None = None
-        self._front: list[torch.Tensor] | None = None
+        self._own: dict[int, torch.Tensor] = {}  # destinations that were made here, by number
         self._copy: SecondCopy | None = None
         # A bucket may be too small, on all ranks alike: found here, before anything moves.
         self._batch = self._plan(range(len(made.names)), options.buckets)
@@ -214,21 +220,28 @@ class Transfer:
         return {name: self._value(name, front[i]) for i, name in enumerate(made.names) if made.has_part(i)}
 
     def start(self) -> TransferHandle:
-        """Starts to move what the source holds now. All ranks of the group call, at the same point.
+        """Starts to move what the source holds now. All ranks of the group call, at the same point, and wait for each
+        other to come.
 
         Sources must not be written to before ``source_free.wait()``, and the destination is complete after ``wait()``.
         What was started or received before is completed first.
+
+        Raises:
+            ValueError: on all ranks, with nothing moved: a tensor that was passed has another layout, dtype or device
+                than when the transfer was planned, or is one that its module no longer has.
+            RuntimeError: other ranks did not come in time.
         """
         failure = self._complete_all("start")
+        self._renew()
         front = self._destination()
         if self._stages:
-            if self._copy is None or not self._copy.is_current():
+            if self._copy is None or self._copy.places != places_of(front):
                 self._copy = SecondCopy(front)
             run = self._batch.start(self._copy.tensors)
         else:
             run = self._batch.start(front)
             self._mark_given(range(len(front)))
-        self._under_way = TransferHandle(self, run, failure)
+        self._under_way = TransferHandle(self, run, failure, places_of(front))
         return self._under_way
 
     def receive(self) -> Receiving:
@@ -243,7 +256,9 @@ class Transfer:
         """
         if self._stages:
             raise ValueError("receive: the transfer has staging='double'; allowed is start() there")
-        tensors = self._receive(self._complete_all("receive"))
+        failure = self._complete_all("receive")
+        self._renew()
+        tensors = self._receive(failure)
         next(tensors)  # starts the first groups; from here on it is closed as every other place is
         receiving = Receiving(tensors)
         self._receiving = weakref.ref(receiving)
@@ -259,10 +274,7 @@ class Transfer:
             raise ValueError("swap: the transfer has no second copy; allowed with staging='double', after start()")
         if self._under_way is not None and not self._under_way.is_waited_for:
             raise RuntimeError("swap: the last transfer has not been waited for; allowed after its wait(swap=False)")
-        if not self._copy.is_current():
-            raise RuntimeError(
-                "swap: tensors of the destination were given other storages; allowed after the next start()"
-            )
+        self._check_places("swap", self._copy.places)
         self._copy.exchange()
         torch.autograd.graph.increment_version(self._destination())
         self._mark_given(range(len(self._made.names)))
@@ -282,13 +294,32 @@ class Transfer:
         return explaining.explain(self._batch.batch, self._made.names, table, limit)
 
     def _destination(self) -> list[torch.Tensor]:
-        if self._front is None:
-            self._front = [self._local(i) for i in range(len(self._made.names))]
-        return self._front
+        """Returns this rank's tensors of all destinations. Those made here are kept."""
+        found = map(self._made.destination, range(len(self._made.names)))
+        return [one if one is not None else self._made_here(number) for number, one in enumerate(found)]
+
+    def _made_here(self, number: int) -> torch.Tensor:
+        if number not in self._own:
+            self._own[number] = self._local(number)
+        return self._own[number]
+
+    def _check_places(self, by: str, places: list[Place]) -> None:
+        """Raises RuntimeError where this rank's destination is not where the last transfer took it to be."""
+        if self._made.tensors.destination.renew() or places_of(self._destination()) != places:
+            raise RuntimeError(
+                f"{by}: tensors of the destination were given other storages; allowed after the next start()"
+            )
+
+    def _renew(self) -> None:
+        """Reads the tensors that ranks passed again. Raises on all ranks, with nothing sent, if some do not fit."""
+        kept = self._copy.kept if self._copy is not None else {}
+        problems: list[str] = []
+        found = checked(lambda: self._made.tensors.renew(kept), problems, groups.rank_in_meshes(self._group.get()), [])
+        self._made.starts.agree([*problems, *found])
 
     def _mark_given(self, numbers: range) -> None:
         """Lets autograd know that given tensors are written to. A DTensor and its local tensor count apart."""
-        found = (self._made.given.get(self._made.names[number]) for number in numbers)
+        found = (self._made.tensors.destination.given.get(self._made.names[number]) for number in numbers)
         values = [given.value for given in found if given is not None and given.value is not None]
         torch.autograd.graph.increment_version(values)
 
@@ -296,14 +327,13 @@ class Transfer:
         """Returns this rank's tensor of a destination, made here if none was passed."""
         made = self._made
         layout = made.destinations[number]
-        given = made.given.get(made.names[number])
-        if given is not None and given.local is not None and made.has_part(number):
-            return given.local
+        if (given := made.destination(number)) is not None:
+            return given
         shape = layout.local_shape(made.rank) if made.has_part(number) else (0,)
         return torch.empty(shape, dtype=getattr(torch, layout.dtype), device=made.device)
 
     def _value(self, name: str, local: torch.Tensor) -> Any:
-        given = self._made.given.get(name)
+        given = self._made.tensors.destination.given.get(name)
         return local if given is None or given.value is None else given.value
 
     def _plan(self, destinations: range, buckets: int, first_turn: int = 0) -> BoundBatch:

@@ -1,0 +1,282 @@
+"""The tensors that this rank passes to a transfer, as they are at each start.
+
+A module may get other tensors after a transfer was planned: `model.to()` gives a DTensor another local tensor,
+`load_state_dict(assign=True)` gives a module another parameter. Each start reads the tensors again:
+
+    a DTensor                        its local tensor
+    a function                       the state dict that it returns
+    a weight under sw.fully_shard    the parameter that its module has (`owners`)
+
+Two checks find tensors that no module has any more. Hooks on modules see a parameter replaced, and a storage that
+others had when the transfer was planned is stale once the transfer alone has it: nobody can write to it or read it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from .. import _planner
+from .declared import Given, Reader
+
+_REMEDY = (
+    "allowed is to plan the transfer again, or to pass a function that returns the state dict at each start, such as "
+    "model.state_dict"
+)
+_STALE = (
+    "other tensors had this memory when the transfer was planned, and none has it now: a model got other parameters, "
+    f"as by model.to() or load_state_dict(assign=True), or is gone; {_REMEDY}"
+)
+
+
+class Owner(Protocol):
+    """A weight whose module may get another parameter."""
+
+    @property
+    def current(self) -> nn.Parameter:
+        """The DTensor that the module has now."""
+        ...
+
+
+owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+
+# Storage, offset, sizes and strides.
+Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+_Overlaps = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], list[str]]  # of what is read and written
+
+
+class Passed:
+    """This rank's tensors of one side of a transfer, by name. `layouts` are those of the tensors that move."""
+
+    def __init__(
+        self,
+        side: str,
+        given: dict[str, Given],
+        layouts: Mapping[str, _planner.Layout],
+        reader: Reader,
+        again: Callable[[], dict[str, Given]] | None,
+        device: torch.device,
+    ) -> None:
+        self.given = given
+        self._side = side
+        self._layouts = layouts
+        self._reader = reader
+        self._again = again
+        self._device = device
+        self._owners: dict[str, weakref.ref[Owner]] = {}
+        self._storages = {storage_of(one.plain) for _, one in self.moving()}
+        # Modules that got another tensor for one with a storage, by that storage, the module's id and its name there.
+        self._replaced: dict[tuple[int, int, str], weakref.ref[nn.Module]] = {}
+        if again is None:
+            owned = {place_of(owner.current): owner for owner in owners}
+            found = ((name, owned.get(place_of(one.plain))) for name, one in self.moving())
+            self._owners = {name: weakref.ref(owner) for name, owner in found if owner is not None}
+            _watch(self)
+
+    def moving(self) -> Iterator[tuple[str, Given]]:
+        """Yields the tensors that move to or from this rank, with their names."""
+        for name in self._layouts:
+            one = self.given.get(name)
+            if one is not None and one.local is not None:
+                yield name, one
+
+    def renew(self) -> list[str]:
+        """Reads the tensors again. Returns what is wrong."""
+        problems: list[str] = []
+        again = None
+        if self._again is not None:
+            again, problems = self._read_again()
+        for name, old in list(self.moving()):
+            try:
+                now = self._now(name, old, again)
+                self._check(name, old, now)
+            except ValueError as error:
+                problems.append(self.said(name, str(error)))
+                continue
+            self.given[name] = now
+        self._storages = {storage_of(one.plain) for _, one in self.moving()}
+        return problems
+
+    def said(self, name: str, what: str) -> str:
+        return self._reader.said(self._side, name, what)
+
+    def _read_again(self) -> tuple[dict[str, Given], list[str]]:
+        assert self._again is not None
+        self._reader.problems.clear()
+        again = self._again()
+        problems = list(self._reader.problems)
+        names = {name for name, _ in self.moving()}
+        lost, new = (sorted(those) for those in (names - again.keys(), again.keys() - self.given.keys()))
+        for those, what in ((lost, "lacks it now, and had it"), (new, "has it now, and had it not")):
+            said = f"the state dict {what} when the transfer was planned; allowed is to plan the transfer again"
+            problems += [] if problems else [self.said(name, said) for name in those]
+        return again, problems
+
+    def _now(self, name: str, old: Given, again: dict[str, Given] | None) -> Given:
+        if again is not None:
+            return again.get(name, old)
+        value = old.value
+        reference = self._owners.get(name)
+        owner = None if reference is None else reference()
+        if owner is not None:
+            current = owner.current
+            if not isinstance(current, DTensor):
+                raise ValueError(f"the module has a {type(current).__name__} now, and had a DTensor; {_REMEDY}")
+            if place_of(current) != place_of(old.plain):
+                value = current if isinstance(value, DTensor) else _local(current)
+        now = self._reader.read(value)
+        return now if isinstance(value, DTensor) else now._replace(layout=old.layout)
+
+    def _check(self, name: str, old: Given, now: Given) -> None:
+        """Raises ValueError where a tensor does not fit the plan, or is one that no module has any more."""
+        layout, local = self._layouts[name], now.plain
+        if now.layout != old.layout:
+            raise ValueError(f"is {now.layout}, and was {old.layout} when the transfer was planned; {_REMEDY}")
+        self._reader.check(self._side, now)
+        had, has = (tuple(layout.shape), layout.dtype), (tuple(local.shape), str(local.dtype).removeprefix("torch."))
+        if now.layout is None and had != has:
+            raise ValueError(
+                f"is {has[1]} of shape {has[0]}, and was {had[1]} of shape {had[0]} when planned; {_REMEDY}"
+            )
+        if local.numel() and local.device != self._device:
+            raise ValueError(f"is on {local.device}, and was on {self._device} when planned; {_REMEDY}")
+        if name in self._owners:
+            return
+        storage = storage_of(local)
+        for (watched, _, attribute), reference in self._replaced.items():
+            module = reference()
+            if watched == storage and module is not None and _has_other(module, attribute, storage):
+                attribute = f"{type(module).__name__}.{attribute}"
+                raise ValueError(f"{attribute} is another tensor than when the transfer was planned; {_REMEDY}")
+
+    def note_replaced(self, storage: int, module: nn.Module, name: str) -> None:
+        """Notes that a module gets another tensor for one with this storage."""
+        if storage in self._storages:
+            self._replaced[storage, id(module), name] = weakref.ref(module)
+
+
+class Tensors:
+    """This rank's tensors of both sides."""
+
+    def __init__(self, source: Passed, destination: Passed, overlaps: _Overlaps) -> None:
+        self.source = source
+        self.destination = destination
+        self._overlaps = overlaps
+        self._had_others: dict[int, bool] = {}  # storages, and whether other tensors had them at first
+        self._places = [place_of(one.plain) for _, _, one in self._moving()]
+        self._stale({})
+
+    def renew(self, kept: Mapping[int, int]) -> list[str]:
+        """Reads the tensors again, and returns what is wrong with them.
+
+        Args:
+            kept: the number of tensors that the transfer has besides, by storage.
+        """
+        problems = [*self.source.renew(), *self.destination.renew()]
+        places = [place_of(one.plain) for _, _, one in self._moving()]
+        if places != self._places and not problems:
+            sides = (self.source, self.destination)
+            problems += self._overlaps(*({name: one.plain for name, one in side.moving()} for side in sides))
+            self._places = [] if problems else places
+        return problems or self._stale(kept)
+
+    def _moving(self) -> list[tuple[Passed, str, Given]]:
+        return [(passed, name, one) for passed in (self.source, self.destination) for name, one in passed.moving()]
+
+    def _stale(self, kept: Mapping[int, int]) -> list[str]:
+        """Finds storages that other tensors had, and that the transfer alone has now."""
+        tensors = self._moving()
+        own: dict[int, set[int]] = {}
+        for _, _, one in tensors:
+            own.setdefault(storage_of(one.plain), set()).add(id(one.local))
+        problems = []
+        had_others: dict[int, bool] = {}
+        for passed, name, one in tensors:
+            storage = storage_of(one.plain)
+            has_others = _num_tensors(one.plain) > len(own[storage]) + kept.get(storage, 0)
+            # Only the first look counts: later, the run before may still have tensors of its own.
+            had_others[storage] = self._had_others.get(storage, has_others)
+            if had_others[storage] and not has_others and _is_whole(one) and not isinstance(one.value, nn.Parameter):
+                problems.append(passed.said(name, _STALE))
+        self._had_others = had_others
+        return problems
+
+
+def places_of(tensors: Sequence[torch.Tensor]) -> list[Place]:
+    """Returns where tensors are in memory, without those that have no elements."""
+    return [place_of(one) for one in tensors if one.numel()]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _num_tensors(tensor: torch.Tensor) -> int:
+    """Returns the number of tensors that have the storage."""
+    return _use_count(tensor) - _uses_of_one() + 1
+
+
+def _use_count(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined,no-any-return]
+
+
+@functools.cache
+def _uses_of_one() -> int:
+    return _use_count(torch.empty(1))
+
+
+def _is_whole(one: Given) -> bool:
+    """Returns false for parts of a larger storage, such as rows of a tensor, whose other parts may go without harm."""
+    return isinstance(one.value, DTensor) or one.plain.nbytes == one.plain.untyped_storage().nbytes()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """Returns where the local tensor is in memory."""
+    local = _local(tensor)
+    return storage_of(local), local.storage_offset(), tuple(local.shape), local.stride()
+
+
+# Sides of transfers that exist.
+_watching: weakref.WeakSet[Passed] = weakref.WeakSet()
+_hooks: list[Any] = []
+
+
+def _watch(passed: Passed) -> None:
+    if not _hooks:
+        _hooks.append(register_module_parameter_registration_hook(_note))
+        _hooks.append(register_module_buffer_registration_hook(_note))
+    _watching.add(passed)
+
+
+def _note(module: nn.Module, name: str, new: torch.Tensor | None) -> None:
+    """Called before a module gets a parameter or a buffer."""
+    old = _tensor_of(module, name)
+    if old is None or old is new or not _watching:
+        return
+    for passed in list(_watching):
+        passed.note_replaced(storage_of(_local(old)), module, name)
+
+
+def _tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    found = (tensors.get(name) for tensors in (module._parameters, module._buffers))
+    return next((one for one in found if one is not None), None)
+
+
+def _has_other(module: nn.Module, name: str, storage: int) -> bool:
+    now = _tensor_of(module, name)
+    return now is None or storage_of(_local(now)) != storage
