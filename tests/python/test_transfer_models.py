@@ -1,4 +1,4 @@
-"""Transfers from and to models that change after planning, and on slices of meshes."""
+"""Transfers from and to models that change after planning, on slices of meshes, and with empty parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import meshes
 import oracle
@@ -259,3 +259,40 @@ def test_slices_that_are_no_replicas(pool: Pool) -> None:
         assert "no source is mapped" not in text
     assert "whose mesh has ranks [0, 1]" in said[0][0] and "whose mesh has ranks [1, 2]" in said[0][0]
     assert "slices of a mesh that have equal sizes and no rank in common" in said[0][0]
+
+
+def _parts_without_elements(folder: str) -> None:
+    """The second rank of tp has no column of a matrix with one. FSDP2 gives it a part of shape (0, 0)."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Sequential(nn.Linear(1, 7))
+    parallelize_module(net, mesh["tp"], {"0": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    whole = {"0.weight": torch.arange(7.0).view(7, 1), "0.bias": torch.arange(7.0)}
+    dcp.save(whole, checkpoint_id=folder)
+    serve = {name: sw.Layout(sw.Mesh({"one": 4}), x.shape, ["R"]) for name, x in whole.items()}
+    for fill in (
+        lambda to: sw.transfer(whole, to).start().wait(),
+        lambda to: sw.transfer(whole, to, staging="double").start().wait(),
+        lambda to: list(sw.transfer(whole, to).receive()),
+        lambda to: sw.load_checkpoint(folder, to),
+        lambda to: dcp.load(to, storage_reader=sw.CheckpointReader(folder)),
+    ):
+        with torch.no_grad():
+            for x in net.parameters():
+                x.zero_()
+        to = net.state_dict()
+        fill(to)
+        t = sw.transfer(net.state_dict(), serve)
+        t.start().wait()
+        for name, x in t.tensors.items():
+            assert torch.equal(x, whole[name]), name
+    src = sw.Layout(sw.Mesh({"one": 4}), (2, 4), ["S(0)"])
+    dst = sw.Layout(src.mesh, src.shape, ["S(1)"])
+    local = torch.ones(1, 4) if dist.get_rank() < 2 else torch.ones(0, 0)
+    for out in (None, [torch.zeros(2, 1)]):
+        moved = sw.redistribute_many([(local, src, dst)], out=out)
+        assert isinstance(moved, list) and torch.equal(moved[0], torch.ones(2, 1))
+
+
+def test_empty_parts_have_any_empty_shape(pool: Pool, folder: str) -> None:
+    pool.run(_parts_without_elements, 4, folder)

@@ -271,7 +271,8 @@ class _Given:
                 "(redistribute_local is differentiable)"
             )
         on_mesh = layout.mesh.coordinate(self.rank) is not None
-        if (on_mesh and tuple(given.shape) != shape) or (not on_mesh and given.numel() > 0):
+        is_as_said = tuple(given.shape) == shape or (given.numel() == 0 and 0 in shape)
+        if not is_as_said if on_mesh else given.numel() > 0:
             raise ValueError(f"{name} has shape {tuple(given.shape)} on rank {self.rank}, where {layout} has {shape}")
         if str(given.dtype) != f"torch.{layout.dtype}":
             raise ValueError(f"{name} has dtype {given.dtype}, where {layout} has {layout.dtype}")
@@ -292,8 +293,12 @@ class _Given:
         return next((one for kind in argument_checks.DEVICE_TYPES if (one := kept.get(self.key(kind)))), None)
 
     def source(self, i: int, prepared: _Prepared) -> torch.Tensor | None:
-        """Returns the local part of an item, or None where this rank holds none."""
-        return self.locals[i] if prepared.holds[i] else None
+        """Returns the local part of an item, or None where this rank holds no elements of it."""
+        local = self.locals[i] if prepared.holds[i] else None
+        if local is None or local.numel():
+            return local
+        shape = self.pairs[i][0].local_shape(self.rank)
+        return local if tuple(local.shape) == tuple(shape) else local.new_empty(shape)
 
     def destination(self, i: int, prepared: _Prepared) -> torch.Tensor:
         one = None if self.out is None else self.out[i]

@@ -52,7 +52,8 @@ class SetUp(NamedTuple):
         given = passed.given.get(name)
         if layout.mesh.coordinate(self.rank) is None or given is None or given.local is None:
             return torch.empty(0, dtype=getattr(torch, layout.dtype), device=self.device)
-        return given.local
+        # A part without elements may have another shape than its layout says.
+        return given.local if given.local.numel() else given.local.new_empty(layout.local_shape(self.rank))
 
 
 class Options(NamedTuple):
