@@ -164,13 +164,14 @@ def make_plan(
     kept = planning.pinned(src, dst, backend)
     if kept is not None:
         return kept
+    allowed = None
     if existing_groups_of is not None and not src.mesh.has_same_ranks(dst.mesh):
         plan = plan_over_own_dims(src, dst, backend)
     else:
         allowed = None if existing_groups_of is None else groups.existing(src.mesh, existing_groups_of)
         plan = planning.plan(src, dst, backend=backend, groups=allowed)
     counters.counts.plans += 1
-    note_default_topology(plan)
+    note_default_topology(plan, allowed)
     return plan
 
 
@@ -187,19 +188,34 @@ def plan_over_own_dims(src: _planner.Layout, dst: _planner.Layout, backend: str)
     return planning.plan(src, dst, backend=backend, through=through)
 
 
-def note_default_topology(plan: _planner.Plan) -> None:
-    """Logs once that plans use a default topology, if none was given or measured for a plan that sends data."""
-    if plan.messages_max == 0:
+def note_default_topology(plan: _planner.Plan, allowed: Sequence[Sequence[int]] | None = None) -> None:
+    """Logs once that plans use a default topology, if this plan does and another topology could change it.
+
+    `allowed` are the sets of mesh dims whose groups the plan was allowed to use.
+    """
+    if plan.messages_max == 0 or not (tables.notes_default() and _is_first_rank()):
         return
     given = plan.src.mesh.topology or plan.dst.mesh.topology or tables.current.environment
-    if given is None and tables.measured_topology(plan.backend) is None:
-        tables.note_default(plan.topology, _is_first_rank)
+    if given is not None or tables.measured_topology(plan.backend) is not None:
+        return
+    ends = plan.src, plan.dst
+    plans = [planning.plan(*ends, backend=plan.backend, groups=allowed, topology=extreme) for extreme in _EXTREMES]
+    if len({tuple((step.op, step.mesh_dims, step.after) for step in one.steps) for one in (plan, *plans)}) > 1:
+        tables.note_default(plan.topology)
+
+
+# Links where only the number of messages counts, and where only their bytes do. Predicted times are sums of both, so a
+# plan that is cheapest at both ends is cheapest with every link between them.
+_EXTREMES = (
+    _planner.Topology("latency", 0, 10**9, 1, _planner.Link(10**9, 1), _planner.Link(10**9, 1)),
+    _planner.Topology("bandwidth", 0, 1, 1, _planner.Link(1, 10**9), _planner.Link(1, 10**9)),
+)
 
 
 def note_default_model(model: _planner.GemmModel, device_type: str) -> None:
     """Logs once that products are planned with default times, if this is the default model."""
-    if model == tables.default_gemm_model(device_type):
-        tables.note_default(model.name, _is_first_rank)
+    if model == tables.default_gemm_model(device_type) and _is_first_rank():
+        tables.note_default(model.name)
 
 
 def _is_first_rank() -> bool:

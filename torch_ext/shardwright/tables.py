@@ -54,16 +54,14 @@ def default_gemm_model(device_type: str) -> GemmModel:
     return Lowering.of_device(device_type).default_products
 
 
-def note_default(table: str, speaks: Callable[[], bool]) -> None:
-    """Warns once in this process, if `speaks()`, that choices are made with a default table."""
+def notes_default() -> bool:
+    """Returns whether `note_default` would still log something."""
+    return not _said and _log.isEnabledFor(logging.INFO)
+
+
+def note_default(table: str) -> None:
+    """Logs once in this process that choices are made with a default table."""
     global _said
-    if _said:
-        return
-    _said = True
-    if speaks():
-        _log.warning(
-            "plans and the chunks of products are chosen with %r, a default table that is right only to an order of "
-            "magnitude. Call shardwright.calibrate() once on all ranks, after init_process_group: it takes seconds, "
-            "and later plans use what it measures",
-            table,
-        )
+    if notes_default():
+        _said = True
+        _log.info("plans are chosen with the default table %r; shardwright.calibrate() measures this machine", table)

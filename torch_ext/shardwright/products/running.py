@@ -103,7 +103,6 @@ class Flow:
         where = self._where
         if node.matmul is not None:
             model = self._plan.gemm_model(node.matmul.plan.src.dtype)
-            executables.note_default_topology(node.matmul.plan)
             if self._plan.chooses_schedules and node.matmul.communicates:
                 executables.note_default_model(model, where.device_type)
             return bind(node.matmul.to_text(node.schedule), model, where)
