@@ -83,7 +83,7 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they 
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
     ".": 4735,
-    "attending": 660,
+    "attending": 665,
     "calibration": 550,
     "dtensor": 810,
     "fsdp": 3920,

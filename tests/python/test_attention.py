@@ -380,7 +380,7 @@ def _in_a_context() -> None:
     with sw.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
         assert torch.equal(q, before[0][:, :, _places("zigzag", length)])
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        with pytest.raises(ValueError, match="dropout_p"):
+        with pytest.raises(ValueError, match="dropout_p must be 0, got 0.5"):
             F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     assert all(torch.equal(t, old) for t, old in zip((q, k, v), before, strict=True))
     (whole,) = sw.context_parallel_unshard(mesh, [out], [2], size=length)

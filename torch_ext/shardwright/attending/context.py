@@ -115,8 +115,6 @@ class Attending(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if dropout_p != 0:
-            raise ValueError(f"dropout_p: {dropout_p}; allowed is 0 while the sequence is cut over ranks")
         if attn_mask is not None and not isinstance(attn_mask, AttentionMask):
             raise ValueError(
                 "attn_mask: got a tensor; allowed is an AttentionMask while the sequence is cut over ranks"
@@ -130,6 +128,7 @@ class Attending(TorchFunctionMode):
             key,
             value,
             mask=attn_mask,
+            dropout_p=dropout_p,
             is_causal=is_causal,
             scale=scale,
             enable_gqa=enable_gqa,

@@ -35,6 +35,7 @@ def attention(
     size: int | None = None,
     group: dist.ProcessGroup | None = None,
     layout: Any = None,
+    dropout_p: float = 0.0,
 ) -> Any:
     """Attention over a sequence that is cut over ranks; keys travel while others are attended to.
 
@@ -70,6 +71,7 @@ def attention(
         layout: which places of the sequence each rank holds: None or ``"contiguous"``, ``"zigzag"``, or a placement of
             dim 2, such as `Pieces`, whose parts may be uneven or empty. With DTensors: what their parts hold if it is
             not what their placements say, as after `to_layout`.
+        dropout_p: must be 0. There is no dropout of attention weights.
 
     Returns:
         The result, placed like `q`; with `return_lse` a pair of it and the log-sum-exp. It is differentiable once.
@@ -81,6 +83,7 @@ def attention(
         NotImplementedError: the tensors are on a device without fused attention.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
+    _check_no_dropout(dropout_p)
     asked = ask(is_causal, mask, scale, enable_gqa, method, chunks, save, merge, size, layout)
     q, k, v = _as_autocast(q, k, v)
     call = call_for(asked, (q, k, v), group)
@@ -98,9 +101,10 @@ def explain_attention(
     All ranks that share the sequence call it. Nothing is computed, and no part of the tensors is sent.
     """
     q, k, v = _as_autocast(q, k, v)
-    if unknown := sorted(set(arguments) - {*_DEFAULTS, "return_lse"}):
+    if unknown := sorted(set(arguments) - {*_DEFAULTS, "return_lse", "dropout_p"}):
         raise TypeError(f"explain_attention() got an unexpected keyword argument {unknown[0]!r}")
     arguments.pop("return_lse", None)
+    _check_no_dropout(arguments.pop("dropout_p", 0.0))
     asked = ask(**{**_DEFAULTS, **arguments})
     attention = plan(asked, (q, k, v), group).attention
     return attention.describe(*tables_of(attention, q.device.type))
@@ -162,6 +166,14 @@ def ask(
         None if size is None else argument_values.integer(size, "size"),
         layout,
     )
+
+
+def _check_no_dropout(dropout_p: Any) -> None:
+    if dropout_p != 0:
+        raise ValueError(
+            f"dropout_p must be 0, got {dropout_p!r}: attention over ranks has no dropout of attention weights; apply "
+            "torch.nn.functional.dropout to the result, or set dropout_p=0 in the attention layers"
+        )
 
 
 def check_method(method: Any) -> None:
