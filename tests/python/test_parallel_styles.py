@@ -271,3 +271,25 @@ def _keeps_what_modules_have() -> None:
 @pytest.mark.cpu_only("autocast is per kind of device")
 def test_modules_under_our_styles(pool: Pool) -> None:
     pool.run(_keeps_what_modules_have, WORLD)
+
+
+def _uneven_features(local: bool) -> None:
+    """A hidden size of 5 on 4 ranks: 2, 2, 1 and none. Plain tensors between the layers do not say so."""
+    mesh = get_mesh((WORLD,))
+    torch.manual_seed(5)
+    whole = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4))
+    x = torch.randn(2, 3, 4)
+    styles = {"0": sw_parallel.ColwiseParallel(use_local_output=local), "2": sw_parallel.RowwiseParallel()}
+    cut = parallelize_module(copy.deepcopy(whole), mesh, styles)
+    expected, found = whole(x), cut(x)
+    torch.testing.assert_close(found, expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
+        torch.testing.assert_close(_full(other.grad), one.grad)
+    torch.testing.assert_close(torch.compile(cut, backend="aot_eager")(x), expected)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_row_parallel_layers_know_their_features(pool: Pool, local: bool) -> None:
+    pool.run(_uneven_features, WORLD, local)

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.tensor.parallel as torch_parallel
 from torch import nn
+from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_module
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module
 
 from .attending.context import Attending
 from .products import tensors
@@ -136,9 +137,25 @@ def _annotate(
     x = inputs[0]
     if isinstance(x, DTensor):
         return x
-    annotated = DTensor.from_local(x, device_mesh, layouts, run_check=False)
+    annotated = DTensor.from_local(x, device_mesh, layouts, run_check=False, **_uneven(module, x, layouts, device_mesh))
     annotated._shardwright_given = x
     return annotated
+
+
+def _uneven(
+    module: nn.Module, x: torch.Tensor, layouts: tuple[Placement, ...], device_mesh: DeviceMesh
+) -> dict[str, Any]:
+    """Returns the shape and strides of the whole tensor where `from_local`, which assumes even cuts, would be wrong.
+
+    Only the features can be cut so: their number is known from the weight. It decides alike on all ranks.
+    """
+    features = module.weight.shape[1]  # type: ignore[union-attr, index]
+    (layout,) = layouts
+    is_cut = x.ndim > 0 and isinstance(layout, Shard) and layout.dim in (-1, x.ndim - 1)
+    if not is_cut or features % device_mesh.size() == 0:  # type: ignore[operator]
+        return {}
+    shape = torch.Size([*x.shape[:-1], features])  # type: ignore[list-item]
+    return {"shape": shape, "stride": make_contiguous_strides_for(shape)}
 
 
 def _forward(module: nn.Linear, x: DTensor) -> DTensor:
