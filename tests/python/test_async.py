@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import time
 from collections.abc import Sequence
 
@@ -187,6 +190,34 @@ def _dropped() -> None:
 @pytest.mark.cpu_only("on streams nobody waits on the host")
 def test_whoever_drops_a_work_does_not_wait(pool: Pool) -> None:
     pool.run(_dropped, WORLD)
+
+
+def _saved(given: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(given, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+def _copies_of_what_is_under_way() -> None:
+    mesh = get_mesh((WORLD,))
+    tensor = oracle.global_tensor((64, 64), torch.float32, seed=11)
+    local = dtensors.my_local(tensor, mesh, ["S(0)"])
+    for copied in (copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given)), _saved):
+        for of_part in (True, False):
+            dist.barrier()
+            if mesh.get_rank() == WORLD - 1:
+                time.sleep(0.05)
+            with sw.enabled(strict=True):
+                source = dtensors.wrap(local, mesh, tensor.shape, ["S(0)"])
+                moved = source.redistribute(mesh, dtensors.to_placements(["R"]), async_op=True)
+            result = copied(moved._local_tensor) if of_part else copied(moved)._local_tensor
+            assert type(result) is torch.Tensor and torch.equal(result, tensor), copied
+
+
+@pytest.mark.cpu_only("copies are pickled on the host")
+def test_copies_wait(pool: Pool) -> None:
+    pool.run(_copies_of_what_is_under_way, WORLD)
 
 
 def _backward(shape: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from . import _planner, _runtime, checking, counters, groups, planning, tables, watching
+from . import _planner, _runtime, checking, counters, groups, pickling, planning, tables, watching
 from ._planner import PlanningTables
 from .topology import tables_now
 
@@ -367,6 +367,7 @@ def _start(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor
 
     return AsyncCollectiveTensor(output)
 
+    pickling.wait_before(AsyncCollectiveTensor)
 
 def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor | None:
     """Cuts a local tensor, or pads it with zeros, to the shape of its layout on this rank. Returns None if it fits.

@@ -7,6 +7,7 @@ them out too.
 
 from __future__ import annotations
 
+import copy
 import copyreg
 from typing import Any
 
@@ -54,3 +55,19 @@ def register() -> None:
     copyreg.pickle(_planner.Link, _link)
     copyreg.pickle(_planner.Topology, _topology)
     copyreg.pickle(_planner.Plan, _plan)
+
+
+def wait_before(kind: Any) -> None:
+    """Makes pickle, `torch.save` and `copy.deepcopy` wait for asynchronous results of this class.
+
+    PyTorch's class has no such methods, so the memory would be read while data still arrives.
+    """
+    if "__reduce_ex__" not in vars(kind):
+        kind.__reduce_ex__ = lambda self, protocol: _arrived(self).__reduce_ex__(protocol)
+        kind.__deepcopy__ = lambda self, memo: copy.deepcopy(_arrived(self), memo)
+
+
+def _arrived(result: Any) -> Any:
+    """Returns the plain tensor of an asynchronous result, once its data is there."""
+    tensor = result.wait().detach()
+    return tensor.requires_grad_() if result.requires_grad else tensor
