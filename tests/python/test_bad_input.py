@@ -163,9 +163,9 @@ def _dtensor_calls() -> None:
         _refused(lambda: x.redistribute(mesh, [Shard(5)]), "5")
         # A local tensor of other dims than the DTensor says; one of other sizes is taken (test_masks_and_misfits.py).
         wrong = DTensor.from_local(
-            torch.ones(2, 6, 1), mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 6)), stride=(6, 1)
+            torch.ones(2, 6, 2), mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 6)), stride=(6, 1)
         )
-        _refused(lambda: wrong.redistribute(mesh, [Replicate()]), "[2, 6, 1]", "[2, 6]", "shape")
+        _refused(lambda: wrong.redistribute(mesh, [Replicate()]), "[2, 6, 2]", "[2, 6]", "shape")
         assert x.redistribute(mesh, [Replicate()]).to_local().shape == (8, 6)
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -166,7 +167,8 @@ _AS_SAID = "as its layout says"
 
 def _judge(executable: _runtime.Executable, local: torch.Tensor) -> str:
     expected, dtype = tuple(executable.input_shape), executable.signature["dtype"]
-    if tuple(local.shape) == expected and str(local.dtype) == f"torch.{dtype}":
+    has_shape = tuple(local.shape) == expected or differs_in_ones(local, expected)
+    if has_shape and str(local.dtype) == f"torch.{dtype}":
         return _AS_SAID
     return f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)} where its layout has {dtype}{list(expected)}"
 
@@ -225,3 +227,11 @@ def _by_value(field: str, said: dict[int, dict[str, str]]) -> str:
 def _text(ranks: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"({shown}, ... {len(ranks)} in all)" if len(ranks) > 8 else f"({shown})"
+
+
+def differs_in_ones(local: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Returns whether a part has another number of dims than its layout, but only dims of one element more or fewer.
+
+    torch 2.15 ends the product of a vector and a matrix with an in-place squeeze that changes the part alone.
+    """
+    return local.dim() != len(shape) and [n for n in local.shape if n != 1] == [n for n in shape if n != 1]

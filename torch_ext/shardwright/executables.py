@@ -351,12 +351,14 @@ def _run(
     try:
         return _start(executable, local) if async_op else executable.run(local)
     except ValueError:  # raised before anything was sent
-        fitted = _fitted(executable, local)
+        squeezed = checking.differs_in_ones(local, executable.input_shape)
+        fitted = local.reshape(executable.input_shape) if squeezed else _fitted(executable, local)
         if fitted is None:
             raise
         if executable.is_identity:
             return local
-        return _start(executable, fitted) if async_op else executable.run(fitted)
+        result = _start(executable, fitted) if async_op else executable.run(fitted)
+        return result.view(local.shape) if squeezed and result.shape == fitted.shape else result
 
 
 def _start(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor:
@@ -365,9 +367,9 @@ def _start(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor
         return output
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+    pickling.wait_before(AsyncCollectiveTensor)
     return AsyncCollectiveTensor(output)
 
-    pickling.wait_before(AsyncCollectiveTensor)
 
 def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor | None:
     """Cuts a local tensor, or pads it with zeros, to the shape of its layout on this rank. Returns None if it fits.
