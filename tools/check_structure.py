@@ -85,7 +85,7 @@ MAX_CODE_LINES = {
     ".": 4770,
     "attending": 665,
     "calibration": 550,
-    "dtensor": 810,
+    "dtensor": 830,
     "fsdp": 3920,
     "graphs": 200,
     "mapping": 770,

@@ -173,6 +173,36 @@ def test_dtensor(pool: Pool) -> None:
     pool.run(_dtensor_calls, 4)
 
 
+UNREDUCIBLE = [(torch.float8_e4m3fn, "sum"), (torch.uint16, "max"), (torch.uint32, "sum"), (torch.uint64, "sum")]
+UNREDUCIBLE += [(torch.complex32, "sum"), (torch.int64, "avg")]
+
+
+def _unreducible() -> None:
+    mesh = get_mesh((2,))
+    for dtype, op in UNREDUCIBLE:
+        local = torch.ones(4, dtype=torch.float32).to(dtype)
+        x = DTensor.from_local(local, mesh, [Partial(op)], run_check=False)
+        named = str(dtype).removeprefix("torch."), op
+        with sw.enabled(), sw.wire_meter() as meter:
+            for call in (
+                lambda x=x: x.redistribute(mesh, [Replicate()]),
+                lambda x=x: x.redistribute(mesh, [Shard(0)], async_op=True),
+                lambda x=x: x.full_tensor(),
+            ):
+                _refused(call, "dtype must be", "gloo", *named)
+            kept = x.redistribute(mesh, [Partial(op)]).to_local()
+            assert torch.equal(kept.view(torch.uint8), local.view(torch.uint8))
+        assert meter.sent_bytes == 0
+        _refused(lambda x=x: sw.redistribute(x, [Replicate()]), "gloo", *named)
+        empty = torch.empty_like(local)
+        _refused(lambda x=x, empty=empty: sw.transfer({"x": x}, {"x": empty}), *named)
+        _refused(lambda dtype=dtype, op=op: _layout([f"P({op})", "R"], dtype=dtype), *named)
+
+
+def test_pending_values_that_nobody_reduces(pool: Pool) -> None:
+    pool.run(_unreducible, 2)
+
+
 def _without_process_group() -> None:
     mesh = sw.Mesh({"a": 1})
     src, dst = sw.Layout(mesh, (4,), ["S(0)"]), sw.Layout(mesh, (4,), ["R"])

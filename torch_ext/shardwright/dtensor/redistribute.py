@@ -14,6 +14,7 @@ import torch
 import torch.distributed.tensor._redistribute as torch_redistribute
 from torch._guards import CompileContext
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
+from torch.distributed.tensor import Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import assert_no_mixed_partial_types
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -24,7 +25,7 @@ from .. import _runtime, counters, executables, groups
 from ..argument_checks import DEVICE_TYPES
 from ..executables import Refusal
 from ..graphs import plans
-from ..layout import Layout
+from ..layout import Layout, Mesh
 from ..plain_tensors import redistribute_local
 from ..planning import Plan
 from . import masks
@@ -285,9 +286,36 @@ def _plan(asked: _Asked, shape: Sequence[int]) -> Plan | Refusal:
         return Refusal(counters.cause_of(error), str(error))
 
 
+        _check_reducible(asked, error)
 def _recorded(asked: _Asked, executable: _runtime.Executable) -> contextlib.AbstractContextManager[Any]:
     """Records the redistribute with DebugMode, as PyTorch's own function does."""
     debug_mode = get_active_debug_mode()
+def _check_reducible(asked: _Asked, why: ValueError) -> None:
+    """Raises `why` on all ranks if it says that pending values of this dtype cannot be reduced, and the backend's own
+    collectives cannot do it either. PyTorch's path would fail there while ranks wait for each other."""
+    lowering = executables.lowering(asked.local.device.type, None)
+    if lowering.name != "gloo":
+        return
+    dtype, mesh = asked.local.dtype, asked.current.mesh
+    for mesh_dim, (source, target) in enumerate(zip(asked.current.placements, asked.target.placements, strict=True)):
+        if not source.is_partial() or source == target or mesh.size(mesh_dim) == 1:
+            continue
+        if not _is_reducible(source, dtype) and any(_is_reducible(source, one) for one in (torch.float32, torch.int32)):
+            raise ValueError(
+                f"dtype must be one that {lowering.name} reduces with {source}, got {dtype}; redistribute "
+                f"{tuple(asked.current.placements)} after .to() of such a dtype: {why}"
+            )
+
+
+@functools.cache
+def _is_reducible(placement: Placement, dtype: torch.dtype) -> bool:
+    try:
+        Layout(Mesh({"ranks": 2}), (2,), [placement], dtype)
+    except ValueError:
+        return False
+    return True
+
+
     if debug_mode is None:
         return contextlib.nullcontext()
     ends = asked.current.placements, asked.target.placements
