@@ -159,3 +159,44 @@ def _cut_and_filled() -> int:
 
 def test_misfits_are_counted(pool: Pool) -> None:
     assert pool.run(_cut_and_filled, WORLD) == [0, 2, 2, 0]
+
+
+def _products_of_a_vector() -> None:
+    """torch 2.15 ends them with `squeeze_(0)` of the part alone: it has shape (3,) where the DTensor says (1, 3)."""
+    mesh = get_mesh((WORLD,))
+    x, w = torch.arange(8.0), torch.arange(24.0).view(3, 8)
+    cut, columns = (distribute_tensor(t, mesh, [Shard(t.ndim - 1)], src_data_rank=None) for t in (x, w))
+    expected = x @ w.t()
+    for run in (lambda: torch.nn.functional.linear(cut, columns), lambda: cut @ columns.t()):
+        for checks in (False, True):
+            sw.check_ranks(checks)
+            try:
+                with sw.enabled(strict=True):
+                    y = run()
+                    assert torch.equal(y.full_tensor(), expected)
+                    assert torch.equal((y + 1).to_local(), expected + 1)
+                    assert torch.equal(y.redistribute(mesh, [Replicate()], async_op=True).to_local() + 0, expected)
+                    pieces = y.redistribute(mesh, [Shard(y.ndim - 1)])
+                    assert torch.equal(pieces.full_tensor().flatten(), expected)
+            finally:
+                sw.check_ranks(False)
+
+
+def test_products_of_a_vector(pool: Pool) -> None:
+    pool.run(_products_of_a_vector, WORLD)
+
+
+def _sparse() -> None:
+    mesh = get_mesh((WORLD, 1))
+    dense = DTensor.from_local(torch.eye(4), mesh, [Replicate(), Shard(0)], run_check=False)
+    sparse = DTensor(torch.eye(4).to_sparse(), dense._spec, requires_grad=False)  # type: ignore[call-arg]
+    with sw.enabled():
+        for _ in range(2):
+            dense.redistribute(mesh, [Replicate(), Replicate()])  # its executable is cached under the same specs
+            sw.reset_stats()
+            assert sparse.redistribute(mesh, [Replicate(), Replicate()])._local_tensor.layout is torch.sparse_coo
+            assert sw.stats()["fallback_reasons"] == {"local tensor is torch.sparse_coo": 1}
+
+
+def test_sparse_parts_go_to_pytorch(pool: Pool) -> None:
+    pool.run(_sparse, WORLD)

@@ -64,7 +64,8 @@ def redistribute_local_tensor(
     """Does what PyTorch's function of this name does, with a plan of shardwright."""
     original = _original or torch_redistribute.redistribute_local_tensor
     mode = deciding()
-    is_plain = mode.on and type(local_tensor) is torch.Tensor and _runtime.nothing_watches(True)
+    is_plain = mode.on and type(local_tensor) is torch.Tensor and local_tensor.layout is torch.strided
+    is_plain = is_plain and _runtime.nothing_watches(True)
     if is_plain and not _autograd_looks(local_tensor):
         known = _direct.get(_key(local_tensor, current_spec, target_spec, mode))
         if known is not None:
@@ -138,6 +139,8 @@ def _by_plan(asked: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
     local, current, target, mode, async_op, _ = asked
     if not is_traced and type(local) not in (torch.Tensor, torch.nn.Parameter):
         return Refusal(f"local tensor is a {type(local).__name__}")
+    if local.layout is not torch.strided or local.is_nested:
+        return Refusal(f"local tensor is {'nested' if local.is_nested else local.layout}")
     if local.device.type not in DEVICE_TYPES:
         return Refusal(f"device {local.device.type}")
     if current.tensor_meta is None:
@@ -283,13 +286,10 @@ def _plan(asked: _Asked, shape: Sequence[int]) -> Plan | Refusal:
     try:
         return executables.make_plan(*asked.layouts(shape), device_type, existing_groups_of=existing)
     except ValueError as error:
+        _check_reducible(asked, error)
         return Refusal(counters.cause_of(error), str(error))
 
 
-        _check_reducible(asked, error)
-def _recorded(asked: _Asked, executable: _runtime.Executable) -> contextlib.AbstractContextManager[Any]:
-    """Records the redistribute with DebugMode, as PyTorch's own function does."""
-    debug_mode = get_active_debug_mode()
 def _check_reducible(asked: _Asked, why: ValueError) -> None:
     """Raises `why` on all ranks if it says that pending values of this dtype cannot be reduced, and the backend's own
     collectives cannot do it either. PyTorch's path would fail there while ranks wait for each other."""
@@ -316,6 +316,9 @@ def _is_reducible(placement: Placement, dtype: torch.dtype) -> bool:
     return True
 
 
+def _recorded(asked: _Asked, executable: _runtime.Executable) -> contextlib.AbstractContextManager[Any]:
+    """Records the redistribute with DebugMode, as PyTorch's own function does."""
+    debug_mode = get_active_debug_mode()
     if debug_mode is None:
         return contextlib.nullcontext()
     ends = asked.current.placements, asked.target.placements

@@ -48,6 +48,7 @@ class _Known:
             type(local) is torch.Tensor
             and local.dtype is self.dtype
             and local.device == self.device
+            and local.layout is torch.strided
             and not local.requires_grad
         )
 
