@@ -30,6 +30,7 @@ class _Counts:
 counts = _Counts()
 _reasons: Counter[str] = Counter()
 _view_reasons: Counter[str] = Counter()
+_strided_reasons: Counter[str] = Counter()
 _break_reasons: Counter[str] = Counter()
 _product_reasons: Counter[str] = Counter()
 
@@ -62,8 +63,11 @@ def stats() -> dict[str, Any]:
         ``activations_cut``: activations of which `checkpoint_cut` keeps a part; ``activation_gathers``: those that were
         gathered again.
         ``views``: views, and products of what they cut in strides, that DTensor does by our rules and moves nothing
-        for; ``view_fallbacks``: views that are left to PyTorch; ``view_fallback_reasons`` counts them by reason. All
-        three count an operator once for each of its placements and sizes, because DTensor keeps the answer.
+        for; ``view_fallbacks``: views that are left to PyTorch; ``view_fallback_reasons`` counts them by reason.
+        ``strided_gathers``: operators whose inputs are gathered while views are on, because they are cut in strides and
+        neither our rules nor PyTorch's are known to be right for that; ``strided_gather_reasons`` counts them by
+        operator. All of these count an operator once for each of its placements and sizes, because DTensor keeps the
+        answer.
         ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the cache that `plan` uses.
         ``bytes``: bytes that this rank received from others.
         ``peer_bytes``: bytes of these that were copied from peers' memory, if `prepare` made arenas for that; replays
@@ -95,6 +99,8 @@ def stats() -> dict[str, Any]:
         "views": counts.views,
         "view_fallbacks": sum(_view_reasons.values()),
         "view_fallback_reasons": dict(_view_reasons),
+        "strided_gathers": sum(_strided_reasons.values()),
+        "strided_gather_reasons": dict(_strided_reasons),
         "plans": counts.plans,
         "cache_hits": counts.cache_hits,
         "plan_cache_hits": planned["hits"],
@@ -112,6 +118,7 @@ def reset_stats() -> None:
     counts.__init__()  # type: ignore[misc]
     _reasons.clear()
     _view_reasons.clear()
+    _strided_reasons.clear()
     _break_reasons.clear()
     _product_reasons.clear()
     _runtime.reset_counters()
@@ -130,6 +137,13 @@ def count_view_fallback(reason: str, example: str = "") -> None:
     _view_reasons[reason] += 1
     if _view_reasons[reason] == 1:
         _log.info("view is left to PyTorch: %s", example or reason)
+
+
+def count_strided_gather(operator: str) -> None:
+    """Counts an operator whose inputs are gathered because they are cut in strides. Logs the first one of each."""
+    _strided_reasons[operator] += 1
+    if _strided_reasons[operator] == 1:
+        _log.info("inputs cut in strides are gathered for %s", operator)
 
 
 def count_product_fallback(reason: str) -> None:

@@ -13,19 +13,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from .. import _planner, _runtime, counters
 from ..dtensor.specs import is_strided, layout_of_spec, spec_of_layout
 from ..graphs import plans
-from . import literal
+from . import literal, strided
+from .strided import cut_along, is_cut, meta_of, of_local_shape, source, spec_like
 
 aten = torch.ops.aten
 
@@ -42,6 +41,7 @@ def install() -> None:
         dispatcher: Any = DTensor._op_dispatcher
         dispatcher.redistribute_local_args = _viewable(dispatcher.redistribute_local_args)
         literal.install()
+        strided.install()
 
 
 def uninstall() -> None:
@@ -50,6 +50,7 @@ def uninstall() -> None:
         propagator = DTensor._op_dispatcher.sharding_propagator
         _original = None
         literal.uninstall()
+        strided.uninstall()
         del DTensor._op_dispatcher.redistribute_local_args
         del propagator.propagate_op_sharding_non_cached  # the method of its class is back
         _use(None)
@@ -97,15 +98,14 @@ def _propagate(schema: OpSchema) -> OutputSharding:
         return _literal(schema, _original(schema))
     if schema.op in _OF_OTHERS:
         raise NotImplementedError(f"{schema.op} is made of other operators")
-    rule = _RULES.get(schema.op)
-    tags = schema.op.tags
-    if rule is None and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
-        rule = _pointwise
+    rule = _RULES.get(schema.op) or (_pointwise if strided.is_pointwise(schema.op) else None)
     ours = rule(schema) if rule is not None else None
-    if ours is None:
+    if ours is not None:
+        counters.counts.views += 1
+        return ours
+    if not strided.has_any(schema) or strided.may_ask(schema) or strided.is_of_lists(schema):
         return _literal(schema, _by_torch(schema))
-    counters.counts.views += 1
-    return ours
+    return strided.gathered(schema, _by_torch)
 
 
 def _by_torch(schema: OpSchema) -> OutputSharding:
@@ -138,25 +138,8 @@ def _literal(schema: OpSchema, result: OutputSharding) -> OutputSharding:
     return result
 
 
-def _source(schema: OpSchema, or_empty: bool = False) -> DTensorSpec | None:
-    """The spec of the first argument, if something cuts it, or with `or_empty` if it has no elements."""
-    spec = schema.args_schema[0]
-    if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
-        return None
-    is_ours = any(_is_cut(placement) for placement in spec.placements) or (or_empty and 0 in spec.shape)
-    return spec if is_ours else None
-
-
-def _is_cut(placement: Placement) -> bool:
-    return isinstance(placement, Shard | _StridedShard)
-
-
-def _meta(schema: OpSchema) -> Any:
-    return DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached(schema)
-
-
 def _view(schema: OpSchema) -> OutputSharding | None:
-    spec = _source(schema, or_empty=True)  # PyTorch's rule does not return for some tensors without elements
+    spec = source(schema, or_empty=True)  # PyTorch's rule does not return for some tensors without elements
     if spec is None:
         return None
     shape: Any = schema.args_schema[1]
@@ -172,10 +155,9 @@ def _view(schema: OpSchema) -> OutputSharding | None:
         return None
     if isinstance(seen, str):
         return _moved_by_torch(schema, spec, layout, shape, seen)
-    target = spec_of_layout(seen, spec, _meta(schema))
+    target = spec_of_layout(seen, spec, meta_of(schema))
     assert target is not None
-    local = OpSchema(schema.op, (spec, seen.local_shape(dist.get_rank())), schema.kwargs_schema)
-    return OutputSharding(target, local, needs_redistribute=True, use_val_from_redistribute_schema=True)
+    return of_local_shape(schema, spec, target)
 
 
 def _moved_by_torch(
@@ -203,13 +185,13 @@ def _reordered(dims_of: Callable[..., Sequence[int]]) -> _Rule:
     """PyTorch's rules are right unless something is cut in strides."""
 
     def rule(schema: OpSchema) -> OutputSharding | None:
-        spec = _source(schema)
+        spec = source(schema)
         if spec is None or not is_strided(spec) or plans.is_symbolic(spec.shape):
             return None
         assert spec.tensor_meta is not None
         dims = dims_of(spec.ndim, *schema.args_schema[1:])
         layout = layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype).permute(dims)
-        target = spec_of_layout(layout, spec, _meta(schema))
+        target = spec_of_layout(layout, spec, meta_of(schema))
         return None if target is None else OutputSharding(target)
 
     return rule
@@ -222,27 +204,14 @@ def _swapped(ndim: int, a: int, b: int) -> list[int]:
 
 
 def _unsqueezed(schema: OpSchema) -> OutputSharding | None:
-    spec = _source(schema)
+    spec = source(schema)
     if spec is None or not is_strided(spec):
         return None
-    meta: Any = _meta(schema)
+    meta: Any = meta_of(schema)
     dim: Any = schema.args_schema[1]
     at = dim + len(meta.shape) if dim < 0 else dim
-    moved = tuple(_on(p, p.dim + (p.dim >= at)) if _is_cut(p) else p for p in spec.placements)
-    return OutputSharding(_like(spec, moved, meta))
-
-
-def _on(placement: Any, dim: int) -> Placement:
-    """Returns the same cut of another tensor dim."""
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(dim, split_factor=placement.split_factor)
-    return Shard(dim)
-
-
-def _like(spec: DTensorSpec, placements: Sequence[Placement], meta: Any) -> DTensorSpec:
-    strided = any(isinstance(placement, _StridedShard) for placement in placements)
-    is_order = strided and spec.use_strided_shard_as_shard_order
-    return DTensorSpec(spec.mesh, tuple(placements), meta, use_strided_shard_as_shard_order=is_order)
+    moved = tuple(cut_along(p, p.dim + (p.dim >= at)) if is_cut(p) else p for p in spec.placements)
+    return OutputSharding(spec_like(spec, moved, meta))
 
 
 def _is_plain(spec: DTensorSpec) -> bool:
@@ -272,10 +241,10 @@ def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
                 return None
             placements.append(out)
         strided = next(spec for spec in specs if is_strided(spec))
-        result = _like(strided, placements, _meta(schema))
+        result = spec_like(strided, placements, meta_of(schema))
         if all(tuple(now) == spec.placements for now, spec in zip(operands, (lhs, rhs), strict=True)):
             return OutputSharding(result)
-        cut = [_like(strided, now, spec.tensor_meta) for now, spec in zip(operands, (lhs, rhs), strict=True)]
+        cut = [spec_like(strided, now, spec.tensor_meta) for now, spec in zip(operands, (lhs, rhs), strict=True)]
         first = OpSchema(schema.op, (*bias, *cut, *schema.args_schema[len(specs) :]), schema.kwargs_schema)
         return OutputSharding(result, first, needs_redistribute=True)
 
@@ -290,23 +259,23 @@ def _of_product(
     Of an operand that is whole, a rank takes the part that fits the other. That is changed in `operands`.
     """
     a, b = (placements[mesh_dim] for placements in operands)
-    if not (_is_cut(a) or _is_cut(b)):
+    if not (is_cut(a) or is_cut(b)):
         if a.is_replicate() and b.is_replicate():
             return Replicate()
         is_sum = a.is_partial("sum") and b.is_replicate() or a.is_replicate() and b.is_partial("sum")
         return Partial() if is_sum else None
-    letter = lhs_dims[a.dim] if _is_cut(a) else rhs_dims[b.dim]
-    mine, other, its_dims, its = (a, b, rhs_dims, operands[1]) if _is_cut(a) else (b, a, lhs_dims, operands[0])
+    letter = lhs_dims[a.dim] if is_cut(a) else rhs_dims[b.dim]
+    mine, other, its_dims, its = (a, b, rhs_dims, operands[1]) if is_cut(a) else (b, a, lhs_dims, operands[0])
     if letter not in its_dims:
-        return _on(mine, out_dims.index(letter)) if other.is_replicate() else None
-    needed = _on(mine, its_dims.index(letter))
+        return cut_along(mine, out_dims.index(letter)) if other.is_replicate() else None
+    needed = cut_along(mine, its_dims.index(letter))
     if other != needed:
         # Once a later mesh dim has cut it, what is left is another part.
-        is_whole = not any(_is_cut(one) and one.dim == its_dims.index(letter) for one in its[mesh_dim + 1 :])
+        is_whole = not any(is_cut(one) and one.dim == its_dims.index(letter) for one in its[mesh_dim + 1 :])
         if not other.is_replicate() or not is_whole:
             return None
         its[mesh_dim] = needed
-    return _on(mine, out_dims.index(letter)) if letter in out_dims else Partial()
+    return cut_along(mine, out_dims.index(letter)) if letter in out_dims else Partial()
 
 
 def _pointwise(schema: OpSchema) -> OutputSharding | None:
@@ -323,7 +292,7 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
     flags = {spec.use_strided_shard_as_shard_order for spec in specs if is_strided(spec)}
     if len(flags) > 1 or any(spec.mesh != specs[0].mesh for spec in specs):
         return None
-    meta: Any = _meta(schema)
+    meta: Any = meta_of(schema)
     if not isinstance(meta, TensorMeta):
         return None
     like = next(filter(is_strided, specs), specs[0])
@@ -332,52 +301,65 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
     for mesh_dim in range(like.mesh.ndim):
         given = [spec.placements[mesh_dim] for spec in specs]
         cuts: list[Any] = [
-            _on(p, p.dim + len(meta.shape) - s.ndim) for p, s in zip(given, specs, strict=True) if _is_cut(p)
+            cut_along(p, p.dim + len(meta.shape) - s.ndim) for p, s in zip(given, specs, strict=True) if is_cut(p)
         ]
         out = cuts[0] if cuts else Replicate()
+        if len(specs) == 2 and schema.op in _LINEAR and given[0] == given[1] and given[0].is_partial("sum"):
+            placements.append(given[0])
+            for now in needed:
+                now.append(given[0])
+            continue
+        if schema.is_inplace_op():  # what it writes to stays, and others move
+            out = given[0]
+            if out.is_partial():
+                return None
         for one, spec, now in zip(given, specs, needed, strict=True):
-            wanted = _broadcast_of(out, one, spec, mesh_dim, meta.shape)
+            wanted = _broadcast_of(out, one, spec, mesh_dim, meta.shape, schema.is_inplace_op())
             if wanted is None:
                 return None
             now.append(wanted)
         placements.append(out)
-    keeps_first = not schema.is_inplace_op() or (tuple(needed[0]) == tuple(placements) == specs[0].placements)
-    if not keeps_first:
+    if schema.is_inplace_op() and tuple(needed[0]) != specs[0].placements:
         return None
-    result = _like(like, placements, meta)
+    result = spec_like(like, placements, meta)
     if all(tuple(now) == spec.placements for now, spec in zip(needed, specs, strict=True)):
         return OutputSharding(result)
-    left = iter([_like(like, now, spec.tensor_meta) for now, spec in zip(needed, specs, strict=True)])
+    left = iter([spec_like(like, now, spec.tensor_meta) for now, spec in zip(needed, specs, strict=True)])
     args = tuple(next(left) if isinstance(arg, DTensorSpec) else arg for arg in schema.args_schema)
     return OutputSharding(result, OpSchema(schema.op, args, schema.kwargs_schema), needs_redistribute=True)
 
 
-def _broadcast_of(out: Any, given: Any, spec: DTensorSpec, mesh_dim: int, shape: Sequence[int]) -> Placement | None:
-    """Returns how an operand must be placed for a result that is placed as `out`, or None if that moves something."""
-    if not _is_cut(out):
-        return given if given.is_replicate() else None
-    dim = out.dim - (len(shape) - spec.ndim)
+def _broadcast_of(
+    out: Any, given: Any, spec: DTensorSpec, mesh_dim: int, shape: Sequence[int], may_move: bool
+) -> Placement | None:
+    """Returns how an operand must be placed for a result that is placed as `out`.
+
+    Returns None if that moves something, unless it may.
+    """
+    dim = out.dim - (len(shape) - spec.ndim) if is_cut(out) else -1
     if dim < 0 or spec.shape[dim] != shape[out.dim]:  # it is the same for all
-        return given if given.is_replicate() else None
-    wanted = _on(out, dim)
+        return Replicate() if may_move or given.is_replicate() else None
+    wanted = cut_along(out, dim)
+    if may_move:
+        return wanted
     # Once a later mesh dim has cut it, what is left is another part.
-    is_whole = given.is_replicate() and not any(_is_cut(p) and p.dim == dim for p in spec.placements[mesh_dim + 1 :])  # type: ignore[attr-defined]
+    is_whole = given.is_replicate() and not any(is_cut(p) and p.dim == dim for p in spec.placements[mesh_dim + 1 :])  # type: ignore[attr-defined]
     return wanted if given == wanted or is_whole else None
 
 
 def _fits(spec: DTensorSpec, placement: Any, out: Any, ndim: int) -> bool:
     """Returns whether a tensor with these placements may be added to a product."""
-    if not _is_cut(out):
+    if not is_cut(out):
         return bool(out.is_replicate() and placement.is_replicate())
     dim = out.dim - (ndim - spec.ndim)
     if dim < 0 or spec.shape[dim] == 1:
         return bool(placement.is_replicate())
-    return bool(placement == _on(out, dim))
+    return bool(placement == cut_along(out, dim))
 
 
 def _summed(schema: OpSchema) -> OutputSharding | None:
     """Sums of what is cut in strides."""
-    spec = _source(schema)
+    spec = source(schema)
     if spec is None or not is_strided(spec) or not _is_plain(spec):
         return None
     given: Any = schema.args_schema[1] if len(schema.args_schema) > 1 else None
@@ -385,16 +367,18 @@ def _summed(schema: OpSchema) -> OutputSharding | None:
     dims = {dim % spec.ndim for dim in given or range(spec.ndim)}
     placements: list[Placement] = []
     for placement in spec.placements:
-        if _is_cut(placement):
+        if is_cut(placement):
             dim = placement.dim  # type: ignore[attr-defined]
             below = 0 if keeps else sum(one < dim for one in dims)
-            placements.append(Partial() if dim in dims else _on(placement, dim - below))
+            placements.append(Partial() if dim in dims else cut_along(placement, dim - below))
         elif placement.is_replicate() or placement.is_partial("sum"):
             placements.append(placement)
         else:
             return None
-    return OutputSharding(_like(spec, placements, _meta(schema)))
+    return OutputSharding(spec_like(spec, placements, meta_of(schema)))
 
+
+_LINEAR = (aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)  # sums of pending sums are pending
 
 _RULES: dict[Any, _Rule] = {
     aten.view.default: _view,
@@ -404,11 +388,31 @@ _RULES: dict[Any, _Rule] = {
     aten.transpose.int: _reordered(_swapped),
     aten.permute.default: _reordered(lambda ndim, dims: dims),
     aten.unsqueeze.default: _unsqueezed,
+    aten.squeeze.dim: strided.squeezed,
+    aten.squeeze.dims: strided.squeezed,
+    aten.squeeze_.dim: strided.squeezed,
+    aten.expand.default: strided.expanded,
+    aten.new_zeros.default: strided.created,
+    aten.new_ones.default: strided.created,
+    aten.new_full.default: strided.created,
+    aten.new_empty.default: strided.created,
+    aten.copy_.default: _pointwise,
+    aten.native_dropout_backward.default: _pointwise,
     aten.mm.default: _product("mk", "kn", "mn"),
     aten.addmm.default: _product("mk", "kn", "mn"),
     aten.bmm.default: _product("bmk", "bkn", "bmn"),
     aten.dot.default: _product("k", "k", ""),
     aten.sum.dim_IntList: _summed,
+    **dict.fromkeys(
+        (
+            *(aten.alias.default, aten.clone.default, aten.detach.default, aten._to_copy.default, aten.zero_.default),
+            *(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default),
+            *(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype),
+            *(aten.native_dropout.default, aten.bernoulli.default, aten.bernoulli_.float, aten.normal_.default),
+            *(aten.uniform_.default, aten.fill_.Scalar, aten.detach_.default),
+        ),
+        strided.alike,
+    ),
 }
 
 # In inference mode DTensor gets these whole. It takes them apart if it knows no rule for them; the rules that PyTorch

@@ -1,0 +1,285 @@
+"""DTensor's operators on tensors that are cut in strides, against the same operators on the whole tensors.
+
+    python tests/python/strided_operators.py [NAME ...]      # prints this torch's lines for verified.py, in minutes
+
+Operators are called as PyTorch's own samples call them (`op_db`), forward and backward, one ATen call at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+import shardwright as sw
+from shardwright.viewing import strided
+
+FACTOR = 2
+MOST_CALLS = 4  # of each ATen operator
+SIZES = {"L": 16, "M": 8, "S": 4, "XS": 4}  # of PyTorch's samples
+
+
+class Call(NamedTuple):
+    """A call of an ATen operator with plain tensors."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def copied(tree: Any) -> Any:
+    return tree_map(lambda one: one.detach().clone() if isinstance(one, torch.Tensor) else one, tree)
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, calls: dict[Any, dict[str, Call]]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if not func._schema.name.startswith("aten::"):
+            return func(*args, **kwargs)
+        known = self._calls.setdefault(func, {})
+        if len(known) < MOST_CALLS and any(_dims(tensor) for tensor in tensors) and "out" not in kwargs:
+            shown = str(tree_map(lambda one: one.ndim if isinstance(one, torch.Tensor) else one, (args, kwargs)))
+            if shown not in known:
+                known[shown] = Call(copied(args), copied(kwargs))
+        return func(*args, **kwargs)
+
+
+def _dims(tensor: torch.Tensor) -> list[int]:
+    """Returns the dims that two ranks cut evenly in strides."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    is_small = is_plain and 0 < tensor.numel() <= 4096
+    return [dim for dim, size in enumerate(tensor.shape) if size % (2 * FACTOR) == 0] if is_small else []
+
+
+def recorded(names: list[str]) -> dict[Any, list[Call]]:
+    """Returns calls of the ATen operators that PyTorch's samples lead to, or those of functions with these names."""
+    from torch.testing._internal import common_methods_invocations as samples
+
+    for module in [one for name, one in sys.modules.items() if name.startswith("torch.testing._internal")]:
+        vars(module).update({name: size for name, size in SIZES.items() if isinstance(getattr(module, name, 0.5), int)})
+    calls: dict[Any, dict[str, Call]] = {}
+    torch.manual_seed(0)
+    for op in [one for one in samples.op_db if not names or one.name in names]:
+        for dtype in (torch.float32, torch.int64):
+            if not op.supports_dtype(dtype, "cpu"):
+                continue
+            with contextlib.suppress(Exception), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                needs_grad = dtype.is_floating_point and op.supports_autograd
+                for i, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=needs_grad)):
+                    if i >= 8:
+                        break
+                    with contextlib.suppress(Exception), _Recording(calls):
+                        _run(op, sample)
+            if dtype.is_floating_point:
+                break
+    with _Recording(calls):
+        _call_lists()
+    return {func: list(known.values()) for func, known in calls.items() if known}
+
+
+def _call_lists() -> None:
+    """Calls functions of lists, as optimizers and gradient clipping do; PyTorch's samples leave them out."""
+    ones, twos, threes = ([torch.rand(4, 8) + i for _ in range(2)] for i in range(3))
+    torch._foreach_norm(ones, 2.0)
+    torch._foreach_sqrt(ones)
+    torch._foreach_add(ones, twos)
+    torch._foreach_mul(ones, 2.0)
+    torch._foreach_add_(ones, twos, alpha=2)
+    torch._foreach_lerp_(ones, twos, 0.5)
+    torch._foreach_mul_(ones, torch.tensor(2.0))
+    torch._foreach_addcdiv_(ones, twos, threes, 0.1)
+    states = [torch.zeros(()) for _ in range(2)]
+    how = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    torch._fused_adamw_(ones, twos, threes, [one.clone() for one in threes], [], states, **how)
+
+
+def _run(op: Any, sample: Any) -> None:
+    results = tree_leaves(op(sample.input, *sample.args, **sample.kwargs))
+    results = [one for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
+    if results:
+        torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+
+
+class Case(NamedTuple):
+    """Placements of the tensors of a call, in order."""
+
+    placements: list[tuple[Placement, ...]]
+    dim: int
+
+
+def cases(call: Call, mesh: DeviceMesh) -> Iterator[Case]:
+    """Yields ways to cut a call's tensors in strides: one tensor alone, and it with all others of its shape."""
+    tensors = [one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, torch.Tensor)]
+    whole = (Replicate(),) * mesh.ndim
+    for i, tensor in enumerate(tensors):
+        for dim in _dims(tensor):
+            for cut in _cuts(dim):
+                alike = [j for j, other in enumerate(tensors) if other.shape == tensor.shape]
+                yield Case([cut if j == i else whole for j in range(len(tensors))], dim)
+                if len(alike) > 1 and i == alike[0]:
+                    yield Case([cut if j in alike else whole for j in range(len(tensors))], dim)
+
+
+def _cuts(dim: int) -> list[tuple[Placement, ...]]:
+    strided = _StridedShard(dim, split_factor=FACTOR)
+    return [(strided, Shard(dim)), (Replicate(), strided)]
+
+
+def distributed(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    """Cuts a tensor index by index. Split factors encode an order of cuts only where another dim cuts the same."""
+    is_order = len(placements) == 2 and type(placements[1]) is Shard
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = DTensorSpec(mesh, placements, meta, use_strided_shard_as_shard_order=is_order)
+    if any(isinstance(placement, _StridedShard) for placement in placements):
+        strided = "order" if is_order else "literal"
+        layout = sw.Layout(mesh, whole.shape, placements, whole.dtype, strided=strided)
+        whole = _part(whole, layout)
+    else:
+        spec = DTensorSpec(mesh, placements, meta)
+        whole = whole.clone()
+    return DTensor(whole, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def outcome(func: Any, call: Call, case: Case, mesh: DeviceMesh) -> str:
+    """Returns "right", "wrong" or an error, of this rank. All ranks of the mesh call."""
+    try:
+        expected = func(*copied(call.args), **copied(call.kwargs))
+    except Exception as error:
+        return f"plain: {error}"
+    placed = iter(case.placements)
+    leaves, tree = tree_flatten(copied((call.args, call.kwargs)))
+    given = [distributed(one, mesh, next(placed)) if isinstance(one, torch.Tensor) else one for one in leaves]
+    try:
+        args, kwargs = tree_unflatten(given, tree)
+        agrees = list(_agree(func(*args, **kwargs), expected))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "right" if all(agrees) else "wrong"
+
+
+def _agree(found: Any, expected: Any) -> Iterator[bool]:
+    """Compares this rank's parts with those of the whole results, after summing what is pending."""
+    mine, right = tree_leaves(found), tree_leaves(expected)
+    yield len(mine) == len(right)
+    for one, other in zip(mine, right, strict=False):
+        if not isinstance(other, torch.Tensor):
+            yield one == other
+            continue
+        yield one.shape == other.shape and one.dtype == other.dtype
+        if isinstance(one, DTensor):
+            if any(placement.is_partial() for placement in one.placements):
+                one = one.redistribute(placements=[Replicate()] * one.device_mesh.ndim)
+            strided = "order" if one._spec.use_strided_shard_as_shard_order else "literal"
+            layout = sw.Layout(one.device_mesh, one.shape, one.placements, one.dtype, strided=strided)
+            one, other = one.to_local(), _part(other, layout)
+        yield one.shape == other.shape and torch.allclose(one, other.to(one.dtype), 1e-4, 1e-4, equal_nan=True)
+
+
+def _part(whole: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
+    """Returns this rank's part of a tensor, taken index by index."""
+    for dim, intervals in enumerate(layout.region(dist.get_rank())):
+        index = torch.tensor([i for begin, end in intervals for i in range(begin, end)], dtype=torch.int64)
+        whole = whole.index_select(dim, index)
+    return whole
+
+
+def verdicts(path: str, trusts: bool) -> dict[str, dict[str, list[str]]]:
+    """Returns outcomes of all ATen operators: of all cases ("all"), and of those that are cut along other dims than
+    the operator works along ("other"). With `trusts`, PyTorch's rules are used wherever there are none of ours."""
+    found: dict[str, dict[str, list[str]]] = {}
+    mesh = init_device_mesh("cpu", (2, 2))
+    known = strided.may_ask
+    for name, calls in torch.load(path, weights_only=False).items():
+        func = getattr(getattr(torch.ops.aten, name.partition(".")[0]), name.partition(".")[2])
+        if torch.Tag.nondeterministic_seeded in func.tags or not _has_rule(func):
+            continue
+        name = func.name().removeprefix("aten::")
+        if dist.get_rank() == 0 and "-v" in sys.argv:
+            print(name, file=sys.stderr, flush=True)
+        for call in calls:
+            for case in cases(call, mesh):
+                asks_others: list[bool] = []
+
+                def may_ask(schema: Any, heard: list[bool] = asks_others) -> bool:
+                    heard.append(strided.works_along_others(schema))
+                    return trusts or known(schema)
+
+                strided.may_ask = may_ask
+                said = outcome(func, call, case, mesh)
+                if asks_others or name in found or not trusts:
+                    entry = found.setdefault(name, {"all": [], "other": []})
+                    entry["all"].append(said)
+                    entry["other"] += [said] if asks_others and all(asks_others) else []
+    strided.may_ask = known
+    return found
+
+
+def _has_rule(func: Any) -> bool:
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = "op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs"
+    return any(func in getattr(propagator, table, ()) for table in tables)
+
+
+def _are_right(said: list[str]) -> bool:
+    return len(said) > 1 and set(said) == {"right"}
+
+
+def main() -> None:
+    with sw.enabled(strict=True, views=True):
+        mine = verdicts(sys.argv[-1], trusts="--as-is" not in sys.argv)
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, mine)
+    found = {
+        name: {
+            kind: [next((one for one in of_ranks if one != "right"), "right") for of_ranks in zip(*parts, strict=True)]
+            for kind, parts in ((kind, [one[name][kind] for one in of_all]) for kind in ("all", "other"))
+        }
+        for name in mine
+    }
+    if dist.get_rank() == 0:
+        if "--as-is" in sys.argv or "-v" in sys.argv:
+            for name, said in sorted(found.items()):
+                counts = Counter(one.partition("\n")[0][:150] for one in said["all"])
+                if set(counts) != {"right"}:
+                    print(name, dict(counts), "other:", dict(Counter(one[:8] for one in said["other"])))
+        anywhere = [name for name, said in found.items() if _are_right(said["all"])]
+        others = [name for name, said in found.items() if name not in anywhere and _are_right(said["other"])]
+        for names in (anywhere, others):
+            print(textwrap.fill(" ".join(sorted(names)), 112, initial_indent="        ", subsequent_indent="        "))
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        main()
+        dist.destroy_process_group()
+    else:
+        # PyTorch's samples are run once, not on every rank.
+        path = os.path.join(tempfile.mkdtemp(), "calls")
+        known = recorded([one for one in sys.argv[1:] if not one.startswith("-")])
+        torch.save({f"{one._schema.name[6:]}.{one._overloadname}": calls for one, calls in known.items()}, path)
+        sys.argv.append(path)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", *sys.argv]
+        sys.exit(subprocess.run(command, check=False).returncode)

@@ -1,0 +1,36 @@
+"""ATen operators whose rules in PyTorch are right for inputs that are cut in strides, by torch version.
+
+``python tests/python/strided_operators.py`` compares them with the whole tensors and prints an entry. A torch without
+an entry has none that are known to be right.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+_ANYWHERE = {
+    "2.15": """
+        _foreach_add.List _foreach_add_.List _foreach_addcdiv_.Scalar _foreach_lerp_.Scalar _foreach_mul.Scalar
+        _foreach_mul_.Tensor _foreach_norm.Scalar _foreach_sqrt _fused_adamw_ _linalg_svd _safe_softmax
+        _softmax_backward_data addmm cat cumprod cumsum embedding_dense_backward flip gather index.Tensor
+        index_put index_select linalg_vector_norm logsumexp max max.dim mean mean.dim prod prod.dim_int roll
+        scatter.src scatter.value scatter_add select.int select_backward slice.Tensor slice_backward sort
+        sort.stable split.Tensor split_with_sizes stack sum topk tril var.correction
+    """
+}
+_ALONG_OTHER_DIMS = {"2.15": "unbind.int"}
+_version = ".".join(torch.__version__.split(".")[:2])
+
+
+@functools.cache
+def anywhere() -> frozenset[str]:
+    """Returns operators that are right whatever is cut in strides."""
+    return frozenset(_ANYWHERE.get(_version, "").split())
+
+
+@functools.cache
+def along_other_dims() -> frozenset[str]:
+    """Returns operators that are right unless a dim that they work along is cut in strides."""
+    return frozenset(_ALONG_OTHER_DIMS.get(_version, "").split())
