@@ -1,8 +1,8 @@
 """Checks within seconds for everything that a build with CUDA and the GPU tests need: gpu_preflight.py FOLDER
 
 For each thing that is missing it says how to get it, and exits with 1. It writes FOLDER/preflight.env with shell
-variables for things that exist but not where a compiler looks: headers of pip's CUDA packages, and libcublasLt if only
-its versioned name exists.
+variables for things that exist but not where a compiler looks: folders with headers of pip's CUDA packages, and
+libcublasLt if only its versioned name exists.
 """
 
 from __future__ import annotations
@@ -16,6 +16,18 @@ import sysconfig
 from pathlib import Path
 
 MIN_SETUPTOOLS = 77
+# Headers of CUDA that the sources and torch's headers include, and Debian's packages for toolkit 13.0.
+HEADERS = {
+    "cuda.h": "cuda-driver-dev-13-0",
+    "cuda_runtime.h": "cuda-cudart-dev-13-0",
+    "cuda_fp16.h": "cuda-cudart-dev-13-0",
+    "cuda_bf16.h": "cuda-cudart-dev-13-0",
+    "crt/host_config.h": "cuda-crt-13-0",
+    "cublas_v2.h": "libcublas-dev-13-0",
+    "cublasLt.h": "libcublas-dev-13-0",
+    "cusparse.h": "libcusparse-dev-13-0",
+    "cusolverDn.h": "libcusolver-dev-13-0",
+}
 
 
 def site_folders(name: str) -> list[Path]:
@@ -59,8 +71,9 @@ def missing_headers(include: list[Path], torch_root: Path) -> list[str]:
         )
     if not (torch_root / "include" / "pybind11" / "pybind11.h").exists():
         found.append(f"pybind11/pybind11.h in {torch_root / 'include'}: torch is not whole; install it again")
-    if find(["cublasLt.h"], include) is None:
-        found.append("cublasLt.h: apt-get install libcublas-dev-13-0, or the whole toolkit")
+    for header, package in HEADERS.items():
+        if find([header], include) is None:
+            found.append(f"{header}: apt-get install {package}, or the whole toolkit")
     return found
 
 
@@ -81,9 +94,12 @@ def main(folder: Path) -> int:
     libraries = [c / name for c in of_toolkit for name in ("lib64", "lib")] + site_folders("lib")
     missing += missing_headers(include, Path(spec.origin).parent)
     variables = []
-    header = find(["cublasLt.h"], include)
-    if header is not None and cuda is not None and header.parent != cuda / "include":
-        variables.append(f'export CPATH="{header.parent}${{CPATH:+:$CPATH}}"')
+    found = {name: find([name], include) for name in HEADERS}
+    elsewhere = {path.parents[name.count("/")] for name, path in found.items() if path is not None} - {
+        folder / "include" for folder in of_toolkit
+    }
+    if elsewhere:
+        variables.append(f'export CPATH="{":".join(map(str, sorted(elsewhere)))}${{CPATH:+:$CPATH}}"')
     library = find(["libcublasLt.so", "libcublasLt.so.13", "libcublasLt.so.12"], libraries)
     if library is None:
         missing.append("libcublasLt.so, .so.13 or .so.12: apt-get install libcublas-dev-13-0, or the whole toolkit")

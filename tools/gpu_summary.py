@@ -1,6 +1,8 @@
 """Adds a part to the summary of tools/gpu_check and prints it: gpu_summary.py FILE NAME STATUS SECONDS.
 
-It does not import torch, so that writing a summary after each part costs little time.
+Of a part that runs tests, it counts those that passed, failed and were skipped, from the test_NAME.xml next to FILE: a
+part whose tests were all skipped has shown nothing. It does not import torch, so that writing a summary after each part
+costs little time.
 """
 
 from __future__ import annotations
@@ -12,6 +14,10 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
+
+NO_TEST_RAN = 5  # pytest's status
+OUT_OF_TIME = 124
 
 
 def ask_for(field: str) -> list[str]:
@@ -29,6 +35,26 @@ def version_of(*packages: str) -> str | None:
     return None
 
 
+def count_tests(report: Path) -> dict[str, int]:
+    """Returns the tests of a JUnit report by outcome; nothing if there is none, or if its writer was cut short."""
+    try:
+        suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    except (OSError, ElementTree.ParseError):
+        return {}
+    names = ("tests", "skipped", "failures", "errors")
+    tests, skipped, failures, errors = (sum(int(suite.get(name, 0)) for suite in suites) for name in names)
+    return {"passed": tests - skipped - failures - errors, "failed": failures + errors, "skipped": skipped}
+
+
+def outcome_of(status: int, tests: dict[str, int]) -> str:
+    if status == OUT_OF_TIME:
+        return "OUT OF TIME"
+    if status not in (0, NO_TEST_RAN):
+        return f"FAILED with status {status}"
+    nothing_ran = status == NO_TEST_RAN or (tests and tests["passed"] == 0)
+    return "NOTHING RAN: all skipped" if nothing_ran else "ok"
+
+
 def main(file: Path, name: str, status: int, seconds: int) -> None:
     if file.exists():
         summary: dict[str, Any] = json.loads(file.read_text())
@@ -43,9 +69,12 @@ def main(file: Path, name: str, status: int, seconds: int) -> None:
         }
     # A part that is run again, in a later call, takes the place of what it was.
     summary["parts"] = [part for part in summary["parts"] if part["name"] != name]
-    summary["parts"].append({"name": name, "status": status, "seconds": seconds})
+    tests = count_tests(file.parent / f"test_{name}.xml")
+    outcome = outcome_of(status, tests)
+    summary["parts"].append({"name": name, "status": status, "seconds": seconds, "outcome": outcome, **tests})
     file.write_text(json.dumps(summary, indent=2) + "\n")
-    print(f"=== {name}: {'ok' if status == 0 else f'FAILED with status {status}'} after {seconds} s")
+    counted = "".join(f", {number} {what}" for what, number in tests.items())
+    print(f"=== {name}: {outcome} after {seconds} s{counted}")
 
 
 if __name__ == "__main__":

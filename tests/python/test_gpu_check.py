@@ -17,10 +17,12 @@ TOOLS = pathlib.Path(__file__).parents[2] / "tools"
 
 NVIDIA_SMI = '#!/usr/bin/env bash\necho "GPU 0: Fake"\n'
 # Writes down what it is asked to run, fails where it is told to, and runs the summary for real.
-PYTHON = """#!/usr/bin/env bash
+PYTHON = r"""#!/usr/bin/env bash
 echo "$*" >>"$LOG"
 case "$*" in
   tools/gpu_summary.py*) exec "$REAL_PYTHON" "$@" ;;
+  *--junitxml*) printf '<testsuites><testsuite tests="4" skipped="%s" failures="0" errors="0"/></testsuites>' \
+    "${SKIPPED:-1}" >"$(sed 's/.*--junitxml \([^ ]*\).*/\1/' <<<"$*")" ;;
   "-m pip"*) mkdir -p build/gpu-objects && echo "arch $TORCH_CUDA_ARCH_LIST" >build/gpu-objects/summary.txt ;;
 esac
 [ -z "${FAIL:-}" ] || case "$*" in *$FAIL*) exit 3 ;; esac
@@ -38,24 +40,26 @@ class Checkout:
             shutil.copy(TOOLS / name, root / "tools" / name)
         for name in ("tests/gpu/test_copies.py", "tests/gpu/test_gemm.py", "benchmarks/gpu_calls.py"):
             (root / name).touch()
-        self._script("nvidia-smi", NVIDIA_SMI)
-        self._script("python", PYTHON)
+        self.script("nvidia-smi", NVIDIA_SMI)
+        self.script("python", PYTHON)
 
-    def _script(self, name: str, text: str) -> None:
+    def script(self, name: str, text: str) -> None:
         script = self.root / "bin" / name
         script.write_text(text)
         script.chmod(0o755)
 
-    def run(self, *parts: str, fail: str = "", without: str = "") -> subprocess.CompletedProcess[str]:
+    def run(self, *parts: str, fail: str = "", without: str = "", **settings: str) -> subprocess.CompletedProcess[str]:
         if without:
             (self.root / "bin" / without).unlink()
-        environment = {key: value for key, value in os.environ.items() if key not in ("OUT", "TORCH_CUDA_ARCH_LIST")}
+        inherited = ("OUT", "TORCH_CUDA_ARCH_LIST", "LIMIT_SECONDS")
+        environment = {key: value for key, value in os.environ.items() if key not in inherited}
         environment |= {
             "PATH": f"{self.root / 'bin'}:/usr/bin:/bin",
             "PYTHON": str(self.root / "bin" / "python"),
             "REAL_PYTHON": sys.executable,
             "LOG": str(self.root / "log"),
             "FAIL": fail,
+            **settings,
         }
         command = ["bash", str(self.root / "tools" / "gpu_check"), *parts]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -78,7 +82,7 @@ def test_all_parts_in_order(checkout: Checkout) -> None:
     done = checkout.run()
     assert done.returncode == 0, done.stderr
     assert list(checkout.summary()) == ["preflight", "build", "copies", "gemm", "memcheck", "gpu_calls"]
-    assert set(checkout.summary().values()) == {0}
+    assert checkout.summary() == dict.fromkeys(checkout.summary(), 0) | {"memcheck": 5}  # there is no sanitizer
     assert "arch 9.0\n" in done.stdout
     assert any("-m pytest -q tests/gpu/test_gemm.py" in line for line in checkout.log())
     assert not any("racecheck" in line for line in checkout.log())
@@ -116,6 +120,54 @@ def test_a_failed_test_keeps_nothing_from_running(checkout: Checkout) -> None:
     assert checkout.summary()["copies"] == 3 and checkout.summary()["gpu_calls"] == 0
 
 
+SANITIZER = """#!/usr/bin/env bash
+echo "sanitizer, caching off: ${PYTORCH_NO_CUDA_MEMORY_CACHING:-0}" >>"$LOG"
+while [ "$1" != "$PYTHON" ]; do shift; done
+exec "$@"
+"""
+
+
+def test_memcheck_sees_every_allocation(checkout: Checkout) -> None:
+    checkout.script("compute-sanitizer", SANITIZER)
+    assert "memcheck: ok" in checkout.run("memcheck").stdout
+    assert "sanitizer, caching off: 1" in checkout.log()
+
+
+def test_skipped_tests_are_counted(checkout: Checkout) -> None:
+    done = checkout.run("copies")
+    assert "copies: ok" in done.stdout and "3 passed, 0 failed, 1 skipped" in done.stdout
+    done = checkout.run("gemm", SKIPPED="4")
+    assert "gemm: NOTHING RAN: all skipped" in done.stdout
+    parts = json.loads((checkout.root / "build/gpu/summary.json").read_text())["parts"]
+    assert [(part["passed"], part["skipped"]) for part in parts] == [(3, 1), (0, 4)]
+
+
+def test_memcheck_without_a_sanitizer_has_run_nothing(checkout: Checkout) -> None:
+    assert "memcheck: NOTHING RAN" in checkout.run("memcheck").stdout
+
+
+def test_calls_hold_every_part_once_and_few_results(checkout: Checkout) -> None:
+    tests = [path.stem.removeprefix("test_") for path in (TOOLS.parent / "tests/gpu").glob("test_*.py")]
+    # Two GPUs are needed for gpu_peers.
+    benchmarks = [path.stem for path in (TOOLS.parent / "benchmarks").glob("gpu_*.py") if path.stem != "gpu_peers"]
+    for name in [*(f"tests/gpu/test_{name}" for name in tests), *(f"benchmarks/{name}" for name in benchmarks)]:
+        (checkout.root / f"{name}.py").touch()
+    found: list[str] = []
+    for call in range(1, 5):
+        out = checkout.root / f"out{call}"
+        done = checkout.run(f"call{call}", OUT=str(out))
+        assert done.returncode == 0, done.stderr
+        found += [part["name"] for part in json.loads((out / "summary.json").read_text())["parts"]]
+        assert len(list(out.iterdir())) <= 8
+    assert sorted(found) == sorted(["preflight", "build", "memcheck", *tests, *benchmarks])
+
+
+def test_a_call_ends_at_its_limit(checkout: Checkout) -> None:
+    checkout.script("python", PYTHON + '\ncase "$*" in *test_copies*) sleep 30 ;; esac\n')
+    assert checkout.run("copies", "gemm", LIMIT_SECONDS="1").returncode == 1
+    assert checkout.summary() == {"copies": 124, "gemm": 124}
+
+
 def test_unknown_parts_are_named(checkout: Checkout) -> None:
     done = checkout.run("build", "copie")
     assert done.returncode == 2 and not checkout.log()
@@ -145,6 +197,31 @@ def _preflight() -> types.ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize("header", ["cublas_v2.h", "cusparse.h", "cusolverDn.h", "cuda_fp16.h", "crt/host_config.h"])
+def test_preflight_names_each_header_that_is_missing(
+    header: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preflight = _preflight()
+    home, pip = tmp_path / "cuda", tmp_path / "pip/include"
+    for name in ["bin/nvcc", *(f"include/{name}" for name in preflight.HEADERS if name != header)]:
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).touch()
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    folders: list[pathlib.Path] = []
+    monkeypatch.setattr(preflight, "site_folders", lambda name: folders if name == "include" else [])
+    preflight.main(tmp_path / "found")
+    said = capsys.readouterr().out
+    assert f"missing: {header}: apt-get install" in said
+    assert not any(f"missing: {other}" in said for other in set(preflight.HEADERS) - {header})
+    # In a package of pip, a compiler is told where.
+    (pip / header).parent.mkdir(parents=True, exist_ok=True)
+    (pip / header).touch()
+    folders.append(pip)
+    preflight.main(tmp_path / "found")
+    assert f"missing: {header}" not in capsys.readouterr().out
+    assert f'CPATH="{pip}$' in (tmp_path / "found/preflight.env").read_text()
 
 
 @pytest.mark.parametrize("library", ["libcublasLt.so", "libcublasLt.so.13", None])
