@@ -21,155 +21,18 @@
 #include <utility>
 
 #include "runtime/cuda/gemm_problem.h"
+#include "runtime/cuda/lt_calls.h"
 #include "runtime/gemm.h"
 
 namespace shardwright::lt {
 namespace {
 
-// ------------------------------------------------------------------------------------------------ descriptors
-
-template <auto kDestroy>
-struct Destroyer {
-  template <typename T>
-  void operator()(T* descriptor) const {
-    kDestroy(descriptor);
-  }
-};
-using MatmulDesc = std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroyer<cublasLtMatmulDescDestroy>>;
-using LayoutDesc = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, Destroyer<cublasLtMatrixLayoutDestroy>>;
-using Preference = std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, Destroyer<cublasLtMatmulPreferenceDestroy>>;
-
-// The value of an attribute must have the size that cuBLASLt documents for it, so callers name its type.
-template <typename Value>
-void set(const MatmulDesc& desc, cublasLtMatmulDescAttributes_t attribute, Value value, const Problem& problem) {
-  check(cublasLtMatmulDescSetAttribute(desc.get(), attribute, &value, sizeof(value)), "cublasLtMatmulDescSetAttribute",
-        problem);
-}
-
-template <typename Value>
-void set(const LayoutDesc& desc, cublasLtMatrixLayoutAttribute_t attribute, Value value, const Problem& problem) {
-  check(cublasLtMatrixLayoutSetAttribute(desc.get(), attribute, &value, sizeof(value)),
-        "cublasLtMatrixLayoutSetAttribute", problem);
-}
-
-template <typename Value>
-void set(const Preference& desc, cublasLtMatmulPreferenceAttributes_t attribute, Value value, const Problem& problem) {
-  check(cublasLtMatmulPreferenceSetAttribute(desc.get(), attribute, &value, sizeof(value)),
-        "cublasLtMatmulPreferenceSetAttribute", problem);
-}
-
-LayoutDesc describe(const Layout& layout, const Problem& problem) {
-  cublasLtMatrixLayout_t made = nullptr;
-  check(cublasLtMatrixLayoutCreate(&made, layout.dtype, layout.rows, layout.columns, layout.leading_dim),
-        "cublasLtMatrixLayoutCreate", problem);
-  LayoutDesc desc(made);
-  if (problem.count > 1) {
-    set<int32_t>(desc, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<int32_t>(problem.count), problem);
-    set<int64_t>(desc, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, layout.batch_stride, problem);
-  }
-  return desc;
-}
-
-// cuBLAS 12.9 introduced kinds of scales; before it there was only one scale per tensor.
+// cuBLAS 12.9 introduced scales by row.
 constexpr bool kHasScalesOfRows = CUBLAS_VERSION >= 120900;
-
-#if CUBLAS_VERSION >= 120900
-void set_kind_of_scales(const MatmulDesc& desc, const Problem& problem) {
-  const int32_t kind = problem.scales == Scales::kByRow ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
-                                                        : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
-  set<int32_t>(desc, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kind, problem);
-  set<int32_t>(desc, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kind, problem);
-}
-#else
-void set_kind_of_scales(const MatmulDesc&, const Problem&) {}
-#endif
-
-MatmulDesc describe(const Problem& problem, const Pointers& pointers) {
-  cublasLtMatmulDesc_t made = nullptr;
-  check(cublasLtMatmulDescCreate(&made, problem.compute, problem.scalar_type()), "cublasLtMatmulDescCreate", problem);
-  MatmulDesc desc(made);
-  set<int32_t>(desc, CUBLASLT_MATMUL_DESC_TRANSA, problem.a.is_transposed ? CUBLAS_OP_T : CUBLAS_OP_N, problem);
-  set<int32_t>(desc, CUBLASLT_MATMUL_DESC_TRANSB, problem.b.is_transposed ? CUBLAS_OP_T : CUBLAS_OP_N, problem);
-  if (problem.num_sms > 0) set<int32_t>(desc, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, problem.num_sms, problem);
-  if (problem.bias_alignment_bytes > 0) {
-    set<uint32_t>(desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS, problem);
-    set<int32_t>(desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, problem.d.dtype, problem);
-    set<const void*>(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers.bias, problem);
-  }
-  if (problem.scales != Scales::kNone) {
-    set_kind_of_scales(desc, problem);
-    if (problem.fast_accumulation) set<int8_t>(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, 1, problem);
-    set<const void*>(desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, pointers.a_scale, problem);
-    set<const void*>(desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, pointers.b_scale, problem);
-  }
-  return desc;
-}
-
-struct Descriptors {
-  MatmulDesc matmul;
-  LayoutDesc a;
-  LayoutDesc b;
-  LayoutDesc d;
-
-  Descriptors(const Problem& problem, const Pointers& pointers)
-      : matmul(describe(problem, pointers)),
-        a(describe(problem.a, problem)),
-        b(describe(problem.b, problem)),
-        d(describe(problem.d, problem)) {}
-};
-
-// ------------------------------------------------------------------------------------------------- algorithms
-
-struct Algorithm {
-  cublasLtMatmulAlgo_t algorithm{};
-  size_t workspace_bytes = 0;
-  double waves = 0;
-};
 
 // NVIDIA's recommendation for cuBLAS, by architecture.
 size_t workspace_limit_bytes() {
   return at::cuda::getCurrentDeviceProperties()->major >= 9 ? size_t{32} << 20 : size_t{4} << 20;
-}
-
-// Returns nothing if cuBLASLt has no algorithm.
-std::optional<Algorithm> ask_for_algorithm(const Problem& problem, const Descriptors& descriptors) {
-  cublasLtMatmulPreference_t made = nullptr;
-  check(cublasLtMatmulPreferenceCreate(&made), "cublasLtMatmulPreferenceCreate", problem);
-  const Preference preference(made);
-  set<uint64_t>(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_limit_bytes(), problem);
-  set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, problem.reduction_schemes, problem);
-  set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, problem.a.alignment_bytes, problem);
-  set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, problem.b.alignment_bytes, problem);
-  set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, problem.d.alignment_bytes, problem);
-  set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, problem.d.alignment_bytes, problem);
-  cublasLtMatmulHeuristicResult_t found{};
-  int num_found = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-      at::cuda::getCurrentCUDABlasLtHandle(), descriptors.matmul.get(), descriptors.a.get(), descriptors.b.get(),
-      descriptors.d.get(), descriptors.d.get(), preference.get(), 1, &found, &num_found);
-  // Architectures that do not support a kind of scales may report it as an invalid value.
-  const bool is_unknown = status == CUBLAS_STATUS_INVALID_VALUE && problem.scales != Scales::kNone;
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED || is_unknown) return std::nullopt;
-  if (status == CUBLAS_STATUS_SUCCESS && num_found == 0) return std::nullopt;
-  check(status, "cublasLtMatmulAlgoGetHeuristic", problem);
-  return Algorithm{found.algo, found.workspaceSize, found.wavesCount};
-}
-
-// Algorithms are kept, because requesting one takes longer than launching it. The map is cleared when it is full; a job
-// with that many kinds of products can afford that.
-std::optional<Algorithm> algorithm_for(const Problem& problem, const Descriptors& descriptors) {
-  constexpr size_t kMost = 4096;
-  static std::mutex mutex;
-  static std::map<Problem, std::optional<Algorithm>> kept;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (const auto found = kept.find(problem); found != kept.end()) return found->second;
-  }
-  const std::optional<Algorithm> algorithm = ask_for_algorithm(problem, descriptors);
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (kept.size() >= kMost) kept.clear();
-  kept.insert_or_assign(problem, algorithm);
-  return algorithm;
 }
 
 struct Workspace {
@@ -202,19 +65,17 @@ Workspace workspace_for(const Algorithm& algorithm, c10::cuda::CUDAStream stream
 
 // ---------------------------------------------------------------------------------------------------- products
 
-void launch(const Problem& problem, const Pointers& pointers, const Descriptors& descriptors,
-            const Algorithm& algorithm, bool accumulates) {
-  const auto stream = c10::cuda::getCurrentCUDAStream(problem.device);
-  const Workspace workspace = workspace_for(algorithm, stream);
-  const double doubles[] = {0, 1};
-  const float floats[] = {0, 1};
-  const bool is_double = problem.scalar_type() == CUDA_R_64F;
-  const auto number = [&](int i) { return is_double ? static_cast<const void*>(&doubles[i]) : &floats[i]; };
-  check(cublasLtMatmul(at::cuda::getCurrentCUDABlasLtHandle(), descriptors.matmul.get(), number(1), pointers.a,
-                       descriptors.a.get(), pointers.b, descriptors.b.get(), number(accumulates ? 1 : 0), pointers.d,
-                       descriptors.d.get(), pointers.d, descriptors.d.get(), &algorithm.algorithm, workspace.data,
-                       algorithm.workspace_bytes, stream.stream()),
-        "cublasLtMatmul", problem);
+Device device_of(const Problem& problem) {
+  return {at::cuda::getCurrentCUDABlasLtHandle(), c10::cuda::getCurrentCUDAStream(problem.device).stream(),
+          workspace_limit_bytes()};
+}
+
+bool multiply(const Problem& problem, const Pointers& pointers, bool accumulates) {
+  Workspace workspace;
+  return lt::multiply(device_of(problem), problem, pointers, accumulates, [&](const Algorithm& algorithm) {
+    workspace = workspace_for(algorithm, c10::cuda::getCurrentCUDAStream(problem.device));
+    return workspace.data;
+  });
 }
 
 bool is_ours(at::ScalarType operands, at::ScalarType dst) {
@@ -251,11 +112,7 @@ bool multiply_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor&
     pointers.bias = added.const_data_ptr();
     problem->bias_alignment_bytes = alignment_of(pointers.bias);
   }
-  const Descriptors descriptors(*problem, pointers);
-  const auto algorithm = algorithm_for(*problem, descriptors);
-  if (!algorithm) return false;
-  launch(*problem, pointers, descriptors, *algorithm, gemm.accumulates);
-  return true;
+  return multiply(*problem, pointers, gemm.accumulates);
 }
 
 bool multiply_scaled_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs,
@@ -299,11 +156,7 @@ bool multiply_scaled_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::
   if (problem->scales == Scales::kByRow && !kHasScalesOfRows) return false;
   pointers.a_scale = (problem->swaps ? rhs_scale : lhs_scale).const_data_ptr();
   pointers.b_scale = (problem->swaps ? lhs_scale : rhs_scale).const_data_ptr();
-  const Descriptors descriptors(*problem, pointers);
-  const auto algorithm = algorithm_for(*problem, descriptors);
-  if (!algorithm) return false;
-  launch(*problem, pointers, descriptors, *algorithm, gemm.accumulates);
-  return true;
+  return multiply(*problem, pointers, gemm.accumulates);
 }
 
 std::optional<double> waves_on_cuda(const Gemm& gemm, at::ScalarType operands, at::ScalarType dst, at::Device device,
@@ -315,7 +168,7 @@ std::optional<double> waves_on_cuda(const Gemm& gemm, at::ScalarType operands, a
   const Buffer operand{0, static_cast<int64_t>(c10::elementSize(operands))};
   const Buffer result{0, static_cast<int64_t>(c10::elementSize(dst))};
   const Pointers pointers = point(*problem, gemm, operand, operand, result);
-  const auto algorithm = algorithm_for(*problem, Descriptors(*problem, pointers));
+  const auto algorithm = find_algorithm(device_of(*problem), *problem, pointers);
   return algorithm ? std::optional<double>(algorithm->waves) : std::nullopt;
 }
 

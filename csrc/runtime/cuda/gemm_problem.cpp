@@ -108,6 +108,9 @@ std::string to_string(const Problem& problem) {
 }
 
 void check(cublasStatus_t status, const char* function, const Problem& problem) {
+  const bool is_declined = status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_ARCH_MISMATCH ||
+                           status == CUBLAS_STATUS_INVALID_VALUE;
+  if (is_declined) throw Unsupported();
   TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "shardwright: ", function, " answered ", cublasLtGetStatusName(status),
               " for ", to_string(problem));
 }

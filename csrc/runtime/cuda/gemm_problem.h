@@ -11,6 +11,7 @@
 
 #include <compare>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <string>
 
@@ -82,7 +83,15 @@ struct Pointers {
 // Describes the product as it was requested: m x k x n, lhs before rhs.
 std::string to_string(const Problem& problem);
 
-// On failure, throws a c10::Error that names the function and the problem.
+// cuBLASLt does not do a product: on this architecture, in the version that was loaded, or with these layouts. Nothing
+// was launched, so ATen can do it.
+class Unsupported : public std::exception {
+ public:
+  const char* what() const noexcept override { return "cuBLASLt does not do this product here"; }
+};
+
+// Throws Unsupported for the statuses with which cuBLASLt declines. On a failure, throws a c10::Error that names the
+// function and the problem.
 void check(cublasStatus_t status, const char* function, const Problem& problem);
 
 // Returns nothing if an operand or the result has no stride of 1. Alignments are filled in by `point`.

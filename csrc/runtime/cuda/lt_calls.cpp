@@ -1,0 +1,215 @@
+#include "runtime/cuda/lt_calls.h"
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+
+namespace shardwright::lt {
+namespace {
+
+// ------------------------------------------------------------------------------------------------ descriptors
+
+template <auto kDestroy>
+struct Destroyer {
+  template <typename T>
+  void operator()(T* descriptor) const {
+    kDestroy(descriptor);
+  }
+};
+using MatmulDesc = std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroyer<cublasLtMatmulDescDestroy>>;
+using LayoutDesc = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, Destroyer<cublasLtMatrixLayoutDestroy>>;
+using Preference = std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, Destroyer<cublasLtMatmulPreferenceDestroy>>;
+
+// The value of an attribute must have the size that cuBLASLt documents for it, so callers name its type.
+template <typename Value>
+void set(const MatmulDesc& desc, cublasLtMatmulDescAttributes_t attribute, Value value, const Problem& problem) {
+  check(cublasLtMatmulDescSetAttribute(desc.get(), attribute, &value, sizeof(value)), "cublasLtMatmulDescSetAttribute",
+        problem);
+}
+
+template <typename Value>
+void set(const LayoutDesc& desc, cublasLtMatrixLayoutAttribute_t attribute, Value value, const Problem& problem) {
+  check(cublasLtMatrixLayoutSetAttribute(desc.get(), attribute, &value, sizeof(value)),
+        "cublasLtMatrixLayoutSetAttribute", problem);
+}
+
+template <typename Value>
+void set(const Preference& desc, cublasLtMatmulPreferenceAttributes_t attribute, Value value, const Problem& problem) {
+  check(cublasLtMatmulPreferenceSetAttribute(desc.get(), attribute, &value, sizeof(value)),
+        "cublasLtMatmulPreferenceSetAttribute", problem);
+}
+
+LayoutDesc describe(const Layout& layout, const Problem& problem) {
+  cublasLtMatrixLayout_t made = nullptr;
+  check(cublasLtMatrixLayoutCreate(&made, layout.dtype, layout.rows, layout.columns, layout.leading_dim),
+        "cublasLtMatrixLayoutCreate", problem);
+  LayoutDesc desc(made);
+  if (problem.count > 1) {
+    set<int32_t>(desc, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<int32_t>(problem.count), problem);
+    set<int64_t>(desc, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, layout.batch_stride, problem);
+  }
+  return desc;
+}
+
+// cuBLAS 12.9 introduced kinds of scales; before it there was only one scale per tensor. An older one at run time
+// answers that the value is invalid.
+#if CUBLAS_VERSION >= 120900
+void set_kind_of_scales(const MatmulDesc& desc, const Problem& problem) {
+  const int32_t kind = problem.scales == Scales::kByRow ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
+                                                        : CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  set<int32_t>(desc, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kind, problem);
+  set<int32_t>(desc, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kind, problem);
+}
+#else
+void set_kind_of_scales(const MatmulDesc&, const Problem&) {}
+#endif
+
+MatmulDesc describe(const Problem& problem, const Pointers& pointers) {
+  cublasLtMatmulDesc_t made = nullptr;
+  check(cublasLtMatmulDescCreate(&made, problem.compute, problem.scalar_type()), "cublasLtMatmulDescCreate", problem);
+  MatmulDesc desc(made);
+  set<int32_t>(desc, CUBLASLT_MATMUL_DESC_TRANSA, problem.a.is_transposed ? CUBLAS_OP_T : CUBLAS_OP_N, problem);
+  set<int32_t>(desc, CUBLASLT_MATMUL_DESC_TRANSB, problem.b.is_transposed ? CUBLAS_OP_T : CUBLAS_OP_N, problem);
+  if (problem.num_sms > 0) set<int32_t>(desc, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, problem.num_sms, problem);
+  if (problem.bias_alignment_bytes > 0) {
+    set<uint32_t>(desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS, problem);
+    set<int32_t>(desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, problem.d.dtype, problem);
+    set<const void*>(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers.bias, problem);
+  }
+  if (problem.scales != Scales::kNone) {
+    set_kind_of_scales(desc, problem);
+    if (problem.fast_accumulation) set<int8_t>(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, 1, problem);
+    set<const void*>(desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, pointers.a_scale, problem);
+    set<const void*>(desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, pointers.b_scale, problem);
+  }
+  return desc;
+}
+
+struct Descriptors {
+  MatmulDesc matmul;
+  LayoutDesc a;
+  LayoutDesc b;
+  LayoutDesc d;
+
+  Descriptors(const Problem& problem, const Pointers& pointers)
+      : matmul(describe(problem, pointers)),
+        a(describe(problem.a, problem)),
+        b(describe(problem.b, problem)),
+        d(describe(problem.d, problem)) {}
+};
+
+// ------------------------------------------------------------------------------------------------- algorithms
+
+// Throws Unsupported if cuBLASLt has no algorithm.
+Algorithm ask_for_algorithm(const Device& device, const Problem& problem, const Descriptors& descriptors) {
+  cublasLtMatmulPreference_t made = nullptr;
+  check(cublasLtMatmulPreferenceCreate(&made), "cublasLtMatmulPreferenceCreate", problem);
+  const Preference preference(made);
+  set<uint64_t>(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, device.workspace_limit_bytes, problem);
+  set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, problem.reduction_schemes, problem);
+  set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, problem.a.alignment_bytes, problem);
+  set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, problem.b.alignment_bytes, problem);
+  set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, problem.d.alignment_bytes, problem);
+  set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, problem.d.alignment_bytes, problem);
+  cublasLtMatmulHeuristicResult_t found{};
+  int num_found = 0;
+  check(
+      cublasLtMatmulAlgoGetHeuristic(device.handle, descriptors.matmul.get(), descriptors.a.get(), descriptors.b.get(),
+                                     descriptors.d.get(), descriptors.d.get(), preference.get(), 1, &found, &num_found),
+      "cublasLtMatmulAlgoGetHeuristic", problem);
+  if (num_found == 0) throw Unsupported();
+  check(found.state, "cublasLtMatmulAlgoGetHeuristic, in its result,", problem);
+  return Algorithm{found.algo, found.workspaceSize, found.wavesCount};
+}
+
+// Algorithms are kept, because requesting one takes longer than launching it; so are products without one. The map is
+// cleared when it is full; a job with that many kinds of products can afford that.
+class Kept {
+ public:
+  // Returns nothing if the problem is not known yet.
+  std::optional<std::optional<Algorithm>> find(const Problem& problem) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = algorithms_.find(problem);
+    return found == algorithms_.end() ? std::nullopt : std::optional(found->second);
+  }
+
+  void put(const Problem& problem, std::optional<Algorithm> algorithm) {
+    constexpr size_t kMost = 4096;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (algorithms_.size() >= kMost) algorithms_.clear();
+    algorithms_.insert_or_assign(problem, algorithm);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<Problem, std::optional<Algorithm>> algorithms_;
+};
+
+Kept& kept() {
+  static Kept instance;
+  return instance;
+}
+
+// The same as find_algorithm, with descriptors that are there.
+std::optional<Algorithm> algorithm_for(const Device& device, const Problem& problem, const Descriptors& descriptors) {
+  if (const auto known = kept().find(problem)) return *known;
+  const Algorithm algorithm = ask_for_algorithm(device, problem, descriptors);
+  kept().put(problem, algorithm);
+  return algorithm;
+}
+
+void launch(const Device& device, const Problem& problem, const Pointers& pointers, const Descriptors& descriptors,
+            const Algorithm& algorithm, bool accumulates, void* workspace) {
+  const double doubles[] = {0, 1};
+  const float floats[] = {0, 1};
+  const bool is_double = problem.scalar_type() == CUDA_R_64F;
+  const auto number = [&](int i) { return is_double ? static_cast<const void*>(&doubles[i]) : &floats[i]; };
+  check(cublasLtMatmul(device.handle, descriptors.matmul.get(), number(1), pointers.a, descriptors.a.get(), pointers.b,
+                       descriptors.b.get(), number(accumulates ? 1 : 0), pointers.d, descriptors.d.get(), pointers.d,
+                       descriptors.d.get(), &algorithm.algorithm, workspace, algorithm.workspace_bytes, device.stream),
+        "cublasLtMatmul", problem);
+}
+
+}  // namespace
+
+std::optional<Algorithm> find_algorithm(const Device& device, const Problem& problem, const Pointers& pointers) {
+  try {
+    if (const auto known = kept().find(problem)) return *known;
+    return algorithm_for(device, problem, Descriptors(problem, pointers));
+  } catch (const Unsupported&) {
+    kept().put(problem, std::nullopt);
+    return std::nullopt;
+  }
+}
+
+bool multiply(const Device& device, const Problem& problem, const Pointers& pointers, bool accumulates,
+              const std::function<void*(const Algorithm&)>& workspace_of) {
+  try {
+    const Descriptors descriptors(problem, pointers);
+    const std::optional<Algorithm> algorithm = algorithm_for(device, problem, descriptors);
+    if (!algorithm) return false;
+    launch(device, problem, pointers, descriptors, *algorithm, accumulates, workspace_of(*algorithm));
+    return true;
+  } catch (const Unsupported&) {
+    kept().put(problem, std::nullopt);
+    return false;
+  }
+}
+
+// For tests/python/test_lt_statuses.py: one product of `k`, without a device. Returns 1 if it was launched, 0 if
+// cuBLASLt declined, -1 on an error.
+extern "C" __attribute__((visibility("default"))) int shardwright_try_lt_product(int64_t k, int is_scaled) {
+  Problem problem;
+  problem.a = {CUDA_R_16F, 8, k, 8, 0, 256, false};
+  problem.b = {CUDA_R_16F, k, 8, k, 0, 256, false};
+  problem.d = {CUDA_R_32F, 8, 8, 8, 0, 256, false};
+  problem.scales = is_scaled != 0 ? Scales::kByRow : Scales::kNone;
+  try {
+    return multiply({}, problem, {}, false, [](const Algorithm&) { return nullptr; }) ? 1 : 0;
+  } catch (const std::exception&) {
+    return -1;
+  }
+}
+
+}  // namespace shardwright::lt

@@ -1,0 +1,41 @@
+// The calls of cuBLASLt for one product, and an answer to every status that they return:
+//
+//   success                                             the product was launched
+//   not supported, architecture mismatch, invalid value  ATen does the product; kept, so that it is not asked again
+//   any other                                            c10::Error with function, status and product
+//
+// This file needs no device: tests run it against a cuBLASLt that returns what they choose.
+#pragma once
+
+#include <cublasLt.h>
+
+#include <cstddef>
+#include <functional>
+#include <optional>
+
+#include "runtime/cuda/gemm_problem.h"
+
+namespace shardwright::lt {
+
+struct Algorithm {
+  cublasLtMatmulAlgo_t algorithm{};
+  size_t workspace_bytes = 0;
+  double waves = 0;
+};
+
+// The device of a product.
+struct Device {
+  cublasLtHandle_t handle = nullptr;
+  cudaStream_t stream = nullptr;
+  size_t workspace_limit_bytes = 0;
+};
+
+// Returns the kept algorithm, or asks for one. Returns nothing if cuBLASLt declines.
+std::optional<Algorithm> find_algorithm(const Device& device, const Problem& problem, const Pointers& pointers);
+
+// Launches the product, in memory that `workspace_of` returns for its algorithm and that must live until the call has
+// returned. Returns false, with nothing launched, if cuBLASLt declines.
+bool multiply(const Device& device, const Problem& problem, const Pointers& pointers, bool accumulates,
+              const std::function<void*(const Algorithm&)>& workspace_of);
+
+}  // namespace shardwright::lt
