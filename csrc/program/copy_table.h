@@ -33,6 +33,26 @@ struct BoxTable {
   }
 };
 
+// Boxes as the argument of a kernel, for few of them: nothing is uploaded or kept. The driver copies the whole argument
+// at each launch, so there are several sizes, each at most about twice the one before.
+template <int kBoxes>
+struct InlineTable {
+  WordBox boxes[kBoxes];
+  int64_t first_word[kBoxes + 1];
+};
+inline constexpr int kInlineBoxes[] = {8, 16, 32, 64, 144};
+
+// Arguments of at most 4 KiB fit on every GPU. More, up to 32,764 bytes, need compute capability 7.0 and CUDA 12.1.
+inline constexpr int kInlineBoxesEverywhere = 16;
+
+// Returns the smallest of these sizes that holds so many boxes, of those up to `most`; 0 if none does.
+constexpr int inline_boxes_for(int64_t num_boxes, int most) {
+  for (const int size : kInlineBoxes) {
+    if (num_boxes <= size && size <= most) return size;
+  }
+  return 0;
+}
+
 // Packs the three arrays one after the other.
 std::vector<uint8_t> pack_table(const WordBoxes& boxes, int64_t words_per_block);
 

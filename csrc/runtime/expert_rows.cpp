@@ -12,6 +12,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <vector>
 
@@ -74,6 +75,24 @@ at::Tensor sum_rows_with_aten(const at::Tensor& rows, const at::Tensor& table,
   return sum.to(rows.scalar_type());
 }
 
+std::array<DeviceSumRows, at::COMPILE_TIME_MAX_DEVICE_TYPES>& device_sums() {
+  static std::array<DeviceSumRows, at::COMPILE_TIME_MAX_DEVICE_TYPES> sums{};
+  return sums;
+}
+
+at::Tensor sum_rows_on_device(const at::Tensor& rows, const at::Tensor& table,
+                              const std::optional<at::Tensor>& weights) {
+  const DeviceSumRows device_sum = device_sums()[static_cast<size_t>(rows.device().type())];
+  if (device_sum == nullptr || rows.numel() == 0 || table.numel() == 0) {
+    return sum_rows_with_aten(rows, table, weights);
+  }
+  at::Tensor out = at::empty({table.size(0), rows.size(1)}, rows.options());
+  std::optional<at::Tensor> factors;
+  if (weights) factors = weights->resolve_neg().contiguous();
+  device_sum(rows, table.contiguous(), factors, out);
+  return out;
+}
+
 template <typename Item, typename Weight>
 void sum_rows_on_cpu(const at::Tensor& rows, const at::Tensor& table, const Weight* weights, at::Tensor& out) {
   using Sum = at::opmath_type<Item>;
@@ -130,6 +149,11 @@ void dot_rows_on_cpu(const at::Tensor& rows, const at::Tensor& table, const at::
 
 }  // namespace
 
+bool register_device_sum_rows(at::DeviceType device, DeviceSumRows sum_rows) {
+  device_sums()[static_cast<size_t>(device)] = sum_rows;
+  return true;
+}
+
 void take_rows_into(const at::Tensor& given, const at::Tensor& index, const at::Tensor& out) {
   const at::Tensor rows = with_dense_rows(given);
   const int64_t count = index.size(0);
@@ -162,7 +186,7 @@ at::Tensor take_rows(const at::Tensor& rows, const at::Tensor& index) {
 
 at::Tensor sum_rows(const at::Tensor& given, const at::Tensor& table, const std::optional<at::Tensor>& weights) {
   const at::Tensor rows = with_dense_rows(given);
-  if (!rows.device().is_cpu()) return sum_rows_with_aten(rows, table, weights);
+  if (!rows.device().is_cpu()) return sum_rows_on_device(rows, table, weights);
   at::Tensor out = at::empty({table.size(0), rows.size(1)}, rows.options());
   prefer_huge_pages(out);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "shardwright::sum_rows", [&] {

@@ -1,9 +1,8 @@
 // Packing and unpacking on the GPU: one launch per width of words, whatever the number of boxes and their shapes.
 //
-// All words of a copy are numbered (strided_copy.h). A thread block takes kWordsPerBlock numbers and finds the box of
-// the first one. Each thread loads all its words before it stores any, so that several loads are in flight. Boxes are
-// passed as a kernel argument if they fit. If not, a table is uploaded once and kept with the copy (copy_table.h); it
-// also says in which box each block begins. Later launches then upload and synchronise nothing, and can be captured.
+// copy_boxes_body.h says what a thread does. Boxes are passed as a kernel argument if they fit. If not, a table is
+// uploaded once and kept with the copy (copy_table.h); it also says in which box each block begins. Later launches then
+// upload and synchronise nothing, and can be captured.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/ops/empty.h>
@@ -13,23 +12,19 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <type_traits>
 
 #include "program/copy_table.h"
 #include "program/strided_copy.h"
+#include "runtime/cuda/copy_boxes_body.h"
 #include "runtime/local_ops.h"
 
 namespace shardwright {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWordsPerThread = 4;
-constexpr int kWordsPerBlock = kThreads * kWordsPerThread;
-
-// Kernel arguments may have 4 KiB on every GPU, and 32,764 bytes on compute capability 7.0 and newer with CUDA 12.1 and
-// its drivers. The larger kernel is not built if an older architecture is among the targets, because it would not
-// compile.
-constexpr int kFewBoxes = 16;
-constexpr int kInlineBoxes = 144;
+// Larger arguments (kInlineBoxesEverywhere) are not built if an older architecture is among the targets, because they
+// would not compile.
 constexpr int kDriverForLargeArguments = 12010;
 
 #if CUDART_VERSION >= 12010 && defined(__CUDA_ARCH_LIST__)
@@ -44,51 +39,20 @@ constexpr bool kHasLargeArguments = all_at_least(700);
 constexpr bool kHasLargeArguments = false;
 #endif
 
-template <int kBoxes>
-struct InlineTable {
-  WordBox boxes[kBoxes];
-  int64_t first_word[kBoxes + 1];
-};
-static_assert(sizeof(InlineTable<kFewBoxes>) <= 4000);
-static_assert(sizeof(InlineTable<kInlineBoxes>) <= 32700);
-
-template <typename Word>
-__device__ __forceinline__ void copy_words(const WordBox* boxes, const int64_t* first_word, int64_t words,
-                                           int64_t first, int64_t last, const Word* __restrict__ src,
-                                           Word* __restrict__ dst) {
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kWordsPerBlock;
-  Word loaded[kWordsPerThread];
-  int64_t places[kWordsPerThread];
-#pragma unroll
-  for (int w = 0; w < kWordsPerThread; ++w) {
-    const int64_t word = begin + w * kThreads + threadIdx.x;
-    places[w] = -1;
-    if (word >= words) continue;
-    const int64_t b = first + box_of(first_word + first, last - first + 1, word);
-    int64_t from;
-    boxes[b].locate(static_cast<uint32_t>(word - first_word[b]), from, places[w]);
-    loaded[w] = src[from];
-  }
-#pragma unroll
-  for (int w = 0; w < kWordsPerThread; ++w) {
-    if (places[w] >= 0) dst[places[w]] = loaded[w];
-  }
-}
+constexpr int kMostInlineBoxes =
+    kHasLargeArguments ? kInlineBoxes[std::size(kInlineBoxes) - 1] : kInlineBoxesEverywhere;
+static_assert(sizeof(InlineTable<kInlineBoxesEverywhere>) <= 4000);
+static_assert(sizeof(InlineTable<kInlineBoxes[std::size(kInlineBoxes) - 1]>) <= 32700);
 
 template <typename Word, int kBoxes>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kCopyThreads)
     copy_inline(const __grid_constant__ InlineTable<kBoxes> table, int64_t num_boxes, const Word* src, Word* dst) {
-  const int64_t words = table.first_word[num_boxes];
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kWordsPerBlock;
-  const int64_t first = box_of(table.first_word, num_boxes, begin);
-  const int64_t last = box_of(table.first_word, num_boxes, min(begin + kWordsPerBlock, words) - 1);
-  copy_words(table.boxes, table.first_word, words, first, last, src, dst);
+  copy_inline_words(blockIdx.x, static_cast<int>(threadIdx.x), table, num_boxes, src, dst);
 }
 
 template <typename Word>
-__global__ void __launch_bounds__(kThreads) copy_by_table(const BoxTable table, const Word* src, Word* dst) {
-  copy_words(table.boxes, table.first_word, table.first_word[table.num_boxes], table.first_box[blockIdx.x],
-             table.first_box[blockIdx.x + 1], src, dst);
+__global__ void __launch_bounds__(kCopyThreads) copy_by_table(const BoxTable table, const Word* src, Word* dst) {
+  copy_table_words(blockIdx.x, static_cast<int>(threadIdx.x), table, src, dst);
 }
 
 // The operations of one device, on its current stream. Queries that the host must not make while any stream of the
@@ -181,26 +145,39 @@ InlineTable<kBoxes> inline_table(const WordBoxes& boxes) {
 template <typename Word>
 void launch(const StridedCopy& copy, const WordBoxes& boxes, const void* src, void* dst, at::Device device) {
   const auto num_boxes = static_cast<int64_t>(boxes.boxes.size());
-  const auto blocks = static_cast<unsigned>((boxes.words() + kWordsPerBlock - 1) / kWordsPerBlock);
+  const auto blocks = static_cast<unsigned>(copy_blocks(boxes.words()));
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream(device.index());
   const auto* from = static_cast<const Word*>(src);
   auto* to = static_cast<Word*>(dst);
   const auto by_table = [&] {
     CudaTables tables(device);
     const BoxTable table = table_on(tables, device.index(), copy, boxes, kWordsPerBlock);
-    copy_by_table<Word><<<blocks, kThreads, 0, stream>>>(table, from, to);
+    copy_by_table<Word><<<blocks, kCopyThreads, 0, stream>>>(table, from, to);
   };
-  if (num_boxes <= kFewBoxes) {
-    copy_inline<Word, kFewBoxes><<<blocks, kThreads, 0, stream>>>(inline_table<kFewBoxes>(boxes), num_boxes, from, to);
-  } else if constexpr (kHasLargeArguments) {
-    if (num_boxes <= kInlineBoxes && takes_large_arguments()) {
-      copy_inline<Word, kInlineBoxes>
-          <<<blocks, kThreads, 0, stream>>>(inline_table<kInlineBoxes>(boxes), num_boxes, from, to);
-    } else {
-      by_table();
+  const int most = takes_large_arguments() ? kMostInlineBoxes : kInlineBoxesEverywhere;
+  const auto inlined = [&]<int kBoxes>(std::integral_constant<int, kBoxes>) {
+    if constexpr (kBoxes <= kMostInlineBoxes) {
+      copy_inline<Word, kBoxes><<<blocks, kCopyThreads, 0, stream>>>(inline_table<kBoxes>(boxes), num_boxes, from, to);
     }
-  } else {
-    by_table();
+  };
+  switch (inline_boxes_for(num_boxes, most)) {
+    case 8:
+      inlined(std::integral_constant<int, 8>());
+      break;
+    case 16:
+      inlined(std::integral_constant<int, 16>());
+      break;
+    case 32:
+      inlined(std::integral_constant<int, 32>());
+      break;
+    case 64:
+      inlined(std::integral_constant<int, 64>());
+      break;
+    case 144:
+      inlined(std::integral_constant<int, 144>());
+      break;
+    default:
+      by_table();
   }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

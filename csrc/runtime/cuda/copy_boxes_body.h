@@ -1,0 +1,70 @@
+// The work of one thread of the kernels that copy boxes (copy_boxes.cu), for the host too: tests run whole grids of it.
+//
+// All words of a copy are numbered (strided_copy.h). A thread block takes kWordsPerBlock numbers and finds the box of
+// the first one. Each thread loads all its words before it stores any, so that several loads are in flight.
+#pragma once
+
+#include <cstdint>
+
+#include "program/copy_table.h"
+#include "program/strided_copy.h"
+
+#ifdef __CUDACC__
+#define SHARDWRIGHT_UNROLL _Pragma("unroll")
+#else
+#define SHARDWRIGHT_UNROLL
+#endif
+
+namespace shardwright {
+
+inline constexpr int kCopyThreads = 256;  // of a block
+inline constexpr int kWordsPerThread = 4;
+inline constexpr int kWordsPerBlock = kCopyThreads * kWordsPerThread;
+
+inline int64_t copy_blocks(int64_t words) { return (words + kWordsPerBlock - 1) / kWordsPerBlock; }
+
+// The words of the block are in boxes `first` to `last`.
+template <typename Word>
+SHARDWRIGHT_HOST_DEVICE void copy_words(int64_t block, int thread, const WordBox* boxes, const int64_t* first_word,
+                                        int64_t words, int64_t first, int64_t last, const Word* __restrict__ src,
+                                        Word* __restrict__ dst) {
+  const int64_t begin = block * kWordsPerBlock;
+  Word loaded[kWordsPerThread];
+  int64_t places[kWordsPerThread];
+  SHARDWRIGHT_UNROLL
+  for (int w = 0; w < kWordsPerThread; ++w) {
+    const int64_t word = begin + w * kCopyThreads + thread;
+    places[w] = -1;
+    if (word >= words) continue;
+    const int64_t b = first + box_of(first_word + first, last - first + 1, word);
+    int64_t from;
+    boxes[b].locate(static_cast<uint32_t>(word - first_word[b]), from, places[w]);
+    loaded[w] = src[from];
+  }
+  SHARDWRIGHT_UNROLL
+  for (int w = 0; w < kWordsPerThread; ++w) {
+    if (places[w] >= 0) dst[places[w]] = loaded[w];
+  }
+}
+
+// With boxes in the kernel's argument.
+template <typename Word, int kBoxes>
+SHARDWRIGHT_HOST_DEVICE void copy_inline_words(int64_t block, int thread, const InlineTable<kBoxes>& table,
+                                               int64_t num_boxes, const Word* src, Word* dst) {
+  const int64_t words = table.first_word[num_boxes];
+  const int64_t begin = block * kWordsPerBlock;
+  const int64_t end = begin + kWordsPerBlock < words ? begin + kWordsPerBlock : words;
+  const int64_t first = box_of(table.first_word, num_boxes, begin);
+  const int64_t last = box_of(table.first_word, num_boxes, end - 1);
+  copy_words(block, thread, table.boxes, table.first_word, words, first, last, src, dst);
+}
+
+// With a table in memory, made for blocks of kWordsPerBlock.
+template <typename Word>
+SHARDWRIGHT_HOST_DEVICE void copy_table_words(int64_t block, int thread, const BoxTable& table, const Word* src,
+                                              Word* dst) {
+  copy_words(block, thread, table.boxes, table.first_word, table.first_word[table.num_boxes], table.first_box[block],
+             table.first_box[block + 1], src, dst);
+}
+
+}  // namespace shardwright

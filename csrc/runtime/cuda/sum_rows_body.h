@@ -1,0 +1,64 @@
+// The work of one thread of the kernel that sums rows (sum_rows.cu), for the host too: tests run whole grids of it.
+#pragma once
+
+#include <cstdint>
+
+#include "program/strided_copy.h"
+
+namespace shardwright {
+
+// The memory of one sum (expert_rows.h): out[m] = sum over j of weights[m, j] * rows[table[m, j]]. `out`, `table` and
+// `weights` are dense; rows are `stride` elements apart. Without weights, `weights` is null.
+template <typename Item, typename Weight>
+struct RowSums {
+  const Item* rows = nullptr;
+  const int64_t* table = nullptr;
+  const Weight* weights = nullptr;
+  Item* out = nullptr;
+  int64_t num_sums = 0;
+  int64_t columns = 0;
+  int64_t width = 0;
+  int64_t stride = 0;
+
+  static constexpr int kThreads = 256;  // of a block, each for one element
+
+  SHARDWRIGHT_HOST_DEVICE int64_t blocks_per_row() const { return (width + kThreads - 1) / kThreads; }
+  SHARDWRIGHT_HOST_DEVICE int64_t num_blocks() const { return num_sums * blocks_per_row(); }
+
+  // Multiplies, rounds and adds, as the loops on CPU do: no fused operation, whose bits would differ.
+  static SHARDWRIGHT_HOST_DEVICE float multiplied(float a, float b) {
+#ifdef __CUDA_ARCH__
+    return __fmul_rn(a, b);
+#else
+    return a * b;
+#endif
+  }
+  static SHARDWRIGHT_HOST_DEVICE double multiplied(double a, double b) {
+#ifdef __CUDA_ARCH__
+    return __dmul_rn(a, b);
+#else
+    return a * b;
+#endif
+  }
+
+  // The element of one thread. `Sum` is float or double.
+  template <typename Sum>
+  SHARDWRIGHT_HOST_DEVICE void run(int64_t block, int thread) const {
+    const int64_t m = block / blocks_per_row();
+    const int64_t i = block % blocks_per_row() * kThreads + thread;
+    if (m >= num_sums || i >= width) return;
+    Sum sum = 0;
+    bool is_first = true;
+    for (int64_t j = 0; j < columns; ++j) {
+      const int64_t place = table[m * columns + j];
+      if (place < 0) continue;
+      Sum value = static_cast<Sum>(rows[place * stride + i]);
+      if (weights != nullptr) value = multiplied(static_cast<Sum>(weights[m * columns + j]), value);
+      sum = is_first ? value : sum + value;
+      is_first = false;
+    }
+    out[m * width + i] = static_cast<Item>(sum);
+  }
+};
+
+}  // namespace shardwright
