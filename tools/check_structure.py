@@ -86,7 +86,7 @@ MAX_CODE_LINES = {
     "attending": 665,
     "calibration": 550,
     "dtensor": 830,
-    "fsdp": 3920,
+    "fsdp": 4000,
     "graphs": 200,
     "mapping": 770,
     "products": 660,
