@@ -15,6 +15,7 @@
 #include "runtime/executor.h"
 #include "runtime/operators.h"
 #include "runtime/peers/peer_transport.h"
+#include "runtime/writes.h"
 
 namespace shardwright {
 namespace {
@@ -107,7 +108,8 @@ void define_memory_of_peers(py::module_& m) {
       py::arg("group_name"), py::arg("device"), py::arg("arena_bytes"), py::arg("min_bytes"),
       py::call_guard<py::gil_scoped_release>());
   m.def("borrow_memory", &borrow_memory, py::arg("tensor"), py::arg("arena"), py::arg("offset_bytes"));
-  m.def("give_back_memory", &give_back_memory, py::arg("tensor"));
+  m.def("give_back_memory", &give_back_memory, py::arg("tensor"), py::arg("when_read"));
+  m.def("fingerprint_of", &fingerprint_of, py::arg("tensor"), py::call_guard<py::gil_scoped_release>());
 }
 
 void check_out_of(const ExecutableView& v, const at::Tensor& input, const at::Tensor& out) {

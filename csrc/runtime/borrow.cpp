@@ -21,15 +21,17 @@ void borrow_memory(const at::Tensor& tensor, const at::Tensor& arena, int64_t of
   auto owner = std::make_unique<c10::Storage>(arena.storage());
   char* data = static_cast<char*>(arena.data_ptr()) + offset_bytes;
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  storage->clear_data_ptr_access_error_msg_();
   storage->set_data_ptr_noswap(
       {data, owner.release(), [](void* context) { delete static_cast<c10::Storage*>(context); }, tensor.device()});
   storage->set_nbytes(static_cast<size_t>(size_bytes));
 }
 
-void give_back_memory(const at::Tensor& tensor) {
+void give_back_memory(const at::Tensor& tensor, const std::string& when_read) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(at::DataPtr(nullptr, tensor.device()));
-  storage->set_nbytes(size_t{0});
+  // The size stays, since an operator on a view checks it before it asks for the address.
+  if (tensor.numel() > 0) storage->release_data_and_set_meta_custom_data_ptr_error_msg_(when_read);
 }
 
 }  // namespace shardwright

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 
 namespace shardwright {
 
@@ -14,7 +15,8 @@ namespace shardwright {
 // is flat, of bytes and on the same device.
 void borrow_memory(const at::Tensor& tensor, const at::Tensor& arena, int64_t offset_bytes);
 
-// Takes the memory away. Until it borrows again, nothing may read or write `tensor` or a view of it.
-void give_back_memory(const at::Tensor& tensor);
+// Takes the memory away. Until `tensor` borrows again, an operator that asks for its address, or for that of a view of
+// it, throws a c10::Error with the text `when_read`. A tensor without elements has no memory and may still be read.
+void give_back_memory(const at::Tensor& tensor, const std::string& when_read);
 
 }  // namespace shardwright

@@ -70,6 +70,12 @@ def gradients(model: nn.Module) -> list[Any]:
     return [None if p.grad is None else p.grad for p in model.parameters()]
 
 
+def agreement_bytes(model: nn.Module) -> int:
+    """What a rank receives at the end of a backward: an all-reduce of two bytes for each weight and 16 more."""
+    world = dist.get_world_size()
+    return -(-2 * (world - 1) * (16 + 2 * len(list(model.parameters()))) // world)
+
+
 def received_bytes(model: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]]) -> int:
     """What this rank lacks of what a step gathers, in chunks or not, and of the gradients that it reduces, in float32.
 
@@ -82,7 +88,8 @@ def received_bytes(model: nn.Module, units: Sequence[nn.Module | Sequence[nn.Mod
     def lacks(parameters: Sequence[Any]) -> int:
         return sum(4 * (p.numel() - p.to_local().numel()) for p in parameters)
 
-    received = sum(lacks([p for p in weights[unit] if p.ndim > 1]) for unit, _ in schedule.chunk_gathers)
+    received = agreement_bytes(model) if schedule.reductions else 0
+    received += sum(lacks([p for p in weights[unit] if p.ndim > 1]) for unit, _ in schedule.chunk_gathers)
     for weight, *_ in schedule.gathers:
         form_of = schedule.form_of[weight]
         whole = weights[weight] if form_of < 0 else [p for p in weights[form_of] if p.ndim == 1]

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshes
 import shardwright as sw
+from fsdp_models import agreement_bytes
 from meshes import get_mesh
 from pool import Pool
 from shardwright import _runtime
@@ -228,7 +229,8 @@ def _bytes_of(model: Model, schedule: Any) -> int:
     used = [[p for p in unit if not any(p is q for q in model.unused.parameters())] for unit in units]
     reduction = [sum((world - 1) * own(p) for p in unit) for unit in used]
     gathers, reductions = schedule.gathers, schedule.reductions
-    return sum(gather[unit] for unit, *_ in gathers) + sum(reduction[unit] for unit, *_ in reductions)
+    received = agreement_bytes(model) if reductions else 0
+    return received + sum(gather[unit] for unit, *_ in gathers) + sum(reduction[unit] for unit, *_ in reductions)
 
 
 def _moves_what_it_says() -> None:
@@ -496,5 +498,8 @@ def test_borrowed_memory() -> None:
     expected = arena[48:].clone()
     del arena
     assert torch.equal(tensor.view(torch.uint8), expected)
-    _runtime.give_back_memory(tensor)
-    assert tensor.untyped_storage().nbytes() == 0
+    _runtime.give_back_memory(tensor, "it was released")
+    with pytest.raises(RuntimeError, match="it was released"):
+        tensor.sum()
+    with pytest.raises(RuntimeError, match="it was released"):
+        tensor[1:].add(1)

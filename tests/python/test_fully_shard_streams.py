@@ -20,6 +20,7 @@ from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp.landing import Reduction
 from shardwright.fsdp.units import Unit
+from shardwright.fsdp.weights import Weight
 from test_fully_shard import Model, full, loss_of, parts, shard, tokens_of, train, train_whole
 
 PATIENCE_SECONDS = 20.0
@@ -146,8 +147,8 @@ def _overlap(prefetch: int | str, overlaps: bool) -> None:
     start_reduction = Unit.start_reduction
     seen: list[tuple[str, int, bool]] = []
 
-    def note_reduction(unit: Unit) -> Reduction | None:
-        reduction = start_reduction(unit)
+    def note_reduction(unit: Unit, weights: list[Weight]) -> Reduction | None:
+        reduction = start_reduction(unit, weights)
         if reduction is not None:
             reduced[id(unit)] = [arriving.work for _, arriving in reduction.under_way]
         return reduction

@@ -110,8 +110,12 @@ def executable(text: str, group_names: Sequence[str], rank: int) -> Executable:
 def borrow_memory(tensor: torch.Tensor, arena: torch.Tensor, offset_bytes: int) -> None:
     """Makes the memory of `arena` from a byte on that of `tensor` and of all its views; see csrc/runtime/borrow.h."""
 
-def give_back_memory(tensor: torch.Tensor) -> None:
-    """Takes the memory away. Until it borrows again, nothing may read or write the tensor or a view of it."""
+def give_back_memory(tensor: torch.Tensor, when_read: str) -> None:
+    """Takes the memory away. An operator that reads the tensor, or a view of it, before it borrows again raises
+    RuntimeError with the text `when_read`."""
+
+def fingerprint_of(tensor: torch.Tensor) -> int:
+    """Returns a number that differs, but for chance, between contents of a tensor; see csrc/runtime/writes.h."""
 
 def use_peer_copies(group_name: str, device: str, arena_bytes: int, min_bytes: int) -> None:
     """Gives the group an arena; see csrc/runtime/peers/peer_transport.h. Collective among its ranks."""

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import _planner, argument_checks, checking, counters, executables, groups
 from ..layout import Layout, Mesh
 from ..plain_tensors import redistribute_local
-from . import saved
+from . import reads, saved
 from .agreement import compare
 from .units import is_in_backward
 
@@ -77,10 +77,10 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         super().__exit__(*details)
         self._made.clear()
 
-    def _pack(self, tensor: torch.Tensor) -> _Saved | torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> Any:
         found = self._span_of(tensor)
         if found is None or found.size_bytes < self._min_bytes:
-            return tensor
+            return reads.pack(tensor)
         spec = tensor._spec if isinstance(tensor, DTensor) else None
         local = _local_of(tensor)
         if found not in self._made:
@@ -251,9 +251,9 @@ class _Saved(NamedTuple):
     spec: Any  # of a DTensor
 
 
-def _unpack(saved: _Saved | torch.Tensor) -> torch.Tensor:
-    if isinstance(saved, torch.Tensor):
-        return saved
+def _unpack(saved: Any) -> torch.Tensor:
+    if type(saved) is not _Saved:
+        return reads.unpack(saved)
     with torch.no_grad():
         local = saved.kept.unpack(saved.sequence).as_strided(saved.size, saved.stride, saved.offset)
     return local if saved.spec is None else DTensor(local, saved.spec, requires_grad=False)  # type: ignore[call-arg]

@@ -13,6 +13,41 @@ from .. import _runtime
 from .units import Unit
 
 
+def largest(mesh: DeviceMesh, said: bytes, device: torch.device) -> bytes:
+    """Returns each byte's largest value over the ranks of a mesh. All of them call this, with as many bytes.
+
+    Where a group of the mesh has a backend for CPU, the host does not wait for the device.
+    """
+    table = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    # Ours that are under way start all they communicate before, on all ranks alike.
+    _runtime.drain([group.group_name for group in mesh.get_all_groups()])
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        has_cpu = any(kind.type == "cpu" for kind in group._device_types)
+        sent = table if has_cpu else table.to(device)
+        dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+        table = sent.cpu()
+    return bytes(table.tolist())
+
+
+def forget_written_copies(units: Sequence[Unit], device: torch.device) -> None:
+    """Makes units gather again whose parameters were written on any rank since they were gathered.
+
+    Versions do not show all writes, such as those to tensors of a state dict, so contents are compared. Collective
+    among the ranks of the units' meshes if any of them has copies.
+    """
+    if device.type != "cpu" and _runtime.is_capturing(device.type):
+        return  # versions are all that can be compared
+    with_copies = [unit for unit in units if unit.has_copies]
+    for mesh in dict.fromkeys(weight.mesh for unit in with_copies for weight in unit.weights):
+        on_mesh = [unit for unit in with_copies if any(weight.mesh == mesh for weight in unit.weights)]
+        said = bytes(unit.was_written() for unit in on_mesh)
+        said = largest(mesh, said, device) if mesh.size() > 1 else said
+        for unit, is_written in zip(on_mesh, said, strict=True):
+            if is_written:
+                unit.forget_copies()
+
+
 def check_same(units: Sequence[Unit], options: Mapping[str, object], device: torch.device) -> None:
     """Compares units, in their order, and options for all of them. Collective among the ranks of the units' meshes.
 

@@ -99,6 +99,7 @@ def _end_backward(
     with _undone_on_error(runner):
         for index, gradient in zip(indices, of_weights, strict=True):
             its.weights[index].take_gradient(gradient)
+        runner.note_gradient(its)
         runner.end_backward(its, int(forward))
 
 

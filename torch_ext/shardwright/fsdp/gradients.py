@@ -73,6 +73,12 @@ class Gradients:
         """Whether any wait for later backwards, whole ones or parts."""
         return self._whole is not None or self._part is not None
 
+    @property
+    def latest_layout(self) -> _planner.Layout | None:
+        """The layout of the gradient that was reduced last; None before the first one."""
+        layout: _planner.Layout | None = self._latest[0]
+        return layout
+
     def keep(self, gradient: torch.Tensor, layout: _planner.Layout) -> None:
         """Adds a whole gradient to those that wait for a reduction."""
         if self._whole is None:

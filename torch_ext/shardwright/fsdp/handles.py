@@ -14,6 +14,7 @@ from .. import _planner, argument_checks, groups
 from ..layout import Layout
 from ..plain_tensors import redistribute_local
 from ..planning import check_layout
+from . import reads
 
 
 def jit_weight(
@@ -189,7 +190,7 @@ class _Block:
         self._whole = None
         return self._weight._reduce(gradient)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
+    def _pack(self, tensor: torch.Tensor) -> Any:
         whole = self._whole
         is_view = (
             whole is not None
@@ -198,11 +199,11 @@ class _Block:
             and tensor.layout is torch.strided
             and tensor.untyped_storage()._cdata == whole.untyped_storage()._cdata
         )
-        return _View(tensor.size(), tensor.stride(), tensor.storage_offset()) if is_view else tensor
+        return _View(tensor.size(), tensor.stride(), tensor.storage_offset()) if is_view else reads.pack(tensor)
 
-    def _unpack(self, saved: torch.Tensor | _View) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if type(saved) is not _View:
+            return reads.unpack(saved)
         if self._weight.parameter._version != self._version:
             raise RuntimeError(
                 "weight: was written between a forward and its backward, which needs what it was; allowed is to write "

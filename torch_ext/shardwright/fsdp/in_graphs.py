@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .. import counters
 from ..graphs import order
 from . import events  # noqa: F401  (makes the operators)
+from .containers import mapped
 from .units import Unit
 
 _ops = torch.ops.shardwright
@@ -135,10 +136,17 @@ def begin_forward(number: int, unit: Unit, arguments: Any) -> Any:
 
 def end_forward(number: int, unit: Unit, output: Any) -> Any:
     """Returns the output of a forward, and gives the modules back what they have between uses."""
+    tensors: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
     flat, spec = tree_flatten(output)
-    where = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor)]
-    for i, tensor in zip(where, _end(number, *[flat[i] for i in where])):
-        flat[i] = tensor
+    for leaf in flat:
+        mapped(collect, leaf)
+    passed = iter(_end(number, *tensors))
+    flat = [mapped(lambda _: next(passed), leaf) for leaf in flat]
     for weight in unit.weights:
         for parameters, name in weight._slots:
             parameters[name] = weight.sharded

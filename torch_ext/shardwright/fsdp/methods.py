@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .agreement import forget_written_copies
+from .reads import Recording
 from .steps import Runner
 from .units import Unit
 from .weights import linear_forward
@@ -56,7 +58,8 @@ class ShardedModule:
         state = getattr(self, ATTRIBUTE)
         depth = len(state.unit.forwards)
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            with Recording():
+                return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             if state.runner is not None:
                 state.runner.fail_forward(state.unit, depth, error)
@@ -78,10 +81,12 @@ class ShardedModule:
         if not unit.is_open:
             unit.take_up_changes()
             with torch.no_grad():
+                forget_written_copies([unit], unit.device)
                 if unit.is_resident and (unit.is_stale or unit.chunks is not None):
                     unit.release()
                 if not unit.is_resident:
                     unit.start_gather_alone()
+                unit.note_contents()
             unit.is_unsharded = True
         handle = UnshardHandle(unit)
         if async_op:
@@ -123,6 +128,15 @@ class ShardedModule:
         _check_flag("requires_all_reduce", requires_all_reduce)
         for wishes in _wishes_of(self, recurse):
             wishes.reduces_over_replicas = requires_all_reduce
+
+    def set_reduce_scatter_unused_params(self, value: bool = True, *, recurse: bool = True) -> None:
+        """True gives weights that no rank has used in a backward a gradient of zeros; by default they get none.
+
+        Ranks may use different weights either way: each weight gets the average of its own gradients.
+        """
+        _check_flag("value", value)
+        for wishes in _wishes_of(self, recurse):
+            wishes.reduces_unused = value
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Does nothing: each backward ends with its reductions done, so gradients can always be read after it."""
@@ -224,7 +238,6 @@ _REFUSED = {
     "set_custom_reduce_scatter": "to leave it out: transfers are shardwright's",
     "set_manual_backward_finalization": "to leave it out: each backward ends with its reductions done",
     "set_post_optim_event": "to make the current stream wait for the event before the next forward",
-    "set_reduce_scatter_unused_params": "that all ranks use the same parameters",
 }
 
 

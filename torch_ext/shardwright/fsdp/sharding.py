@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,14 +16,15 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .. import argument_checks, explaining, groups
 from .._planner import StepSchedule
-from . import events, hosting, in_graphs, times
+from . import events, hosting, in_graphs, reads, times
 from .agreement import check_same
+from .containers import tensors_in
 from .float8_products import check_use, product_of
 from .methods import ATTRIBUTE, original_class, sharded_class
 from .placing import Placer, Placing, ShardPlacer, data_mesh_of, kept_ranks_of
 from .policy import Policy, Wire
 from .steps import Runner
-from .units import Unit, is_in_backward
+from .units import Unit, check_no_create_graph, is_in_backward
 from .weights import Weight
 
 explaining.step_listeners.append(times.listening)
@@ -211,6 +212,8 @@ class _State:
         self.prefetch = prefetch
         self.runner: Runner | None = None
         self._number = events.number_of(self)
+        unit.ready_runner = functools.partial(_runner_of, weakref.ref(self), weakref.ref(unit))
+        reads.watch(unit)
         self._why_not_in_graphs = in_graphs.why_not(unit)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -278,27 +281,24 @@ class _State:
         runner.end_forward(unit)
         if is_within_backward or not torch.is_grad_enabled():
             return
-        for tensor in [output] if isinstance(output, torch.Tensor) else _tensors_in(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(_begin_backward, runner, unit, forward))
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in trees, and in dataclasses within them."""
-    for leaf in tree_flatten(value)[0]:
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from _tensors_in(getattr(leaf, field.name))
+def _runner_of(state: weakref.ref[_State], unit: weakref.ref[Unit]) -> Runner:
+    if (found := state()) is not None:
+        return found.ready_runner()
+    # The model has been let go, and its graph is still there.
+    its = unit()
+    runner: Runner | None = None if its is None or its.runner is None else its.runner()
+    if runner is None:
+        raise RuntimeError("a backward reaches weights of a model under sw.fully_shard that no longer exists")
+    return runner
 
 
 def _begin_backward(runner: Runner, unit: Unit, forward: int, gradient: torch.Tensor) -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{unit.name}: a backward with create_graph=True, whose own backward would need weights that fully_shard "
-            "has released by then; allowed is create_graph=False"
-        )
+    check_no_create_graph(unit.name)
     runner.begin_backward(unit, forward)
 
 

@@ -32,11 +32,12 @@ import torch
 from .. import _runtime, counters
 from .._planner import StepSchedule, overlapping_budget_bytes
 from . import saved, times
+from .agreement import forget_written_copies
 from .carrying import measure
 from .chunks import UnitInChunks
 from .hosting import Copy
-from .landing import Reduction
 from .plans import Key, Plan, Use, are_same, gather_until, held_bytes
+from .reductions import Reductions
 from .times import Clock, Times
 from .units import Unit, is_in_backward
 from .weights import ALIGNMENT
@@ -61,6 +62,8 @@ class Runner:
         weights = (weight for unit in units for weight in unit.weights)
         self.device = next((weight.memory.device for weight in weights), torch.device("cpu"))
         self._index = {id(unit): index for index, unit in enumerate(units)}
+        for unit in units:
+            unit.runner = weakref.ref(self)
         self._plans: dict[Key, Plan] = {}
         self._arena = torch.empty(0, dtype=torch.uint8)
         self.open: list[int] = []  # units that are, by index
@@ -71,7 +74,7 @@ class Runner:
         # gradients are recorded
         self._plan: Plan | None = None  # while following
         self._clock: Clock | None = None  # of a sequence that is timed
-        self._reductions: list[tuple[int, Reduction]] = []  # with the use after which to wait
+        self._reductions = Reductions(units, self.device)
         self._end: weakref.ref[object] | None = None  # what the running backward calls at its end
         self._recomputed: set[int] = set()  # units, in the middle of their backwards
         self._activations = saved.StepActivations(None)
@@ -100,7 +103,7 @@ class Runner:
         self._num_forwards += 1
         unit.forwards.append(self._num_forwards)
         if not was_open:
-            self._note_open(unit)
+            bisect.insort(self.open, self._index[id(unit)])
             unit.take_up_changes()
             self._next("recompute" if in_backward else "forward")
         elif in_backward:
@@ -134,7 +137,7 @@ class Runner:
             if unit.backwards:
                 self._put_for(unit, max(unit.backwards))
         if not unit.is_open:
-            self._note_closed(unit)
+            self.open.remove(self._index[id(unit)])
             self._next("backward" if is_in_backward() else "forward")
         if self._key is not None and not self._key.records and not self.open:
             self._end_sequence()
@@ -155,7 +158,7 @@ class Runner:
         was_open = unit.is_open
         unit.backwards.add(forward)
         if not was_open:
-            self._note_open(unit)
+            bisect.insort(self.open, self._index[id(unit)])
             self._next("backward")
         self._put_for(unit, forward)  # for checkpoints within the unit, which run parts of its forward again
 
@@ -167,8 +170,18 @@ class Runner:
         unit.backwards.discard(forward)
         if not unit.is_open:
             unit.put_sharded()
-            self._note_closed(unit)
+            self.open.remove(self._index[id(unit)])
             self._next("backward")
+
+    def note_gradient(self, unit: Unit) -> None:
+        """Sees to it that the running backward reduces a gradient that has arrived, whatever path it came by."""
+        if self._end is not None and self._end() is None:
+            self.abort()
+            raise RuntimeError(
+                f"{unit.name}: gradients of a backward that has failed are left; run its forward again before the "
+                "next backward, or call reset_iter_state() on the module"
+            )
+        self._note_backward()
 
     def settle(self) -> None:
         """Puts everything back if the backward that was running has failed, which nobody says."""
@@ -177,7 +190,6 @@ class Runner:
 
     def abort(self) -> None:
         """Puts everything back after an exception. Gradients that were not reduced yet are lost."""
-        reductions, self._reductions = self._reductions, []
         self._end = self._plan = self._key = None
         self.open.clear()
         for unit in self.units:
@@ -185,8 +197,7 @@ class Runner:
             unit.backwards.clear()
             unit.put_sharded()
             unit.drop_gradients()
-        for _, reduction in reductions:
-            reduction.discard()
+        self._reductions.discard()
         self._drain(keeps_held=False)
 
     # Sequences
@@ -212,26 +223,32 @@ class Runner:
 
         def end() -> None:
             self._end = None
-            self._end_backward()
+            try:
+                self._end_backward()
+            except BaseException:
+                self.abort()
+                raise
 
         self._end = weakref.ref(end, functools.partial(_put_back, weakref.ref(self)))
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _end_backward(self) -> None:
         for unit in self.units:
-            self._start_reduction(unit)
+            if unit.backwards:
+                self._start_reduction(unit)
+            elif not unit.wishes.reduces:
+                with torch.no_grad():
+                    unit.keep_gradients()
             unit.backwards.clear()
             if not unit.forwards:
                 unit.put_sharded()
         self.open = [index for index, unit in enumerate(self.units) if unit.is_open]
-        if self.open:
-            self._next("forward")  # a backward within a forward
-            with torch.no_grad():
-                self._finish_reductions()
-                for unit in self.units:
-                    unit.finish_copies()
-        else:
-            self._next("backward")
+        self._next("forward" if self.open else "backward")  # forward: a backward within a forward
+        with torch.no_grad():
+            self._reductions.end_backward()
+            for unit in self.units:
+                unit.finish_copies()
+        if not self.open:
             self._end_sequence()
 
     def _key_of(self, units: tuple[int, ...], kind: str) -> Key:
@@ -309,7 +326,7 @@ class Runner:
     def _drain(self, keeps_held: bool = True) -> None:
         """Ends the sequence: nothing is under way afterwards, and only what was asked for is resident."""
         with torch.no_grad():
-            self._finish_reductions()  # of later uses too: a schedule may have more than came
+            self._reductions.finish()  # of later uses too: a schedule may have more than came
         for unit in self.units:
             if unit.is_resident and not (keeps_held and unit.is_held):
                 unit.release()
@@ -321,12 +338,6 @@ class Runner:
         self._plan = self._clock = None
 
     # Uses
-
-    def _note_open(self, unit: Unit) -> None:
-        bisect.insort(self.open, self._index[id(unit)])
-
-    def _note_closed(self, unit: Unit) -> None:
-        self.open.remove(self._index[id(unit)])
 
     def _next(self, kind: str) -> None:
         """The set of open units has changed: ends the use that is running, and begins the next one."""
@@ -342,7 +353,7 @@ class Runner:
             if self._key is None:
                 self._begin_sequence(key)
             if len(self._uses) == MAX_USES:
-                self._finish_reductions()
+                self._reductions.finish()
                 self._uses, self._plan, self._clock, self._is_too_long = [], None, None, True
             self._uses.append(Use(units, kind, [], []))
             self._enter(len(self._uses) - 1)
@@ -385,6 +396,7 @@ class Runner:
         for unit in self.units:
             if not unit.forwards:  # the one that opens has looked already
                 unit.take_up_changes()
+        forget_written_copies(self.units, self.device)
         measured = [unit for unit in self.units if any(w.carried.format.needs_largest for w in unit.weights)]
         for unit in measured:
             unit.start_refresh()
@@ -449,7 +461,7 @@ class Runner:
                 else:
                     self.units[released].drop_kept()
                 self.units[released].release()
-            self._finish_reductions(index)
+            self._reductions.finish(index)
         else:
             for unit in self.units:
                 if unit.is_resident and not unit.is_open and not unit.is_held:
@@ -467,24 +479,17 @@ class Runner:
             if not unit.wishes.reduces:
                 unit.keep_gradients()
                 return
-            reduction = unit.start_reduction()
-        if reduction is None:
-            return
-        index = len(self._uses) - 1
-        if self._uses:
-            self._uses[index].gradients.append(number)
-        if self._plan is None:
-            self._finish_reductions(index)  # one is under way at a time
-        # Unless a schedule says otherwise, it is waited for when the next one starts.
-        finish = index if self._plan is None else self._plan.finishes.get((number, index), index)
-        self._reductions.append((finish, reduction))
-
-    def _finish_reductions(self, index: int = MAX_USES) -> None:
-        """Waits for those that should be done after this use; by default for all."""
-        for finish, reduction in self._reductions:
-            if finish <= index:
-                reduction.finish()
-        self._reductions = [(finish, reduction) for finish, reduction in self._reductions if finish > index]
+            reduction = self._reductions.start(number)
+            if reduction is None:
+                return
+            index = len(self._uses) - 1
+            if self._uses:
+                self._uses[index].gradients.append(number)
+            if self._plan is None:
+                self._reductions.finish(index)  # one is under way at a time
+            # Unless a schedule says otherwise, it is waited for when the next one starts.
+            finish = index if self._plan is None else self._plan.finishes.get((number, index), index)
+            self._reductions.add(finish, reduction)
 
 
 def _put_back(runner: weakref.ref[Runner], ended: object) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,10 +46,19 @@ class Unit:
         # Parameters at rest and their versions, when they were gathered, and when those were that a copy is kept of.
         self._gathered_from: list[Version] = []
         self._kept_from: list[Version] = []
+        self.runner: weakref.ref[Any] | None = None  # the Runner of the model, once there is one
+        self.ready_runner: Any = None  # returns it, and makes it before
+        for weight in weights:
+            weight.watch_gradients(functools.partial(_note_gradient, weakref.ref(self)))
 
     @property
     def modules(self) -> list[nn.Module]:
         return [module for reference in self._modules if (module := reference()) is not None]
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which weights are gathered."""
+        return next((weight.memory.device for weight in self.weights), torch.device("cpu"))
 
     @property
     def is_open(self) -> bool:
@@ -123,9 +134,10 @@ class Unit:
 
     def start_gather_alone(self) -> None:
         """Starts to gather into memory of its own."""
-        device = next((weight.memory.device for weight in self.weights), torch.device("cpu"))
-        self.start_gather(torch.empty(self.use_bytes, dtype=torch.uint8, device=device))
+        self.start_gather(torch.empty(self.use_bytes, dtype=torch.uint8, device=self.device))
         self._in_arena = False
+        if self.wishes.stays_between_steps:
+            self.note_contents()
 
     def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Before the unit is released, copies what is to be kept of it, unless that is there already."""
@@ -220,11 +232,29 @@ class Unit:
         for weight in self.weights:
             weight.put_sharded()
 
-    def start_reduction(self) -> Reduction | None:
-        """Starts to reduce the gradients that autograd has left; None if there are none."""
+    def read(self, forward: int) -> None:
+        """Gathers the weights for a backward that reads what this forward has saved of them, unless they are there.
+
+        Raises:
+            RuntimeError: outside of a backward, or in one with create_graph=True.
+        """
+        if self.is_open:
+            return
+        if not is_in_backward():
+            if self.is_resident:
+                return
+            raise RuntimeError(f"{self.name}: what a forward has saved of its weights can be read in a backward only")
+        check_no_create_graph(self.name)
+        self.ready_runner().begin_backward(self, forward)
+
+    def start_reduction(self, weights: Iterable[Weight]) -> Reduction | None:
+        """Starts to reduce the gradients of these weights that autograd has left, and zeros where it has left none.
+
+        All ranks name the same weights.
+        """
         reduction = Reduction([])
         wishes = self.wishes
-        for weight in self.weights:
+        for weight in weights:
             for arriving in weight.start_reduction(wishes.reduces_over_replicas, wishes.divides_by):
                 reduction.under_way.append((weight.add_gradient, arriving))
         return reduction if reduction.under_way else None
@@ -235,8 +265,45 @@ class Unit:
 
     def drop_gradients(self) -> None:
         for weight in self.weights:
-            weight.whole.grad = None
-            weight.gradients.drop()
+            weight.drop_gradient()
+
+    # Writes between steps
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether it holds copies of parameters, which a write would make stale; the same on all ranks."""
+        return bool(self.weights) and (self.is_resident or any(weight.has_copy for weight in self.weights))
+
+    def note_contents(self) -> None:
+        """Notes what the parameters hold that were just gathered, for `was_written`."""
+        for weight in self.weights:
+            weight.note_contents()
+
+    def was_written(self) -> bool:
+        """Returns whether the parameters on this rank differ from what copies were made of."""
+        return (self.is_resident and self.is_stale) or any(weight.was_written for weight in self.weights)
+
+    def forget_copies(self) -> None:
+        """Gathers again before the next use, whatever versions say."""
+        self._gathered_from = []
+        for weight in self.weights:
+            weight.forget_copy()
+
+
+def _note_gradient(unit: weakref.ref[Unit], _: torch.Tensor) -> None:
+    """Autograd has added to the gradient of a gathered weight."""
+    if (found := unit()) is not None:
+        check_no_create_graph(found.name)
+        found.ready_runner().note_gradient(found)
+
+
+def check_no_create_graph(name: str) -> None:
+    """Raises RuntimeError in a backward that records a graph."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name}: create_graph must be False, got True; the backward of such a backward would need weights that "
+            "sw.fully_shard has released by then"
+        )
 
 
 def is_in_backward() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -67,6 +67,11 @@ class Weight:
         product: Product | None = None,
     ) -> None:
         self.name = name
+        self._when_read = (
+            f"{name}: a weight under sw.fully_shard was read after it was released; use it in a forward of its module, "
+            "keep it gathered (module.unshard(), reshard_after_forward=False), or save it for a backward by "
+            "ctx.save_for_backward"
+        )
         # Modules have their weights: what has weights refers to modules weakly, so that a model goes when it is let go.
         self._places = [(weakref.ref(module), name) for module, name in places]
         self._slots = [(module._parameters, name) for module, name in places]
@@ -88,7 +93,13 @@ class Weight:
         self._held: torch.Tensor | None = None  # what is held at rest besides `sharded`
         if self.store is not self.rest:
             self._held = self._slice(local, self.rest)
-        self._held_from: Version = self.sharded, self.version
+        self._held_from: Version | None = (self.sharded, self.version)
+        self._contents: int | None = None  # fingerprint of the parameter, when copies of it were made
+        self.unit: weakref.ref[Any] | None = None  # the Unit that gathers it
+        self.is_expected = True  # some rank had a gradient of it in the latest backward that reduced its unit
+        self.has_arrived = False  # a gradient of this rank, since gradients were last added to the parameter's
+        self._undecided: list[torch.Tensor] = []  # reductions to which this rank has contributed zeros
+        self._note_gradient: Callable[[torch.Tensor], None] | None = None
         self._refresh: dist.Work | None = None
         self._refreshed_from: torch.Tensor | None = None  # until it is done
         self._landing = Landing(host)
@@ -114,6 +125,8 @@ class Weight:
         self.release()
         self.put(self.sharded)
         owners.add(self)
+        if self.has_copy:
+            self.note_contents()
 
     def _set_sizes(self, dtypes: Dtypes) -> None:
         """Sets sizes in bytes to those of the rank with most, so that all ranks make the same schedule."""
@@ -225,6 +238,39 @@ class Weight:
             )
         if self.whole.requires_grad != self.sharded.requires_grad:
             self.whole.requires_grad_(self.sharded.requires_grad)
+            self._watch()
+
+    def watch_gradients(self, note: Callable[[torch.Tensor], None]) -> None:
+        """Calls a function whenever autograd has added to the gradient of the gathered weight."""
+        self._note_gradient = note
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._note_gradient is not None and self.whole.requires_grad:
+            self.whole.register_post_accumulate_grad_hook(self._note_gradient)
+            self._note_gradient = None
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether what is held at rest is a copy of what the parameter holds."""
+        return self._held is not None
+
+    def note_contents(self) -> None:
+        """Notes what the parameter holds, for `was_written`; not in a capture, in which the host cannot wait."""
+        is_captured = self._part_device_type != "cpu" and _runtime.is_capturing(self._part_device_type)
+        self._contents = None if is_captured else _runtime.fingerprint_of(self.part)
+
+    @property
+    def was_written(self) -> bool:
+        """Whether the parameter differs from what copies were made of: by its version, or else by its contents."""
+        if self._held is not None and (
+            self._held_from is None or differ([self._held_from], [(self.sharded, self.version)])
+        ):
+            return True
+        return self._contents is not None and self._contents != _runtime.fingerprint_of(self.part)
+
+    def forget_copy(self) -> None:
+        self._held_from = None
 
     def watch_again(self) -> None:
         """After another parameter was taken up, or another part put in its place."""
@@ -252,9 +298,10 @@ class Weight:
         if self._held is None:
             return
         now = self.sharded, self.version
-        if differ([self._held_from], [now]):
+        if self._held_from is None or differ([self._held_from], [now]):
             self.finish_refresh()
             self._held_from = now
+            self.note_contents()
             if self._host is None:
                 self._refresh = self.moves(self.store, self.rest, self.part, self._held.data)
                 return
@@ -324,12 +371,12 @@ class Weight:
 
     def drop_kept(self) -> None:
         if self.kept is not None:
-            _runtime.give_back_memory(self.kept)
+            _runtime.give_back_memory(self.kept, self._when_read)
 
     def release(self) -> None:
         self.carried.arrived = self.place = None
         if not self.is_held:
-            _runtime.give_back_memory(self.memory)
+            _runtime.give_back_memory(self.memory, self._when_read)
 
     def take_gradient(self, gradient: torch.Tensor) -> None:
         """Adds a gradient that a graph has made. The graph may use its memory again, so it is copied."""
@@ -340,14 +387,30 @@ class Weight:
         else:
             self.whole.grad.add_(gradient)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient of this rank waits for a reduction."""
+        return self.whole.grad is not None or self.gradients.are_kept
+
     def start_reduction(self, over_replicas: bool, divide_by: float | None) -> list[Arriving]:
-        """Starts to reduce the gradient that autograd has left, and those that were kept.
+        """Starts to reduce the gradient that autograd has left, and those that were kept, or zeros if there are none.
 
         With it comes what products have reduced already.
         """
         there = self.gradients.take_reduced()
-        arriving = self.gradients.start(self._taken_gradient(), over_replicas, divide_by)
+        has_any = self.has_gradient or bool(there)
+        self.has_arrived = self.has_arrived or has_any
+        taken = self._taken_gradient()
+        if not has_any and self.sharded.requires_grad:
+            taken = self._zeros()
+        arriving = self.gradients.start(taken, over_replicas, divide_by)
         return there if arriving is None else [*there, arriving]
+
+    def _zeros(self) -> tuple[torch.Tensor, _planner.Layout]:
+        """A gradient of zeros, placed as the latest one was."""
+        layout = self.gradients.latest_layout or self.layouts.usual_gradient
+        shape = layout.local_shape(dist.get_rank())
+        return torch.zeros(shape, dtype=self.whole.dtype, device=self.memory.device), layout
 
     def keep_gradient(self) -> None:
         """Keeps the gradient that autograd has left until a reduction."""
@@ -373,8 +436,29 @@ class Weight:
         return self.moves.predicted_ps(with_dtype(self.layouts.usual_gradient, dtype), with_dtype(self.store, dtype))
 
     def add_gradient(self, part: torch.Tensor) -> None:
-        """Adds to the gradient of the sharded parameter: on the host, by `finish_gradients`."""
-        self._landing.add(self.sharded, part)
+        """Adds to the gradient of the sharded parameter: on the host, by `finish_gradients`.
+
+        A sum to which this rank has contributed zeros waits for `decide`.
+        """
+        if self.has_arrived:
+            self._landing.add(self.sharded, part)
+        else:
+            self._undecided.append(part)
+
+    def decide(self, is_used: bool) -> None:
+        """Ends a backward: adds the sums that were waiting if any rank had a gradient, else drops them."""
+        undecided, self._undecided = self._undecided, []
+        for part in undecided if is_used else ():
+            self._landing.add(self.sharded, part)
+        if not is_used:
+            self.gradients.drop()  # zeros that wait for a reduction over replicas
+        self.has_arrived = self.gradients.wait
+
+    def drop_gradient(self) -> None:
+        self.whole.grad = None
+        self.gradients.drop()
+        self._undecided = []
+        self.has_arrived = False
 
     def finish_gradients(self) -> None:
         self._landing.finish(self.sharded)

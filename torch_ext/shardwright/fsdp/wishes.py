@@ -15,6 +15,7 @@ class Wishes:
     stays_between_steps: bool = False
     reduces: bool = True  # gradients, after a backward
     reduces_over_replicas: bool = True
+    reduces_unused: bool = False  # weights of which no rank has a gradient, too: theirs is zero then
     divides_by: float | None = None  # sums of gradients; None: by the number of contributions
     # Units to gather when a forward or a backward of this one begins.
     forward_prefetch: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)

@@ -1,0 +1,283 @@
+"""Gradients and weights that reach a backward by paths which no hook on an output sees, under `sw.fully_shard`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import types
+import weakref
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwright as sw
+from fsdp_models import full
+from meshes import get_mesh
+from pool import Pool
+
+
+class _Dict(dict[str, Any]):
+    pass
+
+
+class _List(list[Any]):
+    pass
+
+
+class _Attributes(dict[str, Any]):
+    __getattr__ = dict.__getitem__  # type: ignore[assignment]
+
+
+@dataclasses.dataclass
+class _Data:
+    y: torch.Tensor
+
+
+class _Plain:
+    def __init__(self, y: torch.Tensor) -> None:
+        self.y = y
+
+
+class _Hidden:
+    """An object whose tensor nobody finds."""
+
+    def __init__(self, y: torch.Tensor) -> None:
+        self.get = lambda: y
+
+
+CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "dict subclass": (lambda y: _Dict(y=y), lambda out: out["y"]),
+    "list subclass": (lambda y: _List([y]), lambda out: out[0]),
+    "attribute dict": (lambda y: _Attributes(y=y), lambda out: out.y),
+    "dataclass": (_Data, lambda out: out.y),
+    "set": (lambda y: {y}, lambda out: next(iter(out))),
+    "UserDict": (lambda y: UserDict(y=y), lambda out: out["y"]),
+    "namespace": (lambda y: types.SimpleNamespace(y=y), lambda out: out.y),
+    "plain object": (_Plain, lambda out: out.y),
+    "closure": (_Hidden, lambda out: out.get()),
+}
+
+
+class Block(nn.Module):
+    """Its backward reads weights: a matrix, a norm and a number."""
+
+    def __init__(self, container: str) -> None:
+        super().__init__()
+        self.linear, self.norm, self.scale = nn.Linear(6, 6), nn.LayerNorm(6), nn.Parameter(torch.ones(()))
+        self.container = container
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return CONTAINERS[self.container][0](torch.tanh(self.norm(self.linear(x)) * self.scale))
+
+
+class Chain(nn.Module):
+    def __init__(self, container: str, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(container) for _ in range(3)])
+        self.container, self.is_checkpointed = container, is_checkpointed
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            out = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+            x = x + CONTAINERS[self.container][1](out)
+        return CONTAINERS[self.container][0](x)
+
+
+def _batches() -> list[torch.Tensor]:
+    return [torch.randn(3, 6, generator=torch.Generator().manual_seed(rank)) for rank in range(dist.get_world_size())]
+
+
+def _sharded(whole: nn.Module, **options: Any) -> nn.Module:
+    model = copy.deepcopy(whole)
+    for block in getattr(model, "blocks", []):
+        sw.fully_shard(block, mesh=get_mesh((2,)), **options)
+    return sw.fully_shard(model, mesh=get_mesh((2,)), **options)
+
+
+def _check_gradients(model: nn.Module, whole: nn.Module, case: str) -> None:
+    for (name, ours), (_, right) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        assert (ours.grad is None) == (right.grad is None), f"{case}: {name}.grad is {ours.grad}, not {right.grad}"
+        if ours.grad is not None:
+            torch.testing.assert_close(full(ours.grad), right.grad, msg=lambda text: f"{case}: {name}: {text}")  # noqa: B023
+
+
+def _train_with_containers(is_checkpointed: bool) -> None:
+    for container, (_, opened) in CONTAINERS.items():
+        torch.manual_seed(0)
+        whole = Chain(container, is_checkpointed)
+        model = _sharded(whole)
+        for step in range(3):  # a schedule is followed from the second one on
+            opened(model(_batches()[dist.get_rank()])).square().mean().backward()
+            sum(opened(whole(x)).square().mean() / 2 for x in _batches()).backward()
+            _check_gradients(model, whole, f"{container}, step {step}")
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_outputs_in_any_container_train(pool: Pool, is_checkpointed: bool) -> None:
+    pool.run(_train_with_containers, 2, is_checkpointed)
+
+
+class Leaving(nn.Module):
+    """Leaves a tensor that is no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = self.b(torch.tanh(self.a(x)))
+        return self.b(self.hidden)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def _loss_on_hidden(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model(x)
+    return model.hidden.square().mean()
+
+
+def _loss_on_both(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean() + model.hidden.square().mean()
+
+
+def _loss_of_method(model: Any, x: torch.Tensor) -> torch.Tensor:
+    if hasattr(model, "unshard"):
+        model.unshard()
+    return model.encode(x).square().mean()
+
+
+def _losses_without_outputs() -> None:
+    torch.manual_seed(0)
+    for loss in (_loss_on_hidden, _loss_on_both, _loss_of_method):
+        for needs_gradient in (False, True):
+            whole = Leaving()
+            model = _sharded(whole)
+            for step in range(2):
+                inputs = [x.requires_grad_(needs_gradient) for x in _batches()]
+                loss(model, inputs[dist.get_rank()]).backward()
+                sum(loss(whole, x.detach()) / 2 for x in inputs).backward()
+                _check_gradients(model, whole, f"{loss.__name__}, input needs gradient: {needs_gradient}, step {step}")
+                model.zero_grad()
+                whole.zero_grad()
+            model.reshard()
+
+
+def test_losses_on_tensors_that_are_no_outputs_train(pool: Pool) -> None:
+    pool.run(_losses_without_outputs, 2)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, which: list[int]) -> torch.Tensor:
+        for expert in which:
+            x = self.experts[expert](x)
+        return x
+
+
+# Experts by step and rank: the same, different ones, a different number, none in common, all.
+ROUTES = [([0], [1]), ([0, 2], [1]), ([3], [3]), ([0, 1], [2, 3]), ([0], [0]), ([0, 1, 2, 3], [0]), ([1, 1], [2, 0])]
+
+
+def _routes(unused: bool, accumulates: bool) -> None:
+    torch.manual_seed(0)
+    whole = Experts()
+    model: Any = _sharded(whole)
+    model.set_reduce_scatter_unused_params(unused)
+    rank = dist.get_rank()
+    for step, routes in enumerate(ROUTES):
+        is_last = not accumulates or step % 3 == 2 or step == len(ROUTES) - 1
+        model.set_requires_gradient_sync(is_last)
+        model(_batches()[rank], routes[rank]).square().mean().backward()
+        sum(whole(x, route).square().mean() / 2 for x, route in zip(_batches(), routes)).backward()
+        if not is_last:
+            continue
+        for parameter in whole.parameters() if unused else ():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        _check_gradients(model, whole, f"step {step}")
+        model.zero_grad()
+        whole.zero_grad()
+
+
+@pytest.mark.parametrize(("unused", "accumulates"), [(False, False), (True, False), (False, True)])
+def test_ranks_may_use_different_weights(pool: Pool, unused: bool, accumulates: bool) -> None:
+    pool.run(_routes, 2, unused, accumulates)
+
+
+def _reads_after_release() -> None:
+    torch.manual_seed(0)
+    model: Any = _sharded(Leaving())
+    model.unshard()
+    loss = model.encode(_batches()[0].requires_grad_()).sum()
+    model.reshard()
+    with pytest.raises(RuntimeError, match="was read after it was released"):
+        loss.backward()
+    model(_batches()[0]).sum().backward()  # the next step is right
+    assert model.a.weight.grad is not None
+
+
+def test_released_weights_are_not_read(pool: Pool) -> None:
+    pool.run(_reads_after_release, 2)
+
+
+def _writes_in_place() -> None:
+    torch.manual_seed(0)
+    model = _sharded(Leaving())
+    seen: list[torch.Tensor] = []
+    model.register_forward_hook(lambda module, args, output: seen.append(module.hidden))
+    y = model(_batches()[0])
+    with torch.no_grad():
+        seen[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_saved_activations_that_were_written_are_refused(pool: Pool) -> None:
+    pool.run(_writes_in_place, 2)
+
+
+def _writes_before_backward() -> None:
+    torch.manual_seed(0)
+    model = _sharded(Leaving())
+    for stays in (False, True):
+        model.set_reshard_after_forward(not stays)  # type: ignore[operator]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first, second = (model(x).sum() for x in _batches())
+        first.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="was written between a forward and its backward"):
+            second.backward()
+
+
+def test_weights_that_were_written_before_the_backward_are_refused(pool: Pool) -> None:
+    pool.run(_writes_before_backward, 2)
+
+
+def _forwards_without_backwards() -> None:
+    """Nothing that autograd has saved is in a circle of references."""
+    torch.manual_seed(0)
+    model = _sharded(Chain("plain object"))
+    gc.collect()
+    gc.disable()
+    try:
+        y = model(_batches()[0]).y
+        saved = weakref.ref(y)
+        del y
+        assert saved() is None
+        assert not [each for each in gc.get_objects() if type(each).__name__ in ("_Read", "_Activation")]
+    finally:
+        gc.enable()
+
+
+def test_graphs_are_freed_without_a_backward(pool: Pool) -> None:
+    pool.run(_forwards_without_backwards, 2)

@@ -1,0 +1,91 @@
+"""Writes to parameters between steps that leave no trace in version counters, where gathered copies live on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+import shardwright as sw
+from meshes import get_mesh
+from pool import Pool
+
+
+def _load(model: nn.Module, parameters: list[Any], folder: str) -> None:
+    dcp.load(model.state_dict(), checkpoint_id=folder)
+
+
+def _read_checkpoint(model: nn.Module, parameters: list[Any], folder: str) -> None:
+    dcp.load(model.state_dict(), storage_reader=sw.CheckpointReader(folder))
+
+
+def _copy_to_local(model: nn.Module, parameters: list[Any], folder: str) -> None:
+    for parameter in parameters:
+        parameter.to_local().mul_(3)
+
+
+def _copy_to_data(model: nn.Module, parameters: list[Any], folder: str) -> None:
+    for parameter in parameters:
+        parameter.data.mul_(3)
+
+
+def _foreach(model: nn.Module, parameters: list[Any], folder: str) -> None:
+    torch._foreach_mul_(parameters, 3)
+
+
+def _write_on_one_rank(model: nn.Module, parameters: list[Any], folder: str) -> None:
+    """Rank 0 alone writes: what it holds must reach the other rank all the same."""
+    for parameter in parameters if dist.get_rank() == 0 else ():
+        parameter.data.neg_()
+
+
+WRITES = (_load, _read_checkpoint, _copy_to_local, _copy_to_data, _foreach, _write_on_one_rank)
+
+ZERO_1: dict[str, Any] = {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0)]}
+
+
+def _expected(parameters: list[Any], x: torch.Tensor) -> torch.Tensor:
+    """The output of a plain module with the values that the parameters have now."""
+    weight, bias = (parameter.full_tensor() for parameter in parameters)
+    return nn.functional.linear(x, weight, bias)
+
+
+def _write_between_uses(write: Callable[[nn.Module, list[Any], str], None], folder: str) -> None:
+    mesh, x = get_mesh((2,)), torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    given = nn.Linear(5, 5)
+    dcp.save({k: v + 1 for k, v in given.state_dict().items()}, checkpoint_id=folder)
+    for options, stays, runs_before in (
+        ({}, False, True),
+        ({}, True, True),
+        (ZERO_1, False, False),
+        (ZERO_1, True, True),
+    ):
+        model: Any = sw.fully_shard(copy.deepcopy(given), mesh=mesh, **options)
+        parameters = list(model.parameters())
+        if stays:
+            model.set_reshard_after_backward(False)
+        with torch.no_grad():
+            if runs_before:
+                model(x)
+            for _ in range(2):
+                write(model, parameters, folder)
+                torch.testing.assert_close(model(x), _expected(parameters, x))
+            model.unshard()
+            write(model, parameters, folder)
+            torch.testing.assert_close(model(x), _expected(parameters, x))
+        model(x).sum().backward()
+        assert all(parameter.grad is not None for parameter in parameters)
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__.strip("_"))
+def test_writes_are_seen(pool: Pool, tmp_path: Path, write: Callable[[nn.Module, list[Any], str], None]) -> None:
+    pool.run(_write_between_uses, 2, write, str(tmp_path))

@@ -1,0 +1,147 @@
+"""Reads of weights by backwards.
+
+Hooks on the outputs of a unit gather its weights in time for its backward, but no hook is on a tensor that a forward
+leaves somewhere else, such as in an attribute of a module or in an object that cannot be opened. Therefore every tensor
+that autograd saves of a weight during the forward of a unit is packed as a `_Read`. A backward that unpacks it gathers
+the weights of that unit first if they are not gathered, whatever path has led there.
+
+Other hooks for saved tensors that are active around the forward, such as those of a checkpoint or of
+`torch.autograd.graph.save_on_cpu`, get all tensors but the weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .units import Unit
+from .weights import Weight
+
+_Pack = Callable[[torch.Tensor], Any]
+_Unpack = Callable[[Any], torch.Tensor]
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+# Weights by the address of the storage that they have while they are gathered.
+_weights: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
+
+
+class _Read(NamedTuple):
+    """A saved tensor that lies in the storage of a weight."""
+
+    tensor: torch.Tensor
+    weight: Weight
+    unit: Unit
+    forward: int  # number of the forward that has saved it; 0 outside of all forwards of its unit
+    version: tuple[int, ...]  # of the parameter in that forward
+
+
+class _Activation(NamedTuple):
+    """Any other saved tensor."""
+
+    tensor: torch.Tensor
+    version: int
+    owner: weakref.ref[torch.Tensor] | None  # whose version it is; None: of `tensor`
+
+
+def watch(unit: Unit) -> None:
+    """Packs what autograd saves of these weights from now on."""
+    for weight in unit.weights:
+        if not weight.is_held:  # whose memory is never released
+            _weights[weight.memory.untyped_storage()._cdata] = weight
+            weight.unit = weakref.ref(unit)
+
+
+class Recording:
+    """A block in which autograd saves weights as `_Read`."""
+
+    def __enter__(self) -> None:
+        self._is_pushed = False
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            return
+        around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if around is not None and getattr(around[0], "_packs_weights", False):
+            return
+        self._pack: Any
+        self._pack, unpack_all = (pack, unpack) if around is None else _within(*around)
+        if around is not None and getattr(around[0], "_checkpoint_internal", False):
+            # A checkpoint within looks for the hooks around all checkpoints (torch 2.15).
+            self._pack._checkpoint_internal = True  # type: ignore[attr-defined]
+            self._pack._user_hooks = getattr(around[0], "_user_hooks", None)  # type: ignore[attr-defined]
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, unpack_all)
+        self._is_pushed = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_pushed:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            if self._pack is not pack:
+                self._pack._user_hooks = None  # the graph keeps the function
+
+
+def _weight_of(tensor: torch.Tensor) -> Weight | None:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(local) not in _PLAIN or local.layout is not torch.strided:
+        return None
+    return _weights.get(local.untyped_storage()._cdata)
+
+
+def pack(tensor: torch.Tensor) -> Any:
+    """The hook for what autograd saves. Other hooks of this library pass on to it what is not theirs."""
+    weight = _weight_of(tensor)
+    unit = None if weight is None or weight.unit is None else weight.unit()
+    if weight is not None and unit is not None:
+        forward = unit.forwards[-1] if unit.forwards else 0
+        return _Read(_without_graph(tensor), weight, unit, forward, weight.version)
+    # PyTorch checks no versions where there are hooks. What it has detached of a DTensor counts its own.
+    owner = weakref.ref(tensor) if isinstance(tensor, DTensor) else None
+    return _Activation(_without_graph(tensor), tensor._version, owner)
+
+
+def unpack(saved: Any) -> torch.Tensor:
+    if type(saved) is _Read:
+        if saved.weight.version != saved.version:
+            raise RuntimeError(
+                f"{saved.weight.name}: was written between a forward and its backward, which needs what it was; write "
+                "parameters after the backward"
+            )
+        saved.unit.read(saved.forward)
+        return saved.tensor
+    tensor: torch.Tensor = saved.tensor
+    owner = tensor if saved.owner is None else saved.owner()
+    if owner is not None and owner._version != saved.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"{tensor.dtype} tensor of shape {tuple(tensor.shape)} is at version {owner._version}, expected version "
+            f"{saved.version} instead; torch.autograd.set_detect_anomaly(True) finds the operation that saved it"
+        )
+    return tensor
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor without the node that has made it, which may be the one that saves it."""
+    if tensor.grad_fn is None:
+        return tensor
+    if isinstance(tensor, DTensor):  # `detach` takes ten times as long
+        return DTensor(tensor._local_tensor, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+    return tensor.detach()
+
+
+def _within(outer_pack: _Pack, outer_unpack: _Unpack) -> tuple[_Pack, _Unpack]:
+    """The hooks for a forward around which others are active."""
+
+    def pack_within(tensor: torch.Tensor) -> Any:
+        return outer_pack(tensor) if _weight_of(tensor) is None else pack(tensor)
+
+    def unpack_within(saved: Any) -> torch.Tensor:
+        return unpack(saved) if type(saved) is _Read else outer_unpack(saved)
+
+    pack_within._packs_weights = True  # type: ignore[attr-defined]
+    return pack_within, unpack_within
+
+
+pack._packs_weights = True  # type: ignore[attr-defined]

@@ -1,0 +1,147 @@
+"""Reductions of a model's gradients, and what ranks agree on at the end of a backward.
+
+All ranks reduce the same weights of a unit, whatever gradients autograd has left on each of them: where routing or a
+condition picks other modules on every rank, a rank without a gradient of a weight contributes zeros.
+
+    time                              weights that are reduced
+    the backward of a unit ends       those of which some rank had a gradient last time; at first all that are trained
+    the whole backward ends           those of which some rank has a gradient that was not reduced yet
+
+Between the two, ranks tell each other which weights they had gradients of. A sum to which no rank had anything to add
+is dropped, so that `.grad` stays None as it would in a model that is not sharded. Ranks that have not started the same
+reductions raise an error, each of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _runtime
+from . import agreement
+from .landing import Reduction
+from .units import Unit
+from .weights import Weight
+
+Place = tuple[int, int]  # number of a unit, and of a weight in it
+
+
+class Reductions:
+    """Those of one model."""
+
+    def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
+        self._units = units
+        self._device = device
+        self._under_way: list[tuple[int, Reduction]] = []  # with the use after which to wait
+        self._started: list[tuple[int, tuple[int, ...]]] = []  # in the backward that runs: a unit and its weights
+        self._used: set[Place] = set()  # weights of which some rank has a gradient, by the latest agreement
+        self._on_mesh: dict[DeviceMesh, list[Place]] = {}
+        for number, unit in enumerate(units):
+            for which, weight in enumerate(unit.weights):
+                self._on_mesh.setdefault(weight.mesh, []).append((number, which))
+
+    def start(self, number: int, which: Sequence[int] | None = None) -> Reduction | None:
+        """Starts to reduce weights of a unit; by default those that are expected to have gradients."""
+        unit = self._units[number]
+        if which is None:
+            which = [i for i, weight in enumerate(unit.weights) if weight.is_expected and weight.sharded.requires_grad]
+        self._started.append((number, tuple(which)))
+        return unit.start_reduction([unit.weights[i] for i in which])
+
+    def add(self, last_use: int, reduction: Reduction) -> None:
+        """Waits for a reduction after this use."""
+        self._under_way.append((last_use, reduction))
+
+    def finish(self, use: int | None = None) -> None:
+        """Waits for the reductions that are to be done after this use, by default for all."""
+        for last_use, reduction in self._under_way:
+            if use is None or last_use <= use:
+                reduction.finish()
+        self._under_way = [] if use is None else [each for each in self._under_way if each[0] > use]
+
+    def discard(self) -> None:
+        """Waits for all reductions, but adds no gradients."""
+        under_way, self._under_way, self._started = self._under_way, [], []
+        for _, reduction in under_way:
+            reduction.discard()
+
+    def end_backward(self) -> None:
+        """Reduces what is left, on any rank, and waits for all. Collective among the ranks of each mesh.
+
+        Raises:
+            ValueError: on all ranks of a mesh, if they have reduced different weights.
+        """
+        if not any(weight.sharded.requires_grad for unit in self._units for weight in unit.weights):
+            return
+        for number, late in self._agree().items():
+            reduction = self.start(number, late)
+            if reduction is not None:
+                self.add(0, reduction)
+        self.finish()
+        for number in dict.fromkeys(number for number, _ in self._started):
+            unit = self._units[number]
+            for which, weight in enumerate(unit.weights):
+                weight.is_expected = (number, which) in self._used or unit.wishes.reduces_unused
+                weight.decide(weight.is_expected)
+        self._started = []
+
+    def _agree(self) -> dict[int, list[int]]:
+        """Returns the weights, by unit, of which some rank has a gradient that was not reduced."""
+        is_captured = self._device.type != "cpu" and _runtime.is_capturing(self._device.type)
+        late: dict[int, list[int]] = {}
+        self._used = set()
+        for mesh, places in self._on_mesh.items():
+            said = self._digest(mesh) + bytes(flag for place in places for flag in self._flags(place))
+            if mesh.size() > 1 and not is_captured:
+                said = agreement.largest(mesh, said, self._device)
+            self._check(mesh, said)
+            for i, place in enumerate(places):
+                arrived, waits = said[2 * _DIGEST_BYTES + 2 * i : 2 * _DIGEST_BYTES + 2 * i + 2]
+                if arrived or waits:
+                    self._used.add(place)
+                if waits:
+                    late.setdefault(place[0], []).append(place[1])
+        if is_captured and late:
+            names = [self._weight((number, which)).name for number, several in late.items() for which in several]
+            raise RuntimeError(
+                f"{', '.join(names)}: the captured backward must use the weights that the steps before used; run "
+                "such a step before the capture"
+            )
+        return late
+
+    def _weight(self, place: Place) -> Weight:
+        return self._units[place[0]].weights[place[1]]
+
+    def _flags(self, place: Place) -> tuple[bool, bool]:
+        """Whether this rank has contributed a gradient, and whether one is left that has to be reduced."""
+        weight = self._weight(place)
+        return weight.has_arrived, weight.has_gradient and self._units[place[0]].wishes.reduces
+
+    def _text(self, mesh: DeviceMesh) -> str:
+        """The reductions that were started in this backward."""
+        said = []
+        for number, which in self._started:
+            unit = self._units[number]
+            names = [unit.weights[i].name for i in which if unit.weights[i].mesh == mesh]
+            said.append(f"{unit.name} ({', '.join(names)})")
+        return "; ".join(said) or "none"
+
+    def _digest(self, mesh: DeviceMesh) -> bytes:
+        """Bytes whose largest values over ranks show whether they are equal: a digest, and its complement."""
+        started = [each for each in self._started if any(w.mesh == mesh for w in self._units[each[0]].weights)]
+        digest = hashlib.blake2b(repr(started).encode(), digest_size=_DIGEST_BYTES).digest()
+        return digest + bytes(255 - byte for byte in digest)
+
+    def _check(self, mesh: DeviceMesh, said: bytes) -> None:
+        pairs = zip(said[:_DIGEST_BYTES], said[_DIGEST_BYTES : 2 * _DIGEST_BYTES])
+        if any(largest + complement != 255 for largest, complement in pairs):
+            what = "the gradients that they have reduced in this backward"
+            agreement.compare(
+                mesh, {"reduced": self._text(mesh)}, self._device, "sw.fully_shard", what, "backwards of the same units"
+            )
+
+
+_DIGEST_BYTES = 8
