@@ -2,6 +2,9 @@
 
     python tools/torch_tests/run.py SRC [--files GLOB ...] [-k EXPRESSION] [--modes stock ours]
 
+In tests of FSDP2 (_composable/fsdp), and in all others with --fully-shard, `sw.fully_shard` takes the place of FSDP2's
+function, and tests that ask for GPUs run without.
+
 SRC is a PyTorch source tree, or any folder that contains its test/distributed. The tests should be of about the
 installed torch: tests that do not import, or that fail with stock PyTorch, show nothing. Every file runs in its own
 interpreter for each mode. A test that hangs or kills its process counts as an outcome; the tests after it run in a new
@@ -145,9 +148,10 @@ class Runner:
         if self.options.k:
             arguments += ["-k", self.options.k]
         outcomes = out / "outcomes.jsonl"
+        environment = self._environment(mode, out, file)
         with (out / "log.txt").open("ab") as log:
             process = subprocess.Popen(
-                arguments, cwd=out, env=self._environment(mode, out), stdout=log, stderr=log, start_new_session=True
+                arguments, cwd=out, env=environment, stdout=log, stderr=log, start_new_session=True
             )
             heard, before = time.monotonic(), size_of(outcomes)
             size = before
@@ -167,7 +171,8 @@ class Runner:
                 process.wait()
         return "done" if process.returncode in range(6) else "died"  # pytest's own codes
 
-    def _environment(self, mode: str, out: pathlib.Path) -> dict[str, str]:
+    def _environment(self, mode: str, out: pathlib.Path, file: pathlib.Path) -> dict[str, str]:
+        is_fsdp = file.parent == self.root / "_composable" / "fsdp"
         paths = [str(INSIDE), str(self.options.source / "test"), os.environ.get("PYTHONPATH", "")]
         return {
             **os.environ,
@@ -175,7 +180,8 @@ class Runner:
             "SHARDWRIGHT_TORCH_TESTS": mode,
             "SHARDWRIGHT_TORCH_TESTS_OUT": str(out),
             "SHARDWRIGHT_TORCH_TESTS_FORK": "0" if self.options.spawn else "1",
-            "SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS": "1" if self.options.without_gpus else "0",
+            "SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS": "1" if self.options.without_gpus or is_fsdp else "0",
+            "SHARDWRIGHT_TORCH_TESTS_FULLY_SHARD": "1" if self.options.fully_shard or is_fsdp else "0",
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",  # a forked rank would wait for threads that only its parent has
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(RANKS_SECONDS),
@@ -254,6 +260,7 @@ def main() -> int:
     parser.add_argument("--test-seconds", type=float, default=240, help="for one test without an outcome")
     parser.add_argument("--file-seconds", type=float, default=1800, help="for one file in one mode")
     parser.add_argument("--without-gpus", action="store_true", help="run tests that ask for GPUs on CPU all the same")
+    parser.add_argument("--fully-shard", action="store_true", help="sw.fully_shard in the place of FSDP2's function")
     parser.add_argument("--spawn", action="store_true", help="a new interpreter for each rank, as PyTorch does; slow")
     parser.add_argument("--out", type=pathlib.Path, default=None, help="default: build/torch-tests/<torch version>")
     options = parser.parse_args()

@@ -2,7 +2,8 @@
 
 Once a process loads PyTorch's test base classes, this turns shardwright on (SHARDWRIGHT_TORCH_TESTS=ours), makes the
 tests fork their ranks instead of starting an interpreter for each (SHARDWRIGHT_TORCH_TESTS_FORK=1), lets tests that ask
-for GPUs run without (SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS=1), and leaves what `sw.stats()` says in
+for GPUs run without (SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS=1), puts `sw.fully_shard` in the place of FSDP2's function
+(SHARDWRIGHT_TORCH_TESTS_FULLY_SHARD=1), and leaves what `sw.stats()` says in
 $SHARDWRIGHT_TORCH_TESTS_OUT/stats, one file per process.
 """
 
@@ -18,24 +19,44 @@ import pathlib
 import sys
 
 _BASES = "torch.testing._internal.common_distributed"
+_FSDP = "torch.distributed.fsdp._fully_shard"
 _MODE = os.environ.get("SHARDWRIGHT_TORCH_TESTS", "")
 _OUT = pathlib.Path(os.environ.get("SHARDWRIGHT_TORCH_TESTS_OUT", ""))
 
 
-class _AfterImportOfBases(importlib.abc.MetaPathFinder):
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module once it has been imported."""
+
+    def __init__(self, name, then):
+        self.name = name
+        self.then = then
+
     def find_spec(self, fullname, path, target=None):
-        if fullname != _BASES:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         execute = spec.loader.exec_module
 
-        def execute_and_prepare(module):
+        def execute_and_call(module):
             execute(module)
-            _prepare(module)
+            self.then(module)
 
-        spec.loader.exec_module = execute_and_prepare
+        spec.loader.exec_module = execute_and_call
         return spec
+
+
+def _replace_fully_shard(package):
+    """Before other modules import the function from its package, and tests from those."""
+    stock = package.fully_shard
+
+    @functools.wraps(stock)
+    def fully_shard(module, **options):
+        import shardwright
+
+        return shardwright.fully_shard(module, **options)
+
+    package.fully_shard = package._fully_shard.fully_shard = fully_shard
 
 
 def _prepare(bases):
@@ -82,4 +103,6 @@ def _write_stats():
 
 
 if _MODE:
-    sys.meta_path.insert(0, _AfterImportOfBases())
+    sys.meta_path.insert(0, _AfterImport(_BASES, _prepare))
+if _MODE == "ours" and os.environ.get("SHARDWRIGHT_TORCH_TESTS_FULLY_SHARD") == "1":
+    sys.meta_path.insert(0, _AfterImport(_FSDP, _replace_fully_shard))
