@@ -86,7 +86,7 @@ MAX_CODE_LINES = {
     "attending": 665,
     "calibration": 550,
     "dtensor": 835,
-    "fsdp": 4360,
+    "fsdp": 4880,
     "graphs": 200,
     "mapping": 770,
     "products": 660,

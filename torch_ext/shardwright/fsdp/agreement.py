@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _runtime
-from .units import Unit
 
 
 def largest(mesh: DeviceMesh, said: bytes, device: torch.device) -> bytes:
@@ -30,7 +30,7 @@ def largest(mesh: DeviceMesh, said: bytes, device: torch.device) -> bytes:
     return bytes(table.tolist())
 
 
-def forget_written_copies(units: Sequence[Unit], device: torch.device) -> None:
+def forget_written_copies(units: Sequence[Copying], device: torch.device) -> None:
     """Makes units gather again whose parameters were written on any rank since they were gathered.
 
     Versions do not show all writes, such as those to tensors of a state dict, so contents are compared. Collective
@@ -48,7 +48,26 @@ def forget_written_copies(units: Sequence[Unit], device: torch.device) -> None:
                 unit.forget_copies()
 
 
-def check_same(units: Sequence[Unit], options: Mapping[str, object], device: torch.device) -> None:
+class Described(Protocol):
+    """A unit."""
+
+    name: str
+    weights: list[Any]
+
+    @property
+    def description(self) -> str: ...
+
+
+class Copying(Described, Protocol):
+    """A unit that may hold copies of its parameters."""
+
+    @property
+    def has_copies(self) -> bool: ...
+    def was_written(self) -> bool: ...
+    def forget_copies(self) -> None: ...
+
+
+def check_same(units: Sequence[Described], options: Mapping[str, object], device: torch.device) -> None:
     """Compares units, in their order, and options for all of them. Collective among the ranks of the units' meshes.
 
     Raises:

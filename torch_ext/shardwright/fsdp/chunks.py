@@ -30,8 +30,9 @@ from ..layout import Layout
 from ..products.running import Call, Where, bind
 from . import agreement
 from .formats import with_dtype
+from .linear import OWN_PRODUCT, is_linear
 from .units import Unit, is_in_backward
-from .weights import OWN_PRODUCT, Weight, is_linear
+from .weights import Weight
 
 # Where few ranks would make fewer chunks, each rank's part is divided.
 _LEAST_CHUNKS = 8
@@ -309,7 +310,7 @@ def _chunked(weight: Weight) -> ChunkedWeight | None:
     if len(weight.places) > 1 or name != "weight" or not is_linear(module):
         return None
     is_plain = not isinstance(weight.whole, DTensor) and not weight.is_held and weight.kept is None
-    if not is_plain or weight.carried.buffers(weight.use):
+    if not is_plain or weight.extension is not None or weight.carried.buffers(weight.use):
         return None
     if weight._at_rest.device != weight.memory.device or set(weight.rest.placements) - {"R", "S(0)"}:
         return None

@@ -36,7 +36,7 @@ class InGraphs(Protocol):
 
     unit: Unit
 
-    def ready_runner(self) -> Runner: ...
+    def ready_runner(self, outermost: Any = None, converts: bool = True) -> Runner: ...
 
 
 _numbers = itertools.count()
@@ -54,7 +54,7 @@ def _found(number: int) -> tuple[Runner, Unit]:
     given = _known.get(number)
     if given is None:
         raise RuntimeError(f"unit: {number} is none of a model that still exists in this process")
-    return given.ready_runner(), given.unit
+    return given.ready_runner(converts=False), given.unit
 
 
 def _begin_forward(inputs: Sequence[torch.Tensor], unit: int, records: bool) -> torch.Tensor:

@@ -146,8 +146,13 @@ def host_of(policy: CPUOffloadPolicy | None, device_type: str) -> Host | None:
     """Returns None where nothing is copied: without a policy, and on CPU, where parts are on the host anyway."""
     if policy is None or device_type == "cpu":
         return None
-    index = torch.get_device_module(device_type).current_device()
-    return Host(torch.device(device_type, index), policy.pin_memory)
+    return Host(current_device(device_type), policy.pin_memory)
+
+
+def current_device(device_type: str) -> torch.device:
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
 @functools.cache

@@ -43,6 +43,8 @@ def why_not(unit: Unit) -> str | None:
         return "weights are DTensors in use"
     if any(weight.product is not None for weight in unit.weights):
         return "weights are multiplied by as they arrive (use=)"
+    if any(weight.extension is not None for weight in unit.weights):
+        return "weights are tensor subclasses that say what is gathered"
     return None
 
 

@@ -42,12 +42,21 @@ class Landing:
 
 
 def _add(parameter: nn.Parameter, part: torch.Tensor) -> None:
+    # Not by `from_local`, whose checks are most of what a step of small weights takes.
+    spec = parameter._spec  # type: ignore[attr-defined]
+    gradient = DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
+    for hook in (parameter._backward_hooks or {}).values():  # of `register_hook`
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    if not isinstance(gradient, DTensor) or gradient.placements != spec.placements:
+        raise RuntimeError(
+            f"register_hook: a hook of a parameter must return a gradient placed as {spec.placements}, got "
+            f"{getattr(gradient, 'placements', type(gradient).__name__)}"
+        )
     if parameter.grad is None:
-        # Not by `from_local`, whose checks are most of what a step of small weights takes.
-        spec = parameter._spec  # type: ignore[attr-defined]
-        parameter.grad = DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
+        parameter.grad = gradient
     else:
-        parameter.grad._local_tensor.add_(part)  # type: ignore[attr-defined]
+        parameter.grad._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
     for hook in _hooks_of(parameter):
         hook(parameter)
 

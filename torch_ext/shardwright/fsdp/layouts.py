@@ -15,6 +15,7 @@ All lie on one mesh, except that `keep` may lie on one in which a mesh dim is sp
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -77,6 +78,18 @@ class Layouts:
         self._dtype = given.dtype
         self._own_placements = tuple(given.placements) if isinstance(given, DTensor) else ()
         self._own_shape_stride = (given.shape, given.stride())
+        self._choice = choice
+        self._make()
+
+    def with_dtype(self, dtype: torch.dtype) -> Layouts:
+        """Returns the layouts of the same parameter in another dtype."""
+        made = copy.copy(self)
+        made._dtype = dtype
+        made._make()
+        return made
+
+    def _make(self) -> None:
+        data, choice = self.data, self._choice
         sizes = tuple(data.mesh.shape)
         uncut: list[Placement] = [Replicate()] * len(data.data_dims)
         self.placements = self._placements(choice.rest if choice.store is None else choice.store, data.own, sizes)
@@ -101,7 +114,8 @@ class Layouts:
         if host is None:
             return whole
         # `from_local` would take it back to the device.
-        return DTensor(host.hold(part), whole._spec, requires_grad=False)  # type: ignore[call-arg]
+        held = part if part.is_meta else host.hold(part)
+        return DTensor(held, whole._spec, requires_grad=False)  # type: ignore[call-arg]
 
     def as_used(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a part in `use` as modules get it: a DTensor on the parameter's own mesh if it was one."""

@@ -9,19 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FSDPModule
 
 from .agreement import forget_written_copies
+from .linear import linear_forward
 from .reads import Recording
 from .steps import Runner
 from .units import Unit
-from .weights import linear_forward
 from .wishes import Wishes
 
 # The attribute of a module that holds the state of the unit that hooks it: `unit`, and `runner` or None.
 ATTRIBUTE = "_shardwright_unit"
 
 
-class UnshardHandle:
+class UnshardHandle(fsdp.UnshardHandle):
     """What `ShardedModule.unshard` has started."""
 
     def __init__(self, unit: Unit) -> None:
@@ -36,13 +38,24 @@ class UnshardHandle:
             unit.put_whole()
 
 
-class ShardedModule:
+class ReductionHandle(getattr(fsdp, "GradientReductionHandle", object)):  # type: ignore[misc]  # since torch 2.15
+    """Returned by `ShardedModule.finalize_backward`, which has waited already."""
+
+    def wait(self) -> None:
+        """Does nothing."""
+
+
+class ShardedModule(FSDPModule):
     """The methods of modules under `sw.fully_shard`; their names and arguments are those of FSDP2's `FSDPModule`.
 
-    `sw.fully_shard` makes the class of a module a subclass of this one and of its own. All ranks call a method alike.
+    `sw.fully_shard` makes the class of a module a subclass of this one and of its own. The class is a subclass of
+    FSDP2's, so PyTorch's functions and other libraries take such modules for FSDP2's. Every method of
+    FSDP2's class is defined here, or refused by its name. All ranks call a method alike.
     Where the methods of FSDP2 say when something happens, these say what the schedule has to respect; they take effect
     with the next step.
     """
+
+    _orig_cls_mro_index = 3  # of the original class, for FSDP2: after the made class, this one and FSDP2's
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes a module of the original class, as containers do when they are sliced."""
@@ -79,6 +92,7 @@ class ShardedModule:
         """
         unit = _unit_of(self)
         if not unit.is_open:
+            getattr(self, ATTRIBUTE).take_up_conversions()
             unit.take_up_changes()
             with torch.no_grad():
                 forget_written_copies([unit], unit.device)
@@ -187,6 +201,49 @@ class ShardedModule:
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # FSDP2's older name
 
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Calls `hook` with each reduced gradient of this module's weights, a local tensor, before it is added to the
+        parameter's. The hook may write the tensor, such as by an all-reduce over further ranks.
+
+        FSDP2 calls its hook once, with the gradients of all weights in one flat tensor; this one is called once per
+        weight, in the order of weights, on all ranks alike.
+
+        Args:
+            stream: the stream on which the hook runs; default, the current one.
+        """
+        if not callable(hook):
+            raise ValueError(f"hook must be a function, got a {type(hook).__name__}")
+        _unit_of(self).wishes.gradient_hook = hook if stream is None else _on_stream(hook, stream)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Makes the current stream wait for an event that was recorded after the optimizer's step."""
+        device = next((weight.memory.device for weight in _unit_of(self).weights), torch.device("cpu"))
+        if device.type != "cpu":
+            event.wait(torch.accelerator.current_stream(device))
+        elif event.device is not None and event.device.type != "cpu":
+            event.synchronize()
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Does nothing: backwards reduce gradients, or keep them as `set_requires_gradient_sync` says.
+
+        `finalize_backward` reduces those that were kept.
+        """
+        _check_flag("enabled", enabled)
+        _unit_of(self)
+
+    def finalize_backward(self, *, async_op: bool = False) -> ReductionHandle | None:
+        """Reduces the gradients that backwards have kept, where `set_requires_gradient_sync` allows it by now, and
+        releases weights, unless `set_reshard_after_backward` says otherwise.
+
+        Args:
+            async_op: returns a handle, for FSDP2's callers; there is nothing left to wait for.
+        """
+        _unit_of(self)
+        runner: Runner | None = getattr(self, ATTRIBUTE).runner
+        if runner is not None:
+            finalize_backward(runner)
+        return ReductionHandle() if async_op else None
+
     def reset_iter_state(self) -> None:
         """Puts everything back after an exception, as the next forward does. Gradients not reduced yet are lost."""
         _unit_of(self)
@@ -194,10 +251,16 @@ class ShardedModule:
         if runner is not None:
             runner.abort()
 
+    def _get_fsdp_state(self) -> Any:
+        """Returns what takes the place of FSDP2's internal state: `register_fsdp_forward_method` calls its hooks."""
+        return getattr(self, ATTRIBUTE)
+
     def _wish(self, recurse: bool, change: Callable[[Wishes], None]) -> None:
         before = [(wishes, dataclasses.replace(wishes)) for wishes in _wishes_of(self, recurse)]
         for wishes, _ in before:
             change(wishes)
+        if all(wishes == was for wishes, was in before):
+            return
         try:
             self._reschedule(recurse)
         except ValueError:
@@ -221,23 +284,21 @@ class ShardedModule:
             self.reshard()  # `fn` is for the parts at rest
         applied = super()._apply(fn, recurse=recurse)  # type: ignore[misc]
         unit.watch_again()
+        getattr(self, ATTRIBUTE).after_conversion()
         return applied
 
 
 # What else FSDP2's modules have in torch 2.15. Hints, which the schedule does not need; they do nothing.
 _HINTS = (
-    "set_allocate_memory_from_process_group_for_comm set_force_sum_reduction_for_comms set_keep_unsharded_storage "
+    "_set_unshard_async_op set_allocate_memory_from_process_group_for_comm set_force_sum_reduction_for_comms "
+    "set_keep_unsharded_storage "
     "set_reduce_scatter_max_input_buffers set_separate_reduce_scatter_group set_symm_mem_for_comm "
     "set_unshard_in_backward"
 )
 # Methods that cannot be had, and what to do.
 _REFUSED = {
-    "finalize_backward": "to leave it out: each backward ends with its reductions done",
-    "set_all_reduce_hook": "a hook of the parameters, by register_post_accumulate_grad_hook",
     "set_custom_all_gather": "to leave it out: transfers are shardwright's",
     "set_custom_reduce_scatter": "to leave it out: transfers are shardwright's",
-    "set_manual_backward_finalization": "to leave it out: each backward ends with its reductions done",
-    "set_post_optim_event": "to make the current stream wait for the event before the next forward",
 }
 
 
@@ -273,8 +334,29 @@ def original_class(given: type) -> type:
     """Returns the class that a module had before."""
     if not issubclass(given, ShardedModule):
         return given
-    found: type = given.__mro__[given.__mro__.index(ShardedModule) + 1]
+    found: type = given.__mro__[given.__mro__.index(FSDPModule) + 1]
     return found
+
+
+def finalize_backward(runner: Runner) -> None:
+    """Reduces gradients that backwards have kept, in units that reduce by now, and releases what nothing holds."""
+    with torch.no_grad():
+        runner.reductions.end_backward()
+        for unit in runner.units:
+            unit.finish_copies()
+            if unit.is_resident and not unit.is_open and not unit.is_held:
+                unit.release()
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: torch.Stream) -> Callable[[torch.Tensor], None]:
+    def run(gradient: torch.Tensor) -> None:
+        current = torch.accelerator.current_stream(gradient.device)
+        stream.wait_stream(current)
+        with stream:
+            hook(gradient)
+        current.wait_stream(stream)
+
+    return run
 
 
 def _unit_of(module: Any) -> Unit:

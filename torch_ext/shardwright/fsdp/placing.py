@@ -33,7 +33,7 @@ class Placing(NamedTuple):
         """Returns the layouts of a parameter. Raises ValueError if there are none."""
         shard, chosen = self._cut_of(name, parameter)
         takes_host = self.takes_host and parameter.device.type == "cpu"
-        if parameter.device.type != chosen.mesh.device_type and not takes_host:
+        if parameter.device.type not in (chosen.mesh.device_type, "meta") and not takes_host:
             raise ValueError(
                 f"{name}: is on {parameter.device}; allowed is the mesh's kind of device, {chosen.mesh.device_type}"
             )

@@ -29,6 +29,12 @@ class Dtypes:
     gathers: Format  # in messages
     reduce: torch.dtype  # of gradients while they are added up
     gradients: torch.dtype  # in messages
+    mp_policy: MixedPrecisionPolicy | None = None
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether messages carry a weight in the dtype of its use."""
+        return type(self.gathers) is Format and self.gathers.dtype == self.use
 
     def is_as_at_rest(self, own: torch.dtype) -> bool:
         """Returns whether a weight that is whole at rest can be used as it is."""
@@ -49,7 +55,10 @@ class Policy:
             _check_wire(wire)
 
     def of(self, parameter: nn.Parameter) -> Dtypes:
-        """Returns the dtypes of a parameter, before it is cut."""
+        """Returns the dtypes of a parameter, whole or cut."""
+        return dataclasses.replace(self._of(parameter), mp_policy=self._policy)
+
+    def _of(self, parameter: nn.Parameter) -> Dtypes:
         own = parameter.dtype
         if not own.is_floating_point:
             return Dtypes(own, Format(own), own, own)

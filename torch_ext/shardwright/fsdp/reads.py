@@ -20,15 +20,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .units import Unit
-from .weights import Weight
+from .weights import Weight, by_storage
 
 _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-
-# Weights by the address of the storage that they have while they are gathered.
-_weights: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
 
 
 class _Read(NamedTuple):
@@ -47,14 +44,6 @@ class _Activation(NamedTuple):
     tensor: torch.Tensor
     version: int
     owner: weakref.ref[torch.Tensor] | None  # whose version it is; None: of `tensor`
-
-
-def watch(unit: Unit) -> None:
-    """Packs what autograd saves of these weights from now on."""
-    for weight in unit.weights:
-        if not weight.is_held:  # whose memory is never released
-            _weights[weight.memory.untyped_storage()._cdata] = weight
-            weight.unit = weakref.ref(unit)
 
 
 class Recording:
@@ -87,7 +76,7 @@ def _weight_of(tensor: torch.Tensor) -> Weight | None:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if type(local) not in _PLAIN or local.layout is not torch.strided:
         return None
-    return _weights.get(local.untyped_storage()._cdata)
+    return by_storage.get(local.untyped_storage()._cdata)
 
 
 def pack(tensor: torch.Tensor) -> Any:

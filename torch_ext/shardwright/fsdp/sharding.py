@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .. import argument_checks, explaining, groups
+from .. import explaining, groups
 from .._planner import StepSchedule
-from . import events, hosting, in_graphs, reads, times
+from . import events, extensions, hosting, in_graphs, times
 from .agreement import check_same
-from .containers import tensors_in
+from .arguments import GIVEN, SHARDED, check_options, checked_ignored, checked_modules, device_type_of, parameters_of
+from .containers import mapped, tensors_in
 from .float8_products import check_use, product_of
-from .methods import ATTRIBUTE, original_class, sharded_class
+from .layouts import Layouts
+from .methods import ATTRIBUTE, finalize_backward, original_class, sharded_class
 from .placing import Placer, Placing, ShardPlacer, data_mesh_of, kept_ranks_of
 from .policy import Policy, Wire
 from .steps import Runner
 from .units import Unit, check_no_create_graph, is_in_backward
-from .weights import Weight
+from .weights import DtypesOf, Weight
 
 explaining.step_listeners.append(times.listening)
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
-
-# Attributes of parameters: that they belong to a unit, both as they were given, which other modules may still have, and
-# as they are now, unless they were replaced or converted.
-_GIVEN, _SHARDED = "_shardwright_given", "_shardwright_sharded"
 
 
 def fully_shard(
@@ -124,44 +126,67 @@ def fully_shard(
             is too small, or of the second with activations.
     """
     groups.check_initialised()
-    modules = _checked_modules(module)
-    _check_options(memory_limit, prefetch, gather_in_chunks)
+    modules = checked_modules(module)
+    check_options(memory_limit, prefetch, gather_in_chunks)
     check_use(use)
     if shard_placement_fn is not None and rest is not None:
         raise ValueError("rest: got a function besides shard_placement_fn; allowed is one of the two")
     policy, offload = Policy(mp_policy, wire), hosting.checked(offload_policy)
-    found = _parameters_of(modules, _checked_ignored(ignored_params))
-    device_type = found[0][0].device.type if found else "cpu"
+    found = parameters_of(modules, checked_ignored(ignored_params))
+    device_type = device_type_of([given for given, _ in found])
     data = data_mesh_of(mesh, dp_mesh_dims, same_data_dims, device_type, rest is not None)
     kept_ranks_of(reshard_after_forward, data)
     host = hosting.host_of(offload, data.mesh.device_type)
     placing = Placing(data, shard_placement_fn, rest, store, keep, reshard_after_forward, host is not None)
     layouts = [placing.layouts_of(places[0][2], given) for given, places in found]
-    carried = []  # dtypes, and what multiplies by a weight as it arrives
-    for (given, places), placed in zip(found, layouts, strict=True):
-        name, owners, in_dtypes = places[0][2], [place[:2] for place in places], policy.of(given)
-        in_dtypes.gathers.check(name, placed.rest, data.mesh.device_type)
-        is_asked_for = use is not None
-        carried.append(product_of(name, given, owners, placed, in_dtypes) if is_asked_for else (in_dtypes, None))
+    dtypes_of = _dtypes_by(policy, use)
+    carried = [
+        dtypes_of(places[0][2], given, [place[:2] for place in places], placed)
+        for (given, places), placed in zip(found, layouts, strict=True)
+    ]
     made = []
     with torch.no_grad():
         for (given, places), placed, (in_dtypes, product) in zip(found, layouts, carried, strict=True):
             owners = [place[:2] for place in places]
             weight = Weight(places[0][2], given, owners, placed, in_dtypes, host, product)
-            setattr(given, _GIVEN, True)
-            setattr(weight.sharded, _SHARDED, True)
+            setattr(given, GIVEN, True)
+            setattr(weight.sharded, SHARDED, True)
             made.append(weight)
     unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False, host)
-    state = _State(unit, policy, memory_limit, None if prefetch == "auto" else int(prefetch), gather_in_chunks)
+    ahead = None if prefetch == "auto" else int(prefetch)
+    state = _State(unit, policy, dtypes_of, memory_limit, ahead, gather_in_chunks)
     for owner in modules:
         setattr(owner, ATTRIBUTE, state)
         owner.__class__ = sharded_class(type(owner))
+        _register(owner, state)
         owner.register_forward_pre_hook(state.before_forward, prepend=True, with_kwargs=True)
         owner.register_forward_hook(state.after_forward, always_call=True)
-    for owner in {owner: None for weight in made for owner, _ in weight.places}:
+    _watch_state_dicts(state)
+    return module
+
+
+def _register(module: nn.Module, state: _State) -> None:
+    """Enters a module where torch looks for FSDP2's: `replicate` leaves it alone, and `fully_shard.state` finds it."""
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(stock_fully_shard)] = state
+
+
+def _watch_state_dicts(state: _State) -> None:
+    for owner in {owner: None for weight in state.unit.weights for owner, _ in weight.places}:
         owner.register_state_dict_pre_hook(state.before_state_dict)
         owner.register_load_state_dict_pre_hook(state.before_state_dict)
-    return module
+        owner.register_load_state_dict_post_hook(state.after_conversion)
+
+
+def _dtypes_by(policy: Policy, use: str | None) -> DtypesOf:
+    def dtypes_of(name: str, parameter: nn.Parameter, owners: Any, placed: Layouts) -> Any:
+        in_dtypes = policy.of(parameter)
+        in_dtypes.gathers.check(name, placed.rest, placed.mesh.device_type)
+        if extensions.has_extension(getattr(parameter, "_local_tensor", parameter)):
+            extensions.check(name, placed, in_dtypes.are_plain and use is None)
+        return (in_dtypes, None) if use is None else product_of(name, parameter, owners, placed, in_dtypes)
+
+    return dtypes_of
 
 
 def schedules(module: nn.Module) -> list[StepSchedule]:
@@ -203,22 +228,31 @@ class _State:
     """A unit with its hooks, and the runner that it shares with the other units of the model."""
 
     def __init__(
-        self, unit: Unit, policy: Policy, memory_limit: int | None, prefetch: int | None, in_chunks: bool
+        self,
+        unit: Unit,
+        policy: Policy,
+        dtypes_of: DtypesOf,
+        memory_limit: int | None,
+        prefetch: int | None,
+        in_chunks: bool,
     ) -> None:
         self.unit = unit
+        self.dtypes_of = dtypes_of
         self.in_chunks = in_chunks
         self.policy = policy
         self.memory_limit = memory_limit
         self.prefetch = prefetch
         self.runner: Runner | None = None
+        self._comm_ctx = object()  # torch's `share_comm_ctx` replaces it: transfers share their streams anyway
+        self._fsdp_param_groups = ()  # for the same
+        self._state_ctx = SimpleNamespace(all_states=())  # for pipeline stages of torch 2.11
         self._number = events.number_of(self)
         unit.ready_runner = functools.partial(_runner_of, weakref.ref(self), weakref.ref(unit))
-        reads.watch(unit)
         self._why_not_in_graphs = in_graphs.why_not(unit)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.policy.casts_inputs:
-            args, kwargs = tree_map(self.policy.cast_inputs, (args, kwargs))
+            args, kwargs = mapped(self.policy.cast_inputs, args), mapped(self.policy.cast_inputs, kwargs)
         is_traced = torch.compiler.is_compiling()
         if is_traced and self._why_not_in_graphs is None:
             return in_graphs.begin_forward(self._number, self.unit, (args, kwargs))
@@ -229,19 +263,86 @@ class _State:
             output = in_graphs.end_forward(self._number, self.unit, output)
         else:
             self._end_forward(output)
-        return tree_map(self.policy.cast_output, output) if self.policy.casts_outputs else output
+        return mapped(self.policy.cast_output, output) if self.policy.casts_outputs else output
 
-    def ready_runner(self) -> Runner:
-        """The runner of the model, made now if this is the first use of its outermost unit."""
+    # FSDP2's names, under which torch's `register_fsdp_forward_method` calls the hooks around a method.
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._begin_method(sys._getframe(1))
+        return self.before_forward(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        output = self.after_forward(module, args, output)
+        if not torch.compiler.is_compiling():
+            self._end_method()
+        return output
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Called by pipeline stages of torch 2.11 when gradients should be reduced."""
+        if self.runner is not None:
+            self.runner.settle()
+            finalize_backward(self.runner)
+
+    @torch._disable_dynamo
+    def _begin_method(self, frame: FrameType) -> None:
+        runner = self.ready_runner()
+        runner.calls.end_failed(runner.end_forward)
+        runner.calls.begin(frame, self.unit)
+
+    @torch._disable_dynamo
+    def _end_method(self) -> None:
+        if self.runner is not None:
+            self.runner.calls.end()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: a module under sw.fully_shard has no FSDPState of FSDP2; use the methods of sw.fsdp.ShardedModule"
+        )
+
+    def take_up_conversions(self) -> None:
+        """Looks at dtypes and devices of parameters, between steps."""
+        if self.runner is not None:
+            self.ready_runner()
+        else:
+            self.unit.convert(self.dtypes_of)
+            _check_not_on_meta(self.unit.modules[0], [self])
+
+    def after_conversion(self, *_: Any) -> None:
+        """Takes up conversions at once where nothing forbids it: a compiler makes graphs of weights as they are before
+        the forward. Otherwise the next forward does it, or raises."""
+        unit, runner = self.unit, self.runner
+        if not unit.is_converted or not unit.can_convert:
+            return
+        if runner is not None and not runner.open and not _waiting(runner):
+            _drop_runner(runner)
         if self.runner is None:
-            self.runner = _make_runner(self.unit.modules[0])
+            unit.convert(self.dtypes_of)
+
+    def ready_runner(self, outermost: nn.Module | None = None, converts: bool = True) -> Runner:
+        """Returns the runner of the model. It is made now if this is the first use of its outermost unit, and anew if
+        parameters have been converted since the last step.
+
+        Args:
+            converts: False in a graph, which holds the weights as they were; then later checks raise.
+        """
+        runner = self.runner
+        if converts and runner is not None and not runner.open and any(unit.is_converted for unit in runner.units):
+            if waiting := _waiting(runner):
+                raise RuntimeError(
+                    f"{waiting[0]}: parameters were converted while its gradient waits for a reduction; run a backward "
+                    "that reduces gradients before, or finalize_backward()"
+                )
+            outermost = runner.units[0].modules[0]
+            _drop_runner(runner)
+        if self.runner is None:
+            self.runner = _make_runner(outermost or self.unit.modules[0], converts)
         return self.runner
 
     @torch._disable_dynamo
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, is_compiled: bool) -> Any:
-        if self.runner is None:
-            self.runner = _make_runner(module)
-        runner, unit = self.runner, self.unit
+        runner, unit = self.ready_runner(module), self.unit
+        runner.calls.end_failed(runner.end_forward)
         is_within_backward = bool(unit.backwards)
         if not is_in_backward():
             around = (runner.units[index] for index in runner.open)
@@ -276,6 +377,7 @@ class _State:
         runner, unit = self.runner, self.unit
         if runner is None or not unit.forwards:
             return  # the hook before has failed
+        runner.calls.end_failed(runner.end_forward)
         forward = unit.forwards[-1]
         is_within_backward = bool(unit.backwards)
         runner.end_forward(unit)
@@ -316,7 +418,18 @@ class _AtInputs(torch.autograd.Function):
         return None, *gradients
 
 
-def _make_runner(outermost: nn.Module) -> Runner:
+def _waiting(runner: Runner) -> list[str]:
+    """Names of weights whose gradients wait for a reduction."""
+    return [weight.name for unit in runner.units for weight in unit.weights if weight.gradients.wait]
+
+
+def _drop_runner(runner: Runner) -> None:
+    runner.abort()
+    for unit in runner.units:
+        getattr(unit.modules[0], ATTRIBUTE).runner = None
+
+
+def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
     """Makes a runner for all units in a module, which is called first of all its units."""
     states: list[_State] = []
     for name, module in outermost.named_modules():
@@ -336,6 +449,9 @@ def _make_runner(outermost: nn.Module) -> Runner:
             )
         state.unit.name = name or original_class(type(outermost)).__name__
         states.append(state)
+    for state in states if converts else ():
+        state.unit.convert(state.dtypes_of)
+    _check_not_on_meta(outermost, states)
     own: _State = getattr(outermost, ATTRIBUTE)
     runner = Runner([state.unit for state in states], own.memory_limit, own.prefetch, own.in_chunks)
     options: dict[str, object] = {"memory_limit": own.memory_limit, "gather_in_chunks": own.in_chunks}
@@ -348,80 +464,18 @@ def _make_runner(outermost: nn.Module) -> Runner:
     return runner
 
 
-def _checked_modules(given: Any) -> tuple[nn.Module, ...]:
-    modules = tuple(given) if isinstance(given, list) else (given,)
-    if not modules or not all(isinstance(module, nn.Module) for module in modules):
-        raise ValueError(f"module: got {type(given).__name__}; allowed is a module, or a list of modules")
-    for module in modules:
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            raise ValueError(
-                f"module: got a {type(module).__name__}, which has no forward; allowed are modules that do"
-            )
-        if hasattr(module, ATTRIBUTE):
-            raise ValueError(
-                f"module: a {original_class(type(module)).__name__} was given to sw.fully_shard before; allowed is once"
-            )
-        for inner in module.modules():
-            if isinstance(inner, FSDPModule):
-                raise ValueError(
-                    f"module: a {type(inner).__name__} is under FSDP2's fully_shard; allowed is one of the two"
-                )
-    return modules
-
-
-def _check_options(memory_limit: Any, prefetch: Any, gather_in_chunks: Any) -> None:
-    if not isinstance(gather_in_chunks, bool):
-        raise ValueError(f"gather_in_chunks: got {gather_in_chunks!r}; allowed are True and False")
-    is_limit = isinstance(memory_limit, int) and not isinstance(memory_limit, bool) and memory_limit >= 0
-    if memory_limit is not None and not is_limit:
-        raise ValueError(f"memory_limit: got {memory_limit!r}; allowed is a number of bytes, or None")
-    is_count = isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0
-    if prefetch != "auto" and not is_count:
-        raise ValueError(f'prefetch: got {prefetch!r}; allowed are "auto" and numbers from 0 on')
-
-
-Place = tuple[nn.Module, str, str]  # module, name in it, name in all
-
-
-def _checked_ignored(given: Any) -> set[int]:
-    parameters = list(given) if isinstance(given, (set, frozenset, list, tuple)) else None
-    if given is None:
-        return set()
-    if parameters is None or not all(isinstance(parameter, nn.Parameter) for parameter in parameters):
-        raise ValueError(f"ignored_params: got {type(given).__name__}; allowed is a set of parameters")
-    return {id(parameter) for parameter in parameters}
-
-
-def _parameters_of(modules: tuple[nn.Module, ...], ignored: set[int]) -> list[tuple[nn.Parameter, list[Place]]]:
-    """Returns the parameters that no unit has, each with its places."""
-    found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
-    visited: set[int] = set()
-    inner = (getattr(each, ATTRIBUTE, None) for root in modules for each in root.modules())
-    units = {id(state): state.unit for state in inner if state is not None}
-    taken = {(owner, name) for unit in units.values() for weight in unit.weights for owner, name in weight.places}
-    for index, root in enumerate(modules):
-        for prefix, owner in root.named_modules():
-            if id(owner) in visited:
-                continue
-            visited.add(id(owner))
-            for name, parameter in owner._parameters.items():
-                if parameter is None or hasattr(parameter, _SHARDED) or id(parameter) in ignored:
-                    continue
-                if (owner, name) in taken:
-                    continue
-                full = ".".join(part for part in (str(index) if len(modules) > 1 else "", prefix, name) if part)
-                _check_parameter(full, parameter)
-                found.setdefault(id(parameter), (parameter, []))[1].append((owner, name, full))
-    return list(found.values())
-
-
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if hasattr(parameter, _GIVEN):
-        raise ValueError(
-            f"{name}: is tied to a weight of another unit; allowed is to give the modules that share it in one call, "
-            "as a list, or to leave both to the outermost one"
+def _check_not_on_meta(outermost: nn.Module, states: list[_State]) -> None:
+    prefixes = {module: name for name, module in outermost.named_modules()}
+    on_meta = [
+        ".".join(part for part in (prefixes.get(module), name) if part)
+        for state in states
+        for weight in state.unit.weights
+        if weight.part.is_meta
+        for module, name in weight.places[:1]
+    ]
+    if on_meta:  # the words of FSDP2's error, and what it leaves out
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the following were still on "
+            f"meta device: {on_meta}. Call to_empty(device=...) on the model, then initialise the parameters by "
+            "reset_parameters() of each module or by load_state_dict"
         )
-    if parameter.device.type == "meta":
-        raise ValueError(f"{name}: is on the meta device; allowed are parameters with values")
-    data = parameter.detach()
-    argument_checks.check_tensor(name, data._local_tensor if isinstance(data, DTensor) else data)

@@ -36,6 +36,7 @@ from .agreement import forget_written_copies
 from .carrying import measure
 from .chunks import UnitInChunks
 from .hosting import Copy
+from .method_calls import MethodCalls
 from .plans import Key, Plan, Use, are_same, gather_until, held_bytes
 from .reductions import Reductions
 from .times import Clock, Times
@@ -44,8 +45,7 @@ from .weights import ALIGNMENT
 
 # A sequence with more uses is not scheduled: forwards with gradients that no backward follows.
 MAX_USES = 1 << 16
-# Of sequences, whose schedules are kept: the oldest goes first.
-MAX_PLANS = 64
+MAX_PLANS = 64  # maximum number of sequences whose schedules are kept (FIFO)
 
 
 class Runner:
@@ -74,7 +74,7 @@ class Runner:
         # gradients are recorded
         self._plan: Plan | None = None  # while following
         self._clock: Clock | None = None  # of a sequence that is timed
-        self._reductions = Reductions(units, self.device)
+        self.reductions = Reductions(units, self.device)
         self._end: weakref.ref[object] | None = None  # what the running backward calls at its end
         self._recomputed: set[int] = set()  # units, in the middle of their backwards
         self._activations = saved.StepActivations(None)
@@ -83,6 +83,7 @@ class Runner:
         self._multiplies: list[tuple[int, frozenset[int]]] = []
         self._stream: torch.Stream | None = None  # on which the last use was
         self._is_captured = False  # the last use, in a graph
+        self.calls = MethodCalls()
 
     @property
     def schedules(self) -> list[StepSchedule]:
@@ -184,7 +185,8 @@ class Runner:
         self._note_backward()
 
     def settle(self) -> None:
-        """Puts everything back if the backward that was running has failed, which nobody says."""
+        """Puts everything back if the backward or a method that was running has failed, which nobody says."""
+        self.calls.end_failed(self.end_forward)
         if self._end is not None and self._end() is None:
             self.abort()
 
@@ -197,7 +199,7 @@ class Runner:
             unit.backwards.clear()
             unit.put_sharded()
             unit.drop_gradients()
-        self._reductions.discard()
+        self.reductions.discard()
         self._drain(keeps_held=False)
 
     # Sequences
@@ -232,22 +234,21 @@ class Runner:
         self._end = weakref.ref(end, functools.partial(_put_back, weakref.ref(self)))
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
+    @torch.no_grad()
     def _end_backward(self) -> None:
         for unit in self.units:
             if unit.backwards:
                 self._start_reduction(unit)
             elif not unit.wishes.reduces:
-                with torch.no_grad():
-                    unit.keep_gradients()
+                unit.keep_gradients()
             unit.backwards.clear()
             if not unit.forwards:
                 unit.put_sharded()
         self.open = [index for index, unit in enumerate(self.units) if unit.is_open]
         self._next("forward" if self.open else "backward")  # forward: a backward within a forward
-        with torch.no_grad():
-            self._reductions.end_backward()
-            for unit in self.units:
-                unit.finish_copies()
+        self.reductions.end_backward()
+        for unit in self.units:
+            unit.finish_copies()
         if not self.open:
             self._end_sequence()
 
@@ -326,7 +327,7 @@ class Runner:
     def _drain(self, keeps_held: bool = True) -> None:
         """Ends the sequence: nothing is under way afterwards, and only what was asked for is resident."""
         with torch.no_grad():
-            self._reductions.finish()  # of later uses too: a schedule may have more than came
+            self.reductions.finish()  # of later uses too: a schedule may have more than came
         for unit in self.units:
             if unit.is_resident and not (keeps_held and unit.is_held):
                 unit.release()
@@ -353,7 +354,7 @@ class Runner:
             if self._key is None:
                 self._begin_sequence(key)
             if len(self._uses) == MAX_USES:
-                self._reductions.finish()
+                self.reductions.finish()
                 self._uses, self._plan, self._clock, self._is_too_long = [], None, None, True
             self._uses.append(Use(units, kind, [], []))
             self._enter(len(self._uses) - 1)
@@ -461,7 +462,7 @@ class Runner:
                 else:
                     self.units[released].drop_kept()
                 self.units[released].release()
-            self._reductions.finish(index)
+            self.reductions.finish(index)
         else:
             for unit in self.units:
                 if unit.is_resident and not unit.is_open and not unit.is_held:
@@ -479,17 +480,17 @@ class Runner:
             if not unit.wishes.reduces:
                 unit.keep_gradients()
                 return
-            reduction = self._reductions.start(number)
+            reduction = self.reductions.start(number)
             if reduction is None:
                 return
             index = len(self._uses) - 1
             if self._uses:
                 self._uses[index].gradients.append(number)
             if self._plan is None:
-                self._reductions.finish(index)  # one is under way at a time
+                self.reductions.finish(index)  # one is under way at a time
             # Unless a schedule says otherwise, it is waited for when the next one starts.
             finish = index if self._plan is None else self._plan.finishes.get((number, index), index)
-            self._reductions.add(finish, reduction)
+            self.reductions.add(finish, reduction)
 
 
 def _put_back(runner: weakref.ref[Runner], ended: object) -> None:

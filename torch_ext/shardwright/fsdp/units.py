@@ -14,7 +14,7 @@ from torch import nn
 from . import hosting
 from .carrying import measure
 from .landing import Reduction
-from .weights import Version, Weight, aligned, differ
+from .weights import DtypesOf, Version, Weight, aligned, differ
 from .wishes import Wishes
 
 
@@ -49,6 +49,7 @@ class Unit:
         self.runner: weakref.ref[Any] | None = None  # the Runner of the model, once there is one
         self.ready_runner: Any = None  # returns it, and makes it before
         for weight in weights:
+            weight.unit = weakref.ref(self)
             weight.watch_gradients(functools.partial(_note_gradient, weakref.ref(self)))
 
     @property
@@ -189,6 +190,27 @@ class Unit:
         for weight in self.weights:
             weight.take_up_changes()
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether parameters have other dtypes or devices than before."""
+        return any(weight.is_converted for weight in self.weights)
+
+    @property
+    def can_convert(self) -> bool:
+        """Whether parameters are where they can be gathered from, or on the meta device."""
+        return all(weight.has_place for weight in self.weights)
+
+    def convert(self, dtypes_of: DtypesOf) -> None:
+        """Takes up other dtypes and devices of parameters, between steps."""
+        changed = [weight for weight in self.weights if weight.is_converted or weight.has_other_extension]
+        if changed:
+            self.put_sharded()
+            if self.is_resident:
+                self.release()
+            self.drop_kept()
+        for weight in changed:
+            weight.convert(dtypes_of)
+
     def watch_again(self) -> None:
         """After `nn.Module._apply`, which leaves DTensor parameters without their attributes, and may have written."""
         for weight in self.weights:
@@ -256,7 +278,7 @@ class Unit:
         wishes = self.wishes
         for weight in weights:
             for arriving in weight.start_reduction(wishes.reduces_over_replicas, wishes.divides_by):
-                reduction.under_way.append((weight.add_gradient, arriving))
+                reduction.under_way.append((wishes.hooked(weight.add_gradient), arriving))
         return reduction if reduction.under_way else None
 
     def keep_gradients(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -11,18 +12,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .. import _planner, _runtime, executables
+from .. import _runtime, executables
 from ..layout import Layout
 from ..plain_tensors import redistribute_part
 from ..transfers.current import owners
-from . import hosting, writes
+from . import extensions, hosting, writes
 from .carrying import Carried, Measured
 from .formats import with_dtype
-from .gradients import Arriving, Gradients
-from .landing import Landing
+from .gradients import Gradients
 from .layouts import Layouts, most_bytes
 from .moves import Moves
 from .policy import Dtypes
+from .trained import Trained
 
 
 class Product(Protocol):
@@ -36,7 +37,14 @@ class Product(Protocol):
     def end(self, weight: Weight) -> None: ...
 
 
+# Weights by the address of the storage that they have while they are gathered.
+by_storage: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
+
 Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]
+# Returns the dtypes of a parameter in its layouts, and its product, from its name, itself and its places.
+DtypesOf: TypeAlias = Callable[
+    [str, nn.Parameter, "Sequence[tuple[nn.Module, str]]", Layouts], "tuple[Dtypes, Product | None]"
+]
 
 # Of each weight in its group's memory, in bytes.
 ALIGNMENT = 256
@@ -46,7 +54,7 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class Weight:
+class Weight(Trained):
     """A parameter: `sharded`, a DTensor that the module has between uses, and `whole`, which it has in use.
 
     `whole` is one tensor for the weight's life. Autograd holds on to it and to views of it, from forward to backward.
@@ -75,58 +83,117 @@ class Weight:
         # Modules have their weights: what has weights refers to modules weakly, so that a model goes when it is let go.
         self._places = [(weakref.ref(module), name) for module, name in places]
         self._slots = [(module._parameters, name) for module, name in places]
-        self.layouts = layouts
         self._host = host
-        self.mesh = layouts.mesh
-        self.store, self.rest, self.use = layouts.store, layouts.rest, layouts.use
-        data = given.detach()
-        self.moves = Moves(layouts)
-        device = data.device if host is None else host.device
-        local = _local(data).to(device)
-        part = self._slice(local, self.store)
-        self._part_device_type, self._dtype = device.type if host is None else "cpu", data.dtype
-        self.sharded = nn.Parameter(layouts.as_parameter(part, host), requires_grad=given.requires_grad)
-        writes.watch(self.sharded)
-        self.carried = Carried(dtypes.gathers, dtypes.use, self.rest, self.moves, device)
-        self.gradients = Gradients(dtypes, self.store, self.moves)
-        self.is_held = self.store is not self.rest and self.rest == self.use and dtypes.is_as_at_rest(data.dtype)
-        self._held: torch.Tensor | None = None  # what is held at rest besides `sharded`
-        if self.store is not self.rest:
-            self._held = self._slice(local, self.rest)
-        self._held_from: Version | None = (self.sharded, self.version)
-        self._contents: int | None = None  # fingerprint of the parameter, when copies of it were made
-        self.unit: weakref.ref[Any] | None = None  # the Unit that gathers it
-        self.is_expected = True  # some rank had a gradient of it in the latest backward that reduced its unit
-        self.has_arrived = False  # a gradient of this rank, since gradients were last added to the parameter's
-        self._undecided: list[torch.Tensor] = []  # reductions to which this rank has contributed zeros
-        self._note_gradient: Callable[[torch.Tensor], None] | None = None
-        self._refresh: dist.Work | None = None
-        self._refreshed_from: torch.Tensor | None = None  # until it is done
-        self._landing = Landing(host)
-        memory = self._held if self.is_held else torch.empty(local.shape, dtype=dtypes.use, device=device)
-        self.whole = nn.Parameter(layouts.as_used(memory), given.requires_grad)
-        self.memory = _local(self.whole.detach())
-        # Where a product takes it as it has arrived, it has memory only once somebody has read it.
-        self.product = product
+        super().__init__(host)
         self._is_read = False
         self.place: torch.Tensor | None = None  # bytes, until `release`
-        self._is_staged = host is not None and self._held is None
+        self.unit: weakref.ref[Any] | None = None  # the Unit that gathers it
+        data = given.detach()
+        self._device = _device_of(data, layouts, host)
+        local = _local(data) if data.is_meta else _local(data).to(self._device)
+        part = _slice(local, layouts, layouts.store)
+        self.sharded = nn.Parameter(layouts.as_parameter(part, host), requires_grad=given.requires_grad)
+        writes.watch(self.sharded)
+        held = None if layouts.store is layouts.rest else _slice(local, layouts, layouts.rest)
+        self._set_up(layouts, dtypes, product, held)
+        self.put(self.sharded)
+        owners.add(self)
+
+    def _set_up(self, layouts: Layouts, dtypes: Dtypes, product: Product | None, held: torch.Tensor | None) -> None:
+        """Prepares gathers and reductions for the dtype and the device that the parameter has now.
+
+        Args:
+            held: the part at rest, if that is not `sharded`.
+        """
+        self.layouts, self.mesh = layouts, layouts.mesh
+        self.store, self.rest, self.use = layouts.store, layouts.rest, layouts.use
+        self.moves = Moves(layouts)
+        self._part_device_type, self._dtype = self.part.device.type, self.part.dtype
+        device = self.part.device if self.part.is_meta else self._device
+        self.carried = Carried(dtypes.gathers, dtypes.use, self.rest, self.moves, device)
+        self.gradients = Gradients(dtypes, self.store, self.moves)
+        self.is_held = self.store is not self.rest and self.rest == self.use and dtypes.is_as_at_rest(self._dtype)
+        self._held = held
+        self._held_from: Version | None = (self.sharded, self.version)
+        self._contents: int | None = None  # fingerprint of the parameter, when copies of it were made
+        self._refresh: dist.Work | None = None
+        self._refreshed_from: torch.Tensor | None = None  # until it is done
+        self.extension: extensions.Extension | None = None
+        if extensions.has_extension(self.part):
+            self.extension = self._extension(dtypes, device)
+            whole = self.memory = torch.empty(0, dtype=dtypes.use, device=device)  # until the first gather
+        else:
+            whole = layouts.as_used(held if self.is_held and held is not None else _empty(self.use, dtypes.use, device))
+            self.memory = _local(whole.detach())
+        self._set_whole(whole)
+        # Where a product takes it as it has arrived, it has memory only once somebody has read it.
+        self.product = product
+        self._is_staged = self._host is not None and held is None and self.extension is None
         self._set_sizes(dtypes)
-        self.rest_bytes = part.nbytes + (0 if self._held is None else self._held.nbytes)
+        self.rest_bytes = self.part.nbytes + (0 if held is None else held.nbytes)
         self.kept: torch.Tensor | None = None
         self._copy: tuple[Layout, Layout] | None = None  # `kept` as it is, and gathered
         if layouts.kept is not None:
             self._copy = with_dtype(layouts.kept[0], dtypes.use), with_dtype(layouts.kept[1], dtypes.use)
         if layouts.kept is not None and not self.is_held:
-            shape = layouts.kept[0].local_shape(dist.get_rank())
-            self.kept = torch.empty(shape, dtype=dtypes.use, device=device)
+            self.kept = _empty(layouts.kept[0], dtypes.use, device)
         self.kept_bytes = 0 if self.kept is None or self._copy is None else most_bytes(self._copy[0])
         self.drop_kept()
         self.release()
-        self.put(self.sharded)
-        owners.add(self)
         if self.has_copy:
             self.note_contents()
+
+    def _set_whole(self, whole: torch.Tensor) -> None:
+        self.whole = nn.Parameter(whole, self.sharded.requires_grad)
+        if not self.is_held:  # whose memory is never released
+            by_storage[self.memory.untyped_storage()._cdata] = self
+        self._watch()
+
+    def _extension(self, dtypes: Dtypes, device: torch.device) -> extensions.Extension:
+        module = self.places[0][0]
+        made = extensions.Extension(self.name, module, self.layouts, self.moves, dtypes.use, dtypes.mp_policy, device)
+        made.when_read = self._when_read
+        return made
+
+    @property
+    def has_other_extension(self) -> bool:
+        """Whether methods that say what is gathered were given to the part, or taken from it, since it was set up."""
+        return extensions.has_extension(self.part) != (self.extension is not None)
+
+    @property
+    def _found_part(self) -> torch.Tensor | None:
+        """The part of the parameter that the module has."""
+        parameters, name = self._slots[0]
+        found: Any = parameters[name]
+        return getattr(self.sharded if found is self.whole else found, "_local_tensor", None)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the module's parameter has another dtype or kind of device than this is set up for."""
+        part = self._found_part
+        return part is not None and (part.dtype != self._dtype or part.device.type != self._part_device_type)
+
+    @property
+    def has_place(self) -> bool:
+        """Whether the module's parameter is where it can be gathered from, or on the meta device."""
+        part = self._found_part
+        return part is None or part.device.type in (self._place_type, "meta")
+
+    @property
+    def _place_type(self) -> str:
+        return "cpu" if self._host is not None else self._device.type
+
+    def convert(self, dtypes_of: DtypesOf) -> None:
+        """Takes up the dtype and the device that the module's parameter has now. Nothing of a step is under way."""
+        self._take_up_parameter()
+        if self.product is not None:
+            self.product.end(self)
+        layouts = self.layouts if self.part.dtype == self._dtype else self.layouts.with_dtype(self.part.dtype)
+        dtypes, product = dtypes_of(self.name, self.sharded, self.places, layouts)
+        device = self.part.device if self.part.is_meta else self._device
+        held = None if layouts.store is layouts.rest else _empty(layouts.rest, self.part.dtype, device)
+        self._set_up(layouts, dtypes, product, held)
+        self._held_from = self.sharded, ()  # no version: it is refreshed before it is used
 
     def _set_sizes(self, dtypes: Dtypes) -> None:
         """Sets sizes in bytes to those of the rank with most, so that all ranks make the same schedule."""
@@ -136,18 +203,14 @@ class Weight:
         self.kept_gradient_bytes = numel * dtypes.reduce.itemsize
         padding = 0 if self.product is None else self.product.padding_bytes
         # What is multiplied by as it arrives, in 8 bits, is never written out whole.
-        self.whole_bytes = 0 if self.is_held or self.product else most_bytes(in_use)
-        arriving = [] if self.is_held else self.carried.buffers(self.use)
+        has_none = self.is_held or self.product is not None or self.extension is not None
+        self.whole_bytes = 0 if has_none else most_bytes(in_use)
+        arriving = [] if self.is_held or self.extension is not None else self.carried.buffers(self.use)
         self._buffer_bytes = [most_bytes(layout) + padding for layout in arriving]
         if self.product is not None and self.product.place_bytes > 0:
             self._buffer_bytes.append(self.product.place_bytes)
         self._buffer_bytes += [most_bytes(self.rest)] * self._is_staged
         self.gathered_bytes = sum(map(aligned, (self.whole_bytes, *self._buffer_bytes)))
-
-    def _slice(self, local: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """This rank's part of what is whole, without communication, in memory of its own."""
-        part = redistribute_part(local, self.use, layout, self.mesh, False, True)
-        return part.clone() if part.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else part
 
     @property
     def places(self) -> list[tuple[nn.Module, str]]:
@@ -210,45 +273,38 @@ class Weight:
         Raises:
             RuntimeError: it is none that this weight could be gathered from.
         """
-        parameters, name = self._slots[0]
-        found: Any = parameters[name]
-        if found is self.whole:
-            pass  # since `unshard`
-        elif found is not self.sharded:
-            own, placements = self.sharded, self.layouts.placements
-            fits = isinstance(found, DTensor) and found.shape == own.shape and found.dtype == own.dtype
-            if not fits or found.device_mesh != self.mesh or tuple(found.placements) != placements:
-                raise RuntimeError(
-                    f"{self.name}: the module has another parameter than sw.fully_shard gave it, a "
-                    f"{type(found).__name__}; allowed is a DTensor parameter of shape "
-                    f"{tuple(self.sharded.shape)} and dtype {self.sharded.dtype}, placed as {placements}"
-                )
-            self.sharded = found
-            self.watch_again()
+        self._take_up_parameter()
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
-        if part.dtype != self._dtype:
+        if part.dtype != self._dtype or part.device.type != self._part_device_type:
             raise RuntimeError(
-                f"{self.name}: has become {part.dtype}; allowed is {self._dtype}, its dtype when sw.fully_shard was "
-                "called. Convert modules before"
-            )
-        if part.device.type != self._part_device_type:
-            raise RuntimeError(
-                f"{self.name}: the module has it on {part.device}; allowed is {self._part_device_type}, where "
-                f"sw.fully_shard has put it{' as offload_policy says' if self._host is not None else ''}"
+                f"{self.name}: has become {part.dtype} on {part.device} in the middle of a step; it must stay "
+                f"{self._dtype} on {self._part_device_type}. Convert parameters between steps, in compiled models "
+                "by to() of a module under sw.fully_shard"
             )
         if self.whole.requires_grad != self.sharded.requires_grad:
             self.whole.requires_grad_(self.sharded.requires_grad)
             self._watch()
 
-    def watch_gradients(self, note: Callable[[torch.Tensor], None]) -> None:
-        """Calls a function whenever autograd has added to the gradient of the gathered weight."""
-        self._note_gradient = note
-        self._watch()
-
-    def _watch(self) -> None:
-        if self._note_gradient is not None and self.whole.requires_grad:
-            self.whole.register_post_accumulate_grad_hook(self._note_gradient)
-            self._note_gradient = None
+    def _take_up_parameter(self) -> None:
+        parameters, name = self._slots[0]
+        found: Any = parameters[name]
+        if found is not self.whole and found is not self.sharded:
+            placements = self.layouts.placements
+            fits = isinstance(found, DTensor) and found.shape == self.sharded.shape and found.device_mesh == self.mesh
+            if not fits or tuple(found.placements) != placements:
+                raise RuntimeError(
+                    f"{self.name}: the module has another parameter than sw.fully_shard gave it, a "
+                    f"{type(found).__name__}; allowed is a DTensor parameter of shape "
+                    f"{tuple(self.sharded.shape)}, placed as {placements}"
+                )
+            self.sharded = found
+            self.watch_again()
+        part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
+        if part.device.type not in (self._place_type, "meta"):
+            raise RuntimeError(
+                f"{self.name}: the module has it on {part.device}; allowed is {self._place_type}, where "
+                f"sw.fully_shard has put it{' as offload_policy says' if self._host is not None else ''}"
+            )
 
     @property
     def has_copy(self) -> bool:
@@ -257,8 +313,9 @@ class Weight:
 
     def note_contents(self) -> None:
         """Notes what the parameter holds, for `was_written`; not in a capture, in which the host cannot wait."""
-        is_captured = self._part_device_type != "cpu" and _runtime.is_capturing(self._part_device_type)
-        self._contents = None if is_captured else _runtime.fingerprint_of(self.part)
+        is_captured = self._part_device_type not in ("cpu", "meta") and _runtime.is_capturing(self._part_device_type)
+        is_readable = self.extension is None and not self.part.is_meta and not is_captured
+        self._contents = _runtime.fingerprint_of(self.part) if is_readable else None
 
     @property
     def was_written(self) -> bool:
@@ -322,6 +379,10 @@ class Weight:
         self.finish_refresh()
         if self.is_held:
             return
+        if self.extension is not None:
+            offsets = itertools.accumulate(map(aligned, self._buffer_bytes), initial=offset_bytes)
+            self.extension.start(self.part, [(memory, offset) for _, offset in zip(self._buffer_bytes, offsets)])
+            return
         if self.product is None:
             _runtime.borrow_memory(self.memory, memory, offset_bytes)
         # `.data` has a version counter of its own: autograd should not take a gather for a change of what it saved.
@@ -342,6 +403,13 @@ class Weight:
 
     def finish_gather(self) -> None:
         """Waits for it."""
+        if self.extension is not None:
+            made = self.extension.finish(self.whole)
+            if made is not None:
+                self._set_whole(self.layouts.as_used(made))
+                self._buffer_bytes = self.extension.output_bytes
+                self.gathered_bytes = sum(map(aligned, self._buffer_bytes))
+            return
         self.carried.finish(self.memory.data if self.product is None else None)
         if self.product is not None:
             self.product.land(self)
@@ -370,57 +438,15 @@ class Weight:
             executables.run(self.moves.executable(use, layout), self.memory, False, self.kept)
 
     def drop_kept(self) -> None:
-        if self.kept is not None:
+        if self.kept is not None and not self.kept.is_meta:
             _runtime.give_back_memory(self.kept, self._when_read)
 
     def release(self) -> None:
         self.carried.arrived = self.place = None
-        if not self.is_held:
+        if self.extension is not None:
+            self.extension.release()
+        if not self.is_held and not self.memory.is_meta:
             _runtime.give_back_memory(self.memory, self._when_read)
-
-    def take_gradient(self, gradient: torch.Tensor) -> None:
-        """Adds a gradient that a graph has made. The graph may use its memory again, so it is copied."""
-        if not self.sharded.requires_grad:
-            return  # frozen since the graph was made
-        if self.whole.grad is None:
-            self.whole.grad = torch.empty_like(self.whole).copy_(gradient)
-        else:
-            self.whole.grad.add_(gradient)
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a gradient of this rank waits for a reduction."""
-        return self.whole.grad is not None or self.gradients.are_kept
-
-    def start_reduction(self, over_replicas: bool, divide_by: float | None) -> list[Arriving]:
-        """Starts to reduce the gradient that autograd has left, and those that were kept, or zeros if there are none.
-
-        With it comes what products have reduced already.
-        """
-        there = self.gradients.take_reduced()
-        has_any = self.has_gradient or bool(there)
-        self.has_arrived = self.has_arrived or has_any
-        taken = self._taken_gradient()
-        if not has_any and self.sharded.requires_grad:
-            taken = self._zeros()
-        arriving = self.gradients.start(taken, over_replicas, divide_by)
-        return there if arriving is None else [*there, arriving]
-
-    def _zeros(self) -> tuple[torch.Tensor, _planner.Layout]:
-        """A gradient of zeros, placed as the latest one was."""
-        layout = self.gradients.latest_layout or self.layouts.usual_gradient
-        shape = layout.local_shape(dist.get_rank())
-        return torch.zeros(shape, dtype=self.whole.dtype, device=self.memory.device), layout
-
-    def keep_gradient(self) -> None:
-        """Keeps the gradient that autograd has left until a reduction."""
-        taken = self._taken_gradient()
-        if taken is not None:
-            self.gradients.keep(*taken)
-
-    def _taken_gradient(self) -> tuple[torch.Tensor, _planner.Layout] | None:
-        gradient, self.whole.grad = self.whole.grad, None
-        return None if gradient is None else self.layouts.of_gradient(gradient)
 
     @property
     def gather_ps(self) -> int:
@@ -435,49 +461,6 @@ class Weight:
         dtype = self.gradients.dtypes.gradients
         return self.moves.predicted_ps(with_dtype(self.layouts.usual_gradient, dtype), with_dtype(self.store, dtype))
 
-    def add_gradient(self, part: torch.Tensor) -> None:
-        """Adds to the gradient of the sharded parameter: on the host, by `finish_gradients`.
-
-        A sum to which this rank has contributed zeros waits for `decide`.
-        """
-        if self.has_arrived:
-            self._landing.add(self.sharded, part)
-        else:
-            self._undecided.append(part)
-
-    def decide(self, is_used: bool) -> None:
-        """Ends a backward: adds the sums that were waiting if any rank had a gradient, else drops them."""
-        undecided, self._undecided = self._undecided, []
-        for part in undecided if is_used else ():
-            self._landing.add(self.sharded, part)
-        if not is_used:
-            self.gradients.drop()  # zeros that wait for a reduction over replicas
-        self.has_arrived = self.gradients.wait
-
-    def drop_gradient(self) -> None:
-        self.whole.grad = None
-        self.gradients.drop()
-        self._undecided = []
-        self.has_arrived = False
-
-    def finish_gradients(self) -> None:
-        self._landing.finish(self.sharded)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether it multiplies as `nn.Linear` does, also if it is a unit itself."""
-    return type(module).forward in (nn.Linear.forward, linear_forward) and "forward" not in vars(module)
-
-
-OWN_PRODUCT = "_shardwright_product"  # of a module whose products are ours: the forward that makes them
-
-
-def linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """Of a Linear module that is a unit itself: `nn.Module` looks for a forward before hooks change its class."""
-    forward = self.__dict__.get(OWN_PRODUCT, nn.Linear.forward)
-    y: torch.Tensor = forward(self, input)
-    return y
-
 
 def differ(before: list[Version], now: list[Version]) -> bool:
     """Returns whether parameters were replaced or written."""
@@ -486,3 +469,24 @@ def differ(before: list[Version], now: list[Version]) -> bool:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _slice(local: torch.Tensor, layouts: Layouts, layout: Layout) -> torch.Tensor:
+    """Returns this rank's part of what is whole, without communication, in memory of its own."""
+    if extensions.has_extension(local):
+        return extensions.cut(local, layouts)
+    if local.is_meta:
+        return _empty(layout, local.dtype, local.device)
+    part = redistribute_part(local, layouts.use, layout, layouts.mesh, False, True)
+    return part.clone() if part.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else part
+
+
+def _empty(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(layout.local_shape(dist.get_rank()), dtype=dtype, device=device)
+
+
+def _device_of(data: torch.Tensor, layouts: Layouts, host: hosting.Host | None) -> torch.device:
+    """Returns the device on which a weight is gathered."""
+    if host is not None:
+        return host.device
+    return hosting.current_device(layouts.mesh.device_type) if data.is_meta else data.device

@@ -1,0 +1,354 @@
+"""Modules under `sw.fully_shard` in the place of FSDP2's: for PyTorch's functions, methods that are forwards, the meta
+device, conversions, and weights that say what is gathered."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_map
+
+import shardwright as sw
+from fsdp_models import Mlp, batch, full, loss_of, shard, whole_loss
+from meshes import get_mesh
+from pool import Pool
+
+
+def test_every_method_of_fsdp2_is_ours_or_refused() -> None:
+    names = {name for name, value in vars(FSDPModule).items() if callable(value)}
+    assert "reshard" in names and names <= set(vars(sw.fsdp.ShardedModule)), names - set(vars(sw.fsdp.ShardedModule))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(10, 10)
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
+
+    def encode(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        x = self.embed(x)
+        if fails:
+            raise ValueError("asked for")
+        return self.layers[0](x)
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x) + self(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.embed(x).tanh())
+
+
+def _methods_are_forwards() -> None:
+    mesh = get_mesh((2,))
+    whole: Any = Encoder()
+    ours: Any = Encoder()
+    for layer in ours.layers:
+        sw.fully_shard(layer, mesh=mesh)
+    sw.fully_shard(ours, mesh=mesh)
+    assert isinstance(ours, FSDPModule) and isinstance(ours.layers[0], FSDPModule)
+    for method in ("encode", "score"):
+        register_fsdp_forward_method(ours, method)
+    for step, method in enumerate(["encode", "score", "forward", "encode", "encode", "score", "score"]):
+        if step in (2, 5):
+            with pytest.raises(ValueError, match="asked for"):
+                ours.encode(batch(step), fails=True)
+        loss = getattr(ours, method)(batch(step)).square().mean()
+        losses = [getattr(whole, method)(batch(step, rank)).square().mean() for rank in range(2)]
+        torch.testing.assert_close(loss, losses[dist.get_rank()])
+        loss.backward()
+        torch.stack(losses).mean().backward()
+        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+            assert isinstance(p, DTensor) and (p.grad is None) == (q.grad is None)
+            if q.grad is not None:
+                torch.testing.assert_close(full(p.grad), q.grad)
+            p.grad = q.grad = None
+
+
+def test_registered_methods_train_and_may_fail(pool: Pool) -> None:
+    pool.run(_methods_are_forwards, 2)
+
+
+def _stands_beside_others() -> None:
+    """In torch's `replicate`, which leaves sharded modules alone, and not under stock FSDP2."""
+    mesh = get_mesh((2,))
+    whole, ours = (nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10)) for _ in range(2))
+    ours.load_state_dict(whole.state_dict())
+    for p in (*ours.parameters(), *whole.parameters()):
+        dist.broadcast(p.detach(), 0)
+    sw.fully_shard(ours[2], mesh=mesh)
+    replicate(ours)
+    for step in range(2):
+        loss_of(ours, batch(step)).backward()
+        whole_loss(whole, step).backward()
+        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad)
+            p.grad = q.grad = None
+    model: Any = nn.Sequential(replicate(nn.Linear(2, 2)), nn.Linear(2, 2))
+    sw.fully_shard(model, mesh=mesh)
+    assert not isinstance(model[0].weight, DTensor) and isinstance(model[1].weight, DTensor)
+    with pytest.raises((ValueError, RuntimeError, AssertionError)):
+        stock_fully_shard(nn.Sequential(sw.fully_shard(nn.Linear(2, 2), mesh=mesh), nn.Linear(2, 2)), mesh=mesh)
+
+
+@pytest.mark.cpu_only("torch's replicate on Gloo")
+def test_replicate_leaves_sharded_modules_alone(pool: Pool) -> None:
+    pool.run(_stands_beside_others, 2)
+
+
+def _reduces_when_asked() -> None:
+    """As pipeline schedules of torch 2.15 do; a hook takes each reduced gradient."""
+    mesh = get_mesh((2,))
+    ours: Any = shard(Mlp(), sw.fully_shard, mesh)
+    whole, seen = Mlp(), []
+    ours.set_manual_backward_finalization(True)
+    ours.layers[0].set_all_reduce_hook(lambda gradient: seen.append(gradient.mul_(2).shape))
+    for step in range(3):
+        ours.set_requires_gradient_sync(False)
+        ours.set_reshard_after_backward(False)
+        for micro_step in range(2):
+            loss_of(ours, batch(10 * step + micro_step)).backward()
+            whole_loss(whole, 10 * step + micro_step).backward()
+        assert all(p.grad is None for p in ours.parameters())
+        ours.set_requires_gradient_sync(True)
+        ours.set_reshard_after_backward(True)
+        ours.finalize_backward(async_op=True).wait()
+        assert seen == [p.to_local().shape for p in ours.layers[0].parameters()] and ours.finalize_backward() is None
+        for (name, p), q in zip(ours.named_parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad * (2 if name.startswith("layers.0") else 1))
+            p.grad = q.grad = None
+        seen.clear()
+
+
+def test_kept_gradients_are_reduced_on_request(pool: Pool) -> None:
+    pool.run(_reduces_when_asked, 2)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0)]},
+    {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+]
+
+
+def _from_the_meta_device() -> None:
+    mesh = get_mesh((2,))
+    torch.manual_seed(1)
+    expected = {name: 0.3 * torch.randn_like(value) for name, value in Mlp().state_dict().items()}
+    expected["leave.weight"] = expected["enter.weight"]
+    for number, options in enumerate(OPTIONS):
+        with torch.device("meta"):
+            ours: Any = Mlp()
+        shard(ours, sw.fully_shard, mesh, **options)
+        for weight in (w for m in (ours, *ours.layers) for w in m._get_fsdp_state().unit.weights):
+            assert weight.part.is_meta and weight.whole.untyped_storage().data_ptr() == 0
+        for call in (functools.partial(ours, batch(0)), ours.unshard):
+            with pytest.raises(RuntimeError, match=r"materialized from meta device .*\['enter.weight', 'enter.bias'"):
+                call()
+        parts = {}
+        for name, p in ours.state_dict().items():
+            local = nn.Parameter(distribute_tensor(expected[name], mesh, p.placements)) if number else None
+            parts[name] = local
+        if number == 0:
+            ours.to_empty(device=mesh.device_type)
+            with torch.no_grad():
+                for name, p in ours.named_parameters():
+                    p.copy_(DTensor.from_local(expected[name].to(mesh.device_type), mesh, [Replicate()]))
+        else:
+            ours.load_state_dict(parts, assign=True)
+            ours.leave.weight = ours.enter.weight
+        reference: Any = Mlp()
+        reference.load_state_dict(expected)
+        trains_alike(ours, reference, options)
+
+
+def trains_alike(ours: Any, whole: Any, options: dict[str, Any]) -> None:
+    """Compares gradients; in bfloat16 roughly."""
+    tolerance = {"rtol": 0.1, "atol": 0.05} if "mp_policy" in options else {"rtol": 1.3e-6, "atol": 1e-5}
+    for step in range(2):
+        loss_of(ours, batch(step)).backward()
+        whole_loss(whole, step).backward()
+        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+            assert p.grad.dtype == p.dtype
+            torch.testing.assert_close(full(p.grad).to(q.dtype), q.grad, **tolerance)
+            p.grad = q.grad = None
+
+
+@pytest.mark.cpu_only("the whole model is on CPU")
+def test_meta_device(pool: Pool) -> None:
+    pool.run(_from_the_meta_device, 2)
+
+
+def _converted_at_any_time() -> None:
+    mesh = get_mesh((2,))
+    for options in OPTIONS:
+        for foreach in (False, True):
+            ours: Any = shard(Mlp(), sw.fully_shard, mesh, **options)
+            whole = Mlp()
+            use = options["mp_policy"].param_dtype if "mp_policy" in options else None
+            for dtype in (torch.float64, torch.float32, torch.float64):
+                assert ours.to(dtype).enter.weight.dtype == dtype and whole.to(dtype) is whole
+                for _ in range(2):
+                    x = batch(0).to(dtype)
+                    assert ours(x).dtype == (use or dtype)
+                    ours(x).float().square().mean().backward()
+                    whole(x).float().square().mean().backward()  # the same loss on all ranks but for their batches
+                    for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+                        dist.all_reduce(q.grad)
+                        q.grad /= 2
+                        tolerance = {"rtol": 0.1, "atol": 0.1} if use else {"rtol": 1e-4, "atol": 1e-5}
+                        torch.testing.assert_close(full(p.grad), q.grad, **tolerance)
+                        assert p.grad.dtype == dtype
+                    for model in (ours, whole):
+                        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=foreach)
+                        optimizer.step()
+                        optimizer.zero_grad()
+    ours.set_requires_gradient_sync(False)
+    loss_of(ours, batch(0).double()).backward()
+    with pytest.raises(RuntimeError, match="converted while its gradient waits for a reduction"):
+        ours.float()(batch(0))
+
+
+@pytest.mark.cpu_only("float64 and the whole model are on CPU")
+def test_conversions_between_steps(pool: Pool) -> None:
+    pool.run(_converted_at_any_time, 2)
+
+
+@dataclasses.dataclass
+class Boxed:
+    x: torch.Tensor
+
+
+class Items(dict):
+    pass
+
+
+class Opens(nn.Linear):
+    def forward(self, given: Any) -> Any:
+        x = given.x if isinstance(given, Boxed) else given["x"]
+        y = super().forward(x)
+        return Boxed(y) if isinstance(given, Boxed) else Items(x=y, dtype=x.dtype)
+
+
+def _casts_in_containers() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = sw.fully_shard(Opens(4, 4), mesh=get_mesh((1,)), mp_policy=policy)
+    x = torch.randn(2, 4)
+    assert model(Boxed(x)).x.dtype == torch.float64
+    found = model(Items(x=x))
+    assert type(found) is Items and (found["x"].dtype, found["dtype"]) == (torch.float64, torch.bfloat16)
+
+
+def test_casts_reach_tensors_in_containers(pool: Pool) -> None:
+    pool.run(_casts_in_containers, 1)
+
+
+class SentInHalf(torch.Tensor):
+    """A weight in float32 that travels in bfloat16, with a second tensor of another dtype beside it."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, data.shape, strides=data.stride(), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data_ = data
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: x.data_ if isinstance(x, cls) else x, (args, kwargs or {}))
+        return tree_map(lambda x: cls(x) if isinstance(x, torch.Tensor) else x, func(*args, **kwargs))
+
+    def __tensor_flatten__(self) -> Any:
+        return ["data_"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, metadata: Any, outer_size: Any, outer_stride: Any) -> Any:
+        return SentInHalf(inner["data_"])
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        assert mesh.ndim == 1 and isinstance(module, nn.Linear) and isinstance(mp_policy, MixedPrecisionPolicy)
+        rows = -(-outer_size[0] // mesh.size())
+        padded = torch.zeros(rows, *outer_size[1:], dtype=torch.bfloat16)
+        padded[: self.data_.size(0)] = self.data_
+        return (padded, torch.full((3,), dist.get_rank(), dtype=torch.int64)), outer_size
+
+    def fsdp_post_all_gather(self, gathered: Any, size: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        weight, ranks = gathered
+        assert ranks.unique().tolist() == list(range(ranks.numel() // 3))
+        if out is not None:
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(weight[: size[0]])
+            return None
+        whole = weight[: size[0]].to(param_dtype)
+        return whole, (*gathered, whole)
+
+
+class Chain(nn.Sequential):
+    def __init__(self, width: int, wraps: bool) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(nn.Linear(width, width) for _ in range(4)))
+        for layer in self if wraps else []:
+            layer.weight = nn.Parameter(SentInHalf(layer.weight.detach()))
+
+
+def _gathers_what_weights_say(mesh_shape: tuple[int, ...], width: int) -> None:
+    """As a model whose weights are rounded to bfloat16 in use, and as FSDP2, which takes even parts only for tensors of
+    other sizes beside the weight."""
+    mesh, rounded = get_mesh(mesh_shape), Chain(width, wraps=False)
+    sw.reset_stats()
+    models: list[Any] = []
+    for wrap in (sw.fully_shard, stock_fully_shard) if width % 2 == 0 else (sw.fully_shard,):
+        model = Chain(width, wraps=True)
+        for layer in model:
+            wrap(layer, mesh=mesh)
+        models.append(wrap(model, mesh=mesh))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (*models, rounded)]
+    for step in range(4):
+        for model in models:
+            model(batch(step, width=width)).square().mean().backward()
+        masters = [p.detach().clone() for p in rounded.parameters()]
+        with torch.no_grad():
+            for p in rounded.parameters():
+                p.copy_(p.bfloat16() if p.ndim == 2 else p)
+        losses = [rounded(batch(step, rank, width=width)).square().mean() for rank in range(mesh.size())]
+        torch.stack(losses).mean().backward()
+        with torch.no_grad():
+            for p, master in zip(rounded.parameters(), masters, strict=True):
+                p.copy_(master)
+        for model in models:
+            for p, q in zip(model.parameters(), rounded.parameters(), strict=True):
+                torch.testing.assert_close(full(p.grad), q.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(sw.schedule(models[0]).gathers) >= 4 and sw.stats()["unplanned_steps"] == 0
+
+
+@pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
+@pytest.mark.parametrize(("mesh_shape", "width"), [((2,), 6), ((2, 2), 6), ((2,), 5)])
+def test_weights_say_what_is_gathered(pool: Pool, mesh_shape: tuple[int, ...], width: int) -> None:
+    pool.run(_gathers_what_weights_say, 2 * len(mesh_shape), mesh_shape, width)
+
+
+def _refuses_for_extensions() -> None:
+    mesh = get_mesh((1,))
+    for options in ({"wire": torch.bfloat16}, {"reshard_after_forward": 1}, {"store": lambda p: [Replicate()]}):
+        model = Chain(4, wraps=True)
+        with pytest.raises(ValueError, match="fsdp_pre_all_gather says what"):
+            sw.fully_shard(model, mesh=mesh, **options)
+        assert not isinstance(model[0].weight, DTensor)
+
+
+def test_extensions_refuse_what_is_for_plain_tensors(pool: Pool) -> None:
+    pool.run(_refuses_for_extensions, 1)

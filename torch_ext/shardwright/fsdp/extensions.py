@@ -1,0 +1,209 @@
+"""Weights that say themselves what is gathered: FSDP2's protocol for tensor subclasses, such as torchao's.
+
+    part.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> tensors to gather, metadata
+    part.fsdp_post_all_gather(gathered, metadata, param_dtype) -> the whole weight, tensors that it is made of
+    part.fsdp_post_all_gather(gathered, metadata, param_dtype, out=the whole weight) -> None
+
+Ranks gather the tensors along their dim 0. The first gather makes the whole weight; later ones write the memory of the
+same tensors, because autograd holds on to them. The gathered tensors lie in the arena once their sizes are known; what
+`fsdp_post_all_gather` makes besides has memory of its own, which schedules do not count.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from .. import _planner, _runtime
+from ..layout import Layout
+from .agreement import compare
+from .layouts import Layouts
+
+Move = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
+
+
+def has_extension(local: torch.Tensor) -> bool:
+    """Returns whether a local tensor has the protocol. Raises ValueError if it has a half of it."""
+    methods = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+    there = [hasattr(local, method) for method in methods]
+    if there[0] != there[1]:
+        raise ValueError(f"a {type(local).__name__} must define both {methods[0]} and {methods[1]}, or none of them")
+    return there[0]
+
+
+def cut(local: torch.Tensor, layouts: Layouts) -> torch.Tensor:
+    """Returns this rank's part of a tensor subclass, by the operators by which FSDP2 cuts: chunk, new_zeros, narrow,
+    copy_."""
+    dim, count, index = _cut_of(layouts)
+    chunks = torch.chunk(local, count, dim)
+    size = chunks[index].size(dim) if index < len(chunks) else 0
+    part = local.new_zeros(chunks[0].size())
+    if size > 0:
+        part.narrow(dim, 0, size).copy_(chunks[index])
+    return part.narrow(dim, 0, size)
+
+
+def _cut_of(layouts: Layouts) -> tuple[int, int, int]:
+    """Returns the tensor dim that is cut, the number of parts, and the index of this rank's part."""
+    mesh, at = layouts.mesh, layouts.data.cut
+    if at is None or isinstance(layouts.placements[at], Replicate):
+        return 0, 1, 0
+    return layouts.placements[at].dim, mesh.size(at), mesh.get_local_rank(at)  # type: ignore[attr-defined]
+
+
+def check(name: str, layouts: Layouts, is_plain_policy: bool) -> None:
+    """Raises ValueError for arguments that go with plain tensors only."""
+    data = layouts.data
+    others = [p for i, p in enumerate(layouts.placements) if i in data.data_dims and i != data.cut]
+    if layouts.store is not layouts.rest or layouts.kept is not None or any(p != Replicate() for p in others):
+        raise ValueError(
+            f"{name}: its fsdp_pre_all_gather says what is gathered, from a part that is cut along one mesh dim; "
+            "rest=, store=, keep= and numbers in reshard_after_forward= must be left out"
+        )
+    if not is_plain_policy:
+        raise ValueError(
+            f"{name}: its fsdp_pre_all_gather says what messages carry; wire= and use= must be None for it"
+        )
+
+
+class Extension:
+    """The gathers of one weight."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        layouts: Layouts,
+        move: Move,
+        dtype: torch.dtype,
+        mp_policy: Any,
+        device: torch.device,
+    ) -> None:
+        self._name = name
+        self._module = weakref.ref(module)
+        self._layouts = layouts
+        self._move = move
+        self._dtype = dtype
+        self._mp_policy = mp_policy
+        self._device = device
+        self._outputs: list[torch.Tensor] = []  # gathered, flat; they have memory between `start` and `release`
+        self._inner: list[torch.Tensor] = []  # of which the whole weight is made, in memory of their own
+        self._sizes: list[tuple[torch.Size, torch.dtype]] = []  # of what each rank sends
+        self._part: torch.Tensor | None = None  # while it is gathered
+        self._sent: list[torch.Tensor] = []
+        self._metadata: Any = None
+        self._works: list[dist.Work | None] = []
+        self._is_made = False  # the whole weight
+        self.when_read = ""  # the text of the error that a read of released memory raises
+
+    @property
+    def output_bytes(self) -> list[int]:
+        """Sizes of the gathered tensors; none before the first gather."""
+        return [output.numel() * output.itemsize for output in self._outputs]
+
+    def start(self, part: torch.Tensor, places: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Starts to gather.
+
+        Args:
+            places: bytes and an offset in them, for each gathered tensor; empty in the first gather.
+        """
+        self._part = part.to(self._device)
+        inputs, self._metadata = self._pre_all_gather(self._part)
+        self._sent = [each.contiguous() for each in inputs]
+        self._check_sizes([(each.size(), each.dtype) for each in self._sent])
+        at, count = self._layouts.data.cut, _cut_of(self._layouts)[1]
+        if not self._outputs:
+            self._outputs = [each.new_empty(each.numel() * count) for each in self._sent]
+        else:
+            for output, (memory, offset) in zip(self._outputs, places or self._own_places(), strict=True):
+                _runtime.borrow_memory(output, memory, offset)
+        self._works = []
+        for sent, output in zip(self._sent, self._outputs, strict=True):
+            # Bytes, because a plan copies them, whatever the dtype.
+            size = sent.numel() * sent.itemsize
+            whole: list[Placement] = [Replicate()] * self._layouts.mesh.ndim
+            parts = [Shard(0) if dim == at and count > 1 else each for dim, each in enumerate(whole)]
+            src, dst = (Layout(self._layouts.use.mesh, [size * count], p, torch.uint8) for p in (parts, whole))
+            self._works.append(self._move(src, dst, sent.view(-1).view(torch.uint8), output.data.view(torch.uint8)))
+
+    def _own_places(self) -> list[tuple[torch.Tensor, int]]:
+        return [(torch.empty(size, dtype=torch.uint8, device=self._device), 0) for size in self.output_bytes]
+
+    def _pre_all_gather(self, part: Any) -> Any:
+        data, layouts = self._layouts.data, self._layouts
+        mesh = data.mesh if data.mesh.ndim == 1 else data.mesh[(data.mesh.mesh_dim_names or ())[data.cut or 0]]
+        count = len(inspect.signature(part.fsdp_pre_all_gather).parameters)
+        if count == 1:  # FSDP2's older signature
+            return part.fsdp_pre_all_gather(mesh)
+        if count != 5:
+            raise ValueError(
+                f"{self._name}: fsdp_pre_all_gather must take (mesh, outer_size, outer_stride, module, mp_policy) or "
+                f"(mesh), got {inspect.signature(part.fsdp_pre_all_gather)}"
+            )
+        shape = torch.Size(layouts.use.local_shape(dist.get_rank()))
+        stride = torch.empty(shape, device="meta").stride()
+        return part.fsdp_pre_all_gather(mesh, shape, stride, self._module(), self._mp_policy)
+
+    def _check_sizes(self, sizes: list[tuple[torch.Size, torch.dtype]]) -> None:
+        """In the first gather, ranks compare what they send; later ones send the same."""
+        if self._sizes:
+            if sizes != self._sizes:
+                raise RuntimeError(
+                    f"{self._name}: fsdp_pre_all_gather must return tensors of the same sizes and dtypes each time, "
+                    f"{self._sizes}, got {sizes}"
+                )
+            return
+        what = "what fsdp_pre_all_gather returns to them"
+        allowed = "tensors of the same sizes and dtypes; parts of dims that ranks do not divide must be padded"
+        compare(self._layouts.mesh, {self._name: str(sizes)}, self._device, "sw.fully_shard", what, allowed)
+        self._sizes = sizes
+
+    def finish(self, whole: nn.Parameter) -> torch.Tensor | None:
+        """Waits, and writes the whole weight to `whole`; the first time returns it instead."""
+        part: Any = self._part
+        if part is None:
+            return None
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        gathered = tuple(
+            output.view(-1, *size[1:]) for output, (size, _) in zip(self._outputs, self._sizes, strict=True)
+        )
+        made = None
+        with torch.no_grad():
+            if not self._is_made:
+                made, inner = part.fsdp_post_all_gather(gathered, self._metadata, self._dtype)
+                own = {output.untyped_storage()._cdata for output in self._outputs}
+                self._inner = [each for each in inner if each.untyped_storage()._cdata not in own]
+                made, self._is_made = self._in_shape(made), True
+            else:
+                for tensor in self._inner:
+                    tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+                # Autograd should not take a gather for a change of what it saved.
+                with torch.autograd._unsafe_preserve_version_counter((whole, *self._inner)):
+                    part.fsdp_post_all_gather(gathered, self._metadata, self._dtype, out=whole)
+        self._part, self._sent, self._works, self._metadata = None, [], [], None
+        if getattr(part, "fsdp_should_release_all_gather_outputs_after_post_all_gather", bool)():
+            self._give_back()
+        return made
+
+    def _in_shape(self, made: torch.Tensor) -> torch.Tensor:
+        """Returns the weight without what uneven parts were padded with."""
+        shape = torch.Size(self._layouts.use.local_shape(dist.get_rank()))
+        return made if made.shape == shape else made.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
+
+    def release(self) -> None:
+        self._give_back()
+        for tensor in self._inner:
+            tensor.untyped_storage().resize_(0)
+
+    def _give_back(self) -> None:
+        for output in self._outputs:
+            _runtime.give_back_memory(output, self.when_read)

@@ -1,0 +1,51 @@
+"""Calls of methods that are forwards: those registered by torch's `register_fsdp_forward_method`.
+
+Torch wraps such a method in a function that calls a hook before it and one after it, but none if it raises. So the hook
+before it notes the frame of this function: once the frame has left the stack, the call has ended.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import NamedTuple
+
+from .units import Unit
+
+
+class _Call(NamedTuple):
+    frame: FrameType  # of torch's wrapper
+    thread: int
+    unit: Unit
+    depth: int  # number of forwards of the unit that were running before
+
+
+class MethodCalls:
+    """The calls that run in one model, innermost last."""
+
+    def __init__(self) -> None:
+        self._running: list[_Call] = []
+
+    def begin(self, frame: FrameType, unit: Unit) -> None:
+        self._running.append(_Call(frame, threading.get_ident(), unit, len(unit.forwards)))
+
+    def end(self) -> None:
+        if self._running:
+            self._running.pop()
+
+    def end_failed(self, end_forward: Callable[[Unit], None]) -> None:
+        """Ends the forwards of calls that have raised, innermost first. A call on another thread may run still."""
+        if not self._running:
+            return
+        stack = set()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            stack.add(frame)
+            frame = frame.f_back
+        thread = threading.get_ident()
+        while self._running and self._running[-1].thread == thread and self._running[-1].frame not in stack:
+            call = self._running.pop()
+            if len(call.unit.forwards) > call.depth:
+                end_forward(call.unit)
