@@ -41,7 +41,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo hunt gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -72,6 +72,7 @@ help:
 	@echo 'make tsan       the C++ tests with threads under the thread sanitizer'
 	@echo 'make fuzz       arbitrary input under the same sanitizers, for SECONDS=60 (CXX=clang++ for libFuzzer)'
 	@echo 'make fuzz-gloo  random moves between layouts on Gloo ranks, for SECONDS=60'
+	@echo 'make hunt       random small models under sw.fully_shard and FSDP2, against whole ones, for SECONDS=60'
 	@echo 'make mutation-proof  remove waits from the executor, one by one, to check that tests notice (an hour)'
 	@echo 'make gpu        everything that needs a GPU; without one it says so and does nothing'
 	@echo 'make clean      remove build results; make distclean also removes the environments'
@@ -240,6 +241,10 @@ fuzz: venv
 # Random layouts of all kinds, on one mesh and between two; ARGS="--seed 7 --worlds 3" repeats some.
 fuzz-gloo: build
 	$(HERE) $(PY) tools/fuzz_gloo --seconds $(SECONDS) $(ARGS)
+
+# Random small models; ARGS="--seed 7 --cases 300" repeats some.
+hunt: build
+	$(HERE) $(PY) tests/python/hunt.py --seconds $(SECONDS) $(ARGS)
 
 $(LINT_STAMP): requirements/lint.txt
 	$(call make-venv,$(LINT_VENV))

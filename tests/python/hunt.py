@@ -1,0 +1,331 @@
+#!/usr/bin/env python3
+"""Trains random small models under `sw.fully_shard`, and compares every step with a model that is not sharded.
+
+    python tests/python/hunt.py --cases 300 --seed 7             # also under FSDP2, for comparison
+    python tests/python/hunt.py --seconds 60                     # a random seed, which is printed
+    python tests/python/hunt.py --case "Case(seed=5, ...)"       # one case, as it was printed
+
+In each step gradients, weights, outputs and norms are compared. A case is right if all are equal, or if all ranks raise
+in the same step; the table at the end shows what was raised. All else is a failure: other values, an error on some
+ranks alone, a hang, a process that died. Each is run again alone, with fewer features, and the smallest case that still
+fails in this way is printed. hunt_models.py has the modules, hunt_cases.py draws, hunt_runs.py runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import os
+import pickle
+import random
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import hunt_cases
+import pool_worker
+from hunt_cases import Case
+from hunt_models import Injected, Interrupt
+from hunt_runs import Run, difference
+from pool import Pool, _context
+
+CHUNK = 12
+# Seconds. An operation of a group gives up first, then the talk about it, then the call.
+COLLECTIVE_TIMEOUT, LINK_TIMEOUT, CALL_TIMEOUT = 25, 60, 120
+
+# Verdicts. The first two are right.
+EQUAL, REFUSED = "equal", "refused"
+WRONG, MIXED, HANG, DIED, INVALID = "WRONG", "ERROR ON SOME RANKS", "HANG", "DIED", "INVALID"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    kind: str
+    step: int = -1
+    text: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        return self.kind in (EQUAL, REFUSED)
+
+
+Finding = tuple[str, str] | None  # of one rank: a kind and a text
+
+
+class Link:
+    """How ranks tell each other what they found, apart from the group under test."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=LINK_TIMEOUT))
+
+    def agree(self, finding: Finding, step: int) -> Verdict | None:
+        """Returns None if no rank found anything."""
+        found: list[Finding] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, finding, group=self._group)
+        if not any(found):
+            return None
+        text = "\n".join(f"rank {rank}: {each[1] if each else 'nothing'}" for rank, each in enumerate(found))
+        kinds = {each[0] if each else EQUAL for each in found}
+        if INVALID in kinds:
+            return Verdict(INVALID, step, text)
+        if any(each and re.search("[Tt]imed? ?out", each[1]) for each in found):
+            return Verdict(HANG, step, text)
+        if kinds == {REFUSED}:
+            return Verdict(REFUSED, step, found[0][1] if found[0] else "")
+        return Verdict(MIXED if REFUSED in kinds else WRONG, step, text)
+
+
+def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, Finding]:
+    try:
+        return function(*args), None
+    except (Exception, Injected, Interrupt) as error:
+        return None, (REFUSED, f"{type(error).__name__}: {error}")
+
+
+def _right(function: Callable[..., Any], *args: Any) -> tuple[Any, Finding]:
+    """What the whole model does; errors there are the generator's."""
+    value, finding = _attempt(function, *args)
+    return value, finding and (INVALID, f"whole model: {finding[1]}")
+
+
+def _train(case: Case, index: int, run: Run) -> list[tuple[str, Any]]:
+    step = case.steps[index]
+    run.prepare(step)
+    run.fail(index, step)
+    if run.engine != "DDP":
+        return run.compute(index, step)
+    before = {name: p.grad for name, p in run.parameters.items()}
+    for p in run.parameters.values():
+        p.grad = None
+    records = run.compute(index, step)
+    for name, p in run.parameters.items():
+        has = torch.tensor(float(p.grad is not None))
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+        dist.all_reduce(has)
+        dist.all_reduce(gradient)
+        p.grad = before[name]
+        if has:
+            gradient /= dist.get_world_size()
+            p.grad = gradient if p.grad is None else p.grad + gradient
+    return records
+
+
+def _compare(pairs: Sequence[tuple[str, Any, Any]], tolerance: float) -> Finding:
+    found = [difference(*pair, tolerance) for pair in pairs]
+    wrong = [each for each in found if each is not None]
+    return (WRONG, "; ".join(wrong[:4])) if wrong else None
+
+
+def _gradients(run: Run, whole: Run) -> list[tuple[str, Any, Any]]:
+    return [(f"gradient of {name}", run.parameters[name].grad, p.grad) for name, p in whole.parameters.items()]
+
+
+def _weights(run: Run, whole: Run, reads_state: bool) -> list[tuple[str, Any, Any]]:
+    pairs = [(name, run.parameters[name], p) for name, p in whole.parameters.items()]
+    if reads_state:
+        state = run.model.state_dict()
+        pairs += [(f"{name} in the state dict", state[name], p) for name, p in whole.parameters.items()]
+    return pairs
+
+
+def _stale(case: Case, index: int, run: Run, expected: Finding) -> Finding:
+    finding = _attempt(_train, case, index, run)[1]
+    if expected is None or "modified by an inplace" not in expected[1]:
+        return None
+    return finding or (WRONG, "a backward has read weights that were written since the forward")
+
+
+def run_case(case: Case, engine: str, link: Link, folder: str) -> Verdict:
+    """Trains a model and a whole one. Stops at the first step in which a rank finds anything."""
+    is_rough = case.policy == "bfloat16" or any(step.context == "autocast" for step in case.steps)
+    tolerance = 0.06 if is_rough else 2e-4
+    whole, invalid = _right(Run, case, "whole")
+    run, finding = _attempt(Run, case, engine, folder)
+    if (verdict := link.agree(invalid or finding, -1)) is not None:
+        return verdict
+    for index, step in enumerate(case.steps):
+        right, invalid = _right(_train, case, index, whole)
+        if step.backward == "stale":  # ends the case: ranks of a whole model cannot take turns here
+            return link.agree(_stale(case, index, run, invalid), index) or Verdict(EQUAL)
+        records, finding = (None, invalid) if invalid else _attempt(_train, case, index, run)
+        if finding is None:
+            pairs = [(what, got, value) for (what, got), (_, value) in zip(records, right, strict=True)]
+            finding = _compare(pairs + ([] if step.defers else _gradients(run, whole)), tolerance)
+        if (verdict := link.agree(finding, index)) is not None:
+            return verdict
+        right, invalid = _right(whole.clip, step)
+        norm, finding = _attempt(run.clip, step)
+        _, invalid = _right(whole.finish, index, step) if invalid is None else (None, invalid)
+        finding = (
+            invalid or finding or _compare([("norm", norm, right)], tolerance) or _attempt(run.finish, index, step)[1]
+        )
+        if finding is None:
+            pairs, finding = _attempt(_weights, run, whole, step.reads_state)
+            finding = finding or _compare(pairs, tolerance)
+        if (verdict := link.agree(finding, index)) is not None:
+            return verdict
+    return Verdict(EQUAL)
+
+
+def run_cases(cases: Sequence[Case], engine: str, folder: str) -> None:
+    """Runs cases on this rank, and writes down each verdict when it is known."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    path = os.path.join(folder, f"verdicts_{rank}")
+
+    def begin(number: int) -> Link:
+        # What a case leaves on its way must not reach the next one.
+        pool_worker._begin_life(world, f"{folder}/life_{number}", rank, COLLECTIVE_TIMEOUT)
+        if "torch._dynamo" in sys.modules:  # a case may have imported it, which takes long
+            torch._dynamo.reset()
+        return Link()
+
+    link = begin(0)
+    with open(path, "wb") as file:
+        for number, case in enumerate(cases, 1):
+            pool_worker.note(f"{engine}: {case}")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                verdict = run_case(case, engine, link, folder)
+            pickle.dump(verdict, file)
+            file.flush()
+            if verdict.kind != EQUAL:
+                link = begin(number)
+
+
+class Hunt:
+    """Runs cases in worker processes, which it replaces where one died or hangs."""
+
+    def __init__(self, pool: Pool, world: int) -> None:
+        self._pool, self._world = pool, world
+
+    def run(self, cases: Sequence[Case], engine: str) -> list[Verdict]:
+        """Returns a verdict for each case."""
+        verdicts: list[Verdict] = []
+        while len(verdicts) < len(cases):
+            verdicts += self._run_chunk(cases[len(verdicts) : len(verdicts) + CHUNK], engine)
+        return verdicts
+
+    def run_alone(self, case: Case, engine: str) -> Verdict:
+        """Runs a case in fresh processes."""
+        self._pool.close()
+        return self._run_chunk([case], engine)[0]
+
+    def _run_chunk(self, cases: Sequence[Case], engine: str) -> list[Verdict]:
+        with tempfile.TemporaryDirectory(prefix="shardwright_hunt_") as folder:
+            message = ""
+            try:
+                self._pool.run(run_cases, self._world, cases, engine, folder, timeout_seconds=CALL_TIMEOUT)
+            except AssertionError as error:
+                message = str(error)
+            self._pool._life = None  # The cases have replaced the process group.
+            found = _read(os.path.join(folder, "verdicts_0"))
+            if message:
+                self._pool.close()
+                found.append(Verdict(DIED if "exit code" in message else HANG, -1, message))
+            return found[: len(cases)]
+
+    def smallest(self, case: Case, engine: str, verdict: Verdict, seconds: float) -> tuple[Case, Verdict]:
+        """Returns a case with as few features as possible that fails in the same way."""
+        deadline, tried = time.monotonic() + seconds, {case}
+        is_smaller = True
+        while is_smaller and time.monotonic() < deadline:
+            is_smaller = False
+            for simpler in hunt_cases.simpler(case):
+                if simpler in tried or time.monotonic() > deadline:
+                    continue
+                tried.add(simpler)
+                found = self._run_chunk([simpler], engine)[0]
+                if found.kind == verdict.kind:
+                    case, verdict, is_smaller = simpler, found, True
+                    break
+        return case, verdict
+
+
+def _read(path: str) -> list[Verdict]:
+    found: list[Verdict] = []
+    if os.path.exists(path):
+        with open(path, "rb") as file:
+            while True:
+                try:
+                    found.append(pickle.load(file))
+                except EOFError:
+                    break
+    return found
+
+
+def plain(text: str) -> str:
+    """An error's text without the numbers and names that differ from case to case."""
+    text = re.sub(r"\(.*?\)", "(...)", text.splitlines()[0])
+    return re.sub(r"\d+", "N", text)[:160]
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """What was refused, and how often."""
+    counts = Counter(plain(verdict.text) for verdict in verdicts if verdict.kind == REFUSED)
+    kinds = Counter(verdict.kind for verdict in verdicts)
+    lines = [", ".join(f"{count} {kind}" for kind, count in kinds.most_common())]
+    return "\n".join([*lines, *(f"  refused {count:3}: {text}" for text, count in counts.most_common())])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, help="how many (default: as many as fit into --seconds)")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, help="of the first case; the next ones follow (default: a random one)")
+    parser.add_argument("--case", help="one case, as it is printed")
+    parser.add_argument("--world", type=int, default=2, help="the number of ranks (%(default)s)")
+    parser.add_argument("--engines", default="shardwright,FSDP2", help="also: DDP, to check the hunt (%(default)s)")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="cases for each call (%(default)s)")
+    parser.add_argument("--shrink", type=float, default=20, help="seconds to look for a smaller case (%(default)s)")
+    options = parser.parse_args()
+    first = random.randrange(1 << 30) if options.seed is None else options.seed
+    print(f"torch {torch.__version__}, seed {first}", flush=True)
+    # Workers are forked from a process that has imported everything.
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path])
+    _context.set_forkserver_preload(["hunt", "torch._dynamo"])
+    pool = Pool()
+    begin, failures = time.monotonic(), 0
+    verdicts: dict[str, list[Verdict]] = {engine: [] for engine in options.engines.split(",")}
+    try:
+        hunt = Hunt(pool, options.world)
+        done = 0
+        while done < (options.cases or 1 << 30) and (options.cases or time.monotonic() - begin < options.seconds):
+            count = min(options.chunk, (options.cases or 1 << 30) - done)
+            cases = [hunt_cases.draw(first + done + i) for i in range(count)]
+            if options.case:
+                cases, options.cases = [hunt_cases.parse(options.case)], 1
+            for engine, all_found in verdicts.items():
+                found = hunt.run(cases, engine)
+                all_found += found
+                for case, verdict in zip(cases, found, strict=True):
+                    if verdict.is_right and not options.case:
+                        continue
+                    failures += not verdict.is_right and engine == "shardwright"
+                    if not verdict.is_right and engine != "FSDP2":
+                        print(f"\n{engine}: {verdict.kind}: {case}\n{verdict.text}", flush=True)
+                        case, verdict = hunt.smallest(case, engine, verdict, options.shrink)
+                        alone = hunt.run_alone(case, engine)
+                        if alone.kind != verdict.kind:
+                            print(f"in fresh processes it is: {alone.kind}")
+                    print(f"{engine}: {verdict.kind} in step {verdict.step}: {case}\n{verdict.text}", flush=True)
+            done += len(cases)
+    finally:
+        pool.close()
+    for engine, all_found in verdicts.items():
+        print(f"\n{engine}, {len(all_found)} cases in {time.monotonic() - begin:.0f} s: {table(all_found)}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    import hunt  # Workers find its functions by this name.
+
+    sys.exit(hunt.main())

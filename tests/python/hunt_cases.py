@@ -1,0 +1,272 @@
+"""Random cases of `hunt`: what a model is made of, and what is done to it in each of its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import hunt_models
+from hunt_models import CONTAINERS, INPUTS, KINDS
+
+
+def _text(value: Any) -> str:
+    """A constructor call with the fields that are not the default."""
+    changed = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+    shown = ", ".join(f"{f.name}={given!r}" for f, given in changed if given != f.default)
+    return f"{type(value).__name__}({shown})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Block:
+    """A block of a model. hunt_models.py says what the kinds and containers are."""
+
+    kind: str = "linear"
+    output: str = "tuple"
+    input: str = "tuple"
+    unit: str = "own"  # or "none": of the model's unit; "nested": its core is another unit; "list": with the next block
+    reshard: bool | int | None = None  # reshard_after_forward
+    checkpoint: str = ""  # or "inside" the unit, "around" it, "reentrant" around it
+    calls: int = 1  # in each forward
+    method: bool = False  # the model calls a method other than forward
+    # For a loss: "inside", a tensor that the output depends on; "aside", another one; a "weight"; a "view" of one.
+    stores: str = ""
+    frozen: str = ""  # or "all", "some"
+    tied: bool = False  # two weights of the core are one
+    hook: str = ""  # or of gradients "inside", "outside" of the block; "module", "pre", "backward", "parameter"
+    compiled: bool = False
+
+    __repr__ = _text
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Step:
+    """One step of training, in the order of the fields."""
+
+    toggles: int = -1  # the block whose weights are frozen from now on, or not any more
+    unshards: str = ""  # before the forward: "unshard", "async", "reshard"
+    stays: str = ""  # from now on: "stay" after backwards, "leave", "stay_forward", "leave_forward"
+    fails: str = ""  # in a pass before the others: in "forward", "backward", by an "interrupt"; or "caught" in them
+    evaluates: str = ""  # without gradients: "before" the forward, "between" it and the backward, in "inference" mode
+    accumulates: int = 0  # backwards without reductions before the last one
+    defers: bool = False  # nothing is reduced or compared until a later step does
+    context: str = ""  # around all this; hunt_passes.py has them
+    # Or the "method" registered with FSDP; "unsharded": forward without hooks, after `unshard`; "checkpoint": all in
+    # one; "part": the first block alone.
+    entry: str = "forward"
+    expert: str = "same"  # or "by_rank", "none"
+    losses: str = "all"  # or "main", "aux", "hidden"; "by_rank": main and aux in turns
+    backward: str = "once"
+    clips: str = ""  # gradients: "norm", "value"; or "scale", by a factor
+    optimises: bool = True
+    writes: str = ""  # to the weights, after the optimizer
+    zero: str = "none"  # or "zeros", "by_hand", "keep"; "model": by model.zero_grad()
+    reads_state: bool = False
+    remakes: bool = False  # the optimizer, from the parameters that the model has now
+
+    __repr__ = _text
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Case:
+    """One model and its steps. Its repr is the text that makes it again."""
+
+    seed: int
+    blocks: tuple[Block, ...] = (Block(),)
+    steps: tuple[Step, ...] = (Step(), Step(), Step())
+    input: str = "tuple"
+    output: str = "tuple"
+    root: bool = True  # the model is a unit with weights of its own
+    tied: str = ""  # or weights of the "root", of the "blocks"
+    rows: str = "equal"  # or "uneven" over ranks, "empty" on some
+    input_gradient: bool = False
+    policy: str = ""  # or param_dtype "float64", "float64_out": with float32 outputs; "bfloat16"
+    layout: str = ""  # of weights under sw.fully_shard: "store", "last" dim, "chunks", "offload"
+    optimizer: str = "sgd"
+    compiled: bool = False
+
+    __repr__ = _text
+
+
+BACKWARDS = (
+    *("separate", "retained", "two_forwards", "swapped", "in_order", "input_gradient", "parameter_gradients"),
+    *("regularised", "none", "gradient_argument", "inputs_argument", "thread", "stale"),
+)
+NOT_REDUCING = ("none", "inputs_argument", "parameter_gradients", "stale")  # gradients that wait may wait on
+WRITES = (
+    *("load_state_dict", "assign", "local_copy", "copy", "multiply", "data", "foreach", "foreach_local"),
+    *("set_model_state_dict", "dcp"),
+)
+OPTIMIZERS = ("sgd", "momentum", "adamw", "adamw_foreach", "adamw_loop")
+
+
+class _Chance:
+    """Draws options that are mostly the default, so that what remains is not drowned in what fails."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def one(self, default: Any, others: Any, probability: float) -> Any:
+        return self.random.choice(others) if self.random.random() < probability else default
+
+    def true(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+
+def draw(seed: int) -> Case:
+    """Returns the case of a seed; the same everywhere."""
+    chance = _Chance(seed)
+    root = chance.true(0.85)
+    blocks = tuple(_draw_block(chance, root) for _ in range(chance.random.choice((1, 1, 2, 2, 3))))
+    is_called = chance.true(0.2)  # in other ways than by its forward
+    steps = tuple(_draw_step(chance, len(blocks), is_called, i == 2) for i in range(3))
+    case = Case(
+        seed=seed,
+        blocks=blocks,
+        steps=steps,
+        input=chance.one("tuple", INPUTS, 0.3),
+        output=chance.one("tuple", tuple(CONTAINERS), 0.4),
+        root=root,
+        tied=chance.one("", ("root", "blocks"), 0.1),
+        rows=chance.one("equal", ("uneven", "empty"), 0.2),
+        input_gradient=chance.true(0.3),
+        policy=chance.one("", ("float64", "float64_out", "bfloat16"), 0.15),
+        layout=chance.one("", ("store", "last", "chunks", "offload"), 0.2),
+        optimizer=chance.one("sgd", OPTIMIZERS, 0.7),
+        compiled=chance.true(0.01),
+    )
+    return valid(case)
+
+
+def _draw_block(chance: _Chance, root: bool) -> Block:
+    return Block(
+        kind=chance.random.choice(KINDS),
+        output=chance.one("tuple", tuple(CONTAINERS), 0.6),
+        input=chance.one("tuple", INPUTS, 0.2),
+        unit=chance.one("own", ("none", "nested", "list") if root else ("nested", "list"), 0.35),
+        reshard=chance.one(None, (True, False, 1, 2), 0.4),
+        checkpoint=chance.one("", ("inside", "around", "reentrant"), 0.15),
+        calls=chance.one(1, (2,), 0.12),
+        method=chance.true(0.05),
+        stores=chance.one("", ("inside", "inside", "aside", "aside", "weight", "view"), 0.15),
+        frozen=chance.one("", ("all", "some"), 0.15),
+        tied=chance.true(0.08),
+        hook=chance.one("", ("inside", "outside", "module", "pre", "backward", "parameter"), 0.12),
+        compiled=chance.true(0.01),
+    )
+
+
+def _draw_step(chance: _Chance, blocks: int, is_called: bool, is_last: bool) -> Step:
+    defers = not is_last and chance.true(0.08)
+    return Step(
+        toggles=chance.one(-1, range(blocks), 0.06),
+        unshards=chance.one("", ("unshard", "async", "reshard"), 0.08),
+        stays=chance.one("", ("stay", "leave", "stay_forward", "leave_forward", "prefetch"), 0.12),
+        fails=chance.one("", ("forward", "backward", "interrupt", "caught"), 0.08),
+        evaluates=chance.one("", ("before", "between", "inference"), 0.15),
+        accumulates=chance.one(0, (1, 2), 0.1),
+        defers=defers,
+        context=chance.one("", ("cpu", "clones", "no_hooks", "anomaly", "flops", "autocast"), 0.1),
+        entry=chance.one("forward", ("method", "method", "unsharded", "checkpoint", "part"), 0.6 if is_called else 0),
+        expert=chance.one("same", ("by_rank", "none"), 0.15),
+        losses=chance.one("all", ("main", "aux", "hidden", "by_rank"), 0.15),
+        backward=chance.one("once", BACKWARDS, 0.3),
+        clips="" if defers else chance.one("", ("norm", "norm", "value", "scale"), 0.15),
+        optimises=not defers and chance.true(0.85),
+        writes=chance.one("", WRITES, 0.15),
+        zero="keep" if defers else chance.one("none", ("zeros", "by_hand", "keep", "model"), 0.25),
+        reads_state=chance.true(0.1),
+        remakes=chance.true(0.05),
+    )
+
+
+def valid(case: Case) -> Case:
+    """Changes what PyTorch itself refuses, or what no sharded model can be compared in."""
+    blocks = []
+    for i, block in enumerate(case.blocks):
+        if block.checkpoint == "reentrant":  # takes tensors alone, and tells no gradients of inputs apart
+            block = dataclasses.replace(
+                block, input="tensor", output=block.output if block.output in ("tensor", "tuple") else "tuple"
+            )
+        if not case.root and block.unit == "none":
+            block = dataclasses.replace(block, unit="own")
+        if block.unit == "list" and (i + 1 == len(case.blocks) or case.blocks[i + 1].unit == "list"):
+            block = dataclasses.replace(block, unit="own")
+        if block.kind == "gru" and (case.policy or case.rows == "empty" or block.compiled or case.compiled):
+            block = dataclasses.replace(block, kind="two")
+        if block.tied and block.kind not in hunt_models.TIEABLE:
+            block = dataclasses.replace(block, tied=False)
+        blocks.append(block)
+    reentrant = any(block.checkpoint == "reentrant" for block in blocks)
+    steps = []
+    has_checkpoint = any(block.checkpoint or block.kind == "inner_checkpoint" for block in blocks)
+    for index, step in enumerate(case.steps):
+        if step.toggles >= len(blocks):
+            step = dataclasses.replace(step, toggles=-1)
+        if reentrant and step.backward in ("input_gradient", "parameter_gradients", "inputs_argument"):
+            step = dataclasses.replace(step, backward="once")
+        if step.backward in ("input_gradient", "inputs_argument") and not case.input_gradient:
+            step = dataclasses.replace(step, backward="once")
+        if step.fails and (case.compiled or any(block.compiled for block in blocks)):
+            step = dataclasses.replace(step, fails="")
+        if step.context == "no_hooks" and (has_checkpoint or step.entry == "checkpoint"):
+            step = dataclasses.replace(step, context="")
+        if step.context == "flops" and step.backward in ("input_gradient", "parameter_gradients", "inputs_argument"):
+            step = dataclasses.replace(step, context="")
+        if step.clips == "value" and any(block.kind == "complex" for block in blocks):
+            step = dataclasses.replace(step, clips="norm")
+        if step.entry == "part" and (blocks[0].unit == "none" or blocks[0].compiled):
+            step = dataclasses.replace(step, entry="forward")
+        if step.defers and (index + 1 == len(case.steps) or step.zero != "keep" or step.optimises or step.clips):
+            step = dataclasses.replace(step, defers=False)
+        if step.accumulates and step.backward in NOT_REDUCING:
+            step = dataclasses.replace(step, accumulates=0)
+        if steps and steps[-1].defers:  # all gradients that wait are reduced in this step
+            step = dataclasses.replace(step, toggles=-1, fails="", entry="forward", expert="same", losses="all")
+            step = dataclasses.replace(step, backward="once" if step.backward in NOT_REDUCING else step.backward)
+        steps.append(step)
+    return dataclasses.replace(case, blocks=tuple(blocks), steps=tuple(steps))
+
+
+def known_fault(case: Case) -> str:
+    """Returns the fault of `sw.fully_shard`, or of DTensor, that a case is known to meet; "" if there is none."""
+    backwards = {step.backward for step in case.steps}
+    if "stale" in backwards and any(block.checkpoint or block.kind == "inner_checkpoint" for block in case.blocks):
+        return "a checkpoint computes again with weights that were written since, as in a model that is not sharded"
+    if "regularised" in backwards and any(block.kind in ("parameter_list", "uneven") for block in case.blocks):
+        return "a penalty on a parameter of which a rank has no part raises on that rank alone"
+    return ""
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Yields cases with one thing less, for the search of the smallest one that fails."""
+    for i in range(len(case.steps)):
+        if len(case.steps) > 1:
+            yield valid(dataclasses.replace(case, steps=case.steps[:i] + case.steps[i + 1 :]))
+    for i in range(len(case.blocks)):
+        if len(case.blocks) > 1:
+            yield valid(dataclasses.replace(case, blocks=case.blocks[:i] + case.blocks[i + 1 :]))
+    for value in _plainer(case):
+        yield valid(value)
+    for i, block in enumerate(case.blocks):
+        for plainer in _plainer(block):
+            yield valid(dataclasses.replace(case, blocks=(*case.blocks[:i], plainer, *case.blocks[i + 1 :])))
+    for i, step in enumerate(case.steps):
+        for plainer in _plainer(step):
+            yield valid(dataclasses.replace(case, steps=(*case.steps[:i], plainer, *case.steps[i + 1 :])))
+
+
+def _plainer(value: Any) -> Iterator[Any]:
+    for field in dataclasses.fields(value):
+        if field.name in ("seed", "blocks", "steps") or getattr(value, field.name) == field.default:
+            continue
+        yield dataclasses.replace(value, **{field.name: field.default})
+
+
+def parse(text: str) -> Case:
+    """Reads what a case prints as."""
+    found: Case = eval(text, {"Case": Case, "Block": Block, "Step": Step, "torch": torch})
+    return found

@@ -1,0 +1,39 @@
+"""Random small models under `sw.fully_shard`; `make hunt` runs more of them, for as long as wanted.
+
+SHARDWRIGHT_FUZZ_SEED chooses another seed, SHARDWRIGHT_FUZZ_SCALE multiplies the number of cases.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+
+import fuzz
+import hunt
+import hunt_cases
+from pool import Pool
+
+CASES = 60
+
+
+@pytest.mark.cpu_only("tensors are made on the CPU")
+@pytest.mark.long
+def test_every_step_is_right_or_raises_on_all_ranks(pool: Pool) -> None:
+    first = fuzz.seed_from_environment()
+    print(f"SHARDWRIGHT_FUZZ_SEED={first}")
+    count = int(CASES * float(os.environ.get("SHARDWRIGHT_FUZZ_SCALE", "1")))
+    drawn = [hunt_cases.draw(first + i) for i in range(count)]
+    cases = [case for case in drawn if not hunt_cases.known_fault(case)]
+    print(f"left out: {Counter(filter(None, map(hunt_cases.known_fault, drawn)))}")
+    verdicts = []
+    for begin in range(0, len(cases), hunt.CHUNK):
+        chunk = cases[begin : begin + hunt.CHUNK]
+        for case, verdict in zip(chunk, hunt.Hunt(pool, 2).run(chunk, "shardwright"), strict=True):
+            if verdict.kind == hunt.INVALID:  # the whole model fails too
+                continue
+            assert verdict.is_right, f"{verdict.kind} in step {verdict.step}: {case}\n{verdict.text}"
+            verdicts.append(verdict)
+    print(hunt.table(verdicts))
+    assert sum(verdict.kind == hunt.EQUAL for verdict in verdicts) > len(verdicts) / 2
