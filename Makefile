@@ -11,6 +11,7 @@ TORCH ?=
 JOBS  ?= $(shell nproc 2>/dev/null || echo 2)
 VENV  ?= .venv$(if $(TORCH),-$(TORCH))
 ARGS  ?=
+EXHAUSTIVE ?=
 SECONDS ?= 60
 
 comma := ,
@@ -217,10 +218,11 @@ endef
 # $(call ctest,folder,cmake options,ctest options)
 define ctest
 	$(call cmake-build,$(1),$(2))
-	$(HERE); ctest --test-dir $(1) --output-on-failure --no-tests=error -j $(JOBS) $(3) -Q --output-log $(1)/ctest.log || \
+	$(HERE); $(if $(EXHAUSTIVE),SHARDWRIGHT_EXHAUSTIVE=1 )ctest --test-dir $(1) --output-on-failure --no-tests=error -j $(JOBS) $(3) -Q --output-log $(1)/ctest.log || \
 	  { cat $(1)/ctest.log; exit 1; }; tail -n 4 $(1)/ctest.log
 endef
 
+# EXHAUSTIVE=1: the longest tests leave out nothing.
 test-cpp: venv
 	$(call ctest,build/cmake)
 

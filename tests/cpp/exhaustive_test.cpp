@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <iostream>
+#include <random>
 
 #include "layouts.h"
 #include "moves/describe.h"
@@ -33,18 +34,24 @@ class Exhaustive : public testing::TestWithParam<Case> {};
 TEST_P(Exhaustive, EveryPairIsRightAndCostsWhatItPromises) {
   const std::vector<Layout> layouts =
       test::all_layouts(test::mesh_of(GetParam().mesh), GetParam().shape, {Placement::partial(ReduceOp::kSum)});
+  // The largest case takes longer than all others together: every third of its pairs, unless test::is_exhaustive().
+  const bool is_largest = GetParam().mesh.size() == 3 && GetParam().shape.size() == 3;
+  const size_t stride = is_largest && !test::is_exhaustive() ? 3 : 1;
+  const size_t first = std::random_device{}() % stride;
+  if (stride > 1) std::cout << "every third pair, from pair " << first << " on\n";
   int64_t pairs = 0;
   int64_t elements = 0;
-  for (const Layout& src : layouts) {
-    for (const Layout& dst : layouts) {
-      const Lowering lowering = pairs++ % 2 == 0 ? Lowering::kNccl : Lowering::kGloo;
-      const Plan plan = make_plan(src, dst, {lowering});
-      SimulationReport report;
-      ASSERT_NO_THROW(report = simulate(plan)) << to_string(plan);
-      const int64_t bound = lower_bound(src, dst).bytes_sum;
-      ASSERT_GE(report.received_bytes_sum, bound) << "below the lower bound: " << to_string(plan);
-      elements += report.elements_checked;
-    }
+  for (size_t pair = first; pair < layouts.size() * layouts.size(); pair += stride) {
+    const Layout& src = layouts[pair / layouts.size()];
+    const Layout& dst = layouts[pair % layouts.size()];
+    const Lowering lowering = pair % 2 == 0 ? Lowering::kNccl : Lowering::kGloo;
+    const Plan plan = make_plan(src, dst, {lowering});
+    SimulationReport report;
+    ASSERT_NO_THROW(report = simulate(plan)) << to_string(plan);
+    const int64_t bound = lower_bound(src, dst).bytes_sum;
+    ASSERT_GE(report.received_bytes_sum, bound) << "below the lower bound: " << to_string(plan);
+    elements += report.elements_checked;
+    ++pairs;
   }
   std::cout << "simulated " << pairs << " pairs of layouts, " << elements << " elements checked\n";
   RecordProperty("pairs", std::to_string(pairs));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,6 +10,9 @@
 #include "layout/layout.h"
 
 namespace shardwright::test {
+
+// Returns true if the longest tests are to leave nothing out (`make test-cpp EXHAUSTIVE=1`).
+inline bool is_exhaustive() { return std::getenv("SHARDWRIGHT_EXHAUSTIVE") != nullptr; }
 
 inline MeshPtr mesh_of(const std::vector<int64_t>& sizes, std::vector<int64_t> ranks = {}) {
   std::vector<std::string> names;
