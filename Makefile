@@ -2,6 +2,7 @@
 #
 #   make test                  in .venv, with the newest supported torch
 #   make test TORCH=2.11.0     in .venv-2.11.0, with that torch; both can live side by side
+#   make test QUICK=1          a part of every suite, in about five minutes after the build
 #   make test PYTHON=python3.11 JOBS=4
 
 SHELL := /bin/bash
@@ -11,6 +12,7 @@ TORCH ?=
 JOBS  ?= $(shell nproc 2>/dev/null || echo 2)
 VENV  ?= .venv$(if $(TORCH),-$(TORCH))
 ARGS  ?=
+QUICK ?=
 EXHAUSTIVE ?=
 SECONDS ?= 60
 
@@ -42,12 +44,13 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-gloo hunt gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
 	@echo 'make demo       train a small transformer on four processes, with stock PyTorch and with shardwright'
 	@echo 'make test       C++ and Python tests (also: test-cpp, test-python, test-async; ARGS=... goes to pytest)'
+	@echo 'make test QUICK=1  a part of every suite; make test-cpp EXHAUSTIVE=1 leaves out nothing of the longest C++ tests'
 	@echo 'make bench      redistributes of shardwright and of stock PyTorch (ARGS=... goes to the benchmark)'
 	@echo 'make bench-planner  costs of our plans and of those that PyTorch makes'
 	@echo 'make bench-planning  planning time: C++, Python, PyTorch (needs libbenchmark-dev)'
@@ -191,18 +194,21 @@ $(TORCH_TESTS_STAMP): $(ENV_STAMP) requirements/torch-tests.txt
 TESTS ?= cpp python async
 test: $(addprefix test-,$(TESTS))
 
+# With QUICK=1 every function that is not marked long runs, most with one set of parameters.
+QUICK_ARGS := $(if $(QUICK),-m 'not long' --one-in 20)
 test-python: build
-	$(HERE) $(PY) -m pytest -q tests/python $(ARGS)
+	$(HERE) $(PY) -m pytest -q tests/python $(QUICK_ARGS) $(ARGS)
 
 # Tests on the device of tests/async_device, which is as asynchronous as a GPU and has process groups with NCCL's rules.
 # ASYNC_TESTS=tests/python runs all tests there; those meant for CPU alone are skipped.
-ASYNC_TESTS ?= tests/async_device $(addprefix tests/python/test_,$(addsuffix .py,async attention backward checkpoint_cut \
+ASYNC_NAMES := $(if $(QUICK),operators races,async attention backward checkpoint_cut \
   checkpoint_cut_schedule fsdp_collectives fully_shard fully_shard_backward_chunks fully_shard_chunks \
   fully_shard_outer_chunks fully_shard_streams fully_shard_times fuzz_redistribute jit_weight many masks_and_misfits \
   matmul_lanes matmul_scaled memory_limit offload operators ordered_sums overlap_enabled parallel_styles \
-  pipeline_stages races redistribute_local replicas_bitwise torchtitan_functions weight_layouts))
+  pipeline_stages races redistribute_local replicas_bitwise torchtitan_functions weight_layouts)
+ASYNC_TESTS ?= tests/async_device $(patsubst %,tests/python/test_%.py,$(ASYNC_NAMES))
 test-async: build
-	$(HERE) $(PY) -m pytest -q --device asyncdev -c pyproject.toml $(ASYNC_TESTS) $(ARGS)
+	$(HERE) $(PY) -m pytest -q --device asyncdev -c pyproject.toml $(ASYNC_TESTS) $(QUICK_ARGS) $(ARGS)
 
 # Removes each wait and event of the executor in turn; some test must notice. Takes an hour.
 mutation-proof: build
@@ -222,9 +228,10 @@ define ctest
 	  { cat $(1)/ctest.log; exit 1; }; tail -n 4 $(1)/ctest.log
 endef
 
-# EXHAUSTIVE=1: the longest tests leave out nothing.
-test-cpp: venv
-	$(call ctest,build/cmake)
+# The tests link the core objects that are in the modules, which are compiled once. EXHAUSTIVE=1: no test is cut down.
+test-cpp: build
+	$(call ctest,build/cmake,-DSHARDWRIGHT_CORE_OBJECTS=$(abspath $(BUILD_DIR))/objects/_planner,$(if \
+	  $(QUICK),-E 'AgainstBruteForce|Exhaustive'))
 
 # Leaves out the longest tests, which run the same code as the others.
 sanitize: venv
@@ -235,10 +242,12 @@ tsan: venv
 	$(call ctest,build/cmake-tsan,-DSHARDWRIGHT_SANITIZE=thread,-R Threads)
 
 # An input that fails is left in build/cmake-fuzz; `make fuzz ARGS=crash-...` runs it again.
-fuzz: venv
+fuzz: fuzz-build
+	cd build/cmake-fuzz && ./shardwright_fuzz -max_total_time=$(SECONDS) $(ARGS)
+
+fuzz-build: venv
 	$(call cmake-build,build/cmake-fuzz,-DSHARDWRIGHT_BUILD_FUZZ=ON -DSHARDWRIGHT_BUILD_TESTS=OFF $(if \
 	  $(filter-out default,$(origin CXX)),-DCMAKE_CXX_COMPILER=$(CXX)))
-	cd build/cmake-fuzz && ./shardwright_fuzz -max_total_time=$(SECONDS) $(ARGS)
 
 # Random layouts of all kinds, on one mesh and between two; ARGS="--seed 7 --worlds 3" repeats some.
 fuzz-gloo: build
