@@ -28,6 +28,8 @@ from async_device.ranks import (
     wait_for_key,
 )
 
+pytestmark = pytest.mark.on_device
+
 SHORT_SECONDS = 1.5
 
 

@@ -13,6 +13,8 @@ import async_device
 from async_device import ranks, strict
 from async_device.ranks import DEVICE, begin, group_of, numbers
 
+pytestmark = pytest.mark.on_device
+
 NUM_OPERATIONS = 30
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64)
 

@@ -1,7 +1,8 @@
 """The pools of worker processes that all tests share.
 
 `pytest --device asyncdev` gives tests that ask for `pool` one whose tensors are on the device of tests/async_device.
-`pytest --one-in 3` runs every test function, but only every third of its sets of parameters.
+`pytest --one-in 3` runs every test function, but only every third of its sets of parameters. With
+`--device asyncdev`, tests marked on_device run with all of them.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ def _take_one_in(number: int, config: pytest.Config, items: list[pytest.Item]) -
     if number < 1:
         raise pytest.UsageError(f"--one-in: got {number}; allowed are 1 and more")
     total = Counter(item.nodeid.partition("[")[0] for item in items)
+    is_on_device = config.getoption("--device") != "cpu"
     seen: Counter[str] = Counter()
     kept, others = [], []
     for item in items:
         function = item.nodeid.partition("[")[0]
         seen[function] += 1
         is_taken = seen[function] % number == 0 or seen[function] == total[function]
+        is_taken = is_taken or (is_on_device and item.get_closest_marker("on_device") is not None)
         (kept if is_taken else others).append(item)
     if others:
         items[:] = kept

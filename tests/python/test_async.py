@@ -20,6 +20,8 @@ from meshes import get_mesh
 from pool import Pool
 from shardwright import executables
 
+pytestmark = pytest.mark.on_device
+
 WORLD = 4
 Move = tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]
 

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.any_torch
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "check_structure.py"
 
 

@@ -14,6 +14,8 @@ import pytest
 import shardwright as sw
 from shardwright import _planner, cli, free_memory
 
+pytestmark = pytest.mark.any_torch
+
 PAIR = ["--mesh", "a=2,b=2", "--shape", "8,8", "--src", "S(0),R", "--dst", "R,S(1)"]
 ENDS = ["--shape", "8", "--src", "S(0)", "--dst", "R"]
 

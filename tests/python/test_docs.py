@@ -22,6 +22,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import doc_tables  # noqa: E402
 
+pytestmark = pytest.mark.any_torch
+
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 SUFFIXES = ("py", "cpp", "h", "cu", "json", "svg", "md", "toml", "txt")
 

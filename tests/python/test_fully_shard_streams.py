@@ -23,6 +23,8 @@ from shardwright.fsdp.units import Unit
 from shardwright.fsdp.weights import Weight
 from test_fully_shard import Model, full, loss_of, parts, shard, tokens_of, train, train_whole
 
+pytestmark = pytest.mark.on_device
+
 PATIENCE_SECONDS = 20.0
 
 

@@ -18,6 +18,8 @@ from shardwright.fsdp.units import Unit
 from test_fully_shard import Model, loss_of, parts, shard, tokens_of, train
 from test_fully_shard_streams import replaced
 
+pytestmark = pytest.mark.on_device
+
 USE_PS = 1000
 
 

@@ -13,6 +13,8 @@ import types
 
 import pytest
 
+pytestmark = pytest.mark.any_torch
+
 TOOLS = pathlib.Path(__file__).parents[2] / "tools"
 
 NVIDIA_SMI = '#!/usr/bin/env bash\necho "GPU 0: Fake"\n'

@@ -13,6 +13,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from model_tensors import Weight, llama_8b, qwen3_moe  # noqa: E402
 
+pytestmark = pytest.mark.any_torch
+
 
 @pytest.mark.parametrize(
     ("weights", "tensors", "parameters"), [(llama_8b(1), 291, 8_030_261_248), (qwen3_moe(1), 18_867, 30_532_122_624)]

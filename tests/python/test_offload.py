@@ -24,6 +24,8 @@ from meshes import get_mesh
 from pool import Pool
 from test_weight_layouts import Model, Named, assert_equals_whole, local, tensor_parallel, train, wrapped
 
+pytestmark = pytest.mark.on_device
+
 PINNED, PAGED = CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)
 WIDTH = 16
 LATE_MS = 30

@@ -11,6 +11,8 @@ import pytest
 import shardwright as sw
 from shardwright import cli
 
+pytestmark = pytest.mark.any_torch
+
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "plan.schema.json").read_text())
 
 

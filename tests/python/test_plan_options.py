@@ -6,6 +6,8 @@ import pytest
 
 import shardwright as sw
 
+pytestmark = pytest.mark.any_torch
+
 NODES = {"node": 8, "gpu": 8}
 
 

@@ -14,6 +14,8 @@ import pytest
 import testnets
 from testnets import IMPOSSIBLE, TESTNET
 
+pytestmark = pytest.mark.any_torch
+
 
 def _namespaces() -> set[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)

@@ -13,6 +13,8 @@ from shardwright import _planner, cli
 from shardwright.mapping import files
 from shardwright.mapping.explaining import explain
 
+pytestmark = pytest.mark.any_torch
+
 TRAIN = sw.Mesh({"dp": 2, "tp": 2}, [3, 2, 1, 0])
 SERVE = sw.Mesh({"tp": 3}, [4, 5, 6])
 
