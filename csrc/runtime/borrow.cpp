@@ -5,7 +5,33 @@
 
 #include <memory>
 
+#include "runtime/torch_version.h"
+
 namespace shardwright {
+
+namespace {
+
+#if !SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
+// Torch 2.11 has no function that ends the error of `release_data_and_set_meta_custom_data_ptr_error_msg_`. An explicit
+// instantiation may name the private flag.
+template <auto member>
+struct Private {
+  friend void end_access_error(c10::StorageImpl& storage) { storage.*member = false; }
+};
+void end_access_error(c10::StorageImpl& storage);
+template struct Private<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+#endif
+
+template <typename Storage>
+void clear_access_error(Storage& storage) {
+  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
+    storage.clear_data_ptr_access_error_msg_();
+  } else {
+    end_access_error(storage);
+  }
+}
+
+}  // namespace
 
 void borrow_memory(const at::Tensor& tensor, const at::Tensor& arena, int64_t offset_bytes) {
   const auto size_bytes = static_cast<int64_t>(tensor.nbytes());
@@ -21,7 +47,7 @@ void borrow_memory(const at::Tensor& tensor, const at::Tensor& arena, int64_t of
   auto owner = std::make_unique<c10::Storage>(arena.storage());
   char* data = static_cast<char*>(arena.data_ptr()) + offset_bytes;
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
-  storage->clear_data_ptr_access_error_msg_();
+  clear_access_error(*storage);
   storage->set_data_ptr_noswap(
       {data, owner.release(), [](void* context) { delete static_cast<c10::Storage*>(context); }, tensor.device()});
   storage->set_nbytes(static_cast<size_t>(size_bytes));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,9 +72,10 @@ def gradients(model: nn.Module) -> list[Any]:
 
 
 def agreement_bytes(model: nn.Module) -> int:
-    """What a rank receives at the end of a backward: an all-reduce of two bytes for each weight and 16 more."""
-    world = dist.get_world_size()
-    return -(-2 * (world - 1) * (16 + 2 * len(list(model.parameters()))) // world)
+    """What a rank receives at the end of a backward: by mesh dim, an all-reduce of two bytes a weight and 16 more."""
+    parameters: list[Any] = list(model.parameters())
+    sizes = parameters[0].device_mesh.shape
+    return sum(-(-2 * (size - 1) * (16 + 2 * len(parameters)) // size) for size in sizes if math.prod(sizes) > 1)
 
 
 def received_bytes(model: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]]) -> int:

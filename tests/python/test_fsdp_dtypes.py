@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
-from fsdp_models import Mlp, batch, full, loss_of, part, shard
+from fsdp_models import Mlp, agreement_bytes, batch, full, loss_of, part, shard
 from meshes import get_mesh
 from pool import Pool
 
@@ -205,7 +205,7 @@ def _gradients(mesh_shape: tuple[int, ...]) -> None:
     assert isinstance(model.weight.grad, DTensor) and model.weight.grad.dtype == F32
     if len(mesh_shape) == 1:
         own = model.weight.to_local().numel()
-        assert meter.received_bytes == 2 * (35 - own) + 2 * (world - 1) * own
+        assert meter.received_bytes == 2 * (35 - own) + 2 * (world - 1) * own + agreement_bytes(model)
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)

@@ -141,7 +141,7 @@ def _unshards() -> None:
         with sw.wire_meter() as meter:
             assert layer.unshard() is None
             layer[2].unshard() if isinstance(layer[2], sw.fsdp.ShardedModule) else None
-        assert meter.received_bytes == 0, "it is there"
+        assert meter.received_bytes <= 2, "a byte, by which ranks agree that nothing was written"
         layer.reshard()
         assert isinstance(layer[0].weight, DTensor)
         model.unshard()  # with a handle or without, steps that follow use it once

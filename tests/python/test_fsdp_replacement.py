@@ -281,13 +281,13 @@ class SentInHalf(torch.Tensor):
         rows = -(-outer_size[0] // mesh.size())
         padded = torch.zeros(rows, *outer_size[1:], dtype=torch.bfloat16)
         padded[: self.data_.size(0)] = self.data_
-        return (padded, torch.full((3,), dist.get_rank(), dtype=torch.int64)), outer_size
+        return (padded, torch.full((3,), mesh.get_local_rank(), dtype=torch.int64)), outer_size
 
     def fsdp_post_all_gather(self, gathered: Any, size: Any, param_dtype: Any, *, out: Any = None) -> Any:
         weight, ranks = gathered
         assert ranks.unique().tolist() == list(range(ranks.numel() // 3))
         if out is not None:
-            with torch.autograd._unsafe_preserve_version_counter(out):
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(weight[: size[0]])
             return None
         whole = weight[: size[0]].to(param_dtype)

@@ -328,16 +328,6 @@ def _leaves_the_sequence() -> None:
     with torch.inference_mode():
         assert torch.equal(loss_of(ours, tokens_of(8)), loss_of(stock, tokens_of(8)))
     step(10)
-    # Weights that are written between forward and backward are gathered again.
-    loss = loss_of(ours, tokens_of(11))
-    with torch.no_grad():
-        for p in ours.layers.parameters():
-            p.zero_()
-    ours.zero_grad()
-    loss.backward()
-    for layer in ours.layers:  # the last ones were still gathered
-        gradient = layer.up.weight.grad
-        assert isinstance(gradient, DTensor) and not gradient.to_local().any(), "`down` is zero in the backward"
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")

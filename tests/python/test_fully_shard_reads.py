@@ -281,3 +281,37 @@ def _forwards_without_backwards() -> None:
 
 def test_graphs_are_freed_without_a_backward(pool: Pool) -> None:
     pool.run(_forwards_without_backwards, 2)
+
+
+def _compiled_containers() -> None:
+    for container in ("dict subclass", "list subclass", "dataclass"):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        whole = Chain(container)
+        model = _sharded(whole)
+        opened, run = CONTAINERS[container][1], torch.compile(model, backend="aot_eager")
+        for step in range(2):
+            opened(run(_batches()[dist.get_rank()])).square().mean().backward()
+            sum(opened(whole(x)).square().mean() / 2 for x in _batches()).backward()
+            _check_gradients(model, whole, f"compiled, {container}, step {step}")
+
+
+@pytest.mark.long
+def test_compiled_outputs_in_containers_train(pool: Pool) -> None:
+    pool.run(_compiled_containers, 2)
+
+
+def _hooks_of_parameters() -> None:
+    torch.manual_seed(0)
+    whole = nn.Linear(6, 6)
+    model = _sharded(whole)
+    for module in (model, whole):
+        module.weight.register_hook(lambda gradient: gradient * 3)
+        module.bias.register_hook(lambda gradient: None)
+    model(_batches()[dist.get_rank()]).square().mean().backward()
+    sum(whole(x).square().mean() / 2 for x in _batches()).backward()
+    _check_gradients(model, whole, "hooks of parameters")
+
+
+def test_hooks_of_parameters_get_reduced_gradients(pool: Pool) -> None:
+    pool.run(_hooks_of_parameters, 2)

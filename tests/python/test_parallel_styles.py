@@ -287,7 +287,6 @@ def _uneven_features(local: bool) -> None:
     found.square().sum().backward()
     for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
         torch.testing.assert_close(_full(other.grad), one.grad)
-    torch.testing.assert_close(torch.compile(cut, backend="aot_eager")(x), expected)
 
 
 @pytest.mark.parametrize("local", [True, False])

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import meshes
 import shardwright as sw
 import shardwright.parallel as sw_styles
+from fsdp_models import agreement_bytes
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp.moves import Moves
@@ -462,14 +463,14 @@ def _same_data() -> None:
             linear(torch.ones(1, 4, device=meshes.device) * rank).sum().backward()
         # The gather over b of half the weight; the sum over a of the half that this rank holds.
         if step > 1:  # the first step gathers for the backward again, the second one is timed
-            assert meter.received_bytes == 4 * 16 + 4 * 16
+            assert meter.received_bytes == 4 * 16 + 4 * 16 + agreement_bytes(linear)
     alone = nn.Linear(4, 8, bias=False, device=meshes.device)
     sw.fully_shard(alone, mesh=mesh["b"], same_data_dims=["b"])
     for _ in range(3):
         alone.zero_grad()
         with sw.wire_meter() as meter:
             alone(torch.ones(1, 4, device=meshes.device)).sum().backward()
-    assert meter.received_bytes == 4 * 16, "nothing for the gradient"
+    assert meter.received_bytes == 4 * 16 + agreement_bytes(alone), "nothing for the gradient"
     assert torch.equal(alone.weight.grad.full_tensor().cpu(), torch.ones(8, 4))
 
 

@@ -282,7 +282,7 @@ class ShardedModule(FSDPModule):
         unit = _unit_of(self)
         if not unit.is_open:
             self.reshard()  # `fn` is for the parts at rest
-        applied = super()._apply(fn, recurse=recurse)  # type: ignore[misc]
+        applied = super(FSDPModule, self)._apply(fn, recurse=recurse)  # not FSDP2's, which looks for its parameters
         unit.watch_again()
         getattr(self, ATTRIBUTE).after_conversion()
         return applied

@@ -74,7 +74,8 @@ class Reductions:
         Raises:
             ValueError: on all ranks of a mesh, if they have reduced different weights.
         """
-        if not any(weight.sharded.requires_grad for unit in self._units for weight in unit.weights):
+        reducing = [unit for unit in self._units if unit.wishes.reduces]
+        if not any(weight.sharded.requires_grad for unit in reducing for weight in unit.weights):
             return
         for number, late in self._agree().items():
             reduction = self.start(number, late)
