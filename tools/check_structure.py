@@ -82,16 +82,16 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they 
 # for both modules. Code that does not fit under a limit should first be looked at for parts that belong there.
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
-    ".": 4770,
-    "attending": 665,
+    ".": 4806,
+    "attending": 666,
     "calibration": 550,
-    "dtensor": 835,
+    "dtensor": 924,
     "fsdp": 4880,
     "graphs": 200,
     "mapping": 770,
     "products": 660,
     "transfers": 1580,
-    "viewing": 1045,
+    "viewing": 1054,
 }
 
 Graph = dict[str, set[str]]

@@ -133,6 +133,7 @@ void define_settings(py::module_& m) {
       },
       py::arg("enabled"));
   m.def("note_changed_tables", &note_changed_tables);
+  m.def("compare_ranks", &compare_ranks, py::arg("on"));
   m.def("kept_staging_bytes", &kept_staging_bytes);
   m.def("release_staging", &release_staging);
 }

@@ -39,17 +39,35 @@ at::Tensor row_major(const at::Tensor& input, const std::string& argument) {
   return input.contiguous();
 }
 
+std::atomic<bool> ranks_compare{false};
+
+using Compare = void(const at::Tensor&, const std::string&, const std::vector<std::string>&, int64_t,
+                     const std::optional<at::Tensor>&);
+
+// Returns the executable that is about to run on `input`. Under sw.check_ranks the ranks first compare it.
+ExecutablePtr about_to_run(const at::Tensor& input, const std::string& program, const std::vector<std::string>& groups,
+                           int64_t rank, const std::optional<at::Tensor>& out = std::nullopt) {
+  if (ranks_compare) {
+    static const auto handle =
+        c10::Dispatcher::singleton().findSchemaOrThrow("shardwright::compare_ranks", "").typed<Compare>();
+    handle.call(input, program, groups, rank, out);
+  }
+  return executable_of(program, groups, rank);
+}
+
 at::Tensor redistribute(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                         int64_t rank, const std::string& /*backward_plan*/,
                         const std::vector<std::string>& /*backward_groups*/) {
-  return fresh(run(executable_of(plan, groups, rank), row_major(input, "input")), input);
+  const at::Tensor dense = row_major(input, "input");
+  return fresh(run(about_to_run(dense, plan, groups, rank), dense), input);
 }
 
 void redistribute_out(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                       int64_t rank, at::Tensor& out) {
   {
     const at::AutoDispatchBelowADInplaceOrView guard;  // a copy into `out` must not bump its version a second time
-    run_into(executable_of(plan, groups, rank), row_major(input, "input"), out);
+    const at::Tensor dense = row_major(input, "input");
+    run_into(about_to_run(dense, plan, groups, rank, out), dense, out);
   }
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
 }
@@ -91,9 +109,9 @@ UnderWay& under_way() {
   return *instance;
 }
 
-// Returns the plan for other sizes than its own, followed by the names of the groups that it needs.
+// Returns the plan for these sizes, followed by the names of the groups that it needs.
 using PlanForSizes = std::vector<std::string>(const std::string&, const std::vector<std::string>&, int64_t,
-                                              c10::IntArrayRef);
+                                              c10::IntArrayRef, bool);
 
 // Changes with every change of the tables with which plans are made.
 std::atomic<int64_t> tables_number{0};
@@ -104,33 +122,36 @@ std::string key_of(const std::string& text, const std::vector<std::string>& grou
   return key += '\n' + std::to_string(rank);
 }
 
-// Planning is done in Python, which has the tables; results are cached here.
+// Planning is done in Python, which has the tables; results are cached here, unless they depend on the groups that
+// exist.
 std::vector<std::string> plan_for_sizes(const std::string& plan, const std::vector<std::string>& groups, int64_t rank,
-                                        c10::IntArrayRef sizes) {
+                                        c10::IntArrayRef sizes, bool make_groups) {
   static auto* kept = new BoundedCache<std::string, std::vector<std::string>>(kMaxExecutables);
+  static const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow("shardwright::plan_for_sizes", "").typed<PlanForSizes>();
+  if (!make_groups) return handle.call(plan, groups, rank, sizes, make_groups);
   // The number is read before the plan is made, so a plan made while the tables change is not found again.
   std::string key = key_of(plan, groups, rank);
   key += '\n' + std::to_string(tables_number);
   for (const int64_t size : sizes) key += ' ' + std::to_string(size);
-  static const auto handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow("shardwright::plan_for_sizes", "").typed<PlanForSizes>();
-  return kept->get_or_make(key, [&] { return handle.call(plan, groups, rank, sizes); });
-}
-
-ExecutablePtr executable_for_sizes(const std::string& plan, const std::vector<std::string>& groups, int64_t rank,
-                                   at::OptionalIntArrayRef sizes) {
-  if (!sizes.has_value()) return executable_of(plan, groups, rank);
-  std::vector<std::string> names = plan_for_sizes(plan, groups, rank, *sizes);
-  const std::string text = std::move(names.front());
-  names.erase(names.begin());
-  return executable_of(text, names, rank);
+  return kept->get_or_make(key, [&] { return handle.call(plan, groups, rank, sizes, make_groups); });
 }
 
 // `after` only fixes the order, see the schema.
 at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
-                              int64_t rank, at::OptionalIntArrayRef sizes, const std::optional<at::Tensor>& /*after*/) {
+                              int64_t rank, at::OptionalIntArrayRef sizes, const std::optional<at::Tensor>& /*after*/,
+                              bool make_groups) {
   const at::Tensor dense = row_major(input, "input");
-  auto [output, work] = start(executable_for_sizes(plan, groups, rank, sizes), dense, /*input_may_change=*/false);
+  ExecutablePtr executable;
+  if (sizes.has_value()) {
+    std::vector<std::string> names = plan_for_sizes(plan, groups, rank, *sizes, make_groups);
+    const std::string text = std::move(names.front());
+    names.erase(names.begin());
+    executable = about_to_run(dense, text, names, rank);
+  } else {
+    executable = about_to_run(dense, plan, groups, rank);
+  }
+  auto [output, work] = start(executable, dense, /*input_may_change=*/false);
   const auto size = static_cast<int64_t>(std::max(dense.nbytes(), output.nbytes())) / 8 + 1;
   at::Tensor handle = at::empty({1}, at::TensorOptions(at::kLong).device(at::kCPU));
   *handle.mutable_data_ptr<int64_t>() = under_way().add({dense, output, std::move(work)});
@@ -154,7 +175,8 @@ std::vector<at::Tensor> matmul(const std::vector<at::Tensor>& inputs, const std:
                                const std::vector<std::string>& groups, int64_t rank) {
   std::vector<at::Tensor> dense;
   for (const at::Tensor& input : inputs) dense.push_back(row_major(input, "inputs"));
-  std::vector<at::Tensor> outputs = run_all(executable_of(program, groups, rank), dense);
+  TORCH_CHECK_VALUE(!dense.empty(), "inputs: got none");
+  std::vector<at::Tensor> outputs = run_all(about_to_run(dense[0], program, groups, rank), dense);
   for (at::Tensor& output : outputs) {
     for (const at::Tensor& input : inputs) output = fresh(output, input);
   }
@@ -314,6 +336,8 @@ ExecutablePtr executable_of(const std::string& plan, const std::vector<std::stri
 
 void note_changed_tables() { ++tables_number; }
 
+void compare_ranks(bool on) { ranks_compare = on; }
+
 // All operators. `input` is this rank's part in the plan's source; the result is its part in the destination, new and
 // row-major. Nothing but `out` is written.
 TORCH_LIBRARY(shardwright, m) {
@@ -327,22 +351,29 @@ TORCH_LIBRARY(shardwright, m) {
   // expanded to more bytes than input and output have: a compiler that chooses by size what to save for a backward then
   // saves input or output instead of the handle, and does not wait for the handle again.
   //
-  // `sizes` are those of the global tensor if they are not the plan's own. The plan then only gives the layouts, and a
-  // plan for these sizes is made that uses only these groups. `after` is a slice of the handle of a start that must
-  // come before this one, because all ranks must start in one order even if a compiler reorders independent starts. For
-  // the same reason both halves count as having side effects. The overloads `recomputable`, for starts and waits that
-  // are run again in a backward (activation checkpointing), do not.
+  // With `sizes`, those of the global tensor, the plan only gives the layouts. The plan that runs is made when the
+  // operator runs, as eager code makes it: from the layouts with these sizes and the tables of that time. So it does
+  // not depend on when this rank traced. `groups` are then those of the mesh's dims and of meshes that were flattened
+  // from it, none for the default group; `make_groups` says whether other groups may be made. Without `sizes` the plan
+  // itself runs, over these groups.
+  //
+  // `after` is a slice of the handle of a start that must come before this one, because all ranks must start in one
+  // order even if a compiler reorders independent starts. For the same reason both halves count as having side effects.
+  // The overloads `recomputable`, for starts and waits that are run again in a backward (activation checkpointing), do
+  // not.
   for (const char* overload : {"", ".recomputable"}) {
     m.def(concat("redistribute_start", overload,
-                 "(Tensor input, str plan, str[] groups, int rank, SymInt[]? sizes=None, Tensor? after=None) -> Tensor")
+                 "(Tensor input, str plan, str[] groups, int rank, SymInt[]? sizes=None, Tensor? after=None, "
+                 "bool make_groups=True) -> Tensor")
               .c_str());
     m.def(concat("redistribute_wait", overload,
                  "(Tensor handle, Tensor input, str plan, int rank, SymInt[]? sizes=None) -> Tensor")
               .c_str());
   }
-  // Returns the plan for other sizes, then the names of its groups, which are among these. The kernel is in Python
-  // (graphs/plans.py).
-  m.def("plan_for_sizes(str plan, str[] groups, int rank, int[] sizes) -> str[]");
+  // Returns the plan for these sizes, then the names of its groups. The kernel is in Python (graphs/plans.py).
+  m.def("plan_for_sizes(str plan, str[] groups, int rank, int[] sizes, bool make_groups) -> str[]");
+  // Raises on all ranks unless all are about to run the same program. The kernel is in Python (operators.py).
+  m.def("compare_ranks(Tensor input, str program, str[] groups, int rank, Tensor? out) -> ()");
   // Matrix products that overlap with a redistribute. `program` defines the inputs and the results.
   m.def("matmul(Tensor[] inputs, str program, str[] groups, int rank) -> Tensor[]");
 }

@@ -1,4 +1,5 @@
-"""Compiled code with symbolic sizes: right data for every size, one plan for each, and no more graphs than needed."""
+"""Compiled code that is called with several sizes: every rank runs the plan of the size that it was given, whether its
+own part changes or not; with symbolic sizes one plan for each, and no more graphs than needed."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import oracle
@@ -124,13 +127,96 @@ def test_automatic_dynamic_sizes(pool: Pool) -> None:
 
 
 def _strided() -> None:
-    x = DTensor.from_local(torch.ones(4, 6), get_mesh((4,)), [_StridedShard(0, split_factor=2)], run_check=False)
-    torch._dynamo.mark_dynamic(x, 0)
+    mesh = get_mesh((2,))
+    with sw.enabled(strict=True, views=True), fresh_compilers():
+        compiled = torch.compile(lambda x: x.redistribute(placements=[Replicate()]), backend="aot_eager", dynamic=True)
+        for count in (8, 12, 8):
+            whole = _values((count, 3), count)
+            place = _StridedShard(0, split_factor=2)
+            local = whole.view(2, 2, -1, 3)[:, mesh.get_local_rank()].reshape(-1, 3)
+            x = DTensor(local, _literal_spec(mesh, whole, place), requires_grad=False)  # type: ignore[call-arg]
+            assert torch.equal(compiled(x).to_local(), whole)
+
+
+def _literal_spec(mesh: Any, whole: torch.Tensor, place: _StridedShard) -> DTensorSpec:
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    return DTensorSpec(mesh, (place,), tensor_meta=meta, use_strided_shard_as_shard_order=False)
+
+
+def test_strided_shards_get_a_graph_for_each_size(pool: Pool) -> None:
+    pool.run(_strided, 2)
+
+
+def _same_part(dynamic: bool | None) -> None:
+    """Rank 0 holds 3 rows of 6 and of 5, on other ranks the part changes."""
+    mesh = get_mesh((2, 2))
+    for src, dst in ((["S(0)", "R"], ["R", "R"]), (["S(0)", "S(0)"], ["S(1)", "R"])):
+        placements = to_placements(dst)
+        with sw.enabled(strict=True), fresh_compilers():
+            compiled = torch.compile(
+                lambda x, to: x.redistribute(placements=to) * 2, backend="aot_eager", dynamic=dynamic
+            )
+            for count in (6, 5, 8, 6):
+                whole = _values((count, 8), count)
+                x = distribute(whole, mesh, src).requires_grad_()
+                result = compiled(x, placements)
+                assert result.shape == whole.shape
+                check(result.detach(), whole * 2, dst)
+                result.backward(distribute(whole, mesh, dst))
+                assert x.grad is not None and x.grad.shape == whole.shape
+                check(x.grad, whole * 2, src)
+
+
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_every_rank_runs_the_plan_of_the_size_it_was_given(pool: Pool, dynamic: bool | None) -> None:
+    pool.run(_same_part, 4, dynamic)
+
+
+def _alone() -> None:
+    """A rank that compiles alone, at a time when other groups exist, runs what the other ranks run."""
+    mesh = get_mesh((2, 2))
     with sw.enabled(strict=True), fresh_compilers():
-        compiled = torch.compile(lambda x: x.redistribute(placements=[Replicate()]), backend="aot_eager")
-        with pytest.raises(Exception, match="tracing: a strided shard of symbolic size"):
-            compiled(x)
+        function = torch.compile(
+            lambda x: x.redistribute(placements=to_placements(["R", "R"])) * 2, backend="aot_eager"
+        )
+        for turn, count in enumerate((6, 5, 7, 5, 6)):
+            if turn >= 2 and dist.get_rank() == turn % 4:
+                torch._dynamo.reset()
+            whole = _values((count, 8), count)
+            check(function(distribute(whole, mesh, ["S(0)", "S(0)"])), whole * 2, ["R", "R"])
 
 
-def test_strided_shards_of_symbolic_size_go_to_torch(pool: Pool) -> None:
-    pool.run(_strided, 4)
+def test_a_rank_that_compiles_alone_runs_what_others_run(pool: Pool) -> None:
+    pool.run(_alone, 4)
+
+
+def _lost() -> None:
+    """Dynamo is told to drop the guards of DTensors."""
+    mesh = get_mesh((2,))
+
+    def keep(guards: Any) -> list[bool]:
+        return [guard.guard_type != "DTENSOR_SPEC_MATCH" for guard in guards]
+
+    sw.check_ranks(timeout_seconds=30)
+    try:
+        with sw.enabled(strict=True), fresh_compilers():
+            compiled = torch.compile(
+                lambda x: x.redistribute(placements=[Replicate()]),
+                backend="aot_eager",
+                options={"guard_filter_fn": keep},
+                dynamic=False,
+            )
+            for count in (6, 6, 5):
+                x = distribute(_values((count, 8), count), mesh, ["S(0)"])
+                if count == 6:
+                    assert torch.equal(compiled(x).to_local(), _values((6, 8), 6))
+                else:
+                    with pytest.raises(RuntimeError, match="do not run the same redistribute") as error:
+                        compiled(x)
+                    assert "tensor: float64[6, 8] on (0); float64[5, 8] on (1)" in str(error.value), error.value
+    finally:
+        sw.check_ranks(False)
+
+
+def test_ranks_compare_what_graphs_run(pool: Pool) -> None:
+    pool.run(_lost, 2)

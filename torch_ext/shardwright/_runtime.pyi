@@ -240,7 +240,10 @@ def set_sm_carveout(sms: int) -> None:
 
 def kept_staging_bytes() -> int: ...
 def note_changed_tables() -> None:
-    """Must be called when `tables.current` has changed. Operators with symbolic sizes then ask for plans again."""
+    """Must be called when `tables.current` has changed. Operators with sizes then ask for plans again."""
+
+def compare_ranks(on: bool) -> None:
+    """Makes operators compare between ranks what they run (`check_ranks`)."""
 
 def release_staging() -> None:
     """Frees the memory of temporaries that is kept for the next run (on CPU, at most 256 MiB)."""

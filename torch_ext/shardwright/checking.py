@@ -38,6 +38,7 @@ def _is_asked_for(said: str) -> bool:
 
 
 _setting = _Setting(_is_asked_for(os.environ.get("SHARDWRIGHT_CHECK_RANKS", "")), DEFAULT_TIMEOUT_SECONDS)
+_runtime.compare_ranks(_setting.on)
 
 
 class Meeting(NamedTuple):
@@ -64,11 +65,25 @@ def note_group(executable: _runtime.Executable, group: dist.ProcessGroup | None)
         _group_of[executable] = groups.weakly(group)
 
 
+# The same for operators, by their program and the names of their groups.
+_group_of_operator: dict[tuple[str, ...], groups.WeakGroup] = {}
+_MAX_OPERATORS = 8192
+
+
+def note_group_of_operator(program: str, names: Sequence[str], group: dist.ProcessGroup | None) -> None:
+    key = (program, *names)
+    _group_of_operator.pop(key, None)
+    if group is not None:
+        while len(_group_of_operator) >= _MAX_OPERATORS:
+            del _group_of_operator[next(iter(_group_of_operator))]
+        _group_of_operator[key] = groups.weakly(group)
+
+
 def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> None:
     """Makes the ranks of a mesh compare what they run, before every redistribute. All of them must call this.
 
     This is for debugging: a redistribute then takes milliseconds. ``SHARDWRIGHT_CHECK_RANKS=1`` in the environment does
-    the same from the start. Redistributes in compiled code are not compared.
+    the same from the start. Redistributes in compiled code are compared too, also with eager ones of other ranks.
 
     Args:
         on: whether to compare.
@@ -84,6 +99,7 @@ def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SEC
     if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
         raise ValueError(f"timeout_seconds: got {timeout_seconds}; allowed is a number above 0")
     _setting = _Setting(bool(on), timeout_seconds)
+    _runtime.compare_ranks(_setting.on)
 
 
 def is_on() -> bool:
@@ -93,18 +109,19 @@ def is_on() -> bool:
 def compare(
     executable: _runtime.Executable,
     local: torch.Tensor,
-    async_op: bool,
+    async_op: bool | None,
     out: torch.Tensor | None = None,
     rows_are_own: bool = False,
 ) -> None:
     """Raises RuntimeError on all ranks of the executable's mesh unless all are about to run the same redistribute.
 
-    `rows_are_own`: the operands of products may have other sizes on each rank, which nothing that travels depends on.
+    `async_op`: None in a graph, where eager code on other ranks may do either. `rows_are_own`: the operands of products
+    may have other sizes on each rank, which nothing that travels depends on.
     """
     mine = {
         **{field: said for field, said in executable.signature.items() if field != "operands" or not rows_are_own},
         **tables.current.summary(),
-        "async_op": str(async_op),
+        **({} if async_op is None else {"async_op": str(async_op)}),
         "input": _judge(executable, local),
         "out": _judge_out(executable, local, out),
     }
@@ -144,7 +161,11 @@ def compare_calls(
     mine = {"call": kind, **mine}
     wait = timeout or timedelta(seconds=_setting.timeout_seconds)
     said = _exchange(meeting, ranks, turn, mine, rank, f"{kind} number {turn + 1}", what, wait)
-    differing = [field for field in mine if len({one.get(field) for one in said.values()}) > 1]
+    fields = dict.fromkeys(field for one in said.values() for field in one)
+    if any(one["call"] != kind for one in said.values()):
+        fields = {"call": None}  # other calls have other fields
+    # A field that a rank leaves out may have any value there.
+    differing = [name for name in fields if len({one[name] for one in said.values() if name in one}) > 1]
     if not differing and all(mine[field] == value for field, value in judged.items()):
         return
     lines = [f"  {field}: {_by_value(field, said)}" for field in differing or judged]
@@ -160,6 +181,19 @@ def _meeting_of_the_world() -> Meeting:
         _turns.clear()
         _turns_of = dist.group.WORLD
     return Meeting(dist.PrefixStore("shardwright", distributed_c10d._get_default_store()), _turns)
+
+
+def _compare_operator(
+    input: torch.Tensor, program: str, group_names: Sequence[str], rank: int, out: torch.Tensor | None
+) -> None:
+    executable = _runtime.executable(program, list(group_names), rank)
+    group = _group_of_operator.get((program, *group_names))
+    if group is not None:
+        _group_of[executable] = group
+    compare(executable, input, None, out)
+
+
+torch.library.impl("shardwright::compare_ranks", "CompositeExplicitAutograd")(_compare_operator)
 
 
 _AS_SAID = "as its layout says"
@@ -220,7 +254,7 @@ def _exchange(
 def _by_value(field: str, said: dict[int, dict[str, str]]) -> str:
     ranks_by_value: dict[str, list[int]] = {}
     for rank, one in said.items():
-        ranks_by_value.setdefault(one.get(field, "nothing"), []).append(rank)
+        ranks_by_value.setdefault(one.get(field, "any"), []).append(rank)
     return "; ".join(f"{value} on {_text(tuple(ranks))}" for value, ranks in ranks_by_value.items())
 
 

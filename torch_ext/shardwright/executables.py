@@ -23,6 +23,8 @@ MAX_EXECUTABLES = 8192
 MAX_EARLIER_TABLES = 3
 
 tables.when_changed.append(_runtime.note_changed_tables)
+groups.when_gone.append(_runtime.note_changed_tables)
+groups.when_any_gone.append(_runtime.note_changed_tables)
 
 # How long the end of the process waits for asynchronous redistributes that nobody waited for.
 EXIT_SECONDS = 5.0
@@ -161,14 +163,25 @@ def make_plan(
     backend = lowering_on(src.mesh, device_type, group).name
     if dst.mesh is not src.mesh:
         lowering_on(dst.mesh, device_type, group)  # checks its ranks
+    allowed = None if existing_groups_of is None else allowed_groups(src, dst, existing_groups_of)
+    return plan_over(src, dst, backend, allowed)
+
+
+def allowed_groups(src: _planner.Layout, dst: _planner.Layout, device_mesh: Any) -> list[tuple[int, ...]]:
+    """Returns the sets of mesh dims whose groups a move may use that makes none."""
+    return groups.existing(src.mesh, device_mesh) if src.mesh.has_same_ranks(dst.mesh) else []
+
+
+def plan_over(
+    src: _planner.Layout, dst: _planner.Layout, backend: str, allowed: list[tuple[int, ...]] | None
+) -> _planner.Plan:
+    """Makes the plan for a backend. With `allowed`, its groups are those of these sets of mesh dims alone."""
     kept = planning.pinned(src, dst, backend)
     if kept is not None:
         return kept
-    allowed = None
-    if existing_groups_of is not None and not src.mesh.has_same_ranks(dst.mesh):
-        plan = plan_over_own_dims(src, dst, backend)
+    if allowed is not None and not src.mesh.has_same_ranks(dst.mesh):
+        plan, allowed = plan_over_own_dims(src, dst, backend), None
     else:
-        allowed = None if existing_groups_of is None else groups.existing(src.mesh, existing_groups_of)
         plan = planning.plan(src, dst, backend=backend, groups=allowed)
     counters.counts.plans += 1
     note_default_topology(plan, allowed)

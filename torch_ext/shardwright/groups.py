@@ -166,7 +166,7 @@ def _own_names(mesh: Any) -> tuple[str, ...]:
     return tuple(getattr(mesh, "_dim_group_names", ()))
 
 
-def _flattened_names(mesh: Any) -> tuple[str, ...]:
+def flattened_names(mesh: Any) -> tuple[str, ...]:
     flattened = list(mesh._get_root_mesh()._flatten_mapping.values())
     return tuple(name for one in flattened for name in _own_names(one)[:1])
 
@@ -176,20 +176,22 @@ def owner_of(device_mesh: Any | None, group: dist.ProcessGroup | None = None) ->
     if isinstance(device_mesh, Owner):
         return device_mesh
     if device_mesh is not None and (names := _own_names(device_mesh)):
-        owner = Owner(names, _flattened_names(device_mesh), Mesh(device_mesh))
+        owner = Owner(names, flattened_names(device_mesh), Mesh(device_mesh))
         _announce(owner)
         return owner
     return _DEFAULT_OWNER if group is None or group is dist.group.WORLD else Owner((group.group_name,))
 
 
-def owner_of_names(names: Sequence[str], grid: _planner.Mesh, rank: int) -> Owner:
-    """Returns the owner whose groups an operator in a graph names, among others, in a process without its mesh."""
-    by_ranks = {tuple(dist.get_process_group_ranks(distributed_c10d._resolve_process_group(n))): n for n in names}
-    if grid.coordinate(rank) is None:
+def owner_of_names(names: Sequence[str], grid: _planner.Mesh) -> Owner:
+    """Returns the owner for an operator in a graph, which has the names of the mesh's groups but not the mesh.
+
+    These are the names along its dims, then those of flattened meshes; none for the default group.
+    """
+    if not names:
         return _DEFAULT_OWNER
-    own = tuple(by_ranks.get(tuple(grid.group_ranks(rank, [dim])), "") for dim in range(grid.ndim))
-    is_known = all(own[dim] for dim in range(grid.ndim) if grid.shape[dim] > 1)
-    return Owner(own, (), grid) if is_known else _DEFAULT_OWNER
+    owner = Owner(tuple(names[: grid.ndim]), tuple(names[grid.ndim :]), grid)
+    _announce(owner)
+    return owner
 
 
 def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ...]]:
@@ -200,7 +202,7 @@ def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ..
 
 def names(mesh: Any | None = None) -> tuple[str, ...]:
     """Returns the names of all process groups that this rank knows, then of those that a mesh may use."""
-    flattened = () if mesh is None else _flattened_names(mesh)
+    flattened = () if mesh is None else flattened_names(mesh)
     return (*distributed_c10d._world.pg_names.values(), *flattened)
 
 

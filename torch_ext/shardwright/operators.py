@@ -4,7 +4,8 @@ Importing this module registers their fake kernels.
 
     redistribute(Tensor input, str plan, str[] groups, int rank, str backward_plan, str[] backward_groups) -> Tensor
     redistribute_out(Tensor input, str plan, str[] groups, int rank, Tensor(a!) out) -> ()
-    redistribute_start(Tensor input, str plan, str[] groups, int rank, SymInt[]? sizes, Tensor? after) -> Tensor
+    redistribute_start(Tensor input, str plan, str[] groups, int rank, SymInt[]? sizes, Tensor? after,
+                       bool make_groups) -> Tensor
     redistribute_wait(Tensor handle, Tensor input, str plan, int rank, SymInt[]? sizes) -> Tensor
 
 `operator` makes their arguments. With the drop-in enabled, `torch.compile` records start and wait where DTensor
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _planner, argument_checks, executables, groups, planning
+from . import _planner, argument_checks, checking, executables, groups, planning
 from .graphs import order, plans
 from .graphs.plans import plan_of
 
@@ -97,21 +98,34 @@ def arguments_of(
         raise ValueError(f"rank: {rank} is not on the mesh ({plan.src.mesh})")
     text = _planner.plan_text(plan)
     names = executables.names_for(text, rank, device_mesh=device_mesh, group=group, make_groups=make_groups)
+    checking.note_group_of_operator(text, names, group)
     return {"plan": text, "groups": names, "rank": rank}
 
 
-def arguments_for_sizes(plan: _planner.Plan, sizes: Sequence[Any], device_mesh: DeviceMesh) -> dict[str, Any]:
-    """Like `arguments_of`, for symbolic sizes; the plan is one for an example of them."""
-    arguments = arguments_of(plan, device_mesh=device_mesh)
-    arguments["groups"] = plans.group_names(plan, device_mesh)
-    return {**arguments, "sizes": list(sizes)}
+def arguments_for_sizes(
+    plan: _planner.Plan, sizes: Sequence[Any], device_mesh: DeviceMesh, make_groups: bool
+) -> dict[str, Any]:
+    """Returns the arguments of a redistribute that is planned when it runs; the plan is an example, for its layouts.
+
+    Communicates with nobody, so a rank may trace alone.
+    """
+    return {
+        "plan": _planner.plan_text(plan),
+        "groups": plans.group_names(device_mesh),
+        "rank": dist.get_rank(),
+        "sizes": list(sizes),
+        "make_groups": make_groups,
+    }
 
 
 def trace(
-    local: torch.Tensor, plan: str, groups: Sequence[str], rank: int, sizes: Sequence[Any] | None = None
+    local: torch.Tensor, plan: str, groups: Sequence[str], rank: int, sizes: Sequence[Any], make_groups: bool
 ) -> torch.Tensor:
     """Records start and wait in a trace."""
-    handle = order.start(local, plan, groups, rank, sizes)
+    made = plan_of(plan)
+    for end in (made.src, made.dst):  # guards on all that decides what ranks do in one order (graphs/order.py)
+        plans.local_shape(end, sizes, rank)
+    handle = order.start(local, make_groups, plan, groups, rank, sizes)
     moved: torch.Tensor = torch.ops.shardwright.redistribute_wait(handle, local, plan, rank, sizes)
     return moved
 
@@ -125,7 +139,9 @@ def _ends(plan: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], str]:
 
 def _result_shape(input: torch.Tensor, plan: str, rank: int, sizes: Sequence[Any] | None = None) -> Sequence[Any]:
     before, after, dtype = _ends(plan, rank)
-    if sizes is None and tuple(input.shape) != before:
+    if sizes is not None and not plans.is_symbolic(sizes):
+        before = tuple(plans.local_shape(plan_of(plan).src, sizes, rank))
+    if not (sizes is not None and plans.is_symbolic(sizes)) and tuple(input.shape) != before:
         raise ValueError(f"input: has shape {tuple(input.shape)} on rank {rank}, where the plan has {before}")
     if str(input.dtype) != f"torch.{dtype}":
         raise ValueError(f"input: has dtype {input.dtype}, where the plan has {dtype}")
@@ -158,6 +174,7 @@ def _fake_start(
     rank: int,
     sizes: Sequence[Any] | None = None,
     after: torch.Tensor | None = None,
+    make_groups: bool = True,
 ) -> torch.Tensor:
     numel = torch.sym_max(input.numel(), math.prod(_result_shape(input, plan, rank, sizes)))
     return torch.empty(1, dtype=torch.int64, device="cpu").expand(numel * input.element_size() // 8 + 1)

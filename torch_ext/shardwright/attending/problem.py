@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Shard
 
 from .. import _planner, argument_checks, argument_values, batch_agreement, checking, executables, groups, tables
+from ..dtensor import guards
 from ..dtensor.specs import layout_of
 from ..graphs.stand_ins import meta_of, on_stand_ins, uncompiled
 from ..layout import Layout, Mesh
@@ -98,6 +99,7 @@ def _find_out(
     asked: tuple[Any, ...], metas: tuple[tuple[Any, ...], ...], group: dist.ProcessGroup | None
 ) -> tuple[str | None, Any]:
     """Returns why a call with such tensors is refused, or None, and what the operators take."""
+    guards.mark()
     try:
         return None, on_stand_ins(metas, lambda *qkv: plan(Asked(*asked), qkv, group)).call
     except ValueError as error:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import _planner, argument_values, counters, executables
 from ..graphs import plans
 from ..plain_tensors import redistribute_part
-from . import agreement, masks
+from . import agreement, guards, masks
 from .specs import layout_of_spec
 
 
@@ -178,7 +178,7 @@ def _check_compilable(here: _planner.Mesh, there: _planner.Mesh) -> None:
 
 
 def _traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, make_groups: bool) -> torch.Tensor:
-    """Records our operators. Missing process groups are made now, by the ranks of both meshes."""
+    """Records our operators."""
     from .. import operators  # imports compilers
 
     with _disable_current_modes():  # none of this belongs in the trace
@@ -190,10 +190,9 @@ def _traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, make_
         rank = dist.get_rank()
         if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
             return local
-        is_symbolic = plans.is_symbolic(target.shape)
-        # A graph for symbolic sizes makes plans when it runs, and then makes no groups.
-        existing = source.mesh if is_symbolic or not make_groups else None
+        existing = None if make_groups else source.mesh
         plan = executables.make_plan(src, dst, local.device.type, existing_groups_of=existing)
-        arguments = operators.arguments_of(plan, device_mesh=source.mesh, make_groups=make_groups)
+        arguments = operators.arguments_for_sizes(plan, target.shape, source.mesh, make_groups)
     counters.counts.traced += 1
-    return operators.trace(local, **arguments, sizes=list(target.shape) if is_symbolic else None)
+    guards.mark()
+    return operators.trace(local, **arguments)

@@ -100,6 +100,11 @@ def current() -> Mode:
     return _current
 
 
+def decided_in_graphs() -> tuple[bool, bool, bool]:
+    """Returns of the current mode what changes compiled code."""
+    return (_current.on, _current.on and _current.make_groups, _current.on and _current.views)
+
+
 def wanted() -> Mode:
     """Returns the mode that the blocks ask for; it takes effect when it is applied."""
     return _blocks[-1].mode

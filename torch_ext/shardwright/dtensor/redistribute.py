@@ -28,7 +28,7 @@ from ..graphs import plans
 from ..layout import Layout, Mesh
 from ..plain_tensors import redistribute_local
 from ..planning import Plan
-from . import masks
+from . import guards, masks
 from .mode import Mode, deciding
 from .specs import layout_of_spec
 
@@ -240,7 +240,8 @@ def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
     from .. import operators  # imports compilers
 
     local, current, target = asked[:3]
-    is_symbolic = plans.is_symbolic((*current.shape, *local.shape))
+    is_symbolic = plans.is_symbolic(current.shape)  # not the local sizes: ranks differ in these
+    key = key, groups.flattened_names(current.mesh)
     arguments = None if is_symbolic else _arguments.get(key)  # symbols cannot be hashed
     if arguments is None:
         with _disable_current_modes():  # none of this belongs in the trace
@@ -250,6 +251,7 @@ def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
     if isinstance(arguments, Refusal):
         return arguments
     counters.counts.traced += 1
+    guards.mark()
     if not arguments:
         return local.clone() if not is_symbolic and _torch_would_copy(current, target) else local
     return operators.trace(local, **arguments)
@@ -268,13 +270,12 @@ def _trace_arguments(asked: _Asked, is_symbolic: bool) -> dict[str, Any] | Refus
         return plan
     if any(step.op == "partition" for step in plan.steps) and not asked.local.dtype.is_floating_point:
         return Refusal("tracing: PyTorch makes integers floating where it divides them")
-    if not is_symbolic:
-        return operators.arguments_of(plan, device_mesh=mesh) if plan.steps else {}
-    if plan.src == plan.dst:
+    is_strided = any(placement.startswith("SS") for placement in (*plan.src.placements, *plan.dst.placements))
+    if is_symbolic and is_strided:
+        sizes = plans.fixed(sizes)
+    if plan.src == plan.dst or not (plan.steps or plans.is_symbolic(sizes)):
         return {}
-    if any(placement.startswith("SS") for placement in (*plan.src.placements, *plan.dst.placements)):
-        return Refusal("tracing: a strided shard of symbolic size")
-    return operators.arguments_for_sizes(plan, sizes, mesh)
+    return operators.arguments_for_sizes(plan, sizes, mesh, asked.mode.make_groups)
 
 
 def _plan(asked: _Asked, shape: Sequence[int]) -> Plan | Refusal:

@@ -34,18 +34,18 @@ for _operator in _RECOMPUTABLE:
     torch.fx.node.has_side_effect(_operator)
 
 
-def start(local: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def start(local: torch.Tensor, make_groups: bool, *arguments: Any) -> torch.Tensor:
     """Records `redistribute_start` after all those that the same trace has recorded so far."""
     mode = get_proxy_mode()
     if mode is None:  # only fake tensors, nothing is recorded
-        handle: torch.Tensor = _START(local, *arguments)
+        handle: torch.Tensor = _START(local, *arguments, make_groups=make_groups)
         return handle
     # Tensors of different functionalizations cannot be mixed.
     functional = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     in_backward = torch._C._current_autograd_node() is not None
     last = vars(mode.tracer).setdefault(_HANDLES, {})
     key = (in_backward, functional)
-    handle = _START(local, *arguments, after=last.get(key))
+    handle = _START(local, *arguments, after=last.get(key), make_groups=make_groups)
     last[key] = handle[:1]  # a slice, because saving the handle's full size for a backward would seem expensive
     return handle
 

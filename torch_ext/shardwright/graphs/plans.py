@@ -1,23 +1,27 @@
-"""Plans as arguments of operators, also in graphs with symbolic sizes.
+"""Plans as arguments of operators.
 
-For symbolic sizes, an operator gets the symbols and a plan for the sizes at the time of tracing, as an example that
-holds the layouts. When the graph runs, the operator asks for a plan for the actual sizes, once for each set of sizes.
+An operator in a graph of the drop-in gets the global sizes, numbers or symbols, and a plan for the sizes at the time of
+tracing, as an example that holds the layouts. When the graph runs, the operator asks for a plan for the actual sizes,
+once for each set of sizes and for each state of the tables. That is the plan that eager code runs. Ranks compile the
+same code at different times, with sizes as numbers or as symbols: what they run must not depend on that.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .. import _planner, _runtime, counters, executables, groups, layout, planning
+from .. import _planner, executables, groups, layout
+from ..topology import tables_now
 
 Size = Any  # int or SymInt
+
+_made: executables.Kept[list[str]] = executables.Kept(is_local=True)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -36,15 +40,22 @@ def example_of(sizes: Sequence[Size]) -> list[int] | None:
     return None if any(size is None for size in known) else [int(size) for size in known]
 
 
-def group_names(plan: _planner.Plan, device_mesh: DeviceMesh) -> list[str]:
-    """Returns the names of all existing groups, to which later plans are limited."""
-    mesh, rank, owner = plan.src.mesh, dist.get_rank(), groups.owner_of(device_mesh)
-    found = (groups.find(mesh.group_ranks(rank, dims), owner) for dims in groups.sets_of_large_dims(mesh))
-    return [group.group_name for group in found if group is not None]
+def fixed(sizes: Sequence[Size]) -> list[int]:
+    """Returns sizes as numbers. Symbols become the sizes at the time of tracing, for which alone the graph is then."""
+    return [operator.index(size) for size in sizes]
+
+
+def group_names(device_mesh: DeviceMesh) -> list[str]:
+    """Returns the names of the groups that the mesh brings (`groups.owner_of_names`). None is made."""
+    owner = groups.owner_of(device_mesh)
+    return [*owner.names, *owner.flattened]
 
 
 def local_shape(placed: _planner.Layout, sizes: Sequence[Size], rank: int) -> list[Size]:
-    """Returns this rank's sizes when these are cut as by `torch.chunk`. Guards on divisibility."""
+    """Returns this rank's sizes when these are cut as by `torch.chunk`. Guards symbols on divisibility."""
+    if not is_symbolic(sizes):
+        placed = _with_sizes(placed, sizes)
+        return list(placed.local_shape(rank)) if placed.mesh.coordinate(rank) is not None else [0]
     coordinate = placed.mesh.coordinate(rank)
     if coordinate is None:  # the rank is on the other mesh alone
         return [0]
@@ -64,31 +75,30 @@ def _chunk(size: Size, count: int, index: int) -> Size:
     return torch.sym_max(0, torch.sym_min(size, length * (index + 1)) - length * index)
 
 
-def _with_sizes(example: _planner.Layout, sizes: Sequence[int]) -> layout.Layout:
+def _with_sizes(example: _planner.Layout, sizes: Sequence[int]) -> _planner.Layout:
+    if list(example.shape) == list(sizes):
+        return example
     order, flattened = example.shard_order, example.flattened
     return layout.Layout(example.mesh, sizes, example.placements, example.dtype, order, "literal", flattened)
 
 
-def _plan_for_sizes(plan: str, group_names: Sequence[str], rank: int, sizes: Sequence[int]) -> list[str]:
+def _plan_for_sizes(
+    plan: str, group_names: Sequence[str], rank: int, sizes: Sequence[int], make_groups: bool
+) -> list[str]:
     """Returns the plan for these sizes, then the names of its groups."""
+    key = (plan, *group_names), rank, tuple(sizes), make_groups or groups.names()
+    return _made.get_or_make(key, lambda: _make_plan(plan, group_names, rank, sizes, make_groups))
+
+
+def _make_plan(plan: str, group_names: Sequence[str], rank: int, sizes: Sequence[int], make_groups: bool) -> list[str]:
+    tables_now()
     example = plan_of(plan)
     mesh = example.src.mesh
-    src, dst = _with_sizes(example.src, sizes), _with_sizes(example.dst, sizes)
-    there = {tuple(dist.get_process_group_ranks(_resolve_process_group(name))): name for name in group_names}
-    made = planning.pinned(src, dst, example.backend)
-    if made is None and not src.mesh.has_same_ranks(dst.mesh):
-        made = executables.plan_over_own_dims(src, dst, example.backend)
-        counters.counts.plans += 1
-    if made is None:
-        allowed = [dims for dims in groups.sets_of_large_dims(mesh) if tuple(mesh.group_ranks(rank, dims)) in there]
-        made = planning.plan(src, dst, backend=example.backend, groups=allowed)
-        counters.counts.plans += 1
-    names = []
-    owner = groups.owner_of_names(group_names, mesh, rank)
-    for _, ranks in _runtime.CompiledProgram(made.to_bytes(), rank).groups:
-        name = there.get(tuple(ranks))
-        names.append(name if name is not None else groups.find_or_make(ranks, owner).group_name)
-    return [_planner.plan_text(made), *names]
+    owner = groups.owner_of_names(group_names, mesh)
+    src, dst = (_with_sizes(end, sizes) for end in (example.src, example.dst))
+    allowed = None if make_groups else executables.allowed_groups(src, dst, owner)
+    text = _planner.plan_text(executables.plan_over(src, dst, example.backend, allowed))
+    return [text, *executables.names_for(text, rank, device_mesh=owner, make_groups=make_groups)]
 
 
 torch.library.impl("shardwright::plan_for_sizes", "CompositeExplicitAutograd")(_plan_for_sizes)

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from .. import _planner, executables, groups
+from ..dtensor import guards
 from ..graphs.stand_ins import constant, meta_of, on_stand_ins, uncompiled
 from . import tensors
 from .running import Product, Where
@@ -156,6 +157,8 @@ def _find_out(function: str, weights: int, scales: int, metas: Sequence[Any], op
     holds nothing of it, _UNEVEN if it stays out of graphs. Which weights are transposed. For results that are DTensors,
     their placements, shape, strides and dtype. The placements of the operand's gradient, if the operand is a DTensor.
     """
+
+    guards.mark()
 
     def plan(x: Any, *others: Any) -> Planned:
         end = len(others) - scales

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .. import _planner, executables
+from ..dtensor import guards
 from . import parts
 
 # Of DTensors.
@@ -106,6 +107,7 @@ def _view(
     place."""
     from .. import operators
 
+    guards.mark()
     with unset_fake_temporarily():
         try:
             rank = parts.checked_rank(local_shape, layout, group)

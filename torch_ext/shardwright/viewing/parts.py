@@ -16,6 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _planner, _runtime, argument_checks, executables
+from ..dtensor import guards
 from ..dtensor.specs import layout_of_spec, spec_of_layout
 from ..layout import Layout
 from ..plain_tensors import redistribute_local, redistribute_part
@@ -73,7 +74,10 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _planning() -> contextlib.AbstractContextManager[None]:
     """While tensors are traced: keeps what looks at layouts and meshes out of the trace."""
-    return contextlib.nullcontext() if _runtime.nothing_watches(True) else _disable_current_modes()
+    if _runtime.nothing_watches(True):
+        return contextlib.nullcontext()
+    guards.mark()
+    return _disable_current_modes()
 
 
 def viewed(x: DTensor, shape: Sequence[int], redistribute: bool) -> DTensor:
@@ -163,7 +167,7 @@ def _redistributed(local: torch.Tensor, src: _planner.Layout, dst: _planner.Layo
 
     with _planning():
         plan = executables.make_plan(src, dst, local.device.type)
-        arguments = operators.arguments_of(plan, device_mesh=mesh)
+        arguments = operators.arguments_for_sizes(plan, src.shape, mesh, make_groups=True)
     return operators.trace(local, **arguments)
 
 
