@@ -8,6 +8,7 @@ its caches are emptied when views are turned on or off.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,7 +74,7 @@ def _viewable(original: Callable[..., None]) -> Callable[..., None]:
         if _RULES.get(schema.op) is not _view:
             return
         local, shape = op_info.local_args[0], schema.args_schema[1]
-        is_whole = isinstance(local, torch.Tensor) and not plans.is_symbolic((*local.shape, *shape))
+        is_whole = isinstance(local, torch.Tensor) and not plans.is_symbolic(shape)
         if is_whole and local.numel() == math.prod(shape) and not _has_view(local, shape):
             op_info.local_args = (local.contiguous(), *op_info.local_args[1:])
 
@@ -84,7 +85,8 @@ def _has_view(local: torch.Tensor, shape: Sequence[int]) -> bool:
     if local.is_contiguous():
         return True
     try:
-        torch.empty_strided(local.shape, local.stride(), device="meta").view(tuple(shape))
+        sizes, strides = plans.fixed(local.shape), plans.fixed(local.stride())
+        torch.empty_strided(sizes, strides, device="meta").view(tuple(shape))
     except RuntimeError:
         return False
     return True
@@ -144,20 +146,40 @@ def _view(schema: OpSchema) -> OutputSharding | None:
         return None
     shape: Any = schema.args_schema[1]
     if plans.is_symbolic((*spec.shape, *shape)):
-        counters.count_view_fallback("sizes that are symbols")
-        return None
+        if _keeps_cut_dims(spec, meta_of(schema).shape):
+            return None  # PyTorch's rule is right whatever the sizes are
+        shape = plans.fixed(shape)  # whether each rank keeps its elements depends on the numbers
     assert spec.tensor_meta is not None
     try:
-        layout = layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
+        layout = layout_of_spec(spec, plans.fixed(spec.shape), spec.tensor_meta.dtype)
         seen = _planner.view_of(layout, shape, True)
     except ValueError as error:  # unknown placements, or sizes that PyTorch refuses too
         counters.count_view_fallback(counters.cause_of(error), str(error))
         return None
     if isinstance(seen, str):
         return _moved_by_torch(schema, spec, layout, shape, seen)
-    target = spec_of_layout(seen, spec, meta_of(schema))
+    meta: Any = meta_of(schema)
+    meta = TensorMeta(torch.Size(plans.fixed(meta.shape)), tuple(plans.fixed(meta.stride)), meta.dtype)
+    target = spec_of_layout(seen, spec, meta)
     assert target is not None
     return of_local_shape(schema, spec, target)
+
+
+def _keeps_cut_dims(spec: DTensorSpec, shape: Sequence[Any]) -> bool:
+    """Returns whether every dim that is cut is still there, with the same dims before or after it, symbols included.
+
+    A tensor without elements counts as one that does not keep them: PyTorch's rule does not return for some of these.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    def alike(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
+        pairs = zip(ours, theirs, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: statically_known_true(pair[0] == pair[1]), pairs))
+
+    first, last = alike(spec.shape, shape), spec.ndim - alike(spec.shape[::-1], shape[::-1])
+    cuts: list[Any] = [placement for placement in spec.placements if is_cut(placement)]
+    is_empty = any(statically_known_true(size == 0) for size in spec.shape)
+    return not is_empty and not is_strided(spec) and all(cut.dim < first or cut.dim >= last for cut in cuts)
 
 
 def _moved_by_torch(
@@ -171,8 +193,8 @@ def _moved_by_torch(
     if isinstance(first, DTensorSpec) and first.placements == spec.placements:
         claimed = result.output_spec
         assert isinstance(claimed, DTensorSpec)
-        there = layout_of_spec(claimed, claimed.shape, spec.tensor_meta.dtype)
-        known = _planner.view_of(layout, claimed.shape)
+        there = layout_of_spec(claimed, plans.fixed(claimed.shape), spec.tensor_meta.dtype)
+        known = _planner.view_of(layout, there.shape)
         ranks = layout.mesh.ranks
         if isinstance(known, str) or any(known.region(rank) != there.region(rank) for rank in ranks):
             raise RuntimeError(
@@ -186,11 +208,11 @@ def _reordered(dims_of: Callable[..., Sequence[int]]) -> _Rule:
 
     def rule(schema: OpSchema) -> OutputSharding | None:
         spec = source(schema)
-        if spec is None or not is_strided(spec) or plans.is_symbolic(spec.shape):
+        if spec is None or not is_strided(spec):
             return None
         assert spec.tensor_meta is not None
         dims = dims_of(spec.ndim, *schema.args_schema[1:])
-        layout = layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype).permute(dims)
+        layout = layout_of_spec(spec, plans.fixed(spec.shape), spec.tensor_meta.dtype).permute(dims)
         target = spec_of_layout(layout, spec, meta_of(schema))
         return None if target is None else OutputSharding(target)
 
