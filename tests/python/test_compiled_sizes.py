@@ -3,19 +3,21 @@ own part changes or not; with symbolic sizes one plan for each, and no more grap
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import oracle
 import shardwright as sw
-from compilers import fresh_compilers
+from compilers import fresh_compilers, recording
 from dtensors import check, distribute, to_placements
 from meshes import get_mesh
 from pool import Pool
@@ -172,6 +174,48 @@ def test_every_rank_runs_the_plan_of_the_size_it_was_given(pool: Pool, dynamic: 
     pool.run(_same_part, 4, dynamic)
 
 
+def _without_enabling() -> None:
+    """Functions of ours in graphs of people who do not call `sw.enable`. Rank 0 holds the same part of two sizes."""
+    mesh, rank = get_mesh((2,)), dist.get_rank()
+    weight = _values((4, 6), 1)
+    whole_weight = distribute(weight, mesh, ["R"])
+
+    def view_of_part(x: Any, layout: sw.Layout) -> Any:
+        return sw.view(x, (layout.shape[0] * 6,), layout, redistribute=True)[0] * 1
+
+    functions: list[tuple[Any, Any]] = [
+        (lambda x: sw.linear(x, whole_weight, placements=[Replicate()]), lambda x: x @ weight.t()),
+    ]
+    for ours, there in functions:
+        with fresh_compilers():
+            compiled = torch.compile(ours, backend="aot_eager")
+            for count in (6, 5, 4, 3):
+                whole = _values((count, 6), count)
+                x = distribute(whole, mesh, ["S(0)"]).requires_grad_()
+                leaf = whole.clone().requires_grad_()
+                expected, result = there(leaf), compiled(x)
+                assert result.shape == expected.shape
+                torch.testing.assert_close(result.full_tensor(), expected)
+                (gradient,) = torch.autograd.grad(result.square().sum().full_tensor(), x)
+                (wanted,) = torch.autograd.grad(expected.square().sum(), leaf)
+                torch.testing.assert_close(gradient.full_tensor(), wanted)
+    with fresh_compilers():
+        plain = torch.compile(view_of_part, backend="aot_eager")
+        local = torch.compile(lambda x, src, dst: sw.redistribute_local(x, src, dst) * 1, backend="aot_eager")
+        moved = torch.compile(lambda x, move: move(x) * 1, backend="aot_eager")
+        for count in (6, 5, 4, 3):
+            whole = _values((count, 6), count)
+            src, dst = (sw.Layout(sw.Mesh({"a": 2}), (count, 6), [p], "float64") for p in ("S(0)", "R"))
+            part = whole[slice(*((0, (count + 1) // 2) if rank == 0 else ((count + 1) // 2, count)))].clone()
+            assert torch.equal(local(part, src, dst), whole)
+            assert torch.equal(moved(part, sw.operator(src, dst)), whole)
+            assert torch.equal(plain(part, src), sw.view(part, (count * 6,), src, redistribute=True)[0])
+
+
+def test_operators_without_enabling(pool: Pool) -> None:
+    pool.run(_without_enabling, 2)
+
+
 def _alone() -> None:
     """A rank that compiles alone, at a time when other groups exist, runs what the other ranks run."""
     mesh = get_mesh((2, 2))
@@ -220,3 +264,27 @@ def _lost() -> None:
 
 def test_ranks_compare_what_graphs_run(pool: Pool) -> None:
     pool.run(_lost, 2)
+
+
+def _other_options() -> None:
+    """Code is compiled again for another mode of the drop-in, and for a mesh with groups of its own."""
+    group = dist.new_group([0, 1])
+    assert isinstance(group, dist.ProcessGroup)
+    meshes = get_mesh((2,)), DeviceMesh.from_group(group, "cpu", mesh_dim_names=("a",))
+    assert meshes[0] == meshes[1] and meshes[0].get_group().group_name != meshes[1].get_group().group_name
+    graphs: list[str] = []
+    whole = _values((5, 8), 1)
+    with fresh_compilers():
+        compiled = torch.compile(lambda x: x.redistribute(placements=[Replicate()]).sin(), backend=recording(graphs))
+        for turn, (mesh, mode) in enumerate(
+            [(meshes[0], {}), (meshes[1], {}), (meshes[0], None), (meshes[0], {"make_groups": False})] * 2
+        ):
+            x = distribute(whole, mesh, ["S(0)"])
+            with contextlib.nullcontext() if mode is None else sw.enabled(**mode):
+                assert torch.equal(compiled(x).to_local(), whole.sin())
+            assert len(graphs) == min(turn + 1, 4), graphs
+    assert ["shardwright" in graph for graph in graphs] == [True, True, False, True]
+
+
+def test_code_is_compiled_for_the_groups_and_the_mode(pool: Pool) -> None:
+    pool.run(_other_options, 2)
