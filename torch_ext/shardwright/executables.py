@@ -404,6 +404,7 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
     return fitted
 
 
+@torch._disable_dynamo  # which takes process groups for objects without methods
 def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowering:
     """Returns `lowering` of a group. Raises ValueError if it lacks ranks of the mesh."""
     groups.check_initialised()

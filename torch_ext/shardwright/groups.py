@@ -185,10 +185,14 @@ def owner_of(device_mesh: Any | None, group: dist.ProcessGroup | None = None) ->
 def owner_of_names(names: Sequence[str], grid: _planner.Mesh) -> Owner:
     """Returns the owner for an operator in a graph, which has the names of the mesh's groups but not the mesh.
 
-    These are the names along its dims, then those of flattened meshes; none for the default group.
+    These are the names along its dims, then those of flattened meshes; none for the default group. Other names, which
+    callers of an operator may give, are those of single groups.
     """
     if not names:
         return _DEFAULT_OWNER
+    along = [_resolved_ranks(name) for name in names[: grid.ndim]]
+    if along != [tuple(grid.group_ranks(dist.get_rank(), [dim])) for dim in range(grid.ndim)]:
+        return Owner(tuple(names))
     owner = Owner(tuple(names[: grid.ndim]), tuple(names[grid.ndim :]), grid)
     _announce(owner)
     return owner
@@ -244,6 +248,10 @@ def _covering(owner: Owner, ranks: Sequence[int]) -> Owner:
     """Returns the owner if the ranks are on its mesh, else the default one: a crossing may span two meshes."""
     covers = owner.grid is None or set(ranks) <= set(owner.grid.ranks)
     return owner if covers else _DEFAULT_OWNER
+
+
+def _resolved_ranks(name: str) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(distributed_c10d._resolve_process_group(name)))
 
 
 def _groups_of(owner: Owner) -> Iterator[dist.ProcessGroup]:

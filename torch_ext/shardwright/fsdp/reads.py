@@ -76,7 +76,11 @@ def _weight_of(tensor: torch.Tensor) -> Weight | None:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if type(local) not in _PLAIN or local.layout is not torch.strided:
         return None
-    return by_storage.get(local.untyped_storage()._cdata)
+    address = local.untyped_storage()._cdata
+    weight = by_storage.get(address)
+    # A weight that was set up again has another storage, and its old address may be in use for something else.
+    is_its = weight is not None and weight.memory.untyped_storage()._cdata == address
+    return weight if is_its else None
 
 
 def pack(tensor: torch.Tensor) -> Any:

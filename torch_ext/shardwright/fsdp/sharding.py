@@ -459,7 +459,7 @@ def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
     check_same(runner.units, options, runner.device)
     for state in states:
         if state.runner is not None:  # it was called on its own before
-            state.runner.abort()
+            state.runner.abort(drops_gradients=bool(state.runner.open or state.runner._end))
         state.runner = runner
     return runner
 

@@ -70,8 +70,7 @@ class Runner:
         self._uses: list[Use] = []
         self._is_used = False  # the last use has not ended
         self._is_too_long = False  # the sequence: uses are no longer noted
-        self._key: Key | None = None  # of the sequence that is running: units and kind of its first use, and whether
-        # gradients are recorded
+        self._key: Key | None = None  # key of the sequence that is running
         self._plan: Plan | None = None  # while following
         self._clock: Clock | None = None  # of a sequence that is timed
         self.reductions = Reductions(units, self.device)
@@ -190,15 +189,16 @@ class Runner:
         if self._end is not None and self._end() is None:
             self.abort()
 
-    def abort(self) -> None:
-        """Puts everything back after an exception. Gradients that were not reduced yet are lost."""
+    def abort(self, drops_gradients: bool = True) -> None:
+        """Puts everything back, after an exception or between steps. Gradients that were not reduced yet are lost."""
         self._end = self._plan = self._key = None
         self.open.clear()
         for unit in self.units:
             unit.forwards.clear()
             unit.backwards.clear()
             unit.put_sharded()
-            unit.drop_gradients()
+            if drops_gradients:
+                unit.drop_gradients()
         self.reductions.discard()
         self._drain(keeps_held=False)
 
