@@ -82,7 +82,7 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they 
 # for both modules. Code that does not fit under a limit should first be looked at for parts that belong there.
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
-    ".": 4815,
+    ".": 4820,
     "attending": 666,
     "calibration": 550,
     "dtensor": 924,

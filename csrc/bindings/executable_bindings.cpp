@@ -107,6 +107,16 @@ void define_memory_of_peers(py::module_& m) {
       },
       py::arg("group_name"), py::arg("device"), py::arg("arena_bytes"), py::arg("min_bytes"),
       py::call_guard<py::gil_scoped_release>());
+  // Makes communicators now instead of in the first transfer (Transport::connect).
+  m.def(
+      "connect_group",
+      [](const std::string& group_name, const std::string& device) {
+        if (const GroupLease lease = group_named(group_name)->lease()) lease->connect(c10::Device(device));
+      },
+      py::arg("group_name"), py::arg("device"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "record_use", [](const at::Tensor& tensor, const c10::Stream& stream) { record_use(tensor, stream); },
+      py::arg("tensor"), py::arg("stream"));
   m.def("borrow_memory", &borrow_memory, py::arg("tensor"), py::arg("arena"), py::arg("offset_bytes"));
   m.def("give_back_memory", &give_back_memory, py::arg("tensor"), py::arg("when_read"));
   m.def("fingerprint_of", &fingerprint_of, py::arg("tensor"), py::call_guard<py::gil_scoped_release>());

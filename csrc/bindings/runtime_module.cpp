@@ -16,6 +16,7 @@
 #include "runtime/gemm.h"
 #include "runtime/lanes.h"
 #include "runtime/local_ops.h"
+#include "runtime/open_groups.h"
 #include "runtime/operators.h"
 #include "runtime/peers/peer_transport.h"
 #include "runtime/progress.h"
@@ -102,6 +103,17 @@ void define_devices(py::module_& m) {
         register_capture_query(c10::Device(device_type).type(), reinterpret_cast<CaptureQuery>(address));
       },
       py::arg("device_type"), py::arg("address"));
+  // Registers an OpenGroupsQuery by its address.
+  m.def(
+      "register_open_groups_query",
+      [](const std::string& device_type, uintptr_t address) {
+        register_open_groups_query(c10::Device(device_type).type(), reinterpret_cast<OpenGroupsQuery>(address));
+      },
+      py::arg("device_type"), py::arg("address"));
+  m.def(
+      "check_no_open_group", [](const std::string& device) { check_no_open_group(c10::Device(device)); },
+      py::arg("device"));
+  m.def("num_stream_events_made", &num_stream_events_made);
   // Registers a DeviceCopy by its address.
   m.def(
       "register_device_copy",

@@ -3,9 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/Event.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -15,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "runtime/borrow.h"
 #include "runtime/executor.h"
 #include "runtime/lanes.h"
 #include "runtime/progress.h"
@@ -55,10 +54,6 @@ GroupLease lease_of(const BatchExecutable& executable) {
   return lease;
 }
 
-void record_use(const at::Tensor& tensor, c10::Stream stream) {
-  c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
-}
-
 }  // namespace
 
 class BatchRun final : public Run {
@@ -91,7 +86,7 @@ class BatchRun final : public Run {
   ~BatchRun() override {
     if (mode_ == Mode::kHost) return;
     try {
-      for (std::vector<WorkPtr>& works : works_) wait_for_works(works);
+      if (failure_) put_transfers_before_frees();
     } catch (const std::exception&) {
       // The group has failed, which has been reported already; a destructor must not throw.
     }
@@ -195,9 +190,6 @@ class BatchRun final : public Run {
   }
 
   bool is_waited_for() const override { return is_waited_for_; }
-  void order_before_current() override {
-    if (events_.back() && is_capturing(device_) == started_in_capture_) wait_for(*events_.back(), device_);
-  }
   void abandon() noexcept override {
     if (mode_ != Mode::kSideStream) return;
     try {
@@ -225,7 +217,7 @@ class BatchRun final : public Run {
       const Action& action = actions_[next_];
       try {
         act(action);
-        if (mode_ == Mode::kSideStream) events_[next_].emplace(record_current(device_, false));
+        if (mode_ == Mode::kSideStream) events_[next_].emplace(current_stream(device_));
       } catch (const c10::Error& error) {
         fail(action, error.what_without_backtrace());
       } catch (const std::exception& error) {
@@ -265,8 +257,18 @@ class BatchRun final : public Run {
     }
   }
 
+  // A run that has failed may have transfers under way on the side stream. The memory of its buckets belongs to the
+  // stream on which they were allocated, which uses it again at once after they are freed.
+  void put_transfers_before_frees() {
+    if (!home_) return;  // no bucket was allocated
+    const SideStreamGuard side(device_, SideStream::kTransfers);
+    for (std::vector<WorkPtr>& works : works_) wait_for_works(works);
+    side.record().block(*home_);
+  }
+
   at::Tensor bucket_of(int round) {
     if (buckets_.empty()) {
+      if (mode_ != Mode::kHost) home_ = current_stream(device_);
       const auto count = static_cast<size_t>(actions_of_first_starts());
       const at::TensorOptions options = at::TensorOptions().dtype(at::kByte);
       for (size_t b = 0; b < count; ++b) {
@@ -343,9 +345,10 @@ class BatchRun final : public Run {
   Mode mode_;
   std::optional<GroupLease> lease_;  // until it is released
   std::vector<Action> actions_;
-  std::vector<std::vector<WorkPtr>> works_;             // by round
-  std::vector<std::optional<c10::Event>> transferred_;  // by round, if there are streams
-  std::vector<std::optional<c10::Event>> events_;       // by action, if it runs on side streams
+  std::vector<std::vector<WorkPtr>> works_;              // by round
+  std::vector<std::optional<StreamEvent>> transferred_;  // by round, if there are streams
+  std::vector<std::optional<StreamEvent>> events_;       // by action, if it runs on side streams
+  std::optional<c10::Stream> home_;                      // the stream on which buckets were allocated
   std::vector<at::Tensor> buckets_;
   std::vector<at::Tensor> host_buckets_;
   int last_start_ = -1;
@@ -377,9 +380,7 @@ std::shared_ptr<BatchRun> made_run(const std::shared_ptr<const BatchExecutable>&
 }
 
 void run_here(const std::shared_ptr<BatchRun>& run, const RankGroup& group, c10::Device device, bool through_host) {
-  const bool is_on_cpu = device.is_cpu() || through_host;
-  Lane& lane = is_on_cpu ? lane_of(group) : lane_of(device);
-  if (!is_on_cpu) lane.wait_for_asynchronous_runs();
+  Lane& lane = device.is_cpu() || through_host ? lane_of(group) : lane_of(device);
   lane.issue(run, [&] { run->start_all(); });
   run->finish();
   run->release();
@@ -416,11 +417,7 @@ BatchHandle start_batch(const std::shared_ptr<const BatchExecutable>& executable
     lane_of(executable->group()).issue(run, [&] { is_watched ? run->start_all() : run->start_first(); });
     finish_on_progress_thread(run);
   } else {
-    Lane& lane = lane_of(device);
-    lane.issue(run, [&] {
-      run->submit();
-      lane.note_asynchronous(run, handle.token());
-    });
+    lane_of(device).issue_asynchronous(run, handle.token(), [&] { run->submit(); });
   }
   return handle;
 }

@@ -1,6 +1,9 @@
 #include "runtime/borrow.h"
 
+#include <ATen/ops/empty.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/Storage.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <memory>
@@ -8,8 +11,20 @@
 #include "runtime/torch_version.h"
 
 namespace shardwright {
-
 namespace {
+
+void drop_arena(void* arena) { delete static_cast<c10::Storage*>(arena); }
+
+// Returns the memory of a tensor, which is null after give_back_memory.
+const c10::DataPtr& memory_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+}
+
+// Returns the storage of the arena that a tensor borrows from, or null.
+const c10::Storage* arena_of(const at::Tensor& tensor) {
+  const c10::DataPtr& memory = memory_of(tensor);
+  return memory.get_deleter() == &drop_arena ? static_cast<const c10::Storage*>(memory.get_context()) : nullptr;
+}
 
 #if !SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
 // Torch 2.11 has no function that ends the error of `release_data_and_set_meta_custom_data_ptr_error_msg_`. An explicit
@@ -48,9 +63,26 @@ void borrow_memory(const at::Tensor& tensor, const at::Tensor& arena, int64_t of
   char* data = static_cast<char*>(arena.data_ptr()) + offset_bytes;
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   clear_access_error(*storage);
-  storage->set_data_ptr_noswap(
-      {data, owner.release(), [](void* context) { delete static_cast<c10::Storage*>(context); }, tensor.device()});
+  storage->set_data_ptr_noswap({data, owner.release(), &drop_arena, tensor.device()});
   storage->set_nbytes(static_cast<size_t>(size_bytes));
+}
+
+at::Tensor on_arena(const at::Tensor& tensor) {
+  const c10::Storage* arena = arena_of(tensor);
+  if (arena == nullptr) return tensor;
+  const auto item_bytes = static_cast<int64_t>(tensor.element_size());
+  const auto begin = static_cast<const char*>(tensor.storage().data()) - static_cast<const char*>(arena->data());
+  // The arena begins as its allocator aligned it, and a tensor in it at a multiple of its elements.
+  return at::empty({0}, tensor.options())
+      .set_(*arena, begin / item_bytes + tensor.storage_offset(), tensor.sizes(), tensor.strides());
+}
+
+void record_use(const at::Tensor& tensor, c10::Stream stream) {
+  const c10::Storage* arena = arena_of(tensor);
+  const c10::DataPtr& memory = arena != nullptr ? arena->data_ptr() : memory_of(tensor);
+  const c10::Allocator* allocator = c10::GetAllocator(stream.device_type());
+  if (memory.get() == nullptr || memory.get_deleter() != allocator->raw_deleter()) return;
+  c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(memory, stream);
 }
 
 void give_back_memory(const at::Tensor& tensor, const std::string& when_read) {

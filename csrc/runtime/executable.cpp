@@ -9,6 +9,7 @@
 #include "planning/serialize.h"
 #include "program/order.h"
 #include "program/transfer_traffic.h"
+#include "runtime/open_groups.h"
 #include "runtime/side_stream.h"
 #include "support/error.h"
 
@@ -278,7 +279,9 @@ c10::SmallVector<GroupLease, 4> Executable::lease_groups() const {
 }
 
 void Executable::connect(const at::Device& device) const {
-  if (device.is_cpu() || connected_device_ == device.index()) return;
+  if (device.is_cpu()) return;
+  if (compiled_->is_collective()) check_no_open_group(device);
+  if (connected_device_ == device.index()) return;
   for (const GroupLease& group : lease_groups()) group->connect(device);
   if (!is_capturing(device)) connected_device_ = device.index();
 }

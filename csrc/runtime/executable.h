@@ -148,6 +148,7 @@ class Executable {
   const std::vector<RankGroupPtr>& groups() const { return groups_; }
 
   // Connects the groups once per device (Transport::connect). Collective among the ranks of all groups, in their order.
+  // Throws c10::Error, on all ranks alike, if transfers cannot start now.
   void connect(const at::Device& device) const;
   // Whether tensors on this device must be copied to the host, because Gloo has no messages for them.
   bool goes_through_host(const at::Device& device) const;

@@ -5,9 +5,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/pow.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "runtime/attend.h"
+#include "runtime/borrow.h"
 #include "runtime/flat.h"
 #include "runtime/local_ops.h"
 #include "runtime/record.h"
@@ -27,10 +27,6 @@ at::Tensor dense(const at::Tensor& input) {
   at::Tensor plain = input.is_conj() || input.is_neg() ? input.resolve_conj().resolve_neg() : input;
   if (!plain.is_contiguous()) plain = plain.contiguous();
   return flat_view(plain, 0, plain.numel());
-}
-
-void record_use(const at::Tensor& tensor, c10::Stream stream) {
-  c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
 // Shows the current step of the plan to profilers.
@@ -65,12 +61,11 @@ Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs,
       uses_side_stream_(uses_side_stream && !is_on_cpu_) {
   if (compiled_.flagged_product() >= 0) check_flags();
   const BelowAutograd guard;
-  for (size_t i = 0; i < inputs.size(); ++i) buffers_[i] = dense(inputs[i]);
+  for (size_t i = 0; i < inputs.size(); ++i) buffers_[i] = dense(is_on_cpu_ ? inputs[i] : on_arena(inputs[i]));
   if (!is_on_cpu_) home_ = current_stream(device_);
   if (uses_side_stream_) {
     transferred_.resize(program_.instructions.size());
     marks_.resize(program_.instructions.size());
-    begin_.emplace(record_current(device_, false));
   }
 }
 
@@ -84,7 +79,9 @@ Execution::~Execution() {
           if (work) work->wait();
         }
       }
-      side.record().block(*home_);
+      const StreamEvent end = side.record();
+      end.block(*home_);
+      if (is_in_rest_) end.block(side_stream(device_, SideStream::kRest));  // whose memory buffers may be
     }
   } catch (const std::exception&) {
     // The group has failed, which has been reported already; a destructor must not throw.
@@ -94,7 +91,7 @@ Execution::~Execution() {
 
 void Execution::write_to(const at::Tensor& out) {
   outputs_[0] = out;
-  buffers_[program_.outputs[0].buffer] = flat_view(out, 0, out.numel());
+  buffers_[program_.outputs[0].buffer] = flat_view(is_on_cpu_ ? out : on_arena(out), 0, out.numel());
 }
 
 const at::Tensor& Execution::output(size_t index) {
@@ -115,6 +112,8 @@ void Execution::copy_input(const at::Tensor& input) {
 void Execution::start_until(int instruction) {
   const BelowAutograd guard;
   const c10::OptionalDeviceGuard on_device(is_on_cpu_ ? std::nullopt : std::optional(device_));
+  // Recorded here and not when the run was made: only now do transfers of earlier programs come before it (lanes.h).
+  if (uses_side_stream_ && !begin_) begin_.emplace(*home_);
   StepRecord record;
   while (next_ < instruction) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -148,6 +147,7 @@ void Execution::start_rest_on_side_stream() {
   }
   {
     const SideStreamGuard rest(device_, SideStream::kRest);
+    is_in_rest_ = true;
     start_until(num_instructions_);
     end_.emplace(rest.record());
     started_in_capture_ = is_capturing(device_);
@@ -157,6 +157,7 @@ void Execution::start_rest_on_side_stream() {
 
 void Execution::wait_for_end() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (failure_) std::rethrow_exception(failure_);
   const bool captures = is_capturing(device_);
   TORCH_CHECK(captures == started_in_capture_, "shardwright: rank ", compiled_.rank(),
               captures ? " waits, while a graph is captured, for an asynchronous redistribute that was started before; "
@@ -171,10 +172,6 @@ void Execution::wait_for_end() {
     for (const at::Tensor& buffer : kept_) record_use(buffer, current);
   }
   kept_.clear();
-}
-
-void Execution::order_before_current() {
-  if (is_capturing(device_) == started_in_capture_) wait_for(*end_, device_);
 }
 
 bool Execution::is_done() const { return !end_ || end_->query(); }
@@ -197,7 +194,7 @@ void Execution::step() {
   try {
     for (const BufferId b : compiled_.lifetimes().begins[index]) allocate(b);
     execute(program_.instructions[index].operation, index);
-    if (uses_side_stream_ && compiled_.is_asked_for(index)) marks_[index].emplace(record_current(device_, false));
+    if (uses_side_stream_ && compiled_.is_asked_for(index)) marks_[index].emplace(current_stream(device_));
   } catch (const c10::Error& error) {
     fail(index, error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -421,6 +418,15 @@ void Execution::transfer(const Operation& operation, int index) {
       [](const Wait&) { check_invariant(false, "a Wait is run as a transfer"); });
 }
 
+// By address: tensors that borrow from one arena have one storage here, wherever they are in it.
+bool Execution::has_input_in_place(BufferId dst) const {
+  const std::optional<int64_t> place = compiled_.place_of_input();
+  const at::Tensor& input = buffers_[kInputBuffer];
+  if (!place || input.numel() == 0) return false;
+  const auto* begin = static_cast<const char*>(buffers_[dst].const_data_ptr());
+  return input.const_data_ptr() == begin + *place * static_cast<int64_t>(input.element_size());
+}
+
 void Execution::divide(const Divide& divide) {
   const DTypeKind kind = program_.dtype.kind();
   if (kind == DTypeKind::kFloat || kind == DTypeKind::kComplex) {
@@ -449,8 +455,7 @@ void Execution::compute(const Operation& operation, int index) {
   match(
       operation,
       [&](const Copy& o) {
-        const bool is_in_place = o.src == kInputBuffer && buffers_[o.dst].is_alias_of(buffers_[o.src]);
-        if (is_in_place) return;  // CompiledProgram::place_of_input: it is there already
+        if (o.src == kInputBuffer && has_input_in_place(o.dst)) return;
         if (o.divisor == 1) {
           run(compiled_.copy(index), buffers_[o.src], buffers_[o.dst]);
         } else {

@@ -4,7 +4,6 @@
 // whichever thread comes first. `failure_` is set by the first one that throws; `next_` is then past the end.
 #pragma once
 
-#include <c10/core/Event.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
@@ -68,9 +67,6 @@ class Execution final : public Run {
   // Makes the current stream wait for the end of the program. Throws c10::Error if a graph is being captured now but
   // was not when the program was started, or the reverse. May be called by several threads, each any number of times.
   void wait_for_end();
-  // The same, only to keep programs in order, for a program that does not touch the result. Does nothing if only one of
-  // the two is in a capture: replays come after whatever they are launched after.
-  void order_before_current() override;
   // Whether the device has finished the program.
   bool is_done() const;
   // For an execution that nobody will wait for: its memory is reused once the device is done with it.
@@ -96,6 +92,8 @@ class Execution final : public Run {
   void allocate(BufferId buffer);
   at::Tensor range(const BufferRange& range) const;
   char* data(const BufferRange& range) const;
+  // Returns true if the input already lies at its place in a buffer (CompiledProgram::place_of_input).
+  bool has_input_in_place(BufferId dst) const;
   // A range as it is sent: as bytes if process groups do not support the dtype.
   at::Tensor wire(const BufferRange& range) const;
   void reduce(const Reduce& reduce);
@@ -116,15 +114,16 @@ class Execution final : public Run {
   c10::SmallVector<at::Tensor, 2> outputs_;  // with their shapes
   std::vector<std::vector<WorkPtr>> works_;  // by instruction
   // By instruction, if there are streams: the event at which the side stream is done with the transfer.
-  std::vector<std::optional<c10::Event>> transferred_;
+  std::vector<std::optional<StreamEvent>> transferred_;
   std::optional<c10::Stream> home_;
   // If transfers run alongside compute: events on the home stream at the beginning of the run, and after each
   // instruction that some transfer must come after.
-  std::optional<c10::Event> begin_;
-  std::vector<std::optional<c10::Event>> marks_;
+  std::optional<StreamEvent> begin_;
+  std::vector<std::optional<StreamEvent>> marks_;
   // If the rest of the program runs on a side stream: the buffers allocated on the home stream before, and the end.
   std::vector<at::Tensor> kept_;
-  std::optional<c10::Event> end_;
+  std::optional<StreamEvent> end_;
+  bool is_in_rest_ = false;
   bool started_in_capture_ = false;
   std::atomic<bool> is_waited_for_{false};
   std::vector<TraceSpan> spans_;  // by instruction, while a trace is taken

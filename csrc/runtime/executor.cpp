@@ -99,7 +99,6 @@ at::Tensor complete(const Executable& executable, const std::shared_ptr<Executio
     if (execution->device().is_cpu()) {
       Lane::issue_on(executable.groups(), execution, advance);
     } else {
-      lane_of(execution->device()).wait_for_asynchronous_runs();
       lane_of(execution->device()).issue(execution, advance);
     }
     counters().received_bytes += compiled.received_bytes();
@@ -145,11 +144,9 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
                       const at::Tensor& output, bool input_may_change) {
   const int until =
       input_may_change ? std::max(compiled.first_wait(), compiled.end_of_input_reads()) : compiled.first_wait();
-  Lane& lane = lane_of(execution->device());
-  lane.issue(execution, [&] {
+  lane_of(execution->device()).issue_asynchronous(execution, output, [&] {
     execution->start_until(until);
     execution->start_rest_on_side_stream();
-    lane.note_asynchronous(execution, output);
   });
 }
 

@@ -40,13 +40,6 @@ std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
   return counts;
 }
 
-// Lets programs that are under way start their communications first, so that all ranks keep the same order.
-void take_turn(const RankGroup& group, c10::Device device) {
-  Lane& lane = device.is_cpu() ? lane_of(group) : lane_of(device);
-  lane.drain();
-  if (!device.is_cpu()) lane.wait_for_asynchronous_runs();
-}
-
 // Rows of several tensors, with the parts of a row next to each other in one tensor of bytes.
 class Records {
  public:
@@ -100,13 +93,15 @@ at::Tensor exchange_rows(RankGroup& group, const std::string& step, c10::DeviceT
   if (row_bytes == 0) return received.to(rows.device());
   prefer_huge_pages(received);
   if (rows.device() != received.device()) ++counters().through_host;
-  take_turn(group, received.device());
   at::Tensor to_send = rows.to(received.device()).view({-1});
   at::Tensor to_receive = received.view({-1});
   try {
     lease->connect(received.device());
-    const WorkPtr work =
-        lease->all_to_all(to_receive, to_send, times(receive_counts, row_bytes), times(send_counts, row_bytes));
+    WorkPtr work;
+    Lane& lane = received.device().is_cpu() ? lane_of(group) : lane_of(received.device());
+    lane.issue([&] {
+      work = lease->all_to_all(to_receive, to_send, times(receive_counts, row_bytes), times(send_counts, row_bytes));
+    });
     if (work) work->wait();
   } catch (const c10::Error& error) {
     fail(group, step, error.what_without_backtrace());

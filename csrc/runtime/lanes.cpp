@@ -3,15 +3,16 @@
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
-#include <array>
 #include <unordered_map>
+#include <utility>
+
+#include "runtime/side_stream.h"
 
 namespace shardwright {
 
 void Lane::issue(const std::shared_ptr<Run>& run, const std::function<void()>& advance) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  drain();
-  advance();
+  issue(advance);
   if (!run->all_started()) pending_.push_back(run);
 }
 
@@ -29,6 +30,30 @@ void Lane::issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Ru
   for (Lane* lane : lanes) lane->pending_.push_back(run);
 }
 
+void Lane::issue(const std::function<void()>& start) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  drain();
+  if (device_.is_cpu()) return start();
+  const c10::Stream current = current_stream(device_);
+  put_after_last(current);
+  put_after_asynchronous_runs(current);
+  start();
+  note_last(current);
+}
+
+void Lane::issue_asynchronous(const std::shared_ptr<Run>& run, const at::Tensor& output,
+                              const std::function<void()>& submit) {
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  drain();
+  // Only the side stream waits, so that the caller's stream goes on. A capture takes no stream that may stay idle in
+  // it.
+  const bool captures = is_capturing(device_);
+  put_after_last(captures ? current_stream(device_) : side_stream(device_, SideStream::kTransfers));
+  submit();
+  if (!run->all_started()) pending_.push_back(run);
+  note_asynchronous(run, output);
+}
+
 void Lane::drain() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   while (!pending_.empty()) {
@@ -38,8 +63,36 @@ void Lane::drain() {
   }
 }
 
+// Where only one of two streams is in a capture, neither waits: replays come after whatever they are launched after.
+void Lane::put_after_last(c10::Stream stream) {
+  const c10::Stream current = current_stream(device_);
+  if (!last_ || *last_ == current) return;
+  has_several_streams_ = true;
+  const bool captures = is_capturing(current);
+  if (is_capturing(*last_) != captures) return;
+  if (end_of_last_ && !captures) return end_of_last_->block(stream);
+  StreamEvent(*last_).block(stream);
+}
+
+// All asynchronous programs end on one side stream. That somebody has waited for one says nothing of this stream.
+void Lane::put_after_asynchronous_runs(c10::Stream stream) {
+  int64_t& seen = seen_[stream.id()];
+  if (seen == num_asynchronous_) return;
+  const c10::Stream rest = side_stream(device_, SideStream::kRest);
+  const bool captures = is_capturing(stream);
+  if (is_capturing(rest) != captures) return;
+  StreamEvent(rest).block(stream);
+  if (!captures) seen = num_asynchronous_;
+}
+
+void Lane::note_last(c10::Stream current) {
+  last_ = current;
+  end_of_last_.reset();
+  if (has_several_streams_ && !is_capturing(current)) end_of_last_.emplace(current);
+}
+
 void Lane::note_asynchronous(const std::shared_ptr<Run>& run, const at::Tensor& output) {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  ++num_asynchronous_;
   std::erase_if(asynchronous_, [](const AsynchronousRun& noted) {
     const std::shared_ptr<Run> known = noted.run.lock();
     if (!known || known->is_waited_for()) return true;
@@ -50,25 +103,15 @@ void Lane::note_asynchronous(const std::shared_ptr<Run>& run, const at::Tensor& 
   asynchronous_.push_back({run, c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr())});
 }
 
-void Lane::wait_for_asynchronous_runs() {
-  const std::lock_guard<std::recursive_mutex> lock(mutex_);
-  if (asynchronous_.empty()) return;
-  const std::shared_ptr<Run> last = asynchronous_.back().run.lock();
-  if (last && !last->is_waited_for()) last->order_before_current();
+Lane& lane_of(const at::Device& device) {
+  static std::mutex mutex;
+  using Key = std::pair<c10::DeviceType, c10::DeviceIndex>;
+  static auto* lanes = new std::map<Key, std::unique_ptr<Lane>>;  // outlives threads
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<Lane>& lane = (*lanes)[{device.type(), device.index()}];
+  if (!lane) lane = std::make_unique<Lane>(device);
+  return *lane;
 }
-
-namespace {
-
-constexpr int kMaxLanes = 128;  // device indices are of 8 bits
-
-std::array<Lane, kMaxLanes>& lanes() {
-  static auto* instance = new std::array<Lane, kMaxLanes>;  // never destroyed: threads may still run at exit
-  return *instance;
-}
-
-}  // namespace
-
-Lane& lane_of(const at::Device& device) { return lanes().at(device.index()); }
 
 // A group that is made where another one was before gets its lane, on which nothing is pending any more.
 Lane& lane_of(const RankGroup& group) {
@@ -76,7 +119,7 @@ Lane& lane_of(const RankGroup& group) {
   static auto* lanes = new std::unordered_map<const RankGroup*, std::unique_ptr<Lane>>;  // outlives threads
   const std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<Lane>& lane = (*lanes)[&group];
-  if (!lane) lane = std::make_unique<Lane>();
+  if (!lane) lane = std::make_unique<Lane>(c10::Device(c10::kCPU));
   return *lane;
 }
 

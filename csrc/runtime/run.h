@@ -17,8 +17,7 @@ class Run {
 
   // If the device has streams:
   virtual bool is_waited_for() const = 0;
-  virtual void order_before_current() = 0;  // makes the current stream wait for the end
-  virtual void abandon() noexcept = 0;      // nobody will wait for it; its memory is reused once the device is done
+  virtual void abandon() noexcept = 0;  // nobody will wait for it; its memory is reused once the device is done
 };
 
 }  // namespace shardwright

@@ -1,24 +1,71 @@
 #include "runtime/side_stream.h"
 
+#include <ATen/Context.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
+#include <atomic>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "runtime/torch_version.h"
 
 namespace shardwright {
 namespace {
 
-constexpr int kMaxDevices = 128;  // device indices are of 8 bits
+constexpr int kMaxDevices = 128;         // device indices are of 8 bits
+constexpr size_t kMaxKeptEvents = 1024;  // per device; more are in use at a time only by very long programs
 
-c10::Event event_for(c10::Device device, bool with_time) {
-  return c10::Event(device.type(), with_time ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
+// Events that no StreamEvent uses, by device.
+class EventPool {
+ public:
+  std::unique_ptr<c10::Event> take(c10::Device device) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      std::vector<std::unique_ptr<c10::Event>>& kept = kept_.at(device.index());
+      while (!kept.empty()) {
+        std::unique_ptr<c10::Event> event = std::move(kept.back());
+        kept.pop_back();
+        if (event->device_type() == device.type()) return event;
+      }
+    }
+    ++num_made_;
+    return std::make_unique<c10::Event>(device.type(), c10::EventFlag::PYTORCH_DEFAULT);
+  }
+
+  void give(std::unique_ptr<c10::Event> event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<std::unique_ptr<c10::Event>>& kept = kept_.at(event->device_index());
+    if (kept.size() < kMaxKeptEvents) kept.push_back(std::move(event));
+  }
+
+  int64_t num_made() const { return num_made_; }
+
+ private:
+  std::mutex mutex_;
+  std::array<std::vector<std::unique_ptr<c10::Event>>, kMaxDevices> kept_;
+  std::atomic<int64_t> num_made_{0};
+};
+
+EventPool& event_pool() {
+  static auto* pool = new EventPool;  // never destroyed: threads may still run at exit
+  return *pool;
 }
 
 std::array<CaptureQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& capture_queries() {
   static std::array<CaptureQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES> queries{};
   return queries;
+}
+
+// Captures on the devices of a type that have a context; asking the others would make one there.
+bool is_capturing_on_any(c10::DeviceType type) {
+  const auto& hooks = at::globalContext().getAcceleratorHooksInterface(type);
+  const c10::DeviceIndex count = c10::impl::VirtualGuardImpl(type).deviceCount();
+  for (c10::DeviceIndex index = 0; index < count; ++index) {
+    if (hooks.hasPrimaryContext(index) && is_capturing(c10::Device(type, index))) return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -35,41 +82,49 @@ c10::Stream side_stream(c10::Device device, SideStream which) {
   return *stream;
 }
 
-SideStreamGuard::SideStreamGuard(c10::Device device, SideStream which)
-    : SideStreamGuard(device, which, record_current(device, false)) {}
+StreamEvent::StreamEvent(c10::Stream stream) : event_(event_pool().take(stream.device())) { event_->record(stream); }
 
-SideStreamGuard::SideStreamGuard(c10::Device device, SideStream which, const c10::Event& after)
+StreamEvent::~StreamEvent() {
+  // An event that failed to be recorded belongs to no device.
+  if (event_ && event_->was_marked_for_recording()) event_pool().give(std::move(event_));
+}
+
+void StreamEvent::block(c10::Stream stream) const { event_->block(stream); }
+
+int64_t num_stream_events_made() { return event_pool().num_made(); }
+
+SideStreamGuard::SideStreamGuard(c10::Device device, SideStream which)
+    : SideStreamGuard(device, which, StreamEvent(current_stream(device))) {}
+
+SideStreamGuard::SideStreamGuard(c10::Device device, SideStream which, const StreamEvent& after)
     : side_(side_stream(device, which)) {
   after.block(side_);
   guard_.emplace(side_);
 }
 
-c10::Event SideStreamGuard::record(bool with_time) const {
-  c10::Event event = event_for(side_.device(), with_time);
-  event.record(side_);
-  return event;
-}
-
 c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
-void wait_for(const c10::Event& event, c10::Device device) { event.block(current_stream(device)); }
+void wait_for(const StreamEvent& event, c10::Device device) { event.block(current_stream(device)); }
 
 c10::Event record_current(c10::Device device, bool with_time) {
-  c10::Event event = event_for(device, with_time);
+  c10::Event event(device.type(), with_time ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
   event.record(current_stream(device));
   return event;
 }
 
-bool is_capturing(c10::Device device) {
-  if (device.is_cpu()) return false;
-  if (const CaptureQuery query = capture_queries().at(static_cast<size_t>(device.type()))) {
-    return query(current_stream(device));
-  }
+bool is_capturing(c10::Stream stream) {
+  if (stream.device().is_cpu()) return false;
+  if (const CaptureQuery query = capture_queries().at(static_cast<size_t>(stream.device_type()))) return query(stream);
 #if SHARDWRIGHT_TORCH_AT_LEAST(2, 15)
-  return c10::impl::VirtualGuardImpl(device.type()).isStreamCapturing(current_stream(device));
+  return c10::impl::VirtualGuardImpl(stream.device_type()).isStreamCapturing(stream);
 #else
   return false;
 #endif
+}
+
+bool is_capturing(c10::Device device) {
+  if (device.is_cpu()) return false;
+  return device.has_index() ? is_capturing(current_stream(device)) : is_capturing_on_any(device.type());
 }
 
 bool register_capture_query(c10::DeviceType device, CaptureQuery query) {

@@ -49,7 +49,8 @@ class Transport {
   virtual ~Transport() = default;
 
   // All ranks of the group must call this before the first transfer on a device. It sets up what needs all of them, and
-  // is cheap afterwards. Does nothing on CPU and while a graph is captured.
+  // is cheap afterwards. Does nothing on CPU. Throws c10::Error, with nothing done, if that is not possible now: in a
+  // capture, or while a group of calls is open (runtime/open_groups.h).
   virtual void connect(c10::Device device) = 0;
 
   // Every rank contributes the same number of elements; results are in the order of ranks.

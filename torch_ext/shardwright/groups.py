@@ -346,7 +346,7 @@ def _read(key: str, rank: int) -> str:
 
 
 def _is_capturing() -> bool:
-    """Returns whether a graph is being captured on the current stream of the accelerator, if one is in use."""
+    """Returns whether a graph is being captured on the current stream of any device that is in use."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     # A query would initialise a device that is not in use.
     if accelerator is None or not torch.get_device_module(accelerator).is_initialized():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from . import _planner, _runtime, argument_checks, argument_values, executables, groups
 from ._planner import gradient_layout, has_gradient
@@ -23,7 +24,8 @@ def prepare(
     peer_arena_bytes: int | None = None,
     peer_min_bytes: int = 1 << 20,
 ) -> None:
-    """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use.
+    """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use, and connects
+    their ranks: on a device, the first operation of a group would make its communicator, which a CUDA graph cannot.
 
     The groups of a ``DeviceMesh`` belong to it: redistributes on other meshes, or without a mesh, do not use them.
 
@@ -39,15 +41,16 @@ def prepare(
             every set of mesh dims, or none if `redistributes` are given.
         redistributes: pairs of layouts, source and destination, of which one or both are on this mesh. Only the groups
             that their plans and those of their gradients need are made.
-        device_type: the device type of the tensors in `redistributes`. Default: the DeviceMesh's; else the
-            accelerator's if the default group has a backend for it; else ``"cpu"``.
+        device_type: the device type of the tensors; the groups are connected on its current device. Default: the
+            DeviceMesh's; else the accelerator's if the default group has a backend for it; else ``"cpu"``.
         peer_arena_bytes: the memory, on each device and for each of these groups, through which their gathers and
             messages then go as copies between peers. All ranks of a group must see each other's memory, as within an
             NVLink domain. Experimental: it has not run on GPUs. Default: none; process groups carry all transfers.
         peer_min_bytes: messages, and parts of gathers, of fewer bytes are left to the process group.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised, or a group is missing while a CUDA graph is captured.
+        RuntimeError: torch.distributed is not initialised, or a group is missing or not connected while a CUDA graph
+            is captured.
         ValueError: the mesh has no such dim; `redistributes` are not pairs of layouts, or neither of two is on `mesh`;
             the device type is neither CPU nor CUDA; an arena is on CPU, too small for the number of ranks, or has other
             settings than the group's arena has.
@@ -84,6 +87,7 @@ def prepare(
         if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
             continue
         made += executables.bind(executables.make_plan(src, dst, kind), device_mesh=device_mesh).group_names
+    _connect(dict.fromkeys(made), kind)
     if arena is not None:
         _make_arenas(dict.fromkeys(made), kind, *arena)
 
@@ -117,12 +121,23 @@ def _default_device_type() -> str:
     return accelerator.type if accelerator is not None and has_backend else "cpu"
 
 
+def _current_device(device_type: str) -> str:
+    return device_type if device_type == "cpu" else f"{device_type}:{torch.accelerator.current_device_index()}"
+
+
+def _connect(names: Iterable[str], device_type: str) -> None:
+    """Makes the communicators of groups on the current device. Collective among the members of each."""
+    for name in names:
+        group = distributed_c10d._resolve_process_group(name)
+        types = {device.type for device in group._device_types} - {"cpu"}
+        backend = group._get_backend(torch.device(device_type)).name().lower() if device_type in types else None
+        if backend not in (None, groups.DRY_RUN_BACKEND, "gloo"):  # Gloo sends from memory of the host
+            _runtime.connect_group(name, _current_device(device_type))
+
+
 def _make_arenas(names: Iterable[str], device_type: str, arena_bytes: int, min_bytes: int) -> None:
     """Memory on the current device that the ranks of each group copy from. Collective among the members of each."""
     names = list(names)
     _runtime.drain(names)
-    device = torch.device(device_type)
-    if device_type != "cpu":
-        device = torch.device(device_type, torch.accelerator.current_device_index())
     for name in names:
-        _runtime.use_peer_copies(name, str(device), arena_bytes, min_bytes)
+        _runtime.use_peer_copies(name, _current_device(device_type), arena_bytes, min_bytes)

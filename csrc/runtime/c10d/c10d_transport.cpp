@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "runtime/open_groups.h"
 #include "runtime/side_stream.h"
 #include "runtime/torch_version.h"
 #include "support/error.h"
@@ -44,7 +45,8 @@ Options options_for(const at::Tensor& data) {
 // would record an event after the collective and query it.
 WorkPtr left_of(WorkPtr work, const at::Tensor& data) { return data.device().is_cpu() ? work : nullptr; }
 
-// Ends a batch of messages even if one of them was refused, because a group with an open batch cannot be used.
+// Ends a batch of messages even if one of them was refused, because a group with an open batch cannot be used. The
+// messages before that one are then under way, on the backend's own stream, and the current stream waits for them.
 class Batch {
  public:
   Batch(c10d::ProcessGroup* group, c10::DeviceType device) : group_(group), device_(device) {
@@ -53,7 +55,7 @@ class Batch {
   ~Batch() {
     if (is_ended_) return;
     try {
-      group_->endCoalescing(device_);
+      if (const WorkPtr work = group_->endCoalescing(device_)) work->wait();
     } catch (const std::exception&) {
       // The first failure is already being thrown.
     }
@@ -87,12 +89,19 @@ void run_tiny_collective(c10d::ProcessGroup* group, c10::Device device) {
 }  // namespace
 
 void C10dTransport::connect(c10::Device device) {
-  if (device.is_cpu() || group_->getSize() == 1 || is_capturing(device)) return;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!connected_.insert(device.index()).second) return;
+  if (device.is_cpu() || group_->getSize() == 1) return;
+  check_no_open_group(device);
+  const std::lock_guard<std::mutex> lock(mutex_);  // threads that come now wait until the collective was started
+  if (connected_.contains(device.index())) return;
+  if (is_capturing(device)) {
+    const bool was_connected_by_torch = group_->getBoundDeviceId() == device;  // when the group was made
+    TORCH_CHECK(was_connected_by_torch, "group: process group '", group_->getGroupName(), "' of ", group_->getSize(),
+                " ranks has no communicator on ", device, " yet, and none can be made while a graph is captured; call ",
+                "shardwright.prepare(mesh), or run the same once, before the capture");
+    return;
   }
   run_tiny_collective(group_, device);
+  connected_.insert(device.index());
 }
 
 WorkPtr C10dTransport::all_gather(at::Tensor& output, at::Tensor& input) {

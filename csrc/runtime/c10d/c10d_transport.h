@@ -25,7 +25,7 @@ class C10dTransport final : public Transport {
   // In torch 2.11, NCCL's groups create their communicator in their first operation, which needs all ranks of the
   // group, even if it is a batch of messages. In a sparse exchange some ranks have no messages: they would not take
   // part, and the others would wait for them. So the first call on a device runs one tiny collective, on the current
-  // stream.
+  // stream. In a capture such a first call throws c10::Error, unless the group is bound to the device.
   void connect(c10::Device device) override;
 
   WorkPtr all_gather(at::Tensor& output, at::Tensor& input) override;

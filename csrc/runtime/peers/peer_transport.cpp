@@ -39,12 +39,12 @@ at::Tensor bytes_of(const at::Tensor& tensor) { return flat_bytes(tensor, 0, ten
 class StreamBetween {
  public:
   explicit StreamBetween(c10::Stream stream) : stream_(stream) {
-    record_current(stream.device(), false).block(stream);
+    StreamEvent(current_stream(stream.device())).block(stream);
     guard_.emplace(stream);
   }
   ~StreamBetween() {
     try {
-      const c10::Event end = record_current(stream_.device(), false);
+      const StreamEvent end(current_stream(stream_.device()));
       guard_.reset();
       wait_for(end, stream_.device());
     } catch (const std::exception&) {

@@ -1,0 +1,42 @@
+#include "runtime/open_groups.h"
+
+#include <c10/util/Exception.h>
+#include <dlfcn.h>
+
+#include <array>
+
+namespace shardwright {
+namespace {
+
+// PyTorch counts the groups that its process groups open with ncclGroupStart, by thread, in a protected member of
+// c10d::ProcessGroupNCCL. Its header needs NCCL's; its symbol is there wherever the class is. ("nccl2" of torch 2.15
+// opens no group before a batch ends.)
+constexpr const char* kCounterOfTorch = "_ZN4c10d16ProcessGroupNCCL23ncclActiveGroupCounter_E";
+
+int64_t groups_open_in_nccl() {
+  thread_local const auto* const open = static_cast<const uint64_t*>(dlsym(RTLD_DEFAULT, kCounterOfTorch));
+  return open == nullptr ? 0 : static_cast<int64_t>(*open);
+}
+
+std::array<OpenGroupsQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& queries() {
+  static std::array<OpenGroupsQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES> all{};
+  return all;
+}
+
+const bool kRegistered = register_open_groups_query(c10::DeviceType::CUDA, groups_open_in_nccl);
+
+}  // namespace
+
+void check_no_open_group(c10::Device device) {
+  const OpenGroupsQuery query = queries().at(static_cast<size_t>(device.type()));
+  TORCH_CHECK(query == nullptr || query() == 0,
+              "shardwright: this thread is in a block of torch.distributed._coalescing_manager, or has opened an NCCL ",
+              "group in another way; transfers would start only at its end; call shardwright outside of the block");
+}
+
+bool register_open_groups_query(c10::DeviceType device, OpenGroupsQuery query) {
+  queries().at(static_cast<size_t>(device)) = query;
+  return true;
+}
+
+}  // namespace shardwright
