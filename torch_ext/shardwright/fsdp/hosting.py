@@ -23,6 +23,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .. import _runtime
+
 
 class Leaving(NamedTuple):
     """A tensor on its way to the host."""
@@ -102,9 +104,10 @@ class Host:
             yield
             return
         begin, end = (torch.Event(self.device, enable_timing=True) for _ in range(2))
-        begin.record()
+        stream = torch.accelerator.current_stream(self.device)
+        begin.record(stream)
         yield
-        end.record()
+        end.record(stream)
         self._timed.append(Copy(is_outward, begin, end))
 
     def begin_timing(self) -> None:
@@ -126,7 +129,7 @@ class Host:
                 on_host.copy_(part, non_blocking=True)
             copied = self._outward.record_event()
         if part.numel() > 0:
-            part.record_stream(self._outward)
+            _runtime.record_use(part, self._outward)
         return Leaving(on_host, copied)
 
 

@@ -372,7 +372,7 @@ class Runner:
         if self.device.type == "cpu":
             return
         current, was_captured = torch.accelerator.current_stream(self.device), self._is_captured
-        self._is_captured = _runtime.is_capturing(self.device.type)
+        self._is_captured = _runtime.is_capturing(str(self.device))
         # Over the edge of a capture, whoever captures puts streams in order.
         if self._stream is not None and self._stream != current and self._is_captured == was_captured:
             current.wait_stream(self._stream)

@@ -86,7 +86,7 @@ def _mark(device: torch.device) -> Any:
     if device.type == "cpu":
         return time.perf_counter_ns()
     event = torch.Event(device, enable_timing=True)
-    event.record()
+    event.record(torch.accelerator.current_stream(device))  # which may be another device than the current one
     return event
 
 
