@@ -108,6 +108,7 @@ def load() -> Any:
     from shardwright import _runtime, argument_checks
 
     _runtime.register_capture_query(DEVICE, module.capture_query_address())
+    _runtime.register_open_groups_query(DEVICE, module.open_groups_query_address())
     _runtime.register_device_copy(DEVICE, module.copy_address())
     argument_checks.DEVICE_TYPES.append(DEVICE)
     return module
@@ -118,9 +119,13 @@ def _device_module(native_module: Any) -> types.ModuleType:
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
+        "device_count": lambda: 2,
+        "current_device": native_module.current_device,
+        "set_device": lambda device: (
+            native_module.set_device(torch.device(DEVICE, device).index)
+            if isinstance(device, int)
+            else native_module.set_device(torch.device(device).index or 0)
+        ),
         "synchronize": lambda device=None: native_module.synchronize(),
         "manual_seed_all": lambda seed: None,
         "get_rng_state": lambda device=None: torch.get_rng_state(),  # random numbers are the CPU's

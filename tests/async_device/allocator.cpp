@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -55,12 +56,16 @@ class CachingAllocator final : public c10::Allocator {
   }
 
   void record_use(const c10::DataPtr& data, c10::Stream stream) {
-    if (data.get() == nullptr || data.get_deleter() != &CachingAllocator::release) return;
+    if (data.get() == nullptr) return;
+    const bool is_known = data.get_deleter() == &CachingAllocator::release;
+    TORCH_CHECK(is_known || !refuses_unknown_, "async_device: a stream is recorded for memory that is not known");
+    if (!is_known) return;
     auto* block = static_cast<Block*>(data.get_context());
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (stream.id() != block->stream) block->other_streams.insert(stream.id());
   }
 
+  void refuse_unknown_memory(bool refuses) { CachingAllocator::get().refuse_unknown(refuses); }
   void empty_cache() {
     synchronize_device();
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -83,6 +88,7 @@ class CachingAllocator final : public c10::Allocator {
     peak_ = allocated_;
   }
   void set_poison(Poison poison) { poison_ = poison; }
+  void refuse_unknown(bool refuses) { refuses_unknown_ = refuses; }
 
   static CachingAllocator& get() {
     static auto* instance = new CachingAllocator;  // outlives tensors that are freed at exit
@@ -165,6 +171,7 @@ class CachingAllocator final : public c10::Allocator {
   int64_t allocated_ = 0;
   int64_t peak_ = 0;
   Poison poison_ = Poison::kNan;
+  std::atomic<bool> refuses_unknown_{false};
 };
 
 class PinnedAllocator final : public c10::Allocator {
@@ -213,6 +220,7 @@ bool is_pinned(const void* data) { return PinnedAllocator::get().has(data); }
 void set_poison(Poison poison) { CachingAllocator::get().set_poison(poison); }
 c10::Allocator* allocator() { return &CachingAllocator::get(); }
 void record_stream(const c10::DataPtr& data, c10::Stream stream) { CachingAllocator::get().record_use(data, stream); }
+void refuse_unknown_memory(bool refuses) { CachingAllocator::get().refuse_unknown(refuses); }
 void empty_cache() { CachingAllocator::get().empty_cache(); }
 int64_t allocated_bytes() { return CachingAllocator::get().allocated(); }
 int64_t peak_allocated_bytes() { return CachingAllocator::get().peak(); }

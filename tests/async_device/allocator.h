@@ -21,7 +21,10 @@ void set_poison(Poison poison);
 
 c10::Allocator* allocator();
 // Records that the stream uses the block too, so that the block is not reused before the stream is done with it.
+// Memory that this allocator did not make, or a place within a block, is left alone, as c10's allocator does, or is an
+// error, as with cudaMallocAsync.
 void record_stream(const c10::DataPtr& data, c10::Stream stream);
+void refuse_unknown_memory(bool refuses);
 
 // Pinned memory of the host. Copies between it and the device that need not block leave the host to go on, as on CUDA:
 // they read or write it in the stream's order. It is filled with poison when it is allocated.

@@ -81,11 +81,13 @@ struct Word16 {
 };
 
 void copy(const shardwright::StridedCopy& copy, const at::Tensor& src, at::Tensor& dst) {
+  const OnDevice on_device(dst.device());
   const void* from = src.const_data_ptr();
   void* to = dst.mutable_data_ptr();
   for (const shardwright::WordBoxes& boxes : copy.at(from, to)) {
     Tables tables;
-    const shardwright::BoxTable table = shardwright::table_on(tables, 0, copy, boxes, kWordsPerBlock);
+    const shardwright::BoxTable table =
+        shardwright::table_on(tables, dst.device().index(), copy, boxes, kWordsPerBlock);
     enqueue(current_stream(), [=, bytes = boxes.word_bytes] {
       const auto run = [&](auto word) {
         using Word = decltype(word);

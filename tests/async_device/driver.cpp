@@ -159,7 +159,13 @@ Worker& worker_of(c10::StreamId id) {
   return *worker;
 }
 
-thread_local c10::StreamId current = 0;
+thread_local c10::DeviceIndex current_device = 0;
+thread_local c10::StreamId current_streams[kNumDevices] = {0, kFirstStream};
+
+std::atomic<int64_t> num_works{0};
+std::atomic<int64_t> num_events{0};
+std::atomic<int64_t> num_waits{0};
+
 thread_local int relaxed = 0;
 
 // All captures, and the order of the work given to streams in captures.
@@ -185,21 +191,38 @@ std::shared_ptr<Graph> capture_of(c10::StreamId id) {
 
 // ------------------------------------------------------------------------------------------------------- streams
 
-c10::Stream current_stream() { return stream_of(current); }
+c10::Device device() { return {kDeviceType, current_device}; }
 
-c10::Stream set_current_stream(c10::Stream to) { return stream_of(std::exchange(current, to.id())); }
+c10::Device set_device(c10::DeviceIndex index) {
+  TORCH_CHECK(0 <= index && index < kNumDevices, "async_device: there is no device ", static_cast<int>(index));
+  return {kDeviceType, std::exchange(current_device, index)};
+}
+
+c10::Stream current_stream() { return current_stream(device()); }
+
+c10::Stream current_stream(c10::Device of) {
+  return stream_of(current_streams[of.has_index() ? of.index() : current_device]);
+}
+
+c10::Stream set_current_stream(c10::Stream to) {
+  return stream_of(std::exchange(current_streams[to.device_index()], to.id()));
+}
 
 c10::Stream stream_from_pool(bool is_high_priority) {
-  static std::atomic<uint64_t> given[2];
-  const uint64_t n = given[is_high_priority]++ % kStreamsOfPriority;
-  return stream_of(static_cast<c10::StreamId>(1 + (is_high_priority ? kStreamsOfPriority : 0) + n));
+  static std::atomic<uint64_t> given[kNumDevices][2];
+  const uint64_t n = given[current_device][is_high_priority]++ % kStreamsOfPriority;
+  const uint64_t first = 1 + (is_high_priority ? kStreamsOfPriority : 0);
+  return stream_of(current_device * kFirstStream + static_cast<c10::StreamId>(first + n));
 }
+
+Counts counts() { return {num_works, num_events, num_waits}; }
 
 void enqueue(c10::Stream stream, Work work) {
   enqueue_at_launch(stream, [work = std::move(work)] { return work; });
 }
 
 void enqueue_at_launch(c10::Stream stream, std::function<Work()> at_launch) {
+  ++num_works;
   if (const auto graph = capture_of(stream.id())) {
     const std::lock_guard<std::recursive_mutex> lock(capture_mutex);
     graph->nodes.push_back({Graph::Node::Kind::kWork, stream.id(), std::move(at_launch)});
@@ -224,7 +247,9 @@ void synchronize(c10::Stream stream) {
 }
 
 void synchronize_device() {
-  for (c10::StreamId id = 0; id <= 2 * kStreamsOfPriority; ++id) synchronize(stream_of(id));
+  for (int d = 0; d < kNumDevices; ++d) {
+    for (c10::StreamId id = 0; id <= 2 * kStreamsOfPriority; ++id) synchronize(stream_of(d * kFirstStream + id));
+  }
 }
 
 void fail(const std::string& reason) {
@@ -250,6 +275,7 @@ void set_delays(uint64_t seed, double probability, int64_t max_microseconds) {
 // -------------------------------------------------------------------------------------------------------- events
 
 void Event::record(c10::Stream stream) {
+  ++num_events;
   mark_ = std::make_shared<Mark>();
   if (const auto graph = capture_of(stream.id())) {
     const std::lock_guard<std::recursive_mutex> lock(capture_mutex);
@@ -265,6 +291,7 @@ void Event::record(c10::Stream stream) {
 
 void Event::block(c10::Stream stream) const {
   if (!mark_) return;
+  ++num_waits;
   const auto graph = capture_of(stream.id());
   if (!mark_->is_captured) {
     if (graph) spoil(*graph, "a stream in a capture waits for an event from outside of it");
@@ -306,7 +333,8 @@ double Event::milliseconds_until(const Event& later) const {
 
 std::shared_ptr<Graph> begin_capture() {
   TORCH_CHECK(!is_capturing(current_stream()), "async_device: the current stream is in a capture already");
-  TORCH_CHECK(current != 0, "async_device: the default stream cannot be captured");
+  const c10::StreamId current = current_stream().id();
+  TORCH_CHECK(current % kFirstStream != 0, "async_device: the default stream cannot be captured");
   const auto graph = std::make_shared<Graph>();
   graph->origin = current;
   graph->streams[current];
@@ -338,6 +366,7 @@ void replay(const Graph& graph) {
   std::vector<std::shared_ptr<Mark>> marks;
   for (size_t i = 0; i < graph.num_marks; ++i) marks.push_back(std::make_shared<Mark>());
   // Work of other streams begins after the work that the launching stream was given before.
+  const c10::StreamId current = current_stream().id();
   const auto launched = std::make_shared<Mark>();
   worker_of(current).add([launched] { launched->set(); }, false);
   for (const auto& [id, seen] : graph.streams) {
@@ -360,6 +389,8 @@ void replay(const Graph& graph) {
 }
 
 bool is_capturing(c10::Stream stream) { return capture_of(stream.id()) != nullptr; }
+
+std::shared_ptr<Graph> graph_captured_on(c10::Stream stream) { return capture_of(stream.id()); }
 
 bool is_capturing_anywhere() { return num_captures > 0; }
 

@@ -23,16 +23,38 @@
 namespace async_device {
 
 constexpr c10::DeviceType kDeviceType = c10::DeviceType::PrivateUse1;
-inline c10::Device device() { return {kDeviceType, 0}; }  // the only one
+constexpr int kNumDevices = 2;
+
+c10::Device device();                            // the current one of this thread
+c10::Device set_device(c10::DeviceIndex index);  // returns the previous one
+
+// Makes a device current while it lives.
+class OnDevice {
+ public:
+  explicit OnDevice(c10::Device device) : before_(set_device(device.index())) {}
+  ~OnDevice() { set_device(before_.index()); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  c10::Device before_;
+};
 
 using Work = std::function<void()>;
 
-// ---- streams. Number 0 is the default stream; it does not wait for the others, nor they for it.
+// ---- streams. Numbers begin at kFirstStream times the device; the first of each device is its default stream, which
+// does not wait for the others, nor they for it.
 
-inline c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device(), id); }
-c10::Stream current_stream();                    // the current stream of this thread
-c10::Stream set_current_stream(c10::Stream to);  // returns the previous one
-c10::Stream stream_from_pool(bool is_high_priority);
+constexpr c10::StreamId kFirstStream = 1000;
+inline c10::Stream stream_of(c10::StreamId id) {
+  const auto index = static_cast<c10::DeviceIndex>(id / kFirstStream);
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kDeviceType, index), id);
+}
+inline c10::Stream default_stream(c10::Device of) { return stream_of(of.index() * kFirstStream); }
+c10::Stream current_stream();  // the current stream of this thread, on its current device
+c10::Stream current_stream(c10::Device of);
+c10::Stream set_current_stream(c10::Stream to);       // of its device; returns the previous one
+c10::Stream stream_from_pool(bool is_high_priority);  // of the current device
 
 // Adds work after all that the stream was given before. `work` must not own tensors of this device.
 void enqueue(c10::Stream stream, Work work);
@@ -50,6 +72,14 @@ void raise_failure();
 // Fails like work that throws.
 void fail(const std::string& reason);
 void forget_failure();
+
+// What this process has asked the driver for since the start.
+struct Counts {
+  int64_t works = 0;   // pieces of work, as launches of kernels and copies are
+  int64_t events = 0;  // recordings of events
+  int64_t waits = 0;   // of streams for events
+};
+Counts counts();
 
 // ---- events
 
@@ -85,7 +115,8 @@ void end_capture(const std::shared_ptr<Graph>& graph);
 void replay(const Graph& graph);
 
 bool is_capturing(c10::Stream stream);
-const Graph* capturing_graph(c10::Stream stream);  // null if there is none
+std::shared_ptr<Graph> graph_captured_on(c10::Stream stream);  // null if there is none
+const Graph* capturing_graph(c10::Stream stream);              // null if there is none
 bool is_capturing_anywhere();
 // If captures are under way and this thread's rules are not relaxed, invalidates them and throws.
 void forbid_in_capture(const char* what);

@@ -8,20 +8,25 @@
 namespace async_device {
 namespace {
 
+c10::DeviceIndex index_of(c10::Device given) { return given.has_index() ? given.index() : device().index(); }
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDeviceType; }
-  c10::Device exchangeDevice(c10::Device) const override { return device(); }
+  c10::Device exchangeDevice(c10::Device to) const override { return set_device(index_of(to)); }
   c10::Device getDevice() const override { return device(); }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void setDevice(c10::Device to) const override { set_device(index_of(to)); }
+  void uncheckedSetDevice(c10::Device to) const noexcept override { set_device(index_of(to)); }
+  c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
 
-  c10::Stream getStream(c10::Device) const override { return current_stream(); }
-  c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
-  c10::Stream getStreamFromGlobalPool(c10::Device, bool isHighPriority) const override {
+  c10::Stream getStream(c10::Device of) const override { return current_stream(of); }
+  c10::Stream getDefaultStream(c10::Device of) const override { return stream_of(index_of(of) * kFirstStream); }
+  c10::Stream getStreamFromGlobalPool(c10::Device of, bool isHighPriority) const override {
+    const OnDevice guard({kDeviceType, index_of(of)});
     return stream_from_pool(isHighPriority);
   }
-  c10::Stream getNewStream(c10::Device, int priority) const override { return stream_from_pool(priority < 0); }
+  c10::Stream getNewStream(c10::Device of, int priority) const override {
+    return getStreamFromGlobalPool(of, priority < 0);
+  }
   c10::Stream exchangeStream(c10::Stream stream) const override { return set_current_stream(stream); }
   bool queryStream(const c10::Stream& stream) const override { return is_done(stream); }
   void synchronizeStream(const c10::Stream& stream) const override { async_device::synchronize(stream); }
@@ -53,16 +58,19 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  void setCurrentDevice(c10::DeviceIndex) const override {}
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+  c10::DeviceIndex deviceCount() const override { return kNumDevices; }
+  void setCurrentDevice(c10::DeviceIndex index) const override { set_device(index); }
+  c10::DeviceIndex getCurrentDevice() const override { return device().index(); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override { return set_device(index).index(); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return index < 0 ? device().index() : set_device(index).index();
+  }
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
   c10::Device getDeviceFromPtr(void*) const override { return device(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+    const OnDevice guard(storage.device());
     c10::DataPtr grown = allocator()->allocate(bytes);
     const size_t kept = std::min(bytes, impl->nbytes());
     if (kept > 0) allocator()->copy_data(grown.get(), impl->data(), kept);

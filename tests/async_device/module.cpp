@@ -24,6 +24,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_delays", &set_delays, py::arg("seed"), py::arg("probability"), py::arg("max_microseconds"));
   m.def("set_poison", [](bool is_nan) { set_poison(is_nan ? Poison::kNan : Poison::kNumber); }, py::arg("is_nan"));
   m.def("synchronize", &synchronize_device, without_gil);
+  m.def("current_device", [] { return device().index(); });
+  m.def("set_device", [](int index) { set_device(static_cast<c10::DeviceIndex>(index)); });
+  m.def("counts", [] {
+    const Counts all = counts();
+    return py::dict(py::arg("works") = all.works, py::arg("events") = all.events, py::arg("waits") = all.waits);
+  });
+  m.def("refuse_unknown_memory", &refuse_unknown_memory, py::arg("refuses"));
   m.def("empty_cache", &empty_cache, without_gil);
   m.def("forget_failure", &forget_failure);
   m.def("fail", &fail, py::arg("reason"));

@@ -139,10 +139,23 @@ std::optional<std::vector<at::Tensor>> results_on_meta(const c10::OperatorHandle
   return results;
 }
 
+// The device of the first argument on this device; the current one if there is none.
+c10::Device device_of(c10::ArrayRef<c10::IValue> args) {
+  for (const c10::IValue& arg : args) {
+    if (arg.isTensor() && is_ours(arg.toTensor())) return arg.toTensor().device();
+    if (!arg.isTensorList()) continue;
+    for (const at::Tensor& tensor : arg.toTensorVector()) {
+      if (is_ours(tensor)) return tensor.device();
+    }
+  }
+  return device();
+}
+
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const size_t num_args = schema.arguments().size();
   const auto args = torch::jit::last(*stack, num_args);
+  const OnDevice on_device(device_of(args));
   bool writes = false;
   bool grows = false;
   for (size_t i = 0; i < num_args; ++i) {
@@ -203,13 +216,15 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+                 std::optional<at::Device> where, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  const OnDevice on_device(where && where->has_index() ? *where : device());
   return at::detail::empty_generic(size, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
-                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+                         std::optional<at::Layout>, std::optional<at::Device> where, std::optional<bool>) {
+  const OnDevice on_device(where && where->has_index() ? *where : device());
   return at::detail::empty_strided_generic(
       size, stride, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
 }
@@ -220,6 +235,9 @@ bool may_stay_behind(const at::Tensor& on_host, bool non_blocking) {
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
+  TORCH_CHECK(!is_ours(to) || !is_ours(from) || to.device() == from.device(),
+              "async_device: copies from one of its devices to another are not known");
+  const OnDevice on_device(is_ours(to) ? to.device() : from.device());
   if (is_ours(to)) {
     // Copies from pageable memory, which the caller may free or overwrite at once.
     const bool is_late = !is_ours(from) && may_stay_behind(from, non_blocking);
@@ -253,7 +271,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 
 at::Scalar local_scalar(const at::Tensor& self) {
   forbid_in_capture("reading a value");
-  synchronize(current_stream());
+  synchronize(current_stream(self.device()));
   return on_cpu(self).item();
 }
 

@@ -37,14 +37,34 @@ BackendPtr make_gloo(const StorePtr& store, const Place& place, Milliseconds tim
 
 std::atomic<int64_t> messages_until_refusal{0};  // below 1: none is refused
 
+thread_local int64_t open_groups = 0;
+thread_local std::vector<std::function<void()>> held_back;  // until no group is open
+
+// Gives the device what was held back, at its own end, if no group is open then.
+struct HeldBack {
+  ~HeldBack() {
+    if (open_groups > 0) return;
+    for (const auto& give : std::exchange(held_back, {})) give();
+  }
+};
+
+c10::Device device_of(const std::vector<Tensors>& used) {
+  for (const Tensors& some : used) {
+    for (const at::Tensor& tensor : some) {
+      if (tensor.device().type() == kDeviceType) return tensor.device();
+    }
+  }
+  return device();
+}
+
 class StrictWork final : public c10d::Work {
  public:
-  StrictWork(Event end, Tensors kept, bool blocks_host)
-      : end_(std::move(end)), kept_(std::move(kept)), blocks_host_(blocks_host) {}
+  StrictWork(Event end, c10::Device device, Tensors kept, bool blocks_host)
+      : end_(std::move(end)), device_(device), kept_(std::move(kept)), blocks_host_(blocks_host) {}
 
   bool isCompleted() override { return end_.query(); }
   bool isSuccess() const override { return end_.query(); }
-  void synchronize() override { end_.block(current_stream()); }
+  void synchronize() override { end_.block(current_stream(device_)); }
   bool wait(Milliseconds) override {
     synchronize();
     kept_.clear();
@@ -54,6 +74,7 @@ class StrictWork final : public c10d::Work {
 
  private:
   Event end_;
+  c10::Device device_;
   Tensors kept_;
   bool blocks_host_;
 };
@@ -112,7 +133,6 @@ StrictGroup::~StrictGroup() {
 
 void StrictGroup::attach(BackendPtr gloo) {
   communicator_ = std::make_shared<Communicator>(place_, store_, std::move(gloo), timeout_);
-  own_stream_ = stream_from_pool(rules_.is_high_priority);
   count("communicators");
 }
 
@@ -173,7 +193,22 @@ void StrictGroup::setTimeout(Milliseconds timeout) {
 
 void StrictGroup::eagerConnectSingleDevice(at::Device) { connect(); }
 
+// Of its device: NCCL's groups have a communicator for each.
+c10::Stream StrictGroup::own_stream() {
+  std::optional<c10::Stream>& stream = own_streams_[device().index()];
+  if (!stream) stream = stream_from_pool(rules_.is_high_priority);
+  return *stream;
+}
+
+void StrictGroup::check_graphs() {
+  const std::lock_guard<std::mutex> lock(launching_);
+  std::erase_if(graphs_, [](const std::weak_ptr<Graph>& graph) { return graph.expired(); });
+  TORCH_CHECK(!rules_.refuses_to_end || graphs_.empty(), place_.text(), "the group cannot be destroyed while ",
+              graphs_.size(), " captured graphs have operations of it; let them go first");
+}
+
 void StrictGroup::shutdown() {
+  check_graphs();
   if (communicator_) communicator_->close("destroyed", /*finish_first=*/true);
   if (unusable_.empty()) unusable_ = "the group was destroyed";
 }
@@ -194,11 +229,12 @@ void StrictGroup::check_usable(const char* what) const {
 
 c10::Stream StrictGroup::stream_for(bool is_async) {
   const c10::Stream current = current_stream();
-  if (!is_async || current == *own_stream_) return current;
+  const c10::Stream own = own_stream();
+  if (!is_async || current == own) return current;
   Event given;
   given.record(current);
-  given.block(*own_stream_);
-  return *own_stream_;
+  given.block(own);
+  return own;
 }
 
 WorkPtr StrictGroup::launch(const std::vector<c10::Stream>& streams, const std::string& what, Body body, Tensors kept,
@@ -212,10 +248,21 @@ WorkPtr StrictGroup::launch(const std::vector<c10::Stream>& streams, const std::
   }
   // The ticket and the place on the stream are taken together: several threads may launch.
   const std::lock_guard<std::mutex> lock(launching_);
-  enqueue_at_launch(stream, [communicator = communicator_, what, body = std::move(body)] {
-    const uint64_t ticket = communicator->take_ticket();
-    return Work([communicator, ticket, what, body] { communicator->run(ticket, what, body); });
-  });
+  auto give = [stream, communicator = communicator_, what, body = std::move(body)] {
+    enqueue_at_launch(stream, [communicator, what, body] {
+      const uint64_t ticket = communicator->take_ticket();
+      return Work([communicator, ticket, what, body] { communicator->run(ticket, what, body); });
+    });
+  };
+  const auto graph = graph_captured_on(stream);
+  const auto is_it = [&](const std::weak_ptr<Graph>& known) { return known.lock() == graph; };
+  if (graph && std::none_of(graphs_.begin(), graphs_.end(), is_it)) graphs_.push_back(graph);
+  // Events are recorded now, whether the operation is there or not, as on CUDA.
+  if (open_groups > 0) {
+    held_back.push_back(std::move(give));
+  } else {
+    give();
+  }
   Event end;
   end.record(stream);
   for (const c10::Stream& other : streams) {
@@ -223,12 +270,14 @@ WorkPtr StrictGroup::launch(const std::vector<c10::Stream>& streams, const std::
   }
   if (!is_async && blocks_host) end.synchronize();
   if (!is_async && !rules_.has_real_work) return nullptr;
-  return c10::make_intrusive<StrictWork>(std::move(end), std::move(kept), blocks_host || rules_.waits_block_host);
+  return c10::make_intrusive<StrictWork>(std::move(end), stream.device(), std::move(kept),
+                                         blocks_host || rules_.waits_block_host);
 }
 
 WorkPtr StrictGroup::collective(Kind kind, bool is_async, const std::vector<Tensors>& used,
                                 const std::function<Body(const char*)>& build) {
   const char* what = name_of(kind);
+  const OnDevice on_device(device_of(used));
   check_usable(what);
   try {
     TORCH_CHECK(!batch_ || !batch_->has_messages, place_.text(), what,
@@ -264,6 +313,7 @@ WorkPtr StrictGroup::message(Tensors& tensors, int peer, bool is_send) {
     TORCH_CHECK(batch_->collectives.empty(), place_.text(), what, " in a batch of collectives");
     const at::Tensor& tensor = only(tensors, what);
     const Memory memory = memory_of(tensor, what);
+    const OnDevice on_device(tensor.device());
     check_root(peer, size_, what);
     connect();
     TORCH_CHECK(messages_until_refusal.fetch_sub(1) != 1, place_.text(), what, " was refused, as a test asked for");
@@ -287,12 +337,17 @@ void StrictGroup::startCoalescing() {
   TORCH_CHECK(unusable_.empty(), place_.text(), "a batch on a group that cannot be used any more: ", unusable_);
   TORCH_CHECK(!batch_, place_.text(), "startCoalescing while a batch is open, which was left open or is nested");
   batch_.emplace();
+  if (rules_.holds_thread) ++open_groups;
 }
+
+int64_t open_groups_of_thread() { return open_groups; }
 
 WorkPtr StrictGroup::endCoalescing() {
   TORCH_CHECK(batch_, place_.text(), "endCoalescing without startCoalescing");
   Batch batch = std::move(*batch_);
   batch_.reset();
+  if (rules_.holds_thread) --open_groups;
+  HeldBack others;  // which come after the batch itself
   if (batch.streams.empty()) return nullptr;
   count("batch");
   if (!batch.has_messages) {

@@ -37,6 +37,10 @@ struct Rules {
   bool waits_block_host = false;  // Work.wait waits for the operation, as with TORCH_NCCL_BLOCKING_WAIT
   bool records_streams = false;   // messages record their stream with the allocator, as torch 2.11's NCCL does
   bool keeps_tensors = false;     // until it is waited for, a Work keeps what is read, and what collectives write
+  // While a thread has a batch open on such a group, all that it gives to any group starts at the end of the batch, as
+  // between ncclGroupStart and ncclGroupEnd, which torch's batches on "nccl" were before 2.15.
+  bool holds_thread = false;
+  bool refuses_to_end = false;  // while a captured graph with its operations exists, as "nccl2" of torch 2.15
 };
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -51,6 +55,9 @@ void reset_counters();
 
 // Makes the n-th message from now on raise (1 is the next one), for tests of what happens then.
 void refuse_message(int64_t number);
+
+// The number of batches that hold the calling thread.
+int64_t open_groups_of_thread();
 
 class StrictGroup final : public c10d::Backend {
  public:
@@ -123,6 +130,8 @@ class StrictGroup final : public c10d::Backend {
   WorkPtr launch(const std::vector<c10::Stream>& streams, const std::string& what, Body body, Tensors kept,
                  bool is_async, bool blocks_host = false);
   void check_usable(const char* what) const;
+  void check_graphs();
+  c10::Stream own_stream();
   c10::Stream stream_for(bool is_async);
   Body gathering(const Tensors& outputs, const at::Tensor& input) const;
   void attach(BackendPtr gloo);
@@ -133,7 +142,8 @@ class StrictGroup final : public c10d::Backend {
   Milliseconds timeout_;
   std::string unusable_;  // the reason, if it is
   std::shared_ptr<Communicator> communicator_;
-  std::optional<c10::Stream> own_stream_;
+  std::optional<c10::Stream> own_streams_[kNumDevices];
+  std::vector<std::weak_ptr<Graph>> graphs_;  // which have operations of this group
   std::optional<Batch> batch_;
   std::mutex launching_;
   int64_t num_splits_ = 0;

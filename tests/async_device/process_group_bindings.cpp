@@ -21,7 +21,9 @@ void bind_process_group(py::module_& m) {
       .def_readwrite("is_high_priority", &Rules::is_high_priority)
       .def_readwrite("waits_block_host", &Rules::waits_block_host)
       .def_readwrite("records_streams", &Rules::records_streams)
-      .def_readwrite("keeps_tensors", &Rules::keeps_tensors);
+      .def_readwrite("keeps_tensors", &Rules::keeps_tensors)
+      .def_readwrite("holds_thread", &Rules::holds_thread)
+      .def_readwrite("refuses_to_end", &Rules::refuses_to_end);
 
   py::class_<StrictGroup, c10d::Backend, c10::intrusive_ptr<StrictGroup>>(m, "StrictGroup")
       .def(py::init([](const StorePtr& store, int rank, int size, const std::string& name,
@@ -48,6 +50,8 @@ void bind_process_group(py::module_& m) {
   m.def("lose_flag", &lose_flag, py::arg("number"));
   m.def("set_gloo_maker", &set_gloo_maker);
   m.def("process_group_counters", &counters);
+  // The functions of shardwright's OpenGroupsQuery.
+  m.def("open_groups_query_address", [] { return reinterpret_cast<uintptr_t>(&open_groups_of_thread); });
   m.def("refuse_message", &refuse_message, py::arg("number"));
   m.def("reset_process_group_counters", &reset_counters);
 }

@@ -36,6 +36,8 @@ class Rules:
     waits_block_host: bool = False
     records_streams: bool = False
     keeps_tensors: bool = False
+    holds_thread: bool = not _IS_AT_LEAST_2_15
+    refuses_to_end: bool = False
 
 
 _native: types.ModuleType | None = None
@@ -102,6 +104,8 @@ def _create(options: Any, backend_options: object) -> Any:
     native_rules.waits_block_host = chosen.waits_block_host
     native_rules.records_streams = chosen.records_streams
     native_rules.keeps_tensors = chosen.keeps_tensors
+    native_rules.holds_thread = chosen.holds_thread
+    native_rules.refuses_to_end = chosen.refuses_to_end
 
     # The timeout of new_group is half an hour unless it is given; no test wants to wait longer than its default group.
     global _longest_wait
