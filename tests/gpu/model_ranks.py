@@ -1,29 +1,25 @@
 """What one of several ranks on one GPU does with whole models: attention over a cut sequence, weights that are gathered
-when they are used, many tensors at once. Started by test_models.py, over NCCL.
-
-SHARDWRIGHT_RANKS_DEVICE=cpu runs the same over Gloo, to check this script where there is no GPU.
+when they are used, many tensors at once. Started by test_models.py, over NCCL; on other devices: rank_device.py.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
+import rank_device
 import torch
 import torch.distributed as dist
 from nccl_ranks import part
+from rank_device import DEVICE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 
-DEVICE = os.environ.get("SHARDWRIGHT_RANKS_DEVICE", "cuda")
 STEPS = 4
 OUTPUTS = ("out", "q", "k", "v")
 
@@ -181,16 +177,10 @@ TASKS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    start = functools.partial(dist.init_process_group, timeout=timedelta(seconds=60))
-    if DEVICE == "cuda":
-        gpu = torch.device("cuda", 0)
-        torch.cuda.set_device(gpu)
-        start("nccl", device_id=gpu)
-    else:
-        start("gloo")
+    rank_device.begin()
     TASKS[sys.argv[1]]()
     assert sw.stats()["fallbacks"] == 0, sw.stats()
-    dist.destroy_process_group()
+    rank_device.end()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 test_nccl.py, and by test_peers.py through arenas that peers copy from, on several GPUs where there are as many.
 
 NCCL refuses two ranks on one GPU, unless their NCCL_HOSTID differ (2.28: they then talk over sockets), or
-NCCL_MULTI_RANK_GPU_ENABLE=1 (2.30).
+NCCL_MULTI_RANK_GPU_ENABLE=1 (2.30). On another device (rank_device.py) all but peers and flags runs too.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from datetime import timedelta
 
+import rank_device
 import torch
 import torch.distributed as dist
+from rank_device import DEVICE
 
 import shardwright as sw
 from shardwright import groups, preparation
@@ -35,14 +36,12 @@ def check(mesh: sw.Mesh, src: tuple[str, ...], dst: tuple[str, ...], rank: int) 
     sums = 1
     for placement, size in zip(src, mesh.shape, strict=True):
         sums *= size if placement == "P" else 1
-    whole = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32, device="cuda").view(SHAPE)
+    whole = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32, device=DEVICE).view(SHAPE)
     local, expected = part(whole, before, rank).contiguous(), part(whole * sums, after, rank)
     name = f"{src} -> {dst} on {mesh}"
     assert torch.equal(sw.redistribute_local(local, before, after), expected), name
     assert torch.equal(sw.redistribute_local(local, before, after, async_op=True) + 0, expected), name
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with rank_device.captured() as graph:
         result = sw.redistribute_local(local, before, after)
     for turn in range(1, 4):
         local.copy_(part(whole * turn, before, rank))
@@ -53,7 +52,7 @@ def check(mesh: sw.Mesh, src: tuple[str, ...], dst: tuple[str, ...], rank: int) 
 def integers(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
     """Small enough that sums of products are exact; the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, 3, shape, generator=generator).float().cuda().to(dtype)
+    return torch.randint(-2, 3, shape, generator=generator).float().to(DEVICE).to(dtype)
 
 
 def share(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -66,9 +65,9 @@ def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
     k, n = 64, 64
     x, weight = integers((rows, k), 1, dtype), integers((k, n), 2, dtype)
     turned = weight.t().contiguous().t()
-    row_scales = 2.0 ** (torch.arange(rows, device="cuda") % 3 - 1).view(-1, 1)
-    column_scales = 2.0 ** (torch.arange(n, device="cuda") % 2).view(1, -1)
-    one = torch.tensor(0.5, device="cuda")
+    row_scales = 2.0 ** (torch.arange(rows, device=DEVICE) % 3 - 1).view(-1, 1)
+    column_scales = 2.0 ** (torch.arange(n, device=DEVICE) % 2).view(1, -1)
+    one = torch.tensor(0.5, device=DEVICE)
     by, w_by = {None: (None, None), "tensor": (one, one), "row": (row_scales, column_scales)}[scales]
     expected = x.float() @ weight.float()
     out_dtype = dtype
@@ -86,7 +85,7 @@ def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
         assert torch.equal(found, share(expected.to(out_dtype), 1)), f"all_gather_matmul of {where}"
         if scales is None:
             (grad,) = torch.autograd.grad(found.float().sum(), mine)
-            right = torch.ones(rows, n, device="cuda") @ weight.float().t()
+            right = torch.ones(rows, n, device=DEVICE) @ weight.float().t()
             torch.testing.assert_close(grad.float(), share(right, 0), rtol=2e-2, atol=0.5)
         how = {"size": k, "method": method}
         if scales is not None:
@@ -119,13 +118,11 @@ def check_flags() -> None:
 def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     peers = sys.argv[1] == "peers"
-    gpu = torch.device("cuda", rank if peers and torch.cuda.device_count() >= world else 0)
-    torch.cuda.set_device(gpu)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=60), device_id=gpu)
-    dist.all_reduce(torch.ones(1, device="cuda"))
-    torch.cuda.synchronize()
+    device = rank_device.begin(one_gpu_each=peers and torch.cuda.device_count() >= world)
+    dist.all_reduce(torch.ones(1, device=DEVICE))
+    rank_device.synchronize()
     if sys.argv[1] == "reach":
-        dist.destroy_process_group()
+        rank_device.end()
         return
     shapes = {1: [(1,)], 2: [(2,)], 4: [(2, 2), (4,)]}[world]
     for sizes in shapes:
@@ -138,19 +135,19 @@ def main() -> None:
                     check(mesh, src, dst, rank)
     if world > 2 and rank in (0, world - 1):  # the others are not asked, though the default group is bound to a device
         group = groups.find_or_make([0, world - 1])
-        total = torch.ones(1, device="cuda")
+        total = torch.ones(1, device=DEVICE)
         dist.all_reduce(total, group=group)
-        assert total.item() == 2 and group.bound_device_id == gpu
+        assert total.item() == 2 and (group.bound_device_id == device or not rank_device.IS_CUDA)
     for rows in (32, 25):
         check_products(rows, torch.float32, None)
         check_products(rows, torch.bfloat16, None)
         check_products(rows, torch.float8_e4m3fn, "tensor")
         check_products(rows, torch.float8_e4m3fn, "row")
-    assert sw.stats()["product_fallbacks"] == 0 or torch.cuda.get_device_capability() < (9, 0), sw.stats()
+    assert sw.stats()["product_fallbacks"] == 0 or not rank_device.has_scaled_products(), sw.stats()
     if peers:
         check_flags()
     assert (sw.stats()["peer_bytes"] > 0) == peers, sw.stats()
-    dist.destroy_process_group()
+    rank_device.end()
 
 
 if __name__ == "__main__":

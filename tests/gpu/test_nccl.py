@@ -7,12 +7,15 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).with_name("nccl_ranks.py")
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 90
+REACH_SECONDS = 30
+GRACE_SECONDS = 10  # a rank that is at its limit says where it is, and ends
 # How several ranks get onto one GPU: by NCCL's version, see nccl_ranks.py.
 WAYS = {"host ids": {"NCCL_HOSTID": "rank{rank}"}, "multi-rank": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
 
@@ -24,8 +27,9 @@ def _free_port() -> int:
         return port
 
 
-def run(task: str, world: int, way: str, script: Path = SCRIPT) -> str:
+def run(task: str, world: int, way: str, script: Path = SCRIPT, limit_seconds: float = LIMIT_SECONDS) -> str:
     """Runs ranks to the end, on one GPU by a way, or without one; what the first failed one printed, or nothing."""
+    deadline = time.monotonic() + limit_seconds + GRACE_SECONDS
     common = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -33,6 +37,7 @@ def run(task: str, world: int, way: str, script: Path = SCRIPT) -> str:
         "WORLD_SIZE": str(world),
         "NCCL_MAX_CTAS": "4",
         "NCCL_SOCKET_IFNAME": "lo",
+        "SHARDWRIGHT_RANKS_SECONDS": str(limit_seconds),
     }
     ranks = []
     for rank in range(world):
@@ -45,7 +50,7 @@ def run(task: str, world: int, way: str, script: Path = SCRIPT) -> str:
     failed = ""
     for rank, process in enumerate(ranks):
         try:
-            printed, _ = process.communicate(timeout=LIMIT_SECONDS if not failed else 5)
+            printed, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()) if not failed else 5)
         except subprocess.TimeoutExpired:
             process.kill()
             printed = f"rank {rank} did not end\n{process.communicate()[0]}"
@@ -58,7 +63,7 @@ def run(task: str, world: int, way: str, script: Path = SCRIPT) -> str:
 def way_that_works() -> tuple[str | None, str]:
     reasons = []
     for way in WAYS:
-        failed = run("reach", 2, way)
+        failed = run("reach", 2, way, limit_seconds=REACH_SECONDS)
         if not failed:
             return way, ""
         reasons.append(f"{way}: {failed.strip().splitlines()[-1]}")

@@ -1,0 +1,60 @@
+"""The scripts of tests/gpu that several ranks run, on the asynchronous device: what they do must be right before a GPU
+is there to run it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import async_tests  # noqa: F401  (so that async_device is found)
+
+FOLDER = Path(__file__).resolve().parents[1] / "gpu"
+LIMIT_SECONDS = 100
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "task", ["nccl_ranks.py check", "model_ranks.py attention", "model_ranks.py fully_shard", "model_ranks.py many"]
+)
+def test_scripts_run_without_a_gpu(task: str) -> None:
+    import async_device
+
+    async_device.build()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script, name = task.split()
+    settings = {
+        "SHARDWRIGHT_RANKS_DEVICE": async_device.DEVICE,
+        "SHARDWRIGHT_RANKS_SECONDS": str(LIMIT_SECONDS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(FOLDER / script), name],
+            env={**os.environ, **settings, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    printed = [process.communicate(timeout=LIMIT_SECONDS + 20)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
+
+
+def test_no_script_names_a_device_by_itself() -> None:
+    """Flags and peers alone need CUDA."""
+    allowed = ("get_device_capability", "make_arenas", "device_count", "ProcessGroupNCCL")
+    for script in ("nccl_ranks.py", "model_ranks.py"):
+        lines = (FOLDER / script).read_text().splitlines()
+        named = [line for line in lines if "cuda" in line and not line.strip().startswith(("#", '"'))]
+        assert all(any(word in line for word in allowed) for line in named), named
