@@ -72,7 +72,7 @@ def gradients(model: nn.Module) -> list[Any]:
 
 
 def agreement_bytes(model: nn.Module) -> int:
-    """What a rank receives at the end of a backward: by mesh dim, an all-reduce of two bytes a weight and 16 more."""
+    """Bytes a rank receives at the end of a backward: by mesh dim, an all-reduce of two bytes a weight and 16 more."""
     parameters: list[Any] = list(model.parameters())
     sizes = parameters[0].device_mesh.shape
     return sum(-(-2 * (size - 1) * (16 + 2 * len(parameters)) // size) for size in sizes if math.prod(sizes) > 1)

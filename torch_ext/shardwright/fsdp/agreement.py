@@ -1,4 +1,4 @@
-"""What ranks tell each other before a model's first step: that they have given `sw.fully_shard` the same."""
+"""Agreements between ranks: the arguments of `sw.fully_shard`, the largest of some bytes, and writes to parameters."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def pack(tensor: torch.Tensor) -> Any:
     if weight is not None and unit is not None:
         forward = unit.forwards[-1] if unit.forwards else 0
         return _Read(_without_graph(tensor), weight, unit, forward, weight.version)
-    # PyTorch checks no versions where there are hooks. What it has detached of a DTensor counts its own.
+    # PyTorch checks no versions where there are hooks. A tensor that was detached from a DTensor counts its own.
     owner = weakref.ref(tensor) if isinstance(tensor, DTensor) else None
     return _Activation(_without_graph(tensor), tensor._version, owner)
 

@@ -30,7 +30,7 @@ Place = tuple[int, int]  # number of a unit, and of a weight in it
 
 
 class Reductions:
-    """Those of one model."""
+    """The reductions of one model."""
 
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
         self._units = units
@@ -117,7 +117,7 @@ class Reductions:
         return self._units[place[0]].weights[place[1]]
 
     def _flags(self, place: Place) -> tuple[bool, bool]:
-        """Whether this rank has contributed a gradient, and whether one is left that has to be reduced."""
+        """Returns two flags: this rank has contributed a gradient, and it has one left that must be reduced."""
         weight = self._weight(place)
         return weight.has_arrived, weight.has_gradient and self._units[place[0]].wishes.reduces
 

@@ -16,7 +16,7 @@ from .layouts import Layouts
 
 
 class Trained:
-    """What `Weight` does with gradients."""
+    """The part of `Weight` that handles gradients."""
 
     sharded: nn.Parameter
     whole: nn.Parameter
@@ -53,7 +53,7 @@ class Trained:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient of this rank waits for a reduction."""
+        """True if a gradient of this rank waits for a reduction."""
         return self.whole.grad is not None or self.gradients.are_kept
 
     def start_reduction(self, over_replicas: bool, divide_by: float | None) -> list[Arriving]:

@@ -293,7 +293,7 @@ class Unit:
 
     @property
     def has_copies(self) -> bool:
-        """Whether it holds copies of parameters, which a write would make stale; the same on all ranks."""
+        """True if it holds copies of parameters, which a write would make stale; the same on all ranks."""
         return bool(self.weights) and (self.is_resident or any(weight.has_copy for weight in self.weights))
 
     def note_contents(self) -> None:
