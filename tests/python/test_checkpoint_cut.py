@@ -18,6 +18,7 @@ import meshes
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
+from shardwright import groups
 from shardwright.fsdp import activations
 
 WIDTH = 5
@@ -207,7 +208,7 @@ def _order() -> None:
             third_loss.backward()
             results.append([x.grad, y.grad, z.grad, *(p.grad.clone() for p in each.parameters())])
         assert all(map(torch.equal, *results))
-    on = activations._meshes.get(mesh)
+    on = activations._meshes.get((mesh, groups.key_of_mesh(mesh)))
     assert on is not None
     for _ in range(20):
         model(batch(0).requires_grad_())

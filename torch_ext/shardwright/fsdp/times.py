@@ -95,7 +95,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.steps: list[HeardStep] = []
-        devices = [torch.device("cpu"), torch.accelerator.current_accelerator()]
+        devices = [torch.device("cpu"), torch.accelerator.current_accelerator(check_available=True)]
         self._origins = {device.type: _mark(device) for device in devices if device is not None}
 
     def hear(self, schedule: StepSchedule, names: list[str], clock: Clock, copies: Sequence[Sequence[Copy]]) -> None:
