@@ -131,7 +131,8 @@ class Kept {
   std::optional<std::optional<Algorithm>> find(const Problem& problem) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = algorithms_.find(problem);
-    return found == algorithms_.end() ? std::nullopt : std::optional(found->second);
+    if (found == algorithms_.end()) return std::nullopt;
+    return std::make_optional(found->second);  // std::optional(...) of an optional is that optional
   }
 
   void put(const Problem& problem, std::optional<Algorithm> algorithm) {
