@@ -330,7 +330,7 @@ ExecutablePtr executable_of(const std::string& plan, const std::vector<std::stri
   try {
     return kept->get_or_make(key_of(plan, groups, rank), make, is_bound);
   } catch (const UserError& error) {
-    TORCH_CHECK_VALUE(false, error.what());
+    C10_THROW_ERROR(ValueError, error.what());
   }
 }
 
