@@ -13,21 +13,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _runtime
 
 
-def largest(mesh: DeviceMesh, said: bytes, device: torch.device) -> bytes:
-    """Returns each byte's largest value over the ranks of a mesh. All of them call this, with as many bytes.
+def all_reduce(
+    said: torch.Tensor, mesh: DeviceMesh, device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
+    """Returns a CPU tensor reduced over the ranks of a mesh, which all call this with tensors of one shape.
 
     Where a group of the mesh has a backend for CPU, the host does not wait for the device.
     """
-    table = torch.frombuffer(bytearray(said), dtype=torch.uint8)
     # Ours that are under way start all they communicate before, on all ranks alike.
     _runtime.drain([group.group_name for group in mesh.get_all_groups()])
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)
         has_cpu = any(kind.type == "cpu" for kind in group._device_types)
-        sent = table if has_cpu else table.to(device)
-        dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
-        table = sent.cpu()
-    return bytes(table.tolist())
+        sent = said if has_cpu else said.to(device)
+        dist.all_reduce(sent, op, group=group)
+        said = sent.cpu()
+    return said
+
+
+def largest(mesh: DeviceMesh, said: bytes, device: torch.device) -> bytes:
+    """Returns each byte's largest value over the ranks of a mesh. All of them call this, with as many bytes."""
+    table = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    return bytes(all_reduce(table, mesh, device, dist.ReduceOp.MAX).tolist())
 
 
 def forget_written_copies(units: Sequence[Copying], device: torch.device) -> None:
@@ -95,12 +102,7 @@ def compare(mesh: DeviceMesh, said: dict[str, str], device: torch.device, who: s
     digests = [hashlib.sha256(f"{name}: {text}".encode()).digest()[:8] for name, text in said.items()]
     table = torch.zeros(len(ranks), len(said), dtype=torch.int64)
     table[own] = torch.tensor([int.from_bytes(digest, "little", signed=True) for digest in digests])
-    table = table.to(device)
-    # Ours that are under way start all they communicate before, on all ranks alike.
-    _runtime.drain([group.group_name for group in mesh.get_all_groups()])
-    for dim in range(mesh.ndim):  # each row is one rank's, so it arrives once
-        dist.all_reduce(table, group=mesh.get_group(dim))
-    table = table.cpu()
+    table = all_reduce(table, mesh, device)  # each row is one rank's, so it arrives once
     for (name, text), column in zip(said.items(), table.unbind(1)):
         by_digest: dict[int, list[int]] = {}
         for rank, digest in zip(ranks, column.tolist(), strict=True):

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _runtime
 from .._planner import StepSchedule
 from ..explaining import HeardStep
+from . import agreement
 from .hosting import Copy
 
 
@@ -148,9 +148,5 @@ def agreed_times(found: Times, meshes: set[DeviceMesh], device: torch.device) ->
 
 def agreed(times_ps: Sequence[int], mesh: DeviceMesh, device: torch.device) -> list[int]:
     """Returns each time's largest value over the ranks of a mesh. All of them call this, with as many times."""
-    times = torch.tensor(times_ps, dtype=torch.int64, device=device)
-    # Ours that are under way start all they communicate before, on all ranks alike.
-    _runtime.drain([group.group_name for group in mesh.get_all_groups()])
-    for dim in range(mesh.ndim):
-        dist.all_reduce(times, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return [int(ps) for ps in times.tolist()]
+    times = torch.tensor(times_ps, dtype=torch.int64)
+    return [int(ps) for ps in agreement.all_reduce(times, mesh, device, dist.ReduceOp.MAX)]
