@@ -28,8 +28,20 @@ def describe(*packages: str, date: str | None = None) -> dict:
 
 
 def write(path: str | Path, results: dict) -> None:
-    """Writes results as JSON, and prints where."""
+    """Writes results as JSON, a row of a list on a line, and prints where."""
     path = Path(path).resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    path.write_text(_text(results) + "\n")
     print(f"\nwritten to {path}")
+
+
+def _text(value: object, indent: int = 0) -> str:
+    """Returns JSON in which values of up to 120 characters, and all items of lists, have a line each."""
+    line = json.dumps(value)
+    if len(line) + indent <= 120 or not isinstance(value, dict | list):
+        return line
+    pad = " " * (indent + 1)
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(pad + json.dumps(item) for item in value) + f"\n{' ' * indent}]"
+    items = (f"{pad}{json.dumps(key)}: {_text(item, indent + 1)}" for key, item in value.items())
+    return "{\n" + ",\n".join(items) + f"\n{' ' * indent}}}"
