@@ -58,7 +58,7 @@ class Tables final : public shardwright::TableDevice {
   static std::shared_ptr<at::Tensor> memory_for(const std::vector<uint8_t>& bytes) {
     auto memory = std::make_shared<at::Tensor>(
         at::empty({static_cast<int64_t>(bytes.size())}, at::TensorOptions(at::kByte).device(device())));
-    enqueue(current_stream(),
+    launch(current_stream(),
             [to = memory->mutable_data_ptr(), bytes] { std::memcpy(to, bytes.data(), bytes.size()); });
     return memory;
   }
@@ -88,7 +88,7 @@ void copy(const shardwright::StridedCopy& copy, const at::Tensor& src, at::Tenso
     Tables tables;
     const shardwright::BoxTable table =
         shardwright::table_on(tables, dst.device().index(), copy, boxes, kWordsPerBlock);
-    enqueue(current_stream(), [=, bytes = boxes.word_bytes] {
+    launch(current_stream(), [=, bytes = boxes.word_bytes] {
       const auto run = [&](auto word) {
         using Word = decltype(word);
         copy_words(table, static_cast<const Word*>(from), static_cast<Word*>(to));

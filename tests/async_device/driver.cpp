@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -150,9 +151,16 @@ class Worker {
   int64_t epoch_ = -1;
 };
 
+// Of each device. 0: each stream has a queue of its own.
+const int64_t num_queues = [] {
+  const char* given = std::getenv("ASYNC_DEVICE_QUEUES");
+  return given == nullptr ? 0 : std::atoll(given);
+}();
+
 Worker& worker_of(c10::StreamId id) {
   static std::mutex mutex;
   static auto* workers = new std::map<c10::StreamId, Worker*>;  // outlive threads that run at exit
+  if (num_queues > 0) id = id / kFirstStream * kFirstStream + id % kFirstStream % num_queues;
   const std::lock_guard<std::mutex> lock(mutex);
   Worker*& worker = (*workers)[id];
   if (worker == nullptr) worker = new Worker(id);
@@ -165,6 +173,7 @@ thread_local c10::StreamId current_streams[kNumDevices] = {0, kFirstStream};
 std::atomic<int64_t> num_works{0};
 std::atomic<int64_t> num_events{0};
 std::atomic<int64_t> num_waits{0};
+std::atomic<int64_t> launches_until_refusal{0};  // 0: none is refused
 
 thread_local int relaxed = 0;
 
@@ -216,6 +225,15 @@ c10::Stream stream_from_pool(bool is_high_priority) {
 }
 
 Counts counts() { return {num_works, num_events, num_waits}; }
+
+void refuse_launch(int64_t number) { launches_until_refusal = number; }
+
+int64_t launches_before_refusal() { return launches_until_refusal; }
+
+void launch(c10::Stream stream, Work work) {
+  if (launches_until_refusal > 0) TORCH_CHECK(--launches_until_refusal > 0, "async_device: a launch was refused");
+  enqueue(stream, std::move(work));
+}
 
 void enqueue(c10::Stream stream, Work work) {
   enqueue_at_launch(stream, [work = std::move(work)] { return work; });

@@ -42,7 +42,8 @@ class OnDevice {
 
 using Work = std::function<void()>;
 
-// ---- streams. Numbers begin at kFirstStream times the device; the first of each device is its default stream, which
+// ---- streams. With ASYNC_DEVICE_QUEUES=n in the environment, the streams of a device share n queues, so that work also
+// waits for work of other streams that was given before it, as on a GPU with few connections. Numbers begin at kFirstStream times the device; the first of each device is its default stream, which
 // does not wait for the others, nor they for it.
 
 constexpr c10::StreamId kFirstStream = 1000;
@@ -58,6 +59,12 @@ c10::Stream stream_from_pool(bool is_high_priority);  // of the current device
 
 // Adds work after all that the stream was given before. `work` must not own tensors of this device.
 void enqueue(c10::Stream stream, Work work);
+
+// The same for the work of a kernel, whose launch may be refused: the launch with this number from now on, counted from
+// 1, throws c10::Error and does nothing. 0: none. launches_before_refusal says whether it is still to come.
+void launch(c10::Stream stream, Work work);
+void refuse_launch(int64_t number);
+int64_t launches_before_refusal();
 
 // The same for work that depends on when it is given to the stream: `at_launch` is called by the host at that moment,
 // which is now, or at every replay of the graph that is captured now, and returns the work.

@@ -41,7 +41,7 @@ at::Tensor async_input_mm(const at::Tensor& a, const at::Tensor& b, const at::Te
   TORCH_CHECK(a.size(0) % (chunks * kTileRows) == 0, a.size(0), " rows in ", chunks, " chunks of whole tiles");
   TORCH_CHECK(a.size(1) % 8 == 0 && b.size(1) % 8 == 0, "rows do not begin at multiples of 16 bytes");
   const at::Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
-  enqueue(current_stream(), [=, rows = a.size(0) / chunks, k = a.size(1), n = b.size(1), from = a.data_ptr(),
+  launch(current_stream(), [=, rows = a.size(0) / chunks, k = a.size(1), n = b.size(1), from = a.data_ptr(),
                              flag = static_cast<uint32_t*>(flags.data_ptr()), to = out.data_ptr(),
                              rhs = matrix(b.data_ptr(), b.sizes(), b.strides())] {
     const Running running;
@@ -64,7 +64,7 @@ at::Tensor async_input_mm(const at::Tensor& a, const at::Tensor& b, const at::Te
 at::Tensor stream_write_value(const at::Tensor& flags, int64_t index, int64_t value) {
   forbid_in_capture("writing a value from a stream");
   TORCH_CHECK(index >= 0 && index < flags.numel() && flags.scalar_type() == at::kUInt32, "there is no flag ", index);
-  enqueue(current_stream(), [flag = static_cast<uint32_t*>(flags.data_ptr()) + index, value] {
+  launch(current_stream(), [flag = static_cast<uint32_t*>(flags.data_ptr()) + index, value] {
     if (flags_until_loss > 0 && --flags_until_loss == 0) return;
     std::atomic_ref(*flag).store(static_cast<uint32_t>(value));
   });

@@ -33,6 +33,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("refuse_unknown_memory", &refuse_unknown_memory, py::arg("refuses"));
   m.def("empty_cache", &empty_cache, without_gil);
   m.def("forget_failure", &forget_failure);
+  m.def("refuse_launch", &refuse_launch, py::arg("number"));
+  m.def("launches_before_refusal", &launches_before_refusal);
   m.def("fail", &fail, py::arg("reason"));
   m.def("allocated_bytes", &allocated_bytes);
   m.def("peak_allocated_bytes", &peak_allocated_bytes);

@@ -178,7 +178,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     if (grows) return by_cpu(op, stack);
     Stack copy;
     for (const c10::IValue& arg : args) copy.push_back(changed(arg, on_cpu));
-    enqueue(current_stream(), [op, copy]() mutable { call(op, copy); });
+    launch(current_stream(), [op, copy]() mutable { call(op, copy); });
     Stack returned;
     for (const c10::Argument& result : schema.returns()) {
       for (size_t i = 0; i < num_args; ++i) {
@@ -206,7 +206,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     results.push_back(at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(device())));
     places.push_back(on_cpu(results.back()));
   }
-  enqueue(current_stream(), [op, copy, places]() mutable {
+  launch(current_stream(), [op, copy, places]() mutable {
     call(op, copy);
     const at::AutoDispatchBelowADInplaceOrView guard;
     for (size_t i = 0; i < places.size(); ++i) places[i].copy_(copy[i].toTensor());
@@ -243,14 +243,14 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     const bool is_late = !is_ours(from) && may_stay_behind(from, non_blocking);
     if (!is_ours(from) && !is_late) forbid_in_capture("copying from memory of the host");
     const at::Tensor expanded = from.expand_as(to);
-    enqueue(current_stream(), [source = is_late ? expanded : on_cpu(expanded), target = on_cpu(to)]() mutable {
+    launch(current_stream(), [source = is_late ? expanded : on_cpu(expanded), target = on_cpu(to)]() mutable {
       const at::AutoDispatchBelowADInplaceOrView guard;
       target.copy_(source);
     });
     return to;
   }
   if (may_stay_behind(to, non_blocking)) {
-    enqueue(current_stream(), [source = on_cpu(from), target = to]() mutable {
+    launch(current_stream(), [source = on_cpu(from), target = to]() mutable {
       const at::AutoDispatchBelowADInplaceOrView guard;
       target.copy_(source);
     });

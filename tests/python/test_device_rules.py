@@ -242,6 +242,58 @@ def test_a_run_that_fails_beside_its_caller_frees_memory_behind_its_transfers() 
     ranks.run(_refused_in_the_rest, 2)
 
 
+def _refused_launches(rank: int, size: int, path: str) -> list[int]:
+    """Refuses each launch of each call in turn, on both ranks alike, and returns how many each call has."""
+    from async_device import ranks
+
+    native = ranks.begin(rank, size, path, 20.0, alone=True)
+    mesh = sw.Mesh({"a": 2})
+    moves = [
+        Move(mesh, (8, 12), (src,), (dst,))
+        for src, dst in (("S(0)", "R"), ("S(1)", "R"), ("S(0)", "S(1)"), ("P(sum)", "S(1)"), ("P(sum)", "R"))
+    ]
+    x, weight = torch.ones(4, 6, device=DEVICE), torch.ones(6, 4, device=DEVICE)
+    how = {"size": 8, "columns": 8, "method": "ring", "chunks": 4, "depth": 3}
+    items = [(moves[2].local, *moves[2].layouts), (moves[1].local, *moves[1].layouts)]
+
+    def product() -> torch.Tensor:
+        return sw.all_gather_matmul(x, weight, **how)
+
+    def batch() -> torch.Tensor:
+        return torch.cat([one.flatten() for one in sw.redistribute_many(items, bucket_bytes=256)])
+
+    calls = [product, batch]
+    calls += [lambda m=m, a=a: m.start(a) + 0 for m in moves for a in (False, True)]  # type: ignore[misc]
+    counts = []
+    for call in calls:
+        expected = call().cpu()
+        for number in range(1, 100):
+            native.refuse_launch(number)
+            try:
+                found = call()
+            except RuntimeError as error:
+                assert "a launch was refused" in str(error)
+            else:
+                assert native.launches_before_refusal() > 0, f"launch {number} was refused, and no error was raised"
+                break
+            taken = [torch.full((n,), -5.0, device=DEVICE) for n in (24, 48, 96, 128) for _ in range(16)]
+            native.synchronize()
+            for tensor in taken:
+                assert tensor.cpu().eq(-5.0).all(), f"launch {number}: something wrote to memory that was freed"
+            assert torch.equal(call().cpu(), expected), f"other numbers after launch {number} was refused"
+        native.refuse_launch(0)
+        assert torch.equal(found.cpu(), expected)
+        counts.append(number - 1)
+    return counts
+
+
+def test_calls_survive_a_refusal_of_each_of_their_launches() -> None:
+    from async_device import ranks
+
+    counts, of_other = ranks.run(_refused_launches, 2)
+    assert counts == of_other and min(counts) >= 1 and max(counts) < 99, counts
+
+
 # ------------------------------------------------------------------------------------------------ order among streams
 
 
