@@ -1,8 +1,8 @@
 """The pools of worker processes that all tests share.
 
 `pytest --device asyncdev` gives tests that ask for `pool` one whose tensors are on the device of tests/async_device.
-`pytest --one-in 3` runs every test function, but only every third of its sets of parameters. With
-`--device asyncdev`, tests marked on_device run with all of them.
+`pytest --one-in 3` runs every test function, but only every third of its sets of parameters; `--turn 1` takes others
+than `--turn 0` does. With `--device asyncdev`, tests marked on_device run with all of them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "asyncdev"), default="cpu", help="where the tensors of tests are")
     parser.addoption("--seed", type=int, help="of delays on asyncdev (default: a random one, which is printed)")
     parser.addoption("--one-in", type=int, default=1, help="of each test function, one in so many sets of parameters")
+    parser.addoption("--turn", type=int, default=0, help="which of them: the remainder of this number by --one-in")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _take_one_in(config.getoption("--one-in"), config, items)
+    _take_one_in(config.getoption("--one-in"), config.getoption("--turn"), config, items)
     if config.getoption("--device") == "cpu":
         return
     for item in items:
@@ -39,18 +40,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"on CPU only: {mark.args[0]}"))
 
 
-def _take_one_in(number: int, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects all but the last of each `number` sets of parameters of a test function, and of those left over."""
+def _take_one_in(number: int, turn: int, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps one of each `number` sets of parameters of a test function, and at least one set."""
     if number < 1:
-        raise pytest.UsageError(f"--one-in: got {number}; allowed are 1 and more")
+        raise pytest.UsageError(f"--one-in must be 1 or more, got {number}")
     total = Counter(item.nodeid.partition("[")[0] for item in items)
     is_on_device = config.getoption("--device") != "cpu"
     seen: Counter[str] = Counter()
     kept, others = [], []
     for item in items:
         function = item.nodeid.partition("[")[0]
+        is_taken = seen[function] % number == turn % number % total[function]
         seen[function] += 1
-        is_taken = seen[function] % number == 0 or seen[function] == total[function]
         is_taken = is_taken or (is_on_device and item.get_closest_marker("on_device") is not None)
         (kept if is_taken else others).append(item)
     if others:
