@@ -58,8 +58,7 @@ class Tables final : public shardwright::TableDevice {
   static std::shared_ptr<at::Tensor> memory_for(const std::vector<uint8_t>& bytes) {
     auto memory = std::make_shared<at::Tensor>(
         at::empty({static_cast<int64_t>(bytes.size())}, at::TensorOptions(at::kByte).device(device())));
-    launch(current_stream(),
-            [to = memory->mutable_data_ptr(), bytes] { std::memcpy(to, bytes.data(), bytes.size()); });
+    launch(current_stream(), [to = memory->mutable_data_ptr(), bytes] { std::memcpy(to, bytes.data(), bytes.size()); });
     return memory;
   }
 };

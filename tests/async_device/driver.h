@@ -42,9 +42,10 @@ class OnDevice {
 
 using Work = std::function<void()>;
 
-// ---- streams. With ASYNC_DEVICE_QUEUES=n in the environment, the streams of a device share n queues, so that work also
-// waits for work of other streams that was given before it, as on a GPU with few connections. Numbers begin at kFirstStream times the device; the first of each device is its default stream, which
-// does not wait for the others, nor they for it.
+// ---- streams. With ASYNC_DEVICE_QUEUES=n in the environment, the streams of a device share n queues, so that work
+// also waits for work of other streams that was given before it, as on a GPU with few connections. Numbers begin at
+// kFirstStream times the device; the first of each device is its default stream, which does not wait for the others,
+// nor they for it.
 
 constexpr c10::StreamId kFirstStream = 1000;
 inline c10::Stream stream_of(c10::StreamId id) {

@@ -42,8 +42,8 @@ at::Tensor async_input_mm(const at::Tensor& a, const at::Tensor& b, const at::Te
   TORCH_CHECK(a.size(1) % 8 == 0 && b.size(1) % 8 == 0, "rows do not begin at multiples of 16 bytes");
   const at::Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
   launch(current_stream(), [=, rows = a.size(0) / chunks, k = a.size(1), n = b.size(1), from = a.data_ptr(),
-                             flag = static_cast<uint32_t*>(flags.data_ptr()), to = out.data_ptr(),
-                             rhs = matrix(b.data_ptr(), b.sizes(), b.strides())] {
+                            flag = static_cast<uint32_t*>(flags.data_ptr()), to = out.data_ptr(),
+                            rhs = matrix(b.data_ptr(), b.sizes(), b.strides())] {
     const Running running;
     for (int64_t i = 0; i < chunks; ++i) {
       const int64_t chunk = (first + i) % chunks;
