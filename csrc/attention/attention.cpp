@@ -14,22 +14,61 @@ namespace {
 constexpr AttentionMethod kMethods[] = {AttentionMethod::kSerial, AttentionMethod::kRing, AttentionMethod::kGather,
                                         AttentionMethod::kUlysses, AttentionMethod::kTwoLevel};
 
-void check_parts(const Attention& attention) {
-  const int64_t total = attention.length();
-  check_user(static_cast<int64_t>(attention.parts.size()) == attention.mesh->size(), "layout: ", attention.parts.size(),
-             " parts of the sequence for ", attention.mesh->size(), " ranks");
+int64_t length_of(const std::vector<IntervalList>& parts) {
+  int64_t total = 0;
+  for (const IntervalList& part : parts) total += shardwright::length(part);
+  return total;
+}
+
+void check_parts(const std::vector<IntervalList>& parts, const Mesh& mesh, const char* argument) {
+  const int64_t total = length_of(parts);
+  check_user(static_cast<int64_t>(parts.size()) == mesh.size(), argument, ": ", parts.size(),
+             " parts of the sequence for ", mesh.size(), " ranks");
   std::vector<Interval> all;
-  for (const IntervalList& part : attention.parts) all.insert(all.end(), part.begin(), part.end());
+  for (const IntervalList& part : parts) all.insert(all.end(), part.begin(), part.end());
   int64_t next = 0;
   for (const Interval& run : sorted_by_place(all)) {
-    check_user(run.begin == next && run.end > run.begin, "layout: the places [", run.begin, ", ", run.end,
+    check_user(run.begin == next && run.end > run.begin, argument, ": the places [", run.begin, ", ", run.end,
                ") of the sequence follow ", next, "; allowed are layouts in which each place is on one rank");
     next = run.end;
   }
-  check_user(next == total, "layout: it holds ", next, " places of a sequence of ", total);
+  check_user(next == total, argument, ": it holds ", next, " places of a sequence of ", total);
 }
 
-void check_mask(const AttentionMask& mask, int64_t total) {
+void check_whole_keys(const Attention& attention) {
+  const std::vector<IntervalList>& parts = attention.key_parts;
+  check_user(static_cast<int64_t>(parts.size()) == attention.mesh->size(), "kv_layout: ", parts.size(),
+             " parts of the sequence for ", attention.mesh->size(), " ranks");
+  const int64_t total = attention.key_length();
+  for (const IntervalList& part : parts) {
+    const bool is_all = part.size() == 1 && part[0].begin == 0 && part[0].end == total;
+    check_user(is_all || (part.empty() && total == 0), "kv_layout: a rank does not hold all ", total, " keys");
+  }
+  check_user(!exchanges_heads(attention.method),
+             "method must be 'auto', 'ring', 'gather' or 'serial' where every rank holds all keys, got '",
+             method_name(attention.method), "'");
+}
+
+void check_mask_tensor(const Attention& attention) {
+  const MaskTensor& mask = *attention.mask_tensor;
+  check_user(mask.dtype == DType::kBool || mask.dtype == DType::kFloat32 || mask.dtype == attention.dtype,
+             "mask must have dtype bool, float32 or that of q (", attention.dtype.name(), "), got ", mask.dtype.name());
+  const bool fits = (mask.batch == 1 || mask.batch == attention.batch) &&
+                    (mask.heads == 1 || mask.heads == attention.heads) &&
+                    (mask.columns == 1 || mask.columns == attention.key_length());
+  check_user(fits, "mask must be broadcastable to [", attention.batch, ", ", attention.heads,
+             ", this rank's rows of q, ", attention.key_length(), "], got [", join(mask.shape()), "]");
+  check_user(mask_text(attention) == "a tensor",
+             "mask must be an AttentionMask or None with is_causal=True, got a tensor");
+  check_user(!exchanges_heads(attention.method),
+             "method must be 'auto', 'ring', 'gather' or 'serial' with a mask that is a tensor, got '",
+             method_name(attention.method), "'");
+}
+
+void check_mask(const AttentionMask& mask, int64_t total, int64_t total_keys) {
+  check_user(mask.documents.empty() || total == total_keys, "documents must be left out where queries (", total,
+             ") and keys (", total_keys, ") have sequences of different lengths, got ", mask.documents.size(),
+             " documents");
   check_user(!mask.window || *mask.window >= 1, "window: ", mask.window.value_or(0),
              "; allowed are 1 (each query sees its own place) or more");
   for (const int64_t document : mask.documents) {
@@ -67,10 +106,10 @@ AttentionMethod parse_attention_method(const std::string& name) {
       concat("method: '", name, "'; allowed are 'auto', 'ring', 'gather', 'ulysses', 'two_level' and 'serial'"));
 }
 
-int64_t Attention::length() const {
-  int64_t total = 0;
-  for (const IntervalList& part : parts) total += shardwright::length(part);
-  return total;
+int64_t Attention::length() const { return length_of(parts); }
+
+int64_t Attention::key_length() const {
+  return keys_are_whole ? shardwright::length(key_parts.front()) : length_of(parts_of_keys());
 }
 
 int64_t ranks_per_node_of(const Mesh& mesh, const Topology& topology) {
@@ -113,6 +152,8 @@ void check(const Attention& attention) {
   not_negative("heads", attention.heads);
   not_negative("depth", attention.depth);
   check_user(attention.depth > 0, "q: has heads of no elements");
+  not_negative("value_depth", attention.value_depth);
+  check_user(attention.value_depth > 0, "v: has heads of no elements");
   not_negative("chunks", attention.chunks);
   check_user(attention.kv_heads > 0 && attention.heads % attention.kv_heads == 0, "k: has ", attention.kv_heads,
              " heads where q has ", attention.heads, "; the heads of q must be a multiple of those of k and v");
@@ -125,12 +166,29 @@ void check(const Attention& attention) {
   check_user(attention.ranks_per_node >= 0 &&
                  (attention.ranks_per_node == 0 || attention.mesh->size() % attention.ranks_per_node == 0),
              "attention: nodes of ", attention.ranks_per_node, " ranks on a mesh of ", attention.mesh->size());
-  check_parts(attention);
-  check_mask(attention.mask, attention.length());
+  check_parts(attention.parts, *attention.mesh, "layout");
+  if (attention.keys_are_whole) {
+    check_whole_keys(attention);
+  } else if (!attention.key_parts.empty()) {
+    check_parts(attention.key_parts, *attention.mesh, "kv_layout");
+  }
+  check_mask(attention.mask, attention.length(), attention.key_length());
+  if (attention.mask_tensor) check_mask_tensor(attention);
 }
 
-std::string to_string(const AttentionMask& mask) {
+Attention as_on_all_ranks(Attention attention) {
+  if (attention.mask_tensor) attention.mask_tensor = MaskTensor{};
+  return attention;
+}
+
+bool exchanges_heads(AttentionMethod method) {
+  return method == AttentionMethod::kUlysses || method == AttentionMethod::kTwoLevel;
+}
+
+std::string mask_text(const Attention& attention) {
+  const AttentionMask& mask = attention.mask;
   std::vector<std::string> parts;
+  if (attention.mask_tensor) parts.push_back("a tensor");
   if (mask.is_causal) parts.push_back("causal");
   if (mask.window) parts.push_back(concat("window ", *mask.window));
   if (!mask.documents.empty()) parts.push_back(concat(mask.documents.size(), " documents"));

@@ -1,8 +1,10 @@
 // Attention whose sequence is cut over ranks: what is asked for.
 //
-// Queries, keys and values are [batch, heads, sequence, depth]. Each rank holds the same places of the sequence of all
-// three, for all heads. The sequence is cut into *blocks*, each of which one rank holds as one run of rows; attention
-// is computed as products of blocks (block_products.h), whose results are merged in an order that follows from places
+// Queries, keys and values are [batch, heads, sequence, depth], where values may have a depth of their own, which is
+// that of results. Each rank holds some places of the sequence of queries and some of that of keys and values, for all
+// heads. In self-attention these are the same; in cross-attention keys have a sequence of their own, which all ranks
+// may hold whole. Sequences are cut into *blocks*, each of which one rank holds as one run of rows; attention is
+// computed as products of blocks (block_products.h), whose results are merged in an order that follows from places
 // alone: neither from the number of ranks nor from when something arrives.
 //
 // Methods, on rank r of W:
@@ -47,19 +49,39 @@ struct AttentionMask {
   std::vector<int64_t> documents = {};
 };
 
+// A rank's tensor that is added to scores, or of dtype bool says which keys a query sees: [batch, heads, the rank's
+// rows of queries, all keys by ascending places], with 1 element in dims that it repeats along. Ranks may have such
+// tensors of different forms.
+struct MaskTensor {
+  DType dtype = DType::kBool;  // bool, float32 or that of queries
+  int64_t batch = 1;
+  int64_t heads = 1;
+  int64_t rows = 1;
+  int64_t columns = 1;
+
+  std::vector<int64_t> shape() const { return {batch, heads, rows, columns}; }
+};
+
 struct Attention {
   MeshPtr mesh;                   // of one mesh dim: the ranks that share the sequence
   DType dtype = DType::kFloat32;  // floating
   int64_t batch = 0;
-  int64_t heads = 0;     // of queries
-  int64_t kv_heads = 0;  // divides heads: consecutive heads of queries share one of keys and values
-  int64_t depth = 0;     // elements of a head
-  // By position: the places that a rank holds, in the order of its local tensors. Each place once; parts may be empty.
+  int64_t heads = 0;        // of queries
+  int64_t kv_heads = 0;     // divides heads: consecutive heads of queries share one of keys and values
+  int64_t depth = 0;        // elements of a head of queries and keys
+  int64_t value_depth = 0;  // elements of a head of values and of results
+  // By position: the places of queries that a rank holds, in the order of its local tensors. Each place once; parts may
+  // be empty.
   std::vector<IntervalList> parts;
+  // The same of keys and values. Empty: those of queries.
+  std::vector<IntervalList> key_parts = {};
+  bool keys_are_whole = false;  // every rank holds all keys, by ascending places; `key_parts` says so
   AttentionMask mask = {};
-  double scale = 1;  // of scores
-  // Into how many parts of equal length (as torch.chunk cuts) the whole sequence is cut. Where parts of ranks begin and
-  // end at these cuts, the result is bitwise the same for any number of ranks. 0: blocks are the runs that ranks hold.
+  std::optional<MaskTensor> mask_tensor = std::nullopt;  // of one rank, with a mask that leaves nothing out
+  double scale = 1;                                      // of scores
+  // Into how many parts of equal length (as torch.chunk cuts) each whole sequence is cut. Where parts of ranks begin
+  // and end at these cuts, the result is bitwise the same for any number of ranks. 0: blocks are the runs that ranks
+  // hold.
   int64_t chunks = 0;
   AttentionMethod method = AttentionMethod::kRing;
   Lowering lowering = Lowering::kGloo;
@@ -68,8 +90,11 @@ struct Attention {
 
   // Whether there are several nodes of several ranks each.
   bool has_levels() const { return 1 < ranks_per_node && ranks_per_node < mesh->size(); }
-  int64_t length() const;  // of the sequence
+  const std::vector<IntervalList>& parts_of_keys() const { return key_parts.empty() ? parts : key_parts; }
+  int64_t length() const;      // of the sequence of queries
+  int64_t key_length() const;  // of the sequence of keys
   int64_t rows(int64_t position) const { return shardwright::length(parts[position]); }
+  int64_t key_rows(int64_t position) const { return shardwright::length(parts_of_keys()[position]); }
   // The dtype of partial results and of sums of gradients: float64 for float64, else float32.
   DType sum_dtype() const { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 };
@@ -81,10 +106,17 @@ int64_t ranks_per_node_of(const Mesh& mesh, const Topology& topology);
 // The mesh whose groups the programs of a method have: that of the attention, or nodes by ranks of a node.
 MeshPtr mesh_of_programs(const Attention& attention);
 
-// Throws UserError if the parts are not a partition of the sequence, or if anything else does not fit.
+// The same attention without what may differ between ranks: the form of the mask tensor.
+Attention as_on_all_ranks(Attention attention);
+
+// Returns whether ranks exchange their part of the sequence for a share of the heads. Such methods take neither mask
+// tensors nor keys that every rank holds.
+bool exchanges_heads(AttentionMethod method);
+
+// Throws UserError if the parts are not a partition of their sequence, or if anything else does not fit.
 void check(const Attention& attention);
 
-// "causal, window 128, 3 documents", or "full"
-std::string to_string(const AttentionMask& mask);
+// What a query sees: "causal, window 128, 3 documents", "a tensor" or "full".
+std::string mask_text(const Attention& attention);
 
 }  // namespace shardwright

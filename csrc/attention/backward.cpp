@@ -31,9 +31,11 @@ class Backward {
   };
 
   void move_keys() {
-    for (const int block : writer_.products.of_rank(writer_.me)) {
-      const int64_t row = writer_.products.block(block).row;
-      of_queries_.set_total(block, {t_.dq.at(0, row)});
+    for (const int block : writer_.products.queries().of_rank(writer_.me)) {
+      of_queries_.set_total(block, {t_.dq.at(0, writer_.products.queries()[block].row)});
+    }
+    for (const int block : writer_.products.keys().of_rank(writer_.me)) {
+      const int64_t row = writer_.products.keys()[block].row;
       of_keys_.set_total(block, {t_.dk.at(0, row), t_.dv.at(0, row)});
     }
     KeyExchange exchange(writer_, t_.k, t_.v, distance_groups(writer_.attention.method, writer_.num_ranks));
@@ -92,12 +94,17 @@ class Backward {
   }
 
   void attend(const KeyValues& at_hand, GradientSums& of_keys) {
-    const std::vector<int>& mine = writer_.products.of_rank(writer_.me);
+    const std::vector<int>& mine = writer_.products.queries().of_rank(writer_.me);
     for (const auto& [queries, keys] : pairs_in_order(writer_, mine, at_hand.rows.blocks)) {
-      const int64_t q_row = writer_.products.block(queries).row;
+      const int64_t q_row = writer_.products.queries()[queries].row;
       const int64_t k_row = at_hand.rows.first_row.at(keys);
-      const BackwardRows rows{t_.q.at(0, q_row),   at_hand.k.at(0, k_row), at_hand.v.at(0, k_row),
-                              t_.out.at(0, q_row), t_.dout.at(0, q_row),   t_.lse.rows_at(0, q_row)};
+      const BackwardRows rows{t_.q.at(0, q_row),
+                              at_hand.k.at(0, k_row),
+                              at_hand.v.at(0, k_row),
+                              t_.out.at(0, q_row),
+                              t_.dout.at(0, q_row),
+                              t_.lse.rows_at(0, q_row),
+                              mask_of(writer_, t_.mask, queries, keys)};
       attend_backward(writer_, share_, queries, keys, rows, of_queries_, of_keys);
     }
   }
@@ -109,6 +116,46 @@ class Backward {
   BackwardTensors t_;
 };
 
+// Adds up what all ranks have of a sum, in the order of their positions: rank p adds up the p-th part of it, and sends
+// that to all. So the sums of all ranks have the same bits.
+void sum_over_ranks(AttentionWriter& writer, HeadsTensor& sum) {
+  if (sum.count() == 0) return;
+  ProgramBuilder& builder = writer.builder;
+  const auto part_of = [&](BufferId buffer, int64_t position) {
+    const int64_t begin = sum.count() * position / writer.num_ranks;
+    return BufferRange{buffer, begin, sum.count() * (position + 1) / writer.num_ranks - begin};
+  };
+  const auto exchange = [&](const auto& sent_to, const auto& received_from) {
+    SendReceive move;
+    for (int64_t position = 0; position < writer.num_ranks; ++position) {
+      if (position == writer.me) continue;
+      const BufferRange sent = sent_to(position);
+      const BufferRange received = received_from(position);
+      if (sent.count > 0) move.sends.push_back({writer.member(position), sent});
+      if (received.count > 0) move.receives.push_back({writer.member(position), received});
+    }
+    if (move.sends.empty() && move.receives.empty()) return;
+    move.group = writer.group();
+    builder.wait(builder.send_receive(std::move(move)));
+  };
+
+  const BufferId given = sum.buffer;
+  sum.buffer = builder.new_buffer(sum.count(), writer.attention.sum_dtype());
+  const BufferRange mine = part_of(sum.buffer, writer.me);
+  const BufferId staging = builder.new_buffer(writer.num_ranks * mine.count, writer.attention.sum_dtype());
+  const auto staged = [&](int64_t position) { return BufferRange{staging, position * mine.count, mine.count}; };
+  exchange([&](int64_t position) { return part_of(given, position); }, staged);
+  if (mine.count > 0) {
+    builder.emit(FillZero{mine});
+    for (int64_t position = 0; position < writer.num_ranks; ++position) {
+      const BufferRange from = position == writer.me ? part_of(given, position) : staged(position);
+      const auto row = [](const BufferRange& range) { return Heads{range.buffer, range.offset, 0, 0, 0}; };
+      builder.emit(Accumulate{{1, 1, 1, 1, 0, mine.count, 0}, row(from), row(mine)});
+    }
+  }
+  exchange([&](int64_t) { return mine; }, [&](int64_t position) { return part_of(sum.buffer, position); });
+}
+
 }  // namespace
 
 void emit_backward(AttentionWriter& writer, const HeadShare& share, const BackwardTensors& tensors) {
@@ -118,11 +165,16 @@ void emit_backward(AttentionWriter& writer, const HeadShare& share, const Backwa
 Program compile_attention_backward(const Attention& attention, Rank rank) {
   if (attention.method == AttentionMethod::kUlysses) return compile_ulysses_backward(attention, rank);
   AttentionWriter writer(attention, rank);
-  const BackwardTensors tensors = writer.new_backward_tensors();
+  BackwardTensors tensors = writer.new_backward_tensors();
   if (attention.method == AttentionMethod::kTwoLevel) {
     emit_two_level_backward(writer, tensors);
   } else {
     emit_backward(writer, all_heads(attention), tensors);
+  }
+  if (attention.keys_are_whole && writer.num_ranks > 1) {
+    writer.builder.begin_chunk(-1);  // nothing is computed meanwhile
+    sum_over_ranks(writer, tensors.dk);
+    sum_over_ranks(writer, tensors.dv);
   }
   writer.add_gradient_outputs(tensors);
   return std::move(writer.builder.program());

@@ -11,8 +11,7 @@ struct Cut {
   int64_t document = 0;  // the one that begins here, or goes on
 };
 
-std::vector<Cut> cuts_of(const Attention& attention) {
-  const int64_t total = attention.length();
+std::vector<Cut> cuts_of(const Attention& attention, int64_t total) {
   std::vector<Cut> cuts{{0, 0}};
   int64_t place = 0;
   for (size_t d = 0; d < attention.mask.documents.size(); ++d) {
@@ -32,58 +31,92 @@ std::vector<Cut> cuts_of(const Attention& attention) {
   return cuts;
 }
 
-}  // namespace
-
-BlockProducts::BlockProducts(const Attention& attention) : mask_(attention.mask), by_rank_(attention.parts.size()) {
-  const std::vector<Cut> cuts = cuts_of(attention);
-  // Wider windows see no more, and the sums of band() would overflow.
-  if (mask_.window) mask_.window = std::min(*mask_.window, std::max<int64_t>(attention.length(), 1));
-  for (size_t owner = 0; owner < attention.parts.size(); ++owner) {
+// The blocks that these ranks hold, by ascending places.
+std::vector<SequenceBlock> blocks_of(const std::vector<IntervalList>& parts, const std::vector<Cut>& cuts) {
+  std::vector<SequenceBlock> blocks;
+  for (size_t owner = 0; owner < parts.size(); ++owner) {
     int64_t row = 0;
-    for (const Interval& run : attention.parts[owner]) {
+    for (const Interval& run : parts[owner]) {
       auto cut = std::upper_bound(cuts.begin(), cuts.end(), run.begin,
                                   [](int64_t place, const Cut& c) { return place < c.place; });
       for (int64_t begin = run.begin; begin < run.end;) {
         while (cut != cuts.end() && cut->place <= begin) ++cut;
         const int64_t end = cut == cuts.end() ? run.end : std::min(run.end, cut->place);
-        blocks_.push_back({{begin, end}, static_cast<int64_t>(owner), row, std::prev(cut)->document});
+        blocks.push_back({{begin, end}, static_cast<int64_t>(owner), row, std::prev(cut)->document});
         row += end - begin;
         begin = end;
       }
     }
   }
-  std::sort(blocks_.begin(), blocks_.end(),
+  std::sort(blocks.begin(), blocks.end(),
             [](const SequenceBlock& a, const SequenceBlock& b) { return a.places.begin < b.places.begin; });
-  note_owners();
+  return blocks;
 }
 
-void BlockProducts::note_owners() {
-  for (int b = 0; b < num_blocks(); ++b) by_rank_[blocks_[b].owner].push_back(b);
+SequenceBlocks query_blocks(const Attention& attention) {
+  const std::vector<Cut> cuts = cuts_of(attention, attention.length());
+  return {blocks_of(attention.parts, cuts), static_cast<int64_t>(attention.parts.size())};
+}
+
+SequenceBlocks key_blocks(const Attention& attention) {
+  const std::vector<Cut> cuts = cuts_of(attention, attention.key_length());
+  const std::vector<IntervalList>& parts = attention.parts_of_keys();
+  const auto num_ranks = static_cast<int64_t>(parts.size());
+  if (!attention.keys_are_whole) return {blocks_of(parts, cuts), num_ranks};
+  return SequenceBlocks::whole(blocks_of({parts.front()}, cuts), num_ranks);
+}
+
+}  // namespace
+
+SequenceBlocks::SequenceBlocks(std::vector<SequenceBlock> blocks, int64_t num_ranks)
+    : blocks_(std::move(blocks)), by_rank_(num_ranks) {
+  for (int b = 0; b < size(); ++b) by_rank_[blocks_[b].owner].push_back(b);
   for (std::vector<int>& mine : by_rank_) {
     std::sort(mine.begin(), mine.end(), [&](int a, int b) { return blocks_[a].row < blocks_[b].row; });
   }
 }
 
-BlockProducts BlockProducts::joined(int64_t count) const {
+SequenceBlocks SequenceBlocks::whole(std::vector<SequenceBlock> blocks, int64_t num_ranks) {
+  SequenceBlocks all(std::move(blocks), num_ranks);
+  all.by_rank_.assign(num_ranks, all.by_rank_.front());
+  return all;
+}
+
+SequenceBlocks SequenceBlocks::joined(int64_t count) const {
   std::vector<int64_t> rows(by_rank_.size(), 0);
   for (const SequenceBlock& block : blocks_) rows[block.owner] += block.rows();
   std::vector<int64_t> rows_before(by_rank_.size(), 0);
   for (size_t r = 0; r < rows.size(); ++r) {
     if (static_cast<int64_t>(r) % count != 0) rows_before[r] = rows_before[r - 1] + rows[r - 1];
   }
-  BlockProducts together = *this;
-  together.by_rank_.assign(by_rank_.size() / count, {});
-  for (SequenceBlock& block : together.blocks_) {
+  std::vector<SequenceBlock> together = blocks_;
+  for (SequenceBlock& block : together) {
     block.row += rows_before[block.owner];
     block.owner /= count;
   }
-  together.note_owners();
+  return {std::move(together), static_cast<int64_t>(by_rank_.size()) / count};
+}
+
+BlockProducts::BlockProducts(const Attention& attention)
+    : mask_(attention.mask),
+      keys_are_whole_(attention.keys_are_whole),
+      queries_(query_blocks(attention)),
+      keys_(key_blocks(attention)) {
+  // Wider windows see no more, and the sums of band() would overflow.
+  const int64_t longest = std::max<int64_t>({attention.length(), attention.key_length(), 1});
+  if (mask_.window) mask_.window = std::min(*mask_.window, longest);
+}
+
+BlockProducts BlockProducts::joined(int64_t count) const {
+  BlockProducts together = *this;
+  together.queries_ = queries_.joined(count);
+  together.keys_ = keys_.joined(count);
   return together;
 }
 
 Band BlockProducts::band(int queries, int keys) const {
-  const SequenceBlock& q = blocks_[queries];
-  const SequenceBlock& k = blocks_[keys];
+  const SequenceBlock& q = queries_[queries];
+  const SequenceBlock& k = keys_[keys];
   if (q.document != k.document) return {1, 0};
   // Query i is at place q + i, key j at place k + j.
   const int64_t shift = k.places.begin - q.places.begin;
@@ -94,24 +127,24 @@ Band BlockProducts::band(int queries, int keys) const {
 }
 
 BlockShape BlockProducts::shape(int queries, int keys) const {
-  return shape_of(band(queries, keys), blocks_[queries].rows(), blocks_[keys].rows());
+  return shape_of(band(queries, keys), queries_[queries].rows(), keys_[keys].rows());
 }
 
 std::vector<bool> BlockProducts::met_by_queries(int queries) const {
   std::vector<bool> met;
-  for (int keys = 0; keys < num_blocks(); ++keys) met.push_back(meet(queries, keys));
+  for (int keys = 0; keys < keys_.size(); ++keys) met.push_back(meet(queries, keys));
   return met;
 }
 
 std::vector<bool> BlockProducts::meeting_keys(int keys) const {
   std::vector<bool> meeting;
-  for (int queries = 0; queries < num_blocks(); ++queries) meeting.push_back(meet(queries, keys));
+  for (int queries = 0; queries < queries_.size(); ++queries) meeting.push_back(meet(queries, keys));
   return meeting;
 }
 
 std::vector<int> BlockProducts::keys_of(int queries) const {
   std::vector<int> found;
-  for (int keys = 0; keys < num_blocks(); ++keys) {
+  for (int keys = 0; keys < keys_.size(); ++keys) {
     if (meet(queries, keys)) found.push_back(keys);
   }
   return found;
@@ -119,23 +152,25 @@ std::vector<int> BlockProducts::keys_of(int queries) const {
 
 std::vector<int> BlockProducts::keys_needed(int64_t owner, int64_t by) const {
   std::vector<int> found;
-  for (const int keys : by_rank_[owner]) {
+  if (keys_are_whole_) return found;
+  const std::vector<int>& queries_of_rank = queries_.of_rank(by);
+  for (const int keys : keys_.of_rank(owner)) {
     const auto sees = [&](int queries) { return meet(queries, keys); };
-    if (std::any_of(by_rank_[by].begin(), by_rank_[by].end(), sees)) found.push_back(keys);
+    if (std::any_of(queries_of_rank.begin(), queries_of_rank.end(), sees)) found.push_back(keys);
   }
   return found;
 }
 
 BlockCounts count_blocks(const BlockProducts& products, int64_t position) {
   BlockCounts counts;
-  for (const int queries : products.of_rank(position)) {
+  for (const int queries : products.queries().of_rank(position)) {
     for (const int keys : products.keys_of(queries)) {
       const BlockShape shape = products.shape(queries, keys);
       counts.full += shape == BlockShape::kFull ? 1 : 0;
       counts.triangles += shape == BlockShape::kTriangle ? 1 : 0;
       counts.others += shape == BlockShape::kOther ? 1 : 0;
       counts.pairs +=
-          visible_pairs(products.band(queries, keys), products.block(queries).rows(), products.block(keys).rows());
+          visible_pairs(products.band(queries, keys), products.queries()[queries].rows(), products.keys()[keys].rows());
     }
   }
   return counts;

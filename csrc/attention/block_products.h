@@ -1,7 +1,7 @@
-// The blocks of a sequence, and which of them meet.
+// The blocks of the sequences of queries and of keys, and which of them meet.
 //
 // Blocks are as large as possible such that each lies within one run of one rank's part, within one of the chunks of
-// the sequence if there are any, and within one document. Blocks are numbered by ascending places.
+// the sequence if there are any, and within one document. Blocks of a sequence are numbered by ascending places.
 //
 // A block of queries meets a block of keys if some query sees some key. What is seen is a band (program/attend.h):
 // everything, a triangle, or for sliding windows a stripe. Blocks that do not meet cost nothing, so a rank computes
@@ -25,17 +25,33 @@ struct SequenceBlock {
   int64_t rows() const { return places.end - places.begin; }
 };
 
+// The blocks of one sequence.
+class SequenceBlocks {
+ public:
+  SequenceBlocks(std::vector<SequenceBlock> blocks, int64_t num_ranks);
+  // Each rank holds all blocks, one after the other.
+  static SequenceBlocks whole(std::vector<SequenceBlock> blocks, int64_t num_ranks);
+  // The same blocks, where the rows of `count` consecutive ranks lie one after the other as those of one rank.
+  SequenceBlocks joined(int64_t count) const;
+
+  const SequenceBlock& operator[](int index) const { return blocks_[index]; }
+  int size() const { return static_cast<int>(blocks_.size()); }
+  // The blocks of a rank, in the order of its local tensors.
+  const std::vector<int>& of_rank(int64_t position) const { return by_rank_[position]; }
+
+ private:
+  std::vector<SequenceBlock> blocks_;
+  std::vector<std::vector<int>> by_rank_;
+};
+
 class BlockProducts {
  public:
   explicit BlockProducts(const Attention& attention);
-  // The same blocks, where the rows of `count` consecutive ranks lie one after the other as those of one rank.
+  // As SequenceBlocks::joined, of both sequences.
   BlockProducts joined(int64_t count) const;
 
-  const std::vector<SequenceBlock>& blocks() const { return blocks_; }
-  const SequenceBlock& block(int index) const { return blocks_[index]; }
-  int num_blocks() const { return static_cast<int>(blocks_.size()); }
-  // The blocks of a rank, in the order of its local tensors.
-  const std::vector<int>& of_rank(int64_t position) const { return by_rank_[position]; }
+  const SequenceBlocks& queries() const { return queries_; }
+  const SequenceBlocks& keys() const { return keys_; }
 
   Band band(int queries, int keys) const;
   BlockShape shape(int queries, int keys) const;
@@ -45,15 +61,15 @@ class BlockProducts {
   std::vector<bool> meeting_keys(int keys) const;
   // The blocks of keys that a block of queries meets, ascending.
   std::vector<int> keys_of(int queries) const;
-  // The blocks of keys of one rank that queries of another meet, in the order of the owner's local tensors.
+  // The blocks of keys of one rank that queries of another meet and it does not hold itself, in the order of the
+  // owner's local tensors.
   std::vector<int> keys_needed(int64_t owner, int64_t by) const;
 
  private:
-  void note_owners();
-
   AttentionMask mask_;
-  std::vector<SequenceBlock> blocks_;
-  std::vector<std::vector<int>> by_rank_;
+  bool keys_are_whole_;
+  SequenceBlocks queries_;
+  SequenceBlocks keys_;
 };
 
 // What one rank computes with a method that cuts the sequence, over all steps.

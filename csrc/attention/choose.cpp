@@ -30,6 +30,10 @@ AttentionForecast forecast(Attention attention, AttentionMethod method, const To
   const Mesh& mesh = *attention.mesh;
   const MeshPtr mesh_of_groups = mesh_of_programs(attention);
   for (const int64_t position : positions_to_look_at(mesh.size())) {
+    // The same for all ranks, whatever the form of this rank's mask.
+    if (attention.mask_tensor) {
+      attention.mask_tensor = MaskTensor{DType::kBool, 1, 1, attention.rows(position), attention.key_length()};
+    }
     const Rank rank = mesh.rank_at(Position{position});
     const Program forward = compile_attention(attention, rank);
     const Timeline timeline = predict(forward, topology, *mesh_of_groups, model);
@@ -48,6 +52,20 @@ AttentionForecast forecast(Attention attention, AttentionMethod method, const To
   return found;
 }
 
+std::string runs_text(const IntervalList& part) {
+  std::vector<std::string> runs;
+  for (const Interval run : part) runs.push_back(concat("[", run.begin, ", ", run.end, ")"));
+  return runs.empty() ? "nothing" : join(runs, " ");
+}
+
+// What keys and values have of their own.
+std::string keys_text(const Attention& a) {
+  std::string text;
+  if (!a.key_parts.empty()) text += concat(a.key_length(), " places of keys, ");
+  if (a.value_depth != a.depth) text += concat("values of depth ", a.value_depth, ", ");
+  return text;
+}
+
 std::string microseconds(int64_t ps) { return concat(ps / kPicosecondsPerMicrosecond, " us"); }
 
 }  // namespace
@@ -57,10 +75,12 @@ std::vector<AttentionForecast> forecasts(const Attention& attention, const Topol
   Attention asked = attention;
   asked.ranks_per_node = ranks_per_node_of(*attention.mesh, topology);
   std::vector<AttentionMethod> methods{AttentionMethod::kSerial};
-  if (asked.mesh->size() > 1) {
-    methods.insert(methods.end(), {AttentionMethod::kRing, AttentionMethod::kGather, AttentionMethod::kUlysses});
+  const bool moves_keys = asked.mesh->size() > 1 && !asked.keys_are_whole;
+  if (moves_keys) methods.insert(methods.end(), {AttentionMethod::kRing, AttentionMethod::kGather});
+  if (moves_keys && !asked.mask_tensor) {
+    methods.push_back(AttentionMethod::kUlysses);
+    if (asked.has_levels()) methods.push_back(AttentionMethod::kTwoLevel);
   }
-  if (asked.has_levels()) methods.push_back(AttentionMethod::kTwoLevel);
   std::vector<AttentionForecast> all;
   for (const AttentionMethod method : methods) {
     all.push_back(forecast(asked, method, topology, model, with_backward));
@@ -88,15 +108,14 @@ std::string describe(const Attention& attention, const Topology& topology, const
   check(attention);
   const Attention& a = attention;
   std::string text = concat("attention of ", a.dtype.name(), "[", a.batch, ", ", a.heads, ", ", a.length(), ", ",
-                            a.depth, "] to ", count_text(a.kv_heads, "head"), " of keys, ", to_string(a.mask),
+                            a.depth, "] to ", count_text(a.kv_heads, "head"), " of keys, ", keys_text(a), mask_text(a),
                             ", over ", a.mesh->to_string(), ": ", method_name(a.method), "\n");
   const BlockProducts products(a);
   const int64_t num_ranks = a.mesh->size();
   for (int64_t p = 0; p < std::min(num_ranks, kMostRanksShown); ++p) {
-    std::vector<std::string> runs;
-    for (const Interval run : a.parts[p]) runs.push_back(concat("[", run.begin, ", ", run.end, ")"));
     const BlockCounts counts = count_blocks(products, p);
-    text += concat("  rank ", a.mesh->rank_at(Position{p}), " holds ", runs.empty() ? "nothing" : join(runs, " "), ": ",
+    text += concat("  rank ", a.mesh->rank_at(Position{p}), " holds ", runs_text(a.parts[p]),
+                   a.key_parts.empty() ? "" : concat(" and the keys ", runs_text(a.key_parts[p])), ": ",
                    count_text(counts.products(), "block product"), " (", counts.full, " full, ", counts.triangles,
                    " triangles, ", counts.others, " others), ", counts.pairs, " pairs\n");
   }

@@ -17,23 +17,40 @@ uint64_t interleaved(uint64_t a, uint64_t b) {
   return bits;
 }
 
-// Rows of several tensors, one after the other in a buffer.
-BlockGradients in_buffer(BufferId buffer, int64_t offset, size_t count, HeadsTensor like) {
-  BlockGradients gradients;
-  like.buffer = buffer;
-  for (size_t i = 0; i < count; ++i) {
-    like.offset = offset + static_cast<int64_t>(i) * like.count();
-    gradients.push_back(like.at(0, 0));
+// The elements of a head of each gradient of a block: of dq, or of dk and dv.
+std::vector<int64_t> depths_of(const Attention& attention, HeadKind kind) {
+  if (kind == HeadKind::kQueries) return {attention.depth};
+  return {attention.depth, attention.value_depth};
+}
+
+const SequenceBlocks& blocks_of(const AttentionWriter& writer, HeadKind kind) {
+  return kind == HeadKind::kQueries ? writer.products.queries() : writer.products.keys();
+}
+
+// The gradients of a block.
+struct BlockTensors {
+  BlockTensors(const AttentionWriter& writer, HeadKind kind, int block, int64_t heads) {
+    const int64_t rows = blocks_of(writer, kind)[block].rows();
+    for (const int64_t depth : depths_of(writer.attention, kind)) {
+      tensors.push_back({kMissingBuffer, count, writer.attention.batch, heads, rows, depth});
+      count += tensors.back().count();
+    }
   }
-  return gradients;
-}
 
-HeadsTensor rows_of(const AttentionWriter& writer, int block, int64_t heads) {
-  return {kMissingBuffer,        0, writer.attention.batch, heads, writer.products.block(block).rows(),
-          writer.attention.depth};
-}
+  // One after the other in a buffer.
+  BlockGradients in_buffer(BufferId buffer, int64_t offset) const {
+    BlockGradients gradients;
+    for (HeadsTensor tensor : tensors) {
+      tensor.buffer = buffer;
+      tensor.offset += offset;
+      gradients.push_back(tensor.at(0, 0));
+    }
+    return gradients;
+  }
 
-size_t num_gradients(HeadKind kind) { return kind == HeadKind::kQueries ? 1 : 2; }
+  std::vector<HeadsTensor> tensors;  // offsets count from the first one
+  int64_t count = 0;                 // elements of all
+};
 
 // The largest nodes of the tree over the queries that meet a block of keys, of those whose blocks one rank holds.
 std::map<TreeNode, int> nodes_of(const AttentionWriter& writer, int keys, int64_t by) {
@@ -41,7 +58,7 @@ std::map<TreeNode, int> nodes_of(const AttentionWriter& writer, int keys, int64_
   const std::vector<bool> meeting = writer.products.meeting_keys(keys);
   MergeTree<int> tree(meeting);
   std::map<TreeNode, int> nodes;
-  for (const int queries : writer.products.of_rank(by)) {
+  for (const int queries : writer.products.queries().of_rank(by)) {
     if (!meeting[queries]) continue;
     const std::optional<int> all = tree.add({0, queries}, queries, [](int&, int) {});
     // A rank with all queries that meet these keys: the node is that of all blocks.
@@ -83,12 +100,10 @@ BlockGradients GradientSums::place(int block, int other) {
   if (!sums_by_place(writer_.attention)) return *state.total;
   const auto given = state.places.find(other);
   if (given != state.places.end()) return given->second;
-  const HeadsTensor like = rows_of(writer_, block, heads_);
-  const size_t count = num_gradients(kind_);
-  const BufferId buffer =
-      writer_.builder.new_buffer(static_cast<int64_t>(count) * like.count(), writer_.attention.sum_dtype());
-  if (like.count() > 0) writer_.builder.emit(FillZero{writer_.builder.whole(buffer)});
-  return state.places[other] = in_buffer(buffer, 0, count, like);
+  const BlockTensors made(writer_, kind_, block, heads_);
+  const BufferId buffer = writer_.builder.new_buffer(made.count, writer_.attention.sum_dtype());
+  if (made.count > 0) writer_.builder.emit(FillZero{writer_.builder.whole(buffer)});
+  return state.places[other] = made.in_buffer(buffer, 0);
 }
 
 void GradientSums::added(int block, int other) {
@@ -115,27 +130,31 @@ void GradientSums::add(int block, TreeNode node, const BlockGradients& sum) {
 }
 
 void GradientSums::accumulate(int block, const BlockGradients& from, const BlockGradients& to) {
-  const int64_t rows = writer_.products.block(block).rows();
-  const AttendSizes sizes{writer_.attention.batch, heads_, heads_, rows, 0, writer_.attention.depth};
-  for (size_t i = 0; i < from.size(); ++i) writer_.builder.emit(Accumulate{sizes, from[i], to[i]});
+  const int64_t rows = blocks_of(writer_, kind_)[block].rows();
+  const std::vector<int64_t> depths = depths_of(writer_.attention, kind_);
+  for (size_t i = 0; i < from.size(); ++i) {
+    const AttendSizes sizes{writer_.attention.batch, heads_, heads_, rows, 0, depths[i], 0};
+    writer_.builder.emit(Accumulate{sizes, from[i], to[i]});
+  }
 }
 
 ReturnedSums returned_sums(AttentionWriter& writer, int64_t owner, int64_t by, int64_t heads) {
   ReturnedSums returned;
   int64_t count = 0;
-  const auto elements = [&](int keys) { return 2 * rows_of(writer, keys, heads).count(); };
+  const auto tensors = [&](int keys) { return BlockTensors(writer, HeadKind::kKeys, keys, heads); };
   for (const int keys : writer.products.keys_needed(owner, by)) {
     for (const auto& [node, first] : nodes_of(writer, keys, by)) {
       returned.sums.push_back({keys, node, first, {}});
-      count += elements(keys);
+      count += tensors(keys).count;
     }
   }
   if (count == 0) return {};
   returned.buffer = writer.builder.new_buffer(count, writer.attention.sum_dtype());
   int64_t offset = 0;
   for (ReturnedSums::Sum& sum : returned.sums) {
-    sum.at = in_buffer(returned.buffer, offset, 2, rows_of(writer, sum.keys, heads));
-    offset += elements(sum.keys);
+    const BlockTensors of_sum = tensors(sum.keys);
+    sum.at = of_sum.in_buffer(returned.buffer, offset);
+    offset += of_sum.count;
   }
   return returned;
 }
@@ -171,12 +190,15 @@ void attend_backward(AttentionWriter& writer, const HeadShare& share, int querie
     const AttendSizes sizes{a.batch,
                             group.q_heads,
                             group.kv_heads,
-                            writer.products.block(queries).rows(),
-                            writer.products.block(keys).rows(),
-                            a.depth};
+                            writer.products.queries()[queries].rows(),
+                            writer.products.keys()[keys].rows(),
+                            a.depth,
+                            a.value_depth};
+    std::optional<PairMask> mask = rows.mask;
+    if (mask) mask->offset += group.q_head * mask->head_stride;
     writer.builder.emit(AttendBackward{sizes, writer.products.band(queries, keys), a.scale, of_q(rows.q), of_kv(rows.k),
                                        of_kv(rows.v), of_q(rows.out), of_q(rows.dout), of_q(rows.lse), of_q(dq[0]),
-                                       of_kv(dkv[0]), of_kv(dkv[1])});
+                                       of_kv(dkv[0]), of_kv(dkv[1]), mask});
   }
   of_queries.added(queries, keys);
   of_keys.added(keys, queries);

@@ -3,7 +3,8 @@
 // The gradient of a block of queries is a sum over the blocks of keys that it meets, that of a block of keys (dk and
 // dv) a sum over the blocks of queries that meet it. There are two orders:
 //
-//   by rank    Without Attention::chunks. A rank adds up what it computes of a block. The owner of keys adds what other
+//   by rank    Without Attention::chunks, or where every rank holds all keys. A rank adds up what it computes of a
+//   block. The owner of keys adds what other
 //              ranks send, by increasing distance.
 //   by place   With chunks, where blocks can be the same for any number of ranks. Contributions of single products are
 //              merged along a tree over the numbers of blocks (merge_tree.h), so sums depend on places alone. Of a
@@ -22,7 +23,7 @@
 
 namespace shardwright {
 
-inline bool sums_by_place(const Attention& attention) { return attention.chunks > 0; }
+inline bool sums_by_place(const Attention& attention) { return attention.chunks > 0 && !attention.keys_are_whole; }
 inline HeadSharing sharing_in_backward(const Attention& attention) {
   return sums_by_place(attention) ? HeadSharing::kWholeHeadsOfKeys : HeadSharing::kAll;
 }
@@ -91,6 +92,7 @@ std::vector<std::pair<int, int>> pairs_in_order(const AttentionWriter& writer, c
 struct BackwardRows {
   Heads q, k, v, out, dout;
   HeadRows lse;
+  std::optional<PairMask> mask = std::nullopt;
 };
 // Emits the gradients of the product of two blocks.
 void attend_backward(AttentionWriter& writer, const HeadShare& share, int queries, int keys, const BackwardRows& rows,

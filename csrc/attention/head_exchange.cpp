@@ -37,7 +37,7 @@ void HeadExchange::gather(const std::vector<Tensor>& tensors) {
       HeadsTensor& received = gathered_[t][from];
       received = local;
       received.heads = num_heads(mine(), tensors[t].kind);
-      received.rows = writer_.attention.rows(from);
+      received.rows = rows_of(writer_.attention, tensors[t].kind, from);
       received.offset = 0;
       if (received.count() == 0) continue;
       received.buffer = builder.new_buffer(received.count(), dtype);
@@ -69,7 +69,7 @@ HeadsTensor HeadExchange::joined(size_t tensor) {
   all.offset = 0;
   all.heads = num_heads(mine(), kind);
   all.rows = 0;
-  for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) all.rows += writer_.attention.rows(owner);
+  for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) all.rows += rows_of(writer_.attention, kind, owner);
   all.buffer = builder.new_buffer(all.count(), builder.program().dtype_of(local.buffer));
   int64_t row = 0;
   for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) {
@@ -111,7 +111,7 @@ HeadExchange::Arriving HeadExchange::start_return(int64_t distance, const std::v
     HeadsTensor received = one.share;
     received.offset = 0;
     received.heads = num_heads(shares_[arriving.from], one.kind);
-    received.rows = writer_.rows();
+    received.rows = rows_of(writer_.attention, one.kind, writer_.me);
     if (received.count() > 0) {
       received.buffer = builder.new_buffer(received.count(), builder.program().dtype_of(one.share.buffer));
       move.receives.push_back({writer_.member(arriving.from), received.range()});
@@ -139,7 +139,7 @@ void HeadExchange::add_to(const std::vector<HeadsTensor>& sums, const Arriving& 
   for (size_t i = 0; i < sums.size(); ++i) {
     const auto& [from, kind] = arriving.shares[i];
     if (from.count() == 0) continue;
-    const AttendSizes sizes{from.batch, from.heads, from.heads, from.rows, 0, from.depth};
+    const AttendSizes sizes{from.batch, from.heads, from.heads, from.rows, 0, from.depth, 0};
     const int64_t head = first_head(shares_[arriving.from], kind);
     writer_.builder.emit(Accumulate{sizes, from.at(0, 0), sums[i].at(head, 0)});
   }

@@ -21,8 +21,8 @@ HeadsTensor PartialResults::out_in(BufferId buffer, int queries) const {
           0,
           writer_.attention.batch,
           share_.q_heads(),
-          writer_.products.block(queries).rows(),
-          writer_.attention.depth};
+          writer_.products.queries()[queries].rows(),
+          writer_.attention.value_depth};
 }
 
 HeadsTensor PartialResults::lse_in(BufferId buffer, int queries) const {
@@ -38,7 +38,8 @@ Partial PartialResults::partial(BufferId buffer, int queries, int64_t head) cons
 
 AttendSizes PartialResults::sizes(int queries) const {
   const Attention& a = writer_.attention;
-  return {a.batch, share_.q_heads(), share_.q_heads(), writer_.products.block(queries).rows(), 0, a.depth};
+  return {a.batch, share_.q_heads(), share_.q_heads(), writer_.products.queries()[queries].rows(),
+          0,       a.depth,          a.value_depth};
 }
 
 BufferId PartialResults::new_partial(int queries) {
@@ -47,7 +48,8 @@ BufferId PartialResults::new_partial(int queries) {
   return writer_.builder.new_buffer(outputs + sums, writer_.attention.sum_dtype());
 }
 
-bool PartialResults::attend(int queries, const Heads& q, int keys, const Heads& k, const Heads& v) {
+bool PartialResults::attend(int queries, const Heads& q, int keys, const Heads& k, const Heads& v,
+                            const std::optional<PairMask>& mask) {
   const BufferId made = new_partial(queries);
   for (const HeadGroup& group : share_.groups) {
     Attend o{sizes(queries),
@@ -56,11 +58,13 @@ bool PartialResults::attend(int queries, const Heads& q, int keys, const Heads& 
              q,
              k,
              v,
-             partial(made, queries, group.q_head)};
+             partial(made, queries, group.q_head),
+             mask};
     o.sizes.heads = group.q_heads;
     o.sizes.kv_heads = group.kv_heads;
-    o.sizes.columns = writer_.products.block(keys).rows();
+    o.sizes.columns = writer_.products.keys()[keys].rows();
     o.q.offset += group.q_head * q.head_stride;
+    if (o.mask) o.mask->offset += group.q_head * o.mask->head_stride;
     o.k.offset += group.kv_head * k.head_stride;
     o.v.offset += group.kv_head * v.head_stride;
     writer_.builder.emit(o);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 
 #include "attention/merge_tree.h"
 #include "attention/parts.h"
@@ -16,8 +17,10 @@ class PartialResults {
   PartialResults(AttentionWriter& writer, HeadShare share);
 
   // Emits the product of two blocks that meet, and all merges that have become possible. `q`, `k` and `v` are the rows
-  // of the blocks, from the first head of the share on. Returns whether the result of the queries is now complete.
-  bool attend(int queries, const Heads& q, int keys, const Heads& k, const Heads& v);
+  // of the blocks, from the first head of the share on, and `mask` is theirs. Returns whether the result of the queries
+  // is now complete.
+  bool attend(int queries, const Heads& q, int keys, const Heads& k, const Heads& v,
+              const std::optional<PairMask>& mask = std::nullopt);
   // For queries that see nothing: makes their result zeros.
   void see_nothing(int queries, const Heads& q);
 

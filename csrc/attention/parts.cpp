@@ -72,22 +72,38 @@ int64_t AttentionWriter::member(int64_t position) const {
   return std::find(members.begin(), members.end(), mesh_positions[position]) - members.begin();
 }
 
-HeadsTensor AttentionWriter::new_heads_input(int64_t heads) {
-  HeadsTensor made{kMissingBuffer, 0, attention.batch, heads, rows(), attention.depth};
+HeadsTensor AttentionWriter::new_input(int64_t heads, int64_t rows, int64_t depth) {
+  HeadsTensor made{kMissingBuffer, 0, attention.batch, heads, rows, depth};
   made.buffer = builder.new_input({made.batch, made.heads, made.rows, made.depth});
   return made;
 }
 
+std::optional<PairMask> AttentionWriter::new_mask_input() {
+  if (!attention.mask_tensor) return std::nullopt;
+  const MaskTensor& m = *attention.mask_tensor;
+  check_user(m.rows == 1 || m.rows == rows(), "mask must have 1 or ", rows(), " rows, one for each of q on rank ",
+             builder.rank(), ", got ", m.rows);
+  const auto stride = [](int64_t size, int64_t all) { return size == 1 ? 0 : all; };
+  return PairMask{builder.new_input(m.shape(), m.dtype),
+                  0,
+                  stride(m.batch, m.heads * m.rows * m.columns),
+                  stride(m.heads, m.rows * m.columns),
+                  stride(m.rows, m.columns),
+                  stride(m.columns, 1)};
+}
+
 ForwardTensors AttentionWriter::new_forward_tensors() {
   ForwardTensors t;
-  t.q = new_heads_input(attention.heads);
-  t.k = new_heads_input(attention.kv_heads);
-  t.v = new_heads_input(attention.kv_heads);
+  t.q = new_input(attention.heads, rows(), attention.depth);
+  t.k = new_input(attention.kv_heads, key_rows(), attention.depth);
+  t.v = new_input(attention.kv_heads, key_rows(), attention.value_depth);
+  t.mask = new_mask_input();
   t.out = t.lse = t.q;
+  t.out.depth = attention.value_depth;
   t.lse.depth = 1;
   t.out.buffer = builder.new_buffer(t.out.count());
   t.lse.buffer = builder.new_buffer(t.lse.count(), attention.sum_dtype());
-  builder.add_output(t.out.buffer, {t.q.batch, t.q.heads, t.q.rows, t.q.depth});
+  builder.add_output(t.out.buffer, {t.out.batch, t.out.heads, t.out.rows, t.out.depth});
   builder.add_output(t.lse.buffer, {t.q.batch, t.q.heads, t.q.rows});
   builder.begin_step(concat("the forward of attention (", method_name(attention.method), ")"));
   return t;
@@ -95,14 +111,15 @@ ForwardTensors AttentionWriter::new_forward_tensors() {
 
 BackwardTensors AttentionWriter::new_backward_tensors() {
   BackwardTensors t;
-  t.q = new_heads_input(attention.heads);
-  t.k = new_heads_input(attention.kv_heads);
-  t.v = new_heads_input(attention.kv_heads);
-  t.out = new_heads_input(attention.heads);
-  t.dout = new_heads_input(attention.heads);
+  t.q = new_input(attention.heads, rows(), attention.depth);
+  t.k = new_input(attention.kv_heads, key_rows(), attention.depth);
+  t.v = new_input(attention.kv_heads, key_rows(), attention.value_depth);
+  t.out = new_input(attention.heads, rows(), attention.value_depth);
+  t.dout = new_input(attention.heads, rows(), attention.value_depth);
   t.lse = t.q;
   t.lse.depth = 1;
   t.lse.buffer = builder.new_input({t.q.batch, t.q.heads, t.q.rows}, attention.sum_dtype());
+  t.mask = new_mask_input();
   builder.begin_step(concat("the backward of attention (", method_name(attention.method), ")"));
   t.dq = new_sum(t.q);
   t.dk = new_sum(t.k);
@@ -130,6 +147,13 @@ void AttentionWriter::add_sum_output(const HeadsTensor& sum) {
   builder.add_output(result, {sum.batch, sum.heads, sum.rows, sum.depth});
 }
 
+std::optional<PairMask> mask_of(const AttentionWriter& writer, std::optional<PairMask> mask, int queries, int keys) {
+  if (!mask) return mask;
+  mask->offset += writer.products.queries()[queries].row * mask->row_stride;
+  mask->offset += writer.products.keys()[keys].places.begin * mask->column_stride;
+  return mask;
+}
+
 void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsPlace from, const HeadsTensor& dst, HeadsPlace to,
                 int64_t heads, int64_t rows) {
   const Heads a = src.at(from.head, from.row);
@@ -147,18 +171,18 @@ KeyRows needed_rows(const AttentionWriter& writer, int64_t owner, int64_t by) {
   found.blocks = writer.products.keys_needed(owner, by);
   for (const int block : found.blocks) {
     found.first_row[block] = found.rows;
-    found.rows += writer.products.block(block).rows();
+    found.rows += writer.products.keys()[block].rows();
   }
-  found.are_all = found.rows == writer.attention.rows(owner);
+  found.are_all = found.rows == writer.attention.key_rows(owner);
   return found;
 }
 
 KeyRows own_rows(const AttentionWriter& writer) {
   KeyRows own;
-  own.blocks = writer.products.of_rank(writer.me);
-  own.rows = writer.rows();
+  own.blocks = writer.products.keys().of_rank(writer.me);
+  own.rows = writer.key_rows();
   own.are_all = true;
-  for (const int block : own.blocks) own.first_row[block] = writer.products.block(block).row;
+  for (const int block : own.blocks) own.first_row[block] = writer.products.keys()[block].row;
   return own;
 }
 
@@ -177,7 +201,9 @@ KeyExchange::KeyExchange(AttentionWriter& writer, HeadsTensor k, HeadsTensor v,
   if (slot_elements_ > 0) slots_ = writer_.builder.new_buffer(slots * slot_elements_);
 }
 
-int64_t KeyExchange::elements(const KeyRows& rows) const { return 2 * k_.batch * k_.heads * rows.rows * k_.depth; }
+int64_t KeyExchange::elements(const KeyRows& rows) const {
+  return k_.batch * k_.heads * rows.rows * (k_.depth + v_.depth);
+}
 
 void KeyExchange::start(size_t group) {
   ProgramBuilder& builder = writer_.builder;
@@ -197,7 +223,7 @@ void KeyExchange::start(size_t group) {
         std::vector<Box> from_k;
         std::vector<Box> from_v;
         for (const int block : sent.blocks) {
-          const SequenceBlock& b = writer_.products.block(block);
+          const SequenceBlock& b = writer_.products.keys()[block];
           append_box(from_k, k_, {0, b.row}, k, {0, sent.first_row.at(block)}, k.heads, b.rows());
           append_box(from_v, v_, {0, b.row}, v, {0, sent.first_row.at(block)}, v.heads, b.rows());
         }
@@ -236,6 +262,10 @@ std::vector<std::vector<int64_t>> distance_groups(AttentionMethod method, int64_
 }
 
 HeadShare all_heads(const Attention& attention) { return share_of_heads(attention, 0, 1, HeadSharing::kAll); }
+
+int64_t rows_of(const Attention& attention, HeadKind kind, int64_t position) {
+  return kind == HeadKind::kQueries ? attention.rows(position) : attention.key_rows(position);
+}
 
 int64_t first_head(const HeadShare& share, HeadKind kind) {
   return kind == HeadKind::kQueries ? share.q_begin : share.kv_begin;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -33,11 +34,13 @@ struct HeadsTensor {
 struct ForwardTensors {
   HeadsTensor q, k, v;
   HeadsTensor out, lse;  // to be written
+  std::optional<PairMask> mask = std::nullopt;
 };
 
 struct BackwardTensors {
   HeadsTensor q, k, v, out, dout, lse;
   HeadsTensor dq, dk, dv;  // sums, which begin as zeros
+  std::optional<PairMask> mask = std::nullopt;
 };
 
 // One rank's program of an attention while it is being written, over ranks that share a sequence.
@@ -59,6 +62,7 @@ struct AttentionWriter {
   int64_t num_ranks;                    // that share the sequence
 
   int64_t rows() const { return attention.rows(me); }
+  int64_t key_rows() const { return attention.key_rows(me); }
   // The position that is this far behind or ahead on the ring.
   int64_t behind(int64_t distance) const { return (me - distance % num_ranks + num_ranks) % num_ranks; }
   int64_t ahead(int64_t distance) const { return (me + distance) % num_ranks; }
@@ -82,9 +86,13 @@ struct AttentionWriter {
   HeadsTensor new_sum(HeadsTensor like);
 
  private:
-  HeadsTensor new_heads_input(int64_t heads);
+  HeadsTensor new_input(int64_t heads, int64_t rows, int64_t depth);
+  std::optional<PairMask> new_mask_input();
   void add_sum_output(const HeadsTensor& sum);
 };
+
+// The mask of two blocks, of all heads; none if there is no mask tensor.
+std::optional<PairMask> mask_of(const AttentionWriter& writer, std::optional<PairMask> mask, int queries, int keys);
 
 // Appends the box that copies `heads` heads and `rows` rows of one tensor, from a head and a row on, to another.
 struct HeadsPlace {
@@ -165,6 +173,9 @@ struct HeadShare {
 };
 
 enum class HeadKind : uint8_t { kQueries, kKeys };
+
+// How many rows of a tensor of one kind a rank holds.
+int64_t rows_of(const Attention& attention, HeadKind kind, int64_t position);
 
 // The heads of a tensor of one kind in a share: the first one, and how many.
 int64_t first_head(const HeadShare& share, HeadKind kind);

@@ -43,6 +43,23 @@ AttentionMask read_mask(Reader& in) {
   return mask;
 }
 
+void write(Writer& out, const MaskTensor& mask) {
+  out.text(mask.dtype.name());
+  out.integers(mask.shape());
+}
+
+MaskTensor read_mask_tensor(Reader& in) {
+  MaskTensor mask;
+  mask.dtype = DType::parse(in.text());
+  const std::vector<int64_t> shape = in.integers();
+  check_user(shape.size() == 4, "attention: the mask has ", shape.size(), " dims instead of 4");
+  mask.batch = shape[0];
+  mask.heads = shape[1];
+  mask.rows = shape[2];
+  mask.columns = shape[3];
+  return mask;
+}
+
 }  // namespace
 
 std::string to_bytes(const Attention& attention, bool is_backward) {
@@ -50,10 +67,13 @@ std::string to_bytes(const Attention& attention, bool is_backward) {
   out.boolean(is_backward);
   write(out, *attention.mesh);
   out.text(attention.dtype.name());
-  out.integers({attention.batch, attention.heads, attention.kv_heads, attention.depth, attention.chunks,
-                attention.ranks_per_node});
+  out.integers({attention.batch, attention.heads, attention.kv_heads, attention.depth, attention.value_depth,
+                attention.chunks, attention.ranks_per_node});
   out.list(attention.parts, [&](const IntervalList& part) { write(out, part); });
+  out.list(attention.key_parts, [&](const IntervalList& part) { write(out, part); });
+  out.boolean(attention.keys_are_whole);
   write(out, attention.mask);
+  out.optional(attention.mask_tensor, [&](const MaskTensor& mask) { write(out, mask); });
   out.real(attention.scale);
   out.enumerator(attention.method);
   write(out, attention.lowering);
@@ -67,15 +87,19 @@ std::pair<Attention, bool> attention_from_bytes(std::string_view bytes) {
   a.mesh = read_mesh(in);
   a.dtype = DType::parse(in.text());
   const std::vector<int64_t> sizes = in.integers();
-  check_user(sizes.size() == 6, "attention: has ", sizes.size(), " sizes instead of 6");
+  check_user(sizes.size() == 7, "attention: has ", sizes.size(), " sizes instead of 7");
   a.batch = sizes[0];
   a.heads = sizes[1];
   a.kv_heads = sizes[2];
   a.depth = sizes[3];
-  a.chunks = sizes[4];
-  a.ranks_per_node = sizes[5];
+  a.value_depth = sizes[4];
+  a.chunks = sizes[5];
+  a.ranks_per_node = sizes[6];
   a.parts = in.list([&] { return read_part(in); });
+  a.key_parts = in.list([&] { return read_part(in); });
+  a.keys_are_whole = in.boolean();
   a.mask = read_mask(in);
+  a.mask_tensor = in.optional([&] { return read_mask_tensor(in); });
   a.scale = in.real();
   a.method = in.enumerator(AttentionMethod::kTwoLevel);
   a.lowering = read_lowering(in);

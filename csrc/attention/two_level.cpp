@@ -14,9 +14,21 @@ constexpr int kInNode = 1;
 Attention of_node(const AttentionWriter& all) {
   Attention attention = all.attention;
   const int64_t count = attention.ranks_per_node;
-  const auto begin = all.attention.parts.begin() + all.me / count * count;
-  attention.parts.assign(begin, begin + count);
+  for (std::vector<IntervalList>* parts : {&attention.parts, &attention.key_parts}) {
+    if (parts->empty()) continue;
+    const auto begin = parts->begin() + all.me / count * count;
+    *parts = {begin, begin + count};
+  }
   return attention;
+}
+
+std::vector<IntervalList> by_node(const std::vector<IntervalList>& by_rank, int64_t ranks_per_node) {
+  std::vector<IntervalList> parts;
+  for (size_t p = 0; p < by_rank.size(); ++p) {
+    if (static_cast<int64_t>(p) % ranks_per_node == 0) parts.emplace_back();
+    for (const Interval& run : by_rank[p]) append(parts.back(), run);
+  }
+  return parts;
 }
 
 // The attention of the heads of a share, with a part for each node.
@@ -25,11 +37,8 @@ Attention of_nodes(const AttentionWriter& all, const HeadShare& share) {
   attention.method = AttentionMethod::kRing;
   attention.heads = share.q_heads();
   attention.kv_heads = share.kv_heads();
-  attention.parts.clear();
-  for (size_t p = 0; p < all.attention.parts.size(); ++p) {
-    if (static_cast<int64_t>(p) % attention.ranks_per_node == 0) attention.parts.emplace_back();
-    for (const Interval& run : all.attention.parts[p]) append(attention.parts.back(), run);
-  }
+  attention.parts = by_node(all.attention.parts, attention.ranks_per_node);
+  attention.key_parts = by_node(all.attention.key_parts, attention.ranks_per_node);
   return attention;
 }
 
@@ -48,6 +57,7 @@ class TwoLevel {
     inner.k = exchange_.joined(1);
     inner.v = exchange_.joined(2);
     inner.out = inner.lse = inner.q;
+    inner.out.depth = t.out.depth;
     inner.lse.depth = 1;
     inner.out.buffer = builder().new_buffer(inner.out.count());
     inner.lse.buffer = builder().new_buffer(inner.lse.count(), across_.attention.sum_dtype());
@@ -83,12 +93,14 @@ class TwoLevel {
 
   // The rows of one rank of the node, of tensors of all its rows.
   std::vector<HeadExchange::Sent> rows_of(int64_t owner, const std::vector<HeadExchange::Sent>& of_node) {
-    int64_t first = 0;
-    for (int64_t before = 0; before < owner; ++before) first += in_node_.attention.rows(before);
     std::vector<HeadExchange::Sent> taken;
     for (const auto& [all, kind] : of_node) {
+      int64_t first = 0;
+      for (int64_t before = 0; before < owner; ++before) {
+        first += shardwright::rows_of(in_node_.attention, kind, before);
+      }
       HeadsTensor rows = all;
-      rows.rows = in_node_.attention.rows(owner);
+      rows.rows = shardwright::rows_of(in_node_.attention, kind, owner);
       rows.buffer = builder().new_buffer(rows.count(), builder().program().dtype_of(all.buffer));
       std::vector<Box> boxes;
       append_box(boxes, all, {0, first}, rows, {}, rows.heads, rows.rows);

@@ -49,12 +49,12 @@ class UlyssesForward {
 
   void attend_for(int64_t owner, const HeadsTensor& out, const HeadsTensor& lse, int64_t first_head) {
     if (exchange_.mine().q_heads() == 0 || writer_.attention.batch == 0) return;
-    for (const int queries : writer_.products.of_rank(owner)) {
-      const SequenceBlock& block = writer_.products.block(queries);
+    for (const int queries : writer_.products.queries().of_rank(owner)) {
+      const SequenceBlock& block = writer_.products.queries()[queries];
       const Heads q = exchange_.at(0, block);
       const std::vector<int> seen = writer_.products.keys_of(queries);
       for (const int keys : seen) {
-        const SequenceBlock& of_keys = writer_.products.block(keys);
+        const SequenceBlock& of_keys = writer_.products.keys()[keys];
         results_.attend(queries, q, keys, exchange_.at(1, of_keys), exchange_.at(2, of_keys));
       }
       if (seen.empty()) results_.see_nothing(queries, q);
@@ -97,7 +97,7 @@ class UlyssesBackward {
       for (size_t i = 0; i < sums_.size(); ++i) {
         HeadsTensor like = sums_[i];
         like.heads = num_heads(exchange_.mine(), kKinds[i]);
-        like.rows = writer_.attention.rows(owner);
+        like.rows = rows_of(writer_.attention, kKinds[i], owner);
         shares_[owner].push_back(owner == writer_.me ? sums_[i] : writer_.new_sum(like));
       }
     }
@@ -114,17 +114,19 @@ class UlyssesBackward {
     std::vector<int> queries_in_order;
     std::vector<int> keys_in_order;
     for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) {
-      for (const int block : writer_.products.of_rank(owner)) queries_in_order.push_back(block);
+      for (const int block : writer_.products.queries().of_rank(owner)) queries_in_order.push_back(block);
     }
-    for (int block = 0; block < writer_.products.num_blocks(); ++block) {
-      const SequenceBlock& rows = writer_.products.block(block);
-      of_queries.set_total(block, {gradient_at(0, rows)});
+    for (int block = 0; block < writer_.products.queries().size(); ++block) {
+      of_queries.set_total(block, {gradient_at(0, writer_.products.queries()[block])});
+    }
+    for (int block = 0; block < writer_.products.keys().size(); ++block) {
+      const SequenceBlock& rows = writer_.products.keys()[block];
       of_keys.set_total(block, {gradient_at(1, rows), gradient_at(2, rows)});
       keys_in_order.push_back(block);
     }
     for (const auto& [queries, keys] : pairs_in_order(writer_, queries_in_order, keys_in_order)) {
-      const SequenceBlock& q = writer_.products.block(queries);
-      const SequenceBlock& k = writer_.products.block(keys);
+      const SequenceBlock& q = writer_.products.queries()[queries];
+      const SequenceBlock& k = writer_.products.keys()[keys];
       const BackwardRows rows{exchange_.at(0, q), exchange_.at(1, k), exchange_.at(2, k),
                               exchange_.at(3, q), exchange_.at(4, q), exchange_.rows_at(5, q)};
       attend_backward(writer_, exchange_.mine(), queries, keys, rows, of_queries, of_keys);

@@ -24,20 +24,36 @@ namespace {
 
 using Parts = std::vector<std::vector<std::pair<int64_t, int64_t>>>;
 
-Attention attention_of(const std::shared_ptr<Mesh>& mesh, const std::string& dtype,
-                       const std::tuple<int64_t, int64_t, int64_t, int64_t>& sizes, const Parts& parts, bool is_causal,
-                       std::optional<int64_t> window, std::vector<int64_t> documents, double scale, int64_t chunks,
-                       const Lowering& lowering) {
-  Attention a;
-  a.mesh = mesh;
-  a.dtype = DType::parse(dtype);
-  std::tie(a.batch, a.heads, a.kv_heads, a.depth) = sizes;
+using Sizes = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
+// The dtype of a mask tensor, and its shape.
+using MaskForm = std::pair<std::string, std::tuple<int64_t, int64_t, int64_t, int64_t>>;
+
+std::vector<IntervalList> intervals_of(const Parts& parts) {
+  std::vector<IntervalList> all;
   for (const auto& part : parts) {
     IntervalList runs;
     for (const auto& [begin, end] : part) append(runs, Interval{begin, end});
-    a.parts.push_back(std::move(runs));
+    all.push_back(std::move(runs));
   }
+  return all;
+}
+
+Attention attention_of(const std::shared_ptr<Mesh>& mesh, const std::string& dtype, const Sizes& sizes,
+                       const Parts& parts, const std::optional<Parts>& key_parts, bool keys_are_whole, bool is_causal,
+                       std::optional<int64_t> window, std::vector<int64_t> documents,
+                       const std::optional<MaskForm>& mask, double scale, int64_t chunks, const Lowering& lowering) {
+  Attention a;
+  a.mesh = mesh;
+  a.dtype = DType::parse(dtype);
+  std::tie(a.batch, a.heads, a.kv_heads, a.depth, a.value_depth) = sizes;
+  a.parts = intervals_of(parts);
+  if (key_parts) a.key_parts = intervals_of(*key_parts);
+  a.keys_are_whole = keys_are_whole;
   a.mask = {is_causal, window, std::move(documents)};
+  if (mask) {
+    const auto& [batch, heads, rows, columns] = mask->second;
+    a.mask_tensor = MaskTensor{DType::parse(mask->first), batch, heads, rows, columns};
+  }
   a.scale = scale;
   a.chunks = chunks;
   a.lowering = lowering;
@@ -96,13 +112,15 @@ void define_attention(py::module_& m) {
   py::class_<Attention> attention(m, "Attention");
   attention
       .def(py::init(&attention_of), py::arg("mesh"), py::arg("dtype"), py::arg("sizes"), py::arg("parts"),
-           py::kw_only(), py::arg("is_causal"), py::arg("window"), py::arg("documents"), py::arg("scale"),
-           py::arg("chunks"), py::arg("lowering"))
+           py::kw_only(), py::arg("key_parts"), py::arg("keys_are_whole"), py::arg("is_causal"), py::arg("window"),
+           py::arg("documents"), py::arg("mask"), py::arg("scale"), py::arg("chunks"), py::arg("lowering"))
       .def("with_method", &with_method, py::arg("method"), py::arg("topology"))
       .def_property_readonly("method", [](const Attention& a) { return method_name(a.method); })
       .def_property_readonly("dtype", [](const Attention& a) { return a.dtype.name(); })
       .def_readonly("lowering", &Attention::lowering)
       .def("rows", [](const Attention& a, int64_t rank) { return a.rows(position_on(*a.mesh, Rank{rank})); })
+      .def("key_rows", [](const Attention& a, int64_t rank) { return a.key_rows(position_on(*a.mesh, Rank{rank})); })
+      .def("as_on_all_ranks", &as_on_all_ranks)
       .def(
           "counts",
           [](const Attention& a, int64_t rank) {

@@ -126,6 +126,12 @@ void check_out_of(const ExecutableView& v, const at::Tensor& input, const at::Te
   check_out(v.executable, input, out);
 }
 
+std::vector<std::vector<int64_t>> input_shapes_of(const ExecutableView& v) {
+  std::vector<std::vector<int64_t>> shapes;
+  for (size_t i = 0; i < v.program().num_inputs(); ++i) shapes.push_back(v.program().buffers[i].shape);
+  return shapes;
+}
+
 }  // namespace
 
 void define_executable(py::module_& m) {
@@ -142,6 +148,7 @@ void define_executable(py::module_& m) {
   py::class_<ExecutableView>(m, "Executable")
       .def_property_readonly("groups", [](const ExecutableView& v) { return members_of(v.program()); })
       .def_property_readonly("input_shape", [](const ExecutableView& v) { return v.program().buffers[0].shape; })
+      .def_property_readonly("input_shapes", &input_shapes_of)
       .def_property_readonly("output_shape", [](const ExecutableView& v) { return v.program().outputs[0].shape; })
       .def_property_readonly("is_identity",
                              [](const ExecutableView& v) { return v.program().outputs[0].buffer == kInputBuffer; })

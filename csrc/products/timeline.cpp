@@ -206,8 +206,9 @@ class Clock {
     const std::optional<VisiblePart> part = visible_part(o.band, s.rows, s.columns);
     if (!part) return 0;
     const int64_t count = s.batch * s.heads;
-    const int64_t whole = saturating_sum(model_.picoseconds(part->rows, part->columns, s.depth, count, item_bytes),
-                                         model_.picoseconds(part->rows, s.depth, part->columns, count, item_bytes));
+    const int64_t whole =
+        saturating_sum(model_.picoseconds(part->rows, part->columns, s.depth, count, item_bytes),
+                       model_.picoseconds(part->rows, s.value_depth, part->columns, count, item_bytes));
     const double share = static_cast<double>(visible_pairs(o.band, s.rows, s.columns)) /
                          (static_cast<double>(part->rows) * static_cast<double>(part->columns));
     const auto alone = static_cast<int64_t>(static_cast<double>(whole) * share * multiple);
@@ -233,10 +234,14 @@ class Clock {
   int64_t touched_bytes(const Power& power) const { return larger(power.src, power.dst); }
   int64_t touched_bytes(const Cast& cast) const { return larger(cast.src, cast.dst); }
 
-  int64_t touched_bytes(const Merge& merge) const { return 2 * bytes(merge.left.out.buffer, elements(merge.sizes)); }
-  int64_t touched_bytes(const Accumulate& sum) const { return 2 * bytes(sum.dst.buffer, elements(sum.sizes)); }
+  int64_t touched_bytes(const Merge& merge) const {
+    return 2 * bytes(merge.left.out.buffer, elements(merge.sizes, merge.sizes.value_depth));
+  }
+  int64_t touched_bytes(const Accumulate& sum) const {
+    return 2 * bytes(sum.dst.buffer, elements(sum.sizes, sum.sizes.depth));
+  }
 
-  static int64_t elements(const AttendSizes& s) { return s.batch * s.heads * s.rows * s.depth; }
+  static int64_t elements(const AttendSizes& s, int64_t depth) { return s.batch * s.heads * s.rows * depth; }
 
   int64_t larger(const BufferRange& a, const BufferRange& b) const {
     return std::max(program_.size_bytes(a.buffer), program_.size_bytes(b.buffer));

@@ -33,11 +33,12 @@ struct HeadRows {
 
 struct AttendSizes {
   int64_t batch = 0;
-  int64_t heads = 0;     // of queries; a multiple of kv_heads
-  int64_t kv_heads = 0;  // consecutive heads of queries share one of keys and values
-  int64_t rows = 0;      // queries
-  int64_t columns = 0;   // keys
-  int64_t depth = 0;     // elements of a head
+  int64_t heads = 0;        // of queries; a multiple of kv_heads
+  int64_t kv_heads = 0;     // consecutive heads of queries share one of keys and values
+  int64_t rows = 0;         // queries
+  int64_t columns = 0;      // keys
+  int64_t depth = 0;        // elements of a head of queries and keys
+  int64_t value_depth = 0;  // elements of a head of values and of results
 };
 
 // Which keys a query sees: query i of a block sees key j of another block exactly if least <= i - j <= most.
@@ -82,6 +83,18 @@ struct Partial {
   HeadRows lse;
 };
 
+// A tensor for each pair of a block product: element (batch, head, row, column) is at
+// offset + batch * batch_stride + head * head_stride + row * row_stride + column * column_stride. Strides of 0 repeat
+// elements. It is added to scaled scores; of dtype bool it says which keys a query sees.
+struct PairMask {
+  BufferId buffer = kMissingBuffer;
+  int64_t offset = 0;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+  int64_t column_stride = 0;
+};
+
 // result = the attention of q to k and v, with scores scaled. Queries that see no key get zeros and an lse of minus
 // infinity.
 struct Attend {
@@ -92,6 +105,7 @@ struct Attend {
   Heads k;
   Heads v;
   Partial result;
+  std::optional<PairMask> mask = std::nullopt;  // with a band that leaves nothing out
 };
 
 // dq, dk, dv += the gradients of a block product, in float32 (float64). `out` and `lse` are the whole result, not that
@@ -109,9 +123,10 @@ struct AttendBackward {
   Heads dq;
   Heads dk;
   Heads dv;
+  std::optional<PairMask> mask = std::nullopt;  // as in Attend
 };
 
-// left = left merged with right, a partial result over other keys. Only batch, heads, rows and depth count.
+// left = left merged with right, a partial result over other keys. Only batch, heads, rows and value_depth count.
 struct Merge {
   AttendSizes sizes;
   Partial left;

@@ -15,7 +15,7 @@ std::string text(const std::vector<SendReceive::Message>& messages) {
 
 std::string text(const AttendSizes& s) {
   return concat(s.batch, "x", s.heads, s.kv_heads == s.heads ? "" : concat("/", s.kv_heads), " heads, ", s.rows, "x",
-                s.columns, "x", s.depth);
+                s.columns, "x", s.depth, s.value_depth == s.depth ? "" : concat(" to ", s.value_depth));
 }
 
 const char* name_of(BlockShape shape) {
@@ -37,7 +37,8 @@ std::string text(const Heads& h) { return concat("b", h.buffer, "[", h.offset, "
 template <typename Product>
 std::string text_of_product(const char* verb, const Product& o) {
   return concat(verb, " ", text(o.sizes), " ", text(o.q), " to ",
-                name_of(shape_of(o.band, o.sizes.rows, o.sizes.columns)), " pairs of ", text(o.k), ", ", text(o.v));
+                name_of(shape_of(o.band, o.sizes.rows, o.sizes.columns)), " pairs of ", text(o.k), ", ", text(o.v),
+                o.mask ? concat(" under b", o.mask->buffer, "[", o.mask->offset, "]") : "");
 }
 
 }  // namespace
@@ -129,11 +130,15 @@ std::vector<BufferId> buffers_of(const Operation& operation) {
         return buffers;
       },
       [](const Attend& o) {
-        return std::vector<BufferId>{o.q.buffer, o.k.buffer, o.v.buffer, o.result.out.buffer, o.result.lse.buffer};
+        std::vector<BufferId> buffers{o.q.buffer, o.k.buffer, o.v.buffer, o.result.out.buffer, o.result.lse.buffer};
+        if (o.mask) buffers.push_back(o.mask->buffer);
+        return buffers;
       },
       [](const AttendBackward& o) {
-        return std::vector<BufferId>{o.q.buffer,   o.k.buffer,  o.v.buffer,  o.out.buffer, o.dout.buffer,
-                                     o.lse.buffer, o.dq.buffer, o.dk.buffer, o.dv.buffer};
+        std::vector<BufferId> buffers{o.q.buffer,   o.k.buffer,  o.v.buffer,  o.out.buffer, o.dout.buffer,
+                                      o.lse.buffer, o.dq.buffer, o.dk.buffer, o.dv.buffer};
+        if (o.mask) buffers.push_back(o.mask->buffer);
+        return buffers;
       },
       [](const Merge& o) {
         return std::vector<BufferId>{o.left.out.buffer, o.left.lse.buffer, o.right.out.buffer, o.right.lse.buffer};

@@ -72,9 +72,15 @@ void add(Accesses& accesses, const Gemm& gemm) {
   if (gemm.flags) accesses.read(gemm.flags->range);
 }
 
-void add(Accesses& accesses, const Heads& heads, const AttendSizes& sizes, int64_t num_heads, int64_t rows,
-         bool writes) {
-  accesses.add_box(heads.buffer, heads.offset, {sizes.batch, num_heads, rows, sizes.depth},
+// The dims of heads that an operation reads or writes.
+struct HeadsDims {
+  int64_t heads = 0;
+  int64_t rows = 0;
+  int64_t depth = 0;
+};
+
+void add(Accesses& accesses, const Heads& heads, int64_t batch, const HeadsDims& dims, bool writes) {
+  accesses.add_box(heads.buffer, heads.offset, {batch, dims.heads, dims.rows, dims.depth},
                    {heads.batch_stride, heads.head_stride, heads.row_stride, 1}, writes);
 }
 
@@ -84,24 +90,41 @@ void add(Accesses& accesses, const HeadRows& rows, const AttendSizes& sizes, boo
 }
 
 void add(Accesses& accesses, const Partial& partial, const AttendSizes& sizes, bool writes) {
-  add(accesses, partial.out, sizes, sizes.heads, sizes.rows, writes);
+  add(accesses, partial.out, sizes.batch, {sizes.heads, sizes.rows, sizes.value_depth}, writes);
   add(accesses, partial.lse, sizes, writes);
 }
 
+void add(Accesses& accesses, const std::optional<PairMask>& mask, const AttendSizes& s) {
+  if (!mask) return;
+  accesses.add_box(mask->buffer, mask->offset, {s.batch, s.heads, s.rows, s.columns},
+                   {mask->batch_stride, mask->head_stride, mask->row_stride, mask->column_stride}, false);
+}
+
 void add(Accesses& accesses, const Attend& o) {
-  add(accesses, o.q, o.sizes, o.sizes.heads, o.sizes.rows, false);
-  for (const Heads* heads : {&o.k, &o.v}) add(accesses, *heads, o.sizes, o.sizes.kv_heads, o.sizes.columns, false);
-  add(accesses, o.result, o.sizes, true);
+  const AttendSizes& s = o.sizes;
+  add(accesses, o.q, s.batch, {s.heads, s.rows, s.depth}, false);
+  add(accesses, o.k, s.batch, {s.kv_heads, s.columns, s.depth}, false);
+  add(accesses, o.v, s.batch, {s.kv_heads, s.columns, s.value_depth}, false);
+  add(accesses, o.mask, s);
+  add(accesses, o.result, s, true);
 }
 
 void add(Accesses& accesses, const AttendBackward& o) {
-  for (const Heads* heads : {&o.q, &o.out, &o.dout}) {
-    add(accesses, *heads, o.sizes, o.sizes.heads, o.sizes.rows, false);
-  }
-  for (const Heads* heads : {&o.k, &o.v}) add(accesses, *heads, o.sizes, o.sizes.kv_heads, o.sizes.columns, false);
-  add(accesses, o.lse, o.sizes, false);
-  add(accesses, o.dq, o.sizes, o.sizes.heads, o.sizes.rows, true);
-  for (const Heads* heads : {&o.dk, &o.dv}) add(accesses, *heads, o.sizes, o.sizes.kv_heads, o.sizes.columns, true);
+  const AttendSizes& s = o.sizes;
+  const HeadsDims of_q{s.heads, s.rows, s.depth};
+  const HeadsDims of_out{s.heads, s.rows, s.value_depth};
+  const HeadsDims of_k{s.kv_heads, s.columns, s.depth};
+  const HeadsDims of_v{s.kv_heads, s.columns, s.value_depth};
+  add(accesses, o.q, s.batch, of_q, false);
+  add(accesses, o.k, s.batch, of_k, false);
+  add(accesses, o.v, s.batch, of_v, false);
+  add(accesses, o.out, s.batch, of_out, false);
+  add(accesses, o.dout, s.batch, of_out, false);
+  add(accesses, o.lse, s, false);
+  add(accesses, o.mask, s);
+  add(accesses, o.dq, s.batch, of_q, true);
+  add(accesses, o.dk, s.batch, of_k, true);
+  add(accesses, o.dv, s.batch, of_v, true);
 }
 
 void add(Accesses& accesses, const Merge& o) {
@@ -110,8 +133,9 @@ void add(Accesses& accesses, const Merge& o) {
 }
 
 void add(Accesses& accesses, const Accumulate& o) {
-  add(accesses, o.src, o.sizes, o.sizes.heads, o.sizes.rows, false);
-  add(accesses, o.dst, o.sizes, o.sizes.heads, o.sizes.rows, true);
+  const HeadsDims dims{o.sizes.heads, o.sizes.rows, o.sizes.depth};
+  add(accesses, o.src, o.sizes.batch, dims, false);
+  add(accesses, o.dst, o.sizes.batch, dims, true);
 }
 
 // A range of a buffer that an earlier instruction touched.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "program/attend_tiles.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -38,6 +39,18 @@ Program::Lifetimes Program::lifetimes() const {
   return lifetimes;
 }
 
+int64_t Program::scratch_bytes(const Operation& operation) const {
+  const auto of_product = [&](const auto& o) {
+    const int64_t item_bytes = dtype_of(o.q.buffer).size_bytes();
+    const bool is_added_in_float32 = o.mask && dtype_of(o.mask->buffer) == DType::kFloat32;
+    return shardwright::scratch_bytes(
+        o, {item_bytes, is_added_in_float32 ? std::max<int64_t>(item_bytes, 4) : item_bytes});
+  };
+  if (const auto* o = std::get_if<Attend>(&operation)) return of_product(*o);
+  if (const auto* o = std::get_if<AttendBackward>(&operation)) return of_product(*o);
+  return 0;
+}
+
 int64_t Program::peak_bytes() const {
   const std::vector<int64_t> peaks = peak_bytes_by_step();
   return peaks.empty() ? 0 : *std::max_element(peaks.begin(), peaks.end());
@@ -50,7 +63,7 @@ std::vector<int64_t> Program::peak_bytes_by_step() const {
   for (size_t i = 0; i < instructions.size(); ++i) {
     for (const BufferId b : life.begins[i]) live += size_bytes(b);
     int64_t& peak = peaks[instructions[i].step];
-    peak = std::max(peak, live);
+    peak = std::max(peak, live + scratch_bytes(instructions[i].operation));
     for (const BufferId b : life.ends[i]) live -= size_bytes(b);
   }
   return peaks;

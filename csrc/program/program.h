@@ -77,7 +77,10 @@ struct Program {
   // The operation whose memory an instruction concerns: its own, or for a Wait that of the transfer.
   const Operation& operation_in_effect(const Operation& operation) const;
 
-  // The most bytes allocated at once: results and temporaries, not inputs, which belong to the caller.
+  // Bytes that the runtime allocates besides buffers while an instruction runs (attend_tiles.h).
+  int64_t scratch_bytes(const Operation& operation) const;
+
+  // The most bytes allocated at once: results, temporaries and scratch, not inputs, which belong to the caller.
   int64_t peak_bytes() const;
   // The same during each step.
   std::vector<int64_t> peak_bytes_by_step() const;

@@ -9,26 +9,37 @@
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/_scaled_dot_product_fused_attention_overrideable.h>
 #include <ATen/ops/_scaled_dot_product_fused_attention_overrideable_backward.h>
-#include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <tuple>
+
+#include "program/attend_tiles.h"
 
 namespace shardwright {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-at::Tensor view(const Heads& heads, const Buffers& buffers, const AttendSizes& s, int64_t num_heads, int64_t first_row,
-                int64_t rows) {
+// Rows of heads of one kind: of queries, or of keys and values.
+struct RowsOfHeads {
+  int64_t heads = 0;
+  int64_t first_row = 0;
+  int64_t rows = 0;
+};
+
+RowsOfHeads all_rows(const AttendSizes& s) { return {s.heads, 0, s.rows}; }
+
+at::Tensor view(const Heads& heads, const Buffers& buffers, int64_t batch, const RowsOfHeads& of, int64_t depth) {
   const at::Tensor& buffer = buffers[heads.buffer];
-  return buffer.as_strided({s.batch, num_heads, rows, s.depth},
+  return buffer.as_strided({batch, of.heads, of.rows, depth},
                            {heads.batch_stride, heads.head_stride, heads.row_stride, 1},
-                           buffer.storage_offset() + heads.offset + first_row * heads.row_stride);
+                           buffer.storage_offset() + heads.offset + of.first_row * heads.row_stride);
 }
 
 at::Tensor view(const HeadRows& lse, const Buffers& buffers, const AttendSizes& s, int64_t first_row, int64_t rows) {
@@ -37,48 +48,145 @@ at::Tensor view(const HeadRows& lse, const Buffers& buffers, const AttendSizes& 
                            buffer.storage_offset() + lse.offset + first_row);
 }
 
-// A block product as the kernels take it: views of what sees something.
+at::Tensor padded(const at::Tensor& tensor, int64_t depth) {
+  const int64_t missing = depth - tensor.size(3);
+  return missing == 0 ? tensor : at::constant_pad_nd(tensor, {0, missing}, 0);
+}
+
+at::Tensor without_padding(const at::Tensor& tensor, int64_t depth) {
+  return tensor.size(3) == depth ? tensor : tensor.narrow(3, 0, depth);
+}
+
+// A view of the mask of some rows and columns, [batch, heads, rows, columns] with one element in dims that repeat.
+at::Tensor view(const PairMask& mask, const Buffers& buffers, const AttendSizes& s, const VisiblePart& part) {
+  const auto size = [](int64_t stride, int64_t all) { return stride == 0 ? 1 : all; };
+  const at::Tensor& buffer = buffers[mask.buffer];
+  const int64_t first = part.first_row * mask.row_stride + part.first_column * mask.column_stride;
+  return buffer.as_strided({size(mask.batch_stride, s.batch), size(mask.head_stride, s.heads),
+                            size(mask.row_stride, part.rows), part.columns},
+                           {mask.batch_stride, mask.head_stride, mask.row_stride, mask.column_stride},
+                           buffer.storage_offset() + mask.offset + first);
+}
+
+// What is added to the scores of a product, [rows, columns] or [batch, heads, rows, columns] with one element in dims
+// that repeat: minus infinity where a query does not see a key.
+struct Bias {
+  at::Tensor added;
+  at::Tensor blind;  // of a mask: the rows that see no key, where nothing is added instead
+};
+
+at::Tensor empty_bias(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  std::vector<int64_t> aligned = sizes.vec();
+  aligned.back() = (aligned.back() + kBiasAlignment - 1) / kBiasAlignment * kBiasAlignment;
+  return at::empty(aligned, options).narrow(-1, 0, sizes.back());
+}
+
+Bias bias_of_band(const Band& band, int64_t rows, int64_t columns, const at::TensorOptions& options) {
+  // Row i sees columns from i - most to i - least.
+  at::Tensor bias = empty_bias({rows, columns}, options).fill_(-kInfinity);
+  bias.triu_(std::clamp(1 - band.least, -rows, columns));
+  if (band.most < rows - 1) {
+    bias.add_(at::full({rows, columns}, -kInfinity, options).tril_(std::clamp(-band.most - 1, -rows, columns)));
+  }
+  return {bias, {}};
+}
+
+Bias bias_of_mask(const at::Tensor& mask, const at::TensorOptions& options) {
+  const bool stays_float32 = mask.scalar_type() == at::kFloat && options.device().is_cpu();
+  at::Tensor bias = empty_bias(mask.sizes(), stays_float32 ? options.dtype(at::kFloat) : options);
+  if (mask.scalar_type() == at::kBool) {
+    bias.fill_(-kInfinity).masked_fill_(mask, 0);
+  } else {
+    bias.copy_(mask);
+  }
+  at::Tensor blind = bias.amax(-1, /*keepdim=*/true).eq(-kInfinity);
+  bias.masked_fill_(blind, 0);
+  return {bias, blind};
+}
+
+// A tile of a product as the kernels take it.
 struct Operands {
-  template <typename Product>
-  Operands(const Product& o, const Buffers& buffers, const VisiblePart& part)
-      : q(view(o.q, buffers, o.sizes, o.sizes.heads, part.first_row, part.rows)),
-        k(view(o.k, buffers, o.sizes, o.sizes.kv_heads, part.first_column, part.columns)),
-        v(view(o.v, buffers, o.sizes, o.sizes.kv_heads, part.first_column, part.columns)),
-        band(part.band),
-        shape(shape_of(part.band, part.rows, part.columns)),
-        per_kv(o.sizes.heads / o.sizes.kv_heads),
-        scale(o.scale) {}
+  bool is_causal() const { return !bias && shape == BlockShape::kTriangle; }
 
-  bool is_causal() const { return shape == BlockShape::kTriangle; }
-
-  // Minus infinity where a query does not see a key, else 0. Rows begin at multiples of 16 elements, as kernels on CUDA
-  // require.
-  at::Tensor bias() const {
-    const int64_t rows = q.size(2);
-    const int64_t columns = k.size(2);
-    const auto whole = q.options().dtype(at::kLong);
-    const at::Tensor difference = at::arange(rows, whole).unsqueeze(1).sub(at::arange(columns, whole));
-    at::Tensor bias = at::zeros({rows, (columns + 15) / 16 * 16}, q.options()).narrow(1, 0, columns);
-    bias.masked_fill_(difference.lt(band.least).logical_or(difference.gt(band.most)), -kInfinity);
-    return bias;
+  bool is_for_flash() const {
+    const int64_t depth = q.size(3);
+    const bool is_half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
+    return is_half && !bias && depth == v.size(3) && depth % 8 == 0 && depth <= 256;
+  }
+  std::optional<at::Tensor> added() const { return bias ? std::optional(bias->added) : std::nullopt; }
+  // For kernels that take a bias for each head.
+  std::optional<at::Tensor> expanded_bias() const {
+    if (!bias) return std::nullopt;
+    return bias->added.expand({q.size(0), q.size(1), q.size(2), k.size(2)});
   }
 
   at::Tensor q, k, v;
-  Band band;
   BlockShape shape;
+  std::optional<Bias> bias;
   int64_t per_kv;
   double scale;
 };
 
-std::optional<at::Tensor> mask_of(const Operands& o) {
-  return o.shape == BlockShape::kOther ? std::optional(o.bias()) : std::nullopt;
+AttendItems items_of(const at::Tensor& operand, const std::optional<PairMask>& mask, const Buffers& buffers) {
+  const int64_t bytes = operand.element_size();
+  const bool is_in_float32 = mask && buffers[mask->buffer].scalar_type() == at::kFloat;
+  return {bytes, is_in_float32 ? std::max<int64_t>(bytes, 4) : bytes};
 }
 
-bool is_for_flash(const Operands& o) {
-  const int64_t depth = o.q.size(3);
-  const bool is_half = o.q.scalar_type() == at::kHalf || o.q.scalar_type() == at::kBFloat16;
-  return is_half && o.shape != BlockShape::kOther && depth % 8 == 0 && depth <= 256;
-}
+// A product whose operands are views, or where the kernel needs equal depths, padded copies.
+template <typename Product>
+class Tiles {
+ public:
+  Tiles(const Product& product, const Buffers& buffers) : o_(product), buffers_(buffers) {
+    const AttendSizes& s = o_.sizes;
+    q_ = view(o_.q, buffers, s.batch, {s.heads, 0, s.rows}, s.depth);
+    k_ = view(o_.k, buffers, s.batch, {s.kv_heads, 0, s.columns}, s.depth);
+    v_ = view(o_.v, buffers, s.batch, {s.kv_heads, 0, s.columns}, s.value_depth);
+    tiles_ = tiles_of(o_, items_of(q_, o_.mask, buffers));
+    if (takes_depths_apart()) return;
+    const int64_t depth = std::max(s.depth, s.value_depth);
+    q_ = padded(q_, depth);
+    k_ = padded(k_, depth);
+    v_ = padded(v_, depth);
+  }
+
+  const std::vector<VisiblePart>& tiles() const { return tiles_; }
+
+  Operands at(const VisiblePart& tile) const {
+    Operands made;
+    made.q = q_.narrow(2, tile.first_row, tile.rows);
+    made.k = k_.narrow(2, tile.first_column, tile.columns);
+    made.v = v_.narrow(2, tile.first_column, tile.columns);
+    made.shape = shape_of(tile.band, tile.rows, tile.columns);
+    made.per_kv = o_.sizes.heads / o_.sizes.kv_heads;
+    made.scale = o_.scale;
+    if (o_.mask) {
+      made.bias = bias_of_mask(view(*o_.mask, buffers_, o_.sizes, tile), q_.options());
+    } else if (made.shape == BlockShape::kOther) {
+      made.bias = bias_of_band(tile.band, tile.rows, tile.columns, q_.options());
+    }
+    return made;
+  }
+
+  // Rows of the result or of its gradient, with the depth that values have for the kernel.
+  at::Tensor result(const Heads& heads, const VisiblePart& tile) const {
+    const AttendSizes& s = o_.sizes;
+    return padded(view(heads, buffers_, s.batch, {s.heads, tile.first_row, tile.rows}, s.value_depth), v_.size(3));
+  }
+
+ private:
+  // Returns whether memory-efficient attention computes all tiles.
+  bool takes_depths_apart() const {
+    const bool is_half = q_.scalar_type() == at::kHalf || q_.scalar_type() == at::kBFloat16;
+    const int64_t depth = std::max(q_.size(3), v_.size(3));
+    return q_.is_cuda() && !(is_half && !o_.mask && depth % 8 == 0 && depth <= 256);
+  }
+
+  const Product& o_;
+  const Buffers& buffers_;
+  at::Tensor q_, k_, v_;
+  std::vector<VisiblePart> tiles_;
+};
 
 // Heads of keys once for each head of queries.
 at::Tensor repeated(const at::Tensor& keys, int64_t times) {
@@ -91,11 +199,6 @@ at::Tensor summed(const at::Tensor& gradient, int64_t times) {
   return gradient.unflatten(1, {-1, times}).to(at::kFloat).sum(2);
 }
 
-std::optional<at::Tensor> expanded_bias(const Operands& o) {
-  if (o.shape != BlockShape::kOther) return std::nullopt;
-  return o.bias().expand({o.q.size(0), o.q.size(1), -1, -1});
-}
-
 // The kernels take and give an lse whose rows are padded to multiples of 32.
 at::Tensor padded_lse(const at::Tensor& lse) {
   const int64_t rows = lse.size(2);
@@ -106,20 +209,20 @@ at::Tensor padded_lse(const at::Tensor& lse) {
 
 std::tuple<at::Tensor, at::Tensor> forward(const Operands& o) {
   if (o.q.is_cpu()) {
-    return at::_scaled_dot_product_flash_attention_for_cpu(o.q, o.k, o.v, 0.0, o.is_causal(), mask_of(o), o.scale);
+    return at::_scaled_dot_product_flash_attention_for_cpu(o.q, o.k, o.v, 0.0, o.is_causal(), o.added(), o.scale);
   }
   if (!o.q.is_cuda()) {
     const auto made = at::_scaled_dot_product_fused_attention_overrideable(
-        o.q, repeated(o.k, o.per_kv), repeated(o.v, o.per_kv), expanded_bias(o), 0.0, o.is_causal(),
+        o.q, repeated(o.k, o.per_kv), repeated(o.v, o.per_kv), o.expanded_bias(), 0.0, o.is_causal(),
         /*return_debug_mask=*/false, o.scale);
     return {std::get<0>(made), std::get<1>(made)};
   }
-  if (is_for_flash(o)) {
+  if (o.is_for_flash()) {
     auto made = at::_scaled_dot_product_flash_attention(o.q, o.k, o.v, 0.0, o.is_causal(), false, o.scale);
     return {std::get<0>(made), std::get<1>(made)};
   }
   auto made = at::_scaled_dot_product_efficient_attention(o.q, repeated(o.k, o.per_kv), repeated(o.v, o.per_kv),
-                                                          expanded_bias(o), /*compute_log_sumexp=*/true, 0.0,
+                                                          o.expanded_bias(), /*compute_log_sumexp=*/true, 0.0,
                                                           o.is_causal(), o.scale);
   return {std::get<0>(made), std::get<1>(made).narrow(2, 0, o.q.size(2))};
 }
@@ -129,9 +232,9 @@ using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 Gradients backward(const Operands& o, const at::Tensor& dout, const at::Tensor& out, const at::Tensor& lse) {
   if (o.q.is_cpu()) {
     return at::_scaled_dot_product_flash_attention_for_cpu_backward(dout, o.q, o.k, o.v, out, lse, 0.0, o.is_causal(),
-                                                                    mask_of(o), o.scale);
+                                                                    o.added(), o.scale);
   }
-  const std::optional<at::Tensor> bias = expanded_bias(o);
+  const std::optional<at::Tensor> bias = o.expanded_bias();
   if (!o.q.is_cuda()) {
     const at::Tensor none;
     const auto [dq, dk, dv, dbias] = at::_scaled_dot_product_fused_attention_overrideable_backward(
@@ -140,7 +243,7 @@ Gradients backward(const Operands& o, const at::Tensor& dout, const at::Tensor& 
     return {dq, summed(dk, o.per_kv), summed(dv, o.per_kv)};
   }
   const at::Tensor seed = at::zeros({}, o.q.options().dtype(at::kLong));
-  if (is_for_flash(o)) {
+  if (o.is_for_flash()) {
     return at::_scaled_dot_product_flash_attention_backward(dout, o.q, o.k, o.v, out, lse.contiguous(), at::Tensor(),
                                                             at::Tensor(), o.q.size(2), o.k.size(2), 0.0, o.is_causal(),
                                                             seed, seed, o.scale);
@@ -191,7 +294,7 @@ void merge_on_cpu(const Merge& o, const Buffers& buffers) {
       const T total = mine + theirs;
       T* to = left.out_at(b, h, row);
       const T* from = right.out_at(b, h, row);
-      for (int64_t d = 0; d < s.depth; ++d) to[d] = (to[d] * mine + from[d] * theirs) / total;
+      for (int64_t d = 0; d < s.value_depth; ++d) to[d] = (to[d] * mine + from[d] * theirs) / total;
       sum = most + std::log(total);
     }
   });
@@ -207,8 +310,9 @@ void merge_with_aten(const Merge& o, const Buffers& buffers) {
   const at::Tensor theirs = right.sub(most).exp_();
   const at::Tensor total = mine.add(theirs);
   const at::Tensor divisor = total.clamp_min(std::numeric_limits<float>::min()).unsqueeze(-1);
-  at::Tensor out = view(o.left.out, buffers, s, s.heads, 0, s.rows);
-  out.mul_(mine.unsqueeze(-1)).addcmul_(view(o.right.out, buffers, s, s.heads, 0, s.rows), theirs.unsqueeze(-1));
+  at::Tensor out = view(o.left.out, buffers, s.batch, all_rows(s), s.value_depth);
+  const at::Tensor right_out = view(o.right.out, buffers, s.batch, all_rows(s), s.value_depth);
+  out.mul_(mine.unsqueeze(-1)).addcmul_(right_out, theirs.unsqueeze(-1));
   out.div_(divisor);
   left.copy_(total.log().add_(most));
 }
@@ -217,7 +321,7 @@ void merge_with_aten(const Merge& o, const Buffers& buffers) {
 
 void attend(const Attend& o, const Buffers& buffers) {
   const AttendSizes& s = o.sizes;
-  at::Tensor out = view(o.result.out, buffers, s, s.heads, 0, s.rows);
+  at::Tensor out = view(o.result.out, buffers, s.batch, all_rows(s), s.value_depth);
   at::Tensor lse = view(o.result.lse, buffers, s, 0, s.rows);
   const std::optional<VisiblePart> part = visible_part(o.band, s.rows, s.columns);
   if (!part || part->rows < s.rows) {
@@ -225,26 +329,36 @@ void attend(const Attend& o, const Buffers& buffers) {
     lse.fill_(-kInfinity);
   }
   if (!part || s.batch * s.heads == 0) return;
-  const auto [made, sums] = forward(Operands(o, buffers, *part));
-  out.narrow(2, part->first_row, part->rows).copy_(made);
-  lse.narrow(2, part->first_row, part->rows).copy_(sums);
+  const Tiles<Attend> product(o, buffers);
+  for (const VisiblePart& tile : product.tiles()) {
+    const Operands operands = product.at(tile);
+    const auto [made, sums] = forward(operands);
+    at::Tensor rows = out.narrow(2, tile.first_row, tile.rows).copy_(without_padding(made, s.value_depth));
+    at::Tensor sums_of_rows = lse.narrow(2, tile.first_row, tile.rows).copy_(sums);
+    if (!operands.bias || !operands.bias->blind.defined()) continue;
+    rows.masked_fill_(operands.bias->blind, 0);
+    sums_of_rows.masked_fill_(operands.bias->blind.squeeze(-1), -kInfinity);
+  }
 }
 
 void attend_backward(const AttendBackward& o, const Buffers& buffers) {
   const AttendSizes& s = o.sizes;
-  const std::optional<VisiblePart> part = visible_part(o.band, s.rows, s.columns);
-  if (!part || s.batch * s.heads == 0) return;
-  const auto rows_of = [&](const Heads& heads) {
-    return view(heads, buffers, s, s.heads, part->first_row, part->rows);
-  };
-  const auto columns_of = [&](const Heads& heads) {
-    return view(heads, buffers, s, s.kv_heads, part->first_column, part->columns);
-  };
-  const auto [dq, dk, dv] = backward(Operands(o, buffers, *part), rows_of(o.dout), rows_of(o.out),
-                                     view(o.lse, buffers, s, part->first_row, part->rows));
-  rows_of(o.dq).add_(dq);
-  columns_of(o.dk).add_(dk);
-  columns_of(o.dv).add_(dv);
+  if (!visible_part(o.band, s.rows, s.columns) || s.batch * s.heads == 0) return;
+  const Tiles<AttendBackward> product(o, buffers);
+  for (const VisiblePart& tile : product.tiles()) {
+    const Operands operands = product.at(tile);
+    at::Tensor lse = view(o.lse, buffers, s, tile.first_row, tile.rows);
+    // A weight is the exponential of a score less the lse, so these rows get weights of 0.
+    if (operands.bias && operands.bias->blind.defined()) {
+      lse = lse.masked_fill(operands.bias->blind.squeeze(-1), kInfinity);
+    }
+    const auto [dq, dk, dv] = backward(operands, product.result(o.dout, tile), product.result(o.out, tile), lse);
+    const RowsOfHeads of_queries{s.heads, tile.first_row, tile.rows};
+    const RowsOfHeads of_keys{s.kv_heads, tile.first_column, tile.columns};
+    view(o.dq, buffers, s.batch, of_queries, s.depth).add_(without_padding(dq, s.depth));
+    view(o.dk, buffers, s.batch, of_keys, s.depth).add_(without_padding(dk, s.depth));
+    view(o.dv, buffers, s.batch, of_keys, s.value_depth).add_(without_padding(dv, s.value_depth));
+  }
 }
 
 void merge(const Merge& o, const Buffers& buffers) {
@@ -255,7 +369,7 @@ void merge(const Merge& o, const Buffers& buffers) {
 
 void accumulate(const Accumulate& o, const Buffers& buffers) {
   const AttendSizes& s = o.sizes;
-  view(o.dst, buffers, s, s.heads, 0, s.rows).add_(view(o.src, buffers, s, s.heads, 0, s.rows));
+  view(o.dst, buffers, s.batch, all_rows(s), s.depth).add_(view(o.src, buffers, s.batch, all_rows(s), s.depth));
 }
 
 }  // namespace shardwright

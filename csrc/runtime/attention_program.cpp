@@ -8,7 +8,9 @@ namespace shardwright {
 namespace {
 
 std::string sizes_text(const Attention& a) {
-  return concat(a.dtype.name(), "[", a.batch, ", ", a.heads, ", ", a.length(), ", ", a.depth, "]");
+  return concat(a.dtype.name(), "[", a.batch, ", ", a.heads, ", ", a.length(), ", ", a.depth, "]",
+                a.key_parts.empty() ? "" : concat(" to ", a.keys_are_whole ? "all " : "", a.key_length(), " keys"),
+                a.value_depth == a.depth ? "" : concat(" to values of depth ", a.value_depth));
 }
 
 class AttentionOrigin : public Origin {
@@ -27,20 +29,21 @@ class AttentionOrigin : public Origin {
   std::string text() const override {
     const auto [a, is_backward] = attention_from_bytes(bytes_);
     return concat(is_backward ? "backward of attention" : "attention", " of ", sizes_text(a), " over ",
-                  a.mesh->to_string(), ", ", to_string(a.mask), ", ", method_name(a.method));
+                  a.mesh->to_string(), ", ", mask_text(a), ", ", method_name(a.method));
   }
 
   Signature signature() const override {
     const auto [a, is_backward] = attention_from_bytes(bytes_);
+    const std::string bytes = to_bytes(as_on_all_ranks(a), is_backward);
     return {{"direction", is_backward ? "backward" : "forward"},
             {"tensor", sizes_text(a)},
             {"dtype", a.dtype.name()},
             {"mesh", a.mesh->to_string()},
             {"kv heads", concat(a.kv_heads)},
-            {"mask", to_string(a.mask)},
+            {"mask", mask_text(a)},
             {"method", method_name(a.method)},
             {"chunks", concat(a.chunks)},
-            {"attention bytes", concat(bytes_.size(), " with hash ", std::hash<std::string>()(bytes_))}};
+            {"attention bytes", concat(bytes.size(), " with hash ", std::hash<std::string>()(bytes))}};
   }
 
  private:

@@ -17,7 +17,7 @@ namespace shardwright {
 namespace {
 
 // Returns the torch dtype of a buffer that may have another dtype than its program: results, sums, operands and scales
-// of products.
+// of products, masks.
 at::ScalarType scalar_type_of(DType dtype) {
   switch (dtype.id()) {
     case DType::kFloat32:
@@ -28,6 +28,8 @@ at::ScalarType scalar_type_of(DType dtype) {
       return at::kBFloat16;
     case DType::kFloat16:
       return at::kHalf;
+    case DType::kBool:  // masks of attention
+      return at::kBool;
     case DType::kUInt32:  // flags
       return at::kUInt32;
     case DType::kFloat8E5M2:

@@ -95,7 +95,8 @@ bool Machine::advance(Process& process) {
     process.buffers[b].assign(program.buffers[b].count, kUnwritten);
     process.live_bytes += program.size_bytes(b);
   }
-  process.peak_bytes = std::max(process.peak_bytes, process.live_bytes);
+  const int64_t scratch_bytes = program.scratch_bytes(program.instructions[at].operation);
+  process.peak_bytes = std::max(process.peak_bytes, process.live_bytes + scratch_bytes);
 
   const bool is_done = match(
       program.instructions[at].operation, [&](const Wait& o) { return finish_wait(process, o.ticket); },

@@ -82,6 +82,9 @@ class Machine {
   static void execute(Process& process, const Accumulate& accumulate);  // machine_attend.cpp
   static double& element(Process& process, const Heads& heads, int64_t b, int64_t h, int64_t row, int64_t i);
   static double& element(Process& process, const HeadRows& rows, int64_t b, int64_t h, int64_t row);
+  // A score with what the mask adds; minus infinity if the query does not see the key.
+  static double masked(Process& process, const std::optional<PairMask>& mask, int64_t b, int64_t h, int64_t i,
+                       int64_t j, double score);
   static int64_t item_bytes(const Process& process, const BufferRange& range);
   static double* data(Process& process, const BufferRange& range);
   static Payload read(Process& process, const BufferRange& range);

@@ -20,7 +20,7 @@ Attention attention_of(int64_t ranks, int64_t length, int64_t heads = 8, int64_t
   a.mesh = std::make_shared<Mesh>(std::vector<std::string>{"cp"}, std::vector<int64_t>{ranks});
   a.batch = 1;
   a.heads = a.kv_heads = heads;
-  a.depth = depth;
+  a.depth = a.value_depth = depth;
   for (int64_t r = 0; r < ranks; ++r) a.parts.push_back({{length / ranks * r, length / ranks * (r + 1)}});
   return a;
 }

@@ -8,6 +8,7 @@
 
 #include "attention/block_products.h"
 #include "attention/compile.h"
+#include "program/attend_tiles.h"
 #include "program/transfer_traffic.h"
 #include "simulate/machine.h"
 #include "support/error.h"
@@ -68,6 +69,7 @@ Attention attention_of(std::vector<IntervalList> parts, AttentionMask mask, int6
   a.heads = 4;
   a.kv_heads = 2;
   a.depth = 3;
+  a.value_depth = 2;
   a.parts = std::move(parts);
   a.mask = std::move(mask);
   a.scale = 0.7;
@@ -89,8 +91,8 @@ bool sees(const AttentionMask& mask, int64_t i, int64_t j) {
 
 // [batch, heads, length, depth], by element.
 struct Whole {
-  Whole(const Attention& a, int64_t num_heads, int64_t elements)
-      : heads(num_heads), length(a.length()), depth(elements), values(a.batch * heads * length * depth) {}
+  Whole(int64_t batch, int64_t num_heads, int64_t places, int64_t elements)
+      : heads(num_heads), length(places), depth(elements), values(batch * heads * length * depth) {}
 
   double& at(int64_t b, int64_t h, int64_t i, int64_t d) { return values[((b * heads + h) * length + i) * depth + d]; }
 
@@ -129,25 +131,56 @@ struct Whole {
 
 struct Oracle {
   Oracle(const Attention& a, std::mt19937& random)
-      : q(a, a.heads, a.depth),
-        k(a, a.kv_heads, a.depth),
-        v(k),
-        out(q),
-        dout(q),
-        lse(a, a.heads, 1),
+      : q(a.batch, a.heads, a.length(), a.depth),
+        k(a.batch, a.kv_heads, a.key_length(), a.depth),
+        v(a.batch, a.kv_heads, a.key_length(), a.value_depth),
+        out(a.batch, a.heads, a.length(), a.value_depth),
+        dout(out),
+        lse(a.batch, a.heads, a.length(), 1),
         dq(q),
         dk(k),
-        dv(k) {
+        dv(v),
+        mask(a.batch, a.heads, a.length(), a.key_length()) {
     std::normal_distribution<double> normal;
     for (Whole* whole : {&q, &k, &v, &dout}) {
       for (double& value : whole->values) value = normal(random);
     }
-    const int64_t n = a.length();
+    if (a.mask_tensor) make_mask(*a.mask_tensor, random);
     for (int64_t b = 0; b < a.batch; ++b) {
       for (int64_t h = 0; h < a.heads; ++h) {
-        for (int64_t i = 0; i < n; ++i) attend(a, b, h, h / (a.heads / a.kv_heads), i, n);
+        for (int64_t i = 0; i < a.length(); ++i) attend(a, b, h, h / (a.heads / a.kv_heads), i, a.key_length());
       }
     }
+  }
+
+  // Every third query sees nothing.
+  void make_mask(const MaskTensor& form, std::mt19937& random) {
+    std::normal_distribution<double> normal;
+    for (double& value : mask.values) value = form.dtype == DType::kBool ? random() % 2 : normal(random);
+    for (size_t at = 0; at < mask.values.size(); ++at) {
+      const auto column = static_cast<int64_t>(at) % mask.depth;
+      const int64_t row = static_cast<int64_t>(at) / mask.depth % mask.length;
+      const int64_t head = static_cast<int64_t>(at) / mask.depth / mask.length % mask.heads;
+      const int64_t batch = static_cast<int64_t>(at) / mask.depth / mask.length / mask.heads;
+      double& value = mask.values[at];
+      if (row % 3 == 2) value = form.dtype == DType::kBool ? 0 : -std::numeric_limits<double>::infinity();
+      value = mask.at(form.batch == 1 ? 0 : batch, form.heads == 1 ? 0 : head, form.rows == 1 ? 0 : row, column);
+    }
+  }
+
+  // As a rank gives it.
+  Values mask_part(const MaskTensor& form, const IntervalList& places) {
+    Values local;
+    for (int64_t b = 0; b < form.batch; ++b) {
+      for (int64_t h = 0; h < form.heads; ++h) {
+        for (const Interval run : form.rows == 1 ? IntervalList{{0, 1}} : places) {
+          for (int64_t i = run.begin; i < run.end; ++i) {
+            for (int64_t j = 0; j < mask.depth; ++j) local.push_back(mask.at(b, h, i, j));
+          }
+        }
+      }
+    }
+    return local;
   }
 
   void attend(const Attention& a, int64_t b, int64_t h, int64_t kv, int64_t i, int64_t n) {
@@ -157,7 +190,10 @@ struct Oracle {
       if (!sees(a.mask, i, j)) continue;
       double score = 0;
       for (int64_t d = 0; d < a.depth; ++d) score += q.at(b, h, i, d) * k.at(b, kv, j, d);
-      weights[j] = std::exp(score * a.scale);
+      score *= a.scale;
+      if (a.mask_tensor && a.mask_tensor->dtype != DType::kBool) score += mask.at(b, h, i, j);
+      if (a.mask_tensor && a.mask_tensor->dtype == DType::kBool && mask.at(b, h, i, j) == 0) continue;
+      weights[j] = std::exp(score);
       sum += weights[j];
     }
     lse.at(b, h, i, 0) = std::log(sum);
@@ -166,7 +202,7 @@ struct Oracle {
     for (int64_t j = 0; j < n; ++j) {
       if (weights[j] == 0) continue;
       weights[j] /= sum;
-      for (int64_t d = 0; d < a.depth; ++d) {
+      for (int64_t d = 0; d < a.value_depth; ++d) {
         out.at(b, h, i, d) += weights[j] * v.at(b, kv, j, d);
         dweights[j] += dout.at(b, h, i, d) * v.at(b, kv, j, d);
         dv.at(b, kv, j, d) += weights[j] * dout.at(b, h, i, d);
@@ -183,6 +219,7 @@ struct Oracle {
   }
 
   Whole q, k, v, out, dout, lse, dq, dk, dv;
+  Whole mask;  // of all pairs; the depth is the number of keys
 };
 
 void expect_close(const Values& found, const Values& right, const std::string& what) {
@@ -198,7 +235,11 @@ void expect_close(const Values& found, const Values& right, const std::string& w
 
 // The results of all ranks together.
 struct Results {
-  explicit Results(const Attention& a) : out(a, a.heads, a.depth), dq(out), dk(a, a.kv_heads, a.depth), dv(dk) {}
+  explicit Results(const Attention& a)
+      : out(a.batch, a.heads, a.length(), a.value_depth),
+        dq(a.batch, a.heads, a.length(), a.depth),
+        dk(a.batch, a.kv_heads, a.key_length(), a.depth),
+        dv(a.batch, a.kv_heads, a.key_length(), a.value_depth) {}
 
   bool operator==(const Results& other) const {
     return out.values == other.out.values && dq.values == other.dq.values && dk.values == other.dk.values &&
@@ -215,30 +256,41 @@ Results run(Attention a, unsigned seed = 1) {
   Results results(a);
   Machine forward;
   Machine backward;
-  const auto part = [&](Whole& of, size_t r) { return of.part(a.parts[r], a.batch); };
+  const std::vector<IntervalList> key_parts = a.parts_of_keys();
+  const auto rows = [&](Whole& of, size_t r) { return of.part(a.parts[r], a.batch); };
+  const auto key_rows = [&](Whole& of, size_t r) { return of.part(key_parts[r], a.batch); };
+  // Ranks' masks differ in form.
+  const auto of_rank = [&](size_t r) {
+    Attention mine = a;
+    if (mine.mask_tensor && mine.mask_tensor->rows != 1) mine.mask_tensor->rows = a.rows(static_cast<int64_t>(r));
+    return mine;
+  };
   for (size_t r = 0; r < a.parts.size(); ++r) {
     const Rank rank{static_cast<int64_t>(r)};
-    forward.add(rank, compile_attention(a, rank), {part(whole.q, r), part(whole.k, r), part(whole.v, r)});
-    backward.add(rank, compile_attention_backward(a, rank),
-                 {part(whole.q, r), part(whole.k, r), part(whole.v, r), part(whole.out, r), part(whole.dout, r),
-                  part(whole.lse, r)});
+    std::vector<Values> inputs{rows(whole.q, r), key_rows(whole.k, r), key_rows(whole.v, r)};
+    std::vector<Values> of_backward = inputs;
+    for (Whole* of : {&whole.out, &whole.dout, &whole.lse}) of_backward.push_back(rows(*of, r));
+    if (a.mask_tensor) inputs.push_back(whole.mask_part(*a.mask_tensor, a.parts[r]));
+    if (a.mask_tensor) of_backward.push_back(inputs.back());
+    forward.add(rank, compile_attention(of_rank(r), rank), inputs);
+    backward.add(rank, compile_attention_backward(of_rank(r), rank), of_backward);
   }
   forward.run();
   backward.run();
   for (size_t r = 0; r < a.parts.size(); ++r) {
     const Rank rank{static_cast<int64_t>(r)};
     const std::string where = concat(method_name(a.method), " on rank ", r, " of ", a.parts.size());
-    expect_close(forward.output(rank, 0), part(whole.out, r), concat("out, ", where));
-    expect_close(forward.output(rank, 1), part(whole.lse, r), concat("lse, ", where));
-    expect_close(backward.output(rank, 0), part(whole.dq, r), concat("dq, ", where));
-    expect_close(backward.output(rank, 1), part(whole.dk, r), concat("dk, ", where));
-    expect_close(backward.output(rank, 2), part(whole.dv, r), concat("dv, ", where));
-    EXPECT_EQ(forward.peak_bytes(rank), compile_attention(a, rank).peak_bytes());
-    EXPECT_EQ(backward.peak_bytes(rank), compile_attention_backward(a, rank).peak_bytes());
+    expect_close(forward.output(rank, 0), rows(whole.out, r), concat("out, ", where));
+    expect_close(forward.output(rank, 1), rows(whole.lse, r), concat("lse, ", where));
+    expect_close(backward.output(rank, 0), rows(whole.dq, r), concat("dq, ", where));
+    expect_close(backward.output(rank, 1), key_rows(whole.dk, r), concat("dk, ", where));
+    expect_close(backward.output(rank, 2), key_rows(whole.dv, r), concat("dv, ", where));
+    EXPECT_EQ(forward.peak_bytes(rank), compile_attention(of_rank(r), rank).peak_bytes());
+    EXPECT_EQ(backward.peak_bytes(rank), compile_attention_backward(of_rank(r), rank).peak_bytes());
     results.out.set_part(a.parts[r], a.batch, forward.output(rank, 0));
     results.dq.set_part(a.parts[r], a.batch, backward.output(rank, 0));
-    results.dk.set_part(a.parts[r], a.batch, backward.output(rank, 1));
-    results.dv.set_part(a.parts[r], a.batch, backward.output(rank, 2));
+    results.dk.set_part(key_parts[r], a.batch, backward.output(rank, 1));
+    results.dv.set_part(key_parts[r], a.batch, backward.output(rank, 2));
   }
   return results;
 }
@@ -273,6 +325,8 @@ TEST(Attention, PartsMayLieAnywhere) {
     a.kv_heads = random() % 2 == 0 ? 1 : 3;
     a.batch = 1 + static_cast<int64_t>(random() % 2);
     a.method = kAll[random() % 4];
+    const auto keys = static_cast<int64_t>(random() % 18);
+    if (a.mask.documents.empty() && random() % 2 == 0) a.key_parts = scattered(keys, ranks, random);
     SCOPED_TRACE(concat("round ", round));
     run(a, round);
   }
@@ -342,10 +396,10 @@ TEST(Attention, BlocksMeetWhereSomePairDoes) {
     if (random() % 2 == 0) mask.documents = {length / 2, length - length / 2};
     const Attention a = attention_of(scattered(length, 3, random), mask, static_cast<int64_t>(random() % 7));
     const BlockProducts products(a);
-    for (int q = 0; q < products.num_blocks(); ++q) {
-      for (int k = 0; k < products.num_blocks(); ++k) {
-        const Interval of_q = products.block(q).places;
-        const Interval of_k = products.block(k).places;
+    for (int q = 0; q < products.queries().size(); ++q) {
+      for (int k = 0; k < products.keys().size(); ++k) {
+        const Interval of_q = products.queries()[q].places;
+        const Interval of_k = products.keys()[k].places;
         int64_t pairs = 0;
         bool is_triangle = of_q == of_k;
         for (int64_t i = of_q.begin; i < of_q.end; ++i) {
@@ -356,8 +410,8 @@ TEST(Attention, BlocksMeetWhereSomePairDoes) {
           }
         }
         const BlockShape shape = products.shape(q, k);
-        const int64_t rows = products.block(q).rows();
-        const int64_t columns = products.block(k).rows();
+        const int64_t rows = products.queries()[q].rows();
+        const int64_t columns = products.keys()[k].rows();
         EXPECT_EQ(visible_pairs(products.band(q, k), rows, columns), pairs);
         EXPECT_EQ(shape == BlockShape::kSkip, pairs == 0);
         const std::optional<VisiblePart> part = visible_part(products.band(q, k), rows, columns);
@@ -386,7 +440,7 @@ TEST(Attention, ARingNeverHoldsAllKeys) {
     a.dtype = DType::kFloat32;
     a.heads = a.kv_heads = 1;
     a.batch = 1;
-    a.depth = 16;
+    a.depth = a.value_depth = 16;
     a.method = AttentionMethod::kRing;
     const int64_t part_bytes = 64 * 16 * 4;
     const int64_t ring = compile_attention(a, Rank{1}).peak_bytes();
@@ -411,7 +465,7 @@ TEST(Attention, SendsOnlyKeysThatAreSeen) {
     machine.add(Rank{r}, compile_attention(a, Rank{r}), {part(whole.q), part(whole.k), part(whole.v)});
   }
   machine.run();
-  const int64_t row_bytes = 2 * a.batch * a.kv_heads * a.depth * 8;  // of k and v
+  const int64_t row_bytes = a.batch * a.kv_heads * (a.depth + a.value_depth) * 8;  // of k and v
   EXPECT_EQ(machine.received_bytes(Rank{0}), 0);
   for (int64_t r = 1; r < 4; ++r) EXPECT_EQ(machine.received_bytes(Rank{r}), 4 * row_bytes);
 }
@@ -420,6 +474,84 @@ Attention on_nodes(Attention a, int64_t ranks_per_node) {
   a.method = AttentionMethod::kTwoLevel;
   a.ranks_per_node = ranks_per_node;
   return a;
+}
+
+TEST(Attention, MasksMayBeTensorsOfEveryForm) {
+  std::mt19937 random(11);
+  for (const int64_t ranks : {1, 3}) {
+    for (const auto& [batch, heads, rows] : {std::tuple(1, 1, 11), std::tuple(2, 1, 1), std::tuple(1, 4, 11)}) {
+      for (const DType dtype : {DType::kBool, DType::kFloat32}) {
+        Attention a = attention_of(scattered(11, ranks, random), {});
+        a.key_parts = scattered(7, ranks, random);
+        a.mask_tensor = MaskTensor{dtype, batch, heads, rows, 7};
+        a.method = kAll[random() % 3];
+        run(a);
+      }
+    }
+  }
+}
+
+// Nothing travels but sums of gradients.
+TEST(Attention, EveryRankMayHoldAllKeys) {
+  std::mt19937 random(13);
+  for (const int64_t ranks : {1, 2, 3}) {
+    for (const int64_t chunks : {0, 4}) {
+      Attention a = attention_of(scattered(11, ranks, random), {true}, chunks);
+      a.key_parts.assign(ranks, {{0, 9}});
+      a.keys_are_whole = ranks > 1;
+      for (const AttentionMethod method : {AttentionMethod::kSerial, AttentionMethod::kRing}) {
+        a.method = method;
+        run(a);
+        const Program forward = compile_attention(a, Rank{0});
+        for (const Instruction& one : forward.instructions) EXPECT_FALSE(is_communication(one.operation));
+      }
+    }
+  }
+}
+
+// A bias for blocks that are neither full nor triangles is bounded, and what it takes is counted; so is padding.
+TEST(Attention, CountsTheBiasOfATileAndPaddedOperands) {
+  const auto peak = [](int64_t rows, int64_t window, int64_t value_depth) {
+    Attention a = attention_of({{{0, rows}}}, {true, window});
+    a.dtype = DType::kFloat32;
+    a.batch = a.heads = a.kv_heads = 1;
+    a.depth = 8;
+    a.value_depth = value_depth;
+    a.method = AttentionMethod::kSerial;
+    return compile_attention(a, Rank{0}).peak_bytes();
+  };
+  const int64_t rows = 8192;
+  const int64_t without = peak(rows, rows, 8);
+  EXPECT_GT(peak(rows, rows / 2, 8), without);
+  EXPECT_LE(peak(rows, rows / 2, 8), without + kMostBiasBytes);
+  EXPECT_LT(peak(64, 3, 8) - peak(64, 64, 8), 2 * 64 * 64 * 4 + 1);
+  EXPECT_EQ(peak(rows, rows, 4), rows * (4 + 1 + 8) * 4);  // the result, its lse, and values with the depth of keys
+}
+
+TEST(Attention, TilesHoldEachVisiblePairOnce) {
+  std::mt19937 random(17);
+  for (int round = 0; round < 40; ++round) {
+    Attend product;
+    AttendSizes& s = product.sizes;
+    s = {1, 1, 1, 1 + static_cast<int64_t>(random() % 60), 1 + static_cast<int64_t>(random() % 60), 8, 8};
+    product.band.least = static_cast<int64_t>(random() % 50) - 40;
+    if (random() % 2 == 0) product.band.most = product.band.least + static_cast<int64_t>(random() % 30);
+    const AttendItems large{4, kMostBiasBytes / 400};  // tiles of about 200 pairs
+    int64_t pairs = 0;
+    int64_t next_row = 0;
+    for (const VisiblePart& tile : tiles_of(product, large)) {
+      EXPECT_GE(tile.first_row, next_row);
+      next_row = tile.first_row + tile.rows;
+      for (int64_t i = 0; i < tile.rows; ++i) {
+        for (int64_t j = 0; j < tile.columns; ++j) {
+          const bool is_seen = product.band.sees(tile.first_row + i, tile.first_column + j);
+          EXPECT_EQ(tile.band.sees(i, j), is_seen);
+          pairs += is_seen ? 1 : 0;
+        }
+      }
+    }
+    EXPECT_EQ(pairs, visible_pairs(product.band, s.rows, s.columns));
+  }
 }
 
 TEST(Attention, TwoLevelsComputeWhatTheDefinitionSays) {
@@ -431,6 +563,7 @@ TEST(Attention, TwoLevelsComputeWhatTheDefinitionSays) {
         Attention a = attention_of(parts, mask);
         a.heads = 5 * (per_node - 1);  // shares of the ranks of a node differ, some are parts of a head of keys
         a.kv_heads = per_node - 1;
+        if (mask.documents.empty()) a.key_parts = scattered(7, ranks, random);
         run(on_nodes(a, per_node));
       }
     }
@@ -461,7 +594,7 @@ int64_t received_along(const Program& program, int mesh_dim) {
 TEST(Attention, WithTwoLevelsANodeReceivesKeysOnce) {
   Attention a = attention_of(contiguous(64, 8), {});
   a.heads = a.kv_heads = 4;
-  const int64_t of_a_part = 2 * a.batch * a.kv_heads * 8 * a.depth;  // of k and v
+  const int64_t of_a_part = a.batch * a.kv_heads * 8 * (a.depth + a.value_depth);  // of k and v
   a.method = AttentionMethod::kRing;
   EXPECT_EQ(received_along(compile_attention(a, Rank{3}), 0), 7 * of_a_part);
   // Of the four parts of the other node, each of its ranks receives a quarter of the heads.
@@ -513,6 +646,19 @@ TEST(Attention, RefusesWhatDoesNotFit) {
   a = attention_of(contiguous(8, 2), {});
   a.dtype = DType::kInt32;
   EXPECT_NE(message(a).find("q: has dtype int32"), std::string::npos);
+  a = attention_of(contiguous(8, 2), {false, std::nullopt, {4, 4}});
+  a.key_parts = contiguous(6, 2);
+  EXPECT_NE(message(a).find("documents must be left out"), std::string::npos);
+  a.mask.documents.clear();
+  a.mask_tensor = MaskTensor{DType::kBool, 1, 1, 4, 8};
+  EXPECT_NE(message(a).find("mask must be broadcastable to [2, 4, this rank's rows of q, 6]"), std::string::npos);
+  a.mask_tensor->columns = 6;
+  EXPECT_EQ(message(a), "");
+  a.mask.is_causal = true;
+  EXPECT_NE(message(a).find("mask must be an AttentionMask or None with is_causal=True"), std::string::npos);
+  a.mask.is_causal = false;
+  a.method = AttentionMethod::kUlysses;
+  EXPECT_NE(message(a).find("method must be 'auto', 'ring', 'gather' or 'serial' with a mask"), std::string::npos);
 }
 
 }  // namespace

@@ -280,6 +280,7 @@ TEST(Order, OfAttentionToo) {
       a.heads = 4;
       a.kv_heads = 2;
       a.depth = 2;
+      a.value_depth = 3;
       a.parts = {{{0, 5}}, {{10, 14}, {5, 7}}, {}, {{7, 10}}};
       a.mask = mask;
       a.chunks = 4;

@@ -941,19 +941,23 @@ class Attention:
         self,
         mesh: Mesh,
         dtype: str,
-        sizes: tuple[int, int, int, int],
+        sizes: tuple[int, int, int, int, int],
         parts: Sequence[Sequence[tuple[int, int]]],
         *,
+        key_parts: Sequence[Sequence[tuple[int, int]]] | None,
+        keys_are_whole: bool,
         is_causal: bool,
         window: int | None,
         documents: Sequence[int],
+        mask: tuple[str, tuple[int, int, int, int]] | None,
         scale: float,
         chunks: int,
         lowering: Lowering,
     ) -> None:
-        """Takes a mesh of one dim; batch, heads, heads of keys and depth; and by position the [begin, end) intervals of
-        the sequence that a rank holds, in local order. `chunks`: 0 for blocks as ranks hold them. The method is serial
-        at first. Raises ValueError if these do not fit together."""
+        """Takes a mesh of one dim; batch, heads, heads of keys, depth and depth of values; and by position the
+        [begin, end) intervals of the sequence that a rank holds, in local order. `key_parts`: those of keys, None for
+        the same. `mask`: the dtype and shape of this rank's mask tensor. `chunks`: 0 for blocks as ranks hold them. The
+        method is serial at first. Raises ValueError if these do not fit together."""
 
     def with_method(self, method: str, topology: Topology | None) -> Attention:
         """For two_level, nodes are those of the topology. Raises ValueError if it has none."""
@@ -965,7 +969,13 @@ class Attention:
     @property
     def lowering(self) -> Lowering: ...
     def rows(self, rank: int) -> int:
-        """Returns how many places of the sequence a rank holds."""
+        """Returns how many places of the sequence of queries a rank holds."""
+
+    def key_rows(self, rank: int) -> int:
+        """Returns how many places of the sequence of keys a rank holds."""
+
+    def as_on_all_ranks(self) -> Attention:
+        """Returns the same without what may differ between ranks: the form of the mask tensor."""
 
     def counts(self, rank: int) -> tuple[int, int, int, int]:
         """Returns the products of blocks that are full, triangles and others, and the pairs that see each other."""

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from .. import argument_checks, argument_values, groups
 from ..layout import Layout, Mesh
 from ..plain_tensors import redistribute_local
-from .functions import AttentionMask, attention, check_method
+from .functions import attention, check_method
 from .problem import parts_of, sequence_dims, sequence_layout
 
 __all__ = ["context_parallel", "context_parallel_unshard", "move_sequence"]
@@ -115,10 +115,6 @@ class Attending(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        if attn_mask is not None and not isinstance(attn_mask, AttentionMask):
-            raise ValueError(
-                "attn_mask: got a tensor; allowed is an AttentionMask while the sequence is cut over ranks"
-            )
         arguments = dict(self._arguments)
         if isinstance(query, DTensor):
             del arguments["size"]

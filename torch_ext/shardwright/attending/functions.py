@@ -24,7 +24,7 @@ def attention(
     v: torch.Tensor,
     *,
     is_causal: bool = False,
-    mask: AttentionMask | None = None,
+    mask: AttentionMask | torch.Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     method: str = "auto",
@@ -35,6 +35,8 @@ def attention(
     size: int | None = None,
     group: dist.ProcessGroup | None = None,
     layout: Any = None,
+    kv_size: int | None = None,
+    kv_layout: Any = None,
     dropout_p: float = 0.0,
 ) -> Any:
     """Attention over a sequence that is cut over ranks; keys travel while others are attended to.
@@ -46,10 +48,15 @@ def attention(
     Args:
         q: shape [batch, heads, sequence, depth]: float32, bfloat16, float16 or float64. Plain tensors are this rank's
             part of the sequence. DTensors bring their placements: one mesh dim may cut the sequence, others batch and
-            heads; nothing moves along those.
-        k, v: placed like `q`, with the same length and depth, and with `enable_gqa` fewer heads.
-        is_causal: a query sees no later places of the whole sequence.
-        mask: what queries see besides: a sliding window, documents. See `AttentionMask`.
+            heads; nothing moves along those. Or all three are [batch, sequence, depth], as one head.
+        k, v: shaped and placed like `q`; with `enable_gqa` they may have fewer heads. `v` may have another depth, which
+            is that of the result. Both may be of another sequence, cut over the same ranks or whole on each of them:
+            see `kv_size` and `kv_layout`; DTensors bring it.
+        is_causal: the query at place i of its sequence sees the keys at places up to i of theirs.
+        mask: what queries see besides: a sliding window, documents; see `AttentionMask`. Or a tensor, as in torch not
+            together with `is_causal`: bool (True: the query sees the key) or float (added to scores), without a
+            gradient, which broadcasts to [batch, heads, this rank's rows of `q`, all keys by their places]. With
+            DTensors, it is plain or placed like `q`. ``"ulysses"`` and ``"two_level"`` cannot use a tensor.
         scale: of scores; default 1 / sqrt(depth).
         enable_gqa: the heads of `q` may be a multiple of those of `k` and `v`; consecutive ones share one.
         method: ``"ring"``: keys of one rank after the other arrive, each while those before are attended to. At most
@@ -71,6 +78,9 @@ def attention(
         layout: which places of the sequence each rank holds: None or ``"contiguous"``, ``"zigzag"``, or a placement of
             dim 2, such as `Pieces`, whose parts may be uneven or empty. With DTensors: what their parts hold if it is
             not what their placements say, as after `to_layout`.
+        kv_size: for plain tensors: the length of the whole sequence of `k` and `v`; default: that of `q`.
+        kv_layout: which places of it each rank holds, as `layout`, or ``"whole"`` if every rank holds all of them.
+            Default: as `q` if the lengths are equal, else ``"contiguous"``; with DTensors what their placements say.
         dropout_p: must be 0. There is no dropout of attention weights.
 
     Returns:
@@ -84,12 +94,15 @@ def attention(
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
     _check_no_dropout(dropout_p)
-    asked = ask(is_causal, mask, scale, enable_gqa, method, chunks, save, merge, size, layout)
-    q, k, v = _as_autocast(q, k, v)
-    call = call_for(asked, (q, k, v), group)
-    out, lse = _attend(call, *(t.to_local() if isinstance(t, DTensor) else t for t in (q, k, v)))
+    asked = ask(is_causal, mask, scale, enable_gqa, method, chunks, save, merge, size, layout, kv_size, kv_layout)
+    tensors, is_3d = _of_four_dims(*_as_autocast(q, k, v), mask)
+    call = call_for(asked, tensors, group)
+    q, k, v = tensors[:3]
+    out, lse = _attend(call, *(t.to_local() if isinstance(t, DTensor) else t for t in tensors))
     if isinstance(q, DTensor):
-        out, lse = _as_dtensor(out, q, q.shape), _as_dtensor(lse, q, q.shape[:3])
+        out, lse = _as_dtensor(out, q, (*q.shape[:3], v.shape[3])), _as_dtensor(lse, q, q.shape[:3])
+    if is_3d:
+        out, lse = out.squeeze(1), lse.squeeze(1)
     return (out, lse) if return_lse else out
 
 
@@ -100,18 +113,18 @@ def explain_attention(
 
     All ranks that share the sequence call it. Nothing is computed, and no part of the tensors is sent.
     """
-    q, k, v = _as_autocast(q, k, v)
+    tensors, _ = _of_four_dims(*_as_autocast(q, k, v), arguments.get("mask"))
     if unknown := sorted(set(arguments) - {*_DEFAULTS, "return_lse", "dropout_p"}):
         raise TypeError(f"explain_attention() got an unexpected keyword argument {unknown[0]!r}")
     arguments.pop("return_lse", None)
     _check_no_dropout(arguments.pop("dropout_p", 0.0))
     asked = ask(**{**_DEFAULTS, **arguments})
-    attention = plan(asked, (q, k, v), group).attention
-    return attention.describe(*tables_of(attention, q.device.type))
+    attention = plan(asked, tensors, group).attention
+    return attention.describe(*tables_of(attention, tensors[0].device.type))
 
 
 _DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("mask", "scale", "chunks", "size", "layout")),
+    **dict.fromkeys(("mask", "scale", "chunks", "size", "layout", "kv_size", "kv_layout")),
     "is_causal": False,
     "enable_gqa": False,
     "method": "auto",
@@ -122,7 +135,7 @@ _DEFAULTS: dict[str, Any] = {
 
 def ask(
     is_causal: bool,
-    mask: AttentionMask | None,
+    mask: AttentionMask | torch.Tensor | None,
     scale: float | None,
     enable_gqa: bool,
     method: str,
@@ -131,25 +144,27 @@ def ask(
     merge: str,
     size: int | None,
     layout: Any,
+    kv_size: int | None,
+    kv_layout: Any,
 ) -> Asked:
     """Returns the options in a hashable form. Raises ValueError, naming the argument, for what is not allowed."""
+    if isinstance(mask, torch.Tensor):
+        mask = None  # which is planned as a tensor
     if mask is not None and not isinstance(mask, AttentionMask):
-        raise ValueError(
-            f"mask: got a {type(mask).__name__}; allowed is an AttentionMask, from which a rank knows which blocks of "
-            "the sequence see each other before they are moved"
-        )
+        raise ValueError(f"mask must be an AttentionMask or a tensor, got a {type(mask).__name__}")
     check_method(method)
     if save != "shard":
         raise ValueError(f"save: {save!r}; allowed is 'shard'")
     if merge != "float32":
         raise ValueError(f"merge: {merge!r}; allowed is 'float32'")
-    try:
-        if not torch.compiler.is_compiling():  # Dynamo in torch 2.11 takes no hash
-            hash(layout)
-    except TypeError:
-        raise ValueError(
-            f"layout: got a {type(layout).__name__}; allowed are 'contiguous', 'zigzag' and placements of dim 2"
-        ) from None
+    for name, given in (("layout", layout), ("kv_layout", kv_layout)):
+        try:
+            if not torch.compiler.is_compiling():  # Dynamo in torch 2.11 takes no hash
+                hash(given)
+        except TypeError:
+            raise ValueError(
+                f"{name}: got a {type(given).__name__}; allowed are 'contiguous', 'zigzag' and placements of dim 2"
+            ) from None
     window, documents = mask or (None, None)
     if documents is not None:
         documents = argument_values.items(documents, "documents", "a list of lengths")
@@ -165,6 +180,8 @@ def ask(
         chunks or 0,
         None if size is None else argument_values.integer(size, "size"),
         layout,
+        None if kv_size is None else argument_values.integer(kv_size, "kv_size"),
+        kv_layout,
     )
 
 
@@ -198,11 +215,50 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-def _attend(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Sequence[torch.Tensor]:
-    result: Sequence[torch.Tensor] = attend(q, k, v, *call)
+def _of_four_dims(q: Any, k: Any, v: Any, mask: Any) -> tuple[tuple[torch.Tensor, ...], bool]:
+    """Returns q, k, v and the mask if that is a tensor, and whether q, k and v were given with three dims."""
+    is_3d = all(isinstance(t, torch.Tensor) and t.ndim == 3 for t in (q, k, v))
+    if is_3d:
+        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+    if not isinstance(mask, torch.Tensor):
+        return (q, k, v), is_3d
+    most = 3 if is_3d else 4
+    if mask.ndim > most:
+        raise ValueError(f"mask must have at most {most} dims, as q, got shape {tuple(mask.shape)}")
+    if is_3d and mask.ndim == 3:
+        mask = mask.unsqueeze(1)
+    if isinstance(mask, DTensor):
+        mask = _local_mask(mask, q)
+    mask = mask[(None,) * (4 - mask.ndim)]
+    for dim in range(4):
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:  # expanded: one element says the same
+            mask = mask.narrow(dim, 0, 1)
+    return (q, k, v, mask), is_3d
+
+
+def _local_mask(mask: DTensor, q: Any) -> torch.Tensor:
+    """Returns this rank's part of a mask that is placed like q, but whole along dims that it repeats along."""
+    missing = 4 - mask.ndim
+    alike = isinstance(q, DTensor) and q.device_mesh == mask.device_mesh
+    for mesh_dim, placement in enumerate(mask.placements if alike else ()):
+        of_q = q.placements[mesh_dim]
+        dim = None if of_q.is_replicate() or of_q.is_partial() else of_q.dim % 4 - missing
+        repeats = dim is None or dim < 0 or mask.shape[dim] == 1
+        cut = None if placement.is_replicate() else -1 if placement.is_partial() else placement.dim % mask.ndim
+        alike = alike and cut == (None if repeats else dim)
+    if not alike:
+        raise ValueError(f"mask must be plain or placed like q, with all keys on each rank, got {mask.placements}")
+    return mask.to_local()
+
+
+def _attend(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> Sequence[torch.Tensor]:
+    result: Sequence[torch.Tensor] = attend(q, k, v, mask, *call)
     return result
 
 
-def _as_dtensor(local: torch.Tensor, like: DTensor, shape: torch.Size) -> DTensor:
+def _as_dtensor(local: torch.Tensor, like: DTensor, shape: tuple[int, ...]) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    size = torch.Size(shape)
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=size, stride=stride)

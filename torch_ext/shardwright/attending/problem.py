@@ -51,6 +51,8 @@ class Asked(NamedTuple):
     chunks: int
     size: int | None
     layout: Any
+    kv_size: int | None
+    kv_layout: Any
 
 
 # What the operators take besides tensors: both directions as text, the names of the groups of each, this rank.
@@ -64,6 +66,13 @@ class Planned(NamedTuple):
     call: Call
 
 
+class _Keys(NamedTuple):
+    """What each rank holds of the keys; None for the places that it holds of the queries."""
+
+    parts: Parts | None = None
+    are_whole: bool = False
+
+
 class _Where(NamedTuple):
     """The ranks that share a sequence: a mesh of them, the group it is of, and what each of them holds.
 
@@ -72,6 +81,7 @@ class _Where(NamedTuple):
 
     mesh: _planner.Mesh
     parts: Parts
+    keys: _Keys
     group: dist.ProcessGroup | None
 
 
@@ -88,6 +98,8 @@ def call_for(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessG
     # Compilers make constants of plain tuples and texts, not of our classes.
     if hasattr(asked.layout, "text"):
         asked = asked._replace(layout=asked.layout.text(asked.size))
+    if hasattr(asked.kv_layout, "text"):
+        asked = asked._replace(kv_layout=asked.kv_layout.text(asked.size if asked.kv_size is None else asked.kv_size))
     refusal, call = _find_out(tuple(asked), tuple(meta_of(tensor) for tensor in tensors), group)
     if refusal is not None:
         raise ValueError(refusal)
@@ -101,19 +113,22 @@ def _find_out(
     """Returns why a call with such tensors is refused, or None, and what the operators take."""
     guards.mark()
     try:
-        return None, on_stand_ins(metas, lambda *qkv: plan(Asked(*asked), qkv, group)).call
+        return None, on_stand_ins(metas, lambda *given: plan(Asked(*asked), given, group)).call
     except ValueError as error:
         return str(error), ()
 
 
 def _check_are_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    for name, tensor in zip("qkv", tensors, strict=True):
+    for name, tensor in zip("qkv", tensors[:3], strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: got a {type(tensor).__name__}; allowed is a tensor")
 
 
 def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Planned:
-    """Returns the plan for this kind of call. Collective among the ranks that share the sequence when it is made."""
+    """Returns the plan for this kind of call. Collective among the ranks that share the sequence when it is made.
+
+    `tensors` are q, k and v, then the mask if that is a tensor, of four dims.
+    """
     _check_are_tensors(tensors)
     argument_checks.check_group(group)
     described = tuple(
@@ -141,13 +156,13 @@ def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGrou
         if group is not None:
             raise ValueError("group: q is a DTensor, which brings it; leave it out")
         check_tensors(asked, tensors)
-        where = _of_dtensor(asked, q)
+        where = _of_dtensor(asked, q, tensors[1])
     carrier = where.group if isinstance(q, DTensor) else _carrier(group)
     mine = 0 if carrier is None else dist.get_rank(carrier if carrier in groups.makers else None)
     try:
         if not isinstance(q, DTensor):
             check_tensors(asked, tensors)
-            where = _of_group(asked, q, group)
+            where = _of_group(asked, q, tensors[1], group)
         attention = _with_method(_problem(asked, tensors, where, mine), asked.method, q.device.type, needs_grad)
     except ValueError as error:
         refusal = error
@@ -160,29 +175,41 @@ def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGrou
 
 
 def _problem(asked: Asked, tensors: Sequence[torch.Tensor], where: _Where, mine: int) -> _planner.Attention:
-    local_q, local_k = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors[:2])
+    local_q, local_k, local_v = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors[:3])
     batch, heads, rows, depth = local_q.shape
+    masks = [(argument_values.dtype_text(mask.dtype), tuple(mask.shape)) for mask in tensors[3:]]
     kind = local_q.device.type
     is_shared = len(where.parts) > 1
     attention = _planner.Attention(
         where.mesh,
         argument_values.dtype_text(local_q.dtype),
-        (batch, heads, local_k.shape[1], depth),
+        (batch, heads, local_k.shape[1], depth, local_v.shape[3]),
         where.parts,
+        key_parts=where.keys.parts,
+        keys_are_whole=where.keys.are_whole,
         is_causal=asked.is_causal,
         window=asked.window,
         documents=list(asked.documents),
+        mask=masks[0] if masks else None,
         scale=1 / math.sqrt(max(depth, 1)) if asked.scale is None else asked.scale,
         chunks=asked.chunks,
         lowering=executables.lowering(kind, where.group) if is_shared else _planner.Lowering.of_device(kind),
     )
-    expected = attention.rows(mine)
-    if rows != expected and not checking.is_on():  # which tells all ranks
-        raise ValueError(
-            f"q: has {rows} rows of the sequence on rank {mine}, where the layout has {expected} of "
-            f"{sum(end - begin for part in where.parts for begin, end in part)}"
-        )
+    if not checking.is_on():  # which tells all ranks
+        _check_rows("q", rows, attention.rows(mine), where.parts, mine)
+        _check_rows("k", local_k.shape[2], attention.key_rows(mine), where.keys.parts or where.parts, mine)
+    for _, shape in masks:
+        if shape[2] not in (1, rows):
+            raise ValueError(f"mask must have 1 row or {rows}, one for each of q on rank {mine}, got {shape[2]}")
     return attention
+
+
+def _check_rows(name: str, rows: int, expected: int, parts: Parts, rank: int) -> None:
+    if rows != expected:
+        raise ValueError(
+            f"{name}: has {rows} rows of the sequence on rank {rank}, where the layout has {expected} of "
+            f"{max(end for part in parts for _, end in [*part, (0, 0)])}"
+        )
 
 
 def _carrier(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -205,7 +232,7 @@ def _agree(
     """Raises on all ranks if one of them refuses, or if they differ. All ranks that share the sequence call it."""
     if groups.moves_nothing(carrier):
         return
-    text = "" if attention is None else attention.to_text(False)
+    text = "" if attention is None else attention.as_on_all_ranks().to_text(False)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     words = [int(refusal is not None), int.from_bytes(digest, "big", signed=True)]
     heard = batch_agreement.exchange(carrier, words, "attention, comparing what the ranks ask for")
@@ -254,8 +281,8 @@ def bind(attention: _planner.Attention, rank: int, group: dist.ProcessGroup | No
 
 def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
     """Raises ValueError, naming the argument, for tensors that have no attention together."""
-    q, k, v = tensors
-    for name, tensor in zip("qkv", tensors, strict=True):
+    q, k, v, *masks = tensors
+    for name, tensor in zip("qkv", tensors[:3], strict=True):
         if isinstance(tensor, DTensor) != isinstance(q, DTensor):
             raise ValueError(f"{name}: q is {'a DTensor' if isinstance(q, DTensor) else 'plain'}, this is not")
         if not isinstance(tensor, (DTensor, FakeTensor)):
@@ -266,20 +293,29 @@ def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"{name}: is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}")
         if isinstance(tensor, DTensor) and tensor.device_mesh != q.device_mesh:
             raise ValueError(f"{name}: is on {tensor.device_mesh}, q on {q.device_mesh}")
-        if isinstance(tensor, DTensor) and tensor.placements != q.placements:
+        if isinstance(tensor, DTensor) and _but_sequence(tensor) != _but_sequence(q):
             raise ValueError(
                 f"{name}: is placed as {tensor.placements}, q as {q.placements}; they must be placed alike"
             )
-    if k.shape != v.shape:
-        raise ValueError(f"v: has shape {tuple(v.shape)}, k has {tuple(k.shape)}; they must be equal")
-    if (q.shape[0], q.shape[2], q.shape[3]) != (k.shape[0], k.shape[2], k.shape[3]):
-        raise ValueError(
-            f"k: has shape {tuple(k.shape)}, q has {tuple(q.shape)}; batch, sequence and depth must be equal"
-        )
+    if k.shape[:3] != v.shape[:3] or (isinstance(k, DTensor) and k.placements != v.placements):
+        raise ValueError(f"v: has shape {tuple(v.shape)}, k has {tuple(k.shape)}; all but the depth must be equal")
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(f"k: has shape {tuple(k.shape)}, q has {tuple(q.shape)}; batch and depth must be equal")
+    for mask in masks:
+        if mask.requires_grad:
+            raise ValueError("mask must not require a gradient, got one that does; there is none to it")
+        if mask.device != q.device:
+            raise ValueError(f"mask must be on {q.device}, as q, got one on {mask.device}")
     if q.shape[1] != k.shape[1] and not asked.enable_gqa:
         raise ValueError(f"k: has {k.shape[1]} heads, q has {q.shape[1]}; with enable_gqa=True they may differ")
     if isinstance(q, DTensor) and isinstance(k, DTensor):
         _check_heads(q, k)
+
+
+def _but_sequence(tensor: DTensor) -> list[Any]:
+    """Returns the placements, with None for those that cut the sequence or hold it whole."""
+    dims = sequence_dims(tensor)
+    return [None if p.is_replicate() or d in dims else p for d, p in enumerate(tensor.placements)]
 
 
 def _check_heads(q: DTensor, k: DTensor) -> None:
@@ -298,7 +334,7 @@ def _check_heads(q: DTensor, k: DTensor) -> None:
             )
 
 
-def _of_group(asked: Asked, q: torch.Tensor, group: dist.ProcessGroup | None) -> _Where:
+def _of_group(asked: Asked, q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup | None) -> _Where:
     count = dist.get_world_size(group)
     if asked.size is None and count > 1:
         raise ValueError(
@@ -307,15 +343,29 @@ def _of_group(asked: Asked, q: torch.Tensor, group: dist.ProcessGroup | None) ->
         )
     size = q.shape[SEQUENCE_DIM] if asked.size is None else asked.size
     members = None if group in groups.makers else dist.get_process_group_ranks(_carrier(group))
-    return _Where(Mesh({"sequence": count}, members), parts_of(asked.layout, size, count), group)
+    parts = parts_of(asked.layout, size, count)
+    kv_size = asked.kv_size
+    if kv_size is None:
+        kv_size = k.shape[SEQUENCE_DIM] if count == 1 else size
+    return _Where(Mesh({"sequence": count}, members), parts, _keys(asked, parts, size, kv_size, None), group)
 
 
-def parts_of(layout: Any, size: int, count: int) -> Parts:
+def _keys(asked: Asked, parts: Parts, size: int, kv_size: int, placed: Parts | None) -> _Keys:
+    """Returns where keys lie: as `kv_layout` says, else as they are `placed`, else as queries of the same length."""
+    if asked.kv_layout == "whole":
+        return _Keys([[(0, kv_size)] if kv_size else []] * len(parts), len(parts) > 1)
+    found = placed
+    if asked.kv_layout is not None or (placed is None and kv_size != size):
+        found = parts_of(asked.kv_layout, kv_size, len(parts), "kv_layout")
+    return _Keys(None if found == parts else found)
+
+
+def parts_of(layout: Any, size: int, count: int, argument: str = "layout") -> Parts:
     """Returns the places of a sequence of `size` that each of `count` ranks holds, in the order of its local tensors.
 
     `layout` is as in `sequence_layout`.
     """
-    described = sequence_layout(layout, size, count, "layout")
+    described = sequence_layout(layout, size, count, argument)
     return [described.region(rank)[SEQUENCE_DIM] for rank in range(count)]
 
 
@@ -346,7 +396,7 @@ def sequence_dims(q: DTensor) -> list[int]:
     ]
 
 
-def _of_dtensor(asked: Asked, q: DTensor) -> _Where:
+def _of_dtensor(asked: Asked, q: DTensor, k: DTensor) -> _Where:
     for placement in q.placements:
         if placement.is_partial():
             raise ValueError(f"q: is placed as {q.placements}; allowed are placements without pending reductions")
@@ -361,19 +411,42 @@ def _of_dtensor(asked: Asked, q: DTensor) -> _Where:
     size = q.shape[SEQUENCE_DIM]
     if asked.size is not None and asked.size != size:
         raise ValueError(f"size: {asked.size}, the sequence of q has {size}; a DTensor brings it, so leave it out")
+    kv_size = k.shape[SEQUENCE_DIM]
+    if asked.kv_size is not None and asked.kv_size != kv_size:
+        raise ValueError(f"kv_size must be left out with DTensors or be {kv_size}, as k has, got {asked.kv_size}")
+    if any(k.device_mesh.size(mesh_dim) > 1 and mesh_dim not in cut for mesh_dim in sequence_dims(k)):
+        raise ValueError(
+            f"k must be cut along the mesh dim that cuts the sequence of q, or not at all, got {k.placements} where q "
+            f"has {q.placements}"
+        )
     if not cut or q.device_mesh.size(cut[0]) == 1:
-        return _Where(Mesh({"sequence": 1}), [[(0, size)]] if size else [[]], None)
+        parts: Parts = [[(0, size)]] if size else [[]]
+        return _Where(
+            Mesh({"sequence": 1}), parts, _keys(asked._replace(kv_layout=None), parts, size, kv_size, None), None
+        )
     mesh_dim = cut[0]
     group = q.device_mesh.get_group(mesh_dim)
     coordinate = q.device_mesh.get_coordinate()
     assert coordinate is not None
     along = q.device_mesh.mesh[tuple(slice(None) if d == mesh_dim else c for d, c in enumerate(coordinate))]
     members = [int(rank) for rank in along]
-    if asked.layout is None:
-        described = layout_of(q._spec)
-        parts = [described.region(rank)[SEQUENCE_DIM] for rank in members]
-    else:
-        parts = parts_of(asked.layout, size, len(members))
+    parts = _placed(q, members) if asked.layout is None else parts_of(asked.layout, size, len(members))
+    if k.placements[mesh_dim].is_replicate():
+        if asked.kv_layout not in (None, "whole"):
+            raise ValueError(
+                f"kv_layout must be 'whole' or None where k is placed as {k.placements}, got {asked.kv_layout!r}"
+            )
+        asked = asked._replace(kv_layout="whole")
+    elif asked.kv_layout == "whole":
+        raise ValueError(f"kv_layout must say what ranks hold of k, which is placed as {k.placements}, got 'whole'")
+    is_like_q = asked.layout is not None and kv_size == size and k.placements == q.placements
+    keys = _keys(asked, parts, size, kv_size, parts if is_like_q else _placed(k, members))
     names = q.device_mesh.mesh_dim_names
     name = names[mesh_dim] if names else "sequence"
-    return _Where(Mesh({name: len(members)}, members), parts, group)
+    return _Where(Mesh({name: len(members)}, members), parts, keys, group)
+
+
+def _placed(tensor: DTensor, ranks: Sequence[int]) -> Parts:
+    """Returns the places of the sequence that ranks hold by their placements."""
+    described = layout_of(tensor._spec)
+    return [described.region(rank)[SEQUENCE_DIM] for rank in ranks]

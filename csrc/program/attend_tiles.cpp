@@ -1,0 +1,93 @@
+#include "program/attend_tiles.h"
+
+#include <algorithm>
+
+#include "support/ceil_divide.h"
+
+namespace shardwright {
+namespace {
+
+// The bytes of a bias for each of its pairs. A mask may differ by batch and head. A band is the same for all of them,
+// and is made of two halves, one for either side.
+template <typename Product>
+int64_t bytes_per_pair(const Product& o, const AttendItems& items) {
+  if (!o.mask) return 2 * items.of_bias;
+  return items.of_bias * (o.mask->batch_stride == 0 ? 1 : o.sizes.batch) *
+         (o.mask->head_stride == 0 ? 1 : o.sizes.heads);
+}
+
+int64_t aligned(int64_t columns) { return ceil_divide(columns, kBiasAlignment) * kBiasAlignment; }
+
+// Returns how many rows make a bias of at most this many pairs. Fewer columns than all are seen by rows of a band that
+// is bounded on both sides.
+int64_t rows_of_tile(const VisiblePart& part, int64_t pairs) {
+  const auto fits = [&](int64_t rows) {
+    const int64_t seen = part.band.most - part.band.least + rows;
+    return rows * aligned(std::min(part.columns, seen)) <= pairs;
+  };
+  int64_t fitting = 1;
+  int64_t too_many = part.rows + 1;
+  while (too_many - fitting > 1) {
+    const int64_t middle = fitting + (too_many - fitting) / 2;
+    (fits(middle) ? fitting : too_many) = middle;
+  }
+  return fitting;
+}
+
+template <typename Product>
+std::vector<VisiblePart> tiles(const Product& o, const AttendItems& items) {
+  const std::optional<VisiblePart> all = visible_part(o.band, o.sizes.rows, o.sizes.columns);
+  if (!all) return {};
+  const bool has_rows =
+      o.mask ? o.mask->row_stride != 0 : shape_of(all->band, all->rows, all->columns) == BlockShape::kOther;
+  if (!has_rows) return {*all};
+  const int64_t most = rows_of_tile(*all, kMostBiasBytes / bytes_per_pair(o, items));
+  std::vector<VisiblePart> found;
+  for (int64_t first = 0; first < all->rows; first += most) {
+    const Band below{std::max(all->band.least - first, Band::kMin), std::max(all->band.most - first, Band::kMin)};
+    std::optional<VisiblePart> tile = visible_part(below, std::min(most, all->rows - first), all->columns);
+    if (!tile) continue;
+    tile->first_row += all->first_row + first;
+    tile->first_column += all->first_column;
+    found.push_back(*tile);
+  }
+  return found;
+}
+
+template <typename Product>
+int64_t bias_bytes(const Product& o, const AttendItems& items) {
+  int64_t most = 0;
+  for (const VisiblePart& tile : tiles(o, items)) {
+    if (!o.mask && shape_of(tile.band, tile.rows, tile.columns) != BlockShape::kOther) continue;
+    const int64_t rows = o.mask && o.mask->row_stride == 0 ? 1 : tile.rows;
+    most = std::max(most, rows * aligned(tile.columns) * bytes_per_pair(o, items));
+  }
+  return most;
+}
+
+// Elements of padded copies: of v and `num_results` tensors shaped like the result, or of q and k.
+int64_t padded_elements(const AttendSizes& s, int64_t num_results) {
+  const int64_t of_queries = s.batch * s.heads * s.rows * std::max(s.depth, s.value_depth);
+  const int64_t of_keys = s.batch * s.kv_heads * s.columns * std::max(s.depth, s.value_depth);
+  if (s.value_depth == s.depth) return 0;
+  return of_keys + (s.value_depth < s.depth ? num_results : 1) * of_queries;
+}
+
+}  // namespace
+
+std::vector<VisiblePart> tiles_of(const Attend& attend, const AttendItems& items) { return tiles(attend, items); }
+
+std::vector<VisiblePart> tiles_of(const AttendBackward& attend, const AttendItems& items) {
+  return tiles(attend, items);
+}
+
+int64_t scratch_bytes(const Attend& attend, const AttendItems& items) {
+  return bias_bytes(attend, items) + padded_elements(attend.sizes, 0) * items.of_operands;
+}
+
+int64_t scratch_bytes(const AttendBackward& attend, const AttendItems& items) {
+  constexpr int64_t kResults = 2;  // the result and its gradient
+  return bias_bytes(attend, items) + padded_elements(attend.sizes, kResults) * items.of_operands;
+}
+
+}  // namespace shardwright

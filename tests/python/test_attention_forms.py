@@ -1,0 +1,351 @@
+"""`sw.attention` of values of another depth, keys of another sequence, masks that are tensors, and 3-D tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import meshes
+import shardwright as sw
+from allocations import allocated_peak
+from pool import Pool
+from test_attention import METHODS, _places, _worst, only_on_cpu
+
+MOVES_KEYS = ("serial", "ring", "gather")
+
+
+class Case(NamedTuple):
+    rows: int = 21
+    keys: int | None = None  # None: those of queries
+    depths: tuple[int, int] = (8, 8)  # of keys and of values
+    heads: tuple[int, int] = (4, 2)
+    layout: Any = None
+    kv_layout: Any = None
+    is_causal: bool = False
+    window: int | None = None
+    chunks: int | None = None
+    mask: str = ""  # see _mask
+
+    @property
+    def num_keys(self) -> int:
+        return self.rows if self.keys is None else self.keys
+
+
+def _mask(case: Case, generator: torch.Generator) -> torch.Tensor | None:
+    """The mask of all queries. Some of them see nothing."""
+    seen = torch.rand(2, case.heads[0], case.rows, case.num_keys, generator=generator) < 0.5
+    if case.mask == "padding":
+        return seen[:, :1, :1]
+    if case.mask == "rows":
+        return seen[0, 0] & (torch.arange(case.rows) % 5 != 1)[:, None]
+    if case.mask == "float":
+        bias = torch.randn(seen.shape[1:], generator=generator)
+        return bias.masked_fill(~seen[0], -math.inf).masked_fill((torch.arange(case.rows) == 3)[:, None], -math.inf)
+    return None
+
+
+class Whole(NamedTuple):
+    inputs: list[torch.Tensor]  # q, k, v and the gradient of the result
+    mask: torch.Tensor | None
+    right: list[torch.Tensor]  # in float64: result, gradients, log-sum-exp
+    stock: list[torch.Tensor]  # the result and gradients of PyTorch
+
+
+def _whole(case: Case, dtype: torch.dtype) -> Whole:
+    generator = torch.Generator().manual_seed(case.rows * 100 + case.num_keys)
+    (heads, kv_heads), (depth, value_depth) = case.heads, case.depths
+    shapes = [
+        (heads, case.rows, depth),
+        (kv_heads, case.num_keys, depth),
+        (kv_heads, case.num_keys, value_depth),
+        (heads, case.rows, value_depth),
+    ]
+    inputs = [torch.randn(2, *shape, generator=generator).to(dtype) for shape in shapes]
+    mask = _mask(case, generator)
+    distance = torch.arange(case.rows)[:, None] - torch.arange(case.num_keys)
+    seen = distance >= 0 if case.is_causal else torch.ones_like(distance, dtype=torch.bool)
+    if case.window is not None:
+        seen = seen & (distance.abs() < case.window)
+    bias = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -math.inf)
+    if mask is not None:
+        bias = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
+
+    # A query that sees nothing gets zeros.
+    is_blind = bias.amax(-1, keepdim=True) == -math.inf if case.num_keys else torch.ones(case.rows, 1, dtype=torch.bool)
+    bias = bias.masked_fill(is_blind, 0)
+
+    def attend(stock: bool) -> list[torch.Tensor]:
+        q, k, v = (t.to(dtype if stock else torch.float64, copy=True).requires_grad_() for t in inputs[:3])
+        keys, values = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+        if stock:
+            out, lse = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias.to(dtype)), torch.empty(0)
+        else:
+            scores = q @ keys.mT / math.sqrt(depth) + bias
+            out, lse = scores.softmax(-1) @ values, scores.logsumexp(-1).masked_fill(is_blind.squeeze(-1), -math.inf)
+        out = out.masked_fill(is_blind, 0)
+        return [out.detach(), *torch.autograd.grad(out, [q, k, v], inputs[3].to(q.dtype)), lse.detach()]
+
+    return Whole(inputs, mask, attend(False), attend(True))
+
+
+def _placed(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of queries and of keys that this rank holds."""
+    rows = _places(case.layout, case.rows)
+    if case.kv_layout == "whole":
+        return rows, torch.arange(case.num_keys)
+    if case.kv_layout is None and case.keys is None:
+        return rows, rows
+    return rows, _places(case.kv_layout, case.num_keys)
+
+
+def _agrees(case: Case, dtype: torch.dtype, methods: Any) -> None:
+    whole = _whole(case, dtype)
+    rows, keys = _placed(case)
+    cuts = [rows, keys, keys]
+    local_mask = whole.mask
+    if local_mask is not None:
+        local_mask = (local_mask if local_mask.shape[-2] == 1 else local_mask[..., rows, :]).to(meshes.device)
+    for method in methods:
+        mine = [t[:, :, cut].to(meshes.device).requires_grad_() for t, cut in zip(whole.inputs, cuts, strict=False)]
+        out, lse = sw.attention(
+            *mine,
+            is_causal=case.is_causal,
+            mask=sw.AttentionMask(window=case.window) if local_mask is None else local_mask,
+            enable_gqa=True,
+            method=method,
+            chunks=case.chunks,
+            return_lse=True,
+            size=case.rows,
+            layout=case.layout,
+            kv_size=case.keys,
+            kv_layout=case.kv_layout,
+        )
+        grads = torch.autograd.grad(out, mine, whole.inputs[3][:, :, rows].to(meshes.device))
+        of_each = zip("oqkv", [out, *grads], whole.right, whole.stock, [rows, *cuts], strict=False)
+        for name, found, right, stock, cut in of_each:
+            slack = 2e-3 if dtype == torch.bfloat16 else 6e-6
+            allowed = 2.5 * _worst(stock, right) + slack
+            error = _worst(found, right[:, :, cut])
+            assert error <= allowed, (case, name, method, error, allowed)
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(lse.cpu().double(), whole.right[-1][:, :, rows], atol=tolerance, rtol=0)
+
+
+def _all_agree(cases: list[Case], methods: Any) -> None:
+    for case in cases:
+        for dtype in (torch.float32, torch.bfloat16):
+            _agrees(case, dtype, methods)
+
+
+VALUES = [
+    Case(depths=(12, 8), is_causal=True, layout="zigzag"),
+    Case(depths=(8, 20), window=6),
+    Case(depths=(16, 8), rows=3, is_causal=True, chunks=2),
+]
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=only_on_cpu), 3])
+def test_values_may_have_another_depth_than_keys(pool: Pool, world_size: int) -> None:
+    pool.run(_all_agree, world_size, VALUES, METHODS)
+
+
+CROSS = [
+    Case(rows=21, keys=13, is_causal=True, layout="zigzag", kv_layout="zigzag"),
+    Case(rows=5, keys=30, depths=(8, 12), is_causal=True, chunks=4),
+    Case(rows=17, keys=9, window=4),  # queries from place 12 on see nothing
+    Case(rows=9, keys=0),
+    Case(rows=16, kv_layout="zigzag", is_causal=True),  # of one length, cut in two ways
+]
+PIECES = Case(rows=10, keys=8, layout=sw.Pieces(2, [[(6, 10), (0, 1)], [], [(1, 6)]]), kv_layout="zigzag", window=5)
+WHOLE = [
+    Case(rows=21, keys=13, kv_layout="whole", is_causal=True, layout="zigzag"),
+    Case(rows=2, keys=11, depths=(8, 4), kv_layout="whole", chunks=3),
+]
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=only_on_cpu), pytest.param(2, marks=only_on_cpu), 3])
+def test_keys_may_be_of_another_sequence(pool: Pool, world_size: int) -> None:
+    pool.run(_all_agree, world_size, [*CROSS, *([PIECES] if world_size == 3 else [])], METHODS)
+    pool.run(_all_agree, world_size, WHOLE, MOVES_KEYS)
+
+
+MASKS = [
+    Case(mask="rows", layout="zigzag"),
+    Case(rows=9, keys=14, mask="padding", heads=(4, 4)),
+    Case(rows=16, keys=7, depths=(8, 12), mask="float", kv_layout="whole"),
+    Case(rows=2, mask="float", chunks=2),  # a rank without rows
+]
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=only_on_cpu), 3])
+def test_masks_may_be_tensors(pool: Pool, world_size: int) -> None:
+    pool.run(_all_agree, world_size, MASKS, (*MOVES_KEYS, "auto"))
+
+
+def _bias_is_bounded() -> None:
+    """One block with the edges of a window: all its pairs would take a bias of 100 MiB."""
+    rows = 5120
+    q, k, v = (torch.randn(1, 1, rows, 8, requires_grad=True) for _ in range(3))
+    attend = lambda: sw.attention(q, k, v, is_causal=True, mask=sw.AttentionMask(window=rows // 2), method="serial")  # noqa: E731
+    out, forward = allocated_peak(attend)
+    _, backward = allocated_peak(lambda: torch.autograd.grad(out.sum(), [q, k, v]))
+    # A bias of 16 MiB, and everything that is one row for each place.
+    assert 12 * 2**20 < forward < 20 * 2**20, forward
+    assert 12 * 2**20 < backward < 20 * 2**20, backward
+
+
+@only_on_cpu
+def test_memory_of_the_bias_is_bounded(pool: Pool) -> None:
+    pool.run(_bias_is_bounded, 1)
+
+
+def _with_dtensors() -> None:
+    mesh = meshes.get_mesh((2, 2))
+    case = Case(rows=13, keys=9, depths=(8, 12), heads=(4, 4), mask="rows")
+    whole = _whole(case, torch.float32)
+    assert whole.mask is not None
+    cut = [Shard(1), Shard(2)]
+    masks = (
+        distribute_tensor(whole.mask, mesh, [Replicate(), Shard(0)]),
+        whole.mask.chunk(2)[mesh.get_local_rank(1)].to(meshes.device),
+    )
+    for mask, of_keys in ((masks[0], cut), (masks[1], [Shard(1), Replicate()])):
+        placed = zip(whole.inputs, (cut, of_keys, of_keys, cut), strict=True)
+        *given, dout = (distribute_tensor(t, mesh, placements) for t, placements in placed)
+        for tensor in given:
+            tensor.requires_grad_()
+        out, lse = sw.attention(*given, mask=mask, return_lse=True)
+        assert out.placements == tuple(cut) and out.shape == whole.right[0].shape
+        out.backward(dout)
+        assert [t.grad.placements for t in given] == [t.placements for t in given]  # type: ignore[union-attr]
+        found = [out.full_tensor(), *[t.grad.full_tensor() for t in given], lse.full_tensor()]  # type: ignore[union-attr]
+        for one, right in zip(found, whole.right, strict=True):
+            torch.testing.assert_close(one.cpu().double(), right, atol=2e-5, rtol=0)
+    with pytest.raises(ValueError, match="mask must be plain or placed like q"):
+        sw.attention(*given, mask=distribute_tensor(whole.mask, mesh, [Replicate(), Shard(1)]))
+
+
+def test_dtensors_bring_both_sequences(pool: Pool) -> None:
+    pool.run(_with_dtensors, 4)
+
+
+def _of_three_dims() -> None:
+    mesh = meshes.get_mesh((2,))
+    whole = _whole(Case(rows=11, keys=7, heads=(1, 1), mask="rows"), torch.float32)
+    assert whole.mask is not None
+    q, k, v, dout = (t[:, 0] for t in whole.inputs)
+    rows, keys = _places(None, 11), _places(None, 7)
+    plain = [t[:, cut].to(meshes.device) for t, cut in ((q, rows), (k, keys), (v, keys))]
+    placed = [distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)]
+    mask = whole.mask[None, rows].to(meshes.device)
+    for given, arguments in ((plain, {"size": 11, "kv_size": 7}), (placed, {})):
+        mine = [t.detach().requires_grad_() for t in given]
+        out, lse = sw.attention(*mine, mask=mask, method="ring", return_lse=True, **arguments)
+        grad = dout[:, rows].to(meshes.device)
+        found = [
+            out,
+            *torch.autograd.grad(out, mine, grad if given is plain else distribute_tensor(dout, mesh, [Shard(1)])),
+            lse,
+        ]
+        for one, right, cut in zip(found, whole.right, (rows, rows, keys, keys, rows), strict=True):
+            local = one.to_local() if isinstance(one, DTensor) else one
+            torch.testing.assert_close(local.cpu().double(), right[:, 0, cut], atol=1e-5, rtol=0)
+
+
+def test_tensors_may_have_three_dims(pool: Pool) -> None:
+    pool.run(_of_three_dims, 2)
+
+
+def _compiled() -> None:
+    whole = _whole(Case(rows=12, keys=9, depths=(8, 12), heads=(2, 2), mask="float"), torch.float32)
+    assert whole.mask is not None
+    rows, keys = _places(None, 12), _places("zigzag", 9)
+    given = [
+        t[:, :, cut].to(meshes.device).requires_grad_()
+        for t, cut in zip(whole.inputs, (rows, keys, keys), strict=False)
+    ]
+    mask = whole.mask[:, rows].to(meshes.device)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        how = {"size": 12, "kv_size": 9, "kv_layout": "zigzag"}
+        flat = sw.attention(q[:, 0], k[:, 0], v[:, 0], mask=mask[0], **how)  # type: ignore[arg-type]
+        return sw.attention(q * 1.5, k, v, mask=mask, **how).square().sum() + flat.sum()  # type: ignore[arg-type]
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)(*given, mask)
+    eager = attend(*given, mask)
+    assert torch.equal(compiled, eager)
+    for found, right in zip(*(torch.autograd.grad(one, given) for one in (compiled, eager)), strict=True):
+        assert torch.equal(found, right)
+
+
+def test_compiled(pool: Pool) -> None:
+    pool.run(_compiled, 2)
+
+
+def _in_a_context() -> None:
+    mesh = meshes.get_mesh((2,))
+    whole = _whole(Case(rows=14, heads=(2, 2), mask="rows"), torch.float32)
+    assert whole.mask is not None
+    rows = _places("zigzag", 14)
+    q, k, v = (t[:, :, rows].to(meshes.device) for t in whole.inputs[:3])
+    mask = whole.mask[rows].to(meshes.device)
+    with sw.context_parallel(mesh, size=14):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        with pytest.raises(ValueError, match=r"mask must be broadcastable to .*this rank's rows of q, 14\], got"):
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, rows])
+    torch.testing.assert_close(out.cpu().double(), whole.right[0][:, :, rows], atol=1e-5, rtol=0)
+
+
+def _refused() -> None:
+    q = torch.zeros(2, 2, 4, 8, device=meshes.device)
+    mask = torch.zeros(4, 8, device=meshes.device)
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ((q, q, q), {"mask": mask, "is_causal": True}, "mask must be an AttentionMask or None with is_causal=True"),
+        (
+            (q, q, q),
+            {"mask": mask, "method": "ulysses"},
+            "method must be .* with a mask that is a tensor, got 'ulysses'",
+        ),
+        ((q, q, q), {"mask": mask.clone().requires_grad_()}, "mask must not require a gradient"),
+        ((q, q, q), {"mask": torch.zeros(3, 8, device=meshes.device)}, "mask must have 1 row or 4"),
+        ((q, q, q), {"mask": torch.zeros(4, 8, device=meshes.device).int()}, "mask must have dtype bool"),
+        ((q, q, q), {"kv_size": 12}, "k: has 4 rows of the sequence on rank ., where the layout has 6 of 12"),
+        ((q, q, q), {"kv_layout": "whole"}, "k: has 4 rows of the sequence on rank ., where the layout has 8 of 8"),
+        ((q, q[:1], q[:1]), {}, "k: has shape .*; batch and depth must be equal"),
+        ((q, q[..., :4], q), {}, "k: has shape .*; batch and depth must be equal"),
+    ]
+    wide = torch.zeros(2, 2, 6, 8, device=meshes.device)
+    cases += [
+        ((q, wide, wide), {"kv_size": 12, "mask": sw.AttentionMask(documents=(3, 5))}, "documents must be left out"),
+        (
+            (q, wide, wide),
+            {"kv_size": 6, "kv_layout": "whole", "method": "ulysses"},
+            "method must be .* holds all keys",
+        ),
+        ((q, wide, wide), {"kv_size": 12, "kv_layout": "spiral"}, "kv_layout: 'spiral'"),
+    ]
+    for tensors, arguments, match in cases:
+        with pytest.raises(ValueError, match=match):
+            sw.attention(*tensors, size=8, **arguments)
+    rank = dist.get_rank()
+    sw.check_ranks(True)
+    try:
+        with pytest.raises(RuntimeError, match="tensor: .* to 12 keys"):
+            sw.attention(q, wide, wide, size=8, kv_size=12 - rank, method="ring")
+    finally:
+        sw.check_ranks(False)
+    text = sw.explain_attention(q, wide, wide[..., :4], size=8, kv_size=12, mask=torch.zeros(4, 12))
+    assert "12 places of keys, values of depth 4, a tensor" in text and "ulysses" not in text
+    assert f"rank {rank} holds [{4 * rank}, {4 * rank + 4}) and the keys [{6 * rank}, {6 * rank + 6})" in text
+
+
+@only_on_cpu
+def test_in_a_context_and_what_is_refused(pool: Pool) -> None:
+    pool.run(_in_a_context, 2)
+    pool.run(_refused, 2)
