@@ -201,7 +201,7 @@ test-python: build
 
 # Tests on the device of tests/async_device, which is as asynchronous as a GPU and has process groups with NCCL's rules.
 # ASYNC_TESTS=tests/python runs all tests there; those meant for CPU alone are skipped.
-ASYNC_NAMES := $(if $(QUICK),operators races,async attention backward checkpoint_cut \
+ASYNC_NAMES := $(if $(QUICK),operators races,async attention attention_forms backward checkpoint_cut \
   checkpoint_cut_schedule fsdp_collectives fully_shard fully_shard_backward_chunks fully_shard_chunks \
   fully_shard_outer_chunks fully_shard_streams fully_shard_times fuzz_redistribute jit_weight many masks_and_misfits \
   matmul_lanes matmul_scaled memory_limit offload operators ordered_sums overlap_enabled parallel_styles \

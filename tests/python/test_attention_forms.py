@@ -215,7 +215,8 @@ def _with_dtensors() -> None:
         distribute_tensor(whole.mask, mesh, [Replicate(), Shard(0)]),
         whole.mask.chunk(2)[mesh.get_local_rank(1)].to(meshes.device),
     )
-    for mask, of_keys in ((masks[0], cut), (masks[1], [Shard(1), Replicate()])):
+    of_heads = distribute_tensor(whole.mask.repeat(1, 4, 1, 1), mesh, cut)
+    for mask, of_keys in ((masks[0], cut), (masks[1], [Shard(1), Replicate()]), (of_heads, cut)):
         placed = zip(whole.inputs, (cut, of_keys, of_keys, cut), strict=True)
         *given, dout = (distribute_tensor(t, mesh, placements) for t, placements in placed)
         for tensor in given:

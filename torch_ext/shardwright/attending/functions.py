@@ -95,7 +95,7 @@ def attention(
     """
     _check_no_dropout(dropout_p)
     asked = ask(is_causal, mask, scale, enable_gqa, method, chunks, save, merge, size, layout, kv_size, kv_layout)
-    tensors, is_3d = _of_four_dims(*_as_autocast(q, k, v), mask)
+    tensors, is_3d = _of_four_dims(_as_autocast(q, k, v), mask)
     call = call_for(asked, tensors, group)
     q, k, v = tensors[:3]
     out, lse = _attend(call, *(t.to_local() if isinstance(t, DTensor) else t for t in tensors))
@@ -113,7 +113,7 @@ def explain_attention(
 
     All ranks that share the sequence call it. Nothing is computed, and no part of the tensors is sent.
     """
-    tensors, _ = _of_four_dims(*_as_autocast(q, k, v), arguments.get("mask"))
+    tensors, _ = _of_four_dims(_as_autocast(q, k, v), arguments.get("mask"))
     if unknown := sorted(set(arguments) - {*_DEFAULTS, "return_lse", "dropout_p"}):
         raise TypeError(f"explain_attention() got an unexpected keyword argument {unknown[0]!r}")
     arguments.pop("return_lse", None)
@@ -215,25 +215,25 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-def _of_four_dims(q: Any, k: Any, v: Any, mask: Any) -> tuple[tuple[torch.Tensor, ...], bool]:
+def _of_four_dims(tensors: tuple[Any, ...], mask: Any) -> tuple[tuple[torch.Tensor, ...], bool]:
     """Returns q, k, v and the mask if that is a tensor, and whether q, k and v were given with three dims."""
-    is_3d = all(isinstance(t, torch.Tensor) and t.ndim == 3 for t in (q, k, v))
+    is_3d = all(isinstance(t, torch.Tensor) and t.ndim == 3 for t in tensors)
     if is_3d:
-        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+        tensors = tuple(t.unsqueeze(1) for t in tensors)
     if not isinstance(mask, torch.Tensor):
-        return (q, k, v), is_3d
+        return tensors, is_3d
     most = 3 if is_3d else 4
     if mask.ndim > most:
         raise ValueError(f"mask must have at most {most} dims, as q, got shape {tuple(mask.shape)}")
     if is_3d and mask.ndim == 3:
         mask = mask.unsqueeze(1)
     if isinstance(mask, DTensor):
-        mask = _local_mask(mask, q)
+        mask = _local_mask(mask, tensors[0])
     mask = mask[(None,) * (4 - mask.ndim)]
     for dim in range(4):
         if mask.stride(dim) == 0 and mask.shape[dim] > 1:  # expanded: one element says the same
             mask = mask.narrow(dim, 0, 1)
-    return (q, k, v, mask), is_3d
+    return (*tensors, mask), is_3d
 
 
 def _local_mask(mask: DTensor, q: Any) -> torch.Tensor:

@@ -250,7 +250,7 @@ def _agree(
         raise ValueError(
             "shardwright: attention: the ranks ask for different things, nothing was sent: "
             f"{batch_agreement.who_said_what(said)}; rank {dist.get_rank(carrier)} asks for {mine}, with "
-            f"scale={asked.scale}, chunks={asked.chunks}, layout={asked.layout}"
+            f"scale={asked.scale}, chunks={asked.chunks}, layout={asked.layout}, kv_layout={asked.kv_layout}"
         )
 
 
