@@ -274,15 +274,25 @@ def _compiled() -> None:
     mask = whole.mask[:, rows].to(meshes.device)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        how = {"size": 12, "kv_size": 9, "kv_layout": "zigzag"}
+        how = {"size": 12, "kv_size": 9, "kv_layout": sw.Pieces.zigzag(2, 9, 2)}
         flat = sw.attention(q[:, 0], k[:, 0], v[:, 0], mask=mask[0], **how)  # type: ignore[arg-type]
         return sw.attention(q * 1.5, k, v, mask=mask, **how).square().sum() + flat.sum()  # type: ignore[arg-type]
 
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)(*given, mask)
-    eager = attend(*given, mask)
-    assert torch.equal(compiled, eager)
-    for found, right in zip(*(torch.autograd.grad(one, given) for one in (compiled, eager)), strict=True):
-        assert torch.equal(found, right)
+    mesh = meshes.get_mesh((2,))
+    places = ([Shard(2)], [Replicate()], [Replicate()])
+    placed = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in zip(whole.inputs, places, strict=False)]
+    placed_mask = distribute_tensor(whole.mask, mesh, [Shard(1)])
+
+    def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        out = sw.attention(q, k, v, mask=mask) + sw.attention(q, k, v, is_causal=True, method="ring")
+        return out.to_local().square().sum()  # type: ignore[attr-defined]
+
+    for function, tensors, of_function in ((attend, given, mask), (attend_whole, placed, placed_mask)):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(*tensors, of_function)
+        eager = function(*tensors, of_function)
+        assert torch.equal(compiled, eager)
+        for found, right in zip(*(torch.autograd.grad(one, tensors) for one in (compiled, eager)), strict=True):
+            assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (found, right)))
 
 
 def test_compiled(pool: Pool) -> None:
