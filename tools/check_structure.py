@@ -83,7 +83,7 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they 
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
     ".": 4820,
-    "attending": 765,
+    "attending": 780,
     "calibration": 550,
     "dtensor": 924,
     "fsdp": 4880,

@@ -28,6 +28,11 @@ using Sizes = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 // The dtype of a mask tensor, and its shape.
 using MaskForm = std::pair<std::string, std::tuple<int64_t, int64_t, int64_t, int64_t>>;
 
+MaskTensor mask_of(const MaskForm& form) {
+  const auto& [batch, heads, rows, columns] = form.second;
+  return {DType::parse(form.first), batch, heads, rows, columns};
+}
+
 std::vector<IntervalList> intervals_of(const Parts& parts) {
   std::vector<IntervalList> all;
   for (const auto& part : parts) {
@@ -50,10 +55,7 @@ Attention attention_of(const std::shared_ptr<Mesh>& mesh, const std::string& dty
   if (key_parts) a.key_parts = intervals_of(*key_parts);
   a.keys_are_whole = keys_are_whole;
   a.mask = {is_causal, window, std::move(documents)};
-  if (mask) {
-    const auto& [batch, heads, rows, columns] = mask->second;
-    a.mask_tensor = MaskTensor{DType::parse(mask->first), batch, heads, rows, columns};
-  }
+  if (mask) a.mask_tensor = mask_of(*mask);
   a.scale = scale;
   a.chunks = chunks;
   a.lowering = lowering;
@@ -75,6 +77,12 @@ Attention with_method(Attention attention, const std::string& method, const Topo
   attention.method = parse_attention_method(method);
   const bool has_nodes = attention.method == AttentionMethod::kTwoLevel;
   attention.ranks_per_node = has_nodes ? ranks_per_node_of(*attention.mesh, topology_of(attention, topology)) : 0;
+  check(attention);
+  return attention;
+}
+
+Attention with_mask(Attention attention, const MaskForm& form) {
+  attention.mask_tensor = mask_of(form);
   check(attention);
   return attention;
 }
@@ -115,6 +123,7 @@ void define_attention(py::module_& m) {
            py::kw_only(), py::arg("key_parts"), py::arg("keys_are_whole"), py::arg("is_causal"), py::arg("window"),
            py::arg("documents"), py::arg("mask"), py::arg("scale"), py::arg("chunks"), py::arg("lowering"))
       .def("with_method", &with_method, py::arg("method"), py::arg("topology"))
+      .def("with_mask", &with_mask, py::arg("mask"))
       .def_property_readonly("method", [](const Attention& a) { return method_name(a.method); })
       .def_property_readonly("dtype", [](const Attention& a) { return a.dtype.name(); })
       .def_readonly("lowering", &Attention::lowering)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -312,6 +313,18 @@ def _in_a_context() -> None:
     torch.testing.assert_close(out.cpu().double(), whole.right[0][:, :, rows], atol=1e-5, rtol=0)
 
 
+def _forms_differ() -> None:
+    """Masks of two forms, which on rank 1 are one, as it has one row: no rank waits for another that plans again."""
+    q, k, v = (torch.randn(1, 2, 4 - 3 * dist.get_rank(), 8, device=meshes.device) for _ in range(3))
+    layout = sw.Pieces(2, [[(0, 4)], [(4, 5)]])
+    attend = functools.partial(sw.attention, q, k, v, size=5, layout=layout, method="ring")
+    everything = torch.ones(5, dtype=torch.bool, device=meshes.device)
+    by_row = attend(mask=everything.expand(q.shape[2], 5).clone())
+    assert torch.equal(attend(mask=everything[None]), by_row) and torch.equal(attend(mask=everything), by_row)
+    with pytest.raises(ValueError, match="mask must not require a gradient"):
+        attend(mask=torch.zeros(5, device=meshes.device, requires_grad=True))
+
+
 def _refused() -> None:
     q = torch.zeros(2, 2, 4, 8, device=meshes.device)
     mask = torch.zeros(4, 8, device=meshes.device)
@@ -358,4 +371,5 @@ def _refused() -> None:
 @only_on_cpu
 def test_in_a_context_and_what_is_refused(pool: Pool) -> None:
     pool.run(_in_a_context, 2)
+    pool.run(_forms_differ, 2)
     pool.run(_refused, 2)

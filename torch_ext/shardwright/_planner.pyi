@@ -962,6 +962,9 @@ class Attention:
     def with_method(self, method: str, topology: Topology | None) -> Attention:
         """For two_level, nodes are those of the topology. Raises ValueError if it has none."""
 
+    def with_mask(self, mask: tuple[str, tuple[int, int, int, int]]) -> Attention:
+        """For a mask tensor of another form. Raises ValueError as the constructor does."""
+
     @property
     def method(self) -> str: ...
     @property

@@ -59,11 +59,15 @@ class Asked(NamedTuple):
 Call = tuple[str, str, tuple[str, ...], tuple[str, ...], int]
 
 
+_Form = tuple[str, tuple[int, ...]]
+
+
 class Planned(NamedTuple):
-    """A problem with its method, and what the operators take."""
+    """A problem with its method, and what the operators take; by dtype and shape of the mask if that is a tensor."""
 
     attention: _planner.Attention
     call: Call
+    by_mask: dict[_Form, Call]
 
 
 class _Keys(NamedTuple):
@@ -132,18 +136,35 @@ def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
     _check_are_tensors(tensors)
     argument_checks.check_group(group)
     described = tuple(
-        (t._spec, t._local_tensor.shape) if isinstance(t, DTensor) else (t.shape, t.dtype, t.device) for t in tensors
+        (t._spec, t._local_tensor.shape) if isinstance(t, DTensor) else (t.shape, t.dtype, t.device)
+        for t in tensors[:3]
     )
-    needs_grad = asked.method == "auto" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    masks = tensors[3:]
+    needs_grad = asked.method == "auto" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors[:3])
     sharers = tensors[0].device_mesh if isinstance(tensors[0], DTensor) else None
-    key = (asked, described, needs_grad)
+    key = (asked, described, len(masks), needs_grad)  # not the form of masks, in which ranks may differ
     of_mesh = None if sharers is None else groups.key_of_mesh(sharers)
     kept = _planned.get_or_make((sharers, of_mesh, None if group is None else groups.weakly(group)), dict)
     planned = kept.get(key)
     if planned is None:
         planned = _make(asked, tensors, group, needs_grad)
         executables.keep(kept, key, planned, MAX_PLANNED)
-    return planned
+    return planned._replace(call=_call_with(planned, tensors)) if masks else planned
+
+
+def _call_with(planned: Planned, tensors: Sequence[torch.Tensor]) -> Call:
+    """Returns what the operators take with a mask of this form. Groups are the same for all forms."""
+    q, mask = tensors[0], tensors[3]
+    check_mask(q, mask)
+    form = _form_of(mask)
+    if form not in planned.by_mask:
+        attention = planned.attention.with_mask(form)
+        planned.by_mask[form] = (attention.to_text(False), attention.to_text(True), *planned.call[2:])
+    return planned.by_mask[form]
+
+
+def _form_of(mask: torch.Tensor) -> Any:
+    return argument_values.dtype_text(mask.dtype), tuple(mask.shape)
 
 
 _disabled_plan = torch._dynamo.disable(plan)
@@ -177,7 +198,6 @@ def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGrou
 def _problem(asked: Asked, tensors: Sequence[torch.Tensor], where: _Where, mine: int) -> _planner.Attention:
     local_q, local_k, local_v = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors[:3])
     batch, heads, rows, depth = local_q.shape
-    masks = [(argument_values.dtype_text(mask.dtype), tuple(mask.shape)) for mask in tensors[3:]]
     kind = local_q.device.type
     is_shared = len(where.parts) > 1
     attention = _planner.Attention(
@@ -190,7 +210,7 @@ def _problem(asked: Asked, tensors: Sequence[torch.Tensor], where: _Where, mine:
         is_causal=asked.is_causal,
         window=asked.window,
         documents=list(asked.documents),
-        mask=masks[0] if masks else None,
+        mask=_form_of(tensors[3]) if tensors[3:] else None,
         scale=1 / math.sqrt(max(depth, 1)) if asked.scale is None else asked.scale,
         chunks=asked.chunks,
         lowering=executables.lowering(kind, where.group) if is_shared else _planner.Lowering.of_device(kind),
@@ -198,9 +218,6 @@ def _problem(asked: Asked, tensors: Sequence[torch.Tensor], where: _Where, mine:
     if not checking.is_on():  # which tells all ranks
         _check_rows("q", rows, attention.rows(mine), where.parts, mine)
         _check_rows("k", local_k.shape[2], attention.key_rows(mine), where.keys.parts or where.parts, mine)
-    for _, shape in masks:
-        if shape[2] not in (1, rows):
-            raise ValueError(f"mask must have 1 row or {rows}, one for each of q on rank {mine}, got {shape[2]}")
     return attention
 
 
@@ -276,7 +293,7 @@ def bind(attention: _planner.Attention, rank: int, group: dist.ProcessGroup | No
     """Finds or makes the process groups that both directions need."""
     texts = attention.to_text(False), attention.to_text(True)
     names = [executables.names_for(text, rank, group=group, are_global=True) for text in texts]
-    return Planned(attention, (*texts, tuple(names[0]), tuple(names[1]), rank))
+    return Planned(attention, (*texts, tuple(names[0]), tuple(names[1]), rank), {})
 
 
 def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
@@ -302,14 +319,22 @@ def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"k: has shape {tuple(k.shape)}, q has {tuple(q.shape)}; batch and depth must be equal")
     for mask in masks:
-        if mask.requires_grad:
-            raise ValueError("mask must not require a gradient, got one that does; there is none to it")
-        if mask.device != q.device:
-            raise ValueError(f"mask must be on {q.device}, as q, got one on {mask.device}")
+        check_mask(q, mask)
     if q.shape[1] != k.shape[1] and not asked.enable_gqa:
         raise ValueError(f"k: has {k.shape[1]} heads, q has {q.shape[1]}; with enable_gqa=True they may differ")
     if isinstance(q, DTensor) and isinstance(k, DTensor):
         _check_heads(q, k)
+
+
+def check_mask(q: torch.Tensor, mask: torch.Tensor) -> None:
+    """Raises ValueError for a mask tensor of four dims that does not fit, but for what `_planner.Attention` checks."""
+    if mask.requires_grad:
+        raise ValueError("mask must not require a gradient, got one that does; there is none to it")
+    if mask.device != q.device:
+        raise ValueError(f"mask must be on {q.device}, as q, got one on {mask.device}")
+    rows = (q._local_tensor if isinstance(q, DTensor) else q).shape[SEQUENCE_DIM]
+    if mask.shape[SEQUENCE_DIM] not in (1, rows):
+        raise ValueError(f"mask must have 1 row or {rows}, one for each of this rank's q, got {mask.shape[2]}")
 
 
 def _but_sequence(tensor: DTensor) -> list[Any]:
