@@ -77,8 +77,9 @@ struct Attention {
   std::vector<IntervalList> key_parts = {};
   bool keys_are_whole = false;  // every rank holds all keys, by ascending places; `key_parts` says so
   AttentionMask mask = {};
-  std::optional<MaskTensor> mask_tensor = std::nullopt;  // of one rank, with a mask that leaves nothing out
-  double scale = 1;                                      // of scores
+  // Of one rank, with a mask that leaves nothing out.
+  std::optional<MaskTensor> mask_tensor = std::nullopt;
+  double scale = 1;  // of scores
   // Into how many parts of equal length (as torch.chunk cuts) each whole sequence is cut. Where parts of ranks begin
   // and end at these cuts, the result is bitwise the same for any number of ranks. 0: blocks are the runs that ranks
   // hold.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -190,15 +191,20 @@ def test_masks_may_be_tensors(pool: Pool, world_size: int) -> None:
 
 
 def _bias_is_bounded() -> None:
-    """One block with the edges of a window: all its pairs would take a bias of 100 MiB."""
+    """One block with the edges of a window, or with a mask: all its pairs would take a bias of 100 MiB."""
     rows = 5120
     q, k, v = (torch.randn(1, 1, rows, 8, requires_grad=True) for _ in range(3))
-    attend = lambda: sw.attention(q, k, v, is_causal=True, mask=sw.AttentionMask(window=rows // 2), method="serial")  # noqa: E731
-    out, forward = allocated_peak(attend)
-    _, backward = allocated_peak(lambda: torch.autograd.grad(out.sum(), [q, k, v]))
-    # A bias of 16 MiB, and everything that is one row for each place.
-    assert 12 * 2**20 < forward < 20 * 2**20, forward
-    assert 12 * 2**20 < backward < 20 * 2**20, backward
+    whole_mask = torch.ones(rows, rows, dtype=torch.bool)
+    arguments: dict[str, Any]
+    for arguments in ({"is_causal": True, "mask": sw.AttentionMask(window=rows // 2)}, {"mask": whole_mask}):
+        out, forward = allocated_peak(sw.attention, q, k, v, method="serial", **arguments)
+        _, backward = allocated_peak(torch.autograd.grad, out.sum(), [q, k, v])
+        # A bias of 16 MiB, and everything that is one row for each place.
+        assert 12 * 2**20 < forward < 20 * 2**20, forward
+        assert 12 * 2**20 < backward < 20 * 2**20, backward
+        text = sw.explain_attention(q, k, v, method="serial", **arguments)
+        planned = int(re.findall(r"serial: .* and (\d+) allocated per rank", text)[0])
+        assert planned - 2**20 < forward < planned + 2**20, (planned, forward)
 
 
 @only_on_cpu

@@ -314,7 +314,9 @@ def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
             raise ValueError(
                 f"{name}: is placed as {tensor.placements}, q as {q.placements}; they must be placed alike"
             )
-    if k.shape[:3] != v.shape[:3] or (isinstance(k, DTensor) and k.placements != v.placements):
+    if isinstance(k, DTensor) and k.placements != v.placements:
+        raise ValueError(f"v: is placed as {v.placements}, k as {k.placements}; they must be placed alike")
+    if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"v: has shape {tuple(v.shape)}, k has {tuple(k.shape)}; all but the depth must be equal")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"k: has shape {tuple(k.shape)}, q has {tuple(q.shape)}; batch and depth must be equal")
