@@ -6,9 +6,9 @@
 //   others the operator that PyTorch has for them, _scaled_dot_product_fused_attention_overrideable, with heads of keys
 //          repeated; c10::NotImplementedError where the device lacks it
 //
-// A bias is made for one tile of rows at a time (program/attend_tiles.h). Where values have another depth than keys, the
-// shallower operands are padded with zeros, which changes neither scores nor results; memory-efficient attention on CUDA
-// takes them as they are.
+// A bias is made for one tile of rows at a time (program/attend_tiles.h). Where values have another depth than keys,
+// the shallower operands are padded with zeros, which changes neither scores nor results; memory-efficient attention on
+// CUDA takes them as they are.
 //
 // `buffers` are the flat tensors of a program, by BufferId.
 #pragma once
