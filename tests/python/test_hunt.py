@@ -13,9 +13,15 @@ import pytest
 import fuzz
 import hunt
 import hunt_cases
+from hunt_cases import Block, Case, Step
 from pool import Pool
 
 CASES = 60
+# Each was wrong once.
+FOUND = [
+    # A checkpoint leaves a method by an exception, whose unit stayed whole: `model.zero_grad()` did not find its parts.
+    Case(0, (Block(checkpoint="around", method=True),), (Step(zero="model"), Step())),
+]
 
 
 @pytest.mark.cpu_only("tensors are made on the CPU")
@@ -24,7 +30,7 @@ def test_every_step_is_right_or_raises_on_all_ranks(pool: Pool) -> None:
     first = fuzz.seed_from_environment()
     print(f"SHARDWRIGHT_FUZZ_SEED={first}")
     count = int(CASES * float(os.environ.get("SHARDWRIGHT_FUZZ_SCALE", "1")))
-    drawn = [hunt_cases.draw(first + i) for i in range(count)]
+    drawn = FOUND + [hunt_cases.draw(first + i) for i in range(count)]
     cases = [case for case in drawn if not hunt_cases.known_fault(case)]
     print(f"left out: {Counter(filter(None, map(hunt_cases.known_fault, drawn)))}")
     verdicts = []

@@ -146,8 +146,7 @@ class Runner:
         """After a forward has raised: does what hooks would have done, which do not run for a KeyboardInterrupt.
 
         Args:
-            unit: of the module.
-            depth: how many forwards of the unit were running before this one.
+            depth: how many forwards of the module's unit were running before this one.
             error: what it has raised.
         """
         if not isinstance(error, Exception) or len(unit.forwards) > depth:
@@ -236,6 +235,7 @@ class Runner:
 
     @torch.no_grad()
     def _end_backward(self) -> None:
+        self.calls.end_failed(self.end_forward, backward_ends=True)
         for unit in self.units:
             if unit.backwards:
                 self._start_reduction(unit)
