@@ -297,6 +297,11 @@ class Weight(Trained):
                     f"{type(found).__name__}; allowed is a DTensor parameter of shape "
                     f"{tuple(self.sharded.shape)}, placed as {placements}"
                 )
+            if self.has_gradient:
+                raise RuntimeError(
+                    f"{self.name}: the parameter was replaced while its gradient waits for a reduction; run a backward "
+                    "that reduces gradients before, or finalize_backward()"
+                )
             self.sharded = found
             self.watch_again()
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
