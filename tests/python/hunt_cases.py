@@ -236,8 +236,12 @@ def known_fault(case: Case) -> str:
     backwards = {step.backward for step in case.steps}
     if "stale" in backwards and any(block.checkpoint or block.kind == "inner_checkpoint" for block in case.blocks):
         return "a checkpoint computes again with weights that were written since, as in a model that is not sharded"
+    if "stale" in backwards and case.layout == "store":
+        return "with a store, a backward uses the copies of its forward, whatever was written to parameters since"
     if "regularised" in backwards and any(block.kind in ("parameter_list", "uneven") for block in case.blocks):
         return "a penalty on a parameter of which a rank has no part raises on that rank alone"
+    if any(step.losses == "by_rank" for step in case.steps) and any(block.output == "closure" for block in case.blocks):
+        return "losses of ranks that lead to different units, through outputs that no hook opens, wait for each other"
     return ""
 
 
