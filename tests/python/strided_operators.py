@@ -8,7 +8,9 @@ Operators are called as PyTorch's own samples call them (`op_db`), forward and b
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -31,7 +33,7 @@ import shardwright as sw
 from shardwright.viewing import strided
 
 FACTOR = 2
-MOST_CALLS = 4  # of each ATen operator
+MOST_CALLS = 16  # of each ATen operator
 SIZES = {"L": 16, "M": 8, "S": 4, "XS": 4}  # of PyTorch's samples
 
 
@@ -96,6 +98,14 @@ def recorded(names: list[str]) -> dict[Any, list[Call]]:
     with _Recording(calls):
         _call_lists()
     return {func: list(known.values()) for func, known in calls.items() if known}
+
+
+def _can_be_saved(call: Call) -> bool:
+    try:
+        torch.save(call, io.BytesIO())
+    except (TypeError, AttributeError, pickle.PicklingError):  # an argument is a module
+        return False
+    return True
 
 
 def _call_lists() -> None:
@@ -279,7 +289,8 @@ if __name__ == "__main__":
         # PyTorch's samples are run once, not on every rank.
         path = os.path.join(tempfile.mkdtemp(), "calls")
         known = recorded([one for one in sys.argv[1:] if not one.startswith("-")])
-        torch.save({f"{one._schema.name[6:]}.{one._overloadname}": calls for one, calls in known.items()}, path)
+        savable = {one: [call for call in calls if _can_be_saved(call)] for one, calls in known.items()}
+        torch.save({f"{one._schema.name[6:]}.{one._overloadname}": calls for one, calls in savable.items()}, path)
         sys.argv.append(path)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", *sys.argv]
         sys.exit(subprocess.run(command, check=False).returncode)

@@ -1,7 +1,7 @@
 """ATen operators whose rules in PyTorch are right for inputs that are cut in strides, by torch version.
 
-``python tests/python/strided_operators.py`` compares them with the whole tensors and prints an entry. A torch without
-an entry has none that are known to be right.
+``python tests/python/strided_operators.py`` compares them with the whole tensors and prints an entry, of which the list
+for 2.11 leaves out what 2.15 does not have. A torch without an entry has none that are known to be right.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ import functools
 import torch
 
 _ANYWHERE = {
+    "2.11": """
+        _foreach_add.List _foreach_add_.List _foreach_addcdiv_.Scalar _foreach_lerp_.Scalar _foreach_mul.Scalar
+        _foreach_mul_.Tensor _foreach_norm.Scalar _foreach_sqrt _fused_adamw_ _linalg_svd addmm
+        embedding_dense_backward gather linalg_vector_norm max mean mean.dim prod prod.dim_int scatter.src
+        scatter.value scatter_add slice_backward sort sort.stable sum topk tril
+    """,
     "2.15": """
         _foreach_add.List _foreach_add_.List _foreach_addcdiv_.Scalar _foreach_lerp_.Scalar _foreach_mul.Scalar
         _foreach_mul_.Tensor _foreach_norm.Scalar _foreach_sqrt _fused_adamw_ _linalg_svd _safe_softmax
@@ -20,7 +26,14 @@ _ANYWHERE = {
         sort.stable split.Tensor split_with_sizes stack sum topk tril var.correction
     """
 }
-_ALONG_OTHER_DIMS = {"2.15": "unbind.int"}
+_ALONG_OTHER_DIMS = {
+    "2.11": """
+        _log_softmax _log_softmax_backward_data _safe_softmax _softmax _softmax_backward_data cat cumsum
+        logsumexp slice.Tensor slice_scatter split.Tensor split_with_sizes split_with_sizes_copy squeeze.dim
+        std.correction var.correction
+    """,
+    "2.15": "unbind.int",
+}
 _version = ".".join(torch.__version__.split(".")[:2])
 
 
