@@ -20,6 +20,7 @@ import sys
 
 _BASES = "torch.testing._internal.common_distributed"
 _FSDP = "torch.distributed.fsdp._fully_shard"
+_FSDP_BASES = "torch.testing._internal.common_fsdp"
 _MODE = os.environ.get("SHARDWRIGHT_TORCH_TESTS", "")
 _OUT = pathlib.Path(os.environ.get("SHARDWRIGHT_TORCH_TESTS_OUT", ""))
 
@@ -69,12 +70,26 @@ def _prepare(bases):
         bases.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
         for devices in (torch.accelerator, torch.cuda, torch.cpu):  # tests take as many ranks as there are devices
             devices.device_count = lambda: 4
+        torch.cuda.can_device_access_peer = lambda *_: False
+        _drop_device_ids(torch.nn.parallel)
     if _MODE == "ours":
         import shardwright
 
         shardwright.enable()
         atexit.register(_write_stats)
         _count_ranks_apart(bases.MultiProcessTestCase)
+
+
+def _drop_device_ids(parallel):
+    """DistributedDataParallel refuses `device_ids` for modules on CPU."""
+    ddp = parallel.DistributedDataParallel
+    init = ddp.__init__
+
+    @functools.wraps(init)
+    def init_without_device_ids(self, *args, device_ids=None, **kwargs):
+        init(self, *args, **kwargs)
+
+    ddp.__init__ = init_without_device_ids
 
 
 def _count_ranks_apart(test_case):
@@ -102,7 +117,37 @@ def _write_stats():
     (folder / f"{os.getpid()}.json").write_text(json.dumps(shardwright.stats()))
 
 
+def _prepare_fsdp(fsdp_bases):
+    """FSDP2's tests take one rank on machines without GPUs, and threads as ranks, which have no groups of Gloo."""
+    import torch
+
+    fsdp_bases.DEVICE_COUNT = 4
+
+    class RanksAreProcesses(fsdp_bases.FSDPTest):
+        @classmethod
+        def _run(cls, *args, **kwargs):
+            torch.accelerator.device_count = lambda: 8  # some of these tests take eight
+            super()._run(*args, **kwargs)
+
+        def run_test(self, *args):
+            self.perThreadSetUp()
+            try:
+                super().run_test(*args)
+            finally:
+                self.perThreadTearDown()
+
+        def perThreadSetUp(self):
+            pass
+
+        def perThreadTearDown(self):
+            pass
+
+    fsdp_bases.FSDPTestMultiThread = RanksAreProcesses
+
+
 if _MODE:
     sys.meta_path.insert(0, _AfterImport(_BASES, _prepare))
-if _MODE == "ours" and os.environ.get("SHARDWRIGHT_TORCH_TESTS_FULLY_SHARD") == "1":
-    sys.meta_path.insert(0, _AfterImport(_FSDP, _replace_fully_shard))
+if _MODE and os.environ.get("SHARDWRIGHT_TORCH_TESTS_FULLY_SHARD") == "1":
+    sys.meta_path.insert(0, _AfterImport(_FSDP_BASES, _prepare_fsdp))
+    if _MODE == "ours":
+        sys.meta_path.insert(0, _AfterImport(_FSDP, _replace_fully_shard))
