@@ -105,6 +105,46 @@ def test_replicate_leaves_sharded_modules_alone(pool: Pool) -> None:
     pool.run(_stands_beside_others, 2)
 
 
+class Layers(nn.ModuleList):
+    """A container that has a forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x).tanh()
+        return x
+
+
+def _weights_that_stay_are_read_after_the_forward() -> None:
+    """A loss that multiplies by the last weight itself, as fused losses do."""
+    whole, ours = (Layers(nn.Linear(10, 10) for _ in range(3)) for _ in range(2))
+    ours.load_state_dict(whole.state_dict())
+    for p in (*ours.parameters(), *whole.parameters()):
+        dist.broadcast(p.detach(), 0)
+    sw.fully_shard(ours[0], mesh=get_mesh((2,)))
+    sw.fully_shard(ours, mesh=get_mesh((2,)), reshard_after_forward=False)
+    for step in range(3):
+        with torch.no_grad():
+            ours(batch(step))
+        assert all(isinstance(p, DTensor) for p in ours.parameters())
+        x = ours(batch(step))
+        assert not isinstance(ours[2].weight, DTensor) and isinstance(ours[0].weight, DTensor)
+        (x @ ours[2].weight).square().mean().backward()
+        torch.stack([(whole(batch(step, r)) @ whole[2].weight).square().mean() for r in range(2)]).mean().backward()
+        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+            assert isinstance(p, DTensor)
+            torch.testing.assert_close(full(p.grad), q.grad)
+            p.grad = q.grad = None
+    for restore in (ours.state_dict, ours.reshard, lambda: loss_of(ours, batch(0)).backward()):
+        ours(batch(0))
+        assert not isinstance(ours[2].weight, DTensor)
+        restore()
+        assert isinstance(ours[2].weight, DTensor)
+
+
+def test_weights_that_stay_are_read_after_the_forward(pool: Pool) -> None:
+    pool.run(_weights_that_stay_are_read_after_the_forward, 2)
+
+
 def _reduces_when_asked() -> None:
     """As pipeline schedules of torch 2.15 do; a hook takes each reduced gradient."""
     mesh = get_mesh((2,))

@@ -33,7 +33,7 @@ def checked_modules(given: Any) -> tuple[nn.Module, ...]:
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         raise ValueError(f"module: got {type(given).__name__}; allowed is a module, or a list of modules")
     for module in modules:
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise ValueError(
                 f"module: got a {type(module).__name__}, which has no forward; allowed are modules that do"
             )
@@ -107,4 +107,5 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     data = parameter.detach()
     local = data._local_tensor if isinstance(data, DTensor) else data
     if not has_extension(local):
-        argument_checks.check_tensor(name, torch.empty(0, dtype=local.dtype) if local.is_meta else local)
+        like = torch.empty(0, dtype=local.dtype, device="cpu") if local.is_meta else local
+        argument_checks.check_tensor(name, like)

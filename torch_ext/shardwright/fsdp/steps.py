@@ -133,7 +133,7 @@ class Runner:
     def end_forward(self, unit: Unit) -> None:
         unit.forwards.pop()
         if not unit.is_open or (self._in_chunks and not unit.forwards):
-            unit.put_sharded()
+            unit.put_after_forward()
             if unit.backwards:
                 self._put_for(unit, max(unit.backwards))
         if not unit.is_open:
@@ -465,7 +465,7 @@ class Runner:
             self.reductions.finish(index)
         else:
             for unit in self.units:
-                if unit.is_resident and not unit.is_open and not unit.is_held:
+                if unit.is_resident and not (unit.is_open or unit.is_held or unit.is_left_whole):
                     unit.release()
 
     def _note_gradients(self, unit: int) -> None:

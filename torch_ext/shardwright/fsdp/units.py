@@ -43,6 +43,7 @@ class Unit:
         self._in_arena = False  # which has another use for its memory in the next step
         self.is_unsharded = False  # by `unshard`, and not used since
         self._is_arriving = False
+        self.is_left_whole = False  # modules keep the gathered parameters between a forward and its backward
         # Parameters at rest and their versions, when they were gathered, and when those were that a copy is kept of.
         self._gathered_from: list[Version] = []
         self._kept_from: list[Version] = []
@@ -217,6 +218,8 @@ class Unit:
             weight.watch_again()
 
     def release(self) -> None:
+        if self.is_left_whole:
+            self.put_sharded()
         self.finish_gather()
         for weight in self.weights:
             weight.release()
@@ -251,8 +254,21 @@ class Unit:
     def put_sharded(self) -> None:
         """Puts sharded parameters in place of the whole ones; those that users have replaced stay."""
         self._leave_chunks()
+        self.is_left_whole = False
         for weight in self.weights:
             weight.put_sharded()
+
+    def put_after_forward(self) -> None:
+        """Puts sharded parameters back, unless the unit was asked to stay gathered from its forward to its backward."""
+        if self.wishes.stays and torch.is_grad_enabled() and not is_in_backward() and not self._is_other_in_use:
+            self.is_left_whole = True
+        else:
+            self.put_sharded()
+
+    @property
+    def _is_other_in_use(self) -> bool:
+        """True if modules compute with something else than gathered parameters: chunks, or what a graph reads."""
+        return self.is_in_graph or self.chunks is not None or self.products is not None
 
     def read(self, forward: int) -> None:
         """Gathers the weights for a backward that reads what this forward has saved of them, unless they are there.
