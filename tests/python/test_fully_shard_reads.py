@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
@@ -122,6 +123,27 @@ def _train_with_containers(is_checkpointed: bool) -> None:
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_outputs_in_any_container_train(pool: Pool, is_checkpointed: bool) -> None:
     pool.run(_train_with_containers, 2, is_checkpointed)
+
+
+def _train_with_checkpoints_by_hooks() -> None:
+    """torch's composable checkpoint, whose hooks for saved tensors begin within the forward of the unit."""
+    container = next(iter(CONTAINERS))
+    opened = CONTAINERS[container][1]
+    whole, model = Chain(container), Chain(container)
+    model.load_state_dict(whole.state_dict())
+    for block in model.blocks:
+        composable_checkpoint(block)
+        sw.fully_shard(block.norm, mesh=get_mesh((2,)))
+        sw.fully_shard(block, mesh=get_mesh((2,)))
+    sw.fully_shard(model, mesh=get_mesh((2,)))
+    for step in range(3):
+        opened(model(_batches()[dist.get_rank()])).square().mean().backward()
+        sum(opened(whole(x)).square().mean() / 2 for x in _batches()).backward()
+        _check_gradients(model, whole, f"step {step}")
+
+
+def test_checkpoints_by_hooks_train(pool: Pool) -> None:
+    pool.run(_train_with_checkpoints_by_hooks, 2)
 
 
 class Leaving(nn.Module):

@@ -71,7 +71,7 @@ class ShardedModule(FSDPModule):
         state = getattr(self, ATTRIBUTE)
         depth = len(state.unit.forwards)
         try:
-            with Recording():
+            with Recording(self):  # type: ignore[arg-type]
                 return super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             if state.runner is not None:

@@ -6,17 +6,21 @@ that autograd saves of a weight during the forward of a unit is packed as a `_Re
 the weights of that unit first if they are not gathered, whatever path has led there.
 
 Other hooks for saved tensors that are active around the forward, such as those of a checkpoint or of
-`torch.autograd.graph.save_on_cpu`, get all tensors but the weights.
+`torch.autograd.graph.save_on_cpu`, get all tensors but the weights. Those that begin within it, such as those of torch's
+composable `checkpoint`, get the weights too.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.tensor import DTensor
 
 from .units import Unit
@@ -26,6 +30,7 @@ _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_CHECKPOINT = inspect.unwrap(checkpoint)  # its key among a module's states
 
 
 class _Read(NamedTuple):
@@ -47,11 +52,14 @@ class _Activation(NamedTuple):
 
 
 class Recording:
-    """A block in which autograd saves weights as `_Read`."""
+    """A block in which autograd saves weights as `_Read`: a forward of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
 
     def __enter__(self) -> None:
         self._is_pushed = False
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if self._is_recomputed_from_within or not torch._C._autograd._saved_tensors_hooks_is_enabled():
             return
         around = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if around is not None and getattr(around[0], "_packs_weights", False):
@@ -64,6 +72,16 @@ class Recording:
             self._pack._user_hooks = getattr(around[0], "_user_hooks", None)  # type: ignore[attr-defined]
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, unpack_all)
         self._is_pushed = True
+
+    @property
+    def _is_recomputed_from_within(self) -> bool:
+        """True in a recomputation for torch's composable `checkpoint`.
+
+        Its hooks began within the block in the forward, so they got the weights. They must get as many tensors now.
+        """
+        states = self._module.__dict__.get(STATE_KEY)
+        state = None if states is None else states.get(_CHECKPOINT)
+        return state is not None and not state.enable_hook
 
     def __exit__(self, *_: object) -> None:
         if self._is_pushed:
