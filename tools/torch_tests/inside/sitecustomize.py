@@ -70,6 +70,7 @@ def _prepare(bases):
         bases.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
         for devices in (torch.accelerator, torch.cuda, torch.cpu):  # tests take as many ranks as there are devices
             devices.device_count = lambda: 4
+        torch.cpu.current_device = lambda: None  # `torch.device("cpu", ...)` refuses the "cpu" that it returns
         torch.cuda.can_device_access_peer = lambda *_: False
         _drop_device_ids(torch.nn.parallel)
     if _MODE == "ours":
@@ -122,13 +123,9 @@ def _prepare_fsdp(fsdp_bases):
     import torch
 
     fsdp_bases.DEVICE_COUNT = 4
+    torch.accelerator.device_count = lambda: 8  # some take eight ranks
 
     class RanksAreProcesses(fsdp_bases.FSDPTest):
-        @classmethod
-        def _run(cls, *args, **kwargs):
-            torch.accelerator.device_count = lambda: 8  # some of these tests take eight
-            super()._run(*args, **kwargs)
-
         def run_test(self, *args):
             self.perThreadSetUp()
             try:
