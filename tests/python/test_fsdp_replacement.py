@@ -15,6 +15,7 @@ from torch.distributed._composable import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
 
 import shardwright as sw
@@ -379,6 +380,37 @@ def _gathers_what_weights_say(mesh_shape: tuple[int, ...], width: int) -> None:
 @pytest.mark.parametrize(("mesh_shape", "width"), [((2,), 6), ((2, 2), 6), ((2,), 5)])
 def test_weights_say_what_is_gathered(pool: Pool, mesh_shape: tuple[int, ...], width: int) -> None:
     pool.run(_gathers_what_weights_say, 2 * len(mesh_shape), mesh_shape, width)
+
+
+def _methods_of_parts_come_later() -> None:
+    """Methods given to the parts themselves, of a subclass that has none; gathered weights are of it, too."""
+
+    def post_all_gather(gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (TwoTensor(*gathered), gathered)
+
+    plain, ours = Chain(6, wraps=False), Chain(6, wraps=False)
+    for layer in ours:
+        layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
+        layer.bias = None
+    sw.fully_shard(ours, mesh=get_mesh((2,)), reshard_after_forward=False)
+    with pytest.raises(RuntimeError, match="a TwoTensor must have the methods fsdp_pre_all_gather and"):
+        ours(batch(0, width=6))
+    for layer in ours:
+        part = layer.weight._local_tensor
+        part.fsdp_pre_all_gather = functools.partial(lambda part, mesh: ((part.a, part.b), None), part)
+        part.fsdp_post_all_gather = post_all_gather
+    for layer in plain:
+        layer.bias = None
+    for step in range(3):
+        loss_of(ours, batch(step, width=6)).backward()
+        torch.stack([loss_of(plain, batch(step, rank, width=6)) for rank in range(2)]).mean().backward()
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(p.grad), q.grad)
+            p.grad = q.grad = None
+
+
+def test_methods_of_parts_may_come_later(pool: Pool) -> None:
+    pool.run(_methods_of_parts_come_later, 2)
 
 
 def _refuses_for_extensions() -> None:

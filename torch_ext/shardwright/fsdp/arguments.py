@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .. import argument_checks
-from .extensions import has_extension
+from .extensions import has_extension, is_subclass
 from .methods import ATTRIBUTE, ShardedModule, original_class
 
 # Attributes of parameters: that they belong to a unit, both as they were given, which other modules may still have, and
@@ -107,5 +107,6 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     data = parameter.detach()
     local = data._local_tensor if isinstance(data, DTensor) else data
     if not has_extension(local):
-        like = torch.empty(0, dtype=local.dtype, device="cpu") if local.is_meta else local
+        # Methods that say what is gathered may come after this.
+        like = torch.empty(0, dtype=local.dtype, device="cpu") if local.is_meta or is_subclass(local) else local
         argument_checks.check_tensor(name, like)

@@ -38,6 +38,20 @@ def has_extension(local: torch.Tensor) -> bool:
     return there[0]
 
 
+def is_subclass(local: torch.Tensor) -> bool:
+    """Returns whether a local tensor is one that only the protocol can gather."""
+    return type(local) not in (torch.Tensor, nn.Parameter)
+
+
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of a subclass as a plain one, by the operator by which FSDP2 packs it: copy_."""
+    if not is_subclass(tensor):
+        return tensor
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    plain.copy_(tensor)  # which may return a tensor of the subclass
+    return plain
+
+
 def cut(local: torch.Tensor, layouts: Layouts) -> torch.Tensor:
     """Returns this rank's part of a tensor subclass, by the operators by which FSDP2 cuts: chunk, new_zeros, narrow,
     copy_."""
@@ -70,6 +84,15 @@ def check(name: str, layouts: Layouts, is_plain_policy: bool) -> None:
     if not is_plain_policy:
         raise ValueError(
             f"{name}: its fsdp_pre_all_gather says what messages carry; wire= and use= must be None for it"
+        )
+
+
+def check_protocol(name: str, part: torch.Tensor) -> None:
+    """Raises RuntimeError for a tensor subclass that does not have it by the first gather."""
+    if is_subclass(part) and not has_extension(part):
+        raise RuntimeError(
+            f"{name}: a {type(part).__name__} must have the methods fsdp_pre_all_gather and fsdp_post_all_gather when "
+            "it is gathered"
         )
 
 
@@ -116,7 +139,7 @@ class Extension:
         """
         self._part = part.to(self._device)
         inputs, self._metadata = self._pre_all_gather(self._part)
-        self._sent = [each.contiguous() for each in inputs]
+        self._sent = [as_plain(each).contiguous() for each in inputs]
         self._check_sizes([(each.size(), each.dtype) for each in self._sent])
         at, count = self._layouts.data.cut, _cut_of(self._layouts)[1]
         if not self._outputs:

@@ -306,7 +306,7 @@ class _State:
             self.ready_runner()
         else:
             self.unit.convert(self.dtypes_of)
-            _check_not_on_meta(self.unit.modules[0], [self])
+            _check_can_gather(self.unit.modules[0], [self])
 
     def after_conversion(self, *_: Any) -> None:
         """Takes up conversions at once where nothing forbids it: a compiler makes graphs of weights as they are before
@@ -451,7 +451,7 @@ def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
         states.append(state)
     for state in states if converts else ():
         state.unit.convert(state.dtypes_of)
-    _check_not_on_meta(outermost, states)
+    _check_can_gather(outermost, states)
     own: _State = getattr(outermost, ATTRIBUTE)
     runner = Runner([state.unit for state in states], own.memory_limit, own.prefetch, own.in_chunks)
     options: dict[str, object] = {"memory_limit": own.memory_limit, "gather_in_chunks": own.in_chunks}
@@ -464,7 +464,7 @@ def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
     return runner
 
 
-def _check_not_on_meta(outermost: nn.Module, states: list[_State]) -> None:
+def _check_can_gather(outermost: nn.Module, states: list[_State]) -> None:
     prefixes = {module: name for name, module in outermost.named_modules()}
     on_meta = [
         ".".join(part for part in (prefixes.get(module), name) if part)
@@ -479,3 +479,5 @@ def _check_not_on_meta(outermost: nn.Module, states: list[_State]) -> None:
             f"meta device: {on_meta}. Call to_empty(device=...) on the model, then initialise the parameters by "
             "reset_parameters() of each module or by load_state_dict"
         )
+    for weight in (weight for state in states for weight in state.unit.weights):
+        extensions.check_protocol(weight.name, weight.local_part)

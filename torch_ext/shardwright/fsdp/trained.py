@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _planner
-from . import hosting
+from . import extensions, hosting
 from .gradients import Arriving, Gradients
 from .landing import Landing
 from .layouts import Layouts
@@ -84,7 +84,10 @@ class Trained:
 
     def _taken_gradient(self) -> tuple[torch.Tensor, _planner.Layout] | None:
         gradient, self.whole.grad = self.whole.grad, None
-        return None if gradient is None else self.layouts.of_gradient(gradient)
+        if gradient is None:
+            return None
+        gradient, layout = self.layouts.of_gradient(gradient)
+        return extensions.as_plain(gradient), layout
 
     def add_gradient(self, part: torch.Tensor) -> None:
         """Adds to the gradient of the sharded parameter: on the host, by `finish_gradients`.

@@ -119,7 +119,7 @@ class Weight(Trained):
         self._refresh: dist.Work | None = None
         self._refreshed_from: torch.Tensor | None = None  # until it is done
         self.extension: extensions.Extension | None = None
-        if extensions.has_extension(self.part):
+        if extensions.has_extension(self.local_part):
             self.extension = self._extension(dtypes, device)
             whole = self.memory = torch.empty(0, dtype=dtypes.use, device=device)  # until the first gather
         else:
@@ -158,7 +158,7 @@ class Weight(Trained):
     @property
     def has_other_extension(self) -> bool:
         """Whether methods that say what is gathered were given to the part, or taken from it, since it was set up."""
-        return extensions.has_extension(self.part) != (self.extension is not None)
+        return extensions.has_extension(self.local_part) != (self.extension is not None)
 
     @property
     def _found_part(self) -> torch.Tensor | None:
@@ -228,8 +228,13 @@ class Weight(Trained):
     @property
     def part(self) -> torch.Tensor:
         """This rank's part at rest, as a plain tensor."""
+        return self.local_part.detach()
+
+    @property
+    def local_part(self) -> torch.Tensor:
+        """The same, with the methods that were given to the tensor itself."""
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
-        return part.detach()
+        return part
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -386,7 +391,7 @@ class Weight(Trained):
             return
         if self.extension is not None:
             offsets = itertools.accumulate(map(aligned, self._buffer_bytes), initial=offset_bytes)
-            self.extension.start(self.part, [(memory, offset) for _, offset in zip(self._buffer_bytes, offsets)])
+            self.extension.start(self.local_part, [(memory, offset) for _, offset in zip(self._buffer_bytes, offsets)])
             return
         if self.product is None:
             _runtime.borrow_memory(self.memory, memory, offset_bytes)
@@ -478,7 +483,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _slice(local: torch.Tensor, layouts: Layouts, layout: Layout) -> torch.Tensor:
     """Returns this rank's part of what is whole, without communication, in memory of its own."""
-    if extensions.has_extension(local):
+    if extensions.is_subclass(local) or extensions.has_extension(local):
         return extensions.cut(local, layouts)
     if local.is_meta:
         return _empty(layout, local.dtype, local.device)
