@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import meshes
@@ -133,8 +134,10 @@ def train_whole(kind: str, steps: int, evaluate: bool) -> list[torch.Tensor]:
 def _as_stock_and_whole(mesh_shape: tuple[int, ...], kind: str) -> None:
     mesh = get_mesh(mesh_shape)
     sw.reset_stats()
-    ours = train(shard(Model(kind), sw.fully_shard, mesh), 4, evaluate=True)
+    with CommDebugMode() as collectives:
+        ours = train(shard(Model(kind), sw.fully_shard, mesh), 4, evaluate=True)
     assert sw.stats()["unplanned_steps"] == 0
+    assert mesh.size() > 1 or collectives.get_total_counts() == 0
     whole = train_whole(kind, 4, evaluate=True)
     assert len(ours) == len(whole)
     for a, b in zip(ours, whole, strict=True):

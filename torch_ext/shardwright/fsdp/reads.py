@@ -6,8 +6,8 @@ that autograd saves of a weight during the forward of a unit is packed as a `_Re
 the weights of that unit first if they are not gathered, whatever path has led there.
 
 Other hooks for saved tensors that are active around the forward, such as those of a checkpoint or of
-`torch.autograd.graph.save_on_cpu`, get all tensors but the weights. Those that begin within it, such as those of torch's
-composable `checkpoint`, get the weights too.
+`torch.autograd.graph.save_on_cpu`, get all tensors but the weights. Hooks that begin within it, such as those of
+torch's composable `checkpoint`, get the weights too.
 """
 
 from __future__ import annotations
