@@ -115,7 +115,9 @@ def _write_stats():
 
     folder = _OUT / "stats"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{os.getpid()}.json").write_text(json.dumps(shardwright.stats()))
+    written = folder / f"{os.getpid()}.part"  # a process that is ended while it writes leaves no half of a file
+    written.write_text(json.dumps(shardwright.stats()))
+    written.replace(folder / f"{os.getpid()}.json")
 
 
 def _prepare_fsdp(fsdp_bases):
