@@ -152,6 +152,7 @@ def _reduces_when_asked() -> None:
     ours: Any = shard(Mlp(), sw.fully_shard, mesh)
     whole, seen = Mlp(), []
     ours.set_manual_backward_finalization(True)
+    ours.set_post_optim_event(None)  # as streams of the CPU record
     ours.layers[0].set_all_reduce_hook(lambda gradient: seen.append(gradient.mul_(2).shape))
     for step in range(3):
         ours.set_requires_gradient_sync(False)

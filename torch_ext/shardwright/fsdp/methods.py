@@ -215,8 +215,13 @@ class ShardedModule(FSDPModule):
             raise ValueError(f"hook must be a function, got a {type(hook).__name__}")
         _unit_of(self).wishes.gradient_hook = hook if stream is None else _on_stream(hook, stream)
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Makes the current stream wait for an event that was recorded after the optimizer's step."""
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
+        """Makes the current stream wait for an event that was recorded after the optimizer's step.
+
+        Streams of the CPU record none: None is nothing to wait for.
+        """
+        if event is None:
+            return
         device = next((weight.memory.device for weight in _unit_of(self).weights), torch.device("cpu"))
         if device.type != "cpu":
             event.wait(torch.accelerator.current_stream(device))

@@ -76,9 +76,10 @@ def fully_shard(
             and cut over the second, as in FSDP2's HSDP. Parameters that are DTensors already, such as those of tensor
             parallelism, lie on other dims of the mesh that this one is part of; in use they keep their cuts, and at
             rest they are cut further.
-        reshard_after_forward: False keeps the unit gathered from its first use of a step to its last. True and None
-            leave it to the schedule. A number of ranks: where the unit is released between two uses, each group of so
-            many ranks, next to each other in the mesh, keeps a copy, from which it is gathered again.
+        reshard_after_forward: False keeps the unit gathered from its first use of a step to its last, and leaves the
+            whole weights in its modules from the forward to the backward. True and None leave it to the schedule. A
+            number of ranks: where the unit is released between two uses, each group of so many ranks, next to each
+            other in the mesh, keeps a copy, from which it is gathered again.
         shard_placement_fn: the tensor dim along which a parameter is cut, as a Shard; default, dim 0. Any dim may be
             uneven. Or torch's ``ShardPlacementResult``, which also names the mesh over which this parameter is cut.
         dp_mesh_dims: with parameters that are DTensors on all of `mesh`: torch's DataParallelMeshDims (an object with
