@@ -86,7 +86,7 @@ MAX_CODE_LINES = {
     "attending": 780,
     "calibration": 550,
     "dtensor": 924,
-    "fsdp": 4880,
+    "fsdp": 4940,
     "graphs": 200,
     "mapping": 770,
     "products": 660,
