@@ -83,7 +83,7 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they 
 # Docstrings, comments and blank lines do not count, so that nobody saves on those.
 MAX_CODE_LINES = {
     ".": 4820,
-    "attending": 780,
+    "attending": 785,
     "calibration": 550,
     "dtensor": 924,
     "fsdp": 4940,
@@ -91,7 +91,7 @@ MAX_CODE_LINES = {
     "mapping": 770,
     "products": 660,
     "transfers": 1580,
-    "viewing": 1064,
+    "viewing": 1080,
 }
 
 Graph = dict[str, set[str]]

@@ -303,10 +303,8 @@ class Weight(Trained):
                     f"{tuple(self.sharded.shape)}, placed as {placements}"
                 )
             if self.has_gradient:
-                raise RuntimeError(
-                    f"{self.name}: the parameter was replaced while its gradient waits for a reduction; run a backward "
-                    "that reduces gradients before, or finalize_backward()"
-                )
+                what = "was replaced while its gradient waits for a reduction; reduce it in a backward before"
+                raise RuntimeError(f"{self.name}: the parameter {what}, or by finalize_backward()")
             self.sharded = found
             self.watch_again()
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
