@@ -24,7 +24,7 @@ _ANYWHERE = {
         index_put index_select linalg_vector_norm logsumexp max max.dim mean mean.dim prod prod.dim_int roll
         scatter.src scatter.value scatter_add select.int select_backward slice.Tensor slice_backward sort
         sort.stable split.Tensor split_with_sizes stack sum topk tril var.correction
-    """
+    """,
 }
 _ALONG_OTHER_DIMS = {
     "2.11": """
