@@ -10,6 +10,7 @@
 
 #include "program/copy_boxes.h"
 #include "runtime/cuda/copy_boxes_body.h"
+#include "runtime/cuda/reduce_parts_body.h"
 #include "runtime/cuda/sum_rows_body.h"
 
 namespace shardwright {
@@ -216,6 +217,51 @@ TEST(KernelBodies, SumsOfRowsAreThoseOfPlainLoops) {
     check_sums<float>(9, 4, 8, 256, has_weights);
     check_sums<float>(2, 1, 2, 257, has_weights);
   }
+}
+
+template <typename Item, int kItems, typename Combine>
+void check_reduction(int num_parts, int64_t num_words, double divisor) {
+  std::mt19937 random(static_cast<unsigned>(num_parts * 7 + num_words));
+  const auto numel = static_cast<size_t>(num_words * kItems);
+  std::vector<std::vector<Item>> parts(static_cast<size_t>(num_parts), std::vector<Item>(numel));
+  ReducedParts<Item> at{};
+  for (size_t m = 0; m < parts.size(); ++m) {
+    for (Item& item : parts[m]) {
+      item = random() % 16 == 0 ? Item(NAN) : std::uniform_real_distribution<Item>(-2, 2)(random);
+    }
+    at.at[m] = parts[m].data();
+  }
+  std::vector<Item> found(numel + kItems, Item(7));
+  over_grid(reduce_blocks(num_words) + 1, kReduceThreads, [&](int64_t block, int thread) {
+    reduce_word<Item, kItems, Combine>(block, thread, at, num_parts, num_words, divisor, found.data());
+  });
+  for (size_t i = 0; i < numel; ++i) {
+    Item expected = parts[0][i];
+    for (size_t m = 1; m < parts.size(); ++m) expected = Combine()(expected, parts[m][i]);
+    expected /= static_cast<Item>(divisor);
+    if (std::isnan(expected)) {
+      ASSERT_TRUE(std::isnan(found[i])) << "element " << i << " of " << num_parts << " parts";
+    } else {
+      ASSERT_EQ(found[i], expected) << "element " << i << " of " << num_parts << " parts";
+    }
+  }
+  for (size_t i = numel; i < found.size(); ++i) ASSERT_EQ(found[i], Item(7)) << "written behind the result";
+}
+
+TEST(KernelBodies, ReductionsAreThoseOfPlainLoops) {
+  for (const int num_parts : {1, 2, 5, kMaxReducedParts}) {
+    for (const int64_t num_words : {1, 255, 256, 513}) {
+      check_reduction<float, 4, SumOfTwo>(num_parts, num_words, 1);
+      check_reduction<float, 1, SumOfTwo>(num_parts, num_words, num_parts);
+      check_reduction<double, 2, ProductOfTwo>(num_parts, num_words, 1);
+      check_reduction<float, 4, MinOfTwo>(num_parts, num_words, 1);
+      check_reduction<double, 1, MaxOfTwo>(num_parts, num_words, 1);
+    }
+  }
+  EXPECT_EQ(MinOfTwo()(1.0, 2.0), 1);
+  EXPECT_EQ(MaxOfTwo()(1.0, 2.0), 2);
+  const double nan = std::nan("");
+  EXPECT_TRUE(std::isnan(MinOfTwo()(nan, 2.0)) && std::isnan(MaxOfTwo()(1.0, nan)));
 }
 
 }  // namespace

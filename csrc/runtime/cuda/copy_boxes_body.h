@@ -8,12 +8,7 @@
 
 #include "program/copy_table.h"
 #include "program/strided_copy.h"
-
-#ifdef __CUDACC__
-#define SHARDWRIGHT_UNROLL _Pragma("unroll")
-#else
-#define SHARDWRIGHT_UNROLL
-#endif
+#include "runtime/cuda/unroll.h"
 
 namespace shardwright {
 

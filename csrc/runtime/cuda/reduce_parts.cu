@@ -8,88 +8,28 @@
 
 #include <algorithm>
 
+#include "runtime/cuda/reduce_parts_body.h"
 #include "runtime/local_ops.h"
 
 namespace shardwright {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kMaxParts = 256;  // 2 KiB of the 4 KiB of kernel arguments that every GPU takes
 constexpr int kWordBytes = 16;
 
-template <typename Item>
-struct Parts {
-  const Item* at[kMaxParts];
-};
-
-template <typename Item, int kItems>
-struct alignas(sizeof(Item) * kItems) Word {
-  Item items[kItems];
-};
-
-struct Sum {
-  template <typename T>
-  __device__ T operator()(T a, T b) const {
-    return a + b;
-  }
-};
-
-struct Product {
-  template <typename T>
-  __device__ T operator()(T a, T b) const {
-    return a * b;
-  }
-};
-
-// NaN wins, as in torch.minimum and torch.maximum.
-struct Min {
-  template <typename T>
-  __device__ T operator()(T a, T b) const {
-    return a != a || a < b ? a : b;
-  }
-};
-
-struct Max {
-  template <typename T>
-  __device__ T operator()(T a, T b) const {
-    return a != a || a > b ? a : b;
-  }
-};
-
-// Each thread reduces one word of every part.
 template <typename Item, int kItems, typename Combine>
-__global__ void __launch_bounds__(kThreads) reduce_words(const __grid_constant__ Parts<Item> parts, int num_parts,
-                                                         int64_t num_words, double divisor, Item* dst) {
-  using Accumulator = at::opmath_type<Item>;
-  using ItemWord = Word<Item, kItems>;
-  const int64_t w = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (w >= num_words) return;
-  const Combine combine;
-  Accumulator found[kItems];
-  const ItemWord first = reinterpret_cast<const ItemWord*>(parts.at[0])[w];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) found[i] = static_cast<Accumulator>(first.items[i]);
-#pragma unroll 4
-  for (int m = 1; m < num_parts; ++m) {
-    const ItemWord word = reinterpret_cast<const ItemWord*>(parts.at[m])[w];
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) found[i] = combine(found[i], static_cast<Accumulator>(word.items[i]));
-  }
-  ItemWord result;
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (divisor != 1) found[i] = found[i] / static_cast<Accumulator>(divisor);
-    result.items[i] = static_cast<Item>(found[i]);
-  }
-  reinterpret_cast<ItemWord*>(dst)[w] = result;
+__global__ void __launch_bounds__(kReduceThreads)
+    reduce_words(const __grid_constant__ ReducedParts<Item> parts, int num_parts, int64_t num_words, double divisor,
+                 Item* dst) {
+  reduce_word<at::opmath_type<Item>, kItems, Combine>(blockIdx.x, static_cast<int>(threadIdx.x), parts, num_parts,
+                                                      num_words, divisor, dst);
 }
 
 template <typename Item, int kItems, typename Combine>
-void launch(const Parts<Item>& parts, int num_parts, int64_t num_words, double divisor, Item* dst) {
+void launch(const ReducedParts<Item>& parts, int num_parts, int64_t num_words, double divisor, Item* dst) {
   if (num_words == 0) return;
-  const auto blocks = static_cast<unsigned>((num_words + kThreads - 1) / kThreads);
+  const auto blocks = static_cast<unsigned>(reduce_blocks(num_words));
   reduce_words<Item, kItems, Combine>
-      <<<blocks, kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(parts, num_parts, num_words, divisor, dst);
+      <<<blocks, kReduceThreads, 0, at::cuda::getCurrentCUDAStream()>>>(parts, num_parts, num_words, divisor, dst);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -97,7 +37,7 @@ void launch(const Parts<Item>& parts, int num_parts, int64_t num_words, double d
 template <typename Item, typename Combine>
 void reduce_items(const std::vector<at::Tensor>& given, double divisor, at::Tensor& dst) {
   constexpr int kItems = kWordBytes / sizeof(Item);
-  Parts<Item> parts;
+  ReducedParts<Item> parts;
   auto* to = dst.mutable_data_ptr<Item>();
   const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % kWordBytes == 0; };
   bool are_aligned = is_aligned(to);
@@ -116,17 +56,17 @@ void reduce_items(const std::vector<at::Tensor>& given, double divisor, at::Tens
 bool reduce_on_cuda(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst) {
   const bool is_known =
       op == ReduceOp::kSum || op == ReduceOp::kProduct || op == ReduceOp::kMin || op == ReduceOp::kMax;
-  if (!is_known || !dst.is_floating_point() || parts.size() > kMaxParts) return false;
+  if (!is_known || !dst.is_floating_point() || parts.size() > kMaxReducedParts) return false;
   const c10::cuda::CUDAGuard guard(dst.device());
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, dst.scalar_type(), "shardwright::reduce_parts", [&] {
     if (op == ReduceOp::kSum) {
-      reduce_items<scalar_t, Sum>(parts, divisor, dst);
+      reduce_items<scalar_t, SumOfTwo>(parts, divisor, dst);
     } else if (op == ReduceOp::kProduct) {
-      reduce_items<scalar_t, Product>(parts, divisor, dst);
+      reduce_items<scalar_t, ProductOfTwo>(parts, divisor, dst);
     } else if (op == ReduceOp::kMin) {
-      reduce_items<scalar_t, Min>(parts, divisor, dst);
+      reduce_items<scalar_t, MinOfTwo>(parts, divisor, dst);
     } else {
-      reduce_items<scalar_t, Max>(parts, divisor, dst);
+      reduce_items<scalar_t, MaxOfTwo>(parts, divisor, dst);
     }
   });
   return true;

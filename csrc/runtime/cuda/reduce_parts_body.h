@@ -1,0 +1,85 @@
+// The work of one thread of the kernel that reduces parts (reduce_parts.cu), for the host too: tests run whole grids of
+// it.
+#pragma once
+
+#include <cstdint>
+
+#include "program/strided_copy.h"
+#include "runtime/cuda/unroll.h"
+
+namespace shardwright {
+
+inline constexpr int kReduceThreads = 256;    // of a block, each for one word
+inline constexpr int kMaxReducedParts = 256;  // 2 KiB of the 4 KiB of kernel arguments that every GPU takes
+
+template <typename Item>
+struct ReducedParts {
+  const Item* at[kMaxReducedParts];
+};
+
+template <typename Item, int kItems>
+struct alignas(sizeof(Item) * kItems) ItemWord {
+  Item items[kItems];
+};
+
+struct SumOfTwo {
+  template <typename T>
+  SHARDWRIGHT_HOST_DEVICE T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+struct ProductOfTwo {
+  template <typename T>
+  SHARDWRIGHT_HOST_DEVICE T operator()(T a, T b) const {
+    return a * b;
+  }
+};
+
+// NaN wins, as in torch.minimum and torch.maximum.
+struct MinOfTwo {
+  template <typename T>
+  SHARDWRIGHT_HOST_DEVICE T operator()(T a, T b) const {
+    return a != a || a < b ? a : b;
+  }
+};
+
+struct MaxOfTwo {
+  template <typename T>
+  SHARDWRIGHT_HOST_DEVICE T operator()(T a, T b) const {
+    return a != a || a > b ? a : b;
+  }
+};
+
+inline int64_t reduce_blocks(int64_t words) { return (words + kReduceThreads - 1) / kReduceThreads; }
+
+// Reduces the word of one thread in every part, in their order, in `Accumulator`, and divides the result.
+template <typename Accumulator, int kItems, typename Combine, typename Item>
+SHARDWRIGHT_HOST_DEVICE void reduce_word(int64_t block, int thread, const ReducedParts<Item>& parts, int num_parts,
+                                         int64_t num_words, double divisor, Item* dst) {
+  using Word = ItemWord<Item, kItems>;
+  const int64_t w = block * kReduceThreads + thread;
+  if (w >= num_words) return;
+  const Combine combine;
+  Accumulator found[kItems];
+  const Word first = reinterpret_cast<const Word*>(parts.at[0])[w];
+  SHARDWRIGHT_UNROLL
+  for (int i = 0; i < kItems; ++i) found[i] = static_cast<Accumulator>(first.items[i]);
+#ifdef __CUDACC__
+#pragma unroll 4
+#endif
+  for (int m = 1; m < num_parts; ++m) {
+    const Word word = reinterpret_cast<const Word*>(parts.at[m])[w];
+    SHARDWRIGHT_UNROLL
+    for (int i = 0; i < kItems; ++i) found[i] = combine(found[i], static_cast<Accumulator>(word.items[i]));
+  }
+  Word result;
+  SHARDWRIGHT_UNROLL
+  for (int i = 0; i < kItems; ++i) {
+    if (divisor != 1) found[i] = found[i] / static_cast<Accumulator>(divisor);
+    result.items[i] = static_cast<Item>(found[i]);
+  }
+  reinterpret_cast<Word*>(dst)[w] = result;
+}
+
+}  // namespace shardwright
