@@ -56,10 +56,10 @@ class Scenario(NamedTuple):
 
 LOSSY = ["100mbit", "1ms", "--jitter", "500us", "--loss", "1%"]
 SCENARIOS = {
-    "lossy": Scenario(["2", "1", *LOSSY], 1000, 30),
-    "nodes": Scenario(["2", "2", *LOSSY], 1000, 20),
-    "interrupted": Scenario(["2", "1", "100mbit"], 300, 30, down_at=(5, 120, 220)),
-    "cut": Scenario(["2", "2", "100mbit"], 20, 20, is_cut=True),
+    "lossy": Scenario(["2", "1", *LOSSY], 1000, 12),
+    "nodes": Scenario(["2", "2", *LOSSY], 1000, 10),
+    "interrupted": Scenario(["2", "1", "100mbit"], 300, 12, down_at=(5, 120, 220)),
+    "cut": Scenario(["2", "2", "100mbit"], 20, 10, is_cut=True),
 }
 
 
