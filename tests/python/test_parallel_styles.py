@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 import dtensors
 import shardwright as sw
 import shardwright.parallel as sw_parallel
-from meshes import get_mesh
+from meshes import device, get_mesh
 from pool import Pool
 
 WORLD = 4
@@ -277,8 +277,8 @@ def _uneven_features(local: bool) -> None:
     """A hidden size of 5 on 4 ranks: 2, 2, 1 and none. Plain tensors between the layers do not say so."""
     mesh = get_mesh((WORLD,))
     torch.manual_seed(5)
-    whole = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4))
-    x = torch.randn(2, 3, 4)
+    whole = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4)).to(device)
+    x = torch.randn(2, 3, 4).to(device)
     styles = {"0": sw_parallel.ColwiseParallel(use_local_output=local), "2": sw_parallel.RowwiseParallel()}
     cut = parallelize_module(copy.deepcopy(whole), mesh, styles)
     expected, found = whole(x), cut(x)
