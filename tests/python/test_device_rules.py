@@ -316,6 +316,7 @@ def _on_two_streams(rank: int, size: int, path: str, async_op: bool) -> None:
     with other:
         second = by_columns.start()
     other.synchronize()
+    time.sleep(0.1)  # what comes after the program on the first stream; less than that stream sleeps
     assert done.query(), "two communicators were used at the same time"
     by_rows.check(result)
     by_columns.check(second)
