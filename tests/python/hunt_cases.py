@@ -240,8 +240,14 @@ def known_fault(case: Case) -> str:
         return "with a store, a backward uses the copies of its forward, whatever was written to parameters since"
     if "regularised" in backwards and any(block.kind in ("parameter_list", "uneven") for block in case.blocks):
         return "a penalty on a parameter of which a rank has no part raises on that rank alone"
-    if any(step.losses == "by_rank" for step in case.steps) and any(block.output == "closure" for block in case.blocks):
-        return "losses of ranks that lead to different units, through outputs that no hook opens, wait for each other"
+    by_rank = [step for step in case.steps if step.losses == "by_rank"]
+    if by_rank and (
+        "closure" in (case.output, *(block.output for block in case.blocks))
+        or any(step.entry == "checkpoint" for step in by_rank)
+    ):
+        return "losses of ranks lead to different units, through outputs that no hook opens or one checkpoint"
+    if case.compiled and any(step.losses != "all" for step in case.steps):
+        return "compiled code has gradients of zeros where no loss leads, as in a model that is not sharded"
     return ""
 
 
