@@ -20,10 +20,14 @@ int64_t length_of(const std::vector<IntervalList>& parts) {
   return total;
 }
 
-void check_parts(const std::vector<IntervalList>& parts, const Mesh& mesh, const char* argument) {
-  const int64_t total = length_of(parts);
+void check_count(const std::vector<IntervalList>& parts, const Mesh& mesh, const char* argument) {
   check_user(static_cast<int64_t>(parts.size()) == mesh.size(), argument, ": ", parts.size(),
              " parts of the sequence for ", mesh.size(), " ranks");
+}
+
+void check_parts(const std::vector<IntervalList>& parts, const Mesh& mesh, const char* argument) {
+  check_count(parts, mesh, argument);
+  const int64_t total = length_of(parts);
   std::vector<Interval> all;
   for (const IntervalList& part : parts) all.insert(all.end(), part.begin(), part.end());
   int64_t next = 0;
@@ -36,11 +40,9 @@ void check_parts(const std::vector<IntervalList>& parts, const Mesh& mesh, const
 }
 
 void check_whole_keys(const Attention& attention) {
-  const std::vector<IntervalList>& parts = attention.key_parts;
-  check_user(static_cast<int64_t>(parts.size()) == attention.mesh->size(), "kv_layout: ", parts.size(),
-             " parts of the sequence for ", attention.mesh->size(), " ranks");
+  check_count(attention.key_parts, *attention.mesh, "kv_layout");
   const int64_t total = attention.key_length();
-  for (const IntervalList& part : parts) {
+  for (const IntervalList& part : attention.key_parts) {
     const bool is_all = part.size() == 1 && part[0].begin == 0 && part[0].end == total;
     check_user(is_all || (part.empty() && total == 0), "kv_layout: a rank does not hold all ", total, " keys");
   }

@@ -77,7 +77,7 @@ struct Attention {
   std::vector<IntervalList> key_parts = {};
   bool keys_are_whole = false;  // every rank holds all keys, by ascending places; `key_parts` says so
   AttentionMask mask = {};
-  // Of one rank, with a mask that leaves nothing out.
+  // The form of one rank's tensor; `mask` leaves nothing out then.
   std::optional<MaskTensor> mask_tensor = std::nullopt;
   double scale = 1;  // of scores
   // Into how many parts of equal length (as torch.chunk cuts) each whole sequence is cut. Where parts of ranks begin

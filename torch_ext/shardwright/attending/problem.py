@@ -71,7 +71,7 @@ class Planned(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """What each rank holds of the keys; None for the places that it holds of the queries."""
+    """The places of keys that each rank holds. `parts` is None where they are those of its queries."""
 
     parts: Parts | None = None
     are_whole: bool = False
