@@ -301,8 +301,8 @@ def main() -> int:
         while done < (options.cases or 1 << 30) and (options.cases or time.monotonic() - begin < options.seconds):
             count = min(options.chunk, (options.cases or 1 << 30) - done)
             drawn = [hunt_cases.draw(first + done + i) for i in range(count)]
-            cases = [case for case in drawn if not hunt_cases.known_fault(case)]
-            left_out.update(filter(None, map(hunt_cases.known_fault, drawn)))
+            cases, known = hunt_cases.without_known_faults(drawn)
+            left_out.update(known)
             if options.case:
                 cases, options.cases = [hunt_cases.parse(options.case)], 1
             for engine, all_found in verdicts.items():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -249,6 +250,17 @@ def known_fault(case: Case) -> str:
     if case.compiled and any(step.losses != "all" for step in case.steps):
         return "compiled code has gradients of zeros where no loss leads, as in a model that is not sharded"
     return ""
+
+
+def without_known_faults(cases: Iterable[Case]) -> tuple[list[Case], Counter[str]]:
+    """Returns the cases that meet no known fault, and how many others meet each."""
+    kept, left_out = [], Counter[str]()
+    for case in cases:
+        if fault := known_fault(case):
+            left_out[fault] += 1
+        else:
+            kept.append(case)
+    return kept, left_out
 
 
 def simpler(case: Case) -> Iterator[Case]:

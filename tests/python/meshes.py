@@ -15,6 +15,8 @@ NAMES = ("a", "b", "c")
 # Where the tests' tensors are: "cpu", or the asynchronous device of tests/async_device.
 device = "cpu"
 
+IS_2_11 = torch.__version__.startswith("2.11.")
+
 _cache: dict[tuple[object, ...], DeviceMesh] = {}
 _timeout = datetime.timedelta(minutes=30)
 

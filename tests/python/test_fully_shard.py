@@ -21,13 +21,12 @@ from torch.utils.checkpoint import checkpoint
 import meshes
 import shardwright as sw
 from fsdp_models import agreement_bytes
-from meshes import get_mesh
+from meshes import IS_2_11, get_mesh
 from pool import Pool
 from shardwright import _runtime
 from shardwright.fsdp.units import Unit
 
 WIDTH = 6
-IS_2_11 = torch.__version__.startswith("2.11.")
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwright as sw
-from meshes import device, get_mesh
+from meshes import IS_2_11, device, get_mesh
 from pool import Pool
 
 Run = Callable[[Any], Any]
@@ -60,7 +60,6 @@ OPERATORS: dict[str, Run] = {
 # raises; it refuses most convolutions.
 UNKNOWN_TO_2_11 = {"flip", "roll", "conv1d"}
 NO_BACKWARD_IN_2_11 = {"cumsum(0)", "cumsum(1)", "index_select", "max", "sort", "topk"}
-IS_2_11 = torch.__version__.startswith("2.11.")
 
 
 def _whole(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

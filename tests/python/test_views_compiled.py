@@ -13,14 +13,13 @@ from torch.distributed.tensor import DTensor
 import dtensors
 import shardwright as sw
 from compilers import fresh_compilers, recording
-from meshes import get_mesh
+from meshes import IS_2_11, get_mesh
 from pool import Pool
 from shardwright import executables
 from shardwright.viewing import graphs
 from test_views import _layout, mesh_of, part
 
 pytestmark = pytest.mark.cpu_only("compiled code is compared on the CPU")
-IS_2_11 = torch.__version__.startswith("2.11.")
 
 
 def _dtensors() -> None:
