@@ -38,7 +38,7 @@ import timing  # noqa: E402
 from networks import Network, run  # noqa: E402
 from ranks import over_ranks  # noqa: E402
 from report import say  # noqa: E402
-from shardwright.attending import functions, problem  # noqa: E402
+from shardwright.attention import functions, problem  # noqa: E402
 
 METHODS = ("serial", "ring", "gather", "ulysses")
 TWO_LEVEL = "two_level"  # where there are several nodes of several ranks
@@ -118,7 +118,7 @@ def measure(case: Case, rounds: int, per_node: int) -> dict[str, Any]:
 
     def by(method: str) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
-            out = sw.attention(*mine, method=method, **arguments)
+            out = sw.attention.scaled_dot_product_attention(*mine, method=method, **arguments)
             if case.backward:
                 torch.autograd.grad(out, mine, torch.ones_like(out))
             return out

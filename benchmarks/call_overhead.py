@@ -39,7 +39,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwright as sw
-from shardwright import executables, groups
+from shardwright.runtime import executables, groups
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402

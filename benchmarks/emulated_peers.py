@@ -390,5 +390,5 @@ def measure_link(peers: EmulatedPeers, clock: Clock, arena: torch.Tensor) -> tup
         "emulated_gb_per_second_both": round(gb_per_second(1, 1), 2),
     }
     ps_per_kib = round(1024e3 / max(link["emulated_gb_per_second_both"], 0.01))
-    wire = sw.Link(round(1e6 * message_us), ps_per_kib)
+    wire = sw.planning.Link(round(1e6 * message_us), ps_per_kib)
     return sw.Topology("emulated", 0, round(1e6 * step_us), overlap_model.MEMORY_PS_PER_KIB, wire, wire), link

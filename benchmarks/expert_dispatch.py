@@ -1,4 +1,4 @@
-"""Times tokens to experts and back on Gloo ranks of this machine: `sw.dispatch` and `sw.combine`, and two common ways.
+"""Times tokens to experts and back on Gloo ranks of this machine: `dispatch` and `combine`, and two common ways.
 
     make bench-experts                                    # results/expert_dispatch-torch<version>.json
     make bench-experts ARGS="--quick --out /tmp/quick.json"
@@ -28,10 +28,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import machine  # noqa: E402
-import shardwright as sw  # noqa: E402
 import timing  # noqa: E402
 from ranks import launch, over_ranks  # noqa: E402
 from report import say  # noqa: E402
+from shardwright.experts import combine, dispatch  # noqa: E402
 
 NUM_RANKS = 4
 TOP_K = 8
@@ -57,8 +57,8 @@ def route(load: str, num_experts: int, tokens: int) -> tuple[torch.Tensor, torch
 
 
 def ours(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, placement: list[list[int]]) -> Result:
-    rows, _, handle = sw.dispatch(x, ids, scores, placement)
-    return sw.combine(rows, handle), handle.payload_bytes
+    rows, _, handle = dispatch(x, ids, scores, placement)
+    return combine(rows, handle), handle.payload_bytes
 
 
 def repeated(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, placement: list[list[int]]) -> Result:

@@ -130,7 +130,7 @@ def _judge(calls: dict[str, Callable], expected: torch.Tensor) -> tuple[dict[str
     """Returns whether each is right on every rank, and the bytes this rank receives. Afterwards plans are cached."""
     right, received = {}, {}
     for name, call in calls.items():
-        with ENGINES[name](), sw.wire_meter() as meter:
+        with ENGINES[name](), sw.debug.wire_meter() as meter:
             result = call()
         result = result.to_local() if isinstance(result, DTensor) else result
         right[name] = bool(over_ranks([float(torch.equal(result, expected))], dist.ReduceOp.MIN)[0])
@@ -140,7 +140,7 @@ def _judge(calls: dict[str, Callable], expected: torch.Tensor) -> tuple[dict[str
 
 def _allocated_peak(name: str, call: Callable) -> float:
     """Returns the most bytes that PyTorch's allocator held for a call on this rank, including the result."""
-    sw.release_staging()
+    sw.runtime.release_staging()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with ENGINES[name](), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         call()

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from shardwright import _runtime
+from shardwright._native import _runtime
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import shardwright as sw  # noqa: F401  (its package must be importable before its module)
-from shardwright import _runtime
+from shardwright._native import _runtime
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402

@@ -41,11 +41,11 @@ import overlap_model  # noqa: E402
 import shardwright as sw  # noqa: E402
 from emulated_peers import LINK_BYTES, RANK, REPEATS, AsyncTP, Clock, EmulatedPeers, Held, measure_link  # noqa: E402
 from overlap_model import GATHER, KINDS, RANKS, SHAPES, TOKENS, Shape, hidden, matmul_of, schedule_name  # noqa: E402
-from shardwright import (  # noqa: E402
-    _runtime,
-    operators,  # noqa: F401  registers torch.ops.shardwright
+from shardwright._native import _runtime  # noqa: E402
+from shardwright._planner import (
+    Matmul,  # noqa: E402
+    Schedule,  # noqa: E402
 )
-from shardwright._planner import Matmul, Schedule  # noqa: E402
 
 MODEL = overlap_model.MODEL
 FP8 = "float8_e4m3fn"
@@ -226,7 +226,7 @@ def e_of(total: float, gemm: float, serial: float) -> float | None:
 
 def time_schedules(bench: Bench, matmul: Matmul, case: Case, num_ranks: int, gemm: float) -> list[dict]:
     """Every schedule there is a prediction for, serial first; `gemm` is the unsplit product's time."""
-    model = sw.GemmModel.named(MODEL)
+    model = sw.planning.GemmModel.named(MODEL)
     forecasts = matmul.predictions(model)
     predicted_gemm, predicted_serial = matmul.timeline(Schedule("serial"), model)["gemm_ps"], forecasts[0][1]
     inputs = case.own.as_inputs()
@@ -280,7 +280,7 @@ def time_async_tp(bench: Bench, kind: str, case: Case, num_ranks: int, gemm: flo
 
 def measure(bench: Bench, shape: Shape, num_ranks: int, tokens: int, dtype: str) -> dict:
     """A row of the results; times in microseconds."""
-    model = sw.GemmModel.named(MODEL)
+    model = sw.planning.GemmModel.named(MODEL)
     casts = sw.stats()["product_fallbacks"]
     scaled_to = result_of(dtype) if dtype == FP8 else None
     matmul = matmul_of(shape, num_ranks, tokens, bench.topology, dtype, scaled_to)
@@ -359,7 +359,7 @@ def slow_down(bench: Bench, shape: Shape, num_ranks: int, tokens: int) -> dict:
         "gemm_us": round(alone / CONTENTION_PRODUCTS, 1),
         "gemm_during_emulated_copies_us": round(statistics.median(times) / CONTENTION_PRODUCTS, 1),
         "slow_down_during_emulated_copies_percent": round(100 * (statistics.median(times) / alone - 1), 1),
-        "assumed_percent": sw.GemmModel.named(MODEL).contention_percent,
+        "assumed_percent": sw.planning.GemmModel.named(MODEL).contention_percent,
     }
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright import groups
+from shardwright.runtime import groups
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402

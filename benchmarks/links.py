@@ -37,9 +37,10 @@ from cases import FORCED, LINK_PRODUCTS, MOVES, as_torch, placements  # noqa: E4
 from networks import Network, run  # noqa: E402
 from ranks import over_ranks  # noqa: E402
 from report import say  # noqa: E402
-from shardwright import executables, tables  # noqa: E402
 from shardwright._planner import Matmul, Schedule  # noqa: E402
-from shardwright.products import running  # noqa: E402
+from shardwright.layouts import tables  # noqa: E402
+from shardwright.matmul import running  # noqa: E402
+from shardwright.runtime import executables  # noqa: E402
 
 SENT = Path("/sys/class/net/e0/statistics/tx_bytes")
 

@@ -26,7 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
-from shardwright._planner import Matmul, Schedule  # noqa: E402
+from shardwright._planner import (
+    Matmul,  # noqa: E402
+    Schedule,  # noqa: E402
+)
 
 GATHER, SCATTER = "all-gather-matmul", "matmul-reduce-scatter"
 KINDS = (GATHER, SCATTER)
@@ -115,13 +118,13 @@ def schedule_name(schedule: Schedule) -> str:
 
 
 def one_node(gb_per_second: int) -> sw.Topology:
-    link = sw.Link(MESSAGE_PS[gb_per_second], round(1024e3 / gb_per_second))
+    link = sw.planning.Link(MESSAGE_PS[gb_per_second], round(1024e3 / gb_per_second))
     return sw.Topology(f"{gb_per_second} GB/s", 0, STEP_PS, MEMORY_PS_PER_KIB, link, link)
 
 
 def predict(shape: Shape, num_ranks: int, tokens: int, gb_per_second: int) -> dict:
     """A row of the results; times in microseconds."""
-    model = sw.GemmModel.named(MODEL)
+    model = sw.planning.GemmModel.named(MODEL)
     matmul = matmul_of(shape, num_ranks, tokens, one_node(gb_per_second))
     serial = matmul.timeline(Schedule("serial"), model)
     gemm_ps, transfer_ps, serial_ps = serial["gemm_ps"], serial["communication_ps"], serial["total_ps"]

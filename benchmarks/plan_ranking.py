@@ -31,9 +31,10 @@ from cases import PAIRS, Pair, placements  # noqa: E402
 from ranks import coordinate, launch, make_mesh, over_ranks  # noqa: E402
 from redistribute_cases import expected_local, source_local  # noqa: E402
 from report import say  # noqa: E402
-from shardwright import _planner, executables  # noqa: E402
+from shardwright._native import _planner  # noqa: E402
 from shardwright.calibration.job import job_of  # noqa: E402
 from shardwright.calibration.links import measure_links  # noqa: E402
+from shardwright.runtime import executables  # noqa: E402
 
 DIM_NAMES = ("a", "b", "c")
 

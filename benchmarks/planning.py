@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
 import timing  # noqa: E402
-from shardwright import _planner  # noqa: E402
+from shardwright._native import _planner  # noqa: E402
 from vs_torch_planner import TorchPlanner, planning_us, spec  # noqa: E402
 
 NAME = re.compile(r"plan, mesh (?P<mesh>[\dx]+), shape (?P<shape>[\dx]+)(?P<sums>, with sums)?, stride (?P<stride>\d+)")

@@ -162,7 +162,7 @@ def _wire_picoseconds(problem: Problem, step: Step, moves: list[Message], topolo
     return latency + max(sum(load[b][rank] * link.ps_per_kib for b, link in _links(topology)) for rank in ranks) // 1024
 
 
-def _links(topology: sw.Topology) -> list[tuple[bool, sw.Link]]:
+def _links(topology: sw.Topology) -> list[tuple[bool, sw.planning.Link]]:
     return [(False, topology.inside), (True, topology.between)]
 
 

@@ -12,7 +12,7 @@ rank with tensors that torch.chunk cuts:
     each        one sw.redistribute_local for each tensor
     broadcast   each tensor is gathered by the trainer and broadcast to the server by its first rank; servers take parts
 
-A way's time is that of its slowest rank. Bytes are what reaches ranks, by sw.wire_meter; memory is the most that
+A way's time is that of its slowest rank. Bytes are what reaches ranks, by sw.debug.wire_meter; memory is the most that
 PyTorch's allocator holds at once on the worst rank, results included; messages are those that the plans promise to the
 worst rank. For many, the plan's rounds, messages and buffers are recorded too. The exit status is 1 if a
 result is wrong, or if many or each receives more than the bound.
@@ -160,7 +160,7 @@ def is_right(state: StateDict, results: Results) -> bool:
 
 def allocated_peak(call: Callable[[], object]) -> float:
     """The most bytes that PyTorch's allocator held at once for a call on this rank, results included."""
-    sw.release_staging()
+    sw.runtime.release_staging()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         call()
@@ -178,7 +178,7 @@ def measure(name: str, weights: list[Weight], rounds: int) -> dict:
     right, received, worst, peak = {}, {}, {}, {}
     for way, function in WAYS.items():
         function(state)  # the first call makes plans, and ranks compare in it
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             results = function(state)
         right[way] = bool(over_ranks([float(is_right(state, results))], dist.ReduceOp.MIN)[0])
         received[way] = int(over_ranks([float(meter.received_bytes)], dist.ReduceOp.SUM)[0])

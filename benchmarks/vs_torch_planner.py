@@ -34,7 +34,7 @@ import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
 import timing  # noqa: E402
 from cases import torch_placements  # noqa: E402
-from shardwright import _planner  # noqa: E402
+from shardwright._native import _planner  # noqa: E402
 
 Placements = tuple[str, ...]
 Order = dict[int, list[int]]

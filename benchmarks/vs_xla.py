@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 import machine  # noqa: E402
 import shardwright as sw  # noqa: E402
 import timing  # noqa: E402
-from shardwright import _planner  # noqa: E402
+from shardwright._native import _planner  # noqa: E402
 
 FIGURES = ("wire_bytes_max", "wire_bytes_sum", "messages_max", "send_bytes_max", "steps")
 PLANNERS = ("ours", "ours, bytes", "xla")

@@ -61,7 +61,7 @@ def compare(move: Move, expected: list[torch.Tensor], rounds: int = 5, repeats: 
 
 def _first_run(engine: Callable, move: Move, expected: list[torch.Tensor]) -> Outcome:
     """Checks the result and counts the bytes. Afterwards plans are cached."""
-    with engine(), sw.wire_meter() as meter:
+    with engine(), sw.debug.wire_meter() as meter:
         try:
             results = move()
         except (RuntimeError, NotImplementedError, AssertionError, ValueError) as error:

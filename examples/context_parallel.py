@@ -6,7 +6,8 @@ The mesh has four dims:
 
     replicate  copies of everything, for other samples of the batch
     shard      other samples again; weights are cut over them, and over cp, and gathered when they are used
-    cp         the ranks that share a sequence: attention is `sw.attention`, everything else works on single tokens
+    cp         the ranks that share a sequence: attention is `scaled_dot_product_attention` of shardwright.attention,
+               everything else works on single tokens
     tp         the ranks that share heads and hidden units
 
 Trains for a few steps and prints losses next to those of the whole model on one rank.
@@ -93,7 +94,9 @@ def parallelize(model: Model, mesh: DeviceMesh, length: int) -> None:
 
 def part_of(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     """This rank's places of a sequence that all ranks have."""
-    return sw.move_sequence(whole, "whole", "zigzag", dim=dim, size=whole.shape[dim], group=mesh.get_group("cp"))
+    return sw.attention.redistribute_sequence(
+        whole, "whole", "zigzag", dim=dim, size=whole.shape[dim], group=mesh.get_group("cp")
+    )
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -93,7 +93,7 @@ def main() -> None:
     for name, mode in (("stock", contextlib.nullcontext()), ("shardwright", sw.enabled(views=True))):
         z = distribute_tensor(whole, mesh, PAIR)
         try:
-            with mode, CommDebugMode() as collectives, sw.wire_meter() as wire:
+            with mode, CommDebugMode() as collectives, sw.debug.wire_meter() as wire:
                 step(block, z)
             said = f"{collectives.get_total_counts()} collectives, {wire.received_bytes / 1024:.0f} KiB received"
         except RuntimeError as error:

@@ -137,7 +137,7 @@ def train(mesh: DeviceMesh) -> Trainer:
     progress.close()
 
     for name, engine in ENGINES.items():
-        with engine(), sw.wire_meter() as meter:
+        with engine(), sw.debug.wire_meter() as meter:
             for step in range(num_steps, num_steps + len(SEQUENCE_LENGTHS)):
                 records[name].losses.append(trainers[name].step(batches[step]))
         records[name].received_bytes = meter.received_bytes / len(SEQUENCE_LENGTHS)

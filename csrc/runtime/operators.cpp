@@ -44,7 +44,7 @@ std::atomic<bool> ranks_compare{false};
 using Compare = void(const at::Tensor&, const std::string&, const std::vector<std::string>&, int64_t,
                      const std::optional<at::Tensor>&);
 
-// Returns the executable that is about to run on `input`. Under sw.check_ranks the ranks first compare it.
+// Returns the executable that is about to run on `input`. Under sw.debug.check_ranks the ranks first compare it.
 ExecutablePtr about_to_run(const at::Tensor& input, const std::string& program, const std::vector<std::string>& groups,
                            int64_t rank, const std::optional<at::Tensor>& out = std::nullopt) {
   if (ranks_compare) {
@@ -263,7 +263,7 @@ class RedistributeFunction : public torch::autograd::Function<RedistributeFuncti
     const std::string backward_plan = text("backward_plan");
     TORCH_CHECK_NOT_IMPLEMENTED(!backward_plan.empty(),
                                 "shardwright::redistribute: backward_plan is empty, so there is no gradient; "
-                                "shardwright.operator gives one for layouts with S, R, P(sum) and P(avg)");
+                                "shardwright.graph.operator gives one for layouts with S, R, P(sum) and P(avg)");
     const bool is_reversible = at::GradMode::is_enabled() && is_without_sums(text("plan"));
     at::Tensor gradient = redistribute_handle().call(
         gradients[0], backward_plan, names("backward_groups"), context->saved_data["rank"].toInt(),
@@ -370,7 +370,7 @@ TORCH_LIBRARY(shardwright, m) {
                  "(Tensor handle, Tensor input, str plan, int rank, SymInt[]? sizes=None) -> Tensor")
               .c_str());
   }
-  // Returns the plan for these sizes, then the names of its groups. The kernel is in Python (graphs/plans.py).
+  // Returns the plan for these sizes, then the names of its groups. The kernel is in Python (graph/plans.py).
   m.def("plan_for_sizes(str plan, str[] groups, int rank, int[] sizes, bool make_groups) -> str[]");
   // Raises on all ranks unless all are about to run the same program. The kernel is in Python (operators.py).
   m.def("compare_ranks(Tensor input, str program, str[] groups, int rank, Tensor? out) -> ()");

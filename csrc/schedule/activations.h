@@ -1,4 +1,4 @@
-// Activations of which ranks keep parts from a forward to its backward (`sw.checkpoint_cut`), as events of a step.
+// Activations of which ranks keep parts from a forward to its backward (`sw.fsdp.checkpoint_cut`), as events of a step.
 //
 // A backward needs them one after the other; each is gathered when its turn comes, or one turn ahead. The first turns
 // of a backward start before it begins. They lie beside the arena, because autograd decides when it lets go of one.

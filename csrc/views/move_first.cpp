@@ -141,7 +141,7 @@ std::string text_of(const Layout& layout, const std::vector<int64_t>& shape, con
              microseconds_text(predicted_picoseconds(plan)), " and ",
              bytes_text(first.plan->traffic().received_bytes_max), " received by a rank (", plan.lowering.name, ")");
   if (why.on_parts) {
-    text += concat(", or the view of parts, which moves nothing: shardwright.view(x.to_local(), [", join(shape),
+    text += concat(", or the view of parts, which moves nothing: shardwright.views.view(x.to_local(), [", join(shape),
                    "], layout), where layout is a shardwright.Layout with the mesh, shape and placements of x");
   }
   return text;

@@ -105,7 +105,8 @@ def load() -> Any:
     from async_device import strict
 
     strict.register(module)
-    from shardwright import _runtime, argument_checks
+    from shardwright._native import _runtime
+    from shardwright.runtime import argument_checks
 
     _runtime.register_capture_query(DEVICE, module.capture_query_address())
     _runtime.register_open_groups_query(DEVICE, module.open_groups_query_address())

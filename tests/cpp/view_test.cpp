@@ -428,7 +428,7 @@ TEST(View, NamesTheViewOfPartsThatDTensorCannotSay) {
   ASSERT_TRUE(none.on_parts.has_value());
   EXPECT_EQ(none.on_parts->to_string(), "float32[4, 16] on a.0=4,a.1=2 as [S(0), S(1)]");
   const MoveFirst first = cheapest_move(src, {4, 16}, 1, none, PlanOptions{}, ViewsFor::kDTensor);
-  EXPECT_NE(text_of(src, {4, 16}, none, first).find("shardwright.view(x.to_local(), [4, 16], layout)"),
+  EXPECT_NE(text_of(src, {4, 16}, none, first).find("shardwright.views.view(x.to_local(), [4, 16], layout)"),
             std::string::npos);
 }
 

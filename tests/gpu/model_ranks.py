@@ -34,7 +34,7 @@ def check_attention() -> None:
         (torch.float32, 2, False, None),
         (torch.bfloat16, 4, True, None),
         (torch.bfloat16, 2, True, None),
-        (torch.bfloat16, 4, True, sw.AttentionMask(window=48)),
+        (torch.bfloat16, 4, True, sw.attention.Mask(window=48)),
     ]
     length = 200 if world < 4 else 203  # multiples of 8, and uneven parts
     for (dtype, kv_heads, is_causal, mask), layout in itertools.product(cases, ("contiguous", "zigzag")):
@@ -45,10 +45,12 @@ def check_attention() -> None:
         usual = whole_attention(whole, is_causal, mask, dtype)
         places = torch.arange(length).chunk(world)[rank]
         if layout == "zigzag":
-            places = torch.cat([torch.arange(a, b) for a, b in sw.Pieces.zigzag(0, length, world).lists[rank]])
+            places = torch.cat(
+                [torch.arange(a, b) for a, b in sw.placements.Pieces.zigzag(0, length, world).lists[rank]]
+            )
         for method in ("serial", "ring", "gather", "ulysses"):
             mine = [t[:, :, places].contiguous().requires_grad_() for t in whole[:3]]
-            out = sw.attention(
+            out = sw.attention.scaled_dot_product_attention(
                 *mine,
                 is_causal=is_causal,
                 mask=mask,
@@ -66,7 +68,7 @@ def check_attention() -> None:
 
 
 def whole_attention(
-    tensors: list[torch.Tensor], is_causal: bool, mask: sw.AttentionMask | None, dtype: torch.dtype
+    tensors: list[torch.Tensor], is_causal: bool, mask: sw.attention.Mask | None, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """The result and the gradients, by products of whole matrices."""
     q, k, v = (t.to(dtype, copy=True).requires_grad_() for t in tensors[:3])

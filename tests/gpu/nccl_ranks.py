@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rank_device import DEVICE
 
 import shardwright as sw
-from shardwright import groups, preparation
+from shardwright.runtime import groups, preparation
 
 SHAPE = (9, 10)
 PLACEMENTS = ("R", "S(0)", "S(1)", "P")

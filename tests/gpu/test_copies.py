@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from shardwright import _runtime
+from shardwright._native import _runtime
 
 Boxes = list[tuple[int, int, list[int], list[int], list[int]]]
 DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

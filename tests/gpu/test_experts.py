@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import routing
 import shardwright as sw
-from shardwright import _runtime
+from shardwright._native import _runtime
 
 WORLD = 4
 
@@ -70,8 +70,8 @@ def test_graph(one_rank: None) -> None:
     placement = [list(range(p.num_experts))]
 
     def layer() -> torch.Tensor:
-        rows, _, handle = sw.dispatch(x, ids, scores, placement, overflow="drop", rows_per_rank=len(x))
-        return sw.combine(torch.sin(rows), handle)
+        rows, _, handle = sw.experts.dispatch(x, ids, scores, placement, overflow="drop", rows_per_rank=len(x))
+        return sw.experts.combine(torch.sin(rows), handle)
 
     layer()
     torch.cuda.synchronize()

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import shardwright as sw
-from shardwright import _runtime
+from shardwright._native import _runtime
 
 Place = tuple[int, int, int]
 # How a matrix lies in its buffer. "slice" and "column slice" are parts of larger ones, by rows and by columns; "apart"

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from shardwright import _runtime
+from shardwright._native import _runtime
 
 
 @pytest.mark.parametrize("op", ["sum", "product", "min", "max"])

@@ -84,7 +84,7 @@ def received_bytes(model: nn.Module, units: Sequence[nn.Module | Sequence[nn.Mod
     Args:
         units: by unit of the schedule, the modules with its parameters. Those of two dims are what may be in chunks.
     """
-    schedule, world = sw.schedule(model), dist.get_world_size()
+    schedule, world = sw.fsdp.schedule(model), dist.get_world_size()
     weights = [list((nn.ModuleList(unit) if isinstance(unit, Sequence) else unit).parameters()) for unit in units]
 
     def lacks(parameters: Sequence[Any]) -> int:

@@ -219,7 +219,7 @@ def _plain(case: Case, local: torch.Tensor | None) -> torch.Tensor:
     src, dst = case.layouts
     plan = sw.plan(src, dst, backend="gloo")
     sw.redistribute_local(local, src, dst)
-    with sw.wire_meter() as meter:
+    with sw.debug.wire_meter() as meter:
         result = sw.redistribute_local(local, src, dst)
     promised = plan.wire_bytes(dist.get_rank())
     assert meter.received_bytes == promised, f"receives {meter.received_bytes}, the plan says {promised}: {plan}"

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import shardwright as sw
-from shardwright.viewing import strided
+from shardwright.views import strided
 
 FACTOR = 2
 MOST_CALLS = 16  # of each ATen operator

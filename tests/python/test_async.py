@@ -18,7 +18,7 @@ import oracle
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright import executables
+from shardwright.runtime import executables
 
 pytestmark = pytest.mark.on_device
 

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import meshes
 import shardwright as sw
 from pool import Pool
-from shardwright import _runtime, tables
+from shardwright._native import _runtime
+from shardwright.layouts import tables
 
 METHODS = ("serial", "ring", "gather", "ulysses")
 only_on_cpu = pytest.mark.cpu_only("others here show the same on the asynchronous device, which is slower")
@@ -30,7 +31,7 @@ def _inputs(batch: int, heads: int, kv_heads: int, length: int, depth: int, dtyp
     return [torch.randn(*shape, length, depth, generator=generator).to(dtype) for shape in shapes]
 
 
-def _visible(length: int, is_causal: bool, mask: sw.AttentionMask | None) -> torch.Tensor:
+def _visible(length: int, is_causal: bool, mask: sw.attention.Mask | None) -> torch.Tensor:
     distance = torch.arange(length)[:, None] - torch.arange(length)
     seen = distance >= 0 if is_causal else torch.ones(length, length, dtype=torch.bool)
     window, documents = mask or (None, None)
@@ -63,8 +64,8 @@ def _places(layout: Any, length: int) -> torch.Tensor:
     """The places of the sequence that this rank holds, in local order."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if layout == "zigzag":
-        layout = sw.Pieces.zigzag(0, length, world)
-    if isinstance(layout, sw.Pieces):
+        layout = sw.placements.Pieces.zigzag(0, length, world)
+    if isinstance(layout, sw.placements.Pieces):
         return torch.cat([torch.arange(0), *[torch.arange(a, b) for a, b in layout.lists[rank]]])
     chunks = torch.arange(length).chunk(world)
     return chunks[rank] if rank < len(chunks) else torch.arange(0)
@@ -86,7 +87,7 @@ def _agrees(
     places = _places(layout, length)
     for method in methods:
         mine = [t[:, :, places].to(meshes.device).requires_grad_() for t in inputs[:3]]
-        out, lse = sw.attention(
+        out, lse = sw.attention.scaled_dot_product_attention(
             *mine,
             is_causal=is_causal,
             mask=mask,
@@ -112,8 +113,8 @@ CASES: list[tuple[tuple[int, int, int, int, int], bool, Any, Any]] = [
     ((2, 4, 2, 37, 8), True, None, None),
     ((1, 4, 4, 24, 16), False, None, None),
     ((2, 3, 1, 29, 8), True, None, "zigzag"),
-    ((1, 2, 2, 31, 8), True, sw.AttentionMask(window=6), None),
-    ((1, 2, 1, 31, 8), False, sw.AttentionMask(window=4, documents=(7, 0, 13, 11)), "zigzag"),
+    ((1, 2, 2, 31, 8), True, sw.attention.Mask(window=6), None),
+    ((1, 2, 1, 31, 8), False, sw.attention.Mask(window=4, documents=(7, 0, 13, 11)), "zigzag"),
     ((1, 2, 2, 3, 8), True, None, None),
     ((1, 2, 2, 0, 8), False, None, None),
 ]
@@ -123,7 +124,9 @@ def _all_cases(dtype: torch.dtype) -> None:
     for case in CASES:
         _agrees(*case, dtype, METHODS)
     if dist.get_world_size() == 3:
-        _agrees((1, 2, 2, 10, 8), True, None, sw.Pieces(2, [[(6, 10), (0, 1)], [], [(1, 6)]]), dtype, METHODS)
+        _agrees(
+            (1, 2, 2, 10, 8), True, None, sw.placements.Pieces(2, [[(6, 10), (0, 1)], [], [(1, 6)]]), dtype, METHODS
+        )
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=only_on_cpu), 2, 3, pytest.param(4, marks=only_on_cpu)])
@@ -143,7 +146,7 @@ def _result(method: str, dtype: torch.dtype, is_causal: bool, layout: Any) -> li
     inputs = _inputs(2, 4, 2, length, 16, dtype)
     places = _places(layout, length)
     mine = [t[:, :, places].to(meshes.device).requires_grad_() for t in inputs[:3]]
-    out = sw.attention(
+    out = sw.attention.scaled_dot_product_attention(
         *mine, is_causal=is_causal, enable_gqa=True, method=method, chunks=24, size=length, layout=layout
     )
     grads = torch.autograd.grad(out, mine, inputs[3][:, :, places].to(meshes.device))
@@ -171,7 +174,7 @@ def test_results_and_gradients_are_bitwise_the_same_for_any_number_of_ranks(pool
 def _on_nodes(per_node: int) -> None:
     described = {"version": 1, "name": "nodes", "ranks_per_node": per_node, "step_ps": 0, "memory_ps_per_kib": 1}
     links = {"inside": {"message_ps": 1, "ps_per_kib": 1}, "between": {"message_ps": 1, "ps_per_kib": 100}}
-    topology = sw.load_topology({**described, **links, "mesh_dims": {}})
+    topology = sw.planning.load_topology({**described, **links, "mesh_dims": {}})
     before = tables.current
     tables.change(before.with_environment(topology))
     try:
@@ -183,11 +186,11 @@ def _on_nodes(per_node: int) -> None:
             _agrees(sizes, is_causal, None, layout, torch.float32, ("two_level",))
         q, k, v, _ = _inputs(1, 4, 4, 64, 8, torch.float32)
         mine = [t[:, :, _places(None, 64)] for t in (q, k, v)]
-        assert "two_level: forward" in sw.explain_attention(*mine, size=64)
+        assert "two_level: forward" in sw.attention.explain(*mine, size=64)
         # A group of neighbours on one node has no levels.
         mesh = meshes.get_mesh((dist.get_world_size() // per_node, per_node))
         with pytest.raises(ValueError, match="two_level"):
-            sw.attention(*mine, size=32, group=mesh.get_group(1), method="two_level")
+            sw.attention.scaled_dot_product_attention(*mine, size=32, group=mesh.get_group(1), method="two_level")
     finally:
         tables.change(before)
 
@@ -201,9 +204,9 @@ def test_within_nodes_and_between_them(pool: Pool) -> None:
 def _traced(method: str) -> list[tuple[str, str, int, float, float]]:
     q, k, v, _ = _inputs(1, 4, 4, 2048, 32, torch.float32)
     mine = [t.chunk(4, 2)[dist.get_rank()].contiguous() for t in (q, k, v)]
-    call = lambda: sw.attention(*mine, method=method, size=2048)  # noqa: E731
+    call = lambda: sw.attention.scaled_dot_product_attention(*mine, method=method, size=2048)  # noqa: E731
     call()
-    with sw.trace() as events:
+    with sw.debug.trace() as events:
         call()
     return [(event.lane, event.instruction, event.chunk, event.start, event.end) for event in events]
 
@@ -228,7 +231,9 @@ def _with_dtensors() -> None:
     exact = _whole([q, k, v, dout], _visible(13, True, None), torch.float64)
     for placements in ([Shard(1), Shard(2)], [Shard(0), Shard(2)], [Replicate(), Shard(2)], [Shard(1), Replicate()]):
         given = [distribute_tensor(t, mesh, placements).requires_grad_() for t in (q, k, v)]
-        out, lse = sw.attention(*given, is_causal=True, enable_gqa=True, method="ring", return_lse=True)
+        out, lse = sw.attention.scaled_dot_product_attention(
+            *given, is_causal=True, enable_gqa=True, method="ring", return_lse=True
+        )
         assert out.placements == tuple(placements) and out.shape == q.shape
         out.backward(distribute_tensor(dout, mesh, placements))
         found = [out.full_tensor(), *[t.grad.full_tensor() for t in given], lse.full_tensor()]  # type: ignore[union-attr]
@@ -256,8 +261,8 @@ def _refusals() -> list[str]:
         ((q[0], k, v), {"size": 8}),
         ((q, q, q), {"size": 8, "method": "rings"}),
         ((q, q, q), {"size": 8, "mask": "causal"}),
-        ((q, q, q), {"size": 8, "mask": sw.AttentionMask(documents=(3, 4))}),
-        ((q, q, q), {"size": 8, "mask": sw.AttentionMask(window=0)}),
+        ((q, q, q), {"size": 8, "mask": sw.attention.Mask(documents=(3, 4))}),
+        ((q, q, q), {"size": 8, "mask": sw.attention.Mask(window=0)}),
         ((q, q, q), {"size": 8, "layout": "spiral"}),
         ((q, q, q), {"size": 8, "chunks": 0}),
         ((q, q, q), {"size": 8, "merge": "bfloat16"}),
@@ -267,7 +272,7 @@ def _refusals() -> list[str]:
     said = []
     for tensors, arguments in calls:
         with pytest.raises(ValueError) as raised:
-            sw.attention(*tensors, **arguments)
+            sw.attention.scaled_dot_product_attention(*tensors, **arguments)
         said.append(re.split(":| ", str(raised.value))[0])
     return said
 
@@ -310,9 +315,11 @@ def _disagree() -> list[str]:
     said = []
     for tensors, arguments in calls:
         with pytest.raises((ValueError, RuntimeError)) as raised:
-            sw.attention(*tensors, size=8, method="ring", **arguments)
+            sw.attention.scaled_dot_product_attention(*tensors, size=8, method="ring", **arguments)
         said.append(str(raised.value))
-    assert sw.attention(q, k, v, size=8, method="ring").shape == q.shape  # nothing was left under way
+    assert (
+        sw.attention.scaled_dot_product_attention(q, k, v, size=8, method="ring").shape == q.shape
+    )  # nothing was left under way
     return said
 
 
@@ -332,7 +339,7 @@ def _heads_apart() -> None:
             for heads in (q_heads, kv_heads, kv_heads)
         ]
         with pytest.raises(ValueError, match="k: is placed as"):
-            sw.attention(*given, enable_gqa=True)
+            sw.attention.scaled_dot_product_attention(*given, enable_gqa=True)
 
 
 @only_on_cpu
@@ -343,13 +350,13 @@ def test_heads_of_keys_lie_with_the_queries_that_share_them(pool: Pool) -> None:
 def _differs() -> None:
     q, k, v, _ = _inputs(1, 2, 2, 8, 8, torch.float32)
     mine = [t.chunk(2, 2)[dist.get_rank()] for t in (q, k, v)]
-    sw.check_ranks(True)
+    sw.debug.check_ranks(True)
     try:
-        sw.attention(*mine, size=8, method="ring", is_causal=True)
+        sw.attention.scaled_dot_product_attention(*mine, size=8, method="ring", is_causal=True)
         with pytest.raises(RuntimeError, match="do not run the same attention"):
-            sw.attention(*mine, size=8, method="ring", is_causal=dist.get_rank() == 0)
+            sw.attention.scaled_dot_product_attention(*mine, size=8, method="ring", is_causal=dist.get_rank() == 0)
     finally:
-        sw.check_ranks(False)
+        sw.debug.check_ranks(False)
 
 
 @only_on_cpu
@@ -360,7 +367,7 @@ def test_ranks_that_ask_for_different_things_are_told_in_debug_mode(pool: Pool) 
 def _explained() -> str:
     q, k, v, _ = _inputs(1, 4, 2, 64, 8, torch.float32)
     mine = [t.chunk(4, 2)[dist.get_rank()] for t in (q, k, v)]
-    return sw.explain_attention(*mine, is_causal=True, enable_gqa=True, size=64, method="ring")
+    return sw.attention.explain(*mine, is_causal=True, enable_gqa=True, size=64, method="ring")
 
 
 @only_on_cpu
@@ -378,15 +385,15 @@ def _in_a_context() -> None:
     exact = _whole([q, k, v, dout], _visible(length, True, None), torch.float64)
     mesh = meshes.get_mesh((3,))
     before = [t.clone() for t in (q, k, v)]
-    with sw.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+    with sw.attention.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
         assert torch.equal(q, before[0][:, :, _places("zigzag", length)])
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         with pytest.raises(ValueError, match="dropout_p must be 0, got 0.5"):
             F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     assert all(torch.equal(t, old) for t, old in zip((q, k, v), before, strict=True))
-    (whole,) = sw.context_parallel_unshard(mesh, [out], [2], size=length)
+    (whole,) = sw.attention.context_parallel_unshard(mesh, [out], [2], size=length)
     torch.testing.assert_close(whole.double(), exact[0], atol=1e-5, rtol=0)
-    again = sw.move_sequence(out, "zigzag", "contiguous", dim=2, size=length)
+    again = sw.attention.redistribute_sequence(out, "zigzag", "contiguous", dim=2, size=length)
     torch.testing.assert_close(again.double(), exact[0][:, :, _places(None, length)], atol=1e-5, rtol=0)
 
 
@@ -400,11 +407,11 @@ def _in_pytorchs_layers() -> None:
         with torch.set_grad_enabled(training):
             right = layer(x).detach()
             mine = x.clone()
-            with sw.context_parallel(mesh, buffers=[mine], buffer_seq_dims=[1]):
+            with sw.attention.context_parallel(mesh, buffers=[mine], buffer_seq_dims=[1]):
                 out = layer(mine).detach()
                 with pytest.raises(ValueError, match="need_weights"):
                     layer.self_attn(mine, mine, mine)
-        (whole,) = sw.context_parallel_unshard(mesh, [out], [1], size=13)
+        (whole,) = sw.attention.context_parallel_unshard(mesh, [out], [1], size=13)
         torch.testing.assert_close(whole, right, atol=1e-5, rtol=0)
 
 
@@ -416,7 +423,7 @@ def _computed_again() -> None:
     for use_reentrant in (False, True):
         for how in ("grad", "backward"):
             q, k, v, dout = (t.clone() for t in inputs)
-            with sw.context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4):
+            with sw.attention.context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4):
                 mine = q.clone().requires_grad_()
                 attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
                 out = checkpoint(attend, mine, k, v, use_reentrant=use_reentrant)
@@ -434,17 +441,17 @@ def _views_as_buffers() -> None:
     batch = torch.arange(2 * 14).view(2, 14)
     tokens, labels = batch[:, :-1], batch[:, 1:]
     before, places = batch.clone(), _places("zigzag", 13)
-    with sw.context_parallel(mesh, buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
+    with sw.attention.context_parallel(mesh, buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
         assert torch.equal(tokens, before[:, :-1][:, places]) and torch.equal(labels, before[:, 1:][:, places])
     assert torch.equal(batch, before) and torch.equal(tokens, before[:, :-1]) and torch.equal(labels, before[:, 1:])
     weight = torch.nn.Parameter(torch.ones(13))
-    cut = sw.context_parallel(mesh, buffers=[tokens, weight], buffer_seq_dims=[1, 0])
+    cut = sw.attention.context_parallel(mesh, buffers=[tokens, weight], buffer_seq_dims=[1, 0])
     with pytest.raises(ValueError, match="gradient"), cut:
         pass
     assert tokens.shape == (2, 13)
     # What autograd saved of a buffer is no longer that when the block is over.
     scale, x = torch.ones(13), torch.ones(7 - dist.get_rank(), requires_grad=True)
-    with sw.context_parallel(mesh, buffers=[scale], buffer_seq_dims=[0], layout="contiguous"):
+    with sw.attention.context_parallel(mesh, buffers=[scale], buffer_seq_dims=[0], layout="contiguous"):
         product = x * scale
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
@@ -454,13 +461,13 @@ def _as_stock_hands_over() -> None:
     q, k, v, _ = _inputs(1, 4, 4, 8, 8, torch.float32)
     mine = [t.chunk(2, 2)[dist.get_rank()] for t in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
-        found = sw.attention(mine[0], mine[1].bfloat16(), mine[2], size=8, method="ring")
+        found = sw.attention.scaled_dot_product_attention(mine[0], mine[1].bfloat16(), mine[2], size=8, method="ring")
         right = F.scaled_dot_product_attention(q, k, v)
     assert found.dtype == right.dtype == torch.bfloat16
     torch.testing.assert_close(found, right.chunk(2, 2)[dist.get_rank()], atol=2e-2, rtol=0)
     mesh = meshes.get_mesh((2,))
     heads = [distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)]  # a rank would attend to its own part alone
-    with sw.context_parallel(mesh, size=16), pytest.raises(ValueError, match="does not cut the sequence"):
+    with sw.attention.context_parallel(mesh, size=16), pytest.raises(ValueError, match="does not cut the sequence"):
         F.scaled_dot_product_attention(*heads)
 
 
@@ -504,12 +511,14 @@ def _compiled() -> None:
     placed = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in inputs]
 
     def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = sw.attention(q * 1.5, k, v, is_causal=True, size=18, layout=sw.Pieces.zigzag(2, 18, 2))
+        out = sw.attention.scaled_dot_product_attention(
+            q * 1.5, k, v, is_causal=True, size=18, layout=sw.placements.Pieces.zigzag(2, 18, 2)
+        )
         return out.square().sum()
 
     def loss_of_dtensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            out = sw.attention(q, k, v, chunks=3, method="ring")
+            out = sw.attention.scaled_dot_product_attention(q, k, v, chunks=3, method="ring")
         return out.to_local().float().square().sum()
 
     for function, given in ((loss, mine), (loss_of_dtensors, placed)):
@@ -528,7 +537,7 @@ def _compiles_once() -> None:
     counts = []
     for _ in range(2):
         before = _runtime.counters()["compiled"]
-        sw.attention(*mine, size=22, method="ring").sum().backward()
+        sw.attention.scaled_dot_product_attention(*mine, size=22, method="ring").sum().backward()
         counts.append(_runtime.counters()["compiled"] - before)
     assert counts == [2, 0]
 
@@ -540,10 +549,12 @@ def test_each_direction_is_compiled_once(pool: Pool) -> None:
 
 def _refused_in_a_graph() -> None:
     mine = [t[:, :, _places(None, 8)] for t in _inputs(1, 2, 2, 8, 8, torch.float32)[:3]]
-    attend = torch.compile(lambda *given, **how: sw.attention(*given, **how) + 1, backend="eager")
+    attend = torch.compile(
+        lambda *given, **how: sw.attention.scaled_dot_product_attention(*given, **how) + 1, backend="eager"
+    )
     with pytest.raises(ValueError, match="q: has 4 rows"):
         attend(*mine, size=10, chunks=5)
-    assert torch.equal(attend(*mine, size=8), sw.attention(*mine, size=8) + 1)
+    assert torch.equal(attend(*mine, size=8), sw.attention.scaled_dot_product_attention(*mine, size=8) + 1)
 
 
 def test_compiled_as_one_operator_each_way(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""What `sw.attention` and the functions next to it say about arguments that do not fit, on every rank alike."""
+"""Errors of `sw.attention` about arguments that do not fit are the same on every rank."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch.distributed.tensor import Shard
 import shardwright as sw
 from meshes import device, get_mesh
 from pool import Pool
+from shardwright.attention import scaled_dot_product_attention
 
 SIZE = 12
 
 
 def _entered(mesh: Any, **arguments: Any) -> None:
-    with sw.context_parallel(mesh, **arguments):
+    with sw.attention.context_parallel(mesh, **arguments):
         pass
 
 
@@ -29,10 +30,10 @@ def _refused() -> None:
     layouts = "allowed are 'contiguous', 'zigzag' and placements of dim 2"
 
     def attend(**arguments: Any) -> None:
-        sw.attention(mine, mine, mine, size=SIZE, **arguments)
+        scaled_dot_product_attention(mine, mine, mine, size=SIZE, **arguments)
 
     def move(*ends: Any, tensor: Any = mine, dim: Any = 2, size: Any = SIZE) -> None:
-        sw.move_sequence(tensor, *ends, dim=dim, size=size)
+        sw.attention.redistribute_sequence(tensor, *ends, dim=dim, size=size)
 
     cases: list[tuple[Callable[[], None], str]] = [
         (lambda: attend(layout="S(1)"), f"layout: 'S.1.'; {layouts}"),
@@ -49,15 +50,15 @@ def _refused() -> None:
         (lambda: _entered(mesh, buffers=[buffer], buffer_seq_dims=1), "buffer_seq_dims: got 1 .*a list of dims"),
         (lambda: _entered(mesh, buffers=[buffer], buffer_seq_dims=[1]), "buffer_seq_dims: 1 for a tensor of 1 dims"),
         (
-            lambda: sw.context_parallel_unshard(mesh, [mine], [2, 2], size=SIZE),  # type: ignore[arg-type, return-value]
+            lambda: sw.attention.context_parallel_unshard(mesh, [mine], [2, 2], size=SIZE),  # type: ignore[arg-type, return-value]
             "seq_dims: has 2 dims for 1 buffers; allowed is one for each",
         ),
     ]
     for call, match in cases:
         with pytest.raises(ValueError, match=match):
             call()
-    with pytest.raises(TypeError, match=r"explain_attention\(\) got an unexpected keyword argument 'methods'"):
-        sw.explain_attention(mine, mine, mine, size=SIZE, methods="ring")
+    with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument 'methods'"):
+        sw.attention.explain(mine, mine, mine, size=SIZE, methods="ring")
     assert torch.equal(buffer, torch.arange(SIZE, device=device))
 
 
@@ -70,10 +71,10 @@ def _layouts_as_texts() -> None:
     whole = torch.arange(SIZE * 3, device=device).view(SIZE, 3)
     rank = dist.get_rank()
     mine = whole.chunk(2)[rank]
-    for layout in ("Pieces(2,0-2+9-12:2-9)", sw.Pieces(2, [[(0, 2), (9, 12)], [(2, 9)]])):
-        there = sw.move_sequence(mine, "contiguous", layout, dim=0, size=SIZE)
+    for layout in ("Pieces(2,0-2+9-12:2-9)", sw.placements.Pieces(2, [[(0, 2), (9, 12)], [(2, 9)]])):
+        there = sw.attention.redistribute_sequence(mine, "contiguous", layout, dim=0, size=SIZE)
         assert torch.equal(there, torch.cat([whole[:2], whole[9:]]) if rank == 0 else whole[2:9])
-        assert torch.equal(sw.move_sequence(there, layout, "whole", dim=-2, size=SIZE), whole)
+        assert torch.equal(sw.attention.redistribute_sequence(there, layout, "whole", dim=-2, size=SIZE), whole)
 
 
 def test_layouts_as_texts(pool: Pool) -> None:

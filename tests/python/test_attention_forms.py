@@ -1,4 +1,4 @@
-"""`sw.attention` of values of another depth, keys of another sequence, masks that are tensors, and 3-D tensors."""
+"""Attention over ranks: values of another depth, keys of another sequence, masks that are tensors, and 3-D tensors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import meshes
 import shardwright as sw
 from allocations import allocated_peak
 from pool import Pool
+from shardwright.attention import scaled_dot_product_attention
 from test_attention import METHODS, _places, _worst, only_on_cpu
 
 MOVES_KEYS = ("serial", "ring", "gather")
@@ -115,10 +116,10 @@ def _agrees(case: Case, dtype: torch.dtype, methods: Any) -> None:
         local_mask = (local_mask if local_mask.shape[-2] == 1 else local_mask[..., rows, :]).to(meshes.device)
     for method in methods:
         mine = [t[:, :, cut].to(meshes.device).requires_grad_() for t, cut in zip(whole.inputs, cuts, strict=False)]
-        out, lse = sw.attention(
+        out, lse = scaled_dot_product_attention(
             *mine,
             is_causal=case.is_causal,
-            mask=sw.AttentionMask(window=case.window) if local_mask is None else local_mask,
+            mask=sw.attention.Mask(window=case.window) if local_mask is None else local_mask,
             enable_gqa=True,
             method=method,
             chunks=case.chunks,
@@ -164,7 +165,9 @@ CROSS = [
     Case(rows=9, keys=0),
     Case(rows=16, kv_layout="zigzag", is_causal=True),  # of one length, cut in two ways
 ]
-PIECES = Case(rows=10, keys=8, layout=sw.Pieces(2, [[(6, 10), (0, 1)], [], [(1, 6)]]), kv_layout="zigzag", window=5)
+PIECES = Case(
+    rows=10, keys=8, layout=sw.placements.Pieces(2, [[(6, 10), (0, 1)], [], [(1, 6)]]), kv_layout="zigzag", window=5
+)
 WHOLE = [
     Case(rows=21, keys=13, kv_layout="whole", is_causal=True, layout="zigzag"),
     Case(rows=2, keys=11, depths=(8, 4), kv_layout="whole", chunks=3),
@@ -196,13 +199,13 @@ def _bias_is_bounded() -> None:
     q, k, v = (torch.randn(1, 1, rows, 8, requires_grad=True) for _ in range(3))
     whole_mask = torch.ones(rows, rows, dtype=torch.bool)
     arguments: dict[str, Any]
-    for arguments in ({"is_causal": True, "mask": sw.AttentionMask(window=rows // 2)}, {"mask": whole_mask}):
-        out, forward = allocated_peak(sw.attention, q, k, v, method="serial", **arguments)
+    for arguments in ({"is_causal": True, "mask": sw.attention.Mask(window=rows // 2)}, {"mask": whole_mask}):
+        out, forward = allocated_peak(scaled_dot_product_attention, q, k, v, method="serial", **arguments)
         _, backward = allocated_peak(torch.autograd.grad, out.sum(), [q, k, v])
         # A bias of 16 MiB, and everything that is one row for each place.
         assert 12 * 2**20 < forward < 20 * 2**20, forward
         assert 12 * 2**20 < backward < 20 * 2**20, backward
-        text = sw.explain_attention(q, k, v, method="serial", **arguments)
+        text = sw.attention.explain(q, k, v, method="serial", **arguments)
         planned = int(re.findall(r"serial: .* and (\d+) allocated per rank", text)[0])
         assert planned - 2**20 < forward < planned + 2**20, (planned, forward)
 
@@ -228,14 +231,14 @@ def _with_dtensors() -> None:
         *given, dout = (distribute_tensor(t, mesh, placements) for t, placements in placed)
         for tensor in given:
             tensor.requires_grad_()
-        out, lse = sw.attention(*given, mask=mask, return_lse=True)
+        out, lse = scaled_dot_product_attention(*given, mask=mask, return_lse=True)
         assert out.placements == tuple(cut) and out.shape == whole.right[0].shape
         out.backward(dout)
         found = [out.full_tensor(), *[t.grad.full_tensor() for t in given], lse.full_tensor()]  # type: ignore[union-attr]
         for one, right in zip(found, whole.right, strict=True):
             torch.testing.assert_close(one.cpu().double(), right, atol=2e-5, rtol=0)
     with pytest.raises(ValueError, match="mask must be plain or placed like q"):
-        sw.attention(*given, mask=distribute_tensor(whole.mask, mesh, [Replicate(), Shard(1)]))
+        scaled_dot_product_attention(*given, mask=distribute_tensor(whole.mask, mesh, [Replicate(), Shard(1)]))
 
 
 def test_dtensors_bring_both_sequences(pool: Pool) -> None:
@@ -253,7 +256,7 @@ def _of_three_dims() -> None:
     mask = whole.mask[None, rows].to(meshes.device)
     for given, arguments in ((plain, {"size": 11, "kv_size": 7}), (placed, {})):
         mine = [t.detach().requires_grad_() for t in given]
-        out, lse = sw.attention(*mine, mask=mask, method="ring", return_lse=True, **arguments)
+        out, lse = scaled_dot_product_attention(*mine, mask=mask, method="ring", return_lse=True, **arguments)
         grad = dout[:, rows].to(meshes.device)
         found = [
             out,
@@ -280,9 +283,9 @@ def _compiled() -> None:
     mask = whole.mask[:, rows].to(meshes.device)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        how = {"size": 12, "kv_size": 9, "kv_layout": sw.Pieces.zigzag(2, 9, 2)}
-        flat = sw.attention(q[:, 0], k[:, 0], v[:, 0], mask=mask[0], **how)  # type: ignore[arg-type]
-        return sw.attention(q * 1.5, k, v, mask=mask, **how).square().sum() + flat.sum()  # type: ignore[arg-type]
+        how = {"size": 12, "kv_size": 9, "kv_layout": sw.placements.Pieces.zigzag(2, 9, 2)}
+        flat = scaled_dot_product_attention(q[:, 0], k[:, 0], v[:, 0], mask=mask[0], **how)  # type: ignore[arg-type]
+        return scaled_dot_product_attention(q * 1.5, k, v, mask=mask, **how).square().sum() + flat.sum()  # type: ignore[arg-type]
 
     mesh = meshes.get_mesh((2,))
     places = ([Shard(2)], [Replicate()], [Replicate()])
@@ -290,7 +293,9 @@ def _compiled() -> None:
     placed_mask = distribute_tensor(whole.mask, mesh, [Shard(1)])
 
     def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        out = sw.attention(q, k, v, mask=mask) + sw.attention(q, k, v, is_causal=True, method="ring")
+        out = scaled_dot_product_attention(q, k, v, mask=mask) + scaled_dot_product_attention(
+            q, k, v, is_causal=True, method="ring"
+        )
         return out.to_local().square().sum()  # type: ignore[attr-defined]
 
     for function, tensors, of_function in ((attend, given, mask), (attend_whole, placed, placed_mask)):
@@ -312,7 +317,7 @@ def _in_a_context() -> None:
     rows = _places("zigzag", 14)
     q, k, v = (t[:, :, rows].to(meshes.device) for t in whole.inputs[:3])
     mask = whole.mask[rows].to(meshes.device)
-    with sw.context_parallel(mesh, size=14):
+    with sw.attention.context_parallel(mesh, size=14):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         with pytest.raises(ValueError, match=r"mask must be broadcastable to .*this rank's rows of q, 14\], got"):
             F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, rows])
@@ -322,8 +327,8 @@ def _in_a_context() -> None:
 def _forms_differ() -> None:
     """Masks of two forms, which on rank 1 are one, as it has one row: no rank waits for another that plans again."""
     q, k, v = (torch.randn(1, 2, 4 - 3 * dist.get_rank(), 8, device=meshes.device) for _ in range(3))
-    layout = sw.Pieces(2, [[(0, 4)], [(4, 5)]])
-    attend = functools.partial(sw.attention, q, k, v, size=5, layout=layout, method="ring")
+    layout = sw.placements.Pieces(2, [[(0, 4)], [(4, 5)]])
+    attend = functools.partial(scaled_dot_product_attention, q, k, v, size=5, layout=layout, method="ring")
     everything = torch.ones(5, dtype=torch.bool, device=meshes.device)
     by_row = attend(mask=everything.expand(q.shape[2], 5).clone())
     assert torch.equal(attend(mask=everything[None]), by_row) and torch.equal(attend(mask=everything), by_row)
@@ -351,7 +356,7 @@ def _refused() -> None:
     ]
     wide = torch.zeros(2, 2, 6, 8, device=meshes.device)
     cases += [
-        ((q, wide, wide), {"kv_size": 12, "mask": sw.AttentionMask(documents=(3, 5))}, "documents must be left out"),
+        ((q, wide, wide), {"kv_size": 12, "mask": sw.attention.Mask(documents=(3, 5))}, "documents must be left out"),
         (
             (q, wide, wide),
             {"kv_size": 6, "kv_layout": "whole", "method": "ulysses"},
@@ -361,15 +366,15 @@ def _refused() -> None:
     ]
     for tensors, arguments, match in cases:
         with pytest.raises(ValueError, match=match):
-            sw.attention(*tensors, size=8, **arguments)
+            scaled_dot_product_attention(*tensors, size=8, **arguments)
     rank = dist.get_rank()
-    sw.check_ranks(True)
+    sw.debug.check_ranks(True)
     try:
         with pytest.raises(RuntimeError, match="tensor: .* to 12 keys"):
-            sw.attention(q, wide, wide, size=8, kv_size=12 - rank, method="ring")
+            scaled_dot_product_attention(q, wide, wide, size=8, kv_size=12 - rank, method="ring")
     finally:
-        sw.check_ranks(False)
-    text = sw.explain_attention(q, wide, wide[..., :4], size=8, kv_size=12, mask=torch.zeros(4, 12))
+        sw.debug.check_ranks(False)
+    text = sw.attention.explain(q, wide, wide[..., :4], size=8, kv_size=12, mask=torch.zeros(4, 12))
     assert "12 places of keys, values of depth 4, a tensor" in text and "ulysses" not in text
     assert f"rank {rank} holds [{4 * rank}, {4 * rank + 4}) and the keys [{6 * rank}, {6 * rank + 6})" in text
 

@@ -162,7 +162,7 @@ def test_full_tensor(pool: Pool, mesh_shape: tuple[int, ...], src: Placements) -
 def _count(call: Callable[[], object]) -> tuple[int, int]:
     """Calls of the engine, and collectives of stock's kind, that `call` makes."""
     sw.reset_stats()
-    with sw.wire_meter() as meter:
+    with sw.debug.wire_meter() as meter:
         call()
     stock = sum(calls for name, (calls, _) in meter.by_op.items() if name.startswith("_c10d_functional"))
     return int(sw.stats()["calls"]), stock

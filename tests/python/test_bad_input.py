@@ -183,7 +183,7 @@ def _unreducible() -> None:
         local = torch.ones(4, dtype=torch.float32).to(dtype)
         x = DTensor.from_local(local, mesh, [Partial(op)], run_check=False)
         named = str(dtype).removeprefix("torch."), op
-        with sw.enabled(), sw.wire_meter() as meter:
+        with sw.enabled(), sw.debug.wire_meter() as meter:
             for call in (
                 lambda x=x: x.redistribute(mesh, [Replicate()]),
                 lambda x=x: x.redistribute(mesh, [Shard(0)], async_op=True),

@@ -18,10 +18,12 @@ import dtensors
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool, run_isolated
-from shardwright import executables, tables
-from shardwright.calibration import calibrate, command, products
+from shardwright.calibration import calibrate, products
 from shardwright.calibration.job import nodes_of_hosts
-from shardwright.products import running
+from shardwright.cli import calibrate as command
+from shardwright.layouts import tables
+from shardwright.matmul import running
+from shardwright.runtime import executables
 
 # More than any message or KiB takes, however busy the machine.
 SECOND_PS = 10**12
@@ -40,7 +42,7 @@ def _load(tables: list[str], folder: pathlib.Path) -> sw.Topology:
     assert len(set(tables)) == 1, "ranks that plan by different tables hang"
     path = folder / "topology.json"
     path.write_text(tables[0])
-    topology = sw.load_topology(path)
+    topology = sw.planning.load_topology(path)
     assert topology.to_json() == tables[0]
     _check_plausible(topology)
     return topology
@@ -109,7 +111,7 @@ def _on_the_command_line(out: str) -> int:
 def test_command_line(pool: Pool, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "measured.json"
     assert pool.run(_on_the_command_line, 4, str(out)) == [0] * 4
-    topology = sw.load_topology(out)
+    topology = sw.planning.load_topology(out)
     _check_plausible(topology)
     assert topology.name == "here"
     assert sorted(topology.mesh_dims) == ["dp", "tp"]
@@ -143,7 +145,7 @@ def _takes_effect() -> list[Any]:
         assert model is not None
         said = repr([getattr(model, one) for one in ("flops_per_us", "launch_ps", "contention_percent", "chunk_ps")])
     finally:
-        sw.forget_calibration()
+        sw.calibration.forget()
     return [before, after, explicit, _names(), topology.to_json() + said]
 
 
@@ -175,7 +177,7 @@ def test_what_chunks_take_beyond_the_lanes(
 def _on_ranks_of_which_one_is_slow() -> str:
     if dist.get_rank() == 1:
         products._MAX_SECONDS = 0.0
-    model = sw.calibrate_gemm(dtype=torch.float32)
+    model = sw.calibration.calibrate_gemm(dtype=torch.float32)
     return repr([getattr(model, one) for one in ("flops_per_us", "launch_ps", "memory_ps_per_kib")])
 
 

@@ -1,4 +1,4 @@
-"""`sw.check_ranks`: if ranks do not run the same redistribute, all raise and name what differs, and nothing is sent."""
+"""`sw.debug.check_ranks`: ranks that run different redistributes all raise, name what differs, and send nothing."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright import checking
+from shardwright.debug import check_ranks
+from shardwright.runtime import checking
 
 WORLD = 4
 
 
 @contextlib.contextmanager
 def _checking(timeout_seconds: float = 30) -> Iterator[None]:
-    sw.check_ranks(timeout_seconds=timeout_seconds)
+    check_ranks(timeout_seconds=timeout_seconds)
     try:
         yield
     finally:
-        sw.check_ranks(False)
+        check_ranks(False)
 
 
 def _layout(placement: str, dtype: str = "float32") -> sw.Layout:
@@ -196,7 +197,7 @@ def test_absent(pool: Pool) -> None:
 
 def test_bad_timeout() -> None:
     with pytest.raises(ValueError, match="timeout_seconds: got 0; allowed is a number above 0"):
-        sw.check_ranks(timeout_seconds=0)
+        check_ranks(timeout_seconds=0)
 
 
 def test_the_environment_says_0_or_1() -> None:

@@ -1,4 +1,4 @@
-"""`sw.checkpoint_cut`: activations that are kept cut from a forward to its backward."""
+"""`sw.fsdp.checkpoint_cut`: activations that are kept cut from a forward to its backward."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import meshes
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright import groups
 from shardwright.fsdp import activations
+from shardwright.runtime import groups
 
 WIDTH = 5
 LAYERS = 3
@@ -53,7 +53,7 @@ class Model(nn.Module):
             if self.mesh is None:
                 x = self.run(layer, x)
             else:
-                with sw.checkpoint_cut(self.mesh, x, min_bytes=self.min_bytes):
+                with sw.fsdp.checkpoint_cut(self.mesh, x, min_bytes=self.min_bytes):
                     x = self.run(layer, x)
         return x
 
@@ -86,7 +86,7 @@ def _as_uncut(mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
             x = batch(step).requires_grad_()
             sw.reset_stats()
             loss = model(x).square().sum()
-            with sw.wire_meter() as meter:
+            with sw.debug.wire_meter() as meter:
                 # A second time through the same graph.
                 loss.backward(retain_graph=step == 2)
                 if step == 2:
@@ -169,7 +169,7 @@ def _order() -> None:
     def step() -> list[str]:
         log.clear()
         xs = [batch(i).requires_grad_() for i in range(4)]
-        with sw.checkpoint_cut(mesh, *xs, min_bytes=0):
+        with sw.fsdp.checkpoint_cut(mesh, *xs, min_bytes=0):
             ys = [x.sin() for x in xs]
         torch.stack(ys).sum().backward()
         assert all(torch.equal(x.grad, x.detach().cos()) for x in xs if x.grad is not None)
@@ -186,7 +186,7 @@ def _order() -> None:
         # Nothing is gathered that the backward does not come to but the one that was expected next.
         log.clear()
         xs = [batch(i).requires_grad_() for i in range(4)]
-        with sw.checkpoint_cut(mesh, *xs, min_bytes=0):
+        with sw.fsdp.checkpoint_cut(mesh, *xs, min_bytes=0):
             ys = [x.sin() for x in xs]
         ys[b].sum().backward()
         assert log == [("need", b), ("start", b)], "it does not begin as recorded"
@@ -232,7 +232,7 @@ def _dtensors() -> None:
         v = nn.Parameter(distribute_tensor(weight, mesh, [Replicate(), Shard(0)]))
         sw.reset_stats()
         if is_cut:
-            with sw.checkpoint_cut(b, min_bytes=0):
+            with sw.fsdp.checkpoint_cut(b, min_bytes=0):
                 y = F.linear(x.sin(), w).sin() * F.linear(x, v).redistribute(placements=[Shard(0), Replicate()])
         else:
             y = F.linear(x.sin(), w).sin() * F.linear(x, v).redistribute(placements=[Shard(0), Replicate()])
@@ -243,21 +243,21 @@ def _dtensors() -> None:
         results.append([g.to_local() for g in (y.detach(), x.grad, w.grad, v.grad)])
     assert all(map(torch.equal, *results))
     plain = torch.ones(3, 2, device=meshes.device, requires_grad=True)
-    with sw.checkpoint_cut(b, min_bytes=0):
+    with sw.fsdp.checkpoint_cut(b, min_bytes=0):
         plain.sin().sum().backward()
-    with sw.checkpoint_cut(b, plain, min_bytes=25):
+    with sw.fsdp.checkpoint_cut(b, plain, min_bytes=25):
         plain.sin().sum().backward()
     assert sw.stats()["activations_cut"] == 0, "neither named, nor large enough"
     sharded = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
     assert isinstance(sharded, DTensor)
     with pytest.raises(ValueError, match=r"tensors\[1\]: is placed as .* allowed are DTensors that are replicated"):
-        sw.checkpoint_cut(b, plain, sharded)
+        sw.fsdp.checkpoint_cut(b, plain, sharded)
     with pytest.raises(ValueError, match=r"tensors\[0\]: got a list"):
-        sw.checkpoint_cut(b, [plain])  # type: ignore[arg-type]
+        sw.fsdp.checkpoint_cut(b, [plain])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="min_bytes: got -1"):
-        sw.checkpoint_cut(b, min_bytes=-1)
+        sw.fsdp.checkpoint_cut(b, min_bytes=-1)
     with pytest.raises(ValueError, match="mesh: got None"):
-        sw.checkpoint_cut(None)  # type: ignore[arg-type]
+        sw.fsdp.checkpoint_cut(None)  # type: ignore[arg-type]
 
 
 def test_dtensors(pool: Pool) -> None:
@@ -291,7 +291,7 @@ def _memory_as_it_is() -> None:
                     return gradients[0].expand(ctx.saved_tensors[0].shape)
 
             given = view(base)
-            with sw.checkpoint_cut(mesh, given, min_bytes=0):
+            with sw.fsdp.checkpoint_cut(mesh, given, min_bytes=0):
                 loss = Save.apply(given)
             expected = given.detach().clone()
             loss.backward()
@@ -299,7 +299,7 @@ def _memory_as_it_is() -> None:
             assert seen[0].stride() == given.stride() and seen[0].dtype == dtype
     x = batch(2)
     scale = torch.ones_like(x, requires_grad=True)
-    with sw.checkpoint_cut(mesh, x, min_bytes=0):
+    with sw.fsdp.checkpoint_cut(mesh, x, min_bytes=0):
         loss = (x * scale).sum()
     before = x.clone()
     x.zero_()
@@ -316,7 +316,7 @@ def _written_in_the_block(is_dtensor: bool) -> None:
     mesh, whole = get_mesh((2,)), batch(0)
     x = distribute_tensor(whole.clone(), mesh, [Replicate()]) if is_dtensor else whole.clone()
     first, second = (torch.ones_like(x).requires_grad_() for _ in range(2))
-    with sw.checkpoint_cut(mesh, *([] if is_dtensor else [x]), min_bytes=0):
+    with sw.fsdp.checkpoint_cut(mesh, *([] if is_dtensor else [x]), min_bytes=0):
         before = (first * x).sum()
         with torch.no_grad():
             x.mul_(3)
@@ -334,20 +334,22 @@ def test_writes_in_the_block(pool: Pool, is_dtensor: bool) -> None:
 def _ranks_that_differ() -> None:
     mesh = get_mesh((2, 2))
     x = batch(0, 3 + (dist.get_rank() == 2)).requires_grad_()
-    with sw.checkpoint_cut(mesh, x, min_bytes=0):
+    with sw.fsdp.checkpoint_cut(mesh, x, min_bytes=0):
         loss = x.sin().sum()
-    with pytest.raises(ValueError, match=r"sw.checkpoint_cut: ranks \[2\] differ from ranks \[0, 1, 3\] in what they"):
+    with pytest.raises(
+        ValueError, match=r"sw.fsdp.checkpoint_cut: ranks \[2\] differ from ranks \[0, 1, 3\] in what they"
+    ):
         loss.backward()
     if meshes.device != "cpu":
         return
     x = batch(0) + (dist.get_rank() == 3)
-    sw.check_ranks(timeout_seconds=20)
+    sw.debug.check_ranks(timeout_seconds=20)
     try:
-        cut = sw.checkpoint_cut(mesh, x.requires_grad_(), min_bytes=0)
+        cut = sw.fsdp.checkpoint_cut(mesh, x.requires_grad_(), min_bytes=0)
         with pytest.raises(RuntimeError, match="do not run the same cut of an activation"), cut:
             x.sin()
     finally:
-        sw.check_ranks(False)
+        sw.debug.check_ranks(False)
 
 
 def test_ranks_that_differ(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""`sw.checkpoint_cut` in models under `sw.fully_shard`: activations as events of their schedules."""
+"""`sw.fsdp.checkpoint_cut` in models under `sw.fully_shard`: activations as events of their schedules."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _scheduled(mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
     for step in range(4):
         assert all(map(torch.equal, run(cut, batch(step, of, 3)), run(uncut, batch(step, of, 3))))
         if step == 0:
-            assert not sw.schedule(cut).activations, "the first step that follows a schedule finds them"
-    schedule, without = sw.schedule(cut), sw.schedule(uncut)
+            assert not sw.fsdp.schedule(cut).activations, "the first step that follows a schedule finds them"
+    schedule, without = sw.fsdp.schedule(cut), sw.fsdp.schedule(uncut)
     # Inputs of the layers, as large as on the rank where they are largest, from the last layer to the first.
     rows = 2 + 3 * (mesh_shape[0] - 1)
     size = 4 * rows * 2 * WIDTH
@@ -80,7 +80,7 @@ def _scheduled(mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
         gathers = [event for event in explained.predicted if event.instruction.startswith("gather activation")]
         assert len(gathers) == LAYERS
     told: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(told, sw.schedule(cut).to_json().split('"uses"')[1].split('"budget')[0] and str(starts))
+    dist.all_gather_object(told, sw.fsdp.schedule(cut).to_json().split('"uses"')[1].split('"budget')[0] and str(starts))
     assert len(set(told)) == 1
 
 
@@ -114,7 +114,7 @@ def _starts() -> None:
             model = sharded(mesh, memory_limit=limits.get(limit), prefetch="auto")
             for step in range(3):
                 run(model, batch(step, 0))
-            schedule = sw.schedule(model)
+            schedule = sw.fsdp.schedule(model)
             if limit is None:
                 # With gathers in their turns, one activation less is whole at a time; see the error's figure.
                 limits["small"] = _least_limit(mesh)
@@ -160,8 +160,8 @@ def _that_differ() -> None:
         sw.reset_stats()
         assert all(map(torch.equal, run(cut, batch(step, of, 3)), run(uncut, batch(step, of, 3))))
         assert sw.stats()["activation_gathers"] == (LAYERS if of else 0)
-    assert not sw.schedule(cut).activations
-    assert sw.schedule(cut).lanes is not None
+    assert not sw.fsdp.schedule(cut).activations
+    assert sw.fsdp.schedule(cut).lanes is not None
 
 
 def test_activations_that_differ(pool: Pool) -> None:

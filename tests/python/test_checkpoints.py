@@ -19,7 +19,7 @@ from dtensors import check, distribute
 from meshes import get_mesh
 from parts import part_of
 from pool import Pool
-from shardwright.transfers import checkpoints
+from shardwright import checkpoints
 
 WORLD_SIZE = 4
 SHAPES = {"w": (64, 96), "odd": (7, 5, 3), "v": (10,), "one": ()}
@@ -63,7 +63,7 @@ def _load_dtensors(folder: str) -> int:
         state[name] = distribute(torch.zeros_like(x), mesh, _placements(kind, tuple(x.shape), 2))
     state["step"] = 0
     state["turned"] = torch.zeros(40, 12)
-    reader = sw.CheckpointReader(folder, max_gap_bytes=0)
+    reader = sw.checkpoints.CheckpointReader(folder, max_gap_bytes=0)
     dcp.load(state, storage_reader=reader)
     assert state["step"] == 3
     assert torch.equal(state["turned"], oracle.global_tensor((12, 40), torch.float32, 9).t())
@@ -85,16 +85,16 @@ def _load_conjugated(folder: str) -> None:
     dcp.save({"conj": whole.conj(), "neg": imaginary, "plain": whole}, checkpoint_id=folder)
     expected = {"conj": whole.conj().resolve_conj(), "neg": imaginary.resolve_neg(), "plain": whole}
     loaded = {name: torch.zeros_like(x) for name, x in expected.items()}
-    dcp.load(loaded, storage_reader=sw.CheckpointReader(folder))
+    dcp.load(loaded, storage_reader=sw.checkpoints.CheckpointReader(folder))
     for name, x in expected.items():
         assert torch.equal(loaded[name], x), name
     again = {name: torch.zeros_like(x) for name, x in expected.items()}
-    sw.load_checkpoint(folder, again)
+    sw.checkpoints.load_checkpoint(folder, again)
     for name, x in expected.items():
         assert torch.equal(again[name], x), name
     both = torch.zeros(7, 5, dtype=torch.complex64)
     with pytest.raises(dcp.CheckpointException, match="conj: shares memory with plain; allowed is memory of its own"):
-        sw.load_checkpoint(folder, {"conj": both[:6], "plain": both[1:]})
+        sw.checkpoints.load_checkpoint(folder, {"conj": both[:6], "plain": both[1:]})
 
 
 def test_conjugated_tensors(pool: Pool, folder: str) -> None:
@@ -107,12 +107,12 @@ def _load_layouts(folder: str) -> None:
     mesh = sw.Mesh({"a": 3}, [3, 1, 0])
     wholes = _globals(torch.bfloat16)
     layouts = {
-        "w": sw.Layout(mesh, (64, 96), [sw.Cyclic(1, 8)], "bfloat16"),
+        "w": sw.Layout(mesh, (64, 96), [sw.placements.Cyclic(1, 8)], "bfloat16"),
         "odd": sw.Layout(mesh, (7, 5, 3), ["S(1)"], "bfloat16"),
-        "v": sw.Layout(mesh, (10,), [sw.Ragged(0, [0, 7, 3])], "bfloat16"),
+        "v": sw.Layout(mesh, (10,), [sw.placements.Ragged(0, [0, 7, 3])], "bfloat16"),
         "turned": sw.Layout(mesh, (40, 12), ["S(1)"], "bfloat16"),
-        "flat": sw.Layout(mesh, (7, 5, 3), [sw.Ragged(dims=(0, 1), units=[3, 15, 17])], "bfloat16"),
-        "flatter": sw.Layout(mesh, (7, 5, 3), [sw.Ragged(dims=(0, 1, 2), units=[50, 1, 54])], "bfloat16"),
+        "flat": sw.Layout(mesh, (7, 5, 3), [sw.placements.Ragged(dims=(0, 1), units=[3, 15, 17])], "bfloat16"),
+        "flatter": sw.Layout(mesh, (7, 5, 3), [sw.placements.Ragged(dims=(0, 1, 2), units=[50, 1, 54])], "bfloat16"),
     }
     whole = oracle.global_tensor((7, 5, 3), torch.bfloat16, 4)
     wholes |= {"flat": whole.flatten(0, 1), "flatter": whole.flatten()}
@@ -126,8 +126,8 @@ def _load_layouts(folder: str) -> None:
         }
         to["w"] = (torch.zeros(128, *to["w"][0].shape[1:], dtype=torch.bfloat16)[::2], layouts["w"])
         to["one"] = torch.zeros((), dtype=torch.float64)
-    with_gaps = sw.load_checkpoint(folder, to)
-    read = sw.load_checkpoint(folder, to, max_gap_bytes=0)
+    with_gaps = sw.checkpoints.load_checkpoint(folder, to)
+    read = sw.checkpoints.load_checkpoint(folder, to, max_gap_bytes=0)
     assert with_gaps >= read
     if to is None:
         assert read == 0
@@ -156,16 +156,18 @@ def _load_many_runs(folder: str) -> None:
     mesh, square = sw.Mesh({"a": 4}), sw.Mesh({"a": 2, "b": 2})
     pieces = [[(12, 24), (0, 11)], [(30, 32), (11, 12), (40, 44)], [], [(24, 30), (32, 40)]]
     layouts = {
-        "rows": sw.Layout(mesh, (4000, 6), [sw.Cyclic(0, 1)]),
-        "both": sw.Layout(square, (90, 70), [sw.Cyclic(0, 1), sw.Cyclic(1, 2)], "float64"),  # cast
-        "moved": sw.Layout(mesh, (44, 6), [sw.Pieces(0, pieces)]),
-        "turned": sw.Layout(mesh, (9, 8), [sw.Cyclic(0, 1)]),
+        "rows": sw.Layout(mesh, (4000, 6), [sw.placements.Cyclic(0, 1)]),
+        "both": sw.Layout(
+            square, (90, 70), [sw.placements.Cyclic(0, 1), sw.placements.Cyclic(1, 2)], "float64"
+        ),  # cast
+        "moved": sw.Layout(mesh, (44, 6), [sw.placements.Pieces(0, pieces)]),
+        "turned": sw.Layout(mesh, (9, 8), [sw.placements.Cyclic(0, 1)]),
     }
     items: list[int] = []
     reads: list[int] = []
-    read_data, preadv = sw.CheckpointReader.read_data, os.preadv
+    read_data, preadv = sw.checkpoints.CheckpointReader.read_data, os.preadv
 
-    def noted_plan(self: sw.CheckpointReader, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
+    def noted_plan(self: sw.checkpoints.CheckpointReader, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
         items.append(len(plan.items))
         return read_data(self, plan, planner)
 
@@ -174,7 +176,7 @@ def _load_many_runs(folder: str) -> None:
         return preadv(file, buffers, at)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sw.CheckpointReader, "read_data", noted_plan)
+        patch.setattr(sw.checkpoints.CheckpointReader, "read_data", noted_plan)
         patch.setattr(os, "preadv", noted_read)
         for max_gap_bytes, max_span_bytes in ((0, 1 << 20), (4096, 1 << 20), (4096, 500)):
             patch.setattr(checkpoints, "_MAX_SPAN_BYTES", max_span_bytes)
@@ -183,7 +185,7 @@ def _load_many_runs(folder: str) -> None:
                 for name, layout in layouts.items()
             }
             reads.clear()
-            read = sw.load_checkpoint(folder, to, max_gap_bytes=max_gap_bytes)
+            read = sw.checkpoints.load_checkpoint(folder, to, max_gap_bytes=max_gap_bytes)
             for name, (x, layout) in to.items():
                 assert oracle.difference(x, part_of(wholes[name], layout, rank).to(x.dtype)) is None, name
             assert items.pop() <= 4 + 4 + 4 + 1  # one for each saved part
@@ -206,10 +208,13 @@ def _count_versions(folder: str) -> None:
     """Autograd hears of each way to write: bytes that are read into place, and copies after a cast."""
     _save(folder)
     mesh = get_mesh((4,))
-    for load in (sw.load_checkpoint, lambda path, to: dcp.load(to, storage_reader=sw.CheckpointReader(path))):
+    for load in (
+        sw.checkpoints.load_checkpoint,
+        lambda path, to: dcp.load(to, storage_reader=sw.checkpoints.CheckpointReader(path)),
+    ):
         spread = distribute(torch.zeros(64, 96), mesh, ("S(1)",))
         plain, cast = torch.nn.Parameter(torch.zeros(10)), torch.nn.Parameter(torch.zeros(7, 5, 3, dtype=torch.float64))
-        written = [plain, cast, spread.to_local()] + [spread] * (load is sw.load_checkpoint)
+        written = [plain, cast, spread.to_local()] + [spread] * (load is sw.checkpoints.load_checkpoint)
         before = [x._version for x in written]
         load(folder, {"v": plain, "odd": cast, "w": spread})
         assert all(x._version > version for x, version in zip(written, before))
@@ -234,7 +239,7 @@ def _refusals(folder: str) -> str:
             "odd": sw.Layout(mesh, (7, 5, 3), ["R"]),
         }
     with pytest.raises(dcp.CheckpointException) as raised:
-        sw.load_checkpoint(folder, to)
+        sw.checkpoints.load_checkpoint(folder, to)
     assert torch.equal(to["v"], torch.zeros_like(to["v"]))
     return str(raised.value)
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 import shardwright as sw
-from shardwright import _planner, cli, free_memory
+from shardwright._native import _planner
+from shardwright.cli import free_memory
+from shardwright.cli import main as cli
 
 pytestmark = pytest.mark.any_torch
 
@@ -177,7 +179,7 @@ def test_simulating_is_refused_where_memory_is_short(
 _PEAK = """
 import pathlib, re, sys
 import shardwright as sw
-from shardwright import _planner
+from shardwright._native import _planner
 mesh, shape, src, dst, backend = eval(sys.argv[1])
 grid = sw.Mesh({f"d{i}": n for i, n in enumerate(mesh)})
 plan = sw.plan(sw.Layout(grid, shape, src), sw.Layout(grid, shape, dst), backend=backend)
@@ -211,10 +213,8 @@ def test_the_estimate_of_what_simulating_takes(case: tuple) -> None:
 def test_memory_that_is_free() -> None:
     free = free_memory.available_bytes()
     assert free is not None and 2**20 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    code = (
-        "import resource, shardwright.free_memory as m; b = 1 << 32; resource.setrlimit(resource.RLIMIT_AS, (b, b)); "
-    )
-    code += "print(m.available_bytes() < b)"
+    code = "import resource; from shardwright.cli import free_memory; b = 1 << 32; "
+    code += "resource.setrlimit(resource.RLIMIT_AS, (b, b)); print(free_memory.available_bytes() < b)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
 
 
@@ -251,7 +251,7 @@ def test_long_work_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_the_plan_is_printed_before_its_certificate() -> None:
     """Output is flushed at once: the plan is printed while the certificate is still being computed."""
     code = (
-        "import time, shardwright.cli as cli\n"
+        "import time, shardwright.cli.main as cli\n"
         "work_out = cli._work_out\n"
         "cli._work_out = lambda plan: (time.sleep(3), work_out(plan))\n"
         f"raise SystemExit(cli.main({['plan', *PAIR]!r}))\n"

@@ -77,9 +77,9 @@ def _function(program: Program) -> Callable[[Any, list[Any]], Any]:
             elif name == "linear":
                 x = x @ weight
             elif name == "view":
-                x = x.view(x.shape[0], 2, -1) if is_whole else sw.view(x, (x.shape[0], 2, -1), redistribute=True)
+                x = x.view(x.shape[0], 2, -1) if is_whole else sw.views.view(x, (x.shape[0], 2, -1), redistribute=True)
                 x = x * 3
-                x = x.view(x.shape[0], -1) if is_whole else sw.view(x, (x.shape[0], -1), redistribute=True)
+                x = x.view(x.shape[0], -1) if is_whole else sw.views.view(x, (x.shape[0], -1), redistribute=True)
         return x
 
     return function
@@ -103,7 +103,7 @@ def _run_one(program: Program) -> None:
         distribute(weight, mesh, argument if name == "linear" else everywhere)
         for weight, (name, argument) in zip(whole_weights, program.steps, strict=True)
     ]
-    sw.check_ranks(program.checks)
+    sw.debug.check_ranks(program.checks)
     try:
         with sw.enabled(views=True), fresh_compilers():
             compiled = torch.compile(function, backend="aot_eager", dynamic=program.dynamic)
@@ -120,7 +120,7 @@ def _run_one(program: Program) -> None:
                 assert given.to_local().shape == x.to_local().shape, f"size {size}"
                 torch.testing.assert_close(given.full_tensor(), wanted)
     finally:
-        sw.check_ranks(False)
+        sw.debug.check_ranks(False)
 
 
 @pytest.mark.parametrize("world_size", list(PROGRAMS))

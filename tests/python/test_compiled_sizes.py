@@ -182,7 +182,7 @@ def _without_enabling() -> None:
     whole_weight = distribute(weight, mesh, ["R"])
 
     def view_of_part(x: Any, layout: sw.Layout) -> Any:
-        return sw.view(x, (layout.shape[0] * 6,), layout, redistribute=True)[0] * 1
+        return sw.views.view(x, (layout.shape[0] * 6,), layout, redistribute=True)[0] * 1
 
     functions: list[tuple[Any, Any]] = [
         (lambda x: sw.linear(x, whole_weight, placements=[Replicate()]), lambda x: x @ weight.t()),
@@ -209,8 +209,8 @@ def _without_enabling() -> None:
             src, dst = (sw.Layout(sw.Mesh({"a": 2}), (count, 6), [p], "float64") for p in ("S(0)", "R"))
             part = whole[slice(*((0, (count + 1) // 2) if rank == 0 else ((count + 1) // 2, count)))].clone()
             assert torch.equal(local(part, src, dst), whole)
-            assert torch.equal(moved(part, sw.operator(src, dst)), whole)
-            assert torch.equal(plain(part, src), sw.view(part, (count * 6,), src, redistribute=True)[0])
+            assert torch.equal(moved(part, sw.graph.operator(src, dst)), whole)
+            assert torch.equal(plain(part, src), sw.views.view(part, (count * 6,), src, redistribute=True)[0])
 
 
 def test_operators_without_enabling(pool: Pool) -> None:
@@ -242,7 +242,7 @@ def _lost() -> None:
     def keep(guards: Any) -> list[bool]:
         return [guard.guard_type != "DTENSOR_SPEC_MATCH" for guard in guards]
 
-    sw.check_ranks(timeout_seconds=30)
+    sw.debug.check_ranks(timeout_seconds=30)
     try:
         with sw.enabled(strict=True), fresh_compilers():
             compiled = torch.compile(
@@ -260,7 +260,7 @@ def _lost() -> None:
                         compiled(x)
                     assert "tensor: float64[6, 8] on (0); float64[5, 8] on (1)" in str(error.value), error.value
     finally:
-        sw.check_ranks(False)
+        sw.debug.check_ranks(False)
 
 
 def test_ranks_compare_what_graphs_run(pool: Pool) -> None:

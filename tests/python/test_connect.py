@@ -92,13 +92,13 @@ def _move(shared: Any, role: str, rank: int) -> None:
     if role == "server" and rank == 1:
         assert summed is not None and torch.equal(summed, whole * 3)
     # Under debug mode, the ranks of all jobs compare.
-    sw.check_ranks(timeout_seconds=30)
+    sw.debug.check_ranks(timeout_seconds=30)
     for _ in range(3):
         assert oracle.difference(sw.redistribute_local(held.detach(), src, dst, group=link.group), wanted) is None
     with pytest.raises(RuntimeError, match=r"dst: \[S\(1\)\] on \(0, 1, 3, 4\); \[S\(0\)\] on \(2\)"):
         other = sw.Layout(dst.mesh, SHAPE, ["S(0)" if link.rank == 2 else "S(1)"])
         sw.redistribute_local(held.detach(), src, other, group=link.group)
-    sw.check_ranks(False)
+    sw.debug.check_ranks(False)
     # The job's own world works as before.
     own = torch.ones(1)
     dist.all_reduce(own)
@@ -205,7 +205,7 @@ def _disagree_on_plans(shared: Any, role: str, rank: int) -> list[str]:
     is_server = role == "server"
     link = sw.connect(shared, f"{role}/one", 5, declared={"same": 1})
     mesh = sw.Mesh({"dp": 2}, link.ranks("trainer/one"))
-    slow = sw.Topology("slow", 0, 1, 1, sw.Link(1, 1), sw.Link(1, 2 + is_server))
+    slow = sw.Topology("slow", 0, 1, 1, sw.planning.Link(1, 1), sw.planning.Link(1, 2 + is_server))
     placed = sw.Layout(sw.Mesh({"dp": 2}, mesh.ranks, topology=slow), SHAPE, ["S(0)"])
     layouts = [sw.Layout(mesh, (9, 7 + (is_server and i == 30)), ["S(0)"]) for i in range(60)]
     messages = [

@@ -19,15 +19,16 @@ import dtensors
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright import executables, tables
-from shardwright.topology import ENVIRONMENT_VARIABLE
+from shardwright.layouts import tables
+from shardwright.layouts.topology import ENVIRONMENT_VARIABLE
+from shardwright.runtime import executables
 
 WORLD = 4
 SHAPE = (8, 8)
 
 
 def _topology(name: str, message_ps: int, ps_per_kib: int) -> sw.Topology:
-    link = sw.Link(message_ps, ps_per_kib)
+    link = sw.planning.Link(message_ps, ps_per_kib)
     return sw.Topology(name, ranks_per_node=0, step_ps=1000, memory_ps_per_kib=1, inside=link, between=link)
 
 
@@ -54,7 +55,7 @@ def _local(values: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
 
 
 def _bytes_of(call: Callable[[], Any]) -> int:
-    with sw.wire_meter() as meter:
+    with sw.debug.wire_meter() as meter:
         call()
     return meter.received_bytes
 
@@ -203,7 +204,7 @@ def _operator_with_sizes() -> None:
     src, between, dst = (sw.Layout(mesh, (16, 8), [p]) for p in ("S(0)", "S(1)", "R"))
     detour = sw.plan(src, dst, backend="gloo", through=[between])
     values = torch.arange(128.0).reshape(16, 8)
-    arguments = sw.operator(*example).keywords
+    arguments = sw.graph.operator(*example).keywords
     plan, names, rank = arguments["plan"], arguments["groups"], arguments["rank"]
     local = _local(values, src)
 
@@ -265,11 +266,11 @@ def _differing_tables() -> list[str]:
     first = dist.get_rank() == 0
     for setting in (_measured(FAR if first else THIN), _pinned(_detour(FAR if first else THIN))):
         with setting, pytest.raises(RuntimeError, match="do not run the same") as error:
-            sw.check_ranks(timeout_seconds=30)
+            sw.debug.check_ranks(timeout_seconds=30)
             try:
                 sw.redistribute_local(local, *elsewhere)
             finally:
-                sw.check_ranks(False)
+                sw.debug.check_ranks(False)
         said.append(str(error.value))
     return said
 
@@ -374,14 +375,14 @@ def _groups_end() -> None:
     for setting in (contextlib.nullcontext(), _measured(FAR), _pinned(detour)):
         with setting:
             sw.redistribute_local(torch.ones(2, 8), src, dst, group=group)
-            sw.operator(src, dst, group=group)(torch.ones(2, 8))
+            sw.graph.operator(src, dst, group=group)(torch.ones(2, 8))
             sw.all_gather_matmul(torch.ones(2, 8), torch.ones(8, 8), group=group, size=8, columns=8 * WORLD)
             sw.redistribute_many([(torch.ones(2, 8), src, dst)], group=group)
-            sw.attention(*torch.ones(3, 1, 1, 2, 8), group=group, size=2 * WORLD)
+            sw.attention.scaled_dot_product_attention(*torch.ones(3, 1, 1, 2, 8), group=group, size=2 * WORLD)
             ids = torch.zeros(2, 1, dtype=torch.int64)
-            rows, _, handle = sw.dispatch(torch.ones(2, 8), ids, None, [[r] for r in range(WORLD)], group=group)
-            sw.combine(rows, handle)
-            with sw.jit_weight(torch.ones(2, 8), src, sw.Layout(mesh, SHAPE, ["R"]), group=group) as whole:
+            rows, _, handle = sw.experts.dispatch(torch.ones(2, 8), ids, None, [[r] for r in range(WORLD)], group=group)
+            sw.experts.combine(rows, handle)
+            with sw.fsdp.jit_weight(torch.ones(2, 8), src, sw.Layout(mesh, SHAPE, ["R"]), group=group) as whole:
                 whole.sum()
             del rows, handle, whole
     alive = weakref.ref(group)

@@ -125,7 +125,7 @@ def _differs(dst: Any, change: str) -> list[str]:
     if rank == 3:
         other = _mesh((dst[0], tuple(reversed(dst[1])))) if change == "ranks" else wanted.mesh
         wanted = sw.Layout(other, shape, ["S(0)", "R"][: other.ndim] if change == "placements" else wanted.placements)
-    sw.check_ranks(timeout_seconds=30)
+    sw.debug.check_ranks(timeout_seconds=30)
     try:
         for layout in (wanted, _layouts(dst, shape)[1]):
             try:
@@ -134,7 +134,7 @@ def _differs(dst: Any, change: str) -> list[str]:
             except RuntimeError as error:
                 said.append(str(error))
     finally:
-        sw.check_ranks(False)
+        sw.debug.check_ranks(False)
     return said
 
 

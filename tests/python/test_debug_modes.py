@@ -145,10 +145,10 @@ def _metered() -> tuple[int, int]:
     """A meter for what travels, inside and outside of a mode that counts collectives."""
     source = dtensors.distribute(oracle.global_tensor((8, 8), torch.float32, 1), get_mesh((WORLD,)), ["S(0)"])
     with sw.enabled(strict=True):
-        with sw.wire_meter() as outer, CommDebugMode() as mode:
+        with sw.debug.wire_meter() as outer, CommDebugMode() as mode:
             source.redistribute(source.device_mesh, [Replicate()])
         assert mode.get_total_counts() == 1
-        with CommDebugMode() as mode, sw.wire_meter() as inner:
+        with CommDebugMode() as mode, sw.debug.wire_meter() as inner:
             source.redistribute(source.device_mesh, [Replicate()])
         assert mode.get_total_counts() == 1
     return outer.received_bytes, inner.received_bytes

@@ -50,7 +50,7 @@ def _calibrate(mesh: sw.Mesh) -> None:
 
 def _operate(mesh: sw.Mesh) -> None:
     src, dst = sw.Layout(mesh, (8, 8), ["S(0)", "R"]), sw.Layout(mesh, (8, 8), ["R", "S(1)"])
-    sw.operator(src, dst)(torch.ones(src.local_shape(dist.get_rank())))
+    sw.graph.operator(src, dst)(torch.ones(src.local_shape(dist.get_rank())))
 
 
 def _over_a_device_mesh(mesh: sw.Mesh) -> None:
@@ -62,7 +62,7 @@ def _over_a_device_mesh(mesh: sw.Mesh) -> None:
         sw.prepare(device_mesh, redistributes=[(src, dst)])
         for _ in range(2):
             sw.redistribute_local(torch.ones(src.local_shape(rank)), src, dst, device_mesh=device_mesh)
-        sw.operator(src, dst, device_mesh=device_mesh)(torch.ones(src.local_shape(rank)))
+        sw.graph.operator(src, dst, device_mesh=device_mesh)(torch.ones(src.local_shape(rank)))
     sw.prepare(device_mesh)
 
 

@@ -17,8 +17,9 @@ import async_tests  # noqa: F401  (so that async_device is found)
 import dtensors
 import oracle
 import shardwright as sw
-from shardwright import _runtime, executables, groups
+from shardwright._native import _runtime
 from shardwright.fsdp import times
+from shardwright.runtime import executables, groups
 
 DEVICE = "asyncdev"
 SHORT_SECONDS = 5.0

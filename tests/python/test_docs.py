@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import shardwright as sw
-from shardwright import cli
+from shardwright.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))

@@ -39,7 +39,7 @@ def _check(equation: str, cut: cases.Cut, sizes: tuple[int, ...]) -> None:
         for whole, term in zip(wholes, terms, strict=True)
     ]
     there = dtensors.distribute(gradient, mesh, _texts(cases.placements(cut, out)))
-    with CommDebugMode() as communication, sw.wire_meter() as wire:
+    with CommDebugMode() as communication, sw.debug.wire_meter() as wire:
         y = torch.einsum(equation, *operands)
         gradients = torch.autograd.grad(y, operands, there)
     said = f"{equation} cut along {cut}"

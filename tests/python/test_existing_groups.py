@@ -14,8 +14,8 @@ import oracle
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool, run_isolated
-from shardwright import groups
 from shardwright.dtensor import redistribute
+from shardwright.runtime import groups
 
 SHAPE = (7, 6)
 PLACEMENTS = ["R", "S(0)", "S(1)", "P(sum)"]

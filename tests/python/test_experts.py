@@ -1,4 +1,4 @@
-"""`sw.dispatch` and `sw.combine` against an unsharded layer: values, gradients, the order of rows, bytes and bits."""
+"""`sw.experts.dispatch` and `combine` against an unsharded layer: values, gradients, order of rows, bytes, bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import meshes
 import routing
 import shardwright as sw
 from pool import Pool
-from shardwright import _runtime
+from shardwright._native import _runtime
+from shardwright.experts import combine, dispatch
 
 CASES = [(load, placement) for load in routing.LOADS for placement in routing.PLACEMENTS]
 SEEDS = range(3)
@@ -38,8 +39,8 @@ def _check_layer(p: routing.Problem, what: object, **options: object) -> None:
     outs, x_grads, score_grads, weight_grad = routing.unsharded(p)
     x, scores = (_mine(one[rank]).requires_grad_() for one in (p.x, p.scores))
     weights = _mine(p.weights).requires_grad_()
-    rows, counts, handle = sw.dispatch(x, _mine(p.expert_ids[rank]), scores, p.placement, **options)  # type: ignore[arg-type]
-    out = sw.combine(_apply_experts(p, weights, rows, handle, counts), handle)
+    rows, counts, handle = dispatch(x, _mine(p.expert_ids[rank]), scores, p.placement, **options)  # type: ignore[arg-type]
+    out = combine(_apply_experts(p, weights, rows, handle, counts), handle)
     out.backward(_mine(p.gradients[rank]))
     _close(out.detach(), outs[rank], what)
     _close(x.grad, x_grads[rank], f"{what}: gradient of x")
@@ -70,12 +71,12 @@ def _rows_and_bytes() -> list[tuple[int, list[list[int]], int, int, int, int, in
     found = []
     for load, placement in CASES:
         p = routing.problem(world, 5, load=load, placement=placement)
-        with sw.wire_meter() as going:
-            rows, counts, handle = sw.dispatch(
+        with sw.debug.wire_meter() as going:
+            rows, counts, handle = dispatch(
                 _mine(p.x[rank]), _mine(p.expert_ids[rank]), _mine(p.scores[rank]), p.placement
             )
-        with sw.wire_meter() as coming:
-            sw.combine(rows, handle)
+        with sw.debug.wire_meter() as coming:
+            combine(rows, handle)
         kept = handle._scores
         assert kept is not None and kept.untyped_storage().nbytes() == 8 * kept.numel(), "what arrived is kept as well"
         numbers = [part[:, 0].to(torch.int64).tolist() for part in rows.cpu().split(counts.tolist())]
@@ -121,7 +122,7 @@ def test_rows_and_bytes(pool: Pool, world: int) -> None:
 def _foreign_ranks(top_k: int) -> list[int]:
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 3, placement="copies", top_k=top_k, num_experts=9, most_tokens=40)
-    _, _, handle = sw.dispatch(_mine(p.x[rank]), _mine(p.expert_ids[rank]), None, p.placement)
+    _, _, handle = dispatch(_mine(p.x[rank]), _mine(p.expert_ids[rank]), None, p.placement)
     return [handle.payload_bytes // (8 * p.x[0].shape[1])]
 
 
@@ -150,11 +151,9 @@ def _bits(dtype: torch.dtype) -> None:
         if turn == rank % 3:
             torch.manual_seed(turn)
             torch.randn(300, 300) @ torch.randn(300, 300)  # later than the others
-        rows, counts, handle = sw.dispatch(
-            _mine(p.x[rank]), _mine(p.expert_ids[rank]), _mine(p.scores[rank]), p.placement
-        )
+        rows, counts, handle = dispatch(_mine(p.x[rank]), _mine(p.expert_ids[rank]), _mine(p.scores[rank]), p.placement)
         factors = torch.tensor([3.0 + e for e in handle.experts]).repeat_interleave(counts.cpu())
-        out = sw.combine((rows.cpu() * factors.unsqueeze(1).to(dtype)).to(rows.device), handle).cpu()
+        out = combine((rows.cpu() * factors.unsqueeze(1).to(dtype)).to(rows.device), handle).cpu()
         for token, ids in enumerate(p.expert_ids[rank].tolist()):
             by_rank = torch.zeros(33)
             for r in range(world):
@@ -177,8 +176,8 @@ def _without_scores() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 4)
     x = _mine(p.x[rank]).requires_grad_()
-    rows, _, handle = sw.dispatch(x, _mine(p.expert_ids[rank]).to(torch.int32), None, p.placement)
-    out = sw.combine(rows, handle)
+    rows, _, handle = dispatch(x, _mine(p.expert_ids[rank]).to(torch.int32), None, p.placement)
+    out = combine(rows, handle)
     num = (p.expert_ids[rank] >= 0).sum(1, keepdim=True).to(torch.float64)
     _close(out.detach(), p.x[rank] * num, "sums")
     out.sum().backward()
@@ -199,22 +198,22 @@ def _marked_only() -> None:
     placement, ids = p.placement, p.expert_ids[rank]
     pairs = torch.complex(p.x[rank], p.x[rank] + 1).conj()
     assert pairs.is_conj() and pairs.imag.is_neg()
-    rows, _, _ = sw.dispatch(pairs, ids, None, placement)
-    plain, _, _ = sw.dispatch(pairs.resolve_conj(), ids, None, placement)
+    rows, _, _ = dispatch(pairs, ids, None, placement)
+    plain, _, _ = dispatch(pairs.resolve_conj(), ids, None, placement)
     assert torch.equal(rows, plain)
     negative = torch.complex(p.scores[rank], p.scores[rank]).conj().imag
-    rows, _, handle = sw.dispatch(pairs.imag, ids, negative, placement, scales=pairs.imag)
-    plain, _, expected = sw.dispatch(-p.x[rank] - 1, ids, -p.scores[rank], placement, scales=-p.x[rank] - 1)
+    rows, _, handle = dispatch(pairs.imag, ids, negative, placement, scales=pairs.imag)
+    plain, _, expected = dispatch(-p.x[rank] - 1, ids, -p.scores[rank], placement, scales=-p.x[rank] - 1)
     assert torch.equal(rows, plain) and handle.scales is not None and expected.scales is not None
     assert torch.equal(handle.scales, expected.scales)
-    sums = sw.combine(torch.complex(rows, -rows).conj().imag, handle)
-    assert torch.equal(sums, sw.combine(rows, expected))
+    sums = combine(torch.complex(rows, -rows).conj().imag, handle)
+    assert torch.equal(sums, combine(rows, expected))
     x = p.x[rank].clone().requires_grad_()
-    rows, _, handle = sw.dispatch(x, ids, None, placement)
-    sw.combine(rows, handle).backward(pairs.imag)
+    rows, _, handle = dispatch(x, ids, None, placement)
+    combine(rows, handle).backward(pairs.imag)
     plain = p.x[rank].clone().requires_grad_()
-    rows, _, handle = sw.dispatch(plain, ids, None, placement)
-    sw.combine(rows, handle).backward(pairs.imag.resolve_neg())
+    rows, _, handle = dispatch(plain, ids, None, placement)
+    combine(rows, handle).backward(pairs.imag.resolve_neg())
     assert x.grad is not None and plain.grad is not None and torch.equal(x.grad, plain.grad)
 
 
@@ -228,7 +227,7 @@ def _with_scales(dtype: torch.dtype) -> None:
     p = routing.problem(world, 6, hidden=16)
     x = [one.to(torch.float32).to(dtype) for one in p.x]
     scales = [one[:, :2].to(torch.float32) for one in p.x]
-    rows, counts, handle = sw.dispatch(
+    rows, counts, handle = dispatch(
         _mine(x[rank]), _mine(p.expert_ids[rank]), _mine(p.scores[rank]), p.placement, scales=_mine(scales[rank])
     )
     assert handle.scales is not None and handle.scales.dtype == torch.float32
@@ -237,7 +236,7 @@ def _with_scales(dtype: torch.dtype) -> None:
     assert torch.equal(handle.scales.cpu(), torch.cat(scales)[numbers])
     expected = [sorted(t for t, e in _pairs(p) if e == expert) for expert in p.placement[rank]]
     assert [part.tolist() for part in numbers.split(counts.tolist())] == expected
-    out = sw.combine(rows.to(torch.float32) * handle.scales[:, 1:], handle)
+    out = combine(rows.to(torch.float32) * handle.scales[:, 1:], handle)
     assert out.dtype == torch.float32 and out.shape == x[rank].shape
 
 
@@ -279,13 +278,13 @@ def _drop(capacity: int, load: str, rows_per_rank: int | None) -> int:
     as_if = routing.Problem(p.placement, p.x, lacking, p.scores, p.weights, p.gradients)
     outs, x_grads, score_grads, _ = routing.unsharded(as_if)
     x, scores = (_mine(one[rank]).requires_grad_() for one in (p.x, p.scores))
-    rows, counts, handle = sw.dispatch(
+    rows, counts, handle = dispatch(
         x, _mine(p.expert_ids[rank]), scores, p.placement, capacity, overflow="drop", rows_per_rank=rows_per_rank
     )
     assert (counts <= capacity).all()
     number = int(counts.sum())
     y = _apply_experts(p, _mine(p.weights), rows[:number], handle, counts)
-    out = sw.combine(torch.cat([y, rows[number:]]), handle)
+    out = combine(torch.cat([y, rows[number:]]), handle)
     out.backward(_mine(p.gradients[rank]))
     _close(out.detach(), outs[rank], "sums")
     _close(x.grad, x_grads[rank], "gradient of x")
@@ -308,7 +307,7 @@ def _raise(capacity: int) -> str:
     p = routing.problem(world, 8, load="one")
     x = _mine(p.x[rank])
     try:
-        sw.dispatch(x, _mine(p.expert_ids[rank]), _mine(p.scores[rank]), p.placement, capacity)
+        dispatch(x, _mine(p.expert_ids[rank]), _mine(p.scores[rank]), p.placement, capacity)
     except ValueError as error:
         assert torch.equal(x.cpu(), p.x[rank])
         return str(error)
@@ -333,8 +332,8 @@ def _fixed(placement: str, rows_per_rank: int) -> None:
         found = []
         for options in ({}, {"rows_per_rank": rows_per_rank, "overflow": "drop"}):
             x, scores = (_mine(one[rank]).requires_grad_() for one in (p.x, p.scores))
-            rows, counts, handle = sw.dispatch(x, _mine(p.expert_ids[rank]), scores, p.placement, **options)  # type: ignore[arg-type]
-            out = sw.combine(torch.sin(rows), handle)
+            rows, counts, handle = dispatch(x, _mine(p.expert_ids[rank]), scores, p.placement, **options)  # type: ignore[arg-type]
+            out = combine(torch.sin(rows), handle)
             out.backward(_mine(p.gradients[rank]))
             number = int(counts.sum())
             assert not rows[number:].any()
@@ -364,7 +363,7 @@ def _full_ranks() -> None:
                 expected[t] += p.scores[rank][t, j] * p.x[rank][t]
             dropped += e >= 0 and rank_of[e] not in goes
         seen |= goes
-    rows, _, handle = sw.dispatch(
+    rows, _, handle = dispatch(
         _mine(p.x[rank]),
         _mine(p.expert_ids[rank]),
         _mine(p.scores[rank]),
@@ -372,7 +371,7 @@ def _full_ranks() -> None:
         overflow="drop",
         rows_per_rank=1,
     )
-    _close(sw.combine(rows, handle), expected, "sums")
+    _close(combine(rows, handle), expected, "sums")
     assert int(handle.dropped) == dropped
 
 
@@ -409,9 +408,9 @@ def _nodes(ranks_per_node: int) -> list[tuple[int, int]]:
         _check_layer(p, f"{load}, {placement}", topology=topology)
         if placement != "copies":  # where nodes are known, other copies may be chosen
             tensors = (_mine(p.x[rank]), _mine(p.expert_ids[rank]), _mine(p.scores[rank]), p.placement)
-            flat = sw.dispatch(*tensors)
-            with sw.wire_meter() as meter:
-                rows, counts, handle = sw.dispatch(*tensors, topology=topology)
+            flat = dispatch(*tensors)
+            with sw.debug.wire_meter() as meter:
+                rows, counts, handle = dispatch(*tensors, topology=topology)
             assert torch.equal(rows, flat.rows) and torch.equal(counts, flat.tokens_per_expert)
             assert meter.received_bytes == handle.payload_bytes + handle.metadata_bytes
             found.append((meter.received_bytes, handle.payload_bytes))
@@ -419,7 +418,7 @@ def _nodes(ranks_per_node: int) -> list[tuple[int, int]]:
 
 
 def _topology(ranks_per_node: int) -> sw.Topology:
-    link = sw.Link(message_ps=1, ps_per_kib=1)
+    link = sw.planning.Link(message_ps=1, ps_per_kib=1)
     return sw.Topology("nodes", ranks_per_node, step_ps=1, memory_ps_per_kib=1, inside=link, between=link)
 
 
@@ -450,11 +449,11 @@ def _nodes_with_all() -> None:
         tensors = (_mine(p.x[rank]), _mine(p.expert_ids[rank]), None, p.placement, 3)
         found = []
         for topology in (None, _topology(2)):
-            rows, counts, handle = sw.dispatch(
+            rows, counts, handle = dispatch(
                 *tensors, overflow="drop", scales=_mine(p.x[rank][:, :1]), topology=topology
             )
             assert handle.scales is not None
-            found.append((rows, counts, handle.scales, torch.tensor(handle.dropped), sw.combine(rows, handle)))
+            found.append((rows, counts, handle.scales, torch.tensor(handle.dropped), combine(rows, handle)))
         _close(found[1][4], found[0][4].cpu(), load)
         assert all(map(torch.equal, found[0][:4], found[1][:4])), load
 
@@ -474,8 +473,8 @@ def _frozen(trains: str) -> None:
     outs, x_grads, score_grads, weight_grad = routing.unsharded(p)
     x, scores, weights = _mine(p.x[rank]), _mine(p.scores[rank]), _mine(p.weights)
     {"x": x, "scores": scores, "experts": weights}[trains].requires_grad_()
-    rows, counts, handle = sw.dispatch(x, _mine(p.expert_ids[rank]), scores, p.placement)
-    out = sw.combine(_apply_experts(p, weights, rows, handle, counts), handle)
+    rows, counts, handle = dispatch(x, _mine(p.expert_ids[rank]), scores, p.placement)
+    out = combine(_apply_experts(p, weights, rows, handle, counts), handle)
     out.backward(_mine(p.gradients[rank]))
     _close(out.detach(), outs[rank], trains)
     if trains == "x":
@@ -501,8 +500,8 @@ def _no_tokens() -> None:
         {"rows_per_rank": 2, "overflow": "drop"},
         {"rows_per_rank": 0, "overflow": "drop"},
     ):
-        rows, counts, handle = sw.dispatch(x, ids, scores, placement, **options)  # type: ignore[arg-type]
-        out = sw.combine(rows, handle)
+        rows, counts, handle = dispatch(x, ids, scores, placement, **options)  # type: ignore[arg-type]
+        out = combine(rows, handle)
         out.sum().backward()
         assert out.shape == (0, 4) and int(counts.sum()) == 0 and len(counts) == len(placement[dist.get_rank()])
 
@@ -527,9 +526,9 @@ def _layouts() -> None:
         p = routing.problem(4, 2, num_experts=layout.shape[0])
         found = []
         for placement in (layout, lists):
-            rows, _, handle = sw.dispatch(_mine(p.x[rank]), _mine(p.expert_ids[rank]), _mine(p.scores[rank]), placement)
+            rows, _, handle = dispatch(_mine(p.x[rank]), _mine(p.expert_ids[rank]), _mine(p.scores[rank]), placement)
             assert list(handle.experts) == lists[rank]
-            found.append(sw.combine(rows, handle))
+            found.append(combine(rows, handle))
         assert torch.equal(*found)
 
 
@@ -555,8 +554,8 @@ def _groups() -> None:
 
 def _check_in_group(p: routing.Problem, place: int, outs: list[torch.Tensor], placement: object, group: object) -> None:
     tensors = (_mine(p.x[place]), _mine(p.expert_ids[place]), _mine(p.scores[place]))
-    rows, counts, handle = sw.dispatch(*tensors, placement, group=group)
-    out = sw.combine(_apply_experts(p, _mine(p.weights), rows, handle, counts), handle)
+    rows, counts, handle = dispatch(*tensors, placement, group=group)
+    out = combine(_apply_experts(p, _mine(p.weights), rows, handle, counts), handle)
     _close(out, outs[place], placement)
 
 
@@ -579,8 +578,8 @@ def _compiled() -> None:
         return graph.forward
 
     def layer(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        rows, _, handle = sw.dispatch(x * 2, ids, scores, p.placement)
-        return sw.combine(torch.sin(rows), handle) + 1
+        rows, _, handle = dispatch(x * 2, ids, scores, p.placement)
+        return combine(torch.sin(rows), handle) + 1
 
     found = []
     for function in (layer, torch.compile(layer, backend=backend)):
@@ -615,9 +614,9 @@ def _train(sharded: bool) -> list[torch.Tensor]:
         x, wanted = own if sharded else (batch, target)
         scores, ids = torch.softmax(x @ router, 1).topk(2, dim=1)
         if sharded:
-            rows, counts, handle = sw.dispatch(x, ids, scores, placement)
+            rows, counts, handle = dispatch(x, ids, scores, placement)
             parts = zip(handle.experts, rows.split(counts.tolist()), strict=True)
-            out = sw.combine(torch.cat([routing.expert(weights[e], part) for e, part in parts]), handle)
+            out = combine(torch.cat([routing.expert(weights[e], part) for e, part in parts]), handle)
         else:
             out = routing.layer(weights, x, ids, scores)
         loss = ((x + out - wanted) ** 2).sum() / batch.numel()

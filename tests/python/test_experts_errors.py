@@ -15,7 +15,7 @@ import meshes
 import routing
 import shardwright as sw
 from pool import Pool, run_isolated
-from shardwright import _runtime
+from shardwright._native import _runtime
 
 WORLD = 3
 
@@ -54,13 +54,13 @@ def _failing(change: Callable[[dict[str, Any], int], None]) -> tuple[str, str]:
     before = [t.clone() for t in arguments.values() if isinstance(t, torch.Tensor)]
     said = ("", NOTHING)
     try:
-        sw.dispatch(**arguments)
+        sw.experts.dispatch(**arguments)
     except (ValueError, RuntimeError) as error:
         said = (type(error).__name__, str(error))
     for tensor, old in zip((t for t in arguments.values() if isinstance(t, torch.Tensor)), before, strict=True):
         assert torch.equal(tensor, old)
-    rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
-    sw.combine(rows, handle)
+    rows, _, handle = sw.experts.dispatch(**_arguments(dist.get_rank()))
+    sw.experts.combine(rows, handle)
     return said
 
 
@@ -206,7 +206,7 @@ def _gradient_on_one_rank(given: dict[str, Any], rank: int) -> None:
 
 
 def _nodes_on_one_rank(given: dict[str, Any], rank: int) -> None:
-    link = sw.Link(0, 0)
+    link = sw.planning.Link(0, 0)
     given["topology"] = sw.Topology("nodes of two", 2, 0, 0, link, link) if rank == 1 else None
 
 
@@ -262,7 +262,7 @@ def _placements_of_tensors() -> list[str]:
         {"group": other if dist.get_rank() == 2 else 3},
         {"topology": "nowhere"},
     ]
-    return [_raised(lambda: sw.dispatch(**{**given, **change})) for change in changes]  # noqa: B023
+    return [_raised(lambda: sw.experts.dispatch(**{**given, **change})) for change in changes]  # noqa: B023
 
 
 def test_placements_on_groups(pool: Pool) -> None:
@@ -286,7 +286,7 @@ def test_placements_on_groups(pool: Pool) -> None:
 
 
 def _combines() -> list[str]:
-    rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
+    rows, _, handle = sw.experts.dispatch(**_arguments(dist.get_rank()))
     pairs: list[tuple[Any, Any]] = [
         (rows[:-1], handle),
         (rows.unsqueeze(0), handle),
@@ -295,8 +295,8 @@ def _combines() -> list[str]:
         (None, handle),
         (rows, rows),
     ]
-    said = [_raised(lambda: sw.combine(y, given)) for y, given in pairs]  # noqa: B023
-    sw.combine(rows, handle)
+    said = [_raised(lambda: sw.experts.combine(y, given)) for y, given in pairs]  # noqa: B023
+    sw.experts.combine(rows, handle)
     return said
 
 
@@ -316,16 +316,16 @@ def test_combine(pool: Pool) -> None:
 
 def _failing_combine(change: str) -> tuple[str, str]:
     """What a combine raises of which rank 2 does not get what the others get, after which another one goes well."""
-    rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
+    rows, _, handle = sw.experts.dispatch(**_arguments(dist.get_rank()))
     y: Any = rows
     if dist.get_rank() == 2:
         y = {"rows": torch.cat([rows, rows[:1]]), "dtype": rows.to(torch.int64), "none": None}.get(change, rows[:, :4])
     said = ("", "nothing was raised")
     try:
-        sw.combine(y, handle)
+        sw.experts.combine(y, handle)
     except (ValueError, RuntimeError) as error:
         said = (type(error).__name__, str(error))
-    sw.combine(rows, handle)
+    sw.experts.combine(rows, handle)
     return said
 
 
@@ -351,7 +351,7 @@ def test_combine_of_other_widths(pool: Pool) -> None:
 def _fixed_rows() -> list[str]:
     given = {**_arguments(dist.get_rank()), "rows_per_rank": 3, "overflow": "drop"}
     changes = [{"overflow": "raise"}, {"rows_per_rank": -1}, {"rows_per_rank": 1.5}]
-    return [_raised(lambda: sw.dispatch(**{**given, **change})) for change in changes]  # noqa: B023
+    return [_raised(lambda: sw.experts.dispatch(**{**given, **change})) for change in changes]  # noqa: B023
 
 
 def test_fixed_rows(pool: Pool) -> None:
@@ -367,7 +367,7 @@ def test_fixed_rows(pool: Pool) -> None:
 def _gradient_of_bytes() -> str:
     given = _arguments(dist.get_rank())
     given["x"] = given["x"].to(torch.float8_e4m3fn).requires_grad_()
-    return _raised(lambda: sw.dispatch(**given))
+    return _raised(lambda: sw.experts.dispatch(**given))
 
 
 def test_gradient_of_8_bit_floats(pool: Pool) -> None:
@@ -380,34 +380,34 @@ def test_gradient_of_8_bit_floats(pool: Pool) -> None:
 
 def _out_of_step() -> str:
     """One rank combines again where the others dispatch."""
-    rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
-    sw.check_ranks(timeout_seconds=30)
+    rows, _, handle = sw.experts.dispatch(**_arguments(dist.get_rank()))
+    sw.debug.check_ranks(timeout_seconds=30)
     try:
         if dist.get_rank() == 1:
-            return _raised(lambda: sw.combine(rows, handle), RuntimeError)
-        return _raised(lambda: sw.dispatch(**_arguments(dist.get_rank())), RuntimeError)
+            return _raised(lambda: sw.experts.combine(rows, handle), RuntimeError)
+        return _raised(lambda: sw.experts.dispatch(**_arguments(dist.get_rank())), RuntimeError)
     finally:
-        sw.check_ranks(False)
+        sw.debug.check_ranks(False)
 
 
 def _other_result_size() -> str:
-    rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
-    sw.check_ranks(timeout_seconds=30)
+    rows, _, handle = sw.experts.dispatch(**_arguments(dist.get_rank()))
+    sw.debug.check_ranks(timeout_seconds=30)
     try:
-        return _raised(lambda: sw.combine(rows[:, : 4 + (dist.get_rank() == 1)], handle), RuntimeError)
+        return _raised(lambda: sw.experts.combine(rows[:, : 4 + (dist.get_rank() == 1)], handle), RuntimeError)
     finally:
-        sw.check_ranks(False)
+        sw.debug.check_ranks(False)
 
 
 def _alike() -> int:
     sw.reset_stats()
-    sw.check_ranks(timeout_seconds=30)
+    sw.debug.check_ranks(timeout_seconds=30)
     try:
         for _ in range(3):
-            rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()), capacity=2, overflow="drop")
-            sw.combine(rows, handle)
+            rows, _, handle = sw.experts.dispatch(**_arguments(dist.get_rank()), capacity=2, overflow="drop")
+            sw.experts.combine(rows, handle)
     finally:
-        sw.check_ranks(False)
+        sw.debug.check_ranks(False)
     stats = sw.stats()
     assert (stats["dispatches"], stats["combines"]) == (3, 3)
     return int(stats["dropped"])
@@ -430,17 +430,17 @@ COLLECTIVE_TIMEOUT_SECONDS = 4.0
 
 
 def _dies(where: str) -> tuple[str, float]:
-    rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
-    sw.combine(rows, handle)
+    rows, _, handle = sw.experts.dispatch(**_arguments(dist.get_rank()))
+    sw.experts.combine(rows, handle)
     dist.barrier()
     if dist.get_rank() == 2 and where == "dispatch":
         os._exit(17)
     begin = time.monotonic()
     try:
-        rows, _, handle = sw.dispatch(**_arguments(dist.get_rank()))
+        rows, _, handle = sw.experts.dispatch(**_arguments(dist.get_rank()))
         if dist.get_rank() == 2:
             os._exit(17)
-        sw.combine(rows, handle)
+        sw.experts.combine(rows, handle)
     except dist.DistBackendError as error:
         return str(error), time.monotonic() - begin
     return NOTHING, 0.0

@@ -25,13 +25,13 @@ def _layer(load: str, num_experts: int, placement: str) -> tuple[int, int]:
     p = _problem(load, num_experts, placement)
     outs, x_grads, score_grads, _ = routing.unsharded(p)
     x, scores = (one[rank].to(meshes.device).requires_grad_() for one in (p.x, p.scores))
-    with sw.wire_meter() as meter:
-        rows, counts, handle = sw.dispatch(x, p.expert_ids[rank].to(meshes.device), scores, p.placement)
+    with sw.debug.wire_meter() as meter:
+        rows, counts, handle = sw.experts.dispatch(x, p.expert_ids[rank].to(meshes.device), scores, p.placement)
     assert meter.received_bytes == handle.payload_bytes + handle.metadata_bytes
     weights = p.weights.to(meshes.device)
     parts = zip(handle.experts, rows.split(counts.tolist()), strict=True)
     done = [routing.expert(weights[e], part) for e, part in parts]
-    out = sw.combine(torch.cat(done) if done else rows, handle)
+    out = sw.experts.combine(torch.cat(done) if done else rows, handle)
     out.backward(p.gradients[rank].to(meshes.device))
     for found, expected in ((out, outs), (x.grad, x_grads), (scores.grad, score_grads)):
         assert found is not None

@@ -13,7 +13,7 @@ import meshes
 import routing
 import shardwright as sw
 from pool import Pool
-from shardwright import expert_ranks
+from shardwright.experts import ranks as expert_ranks
 
 WORLD = 4
 TOKENS = 9
@@ -40,8 +40,10 @@ def _captured(placement: str, capacity: int | None) -> None:
     x, ids, scores = (tensor.to(meshes.device) for tensor in _inputs(problems[0], rank))
 
     def layer(rows_per_rank: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, _, handle = sw.dispatch(x, ids, scores, held, capacity, overflow="drop", rows_per_rank=rows_per_rank)
-        return sw.combine(torch.sin(rows), handle), torch.as_tensor(handle.dropped)
+        rows, _, handle = sw.experts.dispatch(
+            x, ids, scores, held, capacity, overflow="drop", rows_per_rank=rows_per_rank
+        )
+        return sw.experts.combine(torch.sin(rows), handle), torch.as_tensor(handle.dropped)
 
     layer(TOKENS)  # uploads the tables of the placement
     with async_device.captured() as graph:
@@ -74,8 +76,8 @@ def _forgotten_placement() -> None:
 
     def layer() -> torch.Tensor:
         fixed = {"overflow": "drop", "rows_per_rank": TOKENS}
-        rows, _, handle = sw.dispatch(x, ids, scores, p.placement, **fixed)  # type: ignore[arg-type]
-        return sw.combine(torch.sin(rows), handle)
+        rows, _, handle = sw.experts.dispatch(x, ids, scores, p.placement, **fixed)  # type: ignore[arg-type]
+        return sw.experts.combine(torch.sin(rows), handle)
 
     expected = layer().cpu()
     with async_device.captured() as graph:
@@ -103,11 +105,11 @@ def _over_gloo(rank: int, size: int, path: str) -> int:
     for options in ({}, {"rows_per_rank": TOKENS, "overflow": "drop"}):
         x, scores = (one[rank].to("asyncdev").requires_grad_() for one in (p.x, p.scores))
         ids, weights = p.expert_ids[rank].to("asyncdev"), p.weights.to("asyncdev")
-        rows, counts, handle = sw.dispatch(x, ids, scores, p.placement, **options)  # type: ignore[arg-type]
+        rows, counts, handle = sw.experts.dispatch(x, ids, scores, p.placement, **options)  # type: ignore[arg-type]
         number = int(counts.sum())
         parts = zip(handle.experts, rows[:number].split(counts.tolist()), strict=True)
         done = [routing.expert(weights[e], part) for e, part in parts]
-        out = sw.combine(torch.cat([*done, rows[number:]]), handle)
+        out = sw.experts.combine(torch.cat([*done, rows[number:]]), handle)
         out.backward(p.gradients[rank].to("asyncdev"))
         for found, expected in ((out, outs), (x.grad, x_grads), (scores.grad, score_grads)):
             assert found is not None

@@ -22,7 +22,7 @@ def _explained() -> None:
     slow[1].register_forward_hook(lambda *_: time.sleep(SLEEP_SECONDS))  # type: ignore[index,operator]
     found: Any = sw.explain(lambda: loss_of(model, batch(0)).backward())
     (step,) = found
-    schedule = sw.schedule(model)
+    schedule = sw.fsdp.schedule(model)
     assert str(step.schedule) == str(schedule)
 
     def of(trace: Any, lane: str) -> list[Any]:

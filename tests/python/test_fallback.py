@@ -95,7 +95,7 @@ def _counters() -> None:
     x = DTensor.from_local(torch.ones(3, 8), mesh, [Shard(0)], run_check=False)
     sw.reset_stats()
     assert sw.stats()["calls"] == sw.stats()["fallbacks"] == sw.stats()["bytes"] == 0
-    with sw.enabled(strict=True), sw.wire_meter() as meter:
+    with sw.enabled(strict=True), sw.debug.wire_meter() as meter:
         for _ in range(3):
             x.redistribute(mesh, [Shard(1)])
     stats = sw.stats()

@@ -63,7 +63,7 @@ def _sums(world: int) -> None:
             for async_op in (True, False):
                 own = given[rank].to(meshes.device)
                 out = scatter.allocate((7,), dtype=dtype, device=own.device)
-                with sw.wire_meter() as meter:
+                with sw.debug.wire_meter() as meter:
                     work = scatter(out, own, group, op, async_op)
                 if work is not None:
                     work.wait()
@@ -120,9 +120,9 @@ def _train(comms: bool, mesh_shape: tuple[int, ...], exact: bool, options: dict[
 
 
 def _same_as_stock(mesh_shape: tuple[int, ...], exact: bool, options: dict[str, Any]) -> None:
-    with sw.wire_meter() as stock_meter:
+    with sw.debug.wire_meter() as stock_meter:
         stock = _train(False, mesh_shape, exact, dict(options))
-    with sw.wire_meter() as meter:
+    with sw.debug.wire_meter() as meter:
         ours = _train(True, mesh_shape, exact, dict(options))
     same = all(map(torch.equal, stock, ours))
     # Two contributions have one sum; so have small integers.
@@ -191,14 +191,14 @@ def test_bad_arguments(pool: Pool) -> None:
 def _different_sizes() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    sw.check_ranks()
+    sw.debug.check_ranks()
     try:
         for async_op in (True, False):
             part = torch.zeros(4 + rank, device=meshes.device)
             with pytest.raises(RuntimeError, match="do not run the same redistribute"):
                 sw.fsdp.AllGather()(part.new_zeros(2 * part.numel()), part, group, async_op)
     finally:
-        sw.check_ranks(False)
+        sw.debug.check_ranks(False)
 
 
 def test_ranks_that_differ_are_named(pool: Pool) -> None:

@@ -152,7 +152,7 @@ def _wire(world: int, wire: Any) -> None:
         # Bytes: weights in eight bits, their scales, and one maximum for all weights of a unit.
         received = []
         for each in (model, shard(Cut(), sw.fully_shard, mesh)):
-            with sw.wire_meter() as meter:
+            with sw.debug.wire_meter() as meter:
                 for module in [each, *each.layers]:
                     module.unshard()
             received.append(meter.received_bytes)
@@ -192,7 +192,7 @@ def _gradients(mesh_shape: tuple[int, ...]) -> None:
     inputs = [torch.randn(4, 7, generator=torch.Generator().manual_seed(rank)) for rank in range(world)]
     for _ in range(3):  # the second step is timed, and ranks compare times
         model.zero_grad()
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             (model(inputs[torch.distributed.get_rank()]).sum(0) @ torch.arange(1.0, 6)).backward()
     each = [torch.arange(1.0, 6)[:, None] * x.sum(0) for x in inputs]
     expected = each[0].to(BF16).float()
@@ -222,7 +222,7 @@ def _collectives() -> None:
     for each in (model, plain):
         each.set_requires_gradient_sync(False)
         loss_of(each, batch(0)).backward()
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             loss_of(each, batch(1)).backward()
         calls.append(meter.by_op["c10d.recv_"][0])
     assert calls[0] == calls[1] + 1, calls

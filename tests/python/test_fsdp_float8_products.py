@@ -109,8 +109,8 @@ def _memory(wire: str) -> None:
     for use in (None, "float8"):
         model: Any = shard(Mlp(width=256, tied=False), sw.fully_shard, get_mesh((2,)), wire=wire, use=use)
         model(batch(0, width=256)).sum().backward()
-        sizes[use] = sw.schedule(model).arena_bytes
-        with sw.wire_meter() as meter:
+        sizes[use] = sw.fsdp.schedule(model).arena_bytes
+        with sw.debug.wire_meter() as meter:
             model.layers[0].unshard()
         received[use] = meter.received_bytes
     elements = 256 * 513 * 2

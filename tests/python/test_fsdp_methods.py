@@ -62,7 +62,7 @@ def _accumulates(mesh_shape: tuple[int, ...]) -> None:
 
     # They receive nothing but weights.
     model.set_requires_gradient_sync(False)
-    with sw.wire_meter() as meter:
+    with sw.debug.wire_meter() as meter:
         loss_of(model, batch(0)).backward()
     units = [[*layer.parameters()] for layer in model.layers]
     units.insert(0, [model.enter.weight, model.enter.bias])
@@ -103,7 +103,7 @@ def _accumulates_over_replicas() -> None:
         for step in range(2):
             for micro_step in range(3):
                 model.set_requires_all_reduce(micro_step == 2)
-                with sw.wire_meter() as meter:
+                with sw.debug.wire_meter() as meter:
                     loss_of(model, batch(10 * step + micro_step)).backward()
                 assert micro_step < 2 or all(p.grad is not None for p in model.parameters())
                 if wrap is sw.fully_shard and micro_step < 2 and step == 0:
@@ -138,7 +138,7 @@ def _unshards() -> None:
         handle.wait()
         handle.wait()
         assert torch.equal(layer[0].weight, reference.layers[1][0].weight)
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             assert layer.unshard() is None
             layer[2].unshard() if isinstance(layer[2], sw.fsdp.ShardedModule) else None
         assert meter.received_bytes <= 2, "a byte, by which ranks agree that nothing was written"
@@ -180,7 +180,7 @@ def _keeps() -> None:
     reference = shard(Mlp(), stock_fully_shard, mesh)
 
     def step(number: int) -> int:
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             loss_of(model, batch(number)).backward()
         loss_of(reference, batch(number)).backward()
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):

@@ -92,7 +92,7 @@ def _gathered(width: int, dim: int, use: str | None) -> None:
         mesh = get_mesh((2,))
         placed = {"shard_placement_fn": lambda p: Shard(dim if p.ndim > 1 else 0)}
         sw.fully_shard(model, mesh=mesh, wire="nvfp4", use=use, **placed)
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             model.unshard()
         assert torch.equal(model.weight, expected_of(weight))
         bias, largest, blocks = 4 * 5, 4, -(-width // 16)

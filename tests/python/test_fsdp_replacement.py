@@ -374,7 +374,7 @@ def _gathers_what_weights_say(mesh_shape: tuple[int, ...], width: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert len(sw.schedule(models[0]).gathers) >= 4 and sw.stats()["unplanned_steps"] == 0
+    assert len(sw.fsdp.schedule(models[0]).gathers) >= 4 and sw.stats()["unplanned_steps"] == 0
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")

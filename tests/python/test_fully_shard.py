@@ -23,7 +23,7 @@ import shardwright as sw
 from fsdp_models import agreement_bytes
 from meshes import IS_2_11, get_mesh
 from pool import Pool
-from shardwright import _runtime
+from shardwright._native import _runtime
 from shardwright.fsdp.units import Unit
 
 WIDTH = 6
@@ -252,7 +252,7 @@ def _moves_what_it_says() -> None:
                 layer.up.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.weight.data_ptr()))
                 for layer in model.layers
             ]
-            with sw.wire_meter() as meter:
+            with sw.debug.wire_meter() as meter:
                 loss_of(model, tokens_of(step)).backward()
             assert meter.received_bytes == _bytes_of(model, schedule), options
             for hook in hooks:

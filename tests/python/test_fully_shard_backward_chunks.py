@@ -118,7 +118,7 @@ def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
     with timed():
         model = chain(mesh, width, recomputes, gather_in_chunks=True, prefetch=0)
         assert_trains_as_whole(model, Chain(width).to(meshes.device), width, 5)
-        schedule = sw.schedule(model)
+        schedule = sw.fsdp.schedule(model)
         if mesh.size() == 1:
             assert max(schedule.form_of) < 0 and not schedule.reductions[-1][4], "nothing is moved"
             return
@@ -140,7 +140,7 @@ def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
         if len(mesh_shape) == 1:
             loss_of(model, batch(8, dist.get_rank(), width)).backward()
             x = batch(9, dist.get_rank(), width)
-            with sw.wire_meter() as meter:
+            with sw.debug.wire_meter() as meter:
                 loss_of(model, x).backward()
             expected = received_bytes(model, [[], *model.layers])
             assert meter.received_bytes == expected, (meter.received_bytes, expected)
@@ -166,10 +166,10 @@ def _traced() -> tuple[list[Any], list[Any]]:
         x = torch.randn(256, width).to(meshes.device).requires_grad_()
         for _ in range(4):
             loss_of(model, x).backward()
-        assert sw.schedule(model).reductions[-1][4]
+        assert sw.fsdp.schedule(model).reductions[-1][4]
         loss = loss_of(model, x)
         dist.barrier()
-        with sw.trace() as events:
+        with sw.debug.trace() as events:
             loss.backward()
     runs = sorted({event.run for event in events if event.instruction.startswith("gemm")})
     found = [[event for event in events if event.run == run] for run in (runs[0], runs[-1])]
@@ -223,13 +223,13 @@ def _takes_less_memory() -> None:
 
         for _ in range(4):
             step()
-        sw.release_staging()
+        sw.runtime.release_staging()
         _, allocated = allocated_peak(step)
         runner = getattr(model, ATTRIBUTE).runner
-        peaks.append((runner._arena.numel() + allocated, sw.schedule(model).peak_bytes))
+        peaks.append((runner._arena.numel() + allocated, sw.fsdp.schedule(model).peak_bytes))
     (whole, planned), (chunked, in_chunks) = peaks
     assert planned >= 2 * weight and in_chunks <= limit
-    kinds = {kind for kind, _ in gathered_in_chunks(sw.schedule(model))}
+    kinds = {kind for kind, _ in gathered_in_chunks(sw.fsdp.schedule(model))}
     assert kinds == {"forward", "backward"}
     # Besides: reduced gradients, contributions that have arrived, and a gradient that a transfer has not let go of yet.
     besides = DEPTH * weight // 2 + weight // 2 + weight + (1 << 19)
@@ -248,8 +248,8 @@ def _other_steps(recomputes: bool) -> None:
     whole = Chain(width).to(meshes.device)
     model = chain(mesh, width, recomputes, gather_in_chunks=True, prefetch=0)
     assert_trains_as_whole(model, whole, width, 4)
-    assert recomputes or "backward" in {kind for kind, _ in gathered_in_chunks(sw.schedule(model))}
-    assert sw.schedule(model).reductions[-1][4]
+    assert recomputes or "backward" in {kind for kind, _ in gathered_in_chunks(sw.fsdp.schedule(model))}
+    assert sw.fsdp.schedule(model).reductions[-1][4]
 
     def same(ours: list[torch.Tensor], factor: float = 1.0) -> None:
         """`ours` were this rank's losses, for batches 0, 1, ..."""
@@ -341,9 +341,9 @@ def _recomputes_within() -> None:
     with timed():
         model, whole = chain(get_mesh((2,)), width, layer=Within, **CHUNKS), Chain(width, layer=Within)
         assert_trains_as_whole(model, whole.to(meshes.device), width, 5)
-        schedule = sw.schedule(model)
+        schedule = sw.fsdp.schedule(model)
         assert "backward" in {kind for kind, _ in gathered_in_chunks(schedule)} and schedule.reductions[-1][4]
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             loss_of(model, batch(9, dist.get_rank(), width)).backward()
         expected = received_bytes(model, [[], *model.layers])
         assert meter.received_bytes == expected, (meter.received_bytes, expected)

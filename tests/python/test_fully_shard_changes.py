@@ -177,14 +177,14 @@ def _refused_wishes_change_nothing() -> None:
     model = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
     for step in range(2):
         loss_of(model, batch(step)).backward()
-    limited = shard(Mlp(), sw.fully_shard, get_mesh((2,)), {"memory_limit": sw.schedule(model).peak_bytes - 2500})
+    limited = shard(Mlp(), sw.fully_shard, get_mesh((2,)), {"memory_limit": sw.fsdp.schedule(model).peak_bytes - 2500})
     for step in range(4):
         loss_of(limited, batch(step)).backward()
-    before = str(sw.schedule(limited))
+    before = str(sw.fsdp.schedule(limited))
     for method in (limited.set_reshard_after_forward, limited.set_reshard_after_backward):
         with pytest.raises(ValueError, match="budget_bytes"):
             method(False)
-        assert str(sw.schedule(limited)) == before
+        assert str(sw.fsdp.schedule(limited)) == before
         limited.set_modules_to_forward_prefetch([])  # others can still be granted
         loss_of(limited, batch(0)).backward()
 

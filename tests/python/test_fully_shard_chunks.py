@@ -42,7 +42,7 @@ def _trains(mesh_shape: tuple[int, ...]) -> None:
         model, whole = make(mesh, width, gather_in_chunks=True, prefetch=0), Mlp(width, tied=False).to(meshes.device)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
         for step in range(5):
-            with sw.wire_meter() as meter:
+            with sw.debug.wire_meter() as meter:
                 loss_of(model, batch(step, width=width).to(meshes.device)).backward()
             losses = [
                 loss_of(whole, batch(step, rank, width).to(meshes.device)) for rank in range(dist.get_world_size())
@@ -52,9 +52,9 @@ def _trains(mesh_shape: tuple[int, ...]) -> None:
                 torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-5)
             if step >= 3:
                 # The last layer stays until its backward, and would have to be gathered a second time.
-                assert [i for i in sw.schedule(model).form_of if i >= 0] == [1, 2]
+                assert [i for i in sw.fsdp.schedule(model).form_of if i >= 0] == [1, 2]
                 if meshes.device == "cpu" or len(mesh_shape) == 1:  # else one all-reduce over both dims is faster
-                    assert [unit for unit, *_, in_chunks in sw.schedule(model).reductions if in_chunks] == [0]
+                    assert [unit for unit, *_, in_chunks in sw.fsdp.schedule(model).reductions if in_chunks] == [0]
                 if len(mesh_shape) == 1:
                     assert meter.received_bytes == received_bytes(model, [[model.enter, model.leave], *model.layers])
             assert all(type(layer[0]) is nn.Linear for layer in model.layers)
@@ -116,7 +116,7 @@ def _where_memory_is_short() -> None:
         for step in range(4):
             x = torch.randn(rank, 4, 9, generator=torch.Generator().manual_seed(step)).to(meshes.device)
             torch.testing.assert_close(ours(x).cpu(), whole(x).cpu(), rtol=2e-2, atol=2e-2)
-        schedule = sw.schedule(ours)
+        schedule = sw.fsdp.schedule(ours)
         assert schedule.form_of == [-1] * 4 + [1, 2, 3] and schedule.peak_bytes <= limit
         with pytest.raises(ValueError, match="budget_bytes: got 1600; allowed is"):
             without(x)
@@ -132,7 +132,7 @@ def _where_memory_is_short() -> None:
         ours.layers[0].unshard()
         assert torch.equal(ours.layers[0].weight, whole.layers[0].weight)
         torch.testing.assert_close(ours(x).cpu(), whole(x).cpu(), rtol=2e-2, atol=2e-2)
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             ours(x)
         lacks = sum(4 * (p.numel() - p.to_local().numel()) for p in ours.parameters())
         again = sum(4 * (p.numel() - p.to_local().numel()) for p in ours.layers[1].parameters() if p.ndim > 1)
@@ -156,10 +156,10 @@ def _takes_less_memory() -> None:
 
         forward()
         forward()
-        sw.release_staging()
+        sw.runtime.release_staging()
         _, allocated = allocated_peak(forward)
         runner = getattr(model, ATTRIBUTE).runner
-        peaks.append((runner._arena.numel() + allocated, sw.schedule(model).peak_bytes))
+        peaks.append((runner._arena.numel() + allocated, sw.fsdp.schedule(model).peak_bytes))
     (whole, planned), (chunked, in_chunks) = peaks
     assert planned > 6 << 20 and in_chunks <= 4 << 20
     activations = 4 * 4 * 3 * 1025
@@ -186,7 +186,7 @@ def _linear_units() -> None:
             for step in range(3):
                 x = batch(step, width=64).to(meshes.device)
                 torch.testing.assert_close(ours(x), whole(x), rtol=1e-4, atol=1e-5)
-    assert [unit for unit in sw.schedule(ours).form_of if unit >= 0] == [1, 2]
+    assert [unit for unit in sw.fsdp.schedule(ours).form_of if unit >= 0] == [1, 2]
     assert [type(layer).__name__ for layer in ours] == ["ShardedLinear", "ShardedLinear"]
 
 

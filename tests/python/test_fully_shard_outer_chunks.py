@@ -102,7 +102,7 @@ def _trains(recomputes: str) -> None:
         for step in range(4):
             loss_of(model, step).backward()
             assert_same_gradients(model, whole, [step])
-        schedule = sw.schedule(model)
+        schedule = sw.fsdp.schedule(model)
         if dist.get_world_size() == 1:
             assert not any(in_chunks for *_, in_chunks in schedule.reductions), "nothing is moved"
             return
@@ -116,7 +116,7 @@ def _trains(recomputes: str) -> None:
         for use in (backwards[0], backwards[-1]):
             assert "in chunks: reduce the gradient of Language" in told[use], told[use]
         if recomputes != "projection":
-            with sw.wire_meter() as meter:
+            with sw.debug.wire_meter() as meter:
                 loss_of(model, 8).backward()
             assert meter.received_bytes == received_by(model), (meter.received_bytes, received_by(model))
             assert_same_gradients(model, whole, [8])
@@ -137,7 +137,7 @@ def _accumulates() -> None:
         for step in range(4):
             loss_of(model, step).backward()
             model.zero_grad()
-        assert sw.schedule(model).reductions[-1][4]
+        assert sw.fsdp.schedule(model).reductions[-1][4]
         for _ in range(3):
             model.set_requires_gradient_sync(False)
             for step in (0, 1):
@@ -161,10 +161,10 @@ def _accumulates() -> None:
         for each in (model, whole):
             each.is_twice = True
         for step in range(4):
-            with sw.wire_meter() as meter:
+            with sw.debug.wire_meter() as meter:
                 loss_of(model, step).backward()
             assert_same_gradients(model, whole, [step])
-        schedule = sw.schedule(model)
+        schedule = sw.fsdp.schedule(model)
         assert schedule.reductions[-1][4] and meter.received_bytes == received_by(model), str(schedule)
         for each in (model, whole):
             each.is_twice = False
@@ -187,11 +187,11 @@ def _traced() -> tuple[list[tuple[str, int, float, float]], list[str]]:
         model = make()
         for step in range(4):
             loss_of(model, step).backward()
-        assert sw.schedule(model).reductions[-1][4]
+        assert sw.fsdp.schedule(model).reductions[-1][4]
         tokens = torch.randint(VOCABULARY, (256,), generator=torch.Generator().manual_seed(7)).to(meshes.device)
         loss = F.cross_entropy(model(tokens), tokens)
         dist.barrier()
-        with sw.trace() as events:
+        with sw.debug.trace() as events:
             loss.backward()
     runs = sorted({event.run for event in events if event.instruction.startswith("gemm")})
     first = [event for event in events if event.run == runs[0]]
@@ -218,8 +218,8 @@ def _calls_differ() -> None:
         for step in range(4):
             loss_of(model, step).backward()
             model.zero_grad()
-        assert sw.schedule(model).reductions[-1][4]
-        sw.check_ranks()
+        assert sw.fsdp.schedule(model).reductions[-1][4]
+        sw.debug.check_ranks()
         try:
             loss_of(model, 0).backward()
             model.zero_grad()
@@ -230,7 +230,7 @@ def _calls_differ() -> None:
             ):
                 loss.backward()
         finally:
-            sw.check_ranks(False)
+            sw.debug.check_ranks(False)
 
 
 def test_ranks_that_call_a_module_more_often_are_named(pool: Pool) -> None:

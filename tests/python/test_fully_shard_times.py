@@ -42,7 +42,7 @@ def _as_far_as_it_must() -> None:
             model = shard(Model(), sw.fully_shard, mesh, memory_limit=limit)
             found = parts(train(model, 4))
         assert all(map(torch.equal, found, expected))
-        schedule = sw.schedule(model)
+        schedule = sw.fsdp.schedule(model)
         told: list[str] = [""] * 2
         dist.all_gather_object(told, str(schedule))
         assert told[0] == told[1], "ranks follow different schedules"
@@ -58,17 +58,17 @@ def test_as_far_ahead_as_times_ask_for(pool: Pool) -> None:
 def _measured() -> None:
     model = shard(Model(), sw.fully_shard, get_mesh((3,)))
     with pytest.raises(ValueError, match="module: got a Linear that sw.fully_shard has not seen"):
-        sw.schedule(nn.Linear(2, 2))
+        sw.fsdp.schedule(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="module: no step of it has ended yet"):
-        sw.schedule(model)
+        sw.fsdp.schedule(model)
     with torch.no_grad():
         loss_of(model, tokens_of(0))
-    assert not sw.schedule(model).reductions
+    assert not sw.fsdp.schedule(model).reductions
     train(model, 1, evaluate=True)
-    schedule = sw.schedule(model)
+    schedule = sw.fsdp.schedule(model)
     assert schedule.reductions and schedule.lanes is None and "predicted" not in str(schedule)
     train(model, 1, evaluate=True)
-    schedule = sw.schedule(model)
+    schedule = sw.fsdp.schedule(model)
     lanes = schedule.lanes
     assert lanes is not None and lanes["compute_ps"] == sum(end - begin for begin, end in lanes["uses"]) > 0
     assert lanes["transfer_ps"] > 0 and lanes["total_ps"] == json.loads(schedule.to_json())["predicted_ps"]
@@ -77,7 +77,7 @@ def _measured() -> None:
     titles = [path[0].text for path in drawn if path.tag.endswith("path") and len(path)]
     assert sum(str(title).startswith("gather ") for title in titles) == len(schedule.gathers)
     train(model, 1, evaluate=True)
-    assert sw.schedule(model).to_json() == schedule.to_json(), "only one step is timed"
+    assert sw.fsdp.schedule(model).to_json() == schedule.to_json(), "only one step is timed"
 
 
 def test_one_step_is_measured(pool: Pool) -> None:

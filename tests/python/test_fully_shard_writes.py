@@ -24,7 +24,7 @@ def _load(model: nn.Module, parameters: list[Any], folder: str) -> None:
 
 
 def _read_checkpoint(model: nn.Module, parameters: list[Any], folder: str) -> None:
-    dcp.load(model.state_dict(), storage_reader=sw.CheckpointReader(folder))
+    dcp.load(model.state_dict(), storage_reader=sw.checkpoints.CheckpointReader(folder))
 
 
 def _copy_to_local(model: nn.Module, parameters: list[Any], folder: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from shardwright import _runtime
+from shardwright._native import _runtime
 
 Place = tuple[int, int, int]
 # How a matrix lies in its buffer. "slice" and "column slice" are parts of larger ones, by rows and by columns; "apart"
@@ -237,12 +237,12 @@ def test_fast_accumulation_is_off_until_it_is_asked_for() -> None:
     gemm = _runtime.Gemm((16, 16, 32), (0, 32, 1), (0, 1, 32), (0, 16, 1))
     one = torch.ones(())
     results = []
-    assert sw.set_fast_accumulation(True) is False
+    assert sw.runtime.set_fast_accumulation(True) is False
     try:
         for by_product in (False, True):
             results.append(torch.zeros(16 * 16))
             gemm.multiply_scaled(lhs, rhs, one, one, results[-1], fast_accumulation=by_product)
     finally:
-        assert sw.set_fast_accumulation(False) is True
+        assert sw.runtime.set_fast_accumulation(False) is True
     expected = lhs.float().view(16, 32) @ rhs.float().view(16, 32).t()
     assert all(torch.equal(result.view(16, 16), expected) for result in results)

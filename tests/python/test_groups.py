@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 import shardwright as sw
 from pool import Pool
-from shardwright import groups
+from shardwright.runtime import groups
 
 WORLD = 4
 DEVICE = torch.device("cuda", 0)

@@ -48,10 +48,10 @@ def _module_file(copy: Path, module: str) -> Path:
 IMPORTS = (
     "shardwright.enable",
     "shardwright.redistribute_local",
-    "shardwright.release_staging",
-    "from shardwright import groups",
+    "shardwright.runtime.release_staging",
+    "from shardwright.runtime import groups",
     "import shardwright.parallel",
-    "import shardwright.operators",
+    "import shardwright.graph",
 )
 
 

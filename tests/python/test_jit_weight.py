@@ -1,4 +1,4 @@
-"""`sw.jit_weight`: weights that modules gather themselves, for a forward and again for its backward."""
+"""`sw.fsdp.jit_weight`: weights that modules gather themselves, for a forward and again for its backward."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _trains(mesh_shape: tuple[int, ...], placements: list[str]) -> None:
     rest = sw.Layout(mesh, (ROWS, COLUMNS), placements)
     use = sw.Layout(mesh, (ROWS, COLUMNS), ["R"] * len(mesh_shape))
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours, expected = sw.jit_weight(part(whole_weight(), rest), rest, use), Whole()
+    ours, expected = sw.fsdp.jit_weight(part(whole_weight(), rest), rest, use), Whole()
     for step in range(3):
         for weight, ranks in ((ours, [rank]), (expected, range(world))):
             weight.parameter.grad = None
@@ -99,8 +99,8 @@ def _gathers() -> None:
     rest, use = (sw.Layout(mesh, (8, 8), [p]) for p in ("S(0)", "R"))
     x = torch.ones(2, 8, device=meshes.device, requires_grad=True)
     for grad, reduction in ((None, 128), (use, 0)):
-        weight = sw.jit_weight(torch.ones(4, 8, device=meshes.device), rest, use, grad=grad)
-        with sw.wire_meter() as meter:
+        weight = sw.fsdp.jit_weight(torch.ones(4, 8, device=meshes.device), rest, use, grad=grad)
+        with sw.debug.wire_meter() as meter:
             with weight as whole:
                 y = F.linear(F.linear(x, whole), whole)
             gathered = weakref.ref(whole)
@@ -109,7 +109,7 @@ def _gathers() -> None:
             assert meter.received_bytes == 128
             y.sum().backward()
             assert meter.received_bytes == 256 + reduction
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             weight.prefetch()
             with weight as whole:
                 assert torch.equal(whole.cpu(), torch.ones(8, 8))
@@ -169,7 +169,7 @@ class Linear(torch.autograd.Function):
 def _protocol() -> None:
     mesh = sw.Mesh({"a": 3})
     rest, use = (sw.Layout(mesh, (ROWS, COLUMNS), [p]) for p in ("S(0)", "R"))
-    weight = sw.jit_weight(nn.Parameter(part(whole_weight(), rest)), rest, use)
+    weight = sw.fsdp.jit_weight(nn.Parameter(part(whole_weight(), rest)), rest, use)
     parameter = weight.parameter
     assert isinstance(parameter, DistributedWeight) and isinstance(parameter, torch.Tensor)
     assert not isinstance(nn.Parameter(torch.ones(2)), DistributedWeight)
@@ -193,7 +193,7 @@ def _refusals() -> None:
 
     def refuses(text: str, *args: Any, **options: Any) -> None:
         with pytest.raises(ValueError, match=text):
-            sw.jit_weight(*args, **options)
+            sw.fsdp.jit_weight(*args, **options)
 
     refuses("local: got a str", "local", rest, use)
     refuses("local: has shape \\(4, 4\\)", torch.ones(4, 4), rest, use)

@@ -37,7 +37,16 @@ def test_every_kind_is_drawn() -> None:
 
 
 def _kinds_of_cuts() -> list[str]:
-    return [kind.__name__ for kind in (sw.Ragged, sw.Blocks, sw.Cyclic, sw.Owned, sw.Packed)]
+    return [
+        kind.__name__
+        for kind in (
+            sw.placements.Ragged,
+            sw.placements.Blocks,
+            sw.placements.Cyclic,
+            sw.placements.Owned,
+            sw.placements.Packed,
+        )
+    ]
 
 
 @pytest.mark.cpu_only("tensors are made on the CPU")

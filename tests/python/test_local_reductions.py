@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from shardwright import _runtime
+from shardwright._native import _runtime
 
 COMBINE = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

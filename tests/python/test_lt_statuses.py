@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from shardwright import _runtime
+from shardwright._native import _runtime
 
 # The values of cublasStatus_t.
 DONE, DECLINED, FAILED = 1, 0, -1
@@ -57,7 +57,7 @@ int cublasLtMatmul(void* handle, void* desc, const void* alpha, const void* a, v
 TRY_ALL = """
 import ctypes, os, sys
 import torch
-from shardwright import _runtime
+from shardwright._native import _runtime
 attempt = ctypes.CDLL(_runtime.__file__).shardwright_try_lt_product
 attempt.argtypes = [ctypes.c_int64, ctypes.c_int]
 k = 0

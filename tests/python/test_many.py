@@ -18,7 +18,7 @@ import shardwright as sw
 from allocations import allocated_peak
 from meshes import NAMES
 from pool import Pool
-from shardwright import executables, many
+from shardwright.runtime import executables, many
 
 # A mesh: its shape, and its ranks, row-major.
 Grid = tuple[tuple[int, ...], tuple[int, ...]]
@@ -96,13 +96,13 @@ def _move(seed: int, bucket_bytes: int, buckets: int, strided: bool) -> tuple[in
     items, expected = _items(cases, rank, strided)
     kept = [None if local is None else local.clone() for local, _, _ in items]
     plan = sw.plan_many([(src, dst) for _, src, dst in items], bucket_bytes=bucket_bytes, buckets=buckets)
-    with sw.wire_meter() as meter:
+    with sw.debug.wire_meter() as meter:
         results = sw.redistribute_many(items, bucket_bytes=bucket_bytes, buckets=buckets)
     _check(results, expected, cases)
     for (local, _, _), before in zip(items, kept, strict=True):
         assert local is None or oracle.difference(local, before.cpu()) is None
     first = meter.received_bytes
-    with sw.wire_meter() as meter:
+    with sw.debug.wire_meter() as meter:
         again = sw.redistribute_many(items, bucket_bytes=bucket_bytes, buckets=buckets)
     _check(again, expected, cases)
     assert meter.received_bytes < first or dist.get_world_size() == 1  # ranks do not compare again
@@ -122,7 +122,7 @@ def _move(seed: int, bucket_bytes: int, buckets: int, strided: bool) -> tuple[in
         assert mine is None or (one is mine and (mine.data_ptr(), mine.stride()) == place)
 
     pending = sw.redistribute_many(items, bucket_bytes=bucket_bytes, buckets=buckets, async_op=True)
-    assert isinstance(pending, sw.ManyHandle)
+    assert isinstance(pending, sw.runtime.ManyHandle)
     pending.wait_for_sources()
     for local, _, _ in items:
         if local is not None:
@@ -164,7 +164,7 @@ def _memory(bucket_bytes: int, buckets: int) -> tuple[int, int, int]:
     ]
     settings: dict[str, Any] = {"bucket_bytes": bucket_bytes, "buckets": buckets, "device": "cpu"}
     sw.redistribute_many(items, **settings)
-    sw.release_staging()
+    sw.runtime.release_staging()
     moved, peak = allocated_peak(sw.redistribute_many, items, **settings)
     plan = sw.plan_many(pairs, bucket_bytes=bucket_bytes, buckets=buckets)
     return peak - sum(one.nbytes for one in moved), plan.memory_bytes, plan.num_rounds
@@ -353,7 +353,7 @@ def _conjugated(transfers: bool) -> None:
         for _ in range(2):
             assert torch.equal(sw.redistribute_many([(local, src, dst)], out=[out])[0], right)  # type: ignore[index]
         pending = sw.redistribute_many([(local, src, dst)], async_op=True)
-        assert isinstance(pending, sw.ManyHandle)
+        assert isinstance(pending, sw.runtime.ManyHandle)
         assert torch.equal(pending.wait()[0], right)
         view = out.conj() if whole.is_complex() else torch._neg_view(out)
         with pytest.raises(ValueError, match="out: tensor 0: is a "):  # alone, in a call with known layouts

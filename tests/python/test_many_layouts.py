@@ -17,19 +17,19 @@ import oracle
 import shardwright as sw
 from allocations import allocated_peak
 from pool import Pool
-from shardwright import argument_checks
+from shardwright.runtime import argument_checks
 
 WORLD_SIZE = 4
 SHAPE = (6, 4, 3)
 # Ranks, and what is on them.
 Side = tuple[tuple[int, ...], Any]
 SIDES: list[Side] = [
-    ((0, 1), sw.Pieces(0, [[(4, 6), (0, 2)], [(1, 5)]])),
-    ((3, 1, 2), sw.Pieces(0, [[(5, 6), (0, 3)], [], [(2, 5), (0, 1)]])),
-    ((1, 2), sw.Ragged(dims=(0, 1), units=(5, 3))),
-    ((2, 0, 3), sw.Ragged(dims=(0, 1, 2), units=(1, 0, 7))),
-    ((0, 1, 2, 3), sw.Ragged(dims=(0, 1), units=(0, 1, 5, 2))),
-    ((3, 0), sw.Shard(2)),
+    ((0, 1), sw.placements.Pieces(0, [[(4, 6), (0, 2)], [(1, 5)]])),
+    ((3, 1, 2), sw.placements.Pieces(0, [[(5, 6), (0, 3)], [], [(2, 5), (0, 1)]])),
+    ((1, 2), sw.placements.Ragged(dims=(0, 1), units=(5, 3))),
+    ((2, 0, 3), sw.placements.Ragged(dims=(0, 1, 2), units=(1, 0, 7))),
+    ((0, 1, 2, 3), sw.placements.Ragged(dims=(0, 1), units=(0, 1, 5, 2))),
+    ((3, 0), sw.placements.Shard(2)),
     ((2,), "R"),
 ]
 
@@ -44,9 +44,9 @@ def _held(tensor: torch.Tensor, side: Side) -> torch.Tensor:
     if dist.get_rank() not in ranks:
         return tensor.new_empty(0)
     c = ranks.index(dist.get_rank())
-    if isinstance(placement, sw.Pieces):
+    if isinstance(placement, sw.placements.Pieces):
         return torch.cat([tensor[:0], *(tensor[begin:end] for begin, end in placement.lists[c])])
-    if isinstance(placement, sw.Ragged):
+    if isinstance(placement, sw.placements.Ragged):
         assert placement.dims is not None and placement.units is not None
         flat = tensor.flatten(0, len(placement.dims) - 1)
         unit = len(flat) // sum(placement.units)
@@ -73,7 +73,7 @@ def _rearranged(bucket_bytes: int, strided: bool) -> None:
     out = [_gaps(torch.zeros_like(one)) for one in expected] if strided else None
     plan = sw.plan_many([(src, dst) for _, src, dst in items], bucket_bytes=bucket_bytes)
     for _ in range(2):
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             moved = sw.redistribute_many(items, bucket_bytes=bucket_bytes, out=out, device=meshes.device)
         for (_, src, dst), one, right in zip(items, moved, expected, strict=True):  # type: ignore[arg-type]
             wrong = oracle.difference(one, right.cpu())
@@ -118,7 +118,7 @@ def _memory_of_reductions() -> tuple[int, int]:
     settings: dict[str, Any] = {"bucket_bytes": 40000, "buckets": 2, "device": "cpu"}
     for i, one in enumerate(sw.redistribute_many(items, **settings)):  # type: ignore[arg-type]
         assert rank < 2 or torch.equal(one, torch.full((96, 500), 3.0 * i))
-    sw.release_staging()
+    sw.runtime.release_staging()
     moved, peak = allocated_peak(sw.redistribute_many, items, **settings)
     plan = sw.plan_many([(src, dst)] * 3, bucket_bytes=40000, buckets=2)
     assert plan.reductions == 3 and plan.reduced_bytes_max == 3 * 32 * 1000 * 4
@@ -142,8 +142,8 @@ def _transferred() -> None:
     whole = {name: oracle.global_tensor(shape, torch.float32, i, reducible=True) for i, name in enumerate("qkv")}
     on = sw.Mesh({"a": 2})
     cuts = {
-        "q": sw.Pieces(0, [[(3, 6)], [(0, 3), (5, 6)]]),
-        "k": sw.Ragged(dims=(0, 1), units=(1, 5)),
+        "q": sw.placements.Pieces(0, [[(3, 6)], [(0, 3), (5, 6)]]),
+        "k": sw.placements.Ragged(dims=(0, 1), units=(1, 5)),
         "v": "P(sum)",
     }
     state: dict[str, Any] = {}
@@ -151,17 +151,19 @@ def _transferred() -> None:
         layout = sw.Layout(on, shape, [placement], "float32")
         local = whole[name] if placement == "P(sum)" else _held(whole[name], ((0, 1), placement))
         state[name] = (local.clone(), layout)
-    to = sw.Layout(sw.Mesh({"b": 3}, [1, 2, 3]), (18, 4), [sw.Ragged(dims=(0, 1), units=(4, 1, 4))], "bfloat16")
+    to = sw.Layout(
+        sw.Mesh({"b": 3}, [1, 2, 3]), (18, 4), [sw.placements.Ragged(dims=(0, 1), units=(4, 1, 4))], "bfloat16"
+    )
     t = sw.transfer(
         state if rank < 2 else None,
         {"qkv": to},
-        [sw.fuse("qkv", ["q", "k", "v"]), sw.cast(torch.bfloat16)],
+        [sw.rules.fuse("qkv", ["q", "k", "v"]), sw.rules.cast(torch.bfloat16)],
         bucket_bytes=100,
     )
     for factor in (1, 3):
         t.start().wait()
         fused = torch.cat([whole["q"], whole["k"], 2 * whole["v"]]) * factor
-        right = _held(fused.bfloat16(), ((1, 2, 3), sw.Ragged(dims=(0, 1), units=(4, 1, 4))))
+        right = _held(fused.bfloat16(), ((1, 2, 3), sw.placements.Ragged(dims=(0, 1), units=(4, 1, 4))))
         assert rank == 0 or torch.equal(t.tensors["qkv"], right)
         for name, tensor in t.receive():
             assert torch.equal(tensor, right), name
@@ -312,11 +314,15 @@ def _other_cuts_of_dtensors() -> None:
     mesh = meshes.get_mesh((2,))
     tensor = torch.arange(32.0).view(8, 4)
     x = distribute_tensor(tensor, mesh, [Shard(0)]).requires_grad_()
-    for cut in (sw.Cyclic(0, 1), sw.Ragged(dims=(0, 1), units=(1, 3)), sw.Pieces(0, [[(4, 8)], [(0, 4)]])):
+    for cut in (
+        sw.placements.Cyclic(0, 1),
+        sw.placements.Ragged(dims=(0, 1), units=(1, 3)),
+        sw.placements.Pieces(0, [[(4, 8)], [(0, 4)]]),
+    ):
         with pytest.raises(ValueError, match="none that DTensor's operators know"):
             sw.redistribute(x, [cut])  # type: ignore[list-item]
     # There and back by the local tensors, with gradients.
-    src, dst = (sw.Layout(mesh, (8, 4), [placement]) for placement in (Shard(0), sw.Cyclic(0, 1)))
+    src, dst = (sw.Layout(mesh, (8, 4), [placement]) for placement in (Shard(0), sw.placements.Cyclic(0, 1)))
     local = sw.redistribute_local(x.to_local(), src, dst)
     assert torch.equal(local, tensor[dist.get_rank() :: 2])
     (local * local).sum().backward()
@@ -358,7 +364,7 @@ def _waits_for_items() -> None:
     cut, whole = (sw.Layout(sw.Mesh({"a": 2}), (6,), [kind]) for kind in ("S(0)", "R"))
     local = torch.full((3,), float(dist.get_rank()))
     pending = sw.redistribute_many([(local, cut, whole)] * 2, async_op=True)
-    assert isinstance(pending, sw.ManyHandle)
+    assert isinstance(pending, sw.runtime.ManyHandle)
     for item in (-1, 2):
         with pytest.raises(ValueError, match=f"item: got {item} of 2 items; allowed are their numbers"):
             pending.wait_for(item)

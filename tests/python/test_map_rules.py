@@ -10,9 +10,9 @@ import torch
 
 import shardwright as sw
 from map_rules import random_rules
-from shardwright.mapping.checking import Wanted, check
-from shardwright.mapping.kinds import Rule, apply_rules
-from shardwright.mapping.pieces import Box, Mapped, Tensors, coverage, source_tensor
+from shardwright.rules.checking import Wanted, check
+from shardwright.rules.kinds import Rule, apply_rules
+from shardwright.rules.pieces import Box, Mapped, Tensors, coverage, source_tensor
 
 State = dict[str, torch.Tensor]
 
@@ -68,14 +68,14 @@ def test_fuse_and_split() -> None:
     parts = {"l.0.q": q, "l.0.k": k, "l.0.v": v, "w": _random(3)}
     fused = {"w": parts["w"], "l.0.qkv": torch.cat([q, k, v])}
     names = ["l.*.q", "l.*.k", "l.*.v"]
-    _check(parts, [sw.fuse("l.*.qkv", names)], fused)
-    _check(fused, [sw.split("l.*.qkv", names, sizes=[8, 4, 4])], parts)
+    _check(parts, [sw.rules.fuse("l.*.qkv", names)], fused)
+    _check(fused, [sw.rules.split("l.*.qkv", names, sizes=[8, 4, 4])], parts)
     by_group = {"w": parts["w"], "l.0.qkv": torch.cat([x.chunk(2)[g] for g in range(2) for x in (q, k, v)])}
-    _check(parts, [sw.fuse("l.*.qkv", names, groups=2)], by_group)
-    _check(by_group, [sw.split("l.*.qkv", names, sizes=[8, 4, 4], groups=2)], parts)
+    _check(parts, [sw.rules.fuse("l.*.qkv", names, groups=2)], by_group)
+    _check(by_group, [sw.rules.split("l.*.qkv", names, sizes=[8, 4, 4], groups=2)], parts)
     wide = {"a": _random(3, 2), "b": _random(3, 5)}
-    _check(wide, [sw.fuse("ab", ["a", "b"], dim=-1)], {"ab": torch.cat([wide["a"], wide["b"]], 1)})
-    _check({"ab": torch.arange(6)}, [sw.split("ab", ["a", "b"])], {"a": torch.arange(3), "b": torch.arange(3, 6)})
+    _check(wide, [sw.rules.fuse("ab", ["a", "b"], dim=-1)], {"ab": torch.cat([wide["a"], wide["b"]], 1)})
+    _check({"ab": torch.arange(6)}, [sw.rules.split("ab", ["a", "b"])], {"a": torch.arange(3), "b": torch.arange(3, 6)})
 
 
 def test_stack_and_unstack() -> None:
@@ -86,24 +86,24 @@ def test_stack_and_unstack() -> None:
             f"l.{n}.experts.w1": torch.stack([experts[f"l.{n}.experts.{e}.w1"] for e in range(12)], dim)
             for n in range(2)
         }
-        _check(experts, [sw.stack("l.*.experts.{}.w1", dim=dim)], stacked)
-        _check(stacked, [sw.unstack("l.*.experts.w1", "l.*.experts.{}.w1", dim=dim - 3)], experts)
+        _check(experts, [sw.rules.stack("l.*.experts.{}.w1", dim=dim)], stacked)
+        _check(stacked, [sw.rules.unstack("l.*.experts.w1", "l.*.experts.{}.w1", dim=dim - 3)], experts)
     named = {"all": torch.stack([torch.tensor(0.0), torch.tensor(1.0)])}
-    _check({"s.0": torch.tensor(0.0), "s.1": torch.tensor(1.0)}, [sw.stack("s.{}", into="all")], named)
+    _check({"s.0": torch.tensor(0.0), "s.1": torch.tensor(1.0)}, [sw.rules.stack("s.{}", into="all")], named)
 
 
 def test_transpose_rename_cast() -> None:
     torch.manual_seed(3)
     state = {"m.a": _random(2, 3, 4), "m.b": _random(5), "n": torch.arange(3)}
-    _check(state, [sw.transpose("m.a", (2, 0, -2))], {**state, "m.a": state["m.a"].permute(2, 0, 1)})
-    _check(state, [sw.rename("m.*", "**")], {"a": state["m.a"], "b": state["m.b"], "n": state["n"]})
-    swap = sw.rename({"m.a": "m.b", "m.b": "m.a"})
+    _check(state, [sw.rules.transpose("m.a", (2, 0, -2))], {**state, "m.a": state["m.a"].permute(2, 0, 1)})
+    _check(state, [sw.rules.rename("m.*", "**")], {"a": state["m.a"], "b": state["m.b"], "n": state["n"]})
+    swap = sw.rules.rename({"m.a": "m.b", "m.b": "m.a"})
     _check(state, [swap], {"m.b": state["m.a"], "m.a": state["m.b"], "n": state["n"]})
-    _check(state, [sw.rename(str.upper)], {name.upper(): x for name, x in state.items()})
+    _check(state, [sw.rules.rename(str.upper)], {name.upper(): x for name, x in state.items()})
     cast = {name: x.bfloat16() if x.is_floating_point() else x for name, x in state.items()}
-    _check(state, [sw.cast(torch.bfloat16)], cast)
-    _check(state, [sw.cast("fp16", ["m.b"])], {**state, "m.b": state["m.b"].half()})
-    assert _mapped(state, [sw.cast("fp16"), sw.cast("float64", "m.b")])[1] == [
+    _check(state, [sw.rules.cast(torch.bfloat16)], cast)
+    _check(state, [sw.rules.cast("fp16", ["m.b"])], {**state, "m.b": state["m.b"].half()})
+    assert _mapped(state, [sw.rules.cast("fp16"), sw.rules.cast("float64", "m.b")])[1] == [
         "cast('float64'): m.b is cast to float16 already; allowed is one cast of an element"
     ]
 
@@ -150,11 +150,11 @@ def test_all_problems_are_reported_together() -> None:
         "spare": _random(1),
     }
     rules = [
-        sw.fuse("qk", ["q", "k"]),
-        sw.fuse("l.*.qkv", ["l.*.q", "l.*.k"]),
-        sw.stack("e.{}", into="e"),
-        sw.rename({"x": "z", "y": "z"}),
-        sw.transpose("z", (1, 0)),
+        sw.rules.fuse("qk", ["q", "k"]),
+        sw.rules.fuse("l.*.qkv", ["l.*.q", "l.*.k"]),
+        sw.rules.stack("e.{}", into="e"),
+        sw.rules.rename({"x": "z", "y": "z"}),
+        sw.rules.transpose("z", (1, 0)),
     ]
     wanted = {
         "e": Wanted((3, 2), "float32"),
@@ -187,17 +187,17 @@ def test_all_problems_are_reported_together() -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (lambda: sw.fuse("qkv", "q"), "parts: got 'q' (of type str); allowed is a list of names"),
-        (lambda: sw.fuse("l.*.qkv", ["q"]), "parts: 'q' has other wildcards than 'l.*.qkv'"),
-        (lambda: sw.fuse("qkv", ["q"], groups=0), "groups: got 0; allowed are 1 and more"),
-        (lambda: sw.split("qkv", ["q", "k"], sizes=[1]), r"sizes: got [1] for 2 parts"),
-        (lambda: sw.stack("experts.w1"), "names: got 'experts.w1'; allowed is a pattern with one {}"),
-        (lambda: sw.stack("e.{}.*.w", into="w"), "into: 'w' has other wildcards"),
-        (lambda: sw.rename("a"), "to: is missing"),
-        (lambda: sw.rename("a.*", "b"), "to: 'b' has other wildcards than 'a.*'"),
-        (lambda: sw.rename(3), "names: got 3"),  # type: ignore[arg-type]
-        (lambda: sw.cast("float3"), "float3"),
-        (lambda: sw.transpose("w", 1), "dims: got 1"),  # type: ignore[arg-type]
+        (lambda: sw.rules.fuse("qkv", "q"), "parts: got 'q' (of type str); allowed is a list of names"),
+        (lambda: sw.rules.fuse("l.*.qkv", ["q"]), "parts: 'q' has other wildcards than 'l.*.qkv'"),
+        (lambda: sw.rules.fuse("qkv", ["q"], groups=0), "groups: got 0; allowed are 1 and more"),
+        (lambda: sw.rules.split("qkv", ["q", "k"], sizes=[1]), r"sizes: got [1] for 2 parts"),
+        (lambda: sw.rules.stack("experts.w1"), "names: got 'experts.w1'; allowed is a pattern with one {}"),
+        (lambda: sw.rules.stack("e.{}.*.w", into="w"), "into: 'w' has other wildcards"),
+        (lambda: sw.rules.rename("a"), "to: is missing"),
+        (lambda: sw.rules.rename("a.*", "b"), "to: 'b' has other wildcards than 'a.*'"),
+        (lambda: sw.rules.rename(3), "names: got 3"),  # type: ignore[arg-type]
+        (lambda: sw.rules.cast("float3"), "float3"),
+        (lambda: sw.rules.transpose("w", 1), "dims: got 1"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_arguments(rule: Callable[[], Rule], said: str) -> None:

@@ -169,7 +169,7 @@ def _products_of_a_vector() -> None:
     expected = x @ w.t()
     for run in (lambda: torch.nn.functional.linear(cut, columns), lambda: cut @ columns.t()):
         for checks in (False, True):
-            sw.check_ranks(checks)
+            sw.debug.check_ranks(checks)
             try:
                 with sw.enabled(strict=True):
                     y = run()
@@ -179,7 +179,7 @@ def _products_of_a_vector() -> None:
                     pieces = y.redistribute(mesh, [Shard(y.ndim - 1)])
                     assert torch.equal(pieces.full_tensor().flatten(), expected)
             finally:
-                sw.check_ranks(False)
+                sw.debug.check_ranks(False)
 
 
 def test_products_of_a_vector(pool: Pool) -> None:

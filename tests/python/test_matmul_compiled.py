@@ -17,8 +17,8 @@ from torch.testing import assert_close
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
+from shardwright.matmul import running
 from shardwright.parallel import ColwiseParallel, RowwiseParallel
-from shardwright.products import running
 
 WORLD = 2
 
@@ -152,7 +152,7 @@ def _refuses() -> None:
     x, weight = torch.randn(3, 4), torch.randn(6, 5)
     with pytest.raises(Exception, match=r"weights\[0\]: has shape \(6, 5\) where x has \(3, 4\)"):
         torch.compile(compute, backend="aot_eager", fullgraph=True)(x, weight)
-    e4m3, model = torch.float8_e4m3fn, sw.GemmModel.named("h100")
+    e4m3, model = torch.float8_e4m3fn, sw.planning.GemmModel.named("h100")
     right = torch.randn(4, 5)
     too_many: Any = (None, 0, 6, 10)
     for call, error, said in [

@@ -30,7 +30,7 @@ def _traced_ring() -> list[tuple[str, int, float, float]]:
     x, weight = _operands()
     sw.all_gather_matmul(x, weight, method="ring", chunks=WORLD, **SIZES)
     dist.barrier()
-    with sw.trace() as events:
+    with sw.debug.trace() as events:
         sw.all_gather_matmul(x, weight, method="ring", chunks=WORLD, **SIZES)
     assert {event["cat"] for event in json.loads(events.to_chrome())["traceEvents"]} == {"compute", "communication"}
     return [(event.lane, event.chunk, event.start, event.end) for event in events]
@@ -49,9 +49,9 @@ def test_next_chunk_travels_while_one_is_multiplied(pool: Pool) -> None:
 
 
 def _trace_is_exclusive() -> None:
-    with sw.trace(), pytest.raises(RuntimeError, match="another trace"), sw.trace():
+    with sw.debug.trace(), pytest.raises(RuntimeError, match="another trace"), sw.debug.trace():
         pass
-    with sw.trace() as events:
+    with sw.debug.trace() as events:
         pass
     assert events == []
 
@@ -67,7 +67,7 @@ def _peak(method: str, save: str, depth: int = 1) -> int:
     arguments: dict[str, Any] = {"method": method, "chunks": 1 if method == "serial" else WORLD, "depth": depth}
     arguments |= {"size": WORLD * 2048, "columns": WORLD * 8, "save": save}
     sw.all_gather_matmul(x, weight, **arguments)
-    sw.release_staging()
+    sw.runtime.release_staging()
     return int(allocated_peak(sw.all_gather_matmul, x, weight, **arguments)[1])
 
 
@@ -112,16 +112,16 @@ def test_explain_shows_predicted_and_measured_lanes(pool: Pool) -> None:
 def _carves_out() -> None:
     """Products leave multiprocessors to concurrent transfers; the last product, which has none, uses all."""
     x, weight = _operands()
-    sw.set_sm_carveout(16)
+    sw.runtime.set_sm_carveout(16)
     try:
-        with sw.trace() as events:
+        with sw.debug.trace() as events:
             sw.all_gather_matmul(x, weight, method="ring", chunks=WORLD, **SIZES)
     finally:
-        sw.set_sm_carveout(0)
+        sw.runtime.set_sm_carveout(0)
     leaves = [event.instruction.endswith(", 16 SMs left to transfers") for event in events if event.lane == "compute"]
     assert leaves == [True] * (WORLD - 1) + [False]
     with pytest.raises(ValueError, match="sms: -1; allowed are 0 and more"):
-        sw.set_sm_carveout(-1)
+        sw.runtime.set_sm_carveout(-1)
 
 
 def test_products_leave_multiprocessors_to_transfers(pool: Pool) -> None:
@@ -135,16 +135,16 @@ def test_tiles_are_as_large_as_waves_say() -> None:
 
 
 def _calibrated() -> tuple[int, ...]:
-    model = sw.calibrate_gemm("cpu", dtype=torch.float32)
+    model = sw.calibration.calibrate_gemm("cpu", dtype=torch.float32)
     assert model.picoseconds(512, 512, 512, 1, 4) > model.picoseconds(64, 64, 64, 1, 4) > 0
     x, weight = _operands()
     sw.all_gather_matmul(x, weight, gemm_model=model, **SIZES)
     with pytest.raises(ValueError, match="16 bits and more"):
-        sw.calibrate_gemm("cpu", dtype=torch.float8_e4m3fn)
+        sw.calibration.calibrate_gemm("cpu", dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="device: got 'nowhere'"):
-        sw.calibrate_gemm("nowhere")
+        sw.calibration.calibrate_gemm("nowhere")
     with pytest.raises(RuntimeError, match="rank 0 could not measure on cuda:63"):
-        sw.calibrate_gemm("cuda:63")
+        sw.calibration.calibrate_gemm("cuda:63")
     return model.flops_per_us, model.launch_ps, model.memory_ps_per_kib
 
 

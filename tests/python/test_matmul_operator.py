@@ -12,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright.products import running
+from shardwright.matmul import running
 
 WORLD = 2
 SIZES = {"size": WORLD * 3, "columns": WORLD * 5}
@@ -102,14 +102,14 @@ def test_bad_input(pool: Pool) -> None:
 
 
 def _compared(rank_differs: bool) -> str:
-    sw.check_ranks(timeout_seconds=10)
+    sw.debug.check_ranks(timeout_seconds=10)
     try:
         chunks = 2 + (torch.distributed.get_rank() if rank_differs else 0)
         sw.all_gather_matmul(torch.randn(3, 4), torch.randn(4, 5), method="ring", chunks=2 * chunks, **SIZES)
     except RuntimeError as error:
         return str(error)
     finally:
-        sw.check_ranks(False)
+        sw.debug.check_ranks(False)
     return ""
 
 
@@ -120,14 +120,14 @@ def test_ranks_compare_what_they_multiply(pool: Pool) -> None:
 
 
 def _judged() -> str:
-    sw.check_ranks(timeout_seconds=10)
+    sw.debug.check_ranks(timeout_seconds=10)
     try:
         rows = 3 if torch.distributed.get_rank() == 0 else 2
         sw.all_gather_matmul(torch.randn(rows, 4), torch.randn(4, 5), **SIZES)
     except RuntimeError as error:
         return str(error)
     finally:
-        sw.check_ranks(False)
+        sw.debug.check_ranks(False)
     return ""
 
 
@@ -142,7 +142,7 @@ def _seen_by_modes() -> tuple[int, int]:
     weight = distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)])
     sw.enable()  # adds messages to what CommDebugMode counts
     try:
-        with CommDebugMode() as mode, sw.wire_meter() as meter:
+        with CommDebugMode() as mode, sw.debug.wire_meter() as meter:
             sw.linear(x, weight, method="ring")
     finally:
         sw.disable()

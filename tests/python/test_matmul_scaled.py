@@ -19,7 +19,7 @@ from meshes import get_mesh
 from parts import part_in_group as _part
 from parts import part_of
 from pool import Pool
-from shardwright.products import running
+from shardwright.matmul import running
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCHEDULES = [(None, None), ("serial", 1), ("ring", 2), ("ring", 4), ("collective", 3)]

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from shardwright import memory_spans
+from shardwright.runtime import memory_spans
 
 
 def _addresses(tensor: torch.Tensor) -> set[int]:

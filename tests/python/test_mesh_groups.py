@@ -17,8 +17,8 @@ import meshes
 import oracle
 import shardwright as sw
 from pool import Pool
-from shardwright import executables, groups
 from shardwright.dtensor import redistribute
+from shardwright.runtime import executables, groups
 
 WORLD = 4
 SHAPE = (8, 6)
@@ -133,9 +133,9 @@ def _names_used_on(mesh: DeviceMesh) -> list[set[str]]:
         for move in (
             lambda: x.redistribute(placements=[R, R]),
             lambda: sw.redistribute_local(x.to_local(), *ends, device_mesh=mesh),
-            lambda: sw.operator(*ends, device_type=meshes.device, device_mesh=mesh),
+            lambda: sw.graph.operator(*ends, device_type=meshes.device, device_mesh=mesh),
             lambda: sw.linear(x, weight, placements=[R, R]),
-            lambda: sw.attention(*qkv),
+            lambda: sw.attention.scaled_dot_product_attention(*qkv),
             train,
         ):
             used.append(set[str]())

@@ -147,9 +147,9 @@ def _in_lanes() -> None:
         model(x).square().sum().backward()
 
     step()
-    assert sw.schedule(model).lanes is None
+    assert sw.fsdp.schedule(model).lanes is None
     step()
-    schedule = sw.schedule(model)
+    schedule = sw.fsdp.schedule(model)
     lanes = schedule.lanes
     assert lanes is not None
     for key, transfers in (("fetches", schedule.gathers), ("sends", schedule.reductions)):

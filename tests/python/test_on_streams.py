@@ -177,7 +177,7 @@ def _traced() -> int:
 
     local, layouts, _ = _arguments((2,), (8, 12), ("S(0)",), ("S(1)",), 1)
     sw.redistribute_local(local, *layouts)
-    with sw.trace() as trace:
+    with sw.debug.trace() as trace:
         sw.redistribute_local(local, *layouts)
         with async_device.captured() as graph:
             sw.redistribute_local(local, *layouts)

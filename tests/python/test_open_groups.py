@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pool import run_isolated
-from shardwright import _runtime
+from shardwright._native import _runtime
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
 COUNTER = "_ZN4c10d16ProcessGroupNCCL23ncclActiveGroupCounter_E"

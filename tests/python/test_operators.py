@@ -47,7 +47,7 @@ def _arguments(operator: Any, names: tuple[str, ...] = ("plan", "groups", "rank"
 
 def _values(src: list[str], dst: list[str]) -> None:
     before, after = _layouts(src, dst)
-    operator = sw.operator(before, after)
+    operator = sw.graph.operator(before, after)
     local = _part(before)
     kept = local.clone()
     expected = _part(after) * 3 ** sum(placement == "P(sum)" for placement in src)
@@ -74,7 +74,7 @@ def test_values(pool: Pool, src: list[str], dst: list[str]) -> None:
 
 def _gradients(src: list[str], dst: list[str]) -> None:
     before, after = _layouts(src, dst)
-    operator = sw.operator(before, after)
+    operator = sw.graph.operator(before, after)
     grads = []
     for move in (operator, lambda x: sw.redistribute_local(x, before, after)):
         x = _part(before).requires_grad_()
@@ -97,7 +97,7 @@ def test_gradients(pool: Pool, src: list[str], dst: list[str]) -> None:
 
 def _opcheck() -> None:
     before, after = _layouts(["S(0)", "S(1)"], ["S(1)", "R"])
-    operator = sw.operator(before, after)
+    operator = sw.graph.operator(before, after)
     ops, arguments = torch.ops.shardwright, _arguments(operator)
     local, out = _part(before), torch.empty_like(_part(after))
     torch.library.opcheck(ops.redistribute.default, (local,), operator.keywords)
@@ -118,12 +118,12 @@ def _opcheck() -> None:
 def _other_sizes() -> None:
     """A plan's layouts, for a tensor of another size."""
     before, after = _layouts(["S(0)", "S(1)"], ["S(1)", "R"])
-    operator = sw.operator(before, after)
+    operator = sw.graph.operator(before, after)
     ops, arguments = torch.ops.shardwright, _arguments(operator)
     whole = oracle.global_tensor((9, 4), torch.float32, 7, True)
     src, dst = (sw.Layout(_mesh(), (9, 4), one.placements) for one in (before, after))
     local = part_of(whole, src, dist.get_rank())
-    groups = sw.operator(src, dst).keywords["groups"]
+    groups = sw.graph.operator(src, dst).keywords["groups"]
     handle = ops.redistribute_start(local, arguments["plan"], groups, dist.get_rank(), sizes=[9, 4])
     result = ops.redistribute_wait(handle, local, arguments["plan"], dist.get_rank(), sizes=[9, 4])
     assert torch.equal(result, part_of(whole, dst, dist.get_rank()))
@@ -141,7 +141,7 @@ def test_opcheck(pool: Pool) -> None:
 
 def _bad_input() -> None:
     before, after = _layouts(["S(0)", "R"], ["R", "R"])
-    operator = sw.operator(before, after)
+    operator = sw.graph.operator(before, after)
     ops, arguments = torch.ops.shardwright, _arguments(operator)
     local, out = _part(before), torch.empty(SHAPE)
     with pytest.raises(ValueError, match=r"local tensor: has shape \[1\] on rank"):
@@ -163,7 +163,7 @@ def _bad_input() -> None:
     ops.redistribute_wait(handle, local, **_arguments(operator, ("plan", "rank")))
     with pytest.raises(ValueError, match="is no redistribute under way; each is to be waited for once"):
         ops.redistribute_wait(handle, local, **_arguments(operator, ("plan", "rank")))
-    most = sw.operator(*_layouts(["P(max)", "R"], ["R", "R"]))
+    most = sw.graph.operator(*_layouts(["P(max)", "R"], ["R", "R"]))
     with pytest.raises(NotImplementedError, match="backward_plan is empty"):
         most(out.zero_().requires_grad_()).sum().backward()
 
@@ -265,7 +265,7 @@ def test_tensor_parallel_block_by_inductor(pool: Pool) -> None:
 def _compiled_on_plain_tensors() -> None:
     torch._dynamo.reset()
     before, after = _layouts(["S(0)", "R"], ["R", "S(1)"])
-    operator = sw.operator(before, after)
+    operator = sw.graph.operator(before, after)
     compiled = torch.compile(lambda x: operator(x * 2) + 1, backend="aot_eager", fullgraph=True)
     x = _part(before).requires_grad_()
     result = compiled(x)

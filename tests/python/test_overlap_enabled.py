@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright.products import overlapping
+from shardwright.matmul import overlapping
 
 WORLD = 4
 

@@ -32,7 +32,7 @@ def _trains() -> int:
         there = whole.clone().requires_grad_()
         z = distribute_tensor(whole, mesh, pair_block.PAIR).requires_grad_()
         with sw.enabled(views=True):
-            with sw.wire_meter() as wire:
+            with sw.debug.wire_meter() as wire:
                 result = pair_block.step(block, z)
             received = wire.received_bytes
             expected = pair_block.step(plain, there)

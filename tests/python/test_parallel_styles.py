@@ -226,13 +226,13 @@ def _bytes_of_three_layers(shares_gather: bool, plain: bool) -> tuple[int, int]:
     for _ in range(2):  # plans and groups are made in the first
         leaf.grad = None
         x = (leaf * 1).to_local() if plain else leaf * 1
-        with sw.wire_meter() as forward:
+        with sw.debug.wire_meter() as forward:
             results = [layer(x) for layer in sharded]
         for result, layer in zip(results, layers, strict=True):
             assert torch.equal(result.full_tensor(), layer(whole))
         loss = sum(result.square().sum() for result in results)
         loss = loss.redistribute(mesh, [Replicate()])
-        with sw.wire_meter() as backward:
+        with sw.debug.wire_meter() as backward:
             loss.backward()
         assert torch.equal(leaf.grad.full_tensor(), expected.grad)
     return forward.received_bytes, backward.received_bytes

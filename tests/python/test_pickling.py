@@ -18,10 +18,12 @@ MESH = sw.Mesh({"a": 2, "b": 4, "c": 1}, ranks=[7, 6, 5, 4, 3, 2, 1, 0], topolog
 LAYOUTS = {
     "order": sw.Layout(MESH, (8, 12), ["S(0)", "S(0)", "P(max)"], "bfloat16", {0: ["b", "a"]}),
     "literal": sw.Layout(MESH, (8, 12), ["SS(0,2)", "S(0)", "R"], strided="literal"),
-    "flattened": sw.Layout(MESH, (8, 12), [sw.Ragged(dims=(0, 1), units=[1, 2]), "R", "R"]),
-    "components": sw.Layout(MESH, (12, 8), [sw.Packed(0, [4, 8]), sw.Blocks(1, 2), "R"], "float8_e4m3fn"),
-    "pieces": sw.Layout(MESH, (8,), [sw.Pieces.zigzag(0, 8, 2), "R", "P(avg)"]),
-    "owned": sw.Layout(MESH, (8, 4), [sw.Owned(1), sw.Cyclic(1, 2), "R"]),
+    "flattened": sw.Layout(MESH, (8, 12), [sw.placements.Ragged(dims=(0, 1), units=[1, 2]), "R", "R"]),
+    "components": sw.Layout(
+        MESH, (12, 8), [sw.placements.Packed(0, [4, 8]), sw.placements.Blocks(1, 2), "R"], "float8_e4m3fn"
+    ),
+    "pieces": sw.Layout(MESH, (8,), [sw.placements.Pieces.zigzag(0, 8, 2), "R", "P(avg)"]),
+    "owned": sw.Layout(MESH, (8, 4), [sw.placements.Owned(1), sw.placements.Cyclic(1, 2), "R"]),
     "empty": sw.Layout(MESH, (0, 4), ["S(0)", "S(1)", "R"], torch.int64),
 }
 
@@ -72,7 +74,9 @@ def test_meshes_and_topologies() -> None:
         assert type(way(MESH)) is sw.Mesh
         assert way(MESH) == MESH
         assert way(MESH.topology).to_json() == MESH.topology.to_json()
-        own = sw.Topology("own", 2, 3, 4, sw.Link(5, 6), sw.Link(7, 8), {"a": sw.Link(9, 10)})
+        own = sw.Topology(
+            "own", 2, 3, 4, sw.planning.Link(5, 6), sw.planning.Link(7, 8), {"a": sw.planning.Link(9, 10)}
+        )
         assert way(own).to_json() == own.to_json()
 
 

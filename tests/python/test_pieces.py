@@ -28,7 +28,7 @@ def _mesh(ranks: tuple[int, ...]) -> sw.Mesh:
     return sw.Mesh({"x": len(ranks)}, ranks)
 
 
-def _random_pieces(chance: random.Random, size: int, count: int) -> sw.Pieces:
+def _random_pieces(chance: random.Random, size: int, count: int) -> sw.placements.Pieces:
     """In any order, most of them held once."""
     cuts = sorted({0, size, *(chance.randint(0, size) for _ in range(5))})
     pieces = list(zip(cuts, cuts[1:], strict=False))
@@ -39,7 +39,7 @@ def _random_pieces(chance: random.Random, size: int, count: int) -> sw.Pieces:
         for which, one in enumerate(lists):
             if which == owner or chance.random() < 0.25:
                 one.append(piece)
-    return sw.Pieces(0, lists)
+    return sw.placements.Pieces(0, lists)
 
 
 def _held(tensor: torch.Tensor, ranks: tuple[int, ...], placement: Any, rank: int) -> torch.Tensor:
@@ -47,10 +47,10 @@ def _held(tensor: torch.Tensor, ranks: tuple[int, ...], placement: Any, rank: in
     if rank not in ranks:
         return tensor.new_empty(0)
     which = ranks.index(rank)
-    if isinstance(placement, sw.Pieces):
+    if isinstance(placement, sw.placements.Pieces):
         rows = [row for begin, end in placement.lists[which] for row in range(begin, end)]
         return tensor[rows]
-    if isinstance(placement, sw.Ragged):  # with dims
+    if isinstance(placement, sw.placements.Ragged):  # with dims
         flat = tensor.flatten(0, 1)
         unit = flat.shape[0] // sum(placement.units or ())
         begin = sum(placement.units[:which]) * unit  # type: ignore[index]
@@ -71,7 +71,7 @@ def _pairs(count: int) -> list[Any]:
             units[0] += shape[0] * shape[1] - sum(units)
             kinds = ["R", "S(0)", "S(1)", _random_pieces(chance, shape[0], len(ranks))]
             if all(unit >= 0 for unit in units):
-                kinds.append(sw.Ragged(dims=(0, 1), units=units))
+                kinds.append(sw.placements.Ragged(dims=(0, 1), units=units))
             ends.append((ranks, chance.choice(kinds)))
         pairs.append((shape, *ends))
     return pairs
@@ -87,7 +87,7 @@ def _move_all(count: int) -> list[int]:
             received.append(0)
             continue
         local = _held(tensor, src_ranks, src, rank) if rank in src_ranks else None
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             result = sw.redistribute_local(local, *layouts)
         expected = _held(tensor, dst_ranks, dst, rank)
         assert oracle.difference(result, expected) is None, f"{shape} {src_ranks} {src} -> {dst_ranks} {dst}"
@@ -120,7 +120,7 @@ def _reductions() -> None:
     rank = dist.get_rank()
     tensor = oracle.global_tensor((9, 2), torch.float32, 4, reducible=True)
     mesh = sw.Mesh({"x": 2, "y": 2})
-    pieces = sw.Pieces(0, [[(5, 9), (0, 2)], [(2, 6)]])
+    pieces = sw.placements.Pieces(0, [[(5, 9), (0, 2)], [(2, 6)]])
     whole = [sw.Layout(mesh, (9, 2), p) for p in (["P", "P"], ["R", "R"])]
     for placements in (["P", pieces], [pieces, "P"], [pieces, "S(0)"]):
         layout = sw.Layout(mesh, (9, 2), placements)
@@ -142,14 +142,14 @@ def test_reductions_and_gradients(pool: Pool) -> None:
 
 
 def test_named_ways_to_make_pieces() -> None:
-    zigzag = sw.Pieces.zigzag(0, 16, 2)
+    zigzag = sw.placements.Pieces.zigzag(0, 16, 2)
     assert zigzag.lists == (((0, 4), (12, 16)), ((4, 8), (8, 12)))
     layout = sw.Layout(sw.Mesh({"cp": 2}), (16, 3), [zigzag])
     assert layout.is_partition
     assert [layout.region(rank)[0] for rank in range(2)] == [[(0, 4), (12, 16)], [(4, 12)]]
-    assert sw.Layout(sw.Mesh({"cp": 3}), (7,), [sw.Pieces.zigzag(0, 7, 3)]).local_shape(0) == (2,)
-    experts = sw.Pieces.items(0, [[3, 0], [1, 2, 3]], 5)
-    assert experts == sw.Pieces(0, [[(15, 20), (0, 5)], [(5, 10), (10, 15), (15, 20)]], 5)
+    assert sw.Layout(sw.Mesh({"cp": 3}), (7,), [sw.placements.Pieces.zigzag(0, 7, 3)]).local_shape(0) == (2,)
+    experts = sw.placements.Pieces.items(0, [[3, 0], [1, 2, 3]], 5)
+    assert experts == sw.placements.Pieces(0, [[(15, 20), (0, 5)], [(5, 10), (10, 15), (15, 20)]], 5)
     assert not sw.Layout(sw.Mesh({"ep": 2}), (20, 3), [experts]).is_partition
     assert str(experts) == "Pieces(0,15-20+0-5:5-10+10-15+15-20)"
     layout = sw.Layout(sw.Mesh({"ep": 2}), (20, 3), [experts])
@@ -161,7 +161,7 @@ def _over_one_coordinate() -> None:
     """Nothing is cut there, and the order is another all the same."""
     for dims, others in (({"ep": 1}, []), ({"ep": 1, "tp": 2}, ["S(1)"]), ({"tp": 2, "ep": 1}, ["S(1)"])):
         mesh = sw.Mesh(dims)
-        experts = sw.Pieces.items(0, [[3, 0, 2, 1]], 2)
+        experts = sw.placements.Pieces.items(0, [[3, 0, 2, 1]], 2)
         placements = [experts, *others] if next(iter(dims)) == "ep" else [*others, experts]
         for order in ({}, {0: []}):
             layout = sw.Layout(mesh, (8, 6), placements, shard_order=order)
@@ -193,16 +193,16 @@ def test_pieces_over_one_coordinate_are_in_their_order(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("cut", "message"),
     [
-        (sw.Ragged(0, [9]), "has sizes that sum to 9 but cuts 8 elements"),
-        (sw.Packed(0, [1, 1]), "has sizes that sum to 2 but cuts 8 elements"),
-        (sw.Pieces(0, [[(0, 2)]]), "has no coordinate for the elements [2, 8) of 8"),
+        (sw.placements.Ragged(0, [9]), "has sizes that sum to 9 but cuts 8 elements"),
+        (sw.placements.Packed(0, [1, 1]), "has sizes that sum to 2 but cuts 8 elements"),
+        (sw.placements.Pieces(0, [[(0, 2)]]), "has no coordinate for the elements [2, 8) of 8"),
     ],
     ids=str,
 )
 def test_cuts_over_one_coordinate_fit_too(cut: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         sw.Layout(sw.Mesh({"x": 1}), (8,), [cut])
-    assert sw.Layout(sw.Mesh({"x": 1}), (1 << 21,), [sw.Cyclic(0, 1)]).local_shape(0) == (1 << 21,)
+    assert sw.Layout(sw.Mesh({"x": 1}), (1 << 21,), [sw.placements.Cyclic(0, 1)]).local_shape(0) == (1 << 21,)
 
 
 @pytest.mark.parametrize(
@@ -219,20 +219,22 @@ def test_cuts_over_one_coordinate_fit_too(cut: Any, message: str) -> None:
 )
 def test_pieces_that_do_not_fit_are_refused(lists: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        sw.Layout(sw.Mesh({"x": 2}), (8, 4), [sw.Pieces(0, lists)])
+        sw.Layout(sw.Mesh({"x": 2}), (8, 4), [sw.placements.Pieces(0, lists)])
 
 
 def test_flattened_dims_are_named_as_in_the_tensor() -> None:
     mesh = sw.Mesh({"x": 2, "y": 2})
-    layout = sw.Layout(mesh, (4, 6, 8), [sw.Ragged(dims=(0, 1), units=(1, 2)), "S(2)"])
+    layout = sw.Layout(mesh, (4, 6, 8), [sw.placements.Ragged(dims=(0, 1), units=(1, 2)), "S(2)"])
     assert (layout.shape, layout.flattened, layout.flattened_shape) == ((4, 6, 8), 2, (24, 8))
     assert layout.placements == ("Ragged(0,8:16)", "S(1)")
     assert [layout.local_shape(rank) for rank in range(4)] == [(8, 4), (8, 4), (16, 4), (16, 4)]
     again = sw.Layout(mesh, layout.shape, layout.placements, flattened=2)
     assert again == layout != sw.Layout(mesh, (24, 8), layout.placements)
-    assert sw.Layout(mesh, (4, 6, 8), [sw.Ragged(dims=(0, 1), sizes=(10, 14)), "S(-1)"]).placements[1] == "S(1)"
+    assert (
+        sw.Layout(mesh, (4, 6, 8), [sw.placements.Ragged(dims=(0, 1), sizes=(10, 14)), "S(-1)"]).placements[1] == "S(1)"
+    )
     plan = sw.plan(layout, sw.Layout(mesh, (4, 6, 8), ["S(1)", "R"]))
-    read = sw.plan_from_json(plan.to_json())
+    read = sw.planning.plan_from_json(plan.to_json())
     assert (read.src, read.dst, str(read)) == (plan.src, plan.dst, str(plan))
     assert json.loads(plan.to_json())["source"]["flattened"] == 2
     assert "rearrange on x=2,y=2" in plan.to_svg()
@@ -242,10 +244,10 @@ def test_flattened_dims_are_named_as_in_the_tensor() -> None:
 @pytest.mark.parametrize(
     ("placements", "message"),
     [
-        ([sw.Ragged(dims=(0, 1), units=(1, 4))], "units: (1, 4) sum to 5, of 24 elements"),
-        ([sw.Ragged(dims=(0, 1, 2, 3), units=(1, 1))], "flattened: got 4 for a tensor with 3 dims"),
+        ([sw.placements.Ragged(dims=(0, 1), units=(1, 4))], "units: (1, 4) sum to 5, of 24 elements"),
+        ([sw.placements.Ragged(dims=(0, 1, 2, 3), units=(1, 1))], "flattened: got 4 for a tensor with 3 dims"),
         (
-            [sw.Ragged(dims=(0, 1), units=(1, 1)), "S(1)"],
+            [sw.placements.Ragged(dims=(0, 1), units=(1, 1)), "S(1)"],
             "S(1) names tensor dim 1 next to a Ragged that sees dims 0 to 1",
         ),
     ],
@@ -264,7 +266,7 @@ def test_dims_units_and_sizes_exclude_each_other() -> None:
         ({"dim": 1, "dims": (0,), "units": (1, 1)}, "dim: got 1 next to dims; allowed is to leave it out"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            sw.Ragged(**wrong)  # type: ignore[arg-type]
+            sw.placements.Ragged(**wrong)  # type: ignore[arg-type]
 
 
 def _cuts(layout: sw.Layout) -> set[int]:
@@ -278,10 +280,10 @@ def test_scales_lie_with_the_weights_that_they_scale(rows: int, count: int) -> N
     blocks = -(-rows // 128)
     fused = [0, 256, 128, rows - 384] if rows >= 640 else [rows]
     pairs: list[tuple[Any, Any]] = [
-        (sw.Shard(0, unit=128), sw.Shard(0)),
-        (sw.Packed(0, fused, unit=128), sw.Packed(0, [-(-size // 128) for size in fused])),
-        (sw.Cyclic(0, 256, unit=128), sw.Cyclic(0, 2)),
-        (sw.Blocks(0, 256, unit=128), sw.Blocks(0, 2)),
+        (sw.placements.Shard(0, unit=128), sw.placements.Shard(0)),
+        (sw.placements.Packed(0, fused, unit=128), sw.placements.Packed(0, [-(-size // 128) for size in fused])),
+        (sw.placements.Cyclic(0, 256, unit=128), sw.placements.Cyclic(0, 2)),
+        (sw.placements.Blocks(0, 256, unit=128), sw.placements.Blocks(0, 2)),
     ]
     for of_weight, of_scales in pairs:
         weight = sw.Layout(mesh, (rows, 4), [of_weight], "float8_e4m3fn")
@@ -293,16 +295,16 @@ def test_scales_lie_with_the_weights_that_they_scale(rows: int, count: int) -> N
 
 
 def test_cuts_within_a_unit_are_refused() -> None:
-    sw.Ragged(0, (128, 256, 5), unit=128)
-    sw.Pieces(0, [[(128, 200), (0, 128)]], unit=128)
+    sw.placements.Ragged(0, (128, 256, 5), unit=128)
+    sw.placements.Pieces(0, [[(128, 200), (0, 128)]], unit=128)
     for make, message in (
-        (lambda: sw.Ragged(0, (100, 28), unit=128), "unit: Ragged cuts at 100, within a unit of 128"),
-        (lambda: sw.Packed(0, (100, 156), unit=128), "unit: Packed cuts at 100, within a unit of 128"),
-        (lambda: sw.Pieces(0, [[(0, 5), (5, 12)]], unit=4), "unit: Pieces cuts at 5, within a unit of 4"),
-        (lambda: sw.Cyclic(0, 6, unit=4), "unit: Cyclic has blocks of 6, in units of 4"),
-        (lambda: sw.Pieces.zigzag(0, 8, 1 << 62), f"count: got {1 << 62}; allowed are at most 2^20"),
-        (lambda: sw.Pieces.items(0, 3), "lists: got 3; allowed is a list of numbers of items"),  # type: ignore[arg-type]
-        (lambda: sw.Shard(0, unit=0), "unit: got 0 for Shard; allowed are 1 and more"),
+        (lambda: sw.placements.Ragged(0, (100, 28), unit=128), "unit: Ragged cuts at 100, within a unit of 128"),
+        (lambda: sw.placements.Packed(0, (100, 156), unit=128), "unit: Packed cuts at 100, within a unit of 128"),
+        (lambda: sw.placements.Pieces(0, [[(0, 5), (5, 12)]], unit=4), "unit: Pieces cuts at 5, within a unit of 4"),
+        (lambda: sw.placements.Cyclic(0, 6, unit=4), "unit: Cyclic has blocks of 6, in units of 4"),
+        (lambda: sw.placements.Pieces.zigzag(0, 8, 1 << 62), f"count: got {1 << 62}; allowed are at most 2^20"),
+        (lambda: sw.placements.Pieces.items(0, 3), "lists: got 3; allowed is a list of numbers of items"),  # type: ignore[arg-type]
+        (lambda: sw.placements.Shard(0, unit=0), "unit: got 0 for Shard; allowed are 1 and more"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             make()
@@ -341,7 +343,7 @@ def test_no_layout_of_its_family_is_nearer() -> None:
                 if max(owners.count(which) for which in range(len(on))) > most:
                     continue
                 lists = [[(row, row + 1) for row in range(size) if owners[row] == which] for which in range(len(on))]
-                moved = _moved(src, sw.Layout(found.mesh, shape, [sw.Pieces(dim, lists)]))
+                moved = _moved(src, sw.Layout(found.mesh, shape, [sw.placements.Pieces(dim, lists)]))
                 least = moved if least is None else min(least, moved)
         assert _moved(src, found) == least, f"{src} on {on}: {found}"
         assert sw.plan(src, found).wire_bytes_sum == 4 * _moved(src, found)
@@ -420,16 +422,16 @@ def test_placements_of_other_libraries() -> None:
     ragged = layout(RaggedShard((0,), (1, 2, 1, 0)))
     assert [ragged.local_shape(rank) for rank in range(4)] == [(2, 3), (4, 3), (2, 3), (0, 3)]
     assert layout(RaggedShard((0, 1), (1, 1, 2, 0)), (2, 6, 5)).local_shape(2) == (6, 5)
-    assert layout(BlockShard((2, 0, 1, 1), 0)) == layout(sw.Ragged(0, (4, 0, 2, 2)))
-    assert layout(BlockShard((1, 0, 1, 1), 1)) == layout(sw.Ragged(1, (1, 0, 1, 1)))
-    assert layout(BlockShard((1, 0, 1, 1), -1)) == layout(sw.Ragged(1, (1, 0, 1, 1)))
-    assert layout(Owned(2)) == layout(sw.Owned(2))
-    assert of_partition(Parameter(), 4) == sw.Shard(0)
+    assert layout(BlockShard((2, 0, 1, 1), 0)) == layout(sw.placements.Ragged(0, (4, 0, 2, 2)))
+    assert layout(BlockShard((1, 0, 1, 1), 1)) == layout(sw.placements.Ragged(1, (1, 0, 1, 1)))
+    assert layout(BlockShard((1, 0, 1, 1), -1)) == layout(sw.placements.Ragged(1, (1, 0, 1, 1)))
+    assert layout(Owned(2)) == layout(sw.placements.Owned(2))
+    assert of_partition(Parameter(), 4) == sw.placements.Shard(0)
     assert of_partition(Parameter(partition_stride=2), 4) == "SS(0,2)"
     assert of_partition(Parameter(tensor_model_parallel=False), 4) == "R"
     fused = Parameter()
     fused.partition_sizes = [2, 1, 1]  # type: ignore[attr-defined]
-    assert of_partition(fused, 4) == sw.Packed(0, [8, 4, 4])
+    assert of_partition(fused, 4) == sw.placements.Packed(0, [8, 4, 4])
 
 
 def _as_vescale_cuts(tensor: torch.Tensor, dims: tuple[int, ...], units: tuple[int, ...], chunk: int) -> torch.Tensor:
@@ -490,18 +492,26 @@ def test_ragged_shards_in_no_clear_order_are_refused() -> None:
 
 def test_layouts_that_split_a_unit_are_refused() -> None:
     mesh = sw.Mesh({"a": 2, "b": 2})
-    short_first = sw.Pieces(0, [[(128, 200), (0, 128)]] * 2, unit=128)
+    short_first = sw.placements.Pieces(0, [[(128, 200), (0, 128)]] * 2, unit=128)
     for shape, placements, message in (
-        ((200,), [short_first, sw.Shard(0, unit=128)], "gives rank 0 elements 0 to 56 of dim 0, within a unit of 128"),
-        ((1000,), ["S(0)", sw.Shard(0, unit=128)], "elements 0 to 500 of dim 0|elements 256 to 500 of dim 0"),
-        ((4, 12), ["S(1)", sw.Ragged(1, [4, 2], unit=4)], "elements 4 to 6 of dim 1"),
+        (
+            (200,),
+            [short_first, sw.placements.Shard(0, unit=128)],
+            "gives rank 0 elements 0 to 56 of dim 0, within a unit of 128",
+        ),
+        (
+            (1000,),
+            ["S(0)", sw.placements.Shard(0, unit=128)],
+            "elements 0 to 500 of dim 0|elements 256 to 500 of dim 0",
+        ),
+        ((4, 12), ["S(1)", sw.placements.Ragged(1, [4, 2], unit=4)], "elements 4 to 6 of dim 1"),
     ):
         with pytest.raises(ValueError, match=message):
             sw.Layout(mesh, shape, placements)
     for placements in (
-        [sw.Shard(0, unit=128), sw.Shard(0, unit=128)],
-        [sw.Shard(0, unit=128), sw.Cyclic(0, 128, unit=128)],
-        [sw.Ragged(0, [384, 616], unit=128), "R"],
+        [sw.placements.Shard(0, unit=128), sw.placements.Shard(0, unit=128)],
+        [sw.placements.Shard(0, unit=128), sw.placements.Cyclic(0, 128, unit=128)],
+        [sw.placements.Ragged(0, [384, 616], unit=128), "R"],
     ):
         layout = sw.Layout(mesh, (1000,), placements)
         for rank in mesh.ranks:

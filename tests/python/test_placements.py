@@ -29,26 +29,30 @@ def _mesh(shape: tuple[int, ...]) -> sw.Mesh:
 
 def _part(placement: Any, indices: list[int], count: int, which: int) -> list[int]:
     """What a coordinate holds of a list, one element at a time."""
-    if isinstance(placement, sw.Ragged):
+    if isinstance(placement, sw.placements.Ragged):
         units = placement.units
         sizes = placement.sizes or [len(indices) * share // sum(units) for share in units]
         owners = [c for c, size in enumerate(sizes) for _ in range(size)]
         return [index for index, owner in zip(indices, owners, strict=True) if owner == which]
-    if isinstance(placement, sw.Packed):
+    if isinstance(placement, sw.placements.Packed):
         components = [i for i, size in enumerate(placement.sizes) for _ in range(size)]
         held = []
         for i in range(len(placement.sizes)):
             of_component = [index for index, one in zip(indices, components, strict=True) if one == i]
             held += oracle.chunk(of_component, count, which)
         return held
-    if isinstance(placement, sw.Blocks | sw.Cyclic):
+    if isinstance(placement, sw.placements.Blocks | sw.placements.Cyclic):
         blocks = [indices[at : at + placement.block] for at in range(0, len(indices), placement.block)]
         numbers = list(range(len(blocks)))
-        mine = oracle.chunk(numbers, count, which) if isinstance(placement, sw.Blocks) else numbers[which::count]
+        mine = (
+            oracle.chunk(numbers, count, which)
+            if isinstance(placement, sw.placements.Blocks)
+            else numbers[which::count]
+        )
         return [index for number in mine for index in blocks[number]]
-    if isinstance(placement, sw.Pieces):
+    if isinstance(placement, sw.placements.Pieces):
         return [indices[at] for begin, end in placement.lists[which] for at in range(begin, end)]
-    if isinstance(placement, sw.Owned):
+    if isinstance(placement, sw.placements.Owned):
         return indices if which == placement.coordinate else []
     factor = oracle.split_factor(placement)
     return oracle.strided_chunk(indices, factor, count, which)
@@ -92,12 +96,12 @@ def _random_placement(chance: random.Random, shape: tuple[int, ...], count: int)
             f"S({dim})",
             f"SS({dim},2)",
             "P(sum)",
-            sw.Ragged(dim, _random_sizes(chance, shape[dim], count)),
-            sw.Blocks(dim, chance.randint(1, 3)),
-            sw.Cyclic(dim, chance.randint(1, 3)),
-            sw.Owned(chance.randrange(count), dim),
-            sw.Packed(dim, _random_sizes(chance, shape[dim], chance.randint(1, 3))),
-            sw.Pieces(dim, _random_lists(chance, shape[dim], count)),
+            sw.placements.Ragged(dim, _random_sizes(chance, shape[dim], count)),
+            sw.placements.Blocks(dim, chance.randint(1, 3)),
+            sw.placements.Cyclic(dim, chance.randint(1, 3)),
+            sw.placements.Owned(chance.randrange(count), dim),
+            sw.placements.Packed(dim, _random_sizes(chance, shape[dim], chance.randint(1, 3))),
+            sw.placements.Pieces(dim, _random_lists(chance, shape[dim], count)),
         )
     )
 
@@ -132,7 +136,7 @@ def _move_all(mesh_shape: tuple[int, ...], count: int) -> list[tuple[int, int]]:
     for shape, (src, src_layout), (dst, dst_layout) in _pairs(mesh_shape, count):
         tensor = oracle.global_tensor(shape, torch.float32, 1, reducible=True)
         local = _local(tensor, mesh_shape, src, rank)
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             result = sw.redistribute_local(local, src_layout, dst_layout)
         bytes_of.append((meter.received_bytes, meter.sent_bytes))
         if "P(sum)" in dst:
@@ -163,7 +167,15 @@ def test_values_and_bytes_on_real_ranks(pool: Pool, mesh_shape: tuple[int, ...])
                 src_layout, dst_layout
             )
         kinds |= {type(p) for p in src + dst}
-    assert kinds >= {str, sw.Ragged, sw.Blocks, sw.Cyclic, sw.Owned, sw.Packed, sw.Pieces}
+    assert kinds >= {
+        str,
+        sw.placements.Ragged,
+        sw.placements.Blocks,
+        sw.placements.Cyclic,
+        sw.placements.Owned,
+        sw.placements.Packed,
+        sw.placements.Pieces,
+    }
 
 
 def _must_travel(src: sw.Layout, dst: sw.Layout) -> int:
@@ -181,7 +193,7 @@ def _gradients() -> None:
     rank = dist.get_rank()
     tensor = oracle.global_tensor((8, 5), torch.float32, 4, reducible=True)
     gradient = oracle.global_tensor((8, 5), torch.float32, 5)
-    packed, ragged = (sw.Packed(0, (4, 2, 2)),), (sw.Ragged(0, (1, 0, 7)),)
+    packed, ragged = (sw.placements.Packed(0, (4, 2, 2)),), (sw.placements.Ragged(0, (1, 0, 7)),)
     for src, dst, back in ((packed, ragged, packed), (ragged, ("R",), ragged), (("P(sum)",), packed, ("R",))):
         local = _local(tensor, (3,), src, rank).requires_grad_()
         result = sw.redistribute_local(local, *(sw.Layout(_mesh((3,)), (8, 5), p) for p in (src, dst)))
@@ -196,11 +208,11 @@ def test_gradients_flow_back(pool: Pool) -> None:
 
 def test_texts_and_what_python_shows() -> None:
     shown = {
-        sw.Ragged(0, [3, 1]): ("Ragged(0,3:1)", "Ragged(dim=0, sizes=(3, 1))"),
-        sw.Blocks(1, 4): ("Blocks(1,4)", "Blocks(dim=1, block=4)"),
-        sw.Cyclic(0, 2): ("Cyclic(0,2)", "Cyclic(dim=0, block=2)"),
-        sw.Owned(1): ("Owned(0,1)", "Owned(coordinate=1, dim=0)"),
-        sw.Packed(-1, (2, 2)): ("Packed(-1,2:2)", "Packed(dim=-1, sizes=(2, 2))"),
+        sw.placements.Ragged(0, [3, 1]): ("Ragged(0,3:1)", "Ragged(dim=0, sizes=(3, 1))"),
+        sw.placements.Blocks(1, 4): ("Blocks(1,4)", "Blocks(dim=1, block=4)"),
+        sw.placements.Cyclic(0, 2): ("Cyclic(0,2)", "Cyclic(dim=0, block=2)"),
+        sw.placements.Owned(1): ("Owned(0,1)", "Owned(coordinate=1, dim=0)"),
+        sw.placements.Packed(-1, (2, 2)): ("Packed(-1,2:2)", "Packed(dim=-1, sizes=(2, 2))"),
     }
     for placement, (text, represented) in shown.items():
         assert str(placement) == text
@@ -209,20 +221,20 @@ def test_texts_and_what_python_shows() -> None:
         assert layout == sw.Layout(_mesh((2,)), (4, 4), [text])
         assert layout.placements == (text.replace("-1", "1"),)
         assert sw.Layout(_mesh((2,)), (4, 4), layout.placements) == layout
-    assert sw.Ragged(0, [3, 1]) == sw.Ragged(0, (3, 1)) != sw.Packed(0, (3, 1))
+    assert sw.placements.Ragged(0, [3, 1]) == sw.placements.Ragged(0, (3, 1)) != sw.placements.Packed(0, (3, 1))
 
 
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        (sw.Ragged(0, (3, 2)), "Ragged(0,3:2) on mesh dim 'x' has sizes that sum to 5 but cuts 4 elements"),
-        (sw.Ragged(0, (2, 1, 1)), "has 3 sizes for 2 coordinates; allowed is one for each"),
-        (sw.Ragged(0, (5, -1)), "Ragged has the size -1; allowed are 0 or more"),
-        (sw.Ragged(2, (2, 2)), "names tensor dim 2 of a tensor with 2 dims"),
-        (sw.Blocks(0, 0), "Blocks has blocks of 0 elements; allowed are 1 to 2^31"),
+        (sw.placements.Ragged(0, (3, 2)), "Ragged(0,3:2) on mesh dim 'x' has sizes that sum to 5 but cuts 4 elements"),
+        (sw.placements.Ragged(0, (2, 1, 1)), "has 3 sizes for 2 coordinates; allowed is one for each"),
+        (sw.placements.Ragged(0, (5, -1)), "Ragged has the size -1; allowed are 0 or more"),
+        (sw.placements.Ragged(2, (2, 2)), "names tensor dim 2 of a tensor with 2 dims"),
+        (sw.placements.Blocks(0, 0), "Blocks has blocks of 0 elements; allowed are 1 to 2^31"),
         ("Cyclic(0,1.5)", "'Cyclic(0,1.5)' is not a placement; allowed are R, S(dim)"),
-        (sw.Owned(2), "Owned(0,2) on mesh dim 'x' names coordinate 2 of 2; allowed are 0 to 1"),
-        (sw.Packed(0, (8, 4)), "Packed(0,8:4) on mesh dim 'x' has sizes that sum to 12 but cuts 4 elements"),
+        (sw.placements.Owned(2), "Owned(0,2) on mesh dim 'x' names coordinate 2 of 2; allowed are 0 to 1"),
+        (sw.placements.Packed(0, (8, 4)), "Packed(0,8:4) on mesh dim 'x' has sizes that sum to 12 but cuts 4 elements"),
     ],
     ids=str,
 )
@@ -234,47 +246,47 @@ def test_what_does_not_fit_is_refused(placement: Any, message: str) -> None:
 def test_what_is_no_integer_is_refused() -> None:
     wrong: Any = None
     for make, message in (
-        (lambda: sw.Cyclic(0, 1.5), "block: got 1.5 for Cyclic; allowed are integers"),  # type: ignore[arg-type]
-        (lambda: sw.Blocks(0, wrong), "block: got None for Blocks; allowed are integers"),
-        (lambda: sw.Owned("0"), "coordinate: got '0' for Owned; allowed are integers"),  # type: ignore[arg-type]
-        (lambda: sw.Shard(wrong), "dim: got None for Shard; allowed are integers"),
-        (lambda: sw.Pieces(0.0, [[(0, 4)]]), "dim: got 0.0 for Pieces; allowed are integers"),  # type: ignore[arg-type]
-        (lambda: sw.Packed(0, [4], unit=wrong), "unit: got None for Packed; allowed are integers"),
-        (lambda: sw.Packed(0, []), "sizes: got none; allowed is one or more"),
-        (lambda: sw.Ragged(0, ()), "sizes: got none; allowed is one or more"),
+        (lambda: sw.placements.Cyclic(0, 1.5), "block: got 1.5 for Cyclic; allowed are integers"),  # type: ignore[arg-type]
+        (lambda: sw.placements.Blocks(0, wrong), "block: got None for Blocks; allowed are integers"),
+        (lambda: sw.placements.Owned("0"), "coordinate: got '0' for Owned; allowed are integers"),  # type: ignore[arg-type]
+        (lambda: sw.placements.Shard(wrong), "dim: got None for Shard; allowed are integers"),
+        (lambda: sw.placements.Pieces(0.0, [[(0, 4)]]), "dim: got 0.0 for Pieces; allowed are integers"),  # type: ignore[arg-type]
+        (lambda: sw.placements.Packed(0, [4], unit=wrong), "unit: got None for Packed; allowed are integers"),
+        (lambda: sw.placements.Packed(0, []), "sizes: got none; allowed is one or more"),
+        (lambda: sw.placements.Ragged(0, ()), "sizes: got none; allowed is one or more"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             make()
     with pytest.raises(ValueError, match=re.escape("'x' cuts a tensor without dims; allowed are R and P")):
-        sw.Layout(_mesh((2,)), (), [sw.Owned(0)])
+        sw.Layout(_mesh((2,)), (), [sw.placements.Owned(0)])
 
 
 def test_behind_uneven_cuts_the_part_that_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match=re.escape("sum to 4 but cuts 3 elements")) as caught:
-        sw.Layout(_mesh((2, 2)), (7, 4), ["S(0)", sw.Ragged(0, (1, 3))])
+        sw.Layout(_mesh((2, 2)), (7, 4), ["S(0)", sw.placements.Ragged(0, (1, 3))])
     assert "the part at x=1" in str(caught.value)
-    units = sw.Ragged(0, units=(1, 3))
-    for first, parts in ((sw.Shard(0, unit=8), "4 to 8"), (sw.Ragged(0, (3, 9)), "3 to 9")):
+    units = sw.placements.Ragged(0, units=(1, 3))
+    for first, parts in ((sw.placements.Shard(0, unit=8), "4 to 8"), (sw.placements.Ragged(0, (3, 9)), "3 to 9")):
         _refused(f"units=(1, 3)) on mesh dim 'y' cuts parts of {parts} elements; allowed", [first, units], (12, 4))
     with pytest.raises(ValueError, match="sizes: got 4; allowed is a list of integers"):
-        sw.Ragged(0, 4)  # type: ignore[arg-type]
+        sw.placements.Ragged(0, 4)  # type: ignore[arg-type]
 
 
 SIXTEEN_IN_TWO: list[Any] = [
     "S(0)",
     "SS(0,4)",
-    sw.Blocks(0, 4),
-    sw.Ragged(0, (8, 8)),
-    sw.Ragged(0, units=(1, 1)),
-    sw.Packed(0, (4, 12)),
-    sw.Cyclic(0, 2),
-    sw.Pieces(0, [[(12, 16), (0, 4)], [(4, 12)]]),
+    sw.placements.Blocks(0, 4),
+    sw.placements.Ragged(0, (8, 8)),
+    sw.placements.Ragged(0, units=(1, 1)),
+    sw.placements.Packed(0, (4, 12)),
+    sw.placements.Cyclic(0, 2),
+    sw.placements.Pieces(0, [[(12, 16), (0, 4)], [(4, 12)]]),
 ]
 
 
 @pytest.mark.parametrize("first", SIXTEEN_IN_TWO, ids=str)
 def test_units_share_out_what_earlier_cuts_leave(first: Any) -> None:
-    units = sw.Ragged(0, units=(1, 0, 3))
+    units = sw.placements.Ragged(0, units=(1, 0, 3))
     in_mesh_order = sw.Layout(sw.Mesh({"x": 2, "y": 3}), (16, 4), [first, units])
     otherwise = sw.Layout(sw.Mesh({"x": 3, "y": 2}), (16, 4), [units, first], shard_order={0: ["y", "x"]})
     for a, b in itertools.product(range(2), range(3)):
@@ -287,18 +299,23 @@ def test_units_share_out_what_earlier_cuts_leave(first: Any) -> None:
 def test_units_of_flattened_dims_nest() -> None:
     outer, inner = (2, 1, 0), (1, 3)
     mesh = sw.Mesh({"x": 3, "y": 2})
-    by_dims = [sw.Ragged(dims=(0, 1), units=(1, 1, 2)), sw.Ragged(dims=(0, 1), units=inner)]
+    by_dims = [sw.placements.Ragged(dims=(0, 1), units=(1, 1, 2)), sw.placements.Ragged(dims=(0, 1), units=inner)]
     with pytest.raises(ValueError, match=re.escape("units=(1, 3)) on mesh dim 'y' cuts parts of 6 to 12 elements")):
         sw.Layout(mesh, (4, 6, 5), by_dims)
     with pytest.raises(ValueError, match="cuts parts of 0 to 16 elements; allowed are units of parts of one length"):
-        sw.Layout(mesh, (4, 6, 5), [sw.Ragged(0, units=outer), sw.Ragged(0, units=inner)], flattened=2)
+        sw.Layout(
+            mesh, (4, 6, 5), [sw.placements.Ragged(0, units=outer), sw.placements.Ragged(0, units=inner)], flattened=2
+        )
     for dims in ({"dims": (0, 1)}, {"dim": 0}):
-        placements = [sw.Ragged(units=(1, 1, 1), **dims), sw.Ragged(units=inner, **dims)]  # type: ignore[arg-type]
+        placements = [sw.placements.Ragged(units=(1, 1, 1), **dims), sw.placements.Ragged(units=inner, **dims)]  # type: ignore[arg-type]
         layout = sw.Layout(mesh, (4, 6, 5), placements, flattened=2)
         for a, b in itertools.product(range(3), range(2)):
             expected = _part(placements[1], _part(placements[0], list(range(24)), 3, a), 2, b)
             assert layout.region(2 * a + b) == [[(expected[0], expected[-1] + 1)], [(0, 5)]]
-    assert sw.Layout(_mesh((2,)), (4, 6, 2), [sw.Ragged(1, units=(1, 1))], flattened=2).local_shape(0) == (24, 1)
+    assert sw.Layout(_mesh((2,)), (4, 6, 2), [sw.placements.Ragged(1, units=(1, 1))], flattened=2).local_shape(0) == (
+        24,
+        1,
+    )
 
 
 def _refused(message: str, placements: list[Any], shape: tuple[int, ...] = (4, 6), **options: Any) -> None:
@@ -308,32 +325,38 @@ def _refused(message: str, placements: list[Any], shape: tuple[int, ...] = (4, 6
 
 def test_what_stands_next_to_flattened_dims() -> None:
     mesh = sw.Mesh({"x": 2, "y": 2})
-    sizes, halves = sw.Ragged(dims=(0, 1), sizes=(3, 9)), sw.Ragged(dims=(0, 1), units=(1, 1))
+    sizes, halves = sw.placements.Ragged(dims=(0, 1), sizes=(3, 9)), sw.placements.Ragged(dims=(0, 1), units=(1, 1))
     layout = sw.Layout(mesh, (4, 6), [sizes, "S(0)"], shard_order={0: ["y", "x"]})
     as_text = sw.Layout(mesh, (4, 6), ["Ragged(0,3:9)", "S(0)"], shard_order={0: ["y", "x"]}, flattened=2)
     assert layout == as_text
     assert [layout.region(rank)[0] for rank in range(4)] == [[(0, 3)], [(12, 15)], [(3, 12)], [(15, 24)]]
-    for owned in ("Owned(1)", "Owned(0,1)", sw.Owned(1), sw.Owned(1, dim=1)):
-        held = sw.Layout(mesh, (4, 6, 2), [sw.Ragged(dims=(0, 1), units=(1, 3)), owned])
+    for owned in ("Owned(1)", "Owned(0,1)", sw.placements.Owned(1), sw.placements.Owned(1, dim=1)):
+        held = sw.Layout(mesh, (4, 6, 2), [sw.placements.Ragged(dims=(0, 1), units=(1, 3)), owned])
         assert [held.local_shape(rank)[0] for rank in range(4)] == [0, 6, 0, 18]
     # Rows 0 to 1 and 2 to 5 of 6: chunks of elements of the second are rows only for an even number of them.
-    in_rows = sw.Layout(mesh, (6, 2), [sw.Ragged(dims=(0, 1), sizes=(4, 8)), "S(0)"])
+    in_rows = sw.Layout(mesh, (6, 2), [sw.placements.Ragged(dims=(0, 1), sizes=(4, 8)), "S(0)"])
     assert [in_rows.local_shape(rank) for rank in range(4)] == [(2,), (2,), (4,), (4,)]
     ambiguous = "S(0) on mesh dim 'y' cuts parts of 3 to 21 elements of dims 0 to 1, in rows of 6; allowed are"
-    _refused(ambiguous, [sw.Ragged(dims=(0, 1), sizes=(3, 21)), "S(0)"])
-    _refused("'Blocks(0,2)' into chunks of rows", [sw.Ragged(dims=(0, 1), sizes=(2, 10)), "S(0)"], (6, 2))
+    _refused(ambiguous, [sw.placements.Ragged(dims=(0, 1), sizes=(3, 21)), "S(0)"])
+    _refused("'Blocks(0,2)' into chunks of rows", [sw.placements.Ragged(dims=(0, 1), sizes=(2, 10)), "S(0)"], (6, 2))
     _refused(
         "S(0) on mesh dim 'y' cuts parts of 18 to 18 elements", [halves, "S(0)"], (3, 6), shard_order={0: ["y", "x"]}
     )
-    for other in (sw.Cyclic(0, 2), "SS(0,2)", sw.Shard(0, unit=2), sw.Ragged(0, (2, 2)), "S(-1)"):
+    for other in (
+        sw.placements.Cyclic(0, 2),
+        "SS(0,2)",
+        sw.placements.Shard(0, unit=2),
+        sw.placements.Ragged(0, (2, 2)),
+        "S(-1)",
+    ):
         _refused("next to a Ragged that sees dims 0 to 1 as one; allowed are dims from 2 on, S(0)", [sizes, other])
-    _refused("sizes=(2, 2), dims=(0,)) where the first 2 dims", [sizes, sw.Ragged(dims=(0,), sizes=(2, 2))])
+    _refused("sizes=(2, 2), dims=(0,)) where the first 2 dims", [sizes, sw.placements.Ragged(dims=(0,), sizes=(2, 2))])
     _refused("where the first 3 dims are seen as one; allowed are as many dims", [sizes, "R"], (4, 6, 2), flattened=3)
 
 
 def test_shard_orders_count_dims_as_the_shape_does() -> None:
     mesh = sw.Mesh({"x": 2, "y": 2, "z": 2})
-    ragged = sw.Ragged(dims=(0, 1), units=(1, 1))
+    ragged = sw.placements.Ragged(dims=(0, 1), units=(1, 1))
     layout = sw.Layout(mesh, (4, 6, 8), [ragged, "S(2)", "S(2)"], shard_order={2: ["z", "y"]})
     assert layout.region(2)[1] == [(2, 4)], "y=1 has the second half of z's first half"
     with pytest.raises(ValueError, match="shard_order: tensor dim 1 next to a Ragged that sees dims 0 to 1 as one"):
@@ -342,7 +365,7 @@ def test_shard_orders_count_dims_as_the_shape_does() -> None:
 
 def test_units_have_to_be_whole_shares() -> None:
     def local_rows(units: tuple[int, int]) -> list[int]:
-        layout = sw.Layout(_mesh((2,)), (3, 4), [sw.Ragged(0, units=units)])
+        layout = sw.Layout(_mesh((2,)), (3, 4), [sw.placements.Ragged(0, units=units)])
         return [layout.local_shape(rank)[0] for rank in range(2)]
 
     assert local_rows((2, 4)) == [1, 2]
@@ -352,19 +375,24 @@ def test_units_have_to_be_whole_shares() -> None:
             local_rows(units)
     for dim in (2, -3):
         with pytest.raises(ValueError, match=f"names tensor dim {dim} of a tensor with 2 dims"):
-            sw.Layout(_mesh((2,)), (3, 4), [sw.Ragged(dim, units=(1, 1))])
+            sw.Layout(_mesh((2,)), (3, 4), [sw.placements.Ragged(dim, units=(1, 1))])
     with pytest.raises(ValueError, match="placements: got 1 for a mesh of 2 dims"):
-        sw.Layout(_mesh((2, 2)), (3, 4), [sw.Ragged(0, units=(1, 2))])
+        sw.Layout(_mesh((2, 2)), (3, 4), [sw.placements.Ragged(0, units=(1, 2))])
     with pytest.raises(ValueError, match="has 2 sizes for 3 coordinates; allowed is one for each"):
-        sw.Layout(_mesh((3,)), (3, 4), [sw.Ragged(0, units=(1, 2))])
+        sw.Layout(_mesh((3,)), (3, 4), [sw.placements.Ragged(0, units=(1, 2))])
 
 
 def test_layouts_of_different_cuts_differ_and_may_hold_the_same() -> None:
     """What docs/api.md says of `==` and of plans without steps."""
     mesh = _mesh((2,))
     plain = sw.Layout(mesh, (8,), ["S(0)"])
-    cuts = [sw.Blocks(0, 1), sw.Ragged(0, [4, 4]), sw.Packed(0, [8]), sw.Pieces(0, [[(0, 4)], [(4, 8)]])]
-    for cut in (*cuts, sw.Ragged(0, [3, 5])):
+    cuts = [
+        sw.placements.Blocks(0, 1),
+        sw.placements.Ragged(0, [4, 4]),
+        sw.placements.Packed(0, [8]),
+        sw.placements.Pieces(0, [[(0, 4)], [(4, 8)]]),
+    ]
+    for cut in (*cuts, sw.placements.Ragged(0, [3, 5])):
         layout = sw.Layout(mesh, (8,), [cut])
         holds_the_same = [layout.region(rank) for rank in range(2)] == [plain.region(rank) for rank in range(2)]
         assert layout != plain
@@ -379,11 +407,11 @@ def test_layouts_of_different_cuts_differ_and_may_hold_the_same() -> None:
 
 def test_plans_are_printed_and_read_back() -> None:
     mesh = _mesh((2, 3))
-    src = sw.Layout(mesh, (9, 4), [sw.Ragged(0, (2, 7)), sw.Cyclic(1, 1)])
-    plan = sw.plan(src, sw.Layout(mesh, (9, 4), [sw.Owned(1), "S(0)"]))
+    src = sw.Layout(mesh, (9, 4), [sw.placements.Ragged(0, (2, 7)), sw.placements.Cyclic(1, 1)])
+    plan = sw.plan(src, sw.Layout(mesh, (9, 4), [sw.placements.Owned(1), "S(0)"]))
     assert "[Ragged(0,2:7), Cyclic(1,1)]" in str(plan)
     assert json.loads(plan.to_json())["source"]["placements"] == ["Ragged(0,2:7)", "Cyclic(1,1)"]
-    assert sw.plan_from_json(plan.to_json()).src == src
+    assert sw.planning.plan_from_json(plan.to_json()).src == src
     assert "Ragged(0,2:7)" in plan.to_svg()
 
 

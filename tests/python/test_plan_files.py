@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 import shardwright as sw
-from shardwright import cli
+from shardwright.cli import main as cli
 
 pytestmark = pytest.mark.any_torch
 
@@ -38,7 +38,7 @@ def _plans() -> list[sw.Plan]:
 
 @pytest.mark.parametrize("plan", _plans(), ids=str)
 def test_json_goes_there_and_back(plan: sw.Plan) -> None:
-    again = sw.plan_from_json(plan.to_json())
+    again = sw.planning.plan_from_json(plan.to_json())
     assert again.to_bytes() == plan.to_bytes()
     assert again.to_json() == plan.to_json()
     again.simulate()
@@ -51,16 +51,16 @@ def test_json_names_segments() -> None:
     table = json.loads(plan.to_json())
     assert table["segments"]["count"] == plan.segments > 1
     jsonschema.validate(table, SCHEMA)
-    assert sw.plan_from_json(json.dumps(table)).to_bytes() == plan.to_bytes()
+    assert sw.planning.plan_from_json(json.dumps(table)).to_bytes() == plan.to_bytes()
     table["pieces"] = table.pop("segments")  # as they were called before
-    assert sw.plan_from_json(json.dumps(table)).to_bytes() == plan.to_bytes()
+    assert sw.planning.plan_from_json(json.dumps(table)).to_bytes() == plan.to_bytes()
     table["pieces"]["count"] = 33
     with pytest.raises(ValueError, match="33 segments of tensor dim 2"):
-        sw.plan_from_json(json.dumps(table))
+        sw.planning.plan_from_json(json.dumps(table))
 
 
 def test_json_names_relays() -> None:
-    slow = sw.Link(1_000_000_000, 1000)
+    slow = sw.planning.Link(1_000_000_000, 1000)
     topology = sw.Topology("slow messages", 8, 1000, 100, slow, slow)
     src = sw.Layout(sw.Mesh({"a": 1}), (77,), ["R"])
     dst = sw.Layout(sw.Mesh({"b": 40}, range(1, 41)), (77,), ["S(0)"])
@@ -71,23 +71,23 @@ def test_json_names_relays() -> None:
         assert [step.op for step in plan.steps] == ["cross"] * (len(relay_meshes) + 1) and len(relay_meshes) > 1
         assert all(grid["dim_names"] == ["relay"] for grid in relay_meshes)
         jsonschema.validate(table, SCHEMA)
-        read = sw.plan_from_json(json.dumps(table))
+        read = sw.planning.plan_from_json(json.dumps(table))
         assert read.to_bytes() == plan.to_bytes()
         assert read.simulate() == plan.wire_bytes_sum
         table["relay_meshes"] = relay_meshes[:-1]
         with pytest.raises(ValueError, match=r"sizes for (40|1) coordinates"):
-            sw.plan_from_json(json.dumps(table))
+            sw.planning.plan_from_json(json.dumps(table))
 
 
 def test_json_has_read_one_mesh_of_relays_by_an_older_name() -> None:
-    slow = sw.Link(1_000_000_000, 1000)
+    slow = sw.planning.Link(1_000_000_000, 1000)
     topology = sw.Topology("slow messages and steps", 8, 3_000_000_000, 100, slow, slow)
     src = sw.Layout(sw.Mesh({"a": 1}), (16,), ["R"])
     dst = sw.Layout(sw.Mesh({"b": 16}, range(1, 17)), (16,), ["S(0)"])
     plan = sw.plan(src, dst, topology=topology)
     table = json.loads(plan.to_json())
     (table["relay_mesh"],) = table.pop("relay_meshes")
-    assert sw.plan_from_json(json.dumps(table)).to_bytes() == plan.to_bytes()
+    assert sw.planning.plan_from_json(json.dumps(table)).to_bytes() == plan.to_bytes()
 
 
 @pytest.mark.parametrize("plan", _plans(), ids=str)
@@ -122,14 +122,16 @@ def test_hostile_json_is_refused(change, message: str) -> None:
     table = json.loads(_plans()[0].to_json())
     change(table)
     with pytest.raises(ValueError, match=message):
-        sw.plan_from_json(json.dumps(table))
+        sw.planning.plan_from_json(json.dumps(table))
 
 
 def test_a_topology_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = sw.Topology("slow tp", 0, 1000, 10, sw.Link(5, 7), sw.Link(5, 7), {"tp": sw.Link(1000, 10**9)})
+    slow = sw.Topology(
+        "slow tp", 0, 1000, 10, sw.planning.Link(5, 7), sw.planning.Link(5, 7), {"tp": sw.planning.Link(1000, 10**9)}
+    )
     path = tmp_path / "slow.json"
     path.write_text(slow.to_json())
-    assert sw.load_topology(path) == slow
+    assert sw.planning.load_topology(path) == slow
     mesh = sw.Mesh({"dp": 2, "tp": 4}, topology=str(path))
     ends = [sw.Layout(mesh, (64, 64), placements) for placements in (["S(0)", "S(1)"], ["R", "S(1)"])]
     assert sw.plan(*ends).topology == "slow tp"
@@ -154,9 +156,9 @@ def test_hostile_topologies_are_refused(tmp_path: Path, text: str, message: str)
     path = tmp_path / "broken.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        sw.load_topology(path)
+        sw.planning.load_topology(path)
     with pytest.raises(ValueError, match="cannot be read"):
-        sw.load_topology(tmp_path / "absent.json")
+        sw.planning.load_topology(tmp_path / "absent.json")
 
 
 def test_the_command_line_compares_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +203,7 @@ def test_cuts_over_mesh_dims_of_size_one_come_back_from_json() -> None:
     ):
         source = sw.Layout(mesh, (8,), placements, shard_order={0: order})
         plan = sw.plan(source, sw.Layout(mesh, (8,), ["R", "R", "R"]))
-        again = sw.plan_from_json(plan.to_json())
+        again = sw.planning.plan_from_json(plan.to_json())
         assert again.to_json() == plan.to_json()
         assert again.src == plan.src
         again.simulate()

@@ -14,8 +14,9 @@ from torch.testing import assert_close
 import shardwright as sw
 from meshes import get_mesh
 from pool import Pool
-from shardwright import _planner, cli
-from shardwright.products import graphs, running
+from shardwright._native import _planner
+from shardwright.cli import main as cli
+from shardwright.matmul import graphs, running
 
 WORLD = 2
 COLUMN = ["--mesh", "dp=2,tp=4", "--axes", "bsk,nk->bsn", "--sizes", "b=8,s=4096,k=4096,n=14336"]

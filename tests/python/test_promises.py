@@ -50,7 +50,7 @@ def _kept_and_promised(mesh_shape: tuple[int, ...], samples: list[Sample]) -> li
         tensor = oracle.global_tensor(shape, torch.float32, SEED, reducible)
         local = oracle.local(tensor, mesh_shape, src, mesh.coordinate(rank)).contiguous()
         sw.redistribute_local(local, src_layout, dst_layout)  # plans, groups and caches are made here
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             sw.redistribute_local(local, src_layout, dst_layout)
         # Gloo's threads let go of what they sent a little after the wait, so the least of some runs is what it takes.
         promised = plan.rank_peak_bytes(rank)

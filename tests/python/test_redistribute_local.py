@@ -50,7 +50,7 @@ def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], with_groups: 
         layouts = [sw.Layout(mesh, shape, placements) for placements in (src, dst)]
         local = oracle.local(tensor, mesh_shape, src, where)
         kept = local.clone()
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             result = sw.redistribute_local(local, *layouts)
         wrong = oracle.difference(result, oracle.local(tensor, mesh_shape, dst, where))
         assert wrong is None, f"{src} -> {dst}: {wrong}"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwright as sw
 from pool import run_isolated
-from shardwright import groups
+from shardwright.runtime import groups
 
 WORLD = 4
 

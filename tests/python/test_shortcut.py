@@ -18,8 +18,8 @@ import shardwright as sw
 from meshes import get_mesh
 from pairs import two_dims
 from pool import Pool
-from shardwright import groups
 from shardwright.dtensor import shortcut
+from shardwright.runtime import groups
 
 WORLD = 4
 SHAPE = (7, 5)
@@ -241,7 +241,7 @@ def _pinned() -> None:
         for change in (lambda: None, lambda: sw.pin(by_two), lambda: sw.unpin(by_two)):
             change()
             for _ in range(2):
-                with sw.wire_meter() as meter:
+                with sw.debug.wire_meter() as meter:
                     result = source.redistribute(placements=[Replicate(), Replicate()])
                 received.append(meter.received_bytes)
                 assert torch.equal(result._local_tensor, oracle.global_tensor(SHAPE, torch.float32, 3, True))

@@ -27,7 +27,7 @@ def _kept_and_given_back() -> None:
     tensor = oracle.global_tensor(SHAPE, torch.float32, 5, True)
     local = oracle.local(tensor, MESH, ["P(sum)", "P(sum)"], coordinate).contiguous()
     expected = oracle.local(tensor, MESH, ["S(1)", "S(1)"], coordinate)
-    sw.release_staging()
+    sw.runtime.release_staging()
     assert sw.stats()["staging_bytes"] == 0
     kept = []
     for _ in range(3):
@@ -38,7 +38,7 @@ def _kept_and_given_back() -> None:
     with torch.inference_mode():
         sw.redistribute_local(local, src, dst)
     assert oracle.difference(sw.redistribute_local(local, src, dst), expected, rounded=True) is None
-    sw.release_staging()
+    sw.runtime.release_staging()
     assert sw.stats()["staging_bytes"] == 0
 
 

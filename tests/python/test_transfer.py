@@ -29,11 +29,11 @@ KINDS = ("R", "S(0)", "S(1)")
 State = dict[str, torch.Tensor]
 
 RULES = [
-    sw.fuse("l.*.qkv", ["l.*.q", "l.*.k", "l.*.v"]),
-    sw.stack("l.*.experts.{}.w"),
-    sw.transpose("l.*.experts.w", (0, 2, 1)),
-    sw.cast("bfloat16", ["l.**"]),
-    sw.rename("l.**", "layers.**"),
+    sw.rules.fuse("l.*.qkv", ["l.*.q", "l.*.k", "l.*.v"]),
+    sw.rules.stack("l.*.experts.{}.w"),
+    sw.rules.transpose("l.*.experts.w", (0, 2, 1)),
+    sw.rules.cast("bfloat16", ["l.**"]),
+    sw.rules.rename("l.**", "layers.**"),
 ]
 
 
@@ -118,7 +118,10 @@ def _in_place() -> None:
     rank = dist.get_rank()
     state = {name: oracle.global_tensor((6, 8), torch.float32, i) for i, name in enumerate("abcd")}
     mesh = meshes.get_mesh((2, 3))
-    layouts = {"b": sw.Layout(SERVE, (6, 8), [sw.Cyclic(1, 1)]), "a": sw.Layout(mesh, (6, 8), ["S(1)", "S(0)"])}
+    layouts = {
+        "b": sw.Layout(SERVE, (6, 8), [sw.placements.Cyclic(1, 1)]),
+        "a": sw.Layout(mesh, (6, 8), ["S(1)", "S(0)"]),
+    }
     to: dict[str, Any] = {"a": DTensor.from_local(torch.zeros(2, 4, device=meshes.device), mesh, [Shard(1), Shard(0)])}
     kept = None
     if rank in SERVE.ranks:
@@ -132,7 +135,7 @@ def _in_place() -> None:
     given: dict[str, Any] = {"a": replicated, "nested": {name: state[name].to(meshes.device) for name in "bd"}}
     if rank == 0:
         given["c"] = state["c"].to(meshes.device)
-    t = sw.transfer(given, to, map=sw.rename("nested.*", "*"))
+    t = sw.transfer(given, to, map=sw.rules.rename("nested.*", "*"))
     t.start().wait()
     assert t.tensors["a"] is to["a"]
     _check({"a": to["a"].to_local()}, state, {"a": layouts["a"]})
@@ -399,7 +402,7 @@ def _alone() -> None:
     t = sw.transfer(
         {"w": whole, "e": torch.empty(0, 2)},
         {"w": torch.empty(3, 2), "e": torch.empty(0, 2)},
-        sw.transpose("w", (1, 0)),
+        sw.rules.transpose("w", (1, 0)),
     )
     t.start().wait()
     assert torch.equal(t.tensors["w"], whole.t())
@@ -421,7 +424,7 @@ def _fsdp() -> None:
     named = {"in.weight": "0.weight", "in.bias": "0.bias", "out.weight": "1.weight"}
     served = {new: wholes[old].half() for new, old in named.items()}
     layouts = {name: sw.Layout(SERVE, x.shape, ["S(0)"], x.dtype) for name, x in served.items()}
-    rules = [sw.cast("float16"), sw.rename({"0.*": "in.*", "1.*": "out.*"})]
+    rules = [sw.rules.cast("float16"), sw.rules.rename({"0.*": "in.*", "1.*": "out.*"})]
     t = sw.transfer(get_model_state_dict(model), layouts, rules)
     t.start().wait()
     _check(t.tensors, served, layouts)

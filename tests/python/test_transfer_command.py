@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import shardwright as sw
-from shardwright import _planner, cli
-from shardwright.mapping import files
-from shardwright.mapping.explaining import explain
+from shardwright._native import _planner
+from shardwright.cli import main as cli
+from shardwright.rules import files
+from shardwright.rules.explaining import explain
 
 pytestmark = pytest.mark.any_torch
 
@@ -32,7 +33,7 @@ def _files(folder: Path) -> list[str]:
     sources["m.bias"] = sw.Layout(TRAIN, (5,), ["R", "Cyclic(0,2)"])
     destinations = {
         "qk": sw.Layout(SERVE, (4, 12), ["S(1)"], "bfloat16"),
-        "bias": sw.Layout(SERVE, (5,), [sw.Ragged(0, [5, 0, 0])], "bfloat16"),
+        "bias": sw.Layout(SERVE, (5,), [sw.placements.Ragged(0, [5, 0, 0])], "bfloat16"),
     }
     rules = [
         {"fuse": {"name": "m.qk", "parts": ["m.q", "m.k"]}},
@@ -51,7 +52,7 @@ def test_written_layouts_are_read_again(tmp_path: Path) -> None:
     mesh = sw.Mesh({"a": 2})
     layouts = {
         "flat": sw.Layout(mesh, (4, 6), ["S(0)"], flattened=2),
-        "ragged": sw.Layout(mesh, (4, 6), [sw.Ragged(dims=(0, 1), units=(1, 2))]),
+        "ragged": sw.Layout(mesh, (4, 6), [sw.placements.Ragged(dims=(0, 1), units=(1, 2))]),
     }
     (tmp_path / "layouts.json").write_text(files.write_layouts(layouts))
     assert files.read_layouts(str(tmp_path / "layouts.json")) == layouts

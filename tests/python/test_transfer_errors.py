@@ -65,7 +65,12 @@ def _everything_at_once() -> str:
     to: dict[str, Any] | None = dict(wanted) if rank == 2 else None
     if rank == 3:
         to = {"a": (torch.zeros(1, dtype=torch.float64), wanted["a"]), "half": "float16"}
-    rules = [sw.stack("e.{}"), sw.rename({"x": "xy", "y": "xy"}), sw.transpose("b", (1, 0)), sw.fuse("q", ["k"])]
+    rules = [
+        sw.rules.stack("e.{}"),
+        sw.rules.rename({"x": "xy", "y": "xy"}),
+        sw.rules.transpose("b", (1, 0)),
+        sw.rules.fuse("q", ["k"]),
+    ]
     return _refused(state, to, rules)
 
 
@@ -105,7 +110,7 @@ def _only_one_fault(fault: str) -> list[str]:
     elif fault == "unreadable on all ranks":
         state["w"] = 3
         to["x.w"] = to.pop("w")
-        rules = [sw.cast("float32", "w"), sw.rename("w", "x.w")]
+        rules = [sw.rules.cast("float32", "w"), sw.rules.rename("w", "x.w")]
     elif fault == "unreadable destination":
         to["w"] = 3
     else:
@@ -209,7 +214,7 @@ def _arguments_that_differ() -> list[str]:
         raise KeyError(name)
 
     def broken() -> Iterator[Any]:
-        yield sw.rename("w", "w")
+        yield sw.rules.rename("w", "w")
         raise KeyError("layer 7")
 
     cases = [
@@ -217,10 +222,10 @@ def _arguments_that_differ() -> list[str]:
         _refused(state, to, bucket_bytes=0 if rank == 2 else 100),
         _refused(state, to, staging="triple" if rank == 1 else None),
         _refused(state, to, ignore=["w"] if rank == 1 else []),
-        _refused(state, to, sw.transpose("w", (0,)) if rank else sw.rename("w", "v")),
-        _refused(state, to, [sw.rename(explode)] if rank == 2 else []),
+        _refused(state, to, sw.rules.transpose("w", (0,)) if rank else sw.rules.rename("w", "v")),
+        _refused(state, to, [sw.rules.rename(explode)] if rank == 2 else []),
         _refused(state, to, ["rename"] if rank == 2 else []),
-        _refused(state, to, broken() if rank == 2 else [sw.rename("w", "w")]),
+        _refused(state, to, broken() if rank == 2 else [sw.rules.rename("w", "w")]),
         _refused(state, to, unused=broken() if rank == 1 else ()),
         _refused([whole] if rank == 0 else None, to),
         _refused(state, to, progress=3 if rank == 1 else False),

@@ -209,8 +209,8 @@ def _norms_on_slices(folder: str, dims: tuple[int, int], uses_fsdp: bool) -> Non
     check()
     dcp.save(net.state_dict(), checkpoint_id=folder)
     for load in (
-        lambda to: sw.load_checkpoint(folder, to),
-        lambda to: dcp.load(to, storage_reader=sw.CheckpointReader(folder)),
+        lambda to: sw.checkpoints.load_checkpoint(folder, to),
+        lambda to: dcp.load(to, storage_reader=sw.checkpoints.CheckpointReader(folder)),
     ):
         with torch.no_grad():
             for x in net.parameters():
@@ -274,8 +274,8 @@ def _parts_without_elements(folder: str) -> None:
         lambda to: sw.transfer(whole, to).start().wait(),
         lambda to: sw.transfer(whole, to, staging="double").start().wait(),
         lambda to: list(sw.transfer(whole, to).receive()),
-        lambda to: sw.load_checkpoint(folder, to),
-        lambda to: dcp.load(to, storage_reader=sw.CheckpointReader(folder)),
+        lambda to: sw.checkpoints.load_checkpoint(folder, to),
+        lambda to: dcp.load(to, storage_reader=sw.checkpoints.CheckpointReader(folder)),
     ):
         with torch.no_grad():
             for x in net.parameters():

@@ -252,7 +252,7 @@ def _refusals() -> None:
     # Parts of one storage that are sources and destinations both
     parts = {"a": both[:2], "b": both[2:]}
     both.copy_(torch.arange(4.0))
-    t = sw.transfer(parts, parts, sw.rename({"a": "b", "b": "a"}), staging="double")
+    t = sw.transfer(parts, parts, sw.rules.rename({"a": "b", "b": "a"}), staging="double")
     for turned in ([2.0, 3.0, 0.0, 1.0], [0.0, 1.0, 2.0, 3.0]):
         t.start().wait()
         assert both.tolist() == turned

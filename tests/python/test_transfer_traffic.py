@@ -20,9 +20,9 @@ def _casts(source: torch.dtype, destination: torch.dtype) -> int:
     layout = sw.Layout(here, whole.shape, ["R"], source)
     state = {"w": (whole.to(meshes.device), layout)} if rank == 0 else None
     to = {"w": sw.Layout(there, whole.shape, ["R"], destination)}
-    t = sw.transfer(state, to, sw.cast(destination, "w"), bucket_bytes=10_000, device=meshes.device)
+    t = sw.transfer(state, to, sw.rules.cast(destination, "w"), bucket_bytes=10_000, device=meshes.device)
     t.start().wait()  # ranks compare nothing from here on
-    with sw.wire_meter() as meter:
+    with sw.debug.wire_meter() as meter:
         t.start().wait()
     if rank == 1:
         assert torch.equal(t.tensors["w"].cpu(), whole.to(destination))
@@ -55,8 +55,8 @@ def _experts(streams: bool) -> int:
     whole = {name: oracle.global_tensor((32, 16), torch.float32, seed) for seed, name in enumerate(names)}
     state = {name: (x.to(meshes.device), layout) for name, x in whole.items()} if rank < 3 else None
     to = {f"l.{i}.e.w": sw.Layout(serve, (8, 32, 16), ["S(0)"]) for i in range(9)}
-    t = sw.transfer(state, to, sw.stack("l.*.e.{}.w"), bucket_bytes=16 << 10, buckets=2, device=meshes.device)
-    with sw.wire_meter() as meter:
+    t = sw.transfer(state, to, sw.rules.stack("l.*.e.{}.w"), bucket_bytes=16 << 10, buckets=2, device=meshes.device)
+    with sw.debug.wire_meter() as meter:
         if streams:
             found = dict(t.receive())
         else:

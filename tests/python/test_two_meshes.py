@@ -48,7 +48,7 @@ def _move_all(shape: tuple[int, ...]) -> list[tuple[str, int, int]]:
             local = part(tensor, src_grid, src, rank)
             kept = local.clone()
             takes_part = rank in src_grid[1] or rank in dst_grid[1]
-            with sw.wire_meter() as meter:
+            with sw.debug.wire_meter() as meter:
                 result = sw.redistribute_local(local if rank in src_grid[1] else None, *layouts)
             expected = part(tensor, dst_grid, dst, rank)
             wrong = oracle.difference(result, expected)
@@ -60,7 +60,7 @@ def _move_all(shape: tuple[int, ...]) -> list[tuple[str, int, int]]:
                 out = torch.full_like(expected, 7)
                 assert sw.redistribute_local(local if rank in src_grid[1] else None, *layouts, out=out) is out
                 assert oracle.difference(out, expected) is None
-                assert oracle.difference(sw.operator(*layouts)(local), expected) is None
+                assert oracle.difference(sw.graph.operator(*layouts)(local), expected) is None
     return counts
 
 
@@ -80,7 +80,7 @@ def test_plans_simulate() -> None:
             layouts = sw.Layout(mesh(src_grid), (6, 5), src), sw.Layout(mesh(dst_grid), (6, 5), dst)
             plan = sw.plan(*layouts)
             assert plan.simulate() == plan.wire_bytes_sum
-            read = sw.plan_from_json(plan.to_json())
+            read = sw.planning.plan_from_json(plan.to_json())
             assert read.to_bytes() == plan.to_bytes()
             assert sw.Plan.from_bytes(plan.to_bytes()).to_bytes() == plan.to_bytes()
 
@@ -167,19 +167,19 @@ def test_gathers_on_the_destination(pool: Pool) -> None:
 def _passed_on() -> None:
     """Three nodes of two ranks, with a slow link between them: each node receives every byte once."""
     rank, shape = dist.get_rank(), (48, 40)
-    fast, slow = sw.Link(1000, 100), sw.Link(1000, 1_000_000_000)
+    fast, slow = sw.planning.Link(1000, 100), sw.planning.Link(1000, 1_000_000_000)
     nodes = sw.Topology("nodes of 2", 2, 1000, 100, fast, slow)
     src = sw.Layout(sw.Mesh({"a": 2}, [0, 1], topology=nodes), shape, ["S(0)"])
     dst = sw.Layout(sw.Mesh({"b": 6}, [2, 3, 4, 5, 6, 7], topology=nodes), shape, ["R"])
     plan = sw.plan(src, dst, backend="gloo")
     assert plan.steps[0].op == "cross" and plan.steps[0].after.mesh.dim_names == ["b.0", "b.1"]
-    assert sw.plan_from_json(plan.to_json()).to_bytes() == plan.to_bytes()
+    assert sw.planning.plan_from_json(plan.to_json()).to_bytes() == plan.to_bytes()
     assert plan.simulate() == plan.wire_bytes_sum
     whole = oracle.global_tensor(shape, torch.float32, 9)
     local = part(whole, ((2,), (0, 1)), ("S(0)",), rank)
     for layouts in ((src, dst), (dst, src)):
         held, wanted = (local, whole) if layouts[0] is src else (whole if rank > 1 else whole.new_empty(0), local)
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             moved = sw.redistribute_local(held, *layouts)
         if rank > 1 or layouts[1] is src:
             assert oracle.difference(moved, wanted) is None
@@ -200,18 +200,18 @@ def _there_and_back(src: sw.Layout, dst: sw.Layout, ends: tuple[tuple[Grid, str]
     plans = []
     for layouts, (held, wanted), to in (((src, dst), parts, 1), ((dst, src), parts[::-1], 0)):
         plans.append(sw.plan(*layouts, backend="gloo"))
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             moved = sw.redistribute_local(held, *layouts)
         if rank in ends[to][0][1]:
             assert oracle.difference(moved, wanted) is None, f"{plans[-1]} on rank {rank}"
         assert meter.received_bytes == plans[-1].wire_bytes(rank), f"{plans[-1]} on rank {rank}"
-        assert sw.plan_from_json(plans[-1].to_json()).to_bytes() == plans[-1].to_bytes()
+        assert sw.planning.plan_from_json(plans[-1].to_json()).to_bytes() == plans[-1].to_bytes()
     return plans
 
 
 def _over_relays() -> None:
     """Where messages take long, one rank reaches seven over two ranks and then four, and they reach it the same way."""
-    link = sw.Link(1_000_000_000, 1000)
+    link = sw.planning.Link(1_000_000_000, 1000)
     slow = sw.Topology("slow messages", 0, 1_000_000, 100, link, link)
     few, many = ((1,), (0,)), ((7,), (1, 2, 3, 4, 5, 6, 7))
     src = sw.Layout(sw.Mesh({"a": 1}, [0], topology=slow), (21, 5), ["R"])
@@ -228,7 +228,7 @@ def test_relays_on_gloo(pool: Pool) -> None:
 
 def _in_unequal_segments() -> None:
     """Sizes without a common divisor: each segment has a program of its own."""
-    link = sw.Link(0, 1_000_000_000)
+    link = sw.planning.Link(0, 1_000_000_000)
     bytes_alone = sw.Topology("bytes alone", 0, 0, 0, link, link)
     few, many = ((2,), (0, 1)), ((6,), (2, 3, 4, 5, 6, 7))
     src = sw.Layout(sw.Mesh({"a": 2}, few[1], topology=bytes_alone), (101, 37), ["S(0)"])
@@ -298,14 +298,14 @@ def _overlapping_in_flight() -> None:
     src, dst = sw.Layout(mesh(src_grid), (9, 4), ["S(0)", "R"]), sw.Layout(mesh(dst_grid), (9, 4), ["S(1)"])
     local = part(tensor, src_grid, ("S(0)", "R"), rank)
     for checked in (False, True):
-        sw.check_ranks(checked)
+        sw.debug.check_ranks(checked)
         try:
             there = [sw.redistribute_local(local, src, dst, async_op=True) for _ in range(3)]
             back = [sw.redistribute_local(one, dst, src, async_op=True) for one in there]
             for one in back:
                 assert oracle.difference(one + 0, local) is None
         finally:
-            sw.check_ranks(False)
+            sw.debug.check_ranks(False)
 
 
 def test_in_flight_together(pool: Pool) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import oracle
 import shardwright as sw
 from pool import Pool
-from shardwright import checking
+from shardwright.runtime import checking
 from two_meshes import Grid, device_mesh, dtensor, part
 
 HERE: Grid = ((2,), (0, 1))

@@ -17,8 +17,8 @@ import parts
 import shardwright as sw
 from dtensors import to_placements
 from pool import Pool
-from shardwright import executables, groups
 from shardwright.dtensor.specs import layout_of_spec
+from shardwright.runtime import executables, groups
 from two_meshes import Grid, device_mesh, dtensor, mesh, part
 
 HERE: Grid = ((2,), (0, 1))
@@ -134,7 +134,7 @@ def test_modes_see_the_group_of_each_mesh(pool: Pool) -> None:
 
 
 def test_none_stands_for_one_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwright import plain_tensors
+    from shardwright.runtime import plain_tensors
 
     where = {"cpu", "cuda"}
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))

@@ -18,7 +18,7 @@ import dtensors
 import shardwright as sw
 from meshes import device, get_mesh
 from pool import Pool
-from shardwright import groups
+from shardwright.runtime import groups
 from test_views import _layout, part
 
 # Mesh, shape, placements, and what it is seen as; then the mesh and the placements of the result.
@@ -44,10 +44,10 @@ def _split(
     numbers = torch.Generator().manual_seed(0)
     whole, weights = (torch.randn(shape, generator=numbers).to(device) for _ in range(2))
     x = dtensors.distribute(whole, mesh, placements).requires_grad_()
-    sw.view(x, other)  # makes the process groups
+    sw.views.view(x, other)  # makes the process groups
     known = groups.names()
-    with CommDebugMode() as communication, sw.wire_meter() as wire:
-        y = sw.view(x, other)
+    with CommDebugMode() as communication, sw.debug.wire_meter() as wire:
+        y = sw.views.view(x, other)
     assert communication.get_total_counts() == 0 and wire.received_bytes == 0 and groups.names() == known
     assert tuple(y.device_mesh.shape) == fine and y.placements == dtensors.to_placements(expected)
     assert y.device_mesh.mesh.flatten().tolist() == mesh.mesh.flatten().tolist()
@@ -60,7 +60,7 @@ def _split(
             assert torch.equal(y.detach().full_tensor(), whole.view(other))  # by PyTorch's collectives
     for placed in (["R" if text == "P" else text for text in expected], ["R"] * len(fine)):
         there = dtensors.distribute(weights.view(other), y.device_mesh, placed)
-        (gradient,) = torch.autograd.grad(sw.view(x, other), x, there)
+        (gradient,) = torch.autograd.grad(sw.views.view(x, other), x, there)
         assert gradient.device_mesh == mesh
         kept = [Replicate() if was_sum else one for was_sum, one in zip(is_sum, x.placements, strict=True)]
         assert list(gradient.placements) == kept
@@ -78,7 +78,7 @@ def _used() -> None:
     whole = torch.randn(16, 3, generator=torch.Generator().manual_seed(0)).to(device)
     plain = whole.clone().requires_grad_()
     x = dtensors.distribute(whole, mesh, ["S(0)"]).requires_grad_()
-    y = sw.view(x, (2, 8, 3))
+    y = sw.views.view(x, (2, 8, 3))
     weight = dtensors.distribute(torch.eye(3, 5, device=device), y.device_mesh, ["R", "R"])
     expected = (plain.view(2, 8, 3) @ torch.eye(3, 5, device=device)).square()
     with sw.enabled(strict=True, views=True):
@@ -91,7 +91,7 @@ def _used() -> None:
         (twice,) = torch.autograd.grad(once.pow(3).sum(), x)
         (plainly,) = torch.autograd.grad(there.pow(3).sum(), plain)
         torch.testing.assert_close(twice.full_tensor(), plainly)
-    back = sw.view(y.detach(), (16, 3))
+    back = sw.views.view(y.detach(), (16, 3))
     assert back.placements == (Shard(0), Shard(0)) and torch.equal(back.to_local(), x.detach().to_local())
     with pytest.raises(RuntimeError, match="view .*is being modified inplace"):
         y.mul_(2)
@@ -106,12 +106,12 @@ def _stays() -> None:
     mesh = get_mesh((4,))
     whole = torch.arange(48.0, device=device).view(16, 3)
     x = dtensors.distribute(whole, mesh, ["S(0)"]).requires_grad_()
-    y = sw.view(x, (2, 8, 3), redistribute=True)
+    y = sw.views.view(x, (2, 8, 3), redistribute=True)
     assert y.device_mesh is mesh and torch.equal(y.full_tensor(), whole.view(2, 8, 3))
     # A gradient that only a split mesh could see in the shape of the source comes back on the source's mesh.
     source = dtensors.distribute(whole.view(2, 8, 3), mesh, ["R"]).requires_grad_()
     cut = dtensors.distribute(whole, mesh, ["S(0)"])
-    (gradient,) = torch.autograd.grad(sw.view(source, (16, 3)), source, cut)
+    (gradient,) = torch.autograd.grad(sw.views.view(source, (16, 3)), source, cut)
     assert gradient.device_mesh is mesh and torch.equal(gradient.full_tensor(), whole.view(2, 8, 3))
     with sw.enabled(views=True):
         try:
@@ -128,14 +128,14 @@ def test_stays_where_asked(pool: Pool) -> None:
 def _of_a_root() -> None:
     root = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
     x = dtensors.distribute(torch.arange(16.0, device=device), root._flatten("all"), ["S(0)"]).requires_grad_()
-    y = sw.view(x, (2, 8))
+    y = sw.views.view(x, (2, 8))
     assert y.device_mesh is root and y.placements == (Shard(0), Shard(1))
     y.sum().backward()
     assert x.grad is not None and x.grad.device_mesh is x.device_mesh and x.grad.placements == x.placements
     # Where the dims of the root are others, the mesh is a new one.
     wide = init_device_mesh(device, (1, 4), mesh_dim_names=("dp", "tp"))
     x = dtensors.distribute(torch.arange(16.0, device=device), wide, ["R", "S(0)"])
-    assert tuple(sw.view(x, (2, 8)).device_mesh.shape) == (1, 2, 2)
+    assert tuple(sw.views.view(x, (2, 8)).device_mesh.shape) == (1, 2, 2)
 
 
 def test_dims_that_were_flattened_are_found(pool: Pool) -> None:
@@ -148,7 +148,7 @@ def _on_some_ranks() -> None:
     is_member = mesh.get_coordinate() is not None
     mine = dtensors.my_local(whole, mesh, ["S(0)"]) if is_member else whole[:0]
     x = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=(1,))
-    y = sw.view(x, (2, 8))
+    y = sw.views.view(x, (2, 8))
     assert y.device_mesh.mesh.tolist() == [[5, 1], [7, 3]] and y.shape == (2, 8)
     if is_member:
         expected = dtensors.my_local(whole.view(2, 8), y.device_mesh, ["S(0)", "S(1)"])
@@ -166,8 +166,8 @@ def _orders_that_pytorch_keeps() -> None:
     x = DTensor.from_local(dtensors.my_local(whole, mesh, ["S(0)"]), mesh, [Shard(0)], run_check=False)
     assert torch.equal(x.full_tensor(), whole)
     with pytest.raises(ValueError, match="redistribute"):
-        sw.view(x, (2, 8))
-    y = sw.view(x, (2, 8), redistribute=True)
+        sw.views.view(x, (2, 8))
+    y = sw.views.view(x, (2, 8), redistribute=True)
     assert y.device_mesh == mesh and torch.equal(y.full_tensor(), whole.view(2, 8))
 
 
@@ -182,8 +182,8 @@ def test_orders_that_pytorch_keeps(pool: Pool) -> None:
 def _compiled() -> None:
     x = dtensors.distribute(torch.arange(16.0), get_mesh((4,)), ["S(0)"])
     with pytest.raises(Exception, match="lies on a split mesh, which compiled code cannot return; allowed are"):
-        torch.compile(lambda x: sw.view(x, (2, 8)), backend="aot_eager", fullgraph=True)(x)
-    moved = torch.compile(lambda x: sw.view(x, (2, 8), redistribute=True), backend="aot_eager", fullgraph=True)(x)
+        torch.compile(lambda x: sw.views.view(x, (2, 8)), backend="aot_eager", fullgraph=True)(x)
+    moved = torch.compile(lambda x: sw.views.view(x, (2, 8), redistribute=True), backend="aot_eager", fullgraph=True)(x)
     assert torch.equal(moved.full_tensor(), torch.arange(16.0).view(2, 8))
 
 
@@ -197,7 +197,7 @@ def _pending() -> None:
     mesh = get_mesh((2, 4))
     local = torch.full((4, 5), float(dist.get_rank()), device=device)
     x = DTensor.from_local(local, mesh, [Partial("max"), Shard(0)], run_check=False)
-    y = sw.view(x, (2, 8, 5))
+    y = sw.views.view(x, (2, 8, 5))
     assert y.placements == (Partial("max"), Shard(0), Shard(1))
     expected = torch.arange(4.0, 8.0, device=device).repeat_interleave(20).view(2, 8, 5)
     assert torch.equal(y.full_tensor(), expected)

@@ -65,9 +65,9 @@ def _parts(sizes: tuple[int, ...], shape: tuple[int, ...], placements: list[str]
     found = sw._planner.view_of(layout, other)
     if isinstance(found, str):
         with pytest.raises(ValueError, match="allowed is this view after a redistribute to"):
-            sw.view(mine, other, layout)
-    with sw.wire_meter() as meter:
-        result, seen = sw.view(mine, other, layout, redistribute=True)
+            sw.views.view(mine, other, layout)
+    with sw.debug.wire_meter() as meter:
+        result, seen = sw.views.view(mine, other, layout, redistribute=True)
     assert meter.received_bytes == 0 or isinstance(found, str)
     assert torch.equal(result, part(whole.view(other), seen))
     if "P" not in placements:
@@ -89,13 +89,13 @@ def _other_functions() -> None:
     mine = part(whole, layout)
     x = dtensors.distribute(whole, get_mesh((2, 2)), ["S(1)", "S(2)"])
     for function, arguments, there in [
-        (sw.flatten, (1, 2), whole.flatten(1, 2)),
-        (sw.flatten, (), whole.flatten()),
-        (sw.unflatten, (1, (2, -1)), whole.unflatten(1, (2, 3))),
-        (sw.unsqueeze, (-1,), whole.unsqueeze(-1)),
-        (sw.permute, ((2, 0, -2),), whole.permute(2, 0, 1)),
-        (sw.transpose, (0, 2), whole.transpose(0, 2)),
-        (sw.view, ((12, 4),), whole.view(12, 4)),
+        (sw.views.flatten, (1, 2), whole.flatten(1, 2)),
+        (sw.views.flatten, (), whole.flatten()),
+        (sw.views.unflatten, (1, (2, -1)), whole.unflatten(1, (2, 3))),
+        (sw.views.unsqueeze, (-1,), whole.unsqueeze(-1)),
+        (sw.views.permute, ((2, 0, -2),), whole.permute(2, 0, 1)),
+        (sw.views.transpose, (0, 2), whole.transpose(0, 2)),
+        (sw.views.view, ((12, 4),), whole.view(12, 4)),
     ]:
         result, seen = function(mine, *arguments, layout=layout)
         assert torch.equal(result, part(there, seen)), function
@@ -109,15 +109,15 @@ def _other_functions() -> None:
             assert torch.equal(y.full_tensor(), there), function
             assert torch.equal(source.grad.full_tensor(), whole), function  # type: ignore[union-attr]
     for call, match in (
-        (lambda: sw.unflatten(x, 1, 6), "sizes: got 6 .*allowed is a list of sizes"),
-        (lambda: sw.view(x, (12, 4), group=dist.group.WORLD), "group: got one without a layout"),
-        (lambda: sw.permute(x, (0, 1, 2), group=dist.group.WORLD), "group: got one without a layout"),
+        (lambda: sw.views.unflatten(x, 1, 6), "sizes: got 6 .*allowed is a list of sizes"),
+        (lambda: sw.views.view(x, (12, 4), group=dist.group.WORLD), "group: got one without a layout"),
+        (lambda: sw.views.permute(x, (0, 1, 2), group=dist.group.WORLD), "group: got one without a layout"),
     ):
         with pytest.raises(ValueError, match=match):
             call()
     with pytest.raises(TypeError, match=r"^transpose\(\) missing 1 required positional argument: 'dim1'"):
-        sw.transpose(x, 0)
-    squeezed, _ = sw.squeeze(*sw.unsqueeze(mine, 0, layout)[:1], 0, sw.unsqueeze(mine, 0, layout)[1])
+        sw.views.transpose(x, 0)
+    squeezed, _ = sw.views.squeeze(*sw.views.unsqueeze(mine, 0, layout)[:1], 0, sw.views.unsqueeze(mine, 0, layout)[1])
     assert torch.equal(squeezed, mine)
 
 
@@ -129,8 +129,8 @@ def _moves_when_asked() -> None:
     whole = torch.arange(60.0, device=device).view(5, 12)
     source = dtensors.distribute(whole, get_mesh((2, 2)), ["S(0)", "R"]).requires_grad_()
     with pytest.raises(ValueError, match=r"shape: \(60\) of .*its parts are those of .*Blocks.* DTensor cannot say; "):
-        sw.view(source, (60,))
-    y = sw.view(source, (60,), redistribute=True)
+        sw.views.view(source, (60,))
+    y = sw.views.view(source, (60,), redistribute=True)
     (y * y).sum().backward()
     with sw.enabled(strict=True):
         assert torch.equal(y.full_tensor(), whole.flatten())
@@ -138,11 +138,11 @@ def _moves_when_asked() -> None:
     assert source.grad.placements == source.placements  # type: ignore[union-attr]
     for wrong, match in [((7, 9), "does not have the 60 elements"), ((-1, -1), "-1 more than once")]:
         with pytest.raises(ValueError, match=match):
-            sw.view(source, wrong)
+            sw.views.view(source, wrong)
     with pytest.raises(ValueError, match="x: got a Tensor"):
-        sw.view(whole, (60,))
+        sw.views.view(whole, (60,))
     with pytest.raises(ValueError, match="x: has shape"):
-        sw.view(whole, (60,), sw.Layout(mesh_of((2, 2)), (5, 12), ["S(0)", "R"]))
+        sw.views.view(whole, (60,), sw.Layout(mesh_of((2, 2)), (5, 12), ["S(0)", "R"]))
 
 
 def test_moves_when_asked(pool: Pool) -> None:
@@ -196,16 +196,16 @@ def _pairs_flattened() -> None:
     numbers = torch.Generator().manual_seed(0)
     whole, weights = (torch.randn(shape, generator=numbers).to(device) for _ in range(2))
     for flattened in (
-        lambda x: sw.flatten(x, 0, 2),
-        lambda x: sw.view(x, (512, 8)),
+        lambda x: sw.views.flatten(x, 0, 2),
+        lambda x: sw.views.view(x, (512, 8)),
         lambda x: x.flatten(0, 2),
         lambda x: x.reshape(-1, 8),
     ):
         x = dtensors.distribute(whole, mesh, ["S(1)", "S(2)"]).requires_grad_()
         there = dtensors.distribute(weights, mesh, ["S(1)", "S(2)"])
-        with sw.enabled(strict=True, views=True), CommDebugMode() as communication, sw.wire_meter() as wire:
+        with sw.enabled(strict=True, views=True), CommDebugMode() as communication, sw.debug.wire_meter() as wire:
             y = flattened(x)
-            back = sw.view(y.detach(), shape), y.detach().unflatten(0, shape[:3])
+            back = sw.views.view(y.detach(), shape), y.detach().unflatten(0, shape[:3])
             (y * flattened(there)).sum().backward()
         assert communication.get_total_counts() == 0 and wire.received_bytes == 0
         assert y.placements == (Shard(0), _StridedShard(0, split_factor=8))
@@ -223,7 +223,7 @@ def test_pair_tensor_flattened(pool: Pool) -> None:
 def _written_in_place() -> None:
     mesh = get_mesh((2, 2))
     whole = torch.arange(24.0, device=device).view(4, 6)
-    for view in (lambda x: sw.view(x, (24,)), lambda x: sw.transpose(x, 0, 1)):
+    for view in (lambda x: sw.views.view(x, (24,)), lambda x: sw.views.transpose(x, 0, 1)):
         leaf = dtensors.distribute(whole, mesh, ["S(0)", "S(1)"]).requires_grad_()
         x = leaf * 1
         y = view(x)
@@ -241,7 +241,7 @@ def _written_in_place() -> None:
             plain.mul_(dtensors.distribute(whole, mesh, ["R", "R"]).sum().requires_grad_())
     mine, layout = torch.ones(2, 6, requires_grad=True), sw.Layout(mesh_of((2, 2)), (4, 6), ["S(0)", "R"])
     changed = mine * 1
-    sw.view(changed, (24,), layout)[0].mul_(3)  # autograd follows parts
+    sw.views.view(changed, (24,), layout)[0].mul_(3)  # autograd follows parts
     changed.sum().backward()
     assert mine.grad is not None and bool((mine.grad == 3).all())
 

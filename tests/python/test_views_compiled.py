@@ -15,8 +15,8 @@ import shardwright as sw
 from compilers import fresh_compilers, recording
 from meshes import IS_2_11, get_mesh
 from pool import Pool
-from shardwright import executables
-from shardwright.viewing import graphs
+from shardwright.runtime import executables
+from shardwright.views import graphs
 from test_views import _layout, mesh_of, part
 
 pytestmark = pytest.mark.cpu_only("compiled code is compared on the CPU")
@@ -27,11 +27,11 @@ def _dtensors() -> None:
     shape = (4, 6, 4)
     numbers = torch.Generator().manual_seed(0)
     for function, there in (
-        (lambda x: sw.view(x, (24, 4)), lambda x: x.view(24, 4)),
-        (lambda x: sw.flatten(x).sin(), lambda x: x.flatten().sin()),
-        (lambda x: sw.unflatten(x, 0, (2, -1)), lambda x: x.unflatten(0, (2, 2))),
-        (lambda x: sw.transpose(sw.flatten(x, 0, 1) * 2, 0, 1), lambda x: x.flatten(0, 1).t() * 2),
-        (lambda x: sw.permute(x, (2, 0, 1)).cos(), lambda x: x.permute(2, 0, 1).cos()),
+        (lambda x: sw.views.view(x, (24, 4)), lambda x: x.view(24, 4)),
+        (lambda x: sw.views.flatten(x).sin(), lambda x: x.flatten().sin()),
+        (lambda x: sw.views.unflatten(x, 0, (2, -1)), lambda x: x.unflatten(0, (2, 2))),
+        (lambda x: sw.views.transpose(sw.views.flatten(x, 0, 1) * 2, 0, 1), lambda x: x.flatten(0, 1).t() * 2),
+        (lambda x: sw.views.permute(x, (2, 0, 1)).cos(), lambda x: x.permute(2, 0, 1).cos()),
     ):
         with fresh_compilers(), sw.enabled(strict=True, views=True):
             graphs: list[str] = []
@@ -65,7 +65,7 @@ def _moved() -> None:
     whole = torch.arange(60.0).view(5, 12)
 
     def function(x: DTensor) -> DTensor:
-        return sw.view(x, (60,), redistribute=True).sin()  # type: ignore[no-any-return]
+        return sw.views.view(x, (60,), redistribute=True).sin()  # type: ignore[no-any-return]
 
     with fresh_compilers(), sw.enabled(strict=True, views=True):
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
@@ -81,7 +81,7 @@ def _moved() -> None:
                 assert x.grad is not None and x.grad.placements == x.placements
                 torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
         with pytest.raises(Exception, match="needs a move, because"):
-            torch.compile(lambda x: sw.view(x, (60,)), backend="aot_eager", fullgraph=True)(x)
+            torch.compile(lambda x: sw.views.view(x, (60,)), backend="aot_eager", fullgraph=True)(x)
 
 
 def test_a_view_that_needs_a_move(pool: Pool) -> None:
@@ -104,9 +104,9 @@ def _parts() -> None:
         seen_outside = []
 
         def function(mine: torch.Tensor, layout: Any, other: Any = other) -> Any:
-            flat, seen = sw.view(mine * 1, other, layout, redistribute=True)
-            turned, there = sw.transpose(flat, 0, -1, seen)
-            return sw.unsqueeze(turned.sin(), 0, there)
+            flat, seen = sw.views.view(mine * 1, other, layout, redistribute=True)
+            turned, there = sw.views.transpose(flat, 0, -1, seen)
+            return sw.views.unsqueeze(turned.sin(), 0, there)
 
         with fresh_compilers():
             compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
@@ -138,8 +138,8 @@ def _dropped_layouts() -> None:
     made: list[str] = []
 
     def viewed(x: torch.Tensor, shape: tuple[int, ...]) -> Any:
-        flat, seen = sw.view(x * 2, (32,), layout)
-        return sw.view(flat, shape, seen)
+        flat, seen = sw.views.view(x * 2, (32,), layout)
+        return sw.views.view(flat, shape, seen)
 
     before, executables.MAX_EXECUTABLES = executables.MAX_EXECUTABLES, 3
     try:
@@ -166,7 +166,7 @@ def _wrong_parts() -> None:
         ((20,), torch.zeros(4, 5), "x: has shape"),
     ):
         with fresh_compilers(), pytest.raises(Exception, match=match):
-            torch.compile(lambda x, shape=shape: sw.view(x, shape, layout)[0], backend="aot_eager")(x)
+            torch.compile(lambda x, shape=shape: sw.views.view(x, shape, layout)[0], backend="aot_eager")(x)
 
 
 def test_wrong_parts(pool: Pool) -> None:

@@ -282,7 +282,7 @@ def test_named_data_parallel_dims(pool: Pool) -> None:
 
 
 def received_bytes(model: nn.Module, step: int = 0) -> int:
-    with sw.wire_meter() as meter:
+    with sw.debug.wire_meter() as meter:
         model(batch_of(step, dist.get_rank())).square().mean().backward()
     model.zero_grad()
     return int(meter.received_bytes)
@@ -459,7 +459,7 @@ def _same_data() -> None:
     linear = nn.Linear(4, 8, bias=False, device=meshes.device)
     sw.fully_shard(linear, **options, rest=lambda p: [Replicate(), Shard(0)], prefetch=0)
     for step in range(3):
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             linear(torch.ones(1, 4, device=meshes.device) * rank).sum().backward()
         # The gather over b of half the weight; the sum over a of the half that this rank holds.
         if step > 1:  # the first step gathers for the backward again, the second one is timed
@@ -468,7 +468,7 @@ def _same_data() -> None:
     sw.fully_shard(alone, mesh=mesh["b"], same_data_dims=["b"])
     for _ in range(3):
         alone.zero_grad()
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             alone(torch.ones(1, 4, device=meshes.device)).sum().backward()
     assert meter.received_bytes == 4 * 16 + agreement_bytes(alone), "nothing for the gradient"
     assert torch.equal(alone.weight.grad.full_tensor().cpu(), torch.ones(8, 4))

@@ -24,7 +24,7 @@ Count = tuple[int, int, str]
 
 
 def _measure(call: Callable[[], object]) -> Count:
-    with sw.wire_meter() as meter:
+    with sw.debug.wire_meter() as meter:
         call()
     assert meter.calls == 1 == len(meter.by_op), meter.by_op
     ((name, (calls, received)),) = meter.by_op.items()
@@ -173,7 +173,7 @@ def _stock_dtensor() -> dict[str, tuple[int, list[str]]]:
     result = {}
     for name, (src, dst) in ONE_DIM.items():
         source = dtensors.distribute(tensor, mesh, src)
-        with sw.wire_meter() as meter:
+        with sw.debug.wire_meter() as meter:
             source.redistribute(mesh, dtensors.to_placements(dst))
         result[name] = (meter.received_bytes, sorted(meter.by_op))
     return result
@@ -196,10 +196,10 @@ def test_stock_dtensor(pool: Pool) -> None:
 def _backward_and_nesting() -> tuple[int, int]:
     mesh = get_mesh((WORLD,))
     local = torch.ones(2, 8, requires_grad=True)
-    with sw.wire_meter() as outer:
+    with sw.debug.wire_meter() as outer:
         source = dtensors.wrap(local, mesh, (8, 8), ["S(0)"])
         gathered = source.redistribute(mesh, [Replicate()])
-        with sw.wire_meter() as inner:
+        with sw.debug.wire_meter() as inner:
             gathered.redistribute(mesh, [Shard(1)]).to_local().sum().backward()
     return outer.received_bytes, inner.received_bytes
 

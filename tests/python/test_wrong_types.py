@@ -39,16 +39,16 @@ def _refused(name: str, call: Callable[[], object], *fragments: str) -> None:
 MESH = sw.Mesh({"a": 2, "b": 2})
 SRC, DST = sw.Layout(MESH, (8, 8), ["S(0)", "R"]), sw.Layout(MESH, (8, 8), ["R", "S(1)"])
 PLAN = sw.plan(SRC, DST)
-LINK = sw.Link(1, 1)
+LINK = sw.planning.Link(1, 1)
 
 
 def _layout(shape: Any = (8, 8), placements: Any = ("S(0)", "S(0)"), **more: Any) -> sw.Layout:
     return sw.Layout(MESH, shape, placements, **more)
 
 
-def _gemm_model(**more: Any) -> sw.GemmModel:
+def _gemm_model(**more: Any) -> sw.planning.GemmModel:
     fields = ("num_processors", "tile_rows", "tile_columns", "flops_per_us", "launch_ps", "memory_ps_per_kib")
-    return sw.GemmModel(**{"name": "x", **dict.fromkeys(fields, 1), "contention_percent": 0, **more})
+    return sw.planning.GemmModel(**{"name": "x", **dict.fromkeys(fields, 1), "contention_percent": 0, **more})
 
 
 WRONG: dict[str, tuple[Callable[[], object], list[str]]] = {
@@ -113,16 +113,16 @@ WRONG: dict[str, tuple[Callable[[], object], list[str]]] = {
     "rank_peak_bytes": (lambda: PLAN.rank_peak_bytes(None), ["rank", "None"]),
     "from_bytes of text": (lambda: sw.Plan.from_bytes("x"), ["data", "bytes"]),
     "from_bytes of None": (lambda: sw.Plan.from_bytes(None), ["data", "None"]),
-    "from_json of None": (lambda: sw.plan_from_json(None), ["plan", "NoneType", "JSON"]),
-    "from_json of a path": (lambda: sw.plan_from_json(Path("/x")), ["plan", "PosixPath"]),
-    "from_json, deep": (lambda: sw.plan_from_json("[" * 100_000), ["plan", "nested too deeply"]),
-    "from_json, deep objects": (lambda: sw.plan_from_json('{"a":' * 100_000), ["plan", "nested too deeply"]),
-    "load_topology of None": (lambda: sw.load_topology(None), ["topology", "NoneType"]),
-    "load_topology of an int": (lambda: sw.load_topology(5), ["topology", "int"]),
-    "load_topology of bytes": (lambda: sw.load_topology(b"/nope"), ["topology", "bytes"]),
-    "link of text": (lambda: sw.Link("a", 1), ["message_ps", "'a'"]),
-    "link of a float": (lambda: sw.Link(1, 1.5), ["ps_per_kib", "1.5"]),
-    "link of 2**63": (lambda: sw.Link(BIG, 1), ["message_ps", str(BIG)]),
+    "from_json of None": (lambda: sw.planning.plan_from_json(None), ["plan", "NoneType", "JSON"]),
+    "from_json of a path": (lambda: sw.planning.plan_from_json(Path("/x")), ["plan", "PosixPath"]),
+    "from_json, deep": (lambda: sw.planning.plan_from_json("[" * 100_000), ["plan", "nested too deeply"]),
+    "from_json, deep objects": (lambda: sw.planning.plan_from_json('{"a":' * 100_000), ["plan", "nested too deeply"]),
+    "load_topology of None": (lambda: sw.planning.load_topology(None), ["topology", "NoneType"]),
+    "load_topology of an int": (lambda: sw.planning.load_topology(5), ["topology", "int"]),
+    "load_topology of bytes": (lambda: sw.planning.load_topology(b"/nope"), ["topology", "bytes"]),
+    "link of text": (lambda: sw.planning.Link("a", 1), ["message_ps", "'a'"]),
+    "link of a float": (lambda: sw.planning.Link(1, 1.5), ["ps_per_kib", "1.5"]),
+    "link of 2**63": (lambda: sw.planning.Link(BIG, 1), ["message_ps", str(BIG)]),
     "topology of a name that is none": (lambda: sw.Topology(1, 2, 3, 4, LINK, LINK), ["name", "1"]),
     "topology of ints": (lambda: sw.Topology("x", 2, 3, 4, 5, LINK), ["inside", "5", "Link"]),
     "topology of 2**63": (lambda: sw.Topology("x", BIG, 3, 4, LINK, LINK), ["ranks_per_node", str(BIG)]),
@@ -131,12 +131,12 @@ WRONG: dict[str, tuple[Callable[[], object], list[str]]] = {
     "topology, named": (lambda: sw.Topology.named(5), ["topology", "5"]),
     "gemm model, name": (lambda: _gemm_model(name=1), ["name", "1"]),
     "gemm model, float": (lambda: _gemm_model(tile_rows=1.5), ["tile_rows", "1.5"]),
-    "gemm model, named": (lambda: sw.GemmModel.named(1), ["gemm_model", "1"]),
-    "gemm model, sizes": (lambda: sw.GemmModel.named("cpu").picoseconds("a", 1, 1), ["m", "'a'"]),
-    "gemm model, negative": (lambda: sw.GemmModel.named("cpu").picoseconds(1, -1, 1), ["n: -1"]),
-    "zigzag over no ranks": (lambda: sw.Pieces.zigzag(0, 8, 0), ["count", "0", "1 or more"]),
-    "zigzag of a float": (lambda: sw.Pieces.zigzag(0, 8.0, 2), ["size", "8.0"]),
-    "zigzag of less than nothing": (lambda: sw.Pieces.zigzag(0, -1, 2), ["size", "-1", "0 or more"]),
+    "gemm model, named": (lambda: sw.planning.GemmModel.named(1), ["gemm_model", "1"]),
+    "gemm model, sizes": (lambda: sw.planning.GemmModel.named("cpu").picoseconds("a", 1, 1), ["m", "'a'"]),
+    "gemm model, negative": (lambda: sw.planning.GemmModel.named("cpu").picoseconds(1, -1, 1), ["n: -1"]),
+    "zigzag over no ranks": (lambda: sw.placements.Pieces.zigzag(0, 8, 0), ["count", "0", "1 or more"]),
+    "zigzag of a float": (lambda: sw.placements.Pieces.zigzag(0, 8.0, 2), ["size", "8.0"]),
+    "zigzag of less than nothing": (lambda: sw.placements.Pieces.zigzag(0, -1, 2), ["size", "-1", "0 or more"]),
     "unpin": (lambda: sw.unpin(None), ["plan", "NoneType"]),
     "pin": (lambda: sw.pin("x"), ["plan", "str"]),
 }
@@ -216,7 +216,7 @@ def test_json_of_the_wrong_types(change: Callable[[dict[str, Any]], None], messa
     table = json.loads(PLAN.to_json())
     change(table)
     with pytest.raises(ValueError, match=message) as caught:
-        sw.plan_from_json(json.dumps(table))
+        sw.planning.plan_from_json(json.dumps(table))
     assert not [inside for inside in INTERNAL[:2] if inside in str(caught.value)]
 
 
@@ -237,7 +237,7 @@ def _calls_on_tensors() -> None:
     grid = sw.Mesh(mesh)
     src, dst = sw.Layout(grid, (4, 6), ["S(0)"]), sw.Layout(grid, (4, 6), ["R"])
     good = torch.ones(2, 6)
-    move = sw.operator(src, dst)
+    move = sw.graph.operator(src, dst)
     arguments = {name: move.keywords[name] for name in ("plan", "groups", "rank")}
     shardwright = torch.ops.shardwright
     out = torch.empty(4, 6)
@@ -289,14 +289,14 @@ def _calls_with_wrong_arguments() -> None:
     assert torch.equal(sw.redistribute(x, (p for p in whole)).to_local(), torch.ones(4, 6))
     for given in ("x", 5, [1]):
         for name, call in (("redistribute_local", lambda **more: sw.redistribute_local(good, src, dst, **more)),) + (
-            ("operator", lambda **more: sw.operator(src, dst, **more)),
+            ("operator", lambda **more: sw.graph.operator(src, dst, **more)),
         ):
             _refused(name, lambda: call(device_mesh=given), "device_mesh", type(given).__name__)  # noqa: B023
             _refused(name, lambda: call(group=given), "group", type(given).__name__)  # noqa: B023
-    _refused("operator, src", lambda: sw.operator(None, dst), "src", "NoneType")
-    _refused("operator, dst", lambda: sw.operator(src, "R"), "dst", "str")
+    _refused("operator, src", lambda: sw.graph.operator(None, dst), "src", "NoneType")
+    _refused("operator, dst", lambda: sw.graph.operator(src, "R"), "dst", "str")
     for device_type in ("tpu", None, "meta"):
-        _refused("device_type", lambda: sw.operator(src, dst, device_type=device_type), "device_type", "cpu")  # noqa: B023
+        _refused("device_type", lambda: sw.graph.operator(src, dst, device_type=device_type), "device_type", "cpu")  # noqa: B023
     for given in (5, [5], ["a"], [[0.5]]):
         _refused(f"prepare {given}", lambda: sw.prepare(mesh, given), "mesh_dims")  # noqa: B023
     _refused("prepare", lambda: sw.prepare("x"), "dims", "'x'")
@@ -305,18 +305,22 @@ def _calls_with_wrong_arguments() -> None:
     elsewhere = sw.Mesh({"elsewhere": 1})
     _refused("prepare", lambda: sw.prepare(elsewhere, redistributes=[(src, dst)]), "redistributes", "elsewhere")
     _refused("prepare", lambda: sw.prepare(mesh, device_type="tpu"), "device_type", "tpu")
-    _refused("check_ranks", lambda: sw.check_ranks(timeout_seconds="x"), "timeout_seconds", "x")
+    _refused("check_ranks", lambda: sw.debug.check_ranks(timeout_seconds="x"), "timeout_seconds", "x")
     _refused("explain", lambda: sw.explain(5), "function", "int")
     _refused("calibrate", lambda: sw.calibrate("x"), "group", "str")
     _refused("calibrate", lambda: sw.calibrate(device="tpu"), "device", "tpu")
     _refused("calibrate", lambda: sw.calibrate(ranks_per_node="x"), "ranks_per_node", "x")
     _refused("calibrate", lambda: sw.calibrate(name=5), "name", "5")
-    _refused("calibrate_gemm", lambda: sw.calibrate_gemm("x"), "device", "x")
-    _refused("calibrate_gemm", lambda: sw.calibrate_gemm(dtype="x"), "dtype", "x")
+    _refused("calibrate_gemm", lambda: sw.calibration.calibrate_gemm("x"), "device", "x")
+    _refused("calibrate_gemm", lambda: sw.calibration.calibrate_gemm(dtype="x"), "dtype", "x")
     for given in ("x", 1, None):
-        _refused(f"set_fast_accumulation {given!r}", lambda: sw.set_fast_accumulation(given), "enabled", repr(given))  # noqa: B023
-    _refused("set_sm_carveout", lambda: sw.set_sm_carveout("x"), "sms", "'x'")
-    _refused("set_sm_carveout", lambda: sw.set_sm_carveout(1 << 40), "sms", str(1 << 40))
+
+        def call() -> None:
+            sw.runtime.set_fast_accumulation(given)  # noqa: B023
+
+        _refused(f"set_fast_accumulation {given!r}", call, "enabled", repr(given))
+    _refused("set_sm_carveout", lambda: sw.runtime.set_sm_carveout("x"), "sms", "'x'")
+    _refused("set_sm_carveout", lambda: sw.runtime.set_sm_carveout(1 << 40), "sms", str(1 << 40))
     dist.barrier()
 
 

@@ -15,12 +15,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from . import argument_checks
 from .dtensor import crossing, patch
 from .dtensor import mode as modes
 from .dtensor import redistribute as dtensor_redistribute
 from .dtensor.mode import Mode
-from .viewing import rules as view_rules
+from .runtime import argument_checks
+from .views import rules as view_rules
 
 _lock = threading.RLock()  # held while the mode or the patches change
 
@@ -36,7 +36,7 @@ def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False
         make_groups: whether missing process groups may be made, at first use and by their members. If not, plans use
             only the groups of the mesh's dims, its flattened ones and those made by `prepare`.
         overlap: whether `linear`, `matmul` and ``@`` of DTensors gather their operand while they multiply, where
-            PyTorch would gather first (products/overlapping.py says which). The result is then cut in its last dim
+            PyTorch would gather first (matmul/overlapping.py says which). The result is then cut in its last dim
             along those mesh dims. This does not apply to compiled code.
         views: whether DTensor's views (`view`, `reshape`, `flatten`, `unflatten`, ...) keep every rank's elements where
             they are, wherever a layout that DTensor has says so (docs/views.md). The backward must run while this is
@@ -92,7 +92,7 @@ def _apply() -> None:
     """Puts the mode that the blocks ask for into effect."""
     mode = modes.wanted()
     if mode.overlap or modes.current().overlap:
-        from .products import overlapping  # imports compilers
+        from .matmul import overlapping
 
         overlapping.install() if mode.overlap else overlapping.uninstall()
         dtensor_redistribute.note_explicit_gather = overlapping.note_explicit_gather

@@ -22,9 +22,9 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_module
 
-from .attending.context import Attending
-from .products import tensors
-from .products.functions import linear
+from .attention.context import Attending
+from .matmul import tensors
+from .matmul.functions import linear
 
 __all__ = ["ColwiseParallel", "ContextParallel", "RowwiseParallel", "SequenceParallel"]
 
@@ -61,13 +61,13 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
 
 
 class ContextParallel(torch_parallel.ParallelStyle):
-    """Makes ``scaled_dot_product_attention`` within a module `shardwright.attention` over the mesh, of one dim.
+    """Replaces ``scaled_dot_product_attention`` within a module by shardwright's, over a mesh of one dim.
 
     The module gets and returns parts of the sequence. Everything else in it must work on single places of it.
 
     Args:
         size: the length of the whole sequence; not needed where queries are DTensors.
-        layout, method: as in `shardwright.attention`.
+        layout, method: as in `shardwright.attention.scaled_dot_product_attention`.
     """
 
     def __init__(self, *, size: int | None = None, layout: Any = None, method: str = "auto") -> None:

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import argument_values, groups, tables
-from ..topology import Topology
+from ..layouts import argument_values, tables
+from ..layouts.topology import Topology
+from ..runtime import groups
 from .job import job_of
 from .links import measure_links, traffic_of
-from .products import check_dtype, measure_products, report_of
+from .products import calibrate_gemm, check_dtype, measure_products, report_of
+
+__all__ = ["calibrate", "calibrate_gemm", "forget"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ def calibrate(
     ``init_process_group``. Process groups that it makes are kept for redistributes, like those of `prepare`. The first
     rank logs what was measured, at level INFO.
 
-    Later redistributes and products of this job over the same backend use the measurements until `forget_calibration`
+    Later redistributes and products of this job over the same backend use the measurements until `forget`
     or the end of the default process group, unless they are given a topology (or their mesh has one) or a
     ``gemm_model``.
 
@@ -92,7 +95,7 @@ def calibrate(
     return topology
 
 
-def forget_calibration() -> None:
+def forget() -> None:
     """Makes plans and products use the default tables again. All ranks must call this at the same point."""
     tables.forget_measured()
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import _planner, argument_checks, executables, groups
+from .._native import _planner
+from ..runtime import argument_checks, executables, groups
 
 
 class Ranks:

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import argument_values, groups
 from .._planner import Link, LinkFit, Topology, fit_links
-from ..topology import load_topology
+from ..layouts import argument_values
+from ..layouts.topology import load_topology
+from ..runtime import groups
 from .job import Job, by_node, ranks_per_node, seconds_of
 from .products import Traffic
 

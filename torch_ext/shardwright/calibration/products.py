@@ -9,8 +9,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from .. import _runtime, argument_checks, tables
+from .._native import _runtime
 from .._planner import GemmModel
+from ..layouts import tables
+from ..runtime import argument_checks
 from .job import Ranks, seconds_of
 
 _REPEATS, _REPEATS_QUICK = 9, 3

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _planner, checking, groups
-from ..layout import Mesh
+from .._native import _planner
+from ..layouts.layout import Mesh
+from ..runtime import checking, groups
 
 
 class _Agreed(NamedTuple):

@@ -18,9 +18,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import _planner, argument_values, counters, executables
-from ..graphs import plans
-from ..plain_tensors import redistribute_part
+from .._native import _planner
+from ..graph import plans
+from ..layouts import argument_values
+from ..runtime import counters, executables
+from ..runtime.plain_tensors import redistribute_part
 from . import agreement, guards, masks
 from .specs import layout_of_spec
 
@@ -179,7 +181,7 @@ def _check_compilable(here: _planner.Mesh, there: _planner.Mesh) -> None:
 
 def _traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, make_groups: bool) -> torch.Tensor:
     """Records our operators."""
-    from .. import operators  # imports compilers
+    from ..graph import operators
 
     with _disable_current_modes():  # none of this belongs in the trace
         sizes = plans.example_of(target.shape)

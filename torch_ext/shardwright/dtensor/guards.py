@@ -21,7 +21,8 @@ import torch
 from torch._guards import CompileContext, Guard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .. import executables, groups, tables
+from ..layouts import tables
+from ..runtime import executables, groups
 from . import mode
 
 _MAX_MARKS = 1024

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _runtime
+from .._native import _runtime
 
 _MAX_CHANGES = 4096
 _REMEMBERED = "_shardwright_mode"

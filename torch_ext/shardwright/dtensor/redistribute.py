@@ -21,20 +21,21 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._debug_mode import get_active_debug_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .. import _runtime, counters, executables, groups
-from ..argument_checks import DEVICE_TYPES
-from ..executables import Refusal
-from ..graphs import plans
-from ..layout import Layout, Mesh
-from ..plain_tensors import redistribute_local
+from .._native import _runtime
+from ..graph import plans
+from ..layouts.layout import Layout, Mesh
 from ..planning import Plan
+from ..runtime import counters, executables, groups
+from ..runtime.argument_checks import DEVICE_TYPES
+from ..runtime.executables import Refusal
+from ..runtime.plain_tensors import redistribute_local
 from . import guards, masks
 from .mode import Mode, deciding
 from .specs import layout_of_spec
 
 _original: Callable[..., torch.Tensor] | None = None  # PyTorch's function, while ours replaces it
 
-# Called for each explicit asynchronous redistribute while `overlap` is on (products/overlapping.py).
+# Called for each explicit asynchronous redistribute while `overlap` is on (matmul/overlapping.py).
 note_explicit_gather: Callable[[DTensorSpec, DTensorSpec], None] | None = None
 
 # Executables that do the whole redistribute, with nothing to be done before or after them.
@@ -237,7 +238,7 @@ _arguments: executables.Kept[dict[str, Any] | Refusal] = executables.Kept(is_loc
 
 def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
     """Records our operators for a redistribute in a trace."""
-    from .. import operators  # imports compilers
+    from ..graph import operators
 
     local, current, target = asked[:3]
     is_symbolic = plans.is_symbolic(current.shape)  # not the local sizes: ranks differ in these
@@ -259,7 +260,7 @@ def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
 
 def _trace_arguments(asked: _Asked, is_symbolic: bool) -> dict[str, Any] | Refusal:
     """Returns the operators' arguments; empty if there is nothing to do."""
-    from .. import operators  # imports compilers
+    from ..graph import operators
 
     sizes, mesh = asked.current.shape, asked.current.mesh
     example = plans.example_of(sizes)

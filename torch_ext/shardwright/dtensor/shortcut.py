@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .. import _runtime, executables, groups
+from .._native import _runtime
+from ..runtime import executables, groups
 from . import crossing, redistribute
 from .mode import deciding, takes_shortcut
 

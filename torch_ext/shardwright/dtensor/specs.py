@@ -13,8 +13,10 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .. import _planner, argument_values, executables, groups
-from ..layout import Layout, Mesh
+from .._native import _planner
+from ..layouts import argument_values
+from ..layouts.layout import Layout, Mesh
+from ..runtime import executables, groups
 
 
 def layout_of_spec(spec: DTensorSpec, shape: Sequence[int], dtype: torch.dtype) -> Layout:

@@ -1,9 +1,22 @@
-"""Weights that are cut between steps and gathered when they are used."""
+"""Weights that are sharded between steps and gathered when they are used."""
 
 from __future__ import annotations
 
+from .activations import checkpoint_cut
 from .collectives import AllGather, ReduceScatter
+from .handles import JitWeight, jit_weight
 from .methods import ShardedModule, UnshardHandle
-from .sharding import fully_shard, schedules
+from .sharding import fully_shard, schedule, schedules
 
-__all__ = ["AllGather", "ReduceScatter", "ShardedModule", "UnshardHandle", "fully_shard", "schedules"]
+__all__ = [
+    "AllGather",
+    "JitWeight",
+    "ReduceScatter",
+    "ShardedModule",
+    "UnshardHandle",
+    "checkpoint_cut",
+    "fully_shard",
+    "jit_weight",
+    "schedule",
+    "schedules",
+]

@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import _planner, argument_checks, checking, counters, executables, groups
-from ..layout import Layout, Mesh
-from ..plain_tensors import redistribute_local
+from .._native import _planner
+from ..layouts.layout import Layout, Mesh
+from ..runtime import argument_checks, checking, counters, executables, groups
+from ..runtime.plain_tensors import redistribute_local
 from . import reads, saved
 from .agreement import compare
 from .units import is_in_backward
@@ -33,7 +34,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
     """Within the block, autograd saves of activations that are equal on all ranks of a mesh only this rank's part.
 
         for layer in self.layers:
-            with sw.checkpoint_cut(mesh["tp"], x):                # x is the same on all tensor-parallel ranks
+            with sw.fsdp.checkpoint_cut(mesh["tp"], x):                # x is the same on all tensor-parallel ranks
                 x = layer(x)
 
     The backward gathers them again: one ahead of what it needs, once it has run before. Bits are those without the
@@ -41,7 +42,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
 
     With recomputation the input of a layer is all that is saved, and it is cut:
 
-            with sw.checkpoint_cut(mesh["tp"], x):
+            with sw.fsdp.checkpoint_cut(mesh["tp"], x):
                 x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
 
     DTensors need not be named: all that are saved in the block are cut whose placements say that they are equal, such
@@ -50,7 +51,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
     Args:
         mesh: the ranks on which activations are equal, this one among them; any number of dims.
         tensors: plain tensors that are equal on all of these ranks, bit for bit. What is saved of them and of their
-            views is cut. (``sw.check_ranks()`` compares their values.)
+            views is cut. (``sw.debug.check_ranks()`` compares their values.)
         min_bytes: smaller ones stay whole.
 
     All ranks of the mesh run the same blocks and backwards in the same order.
@@ -326,7 +327,12 @@ class _OnMesh:
             return list(known)
         said = {"number of activations": str(len(seen)), "activations": ", ".join(seen)}
         compare(
-            self._mesh, said, device, "sw.checkpoint_cut", "what they saved", "the same blocks with the same tensors"
+            self._mesh,
+            said,
+            device,
+            "sw.fsdp.checkpoint_cut",
+            "what they saved",
+            "the same blocks with the same tensors",
         )
         if len(self.orders) >= _MAX_ORDERS:
             del self.orders[next(iter(self.orders))]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _runtime
+from .._native import _runtime
 
 
 def all_reduce(

@@ -10,7 +10,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .. import argument_checks
+from ..runtime import argument_checks
 from .extensions import has_extension, is_subclass
 from .methods import ATTRIBUTE, ShardedModule, original_class
 

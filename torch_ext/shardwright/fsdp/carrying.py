@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from .. import _planner
-from ..layout import Layout
+from .._native import _planner
+from ..layouts.layout import Layout
 from .formats import Format
 
 # Starts a move from one layout to another into a tensor.

@@ -25,9 +25,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .. import _planner, checking, executables, tables
-from ..layout import Layout
-from ..products.running import Call, Where, bind
+from .._native import _planner
+from ..layouts import tables
+from ..layouts.layout import Layout
+from ..matmul.running import Call, Where, bind
+from ..runtime import checking, executables
 from . import agreement
 from .formats import with_dtype
 from .linear import OWN_PRODUCT, is_linear
@@ -259,7 +261,7 @@ class UnitInChunks:
     def begin_backward(self, reduces: bool) -> None:
         """A gradient that is a sum is reduced whole, once, instead of each of its terms.
 
-        So ranks must agree on how often they call each module; `sw.check_ranks` compares that.
+        So ranks must agree on how often they call each module; `sw.debug.check_ranks` compares that.
         """
         if reduces and checking.is_on():
             self._check_calls()

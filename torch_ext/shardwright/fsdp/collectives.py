@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
-from .. import _runtime, argument_checks, executables, groups
-from ..layout import Layout, Mesh
+from .._native import _runtime
+from ..layouts.layout import Layout, Mesh
+from ..runtime import argument_checks, executables, groups
 
 _PLACEMENTS = {
     dist.ReduceOp.SUM: "P(sum)",

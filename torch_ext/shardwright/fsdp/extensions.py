@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from .. import _planner, _runtime
-from ..layout import Layout
+from .._native import _planner, _runtime
+from ..layouts.layout import Layout
 from .agreement import compare
 from .layouts import Layouts
 

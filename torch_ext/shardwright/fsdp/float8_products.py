@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .. import counters
+from ..runtime import counters
 from .formats import ROW_MULTIPLE, SCALES_TOGETHER, Float8, InBlocks, RowwiseFloat8
 from .layouts import Layouts
 from .linear import OWN_PRODUCT, is_linear

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .. import _planner
-from ..layout import Layout
+from .._native import _planner
+from ..layouts.layout import Layout
 
 # Decoding takes this many elements at a time, so that what it needs besides its result is small.
 _DECODED_AT_A_TIME = 1 << 20

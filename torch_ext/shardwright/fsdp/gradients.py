@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from .. import _planner
-from ..layout import Layout
+from .._native import _planner
+from ..layouts.layout import Layout
 from .formats import with_dtype
 from .policy import Dtypes
 

@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _planner, argument_checks, groups
-from ..layout import Layout
-from ..plain_tensors import redistribute_local
+from .._native import _planner
+from ..layouts.layout import Layout
 from ..planning import check_layout
+from ..runtime import argument_checks, groups
+from ..runtime.plain_tensors import redistribute_local
 from . import reads
 
 
@@ -28,7 +29,7 @@ def jit_weight(
 ) -> JitWeight:
     """Makes a weight that is cut between uses, and gathered for each.
 
-        weight = sw.jit_weight(local, rest, use)
+        weight = sw.fsdp.jit_weight(local, rest, use)
         with weight as whole:                       # gathered
             y = F.linear(x, whole)
         y.sum().backward()                          # gathered again; weight.parameter.grad is reduced to `rest`

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .. import _runtime
+from .._native import _runtime
 
 
 class Leaving(NamedTuple):

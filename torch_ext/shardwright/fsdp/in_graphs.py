@@ -27,8 +27,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .. import counters
-from ..graphs import order
+from ..graph import order
+from ..runtime import counters
 from . import events  # noqa: F401  (makes the operators)
 from .containers import mapped
 from .units import Unit

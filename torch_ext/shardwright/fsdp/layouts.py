@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..layout import Layout, Mesh
+from ..layouts.layout import Layout, Mesh
 from .hosting import Host
 
 

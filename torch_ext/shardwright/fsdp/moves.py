@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .. import _planner, _runtime, executables, groups
+from .._native import _planner, _runtime
+from ..runtime import executables, groups
 from .layouts import Layouts
 
 

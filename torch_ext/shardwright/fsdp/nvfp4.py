@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import _planner
-from ..layout import Layout
+from .._native import _planner
+from ..layouts.layout import Layout
 from .formats import FORMATS, SCALES_TOGETHER, InBlocks, ScaledCodes, check_blocks, in_blocks
 
 _BLOCK = 16  # elements that share a scale

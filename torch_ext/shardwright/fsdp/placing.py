@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from .. import argument_checks, argument_values
+from ..layouts import argument_values
+from ..runtime import argument_checks
 from .layouts import Choice, DataMesh, Layouts
 
 Placer = Callable[[nn.Parameter], Sequence[Placement] | None]

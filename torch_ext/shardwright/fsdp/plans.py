@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .. import _planner
+from .._native import _planner
 from . import saved
 from .times import Times
 from .units import Unit

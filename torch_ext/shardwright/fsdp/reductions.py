@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _runtime
+from .._native import _runtime
 from . import agreement
 from .landing import Reduction
 from .units import Unit

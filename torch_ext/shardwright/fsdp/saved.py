@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import _planner, executables
+from .._native import _planner
+from ..runtime import executables
 from .times import Event, agreed
 
 

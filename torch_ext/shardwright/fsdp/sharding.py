@@ -18,8 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .. import explaining, groups
 from .._planner import StepSchedule
+from ..debug import explaining
+from ..runtime import groups
 from . import events, extensions, hosting, in_graphs, times
 from .agreement import check_same
 from .arguments import GIVEN, SHARDED, check_options, checked_ignored, checked_modules, device_type_of, parameters_of

@@ -11,12 +11,11 @@ reach the outputs of a forward until they have left its inputs.
     following   when the schedule says                   when the schedule says            recording, at a use that is
                                                                                            not the scheduled one
 
-The first step that follows a schedule is timed. How long its uses took decides how far ahead later steps gather, unless
-the user has decided that; all ranks agree on the times before.
+The first step that follows a schedule is timed. Its times decide how far ahead later steps gather, unless the user has
+decided that; all ranks agree on the times before.
 
-Sequences are known by their first use and by what becomes of gradients, so a step with gradients, one without, and one
-whose gradients are added up and reduced later have schedules of their own. All ranks see the same uses, so all of them
-start the same transfers in the same order.
+The first use and the treatment of gradients identify a sequence, so steps with gradients, without, and with gradients
+that are reduced later have schedules of their own. All ranks see the same uses, so they start the same transfers.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from typing import Any
 
 import torch
 
-from .. import _runtime, counters
+from .._native import _runtime
 from .._planner import StepSchedule, overlapping_budget_bytes
+from ..runtime import counters
 from . import saved, times
 from .agreement import forget_written_copies
 from .carrying import measure

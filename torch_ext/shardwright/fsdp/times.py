@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._planner import StepSchedule
-from ..explaining import HeardStep
+from ..debug.explaining import HeardStep
 from . import agreement
 from .hosting import Copy
 

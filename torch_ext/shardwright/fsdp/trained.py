@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import _planner
+from .._native import _planner
 from . import extensions, hosting
 from .gradients import Arriving, Gradients
 from .landing import Landing

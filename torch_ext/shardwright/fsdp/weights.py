@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .. import _runtime, executables
-from ..layout import Layout
-from ..plain_tensors import redistribute_part
+from .._native import _runtime
+from ..layouts.layout import Layout
+from ..runtime import executables, plain_tensors
 from ..transfers.current import owners
 from . import extensions, hosting, writes
 from .carrying import Carried, Measured
@@ -485,7 +485,7 @@ def _slice(local: torch.Tensor, layouts: Layouts, layout: Layout) -> torch.Tenso
         return extensions.cut(local, layouts)
     if local.is_meta:
         return _empty(layout, local.dtype, local.device)
-    part = redistribute_part(local, layouts.use, layout, layouts.mesh, False, True)
+    part = plain_tensors.redistribute_part(local, layouts.use, layout, layouts.mesh, False, True)
     return part.clone() if part.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else part
 
 

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .. import _planner, groups
-from ..layout import Layout, Mesh
+from .._native import _planner
+from ..layouts.layout import Layout, Mesh
+from ..runtime import groups
 from .declared import DTENSOR, PAIR, Declared, Description, Layouts
 
 _MAX_SHOWN = 40

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from .. import _planner, _runtime, argument_checks, executables, groups, plain_tensors
-from ..mapping import explaining
+from .._native import _planner, _runtime
+from ..rules import explaining
+from ..runtime import argument_checks, executables, groups, plain_tensors
 from .setup import SetUp
 
 

@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from .. import _planner
+from .._native import _planner
 from .declared import Given, Reader
 
 _REMEDY = (

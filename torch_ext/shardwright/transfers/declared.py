@@ -11,10 +11,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from .. import _planner, argument_checks, argument_values, groups
+from .._native import _planner
 from ..dtensor.specs import layout_of_spec
-from ..layout import Layout, Mesh
-from ..mapping import patterns
+from ..layouts import argument_values
+from ..layouts.layout import Layout, Mesh
+from ..rules import patterns
+from ..runtime import argument_checks, groups
 
 # Names, sizes and ranks of a mesh.
 MeshParts = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]

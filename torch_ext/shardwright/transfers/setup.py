@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import _planner, argument_values, groups, memory_spans, plain_tensors
-from ..layout import Layout, Mesh
-from ..mapping.checking import Wanted, check
-from ..mapping.items import Item, items_of
-from ..mapping.kinds import Rule, apply_rules, renamed
-from ..mapping.pieces import source_tensor
+from .._native import _planner
+from ..layouts import argument_values
+from ..layouts.layout import Layout, Mesh
+from ..rules.checking import Wanted, check
+from ..rules.items import Item, items_of
+from ..rules.kinds import Rule, apply_rules, renamed
+from ..rules.pieces import source_tensor
+from ..runtime import groups, memory_spans, plain_tensors
 from . import agreement, staging
 from .agreement import Agreed, Starts
 from .current import Passed, Tensors

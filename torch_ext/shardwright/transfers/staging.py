@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _runtime
+from .._native import _runtime
 from .current import places_of, storage_of
 
 # Of bytes that no destination has: more runs than these are copied by a mask instead of one by one.

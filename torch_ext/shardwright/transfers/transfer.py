@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import _planner, argument_checks, argument_values, executables, groups
-from ..batches import BUCKET_BYTES, BUCKETS
-from ..mapping import explaining
-from ..topology import Topology, named_topology, tables_now
+from .._native import _planner
+from ..layouts import argument_values
+from ..layouts.topology import Topology, named_topology, tables_now
+from ..planning.batches import BUCKET_BYTES, BUCKETS
+from ..rules import explaining
+from ..runtime import argument_checks, executables, groups
 from . import batches
 from .batches import BoundBatch
 from .current import Place, places_of

@@ -1,1 +1,0 @@
-"""Attention over a sequence that is cut over ranks; docs/attention.md describes it."""

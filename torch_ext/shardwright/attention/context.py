@@ -1,0 +1,244 @@
+"""Where the sequence of other tensors lies: `redistribute_sequence`, and `context_parallel` around whole models."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
+
+from ..layouts import argument_values
+from ..layouts.layout import Layout, Mesh
+from ..runtime import argument_checks, groups
+from ..runtime.plain_tensors import redistribute_local
+from .functions import check_method, scaled_dot_product_attention
+from .problem import parts_of, sequence_dims, sequence_layout
+
+__all__ = ["context_parallel", "context_parallel_unshard", "redistribute_sequence"]
+
+
+def redistribute_sequence(
+    local: torch.Tensor,
+    src: Any,
+    dst: Any,
+    *,
+    dim: int,
+    size: int,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Moves a tensor's sequence between layouts of it: tokens, rotary tables, labels, losses. One ordinary exchange.
+
+    Args:
+        local: this rank's part.
+        src, dst: ``"contiguous"``, ``"zigzag"``, ``"whole"`` (all of it on every rank) or a placement of dim 2, as
+            `scaled_dot_product_attention` takes them as `layout`.
+        dim: the dim of the sequence.
+        size: its length on all ranks together.
+        group: the process group; default: the default group.
+
+    Returns:
+        This rank's part in `dst`; differentiable.
+    """
+    argument_checks.check_tensor("local", local)
+    argument_checks.check_group(group)
+    groups.check_initialised()
+    count = dist.get_world_size(group)
+    size = argument_values.integer(size, "size")
+    dim = argument_values.dim(dim, "dim", local.ndim)
+    shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
+    mesh = Mesh({"sequence": count})
+    ends = [_placement(given, dim, size, count, name) for name, given in (("src", src), ("dst", dst))]
+    layouts = [Layout(mesh, shape, [end], local.dtype) for end in ends]
+    return redistribute_local(local, *layouts, group=group)
+
+
+def _placement(given: Any, dim: int, size: int, count: int, argument: str) -> Any:
+    if isinstance(given, str) and given == "whole":
+        return Replicate()
+    (text,) = sequence_layout(given, size, count, argument).placements
+    return text.replace("(2", f"({dim}", 1)
+
+
+# What PyTorch hands to a mode it runs without the mode. These functions call attention: in layers, and in a backward
+# where a checkpoint computes its part of the forward again.
+_CALLS_ATTENTION = (
+    F.multi_head_attention_forward,
+    torch.Tensor.backward,
+    torch.autograd.backward,
+    torch.autograd.grad,
+)
+
+
+def _without_modes_of_its_own(func: Any) -> Any:
+    """Returns a copy of a function that does not hand itself to modes, so that it may run while one is on."""
+    asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    names = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+    copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+class Attending(TorchFunctionMode):
+    """While it is active on a thread, scaled_dot_product_attention there is ours."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self._arguments = arguments
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
+            raise ValueError(
+                "need_weights: True; allowed is False while the sequence is cut over ranks, as none has all weights"
+            )
+        if func in _CALLS_ATTENTION:
+            with self:
+                return _without_modes_of_its_own(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        arguments = dict(self._arguments)
+        if isinstance(query, DTensor):
+            del arguments["size"]
+            _check_cut_over(query, arguments.pop("group"))
+        result: torch.Tensor = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            **arguments,
+        )
+        return result
+
+
+def _check_cut_over(query: DTensor, group: dist.ProcessGroup) -> None:
+    ranks = sorted(dist.get_process_group_ranks(group))
+    of_dims = (query.device_mesh.get_group(dim) for dim in sequence_dims(query))
+    if len(ranks) > 1 and all(sorted(dist.get_process_group_ranks(one)) != ranks for one in of_dims):
+        raise ValueError(
+            f"query: is placed as {query.placements} on {query.device_mesh}, which does not cut the sequence over "
+            f"ranks {ranks}, who share it here; allowed are DTensors placed so, and plain tensors, such as to_local()"
+        )
+
+
+@contextlib.contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[torch.Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Iterable[torch.Tensor] | None = None,
+    size: int | None = None,
+    layout: Any = "zigzag",
+    method: str = "auto",
+) -> Iterator[None]:
+    """PyTorch's ``context_parallel``, on any device with fused attention and for sequences of any length.
+
+    During the block `buffers` hold this rank's part of the sequence instead of the whole, and calls of
+    ``torch.nn.functional.scaled_dot_product_attention`` on this thread compute ours, those of
+    ``torch.nn.MultiheadAttention`` without weights included. Unlike PyTorch's, it is not process-wide: other threads
+    are not affected. The backward of what the buffers led to runs within the block too.
+
+    Args:
+        mesh: of one dim: the ranks that share the sequence.
+        buffers: whole tensors without gradients, the same on all ranks: tokens, labels, rotary tables. They may be
+            views, also of the same memory. During the block they are tensors of their own; at the end they are what
+            they were.
+        buffer_seq_dims: the dim of the sequence of each.
+        no_restore_buffers: those that keep their part.
+        size: the length of the whole sequence; default: that of the buffers.
+        layout, method: as in `scaled_dot_product_attention`.
+    """
+    given = argument_values.items(() if buffers is None else buffers, "buffers", "a list of tensors")
+    dims = argument_values.items(
+        () if buffer_seq_dims is None else buffer_seq_dims, "buffer_seq_dims", "a list of dims"
+    )
+    if not argument_values.is_device_mesh(mesh):
+        raise ValueError(f"mesh: got a {type(mesh).__name__}; allowed is a DeviceMesh of one dim")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: has {mesh.ndim} dims; allowed is one, such as mesh['cp']")
+    if len(given) != len(dims):
+        raise ValueError(f"buffer_seq_dims: has {len(dims)} dims for {len(given)} buffers")
+    for tensor in given:
+        argument_checks.check_tensor("buffers", tensor)
+        if tensor.requires_grad:
+            raise ValueError("buffers: one of them requires a gradient; allowed are tensors that do not")
+    dims = [argument_values.dim(dim, "buffer_seq_dims", one.ndim) for one, dim in zip(given, dims, strict=True)]
+    known = set() if size is None else {size}
+    sizes = {tensor.shape[dim] for tensor, dim in zip(given, dims, strict=True)} | known
+    if len(sizes) > 1:
+        raise ValueError(f"buffers: have sequences of {sorted(sizes)}; allowed is one length")
+    total = sizes.pop() if sizes else None
+    kept = {id(tensor) for tensor in no_restore_buffers or ()}
+    if not kept <= {id(tensor) for tensor in given}:
+        raise ValueError("no_restore_buffers: holds a tensor that is not among the buffers")
+    check_method(method)
+    group = mesh.get_group()
+    mine = parts_of(layout, total, mesh.size())[dist.get_rank(group)] if total is not None else []
+    whole = [tensor.data for tensor in given]
+    parts = [
+        torch.cat([tensor.narrow(dim, a, b - a) for a, b in [(0, 0), *mine]], dim)
+        for tensor, dim in zip(whole, dims, strict=True)
+    ]
+    try:
+        for tensor, part in zip(given, parts, strict=True):
+            _hold(tensor, part)
+        with Attending(group=group, size=total, layout=layout, method=method):
+            yield
+    finally:
+        for tensor, before in zip(given, whole, strict=True):
+            if id(tensor) not in kept:
+                _hold(tensor, before)
+
+
+def _hold(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Makes `content` what the tensor holds. What was saved of it for a backward counts as changed."""
+    tensor.data = content
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def context_parallel_unshard(
+    mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], *, size: int, layout: Any = "zigzag"
+) -> list[torch.Tensor]:
+    """Returns the whole tensors, in the order of their sequence, of parts that `context_parallel` made or led to.
+
+    Args:
+        mesh: the mesh that was given to `context_parallel`.
+        buffers: this rank's parts.
+        seq_dims: the dim of the sequence of each.
+        size: the length of the whole sequence.
+        layout: that of `context_parallel`.
+    """
+    group = mesh.get_group()
+    parts = argument_values.items(buffers, "buffers", "a list of tensors")
+    dims = argument_values.items(seq_dims, "seq_dims", "a list of integers")
+    if len(parts) != len(dims):
+        raise ValueError(f"seq_dims: has {len(dims)} dims for {len(parts)} buffers; allowed is one for each")
+    return [
+        redistribute_sequence(part, layout, "whole", dim=dim, size=size, group=group)
+        for part, dim in zip(parts, dims, strict=True)
+    ]

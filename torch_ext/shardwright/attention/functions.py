@@ -1,0 +1,264 @@
+"""`scaled_dot_product_attention`, and `explain` which shows what it would do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ..layouts import argument_values
+from .operators import attend
+from .problem import Asked, Call, Mask, call_for, plan, tables_of
+
+__all__ = ["Mask", "scaled_dot_product_attention", "explain"]
+
+METHODS = ("auto", "ring", "gather", "ulysses", "two_level", "serial")
+
+
+def scaled_dot_product_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    mask: Mask | torch.Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    method: str = "auto",
+    chunks: int | None = None,
+    save: str = "shard",
+    merge: str = "float32",
+    return_lse: bool = False,
+    size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    layout: Any = None,
+    kv_size: int | None = None,
+    kv_layout: Any = None,
+    dropout_p: float = 0.0,
+) -> Any:
+    """Attention over a sequence that is cut over ranks; keys travel while others are attended to.
+
+    It computes what ``torch.nn.functional.scaled_dot_product_attention`` does of the whole tensors, without dropout,
+    and in the dtype of autocast where that is on. The first call with given arguments, shapes and dtypes compares them
+    among the ranks.
+
+    Args:
+        q: shape [batch, heads, sequence, depth]: float32, bfloat16, float16 or float64. Plain tensors are this rank's
+            part of the sequence. DTensors bring their placements: one mesh dim may cut the sequence, others batch and
+            heads; nothing moves along those. Or all three are [batch, sequence, depth], as one head.
+        k, v: shaped and placed like `q`; with `enable_gqa` they may have fewer heads. `v` may have another depth, which
+            is that of the result. Both may be of another sequence, cut over the same ranks or whole on each of them:
+            see `kv_size` and `kv_layout`; DTensors bring it.
+        is_causal: the query at place i of its sequence sees the keys at places up to i of theirs.
+        mask: what queries see besides: a sliding window, documents; see `Mask`. Or a tensor, as in torch not
+            together with `is_causal`: bool (True: the query sees the key) or float (added to scores), without a
+            gradient, which broadcasts to [batch, heads, this rank's rows of `q`, all keys by their places]. With
+            DTensors, it is plain or placed like `q`. ``"ulysses"`` and ``"two_level"`` cannot use a tensor.
+        scale: of scores; default 1 / sqrt(depth).
+        enable_gqa: the heads of `q` may be a multiple of those of `k` and `v`; consecutive ones share one.
+        method: ``"ring"``: keys of one rank after the other arrive, each while those before are attended to. At most
+            two parts of them are held. ``"gather"``: all at once. ``"ulysses"``: sequence is exchanged for heads and
+            back. ``"two_level"``: ulysses within nodes and a ring between them, where the topology has several nodes of
+            several ranks. ``"serial"``: a gather during which nothing is computed. ``"auto"``: the one predicted to be
+            fastest.
+        chunks: cut the whole sequence into this many blocks of equal length (as torch.chunk does). Where the parts of
+            ranks begin and end at these cuts, result and gradients are bitwise the same for any number of ranks and any
+            method. Default: blocks are the runs that ranks hold.
+        save: ``"shard"``: the backward keeps this rank's part of `k` and `v`, and moves the rest again.
+        merge: ``"float32"``: results of blocks are merged in float32, in the order of their places. With `chunks`, so
+            are gradients.
+        return_lse: also return the log-sum-exp of each query's scores, shape [batch, heads, sequence], float32 (float64
+            for float64); minus infinity for a query that sees nothing, whose result is zeros. It has no gradient.
+        size: for plain tensors on several ranks: the length of the whole sequence. It is required, because a rank
+            cannot know what others hold.
+        group: for plain tensors: the process group; default: the default group.
+        layout: which places of the sequence each rank holds: None or ``"contiguous"``, ``"zigzag"``, or a placement of
+            dim 2, such as `Pieces`, whose parts may be uneven or empty. With DTensors: what their parts hold if it is
+            not what their placements say, as after `to_layout`.
+        kv_size: for plain tensors: the length of the whole sequence of `k` and `v`; default: that of `q`.
+        kv_layout: which places of it each rank holds, as `layout`, or ``"whole"`` if every rank holds all of them.
+            Default: as `q` if the lengths are equal, else ``"contiguous"``; with DTensors what their placements say.
+        dropout_p: must be 0. There is no dropout of attention weights.
+
+    Returns:
+        The result, placed like `q`; with `return_lse` a pair of it and the log-sum-exp. It is differentiable once.
+
+    Raises:
+        ValueError: names the argument that does not fit, or in which ranks differ. If a call is the first of its kind,
+            all ranks raise, and nothing was sent.
+        RuntimeError: the arguments of another rank do not fit.
+        NotImplementedError: the tensors are on a device without fused attention.
+        torch.distributed.DistBackendError: a transfer failed or timed out.
+    """
+    _check_no_dropout(dropout_p)
+    asked = ask(is_causal, mask, scale, enable_gqa, method, chunks, save, merge, size, layout, kv_size, kv_layout)
+    tensors, is_3d = _of_four_dims(_as_autocast(q, k, v), mask)
+    call = call_for(asked, tensors, group)
+    q, k, v = tensors[:3]
+    out, lse = _attend(call, *(t.to_local() if isinstance(t, DTensor) else t for t in tensors))
+    if isinstance(q, DTensor):
+        out, lse = _as_dtensor(out, q, (*q.shape[:3], v.shape[3])), _as_dtensor(lse, q, q.shape[:3])
+    if is_3d:
+        out, lse = out.squeeze(1), lse.squeeze(1)
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: dist.ProcessGroup | None = None, **arguments: Any
+) -> str:
+    """Returns the products of blocks that each rank would compute for these arguments, and predicted times.
+
+    All ranks that share the sequence call it. Nothing is computed, and no part of the tensors is sent.
+    """
+    tensors, _ = _of_four_dims(_as_autocast(q, k, v), arguments.get("mask"))
+    if unknown := sorted(set(arguments) - {*_DEFAULTS, "return_lse", "dropout_p"}):
+        raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
+    arguments.pop("return_lse", None)
+    _check_no_dropout(arguments.pop("dropout_p", 0.0))
+    asked = ask(**{**_DEFAULTS, **arguments})
+    attention = plan(asked, tensors, group).attention
+    return attention.describe(*tables_of(attention, tensors[0].device.type))
+
+
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("mask", "scale", "chunks", "size", "layout", "kv_size", "kv_layout")),
+    "is_causal": False,
+    "enable_gqa": False,
+    "method": "auto",
+    "save": "shard",
+    "merge": "float32",
+}
+
+
+def ask(
+    is_causal: bool,
+    mask: Mask | torch.Tensor | None,
+    scale: float | None,
+    enable_gqa: bool,
+    method: str,
+    chunks: int | None,
+    save: str,
+    merge: str,
+    size: int | None,
+    layout: Any,
+    kv_size: int | None,
+    kv_layout: Any,
+) -> Asked:
+    """Returns the options in a hashable form. Raises ValueError, naming the argument, for what is not allowed."""
+    if isinstance(mask, torch.Tensor):
+        mask = None  # which is planned as a tensor
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask or a tensor, got a {type(mask).__name__}")
+    check_method(method)
+    if save != "shard":
+        raise ValueError(f"save: {save!r}; allowed is 'shard'")
+    if merge != "float32":
+        raise ValueError(f"merge: {merge!r}; allowed is 'float32'")
+    for name, given in (("layout", layout), ("kv_layout", kv_layout)):
+        try:
+            if not torch.compiler.is_compiling():  # Dynamo in torch 2.11 takes no hash
+                hash(given)
+        except TypeError:
+            raise ValueError(
+                f"{name}: got a {type(given).__name__}; allowed are 'contiguous', 'zigzag' and placements of dim 2"
+            ) from None
+    window, documents = mask or (None, None)
+    if documents is not None:
+        documents = argument_values.items(documents, "documents", "a list of lengths")
+    if chunks is not None and argument_values.integer(chunks, "chunks") < 1:
+        raise ValueError(f"chunks: {chunks}; allowed are 1 and more")
+    return Asked(
+        bool(is_causal),
+        None if window is None else argument_values.integer(window, "window"),
+        tuple(argument_values.integer(length, "documents") for length in documents or ()),
+        None if scale is None else _scale(scale),
+        bool(enable_gqa),
+        method,
+        chunks or 0,
+        None if size is None else argument_values.integer(size, "size"),
+        layout,
+        None if kv_size is None else argument_values.integer(kv_size, "kv_size"),
+        kv_layout,
+    )
+
+
+def _check_no_dropout(dropout_p: Any) -> None:
+    if dropout_p != 0:
+        raise ValueError(
+            f"dropout_p must be 0, got {dropout_p!r}: attention over ranks has no dropout of attention weights; apply "
+            "torch.nn.functional.dropout to the result, or set dropout_p=0 in the attention layers"
+        )
+
+
+def check_method(method: Any) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method: {method!r}; allowed are {', '.join(METHODS)}")
+
+
+def _scale(given: Any) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"scale: got a {type(given).__name__}; allowed are finite numbers") from None
+
+
+def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns tensors as autocast would hand them to PyTorch's attention."""
+    kinds = {tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    for kind in kinds:
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+    return tensors
+
+
+def _of_four_dims(tensors: tuple[Any, ...], mask: Any) -> tuple[tuple[torch.Tensor, ...], bool]:
+    """Returns q, k, v and the mask if that is a tensor, and whether q, k and v were given with three dims."""
+    is_3d = all(isinstance(t, torch.Tensor) and t.ndim == 3 for t in tensors)
+    if is_3d:
+        tensors = tuple(t.unsqueeze(1) for t in tensors)
+    if not isinstance(mask, torch.Tensor):
+        return tensors, is_3d
+    most = 3 if is_3d else 4
+    if mask.ndim > most:
+        raise ValueError(f"mask must have at most {most} dims, as q, got shape {tuple(mask.shape)}")
+    if is_3d and mask.ndim == 3:
+        mask = mask.unsqueeze(1)
+    if isinstance(mask, DTensor):
+        mask = _local_mask(mask, tensors[0])
+    mask = mask[(None,) * (4 - mask.ndim)]
+    for dim in range(4):
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:  # expanded: one element says the same
+            mask = mask.narrow(dim, 0, 1)
+    return (*tensors, mask), is_3d
+
+
+def _local_mask(mask: DTensor, q: Any) -> torch.Tensor:
+    """Returns this rank's part of a mask that is placed like q, but whole along dims that it repeats along."""
+    missing = 4 - mask.ndim
+    alike = isinstance(q, DTensor) and q.device_mesh == mask.device_mesh
+    for mesh_dim, placement in enumerate(mask.placements if alike else ()):
+        of_q = q.placements[mesh_dim]
+        dim = None if of_q.is_replicate() or of_q.is_partial() else of_q.dim % 4 - missing
+        repeats = dim is None or dim < 0 or mask.shape[dim] == 1
+        cut = None if placement.is_replicate() else -1 if placement.is_partial() else placement.dim % mask.ndim
+        alike = alike and cut == (None if repeats else dim)
+    if not alike:
+        raise ValueError(f"mask must be plain or placed like q, with all keys on each rank, got {mask.placements}")
+    return mask.to_local()
+
+
+def _attend(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> Sequence[torch.Tensor]:
+    result: Sequence[torch.Tensor] = attend(q, k, v, mask, *call)
+    return result
+
+
+def _as_dtensor(local: torch.Tensor, like: DTensor, shape: tuple[int, ...]) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    size = torch.Size(shape)
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=size, stride=stride)

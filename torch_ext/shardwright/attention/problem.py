@@ -1,0 +1,481 @@
+"""From the arguments of `scaled_dot_product_attention` to a planned problem, bound to process groups."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor, Shard
+
+from .._native import _planner
+from ..dtensor import guards
+from ..dtensor.specs import layout_of
+from ..graph.stand_ins import meta_of, on_stand_ins, uncompiled
+from ..layouts import argument_values, tables
+from ..layouts.layout import Layout, Mesh
+from ..layouts.topology import tables_now
+from ..placements import Pieces
+from ..runtime import argument_checks, batch_agreement, checking, executables, groups
+
+SEQUENCE_DIM = 2
+
+Parts = list[list[tuple[int, int]]]
+
+
+class Mask(NamedTuple):
+    """What queries see beyond `is_causal`.
+
+    Args:
+        window: a query sees the places less than this far from its own: itself and the `window` - 1 before it, and, if
+            not causal, as many after it.
+        documents: the lengths of documents that lie in the sequence one after the other; a query sees its own one. They
+            sum to the length of the sequence.
+    """
+
+    window: int | None = None
+    documents: Sequence[int] | None = None
+
+
+class Asked(NamedTuple):
+    """Everything that is asked of an attention but its tensors, hashable."""
+
+    is_causal: bool
+    window: int | None
+    documents: tuple[int, ...]
+    scale: float | None
+    enable_gqa: bool
+    method: str
+    chunks: int
+    size: int | None
+    layout: Any
+    kv_size: int | None
+    kv_layout: Any
+
+
+# What the operators take besides tensors: both directions as text, the names of the groups of each, this rank.
+Call = tuple[str, str, tuple[str, ...], tuple[str, ...], int]
+
+
+_Form = tuple[str, tuple[int, ...]]
+
+
+class Planned(NamedTuple):
+    """A problem with its method, and what the operators take; by dtype and shape of the mask if that is a tensor."""
+
+    attention: _planner.Attention
+    call: Call
+    by_mask: dict[_Form, Call]
+
+
+class _Keys(NamedTuple):
+    """The places of keys that each rank holds. `parts` is None where they are those of its queries."""
+
+    parts: Parts | None = None
+    are_whole: bool = False
+
+
+class _Where(NamedTuple):
+    """The ranks that share a sequence: a mesh of them, the group it is of, and what each of them holds.
+
+    Ranks are global ones, by which topologies tell nodes apart; in a group of separate jobs they are the group's.
+    """
+
+    mesh: _planner.Mesh
+    parts: Parts
+    keys: _Keys
+    group: dist.ProcessGroup | None
+
+
+# By who shares the sequence, because a plan is made by all of them together: they make plans, and drop old ones, alike.
+_planned: executables.Kept[dict[Hashable, Planned]] = executables.Kept()
+MAX_PLANNED = 1024
+
+
+def call_for(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Call:
+    """Returns what the operators take for this kind of call; planned as by `plan`, also while a graph is made."""
+    if not torch.compiler.is_compiling():
+        return uncompiled(plan, _disabled_plan)(asked, tensors, group).call
+    _check_are_tensors(tensors)
+    # Compilers make constants of plain tuples and texts, not of our classes.
+    if hasattr(asked.layout, "text"):
+        asked = asked._replace(layout=asked.layout.text(asked.size))
+    if hasattr(asked.kv_layout, "text"):
+        asked = asked._replace(kv_layout=asked.kv_layout.text(asked.size if asked.kv_size is None else asked.kv_size))
+    refusal, call = _find_out(tuple(asked), tuple(meta_of(tensor) for tensor in tensors), group)
+    if refusal is not None:
+        raise ValueError(refusal)
+    return call
+
+
+@torch._dynamo.assume_constant_result
+def _find_out(
+    asked: tuple[Any, ...], metas: tuple[tuple[Any, ...], ...], group: dist.ProcessGroup | None
+) -> tuple[str | None, Any]:
+    """Returns why a call with such tensors is refused, or None, and what the operators take."""
+    guards.mark()
+    try:
+        return None, on_stand_ins(metas, lambda *given: plan(Asked(*asked), given, group)).call
+    except ValueError as error:
+        return str(error), ()
+
+
+def _check_are_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    for name, tensor in zip("qkv", tensors[:3], strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: got a {type(tensor).__name__}; allowed is a tensor")
+
+
+def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Planned:
+    """Returns the plan for this kind of call. Collective among the ranks that share the sequence when it is made.
+
+    `tensors` are q, k and v, then the mask if that is a tensor, of four dims.
+    """
+    _check_are_tensors(tensors)
+    argument_checks.check_group(group)
+    described = tuple(
+        (t._spec, t._local_tensor.shape) if isinstance(t, DTensor) else (t.shape, t.dtype, t.device)
+        for t in tensors[:3]
+    )
+    masks = tensors[3:]
+    needs_grad = asked.method == "auto" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors[:3])
+    sharers = tensors[0].device_mesh if isinstance(tensors[0], DTensor) else None
+    key = (asked, described, len(masks), needs_grad)  # not the form of masks, in which ranks may differ
+    of_mesh = None if sharers is None else groups.key_of_mesh(sharers)
+    kept = _planned.get_or_make((sharers, of_mesh, None if group is None else groups.weakly(group)), dict)
+    planned = kept.get(key)
+    if planned is None:
+        planned = _make(asked, tensors, group, needs_grad)
+        executables.keep(kept, key, planned, MAX_PLANNED)
+    return planned._replace(call=_call_with(planned, tensors)) if masks else planned
+
+
+def _call_with(planned: Planned, tensors: Sequence[torch.Tensor]) -> Call:
+    """Returns what the operators take with a mask of this form. Groups are the same for all forms."""
+    q, mask = tensors[0], tensors[3]
+    check_mask(q, mask)
+    form = _form_of(mask)
+    if form not in planned.by_mask:
+        attention = planned.attention.with_mask(form)
+        planned.by_mask[form] = (attention.to_text(False), attention.to_text(True), *planned.call[2:])
+    return planned.by_mask[form]
+
+
+def _form_of(mask: torch.Tensor) -> Any:
+    return argument_values.dtype_text(mask.dtype), tuple(mask.shape)
+
+
+_disabled_plan = torch._dynamo.disable(plan)
+
+
+def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, needs_grad: bool) -> Planned:
+    q = tensors[0]
+    attention = refusal = None
+    if isinstance(q, DTensor):  # what is found here is the same on all ranks
+        if group is not None:
+            raise ValueError("group: q is a DTensor, which brings it; leave it out")
+        check_tensors(asked, tensors)
+        where = _of_dtensor(asked, q, tensors[1])
+    carrier = where.group if isinstance(q, DTensor) else _carrier(group)
+    mine = 0 if carrier is None else dist.get_rank(carrier if carrier in groups.makers else None)
+    try:
+        if not isinstance(q, DTensor):
+            check_tensors(asked, tensors)
+            where = _of_group(asked, q, tensors[1], group)
+        attention = _with_method(_problem(asked, tensors, where, mine), asked.method, q.device.type, needs_grad)
+    except ValueError as error:
+        refusal = error
+    if carrier is not None and dist.get_world_size(carrier) > 1 and not checking.is_on():
+        _agree(asked, attention, refusal, carrier, q.device.type)
+    if attention is None:
+        assert refusal is not None
+        raise refusal
+    return bind(attention, mine, where.group)
+
+
+def _problem(asked: Asked, tensors: Sequence[torch.Tensor], where: _Where, mine: int) -> _planner.Attention:
+    local_q, local_k, local_v = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors[:3])
+    batch, heads, rows, depth = local_q.shape
+    kind = local_q.device.type
+    is_shared = len(where.parts) > 1
+    attention = _planner.Attention(
+        where.mesh,
+        argument_values.dtype_text(local_q.dtype),
+        (batch, heads, local_k.shape[1], depth, local_v.shape[3]),
+        where.parts,
+        key_parts=where.keys.parts,
+        keys_are_whole=where.keys.are_whole,
+        is_causal=asked.is_causal,
+        window=asked.window,
+        documents=list(asked.documents),
+        mask=_form_of(tensors[3]) if tensors[3:] else None,
+        scale=1 / math.sqrt(max(depth, 1)) if asked.scale is None else asked.scale,
+        chunks=asked.chunks,
+        lowering=executables.lowering(kind, where.group) if is_shared else _planner.Lowering.of_device(kind),
+    )
+    if not checking.is_on():  # which tells all ranks
+        _check_rows("q", rows, attention.rows(mine), where.parts, mine)
+        _check_rows("k", local_k.shape[2], attention.key_rows(mine), where.keys.parts or where.parts, mine)
+    return attention
+
+
+def _check_rows(name: str, rows: int, expected: int, parts: Parts, rank: int) -> None:
+    if rows != expected:
+        raise ValueError(
+            f"{name}: has {rows} rows of the sequence on rank {rank}, where the layout has {expected} of "
+            f"{max(end for part in parts for _, end in [*part, (0, 0)])}"
+        )
+
+
+def _carrier(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Returns the group by which plain tensors are moved."""
+    groups.check_initialised()
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
+    carrier = group if group is not None else dist.group.WORLD
+    assert carrier is not None
+    return carrier
+
+
+def _agree(
+    asked: Asked,
+    attention: _planner.Attention | None,
+    refusal: ValueError | None,
+    carrier: dist.ProcessGroup,
+    device_type: str,
+) -> None:
+    """Raises on all ranks if one of them refuses, or if they differ. All ranks that share the sequence call it."""
+    if groups.moves_nothing(carrier):
+        return
+    text = "" if attention is None else attention.as_on_all_ranks().to_text(False)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    words = [int(refusal is not None), int.from_bytes(digest, "big", signed=True)]
+    heard = batch_agreement.exchange(carrier, words, "attention, comparing what the ranks ask for")
+    if refusal is not None:
+        raise refusal
+    if refusing := [rank for rank, said in enumerate(heard) if said[0]]:
+        raise RuntimeError(
+            f"shardwright: attention: on ranks {refusing} the arguments are not allowed, as the error there says; "
+            f"nothing was sent (this is rank {dist.get_rank(carrier)})"
+        )
+    said = [one[1] for one in heard]
+    if len(set(said)) > 1:
+        assert attention is not None
+        mine = attention.describe(*tables_of(attention, device_type)).splitlines()[0]
+        raise ValueError(
+            "shardwright: attention: the ranks ask for different things, nothing was sent: "
+            f"{batch_agreement.who_said_what(said)}; rank {dist.get_rank(carrier)} asks for {mine}, with "
+            f"scale={asked.scale}, chunks={asked.chunks}, layout={asked.layout}, kv_layout={asked.kv_layout}"
+        )
+
+
+def _with_method(attention: _planner.Attention, method: str, device_type: str, needs_grad: bool) -> _planner.Attention:
+    if method not in ("auto", "two_level"):
+        return attention.with_method(method, None)
+    topology, model = tables_of(attention, device_type)
+    if method == "auto":
+        method = attention.choose(topology, model, needs_grad)
+    return attention.with_method(method, topology)
+
+
+def tables_of(attention: _planner.Attention, device_type: str) -> tuple[_planner.Topology | None, _planner.GemmModel]:
+    """Returns the topology (None: the lowering's default) and the times of products with which it is planned."""
+    now = tables_now()
+    topology = now.environment or tables.measured_topology(attention.lowering.name)
+    model = now.gemm_model(device_type, attention.dtype)
+    executables.note_default_model(model, device_type)
+    return topology, model
+
+
+def bind(attention: _planner.Attention, rank: int, group: dist.ProcessGroup | None) -> Planned:
+    """Finds or makes the process groups that both directions need."""
+    texts = attention.to_text(False), attention.to_text(True)
+    names = [executables.names_for(text, rank, group=group, are_global=True) for text in texts]
+    return Planned(attention, (*texts, tuple(names[0]), tuple(names[1]), rank), {})
+
+
+def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError, naming the argument, for tensors that have no attention together."""
+    q, k, v, *masks = tensors
+    for name, tensor in zip("qkv", tensors[:3], strict=True):
+        if isinstance(tensor, DTensor) != isinstance(q, DTensor):
+            raise ValueError(f"{name}: q is {'a DTensor' if isinstance(q, DTensor) else 'plain'}, this is not")
+        if not isinstance(tensor, (DTensor, FakeTensor)):
+            argument_checks.check_tensor(name, tensor)
+        if tensor.ndim != 4:
+            raise ValueError(f"{name}: has shape {tuple(tensor.shape)}; allowed is [batch, heads, sequence, depth]")
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(f"{name}: is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}")
+        if isinstance(tensor, DTensor) and tensor.device_mesh != q.device_mesh:
+            raise ValueError(f"{name}: is on {tensor.device_mesh}, q on {q.device_mesh}")
+        if isinstance(tensor, DTensor) and _but_sequence(tensor) != _but_sequence(q):
+            raise ValueError(
+                f"{name}: is placed as {tensor.placements}, q as {q.placements}; they must be placed alike"
+            )
+    if isinstance(k, DTensor) and k.placements != v.placements:
+        raise ValueError(f"v: is placed as {v.placements}, k as {k.placements}; they must be placed alike")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"v: has shape {tuple(v.shape)}, k has {tuple(k.shape)}; all but the depth must be equal")
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(f"k: has shape {tuple(k.shape)}, q has {tuple(q.shape)}; batch and depth must be equal")
+    for mask in masks:
+        check_mask(q, mask)
+    if q.shape[1] != k.shape[1] and not asked.enable_gqa:
+        raise ValueError(f"k: has {k.shape[1]} heads, q has {q.shape[1]}; with enable_gqa=True they may differ")
+    if isinstance(q, DTensor) and isinstance(k, DTensor):
+        _check_heads(q, k)
+
+
+def check_mask(q: torch.Tensor, mask: torch.Tensor) -> None:
+    """Raises ValueError for a mask tensor of four dims that does not fit, but for what `_planner.Attention` checks."""
+    if mask.requires_grad:
+        raise ValueError("mask must not require a gradient, got one that does; there is none to it")
+    if mask.device != q.device:
+        raise ValueError(f"mask must be on {q.device}, as q, got one on {mask.device}")
+    rows = (q._local_tensor if isinstance(q, DTensor) else q).shape[SEQUENCE_DIM]
+    if mask.shape[SEQUENCE_DIM] not in (1, rows):
+        raise ValueError(f"mask must have 1 row or {rows}, one for each of this rank's q, got {mask.shape[2]}")
+
+
+def _but_sequence(tensor: DTensor) -> list[Any]:
+    """Returns the placements, with None for those that cut the sequence or hold it whole."""
+    dims = sequence_dims(tensor)
+    return [None if p.is_replicate() or d in dims else p for d, p in enumerate(tensor.placements)]
+
+
+def _check_heads(q: DTensor, k: DTensor) -> None:
+    """Checks that each rank holds heads, and the heads of keys that its heads of queries share."""
+    if all(p.is_replicate() or p.is_partial() or p.dim % 4 != 1 for p in q.placements):
+        return
+    each, rest = divmod(q.shape[1], max(k.shape[1], 1))
+    of_q, of_k = layout_of(q._spec), layout_of(k._spec)
+    for rank in q.device_mesh.mesh.flatten().tolist():
+        held, shared = of_q.region(rank)[1], of_k.region(rank)[1]
+        if rest or not held or [(a * each, b * each) for a, b in shared] != [(a, b) for a, b in held]:
+            raise ValueError(
+                f"k: is placed as {k.placements} on {k.device_mesh}, where rank {rank} holds the heads {shared} of "
+                f"{k.shape[1]}, and {held} of the {q.shape[1]} of q; allowed are placements in which each rank holds "
+                "heads, and those of k that its heads of q share"
+            )
+
+
+def _of_group(asked: Asked, q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup | None) -> _Where:
+    count = dist.get_world_size(group)
+    if asked.size is None and count > 1:
+        raise ValueError(
+            f"size: it is required on {count} ranks, because a rank cannot know what others hold; pass the length of "
+            "the whole sequence"
+        )
+    size = q.shape[SEQUENCE_DIM] if asked.size is None else asked.size
+    members = None if group in groups.makers else dist.get_process_group_ranks(_carrier(group))
+    parts = parts_of(asked.layout, size, count)
+    kv_size = asked.kv_size
+    if kv_size is None:
+        kv_size = k.shape[SEQUENCE_DIM] if count == 1 else size
+    return _Where(Mesh({"sequence": count}, members), parts, _keys(asked, parts, size, kv_size, None), group)
+
+
+def _keys(asked: Asked, parts: Parts, size: int, kv_size: int, placed: Parts | None) -> _Keys:
+    """Returns where keys lie: as `kv_layout` says, else as they are `placed`, else as queries of the same length."""
+    if asked.kv_layout == "whole":
+        return _Keys([[(0, kv_size)] if kv_size else []] * len(parts), len(parts) > 1)
+    found = placed
+    if asked.kv_layout is not None or (placed is None and kv_size != size):
+        found = parts_of(asked.kv_layout, kv_size, len(parts), "kv_layout")
+    return _Keys(None if found == parts else found)
+
+
+def parts_of(layout: Any, size: int, count: int, argument: str = "layout") -> Parts:
+    """Returns the places of a sequence of `size` that each of `count` ranks holds, in the order of its local tensors.
+
+    `layout` is as in `sequence_layout`.
+    """
+    described = sequence_layout(layout, size, count, argument)
+    return [described.region(rank)[SEQUENCE_DIM] for rank in range(count)]
+
+
+def sequence_layout(layout: Any, size: int, count: int, argument: str) -> Layout:
+    """Returns how a sequence of `size` places lies on `count` ranks, as a tensor whose other dims have one element.
+
+    `layout` is None or "contiguous" (parts as `torch.chunk` cuts them), "zigzag" (`Pieces.zigzag`), or a placement of
+    dim 2 that cuts, such as `Pieces`, or its text. Raises ValueError, naming `argument`, for others.
+    """
+    given = layout
+    if layout == "zigzag":
+        layout = Pieces.zigzag(SEQUENCE_DIM, size, count)
+    elif layout is None or layout == "contiguous":
+        layout = Shard(SEQUENCE_DIM)
+    if not isinstance(layout, str) or "(" in layout:
+        described = Layout(Mesh({"sequence": count}), (1, 1, size, 1), [layout])
+        if f"({SEQUENCE_DIM}" in described.placements[0]:
+            return described
+    raise ValueError(f"{argument}: {given!r}; allowed are 'contiguous', 'zigzag' and placements of dim {SEQUENCE_DIM}")
+
+
+def sequence_dims(q: DTensor) -> list[int]:
+    """Returns the mesh dims that cut the sequence."""
+    return [
+        mesh_dim
+        for mesh_dim, placement in enumerate(q.placements)
+        if not placement.is_replicate() and not placement.is_partial() and placement.dim % 4 == SEQUENCE_DIM
+    ]
+
+
+def _of_dtensor(asked: Asked, q: DTensor, k: DTensor) -> _Where:
+    for placement in q.placements:
+        if placement.is_partial():
+            raise ValueError(f"q: is placed as {q.placements}; allowed are placements without pending reductions")
+        if not placement.is_replicate() and placement.dim % 4 == 3:
+            raise ValueError(f"q: is placed as {q.placements}, which cuts the depth of heads; redistribute it first")
+    cut = sequence_dims(q)
+    if len(cut) > 1:
+        raise ValueError(
+            f"q: is placed as {q.placements}, which cuts the sequence along {len(cut)} mesh dims; allowed is one. A "
+            "mesh with these dims flattened into one has the same parts"
+        )
+    size = q.shape[SEQUENCE_DIM]
+    if asked.size is not None and asked.size != size:
+        raise ValueError(f"size: {asked.size}, the sequence of q has {size}; a DTensor brings it, so leave it out")
+    kv_size = k.shape[SEQUENCE_DIM]
+    if asked.kv_size is not None and asked.kv_size != kv_size:
+        raise ValueError(f"kv_size must be left out with DTensors or be {kv_size}, as k has, got {asked.kv_size}")
+    if any(k.device_mesh.size(mesh_dim) > 1 and mesh_dim not in cut for mesh_dim in sequence_dims(k)):
+        raise ValueError(
+            f"k must be cut along the mesh dim that cuts the sequence of q, or not at all, got {k.placements} where q "
+            f"has {q.placements}"
+        )
+    if not cut or q.device_mesh.size(cut[0]) == 1:
+        parts: Parts = [[(0, size)]] if size else [[]]
+        return _Where(
+            Mesh({"sequence": 1}), parts, _keys(asked._replace(kv_layout=None), parts, size, kv_size, None), None
+        )
+    mesh_dim = cut[0]
+    group = q.device_mesh.get_group(mesh_dim)
+    coordinate = q.device_mesh.get_coordinate()
+    assert coordinate is not None
+    along = q.device_mesh.mesh[tuple(slice(None) if d == mesh_dim else c for d, c in enumerate(coordinate))]
+    members = [int(rank) for rank in along]
+    parts = _placed(q, members) if asked.layout is None else parts_of(asked.layout, size, len(members))
+    if k.placements[mesh_dim].is_replicate():
+        if asked.kv_layout not in (None, "whole"):
+            raise ValueError(
+                f"kv_layout must be 'whole' or None where k is placed as {k.placements}, got {asked.kv_layout!r}"
+            )
+        asked = asked._replace(kv_layout="whole")
+    elif asked.kv_layout == "whole":
+        raise ValueError(f"kv_layout must say what ranks hold of k, which is placed as {k.placements}, got 'whole'")
+    is_like_q = asked.layout is not None and kv_size == size and k.placements == q.placements
+    keys = _keys(asked, parts, size, kv_size, parts if is_like_q else _placed(k, members))
+    names = q.device_mesh.mesh_dim_names
+    name = names[mesh_dim] if names else "sequence"
+    return _Where(Mesh({name: len(members)}, members), parts, keys, group)
+
+
+def _placed(tensor: DTensor, ranks: Sequence[int]) -> Parts:
+    """Returns the places of the sequence that ranks hold by their placements."""
+    described = layout_of(tensor._spec)
+    return [described.region(rank)[SEQUENCE_DIM] for rank in ranks]

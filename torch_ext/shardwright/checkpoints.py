@@ -1,0 +1,412 @@
+"""Checkpoints of torch.distributed.checkpoint, read by exactly the parts that a rank needs.
+
+PyTorch's planner asks for slices of saved tensors, but its `FileSystemReader` reads each such tensor from beginning to
+end. `CheckpointReader` reads the slices alone, and `load_checkpoint` plans for any layout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
+
+from ._native import _planner
+from .layouts import argument_values
+from .runtime import memory_spans
+from .transfers.declared import Given, Reader
+
+_MAX_GAP_BYTES = 4096
+_MAX_SPAN_BYTES = 8 << 20
+
+# Indices [begin, end) of a dim of what is read, and where they begin in that dim of the tensor that they are written
+# to. The runs of a dim follow each other there; what they read may be in any order.
+_Run = tuple[int, int, int]
+
+
+class _Stored(NamedTuple):
+    """A saved tensor in its file."""
+
+    offset: int  # of its first element, in bytes
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_conj: bool
+
+
+class _Part(NamedTuple):
+    """What a rank needs of a tensor, or of a part of it: runs of each dim."""
+
+    runs: list[torch.Tensor]  # of each dim, a row for each run, as in `_Run`
+    view: torch.Tensor  # of the local tensor, which they fill
+
+
+class CheckpointReader(dcp.FileSystemReader):
+    """A storage reader for ``torch.distributed.checkpoint.load`` that reads slices of saved tensors.
+
+    Args:
+        path: the folder of the checkpoint.
+        max_gap_bytes: shorter gaps between the runs of a slice are read along with them. The default is a page, the
+            least that a file system reads; file systems with long latencies may want more.
+
+    ``bytes_read``: how many bytes of tensors were read so far, gaps included.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], max_gap_bytes: int = _MAX_GAP_BYTES) -> None:
+        super().__init__(path)
+        self.bytes_read = 0
+        self._max_gap_bytes = argument_values.integer(max_gap_bytes, "max_gap_bytes")
+        if self._max_gap_bytes < 0:
+            raise ValueError(f"max_gap_bytes: got {max_gap_bytes}; allowed are 0 and more")
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        whole = []
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            stored = self.storage_data[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO or stored.transform_descriptors:
+                whole.append(item)  # pickles, and what was compressed or encrypted
+            else:
+                by_file.setdefault(stored.relative_path, []).append(item)
+        for relative_path, items in by_file.items():
+            items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
+            with open(self.fs.concat_path(self.path, relative_path), "rb") as file:
+                self._read_items(file, items, planner)
+        return super().read_data(LoadPlan(whole), planner)
+
+    def _read_items(self, file: Any, items: list[ReadItem], planner: LoadPlanner) -> None:
+        # A saved tensor may be asked for in many slices; its place in the file is looked up once.
+        for index, some in itertools.groupby(items, key=lambda item: item.storage_index):
+            saved = self.storage_data[index]
+            stored = _locate(self._slice_file(file, saved), saved.offset)
+            for item in some:
+                for runs, target in _targets(planner, item):
+                    direct = _can_be_read_into(target, stored)
+                    piece = target if direct else torch.empty(target.shape, dtype=stored.dtype)
+                    self._read(file, stored, item.storage_offsets, runs, piece)
+                    if direct:
+                        torch.autograd.graph.increment_version(target)  # autograd did not see what was read
+                    else:
+                        target.copy_(piece.conj() if stored.is_conj else piece)
+
+    def _read(
+        self, file: Any, stored: _Stored, offsets: Sequence[int], runs: Sequence[list[_Run]], piece: torch.Tensor
+    ) -> None:
+        """Fills a tensor with runs of each dim of a stored one, counted from these offsets."""
+        if piece.numel() == 0:
+            return
+        span = stored.dtype.itemsize
+        at = stored.offset + span * sum(o * s for o, s in zip(offsets, stored.strides))
+        # Dims from the widest stride to the narrowest: the last ones are read in one go, gaps included.
+        order = sorted(range(piece.ndim), key=lambda dim: -stored.strides[dim])
+        view, cuts = piece.permute(order), [runs[dim] for dim in order]
+        strides = [stored.strides[dim] * span for dim in order]
+        if not order:
+            view, cuts, strides = piece.unsqueeze(0), [[(0, 1, 0)]], [span]
+        outer = len(cuts)
+        spans: list[list[_Run]] = []
+        groups: list[list[_Run]] = []  # by dim, from that of `spans` on
+        while outer and len(spans) < 2:
+            outer -= 1
+            spans = list(_spans(cuts[outer], strides[outer], span, self._max_gap_bytes))
+            span += (spans[0][-1][1] - spans[0][0][0] - 1) * strides[outer]
+            groups = [spans[0], *groups]
+        for where in itertools.product(*map(_positions, cuts[:outer])):
+            target = view[tuple(to for _, to in where)]
+            begin = at + sum(index * stride for (index, _), stride in zip(where, strides))
+            for group in spans:
+                part = target.narrow(0, group[0][2], _length(group))
+                self._read_span(file, begin, part, [group, *groups[1:]], strides[outer:])
+
+    def _read_span(
+        self, file: Any, at: int, view: torch.Tensor, groups: Sequence[list[_Run]], strides: Sequence[int]
+    ) -> None:
+        """Reads from the first run of each dim to the last."""
+        item_bytes = view.dtype.itemsize
+        at += sum(group[0][0] * stride for group, stride in zip(groups, strides))
+        sizes = [group[-1][1] - group[0][0] for group in groups]
+        steps = [stride // item_bytes for stride in strides]
+        elements = 1 + sum((size - 1) * step for size, step in zip(sizes, steps))
+        is_run = view.is_contiguous() and elements == view.numel()
+        span = view if is_run else torch.empty(elements, dtype=view.dtype)
+        _read_into(file, at, span)
+        self.bytes_read += elements * item_bytes
+        if not is_run:
+            box = span.as_strided(sizes, steps)
+            for dim, group in enumerate(groups):
+                if len(group) > 1:
+                    box = box.index_select(dim, _indices(group))
+            view.copy_(box)
+
+
+def _targets(planner: LoadPlanner, item: ReadItem) -> Iterator[tuple[Sequence[list[_Run]], torch.Tensor]]:
+    """Yields the runs of each dim of an item that are read, and the tensors that they are written to."""
+    if isinstance(planner, _Planner):
+        yield from planner.targets(item)
+        return
+    target = planner.resolve_tensor(item).detach()
+    if tuple(target.shape) != tuple(item.lengths):
+        raise AssertionError(f"{item.storage_index}: {tuple(target.shape)} was asked for, and {item.lengths} is read")
+    yield [[(0, length, 0)] for length in item.lengths], target
+    planner.commit_tensor(item, target)
+
+
+def _spans(runs: Sequence[_Run], stride: int, span: int, max_gap_bytes: int) -> Iterator[list[_Run]]:
+    """Groups the runs of a dim, cut where they are long, into those that are read in one go.
+
+    Strides are in bytes, and `span` bytes are read at each index.
+    """
+    most = 1 if stride - span > max_gap_bytes else max(1, _MAX_SPAN_BYTES // max(stride, 1))
+    group: list[_Run] = []
+    for begin, end, to in runs:
+        while begin < end:
+            if group:
+                first, last = group[0][0], group[-1][1]
+                gap = (begin - last + 1) * stride - span
+                if begin < last or gap > max_gap_bytes or begin - first >= most:
+                    yield group
+                    group = []
+            stop = min(end, (group[0][0] if group else begin) + most)
+            group.append((begin, stop, to))
+            begin, to = stop, to + stop - begin
+    yield group
+
+
+def _positions(runs: Sequence[_Run]) -> list[tuple[int, int]]:
+    """Returns each index that is read, and the one that it is written to."""
+    return [(begin + i, to + i) for begin, end, to in runs for i in range(end - begin)]
+
+
+def _indices(runs: Sequence[_Run]) -> torch.Tensor:
+    """Returns the indices that are read, counted from the first."""
+    begins, ends, to = torch.tensor(runs).unbind(1)
+    lengths = ends - begins
+    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(begins - begins[0] - to + to[0], lengths)
+
+
+def _can_be_read_into(target: torch.Tensor, stored: _Stored) -> bool:
+    is_alike = target.dtype == stored.dtype and not stored.is_conj
+    return target.device.type == "cpu" and is_alike and not target.is_conj() and not target.is_neg()
+
+
+def _locate(file_slice: Any, offset: int) -> _Stored:
+    """Finds a tensor that torch.save wrote to this part of a file, from its headers alone."""
+    tensor = torch.load(file_slice, map_location="meta", weights_only=True)
+    storage_begin: int = tensor.untyped_storage()._checkpoint_offset
+    begin = offset + storage_begin + tensor.storage_offset() * tensor.dtype.itemsize
+    return _Stored(begin, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_conj())
+
+
+def _read_into(file: Any, at: int, tensor: torch.Tensor) -> None:
+    """Fills a contiguous tensor with bytes of a file."""
+    left = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    while left:
+        count = os.preadv(file.fileno(), [left], at)
+        if count == 0:
+            raise EOFError(f"{file.name}: ends at byte {at}, within a tensor")
+        left = left[count:]
+        at += count
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    to: Any,
+    *,
+    max_gap_bytes: int = _MAX_GAP_BYTES,
+    group: dist.ProcessGroup | None = None,
+) -> int:
+    """Fills tensors of any layouts from a checkpoint of ``torch.distributed.checkpoint`` that was saved from others.
+
+    Each rank reads only the bytes of its own parts. All ranks of the group call; those without tensors pass None.
+
+    Args:
+        path: the folder of the checkpoint.
+        to: tensors by name, filled in place: DTensors, pairs of a local tensor and its `Layout`, or tensors that this
+            rank needs whole. The names are those of the checkpoint; dicts within it have their names joined by dots.
+            Where dtypes differ, elements are cast as by ``x.to``.
+        max_gap_bytes: as in `CheckpointReader`.
+        group: the process group whose ranks take part; default, the default group.
+
+    Returns:
+        The number of bytes of tensors that this rank read.
+
+    Raises:
+        torch.distributed.checkpoint.CheckpointException: on all ranks, with the errors of each: names that the
+            checkpoint lacks, other shapes, elements that it does not hold, local tensors that contradict their layout.
+    """
+    reader = CheckpointReader(path, max_gap_bytes)
+    planner = _Planner(to, group)
+    dcp.load({"": to}, storage_reader=reader, planner=planner, process_group=group)
+    # A DTensor and its local tensor, which was written to, count their versions apart.
+    torch.autograd.graph.increment_version([one.value for one in planner.given.values() if one.value is not None])
+    return reader.bytes_read
+
+
+class _Planner(LoadPlanner):
+    """Plans the reads of parts of any layouts."""
+
+    def __init__(self, to: Any, group: dist.ProcessGroup | None) -> None:
+        self._to = to
+        self._group = group
+        self.given: dict[str, Given] = {}  # what this rank passes
+        self._metadata: Metadata | None = None
+        self._parts: dict[tuple[str, int | None], _Part] = {}  # by name and number
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        reader = Reader(self._group)
+        given = self.given = reader.destination(self._to)
+        items: list[ReadItem] = []
+        written = {name: one.local for name, one in given.items() if name not in reader.wrong and one.local is not None}
+        problems = reader.problems + [
+            f"{one}: shares memory with {other}; allowed is memory of its own (on rank {reader.rank})"
+            for other, one, _, _ in memory_spans.shared_memory({}, written, among_written=True)
+        ]
+        for name, one in given.items():
+            try:
+                if name not in reader.wrong:
+                    items += self._items(name, one, reader.rank)
+            except ValueError as error:
+                problems.append(f"{name}: {error} (on rank {reader.rank})")
+        if problems:
+            raise ValueError("load_checkpoint: nothing was read, because\n" + "\n".join(f"  {one}" for one in problems))
+        return LoadPlan(items)
+
+    def _items(self, name: str, given: Given, rank: int) -> list[ReadItem]:
+        assert self._metadata is not None
+        saved = self._metadata.state_dict_metadata.get(name)
+        if not isinstance(saved, TensorStorageMetadata):
+            raise ValueError("the checkpoint has no such tensor" if saved is None else "the checkpoint has no tensor")
+        if given.local is None:
+            if given.layout is None or given.layout.mesh.coordinate(rank) is not None:
+                raise ValueError("got no tensor; allowed is one that is filled in place")
+            return []
+        layout = given.layout
+        shape = tuple(given.local.shape) if layout is None else tuple(layout.shape)
+        if tuple(saved.size) != shape:
+            raise ValueError(f"has shape {shape}, and in the checkpoint {tuple(saved.size)}")
+        if layout is not None and layout.mesh.coordinate(rank) is None:
+            return []
+        chunks = []
+        for number, part in enumerate(_parts(given.local.detach(), layout, rank)):
+            begins = torch.Size(int(runs[:, 0].min()) for runs in part.runs)
+            sizes = torch.Size(int(runs[:, 1].max()) - begin for runs, begin in zip(part.runs, begins))
+            chunks.append(ChunkStorageMetadata(begins, sizes))
+            self._parts[name, number] = part
+        items = create_read_items_for_chunk_list(name, saved, chunks)
+        counts = [math.prod(int((runs[:, 1] - runs[:, 0]).sum()) for runs in self._runs(item)) for item in items]
+        if sum(counts) != given.local.numel():
+            raise ValueError(f"this rank needs {given.local.numel()} elements, and the checkpoint gives {sum(counts)}")
+        return [item for item, count in zip(items, counts) if count]
+
+    def _runs(self, item: ReadItem) -> list[torch.Tensor]:
+        """Returns the runs of each dim that lie in an item, counted from its beginning."""
+        found = []
+        place = item.dest_index
+        for dim, runs in enumerate(self._parts[place.fqn, place.index].runs):
+            first = place.offset[dim] + item.dest_offsets[dim]
+            begins, ends = (runs[:, side].clamp(first, first + item.lengths[dim]) for side in (0, 1))
+            cut = torch.stack((begins - first, ends - first, runs[:, 2] + begins - runs[:, 0]), 1)
+            found.append(cut[begins < ends])
+        return found
+
+    def targets(self, item: ReadItem) -> Iterator[tuple[Sequence[list[_Run]], torch.Tensor]]:
+        """Yields the runs of each dim of an item that this rank needs, and the views that they fill."""
+        for runs in itertools.product(*(_consecutive(runs.tolist()) for runs in self._runs(item))):
+            target = self._parts[item.dest_index.fqn, item.dest_index.index].view
+            for dim, some in enumerate(runs):
+                target = target.narrow(dim, some[0][2], _length(some))
+            yield [[(begin, end, to - some[0][2]) for begin, end, to in some] for some in runs], target
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        return new_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise AssertionError("no bytes were asked for")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Returns a temporary, for what PyTorch's reader reads because it was compressed."""
+        view = self._parts[read_item.dest_index.fqn, read_item.dest_index.index].view
+        return torch.empty(read_item.lengths, dtype=view.dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        for runs, target in self.targets(read_item):
+            needed = tensor
+            for dim, some in enumerate(runs):
+                needed = needed.index_select(dim, torch.tensor([index for index, _ in _positions(some)]))
+            target.copy_(needed)
+
+
+def _parts(local: torch.Tensor, layout: _planner.Layout | None, rank: int) -> Iterator[_Part]:
+    """Yields what a rank needs of a tensor. Where dims are flattened, not all of it is made of runs of single dims."""
+    if local.numel() == 0:
+        return
+    region = [[(0, size)] for size in local.shape] if layout is None else layout.region(rank)
+    if layout is None or layout.flattened < 2:
+        yield _Part([_in_order(intervals) for intervals in region], local)
+        return
+    at = 0
+    for begin, end in region[0]:
+        for dims in _boxes_of_run(begin, end, tuple(layout.shape)[: layout.flattened]):
+            sizes = [end - begin for begin, end in dims]
+            runs = [_in_order(intervals) for intervals in (*([one] for one in dims), *region[1:])]
+            yield _Part(runs, local.narrow(0, at, math.prod(sizes)).unflatten(0, sizes))
+            at += math.prod(sizes)
+
+
+def _in_order(intervals: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Returns runs that fill a dim in this order."""
+    begins, ends = torch.tensor(intervals).unbind(1)
+    lengths = ends - begins
+    return torch.stack((begins, ends, lengths.cumsum(0) - lengths), 1)
+
+
+def _length(runs: Sequence[_Run]) -> int:
+    return sum(end - begin for begin, end, _ in runs)
+
+
+def _consecutive(runs: Sequence[_Run]) -> list[list[_Run]]:
+    """Splits the runs of a dim where they do not follow each other in the tensor that they are written to."""
+    groups: list[list[_Run]] = []
+    expected = None
+    for run in runs:
+        begin, end, to = run
+        if to != expected:
+            groups.append([])
+        groups[-1].append(run)
+        expected = to + end - begin
+    return groups
+
+
+def _boxes_of_run(begin: int, end: int, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Yields, in order, the boxes of a tensor of these sizes that are its elements [begin, end) in row-major order."""
+    if len(sizes) == 1:
+        yield ((begin, end),)
+        return
+    row = math.prod(sizes[1:])
+    while begin < end:
+        index, first = divmod(begin, row)
+        if first == 0 and end - begin >= row:  # whole rows
+            rows = (end - begin) // row
+            yield ((index, index + rows), *((0, size) for size in sizes[1:]))
+            begin += rows * row
+            continue
+        last = min(row, first + end - begin)
+        for inner in _boxes_of_run(first, last, sizes[1:]):
+            yield ((index, index + 1), *inner)
+        begin += last - first

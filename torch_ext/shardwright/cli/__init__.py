@@ -1,0 +1,1 @@
+"""The command line: ``shardwright plan``, ``matmul``, ``transfer``, ``calibrate`` and ``doctor``."""

@@ -1,0 +1,90 @@
+"""The command ``torchrun --nproc-per-node 4 -m shardwright calibrate --out topology.json``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..calibration.job import job_of
+from ..calibration.links import measure_links
+from .options import parse_mesh, write_file
+
+_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns its exit status: 2, with a sentence on stderr, for wrong arguments or environment."""
+    parser = argparse.ArgumentParser(
+        prog="shardwright calibrate",
+        description="Measures latencies and bandwidths between the ranks that torchrun started, for use in planning.",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="JSON to write, for sw.planning.load_topology and SHARDWRIGHT_TOPOLOGY"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where it is available")
+    parser.add_argument("--ranks-per-node", type=int, help="0: all; default: as torchrun says")
+    parser.add_argument("--mesh", help="names and sizes, dp=2,tp=4: also measure each mesh dim")
+    parser.add_argument("--name", default="calibrated", help="of the topology (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repeats")
+    arguments = parser.parse_args(argv)
+    missing = [name for name in _REQUIRED if name not in os.environ]
+    try:
+        if missing and not dist.is_initialized():
+            raise ValueError(
+                f"{', '.join(missing)} not in the environment; "
+                "start it as: torchrun --nproc-per-node 4 -m shardwright calibrate"
+            )
+        _calibrate_job(arguments)
+    except (ValueError, OSError) as error:
+        print(f"shardwright calibrate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _calibrate_job(arguments: argparse.Namespace) -> None:
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        mesh = _make_mesh(arguments.mesh, device)
+        job = job_of(None, device, mesh, arguments.quick)
+        topology, report = measure_links(job, arguments.ranks_per_node, arguments.name, mesh)
+        if dist.get_rank() == 0:
+            print("\n".join(report))
+            _show(topology.to_json(), arguments.out)
+    finally:
+        if is_ours:
+            dist.destroy_process_group()
+
+
+def _show(table: str, path: str | None) -> None:
+    if path:
+        try:
+            write_file("--out", path, table + "\n")
+        except ValueError as error:
+            print(table)
+            raise ValueError(f"{error}; the table is printed instead") from None
+    print(f"written to {path}" if path else table)
+
+
+def _make_mesh(text: str | None, device: str) -> Any | None:
+    if text is None:
+        return None
+    dims = parse_mesh(text)
+    if math.prod(dims.values()) != dist.get_world_size():
+        raise ValueError(
+            f"--mesh: {text!r} has {math.prod(dims.values())} ranks; allowed is as many as the job has, "
+            f"{dist.get_world_size()}"
+        )
+    return init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))

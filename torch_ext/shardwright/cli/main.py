@@ -1,0 +1,296 @@
+"""The command line: `shardwright plan`, `product`, `transfer`, `doctor`, `calibrate`. Only the last imports torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .options import parse_mesh, parse_order, parse_ranks, parse_shape, split_placements, write_file
+
+if TYPE_CHECKING:
+    from .._planner import Plan
+
+_PATIENCE_SECONDS = 1.0
+_INTERRUPTED, _CLOSED_PIPE = 128 + 2, 128 + 13  # the exit statuses that shells use for SIGINT and SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status.
+
+    The status is 0 on success, 1 if `doctor` found a problem, and 2, with a sentence on stderr, if the command cannot
+    be carried out. A closed pipe, as in ``| head``, and Ctrl-C end the command silently.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(given)
+        finally:  # also after --help, which raises SystemExit
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_output()
+        return _CLOSED_PIPE
+    except OSError as error:
+        _forget_output()
+        return _refuse(f"shardwright: the output cannot be written: {error.strerror}")
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _forget_output() -> None:
+    """Redirects stdout to /dev/null, so that Python does not try again to flush it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _refuse(sentence: str) -> int:
+    print(sentence, file=sys.stderr)
+    return 2
+
+
+def _run(given: list[str]) -> int:
+    if given[:1] == ["calibrate"]:
+        from . import calibrate as command
+
+        return command.main(given[1:])
+    if given[:1] == ["product"]:
+        return _product(given[1:])
+    if given[:1] == ["transfer"]:
+        return _transfer(given[1:])
+    if given[:1] == ["doctor"]:
+        from .. import doctor
+
+        return doctor.main(given[1:])
+    parser, plan_parser = _parsers()
+    arguments = parser.parse_args(given)
+    _check_together(arguments, plan_parser)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # for names that the terminal cannot show
+    try:
+        return _plan(arguments)
+    except ValueError as error:
+        return _refuse(f"shardwright plan: {error}")
+    except MemoryError:
+        return _refuse("shardwright plan: out of memory; a mesh of fewer ranks or a smaller tensor takes less")
+
+
+def _product(given: list[str]) -> int:
+    from . import matmul as command
+
+    try:
+        return command.main(given)
+    except ValueError as error:
+        return _refuse(f"shardwright product: {error}")
+
+
+def _transfer(given: list[str]) -> int:
+    from . import transfer as command
+
+    try:
+        return command.main(given)
+    except ValueError as error:
+        return _refuse(f"shardwright transfer: {error}")
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    from .. import doctor
+
+    parser = argparse.ArgumentParser(prog="shardwright", description="Plans tensor redistributions on device meshes.")
+    parser.add_argument("--version", action="version", version=f"shardwright {doctor.version()}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan_parser = commands.add_parser("plan", help="print the plan from one layout to another")
+    asked = plan_parser.add_argument_group("what to plan")
+    asked.add_argument("--mesh", help="names and sizes: dp=2,tp=4")
+    asked.add_argument("--dst-mesh", help="the destination's mesh, if it is another: stage=3; the source's by default")
+    asked.add_argument("--src-ranks", help="the ranks of --mesh, row-major: 0,1,4-7; 0, 1, 2, ... by default")
+    asked.add_argument("--dst-ranks", help="the ranks of --dst-mesh")
+    asked.add_argument("--shape", help="of the global tensor: 64,64; empty for a scalar")
+    asked.add_argument("--src", help="placements, one per mesh dim: 'S(0),R', or as torch prints them")
+    asked.add_argument("--dst", help="placements, one per mesh dim: 'R,S(1)'")
+    asked.add_argument("--src-order", help="order of cuts: '0:tp,dp;1:pp' (tensor dim: mesh dims)")
+    asked.add_argument("--dst-order", help="the same for the destination")
+    asked.add_argument("--dtype", help="float32 by default; short names such as bf16 too")
+    asked.add_argument("--backend", choices=("nccl", "gloo"), help="nccl by default")
+    asked.add_argument("--objective", choices=("time", "bytes"), help="time by default")
+    asked.add_argument("--reduce", choices=("fast", "float32", "ordered"), help="fast by default")
+    asked.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
+    asked.add_argument("--memory-limit", type=int, metavar="BYTES", help="of the result and temporaries")
+    plan_parser.add_argument("--load", metavar="FILE", help="a plan as JSON, instead of planning one")
+    plan_parser.add_argument("--diff", nargs=2, metavar="FILE", help="compare two plans as JSON")
+    plan_parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan_parser.add_argument("--svg", metavar="FILE", help="write a picture of the plan")
+    plan_parser.add_argument("--html", metavar="FILE", help="write the picture as an HTML page")
+    plan_parser.add_argument("--program", type=int, metavar="RANK", help="also print this rank's instructions")
+    plan_parser.add_argument("--simulate", action="store_true", help="run all ranks and check every element")
+    commands.add_parser("product", help="print the plan of a product of placed tensors", add_help=False)
+    commands.add_parser("transfer", help="print the plan of a transfer of a state dict", add_help=False)
+    commands.add_parser("doctor", help="report what is installed", add_help=False)
+    commands.add_parser("calibrate", help="measure the links of a job (under torchrun)", add_help=False)
+    return parser, plan_parser
+
+
+_ENDS = ("mesh", "shape", "src", "dst")
+_ASKED = (
+    *_ENDS,
+    "dst_mesh",
+    "src_ranks",
+    "dst_ranks",
+    "src_order",
+    "dst_order",
+    "dtype",
+    "backend",
+    "objective",
+    "reduce",
+    "topology",
+    "memory_limit",
+)
+_SHOWN = ("json", "svg", "html", "program", "simulate")
+
+
+def _check_together(arguments: argparse.Namespace, plan_parser: argparse.ArgumentParser) -> None:
+    """Exits with an error if options contradict each other or required ones are missing."""
+
+    def given(names: Sequence[str]) -> str:
+        values = {name: getattr(arguments, name) for name in names}
+        return ", ".join("--" + name.replace("_", "-") for name in names if values[name] not in (None, False))
+
+    if arguments.json and (arguments.simulate or arguments.program is not None):
+        plan_parser.error("--json prints the plan alone; leave out --simulate and --program")
+    if arguments.diff:
+        if others := given((*_ASKED, "load", *_SHOWN)):
+            plan_parser.error(f"--diff compares two files and does nothing else; leave out {others}")
+    elif arguments.load:
+        if others := given(_ASKED):
+            plan_parser.error(f"--load takes the plan from a file; leave out {others}")
+    elif arguments.dst_ranks and not arguments.dst_mesh:
+        plan_parser.error("--dst-ranks are those of --dst-mesh, which is missing")
+    elif None in [getattr(arguments, name) for name in _ENDS]:
+        plan_parser.error("the following arguments are required: --mesh, --shape, --src, --dst (or --load, --diff)")
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.diff:
+        from ..planning.comparing import difference
+
+        first, second = map(_load, arguments.diff)
+        for made in (first, second):
+            _work_out(made)
+        print(difference(first, second))
+        return 0
+    made = _load(arguments.load) if arguments.load else _make(arguments)
+    for option, path, picture in (("svg", arguments.svg, made.to_svg), ("html", arguments.html, made.to_html)):
+        if path:
+            write_file(f"--{option}", path, picture())
+    if arguments.json:
+        _work_out(made)
+        print(made.to_json())
+        return 0
+    print(made, flush=True)
+    _work_out(made)
+    print(_certificate(made), flush=True)
+    if arguments.program is not None:
+        print(f"\nprogram of rank {arguments.program}:\n{made.program(arguments.program)}", flush=True)
+    if arguments.simulate:
+        _simulate(made)
+    return 0
+
+
+def _make(arguments: argparse.Namespace) -> Plan:
+    from ..layouts.layout import Layout, Mesh
+    from ..planning import plan
+
+    mesh = Mesh(parse_mesh(arguments.mesh), parse_ranks("--src-ranks", arguments.src_ranks))
+    dst_mesh = mesh
+    if arguments.dst_mesh:
+        dst_ranks = parse_ranks("--dst-ranks", arguments.dst_ranks)
+        dst_mesh = Mesh(parse_mesh(arguments.dst_mesh, "--dst-mesh"), dst_ranks)
+    shape = parse_shape(arguments.shape)
+
+    def layout(mesh: Mesh, placements: str, option: str, order: str | None) -> Layout:
+        dtype = arguments.dtype or "float32"
+        return Layout(mesh, shape, split_placements(placements), dtype, parse_order(option, order))
+
+    src = layout(mesh, arguments.src, "--src-order", arguments.src_order)
+    dst = layout(dst_mesh, arguments.dst, "--dst-order", arguments.dst_order)
+    with _saying("looking for the cheapest plan"):
+        return plan(
+            src,
+            dst,
+            objective=arguments.objective or "time",
+            reduce=arguments.reduce or "fast",
+            backend=arguments.backend or "nccl",
+            topology=arguments.topology,
+            memory_limit=arguments.memory_limit,
+        )
+
+
+def _load(path: str) -> Plan:
+    from ..layouts.topology import read_text
+    from ..planning.reading import plan_from_json
+
+    return plan_from_json(read_text(Path(path), path))
+
+
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Says on stderr what is being done, if it takes longer than about a second."""
+    timer = threading.Timer(_PATIENCE_SECONDS, lambda: print(f"shardwright plan: {what} ...", file=sys.stderr))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+# The figures of the certificate that can take long on large meshes, with what to say meanwhile.
+_FIGURES = {
+    "wire_bytes_max": "counting bytes and messages of all ranks",
+    "bound_bytes_max": "computing the lower bound on the bytes received",
+    "peak_bytes": "computing the peak memory of the worst rank",
+    "remarks": "comparing the plan with its bounds",
+}
+
+
+def _work_out(plan: Plan) -> None:
+    """Computes these figures, which the plan then keeps."""
+    for figure, what in _FIGURES.items():
+        with _saying(what):
+            getattr(plan, figure)
+
+
+def _certificate(plan: Plan) -> str:
+    """Returns a line per figure with its bound, and a sentence for each bound that is not met."""
+    units = {"predicted_ps": (1e-6, "us")}
+    lines = ["certificate:"]
+    for name, (value, bound) in plan.certificate.items():
+        scale, unit = units.get(name, (1, "B" if "bytes" in name else ""))
+        shown = name.replace("_ps", "")
+        lines.append(f"  {shown:15} {value * scale:>12,.0f} {unit:2}  bound {bound * scale:>12,.0f} {unit}".rstrip())
+    lines += [f"  - {remark}" for remark in plan.remarks]
+    return "\n".join(lines)
+
+
+def _simulate(plan: Plan) -> None:
+    from .._native import _planner
+    from . import free_memory
+
+    needed, free = _planner.simulation_bytes(plan), free_memory.available_bytes()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"--simulate: holds what all ranks hold, about {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are "
+            "free; a tensor or a mesh of smaller sizes shows the same moves"
+        )
+    with _saying("running all ranks"):
+        moved = plan.simulate()
+    print(f"simulated: every element right, {moved} B moved")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The command `shardwright product`: prints the plan of a product of placed tensors. Works without torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from .._native import _planner
+from ..layouts.layout import Mesh
+from ..layouts.topology import named_topology, tables_now
+from .options import parse_mesh
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the plan. Raises ValueError if the product cannot be planned as asked."""
+    arguments = _parser().parse_args(argv)
+    made = _make(arguments)
+    print(made.to_json() if arguments.json else made)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardwright product", description="Plans a product of placed tensors, forward and backward."
+    )
+    parser.add_argument("--mesh", required=True, help="names and sizes: dp=2,tp=4")
+    parser.add_argument("--axes", required=True, help="as in einsum: 'bsk,nk->bsn'")
+    parser.add_argument("--sizes", required=True, help="of the axes: b=8,s=4096,k=4096,n=14336")
+    parser.add_argument("--x", required=True, help="placements of the operand, one per mesh dim: 'S(0),S(1)'")
+    parser.add_argument("--weight", required=True, action="append", help="placements; once per weight")
+    parser.add_argument("--bias", action="append", help="placements; none, or once per weight")
+    parser.add_argument("--out", action="append", help="placements; default: those that need no move of the result")
+    parser.add_argument("--cuts", help="the axis cut along each mesh dim during the product: b,n; - for none")
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16 by default")
+    parser.add_argument("--backend", choices=_planner.Lowering.names(), default="nccl", help="nccl by default")
+    parser.add_argument("--topology", help="8xNVLink, 64x8, gloo-local or a JSON file; default by backend")
+    parser.add_argument("--gemm-model", choices=_planner.GemmModel.names(), help="default: h100 for nccl, cpu for gloo")
+    parser.add_argument("--method", choices=("serial", "ring", "collective", "flags"), help="default: the fastest")
+    parser.add_argument("--chunks", type=int, help="default: the fastest")
+    parser.add_argument("--depth", type=int, help="transfers under way during a product; default: the fastest")
+    parser.add_argument("--save", choices=("shard", "gathered"), default="shard", help="what the backward keeps of x")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser
+
+
+def _make(arguments: argparse.Namespace) -> _planner.ProductPlan:
+    default_model = _planner.Lowering.named(arguments.backend).default_products
+    named = arguments.gemm_model
+    layouts = _planner.product_layouts(
+        Mesh(parse_mesh(arguments.mesh)),
+        arguments.axes,
+        parse_mesh(arguments.sizes, "--sizes"),
+        arguments.dtype,
+        arguments.x,
+        arguments.weight,
+        arguments.bias or [],
+        arguments.out or [],
+    )
+    return _planner.ProductPlan(
+        [arguments.axes] * len(arguments.weight),
+        *layouts,
+        cuts=arguments.cuts and arguments.cuts.replace(",", ""),
+        keeps_gathered=arguments.save == "gathered",
+        method=arguments.method,
+        chunks=arguments.chunks,
+        depth=arguments.depth,
+        backend=arguments.backend,
+        topology=named_topology(arguments.topology),
+        tables=tables_now(),
+        gemm_models={layouts[0].dtype: _planner.GemmModel.named(named) if named else default_model},
+    )

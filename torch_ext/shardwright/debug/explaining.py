@@ -1,0 +1,228 @@
+"""Shows how long products and their moves were predicted to take, and how long they took: `explain`.
+
+So it does for steps of models under `fully_shard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .._planner import Matmul, StepSchedule
+from ..matmul import running
+from .tracing import Trace, TraceEvent, trace
+
+_WIDTH = 72
+_LANES = ("communication", "compute")
+_COPIES = ("from the host", "to the host")
+_NOTHING = "no products with anything to move, and no step of a sharded model"
+
+
+class Explained(NamedTuple):
+    """One program of products: how its schedule was chosen, and its lanes.
+
+    ``predictions``: (method, chunks, depth, sms_left, microseconds) of each schedule that was compared: every method
+    and number of chunks, with the depth and the multiprocessors left to transfers that are predicted to be fastest.
+    ``method``, ``chunks``, ``depth``, ``sms_left``: the schedule that ran.
+    ``predicted``: events of the mesh's first rank, which has at least as much to do as any other. ``measured``: events
+    of this rank.
+    """
+
+    what: str
+    method: str
+    chunks: int | list[list[int]]
+    depth: int
+    sms_left: int
+    why_only_serial: str | None
+    predictions: list[tuple[str, int | list[list[int]], int, int, float]]
+    predicted: Trace
+    measured: Trace
+
+
+class ExplainedStep(NamedTuple):
+    """One step of a model under `fully_shard`: its schedule, and its lanes.
+
+    ``predicted``: empty if the step was not timed yet. ``measured``: how long uses took on this rank, and each transfer
+    in the meantime, also of others than weights. ``chunk`` is the number of a weight, -1 where it is not known.
+    """
+
+    what: str
+    schedule: StepSchedule
+    predicted: Trace
+    measured: Trace
+
+
+class HeardStep(NamedTuple):
+    """A step that has ended: its schedule, and begin and end of its uses in seconds since it was listened to."""
+
+    schedule: StepSchedule
+    names: list[str]  # of the schedule's weights
+    uses: list[tuple[float, float]]
+    # Copies between host and device: the weight, whether to the host, begin and end. Where parts at rest are there.
+    copies: list[tuple[str, bool, float, float]]
+
+
+# How to listen to steps, for modules in later layers.
+step_listeners: list[Callable[[], contextlib.AbstractContextManager[list[HeardStep]]]] = []
+
+
+class Explanation(list[Explained | ExplainedStep]):
+    """One entry per program, in the order in which they ran, then one per step. As text, each is a paragraph."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(_paragraph(one) for one in self) or _NOTHING
+
+    def to_chrome(self) -> str:
+        """Returns JSON for chrome://tracing and Perfetto, with predicted and measured lanes of each program."""
+        merged: list[dict[str, Any]] = []
+        for number, one in enumerate(self):
+            for kind, events in (("predicted", one.predicted), ("measured", one.measured)):
+                process = f"{number}: {kind}"
+                merged += [{**event, "pid": process} for event in json.loads(events.to_chrome())["traceEvents"]]
+        return json.dumps({"traceEvents": merged})
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Runs `function` twice, the second time traced, and shows how the products in it were carried out.
+
+    All ranks that take part in the products must call this.
+
+    Args:
+        function: `shardwright.linear`, for example, or anything that calls it; or a step of a model under
+            `fully_shard`, its backward included.
+        args, kwargs: its arguments.
+    """
+    if not callable(function):
+        raise ValueError(
+            f"function: got a {type(function).__name__}; allowed is a function, such as shardwright.linear"
+        )
+    function(*args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        calls = stack.enter_context(running.listening())
+        events = stack.enter_context(trace())
+        heard = [stack.enter_context(listen()) for listen in step_listeners]
+        function(*args, **kwargs)
+    runs = sorted({event.run for event in events})
+    by_run = {run: Trace(event for event in events if event.run == run) for run in runs}
+    # Redistributes are programs too; keep the programs that have products.
+    of_products = [by_run[run] for run in runs if any(_is_product(event) for event in by_run[run])]
+    explained = Explanation(
+        _explained(call, measured)
+        for call, measured in zip(calls, [*of_products, *[Trace()] * len(calls)], strict=False)
+    )
+    explained.extend(_explained_step(step, events) for steps in heard for step in steps)
+    return explained
+
+
+def _is_product(event: TraceEvent) -> bool:
+    return event.instruction.startswith("gemm")
+
+
+def _explained(call: running.Call, measured: Trace) -> Explained:
+    matmul, schedule = Matmul.parse(call.program)
+    lanes = matmul.timeline(schedule, call.model)
+    predicted = Trace(
+        TraceEvent(lane, text, chunk, 0, start / 1e12, end / 1e12) for lane, text, chunk, start, end in lanes["spans"]
+    )
+    return Explained(
+        str(matmul.plan).splitlines()[0],
+        schedule.method,
+        schedule.chunks,
+        schedule.depth,
+        schedule.sms_left,
+        matmul.why_only_serial,
+        [(s.method, s.chunks, s.depth, s.sms_left, ps / 1e6) for s, ps in matmul.predictions(call.model)],
+        predicted,
+        measured,
+    )
+
+
+def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
+    schedule = step.schedule
+    unit_of = [number if form_of < 0 else form_of for number, form_of in enumerate(schedule.form_of)]
+    named = [(kind, [unit_of[weight] for weight in weights]) for weights, kind, *_ in schedule.uses]
+    uses = [(f"{kind} {', '.join(step.names[unit] for unit in units)}", units) for kind, units in named]
+    measured = Trace(
+        TraceEvent("compute", text, max(weights), 0, *span) for (text, weights), span in zip(uses, step.uses)
+    )
+    begin, end = (step.uses[0][0], step.uses[-1][1]) if step.uses else (0.0, 0.0)
+    measured += [
+        e._replace(chunk=-1) for e in events if e.lane == "communication" and begin <= e.end and e.start <= end
+    ]
+    measured += [
+        TraceEvent(_COPIES[to_host], f"copy {name}", step.names.index(name), 0, *span)
+        for name, to_host, *span in step.copies
+    ]
+    predicted = Trace()
+    lanes = schedule.lanes
+    if lanes is not None:
+        spans = [("compute", text, max(weights), span) for (text, weights), span in zip(uses, lanes["uses"])]
+        for what, key, transfers in (
+            ("gather", "gathers", schedule.gathers),
+            ("reduce", "reductions", schedule.reductions),
+        ):
+            spans += [
+                ("communication", f"{what} {step.names[unit_of[weight]]}", unit_of[weight], span)
+                for (weight, *_), span in zip(transfers, lanes[key])
+            ]
+        for lane, key, transfers in (
+            (_COPIES[0], "fetches", schedule.gathers),
+            (_COPIES[1], "sends", schedule.reductions),
+        ):
+            units = [unit_of[weight] for weight, *_ in transfers]
+            copies = [(unit, span) for unit, span in zip(units, lanes[key]) if span[1] > span[0]]
+            spans += [(lane, f"copy {step.names[unit]}", unit, span) for unit, span in copies]
+        for number, (activation, span) in enumerate(zip(schedule.activations, lanes["activations"])):
+            spans.append(("communication", f"gather activation {number}, {activation[0]}", -1, span))
+        for weight, _, is_reduction, span in lanes["chunks"]:
+            text = f"{'reduce' if is_reduction else 'gather'} {step.names[unit_of[weight]]} in chunks"
+            spans.append(("communication", text, unit_of[weight], span))
+        predicted = Trace(
+            TraceEvent(lane, text, weight, 0, begin_ps / 1e12, end_ps / 1e12)
+            for lane, text, weight, (begin_ps, end_ps) in spans
+        )
+    what = (
+        f"a step of {len(schedule.uses)} uses, {len(schedule.gathers)} gathers, {len(schedule.reductions)} reductions"
+    )
+    return ExplainedStep(what, schedule, predicted, measured)
+
+
+def _paragraph(one: Explained | ExplainedStep) -> str:
+    if isinstance(one, ExplainedStep):
+        return "\n".join([one.what, *_bars("predicted", one.predicted), *_bars("measured", one.measured)])
+    chunks = f"{one.chunks} chunk{'s' if one.chunks != 1 else ''}"
+    lines = [f"{one.what}, with products: {one.method} in {chunks}{_depth_text(one.depth, one.sms_left)}"]
+    if one.why_only_serial is not None:
+        lines.append(f"  only serial: {one.why_only_serial}")
+    for method, count, depth, sms_left, us in one.predictions:
+        lines.append(f"  predicted {us:10.1f} us  {method} in {count}{_depth_text(depth, sms_left)}")
+    for kind, events in (("predicted", one.predicted), ("measured", one.measured)):
+        lines += _bars(kind, events)
+    return "\n".join(lines)
+
+
+def _depth_text(depth: int, sms_left: int) -> str:
+    text = f", {depth} under way" if depth != 1 else ""
+    return f"{text}, {sms_left} SMs left to them" if sms_left else text
+
+
+def _bars(kind: str, events: Trace) -> list[str]:
+    """Draws a row per lane: each digit is the last digit of a chunk's number, and + belongs to no chunk."""
+    if not events:
+        return [f"  {kind}: nothing was recorded"]
+    begin = min(event.start for event in events)
+    length = max(event.end for event in events) - begin
+    lines = [f"  {kind}, {length * 1e6:.1f} us in all"]
+    for lane in (*_LANES, *(lane for lane in _COPIES if any(event.lane == lane for event in events))):
+        row = [" "] * _WIDTH
+        for event in events:
+            if event.lane != lane or length == 0:
+                continue
+            first = int((event.start - begin) / length * _WIDTH)
+            last = max(first + 1, round((event.end - begin) / length * _WIDTH))
+            for column in range(first, min(last, _WIDTH)):
+                row[column] = "+" if event.chunk < 0 else str(event.chunk % 10)
+        lines.append(f"    {lane:13} |{''.join(row)}|")
+    return lines

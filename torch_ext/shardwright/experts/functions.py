@@ -1,0 +1,461 @@
+"""Tokens to their experts and back: `dispatch` and `combine`.
+
+    rows, tokens_per_expert, handle = sw.experts.dispatch(x, expert_ids, scores, placement)
+    y = experts(rows, tokens_per_expert)         # one row for each row
+    out = sw.experts.combine(y, handle)                  # the weighted sums, at the ranks that the tokens came from
+
+A token travels once to each rank that has experts of its, whatever their number, and one sum comes back from each. The
+backward of either is the other: gradients of rows are summed where the token came from, gradients of sums go out once
+to each rank. docs/experts.md has the details.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from .._native import _runtime
+from ..layouts import argument_values
+from ..layouts.topology import Topology
+from ..runtime import argument_checks, checking
+from ..runtime.counters import counts
+from .agreement import Said, SaidOfSums, agree, exchange_capacity, exchange_counts, texts_of
+from .gradients import Collect, Contract, Expand, Expansion, Send
+from .ranks import ExpertGroup, ExpertRanks, Group, Nodes, expert_ranks, group_alone
+
+_ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_OVERFLOWS = ("raise", "drop")
+_NO_CAPACITY = (1 << 63) - 1
+
+# As `_runtime.route_rows` returns them.
+Routes = tuple[torch.Tensor, torch.Tensor, list[int], list[int]]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _outside_graphs(function: F) -> F:
+    """Keeps a function out of graphs: where code is compiled, the graph breaks once, and the function runs as it is."""
+    outside = torch._disable_dynamo(function)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (outside if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class DispatchHandle:
+    """What `combine` needs to know of a `dispatch`. Holds no process group.
+
+    Attributes:
+        experts: the experts of this rank, in the order of ``tokens_per_expert``.
+        scales: the scales of the rows, where scales were given, else None.
+        dropped: how many times a token misses one of its experts because of a capacity, counted where it was noticed:
+            the sum over ranks is that of the job. An int, or a tensor where ``rows_per_rank`` was given.
+        payload_bytes, metadata_bytes: received from other ranks by the dispatch: of the tokens themselves, and of what
+            goes with them (scores, scales, expert ids, counts).
+    """
+
+    def __init__(
+        self,
+        ranks: ExpertRanks,
+        exchanges: list[_runtime.RowExchange],
+        expansion: Expansion,
+        scores: torch.Tensor | None,
+        anchor: torch.Tensor,
+    ) -> None:
+        self._ranks = ranks
+        self._exchanges = exchanges
+        self._expansion = expansion
+        self._scores = scores
+        self._anchor = anchor
+        self.experts = ranks.experts
+        self.scales: torch.Tensor | None = None
+        self.dropped: int | torch.Tensor = 0
+        self.payload_bytes = 0
+        self.metadata_bytes = 0
+        # Whether combine compares, as dispatch does. Elsewhere it would wait for the device, and for the experts on it.
+        self._compares = False
+
+    def __repr__(self) -> str:
+        copies, received = self._expansion.pairs.shape[0], self._exchanges[-1].num_received
+        return f"<DispatchHandle: {copies} rows for {len(self.experts)} experts, of {received} tokens>"
+
+
+class Dispatched(NamedTuple):
+    """What `dispatch` returns.
+
+    rows: ``[copies, hidden]``: by expert of this rank, then by the rank that the token came from, then by token.
+    tokens_per_expert: int64, on the device of the rows. handle: for `combine`.
+    """
+
+    rows: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    handle: DispatchHandle
+
+
+@_outside_graphs
+def dispatch(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    scores: torch.Tensor | None,
+    placement: Any,
+    capacity: int | None = None,
+    *,
+    overflow: str = "raise",
+    scales: torch.Tensor | None = None,
+    group: Group = None,
+    topology: Topology | str | None = None,
+    rows_per_rank: int | None = None,
+) -> Dispatched:
+    """Sends each token to the ranks of its experts, once to each. Every rank calls it, with or without tokens.
+
+    Args:
+        x: ``[tokens, hidden]``, this rank's tokens; any dtype.
+        expert_ids: ``[tokens, top-k]``, integers; -1 is no expert.
+        scores: ``[tokens, top-k]``, weights that `combine` multiplies the experts' rows by; None: 1.
+        placement: which ranks hold which experts: a `Layout` whose first dim is the experts' and the only one cut, or a
+            list of expert ids for each rank of the group. Any number per rank; an expert may be on several ranks, and
+            is then served by one that the token goes to anyway, where there is one.
+        capacity: the most tokens that an expert takes, on each rank that holds it, in the order of ranks, then tokens.
+        overflow: ``"raise"``: more tokens are an error on all ranks. ``"drop"``: later tokens miss the expert.
+        scales: ``[tokens, n]``, such as row scales of 8-bit floats; they travel along and come as ``handle.scales``.
+        group: the process group or DeviceMesh that the placement is on; default: all ranks. With a Layout and a
+            process group, the layout's ranks are ranks of the group.
+        topology: which ranks share a node; default: that of the Layout's mesh. Where it says, tokens go once to each
+            node, and on from there.
+        rows_per_rank: every rank sends every other this many rows, filled up with zeros. Nothing waits for the host,
+            shapes do not depend on values, and a CUDA graph can hold the call; tokens beyond are dropped, so overflow
+            must be ``"drop"``. The number of tokens is always enough. Rows after the last one are zeros.
+
+    Returns:
+        `Dispatched`: the rows for the experts of this rank, how many each has, and what `combine` needs. Differentiable
+        by x and, through `combine`, by scores.
+
+    Raises:
+        ValueError: arguments that are not allowed, on the rank that has them (RuntimeError on the others); arguments
+            that differ between ranks, and too many tokens for a capacity, on all ranks. A group that is not allowed is
+            an error on that rank alone.
+        torch.distributed.DistBackendError: a transfer failed or timed out; names rank, step and group.
+    """
+    try:
+        ranks = expert_ranks(placement, group, topology)
+    except ValueError as error:
+        listening = group_alone(placement, group)
+        if listening is None:
+            raise
+        _refuse(listening, error, rows_per_rank)
+    x, expert_ids, scores, scales = map(_waited, (x, expert_ids, scores, scales))
+    try:
+        given = Given.checked(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
+        ranks.check_device(given.x.device)
+        codes = None if rows_per_rank is not None else given.chosen(ranks)
+    except ValueError as error:
+        _refuse(ranks, error, rows_per_rank)
+    if checking.is_on():
+        _compare("dispatch", ranks, texts_of(given.said(ranks)), None)
+    counts.dispatches += 1
+    return _dispatch_fixed(given, ranks) if codes is None else _dispatch(given, ranks, codes)
+
+
+def _refuse(ranks: ExpertGroup, error: ValueError, rows_per_rank: Any) -> NoReturn:
+    """Raises the error, after telling the other ranks where they listen."""
+    if checking.is_on():
+        _compare("dispatch", ranks, {}, error)
+    if rows_per_rank is None:
+        agree(ranks, "dispatch", Said(), error)
+    raise error
+
+
+def _waited(given: Any) -> Any:
+    return given.wait() if isinstance(given, AsyncCollectiveTensor) else given
+
+
+class Given(NamedTuple):
+    """The checked arguments of a `dispatch`."""
+
+    x: torch.Tensor
+    expert_ids: torch.Tensor
+    scores: torch.Tensor | None
+    scales: torch.Tensor | None
+    capacity: int | None
+    overflow: str
+    rows_per_rank: int | None
+
+    @staticmethod
+    def checked(
+        x: Any, expert_ids: Any, scores: Any, scales: Any, capacity: Any, overflow: Any, rows_per_rank: Any
+    ) -> Given:
+        argument_checks.check_tensor("x", x)
+        if x.ndim != 2:
+            raise ValueError(f"x: has shape {tuple(x.shape)}; allowed is [tokens, hidden]")
+        if x.requires_grad and torch.is_grad_enabled() and x.dtype not in _ROW_DTYPES:
+            raise ValueError(f"x: {x.dtype} has no gradient here; allowed with requires_grad are {_names(_ROW_DTYPES)}")
+        _check_per_token("expert_ids", expert_ids, x)
+        if expert_ids.dtype not in (torch.int64, torch.int32) or expert_ids.shape[1] < 1:
+            raise ValueError(
+                f"expert_ids: is {expert_ids.dtype} of shape {tuple(expert_ids.shape)}; allowed are int64 and int32, "
+                "one column or more"
+            )
+        if scores is not None:
+            _check_per_token("scores", scores, x)
+            if scores.dtype not in _ROW_DTYPES or scores.shape != expert_ids.shape:
+                raise ValueError(
+                    f"scores: is {scores.dtype} of shape {tuple(scores.shape)}; allowed are {_names(_ROW_DTYPES)}, of "
+                    f"the shape of expert_ids, {tuple(expert_ids.shape)}"
+                )
+        if scales is not None:
+            _check_per_token("scales", scales, x)
+        if capacity is not None and argument_values.integer(capacity, "capacity") < 0:
+            raise ValueError(f"capacity: got {capacity}; allowed are 0 or more, and None")
+        if overflow not in _OVERFLOWS:
+            raise ValueError(f"overflow: got {overflow!r}; allowed are {', '.join(map(repr, _OVERFLOWS))}")
+        if rows_per_rank is not None:
+            if argument_values.integer(rows_per_rank, "rows_per_rank") < 0:
+                raise ValueError(f"rows_per_rank: got {rows_per_rank}; allowed are 0 or more, and None")
+            if overflow != "drop":
+                raise ValueError(
+                    "rows_per_rank: the host does not learn what is too much, so it cannot raise; allowed with it is "
+                    "overflow='drop'"
+                )
+        return Given(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
+
+    @property
+    def top_k(self) -> int:
+        return self.expert_ids.shape[1]
+
+    @property
+    def gradients(self) -> tuple[bool, bool]:
+        """Whether those of x and of the scores are asked for."""
+        on = torch.is_grad_enabled()
+        return on and self.x.requires_grad, on and self.scores is not None and self.scores.requires_grad
+
+    def chosen(self, ranks: ExpertRanks) -> torch.Tensor:
+        """Which replica serves each expert id, on the host. Raises ValueError on ids out of range."""
+        ids = self.expert_ids.detach().to(device="cpu", dtype=torch.int64).contiguous()
+        return ranks.placement.choose(ids, ranks.rank, ranks.node_of_rank)
+
+    def said(self, ranks: ExpertRanks) -> Said:
+        return Said(
+            hidden_size=self.x.shape[1],
+            dtype=self.x.dtype,
+            in_host_memory=ranks.wire(self.x.device).type == "cpu",
+            top_k=self.top_k,
+            num_experts=ranks.placement.num_experts,
+            placement=ranks.placement.hash,
+            ranks_per_node=0 if ranks.nodes is None else ranks.nodes.ranks_per_node,
+            capacity=-1 if self.capacity is None else self.capacity,
+            drops=self.overflow == "drop",
+            rows_per_rank=-1 if self.rows_per_rank is None else self.rows_per_rank,
+            scores=None if self.scores is None else self.scores.dtype,
+            num_scales=0 if self.scales is None else self.scales.shape[1],
+            scales=None if self.scales is None else self.scales.dtype,
+            x_has_gradient=self.gradients[0],
+            scores_have_gradient=self.gradients[1],
+        )
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _check_per_token(argument: str, given: Any, x: torch.Tensor) -> None:
+    argument_checks.check_tensor(argument, given)
+    if given.ndim != 2 or given.shape[0] != x.shape[0]:
+        raise ValueError(f"{argument}: has shape {tuple(given.shape)}; allowed is one row for each of {len(x)} tokens")
+    if given.device != x.device:
+        raise ValueError(f"{argument}: is on {given.device}; allowed is the device of x, {x.device}")
+
+
+def _compare(kind: str, ranks: ExpertGroup, said: dict[str, str], refusal: Exception | None) -> None:
+    mine = {**said, "arguments": "as allowed" if refusal is None else str(refusal)}
+    checking.compare_calls(ranks.ranks, ranks.ranks[ranks.rank], kind, mine, judged={"arguments": "as allowed"})
+
+
+# ------------------------------------------------------------------------------------------------------- dispatch
+
+
+def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatched:
+    """Dispatches with counts on the host: only rows that are needed are sent."""
+    device, nodes = given.x.device, ranks.nodes
+    wire = ranks.wire(device)
+    targets = ranks.targets if nodes is None else nodes.relay_of_replica
+    dropped = 0
+    routes = _runtime.route_rows(codes, targets, ranks.size)
+    receive, copies, words_bytes = agree(ranks, "dispatch", given.said(ranks), None, routes[2:])
+    if nodes is not None:
+        nodes.connect()
+    if given.capacity is not None:
+        codes, dropped, more = exchange_capacity(ranks, codes, given.capacity, given.overflow == "drop", ranks.words())
+        routes = _runtime.route_rows(codes, targets, ranks.size)
+        receive, copies, words = exchange_counts(ranks.group_name, routes[2:], ranks.words())
+        words_bytes += more + words
+    counts.dropped += dropped
+    journey = _Journey(given, ranks, words_bytes, knows_origins=nodes is not None)
+    journey.travel(_exchange(ranks.group_name, wire, routes, receive, device), codes.to(device))
+    if nodes is not None:
+        copies = journey.travel_inside(nodes)
+    arrived = journey.arrive(journey.expand(sum(copies)), dropped)
+    arrived.handle._compares = ranks.words().type == "cpu"
+    return arrived
+
+
+def _exchange(
+    group_name: str, wire: torch.device, routes: Routes, receive: list[int], device: torch.device
+) -> _runtime.RowExchange:
+    send_rows, returns, send, _ = routes
+    return _runtime.RowExchange(group_name, wire.type, send_rows.to(device), returns.to(device), send, receive)
+
+
+def _dispatch_fixed(given: Given, ranks: ExpertRanks) -> Dispatched:
+    """Dispatches with counts on the device: as many rows are sent as there may be."""
+    rows_per_rank = given.rows_per_rank or 0
+    tables = ranks.on_device(given.x.device)
+    if given.x.device.type == "cpu":
+        given.chosen(ranks)  # raises where an id is not allowed; on devices nobody can look without waiting
+    codes = tables.choose(given.expert_ids.detach().to(torch.int64), ranks.rank)
+    send_rows, returns, dropped = tables.route(codes, rows_per_rank)
+    each = [rows_per_rank] * ranks.size
+    journey = _Journey(given, ranks, 0, knows_origins=False)
+    wire = ranks.wire(given.x.device).type
+    journey.travel(_runtime.RowExchange(ranks.group_name, wire, send_rows, returns, each, each), codes)
+    num_local = len(ranks.experts)
+    capacity = _NO_CAPACITY if given.capacity is None else given.capacity
+    # A token may name one expert several times.
+    most = min(ranks.size * rows_per_rank * given.top_k, num_local * capacity) if num_local > 0 else 0
+    *expansion, beyond = _runtime.expand_rows_on_device(
+        journey.codes, ranks.first_replica, num_local, None, capacity, most
+    )
+    return journey.arrive(tuple(expansion), dropped + beyond)
+
+
+class _Journey:
+    """Tokens on their way: what this rank holds of them, as it travels from exchange to exchange."""
+
+    def __init__(self, given: Given, ranks: ExpertRanks, words_bytes: int, *, knows_origins: bool) -> None:
+        self.given = given
+        self.ranks = ranks
+        self.x = x = given.x
+        self.scores = x.new_empty((x.shape[0], 0), dtype=torch.float32) if given.scores is None else given.scores
+        self.scales = x.new_empty((x.shape[0], 0)) if given.scales is None else given.scales.detach()
+        self.codes = torch.empty(0)
+        # Rank and token, where rows do not arrive in their order.
+        self.origins: torch.Tensor | None = self._origins_here() if knows_origins else None
+        self.anchor = torch.empty(0)
+        self.exchanges: list[_runtime.RowExchange] = []
+        self.payload_bytes = 0
+        self.metadata_bytes = words_bytes
+
+    def travel(self, exchange: _runtime.RowExchange, codes: torch.Tensor) -> None:
+        """To where the exchange sends them. `codes`: on the device of x."""
+        others = [self.scales, codes]
+        if self.origins is not None:
+            others.append(self.origins.unsqueeze(1))
+        row_bytes = self.x.shape[1] * self.x.element_size()
+        record_bytes = _runtime.record_bytes([self.x, self.scores, *others])
+        self.payload_bytes += exchange.num_received_from_others * row_bytes
+        self.metadata_bytes += exchange.num_received_from_others * (record_bytes - row_bytes)
+        step = f"dispatch, sending tokens ({self.given.x.dtype}[{self.given.x.shape[1]}]) to the ranks of their experts"
+        arrived = Send.apply(exchange, step, self.given.gradients, self.x, self.scores, *others)  # type: ignore[no-untyped-call]
+        self.anchor, self.x, self.scores, self.scales, self.codes, *origins = arrived
+        self.origins = origins[0].reshape(-1).contiguous() if origins else None
+        self.exchanges.append(exchange)
+
+    def travel_inside(self, nodes: Nodes) -> list[int]:
+        """From the rank of this node that each came to, to those with its experts; how many copies each sends here."""
+        device = self.x.device
+        wire = self.ranks.wire(device)
+        routes = _runtime.route_rows(self.codes.cpu().contiguous(), nodes.target_inside, nodes.size_inside)
+        receive, copies, words_bytes = exchange_counts(nodes.inside_name, routes[2:], wire)
+        self.metadata_bytes += words_bytes
+        self.travel(_exchange(nodes.inside_name, wire, routes, receive, device), self.codes)
+        return copies
+
+    def expand(self, num_copies: int) -> tuple[torch.Tensor, ...]:
+        """Which copies of what arrived the experts of this rank get; the host knows how many."""
+        first, num_local = self.ranks.first_replica, len(self.ranks.experts)
+        if self.x.device.type == "cpu":
+            return _runtime.expand_rows(self.codes.contiguous(), first, num_local, self.origins)
+        return _runtime.expand_rows_on_device(self.codes, first, num_local, self.origins, _NO_CAPACITY, num_copies)[:3]
+
+    def arrive(self, expansion: tuple[torch.Tensor, ...], dropped: int | torch.Tensor) -> Dispatched:
+        pairs, places, tokens_per_expert = expansion
+        rows = torch.div(pairs, self.given.top_k, rounding_mode="floor")
+        arrived = Expansion(pairs, rows, places)
+        scores = None if self.given.scores is None else self.scores
+        handle = DispatchHandle(self.ranks, self.exchanges, arrived, scores, self.anchor)
+        handle.dropped = dropped
+        handle.payload_bytes, handle.metadata_bytes = self.payload_bytes, self.metadata_bytes
+        if self.given.scales is not None:
+            handle.scales = _runtime.take_rows(self.scales, rows)
+        return Dispatched(Expand.apply(arrived, self.x), tokens_per_expert, handle)  # type: ignore[no-untyped-call]
+
+    def _origins_here(self) -> torch.Tensor:
+        first = self.ranks.rank << 40
+        return torch.arange(first, first + self.x.shape[0], device=self.x.device)
+
+
+# -------------------------------------------------------------------------------------------------------- combine
+
+
+@_outside_graphs
+def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+    """Sums what the experts made of each token, weighted by its scores, and returns the sums to the tokens' ranks.
+
+    Sums are taken where the experts are, then in the node where nodes are known, then where the token came from, each
+    in a fixed order, in float32 (float64 for float64), and rounded to the dtype of y: the bits of the result do not
+    depend on what arrives first.
+
+    Args:
+        y: ``[copies, any size]``: one row for each row that `dispatch` returned; float32, float64, bfloat16, float16.
+        handle: of the dispatch.
+
+    Returns:
+        ``[tokens, any size]``, in the dtype of y; zeros for a token without experts. Differentiable by y and scores.
+
+    Raises:
+        ValueError: y does not fit the handle (RuntimeError on the other ranks); y differs between ranks in size or
+            dtype. Without ``rows_per_rank`` all ranks raise, where the group communicates in host memory.
+        torch.distributed.DistBackendError: a transfer failed or timed out; names rank, step and group.
+    """
+    if not isinstance(handle, DispatchHandle):
+        raise ValueError(f"handle: got a {type(handle).__name__}; allowed is what dispatch returned")
+    y = _waited(y)
+    refusal = _refusal_of(y, handle)
+    said = SaidOfSums() if refusal is not None else SaidOfSums(y.shape[1], y.dtype)
+    if checking.is_on():
+        _compare("combine", handle._ranks, {} if refusal is not None else texts_of(said), refusal)
+    if handle._compares:
+        agree(handle._ranks, "combine", said, refusal)
+    if refusal is not None:
+        raise refusal
+    counts.combines += 1
+    sums: torch.Tensor = Contract.apply(handle._expansion, y, handle._scores)  # type: ignore[no-untyped-call]
+    anchor = handle._anchor
+    if torch.is_grad_enabled() and not anchor.requires_grad:
+        anchor = torch.empty(0, requires_grad=True)  # all ranks take part in the backward, also those without rows
+    step = f"combine, returning sums ({y.dtype}[{y.shape[1]}]) to the ranks of the tokens"
+    for exchange in reversed(handle._exchanges):
+        sums = Collect.apply(exchange, step, sums, anchor)  # type: ignore[no-untyped-call]
+    return sums
+
+
+def _refusal_of(y: Any, handle: DispatchHandle) -> ValueError | None:
+    try:
+        argument_checks.check_tensor("y", y)
+    except ValueError as error:
+        return error
+    copies, device = handle._expansion.pairs.shape[0], handle._expansion.pairs.device
+    if y.ndim != 2 or y.shape[0] != copies or y.device != device:
+        return ValueError(
+            f"y: has shape {tuple(y.shape)} on {y.device}; allowed is one row for each of the {copies} rows that "
+            f"dispatch returned here, on {device}"
+        )
+    if y.dtype not in _ROW_DTYPES:
+        return ValueError(f"y: is {y.dtype}; allowed are {_names(_ROW_DTYPES)}")
+    return None

@@ -1,0 +1,260 @@
+"""Which ranks hold which experts, and how tokens get there: what `dispatch` needs to know besides its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._native import _planner, _runtime
+from ..layouts import argument_values
+from ..layouts.topology import Topology, named_topology
+from ..runtime import executables, groups
+
+Group = Any  # a ProcessGroup, a DeviceMesh, or None for the default group
+_MOST_EXPERTS = 1 << 20
+_ALLOWED = "a Layout of the experts' axis, or a list of expert ids for each rank of the group"
+
+
+# Tables that a captured graph reads at every replay, whatever becomes of the placement. They stay for the life of the
+# process.
+_read_by_graphs: set[_runtime.DevicePlacement] = set()
+
+
+class ExpertGroup:
+    """The process group on which tokens travel, and on which devices they do."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group_name: str = group.group_name
+        self._group = groups.weakly(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.rank = dist.get_rank(group)
+        self.size = len(self.ranks)
+        self._wires: dict[torch.device, torch.device] = {}
+        self._words: torch.device | None = None
+
+    def words(self) -> torch.device:
+        """Returns the device on which comparisons and counts travel.
+
+        The group alone decides it, because ranks may be called with tensors on different devices.
+        """
+        if self._words is None:
+            group = self._group.get()
+            self._check_moves(group)
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            in_host_memory = accelerator is None or executables.communicates_on("cpu", group)
+            self._words = torch.device("cpu") if in_host_memory or accelerator is None else accelerator
+        return self._words
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises ValueError if the group has no backend for tensors on this device."""
+        if not executables.communicates_on(device.type, self._group.get()):
+            raise ValueError(f"x: is on {device}, for which the group has no backend; allowed is a device with one")
+
+    def owner(self) -> groups.Owner:
+        """Returns the owner of groups of some of its ranks."""
+        return groups.owner_of(None, self._group.get())
+
+    @staticmethod
+    def _check_moves(group: dist.ProcessGroup) -> None:
+        if groups.moves_nothing(group):
+            raise RuntimeError("group: the fake backend moves nothing, and where tokens go depends on what moves")
+
+    def wire(self, device: torch.device) -> torch.device:
+        """Returns from where tensors of `device` are sent: from there, or from host memory."""
+        if device not in self._wires:
+            group = self._group.get()
+            self._check_moves(group)
+            wire = executables.wire(device.type, group)
+            self._wires[device] = device if wire == device.type else torch.device(wire)
+        return self._wires[device]
+
+
+class ExpertRanks(ExpertGroup):
+    """A placement on a process group. What it says is the same on all ranks, but for this rank's own part."""
+
+    def __init__(self, experts_of_rank: Sequence[Sequence[int]], num_experts: int, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.placement = _runtime.ExpertPlacement(num_experts, [list(experts) for experts in experts_of_rank])
+        self.experts = tuple(experts_of_rank[self.rank])
+        self._expert_of_replica = [expert for experts in experts_of_rank for expert in experts]
+        self.first_replica = self.placement.first_replica[self.rank]
+        # To which rank a row goes for a replica: to its own, unless nodes are known.
+        self.targets: list[int] = list(self.placement.rank_of_replica)
+        self.nodes: Nodes | None = None
+        self._on_device: dict[torch.device, _runtime.DevicePlacement] = {}
+
+    @property
+    def node_of_rank(self) -> list[int]:
+        return [] if self.nodes is None else self.nodes.node_of_rank
+
+    def expert_of(self, replica: int) -> int:
+        return self._expert_of_replica[replica]
+
+    def on_device(self, device: torch.device) -> _runtime.DevicePlacement:
+        if device not in self._on_device:
+            self._on_device[device] = _runtime.DevicePlacement(self.placement, str(device))
+        tables = self._on_device[device]
+        if _runtime.is_capturing(str(device)):
+            _read_by_graphs.add(tables)
+        return tables
+
+
+class Nodes:
+    """How rows travel where nodes are known: once to each node, there to the rank with this rank's place in its own
+    node, and from there to the ranks of the node.
+
+    The group of this rank's node is made by `connect`, which must come after all ranks have agreed on the nodes: ranks
+    that know no nodes would not take part.
+    """
+
+    def __init__(self, ranks: ExpertRanks, ranks_per_node: int) -> None:
+        nodes = [rank // ranks_per_node for rank in ranks.ranks]
+        names = sorted(set(nodes))
+        self.ranks_per_node = ranks_per_node
+        self.node_of_rank = [names.index(node) for node in nodes]
+        members = [[r for r in range(ranks.size) if self.node_of_rank[r] == node] for node in range(len(names))]
+        self._own_node = own_node = self.node_of_rank[ranks.rank]
+        own_place = members[own_node].index(ranks.rank)
+        relays = [node[own_place % len(node)] for node in members]
+        self._ranks_inside = sorted(ranks.ranks[r] for r in members[own_node])
+        self._ranks = ranks.ranks
+        self._owner = ranks.owner()
+        self._rank_of_replica = ranks.placement.rank_of_replica
+        self.relay_of_replica = [relays[self.node_of_rank[rank]] for rank in self._rank_of_replica]
+        self.inside_name = ""
+        self.size_inside = len(self._ranks_inside)
+        self.target_inside: list[int] = []
+
+    def connect(self) -> None:
+        """Finds or makes the group of this rank's node. Collective on the ranks of the node at the first call."""
+        if self.inside_name:
+            return
+        inside = groups.find_or_make(self._ranks_inside, self._owner)
+        ranks_inside = dist.get_process_group_ranks(inside)
+        self.target_inside = [
+            ranks_inside.index(self._ranks[rank]) if self.node_of_rank[rank] == self._own_node else -1
+            for rank in self._rank_of_replica
+        ]
+        self.inside_name = inside.group_name
+
+
+_kept: executables.Kept[ExpertRanks] = executables.Kept()
+
+
+def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) -> ExpertRanks:
+    """What `placement`, `group` and `topology` say, kept for the next call.
+
+    Collective where the group of a Layout's ranks must be made. Raises ValueError for what is not allowed.
+    """
+    groups.check_initialised()
+    topology = named_topology(topology)
+    if topology is None and isinstance(placement, _planner.Layout):
+        topology = placement.mesh.topology
+    key = (_placement_key(placement), _group_key(group), topology)
+    try:
+        hash(key)
+    except TypeError:
+        raise ValueError(f"placement: got {placement!r}; allowed is {_ALLOWED}") from None
+    return _kept.get_or_make(key, lambda: _make(placement, group, topology))
+
+
+def group_alone(placement: Any, group: Group) -> ExpertGroup | None:
+    """Where the other ranks listen if this rank's placement or topology is not allowed; None if that is not known."""
+    try:
+        _group_key(group)
+        members = _layout_members(placement, group) if isinstance(placement, _planner.Layout) else _members(group)
+        return ExpertGroup(_process_group(members, group)) if dist.get_rank() in members else None
+    except ValueError:
+        return None
+
+
+def _placement_key(placement: Any) -> Hashable:
+    if isinstance(placement, _planner.Layout):
+        return placement
+    lists = argument_values.items(placement, "placement", _ALLOWED)
+    return tuple(tuple(argument_values.items(experts, "placement", _ALLOWED)) for experts in lists)
+
+
+def _group_key(group: Group) -> Hashable:
+    if argument_values.is_device_mesh(group):
+        return group, groups.key_of_mesh(group)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this rank is not in it; allowed is a group of this rank's")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group: got a {type(group).__name__}; allowed is a ProcessGroup or a DeviceMesh")
+    return groups.weakly(group)
+
+
+def _make(placement: Any, group: Group, topology: Topology | None) -> ExpertRanks:
+    if isinstance(placement, _planner.Layout):
+        members, experts, num_experts = _of_layout(placement, group)
+    else:
+        members = _members(group)
+        experts, num_experts = _of_lists(placement, len(members))
+    if dist.get_rank() not in members:
+        raise ValueError(f"placement: rank {dist.get_rank()} is not among its ranks {members}; allowed are those")
+    process_group = _process_group(members, group)
+    by_rank = dict(zip(members, experts, strict=True))
+    ordered = [by_rank[rank] for rank in dist.get_process_group_ranks(process_group)]
+    ranks = ExpertRanks(ordered, num_experts, process_group)
+    if topology is not None and topology.ranks_per_node > 0:
+        nodes = [rank // topology.ranks_per_node for rank in members]
+        if 1 < len(set(nodes)) < len(nodes):
+            ranks.nodes = Nodes(ranks, topology.ranks_per_node)
+    return ranks
+
+
+def _members(group: Group) -> list[int]:
+    """Returns global ranks, in the order in which a placement lists them."""
+    if argument_values.is_device_mesh(group):
+        return list(argument_values.device_mesh_parts(group)[2])
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
+def _process_group(members: Sequence[int], group: Group) -> dist.ProcessGroup:
+    wanted = sorted(members)
+    if isinstance(group, dist.ProcessGroup) and sorted(dist.get_process_group_ranks(group)) == wanted:
+        return group
+    device_mesh = group if argument_values.is_device_mesh(group) else None
+    owner = groups.owner_of(device_mesh, group if device_mesh is None else None)
+    return groups.find_or_make(wanted, owner)
+
+
+def _of_lists(placement: Any, size: int) -> tuple[list[list[int]], int]:
+    lists = list(placement)
+    if len(lists) != size:
+        raise ValueError(f"placement: lists experts of {len(lists)} ranks; the group has {size}")
+    experts = [[argument_values.integer(expert, "placement") for expert in one] for one in lists]
+    return experts, 1 + max((expert for one in experts for expert in one), default=-1)
+
+
+def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[list[int]], int]:
+    """Returns global ranks, the experts of each, and how many experts there are."""
+    if not layout.shape:
+        raise ValueError(f"placement: {layout} has no dims; allowed are layouts whose first dim is the experts'")
+    if layout.shape[0] > _MOST_EXPERTS:
+        raise ValueError(f"placement: {layout} has {layout.shape[0]} experts; allowed are up to {_MOST_EXPERTS}")
+    experts = []
+    for rank in layout.mesh.ranks:
+        first, *others = layout.region(rank)
+        for dim, (held, size) in enumerate(zip(others, layout.shape[1:], strict=True), start=1):
+            if [tuple(interval) for interval in held] != [(0, size)] and size > 0:
+                raise ValueError(
+                    f"placement: {layout} cuts dim {dim}, so rank {rank} holds parts of experts; allowed are layouts "
+                    "that cut the first dim alone"
+                )
+        experts.append([expert for begin, end in first for expert in range(begin, end)])
+    if layout.has_pending:
+        raise ValueError(f"placement: {layout} is a pending sum; allowed are S and R")
+    return _layout_members(layout, group), experts, layout.shape[0]
+
+
+def _layout_members(layout: _planner.Layout, group: Group) -> list[int]:
+    """Returns the global ranks of a layout."""
+    ranks = layout.mesh.ranks
+    if isinstance(group, dist.ProcessGroup):
+        ranks = [dist.get_global_rank(group, rank) for rank in ranks]
+    return list(ranks)

@@ -1,0 +1,106 @@
+"""Plans as arguments of operators.
+
+An operator in a graph of the drop-in gets the global sizes, numbers or symbols, and a plan for the sizes at the time of
+tracing, as an example that holds the layouts. When the graph runs, the operator asks for a plan for the actual sizes,
+once for each set of sizes and for each state of the tables. That is the plan that eager code runs. Ranks compile the
+same code at different times, with sizes as numbers or as symbols: what they run must not depend on that.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._native import _planner
+from ..layouts import layout
+from ..layouts.topology import tables_now
+from ..runtime import executables, groups
+
+Size = Any  # int or SymInt
+
+_made: executables.Kept[list[str]] = executables.Kept(is_local=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of(text: str) -> _planner.Plan:
+    """Returns the plan in an operator's argument."""
+    return _planner.parse_plan(text)
+
+
+def is_symbolic(sizes: Sequence[Size]) -> bool:
+    return not all(isinstance(size, int) for size in sizes)
+
+
+def example_of(sizes: Sequence[Size]) -> list[int] | None:
+    """Returns the sizes at the time of tracing; None if one is not known."""
+    known = [size if isinstance(size, int) else size.node.hint for size in sizes]
+    return None if any(size is None for size in known) else [int(size) for size in known]
+
+
+def fixed(sizes: Sequence[Size]) -> list[int]:
+    """Returns sizes as numbers. Symbols become the sizes at the time of tracing, for which alone the graph is then."""
+    return [operator.index(size) for size in sizes]
+
+
+def group_names(device_mesh: DeviceMesh) -> list[str]:
+    """Returns the names of the groups that the mesh brings (`groups.owner_of_names`). None is made."""
+    owner = groups.owner_of(device_mesh)
+    return [*owner.names, *owner.flattened]
+
+
+def local_shape(placed: _planner.Layout, sizes: Sequence[Size], rank: int) -> list[Size]:
+    """Returns this rank's sizes when these are cut as by `torch.chunk`. Guards symbols on divisibility."""
+    if not is_symbolic(sizes):
+        placed = _with_sizes(placed, sizes)
+        return list(placed.local_shape(rank)) if placed.mesh.coordinate(rank) is not None else [0]
+    coordinate = placed.mesh.coordinate(rank)
+    if coordinate is None:  # the rank is on the other mesh alone
+        return [0]
+    shape = list(sizes)
+    for dim, mesh_dims in placed.shard_order.items():
+        for mesh_dim in mesh_dims:
+            shape[dim] = _chunk(shape[dim], placed.mesh.shape[mesh_dim], coordinate[mesh_dim])
+    return shape
+
+
+def _chunk(size: Size, count: int, index: int) -> Size:
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    if guard_or_false(size % count == 0):
+        return size // count
+    length = (size + count - 1) // count
+    return torch.sym_max(0, torch.sym_min(size, length * (index + 1)) - length * index)
+
+
+def _with_sizes(example: _planner.Layout, sizes: Sequence[int]) -> _planner.Layout:
+    if list(example.shape) == list(sizes):
+        return example
+    order, flattened = example.shard_order, example.flattened
+    return layout.Layout(example.mesh, sizes, example.placements, example.dtype, order, "literal", flattened)
+
+
+def _plan_for_sizes(
+    plan: str, group_names: Sequence[str], rank: int, sizes: Sequence[int], make_groups: bool
+) -> list[str]:
+    """Returns the plan for these sizes, then the names of its groups."""
+    key = (plan, *group_names), rank, tuple(sizes), make_groups or groups.names()
+    return _made.get_or_make(key, lambda: _make_plan(plan, group_names, rank, sizes, make_groups))
+
+
+def _make_plan(plan: str, group_names: Sequence[str], rank: int, sizes: Sequence[int], make_groups: bool) -> list[str]:
+    tables_now()
+    example = plan_of(plan)
+    mesh = example.src.mesh
+    owner = groups.owner_of_names(group_names, mesh)
+    src, dst = (_with_sizes(end, sizes) for end in (example.src, example.dst))
+    allowed = None if make_groups else executables.allowed_groups(src, dst, owner)
+    text = _planner.plan_text(executables.plan_over(src, dst, example.backend, allowed))
+    return [text, *executables.names_for(text, rank, device_mesh=owner, make_groups=make_groups)]
+
+
+torch.library.impl("shardwright::plan_for_sizes", "CompositeExplicitAutograd")(_plan_for_sizes)

@@ -1,0 +1,1 @@
+"""Layouts of tensors on meshes, and the values that describe them. Nothing here imports torch."""

@@ -1,0 +1,318 @@
+"""Converts torch's meshes, placements and dtypes to shardwright's, recognising them by class name.
+
+Nothing here imports torch, so that planning works without it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .. import placements
+from .._native import _planner
+
+ShardOrder = Mapping[int, Sequence["int | str"]]
+
+
+def placement_text(placement: Any) -> str:
+    """Returns `S(0)` for "S(0)" and for torch's Shard(0). Raises ValueError for unknown placements.
+
+    The only subclasses accepted are those of Partial that reduce as Partial does, because others may mean something
+    else.
+    """
+    if isinstance(placement, str):
+        return placement
+    placement = placements.of_others(placement)
+    if (own := placements.text_of(placement)) is not None:
+        return own
+    kind = type(placement).__name__
+    if kind == "Shard":
+        return f"S({placement.dim})"
+    if kind == "Replicate":
+        return "R"
+    if kind == "_StridedShard":
+        return f"SS({placement.dim},{placement.split_factor})"
+    if kind in ("Partial", "_Partial"):
+        return f"P({placement.reduce_op})"
+    if kind == "_NormPartial":
+        return f"P(norm {placement.norm_type})"
+    if _reduces_as_partial(type(placement)):
+        return f"P({placement.reduce_op})"
+    raise ValueError(
+        f"placements: {placement!r} is a {kind}, which shardwright does not know; "
+        "allowed are Replicate, Shard, Partial, _StridedShard, _NormPartial, shardwright's Ragged, Blocks, Cyclic, "
+        "Owned, Packed and Pieces, and texts such as 'S(0)'"
+    )
+
+
+def _reduces_as_partial(kind: type) -> bool:
+    base = next((b for b in kind.__mro__[1:] if b.__name__ == "Partial" and b.__module__.startswith("torch.")), None)
+    methods = ("_reduce_value", "_reduce_shard_value", "_partition_value")
+    return base is not None and all(getattr(kind, name) is getattr(base, name) for name in methods)
+
+
+def dim(given: Any, argument: str, ndim: int) -> int:
+    """Returns a dim of a tensor of `ndim` dims, counted from 0; negative ones are counted from the end."""
+    number = integer(given, argument)
+    if not -ndim <= number < ndim:
+        allowed = f"{-ndim} to {ndim - 1}" if ndim else "tensors that have dims"
+        raise ValueError(f"{argument}: {number} for a tensor of {ndim} dims; allowed are {allowed}")
+    return number % ndim
+
+
+def items(given: Any, argument: str, allowed: str) -> list[Any]:
+    """Makes a list of any iterable but text; otherwise raises ValueError with `argument` and what is allowed."""
+    if not isinstance(given, (str, bytes)):
+        try:
+            return list(given)
+        except TypeError:
+            pass
+        except Exception as error:
+            raise ValueError(f"{argument}: its items cannot be read: {type(error).__name__}: {error}") from error
+    raise ValueError(f"{argument}: got {_shown(given)}; allowed is {allowed}")
+
+
+def placement_texts(placements: Any) -> list[str]:
+    """Returns `placement_text` of each item. Raises ValueError if this is not a list of placements."""
+    return [placement_text(p) for p in items(placements, "placements", "a list of one per mesh dim")]
+
+
+def placement_texts_of(
+    mesh: _planner.Mesh, shape: Sequence[int], asked: list[Any], order: dict[int, list[int]], flattened: int
+) -> tuple[list[str], dict[int, list[int]], int]:
+    """Reads the placements of a tensor, some of which depend on its shape or on what cuts before them.
+
+    Returns:
+        Their texts, the order of cuts, and how many leading dims are seen as one. Texts and order count tensor dims as
+        they are then.
+    """
+    read = [placements.of_others(p) for p in asked]
+    ragged = {d: p for d, p in enumerate(read) if isinstance(p, placements.Ragged)}
+    if not ragged:
+        return list(map(placement_text, read)), order, flattened
+    with_dims = {d: len(p.dims) for d, p in ragged.items() if p.dims is not None}
+    flattened = max([flattened, *with_dims.values()])
+    if odd := [d for d, count in with_dims.items() if count != flattened]:
+        raise ValueError(
+            f"placements: {ragged[odd[0]]!r} where the first {flattened} dims are seen as one; allowed are as many dims"
+        )
+    sized = {d: placements.Ragged(p.dim, p.sizes or p.units) for d, p in ragged.items()}  # units are made sizes below
+    texts = [placement_text(sized.get(d, p)) for d, p in enumerate(read)]
+    in_rows = flattened > 1 and bool(with_dims)  # what has no dims then names those of `shape`
+    if in_rows:
+        order = {_dim_behind(dim, flattened): mesh_dims for dim, mesh_dims in order.items()}
+        texts = [
+            text if d in with_dims else _with_dim_behind(text, flattened, len(shape)) for d, text in enumerate(texts)
+        ]
+    cuts = _Cuts(mesh, shape, texts, order, flattened)
+    if len(texts) == mesh.ndim:  # else no layout is made of them
+        cuts.put_ragged_shards_last(asked)
+        for dim, mesh_dim in cuts.in_order():
+            if mesh_dim in ragged:
+                texts[mesh_dim] = cuts.sized(mesh_dim, dim, ragged[mesh_dim])
+            elif in_rows and dim == 0:
+                cuts.check_rows(mesh_dim)
+    return texts, cuts.order, flattened
+
+
+def check_units(layout: _planner.Layout, given: list[Any]) -> None:
+    """Raises ValueError if a part of a layout begins or ends within a unit of one of the placements it was made of."""
+    for text, placement in zip(layout.placements, given):
+        unit = getattr(placement, "unit", 1) if placements.is_cut(placement) else 1
+        if unit > 1 and (cut := _cut_in(text)) is not None:
+            layout.check_blocks_are_whole(cut[1], unit)
+
+
+def _cut_in(text: str) -> tuple[str, int, str] | None:
+    """Returns kind, tensor dim and the rest of the text of a cut; None for other placements."""
+    found = re.fullmatch(r"(?!P\(|Partial|_Norm)(\w+)\((?:dim=)?\s*(-?\d+)(.*)\)", text.strip())
+    if found is None:
+        return None
+    if found[1] == "Owned" and not found[3]:  # its tensor dim is left out
+        return "Owned", 0, f",{found[2]}"
+    return found[1], int(found[2]), found[3]
+
+
+def _dim_behind(dim: int, flattened: int) -> int:
+    """Counts a tensor dim of a shard order with the first dims as one."""
+    if 0 < dim < flattened:
+        raise ValueError(
+            f"shard_order: tensor dim {dim} next to a Ragged that sees dims 0 to {flattened - 1} as one; allowed are "
+            f"0, for all of them, and dims from {flattened} on"
+        )
+    return min(dim, max(dim - flattened + 1, 0))
+
+
+def _with_dim_behind(text: str, flattened: int, ndim: int) -> str:
+    """Counts the tensor dim of a placement with the first dims as one."""
+    cut = _cut_in(text)
+    if cut is None:
+        return text
+    kind, dim, rest = cut
+    dim += ndim if dim < 0 else 0
+    if dim < flattened and not (kind == "Owned" and dim >= 0) and not (kind in ("S", "Shard") and dim == 0):
+        raise ValueError(
+            f"placements: {text} names tensor dim {dim} next to a Ragged that sees dims 0 to {flattened - 1} as one; "
+            f"allowed are dims from {flattened} on, S(0) and Owned. Write other cuts with flattened={flattened}, where "
+            "dim 0 is these dims in all placements, next to Ragged(0, sizes)"
+        )
+    return f"{kind}({max(dim - flattened + 1, 0)}{rest})"
+
+
+class _Cuts:
+    """The cuts of a tensor, by texts that count its dims with the first `flattened` as one."""
+
+    def __init__(
+        self, mesh: _planner.Mesh, shape: Sequence[int], texts: list[str], order: dict[int, list[int]], flattened: int
+    ) -> None:
+        self.mesh, self.shape, self.texts, self.order, self.flattened = mesh, shape, texts, order, flattened
+        self.ndim = len(shape) - flattened + 1
+        found = map(_cut_in, texts)
+        self.dims = [None if cut is None else cut[1] + (self.ndim if cut[1] < 0 else 0) for cut in found]
+
+    def of(self, dim: int) -> list[int]:
+        """Returns the mesh dims that cut a tensor dim, first cut first."""
+        cutting = [d for d, one in enumerate(self.dims) if one == dim]
+        given = [d for d in self.order.get(dim, ()) if d in cutting]
+        return given + [d for d in cutting if d not in given]
+
+    def in_order(self) -> list[tuple[int, int]]:
+        """Returns tensor dim and mesh dim of all cuts, each behind those that it follows."""
+        return [(dim, d) for dim in range(self.ndim) for d in self.of(dim)]
+
+    def put_ragged_shards_last(self, asked: list[Any]) -> None:
+        """Lets veScale's ``_StridedRaggedShard`` cut what later mesh dims leave, as its split factor says.
+
+        A RaggedShard before other cuts is first by its place, but last in veScale's code, so the order has to be given.
+        """
+        for d, one in enumerate(asked):
+            if not placements.is_ragged_shard(one):
+                continue
+            others = [other for other in self.of(0) if other != d]
+            count = math.prod(self.mesh.shape[other] for other in others if other > d)
+            is_strided = hasattr(one, "split_factor")
+            if 0 in self.order:
+                is_clear = not is_strided or self.of(0) == [*others, d]
+            else:
+                is_clear = getattr(one, "split_factor", 1) == count
+            if not is_clear:
+                names = [self.mesh.dim_names[other] for other in (*others, d)]
+                raise ValueError(
+                    f"placements: {one!r} on mesh dim {names[-1]!r}, before later mesh dims that cut the same into "
+                    f"{count}; allowed are _StridedRaggedShard with split factor {count}, in the shard_order "
+                    f"{{0: {names}}}, and RaggedShard in any shard_order that is given"
+                )
+            if is_strided:
+                self.order[0] = [*others, d]
+
+    def lengths(self, mesh_dim: int, dim: int) -> list[int]:
+        """Returns the lengths of the parts that a mesh dim cuts, ascending."""
+        before = self.of(dim)[: self.of(dim).index(mesh_dim)]
+        texts = [text if d in before else "R" for d, text in enumerate(self.texts)]
+        parts = _planner.Layout(self.mesh, self.shape, texts, "uint8", {dim: before}, "literal", self.flattened)
+        ranks = self.mesh.group_ranks(self.mesh.ranks[0], before)
+        return sorted({parts.local_shape(rank)[dim] for rank in ranks})
+
+    def sized(self, mesh_dim: int, dim: int, ragged: placements.Ragged) -> str:
+        """Returns the text of a Ragged, with sizes in place of units."""
+        if ragged.units is None:
+            return self.texts[mesh_dim]
+        lengths = self.lengths(mesh_dim, dim)
+        if len(lengths) > 1:
+            raise ValueError(
+                f"placements: {ragged!r} on mesh dim {self.mesh.dim_names[mesh_dim]!r} cuts parts of {lengths[0]} to "
+                f"{lengths[-1]} elements; allowed are units of parts of one length"
+            )
+        return str(ragged.of_length(dim, lengths[0]))
+
+    def check_rows(self, mesh_dim: int) -> None:
+        """Raises ValueError where S(0) is not the same in rows of the tensor and in elements of dims seen as one."""
+        lengths = self.lengths(mesh_dim, 0)
+        row, count = math.prod(self.shape[1 : self.flattened]), self.mesh.shape[mesh_dim]
+        is_owned = self.texts[mesh_dim].startswith("Owned")
+        if not is_owned and min(row, count) > 1 and any(length % (row * count) for length in lengths):
+            raise ValueError(
+                f"placements: S(0) on mesh dim {self.mesh.dim_names[mesh_dim]!r} cuts parts of {lengths[0]} to "
+                f"{lengths[-1]} elements of dims 0 to {self.flattened - 1}, in rows of {row}; allowed are multiples of "
+                f"{count} rows. Else write flattened={self.flattened}, 'S(0)' to cut into chunks of elements or "
+                f"'Blocks(0,{row})' into chunks of rows, next to Ragged(0, sizes)"
+            )
+
+
+def integer(given: Any, argument: str) -> int:
+    """Returns a 64-bit int; raises a ValueError that names `argument` otherwise."""
+    try:
+        value = operator.index(given)
+    except TypeError:
+        raise ValueError(f"{argument}: got {_shown(given)}; allowed are integers") from None
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{argument}: got {value}; allowed are integers of 64 bits")
+    return value
+
+
+def _shown(given: Any) -> str:
+    text = ascii(given)
+    return f"{text if len(text) <= 80 else text[:80] + '...'} (of type {type(given).__name__})"
+
+
+def dtype_text(dtype: Any) -> str:
+    """Returns `float32` for "float32" and for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_device_mesh(mesh: Any) -> bool:
+    """Returns whether this is torch's DeviceMesh, recognised by its attributes."""
+    return hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "device_type")
+
+
+def device_mesh_parts(mesh: Any) -> tuple[list[str], list[int], list[int]]:
+    """Returns names, sizes and row-major ranks of a DeviceMesh; dims without names are called dim0, dim1, ..."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():  # compilers ask about tensors without values, but the mesh's ranks are values
+        ranks = mesh.mesh
+        names = mesh.mesh_dim_names or [f"dim{d}" for d in range(ranks.ndim)]
+        return list(names), list(ranks.shape), ranks.flatten().tolist()
+
+
+def mesh_dim_index(names: Sequence[str], mesh_dim: int | str, argument: str) -> int:
+    """Returns the index of a mesh dim given by index or name; raises a ValueError that names `argument` otherwise."""
+    if isinstance(mesh_dim, str):
+        if mesh_dim not in names:
+            raise ValueError(f"{argument}: there is no mesh dim {mesh_dim!r}; allowed are {', '.join(names)}")
+        return list(names).index(mesh_dim)
+    index = integer(mesh_dim, argument)
+    if not 0 <= index < len(names):
+        raise ValueError(f"{argument}: mesh dim {index} is out of range; allowed are 0 to {len(names) - 1}")
+    return index
+
+
+def mesh_dim_indices(names: Sequence[str], mesh_dims: Any, argument: str) -> list[int]:
+    """Returns `mesh_dim_index` of each item. Raises ValueError if this is not a list of mesh dims; text is not one."""
+    allowed = "a list of mesh dims, by name or index"
+    return [mesh_dim_index(names, d, argument) for d in items(mesh_dims, argument, allowed)]
+
+
+def order_dict(names: Sequence[str], shard_order: ShardOrder | Iterable[Any] | None) -> dict[int, list[int]]:
+    """Makes {tensor dim: mesh dim indices} from a mapping or from DTensorSpec's tuple of ShardOrderEntry."""
+    if shard_order is None:
+        return {}
+    allowed = "{tensor dim: [mesh dims, first cut first]}"
+    entries: list[tuple[Any, Any]]
+    if isinstance(shard_order, Mapping):
+        entries = list(shard_order.items())
+    else:
+        given = items(shard_order, "shard_order", allowed)
+        if not all(hasattr(entry, "tensor_dim") and hasattr(entry, "mesh_dims") for entry in given):
+            raise ValueError(f"shard_order: got {_shown(shard_order)}; allowed is {allowed}")
+        entries = [(entry.tensor_dim, entry.mesh_dims) for entry in given]
+    order: dict[int, list[int]] = {}
+    for dim, mesh_dims in entries:
+        tensor_dim = integer(dim, "shard_order: tensor dim")
+        if tensor_dim in order:
+            raise ValueError(f"shard_order: tensor dim {tensor_dim} has two entries; allowed is one per tensor dim")
+        order[tensor_dim] = mesh_dim_indices(names, mesh_dims, "shard_order")
+    return order

@@ -1,0 +1,128 @@
+"""Meshes and layouts. They work without torch, and accept torch's objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._native import _planner
+from ..placements import Pieces
+from . import argument_values
+from .nearest import nearest_lists
+from .topology import Topology, named_topology
+
+
+class Mesh(_planner.Mesh):
+    """A grid of ranks with named dims.
+
+    Args:
+        dims: names and sizes, outermost first, e.g. ``{"dp": 2, "tp": 4}``; or a torch ``DeviceMesh``.
+        ranks: the global ranks, row-major; default 0, 1, 2, ...
+        topology: the latencies and bandwidths between the ranks, as in `plan`, for plans on this mesh.
+
+    Raises:
+        ValueError: names repeat, a size is below 1, there are more than 2**20 ranks, or ranks repeat or are too few.
+    """
+
+    _made = False
+
+    def __init__(
+        self,
+        dims: Mapping[str, int] | Any,
+        ranks: Sequence[int] | None = None,
+        topology: Topology | str | None = None,
+    ) -> None:
+        table = named_topology(topology)
+        if argument_values.is_device_mesh(dims):
+            if ranks is not None:
+                raise ValueError("ranks: a DeviceMesh brings its own; leave it out")
+            super().__init__(*argument_values.device_mesh_parts(dims), table)
+        elif isinstance(dims, Mapping):
+            super().__init__(list(dims.keys()), list(dims.values()), ranks, table)
+        else:
+            raise ValueError(f"dims: {dims!r} is neither a dict of names and sizes nor a DeviceMesh")
+        self._made = True
+
+    def __repr__(self) -> str:
+        # Debuggers print the objects in a traceback, also a mesh whose constructor raised.
+        return super().__repr__() if self._made else "<Mesh that was not made>"
+
+
+class Layout(_planner.Layout):
+    """A global tensor's shape and dtype, and how it is placed on a mesh.
+
+    Args:
+        mesh: a `Mesh`, or a torch ``DeviceMesh``.
+        shape: the shape of the global tensor, in elements.
+        placements: one per mesh dim: ``"R"``, ``"S(0)"``, ``"SS(0,2)"`` (strided), ``"P"`` or ``"P(max)"``; torch's
+            placement objects, or what torch prints for them; `Shard` (with a unit), `Ragged`, `Blocks`, `Cyclic`,
+            `Owned`, `Packed`, `Pieces`, or their texts, such as ``"Ragged(0,3:1:4)"``; RaggedShard of veScale and of
+            flex_shard, veScale's _StridedRaggedShard, which is cut last, and flex_shard's BlockShard and Owned.
+        dtype: by name, such as ``"bfloat16"`` or ``"bf16"``, or a ``torch.dtype``.
+        shard_order: ``{tensor dim: [mesh dims, first cut first]}`` with mesh dims by index or name. A tensor dim
+            that is not listed is cut in mesh order.
+        strided: the meaning of strided shards. ``"order"``: they only encode the order of plain cuts. ``"literal"``:
+            the dim is split into pieces, each of which is chunked. ``"auto"``: an order where the split factors encode
+            one, else pieces. Compare ``DTensorSpec.use_strided_shard_as_shard_order``.
+        flattened: how many leading tensor dims are seen as one, row-major, in placements and in local tensors. A
+            `Ragged` with `dims` says so by itself; there, other placements and `shard_order` count tensor dims as
+            `shape` does.
+
+    Raises:
+        ValueError: names the argument, its value and what is allowed.
+    """
+
+    _made = False
+
+    def __init__(
+        self,
+        mesh: _planner.Mesh | Any,
+        shape: Sequence[int],
+        placements: Sequence[Any],
+        dtype: Any = "float32",
+        shard_order: argument_values.ShardOrder | None = None,
+        strided: str = "auto",
+        flattened: int = 1,
+    ) -> None:
+        if not isinstance(mesh, _planner.Mesh):
+            mesh = Mesh(mesh)
+        sizes = argument_values.items(shape, "shape", "a list of integers")
+        order = argument_values.order_dict(mesh.dim_names, shard_order)
+        flattened = argument_values.integer(flattened, "flattened")
+        given = argument_values.items(placements, "placements", "a list of one per mesh dim")
+        texts, order, flattened = argument_values.placement_texts_of(mesh, sizes, given, order, flattened)
+        super().__init__(mesh, sizes, texts, argument_values.dtype_text(dtype), order, strided, flattened)
+        argument_values.check_units(self, given)
+        self._made = True
+
+    @classmethod
+    def nearest(cls, src: _planner.Layout, ranks: Sequence[int]) -> Layout:
+        """The layout of the same tensor on these ranks to which least moves, e.g. after some ranks left.
+
+        It is the best of those on a mesh of one dim, "ranks", that cut one tensor dim so that each of its rows lies on
+        one rank, and no rank has more than ``ceil(n / len(ranks))`` of n rows (`Pieces`). Within this family no layout
+        has fewer bytes to be received by all ranks together. It is not balanced further, and does not count messages.
+        A tensor without dims cannot be cut, so all ranks hold it.
+
+        Args:
+            src: where the tensor is, without pending reductions. It may be on other ranks, and on more or fewer.
+            ranks: global ranks, each once.
+
+        Raises:
+            ValueError: reductions are pending in `src`, or ranks repeat or are none.
+        """
+        if not isinstance(src, _planner.Layout):
+            raise ValueError(f"src: got a {type(src).__name__}; allowed is a Layout")
+        if src.has_pending:
+            raise ValueError(f"src: {src} has pending reductions; allowed are layouts without them")
+        given = argument_values.items(ranks, "ranks", "a list of ranks")
+        if not given:
+            raise ValueError("ranks: got none; allowed is one or more")
+        mesh = Mesh({"ranks": len(given)}, given)
+        if not src.shape:
+            return cls(mesh, (), ["R"], src.dtype)
+        dim, lists = nearest_lists(src, mesh.ranks)
+        return cls(mesh, src.shape, [Pieces(dim, lists)], src.dtype, flattened=src.flattened)
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._made else "<Layout that was not made>"

@@ -1,0 +1,67 @@
+"""The defaults for plans and products: pinned plans, what `calibrate` measured, and the environment's topology.
+
+All of them are one immutable value, `current`, which is replaced and never changed. Values made with it are cached
+under it (`executables.Kept`), so a change takes effect at once, whatever was planned before. It must be the same on all
+ranks: all of them pin or measure at the same point of their programs, and measurements are forgotten when the default
+process group ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from .._planner import GemmModel, Lowering, PlanningTables, Topology
+
+_log = logging.getLogger("shardwright")
+
+current = PlanningTables()
+_said = False
+
+# Called after each change of `current`.
+when_changed: list[Callable[[], None]] = []
+
+
+def change(tables: PlanningTables) -> None:
+    """Makes these the tables that plans and products use."""
+    global current
+    if tables == current:
+        return
+    current = tables
+    for changed in when_changed:
+        changed()
+
+
+def set_measured(backend: str, topology: Topology, gemm_models: Mapping[tuple[str, str], GemmModel]) -> None:
+    """Makes plans over `backend`, and products, use these measurements unless they are given others."""
+    change(current.with_measured(backend, topology, dict(gemm_models)))
+
+
+def forget_measured() -> None:
+    """Makes plans and products use the defaults again. All ranks must call this at the same point."""
+    change(current.without_measured())
+
+
+def measured_topology(backend: str) -> Topology | None:
+    return current.measured_topology(backend)
+
+
+def measured_gemm_model(device_type: str, dtype: str) -> GemmModel | None:
+    return current.measured_gemm_model(device_type, dtype)
+
+
+def default_gemm_model(device_type: str) -> GemmModel:
+    return Lowering.of_device(device_type).default_products
+
+
+def notes_default() -> bool:
+    """Returns whether `note_default` would still log something."""
+    return not _said and _log.isEnabledFor(logging.INFO)
+
+
+def note_default(table: str) -> None:
+    """Logs once in this process that choices are made with a default table."""
+    global _said
+    if notes_default():
+        _said = True
+        _log.info("plans are chosen with the default table %r; shardwright.calibrate() measures this machine", table)

@@ -1,0 +1,114 @@
+"""Topologies: the latencies and bandwidths with which plans are chosen."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from .._planner import Link, PlanningTables, Topology
+from . import tables
+
+__all__ = ["Link", "Topology", "load_topology"]
+
+ENVIRONMENT_VARIABLE = "SHARDWRIGHT_TOPOLOGY"
+
+_LINK = ("message_ps", "ps_per_kib")
+_FILE_VERSION = 1
+
+
+def load_topology(source: str | os.PathLike[str] | dict[str, Any]) -> Topology:
+    """Reads a topology from a JSON file, or from the contents of such a file.
+
+    Args:
+        source: the path of a file that ``shardwright calibrate`` or ``Topology.to_json`` wrote, or a dict of its
+            contents: ``version``, ``name``, ``ranks_per_node`` (0: all ranks are on one node), ``step_ps``,
+            ``memory_ps_per_kib``, ``inside`` and ``between`` with ``message_ps`` and ``ps_per_kib`` each, and
+            ``mesh_dims``, links by the name of a mesh dim. Times are integers in picoseconds: per step, per message,
+            per KiB.
+
+    Raises:
+        ValueError: names the file, the field, its value and what is allowed.
+    """
+    if isinstance(source, dict):
+        return _topology(source, "topology")
+    if not isinstance(source, (str, os.PathLike)):
+        raise ValueError(f"topology: got a {type(source).__name__}; allowed is a path or a dict")
+    path = Path(source)
+    where = f"topology: {str(path)!r}"
+    return _topology(read_json(read_text(path, where), where), where)
+
+
+def read_text(path: Path, where: str) -> str:
+    """Returns a file's text. Raises a ValueError that begins with `where` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or a path with a null byte
+        raise ValueError(f"{where} cannot be read: {error}") from None
+
+
+def read_json(text: str | bytes | bytearray, where: str) -> Any:
+    """Parses JSON. Raises a ValueError that begins with `where` if the text is not JSON."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where} has lists and objects that are nested too deeply") from None
+
+
+_environment_said: str | None = None
+
+
+def tables_now() -> PlanningTables:
+    """Returns the current tables, after taking up changes of the environment variable. Planning must get them here."""
+    global _environment_said
+    said = os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if said != _environment_said:
+        tables.change(tables.current.with_environment(named_topology(said)))
+        _environment_said = said
+    return tables.current
+
+
+def named_topology(topology: Topology | str | None) -> Topology | None:
+    """Returns the topology that a name or a file stands for; a Topology or None is returned as it is."""
+    if topology is None or isinstance(topology, Topology):
+        return topology
+    if not isinstance(topology, str):
+        raise ValueError(f"topology: got a {type(topology).__name__}; allowed is a Topology, a name or a file")
+    return load_topology(topology) if topology.endswith(".json") else Topology.named(topology)
+
+
+def _topology(table: Any, where: str) -> Topology:
+    if not isinstance(table, dict):
+        raise ValueError(f"{where} holds a {type(table).__name__}; allowed is an object")
+    if table.get("version") != _FILE_VERSION:
+        raise ValueError(f"{where}.version: {table.get('version')!r}; allowed is {_FILE_VERSION}")
+    mesh_dims = table.get("mesh_dims", {})
+    if not isinstance(mesh_dims, dict):
+        raise ValueError(f"{where}.mesh_dims: got a {type(mesh_dims).__name__}; allowed is an object")
+    return Topology(
+        str(table.get("name", "unnamed")),
+        ranks_per_node=_integer(table, "ranks_per_node", where),
+        step_ps=_integer(table, "step_ps", where),
+        memory_ps_per_kib=_integer(table, "memory_ps_per_kib", where),
+        inside=_link(table.get("inside"), f"{where}.inside"),
+        between=_link(table.get("between"), f"{where}.between"),
+        mesh_dims={name: _link(link, f"{where}.mesh_dims.{name}") for name, link in mesh_dims.items()},
+    )
+
+
+def _link(link: Any, where: str) -> Link:
+    if not isinstance(link, dict):
+        raise ValueError(f"{where}: got a {type(link).__name__}; allowed is an object with {' and '.join(_LINK)}")
+    return Link(*(_integer(link, name, where) for name in _LINK))
+
+
+def _integer(table: dict[str, Any], name: str, where: str) -> int:
+    value = table.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 1 << 40:
+        raise ValueError(f"{where}.{name}: {value!r}; allowed are integers from 0 to 2**40")
+    return value

@@ -1,0 +1,228 @@
+"""Products in graphs, as opaque operators of torch.compile.
+
+When a call of a function of `functions.py` is compiled, its product is planned once, with fake tensors like its
+arguments, and not traced further. The graph gets the operator `multiply`, and for the backward `multiply_backward`. All
+their tensors are this rank's parts. `product` is the whole problem as text, `group` the name of its process group, or
+the names of those of its mesh, `rank` this rank in it. So caches of graphs that compare their text do not confuse them,
+and a graph can run in a process in which it was not made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._library.effects import EffectType
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+
+from .._native import _planner
+from ..dtensor import guards
+from ..graph.stand_ins import constant, meta_of, on_stand_ins, uncompiled
+from ..runtime import executables, groups
+from . import tensors
+from .running import Product, Where
+from .tensors import Planned, ask, autocast, gradient_placements, planned
+
+# Text, name of the process group or names of those of a mesh, rank. The rank is included because shapes differ between
+# ranks.
+_Name = tuple[str, str, int]
+_OF_MESH = "[["
+_products: executables.Kept[Product] = executables.Kept(is_local=True)
+# Where products were traced: the meshes whose process groups they use.
+_places: dict[_Name, Where] = {}
+groups.when_gone.append(_places.clear)
+
+
+def _name_of(product: Product) -> _Name:
+    mesh, group = product.where.device_mesh, product.where.group or dist.group.WORLD
+    assert group is not None
+    owner = groups.owner_of(mesh)
+    of_mesh = json.dumps([owner.names, owner.flattened])
+    name = product.plan.to_text(), of_mesh if owner.grid is not None else group.group_name, product.rank
+    executables.keep(_places, name, product.where, executables.MAX_EXECUTABLES)
+    return name
+
+
+def _product(name: _Name, x: torch.Tensor) -> Product:
+    return _products.get_or_make(name, lambda: _parsed(name, x.device.type))
+
+
+def _parsed(name: _Name, device_type: str) -> Product:
+    where, plan = _places.get(name), _planner.ProductPlan.parse(name[0])
+    if where is None:
+        groups.check_initialised()
+        if name[1].startswith(_OF_MESH):
+            names, flattened = map(tuple, json.loads(name[1]))
+            return Product(plan, Where(device_type, device_mesh=groups.Owner(names, flattened, plan.operand.mesh)))
+        group = _resolve_process_group(name[1])
+        where = Where(device_type, groups.weakly(None if group is dist.group.WORLD else group))
+    return Product(plan, where)
+
+
+# ---- the operators
+
+_NAME = "str product, str group, int rank"
+_library = torch.library.Library("shardwright", "FRAGMENT")
+_library.define(f"multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, {_NAME}) -> Tensor[]")
+_library.define(f"multiply_backward(Tensor x, Tensor[] weights, Tensor[] dys, bool[] needs, {_NAME}) -> Tensor[]")
+Tensors = Sequence[torch.Tensor]
+Flags = Sequence[bool]
+
+
+@torch.library.impl(_library, "multiply", "CompositeExplicitAutograd")
+def _multiply(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name: Any) -> list[torch.Tensor]:
+    """Returns the results, then the gathered operand if the product keeps it."""
+    return _apart(_product(name, x).forward([x, *weights, *biases], scales), [x, *weights, *biases])
+
+
+@torch.library.impl(_library, "multiply_backward", "CompositeExplicitAutograd")
+def _multiply_backward(x: torch.Tensor, weights: Tensors, dys: Tensors, needs: Flags, *name: Any) -> list[torch.Tensor]:
+    """Returns the gradients of operand, weights and biases that are needed."""
+    dense = [dy.contiguous() for dy in dys]
+    found = _product(name, x).backward(x, *weights, dys=dense, layouts=[None] * len(dense), needs=needs)
+    return _apart([gradient for gradient in found if gradient is not None], [x, *weights, *dys])
+
+
+def _apart(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
+    """Clones outputs that share memory with an input, because operators must not return their inputs."""
+    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    return [output.clone() if output.untyped_storage().data_ptr() in taken else output for output in outputs]
+
+
+@torch.library.register_fake("shardwright::multiply")
+def _(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name: Any) -> list[torch.Tensor]:
+    made = _product(name, x)
+    return [made.empty(x, one) for one in (*made.plan.results, *([made.plan.moved_operand] * made.keeps_gathered))]
+
+
+@torch.library.register_fake("shardwright::multiply_backward")
+def _(x: torch.Tensor, weights: Tensors, dys: Tensors, needs: Flags, *name: Any) -> list[torch.Tensor]:
+    made = _product(name, x)
+    layouts = [made.plan.operand, *made.plan.weights, *made.plan.biases]
+    return [made.empty(x, one) for one, needed in zip(layouts, needs, strict=True) if needed and one is not None]
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, weights, _, _, *name = inputs
+    ctx.name = tuple(name)
+    made = _product(ctx.name, x)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[-1] if made.keeps_gathered else x, *weights)
+
+
+def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    made = _product(ctx.name, x)
+    needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
+    given = iter(needs_biases)
+    by_weight = [has_bias and next(given) for has_bias in made.has_bias]
+    # After the results' gradients there may be one for the gathered operand, which graphs only save for the backward.
+    dys = [
+        made.empty(x, layout).zero_() if gradient is None else gradient
+        for gradient, layout in zip(gradients, made.plan.result_gradients, strict=False)
+    ]
+    needs = [needs_x, *needs_weights, *by_weight]
+    found = iter(torch.ops.shardwright.multiply_backward(x, weights, dys, needs, *ctx.name) if any(needs) else [])
+    dx = next(found) if needs_x else None
+    dws = [next(found) if needed else None for needed in needs_weights]
+    dbs = [next(found) if needed else None for needed in needs_biases]
+    return dx, dws, dbs, [], None, None, None  # there are no scales, because scaled products have no gradients
+
+
+def _backward_of_backward(ctx: Any, *gradients: Any) -> Any:
+    raise NotImplementedError("shardwright: products are differentiable once")
+
+
+torch.library.register_autograd("shardwright::multiply", _backward, setup_context=_keep_for_backward)
+torch.library.register_autograd("shardwright::multiply_backward", _backward_of_backward)
+
+# All ranks must run products in one order, even if a compiler would reorder independent ones.
+for _name in ("shardwright::multiply", "shardwright::multiply_backward"):
+    torch.library._register_effectful_op(_name, EffectType.ORDERED)
+
+
+# ---- into graphs
+
+_UNEVEN = "uneven"
+
+
+@torch._dynamo.assume_constant_result
+def _find_out(function: str, weights: int, scales: int, metas: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Returns what a graph needs to know about a product, by the descriptions of operand, weights, biases and scales.
+
+    That is five items. An error message if the arguments are wrong, else None. The product's name: None on a rank that
+    holds nothing of it, _UNEVEN if it stays out of graphs. Which weights are transposed. For results that are DTensors,
+    their placements, shape, strides and dtype. The placements of the operand's gradient, if the operand is a DTensor.
+    """
+
+    guards.mark()
+
+    def plan(x: Any, *others: Any) -> Planned:
+        end = len(others) - scales
+        return planned(ask(function, x, **options), weights, (x, *others[:end]), others[end:])
+
+    try:
+        product, are_turned, specs = on_stand_ins(metas, plan)
+    except ValueError as error:
+        return str(error), None, (), (), ()
+    results = tuple((s.placements, s.shape, s.stride, s.tensor_meta.dtype) for s in specs if s.tensor_meta)
+    if product is None:
+        return None, None, are_turned, results, ()
+    if not product.plan.has_equal_parts:
+        # Compilers see an ordinary operator, not a collective, and order it relative to collectives by size. If sizes
+        # differ among ranks, the order would too, and ranks would wait for each other.
+        return None, _UNEVEN, (), (), ()
+    of_operand = specs and product.operand_gradient
+    placements = gradient_placements(metas[0][-1], of_operand) if of_operand else ()
+    return None, _name_of(product), are_turned, results, placements
+
+
+_outside = torch._dynamo.disable(
+    tensors.multiply,
+    reason="shardwright: parts that differ in size among ranks are not multiplied in graphs, whose collectives "
+    "compilers order by sizes, nor is anything with a gemm_model",
+)
+
+
+def multiply(
+    function: str, x: Any, weights: list[Any], biases: list[Any], scales: list[Any], **options: Any
+) -> list[Any]:
+    """As `tensors.multiply`; in compiled code, one operator of the graph."""
+    if not torch.compiler.is_compiling():
+        return uncompiled(tensors.multiply, _outside)(function, x, weights, biases, scales, **options)
+    if options.get("gemm_model") is not None:
+        return _outside(function, x, weights, biases, scales, **options)
+    given = [x, *weights, *biases]
+    if all(scale is None for scale in scales):
+        given = autocast(given)
+    metas = [None if one is None else meta_of(one) for one in (*given, *scales)]
+    constants = {name: constant(value) for name, value in options.items()}
+    wrong, name, are_turned, results, operand = _find_out(function, len(weights), len(scales), metas, constants)
+    if wrong is not None:
+        raise ValueError(wrong)
+    if name == _UNEVEN:
+        return _outside(function, x, weights, biases, scales, **options)
+    x, weights, biases = given[0], given[1 : 1 + len(weights)], given[1 + len(weights) :]
+    if are_turned:
+        weights = [weight.t() if turned else weight for weight, turned in zip(weights, are_turned, strict=True)]
+    if name:
+        part = x.to_local(grad_placements=operand) if operand else _local(x)
+        parts = [[_local(one) for one in listed if one is not None] for listed in (weights, biases, scales)]
+        outputs = torch.ops.shardwright.multiply(part, *parts, *name)
+    else:
+        nothing = x.to_local().reshape(-1)[:0]
+        outputs = [nothing.to(dtype).reshape([0] * len(shape)) for _, shape, _, dtype in results]
+    if results:
+        outputs = [
+            DTensor.from_local(y, x.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+            for y, (placements, shape, stride, _) in zip(outputs, results, strict=False)
+        ]
+    return list(outputs[: len(weights)])
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

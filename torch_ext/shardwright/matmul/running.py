@@ -1,0 +1,187 @@
+"""Binds product plans to process groups and runs them node by node."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._native import _planner, _runtime
+from .._planner import GemmModel
+from ..graph import operators as operators
+from ..runtime import checking, counters, executables, groups, watching
+
+
+class Where(NamedTuple):
+    """Where a product is carried out: on ranks of a process group, perhaps those of a DTensor's mesh."""
+
+    device_type: str
+    weak_group: groups.WeakGroup = groups.DEFAULT
+    device_mesh: DeviceMesh | groups.Owner | None = None  # an Owner in a process in which the mesh is not known
+    mesh_groups: Hashable = None  # `groups.key_of_mesh`, where a cache's key holds this
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self.weak_group.get()
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A program of products, bound to its process groups."""
+
+    program: str
+    groups: tuple[str, ...]
+    rank: int
+    model: GemmModel  # with which its schedule was chosen
+    executable: _runtime.Executable
+    rows_are_own: bool = False  # whether ranks may have different numbers of rows of the other operand
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if checking.is_on():
+            checking.compare(self.executable, inputs[0], False, rows_are_own=self.rows_are_own)
+        counters.counts.products += 1
+        for heard in _listeners:
+            heard.append(self)
+        if all(type(tensor) in _PLAIN for tensor in inputs):
+            # The operator is not used here, because dispatch modes would not see the collectives inside of it.
+            dense = [tensor.contiguous() for tensor in inputs]
+            if watching.num_modes():
+                return watching.run(self.executable, dense, lambda: self.executable.run_all(dense))
+            return self.executable.run_all(dense)
+        outputs: list[torch.Tensor] = torch.ops.shardwright.matmul(
+            list(inputs), self.program, list(self.groups), self.rank
+        )
+        return outputs
+
+
+_listeners: list[list[Call]] = []
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Call]]:
+    """Yields a list to which all calls made during the block are appended, in order."""
+    heard: list[Call] = []
+    _listeners.append(heard)
+    try:
+        yield heard
+    finally:
+        _listeners.remove(heard)
+
+
+Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class Flow:
+    """A list of nodes, bound to process groups. Making one is collective among the members of any missing group."""
+
+    def __init__(self, flow: _planner.ProductDataflow, plan: _planner.ProductPlan, where: Where) -> None:
+        self._plan, self._where = plan, where
+        self.inputs, self._outputs = flow.layouts[: flow.num_inputs], flow.outputs
+        self._nodes = [(self._bound(node), node.inputs, node.outputs, node.released) for node in flow.nodes]
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        values = dict(enumerate(inputs))
+        for run, read, written, released in self._nodes:
+            values.update(zip(written, run([values[i] for i in read]), strict=True))
+            for i in released:
+                del values[i]
+        return [values.get(i) for i in self._outputs]
+
+    def _bound(self, node: _planner.ProductNode) -> Run:
+        where = self._where
+        if node.matmul is not None:
+            model = self._plan.gemm_model(node.matmul.plan.src.dtype)
+            if self._plan.chooses_schedules and node.matmul.communicates:
+                executables.note_default_model(model, where.device_type)
+            return bind(node.matmul.to_text(node.schedule), model, where)
+        if node.plan is not None:
+            executables.note_default_topology(node.plan)
+            moved = executables.bind(node.plan, device_mesh=where.device_mesh, group=where.group)
+            return lambda inputs: [executables.run(moved, inputs[0], async_op=False)]
+        if node.kind == "sum":
+            return lambda inputs: [inputs[0].sum_to_size(inputs[0].shape[-1:])]
+        if node.kind == "add" or node.adds_bias(self._plan, where.rank):
+            return lambda inputs: [inputs[0] + inputs[1]]
+        return lambda inputs: inputs[:1]  # another rank adds the bias to pending sums
+
+
+def bind(program: str, model: GemmModel, where: Where) -> Call:
+    """Finds or makes the process groups of a program of products."""
+    names = executables.names_for(program, where.rank, device_mesh=where.device_mesh, group=where.group)
+    executable = _runtime.executable(program, names, where.rank)
+    checking.note_group(executable, where.group)
+    return Call(program, tuple(names), where.rank, model, executable)
+
+
+# The number of backwards kept per product; they differ in the gradients requested and in their layouts.
+_MAX_BACKWARDS = 64
+
+
+class Product:
+    """A product plan whose forward and backwards are bound to process groups on first use."""
+
+    def __init__(self, plan: _planner.ProductPlan, where: Where) -> None:
+        self.plan, self.where, self.rank = plan, where, where.rank
+        self.keeps_gathered = plan.keeps_gathered
+        self.has_bias = [bias is not None for bias in plan.biases]
+        self.num_weights = len(plan.axes)
+        # Placements of the gradient that is returned for a DTensor operand.
+        self.operand_gradient = () if plan.scaled_by else tuple(plan.operand_gradient.placements)
+        self._forward: Flow | None = None
+        self._backwards: dict[Hashable, Flow] = {}
+
+    def forward(self, inputs: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Takes this rank's parts of operand, weights and biases, and scales as given.
+
+        Returns the results, then the moved operand if it is kept.
+        """
+        if self._forward is None:
+            self._forward = Flow(self.plan.forward, self.plan, self.where)
+        layouts = self._forward.inputs[len(inputs) :]
+        parts = [self._part(scale, layout) for scale, layout in zip(scales, layouts, strict=True)]
+        return self._forward([*inputs, *parts])  # type: ignore[return-value]
+
+    def backward(
+        self,
+        x: torch.Tensor,
+        *weights: torch.Tensor,
+        dys: Sequence[torch.Tensor | None],
+        layouts: Sequence[_planner.Layout | None],
+        needs: Sequence[bool],
+    ) -> list[torch.Tensor | None]:
+        """Returns the gradients of operand, weights and biases (one per weight) that are needed.
+
+        `x` is the moved operand if that was kept. `dys` have the given `layouts`; None among these means the usual
+        layout of that result's gradient, and None among `dys` means zeros. After those of the results, one more may be
+        a part of the operand's gradient, or None.
+        """
+        key = (*layouts, *needs)
+        flow = self._backwards.get(key)
+        if flow is None:
+            flow = Flow(self.plan.backward(layouts, needs), self.plan, self.where)
+            executables.keep(self._backwards, key, flow, _MAX_BACKWARDS)
+        wanted = zip(dys, flow.inputs[1 + self.num_weights :])
+        return flow([x, *weights, *(self.empty(x, given).zero_() if dy is None else dy for dy, given in wanted)])
+
+    def empty(self, like: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
+        """Returns an uninitialised tensor for this rank's part in a layout."""
+        return like.new_empty(tuple(layout.local_shape(self.rank)), dtype=getattr(torch, layout.dtype))
+
+    def _part(self, scale: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
+        """Returns a scale as plans expect it: without dims, or one number for each row of this rank."""
+        shape = tuple(layout.local_shape(self.rank))
+        fits = scale.numel() == math.prod(shape)
+        return scale.reshape(shape) if fits else scale.reshape(()).expand(shape).contiguous()

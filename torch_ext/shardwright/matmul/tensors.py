@@ -1,0 +1,211 @@
+"""Products of plain tensors in a process group and of DTensors, with autograd."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from .._native import _planner
+from ..dtensor.specs import layout_of, placement_of, row_major_spec
+from ..layouts.argument_values import placement_texts
+from ..layouts.topology import tables_now
+from ..runtime import checking, counters, executables, groups
+from .running import Product, Where
+
+
+class Asked(NamedTuple):
+    """Everything that is asked of a product but its tensors, hashable."""
+
+    function: str  # "linear", "gather" or "sum"
+    where: Where
+    placements: tuple[Placement, ...] | None
+    shares: bool  # whether the results are followed by `x` as it was gathered, if it was
+    options: tuple[tuple[str, Any], ...]  # those of `_planner.plan_product`
+
+
+def ask(
+    function: str,
+    x: torch.Tensor,
+    placements: Any = None,
+    group: dist.ProcessGroup | None = None,
+    shares: bool = False,
+    **options: Any,
+) -> Asked:
+    """Returns what is asked in a hashable form. Raises RuntimeError without process groups."""
+    groups.check_initialised()
+    if placements is not None:  # with dims that count from the front
+        rank = max(x.ndim, 1)
+        placements = tuple(Shard(p.dim % rank) if type(p) is Shard and p.dim < 0 else p for p in placements)
+    mesh = x.device_mesh if isinstance(x, DTensor) else None
+    where = Where(x.device.type, groups.weakly(group), mesh, None if mesh is None else groups.key_of_mesh(mesh))
+    return Asked(function, where, placements, shares, tuple((name, _hashable(options[name])) for name in options))
+
+
+def _hashable(option: Any) -> Any:
+    return tuple(map(_hashable, option)) if isinstance(option, (list, tuple)) else option
+
+
+class Planned(NamedTuple):
+    """A product, None on a rank that holds nothing of it; which weights it takes transposed; specs of its DTensors."""
+
+    product: Product | None
+    are_turned: tuple[bool, ...]
+    specs: tuple[DTensorSpec, ...]
+
+
+# DTensor's own __init__ does nothing, slowly.
+_new_dtensor = functools.partial(DTensor.__new__, DTensor)
+
+# By all that they depend on but what is pinned and measured, with which they are forgotten.
+_products: executables.Kept[Planned] = executables.Kept(is_local=True)
+
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def autocast(tensors: Sequence[Any]) -> list[Any]:
+    """Casts tensors as torch's own linear does under ``torch.autocast``."""
+    kind = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [t.to(dtype) if isinstance(t, torch.Tensor) and t.dtype in _CAST else t for t in tensors]
+
+
+def multiply(
+    function: str, x: torch.Tensor, weights: Sequence[Any], biases: Sequence[Any], scales: Sequence[Any], **options: Any
+) -> Any:
+    """Returns one result by weight. `scales` are those of x and weights; all None where operands are not scaled.
+
+    `options` are those of `ask`. Arguments are checked where they are seen for the first time. Raises ValueError for
+    those that do not fit.
+    """
+    is_scaled = any(scale is not None for scale in scales)
+    tensors = [x, *weights, *biases] if is_scaled else autocast([x, *weights, *biases])
+    product, are_turned, specs = planned(ask(function, x, **options), len(weights), tensors, scales)
+    if product is None:
+        nothing = tensors[0]._local_tensor.new_empty(0, dtype=specs[0].tensor_meta.dtype)  # type: ignore[union-attr]
+        return [_new_dtensor(nothing, spec, requires_grad=x.requires_grad) for spec in specs]
+    for j, is_turned in enumerate(are_turned, 1):
+        if is_turned:
+            tensors[j] = tensors[j].t()
+    return list(_Multiply.apply(product, specs, _locals(scales), *tensors))  # type: ignore[no-untyped-call]
+
+
+def planned(asked: Asked, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any]) -> Planned:
+    """Returns the product of these tensors: the operand, weights, biases. Computes and sends nothing."""
+    is_scaled = any(scale is not None for scale in scales)
+    needs_grad = is_scaled and torch.is_grad_enabled()
+    needs_grad = needs_grad and any(getattr(t, "requires_grad", False) for t in (*tensors, *scales))
+    key = (asked, num_weights, needs_grad, checking.is_on(), *map(_described, tensors), *map(_described, scales))
+    return _products.get_or_make(key, lambda: _plan(asked, num_weights, tensors, scales, needs_grad))
+
+
+def _described(given: Any) -> Any:
+    """Returns everything of an argument that a plan depends on."""
+    if isinstance(given, DTensor):
+        return given._spec
+    return (given.shape, given.stride(), given.dtype, given.device) if isinstance(given, torch.Tensor) else given
+
+
+def _plan(asked: Asked, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any], needs_grad: bool) -> Planned:
+    where, x = asked.where, tensors[0]
+    layout = layout_of(x._spec) if isinstance(x, DTensor) else None
+    find = executables.lowering if layout is None else functools.partial(executables.lowering_on, layout.mesh)
+    counters.counts.plans += 1
+    given = list(map(_given, tensors))
+    plan = _planner.plan_product(
+        asked.function,
+        given[0],
+        given[1 : 1 + num_weights],
+        given[1 + num_weights :],
+        list(map(_given, scales)),
+        requires_grad=needs_grad,
+        placements=None if asked.placements is None else placement_texts(asked.placements),
+        rank=where.rank,
+        num_ranks=dist.get_world_size(where.group),
+        checks_parts=not checking.is_on(),  # which tells all ranks
+        backend=find(where.device_type, where.group).name,
+        tables=tables_now(),
+        device_type=where.device_type,
+        **dict(asked.options),
+    )
+    if layout is None:
+        return Planned(Product(plan, where), tuple(",nk->" in axes for axes in plan.axes), ())
+    specs = [row_major_spec(x.device_mesh, layout, asked.placements) for layout in plan.results]
+    if asked.shares and plan.keeps_gathered:
+        specs.append(row_major_spec(x.device_mesh, plan.moved_operand))
+    holds_any = x.device_mesh.get_coordinate() is not None
+    return Planned(Product(plan, where) if holds_any else None, (), tuple(specs))
+
+
+def _given(tensor: Any) -> Any:
+    """Returns the argument with its layout if it is a DTensor."""
+    return None if tensor is None else (tensor, layout_of(tensor._spec) if isinstance(tensor, DTensor) else None)
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, product: Product, specs: tuple[DTensorSpec, ...], scales: list[torch.Tensor], *tensors: Any
+    ) -> tuple[torch.Tensor, ...]:
+        locals_ = _locals(tensors)
+        outputs = product.forward(locals_, scales)
+        ctx.made = product, [None if t is None else getattr(t, "_spec", None) for t in tensors]
+        x = outputs[-1] if product.keeps_gathered else locals_[0]
+        ctx.save_for_backward(x, *locals_[1 : product.num_weights + 1])
+        ctx.set_materialize_grads(False)
+        if not specs:
+            return tuple(outputs[: product.num_weights])
+        requires_grad = any(t is not None and t.requires_grad for t in tensors)
+        pairs = zip(outputs[: len(specs)], specs, strict=True)
+        return tuple(_new_dtensor(y, spec, requires_grad=requires_grad) for y, spec in pairs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        product, specs = ctx.made
+        layouts = [layout_of(dy._spec) if isinstance(dy, DTensor) else None for dy in gradients]
+        dys = [None if dy is None else _local(dy).contiguous() for dy in gradients]
+        found = product.backward(*ctx.saved_tensors, dys=dys, layouts=layouts, needs=ctx.needs_input_grad[3:])
+        if specs[0] is not None:
+            wanted = [_gradient_spec(specs[0], product.operand_gradient), *map(_gradient_spec, specs[1:])]
+            pairs = zip(found, wanted, strict=True)
+            found = [dx if dx is None else _new_dtensor(dx, spec, requires_grad=False) for dx, spec in pairs]
+        return None, None, None, *found
+
+
+def _locals(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """Returns this rank's parts of the tensors that are not None."""
+    return [_local(tensor) for tensor in tensors if tensor is not None]
+
+
+def _local(x: Any) -> torch.Tensor:
+    """Returns this rank's part, after waiting for it if it is still under way."""
+    local = x._local_tensor if isinstance(x, DTensor) else x
+    waited: torch.Tensor = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    return waited
+
+
+def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = ()) -> tuple[Placement, ...]:
+    """Returns the placements of a gradient: R in place of pending sums, but pending sums where `names` have P."""
+    pending = [placement_of(name).is_partial() for name in names] or [False] * len(placements)
+    whole = (Replicate() if placement.is_partial() else placement for placement in placements)
+    return tuple(Partial() if pends else p for pends, p in zip(pending, whole, strict=True))
+
+
+def _gradient_spec(spec: DTensorSpec | None, names: tuple[str, ...] = ()) -> DTensorSpec | None:
+    """Returns the spec of the gradient of a tensor with this spec, placed as `gradient_placements` says."""
+    return None if spec is None else _gradient_spec_on(spec, groups.key_of_mesh(spec.mesh), names)
+
+
+@executables.kept
+def _gradient_spec_on(spec: DTensorSpec, _: Hashable, names: tuple[str, ...]) -> DTensorSpec:
+    placements = gradient_placements(spec.placements, names)
+    return spec if placements == spec.placements else row_major_spec(spec.mesh, layout_of(spec), placements)

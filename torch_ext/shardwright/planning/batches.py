@@ -1,0 +1,63 @@
+"""Plans of many tensors that move together: `plan_many`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .._native import _planner
+from ..layouts import argument_values
+from .plans import check_layout
+
+BUCKET_BYTES = 64 << 20
+BUCKETS = 3
+
+_PAIRS = "a list of pairs of layouts, such as [(src, dst)]"
+
+Pair = tuple[_planner.Layout, _planner.Layout]
+
+
+def plan_many(pairs: Sequence[Pair], *, bucket_bytes: int = BUCKET_BYTES, buckets: int = BUCKETS) -> _planner.BatchPlan:
+    """Plans the move of many tensors, as `redistribute_many` makes it, and says what it takes.
+
+    Args:
+        pairs: the layouts of each tensor before and after, on any meshes, with any placements; the second may not be
+            partial.
+        bucket_bytes, buckets: as in `redistribute_many`.
+
+    Returns:
+        The plan. ``print`` shows bytes, rounds, messages and memory next to their bounds; they are also attributes, and
+        ``to_json()`` has them all.
+
+    Raises:
+        ValueError: an argument is not allowed; the text names it.
+    """
+    return _planner.BatchPlan(batch_of(checked_layouts(pairs, "pairs", _PAIRS, 2), bucket_bytes, buckets))
+
+
+def batch_of(pairs: Sequence[Pair], bucket_bytes: Any, buckets: Any) -> _planner.Batch:
+    for i, (src, dst) in enumerate(pairs):
+        if tuple(src.shape) != tuple(dst.shape):
+            raise ValueError(f"item {i} is from {src} to {dst}; allowed are two layouts of one shape")
+        if src.dtype != dst.dtype:
+            raise ValueError(f"item {i} is from {src} to {dst}; allowed are two layouts of one dtype")
+    return _planner.Batch(
+        [src for src, _ in pairs],
+        [dst for _, dst in pairs],
+        [(i, i, None) for i in range(len(pairs))],
+        bucket_bytes,
+        buckets,
+    )
+
+
+def checked_layouts(given: Any, argument: str, allowed: str, length: int) -> list[Any]:
+    """Returns tuples whose last two entries are layouts."""
+    made = []
+    for i, item in enumerate(argument_values.items(given, argument, allowed)):
+        parts = item if type(item) is tuple else tuple(argument_values.items(item, f"{argument}: item {i}", allowed))
+        if len(parts) != length:
+            raise ValueError(f"{argument}: item {i} has {len(parts)} entries; allowed is {allowed}")
+        for layout in parts[-2:]:
+            check_layout(f"{argument}: item {i}", layout)
+        made.append(parts)
+    return made

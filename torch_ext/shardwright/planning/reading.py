@@ -1,0 +1,111 @@
+"""Reads plans from JSON."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from .._native import _planner
+from ..layouts import argument_values
+from ..layouts.layout import Layout, Mesh
+from ..layouts.topology import load_topology, read_json
+
+_VERSION = 4
+
+
+def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
+    """Reads a plan that ``Plan.to_json`` wrote, or one written by hand according to docs/plan.schema.json.
+
+    Figures are not read but computed again.
+
+    Raises:
+        ValueError: the text is not JSON, the version is another one, a field is missing or not allowed, or steps do not
+            follow from one another.
+    """
+    if not isinstance(text, (str, bytes, bytearray)):
+        raise ValueError(f"plan: got a {type(text).__name__}; allowed is JSON, as Plan.to_json gives")
+    table = read_json(text, "plan: the text")
+    if not isinstance(table, dict) or table.get("version") != _VERSION:
+        found = table.get("version") if isinstance(table, dict) else type(table).__name__
+        raise ValueError(f"plan: version {found!r}; allowed is {_VERSION}")
+    try:
+        return _plan(table)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"plan: a field is missing or of the wrong type: {error!r}") from None
+
+
+def _plan(table: dict[str, Any]) -> _planner.Plan:
+    here = source_mesh = _mesh(table["mesh"], "mesh")
+    destination_mesh = (
+        _mesh(table["destination_mesh"], "destination_mesh") if "destination_mesh" in table else source_mesh
+    )
+    older = [table["relay_mesh"]] if "relay_mesh" in table else []  # an older name, of one mesh alone
+    relay_meshes = [_mesh(grid, "relay_meshes") for grid in _list(table.get("relay_meshes", older), "relay_meshes")]
+    reached_mesh = _mesh(table["reached_mesh"], "reached_mesh") if "reached_mesh" in table else destination_mesh
+
+    def layout(mesh: Mesh, entry: dict[str, Any]) -> Layout:
+        order = {int(tensor_dim): mesh_dims for tensor_dim, mesh_dims in entry["shard_order"].items()}
+        return Layout(
+            mesh,
+            table["shape"],
+            entry["placements"],
+            _text(table["dtype"], "dtype"),
+            order,
+            "literal",
+            argument_values.integer(entry.get("flattened", 1), "plan: flattened"),
+        )
+
+    steps = []
+    for step in _list(table["steps"], "steps"):
+        op = _text(step["op"], "op")
+        before = layout(here, step["before"])
+        names = here.dim_names
+        if op == "cross" or (op == "rearrange" and _flag(step["leads_to_another_mesh"], "leads_to_another_mesh")):
+            here = relay_meshes.pop(0) if relay_meshes else reached_mesh
+        steps.append(
+            (
+                op,
+                argument_values.mesh_dim_indices(names, step["mesh_dims"], "plan: mesh_dims of a step"),
+                before,
+                layout(here, step["after"]),
+                _text(step["sharing"], "sharing"),
+                argument_values.integer(step["rounds"], "plan: rounds"),
+                _flag(step["ordered"], "ordered"),
+                argument_values.integer(step.get("ranks_per_node", 0), "plan: ranks_per_node"),
+            )
+        )
+    whole = {"tensor_dim": 0, "count": 1}
+    segments = _dict(table.get("segments", table.get("pieces", whole)), "segments")  # "pieces" is an older name
+    return _planner.plan_of_steps(
+        layout(source_mesh, table["source"]),
+        layout(destination_mesh, table["destination"]),
+        steps,
+        _text(table["backend"], "backend"),
+        _text(table["objective"], "objective"),
+        load_topology(_dict(table["topology"], "topology")),
+        _flag(table["named_groups_only"], "named_groups_only"),
+        argument_values.integer(segments["tensor_dim"], "plan: tensor_dim of segments"),
+        argument_values.integer(segments["count"], "plan: count of segments"),
+    )
+
+
+def _mesh(grid: dict[str, Any], field: str) -> Mesh:
+    names = [_text(name, f"{field}.dim_names") for name in _list(grid["dim_names"], f"{field}.dim_names")]
+    sizes = _list(grid["dim_sizes"], f"{field}.dim_sizes")
+    if len(names) != len(sizes) or len(set(names)) != len(names):
+        raise ValueError(
+            f"plan: {field} has dim_names {names} and dim_sizes {sizes}; allowed are as many, and no name twice"
+        )
+    return Mesh(dict(zip(names, sizes, strict=True)), grid.get("ranks"))
+
+
+def _expect(kind: type, given: Any, field: str) -> Any:
+    if not isinstance(given, kind):
+        raise ValueError(f"plan: {field} is a {type(given).__name__}; allowed is a {kind.__name__}")
+    return given
+
+
+_text = functools.partial(_expect, str)
+_list = functools.partial(_expect, list)
+_dict = functools.partial(_expect, dict)
+_flag = functools.partial(_expect, bool)

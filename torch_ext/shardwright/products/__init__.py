@@ -1,5 +1,0 @@
-"""Matrix products that overlap with the moves of their tensors.
-
-C++ checks their arguments (csrc/products/product_arguments.h) and plans them (csrc/products/product_plan.h). This
-package runs plans, and connects them to autograd, DTensor and compilers.
-"""

@@ -1,0 +1,111 @@
+"""Layouts of state dicts, and rules, in JSON files.
+
+{"meshes": {"train": {"dims": {"dp": 2, "tp": 2}, "ranks": [0, 1, 2, 3]}},
+ "tensors": {"w": {"mesh": "train", "shape": [8, 4], "dtype": "bfloat16", "placements": ["S(0)", "R"]}}}
+
+[{"fuse": {"name": "qkv", "parts": ["q", "k", "v"], "dim": 0}}, {"rename": {"names": "model.**", "to": "**"}}]
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .._native import _planner
+from ..layouts.layout import Layout, Mesh
+from ..layouts.topology import read_json, read_text
+from . import functions as rules
+from .kinds import Rule
+
+_RULES = {
+    rule.__name__: rule
+    for rule in (rules.fuse, rules.split, rules.transpose, rules.stack, rules.unstack, rules.rename, rules.cast)
+}
+
+
+def read_layouts(path: str) -> dict[str, Layout]:
+    """Reads layouts by name. Raises ValueError with the file and the place in it that cannot be read."""
+    table = _object(read_json(read_text(Path(path), path), path), path)
+    meshes = {}
+    for name, given in _object(table.get("meshes"), f"{path}: meshes").items():
+        where = f"{path}: meshes.{name}"
+        meshes[name] = _made(where, Mesh, _object(given, where), ("dims", "ranks"))
+    layouts = {}
+    for name, given in _object(table.get("tensors"), f"{path}: tensors").items():
+        where = f"{path}: tensors.{name}"
+        entry = dict(_object(given, where))
+        mesh = entry.get("mesh")
+        if not isinstance(mesh, str) or mesh not in meshes:
+            raise ValueError(f"{where}.mesh: got {mesh!r}; allowed are {', '.join(meshes)}")
+        entry["mesh"] = meshes[mesh]
+        if "shard_order" in entry:
+            order = _object(entry["shard_order"], f"{where}.shard_order")
+            if wrong := [dim for dim in order if not dim.isdecimal()]:
+                raise ValueError(f"{where}.shard_order: got {wrong[0]!r}; allowed are tensor dims, from 0 on")
+            entry["shard_order"] = {int(dim): mesh_dims for dim, mesh_dims in order.items()}
+        allowed = ("mesh", "shape", "dtype", "placements", "shard_order", "strided", "flattened")
+        layouts[name] = _made(where, Layout, entry, allowed)
+    return layouts
+
+
+def write_layouts(layouts: Mapping[str, _planner.Layout]) -> str:
+    """Returns JSON that `read_layouts` reads."""
+    meshes: list[_planner.Mesh] = []
+    tensors = {}
+    for name, layout in layouts.items():
+        if layout.mesh not in meshes:
+            meshes.append(layout.mesh)
+        tensors[name] = {
+            "mesh": f"mesh{meshes.index(layout.mesh)}",
+            "shape": list(layout.shape),
+            "dtype": layout.dtype,
+            "placements": list(layout.placements),
+            "shard_order": layout.shard_order,
+            "strided": "literal",
+            "flattened": layout.flattened,
+        }
+    described = {
+        f"mesh{i}": {"dims": dict(zip(mesh.dim_names, mesh.shape)), "ranks": list(mesh.ranks)}
+        for i, mesh in enumerate(meshes)
+    }
+    return json.dumps({"meshes": described, "tensors": tensors}, indent=1)
+
+
+def read_rules(path: str) -> list[Rule]:
+    """Reads a list of rules, each an object of one name with its arguments."""
+    given = read_json(read_text(Path(path), path), path)
+    if not isinstance(given, list):
+        raise ValueError(f"{path} holds a {type(given).__name__}; allowed is a list of rules")
+    made = []
+    for i, one in enumerate(given):
+        where = f"{path}[{i}]"
+        entries = list(_object(one, where).items())
+        if len(entries) != 1 or entries[0][0] not in _RULES:
+            raise ValueError(
+                f"{where}: got {json.dumps(one)[:80]}; allowed is one of {', '.join(_RULES)} with its arguments"
+            )
+        name, arguments = entries[0]
+        rule: Rule = _made(f"{where}.{name}", _RULES[name], _object(arguments, where), None)
+        made.append(rule)
+    return made
+
+
+def _object(given: Any, where: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError(f"{where}: got a {type(given).__name__}; allowed is an object")
+    return given
+
+
+def _made(where: str, maker: Any, arguments: dict[str, Any], allowed: tuple[str, ...] | None) -> Any:
+    names = allowed if allowed is not None else tuple(inspect.signature(maker).parameters)
+    if unknown := [name for name in arguments if name not in names]:
+        raise ValueError(f"{where}: got {', '.join(unknown)}; allowed are {', '.join(names)}")
+    try:
+        return maker(**arguments)
+    except TypeError as error:  # an argument is missing
+        raise ValueError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

@@ -1,0 +1,175 @@
+"""Rules from the tensors of one state dict to those of another: `fuse`, `split`, `stack`, `transpose`, and so on.
+
+Each is index arithmetic on pieces (pieces.py). Rules are applied in order, and each sees the names that the ones before
+it have made. Names may be patterns: ``*`` is text without dots, ``**`` any text, ``{}`` a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .._native import _planner
+from ..layouts import argument_values
+from . import kinds, patterns
+from .kinds import Rule
+
+
+def fuse(name: str, parts: Sequence[str], dim: int = 0, *, groups: int = 1) -> Rule:
+    """Concatenates tensors along a dim, as ``torch.cat(parts, dim)`` does.
+
+    Args:
+        name: of the result, such as ``"qkv"`` or ``"layers.*.qkv"``.
+        parts: names of what is concatenated, with the same wildcards as `name`.
+        dim: the dim along which the parts lie one after the other.
+        groups: into how many equal chunks each part is cut: the result has the first chunk of each part, then the
+            second of each, and so on, as in attention whose queries lie next to their keys and values.
+    """
+    return kinds.Fuse(_pattern("name", name), _patterns("parts", parts, name), _integer("dim", dim), _positive(groups))
+
+
+def split(
+    name: str, parts: Sequence[str], dim: int = 0, *, sizes: Sequence[int] | None = None, groups: int = 1
+) -> Rule:
+    """Cuts a tensor along a dim into parts, as ``torch.split`` does: the inverse of `fuse`.
+
+    Args:
+        name: of what is cut, such as ``"qkv"`` or ``"layers.*.qkv"``.
+        parts: names of the parts, with the same wildcards as `name`.
+        dim: the dim that is cut.
+        sizes: of the parts in this dim, which sum to its length. Default: equal parts.
+        groups: the number of groups of chunks, as in `fuse`; it divides every size.
+    """
+    given = _patterns("parts", parts, name)
+    numbers = None
+    if sizes is not None:
+        numbers = tuple(_integer("sizes", size) for size in argument_values.items(sizes, "sizes", "a list of integers"))
+        if len(numbers) != len(given) or min(numbers) < 0:
+            raise ValueError(
+                f"sizes: got {list(numbers)} for {len(given)} parts; allowed is one per part, none below 0"
+            )
+    return kinds.Split(_pattern("name", name), given, _integer("dim", dim), numbers, _positive(groups))
+
+
+def transpose(names: str, dims: Sequence[int]) -> Rule:
+    """Reorders dims, as ``torch.permute`` does.
+
+    Args:
+        names: a name or pattern.
+        dims: a permutation: dim i of the result is dim ``dims[i]``.
+    """
+    items = argument_values.items(dims, "dims", "a list of dims, such as (1, 0)")
+    return kinds.Transpose(_pattern("names", names), tuple(_integer("dims", dim) for dim in items))
+
+
+def stack(names: str, dim: int = 0, *, into: str | None = None) -> Rule:
+    """Makes tensors with numbers in their names slices of one tensor, as ``torch.stack`` does.
+
+    Args:
+        names: a pattern with one ``{}``, which stands for the index: ``"layers.*.experts.{}.w1"``.
+        dim: the new dim.
+        into: the name of the result, with the other wildcards of `names`. Default: `names` without its ``{}``, here
+            ``"layers.*.experts.w1"``.
+    """
+    template = _numbered("names", names)
+    if into is None:
+        into = template.replace("{}.", "", 1) if "{}." in template else template.replace(".{}", "").replace("{}", "")
+    others = [wildcard for wildcard in patterns.wildcards(template) if wildcard != "{}"]
+    return kinds.Stack(template, _alike("into", into, others, names), _integer("dim", dim))
+
+
+def unstack(names: str, into: str, dim: int = 0) -> Rule:
+    """Makes the slices of a tensor along a dim tensors of their own: the inverse of `stack`.
+
+    Args:
+        names: of what is cut, such as ``"layers.*.experts.w1"``.
+        into: names of the slices, with one ``{}`` for the index and the wildcards of `names`:
+            ``"layers.*.experts.{}.w1"``.
+        dim: the dim that goes away.
+    """
+    others = [wildcard for wildcard in patterns.wildcards(_numbered("into", into)) if wildcard != "{}"]
+    return kinds.Unstack(_alike("names", names, others, into), into, _integer("dim", dim))
+
+
+def rename(names: str | Mapping[str, str] | Callable[[str], str], to: str | None = None) -> Rule:
+    """Gives tensors other names.
+
+    Args:
+        names: a name or pattern, with `to`; or a dict from old names to new ones, also of patterns; or a function from
+            every name to its new one. All names change at once, so they may be exchanged.
+        to: the new name, with as many wildcards as `names`: ``rename("model.**", "**")``.
+    """
+    if callable(names):
+        if to is not None:
+            raise ValueError("to: goes with a name or a pattern; leave it out where `names` is a function")
+        return kinds.RenameBy(names)
+    if isinstance(names, Mapping):
+        if to is not None:
+            raise ValueError("to: goes with a name or a pattern; leave it out where `names` is a dict")
+        pairs = list(names.items())
+    else:
+        if to is None:
+            raise ValueError(f"to: is missing; allowed is the new name of {_pattern('names', names)!r}")
+        pairs = [(names, to)]
+    made = []
+    for old, new in pairs:
+        count = len(patterns.wildcards(_pattern("names", old)))
+        if len(patterns.wildcards(_pattern("to", new))) != count:
+            raise ValueError(f"to: {new!r} has other wildcards than {old!r}; allowed are as many")
+        made.append((old, new))
+    return kinds.Rename(tuple(made))
+
+
+def cast(dtype: Any, names: str | Sequence[str] | None = None) -> Rule:
+    """Casts tensors before they move. The result has the bits of ``x.to(dtype)``.
+
+    Args:
+        dtype: a ``torch.dtype`` or its name.
+        names: a name or pattern, or a list of them. Default: all tensors of floating-point types of 16 bits and more.
+    """
+    mesh = _planner.Mesh(["a"], [1])
+    known = _planner.Layout(mesh, [], ["R"], argument_values.dtype_text(dtype)).dtype
+    if names is None:
+        return kinds.Cast(known, None)
+    given = [names] if isinstance(names, str) else argument_values.items(names, "names", "a pattern or a list of them")
+    return kinds.Cast(known, tuple(_pattern("names", one) for one in given))
+
+
+# ---- arguments
+
+
+def _pattern(argument: str, given: Any) -> str:
+    if not isinstance(given, str) or not given:
+        raise ValueError(f"{argument}: got {given!r}; allowed is a name or a pattern, such as 'layers.*.weight'")
+    return given
+
+
+def _alike(argument: str, given: Any, wildcards: list[str], other: str) -> str:
+    if patterns.wildcards(_pattern(argument, given)) != wildcards:
+        raise ValueError(f"{argument}: {given!r} has other wildcards than {other!r}; allowed are the same, in order")
+    return str(given)
+
+
+def _patterns(argument: str, given: Any, name: str) -> tuple[str, ...]:
+    items = argument_values.items(given, argument, "a list of names, such as ['q', 'k', 'v']")
+    if not items:
+        raise ValueError(f"{argument}: got none; allowed is one name or more")
+    wildcards = patterns.wildcards(_pattern("name", name))
+    return tuple(_alike(argument, item, wildcards, name) for item in items)
+
+
+def _numbered(argument: str, given: Any) -> str:
+    if patterns.wildcards(_pattern(argument, given)).count("{}") != 1:
+        raise ValueError(f"{argument}: got {given!r}; allowed is a pattern with one {{}}, such as 'experts.{{}}.w1'")
+    return str(given)
+
+
+def _integer(argument: str, given: Any) -> int:
+    return argument_values.integer(given, argument)
+
+
+def _positive(given: Any) -> int:
+    groups = argument_values.integer(given, "groups")
+    if groups < 1:
+        raise ValueError(f"groups: got {groups}; allowed are 1 and more")
+    return groups

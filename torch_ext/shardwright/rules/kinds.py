@@ -1,0 +1,337 @@
+"""What each rule does to tensors. rules.py has the functions that make rules, and says what they mean."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from .._native import _planner
+from . import patterns
+from .patterns import Captured
+from .pieces import Mapped, Piece, Tensors
+
+
+class Rule:
+    """What every rule can do; `fuse` and its like make them."""
+
+    def apply(self, tensors: Tensors, problems: list[str]) -> None:
+        """Changes the tensors. Appends a sentence to `problems` for whatever cannot be done, and goes on."""
+        raise NotImplementedError
+
+
+def _dim_of(dim: int, ndim: int) -> int | None:
+    """Returns the dim from 0 up; None if there is no such dim."""
+    return dim + ndim if -ndim <= dim < 0 else dim if 0 <= dim < ndim else None
+
+
+def _put(tensors: Tensors, name: str, mapped: Mapped, rule: Rule, problems: list[str]) -> None:
+    """Adds a tensor. A second one of the same name gives its elements twice, which coverage reports."""
+    other = tensors.get(name)
+    if other is None:
+        tensors[name] = mapped
+    elif (other.shape, other.dtype) == (mapped.shape, mapped.dtype):
+        tensors[name] = other._replace(pieces=other.pieces + mapped.pieces)
+    else:
+        problems.append(f"{rule}: makes {name}, {_what(mapped)}, which there is already as {_what(other)}")
+
+
+def _what(mapped: Mapped) -> str:
+    return f"{mapped.dtype} of shape {mapped.shape}"
+
+
+def _sets(
+    sets: Sequence[str], tensors: Tensors, rule: Rule, problems: list[str]
+) -> Iterator[tuple[Captured, list[str]]]:
+    """Yields the tensors that patterns with the same wildcards name together; reports sets that are not whole."""
+    found = [patterns.names(pattern, tensors) for pattern in sets]
+    captured = dict.fromkeys(one for names in found for one in names)
+    if not captured:
+        problems.append(f"{rule}: no tensor is called {' or '.join(sets)}")
+    for one in captured:
+        missing = [patterns.put(pattern, one) for pattern, names in zip(sets, found) if one not in names]
+        if missing:
+            problems.append(f"{rule}: there is no tensor {', '.join(missing)}")
+        else:
+            yield one, [names[one] for names in found]
+
+
+def _matching(pattern: str, tensors: Tensors, rule: Rule, problems: list[str]) -> dict[Captured, str]:
+    found = patterns.names(pattern, tensors)
+    if not found:
+        problems.append(f"{rule}: no tensor is called {pattern}")
+    return found
+
+
+def _chunks(sizes: Sequence[int], groups: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (part, begin in the part, begin in the whole, length) of each chunk, in the order of the whole."""
+    at = 0
+    for group in range(groups):
+        for part, size in enumerate(sizes):
+            length = size // groups
+            yield part, group * length, at, length
+            at += length
+
+
+@dataclasses.dataclass(frozen=True)
+class Fuse(Rule):
+    name: str
+    parts: tuple[str, ...]
+    dim: int
+    groups: int
+
+    def __str__(self) -> str:
+        return f"fuse({self.name!r})"
+
+    def apply(self, tensors: Tensors, problems: list[str]) -> None:
+        made = []
+        for captured, names in list(_sets(self.parts, tensors, self, problems)):
+            fused = self._fused(names, tensors, problems)
+            if fused is not None:
+                made.append((patterns.put(self.name, captured), fused))
+            for name in set(names):
+                del tensors[name]
+        for name, mapped in made:
+            _put(tensors, name, mapped, self, problems)
+
+    def _fused(self, names: list[str], tensors: Tensors, problems: list[str]) -> Mapped | None:
+        parts = [tensors[name] for name in names]
+        first = parts[0]
+        dim = _dim_of(self.dim, len(first.shape))
+        if dim is None:
+            problems.append(f"{self}: {names[0]} of shape {first.shape} has no dim {self.dim}")
+            return None
+        sizes = [part.shape[dim] for part in parts]
+        refusal = ""
+        if len({(*part.shape[:dim], *part.shape[dim + 1 :], part.dtype) for part in parts}) > 1:
+            refusal = f"parts must have one dtype and differ in dim {dim} only"
+        elif any(size % self.groups for size in sizes):
+            refusal = f"dim {dim} of every part must be a multiple of {self.groups} groups"
+        if refusal:
+            said = ", ".join(f"{name} ({_what(part)})" for name, part in zip(names, parts))
+            problems.append(f"{self}: {refusal}; they are {said}")
+            return None
+        pieces = []
+        for part, begin, at, length in _chunks(sizes, self.groups):
+            cut = (piece.cut(dim, begin, begin + length) for piece in parts[part].pieces)
+            pieces += [piece.moved(dim, at - begin) for piece in cut if piece is not None]
+        return Mapped((*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :]), first.dtype, tuple(pieces))
+
+
+@dataclasses.dataclass(frozen=True)
+class Split(Rule):
+    name: str
+    parts: tuple[str, ...]
+    dim: int
+    sizes: tuple[int, ...] | None
+    groups: int
+
+    def __str__(self) -> str:
+        return f"split({self.name!r})"
+
+    def apply(self, tensors: Tensors, problems: list[str]) -> None:
+        for captured, name in _matching(self.name, tensors, self, problems).items():
+            whole = tensors.pop(name)
+            for pattern, mapped in zip(self.parts, self._cut(name, whole, problems)):
+                _put(tensors, patterns.put(pattern, captured), mapped, self, problems)
+
+    def _cut(self, name: str, whole: Mapped, problems: list[str]) -> list[Mapped]:
+        dim = _dim_of(self.dim, len(whole.shape))
+        if dim is None:
+            problems.append(f"{self}: {name} of shape {whole.shape} has no dim {self.dim}")
+            return []
+        length, count = whole.shape[dim], len(self.parts)
+        sizes = self.sizes if self.sizes is not None else (length // count,) * count
+        if sum(sizes) != length or any(size % self.groups for size in sizes):
+            said = f"sizes {list(sizes)}" if self.sizes is not None else f"{count} equal parts"
+            problems.append(
+                f"{self}: {said} in {self.groups} groups do not make up the {length} of dim {dim} of {name}"
+            )
+            return []
+        pieces: list[list[Piece]] = [[] for _ in sizes]
+        for part, begin, at, size in _chunks(sizes, self.groups):
+            cut = (piece.cut(dim, at, at + size) for piece in whole.pieces)
+            pieces[part] += [piece.moved(dim, begin - at) for piece in cut if piece is not None]
+        before, after = whole.shape[:dim], whole.shape[dim + 1 :]
+        return [Mapped((*before, size, *after), whole.dtype, tuple(some)) for size, some in zip(sizes, pieces)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose(Rule):
+    names: str
+    dims: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"transpose({self.names!r}, {self.dims})"
+
+    def apply(self, tensors: Tensors, problems: list[str]) -> None:
+        for name in _matching(self.names, tensors, self, problems).values():
+            mapped = tensors[name]
+            ndim = len(mapped.shape)
+            dims = [_dim_of(dim, ndim) for dim in self.dims]
+            if sorted(dim for dim in dims if dim is not None) != list(range(ndim)) or len(dims) != ndim:
+                problems.append(f"{self}: these are not the dims of {name} of shape {mapped.shape}, each once")
+                continue
+            order = [dim for dim in dims if dim is not None]
+            new_dim = [order.index(dim) for dim in range(ndim)]
+            tensors[name] = mapped._replace(
+                shape=tuple(mapped.shape[dim] for dim in order),
+                pieces=tuple(piece.with_dims(new_dim) for piece in mapped.pieces),
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack(Rule):
+    names: str
+    into: str
+    dim: int
+
+    def __str__(self) -> str:
+        return f"stack({self.names!r})"
+
+    def apply(self, tensors: Tensors, problems: list[str]) -> None:
+        index_at = patterns.wildcards(self.names).index("{}")
+        slices: dict[Captured, dict[int, str]] = {}
+        for captured, name in _matching(self.names, tensors, self, problems).items():
+            rest = (*captured[:index_at], *captured[index_at + 1 :])
+            slices.setdefault(rest, {})[int(captured[index_at])] = name
+        for rest, names in slices.items():
+            parts = {index: tensors.pop(name) for index, name in names.items()}
+            stacked = self._stacked(names, parts, problems)
+            if stacked is not None:
+                _put(tensors, patterns.put(self.into, rest), stacked, self, problems)
+
+    def _stacked(self, names: dict[int, str], parts: dict[int, Mapped], problems: list[str]) -> Mapped | None:
+        first = next(iter(parts))
+        shape, dtype = parts[first].shape, parts[first].dtype
+        for index, part in parts.items():
+            if (part.shape, part.dtype) != (shape, dtype):
+                problems.append(
+                    f"{self}: slices must have one shape and dtype; {names[first]} is {_what(parts[first])} and "
+                    f"{names[index]} is {_what(part)}"
+                )
+                return None
+        dim = _dim_of(self.dim, len(shape) + 1)
+        if dim is None:
+            problems.append(f"{self}: {names[first]} of shape {shape} can have no new dim {self.dim}")
+            return None
+        new_dim = [d + (d >= dim) for d in range(len(shape))]
+        pieces = [
+            piece.with_dims(new_dim).with_fixed(dim, index) for index, part in parts.items() for piece in part.pieces
+        ]
+        return Mapped((*shape[:dim], max(parts) + 1, *shape[dim:]), dtype, tuple(pieces))
+
+
+@dataclasses.dataclass(frozen=True)
+class Unstack(Rule):
+    names: str
+    into: str
+    dim: int
+
+    def __str__(self) -> str:
+        return f"unstack({self.names!r})"
+
+    def apply(self, tensors: Tensors, problems: list[str]) -> None:
+        index_at = patterns.wildcards(self.into).index("{}")
+        for captured, name in _matching(self.names, tensors, self, problems).items():
+            whole = tensors.pop(name)
+            dim = _dim_of(self.dim, len(whole.shape))
+            if dim is None:
+                problems.append(f"{self}: {name} of shape {whole.shape} has no dim {self.dim}")
+                continue
+            shape = (*whole.shape[:dim], *whole.shape[dim + 1 :])
+            new_dim = [d - (d > dim) for d in range(len(whole.shape))]
+            for index, pieces in enumerate(_slices(whole, dim)):
+                made = Mapped(shape, whole.dtype, tuple(piece.with_dims(new_dim) for piece in pieces))
+                numbered = (*captured[:index_at], str(index), *captured[index_at:])
+                _put(tensors, patterns.put(self.into, numbered), made, self, problems)
+
+
+def _slices(whole: Mapped, dim: int) -> list[list[Piece]]:
+    """Returns the pieces of each index of a dim, in time in proportion to their number."""
+    slices: list[list[Piece]] = [[] for _ in range(whole.shape[dim])]
+    for piece in whole.pieces:
+        begin, end = piece.box(len(whole.shape))[dim]
+        for index in range(begin, end):
+            at = piece.at(dim, index)
+            assert at is not None
+            slices[index].append(at)
+    return slices
+
+
+@dataclasses.dataclass(frozen=True)
+class Rename(Rule):
+    pairs: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        old, new = self.pairs[0] if self.pairs else ("", "")
+        return f"rename({old!r}, {new!r})" if len(self.pairs) == 1 else "rename({...})"
+
+    def apply(self, tensors: Tensors, problems: list[str]) -> None:
+        new_name: dict[str, str] = {}
+        for old, new in self.pairs:
+            for captured, name in _matching(old, tensors, self, problems).items():
+                renamed = patterns.put(new, captured)
+                if new_name.setdefault(name, renamed) != renamed:
+                    problems.append(f"{self}: {name} would become {new_name[name]} and {renamed}")
+        _rename_all(tensors, new_name, self, problems)
+
+
+@dataclasses.dataclass(frozen=True)
+class RenameBy(Rule):
+    function: Callable[[str], str]
+
+    def __str__(self) -> str:
+        return f"rename({getattr(self.function, '__name__', 'a function')})"
+
+    def apply(self, tensors: Tensors, problems: list[str]) -> None:
+        new_name = {}
+        for name in tensors:
+            renamed = self.function(name)
+            if isinstance(renamed, str) and renamed:
+                new_name[name] = renamed
+            else:
+                problems.append(f"{self}: returned {renamed!r} for {name}; allowed is a name")
+        _rename_all(tensors, new_name, self, problems)
+
+
+def _rename_all(tensors: Tensors, new_name: dict[str, str], rule: Rule, problems: list[str]) -> None:
+    before = list(tensors.items())
+    tensors.clear()
+    for name, mapped in before:
+        _put(tensors, new_name.get(name, name), mapped, rule, problems)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Rule):
+    dtype: str
+    names: tuple[str, ...] | None
+
+    def __str__(self) -> str:
+        return f"cast({self.dtype!r})"
+
+    def apply(self, tensors: Tensors, problems: list[str]) -> None:
+        if self.names is None:
+            chosen = [name for name, mapped in tensors.items() if _planner.is_floating(mapped.dtype)]
+        else:
+            chosen = [name for one in self.names for name in _matching(one, tensors, self, problems).values()]
+        for name in dict.fromkeys(chosen):
+            mapped = tensors[name]
+            if _planner.is_complex(mapped.dtype) and not _planner.is_complex(self.dtype):
+                problems.append(f"{self}: {name} is {mapped.dtype}, whose imaginary part would be lost")
+            elif any(piece.cast is not None for piece in mapped.pieces):
+                problems.append(f"{self}: {name} is cast to {mapped.dtype} already; allowed is one cast of an element")
+            elif mapped.dtype != self.dtype:
+                pieces = tuple(piece._replace(cast=self.dtype) for piece in mapped.pieces)
+                tensors[name] = mapped._replace(dtype=self.dtype, pieces=pieces)
+
+
+def apply_rules(tensors: Tensors, rules: Iterable[Rule], problems: list[str]) -> None:
+    for rule in rules:
+        rule.apply(tensors, problems)
+
+
+def renamed(names: Collection[str], rules: Iterable[Rule]) -> set[str]:
+    """Returns names of tensors, and the names that rules give them that do nothing else."""
+    tensors = {name: Mapped((), "", ()) for name in names}
+    apply_rules(tensors, [rule for rule in rules if isinstance(rule, (Rename, RenameBy))], [])
+    return {*names, *tensors}

@@ -1,0 +1,372 @@
+"""Connects separate jobs, such as a trainer and a server: one process group of all their ranks.
+
+Each job has a world of its own, made by `torch.distributed.init_process_group`. Both reach one store. Every process
+writes there who it is, what it declares and what it plans with, and reads the same of all others. So all processes
+come to the same conclusion: either each makes its part of the group, or each raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .. import doctor
+from .._native import _planner
+from ..layouts import argument_values
+from ..layouts.topology import ENVIRONMENT_VARIABLE, tables_now
+from . import checking, groups
+
+_POLL_SECONDS = 0.02
+# Characters of a declared value in an error message, and how many of them come before the first that differs.
+_MAX_SHOWN = 300
+_SHOWN_BEFORE = 100
+_CHECK_NOTE = " (ranks of a connection: sw.debug.check_ranks must be on in all of its jobs)"
+
+# Only products are planned with these.
+_NOT_COMPARED = ("measured products",)
+
+
+class Connection:
+    """The ranks of several jobs as one group. Made by `connect`.
+
+    Attributes:
+        group: the process group of all ranks, for the `group` of ``redistribute_local``, ``redistribute_many``,
+            ``transfer`` and ``operator``.
+        role: the name of this job.
+        rank: this process's rank in `group`.
+        world_size: the number of ranks in `group`.
+    """
+
+    def __init__(self, meeting: _Meeting, members: dict[tuple[str, int], dict[str, Any]], timeout: timedelta) -> None:
+        self._meeting = meeting
+        self._timeout = timeout
+        self._members = sorted(members)
+        self._made: dict[tuple[int, ...], groups.WeakGroup] = {}
+        self._times_made: dict[tuple[int, ...], int] = {}
+        self._compared = 0
+        checks = dist.PrefixStore(f"{meeting.prefix}/checks", meeting.store)
+        self._checks = checking.Meeting(checks, Counter(), _CHECK_NOTE)
+        self.role = meeting.role
+        self.world_size = len(members)
+        self.rank = self._members.index((meeting.role, meeting.rank))
+        self.group = self._make(tuple(range(self.world_size)))
+        groups.makers[self.group] = _maker_of(weakref.ref(self))
+
+    def ranks(self, role: str) -> tuple[int, ...]:
+        """Returns the ranks of a job in `group`, in the order of its own ranks. Jobs come in the order of their names.
+
+        Raises ValueError for a role that is not connected.
+        """
+        found = tuple(i for i, (name, _) in enumerate(self._members) if name == role)
+        if not found:
+            known = sorted({name for name, _ in self._members})
+            raise ValueError(f"role: {role!r} is not connected; allowed are {', '.join(known)}")
+        return found
+
+    def compare(self, declared: Mapping[str, Any]) -> None:
+        """Raises RuntimeError on all ranks unless all declare the same, with what differs. All ranks call.
+
+        What jobs plan with is compared, too: pinned plans, what `calibrate` measured, and ``SHARDWRIGHT_TOPOLOGY``. It
+        must stay the same in all jobs while they move tensors, and nothing but `compare` and `check_ranks` notices if
+        it does not.
+
+        Args:
+            declared: by name: layouts, meshes, text, numbers, or lists of these.
+        """
+        self._compared += 1
+        self._meeting.compare(f"compared {self._compared}", _texts(declared), self._members, self._timeout)
+
+    def close(self) -> None:
+        """Destroys the group, and those made for moves between some of its ranks. All ranks call."""
+        for group in [self.group, *(known.alive() for known in self._made.values())]:
+            if group is not None and group in distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+        self._made.clear()
+
+    def _find_or_make(self, ranks: tuple[int, ...], may_make: bool) -> dist.ProcessGroup:
+        """Returns the process group of these ranks of `group`. Collective among them if it must be made."""
+        if len(ranks) == self.world_size:
+            return self.group
+        known = self._made.get(ranks)
+        group = None if known is None else known.alive()
+        if group is None or group not in distributed_c10d._world.pg_map:
+            groups.check_may_make(ranks, may_make)
+            group = self._make(ranks)
+            self._made[ranks] = groups.weakly(group)
+        return group
+
+    def _make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        times = self._times_made[ranks] = self._times_made.get(ranks, 0) + 1
+        name = f"{self._meeting.prefix}/ranks {'_'.join(map(str, ranks))} {times}"
+        try:
+            group = groups.make_over_store(name, self._meeting.store, ranks.index(self.rank), len(ranks), self._timeout)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"connect: {self._meeting.me} could not join the group of ranks {ranks}: {error}"
+            ) from error
+        # PyTorch asks for this process's rank by its rank in its own world. Ranks of other jobs have none there.
+        world_size = dist.get_world_size()
+        own = {self.ranks(self.role)[i]: i for i in range(world_size)}
+        key_of = {rank: own.get(rank, world_size + rank) for rank in ranks}
+        distributed_c10d._world.pg_group_ranks[group] = {key_of[rank]: i for i, rank in enumerate(ranks)}
+        checking.meetings[group] = self._checks
+        return group
+
+
+def connect(
+    store: dist.Store,
+    role: str,
+    world_size: int,
+    *,
+    declared: Mapping[str, Any] | None = None,
+    name: str = "default",
+    timeout_seconds: float | None = None,
+) -> Connection:
+    """Makes one process group of the ranks of several jobs. All ranks of all of them call.
+
+    Args:
+        store: a store that all jobs reach, such as a ``TCPStore`` of the first one.
+        role: the name of this job, different from that of the others.
+        world_size: the number of ranks of all jobs together.
+        declared: what all jobs must agree on, by name: layouts, meshes, text, numbers, or lists of these.
+        name: of this connection; connections over one store that exist at the same time have different names.
+        timeout_seconds: how long to wait for the others; default: the timeout of the default group. It is also the
+            timeout of the new group.
+
+    Returns:
+        A `Connection`. Meshes and layouts that are used with ``group=connection.group`` have the ranks of its group.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised; not all came in time; they differ in `world_size`, backend,
+            `declared`, shardwright's version or the tables that they plan with, as in ``Connection.compare``; the ranks
+            of a role are not 0, 1, ... to its world's size, each once. The message names roles and ranks, and all
+            processes that have come raise it.
+        ValueError: an argument has the wrong type.
+    """
+    if not isinstance(store, dist.Store):
+        raise ValueError(f"store: got a {type(store).__name__}; allowed is a torch.distributed.Store")
+    for argument, given in (("role", role), ("name", name)):
+        if not isinstance(given, str) or not given:
+            raise ValueError(f"{argument}: got {given!r}; allowed is a name")
+    world_size = argument_values.integer(world_size, "world_size")
+    if world_size < 2:
+        raise ValueError(f"world_size: got {world_size}; allowed is the number of ranks of all jobs, at least 2")
+    texts = _texts({} if declared is None else declared)
+    groups.check_initialised()
+    timeout = groups.default_timeout() if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+    meeting = _Meeting(store, role, dist.get_rank(), name, world_size)
+    members = meeting.gather(timeout or timedelta(minutes=30))
+    meeting.compare("declared", texts, sorted(members), timeout or timedelta(minutes=30))
+    return Connection(meeting, members, timeout or timedelta(minutes=30))
+
+
+def _maker_of(connection: weakref.ref[Connection]) -> groups.Maker:
+    """Holds the connection weakly, because a connection holds its groups."""
+
+    def find_or_make(ranks: tuple[int, ...], may_make: bool) -> dist.ProcessGroup:
+        found = connection()
+        if found is None:
+            raise RuntimeError("group: its connection is gone; allowed is the group of one that is kept")
+        return found._find_or_make(ranks, may_make)
+
+    return find_or_make
+
+
+class _Meeting:
+    """What the processes of all jobs tell each other through the store."""
+
+    def __init__(self, store: dist.Store, role: str, rank: int, name: str, world_size: int) -> None:
+        self.role, self.rank, self.world_size = role, rank, world_size
+        self.me = f"{role} {rank}"
+        self.store = store
+        self.everyone = f"shardwright/connect/{name}"
+        # Whoever comes after all have come, or after one of them has given up, belongs to the next connection of this
+        # name.
+        while True:
+            self.place = store.add(self.everyone, 1) - 1
+            self.first_place = self.place // world_size * world_size
+            if not store.check([self._given_up()]):
+                break
+        self.prefix = f"{self.everyone}/{self.first_place}"
+
+    def _given_up(self) -> str:
+        return f"{self.everyone}/given up {self.first_place} of {self.world_size}"
+
+    def gather(self, timeout: timedelta) -> dict[tuple[str, int], dict[str, Any]]:
+        """Returns what each process said of itself, by role and rank. Raises RuntimeError if they contradict."""
+        mine = {
+            "role": self.role,
+            "rank": self.rank,
+            "ranks": dist.get_world_size(),
+            "world_size": self.world_size,
+            "backend": str(dist.get_backend_config()),
+        }
+        self.store.set(f"{self.everyone}/member {self.place}", json.dumps(mine))
+        places = range(self.first_place, self.first_place + self.world_size)
+        keys = [f"{self.everyone}/member {place}" for place in places]
+        said = self._read_all(keys, timeout, lambda one: bool(one["world_size"] != self.world_size))
+        here = [said[key] for key in keys if key in said]
+        self._check_alike(here, "world_size", "world_size")
+        if len(here) < self.world_size:
+            self.store.set(self._given_up(), self.me)
+            raise RuntimeError(
+                f"connect: {self.me} waited {timeout.total_seconds():g} s for {self.world_size} ranks, and "
+                f"{len(here)} came: {_who(here)}; {_missing(here)}"
+            )
+        self._check_alike(here, "backend", "backend of the default group")
+        members = {(one["role"], one["rank"]): one for one in here}
+        sizes = {one["role"]: one["ranks"] for one in here}
+        if len(members) < len(here) or sum(sizes.values()) != self.world_size or len(sizes) < 2:
+            worlds = ", ".join(f"{size} ({role})" for role, size in sorted(sizes.items()))
+            raise RuntimeError(
+                f"connect: {self.world_size} ranks came: {_who(here)}, of worlds of {worlds}; allowed are all ranks of "
+                f"two or more jobs with roles of their own, {self.world_size} (world_size) together"
+            )
+        return members
+
+    def _check_alike(self, members: Sequence[dict[str, Any]], field: str, what: str) -> None:
+        values = sorted({one[field] for one in members}, key=str)
+        if len(values) > 1:
+            found = "; ".join(f"{value} ({_who([m for m in members if m[field] == value])})" for value in values)
+            raise RuntimeError(f"connect: {what} differs: {found}; allowed is one for all")
+
+    def compare(self, tag: str, texts: dict[str, str], members: Sequence[tuple[str, int]], timeout: timedelta) -> None:
+        """Raises RuntimeError on all members unless the texts of all, and what they plan with, are the same."""
+        mine = {"declared": texts, "planning": _planning_texts()}
+        digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+        me = members.index((self.role, self.rank))
+        self._write(f"{tag}/{me}", digest)
+        digests = self._said_by(range(len(members)), tag, "", members, timeout)
+        first_with = {said: member for member, said in reversed(digests.items())}
+        if len(first_with) == 1:
+            return
+        # The first member with each digest says what it declares, and all read that.
+        if first_with[digest] == me:
+            self._write(f"{tag}/{me}/texts", mine)
+        said = self._said_by(sorted(first_with.values()), tag, "/texts", members, timeout)
+        names = [f"{members[member][0]} {members[member][1]}" for member in said]
+        lines = []
+        for part in ("declared", "planning"):
+            found = _differing([one[part] for one in said.values()], names)
+            lines += [_HEADLINES[part], *found] if found else []
+        raise RuntimeError("\n".join(["connect: the jobs do not agree", *lines]))
+
+    def _said_by(
+        self, who: Sequence[int], tag: str, kind: str, members: Sequence[tuple[str, int]], timeout: timedelta
+    ) -> dict[int, Any]:
+        """Returns what these members wrote. Raises RuntimeError if some write nothing in time."""
+        keys = {member: f"{self.prefix}/{tag}/{member}{kind}" for member in who}
+        said = self._read_all(list(keys.values()), timeout)
+        missing = [f"{members[member][0]} {members[member][1]}" for member, key in keys.items() if key not in said]
+        if missing:
+            raise RuntimeError(
+                f"connect: {self.me} waited {timeout.total_seconds():g} s for what {', '.join(missing)} declare ({tag})"
+            )
+        return {member: said[key] for member, key in keys.items()}
+
+    def _write(self, key: str, value: Any) -> None:
+        self.store.set(f"{self.prefix}/{key}", json.dumps(value))
+
+    def _read_all(
+        self, keys: Sequence[str], timeout: timedelta, is_wrong: Callable[[Any], bool] | None = None
+    ) -> dict[str, Any]:
+        """Returns the values of these keys; those of some, if others are not written in time or one is wrong."""
+        found: dict[str, Any] = {}
+        end = time.monotonic() + timeout.total_seconds()
+        while True:
+            for key in keys:
+                if key not in found and self.store.check([key]):
+                    found[key] = json.loads(self.store.get(key))
+            if is_wrong is not None and any(map(is_wrong, found.values())):
+                return found
+            if len(found) == len(keys) or time.monotonic() > end:
+                return found
+            time.sleep(_POLL_SECONDS)
+
+
+def _texts(declared: object) -> dict[str, str]:
+    if not isinstance(declared, Mapping):
+        raise ValueError(f"declared: got a {type(declared).__name__}; allowed is a dict of names and values")
+    return {str(name): _text(value, str(name)) for name, value in declared.items()}
+
+
+def _text(value: Any, name: str) -> str:
+    if isinstance(value, _planner.Layout):
+        return f"{value}, {_of_mesh(value.mesh)}"
+    if isinstance(value, _planner.Mesh):
+        return f"{value}, {_of_mesh(value)}"
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_text(one, name) for one in value)}]"
+    raise ValueError(
+        f"declared: {name} is a {type(value).__name__}; allowed are layouts, meshes, text, numbers and lists of these"
+    )
+
+
+def _of_mesh(mesh: _planner.Mesh) -> str:
+    table = mesh.topology
+    return f"ranks {mesh.ranks}" + ("" if table is None else f", topology {' '.join(table.to_json().split())}")
+
+
+def _planning_texts() -> dict[str, str]:
+    """What else plans depend on, as text."""
+    tables = {name: said for name, said in tables_now().summary().items() if name not in _NOT_COMPARED}
+    return {"version of shardwright": doctor.version(), **tables}
+
+
+_HEADLINES = {
+    "declared": " what they declare differs:",
+    "planning": f" what they plan with differs; allowed is the same in all jobs, such as one file in "
+    f"{ENVIRONMENT_VARIABLE}, without sw.calibrate():",
+}
+
+
+def _differing(said: Sequence[dict[str, str]], names: Sequence[str]) -> list[str]:
+    """Returns a line for each text that differs, with the part of it where it does."""
+    lines = []
+    for name in sorted({name for one in said for name in one}):
+        texts = [one.get(name, "not declared") for one in said]
+        if len(set(texts)) == 1:
+            continue
+        first = len(os.path.commonprefix(texts))
+        parts = [f"{_around(text, first)} ({who})" for text, who in zip(texts, names, strict=True)]
+        lines.append(f"  {name}: {'; '.join(parts)}")
+    return lines
+
+
+def _around(text: str, place: int) -> str:
+    """Returns the text, or of a long one the part around a place."""
+    if len(text) <= _MAX_SHOWN:
+        return text
+    begin = max(min(place - _SHOWN_BEFORE, len(text) - _MAX_SHOWN), 0)
+    end = begin + _MAX_SHOWN
+    return f"{'... ' if begin else ''}{text[begin:end]}{' ...' if end < len(text) else ''}"
+
+
+def _who(members: Sequence[dict[str, Any]]) -> str:
+    """Returns "server 0, 1; trainer 0, 2"."""
+    by_role: dict[str, list[int]] = {}
+    for one in members:
+        by_role.setdefault(one["role"], []).append(one["rank"])
+    return "; ".join(f"{role} {', '.join(map(str, sorted(ranks)))}" for role, ranks in sorted(by_role.items()))
+
+
+def _missing(members: Sequence[dict[str, Any]]) -> str:
+    lacking = []
+    for role, size in sorted({one["role"]: one["ranks"] for one in members}.items()):
+        came = {one["rank"] for one in members if one["role"] == role}
+        absent = [str(rank) for rank in range(size) if rank not in came]
+        if absent:
+            lacking.append(f"{role} {', '.join(absent)}")
+    return f"missing of their worlds: {'; '.join(lacking)}" if lacking else "no rank of another job came"

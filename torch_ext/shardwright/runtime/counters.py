@@ -1,0 +1,180 @@
+"""Counters of what shardwright did in this process, since its start or since `reset_stats`."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from typing import Any
+
+from .._native import _planner, _runtime
+
+_log = logging.getLogger("shardwright")
+
+
+class _Counts:
+    """The counters that change on every call or on every cache miss."""
+
+    __slots__ = (
+        *("batched_tensors", "batches", "cache_hits", "calls", "combines", "dispatches", "dropped", "misfits", "plans"),
+        *("products", "traced", "unplanned_steps", "views", "activations_cut", "activation_gathers"),
+    )
+
+    def __init__(self) -> None:
+        self.calls = self.cache_hits = self.misfits = self.plans = self.products = self.traced = 0
+        self.dispatches = self.combines = self.dropped = self.unplanned_steps = 0
+        self.batches = self.batched_tensors = self.views = 0
+        self.activations_cut = self.activation_gathers = 0
+
+
+counts = _Counts()
+_reasons: Counter[str] = Counter()
+_view_reasons: Counter[str] = Counter()
+_strided_reasons: Counter[str] = Counter()
+_break_reasons: Counter[str] = Counter()
+_product_reasons: Counter[str] = Counter()
+
+
+def stats() -> dict[str, Any]:
+    """Returns the counters.
+
+    Returns:
+        A dict with these entries:
+
+        ``calls``: redistributes that shardwright ran.
+        ``traced``: redistributes that it recorded in graphs.
+        ``misfits``: redistributes whose local tensor had another shape than its layout says, and was cut or padded with
+        zeros.
+        ``fallbacks``: redistributes that were left to PyTorch; ``fallback_reasons`` counts them by reason.
+        ``plans``: plans made for redistributes.
+        ``cache_hits``: calls that found their executable in the cache.
+        ``batches``: calls of `redistribute_many`; ``batched_tensors``: the tensors that they moved.
+        ``products``: programs of matrix products that ran.
+        ``product_fallbacks``: products of 8-bit floats, on devices other than CPU, that were cast to float32 because
+        the device's units for them could not be used, and those of weights in MXFP8 and NVFP4 as they arrive that were
+        computed from written-out rows; ``product_fallback_reasons`` counts them by reason.
+        ``dispatches``, ``combines``: routings of tokens to experts, and of their outputs back.
+        ``dropped``: tokens of this rank that missed one of their experts because of a capacity, counted once per
+        expert, where the host knows.
+        ``unplanned_steps``: steps of models under `fully_shard` that left the sequence which their schedule was made
+        for.
+        ``graph_breaks``: forwards of units under `fully_shard` that ran as eager code in a model that `torch.compile`
+        compiles, so that its graph ends before them; ``graph_break_reasons`` counts them by reason.
+        ``activations_cut``: activations of which `checkpoint_cut` keeps a part; ``activation_gathers``: those that were
+        gathered again.
+        ``views``: views, and products of what they cut in strides, that DTensor does by our rules and moves nothing
+        for; ``view_fallbacks``: views that are left to PyTorch; ``view_fallback_reasons`` counts them by reason.
+        ``strided_gathers``: operators whose inputs are gathered while views are on, because they are cut in strides and
+        neither our rules nor PyTorch's are known to be right for that; ``strided_gather_reasons`` counts them by
+        operator. All of these count an operator once for each of its placements and sizes, because DTensor keeps the
+        answer.
+        ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the cache that `plan` uses.
+        ``bytes``: bytes that this rank received from others.
+        ``peer_bytes``: bytes of these that were copied from peers' memory, if `prepare` made arenas for that; replays
+        of graphs are not counted.
+        ``through_host``: programs on tensors of other devices that ran in host memory because their groups are Gloo's.
+        ``staging_bytes``: memory of temporaries that is kept for the next run, on CPU; `release_staging` frees it.
+    """
+    planned = _planner.plan_cache_counts()
+    cast = Counter(_runtime.cast_products()) + _product_reasons
+    return {
+        "calls": counts.calls,
+        "products": counts.products,
+        "product_fallbacks": sum(cast.values()),
+        "product_fallback_reasons": dict(cast),
+        "batches": counts.batches,
+        "batched_tensors": counts.batched_tensors,
+        "dispatches": counts.dispatches,
+        "combines": counts.combines,
+        "dropped": counts.dropped,
+        "traced": counts.traced,
+        "unplanned_steps": counts.unplanned_steps,
+        "graph_breaks": sum(_break_reasons.values()),
+        "graph_break_reasons": dict(_break_reasons),
+        "activations_cut": counts.activations_cut,
+        "activation_gathers": counts.activation_gathers,
+        "misfits": counts.misfits,
+        "fallbacks": sum(_reasons.values()),
+        "fallback_reasons": dict(_reasons),
+        "views": counts.views,
+        "view_fallbacks": sum(_view_reasons.values()),
+        "view_fallback_reasons": dict(_view_reasons),
+        "strided_gathers": sum(_strided_reasons.values()),
+        "strided_gather_reasons": dict(_strided_reasons),
+        "plans": counts.plans,
+        "cache_hits": counts.cache_hits,
+        "plan_cache_hits": planned["hits"],
+        "plan_cache_misses": planned["misses"],
+        "plan_cache_size": planned["size"],
+        "bytes": _runtime.counters()["received_bytes"],
+        "peer_bytes": _runtime.counters()["peer_bytes"],
+        "through_host": _runtime.counters()["through_host"],
+        "staging_bytes": _runtime.kept_staging_bytes(),
+    }
+
+
+def reset_stats() -> None:
+    """Sets all counters to zero. Caches are kept."""
+    counts.__init__()  # type: ignore[misc]
+    _reasons.clear()
+    _view_reasons.clear()
+    _strided_reasons.clear()
+    _break_reasons.clear()
+    _product_reasons.clear()
+    _runtime.reset_counters()
+    _planner.reset_plan_cache_counts()
+
+
+def count_fallback(reason: str, example: str = "") -> None:
+    """Counts a redistribute that is left to PyTorch. Logs the first one of each reason, with `example` in full."""
+    _reasons[reason] += 1
+    if _reasons[reason] == 1:
+        _log.warning("redistribute goes to PyTorch's own path: %s", example or reason)
+
+
+def count_view_fallback(reason: str, example: str = "") -> None:
+    """Counts a view that is left to PyTorch. Logs the first one of each reason, with `example` in full."""
+    _view_reasons[reason] += 1
+    if _view_reasons[reason] == 1:
+        _log.info("view is left to PyTorch: %s", example or reason)
+
+
+def count_strided_gather(operator: str) -> None:
+    """Counts an operator whose inputs are gathered because they are cut in strides. Logs the first one of each."""
+    _strided_reasons[operator] += 1
+    if _strided_reasons[operator] == 1:
+        _log.info("inputs cut in strides are gathered for %s", operator)
+
+
+def count_product_fallback(reason: str) -> None:
+    """Counts a product of codes and scales that is computed from what they stand for."""
+    _product_reasons[reason] += 1
+
+
+def count_graph_break(reason: str, example: str) -> None:
+    """Counts a forward that a compiled graph leaves out. Logs the first one of each reason, with `example`."""
+    _break_reasons[reason] += 1
+    if _break_reasons[reason] == 1:
+        _log.info("a graph breaks at a unit under fully_shard: %s: %s", example, reason)
+
+
+def count_misfit(description: str) -> None:
+    """Counts a local tensor that contradicts its layout, and logs the first one."""
+    counts.misfits += 1
+    if counts.misfits == 1:
+        _log.warning("redistribute of a DTensor whose parts contradict its spec: %s", description)
+
+
+def cause_of(error: Exception) -> str:
+    """Strips values, and what would be allowed, from an error's text, so that all errors of one cause read the same.
+
+    "shape: [3, 4] is of 2 dims (on mesh 'a'); allowed is 1" becomes "shape: ... is of ... dims ...".
+    """
+    text = " ".join(str(error).split())
+    while (shorter := _INNERMOST_BRACKETS.sub("...", text)) != text:
+        text = shorter
+    return _VALUES.sub("...", text.partition(";")[0]).strip()
+
+
+_INNERMOST_BRACKETS = re.compile(r"\[[^][(){}]*\]|\([^][(){}]*\)|\{[^][(){}]*\}")
+_VALUES = re.compile(r"""(?:'[^']*'|"[^"]*"|[-\w.]*\d[-\w.]*|\.\.\.)(?:(?:\s*,\s*|\s+)\.\.\.)*""")

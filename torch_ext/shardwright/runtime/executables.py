@@ -1,0 +1,452 @@
+"""Turns a pair of layouts into an executable bound to process groups, and caches it for the next call."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .. import planning
+from .._native import _planner, _runtime
+from .._planner import PlanningTables
+from ..layouts import pickling, tables
+from ..layouts.topology import tables_now
+from . import checking, counters, groups, watching
+
+# The number of executables cached; the oldest is dropped first. A job has some hundreds of pairs of layouts.
+MAX_EXECUTABLES = 8192
+
+# Caches of earlier tables are kept because pins and measurements change once or twice in a job, and sometimes back.
+MAX_EARLIER_TABLES = 3
+
+tables.when_changed.append(_runtime.note_changed_tables)
+groups.when_gone.append(_runtime.note_changed_tables)
+groups.when_any_gone.append(_runtime.note_changed_tables)
+
+# How long the end of the process waits for asynchronous redistributes that nobody waited for.
+EXIT_SECONDS = 5.0
+atexit.register(_runtime.finish_programs, EXIT_SECONDS)
+
+
+# The fake backend of dry runs moves no data, so DTensor redistributes over it are left to PyTorch, which decides what
+# results hold. Benchmarks that time shardwright without data set this.
+runs_on_fake_groups = False
+
+
+class Refusal(NamedTuple):
+    """Why there is no executable for a pair of layouts."""
+
+    reason: str  # the same text for all cases of one cause
+    example: str = ""  # the full text of this case, if it says more
+
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+
+class Kept(Generic[T]):
+    """A cache of values that depend on the default process group and on the current tables (`tables.current`).
+
+    A value is only found under the tables with which it was made. So a change of pins, topologies or measurements takes
+    effect at the next call, and when the old tables return, so do their values. The cache is bounded and drops the
+    oldest entry first. Keys and values must not keep process groups alive (`groups.weakly`). A key holds the process
+    groups to which its value is bound (`groups.key_of_mesh`): meshes that compare equal may have different groups.
+
+    If a rank can make the values again without other ranks (`is_local`), they are forgotten when any process group is
+    gone to which something was bound, because a new group may get the name of the old one.
+    """
+
+    def __init__(self, is_local: bool = False) -> None:
+        # The tables and the values made with them, in one tuple, so that no thread takes one for the other.
+        self._now: tuple[PlanningTables, dict[Hashable, T]] = (tables.current, {})
+        self._by_earlier_tables: dict[PlanningTables, dict[Hashable, T]] = {}
+        self._world_alive = groups.DEFAULT.alive
+        self._turning = threading.Lock()
+        groups.when_gone.append(self.clear)
+        if is_local:
+            groups.when_any_gone.append(self.clear)
+
+    def get(self, key: Hashable) -> T | None:
+        made_with, entries = self._now
+        if made_with is not tables.current or self._world_alive() is not dist.group.WORLD:
+            entries = self._turn()
+        return entries.get(key)
+
+    def put(self, key: Hashable, value: T) -> None:
+        """Stores a value that was made after the last `get`, unless the tables have changed since then."""
+        made_with, entries = self._now
+        if made_with is tables.current:
+            keep(entries, key, value, MAX_EXECUTABLES)
+
+    def get_or_make(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns the cached value for `key`, or makes and stores it."""
+        value = self.get(key)
+        if value is None:
+            before = self._now
+            value = make()
+            if before is self._now and before[0] is tables.current:
+                keep(before[1], key, value, MAX_EXECUTABLES)
+        return value
+
+    def clear(self) -> None:
+        self._now = self._now[0], {}
+        self._by_earlier_tables.clear()
+
+    def __len__(self) -> int:
+        return len(self._now[1]) + sum(map(len, self._by_earlier_tables.values()))
+
+    def _turn(self) -> dict[Hashable, T]:
+        """Switches to the current tables and the current default group. Returns the values made with them."""
+        with self._turning:
+            world = dist.group.WORLD
+            if self._world_alive() is not world:
+                self.clear()
+                self._world_alive = groups.weakly(world).alive
+            made_with, entries = self._now
+            if made_with is not tables.current:
+                self._by_earlier_tables[made_with] = entries
+                now = tables.current
+                entries = self._by_earlier_tables.pop(now, {})
+                self._now = now, entries
+                while len(self._by_earlier_tables) > MAX_EARLIER_TABLES:
+                    del self._by_earlier_tables[next(iter(self._by_earlier_tables))]
+            return entries
+
+
+def keep(entries: dict[K, T], key: K, value: T, most: int) -> None:
+    """Stores a value in a cache of at most so many entries, and drops the oldest ones first."""
+    while len(entries) >= most:
+        with contextlib.suppress(KeyError, RuntimeError):  # another thread has dropped or added an entry
+            del entries[next(iter(entries))]
+    entries[key] = value
+
+
+def kept(function: Callable[..., T]) -> Callable[..., T]:
+    """A decorator that caches results by positional arguments, for functions that depend on meshes or plans."""
+    results: Kept[T] = Kept()
+
+    @functools.wraps(function)
+    def call(*args: Hashable) -> T:
+        return results.get_or_make(args, lambda: function(*args))
+
+    return call
+
+
+_kept: Kept[_runtime.Executable | Refusal] = Kept(is_local=True)
+
+
+def lookup(key: Hashable, build: Callable[[], _runtime.Executable | Refusal]) -> _runtime.Executable | Refusal:
+    """Returns the cached executable or refusal for `key`, or makes and stores it with `build`."""
+    kept = _kept.get(key)
+    if kept is not None:
+        counters.counts.cache_hits += 1
+        return kept
+    tables_now()  # takes up changes of the environment first: what `build` makes while tables change is not cached
+    return _kept.get_or_make(key, build)
+
+
+def make_plan(
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    device_type: str,
+    group: dist.ProcessGroup | None = None,
+    existing_groups_of: Any | None = None,
+) -> _planner.Plan:
+    """Makes the plan with the lowering for the backend of this type of device.
+
+    If `existing_groups_of` is a DeviceMesh, moves use only process groups that exist. Between two meshes, no rank knows
+    the groups of the other mesh; see `plan_over_own_dims`.
+    """
+    backend = lowering_on(src.mesh, device_type, group).name
+    if dst.mesh is not src.mesh:
+        lowering_on(dst.mesh, device_type, group)  # checks its ranks
+    allowed = None if existing_groups_of is None else allowed_groups(src, dst, existing_groups_of)
+    return plan_over(src, dst, backend, allowed)
+
+
+def allowed_groups(src: _planner.Layout, dst: _planner.Layout, device_mesh: Any) -> list[tuple[int, ...]]:
+    """Returns the sets of mesh dims whose groups a move may use that makes none."""
+    return groups.existing(src.mesh, device_mesh) if src.mesh.has_same_ranks(dst.mesh) else []
+
+
+def plan_over(
+    src: _planner.Layout, dst: _planner.Layout, backend: str, allowed: list[tuple[int, ...]] | None
+) -> _planner.Plan:
+    """Makes the plan for a backend. With `allowed`, its groups are those of these sets of mesh dims alone."""
+    kept = planning.pinned(src, dst, backend)
+    if kept is not None:
+        return kept
+    if allowed is not None and not src.mesh.has_same_ranks(dst.mesh):
+        plan, allowed = plan_over_own_dims(src, dst, backend), None
+    else:
+        plan = planning.plan(src, dst, backend=backend, groups=allowed)
+    counters.counts.plans += 1
+    note_default_topology(plan, allowed)
+    return plan
+
+
+def plan_over_own_dims(src: _planner.Layout, dst: _planner.Layout, backend: str) -> _planner.Plan:
+    """Returns a plan from one mesh to another for which no process group need be made, except that of both meshes.
+
+    It reduces what is pending over one mesh dim at a time, for which every DeviceMesh has a group, and then crosses.
+    """
+    through = []
+    if src.has_pending:
+        own = [(dim,) for dim in range(src.mesh.ndim) if src.mesh.shape[dim] > 1]
+        reduced = planning.plan(src, src.without_pending(), backend=backend, groups=own)
+        through = [step.after for step in reduced.steps]
+    return planning.plan(src, dst, backend=backend, through=through)
+
+
+def note_default_topology(plan: _planner.Plan, allowed: Sequence[Sequence[int]] | None = None) -> None:
+    """Logs once that plans use a default topology, if this plan does and another topology could change it.
+
+    `allowed` are the sets of mesh dims whose groups the plan was allowed to use.
+    """
+    if plan.messages_max == 0 or not (tables.notes_default() and _is_first_rank()):
+        return
+    given = plan.src.mesh.topology or plan.dst.mesh.topology or tables.current.environment
+    if given is not None or tables.measured_topology(plan.backend) is not None:
+        return
+    ends = plan.src, plan.dst
+    plans = [planning.plan(*ends, backend=plan.backend, groups=allowed, topology=extreme) for extreme in _EXTREMES]
+    if len({tuple((step.op, step.mesh_dims, step.after) for step in one.steps) for one in (plan, *plans)}) > 1:
+        tables.note_default(plan.topology)
+
+
+# Links where only the number of messages counts, and where only their bytes do. Predicted times are sums of both, so a
+# plan that is cheapest at both ends is cheapest with every link between them.
+_EXTREMES = (
+    _planner.Topology("latency", 0, 10**9, 1, _planner.Link(10**9, 1), _planner.Link(10**9, 1)),
+    _planner.Topology("bandwidth", 0, 1, 1, _planner.Link(1, 10**9), _planner.Link(1, 10**9)),
+)
+
+
+def note_default_model(model: _planner.GemmModel, device_type: str) -> None:
+    """Logs once that products are planned with default times, if this is the default model."""
+    if model == tables.default_gemm_model(device_type) and _is_first_rank():
+        tables.note_default(model.name)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def why_not_over_groups(device_type: str) -> str | None:
+    """Returns why DTensor's redistributes on this type of device are all left to PyTorch, or None if they are not."""
+    name = _backend_name(device_type, None)
+    if name is None:
+        return f"process group without a backend object for {device_type}"
+    if name == groups.DRY_RUN_BACKEND and not runs_on_fake_groups:
+        return "fake backend, which moves no data"
+    return None
+
+
+def bind(
+    plan: _planner.Plan,
+    *,
+    device_mesh: Any | None = None,
+    group: dist.ProcessGroup | None = None,
+    make_groups: bool = True,
+) -> _runtime.Executable:
+    """Compiles a plan for this rank and binds it. Collective among the ranks of any group that must be made.
+
+    Ranks of the plan's mesh are global ranks, or ranks of `group` if one is given. Without `make_groups`, raises
+    RuntimeError if a group is missing.
+    """
+    program = _runtime.CompiledProgram(plan.to_bytes(), dist.get_rank(group))
+    names = names_of(program.groups, device_mesh=device_mesh, group=group, make_groups=make_groups)
+    executable = program.bind(names)
+    checking.note_group(executable, group)
+    return executable
+
+
+def names_of(
+    members: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    device_mesh: Any | None = None,
+    group: dist.ProcessGroup | None = None,
+    make_groups: bool = True,
+    are_global: bool = False,
+) -> list[str]:
+    """Returns the names of the process groups for these (mesh dims, ranks), in order. Makes groups that are missing.
+
+    With a `group`, ranks are its ranks, unless they `are_global`; a group of separate jobs has no global ones. Without
+    `make_groups`, raises RuntimeError instead of making a group.
+    """
+    names = []
+    maker = None if group is None else groups.makers.get(group)
+    owner = groups.owner_of(device_mesh, group)
+    for _, ranks in members:
+        if maker is not None:
+            names.append(maker(tuple(ranks), make_groups).group_name)
+            continue
+        if group is not None and not are_global:
+            ranks = [dist.get_global_rank(group, rank) for rank in ranks]
+        if group is not None and dist.get_process_group_ranks(group) == ranks:
+            names.append(group.group_name)
+        else:
+            names.append(groups.find_or_make(ranks, owner, make_groups).group_name)
+    return names
+
+
+def names_for(text: str, rank: int, **where: Any) -> list[str]:
+    """Returns `names_of` the groups that an operator's text needs. Compiles it, which binding it then need not."""
+    return names_of(_runtime.compiled(text, rank).groups, **where)
+
+
+def bind_batch(batch: _planner.Batch, device_type: str, group: dist.ProcessGroup | None) -> _runtime.BatchExecutable:
+    """Plans a batch and binds what this rank does in it to the group, whose ranks its meshes name."""
+    carrier = group if group is not None else dist.group.WORLD
+    assert carrier is not None
+    return _runtime.BatchExecutable(
+        batch.to_bytes(), dist.get_rank(group), carrier.group_name, wire(device_type, group)
+    )
+
+
+def run(
+    executable: _runtime.Executable, local: torch.Tensor, async_op: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Runs an executable. With async_op, a result that is not finished is an AsyncCollectiveTensor.
+
+    With `out`, the result is written there and `out` is returned; async_op must be False, and `local` is never fitted.
+    """
+    if checking.is_on():
+        checking.compare(executable, local, async_op, out)
+    counters.counts.calls += 1
+    if watching.num_modes():
+        return watching.run(executable, [local], lambda: _run(executable, local, async_op, out))
+    return _run(executable, local, async_op, out)
+
+
+def start_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> dist.Work | None:
+    """Like `run` with `out`, but returns while transfers are under way: what to wait for, None if nothing is pending.
+
+    The caller leaves both tensors alone until then.
+    """
+    if checking.is_on():
+        checking.compare(executable, local, True, out)
+    counters.counts.calls += 1
+    if watching.num_modes():
+        work: list[dist.Work | None] = []
+
+        def start() -> torch.Tensor:
+            work.append(executable.start_into(local, out))
+            return out
+
+        watching.run(executable, [local], start)
+        return work[0]
+    return executable.start_into(local, out)
+
+
+def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bool) -> torch.Tensor:
+    """Like `run`, for an executable that the caller has cached."""
+    counts = counters.counts
+    counts.cache_hits += 1
+    if async_op or checking.is_on() or watching.num_modes():
+        return run(executable, local, async_op)
+    counts.calls += 1
+    try:
+        return executable.run(local)
+    except ValueError:  # see _run
+        return _run(executable, local, async_op)
+
+
+def _run(
+    executable: _runtime.Executable, local: torch.Tensor, async_op: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    if out is not None:
+        executable.run_into(local, out)
+        return out
+    try:
+        return _start(executable, local) if async_op else executable.run(local)
+    except ValueError:  # raised before anything was sent
+        squeezed = checking.differs_in_ones(local, executable.input_shape)
+        fitted = local.reshape(executable.input_shape) if squeezed else _fitted(executable, local)
+        if fitted is None:
+            raise
+        if executable.is_identity:
+            return local
+        result = _start(executable, fitted) if async_op else executable.run(fitted)
+        return result.view(local.shape) if squeezed and result.shape == fitted.shape else result
+
+
+def _start(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor:
+    output, pending = executable.start(local)
+    if not pending:
+        return output
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    pickling.wait_before(AsyncCollectiveTensor)
+    return AsyncCollectiveTensor(output)
+
+
+def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor | None:
+    """Cuts a local tensor, or pads it with zeros, to the shape of its layout on this rank. Returns None if it fits.
+
+    A DTensor may hold another shape than its spec says, perhaps on some ranks only; PyTorch makes such tensors itself
+    in the backward of a maximum over all elements. A rank that raised would leave the others waiting, because no rank
+    knows what its peers hold. So every rank goes on with the part that the layout describes, as PyTorch's own gathers
+    do, and logs it.
+    """
+    shape = executable.input_shape
+    if local.dim() != len(shape) or list(local.shape) == shape:
+        return None
+    counters.count_misfit(
+        f"the local tensor has shape {tuple(local.shape)} where the layout has {tuple(shape)} on this rank"
+    )
+    fitted = local.new_zeros(shape)
+    common = tuple(slice(min(have, want)) for have, want in zip(local.shape, shape, strict=True))
+    fitted[common] = local[common]
+    return fitted
+
+
+@torch._disable_dynamo  # which takes process groups for objects without methods
+def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowering:
+    """Returns `lowering` of a group. Raises ValueError if it lacks ranks of the mesh."""
+    groups.check_initialised()
+    world_size = dist.get_world_size(group)
+    last_rank = max(mesh.ranks)
+    if last_rank >= world_size:
+        raise ValueError(
+            f"mesh: {mesh} holds rank {last_rank}, but the process group has {world_size} ranks, 0 to {world_size - 1}"
+        )
+    return lowering(device_type, group)
+
+
+def lowering(device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowering:
+    """Returns the lowering for the group's backend for this type of device."""
+    name = _backend_name(device_type, group)
+    if name is None:
+        raise RuntimeError(
+            f"group: {group if group is not None else dist.group.WORLD} has no backend object for {device_type}, as "
+            "process groups written in Python have none; allowed are groups with a backend such as gloo or nccl"
+        )
+    return _planner.Lowering.of_backend(name, device_type)
+
+
+def wire(device_type: str, group: dist.ProcessGroup | None) -> str:
+    """Returns the type of device from which the group sends tensors of this one: the same, or ``"cpu"``."""
+    return device_type if lowering(device_type, group).is_on_device else "cpu"
+
+
+def communicates_on(device_type: str, group: dist.ProcessGroup | None) -> bool:
+    """Returns whether the group has a backend for this type of device."""
+    return _backend_name(device_type, group) is not None
+
+
+def _backend_name(device_type: str, group: dist.ProcessGroup | None) -> str | None:
+    """Returns None for a group without a backend object; its ranks may be threads that share this module's caches."""
+    groups.check_initialised()
+    carrier = group if group is not None else dist.group.WORLD
+    assert carrier is not None
+    try:
+        return carrier._get_backend(torch.device(device_type)).name().lower()
+    except RuntimeError:
+        return None

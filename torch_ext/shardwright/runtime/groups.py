@@ -1,0 +1,498 @@
+"""Finds or makes the process groups for sets of ranks.
+
+A group is looked for among the groups of its owner, then among those made here for that owner. An owner is a
+DeviceMesh (the groups of its dims, then those of meshes that were flattened from it), a single group, or the default
+group for redistributes that name neither. So two meshes of the same ranks with groups of their own share no group.
+
+Only its members take part in making a group, so ranks that run different programs may redistribute on their own part
+of a mesh. All members must ask at the same point of their programs; preparation.py moves that point to the start.
+Threads with meshes of their own may ask at the same time, in any order (`_name`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .._native import _planner, _runtime
+from ..layouts.layout import Mesh
+
+
+def _nothing() -> None:
+    return None
+
+
+class WeakGroup:
+    """A weak reference to a process group, or to the default group (None).
+
+    Everything that outlives a call refers to groups in this way. A group's threads end with its last reference, which
+    should be gone when `torch.distributed.destroy_process_group` returns.
+    """
+
+    __slots__ = ("_reference", "alive")
+
+    # Returns the group, or None for the default one and for one that was destroyed.
+    alive: Callable[[], dist.ProcessGroup | None]
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._reference = None if group is None else weakref.ref(group)
+        self.alive = _nothing if self._reference is None else self._reference
+
+    def get(self) -> dist.ProcessGroup | None:
+        """Returns the group, or None for the default one. Raises RuntimeError if it was destroyed."""
+        group = self.alive()
+        if group is None and self._reference is not None:
+            raise RuntimeError("group: the process group was destroyed; allowed is one that exists")
+        return group
+
+    def __repr__(self) -> str:  # the same in every process
+        group = self.alive()
+        return f"WeakGroup({None if group is None else group.group_name})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WeakGroup) and self._reference == other._reference
+
+    def __hash__(self) -> int:
+        return hash(self._reference)
+
+
+DEFAULT = WeakGroup(None)
+
+DRY_RUN_BACKEND = "fake"  # torch's name for it; it sends nothing
+
+_POLL_SECONDS = 0.002
+
+
+class Owner(NamedTuple):
+    """The process groups that a DeviceMesh or a single group brings; those made for it belong to it alone."""
+
+    names: tuple[str, ...] = ()  # of the groups of the mesh's dims, or of the single group; empty: the default group
+    flattened: tuple[str, ...] = ()  # names of the groups of meshes that were flattened from the mesh
+    grid: _planner.Mesh | None = None  # the ranks of the mesh; None for a single group
+
+
+_DEFAULT_OWNER = Owner()
+
+# The names of the owner's groups along the mesh dims in which the ranks differ, and the ranks.
+_Members = tuple[tuple[str, ...], tuple[int, ...]]
+
+_made: dict[_Members, WeakGroup] = {}
+_times_made: dict[_Members, int] = {}  # attempts included, so that it is the same on all members
+_locks: dict[_Members, threading.Lock] = {}  # one thread makes a group, others wait for it
+_announced: set[tuple[str, ...]] = set()  # names of meshes that other ranks can look up (`_announce`)
+_watched: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups to which something cached was bound
+_world = DEFAULT
+
+
+# Called when a default process group is gone. Values cached for it may hold meshes, which hold process groups.
+when_gone: list[Callable[[], None]] = []
+
+# Called when any process group is gone to which something cached was bound. What these forget, a rank must be able to
+# make again without the others, because ranks let go of a group at different times.
+when_any_gone: list[Callable[[], None]] = []
+
+
+def _forget() -> None:
+    if _world.alive() is None:  # otherwise the caches already belong to the next default group
+        for forget in when_gone:
+            forget()
+
+
+def _watch(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Makes caches forget what is bound to the group once it is gone, because its name may be used again."""
+    if group not in _watched:
+        _watched.add(group)
+        weakref.finalize(group, _forget_bound)
+    return group
+
+
+def _forget_bound() -> None:
+    for forget in when_any_gone:
+        forget()
+
+
+def weakly(group: dist.ProcessGroup | None) -> WeakGroup:
+    return DEFAULT if group is None else WeakGroup(group)
+
+
+def check_initialised() -> None:
+    """Raises RuntimeError if there is no default process group; forgets groups of an earlier one."""
+    global _world
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "group: torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        )
+    world = dist.group.WORLD
+    if world is not _world.alive():
+        for table in (_made, _times_made, _locks, _announced):
+            table.clear()
+        _world = weakly(world)
+        weakref.finalize(world, _forget)
+
+
+def moves_nothing(group: dist.ProcessGroup | None) -> bool:
+    """Returns whether the group's backend is that of dry runs, which sends nothing."""
+    return dist.get_backend(group) == DRY_RUN_BACKEND
+
+
+def key_of_mesh(mesh: Any) -> str:
+    """Returns what tells apart meshes that compare equal but have other process groups: the names of these groups.
+
+    Keys of caches hold it. It is kept with the mesh, because each redistribute asks for it.
+    """
+    try:
+        key: str = mesh._shardwright_key
+    except AttributeError:
+        key = "\n".join(_own_names(mesh))
+        with contextlib.suppress(AttributeError):  # a compiler's stand-in for a mesh takes no attributes
+            mesh._shardwright_key = key
+    return key
+
+
+def _own_names(mesh: Any) -> tuple[str, ...]:
+    # A mesh may have been made without process groups, and a rank outside of it has none.
+    return tuple(getattr(mesh, "_dim_group_names", ()))
+
+
+def flattened_names(mesh: Any) -> tuple[str, ...]:
+    flattened = list(mesh._get_root_mesh()._flatten_mapping.values())
+    return tuple(name for one in flattened for name in _own_names(one)[:1])
+
+
+def owner_of(device_mesh: Any | None, group: dist.ProcessGroup | None = None) -> Owner:
+    """Returns the owner of the groups of a redistribute: the mesh, if there is one, else the group."""
+    if isinstance(device_mesh, Owner):
+        return device_mesh
+    if device_mesh is not None and (names := _own_names(device_mesh)):
+        owner = Owner(names, flattened_names(device_mesh), Mesh(device_mesh))
+        _announce(owner)
+        return owner
+    return _DEFAULT_OWNER if group is None or group is dist.group.WORLD else Owner((group.group_name,))
+
+
+def owner_of_names(names: Sequence[str], grid: _planner.Mesh) -> Owner:
+    """Returns the owner for an operator in a graph, which has the names of the mesh's groups but not the mesh.
+
+    These are the names along its dims, then those of flattened meshes; none for the default group. Other names, which
+    callers of an operator may give, are those of single groups.
+    """
+    if not names:
+        return _DEFAULT_OWNER
+    along = [_resolved_ranks(name) for name in names[: grid.ndim]]
+    if along != [tuple(grid.group_ranks(dist.get_rank(), [dim])) for dim in range(grid.ndim)]:
+        return Owner(tuple(names))
+    owner = Owner(tuple(names[: grid.ndim]), tuple(names[grid.ndim :]), grid)
+    _announce(owner)
+    return owner
+
+
+def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ...]]:
+    """Returns the sets of mesh dims whose group for this rank exists: the mesh's, a flattened one, or one made here."""
+    rank, owner = dist.get_rank(), owner_of(device_mesh)
+    return [dims for dims in sets_of_large_dims(mesh) if find(mesh.group_ranks(rank, dims), owner) is not None]
+
+
+def names(mesh: Any | None = None) -> tuple[str, ...]:
+    """Returns the names of all process groups that this rank knows, then of those that a mesh may use."""
+    flattened = () if mesh is None else flattened_names(mesh)
+    return (*distributed_c10d._world.pg_names.values(), *flattened)
+
+
+def sets_of_large_dims(mesh: _planner.Mesh) -> list[tuple[int, ...]]:
+    """Returns every set of mesh dims that have more than one rank."""
+    large = [d for d in range(mesh.ndim) if mesh.shape[d] > 1]
+    return [s for n in range(1, len(large) + 1) for s in itertools.combinations(large, n)]
+
+
+def find(ranks: Sequence[int], owner: Owner = _DEFAULT_OWNER) -> dist.ProcessGroup | None:
+    """Returns the process group of exactly these ascending global ranks that belongs to the owner, if there is one."""
+    wanted, owner = tuple(ranks), _covering(owner, ranks)
+    for group in _groups_of(owner):
+        if tuple(dist.get_process_group_ranks(group)) == wanted:
+            return _watch(group)
+    made = _made.get((_names_along(owner, wanted), wanted))
+    group = None if made is None else made.alive()
+    return group if group in distributed_c10d._world.pg_group_ranks else None  # if not, it was destroyed
+
+
+def find_or_make(ranks: Sequence[int], owner: Owner = _DEFAULT_OWNER, may_make: bool = True) -> dist.ProcessGroup:
+    """Like `find`, but makes the group if it is missing: collective among its members.
+
+    If it may not be made, raises RuntimeError.
+    """
+    if (found := find(ranks, owner)) is not None:
+        return found
+    wanted, owner = tuple(ranks), _covering(owner, ranks)
+    check_may_make(wanted, may_make)
+    key = _names_along(owner, wanted), wanted
+    with _locks.setdefault(key, threading.Lock()):
+        if (found := find(ranks, owner)) is None:
+            found = _watch(_make(wanted, _name(owner, wanted)))
+            _made[key] = weakly(found)
+    return found
+
+
+def _covering(owner: Owner, ranks: Sequence[int]) -> Owner:
+    """Returns the owner if the ranks are on its mesh, else the default one: a crossing may span two meshes."""
+    covers = owner.grid is None or set(ranks) <= set(owner.grid.ranks)
+    return owner if covers else _DEFAULT_OWNER
+
+
+def _resolved_ranks(name: str) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(distributed_c10d._resolve_process_group(name)))
+
+
+def _groups_of(owner: Owner) -> Iterator[dist.ProcessGroup]:
+    if not owner.names:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    for name in (*owner.names, *owner.flattened):
+        try:
+            group = distributed_c10d._resolve_process_group(name)
+        except RuntimeError:  # it was destroyed
+            continue
+        if group in distributed_c10d._world.pg_group_ranks:
+            yield group
+
+
+def _dims_between(grid: _planner.Mesh, ranks: Sequence[int]) -> list[int]:
+    """Returns the mesh dims in which the ranks differ."""
+    places = [place for rank in ranks if (place := grid.coordinate(rank)) is not None]
+    return [dim for dim in range(grid.ndim) if len({place[dim] for place in places}) > 1]
+
+
+def _names_along(owner: Owner, ranks: Sequence[int]) -> tuple[str, ...]:
+    if owner.grid is None:
+        return owner.names
+    return tuple(owner.names[dim] for dim in _dims_between(owner.grid, ranks))
+
+
+def _announce(owner: Owner) -> None:
+    """Writes into the store which groups this rank has along the dims of a mesh, for `_name` on other ranks."""
+    if owner.grid is None or owner.names in _announced:
+        return
+    _announced.add(owner.names)
+    grid, rank, store = owner.grid, dist.get_rank(), distributed_c10d._get_default_store()
+    for dim, other in itertools.permutations([d for d in range(grid.ndim) if grid.shape[d] > 1], 2):
+        store.set(_announcement(owner.names[dim], grid, rank, other), owner.names[other])
+
+
+def _announcement(name: str, grid: _planner.Mesh, rank: int, dim: int) -> str:
+    """Returns the key in the store for: the group along `dim` of a rank whose group along another dim is `name`."""
+    return f"shardwright/groups/{name}/{rank}/{_digest(str(grid.group_ranks(rank, [dim])))}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+def _name(owner: Owner, ranks: tuple[int, ...]) -> str:
+    """Returns the name of the group that is to be made: the same on all members, another one for other owners.
+
+    PyTorch would include in the name how many groups this rank has made (2.15) or holds (2.11). Members that have made
+    different groups before, or threads that make groups at the same time, would then wait for each other under
+    different names, forever.
+
+    Ranks know their own groups of a mesh alone. So the name is that of the groups of one rank: of the first one along
+    the dims in which the members differ. The others look it up by going there one dim at a time; each knows the group
+    that it shares with the next rank. A group that is made again after it was destroyed needs a new name, because the
+    store still has the addresses of the first one.
+    """
+    key = _names_along(owner, ranks), ranks
+    times = _times_made[key] = _times_made.get(key, 0) + 1
+    names = list(key[0])
+    if owner.grid is not None and len(names) > 1 and not moves_nothing(None):  # in a dry run there are no other ranks
+        names = _names_of_first(owner.grid, _dims_between(owner.grid, ranks), names)
+    return _digest(f"shardwright {' '.join(names)} {'_'.join(map(str, ranks))} {times}")
+
+
+def _names_of_first(grid: _planner.Mesh, dims: list[int], names: list[str]) -> list[str]:
+    """Returns the names of the groups along `dims` of the rank whose coordinates there are 0, given this rank's."""
+    rank = dist.get_rank()
+    for i, dim in enumerate(dims):
+        place = grid.coordinate(rank)
+        assert place is not None
+        first = next(one for one in grid.group_ranks(rank, [dim]) if (grid.coordinate(one) or place)[dim] == 0)
+        if first != rank:
+            rank, shared = first, names[i]
+            names = [shared if d == dim else _read(_announcement(shared, grid, rank, d), rank) for d in dims]
+    return names
+
+
+def _read(key: str, rank: int) -> str:
+    """Returns what a rank wrote. Polls, because a store's client that waits keeps other threads from using it."""
+    store, timeout = distributed_c10d._get_default_store(), default_timeout() or timedelta(minutes=30)
+    end = time.monotonic() + timeout.total_seconds()
+    while not store.check([key]):
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"group: rank {dist.get_rank()} waited {timeout.total_seconds():g} s for rank {rank} to redistribute "
+                "on their mesh; all ranks that a process group for several mesh dims spans must do so"
+            )
+        time.sleep(_POLL_SECONDS)
+    return bytes(store.get(key)).decode()
+
+
+def _is_capturing() -> bool:
+    """Returns whether a graph is being captured on the current stream of any device that is in use."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # A query would initialise a device that is not in use.
+    if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
+        return False
+    return _runtime.is_capturing(str(accelerator))
+
+
+# For groups that span several jobs (connecting.py): what finds or makes groups of some of their ranks, which new_group
+# cannot do. Called with the ranks, ascending, and whether a group may be made.
+Maker = Callable[[tuple[int, ...], bool], dist.ProcessGroup]
+makers: weakref.WeakKeyDictionary[dist.ProcessGroup, Maker] = weakref.WeakKeyDictionary()
+
+
+def joins_jobs(group: dist.ProcessGroup | None) -> bool:
+    """Whether it is the group of a connection, with ranks of several jobs."""
+    return group is not None and group in makers
+
+
+def ranks_in_meshes(group: dist.ProcessGroup | None) -> list[int]:
+    """The ranks of a group as meshes have them: global ranks, or those in the group where it joins several jobs."""
+    if joins_jobs(group):
+        return list(range(dist.get_world_size(group)))
+    return list(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+
+
+def rank_in_meshes(group: dist.ProcessGroup | None) -> int:
+    """This process's rank as meshes have it."""
+    return dist.get_rank(group) if joins_jobs(group) else dist.get_rank()
+
+
+def check_may_make(ranks: tuple[int, ...], may_make: bool) -> None:
+    """Raises RuntimeError if a missing process group cannot be made now."""
+    if not may_make:
+        raise RuntimeError(
+            f"group: ranks {ranks} have no process group, and none may be made (make_groups=False); allowed are groups "
+            "that exist: shardwright.prepare makes them, for layouts on two meshes with redistributes=[(src, dst)]"
+        )
+    if _is_capturing():
+        raise RuntimeError(
+            f"group: ranks {ranks} have no process group yet, and none can be made while a CUDA graph is captured; "
+            "call shardwright.prepare(mesh) before the capture; for layouts on two meshes, with "
+            "redistributes=[(src, dst)]"
+        )
+
+
+def make_over_store(
+    name: str, store: dist.Store, rank: int, size: int, timeout: timedelta, ranks: Sequence[int] = ()
+) -> dist.ProcessGroup:
+    """Returns a new process group of processes that reach the store, with the default group's backend.
+
+    Collective among its members. The caller adds it to PyTorch's table of ranks. `ranks` are none for processes of
+    several jobs, as for a default group, because they have no ranks in this one.
+    """
+    with _not_split_from_the_default_group() as device:
+        group, _ = distributed_c10d._new_process_group_helper(
+            size,
+            rank,
+            list(ranks),
+            str(dist.get_backend_config()),
+            store,
+            group_name=name,
+            backend_options=_options(),
+            timeout=timeout,
+            device_id=device,
+            group_desc="shardwright",
+        )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _make(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+    store = distributed_c10d._get_default_store()
+    # A store's client that waits for other ranks keeps other threads from using it. Two threads that make groups in
+    # different orders on two ranks would wait forever.
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # a store written in Python need not have this
+        store = store.clone()
+    timeout = default_timeout() or timedelta(minutes=30)
+    group = make_over_store(name, store, ranks.index(dist.get_rank()), len(ranks), timeout, ranks)
+    distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group
+
+
+_unbinding = threading.Lock()
+_unbound: list[torch.device | None] = []  # by thread that makes a group now: the device of the default group
+
+
+@contextlib.contextmanager
+def _not_split_from_the_default_group() -> Iterator[torch.device | None]:
+    """Gives groups made inside the block new communicators. Yields the device that the default group is bound to.
+
+    If the default group is bound to a device, PyTorch would split its communicator (NCCL's default group always is from
+    torch 2.15 on, before that with `device_id=`). All ranks of the default group would have to take part in the split,
+    even with `use_local_synchronization`, so the members alone would wait forever. Several threads may be inside.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    with _unbinding:
+        device = _unbound[0] if _unbound else world.bound_device_id
+        _unbound.append(device)
+        world.bound_device_id = None
+    try:
+        yield device
+    finally:
+        with _unbinding:
+            _unbound.pop()
+            if not _unbound:
+                world.bound_device_id = device
+
+
+def _options() -> Any | None:
+    """Returns the options for groups made here: those of the default NCCL group, but with high-priority streams.
+
+    Messages run on the group's own stream. At normal priority they would wait for the blocks of a product with which
+    they should overlap. Returns None if the default group is not NCCL's.
+    """
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    found = None
+    for backend in _default_backends():
+        while hasattr(backend, "wrapped_pg"):  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+            backend = backend.wrapped_pg
+        options = getattr(backend, "options", None)
+        if nccl is not None and isinstance(options, nccl.Options):
+            found = options
+        elif not isinstance(backend, getattr(dist, "ProcessGroupGloo", ())):
+            return None  # PyTorch passes the options to the backends of all devices, and this one may not accept them
+    if found is None:
+        return None
+    options = copy.deepcopy(found)
+    options.is_high_priority_stream = True
+    options.split_from = None
+    if hasattr(options, "enable_reconfigure"):  # such a group would wait for another call before it communicates
+        options.enable_reconfigure = False
+    return options
+
+
+def _default_backends() -> Iterator[Any]:
+    world = dist.group.WORLD
+    assert world is not None
+    for device in world._device_types:
+        yield world._get_backend(device)
+
+
+def default_timeout() -> timedelta | None:
+    # Without a timeout, new_group uses the backend's 30 minutes, not the timeout given to init_process_group.
+    for backend in _default_backends():
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None

@@ -1,0 +1,352 @@
+"""Moves many tensors together: `redistribute_many`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from .._native import _planner, _runtime
+from ..layouts import argument_values
+from ..planning.batches import BUCKET_BYTES, BUCKETS, Pair, batch_of, checked_layouts
+from . import argument_checks, checking, counters, executables, groups, memory_spans, plain_tensors
+from .batch_agreement import agree
+
+_ITEMS = "a list of (local or None, src, dst)"
+
+
+class ManyHandle:
+    """A `redistribute_many` under way. Every method may be called any number of times.
+
+    On devices with streams, waiting makes the current stream wait; the host goes on.
+    """
+
+    def __init__(self, pending: _runtime.BatchHandle | None, results: list[torch.Tensor], numbers: list[int]) -> None:
+        self._pending = pending
+        self._results = results
+        self._numbers = {item: number for number, item in enumerate(numbers)}
+
+    def wait(self) -> list[torch.Tensor]:
+        """Waits until all tensors have arrived, and returns them."""
+        if self._pending is not None:
+            self._pending.wait()
+        return self._results
+
+    def wait_for_sources(self) -> None:
+        """Waits until the local tensors that were given may be written to."""
+        if self._pending is not None:
+            self._pending.wait_for_sources()
+
+    def wait_for(self, item: int) -> torch.Tensor:
+        """Waits until one tensor has arrived, by its number in the list of items, and returns it."""
+        item = argument_values.integer(item, "item")
+        if not 0 <= item < len(self._results):
+            raise ValueError(f"item: got {item} of {len(self._results)} items; allowed are their numbers, from 0 on")
+        result = self._results[item]
+        if self._pending is not None and (number := self._numbers.get(item)) is not None:
+            self._pending.wait_for_destination(number)
+        return result
+
+    def is_done(self) -> bool:
+        return self._pending is None or self._pending.is_done()
+
+
+def redistribute_many(
+    items: Sequence[tuple[torch.Tensor | None, _planner.Layout, _planner.Layout]],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    buckets: int = BUCKETS,
+    out: Sequence[torch.Tensor | None] | None = None,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    async_op: bool = False,
+) -> list[torch.Tensor] | ManyHandle:
+    """Moves this rank's parts of many tensors from one layout to another, all together.
+
+    All that goes from one rank to another in a round is one message. Rounds are packed, moved and unpacked through
+    `buckets` buffers, so that it takes no more than ``buckets * bucket_bytes`` of memory besides the results.
+
+    All ranks of `group` call, with the same layouts in the same order, also those that are on no mesh. The first call
+    with given layouts compares them; later ones do not.
+
+    Args:
+        items: for each tensor its local part, its layout, and the layout that it gets, on any two meshes of ranks of
+            `group`, with any placements; the second may not be partial. Local parts may have any strides (conjugated
+            and negated views are copied first); on a rank outside the mesh of the source they are None or empty.
+        bucket_bytes: the size of a buffer. What a rank sends and receives in one round fits into it; a tensor that does
+            not is split over rounds.
+        buckets: the number of buffers, which is the number of rounds under way at once.
+        out: the tensors to write the results to, with any strides; they share memory neither with each other nor with
+            local parts. On a rank outside the mesh of a destination its entry may be None.
+        group: the process group whose ranks the meshes name; default, the default group.
+        device: the device of all tensors, for ranks that pass none; default, the only one for which the group has a
+            backend. Such ranks must pass it if there are backends for the CPU and for an accelerator.
+        async_op: return a `ManyHandle` at once. The local parts must not change before its ``wait_for_sources()``.
+
+    Returns:
+        The list of new local parts, or those of `out`: as `redistribute_local` returns them, so an item whose layouts
+        agree gives its own local part. With async_op, a `ManyHandle`, whose ``wait()`` returns that list.
+        Pending reductions are reduced before the rest, each by a redistribute of its own, to the layout that leaves
+        least to move; `plan_many` says how much memory that takes on top.
+
+    Raises:
+        ValueError: an argument is not allowed, or ranks ask for different things. When layouts are first used, all
+            ranks raise, and nothing was sent.
+        RuntimeError: the arguments of another rank are not allowed; torch.distributed is not initialised.
+        torch.distributed.DistBackendError: a transfer failed or timed out.
+    """
+    groups.check_initialised()
+    argument_checks.check_group(group)
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
+    given = _Given(items, out, bucket_bytes, buckets, group, device)
+    # What is found here decides whether ranks communicate. Where arguments are not allowed it is looked up all the
+    # same: the other ranks, who know the layouts, do not compare.
+    key = given.key()
+    kept = _kept_of(group)
+    prepared = given.known(kept, key)
+    if prepared is not None and not checking.is_on():
+        given.check(prepared.dtypes)
+        counters.counts.cache_hits += 1
+    else:
+        full = given.first_check()
+        if given.refusal is not None and not given.is_read and kept:
+            # The others may know their layouts and never compare. An error at once ends their waiting too, with this
+            # rank's connections.
+            raise given.refusal
+        agree(full, given.refusal, given.device, given.has_out, group)
+        assert full is not None
+        prepared = _prepare(given, full, group)
+        while len(kept) >= MAX_KEPT:
+            del kept[next(iter(kept))]
+        kept[key] = prepared
+    return _run(given, prepared, group, async_op)
+
+
+class _Prepared(NamedTuple):
+    executable: _runtime.BatchExecutable | None  # None if nothing moves
+    moved: list[int]  # the items that are in the batch
+    reduced: dict[int, _planner.Layout]  # where an item with pending reductions is reduced to, by item
+    # By item: its dtype, whether this rank is on the mesh of the source, and what it gets. Asking layouts in every call
+    # would take longer than moving tens of thousands of small tensors.
+    dtypes: list[torch.dtype]
+    holds: list[bool]
+    shapes: list[tuple[int, ...]]
+
+
+# Batches that all ranks of a group have compared, by group: the ranks of each drop the same ones, whatever else they do
+# in other groups. Executables do not keep process groups alive.
+MAX_KEPT = 256
+_kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, _Prepared]] = weakref.WeakKeyDictionary()
+groups.when_gone.append(_kept.clear)
+
+
+def _kept_of(group: dist.ProcessGroup | None) -> dict[Hashable, _Prepared]:
+    carrier = group if group is not None else dist.group.WORLD
+    assert carrier is not None
+    return _kept.setdefault(carrier, {})
+
+
+class _Given:
+    """The arguments of a call on this rank, and why they are not allowed, if so."""
+
+    def __init__(
+        self, items: Any, out: Any, bucket_bytes: Any, buckets: Any, group: dist.ProcessGroup | None, device: Any
+    ) -> None:
+        self.rank = dist.get_rank(group)
+        self.out: list[torch.Tensor | None] | None = None
+        self.has_out = out is not None
+        self.locals: list[torch.Tensor | None] = []
+        self.pairs: list[Pair] = []
+        self.is_read = False  # whether it is known what the other ranks compare or know
+        self.bucket_bytes = BUCKET_BYTES
+        self.buckets = BUCKETS
+        self.refusal: Exception | None = None
+        try:
+            self._read(items, out, bucket_bytes, buckets)
+        except ValueError as error:
+            self.refusal = error
+        tensors = (x for x in [*self.locals, *(self.out or [])] if isinstance(x, torch.Tensor))
+        found = next((x.device for x in tensors), None)
+        self.device = found or torch.device("cpu")
+        self.knows_device = True
+        try:
+            if self.pairs or device is not None:
+                self.device = plain_tensors.device_among_many(device, found, group)
+        except ValueError as error:
+            self.refusal = self.refusal or error
+            self.knows_device = found is not None
+
+    def _read(self, items: Any, out: Any, bucket_bytes: Any, buckets: Any) -> None:
+        self.bucket_bytes = argument_values.integer(bucket_bytes, "bucket_bytes")
+        self.buckets = argument_values.integer(buckets, "buckets")
+        triples = checked_layouts(items, "items", _ITEMS, 3)
+        self.pairs = [(src, dst) for _, src, dst in triples]
+        self.is_read = True
+        self.locals = [x.wait() if isinstance(x, AsyncCollectiveTensor) else x for x, _, _ in triples]
+        if out is not None:
+            self.out = argument_values.items(out, "out", "a list of tensors or None, one for each item")
+            if len(self.out) != len(triples):
+                raise ValueError(f"out: got {len(self.out)} tensors for {len(triples)} items; allowed is one for each")
+
+    def check(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Checks the arguments of a call with known layouts; shapes and devices are checked again before they run."""
+        if self.refusal is not None:
+            raise self.refusal
+        allowed = (torch.Tensor, torch.nn.Parameter)
+        grad = torch.is_grad_enabled()
+        tensors: list[Any] = [*zip(self.locals, dtypes, strict=True), *zip(self.out or [], dtypes, strict=False)]
+        plain = (
+            type(x) in allowed and x.dtype is d and not (grad and x.requires_grad) for x, d in tensors if x is not None
+        )
+        as_they_are = forward_ad._current_level < 0 and all(plain)
+        written = (x for x in self.out or [] if x is not None)
+        if not as_they_are or any(x.is_conj() or x.is_neg() or argument_checks.shares_places(x) for x in written):
+            self._check_tensors()
+        if self.out is not None:
+            self._check_memory()
+
+    def first_check(self) -> _planner.Batch | None:
+        """Returns all items, as ranks compare them; or None, with a refusal."""
+        if self.refusal is None:
+            try:
+                self._check_tensors()
+                self._check_memory()
+                self._check_overlaps()
+                return batch_of([_compared(*pair) for pair in self.pairs], self.bucket_bytes, self.buckets)
+            except ValueError as error:
+                self.refusal = error
+        return None
+
+    def _check_tensors(self) -> None:
+        for i, (local, (src, _)) in enumerate(zip(self.locals, self.pairs, strict=True)):
+            self._check_tensor(f"items: local {i}", local, src)
+        for i, (one, (_, dst)) in enumerate(zip(self.out or [], self.pairs, strict=False)):
+            self._check_tensor(f"out: tensor {i}", one, dst)
+            if one is not None:
+                argument_checks.check_written(f"out: tensor {i}", one)
+
+    def _check_memory(self) -> None:
+        """Parts of one buffer may interleave, so only tensors that begin at one address are known to overlap."""
+        begins = {x.data_ptr(): f"local {i}" for i, x in enumerate(self.locals) if x is not None and x.numel() > 0}
+        for i, one in enumerate(self.out or []):
+            if one is None or one.numel() == 0:
+                continue
+            if (other := begins.setdefault(one.data_ptr(), f"out {i}")) != f"out {i}":
+                raise ValueError(f"out: tensor {i} shares memory with {other}; allowed is memory of its own")
+
+    def _check_overlaps(self) -> None:
+        read = {f"local {i}": x for i, x in enumerate(self.locals) if x is not None}
+        written = {f"out: tensor {i}": x for i, x in enumerate(self.out or []) if x is not None}
+        for source, destination, _, _ in memory_spans.shared_memory(read, written, among_written=True):
+            raise ValueError(f"{destination} shares memory with {source}; allowed is memory of its own")
+
+    def _check_tensor(self, name: str, given: torch.Tensor | None, layout: _planner.Layout) -> None:
+        shape = tuple(layout.local_shape(self.rank))
+        if given is None:
+            if layout.mesh.coordinate(self.rank) is not None:
+                raise ValueError(
+                    f"{name} is None on rank {self.rank}; allowed is a tensor of shape {shape}, because the rank is on "
+                    f"the mesh of {layout}"
+                )
+            return
+        argument_checks.check_moved(name, given)
+        if given.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires a gradient; allowed are tensors without, under torch.no_grad() or detached "
+                "(redistribute_local is differentiable)"
+            )
+        on_mesh = layout.mesh.coordinate(self.rank) is not None
+        is_as_said = tuple(given.shape) == shape or (given.numel() == 0 and 0 in shape)
+        if not is_as_said if on_mesh else given.numel() > 0:
+            raise ValueError(f"{name} has shape {tuple(given.shape)} on rank {self.rank}, where {layout} has {shape}")
+        if str(given.dtype) != f"torch.{layout.dtype}":
+            raise ValueError(f"{name} has dtype {given.dtype}, where {layout} has {layout.dtype}")
+        if given.device != self.device:
+            raise ValueError(
+                f"{name} is on {given.device}; allowed is one device for all, and others are on {self.device}"
+            )
+
+    def key(self, device_type: str | None = None) -> Hashable:
+        return tuple(self.pairs), self.bucket_bytes, self.buckets, self.has_out, device_type or self.device.type
+
+    def known(self, kept: dict[Hashable, _Prepared], key: Hashable) -> _Prepared | None:
+        """Returns what was kept of these layouts, on any device where it is not known which one is meant."""
+        if not self.is_read:
+            return None
+        if self.knows_device:
+            return kept.get(key)
+        return next((one for kind in argument_checks.DEVICE_TYPES if (one := kept.get(self.key(kind)))), None)
+
+    def source(self, i: int, prepared: _Prepared) -> torch.Tensor | None:
+        """Returns the local part of an item, or None where this rank holds no elements of it."""
+        local = self.locals[i] if prepared.holds[i] else None
+        if local is None or local.numel():
+            return local
+        shape = self.pairs[i][0].local_shape(self.rank)
+        return local if tuple(local.shape) == tuple(shape) else local.new_empty(shape)
+
+    def destination(self, i: int, prepared: _Prepared) -> torch.Tensor:
+        one = None if self.out is None else self.out[i]
+        if one is None or 0 in prepared.shapes[i]:
+            return torch.empty(prepared.shapes[i], dtype=prepared.dtypes[i], device=self.device)
+        return one
+
+
+def _run(
+    given: _Given, prepared: _Prepared, group: dist.ProcessGroup | None, async_op: bool
+) -> list[torch.Tensor] | ManyHandle:
+    counters.counts.batches += 1
+    counters.counts.batched_tensors += len(prepared.moved)
+    nothing = {dtype: torch.empty(0, dtype=dtype, device=given.device) for dtype in set(prepared.dtypes)}
+    sources = []
+    for i in prepared.moved:
+        source = given.source(i, prepared)
+        source = nothing[prepared.dtypes[i]] if source is None else argument_checks.resolved(source)
+        if (layout := prepared.reduced.get(i)) is not None:
+            source = plain_tensors.redistribute_local(source.detach(), given.pairs[i][0], layout, group=group)
+        sources.append(source.detach() if source.requires_grad else source)
+    destinations = [given.destination(i, prepared) for i in prepared.moved]
+    results = dict(zip(prepared.moved, destinations, strict=True))
+    pending = None
+    if prepared.executable is not None:
+        into = [x.detach() if x.requires_grad else x for x in destinations]
+        torch.autograd.graph.increment_version(into)  # so that autograd knows of what is written
+        if async_op:
+            pending = prepared.executable.start(sources, into)
+        else:
+            prepared.executable.run(sources, into)
+    found = (results.get(i, given.source(i, prepared)) for i in range(len(given.pairs)))
+    tensors = [nothing[d].clone() if x is None else x for x, d in zip(found, prepared.dtypes, strict=True)]
+    if given.out is not None:
+        tensors = [mine if mine is not None else tensor for mine, tensor in zip(given.out, tensors, strict=True)]
+    return ManyHandle(pending, tensors, prepared.moved) if async_op else tensors
+
+
+def _prepare(given: _Given, full: _planner.Batch, group: dist.ProcessGroup | None) -> _Prepared:
+    """Plans and binds what this rank does. Every rank of the group comes here together."""
+    moved = [i for i, (src, dst) in enumerate(given.pairs) if given.out is not None or src != dst]
+    dtypes = [getattr(torch, src.dtype) for src, _ in given.pairs]
+    holds = [src.mesh.coordinate(given.rank) is not None for src, _ in given.pairs]
+    shapes = [dst.local_shape(given.rank) for _, dst in given.pairs]
+    if not moved:
+        return _Prepared(None, moved, {}, dtypes, holds, shapes)
+    batch = full
+    if len(moved) < len(given.pairs):
+        batch = batch_of([given.pairs[i] for i in moved], given.bucket_bytes, given.buckets)
+    executable = executables.bind_batch(batch, given.device.type, group)
+    reduced = {moved[number]: layout for number, layout in batch.reductions().items()}
+    counters.counts.plans += 1
+    return _Prepared(executable, moved, reduced, dtypes, holds, shapes)
+
+
+def _compared(src: _planner.Layout, dst: _planner.Layout) -> Pair:
+    """Returns the layouts as ranks compare them. Where nothing moves, reductions may stay pending."""
+    if src == dst and src.has_pending:
+        return src.without_pending(), src.without_pending()
+    return src, dst

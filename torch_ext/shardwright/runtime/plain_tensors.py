@@ -1,0 +1,271 @@
+"""Redistributes plain tensors between given layouts: `redistribute_local`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._native import _planner, _runtime
+from .._planner import gradient_layout
+from ..planning import check_layout
+from . import argument_checks, checking, executables, groups
+
+
+def redistribute_local(
+    local: torch.Tensor | None,
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    *,
+    out: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+    async_op: bool = False,
+) -> torch.Tensor:
+    """Moves this rank's part of a tensor from one layout to another, without DTensor.
+
+    Args:
+        local: this rank's part in `src`: shape ``src.local_shape(rank)``, any strides. It is not changed. A rank
+            outside the mesh of `src` has an empty tensor on the device of the others' tensors, or None, which means
+            an empty one on the device of `device_mesh`, else on the device for which the group has a backend.
+        src, dst: layouts on one mesh or on two. The meshes' ranks are global ranks, or ranks of `group` if one is
+            given. All ranks of both meshes call.
+        out: the tensor to write the result to: contiguous, of the result's shape and dtype. Not with gradients or
+            async_op.
+        group: the process group that contains the mesh; default, the default group.
+        device_mesh: a DeviceMesh over the same ranks whose process groups may be used.
+        async_op: return once the first transfer has started; the result waits for the rest on first use.
+
+    Returns:
+        A new tensor of shape ``dst.local_shape(rank)``, or `local` itself if the layouts agree; `out` if it is given.
+        On a rank outside both meshes, `local` itself, and outside the mesh of `dst` alone an empty tensor of shape
+        ``(0,)``, as in DTensor. The result is differentiable if the pending reductions are sums or averages: the
+        gradient moves back from `dst` to `src`, with R in place of P, as in DTensor. With gradients, ranks outside the
+        mesh of `src` pass an empty tensor that requires them too, and all ranks of both meshes call backward.
+
+    Raises:
+        ValueError: `local` contradicts `src`, or `out` contradicts `dst`; `local` is None, without `device_mesh`, where
+            the group has backends for CPU and for an accelerator; `local` is nested, sparse or on a device other than
+            CPU and CUDA; the layouts contradict each other; an argument has the wrong type.
+        RuntimeError: torch.distributed is not initialised.
+        torch.distributed.DistBackendError: a transfer failed or timed out; the message names rank, plan, step and
+            group.
+    """
+    if local is None or out is not None:
+        return _redistribute_rarely(local, src, dst, out, group, device_mesh, async_op)
+    key: Any = None
+    try:
+        of_mesh = None if device_mesh is None else (device_mesh, groups.key_of_mesh(device_mesh))
+        key = (src, dst, None if group is None else groups.weakly(group), of_mesh)
+        known = _known.get(key) if isinstance(src, _planner.Layout) and isinstance(dst, _planner.Layout) else None
+    except (AttributeError, TypeError):  # an argument of the wrong type, which the checks below report
+        known = None
+    if known is not None and known.answers(local):
+        return executables.run_again(known.executable, local, async_op)
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    argument_checks.check_moved("local", local)
+    rank = _checked_rank(src, dst, group, device_mesh)
+    if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
+        return local
+    if not checking.is_on():  # the debug mode reports a wrong input on all ranks instead
+        _check_input(local, src, rank)
+    if local.requires_grad and torch.is_grad_enabled():
+        result: torch.Tensor = _RedistributeLocal.apply(local, src, dst, group, device_mesh, async_op)  # type: ignore[no-untyped-call]
+        return result
+    executable = _executable(local, src, dst, group, device_mesh)
+    output = executables.run(executable, local, async_op)
+    _known.put(key, _Known(executable, local))
+    return output
+
+
+def redistribute_part(
+    local: torch.Tensor,
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    device_mesh: DeviceMesh,
+    async_op: bool,
+    make_groups: bool,
+) -> torch.Tensor:
+    """Redistributes this rank's part of a DTensor, without gradients. Without `make_groups`, groups must exist.
+
+    A part that contradicts its layout is cut or padded, as `executables.run` does, instead of an error on one rank.
+    """
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    rank = dist.get_rank()
+    if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
+        return local
+    return executables.run(_executable(local, src, dst, None, device_mesh, make_groups), local, async_op)
+
+
+def _redistribute_rarely(
+    local: torch.Tensor | None,
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    out: torch.Tensor | None,
+    group: dist.ProcessGroup | None,
+    device_mesh: DeviceMesh | None,
+    async_op: bool,
+) -> torch.Tensor:
+    """Runs `redistribute_local` without a local tensor, or into a given one."""
+    rank = _checked_rank(src, dst, group, device_mesh)
+    if local is None:
+        if src.mesh.coordinate(rank) is not None and not checking.is_on():
+            raise ValueError(
+                f"local: got None on rank {rank}; allowed is a tensor of shape {tuple(src.local_shape(rank))}, because "
+                f"the rank is on the mesh of {src}"
+            )
+        local = torch.empty(0, dtype=getattr(torch, src.dtype), device=device_of(group, device_mesh))
+    if out is None:
+        return redistribute_local(local, src, dst, group=group, device_mesh=device_mesh, async_op=async_op)
+    argument_checks.check_moved("local", local)
+    argument_checks.check_moved("out", out)
+    if async_op or ((local.requires_grad or out.requires_grad) and torch.is_grad_enabled()):
+        raise ValueError("out: got a tensor with gradients or async_op=True; allowed is out= without either")
+    if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
+        return out
+    if not checking.is_on():
+        _check_input(local, src, rank)
+    executables.run(_executable(local, src, dst, group, device_mesh), local, False, out)
+    torch.autograd.graph.increment_version(out)  # so that autograd knows of what is written
+    return out
+
+
+def _checked_rank(
+    src: _planner.Layout, dst: _planner.Layout, group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
+) -> int:
+    """Checks the arguments that say how a tensor moves. Returns this rank in the group."""
+    check_layout("src", src)
+    check_layout("dst", dst)
+    argument_checks.check_group(group)
+    argument_checks.check_device_mesh("device_mesh", device_mesh)
+    groups.check_initialised()
+    return dist.get_rank(group)
+
+
+def device_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> torch.device:
+    """Returns the device that None stands for on a rank without a local tensor."""
+    if device_mesh is not None:
+        return torch.device(device_mesh.device_type)
+    first, *others = _devices(group)
+    if others:
+        raise ValueError(
+            f"local: got None on rank {dist.get_rank(group)}, and the group communicates on {first} and on "
+            f"{others[0]}; allowed is an empty tensor on the device of the other ranks' tensors, or device_mesh="
+        )
+    return first
+
+
+def device_among_many(given: Any, found: torch.device | None, group: dist.ProcessGroup | None) -> torch.device:
+    """Returns the device of a rank whose tensors are on `found` (None: it passes none) and that passes device=`given`.
+
+    Raises ValueError, also where it cannot be known. The caller must tell the other ranks, who may know theirs.
+    """
+    asked = None if given is None else argument_checks.device_of("device", given)
+    if asked is not None and found is not None and asked.type != found.type:
+        raise ValueError(f"device: got {asked}, and there are tensors on {found}")
+    if (known := found or asked) is not None:
+        return known
+    first, *others = _devices(group)
+    if others:
+        raise ValueError(
+            f"device: got None on rank {dist.get_rank(group)}, which passes no tensors, and the group communicates on "
+            f"{first} and on {others[0]}; allowed is the device of the other ranks' tensors"
+        )
+    return first
+
+
+def _devices(group: dist.ProcessGroup | None) -> list[torch.device]:
+    """Returns the devices of tensors that the group may move: CPU, accelerator or both."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    cpu = torch.device("cpu")
+    if accelerator is None or not executables.communicates_on(accelerator.type, group):
+        return [cpu]
+    return [cpu, accelerator] if executables.communicates_on("cpu", group) else [accelerator]
+
+
+def _check_input(local: torch.Tensor, src: _planner.Layout, rank: int) -> None:
+    if tuple(local.shape) != tuple(src.local_shape(rank)):
+        raise ValueError(
+            f"local: has shape {tuple(local.shape)} on rank {rank}, where {src} has {tuple(src.local_shape(rank))}"
+        )
+    if str(local.dtype) != f"torch.{src.dtype}":
+        raise ValueError(f"local: has dtype {local.dtype}, where {src} has {src.dtype}")
+
+
+class _Known:
+    """An executable that a call has used successfully, and the inputs for which later calls may use it."""
+
+    __slots__ = ("device", "dtype", "executable", "shape")
+
+    def __init__(self, executable: _runtime.Executable, local: torch.Tensor) -> None:
+        self.executable = executable
+        self.shape = local.shape
+        self.dtype = local.dtype
+        self.device = local.device
+
+    def answers(self, local: torch.Tensor) -> bool:
+        return (
+            type(local) is torch.Tensor
+            and local.dtype is self.dtype
+            and local.layout is torch.strided
+            and not local.is_nested  # nested tensors have no shape
+            and local.shape == self.shape
+            and local.device == self.device
+            and not (local.requires_grad and torch.is_grad_enabled())
+            and forward_ad._current_level < 0
+        )
+
+
+_known: executables.Kept[_Known] = executables.Kept(is_local=True)
+
+
+def _executable(
+    local: torch.Tensor,
+    src: _planner.Layout,
+    dst: _planner.Layout,
+    group: dist.ProcessGroup | None,
+    device_mesh: DeviceMesh | None,
+    make_groups: bool = True,
+) -> _runtime.Executable:
+    device_type = local.device.type
+
+    def build() -> _runtime.Executable:
+        existing = None if make_groups else device_mesh
+        plan = executables.make_plan(src, dst, device_type, group, existing)
+        return executables.bind(plan, device_mesh=device_mesh, group=group, make_groups=make_groups)
+
+    of_mesh = None if device_mesh is None else groups.key_of_mesh(device_mesh)
+    # Plans that use existing groups depend on which there are.
+    existing_groups = make_groups or groups.names(device_mesh)
+    key = (src, dst, device_type, groups.weakly(group), device_mesh, of_mesh, existing_groups)
+    executable = executables.lookup(key, build)
+    assert isinstance(executable, _runtime.Executable)
+    return executable
+
+
+class _RedistributeLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        local: torch.Tensor,
+        src: _planner.Layout,
+        dst: _planner.Layout,
+        group: dist.ProcessGroup | None,
+        device_mesh: DeviceMesh | None,
+        async_op: bool,
+    ) -> torch.Tensor:
+        ctx.way_back = (gradient_layout(dst, "dst"), gradient_layout(src, "src"), groups.weakly(group), device_mesh)
+        output = executables.run(_executable(local, src, dst, group, device_mesh), local, async_op)
+        return output.view_as(output) if output is local else output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        src, dst, group, device_mesh = ctx.way_back
+        gradient = redistribute_local(gradients[0], src, dst, group=group.get(), device_mesh=device_mesh)
+        return gradient, None, None, None, None, None

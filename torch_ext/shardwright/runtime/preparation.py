@@ -1,0 +1,145 @@
+"""Makes process groups at the start of a job, instead of at their first use: `prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .._native import _planner, _runtime
+from .._planner import gradient_layout, has_gradient
+from ..layouts import argument_values
+from ..layouts.layout import Mesh
+from ..planning import check_layout
+from . import argument_checks, executables, groups
+
+
+def prepare(
+    mesh: Any,
+    mesh_dims: Iterable[Sequence[int | str]] | None = None,
+    *,
+    redistributes: Iterable[tuple[_planner.Layout, _planner.Layout]] | None = None,
+    device_type: str | None = None,
+    peer_arena_bytes: int | None = None,
+    peer_min_bytes: int = 1 << 20,
+) -> None:
+    """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use, and connects
+    their ranks: on a device, the first operation of a group would make its communicator, which a CUDA graph cannot.
+
+    The groups of a ``DeviceMesh`` belong to it: redistributes on other meshes, or without a mesh, do not use them.
+
+    All ranks of the mesh must call this at the same point, with the same arguments; if `redistributes` lead to other
+    meshes, all ranks of those too.
+
+    A plan may span any set of mesh dims, and for every set there are layouts that need it. So by default all groups are
+    made: 2^n - 1 sets for n mesh dims larger than 1. On NCCL each is a communicator, with buffers on the device.
+
+    Args:
+        mesh: a torch ``DeviceMesh`` or a `Mesh`.
+        mesh_dims: sets of mesh dims, by name or index, each the span of one group, e.g. ``[("dp", "tp")]``. Default:
+            every set of mesh dims, or none if `redistributes` are given.
+        redistributes: pairs of layouts, source and destination, of which one or both are on this mesh. Only the groups
+            that their plans and those of their gradients need are made.
+        device_type: the device type of the tensors; the groups are connected on its current device. Default: the
+            DeviceMesh's; else the accelerator's if the default group has a backend for it; else ``"cpu"``.
+        peer_arena_bytes: the memory, on each device and for each of these groups, through which their gathers and
+            messages then go as copies between peers. All ranks of a group must see each other's memory, as within an
+            NVLink domain. Experimental: it has not run on GPUs. Default: none; process groups carry all transfers.
+        peer_min_bytes: messages, and parts of gathers, of fewer bytes are left to the process group.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, or a group is missing or not connected while a CUDA graph
+            is captured.
+        ValueError: the mesh has no such dim; `redistributes` are not pairs of layouts, or neither of two is on `mesh`;
+            the device type is neither CPU nor CUDA; an arena is on CPU, too small for the number of ranks, or has other
+            settings than the group's arena has.
+    """
+    groups.check_initialised()
+    device_mesh = mesh if argument_values.is_device_mesh(mesh) else None
+    grid = mesh if isinstance(mesh, _planner.Mesh) else Mesh(mesh)
+    pairs = _pairs_of_layouts(grid, redistributes)
+    if device_type is not None:
+        device_type = argument_checks.device_of("device_type", device_type).type
+    kind = device_type or (device_mesh.device_type if device_mesh is not None else _default_device_type())
+    arena = None
+    if peer_arena_bytes is not None:
+        if kind == "cpu":
+            raise ValueError("peer_arena_bytes: tensors are on CPU; allowed are devices that see each other's memory")
+        arena = (
+            argument_values.integer(peer_arena_bytes, "peer_arena_bytes"),
+            argument_values.integer(peer_min_bytes, "peer_min_bytes"),
+        )
+    if mesh_dims is None:
+        chosen = groups.sets_of_large_dims(grid) if redistributes is None else []
+    else:
+        sets = argument_values.items(mesh_dims, "mesh_dims", "a list of sets of mesh dims, such as [('dp', 'tp')]")
+        chosen = [
+            tuple(sorted(set(argument_values.mesh_dim_indices(grid.dim_names, dims, "mesh_dims")))) for dims in sets
+        ]
+    rank = dist.get_rank()
+    made = []
+    for dims in chosen if grid.coordinate(rank) is not None else []:
+        ranks = grid.group_ranks(rank, list(dims))
+        if len(ranks) > 1:
+            made.append(groups.find_or_make(ranks, groups.owner_of(device_mesh)).group_name)
+    for src, dst in pairs:
+        if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
+            continue
+        made += executables.bind(executables.make_plan(src, dst, kind), device_mesh=device_mesh).group_names
+    _connect(dict.fromkeys(made), kind)
+    if arena is not None:
+        _make_arenas(dict.fromkeys(made), kind, *arena)
+
+
+def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_planner.Layout, _planner.Layout]]:
+    """Returns source and destination of each redistribute, followed by those of its gradient if it has one."""
+    if redistributes is None:
+        return []
+    allowed = "a list of pairs of layouts, such as [(src, dst)]"
+    pairs = []
+    for given in argument_values.items(redistributes, "redistributes", allowed):
+        pair = argument_values.items(given, "redistributes", allowed)
+        if len(pair) != 2:
+            raise ValueError(f"redistributes: got {len(pair)} layouts for one redistribute; allowed is {allowed}")
+        src, dst = pair
+        for layout in pair:
+            check_layout("redistributes", layout)
+        if not (src.mesh.has_same_ranks(grid) or dst.mesh.has_same_ranks(grid)):
+            raise ValueError(f"redistributes: {src} -> {dst}; allowed are pairs of which one or both are on {grid}")
+        pairs.append((src, dst))
+        if has_gradient(src) and has_gradient(dst):
+            pairs.append((gradient_layout(dst, "redistributes"), gradient_layout(src, "redistributes")))
+    return pairs
+
+
+def _default_device_type() -> str:
+    world = dist.group.WORLD
+    assert world is not None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    has_backend = accelerator is not None and accelerator.type in {device.type for device in world._device_types}
+    return accelerator.type if accelerator is not None and has_backend else "cpu"
+
+
+def _current_device(device_type: str) -> str:
+    return device_type if device_type == "cpu" else f"{device_type}:{torch.accelerator.current_device_index()}"
+
+
+def _connect(names: Iterable[str], device_type: str) -> None:
+    """Makes the communicators of groups on the current device. Collective among the members of each."""
+    for name in names:
+        group = distributed_c10d._resolve_process_group(name)
+        types = {device.type for device in group._device_types} - {"cpu"}
+        backend = group._get_backend(torch.device(device_type)).name().lower() if device_type in types else None
+        if backend not in (None, groups.DRY_RUN_BACKEND, "gloo"):  # Gloo sends from memory of the host
+            _runtime.connect_group(name, _current_device(device_type))
+
+
+def _make_arenas(names: Iterable[str], device_type: str, arena_bytes: int, min_bytes: int) -> None:
+    """Memory on the current device that the ranks of each group copy from. Collective among the members of each."""
+    names = list(names)
+    _runtime.drain(names)
+    for name in names:
+        _runtime.use_peer_copies(name, _current_device(device_type), arena_bytes, min_bytes)

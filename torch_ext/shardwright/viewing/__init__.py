@@ -1,1 +1,0 @@
-"""Views of sharded tensors that move nothing."""

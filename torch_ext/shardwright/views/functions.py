@@ -1,0 +1,210 @@
+"""Views of sharded tensors that move nothing: `view`, `flatten`, `unflatten`, `squeeze`, `unsqueeze`, `permute`,
+`transpose`.
+
+Each takes a DTensor, or this rank's part of a tensor and the `Layout` that says what the parts are. See docs/views.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .._native import _planner
+from ..layouts import argument_values
+from ..planning import check_layout
+
+if "torch" in sys.modules:
+    from . import constants as constants
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+_Shapes = Callable[[tuple[int, ...]], Sequence[int]]
+
+
+def view(
+    x: torch.Tensor,
+    shape: Sequence[int],
+    layout: _planner.Layout | None = None,
+    *,
+    redistribute: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """``x.reshape(shape)`` in which every rank keeps its elements, in their order.
+
+    Differentiable any number of times. The gradient takes the way back; where it comes in a layout that has no view,
+    it is redistributed first. The result may share its memory with `x`, as ``reshape`` does. Of DTensors, autograd
+    cannot follow writes in place to one of the two into the other: where a gradient would be wrong, it raises.
+
+    Args:
+        x: a DTensor; or with `layout` this rank's part, of shape ``layout.local_shape(rank)``.
+        shape: of the whole tensor; one size may be -1.
+        layout: what the parts are, if `x` is one. All ranks pass the same.
+        redistribute: where something has to move, move it in the way that is predicted to be cheapest, instead of
+            raising; a DTensor then stays on its mesh. All ranks of the mesh call.
+        group: the process group of the layout's mesh, as in `redistribute_local`; only with `layout`.
+
+    Returns:
+        A DTensor, or with `layout` this rank's part of the result and its layout. Where only a mesh with a dim split
+        has the result, as for 64 over 8 seen as (4, 16), the DTensor lies on one, of the same ranks: on the dims that
+        its mesh was flattened from, or on a new mesh, for which all ranks call.
+
+    Raises:
+        ValueError: something has to move; the text says why, and names the cheapest redistribute with its cost. Or the
+            sizes do not fit, or `x` contradicts `layout`.
+    """
+    return _viewed(x, lambda _: shape, layout, redistribute, group)
+
+
+def flatten(
+    x: torch.Tensor,
+    start_dim: int = 0,
+    end_dim: int = -1,
+    layout: _planner.Layout | None = None,
+    *,
+    redistribute: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """``x.flatten(start_dim, end_dim)``; see `view`."""
+
+    def shape_of(shape: tuple[int, ...]) -> Sequence[int]:
+        first = argument_values.dim(start_dim, "start_dim", len(shape))
+        last = argument_values.dim(end_dim, "end_dim", len(shape))
+        if first > last:
+            raise ValueError(f"start_dim, end_dim: got {start_dim} and {end_dim}; allowed is no end before the start")
+        size = 1
+        for one in shape[first : last + 1]:
+            size *= one
+        return (*shape[:first], size, *shape[last + 1 :])
+
+    return _viewed(x, shape_of, layout, redistribute, group)
+
+
+def unflatten(
+    x: torch.Tensor,
+    dim: int,
+    sizes: Sequence[int],
+    layout: _planner.Layout | None = None,
+    *,
+    redistribute: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """``x.unflatten(dim, sizes)``; see `view`. One size may be -1."""
+
+    inner = argument_values.items(sizes, "sizes", "a list of sizes")
+
+    def shape_of(shape: tuple[int, ...]) -> Sequence[int]:
+        at = argument_values.dim(dim, "dim", len(shape))
+        return (*shape[:at], *inner, *shape[at + 1 :])
+
+    return _viewed(x, shape_of, layout, redistribute, group)
+
+
+def squeeze(
+    x: torch.Tensor,
+    dim: int,
+    layout: _planner.Layout | None = None,
+    *,
+    redistribute: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """``x.squeeze(dim)`` of a dim of one element; see `view`."""
+
+    def shape_of(shape: tuple[int, ...]) -> Sequence[int]:
+        at = argument_values.dim(dim, "dim", len(shape))
+        if shape[at] != 1:
+            raise ValueError(f"dim: {dim} has {shape[at]} elements; allowed are dims of one")
+        return (*shape[:at], *shape[at + 1 :])
+
+    return _viewed(x, shape_of, layout, redistribute, group)
+
+
+def unsqueeze(
+    x: torch.Tensor,
+    dim: int,
+    layout: _planner.Layout | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """``x.unsqueeze(dim)``; see `view`. Nothing ever has to move."""
+
+    def shape_of(shape: tuple[int, ...]) -> Sequence[int]:
+        at = argument_values.dim(dim, "dim", len(shape) + 1)
+        return (*shape[:at], 1, *shape[at:])
+
+    return _viewed(x, shape_of, layout, False, group)
+
+
+def permute(
+    x: torch.Tensor,
+    dims: Sequence[int],
+    layout: _planner.Layout | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """``x.permute(dims)``: every rank permutes its part. Nothing ever has to move; see `view` for what it takes.
+
+    Raises:
+        ValueError: `dims` is no permutation, or `layout` sees some of the dims that move as one.
+    """
+    dims = [argument_values.integer(dim, "dims") for dim in argument_values.items(dims, "dims", "a list of dims")]
+    if layout is None:
+        _check_no_group(group)
+        return _doing().permuted(x, dims)
+    check_layout("layout", layout)
+    return _doing().permuted_part(x, dims, layout, group)
+
+
+def transpose(
+    x: torch.Tensor,
+    dim0: int,
+    dim1: int,
+    layout: _planner.Layout | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """``x.transpose(dim0, dim1)`` of a sharded tensor, as `permute`."""
+    ndim = x.ndim if layout is None else len(_doing().shape_of(layout))
+    a, b = argument_values.dim(dim0, "dim0", ndim), argument_values.dim(dim1, "dim1", ndim)
+    dims = list(range(ndim))
+    dims[a], dims[b] = b, a
+    return permute(x, dims, layout, group=group)
+
+
+def _check_no_group(group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        raise ValueError("group: got one without a layout; a DTensor brings its mesh, so leave it out")
+
+
+def _viewed(
+    x: torch.Tensor,
+    shape_of: _Shapes,
+    layout: _planner.Layout | None,
+    redistribute: bool,
+    group: dist.ProcessGroup | None,
+) -> Any:
+    doing = _doing()
+    if layout is None:
+        _check_no_group(group)
+        return doing.viewed(x, shape_of(tuple(x.shape)), redistribute)
+    check_layout("layout", layout)
+    return doing.viewed_part(x, shape_of(doing.shape_of(layout)), layout, redistribute, group)
+
+
+def _doing() -> Any:
+    """Returns the module that does it, here or in code that is being compiled. Both import torch."""
+    import torch
+
+    if torch.compiler.is_dynamo_compiling():
+        from . import graphs
+
+        return graphs
+    if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        from . import graphs
+
+        return graphs.outside
+    from . import parts
+
+    return parts

@@ -1,0 +1,138 @@
+"""Views in code that is compiled.
+
+A view of a DTensor is one node of Dynamo's graph, and what it does to parts is traced by AOTAutograd. For plain parts
+everything that depends on layouts is found while the graph is made, and the graph gets a reshape of the part, after
+`torch.ops.shardwright.redistribute` where something has to move.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from .._native import _planner
+from ..dtensor import guards
+from ..runtime import executables
+from . import parts
+
+# Of DTensors.
+viewed = torch._dynamo.allow_in_graph(parts.viewed)
+permuted = torch._dynamo.allow_in_graph(parts.permuted)
+
+
+# Compilers that gave up on a caller try to compile each function it calls. These are not to be compiled.
+outside = types.SimpleNamespace(
+    shape_of=parts.shape_of,
+    **{
+        function.__name__: torch._dynamo.disable(function)
+        for function in (parts.viewed, parts.permuted, parts.viewed_part, parts.permuted_part)
+    },
+)
+
+
+class _Layouts:
+    """The layouts of results, each an attribute: compilers can guard and return what has a place."""
+
+
+_layouts = _Layouts()
+_places: dict[_planner.Layout, str] = {}
+_numbers = itertools.count()
+
+
+def _place_of(layout: _planner.Layout) -> str:
+    """Returns the attribute of a layout. The ones asked for longest ago are dropped: graphs that return them are then
+    made again."""
+    place = _places.pop(layout, None) or f"layout_{next(_numbers)}"
+    _places[layout] = place
+    setattr(_layouts, place, layout)
+    while len(_places) > executables.MAX_EXECUTABLES:
+        delattr(_layouts, _places.pop(next(iter(_places))))
+    return place
+
+
+@torch._dynamo.assume_constant_result
+def shape_of(layout: _planner.Layout) -> tuple[int, ...]:
+    return tuple(layout.shape)
+
+
+def viewed_part(
+    part: torch.Tensor,
+    shape: Sequence[int],
+    layout: _planner.Layout,
+    redistribute: bool,
+    group: dist.ProcessGroup | None,
+) -> tuple[torch.Tensor, _planner.Layout]:
+    found = _view(_integers(part.shape), part.device.type, _integers(shape), layout, redistribute, group)
+    wrong, move, local_shape, place = found
+    if wrong is not None:
+        raise ValueError(wrong)
+    if move is not None:
+        part = torch.ops.shardwright.redistribute(part, *move)
+    return part.reshape(local_shape), getattr(_layouts, place)
+
+
+def permuted_part(
+    part: torch.Tensor, dims: Sequence[int], layout: _planner.Layout, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, _planner.Layout]:
+    wrong, order, place = _permutation(_integers(part.shape), _integers(dims), layout, group)
+    if wrong is not None:
+        raise ValueError(wrong)
+    return part.permute(order), getattr(_layouts, place)
+
+
+def _integers(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Returns sizes as numbers: graphs are made for these."""
+    return tuple([operator.index(size) for size in sizes])
+
+
+_MOVE = ("plan", "groups", "rank", "backward_plan", "backward_groups")  # arguments of the redistribute
+
+
+@torch._dynamo.assume_constant_result
+def _view(
+    local_shape: tuple[int, ...],
+    device_type: str,
+    shape: tuple[int, ...],
+    layout: _planner.Layout,
+    redistribute: bool,
+    group: dist.ProcessGroup | None,
+) -> tuple[str | None, tuple[Any, ...] | None, tuple[int, ...], str]:
+    """Returns what is wrong or None, the arguments of the redistribute or None, the part's shape, and its layout's
+    place."""
+    from ..graph import operators
+
+    guards.mark()
+    with unset_fake_temporarily():
+        try:
+            rank = parts.checked_rank(local_shape, layout, group)
+            seen, dst = parts.view_of_part(shape, layout, redistribute, device_type, group)
+            move = None
+            if dst is not None and layout.mesh.coordinate(rank) is not None:
+                made: Any = operators.operator(layout, dst, device_type=device_type, group=group)
+                given = [made.keywords[name] for name in _MOVE]
+                move = tuple(tuple(one) if isinstance(one, list) else one for one in given)
+        except ValueError as error:
+            return str(error), None, (), ""
+    return None, move, tuple(seen.local_shape(rank)), _place_of(seen)
+
+
+@torch._dynamo.assume_constant_result
+def _permutation(
+    local_shape: tuple[int, ...],
+    dims: tuple[int, ...],
+    layout: _planner.Layout,
+    group: dist.ProcessGroup | None,
+) -> tuple[str | None, tuple[int, ...], str]:
+    try:
+        rank = parts.checked_rank(local_shape, layout, group)
+        order, turned = parts.permutation_of_part(dims, layout, rank)
+    except ValueError as error:
+        return str(error), (), ""
+    return None, order, _place_of(turned)

@@ -1,0 +1,73 @@
+"""DeviceMeshes in which a mesh dim of another one is split.
+
+A view may need one: 64 over 8 ranks, seen as (4, 16), is [Shard(0), Shard(1)] on 4 x 2 of the same ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._native import _planner
+from ..runtime import executables, groups
+
+
+def may_be_split(whole: DeviceMesh) -> bool:
+    """Whether PyTorch's collectives on a mesh made of its ranks have these in order.
+
+    The groups that `split` makes have ascending ranks. PyTorch keeps other orders only in groups of its own making.
+    """
+    ranks = whole.mesh.flatten().tolist()
+    return not getattr(whole, "_preserve_rank_order", False) or ranks == sorted(ranks)
+
+
+def split(whole: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
+    """Returns the DeviceMesh of `fine`, whose ranks are those of `whole` in the same order.
+
+    If `whole` was flattened from a mesh with such dims, these are the result. Otherwise one is made, with the names of
+    `fine`, of process groups that exist or that their members make here. All ranks of `whole` call.
+    """
+    return _split(whole, groups.key_of_mesh(whole), whole._get_root_mesh(), fine)
+
+
+@executables.kept
+def _split(whole: DeviceMesh, _: Hashable, root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
+    found = None if root is whole else _among_dims(root, fine)
+    if found is not None:
+        return found
+    ranks = torch.tensor(fine.ranks, dtype=torch.int, device="cpu").view(fine.shape)
+    rank = dist.get_rank()
+    if fine.coordinate(rank) is None:
+        return DeviceMesh(whole.device_type, ranks, mesh_dim_names=tuple(fine.dim_names), _init_backend=False)
+    groups.check_initialised()
+    owner = groups.owner_of(whole)
+    along = [groups.find_or_make(fine.group_ranks(rank, (dim,)), owner) for dim in range(fine.ndim)]
+    return DeviceMesh.from_group(along, whole.device_type, ranks, mesh_dim_names=tuple(fine.dim_names))
+
+
+def sources(whole: DeviceMesh, fine: _planner.Mesh) -> list[int]:
+    """Returns for each dim of `fine` the dim of `whole` that it is, or is a part of."""
+    found: list[int] = []
+    for mesh_dim, size in enumerate(whole.shape):
+        covered = fine.shape[len(found)]
+        found.append(mesh_dim)
+        while covered < size:
+            covered *= fine.shape[len(found)]
+            found.append(mesh_dim)
+    return found
+
+
+def _among_dims(root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh | None:
+    names, sizes = root.mesh_dim_names, list(fine.shape)
+    if names is None:
+        return None
+    for begin in range(root.ndim - len(sizes) + 1):
+        end = begin + len(sizes)
+        if list(root.shape[begin:end]) == sizes:
+            found = root if len(sizes) == root.ndim else root[names[begin:end]]
+            if found.mesh.flatten().tolist() == list(fine.ranks):
+                return found
+    return None

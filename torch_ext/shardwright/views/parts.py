@@ -1,0 +1,263 @@
+"""Views of DTensors and of plain parts: what `shardwright.views.view` and the functions next to it do."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .._native import _planner, _runtime
+from ..dtensor import guards
+from ..dtensor.specs import layout_of_spec, spec_of_layout
+from ..layouts.layout import Layout
+from ..layouts.topology import tables_now
+from ..runtime import argument_checks, executables
+from ..runtime.plain_tensors import redistribute_local, redistribute_part
+from . import constants as constants
+from . import meshes
+
+
+class _Local(torch.autograd.Function):
+    """Something done to the local tensor of a DTensor, which then has another spec.
+
+    If the results may share memory, autograd is told, and raises where either is written to in place and the other
+    would have to know.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: DTensor,
+        target: DTensorSpec,
+        there: Callable[[torch.Tensor], torch.Tensor],
+        back: Callable[[DTensor], DTensor],
+        may_share: bool,
+    ) -> DTensor:
+        ctx.back = back
+        result = DTensor(there(x._local_tensor), target, requires_grad=False)  # type: ignore[call-arg]
+        return _runtime.as_view(x, result) if may_share else result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor | None, ...]:  # type: ignore[override]
+        return ctx.back(gradient), None, None, None, None
+
+
+def _layout_of(x: DTensor) -> _planner.Layout:
+    if not isinstance(x, DTensor):
+        raise ValueError(f"x: got a {type(x).__name__}; allowed is a DTensor, or a part together with its layout")
+    return layout_of_spec(x._spec, _integers(x.shape), x.dtype)
+
+
+def _integers(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Returns sizes as numbers, for which a graph is made where they are symbols."""
+    return tuple(map(operator.index, sizes))
+
+
+def _target(x: DTensor, layout: _planner.Layout, stride: Sequence[int]) -> DTensorSpec:
+    spec = spec_of_layout(layout, x._spec, TensorMeta(torch.Size(layout.shape), tuple(stride), x.dtype))
+    if spec is None:
+        raise ValueError(f"x: its view {layout} is not one that DTensor has; allowed are parts and layouts")
+    return spec
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+def _planning() -> contextlib.AbstractContextManager[None]:
+    """While tensors are traced: keeps what looks at layouts and meshes out of the trace."""
+    if _runtime.nothing_watches(True):
+        return contextlib.nullcontext()
+    guards.mark()
+    return _disable_current_modes()
+
+
+def viewed(x: DTensor, shape: Sequence[int], redistribute: bool) -> DTensor:
+    with _planning():
+        layout = _layout_of(x)
+        seen = _planner.view_of(layout, shape, True)
+        needs_more = isinstance(seen, str) and not redistribute and meshes.may_be_split(x.device_mesh)
+        finer = _planner.view_of(layout, shape) if needs_more else ""
+    if not isinstance(finer, str) and _planner.is_known_to_dtensor(finer):
+        return _on_split_mesh(x, layout, finer)
+    if isinstance(seen, str):
+        with _planning():
+            backend = executables.lowering_on(layout.mesh, x.device.type, None).name
+            first = _planner.move_before_view(layout, shape, True, backend, tables_now())
+            assert first is not None
+        if not redistribute:
+            raise ValueError(first[2])
+        x, seen = _moved(x, layout, first[0].dst), first[1]
+    with _planning():
+        target = _target(x, seen, _contiguous(seen.shape))
+        local_shape, before = seen.local_shape(dist.get_rank()), _integers(x.shape)
+    result: DTensor = _Local.apply(  # type: ignore[no-untyped-call]
+        x,
+        target,
+        lambda local: local.reshape(local_shape),
+        lambda gradient: viewed(gradient, before, True),
+        True,
+    )
+    return result
+
+
+def _on_split_mesh(x: DTensor, layout: _planner.Layout, seen: _planner.Layout) -> DTensor:
+    if _are_we_tracing():
+        raise ValueError(
+            f"x: its view {seen} lies on a split mesh, which compiled code cannot return; allowed are the same view "
+            "outside of compiled code, redistribute=True, and views of x.to_local() with its layout"
+        )
+    with _planning():
+        mesh = meshes.split(x.device_mesh, seen.mesh)
+        placements = [x.placements[mesh_dim] for mesh_dim in meshes.sources(x.device_mesh, seen.mesh)]
+    return _on_mesh(x, layout, seen, mesh, placements)
+
+
+def _on_mesh(
+    x: DTensor, src: _planner.Layout, seen: _planner.Layout, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> DTensor:
+    """Returns x as `seen` on another mesh of the same ranks, on which `placements` say what is pending."""
+    with _planning():
+        meta = TensorMeta(torch.Size(seen.shape), _contiguous(seen.shape), x.dtype)
+        there = Layout(mesh, seen.shape, seen.placements, seen.dtype, seen.shard_order, "literal")
+        target = spec_of_layout(there, DTensorSpec(mesh, tuple(placements)), meta)
+        assert target is not None
+        local_shape, here = seen.local_shape(dist.get_rank()), x.device_mesh
+
+    def back(gradient: DTensor) -> DTensor:
+        with _planning():
+            comes, expected = _layout_of(gradient), _planner.gradient_layout(there, "x")
+            wanted = _planner.gradient_layout(src, "x")
+        if comes != expected:
+            gradient = _moved(gradient, comes, expected)
+        return _on_mesh(gradient, expected, wanted, here, [Replicate()] * here.ndim)
+
+    result: DTensor = _Local.apply(x, target, lambda local: local.reshape(local_shape), back, True)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _moved(x: DTensor, src: _planner.Layout, dst: _planner.Layout) -> DTensor:
+    mesh = x.device_mesh
+
+    def back(gradient: DTensor) -> DTensor:
+        with _planning():
+            here, there = _layout_of(gradient), _planner.gradient_layout(src, "x")
+        return gradient if here == there else _moved(gradient, here, there)
+
+    with _planning():
+        target = _target(x, dst, x.stride())
+    result: DTensor = _Local.apply(  # type: ignore[no-untyped-call]
+        x, target, lambda local: _redistributed(local, src, dst, mesh), back, False
+    )
+    return result
+
+
+def _redistributed(local: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, mesh: DeviceMesh) -> torch.Tensor:
+    if not _are_we_tracing():
+        return redistribute_part(local, src, dst, mesh, False, True)
+    from ..graph import operators
+
+    with _planning():
+        plan = executables.make_plan(src, dst, local.device.type)
+        arguments = operators.arguments_for_sizes(plan, src.shape, mesh, make_groups=True)
+    return operators.trace(local, **arguments)
+
+
+def permuted(x: DTensor, dims: Sequence[int]) -> DTensor:
+    with _planning():
+        layout = _layout_of(x).permute(dims)
+        order = [dim % x.ndim for dim in dims]
+        target = _target(x, layout, [x.stride(dim) for dim in order])
+        is_here = layout.mesh.coordinate(dist.get_rank()) is not None
+    inverse = [order.index(dim) for dim in range(x.ndim)]
+    result: DTensor = _Local.apply(  # type: ignore[no-untyped-call]
+        x,
+        target,
+        lambda local: local.permute(order) if is_here else local.view_as(local),
+        lambda gradient: permuted(gradient, inverse),
+        True,
+    )
+    return result
+
+
+def shape_of(layout: _planner.Layout) -> tuple[int, ...]:
+    return tuple(layout.shape)
+
+
+def viewed_part(
+    part: torch.Tensor,
+    shape: Sequence[int],
+    layout: _planner.Layout,
+    redistribute: bool,
+    group: dist.ProcessGroup | None,
+) -> tuple[torch.Tensor, _planner.Layout]:
+    part, rank = _checked(part, layout, group)
+    seen, dst = view_of_part(shape, layout, redistribute, part.device.type, group)
+    if dst is not None:
+        part = redistribute_local(part, layout, dst, group=group)
+    return part.reshape(seen.local_shape(rank)), seen
+
+
+def view_of_part(
+    shape: Sequence[int],
+    layout: _planner.Layout,
+    redistribute: bool,
+    device_type: str,
+    group: dist.ProcessGroup | None,
+) -> tuple[_planner.Layout, _planner.Layout | None]:
+    """Returns the layout of the view, and that to which the part must be moved first, or None."""
+    seen = _planner.view_of(layout, shape)
+    if not isinstance(seen, str):
+        return seen, None
+    backend = executables.lowering_on(layout.mesh, device_type, group).name
+    first = _planner.move_before_view(layout, shape, False, backend, tables_now())
+    assert first is not None
+    if not redistribute:
+        raise ValueError(first[2])
+    return first[1], first[0].dst
+
+
+def permuted_part(
+    part: torch.Tensor, dims: Sequence[int], layout: _planner.Layout, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, _planner.Layout]:
+    part, rank = _checked(part, layout, group)
+    order, turned = permutation_of_part(dims, layout, rank)
+    return part.permute(order), turned
+
+
+def permutation_of_part(
+    dims: Sequence[int], layout: _planner.Layout, rank: int
+) -> tuple[tuple[int, ...], _planner.Layout]:
+    """Returns the order of the dims of a part, and its layout."""
+    turned = layout.permute(dims)
+    if layout.mesh.coordinate(rank) is None:
+        return (0,), turned
+    first = layout.flattened - 1  # local tensors have one dim for the first dims, which do not move
+    return tuple(dim % len(dims) - first for dim in dims[first:]), turned
+
+
+def _checked(part: torch.Tensor, layout: _planner.Layout, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, int]:
+    if isinstance(part, AsyncCollectiveTensor):
+        part = part.wait()
+    argument_checks.check_tensor("x", part)
+    return part, checked_rank(tuple(part.shape), layout, group)
+
+
+def checked_rank(shape: Sequence[int], layout: _planner.Layout, group: dist.ProcessGroup | None) -> int:
+    """Returns this rank. Raises ValueError if its part does not have this shape."""
+    argument_checks.check_group(group)
+    rank = dist.get_rank(group)
+    if tuple(shape) != tuple(layout.local_shape(rank)):
+        raise ValueError(
+            f"x: has shape {tuple(shape)} on rank {rank}, where {layout} has {tuple(layout.local_shape(rank))}"
+        )
+    return rank

@@ -1,0 +1,450 @@
+"""DTensor's own views by the rules of `Layout.view`: ``sw.enable(views=True)``.
+
+DTensor asks its sharding propagator how the result of each operator is placed. While views are on, the propagator's
+answers for views, reorderings of dims, and products and sums of what is cut in strides come from here; all others come
+from PyTorch. An answer is asked for once for each operator with its placements and sizes, and then kept by DTensor, so
+its caches are emptied when views are turned on or off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._sharding_prop import LocalLRUCache
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from .._native import _planner, _runtime
+from ..dtensor.specs import is_strided, layout_of_spec, spec_of_layout
+from ..graph import plans
+from ..runtime import counters
+from . import literal, strided
+from .strided import cut_along, is_cut, meta_of, of_local_shape, source, spec_like
+
+aten = torch.ops.aten
+
+_Rule = Callable[[OpSchema], OutputSharding | None]
+_original: Callable[[OpSchema], OutputSharding] | None = None  # PyTorch's, while ours replaces it
+
+
+def install() -> None:
+    global _original
+    if _original is None:
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        _original = propagator.propagate_op_sharding_non_cached
+        _use(_propagate)
+        dispatcher: Any = DTensor._op_dispatcher
+        dispatcher.redistribute_local_args = _viewable(dispatcher.redistribute_local_args)
+        literal.install()
+        strided.install()
+
+
+def uninstall() -> None:
+    global _original
+    if _original is not None:
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        _original = None
+        literal.uninstall()
+        strided.uninstall()
+        del DTensor._op_dispatcher.redistribute_local_args
+        del propagator.propagate_op_sharding_non_cached  # the method of its class is back
+        _use(None)
+
+
+def _use(ours: Callable[[OpSchema], OutputSharding] | None) -> None:
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    if ours is not None:
+        propagator.propagate_op_sharding_non_cached = ours
+    # A new cache, because each thread has its own, which only it can empty.
+    propagator.propagate_op_sharding = LocalLRUCache(propagator.propagate_op_sharding_non_cached)
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def _viewable(original: Callable[..., None]) -> Callable[..., None]:
+    """Copies a part first if its strides do not allow the view. Its tensor's may: DTensor lets them differ."""
+
+    def redistribute_local_args(op_info: Any, schema: OpSchema, *others: Any) -> None:
+        original(op_info, schema, *others)
+        if _RULES.get(schema.op) is not _view:
+            return
+        local, shape = op_info.local_args[0], schema.args_schema[1]
+        is_whole = isinstance(local, torch.Tensor) and not plans.is_symbolic(shape)
+        if is_whole and local.numel() == math.prod(shape) and not _has_view(local, shape):
+            op_info.local_args = (local.contiguous(), *op_info.local_args[1:])
+
+    return redistribute_local_args
+
+
+def _has_view(local: torch.Tensor, shape: Sequence[int]) -> bool:
+    if local.is_contiguous():
+        return True
+    try:
+        sizes, strides = plans.fixed(local.shape), plans.fixed(local.stride())
+        torch.empty_strided(sizes, strides, device="meta").view(tuple(shape))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _propagate(schema: OpSchema) -> OutputSharding:
+    assert _original is not None
+    if any(spec.mesh.size() == 1 for spec in schema.args_spec):
+        # There every placement holds everything. PyTorch asks about meshes of one rank to find out how an operator of
+        # others places its results on any mesh, so the answer must name cuts as it would there.
+        return _literal(schema, _original(schema))
+    if schema.op in _OF_OTHERS:
+        raise NotImplementedError(f"{schema.op} is made of other operators")
+    rule = _RULES.get(schema.op) or (_pointwise if strided.is_pointwise(schema.op) else None)
+    ours = rule(schema) if rule is not None else None
+    if ours is not None:
+        counters.counts.views += 1
+        return ours
+    if not strided.has_any(schema) or strided.may_ask(schema) or strided.is_of_lists(schema):
+        return _literal(schema, _by_torch(schema))
+    return strided.gathered(schema, _by_torch)
+
+
+def _by_torch(schema: OpSchema) -> OutputSharding:
+    """PyTorch's answer. To size strided cuts it computes with tensors, which must be real even while others are not."""
+    assert _original is not None
+    is_real = _runtime.nothing_watches(True) or not any(map(is_strided, schema.args_spec))
+    if is_real or any(plans.is_symbolic(spec.shape) for spec in schema.args_spec):
+        return _original(schema)
+    with _disable_current_modes():
+        return _original(schema)
+
+
+def _literal(schema: OpSchema, result: OutputSharding) -> OutputSharding:
+    """Marks split factors in PyTorch's answer as literal if those of all inputs are. Torch before 2.15 forgets it."""
+    strided = [spec for spec in schema.args_spec if is_strided(spec)]
+    if not strided or any(spec.use_strided_shard_as_shard_order for spec in strided):
+        return result
+
+    def marked(spec: Any) -> Any:
+        if not isinstance(spec, DTensorSpec) or not is_strided(spec) or not spec.use_strided_shard_as_shard_order:
+            return spec
+        return DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta, use_strided_shard_as_shard_order=False)
+
+    def everywhere(tree: Any) -> Any:
+        return tree_map(marked, tree, is_leaf=lambda one: isinstance(one, DTensorSpec))
+
+    result.output_spec = everywhere(result.output_spec)
+    if result.redistribute_schema is not None:
+        result.redistribute_schema.args_schema = everywhere(result.redistribute_schema.args_schema)
+    return result
+
+
+def _view(schema: OpSchema) -> OutputSharding | None:
+    spec = source(schema, or_empty=True)  # PyTorch's rule does not return for some tensors without elements
+    if spec is None:
+        return None
+    shape: Any = schema.args_schema[1]
+    if plans.is_symbolic((*spec.shape, *shape)):
+        if _keeps_cut_dims(spec, meta_of(schema).shape):
+            return None  # PyTorch's rule is right whatever the sizes are
+        shape = plans.fixed(shape)  # whether each rank keeps its elements depends on the numbers
+    assert spec.tensor_meta is not None
+    try:
+        layout = layout_of_spec(spec, plans.fixed(spec.shape), spec.tensor_meta.dtype)
+        seen = _planner.view_of(layout, shape, True)
+    except ValueError as error:  # unknown placements, or sizes that PyTorch refuses too
+        counters.count_view_fallback(counters.cause_of(error), str(error))
+        return None
+    if isinstance(seen, str):
+        return _moved_by_torch(schema, spec, layout, shape, seen)
+    meta: Any = meta_of(schema)
+    meta = TensorMeta(torch.Size(plans.fixed(meta.shape)), tuple(plans.fixed(meta.stride)), meta.dtype)
+    target = spec_of_layout(seen, spec, meta)
+    assert target is not None
+    return of_local_shape(schema, spec, target)
+
+
+def _keeps_cut_dims(spec: DTensorSpec, shape: Sequence[Any]) -> bool:
+    """Returns whether every dim that is cut is still there, with the same dims before or after it, symbols included.
+
+    A tensor without elements counts as one that does not keep them: PyTorch's rule does not return for some of these.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    def alike(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
+        pairs = zip(ours, theirs, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: statically_known_true(pair[0] == pair[1]), pairs))
+
+    first, last = alike(spec.shape, shape), spec.ndim - alike(spec.shape[::-1], shape[::-1])
+    cuts: list[Any] = [placement for placement in spec.placements if is_cut(placement)]
+    is_empty = any(statically_known_true(size == 0) for size in spec.shape)
+    return not is_empty and not is_strided(spec) and all(cut.dim < first or cut.dim >= last for cut in cuts)
+
+
+def _moved_by_torch(
+    schema: OpSchema, spec: DTensorSpec, layout: _planner.Layout, shape: Sequence[int], why: str
+) -> OutputSharding:
+    """Leaves a view to PyTorch, which may redistribute first or refuse. Raises if it would do neither and be wrong."""
+    assert _original is not None and spec.tensor_meta is not None
+    counters.count_view_fallback(counters.cause_of(ValueError(why)), f"{layout} as {tuple(shape)}: {why}")
+    result = _by_torch(schema)
+    first = spec if result.redistribute_schema is None else result.redistribute_schema.args_schema[0]
+    if isinstance(first, DTensorSpec) and first.placements == spec.placements:
+        claimed = result.output_spec
+        assert isinstance(claimed, DTensorSpec)
+        there = layout_of_spec(claimed, plans.fixed(claimed.shape), spec.tensor_meta.dtype)
+        known = _planner.view_of(layout, there.shape)
+        ranks = layout.mesh.ranks
+        if isinstance(known, str) or any(known.region(rank) != there.region(rank) for rank in ranks):
+            raise RuntimeError(
+                f"view: {layout} as {tuple(shape)} would be wrong as {claimed.placements}, because {why}"
+            )
+    return result
+
+
+def _reordered(dims_of: Callable[..., Sequence[int]]) -> _Rule:
+    """PyTorch's rules are right unless something is cut in strides."""
+
+    def rule(schema: OpSchema) -> OutputSharding | None:
+        spec = source(schema)
+        if spec is None or not is_strided(spec):
+            return None
+        assert spec.tensor_meta is not None
+        dims = dims_of(spec.ndim, *schema.args_schema[1:])
+        layout = layout_of_spec(spec, plans.fixed(spec.shape), spec.tensor_meta.dtype).permute(dims)
+        target = spec_of_layout(layout, spec, meta_of(schema))
+        return None if target is None else OutputSharding(target)
+
+    return rule
+
+
+def _swapped(ndim: int, a: int, b: int) -> list[int]:
+    dims = list(range(ndim))
+    dims[a], dims[b] = dims[b], dims[a]
+    return dims
+
+
+def _unsqueezed(schema: OpSchema) -> OutputSharding | None:
+    spec = source(schema)
+    if spec is None or not is_strided(spec):
+        return None
+    meta: Any = meta_of(schema)
+    dim: Any = schema.args_schema[1]
+    at = dim + len(meta.shape) if dim < 0 else dim
+    moved = tuple(cut_along(p, p.dim + (p.dim >= at)) if is_cut(p) else p for p in spec.placements)
+    return OutputSharding(spec_like(spec, moved, meta))
+
+
+def _is_plain(spec: DTensorSpec) -> bool:
+    """Returns whether placements alone say how a tensor is cut: in mesh order, or by their split factors."""
+    if spec.use_strided_shard_as_shard_order:
+        return True
+    return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in spec.shard_order)
+
+
+def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
+    """Products of what is cut in strides, where nothing has to move: each mesh dim cuts the same of both operands, or
+    one of them is whole, so that every rank has the part that it needs."""
+
+    def rule(schema: OpSchema) -> OutputSharding | None:
+        specs = schema.args_spec
+        if not any(is_strided(spec) for spec in specs) or not all(map(_is_plain, specs)):
+            return None
+        *bias, lhs, rhs = specs
+        flags = {spec.use_strided_shard_as_shard_order for spec in specs if is_strided(spec)}
+        if len(flags) > 1 or lhs.mesh != rhs.mesh:
+            return None
+        placements = []
+        operands = list(lhs.placements), list(rhs.placements)
+        for mesh_dim in range(lhs.mesh.ndim):
+            out = _of_product(operands, mesh_dim, lhs_dims, rhs_dims, out_dims)
+            if out is None or not all(_fits(one, one.placements[mesh_dim], out, len(out_dims)) for one in bias):
+                return None
+            placements.append(out)
+        strided = next(spec for spec in specs if is_strided(spec))
+        result = spec_like(strided, placements, meta_of(schema))
+        if all(tuple(now) == spec.placements for now, spec in zip(operands, (lhs, rhs), strict=True)):
+            return OutputSharding(result)
+        cut = [spec_like(strided, now, spec.tensor_meta) for now, spec in zip(operands, (lhs, rhs), strict=True)]
+        first = OpSchema(schema.op, (*bias, *cut, *schema.args_schema[len(specs) :]), schema.kwargs_schema)
+        return OutputSharding(result, first, needs_redistribute=True)
+
+    return rule
+
+
+def _of_product(
+    operands: tuple[list[Any], list[Any]], mesh_dim: int, lhs_dims: str, rhs_dims: str, out_dims: str
+) -> Placement | None:
+    """The placement of a product of what is placed so, or None if something has to move.
+
+    Of an operand that is whole, a rank takes the part that fits the other. That is changed in `operands`.
+    """
+    a, b = (placements[mesh_dim] for placements in operands)
+    if not (is_cut(a) or is_cut(b)):
+        if a.is_replicate() and b.is_replicate():
+            return Replicate()
+        is_sum = a.is_partial("sum") and b.is_replicate() or a.is_replicate() and b.is_partial("sum")
+        return Partial() if is_sum else None
+    letter = lhs_dims[a.dim] if is_cut(a) else rhs_dims[b.dim]
+    mine, other, its_dims, its = (a, b, rhs_dims, operands[1]) if is_cut(a) else (b, a, lhs_dims, operands[0])
+    if letter not in its_dims:
+        return cut_along(mine, out_dims.index(letter)) if other.is_replicate() else None
+    needed = cut_along(mine, its_dims.index(letter))
+    if other != needed:
+        # Once a later mesh dim has cut it, what is left is another part.
+        is_whole = not any(is_cut(one) and one.dim == its_dims.index(letter) for one in its[mesh_dim + 1 :])
+        if not other.is_replicate() or not is_whole:
+            return None
+        its[mesh_dim] = needed
+    return cut_along(mine, out_dims.index(letter)) if letter in out_dims else Partial()
+
+
+def _pointwise(schema: OpSchema) -> OutputSharding | None:
+    """Elementwise functions of what is cut in strides, and others for which PyTorch would move something: what else
+    cuts the result does so alike, or is whole."""
+    specs = [arg for arg in schema.args_schema if isinstance(arg, DTensorSpec)]
+    is_simple = schema.op._schema.returns and not schema.is_out_variant_op() and len(specs) == len(schema.args_spec)
+    if not is_simple or not all(map(_is_plain, specs)):
+        return None
+    if not any(map(is_strided, specs)):
+        is_alike = len({spec.placements for spec in specs}) < 2
+        if is_alike or not _by_torch(schema).needs_redistribute:
+            return None
+    flags = {spec.use_strided_shard_as_shard_order for spec in specs if is_strided(spec)}
+    if len(flags) > 1 or any(spec.mesh != specs[0].mesh for spec in specs):
+        return None
+    meta: Any = meta_of(schema)
+    if not isinstance(meta, TensorMeta):
+        return None
+    like = next(filter(is_strided, specs), specs[0])
+    placements: list[Placement] = []
+    needed: list[list[Placement]] = [[] for _ in specs]
+    for mesh_dim in range(like.mesh.ndim):
+        given = [spec.placements[mesh_dim] for spec in specs]
+        cuts: list[Any] = [
+            cut_along(p, p.dim + len(meta.shape) - s.ndim) for p, s in zip(given, specs, strict=True) if is_cut(p)
+        ]
+        out = cuts[0] if cuts else Replicate()
+        if len(specs) == 2 and schema.op in _LINEAR and given[0] == given[1] and given[0].is_partial("sum"):
+            placements.append(given[0])
+            for now in needed:
+                now.append(given[0])
+            continue
+        if schema.is_inplace_op():  # what it writes to stays, and others move
+            out = given[0]
+            if out.is_partial():
+                return None
+        for one, spec, now in zip(given, specs, needed, strict=True):
+            wanted = _broadcast_of(out, one, spec, mesh_dim, meta.shape, schema.is_inplace_op())
+            if wanted is None:
+                return None
+            now.append(wanted)
+        placements.append(out)
+    if schema.is_inplace_op() and tuple(needed[0]) != specs[0].placements:
+        return None
+    result = spec_like(like, placements, meta)
+    if all(tuple(now) == spec.placements for now, spec in zip(needed, specs, strict=True)):
+        return OutputSharding(result)
+    left = iter([spec_like(like, now, spec.tensor_meta) for now, spec in zip(needed, specs, strict=True)])
+    args = tuple(next(left) if isinstance(arg, DTensorSpec) else arg for arg in schema.args_schema)
+    return OutputSharding(result, OpSchema(schema.op, args, schema.kwargs_schema), needs_redistribute=True)
+
+
+def _broadcast_of(
+    out: Any, given: Any, spec: DTensorSpec, mesh_dim: int, shape: Sequence[int], may_move: bool
+) -> Placement | None:
+    """Returns how an operand must be placed for a result that is placed as `out`.
+
+    Returns None if that moves something, unless it may.
+    """
+    dim = out.dim - (len(shape) - spec.ndim) if is_cut(out) else -1
+    if dim < 0 or spec.shape[dim] != shape[out.dim]:  # it is the same for all
+        return Replicate() if may_move or given.is_replicate() else None
+    wanted = cut_along(out, dim)
+    if may_move:
+        return wanted
+    # Once a later mesh dim has cut it, what is left is another part.
+    is_whole = given.is_replicate() and not any(is_cut(p) and p.dim == dim for p in spec.placements[mesh_dim + 1 :])  # type: ignore[attr-defined]
+    return wanted if given == wanted or is_whole else None
+
+
+def _fits(spec: DTensorSpec, placement: Any, out: Any, ndim: int) -> bool:
+    """Returns whether a tensor with these placements may be added to a product."""
+    if not is_cut(out):
+        return bool(out.is_replicate() and placement.is_replicate())
+    dim = out.dim - (ndim - spec.ndim)
+    if dim < 0 or spec.shape[dim] == 1:
+        return bool(placement.is_replicate())
+    return bool(placement == cut_along(out, dim))
+
+
+def _summed(schema: OpSchema) -> OutputSharding | None:
+    """Sums of what is cut in strides."""
+    spec = source(schema)
+    if spec is None or not is_strided(spec) or not _is_plain(spec):
+        return None
+    given: Any = schema.args_schema[1] if len(schema.args_schema) > 1 else None
+    keeps = len(schema.args_schema) > 2 and bool(schema.args_schema[2])
+    dims = {dim % spec.ndim for dim in given or range(spec.ndim)}
+    placements: list[Placement] = []
+    for placement in spec.placements:
+        if is_cut(placement):
+            dim = placement.dim  # type: ignore[attr-defined]
+            below = 0 if keeps else sum(one < dim for one in dims)
+            placements.append(Partial() if dim in dims else cut_along(placement, dim - below))
+        elif placement.is_replicate() or placement.is_partial("sum"):
+            placements.append(placement)
+        else:
+            return None
+    return OutputSharding(spec_like(spec, placements, meta_of(schema)))
+
+
+_LINEAR = (aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)  # sums of pending sums are pending
+
+_RULES: dict[Any, _Rule] = {
+    aten.view.default: _view,
+    aten.reshape.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.t.default: _reordered(lambda ndim: list(reversed(range(ndim)))),
+    aten.transpose.int: _reordered(_swapped),
+    aten.permute.default: _reordered(lambda ndim, dims: dims),
+    aten.unsqueeze.default: _unsqueezed,
+    aten.squeeze.dim: strided.squeezed,
+    aten.squeeze.dims: strided.squeezed,
+    aten.squeeze_.dim: strided.squeezed,
+    aten.expand.default: strided.expanded,
+    aten.new_zeros.default: strided.created,
+    aten.new_ones.default: strided.created,
+    aten.new_full.default: strided.created,
+    aten.new_empty.default: strided.created,
+    aten.copy_.default: _pointwise,
+    aten.native_dropout_backward.default: _pointwise,
+    aten.mm.default: _product("mk", "kn", "mn"),
+    aten.addmm.default: _product("mk", "kn", "mn"),
+    aten.bmm.default: _product("bmk", "bkn", "bmn"),
+    aten.dot.default: _product("k", "k", ""),
+    aten.sum.dim_IntList: _summed,
+    **dict.fromkeys(
+        (
+            *(aten.alias.default, aten.clone.default, aten.detach.default, aten._to_copy.default, aten.zero_.default),
+            *(aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, aten.full_like.default),
+            *(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype),
+            *(aten.native_dropout.default, aten.bernoulli.default, aten.bernoulli_.float, aten.normal_.default),
+            *(aten.uniform_.default, aten.fill_.Scalar, aten.detach_.default),
+        ),
+        strided.alike,
+    ),
+}
+
+# In inference mode DTensor gets these whole. It takes them apart if it knows no rule for them; the rules that PyTorch
+# derives from their parts are wrong for some views.
+_OF_OTHERS = {
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.view_as.default,
+    aten.reshape_as.default,
+    aten.linear.default,
+    aten.matmul.default,
+}

@@ -1,0 +1,264 @@
+"""DTensor's operators on tensors that are cut in strides, beside the rules of rules.py.
+
+PyTorch's rules were written for plain cuts. Some take a strided cut for one, and return wrong numbers without an error
+(pytorch#178785). So PyTorch is asked about an operator with such inputs only where verified.py lists it for this torch.
+Otherwise its inputs are gathered along the mesh dims that cut them in strides. An operator that writes to such a tensor
+is refused, because a gathered copy would take the write.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor._redistribute as torch_redistribute
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..dtensor.specs import is_strided, layout_of_spec
+from ..graph import plans
+from ..runtime import counters
+from . import verified
+
+aten = torch.ops.aten
+
+# DTensor runs these without its rules. The first ones are right whatever cuts their inputs.
+_SAFE_HANDLERS = ("is_same_size", "is_pinned", "_amp_foreach_non_finite_check_and_unscale_", "as_strided")
+
+_handlers: dict[Any, Any] | None = None  # PyTorch's, while ours replace them
+
+
+def install() -> None:
+    global _handlers
+    dispatcher: Any = DTensor._op_dispatcher
+    _handlers = dispatcher._custom_op_handlers
+    assert _handlers is not None
+    for op, handler in list(_handlers.items()):
+        if op._schema.name.removeprefix("aten::") not in _SAFE_HANDLERS:
+            _handlers[op] = _on_gathered(handler)
+
+
+def uninstall() -> None:
+    global _handlers
+    for op, handler in (_handlers or {}).items():
+        assert _handlers is not None
+        _handlers[op] = getattr(handler, "__wrapped__", handler)
+    _handlers = None
+
+
+def source(schema: OpSchema, or_empty: bool = False) -> DTensorSpec | None:
+    """The spec of the first argument, if something cuts it, or with `or_empty` if it has no elements."""
+    spec = schema.args_schema[0]
+    if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
+        return None
+    is_ours = any(is_cut(placement) for placement in spec.placements) or (or_empty and 0 in spec.shape)
+    return spec if is_ours else None
+
+
+def is_cut(placement: Placement) -> bool:
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def meta_of(schema: OpSchema) -> Any:
+    return DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached(schema)
+
+
+def cut_along(placement: Any, dim: int) -> Placement:
+    """Returns the same cut of another tensor dim."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
+
+
+def spec_like(spec: DTensorSpec, placements: Sequence[Placement], meta: Any) -> DTensorSpec:
+    strided = any(isinstance(placement, _StridedShard) for placement in placements)
+    is_order = strided and spec.use_strided_shard_as_shard_order
+    return DTensorSpec(spec.mesh, tuple(placements), meta, use_strided_shard_as_shard_order=is_order)
+
+
+@functools.cache
+def is_pointwise(op: Any) -> bool:
+    """Returns whether an operator is elementwise, as its tags say, or those of its variant that is not in place."""
+    tags = list(op.tags)
+    name = op._schema.name.removeprefix("aten::")
+    if name.endswith("_"):
+        functional = getattr(getattr(aten, name[:-1], None), op._overloadname, None)
+        tags += getattr(functional, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def has_any(schema: OpSchema) -> bool:
+    """Returns whether something is cut in strides, lists and keyword arguments included."""
+    return next(_strided(schema.args_schema, schema.kwargs_schema), None) is not None
+
+
+def may_ask(schema: OpSchema) -> bool:
+    """Returns whether PyTorch's rule for this operator was verified with inputs like these."""
+    name = schema.op.name().removeprefix("aten::")
+    return name in verified.anywhere() or (name in verified.along_other_dims() and works_along_others(schema))
+
+
+def works_along_others(schema: OpSchema) -> bool:
+    """Returns whether an operator names the dims that it works along, and nothing is cut in strides there."""
+    dims = _dims(schema)
+    return bool(dims) and not any(
+        isinstance(p, _StridedShard) and p.dim in [dim % spec.ndim for dim in dims]
+        for spec in _strided(schema.args_schema, schema.kwargs_schema)
+        for p in spec.placements
+    )
+
+
+def _dims(schema: OpSchema) -> list[int]:
+    """Returns the dims that an operator works along, as its arguments name them; none if they do not."""
+    dims: list[int] = []
+    for argument, given in zip(schema.op._schema.arguments, schema.args_schema, strict=False):
+        if argument.name in ("dim", "dims", "axis"):
+            dims += [given] if isinstance(given, int) else list(given or ())  # type: ignore[call-overload]
+        elif argument.name == "normalized_shape":
+            dims += [-1 - i for i in range(len(given))]  # type: ignore[arg-type]
+    return dims
+
+
+def gathered(schema: OpSchema, ask: Callable[[OpSchema], OutputSharding]) -> OutputSharding:
+    """Returns how PyTorch runs an operator whose inputs are first gathered where they are cut in strides.
+
+    Raises RuntimeError if the operator writes to one of them, or takes it by a keyword, which DTensor does not move.
+    """
+    for argument, given in _named(schema):
+        cut = next(_strided(given), None)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if cut is not None and (is_written or argument.name in schema.kwargs_schema):
+            raise RuntimeError(
+                f"{argument.name} must not be cut in strides, got {cut.placements} of shape {tuple(cut.shape)} for "
+                f"{schema.op}, {'which writes to it' if is_written else 'a keyword'}; redistribute it first, for "
+                "example to Replicate(), or run this operator on to_local()"
+            )
+    whole = tree_map(_gathered_spec, schema.args_schema, is_leaf=_is_spec)
+    first = OpSchema(schema.op, whole, schema.kwargs_schema, schema_info=schema.schema_info)
+    result = ask(first)
+    counters.count_strided_gather(str(schema.op))
+    if result.redistribute_schema is None:
+        result.redistribute_schema = first
+    result.needs_redistribute = True
+    return result
+
+
+def _named(schema: OpSchema) -> Iterator[tuple[Any, Any]]:
+    arguments = schema.op._schema.arguments
+    yield from zip(arguments, schema.args_schema, strict=False)
+    yield from ((one, schema.kwargs_schema[one.name]) for one in arguments if one.name in schema.kwargs_schema)
+
+
+def _is_spec(one: Any) -> bool:
+    return isinstance(one, DTensorSpec)
+
+
+def _strided(*trees: Any) -> Iterator[DTensorSpec]:
+    return (one for one in tree_leaves(trees, is_leaf=_is_spec) if _is_spec(one) and is_strided(one))
+
+
+def _gathered_spec(spec: Any) -> Any:
+    if not _is_spec(spec) or not is_strided(spec):
+        return spec
+    placements = tuple(Replicate() if isinstance(p, _StridedShard) else p for p in spec.placements)
+    return DTensorSpec(spec.mesh, placements, spec.tensor_meta)
+
+
+def _on_gathered(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps one of DTensor's handlers of whole operators, such as convolutions, which call no rules."""
+
+    def gathered_one(x: Any) -> Any:
+        if not isinstance(x, DTensor) or not is_strided(x._spec):
+            return x
+        spec = _gathered_spec(x._spec)
+        local = torch_redistribute.redistribute_local_tensor(x._local_tensor, x._spec, spec)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+    def on_gathered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(x, DTensor) and is_strided(x._spec) for x in args):
+            counters.count_strided_gather(str(op))
+            args = tuple(map(gathered_one, args))
+        return handler(op, args, kwargs)
+
+    on_gathered.__wrapped__ = handler  # type: ignore[attr-defined]
+    return on_gathered
+
+
+def squeezed(schema: OpSchema) -> OutputSharding | None:
+    spec = source(schema)
+    if spec is None or not is_strided(spec):
+        return None
+    given: Any = schema.args_schema[1]
+    dims = {dim % spec.ndim for dim in ([given] if isinstance(given, int) else given)}
+    if any(spec.shape[dim] != 1 for dim in dims):  # nothing is squeezed there, whatever the part's size is
+        return None
+    moved = tuple(cut_along(p, p.dim - sum(d < p.dim for d in dims)) if is_cut(p) else p for p in spec.placements)
+    return OutputSharding(spec_like(spec, moved, meta_of(schema)))
+
+
+def expanded(schema: OpSchema) -> OutputSharding | None:
+    spec = source(schema)
+    if spec is None or not is_strided(spec) or plans.is_symbolic(spec.shape):
+        return None
+    meta: Any = meta_of(schema)
+    added = len(meta.shape) - spec.ndim
+    if any(is_cut(p) and meta.shape[p.dim + added] != spec.shape[p.dim] for p in spec.placements):  # type: ignore[attr-defined]
+        return None
+    moved = tuple(cut_along(p, p.dim + added) if is_cut(p) else p for p in spec.placements)
+    return of_local_shape(schema, spec, spec_like(spec, moved, meta))
+
+
+def of_local_shape(schema: OpSchema, spec: DTensorSpec, target: DTensorSpec) -> OutputSharding:
+    """Returns the answer for an operator that is given the shape of its result, which on each rank is its part's."""
+    assert target.tensor_meta is not None
+    shape = layout_of_spec(target, target.shape, target.tensor_meta.dtype).local_shape(dist.get_rank())
+    local = OpSchema(schema.op, (spec, shape, *schema.args_schema[2:]), schema.kwargs_schema)
+    return OutputSharding(target, local, needs_redistribute=True, use_val_from_redistribute_schema=True)
+
+
+def alike(schema: OpSchema) -> OutputSharding | None:
+    """Results that are cut as the first argument is, with one result or several."""
+    spec = source(schema)
+    if spec is None or not is_strided(spec) or (_is_pending(spec) and schema.op not in _KEEP_PENDING):
+        return None
+    meta: Any = meta_of(schema)
+    if isinstance(meta, TensorMeta):
+        return OutputSharding(spec.shallow_copy_with_tensor_meta(meta))
+    return OutputSharding(tuple(spec.shallow_copy_with_tensor_meta(one) for one in meta))
+
+
+# Functions for which parts of pending values may stand by themselves; ones, say, would be summed.
+_KEEP_PENDING = (aten.alias.default, aten.clone.default, aten.detach.default, aten.zero_.default)
+
+
+def _is_pending(spec: DTensorSpec) -> bool:
+    return any(placement.is_partial() for placement in spec.placements)
+
+
+def created(schema: OpSchema) -> OutputSharding | None:
+    """New tensors that take only their type from an argument: cut as it is if they have its shape, else whole."""
+    spec = source(schema)
+    if spec is None or not is_strided(spec) or plans.is_symbolic(spec.shape):
+        return None
+    meta: Any = meta_of(schema)
+    if meta.shape == spec.shape and not _is_pending(spec):
+        return of_local_shape(schema, spec, spec.shallow_copy_with_tensor_meta(meta))
+    return OutputSharding(DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, meta))
+
+
+def is_of_lists(schema: OpSchema) -> bool:
+    """Returns whether this is an elementwise function of lists of tensors, as optimizers call them.
+
+    PyTorch's rule places all tensors at an index of the lists as the first of them, which is right for all cuts.
+    """
+    name = schema.op._schema.name.removeprefix("aten::")
+    return name.startswith(("_foreach_", "_fused_ada", "_fused_sgd")) and not name.startswith(_REDUCING_LISTS)
+
+
+_REDUCING_LISTS = ("_foreach_norm", "_foreach_max", "_foreach_powsum", "_foreach_mm")
