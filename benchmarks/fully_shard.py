@@ -110,11 +110,11 @@ def stock(mesh: Any, is_tuned: bool) -> nn.Sequential:
     return model
 
 
-def ours(mesh: Any, **options: Any) -> nn.Sequential:
+def ours(mesh: Any, options: sw.fsdp.Options | None = None) -> nn.Sequential:
     model = make_model()
     for layer in model:
         sw.fully_shard(layer, mesh=mesh)
-    return sw.fully_shard(model, mesh=mesh, **options)
+    return sw.fully_shard(model, mesh=mesh, options=options)
 
 
 class ByHand:
@@ -214,7 +214,7 @@ def ways_of(x: torch.Tensor, mesh: Any) -> tuple[dict[str, Step], nn.Sequential]
         "by hand": ByHand(x, False),
         "by hand, ours": ByHand(x, True),
         "ours": step_of(model, x),
-        "ours, no prefetch": step_of(ours(mesh, prefetch=0), x),
+        "ours, no prefetch": step_of(ours(mesh, sw.fsdp.Options(prefetch=0)), x),
     }
     for step in ways.values():
         for _ in range(WARM_UP):

@@ -89,7 +89,9 @@ def parallelize(model: Model, mesh: DeviceMesh, length: int) -> None:
         parallelize_module(layer, mesh["tp"], styles)
     data = mesh["replicate", "shard", "cp"]
     for module in [*model.layers, model]:
-        sw.fully_shard(module, mesh=data, rest=lambda parameter: [Replicate(), Shard(0), Shard(0)])
+        sw.fully_shard(
+            module, mesh=data, options=sw.fsdp.Options(placements=lambda parameter: [Replicate(), Shard(0), Shard(0)])
+        )
 
 
 def part_of(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:

@@ -97,7 +97,7 @@ MAX_CODE_LINES = {
     "debug": 213,
     "dtensor": 927,
     "experts": 664,
-    "fsdp": 4963,
+    "fsdp": 4965,
     "graph": 290,
     "layouts": 528,
     "matmul": 603,

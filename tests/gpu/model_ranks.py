@@ -119,19 +119,20 @@ def check_fully_shard() -> None:
     mesh = init_device_mesh(DEVICE, (world,))
     expected = make_model()
     right = train(expected, step_alone=True)
+    bfloat16 = sw.fsdp.Options(message_format=torch.bfloat16)
     settings: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
-        ({}, {"prefetch": 0}),
+        ({}, {"options": sw.fsdp.Options(prefetch=0)}),
         ({"reshard_after_forward": False}, {}),
-        ({"wire": torch.bfloat16}, {}),
+        ({"options": bfloat16}, {}),
     ]
     for everywhere, outermost in settings:
         model = make_model()
         for layer in model:
             sw.fully_shard(layer, mesh=mesh, **everywhere)
-        sw.fully_shard(model, mesh=mesh, **everywhere, **outermost)
+        sw.fully_shard(model, mesh=mesh, **{**everywhere, **outermost})
         found = train(model, step_alone=False)
-        if everywhere.get("wire") is not None:
+        if everywhere.get("options") is bfloat16:
             torch.testing.assert_close(torch.tensor(found), torch.tensor(right), rtol=2e-2, atol=1e-3)
             continue
         torch.testing.assert_close(torch.tensor(found), torch.tensor(right), rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,13 @@ class Mlp(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return self.leave(x)
+
+
+def flat_fully_shard(module: Any, options: sw.fsdp.Options | None = None, **arguments: Any) -> Any:
+    """`sw.fully_shard` with the fields of its options as keywords of their own, as tables of cases have them."""
+    own = {field.name for field in dataclasses.fields(sw.fsdp.Options)} & arguments.keys()
+    flat = {name: arguments.pop(name) for name in own}
+    return sw.fully_shard(module, options=dataclasses.replace(options or sw.fsdp.Options(), **flat), **arguments)
 
 
 def shard(model: Mlp, wrap: Callable[..., Any], mesh: Any, outermost: Any = None, **options: Any) -> Mlp:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import shardwright as sw
+from fsdp_models import flat_fully_shard
 from hunt_cases import Block, Case, Step
 from hunt_models import Model
 from hunt_passes import Passes
@@ -99,17 +99,20 @@ class Run(Passes):
 
     def _shard(self) -> None:
         case, is_ours = self.case, self.engine == "shardwright"
-        wrap: Callable[..., Any] = sw.fully_shard if is_ours else fsdp.fully_shard
+        wrap: Callable[..., Any] = flat_fully_shard if is_ours else fsdp.fully_shard
         is_two_dims = self.world == 4 and case.seed % 2 == 0
         mesh = DeviceMesh("cpu", torch.arange(self.world).reshape((2, 2) if is_two_dims else (-1,)))
         options: dict[str, Any] = {"mesh": mesh, **_policy_of(case)}
         outermost: dict[str, Any] = {}
         if is_ours and case.layout == "store" and not is_two_dims:
-            options |= {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0) if p.ndim else Replicate()]}
+            options |= {
+                "placements": lambda p: [Replicate()],
+                "store_placements": lambda p: [Shard(0) if p.ndim else Replicate()],
+            }
         elif case.layout == "last" and is_ours:
             options["shard_placement_fn"] = lambda p: Shard(max(p.ndim - 1, 0))
         elif case.layout == "chunks" and is_ours:
-            outermost["gather_in_chunks"] = True
+            outermost["chunked"] = True
         elif case.layout == "offload":
             options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
         taken: Any = None
@@ -120,7 +123,7 @@ class Run(Passes):
                 block.compile(backend="aot_eager")
             if isinstance(spec.reshard, int) and not isinstance(spec.reshard, bool):
                 own["reshard_after_forward"] = min(spec.reshard, mesh.size(mesh.ndim - 1))
-                if "rest" in own:
+                if "placements" in own:
                     own["reshard_after_forward"] = True
             if spec.unit == "nested":
                 wrap(block.core, **own)

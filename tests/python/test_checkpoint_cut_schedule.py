@@ -11,6 +11,7 @@ from torch import nn
 
 import meshes
 import shardwright as sw
+from fsdp_models import flat_fully_shard
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import activations
@@ -22,7 +23,7 @@ def sharded(mesh: Any, cuts: bool = True, reentrant: bool | None = None, min_byt
     model = Model(mesh["b"] if cuts else None, reentrant, min_bytes)
     for layer in model.layers:
         sw.fully_shard(layer, mesh=mesh["a"])
-    return sw.fully_shard(model, mesh=mesh["a"], **options)
+    return flat_fully_shard(model, mesh=mesh["a"], **options)
 
 
 def batch(step: int, of: int, more_rows: int = 0) -> torch.Tensor:

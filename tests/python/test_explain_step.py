@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 import shardwright as sw
-from fsdp_models import Mlp, batch, loss_of, shard
+from fsdp_models import Mlp, batch, flat_fully_shard, loss_of, shard
 from meshes import get_mesh
 from pool import Pool
 
@@ -17,7 +17,7 @@ SLEEP_SECONDS = 0.05
 
 
 def _explained() -> None:
-    model = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    model = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     slow: nn.Module = model.layers[1]
     slow[1].register_forward_hook(lambda *_: time.sleep(SLEEP_SECONDS))  # type: ignore[index,operator]
     found: Any = sw.explain(lambda: loss_of(model, batch(0)).backward())

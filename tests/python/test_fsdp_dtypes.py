@@ -1,4 +1,4 @@
-"""`mp_policy=` and `wire=` of `sw.fully_shard`: dtypes at rest, in use and in messages."""
+"""`mp_policy=` and `Options.message_format` of `sw.fully_shard`: dtypes at rest, in use and in messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
-from fsdp_models import Mlp, agreement_bytes, batch, full, loss_of, part, shard
+from fsdp_models import Mlp, agreement_bytes, batch, flat_fully_shard, full, loss_of, part, shard
 from meshes import get_mesh
 from pool import Pool
 
@@ -51,7 +51,7 @@ def _as_stock(mesh_shape: tuple[int, ...], micro_steps: int) -> None:
         # Without tied weights: those of stock are added up in another dtype within some backwards.
         ours, stock = (
             train(shard(Mlp(tied=False), wrap, mesh, {"mp_policy": policy}, mp_policy=inner), 2, micro_steps)
-            for wrap in (sw.fully_shard, stock_fully_shard)
+            for wrap in (flat_fully_shard, stock_fully_shard)
         )
         for a, b in zip(ours, stock, strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape
@@ -136,7 +136,7 @@ def _wire(world: int, wire: Any) -> None:
     """Quantised parts, gathered, are the quantised whole, bit for bit."""
     mesh = get_mesh((world,))
     for use in (F32, BF16):
-        model: Any = shard(Cut(), sw.fully_shard, mesh, wire=wire, mp_policy=MixedPrecisionPolicy(use, F32))
+        model: Any = shard(Cut(), flat_fully_shard, mesh, message_format=wire, mp_policy=MixedPrecisionPolicy(use, F32))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             now = {name: full(p.detach()) for name, p in model.named_parameters()}
@@ -151,7 +151,7 @@ def _wire(world: int, wire: Any) -> None:
 
         # Bytes: weights in eight bits, their scales, and one maximum for all weights of a unit.
         received = []
-        for each in (model, shard(Cut(), sw.fully_shard, mesh)):
+        for each in (model, shard(Cut(), flat_fully_shard, mesh)):
             with sw.debug.wire_meter() as meter:
                 for module in [each, *each.layers]:
                     module.unshard()
@@ -177,7 +177,9 @@ def _wire_columns(wire: Any) -> None:
     with torch.no_grad():
         model.weight.mul_(torch.arange(1, 129) / 64)
     expected = expected_of(wire, model.weight.detach().clone())
-    sw.fully_shard(model, mesh=mesh, wire=wire, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    sw.fully_shard(
+        model, mesh=mesh, options=sw.fsdp.Options(message_format=wire), shard_placement_fn=lambda p: Shard(p.ndim - 1)
+    )
     model.unshard()
     assert torch.equal(model.weight, expected)
     model.reshard()
@@ -188,7 +190,9 @@ def _gradients(mesh_shape: tuple[int, ...]) -> None:
     """Contributions travel in bfloat16 and are added up in float32, in the order of ranks."""
     mesh = get_mesh(mesh_shape)
     world = math.prod(mesh_shape)
-    model: Any = sw.fully_shard(nn.Linear(7, 5, bias=False), mesh=mesh, wire=torch.bfloat16)
+    model: Any = sw.fully_shard(
+        nn.Linear(7, 5, bias=False), mesh=mesh, options=sw.fsdp.Options(message_format=torch.bfloat16)
+    )
     inputs = [torch.randn(4, 7, generator=torch.Generator().manual_seed(rank)) for rank in range(world)]
     for _ in range(3):  # the second step is timed, and ranks compare times
         model.zero_grad()
@@ -216,8 +220,8 @@ def test_gradients_in_messages(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
 def _collectives() -> None:
     """One exchange, of one message between two ranks, finds the scales of all weights."""
     mesh = get_mesh((2,))
-    model: Any = shard(Mlp(), sw.fully_shard, mesh, wire="float8")
-    plain: Any = shard(Mlp(), sw.fully_shard, mesh, wire=torch.bfloat16)
+    model: Any = shard(Mlp(), flat_fully_shard, mesh, message_format="float8")
+    plain: Any = shard(Mlp(), flat_fully_shard, mesh, message_format=torch.bfloat16)
     calls = []
     for each in (model, plain):
         each.set_requires_gradient_sync(False)
@@ -246,7 +250,7 @@ def _memory() -> None:
     mesh = get_mesh((2,))
     sizes = {}
     for wire in (None, torch.bfloat16, "float8"):
-        model: Any = shard(Mlp(width=64), sw.fully_shard, mesh, wire=wire)
+        model: Any = shard(Mlp(width=64), flat_fully_shard, mesh, message_format=wire)
         loss_of(model, batch(0, width=64)).backward()
         (schedule,) = sw.fsdp.schedules(model)
         sizes[wire] = max(size for *_, size, _ in schedule.buffers)
@@ -263,14 +267,18 @@ def test_messages_are_part_of_the_peak(pool: Pool) -> None:
 def _other_layouts() -> None:
     """Copies that are kept in part, and parameters that are stored in a finer layout, change nothing."""
     mesh = get_mesh((4,))
-    for options in ({"mp_policy": POLICIES["reduced in bfloat16"]}, {"wire": "float8"}, {"wire": BF16}):
+    for options in (
+        {"mp_policy": POLICIES["reduced in bfloat16"]},
+        {"message_format": "float8"},
+        {"message_format": BF16},
+    ):
         found = []
         for layouts in (
             {},
             {"reshard_after_forward": 2},
-            {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0)]},
+            {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]},
         ):
-            model: Any = shard(Mlp(), sw.fully_shard, mesh, {"prefetch": 0}, **options, **layouts)
+            model: Any = shard(Mlp(), flat_fully_shard, mesh, {"prefetch": 0}, **options, **layouts)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for step in range(3):
                 loss_of(model, batch(step)).backward()
@@ -298,7 +306,7 @@ def _tensor_parallel() -> None:
     for wire, cut in (("float8", 0), ("float8_rowwise", 1), ("mxfp8", 1), ("mxfp8", 0)):
         model: Any = nn.Linear(64, 9, bias=False)
         model.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(cut)]))
-        sw.fully_shard(model, mesh=mesh["dp"], wire=wire)
+        sw.fully_shard(model, mesh=mesh["dp"], options=sw.fsdp.Options(message_format=wire))
         model.unshard()
         expected = expected_of(wire, whole)
         assert isinstance(model.weight, DTensor) and model.weight.placements == (Shard(cut),)
@@ -321,19 +329,19 @@ def _refusals() -> None:
 
     def refuses(text: str, **options: Any) -> None:
         with pytest.raises(ValueError, match=text):
-            sw.fully_shard(linear, mesh=mesh, **options)
+            flat_fully_shard(linear, mesh=mesh, **options)
 
-    refuses("wire: got 'int8'; allowed are torch.bfloat16", wire="int8")
-    refuses("wire: got torch.float64", wire=torch.float64)
-    refuses("wire: got 'int8'", wire=lambda p: "int8")
+    refuses("message_format must be torch.bfloat16, .* got 'int8'", message_format="int8")
+    refuses("message_format must be .*, got torch.float64", message_format=torch.float64)
+    refuses("message_format must be .*, got 'int8'", message_format=lambda p: "int8")
     refuses("mp_policy: got a dtype", mp_policy=torch.bfloat16)
     refuses(
-        r"wire: got 'mxfp8' for weight of shape \(4, 66\), placed as S\(1\)",
-        wire="mxfp8",
+        r"message_format: got 'mxfp8' for weight of shape \(4, 66\), placed as S\(1\)",
+        message_format="mxfp8",
         shard_placement_fn=lambda p: Shard(p.ndim - 1),
     )
     assert not isinstance(linear.weight, DTensor), "a refused module is left as it was"
-    sw.fully_shard(linear, mesh=mesh, wire=lambda p: "mxfp8" if p.ndim > 1 else None)
+    sw.fully_shard(linear, mesh=mesh, options=sw.fsdp.Options(message_format=lambda p: "mxfp8" if p.ndim > 1 else None))
     linear(torch.ones(1, 66)).sum().backward()
 
 

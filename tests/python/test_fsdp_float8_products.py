@@ -1,4 +1,4 @@
-"""`use="float8"` of `sw.fully_shard`: products of weights as they arrive, against those of what their codes say."""
+"""`matmul_format="float8"` of `sw.fsdp.Options`: products of weights as they arrive, against those of their codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from fsdp_models import Mlp, batch, full, part, shard
+from fsdp_models import Mlp, batch, flat_fully_shard, full, part, shard
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import float8_products, formats
@@ -71,7 +71,9 @@ def _trains(wire: str, width: int = 10) -> None:
     world = dist.get_world_size()
     oracle = Oracle(wire, width)
     sent = wire.removesuffix(" written out")
-    model = shard(copy.deepcopy(oracle.model), sw.fully_shard, get_mesh((world,)), wire=sent, use="float8")
+    model = shard(
+        copy.deepcopy(oracle.model), flat_fully_shard, get_mesh((world,)), message_format=sent, matmul_format="float8"
+    )
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, oracle)]
     sw.reset_stats()
     for step in range(4):
@@ -107,7 +109,9 @@ def _memory(wire: str) -> None:
     """A weight takes a byte for each element, and what padding takes; its messages carry no more than before."""
     sizes, received = {}, {}
     for use in (None, "float8"):
-        model: Any = shard(Mlp(width=256, tied=False), sw.fully_shard, get_mesh((2,)), wire=wire, use=use)
+        model: Any = shard(
+            Mlp(width=256, tied=False), flat_fully_shard, get_mesh((2,)), message_format=wire, matmul_format=use
+        )
         model(batch(0, width=256)).sum().backward()
         sizes[use] = sw.fsdp.schedule(model).arena_bytes
         with sw.debug.wire_meter() as meter:
@@ -127,7 +131,7 @@ def test_memory_of_weights_as_they_arrive(pool: Pool, wire: str) -> None:
 
 def _read(wire: str) -> None:
     """Who reads a weight during its use gets its numbers, and gradients reach it; its module is left as it was."""
-    model: Any = shard(Mlp(tied=False), sw.fully_shard, get_mesh((2,)), wire=wire, use="float8")
+    model: Any = shard(Mlp(tied=False), flat_fully_shard, get_mesh((2,)), message_format=wire, matmul_format="float8")
     linear = model.layers[1][0]
     for step in range(4):
         whole = full(linear.weight.detach()).clone()
@@ -161,7 +165,9 @@ def _linear_units() -> None:
     weights = [expected_of("mxfp8", layer.weight.detach()) for layer in model]
     biases = [layer.bias.detach().clone() for layer in model]
     for layer in model:
-        sw.fully_shard(layer, mesh=get_mesh((2,)), wire="mxfp8", use="float8")
+        sw.fully_shard(
+            layer, mesh=get_mesh((2,)), options=sw.fsdp.Options(message_format="mxfp8", matmul_format="float8")
+        )
     sw.reset_stats()
     with poisoned(), torch.no_grad():
         for step in range(3):
@@ -183,17 +189,22 @@ def _refusals() -> None:
     def refuses(text: str, **options: Any) -> None:
         float8_products._why_not.cache_clear()
         with pytest.raises(ValueError, match=text):
-            sw.fully_shard(linear, mesh=mesh, **options)
+            flat_fully_shard(linear, mesh=mesh, **options)
         assert type(linear) is nn.Linear
 
-    refuses("use: got 'mxfp8'; allowed are 'float8' and None", use="mxfp8", wire="float8")
-    refuses("use: got 'float8' for weight besides keep=", use="float8", wire="float8", reshard_after_forward=2)
+    refuses("matmul_format must be 'float8' or None, got 'mxfp8'", matmul_format="mxfp8", message_format="float8")
+    refuses(
+        "matmul_format must be None for weight with kept_placements",
+        matmul_format="float8",
+        message_format="float8",
+        reshard_after_forward=2,
+    )
     with mock.patch.object(torch, "_scaled_mm", side_effect=RuntimeError("no units for float8")):
         refuses(
-            "use: got 'float8' for weight with a scale for each row on cpu, where torch._scaled_mm raises "
-            "RuntimeError: no units for float8; allowed there is use=None",
-            use="float8",
-            wire="float8_rowwise",
+            "matmul_format must be None for weight with a scale for each row on cpu, got 'float8': "
+            "torch._scaled_mm raises RuntimeError: no units for float8",
+            matmul_format="float8",
+            message_format="float8_rowwise",
         )
     float8_products._why_not.cache_clear()
 
@@ -278,7 +289,7 @@ def _in_blocks(width: int, takes_blocks: bool) -> None:
             assert (
                 reason.startswith("MXFP8 weights as they arrive on cpu: torch._scaled_mm raises") and count == counted
             )
-        model: Any = shard(Mlp(width, tied=False), sw.fully_shard, get_mesh((dist.get_world_size(),)), **IN_BLOCKS)
+        model: Any = shard(Mlp(width, tied=False), flat_fully_shard, get_mesh((dist.get_world_size(),)), **IN_BLOCKS)
         linear = model.layers[0][2]
         weight = next(w for w in model.layers[0]._shardwright_unit.unit.weights if w.places[0][0] is linear)
         whole = full(linear.weight.detach())
@@ -296,7 +307,7 @@ def _in_blocks(width: int, takes_blocks: bool) -> None:
             assert torch.equal(by_row(place, *scales.shape), scales)
 
 
-IN_BLOCKS: dict[str, Any] = {"wire": "mxfp8", "use": "float8"}
+IN_BLOCKS: dict[str, Any] = {"message_format": "mxfp8", "matmul_format": "float8"}
 
 
 @pytest.mark.parametrize("world, width, takes_blocks", [(2, 10, True), (3, 70, True), (2, 70, False), (1, 10, False)])
@@ -319,7 +330,11 @@ def _subclass_made_later() -> None:
     plain, changed = (nn.Linear(32, 32) for _ in range(2))
     changed.load_state_dict(plain.state_dict())
     for each in (plain, changed):
-        sw.fully_shard(each, mesh=get_mesh((dist.get_world_size(),)), wire="float8", use="float8")
+        sw.fully_shard(
+            each,
+            mesh=get_mesh((dist.get_world_size(),)),
+            options=sw.fsdp.Options(message_format="float8", matmul_format="float8"),
+        )
 
     class Twice(type(changed)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:

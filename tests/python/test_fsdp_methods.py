@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor
 
 import shardwright as sw
-from fsdp_models import Mlp, batch, full, gradients, loss_of, part, shard, whole_loss
+from fsdp_models import Mlp, batch, flat_fully_shard, full, gradients, loss_of, part, shard, whole_loss
 from meshes import get_mesh
 from pool import Pool
 
@@ -41,7 +41,7 @@ def accumulate(model: Any, steps: int, micro_steps: int) -> list[Any]:
 def _accumulates(mesh_shape: tuple[int, ...]) -> None:
     mesh = get_mesh(mesh_shape)
     sw.reset_stats()
-    model = shard(Mlp(), sw.fully_shard, mesh)
+    model = shard(Mlp(), flat_fully_shard, mesh)
     ours = accumulate(model, STEPS, 3)
     assert sw.stats()["unplanned_steps"] == 0
     stock = accumulate(shard(Mlp(), stock_fully_shard, mesh), STEPS, 3)
@@ -98,7 +98,7 @@ def _accumulates_over_replicas() -> None:
     """Without an all-reduce over replicas, which have other data: HSDP."""
     mesh = get_mesh((2, 2))
     found = []
-    for wrap in (sw.fully_shard, stock_fully_shard):
+    for wrap in (flat_fully_shard, stock_fully_shard):
         model: Any = shard(Mlp(), wrap, mesh)
         for step in range(2):
             for micro_step in range(3):
@@ -106,7 +106,7 @@ def _accumulates_over_replicas() -> None:
                 with sw.debug.wire_meter() as meter:
                     loss_of(model, batch(10 * step + micro_step)).backward()
                 assert micro_step < 2 or all(p.grad is not None for p in model.parameters())
-                if wrap is sw.fully_shard and micro_step < 2 and step == 0:
+                if wrap is flat_fully_shard and micro_step < 2 and step == 0:
                     assert all(p.grad is None for p in model.parameters())
             found.append(meter.received_bytes)
         found.append(gradients(model))
@@ -126,7 +126,7 @@ def test_accumulates_over_replicas(pool: Pool) -> None:
 
 def _unshards() -> None:
     mesh = get_mesh((3,))
-    model: Any = shard(Mlp(), sw.fully_shard, mesh)
+    model: Any = shard(Mlp(), flat_fully_shard, mesh)
     reference = Mlp()
     layer = model.layers[1]
     assert isinstance(layer, sw.fsdp.ShardedModule) and isinstance(layer, nn.Sequential)
@@ -176,7 +176,7 @@ def test_unshards_and_reshards(pool: Pool) -> None:
 def _keeps() -> None:
     """`set_reshard_after_*` and prefetch lists change what is gathered and when, not what comes out."""
     mesh = get_mesh((2,))
-    model: Any = shard(Mlp(), sw.fully_shard, mesh, {"prefetch": 0, "memory_limit": 8000})
+    model: Any = shard(Mlp(), flat_fully_shard, mesh, {"prefetch": 0, "memory_limit": 8000})
     reference = shard(Mlp(), stock_fully_shard, mesh)
 
     def step(number: int) -> int:
@@ -200,7 +200,7 @@ def _keeps() -> None:
     assert step(2) < plain, "what is gathered ahead stays"
     model.set_modules_to_forward_prefetch([])
     assert step(3) == plain
-    free: Any = shard(Mlp(), sw.fully_shard, mesh, {"prefetch": 0})
+    free: Any = shard(Mlp(), flat_fully_shard, mesh, {"prefetch": 0})
     loss_of(free, batch(0)).backward()
     for modules in ([], [free.layers[1]]):
         free.layers[2].set_modules_to_backward_prefetch(modules)
@@ -250,7 +250,7 @@ def test_what_is_kept_and_gathered_ahead(pool: Pool) -> None:
 def _divides() -> None:
     mesh = get_mesh((3,))
     found = []
-    for wrap in (sw.fully_shard, stock_fully_shard):
+    for wrap in (flat_fully_shard, stock_fully_shard):
         model: Any = shard(Mlp(), wrap, mesh)
         for module in [*model.layers, model]:
             module.set_gradient_divide_factor(2.0)
@@ -275,13 +275,13 @@ def _ignores() -> None:
         lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
     ]
     models = []
-    for wrap in (sw.fully_shard, stock_fully_shard):
+    for wrap in (flat_fully_shard, stock_fully_shard):
         model: Any = Mlp()
         ignored = {model.layers[0][0].bias, model.enter.bias}
         shard(model, wrap, mesh, ignored_params=ignored)
         assert all(not isinstance(p, DTensor) for p in ignored) and model.enter.bias in ignored
         models.append(model)
-    other: Any = shard(Mlp(), sw.fully_shard, mesh)
+    other: Any = shard(Mlp(), flat_fully_shard, mesh)
     for make in optimizers:
         made = [make(model.parameters()) for model in models]
         for step in range(3):
@@ -308,7 +308,7 @@ def test_ignored_parameters_clipping_and_a_second_model(pool: Pool) -> None:
 
 
 def _frees() -> None:
-    model: Any = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    model: Any = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     for step in range(2):
         loss_of(model, batch(step)).backward()
     model.set_requires_gradient_sync(False)

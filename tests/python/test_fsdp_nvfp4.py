@@ -1,4 +1,4 @@
-"""`wire="nvfp4"` of `sw.fully_shard`, with torchao if it is there, else with functions that do what torchao's do."""
+"""`message_format="nvfp4"` of `sw.fsdp.Options`, with torchao if it is installed, else with equivalent functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardwright as sw
-from fsdp_models import Mlp, batch, full, loss_of, shard
+from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, shard
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import nvfp4
@@ -91,7 +91,7 @@ def _gathered(width: int, dim: int, use: str | None) -> None:
         weight = model.weight.detach().clone()
         mesh = get_mesh((2,))
         placed = {"shard_placement_fn": lambda p: Shard(dim if p.ndim > 1 else 0)}
-        sw.fully_shard(model, mesh=mesh, wire="nvfp4", use=use, **placed)
+        flat_fully_shard(model, mesh=mesh, options=sw.fsdp.Options(message_format="nvfp4", matmul_format=use), **placed)
         with sw.debug.wire_meter() as meter:
             model.unshard()
         assert torch.equal(model.weight, expected_of(weight))
@@ -115,7 +115,9 @@ def _multiplies(width: int, takes_blocks: bool) -> None:
         linear = nn.Linear(width, 300)
         weight, bias = linear.weight.detach().clone(), linear.bias.detach().clone()
         model: Any = nn.Sequential(linear)
-        sw.fully_shard(model, mesh=get_mesh((2,)), wire="nvfp4", use="float8")
+        sw.fully_shard(
+            model, mesh=get_mesh((2,)), options=sw.fsdp.Options(message_format="nvfp4", matmul_format="float8")
+        )
         sw.reset_stats()
         for step in range(3):
             x, dy = torch.randn(2, 5, width).requires_grad_(), torch.randn(2, 5, 300)
@@ -139,7 +141,7 @@ def test_products_of_codes_and_scales(pool: Pool, width: int, takes_blocks: bool
 
 def _trains() -> None:
     with torchao():
-        model = shard(Mlp(width=32), sw.fully_shard, get_mesh((2,)), wire="nvfp4")
+        model = shard(Mlp(width=32), flat_fully_shard, get_mesh((2,)), message_format="nvfp4")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for _ in range(8):
@@ -162,13 +164,13 @@ def _refusals() -> None:
     def refuses(text: str, **options: Any) -> None:
         nvfp4._why_not.cache_clear()
         with pytest.raises(ValueError, match=text):
-            sw.fully_shard(linear, mesh=mesh, wire="nvfp4", **options)
+            flat_fully_shard(linear, mesh=mesh, options=sw.fsdp.Options(message_format="nvfp4"), **options)
         assert type(linear) is nn.Linear
 
     others = "allowed without them are 'float8', 'float8_rowwise', 'mxfp8', torch.bfloat16 and torch.float16"
     loaded = [name for name in sys.modules if name.partition(".")[0] == "torchao"]
     with mock.patch.dict(sys.modules, dict.fromkeys(["torchao", *loaded])):
-        refuses("wire: got 'nvfp4' for weight on cpu, which needs torchao's functions for it: it cannot be imported")
+        refuses("message_format: got 'nvfp4' for weight on cpu, which needs torchao: it cannot be imported")
         refuses(others)
     with torchao():
         wrong = mock.patch.object(sys.modules.get(_NAME) or nvfp4._torchao(), "nvfp4_quantize")

@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
 
 import shardwright as sw
-from fsdp_models import Mlp, batch, full, loss_of, shard, whole_loss
+from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, shard, whole_loss
 from meshes import get_mesh
 from pool import Pool
 
@@ -149,7 +149,7 @@ def test_weights_that_stay_are_read_after_the_forward(pool: Pool) -> None:
 def _reduces_when_asked() -> None:
     """As pipeline schedules of torch 2.15 do; a hook takes each reduced gradient."""
     mesh = get_mesh((2,))
-    ours: Any = shard(Mlp(), sw.fully_shard, mesh)
+    ours: Any = shard(Mlp(), flat_fully_shard, mesh)
     whole, seen = Mlp(), []
     ours.set_manual_backward_finalization(True)
     ours.set_post_optim_event(None)  # as streams of the CPU record
@@ -177,7 +177,7 @@ def test_kept_gradients_are_reduced_on_request(pool: Pool) -> None:
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0)]},
+    {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]},
     {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
 ]
 
@@ -190,7 +190,7 @@ def _from_the_meta_device() -> None:
     for number, options in enumerate(OPTIONS):
         with torch.device("meta"):
             ours: Any = Mlp()
-        shard(ours, sw.fully_shard, mesh, **options)
+        shard(ours, flat_fully_shard, mesh, **options)
         for weight in (w for m in (ours, *ours.layers) for w in m._get_fsdp_state().unit.weights):
             assert weight.part.is_meta and weight.whole.untyped_storage().data_ptr() == 0
         for call in (functools.partial(ours, batch(0)), ours.unshard):
@@ -234,7 +234,7 @@ def _converted_at_any_time() -> None:
     mesh = get_mesh((2,))
     for options in OPTIONS:
         for foreach in (False, True):
-            ours: Any = shard(Mlp(), sw.fully_shard, mesh, **options)
+            ours: Any = shard(Mlp(), flat_fully_shard, mesh, **options)
             whole = Mlp()
             use = options["mp_policy"].param_dtype if "mp_policy" in options else None
             for dtype in (torch.float64, torch.float32, torch.float64):
@@ -350,7 +350,7 @@ def _gathers_what_weights_say(mesh_shape: tuple[int, ...], width: int) -> None:
     mesh, rounded = get_mesh(mesh_shape), Chain(width, wraps=False)
     sw.reset_stats()
     models: list[Any] = []
-    for wrap in (sw.fully_shard, stock_fully_shard) if width % 2 == 0 else (sw.fully_shard,):
+    for wrap in (flat_fully_shard, stock_fully_shard) if width % 2 == 0 else (flat_fully_shard,):
         model = Chain(width, wraps=True)
         for layer in model:
             wrap(layer, mesh=mesh)
@@ -416,10 +416,14 @@ def test_methods_of_parts_may_come_later(pool: Pool) -> None:
 
 def _refuses_for_extensions() -> None:
     mesh = get_mesh((1,))
-    for options in ({"wire": torch.bfloat16}, {"reshard_after_forward": 1}, {"store": lambda p: [Replicate()]}):
+    for options in (
+        {"message_format": torch.bfloat16},
+        {"reshard_after_forward": 1},
+        {"store_placements": lambda p: [Replicate()]},
+    ):
         model = Chain(4, wraps=True)
-        with pytest.raises(ValueError, match="fsdp_pre_all_gather says what"):
-            sw.fully_shard(model, mesh=mesh, **options)
+        with pytest.raises(ValueError, match="whose fsdp_pre_all_gather|fsdp_pre_all_gather says what"):
+            flat_fully_shard(model, mesh=mesh, **options)
         assert not isinstance(model[0].weight, DTensor)
 
 

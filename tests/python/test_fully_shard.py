@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshes
 import shardwright as sw
-from fsdp_models import agreement_bytes
+from fsdp_models import agreement_bytes, flat_fully_shard
 from meshes import IS_2_11, get_mesh
 from pool import Pool
 from shardwright._native import _runtime
@@ -137,7 +137,7 @@ def _as_stock_and_whole(mesh_shape: tuple[int, ...], kind: str) -> None:
     sw.reset_stats()
     # CommDebugMode of torch 2.11 loses count of modules that keep its hooks.
     with contextlib.nullcontext() if mesh.size() > 1 or IS_2_11 else CommDebugMode() as collectives:
-        ours = train(shard(Model(kind), sw.fully_shard, mesh), 4, evaluate=True)
+        ours = train(shard(Model(kind), flat_fully_shard, mesh), 4, evaluate=True)
     assert collectives is None or collectives.get_total_counts() == 0
     assert sw.stats()["unplanned_steps"] == 0
     whole = train_whole(kind, 4, evaluate=True)
@@ -171,7 +171,7 @@ def test_trains_as_stock_on_other_meshes(pool: Pool, mesh_shape: tuple[int, ...]
 def _poisoned() -> None:
     """What is released holds NaN before its memory goes."""
     mesh = get_mesh((2,))
-    expected = train(shard(Model("repeated"), sw.fully_shard, mesh, memory_limit=9000), 3, evaluate=True)
+    expected = train(shard(Model("repeated"), flat_fully_shard, mesh, memory_limit=9000), 3, evaluate=True)
     release = Unit.release
 
     def poison(unit: Unit) -> None:
@@ -182,7 +182,7 @@ def _poisoned() -> None:
 
     Unit.release = poison  # type: ignore[method-assign]
     try:
-        found = train(shard(Model("repeated"), sw.fully_shard, mesh, memory_limit=9000), 3, evaluate=True)
+        found = train(shard(Model("repeated"), flat_fully_shard, mesh, memory_limit=9000), 3, evaluate=True)
     finally:
         Unit.release = release  # type: ignore[method-assign]
     assert all(map(torch.equal, parts(found), parts(expected)))
@@ -205,7 +205,9 @@ def _layouts() -> None:
     def by_both(mesh: Any) -> Model:
         model = Model()
         for module in [*model.layers, model]:
-            sw.fully_shard(module, mesh=mesh, rest=lambda p: [Shard(0), Shard(p.ndim - 1)])
+            sw.fully_shard(
+                module, mesh=mesh, options=sw.fsdp.Options(placements=lambda p: [Shard(0), Shard(p.ndim - 1)])
+            )
         return model
 
     whole = train_whole("plain", 3, False)
@@ -242,7 +244,7 @@ def _moves_what_it_says() -> None:
     mesh = get_mesh((3,))
     peaks = []
     for options in ({}, {"memory_limit": 1 << 20}, {"memory_limit": 4200, "prefetch": 0}, {"prefetch": 2}):
-        model = shard(Model("repeated"), sw.fully_shard, mesh, **options)
+        model = shard(Model("repeated"), flat_fully_shard, mesh, **options)
         train(model, 2)  # one step is recorded, one timed
         (schedule,) = sw.fsdp.schedules(model)
         addresses = []
@@ -266,7 +268,7 @@ def _moves_what_it_says() -> None:
             assert start == needed if options.get("prefetch") == 0 else start < needed or needed == 0 or limit == 4200
     assert peaks[1][0] == 4, "with much memory each unit is gathered once"
     assert peaks[2][0] > peaks[0][0] >= peaks[1][0] and peaks[2][1] < peaks[0][1] <= peaks[1][1], peaks
-    model = shard(Model(), sw.fully_shard, mesh, memory_limit=1000)
+    model = shard(Model(), flat_fully_shard, mesh, memory_limit=1000)
     with pytest.raises(ValueError, match="budget_bytes: got 1000; allowed is"):
         train(model, 1)
 
@@ -278,7 +280,7 @@ def test_bytes_and_addresses_are_those_of_the_schedule(pool: Pool) -> None:
 def _leaves_the_sequence() -> None:
     """Steps that differ from the recorded one, and exceptions in them."""
     mesh = get_mesh((2,))
-    ours, stock = shard(Model(), sw.fully_shard, mesh), shard(Model(), stock_fully_shard, mesh)
+    ours, stock = shard(Model(), flat_fully_shard, mesh), shard(Model(), stock_fully_shard, mesh)
 
     def step(number: int, change: Callable[[Model], None] = lambda model: None) -> None:
         for model in (ours, stock):
@@ -343,7 +345,7 @@ def test_steps_that_leave_the_sequence(pool: Pool) -> None:
 def _several_graphs() -> None:
     """Two forwards before their backwards, twice through one graph, a weight in two graphs."""
     mesh = get_mesh((2,))
-    models = [shard(Model(), wrap, mesh) for wrap in (sw.fully_shard, stock_fully_shard)]
+    models = [shard(Model(), wrap, mesh) for wrap in (flat_fully_shard, stock_fully_shard)]
     gradients = []
     for model in models:
         for _ in range(3):
@@ -379,7 +381,7 @@ class Branches(nn.Module):
 def _one_unit_of_two_modules() -> None:
     ours, whole = Branches().to(meshes.device), Branches().to(meshes.device)
     assert sw.fully_shard([ours.one, ours.two], reshard_after_forward=False) == [ours.one, ours.two]
-    sw.fully_shard(ours, prefetch=0)
+    sw.fully_shard(ours, options=sw.fsdp.Options(prefetch=0))
     for step in range(3):
         x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(meshes.device)  # on all ranks alike
         gradients = []
@@ -402,13 +404,13 @@ def test_one_unit_of_two_modules(pool: Pool) -> None:
 def _state() -> None:
     """State dicts are those of FSDP2, and load both ways; hooks of parameters see the averaged gradient."""
     mesh = get_mesh((2,))
-    ours, stock = shard(Model(), sw.fully_shard, mesh), shard(Model(), stock_fully_shard, mesh)
+    ours, stock = shard(Model(), flat_fully_shard, mesh), shard(Model(), stock_fully_shard, mesh)
     train(ours, 2)
     saved = {name: value.clone() for name, value in ours.state_dict().items()}
     stock.load_state_dict(saved)
     for (name, a), (other, b) in zip(ours.state_dict().items(), stock.state_dict().items(), strict=True):
         assert name == other and a.placements == b.placements and torch.equal(a.to_local(), b.to_local())
-    fresh = shard(Model(), sw.fully_shard, mesh)
+    fresh = shard(Model(), flat_fully_shard, mesh)
     train(fresh, 1)
     fresh.load_state_dict(stock.state_dict())
     with torch.no_grad():
@@ -436,7 +438,7 @@ def _refusals() -> None:
 
     def refuses(text: str, module: Any, **options: Any) -> None:
         with pytest.raises(ValueError, match=text):
-            sw.fully_shard(module, **{"mesh": mesh, **options})
+            flat_fully_shard(module, **{"mesh": mesh, **options})
 
     linear = nn.Linear(2, 2)
     refuses("module: a FSDPLinear is under FSDP2", stock_fully_shard(nn.Linear(2, 2), mesh=mesh))
@@ -445,10 +447,15 @@ def _refusals() -> None:
     refuses("module: got str", "model")
     refuses("module: a Linear was given", sw.fully_shard(nn.Linear(2, 2), mesh=mesh))
     refuses("reshard_after_forward: got 3", linear, reshard_after_forward=3)
-    refuses("memory_limit: got -1", linear, memory_limit=-1)
-    refuses("prefetch: got 'all'", linear, prefetch="all")
-    refuses("rest: got a function besides", linear, rest=lambda p: None, shard_placement_fn=lambda p: None)
-    refuses("placements: got 2", linear, rest=lambda p: [Shard(0), Replicate()])
+    refuses("memory_limit must be .*, got -1", linear, memory_limit=-1)
+    refuses("prefetch must be .*, got 'all'", linear, prefetch="all")
+    refuses(
+        "placements must be None with shard_placement_fn",
+        linear,
+        placements=lambda p: None,
+        shard_placement_fn=lambda p: None,
+    )
+    refuses("placements: got 2", linear, placements=lambda p: [Shard(0), Replicate()])
     refuses("shard_placement_fn: returned", linear, shard_placement_fn=lambda p: Shard(2))
     refuses("mesh: got a str", linear, mesh="mesh")
     assert not isinstance(linear.weight, DTensor), "a refused module is left as it was"
@@ -459,8 +466,8 @@ def _refusals() -> None:
         copy.deepcopy(sw.fully_shard(nn.Linear(2, 2), mesh=mesh))
     with pytest.raises(ValueError, match="that sw.fully_shard has not seen"):
         sw.fsdp.schedules(linear)
-    inner = nn.Sequential(sw.fully_shard(nn.Linear(2, 2), mesh=mesh, memory_limit=5))
-    with pytest.raises(ValueError, match="memory_limit, prefetch: got 5 and auto for 0"):
+    inner = nn.Sequential(sw.fully_shard(nn.Linear(2, 2), mesh=mesh, options=sw.fsdp.Options(memory_limit=5)))
+    with pytest.raises(ValueError, match="memory_limit must be set in the outermost call only, got 5 for 0"):
         sw.fully_shard(inner, mesh=mesh)(torch.ones(1, 2))
 
 

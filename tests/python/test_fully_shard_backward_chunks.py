@@ -1,4 +1,4 @@
-"""`sw.fully_shard(gather_in_chunks=True)` in backwards: weights that arrive, and gradients that leave, in chunks."""
+"""`sw.fsdp.Options(chunked=True)` in backwards: weights that arrive, and gradients that leave, in chunks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 import meshes
 import shardwright as sw
 from allocations import allocated_peak
-from fsdp_models import full, received_bytes
+from fsdp_models import flat_fully_shard, full, received_bytes
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import sharding, steps
 from shardwright.fsdp.methods import ATTRIBUTE
 
 DEPTH = 3
-CHUNKS: dict[str, Any] = {"gather_in_chunks": True, "prefetch": 0}
+CHUNKS: dict[str, Any] = {"chunked": True, "prefetch": 0}
 
 
 class Layer(nn.Module):
@@ -58,7 +58,7 @@ def chain(mesh: Any, width: int, recomputes: bool = False, layer: type[Layer] = 
     model = Chain(width, recomputes, layer).to(meshes.device)
     for layer in model.layers:
         sw.fully_shard(layer, mesh=mesh)
-    return sw.fully_shard(model, mesh=mesh, **options)
+    return flat_fully_shard(model, mesh=mesh, **options)
 
 
 def batch(step: int, rank: int, width: int) -> torch.Tensor:
@@ -116,7 +116,7 @@ def gathered_in_chunks(schedule: Any) -> list[tuple[str, int]]:
 def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
     mesh, width = get_mesh(mesh_shape), 512
     with timed():
-        model = chain(mesh, width, recomputes, gather_in_chunks=True, prefetch=0)
+        model = chain(mesh, width, recomputes, chunked=True, prefetch=0)
         assert_trains_as_whole(model, Chain(width).to(meshes.device), width, 5)
         schedule = sw.fsdp.schedule(model)
         if mesh.size() == 1:
@@ -162,7 +162,7 @@ def _traced() -> tuple[list[Any], list[Any]]:
     """Events of the first and the last product of a backward: lane, chunk, begin and end."""
     width = 512
     with timed():
-        model = chain(get_mesh((dist.get_world_size(),)), width, gather_in_chunks=True, prefetch=0)
+        model = chain(get_mesh((dist.get_world_size(),)), width, chunked=True, prefetch=0)
         x = torch.randn(256, width).to(meshes.device).requires_grad_()
         for _ in range(4):
             loss_of(model, x).backward()
@@ -213,7 +213,7 @@ def _takes_less_memory() -> None:
     with pytest.raises(ValueError, match=f"budget_bytes: got {limit}; allowed is"):
         loss_of(chain(mesh, width, memory_limit=limit), batch(0, dist.get_rank(), width)).backward()
     peaks = []
-    for options in ({}, {"memory_limit": limit, "gather_in_chunks": True}):
+    for options in ({}, {"memory_limit": limit, "chunked": True}):
         model = chain(mesh, width, prefetch=0, **options)
         x = batch(0, dist.get_rank(), width)
 
@@ -246,7 +246,7 @@ def _other_steps(recomputes: bool) -> None:
     """Weights that are used otherwise, and backwards that are not what the schedule was made for."""
     mesh, width, rank = get_mesh((2,)), 512, dist.get_rank()
     whole = Chain(width).to(meshes.device)
-    model = chain(mesh, width, recomputes, gather_in_chunks=True, prefetch=0)
+    model = chain(mesh, width, recomputes, chunked=True, prefetch=0)
     assert_trains_as_whole(model, whole, width, 4)
     assert recomputes or "backward" in {kind for kind, _ in gathered_in_chunks(sw.fsdp.schedule(model))}
     assert sw.fsdp.schedule(model).reductions[-1][4]

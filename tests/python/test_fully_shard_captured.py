@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 import shardwright as sw
+from fsdp_models import flat_fully_shard
 from meshes import get_mesh
 from pool import Pool
 from test_fully_shard import Model, loss_of, parts, tokens_of
@@ -18,9 +19,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "little memory": {"memory_limit": 9000},
     "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-    "float8": {"wire": "float8"},
-    "mxfp8": {"wire": "mxfp8"},
-    "ZeRO-1": {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0)]},
+    "float8": {"message_format": "float8"},
+    "mxfp8": {"message_format": "mxfp8"},
+    "ZeRO-1": {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]},
 }
 WARM_UP_STEPS, STEPS = 2, 6
 
@@ -30,8 +31,8 @@ def _made(options: dict[str, Any], kind: str) -> tuple[Any, torch.optim.Optimize
     others = {name: value for name, value in options.items() if name not in outermost}
     model = Model(kind)
     for layer in model.layers:
-        sw.fully_shard(layer, mesh=get_mesh((2,)), **others)
-    sw.fully_shard(model, mesh=get_mesh((2,)), **others, **outermost)
+        flat_fully_shard(layer, mesh=get_mesh((2,)), **others)
+    flat_fully_shard(model, mesh=get_mesh((2,)), **others, **outermost)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwright as sw
-from fsdp_models import Mlp, batch, full, loss_of, shard, whole_loss
+from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, shard, whole_loss
 from meshes import get_mesh
 from pool import Pool
 
@@ -85,14 +85,14 @@ def _says_which_ranks_differ() -> None:
     mesh, rank = get_mesh((3,)), dist.get_rank()
     is_odd = rank == 1
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"wire": torch.bfloat16 if is_odd else None}, {}, "unit 0, Mlp"),
+        ({"message_format": torch.bfloat16 if is_odd else None}, {}, "unit 0, Mlp"),
         ({"shard_placement_fn": lambda p: Shard(p.ndim - 1 if is_odd else 0)}, {}, "unit 0, Mlp"),
         ({"reshard_after_forward": not is_odd}, {}, "unit 0, Mlp"),
         ({}, {"memory_limit": 1 << (20 + is_odd)}, "memory_limit"),
         ({}, {"prefetch": 1 + is_odd}, "prefetch"),
     ]
     for options, outermost, name in cases:
-        model = shard(Mlp(), sw.fully_shard, mesh, outermost, **options)
+        model = shard(Mlp(), flat_fully_shard, mesh, outermost, **options)
         for _ in range(2):  # an error leaves no traces
             with pytest.raises(
                 ValueError, match=rf"ranks \[1\] differ from ranks \[0, 2\] .* on rank {rank}, .*{name}"
@@ -112,7 +112,7 @@ def test_says_which_ranks_differ(pool: Pool) -> None:
 
 
 def _state_dicts_between_uses() -> None:
-    model = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    model = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     expected = {name: full(value).clone() for name, value in model.state_dict().items()}
     loss_of(model, batch(0)).backward()
     for module in (model, *model.layers):
@@ -148,12 +148,12 @@ def test_state_dicts_between_uses(pool: Pool) -> None:
 def _notices_steps_after_conversions() -> None:
     """`nn.Module.to` leaves DTensor parameters without their attributes, and `foreach` leaves no trace in versions."""
     mesh = get_mesh((2,))
-    for options in ({}, {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0)]}):
+    for options in ({}, {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]}):
         model, whole = Mlp(tied=False), Mlp(tied=False)
         for layer in model.layers:
-            sw.fully_shard(layer, mesh=mesh, **options)
+            flat_fully_shard(layer, mesh=mesh, **options)
             layer.to("cpu")  # not taken by the outermost unit
-        sw.fully_shard(model, mesh=mesh, **options)
+        flat_fully_shard(model, mesh=mesh, **options)
         model.set_reshard_after_backward(False)
         ours = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
         theirs = torch.optim.SGD(whole.parameters(), lr=0.5)
@@ -174,10 +174,12 @@ def test_notices_steps_after_conversions(pool: Pool) -> None:
 
 
 def _refused_wishes_change_nothing() -> None:
-    model = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    model = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     for step in range(2):
         loss_of(model, batch(step)).backward()
-    limited = shard(Mlp(), sw.fully_shard, get_mesh((2,)), {"memory_limit": sw.fsdp.schedule(model).peak_bytes - 2500})
+    limited = shard(
+        Mlp(), flat_fully_shard, get_mesh((2,)), {"memory_limit": sw.fsdp.schedule(model).peak_bytes - 2500}
+    )
     for step in range(4):
         loss_of(limited, batch(step)).backward()
     before = str(sw.fsdp.schedule(limited))

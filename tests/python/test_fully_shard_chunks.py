@@ -1,4 +1,4 @@
-"""`sw.fully_shard(gather_in_chunks=True)`: weights that are multiplied in chunks as they arrive."""
+"""`sw.fsdp.Options(chunked=True)`: weights that are multiplied in chunks as they arrive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 import meshes
 import shardwright as sw
 from allocations import allocated_peak
-from fsdp_models import Mlp, batch, full, loss_of, received_bytes, shard
+from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, received_bytes, shard
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import chunks, sharding, steps
@@ -31,7 +31,7 @@ class Timed(steps.Runner):
 
 
 def make(mesh: Any, width: int = 10, **options: Any) -> Mlp:
-    return shard(Mlp(width, tied=False).to(meshes.device), sw.fully_shard, mesh, outermost=options)
+    return shard(Mlp(width, tied=False).to(meshes.device), flat_fully_shard, mesh, outermost=options)
 
 
 def _trains(mesh_shape: tuple[int, ...]) -> None:
@@ -39,7 +39,7 @@ def _trains(mesh_shape: tuple[int, ...]) -> None:
     runner, sharding.Runner = sharding.Runner, Timed  # type: ignore[misc]
     try:
         # Nothing is gathered ahead, so that each layer waits for its weights.
-        model, whole = make(mesh, width, gather_in_chunks=True, prefetch=0), Mlp(width, tied=False).to(meshes.device)
+        model, whole = make(mesh, width, chunked=True, prefetch=0), Mlp(width, tied=False).to(meshes.device)
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
         for step in range(5):
             with sw.debug.wire_meter() as meter:
@@ -106,10 +106,10 @@ def _where_memory_is_short() -> None:
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
     limit = 1600  # the largest unit takes 1,080 bytes of weights, with alignment 3,072
-    for model, options in ((models[1], {"gather_in_chunks": True}), (models[2], {})):
+    for model, options in ((models[1], {"chunked": True}), (models[2], {})):
         for layer in model.layers:
             sw.fully_shard(layer, mesh=mesh)
-        sw.fully_shard(model, mesh=mesh, memory_limit=limit, **options)
+        flat_fully_shard(model, mesh=mesh, options=sw.fsdp.Options(memory_limit=limit), **options)
     whole, ours, without = models
     rank = dist.get_rank()
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_where_memory_is_short(pool: Pool) -> None:
 def _takes_less_memory() -> None:
     mesh, width = get_mesh((2,)), 512
     peaks = []
-    for options in ({}, {"memory_limit": 4 << 20, "gather_in_chunks": True}):
+    for options in ({}, {"memory_limit": 4 << 20, "chunked": True}):
         model = make(mesh, width, prefetch=0, **options)
         x = batch(0, width=width)
 
@@ -179,7 +179,7 @@ def _linear_units() -> None:
     ours = copy.deepcopy(whole)
     for layer in ours:
         sw.fully_shard(layer, mesh=mesh)
-    sw.fully_shard(ours, mesh=mesh, gather_in_chunks=True, memory_limit=limit)
+    sw.fully_shard(ours, mesh=mesh, options=sw.fsdp.Options(chunked=True, memory_limit=limit))
     with torch.no_grad():
         ours(torch.ones(1, 64, device=meshes.device))
         with mock.patch.object(chunks.ChunkedWeight, "read", side_effect=AssertionError("somebody reads a weight")):
@@ -196,10 +196,10 @@ def test_units_that_are_linear(pool: Pool) -> None:
 
 def _refused() -> None:
     mesh = get_mesh((2,))
-    with pytest.raises(ValueError, match="gather_in_chunks: got 1; allowed are True and False"):
-        sw.fully_shard(Mlp().to(meshes.device), mesh=mesh, gather_in_chunks=1)  # type: ignore[arg-type]
-    model = shard(Mlp().to(meshes.device), sw.fully_shard, mesh, gather_in_chunks=True)
-    with pytest.raises(ValueError, match="gather_in_chunks: got True for layers.0, which lies in another unit"):
+    with pytest.raises(ValueError, match="chunked must be True or False, got 1"):
+        sw.fully_shard(Mlp().to(meshes.device), mesh=mesh, options=sw.fsdp.Options(chunked=1))  # type: ignore[arg-type]
+    model = shard(Mlp().to(meshes.device), flat_fully_shard, mesh, chunked=True)
+    with pytest.raises(ValueError, match="chunked must be set in the outermost call only, got True for layers.0"):
         model(batch(0).to(meshes.device))
 
 

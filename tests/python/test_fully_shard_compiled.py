@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from fsdp_models import Mlp, batch, full, loss_of, part, shard
+from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, part, shard
 from meshes import get_mesh
 from pool import Pool
 from test_fully_shard_streams import poisoned
@@ -57,14 +57,14 @@ LEFT_OUT = "hooks run as eager code because the compiler left out code around th
 
 def _inside() -> None:
     mesh = get_mesh((2,))
-    eager = shard(Mlp(), sw.fully_shard, mesh)
+    eager = shard(Mlp(), flat_fully_shard, mesh)
     expected = train(eager, eager, 4)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     model = Mlp()
     for i, layer in enumerate(model.layers):
         model.layers[i] = torch.compile(layer, backend=counter, fullgraph=True)
-    shard(model, sw.fully_shard, mesh)
+    shard(model, flat_fully_shard, mesh)
     sw.reset_stats()
     _assert_close(train(model, model, 4), expected)
     assert sw.stats()["unplanned_steps"] == sw.stats()["graph_breaks"] == 0, "units are around compiled code"
@@ -101,12 +101,12 @@ class Graphs:
 def _one_graph(backend: str) -> None:
     """The whole model is one graph, with all events in it; what is read too early or too late holds NaN."""
     mesh = get_mesh((dist.get_world_size(),))
-    eager = shard(Mlp(), sw.fully_shard, mesh)
+    eager = shard(Mlp(), flat_fully_shard, mesh)
     expected = train(eager, eager, 4)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     counter = CompileCounterWithBackend(backend)
-    model = shard(Mlp(), sw.fully_shard, mesh)
+    model = shard(Mlp(), flat_fully_shard, mesh)
     sw.reset_stats()
     with poisoned():
         _assert_close(train(model, torch.compile(model, backend=counter, fullgraph=True), 4), expected)
@@ -138,7 +138,7 @@ def _events(cuts: Callable[..., Any] | None) -> None:
     """Two events for each forward and each backward of a unit, in the order of the units, on all ranks alike."""
     torch._dynamo.reset()
     graphs = Graphs(**({} if cuts is None else {"partition_fn": cuts}))
-    model = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    model = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     loss_of(torch.compile(model, backend=graphs.backend, fullgraph=True), batch(0)).backward()
     forward, backward = graphs.events
     number = {unit: place for place, unit in enumerate(dict.fromkeys(unit for _, unit in forward))}  # 0: the model
@@ -189,7 +189,7 @@ def _computed(backend: str) -> None:
         models = [Deep(), Deep()]
         for each in models:
             each.layers[1].requires_grad_(not frozen)
-            shard(each, sw.fully_shard, mesh, {"memory_limit": 2500})  # type: ignore[arg-type]
+            shard(each, flat_fully_shard, mesh, {"memory_limit": 2500})  # type: ignore[arg-type]
         torch._dynamo.reset()
         run = torch.compile(models[1], backend=backend, fullgraph=True)
         saved: list[torch.Tensor] = []
@@ -228,7 +228,7 @@ def linear_units(width: int, **options: Any) -> tuple[nn.Sequential, nn.Sequenti
     model = copy.deepcopy(eager)
     for each in (eager, model):
         for layer in each:
-            sw.fully_shard(layer, mesh=mesh, **options)
+            flat_fully_shard(layer, mesh=mesh, **options)
         sw.fully_shard(each, mesh=mesh)
     torch._dynamo.reset()
     return eager, model
@@ -246,7 +246,7 @@ def test_linear_units(pool: Pool) -> None:
 
 def _linear_units_in_float8() -> None:
     """They multiply by weights as they arrive: nobody may read these whole."""
-    eager, model = linear_units(32, wire="float8", use="float8")
+    eager, model = linear_units(32, message_format="float8", matmul_format="float8")
     given = torch.randn(8, 32)
     expected = eager(given)
     expected.square().sum().backward()
@@ -268,7 +268,7 @@ def _mixed_precision() -> None:
     outermost = {"mp_policy": dataclasses.replace(policy, output_dtype=torch.float32)}
     mesh = get_mesh((2,))
     torch._dynamo.reset()
-    eager, model = (shard(Mlp(), sw.fully_shard, mesh, outermost, mp_policy=policy) for _ in range(2))
+    eager, model = (shard(Mlp(), flat_fully_shard, mesh, outermost, mp_policy=policy) for _ in range(2))
     expected = train(eager, eager, 3)
     found = train(model, torch.compile(model, backend="aot_eager", fullgraph=True), 3)
     for a, b in zip(found, expected, strict=True):
@@ -304,14 +304,14 @@ class Around(Mlp):
 def _checkpointed() -> None:
     """Within units it is part of the one graph; around units it breaks graphs. Either gives what eager code gives."""
     mesh = get_mesh((2,))
-    plain = shard(Mlp(), sw.fully_shard, mesh)
+    plain = shard(Mlp(), flat_fully_shard, mesh)
     expected = train(plain, plain, 3)
     for is_within in (True, False):
         eager, model = Mlp() if is_within else Around(), Mlp() if is_within else Around()
         for each in (eager, model):
             if is_within:
                 each.layers = nn.ModuleList(Again(layer) for layer in each.layers)
-            shard(each, sw.fully_shard, mesh)
+            shard(each, flat_fully_shard, mesh)
         _assert_close(train(eager, eager, 3), expected)
         torch._dynamo.reset()
         with poisoned():
@@ -329,8 +329,8 @@ def test_checkpoints(pool: Pool) -> None:
 
 def _refused_chunks() -> None:
     torch._dynamo.reset()
-    model = shard(Mlp(), sw.fully_shard, get_mesh((2,)), {"gather_in_chunks": True})
-    with pytest.raises(RuntimeError, match="gather_in_chunks: got True for Mlp, which is in a graph"):
+    model = shard(Mlp(), flat_fully_shard, get_mesh((2,)), {"chunked": True})
+    with pytest.raises(RuntimeError, match="chunked must be False for Mlp, which is in a graph"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(batch(0))
 
 
@@ -341,7 +341,9 @@ def test_chunks_are_refused_in_graphs(pool: Pool) -> None:
 def _not_in_graphs() -> None:
     """Units whose weights are multiplied by as they arrive break graphs, and results stay what they are."""
     mesh = get_mesh((2,))
-    eager, model = (shard(Mlp(), sw.fully_shard, mesh, wire="float8", use="float8") for _ in range(2))
+    eager, model = (
+        shard(Mlp(), flat_fully_shard, mesh, message_format="float8", matmul_format="float8") for _ in range(2)
+    )
     expected = train(eager, eager, 3)
     torch._dynamo.reset()
     sw.reset_stats()
@@ -349,7 +351,7 @@ def _not_in_graphs() -> None:
     # In three steps, each with a forward for a backward and one without. The model's own weight is tied, not in float8.
     broken = 3 * 2 * len(model.layers)
     assert sw.stats()["graph_breaks"] == broken
-    assert sw.stats()["graph_break_reasons"] == {"weights are multiplied by as they arrive (use=)": broken}
+    assert sw.stats()["graph_break_reasons"] == {"weights are multiplied by as they arrive (matmul_format)": broken}
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), batch(0))
@@ -366,7 +368,7 @@ class _Interrupted(RuntimeError):
 def _after_an_error() -> None:
     """An event that fails leaves nothing behind, and a model that is gone is said to be."""
     mesh = get_mesh((2,))
-    eager, model = (shard(Mlp(), sw.fully_shard, mesh) for _ in range(2))
+    eager, model = (shard(Mlp(), flat_fully_shard, mesh) for _ in range(2))
     torch._dynamo.reset()
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     loss_of(run, batch(0)).backward()
@@ -401,11 +403,11 @@ def _broken() -> None:
             return self.leave(x)
 
     mesh = get_mesh((2,))
-    eager = shard(Mlp(), sw.fully_shard, mesh)
+    eager = shard(Mlp(), flat_fully_shard, mesh)
     expected = train(eager, eager, 4)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model = shard(Breaks(), sw.fully_shard, mesh)
+    model = shard(Breaks(), flat_fully_shard, mesh)
     with poisoned():
         sw.reset_stats()
         _assert_close(train(model, torch.compile(model, backend=counter), 4), expected)
@@ -421,7 +423,7 @@ def test_around_graph_breaks(pool: Pool) -> None:
 def _given_up() -> None:
     """Once Dynamo has given up on a model, its units run as eager code, are counted, and give what they gave before."""
     mesh = get_mesh((2,))
-    eager, model = (shard(Mlp(), sw.fully_shard, mesh) for _ in range(2))
+    eager, model = (shard(Mlp(), flat_fully_shard, mesh) for _ in range(2))
     torch._dynamo.reset()
     run = torch.compile(model, backend="aot_eager", dynamic=False)
     sw.reset_stats()

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 import shardwright as sw
-from fsdp_models import batch, loss_of, part
+from fsdp_models import batch, flat_fully_shard, loss_of, part
 from meshes import get_mesh
 from pool import Pool
 
@@ -63,7 +63,7 @@ def _meshes_of_their_own() -> None:
         wrap(model, mesh=world, shard_placement_fn=lambda p: own if id(p) in experts else None)
         return model
 
-    ours = model_of(sw.fully_shard)
+    ours = model_of(flat_fully_shard)
     weight = ours.experts[0].weight  # type: ignore[index,union-attr]
     assert isinstance(weight, DTensor) and weight.device_mesh == inner and weight.to_local().shape == (6, 5)
     assert ours.out.weight.device_mesh == world  # type: ignore[union-attr]
@@ -88,7 +88,7 @@ def _meshes_of_their_own() -> None:
     ]
     for function, options, text in refused:
         with pytest.raises(ValueError, match=text):
-            sw.fully_shard(nn.Linear(2, 2, bias=False), mesh=world, shard_placement_fn=function, **options)
+            flat_fully_shard(nn.Linear(2, 2, bias=False), mesh=world, shard_placement_fn=function, **options)
 
     stock = {
         name for name in dir(stock_fully_shard(Experts(), mesh=world)) if name.startswith(("set_", "reset_", "final"))

@@ -1,4 +1,4 @@
-"""`sw.fully_shard(gather_in_chunks=True)`: gradients of units around other units, which leave in chunks."""
+"""`sw.fsdp.Options(chunked=True)`: gradients of units around other units, which leave in chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshes
 import shardwright as sw
-from fsdp_models import full, received_bytes
+from fsdp_models import flat_fully_shard, full, received_bytes
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import sharding, steps
@@ -58,7 +58,7 @@ def make(recomputes: str = "", **options: Any) -> Any:
     mesh = get_mesh((dist.get_world_size(),))
     for layer in model.layers:
         sw.fully_shard(layer, mesh=mesh)
-    return sw.fully_shard(model, mesh=mesh, gather_in_chunks=True, **options)
+    return flat_fully_shard(model, mesh=mesh, options=sw.fsdp.Options(chunked=True), **options)
 
 
 def loss_of(model: nn.Module, step: int, rank: int | None = None) -> torch.Tensor:
@@ -225,9 +225,7 @@ def _calls_differ() -> None:
             model.zero_grad()
             model.is_twice = dist.get_rank() == 1
             loss = loss_of(model, 1)
-            with pytest.raises(
-                ValueError, match=r"gather_in_chunks: ranks \[0\] differ from ranks \[1\] in how often.*enter"
-            ):
+            with pytest.raises(ValueError, match=r"chunked: ranks \[0\] differ from ranks \[1\] in how often.*enter"):
                 loss.backward()
         finally:
             sw.debug.check_ranks(False)

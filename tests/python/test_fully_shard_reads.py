@@ -19,7 +19,7 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import shardwright as sw
-from fsdp_models import full
+from fsdp_models import flat_fully_shard, full
 from meshes import get_mesh
 from pool import Pool
 
@@ -98,8 +98,8 @@ def _batches() -> list[torch.Tensor]:
 def _sharded(whole: nn.Module, **options: Any) -> nn.Module:
     model = copy.deepcopy(whole)
     for block in getattr(model, "blocks", []):
-        sw.fully_shard(block, mesh=get_mesh((2,)), **options)
-    return sw.fully_shard(model, mesh=get_mesh((2,)), **options)
+        flat_fully_shard(block, mesh=get_mesh((2,)), **options)
+    return flat_fully_shard(model, mesh=get_mesh((2,)), **options)
 
 
 def _check_gradients(model: nn.Module, whole: nn.Module, case: str) -> None:

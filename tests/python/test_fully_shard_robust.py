@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import shardwright as sw
-from fsdp_models import Mlp, batch, full, loss_of, shard, whole_loss
+from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, shard, whole_loss
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import steps
@@ -61,7 +60,7 @@ def _in_ours(name: str) -> Callable[[Any], Callable[[], None]]:
 def _survives() -> None:
     interrupts = (_in_forward, _in_backward, _in_ours("put_whole"), _in_ours("release"), _in_ours("finish_gather"))
     for interrupt in interrupts:
-        model, whole = shard(Mlp(), sw.fully_shard, get_mesh((2,))), Mlp()
+        model, whole = shard(Mlp(), flat_fully_shard, get_mesh((2,))), Mlp()
         state = {name: full(value).clone() for name, value in model.state_dict().items()}
         for step in range(4):
             if step in (0, 2):
@@ -90,7 +89,7 @@ def test_survives_exceptions_of_all_kinds(pool: Pool) -> None:
 
 def _frees(is_interrupted: bool) -> None:
     """At once, without a collection of circles."""
-    model: Any = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    model: Any = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
         loss_of(model, batch(step)).backward()
@@ -124,7 +123,7 @@ def test_a_model_that_is_let_go_frees_its_memory(pool: Pool, is_interrupted: boo
 
 
 def _does_not_grow() -> None:
-    model: Any = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    model: Any = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     whole = Mlp()
 
     def check() -> None:
@@ -163,7 +162,7 @@ def test_what_is_recorded_does_not_grow(pool: Pool) -> None:
 
 
 def _refuses_double_backward() -> None:
-    model = shard(Mlp(), sw.fully_shard, get_mesh((2,)))
+    model = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     whole = Mlp()
     x = batch(0).requires_grad_()
     for step in range(3):

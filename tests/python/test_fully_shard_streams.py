@@ -17,6 +17,7 @@ from torch import nn
 
 import meshes
 import shardwright as sw
+from fsdp_models import flat_fully_shard
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp.landing import Reduction
@@ -98,7 +99,7 @@ def _same_bits(kind: str, memory_limit: int | None) -> None:
     mesh = get_mesh((2,))
 
     def trained() -> list[torch.Tensor]:
-        return parts(train(shard(Model(kind), sw.fully_shard, mesh, memory_limit=memory_limit), 3, evaluate=True))
+        return parts(train(shard(Model(kind), flat_fully_shard, mesh, memory_limit=memory_limit), 3, evaluate=True))
 
     expected = trained()
     with poisoned():
@@ -112,7 +113,7 @@ def test_same_bits_with_poison(pool: Pool, kind: str, memory_limit: int | None) 
 
 
 def _as_whole(kind: str) -> None:
-    ours = train(shard(Model(kind), sw.fully_shard, get_mesh((3,))), 3, evaluate=True)
+    ours = train(shard(Model(kind), flat_fully_shard, get_mesh((3,))), 3, evaluate=True)
     for a, b in zip(ours, train_whole(kind, 3, evaluate=True), strict=True):
         torch.testing.assert_close(full(a), b, rtol=1e-4, atol=1e-5)
 
@@ -143,7 +144,7 @@ def _works_of(unit: Unit) -> list[Any]:
 
 def _overlap(prefetch: int | str, overlaps: bool) -> None:
     """In the product of a layer, before it is even submitted, the next gather and the last reduction come to an end."""
-    model = shard(Model(), sw.fully_shard, get_mesh((2,)), prefetch=prefetch)
+    model = shard(Model(), flat_fully_shard, get_mesh((2,)), prefetch=prefetch)
     train(model, 2)
     units: list[Unit] = [layer._shardwright_unit.unit for layer in model.layers]
     reduced: dict[int, list[Any]] = {}  # by unit: what its reduction is waited for
@@ -241,7 +242,7 @@ def _two_streams() -> None:
             return outs
 
     model = All()
-    sw.fully_shard(model, mesh=get_mesh((2,)), prefetch=0, memory_limit=WIDTH * WIDTH * 4)
+    sw.fully_shard(model, mesh=get_mesh((2,)), options=sw.fsdp.Options(prefetch=0, memory_limit=WIDTH * WIDTH * 4))
     with torch.no_grad():
         for _ in range(4):
             for out, weight in zip(model(x), weights, strict=True):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
+from fsdp_models import flat_fully_shard
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp.times import Clock
@@ -31,7 +32,7 @@ def _as_far_as_it_must() -> None:
     def stretches(clock: Clock) -> list[int]:
         return [USE_PS * (1 + (i + rank) % 2) for i in range(len(clock._marks) // 2)]
 
-    expected = parts(train(shard(Model(), sw.fully_shard, mesh, prefetch=1), 4))
+    expected = parts(train(shard(Model(), flat_fully_shard, mesh, prefetch=1), 4))
     for slow, ahead, limit in ((1, 1, None), (8, 2, 1 << 20), (8, 1, 4200)):
 
         def gather_ps(unit: Unit, slow: int = slow) -> int:
@@ -39,7 +40,7 @@ def _as_far_as_it_must() -> None:
 
         replacements = {"gather_ps": property(gather_ps), "reduce_ps": property(lambda unit: USE_PS)}
         with replaced(Clock, stretches_ps=stretches), replaced(Unit, **replacements):  # type: ignore[arg-type]
-            model = shard(Model(), sw.fully_shard, mesh, memory_limit=limit)
+            model = shard(Model(), flat_fully_shard, mesh, memory_limit=limit)
             found = parts(train(model, 4))
         assert all(map(torch.equal, found, expected))
         schedule = sw.fsdp.schedule(model)
@@ -56,7 +57,7 @@ def test_as_far_ahead_as_times_ask_for(pool: Pool) -> None:
 
 
 def _measured() -> None:
-    model = shard(Model(), sw.fully_shard, get_mesh((3,)))
+    model = shard(Model(), flat_fully_shard, get_mesh((3,)))
     with pytest.raises(ValueError, match="module: got a Linear that sw.fully_shard has not seen"):
         sw.fsdp.schedule(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="module: no step of it has ended yet"):

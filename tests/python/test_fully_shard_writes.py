@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import shardwright as sw
+from fsdp_models import flat_fully_shard
 from meshes import get_mesh
 from pool import Pool
 
@@ -49,7 +50,7 @@ def _write_on_one_rank(model: nn.Module, parameters: list[Any], folder: str) -> 
 
 WRITES = (_load, _read_checkpoint, _copy_to_local, _copy_to_data, _foreach, _write_on_one_rank)
 
-ZERO_1: dict[str, Any] = {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0)]}
+ZERO_1: dict[str, Any] = {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]}
 
 
 def _expected(parameters: list[Any], x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +70,7 @@ def _write_between_uses(write: Callable[[nn.Module, list[Any], str], None], fold
         (ZERO_1, False, False),
         (ZERO_1, True, True),
     ):
-        model: Any = sw.fully_shard(copy.deepcopy(given), mesh=mesh, **options)
+        model: Any = flat_fully_shard(copy.deepcopy(given), mesh=mesh, **options)
         parameters = list(model.parameters())
         if stays:
             model.set_reshard_after_backward(False)

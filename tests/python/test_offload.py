@@ -85,9 +85,9 @@ def _combinations() -> None:
     cases: list[dict[str, Any]] = [
         {},
         {"offload_policy": PAGED},
-        {"wire": "float8"},
-        {"wire": torch.bfloat16, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-        {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0)]},
+        {"message_format": "float8"},
+        {"message_format": torch.bfloat16, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]},
         {"shard_placement_fn": lambda p: Shard(p.ndim - 1), "reshard_after_forward": False},
     ]
     for options in cases:
@@ -208,7 +208,9 @@ def _in_order() -> None:
     for layer in layers:
         sw.fully_shard(layer, mesh=get_mesh((dist.get_world_size(),)), offload_policy=PINNED)
     model = nn.Sequential(*layers)
-    sw.fully_shard(model, mesh=get_mesh((dist.get_world_size(),)), offload_policy=PINNED, prefetch=0)
+    sw.fully_shard(
+        model, mesh=get_mesh((dist.get_world_size(),)), offload_policy=PINNED, options=sw.fsdp.Options(prefetch=0)
+    )
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
     on_device = x.to(meshes.device)
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import meshes
 import shardwright as sw
 import shardwright.parallel as sw_styles
-from fsdp_models import agreement_bytes
+from fsdp_models import agreement_bytes, flat_fully_shard
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp.moves import Moves
@@ -129,7 +129,7 @@ def assert_equals_whole(found: Named, num_data_ranks: int, steps: int = 3) -> No
 
 
 def wrapped(
-    model: Model, wrap: Callable[..., Any] = sw.fully_shard, outermost: dict[str, Any] | None = None, **options: Any
+    model: Model, wrap: Callable[..., Any] = flat_fully_shard, outermost: dict[str, Any] | None = None, **options: Any
 ) -> Model:
     for layer in model.layers:
         wrap(layer, **options)
@@ -161,7 +161,7 @@ def tensor_parallel(styles: Any, mesh: Any) -> Model:
     return model
 
 
-def data_parallel(model: Model, mesh: Any, wrap: Callable[..., Any] = sw.fully_shard, **options: Any) -> Model:
+def data_parallel(model: Model, mesh: Any, wrap: Callable[..., Any] = flat_fully_shard, **options: Any) -> Model:
     return wrapped(model, wrap, mesh=mesh, **options)
 
 
@@ -250,7 +250,7 @@ def _named_dims(stock_dims: bool) -> None:
             dims = torch.distributed.fsdp.DataParallelMeshDims(shard=shard, replicate=replicate)
         models = [
             wrapped(on_whole_mesh(mesh, shard == "x"), wrap, mesh=mesh, dp_mesh_dims=dims)
-            for wrap in [sw.fully_shard] + ([stock_fully_shard] if stock_dims else [])
+            for wrap in [flat_fully_shard] + ([stock_fully_shard] if stock_dims else [])
         ]
         models.append(on_whole_mesh(mesh, shard == "x"))
         for model in models:
@@ -307,8 +307,8 @@ def _kept_copies() -> None:
     by_number = {"mesh": one, "reshard_after_forward": 2}
     by_layout = {
         "mesh": two,
-        "rest": lambda p: [Shard(0), Shard(p.ndim - 1)],
-        "keep": lambda p: [Replicate(), Shard(p.ndim - 1)],
+        "placements": lambda p: [Shard(0), Shard(p.ndim - 1)],
+        "kept_placements": lambda p: [Replicate(), Shard(p.ndim - 1)],
     }
     for options in (by_number, by_layout):
 
@@ -336,7 +336,9 @@ def _kept_copies() -> None:
         total = received_bytes(model)
         reductions = total - gathered
         # Each reduction is that of a model that keeps no copies.
-        plain = wrapped(Model(), mesh=options["mesh"], rest=options.get("rest"), outermost={"memory_limit": 1 << 20})
+        plain = wrapped(
+            Model(), mesh=options["mesh"], placements=options.get("placements"), outermost={"memory_limit": 1 << 20}
+        )
         train(plain, 1, [dist.get_rank()])
         simple = sw.fsdp.schedules(plain)[0]
         assert len(simple.reductions) == len(schedule.reductions)
@@ -358,7 +360,7 @@ def _kept_over_tensor_parallelism() -> None:
         torch_styles.parallelize_module(model, mesh["b"], plan)
         for layer in model:
             sw.fully_shard(layer, mesh=mesh["a"], reshard_after_forward=2)
-        return sw.fully_shard(model, mesh=mesh["a"], memory_limit=limit, prefetch=0)
+        return sw.fully_shard(model, mesh=mesh["a"], options=sw.fsdp.Options(memory_limit=limit, prefetch=0))
 
     x = [batch_of(0, rank) for rank in range(4)]
     with pytest.raises(ValueError) as refusal:
@@ -407,7 +409,7 @@ def _stores() -> None:
         (two, lambda p: [Replicate(), Replicate()], lambda p: [Replicate(), Shard(p.ndim - 1)]),
     ]
     for mesh, rest, store in cases:
-        model = wrapped(Model(), mesh=mesh, rest=rest, store=store)
+        model = wrapped(Model(), mesh=mesh, placements=rest, store_placements=store)
         weight = model.layers[0].inner.up.weight
         assert list(weight.placements) == store(weight)
         assert_equals_whole(train(model, 3, [dist.get_rank()], foreach=True), 4)
@@ -433,7 +435,7 @@ def _stores_over_tensor_parallelism() -> None:
     """ZeRO-1 of tensor-parallel parts: modules compute with what is held, optimizers see its shards."""
     mesh = get_mesh((2, 2))
     model = tensor_parallel(sw_styles, mesh["b"])
-    wrapped(model, mesh=mesh["a"], rest=lambda p: [Replicate()], store=lambda p: [Shard(0)])
+    wrapped(model, mesh=mesh["a"], placements=lambda p: [Replicate()], store_placements=lambda p: [Shard(0)])
     up = model.layers[0].inner.up.weight  # type: ignore[union-attr]
     assert isinstance(up, DTensor) and up.to_local().numel() <= 8 * WIDTH
     assert_equals_whole(train(model, 3, [mesh.get_local_rank("a")]), 2)
@@ -454,10 +456,12 @@ def _same_data() -> None:
     options: dict[str, Any] = {"mesh": mesh, "same_data_dims": ["b"]}
     rank = mesh.get_local_rank("a")
     for cuts in ([Shard(0), Shard(0)], [Shard(0), Replicate()], [Replicate(), Shard(0)]):
-        model = wrapped(Model(), **options, rest=lambda p, cuts=cuts: cuts)
+        model = wrapped(Model(), **options, placements=lambda p, cuts=cuts: cuts)
         assert_equals_whole(train(model, 3, [rank]), 2)
     linear = nn.Linear(4, 8, bias=False, device=meshes.device)
-    sw.fully_shard(linear, **options, rest=lambda p: [Replicate(), Shard(0)], prefetch=0)
+    flat_fully_shard(
+        linear, **options, options=sw.fsdp.Options(placements=lambda p: [Replicate(), Shard(0)], prefetch=0)
+    )
     for step in range(3):
         with sw.debug.wire_meter() as meter:
             linear(torch.ones(1, 4, device=meshes.device) * rank).sum().backward()
@@ -465,7 +469,7 @@ def _same_data() -> None:
         if step > 1:  # the first step gathers for the backward again, the second one is timed
             assert meter.received_bytes == 4 * 16 + 4 * 16 + agreement_bytes(linear)
     alone = nn.Linear(4, 8, bias=False, device=meshes.device)
-    sw.fully_shard(alone, mesh=mesh["b"], same_data_dims=["b"])
+    sw.fully_shard(alone, mesh=mesh["b"], options=sw.fsdp.Options(same_data_dims=["b"]))
     for _ in range(3):
         alone.zero_grad()
         with sw.debug.wire_meter() as meter:
@@ -494,10 +498,16 @@ class Odd(nn.Module):
 def _odd_weights() -> None:
     mesh = get_mesh((3,))
     rank = dist.get_rank()
-    kept = {"rest": lambda p: [Shard(p.ndim - 1) if p.ndim else Replicate()], "keep": lambda p: [Replicate()]}
-    stored = {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0) if p.ndim else Replicate()]}
+    kept = {
+        "placements": lambda p: [Shard(p.ndim - 1) if p.ndim else Replicate()],
+        "kept_placements": lambda p: [Replicate()],
+    }
+    stored = {
+        "placements": lambda p: [Replicate()],
+        "store_placements": lambda p: [Shard(0) if p.ndim else Replicate()],
+    }
     for options in ({}, kept, stored, {"reshard_after_forward": 1}):
-        model = sw.fully_shard(Odd().to(meshes.device), mesh=mesh, **options)
+        model = flat_fully_shard(Odd().to(meshes.device), mesh=mesh, **options)
         whole = Odd().to(meshes.device)
         for _ in range(3):
             for each, ranks in ((model, [rank]), (whole, range(3))):
@@ -517,7 +527,7 @@ def _edges() -> None:
     """What FSDP2 has no tests for, in the new layouts: empty parts, several graphs, replaced and written weights."""
     mesh = get_mesh((3,))
     rank = dist.get_rank()
-    zero_one = {"rest": lambda p: [Replicate()], "store": lambda p: [Shard(0)]}
+    zero_one = {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]}
     for options in ({"reshard_after_forward": 3}, {"reshard_after_forward": 1}, zero_one):
         model = wrapped(Model(), mesh=mesh, **options)
         assert_equals_whole(train(model, 2, [rank]), 3, 2)
@@ -556,7 +566,7 @@ def _refusals() -> None:
 
     def refuses(text: str, module: nn.Module, **options: Any) -> None:
         with pytest.raises(ValueError, match=text):
-            sw.fully_shard(module, **{"mesh": one, **options})
+            flat_fully_shard(module, **{"mesh": one, **options})
 
     def over(placement: Any, on: Any) -> nn.Module:
         linear = nn.Linear(4, 4, bias=False)
@@ -570,10 +580,10 @@ def _refusals() -> None:
     linear = nn.Linear(2, 2)
     refuses("reshard_after_forward: got 3; .* divide 4", linear, reshard_after_forward=3)
     refuses("reshard_after_forward: got '2'", linear, reshard_after_forward="2")
-    rest = {"rest": lambda p: [Shard(0)]}
-    refuses("reshard_after_forward: got 2 besides rest", linear, reshard_after_forward=2, **rest)
-    for name in ("store", "keep"):
-        refuses(f"{name}: got .* for weight", linear, **{name: lambda p: [Partial()]})
+    rest = {"placements": lambda p: [Shard(0)]}
+    refuses("reshard_after_forward must be .*, got 2", linear, reshard_after_forward=2, **rest)
+    for name in ("store_placements", "kept_placements"):
+        refuses(f"{name} must return .* for weight", linear, **{name: lambda p: [Partial()]})
         refuses("placements: got 2 for", linear, **{name: lambda p: [Shard(0), Shard(0)]})
     refuses("same_data_dims: there is no mesh dim 'c'", linear, same_data_dims=["c"])
     refuses("dp_mesh_dims: got a str", linear, dp_mesh_dims="a")

@@ -6,11 +6,13 @@ from .activations import checkpoint_cut
 from .collectives import AllGather, ReduceScatter
 from .handles import JitWeight, jit_weight
 from .methods import ShardedModule, UnshardHandle
+from .options import Options
 from .sharding import fully_shard, schedule, schedules
 
 __all__ = [
     "AllGather",
     "JitWeight",
+    "Options",
     "ReduceScatter",
     "ShardedModule",
     "UnshardHandle",

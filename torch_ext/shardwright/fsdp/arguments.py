@@ -49,17 +49,6 @@ def checked_modules(given: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-def check_options(memory_limit: Any, prefetch: Any, gather_in_chunks: Any) -> None:
-    if not isinstance(gather_in_chunks, bool):
-        raise ValueError(f"gather_in_chunks: got {gather_in_chunks!r}; allowed are True and False")
-    is_limit = isinstance(memory_limit, int) and not isinstance(memory_limit, bool) and memory_limit >= 0
-    if memory_limit is not None and not is_limit:
-        raise ValueError(f"memory_limit: got {memory_limit!r}; allowed is a number of bytes, or None")
-    is_count = isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0
-    if prefetch != "auto" and not is_count:
-        raise ValueError(f'prefetch: got {prefetch!r}; allowed are "auto" and numbers from 0 on')
-
-
 Place = tuple[nn.Module, str, str]  # module, name in it, name in all
 
 

@@ -275,7 +275,7 @@ class UnitInChunks:
             said = {e.weight.name: f"{e.num_products} calls{', read otherwise' if e.was_read else ''}" for e in ours}
             what = "how often a step calls each nn.Linear whose gradient is reduced in chunks"
             device = ours[0].weight.memory.device
-            agreement.compare(mesh, said, device, "gather_in_chunks", what, "equally many calls")
+            agreement.compare(mesh, said, device, "chunked", what, "equally many calls")
 
     def has(self, weight: Weight) -> bool:
         return any(each.weight is weight for each in self.weights)

@@ -61,8 +61,8 @@ def _begin_forward(inputs: Sequence[torch.Tensor], unit: int, records: bool) -> 
     runner, its = _found(unit)
     if runner.gathers_in_chunks:
         raise RuntimeError(
-            f"gather_in_chunks: got True for {runner.units[0].name}, which is in a graph, whose products take whole "
-            "weights; allowed is False, or to compile what is inside of units alone"
+            f"chunked must be False for {runner.units[0].name}, which is in a graph, whose products take whole "
+            "weights, got True; or compile only the insides of units"
         )
     if its is runner.units[0] and its.forwards and not is_in_backward():
         runner.abort()  # a graph has failed between its events

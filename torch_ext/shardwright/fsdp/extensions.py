@@ -79,11 +79,12 @@ def check(name: str, layouts: Layouts, is_plain_policy: bool) -> None:
     if layouts.store is not layouts.rest or layouts.kept is not None or any(p != Replicate() for p in others):
         raise ValueError(
             f"{name}: its fsdp_pre_all_gather says what is gathered, from a part that is cut along one mesh dim; "
-            "rest=, store=, keep= and numbers in reshard_after_forward= must be left out"
+            "Options.placements, store_placements and kept_placements, and numbers in reshard_after_forward, must be "
+            "left out"
         )
     if not is_plain_policy:
         raise ValueError(
-            f"{name}: its fsdp_pre_all_gather says what messages carry; wire= and use= must be None for it"
+            f"message_format and matmul_format must be None for {name}, whose fsdp_pre_all_gather forms the messages"
         )
 
 

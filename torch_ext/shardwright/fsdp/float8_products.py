@@ -1,4 +1,4 @@
-"""Products that take weights in float8 as they arrive: `use="float8"` of `fully_shard`.
+"""Products that take weights in float8 as they arrive: `matmul_format="float8"` of `Options`.
 
 The weight of an `nn.Linear` has no memory besides what arrives: its codes, and its scales if each row has one. Both
 arrive in the place, and with the padding, in which `torch._scaled_mm` takes them:
@@ -277,24 +277,19 @@ def product_of(
     if reason is not None:
         kind = "a scale for each row" if is_rowwise else "one scale for each weight"
         raise ValueError(
-            f"use: got 'float8' for {name} with {kind} on {layouts.mesh.device_type}, where {reason}; allowed there is "
-            "use=None, with which weights are written to the dtype of mp_policy when they have arrived"
+            f"matmul_format must be None for {name} with {kind} on {layouts.mesh.device_type}, got 'float8': {reason}; "
+            "with None, weights are converted to the dtype of mp_policy when they have arrived"
         )
     if layouts.kept is not None:
         raise ValueError(
-            f"use: got 'float8' for {name} besides keep= or a number of ranks in reshard_after_forward=, which keep "
-            "copies of what weights are written to; allowed is one of the two"
+            f"matmul_format must be None for {name} with kept_placements or a number of ranks in "
+            "reshard_after_forward, which keep converted copies of weights, got 'float8'"
         )
     form: Any = type(dtypes.gathers)
     padded = dataclasses.replace(dtypes, gathers=form(pads=True))
     return padded, BlockProduct(given.size(0), given.size(1), block) if block else Float8Product(
         given.size(1), is_rowwise
     )
-
-
-def check_use(use: Any) -> None:
-    if use is not None and use != "float8":
-        raise ValueError(f"use: got {use!r}; allowed are 'float8' and None")
 
 
 @functools.cache

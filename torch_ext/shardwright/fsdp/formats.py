@@ -45,9 +45,9 @@ def check_blocks(wire: str, name: str, rest: _planner.Layout, block: int) -> Non
         divided = any(begin % block for begin, _ in rest.region(rank)[-1])
         if divided or begins != blocks.region(rank)[-1]:
             raise ValueError(
-                f"wire: got {wire!r} for {name} of shape {tuple(rest.shape)}, placed as {', '.join(rest.placements)}"
-                f", which divides blocks of {block} elements along the last dim; allowed are cuts of other dims, "
-                f"and cuts into multiples of {block}"
+                f"message_format: got {wire!r} for {name} of shape {tuple(rest.shape)}, placed as "
+                f"{', '.join(rest.placements)}, which divides blocks of {block} elements along the last dim; allowed "
+                f"are shards of other dims, and shards of multiples of {block}"
             )
 
 

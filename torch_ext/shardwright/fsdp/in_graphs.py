@@ -42,7 +42,7 @@ def why_not(unit: Unit) -> str | None:
     if any(isinstance(weight.whole, DTensor) for weight in unit.weights):
         return "weights are DTensors in use"
     if any(weight.product is not None for weight in unit.weights):
-        return "weights are multiplied by as they arrive (use=)"
+        return "weights are multiplied by as they arrive (matmul_format)"
     if any(weight.extension is not None for weight in unit.weights):
         return "weights are tensor subclasses that say what is gathered"
     return None

@@ -1,6 +1,6 @@
 """NVFP4 in messages, by torchao's functions: four bits per element with a scale for each 16 and one for each weight.
 
-torchao is no dependency: it is looked for when `wire="nvfp4"` is asked for, and tried once on each kind of device.
+torchao is no dependency: it is looked for with `message_format="nvfp4"`, and tried once on each kind of device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Nvfp4(ScaledCodes, InBlocks):
         if reason is not None:
             others = [key for key in FORMATS if key != "nvfp4"]
             raise ValueError(
-                f"wire: got 'nvfp4' for {name} on {device_type}, which needs torchao's functions for it: {reason}; "
+                f"message_format: got 'nvfp4' for {name} on {device_type}, which needs torchao: {reason}; "
                 f"allowed without them are {', '.join(map(repr, others))}, torch.bfloat16 and torch.float16"
             )
         check_blocks("nvfp4", name, rest, _BLOCK)

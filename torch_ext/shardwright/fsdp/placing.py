@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ..layouts import argument_values
 from ..runtime import argument_checks
 from .layouts import Choice, DataMesh, Layouts
+from .options import Options, Placer
 
-Placer = Callable[[nn.Parameter], Sequence[Placement] | None]
 # Returns a Shard, None, or torch's ShardPlacementResult (torch 2.15).
 ShardPlacer = Callable[[nn.Parameter], Any]
 
@@ -24,9 +24,7 @@ class Placing(NamedTuple):
 
     data: DataMesh
     shard_placement_fn: ShardPlacer | None
-    rest: Placer | None
-    store: Placer | None
-    keep: Placer | None
+    options: Options
     reshard_after_forward: Any
     takes_host: bool = False  # parameters that are on the host although the mesh is not
 
@@ -40,16 +38,16 @@ class Placing(NamedTuple):
             )
         data = _own_data_of(chosen, name, parameter)
         count = len(data.data_dims)
-        rest = self._chosen("rest", name, parameter, count)
-        keep = self._chosen("keep", name, parameter, count)
-        store = self._chosen("store", name, parameter, count)
+        rest = self._chosen("placements", name, parameter, count)
+        keep = self._chosen("kept_placements", name, parameter, count)
+        store = self._chosen("store_placements", name, parameter, count)
         choice = Choice(_placed(shard, parameter, data) if rest is None else rest, store, keep)
         keep_ranks = kept_ranks_of(self.reshard_after_forward, data)
         if keep is None and keep_ranks is not None:
             if rest is not None:
                 raise ValueError(
-                    f"reshard_after_forward: got {keep_ranks} besides rest=; allowed is keep=, which says how the "
-                    "copy is cut"
+                    f"reshard_after_forward must be True, False or None with Options.placements, got {keep_ranks}; "
+                    "Options.kept_placements says how the copy is sharded"
                 )
             choice = choice._replace(keep_ranks=keep_ranks)
         return Layouts(parameter, data, choice)
@@ -88,14 +86,14 @@ class Placing(NamedTuple):
         return DataMesh(info.mesh, (None,) * info.mesh.ndim, info.shard_mesh_dim)
 
     def _chosen(self, argument: str, name: str, parameter: nn.Parameter, count: int) -> list[Placement] | None:
-        function: Placer | None = getattr(self, argument)
+        function: Placer | None = getattr(self.options, argument)
         chosen = None if function is None else function(parameter)
         if chosen is None:
             return None
         placements = argument_checks.placements_of(chosen, count)
         if any(placement.is_partial() for placement in placements):
             raise ValueError(
-                f"{argument}: got {placements} for {name}; allowed are placements without pending reductions"
+                f"{argument} must return placements without pending reductions, got {placements} for {name}"
             )
         return placements
 
@@ -134,7 +132,7 @@ def _placed(shard: Shard | None, parameter: nn.Parameter, data: DataMesh) -> lis
     return [Shard(dim) if cut else Replicate() for cut in cuts]
 
 
-def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type: str, has_rest: bool) -> DataMesh:
+def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type: str, has_placements: bool) -> DataMesh:
     """Returns the mesh dims over which parameters are cut. Raises ValueError for arguments that do not fit."""
     argument_checks.check_device_mesh("mesh", mesh)
     if mesh is None:
@@ -144,8 +142,8 @@ def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type:
     if dp_mesh_dims is not None:
         data = _named_dims(mesh, dp_mesh_dims)
     else:
-        if mesh.ndim > 2 and not has_rest:
-            raise ValueError(f"mesh: has {mesh.ndim} dims; allowed are 1 and 2, or any number with rest=")
+        if mesh.ndim > 2 and not has_placements:
+            raise ValueError(f"mesh must have 1 or 2 dims without Options.placements, got {mesh.ndim}")
         data = DataMesh(mesh, (None,) * mesh.ndim, mesh.ndim - 1)
     if same_data_dims is None:
         return data

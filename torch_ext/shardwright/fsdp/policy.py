@@ -1,4 +1,4 @@
-"""What dtypes weights and gradients have at rest, in use and in messages: `mp_policy` and `wire` of `fully_shard`."""
+"""Dtypes of weights and gradients: sharded, in use and in messages (`mp_policy`, `Options.message_format`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Wire: TypeAlias = torch.dtype | str | None
 # Until 2.14, gradients are reduced in param_dtype where reduce_dtype is None; after that, in the parameter's dtype.
 _REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
 
-_ALLOWED = f"torch.bfloat16, torch.float16, {', '.join(map(repr, FORMATS))}, None, and a function that returns one"
+_ALLOWED = f"torch.bfloat16, torch.float16, {', '.join(map(repr, FORMATS))}, None or a function that returns one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +44,13 @@ class Dtypes:
 class Policy:
     """The policy of one unit."""
 
-    def __init__(self, mp_policy: MixedPrecisionPolicy | None, wire: Any) -> None:
+    def __init__(self, mp_policy: MixedPrecisionPolicy | None, given: Any) -> None:
         if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
             raise ValueError(
                 f"mp_policy: got a {type(mp_policy).__name__}; allowed is a torch.distributed.fsdp.MixedPrecisionPolicy"
             )
         self._policy = mp_policy or MixedPrecisionPolicy()
-        self._wire: Callable[[nn.Parameter], Wire] = wire if callable(wire) else lambda parameter: wire
-        if not callable(wire):
-            _check_wire(wire)
+        self._message_format: Callable[[nn.Parameter], Wire] = given if callable(given) else lambda parameter: given
 
     def of(self, parameter: nn.Parameter) -> Dtypes:
         """Returns the dtypes of a parameter, whole or cut."""
@@ -70,15 +68,15 @@ class Policy:
                 f"mp_policy: param_dtype_override_fn returned {use!r}; allowed are {own}, {policy.param_dtype} and None"
             )
         reduce = policy.reduce_dtype or (use if _REDUCES_IN_PARAM_DTYPE else own)
-        wire = self._wire(parameter)
-        _check_wire(wire)
-        if wire is None:
+        message = self._message_format(parameter)
+        check_message_format(message)
+        if message is None:
             return Dtypes(use, Format(use), reduce, reduce)
         reduce = policy.reduce_dtype or torch.float32
-        if isinstance(wire, torch.dtype):
-            return Dtypes(use, Format(wire), reduce, wire)
+        if isinstance(message, torch.dtype):
+            return Dtypes(use, Format(message), reduce, message)
         # Biases and norms, which are small, keep their precision.
-        gathers = FORMATS[wire]() if parameter.ndim > 1 else Format(use)
+        gathers = FORMATS[message]() if parameter.ndim > 1 else Format(use)
         return Dtypes(use, gathers, reduce, torch.bfloat16)
 
     def cast_inputs(self, value: Any) -> Any:
@@ -103,6 +101,6 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype)
 
 
-def _check_wire(wire: Any) -> None:
-    if wire is not None and wire not in (torch.bfloat16, torch.float16) and wire not in FORMATS:
-        raise ValueError(f"wire: got {wire!r}; allowed are {_ALLOWED}")
+def check_message_format(given: Any) -> None:
+    if given is not None and given not in (torch.bfloat16, torch.float16) and given not in FORMATS:
+        raise ValueError(f"message_format must be {_ALLOWED}, got {given!r}")

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -23,13 +23,14 @@ from ..debug import explaining
 from ..runtime import groups
 from . import events, extensions, hosting, in_graphs, times
 from .agreement import check_same
-from .arguments import GIVEN, SHARDED, check_options, checked_ignored, checked_modules, device_type_of, parameters_of
+from .arguments import GIVEN, SHARDED, checked_ignored, checked_modules, device_type_of, parameters_of
 from .containers import mapped, tensors_in
-from .float8_products import check_use, product_of
+from .float8_products import product_of
 from .layouts import Layouts
 from .methods import ATTRIBUTE, finalize_backward, original_class, sharded_class
-from .placing import Placer, Placing, ShardPlacer, data_mesh_of, kept_ranks_of
-from .policy import Policy, Wire
+from .options import Options, checked_options
+from .placing import Placing, ShardPlacer, data_mesh_of, kept_ranks_of
+from .policy import Policy
 from .steps import Runner
 from .units import Unit, check_no_create_graph, is_in_backward
 from .weights import DtypesOf, Weight
@@ -45,19 +46,11 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacer | None = None,
-    dp_mesh_dims: Any | None = None,
-    rest: Placer | None = None,
-    store: Placer | None = None,
-    keep: Placer | None = None,
-    same_data_dims: Sequence[str | int] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    wire: Wire | Callable[[nn.Parameter], Wire] = None,
-    use: str | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    memory_limit: int | None = None,
-    prefetch: int | str = "auto",
-    gather_in_chunks: bool = False,
+    dp_mesh_dims: Any | None = None,
+    options: Options | None = None,
 ) -> Modules:
     """Cuts the parameters of a module over a mesh, and gathers them when they are used.
 
@@ -83,39 +76,16 @@ def fully_shard(
             other in the mesh, keeps a copy, from which it is gathered again.
         shard_placement_fn: the tensor dim along which a parameter is cut, as a Shard; default, dim 0. Any dim may be
             uneven. Or torch's ``ShardPlacementResult``, which also names the mesh over which this parameter is cut.
-        dp_mesh_dims: with parameters that are DTensors on all of `mesh`: torch's DataParallelMeshDims (an object with
-            its attributes ``shard`` and ``replicate``), which names the mesh dims over which data is parallel.
-        rest: instead of `shard_placement_fn`, the placements of a parameter on all mesh dims over which data is
-            parallel, such as ``[Shard(0), Shard(1)]``; None for the default.
-        store: placements of what the module's parameters, and so optimizers and state dicts, hold, if that is not what
-            is held at rest: with ``rest=lambda p: [Replicate()], store=lambda p: [Shard(0)]`` gradients are reduced to
-            shards, the optimizer updates shards, and the next step gathers them once (ZeRO-1). None for rest.
-        keep: placements of the copy that `reshard_after_forward` may ask for by a number.
-        same_data_dims: mesh dims, by name or index, along which all ranks have the same data, and so the same
-            gradients: along them nothing is reduced. For weights that are cut over tensor-parallel ranks besides.
         mp_policy: torch's ``MixedPrecisionPolicy``. Parameters and their gradients keep their dtype; gathered weights
             have param_dtype, and messages too. Gradients are reduced in reduce_dtype.
-        wire: what messages carry, if not that. ``torch.bfloat16`` or ``torch.float16``: weights and gradients in that
-            dtype. ``"float8"``, ``"float8_rowwise"`` or ``"mxfp8"``: weights of two dims and more in eight bits with
-            scales, gradients in bfloat16; ``"nvfp4"``: in four, by torchao, if it is installed. Gradients are then
-            added up in reduce_dtype, by default float32. Or a function that returns one of these, or None, for a
-            parameter.
-        use: ``"float8"``: `nn.Linear` modules multiply by weights that ``wire`` sends in float8, MXFP8 or NVFP4 as they
-            arrive, by `torch._scaled_mm`; inputs get scales of their own. Other weights are written to param_dtype.
         offload_policy: torch's ``CPUOffloadPolicy``: parameters, their gradients and so optimizers are on the host, in
             pinned memory unless it says otherwise. Gathers begin with a copy to the device, reductions end with one to
             the host, on streams of their own. Parameters may be given on the host; `mesh` says where the device is. On
             CPU it changes nothing. ``OffloadPolicy()`` is the default, nothing.
         ignored_params: left as they are: they are neither cut nor are their gradients reduced.
-        memory_limit: bytes for gathered weights, gradients before they are reduced and gathered activations of
-            `checkpoint_cut`, on this rank, the same on all; only in the outermost call. Default: what it takes to
-            gather one unit ahead and to reduce one gradient while the next is computed.
-        prefetch: for how many changes of units ahead to gather. "auto" begins with 1; once a step has been timed, it is
-            the least number that is predicted to be as fast as any in the same memory. Only in the outermost call.
-        gather_in_chunks: whether weights of `nn.Linear` whose rows are cut may be gathered in chunks during their
-            products, instead of ahead of them, where gathers would be waited for or memory is short, and their
-            gradients reduced in chunks during the product that makes them, where that would be waited for, as at the
-            end of a backward. Products of rows at a time may round differently. Only in the outermost call.
+        dp_mesh_dims: with parameters that are DTensors on all of `mesh`: torch's DataParallelMeshDims (an object with
+            its attributes ``shard`` and ``replicate``), which names the mesh dims over which data is parallel.
+        options: settings that FSDP2 does not have.
 
     Returns:
         `module`. Its class is now a subclass of its own and of `ShardedModule`, which has FSDP2's methods.
@@ -129,19 +99,18 @@ def fully_shard(
     """
     groups.check_initialised()
     modules = checked_modules(module)
-    check_options(memory_limit, prefetch, gather_in_chunks)
-    check_use(use)
-    if shard_placement_fn is not None and rest is not None:
-        raise ValueError("rest: got a function besides shard_placement_fn; allowed is one of the two")
-    policy, offload = Policy(mp_policy, wire), hosting.checked(offload_policy)
+    options = checked_options(options)
+    if shard_placement_fn is not None and options.placements is not None:
+        raise ValueError("placements must be None with shard_placement_fn, got a function")
+    policy, offload = Policy(mp_policy, options.message_format), hosting.checked(offload_policy)
     found = parameters_of(modules, checked_ignored(ignored_params))
     device_type = device_type_of([given for given, _ in found])
-    data = data_mesh_of(mesh, dp_mesh_dims, same_data_dims, device_type, rest is not None)
+    data = data_mesh_of(mesh, dp_mesh_dims, options.same_data_dims, device_type, options.placements is not None)
     kept_ranks_of(reshard_after_forward, data)
     host = hosting.host_of(offload, data.mesh.device_type)
-    placing = Placing(data, shard_placement_fn, rest, store, keep, reshard_after_forward, host is not None)
+    placing = Placing(data, shard_placement_fn, options, reshard_after_forward, host is not None)
     layouts = [placing.layouts_of(places[0][2], given) for given, places in found]
-    dtypes_of = _dtypes_by(policy, use)
+    dtypes_of = _dtypes_by(policy, options.matmul_format)
     carried = [
         dtypes_of(places[0][2], given, [place[:2] for place in places], placed)
         for (given, places), placed in zip(found, layouts, strict=True)
@@ -155,8 +124,7 @@ def fully_shard(
             setattr(weight.sharded, SHARDED, True)
             made.append(weight)
     unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False, host)
-    ahead = None if prefetch == "auto" else int(prefetch)
-    state = _State(unit, policy, dtypes_of, memory_limit, ahead, gather_in_chunks)
+    state = _State(unit, policy, dtypes_of, options)
     for owner in modules:
         setattr(owner, ATTRIBUTE, state)
         owner.__class__ = sharded_class(type(owner))
@@ -180,13 +148,15 @@ def _watch_state_dicts(state: _State) -> None:
         owner.register_load_state_dict_post_hook(state.after_conversion)
 
 
-def _dtypes_by(policy: Policy, use: str | None) -> DtypesOf:
+def _dtypes_by(policy: Policy, matmul_format: str | None) -> DtypesOf:
     def dtypes_of(name: str, parameter: nn.Parameter, owners: Any, placed: Layouts) -> Any:
         in_dtypes = policy.of(parameter)
         in_dtypes.gathers.check(name, placed.rest, placed.mesh.device_type)
         if extensions.has_extension(getattr(parameter, "_local_tensor", parameter)):
-            extensions.check(name, placed, in_dtypes.are_plain and use is None)
-        return (in_dtypes, None) if use is None else product_of(name, parameter, owners, placed, in_dtypes)
+            extensions.check(name, placed, in_dtypes.are_plain and matmul_format is None)
+        if matmul_format is None:
+            return in_dtypes, None
+        return product_of(name, parameter, owners, placed, in_dtypes)
 
     return dtypes_of
 
@@ -229,21 +199,11 @@ def schedule(module: nn.Module) -> StepSchedule:
 class _State:
     """A unit with its hooks, and the runner that it shares with the other units of the model."""
 
-    def __init__(
-        self,
-        unit: Unit,
-        policy: Policy,
-        dtypes_of: DtypesOf,
-        memory_limit: int | None,
-        prefetch: int | None,
-        in_chunks: bool,
-    ) -> None:
+    def __init__(self, unit: Unit, policy: Policy, dtypes_of: DtypesOf, options: Options) -> None:
         self.unit = unit
         self.dtypes_of = dtypes_of
-        self.in_chunks = in_chunks
         self.policy = policy
-        self.memory_limit = memory_limit
-        self.prefetch = prefetch
+        self.options = options
         self.runner: Runner | None = None
         self._comm_ctx = object()  # torch's `share_comm_ctx` replaces it: transfers share their streams anyway
         self._fsdp_param_groups = ()  # for the same
@@ -438,27 +398,18 @@ def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
         state = getattr(module, ATTRIBUTE, None)
         if state is None or state in states:
             continue
-        if name and (state.memory_limit is not None or state.prefetch is not None):
-            prefetch = "auto" if state.prefetch is None else state.prefetch
-            raise ValueError(
-                f"memory_limit, prefetch: got {state.memory_limit} and {prefetch} for {name}, which lies in "
-                f"another unit; allowed is to give them in the outermost call"
-            )
-        if name and state.in_chunks:
-            raise ValueError(
-                f"gather_in_chunks: got True for {name}, which lies in another unit; allowed is to give it in the "
-                "outermost call"
-            )
+        for option, value in state.options.of_model.items() if name else ():
+            if value != getattr(Options(), option):
+                raise ValueError(f"{option} must be set in the outermost call only, got {value!r} for {name}")
         state.unit.name = name or original_class(type(outermost)).__name__
         states.append(state)
     for state in states if converts else ():
         state.unit.convert(state.dtypes_of)
     _check_can_gather(outermost, states)
-    own: _State = getattr(outermost, ATTRIBUTE)
-    runner = Runner([state.unit for state in states], own.memory_limit, own.prefetch, own.in_chunks)
-    options: dict[str, object] = {"memory_limit": own.memory_limit, "gather_in_chunks": own.in_chunks}
-    options["prefetch"] = "auto" if own.prefetch is None else own.prefetch
-    check_same(runner.units, options, runner.device)
+    own: Options = getattr(outermost, ATTRIBUTE).options
+    ahead = None if own.prefetch == "auto" else int(own.prefetch)
+    runner = Runner([state.unit for state in states], own.memory_limit, ahead, own.chunked)
+    check_same(runner.units, own.of_model, runner.device)
     for state in states:
         if state.runner is not None:  # it was called on its own before
             state.runner.abort(drops_gradients=bool(state.runner.open or state.runner._end))
