@@ -48,12 +48,12 @@ class BatchProgram::Builder {
     Messages receives;
   };
 
-  static void add(int item, const ItemPiece& piece, const std::vector<RankMove::Parcel>& parcels, Messages& messages) {
-    for (size_t p = 0; p < parcels.size(); ++p) {
-      const int64_t elements = parcels[p].elements();
+  static void add(int item, const ItemPiece& piece, const std::vector<RankMove::Message>& moved, Messages& messages) {
+    for (size_t m = 0; m < moved.size(); ++m) {
+      const int64_t elements = moved[m].elements.count();
       const int64_t begin = ItemPiece::before(piece.begin, elements);
       const int64_t end = ItemPiece::before(piece.end, elements);
-      if (begin < end) messages[parcels[p].peer].push_back({item, static_cast<int>(p), begin, end, 0});
+      if (begin < end) messages[moved[m].peer].push_back({item, static_cast<int>(m), begin, end, 0});
     }
   }
 
@@ -106,20 +106,21 @@ BatchProgram::BatchProgram(std::shared_ptr<const BatchPlan> plan, Rank rank)
 std::vector<Box> BatchProgram::boxes_to_pack(const BatchFragment& fragment,
                                              const std::vector<int64_t>& src_strides) const {
   const RankMove& move = moves_[plan_->kind_of(fragment.item)];
-  return move.boxes_to_pack(move.sends[fragment.parcel], {fragment.begin, fragment.end}, fragment.position,
-                            src_strides);
+  const Selection elements = move.sends[fragment.message].elements.slice(fragment.begin, fragment.end);
+  return elements.boxes(Place::strided(move.src_axes, src_strides), Place::packed(fragment.position));
 }
 
 std::vector<Box> BatchProgram::boxes_to_unpack(const BatchFragment& fragment,
                                                const std::vector<int64_t>& dst_strides) const {
   const RankMove& move = moves_[plan_->kind_of(fragment.item)];
-  return move.boxes_to_unpack(move.receives[fragment.parcel], {fragment.begin, fragment.end}, fragment.position,
-                              dst_strides);
+  const Selection elements = move.receives[fragment.message].elements.slice(fragment.begin, fragment.end);
+  return elements.boxes(Place::packed(fragment.position), Place::strided(move.dst_axes, dst_strides));
 }
 
 std::vector<Box> BatchProgram::boxes_to_keep(int item, const std::vector<int64_t>& src_strides,
                                              const std::vector<int64_t>& dst_strides) const {
-  return moves_[plan_->kind_of(item)].boxes_to_keep(src_strides, dst_strides);
+  const RankMove& move = moves_[plan_->kind_of(item)];
+  return move.own->boxes(Place::strided(move.src_axes, src_strides), Place::strided(move.dst_axes, dst_strides));
 }
 
 }  // namespace shardwright

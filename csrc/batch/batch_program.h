@@ -22,8 +22,8 @@ namespace shardwright {
 // The elements of one item in one message.
 struct BatchFragment {
   int item = 0;
-  int parcel = 0;     // index into the parcels that this rank has in items of this kind
-  int64_t begin = 0;  // the fragment is this range of the parcel
+  int message = 0;    // index into the rank's messages for items of this kind
+  int64_t begin = 0;  // the fragment is this range of the message
   int64_t end = 0;
   int64_t position = 0;  // in the bucket, in elements
 };

@@ -17,6 +17,16 @@ Region region_of(const Grid& grid, int64_t part) {
 
 Region region_of(const Grid& grid, Rank rank) { return region_of(grid, grid.seat_of(rank)->part); }
 
+// Each window's axis, on its own dim of the local tensor.
+std::vector<LocalAxis> local_axes(const std::vector<Window>& windows, const std::vector<int64_t>& firsts) {
+  std::vector<LocalAxis> axes;
+  for (size_t a = 0; a < windows.size(); ++a) {
+    const int dim = windows[a].tensor_dim;
+    axes.push_back(dim == Window::kNoDim ? LocalAxis{} : LocalAxis{{dim}, {}, firsts[a]});
+  }
+  return axes;
+}
+
 class CrossingMove final : public ItemMove {
  public:
   CrossingMove(const Layout& src, const Layout& dst, const IndexMap& map, Sharing sharing, int64_t first_turn)
@@ -69,18 +79,18 @@ class CrossingMove final : public ItemMove {
     if (holds) {
       const Region held = region_of(src, holds->part);
       for (const auto& [peer, range] : crossing_.sends(rank)) {
-        move.sends.push_back({peer, range, Intersection(held, region_of(dst, peer))});
+        move.sends.push_back({peer, Selection(held, region_of(dst, peer)).slice(range.begin, range.end)});
       }
       move.src_axes = local_axes(src_windows_, firsts(src, *holds));
     }
     if (!needs) return move;
     const Region needed = region_of(dst, needs->part);
     for (const auto& [peer, range] : crossing_.receives(rank)) {
-      move.receives.push_back({peer, range, Intersection(region_of(src, peer), needed)});
+      move.receives.push_back({peer, Selection(region_of(src, peer), needed).slice(range.begin, range.end)});
     }
     move.dst_axes = local_axes(dst_windows_, firsts(dst, *needs));
     if (!holds) return move;
-    Intersection own(region_of(src, holds->part), needed);
+    Selection own(region_of(src, holds->part), needed);
     if (own.count() > 0) move.own = std::move(own);
     return move;
   }

@@ -375,20 +375,20 @@ class RearrangedMove final : public ItemMove {
     if (before) {
       const Region held = src_.region(*before);
       for (const auto& [peer, elements, range] : move_.sends(rank)) {
-        move.sends.push_back(
-            {peer, range, Intersection(held, dst_.region(*dst_layout_.mesh().position_of(peer)), elements)});
+        const Selection common(held, dst_.region(*dst_layout_.mesh().position_of(peer)), elements);
+        move.sends.push_back({peer, common.slice(range.begin, range.end)});
       }
       move.src_axes = local_axes_of(src_, src_layout_, *before);
     }
     if (after) {
       const Region needed = dst_.region(*after);
       for (const auto& [peer, elements, range] : move_.receives(rank)) {
-        move.receives.push_back(
-            {peer, range, Intersection(src_.region(*src_layout_.mesh().position_of(peer)), needed, elements)});
+        const Selection common(src_.region(*src_layout_.mesh().position_of(peer)), needed, elements);
+        move.receives.push_back({peer, common.slice(range.begin, range.end)});
       }
       move.dst_axes = local_axes_of(dst_, dst_layout_, *after);
       if (before) {
-        Intersection own(src_.region(*before), needed);
+        Selection own(src_.region(*before), needed);
         if (own.count() > 0) move.own = std::move(own);
       }
     }

@@ -33,10 +33,10 @@ std::vector<Chunk> collective_chunks(int64_t partners, int64_t chunks) {
   return made;
 }
 
-std::optional<Intersection> share_of(const Intersection& whole, size_t dim, const Chunk& chunk) {
+std::optional<Selection> share_of(const Selection& whole, size_t dim, const Chunk& chunk) {
   if (whole.count() == 0) return std::nullopt;
   if (whole.shape().empty()) return whole;
-  Intersection share = whole.share(dim, chunk.share, chunk.shares);
+  Selection share = whole.share(dim, chunk.share, chunk.shares);
   if (share.count() == 0) return std::nullopt;
   return share;
 }
@@ -55,14 +55,14 @@ size_t dim_to_share(const Layout& layout, const std::vector<size_t>& dims, int64
   return best;
 }
 
-bool are_equal_or_apart(const std::vector<Intersection::Part>& parts, const std::vector<size_t>& dims) {
+bool are_equal_or_apart(const std::vector<Selection::Part>& parts, const std::vector<size_t>& dims) {
   for (size_t i = 0; i < parts.size(); ++i) {
     for (size_t j = i + 1; j < parts.size(); ++j) {
       bool is_equal = true;
       bool is_apart = false;
       for (const size_t d : dims) {
-        const int64_t a = parts[i].in_b[d];
-        const int64_t b = parts[j].in_b[d];
+        const int64_t a = parts[i].in_receiver[d];
+        const int64_t b = parts[j].in_receiver[d];
         is_equal = is_equal && a == b && parts[i].sizes[d] == parts[j].sizes[d];
         is_apart = is_apart || a + parts[i].sizes[d] <= b || b + parts[j].sizes[d] <= a;
       }

@@ -5,9 +5,9 @@
 #include <optional>
 #include <vector>
 
+#include "layout/selection.h"
 #include "moves/plan.h"
 #include "products/matmul.h"
-#include "program/boxes.h"
 
 namespace shardwright {
 
@@ -31,13 +31,13 @@ std::vector<Chunk> ring_chunks(int64_t partners, const Schedule& schedule);
 std::vector<Chunk> collective_chunks(int64_t partners, int64_t chunks);
 
 // Returns the chunk's share, along one dim, of what two ranks have for each other, or nothing if it is empty.
-std::optional<Intersection> share_of(const Intersection& whole, size_t dim, const Chunk& chunk);
+std::optional<Selection> share_of(const Selection& whole, size_t dim, const Chunk& chunk);
 
 // Chooses the tensor dim that shares are taken along: the first of `dims` whose parts have at least `shares` elements,
 // else the longest. It depends on the layout alone, so all ranks choose the same dim.
 size_t dim_to_share(const Layout& layout, const std::vector<size_t>& dims, int64_t shares);
 
 // Returns whether every two of these parts cover either the same range of `dims` in b or disjoint ranges.
-bool are_equal_or_apart(const std::vector<Intersection::Part>& parts, const std::vector<size_t>& dims);
+bool are_equal_or_apart(const std::vector<Selection::Part>& parts, const std::vector<size_t>& dims);
 
 }  // namespace shardwright

@@ -54,9 +54,9 @@ bool follow_each_other(const Step& step, const std::vector<int64_t>& group, int6
   const Region needed = step.after.region(receiver);
   const int64_t part = num_elements(needed) / static_cast<int64_t>(group.size());
   for (size_t m = 0; m < group.size(); ++m) {
-    const Intersection shared(step.before.region(group[m]), needed);
+    const Selection shared(step.before.region(group[m]), needed);
     const bool is_piece = shared.count() == part && num_elements(step.before.region(group[m])) == part;
-    if (!is_piece || shared.run_in_b() != static_cast<int64_t>(m) * part) return false;
+    if (!is_piece || shared.contiguous_in_receiver() != static_cast<int64_t>(m) * part) return false;
   }
   return true;
 }
@@ -131,7 +131,7 @@ Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Ra
   const BufferId out = b.new_buffer(rows * columns);
 
   const Ticket offer = b.emit(Offer{group, b.whole(current)});
-  b.copy(current, gathered, Intersection(step.before.region(here), needed).a_to_b(0, 0));
+  b.copy(current, gathered, Selection(step.before.region(here), needed).boxes(Place::local(), Place::local()));
   b.emit(FillZero{b.whole(flags)});
   b.wait(offer);
   const Ticket fetch = b.emit(Fetch{group, offer, b.whole(gathered), b.whole(flags)});

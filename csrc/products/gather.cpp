@@ -50,9 +50,9 @@ class ProductCompiler {
   void add_output() { b_.add_output(result_, out_shape_); }
 
   // Must be called with all parts, in any order, before the first is multiplied.
-  void expect(const std::vector<Intersection::Part>& parts) {
+  void expect(const std::vector<Selection::Part>& parts) {
     bool splits_sums = false;
-    for (const Intersection::Part& part : parts) {
+    for (const Selection::Part& part : parts) {
       for (const size_t d : summed_dims_) splits_sums = splits_sums || part.sizes[d] != sizes_[axes_.lhs[d]];
     }
     if (!splits_sums) return;
@@ -65,7 +65,7 @@ class ProductCompiler {
   void multiply_nothing() { emit_gemms(b_, axes_, sizes_, other_, other_, out_, false, bias_); }
 
   // `operand` and `scales` are views of one part; `at` is the part's place in the gathered operand, by dim.
-  void multiply(const Intersection::Part& part, const TensorView& operand, const std::optional<TensorView>& scales,
+  void multiply(const Selection::Part& part, const TensorView& operand, const std::optional<TensorView>& scales,
                 const std::vector<int64_t>& at) {
     std::vector<int64_t> sizes = sizes_;
     TensorView other = other_;
@@ -191,37 +191,37 @@ class GatherCompiler {
   void finish_scales() { b_.put_back(std::exchange(awaited_scales_, {})); }
 
   // The scales of a part: for the rank's own part as given, which needs no waiting, otherwise as gathered.
-  std::optional<TensorView> scales_of(const Intersection::Part& part, const Contraction& axes, bool are_own) const {
+  std::optional<TensorView> scales_of(const Selection::Part& part, const Contraction& axes, bool are_own) const {
     if (!matmul_.scaling) return std::nullopt;
     if (!matmul_.scaling->by_row) return scales_view(axes, axes.lhs, scales_, {});
     const Layout& layout = are_own ? matmul_.scaling->plan->src : matmul_.scaling->plan->dst;
     TensorView view =
         scales_view(axes, axes.lhs, are_own ? scales_ : gathered_scales_, layout.local_shape_of_rank(b_.rank()));
-    for (const int d : free_dims_of(axes, axes.lhs)) view.advance(axes.lhs[d], (are_own ? part.in_a : part.in_b)[d]);
+    for (const int d : free_dims_of(axes, axes.lhs))
+      view.advance(axes.lhs[d], (are_own ? part.in_sender : part.in_receiver)[d]);
     return view;
   }
 
   void multiply_whole() {
-    const Intersection all(needed_, needed_);
+    const Selection all(needed_, needed_);
     if (all.count() == 0) {
       for (ProductCompiler& product : products_) product.multiply_nothing();
     }
-    multiply(all, gathered_, 0, &Intersection::Part::in_b, shape_of(needed_));
+    multiply(all, gathered_, 0, &Selection::Part::in_receiver, shape_of(needed_));
   }
 
   // Multiplies a block whose parts lie in a row-major tensor of this shape; `places` selects where.
-  void multiply(const Intersection& block, BufferId buffer, int64_t offset,
-                std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape,
-                bool has_own_scales = false) {
+  void multiply(const Selection& block, BufferId buffer, int64_t offset, std::vector<int64_t> Selection::Part::* places,
+                const std::vector<int64_t>& shape, bool has_own_scales = false) {
     if (block.count() == 0) return;
     for (size_t j = 0; j < products_.size(); ++j) {
       const Contraction& axes = matmul_.products[j].axes;
       const TensorView whole = row_major_view(buffer, axes.lhs, shape, axes.num_axes());
-      for (const Intersection::Part& part : block.parts()) {
+      for (const Selection::Part& part : block.parts()) {
         TensorView view = whole;
         view.offset += offset;
         for (size_t d = 0; d < shape.size(); ++d) view.offset += (part.*places)[d] * whole.strides[axes.lhs[d]];
-        products_[j].multiply(part, view, scales_of(part, axes, has_own_scales), part.in_b);
+        products_[j].multiply(part, view, scales_of(part, axes, has_own_scales), part.in_receiver);
       }
     }
   }
@@ -231,7 +231,7 @@ class GatherCompiler {
   // The transfer of one chunk.
   struct ChunkTransfer {
     struct Arrival {
-      Intersection block;  // what the peer's part and the region needed here have in common
+      Selection block;     // what the peer's part and the region needed here have in common
       size_t message = 0;  // in set.receives
     };
     TransferSet set;
@@ -256,7 +256,7 @@ class GatherCompiler {
     }
     share_dim_ = dim_to_share(step.before, dims.empty() ? all_dims : dims, chunks.empty() ? 1 : chunks[0].shares);
 
-    const Intersection own(held, needed_);
+    const Selection own(held, needed_);
     if (matmul_.keeps_gathered) gathered_ = b_.new_buffer(num_elements(needed_));
     std::vector<ChunkTransfer> transfers;
     for (const Chunk& chunk : chunks) transfers.push_back(transfer_of(step, group, chunk, current));
@@ -267,9 +267,9 @@ class GatherCompiler {
     b_.begin_chunk(0);
     const bool has_own_scales = plan_.steps.size() == 1;  // after earlier steps the held part is not the given one
     if (!has_own_scales) finish_scales();
-    multiply(own, current, 0, &Intersection::Part::in_a, shape_of(held), has_own_scales);
+    multiply(own, current, 0, &Selection::Part::in_sender, shape_of(held), has_own_scales);
     finish_scales();
-    if (matmul_.keeps_gathered) b_.copy(current, gathered_, own.a_to_b(0, 0));
+    if (matmul_.keeps_gathered) b_.copy(current, gathered_, own.boxes(Place::local(), Place::local()));
     for (size_t c = 0; c < chunks.size(); ++c) {
       b_.begin_chunk(static_cast<int>(c) + 1);
       b_.wait(transfers[c].ticket);
@@ -318,11 +318,11 @@ class GatherCompiler {
     return (count + items - 1) / items * items;
   }
 
-  void expect_parts(const std::vector<ChunkTransfer>& transfers, const Intersection& own) {
-    std::vector<Intersection::Part> parts = own.parts();
+  void expect_parts(const std::vector<ChunkTransfer>& transfers, const Selection& own) {
+    std::vector<Selection::Part> parts = own.parts();
     for (const ChunkTransfer& transfer : transfers) {
       for (const ChunkTransfer::Arrival& arrival : transfer.arrivals) {
-        for (Intersection::Part& part : arrival.block.parts()) parts.push_back(std::move(part));
+        for (Selection::Part& part : arrival.block.parts()) parts.push_back(std::move(part));
       }
     }
     if (num_elements(needed_) == 0) {
@@ -336,18 +336,18 @@ class GatherCompiler {
   }
 
   // What a chunk receives from a member of the group, and what it sends to it, if anything.
-  std::optional<Intersection> received(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
-                                       int64_t member) {
+  std::optional<Selection> received(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
+                                    int64_t member) {
     const int64_t peer = group[member];
     if (source_for(step, peer, here_) != peer) return std::nullopt;
-    return share_of(Intersection(step.before.region(peer), needed_), share_dim_, chunk);
+    return share_of(Selection(step.before.region(peer), needed_), share_dim_, chunk);
   }
 
-  std::optional<Intersection> sent(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
-                                   int64_t member) {
+  std::optional<Selection> sent(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
+                                int64_t member) {
     const int64_t peer = group[member];
     if (source_for(step, here_, peer) != here_) return std::nullopt;
-    return share_of(Intersection(step.before.region(here_), step.after.region(peer)), share_dim_, chunk);
+    return share_of(Selection(step.before.region(here_), step.after.region(peer)), share_dim_, chunk);
   }
 
   ChunkTransfer transfer_of(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk, BufferId current) {
@@ -361,11 +361,11 @@ class GatherCompiler {
       const auto block = received(step, group, chunk, member);
       if (!block) return;
       made.arrivals.push_back({*block, made.set.receives.size()});
-      made.set.receives.add(member, {{gathered_, Parcel(*block, 0, block->count())}});
+      made.set.receives.add(member, {{gathered_, block->slice(0, block->count())}});
     };
     const auto add_sent = [&](int64_t member) {
       const auto block = sent(step, group, chunk, member);
-      if (block) made.set.sends.add(member, {{current, Parcel(*block, 0, block->count())}});
+      if (block) made.set.sends.add(member, {{current, block->slice(0, block->count())}});
     };
     if (by_messages) {
       for (const int64_t d : chunk.distances) {
@@ -383,20 +383,20 @@ class GatherCompiler {
     return made;
   }
 
-  Intersection own_part(const Step& step) const { return {step.before.region(here_), needed_}; }
+  Selection own_part(const Step& step) const { return {step.before.region(here_), needed_}; }
 
   // Uses an all-gather if all ranks' shares are equally long. Every rank knows the shares of all, so all decide alike.
-  void gather_if_even(ChunkTransfer& transfer, const std::optional<Intersection>& own, int64_t k, int64_t me,
+  void gather_if_even(ChunkTransfer& transfer, const std::optional<Selection>& own, int64_t k, int64_t me,
                       BufferId current) const {
     if (!own) return;
     TransferSet& set = transfer.set;
-    const Parcel parcel(*own, 0, own->count());
-    set.receives.insert(me, {{kMissingBuffer, parcel}});
+    const Selection elements = own->slice(0, own->count());
+    set.receives.insert(me, {{kMissingBuffer, elements}});
     const bool are_equal = static_cast<int64_t>(set.receives.size()) == k && set.receives.are_equally_long();
     if (!gathers_natively(b_.lowering(), are_equal)) return set.receives.remove(me);
     transfer.carrier = Carrier::kAllGather;
     set.sends = Messages(Messages::Side::kSent);
-    set.sends.add(me, {{current, parcel}});
+    set.sends.add(me, {{current, elements}});
     for (ChunkTransfer::Arrival& arrival : transfer.arrivals) {
       if (static_cast<int64_t>(arrival.message) >= me) ++arrival.message;
     }
@@ -425,9 +425,9 @@ class GatherCompiler {
     for (const auto& [block, message] : transfer.arrivals) {
       if (receives.is_staged(message)) {
         const BufferRange& range = receives.range(message);
-        multiply(block, range.buffer, range.offset, &Intersection::Part::packed, block.shape());
+        multiply(block, range.buffer, range.offset, &Selection::Part::packed, block.shape());
       } else {
-        multiply(block, gathered_, 0, &Intersection::Part::in_b, shape_of(needed_));
+        multiply(block, gathered_, 0, &Selection::Part::in_receiver, shape_of(needed_));
       }
     }
   }

@@ -29,7 +29,7 @@ class ScatterCompiler {
     if (schedule_.method == Method::kSerial) {
       b_.begin_step("the products");
       current = b_.new_buffer(num_elements(held_));
-      multiply(Intersection(held_, held_), current, 0, &Intersection::Part::in_a, shape_of(held_));
+      multiply(Selection(held_, held_), current, 0, &Selection::Part::in_sender, shape_of(held_));
     } else {
       const Step& step = plan_.steps[0];
       b_.begin_step(concat(step_text(plan_, 0), ", ", method_name(schedule_.method), " of ", schedule_.chunks,
@@ -65,33 +65,33 @@ class ScatterCompiler {
 
   // Computes a block of the result into a row-major tensor of this shape; `places` selects where each of the block's
   // parts goes in it. Places in a are those in the whole result of this rank.
-  void multiply(const Intersection& block, BufferId buffer, int64_t offset,
-                std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape) {
+  void multiply(const Selection& block, BufferId buffer, int64_t offset, std::vector<int64_t> Selection::Part::* places,
+                const std::vector<int64_t>& shape) {
     if (block.count() == 0) return;
     if (addend_ >= 0) copy_addend(block, buffer, offset, places, shape);
-    for (const Intersection::Part& part : block.parts()) {
+    for (const Selection::Part& part : block.parts()) {
       for (size_t j = 0; j < matmul_.terms.size(); ++j) multiply(part, j, buffer, offset, part.*places, shape);
     }
   }
 
-  void copy_addend(const Intersection& block, BufferId buffer, int64_t offset,
-                   std::vector<int64_t> Intersection::Part::* places, const std::vector<int64_t>& shape) {
+  void copy_addend(const Selection& block, BufferId buffer, int64_t offset,
+                   std::vector<int64_t> Selection::Part::* places, const std::vector<int64_t>& shape) {
     const std::vector<int64_t> from = row_major_strides(shape_of(held_));
     const std::vector<int64_t> to = row_major_strides(shape);
     std::vector<Box> boxes;
-    for (const Intersection::Part& part : block.parts()) {
+    for (const Selection::Part& part : block.parts()) {
       Box box{0, offset, part.sizes, from, to};
       for (size_t d = 0; d < shape.size(); ++d) {
-        box.src_offset += part.in_a[d] * from[d];
+        box.src_offset += part.in_sender[d] * from[d];
         box.dst_offset += (part.*places)[d] * to[d];
       }
-      simplify(box);
+      box.simplify();
       boxes.push_back(std::move(box));
     }
     b_.copy(addend_, buffer, std::move(boxes));
   }
 
-  void multiply(const Intersection::Part& part, size_t term_index, BufferId buffer, int64_t offset,
+  void multiply(const Selection::Part& part, size_t term_index, BufferId buffer, int64_t offset,
                 const std::vector<int64_t>& place, const std::vector<int64_t>& shape) {
     const MatmulScatter::Term& term = matmul_.terms[term_index];
     const Contraction& axes = term.axes;
@@ -112,11 +112,11 @@ class ScatterCompiler {
     for (size_t d = 0; d < axes.out.size(); ++d) {
       const int axis = axes.out[d];
       sizes[axis] = part.sizes[d];
-      lhs.advance(axis, part.in_a[d]);
-      rhs.advance(axis, part.in_a[d]);
+      lhs.advance(axis, part.in_sender[d]);
+      rhs.advance(axis, part.in_sender[d]);
       out.advance(axis, place[d]);
-      if (scales) scales->lhs.advance(axis, part.in_a[d]);
-      if (scales) scales->rhs.advance(axis, part.in_a[d]);
+      if (scales) scales->lhs.advance(axis, part.in_sender[d]);
+      if (scales) scales->rhs.advance(axis, part.in_sender[d]);
     }
     emit_gemms(b_, axes, sizes, lhs, rhs, out, term_index > 0 || addend_ >= 0, {}, scales);
   }
@@ -162,25 +162,25 @@ class ScatterCompiler {
   }
 
   // What a chunk sends to the rank with this index in the group, and what it receives from it.
-  std::optional<Intersection> sent(int64_t index, const Chunk& chunk) const {
+  std::optional<Selection> sent(int64_t index, const Chunk& chunk) const {
     if (!reduces_ && source_for(*step_, here_, group_[index]) != here_) return std::nullopt;
-    return share_of(Intersection(held_, step_->after.region(group_[index])), share_dim_, chunk);
+    return share_of(Selection(held_, step_->after.region(group_[index])), share_dim_, chunk);
   }
 
-  std::optional<Intersection> received(int64_t index, const Chunk& chunk) const {
+  std::optional<Selection> received(int64_t index, const Chunk& chunk) const {
     if (!reduces_ && source_for(*step_, group_[index], here_) != group_[index]) return std::nullopt;
-    return share_of(Intersection(step_->before.region(group_[index]), needed_), share_dim_, chunk);
+    return share_of(Selection(step_->before.region(group_[index]), needed_), share_dim_, chunk);
   }
 
   Finish start_messages(const Chunk& chunk) {
     TransferSet set{b_.group_index(*step_)};
-    std::vector<Intersection> blocks;
+    std::vector<Selection> blocks;
     for (const int64_t d : chunk.distances) {
       const int64_t target = at_distance(d);
       const int64_t source = at_distance(-d);
       if (const auto block = sent(target, chunk)) add_product(set.sends, blocks, target, *block);
       if (const auto block = received(source, chunk)) {
-        set.receives.add(source, {{reduces_ ? kMissingBuffer : next_, Parcel(*block, 0, block->count())}});
+        set.receives.add(source, {{reduces_ ? kMissingBuffer : next_, block->slice(0, block->count())}});
       }
     }
     set.sends.place(b_, {.memory = Staging::Memory::kApart});
@@ -193,16 +193,15 @@ class ScatterCompiler {
   }
 
   // Adds a message whose content is multiplied directly into its staging memory.
-  static void add_product(Messages& sends, std::vector<Intersection>& blocks, int64_t target,
-                          const Intersection& block) {
-    sends.add(target, {{kMissingBuffer, Parcel(block, 0, block.count())}});
+  static void add_product(Messages& sends, std::vector<Selection>& blocks, int64_t target, const Selection& block) {
+    sends.add(target, {{kMissingBuffer, block.slice(0, block.count())}});
     blocks.push_back(block);
   }
 
-  void multiply(const Messages& sends, const std::vector<Intersection>& blocks) {
+  void multiply(const Messages& sends, const std::vector<Selection>& blocks) {
     for (size_t i = 0; i < blocks.size(); ++i) {
       const BufferRange& range = sends.range(i);
-      multiply(blocks[i], range.buffer, range.offset, &Intersection::Part::packed, blocks[i].shape());
+      multiply(blocks[i], range.buffer, range.offset, &Selection::Part::packed, blocks[i].shape());
     }
   }
 
@@ -217,14 +216,14 @@ class ScatterCompiler {
   // Multiplies the rank's own part: one more contribution to a reduction; otherwise directly into its place.
   void multiply_own() {
     for (int64_t s = 0; s < shares_; ++s) {
-      const auto block = share_of(Intersection(held_, needed_), share_dim_, {{}, s, shares_});
+      const auto block = share_of(Selection(held_, needed_), share_dim_, {{}, s, shares_});
       if (!block) continue;
       if (reduces_) {
         const BufferId staging = b_.new_buffer(block->count());
-        multiply(*block, staging, 0, &Intersection::Part::packed, block->shape());
+        multiply(*block, staging, 0, &Selection::Part::packed, block->shape());
         contributions_[s][me_] = b_.whole(staging);
       } else {
-        multiply(*block, next_, 0, &Intersection::Part::in_b, shape_of(needed_));
+        multiply(*block, next_, 0, &Selection::Part::in_receiver, shape_of(needed_));
       }
     }
   }
@@ -234,28 +233,28 @@ class ScatterCompiler {
   void reduce_contributions() {
     const Mesh& mesh = plan_.src.mesh();
     for (int64_t s = 0; s < shares_; ++s) {
-      const auto block = share_of(Intersection(held_, needed_), share_dim_, {{}, s, shares_});
+      const auto block = share_of(Selection(held_, needed_), share_dim_, {{}, s, shares_});
       if (block) reduce_into_place(*block, by_position(mesh, mesh.ranks_at(group_), contributions_[s]));
     }
   }
 
-  void reduce_into_place(const Intersection& block, std::vector<BufferRange> parts) {
-    const int64_t run = block.run_in_b();
+  void reduce_into_place(const Selection& block, std::vector<BufferRange> parts) {
+    const int64_t run = block.contiguous_in_receiver();
     const BufferRange result =
         run >= 0 ? BufferRange{next_, run, block.count()} : b_.whole(b_.new_buffer(block.count()));
     reduce_parts(b_, reduction_of(*step_), std::move(parts), result);
-    if (run < 0) b_.copy(result.buffer, next_, block.packed_to_b(0, 0));
+    if (run < 0) b_.copy(result.buffer, next_, block.boxes(Place::packed(), Place::local()));
   }
 
   Finish start_collective(const Chunk& chunk) {
     const auto k = static_cast<int64_t>(group_.size());
     TransferSet set{b_.group_index(*step_)};
-    std::vector<Intersection> blocks;
+    std::vector<Selection> blocks;
     for (int64_t m = 0; m < k; ++m) {
       if (m == me_ && !reduces_) continue;
       if (const auto block = sent(m, chunk)) add_product(set.sends, blocks, m, *block);
       if (reduces_) continue;
-      if (const auto block = received(m, chunk)) set.receives.add(m, {{next_, Parcel(*block, 0, block->count())}});
+      if (const auto block = received(m, chunk)) set.receives.add(m, {{next_, block->slice(0, block->count())}});
     }
     const Staging one_run{.may_stay = false, .is_one_run = true};
     set.sends.place(b_, one_run);
@@ -266,22 +265,22 @@ class ScatterCompiler {
   }
 
   // Starts the reduction of the staged contributions, one per rank in the group's order.
-  Finish start_reduction(const TransferSet& set, const std::optional<Intersection>& own) {
+  Finish start_reduction(const TransferSet& set, const std::optional<Selection>& own) {
     const bool are_equally_long = set.sends.size() == group_.size() && set.sends.are_equally_long();
-    const int64_t run = own ? own->run_in_b() : 0;
+    const int64_t run = own ? own->contiguous_in_receiver() : 0;
     const int64_t count = own ? own->count() : 0;
     const BufferRange result = run >= 0 ? BufferRange{next_, run, count} : b_.whole(b_.new_buffer(count));
     const Finish sum = start_sum(b_, *step_, set.group, set.sends, are_equally_long, result);
     return [this, sum, own, run, result] {
       sum();
-      if (run < 0) b_.copy(result.buffer, next_, own->packed_to_b(0, 0));
+      if (run < 0) b_.copy(result.buffer, next_, own->boxes(Place::packed(), Place::local()));
     };
   }
 
   // ---- all-reduces: chunks are shares of the outermost dim that is longer than one, so each is contiguous
 
   void all_reduce(const Step& step, BufferId next) {
-    const Intersection all(held_, held_);
+    const Selection all(held_, held_);
     if (all.count() == 0) return;
     const int g = b_.group_index(step);
     const bool is_native = reduces_natively(step, b_.lowering());
@@ -292,11 +291,11 @@ class ScatterCompiler {
     std::vector<std::function<void()>> products;
     const int64_t shares = all.shape().empty() ? 1 : std::min(schedule_.chunks, all.shape()[dim]);
     for (int64_t c = 0; c < shares; ++c) {
-      const Intersection block = all.shape().empty() ? all : all.share(dim, c, shares);
-      const BufferRange result{next, block.run_in_a(), block.count()};
+      const Selection block = all.shape().empty() ? all : all.share(dim, c, shares);
+      const BufferRange result{next, block.contiguous_in_sender(), block.count()};
       const BufferRange contribution = is_native ? result : b_.whole(b_.new_buffer(block.count()));
       products.push_back([=, this] {
-        multiply(block, contribution.buffer, contribution.offset, &Intersection::Part::packed, block.shape());
+        multiply(block, contribution.buffer, contribution.offset, &Selection::Part::packed, block.shape());
       });
       chunks.push_back(is_native ? native_all_reduce(b_, g, reduction, result)
                                  : composed_all_reduce(b_, g, reduction, contribution, result));

@@ -91,7 +91,7 @@ void ProgramBuilder::divide(BufferRange dst, double divisor) {
 }
 
 void ProgramBuilder::copy_shared(const Step& step, BufferId current, BufferId next) {
-  copy(current, next, Intersection(region_in(step.before), region_in(step.after)).a_to_b(0, 0));
+  copy(current, next, Selection(region_in(step.before), region_in(step.after)).boxes(Place::local(), Place::local()));
 }
 
 int ProgramBuilder::group_index(const Step& step) {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "program/boxes.h"
+#include "layout/selection.h"
 #include "program/program.h"
 
 namespace shardwright {

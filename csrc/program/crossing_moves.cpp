@@ -6,9 +6,9 @@
 
 #include "crossing/crossing.h"
 #include "crossing/rearrangement.h"
+#include "layout/selection.h"
 #include "moves/exchange.h"
 #include "moves/traffic.h"
-#include "program/boxes.h"
 #include "program/builder.h"
 #include "program/carriers.h"
 #include "program/step_memory.h"
@@ -22,7 +22,7 @@ namespace {
 // message.
 struct Delivery {
   Rank peer{};
-  Intersection whole;
+  Selection whole;
   Interval range;
 };
 
@@ -36,7 +36,7 @@ class Deliveries {
   // Returns whether any rank receives anything.
   virtual bool communicates() const = 0;
   // Returns what stays on a rank of both meshes.
-  virtual Intersection own(Rank rank) const = 0;
+  virtual Selection own(Rank rank) const = 0;
 };
 
 class CrossingDeliveries : public Deliveries {
@@ -47,18 +47,18 @@ class CrossingDeliveries : public Deliveries {
   std::vector<Delivery> sends(Rank rank) const override {
     std::vector<Delivery> all;
     for (const auto& [peer, range] : crossing_.sends(rank)) {
-      all.push_back({peer, Intersection(held(rank), needed(peer)), range});
+      all.push_back({peer, Selection(held(rank), needed(peer)), range});
     }
     return all;
   }
   std::vector<Delivery> receives(Rank rank) const override {
     std::vector<Delivery> all;
     for (const auto& [peer, range] : crossing_.receives(rank)) {
-      all.push_back({peer, Intersection(held(peer), needed(rank)), range});
+      all.push_back({peer, Selection(held(peer), needed(rank)), range});
     }
     return all;
   }
-  Intersection own(Rank rank) const override { return Intersection(held(rank), needed(rank)); }
+  Selection own(Rank rank) const override { return Selection(held(rank), needed(rank)); }
 
  private:
   Region held(Rank rank) const { return step_.before.region(*step_.before.mesh().position_of(rank)); }
@@ -76,18 +76,18 @@ class RearrangementDeliveries : public Deliveries {
   std::vector<Delivery> sends(Rank rank) const override {
     std::vector<Delivery> all;
     for (const auto& [peer, elements, range] : move_.sends(rank)) {
-      all.push_back({peer, Intersection(move_.held(rank), move_.needed(peer), elements), range});
+      all.push_back({peer, Selection(move_.held(rank), move_.needed(peer), elements), range});
     }
     return all;
   }
   std::vector<Delivery> receives(Rank rank) const override {
     std::vector<Delivery> all;
     for (const auto& [peer, elements, range] : move_.receives(rank)) {
-      all.push_back({peer, Intersection(move_.held(peer), move_.needed(rank), elements), range});
+      all.push_back({peer, Selection(move_.held(peer), move_.needed(rank), elements), range});
     }
     return all;
   }
-  Intersection own(Rank rank) const override { return Intersection(move_.held(rank), move_.needed(rank)); }
+  Selection own(Rank rank) const override { return Selection(move_.held(rank), move_.needed(rank)); }
 
  private:
   Rearrangement move_;
@@ -111,15 +111,15 @@ class PartInCrossing {
   // A message in one round, and the index of its peer among the ranks of the crossing.
   struct Message {
     int64_t peer = -1;
-    Parcel parcel;
+    Selection elements;
   };
 
   std::vector<Message> sends(int64_t round) const { return in_round_of(sends_, round); }
   std::vector<Message> receives(int64_t round) const { return in_round_of(receives_, round); }
   // Returns what stays on the rank, or nullopt if it is not on both meshes.
-  std::optional<Intersection> own() const {
+  std::optional<Selection> own() const {
     const bool is_on_both = step_.before.mesh().position_of(rank_) && step_.after.mesh().position_of(rank_);
-    return is_on_both ? std::optional<Intersection>(deliveries_.own(rank_)) : std::nullopt;
+    return is_on_both ? std::optional<Selection>(deliveries_.own(rank_)) : std::nullopt;
   }
 
   int64_t index_of(Rank rank) const {
@@ -142,7 +142,7 @@ class PartInCrossing {
       for (; one != end; ++one) {
         const int64_t first = std::max(range.begin - before, int64_t{0});
         const int64_t last = std::min(range.end - before, one->range.extent());
-        if (first < last) message.parcel.add(one->whole, one->range.begin + first, one->range.begin + last);
+        if (first < last) message.elements.append(one->whole.slice(one->range.begin + first, one->range.begin + last));
         before += one->range.extent();
       }
       if (range.begin < range.end) messages.push_back(std::move(message));
@@ -157,11 +157,11 @@ class PartInCrossing {
   std::vector<Delivery> receives_;
 };
 
-// Returns the number of a parcel's elements, and where they begin on either side if they are one run there.
-Load load_of(const Parcel& parcel) {
-  const int64_t held = parcel.run_in_a();
-  const int64_t needed = parcel.run_in_b();
-  return {parcel.count(), std::max<int64_t>(held, 0), std::max<int64_t>(needed, 0), held >= 0, needed >= 0};
+// Returns the number of elements of a selection, and where they begin on either side if they are one run there.
+Load load_of(const Selection& elements) {
+  const int64_t held = elements.contiguous_in_sender();
+  const int64_t needed = elements.contiguous_in_receiver();
+  return {elements.count(), std::max<int64_t>(held, 0), std::max<int64_t>(needed, 0), held >= 0, needed >= 0};
 }
 
 class CrossingMemory : public StepMemory {
@@ -174,7 +174,7 @@ class CrossingMemory : public StepMemory {
 
   void write(Sketch& sketch, Rank rank, int current, int next) override {
     const PartInCrossing part(step_, *deliveries_, rank);
-    const std::optional<Intersection> own = part.own();
+    const std::optional<Selection> own = part.own();
     const int64_t own_count = own ? own->count() : 0;
     if (!communicates_) {
       if (own_count > 0) sketch.emit({current, next});
@@ -185,8 +185,8 @@ class CrossingMemory : public StepMemory {
         write_all_to_all(sketch, loads_of(part, own, round), own_count, round, step_.rounds, current, next);
       } else {
         Packed packed;
-        for (const auto& message : part.sends(round)) packed.add_sent(load_of(message.parcel), 1);
-        for (const auto& message : part.receives(round)) packed.add_received(load_of(message.parcel), 1);
+        for (const auto& message : part.sends(round)) packed.add_sent(load_of(message.elements), 1);
+        for (const auto& message : part.receives(round)) packed.add_received(load_of(message.elements), 1);
         write_messages(sketch, packed, own_count, round, current, next);
       }
     }
@@ -197,17 +197,17 @@ class CrossingMemory : public StepMemory {
   std::optional<Traffic> traffic_at_most() const override { return std::nullopt; }
 
  private:
-  static BothLoads loads_of(const PartInCrossing& part, const std::optional<Intersection>& own, int64_t round) {
+  static BothLoads loads_of(const PartInCrossing& part, const std::optional<Selection>& own, int64_t round) {
     std::map<int64_t, std::pair<Load, Load>> by_index;  // by the peer's index: what it is sent, and what it sends
-    for (const auto& message : part.sends(round)) by_index[message.peer].first = load_of(message.parcel);
-    for (const auto& message : part.receives(round)) by_index[message.peer].second = load_of(message.parcel);
+    for (const auto& message : part.sends(round)) by_index[message.peer].first = load_of(message.elements);
+    for (const auto& message : part.receives(round)) by_index[message.peer].second = load_of(message.elements);
     if (own) by_index[part.index()];
     BothLoads loads;
     for (const auto& [peer, both] : by_index) {
       if (peer != part.index()) {
         loads.add_peer(both.first, both.second);
       } else {
-        loads.add_own(load_of(Parcel(*own, 0, own->count())));
+        loads.add_own(load_of(own->slice(0, own->count())));
       }
     }
     return loads;
@@ -224,19 +224,19 @@ class CrossingMemory : public StepMemory {
 void compile_crossing(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   const std::unique_ptr<Deliveries> deliveries = deliveries_of(step);
   const PartInCrossing part(step, *deliveries, builder.rank());
-  const std::optional<Intersection> own = part.own();
+  const std::optional<Selection> own = part.own();
   if (!deliveries->communicates()) {
-    if (own) builder.copy(current, next, own->a_to_b(0, 0));
+    if (own) builder.copy(current, next, own->boxes(Place::local(), Place::local()));
     return;
   }
   const int group = builder.group_of_ranks({}, deliveries->ranks());
   const Carrier carrier = carrier_between_meshes(deliveries->ranks().size(), builder.lowering());
   for (int64_t round = 0; round < step.rounds; ++round) {
     TransferSet set{group, Messages(Messages::Side::kSent, current), Messages(Messages::Side::kReceived, next)};
-    for (auto& [peer, parcel] : part.sends(round)) set.sends.add(peer, {{current, std::move(parcel)}});
-    for (auto& [peer, parcel] : part.receives(round)) set.receives.add(peer, {{next, std::move(parcel)}});
+    for (auto& [peer, elements] : part.sends(round)) set.sends.add(peer, {{current, std::move(elements)}});
+    for (auto& [peer, elements] : part.receives(round)) set.receives.add(peer, {{next, std::move(elements)}});
     std::vector<OwnItem> kept;
-    if (own) kept.push_back({current, next, Parcel(*own, 0, round == 0 ? own->count() : 0)});  // all in the first round
+    if (own) kept.push_back({current, next, own->slice(0, round == 0 ? own->count() : 0)});  // all in the first round
     exchange(builder, std::move(set), carrier, kept, step.rounds == 1);
   }
 }

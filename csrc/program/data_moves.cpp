@@ -1,8 +1,8 @@
 // Compiles data moves: all-gathers, all-to-alls and other exchanges, which bring every rank what it lacks.
 #include <algorithm>
 
+#include "layout/selection.h"
 #include "moves/exchange.h"
-#include "program/boxes.h"
 #include "program/builder.h"
 #include "program/pairs.h"
 #include "program/transfers.h"
@@ -32,13 +32,13 @@ TransferSet transfer_set(ProgramBuilder& builder, const Step& step, const Transf
     const size_t peer = partners.size() == group.size() ? m : index_of(partners[m]);
     const Interval sent = in_round(transfers.range(me, peer), round, step.rounds);
     if (sent.begin < sent.end) {
-      const Intersection both(held, step.after.region(partners[m]));
-      set.sends.add(index, {{current, Parcel(both, sent.begin, sent.end)}});
+      const Selection both(held, step.after.region(partners[m]));
+      set.sends.add(index, {{current, both.slice(sent.begin, sent.end)}});
     }
     const Interval received = in_round(transfers.range(peer, me), round, step.rounds);
     if (received.begin < received.end) {
-      const Intersection both(step.before.region(partners[m]), needed);
-      set.receives.add(index, {{next, Parcel(both, received.begin, received.end)}});
+      const Selection both(step.before.region(partners[m]), needed);
+      set.receives.add(index, {{next, both.slice(received.begin, received.end)}});
     }
   }
   return set;
@@ -47,10 +47,10 @@ TransferSet transfer_set(ProgramBuilder& builder, const Step& step, const Transf
 void exchange_in_rounds(ProgramBuilder& builder, const Step& step, const Positions& partners, Carrier carrier,
                         BufferId current, BufferId next) {
   const Transfers transfers(step, builder.position_on(step.before.mesh()));
-  const Intersection own(builder.region_in(step.before), builder.region_in(step.after));
+  const Selection own(builder.region_in(step.before), builder.region_in(step.after));
   for (int64_t round = 0; round < step.rounds; ++round) {
     TransferSet set = transfer_set(builder, step, transfers, partners, round, current, next);
-    const OwnItem kept{current, next, Parcel(own, 0, round == 0 ? own.count() : 0)};  // copied in the first round
+    const OwnItem kept{current, next, own.slice(0, round == 0 ? own.count() : 0)};  // copied in the first round
     exchange(builder, std::move(set), carrier, {kept}, step.rounds == 1);
   }
 }

@@ -83,7 +83,7 @@ class SegmentOfPart {
             {before_, cells_, stretch_ * after_},
             {cells_ * cell_ * after_, cell_ * after_, 1},
             {cells_ * stretch_ * after_, stretch_ * after_, 1}};
-    simplify(box);
+    box.simplify();
     return {std::move(box)};
   }
 
@@ -200,7 +200,8 @@ class InSegments {
     const Position position = *layout.mesh().position_of(rank_);
     const Region of_all = layout.region(position);
     const Region of_segment = some.region(position);
-    return is_input ? Intersection(of_all, of_segment).a_to_b(0, 0) : Intersection(of_segment, of_all).a_to_b(0, 0);
+    return is_input ? Selection(of_all, of_segment).boxes(Place::local(), Place::local())
+                    : Selection(of_segment, of_all).boxes(Place::local(), Place::local());
   }
 
   // Copies a segment of the input, or to the result.

@@ -14,21 +14,13 @@
 #include <variant>
 #include <vector>
 
+#include "layout/box.h"
 #include "layout/placement.h"
 #include "program/attend.h"
 #include "program/buffer_range.h"
 #include "support/match.h"
 
 namespace shardwright {
-
-// A box of elements and its place in two row-major arrays. Sizes and strides are in elements, outermost first.
-struct Box {
-  int64_t src_offset = 0;
-  int64_t dst_offset = 0;
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> src_strides;
-  std::vector<int64_t> dst_strides;
-};
 
 struct Copy {
   BufferId src = kMissingBuffer;

@@ -4,7 +4,7 @@
 #include <set>
 #include <utility>
 
-#include "program/boxes.h"
+#include "layout/selection.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -280,14 +280,14 @@ StepPairs::Transfer StepPairs::in_rounds(const PartsOfRank& held, const PartsOfR
     Region all_needed;
     for (size_t t = 0; t < ndim_; ++t) all_held.push_back(*held[t].list);
     for (size_t t = 0; t < ndim_; ++t) all_needed.push_back(*needed[t].list);
-    const Intersection intersection(all_held, all_needed);
+    const Selection intersection(all_held, all_needed);
     for (int64_t round = 0; round < step_.rounds; ++round) {
       const Interval part = in_round(range, round, step_.rounds);
-      const Parcel parcel(intersection, part.begin, part.end);
-      Load load{parcel.count()};
+      const Selection elements = intersection.slice(part.begin, part.end);
+      Load load{elements.count()};
       if (load.count > 0) {
-        const int64_t in_held = parcel.run_in_a();
-        const int64_t in_needed = parcel.run_in_b();
+        const int64_t in_held = elements.contiguous_in_sender();
+        const int64_t in_needed = elements.contiguous_in_receiver();
         load.is_run_held = in_held >= 0;
         load.is_run_needed = in_needed >= 0;
         load.first_held = in_held - whole.first_held;

@@ -3,8 +3,8 @@
 #include <memory>
 #include <numeric>
 
+#include "layout/selection.h"
 #include "moves/exchange.h"
-#include "program/boxes.h"
 #include "program/builder.h"
 #include "program/transfers.h"
 
@@ -180,9 +180,9 @@ class PendingReduction {
     Messages given(Messages::Side::kSent, current);
     const std::vector<Rank> members = b_.program().groups[g].ranks;
     for (size_t m = 0; m < members.size(); ++m) {
-      const Intersection part(held, step.after.region(*step.after.mesh().position_of(members[m])));
+      const Selection part(held, step.after.region(*step.after.mesh().position_of(members[m])));
       const Interval range = in_round({0, part.count()}, round, step.rounds);
-      given.add(static_cast<int64_t>(m), {{current, Parcel(part, range.begin, range.end)}});
+      given.add(static_cast<int64_t>(m), {{current, part.slice(range.begin, range.end)}});
     }
     if (given.total_count() == 0) return;
     given.place(b_, {.is_one_run = true});

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <optional>
 
-#include "program/boxes.h"
+#include "layout/selection.h"
 
 namespace shardwright {
 namespace {
@@ -26,7 +26,7 @@ struct Dim {
 // Returns the simplified dims of a box, of which the last is a run on both sides. Returns nothing for an empty box.
 std::optional<std::vector<Dim>> merged(Box box) {
   if (std::find(box.sizes.begin(), box.sizes.end(), 0) != box.sizes.end()) return std::nullopt;
-  simplify(box);
+  box.simplify();
   std::vector<Dim> dims;
   for (size_t d = 0; d < box.sizes.size(); ++d) dims.push_back({box.sizes[d], box.src_strides[d], box.dst_strides[d]});
   if (dims.empty() || dims.back().src != 1 || dims.back().dst != 1) dims.push_back({1, 1, 1});

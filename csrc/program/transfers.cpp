@@ -16,7 +16,7 @@ int64_t aligned(int64_t count, int64_t alignment) { return (count + alignment - 
 
 Messages::Message Messages::message(int64_t peer, std::vector<TransferItem> items) const {
   Message made{peer, std::move(items)};
-  for (const TransferItem& item : made.items) made.count += item.parcel.count();
+  for (const TransferItem& item : made.items) made.count += item.elements.count();
   made.run = run_of(made.items);
   return made;
 }
@@ -40,12 +40,13 @@ std::optional<BufferRange> Messages::run_of(const std::vector<TransferItem>& ite
   std::optional<BufferRange> run;
   for (const TransferItem& item : items) {
     if (item.tensor == kMissingBuffer) return std::nullopt;
-    if (item.parcel.count() == 0) continue;
-    const int64_t at = side_ == Side::kSent ? item.parcel.run_in_a() : item.parcel.run_in_b();
+    if (item.elements.count() == 0) continue;
+    const int64_t at =
+        side_ == Side::kSent ? item.elements.contiguous_in_sender() : item.elements.contiguous_in_receiver();
     if (at < 0) return std::nullopt;
     if (!run) run = BufferRange{item.tensor, at, 0};
     if (run->buffer != item.tensor || run->offset + run->count != at) return std::nullopt;
-    run->count += item.parcel.count();
+    run->count += item.elements.count();
   }
   if (!run && !items.empty()) return BufferRange{items[0].tensor, 0, 0};
   return run;
@@ -156,9 +157,10 @@ void Messages::copy(ProgramBuilder& builder, int64_t except) const {
         if (item.tensor != tensor || message.range.buffer != staging) emit();
         tensor = item.tensor;
         staging = message.range.buffer;
-        append(boxes, side_ == Side::kSent ? item.parcel.a_to_packed(0, at) : item.parcel.packed_to_b(at, 0));
+        append(boxes, side_ == Side::kSent ? item.elements.boxes(Place::local(), Place::packed(at))
+                                           : item.elements.boxes(Place::packed(at), Place::local()));
       }
-      at += item.parcel.count();
+      at += item.elements.count();
     }
   }
   emit();
@@ -197,9 +199,9 @@ bool carries_own(TransferSet& set, Carrier carrier, const std::vector<OwnItem>& 
   std::vector<TransferItem> received;
   int64_t own_count = 0;
   for (const OwnItem& item : own) {
-    sent.push_back({item.from, item.parcel});
-    received.push_back({item.to, item.parcel});
-    own_count += item.parcel.count();
+    sent.push_back({item.from, item.elements});
+    received.push_back({item.to, item.elements});
+    own_count += item.elements.count();
   }
   const auto staged = [&] { return set.sends.staged_count(staging) + set.receives.staged_count(staging); };
   const int64_t copied_without = staged() + own_count;
@@ -212,7 +214,7 @@ bool carries_own(TransferSet& set, Carrier carrier, const std::vector<OwnItem>& 
 }
 
 void copy_own(ProgramBuilder& builder, const std::vector<OwnItem>& own) {
-  for (const OwnItem& item : own) builder.copy(item.from, item.to, item.parcel.a_to_b(0, 0));
+  for (const OwnItem& item : own) builder.copy(item.from, item.to, item.elements.boxes(Place::local(), Place::local()));
 }
 
 void gather(ProgramBuilder& builder, TransferSet& set, const std::vector<OwnItem>& own, int64_t me) {

@@ -23,18 +23,17 @@
 #include <optional>
 #include <vector>
 
-#include "program/boxes.h"
+#include "layout/selection.h"
 #include "program/builder.h"
 #include "program/carriers.h"
 #include "program/program.h"
 
 namespace shardwright {
 
-// Elements of one tensor that are sent or received, with the buffer that holds this rank's part of the tensor. The
-// tensor is side a of the parcel if it is sent, and side b if it is received.
+// Elements of one tensor that are sent or received, with the buffer that holds this rank's part of the tensor.
 struct TransferItem {
   BufferId tensor = kMissingBuffer;  // if missing, the caller writes or reads the staged elements itself
-  Parcel parcel;
+  Selection elements;
 };
 
 // Where messages are during the transfer.
@@ -126,7 +125,7 @@ struct TransferSet {
 struct OwnItem {
   BufferId from = kMissingBuffer;
   BufferId to = kMissingBuffer;
-  Parcel parcel;
+  Selection elements;
 };
 
 // Starts the transfer of a placed set. Returns kNoTicket if it is carried by messages and there are none.

@@ -56,11 +56,11 @@ Program program_of(const std::vector<Move>& moves, Carrier carrier, bool own_may
     std::vector<TransferItem> sent;
     std::vector<TransferItem> received;
     for (size_t t = 0; t < moves.size(); ++t) {
-      const Intersection out(moves[t].before.region(position), moves[t].after.region(peer));
-      const Intersection in(moves[t].before.region(peer), moves[t].after.region(position));
-      if (peer == position) own.push_back({from[t], to[t], Parcel(out, 0, out.count())});
-      sent.push_back({from[t], Parcel(out, 0, out.count())});
-      received.push_back({to[t], Parcel(in, 0, in.count())});
+      const Selection out(moves[t].before.region(position), moves[t].after.region(peer));
+      const Selection in(moves[t].before.region(peer), moves[t].after.region(position));
+      if (peer == position) own.push_back({from[t], to[t], out.slice(0, out.count())});
+      sent.push_back({from[t], out.slice(0, out.count())});
+      received.push_back({to[t], in.slice(0, in.count())});
     }
     if (peer == position) continue;
     set.sends.add(peer, std::move(sent));
@@ -110,10 +110,10 @@ class Placed : public testing::Test {
     b_.begin_step("a step");
     tensor_ = b_.new_input({4, 6});
     const Region whole{{{0, 4}}, {{0, 6}}};
-    const Intersection rows(whole, {{{0, 2}}, {{0, 6}}});
-    const Intersection columns(whole, {{{0, 4}}, {{1, 3}}});
-    sends_.add(0, {{tensor_, Parcel(rows, 0, rows.count())}});
-    sends_.add(1, {{tensor_, Parcel(columns, 0, columns.count())}});
+    const Selection rows(whole, {{{0, 2}}, {{0, 6}}});
+    const Selection columns(whole, {{{0, 4}}, {{1, 3}}});
+    sends_.add(0, {{tensor_, rows.slice(0, rows.count())}});
+    sends_.add(1, {{tensor_, columns.slice(0, columns.count())}});
   }
 
   void expect_range(size_t message, int buffer, int64_t offset, int64_t count) const {

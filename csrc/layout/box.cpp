@@ -1,0 +1,27 @@
+#include "layout/box.h"
+
+namespace shardwright {
+
+void Box::simplify() {
+  size_t kept = 0;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 1) continue;
+    const bool merges = kept > 0 && src_strides[kept - 1] == src_strides[d] * sizes[d] &&
+                        dst_strides[kept - 1] == dst_strides[d] * sizes[d];
+    if (!merges) ++kept;
+    sizes[kept - 1] = merges ? sizes[kept - 1] * sizes[d] : sizes[d];
+    src_strides[kept - 1] = src_strides[d];
+    dst_strides[kept - 1] = dst_strides[d];
+  }
+  sizes.resize(kept);
+  src_strides.resize(kept);
+  dst_strides.resize(kept);
+}
+
+std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (int d = static_cast<int>(shape.size()) - 2; d >= 0; --d) strides[d] = strides[d + 1] * shape[d + 1];
+  return strides;
+}
+
+}  // namespace shardwright

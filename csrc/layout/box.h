@@ -1,0 +1,31 @@
+// A box: a block of elements at regular distances in two arrays, the unit of every local copy.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace shardwright {
+
+// Sizes and strides are in elements, outermost first.
+struct Box {
+  int64_t src_offset = 0;
+  int64_t dst_offset = 0;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> src_strides;
+  std::vector<int64_t> dst_strides;
+
+  void add_dim(int64_t size, int64_t src_stride, int64_t dst_stride) {
+    sizes.push_back(size);
+    src_strides.push_back(src_stride);
+    dst_strides.push_back(dst_stride);
+  }
+
+  // Drops dims of size 1, and merges neighboring dims that are dense on both sides, so that inner runs get long.
+  // Sizes (3,4) with strides (4,1) and (8,1) stay as they are. With strides (4,1) and (4,1) they become one run of 12.
+  void simplify();
+};
+
+std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape);
+
+}  // namespace shardwright
