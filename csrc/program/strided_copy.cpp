@@ -8,7 +8,7 @@
 #include <mutex>
 #include <optional>
 
-#include "layout/selection.h"
+#include "layout/box.h"
 
 namespace shardwright {
 namespace {

@@ -53,8 +53,8 @@ def build() -> Path:
     folder = _build_directory()
     library = folder / f"{_NAME}.so"
     # Copies of boxes are shardwright's own, on this device as on others.
-    names = ("strided_copy.h", "strided_copy.cpp", "copy_table.h", "copy_table.cpp", "simplify.cpp")
-    shared = [_CSRC / "program" / name for name in names]
+    names = ("layout/box", "program/strided_copy", "program/copy_table")
+    shared = [_CSRC / f"{name}.{suffix}" for name in names for suffix in ("cpp", "h")]
     sources = [*_HERE.glob("*.cpp"), *_HERE.glob("*.h"), *shared]
     if library.exists() and library.stat().st_mtime > max(source.stat().st_mtime for source in sources):
         return library
