@@ -112,7 +112,7 @@ def glob(*patterns: str) -> list[str]:
 
 
 TORCH_FREE = (
-    *("support", "layout", "cost", "crossing", "moves", "search"),
+    *("support", "layout", "cost", "exchange", "moves", "search"),
     *("program", "planning", "views", "batch", "products", "attention", "schedule", "simulate"),
 )
 CORE_SOURCES = glob(*(f"{folder}/*.cpp" for folder in TORCH_FREE))

@@ -30,7 +30,7 @@ FOLDERS = (
     "support",
     "layout",
     "cost",
-    "crossing",
+    "exchange",
     "moves",
     "search",
     "program",

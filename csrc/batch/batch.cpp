@@ -6,7 +6,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "batch/item_move.h"
+#include "batch/item_family.h"
 #include "planning/serialize.h"
 #include "support/error.h"
 #include "support/wire_format.h"

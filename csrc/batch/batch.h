@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "batch/index_map.h"
+#include "exchange/index_map.h"
 #include "layout/layout.h"
 
 namespace shardwright {

@@ -10,7 +10,7 @@
 
 #include "batch/layout_numbers.h"
 #include "cost/lowering.h"
-#include "crossing/load.h"
+#include "exchange/load.h"
 #include "planning/certified_plan.h"
 #include "planning/fit.h"
 #include "support/ceil_divide.h"
@@ -32,12 +32,12 @@ void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
     int64_t received_elements = 0;
     for (const ItemLoad& load : kind.loads) {
       const Rank rank = plan.ranks()[load.rank];
-      received[load.rank] += kind.move->received_elements(rank) * bytes;
-      sent[load.rank] += kind.move->sent_elements(rank) * bytes;
-      received_elements += kind.move->received_elements(rank);
+      received[load.rank] += kind.exchange->num_elements(rank, Direction::kReceive) * bytes;
+      sent[load.rank] += kind.exchange->num_elements(rank, Direction::kSend) * bytes;
+      received_elements += kind.exchange->num_elements(rank, Direction::kReceive);
     }
     certificate.received_bytes_sum += received_elements * bytes;
-    certificate.kept_bytes_sum += (kind.move->needed_elements() - received_elements) * bytes;
+    certificate.kept_bytes_sum += (kind.exchange->needed_by_all() - received_elements) * bytes;
   }
   int64_t busiest = 0;
   for (size_t r = 0; r < received.size(); ++r) {
@@ -57,7 +57,7 @@ struct Wanted {
 Wanted wanted_of(const BatchPlan& plan) {
   Wanted wanted;
   for (const Kind& kind : plan.kinds()) {
-    const auto of_kind = kind.move->wanted_of_holders();
+    const auto of_kind = kind.exchange->demand();
     if (!of_kind) {
       wanted.is_all = false;
       continue;
@@ -116,7 +116,7 @@ struct Travel {
   std::vector<ItemPiece> pieces;
 };
 
-// A parcel from one rank to another in all items of a kind.
+// The message from one rank to another in all items of a kind.
 struct Flow {
   Rank from{};
   Rank to{};
@@ -146,8 +146,8 @@ std::vector<Flow> flows_of(const BatchPlan& plan) {
     const Kind& kind = plan.kinds()[k];
     for (const ItemLoad& load : kind.loads) {
       const Rank rank = plan.ranks()[load.rank];
-      for (const ItemMove::Parcel& parcel : kind.move->receives(rank)) {
-        flows.push_back({parcel.peer, rank, static_cast<int>(k), parcel.elements});
+      for (const auto& [peer, elements] : kind.exchange->message_sizes(rank, Direction::kReceive)) {
+        flows.push_back({peer, rank, static_cast<int>(k), elements});
       }
     }
   }
@@ -158,18 +158,19 @@ std::vector<Flow> flows_of(const BatchPlan& plan) {
 
 void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
   const std::vector<Travel> travels = travels_of(plan);
-  int64_t parcels = 0;
+  int64_t item_messages = 0;
   std::vector<int64_t> at_most(plan.ranks().size(), 0);
   for (size_t k = 0; k < travels.size(); ++k) {
     auto rounds = static_cast<int64_t>(travels[k].pieces.size());
     for (const uint64_t word : travels[k].whole) rounds += std::popcount(word);
     for (const ItemLoad& load : plan.kinds()[k].loads) {
-      const int64_t received = plan.kinds()[k].move->parcels_received_at_most(plan.ranks()[load.rank]);
-      parcels += received;
+      const Rank rank = plan.ranks()[load.rank];
+      const int64_t received = plan.kinds()[k].exchange->messages_at_most(rank, Direction::kReceive);
+      item_messages += received;
       at_most[load.rank] += received * rounds;
     }
   }
-  certificate.messages_are_exact = parcels <= BatchCertificate::kMaxParcels;
+  certificate.messages_are_exact = item_messages <= BatchCertificate::kMaxItemMessages;
   if (!certificate.messages_are_exact) {
     const int64_t from_all = (certificate.ranks - 1) * certificate.rounds;
     for (const int64_t messages : at_most) {

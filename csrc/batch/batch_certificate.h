@@ -26,8 +26,8 @@ struct BatchCertificate {
 
   int64_t rounds = 0;
   int64_t rounds_bound = 0;  // the busiest rank's bytes, sent and received, divided by the bytes of a bucket
-  // One from a rank to another in each round in which something goes from one to the other. With more than kMaxParcels
-  // parcels in items of different kinds these are at most so many.
+  // One from a rank to another in each round in which something goes from one to the other. With more than
+  // kMaxItemMessages messages of items of different kinds these are at most so many.
   int64_t messages_max = 0;  // received by one rank
   int64_t messages_sum = 0;
   bool messages_are_exact = true;
@@ -47,7 +47,7 @@ struct BatchCertificate {
   int64_t memory_bytes = 0;
 
   static constexpr int64_t kMaxPools = 4096;
-  static constexpr int64_t kMaxParcels = int64_t{1} << 20;
+  static constexpr int64_t kMaxItemMessages = int64_t{1} << 20;
 
   std::string to_string() const;
   std::string to_json() const;

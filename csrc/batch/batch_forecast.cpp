@@ -58,9 +58,9 @@ std::map<RankPair, LinkUse> uses_of(const BatchPlan& plan) {
     const int64_t bytes = plan.wire_dtype(kind.item).size_bytes() * kind.num_items;
     for (const ItemLoad& load : kind.loads) {
       const Rank rank = plan.ranks()[load.rank];
-      for (const ItemMove::Parcel& parcel : kind.move->receives(rank)) {
-        LinkUse& use = uses[{parcel.peer, rank}];
-        use.bytes += parcel.elements * bytes;
+      for (const auto& [peer, elements] : kind.exchange->message_sizes(rank, Direction::kReceive)) {
+        LinkUse& use = uses[{peer, rank}];
+        use.bytes += elements * bytes;
         merge(use.rounds, rounds[k]);
       }
     }
@@ -78,15 +78,15 @@ BatchForecast::OfDestination figures_of(const BatchPlan& plan, const std::vector
   for (const int k : kinds) {
     const Kind& kind = plan.kinds()[k];
     const int64_t bytes = plan.wire_dtype(kind.item).size_bytes();
-    figures.kept_bytes += kind.move->needed_elements() * bytes;
+    figures.kept_bytes += kind.exchange->needed_by_all() * bytes;
     for (const ItemLoad& load : kind.loads) {
       const Rank rank = plan.ranks()[load.rank];
-      for (const ItemMove::Parcel& parcel : kind.move->receives(rank)) {
-        const int64_t of_parcel = parcel.elements * bytes;
-        const int64_t ps = scaled(of_parcel, link_between(topology, parcel.peer, rank).ps_per_kib);
-        received[rank] += of_parcel;
+      for (const auto& [peer, elements] : kind.exchange->message_sizes(rank, Direction::kReceive)) {
+        const int64_t message_bytes = elements * bytes;
+        const int64_t ps = scaled(message_bytes, link_between(topology, peer, rank).ps_per_kib);
+        received[rank] += message_bytes;
         receiving_ps[rank] = saturating_sum(receiving_ps[rank], ps);
-        sending_ps[parcel.peer] = saturating_sum(sending_ps[parcel.peer], ps);
+        sending_ps[peer] = saturating_sum(sending_ps[peer], ps);
       }
     }
   }

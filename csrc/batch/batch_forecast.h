@@ -22,7 +22,7 @@ struct BatchForecast {
     Rank from{};
     Rank to{};
     int64_t bytes = 0;
-    int64_t messages = 0;  // at most: a piece of a small parcel may be empty
+    int64_t messages = 0;  // at most: a piece of a small message may be empty
     int64_t predicted_ps = 0;
   };
 
@@ -36,7 +36,7 @@ struct BatchForecast {
   int64_t predicted_ps = 0;
 };
 
-// Takes time in proportion to parcels of kinds, once for all destinations whose items are of the same kinds.
+// Takes time in proportion to messages of kinds, once for all destinations whose items are of the same kinds.
 BatchForecast forecast(const BatchPlan& plan, const Topology& topology);
 
 }  // namespace shardwright

@@ -20,14 +20,16 @@ BatchPlan::BatchPlan(Batch batch) : batch_(std::move(batch)) {
   schedule();
 }
 
-BatchPlan::Kind BatchPlan::make_kind(int item, ItemMovePtr move) const {
-  Kind kind{item, std::move(move), {}, 0};
-  for (const Rank rank : kind.move->ranks()) {
-    const int64_t elements = kind.move->received_elements(rank) + kind.move->sent_elements(rank);
+BatchPlan::Kind BatchPlan::make_kind(int item, ExchangePtr exchange) const {
+  Kind kind{item, std::move(exchange), {}, 0};
+  for (const Rank rank : kind.exchange->ranks()) {
+    const int64_t elements =
+        kind.exchange->num_elements(rank, Direction::kReceive) + kind.exchange->num_elements(rank, Direction::kSend);
     if (elements == 0) continue;
     const auto number = std::lower_bound(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
-    const int64_t parcels = kind.move->parcels_received_at_most(rank) + kind.move->parcels_sent_at_most(rank);
-    kind.loads.push_back({static_cast<int>(number), elements, parcels});
+    const int64_t messages = kind.exchange->messages_at_most(rank, Direction::kReceive) +
+                             kind.exchange->messages_at_most(rank, Direction::kSend);
+    kind.loads.push_back({static_cast<int>(number), elements, messages});
   }
   std::stable_sort(kind.loads.begin(), kind.loads.end(),
                    [](const ItemLoad& a, const ItemLoad& b) { return a.elements > b.elements; });
@@ -75,7 +77,7 @@ class Turns {
 // The items with equal layouts and maps are a family, and of one kind for each turn that they take.
 void BatchPlan::find_kinds() {
   struct Family {
-    std::optional<ItemFamily> moves;
+    std::optional<ItemFamily> exchanges;
     std::vector<int> kinds;  // by turn; -1 if not made yet
   };
   LayoutNumbers layouts;
@@ -90,15 +92,15 @@ void BatchPlan::find_kinds() {
     const auto [found, is_new] = families.try_emplace({layouts.of(src), layouts.of(dst), map});
     Family& family = found->second;
     if (is_new) {
-      family.moves.emplace(src, dst, item.map);
-      family.kinds.assign(family.moves->turns(), -1);
+      family.exchanges.emplace(src, dst, item.map);
+      family.kinds.assign(family.exchanges->turns(), -1);
     }
     const int64_t bytes = item.map.num_elements() * wire_dtype(static_cast<int>(i)).size_bytes();
     const int64_t turn = turns.take(src, std::ssize(family.kinds), bytes);
     int& kind = family.kinds[turn];
     if (kind < 0) {
       kind = static_cast<int>(kinds_.size());
-      kinds_.push_back(make_kind(static_cast<int>(i), family.moves->move(turn)));
+      kinds_.push_back(make_kind(static_cast<int>(i), family.exchanges->exchange(turn)));
     }
     kind_of_item_.push_back(kind);
     ++kinds_[kind].num_items;

@@ -2,14 +2,14 @@
 //
 //   reductions Sources with pending reductions are first reduced, each by a plan of its own, to a layout that cuts the
 //              tensor further (reductions.h). All that follows is about the reduced sources.
-//   kinds      Items with equal layouts and equal maps are of one kind, and share one ItemMove: a state dict of 20,000
+//   kinds      Items with equal layouts and equal maps are of one kind, and share one Exchange: a state dict of 20,000
 //              tensors has some dozens of kinds. Each element that a rank needs and does not hold is sent to it once;
 //              what it holds is copied locally. The holders of a part share the sending to the element. Where their
 //              shares would be below ItemFamily::kLeastShareBytes, one holder sends a whole message instead, and items
 //              of all kinds from replicas of one shape take turns in who begins: each takes the turn that has had
 //              fewest bytes, beginning with Batch::first_turn.
 //   rounds     schedule.h.
-//   programs   batch_program.h: what one rank does, in proportion to its own parcels.
+//   programs   batch_program.h: what one rank does, in proportion to its own messages.
 //
 // Memory. A run takes buckets() buffers of bucket_bytes() each, at its beginning, and nothing else besides the results
 // and reduced sources: what is sent is packed from tensors of any strides directly into a bucket, and unpacked directly
@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "batch/batch.h"
-#include "batch/item_move.h"
+#include "batch/item_family.h"
 #include "batch/reductions.h"
 #include "batch/schedule.h"
 
@@ -52,7 +52,7 @@ class BatchPlan {
   // Items with equal layouts, maps and turns.
   struct Kind {
     int item = 0;  // one of them
-    ItemMovePtr move;
+    ExchangePtr exchange;
     std::vector<ItemLoad> loads;  // the largest first
     int64_t num_items = 0;
   };
@@ -64,7 +64,7 @@ class BatchPlan {
 
  private:
   void find_kinds();
-  Kind make_kind(int item, ItemMovePtr move) const;
+  Kind make_kind(int item, ExchangePtr exchange) const;
   void schedule();
 
   Batch batch_;

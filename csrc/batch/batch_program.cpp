@@ -13,12 +13,12 @@ class BatchProgram::Builder {
  public:
   explicit Builder(const BatchPlan& plan) : plan_(plan), rounds_(plan.num_rounds()) {}
 
-  void add(int item, const RankMove& move) {
+  void add(int item, const RankPart& part) {
     for (const ItemPiece& piece : plan_.pieces(item)) {
       Round& round = rounds_[piece.round];
       round.element_bytes = plan_.wire_dtype(item).size_bytes();
-      add(item, piece, move.sends, round.sends);
-      add(item, piece, move.receives, round.receives);
+      add(item, piece, part.sends, round.sends);
+      add(item, piece, part.receives, round.receives);
     }
   }
 
@@ -48,12 +48,12 @@ class BatchProgram::Builder {
     Messages receives;
   };
 
-  static void add(int item, const ItemPiece& piece, const std::vector<RankMove::Message>& moved, Messages& messages) {
-    for (size_t m = 0; m < moved.size(); ++m) {
-      const int64_t elements = moved[m].elements.count();
+  static void add(int item, const ItemPiece& piece, const std::vector<Exchange::Message>& all, Messages& messages) {
+    for (size_t m = 0; m < all.size(); ++m) {
+      const int64_t elements = all[m].elements.count();
       const int64_t begin = ItemPiece::before(piece.begin, elements);
       const int64_t end = ItemPiece::before(piece.end, elements);
-      if (begin < end) messages[moved[m].peer].push_back({item, static_cast<int>(m), begin, end, 0});
+      if (begin < end) messages[all[m].peer].push_back({item, static_cast<int>(m), begin, end, 0});
     }
   }
 
@@ -76,17 +76,29 @@ class BatchProgram::Builder {
   std::vector<Round> rounds_;
 };
 
+BatchProgram::RankPart BatchProgram::part_of(const Exchange& exchange, Rank rank) {
+  RankPart part{exchange.messages(rank, Direction::kSend),
+                exchange.messages(rank, Direction::kReceive),
+                exchange.kept(rank),
+                {},
+                {}};
+  if (part.kept && part.kept->count() == 0) part.kept = std::nullopt;
+  if (!part.sends.empty() || part.kept) part.src_axes = exchange.local_axes(rank, Direction::kSend);
+  if (!part.receives.empty() || part.kept) part.dst_axes = exchange.local_axes(rank, Direction::kReceive);
+  return part;
+}
+
 BatchProgram::BatchProgram(std::shared_ptr<const BatchPlan> plan, Rank rank)
     : plan_(std::move(plan)),
       rank_(rank),
       last_of_source_(plan_->batch().sources.size(), -1),
       last_of_destination_(plan_->batch().destinations.size(), -1) {
-  for (const BatchPlan::Kind& kind : plan_->kinds()) moves_.push_back(kind.move->of_rank(rank_));
+  for (const BatchPlan::Kind& kind : plan_->kinds()) parts_.push_back(part_of(*kind.exchange, rank_));
   Builder builder(*plan_);
   for (const int item : plan_->order()) {
-    const RankMove& move = moves_[plan_->kind_of(item)];
-    if (move.own) own_items_.push_back(item);
-    if (!move.sends.empty() || !move.receives.empty()) builder.add(item, move);
+    const RankPart& part = parts_[plan_->kind_of(item)];
+    if (part.kept) own_items_.push_back(item);
+    if (!part.sends.empty() || !part.receives.empty()) builder.add(item, part);
   }
   rounds_ = builder.finish();
   for (size_t r = 0; r < rounds_.size(); ++r) {
@@ -105,22 +117,22 @@ BatchProgram::BatchProgram(std::shared_ptr<const BatchPlan> plan, Rank rank)
 
 std::vector<Box> BatchProgram::boxes_to_pack(const BatchFragment& fragment,
                                              const std::vector<int64_t>& src_strides) const {
-  const RankMove& move = moves_[plan_->kind_of(fragment.item)];
-  const Selection elements = move.sends[fragment.message].elements.slice(fragment.begin, fragment.end);
-  return elements.boxes(Place::strided(move.src_axes, src_strides), Place::packed(fragment.position));
+  const RankPart& part = parts_[plan_->kind_of(fragment.item)];
+  const Selection elements = part.sends[fragment.message].elements.slice(fragment.begin, fragment.end);
+  return elements.boxes(Place::strided(part.src_axes, src_strides), Place::packed(fragment.position));
 }
 
 std::vector<Box> BatchProgram::boxes_to_unpack(const BatchFragment& fragment,
                                                const std::vector<int64_t>& dst_strides) const {
-  const RankMove& move = moves_[plan_->kind_of(fragment.item)];
-  const Selection elements = move.receives[fragment.message].elements.slice(fragment.begin, fragment.end);
-  return elements.boxes(Place::packed(fragment.position), Place::strided(move.dst_axes, dst_strides));
+  const RankPart& part = parts_[plan_->kind_of(fragment.item)];
+  const Selection elements = part.receives[fragment.message].elements.slice(fragment.begin, fragment.end);
+  return elements.boxes(Place::packed(fragment.position), Place::strided(part.dst_axes, dst_strides));
 }
 
 std::vector<Box> BatchProgram::boxes_to_keep(int item, const std::vector<int64_t>& src_strides,
                                              const std::vector<int64_t>& dst_strides) const {
-  const RankMove& move = moves_[plan_->kind_of(item)];
-  return move.own->boxes(Place::strided(move.src_axes, src_strides), Place::strided(move.dst_axes, dst_strides));
+  const RankPart& part = parts_[plan_->kind_of(item)];
+  return part.kept->boxes(Place::strided(part.src_axes, src_strides), Place::strided(part.dst_axes, dst_strides));
 }
 
 }  // namespace shardwright

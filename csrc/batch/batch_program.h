@@ -12,10 +12,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "batch/batch_plan.h"
-#include "batch/rank_move.h"
 
 namespace shardwright {
 
@@ -70,11 +70,21 @@ class BatchProgram {
                                  const std::vector<int64_t>& dst_strides) const;
 
  private:
+  // The part of one rank in an exchange.
+  struct RankPart {
+    std::vector<Exchange::Message> sends;
+    std::vector<Exchange::Message> receives;
+    std::optional<Selection> kept;  // if there is anything
+    std::vector<LocalAxis> src_axes;
+    std::vector<LocalAxis> dst_axes;
+  };
   class Builder;
+
+  static RankPart part_of(const Exchange& exchange, Rank rank);
 
   std::shared_ptr<const BatchPlan> plan_;
   Rank rank_;
-  std::vector<RankMove> moves_;  // by kind
+  std::vector<RankPart> parts_;  // by kind
   std::vector<BatchRound> rounds_;
   std::vector<int> own_items_;
   std::vector<int> last_of_source_;

@@ -5,7 +5,7 @@
 #include <tuple>
 #include <utility>
 
-#include "batch/item_move.h"
+#include "batch/item_family.h"
 #include "batch/layout_numbers.h"
 #include "support/error.h"
 
@@ -48,7 +48,7 @@ Layout best_reduced(const Batch& batch, const Layout& src, const ItemsOfSource& 
   for (const Layout& one : candidates(src, dst)) {
     std::pair<int64_t, int64_t> cost{0, one.largest_part_elements()};
     for (const BatchItem* item : items) {
-      cost.first += received_elements(one, batch.destinations[item->destination], item->map);
+      cost.first += received_by_all(one, batch.destinations[item->destination], item->map);
     }
     if (best && cost >= least) continue;
     best = one;

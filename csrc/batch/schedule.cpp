@@ -12,18 +12,18 @@ constexpr int64_t kWhole = ItemPiece::kWhole;
 // a * b / c, rounded down.
 int64_t scaled(int64_t a, int64_t b, int64_t c) { return static_cast<int64_t>(static_cast<__int128>(a) * b / c); }
 
-// The most elements that a rank packs for a piece. Each of its parcels is rounded down at both ends, so that a piece
-// that does not begin at 0 may have one element more of each parcel than its share.
+// The most elements that a rank packs for a piece. Each of its messages is rounded down at both ends, so that a piece
+// that does not begin at 0 may have one element more of each message than its share.
 int64_t most_elements(const ItemLoad& load, int64_t begin, int64_t end) {
   if (begin == 0) return end == kWhole ? load.elements : scaled(load.elements, end, kWhole);
-  return std::min(load.elements, scaled(load.elements, end - begin, kWhole) + load.parcels);
+  return std::min(load.elements, scaled(load.elements, end - begin, kWhole) + load.messages);
 }
 
 // The last mark up to which a piece that begins at `begin` has at most `room` elements.
 int64_t last_mark(const ItemLoad& load, int64_t begin, int64_t room) {
   if (most_elements(load, begin, kWhole) <= room) return kWhole;
   if (begin == 0) return scaled(room, kWhole, load.elements);
-  return room <= load.parcels ? begin : begin + scaled(room - load.parcels, kWhole, load.elements);
+  return room <= load.messages ? begin : begin + scaled(room - load.messages, kWhole, load.elements);
 }
 
 }  // namespace
@@ -64,12 +64,12 @@ std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loa
   }
   const int64_t bucket = bucket_bytes_ / element_bytes;
   const int64_t busiest = loads.front().elements;
-  int64_t parcels = 0;
-  for (const ItemLoad& load : loads) parcels = std::max(parcels, load.parcels);
-  const bool may_split = bucket >= 2 * parcels;
+  int64_t messages = 0;
+  for (const ItemLoad& load : loads) messages = std::max(messages, load.messages);
+  const bool may_split = bucket >= 2 * messages;
   check_user(busiest <= bucket || may_split, "bucket_bytes: got ", bucket_bytes_, "; item ", item,
-             " must be split over rounds, and a rank exchanges up to ", parcels, " parcels of it, so allowed are ",
-             2 * parcels * element_bytes, " and more");
+             " must be split over rounds, and a rank exchanges up to ", messages, " messages of it, so allowed are ",
+             2 * messages * element_bytes, " and more");
 
   // Returns the last mark for which a round has room, or `begin` if the piece would be small.
   const auto mark_in = [&](const Used& used, int64_t begin, bool only_whole) {

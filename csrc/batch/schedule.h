@@ -5,9 +5,9 @@
 //
 // Items are taken in order, those with larger elements first. An item goes to the first open round in which it fits on
 // all ranks that take part in it. Otherwise a *piece* of it goes to every round with room for an eighth of a bucket of
-// it or more, on its busiest rank, and the rest to new rounds. A piece is a share of each of the item's parcels: of n
+// it or more, on its busiest rank, and the rest to new rounds. A piece is a share of each of the item's messages: of n
 // elements those in [n * begin / kWhole, n * end / kWhole), rounded down. So which elements a rank sends and receives
-// in a round follows from the list of pieces and its own parcels.
+// in a round follows from the list of pieces and its own messages.
 //
 // Example: buckets of 100 bytes, and three items of bytes. The first sends 60 bytes from rank 0 to 1, the second 60
 // from 1 to 2, the third 60 from 2 to 3.
@@ -16,7 +16,7 @@
 //   round 1    second item, [2/3, 1), 20 bytes
 //
 // The pieces depend on the batch alone. Making them takes time in proportion to items times the ranks that take part in
-// them, and never looks at parcels.
+// them, and never looks at messages.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ struct ItemPiece {
   int64_t end = kWhole;
   bool operator==(const ItemPiece&) const = default;
 
-  // Returns how many of the first elements of a parcel come before the mark `begin` or `end`.
+  // Returns how many of the first elements of a message come before the mark `begin` or `end`.
   static int64_t before(int64_t mark, int64_t elements);
 };
 
@@ -42,7 +42,7 @@ struct ItemPiece {
 struct ItemLoad {
   int rank = 0;          // index into the ranks of the batch
   int64_t elements = 0;  // sent and received together, above 0
-  int64_t parcels = 0;   // sent and received together; or more, but not fewer
+  int64_t messages = 0;  // sent and received together; or more, but not fewer
 };
 
 class Scheduler {
@@ -54,7 +54,7 @@ class Scheduler {
 
   // Returns the pieces of an item, by round; none for an item without loads. Loads are given with the largest first.
   // Items must come with element sizes that do not grow. Throws UserError that names bucket_bytes and the item if the
-  // item must be split and a bucket does not hold two elements for each parcel of a rank.
+  // item must be split and a bucket does not hold two elements for each message of a rank.
   std::vector<ItemPiece> add(int item, const std::vector<ItemLoad>& loads, int64_t element_bytes);
 
   int num_rounds() const { return first_open_ + static_cast<int>(open_.size()); }

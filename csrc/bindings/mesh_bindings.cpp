@@ -10,6 +10,7 @@
 #include "bindings/arguments.h"
 #include "bindings/views.h"
 #include "cost/topology.h"
+#include "exchange/nearest.h"
 #include "layout/layout.h"
 #include "layout/units.h"
 #include "products/product_layouts.h"
@@ -128,6 +129,25 @@ bool has_pending(const Layout& layout) {
   return std::any_of(all.begin(), all.end(), [](const Placement& placement) { return placement.is_partial(); });
 }
 
+using Pairs = std::vector<std::pair<int64_t, int64_t>>;
+
+template <typename Lists>
+std::vector<Pairs> pairs_of(const Lists& lists) {
+  std::vector<Pairs> all;
+  for (const auto& list : lists) {
+    Pairs& pairs = all.emplace_back();
+    for (const Interval& interval : list) pairs.emplace_back(interval.begin, interval.end);
+  }
+  return all;
+}
+
+std::pair<int, std::vector<Pairs>> nearest_cut_on(const Layout& src, const std::vector<int64_t>& ranks) {
+  std::vector<Rank> on;
+  for (const int64_t rank : ranks) on.push_back(Rank{rank});
+  const NearestCut cut = nearest_cut(src, on);
+  return {cut.dim, pairs_of(cut.lists)};
+}
+
 }  // namespace
 
 void define_layout(py::module_& m) {
@@ -171,12 +191,7 @@ void define_layout(py::module_& m) {
       .def(
           "region",
           [](const Layout& layout, const py::object& rank) {
-            std::vector<std::vector<std::pair<int64_t, int64_t>>> out;
-            for (const IntervalList& list : layout.region(position_on(layout.mesh(), rank_of(rank)))) {
-              out.emplace_back();
-              for (const Interval& interval : list) out.back().emplace_back(interval.begin, interval.end);
-            }
-            return out;
+            return pairs_of(layout.region(position_on(layout.mesh(), rank_of(rank))));
           },
           py::arg("rank"))
       .def(
@@ -184,6 +199,7 @@ void define_layout(py::module_& m) {
           py::is_operator())
       .def("__hash__", [](const Layout& layout) { return layout.hash() ^ hash_of(layout.mesh().topology().get()); })
       .def("__repr__", [](const Layout& layout) { return concat("Layout(", layout.to_string(), ")"); });
+  m.def("nearest_cut", &nearest_cut_on, py::arg("src"), py::arg("ranks"));
   define_gradient_layouts(m);
   m.def(
       "is_floating", [](const std::string& dtype) { return DType::parse(dtype).kind() == DTypeKind::kFloat; },

@@ -6,7 +6,7 @@
 // Invariant of all rules but `pieces`: each position goes to exactly one coordinate, and a part is ascending as its
 // list is. A rule of pieces may break both; is_partition() says whether it does. Every position goes to some
 // coordinate, and to none of them twice. Layouts with a rule that is no partition are moved by rearrangements
-// (crossing/rearrangement.h).
+// (exchange/indexed_exchange.h).
 #pragma once
 
 #include <cstddef>

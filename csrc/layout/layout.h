@@ -139,8 +139,8 @@ class Layout {
   std::shared_ptr<const IntervalList> indices_;
 };
 
-// Whether a move between two layouts of one tensor is a rearrangement (crossing/rearrangement.h): where one of them is
-// no partition, or they flatten otherwise.
+// Whether a move between two layouts of one tensor is a rearrangement (exchange/indexed_exchange.h): where one of them
+// is no partition, or they flatten otherwise.
 bool needs_rearrangement(const Layout& a, const Layout& b);
 
 }  // namespace shardwright

@@ -72,6 +72,12 @@ class Mesh {
   std::optional<Position> position_of(Rank rank) const;
 
   std::vector<int64_t> coordinate(int64_t position) const;
+  // Returns the coordinates on some mesh dims as one number, the last of them fastest.
+  int64_t coordinate(int64_t position, const std::vector<int>& mesh_dims) const {
+    int64_t number = 0;
+    for (const int d : mesh_dims) number = number * dim_sizes_[d] + coordinate(position, d);
+    return number;
+  }
   int64_t coordinate(int64_t position, int mesh_dim) const {
     return position / strides_[mesh_dim] % dim_sizes_[mesh_dim];
   }

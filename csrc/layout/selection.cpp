@@ -384,6 +384,29 @@ int64_t Selection::contiguous(int64_t (*run_of)(const Block&)) const {
   return first;
 }
 
+std::vector<Region> Selection::indices(const Region& sender) const {
+  std::vector<Region> all;
+  for (const Block& block : blocks_) {
+    if (block.count == 0) continue;
+    Region& region = all.emplace_back();
+    for (size_t d = 0; d < sender.size(); ++d) {
+      IntervalList positions;
+      for (const auto& [pieces, count, shift] : block.pieces[d].blocks()) {
+        std::vector<Interval> intervals;
+        for (const Piece& piece : pieces) intervals.push_back({piece.a_position, piece.a_position + piece.length});
+        positions.append_repeated(intervals, shift.a, count);
+      }
+      if (!is_ascending(positions)) {
+        const std::vector<Interval> sorted = sorted_by_place(positions);
+        positions = {};
+        for (const Interval& interval : sorted) positions.append(interval);
+      }
+      region.push_back(at_positions(sender[d], positions));
+    }
+  }
+  return all;
+}
+
 Selection Selection::share(size_t dim, int64_t index, int64_t shares) const {
   Selection narrowed = *this;
   Block& block = narrowed.blocks_.front();

@@ -75,6 +75,10 @@ class Selection {
   int64_t contiguous_in_sender() const { return contiguous(&Selection::sender_run); }
   int64_t contiguous_in_receiver() const { return contiguous(&Selection::receiver_run); }
 
+  // The indices of the elements, in any order, as the union of regions that share nothing. `sender` is the region that
+  // the selection was made from.
+  std::vector<Region> indices(const Region& sender) const;
+
   // ---- Only for a selection that was made from regions, or `share` of one.
 
   // The common indices of each dim: the shape of the packed message.

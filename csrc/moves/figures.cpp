@@ -6,10 +6,10 @@
 #include <utility>
 #include <vector>
 
-#include "crossing/rearrangement.h"
 #include "moves/extremes.h"
 #include "moves/move_table.h"
 #include "moves/segments.h"
+#include "moves/step_exchange.h"
 #include "moves/traffic.h"
 
 namespace shardwright {
@@ -64,20 +64,17 @@ StepFigures figures_by_walking(const Step& step, Lowering lowering) {
 
 }  // namespace
 
-Link link_of(const Crossing& crossing, const Topology& topology) {
-  return crossing.crosses_nodes(topology.ranks_per_node) ? topology.between : topology.inside;
+Link link_of(const Exchange& exchange, const Topology& topology) {
+  return exchange.crosses_nodes(topology.ranks_per_node) ? topology.between : topology.inside;
 }
 
 Link link_of(const Step& step, const Topology& topology) {
-  if (step.op == StepOp::kCross) return link_of(crossing_of(step), topology);
-  if (step.op != StepOp::kRearrange) return topology.link(step.before.mesh(), step.mesh_dims);
-  const Rearrangement move(step.before, step.after, step.sharing);
-  return move.crosses_nodes(topology.ranks_per_node) ? topology.between : topology.inside;
+  if (is_crossing(step.op)) return link_of(*exchange_of(step), topology);
+  return topology.link(step.before.mesh(), step.mesh_dims);
 }
 
 StepFigures figures(const Step& step, Lowering lowering) {
-  if (step.op == StepOp::kCross) return crossing_of(step).totals(step.rounds).worst;
-  if (step.op == StepOp::kRearrange) return Rearrangement(step.before, step.after, step.sharing).worst(step.rounds);
+  if (is_crossing(step.op)) return exchange_of(step)->worst(step.rounds);
   const bool walks =
       step.sharing == Sharing::kBytes || step.rounds > 1 || (!is_local(step.op) && is_uneven_by_rule(step));
   if (walks) return figures_by_walking(step, lowering);
@@ -119,12 +116,12 @@ Stage stage_of(const Step& step, const Plan& plan, const std::vector<Rank>& rank
   const int64_t messages = std::max(worst.messages, worst.sent_messages);
   stage.latency = saturating_sum(worst.collectives * topology.step_ps, saturating_product(messages, link.message_ps));
   const bool is_inside = link == topology.inside;
-  std::optional<Crossing> by_node;
+  std::optional<GridExchange> by_node;
   if (step.sharing == Sharing::kNodes && !is_inside) by_node = crossing_of(step);
   const TrafficOfRanks traffic(step, plan.lowering);
   for (const Rank rank : ranks) {
     const Traffic all = traffic.at(rank);
-    Crossing::Inside inside;
+    GridExchange::Inside inside;
     if (is_inside) inside = {all.received_bytes, all.sent_bytes};
     if (by_node) inside = by_node->inside(rank);
     stage.lanes[Stage::kIn].push_back(scaled(inside.received_bytes, topology.inside.ps_per_kib));

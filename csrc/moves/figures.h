@@ -4,14 +4,14 @@
 #include <cstdint>
 
 #include "cost/cost.h"
-#include "crossing/crossing.h"
+#include "exchange/exchange.h"
 #include "moves/plan.h"
 
 namespace shardwright {
 
-// Returns the link between nodes if some parcel goes from one node to another, else the link inside. (The links of mesh
-// dims apply within one mesh only.)
-Link link_of(const Crossing& crossing, const Topology& topology);
+// Returns the link between nodes if some message goes from one node to another, else the link inside. (The links of
+// mesh dims apply within one mesh only.)
+Link link_of(const Exchange& exchange, const Topology& topology);
 // Returns the slowest link that a step takes.
 Link link_of(const Step& step, const Topology& topology);
 

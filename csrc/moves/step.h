@@ -5,7 +5,7 @@
 #include <string>
 
 #include "cost/lowering.h"
-#include "crossing/sharing.h"
+#include "exchange/sharing.h"
 #include "layout/layout.h"
 
 namespace shardwright {
@@ -20,8 +20,8 @@ enum class StepOp : uint8_t {
   kExchange,       // every rank sends each peer what that peer needs
   kReduceScatter,  // reduce, each rank keeping a part
   kAllReduce,      // reduce, each rank keeping all
-  kCross,          // from one mesh to another, every rank sending each peer what that peer needs (crossing/crossing.h)
-  kRearrange,      // the same on one mesh or between two, of pieces or of flattened dims (crossing/rearrangement.h)
+  kCross,      // from one mesh to another, every rank sending each peer what that peer needs (exchange/grid_exchange.h)
+  kRearrange,  // the same on one mesh or between two, of pieces or of flattened dims (exchange/indexed_exchange.h)
 };
 
 const char* step_op_name(StepOp op);

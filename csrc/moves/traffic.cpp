@@ -4,40 +4,29 @@
 #include <optional>
 #include <utility>
 
-#include "crossing/bounds.h"
+#include "exchange/bounds.h"
 #include "moves/digits.h"
 #include "moves/segments.h"
+#include "moves/step_exchange.h"
 #include "support/error.h"
-#include "support/match.h"
 
 namespace shardwright {
 
-Crossing crossing_of(const Step& step) { return Crossing(step.before, step.after, step.sharing, step.ranks_per_node); }
-
-TrafficOfRanks::TrafficOfRanks(const Step& step, Lowering lowering)
-    : step_(step), move_([&]() -> decltype(move_) {
-        if (step.op == StepOp::kCross) return crossing_of(step);
-        if (step.op == StepOp::kRearrange) return Rearrangement(step.before, step.after, step.sharing);
-        return StepTraffic(step, lowering);
-      }()) {}
+TrafficOfRanks::TrafficOfRanks(const Step& step, Lowering lowering) : step_(step) {
+  if (is_crossing(step.op)) {
+    exchange_ = exchange_of(step);
+  } else {
+    on_mesh_.emplace(step, lowering);
+  }
+}
 
 Traffic TrafficOfRanks::at(Rank rank) const {
-  return match(
-      move_,
-      [&](const StepTraffic& on_mesh) {
-        const std::optional<Position> position = step_.before.mesh().position_of(rank);
-        return position ? on_mesh.at(*position) : Traffic{};
-      },
-      [&](const Crossing& crossing) { return crossing.at(rank, step_.rounds); },
-      [&](const Rearrangement& rearrangement) { return rearrangement.at(rank, step_.rounds); });
+  if (exchange_) return exchange_->traffic(rank, step_.rounds);
+  const std::optional<Position> position = step_.before.mesh().position_of(rank);
+  return position ? on_mesh_->at(*position) : Traffic{};
 }
 
-bool TrafficOfRanks::communicates() const {
-  return match(
-      move_, [&](const StepTraffic&) { return !is_local(step_.op); },
-      [](const Crossing& crossing) { return crossing.communicates(); },
-      [](const Rearrangement& rearrangement) { return rearrangement.communicates(); });
-}
+bool TrafficOfRanks::communicates() const { return exchange_ ? exchange_->communicates() : !is_local(step_.op); }
 
 Traffic traffic_at(const Step& step, Lowering lowering, Rank rank) { return TrafficOfRanks(step, lowering).at(rank); }
 
@@ -260,7 +249,7 @@ TrafficTotals totals(const Plan& plan) {
 
 Bound lower_bound(const Layout& src, const Layout& dst) {
   if (!(src.mesh() == dst.mesh()) || needs_rearrangement(src, dst)) {
-    const CrossingBound bound = crossing_bound(src, dst);
+    const ExchangeBound bound = exchange_bound(src, dst);
     return {bound.received_bytes_max, bound.received_bytes_sum};
   }
   const Mesh& mesh = src.mesh();

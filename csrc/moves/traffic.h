@@ -3,12 +3,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <optional>
-#include <variant>
 #include <vector>
 
-#include "crossing/crossing.h"
-#include "crossing/rearrangement.h"
+#include "exchange/exchange.h"
 #include "moves/exchange.h"
 #include "moves/extremes.h"
 #include "moves/plan.h"
@@ -32,9 +31,6 @@ class StepTraffic {
   bool is_native_;
 };
 
-// Who sends what to whom in a step that leads to another mesh.
-Crossing crossing_of(const Step& step);
-
 // The traffic of the ranks of any step.
 class TrafficOfRanks {
  public:
@@ -44,7 +40,8 @@ class TrafficOfRanks {
 
  private:
   const Step& step_;
-  std::variant<StepTraffic, Crossing, Rearrangement> move_;
+  std::optional<StepTraffic> on_mesh_;
+  std::unique_ptr<const Exchange> exchange_;  // of other steps
 };
 
 // The traffic of one rank in a step, or in all steps of a plan. It is zero if the rank is not on the mesh of the step,
@@ -89,7 +86,7 @@ TrafficTotals totals(const Plan& plan);
 
 // Lower bounds on the bytes received, for any plan. Without P, a rank must receive what it needs and does not hold.
 // With P, over all ranks, each element takes at least (contributions - 1) + (destination holders - 1) transfers, and
-// bytes_max is the mean of that over ranks. For two meshes, see crossing/bounds.h.
+// bytes_max is the mean of that over ranks. For two meshes, see exchange/bounds.h.
 struct Bound {
   int64_t bytes_max = 0;
   int64_t bytes_sum = 0;

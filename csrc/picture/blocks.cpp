@@ -4,6 +4,7 @@
 #include <map>
 #include <utility>
 
+#include "moves/step_exchange.h"
 #include "moves/traffic.h"
 #include "picture/frame.h"
 #include "support/error.h"
@@ -74,15 +75,15 @@ class BlockPicture {
 
   Flows flows_of(const Step& step) {
     Flows flows;
-    const Crossing crossing = crossing_of(step);
+    const GridExchange crossing = crossing_of(step);
     if (crossing.num_meetings() > kMaxMessagesCounted) {
       has_uncounted_ = true;
       return flows;
     }
     for (const Rank from : crossing.ranks()) {
-      for (const auto& [to, range] : crossing.sends(from)) {
+      for (const auto& [to, elements] : crossing.message_sizes(from, Direction::kSend)) {
         Flow& flow = flows[{block_of(step.before.mesh(), from), block_of(step.after.mesh(), to)}];
-        flow.bytes += (range.end - range.begin) * step.before.dtype().size_bytes();
+        flow.bytes += elements * step.before.dtype().size_bytes();
         ++flow.messages;
       }
     }

@@ -31,11 +31,13 @@ std::string picture_in_words(const Plan& plan) {
 }  // namespace
 
 std::string to_svg(const Plan& plan) {
-  const bool rearranges =
-      std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) { return step.op == StepOp::kRearrange; });
   const bool has_two_meshes = !(plan.src.mesh() == plan.dst.mesh());
-  if (rearranges) return picture_in_words(plan);
-  if (static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksDrawn) return picture_by_rank(plan);
+  const bool is_by_rank = static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksDrawn;
+  const bool is_in_words = std::any_of(plan.steps.begin(), plan.steps.end(), [&](const Step& step) {
+    return step.op == StepOp::kRearrange && (!is_by_rank || step.before.flattened() != step.after.flattened());
+  });
+  if (is_in_words) return picture_in_words(plan);
+  if (is_by_rank) return picture_by_rank(plan);
   return has_two_meshes ? picture_by_block(plan) : picture_by_mesh_dim(plan);
 }
 

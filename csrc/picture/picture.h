@@ -4,8 +4,8 @@
 // with the rank's part filled in the colours of the ranks that it came from, and an arrow for each message. On larger
 // meshes each mesh dim has a row with its placement in each state; such a picture costs the same for any number of
 // ranks. Plans from one mesh to another are drawn alike if both together have up to kMaxRanksDrawn ranks, and in blocks
-// of ranks, with an arrow for all messages from one block to another, if they have more. Of a rearrangement the picture
-// is the plan's text.
+// of ranks, with an arrow for all messages from one block to another, if they have more. A
+// rearrangement on more ranks, or one that flattens dims on one side only, is drawn as the plan's text.
 //
 // Equal plans give equal text. The document loads no other files and runs no code.
 #pragma once

@@ -5,8 +5,8 @@
 #include <optional>
 
 #include "moves/traffic.h"
+#include "picture/drawn_messages.h"
 #include "picture/frame.h"
-#include "picture/parcels.h"
 #include "picture/picture.h"
 #include "support/error.h"
 #include "support/text.h"
@@ -55,10 +55,10 @@ class RankPicture {
     pitch_ = std::max(box_.h + strips, 34.0) + 14;
     std::map<Rank, int64_t> rows;
     for (int64_t r = 0; r < num_rows_; ++r) rows[ranks_[r]] = r;
-    for (const Step& step : frame_.steps()) parcels_.push_back(parcels_of(step, rows));
-    for (const std::vector<Parcel>& step : parcels_) {
-      for (const Parcel& parcel : step) {
-        if (parcel.from != parcel.to) widest_bytes_ = std::max(widest_bytes_, parcel.bytes);
+    for (const Step& step : frame_.steps()) messages_.push_back(drawn_messages(step, rows));
+    for (const std::vector<DrawnMessage>& step : messages_) {
+      for (const DrawnMessage& message : step) {
+        if (message.from != message.to) widest_bytes_ = std::max(widest_bytes_, message.bytes);
       }
     }
   }
@@ -70,7 +70,7 @@ class RankPicture {
       if (!position_in(plan_.dst, r)) continue;
       svg_.text(right_labels(), row(r) + box_.h / 2 + 4, name_of(r), kRankAgain);
     }
-    for (size_t i = 0; i < parcels_.size(); ++i) {
+    for (size_t i = 0; i < messages_.size(); ++i) {
       reduces(frame_.steps()[i]) ? draw_reductions(i) : draw_arrows(i);
     }
     for (size_t state = 0; state < frame_.states().size(); ++state) {
@@ -173,26 +173,26 @@ class RankPicture {
     const Step& step = frame_.steps()[state - 1];
     if (step.op == StepOp::kZeroFill) fill(rects(held, box), kZeros, "class=\"sw-zeros\"", "zeros");
     const std::string op = reduces(step) ? op_text(step.before, step.mesh_dims) : "";
-    std::vector<Parcel> parcels;
-    for (const Parcel& parcel : parcels_[state - 1]) {
-      if (parcel.to == row_number) parcels.push_back(parcel);
+    std::vector<DrawnMessage> messages;
+    for (const DrawnMessage& message : messages_[state - 1]) {
+      if (message.to == row_number) messages.push_back(message);
     }
-    const bool hides_some = lie_behind_one_another(parcels);
+    const bool hides_some = lie_behind_one_another(messages);
     has_hidden_ = has_hidden_ || hides_some;
-    for (const Parcel& parcel : parcels) {
-      const std::string words = is_pending || hides_some ? "" : op.empty() ? number(parcel.from) : op;
-      draw_part(box, parcel, hides_some ? row_number : parcel.from, words);
+    for (const DrawnMessage& message : messages) {
+      const std::string words = is_pending || hides_some ? "" : op.empty() ? number(message.from) : op;
+      draw_part(box, message, hides_some ? row_number : message.from, words);
     }
   }
 
   // Returns whether some parts cannot be told apart because they differ only in dims that are not drawn.
-  bool lie_behind_one_another(const std::vector<Parcel>& parcels) const {
+  bool lie_behind_one_another(const std::vector<DrawnMessage>& messages) const {
     const auto meet = [](const Region& a, const Region& b, int dim) {
       return dim < 0 || intersection_length(a[dim], b[dim]) > 0;
     };
     std::vector<const Region*> parts;
-    for (const Parcel& parcel : parcels) {
-      for (const Region& part : parcel.parts) parts.push_back(&part);
+    for (const DrawnMessage& message : messages) {
+      for (const Region& part : message.parts) parts.push_back(&part);
     }
     for (size_t i = 0; i < parts.size(); ++i) {
       for (size_t j = 0; j < i; ++j) {
@@ -202,19 +202,19 @@ class RankPicture {
     return false;
   }
 
-  void draw_part(const Rect& box, const Parcel& parcel, int64_t colour, const std::string& words) {
+  void draw_part(const Rect& box, const DrawnMessage& message, int64_t colour, const std::string& words) {
     std::vector<Rect> all;
-    for (const Region& part : parcel.parts) {
+    for (const Region& part : message.parts) {
       const std::vector<Rect> some = rects(part, box);
       all.insert(all.end(), some.begin(), some.end());
       if (some.empty() && num_elements(part) > 0) draw_pale(part, box, colour);
     }
     if (all.empty()) return;
-    const std::string more = parcel.parts.size() > 1 ? " and more" : "";
-    const std::string title = parcel.from == parcel.to
+    const std::string more = message.parts.size() > 1 ? " and more" : "";
+    const std::string title = message.from == message.to
                                   ? ""
-                                  : concat(name_of(parcel.to), " has ", indices_text(parcel.parts[0]), more, " from ",
-                                           name_of(parcel.from), ", ", bytes_text(parcel.bytes));
+                                  : concat(name_of(message.to), " has ", indices_text(message.parts[0]), more, " from ",
+                                           name_of(message.from), ", ", bytes_text(message.bytes));
     fill(all, colour_of(colour), "class=\"sw-part\" stroke=\"#FFFFFF\" stroke-width=\"0.7\"", title);
     write_into(
         *std::max_element(all.begin(), all.end(), [](const Rect& a, const Rect& b) { return a.w * a.h < b.w * b.h; }),
@@ -242,7 +242,7 @@ class RankPicture {
   // The range that encloses a part, which is drawn instead of too many pieces.
   Region range_of(const Region& part) const {
     Region range;
-    for (const IntervalList& list : part) range.push_back({{list.front().begin, list.back().end}});
+    for (const IntervalList& list : part) range.push_back({span_of(list)});
     return range;
   }
 
@@ -288,32 +288,32 @@ class RankPicture {
 
   // Arrows are ordered by their other ends, so that the arrows of one rank do not cross.
   void draw_arrows(size_t index) {
-    const std::vector<Parcel>& parcels = parcels_[index];
+    const std::vector<DrawnMessage>& messages = messages_[index];
     std::vector<size_t> leaving(num_rows_, 0);
     std::vector<size_t> arriving(num_rows_, 0);
-    for (const Parcel& parcel : parcels) {
-      ++leaving[parcel.from];
-      ++arriving[parcel.to];
+    for (const DrawnMessage& message : messages) {
+      ++leaving[message.from];
+      ++arriving[message.to];
     }
     std::vector<size_t> left(num_rows_, 0);
     std::vector<size_t> arrived(num_rows_, 0);
     const double x0 = box_at(index, 0).x + box_.w + 3;
     const double x1 = box_at(index + 1, 0).x - 3;
-    for (const Parcel& parcel : parcels) {
-      const double y0 = berth(parcel.from, left[parcel.from]++, leaving[parcel.from]);
-      const double y1 = berth(parcel.to, arrived[parcel.to]++, arriving[parcel.to]);
-      const size_t neighbours = std::max(leaving[parcel.from], arriving[parcel.to]);
-      draw_arrow(parcel, arrow_width(parcel.bytes, neighbours), {x0, y0, x1 - x0, y1 - y0});
+    for (const DrawnMessage& message : messages) {
+      const double y0 = berth(message.from, left[message.from]++, leaving[message.from]);
+      const double y1 = berth(message.to, arrived[message.to]++, arriving[message.to]);
+      const size_t neighbours = std::max(leaving[message.from], arriving[message.to]);
+      draw_arrow(message, arrow_width(message.bytes, neighbours), {x0, y0, x1 - x0, y1 - y0});
     }
   }
 
   // Draws the arrow from one corner of `span` to the opposite one.
-  void draw_arrow(const Parcel& parcel, double width, const Rect& span) {
-    const bool stays = parcel.from == parcel.to;
-    const char* colour = stays ? kStays : colour_of(parcel.from);
+  void draw_arrow(const DrawnMessage& message, double width, const Rect& span) {
+    const bool stays = message.from == message.to;
+    const char* colour = stays ? kStays : colour_of(message.from);
     open_arrow(stays ? "sw-stays" : "sw-arrow sw-sends", colour, stays ? 1.1 : width,
-               stays ? concat(name_of(parcel.to), " keeps ", bytes_text(parcel.bytes))
-                     : concat(name_of(parcel.from), " -> ", name_of(parcel.to), ": ", bytes_text(parcel.bytes)));
+               stays ? concat(name_of(message.to), " keeps ", bytes_text(message.bytes))
+                     : concat(name_of(message.from), " -> ", name_of(message.to), ": ", bytes_text(message.bytes)));
     const double tip = stays || width < 1.6 ? 5 : kTip;
     svg_.path(curve_path(span.x, span.y, span.x + span.w - tip + 1, span.y + span.h), "fill=\"none\"");
     svg_.tip(span.x + span.w, span.y + span.h, tip);
@@ -431,7 +431,7 @@ class RankPicture {
   PictureFrame frame_;
   Svg svg_;
   double pitch_ = 0;
-  std::vector<std::vector<Parcel>> parcels_;  // by step
+  std::vector<std::vector<DrawnMessage>> messages_;  // by step
   int64_t widest_bytes_ = 0;
   bool has_pale_ = false;
   bool has_hidden_ = false;

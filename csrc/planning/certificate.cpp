@@ -4,7 +4,7 @@
 #include <bit>
 
 #include "cost/cost.h"
-#include "crossing/bounds.h"
+#include "exchange/bounds.h"
 #include "moves/digits.h"
 #include "moves/figures.h"
 #include "moves/move.h"
@@ -106,7 +106,7 @@ std::string about_bytes(const Plan& plan, const Certificate& certificate) {
 
 // What the busiest rank sends, and what it must: without forwarding, by those that need the data, and by any rank.
 std::string about_senders(const Certificate& certificate) {
-  const CrossingBound& bound = *certificate.crossing;
+  const ExchangeBound& bound = *certificate.crossing;
   return concat("the busiest rank sends ", bytes_text(certificate.traffic.sent_bytes_max),
                 "; if only ranks of the source send, the bound is ", bound.direct_is_exact ? "" : "at least ",
                 bytes_text(bound.direct_sent_bytes_max),
@@ -132,7 +132,7 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
   const int64_t must_travel = certificate.received.bytes_sum;
   certificate.least_sent_bytes = (must_travel + plan.src.mesh().size() - 1) / plan.src.mesh().size();
   if (crosses(plan)) {
-    certificate.crossing = crossing_bound(plan.src, plan.dst, plan.topology.ranks_per_node);
+    certificate.crossing = exchange_bound(plan.src, plan.dst, plan.topology.ranks_per_node);
     certificate.least_sent_bytes = certificate.crossing->any_sent_bytes_max;
   }
   certificate.least_steps = must_travel > 0 ? 1 : 0;

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "crossing/bounds.h"
+#include "exchange/bounds.h"
 #include "moves/plan.h"
 #include "moves/traffic.h"
 #include "program/memory.h"
@@ -30,7 +30,7 @@ struct Certificate {
   int64_t least_ps = 0;          // with the plan's topology
 
   // Between two meshes; least_sent_bytes is its any_sent_bytes_max then.
-  std::optional<CrossingBound> crossing;
+  std::optional<ExchangeBound> crossing;
 };
 
 // The figures that have a bound, under the names that Python and JSON use.

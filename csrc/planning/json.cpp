@@ -114,7 +114,7 @@ std::string json(const Certificate& certificate, const std::vector<std::string>&
     fields.push_back(field(figure.name, object({field("value", figure.value), field("bound", figure.bound)})));
   }
   fields.push_back(field("sent_messages_max", certificate.traffic.sent_messages_max));
-  if (const std::optional<CrossingBound>& bound = certificate.crossing) {
+  if (const std::optional<ExchangeBound>& bound = certificate.crossing) {
     fields.push_back(field("between_meshes", object({field("direct_send_bytes_max", bound->direct_sent_bytes_max),
                                                      flag("direct_is_exact", bound->direct_is_exact),
                                                      field("forwarded_send_bytes_max", bound->forwarded_sent_bytes_max),

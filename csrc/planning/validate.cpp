@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <optional>
 
-#include "crossing/rearrangement.h"
-#include "crossing/split.h"
+#include "exchange/indexed_exchange.h"
 #include "layout/positions.h"
 #include "moves/move.h"
 #include "moves/move_table.h"
 #include "moves/segments.h"
 #include "moves/spans.h"
+#include "search/split.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -92,7 +92,7 @@ bool reduces_parts(const Step& step) {
 bool keeps_what_is_needed(const Step& step) {
   if (step.op != StepOp::kSlice || step.before.flattened() != step.after.flattened()) return false;
   if (!(step.before.partial_dims() == step.after.partial_dims()) || !pends_alike(step.before, step.after)) return false;
-  return !Rearrangement(step.before, step.after, Sharing::kMessages).communicates();
+  return !IndexedExchange(step.before, step.after, Sharing::kMessages).communicates();
 }
 
 // Returns whether a step that exchanges has the name of the native collective that does the same, if there is one.

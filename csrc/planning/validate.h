@@ -17,10 +17,10 @@ void check_steps(const Plan& plan);
 bool leads_to_another_mesh(const Step& step);
 
 // The mesh to which the last crossing of a plan leads: that of the destination, or one in which it is split
-// (crossing/split.h). Without a crossing, the mesh of the destination.
+// (search/split.h). Without a crossing, the mesh of the destination.
 const Mesh& mesh_reached(const Plan& plan);
 
-// The meshes of relays (crossing/relays.h), to which all crossings but the last one lead, in this order.
+// The meshes of relays (search/relays.h), to which all crossings but the last one lead, in this order.
 std::vector<MeshPtr> meshes_of_relays(const Plan& plan);
 
 }  // namespace shardwright

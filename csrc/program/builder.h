@@ -131,9 +131,8 @@ std::string step_text(const Plan& plan, size_t index);
 BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, BufferId current,
                        const std::string& of_what = "");
 
-void compile_data_move(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 void compile_all_reduce(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
-void compile_crossing(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
+void compile_exchange(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 
 }  // namespace shardwright

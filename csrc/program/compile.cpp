@@ -74,14 +74,13 @@ void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, B
     case StepOp::kAllToAll:
     case StepOp::kPermute:
     case StepOp::kExchange:
-      return compile_data_move(builder, step, current, next);
+    case StepOp::kCross:
+    case StepOp::kRearrange:
+      return compile_exchange(builder, step, current, next);
     case StepOp::kReduceScatter:
       return compile_reduce_scatter(builder, step, current, next);
     case StepOp::kAllReduce:
       return compile_all_reduce(builder, step, current, next);
-    case StepOp::kCross:
-    case StepOp::kRearrange:
-      return compile_crossing(builder, step, current, next);
   }
 }
 

@@ -1,4 +1,4 @@
-// The memory of moves on one mesh: emits the same instructions as data_moves.cpp and reductions.cpp.
+// The memory of moves on one mesh: emits the same instructions as exchanges.cpp and reductions.cpp.
 #include <map>
 #include <optional>
 #include <set>

@@ -31,7 +31,7 @@ class StepMemory {
   virtual std::optional<Traffic> traffic_at_most() const = 0;
 };
 
-// Make the memory of a step on one mesh (move_memory.cpp), and of a crossing (crossing_moves.cpp).
+// Make the memory of a step on one mesh (move_memory.cpp), and of a crossing (exchanges.cpp).
 std::unique_ptr<StepMemory> memory_of_move(const Step& step, const Plan& plan);
 std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan);
 

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "crossing/crossing.h"
-#include "crossing/relays.h"
+#include "exchange/grid_exchange.h"
+#include "search/relays.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -19,18 +19,18 @@ constexpr int kMostTurns = 3;
 constexpr int64_t kLeastUnits = 24;
 
 // The cut whose lengths may change.
-struct Place {
+struct StripedDim {
   int tensor_dim = 0;
   int64_t list = 0;  // the length of the lists that it cuts
 };
 
-std::optional<Place> place_in(const Layout& stripes, int mesh_dim) {
+std::optional<StripedDim> striped_dim(const Layout& stripes, int mesh_dim) {
   for (int t = 0; t < stripes.ndim(); ++t) {
     const std::vector<Cut>& cuts = stripes.cuts(t);
     if (cuts.empty() || cuts.back().mesh_dim != mesh_dim || !cuts.back().rule.is_chunks()) continue;
     const std::span<const Cut> before(cuts.data(), cuts.size() - 1);
     if (!cuts_evenly(stripes.mesh(), stripes.shape()[t], before)) return std::nullopt;
-    return Place{t, length(part_at(stripes.mesh(), stripes.shape()[t], before, 0))};
+    return StripedDim{t, length(part_at(stripes.mesh(), stripes.shape()[t], before, 0))};
   }
   return std::nullopt;
 }
@@ -76,20 +76,20 @@ std::vector<int64_t> lengths_of(const std::vector<int64_t>& shares, int64_t leng
   return lengths;
 }
 
-Layout with_lengths(const Layout& stripes, const Place& place, const std::vector<int64_t>& lengths) {
+Layout with_lengths(const Layout& stripes, const StripedDim& striped, const std::vector<int64_t>& lengths) {
   std::vector<std::vector<Cut>> cuts = stripes.cuts();
-  cuts[place.tensor_dim].back().rule = CutRule::ragged(lengths);
+  cuts[striped.tensor_dim].back().rule = CutRule::ragged(lengths);
   return stripes.with(std::move(cuts), std::vector<Placement>(stripes.mesh().ndim(), Placement::replicate()));
 }
 
 // What each coordinate's busiest rank sends in the crossing.
 std::vector<int64_t> sent_by_coordinate(const Layout& before, const Layout& stripes, int mesh_dim) {
-  const Crossing crossing(before, stripes, Sharing::kBytes);
+  const GridExchange crossing(before, stripes, Sharing::kBytes);
   const Mesh& mesh = stripes.mesh();
   std::vector<int64_t> sent(mesh.dim_size(mesh_dim), 0);
   for (int64_t p = 0; p < mesh.size(); ++p) {
     int64_t& most = sent[mesh.coordinate(p, mesh_dim)];
-    most = std::max(most, crossing.sent_elements(mesh.rank_at(Position{p})));
+    most = std::max(most, crossing.num_elements(mesh.rank_at(Position{p}), Direction::kSend));
   }
   return sent;
 }
@@ -98,28 +98,28 @@ std::vector<int64_t> sent_by_coordinate(const Layout& before, const Layout& stri
 
 std::optional<Layout> balanced(const Layout& before, const Layout& stripes, const Layout& goal) {
   const Mesh& mesh = stripes.mesh();
-  std::optional<Place> place;
+  std::optional<StripedDim> striped;
   int mesh_dim = -1;
   for (const int d : (stripes.cut_dims() - goal.cut_dims()).to_vector()) {
-    const std::optional<Place> found = place_in(stripes, d);
+    const std::optional<StripedDim> found = striped_dim(stripes, d);
     if (!found || (mesh_dim >= 0 && mesh.dim_size(d) <= mesh.dim_size(mesh_dim))) continue;
-    place = found;
+    striped = found;
     mesh_dim = d;
   }
-  if (!place || place->list == 0) return std::nullopt;
+  if (!striped || striped->list == 0) return std::nullopt;
   const int64_t times = mesh.dim_size(mesh_dim) - 1;
-  const int64_t unit = unit_of(place->list, times + 1);
+  const int64_t unit = unit_of(striped->list, times + 1);
   // What ranks hold once this mesh dim is gathered.
   std::vector<std::vector<Cut>> without = stripes.cuts();
-  without[place->tensor_dim].pop_back();
+  without[striped->tensor_dim].pop_back();
   const int64_t elements = stripes.with(std::move(without), std::vector<Placement>(mesh.ndim(), Placement::replicate()))
                                .largest_part_elements();
   Layout best = stripes;
   for (int turn = 0; turn < kMostTurns; ++turn) {
     const std::vector<int64_t> shares = filled_up(sent_by_coordinate(before, best, mesh_dim), times, elements);
-    std::vector<int64_t> lengths = lengths_of(shares, place->list / unit);
+    std::vector<int64_t> lengths = lengths_of(shares, striped->list / unit);
     for (int64_t& one : lengths) one *= unit;
-    best = with_lengths(stripes, *place, lengths);
+    best = with_lengths(stripes, *striped, lengths);
   }
   return best;
 }
@@ -199,12 +199,12 @@ class Needers {
   }
 
   // What the busiest rank of each needer sends.
-  std::vector<int64_t> sent(const Crossing& crossing) const {
+  std::vector<int64_t> sent(const GridExchange& crossing) const {
     std::vector<int64_t> all;
     for (const Needer& needer : all_) {
       all.push_back(0);
       for (const int64_t p : positions_like(needer.position)) {
-        all.back() = std::max(all.back(), crossing.sent_elements(goal_.mesh().rank_at(Position{p})));
+        all.back() = std::max(all.back(), crossing.num_elements(goal_.mesh().rank_at(Position{p}), Direction::kSend));
       }
     }
     return all;
@@ -272,7 +272,7 @@ std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, 
       for (const int64_t one : lengths_of(shares, length / unit)) lengths.push_back(one * unit);
     }
     best = needers.with(lengths);
-    done = needers.sent(Crossing(before, *best, Sharing::kBytes));
+    done = needers.sent(GridExchange(before, *best, Sharing::kBytes));
   }
   return best;
 }

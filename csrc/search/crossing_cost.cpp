@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "moves/figures.h"
-#include "moves/traffic.h"
+#include "moves/step_exchange.h"
 
 namespace shardwright {
 
@@ -12,7 +12,7 @@ Cost CrossingCost::of(const Step& step, const StepFigures& worst, int64_t picose
   return {is_for_time() ? picoseconds : worst.received_bytes, communicates ? 1 : 0, worst.messages, 1};
 }
 
-Cost CrossingCost::of(const Step& step, const Crossing& crossing, const StepFigures& worst) const {
+Cost CrossingCost::of(const Step& step, const GridExchange& crossing, const StepFigures& worst) const {
   const Link link = link_of(crossing, topology_);
   return of(step, worst, predicted_picoseconds(worst.messages == 0, worst, link, topology_));
 }
@@ -20,8 +20,8 @@ Cost CrossingCost::of(const Step& step, const Crossing& crossing, const StepFigu
 std::optional<std::pair<Step, Cost>> CrossingCost::cheapest(const Layout& before, const Layout& after,
                                                             const std::function<bool(const Cost&)>& is_worth) const {
   Step step{StepOp::kCross, {}, before, after, Sharing::kMessages};
-  const Crossing in_messages = crossing_of(step);
-  const Crossing to_the_element = in_messages.shared_by(Sharing::kBytes);
+  const GridExchange in_messages = crossing_of(step);
+  const GridExchange to_the_element = in_messages.shared_by(Sharing::kBytes);
   const StepFigures least = in_messages.worst_at_least();  // with either
   if (!is_worth(of(step, in_messages, least)) && !is_worth(of(step, to_the_element, least))) return std::nullopt;
   const StepFigures worst = in_messages.totals().worst;

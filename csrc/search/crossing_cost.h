@@ -5,7 +5,7 @@
 #include <optional>
 #include <utility>
 
-#include "crossing/crossing.h"
+#include "exchange/grid_exchange.h"
 #include "moves/step.h"
 #include "search/options.h"
 #include "search/search.h"
@@ -21,7 +21,7 @@ class CrossingCost {
   // Returns the cost of a step of any kind, from what its worst ranks do and its predicted time.
   Cost of(const Step& step, const StepFigures& worst, int64_t picoseconds) const;
   // Returns the cost of a crossing, whose figures may be lower bounds; then so is the cost.
-  Cost of(const Step& step, const Crossing& crossing, const StepFigures& worst) const;
+  Cost of(const Step& step, const GridExchange& crossing, const StepFigures& worst) const;
 
   // Returns the crossing between two layouts in whole messages or to the element, whichever costs less; nullopt if
   // is_worth(cost), which is true of all costs below some limit, can be true of neither.

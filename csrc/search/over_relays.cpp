@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "crossing/crossing.h"
-#include "crossing/relays.h"
+#include "exchange/grid_exchange.h"
 #include "moves/figures.h"
+#include "search/relays.h"
 #include "support/ceil_divide.h"
 
 namespace shardwright {
@@ -140,7 +140,7 @@ class RelaySearch {
 
   // How many of the few serve different ranks of the many.
   int64_t num_senders(int64_t members) const {
-    const int64_t meetings = Crossing(from_, to_, Sharing::kMessages).num_meetings();
+    const int64_t meetings = GridExchange(from_, to_, Sharing::kMessages).num_meetings();
     const int64_t size = few().mesh().size();
     return std::clamp<int64_t>(members * size / std::max<int64_t>(meetings, 1), 1, size);
   }

@@ -1,4 +1,4 @@
-// Chooses relays (crossing/relays.h) between two layouts, and how many levels of them.
+// Chooses relays (search/relays.h) between two layouts, and how many levels of them.
 //
 // Where `few` ranks send `first` messages each, and in every later crossing everybody sends m, they reach
 // few * first * (m + 1)^(levels - 1) ranks, because relays are among those that they stand for. From one rank to 2,048,

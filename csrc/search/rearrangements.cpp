@@ -5,7 +5,7 @@
 #include <tuple>
 #include <utility>
 
-#include "crossing/rearrangement.h"
+#include "exchange/indexed_exchange.h"
 #include "moves/figures.h"
 #include "moves/move.h"
 #include "search/search.h"
@@ -59,7 +59,7 @@ std::vector<Layout> stripes_of(const Layout& goal) {
 // The one move between layouts with the same reductions due.
 std::optional<Step> rearrangement(const Layout& before, const Layout& after, Sharing sharing) {
   if (before == after) return std::nullopt;
-  const bool keeps_all = !Rearrangement(before, after, sharing).communicates();
+  const bool keeps_all = !IndexedExchange(before, after, sharing).communicates();
   if (keeps_all && before.mesh() == after.mesh() && before.flattened() == after.flattened()) {
     return Step{StepOp::kSlice, after.cut_dims() | before.cut_dims(), before, after};
   }

@@ -1,4 +1,4 @@
-// Plans for layouts that need a rearrangement (crossing/rearrangement.h), on one mesh or between two.
+// Plans for layouts that need a rearrangement (exchange/indexed_exchange.h), on one mesh or between two.
 #pragma once
 
 #include <vector>

@@ -11,9 +11,8 @@
 #include <utility>
 
 #include "cost/cost.h"
-#include "crossing/bounds.h"
-#include "crossing/crossing.h"
-#include "crossing/split.h"
+#include "exchange/bounds.h"
+#include "exchange/grid_exchange.h"
 #include "moves/figures.h"
 #include "moves/segments.h"
 #include "moves/traffic.h"
@@ -21,6 +20,7 @@
 #include "search/choices.h"
 #include "search/crossing_cost.h"
 #include "search/over_relays.h"
+#include "search/split.h"
 
 namespace shardwright {
 namespace {
@@ -45,7 +45,7 @@ constexpr int64_t kSegmentsAboveSteps = 8;
 constexpr size_t kPairsInSegments = 6;
 constexpr int64_t kMostRanksInSegments = 1024;
 
-// With more parcels, who serves whom does not depend on nodes, because that would have to be listed.
+// With more messages, who serves whom does not depend on nodes, because that would have to be listed.
 constexpr int64_t kMostListed = 1 << 16;
 
 // Whether two meshes have ranks in common, and whether some node has ranks of both.
@@ -414,7 +414,7 @@ class Crossings {
   // sends more than any receives, so that this may help. With the other objective sharing does not change the cost, and
   // holders send as little as possible.
   void try_crossing(const Leg& first, const Leg& last) {
-    const Crossing crossing(first.layout, last.layout, is_for_time() ? Sharing::kMessages : Sharing::kBytes);
+    const GridExchange crossing(first.layout, last.layout, is_for_time() ? Sharing::kMessages : Sharing::kBytes);
     if (try_sharing(first, last, crossing) && is_for_time()) {
       try_sharing(first, last, crossing.shared_by(Sharing::kBytes));
     }
@@ -427,7 +427,7 @@ class Crossings {
   }
 
   // Returns whether some rank sends more than any receives.
-  bool try_sharing(const Leg& first, const Leg& last, const Crossing& crossing) {
+  bool try_sharing(const Leg& first, const Leg& last, const GridExchange& crossing) {
     const Sharing sharing = crossing.sharing();
     Step step{StepOp::kCross, {}, first.layout, last.layout, sharing};
     if (sharing == Sharing::kNodes) step.ranks_per_node = topology_.ranks_per_node;
@@ -476,7 +476,7 @@ std::vector<Step> cheapest_crossing(const Layout& src, const Layout& goal, const
 }
 
 int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const Topology& topology) {
-  const CrossingBound bound = crossing_bound(src, dst, topology.ranks_per_node);
+  const ExchangeBound bound = exchange_bound(src, dst, topology.ranks_per_node);
   const int64_t copies = scaled(dst.largest_part_bytes(), topology.memory_ps_per_kib);
   if (bound.received_bytes_sum == 0) return copies;
   const auto faster = [](const Link& a, const Link& b) {

@@ -16,7 +16,7 @@ namespace shardwright {
 //   after     Replicated mesh dims may cut a tensor dim while the tensor crosses. Their ranks receive a stripe each and
 //             gather the stripes on their own mesh. Afterwards cuts may be exchanged, or replicas cut.
 //             If `may_split` and a plan is far from what is possible, the largest replicated mesh dim of `goal` may be
-//             split in two or three for this leg (crossing/split.h), which then ends with the same parts as `goal`
+//             split in two or three for this leg (search/split.h), which then ends with the same parts as `goal`
 //             on that mesh: ranks on one node gather there what the node has received once, and many ranks gather in
 //             several steps of few messages.
 //   relays    Where many messages would be sent and few received, or the other way round, several crossings may follow

@@ -31,7 +31,7 @@ struct NoView {
 
 // Returns the layout of shape `shape`, whose first `flattened` dims it sees as one, with the same elements at the same
 // local positions on every rank, in local tensors of its own shape. Pending reductions stay. Its mesh is that of
-// `layout`, or one on which mesh dims that would cut two tensor dims are split (crossing/split.h).
+// `layout`, or one on which mesh dims that would cut two tensor dims are split (search/split.h).
 //
 // Among the layouts with these parts, it is one whose cuts DTensor knows, if there is one; even ones come in mesh
 // order.

@@ -75,7 +75,7 @@ void expect_links(const BatchForecast& made, const std::shared_ptr<const BatchPl
   }
   for (size_t d = 0; d < rounds.size(); ++d) {
     if (rounds[d].first < 0) continue;
-    // A piece of a small parcel may be empty, at either end.
+    // A piece of a small message may be empty, at either end.
     EXPECT_LE(made.destinations[d].first_round, rounds[d].first);
     EXPECT_GE(made.destinations[d].last_round, rounds[d].second);
   }

@@ -1,4 +1,4 @@
-// Pieces of items by round: everything travels once, and no bucket overflows whatever parcels a load consists of.
+// Pieces of items by round: everything travels once, and no bucket overflows whatever messages a load consists of.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -45,11 +45,11 @@ TEST(Scheduler, NamesTheLeastBucketInWhichAnItemCanBeSplit) {
   EXPECT_GT(Scheduler(2, 48).add(7, {{0, 100, 6}, {1, 20, 1}}, 4).size(), 1u);
 }
 
-// Parcels of a load, of any sizes.
-std::vector<int64_t> parcels_of(const ItemLoad& load, std::mt19937& random) {
-  std::vector<int64_t> parcels(load.parcels, 0);
-  for (int64_t e = 0; e < load.elements; ++e) ++parcels[random() % parcels.size()];
-  return parcels;
+// Messages of a load, of any sizes.
+std::vector<int64_t> messages_of(const ItemLoad& load, std::mt19937& random) {
+  std::vector<int64_t> messages(load.messages, 0);
+  for (int64_t e = 0; e < load.elements; ++e) ++messages[random() % messages.size()];
+  return messages;
 }
 
 TEST(Scheduler, NeverOverflowsABucket) {
@@ -88,9 +88,9 @@ TEST(Scheduler, NeverOverflowsABucket) {
       ASSERT_EQ(mark, loads.empty() ? 0 : kWhole);
       for (const ItemLoad& load : loads) {
         int64_t moved = 0;
-        for (const int64_t parcel : parcels_of(load, random)) {
+        for (const int64_t message : messages_of(load, random)) {
           for (const ItemPiece& piece : pieces) {
-            const int64_t elements = ItemPiece::before(piece.end, parcel) - ItemPiece::before(piece.begin, parcel);
+            const int64_t elements = ItemPiece::before(piece.end, message) - ItemPiece::before(piece.begin, message);
             used[{piece.round, load.rank}] += elements * element_bytes;
             moved += elements;
           }

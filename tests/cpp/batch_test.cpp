@@ -11,8 +11,8 @@
 
 #include "batch/batch_certificate.h"
 #include "batch/batch_program.h"
-#include "batch/item_move.h"
-#include "crossing/bounds.h"
+#include "batch/item_family.h"
+#include "exchange/bounds.h"
 #include "layouts.h"
 #include "program/copy_boxes.h"
 #include "random_pieces.h"
@@ -401,7 +401,7 @@ TEST_P(RandomBatches, EveryElementArrivesAndFiguresAreAsPromised) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomBatches, testing::Range(1u, 11u));
 
-// A layout with what its own regions say each rank holds; region_test.cpp and rearrangement_test.cpp test these.
+// A layout with what its own regions say each rank holds; region_test.cpp and indexed_exchange_test.cpp test these.
 Placed placed_by_region(const Layout& layout) {
   Placed made{layout, {}};
   for (int64_t p = 0; p < layout.mesh().size(); ++p) {
@@ -635,11 +635,11 @@ TEST(Batch, ReplicasTakeTurnsInAllItems) {
   for (int64_t r = 0; r < 8; ++r) EXPECT_EQ(sent[r], 4000) << "rank " << r;
 }
 
-// Where several ranks hold a row and columns are cut too, ranks send each other several parcels of one item.
-TEST(Batch, MessagesOfSeveralParcelsGoInRounds) {
+// Where several ranks hold a row and columns are cut too, a message of one item has several parts.
+TEST(Batch, MessagesOfSeveralPartsGoInRounds) {
   RandomPlacements random(3);
   test::RandomPieces pieces(3, 40);
-  int64_t messages_of_several = 0;
+  int64_t ranks_in_rounds = 0;
   int64_t above_the_mean = 0;
   for (int i = 0; i < 20; ++i) {
     SCOPED_TRACE(testing::Message() << "trial " << i);
@@ -655,7 +655,7 @@ TEST(Batch, MessagesOfSeveralParcelsGoInRounds) {
     simulation.expect_promised();
     const BatchCertificate certificate = certificate_of(simulation.plan());
     ASSERT_TRUE(certificate.sent_bound_is_exact);
-    const CrossingBound bound = crossing_bound(problem.batch.sources[0], problem.batch.destinations[0]);
+    const ExchangeBound bound = exchange_bound(problem.batch.sources[0], problem.batch.destinations[0]);
     ASSERT_EQ((certificate.sent_bytes_bound + 15) / 16 * 16, bound.direct_sent_bytes_max);  // in whole elements
     const int64_t least = std::max(certificate.received_bytes_max, certificate.sent_bytes_bound);
     ASSERT_LE(certificate.sent_bytes_max, std::max(least + least / 20, ItemFamily::kLeastShareBytes));
@@ -663,15 +663,11 @@ TEST(Batch, MessagesOfSeveralParcelsGoInRounds) {
     above_the_mean += certificate.sent_bytes_bound > (certificate.received_bytes_sum + sources - 1) / sources + 16;
     const auto plan = std::make_shared<const BatchPlan>(problem.batch);
     for (int64_t r = 0; r < 11; ++r) {
-      const BatchProgram program(plan, Rank{r});
-      for (const BatchRound& round : program.rounds()) {
-        messages_of_several += std::any_of(round.sends.begin(), round.sends.end(),
-                                           [](const BatchMessage& message) { return message.fragments.size() > 1; });
-      }
+      ranks_in_rounds += BatchProgram(plan, Rank{r}).rounds().size() > 1;
     }
     if (HasFailure()) return;
   }
-  EXPECT_GT(messages_of_several, 3);
+  EXPECT_GT(ranks_in_rounds, 3);
   EXPECT_GT(above_the_mean, 5);
 }
 
@@ -714,7 +710,7 @@ TEST(Batch, ATensorLargerThanABucketGoesInRounds) {
   simulation.expect_promised();
   const BatchCertificate certificate = certificate_of(simulation.plan());
   EXPECT_EQ(certificate.rounds_bound, 8);  // 512 bytes that each source sends, in buckets of 64
-  EXPECT_LE(certificate.rounds, 12);       // parcels are rounded
+  EXPECT_LE(certificate.rounds, 12);       // messages are rounded
   EXPECT_EQ(certificate.memory_bytes, 3 * 64);
 }
 
@@ -724,7 +720,7 @@ TEST(Batch, BoundOfOneItemIsThatOfItsCrossing) {
     const std::vector<int64_t> shape = random.shape(9);
     const Placed src = random.on_any_mesh(shape, 8);
     const Placed dst = random.on_any_mesh(shape, 8);
-    const CrossingBound bound = crossing_bound(src.layout, dst.layout);
+    const ExchangeBound bound = exchange_bound(src.layout, dst.layout);
     const BatchPlan plan(whole_tensors({{src.layout, dst.layout}}));
     EXPECT_EQ(certificate_of(plan).received_bytes_max, bound.received_bytes_max);
     EXPECT_EQ(certificate_of(plan).received_bytes_sum, bound.received_bytes_sum);

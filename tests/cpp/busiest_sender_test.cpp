@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "crossing/bounds.h"
+#include "exchange/bounds.h"
 #include "layouts.h"
 #include "moves/describe.h"
 #include "moves/figures.h"
@@ -89,7 +89,7 @@ class Ratios {
   double worst_ = 1;
 };
 
-int64_t least_sent(const CrossingBound& bound) {
+int64_t least_sent(const ExchangeBound& bound) {
   return std::max(bound.received_bytes_max, bound.forwarded_sent_bytes_max);
 }
 
@@ -101,7 +101,7 @@ int64_t least_sent(const CrossingBound& bound) {
 TEST(BusiestSender, IsCloseToTheLeastPossible) {
   Ratios ratios("bytes sent");
   for_random_pairs(41, any_size, [&](const Layout& src, const Layout& dst) {
-    const CrossingBound bound = crossing_bound(src, dst);
+    const ExchangeBound bound = exchange_bound(src, dst);
     const Plan straight = make_plan(src, dst, {.objective = Objective::kBytes});
     const int64_t direct = std::max(bound.received_bytes_max, bound.direct_sent_bytes_max);
     ASSERT_LE(over(totals(straight).sent_bytes_max, direct), 1.05);
@@ -126,7 +126,7 @@ TEST(BusiestSender, DividesPartsOfSeveralRuns) {
     test::expect_as_promised(plan);
     if (to_string(plan).find("Pieces(2,") == std::string::npos) continue;
     ++in_pieces;
-    EXPECT_LE(over(totals(plan).sent_bytes_max, least_sent(crossing_bound(src, dst))), 1.1);
+    EXPECT_LE(over(totals(plan).sent_bytes_max, least_sent(exchange_bound(src, dst))), 1.1);
   }
   EXPECT_GE(in_pieces, 1);
 }
@@ -139,7 +139,7 @@ void expect_time_of_busiest(unsigned seed, const std::function<int64_t(test::Ran
     const Plan fastest = make_plan(src, dst, {.topology = bytes_alone()});
     const auto depth = static_cast<double>(fastest.steps.size());
     const double allowed = fastest.segments.count > 1 ? 1 + depth / static_cast<double>(fastest.segments.count) : 1;
-    const int64_t least = scaled(least_sent(crossing_bound(src, dst)), 5120);
+    const int64_t least = scaled(least_sent(exchange_bound(src, dst)), 5120);
     ratios.add(over(predicted_picoseconds(fastest), least) / allowed, fastest);
   });
   ratios.expect_within(share);

@@ -1,5 +1,5 @@
 // Who serves whom where holders on the receiver's own node come first, compared with what no division can exceed.
-#include "crossing/node_sharing.h"
+#include "exchange/node_sharing.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <map>
 #include <random>
 
-#include "crossing/crossing.h"
+#include "exchange/grid_exchange.h"
 #include "layouts.h"
 #include "moves/figures.h"
 #include "moves/traffic.h"
@@ -103,8 +103,8 @@ TEST(NodeSharing, KeepsReplicasOnTheirNodes) {
   const Layout src = test::layout_of(test::mesh_of({4, 8}), {8192, 8192}, "R,S(0)");
   const Layout dst = test::layout_of(test::mesh_of({2, 16}), {8192, 8192}, "R,S(0)");
   const Topology topology = Topology::named("64x8");
-  EXPECT_TRUE(Crossing(src, dst, Sharing::kMessages).crosses_nodes(8));
-  EXPECT_FALSE(Crossing(src, dst, Sharing::kNodes, 8).crosses_nodes(8));
+  EXPECT_TRUE(GridExchange(src, dst, Sharing::kMessages).crosses_nodes(8));
+  EXPECT_FALSE(GridExchange(src, dst, Sharing::kNodes, 8).crosses_nodes(8));
   const Plan plan = make_plan(src, dst, {.topology = topology});
   ASSERT_EQ(plan.steps.size(), 1u);
   EXPECT_EQ(plan.steps[0].sharing, Sharing::kNodes);

@@ -6,7 +6,7 @@
 #include <variant>
 #include <vector>
 
-#include "crossing/rearrangement.h"
+#include "exchange/indexed_exchange.h"
 #include "layouts.h"
 #include "moves/describe.h"
 #include "moves/traffic.h"
@@ -183,11 +183,11 @@ TEST(Periodic, RearrangementsShareTheSendingOfWhatRepeats) {
     for (int64_t i = 1; i < holders; ++i) pieces += concat(":0-", n);
     const Layout from = layout_of(mesh_of({holders}), {n, 4}, concat("Pieces(0,", pieces, ")"));
     const Layout to = layout_of(mesh_of({receivers}, ranks_from(holders, receivers)), {n, 4}, "Cyclic(0,1)");
-    const Rearrangement moved(from, to, Sharing::kBytes);
+    const IndexedExchange moved(from, to, Sharing::kBytes);
     int64_t sent = 0;
     for (int64_t rank = 0; rank < holders; ++rank) {
-      sent += moved.at(Rank{rank}).sent_bytes;
-      EXPECT_LE(moved.at(Rank{rank}).sent_bytes, (n / holders + 100) * 16) << "rank " << rank;
+      sent += moved.traffic(Rank{rank}).sent_bytes;
+      EXPECT_LE(moved.traffic(Rank{rank}).sent_bytes, (n / holders + 100) * 16) << "rank " << rank;
     }
     EXPECT_EQ(sent, n * 16);
   }

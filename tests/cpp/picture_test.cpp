@@ -467,9 +467,25 @@ TEST(Picture, DrawsPaleWhatHasTooManyPieces) {
   EXPECT_TRUE(picture.has_text("pale: more than 128 pieces; drawn is the range they lie in"));
 }
 
+// Rank 0 has rows 6, 7, 0 and 1 of 32 bytes, and rank 1 the others.
+TEST(Picture, DrawsARearrangement) {
+  const Plan plan = plan_of({2}, {8, 8}, "Pieces(0,6-8+0-2:2-6)", "S(0)");
+  ASSERT_EQ(plan.steps[0].op, StepOp::kRearrange);
+  const Document picture(to_svg(plan));
+  std::set<std::string> titles;
+  for (const char* kind : {"sw-sends", "sw-stays"}) {
+    for (const int arrow : picture.of_class(kind)) titles.insert(picture.elements()[arrow].title);
+  }
+  EXPECT_EQ(titles, (std::set<std::string>{"rank 0 -> rank 1: 64 B", "rank 0 keeps 64 B", "rank 1 -> rank 0: 64 B",
+                                           "rank 1 keeps 64 B"}));
+  ASSERT_EQ(picture.of_class("sw-box").size(), 4u);
+  for (size_t i = 0; i < 4; ++i) EXPECT_NEAR(box_at(picture, i).filled_share, 0.5, 0.005);
+  for (size_t i = 2; i < 4; ++i) EXPECT_EQ(box_at(picture, i).fills.size(), 2u) << "from two senders";
+}
+
 // ---- between two meshes
 
-// The crossing that crossing/crossing.h describes, with rows of 8 bytes.
+// The crossing that exchange/grid_exchange.h describes, with rows of 8 bytes.
 TEST(Picture, DrawsWhatCrossesBetweenMeshes) {
   const Document picture(to_svg(crossing_plan({4, 5, 6})));
   std::set<std::string> titles;

@@ -1,5 +1,5 @@
 // Relays between meshes: what they hold, and plans that go over them.
-#include "crossing/relays.h"
+#include "search/relays.h"
 
 #include <gtest/gtest.h>
 

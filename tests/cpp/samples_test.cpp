@@ -1,5 +1,5 @@
 // Samples of lists that repeat, and products of lists, compared with lists of elements.
-#include "crossing/samples.h"
+#include "exchange/samples.h"
 
 #include <gtest/gtest.h>
 

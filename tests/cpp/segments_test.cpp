@@ -7,7 +7,7 @@
 #include <functional>
 #include <numeric>
 
-#include "crossing/bounds.h"
+#include "exchange/bounds.h"
 #include "layouts.h"
 #include "moves/describe.h"
 #include "moves/figures.h"
@@ -297,7 +297,7 @@ TEST(InSegments, TakeLittleMoreThanTheBusiestRank) {
   topology.step_ps = topology.inside.message_ps = topology.between.message_ps = topology.memory_ps_per_kib = 0;
   const Plan plan = make_plan(src, dst, {.topology = topology});
   ASSERT_GT(plan.segments.count, 8);
-  const CrossingBound bound = crossing_bound(src, dst, 8);
+  const ExchangeBound bound = exchange_bound(src, dst, 8);
   const int64_t busiest = std::max(bound.received_bytes_max, bound.forwarded_sent_bytes_max);
   const auto depth = static_cast<double>(plan.steps.size());
   EXPECT_LE(totals(plan).sent_bytes_max, busiest);

@@ -5,8 +5,7 @@
 #include <map>
 #include <vector>
 
-#include "crossing/bounds.h"
-#include "crossing/split.h"
+#include "exchange/bounds.h"
 #include "layouts.h"
 #include "moves/describe.h"
 #include "moves/figures.h"
@@ -17,6 +16,7 @@
 #include "planning/serialize.h"
 #include "planning/validate.h"
 #include "search/make_plan.h"
+#include "search/split.h"
 #include "simulate/simulate.h"
 #include "support/error.h"
 #include "two_mesh_plans.h"

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "crossing/bounds.h"
+#include "exchange/bounds.h"
 #include "layouts.h"
 #include "moves/describe.h"
 #include "moves/traffic.h"
@@ -40,7 +40,7 @@ TEST_P(TwoMeshesExhaustive, EveryElementArrivesWithinTheBounds) {
         simulate(fewest);
         plans += 2;
         const TrafficTotals traffic = totals(fewest);
-        const CrossingBound bound = crossing_bound(src, dst);
+        const ExchangeBound bound = exchange_bound(src, dst);
         ASSERT_GE(traffic.received_bytes_sum, bound.received_bytes_sum) << to_string(fewest);
         if (!src.partial_dims().empty() || !dst.partial_dims().empty()) continue;
         ASSERT_EQ(traffic.received_bytes_max, bound.received_bytes_max) << to_string(fewest);

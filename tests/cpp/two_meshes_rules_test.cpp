@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "crossing/bounds.h"
+#include "exchange/bounds.h"
 #include "layouts.h"
 #include "moves/describe.h"
 #include "moves/figures.h"
@@ -66,7 +66,7 @@ TEST(TwoMeshesRules, MoveEveryElementAndReachTheBounds) {
     const Layout src = random.layout(n, 0);
     const Layout dst = random.layout(n, random.pick(0, 9));
     if (src.mesh() == dst.mesh()) continue;
-    const CrossingBound bound = crossing_bound(src, dst);
+    const ExchangeBound bound = exchange_bound(src, dst);
     for (const Objective objective : {Objective::kTime, Objective::kBytes}) {
       const Plan plan = make_plan(src, dst, {.lowering = Lowering::kGloo, .objective = objective});
       SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ": ", to_string(plan)));

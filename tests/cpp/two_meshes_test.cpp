@@ -6,13 +6,13 @@
 
 #include <algorithm>
 
-#include "crossing/bounds.h"
-#include "crossing/split.h"
+#include "exchange/bounds.h"
 #include "layouts.h"
 #include "moves/describe.h"
 #include "moves/figures.h"
 #include "moves/traffic.h"
 #include "search/make_plan.h"
+#include "search/split.h"
 #include "support/error.h"
 #include "two_mesh_plans.h"
 #include "two_meshes.h"
@@ -56,7 +56,7 @@ TEST(TwoMeshes, PlansOfFewestBytesReachTheBounds) {
     const Plan plan = make_plan(src, dst, {.objective = Objective::kBytes});
     expect_connected(plan);
     const TrafficTotals traffic = totals(plan);
-    const CrossingBound bound = crossing_bound(src, dst);
+    const ExchangeBound bound = exchange_bound(src, dst);
     ASSERT_EQ(traffic.received_bytes_max, bound.received_bytes_max) << to_string(plan);
     ASSERT_EQ(traffic.received_bytes_sum, bound.received_bytes_sum) << to_string(plan);
     ASSERT_EQ(traffic.sent_bytes_max, bound.direct_sent_bytes_max);

@@ -578,6 +578,9 @@ def plan_product(
     `scales` are those of x and of the weights. Without a `gemm_model`, that of the tables for the type of device is
     taken. Raises ValueError for arguments that do not fit."""
 
+def nearest_cut(src: Layout, ranks: Sequence[int]) -> tuple[int, list[list[tuple[int, int]]]]:
+    """Returns the tensor dim to cut and the intervals of each rank so that least has to move."""
+
 def is_floating(dtype: str) -> bool:
     """Whether it is a floating dtype of 16 bits or more."""
 

@@ -8,7 +8,6 @@ from typing import Any
 from .._native import _planner
 from ..placements import Pieces
 from . import argument_values
-from .nearest import nearest_lists
 from .topology import Topology, named_topology
 
 
@@ -121,7 +120,7 @@ class Layout(_planner.Layout):
         mesh = Mesh({"ranks": len(given)}, given)
         if not src.shape:
             return cls(mesh, (), ["R"], src.dtype)
-        dim, lists = nearest_lists(src, mesh.ranks)
+        dim, lists = _planner.nearest_cut(src, mesh.ranks)
         return cls(mesh, src.shape, [Pieces(dim, lists)], src.dtype, flattened=src.flattened)
 
     def __repr__(self) -> str:

@@ -1,0 +1,93 @@
+#include "batch/item_family.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "exchange/grid_exchange.h"
+#include "exchange/indexed_exchange.h"
+
+namespace shardwright {
+namespace {
+
+// The map between the dims of Layout::shape() if both sides flatten the same dims, in order, of which all but the first
+// are whole; nullopt otherwise. Rows 2 and 3 of (4, 6), both flattened, to rows 0 and 1 are [12, 24) to [0, 12).
+std::optional<IndexMap> map_of_local_dims(const Layout& src, const Layout& dst, const IndexMap& map) {
+  const int flattened = src.flattened();
+  if (flattened != dst.flattened()) return std::nullopt;
+  if (flattened == 1) return map;
+  const std::vector<int64_t> src_shape = src.tensor_shape();
+  const std::vector<int64_t> dst_shape = dst.tensor_shape();
+  int64_t row = 1;  // elements of an index of the first dim
+  for (const MapAxis& axis : map.axes()) {
+    const bool is_flattened =
+        (axis.src_dim >= 0 && axis.src_dim < flattened) || (axis.dst_dim >= 0 && axis.dst_dim < flattened);
+    if (!is_flattened) continue;
+    if (axis.src_dim != axis.dst_dim) return std::nullopt;
+    if (axis.src_dim == 0) continue;
+    const int64_t size = src_shape[axis.src_dim];
+    if (axis.length != size || dst_shape[axis.dst_dim] != size) return std::nullopt;
+    row *= size;
+  }
+  std::vector<MapAxis> axes;
+  const auto local = [&](int dim) { return dim < 0 ? dim : std::max(dim - flattened + 1, 0); };
+  for (const MapAxis& axis : map.axes()) {
+    const bool is_first = axis.src_dim == 0 && axis.dst_dim == 0;
+    if (!is_first && axis.src_dim >= 0 && axis.src_dim < flattened) continue;
+    MapAxis made{local(axis.src_dim), local(axis.dst_dim), axis.src_begin, axis.dst_begin, axis.length};
+    if (is_first) {
+      made.src_begin *= row;
+      made.dst_begin *= row;
+      made.length *= row;
+    }
+    axes.push_back(made);
+  }
+  return IndexMap(std::move(axes));
+}
+
+ExchangePtr indexed_exchange(const Layout& src, const Layout& dst, const IndexMap& map) {
+  const AxisGrids grids = axis_grids(src, dst, map);
+  const auto shared_by = [&](Sharing sharing) {
+    return std::make_shared<const IndexedExchange>(grids, wire_dtype(src, dst).size_bytes(), sharing);
+  };
+  ExchangePtr by_bytes = shared_by(Sharing::kBytes);
+  return by_bytes->worst().sent_bytes < ItemFamily::kLeastShareBytes ? shared_by(Sharing::kMessages) : by_bytes;
+}
+
+GridExchange grid_exchange_of(const Layout& src, const Layout& dst, const IndexMap& map, Sharing sharing,
+                              int64_t first_turn) {
+  return GridExchange(Grid(src, map.src_windows()), Grid(dst, map.dst_windows()), wire_dtype(src, dst).size_bytes(),
+                      sharing, first_turn);
+}
+
+}  // namespace
+
+ItemFamily::ItemFamily(const Layout& src, const Layout& dst, const IndexMap& map) : src_(src), dst_(dst) {
+  if (src.is_partition() && dst.is_partition()) in_local_dims_ = map_of_local_dims(src, dst, map);
+  only_ = in_local_dims_ ? grid_exchange(*in_local_dims_) : indexed_exchange(src, dst, map);
+}
+
+// Returns null, and sets the number of turns, if there is more than one.
+ExchangePtr ItemFamily::grid_exchange(const IndexMap& map) {
+  auto by_bytes = std::make_shared<const GridExchange>(grid_exchange_of(src_, dst_, map, Sharing::kBytes, 0));
+  const int64_t replicas = by_bytes->src().replicas();
+  const bool shares = by_bytes->longest_stretch() * wire_dtype(src_, dst_).size_bytes() >= kLeastShareBytes;
+  if (shares || replicas == 1) return by_bytes;
+  turns_ = std::min(replicas, kMaxTurns);
+  replicas_each_ = replicas / turns_;
+  return nullptr;
+}
+
+ExchangePtr ItemFamily::exchange(int64_t turn) const {
+  if (only_) return only_;
+  return std::make_shared<const GridExchange>(
+      grid_exchange_of(src_, dst_, *in_local_dims_, Sharing::kMessages, turn * replicas_each_));
+}
+
+int64_t received_by_all(const Layout& src, const Layout& dst, const IndexMap& map) {
+  const ExchangePtr exchange = ItemFamily(src, dst, map).exchange(0);
+  int64_t elements = 0;
+  for (const Rank rank : exchange->ranks()) elements += exchange->num_elements(rank, Direction::kReceive);
+  return elements;
+}
+
+}  // namespace shardwright

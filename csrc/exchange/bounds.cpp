@@ -1,0 +1,286 @@
+#include "exchange/bounds.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "exchange/grid.h"
+#include "exchange/indexed_bound.h"
+#include "support/ceil_divide.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+Layout without_partials(const Layout& layout) {
+  return layout.with(layout.cuts(), std::vector<Placement>(layout.mesh().ndim(), Placement::replicate()));
+}
+
+class Bounds {
+ public:
+  Bounds(const Layout& src, const Layout& dst)
+      : src_layout_(src), dst_layout_(dst), src_(without_partials(src)), dst_(without_partials(dst)) {
+    for (int t = 0; t < src.ndim(); ++t) meetings_.emplace_back(src_.lists(t), dst_.lists(t));
+    const std::vector<Rank> from = src_.ranks();
+    for (size_t p = 0; p < from.size(); ++p) {
+      Place& place = places_[from[p]];
+      place.src_position = static_cast<int64_t>(p);
+      place.src_part = src_.seat_at(place.src_position).part;
+    }
+    const std::vector<Rank> to = dst_.ranks();
+    for (size_t p = 0; p < to.size(); ++p) {
+      Place& place = places_[to[p]];
+      place.dst_position = static_cast<int64_t>(p);
+      place.dst_part = dst_.seat_at(place.dst_position).part;
+      if (place.src_part == kNone) continue;
+      if (shared(place.src_part, place.dst_part) > 0) own_[{place.src_part, place.dst_part}].push_back(&place);
+    }
+  }
+
+  ExchangeBound without_pending() const {
+    ExchangeBound bound;
+    int64_t received_max = 0;
+    int64_t received_sum = 0;
+    for (const auto& [rank, place] : places_) {
+      if (place.dst_part == kNone) continue;
+      const int64_t kept = place.src_part == kNone ? 0 : shared(place.src_part, place.dst_part);
+      const int64_t missing = size_of_dst(place.dst_part) - kept;
+      received_max = std::max(received_max, missing);
+      received_sum += missing;
+    }
+    bound.direct_sent = {0, src_.replicas()};
+    const std::vector<int64_t> wanted = wanted_of_parts();
+    for (const int64_t one : wanted) bound.direct_sent.numerator = std::max(bound.direct_sent.numerator, one);
+    forward(received_sum, bound);
+    const int64_t item = src_layout_.dtype().size_bytes();
+    bound.received_bytes_max = received_max * item;
+    bound.received_bytes_sum = received_sum * item;
+    bound.direct_sent_bytes_max = bound.direct_sent.rounded_up() * item;
+    bound.forwarded_sent_bytes_max = bound.forwarded_sent.rounded_up() * item;
+    return bound;
+  }
+
+  ExchangeBound with_pending() const {
+    const int64_t contributions = src_layout_.mesh().group_size(src_layout_.partial_dims());
+    const int64_t holders = dst_layout_.mesh().group_size(dst_layout_.replicated_dims());
+    int64_t transfers = src_layout_.num_elements() * (contributions + holders - 1);
+    for (const auto& [cell, ranks] : own_) {
+      std::set<int64_t> pending;
+      std::set<int64_t> replicas;
+      for (const Place* place : ranks) {
+        pending.insert(src_layout_.mesh().coordinate(place->src_position, src_layout_.partial_dims().to_vector()));
+        replicas.insert(dst_layout_.mesh().coordinate(place->dst_position, dst_layout_.replicated_dims().to_vector()));
+      }
+      // A rank in both sets saves one transfer: it has one contribution, and is one replica. If there are no pending
+      // reductions, every replica that holds the value saves one.
+      auto saved = static_cast<int64_t>(replicas.size());
+      if (contributions > 1) saved = std::min(saved, static_cast<int64_t>(pending.size()));
+      transfers -= shared(cell.first, cell.second) * saved;
+    }
+    ExchangeBound bound;
+    bound.direct_is_exact = bound.forwarded_is_exact = false;
+    const auto ranks = static_cast<int64_t>(places_.size());
+    bound.direct_sent = bound.forwarded_sent = {transfers, ranks};
+    const int64_t item = src_layout_.dtype().size_bytes();
+    bound.received_bytes_sum = transfers * item;
+    bound.received_bytes_max = ceil_divide(transfers, ranks) * item;
+    bound.direct_sent_bytes_max = bound.forwarded_sent_bytes_max = bound.any_sent_bytes_max = bound.received_bytes_max;
+    return bound;
+  }
+
+  // Parts of the destination are disjoint, so the ranks of a node need the sum of the sizes of their parts.
+  void into_nodes(int64_t ranks_per_node, ExchangeBound& bound) const {
+    if (ranks_per_node <= 0 || ranks_per_node > ExchangeBound::kMaxNode) return;
+    const int64_t item = src_layout_.dtype().size_bytes();
+    for (auto at = places_.begin(); at != places_.end();) {
+      const int64_t node = number(at->first) / ranks_per_node;
+      std::set<int64_t> held;
+      std::set<int64_t> needed;
+      int64_t ranks = 0;
+      for (; at != places_.end() && number(at->first) / ranks_per_node == node; ++at, ++ranks) {
+        if (at->second.src_part != kNone) held.insert(at->second.src_part);
+        if (at->second.dst_part != kNone) needed.insert(at->second.dst_part);
+      }
+      int64_t missing = 0;
+      for (const int64_t part : needed) {
+        missing += size_of_dst(part);
+        for (const int64_t own : held) missing -= shared(own, part);
+      }
+      bound.node_bytes_max = std::max(bound.node_bytes_max, missing * item);
+      bound.node_bytes_per_rank = std::max(bound.node_bytes_per_rank, ceil_divide(missing, ranks) * item);
+    }
+  }
+
+  void out_of_nodes(int64_t ranks_per_node, ExchangeBound& bound) const {
+    if (ranks_per_node <= 0 || num_cells() > ExchangeBound::kMaxCells) return;
+    std::map<int64_t, int64_t> ranks;
+    std::vector<std::set<int64_t>> holders(src_.parts());  // nodes, by part
+    std::vector<std::set<int64_t>> needers(dst_.parts());
+    for (const auto& [rank, place] : places_) {
+      const int64_t node = number(rank) / ranks_per_node;
+      ++ranks[node];
+      if (place.src_part != kNone) holders[place.src_part].insert(node);
+      if (place.dst_part != kNone) needers[place.dst_part].insert(node);
+    }
+    std::map<int64_t, int64_t> leaving;
+    for (int64_t part = 0; part < src_.parts(); ++part) {
+      if (holders[part].size() > 1) continue;
+      const int64_t node = *holders[part].begin();
+      for_each_met(part, [&](int64_t other, int64_t elements) {
+        const bool leaves = needers[other].size() > 1 || *needers[other].begin() != node;
+        leaving[node] += leaves ? elements : 0;
+      });
+    }
+    for (const auto& [node, elements] : leaving) {
+      const int64_t bytes = ceil_divide(elements, ranks[node]) * src_layout_.dtype().size_bytes();
+      bound.leaving_bytes_per_rank = std::max(bound.leaving_bytes_per_rank, bytes);
+    }
+  }
+
+ private:
+  static constexpr int64_t kNone = -1;
+  struct Place {
+    int64_t src_position = kNone;
+    int64_t src_part = kNone;  // by its number in the grid
+    int64_t dst_position = kNone;
+    int64_t dst_part = kNone;
+  };
+  using Cell = std::pair<int64_t, int64_t>;  // parts of source and destination
+
+  int64_t shared(int64_t src_part, int64_t dst_part) const {
+    const std::span<const int64_t> from = src_.slots_of(src_part);
+    const std::span<const int64_t> to = dst_.slots_of(dst_part);
+    int64_t elements = 1;
+    for (size_t t = 0; t < meetings_.size() && elements > 0; ++t) {
+      const SlotMeetings::Met* met = meetings_[t].between(from[t], to[t]);
+      elements *= met == nullptr ? 0 : met->elements;
+    }
+    return elements;
+  }
+
+  int64_t size_of_dst(int64_t part) const {
+    const std::span<const int64_t> slots = dst_.slots_of(part);
+    int64_t elements = 1;
+    for (size_t t = 0; t < meetings_.size(); ++t) elements *= length(dst_.lists(static_cast<int>(t))[slots[t]]);
+    return elements;
+  }
+
+  int64_t size_of_src(int64_t part) const {
+    const std::span<const int64_t> slots = src_.slots_of(part);
+    int64_t elements = 1;
+    for (size_t t = 0; t < meetings_.size(); ++t) elements *= length(src_.lists(static_cast<int>(t))[slots[t]]);
+    return elements;
+  }
+
+  // Returns, for each part of the source, the sum over its elements of the number of needers.
+  std::vector<int64_t> wanted_of_parts() const {
+    std::vector<int64_t> wanted(src_.parts());
+    for (int64_t part = 0; part < src_.parts(); ++part) wanted[part] = size_of_src(part) * dst_.replicas();
+    for (const auto& [cell, ranks] : own_) {
+      wanted[cell.first] -= shared(cell.first, cell.second) * static_cast<int64_t>(ranks.size());
+    }
+    return wanted;
+  }
+
+  // Returns, for each part of the source, the number of elements that some rank needs and does not hold.
+  std::vector<int64_t> leaving_of_parts() const {
+    std::vector<int64_t> leaving(src_.parts());
+    for (int64_t part = 0; part < src_.parts(); ++part) leaving[part] = size_of_src(part);
+    for (const auto& [cell, ranks] : own_) {
+      if (static_cast<int64_t>(ranks.size()) == dst_.replicas()) {
+        leaving[cell.first] -= shared(cell.first, cell.second);
+      }
+    }
+    return leaving;
+  }
+
+  // Calls visit(part of the destination, elements in common) for every part that overlaps a part of the source.
+  template <typename Visit>
+  void for_each_met(int64_t src_part, const Visit& visit, std::vector<int64_t> slots = {}, int64_t elements = 1) const {
+    if (slots.size() == meetings_.size()) return visit(dst_.part_of(slots), elements);
+    const size_t t = slots.size();
+    slots.push_back(0);
+    for (const SlotMeetings::Met& met : meetings_[t].of_src(src_.slots_of(src_part)[t])) {
+      slots[t] = met.slot;
+      for_each_met(src_part, visit, slots, elements * met.elements);
+    }
+  }
+
+  int64_t num_cells() const {
+    int64_t cells = 1;
+    for (size_t t = 0; t < meetings_.size(); ++t) {
+      int64_t meetings = 0;
+      const auto slots = static_cast<int64_t>(src_.lists(static_cast<int>(t)).size());
+      for (int64_t slot = 0; slot < slots; ++slot) {
+        meetings += static_cast<int64_t>(meetings_[t].of_src(slot).size());
+      }
+      cells *= meetings;
+    }
+    return cells;
+  }
+
+  void forward(int64_t received_sum, ExchangeBound& bound) const {
+    const std::vector<int64_t> leaving = leaving_of_parts();
+    const Ratio mean{received_sum, static_cast<int64_t>(places_.size())};
+    const Ratio out{*std::max_element(leaving.begin(), leaving.end()), src_.replicas()};
+    const Ratio& any = out.rounded_up() > mean.rounded_up() ? out : mean;
+    bound.any_sent_bytes_max = any.rounded_up() * src_layout_.dtype().size_bytes();
+    bound.forwarded_is_exact = num_cells() <= ExchangeBound::kMaxCells;
+    bound.forwarded_sent = bound.forwarded_is_exact ? least_worst_load(forwarded_work(leaving)) : any;
+  }
+
+  // A team is the ranks with the same part of the source and the same part of the destination. A pool is all ranks with
+  // one part of one side.
+  SharedWork forwarded_work(const std::vector<int64_t>& leaving) const {
+    SharedWork work;
+    work.pools.resize(src_.parts() + dst_.parts());
+    std::map<Cell, int> teams;
+    for (const auto& [rank, place] : places_) {
+      const auto [found, is_new] = teams.try_emplace({place.src_part, place.dst_part}, static_cast<int>(teams.size()));
+      if (is_new) {
+        work.team_sizes.push_back(0);
+        if (place.src_part != kNone) work.pools[place.src_part].push_back(found->second);
+        if (place.dst_part != kNone) work.pools[src_.parts() + place.dst_part].push_back(found->second);
+      }
+      ++work.team_sizes[found->second];
+    }
+    for (int64_t part = 0; part < src_.parts(); ++part) {
+      if (leaving[part] > 0) work.jobs.push_back({leaving[part], {static_cast<int>(part)}});
+      for_each_met(part, [&](int64_t other, int64_t elements) {
+        const auto own = own_.find({part, other});
+        const int64_t needers = dst_.replicas() - (own == own_.end() ? 0 : static_cast<int64_t>(own->second.size()));
+        if (needers < 2) return;
+        work.jobs.push_back(
+            {elements * (needers - 1), {static_cast<int>(part), static_cast<int>(src_.parts() + other)}});
+      });
+    }
+    return work;
+  }
+
+  const Layout& src_layout_;
+  const Layout& dst_layout_;
+  Grid src_;
+  Grid dst_;
+  std::vector<SlotMeetings> meetings_;
+  std::map<Rank, Place> places_;
+  std::map<Cell, std::vector<const Place*>> own_;  // ranks that hold some of what they need
+};
+
+}  // namespace
+
+ExchangeBound exchange_bound(const Layout& src, const Layout& dst, int64_t ranks_per_node) {
+  if (needs_rearrangement(src, dst)) return indexed_bound(src, dst, ranks_per_node);
+  check_invariant(src.shape() == dst.shape() && src.dtype() == dst.dtype(), "a bound for ", src.to_string(), " and ",
+                  dst.to_string());
+  const Bounds bounds(src, dst);
+  if (!src.partial_dims().empty() || !dst.partial_dims().empty()) return bounds.with_pending();
+  ExchangeBound bound = bounds.without_pending();
+  bounds.into_nodes(ranks_per_node, bound);
+  bounds.out_of_nodes(ranks_per_node, bound);
+  return bound;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,208 @@
+#include "exchange/cells.h"
+
+#include <algorithm>
+#include <bit>
+#include <map>
+
+#include "exchange/samples.h"
+
+namespace shardwright {
+namespace {
+
+// Ranks in the sets of all cells together.
+constexpr int64_t kMaxMembers = int64_t{1} << 17;
+
+}  // namespace
+
+void RankSet::add(const RankSet& other) {
+  for (size_t w = 0; w < words_.size(); ++w) words_[w] |= other.words_[w];
+}
+
+void RankSet::keep(const RankSet& other) {
+  for (size_t w = 0; w < words_.size(); ++w) words_[w] &= other.words_[w];
+}
+
+void RankSet::remove(const RankSet& other) {
+  for (size_t w = 0; w < words_.size(); ++w) words_[w] &= ~other.words_[w];
+}
+
+int64_t RankSet::size() const {
+  int64_t size = 0;
+  for (const uint64_t word : words_) size += std::popcount(word);
+  return size;
+}
+
+std::vector<size_t> RankSet::numbers() const {
+  std::vector<size_t> numbers;
+  for (size_t w = 0; w < words_.size(); ++w) {
+    for (uint64_t left = words_[w]; left != 0; left &= left - 1) {
+      numbers.push_back(w * 64 + static_cast<size_t>(std::countr_zero(left)));
+    }
+  }
+  return numbers;
+}
+
+// Jobs for sets of ranks, which are made of whole teams.
+struct Cells::Work {
+  explicit Work(const Cells& cells) : cells(cells) {
+    for (const std::vector<size_t>& team : cells.teams_) {
+      shared.team_sizes.push_back(static_cast<int64_t>(team.size()));
+    }
+  }
+
+  void add(int64_t amount, const std::vector<const RankSet*>& sets) {
+    if (amount == 0) return;
+    SharedWork::Job job{amount, {}};
+    for (const RankSet* set : sets) {
+      const auto [pool, is_new] = pools.try_emplace(*set, static_cast<int>(pools.size()));
+      job.pools.push_back(pool->second);
+      if (!is_new) continue;
+      std::vector<int>& teams = shared.pools.emplace_back();
+      for (const size_t rank : set->numbers()) {
+        const size_t team = cells.team_of_[rank];
+        if (cells.teams_[team].front() == rank) teams.push_back(static_cast<int>(team));
+      }
+    }
+    shared.jobs.push_back(std::move(job));
+  }
+
+  const Cells& cells;
+  SharedWork shared;
+  std::map<RankSet, int> pools;
+};
+
+Cells::Cells(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks) : num_ranks_(ranks.size()) {
+  using Slots = std::vector<int64_t>;
+  std::map<std::pair<Slots, Slots>, size_t> known;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const auto slots = [&](const AxisGrid& grid) {
+      const std::optional<Position> position = grid.mesh->position_of(ranks[i]);
+      return position ? grid.slots[*position] : Slots();
+    };
+    const auto [team, is_new] = known.try_emplace({slots(src), slots(dst)}, teams_.size());
+    if (is_new) teams_.emplace_back();
+    teams_[team->second].push_back(i);
+    team_of_.push_back(team->second);
+  }
+}
+
+std::optional<Cells> Cells::of(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks) {
+  Cells cells(src, dst, ranks);
+  for (size_t axis = 0; axis < src.axes.size(); ++axis) {
+    if (!cells.find_classes(src, dst, ranks, axis)) return std::nullopt;
+  }
+  if (!cells.find_cells()) return std::nullopt;
+  return cells;
+}
+
+bool Cells::find_classes(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks, size_t axis) {
+  const std::vector<IntervalList>& before = src.axes[axis].lists;
+  const std::vector<IntervalList>& after = dst.axes[axis].lists;
+  const Samples samples({&before, &after});
+  std::vector<const IntervalList*> lists;
+  int64_t runs = 0;
+  for (const std::vector<IntervalList>* side : {&before, &after}) {
+    for (const IntervalList& list : *side) {
+      lists.push_back(&list);
+      runs += samples.most_in(list);
+      if (runs > CutRule::kMaxRuns) return false;
+    }
+  }
+  std::map<std::vector<int64_t>, std::vector<Interval>> intervals;  // by the slots that have them, the source's first
+  for (Stretch& stretch : stretches(samples, lists)) {
+    intervals[std::move(stretch.lists)].push_back(stretch.interval);
+    if (static_cast<int64_t>(intervals.size()) > kMaxCells) return false;
+  }
+  std::vector<RankSet> with_slot(lists.size(), RankSet(ranks.size()));
+  const auto add_ranks = [&](const AxisGrid& grid, int64_t first) {
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      const std::optional<Position> position = grid.mesh->position_of(ranks[i]);
+      if (position) with_slot[first + grid.slots[*position][axis]].add(i);
+    }
+  };
+  const auto num_before = static_cast<int64_t>(before.size());
+  add_ranks(src, 0);
+  add_ranks(dst, num_before);
+  std::vector<Class>& classes = classes_.emplace_back();
+  for (const auto& [slots, some] : intervals) {
+    classes.push_back({samples.repeated(some), RankSet(ranks.size()), RankSet(ranks.size())});
+    for (const int64_t slot : slots) {
+      (slot < num_before ? classes.back().before : classes.back().after).add(with_slot[slot]);
+    }
+  }
+  return true;
+}
+
+bool Cells::find_cells() {
+  int64_t combinations = 1;
+  for (const std::vector<Class>& of_axis : classes_) {
+    combinations *= static_cast<int64_t>(of_axis.size());
+    if (combinations > kMaxCells) return false;
+  }
+  int64_t members = 0;
+  for (int64_t number = 0; number < combinations; ++number) {
+    Cell cell{{}, 1, RankSet(num_ranks_, true), RankSet(num_ranks_, true)};
+    int64_t rest = number;
+    for (const std::vector<Class>& of_axis : classes_) {
+      const auto classes = static_cast<int64_t>(of_axis.size());
+      cell.classes.push_back(static_cast<size_t>(rest % classes));
+      rest /= classes;
+      const Class& one = of_axis[cell.classes.back()];
+      cell.elements *= length(one.elements);
+      cell.holders.keep(one.before);
+      cell.needers.keep(one.after);
+    }
+    cell.needers.remove(cell.holders);
+    if (cell.elements == 0 || cell.needers.size() == 0) continue;
+    members += cell.holders.size() + cell.needers.size();
+    if (members > kMaxMembers) return false;
+    cells_.push_back(std::move(cell));
+  }
+  return true;
+}
+
+Cells::Work Cells::direct_work() const {
+  Work work(*this);
+  for (const Cell& cell : cells_) work.add(cell.elements * cell.needers.size(), {&cell.holders});
+  return work;
+}
+
+Ratio Cells::direct_load() const { return least_worst_load(direct_work().shared); }
+
+Ratio Cells::forwarded_load() const {
+  Work work(*this);
+  for (const Cell& cell : cells_) {
+    work.add(cell.elements, {&cell.holders});
+    work.add(cell.elements * (cell.needers.size() - 1), {&cell.holders, &cell.needers});
+  }
+  return least_worst_load(work.shared);
+}
+
+Ratio Cells::leaving_load() const {
+  Work work(*this);
+  for (const Cell& cell : cells_) work.add(cell.elements, {&cell.holders});
+  return least_worst_load(work.shared);
+}
+
+std::vector<std::vector<std::pair<size_t, int64_t>>> Cells::shared_directly(int64_t most) const {
+  const std::vector<std::vector<TeamShare>> shares = shared_at(direct_work().shared, most);
+  std::vector<int64_t> sent(num_ranks_, 0);
+  std::vector<std::vector<std::pair<size_t, int64_t>>> by_cell;
+  for (const std::vector<TeamShare>& of_cell : shares) {
+    std::map<size_t, int64_t> by_rank;
+    for (const auto& [team, amount] : of_cell) {
+      std::vector<size_t> ranks = teams_[team];
+      std::stable_sort(ranks.begin(), ranks.end(), [&](size_t a, size_t b) { return sent[a] < sent[b]; });
+      const auto count = static_cast<int64_t>(ranks.size());
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t one = amount / count + (i < amount % count ? 1 : 0);
+        sent[ranks[i]] += one;
+        if (one > 0) by_rank[ranks[i]] += one;
+      }
+    }
+    by_cell.emplace_back(by_rank.begin(), by_rank.end());
+  }
+  return by_cell;
+}
+
+}  // namespace shardwright

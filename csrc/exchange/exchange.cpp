@@ -1,0 +1,71 @@
+#include "exchange/exchange.h"
+
+#include <algorithm>
+
+namespace shardwright {
+
+std::optional<Selection> Exchange::kept(Rank rank) const {
+  const std::optional<Region> before = region(rank, Direction::kSend);
+  const std::optional<Region> after = region(rank, Direction::kReceive);
+  return before && after ? std::optional<Selection>(Selection(*before, *after)) : std::nullopt;
+}
+
+bool Exchange::crosses_nodes(int64_t ranks_per_node) const {
+  if (ranks_per_node <= 0) return false;
+  return std::any_of(ranks().begin(), ranks().end(), [&](Rank rank) {
+    const std::vector<MessageSize> sizes = message_sizes(rank, Direction::kReceive);
+    return std::any_of(sizes.begin(), sizes.end(), [&](const MessageSize& one) {
+      return number(one.peer) / ranks_per_node != number(rank) / ranks_per_node;
+    });
+  });
+}
+
+int64_t Exchange::num_elements(Rank rank, Direction direction) const {
+  int64_t elements = 0;
+  for (const MessageSize& one : message_sizes(rank, direction)) elements += one.elements;
+  return elements;
+}
+
+int64_t Exchange::messages_at_most(Rank rank, Direction direction) const {
+  return std::ssize(message_sizes(rank, direction));
+}
+
+int64_t Exchange::needed_by_all() const {
+  int64_t elements = 0;
+  for (const Rank rank : ranks()) {
+    if (const std::optional<Region> needed = region(rank, Direction::kReceive)) {
+      elements += shardwright::num_elements(*needed);
+    }
+  }
+  return elements;
+}
+
+Traffic Exchange::traffic(Rank rank, int64_t rounds) const {
+  Traffic traffic;
+  for (const auto& [peer, elements] : message_sizes(rank, Direction::kSend)) {
+    traffic.sent_bytes += elements * item_bytes_;
+    traffic.sent_messages += std::min(rounds, elements);
+  }
+  for (const auto& [peer, elements] : message_sizes(rank, Direction::kReceive)) {
+    traffic.received_bytes += elements * item_bytes_;
+    traffic.messages += std::min(rounds, elements);
+  }
+  return traffic;
+}
+
+StepFigures Exchange::worst(int64_t rounds) const {
+  StepFigures worst;
+  for (const Rank rank : ranks()) {
+    const Traffic one = traffic(rank, rounds);
+    worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
+    worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
+    worst.messages = std::max(worst.messages, one.messages);
+    worst.sent_messages = std::max(worst.sent_messages, one.sent_messages);
+    if (const std::optional<Region> needed = region(rank, Direction::kReceive)) {
+      worst.touched_bytes = std::max(worst.touched_bytes, shardwright::num_elements(*needed) * item_bytes_);
+    }
+  }
+  return worst;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,218 @@
+#include "exchange/grid.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+int64_t sizes_of(const Mesh& mesh, const std::vector<int>& mesh_dims) {
+  int64_t size = 1;
+  for (const int d : mesh_dims) size *= mesh.dim_size(d);
+  return size;
+}
+
+// The inverse of Mesh::coordinate: returns the position with these coordinates, and 0 on the other mesh dims.
+int64_t offset_of(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t number) {
+  int64_t offset = 0;
+  for (size_t i = mesh_dims.size(); i-- > 0;) {
+    offset += number % mesh.dim_size(mesh_dims[i]) * mesh.stride(mesh_dims[i]);
+    number /= mesh.dim_size(mesh_dims[i]);
+  }
+  return offset;
+}
+
+std::vector<Window> whole(const Layout& layout) {
+  std::vector<Window> windows;
+  for (int t = 0; t < layout.ndim(); ++t) windows.push_back({t, 0, layout.shape()[t]});
+  return windows;
+}
+
+// Returns the indices of a list in a window, counted from its beginning.
+IntervalList seen_through(const Window& window, const IntervalList& list) {
+  return shifted(shared_indices(list, {{window.begin, window.begin + window.length}}), -window.begin);
+}
+
+}  // namespace
+
+Grid::Grid(const Layout& layout) : Grid(layout, whole(layout)) {}
+
+Grid::Grid(const Layout& layout, const std::vector<Window>& windows) : mesh_(layout.mesh_ptr()) {
+  check_invariant(layout.partial_dims().empty(), "a grid of ", layout.to_string(), ", which is partial");
+  for (int d = 0; d < mesh_->ndim(); ++d) {
+    if (!layout.cut_dims().contains(d)) replicating_.push_back(d);
+  }
+  replicas_ = sizes_of(*mesh_, replicating_);
+  for (const Window& window : windows) {
+    const int t = window.tensor_dim;
+    std::vector<int> cutting;
+    std::vector<IntervalList> lists;
+    std::vector<int64_t> first_positions;
+    if (t == Window::kNoDim) {
+      lists.push_back({{0, 1}});
+      first_positions.push_back(0);
+    } else {
+      for (const Cut& cut : layout.cuts(t)) cutting.push_back(cut.mesh_dim);
+      for (int64_t slot = 0; slot < sizes_of(*mesh_, cutting); ++slot) {
+        IntervalList list = layout.part(t, Position{offset_of(*mesh_, cutting, slot)});
+        const bool is_whole = window.begin == 0 && window.length == layout.shape()[t];
+        first_positions.push_back(is_whole ? 0 : intersection_length(list, {{0, window.begin}}));
+        lists.push_back(is_whole ? std::move(list) : seen_through(window, list));
+      }
+    }
+    tensor_dims_.push_back(t);
+    cutting_.push_back(std::move(cutting));
+    lists_.push_back(std::move(lists));
+    first_positions_.push_back(std::move(first_positions));
+  }
+  number_parts();
+}
+
+void Grid::number_parts() {
+  slots_.resize(parts() * lists_.size());
+  seats_.reserve(mesh_->size());
+  std::vector<int64_t> slots(lists_.size());
+  for (int64_t p = 0; p < mesh_->size(); ++p) {
+    for (size_t t = 0; t < slots.size(); ++t) slots[t] = mesh_->coordinate(p, cutting_[t]);
+    const Seat seat{part_of(slots), mesh_->coordinate(p, replicating_)};
+    std::copy(slots.begin(), slots.end(), slots_.begin() + seat.part * static_cast<int64_t>(slots.size()));
+    seats_.push_back(seat);
+  }
+}
+
+std::optional<Grid::Seat> Grid::seat_of(Rank rank) const {
+  const std::optional<Position> position = mesh_->position_of(rank);
+  return position ? std::optional<Seat>(seats_[*position]) : std::nullopt;
+}
+
+Rank Grid::rank_at(std::span<const int64_t> slots, int64_t replica) const {
+  int64_t position = offset_of(*mesh_, replicating_, replica);
+  for (size_t t = 0; t < cutting_.size(); ++t) position += offset_of(*mesh_, cutting_[t], slots[t]);
+  return mesh_->rank_at(Position{position});
+}
+
+int64_t Grid::part_of(std::span<const int64_t> slots) const {
+  int64_t part = 0;
+  for (size_t t = 0; t < lists_.size(); ++t) part = part * static_cast<int64_t>(lists_[t].size()) + slots[t];
+  return part;
+}
+
+Region Grid::region(int64_t part) const {
+  Region region;
+  for (int t = 0; t < ndim(); ++t) region.push_back(lists_[t][slots_of(part)[t]]);
+  return region;
+}
+
+std::vector<LocalAxis> Grid::local_axes(int64_t part) const {
+  std::vector<LocalAxis> axes;
+  for (int t = 0; t < ndim(); ++t) {
+    const int dim = tensor_dims_[t];
+    axes.push_back(dim == Window::kNoDim ? LocalAxis{} : LocalAxis{{dim}, {}, first_positions_[t][slots_of(part)[t]]});
+  }
+  return axes;
+}
+
+namespace {
+
+struct Owned {
+  Interval interval;
+  int64_t slot;
+};
+
+std::vector<Owned> by_place(const std::vector<IntervalList>& lists) {
+  std::vector<Owned> all;
+  for (size_t slot = 0; slot < lists.size(); ++slot) {
+    for (const Interval& interval : lists[slot]) all.push_back({interval, static_cast<int64_t>(slot)});
+  }
+  std::sort(all.begin(), all.end(), [](const Owned& a, const Owned& b) { return a.interval.begin < b.interval.begin; });
+  for (size_t i = 1; i < all.size(); ++i) {
+    check_invariant(all[i - 1].interval.end <= all[i].interval.begin, "parts of a source overlap at index ",
+                    all[i].interval.begin);
+  }
+  return all;
+}
+
+// Slots of src, and elements in common; a slot may come several times.
+using Runs = std::vector<std::pair<int64_t, int64_t>>;
+
+Runs runs_met(const std::vector<Owned>& owned, const IntervalList& list) {
+  Runs runs;
+  for (const Interval& interval : list) {
+    auto at = std::partition_point(owned.begin(), owned.end(),
+                                   [&](const Owned& one) { return one.interval.end <= interval.begin; });
+    for (; at != owned.end() && at->interval.begin < interval.end; ++at) {
+      const int64_t begin = std::max(at->interval.begin, interval.begin);
+      const int64_t end = std::min(at->interval.end, interval.end);
+      runs.emplace_back(at->slot, end - begin);
+    }
+  }
+  std::sort(runs.begin(), runs.end());
+  return runs;
+}
+
+Runs slots_met(const std::vector<IntervalList>& lists, const IntervalList& list) {
+  Runs runs;
+  int64_t total = 0;
+  for (size_t slot = 0; slot < lists.size(); ++slot) {
+    const int64_t elements = intersection_length(lists[slot], list);
+    if (elements > 0) runs.emplace_back(static_cast<int64_t>(slot), elements);
+    total += elements;
+  }
+  check_invariant(total <= length(list), "parts of a source overlap");
+  return runs;
+}
+
+// Meeting a pair of lists takes about as long as visiting so many of their intervals.
+constexpr size_t kIntervalsPerPair = 32;
+
+size_t num_intervals(const std::vector<IntervalList>& lists) {
+  size_t intervals = 0;
+  for (const IntervalList& list : lists) intervals += list.size();
+  return intervals;
+}
+
+}  // namespace
+
+SlotMeetings::SlotMeetings(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst) {
+  const bool by_pairs = num_intervals(src) + num_intervals(dst) > src.size() * dst.size() * kIntervalsPerPair;
+  const std::vector<Owned> owned = by_pairs ? std::vector<Owned>() : by_place(src);
+  of_src_.begins.assign(src.size() + 1, 0);
+  for (const IntervalList& list : dst) {
+    const size_t begin = of_dst_.all.size();
+    of_dst_.begins.push_back(begin);
+    for (const auto& [slot, elements] : by_pairs ? slots_met(src, list) : runs_met(owned, list)) {
+      const bool is_first = of_dst_.all.size() == begin;
+      if (is_first || of_dst_.all.back().slot != slot) {
+        const int64_t before = is_first ? 0 : of_dst_.all.back().before + of_dst_.all.back().elements;
+        of_dst_.all.push_back({slot, 0, before, 0});
+        ++of_src_.begins[slot + 1];
+      }
+      of_dst_.all.back().elements += elements;
+    }
+  }
+  of_dst_.begins.push_back(of_dst_.all.size());
+  std::partial_sum(of_src_.begins.begin(), of_src_.begins.end(), of_src_.begins.begin());
+  of_src_.all.resize(of_dst_.all.size());
+  std::vector<size_t> next(of_src_.begins.begin(), of_src_.begins.end() - 1);
+  for (size_t b = 0; b < dst.size(); ++b) {
+    for (size_t i = of_dst_.begins[b]; i < of_dst_.begins[b + 1]; ++i) {
+      Met& met = of_dst_.all[i];
+      const size_t first = of_src_.begins[met.slot];
+      const size_t at = next[met.slot]++;
+      const int64_t before = at == first ? 0 : of_src_.all[at - 1].before + of_src_.all[at - 1].elements;
+      of_src_.all[at] = {static_cast<int64_t>(b), met.elements, before, static_cast<int64_t>(i - of_dst_.begins[b])};
+      met.index = static_cast<int64_t>(at - first);
+    }
+  }
+}
+
+const SlotMeetings::Met* SlotMeetings::between(int64_t src_slot, int64_t dst_slot) const {
+  const std::span<const Met> met = of_src(src_slot);
+  const auto found = std::partition_point(met.begin(), met.end(), [&](const Met& one) { return one.slot < dst_slot; });
+  return found != met.end() && found->slot == dst_slot ? &*found : nullptr;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,500 @@
+#include "exchange/grid_exchange.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "exchange/node_sharing.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+using Met = SlotMeetings::Met;
+
+int64_t elements_of(std::span<const Met> met) { return met.empty() ? 0 : met.back().before + met.back().elements; }
+
+}  // namespace
+
+GridExchange::GridExchange(const Layout& src, const Layout& dst, Sharing sharing, int64_t ranks_per_node)
+    : GridExchange(Grid(src), Grid(dst), src.dtype().size_bytes(), sharing, 0, ranks_per_node) {
+  check_invariant(src.shape() == dst.shape() && src.dtype() == dst.dtype(), "a crossing from ", src.to_string(), " to ",
+                  dst.to_string());
+}
+
+GridExchange::GridExchange(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int64_t first_turn,
+                           int64_t ranks_per_node)
+    : GridExchange(std::make_shared<const Parties>(std::move(src), std::move(dst)), item_bytes, sharing, first_turn,
+                   ranks_per_node) {}
+
+GridExchange::GridExchange(std::shared_ptr<const Parties> all, int64_t item_bytes, Sharing sharing, int64_t first_turn,
+                           int64_t ranks_per_node)
+    : Exchange(item_bytes),
+      all_(std::move(all)),
+      sharing_(sharing),
+      first_turn_(first_turn % all_->src.replicas()),
+      ranks_per_node_(ranks_per_node) {
+  check_invariant(sharing != Sharing::kNone, "a crossing without sharing");
+  if (sharing == Sharing::kNodes) share_among_nodes();
+}
+
+GridExchange GridExchange::shared_by(Sharing sharing, int64_t ranks_per_node) const {
+  return GridExchange(all_, item_bytes(), sharing, first_turn_, ranks_per_node);
+}
+
+GridExchange::Parties::Parties(Grid from, Grid to) : src(std::move(from)), dst(std::move(to)), ranks(src.ranks()) {
+  check_invariant(src.ndim() == dst.ndim(), "a crossing from ", src.ndim(), " to ", dst.ndim(), " dims");
+  for (int t = 0; t < src.ndim(); ++t) meetings.emplace_back(src.lists(t), dst.lists(t));
+  const std::vector<Rank> others = dst.ranks();
+  ranks.insert(ranks.end(), others.begin(), others.end());
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  for (const Rank rank : ranks) ends.push_back({src.seat_of(rank), dst.seat_of(rank)});
+  find_absent();
+  find_lines();
+}
+
+void GridExchange::Parties::find_absent() {
+  absent.resize(src.parts());
+  for (const auto& [holds, needs] : ends) {
+    if (!holds || !needs) continue;
+    Absent one{0, 1, 0};
+    int64_t places = 1;
+    for (int t = 0; t < src.ndim() && one.elements > 0; ++t) {
+      const int64_t held = src.slots_of(holds->part)[t];
+      const int64_t needed = dst.slots_of(needs->part)[t];
+      const Met* met = meetings[t].between(held, needed);
+      const auto choices = static_cast<int64_t>(meetings[t].of_src(held).size());
+      places *= choices;
+      one.place *= choices;
+      if (met != nullptr) one.place += meetings[t].of_dst(needed)[met->index].index;
+      one.elements *= met != nullptr ? met->elements : 0;
+    }
+    if (one.elements == 0) continue;
+    one.place += needs->replica * places;
+    absent[holds->part].push_back(one);
+  }
+  for (std::vector<Absent>& all : absent) {
+    std::sort(all.begin(), all.end(), [](const Absent& a, const Absent& b) { return a.place < b.place; });
+    for (size_t i = 1; i < all.size(); ++i) all[i].before = all[i - 1].before + all[i - 1].elements;
+  }
+}
+
+void GridExchange::Parties::find_lines() {
+  lines.resize(src.parts());
+  for (int64_t part = 0; part < src.parts(); ++part) {
+    Line& line = lines[part];
+    line.part = part;
+    for (int t = 0; t < src.ndim(); ++t) {
+      const std::span<const Met> met = meetings[t].of_src(src.slots_of(part)[t]);
+      line.places *= static_cast<int64_t>(met.size());
+      line.elements *= elements_of(met);
+    }
+    line.length = line.elements * dst.replicas();
+    if (!absent[part].empty()) line.length -= absent[part].back().before + absent[part].back().elements;
+    stretch = std::max(stretch, (line.length + src.replicas() - 1) / src.replicas());
+  }
+  least_stretch = stretch;
+  for (Line& line : lines) {
+    const int64_t of_each = (line.length + dst.replicas() - 1) / dst.replicas();
+    const int64_t replicas_each = (dst.replicas() + src.replicas() - 1) / src.replicas();
+    line.stretch = std::clamp<int64_t>(of_each * replicas_each, 1, stretch);
+    if (line.length > 0 && !absent[line.part].empty()) least_stretch = std::min(least_stretch, line.stretch);
+  }
+}
+
+void GridExchange::share_among_nodes() {
+  check_invariant(ranks_per_node_ > 0, "a crossing that prefers nodes of ", ranks_per_node_, " ranks");
+  for (const Line& line : all_->lines) {
+    std::vector<Rank> holders;
+    for (int64_t turn = 0; turn < src().replicas(); ++turn) holders.push_back(holder(line, turn));
+    std::vector<Need> needs;
+    for (int64_t number = 0; number < num_places(line); ++number) {
+      const int64_t elements = place(line, number).elements;
+      if (elements > 0) needs.push_back({needer(line, number), elements});
+    }
+    for (const auto& [from, to, range] : share_by_nodes(holders, needs, ranks_per_node_, kMostInside * all_->stretch)) {
+      sends_[from].push_back({to, range});
+      receives_[to].push_back({from, range});
+    }
+  }
+  for (auto* all : {&sends_, &receives_}) {
+    for (auto& [rank, ranges] : *all) std::ranges::sort(ranges, {}, &PeerRange::peer);
+  }
+}
+
+const GridExchange::Ends& GridExchange::ends_of(Rank rank) const {
+  static const Ends kNone;
+  const auto found = std::lower_bound(all_->ranks.begin(), all_->ranks.end(), rank);
+  return found != all_->ranks.end() && *found == rank ? all_->ends[found - all_->ranks.begin()] : kNone;
+}
+
+const std::vector<GridExchange::PeerRange>& GridExchange::listed(const Ranges& ranges, Rank rank) {
+  static const std::vector<PeerRange> kNone;
+  const auto found = ranges.find(rank);
+  return found == ranges.end() ? kNone : found->second;
+}
+
+int64_t GridExchange::num_meetings() const {
+  int64_t meetings = dst().replicas();
+  for (int t = 0; t < src().ndim(); ++t) {
+    int64_t of_dim = 0;
+    const auto slots = static_cast<int64_t>(src().lists(t).size());
+    for (int64_t slot = 0; slot < slots; ++slot) of_dim += static_cast<int64_t>(all_->meetings[t].of_src(slot).size());
+    meetings = saturating_product(meetings, of_dim);
+  }
+  return meetings;
+}
+
+GridExchange::Inside GridExchange::inside(Rank rank) const {
+  const auto bytes_of = [&](const Ranges& ranges) {
+    int64_t elements = 0;
+    for (const auto& [peer, range] : listed(ranges, rank)) {
+      if (number(peer) / ranks_per_node_ == number(rank) / ranks_per_node_) elements += range.extent();
+    }
+    return elements * item_bytes();
+  };
+  return {bytes_of(receives_), bytes_of(sends_)};
+}
+
+Rank GridExchange::holder(const Line& line, int64_t turn) const {
+  return src().rank_at(src().slots_of(line.part), (turn + first_turn_) % src().replicas());
+}
+
+int64_t GridExchange::turn_of(const Grid::Seat& seat) const {
+  return (seat.replica + src().replicas() - first_turn_) % src().replicas();
+}
+
+// Within a replica, places are numbered by their meeting on each tensor dim, the last dim fastest. So the elements
+// before a place are the sum, over tensor dims, of its own elements on the dims before, times the elements of the
+// meetings before its own on this dim, times all elements on the dims after.
+GridExchange::Place GridExchange::place(const Line& line, int64_t number) const {
+  if (number == num_places(line)) return {line.length, 0};
+  const std::span<const int64_t> slots = src().slots_of(line.part);
+  Place found{0, 1};
+  int64_t rest = number % line.places;
+  int64_t all_after = 1;
+  for (int t = src().ndim() - 1; t >= 0; --t) {
+    const std::span<const Met> met = all_->meetings[t].of_src(slots[t]);
+    const auto choices = static_cast<int64_t>(met.size());
+    const Met& own = met[rest % choices];
+    rest /= choices;
+    found.begin = own.before * all_after + own.elements * found.begin;
+    found.elements *= own.elements;
+    all_after *= elements_of(met);
+  }
+  found.begin += number / line.places * line.elements;
+  const std::vector<Absent>& all = all_->absent[line.part];
+  const auto absent =
+      std::partition_point(all.begin(), all.end(), [&](const Absent& one) { return one.place < number; });
+  if (absent != all.begin()) found.begin -= (absent - 1)->before + (absent - 1)->elements;
+  if (absent != all.end() && absent->place == number) found.elements = 0;
+  return found;
+}
+
+int64_t GridExchange::first_served(const Line& line, int64_t turn) const {
+  const int64_t begin = line.stretch * turn;
+  int64_t low = 0;
+  int64_t high = num_places(line);
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    const Place at = place(line, middle);
+    const bool is_before =
+        sharing_ == Sharing::kBytes ? at.begin + at.elements <= begin : 2 * at.begin + at.elements < 2 * begin;
+    (is_before ? low : high) = is_before ? middle + 1 : middle;
+  }
+  return low;
+}
+
+// If messages are split, the place that the next holder serves first may be served by this one too.
+int64_t GridExchange::end_served(const Line& line, int64_t turn) const {
+  const int64_t next = first_served(line, turn + 1);
+  const bool is_shared =
+      sharing_ == Sharing::kBytes && next < num_places(line) && place(line, next).begin < line.stretch * (turn + 1);
+  return next + (is_shared ? 1 : 0);
+}
+
+int64_t GridExchange::num_present(const Line& line, int64_t first, int64_t end) const {
+  const std::vector<Absent>& all = all_->absent[line.part];
+  const auto before = [&](int64_t number) {
+    return std::partition_point(all.begin(), all.end(), [&](const Absent& one) { return one.place < number; });
+  };
+  return end - first - (before(end) - before(first));
+}
+
+Interval GridExchange::served(const Line& line, const Place& place, int64_t turn) const {
+  if (sharing_ == Sharing::kMessages) {
+    return {0, (2 * place.begin + place.elements) / (2 * line.stretch) == turn ? place.elements : 0};
+  }
+  const int64_t begin = std::max(line.stretch * turn, place.begin);
+  const int64_t end = std::min(line.stretch * (turn + 1), place.begin + place.elements);
+  return begin < end ? Interval{begin - place.begin, end - place.begin} : Interval{0, 0};
+}
+
+Rank GridExchange::needer(const Line& line, int64_t number) const {
+  const std::span<const int64_t> from = src().slots_of(line.part);
+  std::vector<int64_t> slots(from.size());
+  int64_t rest = number % line.places;
+  for (size_t t = slots.size(); t-- > 0;) {
+    const std::span<const Met> met = all_->meetings[t].of_src(from[t]);
+    const auto choices = static_cast<int64_t>(met.size());
+    slots[t] = met[rest % choices].slot;
+    rest /= choices;
+  }
+  return dst().rank_at(slots, number / line.places);
+}
+
+std::vector<GridExchange::PeerRange> GridExchange::ranges(Rank rank, Direction direction) const {
+  const bool sends = direction == Direction::kSend;
+  if (sharing_ == Sharing::kNodes) return listed(sends ? sends_ : receives_, rank);
+  std::vector<PeerRange> ranges;
+  const Ends& ends = ends_of(rank);
+  if (!sends) {
+    for_each_received(rank, ends, [&](Rank from, Interval range) { ranges.push_back({from, range}); });
+  } else if (ends.holds) {
+    const Line& line = all_->lines[ends.holds->part];
+    const int64_t turn = turn_of(*ends.holds);
+    const int64_t end = end_served(line, turn);
+    for (int64_t number = first_served(line, turn); number < end; ++number) {
+      const Interval range = served(line, place(line, number), turn);
+      if (range.begin < range.end) ranges.push_back({needer(line, number), range});
+    }
+  }
+  std::ranges::sort(ranges, {}, &PeerRange::peer);
+  return ranges;
+}
+
+template <typename Visit>
+void GridExchange::for_each_received(Rank rank, const Ends& ends, const Visit& visit) const {
+  if (sharing_ == Sharing::kNodes) {
+    for (const PeerRange& one : listed(receives_, rank)) visit(one.peer, one.range);
+    return;
+  }
+  const auto& [holds, needs] = ends;
+  if (!needs) return;
+  const std::span<const int64_t> needed = dst().slots_of(needs->part);
+  int64_t meetings = 1;
+  for (int t = 0; t < dst().ndim(); ++t) {
+    meetings *= static_cast<int64_t>(all_->meetings[t].of_dst(needed[t]).size());
+  }
+  for (int64_t meeting = 0; meeting < meetings; ++meeting) {
+    int64_t rest = meeting;
+    int64_t part = 0;
+    int64_t parts_after = 1;
+    int64_t number = 0;
+    int64_t places_after = 1;
+    for (int t = src().ndim() - 1; t >= 0; --t) {
+      const std::span<const Met> met = all_->meetings[t].of_dst(needed[t]);
+      const auto choices = static_cast<int64_t>(met.size());
+      const Met& one = met[rest % choices];
+      rest /= choices;
+      part += one.slot * parts_after;
+      parts_after *= static_cast<int64_t>(src().lists(t).size());
+      number += one.index * places_after;
+      places_after *= static_cast<int64_t>(all_->meetings[t].of_src(one.slot).size());
+    }
+    if (holds && holds->part == part) continue;
+    const Line& line = all_->lines[part];
+    const Place at = place(line, needs->replica * line.places + number);
+    const bool in_whole = sharing_ == Sharing::kMessages;
+    const int64_t first = in_whole ? (2 * at.begin + at.elements) / (2 * line.stretch) : at.begin / line.stretch;
+    const int64_t last = in_whole ? first : (at.begin + at.elements - 1) / line.stretch;
+    for (int64_t turn = first; turn <= last; ++turn) visit(holder(line, turn), served(line, at, turn));
+  }
+}
+
+std::vector<Exchange::MessageSize> GridExchange::message_sizes(Rank rank, Direction direction) const {
+  std::vector<MessageSize> sizes;
+  for (const auto& [peer, range] : ranges(rank, direction)) sizes.push_back({peer, range.extent()});
+  return sizes;
+}
+
+std::vector<Exchange::Message> GridExchange::messages(Rank rank, Direction direction) const {
+  std::vector<Message> messages;
+  const std::vector<PeerRange> all = ranges(rank, direction);
+  if (all.empty()) return messages;
+  const Region own = *region(rank, direction);
+  for (const auto& [peer, range] : all) {
+    const Selection common = direction == Direction::kSend ? Selection(own, *region(peer, Direction::kReceive))
+                                                           : Selection(*region(peer, Direction::kSend), own);
+    messages.push_back({peer, common.slice(range.begin, range.end)});
+  }
+  return messages;
+}
+
+std::optional<Region> GridExchange::region(Rank rank, Direction side) const {
+  const std::optional<Grid::Seat> seat = grid(side).seat_of(rank);
+  return seat ? std::optional<Region>(grid(side).region(seat->part)) : std::nullopt;
+}
+
+std::vector<LocalAxis> GridExchange::local_axes(Rank rank, Direction side) const {
+  return grid(side).local_axes(grid(side).seat_of(rank)->part);
+}
+
+int64_t GridExchange::needed_by_all() const {
+  int64_t elements = dst().replicas();
+  for (int t = 0; t < dst().ndim(); ++t) {
+    int64_t of_dim = 0;
+    for (const IntervalList& list : dst().lists(t)) of_dim += shardwright::length(list);
+    elements *= of_dim;
+  }
+  return elements;
+}
+
+std::optional<std::map<std::vector<Rank>, int64_t>> GridExchange::demand() const {
+  std::map<std::vector<Rank>, int64_t> demand;
+  for (const Line& line : all_->lines) {
+    if (line.length == 0) continue;
+    std::vector<Rank> holders;
+    for (int64_t turn = 0; turn < src().replicas(); ++turn) holders.push_back(holder(line, turn));
+    std::sort(holders.begin(), holders.end());
+    demand[std::move(holders)] += line.length;
+  }
+  return demand;
+}
+
+int64_t GridExchange::num_elements(Rank rank, Direction direction) const {
+  const Ends& ends = ends_of(rank);
+  return direction == Direction::kSend ? sent(rank, ends).elements : received_elements(ends);
+}
+
+int64_t GridExchange::received_elements(const Ends& ends) const {
+  const auto& [holds, needs] = ends;
+  if (!needs) return 0;
+  int64_t needed = 1;
+  int64_t kept = holds ? 1 : 0;
+  for (int t = 0; t < dst().ndim(); ++t) {
+    const int64_t slot = dst().slots_of(needs->part)[t];
+    needed *= elements_of(all_->meetings[t].of_dst(slot));
+    const Met* met = kept > 0 ? all_->meetings[t].between(src().slots_of(holds->part)[t], slot) : nullptr;
+    kept *= met != nullptr ? met->elements : 0;
+  }
+  return needed - kept;
+}
+
+bool GridExchange::communicates() const {
+  return std::any_of(all_->lines.begin(), all_->lines.end(), [](const Line& line) { return line.length > 0; });
+}
+
+GridExchange::Sent GridExchange::sent(Rank rank, const Ends& ends) const {
+  if (sharing_ == Sharing::kNodes) {
+    const std::vector<PeerRange>& ranges = listed(sends_, rank);
+    Sent sent{0, static_cast<int64_t>(ranges.size())};
+    for (const PeerRange& one : ranges) sent.elements += one.range.extent();
+    return sent;
+  }
+  if (!ends.holds) return {};
+  const Line& line = all_->lines[ends.holds->part];
+  const int64_t turn = turn_of(*ends.holds);
+  const int64_t first = first_served(line, turn);
+  const int64_t end = end_served(line, turn);
+  const int64_t messages = num_present(line, first, end);
+  if (sharing_ == Sharing::kBytes) {
+    return {std::clamp<int64_t>(line.length - line.stretch * turn, 0, line.stretch), messages};
+  }
+  return {place(line, end).begin - place(line, first).begin, messages};
+}
+
+int64_t GridExchange::messages_at_most(Rank rank, Direction direction) const {
+  if (direction == Direction::kSend) return sent(rank, ends_of(rank)).messages;
+  if (sharing_ == Sharing::kNodes) return static_cast<int64_t>(listed(receives_, rank).size());
+  const Ends& ends = ends_of(rank);
+  const int64_t parts = parts_received(ends);
+  if (sharing_ == Sharing::kMessages) return parts;
+  // A place of e elements is served in at most 2 + (e - 2) / s stretches of s elements. Where s is less than
+  // least_stretch, nobody is absent, so s is no less than e, and a place is served in two at most, or in one if e = 1.
+  const int64_t elements = received_elements(ends);
+  const int64_t least = all_->least_stretch;
+  const int64_t most = parts + (elements + (least - 2) * parts) / least;
+  return std::min({most, elements, parts * src().replicas()});
+}
+
+int64_t GridExchange::parts_received(const Ends& ends) const {
+  const auto& [holds, needs] = ends;
+  if (!needs) return 0;
+  int64_t parts = 1;
+  bool holds_one = holds.has_value();
+  for (int t = 0; t < dst().ndim(); ++t) {
+    const int64_t slot = dst().slots_of(needs->part)[t];
+    parts *= static_cast<int64_t>(all_->meetings[t].of_dst(slot).size());
+    holds_one = holds_one && all_->meetings[t].between(src().slots_of(holds->part)[t], slot) != nullptr;
+  }
+  return parts - (holds_one ? 1 : 0);
+}
+
+Traffic GridExchange::traffic(Rank rank, int64_t rounds) const { return traffic(rank, ends_of(rank), rounds); }
+
+Traffic GridExchange::traffic(Rank rank, const Ends& ends, int64_t rounds) const {
+  const Sent all_sent = sent(rank, ends);
+  Traffic traffic{received_elements(ends) * item_bytes(), all_sent.elements * item_bytes(), 0, all_sent.messages};
+  if (rounds == 1 && sharing_ == Sharing::kMessages) {
+    traffic.messages = parts_received(ends);
+    return traffic;
+  }
+  if (rounds > 1) {
+    traffic.sent_messages = 0;
+    for (const auto& [peer, range] : ranges(rank, Direction::kSend)) {
+      traffic.sent_messages += std::min(rounds, range.extent());
+    }
+  }
+  for_each_received(rank, ends, [&](Rank, Interval range) { traffic.messages += std::min(rounds, range.extent()); });
+  return traffic;
+}
+
+int64_t GridExchange::largest_result_bytes() const {
+  int64_t bytes = item_bytes();
+  for (int t = 0; t < dst().ndim(); ++t) {
+    int64_t longest = 0;
+    for (const IntervalList& list : dst().lists(t)) longest = std::max(longest, shardwright::length(list));
+    bytes *= longest;
+  }
+  return bytes;
+}
+
+GridExchange::Totals GridExchange::totals(int64_t rounds) const {
+  Totals totals;
+  for (size_t i = 0; i < all_->ranks.size(); ++i) {
+    const Rank rank = all_->ranks[i];
+    const Traffic one = traffic(rank, all_->ends[i], rounds);
+    totals.worst.received_bytes = std::max(totals.worst.received_bytes, one.received_bytes);
+    totals.worst.sent_bytes = std::max(totals.worst.sent_bytes, one.sent_bytes);
+    totals.worst.messages = std::max(totals.worst.messages, one.messages);
+    totals.worst.sent_messages = std::max(totals.worst.sent_messages, one.sent_messages);
+    totals.received_bytes_sum += one.received_bytes;
+    if (sharing_ != Sharing::kNodes) continue;
+    const Inside within = inside(rank);
+    if (!totals.worst.by_link) totals.worst.by_link.emplace();
+    StepFigures::ByLink& most = *totals.worst.by_link;
+    most.inside = std::max({most.inside, within.received_bytes, within.sent_bytes});
+    most.between =
+        std::max({most.between, one.received_bytes - within.received_bytes, one.sent_bytes - within.sent_bytes});
+  }
+  totals.worst.touched_bytes = largest_result_bytes();
+  return totals;
+}
+
+StepFigures GridExchange::worst_at_least() const {
+  StepFigures worst;
+  for (const Ends& ends : all_->ends) {
+    worst.received_bytes = std::max(worst.received_bytes, received_elements(ends) * item_bytes());
+    worst.messages = std::max(worst.messages, parts_received(ends));
+  }
+  if (worst.messages > 0) worst.sent_bytes = all_->stretch * item_bytes();
+  worst.touched_bytes = largest_result_bytes();
+  return worst;
+}
+
+bool GridExchange::crosses_nodes(int64_t ranks_per_node) const {
+  if (ranks_per_node <= 0) return false;
+  const auto node_of = [&](Rank rank) { return number(rank) / ranks_per_node; };
+  if (node_of(all_->ranks.front()) == node_of(all_->ranks.back())) return false;
+  for (size_t i = 0; i < all_->ranks.size(); ++i) {
+    const Rank rank = all_->ranks[i];
+    bool crosses = false;
+    for_each_received(rank, all_->ends[i],
+                      [&](Rank from, Interval) { crosses = crosses || node_of(from) != node_of(rank); });
+    if (crosses) return true;
+  }
+  return false;
+}
+
+}  // namespace shardwright

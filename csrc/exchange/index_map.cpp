@@ -1,0 +1,99 @@
+#include "exchange/index_map.h"
+
+#include <algorithm>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+std::string side(int dim, int64_t begin, int64_t length, bool is_fixed) {
+  return is_fixed ? concat(dim, "[", begin, "]") : concat(dim, "[", begin, ":", begin + length, "]");
+}
+
+// Checks one side of all axes.
+void check_side(const std::vector<Window>& windows, const std::vector<int64_t>& shape, const std::string& side,
+                const std::string& argument) {
+  std::vector<int> times(shape.size(), 0);
+  for (const Window& window : windows) {
+    if (window.tensor_dim == Window::kNoDim) {
+      check_user(window.begin == 0 && window.length == 1, argument, ": an axis without a ", side,
+                 " dim has the range [", window.begin, ", ", window.begin + window.length,
+                 ") there; allowed is [0, 1)");
+      continue;
+    }
+    const auto ndim = static_cast<int>(shape.size());
+    check_user(window.tensor_dim >= 0 && window.tensor_dim < ndim, argument, ": got ", side, " dim ", window.tensor_dim,
+               "; allowed are the dims of a shape [", join(shape), "]");
+    ++times[window.tensor_dim];
+    const int64_t size = shape[window.tensor_dim];
+    check_user(window.begin >= 0 && window.length >= 0 && window.begin <= size && window.length <= size - window.begin,
+               argument, ": got the range [", window.begin, ", ", window.begin + window.length, ") of ", side, " dim ",
+               window.tensor_dim, "; allowed are ranges within its size, ", size);
+  }
+  for (size_t d = 0; d < times.size(); ++d) {
+    check_user(times[d] == 1, argument, ": ", side, " dim ", d, " of a shape [", join(shape), "] is on ", times[d],
+               " axes; allowed is one");
+  }
+}
+
+}  // namespace
+
+IndexMap IndexMap::identity(const std::vector<int64_t>& shape) {
+  std::vector<MapAxis> axes;
+  for (size_t d = 0; d < shape.size(); ++d) axes.push_back({static_cast<int>(d), static_cast<int>(d), 0, 0, shape[d]});
+  return IndexMap(std::move(axes));
+}
+
+std::vector<Window> IndexMap::src_windows() const {
+  std::vector<Window> windows;
+  for (const MapAxis& axis : axes_) windows.push_back({axis.src_dim, axis.src_begin, axis.length});
+  return windows;
+}
+
+std::vector<Window> IndexMap::dst_windows() const {
+  std::vector<Window> windows;
+  for (const MapAxis& axis : axes_) windows.push_back({axis.dst_dim, axis.dst_begin, axis.length});
+  return windows;
+}
+
+int64_t IndexMap::num_elements() const {
+  int64_t elements = 1;
+  for (const MapAxis& axis : axes_) elements *= axis.length;
+  return elements;
+}
+
+std::vector<int64_t> IndexMap::words() const {
+  std::vector<int64_t> words;
+  for (const MapAxis& axis : axes_) {
+    words.insert(words.end(), {axis.src_dim, axis.dst_dim, axis.src_begin, axis.dst_begin, axis.length});
+  }
+  return words;
+}
+
+void IndexMap::check(const std::vector<int64_t>& src_shape, const std::vector<int64_t>& dst_shape,
+                     const std::string& argument) const {
+  for (const MapAxis& axis : axes_) {
+    check_user(axis.src_dim != MapAxis::kNoDim || axis.dst_dim != MapAxis::kNoDim, argument,
+               ": an axis has neither a source dim nor a destination dim; allowed are axes with one or both");
+    check_user(axis.length == 1 || (axis.src_dim != MapAxis::kNoDim && axis.dst_dim != MapAxis::kNoDim), argument,
+               ": an axis with only one dim has length ", axis.length, "; allowed is 1");
+  }
+  check_side(src_windows(), src_shape, "source", argument);
+  check_side(dst_windows(), dst_shape, "destination", argument);
+}
+
+std::string IndexMap::to_string() const {
+  std::vector<std::string> texts;
+  for (const MapAxis& axis : axes_) {
+    const bool is_fixed = axis.src_dim == MapAxis::kNoDim || axis.dst_dim == MapAxis::kNoDim;
+    std::string text;
+    if (axis.src_dim != MapAxis::kNoDim) text += side(axis.src_dim, axis.src_begin, axis.length, is_fixed);
+    text += axis.dst_dim == MapAxis::kNoDim ? " ->" : axis.src_dim == MapAxis::kNoDim ? "-> " : " -> ";
+    if (axis.dst_dim != MapAxis::kNoDim) text += side(axis.dst_dim, axis.dst_begin, axis.length, is_fixed);
+    texts.push_back(std::move(text));
+  }
+  return join(texts);
+}
+
+}  // namespace shardwright

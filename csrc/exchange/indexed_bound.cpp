@@ -1,0 +1,104 @@
+#include "exchange/indexed_bound.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "exchange/cells.h"
+#include "exchange/indexed_exchange.h"
+#include "support/ceil_divide.h"
+
+namespace shardwright {
+namespace {
+
+void bound_nodes(const Cells& cells, const std::vector<Rank>& ranks, int64_t ranks_per_node, int64_t item_bytes,
+                 ExchangeBound& bound) {
+  if (ranks_per_node <= 0) return;
+  struct Node {
+    int64_t ranks = 0;
+    int64_t entering = 0;
+    int64_t leaving = 0;
+  };
+  std::map<int64_t, Node> nodes;
+  const auto node_of = [&](size_t i) { return number(ranks[i]) / ranks_per_node; };
+  for (size_t i = 0; i < ranks.size(); ++i) ++nodes[node_of(i)].ranks;
+  const auto nodes_of = [&](const RankSet& some) {
+    std::set<int64_t> found;
+    for (const size_t i : some.numbers()) found.insert(node_of(i));
+    return found;
+  };
+  for (const Cells::Cell& cell : cells.all()) {
+    const std::set<int64_t> holding = nodes_of(cell.holders);
+    const std::set<int64_t> needing = nodes_of(cell.needers);
+    for (const int64_t node : needing) {
+      if (!holding.contains(node)) nodes[node].entering += cell.elements;
+    }
+    if (holding.size() == 1 && !(needing == holding)) nodes[*holding.begin()].leaving += cell.elements;
+  }
+  for (const auto& [number, node] : nodes) {
+    const auto most = [&](int64_t& of_all, int64_t elements) { of_all = std::max(of_all, elements * item_bytes); };
+    most(bound.node_bytes_per_rank, ceil_divide(node.entering, node.ranks));
+    most(bound.leaving_bytes_per_rank, ceil_divide(node.leaving, node.ranks));
+    if (ranks_per_node <= ExchangeBound::kMaxNode) most(bound.node_bytes_max, node.entering);
+  }
+}
+
+// Each element takes as many transfers as there are contributions and holders of the result, less two. A mesh dim that
+// becomes partial needs one holder only.
+int64_t transfers_with_pending(const Layout& src, const Layout& dst, MeshDimSet kept) {
+  const Mesh& mesh = src.mesh();
+  const int64_t contributions = mesh.group_size(src.partial_dims() - kept);
+  int64_t results = 0;
+  for (int64_t p = 0; p < dst.mesh().size(); ++p) results += num_elements(dst.region(p));
+  results /= dst.mesh().group_size(dst.partial_dims() - kept);
+  const int64_t tensors = src.num_elements() * mesh.group_size(kept);
+  return std::max<int64_t>(tensors * (contributions - 2) + results, 0);
+}
+
+}  // namespace
+
+ExchangeBound indexed_bound(const Layout& src, const Layout& dst, int64_t ranks_per_node) {
+  const MeshDimSet kept = kept_partials(src, dst);
+  const std::vector<Rank> ranks = ranks_of(src.mesh(), dst.mesh());
+  const auto all = static_cast<int64_t>(ranks.size());
+  const int64_t item = src.dtype().size_bytes();
+  const bool reduces = !(src.partial_dims() - kept).empty();
+  ExchangeBound bound;
+  bound.direct_is_exact = bound.forwarded_is_exact = false;
+  if (!reduces && !(dst.partial_dims() - kept).empty()) return bound;  // a rank may hold any share of the value
+
+  const AxisGrids grids = axis_grids(src, dst);
+  int64_t sum = 0;
+  int64_t most = 0;
+  if (reduces) {
+    sum = transfers_with_pending(src, dst, kept);
+    most = ceil_divide(sum, all);
+  } else {
+    const IndexedExchange exchange(grids, item, Sharing::kMessages);
+    for (const Rank rank : ranks) {
+      const int64_t received = exchange.num_elements(rank, Direction::kReceive);
+      sum += received;
+      most = std::max(most, received);
+    }
+  }
+  bound.received_bytes_max = most * item;
+  bound.received_bytes_sum = sum * item;
+  bound.direct_sent = {sum, reduces ? all : src.mesh().size()};
+  bound.forwarded_sent = {sum, all};
+  int64_t any = bound.forwarded_sent.rounded_up();
+  if (const std::optional<Cells> cells = reduces ? std::nullopt : Cells::of(grids.src, grids.dst, ranks)) {
+    bound.direct_sent = cells->direct_load();
+    bound.forwarded_sent = cells->forwarded_load();
+    bound.direct_is_exact = bound.forwarded_is_exact = true;
+    any = std::max(any, cells->leaving_load().rounded_up());
+    bound_nodes(*cells, ranks, ranks_per_node, item, bound);
+  }
+  bound.direct_sent_bytes_max = bound.direct_sent.rounded_up() * item;
+  bound.forwarded_sent_bytes_max = bound.forwarded_sent.rounded_up() * item;
+  bound.any_sent_bytes_max = any * item;
+  return bound;
+}
+
+}  // namespace shardwright

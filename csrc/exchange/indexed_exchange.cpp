@@ -1,0 +1,440 @@
+#include "exchange/indexed_exchange.h"
+
+#include <algorithm>
+#include <bit>
+#include <numeric>
+#include <tuple>
+#include <utility>
+
+#include "exchange/cells.h"
+#include "exchange/samples.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// Of all ranks together. Few lists of CutRule::kMaxRuns runs may all be listed.
+constexpr int64_t kMaxListed = 16 * CutRule::kMaxRuns;
+
+// Where the busiest rank sends more than it must by more than this fraction, who serves what is worked out by cells.
+constexpr int64_t kSentAboveFraction = 20;
+
+// The number of bits up to the highest in which two ranks differ.
+int distance(Rank a, Rank b) { return std::bit_width(static_cast<uint64_t>(number(a) ^ number(b))); }
+
+std::vector<Rank> united(std::vector<Rank> a, const std::vector<Rank>& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  std::sort(a.begin(), a.end());
+  a.erase(std::unique(a.begin(), a.end()), a.end());
+  return a;
+}
+
+}  // namespace
+
+// Chooses, for one axis, which slot serves which elements to which receiver.
+class IndexedExchange::Choice {
+ public:
+  Choice(const AxisGrid& src, const AxisGrid& dst, size_t axis, Sharing sharing)
+      : src_(src),
+        dst_(dst),
+        axis_(axis),
+        sharing_(sharing),
+        samples_({&src.axes[axis].lists, &dst.axes[axis].lists}),
+        sent_(src.axes[axis].lists.size(), 0) {
+    const int64_t runs = runs_to_list();
+    ranks_.resize(sent_.size());
+    for (size_t p = 0; p < src.slots.size(); ++p) {
+      ranks_[src.slots[p][axis]].push_back(src.mesh->rank_at(Position{static_cast<int64_t>(p)}));
+    }
+    make_stretches();
+    if (const int64_t servers = most_servers(); sharing_ == Sharing::kBytes && servers > 1) {
+      samples_ = Samples({&src.axes[axis].lists, &dst.axes[axis].lists},
+                         std::clamp<int64_t>(CutRule::kMaxRuns / runs, 1, servers));
+      make_stretches();
+    }
+    for (const IntervalList& list : dst.axes[axis].lists) needed_.push_back(samples_.in(list));
+  }
+
+  std::map<int64_t, Shares> all() {
+    for (size_t to = 0; to < dst_.slots.size(); ++to) add_requests(static_cast<int64_t>(to));
+    std::stable_sort(requests_.begin(), requests_.end(), [&](const Request& a, const Request& b) {
+      return stretches_[a.stretch].lists.size() < stretches_[b.stretch].lists.size();
+    });
+    for (const Request& request : requests_) serve(request);
+    std::map<int64_t, Shares> shares;
+    for (auto& [to, by_slot] : taken_) {
+      Shares& own = shares[to];
+      for (auto& [slot, elements] : by_slot) {
+        own.push_back({slot, samples_.repeated(sorted_by_place(std::move(elements)))});
+      }
+    }
+    return shares;
+  }
+
+ private:
+  struct Request {
+    int64_t to = 0;
+    size_t stretch = 0;
+    Interval interval;
+  };
+
+  // Returns how many runs are listed at most, here or by what moves them: those in the samples, or all of them if a
+  // list does not ascend. Throws UserError if they are too many.
+  int64_t runs_to_list() const {
+    const std::vector<const std::vector<IntervalList>*> sides{&src_.axes[axis_].lists, &dst_.axes[axis_].lists};
+    const bool ascend = std::all_of(sides.begin(), sides.end(), [](const std::vector<IntervalList>* lists) {
+      return std::all_of(lists->begin(), lists->end(), is_ascending);
+    });
+    int64_t runs = 1;
+    for (const std::vector<IntervalList>* lists : sides) {
+      for (const IntervalList& list : *lists) {
+        runs += ascend ? samples_.most_in(list) : static_cast<int64_t>(list.size());
+        check_user(runs <= kMaxListed, "placements: to move from one order of elements to another takes lists of ",
+                   runs, " runs or more, because ",
+                   ascend ? "their repetitions coincide too seldom" : "parts of them do not ascend",
+                   "; allowed are at most 2^24");
+      }
+    }
+    return runs;
+  }
+
+  // Returns the most ranks that may serve the same repetitions. Of a stretch of one element in each repetition none
+  // can serve a part, so that each needs samples of its own to serve its share.
+  int64_t most_servers() const {
+    int64_t most = 1;
+    for (const Stretch& stretch : stretches_) {
+      if (stretch.lists.size() < 2 || stretch.count == 1) continue;
+      int64_t ranks = 0;
+      for (const int64_t slot : stretch.lists) ranks += num_ranks(slot);
+      most = std::max(most, ranks);
+    }
+    return most;
+  }
+
+  void make_stretches() {
+    std::vector<const IntervalList*> lists;
+    for (const IntervalList& list : src_.axes[axis_].lists) lists.push_back(&list);
+    stretches_ = stretches(samples_, lists);
+  }
+
+  void add_requests(int64_t to) {
+    const Rank rank = dst_.mesh->rank_at(Position{to});
+    const std::optional<Position> before = src_.mesh->position_of(rank);
+    const int64_t own = before ? src_.slots[*before][axis_] : -1;
+    taken_[to];
+    for (const Interval& one : needed_[dst_.slots[to][axis_]]) {
+      auto at = std::partition_point(stretches_.begin(), stretches_.end(),
+                                     [&](const Stretch& stretch) { return stretch.interval.end <= one.begin; });
+      for (; at != stretches_.end() && at->interval.begin < one.end; ++at) {
+        const Interval both{std::max(one.begin, at->interval.begin), std::min(one.end, at->interval.end)};
+        if (std::binary_search(at->lists.begin(), at->lists.end(), own)) {
+          taken_[to][own].push_back(both);  // which is not sent
+        } else {
+          requests_.push_back({to, static_cast<size_t>(at - stretches_.begin()), both});
+        }
+      }
+    }
+  }
+
+  void serve(const Request& request) {
+    const std::vector<int64_t>& slots = stretches_[request.stretch].lists;
+    if (slots.size() > 1 && sharing_ == Sharing::kBytes) return serve_from_all(request);
+    int64_t best = slots.front();
+    if (slots.size() > 1) {
+      const Rank to = dst_.mesh->rank_at(Position{request.to});
+      const auto nearest = [&](int64_t slot) {
+        int least = 64;
+        for (const Rank rank : ranks_[slot]) least = std::min(least, distance(rank, to));
+        return least;
+      };
+      int of_best = nearest(best);
+      for (const int64_t slot : slots) {
+        const int of_slot = nearest(slot);
+        if (of_slot > of_best || (of_slot == of_best && !sends_less(slot, best))) continue;
+        best = slot;
+        of_best = of_slot;
+      }
+    }
+    take(request, best, request.interval);
+  }
+
+  // Gives to the slots that send least, up to a level that takes in everything.
+  void serve_from_all(const Request& request) {
+    std::vector<int64_t> slots = stretches_[request.stretch].lists;
+    std::stable_sort(slots.begin(), slots.end(), [&](int64_t a, int64_t b) { return sends_less(a, b); });
+    const int64_t count = stretches_[request.stretch].count;
+    int64_t left = request.interval.extent();
+    __int128 sum = static_cast<__int128>(left) * count;  // with what those that give send so far
+    int64_t ranks = 0;
+    size_t givers = 0;
+    while (givers < slots.size()) {
+      const int64_t next = slots[givers];
+      if (givers > 0 && static_cast<__int128>(sent_[next]) * ranks >= sum * num_ranks(next)) break;
+      sum += sent_[next];
+      ranks += num_ranks(next);
+      ++givers;
+    }
+    int64_t begin = request.interval.begin;
+    for (size_t i = 0; i < givers; ++i) {
+      const auto level = static_cast<int64_t>((sum * num_ranks(slots[i]) + ranks - 1) / ranks);
+      const int64_t missing = std::max<int64_t>(level - sent_[slots[i]], 0);
+      const int64_t amount = i + 1 == givers ? left : std::min((missing + count - 1) / count, left);
+      if (amount > 0) take(request, slots[i], {begin, begin + amount});
+      begin += amount;
+      left -= amount;
+    }
+  }
+
+  int64_t num_ranks(int64_t slot) const { return static_cast<int64_t>(ranks_[slot].size()); }
+
+  // Whether each rank of one slot sends less so far, on average, than each of another.
+  bool sends_less(int64_t a, int64_t b) const {
+    return static_cast<__int128>(sent_[a]) * num_ranks(b) < static_cast<__int128>(sent_[b]) * num_ranks(a);
+  }
+
+  void take(const Request& request, int64_t slot, Interval interval) {
+    taken_[request.to][slot].push_back(interval);
+    sent_[slot] += interval.extent() * stretches_[request.stretch].count;
+  }
+
+  const AxisGrid& src_;
+  const AxisGrid& dst_;
+  size_t axis_;
+  Sharing sharing_;
+  Samples samples_;
+  std::vector<std::vector<Interval>> needed_;  // by slot of the destination, in the samples
+  std::vector<Stretch> stretches_;             // of the slots of the source
+  std::vector<std::vector<Rank>> ranks_;       // by slot
+  std::vector<int64_t> sent_;                  // by slot
+  std::vector<Request> requests_;
+  std::map<int64_t, std::map<int64_t, std::vector<Interval>>> taken_;  // by receiver and slot
+};
+
+IndexedExchange::IndexedExchange(const Layout& src, const Layout& dst, Sharing sharing)
+    : IndexedExchange(axis_grids(src, dst), src.dtype().size_bytes(), sharing) {
+  const MeshDimSet kept = kept_partials(src, dst);
+  check_invariant(src.partial_dims() == kept && dst.partial_dims() == kept, "a rearrangement from ", src.to_string(),
+                  " to ", dst.to_string());
+}
+
+IndexedExchange::IndexedExchange(AxisGrids grids, int64_t item_bytes, Sharing sharing)
+    : Exchange(item_bytes),
+      sharing_(sharing),
+      src_(std::move(grids.src)),
+      dst_(std::move(grids.dst)),
+      ranks_(united(src_.mesh->ranks(), dst_.mesh->ranks())) {
+  check_invariant(sharing != Sharing::kNone, "a rearrangement without sharing");
+  check_invariant(src_.axes.size() == dst_.axes.size(), "a rearrangement from ", src_.axes.size(), " to ",
+                  dst_.axes.size(), " axes");
+  for (size_t axis = 0; axis < src_.axes.size(); ++axis) shares_.push_back(Choice(src_, dst_, axis, sharing_).all());
+  deliver();
+  if (sharing_ == Sharing::kBytes) deliver_by_cells();
+  index_deliveries();
+}
+
+const IndexedExchange::Shares& IndexedExchange::shares_of(size_t axis, int64_t to) const {
+  return shares_[axis].at(to);
+}
+
+Region IndexedExchange::elements_of(const Delivery& delivery) const {
+  Region region(src_.axes.size());
+  int64_t rest = delivery.number;
+  for (size_t axis = region.size(); axis-- > 0;) {
+    const Shares& shares = shares_of(axis, delivery.to);
+    region[axis] = shares[rest % static_cast<int64_t>(shares.size())].elements;
+    rest /= static_cast<int64_t>(shares.size());
+  }
+  return region;
+}
+
+void IndexedExchange::deliver() {
+  std::map<std::vector<int64_t>, std::vector<int64_t>> holders;  // positions, by part
+  std::map<std::vector<int64_t>, std::vector<Delivery>> wanted;  // by part
+  for (size_t p = 0; p < src_.slots.size(); ++p) holders[src_.slots[p]].push_back(static_cast<int64_t>(p));
+  for (int64_t to = 0; to < static_cast<int64_t>(dst_.slots.size()); ++to) {
+    const std::optional<Position> before = src_.mesh->position_of(dst_.mesh->rank_at(Position{to}));
+    int64_t combinations = 1;
+    for (size_t axis = 0; axis < src_.axes.size(); ++axis) {
+      combinations *= static_cast<int64_t>(shares_of(axis, to).size());
+    }
+    for (int64_t number = 0; number < combinations; ++number) {
+      std::vector<int64_t> part(src_.axes.size());
+      int64_t count = 1;
+      int64_t rest = number;
+      for (size_t axis = part.size(); axis-- > 0;) {
+        const Shares& shares = shares_of(axis, to);
+        const Share& share = shares[rest % static_cast<int64_t>(shares.size())];
+        rest /= static_cast<int64_t>(shares.size());
+        part[axis] = share.slot;
+        count *= length(share.elements);
+      }
+      if (count == 0 || (before && src_.slots[*before] == part)) continue;
+      wanted[part].push_back({0, to, number, {0, count}});
+    }
+  }
+  std::vector<int64_t> sent(src_.slots.size(), 0);
+  for (auto& [part, of_part] : wanted) divide_among(holders.at(part), std::move(of_part), sent);
+}
+
+// What one axis serves counts there as if all ranks with a slot had all of it. So where elements lie on several slots
+// of one axis and another axis is cut too, some rank may send more than it must. Then cells tell who serves what.
+void IndexedExchange::deliver_by_cells() {
+  std::vector<int64_t> sent(src_.slots.size(), 0);
+  std::vector<int64_t> received(dst_.slots.size(), 0);
+  for (const Delivery& one : deliveries_) {
+    sent[one.from] += one.range.extent();
+    received[one.to] += one.range.extent();
+  }
+  const int64_t most_sent = *std::max_element(sent.begin(), sent.end());
+  const int64_t most_received = *std::max_element(received.begin(), received.end());
+  const auto is_near = [&](int64_t least) { return most_sent - least <= least / kSentAboveFraction; };
+  if (is_near(most_received)) return;
+  const std::optional<Cells> cells = Cells::of(src_, dst_, ranks_);
+  if (!cells) return;
+  const int64_t least = cells->direct_load().rounded_up();
+  if (is_near(least)) return;
+
+  deliveries_.clear();
+  // Numbers of shares, by axis, class and receiver.
+  std::vector<std::vector<std::map<int64_t, int64_t>>> numbers(shares_.size());
+  for (size_t axis = 0; axis < shares_.size(); ++axis) {
+    shares_[axis].clear();
+    numbers[axis].resize(cells->classes(axis).size());
+    for (size_t i = 0; i < numbers[axis].size(); ++i) {
+      for (const size_t rank : cells->classes(axis)[i].after.numbers()) {
+        const int64_t to = *dst_.mesh->position_of(ranks_[rank]);
+        Shares& shares = shares_[axis][to];
+        numbers[axis][i][to] = static_cast<int64_t>(shares.size());
+        shares.push_back({static_cast<int64_t>(i), cells->classes(axis)[i].elements});
+      }
+    }
+  }
+  const std::vector<std::vector<std::pair<size_t, int64_t>>> shared = cells->shared_directly(least);
+  for (size_t c = 0; c < shared.size(); ++c) {
+    const Cells::Cell& cell = cells->all()[c];
+    auto giver = shared[c].begin();
+    int64_t left = giver->second;
+    for (const size_t needer : cell.needers.numbers()) {
+      const int64_t to = *dst_.mesh->position_of(ranks_[needer]);
+      int64_t number = 0;
+      for (size_t axis = 0; axis < shares_.size(); ++axis) {
+        number = number * static_cast<int64_t>(shares_[axis].at(to).size()) + numbers[axis][cell.classes[axis]].at(to);
+      }
+      for (int64_t begin = 0; begin < cell.elements;) {
+        if (left == 0) left = (++giver)->second;
+        const int64_t end = std::min(cell.elements, begin + left);
+        deliveries_.push_back({*src_.mesh->position_of(ranks_[giver->first]), to, number, {begin, end}});
+        left -= end - begin;
+        begin = end;
+      }
+    }
+  }
+}
+
+void IndexedExchange::index_deliveries() {
+  for (size_t i = 0; i < deliveries_.size(); ++i) {
+    sent_by_[sender(deliveries_[i])].push_back(i);
+    received_by_[receiver(deliveries_[i])].push_back(i);
+  }
+  for (auto& [rank, all] : sent_by_) {
+    std::stable_sort(all.begin(), all.end(),
+                     [&](size_t a, size_t b) { return receiver(deliveries_[a]) < receiver(deliveries_[b]); });
+  }
+  for (auto& [rank, all] : received_by_) {
+    std::stable_sort(all.begin(), all.end(),
+                     [&](size_t a, size_t b) { return sender(deliveries_[a]) < sender(deliveries_[b]); });
+  }
+}
+
+// Lines up what is wanted of one part, and lets each holder serve one stretch of the line; or serves whole messages
+// from the nearest holder.
+void IndexedExchange::divide_among(const std::vector<int64_t>& holders, std::vector<Delivery> wanted,
+                                   std::vector<int64_t>& sent) {
+  if (holders.size() == 1 || sharing_ == Sharing::kMessages) {
+    for (Delivery& one : wanted) {
+      const Rank to = receiver(one);
+      const auto order = [&](int64_t holder) {
+        return std::tuple(distance(src_.mesh->rank_at(Position{holder}), to), sent[holder], holder);
+      };
+      one.from =
+          *std::min_element(holders.begin(), holders.end(), [&](int64_t a, int64_t b) { return order(a) < order(b); });
+      sent[one.from] += one.range.end;
+      deliveries_.push_back(one);
+    }
+    return;
+  }
+  int64_t total = 0;
+  for (const Delivery& one : wanted) total += one.range.end;
+  const auto count = static_cast<int64_t>(holders.size());
+  const int64_t stretch = (total + count - 1) / count;
+  int64_t place = 0;
+  for (const Delivery& one : wanted) {
+    for (int64_t begin = place; begin < place + one.range.end;) {
+      const int64_t end = std::min(place + one.range.end, (begin / stretch + 1) * stretch);
+      deliveries_.push_back({holders[begin / stretch], one.to, one.number, {begin - place, end - place}});
+      begin = end;
+    }
+    place += one.range.end;
+  }
+}
+
+const std::vector<size_t>& IndexedExchange::deliveries_of(Rank rank, Direction direction) const {
+  static const std::vector<size_t> kNone;
+  const Numbers& all = direction == Direction::kSend ? sent_by_ : received_by_;
+  const auto found = all.find(rank);
+  return found == all.end() ? kNone : found->second;
+}
+
+std::vector<Exchange::MessageSize> IndexedExchange::message_sizes(Rank rank, Direction direction) const {
+  std::vector<MessageSize> sizes;
+  for (const size_t i : deliveries_of(rank, direction)) {
+    const Delivery& one = deliveries_[i];
+    const Rank peer = direction == Direction::kSend ? receiver(one) : sender(one);
+    if (sizes.empty() || sizes.back().peer != peer) sizes.push_back({peer, 0});
+    sizes.back().elements += one.range.extent();
+  }
+  return sizes;
+}
+
+std::vector<Exchange::Message> IndexedExchange::messages(Rank rank, Direction direction) const {
+  std::vector<Message> messages;
+  for (const size_t i : deliveries_of(rank, direction)) {
+    const Delivery& one = deliveries_[i];
+    const Rank peer = direction == Direction::kSend ? receiver(one) : sender(one);
+    const Selection common(src_.local_region(one.from), dst_.local_region(one.to), elements_of(one));
+    if (messages.empty() || messages.back().peer != peer) messages.push_back({peer, {}});
+    messages.back().elements.append(common.slice(one.range.begin, one.range.end));
+  }
+  return messages;
+}
+
+int64_t IndexedExchange::needed_by_all() const {
+  int64_t elements = 0;
+  for (int64_t p = 0; p < dst_.mesh->size(); ++p) elements += shardwright::num_elements(dst_.region(p));
+  return elements;
+}
+
+std::optional<Region> IndexedExchange::region(Rank rank, Direction side) const {
+  const AxisGrid& grid = side == Direction::kSend ? src_ : dst_;
+  const std::optional<Position> position = grid.mesh->position_of(rank);
+  return position ? std::optional<Region>(grid.local_region(*position)) : std::nullopt;
+}
+
+std::vector<LocalAxis> IndexedExchange::local_axes(Rank rank, Direction side) const {
+  const AxisGrid& grid = side == Direction::kSend ? src_ : dst_;
+  return grid.local_axes(*grid.mesh->position_of(rank));
+}
+
+std::optional<std::map<std::vector<Rank>, int64_t>> IndexedExchange::demand() const {
+  const std::optional<Cells> cells = Cells::of(src_, dst_, ranks_);
+  if (!cells) return std::nullopt;
+  std::map<std::vector<Rank>, int64_t> demand;
+  for (const Cells::Cell& cell : cells->all()) {
+    std::vector<Rank> holders;
+    for (const size_t i : cell.holders.numbers()) holders.push_back(ranks_[i]);
+    demand[std::move(holders)] += cell.elements * cell.needers.size();
+  }
+  return demand;
+}
+
+}  // namespace shardwright

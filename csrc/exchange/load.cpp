@@ -1,0 +1,198 @@
+#include "exchange/load.h"
+
+#include <algorithm>
+#include <numeric>
+#include <queue>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+using Amount = __int128;
+
+Ratio reduced(int64_t numerator, int64_t denominator) {
+  const int64_t divisor = std::max<int64_t>(std::gcd(numerator, denominator), 1);
+  return {numerator / divisor, denominator / divisor};
+}
+
+// Dinic's algorithm: blocking flows along shortest paths.
+class Network {
+ public:
+  explicit Network(int nodes) : out_(nodes) {}
+
+  // Returns the edge's number.
+  int add_edge(int from, int to, Amount capacity) {
+    const auto number = static_cast<int>(edges_.size());
+    out_[from].push_back(number);
+    edges_.push_back({to, capacity});
+    out_[to].push_back(static_cast<int>(edges_.size()));
+    edges_.push_back({from, 0});
+    return number;
+  }
+
+  Amount max_flow(int source, int sink) {
+    Amount total = 0;
+    while (find_levels(source), level_[sink] >= 0) {
+      next_.assign(out_.size(), 0);
+      total += push(source, sink, kUnbounded);
+    }
+    return total;
+  }
+
+  Amount flow(int edge) const { return edges_[edge ^ 1].left; }
+
+  // Returns whether a node can still be reached from the source, that is on which side of the minimum cut it is.
+  bool is_reached(int node) const { return level_[node] >= 0; }
+
+  static constexpr Amount kUnbounded = Amount{1} << 120;
+
+ private:
+  struct Edge {
+    int to;
+    Amount left;
+  };
+
+  void find_levels(int source) {
+    level_.assign(out_.size(), -1);
+    level_[source] = 0;
+    std::queue<int> open({source});
+    while (!open.empty()) {
+      const int node = open.front();
+      open.pop();
+      for (const int e : out_[node]) {
+        if (edges_[e].left == 0 || level_[edges_[e].to] >= 0) continue;
+        level_[edges_[e].to] = level_[node] + 1;
+        open.push(edges_[e].to);
+      }
+    }
+  }
+
+  // Pushes up to `limit` from a node to the sink and returns how much. The recursion is as deep as there are levels.
+  Amount push(int node, int sink, Amount limit) {
+    if (node == sink) return limit;
+    Amount pushed = 0;
+    for (size_t& i = next_[node]; i < out_[node].size(); ++i) {
+      Edge& edge = edges_[out_[node][i]];
+      if (edge.left > 0 && level_[edge.to] == level_[node] + 1) {
+        const Amount one = push(edge.to, sink, std::min(limit - pushed, edge.left));
+        edge.left -= one;
+        edges_[out_[node][i] ^ 1].left += one;
+        pushed += one;
+      }
+      if (pushed == limit) break;
+    }
+    return pushed;
+  }
+
+  std::vector<std::vector<int>> out_;  // edges by node; an edge and its reverse are neighbours in edges_
+  std::vector<Edge> edges_;
+  std::vector<int> level_;
+  std::vector<size_t> next_;
+};
+
+// From a source to jobs, to the pools that may do them, to their teams, to a sink.
+class WorkNetwork {
+ public:
+  WorkNetwork(const SharedWork& work, const Ratio& load)
+      : work_(work),
+        jobs_(static_cast<int>(work.jobs.size())),
+        pools_(static_cast<int>(work.pools.size())),
+        source_(jobs_ + pools_ + static_cast<int>(work.team_sizes.size())),
+        network_(source_ + 2) {
+    for (int j = 0; j < jobs_; ++j) {
+      network_.add_edge(source_, j, static_cast<Amount>(work.jobs[j].amount) * load.denominator);
+      for (const int pool : work.jobs[j].pools) {
+        into_pools_.push_back({pool, j, network_.add_edge(j, jobs_ + pool, Network::kUnbounded)});
+      }
+    }
+    for (int p = 0; p < pools_; ++p) {
+      for (const int team : work.pools[p]) {
+        out_of_pools_.push_back({p, team, network_.add_edge(jobs_ + p, jobs_ + pools_ + team, Network::kUnbounded)});
+      }
+    }
+    for (int t = 0; t < static_cast<int>(work.team_sizes.size()); ++t) {
+      network_.add_edge(jobs_ + pools_ + t, source_ + 1, static_cast<Amount>(work.team_sizes[t]) * load.numerator);
+    }
+    flow_ = network_.max_flow(source_, source_ + 1);
+  }
+
+  Amount flow() const { return flow_; }
+
+  // Returns the load of the jobs that the minimum cut separates from the sink.
+  Ratio load_of_cut() const {
+    int64_t amount = 0;
+    for (int j = 0; j < jobs_; ++j) amount += network_.is_reached(j) ? work_.jobs[j].amount : 0;
+    int64_t workers = 0;
+    for (int t = 0; t < static_cast<int>(work_.team_sizes.size()); ++t) {
+      workers += network_.is_reached(jobs_ + pools_ + t) ? work_.team_sizes[t] : 0;
+    }
+    check_invariant(workers > 0, "a job that nobody may do");
+    return reduced(amount, workers);
+  }
+
+  // What the teams of a pool do is of its jobs one after the other.
+  std::vector<std::vector<TeamShare>> shares() const {
+    std::vector<std::vector<TeamShare>> by_pool(pools_);
+    for (const Arc& arc : out_of_pools_) {
+      if (const auto amount = static_cast<int64_t>(network_.flow(arc.edge)); amount > 0) {
+        by_pool[arc.pool].push_back({arc.other, amount});
+      }
+    }
+    std::vector<std::vector<TeamShare>> by_job(jobs_);
+    for (const Arc& arc : into_pools_) {
+      std::vector<TeamShare>& left = by_pool[arc.pool];
+      for (auto amount = static_cast<int64_t>(network_.flow(arc.edge)); amount > 0;) {
+        const int64_t one = std::min(amount, left.back().amount);
+        by_job[arc.other].push_back({left.back().team, one});
+        amount -= one;
+        left.back().amount -= one;
+        if (left.back().amount == 0) left.pop_back();
+      }
+    }
+    return by_job;
+  }
+
+ private:
+  struct Arc {
+    int pool;
+    int other;  // the job or the team
+    int edge;
+  };
+
+  const SharedWork& work_;
+  int jobs_;
+  int pools_;
+  int source_;
+  Network network_;
+  std::vector<Arc> into_pools_;
+  std::vector<Arc> out_of_pools_;
+  Amount flow_ = 0;
+};
+
+int64_t all_amounts(const SharedWork& work) {
+  int64_t all = 0;
+  for (const SharedWork::Job& job : work.jobs) all += job.amount;
+  return all;
+}
+
+}  // namespace
+
+Ratio least_worst_load(const SharedWork& work) {
+  const int64_t all = all_amounts(work);
+  if (all == 0) return {};
+  Ratio load = reduced(all, std::accumulate(work.team_sizes.begin(), work.team_sizes.end(), int64_t{0}));
+  while (true) {
+    const WorkNetwork network(work, load);
+    if (network.flow() == static_cast<Amount>(all) * load.denominator) return load;
+    load = network.load_of_cut();
+  }
+}
+
+std::vector<std::vector<TeamShare>> shared_at(const SharedWork& work, int64_t load) {
+  const WorkNetwork network(work, {load, 1});
+  check_invariant(network.flow() == all_amounts(work), "a load of ", load, " that is too low");
+  return network.shares();
+}
+
+}  // namespace shardwright

@@ -1,0 +1,189 @@
+#include "exchange/nearest.h"
+
+#include <algorithm>
+#include <deque>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <optional>
+#include <utility>
+
+namespace shardwright {
+namespace {
+
+// The rows that ranks keep are a matching between rows and places, where a place of a rank is worth the elements that
+// the rank has of each of its rows. Sets of places that can be matched are a matroid, so it is exact to give places in
+// the order of worth, each rank as many as still can be matched. Runs of rows that the same ranks hold are of one kind.
+class Matched {
+ public:
+  Matched(int64_t rows, const std::vector<IntervalList>& held, std::vector<int64_t> worth)
+      : worth_(std::move(worth)), most_((rows + std::ssize(held) - 1) / std::ssize(held)) {
+    find_runs(rows, held);
+    kept_.resize(held.size());
+    std::vector<size_t> order(held.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return worth_[a] > worth_[b]; });
+    for (const size_t rank : order) give_rows(rank);
+  }
+
+  int64_t kept_elements() const {
+    int64_t elements = 0;
+    for (size_t r = 0; r < kept_.size(); ++r) elements += worth_[r] * num_kept(r);
+    return elements;
+  }
+
+  // Cuts the runs among the ranks that keep some of their kind. Rows that nobody keeps go to the first ranks with room.
+  std::vector<std::vector<Interval>> lists() const {
+    struct Keeper {
+      size_t rank = 0;
+      int64_t rows = 0;
+    };
+    std::vector<std::vector<Interval>> lists(kept_.size());
+    std::vector<std::vector<Keeper>> keepers(left_.size());  // by kind
+    std::vector<Keeper> room;
+    for (size_t r = 0; r < kept_.size(); ++r) {
+      for (const auto& [kind, rows] : kept_[r]) keepers[kind].push_back({r, rows});
+      room.push_back({r, most_ - num_kept(r)});
+    }
+    for (const Run& run : runs_) {
+      int64_t at = run.rows.begin;
+      for (std::vector<Keeper>* takers : {&keepers[run.kind], &room}) {
+        for (Keeper& taker : *takers) {
+          const int64_t count = std::min(run.rows.end - at, taker.rows);
+          if (count == 0) continue;
+          std::vector<Interval>& own = lists[taker.rank];
+          const bool follows = !own.empty() && own.back().end == at;
+          follows ? own.back().lengthen(count) : own.push_back({at, at + count});
+          taker.rows -= count;
+          at += count;
+        }
+      }
+    }
+    return lists;
+  }
+
+ private:
+  struct Run {
+    Interval rows;
+    size_t kind = 0;
+  };
+  // A rank that takes rows of a kind; the next one in a path had them.
+  struct Link {
+    size_t rank = 0;
+    size_t kind = 0;
+  };
+
+  int64_t num_kept(size_t rank) const {
+    int64_t rows = 0;
+    for (const auto& [kind, count] : kept_[rank]) rows += count;
+    return rows;
+  }
+  bool keeps(size_t rank, size_t kind) const {
+    const auto found = kept_[rank].find(kind);
+    return found != kept_[rank].end() && found->second > 0;
+  }
+
+  void find_runs(int64_t rows, const std::vector<IntervalList>& held) {
+    std::vector<int64_t> ends{0, rows};
+    for (const IntervalList& list : held) {
+      for (const Interval& one : list) ends.insert(ends.end(), {one.begin, one.end});
+    }
+    std::sort(ends.begin(), ends.end());
+    ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
+    std::vector<std::vector<size_t>> holders(ends.size());  // by run
+    for (size_t r = 0; r < held.size(); ++r) {
+      for (const Interval& one : held[r]) {
+        auto run = std::lower_bound(ends.begin(), ends.end(), one.begin) - ends.begin();
+        for (; ends[run] < one.end; ++run) holders[run].push_back(r);
+      }
+    }
+    std::map<std::vector<size_t>, size_t> kinds;
+    has_.resize(held.size());
+    for (size_t run = 0; run + 1 < ends.size(); ++run) {
+      const auto [found, is_new] = kinds.try_emplace(holders[run], kinds.size());
+      const size_t kind = found->second;
+      if (is_new) {
+        left_.push_back(0);
+        for (const size_t rank : holders[run]) has_[rank].push_back(kind);
+      }
+      left_[kind] += ends[run + 1] - ends[run];
+      runs_.push_back({{ends[run], ends[run + 1]}, kind});
+    }
+  }
+
+  void give_rows(size_t rank) {
+    for (int64_t room = worth_[rank] > 0 ? most_ : 0; room > 0;) {
+      const std::vector<Link> path = path_from(rank);
+      if (path.empty()) return;
+      int64_t rows = std::min(room, left_[path.back().kind]);
+      for (size_t i = 1; i < path.size(); ++i) rows = std::min(rows, kept_[path[i].rank][path[i - 1].kind]);
+      for (size_t i = 0; i < path.size(); ++i) {
+        kept_[path[i].rank][path[i].kind] += rows;
+        if (i > 0) kept_[path[i].rank][path[i - 1].kind] -= rows;
+      }
+      left_[path.back().kind] -= rows;
+      room -= rows;
+    }
+  }
+
+  // The shortest path to a kind with rows left: each rank takes from its kind what the next rank had of it, which takes
+  // from the next kind instead. Empty if there is none.
+  std::vector<Link> path_from(size_t rank) const {
+    std::vector<std::optional<Link>> came(kept_.size());  // by rank: the link before it
+    std::deque<size_t> queue{rank};
+    for (; !queue.empty(); queue.pop_front()) {
+      const size_t at = queue.front();
+      for (const size_t kind : has_[at]) {
+        if (left_[kind] > 0) {
+          std::vector<Link> path{{at, kind}};
+          while (path.back().rank != rank) path.push_back(*came[path.back().rank]);
+          std::reverse(path.begin(), path.end());
+          return path;
+        }
+        for (size_t other = 0; other < kept_.size(); ++other) {
+          if (other == rank || came[other] || !keeps(other, kind)) continue;
+          came[other] = Link{at, kind};
+          queue.push_back(other);
+        }
+      }
+    }
+    return {};
+  }
+
+  std::vector<int64_t> worth_;
+  int64_t most_;  // rows of a rank
+  std::vector<Run> runs_;
+  std::vector<int64_t> left_;                    // by kind: rows that nobody keeps yet
+  std::vector<std::vector<size_t>> has_;         // by rank: kinds
+  std::vector<std::map<size_t, int64_t>> kept_;  // by rank: rows of each kind
+};
+
+}  // namespace
+
+NearestCut nearest_cut(const Layout& src, const std::vector<Rank>& ranks) {
+  std::vector<std::optional<Region>> regions;
+  for (const Rank rank : ranks) {
+    const std::optional<Position> position = src.mesh().position_of(rank);
+    regions.push_back(position ? std::optional<Region>(src.region(*position)) : std::nullopt);
+  }
+  NearestCut best;
+  int64_t most_kept = -1;
+  for (int t = 0; t < src.ndim(); ++t) {
+    std::vector<IntervalList> held(ranks.size());
+    std::vector<int64_t> worth(ranks.size(), 0);
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      if (!regions[r]) continue;
+      Region others = *regions[r];
+      held[r] = std::move(others[t]);
+      others.erase(others.begin() + t);
+      worth[r] = num_elements(others);
+    }
+    const Matched matched(src.shape()[t], held, std::move(worth));
+    if (matched.kept_elements() <= most_kept) continue;
+    most_kept = matched.kept_elements();
+    best = {t, matched.lists()};
+  }
+  return best;
+}
+
+}  // namespace shardwright

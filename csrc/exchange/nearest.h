@@ -1,0 +1,21 @@
+// The cut of a tensor on other ranks to which least has to move, for example after some ranks left.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "layout/layout.h"
+#include "layout/rank.h"
+
+namespace shardwright {
+
+struct NearestCut {
+  int dim = 0;
+  std::vector<std::vector<Interval>> lists;  // by rank, ascending
+};
+
+// Among the cuts of one dim that give each row to one rank, and no rank more than ceil(n / number of ranks) of n rows,
+// returns one that leaves most elements where they are. The layout must have a dim and no pending reductions.
+NearestCut nearest_cut(const Layout& src, const std::vector<Rank>& ranks);
+
+}  // namespace shardwright

@@ -1,0 +1,82 @@
+#include "exchange/node_sharing.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace shardwright {
+namespace {
+
+// What of each receiver's elements is not served yet.
+struct Open {
+  Rank rank{};
+  Interval range;
+};
+
+// Takes up to `amount` elements from the beginning of what is open, and serves them.
+void serve(std::vector<Open>& open, size_t& next, Rank from, int64_t amount, std::vector<Service>& services) {
+  while (amount > 0 && next < open.size()) {
+    Interval& left = open[next].range;
+    const int64_t taken = std::min(amount, left.end - left.begin);
+    services.push_back({from, open[next].rank, {left.begin, left.begin + taken}});
+    left.begin += taken;
+    amount -= taken;
+    if (left.begin == left.end) ++next;
+  }
+}
+
+int64_t elements_of(const std::vector<Open>& open, size_t first) {
+  int64_t elements = 0;
+  for (size_t i = first; i < open.size(); ++i) elements += open[i].range.end - open[i].range.begin;
+  return elements;
+}
+
+// Returns the lowest level up to which holders must send, with what they send already, to serve so many elements more.
+int64_t level_for(std::vector<int64_t> sent, int64_t elements) {
+  std::sort(sent.begin(), sent.end());
+  int64_t sum = elements;
+  for (size_t i = 0; i < sent.size(); ++i) {
+    sum += sent[i];
+    const auto count = static_cast<int64_t>(i) + 1;
+    if (i + 1 == sent.size() || sum <= sent[i + 1] * count) return (sum + count - 1) / count;
+  }
+  return 0;
+}
+
+}  // namespace
+
+std::vector<Service> share_by_nodes(std::vector<Rank> holders, std::vector<Need> needs, int64_t ranks_per_node,
+                                    int64_t most_inside) {
+  const auto node_of = [&](Rank rank) { return number(rank) / ranks_per_node; };
+  std::sort(holders.begin(), holders.end());
+  std::sort(needs.begin(), needs.end(), [](const Need& a, const Need& b) { return a.rank < b.rank; });
+  std::vector<Service> services;
+  std::vector<int64_t> sent(holders.size());
+  std::vector<Open> left;
+  size_t holder = 0;
+  for (size_t need = 0; need < needs.size();) {
+    const int64_t node = node_of(needs[need].rank);
+    std::vector<Open> open;
+    for (; need < needs.size() && node_of(needs[need].rank) == node; ++need) {
+      open.push_back({needs[need].rank, {0, needs[need].elements}});
+    }
+    while (holder < holders.size() && node_of(holders[holder]) < node) ++holder;
+    const size_t first = holder;
+    while (holder < holders.size() && node_of(holders[holder]) == node) ++holder;
+    const auto count = static_cast<int64_t>(holder - first);
+    const int64_t elements = elements_of(open, 0);
+    size_t next = 0;
+    for (size_t i = first; i < holder; ++i) {
+      const int64_t before = elements_of(open, next);
+      serve(open, next, holders[i], std::min(most_inside, (elements + count - 1) / count), services);
+      sent[i] = before - elements_of(open, next);
+    }
+    left.insert(left.end(), open.begin() + static_cast<int64_t>(next), open.end());
+  }
+  const int64_t level = level_for(sent, elements_of(left, 0));
+  size_t next = 0;
+  for (size_t i = 0; i < holders.size(); ++i) serve(left, next, holders[i], level - sent[i], services);
+  return services;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,181 @@
+#include "exchange/samples.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <set>
+#include <span>
+#include <utility>
+
+namespace shardwright {
+namespace {
+
+Interval span_of_items(std::span<const Interval> items) {
+  Interval span = items.front();
+  for (const Interval& item : items) span = {std::min(span.begin, item.begin), std::max(span.end, item.end)};
+  return span;
+}
+
+// Between two borders no list begins or ends to repeat, and what does not repeat is all there or not at all.
+struct Border {
+  std::vector<int64_t> begin;  // the periods of what repeats from here on
+  std::vector<int64_t> end;    // and of what does no longer
+};
+
+std::map<int64_t, Border> borders_of(const std::vector<const std::vector<IntervalList>*>& lists) {
+  std::map<int64_t, Border> borders;
+  for (const std::vector<IntervalList>* some : lists) {
+    for (const IntervalList& list : *some) {
+      for (const auto& [items, count, shift] : list.blocks()) {
+        if (count > 1) {
+          const Interval once = span_of_items(items);
+          borders[once.begin].begin.push_back(shift);
+          borders[once.end + (count - 1) * shift].end.push_back(shift);
+          continue;
+        }
+        for (const Interval& one : items) borders[one.begin], borders[one.end];
+      }
+    }
+  }
+  return borders;
+}
+
+// Returns the least common multiple of periods, or 0 if it is above a limit or there are none.
+int64_t common_period(const std::multiset<int64_t>& periods, int64_t limit) {
+  if (periods.empty()) return 0;
+  int64_t common = 1;
+  for (const int64_t period : periods) {
+    const int64_t times = period / std::gcd(common, period);
+    if (times > limit / common) return 0;
+    common *= times;
+  }
+  return common;
+}
+
+}  // namespace
+
+Samples::Samples(const std::vector<const std::vector<IntervalList>*>& lists, int64_t divisions) {
+  const bool repeats = std::any_of(lists.begin(), lists.end(), [](const std::vector<IntervalList>* some) {
+    return std::any_of(some->begin(), some->end(), [](const IntervalList& list) { return list.has_repeats(); });
+  });
+  if (!repeats) {
+    int64_t end = 0;
+    for (const std::vector<IntervalList>* some : lists) {
+      for (const IntervalList& list : *some) end = std::max(end, span_of(list).end);
+    }
+    add({0, end}, 0, divisions);
+    return;
+  }
+  const std::map<int64_t, Border> borders = borders_of(lists);
+  std::multiset<int64_t> periods;
+  for (auto at = borders.begin(); std::next(at) != borders.end(); ++at) {
+    for (const int64_t period : at->second.end) periods.erase(periods.find(period));
+    periods.insert(at->second.begin.begin(), at->second.begin.end());
+    const Interval range{at->first, std::next(at)->first};
+    add(range, common_period(periods, range.extent() / 2), divisions);
+  }
+}
+
+void Samples::add(Interval range, int64_t period, int64_t divisions) {
+  if (range.extent() == 0) return;
+  if (period > 0) {
+    const int64_t count = range.extent() / period;
+    const int64_t samples = std::min(divisions, count);
+    int64_t begin = range.begin;
+    for (int64_t i = 0; i < samples; ++i) {
+      const int64_t of_sample = count / samples + (i < count % samples ? 1 : 0);
+      all_.push_back({{begin, begin + period}, of_sample});
+      begin += of_sample * period;
+    }
+    return add({begin, range.end}, 0, divisions);
+  }
+  const bool follows = !all_.empty() && all_.back().count == 1 && all_.back().first.end == range.begin;
+  if (follows) {
+    all_.back().first.end = range.end;
+  } else {
+    all_.push_back({range, 1});
+  }
+}
+
+const Sample& Samples::at(int64_t index) const {
+  return *std::partition_point(all_.begin(), all_.end(), [&](const Sample& sample) {
+    return sample.first.begin + sample.first.extent() * sample.count <= index;
+  });
+}
+
+template <typename Visit>
+void Samples::for_each_block(const IntervalList& list, const Visit& visit) const {
+  for (const IntervalList::Block& block : list.blocks()) {
+    const Interval once = span_of_items(block.items);
+    const int64_t end = once.end + (block.count - 1) * block.shift;
+    auto sample =
+        std::partition_point(all_.begin(), all_.end(), [&](const Sample& one) { return one.first.end <= once.begin; });
+    for (; sample != all_.end() && sample->first.begin < end; ++sample) {
+      const Interval range = sample->first;
+      int64_t first = 0;
+      int64_t last = 1;
+      if (block.count > 1) {
+        first = std::max<int64_t>((range.begin - once.end) / block.shift, 0);
+        last = std::min((range.end - once.begin + block.shift - 1) / block.shift, block.count);
+      }
+      if (first < last) visit(block, first, last, range);
+    }
+  }
+}
+
+std::vector<Interval> Samples::in(const IntervalList& list) const {
+  std::vector<Interval> inside;
+  for_each_block(list, [&](const IntervalList::Block& block, int64_t first, int64_t last, const Interval& range) {
+    for (int64_t i = first; i < last; ++i) {
+      for (const Interval& item : block.items) {
+        const Interval one = item.shifted(i * block.shift);
+        const Interval both{std::max(one.begin, range.begin), std::min(one.end, range.end)};
+        if (both.begin < both.end) inside.push_back(both);
+      }
+    }
+  });
+  return sorted_by_place(std::move(inside));
+}
+
+int64_t Samples::most_in(const IntervalList& list) const {
+  auto most = static_cast<int64_t>(list.kept().size());
+  for_each_block(list, [&](const IntervalList::Block& block, int64_t first, int64_t last, const Interval&) {
+    // What does not repeat is listed once, and divided where samples end.
+    most += block.count == 1 ? 1 : (last - first) * static_cast<int64_t>(block.items.size());
+  });
+  return most;
+}
+
+IntervalList Samples::repeated(const std::vector<Interval>& intervals) const {
+  IntervalList all;
+  for (auto begin = intervals.begin(); begin != intervals.end();) {
+    const Sample& sample = at(begin->begin);
+    const auto end =
+        std::find_if(begin, intervals.end(), [&](const Interval& one) { return one.begin >= sample.first.end; });
+    all.append_repeated(std::vector<Interval>(begin, end), sample.first.extent(), sample.count);
+    begin = end;
+  }
+  return all;
+}
+
+std::vector<Stretch> stretches(const Samples& samples, const std::vector<const IntervalList*>& lists) {
+  std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // lists that begin and end there
+  for (const Sample& sample : samples.all()) bounds[sample.first.begin], bounds[sample.first.end];
+  for (size_t number = 0; number < lists.size(); ++number) {
+    for (const Interval& one : samples.in(*lists[number])) {
+      bounds[one.begin].first.push_back(static_cast<int64_t>(number));
+      bounds[one.end].second.push_back(static_cast<int64_t>(number));
+    }
+  }
+  std::vector<Stretch> all;
+  std::vector<int64_t> open;
+  for (auto at = bounds.begin(); at != bounds.end(); ++at) {
+    for (const int64_t number : at->second.second) open.erase(std::find(open.begin(), open.end(), number));
+    open.insert(open.end(), at->second.first.begin(), at->second.first.end());
+    std::sort(open.begin(), open.end());
+    if (!open.empty()) all.push_back({{at->first, std::next(at)->first}, open, samples.at(at->first).count});
+  }
+  return all;
+}
+
+}  // namespace shardwright

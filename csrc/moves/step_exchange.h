@@ -1,0 +1,18 @@
+// The exchange of a step: who sends which elements to whom in it.
+#pragma once
+
+#include <memory>
+
+#include "exchange/exchange.h"
+#include "exchange/grid_exchange.h"
+#include "moves/step.h"
+
+namespace shardwright {
+
+// The step must not reduce. It must outlive the exchange.
+std::unique_ptr<const Exchange> exchange_of(const Step& step);
+
+// The same of a step that leads to another mesh.
+GridExchange crossing_of(const Step& step);
+
+}  // namespace shardwright

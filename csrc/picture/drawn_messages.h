@@ -1,0 +1,26 @@
+// What goes from rank to rank in a step, element by element, for pictures of few ranks.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "moves/step.h"
+
+namespace shardwright {
+
+// What the rank in row `to` gets in a step from the rank in row `from`, or keeps if the two are equal.
+struct DrawnMessage {
+  int64_t from = 0;
+  int64_t to = 0;
+  int64_t bytes = 0;
+  std::vector<Region> parts;
+};
+
+bool reduces(const Step& step);
+
+// Returns what every rank has after the step and where it came from, sorted by sender, then receiver. For reductions
+// only what ranks keep. `rows` has every rank of the step. Visits all pairs of ranks that exchange something.
+std::vector<DrawnMessage> drawn_messages(const Step& step, const std::map<Rank, int64_t>& rows);
+
+}  // namespace shardwright

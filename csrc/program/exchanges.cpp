@@ -1,0 +1,179 @@
+// Compiles steps that bring every rank what it lacks: all-gathers, all-to-alls and other exchanges on one mesh,
+// crossings and rearrangements.
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "layout/selection.h"
+#include "moves/exchange.h"
+#include "moves/step_exchange.h"
+#include "program/builder.h"
+#include "program/carriers.h"
+#include "program/pairs.h"
+#include "program/step_memory.h"
+#include "program/transfers.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// The part of one rank in an exchange that is carried out in rounds.
+class RankPart {
+ public:
+  // `participants` are the ranks that may exchange something with this one, and itself, ascending.
+  RankPart(const Exchange& exchange, std::vector<Rank> participants, Rank rank, int64_t rounds)
+      : participants_(std::move(participants)),
+        rank_(rank),
+        rounds_(rounds),
+        sends_(exchange.messages(rank, Direction::kSend)),
+        receives_(exchange.messages(rank, Direction::kReceive)),
+        kept_(exchange.kept(rank)) {}
+
+  // A message in one round, and the index of its peer among the participants.
+  struct Message {
+    int64_t peer = -1;
+    Selection elements;
+  };
+  std::vector<Message> sends(int64_t round) const { return in_round_of(sends_, round); }
+  std::vector<Message> receives(int64_t round) const { return in_round_of(receives_, round); }
+  // The elements that stay on the rank; nullopt if it is not on both meshes.
+  const std::optional<Selection>& kept() const { return kept_; }
+  int64_t index() const { return index_of(rank_); }
+
+ private:
+  int64_t index_of(Rank rank) const {
+    return std::lower_bound(participants_.begin(), participants_.end(), rank) - participants_.begin();
+  }
+
+  std::vector<Message> in_round_of(const std::vector<Exchange::Message>& whole, int64_t round) const {
+    std::vector<Message> messages;
+    for (const auto& [peer, elements] : whole) {
+      const Interval range = in_round({0, elements.count()}, round, rounds_);
+      if (range.begin < range.end) messages.push_back({index_of(peer), elements.slice(range.begin, range.end)});
+    }
+    return messages;
+  }
+
+  std::vector<Rank> participants_;
+  Rank rank_;
+  int64_t rounds_;
+  std::vector<Exchange::Message> sends_;
+  std::vector<Exchange::Message> receives_;
+  std::optional<Selection> kept_;
+};
+
+// The ranks that take part in a step with this one, and what carries their messages; nullopt if nothing is sent.
+struct Participants {
+  std::vector<Rank> ranks;  // ascending, this one included
+  Carrier carrier;
+};
+
+std::optional<Participants> participants_of(const ProgramBuilder& builder, const Step& step, const Exchange& exchange) {
+  if (is_crossing(step.op)) {
+    if (!exchange.communicates()) return std::nullopt;
+    return Participants{exchange.ranks(), carrier_between_meshes(exchange.ranks().size(), builder.lowering())};
+  }
+  StepPairs pairs(step);
+  const Position here = builder.position_on(step.before.mesh());
+  StepPairs::Group& group = pairs.group(here);
+  const size_t me = StepPairs::index_of(group, here);
+  const DataMove move = data_move_of(pairs, group, me, builder.lowering(), builder.named_groups_only());
+  if (!move.carrier) return std::nullopt;
+  std::vector<int64_t> partners = group.positions;
+  if (!move.partners.empty()) {
+    partners.clear();
+    for (const size_t member : move.partners) partners.push_back(group.positions[member]);
+  }
+  return Participants{step.before.mesh().ranks_at(partners), *move.carrier};
+}
+
+// Returns the number of elements of a selection, and where they begin on either side if they are one run there.
+Load load_of(const Selection& elements) {
+  const int64_t held = elements.contiguous_in_sender();
+  const int64_t needed = elements.contiguous_in_receiver();
+  return {elements.count(), std::max<int64_t>(held, 0), std::max<int64_t>(needed, 0), held >= 0, needed >= 0};
+}
+
+class CrossingMemory : public StepMemory {
+ public:
+  CrossingMemory(const Step& step, const Plan& plan)
+      : step_(step),
+        exchange_(exchange_of(step)),
+        carrier_(carrier_between_meshes(exchange_->ranks().size(), plan.lowering)),
+        communicates_(exchange_->communicates()) {}
+
+  void write(Sketch& sketch, Rank rank, int current, int next) override {
+    const RankPart part(*exchange_, exchange_->ranks(), rank, step_.rounds);
+    const int64_t own_count = part.kept() ? part.kept()->count() : 0;
+    if (!communicates_) {
+      if (own_count > 0) sketch.emit({current, next});
+      return;
+    }
+    for (int64_t round = 0; round < step_.rounds; ++round) {
+      if (carrier_ == Carrier::kAllToAll) {
+        write_all_to_all(sketch, loads_of(part, round), own_count, round, step_.rounds, current, next);
+      } else {
+        Packed packed;
+        for (const auto& message : part.sends(round)) packed.add_sent(load_of(message.elements), 1);
+        for (const auto& message : part.receives(round)) packed.add_received(load_of(message.elements), 1);
+        write_messages(sketch, packed, own_count, round, current, next);
+      }
+    }
+  }
+
+  void tell_apart(RankClasses&) const override { throw InvariantError("ranks of a crossing are looked at one by one"); }
+  std::optional<Traffic> traffic_that_decides(Rank) const override { return std::nullopt; }
+  std::optional<Traffic> traffic_at_most() const override { return std::nullopt; }
+
+ private:
+  static BothLoads loads_of(const RankPart& part, int64_t round) {
+    std::map<int64_t, std::pair<Load, Load>> by_index;  // by the peer's index: what it is sent, and what it sends
+    for (const auto& message : part.sends(round)) by_index[message.peer].first = load_of(message.elements);
+    for (const auto& message : part.receives(round)) by_index[message.peer].second = load_of(message.elements);
+    if (part.kept()) by_index[part.index()];
+    BothLoads loads;
+    for (const auto& [peer, both] : by_index) {
+      if (peer != part.index()) {
+        loads.add_peer(both.first, both.second);
+      } else {
+        loads.add_own(load_of(*part.kept()));
+      }
+    }
+    return loads;
+  }
+
+  const Step& step_;
+  std::unique_ptr<const Exchange> exchange_;
+  Carrier carrier_;
+  bool communicates_;
+};
+
+}  // namespace
+
+void compile_exchange(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
+  const std::unique_ptr<const Exchange> step_exchange = exchange_of(step);
+  const std::optional<Participants> with = participants_of(builder, step, *step_exchange);
+  if (!with) {
+    const std::optional<Selection> kept = step_exchange->kept(builder.rank());
+    if (kept) builder.copy(current, next, kept->boxes(Place::local(), Place::local()));
+    return;
+  }
+  const int group = builder.group_of_ranks(step.mesh_dims, with->ranks);
+  const RankPart part(*step_exchange, with->ranks, builder.rank(), step.rounds);
+  for (int64_t round = 0; round < step.rounds; ++round) {
+    TransferSet set{group, Messages(Messages::Side::kSent, current), Messages(Messages::Side::kReceived, next)};
+    for (auto& [peer, elements] : part.sends(round)) set.sends.add(peer, {{current, std::move(elements)}});
+    for (auto& [peer, elements] : part.receives(round)) set.receives.add(peer, {{next, std::move(elements)}});
+    std::vector<OwnItem> own;  // copied in the first round
+    if (const auto& kept = part.kept()) own.push_back({current, next, kept->slice(0, round == 0 ? kept->count() : 0)});
+    exchange(builder, std::move(set), with->carrier, own, step.rounds == 1);
+  }
+}
+
+std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan) {
+  return std::make_unique<CrossingMemory>(step, plan);
+}
+
+}  // namespace shardwright
