@@ -1,4 +1,4 @@
-// Runs a rank's program over groups of ranks (transport.h). docs/architecture.md section 9 has the states of a program
+// Runs a rank's program over groups of ranks (transport.h). docs/architecture/runtime.md has the states of a program
 // as tables.
 //
 // Who advances a program

@@ -200,7 +200,7 @@ class Search {
     return {topology_.step_ps + fastest_.message_ps + sending(missing, fastest_) + copies, 1, 0, 1};
   }
 
-  // A lower bound on the cost of any number of moves from a state to the goal (docs/architecture.md, section 5).
+  // A lower bound on the cost of any number of moves from a state to the goal (docs/architecture/search.md).
   Cost least_to_goal(const MoveTable::State& state) {
     const MoveTable::State& goal = nodes_[kGoal].state;
     if (state == goal) return {};

@@ -97,7 +97,7 @@ int64_t least_sent(const ExchangeBound& bound) {
 // crossed, are within 5% of the bound with forwarding, and all within 1 + steps / segments of it. In the others, of
 // tensors that are too small for many segments, a rank that holds some of the source also passes on a full share. The
 // steps are taken one after the other, so this is faster, and costs the rank more bytes than the least
-// (docs/architecture.md, "From one mesh to another").
+// (docs/architecture/exchange.md, "From one mesh to another").
 TEST(BusiestSender, IsCloseToTheLeastPossible) {
   Ratios ratios("bytes sent");
   for_random_pairs(41, any_size, [&](const Layout& src, const Layout& dst) {

@@ -205,7 +205,7 @@ class Pieces(_Cut):
     same elements, and the order within a list is that of the local tensor, whatever their order in the global one.
 
     Lists that ascend and share nothing are a cut like any other. Others are moved by one direct exchange between all
-    ranks, after reductions: see docs/architecture.md, "Rearrangements", for what is optimal in it.
+    ranks, after reductions: see docs/architecture/exchange.md, "Rearrangements", for what is optimal in it.
 
     Args:
         dim: the tensor dim.
