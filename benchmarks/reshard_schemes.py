@@ -101,7 +101,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def is_one_run(box: Box, part: Box) -> bool:
-    """Whether a box lies in one run of memory within the part that contains it, stored row-major."""
+    """Returns whether a box lies in one run of memory within the part that contains it, stored row-major."""
     lengths = [end - begin for begin, end in box]
     first = next((d for d, length in enumerate(lengths) if length != 1), len(lengths))
     return all(box[d] == part[d] for d in range(first + 1, len(lengths)))

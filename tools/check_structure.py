@@ -146,7 +146,7 @@ def included(path: Path) -> list[str]:
 
 
 def may_know(name: str, other: str) -> bool:
-    """Whether a file of csrc/runtime may include another: a transport's folder is its own."""
+    """Returns whether a file of csrc/runtime may include another: a transport's folder is its own."""
     home = Path(other).parent.as_posix()
     return home not in TRANSPORTS or Path(name).parent.as_posix() == home or name in MAY_FIND_GROUPS
 

@@ -89,7 +89,7 @@ struct Attention {
   // For two_level: that many consecutive positions are a node. They divide the ranks. 0: there are no nodes.
   int64_t ranks_per_node = 0;
 
-  // Whether there are several nodes of several ranks each.
+  // Returns whether there are several nodes of several ranks each.
   bool has_levels() const { return 1 < ranks_per_node && ranks_per_node < mesh->size(); }
   const std::vector<IntervalList>& parts_of_keys() const { return key_parts.empty() ? parts : key_parts; }
   int64_t length() const;      // of the sequence of queries

@@ -120,7 +120,8 @@ const GradientLayouts& gradients_of(const ProductPlanPtr& plan) {
   return *plan->layouts().gradients;
 }
 
-// Whether the parts of operand, weights, results and biases have equal sizes, and those of the moved operand too.
+// Returns whether the parts of operand, weights, results and biases have equal sizes, and those of the moved operand
+// too.
 bool has_equal_parts(const ProductPlan& plan) {
   const ProductProblem& problem = plan.problem();
   bool all = problem.operand.has_equal_parts() && plan.layouts().operand.has_equal_parts();
@@ -130,7 +131,7 @@ bool has_equal_parts(const ProductPlan& plan) {
   return all;
 }
 
-// Whether schedules are chosen by predicted time, at least in part.
+// Returns whether schedules are chosen by predicted time, at least in part.
 bool chooses_schedules(const ProductPlan& plan) {
   const ScheduleRequest& request = plan.problem().schedule;
   return !request.method || (!request.chunks && request.distances.empty());

@@ -187,7 +187,7 @@ class IndexedExchange::Choice {
 
   int64_t num_ranks(int64_t slot) const { return static_cast<int64_t>(ranks_[slot].size()); }
 
-  // Whether each rank of one slot sends less so far, on average, than each of another.
+  // Returns whether each rank of one slot sends less so far, on average, than each of another.
   bool sends_less(int64_t a, int64_t b) const {
     return static_cast<__int128>(sent_[a]) * num_ranks(b) < static_cast<__int128>(sent_[b]) * num_ranks(a);
   }

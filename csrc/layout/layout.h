@@ -91,7 +91,8 @@ class Layout {
   Region region(int64_t position) const;
   // What the rank has of one tensor dim.
   IntervalList part(int tensor_dim, int64_t position) const;
-  // Whether all rules are partitions (cut_rule.h), so that on a mesh dim that cuts each element is on one coordinate.
+  // Returns whether all rules are partitions (cut_rule.h), so that on a mesh dim that cuts each element is on one
+  // coordinate.
   bool is_partition() const;
   // Returns whether all ranks' parts have the same shape.
   bool has_equal_parts() const;
@@ -139,8 +140,8 @@ class Layout {
   std::shared_ptr<const IntervalList> indices_;
 };
 
-// Whether a move between two layouts of one tensor is a rearrangement (exchange/indexed_exchange.h): where one of them
-// is no partition, or they flatten otherwise.
+// Returns whether a move between two layouts of one tensor is a rearrangement (exchange/indexed_exchange.h): where one
+// of them is no partition, or they flatten otherwise.
 bool needs_rearrangement(const Layout& a, const Layout& b);
 
 }  // namespace shardwright

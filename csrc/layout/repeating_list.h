@@ -91,8 +91,8 @@ class RepeatingList {
   using const_iterator = Iterator;
   using iterator = Iterator;
 
-  // Whether the lists are equal and also keep the same. Lists that keep other repetitions of the same items are equal,
-  // but not identical.
+  // Returns whether the lists are equal and also keep the same. Lists that keep other repetitions of the same items are
+  // equal, but not identical.
   bool is_identical(const RepeatingList& other) const { return kept_ == other.kept_ && repeats_ == other.repeats_; }
 
  private:

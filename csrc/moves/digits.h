@@ -45,9 +45,10 @@ class Matching {
     int64_t radix = 1;
     Owner before;
     Owner after;
-    // Whether the digit is fixed in both lists, by different coordinates.
+    // Returns whether the digit is fixed in both lists, by different coordinates.
     bool is_tie() const { return before.mesh_dim >= 0 && after.mesh_dim >= 0 && !(before == after); }
-    // Whether the rank at `position` has the same value of the digit in both lists, or one list does not fix it.
+    // Returns whether the rank at `position` has the same value of the digit in both lists, or one list does not fix
+    // it.
     bool agrees_at(const Mesh& mesh, int64_t position) const;
   };
 
@@ -61,7 +62,7 @@ class Matching {
   // The number of parts of the first list that one part of the second intersects.
   int64_t sources() const;
 
-  // Whether the rank at `position` holds any elements in both lists; if so, it holds free() of them.
+  // Returns whether the rank at `position` holds any elements in both lists; if so, it holds free() of them.
   bool agrees_at(const Mesh& mesh, int64_t position) const;
 
  private:

@@ -90,7 +90,7 @@ class ExchangeTraffic {
   // An upper bound for all ranks; nothing if digits do not determine it.
   std::optional<Traffic> at_most() const;
 
-  // Whether each source sends the same amount to all its receivers.
+  // Returns whether each source sends the same amount to all its receivers.
   bool has_equal_shares() const { return is_closed_; }
 
   // How many messages a rank sends in a reduce-scatter: to all others of its group that keep something.

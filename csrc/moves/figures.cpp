@@ -15,15 +15,15 @@
 namespace shardwright {
 namespace {
 
-// Whether first coordinates hold the most wherever they are taken.
+// Returns whether first coordinates hold the most wherever they are taken.
 bool first_hold_most(const Layout& layout) {
   return std::all_of(layout.cuts().begin(), layout.cuts().end(), [](const std::vector<Cut>& cuts) {
     return std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.descends(); });
   });
 }
 
-// Whether parts are unequal and some cut is of another rule than chunks. Then ranks between the corners of a group may
-// do more than those there.
+// Returns whether parts are unequal and some cut is of another rule than chunks. Then ranks between the corners of a
+// group may do more than those there.
 bool is_uneven_by_rule(const Step& step) {
   if (step.before.has_equal_parts() && step.after.has_equal_parts()) return false;
   const auto has_rule = [](const Layout& layout) {

@@ -30,7 +30,7 @@ class ByCoordinates {
     }
   }
 
-  // Whether there are few enough combinations of coordinates for a table.
+  // Returns whether there are few enough combinations of coordinates for a table.
   bool are_few() const { return count_ <= kMaxInTable; }
 
   // Returns the value at these coordinates; `make()` computes it.

@@ -42,7 +42,7 @@ struct Plan {
   Segments segments = {};
 };
 
-// Whether source and destination lie on different meshes. Then one step leads from the one to the other.
+// Returns whether source and destination lie on different meshes. Then one step leads from the one to the other.
 bool crosses(const Plan& plan);
 
 // "float32[8, 4] on dp=2 as [S(0)] -> [R]", with the mesh of the destination where it is another.

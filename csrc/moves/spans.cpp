@@ -56,7 +56,7 @@ IntervalList united(const std::vector<IntervalList>& parts) {
   return merged;
 }
 
-// Whether lists that share nothing have the same indices as others that share nothing.
+// Returns whether lists that share nothing have the same indices as others that share nothing.
 bool have_the_same(const std::vector<IntervalList>& a, const std::vector<IntervalList>& b) {
   const auto repeats = [](const IntervalList& list) { return list.has_repeats(); };
   if (std::none_of(a.begin(), a.end(), repeats) && std::none_of(b.begin(), b.end(), repeats)) {

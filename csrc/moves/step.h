@@ -27,7 +27,7 @@ enum class StepOp : uint8_t {
 const char* step_op_name(StepOp op);
 StepOp parse_step_op(const std::string& name);  // throws UserError
 bool is_local(StepOp op);
-// Whether a step may involve the ranks of two meshes: kCross and kRearrange.
+// Returns whether a step may involve the ranks of two meshes: kCross and kRearrange.
 bool is_crossing(StepOp op);
 
 constexpr int64_t kMaxRounds = int64_t{1} << 20;

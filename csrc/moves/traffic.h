@@ -49,8 +49,8 @@ class TrafficOfRanks {
 Traffic traffic_at(const Step& step, Lowering lowering, Rank rank);
 Traffic traffic_at(const Plan& plan, Rank rank);
 
-// Whether some rank sends something: always if the step is not local, unless it is a crossing between ranks that hold
-// what they need.
+// Returns whether some rank sends something: always if the step is not local, unless it is a crossing between ranks
+// that hold what they need.
 bool communicates(const Step& step);
 
 struct TrafficTotals {

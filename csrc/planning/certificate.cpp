@@ -59,7 +59,7 @@ std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
                 ", predicted ", microseconds_text(predicted_picoseconds(plan)));
 }
 
-// Whether the plans send the same, whatever they were made for.
+// Returns whether the plans send the same, whatever they were made for.
 bool move_alike(const Plan& a, const Plan& b) {
   return a.lowering == b.lowering && a.segments == b.segments &&
          std::equal(a.steps.begin(), a.steps.end(), b.steps.begin(), b.steps.end(), [](const Step& x, const Step& y) {

@@ -18,7 +18,7 @@ struct Certificate {
   int64_t peak_bytes = 0;
   bool peak_is_exact = true;  // if not, some rank may allocate more
   int64_t predicted_ps = 0;
-  // Whether all replicas of a reduced element hold the same bits, because it is reduced in one group and then
+  // True if all replicas of a reduced element hold the same bits, because it is reduced in one group and then
   // distributed, or in the same order everywhere. Elements that are not reduced cannot differ.
   bool replicas_are_bitwise_equal = true;
 

@@ -16,7 +16,8 @@
 namespace shardwright {
 namespace {
 
-// Whether every rank that gathers sends its part from where it is. A part of several runs is packed for each receiver.
+// Returns whether every rank that gathers sends its part from where it is. A part of several runs is packed for each
+// receiver.
 bool gathers_in_place(const Layout& before) {
   return before.has_equal_parts() || std::all_of(before.cuts().begin(), before.cuts().end(), [](const auto& cuts) {
            return std::all_of(cuts.begin(), cuts.end(), [](const Cut& cut) { return cut.rule.makes_runs(); });

@@ -67,7 +67,7 @@ struct Dataflow {
   std::vector<int> outputs;
 };
 
-// Whether the rank at `position` adds the bias.
+// Returns whether the rank at `position` adds the bias.
 bool adds_bias(const BiasNode& node, const Mesh& mesh, int64_t position);
 
 // The predicted time of the worst rank. Moves take what their plans predict, products what the timeline of their

@@ -49,7 +49,7 @@ std::optional<Matrices> as_matrices(const Contraction& axes, const std::vector<i
                   product_of(summed, axes.lhs, lhs_shape), is_rhs_row_major};
 }
 
-// Whether the parts of the members of a group, in the group's order, are equal pieces of what `receiver` needs.
+// Returns whether the parts of the members of a group, in the group's order, are equal pieces of what `receiver` needs.
 bool follow_each_other(const Step& step, const std::vector<int64_t>& group, int64_t receiver) {
   const Region needed = step.after.region(receiver);
   const int64_t part = num_elements(needed) / static_cast<int64_t>(group.size());

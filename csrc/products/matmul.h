@@ -125,7 +125,7 @@ constexpr int64_t kUnitOfFlaggedRows = 8;
 // operand, and the sizes above. It is the same on all ranks. What depends on the device is checked when it runs.
 std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares);
 
-// Whether the chunked step can be sent as messages, as any step but an all-reduce can.
+// Returns whether the chunked step can be sent as messages, as any step but an all-reduce can.
 bool has_ring(const Matmul& matmul);
 
 // Formats everything of a schedule but its method: the number of chunks, "4", or the distances given by hand, "1.3_2";

@@ -22,10 +22,10 @@ struct GivenTensor {
   bool is_transposed = false;                   // plain weights (k, n) only: it is the view of a contiguous (n, k)
 };
 
-// Whether a matrix (k, n) with such strides is the view of a contiguous (n, k), as `linear.weight.t()` is, which is
-// multiplied without a copy. Ranks may answer differently: users may transpose on some ranks only, and of a single row
-// nobody can tell. So nothing that ranks must agree on may depend on it: neither schedules nor what is sent do, and
-// debug modes compare operands_text (matmul.h).
+// Returns whether a matrix (k, n) with such strides is the view of a contiguous (n, k), as `linear.weight.t()` is,
+// which is multiplied without a copy. Ranks may answer differently: users may transpose on some ranks only, and of a
+// single row nobody can tell. So nothing that ranks must agree on may depend on it: neither schedules nor what is sent
+// do, and debug modes compare operands_text (matmul.h).
 bool is_transposed(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides);
 
 // What is multiplied. x has the shape (..., k), the result (..., n).
@@ -57,7 +57,7 @@ struct ProductArguments {
   std::vector<std::optional<int64_t>> columns = {};  // by weight
   int64_t rank = 0;
   int64_t num_ranks = 1;
-  // Whether a part with another size than torch.chunk gives is rejected. Debug modes leave that to a check on all
+  // True if a part with another size than torch.chunk gives is rejected. Debug modes leave that to a check on all
   // ranks.
   bool checks_parts = true;
 };

@@ -47,7 +47,7 @@ class ProductPlan {
   Lead lead() const { return lead_; }
   // The layouts while the product computes.
   const ProductLayouts& layouts() const { return layouts_; }
-  // Whether the forward also returns the moved operand, which the backward then takes as its input.
+  // Returns whether the forward also returns the moved operand, which the backward then takes as its input.
   bool keeps_gathered() const;
 
   // Inputs: the operand, the weights, the biases of those weights that have one, the scales of operand and weights.

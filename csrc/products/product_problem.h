@@ -78,7 +78,7 @@ struct ProductProblem {
   ScaledBy scaled_by = ScaledBy::kNothing;
   // For scales by row, of operand and weights: the layouts of scales that are not placed like their operand's rows.
   std::vector<std::optional<Layout>> scales = {};
-  // Whether the gathered operand is kept for the backward.
+  // True if the gathered operand is kept for the backward.
   bool keeps_gathered = false;
   ScheduleRequest schedule = {};
   ProductContext context = {};

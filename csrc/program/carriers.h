@@ -39,11 +39,11 @@ Carrier carrier_between_meshes(size_t num_ranks, Lowering lowering);
 // all-to-all a rank sends a copy of its chunk for each member; `chunk_bytes` is the size of the largest chunk.
 Carrier carrier_of_reduced_chunks(int64_t chunk_bytes);
 
-// Whether a gather is the transport's own.
+// Returns whether a gather is the transport's own.
 bool gathers_natively(Lowering lowering, bool parts_are_equal);
 
-// Whether the all-to-alls that carry out a step, in `shares` parts, send a message to each peer instead of using the
-// transport's own (AllToAll::by_messages).
+// Returns whether the all-to-alls that carry out a step, in `shares` parts, send a message to each peer instead of
+// using the transport's own (AllToAll::by_messages).
 bool all_to_alls_go_by_messages(const Step& step, int64_t shares, Lowering lowering);
 
 }  // namespace shardwright

@@ -97,27 +97,28 @@ class StepPairs {
   // What a rank holds before the step and also needs after it.
   Load own(int64_t position);
   int64_t num_held(int64_t position);  // elements
-  // Whether all members of the group around a rank hold equally many elements.
+  // Returns whether all members of the group around a rank hold equally many elements.
   bool hold_equally(int64_t position) const;
   // How many members of the group around a rank need how many elements after the step, without examining members.
   std::map<int64_t, int64_t> members_by_need(int64_t position) const;
 
-  // Whether the rank at one position has something for the rank at another position of the same group.
+  // Returns whether the rank at one position has something for the rank at another position of the same group.
   bool talks(const Group& group, int64_t from, int64_t to);
   // Computes the connected components. Examines every pair.
   void connect(Group& group);
-  // Whether every member has something for every other one.
+  // Returns whether every member has something for every other one.
   bool all_talk(Group& group) {
     return group.all_talk ? *group.all_talk : *(group.all_talk = work_out_all_talk(group));
   }
-  // Whether all members hold something, and equally much.
+  // Returns whether all members hold something, and equally much.
   bool is_even(Group& group) {
     if (!group.is_even) group.is_even = hold_equally(group.least) && num_held(group.least) > 0;
     return *group.is_even;
   }
-  // Whether all pairs that exchange data look alike except for offsets, as they do where digits describe everything.
+  // Returns whether all pairs that exchange data look alike except for offsets, as they do where digits describe
+  // everything.
   bool all_look_alike() const { return all_look_alike_; }
-  // Whether in addition all pairs on one replica exchange data.
+  // Returns whether in addition all pairs on one replica exchange data.
   bool all_meet_alike() const { return all_look_alike_ && ties_.empty(); }
 
   const Step& step() const { return step_; }

@@ -17,8 +17,8 @@ class StepMemory {
  public:
   virtual ~StepMemory() = default;
 
-  // Whether some rank for which this was asked before needs the same memory in this step. Not for ranks of which a
-  // later step in rounds is examined too.
+  // Returns whether some rank for which this was asked before needs the same memory in this step. Not for ranks of
+  // which a later step in rounds is examined too.
   virtual bool is_like_an_earlier_one(Rank /*rank*/) { return false; }
 
   // Emits the instructions of a rank that takes part in the step.
@@ -58,7 +58,7 @@ struct BothLoads {
     int64_t received = 0;
     int64_t own = 0;
   };
-  // Whether nothing that is still missing can change which loads are runs.
+  // Returns whether nothing that is still missing can change which loads are runs.
   bool are_known(const Totals& totals) const {
     const auto is_known = [](const RunOfLoads& load, int64_t total) { return !load.is_run() || load.total() == total; };
     return is_known(without.sent, totals.sent) && is_known(without.received, totals.received) &&

@@ -67,11 +67,11 @@ class CompiledProgram {
   const Lowering& lowering() const { return lowering_; }
 
   bool returns_input() const { return program_.is_input(program_.outputs[0].buffer); }
-  // Whether this rank communicates, and whether any rank does.
+  // Returns whether this rank communicates, and whether any rank does.
   bool communicates() const { return last_communication_ >= 0; }
   bool is_collective() const { return is_collective_; }
   int64_t received_bytes() const { return received_bytes_; }
-  // Whether process groups do not support the dtype, so that it is sent as bytes.
+  // Returns whether process groups do not support the dtype, so that it is sent as bytes.
   bool travels_as_bytes() const { return travels_as_bytes_; }
 
   // The prepared copy for a Copy instruction.
@@ -92,7 +92,7 @@ class CompiledProgram {
   int end_of_input_reads() const { return end_of_input_reads_; }
   // One past the last native collective, whose order relative to other collectives on the group matters.
   int end_of_collectives() const { return end_of_collectives_; }
-  // Whether a transfer, or an instruction after the first Wait, reads an input.
+  // Returns whether a transfer, or an instruction after the first Wait, reads an input.
   bool reads_input_after_start() const { return reads_input_after_start_; }
 
   // For a plan of one step that only moves a one-dimensional tensor, where all of this rank's input stays in one run of
@@ -150,7 +150,7 @@ class Executable {
   // Connects the groups once per device (Transport::connect). Collective among the ranks of all groups, in their order.
   // Throws c10::Error, on all ranks alike, if transfers cannot start now.
   void connect(const at::Device& device) const;
-  // Whether tensors on this device must be copied to the host, because Gloo has no messages for them.
+  // Returns whether tensors on this device must be copied to the host, because Gloo has no messages for them.
   bool goes_through_host(const at::Device& device) const;
 
   // From the program's origin: the steps that communicate, in order and the same on all ranks, and the ranks of the

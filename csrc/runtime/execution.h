@@ -67,7 +67,7 @@ class Execution final : public Run {
   // Makes the current stream wait for the end of the program. Throws c10::Error if a graph is being captured now but
   // was not when the program was started, or the reverse. May be called by several threads, each any number of times.
   void wait_for_end();
-  // Whether the device has finished the program.
+  // Returns whether the device has finished the program.
   bool is_done() const;
   // For an execution that nobody will wait for: its memory is reused once the device is done with it.
   void abandon() noexcept override;

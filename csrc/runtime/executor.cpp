@@ -150,8 +150,8 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
   });
 }
 
-// Whether an asynchronous call would have nothing to wait for. If others communicate and this rank does not, there
-// still is on devices with streams: whoever waits on another stream must not read the result too early.
+// Returns whether an asynchronous call would have nothing to wait for. If others communicate and this rank does not,
+// there still is on devices with streams: whoever waits on another stream must not read the result too early.
 bool is_done_at_once(const Executable& executable, const at::Tensor& input) {
   const CompiledProgram& compiled = executable.compiled();
   return !compiled.is_collective() || (input.device().is_cpu() && !compiled.communicates()) ||

@@ -30,7 +30,7 @@ struct FlagSupport {
 };
 bool register_flag_support(c10::DeviceType device, const FlagSupport& support);
 
-// Whether the device has come to an event. May be called on any thread.
+// Returns whether the device has come to an event. May be called on any thread.
 bool is_done(const c10::Event& event);
 
 }  // namespace shardwright

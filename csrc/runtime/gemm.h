@@ -26,7 +26,7 @@ int sm_carveout();
 // Throws c10::ValueError below 0.
 void set_sm_carveout(int sms);
 
-// Whether scaled products use fast accumulation where no hint asks for it, in this process; false at first.
+// Returns whether scaled products use fast accumulation where no hint asks for it, in this process; false at first.
 bool fast_accumulation();
 void set_fast_accumulation(bool is_fast);
 

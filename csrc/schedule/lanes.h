@@ -62,7 +62,7 @@ struct StepLanes {
   int64_t exposed_ps() const { return total_ps - compute_ps; }  // what nothing is computed alongside
 };
 
-// Whether it is known how long each use takes, and each gather and reduction of weights with bytes.
+// Returns whether it is known how long each use takes, and each gather and reduction of weights with bytes.
 bool has_times(const StepSchedule& schedule);
 
 StepLanes predict(const StepSchedule& schedule);

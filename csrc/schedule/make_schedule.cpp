@@ -68,7 +68,7 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
   check_user(a > 0 && (a & (a - 1)) == 0, "alignment_bytes: got ", a, "; allowed is a power of two");
 }
 
-// Whether a use needs a weight that the one before does not.
+// Returns whether a use needs a weight that the one before does not.
 bool changes_weights(const std::vector<Use>& uses, int i) {
   const auto is_new = [&](int w) {
     return i == 0 || std::count(uses[i - 1].weights.begin(), uses[i - 1].weights.end(), w) == 0;
@@ -157,7 +157,7 @@ class Residency {
     return bytes;
   }
 
-  // Whether the weights of uses i, ..., j fit at each of these uses, if they are gathered from use i on.
+  // Returns whether the weights of uses i, ..., j fit at each of these uses, if they are gathered from use i on.
   bool fits(int i, int j) const {
     for (int t = i; t <= j; ++t) {
       if (bytes_at(t, j) > limit_bytes_) return false;
@@ -165,7 +165,7 @@ class Residency {
     return true;
   }
 
-  // Whether gathers for use j should have started by use i.
+  // Returns whether gathers for use j should have started by use i.
   bool is_wanted(int i, int j) const {
     if (i == j || (!s_.options.gather_until.empty() && j <= s_.options.gather_until[i])) return true;
     if (s_.options.prefetch == 0) return false;

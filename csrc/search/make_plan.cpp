@@ -115,13 +115,13 @@ Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   return without_partials(dst, work.partitioned | work.zero_filled, std::move(goal_cuts));
 }
 
-// Whether some cut is neither chunks nor strided.
+// Returns whether some cut is neither chunks nor strided.
 bool has_rules(const Layout& layout) {
   return std::any_of(layout.placements().begin(), layout.placements().end(),
                      [](const Placement& placement) { return placement.kind == PlacementKind::kShardByRule; });
 }
 
-// Whether layouts differ in nothing but what is pending, so that one reduction leads from one to the other.
+// Returns whether layouts differ in nothing but what is pending, so that one reduction leads from one to the other.
 bool only_reduces(const Layout& from, const Layout& to) {
   return from.mesh() == to.mesh() && from.flattened() == to.flattened() && from.cuts() == to.cuts() &&
          !(from.partial_dims() - to.partial_dims()).empty();

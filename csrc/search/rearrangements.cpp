@@ -105,7 +105,7 @@ class Ways {
     return way;
   }
 
-  // Whether one way is better than another, as the objective has it.
+  // Returns whether one way is better than another, as the objective has it.
   bool is_better(const Way& a, const Way& b) const {
     const auto order = [&](const Way& way) {
       return options_.objective == Objective::kTime ? std::tuple(way.picoseconds, way.received_bytes, way.sent_bytes)

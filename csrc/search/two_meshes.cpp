@@ -274,7 +274,7 @@ class Crossings {
     return best_cost_->first - best_cost_->first / kRelaysAboveFraction > over_relays;
   }
 
-  // Whether a layout on a mesh with split dims has the parts of the goal.
+  // Returns whether a layout on a mesh with split dims has the parts of the goal.
   bool is_split_in_vain(const Leg& last) const {
     if (last.layout.mesh() == goal_.mesh()) return false;
     const std::optional<Layout> whole = joined(last.layout, goal_.mesh_ptr());

@@ -74,7 +74,7 @@ class Machine {
   static void execute(Process& process, const Cast& cast);
   static void execute(Process& process, const Reduce& reduce);
   static void execute(Process& process, const Gemm& gemm);
-  // Whether all chunks that a product waits for are there; lets them arrive if they can.
+  // Returns whether all chunks that a product waits for are there; lets them arrive if they can.
   bool chunks_arrive(Process& process, const Flags& flags);
   static void execute(Process& process, const Attend& attend);          // machine_attend.cpp
   static void execute(Process& process, const AttendBackward& attend);  // machine_attend.cpp

@@ -283,7 +283,7 @@ class Fit {
     return one;
   }
 
-  // Whether the cuts give each combination exactly what it holds, in this order.
+  // Returns whether the cuts give each combination exactly what it holds, in this order.
   bool make_what_is_held(const std::vector<std::vector<Cut>>& cuts) const {
     for (size_t i = 0; i < held_.positions.size(); ++i) {
       bool holds = true;

@@ -26,7 +26,7 @@ struct Wanted {
   std::optional<Layout> view_after(const Layout& dst) const;
 };
 
-// Whether rules that cut lists of one length only still do where other cuts are gone.
+// Returns whether rules that cut lists of one length only still do where other cuts are gone.
 bool is_possible(const Layout& layout) {
   for (int t = 0; t < layout.ndim(); ++t) {
     int64_t n = layout.shape()[static_cast<size_t>(t)];

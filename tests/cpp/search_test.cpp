@@ -198,7 +198,7 @@ TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
       if (a == b || !ends[b].partial_dims().empty()) continue;
       const Plan plan = make_plan(ends[a], ends[b], {setting.lowering, Objective::kTime, false, topology});
       const int64_t fastest = distances[state_of[a]][state_of[b]];
-      // Whether unequal parts are one move apart may depend on their names, and brute force knows only one of them.
+      // Names of mesh dims may decide whether unequal parts are one move apart. Brute force knows one choice of names.
       const bool may_be_faster = !ends[a].has_equal_parts() || !ends[b].has_equal_parts();
       const bool is_as_fast = predicted_picoseconds(plan) == fastest;
       ASSERT_TRUE(is_as_fast || (may_be_faster && predicted_picoseconds(plan) < fastest))

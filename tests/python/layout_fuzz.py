@@ -210,7 +210,7 @@ def _run_case(case: Case, rank: int, index: int, report: Report) -> str | None:
 
 
 def _adds(tensor: torch.Tensor) -> bool:
-    """Whether torch adds numbers of this dtype and keeps it, which waits for what is on its way."""
+    """Returns whether torch adds numbers of this dtype and keeps it, which waits for what is on its way."""
     return tensor.dtype not in (torch.bool, torch.float8_e4m3fn)
 
 

@@ -128,7 +128,7 @@ def test_trains_as_the_whole_model(pool: Pool, kind: str) -> None:
 
 
 def _is_done(works: list[Any]) -> bool:
-    """Whether transfers end without anybody waiting for them."""
+    """Returns whether transfers end without anybody waiting for them."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not all(work is None or work.is_completed() for work in works):
         if time.monotonic() > deadline:

@@ -159,7 +159,7 @@ def test_reductions_that_stock_refuses(pool: Pool, case: tuple) -> None:
 
 
 def _seen_otherwise(views: bool) -> bool:
-    """Whether two views of an inner shard are right, in which nothing has to move."""
+    """Returns whether two views of an inner shard are right, in which nothing has to move."""
     tensor = torch.arange(16.0).view(4, 4)
     with sw.enabled(views=True) if views else contextlib.nullcontext():
         try:

@@ -84,7 +84,7 @@ class Lowering:
     def default_products(self) -> GemmModel: ...
     @property
     def is_on_device(self) -> bool:
-        """Whether transfers read and write the memory of the device; otherwise that of the host."""
+        """Returns whether transfers read and write the memory of the device; otherwise that of the host."""
 
     def goes_by_messages(self, bytes_to_each_peer: int) -> bool:
         """Returns whether such an exchange is sent as messages. Otherwise it is one all-to-all."""
@@ -190,11 +190,11 @@ class Layout:
 
     @property
     def has_equal_parts(self) -> bool:
-        """Whether all ranks hold parts of one shape."""
+        """Returns whether all ranks hold parts of one shape."""
 
     @property
     def has_pending(self) -> bool:
-        """Whether a reduction is pending along some mesh dim."""
+        """Returns whether a reduction is pending along some mesh dim."""
 
     def without_pending(self) -> Layout:
         """Returns the same layout with R where reductions are pending."""
@@ -239,7 +239,7 @@ class Step:
 
     @property
     def ordered(self) -> bool:
-        """Whether contributions are exchanged and summed in rank order, never by a native collective."""
+        """Returns whether contributions are exchanged and summed in rank order, never by a native collective."""
 
     @property
     def sharing(self) -> str:
@@ -431,7 +431,7 @@ class Plan:
 
     @property
     def maxima_are_exact(self) -> bool:
-        """Whether the maxima of bytes and messages, received and sent, hold for every rank.
+        """Returns whether the maxima of bytes and messages, received and sent, hold for every rank.
 
         If not, they are those of the outermost ranks of a mesh with too many kinds of ranks to look at each. Always so
         up to 4,096 ranks.
@@ -439,7 +439,7 @@ class Plan:
 
     @property
     def peak_bytes_is_exact(self) -> bool:
-        """Whether no rank allocates more than `peak_bytes`; see `maxima_are_exact`."""
+        """Returns whether no rank allocates more than `peak_bytes`; see `maxima_are_exact`."""
 
     @property
     def predicted_us(self) -> float:
@@ -582,11 +582,11 @@ def nearest_cut(src: Layout, ranks: Sequence[int]) -> tuple[int, list[list[tuple
     """Returns the tensor dim to cut and the intervals of each rank so that least has to move."""
 
 def is_floating(dtype: str) -> bool:
-    """Whether it is a floating dtype of 16 bits or more."""
+    """Returns whether it is a floating dtype of 16 bits or more."""
 
 def is_complex(dtype: str) -> bool: ...
 def has_gradient(layout: Layout) -> bool:
-    """Whether all reductions that are due can be differentiated."""
+    """Returns whether all reductions that are due can be differentiated."""
 
 def gradient_layout(layout: Layout, argument: str) -> Layout:
     """The layout of a gradient: R where the value is partial. Raises ValueError, naming `argument`, where none is."""
@@ -603,7 +603,7 @@ def move_before_view(
     """
 
 def is_known_to_dtensor(layout: Layout) -> bool:
-    """Whether DTensor's placements can say it."""
+    """Returns whether DTensor's placements can say it."""
 
 def plan_text(plan: Plan) -> str:
     """Returns a plan as operators take it: a label, ``"|"``, and its bytes in base64."""
@@ -792,7 +792,7 @@ class ProductNode:
     @property
     def schedule(self) -> Schedule: ...
     def adds_bias(self, plan: ProductPlan, rank: int) -> bool:
-        """Whether this rank adds the bias. Where sums stay due, only one rank along their mesh dims does."""
+        """Returns whether this rank adds the bias. Where sums stay due, only one rank along their mesh dims does."""
 
 class ProductDataflow:
     """Nodes in execution order. Values are numbered, inputs first; an output of -1 was not requested."""
@@ -881,7 +881,7 @@ class ProductPlan:
 
     @property
     def chooses_schedules(self) -> bool:
-        """Whether methods or numbers of chunks were left to be chosen by predicted time."""
+        """Returns whether methods or numbers of chunks were left to be chosen by predicted time."""
 
     @property
     def moved_operand(self) -> Layout:

@@ -76,7 +76,7 @@ class Executable:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the result is the input itself."""
+        """Returns whether the result is the input itself."""
 
     @property
     def communications(self) -> list[tuple[str, str, list[int], list[int], int, int, int]]:

@@ -273,7 +273,7 @@ def of_others(placement: object) -> object:
 
 
 def is_ragged_shard(placement: object) -> bool:
-    """Whether it is another library's RaggedShard, in the order of cuts or not (``_StridedRaggedShard``)."""
+    """Returns whether it is another library's RaggedShard, in the order of cuts or not (``_StridedRaggedShard``)."""
     return type(placement).__name__ in ("RaggedShard", "_StridedRaggedShard")
 
 
@@ -299,7 +299,7 @@ def of_partition(parameter: Any, count: int) -> str | _Cut:
 
 
 def is_cut(placement: object) -> bool:
-    """Whether it is of this module, so that torch has no class for it."""
+    """Returns whether it is of this module, so that torch has no class for it."""
     return isinstance(placement, _Cut)
 
 

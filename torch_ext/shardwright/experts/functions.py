@@ -231,7 +231,7 @@ class Given(NamedTuple):
 
     @property
     def gradients(self) -> tuple[bool, bool]:
-        """Whether those of x and of the scores are asked for."""
+        """Returns whether those of x and of the scores are asked for."""
         on = torch.is_grad_enabled()
         return on and self.x.requires_grad, on and self.scores is not None and self.scores.requires_grad
 

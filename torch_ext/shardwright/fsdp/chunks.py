@@ -228,7 +228,7 @@ class UnitInChunks:
 
     @property
     def may_reduce(self) -> bool:
-        """Whether what products reduce is what a reduction after them would be."""
+        """Returns whether what products reduce is what a reduction after them would be."""
         wishes = self.unit.wishes
         is_usual = wishes.reduces and wishes.reduces_over_replicas and wishes.divides_by is None
         return is_usual and not any(weight.gradients.wait for weight in self.unit.weights)

@@ -70,7 +70,7 @@ class Gradients:
 
     @property
     def wait(self) -> bool:
-        """Whether any wait for later backwards, whole ones or parts."""
+        """Returns whether any wait for later backwards, whole ones or parts."""
         return self._whole is not None or self._part is not None
 
     @property

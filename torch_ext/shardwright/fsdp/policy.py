@@ -33,7 +33,7 @@ class Dtypes:
 
     @property
     def are_plain(self) -> bool:
-        """Whether messages carry a weight in the dtype of its use."""
+        """Returns whether messages carry a weight in the dtype of its use."""
         return type(self.gathers) is Format and self.gathers.dtype == self.use
 
     def is_as_at_rest(self, own: torch.dtype) -> bool:

@@ -68,7 +68,7 @@ class Unit:
 
     @property
     def is_held(self) -> bool:
-        """Whether it stays gathered until someone asks for something else."""
+        """Returns whether it stays gathered until someone asks for something else."""
         return (self.is_unsharded or self.wishes.stays_between_steps) and not self._in_arena
 
     @property
@@ -85,7 +85,7 @@ class Unit:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether whole gradients wait for a reduction."""
+        """Returns whether whole gradients wait for a reduction."""
         return any(weight.gradients.are_kept for weight in self.weights)
 
     @property
@@ -183,7 +183,7 @@ class Unit:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a part at rest was written or replaced after it was gathered."""
+        """Returns whether a part at rest was written or replaced after it was gathered."""
         return differ(self._gathered_from, [(weight.sharded, weight.version) for weight in self.weights])
 
     def take_up_changes(self) -> None:
@@ -193,12 +193,12 @@ class Unit:
 
     @property
     def is_converted(self) -> bool:
-        """Whether parameters have other dtypes or devices than before."""
+        """Returns whether parameters have other dtypes or devices than before."""
         return any(weight.is_converted for weight in self.weights)
 
     @property
     def can_convert(self) -> bool:
-        """Whether parameters are where they can be gathered from, or on the meta device."""
+        """Returns whether parameters are where they can be gathered from, or on the meta device."""
         return all(weight.has_place for weight in self.weights)
 
     def convert(self, dtypes_of: DtypesOf) -> None:

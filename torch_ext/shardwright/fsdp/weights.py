@@ -169,13 +169,13 @@ class Weight(Trained):
 
     @property
     def is_converted(self) -> bool:
-        """Whether the module's parameter has another dtype or kind of device than this is set up for."""
+        """Returns whether the module's parameter has another dtype or kind of device than this is set up for."""
         part = self._found_part
         return part is not None and (part.dtype != self._dtype or part.device.type != self._part_device_type)
 
     @property
     def has_place(self) -> bool:
-        """Whether the module's parameter is where it can be gathered from, or on the meta device."""
+        """Returns whether the module's parameter is where it can be gathered from, or on the meta device."""
         part = self._found_part
         return part is None or part.device.type in (self._place_type, "meta")
 
@@ -316,7 +316,7 @@ class Weight(Trained):
 
     @property
     def has_copy(self) -> bool:
-        """Whether what is held at rest is a copy of what the parameter holds."""
+        """Returns whether what is held at rest is a copy of what the parameter holds."""
         return self._held is not None
 
     def note_contents(self) -> None:

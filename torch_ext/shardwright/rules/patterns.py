@@ -48,5 +48,5 @@ def put(pattern: str, captured: Sequence[str]) -> str:
 
 
 def is_listed(name: str, listed: Iterable[str]) -> bool:
-    """Whether one of these patterns matches."""
+    """Returns whether one of these patterns matches."""
     return any(match(pattern, name) is not None for pattern in listed)

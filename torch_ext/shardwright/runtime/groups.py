@@ -361,7 +361,7 @@ makers: weakref.WeakKeyDictionary[dist.ProcessGroup, Maker] = weakref.WeakKeyDic
 
 
 def joins_jobs(group: dist.ProcessGroup | None) -> bool:
-    """Whether it is the group of a connection, with ranks of several jobs."""
+    """Returns whether it is the group of a connection, with ranks of several jobs."""
     return group is not None and group in makers
 
 

@@ -16,7 +16,7 @@ from ..runtime import executables, groups
 
 
 def may_be_split(whole: DeviceMesh) -> bool:
-    """Whether PyTorch's collectives on a mesh made of its ranks have these in order.
+    """Returns whether PyTorch's collectives on a mesh made of its ranks have these in order.
 
     The groups that `split` makes have ascending ranks. PyTorch keeps other orders only in groups of its own making.
     """
