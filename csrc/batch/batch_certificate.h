@@ -42,8 +42,8 @@ struct BatchCertificate {
 
   int64_t bucket_bytes = 0;
   int64_t buckets = 0;
-  // On every rank that takes part: buckets * bucket_bytes. With reductions no rank takes more than reduced_bytes_max
-  // and the larger of the buckets and reducing_bytes_max.
+  // No rank takes more: buckets * bucket_bytes. With reductions no rank takes more than reduced_bytes_max and the
+  // larger of the buckets and reducing_bytes_max.
   int64_t memory_bytes = 0;
 
   static constexpr int64_t kMaxPools = 4096;

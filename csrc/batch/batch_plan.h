@@ -9,10 +9,10 @@
 //              of all kinds from replicas of one shape take turns in who begins: each takes the turn that has had
 //              fewest bytes, beginning with Batch::first_turn.
 //   rounds     schedule.h.
-//   programs   batch_program.h: what one rank does, in proportion to its own messages.
+//   programs   compile_batch.h: the instructions of one rank, in proportion to its own messages.
 //
-// Memory. A run takes buckets() buffers of bucket_bytes() each, at its beginning, and nothing else besides the results
-// and reduced sources: what is sent is packed from tensors of any strides directly into a bucket, and unpacked directly
+// Memory. A run takes buckets() buffers of at most bucket_bytes() each, and nothing else besides the results and
+// reduced sources: what is sent is packed from tensors of any strides directly into a bucket, and unpacked directly
 // into its place; casts are part of one of the two. Memory that the process group's backend takes for itself is not
 // counted.
 //

@@ -48,6 +48,8 @@ std::string to_string(const Operation& operation) {
       operation,
       [](const Copy& o) {
         return concat("copy b", o.src, " -> b", o.dst, " in ", o.boxes.size(), " boxes",
+                      o.src_dtype ? concat(", read as ", o.src_dtype->name()) : "",
+                      o.dst_dtype ? concat(", written as ", o.dst_dtype->name()) : "",
                       o.divisor != 1 ? concat(", divided by ", o.divisor) : "");
       },
       [](const FillZero& o) { return concat("fill ", text(o.dst), " = 0"); },

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "layout/box.h"
+#include "layout/dtype.h"
 #include "layout/placement.h"
 #include "program/attend.h"
 #include "program/buffer_range.h"
@@ -27,6 +28,10 @@ struct Copy {
   BufferId dst = kMissingBuffer;
   std::vector<Box> boxes;
   double divisor = 1;  // every element is divided by it; floating and complex dtypes only
+  // The dtypes that elements are read and written in, and that boxes count in, where they are not those of the buffers.
+  // Elements are cast if the two differ.
+  std::optional<DType> src_dtype = std::nullopt;
+  std::optional<DType> dst_dtype = std::nullopt;
 };
 
 struct FillZero {

@@ -22,14 +22,16 @@ class Accesses {
     add(access);
   }
 
-  // Adds one range that spans all of these.
-  void add_together(const Accesses& others) {
+  // Adds one range that spans all of these, which count elements of `counted_bytes` in a buffer of others.
+  void add_together(const Accesses& others, int64_t counted_bytes, int64_t item_bytes) {
     if (others.all_.empty()) return;
     Access access = others.all_.front();
     for (const Access& other : others.all_) {
       access.begin = std::min(access.begin, other.begin);
       access.end = std::max(access.end, other.end);
     }
+    access.begin = access.begin * counted_bytes / item_bytes;
+    access.end = (access.end * counted_bytes + item_bytes - 1) / item_bytes;
     add(access);
   }
 
@@ -44,15 +46,15 @@ class Accesses {
 };
 
 // All boxes of a copy are added as one range per side, because there may be very many.
-void add(Accesses& accesses, const Copy& copy) {
+void add(Accesses& accesses, const Program& program, const Copy& copy) {
   Accesses read;
   Accesses written;
   for (const Box& box : copy.boxes) {
     read.add_box(copy.src, box.src_offset, box.sizes, box.src_strides, false);
     written.add_box(copy.dst, box.dst_offset, box.sizes, box.dst_strides, true);
   }
-  accesses.add_together(read);
-  accesses.add_together(written);
+  accesses.add_together(read, program.src_dtype(copy).size_bytes(), program.dtype_of(copy.src).size_bytes());
+  accesses.add_together(written, program.dst_dtype(copy).size_bytes(), program.dtype_of(copy.dst).size_bytes());
 }
 
 void add(Accesses& accesses, const Gemm& gemm) {
@@ -166,7 +168,7 @@ std::vector<Access> accesses_of(const Program& program, const Operation& operati
     accesses.write(o.dst);
   };
   match(
-      operation, [&](const Copy& o) { add(accesses, o); }, [&](const Gemm& o) { add(accesses, o); },
+      operation, [&](const Copy& o) { add(accesses, program, o); }, [&](const Gemm& o) { add(accesses, o); },
       [&](const Attend& o) { add(accesses, o); }, [&](const AttendBackward& o) { add(accesses, o); },
       [&](const Merge& o) { add(accesses, o); }, [&](const Accumulate& o) { add(accesses, o); },
       [&](const FillZero& o) { accesses.write(o.dst); }, [&](const Divide& o) { accesses.write(o.dst); },

@@ -32,7 +32,7 @@ Program::Lifetimes Program::lifetimes() const {
   lifetimes.ends.resize(n);
   for (size_t i = 0; i < buffers.size(); ++i) {
     const auto b = static_cast<BufferId>(i);
-    if (is_input(b) || first[b] < 0) continue;
+    if (is_of_caller(b) || first[b] < 0) continue;
     lifetimes.begins[first[b]].push_back(b);
     if (!is_output(b)) lifetimes.ends[last[b]].push_back(b);
   }

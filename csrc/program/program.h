@@ -1,9 +1,9 @@
 // A Program is what one rank does: instructions over buffers.
 //
-// Buffers hold elements in row-major order. The first ones are the inputs, which belong to the caller and which no
-// instruction writes. A temporary exists from the first instruction that names it to the last, so buffers whose lives
-// do not overlap can share memory through the allocator, and the peak is exact. An output exists from the first
-// instruction that names it to the end.
+// Buffers hold elements in row-major order, unless they have strides. The first ones belong to the caller: the inputs,
+// which no instruction writes, and then the destinations, of which instructions may write parts. A temporary exists
+// from the first instruction that names it to the last, so buffers whose lives do not overlap can share memory through
+// the allocator, and the peak is exact. An output exists from the first instruction that names it to the end.
 #pragma once
 
 #include <cstdint>
@@ -30,13 +30,15 @@ struct Group {
   int64_t index = -1;       // of this rank
 };
 
-enum class BufferRole : uint8_t { kInput, kOutput, kTemporary };
+enum class BufferRole : uint8_t { kInput, kDestination, kOutput, kTemporary };
 
 struct Buffer {
-  int64_t count = 0;  // elements
+  int64_t count = 0;  // elements; with strides, from the first one to the last one in memory
   DType dtype = DType::kFloat32;
   BufferRole role = BufferRole::kTemporary;
-  std::vector<int64_t> shape = {};  // of an input
+  std::vector<int64_t> shape = {};                             // of an input or destination
+  std::optional<std::vector<int64_t>> strides = std::nullopt;  // of the same; by default it is row-major
+  bool is_on_host = false;  // in host memory, where the other buffers may be on a device
 
   int64_t size_bytes() const { return count * dtype.size_bytes(); }
 };
@@ -46,10 +48,17 @@ struct Output {
   std::vector<int64_t> shape;
 };
 
+// The instructions before which something must have run, for a destination.
+struct DestinationEnd {
+  int complete = 0;  // all that writes it
+  int departed = 0;  // that, and the transfers that bring the same to other ranks
+};
+
 struct Program {
-  DType dtype = DType::kFloat32;  // of the tensor that is moved
-  std::vector<Buffer> buffers;    // by BufferId; inputs first
-  std::vector<Output> outputs;    // the results, in order
+  DType dtype = DType::kFloat32;                 // of the tensor that is moved
+  std::vector<Buffer> buffers;                   // by BufferId; inputs first
+  std::vector<Output> outputs;                   // the results, in order
+  std::vector<DestinationEnd> destination_ends;  // by destination
   std::vector<Instruction> instructions;
   std::vector<Group> groups;
   // Multiprocessors that a Gemm leaves to transfers if any are under way (started, not waited for) when it is
@@ -58,16 +67,26 @@ struct Program {
   // If the result is one box of the input, perhaps divided: the box's first index in each dim. A runtime may then keep
   // the memory order of an input that is not row-major.
   std::optional<std::vector<int64_t>> box_of_input;
+  // Messages leave from and arrive in buffers in host memory, and the caller's buffers may be on a device.
+  bool stages_on_host = false;
   // One line per plan step, for error messages and listings.
   std::vector<std::string> step_texts;
 
   size_t num_inputs() const;
+  size_t num_destinations() const { return destination_ends.size(); }
   bool is_input(BufferId buffer) const { return buffers[buffer].role == BufferRole::kInput; }
+  bool is_of_caller(BufferId buffer) const {
+    return is_input(buffer) || buffers[buffer].role == BufferRole::kDestination;
+  }
   bool is_output(BufferId buffer) const { return buffers[buffer].role == BufferRole::kOutput; }
   DType dtype_of(BufferId buffer) const { return buffers[buffer].dtype; }
   int64_t size_bytes(BufferId buffer) const { return buffers[buffer].size_bytes(); }
+  // The dtypes in which a copy reads and writes.
+  DType src_dtype(const Copy& copy) const { return copy.src_dtype.value_or(dtype_of(copy.src)); }
+  DType dst_dtype(const Copy& copy) const { return copy.dst_dtype.value_or(dtype_of(copy.dst)); }
 
-  // The buffers whose life begins, and those whose life ends, with each instruction. Outputs do not end.
+  // The buffers whose life begins, and those whose life ends, with each instruction. Outputs do not end; buffers of the
+  // caller neither begin nor end.
   struct Lifetimes {
     std::vector<std::vector<BufferId>> begins;
     std::vector<std::vector<BufferId>> ends;
@@ -80,7 +99,7 @@ struct Program {
   // Bytes that the runtime allocates besides buffers while an instruction runs (attend_tiles.h).
   int64_t scratch_bytes(const Operation& operation) const;
 
-  // The most bytes allocated at once: results, temporaries and scratch, not inputs, which belong to the caller.
+  // The most bytes allocated at once: outputs, temporaries and scratch.
   int64_t peak_bytes() const;
   // The same during each step.
   std::vector<int64_t> peak_bytes_by_step() const;

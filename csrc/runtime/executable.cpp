@@ -16,31 +16,6 @@
 namespace shardwright {
 namespace {
 
-// Returns the torch dtype of a buffer that may have another dtype than its program: results, sums, operands and scales
-// of products, masks.
-at::ScalarType scalar_type_of(DType dtype) {
-  switch (dtype.id()) {
-    case DType::kFloat32:
-      return at::kFloat;
-    case DType::kFloat64:
-      return at::kDouble;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    case DType::kFloat16:
-      return at::kHalf;
-    case DType::kBool:  // masks of attention
-      return at::kBool;
-    case DType::kUInt32:  // flags
-      return at::kUInt32;
-    case DType::kFloat8E5M2:
-      return at::kFloat8_e5m2;
-    case DType::kFloat8E4M3FN:
-      return at::kFloat8_e4m3fn;
-    default:
-      throw InvariantError(concat(dtype.name(), " is the dtype of a buffer that holds no part of the moved tensor"));
-  }
-}
-
 Communication communication_of(const Step& step) {
   Communication found;
   found.op = step_op_name(step.op);
@@ -174,10 +149,11 @@ void CompiledProgram::note_order() {
 }
 
 void CompiledProgram::note_dtypes() {
+  dtypes_.resize(program_.buffers.size(), at::ScalarType::Undefined);
   for (size_t b = program_.buffers.size(); b-- > 0;) {
     const Buffer& buffer = program_.buffers[b];
-    if (!(buffer.dtype == program_.dtype)) {
-      other_dtypes_.emplace(static_cast<int>(b), scalar_type_of(buffer.dtype));
+    if (buffer.dtype != program_.dtype) {
+      dtypes_[b] = scalar_type_of(buffer.dtype);
     } else if (buffer.role == BufferRole::kInput) {
       usual_input_ = static_cast<int>(b);
     }
@@ -188,19 +164,23 @@ void CompiledProgram::note_dtypes() {
 
 void CompiledProgram::note_instructions() {
   const std::vector<Instruction>& instructions = program_.instructions;
+  copies_.resize(instructions.size());
   const auto is_wait = [](const Instruction& i) { return std::holds_alternative<Wait>(i.operation); };
   first_wait_ =
       static_cast<int>(std::find_if(instructions.begin(), instructions.end(), is_wait) - instructions.begin());
   for (int i = 0; i < static_cast<int>(instructions.size()); ++i) {
     const Operation& operation = instructions[i].operation;
     if (const auto* copy = std::get_if<Copy>(&operation)) {
-      copies_.emplace(i, StridedCopy(copy->boxes, program_.dtype_of(copy->src).size_bytes()));
+      const bool casts = program_.src_dtype(*copy) != program_.dst_dtype(*copy);
+      const bool is_local = program_.buffers[copy->src].is_on_host == program_.buffers[copy->dst].is_on_host;
+      if (!casts && is_local) copies_[i].emplace(copy->boxes, program_.src_dtype(*copy).size_bytes());
     }
     if (const auto* gemm = std::get_if<Gemm>(&operation); gemm != nullptr && gemm->flags) {
       flagged_product_ = i;
       flagged_result_ = gemm->dst.buffer;
     }
     if (is_communication(operation)) last_communication_ = i;
+    if (is_communication(operation) && i < first_wait_) end_of_first_transfers_ = i + 1;
     const bool is_exchange =
         std::holds_alternative<AllToAll>(operation) || std::holds_alternative<SendReceive>(operation);
     if (is_communication(operation) && !is_exchange) end_of_collectives_ = i + 1;
@@ -211,17 +191,60 @@ void CompiledProgram::note_instructions() {
   }
 }
 
-at::TensorOptions CompiledProgram::options_like(c10::ArrayRef<at::Tensor> inputs) const {
+at::TensorOptions CompiledProgram::options_like(c10::ArrayRef<at::Tensor> tensors) const {
+  if (tensors.empty()) return at::TensorOptions().device(at::kCPU).dtype(scalar_type_of(program_.dtype));
   const bool is_usual = usual_input_ >= 0;
   const at::TensorOptions options =
-      inputs[is_usual ? usual_input_ : 0].options().requires_grad(false).memory_format(std::nullopt);
+      tensors[is_usual ? usual_input_ : 0].options().requires_grad(false).memory_format(std::nullopt);
   return is_usual ? options : options.dtype(scalar_type_of(program_.dtype));
 }
 
-at::TensorOptions CompiledProgram::options_of(int buffer, const at::TensorOptions& usual) const {
-  if (other_dtypes_.empty()) return usual;
-  const auto other = other_dtypes_.find(buffer);
-  return other == other_dtypes_.end() ? usual : usual.dtype(other->second);
+at::ScalarType scalar_type_of(DType dtype) {
+  switch (dtype.id()) {
+    case DType::kFloat32:
+      return at::kFloat;
+    case DType::kFloat64:
+      return at::kDouble;
+    case DType::kFloat16:
+      return at::kHalf;
+    case DType::kBFloat16:
+      return at::kBFloat16;
+    case DType::kBool:
+      return at::kBool;
+    case DType::kUInt8:
+      return at::kByte;
+    case DType::kInt8:
+      return at::kChar;
+    case DType::kInt16:
+      return at::kShort;
+    case DType::kInt32:
+      return at::kInt;
+    case DType::kInt64:
+      return at::kLong;
+    case DType::kUInt16:
+      return at::kUInt16;
+    case DType::kUInt32:
+      return at::kUInt32;
+    case DType::kUInt64:
+      return at::kUInt64;
+    case DType::kComplex32:
+      return at::kComplexHalf;
+    case DType::kComplex64:
+      return at::kComplexFloat;
+    case DType::kComplex128:
+      return at::kComplexDouble;
+    case DType::kFloat8E4M3FN:
+      return at::kFloat8_e4m3fn;
+    case DType::kFloat8E4M3FNUZ:
+      return at::kFloat8_e4m3fnuz;
+    case DType::kFloat8E5M2:
+      return at::kFloat8_e5m2;
+    case DType::kFloat8E5M2FNUZ:
+      return at::kFloat8_e5m2fnuz;
+    case DType::kFloat8E8M0FNU:
+      return at::kFloat8_e8m0fnu;
+  }
+  throw InvariantError(concat("no torch dtype for ", dtype.name()));
 }
 
 void check_strided(const at::Tensor& given, const std::string& argument) {
@@ -231,27 +254,30 @@ void check_strided(const at::Tensor& given, const std::string& argument) {
                     "; allowed are strided tensors (.to_dense() makes them)");
 }
 
-void CompiledProgram::check_inputs(c10::ArrayRef<at::Tensor> inputs) const {
+void CompiledProgram::check_tensors(c10::ArrayRef<at::Tensor> tensors) const {
   const auto name = [](const at::Tensor& t) { return c10::toString(t.scalar_type()); };
-  TORCH_CHECK_VALUE(inputs.size() == program_.num_inputs(), "inputs: got ", inputs.size(), ", the program takes ",
-                    program_.num_inputs(), " (", origin_->text(), ")");
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const at::Tensor& input = inputs[i];
-    const auto which = [&] { return inputs.size() == 1 ? std::string("local tensor") : concat("input ", i); };
-    TORCH_CHECK_VALUE(!input.key_set().has(c10::DispatchKey::Python), which(),
+  const size_t inputs = program_.num_inputs();
+  TORCH_CHECK_VALUE(tensors.size() == inputs + program_.num_destinations(), "inputs: got ", tensors.size(),
+                    ", the program takes ", inputs + program_.num_destinations(), " (", origin_->text(), ")");
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    const auto which = [&] {
+      if (i >= inputs) return concat("destination ", i - inputs);
+      return tensors.size() == 1 ? std::string("local tensor") : concat("input ", i);
+    };
+    TORCH_CHECK_VALUE(!tensor.key_set().has(c10::DispatchKey::Python), which(),
                       ": is a tensor subclass; allowed is a plain tensor");
-    if (input.layout() != at::kStrided || input.is_nested()) check_strided(input, which());
+    if (tensor.layout() != at::kStrided || tensor.is_nested()) check_strided(tensor, which());
     const Buffer& buffer = program_.buffers[i];
-    TORCH_CHECK_VALUE(input.sizes().equals(buffer.shape), which(), ": has shape ", input.sizes(), " on rank ", rank_,
+    TORCH_CHECK_VALUE(tensor.sizes().equals(buffer.shape), which(), ": has shape ", tensor.sizes(), " on rank ", rank_,
                       ", where the layout has ", c10::IntArrayRef(buffer.shape), " (", origin_->text(), ")");
-    const auto other = other_dtypes_.find(static_cast<int>(i));
-    const bool has_dtype = other != other_dtypes_.end()
-                               ? input.scalar_type() == other->second
-                               : static_cast<int64_t>(input.element_size()) == program_.dtype.size_bytes() &&
-                                     input.scalar_type() == inputs[usual_input_].scalar_type();
-    TORCH_CHECK_VALUE(has_dtype, which(), ": has dtype ", name(input), " where the layout has ", buffer.dtype.name());
-    TORCH_CHECK_VALUE(input.device() == inputs[0].device(), which(), ": is on ", input.device(),
-                      ", the first input on ", inputs[0].device());
+    const bool is_usual = dtypes_[i] == at::ScalarType::Undefined && usual_input_ >= 0;
+    const bool has_dtype = is_usual ? static_cast<int64_t>(tensor.element_size()) == program_.dtype.size_bytes() &&
+                                          tensor.scalar_type() == tensors[usual_input_].scalar_type()
+                                    : tensor.scalar_type() == scalar_type_of(buffer.dtype);
+    TORCH_CHECK_VALUE(has_dtype, which(), ": has dtype ", name(tensor), " where the layout has ", buffer.dtype.name());
+    TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), which(), ": is on ", tensor.device(),
+                      ", the first input on ", tensors[0].device());
   }
 }
 
@@ -281,7 +307,7 @@ c10::SmallVector<GroupLease, 4> Executable::lease_groups() const {
 }
 
 void Executable::connect(const at::Device& device) const {
-  if (device.is_cpu()) return;
+  if (device.is_cpu() || !compiled_->lowering().is_on_device) return;
   if (compiled_->is_collective()) check_no_open_group(device);
   if (connected_device_ == device.index()) return;
   for (const GroupLease& group : lease_groups()) group->connect(device);
@@ -289,7 +315,7 @@ void Executable::connect(const at::Device& device) const {
 }
 
 bool Executable::goes_through_host(const at::Device& device) const {
-  return !compiled_->lowering().is_on_device && !device.is_cpu() && !groups_.empty();
+  return !compiled_->lowering().is_on_device && !program().stages_on_host && !device.is_cpu() && !groups_.empty();
 }
 
 std::vector<Communication> Executable::communications() const {

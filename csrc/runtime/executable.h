@@ -10,7 +10,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -74,8 +73,11 @@ class CompiledProgram {
   // Returns whether process groups do not support the dtype, so that it is sent as bytes.
   bool travels_as_bytes() const { return travels_as_bytes_; }
 
-  // The prepared copy for a Copy instruction.
-  const StridedCopy& copy(int instruction) const { return copies_.at(instruction); }
+  // The prepared copy for a Copy instruction; null if it casts, or copies between host and device.
+  const StridedCopy* copy(int instruction) const {
+    const std::optional<StridedCopy>& found = copies_[instruction];
+    return found ? &*found : nullptr;
+  }
   // The instruction that a transfer must come after (order_of_transfers), and whether some transfer must come after
   // this compute instruction.
   int order_of(int transfer) const { return order_of_transfers_[transfer]; }
@@ -88,6 +90,8 @@ class CompiledProgram {
   // Indices of instructions. If there is no communication, -1; if there is no Wait, the number of instructions.
   int last_communication() const { return last_communication_; }
   int first_wait() const { return first_wait_; }
+  // One past the last transfer before the first Wait.
+  int end_of_first_transfers() const { return end_of_first_transfers_; }
   // One past the last instruction that reads an input, not counting transfers that read it before the first Wait.
   int end_of_input_reads() const { return end_of_input_reads_; }
   // One past the last native collective, whose order relative to other collectives on the group matters.
@@ -99,11 +103,14 @@ class CompiledProgram {
   // its output: where that run begins, in elements. Such a plan may write to memory that holds the input there.
   std::optional<int64_t> place_of_input() const { return place_of_input_; }
 
-  // Throws a c10::ValueError that names the first input with another shape, dtype or device than the program takes.
-  void check_inputs(c10::ArrayRef<at::Tensor> inputs) const;
-  // Options for buffers of the program's own dtype, in a run with these inputs.
-  at::TensorOptions options_like(c10::ArrayRef<at::Tensor> inputs) const;
-  at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const;
+  // Throws a c10::ValueError that names the first input or destination with another shape, dtype or device than the
+  // program takes.
+  void check_tensors(c10::ArrayRef<at::Tensor> tensors) const;
+  // Options for buffers of the program's own dtype, in a run with these tensors.
+  at::TensorOptions options_like(c10::ArrayRef<at::Tensor> tensors) const;
+  at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const {
+    return dtypes_[buffer] == at::ScalarType::Undefined ? usual : usual.dtype(dtypes_[buffer]);
+  }
 
  private:
   void note_order();
@@ -117,15 +124,16 @@ class CompiledProgram {
   Lowering lowering_;
   std::vector<int> order_of_transfers_;  // empty if the host carries transfers out
   std::vector<bool> is_asked_for_;
-  std::unordered_map<int, StridedCopy> copies_;
-  std::unordered_map<int, at::ScalarType> other_dtypes_;  // by buffer
-  int usual_input_ = -1;                                  // the first input of the program's own dtype
+  std::vector<std::optional<StridedCopy>> copies_;  // by instruction
+  std::vector<at::ScalarType> dtypes_;              // by buffer; Undefined for the program's own dtype
+  int usual_input_ = -1;                            // the first input of the program's own dtype
   int64_t received_bytes_ = 0;
   std::optional<int64_t> place_of_input_;
   int flagged_product_ = -1;
   BufferId flagged_result_ = kMissingBuffer;
   int last_communication_ = -1;
   int first_wait_ = 0;
+  int end_of_first_transfers_ = 0;
   int end_of_input_reads_ = 0;
   int end_of_collectives_ = 0;
   bool reads_input_after_start_ = false;
@@ -165,6 +173,8 @@ class Executable {
 };
 
 using ExecutablePtr = std::shared_ptr<const Executable>;
+
+at::ScalarType scalar_type_of(DType dtype);
 
 // Throws a ValueError that names `argument` for undefined tensors and for those without strides: nested, sparse and
 // MKL-DNN ones.

@@ -46,22 +46,25 @@ class StepRecord {
 
 }  // namespace
 
-Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs, bool uses_side_stream)
+Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> tensors, bool uses_side_stream)
     : executable_(std::move(executable)),
       compiled_(executable_->compiled()),
       program_(compiled_.program()),
-      options_(compiled_.options_like(inputs)),
-      device_(inputs[0].device()),
+      options_(compiled_.options_like(tensors)),
+      device_(options_.device()),
       buffers_(program_.buffers.size()),
       outputs_(program_.outputs.size()),
       works_(program_.instructions.size()),
       groups_(executable_->lease_groups()),
       num_instructions_(static_cast<int>(program_.instructions.size())),
       is_on_cpu_(device_.is_cpu()),
-      uses_side_stream_(uses_side_stream && !is_on_cpu_) {
+      transfers_on_host_(is_on_cpu_ || !compiled_.lowering().is_on_device),
+      uses_side_stream_(uses_side_stream && !transfers_on_host_) {
   if (compiled_.flagged_product() >= 0) check_flags();
   const BelowAutograd guard;
-  for (size_t i = 0; i < inputs.size(); ++i) buffers_[i] = dense(is_on_cpu_ ? inputs[i] : on_arena(inputs[i]));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    buffers_[i] = program_.buffers[i].strides ? tensors[i] : dense(is_on_cpu_ ? tensors[i] : on_arena(tensors[i]));
+  }
   if (!is_on_cpu_) home_ = current_stream(device_);
   if (uses_side_stream_) {
     transferred_.resize(program_.instructions.size());
@@ -70,7 +73,7 @@ Execution::Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs,
 }
 
 Execution::~Execution() {
-  if (is_on_cpu_) return;
+  if (transfers_on_host_) return;
   try {
     if (num_under_way_ > 0) {  // the run has failed
       const SideStreamGuard side(device_, SideStream::kTransfers);
@@ -134,10 +137,14 @@ void Execution::finish() {
 }
 
 void Execution::release() {
+  // Tensors are freed without the lock, because that may need Python's.
+  std::vector<at::Tensor> buffers;
+  c10::SmallVector<at::Tensor, 2> outputs;
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (owns_input_ && !failure_) give_staging(buffers_[kInputBuffer]);
-  buffers_.clear();
-  outputs_.clear();
+  owns_input_ = false;
+  buffers.swap(buffers_);
+  outputs.swap(outputs_);
   groups_.clear();
 }
 
@@ -158,13 +165,7 @@ void Execution::start_rest_on_side_stream() {
 void Execution::wait_for_end() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
-  const bool captures = is_capturing(device_);
-  TORCH_CHECK(captures == started_in_capture_, "shardwright: rank ", compiled_.rank(),
-              captures ? " waits, while a graph is captured, for an asynchronous redistribute that was started before; "
-                         "wait for it before the capture begins"
-                       : " waits for an asynchronous redistribute that was started while a graph was captured; wait "
-                         "for it before the capture ends",
-              " (", compiled_.origin().text(), ")");
+  check_capture();
   wait_for(*end_, device_);
   is_waited_for_ = true;
   const c10::Stream current = current_stream(device_);
@@ -174,7 +175,46 @@ void Execution::wait_for_end() {
   kept_.clear();
 }
 
-bool Execution::is_done() const { return !end_ || end_->query(); }
+void Execution::check_capture() const {
+  const bool captures = is_capturing(device_);
+  TORCH_CHECK(captures == started_in_capture_, "shardwright: rank ", compiled_.rank(),
+              captures ? " waits, while a graph is captured, for an asynchronous redistribute that was started before; "
+                         "wait for it before the capture begins"
+                       : " waits for an asynchronous redistribute that was started while a graph was captured; wait "
+                         "for it before the capture ends",
+              " (", compiled_.origin().text(), ")");
+}
+
+void Execution::wait_until(int instruction) {
+  if (!is_in_rest_) {
+    start_until(instruction);
+    {
+      const std::lock_guard<std::recursive_mutex> lock(mutex_);
+      if (failure_) std::rethrow_exception(failure_);
+    }
+    // The progress thread may keep a run that is over for a while, which should not keep memory.
+    if (finished()) release();
+    return;
+  }
+  if (instruction >= num_instructions_) return wait_for_end();
+  if (instruction == 0) return;
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (failure_) std::rethrow_exception(failure_);
+  check_capture();
+  wait_for(step_ends_.lower_bound(instruction)->second, device_);
+}
+
+bool Execution::is_done() const {
+  if (!is_in_rest_) return finished();
+  return !end_ || end_->query();
+}
+
+// The Waits of a step end what comes before them, as sources are read before the first one.
+bool Execution::ends_step(int instruction) const {
+  if (instruction + 1 == num_instructions_) return true;
+  const Instruction& next = program_.instructions[instruction + 1];
+  return next.step != program_.instructions[instruction].step || std::holds_alternative<Wait>(next.operation);
+}
 
 void Execution::abandon() noexcept {
   try {
@@ -195,6 +235,9 @@ void Execution::step() {
     for (const BufferId b : compiled_.lifetimes().begins[index]) allocate(b);
     execute(program_.instructions[index].operation, index);
     if (uses_side_stream_ && compiled_.is_asked_for(index)) marks_[index].emplace(current_stream(device_));
+    if (is_in_rest_ && program_.num_destinations() > 0 && ends_step(index)) {
+      step_ends_.emplace(index + 1, current_stream(device_));
+    }
   } catch (const c10::Error& error) {
     fail(index, error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -237,7 +280,9 @@ void Execution::allocate(BufferId buffer) {
     buffers_[buffer] = flat_view(outputs_[i], 0, outputs_[i].numel());
     return;
   }
-  buffers_[buffer] = take_staging(program_.buffers[buffer].count, compiled_.options_of(buffer, options_));
+  const at::TensorOptions options = compiled_.options_of(buffer, options_);
+  buffers_[buffer] = take_staging(program_.buffers[buffer].count,
+                                  program_.buffers[buffer].is_on_host ? options.device(at::kCPU) : options);
 }
 
 at::Tensor Execution::range(const BufferRange& range) const {
@@ -249,11 +294,6 @@ at::Tensor Execution::range(const BufferRange& range) const {
 char* Execution::data(const BufferRange& range) const {
   const at::Tensor& buffer = buffers_[range.buffer];
   return static_cast<char*>(buffer.data_ptr()) + range.offset * static_cast<int64_t>(buffer.element_size());
-}
-
-at::Tensor Execution::wire(const BufferRange& range) const {
-  return compiled_.travels_as_bytes() ? flat_bytes(buffers_[range.buffer], range.offset, range.count)
-                                      : this->range(range);
 }
 
 void Execution::reduce(const Reduce& reduce) {
@@ -270,61 +310,11 @@ void Execution::reduce(const Reduce& reduce) {
   reduce_parts(reduce.op, parts, reduce.divisor, dst);
 }
 
-void Execution::all_to_all(const AllToAll& move, int index) {
-  at::Tensor src = wire(move.src);
-  at::Tensor dst = wire(move.dst);
-  std::vector<int64_t> send_counts = move.send_counts;
-  std::vector<int64_t> receive_counts = move.receive_counts;
-  if (compiled_.travels_as_bytes()) {
-    const auto item_bytes = static_cast<int64_t>(buffers_[move.src.buffer].element_size());
-    for (int64_t& count : send_counts) count *= item_bytes;
-    for (int64_t& count : receive_counts) count *= item_bytes;
-  }
-  works_[index] = {groups_[move.group]->all_to_all(dst, src, std::move(receive_counts), std::move(send_counts))};
-}
-
-void Execution::send_all_to_all(const AllToAll& move, int index) {
-  std::vector<Message> sends;
-  std::vector<Message> receives;
-  BufferRange sent{move.src.buffer, move.src.offset, 0};
-  BufferRange received{move.dst.buffer, move.dst.offset, 0};
-  at::Tensor own_sent;
-  at::Tensor own_received;
-  for (size_t m = 0; m < move.send_counts.size(); ++m) {
-    const auto peer = static_cast<int64_t>(m);
-    sent.count = move.send_counts[m];
-    received.count = move.receive_counts[m];
-    if (peer == program_.groups[move.group].index) {
-      if (sent.count > 0) {
-        own_sent = wire(sent);
-        own_received = wire(received);
-      }
-    } else {
-      if (sent.count > 0) sends.push_back({peer, wire(sent)});
-      if (received.count > 0) receives.push_back({peer, wire(received)});
-    }
-    sent.offset += sent.count;
-    received.offset += received.count;
-  }
-  if (!sends.empty() || !receives.empty()) works_[index] = groups_[move.group]->send_receive(sends, receives);
-  if (own_sent.defined()) own_received.copy_(own_sent);  // while messages are under way
-}
-
 GemmHints Execution::hints() const {
   GemmHints hints;
   hints.fast_accumulation = fast_accumulation();
   if (num_under_way_ > 0) hints.sms_left = sm_carveout() > 0 ? sm_carveout() : static_cast<int>(program_.sms_left);
   return hints;
-}
-
-void Execution::wait(int ticket) {
-  --num_under_way_;
-  for (WorkPtr& work : works_[ticket]) {
-    if (work) work->wait();
-  }
-  works_[ticket].clear();
-  if (uses_side_stream_) wait_for(*transferred_[ticket], device_);
-  if (!spans_.empty() && is_on_cpu_) spans_[ticket].stop();
 }
 
 bool Execution::takes_spans() const { return is_tracing() && !is_capturing(device_); }
@@ -349,75 +339,6 @@ void Execution::execute(const Operation& operation, int index) {
   is_on_cpu_ ? span.stop() : span.stop_at(record_current(device_, true));
 }
 
-// The stream on which a transfer is started is made to wait for it, on whatever stream the backend runs it.
-void Execution::start_transfer(const Operation& operation, int index) {
-  ++num_under_way_;
-  const bool traces = takes_spans();
-  if (traces) {
-    spans_.resize(program_.instructions.size());
-    spans_[index] = TraceSpan("communication", to_string(operation), program_.instructions[index].chunk, run_number());
-  }
-  if (is_on_cpu_) return transfer(operation, index);
-  std::optional<SideStreamGuard> side;
-  if (uses_side_stream_) go_to_side_stream(side, index);
-  if (traces) spans_[index].start_at(record_current(device_, true));
-  transfer(operation, index);
-  for (WorkPtr& work : works_[index]) {
-    if (work) work->wait();
-  }
-  works_[index].clear();
-  if (side) transferred_[index].emplace(side->record());
-  if (traces) spans_[index].stop_at(record_current(device_, true));
-}
-
-// Goes to the side stream, after the instructions that concern the transfer's memory (program/order.h). Memory that is
-// allocated only now may still be used by anything that the current stream holds, other programs included.
-void Execution::go_to_side_stream(std::optional<SideStreamGuard>& side, int transfer) const {
-  const bool allocates = !compiled_.lifetimes().begins[transfer].empty();
-  const int order = compiled_.order_of(transfer);
-  if (allocates) {
-    side.emplace(device_, SideStream::kTransfers);
-  } else {
-    side.emplace(device_, SideStream::kTransfers, order < 0 ? *begin_ : *marks_[order]);
-  }
-}
-
-void Execution::transfer(const Operation& operation, int index) {
-  match(
-      operation,
-      [&](const AllGather& o) {
-        at::Tensor src = wire(o.src);
-        at::Tensor dst = wire(o.dst);
-        works_[index] = {groups_[o.group]->all_gather(dst, src)};
-      },
-      [&](const ReduceScatter& o) {
-        at::Tensor src = range(o.src);
-        at::Tensor dst = range(o.dst);
-        works_[index] = {groups_[o.group]->reduce_scatter(dst, src, o.op)};
-      },
-      [&](const AllReduce& o) {
-        at::Tensor data = range(o.data);
-        works_[index] = {groups_[o.group]->all_reduce(data, o.op)};
-      },
-      [&](const AllToAll& o) {
-        exchanges_by_messages_ || o.by_messages ? send_all_to_all(o, index) : all_to_all(o, index);
-      },
-      [&](const SendReceive& o) {
-        std::vector<Message> sends;
-        std::vector<Message> receives;
-        for (const auto& m : o.sends) sends.push_back({m.peer, wire(m.range)});
-        for (const auto& m : o.receives) receives.push_back({m.peer, wire(m.range)});
-        works_[index] = groups_[o.group]->send_receive(sends, receives);
-      },
-      [&](const Offer& o) { groups_[o.group]->offer(range(o.src)); },
-      [&](const Fetch& o) {
-        at::Tensor dst = range(o.dst);
-        groups_[o.group]->fetch(dst, range(o.flags));
-      },
-      [](const IsCompute auto&) { check_invariant(false, "an instruction that computes is run as a transfer"); },
-      [](const Wait&) { check_invariant(false, "a Wait is run as a transfer"); });
-}
-
 // By address: tensors that borrow from one arena have one storage here, wherever they are in it.
 bool Execution::has_input_in_place(BufferId dst) const {
   const std::optional<int64_t> place = compiled_.place_of_input();
@@ -438,6 +359,21 @@ void Execution::divide(const Divide& divide) {
   }
 }
 
+at::Tensor Execution::elements(BufferId buffer, DType dtype) const {
+  const at::Tensor& found = buffers_[buffer];
+  return dtype == program_.dtype_of(buffer) ? found : flat_elements(found, scalar_type_of(dtype));
+}
+
+void Execution::copy(const Copy& copy, int index) {
+  if (copy.src == kInputBuffer && has_input_in_place(copy.dst)) return;
+  const StridedCopy* prepared = compiled_.copy(index);
+  if (copy.divisor != 1) return run_divided(*prepared, copy.divisor, buffers_[copy.src], buffers_[copy.dst]);
+  if (prepared != nullptr && is_on_cpu_) return run(*prepared, buffers_[copy.src], buffers_[copy.dst]);
+  const at::Tensor src = elements(copy.src, program_.src_dtype(copy));
+  at::Tensor dst = elements(copy.dst, program_.dst_dtype(copy));
+  prepared != nullptr ? run(*prepared, src, dst) : copy_with_aten(copy.boxes, src, dst);
+}
+
 void Execution::multiply(const Gemm& gemm, int index) {
   if (gemm.flags) return multiply_flagged(gemm, index);
   const at::Tensor& lhs = buffers_[gemm.lhs.buffer];
@@ -453,16 +389,8 @@ void Execution::multiply(const Gemm& gemm, int index) {
 
 void Execution::compute(const Operation& operation, int index) {
   match(
-      operation,
-      [&](const Copy& o) {
-        if (o.src == kInputBuffer && has_input_in_place(o.dst)) return;
-        if (o.divisor == 1) {
-          run(compiled_.copy(index), buffers_[o.src], buffers_[o.dst]);
-        } else {
-          run_divided(compiled_.copy(index), o.divisor, buffers_[o.src], buffers_[o.dst]);
-        }
-      },
-      [&](const FillZero& o) { range(o.dst).zero_(); }, [&](const Divide& o) { divide(o); },
+      operation, [&](const Copy& o) { copy(o, index); }, [&](const FillZero& o) { range(o.dst).zero_(); },
+      [&](const Divide& o) { divide(o); },
       [&](const Power& o) {
         at::Tensor dst = range(o.dst);
         at::pow_out(dst, range(o.src), o.exponent);

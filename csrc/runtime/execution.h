@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -16,20 +17,19 @@
 
 #include "runtime/executable.h"
 #include "runtime/gemm.h"
-#include "runtime/run.h"
 #include "runtime/side_stream.h"
 #include "runtime/trace.h"
 
 namespace shardwright {
 
-class Execution final : public Run {
+class Execution {
  public:
-  // If the device has streams: with `uses_side_stream`, transfers run on a side stream, otherwise on the current one.
-  // The stream that is current now is the home of the execution: compute runs there, and buffers are allocated from its
-  // memory.
-  Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> inputs, bool uses_side_stream);
+  // `tensors` are the program's inputs and destinations. If the device has streams: with `uses_side_stream`, transfers
+  // run on a side stream, otherwise on the current one. The stream that is current now is the home of the execution:
+  // compute runs there, and buffers are allocated from its memory.
+  Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> tensors, bool uses_side_stream);
   // If the device has streams, transfers may still be under way; their memory is not reused before they are done.
-  ~Execution() override;
+  ~Execution();
   Execution(const Execution&) = delete;
   Execution& operator=(const Execution&) = delete;
 
@@ -46,20 +46,23 @@ class Execution final : public Run {
 
   // An output is allocated by the first instruction that writes it, or by the first call of this function.
   const at::Tensor& output(size_t index = 0);
+  const CompiledProgram& compiled() const { return compiled_; }
   const at::Device& device() const { return device_; }
+  // Returns whether the host carries transfers out, in host memory.
+  bool transfers_on_host() const { return transfers_on_host_; }
 
   // Several threads may call these, each any number of times; every instruction runs once, in order. A failure is
   // raised by the call in which it happens and by every later `finish`.
   void start_until(int instruction);  // exclusive
-  void run_next() override;           // one instruction, if any is left
-  void start_all() override;          // up to and including the last communication
+  void run_next();                    // one instruction, if any is left
+  void start_all();                   // up to and including the last communication
   void finish();
-  bool finished() const override { return next_ == num_instructions_; }
-  bool all_started() const override { return next_ > compiled_.last_communication(); }
+  bool finished() const { return next_ == num_instructions_; }
+  bool all_started() const { return next_ > compiled_.last_communication(); }
   // Takes no lock: who asks may hold Python's, and whoever runs an instruction may need that to free a tensor.
   bool failed() const { return has_failed_; }
   // Drops all tensors. Call it only once the run is finished.
-  void release() override;
+  void release();
 
   // If the device has streams: submits the rest of the program to a side stream (SideStream::kRest), so that the
   // caller's stream can continue until `wait_for_end`.
@@ -67,11 +70,14 @@ class Execution final : public Run {
   // Makes the current stream wait for the end of the program. Throws c10::Error if a graph is being captured now but
   // was not when the program was started, or the reverse. May be called by several threads, each any number of times.
   void wait_for_end();
+  // Waits for all instructions before this one: on the current stream as wait_for_end does, else on the host. On
+  // streams it may wait for more, up to the end of a step, and the program must have destinations.
+  void wait_until(int instruction);
   // Returns whether the device has finished the program.
   bool is_done() const;
   // For an execution that nobody will wait for: its memory is reused once the device is done with it.
-  void abandon() noexcept override;
-  bool is_waited_for() const override { return is_waited_for_; }
+  void abandon() noexcept;
+  bool is_waited_for() const { return is_waited_for_; }
 
  private:
   void step();
@@ -90,6 +96,12 @@ class Execution final : public Run {
   [[noreturn]] void fail(int index, const std::string& reason);
   std::string group_text(int index) const;
   void allocate(BufferId buffer);
+  // Throws c10::Error if a graph is being captured now but was not when the program was started, or the reverse.
+  void check_capture() const;
+  bool ends_step(int instruction) const;
+  void copy(const Copy& copy, int index);
+  // A buffer as a copy reads or writes it.
+  at::Tensor elements(BufferId buffer, DType dtype) const;
   at::Tensor range(const BufferRange& range) const;
   char* data(const BufferRange& range) const;
   // Returns true if the input already lies at its place in a buffer (CompiledProgram::place_of_input).
@@ -123,6 +135,7 @@ class Execution final : public Run {
   // If the rest of the program runs on a side stream: the buffers allocated on the home stream before, and the end.
   std::vector<at::Tensor> kept_;
   std::optional<StreamEvent> end_;
+  std::map<int, StreamEvent> step_ends_;  // if the program has destinations: by the instruction after each
   bool is_in_rest_ = false;
   bool started_in_capture_ = false;
   std::atomic<bool> is_waited_for_{false};
@@ -132,6 +145,7 @@ class Execution final : public Run {
   int num_instructions_ = 0;
   int num_under_way_ = 0;  // the number of transfers that were started and not waited for
   bool is_on_cpu_ = false;
+  bool transfers_on_host_ = false;
   bool uses_side_stream_ = false;
   bool owns_input_ = false;
   bool exchanges_by_messages_ = false;

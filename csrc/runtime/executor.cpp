@@ -52,6 +52,10 @@ class ExecutionWork : public c10d::Work {
   c10::weak_intrusive_ptr<c10::TensorImpl> output_;
 };
 
+at::Device device_of(c10::ArrayRef<at::Tensor> tensors) {
+  return tensors.empty() ? at::Device(at::kCPU) : tensors[0].device();
+}
+
 at::Tensor copied_to(const at::Tensor& tensor, at::Device device) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return tensor.to(device);
@@ -92,11 +96,11 @@ void count_way_through_host(const at::Device& device) {
                   "because their process groups are Gloo's; sw.stats()['through_host'] counts them");
 }
 
-at::Tensor complete(const Executable& executable, const std::shared_ptr<Execution>& execution) {
+void complete(const Executable& executable, const std::shared_ptr<Execution>& execution) {
   const CompiledProgram& compiled = executable.compiled();
   if (compiled.communicates()) {
     const auto advance = [&] { execution->start_all(); };
-    if (execution->device().is_cpu()) {
+    if (execution->transfers_on_host()) {
       Lane::issue_on(executable.groups(), execution, advance);
     } else {
       lane_of(execution->device()).issue(execution, advance);
@@ -105,7 +109,7 @@ at::Tensor complete(const Executable& executable, const std::shared_ptr<Executio
   }
   execution->finish();
   ++counters().runs;
-  return execution->output();
+  if (compiled.program().stages_on_host) ++counters().through_host;
 }
 
 void check_out(const CompiledProgram& compiled, const at::Tensor& input, const at::Tensor& out) {
@@ -127,14 +131,10 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
                     "tensor is gathered in one step, an input that is its own part of `out`");
 }
 
-void start_on_cpu(const Executable& executable, const std::shared_ptr<Execution>& execution, const at::Tensor& input,
-                  bool input_may_change) {
-  const CompiledProgram& compiled = executable.compiled();
-  if (input_may_change && compiled.reads_input_after_start()) execution->copy_input(input);
+// Starts transfers up to an instruction, and leaves the rest to the progress thread.
+void start_on_host(const Executable& executable, const std::shared_ptr<Execution>& execution, int until) {
   // Dispatch modes of this thread should see all communications.
-  const bool is_watched = c10::impl::TorchDispatchModeTLS::any_modes_set();
-  const int until =
-      is_watched ? compiled.last_communication() + 1 : std::max(compiled.first_wait(), compiled.end_of_collectives());
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) until = executable.compiled().last_communication() + 1;
   execution->exchange_by_messages();
   Lane::issue_on(executable.groups(), execution, [&] { execution->start_until(until); });
   finish_on_progress_thread(execution);
@@ -166,8 +166,12 @@ std::pair<at::Tensor, WorkPtr> start_execution(const ExecutablePtr& executable, 
   const auto execution = std::make_shared<Execution>(executable, input, /*uses_side_stream=*/true);
   if (out != nullptr) execution->write_to(*out);
   const at::Tensor output = execution->output();  // made before anything runs, so that the Work is for this tensor
-  execution->device().is_cpu() ? start_on_cpu(*executable, execution, input, input_may_change)
-                               : start_on_streams(compiled, execution, output, input_may_change);
+  if (execution->device().is_cpu()) {
+    if (input_may_change && compiled.reads_input_after_start()) execution->copy_input(input);
+    start_on_host(*executable, execution, std::max(compiled.first_wait(), compiled.end_of_collectives()));
+  } else {
+    start_on_streams(compiled, execution, output, input_may_change);
+  }
   ++counters().runs;
   counters().received_bytes += compiled.received_bytes();
   return {output, c10::make_intrusive<ExecutionWork>(execution, output)};
@@ -183,7 +187,7 @@ Counters& counters() {
 at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input) {
   const Record record = record_of(*executable);
   const CompiledProgram& compiled = executable->compiled();
-  compiled.check_inputs(input);
+  compiled.check_tensors(input);
   if (compiled.returns_input()) return input;
   if (executable->goes_through_host(input.device())) {
     count_way_through_host(input.device());
@@ -194,7 +198,9 @@ at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input) {
     ++counters().runs;
     return take_box(compiled.program(), input);
   }
-  return complete(*executable, std::make_shared<Execution>(executable, input, /*uses_side_stream=*/false));
+  const auto execution = std::make_shared<Execution>(executable, input, /*uses_side_stream=*/false);
+  complete(*executable, execution);
+  return execution->output();
 }
 
 void check_out(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out) {
@@ -204,7 +210,7 @@ void check_out(const ExecutablePtr& executable, const at::Tensor& input, const a
 void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out) {
   const Record record = record_of(*executable);
   const CompiledProgram& compiled = executable->compiled();
-  compiled.check_inputs(input);
+  compiled.check_tensors(input);
   check_out(compiled, input, out);
   if (compiled.returns_input()) {
     out.copy_(input);
@@ -222,38 +228,59 @@ void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at
   complete(*executable, execution);
 }
 
-std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> inputs) {
+std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors) {
   const Record record = record_of(*executable);
   const CompiledProgram& compiled = executable->compiled();
-  compiled.check_inputs(inputs);
-  const at::Device device = inputs[0].device();
+  compiled.check_tensors(tensors);
+  const at::Device device = device_of(tensors);
   if (executable->goes_through_host(device)) {
     count_way_through_host(device);
     std::vector<at::Tensor> on_host;
-    for (const at::Tensor& input : inputs) on_host.push_back(copied_to(input, at::kCPU));
+    for (const at::Tensor& tensor : tensors) on_host.push_back(copied_to(tensor, at::kCPU));
     std::vector<at::Tensor> outputs = run_all(executable, on_host);
     for (at::Tensor& output : outputs) output = copied_to(output, device);
     return outputs;
   }
   executable->connect(device);
-  const auto execution = std::make_shared<Execution>(executable, inputs, /*uses_side_stream=*/true);
+  const auto execution = std::make_shared<Execution>(executable, tensors, /*uses_side_stream=*/true);
   complete(*executable, execution);
   std::vector<at::Tensor> outputs;
   for (size_t i = 0; i < compiled.program().outputs.size(); ++i) outputs.push_back(execution->output(i));
   return outputs;
 }
 
+std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors,
+                                     const at::Tensor& token) {
+  const Record record = record_of(*executable);
+  const CompiledProgram& compiled = executable->compiled();
+  compiled.check_tensors(tensors);
+  executable->connect(device_of(tensors));
+  const auto execution = std::make_shared<Execution>(executable, tensors, /*uses_side_stream=*/true);
+  if (compiled.program().stages_on_host) {
+    complete(*executable, execution);
+    return execution;
+  }
+  if (execution->transfers_on_host()) {
+    start_on_host(*executable, execution, compiled.end_of_first_transfers());
+  } else {
+    lane_of(execution->device()).issue_asynchronous(execution, token, [&] { execution->start_rest_on_side_stream(); });
+  }
+  ++counters().runs;
+  counters().received_bytes += compiled.received_bytes();
+  return execution;
+}
+
 std::pair<at::Tensor, WorkPtr> start(const ExecutablePtr& executable, const at::Tensor& input, bool input_may_change) {
   const Record record = record_of(*executable);
   if (executable->compiled().returns_input()) return {run(executable, input), nullptr};
-  executable->compiled().check_inputs(input);
+  executable->compiled().check_tensors(input);
   if (is_done_at_once(*executable, input)) return {run(executable, input), nullptr};
   return start_execution(executable, input, nullptr, input_may_change);
 }
 
 WorkPtr start_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out) {
   const Record record = record_of(*executable);
-  executable->compiled().check_inputs(input);
+  executable->compiled().check_tensors(input);
   if (executable->compiled().returns_input() || is_done_at_once(*executable, input)) {
     run_into(executable, input, out);
     return nullptr;

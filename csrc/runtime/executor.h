@@ -36,12 +36,15 @@
 #include <c10/util/ArrayRef.h>
 
 #include <atomic>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "runtime/executable.h"
 
 namespace shardwright {
+
+class Execution;
 
 // Runs a program with one input, which must have the program's shape and dtype, and may have any strides. Returns a new
 // tensor, or `input` itself if there is nothing to do. Throws c10::ValueError on another shape or element size, with
@@ -56,8 +59,16 @@ void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at
 // Throws what run_into would throw because of `out`.
 void check_out(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out);
 
-// Runs a program with several inputs or outputs. Its transfers overlap with its compute.
-std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> inputs);
+// Runs a program with any number of inputs, destinations and outputs, and returns the outputs. `tensors` are the inputs
+// and then the destinations, which share memory neither with each other nor with inputs. Transfers overlap with
+// compute.
+std::vector<at::Tensor> run_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors);
+
+// The same for a program without outputs, but returns once the first transfers are under way (Execution::wait_until).
+// Inputs are read until the program is done with them: copying them would take more memory than the program. Somebody
+// may wait as long as `token` exists. Through host memory, it returns when all is done.
+std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::ArrayRef<at::Tensor> tensors,
+                                     const at::Tensor& token);
 
 // Like `run`, but returns once the first communication is under way. The Work is null if nothing is pending.
 // `input_may_change` says whether the caller may write to `input` before the Work is done.

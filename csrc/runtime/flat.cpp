@@ -26,4 +26,9 @@ at::Tensor flat_bytes(const at::Tensor& base, int64_t offset, int64_t count) {
   return view(base, caffe2::TypeMeta::Make<uint8_t>(), (base.storage_offset() + offset) * item, count * item);
 }
 
+at::Tensor flat_elements(const at::Tensor& bytes, at::ScalarType dtype) {
+  const auto item = static_cast<int64_t>(c10::elementSize(dtype));
+  return view(bytes, c10::scalarTypeToTypeMeta(dtype), bytes.storage_offset() / item, bytes.numel() / item);
+}
+
 }  // namespace shardwright

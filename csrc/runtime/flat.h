@@ -14,4 +14,7 @@ at::Tensor flat_view(const at::Tensor& base, int64_t offset, int64_t count);
 // The same memory as uint8.
 at::Tensor flat_bytes(const at::Tensor& base, int64_t offset, int64_t count);
 
+// Returns flat bytes as elements of another dtype, without the bytes at the end that do not fill one.
+at::Tensor flat_elements(const at::Tensor& bytes, at::ScalarType dtype);
+
 }  // namespace shardwright

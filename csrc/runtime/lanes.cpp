@@ -6,17 +6,18 @@
 #include <unordered_map>
 #include <utility>
 
+#include "runtime/execution.h"
 #include "runtime/side_stream.h"
 
 namespace shardwright {
 
-void Lane::issue(const std::shared_ptr<Run>& run, const std::function<void()>& advance) {
+void Lane::issue(const std::shared_ptr<Execution>& run, const std::function<void()>& advance) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   issue(advance);
   if (!run->all_started()) pending_.push_back(run);
 }
 
-void Lane::issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Run>& run,
+void Lane::issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Execution>& run,
                     const std::function<void()>& advance) {
   c10::SmallVector<Lane*, 4> lanes;
   for (const RankGroupPtr& group : groups) lanes.push_back(&lane_of(*group));
@@ -41,7 +42,7 @@ void Lane::issue(const std::function<void()>& start) {
   note_last(current);
 }
 
-void Lane::issue_asynchronous(const std::shared_ptr<Run>& run, const at::Tensor& output,
+void Lane::issue_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output,
                               const std::function<void()>& submit) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   drain();
@@ -57,7 +58,7 @@ void Lane::issue_asynchronous(const std::shared_ptr<Run>& run, const at::Tensor&
 void Lane::drain() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   while (!pending_.empty()) {
-    const std::shared_ptr<Run> run = pending_.front().lock();
+    const std::shared_ptr<Execution> run = pending_.front().lock();
     pending_.pop_front();
     if (run) run->start_all();
   }
@@ -91,10 +92,10 @@ void Lane::note_last(c10::Stream current) {
   if (has_several_streams_ && !is_capturing(current)) end_of_last_.emplace(current);
 }
 
-void Lane::note_asynchronous(const std::shared_ptr<Run>& run, const at::Tensor& output) {
+void Lane::note_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output) {
   ++num_asynchronous_;
   std::erase_if(asynchronous_, [](const AsynchronousRun& noted) {
-    const std::shared_ptr<Run> known = noted.run.lock();
+    const std::shared_ptr<Execution> known = noted.run.lock();
     if (!known || known->is_waited_for()) return true;
     if (noted.output.use_count() > 0) return false;
     known->abandon();  // c10d never frees a Work that nobody waits for

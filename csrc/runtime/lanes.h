@@ -23,11 +23,12 @@
 #include <optional>
 #include <vector>
 
-#include "runtime/run.h"
 #include "runtime/side_stream.h"
 #include "runtime/transport.h"
 
 namespace shardwright {
+
+class Execution;
 
 // Programs in the order in which they were started. A program starts its communications only after all programs before
 // it have started all of theirs. No other program of the lane starts any while a function here runs.
@@ -37,10 +38,10 @@ class Lane {
 
   // Makes the programs before `run` start all their communications, then calls `advance`, which starts some of its own,
   // on the current stream or on side streams.
-  void issue(const std::shared_ptr<Run>& run, const std::function<void()>& advance);
+  void issue(const std::shared_ptr<Execution>& run, const std::function<void()>& advance);
 
   // The same for the programs before `run` on the lanes of any of these groups.
-  static void issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Run>& run,
+  static void issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Execution>& run,
                        const std::function<void()>& advance);
 
   // The same for transfers that are started at once, and belong to no program.
@@ -48,7 +49,7 @@ class Lane {
 
   // If the device has streams: the same for a program that `submit` gives to side streams, which continue alongside the
   // caller's. Somebody may wait for it as long as `output` exists.
-  void issue_asynchronous(const std::shared_ptr<Run>& run, const at::Tensor& output,
+  void issue_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output,
                           const std::function<void()>& submit);
 
   // Makes every program start all its communications.
@@ -56,7 +57,7 @@ class Lane {
 
  private:
   struct AsynchronousRun {
-    std::weak_ptr<Run> run;
+    std::weak_ptr<Execution> run;
     c10::weak_intrusive_ptr<c10::TensorImpl> output;
   };
 
@@ -65,12 +66,12 @@ class Lane {
   void put_after_last(c10::Stream stream);
   void put_after_asynchronous_runs(c10::Stream stream);
   void note_last(c10::Stream current);
-  void note_asynchronous(const std::shared_ptr<Run>& run, const at::Tensor& output);
+  void note_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output);
 
   const c10::Device device_;
   std::recursive_mutex mutex_;
-  std::deque<std::weak_ptr<Run>> pending_;     // programs with communications left to start
-  std::vector<AsynchronousRun> asynchronous_;  // in the order in which they were started
+  std::deque<std::weak_ptr<Execution>> pending_;  // programs with communications left to start
+  std::vector<AsynchronousRun> asynchronous_;     // in the order in which they were started
   int64_t num_asynchronous_ = 0;
   std::map<c10::StreamId, int64_t> seen_;   // by stream, the number of asynchronous runs that it comes after
   std::optional<c10::Stream> last_;         // the caller's stream of the last program of `issue`

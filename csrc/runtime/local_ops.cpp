@@ -157,7 +157,11 @@ void run(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst) {
   if (const DeviceCopy device_copy = device_copies()[static_cast<size_t>(src.device().type())]) {
     return device_copy(copy, src, dst);
   }
-  for (const Box& box : copy.boxes()) {
+  copy_with_aten(copy.boxes(), src, dst);
+}
+
+void copy_with_aten(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst) {
+  for (const Box& box : boxes) {
     at::Tensor to = at::as_strided(dst, box.sizes, box.dst_strides, dst.storage_offset() + box.dst_offset);
     to.copy_(at::as_strided(src, box.sizes, box.src_strides, src.storage_offset() + box.src_offset));
   }

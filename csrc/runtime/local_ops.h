@@ -11,8 +11,12 @@
 
 namespace shardwright {
 
-// src and dst must be flat tensors of one dtype on one device, and must not overlap.
+// src and dst are tensors of one dtype on one device, at whose first elements the boxes begin, and must not overlap. On
+// CPU the dtype does not matter.
 void run(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst);
+
+// The same box by box with ATen's copy_, between any dtypes and devices.
+void copy_with_aten(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst);
 
 // The same with each element divided, for floating and complex dtypes. ATen does it, box by box.
 void run_divided(const StridedCopy& copy, double divisor, const at::Tensor& src, at::Tensor& dst);

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <thread>
 
-#include "runtime/run.h"
+#include "runtime/execution.h"
 
 namespace shardwright {
 namespace {
@@ -19,7 +19,7 @@ constexpr std::chrono::milliseconds kLinger{50};
 
 class Progress {
  public:
-  void add(std::shared_ptr<Run> one) {
+  void add(std::shared_ptr<Execution> one) {
     const std::lock_guard<std::mutex> lock(mutex_);
     queue_.push_back(std::move(one));
     if (!is_running_ && !is_stopped_) {
@@ -43,7 +43,7 @@ class Progress {
     std::unique_lock<std::mutex> lock(mutex_);
     while (changed_.wait_for(lock, kLinger, [this] { return !queue_.empty() || is_stopped_.load(); })) {
       if (is_stopped_) break;
-      std::shared_ptr<Run> one = std::move(queue_.front());
+      std::shared_ptr<Execution> one = std::move(queue_.front());
       queue_.pop_front();
       is_busy_ = true;
       lock.unlock();
@@ -56,7 +56,7 @@ class Progress {
     is_running_ = false;
   }
 
-  void finish(Run& run) const {
+  void finish(Execution& run) const {
     try {
       while (!run.finished() && !is_stopped_) run.run_next();
     } catch (const std::exception&) {
@@ -67,7 +67,7 @@ class Progress {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::shared_ptr<Run>> queue_;
+  std::deque<std::shared_ptr<Execution>> queue_;
   bool is_running_ = false;
   bool is_busy_ = false;  // with a program that is no longer in the queue
   std::atomic<bool> is_stopped_{false};
@@ -89,7 +89,7 @@ Progress& progress() {
 
 }  // namespace
 
-void finish_on_progress_thread(std::shared_ptr<Run> run) { progress().add(std::move(run)); }
+void finish_on_progress_thread(std::shared_ptr<Execution> run) { progress().add(std::move(run)); }
 
 bool finish_programs(double timeout_seconds) { return progress().stop(timeout_seconds); }
 

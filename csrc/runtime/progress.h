@@ -9,10 +9,10 @@
 
 namespace shardwright {
 
-class Run;
+class Execution;
 
 // The program runs after all programs that were given before. Thread-safe.
-void finish_on_progress_thread(std::shared_ptr<Run> run);
+void finish_on_progress_thread(std::shared_ptr<Execution> run);
 
 // For the end of the process: waits at most this long until all programs are finished, then keeps the thread from
 // beginning any further instruction. Returns whether all were finished.

@@ -12,6 +12,25 @@ namespace {
 
 constexpr double kUnwritten = std::numeric_limits<double>::quiet_NaN();
 
+// Makes a side of a box that counts elements of one dtype count those of a buffer. An element is kept at the place of
+// its first byte.
+void scale(int64_t& offset, std::vector<int64_t>& strides, DType counted, DType of_buffer) {
+  if (counted == of_buffer) return;
+  const int64_t factor = counted.size_bytes() / of_buffer.size_bytes();
+  offset *= factor;
+  for (int64_t& stride : strides) stride *= factor;
+}
+
+// Returns the place after the last element of a box; 0 for an empty one.
+int64_t end_of(int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+  int64_t last = offset;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return 0;
+    last += (sizes[d] - 1) * strides[d];
+  }
+  return last + 1;
+}
+
 // Divides the elements of a box at its destination.
 void divide_box(const Box& box, std::vector<double>& dst, double divisor) {
   if (divisor == 1) return;
@@ -51,8 +70,8 @@ double combine(ReduceOp op, double a, double b) {
 }
 
 void Machine::add(Rank rank, Program program, std::vector<Payload> inputs) {
-  check_invariant(inputs.size() == program.num_inputs(), "rank ", rank, " is given ", inputs.size(), " inputs for ",
-                  program.num_inputs());
+  const size_t expected = program.num_inputs() + program.num_destinations();
+  check_invariant(inputs.size() == expected, "rank ", rank, " is given ", inputs.size(), " buffers for ", expected);
   const auto [found, is_new] = processes_.try_emplace(rank);
   check_invariant(is_new, "rank ", rank, " has two programs");
   Process& process = found->second;
@@ -78,11 +97,17 @@ void Machine::run() {
     check_invariant(at == process.program.instructions.size(), "rank ", rank, " waits forever at instruction ", at,
                     " of\n", process.program);
   }
+  check_invariant(mail_.empty(), mail_.size(), " messages were sent that nobody received");
 }
 
 const Machine::Payload& Machine::output(Rank rank, size_t index) const {
   const Process& process = processes_.at(rank);
   return process.buffers[process.program.outputs[index].buffer];
+}
+
+const Machine::Payload& Machine::destination(Rank rank, size_t index) const {
+  const Process& process = processes_.at(rank);
+  return process.buffers[process.program.num_inputs() + index];
 }
 
 bool Machine::advance(Process& process) {
@@ -288,8 +313,18 @@ Machine::Payload Machine::reduced(const Group& group, ReduceOp op, const GivenBy
 
 void Machine::execute(Process& process, const Copy& copy) {
   check_invariant(process.alive[copy.src] && process.alive[copy.dst], "copy touches memory that is not there");
-  copy_boxes(copy.boxes, process.buffers[copy.src].data(), process.buffers[copy.dst].data(), sizeof(double));
-  for (const Box& box : copy.boxes) divide_box(box, process.buffers[copy.dst], copy.divisor);
+  check_invariant(!process.program.is_input(copy.dst), "an input is written");
+  const Program& program = process.program;
+  std::vector<Box> boxes = copy.boxes;
+  for (Box& box : boxes) {
+    scale(box.src_offset, box.src_strides, program.src_dtype(copy), program.dtype_of(copy.src));
+    scale(box.dst_offset, box.dst_strides, program.dst_dtype(copy), program.dtype_of(copy.dst));
+    check_invariant(end_of(box.src_offset, box.sizes, box.src_strides) <= std::ssize(process.buffers[copy.src]) &&
+                        end_of(box.dst_offset, box.sizes, box.dst_strides) <= std::ssize(process.buffers[copy.dst]),
+                    "copy touches memory outside of its buffers: ", to_string(Operation(copy)));
+  }
+  copy_boxes(boxes, process.buffers[copy.src].data(), process.buffers[copy.dst].data(), sizeof(double));
+  for (const Box& box : boxes) divide_box(box, process.buffers[copy.dst], copy.divisor);
 }
 
 void Machine::execute(Process& process, const FillZero& fill) {

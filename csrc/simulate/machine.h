@@ -16,13 +16,14 @@ class Machine {
  public:
   using Payload = std::vector<double>;
 
-  // Adds a process for the rank, which will run this program on these inputs.
+  // Adds a process for the rank, which will run this program on these inputs and, after them, destinations.
   void add(Rank rank, Program program, std::vector<Payload> inputs);
 
   // Runs all ranks to the end. Throws InvariantError if all unfinished ranks wait.
   void run();
 
   const Payload& output(Rank rank, size_t index = 0) const;
+  const Payload& destination(Rank rank, size_t index) const;
   int64_t received_bytes(Rank rank) const { return processes_.at(rank).received_bytes; }
   int64_t peak_bytes(Rank rank) const { return processes_.at(rank).peak_bytes; }
 

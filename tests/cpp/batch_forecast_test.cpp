@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "batch/batch_certificate.h"
-#include "batch/batch_program.h"
+#include "batch/compile_batch.h"
 #include "layouts.h"
 #include "moves/figures.h"
 #include "search/make_plan.h"
@@ -47,23 +47,35 @@ void expect_destinations(const BatchForecast& made, const std::vector<std::pair<
   }
 }
 
+BatchStrides row_major_in(const Batch& batch, Rank rank) {
+  BatchStrides strides;
+  for (const Layout& one : batch.sources) strides.sources.push_back(row_major_strides(one.local_shape_of_rank(rank)));
+  for (const Layout& one : batch.destinations) {
+    strides.destinations.push_back(row_major_strides(one.local_shape_of_rank(rank)));
+  }
+  return strides;
+}
+
 // Bytes and messages of each pair of ranks, from the rounds of the receiver's program.
-void expect_links(const BatchForecast& made, const std::shared_ptr<const BatchPlan>& plan) {
+void expect_links(const BatchForecast& made, const BatchPlan& plan) {
   std::map<std::pair<Rank, Rank>, std::pair<int64_t, int64_t>> links;
-  std::vector<std::pair<int, int>> rounds(plan->batch().destinations.size(), {-1, -1});
+  std::vector<std::pair<int, int>> rounds(plan.batch().destinations.size(), {-1, -1});
   for (int64_t r = 0; r < kWorld; ++r) {
-    const BatchProgram program(plan, Rank{r});
-    for (const BatchRound& round : program.rounds()) {
-      for (const BatchMessage& message : round.receives) {
-        auto& [bytes, messages] = links[{message.peer, Rank{r}}];
-        bytes += message.size_bytes;
-        ++messages;
-        for (const BatchFragment& fragment : message.fragments) {
-          auto& [first, last] = rounds[plan->batch().items[fragment.item].destination];
-          first = first < 0 ? round.number : std::min(first, round.number);
-          last = std::max(last, round.number);
+    const Program program = compile_batch(plan, Rank{r}, kWorld, row_major_in(plan.batch(), Rank{r}));
+    for (const Instruction& instruction : program.instructions) {
+      if (const auto* move = std::get_if<SendReceive>(&instruction.operation)) {
+        for (const auto& message : move->receives) {
+          auto& [bytes, messages] = links[{Rank{message.peer}, Rank{r}}];
+          bytes += message.range.count;
+          ++messages;
         }
       }
+      const auto* copy = std::get_if<Copy>(&instruction.operation);
+      if (copy == nullptr || program.is_input(copy->src) || !program.is_of_caller(copy->dst)) continue;
+      auto& [first, last] = rounds[copy->dst - static_cast<int>(program.num_inputs())];
+      const int round = instruction.step - 1;
+      first = first < 0 ? round : std::min(first, round);
+      last = std::max(last, round);
     }
   }
   ASSERT_EQ(made.links.size(), links.size());
@@ -71,7 +83,7 @@ void expect_links(const BatchForecast& made, const std::shared_ptr<const BatchPl
     const auto& [bytes, messages] = links.at({link.from, link.to});
     EXPECT_EQ(link.bytes, bytes);
     EXPECT_GE(link.messages, messages);
-    EXPECT_LE(link.messages, plan->num_rounds());
+    EXPECT_LE(link.messages, plan.num_rounds());
   }
   for (size_t d = 0; d < rounds.size(); ++d) {
     if (rounds[d].first < 0) continue;
@@ -91,13 +103,13 @@ TEST(BatchForecast, CountsWhatProgramsMove) {
       pairs.emplace_back(random.on_any_mesh(shape, kWorld), random.on_any_mesh(shape, kWorld));
       layouts.emplace_back(pairs.back().first.layout, pairs.back().second.layout);
     }
-    const auto plan = std::make_shared<const BatchPlan>(whole_tensors(layouts, random.pick(0, 1) ? 400 : 1 << 20, 2));
-    const BatchForecast made = forecast(*plan, Topology::named("64x8"));
+    const BatchPlan plan(whole_tensors(layouts, random.pick(0, 1) ? 400 : 1 << 20, 2));
+    const BatchForecast made = forecast(plan, Topology::named("64x8"));
     expect_destinations(made, pairs);
     expect_links(made, plan);
     int64_t received = 0;
     for (const BatchForecast::OfLink& link : made.links) received += link.bytes;
-    EXPECT_EQ(received, certificate_of(*plan).received_bytes_sum);
+    EXPECT_EQ(received, certificate_of(plan).received_bytes_sum);
   }
 }
 

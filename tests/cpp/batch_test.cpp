@@ -10,12 +10,12 @@
 #include <random>
 
 #include "batch/batch_certificate.h"
-#include "batch/batch_program.h"
+#include "batch/compile_batch.h"
 #include "batch/item_family.h"
 #include "exchange/bounds.h"
 #include "layouts.h"
-#include "program/copy_boxes.h"
 #include "random_pieces.h"
+#include "simulate/machine.h"
 #include "support/error.h"
 #include "two_meshes.h"
 
@@ -27,13 +27,13 @@ using test::mesh_of;
 using test::Placed;
 using test::RandomPlacements;
 
-constexpr int64_t kUntouched = -1;
+constexpr double kUntouched = -1;
 
-// A rank's part of a tensor, in memory of its own with any strides. Each element is a number of eight bytes.
+// A rank's part of a tensor, in memory of its own with any strides.
 struct Local {
   std::vector<int64_t> shape;
   std::vector<int64_t> strides;
-  std::vector<int64_t> memory;
+  Machine::Payload memory;
 };
 
 Local local_with(const std::vector<std::vector<int64_t>>& lists, RandomPlacements& random) {
@@ -92,10 +92,10 @@ std::vector<int64_t> in_local_dims(const Layout& layout, const std::vector<int64
   return all;
 }
 
-int64_t value_of(int source, const std::vector<int64_t>& index) {
+double value_of(int source, const std::vector<int64_t>& index) {
   int64_t value = source + 1;
   for (const int64_t i : index) value = value * 64 + i;
-  return value;
+  return static_cast<double>(value);
 }
 
 // The source's index of an element that an item writes, or nothing if it does not write this one.
@@ -127,30 +127,56 @@ struct Problem {
   }
 };
 
-// All ranks of a batch.
+BatchStrides strides_of(const std::vector<Local>& sources, const std::vector<Local>& destinations) {
+  BatchStrides strides;
+  for (const Local& local : sources) strides.sources.push_back(local.strides);
+  for (const Local& local : destinations) strides.destinations.push_back(local.strides);
+  return strides;
+}
+
+// All ranks of a batch, in the machine that runs the programs of plans too.
 class Simulation {
  public:
   Simulation(const Problem& problem, RandomPlacements& random, int64_t world)
-      : problem_(problem), plan_(std::make_shared<BatchPlan>(Batch::from_bytes(problem.batch.to_bytes()))) {
+      : problem_(problem), plan_(Batch::from_bytes(problem.batch.to_bytes())) {
+    const bool through_host = random.pick(0, 1) == 1;
     for (int64_t r = 0; r < world; ++r) {
       const Rank rank{r};
-      programs_.emplace_back(plan_, rank);
+      std::vector<Local> sources;
       for (size_t s = 0; s < problem.sources.size(); ++s) {
-        sources_[rank].push_back(local_of(problem.sources[s], rank, random));
-        for_each_element(lists_of(problem.sources[s], rank), sources_[rank].back(),
-                         [&](const std::vector<int64_t>& index, int64_t& place) {
+        sources.push_back(local_of(problem.sources[s], rank, random));
+        for_each_element(lists_of(problem.sources[s], rank), sources.back(),
+                         [&](const std::vector<int64_t>& index, double& place) {
                            place = value_of(static_cast<int>(s), in_tensor(problem.sources[s].layout, index));
                          });
       }
-      for (const Placed& placed : problem.destinations) destinations_[rank].push_back(local_of(placed, rank, random));
+      std::vector<Local>& destinations = destinations_[rank];
+      for (const Placed& placed : problem.destinations) destinations.push_back(local_of(placed, rank, random));
+      programs_[rank] = compile_batch(plan_, rank, world, strides_of(sources, destinations), through_host);
+      std::vector<Machine::Payload> memory;
+      for (Local& local : sources) memory.push_back(std::move(local.memory));
+      for (const Local& local : destinations) memory.push_back(local.memory);
+      machine_.add(rank, programs_[rank], std::move(memory));
     }
+    memory_bytes_ = (through_host ? 2 : 1) * certificate_of(plan_).memory_bytes;
   }
 
-  const BatchPlan& plan() const { return *plan_; }
+  const BatchPlan& plan() const { return plan_; }
+  // The ranks that take part in more than one round.
+  int64_t ranks_in_rounds() const {
+    return std::count_if(programs_.begin(), programs_.end(), [](const auto& one) {
+      const std::vector<Instruction>& all = one.second.instructions;
+      return std::count_if(all.begin(), all.end(), [](const Instruction& instruction) {
+               return std::holds_alternative<Wait>(instruction.operation);
+             }) > 1;
+    });
+  }
 
   void run() {
-    for (const BatchProgram& program : programs_) keep(program);
-    for (int number = 0; number < plan_->num_rounds(); ++number) run_round(number);
+    machine_.run();
+    for (auto& [rank, locals] : destinations_) {
+      for (size_t d = 0; d < locals.size(); ++d) locals[d].memory = machine_.destination(rank, d);
+    }
   }
 
   void expect_right() {
@@ -161,18 +187,21 @@ class Simulation {
 
   // What all ranks have sent and received, against the certificate and against what each needs and does not hold.
   void expect_promised() {
-    const BatchCertificate promised = certificate_of(*plan_);
+    const BatchCertificate promised = certificate_of(plan_);
     BatchCertificate seen;
-    for (const BatchProgram& program : programs_) {
-      int64_t received = 0;
+    for (const auto& [rank, program] : programs_) {
       int64_t sent = 0;
       int64_t messages = 0;
-      for (const BatchRound& round : program.rounds()) {
-        received += round.received_bytes;
-        sent += round.sent_bytes;
-        messages += static_cast<int64_t>(round.receives.size());
+      for (const Instruction& instruction : program.instructions) {
+        const auto* move = std::get_if<SendReceive>(&instruction.operation);
+        if (move == nullptr) continue;
+        for (const auto& message : move->sends) sent += message.range.count;
+        messages += std::ssize(move->receives);
       }
-      EXPECT_EQ(received, missing_bytes(program.rank()));
+      const int64_t received = machine_.received_bytes(rank);
+      EXPECT_EQ(received, missing_bytes(rank));
+      EXPECT_LE(machine_.peak_bytes(rank), memory_bytes_);
+      EXPECT_EQ(machine_.peak_bytes(rank), program.peak_bytes());
       seen.received_bytes_max = std::max(seen.received_bytes_max, received);
       seen.received_bytes_sum += received;
       seen.sent_bytes_max = std::max(seen.sent_bytes_max, sent);
@@ -199,69 +228,12 @@ class Simulation {
     return local_with(lists_of(placed, rank), random);
   }
 
-  void keep(const BatchProgram& program) {
-    for (const int item : program.own_items()) {
-      const BatchItem& one = plan_->batch().items[item];
-      const Local& src = sources_[program.rank()][one.source];
-      Local& dst = destinations_[program.rank()][one.destination];
-      copy_boxes(program.boxes_to_keep(item, src.strides, dst.strides), src.memory.data(), dst.memory.data(), 8);
-    }
-  }
-
-  const BatchRound* round_of(const BatchProgram& program, int number) const {
-    for (const BatchRound& round : program.rounds()) {
-      if (round.number == number) return &round;
-    }
-    return nullptr;
-  }
-
-  void run_round(int number) {
-    std::map<Rank, std::vector<int64_t>> buckets;
-    std::map<std::pair<Rank, Rank>, std::vector<int64_t>> under_way;
-    for (const BatchProgram& program : programs_) {
-      const BatchRound* round = round_of(program, number);
-      if (round == nullptr) continue;
-      std::vector<int64_t>& bucket = buckets[program.rank()];
-      bucket.assign(plan_->bucket_bytes() / round->element_bytes, kUntouched);
-      for (const BatchMessage& message : round->sends) {
-        for (const BatchFragment& fragment : message.fragments) {
-          const Local& src = sources_[program.rank()][plan_->batch().items[fragment.item].source];
-          copy_boxes(program.boxes_to_pack(fragment, src.strides), src.memory.data(), bucket.data(), 8);
-        }
-        const int64_t begin = message.offset_bytes / round->element_bytes;
-        const int64_t end = begin + message.size_bytes / round->element_bytes;
-        ASSERT_LE(end, static_cast<int64_t>(bucket.size()));
-        under_way[{program.rank(), message.peer}] = {bucket.begin() + begin, bucket.begin() + end};
-      }
-    }
-    for (const BatchProgram& program : programs_) {
-      const BatchRound* round = round_of(program, number);
-      if (round == nullptr) continue;
-      std::vector<int64_t>& bucket = buckets[program.rank()];
-      for (const BatchMessage& message : round->receives) {
-        const auto sent = under_way.find({message.peer, program.rank()});
-        ASSERT_NE(sent, under_way.end()) << message.peer << " -> " << program.rank() << " in round " << number;
-        ASSERT_EQ(static_cast<int64_t>(sent->second.size()) * round->element_bytes, message.size_bytes);
-        const int64_t begin = message.offset_bytes / round->element_bytes;
-        ASSERT_GE(message.offset_bytes, round->sent_bytes);
-        ASSERT_LE(message.offset_bytes + message.size_bytes, plan_->bucket_bytes());
-        std::copy(sent->second.begin(), sent->second.end(), bucket.begin() + begin);
-        under_way.erase(sent);
-        for (const BatchFragment& fragment : message.fragments) {
-          Local& dst = destinations_[program.rank()][plan_->batch().items[fragment.item].destination];
-          copy_boxes(program.boxes_to_unpack(fragment, dst.strides), bucket.data(), dst.memory.data(), 8);
-        }
-      }
-    }
-    ASSERT_TRUE(under_way.empty());
-  }
-
   void expect_right(Rank rank, int destination, Local& local) {
     int64_t wrong = 0;
     for_each_element(lists_of(problem_.destinations[destination], rank), local,
-                     [&](const std::vector<int64_t>& local_index, int64_t& place) {
+                     [&](const std::vector<int64_t>& local_index, double& place) {
                        const auto index = in_tensor(problem_.destinations[destination].layout, local_index);
-                       int64_t expected = kUntouched;
+                       double expected = kUntouched;
                        for (const BatchItem& item : problem_.batch.items) {
                          if (item.destination != destination) continue;
                          const size_t ndim = problem_.sources[item.source].layout.tensor_shape().size();
@@ -281,7 +253,7 @@ class Simulation {
       const Placed& dst = problem_.destinations[item.destination];
       const auto held = src.held.find(rank);
       Local& local = destinations_[rank][item.destination];
-      for_each_element(lists_of(dst, rank), local, [&](const std::vector<int64_t>& local_index, int64_t&) {
+      for_each_element(lists_of(dst, rank), local, [&](const std::vector<int64_t>& local_index, double&) {
         const auto index = in_tensor(dst.layout, local_index);
         auto from = source_index(item.map, src.layout.tensor_shape().size(), index);
         if (!from) return;
@@ -297,10 +269,11 @@ class Simulation {
   }
 
   const Problem& problem_;
-  std::shared_ptr<const BatchPlan> plan_;
-  std::vector<BatchProgram> programs_;
-  std::map<Rank, std::vector<Local>> sources_;
+  const BatchPlan plan_;
+  std::map<Rank, Program> programs_;
   std::map<Rank, std::vector<Local>> destinations_;
+  Machine machine_;
+  int64_t memory_bytes_ = 0;
 };
 
 DType any_dtype(RandomPlacements& random) {
@@ -562,27 +535,22 @@ TEST(Batch, BoxesDoNotGrowWithTheNumberOfBlocks) {
                                StridedMeaning::kAuto, flattened);
     batch.destinations.push_back(layout_of(mesh_of({3}, {1, 2, 3}), dst_shape, dst));
     batch.items.push_back({0, 0, map});
-    const auto plan = std::make_shared<const BatchPlan>(batch);
+    const BatchPlan plan(batch);
     for (int64_t r = 0; r < 4; ++r) {
-      const BatchProgram program(plan, Rank{r});
-      const std::vector<int64_t> strides{7, 1};
       size_t boxes = 0;
       int64_t elements = 0;
-      const auto count = [&](const std::vector<Box>& some) {
-        boxes += some.size();
-        for (const Box& box : some) {
-          elements += std::accumulate(box.sizes.begin(), box.sizes.end(), int64_t{1}, std::multiplies<>());
-        }
-      };
       int64_t expected = 0;
-      for (const BatchRound& round : program.rounds()) {
-        for (const BatchMessage& message : round.sends) {
-          for (const BatchFragment& fragment : message.fragments) count(program.boxes_to_pack(fragment, strides));
-          expected += message.size_bytes / 4;
+      for (const Instruction& instruction : compile_batch(plan, Rank{r}, 4, {{{7, 1}}, {{7, 1}}}).instructions) {
+        if (const auto* copy = std::get_if<Copy>(&instruction.operation); copy != nullptr && instruction.step > 0) {
+          boxes += copy->boxes.size();
+          for (const Box& box : copy->boxes) {
+            elements += std::accumulate(box.sizes.begin(), box.sizes.end(), int64_t{1}, std::multiplies<>());
+          }
         }
-        for (const BatchMessage& message : round.receives) {
-          for (const BatchFragment& fragment : message.fragments) count(program.boxes_to_unpack(fragment, strides));
-          expected += message.size_bytes / 4;
+        if (const auto* move = std::get_if<SendReceive>(&instruction.operation)) {
+          for (const auto* messages : {&move->sends, &move->receives}) {
+            for (const auto& message : *messages) expected += message.range.count / 4;
+          }
         }
       }
       EXPECT_EQ(elements, expected);
@@ -626,10 +594,12 @@ TEST(Batch, ReplicasTakeTurnsInAllItems) {
   for (int64_t turn = 0; turn < 8; ++turn) {
     Batch one = whole_tensors({{layout_of(from, {1000}, "R"), layout_of(to, {1000}, "Owned(0,0)")}});
     one.first_turn = turn;
-    const auto plan = std::make_shared<const BatchPlan>(Batch::from_bytes(one.to_bytes()));
+    const BatchPlan plan(Batch::from_bytes(one.to_bytes()));
     for (int64_t r = 0; r < 8; ++r) {
-      const BatchProgram program(plan, Rank{r});
-      for (const BatchRound& round : program.rounds()) sent[r] += round.sent_bytes;
+      for (const Instruction& instruction : compile_batch(plan, Rank{r}, 16, {{{1}}, {{1}}}).instructions) {
+        const auto* move = std::get_if<SendReceive>(&instruction.operation);
+        if (move != nullptr && !move->sends.empty()) sent[r] += move->sends[0].range.count;
+      }
     }
   }
   for (int64_t r = 0; r < 8; ++r) EXPECT_EQ(sent[r], 4000) << "rank " << r;
@@ -661,10 +631,7 @@ TEST(Batch, MessagesOfSeveralPartsGoInRounds) {
     ASSERT_LE(certificate.sent_bytes_max, std::max(least + least / 20, ItemFamily::kLeastShareBytes));
     const int64_t sources = problem.batch.sources[0].mesh().size();
     above_the_mean += certificate.sent_bytes_bound > (certificate.received_bytes_sum + sources - 1) / sources + 16;
-    const auto plan = std::make_shared<const BatchPlan>(problem.batch);
-    for (int64_t r = 0; r < 11; ++r) {
-      ranks_in_rounds += BatchProgram(plan, Rank{r}).rounds().size() > 1;
-    }
+    ranks_in_rounds += simulation.ranks_in_rounds();
     if (HasFailure()) return;
   }
   EXPECT_GT(ranks_in_rounds, 3);

@@ -102,9 +102,12 @@ def _move(seed: int, bucket_bytes: int, buckets: int, strided: bool) -> tuple[in
     for (local, _, _), before in zip(items, kept, strict=True):
         assert local is None or oracle.difference(local, before.cpu()) is None
     first = meter.received_bytes
-    with sw.debug.wire_meter() as meter:
+    with sw.debug.wire_meter() as meter, sw.debug.trace() as events:
         again = sw.redistribute_many(items, bucket_bytes=bucket_bytes, buckets=buckets)
     _check(again, expected, cases)
+    sent = [event for event in events if event.instruction.startswith("send_receive")]
+    assert {event.lane for event in sent} == {"communication"}
+    assert 1 <= len(sent) <= plan.num_rounds
     assert meter.received_bytes < first or dist.get_world_size() == 1  # ranks do not compare again
     assert meter.received_bytes <= plan.received_bytes_max
 
@@ -172,8 +175,11 @@ def _memory(bucket_bytes: int, buckets: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("bucket_bytes", "buckets"), [(4096, 3), (20000, 1), (1 << 20, 8)])
 def test_memory_is_what_was_promised(pool: Pool, bucket_bytes: int, buckets: int) -> None:
-    for peak, promised, rounds in pool.run(_memory, 3, bucket_bytes, buckets):
-        assert peak == promised
+    taken = pool.run(_memory, 3, bucket_bytes, buckets)
+    # A bucket is as large as a rank's own rounds.
+    assert max(peak for peak, _, _ in taken) > 0.9 * taken[0][1] or taken[0][2] < buckets
+    for peak, promised, rounds in taken:
+        assert peak <= promised
         assert promised <= bucket_bytes * buckets
         assert promised > 0.9 * bucket_bytes * buckets or rounds < buckets
 

@@ -27,29 +27,22 @@ class BatchHandle:
 
     def wait_for_sources(self) -> None: ...
     def wait_for_destination(self, destination: int) -> None: ...
-    def wait_for_round(self, round: int) -> None:
-        """Waits for one of the rounds in which this rank takes part."""
+    def wait_for_departure(self, destination: int) -> None:
+        """Waits until a destination is complete here, and until what other ranks get of the same has left."""
 
     def wait(self) -> None: ...
     def is_done(self) -> bool: ...
+    @property
+    def departures(self) -> list[int]:
+        """The destinations, by number, in the order in which `wait_for_departure` ends."""
 
-class BatchExecutable:
+class BoundBatch:
     """A rank's part in a batch, bound to the group whose ranks the batch names. It does not keep the group alive.
 
     `wire` is the type of device whose tensors the group takes.
     """
 
     def __init__(self, batch_bytes: bytes, rank: int, group_name: str, wire: str) -> None: ...
-    @property
-    def received_bytes(self) -> int: ...
-    @property
-    def num_rounds(self) -> int:
-        """The rounds in which this rank takes part."""
-
-    @property
-    def last_rounds(self) -> list[int]:
-        """For each destination the last of these rounds that sends or receives something of it; -1 for none."""
-
     def run(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> None: ...
     def start(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> BatchHandle: ...
 

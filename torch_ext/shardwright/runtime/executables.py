@@ -301,13 +301,11 @@ def names_for(text: str, rank: int, **where: Any) -> list[str]:
     return names_of(_runtime.compiled(text, rank).groups, **where)
 
 
-def bind_batch(batch: _planner.Batch, device_type: str, group: dist.ProcessGroup | None) -> _runtime.BatchExecutable:
+def bind_batch(batch: _planner.Batch, device_type: str, group: dist.ProcessGroup | None) -> _runtime.BoundBatch:
     """Plans a batch and binds what this rank does in it to the group, whose ranks its meshes name."""
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
-    return _runtime.BatchExecutable(
-        batch.to_bytes(), dist.get_rank(group), carrier.group_name, wire(device_type, group)
-    )
+    return _runtime.BoundBatch(batch.to_bytes(), dist.get_rank(group), carrier.group_name, wire(device_type, group))
 
 
 def run(

@@ -129,7 +129,7 @@ def redistribute_many(
 
 
 class _Prepared(NamedTuple):
-    executable: _runtime.BatchExecutable | None  # None if nothing moves
+    executable: _runtime.BoundBatch | None  # None if nothing moves
     moved: list[int]  # the items that are in the batch
     reduced: dict[int, _planner.Layout]  # where an item with pending reductions is reduced to, by item
     # By item: its dtype, whether this rank is on the mesh of the source, and what it gets. Asking layouts in every call

@@ -17,13 +17,13 @@ from .setup import SetUp
 class Run:
     """A batch under way. Every method may be called any number of times."""
 
-    def __init__(self, pending: _runtime.BatchHandle | None, last_rounds: Sequence[int]) -> None:
+    def __init__(self, pending: _runtime.BatchHandle | None, num_destinations: int) -> None:
         self._pending = pending
-        self._last_rounds = last_rounds
+        self._num_destinations = num_destinations
 
     def in_order(self) -> list[int]:
         """Returns the destinations, by number, in the order in which this rank completes its part in them."""
-        return sorted(range(len(self._last_rounds)), key=lambda number: self._last_rounds[number])
+        return self._pending.departures if self._pending is not None else list(range(self._num_destinations))
 
     def wait_for_sources(self) -> None:
         if self._pending is not None:
@@ -32,9 +32,7 @@ class Run:
     def wait_for(self, number: int) -> None:
         """Waits until a destination is complete here, and until what other ranks need of it has left."""
         if self._pending is not None:
-            self._pending.wait_for_destination(number)
-            if self._last_rounds[number] >= 0:
-                self._pending.wait_for_round(self._last_rounds[number])
+            self._pending.wait_for_departure(number)
 
     def wait(self) -> None:
         if self._pending is not None:
@@ -82,15 +80,14 @@ class BoundBatch:
         # Where sources with pending reductions are reduced to before the rest starts, by number.
         self._reduced = self.batch.reductions()
         self._group = groups.weakly(group)
-        self._last_rounds = self._executable.last_rounds if self._executable else [-1] * len(destinations)
 
     def start(self, destinations: Sequence[torch.Tensor]) -> Run:
         if self._executable is None:
-            return Run(None, self._last_rounds)
+            return Run(None, len(destinations))
         sources = list(map(self._source, range(len(self._sources))))
         into = [one.detach() for one in destinations]
         torch.autograd.graph.increment_version(into)  # so that autograd knows of what is written
-        return Run(self._executable.start(sources, into), self._last_rounds)
+        return Run(self._executable.start(sources, into), len(into))
 
     def _source(self, number: int) -> torch.Tensor:
         source = argument_checks.resolved(self._made.source(self._sources[number]).detach())

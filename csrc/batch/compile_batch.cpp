@@ -1,0 +1,309 @@
+#include "batch/compile_batch.h"
+
+#include <algorithm>
+#include <functional>
+#include <iterator>
+#include <map>
+#include <numeric>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// The part of one rank in an exchange.
+struct RankPart {
+  std::vector<Exchange::Message> sends;
+  std::vector<Exchange::Message> receives;
+  std::optional<Selection> kept;  // if there is anything
+  std::vector<LocalAxis> src_axes;
+  std::vector<LocalAxis> dst_axes;
+};
+
+RankPart part_of(const Exchange& exchange, Rank rank) {
+  RankPart part{exchange.messages(rank, Direction::kSend),
+                exchange.messages(rank, Direction::kReceive),
+                exchange.kept(rank),
+                {},
+                {}};
+  if (part.kept && part.kept->count() == 0) part.kept = std::nullopt;
+  if (!part.sends.empty() || part.kept) part.src_axes = exchange.local_axes(rank, Direction::kSend);
+  if (!part.receives.empty() || part.kept) part.dst_axes = exchange.local_axes(rank, Direction::kReceive);
+  return part;
+}
+
+// The elements [begin, end) of a message of one item.
+struct Fragment {
+  int item = 0;
+  const Selection* message = nullptr;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+int64_t elements_of(const std::vector<Fragment>& fragments) {
+  return std::transform_reduce(fragments.begin(), fragments.end(), int64_t{0}, std::plus<>(),
+                               [](const Fragment& one) { return one.end - one.begin; });
+}
+
+// The messages between this rank and each peer in one round.
+struct Round {
+  using Messages = std::map<Rank, std::vector<Fragment>>;
+
+  int64_t element_bytes = 1;
+  Messages sends;
+  Messages receives;
+
+  int64_t sent_bytes() const { return bytes_of(sends); }
+  int64_t size_bytes() const { return bytes_of(sends) + bytes_of(receives); }
+
+ private:
+  int64_t bytes_of(const Messages& messages) const {
+    int64_t elements = 0;
+    for (const auto& [peer, fragments] : messages) elements += elements_of(fragments);
+    return elements * element_bytes;
+  }
+};
+
+// Copies that follow one another: those between the same memory, in the same dtypes, are one instruction.
+class Copies {
+ public:
+  void add(Copy copy) {
+    const auto dtype = [](const std::optional<DType>& given) { return given ? static_cast<int>(given->id()) : -1; };
+    const auto [found, is_new] =
+        known_.try_emplace({copy.src, copy.dst, dtype(copy.src_dtype), dtype(copy.dst_dtype)}, copies_.size());
+    if (is_new) {
+      copies_.push_back(std::move(copy));
+      return;
+    }
+    std::vector<Box>& boxes = copies_[found->second].boxes;
+    boxes.insert(boxes.end(), std::make_move_iterator(copy.boxes.begin()), std::make_move_iterator(copy.boxes.end()));
+  }
+
+  std::vector<Copy> take() { return std::move(copies_); }
+
+ private:
+  std::vector<Copy> copies_;
+  std::map<std::tuple<int, int, int, int>, size_t> known_;
+};
+
+class BatchCompiler {
+ public:
+  BatchCompiler(const BatchPlan& plan, Rank rank, const BatchStrides& strides, bool through_host)
+      : plan_(plan), batch_(plan.batch()), rank_(rank), strides_(strides) {
+    program_.dtype = DType::kUInt8;  // of buckets
+    program_.stages_on_host = through_host;
+    program_.destination_ends.resize(batch_.destinations.size());
+  }
+
+  Program compile(int64_t group_size) {
+    program_.groups.push_back({{}, {}, number(rank_)});
+    for (int64_t r = 0; r < group_size; ++r) program_.groups[0].ranks.push_back(Rank{r});
+    program_.step_texts.emplace_back("what stays on the rank");
+    for (int r = 0; r < plan_.num_rounds(); ++r) {
+      program_.step_texts.push_back(concat("round ", r, " of ", plan_.num_rounds()));
+    }
+    add_tensors(batch_.sources, strides_.sources, BufferRole::kInput);
+    add_tensors(batch_.destinations, strides_.destinations, BufferRole::kDestination);
+    find_rounds();
+    add_buckets();
+    write_instructions();
+    return std::move(program_);
+  }
+
+ private:
+  void add_tensors(const std::vector<Layout>& layouts, const std::vector<std::vector<int64_t>>& strides,
+                   BufferRole role) {
+    for (size_t i = 0; i < layouts.size(); ++i) {
+      Buffer buffer{1, layouts[i].dtype(), role, layouts[i].local_shape_of_rank(rank_), strides[i]};
+      for (size_t d = 0; d < buffer.shape.size(); ++d) {
+        buffer.count =
+            buffer.shape[d] == 0 || buffer.count == 0 ? 0 : buffer.count + (buffer.shape[d] - 1) * strides[i][d];
+      }
+      program_.buffers.push_back(std::move(buffer));
+    }
+  }
+  BufferId source(int item) const { return BufferId{batch_.items[item].source}; }
+  BufferId destination(int item) const {
+    return BufferId{static_cast<int>(batch_.sources.size()) + batch_.items[item].destination};
+  }
+  DestinationEnd& end_of(int item) { return program_.destination_ends[batch_.items[item].destination]; }
+
+  void find_rounds() {
+    for (const BatchPlan::Kind& kind : plan_.kinds()) parts_.push_back(part_of(*kind.exchange, rank_));
+    for (const int item : plan_.order()) {
+      const RankPart& part = parts_[plan_.kind_of(item)];
+      if (part.sends.empty() && part.receives.empty()) continue;
+      for (const ItemPiece& piece : plan_.pieces(item)) {
+        add_fragments(item, piece, part.sends, &Round::sends);
+        add_fragments(item, piece, part.receives, &Round::receives);
+      }
+    }
+    for (const auto& [r, round] : rounds_) {
+      check_invariant(round.size_bytes() <= plan_.bucket_bytes(), "round ", r, " packs ", round.size_bytes(),
+                      " bytes into buckets of ", plan_.bucket_bytes());
+    }
+  }
+
+  void add_fragments(int item, const ItemPiece& piece, const std::vector<Exchange::Message>& messages,
+                     Round::Messages Round::* side) {
+    for (const Exchange::Message& message : messages) {
+      const int64_t elements = message.elements.count();
+      const int64_t begin = ItemPiece::before(piece.begin, elements);
+      const int64_t end = ItemPiece::before(piece.end, elements);
+      if (begin == end) continue;
+      Round& round = rounds_[piece.round];
+      round.element_bytes = plan_.wire_dtype(item).size_bytes();
+      (round.*side)[message.peer].push_back({item, &message.elements, begin, end});
+    }
+  }
+
+  // A bucket is as large as the largest round that it is used for.
+  void add_buckets() {
+    const size_t count = std::min<size_t>(plan_.buckets(), rounds_.size());
+    std::vector<int64_t> sizes(count, 0);
+    size_t i = 0;
+    for (const auto& [r, round] : rounds_) {
+      int64_t& size = sizes[i++ % count];
+      size = std::max(size, round.size_bytes());
+    }
+    const auto add = [&](int64_t size, bool is_on_host) {
+      program_.buffers.push_back({size, DType::kUInt8, BufferRole::kTemporary, {}, std::nullopt, is_on_host});
+      return BufferId{static_cast<int>(program_.buffers.size()) - 1};
+    };
+    for (const int64_t size : sizes) buckets_.push_back(add(size, false));
+    for (const int64_t size : sizes)
+      wires_.push_back(program_.stages_on_host ? add(size, true) : buckets_[wires_.size()]);
+  }
+
+  void write_instructions() {
+    const size_t under_way = buckets_.size();
+    std::vector<const std::pair<const int, Round>*> rounds;
+    for (const auto& one : rounds_) rounds.push_back(&one);
+    std::vector<Ticket> tickets(rounds.size(), kNoTicket);
+    const auto start = [&](size_t i) {
+      step_ = 1 + rounds[i]->first;
+      tickets[i] = write_start(rounds[i]->second, i % under_way);
+    };
+    for (size_t i = 0; i < under_way; ++i) start(i);
+    step_ = 0;
+    write_keep();
+    for (size_t i = 0; i < rounds.size(); ++i) {
+      step_ = 1 + rounds[i]->first;
+      write_end(rounds[i]->second, i % under_way, tickets[i]);
+      if (i + under_way < rounds.size()) start(i + under_way);
+    }
+    for (DestinationEnd& end : program_.destination_ends) end.departed = std::max(end.departed, end.complete);
+  }
+
+  Ticket write_start(const Round& round, size_t bucket) {
+    SendReceive move{0, {}, {}};
+    Copies copies;
+    int64_t position = 0;  // in elements
+    for (const auto& [peer, fragments] : round.sends) {
+      move.sends.push_back({number(peer), range_of(fragments, round, wires_[bucket], position)});
+      for (const Fragment& one : fragments) {
+        const Place from = Place::strided(part(one.item).src_axes, src_strides(one.item));
+        Copy copy{source(one.item), buckets_[bucket], boxes_of(one, from, Place::packed(position))};
+        copy.dst_dtype = plan_.wire_dtype(one.item);
+        copies.add(std::move(copy));
+        position += one.end - one.begin;
+      }
+    }
+    for (const auto& [peer, fragments] : round.receives) {
+      move.receives.push_back({number(peer), range_of(fragments, round, wires_[bucket], position)});
+      position += elements_of(fragments);
+    }
+    emit(copies.take());
+    copy_between(buckets_[bucket], wires_[bucket], {buckets_[bucket], 0, round.sent_bytes()});
+    emit(std::move(move));
+    return Ticket{static_cast<int>(program_.instructions.size()) - 1};
+  }
+
+  void write_keep() {
+    Copies copies;
+    for (int item = 0; item < std::ssize(batch_.items); ++item) {
+      const RankPart& one = part(item);
+      if (!one.kept) continue;
+      copies.add({source(item), destination(item),
+                  one.kept->boxes(Place::strided(one.src_axes, src_strides(item)),
+                                  Place::strided(one.dst_axes, dst_strides(item)))});
+    }
+    emit(copies.take());
+  }
+
+  void write_end(const Round& round, size_t bucket, Ticket ticket) {
+    emit(Wait{ticket});
+    for (const auto& [peer, fragments] : round.sends) {
+      for (const Fragment& one : fragments) end_of(one.item).departed = now();
+    }
+    const int64_t sent_bytes = round.sent_bytes();
+    copy_between(wires_[bucket], buckets_[bucket], {buckets_[bucket], sent_bytes, round.size_bytes() - sent_bytes});
+    Copies copies;
+    int64_t position = sent_bytes / round.element_bytes;
+    for (const auto& [peer, fragments] : round.receives) {
+      for (const Fragment& one : fragments) {
+        const Place to = Place::strided(part(one.item).dst_axes, dst_strides(one.item));
+        Copy copy{buckets_[bucket], destination(one.item), boxes_of(one, Place::packed(position), to)};
+        copy.src_dtype = plan_.wire_dtype(one.item);
+        copies.add(std::move(copy));
+        position += one.end - one.begin;
+      }
+    }
+    emit(copies.take());
+  }
+
+  // Copies a range of a bucket to or from its copy in host memory, if it has one.
+  void copy_between(BufferId src, BufferId dst, const BufferRange& range) {
+    if (src == dst || range.count == 0) return;
+    emit(Copy{src, dst, {{range.offset, range.offset, {range.count}, {1}, {1}}}});
+  }
+
+  static BufferRange range_of(const std::vector<Fragment>& fragments, const Round& round, BufferId bucket,
+                              int64_t position) {
+    return {bucket, position * round.element_bytes, elements_of(fragments) * round.element_bytes};
+  }
+  static std::vector<Box> boxes_of(const Fragment& one, const Place& from, const Place& to) {
+    return one.message->slice(one.begin, one.end).boxes(from, to);
+  }
+  const RankPart& part(int item) const { return parts_[plan_.kind_of(item)]; }
+  const std::vector<int64_t>& src_strides(int item) const { return strides_.sources[batch_.items[item].source]; }
+  const std::vector<int64_t>& dst_strides(int item) const {
+    return strides_.destinations[batch_.items[item].destination];
+  }
+
+  int now() const { return static_cast<int>(program_.instructions.size()); }
+  void emit(Operation operation) { program_.instructions.push_back({std::move(operation), step_}); }
+  void emit(std::vector<Copy> copies) {
+    const auto first_destination = static_cast<int>(batch_.sources.size());
+    for (Copy& copy : copies) {
+      const int destination = copy.dst - first_destination;
+      emit(Operation(std::move(copy)));
+      if (destination < static_cast<int>(batch_.destinations.size())) {
+        program_.destination_ends[destination].complete = now();
+      }
+    }
+  }
+
+  const BatchPlan& plan_;
+  const Batch& batch_;
+  const Rank rank_;
+  const BatchStrides& strides_;
+  std::vector<RankPart> parts_;  // by kind
+  std::map<int, Round> rounds_;  // by number
+  std::vector<BufferId> buckets_;
+  std::vector<BufferId> wires_;  // what messages leave from and arrive in, by bucket
+  Program program_;
+  int step_ = 0;
+};
+
+}  // namespace
+
+Program compile_batch(const BatchPlan& plan, Rank rank, int64_t group_size, const BatchStrides& strides,
+                      bool through_host) {
+  return BatchCompiler(plan, rank, strides, through_host).compile(group_size);
+}
+
+}  // namespace shardwright

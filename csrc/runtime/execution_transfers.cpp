@@ -1,0 +1,133 @@
+// Transfers of a run.
+#include "runtime/execution.h"
+#include "runtime/flat.h"
+#include "runtime/side_stream.h"
+#include "support/error.h"
+
+namespace shardwright {
+
+at::Tensor Execution::wire(const BufferRange& range) const {
+  return compiled_.travels_as_bytes() ? flat_bytes(buffers_[range.buffer], range.offset, range.count)
+                                      : this->range(range);
+}
+
+// The stream on which a transfer is started is made to wait for it, on whatever stream the backend runs it.
+void Execution::start_transfer(const Operation& operation, int index) {
+  ++num_under_way_;
+  const bool traces = takes_spans();
+  if (traces) {
+    spans_.resize(program_.instructions.size());
+    spans_[index] = TraceSpan("communication", to_string(operation), program_.instructions[index].chunk, run_number());
+  }
+  if (transfers_on_host_) return transfer(operation, index);
+  std::optional<SideStreamGuard> side;
+  if (uses_side_stream_) go_to_side_stream(side, index);
+  if (traces) spans_[index].start_at(record_current(device_, true));
+  transfer(operation, index);
+  for (WorkPtr& work : works_[index]) {
+    if (work) work->wait();
+  }
+  works_[index].clear();
+  if (side) transferred_[index].emplace(side->record());
+  if (traces) spans_[index].stop_at(record_current(device_, true));
+}
+
+// Goes to the side stream, after the instructions that concern the transfer's memory (program/order.h). Memory that is
+// allocated only now may still be used by anything that the current stream holds, other programs included.
+void Execution::go_to_side_stream(std::optional<SideStreamGuard>& side, int transfer) const {
+  const bool allocates = !compiled_.lifetimes().begins[transfer].empty();
+  const int order = compiled_.order_of(transfer);
+  if (allocates) {
+    side.emplace(device_, SideStream::kTransfers);
+  } else {
+    side.emplace(device_, SideStream::kTransfers, order < 0 ? *begin_ : *marks_[order]);
+  }
+}
+
+void Execution::transfer(const Operation& operation, int index) {
+  match(
+      operation,
+      [&](const AllGather& o) {
+        at::Tensor src = wire(o.src);
+        at::Tensor dst = wire(o.dst);
+        works_[index] = {groups_[o.group]->all_gather(dst, src)};
+      },
+      [&](const ReduceScatter& o) {
+        at::Tensor src = range(o.src);
+        at::Tensor dst = range(o.dst);
+        works_[index] = {groups_[o.group]->reduce_scatter(dst, src, o.op)};
+      },
+      [&](const AllReduce& o) {
+        at::Tensor data = range(o.data);
+        works_[index] = {groups_[o.group]->all_reduce(data, o.op)};
+      },
+      [&](const AllToAll& o) {
+        exchanges_by_messages_ || o.by_messages ? send_all_to_all(o, index) : all_to_all(o, index);
+      },
+      [&](const SendReceive& o) {
+        std::vector<Message> sends;
+        std::vector<Message> receives;
+        for (const auto& m : o.sends) sends.push_back({m.peer, wire(m.range)});
+        for (const auto& m : o.receives) receives.push_back({m.peer, wire(m.range)});
+        works_[index] = groups_[o.group]->send_receive(sends, receives);
+      },
+      [&](const Offer& o) { groups_[o.group]->offer(range(o.src)); },
+      [&](const Fetch& o) {
+        at::Tensor dst = range(o.dst);
+        groups_[o.group]->fetch(dst, range(o.flags));
+      },
+      [](const IsCompute auto&) { check_invariant(false, "an instruction that computes is run as a transfer"); },
+      [](const Wait&) { check_invariant(false, "a Wait is run as a transfer"); });
+}
+
+void Execution::all_to_all(const AllToAll& move, int index) {
+  at::Tensor src = wire(move.src);
+  at::Tensor dst = wire(move.dst);
+  std::vector<int64_t> send_counts = move.send_counts;
+  std::vector<int64_t> receive_counts = move.receive_counts;
+  if (compiled_.travels_as_bytes()) {
+    const auto item_bytes = static_cast<int64_t>(buffers_[move.src.buffer].element_size());
+    for (int64_t& count : send_counts) count *= item_bytes;
+    for (int64_t& count : receive_counts) count *= item_bytes;
+  }
+  works_[index] = {groups_[move.group]->all_to_all(dst, src, std::move(receive_counts), std::move(send_counts))};
+}
+
+void Execution::send_all_to_all(const AllToAll& move, int index) {
+  std::vector<Message> sends;
+  std::vector<Message> receives;
+  BufferRange sent{move.src.buffer, move.src.offset, 0};
+  BufferRange received{move.dst.buffer, move.dst.offset, 0};
+  at::Tensor own_sent;
+  at::Tensor own_received;
+  for (size_t m = 0; m < move.send_counts.size(); ++m) {
+    const auto peer = static_cast<int64_t>(m);
+    sent.count = move.send_counts[m];
+    received.count = move.receive_counts[m];
+    if (peer == program_.groups[move.group].index) {
+      if (sent.count > 0) {
+        own_sent = wire(sent);
+        own_received = wire(received);
+      }
+    } else {
+      if (sent.count > 0) sends.push_back({peer, wire(sent)});
+      if (received.count > 0) receives.push_back({peer, wire(received)});
+    }
+    sent.offset += sent.count;
+    received.offset += received.count;
+  }
+  if (!sends.empty() || !receives.empty()) works_[index] = groups_[move.group]->send_receive(sends, receives);
+  if (own_sent.defined()) own_received.copy_(own_sent);  // while messages are under way
+}
+
+void Execution::wait(int ticket) {
+  --num_under_way_;
+  for (WorkPtr& work : works_[ticket]) {
+    if (work) work->wait();
+  }
+  works_[ticket].clear();
+  if (uses_side_stream_) wait_for(*transferred_[ticket], device_);
+  if (!spans_.empty() && transfers_on_host_) spans_[ticket].stop();
+}
+
+}  // namespace shardwright
