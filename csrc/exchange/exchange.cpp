@@ -4,6 +4,12 @@
 
 namespace shardwright {
 
+Interval in_round(Interval range, int64_t round, int64_t rounds) {
+  const __int128 length = range.end - range.begin;
+  return {range.begin + static_cast<int64_t>(length * round / rounds),
+          range.begin + static_cast<int64_t>(length * (round + 1) / rounds)};
+}
+
 std::optional<Selection> Exchange::kept(Rank rank) const {
   const std::optional<Region> before = region(rank, Direction::kSend);
   const std::optional<Region> after = region(rank, Direction::kReceive);

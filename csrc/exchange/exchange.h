@@ -22,10 +22,11 @@
 //                    ranks), after O(ranks + overlaps of parts).
 //   IndexedExchange  all other layouts, on any meshes. Lists every message when it is made. A count costs O(messages of
 //                    the rank).
-//   MeshExchange     one mesh, among ranks that differ in some mesh dims only. A count costs O(ranks of the group);
-//                    StepTraffic (moves/traffic.h) has closed forms.
+//   MeshExchange     one mesh, among ranks that differ in some mesh dims only. A count costs O(digits) where cuts are
+//                    even, the same for 8 and for a million ranks; else O(parts that overlap).
 //
-// A list of messages costs O(its length). Exchanges are immutable and may be shared between threads.
+// A list of messages costs O(its length), on one mesh O(ranks of the group). Exchanges are immutable and may be shared
+// between threads; a MeshExchange is for one thread.
 #pragma once
 
 #include <cstdint>
@@ -40,6 +41,9 @@
 namespace shardwright {
 
 enum class Direction : uint8_t { kSend, kReceive };
+
+// Returns the part of a range that is sent in one of several rounds.
+Interval in_round(Interval range, int64_t round, int64_t rounds);
 
 class Exchange {
  public:

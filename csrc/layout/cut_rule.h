@@ -98,7 +98,7 @@ class CutRule {
   // ---- its place among other cuts
 
   // If parts are equally long and some strided cut makes the same ones, returns the split factor of that cut. Digits
-  // (moves/digits.h) and canonical names are made from it.
+  // (exchange/digits.h) and canonical names are made from it.
   std::optional<int64_t> equal_split_factor(int64_t n, int64_t k) const;
   // Returns the rule that makes the same parts once the cut right before it, over k coordinates, is gathered; nothing
   // if there is no such rule.

@@ -4,7 +4,7 @@
 #include <optional>
 #include <span>
 
-#include "moves/digits.h"
+#include "exchange/digits.h"
 
 namespace shardwright {
 namespace {

@@ -4,6 +4,7 @@
 
 #include "moves/extremes.h"
 #include "moves/move_table.h"
+#include "moves/step_exchange.h"
 #include "moves/traffic.h"
 
 namespace shardwright {
@@ -27,20 +28,20 @@ StepOp data_move_op(const Step& step) {
       k <= kMaxGroupNamedExactly ? mesh.group(0, dims) : corner_positions(mesh, dims, kMaxCornersNamed);
   bool trades_equally = true;
   bool has_one_peer = true;
-  const ExchangeTraffic exchange(step);
+  const MeshExchange exchange = mesh_exchange_of(step);
   for (const int64_t member : members) {
-    const Traffic traffic = exchange.at(member);
+    const Traffic traffic = exchange.traffic_at(member);
     const int64_t whole = num_elements(step.after.region(member)) * item;
     trades_equally = trades_equally && traffic.messages == k - 1 && traffic.received_bytes * k == whole * (k - 1) &&
                      traffic.sent_bytes == traffic.received_bytes;
     has_one_peer = has_one_peer && traffic.messages <= 1 && traffic.sent_bytes == traffic.received_bytes &&
                    (traffic.received_bytes == whole || traffic.received_bytes == 0);
   }
-  if (trades_equally && !exchange.has_equal_shares() && k <= kMaxGroupNamedExactly) {
+  if (trades_equally && !exchange.is_regular() && k <= kMaxGroupNamedExactly) {
     for (const int64_t member : members) {
       for (const int64_t other : members) {
-        trades_equally = trades_equally && (member == other || transfer_elements(step, other, member) ==
-                                                                   transfer_elements(step, members[0], members[1]));
+        trades_equally = trades_equally && (member == other || exchange.elements_between(other, member) ==
+                                                                   exchange.elements_between(members[0], members[1]));
       }
     }
   }
@@ -65,16 +66,18 @@ Step shared_if_it_helps(Step step, Sharing sharing, const std::vector<MeshDimSet
   Step shared = step;
   shared.sharing = sharing;
   shared.mesh_dims = step.mesh_dims | (step.before.replicated_dims() & step.after.cut_dims());
-  if (shared.mesh_dims == step.mesh_dims || mesh.group_size(shared.mesh_dims) > kMaxSharingGroup) return step;
+  if (shared.mesh_dims == step.mesh_dims || mesh.group_size(shared.mesh_dims) > MeshExchange::kMaxSharingGroup)
+    return step;
   if (!allowed.empty() && std::find(allowed.begin(), allowed.end(), shared.mesh_dims) == allowed.end()) return step;
-  const ExchangeTraffic before(step);
-  const ExchangeTraffic after(shared);
+  const MeshExchange before = mesh_exchange_of(step);
+  const MeshExchange after = mesh_exchange_of(shared);
   int64_t worst_before = 0;
   int64_t worst_after = 0;
-  const MeshDimSet looked_at = mesh.size() <= kMaxSharingGroup ? MeshDimSet::from_bits(~0u) : shared.mesh_dims;
+  const MeshDimSet looked_at =
+      mesh.size() <= MeshExchange::kMaxSharingGroup ? MeshDimSet::from_bits(~0u) : shared.mesh_dims;
   for (const int64_t position : mesh.group(0, looked_at)) {
-    worst_before = std::max(worst_before, before.at(position).sent_bytes);
-    worst_after = std::max(worst_after, after.at(position).sent_bytes);
+    worst_before = std::max(worst_before, before.traffic_at(position).sent_bytes);
+    worst_after = std::max(worst_after, after.traffic_at(position).sent_bytes);
   }
   return worst_after < worst_before ? shared : step;
 }

@@ -23,8 +23,8 @@ std::optional<Step> move_between(const Layout& before, const Layout& after,
 Step named_by_collective(Step step);
 
 // Shares the sending of an exchange among replicas, which the group then spans, if that reduces what the worst rank
-// sends; otherwise returns the step as it is. Groups of more than kMaxSharingGroup ranks, whose pairs would have to be
-// visited one by one, are left alone, and so are those whose set of mesh dims is not in `allowed`.
+// sends; otherwise returns the step as it is. Groups of more than MeshExchange::kMaxSharingGroup ranks, whose pairs
+// would have to be visited one by one, are left alone, and so are those whose set of mesh dims is not in `allowed`.
 Step shared_if_it_helps(Step step, Sharing sharing, const std::vector<MeshDimSet>& allowed);
 
 }  // namespace shardwright

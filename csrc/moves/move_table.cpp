@@ -2,7 +2,9 @@
 
 #include <algorithm>
 
-#include "moves/exchange.h"
+#include "exchange/axis_overlap.h"
+#include "exchange/mesh_exchange.h"
+#include "moves/collectives.h"
 #include "moves/spans.h"
 #include "support/error.h"
 
@@ -134,7 +136,7 @@ std::optional<MoveTable::Move> MoveTable::sharing_messages(const State& before, 
   if (replicas.empty()) return std::nullopt;
   const Mesh& mesh = layout_.mesh();
   const MeshDimSet dims = exchange.mesh_dims | (after.cut_dims - before.cut_dims - before.partial_dims);
-  if (mesh.group_size(dims) > kMaxSharingGroup) return std::nullopt;
+  if (mesh.group_size(dims) > MeshExchange::kMaxSharingGroup) return std::nullopt;
   if (!allowed.empty() && std::find(allowed.begin(), allowed.end(), dims) == allowed.end()) return std::nullopt;
   return Move{StepOp::kExchange, dims, Sharing::kMessages};
 }
@@ -441,9 +443,9 @@ MoveTable::Shares MoveTable::shares_by_walking(int64_t n, const std::vector<Cut>
   const Mesh& mesh = layout_.mesh();
   const IntervalList held = part_at(mesh, n, before, position);
   const IntervalList needed = part_at(mesh, n, after, position);
-  const Meeting receivers = meet(mesh, n, after, position, varying, held);
-  return {intersection_length(held, needed), meet(mesh, n, before, position, varying, needed).parts, receivers.elements,
-          receivers.parts};
+  const AxisOverlap receivers = overlap(mesh, n, after, position, varying, held);
+  return {intersection_length(held, needed), overlap(mesh, n, before, position, varying, needed).parts,
+          receivers.elements, receivers.parts};
 }
 
 int64_t MoveTable::length_at(int tensor_dim, int list, Corner corner) {

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "cost/cost.h"
-#include "moves/digits.h"
-#include "moves/exchange.h"
+#include "exchange/digits.h"
+#include "moves/collectives.h"
 #include "moves/extremes.h"
 
 namespace shardwright {

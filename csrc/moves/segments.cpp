@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "moves/digits.h"
-#include "moves/exchange.h"
+#include "exchange/digits.h"
+#include "moves/collectives.h"
 #include "support/error.h"
 
 namespace shardwright {

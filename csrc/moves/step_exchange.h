@@ -5,6 +5,7 @@
 
 #include "exchange/exchange.h"
 #include "exchange/grid_exchange.h"
+#include "exchange/mesh_exchange.h"
 #include "moves/step.h"
 
 namespace shardwright {
@@ -14,5 +15,8 @@ std::unique_ptr<const Exchange> exchange_of(const Step& step);
 
 // The same of a step that leads to another mesh.
 GridExchange crossing_of(const Step& step);
+
+// The exchange among the groups of a step on one mesh. That of a reduction tells which ranks hold and need what.
+MeshExchange mesh_exchange_of(const Step& step);
 
 }  // namespace shardwright

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "exchange/bounds.h"
-#include "moves/digits.h"
+#include "exchange/digits.h"
 #include "moves/segments.h"
 #include "moves/step_exchange.h"
 #include "support/error.h"
@@ -52,7 +52,7 @@ Traffic traffic_at(const Plan& plan, Rank rank) {
 }
 
 StepTraffic::StepTraffic(const Step& step, Lowering lowering)
-    : step_(step), exchange_(step), is_native_(reduces_natively(step, lowering)) {}
+    : step_(step), exchange_(mesh_exchange_of(step)), is_native_(reduces_natively(step, lowering)) {}
 
 Traffic StepTraffic::at(int64_t position) const {
   const Mesh& mesh = step_.before.mesh();
@@ -69,7 +69,7 @@ Traffic StepTraffic::at(int64_t position) const {
     case StepOp::kAllToAll:
     case StepOp::kPermute:
     case StepOp::kExchange:
-      return exchange_.at(position);
+      return exchange_.traffic_at(position);
     case StepOp::kReduceScatter: {
       const int64_t kept = exchange_.num_needed(position);
       Traffic traffic =

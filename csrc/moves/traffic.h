@@ -8,13 +8,14 @@
 #include <vector>
 
 #include "exchange/exchange.h"
-#include "moves/exchange.h"
+#include "exchange/mesh_exchange.h"
+#include "moves/collectives.h"
 #include "moves/extremes.h"
 #include "moves/plan.h"
 
 namespace shardwright {
 
-// The traffic of any step on one mesh.
+// The traffic of any step on one mesh, reductions included.
 class StepTraffic {
  public:
   StepTraffic(const Step& step, Lowering lowering);
@@ -27,7 +28,7 @@ class StepTraffic {
 
  private:
   const Step& step_;
-  ExchangeTraffic exchange_;
+  MeshExchange exchange_;
   bool is_native_;
 };
 

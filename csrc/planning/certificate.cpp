@@ -5,7 +5,7 @@
 
 #include "cost/cost.h"
 #include "exchange/bounds.h"
-#include "moves/digits.h"
+#include "exchange/digits.h"
 #include "moves/figures.h"
 #include "moves/move.h"
 #include "moves/traffic.h"

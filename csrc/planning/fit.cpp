@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "cost/cost.h"
-#include "moves/exchange.h"
+#include "moves/collectives.h"
 #include "moves/extremes.h"
 #include "moves/figures.h"
 #include "moves/traffic.h"

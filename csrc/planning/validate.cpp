@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "exchange/indexed_exchange.h"
+#include "exchange/mesh_exchange.h"
 #include "layout/positions.h"
 #include "moves/move.h"
 #include "moves/move_table.h"
@@ -180,7 +181,7 @@ bool is_what_it_says(const Step& step, Lowering lowering) {
   if (step.sharing != Sharing::kNone) {
     const bool can_share = step.op == StepOp::kExchange && step.sharing != Sharing::kNodes &&
                            (step.mesh_dims & step.before.partial_dims()).empty() &&
-                           step.before.mesh().group_size(step.mesh_dims) <= kMaxSharingGroup;
+                           step.before.mesh().group_size(step.mesh_dims) <= MeshExchange::kMaxSharingGroup;
     if (!can_share) return false;
   }
   if (step.op == StepOp::kPartition) return partitions(step.before, step.after, step.mesh_dims);

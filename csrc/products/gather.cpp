@@ -3,7 +3,7 @@
 #include <set>
 #include <utility>
 
-#include "moves/exchange.h"
+#include "exchange/mesh_exchange.h"
 #include "products/blocks.h"
 #include "products/compile.h"
 #include "products/gemms.h"
@@ -339,14 +339,14 @@ class GatherCompiler {
   std::optional<Selection> received(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
                                     int64_t member) {
     const int64_t peer = group[member];
-    if (source_for(step, peer, here_) != peer) return std::nullopt;
+    if (source_for(step.before, step.mesh_dims, peer, here_) != peer) return std::nullopt;
     return share_of(Selection(step.before.region(peer), needed_), share_dim_, chunk);
   }
 
   std::optional<Selection> sent(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
                                 int64_t member) {
     const int64_t peer = group[member];
-    if (source_for(step, here_, peer) != here_) return std::nullopt;
+    if (source_for(step.before, step.mesh_dims, here_, peer) != here_) return std::nullopt;
     return share_of(Selection(step.before.region(here_), step.after.region(peer)), share_dim_, chunk);
   }
 

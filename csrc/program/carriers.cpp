@@ -13,34 +13,34 @@ constexpr size_t kMaxGroupForPairs = 512;
 constexpr size_t kMaxSparseAllToAll = 8;
 
 // `stalls`: single messages of the transport may stall.
-Carrier carrier_of_exchange(size_t num_ranks, bool all_pairs_talk, bool stalls) {
-  const bool suits_all_to_all = all_pairs_talk || (stalls && num_ranks <= kMaxSparseAllToAll);
+Carrier carrier_of_exchange(size_t num_ranks, bool all_pairs_exchange, bool stalls) {
+  const bool suits_all_to_all = all_pairs_exchange || (stalls && num_ranks <= kMaxSparseAllToAll);
   return suits_all_to_all ? Carrier::kAllToAll : Carrier::kMessages;
 }
 
-Carrier carrier_of_gather(StepPairs& pairs, StepPairs::Group& group, Lowering lowering) {
-  const Step& step = pairs.step();
-  if (gathers_natively(lowering, step.rounds == 1 && pairs.is_even(group))) return Carrier::kAllGather;
+Carrier carrier_of_gather(const Step& step, const MeshExchange& exchange, MeshExchange::Group& group,
+                          Lowering lowering) {
+  if (gathers_natively(lowering, step.rounds == 1 && exchange.is_even(group))) return Carrier::kAllGather;
   const bool copies = lowering.copies_gather(group.size, step.before.largest_part_bytes());
   return copies ? Carrier::kAllToAll : Carrier::kMessages;
 }
 
 }  // namespace
 
-DataMove data_move_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Lowering lowering,
-                      bool named_groups_only) {
-  if (pairs.step().op == StepOp::kAllGather) return {carrier_of_gather(pairs, group, lowering), {}};
+DataMove data_move_of(const Step& step, const MeshExchange& exchange, MeshExchange::Group& group, size_t member,
+                      Lowering lowering, bool named_groups_only) {
+  if (step.op == StepOp::kAllGather) return {carrier_of_gather(step, exchange, group, lowering), {}};
   const auto k = static_cast<size_t>(group.size);
   if (k > kMaxGroupForPairs) return {Carrier::kMessages, {}};
   if (lowering.narrows_groups && !named_groups_only) {
-    pairs.connect(group);
-    const size_t number = group.connected[member];
-    const std::vector<size_t>& circle = group.circles[number];
-    if (circle.size() == 1) return {};
-    return {carrier_of_exchange(circle.size(), group.all_pairs_talk[number], true), circle};
+    exchange.connect(group);
+    const size_t number = group.component_of[member];
+    const std::vector<size_t>& component = group.components[number];
+    if (component.size() == 1) return {};
+    return {carrier_of_exchange(component.size(), group.all_pairs_exchange[number], true), component};
   }
   if (k == 1) return {};
-  return {carrier_of_exchange(k, pairs.all_talk(group), false), {}};
+  return {carrier_of_exchange(k, exchange.all_exchange(group), false), {}};
 }
 
 Carrier carrier_between_meshes(size_t num_ranks, Lowering lowering) {

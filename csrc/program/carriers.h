@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "cost/lowering.h"
+#include "exchange/mesh_exchange.h"
 #include "moves/step.h"
-#include "program/pairs.h"
 
 namespace shardwright {
 
@@ -29,8 +29,8 @@ struct DataMove {
 
 // With named_groups_only all members of the group take part, otherwise only those that are connected to this one by
 // what they exchange, if the lowering narrows groups. Makes or reads the connections of the group.
-DataMove data_move_of(StepPairs& pairs, StepPairs::Group& group, size_t member, Lowering lowering,
-                      bool named_groups_only);
+DataMove data_move_of(const Step& step, const MeshExchange& exchange, MeshExchange::Group& group, size_t member,
+                      Lowering lowering, bool named_groups_only);
 
 // For a crossing between meshes that have `num_ranks` ranks together.
 Carrier carrier_between_meshes(size_t num_ranks, Lowering lowering);

@@ -6,12 +6,12 @@
 #include <optional>
 #include <utility>
 
+#include "exchange/mesh_exchange.h"
 #include "layout/selection.h"
-#include "moves/exchange.h"
+#include "moves/collectives.h"
 #include "moves/step_exchange.h"
 #include "program/builder.h"
 #include "program/carriers.h"
-#include "program/pairs.h"
 #include "program/step_memory.h"
 #include "program/transfers.h"
 #include "support/error.h"
@@ -70,16 +70,17 @@ struct Participants {
   Carrier carrier;
 };
 
-std::optional<Participants> participants_of(const ProgramBuilder& builder, const Step& step, const Exchange& exchange) {
-  if (is_crossing(step.op)) {
-    if (!exchange.communicates()) return std::nullopt;
-    return Participants{exchange.ranks(), carrier_between_meshes(exchange.ranks().size(), builder.lowering())};
-  }
-  StepPairs pairs(step);
+std::optional<Participants> participants_between_meshes(const ProgramBuilder& builder, const Exchange& exchange) {
+  if (!exchange.communicates()) return std::nullopt;
+  return Participants{exchange.ranks(), carrier_between_meshes(exchange.ranks().size(), builder.lowering())};
+}
+
+std::optional<Participants> participants_on_mesh(const ProgramBuilder& builder, const Step& step,
+                                                 const MeshExchange& exchange) {
   const Position here = builder.position_on(step.before.mesh());
-  StepPairs::Group& group = pairs.group(here);
-  const size_t me = StepPairs::index_of(group, here);
-  const DataMove move = data_move_of(pairs, group, me, builder.lowering(), builder.named_groups_only());
+  MeshExchange::Group& group = exchange.group(here);
+  const size_t me = MeshExchange::index_of(group, here);
+  const DataMove move = data_move_of(step, exchange, group, me, builder.lowering(), builder.named_groups_only());
   if (!move.carrier) return std::nullopt;
   std::vector<int64_t> partners = group.positions;
   if (!move.partners.empty()) {
@@ -90,7 +91,7 @@ std::optional<Participants> participants_of(const ProgramBuilder& builder, const
 }
 
 // Returns the number of elements of a selection, and where they begin on either side if they are one run there.
-Load load_of(const Selection& elements) {
+Extent load_of(const Selection& elements) {
   const int64_t held = elements.contiguous_in_sender();
   const int64_t needed = elements.contiguous_in_receiver();
   return {elements.count(), std::max<int64_t>(held, 0), std::max<int64_t>(needed, 0), held >= 0, needed >= 0};
@@ -129,7 +130,7 @@ class CrossingMemory : public StepMemory {
 
  private:
   static BothLoads loads_of(const RankPart& part, int64_t round) {
-    std::map<int64_t, std::pair<Load, Load>> by_index;  // by the peer's index: what it is sent, and what it sends
+    std::map<int64_t, std::pair<Extent, Extent>> by_index;  // by the peer's index: what it is sent, and what it sends
     for (const auto& message : part.sends(round)) by_index[message.peer].first = load_of(message.elements);
     for (const auto& message : part.receives(round)) by_index[message.peer].second = load_of(message.elements);
     if (part.kept()) by_index[part.index()];
@@ -152,16 +153,17 @@ class CrossingMemory : public StepMemory {
 
 }  // namespace
 
-void compile_exchange(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
-  const std::unique_ptr<const Exchange> step_exchange = exchange_of(step);
-  const std::optional<Participants> with = participants_of(builder, step, *step_exchange);
+namespace {
+
+void compile(ProgramBuilder& builder, const Step& step, const Exchange& step_exchange,
+             const std::optional<Participants>& with, BufferId current, BufferId next) {
   if (!with) {
-    const std::optional<Selection> kept = step_exchange->kept(builder.rank());
+    const std::optional<Selection> kept = step_exchange.kept(builder.rank());
     if (kept) builder.copy(current, next, kept->boxes(Place::local(), Place::local()));
     return;
   }
   const int group = builder.group_of_ranks(step.mesh_dims, with->ranks);
-  const RankPart part(*step_exchange, with->ranks, builder.rank(), step.rounds);
+  const RankPart part(step_exchange, with->ranks, builder.rank(), step.rounds);
   for (int64_t round = 0; round < step.rounds; ++round) {
     TransferSet set{group, Messages(Messages::Side::kSent, current), Messages(Messages::Side::kReceived, next)};
     for (auto& [peer, elements] : part.sends(round)) set.sends.add(peer, {{current, std::move(elements)}});
@@ -170,6 +172,17 @@ void compile_exchange(ProgramBuilder& builder, const Step& step, BufferId curren
     if (const auto& kept = part.kept()) own.push_back({current, next, kept->slice(0, round == 0 ? kept->count() : 0)});
     exchange(builder, std::move(set), with->carrier, own, step.rounds == 1);
   }
+}
+
+}  // namespace
+
+void compile_exchange(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
+  if (is_crossing(step.op)) {
+    const std::unique_ptr<const Exchange> exchange = exchange_of(step);
+    return compile(builder, step, *exchange, participants_between_meshes(builder, *exchange), current, next);
+  }
+  const MeshExchange exchange = mesh_exchange_of(step);
+  compile(builder, step, exchange, participants_on_mesh(builder, step, exchange), current, next);
 }
 
 std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan) {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "moves/known_parts.h"
+#include "exchange/known_parts.h"
 #include "moves/plan.h"
 
 namespace shardwright {

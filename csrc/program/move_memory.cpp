@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "moves/collectives.h"
+#include "moves/step_exchange.h"
 #include "program/builder.h"
 #include "program/carriers.h"
 #include "program/step_memory.h"
@@ -13,7 +15,8 @@
 namespace shardwright {
 namespace {
 
-// In larger groups members are not listed: each sends messages to whatever ranks it has data for (pairs.cpp).
+// In larger groups members are not listed: each sends messages to whatever ranks it has data for
+// (exchange/mesh_exchange.h).
 constexpr int64_t kMaxGroupListed = 512;
 
 class MoveMemory : public StepMemory {
@@ -24,8 +27,7 @@ class MoveMemory : public StepMemory {
         named_groups_only_(plan.named_groups_only),
         is_native_(reduces_natively(step, plan.lowering)),
         group_size_(step.before.mesh().group_size(step.mesh_dims)),
-        pairs_(step),
-        traffic_(step) {}
+        exchange_(mesh_exchange_of(step)) {}
 
   void tell_apart(RankClasses& classes) const override {
     const bool is_reduction = step_.op == StepOp::kReduceScatter || step_.op == StepOp::kAllReduce;
@@ -35,7 +37,8 @@ class MoveMemory : public StepMemory {
     const bool lists_members = is_gather || !group_is_large();
     classes.add(step_, moves && may_be_in_order && lists_members);
     // Which ranks are connected, and in which order, depends on what each of them sends to whom.
-    const bool some_meet = lowering_.narrows_groups && !named_groups_only_ && !is_gather && !pairs_.all_meet_alike();
+    const bool some_meet =
+        lowering_.narrows_groups && !named_groups_only_ && !is_gather && !exchange_.is_regular_and_full();
     if (moves && some_meet && lists_members) classes.split_all(step_.mesh_dims);
     // The ranks of each group may be in another order.
     if (!is_local(step_.op) && !ranks_ascend(step_.before.mesh())) classes.split_all(MeshDimSet::from_bits(~0u));
@@ -44,20 +47,20 @@ class MoveMemory : public StepMemory {
   std::optional<Traffic> traffic_that_decides(Rank rank) const override {
     const bool exchanges =
         step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
-    if (!exchanges || !group_is_large() || !pairs_.all_look_alike()) return std::nullopt;
-    return traffic_.at(position_of(rank));
+    if (!exchanges || !group_is_large() || !exchange_.is_regular()) return std::nullopt;
+    return exchange_.traffic_at(position_of(rank));
   }
-  std::optional<Traffic> traffic_at_most() const override { return traffic_.at_most(); }
+  std::optional<Traffic> traffic_at_most() const override { return exchange_.at_most(); }
 
   // Where a rank sends messages, its memory follows from how long they are and which are runs.
   bool is_like_an_earlier_one(Rank rank) override {
     const bool exchanges =
         step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
-    if (!exchanges || pairs_.all_look_alike()) return false;
+    if (!exchanges || exchange_.is_regular()) return false;
     const Position position = position_of(rank);
-    const std::optional<std::vector<int>> likeness = pairs_.likeness(position);
-    if (!likeness || !(group_is_large() || move_of(position).second.carrier == Carrier::kMessages)) return false;
-    return !likenesses_seen_.insert(*likeness).second;
+    const std::optional<std::vector<int>> profile = exchange_.profile(position);
+    if (!profile || !(group_is_large() || move_of(position).second.carrier == Carrier::kMessages)) return false;
+    return !profiles_seen_.insert(*profile).second;
   }
 
   void write(Sketch& sketch, Rank rank, int current, int next) override {
@@ -68,7 +71,7 @@ class MoveMemory : public StepMemory {
         [[fallthrough]];
       case StepOp::kSlice:
       case StepOp::kPartition:
-        return copy_own(sketch, pairs_.own(position).count, current, next);
+        return copy_own(sketch, exchange_.own(position).count, current, next);
       case StepOp::kAllGather:
       case StepOp::kAllToAll:
       case StepOp::kPermute:
@@ -86,8 +89,8 @@ class MoveMemory : public StepMemory {
   }
 
  private:
-  using Group = StepPairs::Group;
-  using Transfer = StepPairs::Transfer;
+  using Group = MeshExchange::Group;
+  using Transfer = MeshExchange::Transfer;
 
   bool group_is_large() const { return group_size_ > kMaxGroupListed; }
   Position position_of(Rank rank) const { return *step_.before.mesh().position_of(rank); }
@@ -99,19 +102,19 @@ class MoveMemory : public StepMemory {
   // The members of a group are listed only if the instructions depend on single members.
   std::pair<Group&, DataMove> move_of(int64_t position) {
     const bool lists_members = step_.op != StepOp::kAllGather || step_.sharing != Sharing::kNone;
-    Group& group = lists_members && !group_is_large() ? pairs_.group(position) : pairs_.around(position);
-    const size_t me = StepPairs::index_of(group, position);
-    return {group, data_move_of(pairs_, group, me, lowering_, named_groups_only_)};
+    Group& group = lists_members && !group_is_large() ? exchange_.group(position) : exchange_.around(position);
+    const size_t me = MeshExchange::index_of(group, position);
+    return {group, data_move_of(step_, exchange_, group, me, lowering_, named_groups_only_)};
   }
 
   void data_move(Sketch& sketch, int64_t position, int current, int next) {
     const auto& [group, move] = move_of(position);
-    if (!move.carrier) return copy_own(sketch, pairs_.own(position).count, current, next);
+    if (!move.carrier) return copy_own(sketch, exchange_.own(position).count, current, next);
     switch (*move.carrier) {
       case Carrier::kAllGather:
         return native_all_gather(sketch, position, current, next);
       case Carrier::kAllToAll: {
-        const Group& listed = pairs_.group(position);
+        const Group& listed = exchange_.group(position);
         std::vector<int64_t> partners;
         for (const size_t member : move.partners) partners.push_back(listed.positions[member]);
         return all_to_all(sketch, listed, position, partners.empty() ? listed.positions : partners, current, next);
@@ -124,15 +127,15 @@ class MoveMemory : public StepMemory {
   // Returns whether the parts of the group's members follow each other, in the group's order, in what each member
   // needs. Then the gather can write to the result directly.
   bool gathers_in_place(int64_t position, int64_t n) {
-    const Group& group = pairs_.around(position);
+    const Group& group = exchange_.around(position);
     const auto [found, is_new] = gathers_in_place_.try_emplace(group.least, true);
     if (!is_new) return found->second;
     const auto lies_at = [&](int64_t member, int64_t first) {
-      const Load load = pairs_.share(member, position).in_round(0);
-      return load.is_run_needed && load.first_needed == first;
+      const Extent load = exchange_.share(member, position).in_round(0);
+      return load.is_contiguous_needed && load.first_needed == first;
     };
     const Mesh& mesh = step_.before.mesh();
-    if (pairs_.all_look_alike() && mesh.ranks_are_positions()) {
+    if (exchange_.is_regular() && mesh.ranks_are_positions()) {
       // If parts are equal, the place of a part is linear in the coordinates of its rank.
       int64_t turn = 1;
       for (int d = mesh.ndim() - 1; d >= 0; --d) {
@@ -142,7 +145,7 @@ class MoveMemory : public StepMemory {
       }
       return found->second;
     }
-    const std::vector<int64_t>& members = pairs_.group(position).positions;
+    const std::vector<int64_t>& members = exchange_.group(position).positions;
     for (size_t m = 0; m < members.size() && found->second; ++m) {
       found->second = lies_at(members[m], static_cast<int64_t>(m) * n);
     }
@@ -150,15 +153,15 @@ class MoveMemory : public StepMemory {
   }
 
   void native_all_gather(Sketch& sketch, int64_t position, int current, int next) {
-    const int64_t n = pairs_.num_held(position);
-    const int64_t k = pairs_.around(position).size;
+    const int64_t n = exchange_.num_held(position);
+    const int64_t k = exchange_.around(position).size;
     if (gathers_in_place(position, n)) {
       sketch.emit({current, next});
       return sketch.wait({current, next});
     }
     const int staging = sketch.new_buffer(n * k);
     sketch.emit({current, staging});
-    copy_own(sketch, pairs_.own(position).count, current, next);
+    copy_own(sketch, exchange_.own(position).count, current, next);
     sketch.wait({current, staging});
     if (k > 1) sketch.emit({staging, next});
   }
@@ -168,10 +171,10 @@ class MoveMemory : public StepMemory {
   BothLoads loads_in_order(const Group& group, int64_t position, const std::vector<int64_t>& partners, int64_t round) {
     const bool is_gather = step_.op == StepOp::kAllGather;  // if so, a rank sends the same to all members
     BothLoads loads;
-    const Load own = pairs_.own(position);
+    const Extent own = exchange_.own(position);
     BothLoads::Totals totals;
     if (step_.rounds == 1) {
-      const Traffic traffic = traffic_.at(position);
+      const Traffic traffic = exchange_.traffic_at(position);
       const int64_t item = step_.before.dtype().size_bytes();
       totals = {traffic.sent_bytes / item, traffic.received_bytes / item, own.count};
     }
@@ -182,8 +185,8 @@ class MoveMemory : public StepMemory {
         loads.add_own(own);
         continue;
       }
-      if (!sends || !is_gather) sends = pairs_.transfer(group, position, member);
-      const Transfer received = pairs_.transfer(group, member, position);
+      if (!sends || !is_gather) sends = exchange_.transfer(group, position, member);
+      const Transfer received = exchange_.transfer(group, member, position);
       loads.add_peer(sends->in_round(round), received.in_round(round));
     }
     if (step_.rounds == 1) loads.set_totals(totals);
@@ -192,7 +195,7 @@ class MoveMemory : public StepMemory {
 
   void all_to_all(Sketch& sketch, const Group& group, int64_t position, const std::vector<int64_t>& partners,
                   int current, int next) {
-    const Load own = pairs_.own(position);
+    const Extent own = exchange_.own(position);
     for (int64_t round = 0; round < step_.rounds; ++round) {
       const BothLoads loads = loads_in_order(group, position, partners, round);
       write_all_to_all(sketch, loads, own.count, round, step_.rounds, current, next);
@@ -201,19 +204,19 @@ class MoveMemory : public StepMemory {
 
   void messages(Sketch& sketch, const Group& group, int64_t position, int current, int next) {
     std::vector<Packed> rounds(step_.rounds);
-    if (pairs_.all_look_alike()) {
+    if (exchange_.is_regular()) {
       add_equal_shares(rounds, position);
     } else {
-      for (const auto& [transfer, times] : pairs_.sends(group, position)) {
+      for (const auto& [transfer, times] : exchange_.sends(group, position)) {
         for (int64_t round = 0; round < step_.rounds; ++round) rounds[round].add_sent(transfer.in_round(round), times);
       }
-      for (const auto& [transfer, times] : pairs_.receives(group, position)) {
+      for (const auto& [transfer, times] : exchange_.receives(group, position)) {
         for (int64_t round = 0; round < step_.rounds; ++round) {
           rounds[round].add_received(transfer.in_round(round), times);
         }
       }
     }
-    const int64_t own = pairs_.own(position).count;
+    const int64_t own = exchange_.own(position).count;
     for (int64_t round = 0; round < step_.rounds; ++round) {
       write_messages(sketch, rounds[round], own, round, current, next);
     }
@@ -221,12 +224,12 @@ class MoveMemory : public StepMemory {
 
   // If digits give all figures, transfers have the same size and runs for all pairs of ranks that exchange anything.
   void add_equal_shares(std::vector<Packed>& rounds, int64_t position) {
-    const Traffic traffic = traffic_.at(position);
+    const Traffic traffic = exchange_.traffic_at(position);
     if (traffic.received_bytes == 0 && traffic.sent_bytes == 0) return;
-    const Transfer& share = pairs_.any_transfer(position);
+    const Transfer& share = exchange_.any_transfer(position);
     const int64_t share_bytes = share.count() * step_.before.dtype().size_bytes();
     for (int64_t round = 0; round < step_.rounds; ++round) {
-      const Load load = share.in_round(round);
+      const Extent load = share.in_round(round);
       rounds[round].add_sent(load, traffic.sent_bytes / share_bytes);
       rounds[round].add_received(load, traffic.received_bytes / share_bytes);
     }
@@ -242,16 +245,16 @@ class MoveMemory : public StepMemory {
   // follow each other.
   std::optional<RunOfLoads> run_of_equal_parts(int64_t position) {
     const Mesh& mesh = step_.before.mesh();
-    if (step_.rounds > 1 || !pairs_.all_look_alike() || !mesh.ranks_are_positions()) return std::nullopt;
-    const int64_t least = pairs_.around(position).least;
-    const Load first = pairs_.share(position, least).in_round(0);
-    bool is_run = first.is_run_held && first.count > 0;
+    if (step_.rounds > 1 || !exchange_.is_regular() || !mesh.ranks_are_positions()) return std::nullopt;
+    const int64_t least = exchange_.around(position).least;
+    const Extent first = exchange_.share(position, least).in_round(0);
+    bool is_run = first.is_contiguous_held && first.count > 0;
     int64_t turn = 1;
     for (int d = mesh.ndim() - 1; d >= 0; --d) {
       if (!step_.mesh_dims.contains(d) || mesh.dim_size(d) == 1) continue;
-      const Load next = pairs_.share(position, least + mesh.stride(d)).in_round(0);
+      const Extent next = exchange_.share(position, least + mesh.stride(d)).in_round(0);
       if (next.count != first.count) return std::nullopt;
-      is_run = is_run && next.is_run_held && next.first_held == first.first_held + turn * first.count;
+      is_run = is_run && next.is_contiguous_held && next.first_held == first.first_held + turn * first.count;
       turn *= mesh.dim_size(d);
     }
     RunOfLoads run;
@@ -261,12 +264,12 @@ class MoveMemory : public StepMemory {
 
   // Adds members only as long as the parts of some round may be one run; the totals are known without that.
   void add_parts_in_order(std::vector<RunOfLoads>& rounds, int64_t position) {
-    for (const int64_t member : pairs_.group(position).positions) {
-      const Transfer part = pairs_.share(position, member);
+    for (const int64_t member : exchange_.group(position).positions) {
+      const Transfer part = exchange_.share(position, member);
       bool is_some_run = false;
       for (int64_t round = 0; round < step_.rounds; ++round) {
-        const Load load = part.in_round(round);
-        rounds[round].add(load.count, load.first_held, load.is_run_held);
+        const Extent load = part.in_round(round);
+        rounds[round].add(load.count, load.first_held, load.is_contiguous_held);
         is_some_run = is_some_run || rounds[round].is_run();
       }
       if (!is_some_run) break;
@@ -274,7 +277,7 @@ class MoveMemory : public StepMemory {
   }
 
   const Scattering& scattering(int64_t position) {
-    const auto [found, is_new] = scatterings_.try_emplace(pairs_.around(position).least);
+    const auto [found, is_new] = scatterings_.try_emplace(exchange_.around(position).least);
     Scattering& scattering = found->second;
     if (!is_new) return scattering;
     scattering.rounds.resize(step_.rounds);
@@ -283,7 +286,7 @@ class MoveMemory : public StepMemory {
     } else {
       add_parts_in_order(scattering.rounds, position);
     }
-    const std::map<int64_t, int64_t> needs = pairs_.members_by_need(position);
+    const std::map<int64_t, int64_t> needs = exchange_.members_by_need(position);
     for (int64_t round = 0; round < step_.rounds; ++round) {
       std::set<int64_t> counts;
       int64_t total = 0;
@@ -299,7 +302,7 @@ class MoveMemory : public StepMemory {
   }
 
   void reduce_scatter(Sketch& sketch, int64_t position, int current, int next) {
-    const int64_t held = pairs_.num_held(position);
+    const int64_t held = exchange_.num_held(position);
     if (held == 0) return;
     current = raised(sketch, current, held);
     const Scattering& of_group = scattering(position);
@@ -318,7 +321,7 @@ class MoveMemory : public StepMemory {
         sketch.wait({packed, next});
         continue;
       }
-      const int staging = sketch.new_buffer(own * pairs_.around(position).size);
+      const int staging = sketch.new_buffer(own * exchange_.around(position).size);
       sketch.emit({packed, staging});
       sketch.wait({packed, staging});
       if (own > 0) sketch.emit({next, staging});
@@ -333,7 +336,7 @@ class MoveMemory : public StepMemory {
       return sketch.wait({next});
     }
     const int64_t me = index_in_group(step_.before.mesh(), position, step_.mesh_dims);
-    const int64_t k = pairs_.around(position).size;
+    const int64_t k = exchange_.around(position).size;
     for (int64_t round = 0; round < step_.rounds; ++round) {
       const Interval range = in_round({0, n}, round, step_.rounds);
       const int64_t length = range.end - range.begin;
@@ -375,12 +378,11 @@ class MoveMemory : public StepMemory {
   bool named_groups_only_;
   bool is_native_;
   int64_t group_size_;
-  StepPairs pairs_;
-  ExchangeTraffic traffic_;
+  MeshExchange exchange_;
   // By the first position of a group.
   std::map<int64_t, bool> gathers_in_place_;
   std::map<int64_t, Scattering> scatterings_;
-  std::set<std::vector<int>> likenesses_seen_;
+  std::set<std::vector<int>> profiles_seen_;
 };
 
 }  // namespace

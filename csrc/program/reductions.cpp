@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "layout/selection.h"
-#include "moves/exchange.h"
+#include "moves/collectives.h"
 #include "program/builder.h"
 #include "program/transfers.h"
 

@@ -5,9 +5,9 @@
 #include <memory>
 #include <optional>
 
+#include "exchange/mesh_exchange.h"
 #include "moves/extremes.h"
 #include "moves/plan.h"
-#include "program/pairs.h"
 #include "program/sketch.h"
 
 namespace shardwright {
@@ -46,11 +46,11 @@ struct BothLoads {
   Loads without;
   Loads with;
 
-  void add_peer(const Load& sent, const Load& received) {
+  void add_peer(const Extent& sent, const Extent& received) {
     add(without, sent, received);
     add(with, sent, received);
   }
-  void add_own(const Load& own) { add(with, own, own); }
+  void add_own(const Extent& own) { add(with, own, own); }
 
   // What all peers and the rank itself will have added in the end.
   struct Totals {
@@ -72,9 +72,9 @@ struct BothLoads {
   }
 
  private:
-  static void add(Loads& loads, const Load& sent, const Load& received) {
-    loads.sent.add(sent.count, sent.first_held, sent.is_run_held);
-    loads.received.add(received.count, received.first_needed, received.is_run_needed);
+  static void add(Loads& loads, const Extent& sent, const Extent& received) {
+    loads.sent.add(sent.count, sent.first_held, sent.is_contiguous_held);
+    loads.received.add(received.count, received.first_needed, received.is_contiguous_needed);
   }
 };
 
@@ -85,13 +85,13 @@ struct Packed {
   int64_t sent_runs = 0;
   int64_t received_runs = 0;
 
-  void add_sent(const Load& load, int64_t times) {
-    if (!load.is_run_held) sent += load.count * times;
-    if (load.is_run_held && load.count > 0) sent_runs += times;
+  void add_sent(const Extent& load, int64_t times) {
+    if (!load.is_contiguous_held) sent += load.count * times;
+    if (load.is_contiguous_held && load.count > 0) sent_runs += times;
   }
-  void add_received(const Load& load, int64_t times) {
-    if (!load.is_run_needed) received += load.count * times;
-    if (load.is_run_needed && load.count > 0) received_runs += times;
+  void add_received(const Extent& load, int64_t times) {
+    if (!load.is_contiguous_needed) received += load.count * times;
+    if (load.is_contiguous_needed && load.count > 0) received_runs += times;
   }
 };
 

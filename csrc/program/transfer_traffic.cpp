@@ -1,6 +1,6 @@
 #include "program/transfer_traffic.h"
 
-#include "moves/exchange.h"
+#include "moves/collectives.h"
 
 namespace shardwright {
 namespace {

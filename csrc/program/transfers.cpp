@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "moves/exchange.h"
+#include "moves/collectives.h"
 #include "support/error.h"
 
 namespace shardwright {

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "cost/cost.h"
-#include "moves/digits.h"
+#include "exchange/digits.h"
 #include "support/error.h"
 #include "views/fit.h"
 

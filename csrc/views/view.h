@@ -8,8 +8,8 @@
 //                                                                   beginning of row 1
 //
 // Dims of both shapes fall into the smallest groups with as many elements; each group is solved by itself. Even cuts
-// are digits of an index (moves/digits.h), and a view writes the same digits with other bounds between dims. All others
-// are solved by comparing what the ranks hold (views/fit.h).
+// are digits of an index (exchange/digits.h), and a view writes the same digits with other bounds between dims. All
+// others are solved by comparing what the ranks hold (views/fit.h).
 #pragma once
 
 #include <cstdint>

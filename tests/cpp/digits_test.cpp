@@ -2,13 +2,13 @@
 #include <gtest/gtest.h>
 
 #include "cost/cost.h"
+#include "exchange/digits.h"
 #include "layouts.h"
-#include "moves/digits.h"
-#include "moves/exchange.h"
 #include "moves/figures.h"
 #include "moves/move.h"
 #include "moves/move_table.h"
 #include "moves/traffic.h"
+#include "pair_by_pair.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -80,22 +80,10 @@ TEST(Digits, SayWhatAnExchangeTravels) {
       const std::optional<Step> step = move_between(layouts[pair / layouts.size()], layouts[pair % layouts.size()]);
       if (!step || is_local(step->op)) continue;
       ++exchanges;
-      const ExchangeTraffic exchange(*step);
-      const int64_t item = step->before.dtype().size_bytes();
+      const MeshExchange exchange = mesh_exchange_of(*step);
       for (int64_t p = 0; p < step->before.mesh().size(); ++p) {
-        Traffic walked;
-        for (const int64_t peer : step->before.mesh().group(p, step->mesh_dims)) {
-          if (peer == p) continue;
-          const int64_t received = transfer_elements(*step, peer, p) * item;
-          walked.received_bytes += received;
-          walked.messages += received > 0;
-          const int64_t sent = transfer_elements(*step, p, peer) * item;
-          walked.sent_bytes += sent;
-          walked.sent_messages += sent > 0;
-        }
-        const Traffic traffic = exchange.at(p);
         const std::string which = concat(step->before.to_string(), " -> ", step->after.placements_string(), " at ", p);
-        ASSERT_EQ(traffic, walked) << which;
+        ASSERT_EQ(exchange.traffic_at(p), test::pair_by_pair(*step, p)) << which;
       }
     }
   }
@@ -114,10 +102,10 @@ TEST(Digits, SayWhatASharedExchangeTravels) {
       const Step step = shared_if_it_helps(*direct, Sharing::kMessages, {});
       if (step.sharing == Sharing::kNone) continue;
       ++shared;
-      const ExchangeTraffic exchange(step);
+      const MeshExchange exchange = mesh_exchange_of(step);
       Traffic worst;
       for (int64_t p = 0; p < step.before.mesh().size(); ++p) {
-        const Traffic one = exchange.at(p);
+        const Traffic one = exchange.traffic_at(p);
         worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
         worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
         worst.messages = std::max(worst.messages, one.messages);

@@ -9,8 +9,8 @@
 #include <random>
 
 #include "layouts.h"
+#include "moves/collectives.h"
 #include "moves/describe.h"
-#include "moves/exchange.h"
 #include "moves/move.h"
 #include "program/program.h"
 #include "search/make_plan.h"

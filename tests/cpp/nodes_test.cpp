@@ -7,8 +7,8 @@
 
 #include "layouts.h"
 #include "moves/describe.h"
-#include "moves/exchange.h"
 #include "moves/plan.h"
+#include "moves/step_exchange.h"
 #include "moves/traffic.h"
 #include "search/make_plan.h"
 
@@ -61,13 +61,9 @@ int64_t bytes_that_enter(const Plan& plan, int64_t node) {
   for (const Step& step : plan.steps) {
     if (is_local(step.op)) continue;
     for (const int64_t p : ranks_of(node)) {
-      const Transfers transfers(step, p);
-      const std::vector<int64_t>& group = transfers.group();
-      const size_t me = std::find(group.begin(), group.end(), p) - group.begin();
-      for (size_t from = 0; from < group.size(); ++from) {
-        if (node_of(group[from]) == node) continue;
-        const Interval range = transfers.range(from, me);
-        elements += range.end - range.begin;
+      const MeshExchange exchange = mesh_exchange_of(step);
+      for (const int64_t from : step.before.mesh().group(p, step.mesh_dims)) {
+        if (node_of(from) != node) elements += exchange.elements_between(from, p);
       }
     }
   }

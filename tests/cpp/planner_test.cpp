@@ -6,11 +6,11 @@
 #include "cost/cost.h"
 #include "layouts.h"
 #include "moves/describe.h"
-#include "moves/exchange.h"
 #include "moves/figures.h"
 #include "moves/move.h"
 #include "moves/plan.h"
 #include "moves/traffic.h"
+#include "pair_by_pair.h"
 #include "program/program.h"
 #include "search/make_plan.h"
 #include "simulate/simulate.h"
@@ -199,18 +199,9 @@ TEST(Traffic, IsWhatEveryPairOfRanksSays) {
         const Layout& dst = layouts[pair % layouts.size()];
         const std::optional<Step> step = move_between(src, dst);
         if (!step || is_local(step->op)) continue;
+        const MeshExchange exchange = mesh_exchange_of(*step);
         for (int64_t p = 0; p < mesh->size(); ++p) {
-          Traffic expected;
-          for (const int64_t peer : mesh->group(p, step->mesh_dims)) {
-            if (peer == p) continue;
-            const int64_t received = transfer_elements(*step, peer, p);
-            expected.received_bytes += received * 4;
-            expected.messages += received > 0;
-            const int64_t sent = transfer_elements(*step, p, peer);
-            expected.sent_bytes += sent * 4;
-            expected.sent_messages += sent > 0;
-          }
-          ASSERT_EQ(ExchangeTraffic(*step).at(p), expected) << src.to_string() << dst.placements_string();
+          ASSERT_EQ(exchange.traffic_at(p), test::pair_by_pair(*step, p)) << src.to_string() << dst.placements_string();
           ++compared;
         }
       }

@@ -8,8 +8,8 @@
 #include <set>
 
 #include "layouts.h"
+#include "moves/collectives.h"
 #include "moves/describe.h"
-#include "moves/exchange.h"
 #include "moves/figures.h"
 #include "moves/traffic.h"
 #include "naive.h"

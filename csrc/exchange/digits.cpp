@@ -1,8 +1,8 @@
-#include "moves/digits.h"
+#include "exchange/digits.h"
 
 #include <algorithm>
 
-#include "moves/known_parts.h"
+#include "exchange/known_parts.h"
 
 namespace shardwright {
 

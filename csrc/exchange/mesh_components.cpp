@@ -5,7 +5,7 @@
 #include <map>
 #include <utility>
 
-#include "program/pairs.h"
+#include "exchange/mesh_exchange.h"
 
 namespace shardwright {
 
@@ -45,8 +45,8 @@ class MemberSet {
 }  // namespace
 
 // Which other members of a group each member has something for, and which have something for it.
-struct StepPairs::Talk {
-  explicit Talk(size_t num_members) : receivers(num_members, MemberSet(num_members, true)), senders(receivers) {
+struct MeshExchange::Adjacency {
+  explicit Adjacency(size_t num_members) : receivers(num_members, MemberSet(num_members, true)), senders(receivers) {
     for (size_t m = 0; m < num_members; ++m) {
       receivers[m].erase(m);
       senders[m].erase(m);
@@ -88,10 +88,10 @@ struct StepPairs::Talk {
 
 // Members can only exchange data if they are on one replica and, where digits describe everything, their digits agree.
 // Where they do not, the parts of every tensor dim have to meet as well.
-StepPairs::Talk StepPairs::talk_of(const Group& group) {
-  const Mesh& mesh = step_.before.mesh();
-  Talk talk(group.positions.size());
-  Talk::Numbers places;
+MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
+  const Mesh& mesh = before_.mesh();
+  Adjacency adjacency(group.positions.size());
+  Adjacency::Numbers places;
   std::map<std::vector<int64_t>, int> numbers;
   const auto number_of = [&](std::vector<int64_t> values, int64_t position) {
     for (const int d : replicas_.to_vector()) values.push_back(mesh.coordinate(position, d));
@@ -100,7 +100,7 @@ StepPairs::Talk StepPairs::talk_of(const Group& group) {
   for (const int64_t member : group.positions) {
     std::vector<int64_t> held_ties;
     std::vector<int64_t> needed_ties;
-    for (const Matching::Common& tie : all_look_alike_ ? ties_ : std::vector<Matching::Common>()) {
+    for (const Matching::Common& tie : is_regular_ ? ties_ : std::vector<Matching::Common>()) {
       held_ties.push_back(mesh.coordinate(member, tie.before.mesh_dim) / tie.before.below % tie.radix);
       needed_ties.push_back(mesh.coordinate(member, tie.after.mesh_dim) / tie.after.below % tie.radix);
     }
@@ -109,9 +109,9 @@ StepPairs::Talk StepPairs::talk_of(const Group& group) {
   }
   places.num_held = places.num_needed = static_cast<int>(numbers.size());
   for (int number = 0; number < places.num_held; ++number) places.meeting.emplace_back(number, number);
-  talk.keep(places);
-  for (size_t t = 0; t < (all_look_alike_ ? 0 : ndim_); ++t) {
-    Talk::Numbers parts;
+  adjacency.keep(places);
+  for (size_t t = 0; t < (is_regular_ ? 0 : ndim_); ++t) {
+    Adjacency::Numbers parts;
     std::vector<Part> held;
     std::vector<Part> needed;
     std::map<const IntervalList*, int> held_numbers;
@@ -132,76 +132,76 @@ StepPairs::Talk StepPairs::talk_of(const Group& group) {
         if (shared_runs(held[h], needed[n]).length > 0) parts.meeting.emplace_back(h, n);
       }
     }
-    talk.keep(parts);
+    adjacency.keep(parts);
   }
-  return talk;
+  return adjacency;
 }
 
 // The same where replicas share the sending, from their transfers.
-StepPairs::Talk StepPairs::talk_by_pairs(const Group& group) {
+MeshExchange::Adjacency MeshExchange::adjacency_by_pairs(const Group& group) const {
   const size_t k = group.positions.size();
-  Talk talk(k);
+  Adjacency adjacency(k);
   for (size_t from = 0; from < k; ++from) {
     for (size_t to = 0; to < k; ++to) {
-      if (from == to || talks(group, group.positions[from], group.positions[to])) continue;
-      talk.receivers[from].erase(to);
-      talk.senders[to].erase(from);
+      if (from == to || sends_to(group, group.positions[from], group.positions[to])) continue;
+      adjacency.receivers[from].erase(to);
+      adjacency.senders[to].erase(from);
     }
   }
-  return talk;
+  return adjacency;
 }
 
-void StepPairs::connect(Group& group) {
-  if (!group.circles.empty()) return;
+void MeshExchange::connect(Group& group) const {
+  if (!group.components.empty()) return;
   const size_t k = group.positions.size();
-  const Talk talk = group.transfers ? talk_by_pairs(group) : talk_of(group);
-  group.connected.assign(k, k);
+  const Adjacency adjacency = group.sending ? adjacency_by_pairs(group) : adjacency_of(group);
+  group.component_of.assign(k, k);
   for (size_t first = 0; first < k; ++first) {
-    if (group.connected[first] < k) continue;
-    const size_t number = group.circles.size();
-    std::vector<size_t> circle{first};
-    group.connected[first] = number;
-    size_t talking = 0;
-    for (size_t at = 0; at < circle.size(); ++at) {
-      const size_t member = circle[at];
-      talking += talk.receivers[member].count();
-      MemberSet peers = talk.receivers[member];
-      peers.add(talk.senders[member]);
+    if (group.component_of[first] < k) continue;
+    const size_t number = group.components.size();
+    std::vector<size_t> component{first};
+    group.component_of[first] = number;
+    size_t exchanging = 0;
+    for (size_t at = 0; at < component.size(); ++at) {
+      const size_t member = component[at];
+      exchanging += adjacency.receivers[member].count();
+      MemberSet peers = adjacency.receivers[member];
+      peers.add(adjacency.senders[member]);
       peers.for_each([&](size_t peer) {
-        if (group.connected[peer] < k) return;
-        group.connected[peer] = number;
-        circle.push_back(peer);
+        if (group.component_of[peer] < k) return;
+        group.component_of[peer] = number;
+        component.push_back(peer);
       });
     }
-    std::sort(circle.begin(), circle.end());
-    group.all_pairs_talk.push_back(talking == circle.size() * (circle.size() - 1));
-    group.circles.push_back(std::move(circle));
+    std::sort(component.begin(), component.end());
+    group.all_pairs_exchange.push_back(exchanging == component.size() * (component.size() - 1));
+    group.components.push_back(std::move(component));
   }
 }
 
 // Counts the pairs that exchange something, including ranks with themselves; the counts of tensor dims multiply. All
-// members can only talk to each other if these are all pairs, or all but the ranks with themselves.
-bool StepPairs::work_out_all_talk(Group& group) {
-  if (group.transfers || all_look_alike_) {
+// members can only adjacency to each other if these are all pairs, or all but the ranks with themselves.
+bool MeshExchange::find_all_exchange(Group& group) const {
+  if (group.sending || is_regular_) {
     connect(group);
-    return group.circles.size() == 1 && group.all_pairs_talk[0];
+    return group.components.size() == 1 && group.all_pairs_exchange[0];
   }
-  if (!replicas_.empty() && step_.before.mesh().group_size(replicas_) > 1) return false;
-  const Mesh& mesh = step_.before.mesh();
-  int64_t talking = mesh.group_size(cutting_ - step_.after.cut_dims());
+  if (!replicas_.empty() && before_.mesh().group_size(replicas_) > 1) return false;
+  const Mesh& mesh = before_.mesh();
+  int64_t exchanging = mesh.group_size(cutting_ - after_.cut_dims());
   for (int t = 0; t < static_cast<int>(ndim_); ++t) {
-    const MeshDimSet cutting = dims_of(step_.after.cuts(t)) & step_.mesh_dims;
+    const MeshDimSet cutting = dims_of(after_.cuts(t)) & group_dims_;
     int64_t meeting = 0;
     for (const int64_t member : mesh.group(group.least, cutting)) {
-      for (const Meeting& one : meetings(t, member, true)) meeting += one.times;
+      for (const Overlap& one : overlaps(t, member, true)) meeting += one.times;
     }
-    talking *= meeting;
+    exchanging *= meeting;
   }
   const int64_t k = group.size;
-  if (talking < k * (k - 1)) return false;
-  if (talking == k * k) return true;
-  for (const int64_t member : group.positions) talking -= talks(group, member, member);
-  return talking == k * (k - 1);
+  if (exchanging < k * (k - 1)) return false;
+  if (exchanging == k * k) return true;
+  for (const int64_t member : group.positions) exchanging -= sends_to(group, member, member);
+  return exchanging == k * (k - 1);
 }
 
 }  // namespace shardwright

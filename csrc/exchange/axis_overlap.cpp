@@ -1,0 +1,167 @@
+#include "exchange/axis_overlap.h"
+
+#include <algorithm>
+
+namespace shardwright {
+namespace {
+
+// Calls visit(length, times) for the parts into which cuts divide a list of n elements, with parts of equal length
+// counted together; empty parts are left out. Mesh dims in `all` take every coordinate, others that of `position`.
+template <typename Visit>
+void for_each_part(const Mesh& mesh, int64_t position, MeshDimSet all, int64_t n, std::span<const Cut> cuts,
+                   int64_t times, const Visit& visit) {
+  if (n == 0 || times == 0) return;
+  if (cuts.empty()) return visit(n, times);
+  const Cut& first = cuts[0];
+  const int64_t k = mesh.dim_size(first.mesh_dim);
+  const auto go_on = [&](int64_t length, int64_t parts) {
+    for_each_part(mesh, position, all, length, cuts.subspan(1), times * parts, visit);
+  };
+  if (!all.contains(first.mesh_dim)) {
+    return go_on(first.rule.length(n, k, mesh.coordinate(position, first.mesh_dim)), 1);
+  }
+  if (first.rule.is_chunks()) {
+    const int64_t chunk = (n + k - 1) / k;
+    const int64_t full = n / chunk;
+    go_on(chunk, full);
+    return go_on(n - full * chunk, 1);
+  }
+  std::map<int64_t, int64_t> parts;
+  for (int64_t c = 0; c < k; ++c) ++parts[first.rule.length(n, k, c)];
+  for (const auto& [length, count] : parts) go_on(length, count);
+}
+
+// The same for what the parts of a list share with a target, where list, target and so all parts are single intervals.
+template <typename Visit>
+void for_each_overlap_in_runs(const Mesh& mesh, int64_t position, MeshDimSet all, Interval list,
+                              std::span<const Cut> cuts, Interval target, const Visit& visit) {
+  const Interval shared{std::max(list.begin, target.begin), std::min(list.end, target.end)};
+  if (shared.begin >= shared.end) return;
+  const int64_t n = list.end - list.begin;
+  if (shared == list) return for_each_part(mesh, position, all, n, cuts, 1, visit);
+  if (cuts.empty()) return visit(shared.end - shared.begin, int64_t{1});
+  const int64_t k = mesh.dim_size(cuts[0].mesh_dim);
+  const int64_t chunk = (n + k - 1) / k;
+  const auto go_on = [&](int64_t c) {
+    const Interval part{std::min(list.begin + c * chunk, list.end), std::min(list.begin + (c + 1) * chunk, list.end)};
+    for_each_overlap_in_runs(mesh, position, all, part, cuts.subspan(1), target, visit);
+  };
+  if (!all.contains(cuts[0].mesh_dim)) return go_on(mesh.coordinate(position, cuts[0].mesh_dim));
+  const int64_t first = (shared.begin - list.begin) / chunk;
+  const int64_t last = (shared.end - 1 - list.begin) / chunk;
+  go_on(first);
+  for_each_part(mesh, position, all, chunk, cuts.subspan(1), std::max<int64_t>(last - first - 1, 0), visit);
+  if (last > first) go_on(last);
+}
+
+// The same for one cut of a single interval, without making its parts: into strided parts that meet a single interval,
+// or into chunks that meet any. Returns false for anything else.
+template <typename Visit>
+bool visited_without_parts(int64_t k, Interval coordinates, Interval list, const CutRule& rule,
+                           const IntervalList& target, const Visit& visit) {
+  const auto within = [](int64_t begin, int64_t end, Interval range) {
+    return std::max<int64_t>(std::min(end, range.end) - std::max(begin, range.begin), 0);
+  };
+  const int64_t n = list.end - list.begin;
+  if (rule.is_chunks() && !target.has_repeats()) {
+    const int64_t chunk = (n + k - 1) / k;
+    auto at = target.kept().begin();
+    const auto end = target.kept().end();
+    for (int64_t c = coordinates.begin; c < coordinates.end; ++c) {
+      const Interval part{list.begin + c * chunk, std::min(list.begin + (c + 1) * chunk, list.end)};
+      while (at != end && at->end <= part.begin) ++at;
+      int64_t shared = 0;
+      for (auto other = at; other != end && other->begin < part.end; ++other) {
+        shared += within(other->begin, other->end, part);
+      }
+      if (shared > 0) visit(shared, int64_t{1});
+    }
+    return true;
+  }
+  if (!rule.is_strided_or_chunks() || target.size() != 1) return false;
+  // The target covers some pieces and perhaps parts of the pieces before and after these.
+  const Interval range{std::max(target[0].begin, list.begin) - list.begin,
+                       std::min(target[0].end, list.end) - list.begin};
+  const int64_t piece = (n + rule.split_factor() - 1) / rule.split_factor();
+  const auto in_piece = [&](int64_t index, int64_t c) {
+    const int64_t begin = index * piece;
+    const int64_t length = std::min(piece, n - begin);
+    const int64_t chunk = (length + k - 1) / k;
+    return within(begin + std::min(c * chunk, length), begin + std::min((c + 1) * chunk, length), range);
+  };
+  const int64_t first = range.begin / piece;
+  const int64_t last = (range.end - 1) / piece;
+  for (int64_t c = coordinates.begin; c < coordinates.end; ++c) {
+    int64_t shared = in_piece(first, c);
+    if (last > first) shared += in_piece(last, c);
+    if (last > first + 1) shared += (last - first - 1) * in_piece(first + 1, c);
+    if (shared > 0) visit(shared, int64_t{1});
+  }
+  return true;
+}
+
+// The same for any lists.
+template <typename Visit>
+void for_each_overlap_in(const Mesh& mesh, int64_t position, MeshDimSet all, const IntervalList& list,
+                         std::span<const Cut> cuts, const IntervalList& target, const Visit& visit) {
+  const auto is_chunks = [](const Cut& c) { return c.rule.is_chunks(); };
+  if (list.size() == 1 && target.size() == 1 && std::all_of(cuts.begin(), cuts.end(), is_chunks)) {
+    return for_each_overlap_in_runs(mesh, position, all, list[0], cuts, target[0], visit);
+  }
+  const SharedRuns shared = shared_runs(list, target);
+  if (shared.length == 0) return;
+  const int64_t n = length(list);
+  if (shared.length == n) return for_each_part(mesh, position, all, n, cuts, 1, visit);
+  if (cuts.empty()) return visit(shared.length, int64_t{1});
+  const Cut& first = cuts[0];
+  const int64_t k = mesh.dim_size(first.mesh_dim);
+  if (list.size() == 1 && cuts.size() == 1) {
+    const int64_t own = mesh.coordinate(position, first.mesh_dim);
+    const Interval some = all.contains(first.mesh_dim) ? Interval{0, k} : Interval{own, own + 1};
+    if (visited_without_parts(k, some, list[0], first.rule, target, visit)) return;
+  }
+  if (!all.contains(first.mesh_dim)) {
+    const IntervalList part = first.rule.part(list, k, mesh.coordinate(position, first.mesh_dim));
+    return for_each_overlap_in(mesh, position, all, part, cuts.subspan(1), target, visit);
+  }
+  Interval coordinates{0, k};
+  if (first.rule.makes_runs()) {  // only the coordinates between the first and the last shared element
+    const int64_t until = intersection_length(list, {{0, target.back().end}});
+    coordinates = first.rule.coordinates_of({shared.a_position, until}, n, k);
+  }
+  for (int64_t c = coordinates.begin; c < coordinates.end; ++c) {
+    for_each_overlap_in(mesh, position, all, first.rule.part(list, k, c), cuts.subspan(1), target, visit);
+  }
+}
+
+}  // namespace
+
+AxisOverlap overlap(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
+                    const IntervalList& target) {
+  AxisOverlap total;
+  for_each_overlap_in(mesh, position, varying, {{0, n}}, cuts, target, [&](int64_t elements, int64_t times) {
+    total.elements += elements * times;
+    total.parts += times;
+  });
+  return total;
+}
+
+void for_each_overlap(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position, MeshDimSet varying,
+                      const IntervalList& target, const std::function<void(int64_t elements, int64_t times)>& visit) {
+  for_each_overlap_in(mesh, position, varying, {{0, n}}, cuts, target, visit);
+}
+
+std::map<int64_t, int64_t> part_lengths(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position,
+                                        MeshDimSet varying) {
+  std::map<int64_t, int64_t> parts;
+  int64_t num_empty = 1;
+  for (const Cut& c : cuts) num_empty *= varying.contains(c.mesh_dim) ? mesh.dim_size(c.mesh_dim) : 1;
+  for_each_part(mesh, position, varying, n, cuts, 1, [&](int64_t length, int64_t times) {
+    parts[length] += times;
+    num_empty -= times;
+  });
+  if (num_empty > 0) parts[0] = num_empty;
+  return parts;
+}
+
+}  // namespace shardwright

@@ -1,0 +1,410 @@
+#include "exchange/mesh_exchange.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "exchange/axis_overlap.h"
+
+namespace shardwright {
+namespace {
+
+int64_t position_at(const Mesh& mesh, const Coordinates& coordinates) {
+  int64_t position = 0;
+  for (int d = 0; d < mesh.ndim(); ++d) position += coordinates[d] * mesh.stride(d);
+  return position;
+}
+
+}  // namespace
+
+int64_t source_for(const Layout& before, MeshDimSet group_dims, int64_t holder, int64_t receiver) {
+  const Mesh& mesh = before.mesh();
+  int64_t source = holder;
+  for (const int d : (group_dims - before.cut_dims()).to_vector()) {
+    source += (mesh.coordinate(receiver, d) - mesh.coordinate(holder, d)) * mesh.stride(d);
+  }
+  return source;
+}
+
+SharedSending::SharedSending(const Layout& before, const Layout& after, MeshDimSet group_dims, Sharing sharing,
+                             const std::vector<int64_t>& group)
+    : sharing_(sharing) {
+  const Mesh& mesh = before.mesh();
+  const MeshDimSet replica = group_dims - before.cut_dims();
+  replicas_ = mesh.group_size(replica);
+  std::vector<Region> needed;
+  for (const int64_t member : group) needed.push_back(after.region(member));
+  line_.resize(group.size());
+  for (size_t m = 0; m < group.size(); ++m) {
+    const std::vector<int64_t> holders = mesh.group(group[m], replica);
+    turn_.push_back(std::find(holders.begin(), holders.end(), group[m]) - holders.begin());
+    part_.push_back(std::find(group.begin(), group.end(), holders[0]) - group.begin());
+  }
+  for (size_t m = 0; m < group.size(); ++m) {
+    if (part_[m] != m) continue;
+    const Region held = before.region(group[m]);
+    line_[m].push_back({});
+    for (size_t to = 0; to < group.size(); ++to) {
+      const int64_t wanted = part_[to] == m ? 0 : shared_elements(held, needed[to]);
+      const Place& last = line_[m].back();
+      line_[m].push_back({last.elements + wanted, last.receivers + (wanted > 0)});
+    }
+    const Place& end = line_[m].back();
+    stretch_.elements = std::max(stretch_.elements, (end.elements + replicas_ - 1) / replicas_);
+    stretch_.receivers = std::max(stretch_.receivers, (end.receivers + replicas_ - 1) / replicas_);
+  }
+}
+
+Interval SharedSending::range(size_t from, size_t to) const {
+  const std::vector<Place>& line = line_[part_[from]];
+  const int64_t place = line[to].elements;
+  const int64_t wanted = line[to + 1].elements - place;
+  if (wanted == 0) return {0, 0};
+  if (sharing_ == Sharing::kMessages) {
+    return {0, line[to].receivers / stretch_.receivers == turn_[from] ? wanted : 0};
+  }
+  const int64_t begin = stretch_.elements * turn_[from];
+  const int64_t first = std::max(begin, place);
+  const int64_t last = std::min(begin + stretch_.elements, place + wanted);
+  return first < last ? Interval{first - place, last - place} : Interval{0, 0};
+}
+
+MeshExchange::MeshExchange(const Layout& before, const Layout& after, MeshDimSet group_dims, Sharing sharing,
+                           int64_t rounds)
+    : Exchange(before.dtype().size_bytes()),
+      before_(before),
+      after_(after),
+      group_dims_(group_dims),
+      sharing_(sharing),
+      rounds_(rounds),
+      ndim_(before.ndim()),
+      cutting_(group_dims & before.cut_dims()),
+      replicas_(group_dims - before.cut_dims()),
+      spanned_(group_dims.to_vector()),
+      idle_receivers_(before.mesh().group_size(cutting_ - after.cut_dims())),
+      common_(before, after),
+      held_(before),
+      needed_(after) {
+  is_regular_ = sharing == Sharing::kNone && !common_.matchings().empty();
+  needed_by_each_ = sent_ = after.largest_part_elements();
+  for (const Matching& matching : common_.matchings()) {
+    from_each_ *= matching.free();
+    sources_ *= matching.sources();
+    for (const Matching::Common& digit : matching.digits()) {
+      if (digit.is_tie()) ties_.push_back(digit);
+      if (digit.before.mesh_dim < 0 || digit.after.mesh_dim < 0) continue;
+      if (before.cut_dims().contains(digit.after.mesh_dim)) continue;
+      sent_ *= digit.radix;
+      ties_with_replicas_.push_back(digit);
+    }
+  }
+}
+
+// ---- Exchange
+
+const std::vector<Rank>& MeshExchange::ranks() const {
+  if (ranks_.empty()) {
+    ranks_ = mesh().ranks();
+    std::sort(ranks_.begin(), ranks_.end());
+  }
+  return ranks_;
+}
+
+bool MeshExchange::communicates() const {
+  return std::any_of(ranks().begin(), ranks().end(),
+                     [&](Rank rank) { return num_elements(rank, Direction::kReceive) > 0; });
+}
+
+int64_t MeshExchange::num_elements(Rank rank, Direction direction) const {
+  const std::optional<Position> position = mesh().position_of(rank);
+  if (!position) return 0;
+  const Traffic traffic = traffic_at(*position);
+  return (direction == Direction::kSend ? traffic.sent_bytes : traffic.received_bytes) / item_bytes();
+}
+
+Traffic MeshExchange::traffic(Rank rank, int64_t rounds) const {
+  if (rounds != rounds_) return Exchange::traffic(rank, rounds);
+  const std::optional<Position> position = mesh().position_of(rank);
+  return position ? traffic_at(*position) : Traffic{};
+}
+
+// Calls visit(peer, range) for each message, by ascending rank of the peer.
+template <typename Visit>
+void MeshExchange::for_each_message(Rank rank, Direction direction, const Visit& visit) const {
+  const std::optional<Position> here = mesh().position_of(rank);
+  if (!here) return;
+  const Group& all = group(*here);
+  const size_t me = index_of(all, *here);
+  for (size_t peer = 0; peer < all.positions.size(); ++peer) {
+    if (peer == me) continue;
+    const size_t from = direction == Direction::kSend ? me : peer;
+    const size_t to = direction == Direction::kSend ? peer : me;
+    const Interval range = all.sending ? all.sending->range(from, to)
+                                       : Interval{0, elements_between(all.positions[from], all.positions[to])};
+    if (range.begin < range.end) visit(Position{all.positions[peer]}, range);
+  }
+}
+
+std::vector<Exchange::MessageSize> MeshExchange::message_sizes(Rank rank, Direction direction) const {
+  std::vector<MessageSize> sizes;
+  for_each_message(rank, direction,
+                   [&](Position peer, Interval range) { sizes.push_back({mesh().rank_at(peer), range.extent()}); });
+  return sizes;
+}
+
+std::vector<Exchange::Message> MeshExchange::messages(Rank rank, Direction direction) const {
+  std::vector<Message> messages;
+  const std::optional<Region> own = region(rank, direction);
+  for_each_message(rank, direction, [&](Position peer, Interval range) {
+    const Selection common =
+        direction == Direction::kSend ? Selection(*own, after_.region(peer)) : Selection(before_.region(peer), *own);
+    messages.push_back({mesh().rank_at(peer), common.slice(range.begin, range.end)});
+  });
+  return messages;
+}
+
+std::optional<Region> MeshExchange::region(Rank rank, Direction side) const {
+  const std::optional<Position> position = mesh().position_of(rank);
+  if (!position) return std::nullopt;
+  return (side == Direction::kSend ? before_ : after_).region(*position);
+}
+
+std::vector<LocalAxis> MeshExchange::local_axes(Rank, Direction) const {
+  std::vector<LocalAxis> axes;
+  for (int t = 0; t < static_cast<int>(ndim_); ++t) axes.push_back({{t}, {}, 0});
+  return axes;
+}
+
+// ---- Counts
+
+const Coordinates& MeshExchange::coordinates(int64_t position) const {
+  if (position != position_) coordinates_at(before_.mesh(), position_ = position, coordinates_);
+  return coordinates_;
+}
+
+Traffic MeshExchange::traffic_at(int64_t position) const {
+  if (sharing_ != Sharing::kNone) return pairwise_at(position);
+  if (!is_regular_) return walked_at(position);
+  bool sends = true;
+  for (const Matching::Common& tie : ties_with_replicas_) sends = sends && tie.agrees_at(mesh(), position);
+  return closed_form(common_.at(position), sends);
+}
+
+Traffic MeshExchange::closed_form(int64_t own, bool sends) const {
+  const int64_t messages_each = std::min(rounds_, from_each_);
+  const int64_t itself = own > 0 ? 1 : 0;
+  Traffic traffic{(needed_by_each_ - own) * item_bytes(), 0, (sources_ - itself) * messages_each, 0};
+  if (sends) {
+    traffic.sent_bytes = (sent_ - own) * item_bytes();
+    traffic.sent_messages = (sent_ / from_each_ - itself) * messages_each;
+  }
+  return traffic;
+}
+
+std::optional<Traffic> MeshExchange::at_most() const {
+  if (!is_regular_) return std::nullopt;
+  const bool some_share_nothing = !common_.varying_dims().empty();
+  return closed_form(some_share_nothing ? 0 : common_.at(0), true);
+}
+
+Traffic MeshExchange::pairwise_at(int64_t position) const {
+  if (!pairwise_.contains(position)) {
+    const Group& all = group(position);
+    for (const int64_t member : all.positions) pairwise_.try_emplace(member);
+    for (size_t from = 0; from < all.positions.size(); ++from) {
+      for (size_t to = 0; to < all.positions.size(); ++to) {
+        const int64_t elements = all.sending->range(from, to).extent();
+        if (from == to || elements == 0) continue;
+        const int64_t bytes = elements * item_bytes();
+        const int64_t messages = std::min(rounds_, elements);
+        Traffic& of_sender = pairwise_[all.positions[from]];
+        of_sender = of_sender + Traffic{0, bytes, 0, messages};
+        Traffic& of_receiver = pairwise_[all.positions[to]];
+        of_receiver = of_receiver + Traffic{bytes, 0, messages, 0};
+      }
+    }
+  }
+  return pairwise_[position];
+}
+
+// Each combination of coordinates on the mesh dims that cut `before` is one rank that may hold a part of what is
+// needed. Tensor dims are cut by different mesh dims, so their counts multiply. What is sent is computed in the same
+// way from the other side, for the receivers with this rank's coordinates on the replica dims. A part takes as many
+// messages as there are rounds, but no more than it has elements.
+Traffic MeshExchange::walked_at(int64_t position) const {
+  const Coordinates& at = coordinates(position);
+  if (rounds_ > 1) return walked_in_rounds(at);
+  Factors all;
+  for (int t = 0; t < before_.ndim(); ++t) {
+    ByCoordinates<Factors>& known = peers_of_dim(t).factors;
+    const auto make = [&] { return factors_at(t, at); };
+    const Factors factors = known.are_few() ? known.at(at, make) : make();
+    all.own *= factors.own;
+    all.needed *= factors.needed;
+    all.sent *= factors.sent;
+    all.sources *= factors.sources;
+    all.receivers *= factors.receivers;
+  }
+  const int64_t itself = std::min<int64_t>(all.own, 1);
+  return {(all.needed - all.own) * item_bytes(), (all.sent * idle_receivers_ - all.own) * item_bytes(),
+          all.sources - itself, all.receivers * idle_receivers_ - itself};
+}
+
+MeshExchange::Factors MeshExchange::factors_at(int tensor_dim, const Coordinates& at) const {
+  const KnownParts::Part& before = held_.at(tensor_dim, at);
+  const KnownParts::Part& after = needed_.at(tensor_dim, at);
+  const Peers& receivers = receivers_at(tensor_dim, at, before.list);
+  return {intersection_length(before.list, after.list), after.length, receivers.elements,
+          sources_at(tensor_dim, at, after.list).count, receivers.count};
+}
+
+Traffic MeshExchange::walked_in_rounds(const Coordinates& at) const {
+  Factors all;
+  std::vector<const Peers*> sources;
+  std::vector<const Peers*> receivers;
+  for (int t = 0; t < before_.ndim(); ++t) {
+    const Factors factors = factors_at(t, at);
+    all.own *= factors.own;
+    all.needed *= factors.needed;
+    all.sent *= factors.sent;
+    sources.push_back(&sources_at(t, at, needed_.at(t, at).list));
+    receivers.push_back(&receivers_at(t, at, held_.at(t, at).list));
+  }
+  const int64_t to_itself = std::min(all.own, rounds_);
+  return {(all.needed - all.own) * item_bytes(), (all.sent * idle_receivers_ - all.own) * item_bytes(),
+          messages_with(sources) - to_itself, messages_with(receivers) * idle_receivers_ - to_itself};
+}
+
+int64_t MeshExchange::messages_with(const std::vector<const Peers*>& by_dim) const {
+  ByLength all{{1, 1}};
+  for (const Peers* peers : by_dim) {
+    ByLength finer;
+    for (const auto& [length, parts] : peers->by_length) {
+      for (const auto& [elements, others] : all) finer[std::min(elements * length, rounds_)] += others * parts;
+    }
+    all = std::move(finer);
+  }
+  int64_t messages = 0;
+  for (const auto& [elements, others] : all) messages += elements * others;
+  return messages;
+}
+
+int64_t MeshExchange::elements_between(int64_t from, int64_t to) const {
+  if (sharing_ != Sharing::kNone) {
+    const Group& all = group(from);
+    return all.sending->range(index_of(all, from), index_of(all, to)).extent();
+  }
+  return is_on_replica_of(from, to) ? shared(held(from), needed(to)).count : 0;
+}
+
+int64_t MeshExchange::messages_to_keepers(int64_t position) const {
+  const Coordinates& at = coordinates(position);
+  std::vector<Peers> keepers;
+  std::vector<const Peers*> by_dim;
+  keepers.reserve(before_.ndim());
+  for (int t = 0; t < before_.ndim(); ++t) {
+    const IntervalList& held = held_.at(t, at).list;
+    by_dim.push_back(&keepers.emplace_back(peers_in(after_, t, at, group_dims_, held)));
+  }
+  return messages_with(by_dim) - std::min(num_needed(position), rounds_);
+}
+
+// Both depend on the coordinates that determine this rank's part, and on those that it shares with all others.
+const MeshExchange::Peers& MeshExchange::sources_at(int tensor_dim, const Coordinates& at,
+                                                    const IntervalList& needed) const {
+  return peers_of_dim(tensor_dim).sources.at(at, [&] { return peers_in(before_, tensor_dim, at, cutting_, needed); });
+}
+
+const MeshExchange::Peers& MeshExchange::receivers_at(int tensor_dim, const Coordinates& at,
+                                                      const IntervalList& held) const {
+  return peers_of_dim(tensor_dim).receivers.at(at, [&] { return peers_in(after_, tensor_dim, at, cutting_, held); });
+}
+
+MeshExchange::Peers MeshExchange::peers_in(const Layout& layout, int tensor_dim, const Coordinates& at,
+                                           MeshDimSet varying, const IntervalList& list) const {
+  Peers peers;
+  for_each_overlap(mesh(), layout.shape()[tensor_dim], layout.cuts(tensor_dim), position_at(mesh(), at), varying, list,
+                   [&](int64_t elements, int64_t times) {
+                     peers.count += times;
+                     peers.elements += elements * times;
+                     if (rounds_ > 1) peers.by_length[std::min(elements, rounds_)] += times;
+                   });
+  if (rounds_ == 1 && peers.count > 0) peers.by_length[1] = peers.count;
+  return peers;
+}
+
+MeshExchange::PeersOfDim& MeshExchange::peers_of_dim(int tensor_dim) const {
+  for (int t = static_cast<int>(peers_.size()); t < static_cast<int>(ndim_); ++t) {
+    const MeshDimSet before = dims_of(before_.cuts(t));
+    const MeshDimSet after = dims_of(after_.cuts(t));
+    peers_.push_back(
+        {{mesh(), after | (before - cutting_)}, {mesh(), before | (after - cutting_)}, {mesh(), before | after}});
+  }
+  return peers_[tensor_dim];
+}
+
+// Returns how many members of the group around a position have how much of a tensor dim, among those that differ in
+// mesh dims that cut it.
+std::map<int64_t, int64_t> MeshExchange::lengths(const Layout& layout, int tensor_dim, int64_t position) const {
+  const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
+  if (!layout.is_restricted()) {
+    return part_lengths(layout.mesh(), layout.shape()[tensor_dim], cuts, position, group_dims_);
+  }
+  std::map<int64_t, int64_t> lengths;
+  for (const int64_t member : layout.mesh().group(position, dims_of(cuts) & group_dims_)) {
+    ++lengths[length(layout.part(tensor_dim, member))];
+  }
+  return lengths;
+}
+
+// All combinations of parts of the tensor dims exist, so all members have equally much exactly if they do in every
+// tensor dim, or if all have nothing.
+bool MeshExchange::hold_equally(int64_t position) const {
+  const Layout& layout = before_;
+  bool all_alike = true;
+  for (int t = 0; t < layout.ndim(); ++t) {
+    const std::map<int64_t, int64_t> held = lengths(layout, t, position);
+    if (held.rbegin()->first == 0) return true;
+    all_alike = all_alike && held.size() == 1;
+  }
+  return all_alike;
+}
+
+std::map<int64_t, int64_t> MeshExchange::members_by_need(int64_t position) const {
+  const Layout& layout = after_;
+  const Mesh& mesh = layout.mesh();
+  std::map<int64_t, int64_t> members{{1, mesh.group_size(group_dims_ - layout.cut_dims())}};
+  for (int t = 0; t < layout.ndim(); ++t) {
+    std::map<int64_t, int64_t> more;
+    for (const auto& [length, times] : lengths(layout, t, position)) {
+      for (const auto& [elements, others] : members) more[elements * length] += others * times;
+    }
+    members = std::move(more);
+  }
+  return members;
+}
+
+// ---- Groups
+
+MeshExchange::Group& MeshExchange::around(int64_t position) const {
+  const Mesh& mesh = before_.mesh();
+  int64_t least = position;
+  for (const int d : spanned_) least -= mesh.coordinate(position, d) * mesh.stride(d);
+  Group& group = groups_[least];
+  group.least = least;
+  group.size = mesh.group_size(group_dims_);
+  return group;
+}
+
+MeshExchange::Group& MeshExchange::group(int64_t position) const {
+  Group& group = around(position);
+  if (!group.positions.empty()) return group;
+  group.positions = before_.mesh().group(position, group_dims_);
+  if (sharing_ != Sharing::kNone) group.sending.emplace(before_, after_, group_dims_, sharing_, group.positions);
+  return group;
+}
+
+size_t MeshExchange::index_of(const Group& group, int64_t position) {
+  return std::find(group.positions.begin(), group.positions.end(), position) - group.positions.begin();
+}
+
+}  // namespace shardwright

@@ -1,0 +1,382 @@
+// The extents of messages between pairs of ranks.
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "exchange/mesh_exchange.h"
+#include "layout/selection.h"
+#include "support/error.h"
+
+namespace shardwright {
+namespace {
+
+// Returns numbers that are equal only for pieces that are the same except for a shift.
+std::vector<int64_t> name_of(const PieceList& pieces) {
+  std::vector<int64_t> name;
+  for (const auto& [block, count, shift] : pieces.blocks()) {
+    name.insert(name.end(), {static_cast<int64_t>(block.size()), count, shift.a, shift.b});
+    for (const Piece& piece : block) {
+      name.push_back(piece.length);
+      name.push_back(piece.a_position - pieces.front().a_position);
+      name.push_back(piece.b_position - pieces.front().b_position);
+    }
+  }
+  return name;
+}
+
+bool lie_equally(const PieceList& a, const PieceList& b) { return name_of(a) == name_of(b); }
+
+}  // namespace
+
+SharedRuns MeshExchange::shared_runs(const Part& held, const Part& needed) {
+  const int64_t begin = std::max(held.begin, needed.begin);
+  const int64_t end = std::min(held.end, needed.end);
+  if (begin >= end) return {};
+  if (held.has_gaps || needed.has_gaps) return shardwright::shared_runs(*held.list, *needed.list);
+  return {end - begin, 1, begin - held.begin, begin - needed.begin};
+}
+
+MeshExchange::Part MeshExchange::part(KnownParts& parts, int tensor_dim, int64_t position) const {
+  const auto& [list, length] = parts.at(tensor_dim, coordinates(position));
+  const Interval span = span_of(list);
+  return {span.begin, span.end, length, &list, list.size() > 1};
+}
+
+const MeshExchange::PartsOfRank& MeshExchange::parts_at(KnownParts& parts, PartsAt& at, int64_t position) const {
+  if (at.position == position) return at.parts;
+  at.position = position;
+  at.parts.resize(ndim_);
+  for (size_t t = 0; t < ndim_; ++t) at.parts[t] = part(parts, static_cast<int>(t), position);
+  return at.parts;
+}
+
+Extent MeshExchange::own(int64_t position) const { return shared(held(position), needed(position)); }
+
+// Goes from the innermost dim outwards: in a run, every dim of more than one index has as its stride the product of the
+// sizes of the dims within it.
+template <typename RunsOf>
+Extent MeshExchange::shared(const PartsOfRank& held, const PartsOfRank& needed, const RunsOf& runs_of) const {
+  Extent extent{1, 0, 0, true, true};
+  int64_t held_stride = 1;
+  int64_t needed_stride = 1;
+  for (size_t t = ndim_; t-- > 0;) {
+    const SharedRuns runs = runs_of(t);
+    if (runs.length == 0) return {};
+    extent.first_held += runs.a_position * held_stride;
+    extent.first_needed += runs.b_position * needed_stride;
+    if (runs.length > 1) {
+      extent.is_contiguous_held = extent.is_contiguous_held && runs.runs == 1 && held_stride == extent.count;
+      extent.is_contiguous_needed = extent.is_contiguous_needed && runs.runs == 1 && needed_stride == extent.count;
+    }
+    extent.count *= runs.length;
+    held_stride *= held[t].length;
+    needed_stride *= needed[t].length;
+  }
+  return extent;
+}
+
+Extent MeshExchange::shared(const PartsOfRank& held, const PartsOfRank& needed) const {
+  return shared(held, needed, [&](size_t t) { return shared_runs(held[t], needed[t]); });
+}
+
+Extent MeshExchange::Transfer::in_round(int64_t round) const {
+  if (rounds_ == nullptr || whole_.count == 0) return whole_;
+  Extent extent = (*rounds_)[round];
+  extent.first_held += whole_.first_held;
+  extent.first_needed += whole_.first_needed;
+  return extent;
+}
+
+bool MeshExchange::Transfer::has_runs() const {
+  if (rounds_ == nullptr) return whole_.is_contiguous_held || whole_.is_contiguous_needed;
+  return std::any_of(rounds_->begin(), rounds_->end(),
+                     [](const Extent& extent) { return extent.is_contiguous_held || extent.is_contiguous_needed; });
+}
+
+bool MeshExchange::is_on_replica_of(int64_t from, int64_t to) const {
+  const Mesh& mesh = before_.mesh();
+  for (int d = 0; d < mesh.ndim(); ++d) {
+    if (replicas_.contains(d) && mesh.coordinate(from, d) != mesh.coordinate(to, d)) return false;
+  }
+  return true;
+}
+
+bool MeshExchange::sends_to(const Group& group, int64_t from, int64_t to) const {
+  if (group.sending) return transfer(group, from, to).count() > 0;
+  if (!is_on_replica_of(from, to)) return false;
+  const Mesh& mesh = before_.mesh();
+  if (is_regular_) {
+    return std::all_of(ties_.begin(), ties_.end(), [&](const Matching::Common& tie) {
+      return mesh.coordinate(from, tie.before.mesh_dim) / tie.before.below % tie.radix ==
+             mesh.coordinate(to, tie.after.mesh_dim) / tie.after.below % tie.radix;
+    });
+  }
+  for (size_t t = 0; t < ndim_; ++t) {
+    const int dim = static_cast<int>(t);
+    const Part held = part(held_, dim, from);
+    const Part needed = part(needed_, dim, to);
+    if (shared_runs(held, needed).length == 0) return false;
+  }
+  return true;
+}
+
+MeshExchange::Transfer MeshExchange::transfer(const Group& group, int64_t from, int64_t to) const {
+  if (group.sending) {
+    const Interval range = group.sending->range(index_of(group, from), index_of(group, to));
+    if (range.begin == range.end) return {};
+    const PartsOfRank& has = held(from);
+    const PartsOfRank& wants = needed(to);
+    return in_rounds(has, wants, shared(has, wants), range);
+  }
+  if (!is_regular_) return is_on_replica_of(from, to) ? share(from, to) : Transfer();
+  if (!sends_to(group, from, to)) return {};
+  if (!any_ || any_->has_runs()) any_ = share(from, to);  // without runs, offsets do not matter
+  return *any_;
+}
+
+MeshExchange::Transfer MeshExchange::share(int64_t from, int64_t to) const {
+  const PartsOfRank& has = held(from);
+  const PartsOfRank& wants = needed(to);
+  const Extent whole = shared(has, wants);
+  return in_rounds(has, wants, whole, {0, whole.count});
+}
+
+// Tries the partner that differs least from the rank, only in the digits that are tied. If that is the rank itself, or
+// not in the group, tries all members.
+const MeshExchange::Transfer& MeshExchange::any_transfer(int64_t position) const {
+  if (any_) return *any_;
+  const Mesh& mesh = before_.mesh();
+  const Group& own_group = around(position);
+  const auto try_with = [&](int64_t other) {
+    if (other != position && sends_to(own_group, position, other)) any_ = share(position, other);
+    if (!any_ && other != position && sends_to(own_group, other, position)) any_ = share(other, position);
+    return any_.has_value();
+  };
+  for (const int d : cutting_.to_vector()) {
+    const int64_t first = position - mesh.coordinate(position, d) * mesh.stride(d);
+    for (int64_t c = 0; c < mesh.dim_size(d); ++c) {
+      if (try_with(first + c * mesh.stride(d))) return *any_;
+    }
+  }
+  for (const int64_t other : mesh.group(position, group_dims_)) {
+    if (try_with(other)) break;
+  }
+  check_invariant(any_.has_value(), "nobody exchanges anything with position ", position);
+  return *any_;
+}
+
+// Slices of what two ranks share look alike if the parts have the same lengths and relative places, so they are kept
+// under these.
+MeshExchange::Transfer MeshExchange::in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Extent& whole,
+                                               Interval range) const {
+  if (whole.count == 0 || (rounds_ == 1 && range.end - range.begin == whole.count)) return {whole, nullptr};
+  std::vector<int64_t> name{range.begin, range.end};
+  name.reserve(2 + 4 * ndim_);
+  for (size_t t = 0; t < ndim_; ++t) {
+    name.push_back(held[t].length);
+    name.push_back(needed[t].length);
+    if (!held[t].has_gaps && !needed[t].has_gaps) {
+      name.push_back(shared_runs(held[t], needed[t]).length);
+      continue;
+    }
+    const std::vector<int64_t> pieces = name_of(intersect(*held[t].list, *needed[t].list));
+    name.push_back(-static_cast<int64_t>(pieces.size()));
+    name.insert(name.end(), pieces.begin(), pieces.end());
+  }
+  const auto [found, is_new] = in_rounds_.try_emplace(std::move(name));
+  if (is_new) {
+    Region all_held;
+    Region all_needed;
+    for (size_t t = 0; t < ndim_; ++t) all_held.push_back(*held[t].list);
+    for (size_t t = 0; t < ndim_; ++t) all_needed.push_back(*needed[t].list);
+    const Selection intersection(all_held, all_needed);
+    for (int64_t round = 0; round < rounds_; ++round) {
+      const Interval part = in_round(range, round, rounds_);
+      const Selection elements = intersection.slice(part.begin, part.end);
+      Extent extent{elements.count()};
+      if (extent.count > 0) {
+        const int64_t in_held = elements.contiguous_in_sender();
+        const int64_t in_needed = elements.contiguous_in_receiver();
+        extent.is_contiguous_held = in_held >= 0;
+        extent.is_contiguous_needed = in_needed >= 0;
+        extent.first_held = in_held - whole.first_held;
+        extent.first_needed = in_needed - whole.first_needed;
+      }
+      found->second.push_back(extent);
+    }
+  }
+  return {whole, &found->second};
+}
+
+void MeshExchange::add_overlap(const IntervalList& theirs, int64_t times, Overlaps& with) const {
+  const Layout& layout = with.others_hold ? before_ : after_;
+  const IntervalList& list = lists_.emplace_back(layout.restricted(with.tensor_dim, theirs));
+  const Part other{list.front().begin, list.back().end, length(list), &list, list.size() > 1};
+  const Part& held = with.others_hold ? other : with.mine;
+  const Part& needed = with.others_hold ? with.mine : other;
+  const SharedRuns shared = shared_runs(held, needed);
+  PieceList pieces;
+  if (rounds_ > 1 && (held.has_gaps || needed.has_gaps)) pieces = intersect(*held.list, *needed.list);
+  for (Overlap& known : with.found) {
+    if (known.part.length == other.length && known.shared.length == shared.length && known.shared.runs == shared.runs &&
+        lie_equally(known.pieces, pieces)) {
+      known.times += times;
+      lists_.pop_back();
+      return;
+    }
+  }
+  with.found.push_back({other, times, shared, std::move(pieces)});
+}
+
+// Adds the parts into which the cuts of other ranks divide a list, as far as they intersect a part. Within a run that
+// the part covers completely, parts are full chunks and one short one.
+void MeshExchange::overlap_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times,
+                                 Overlaps& with) const {
+  const Part& mine = with.mine;
+  const SharedRuns overlapping = shardwright::shared_runs(list, *mine.list);
+  if (overlapping.length == 0) return;
+  if (cuts.empty()) return add_overlap(list, times, with);
+  const Mesh& mesh = before_.mesh();
+  const Cut& first = cuts[0];
+  const int64_t k = mesh.dim_size(first.mesh_dim);
+  const auto go_on = [&](const IntervalList& part, int64_t more) {
+    overlap_below(part, cuts.subspan(1), times * more, with);
+  };
+  if (!cutting_.contains(first.mesh_dim)) {
+    return go_on(first.rule.part(list, k, mesh.coordinate(with.position, first.mesh_dim)), 1);
+  }
+  const bool all_vary = std::all_of(cuts.begin(), cuts.end(),
+                                    [&](const Cut& c) { return c.rule.is_chunks() && cutting_.contains(c.mesh_dim); });
+  const int64_t n = length(list);
+  if (all_vary && list.size() == 1 && overlapping.runs == 1 && overlapping.length == n) {
+    const int64_t begin = list.front().begin;
+    const int64_t chunk = (n + k - 1) / k;
+    const int64_t full = n / chunk;
+    go_on({{begin, begin + chunk}}, full);
+    if (full * chunk < n) go_on({{begin + full * chunk, begin + n}}, 1);
+    return;
+  }
+  Interval coordinates{0, k};
+  if (first.rule.makes_runs()) {  // only the coordinates between the first and the last shared element
+    const int64_t until = intersection_length(list, {{0, mine.list->back().end}});
+    coordinates = first.rule.coordinates_of({overlapping.a_position, until}, n, k);
+  }
+  const bool all_runs = list.size() == 1 && mine.list->size() == 1 &&
+                        std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.is_chunks(); });
+  if (all_runs && coordinates.end - coordinates.begin > 3) {  // those between the first and the last are full chunks
+    go_on(first.rule.part(list, k, coordinates.begin), 1);
+    go_on(first.rule.part(list, k, coordinates.begin + 1), coordinates.end - coordinates.begin - 2);
+    return go_on(first.rule.part(list, k, coordinates.end - 1), 1);
+  }
+  for (int64_t c = coordinates.begin; c < coordinates.end; ++c) go_on(first.rule.part(list, k, c), 1);
+}
+
+ByCoordinates<std::vector<MeshExchange::Overlap>> MeshExchange::no_overlaps_yet(int tensor_dim,
+                                                                                bool others_hold) const {
+  const Layout& theirs = others_hold ? before_ : after_;
+  const Layout& ours = others_hold ? after_ : before_;
+  return {before_.mesh(), (dims_of(theirs.cuts(tensor_dim)) - cutting_) | dims_of(ours.cuts(tensor_dim))};
+}
+
+const std::vector<MeshExchange::Overlap>& MeshExchange::overlaps(int tensor_dim, int64_t position,
+                                                                 bool others_hold) const {
+  for (size_t i = overlaps_.size(); i < 2 * ndim_; ++i) {
+    overlaps_.push_back(no_overlaps_yet(static_cast<int>(i / 2), i % 2 == 1));
+  }
+  return overlaps_[2 * tensor_dim + others_hold].at(coordinates(position), [&] {
+    const Layout& theirs = others_hold ? before_ : after_;
+    Overlaps with{tensor_dim, position, others_hold, part(others_hold ? needed_ : held_, tensor_dim, position), {}};
+    if (with.mine.length > 0) overlap_below({{0, theirs.shape()[tensor_dim]}}, theirs.cuts(tensor_dim), 1, with);
+    return std::move(with.found);
+  });
+}
+
+std::optional<std::vector<int>> MeshExchange::profile(int64_t position) const {
+  if (rounds_ > 1 || sharing_ != Sharing::kNone) return std::nullopt;
+  if (profiles_.empty()) {
+    for (int t = 0; t < static_cast<int>(ndim_); ++t) {
+      profiles_.emplace_back(before_.mesh(), dims_of(before_.cuts(t)) | dims_of(after_.cuts(t)));
+    }
+    known_profiles_.resize(ndim_);
+  }
+  std::vector<int> all(ndim_);
+  for (size_t t = 0; t < ndim_; ++t) {
+    if (!profiles_[t].are_few()) return std::nullopt;
+    all[t] = profiles_[t].at(coordinates(position), [&] { return profile_in(static_cast<int>(t), position); });
+  }
+  return all;
+}
+
+// Numbers whatever shared() reads of one tensor dim, except for offsets.
+int MeshExchange::profile_in(int tensor_dim, int64_t position) const {
+  const Part held = part(held_, tensor_dim, position);
+  const Part needed = part(needed_, tensor_dim, position);
+  const SharedRuns own = shared_runs(held, needed);
+  std::vector<int64_t> figures{held.length, needed.length, own.length, own.runs};
+  for (const bool others_hold : {false, true}) {
+    figures.push_back(-1);
+    for (const Overlap& one : overlaps(tensor_dim, position, others_hold)) {
+      figures.insert(figures.end(), {one.times, one.part.length, one.shared.length, one.shared.runs});
+    }
+  }
+  std::map<std::vector<int64_t>, int>& known = known_profiles_[tensor_dim];
+  return known.try_emplace(std::move(figures), static_cast<int>(known.size())).first->second;
+}
+
+// Every mesh dim cuts at most one tensor dim, so parts of different tensor dims combine freely.
+const std::vector<MeshExchange::MessageClass>& MeshExchange::classes_of(int64_t position, bool others_hold) const {
+  // Receivers that differ only in mesh dims that cut nothing after the step need the same.
+  const MeshDimSet idle = others_hold ? MeshDimSet() : cutting_ - after_.cut_dims();
+  const int64_t idle_times = before_.mesh().group_size(idle);
+  const PartsOfRank& mine = others_hold ? needed(position) : held(position);
+  std::vector<const std::vector<Overlap>*>& overlapping = overlapping_;
+  std::vector<size_t>& at = combination_;
+  PartsOfRank& others = others_;
+  overlapping.resize(ndim_);
+  at.assign(ndim_, 0);
+  others.resize(ndim_);
+  bool is_left = true;
+  for (size_t t = 0; t < ndim_; ++t) {
+    overlapping[t] = &overlaps(static_cast<int>(t), position, others_hold);
+    is_left = is_left && !overlapping[t]->empty();
+  }
+  std::vector<MessageClass>& all = classes_;
+  all.clear();
+  while (is_left) {
+    int64_t times = idle_times;
+    for (size_t t = 0; t < ndim_; ++t) {
+      others[t] = (*overlapping[t])[at[t]].part;
+      times *= (*overlapping[t])[at[t]].times;
+    }
+    const PartsOfRank& has = others_hold ? others : mine;
+    const PartsOfRank& wants = others_hold ? mine : others;
+    const Extent whole = shared(has, wants, [&](size_t t) { return (*overlapping[t])[at[t]].shared; });
+    all.push_back({in_rounds(has, wants, whole, {0, whole.count}), times});
+    size_t t = ndim_;
+    while (t > 0 && ++at[t - 1] == overlapping[t - 1]->size()) at[--t] = 0;
+    is_left = t > 0;
+  }
+  all.push_back({share(position, position), -1});
+  return all;
+}
+
+const std::vector<MeshExchange::MessageClass>& MeshExchange::one_by_one(const Group& group, int64_t position,
+                                                                        bool others_hold) const {
+  std::vector<MessageClass>& all = classes_;
+  all.clear();
+  for (const int64_t member : group.positions) {
+    if (member == position) continue;
+    all.push_back({others_hold ? transfer(group, member, position) : transfer(group, position, member), 1});
+  }
+  return all;
+}
+
+const std::vector<MeshExchange::MessageClass>& MeshExchange::sends(const Group& group, int64_t position) const {
+  return group.sending ? one_by_one(group, position, false) : classes_of(position, false);
+}
+
+const std::vector<MeshExchange::MessageClass>& MeshExchange::receives(const Group& group, int64_t position) const {
+  return group.sending ? one_by_one(group, position, true) : classes_of(position, true);
+}
+
+}  // namespace shardwright

@@ -1,0 +1,67 @@
+#include "moves/collectives.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace shardwright {
+
+bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lowering) {
+  if (!lowering.reduces) return false;
+  for (const int d : mesh_dims.to_vector()) {
+    const ReduceOp op = layout.placements()[d].op;
+    if (op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor) return false;
+  }
+  const DType& dtype = layout.dtype();
+  return dtype.kind() == DTypeKind::kFloat || (dtype.kind() == DTypeKind::kInteger && dtype != DType::kInt16);
+}
+
+bool reduces_natively(const Step& step, Lowering lowering) {
+  return !step.ordered && reduces_natively(step.before, step.mesh_dims, lowering);
+}
+
+bool may_go_in_rounds(const Step& step, Lowering lowering) {
+  return !is_local(step.op) && (step.op != StepOp::kAllReduce || !reduces_natively(step, lowering));
+}
+
+int64_t collectives_of(StepOp op, int64_t group_size, bool native) {
+  return op == StepOp::kAllReduce && !native && group_size > 2 ? 2 : 1;
+}
+
+Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t item_bytes) {
+  return {(k - 1) * kept * item_bytes, (held - kept) * item_bytes, kept > 0 ? k - 1 : 0, held > kept ? k - 1 : 0};
+}
+
+// Native: that of a ring, rounded up. Composed: contributions to this rank's chunk from every peer, then every peer's
+// reduced chunk; two ranks simply exchange everything.
+Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_bytes, bool native) {
+  if (native) {
+    const int64_t bytes = (2 * held * item_bytes * (k - 1) + k - 1) / k;
+    const int64_t messages = held > 0 ? 2 * (k - 1) : 0;
+    return {bytes, bytes, messages, messages};
+  }
+  if (k == 2) return {held * item_bytes, held * item_bytes, held > 0 ? 1 : 0, held > 0 ? 1 : 0};
+  const Interval mine = flat_chunk(held, k, index);
+  const int64_t own = mine.end - mine.begin;
+  const int64_t bytes = ((k - 1) * own + held - own) * item_bytes;
+  const int64_t chunk = (held + k - 1) / k;
+  const int64_t chunks = held > 0 ? (held + chunk - 1) / chunk : 0;
+  const int64_t messages = chunks - (own > 0 ? 1 : 0) + (own > 0 ? k - 1 : 0);
+  return {bytes, bytes, messages, messages};
+}
+
+int64_t index_in_group(const Mesh& mesh, int64_t position, MeshDimSet mesh_dims) {
+  if (!mesh.ranks_are_positions()) {
+    const std::vector<int64_t> group = mesh.group(position, mesh_dims);
+    return std::find(group.begin(), group.end(), position) - group.begin();
+  }
+  int64_t index = 0;
+  for (const int d : mesh_dims.to_vector()) index = index * mesh.dim_size(d) + mesh.coordinate(position, d);
+  return index;
+}
+
+Interval flat_chunk(int64_t n, int64_t k, int64_t index) {
+  const int64_t chunk = (n + k - 1) / k;
+  return {std::min(index * chunk, n), std::min((index + 1) * chunk, n)};
+}
+
+}  // namespace shardwright
