@@ -95,7 +95,7 @@ def _move(shared: Any, role: str, rank: int) -> None:
     sw.debug.check_ranks(timeout_seconds=30)
     for _ in range(3):
         assert oracle.difference(sw.redistribute_local(held.detach(), src, dst, group=link.group), wanted) is None
-    with pytest.raises(RuntimeError, match=r"dst: \[S\(1\)\] on \(0, 1, 3, 4\); \[S\(0\)\] on \(2\)"):
+    with pytest.raises(RuntimeError, match=r"dst: \[S\(1\)\] on ranks \[0, 1, 3, 4\]; \[S\(0\)\] on ranks \[2\]"):
         other = sw.Layout(dst.mesh, SHAPE, ["S(0)" if link.rank == 2 else "S(1)"])
         sw.redistribute_local(held.detach(), src, other, group=link.group)
     sw.debug.check_ranks(False)
@@ -191,7 +191,14 @@ def test_all_ranks_say_what_differs(tmp_path: pathlib.Path) -> None:
     said = _launch(tmp_path, _disagree, JOBS)
     declared, world_size, role, late = zip(*said.values(), strict=True)
     assert len(set(declared)) == 1
-    for text in ("weights: ", "[9, 7]", "[9, 8]", "(server 0)", "(trainer 0)", "extra: not declared (server 0)"):
+    for text in (
+        "weights: ",
+        "[9, 7]",
+        "[9, 8]",
+        " on server 0, server 1",
+        " on trainer 0",
+        "extra: not given on server 0",
+    ):
         assert text in declared[0], declared[0]
     assert "steps" not in declared[0]
     assert any("world_size differs: 5 (" in text and "; 6 (trainer 1)" in text for text in world_size), world_size
@@ -237,13 +244,13 @@ def test_what_plans_depend_on_is_compared(tmp_path: pathlib.Path) -> None:
     assert all(messages == said[0] for messages in said)
     placed, long, environment, connecting, pins, version = said[0]
     assert "placed: " in placed and '"ps_per_kib": 3' in placed and '"ps_per_kib": 2' in placed, placed
-    assert "(server/one 0); " in placed and "(trainer/one 0)" in placed, placed
+    assert " on server/one 0, server/one 1, server/one 2; " in placed and " on trainer/one 0" in placed, placed
     assert "[9, 8]" in long and len(long) < 1000, long
     for text in (environment, connecting):
-        assert "topology of the environment: 64x8 with hash " in text and "; none (trainer" in text, text
+        assert "topology of the environment: 64x8 with hash " in text and "; none on trainer" in text, text
         assert "pinned" not in text and "version" not in text, text
-    assert "pinned plans: 1 with hash " in pins and "; none (trainer/one 0)" in pins, pins
-    assert "version of shardwright: 0.0.7 (server 0); " in version, version
+    assert "pinned plans: 1 with hash " in pins and "; none on trainer/one 0" in pins, pins
+    assert "version of shardwright: 0.0.7 on server 0, " in version, version
 
 
 def test_arguments() -> None:

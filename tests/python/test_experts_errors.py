@@ -419,9 +419,9 @@ def test_check_ranks(pool: Pool) -> None:
     asked = [sum(e in row for row in rows) for e in range(6)]
     assert dropped == 3 * sum(max(0, n - 2) for n in asked)
     for text in pool.run(_out_of_step, WORLD):
-        assert "call: dispatch on (0, 2); combine on (1)" in text
+        assert "call: dispatch on ranks [0, 2]; combine on ranks [1]" in text
     for text in pool.run(_other_result_size, WORLD):
-        assert "size: 4 on (0, 2); 5 on (1)" in text
+        assert "size: 4 on ranks [0, 2]; 5 on ranks [1]" in text
 
 
 # ----------------------------------------------------------------------------------------------------- a rank that dies

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import oracle
 import shardwright as sw
 from pool import Pool
-from shardwright.runtime import checking
+from shardwright.runtime.agreement import StoreTexts
 from two_meshes import Grid, device_mesh, dtensor, part
 
 HERE: Grid = ((2,), (0, 1))
@@ -37,7 +37,7 @@ def _differ() -> str:
 def test_ranks_must_agree_where_x_lies(pool: Pool) -> None:
     for rank, text in enumerate(pool.run(_differ, 4)):
         assert f"this is rank {rank}" in text
-        assert "[P(sum)]), ranks [0, 1] on (0, 1); " in text and "[R]), ranks [0, 1] on (2, 3)" in text
+        assert "[P(sum)]), ranks [0, 1] on ranks [0, 1]; " in text and "[R]), ranks [0, 1] on ranks [2, 3]" in text
         assert "x.redistribute(placements=...) on the mesh of x" in text
 
 
@@ -66,8 +66,8 @@ def test_results_of_operators(pool: Pool) -> None:
 
 def _compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    compare = checking.compare_calls
-    monkeypatch.setattr(checking, "compare_calls", lambda *a, **k: (calls.append(a[2]), compare(*a, **k)))
+    compare = StoreTexts.compare
+    monkeypatch.setattr(StoreTexts, "compare", lambda *a, **k: (calls.append(a[1]), compare(*a, **k)))
     here, there = device_mesh(HERE), device_mesh(((2,), (3, 1)))
     for rows in (4, 7, 9):
         whole = oracle.global_tensor((rows, 5), torch.float32, rows)

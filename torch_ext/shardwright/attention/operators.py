@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from .._native import _runtime
 from ..runtime import checking, counters
+from ..runtime.agreement import Statement
 
 
 def _run(inputs: list[torch.Tensor], text: str, groups: Sequence[str], rank: int) -> list[torch.Tensor]:
@@ -25,16 +26,16 @@ def _run(inputs: list[torch.Tensor], text: str, groups: Sequence[str], rank: int
 
 
 def _compare(executable: _runtime.Executable, inputs: list[torch.Tensor]) -> None:
-    fits = "as its layout says"
-    judged = dict.fromkeys(("q", "k"), fits)
-    mine = dict(executable.signature)
-    for name, given, shape in zip(judged, inputs, executable.input_shapes, strict=False):
+    refusals = {}
+    for name, given, shape in zip(("q", "k"), inputs, executable.input_shapes, strict=False):
         text = f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)}"
-        mine[name] = fits if text == f"{executable.signature['dtype']}{shape}" else text
-    ranks = tuple(executable.mesh_ranks)
+        expected = f"{executable.signature['dtype']}{shape}"
+        if text != expected:
+            refusals[name] = f"{text} where its layout has {expected}"
     names = executable.group_names
     group = distributed_c10d._resolve_process_group(names[0]) if names else None
-    checking.compare_calls(ranks, executable.rank, "attention", mine, judged=judged, group=group)
+    ranks, rank = executable.mesh_ranks, executable.rank
+    checking.compare_calls(Statement("attention", executable.signature, refusals), ranks, rank, group=group)
 
 
 @torch.library.custom_op(

@@ -20,7 +20,8 @@ from ..layouts import argument_values, tables
 from ..layouts.layout import Layout, Mesh
 from ..layouts.topology import tables_now
 from ..placements import Pieces
-from ..runtime import argument_checks, batch_agreement, checking, executables, groups
+from ..runtime import argument_checks, checking, executables, groups
+from ..runtime.agreement import GroupWords, Statement
 
 SEQUENCE_DIM = 2
 
@@ -249,28 +250,17 @@ def _agree(
     device_type: str,
 ) -> None:
     """Raises on all ranks if one of them refuses, or if they differ. All ranks that share the sequence call it."""
-    if groups.moves_nothing(carrier):
-        return
     text = "" if attention is None else attention.as_on_all_ranks().to_text(False)
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    words = [int(refusal is not None), int.from_bytes(digest, "big", signed=True)]
-    heard = batch_agreement.exchange(carrier, words, "attention, comparing what the ranks ask for")
-    if refusal is not None:
-        raise refusal
-    if refusing := [rank for rank, said in enumerate(heard) if said[0]]:
-        raise RuntimeError(
-            f"shardwright: attention: on ranks {refusing} the arguments are not allowed, as the error there says; "
-            f"nothing was sent (this is rank {dist.get_rank(carrier)})"
-        )
-    said = [one[1] for one in heard]
-    if len(set(said)) > 1:
-        assert attention is not None
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+    words = GroupWords(carrier)
+    heard = words.compare(Statement("attention"), refusal, torch.tensor([digest]))
+    if attention is not None and bool((heard != digest).any()):
         mine = attention.describe(*tables_of(attention, device_type)).splitlines()[0]
-        raise ValueError(
-            "shardwright: attention: the ranks ask for different things, nothing was sent: "
-            f"{batch_agreement.who_said_what(said)}; rank {dist.get_rank(carrier)} asks for {mine}, with "
-            f"scale={asked.scale}, chunks={asked.chunks}, layout={asked.layout}, kv_layout={asked.kv_layout}"
+        said = (
+            f"{mine}, with scale={asked.scale}, chunks={asked.chunks}, layout={asked.layout}, "
+            f"kv_layout={asked.kv_layout} (digest {digest & 0xFFFFFFFF:08x})"
         )
+        words.compare(Statement("attention", {"arguments": said}))
 
 
 def _with_method(attention: _planner.Attention, method: str, device_type: str, needs_grad: bool) -> _planner.Attention:

@@ -5,7 +5,8 @@ All ranks of both meshes call. A rank outside a mesh holds an empty part there, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .._native import _planner
 from ..graph import plans
 from ..layouts import argument_values
-from ..runtime import counters, executables
+from ..layouts.layout import Mesh, layout_text
+from ..runtime import counters, executables, groups
+from ..runtime.agreement import Statement, in_default_store, ranks_text
 from ..runtime.plain_tensors import redistribute_part
-from . import agreement, guards, masks
+from . import guards, masks
 from .specs import layout_of_spec
 
 
@@ -55,7 +58,7 @@ def redistribute(
             f"mesh: its device type is {mesh.device_type}, and that of x is {x.device_mesh.device_type}; allowed is "
             "the same device type"
         )
-    agreement.check_meshes(x.device_mesh, mesh)
+    _check_meshes(x.device_mesh, mesh)
     placements = argument_values.items(placements, "placements", "a list of one per mesh dim of device_mesh")
     if len(placements) != mesh.ndim:
         raise ValueError(
@@ -73,6 +76,59 @@ def redistribute(
     target = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     moved: DTensor = _Crossing.apply(x, x._spec, target, async_op, backward_dtype, make_groups)  # type: ignore[no-untyped-call]
     return moved
+
+
+def _check_meshes(here: DeviceMesh, there: DeviceMesh) -> None:
+    """Raises ValueError, without communication, if one of the meshes is another one on other ranks that take part.
+
+    That is so for a proper slice of a mesh, such as ``mesh["tp"]``, unless all ranks that take part are on it.
+    """
+    for argument, mesh, other in (("mesh (device_mesh)", there, here), ("x: its mesh", here, there)):
+        root = mesh._get_root_mesh()
+        if root.size() > mesh.size() and not _covers(mesh, other):
+            raise ValueError(
+                f"{argument}: {Mesh(mesh)} is a slice of {Mesh(root)}, and its ranks differ from rank to rank (here "
+                f"{ranks_text(Mesh(mesh).ranks)}); allowed are a mesh that all ranks make alike, as DeviceMesh(...) "
+                f"does, and moves among the ranks of one slice. To cut a tensor along some dims of {Mesh(root)} alone, "
+                "redistribute it on that mesh, with Replicate() along the others"
+            )
+
+
+def _covers(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Returns whether all ranks of the other mesh are on this one."""
+    return set(Mesh(mesh).ranks) >= set(Mesh(other).ranks)
+
+
+# Layouts that ranks have compared under one default process group, for all sizes and dtypes. Nothing is dropped,
+# because ranks must compare at the same times, whatever differs among them, such as tables.
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
+groups.when_gone.append(_agreed.clear)
+
+_REMEDY = (
+    "On ranks outside the mesh of x, PyTorch may choose other placements for the results of operators than on its "
+    "ranks. x.redistribute(placements=...) on the mesh of x gives it the same ones on all ranks"
+)
+
+
+def _agree(src: _planner.Layout, dst: _planner.Layout) -> None:
+    """Raises RuntimeError on all ranks of both meshes if they differ in the layouts. Compares them when first used.
+
+    A DTensor may be wrong about itself on ranks outside its mesh: where operators can choose among placements, PyTorch
+    takes moves to cost nothing there, and chooses differently.
+    """
+    if src.mesh == dst.mesh or groups.moves_nothing(None):
+        return
+    assert dist.group.WORLD is not None
+    known = _agreed.setdefault(dist.group.WORLD, set())
+    key = tuple((one.mesh, tuple(one.placements), str(one.shard_order)) for one in (src, dst))
+    ranks, rank = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks})), dist.get_rank()
+    if key in known or rank not in ranks:
+        return
+    fields = {"x": layout_text(src), "result": layout_text(dst)}
+    # Apart from the calls that `check_ranks` counts, which some ranks may have left after an error.
+    texts = in_default_store("layouts")
+    texts.compare(Statement("redistribute to another mesh", fields, remedy=_REMEDY), ranks, rank)
+    known.add(key)
 
 
 class _Crossing(torch.autograd.Function):
@@ -102,7 +158,7 @@ class _Crossing(torch.autograd.Function):
         options = ctx.async_op, None, ctx.make_groups
         if gradient is None:
             gradient = _zeros(target)
-        elif agreement.covers(target.mesh, source.mesh):
+        elif _covers(target.mesh, source.mesh):
             target = _with_dtype(gradient._spec, dtype)  # all ranks that take part have it
         elif target.mesh.get_coordinate() is not None and not _same_placement(gradient._spec, target):
             # Ranks outside the mesh cannot know what the gradient has become there, and DTensor says something else.
@@ -155,7 +211,7 @@ def _moved(
     src = dst = None
     if not _are_we_tracing():
         src, dst = (layout_of_spec(spec, target.shape, local.dtype) for spec in (source, target))
-        agreement.agree(src, dst)
+        _agree(src, dst)
     if source.mesh.get_coordinate() is not None:
         masks.apply(local, pending)
     if src is None or dst is None:

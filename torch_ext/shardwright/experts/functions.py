@@ -22,8 +22,9 @@ from .._native import _runtime
 from ..layouts import argument_values
 from ..layouts.topology import Topology
 from ..runtime import argument_checks, checking
+from ..runtime.agreement import Statement
 from ..runtime.counters import counts
-from .agreement import Said, SaidOfSums, agree, exchange_capacity, exchange_counts, texts_of
+from .counts import compare, exchange_capacity, exchange_counts
 from .gradients import Collect, Contract, Expand, Expansion, Send
 from .ranks import ExpertGroup, ExpertRanks, Group, Nodes, expert_ranks, group_alone
 
@@ -158,7 +159,7 @@ def dispatch(
     except ValueError as error:
         _refuse(ranks, error, rows_per_rank)
     if checking.is_on():
-        _compare("dispatch", ranks, texts_of(given.said(ranks)), None)
+        _compare("dispatch", ranks, given.fields(ranks), None)
     counts.dispatches += 1
     return _dispatch_fixed(given, ranks) if codes is None else _dispatch(given, ranks, codes)
 
@@ -168,7 +169,7 @@ def _refuse(ranks: ExpertGroup, error: ValueError, rows_per_rank: Any) -> NoRetu
     if checking.is_on():
         _compare("dispatch", ranks, {}, error)
     if rows_per_rank is None:
-        agree(ranks, "dispatch", Said(), error)
+        compare(ranks, {}, error)
     raise error
 
 
@@ -240,28 +241,33 @@ class Given(NamedTuple):
         ids = self.expert_ids.detach().to(device="cpu", dtype=torch.int64).contiguous()
         return ranks.placement.choose(ids, ranks.rank, ranks.node_of_rank)
 
-    def said(self, ranks: ExpertRanks) -> Said:
-        return Said(
-            hidden_size=self.x.shape[1],
-            dtype=self.x.dtype,
-            in_host_memory=ranks.wire(self.x.device).type == "cpu",
-            top_k=self.top_k,
-            num_experts=ranks.placement.num_experts,
-            placement=ranks.placement.hash,
-            ranks_per_node=0 if ranks.nodes is None else ranks.nodes.ranks_per_node,
-            capacity=-1 if self.capacity is None else self.capacity,
-            drops=self.overflow == "drop",
-            rows_per_rank=-1 if self.rows_per_rank is None else self.rows_per_rank,
-            scores=None if self.scores is None else self.scores.dtype,
-            num_scales=0 if self.scales is None else self.scales.shape[1],
-            scales=None if self.scales is None else self.scales.dtype,
-            x_has_gradient=self.gradients[0],
-            scores_have_gradient=self.gradients[1],
-        )
+    def fields(self, ranks: ExpertRanks) -> dict[str, Any]:
+        """Returns what must be the same on all ranks."""
+        return {
+            "hidden_size": self.x.shape[1],
+            "dtype": _name(self.x.dtype),
+            "in_host_memory": ranks.wire(self.x.device).type == "cpu",  # tokens travel there
+            "top_k": self.top_k,
+            "num_experts": ranks.placement.num_experts,
+            "placement": f"{ranks.placement.hash & ((1 << 64) - 1):016x}",
+            "ranks_per_node": 0 if ranks.nodes is None else ranks.nodes.ranks_per_node,
+            "capacity": str(self.capacity),
+            "overflow": self.overflow,
+            "rows_per_rank": str(self.rows_per_rank),
+            "scores": "None" if self.scores is None else _name(self.scores.dtype),
+            "num_scales": 0 if self.scales is None else self.scales.shape[1],
+            "scales": "None" if self.scales is None else _name(self.scales.dtype),
+            "x_has_gradient": self.gradients[0],
+            "scores_have_gradient": self.gradients[1],
+        }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return ", ".join(map(_name, dtypes))
 
 
 def _check_per_token(argument: str, given: Any, x: torch.Tensor) -> None:
@@ -272,9 +278,9 @@ def _check_per_token(argument: str, given: Any, x: torch.Tensor) -> None:
         raise ValueError(f"{argument}: is on {given.device}; allowed is the device of x, {x.device}")
 
 
-def _compare(kind: str, ranks: ExpertGroup, said: dict[str, str], refusal: Exception | None) -> None:
-    mine = {**said, "arguments": "as allowed" if refusal is None else str(refusal)}
-    checking.compare_calls(ranks.ranks, ranks.ranks[ranks.rank], kind, mine, judged={"arguments": "as allowed"})
+def _compare(call: str, ranks: ExpertGroup, fields: dict[str, Any], refusal: Exception | None) -> None:
+    refusals = {"arguments": None if refusal is None else str(refusal)}
+    checking.compare_calls(Statement(call, fields, refusals), ranks.ranks, ranks.ranks[ranks.rank])
 
 
 # ------------------------------------------------------------------------------------------------------- dispatch
@@ -287,13 +293,13 @@ def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatch
     targets = ranks.targets if nodes is None else nodes.relay_of_replica
     dropped = 0
     routes = _runtime.route_rows(codes, targets, ranks.size)
-    receive, copies, words_bytes = agree(ranks, "dispatch", given.said(ranks), None, routes[2:])
+    receive, copies, words_bytes = compare(ranks, given.fields(ranks), None, routes[2:])
     if nodes is not None:
         nodes.connect()
     if given.capacity is not None:
-        codes, dropped, more = exchange_capacity(ranks, codes, given.capacity, given.overflow == "drop", ranks.words())
+        codes, dropped, more = exchange_capacity(ranks, codes, given.capacity, given.overflow == "drop")
         routes = _runtime.route_rows(codes, targets, ranks.size)
-        receive, copies, words = exchange_counts(ranks.group_name, routes[2:], ranks.words())
+        receive, copies, words = exchange_counts(ranks.group_name, routes[2:], ranks.words.device)
         words_bytes += more + words
     counts.dropped += dropped
     journey = _Journey(given, ranks, words_bytes, knows_origins=nodes is not None)
@@ -301,7 +307,7 @@ def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatch
     if nodes is not None:
         copies = journey.travel_inside(nodes)
     arrived = journey.arrive(journey.expand(sum(copies)), dropped)
-    arrived.handle._compares = ranks.words().type == "cpu"
+    arrived.handle._compares = ranks.words.device.type == "cpu"
     return arrived
 
 
@@ -427,11 +433,11 @@ def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         raise ValueError(f"handle: got a {type(handle).__name__}; allowed is what dispatch returned")
     y = _waited(y)
     refusal = _refusal_of(y, handle)
-    said = SaidOfSums() if refusal is not None else SaidOfSums(y.shape[1], y.dtype)
+    fields = {} if refusal is not None else {"size": y.shape[1], "dtype": _name(y.dtype)}
     if checking.is_on():
-        _compare("combine", handle._ranks, {} if refusal is not None else texts_of(said), refusal)
+        _compare("combine", handle._ranks, fields, refusal)
     if handle._compares:
-        agree(handle._ranks, "combine", said, refusal)
+        handle._ranks.words.compare(Statement("combine", fields), refusal)
     if refusal is not None:
         raise refusal
     counts.combines += 1

@@ -12,6 +12,7 @@ from .._native import _planner, _runtime
 from ..layouts import argument_values
 from ..layouts.topology import Topology, named_topology
 from ..runtime import executables, groups
+from ..runtime.agreement import GroupWords
 
 Group = Any  # a ProcessGroup, a DeviceMesh, or None for the default group
 _MOST_EXPERTS = 1 << 20
@@ -33,19 +34,15 @@ class ExpertGroup:
         self.rank = dist.get_rank(group)
         self.size = len(self.ranks)
         self._wires: dict[torch.device, torch.device] = {}
-        self._words: torch.device | None = None
+        self._words: GroupWords | None = None
 
-    def words(self) -> torch.device:
-        """Returns the device on which comparisons and counts travel.
-
-        The group alone decides it, because ranks may be called with tensors on different devices.
-        """
+    @property
+    def words(self) -> GroupWords:
+        """Compares and counts."""
         if self._words is None:
             group = self._group.get()
             self._check_moves(group)
-            accelerator = torch.accelerator.current_accelerator(check_available=True)
-            in_host_memory = accelerator is None or executables.communicates_on("cpu", group)
-            self._words = torch.device("cpu") if in_host_memory or accelerator is None else accelerator
+            self._words = GroupWords(group if group is not None else dist.group.WORLD)
         return self._words
 
     def check_device(self, device: torch.device) -> None:

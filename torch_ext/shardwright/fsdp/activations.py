@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .._native import _planner
 from ..layouts.layout import Layout, Mesh
 from ..runtime import argument_checks, checking, counters, executables, groups
+from ..runtime.agreement import Statement
 from ..runtime.plain_tensors import redistribute_local
 from . import reads, saved
 from .agreement import compare
@@ -192,8 +193,7 @@ def _compare_values(mesh: DeviceMesh, local: torch.Tensor) -> None:
     bits = local.detach().contiguous().cpu().flatten().view(torch.uint8)
     digest = hashlib.sha256(bytes(bits.tolist())).hexdigest()[:16]
     said = {"tensor": f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}", "values": digest}
-    compare_calls = checking.compare_calls
-    compare_calls(tuple(Mesh(mesh).ranks), dist.get_rank(), "cut of an activation", said, judged={})
+    checking.compare_calls(Statement("cut of an activation", said), Mesh(mesh).ranks, dist.get_rank())
 
 
 class _Kept:

@@ -125,3 +125,22 @@ class Layout(_planner.Layout):
 
     def __repr__(self) -> str:
         return super().__repr__() if self._made else "<Layout that was not made>"
+
+
+_MAX_RANKS = 16
+
+
+def layout_text(layout: _planner.Layout) -> str:
+    """Returns a layout as text, with all that ranks which use it must have in common."""
+    return f"{layout}, {mesh_text(layout.mesh)}"
+
+
+def mesh_text(mesh: _planner.Mesh) -> str:
+    """Returns the ranks and the topology of a mesh. A hash stands for many ranks."""
+    shown = str(mesh.ranks)
+    if len(mesh.ranks) > _MAX_RANKS:
+        first = ", ".join(map(str, mesh.ranks[:_MAX_RANKS]))
+        shown = f"[{first}, ... {len(mesh.ranks)} in all, with hash {hash(tuple(mesh.ranks))}]"
+    return f"ranks {shown}" + (
+        "" if mesh.topology is None else f", topology {' '.join(mesh.topology.to_json().split())}"
+    )

@@ -7,22 +7,19 @@ redistribute, and compare. No collective is needed, so the check does not hang w
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from .._native import _runtime
 from ..layouts import tables
-from . import groups
+from . import agreement, groups
+from .agreement import Statement, StoreTexts
 
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
@@ -43,19 +40,8 @@ _setting = _Setting(_is_asked_for(os.environ.get("SHARDWRIGHT_CHECK_RANKS", ""))
 _runtime.compare_ranks(_setting.on)
 
 
-class Meeting(NamedTuple):
-    """Where ranks meet: a store that all of them reach, and how often each set of them has met."""
-
-    store: dist.Store
-    turns: Counter[tuple[int, ...]]
-    note: str = ""  # for the ranks that waited for others
-
-
-_turns_of: object | None = None  # the default process group for which the turns are counted
-_turns: Counter[tuple[int, ...]] = Counter()
-
 # Of the groups that join several jobs (connecting.py).
-meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Meeting] = weakref.WeakKeyDictionary()
+texts_of: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreTexts] = weakref.WeakKeyDictionary()
 
 # The group whose ranks the mesh of an executable has. Others have global ranks.
 _group_of: weakref.WeakKeyDictionary[_runtime.Executable, groups.WeakGroup] = weakref.WeakKeyDictionary()
@@ -120,69 +106,36 @@ def compare(
     `async_op`: None in a graph, where eager code on other ranks may do either. `rows_are_own`: the operands of products
     may have other sizes on each rank, which nothing that travels depends on.
     """
-    mine = {
+    fields = {
         **{field: said for field, said in executable.signature.items() if field != "operands" or not rows_are_own},
         **tables.current.summary(),
-        **({} if async_op is None else {"async_op": str(async_op)}),
-        "input": _judge(executable, local),
-        "out": _judge_out(executable, local, out),
+        "async_op": async_op,
     }
-    what = f"{mine['src']} -> {mine['dst']} of {mine['tensor']}"
-    judged = {"input": _AS_SAID, "out": _ALLOWED}
+    refusals = {"input": _judge(executable, local), "out": _judge_out(executable, local, out)}
+    about = f"{fields['src']} -> {fields['dst']} of {fields['tensor']}"
     known = _group_of.get(executable)
     group = None if known is None else known.get()
     ranks, rank = executable.mesh_ranks, executable.rank
-    if group is not None and group not in meetings:
+    if group is not None and group not in texts_of:
         ranks = sorted(dist.get_global_rank(group, one) for one in ranks)
         rank = dist.get_rank()
-    compare_calls(tuple(ranks), rank, "redistribute", mine, judged=judged, what=what, group=group)
+    compare_calls(Statement("redistribute", fields, refusals), ranks, rank, about, group)
 
 
 def compare_calls(
-    ranks: tuple[int, ...],
-    rank: int,
-    kind: str,
-    mine: dict[str, str],
-    *,
-    judged: dict[str, str],
-    what: str = "",
-    group: dist.ProcessGroup | None = None,
-    meeting: Meeting | None = None,
-    timeout: timedelta | None = None,
-    remedy: str = "",
+    mine: Statement, ranks: Sequence[int], rank: int, about: str = "", group: dist.ProcessGroup | None = None
 ) -> None:
-    """Raises RuntimeError on all of `ranks` unless all are about to make the same call.
+    """Raises RuntimeError on all of `ranks` unless all are about to make the same call, and none has a refusal.
 
-    Calls of all kinds on the same ranks are counted together, except those with a `meeting` of their own. `judged`:
-    fields of `mine` that must be so. Ranks are global ones, except in a `group` that joins several jobs.
+    Calls of all kinds on the same ranks are counted together. Ranks are global ones, except in a `group` that joins
+    several jobs.
     """
-    if meeting is None:
-        meeting = (meetings.get(group) if group is not None else None) or _meeting_of_the_world()
-    turn = meeting.turns[ranks]
-    meeting.turns[ranks] += 1
-    mine = {"call": kind, **mine}
-    wait = timeout or timedelta(seconds=_setting.timeout_seconds)
-    said = _exchange(meeting, ranks, turn, mine, rank, f"{kind} number {turn + 1}", what, wait)
-    fields = dict.fromkeys(field for one in said.values() for field in one)
-    if any(one["call"] != kind for one in said.values()):
-        fields = {"call": None}  # other calls have other fields
-    # A field that a rank leaves out may have any value there.
-    differing = [name for name in fields if len({one[name] for one in said.values() if name in one}) > 1]
-    if not differing and all(mine[field] == value for field, value in judged.items()):
-        return
-    lines = [f"  {field}: {_by_value(field, said)}" for field in differing or judged]
-    raise RuntimeError(
-        f"shardwright: the ranks of a mesh do not run the same {kind} (number {turn + 1} on ranks "
-        f"{_text(ranks)}; this is rank {rank})\n" + "\n".join(lines) + remedy
-    )
-
-
-def _meeting_of_the_world() -> Meeting:
-    global _turns_of
-    if dist.group.WORLD is not _turns_of:
-        _turns.clear()
-        _turns_of = dist.group.WORLD
-    return Meeting(dist.PrefixStore("shardwright", distributed_c10d._get_default_store()), _turns)
+    texts = None if group is None else texts_of.get(group)
+    if texts is None:
+        texts = agreement.in_default_store("calls")
+    else:
+        about += "; check_ranks must be on in all jobs"
+    texts.compare(mine, tuple(ranks), rank, timedelta(seconds=_setting.timeout_seconds), about)
 
 
 def _compare_operator(
@@ -198,71 +151,21 @@ def _compare_operator(
 torch.library.impl("shardwright::compare_ranks", "CompositeExplicitAutograd")(_compare_operator)
 
 
-_AS_SAID = "as its layout says"
-
-
-def _judge(executable: _runtime.Executable, local: torch.Tensor) -> str:
+def _judge(executable: _runtime.Executable, local: torch.Tensor) -> str | None:
     expected, dtype = tuple(executable.input_shape), executable.signature["dtype"]
     has_shape = tuple(local.shape) == expected or differs_in_ones(local, expected)
     if has_shape and str(local.dtype) == f"torch.{dtype}":
-        return _AS_SAID
+        return None
     return f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)} where its layout has {dtype}{list(expected)}"
 
 
-_ALLOWED = "as allowed"
-
-
-def _judge_out(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor | None) -> str:
+def _judge_out(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor | None) -> str | None:
     try:
         if out is not None:
             executable.check_out(local, out)
     except ValueError as error:
         return str(error).removeprefix("out: ")
-    return _ALLOWED
-
-
-def _exchange(
-    meeting: Meeting,
-    ranks: tuple[int, ...],
-    turn: int,
-    mine: dict[str, str],
-    rank: int,
-    which: str,
-    what: str,
-    timeout: timedelta,
-) -> dict[int, dict[str, str]]:
-    """Returns what every rank wrote on this turn."""
-    name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
-    store = dist.PrefixStore(name, meeting.store)
-    store.set(f"{turn}/{rank}", json.dumps(mine))
-    keys = [f"{turn}/{one}" for one in ranks]
-    missing = []
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError:
-        missing = [one for one, key in zip(ranks, keys, strict=True) if not store.check([key])]
-    if missing:
-        raise RuntimeError(
-            f"shardwright: rank {rank} waited {timeout.total_seconds():g} s for ranks {_text(tuple(missing))} "
-            f"to come to {which} on ranks {_text(ranks)}{': ' if what else ''}{what}{meeting.note}"
-        )
-    said = {one: json.loads(text) for one, text in zip(ranks, store.multi_get(keys), strict=True)}
-    # Every rank that has written on this turn has read everything of two turns ago.
-    if turn >= 2:
-        store.delete_key(f"{turn - 2}/{rank}")
-    return said
-
-
-def _by_value(field: str, said: dict[int, dict[str, str]]) -> str:
-    ranks_by_value: dict[str, list[int]] = {}
-    for rank, one in said.items():
-        ranks_by_value.setdefault(one.get(field, "any"), []).append(rank)
-    return "; ".join(f"{value} on {_text(tuple(ranks))}" for value, ranks in ranks_by_value.items())
-
-
-def _text(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"({shown}, ... {len(ranks)} in all)" if len(ranks) > 8 else f"({shown})"
+    return None
 
 
 def differs_in_ones(local: torch.Tensor, shape: Sequence[int]) -> bool:

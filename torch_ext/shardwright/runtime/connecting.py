@@ -7,13 +7,10 @@ come to the same conclusion: either each makes its part of the group, or each ra
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,14 +20,17 @@ from torch.distributed import distributed_c10d
 from .. import doctor
 from .._native import _planner
 from ..layouts import argument_values
+from ..layouts.layout import layout_text, mesh_text
 from ..layouts.topology import ENVIRONMENT_VARIABLE, tables_now
 from . import checking, groups
+from .agreement import Statement, StoreTexts, report
 
 _POLL_SECONDS = 0.02
-# Characters of a declared value in an error message, and how many of them come before the first that differs.
-_MAX_SHOWN = 300
-_SHOWN_BEFORE = 100
-_CHECK_NOTE = " (ranks of a connection: sw.debug.check_ranks must be on in all of its jobs)"
+
+_REMEDY = (
+    "All jobs must declare and plan with the same things, for example with one file in "
+    f"{ENVIRONMENT_VARIABLE} and without sw.calibrate()"
+)
 
 # Only products are planned with these.
 _NOT_COMPARED = ("measured products",)
@@ -53,9 +53,6 @@ class Connection:
         self._members = sorted(members)
         self._made: dict[tuple[int, ...], groups.WeakGroup] = {}
         self._times_made: dict[tuple[int, ...], int] = {}
-        self._compared = 0
-        checks = dist.PrefixStore(f"{meeting.prefix}/checks", meeting.store)
-        self._checks = checking.Meeting(checks, Counter(), _CHECK_NOTE)
         self.role = meeting.role
         self.world_size = len(members)
         self.rank = self._members.index((meeting.role, meeting.rank))
@@ -83,8 +80,7 @@ class Connection:
         Args:
             declared: by name: layouts, meshes, text, numbers, or lists of these.
         """
-        self._compared += 1
-        self._meeting.compare(f"compared {self._compared}", _texts(declared), self._members, self._timeout)
+        self._meeting.compare(_texts(declared), self._members, self._timeout)
 
     def close(self) -> None:
         """Destroys the group, and those made for moves between some of its ranks. All ranks call."""
@@ -119,7 +115,7 @@ class Connection:
         own = {self.ranks(self.role)[i]: i for i in range(world_size)}
         key_of = {rank: own.get(rank, world_size + rank) for rank in ranks}
         distributed_c10d._world.pg_group_ranks[group] = {key_of[rank]: i for i, rank in enumerate(ranks)}
-        checking.meetings[group] = self._checks
+        checking.texts_of[group] = self._meeting.texts
         return group
 
 
@@ -165,9 +161,9 @@ def connect(
     groups.check_initialised()
     timeout = groups.default_timeout() if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     meeting = _Meeting(store, role, dist.get_rank(), name, world_size)
-    members = meeting.gather(timeout or timedelta(minutes=30))
-    meeting.compare("declared", texts, sorted(members), timeout or timedelta(minutes=30))
-    return Connection(meeting, members, timeout or timedelta(minutes=30))
+    members = meeting.gather(timeout)
+    meeting.compare(texts, sorted(members), timeout)
+    return Connection(meeting, members, timeout)
 
 
 def _maker_of(connection: weakref.ref[Connection]) -> groups.Maker:
@@ -198,6 +194,7 @@ class _Meeting:
             if not store.check([self._given_up()]):
                 break
         self.prefix = f"{self.everyone}/{self.first_place}"
+        self.texts = StoreTexts(dist.PrefixStore(f"{self.prefix}/compared", store))
 
     def _given_up(self) -> str:
         return f"{self.everyone}/given up {self.first_place} of {self.world_size}"
@@ -212,9 +209,16 @@ class _Meeting:
             "backend": str(dist.get_backend_config()),
         }
         self.store.set(f"{self.everyone}/member {self.place}", json.dumps(mine))
-        places = range(self.first_place, self.first_place + self.world_size)
-        keys = [f"{self.everyone}/member {place}" for place in places]
-        said = self._read_all(keys, timeout, lambda one: bool(one["world_size"] != self.world_size))
+        keys = [f"{self.everyone}/member {self.first_place + i}" for i in range(self.world_size)]
+        said: dict[str, Any] = {}
+        end = time.monotonic() + timeout.total_seconds()
+        while len({one["world_size"] for one in said.values()} | {self.world_size}) == 1:
+            said |= {
+                key: json.loads(self.store.get(key)) for key in keys if key not in said and self.store.check([key])
+            }
+            if len(said) == len(keys) or time.monotonic() > end:
+                break
+            time.sleep(_POLL_SECONDS)
         here = [said[key] for key in keys if key in said]
         self._check_alike(here, "world_size", "world_size")
         if len(here) < self.world_size:
@@ -240,58 +244,15 @@ class _Meeting:
             found = "; ".join(f"{value} ({_who([m for m in members if m[field] == value])})" for value in values)
             raise RuntimeError(f"connect: {what} differs: {found}; allowed is one for all")
 
-    def compare(self, tag: str, texts: dict[str, str], members: Sequence[tuple[str, int]], timeout: timedelta) -> None:
+    def compare(self, texts: dict[str, str], members: Sequence[tuple[str, int]], timeout: timedelta) -> None:
         """Raises RuntimeError on all members unless the texts of all, and what they plan with, are the same."""
-        mine = {"declared": texts, "planning": _planning_texts()}
-        digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
-        me = members.index((self.role, self.rank))
-        self._write(f"{tag}/{me}", digest)
-        digests = self._said_by(range(len(members)), tag, "", members, timeout)
-        first_with = {said: member for member, said in reversed(digests.items())}
-        if len(first_with) == 1:
-            return
-        # The first member with each digest says what it declares, and all read that.
-        if first_with[digest] == me:
-            self._write(f"{tag}/{me}/texts", mine)
-        said = self._said_by(sorted(first_with.values()), tag, "/texts", members, timeout)
-        names = [f"{members[member][0]} {members[member][1]}" for member in said]
-        lines = []
-        for part in ("declared", "planning"):
-            found = _differing([one[part] for one in said.values()], names)
-            lines += [_HEADLINES[part], *found] if found else []
-        raise RuntimeError("\n".join(["connect: the jobs do not agree", *lines]))
-
-    def _said_by(
-        self, who: Sequence[int], tag: str, kind: str, members: Sequence[tuple[str, int]], timeout: timedelta
-    ) -> dict[int, Any]:
-        """Returns what these members wrote. Raises RuntimeError if some write nothing in time."""
-        keys = {member: f"{self.prefix}/{tag}/{member}{kind}" for member in who}
-        said = self._read_all(list(keys.values()), timeout)
-        missing = [f"{members[member][0]} {members[member][1]}" for member, key in keys.items() if key not in said]
-        if missing:
-            raise RuntimeError(
-                f"connect: {self.me} waited {timeout.total_seconds():g} s for what {', '.join(missing)} declare ({tag})"
-            )
-        return {member: said[key] for member, key in keys.items()}
-
-    def _write(self, key: str, value: Any) -> None:
-        self.store.set(f"{self.prefix}/{key}", json.dumps(value))
-
-    def _read_all(
-        self, keys: Sequence[str], timeout: timedelta, is_wrong: Callable[[Any], bool] | None = None
-    ) -> dict[str, Any]:
-        """Returns the values of these keys; those of some, if others are not written in time or one is wrong."""
-        found: dict[str, Any] = {}
-        end = time.monotonic() + timeout.total_seconds()
-        while True:
-            for key in keys:
-                if key not in found and self.store.check([key]):
-                    found[key] = json.loads(self.store.get(key))
-            if is_wrong is not None and any(map(is_wrong, found.values())):
-                return found
-            if len(found) == len(keys) or time.monotonic() > end:
-                return found
-            time.sleep(_POLL_SECONDS)
+        tables = {name: said for name, said in tables_now().summary().items() if name not in _NOT_COMPARED}
+        declared = {f"declared {name}": text for name, text in texts.items()}
+        fields = {**declared, "version of shardwright": doctor.version(), **tables}
+        mine = Statement("connect", fields, differ="declare or plan with different things", remedy=_REMEDY)
+        names = tuple(f"{role} {rank}" for role, rank in members)
+        if error := report(mine, self.texts.exchange("connect", mine.to_json(), names, self.me, timeout), ""):
+            raise RuntimeError(error)
 
 
 def _texts(declared: object) -> dict[str, str]:
@@ -302,9 +263,9 @@ def _texts(declared: object) -> dict[str, str]:
 
 def _text(value: Any, name: str) -> str:
     if isinstance(value, _planner.Layout):
-        return f"{value}, {_of_mesh(value.mesh)}"
+        return layout_text(value)
     if isinstance(value, _planner.Mesh):
-        return f"{value}, {_of_mesh(value)}"
+        return f"{value}, {mesh_text(value)}"
     if value is None or isinstance(value, (str, int, float, bool)):
         return repr(value)
     if isinstance(value, (list, tuple)):
@@ -312,46 +273,6 @@ def _text(value: Any, name: str) -> str:
     raise ValueError(
         f"declared: {name} is a {type(value).__name__}; allowed are layouts, meshes, text, numbers and lists of these"
     )
-
-
-def _of_mesh(mesh: _planner.Mesh) -> str:
-    table = mesh.topology
-    return f"ranks {mesh.ranks}" + ("" if table is None else f", topology {' '.join(table.to_json().split())}")
-
-
-def _planning_texts() -> dict[str, str]:
-    """What else plans depend on, as text."""
-    tables = {name: said for name, said in tables_now().summary().items() if name not in _NOT_COMPARED}
-    return {"version of shardwright": doctor.version(), **tables}
-
-
-_HEADLINES = {
-    "declared": " what they declare differs:",
-    "planning": f" what they plan with differs; allowed is the same in all jobs, such as one file in "
-    f"{ENVIRONMENT_VARIABLE}, without sw.calibrate():",
-}
-
-
-def _differing(said: Sequence[dict[str, str]], names: Sequence[str]) -> list[str]:
-    """Returns a line for each text that differs, with the part of it where it does."""
-    lines = []
-    for name in sorted({name for one in said for name in one}):
-        texts = [one.get(name, "not declared") for one in said]
-        if len(set(texts)) == 1:
-            continue
-        first = len(os.path.commonprefix(texts))
-        parts = [f"{_around(text, first)} ({who})" for text, who in zip(texts, names, strict=True)]
-        lines.append(f"  {name}: {'; '.join(parts)}")
-    return lines
-
-
-def _around(text: str, place: int) -> str:
-    """Returns the text, or of a long one the part around a place."""
-    if len(text) <= _MAX_SHOWN:
-        return text
-    begin = max(min(place - _SHOWN_BEFORE, len(text) - _MAX_SHOWN), 0)
-    end = begin + _MAX_SHOWN
-    return f"{'... ' if begin else ''}{text[begin:end]}{' ...' if end < len(text) else ''}"
 
 
 def _who(members: Sequence[dict[str, Any]]) -> str:

@@ -30,10 +30,6 @@ from .._native import _planner, _runtime
 from ..layouts.layout import Mesh
 
 
-def _nothing() -> None:
-    return None
-
-
 class WeakGroup:
     """A weak reference to a process group, or to the default group (None).
 
@@ -48,7 +44,7 @@ class WeakGroup:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._reference = None if group is None else weakref.ref(group)
-        self.alive = _nothing if self._reference is None else self._reference
+        self.alive = (lambda: None) if self._reference is None else self._reference
 
     def get(self) -> dist.ProcessGroup | None:
         """Returns the group, or None for the default one. Raises RuntimeError if it was destroyed."""
@@ -333,7 +329,7 @@ def _names_of_first(grid: _planner.Mesh, dims: list[int], names: list[str]) -> l
 
 def _read(key: str, rank: int) -> str:
     """Returns what a rank wrote. Polls, because a store's client that waits keeps other threads from using it."""
-    store, timeout = distributed_c10d._get_default_store(), default_timeout() or timedelta(minutes=30)
+    store, timeout = distributed_c10d._get_default_store(), default_timeout()
     end = time.monotonic() + timeout.total_seconds()
     while not store.check([key]):
         if time.monotonic() > end:
@@ -417,13 +413,17 @@ def make_over_store(
     return group
 
 
-def _make(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-    store = distributed_c10d._get_default_store()
-    # A store's client that waits for other ranks keeps other threads from using it. Two threads that make groups in
-    # different orders on two ranks would wait forever.
+def client_of(store: dist.Store) -> dist.Store:
+    """Returns a client of the store for one caller: other threads cannot use a client that waits for other ranks."""
     with contextlib.suppress(NotImplementedError, RuntimeError):  # a store written in Python need not have this
-        store = store.clone()
-    timeout = default_timeout() or timedelta(minutes=30)
+        return store.clone()
+    return store
+
+
+def _make(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+    # Two threads that make groups in different orders on two ranks would wait forever with one client.
+    store = client_of(distributed_c10d._get_default_store())
+    timeout = default_timeout()
     group = make_over_store(name, store, ranks.index(dist.get_rank()), len(ranks), timeout, ranks)
     distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group
@@ -489,10 +489,10 @@ def _default_backends() -> Iterator[Any]:
         yield world._get_backend(device)
 
 
-def default_timeout() -> timedelta | None:
-    # Without a timeout, new_group uses the backend's 30 minutes, not the timeout given to init_process_group.
+def default_timeout() -> timedelta:
+    """Returns the timeout given to init_process_group, which new_group would not use, or PyTorch's 30 minutes."""
     for backend in _default_backends():
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout
-    return None
+    return timedelta(minutes=30)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from .._native import _planner, _runtime
 from ..layouts import argument_values
 from ..planning.batches import BUCKET_BYTES, BUCKETS, Pair, batch_of, checked_layouts
 from . import argument_checks, checking, counters, executables, groups, memory_spans, plain_tensors
-from .batch_agreement import agree
+from .agreement import GroupWords, Statement
 
 _ITEMS = "a list of (local or None, src, dst)"
 
@@ -119,8 +119,7 @@ def redistribute_many(
             # The others may know their layouts and never compare. An error at once ends their waiting too, with this
             # rank's connections.
             raise given.refusal
-        agree(full, given.refusal, given.device, given.has_out, group)
-        assert full is not None
+        full = given.agreed(full, group)
         prepared = _prepare(given, full, group)
         while len(kept) >= MAX_KEPT:
             del kept[next(iter(kept))]
@@ -222,6 +221,43 @@ class _Given:
             except ValueError as error:
                 self.refusal = error
         return None
+
+    def agreed(self, batch: _planner.Batch | None, group: dist.ProcessGroup | None) -> _planner.Batch:
+        """Returns the batch if all ranks of the group have equal ones. All of them call.
+
+        Digests depend on all items up to their own. If they differ, a search by halves finds the first item that does,
+        in as many exchanges on every rank.
+
+        Raises:
+            ValueError, RuntimeError: as `compare` does, on all ranks.
+        """
+        carrier = group if group is not None else dist.group.WORLD
+        assert carrier is not None
+        words = GroupWords(carrier)
+        fields = {
+            "number of items": len(self.pairs),
+            "bucket_bytes": self.bucket_bytes,
+            "buckets": self.buckets,
+            "out": "given" if self.has_out else "not given",
+            "device (device= for ranks without tensors)": self.device.type,
+        }
+        digests = [digest >> 1 for digest in (batch.digests() if batch is not None else [0])]  # now they have a sign
+
+        def are_same(digest: int, fields: Mapping[str, object]) -> bool:
+            heard = words.compare(Statement("redistribute_many", fields), self.refusal, torch.tensor([digest]))
+            return bool((heard == digest).all())
+
+        same = are_same(digests[-1], fields)
+        assert batch is not None
+        if same:
+            return batch
+        low, high = 0, len(self.pairs)  # the first `low` items agree on all ranks, the first `high` do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if are_same(digests[middle], {}) else (low, middle)
+        said = f"{batch.item_text(low)} (digest {digests[high] & 0xFFFFFFFF:08x})"
+        words.compare(Statement("redistribute_many", {f"item {low}, the first that differs": said}))
+        raise AssertionError("digests differ, so compare has raised")
 
     def _check_tensors(self) -> None:
         for i, (local, (src, _)) in enumerate(zip(self.locals, self.pairs, strict=True)):

@@ -1,0 +1,67 @@
+"""Numbers that ranks tell each other before tokens or sums travel: what they ask for, and how much each will send.
+
+They are a few for each rank, in one small all-to-all, so every dispatch and most combines compare. A rank whose
+arguments are not allowed takes part in it too, and all raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._native import _runtime
+from ..runtime.agreement import HEAD_WORDS, Statement
+from .ranks import ExpertGroup, ExpertRanks
+
+_WORD_BYTES = 8
+
+# Rows and pairs of a row and an expert, by rank.
+Counts = tuple[Sequence[int], Sequence[int]]
+
+
+def compare(
+    ranks: ExpertGroup, fields: Mapping[str, Any], refusal: Exception | None, counts: Counts | None = None
+) -> tuple[list[int], list[int], int]:
+    """Returns rows and pairs that each rank sends here in a dispatch, and the bytes that brought this. All ranks call.
+
+    Raises `refusal` if there is one, RuntimeError if another rank has one, ValueError on all ranks where fields differ.
+    """
+    words = torch.zeros(ranks.size, 2, dtype=torch.int64) if counts is None else torch.tensor(counts).t()
+    heard = ranks.words.compare(Statement("dispatch", fields), refusal, words)
+    return heard[:, 0].tolist(), heard[:, 1].tolist(), _received_bytes(ranks.size, HEAD_WORDS + 2)
+
+
+def exchange_counts(group_name: str, counts: Counts, device: torch.device) -> tuple[list[int], list[int], int]:
+    """Returns rows and pairs that each rank of a group sends here, and the bytes that brought this."""
+    words = torch.tensor(counts).t()
+    heard = _runtime.exchange_words(group_name, "dispatch, counting rows", words, str(device))
+    return heard[:, 0].tolist(), heard[:, 1].tolist(), _received_bytes(*words.shape)
+
+
+def exchange_capacity(
+    ranks: ExpertRanks, codes: torch.Tensor, capacity: int, drops: bool
+) -> tuple[torch.Tensor, int, int]:
+    """Returns the codes that are left where each replica takes `capacity` tokens, in the order of ranks and tokens.
+
+    Then how many are not, and the bytes that brought this. Raises ValueError on all ranks where nothing may be dropped.
+    """
+    placement = ranks.placement
+    asked = _runtime.count_by_replica(codes, placement.num_replicas)
+    heard = ranks.words.exchange("dispatch, counting tokens by expert", asked)
+    totals = heard.sum(0)
+    if not drops and bool((totals > capacity).any()):
+        replica = int(totals.argmax())
+        rank = placement.rank_of_replica[replica]
+        expert = ranks.expert_of(replica)
+        raise ValueError(
+            f"capacity: expert {expert} on rank {ranks.ranks[rank]} is asked for {int(totals[replica])} times; allowed "
+            f"are {capacity} (overflow='drop' drops later tokens)"
+        )
+    left, dropped = _runtime.drop_beyond(codes, heard[: ranks.rank].sum(0), capacity)
+    return left, dropped, _received_bytes(*heard.shape)
+
+
+def _received_bytes(num_ranks: int, num_words: int) -> int:
+    return (num_ranks - 1) * num_words * _WORD_BYTES
