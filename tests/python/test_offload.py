@@ -279,7 +279,7 @@ def _hooks_and_errors() -> None:
         sw.fully_shard(nn.Linear(2, 2), mesh=mesh)
     other = nn.Linear(4, 4, device=meshes.device)
     sw.fully_shard(other, mesh=mesh, offload_policy=PINNED if rank else None)
-    with pytest.raises(ValueError, match="differ from ranks"):
+    with pytest.raises(ValueError, match="the ranks have different modules or arguments"):
         other(torch.ones(1, 4, device=meshes.device))
 
 

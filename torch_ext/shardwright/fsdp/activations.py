@@ -24,10 +24,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .._native import _planner
 from ..layouts.layout import Layout, Mesh
 from ..runtime import argument_checks, checking, counters, executables, groups
-from ..runtime.agreement import Statement
+from ..runtime.agreement import MeshWords, Statement
 from ..runtime.plain_tensors import redistribute_local
 from . import reads, saved
-from .agreement import compare
 from .units import is_in_backward
 
 
@@ -326,14 +325,9 @@ class _OnMesh:
         if known is not None:
             return list(known)
         said = {"number of activations": str(len(seen)), "activations": ", ".join(seen)}
-        compare(
-            self._mesh,
-            said,
-            device,
-            "sw.fsdp.checkpoint_cut",
-            "what they saved",
-            "the same blocks with the same tensors",
-        )
+        differ = "have saved different activations"
+        remedy = "Allowed are the same blocks with the same tensors, in the same order, on all ranks of a mesh"
+        MeshWords(self._mesh, device).compare(Statement("sw.fsdp.checkpoint_cut", said, differ=differ, remedy=remedy))
         if len(self.orders) >= _MAX_ORDERS:
             del self.orders[next(iter(self.orders))]
         self.longest = max(self.longest, len(seen))

@@ -30,7 +30,7 @@ from ..layouts import tables
 from ..layouts.layout import Layout
 from ..matmul.running import Call, Where, bind
 from ..runtime import checking, executables
-from . import agreement
+from ..runtime.agreement import MeshWords, Statement
 from .formats import with_dtype
 from .linear import OWN_PRODUCT, is_linear
 from .units import Unit, is_in_backward
@@ -273,9 +273,9 @@ class UnitInChunks:
         for mesh in dict.fromkeys(each.weight.mesh for each in self.weights):
             ours = [each for each in self.weights if each.weight.mesh == mesh]
             said = {e.weight.name: f"{e.num_products} calls{', read otherwise' if e.was_read else ''}" for e in ours}
-            what = "how often a step calls each nn.Linear whose gradient is reduced in chunks"
-            device = ours[0].weight.memory.device
-            agreement.compare(mesh, said, device, "chunked", what, "equally many calls")
+            differ = "call modules whose gradients are reduced in chunks differently often in a step"
+            words = MeshWords(mesh, ours[0].weight.memory.device)
+            words.compare(Statement("chunked", said, differ=differ))
 
     def has(self, weight: Weight) -> bool:
         return any(each.weight is weight for each in self.weights)

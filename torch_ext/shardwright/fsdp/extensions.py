@@ -23,7 +23,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .._native import _planner, _runtime
 from ..layouts.layout import Layout
-from .agreement import compare
+from ..runtime.agreement import MeshWords, Statement
 from .layouts import Layouts
 
 Move = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
@@ -184,9 +184,10 @@ class Extension:
                     f"{self._sizes}, got {sizes}"
                 )
             return
-        what = "what fsdp_pre_all_gather returns to them"
-        allowed = "tensors of the same sizes and dtypes; parts of dims that ranks do not divide must be padded"
-        compare(self._layouts.mesh, {self._name: str(sizes)}, self._device, "sw.fully_shard", what, allowed)
+        differ = "get different tensors from fsdp_pre_all_gather"
+        remedy = "Allowed are the same sizes and dtypes; parts of dims that ranks do not divide must be padded"
+        mine = Statement("sw.fully_shard", {self._name: sizes}, differ=differ, remedy=remedy)
+        MeshWords(self._layouts.mesh, self._device).compare(mine)
         self._sizes = sizes
 
     def finish(self, whole: nn.Parameter) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._native import _runtime
-from . import agreement
+from ..runtime.agreement import MeshWords, Statement
 from .landing import Reduction
 from .units import Unit
 from .weights import Weight
@@ -96,8 +96,8 @@ class Reductions:
         self._used = set()
         for mesh, places in self._on_mesh.items():
             said = self._digest(mesh) + bytes(flag for place in places for flag in self._flags(place))
-            if mesh.size() > 1 and not is_captured:
-                said = agreement.largest(mesh, said, self._device)
+            if not is_captured:
+                said = bytes(MeshWords(mesh, self._device).largest(said))
             self._check(mesh, said)
             for i, place in enumerate(places):
                 arrived, waits = said[2 * _DIGEST_BYTES + 2 * i : 2 * _DIGEST_BYTES + 2 * i + 2]
@@ -139,10 +139,10 @@ class Reductions:
     def _check(self, mesh: DeviceMesh, said: bytes) -> None:
         pairs = zip(said[:_DIGEST_BYTES], said[_DIGEST_BYTES : 2 * _DIGEST_BYTES])
         if any(largest + complement != 255 for largest, complement in pairs):
-            what = "the gradients that they have reduced in this backward"
-            agreement.compare(
-                mesh, {"reduced": self._text(mesh)}, self._device, "sw.fully_shard", what, "backwards of the same units"
-            )
+            differ = "have reduced different gradients in this backward"
+            remedy = "Allowed are backwards of the same units, in the same order, on all ranks of a mesh"
+            mine = Statement("sw.fully_shard", {"reduced": self._text(mesh)}, differ=differ, remedy=remedy)
+            MeshWords(mesh, self._device).compare(mine)
 
 
 _DIGEST_BYTES = 8

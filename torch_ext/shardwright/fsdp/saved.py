@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._native import _planner
 from ..runtime import executables
-from .times import Event, agreed
+from ..runtime.agreement import MeshWords
+from .times import Event
 
 
 class About(NamedTuple):
@@ -128,12 +129,13 @@ def agreed_events(events: list[Event], meshes: set[DeviceMesh], device: torch.de
     if len(meshes) != 1:
         return []
     (mesh,) = meshes
+    words = MeshWords(mesh, device)
     text = ";".join(f"{e.number} {e.saved} {e.first} {e.last} {e.until}" for e in events)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    count, least_count, most, least = agreed([len(events), -len(events), digest, -digest], mesh, device)
+    count, least_count, most, least = words.largest([len(events), -len(events), digest, -digest])
     if count != -least_count or most != -least or count == 0:
         return []
-    figures = agreed([figure for e in events for figure in (e.kept_bytes, e.whole_bytes, e.gather_ps)], mesh, device)
+    figures = words.largest([figure for e in events for figure in (e.kept_bytes, e.whole_bytes, e.gather_ps)])
     return [
         event._replace(kept_bytes=kept, whole_bytes=whole, gather_ps=ps)
         for event, kept, whole, ps in zip(events, figures[::3], figures[1::3], figures[2::3], strict=True)

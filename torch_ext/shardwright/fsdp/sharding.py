@@ -22,7 +22,6 @@ from .._planner import StepSchedule
 from ..debug import explaining
 from ..runtime import groups
 from . import events, extensions, hosting, in_graphs, times
-from .agreement import check_same
 from .arguments import GIVEN, SHARDED, checked_ignored, checked_modules, device_type_of, parameters_of
 from .containers import mapped, tensors_in
 from .float8_products import product_of
@@ -32,7 +31,7 @@ from .options import Options, checked_options
 from .placing import Placing, ShardPlacer, data_mesh_of, kept_ranks_of
 from .policy import Policy
 from .steps import Runner
-from .units import Unit, check_no_create_graph, is_in_backward
+from .units import Unit, check_no_create_graph, check_same, is_in_backward
 from .weights import DtypesOf, Weight
 
 explaining.step_listeners.append(times.listening)

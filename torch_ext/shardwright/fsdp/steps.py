@@ -32,7 +32,6 @@ from .._native import _runtime
 from .._planner import StepSchedule, overlapping_budget_bytes
 from ..runtime import counters
 from . import saved, times
-from .agreement import forget_written_copies
 from .carrying import measure
 from .chunks import UnitInChunks
 from .hosting import Copy
@@ -40,7 +39,7 @@ from .method_calls import MethodCalls
 from .plans import Key, Plan, Use, are_same, gather_until, held_bytes
 from .reductions import Reductions
 from .times import Clock, Times
-from .units import Unit, is_in_backward
+from .units import Unit, forget_written_copies, is_in_backward
 from .weights import ALIGNMENT
 
 # A sequence with more uses is not scheduled: forwards with gradients that no backward follows.

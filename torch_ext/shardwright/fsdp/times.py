@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._planner import StepSchedule
 from ..debug.explaining import HeardStep
-from . import agreement
+from ..runtime.agreement import MeshWords
 from .hosting import Copy
 
 
@@ -141,12 +140,6 @@ def agreed_times(found: Times, meshes: set[DeviceMesh], device: torch.device) ->
     if len(meshes) != 1:
         return Times([0] * len(found.uses), [(0, 0)] * len(found.copies))
     (mesh,) = meshes
-    all_ps = agreed([*found.uses, *(ps for pair in found.copies for ps in pair)], mesh, device)
+    all_ps = MeshWords(mesh, device).largest([*found.uses, *(ps for pair in found.copies for ps in pair)])
     copies = all_ps[len(found.uses) :]
     return Times(all_ps[: len(found.uses)], list(zip(copies[::2], copies[1::2])))
-
-
-def agreed(times_ps: Sequence[int], mesh: DeviceMesh, device: torch.device) -> list[int]:
-    """Returns each time's largest value over the ranks of a mesh. All of them call this, with as many times."""
-    times = torch.tensor(times_ps, dtype=torch.int64)
-    return [int(ps) for ps in agreement.all_reduce(times, mesh, device, dist.ReduceOp.MAX)]

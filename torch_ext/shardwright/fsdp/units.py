@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from .._native import _runtime
+from ..runtime.agreement import MeshWords, Statement
 from . import hosting
 from .carrying import measure
 from .landing import Reduction
@@ -347,3 +350,40 @@ def check_no_create_graph(name: str) -> None:
 def is_in_backward() -> bool:
     """Returns whether autograd runs a backward on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def forget_written_copies(units: Sequence[Unit], device: torch.device) -> None:
+    """Makes units gather again whose parameters were written on any rank since they were gathered.
+
+    Versions do not show all writes, such as those to tensors of a state dict, so contents are compared. Collective
+    among the ranks of the units' meshes if any of them has copies.
+    """
+    if device.type != "cpu" and _runtime.is_capturing(device.type):
+        return  # versions are all that can be compared
+    for mesh, on_mesh in _by_mesh([unit for unit in units if unit.has_copies]).items():
+        said = MeshWords(mesh, device).largest(bytes(unit.was_written() for unit in on_mesh))
+        for unit, is_written in zip(on_mesh, said, strict=True):
+            if is_written:
+                unit.forget_copies()
+
+
+def check_same(units: Sequence[Unit], options: Mapping[str, object], device: torch.device) -> None:
+    """Compares units, in their order, and options for all of them. Collective among the ranks of the units' meshes.
+
+    Raises:
+        ValueError: on all ranks of a mesh if they differ.
+    """
+    for mesh, on_mesh in _by_mesh(units).items():
+        described = {f"unit {i}": f"{unit.name}: {unit.description}" for i, unit in enumerate(on_mesh)}
+        fields = {"number of units": len(on_mesh), **{name: str(said) for name, said in options.items()}, **described}
+        differ = "have different modules or arguments"
+        remedy = "Allowed are the same modules and arguments, in the same order, on all ranks of a mesh"
+        MeshWords(mesh, device).compare(Statement("sw.fully_shard", fields, differ=differ, remedy=remedy))
+
+
+def _by_mesh(units: Sequence[Unit]) -> dict[DeviceMesh, list[Unit]]:
+    found: dict[DeviceMesh, list[Unit]] = {}
+    for unit in units:
+        for mesh in dict.fromkeys(weight.mesh for weight in unit.weights):
+            found.setdefault(mesh, []).append(unit)
+    return found

@@ -17,9 +17,9 @@ from ..rules.items import Item, items_of
 from ..rules.kinds import Rule, apply_rules, renamed
 from ..rules.pieces import source_tensor
 from ..runtime import groups, memory_spans, plain_tensors
-from . import agreement, staging
-from .agreement import Agreed, Starts
+from . import declarations, staging
 from .current import Passed, Tensors
+from .declarations import Agreed, Starts
 from .declared import Given, Reader, declare
 
 
@@ -91,7 +91,7 @@ def set_up(
     device, kind = _device(given_device, source, destination, group, reader)
     mine = declare(source, destination, reader.unread)
     # A rank that could not read its arguments has said so; what others miss of it would only hide that.
-    agreed, found = agreement.agree(mine, {**options._asdict(), **kind}, [*problems, *reader.problems], group)
+    agreed, found = declarations.agree(mine, {**options._asdict(), **kind}, [*problems, *reader.problems], group)
     made, order, more = _map(agreed, given_rules, options, reader.rank)
     used = {piece.source for mapped in made.values() for piece in mapped.pieces} - reader.wrong
     read = {name: one.plain for name, one in source.items() if name in used and one.local is not None}
@@ -99,7 +99,7 @@ def set_up(
     written = {name: one.plain for name, one in destination.items() if name in filled and one.local is not None}
     overlaps = functools.partial(_overlaps, options.staging == "double", reader.rank)
     more += overlaps(read, written)
-    starts = agreement.check_result(agreement.digest((made, order)), [*found, *more], group)
+    starts = declarations.check_result(declarations.digest((made, order)), [*found, *more], group)
     source_names, items = items_of(made, order)
     in_group = _GroupRanks(group)
     sources = {name: in_group.layout(agreed.source[name]) for name in source_names}

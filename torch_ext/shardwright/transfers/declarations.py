@@ -1,9 +1,9 @@
-"""What ranks tell each other before a transfer, so that all have the same tensors and the same errors.
+"""Declarations of the ranks of a transfer: all ranks get the same tensors from them, and raise the same errors.
 
-    1. a digest of what each declares, its options, and what is wrong with its arguments
-    2. the declarations themselves, once for each digest: ranks of one mesh mostly declare the same
-    3. after the map: a digest of what each has made of it, and its problems
-    4. at each start: whether a rank's tensors still fit (`Starts`)
+    1. Ranks tell each other a digest of what each declares, its options, and what is wrong with its arguments.
+    2. The declarations themselves follow, once for each digest: ranks of one mesh mostly declare the same.
+    3. After the map they tell each other a digest of what each has made of it, and its problems.
+    4. At each start they tell each other if their tensors still fit (`Starts`).
 
 A rank whose arguments are wrong takes part in all of it, and all ranks raise the same error.
 """
@@ -16,7 +16,6 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -25,10 +24,10 @@ from torch.distributed import distributed_c10d
 from .._native import _planner
 from ..layouts.layout import Layout, Mesh
 from ..runtime import groups
+from ..runtime.agreement import StoreTexts, by_value, who_said
 from .declared import DTENSOR, PAIR, Declared, Description, Layouts
 
 _MAX_SHOWN = 40
-_FAILED = 1 << 32  # added to a count of ranks by each rank with problems
 
 
 class Agreed(NamedTuple):
@@ -92,9 +91,7 @@ def agree(
     found = [problem for _, _, theirs in heard for problem in theirs]
     for name in dict.fromkeys(name for _, said, _ in heard for name in said):
         found += _differing(name, {rank: said[name] for rank, (_, said, _) in zip(ranks, heard) if name in said})
-    sayers: dict[str, list[int]] = {}
-    for rank, (their_digest, _, _) in zip(ranks, heard):
-        sayers.setdefault(their_digest, []).append(rank)
+    sayers = by_value({rank: their_digest for rank, (their_digest, _, _) in zip(ranks, heard)})
     declarations = [
         (their_ranks, _broadcast(mine, ranks.index(their_ranks[0]), group)) for their_ranks in sayers.values()
     ]
@@ -107,10 +104,8 @@ def check_result(result: str, problems: Sequence[str], group: dist.ProcessGroup 
     """Raises ValueError on all ranks if some rank has problems, or if their results differ."""
     ranks = groups.ranks_in_meshes(group)
     heard = _gather((result, list(problems), uuid.uuid4().hex), group)
-    results = {rank: said for rank, (said, _, _) in zip(ranks, heard)}
     found = [problem for _, theirs, _ in heard for problem in theirs]
-    if len(set(results.values())) > 1:
-        found += _differing("map", {rank: f"what has digest {said[:12]}" for rank, said in results.items()})
+    found += _differing("map", {rank: f"what has digest {said[:12]}" for rank, (said, _, _) in zip(ranks, heard)})
     refuse(found)
     return Starts(heard[0][-1], group)
 
@@ -125,52 +120,20 @@ class Starts:
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self._name = name  # the same on all ranks, and no other transfer's
         self._group = groups.weakly(group)
-        self._store: dist.Store | None = None
-        self._number = 0
+        self._texts: StoreTexts | None = None
 
     def agree(self, problems: Sequence[str]) -> None:
         """Waits for all ranks of the group to come, and raises ValueError on all of them if some have problems."""
         group = self._group.get()
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        if size == 1:
-            refuse(problems)
-            return
-        store = self._found_store(group)
-        number, self._number = self._number, self._number + 1
-        store.set(f"{number}/{rank}", json.dumps(list(problems)))
-        word = store.add(f"{number}", (len(problems) > 0) * _FAILED + 1)
-        if word % _FAILED == size:
-            store.set(f"{number}/all", str(word // _FAILED))
-        self._wait(store, number, size, group)
-        if int(store.get(f"{number}/all")) > 0:
-            texts = store.multi_get([f"{number}/{one}" for one in range(size)])
-            refuse([problem for text in texts for problem in json.loads(text)])
-        # Every rank that comes to a start has read everything of the one before the last.
-        if number >= 2:
-            store.delete_key(f"{number - 2}/{rank}")
-            if rank == 0:
-                store.delete_key(f"{number - 2}")
-                store.delete_key(f"{number - 2}/all")
-
-    def _found_store(self, group: dist.ProcessGroup | None) -> dist.Store:
-        if self._store is None:
-            carrier = group if group is not None else dist.group.WORLD
-            store = distributed_c10d._world.pg_map[carrier][1]
-            # A client of its own: a client serves one caller at a time, and other threads must not wait for this one.
-            self._store = dist.PrefixStore(f"shardwright/transfer/{self._name}", store.clone())
-        return self._store
-
-    def _wait(self, store: dist.Store, number: int, size: int, group: dist.ProcessGroup | None) -> None:
-        timeout = groups.default_timeout() or timedelta(minutes=30)
-        try:
-            store.wait([f"{number}/all"], timeout)
-        except RuntimeError as error:
-            ranks = groups.ranks_in_meshes(group)
-            missing = [ranks[one] for one in range(size) if not store.check([f"{number}/{one}"])]
-            raise RuntimeError(
-                f"transfer: rank {groups.rank_in_meshes(group)} waited {timeout.total_seconds():g} s for ranks "
-                f"{missing} to start it; nothing was moved. All ranks of the group call start() or receive()"
-            ) from error
+        if dist.get_world_size(group) > 1:
+            if self._texts is None:
+                store = distributed_c10d._world.pg_map[group if group is not None else dist.group.WORLD][1]
+                self._texts = StoreTexts(dist.PrefixStore(f"shardwright/transfer/{self._name}", store))
+            ranks, rank = tuple(groups.ranks_in_meshes(group)), groups.rank_in_meshes(group)
+            call = "the start of a transfer (nothing was moved; all ranks of the group call start() or receive())"
+            said = self._texts.exchange(call, json.dumps(list(problems)), ranks, rank, groups.default_timeout())
+            problems = [problem for text in said.values() for problem in json.loads(text)]
+        refuse(problems)
 
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -187,12 +150,7 @@ def _broadcast(value: Any, number: int, group: dist.ProcessGroup | None) -> Any:
 
 
 def _differing(name: str, said: dict[int, str]) -> list[str]:
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, text in said.items():
-        ranks_by_text.setdefault(text, []).append(rank)
-    if len(ranks_by_text) == 1:
-        return []
-    return [f"{name}: got " + "; ".join(f"{text} on ranks {ranks}" for text, ranks in ranks_by_text.items())]
+    return [f"{name}: got {who_said(said)}"] if len(set(said.values())) > 1 else []
 
 
 def _merged(
