@@ -104,7 +104,7 @@ MAX_CODE_LINES = {
     "planning": 208,
     "rules": 718,
     "runtime": 2115,
-    "transfers": 1287,
+    "transfers": 1249,
     "views": 1079,
 }
 
