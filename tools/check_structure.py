@@ -97,7 +97,7 @@ MAX_CODE_LINES = {
     "debug": 213,
     "dtensor": 898,
     "experts": 603,
-    "fsdp": 4906,
+    "fsdp": 4843,
     "graph": 290,
     "layouts": 447,
     "matmul": 603,

@@ -18,7 +18,7 @@ import dtensors
 import oracle
 import shardwright as sw
 from shardwright._native import _runtime
-from shardwright.fsdp import times
+from shardwright.fsdp import scheduler
 from shardwright.runtime import executables, groups
 
 DEVICE = "asyncdev"
@@ -366,7 +366,7 @@ def _on_the_second_device(rank: int, size: int, path: str) -> None:
         (found,) = sw.redistribute_many([(move.local, *move.layouts)]) if "P(sum)" not in src else (move.start(),)
         move.check(found)
     assert native.current_device() == 0
-    clock = times.Clock(torch.device(DEVICE, 1))
+    clock = scheduler.Clock(torch.device(DEVICE, 1))
     clock.mark()
     native.set_device(1)
     native.sleep(100)

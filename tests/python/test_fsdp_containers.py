@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.fsdp.containers import mapped, tensors_in
+from shardwright.fsdp.calls import mapped, tensors_in
 
 
 class Batch(dict):

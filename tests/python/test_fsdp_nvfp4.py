@@ -19,7 +19,7 @@ import shardwright as sw
 from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, shard
 from meshes import get_mesh
 from pool import Pool
-from shardwright.fsdp import nvfp4
+from shardwright.fsdp import formats
 from test_fsdp_float8_products import standing_in
 from test_fully_shard_streams import poisoned
 
@@ -56,7 +56,7 @@ class Quantized:
 
 @contextmanager
 def torchao() -> Iterator[None]:
-    nvfp4._why_not.cache_clear()
+    formats._why_not.cache_clear()
     if importlib.util.find_spec("torchao") is not None:
         yield
         return
@@ -69,7 +69,7 @@ def torchao() -> Iterator[None]:
     modules[_NAME].NVFP4Tensor = Quantized  # type: ignore[attr-defined]
     with mock.patch.dict(sys.modules, modules):
         yield
-    nvfp4._why_not.cache_clear()
+    formats._why_not.cache_clear()
 
 
 def expected_of(x: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def _refusals() -> None:
     linear = nn.Linear(72, 4)
 
     def refuses(text: str, **options: Any) -> None:
-        nvfp4._why_not.cache_clear()
+        formats._why_not.cache_clear()
         with pytest.raises(ValueError, match=text):
             flat_fully_shard(linear, mesh=mesh, options=sw.fsdp.Options(message_format="nvfp4"), **options)
         assert type(linear) is nn.Linear
@@ -173,7 +173,7 @@ def _refusals() -> None:
         refuses("message_format: got 'nvfp4' for weight on cpu, which needs torchao: it cannot be imported")
         refuses(others)
     with torchao():
-        wrong = mock.patch.object(sys.modules.get(_NAME) or nvfp4._torchao(), "nvfp4_quantize")
+        wrong = mock.patch.object(sys.modules.get(_NAME) or formats._torchao(), "nvfp4_quantize")
         with wrong as quantised:
             quantised.side_effect = NotImplementedError("no kernel for 4 bits")
             refuses("they raise NotImplementedError there: no kernel for 4 bits; " + others)

@@ -17,7 +17,7 @@ from allocations import allocated_peak
 from fsdp_models import flat_fully_shard, full, received_bytes
 from meshes import get_mesh
 from pool import Pool
-from shardwright.fsdp import sharding, steps
+from shardwright.fsdp import api, runner
 from shardwright.fsdp.methods import ATTRIBUTE
 
 DEPTH = 3
@@ -89,7 +89,7 @@ def assert_trains_as_whole(model: Any, whole: Chain, width: int, steps: int) -> 
             optimizer.zero_grad()
 
 
-class Timed(steps.Runner):
+class Timed(runner.Runner):
     """Each use of a layer takes ten times as long as its gather; nothing is computed around layers."""
 
     def _schedule(self, key: Any, uses: Any, timed: Any) -> Any:
@@ -101,10 +101,10 @@ class Timed(steps.Runner):
 
 class timed:
     def __enter__(self) -> None:
-        self.runner, sharding.Runner = sharding.Runner, Timed  # type: ignore[misc]
+        self.runner, api.Runner = api.Runner, Timed  # type: ignore[misc]
 
     def __exit__(self, *_: object) -> None:
-        sharding.Runner = self.runner  # type: ignore[misc]
+        api.Runner = self.runner  # type: ignore[misc]
 
 
 def gathered_in_chunks(schedule: Any) -> list[tuple[str, int]]:

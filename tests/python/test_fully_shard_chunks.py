@@ -18,11 +18,11 @@ from allocations import allocated_peak
 from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, received_bytes, shard
 from meshes import get_mesh
 from pool import Pool
-from shardwright.fsdp import chunks, sharding, steps
+from shardwright.fsdp import api, chunks, runner
 from shardwright.fsdp.methods import ATTRIBUTE
 
 
-class Timed(steps.Runner):
+class Timed(runner.Runner):
     """Each use takes ten times as long as the gather of a layer."""
 
     def _agreed_times(self, *args: Any) -> Any:
@@ -36,7 +36,7 @@ def make(mesh: Any, width: int = 10, **options: Any) -> Mlp:
 
 def _trains(mesh_shape: tuple[int, ...]) -> None:
     mesh, width = get_mesh(mesh_shape), 256
-    runner, sharding.Runner = sharding.Runner, Timed  # type: ignore[misc]
+    runner, api.Runner = api.Runner, Timed  # type: ignore[misc]
     try:
         # Nothing is gathered ahead, so that each layer waits for its weights.
         model, whole = make(mesh, width, chunked=True, prefetch=0), Mlp(width, tied=False).to(meshes.device)
@@ -62,7 +62,7 @@ def _trains(mesh_shape: tuple[int, ...]) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
-        sharding.Runner = runner  # type: ignore[misc]
+        api.Runner = runner  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)

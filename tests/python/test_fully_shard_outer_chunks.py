@@ -16,7 +16,7 @@ import shardwright as sw
 from fsdp_models import flat_fully_shard, full, received_bytes
 from meshes import get_mesh
 from pool import Pool
-from shardwright.fsdp import sharding, steps
+from shardwright.fsdp import api, runner
 
 WIDTH, VOCABULARY, DEPTH = 512, 1027, 2
 
@@ -45,7 +45,7 @@ class Language(nn.Module):
         return self.project(x)  # type: ignore[no-any-return]
 
 
-class Timed(steps.Runner):
+class Timed(runner.Runner):
     """Each use takes much longer than any transfer."""
 
     def _agreed_times(self, *args: Any) -> Any:
@@ -90,10 +90,10 @@ def reduced_in_chunks(schedule: Any) -> list[tuple[int, int]]:
 
 class timed:
     def __enter__(self) -> None:
-        self.runner, sharding.Runner = sharding.Runner, Timed  # type: ignore[misc]
+        self.runner, api.Runner = api.Runner, Timed  # type: ignore[misc]
 
     def __exit__(self, *_: object) -> None:
-        sharding.Runner = self.runner  # type: ignore[misc]
+        api.Runner = self.runner  # type: ignore[misc]
 
 
 def _trains(recomputes: str) -> None:

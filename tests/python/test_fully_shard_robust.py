@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, shard, whole_loss
 from meshes import get_mesh
 from pool import Pool
-from shardwright.fsdp import steps
+from shardwright.fsdp import runner
 from shardwright.fsdp.methods import ATTRIBUTE
 from shardwright.fsdp.units import Unit
 
@@ -135,7 +135,7 @@ def _does_not_grow() -> None:
         model.zero_grad()
         whole.zero_grad()
 
-    with mock.patch.multiple(steps, MAX_USES=20, MAX_PLANS=3):
+    with mock.patch.multiple(runner, MAX_USES=20, MAX_PLANS=3):
         model(batch(0))
         outputs = []
         for turn in range(30):  # forwards that no backward has followed so far

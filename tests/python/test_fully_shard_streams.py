@@ -20,7 +20,7 @@ import shardwright as sw
 from fsdp_models import flat_fully_shard
 from meshes import get_mesh
 from pool import Pool
-from shardwright.fsdp.landing import Reduction
+from shardwright.fsdp.gradients import Reduction
 from shardwright.fsdp.units import Unit
 from shardwright.fsdp.weights import Weight
 from test_fully_shard import Model, full, loss_of, parts, shard, tokens_of, train, train_whole

@@ -14,7 +14,7 @@ import shardwright as sw
 from fsdp_models import flat_fully_shard
 from meshes import get_mesh
 from pool import Pool
-from shardwright.fsdp.times import Clock
+from shardwright.fsdp.scheduler import Clock
 from shardwright.fsdp.units import Unit
 from test_fully_shard import Model, loss_of, parts, shard, tokens_of, train
 from test_fully_shard_streams import replaced

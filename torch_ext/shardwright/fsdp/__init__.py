@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from .activations import checkpoint_cut
+from .api import fully_shard, schedule, schedules
+from .arguments import Options
 from .collectives import AllGather, ReduceScatter
-from .handles import JitWeight, jit_weight
+from .jit_weights import JitWeight, jit_weight
 from .methods import ShardedModule, UnshardHandle
-from .options import Options
-from .sharding import fully_shard, schedule, schedules
 
 __all__ = [
     "AllGather",

@@ -26,7 +26,7 @@ from ..layouts.layout import Layout, Mesh
 from ..runtime import argument_checks, checking, counters, executables, groups
 from ..runtime.agreement import MeshWords, Statement
 from ..runtime.plain_tensors import redistribute_local
-from . import reads, saved
+from . import reads, scheduler
 from .units import is_in_backward
 
 
@@ -207,8 +207,8 @@ class _Kept:
         self.was_needed = False
         self.looks = f"{str(part.dtype).removeprefix('torch.')}[{whole.shape[0]}]"
         # In the step that saves it, if one runs.
-        self._step = saved.current
-        about = saved.About(self.looks, part.nbytes, part.device.type, cut, whole)
+        self._step = scheduler.current_activations
+        about = scheduler.About(self.looks, part.nbytes, part.device.type, cut, whole)
         self._number = 0 if self._step is None else self._step.save(self, about)
 
     def start_gather(self) -> None:

@@ -28,10 +28,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..runtime import counters
-from .formats import ROW_MULTIPLE, SCALES_TOGETHER, Float8, InBlocks, RowwiseFloat8
+from .chunks import OWN_PRODUCT, is_linear
+from .formats import ROW_MULTIPLE, SCALES_TOGETHER, Dtypes, Float8, InBlocks, RowwiseFloat8
 from .layouts import Layouts
-from .linear import OWN_PRODUCT, is_linear
-from .policy import Dtypes
 from .weights import Weight
 
 _ELEMENTS_AT_A_TIME = 1 << 20  # of a weight, that a backward multiplies by

@@ -6,10 +6,15 @@ tensor's or a row's from all of its parts (`largest`), a block's from a block th
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._native import _planner
 from ..layouts.layout import Layout
@@ -19,7 +24,7 @@ _DECODED_AT_A_TIME = 1 << 20
 
 LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
 ROW_MULTIPLE = 16  # bytes, of rows of float8 that `torch._scaled_mm` takes
-_BLOCK = 32  # elements of MXFP8 that share a scale
+_MX_BLOCK = 32  # elements of MXFP8 that share a scale
 SCALES_TOGETHER = 4  # blocks of a row whose scales cuBLAS reads together
 _EXPONENT_BIAS = 127  # of float8_e8m0fnu
 
@@ -159,7 +164,7 @@ class Mxfp8(InBlocks):
         pads: rows of codes with zeros, up to whole blocks, and rows of scales, up to a multiple of four.
     """
 
-    name, block, elements_in_byte = "MXFP8", _BLOCK, 1
+    name, block, elements_in_byte = "MXFP8", _MX_BLOCK, 1
     code_dtype, scale_dtype = torch.float8_e4m3fn, torch.float8_e8m0fnu
 
     def __init__(self, pads: bool = False) -> None:
@@ -167,20 +172,22 @@ class Mxfp8(InBlocks):
         self.pads = pads
 
     def check(self, name: str, rest: _planner.Layout, device_type: str) -> None:
-        check_blocks("mxfp8", name, rest, _BLOCK)
+        check_blocks("mxfp8", name, rest, _MX_BLOCK)
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
         if self.pads:
             return [
-                in_blocks(layout, _BLOCK, _BLOCK),
-                in_blocks(layout, SCALES_TOGETHER * _BLOCK, SCALES_TOGETHER),
+                in_blocks(layout, _MX_BLOCK, _MX_BLOCK),
+                in_blocks(layout, SCALES_TOGETHER * _MX_BLOCK, SCALES_TOGETHER),
             ]
-        return [with_dtype(layout, torch.uint8), in_blocks(layout, _BLOCK, 1)]
+        return [with_dtype(layout, torch.uint8), in_blocks(layout, _MX_BLOCK, 1)]
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
         length = part.size(-1)
-        count = -(-length // _BLOCK)
-        padded = torch.nn.functional.pad(part.float(), (0, count * _BLOCK - length)).unflatten(-1, (count, _BLOCK))
+        count = -(-length // _MX_BLOCK)
+        padded = torch.nn.functional.pad(part.float(), (0, count * _MX_BLOCK - length)).unflatten(
+            -1, (count, _MX_BLOCK)
+        )
         largest = padded.abs().amax(-1)
         # Of 448 = 1.75 * 2**8; frexp has mantissas from 0.5 on, so its exponents are larger by one.
         exponent = (torch.frexp(largest).exponent - 9).clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS)
@@ -209,7 +216,7 @@ def _decode(code: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None
         some = slice(begin, begin + step)
         factor = scales[some].float()
         if factor.size(1) != 1:
-            factor = factor.repeat_interleave(_BLOCK, 1)[:, :length]
+            factor = factor.repeat_interleave(_MX_BLOCK, 1)[:, :length]
         rows[some] = codes[some].float() * factor
 
 
@@ -225,3 +232,195 @@ def _without_last_dim(layout: _planner.Layout, instead: str) -> Layout:
 
 
 FORMATS: dict[str, Callable[[], Format]] = {"float8": Float8, "float8_rowwise": RowwiseFloat8, "mxfp8": Mxfp8}
+
+
+# ---- NVFP4
+
+# NVFP4 in messages, by torchao's functions: four bits per element with a scale for each 16 and one for each weight.
+#
+# torchao is no dependency: it is looked for with `message_format="nvfp4"`, and tried once on each kind of device.
+
+_NV_BLOCK = 16  # elements that share a scale
+_LARGEST = 448.0 * 6.0  # of float8_e4m3fn, of which scales of blocks are, times that of float4_e2m1fn
+_ROWS_AT_A_TIME = 1 << 16  # bounds what decoding needs besides its result, in blocks
+
+
+class Nvfp4(ScaledCodes, InBlocks):
+    """float4_e2m1fn, two in a byte, with a float8_e4m3fn scale for each block of 16 along the last dim as well.
+
+    Args:
+        pads: rows with zeros, up to a multiple of four blocks.
+    """
+
+    name, block, elements_in_byte = "NVFP4", _NV_BLOCK, 2
+    code_dtype, scale_dtype = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
+
+    def __init__(self, pads: bool = False) -> None:
+        super().__init__()
+        self._together = SCALES_TOGETHER if pads else 1  # blocks
+
+    def check(self, name: str, rest: _planner.Layout, device_type: str) -> None:
+        reason = _why_not(device_type)
+        if reason is not None:
+            others = [key for key in FORMATS if key != "nvfp4"]
+            raise ValueError(
+                f"message_format: got 'nvfp4' for {name} on {device_type}, which needs torchao: {reason}; "
+                f"allowed without them are {', '.join(map(repr, others))}, torch.bfloat16 and torch.float16"
+            )
+        check_blocks("nvfp4", name, rest, _NV_BLOCK)
+
+    def layouts(self, layout: _planner.Layout) -> list[Layout]:
+        unit = self._together * _NV_BLOCK
+        return [in_blocks(layout, unit, unit // 2), in_blocks(layout, unit, self._together)]
+
+    def scale_of(self, largest: torch.Tensor) -> torch.Tensor:
+        return torch.where(largest > 0, largest / _LARGEST, torch.ones_like(largest))
+
+    def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
+        length = part.size(-1)
+        count = -(-length // (self._together * _NV_BLOCK)) * self._together
+        shapes = [(*part.shape[:-1], count * _NV_BLOCK // 2), (*part.shape[:-1], count)]
+        if part.numel() == 0:
+            return [part.new_empty(shape, dtype=torch.uint8) for shape in shapes]
+        padded = torch.nn.functional.pad(part.float(), (0, count * _NV_BLOCK - length)).view(-1, count * _NV_BLOCK)
+        scales, codes = _torchao().nvfp4_quantize(padded, _NV_BLOCK, scale)
+        return [codes.view(shapes[0]), scales.view(torch.uint8).view(shapes[1])]
+
+    def decode(self, messages: Sequence[torch.Tensor], scale: torch.Tensor | None, out: torch.Tensor) -> None:
+        length = out.size(-1)
+        if out.numel() == 0:
+            return
+        rows, codes = out.view(-1, length), messages[0].flatten(0, -2)
+        scales = messages[1].view(torch.float8_e4m3fn).flatten(0, -2)
+        step = max(1, _ROWS_AT_A_TIME // scales.size(1))
+        for begin in range(0, rows.size(0), step):
+            some = slice(begin, begin + step)
+            made = _torchao().NVFP4Tensor(codes[some], scales[some], _NV_BLOCK, torch.float32, scale)
+            rows[some] = made.dequantize(torch.float32)[:, :length]
+
+
+def _torchao() -> Any:
+    from torchao.prototype.mx_formats import nvfp4_tensor  # type: ignore[import-not-found, unused-ignore]
+
+    return nvfp4_tensor
+
+
+@functools.cache
+def _why_not(device_type: str) -> str | None:
+    """Quantises what has an exact result, and reads it again."""
+    try:
+        _torchao()
+    except ImportError as error:
+        return f"it cannot be imported ({error})"
+    try:
+        given = torch.tensor([[0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0] * 2], device=device_type)
+        found = torch.empty_like(given)
+        tried, scale = Nvfp4(), torch.ones((), device=device_type)
+        tried.decode(tried.encode(given, scale), scale, found)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about what the device has
+    except Exception as error:  # whatever kernels raise that a device does not have
+        return f"they raise {type(error).__name__} there: {str(error).splitlines()[0] if str(error) else ''}"
+    if not torch.equal(found, given):
+        return f"they give {found.tolist()} for {given.tolist()}, which four bits can hold"
+    return None
+
+
+FORMATS["nvfp4"] = Nvfp4
+
+
+# ---- dtypes
+
+# Dtypes of weights and gradients: sharded, in use and in messages (`mp_policy`, `Options.message_format`).
+
+Wire: TypeAlias = torch.dtype | str | None
+
+# Until 2.14, gradients are reduced in param_dtype where reduce_dtype is None; after that, in the parameter's dtype.
+_REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
+
+_ALLOWED = f"torch.bfloat16, torch.float16, {', '.join(map(repr, FORMATS))}, None or a function that returns one"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dtypes:
+    """Of one weight."""
+
+    use: torch.dtype  # gathered
+    gathers: Format  # in messages
+    reduce: torch.dtype  # of gradients while they are added up
+    gradients: torch.dtype  # in messages
+    mp_policy: MixedPrecisionPolicy | None = None
+
+    @property
+    def are_plain(self) -> bool:
+        """Returns whether messages carry a weight in the dtype of its use."""
+        return type(self.gathers) is Format and self.gathers.dtype == self.use
+
+    def is_as_at_rest(self, own: torch.dtype) -> bool:
+        """Returns whether a weight that is whole at rest can be used as it is."""
+        return self.use == own and type(self.gathers) is Format and self.gathers.dtype == own
+
+
+class Policy:
+    """The policy of one unit."""
+
+    def __init__(self, mp_policy: MixedPrecisionPolicy | None, given: Any) -> None:
+        if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+            raise ValueError(
+                f"mp_policy: got a {type(mp_policy).__name__}; allowed is a torch.distributed.fsdp.MixedPrecisionPolicy"
+            )
+        self._policy = mp_policy or MixedPrecisionPolicy()
+        self._message_format: Callable[[nn.Parameter], Wire] = given if callable(given) else lambda parameter: given
+
+    def of(self, parameter: nn.Parameter) -> Dtypes:
+        """Returns the dtypes of a parameter, whole or cut."""
+        return dataclasses.replace(self._of(parameter), mp_policy=self._policy)
+
+    def _of(self, parameter: nn.Parameter) -> Dtypes:
+        own = parameter.dtype
+        if not own.is_floating_point:
+            return Dtypes(own, Format(own), own, own)
+        policy = self._policy
+        override: Any = getattr(policy, "param_dtype_override_fn", None)  # since torch 2.15
+        use = (override(parameter) if override is not None else None) or policy.param_dtype or own
+        if use not in (own, policy.param_dtype):
+            raise ValueError(
+                f"mp_policy: param_dtype_override_fn returned {use!r}; allowed are {own}, {policy.param_dtype} and None"
+            )
+        reduce = policy.reduce_dtype or (use if _REDUCES_IN_PARAM_DTYPE else own)
+        message = self._message_format(parameter)
+        check_message_format(message)
+        if message is None:
+            return Dtypes(use, Format(use), reduce, reduce)
+        reduce = policy.reduce_dtype or torch.float32
+        if isinstance(message, torch.dtype):
+            return Dtypes(use, Format(message), reduce, message)
+        # Biases and norms, which are small, keep their precision.
+        gathers = FORMATS[message]() if parameter.ndim > 1 else Format(use)
+        return Dtypes(use, gathers, reduce, torch.bfloat16)
+
+    def cast_inputs(self, value: Any) -> Any:
+        """Casts one of a forward's arguments."""
+        return _cast(value, self._policy.param_dtype if self._policy.cast_forward_inputs else None)
+
+    def cast_output(self, value: Any) -> Any:
+        return _cast(value, self._policy.output_dtype)
+
+    @property
+    def casts_inputs(self) -> bool:
+        return self._policy.cast_forward_inputs and self._policy.param_dtype is not None
+
+    @property
+    def casts_outputs(self) -> bool:
+        return self._policy.output_dtype is not None
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.to(dtype)
+
+
+def check_message_format(given: Any) -> None:
+    if given is not None and given not in (torch.bfloat16, torch.float16) and given not in FORMATS:
+        raise ValueError(f"message_format must be {_ALLOWED}, got {given!r}")

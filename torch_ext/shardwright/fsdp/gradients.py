@@ -1,4 +1,4 @@
-"""Gradients of a weight on their way from autograd to the part at rest."""
+"""Gradients of a weight: from autograd, over their reduction, to the sharded parameter."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .._native import _planner
 from ..layouts.layout import Layout
-from .formats import with_dtype
-from .policy import Dtypes
+from . import extensions, offload
+from .formats import Dtypes, with_dtype
+from .layouts import Layouts
+from .offload import Host, Leaving
 
 # Starts a move from one layout to another into a tensor.
 Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
@@ -214,3 +218,187 @@ def _like(
     dtype: torch.dtype,
 ) -> Layout:
     return Layout(layout.mesh, shape, placements, dtype, order, "literal", layout.flattened)
+
+
+# ---- reduced gradients on their way to sharded parameters
+
+
+class Landing:
+    """Adds to the gradient of a parameter at rest, and calls its hooks after that.
+
+    To a parameter on the host a gradient is copied first; it is added when `finish` has waited for that, or at once if
+    there are hooks.
+    """
+
+    def __init__(self, host: Host | None) -> None:
+        self._host = host
+        self._leaving: list[Leaving] = []
+
+    def add(self, parameter: nn.Parameter, part: torch.Tensor) -> None:
+        part = part.to(parameter.dtype)
+        if self._host is None:
+            _add(parameter, part)
+            return
+        self._leaving.append(self._host.send(part))
+        if _hooks_of(parameter):
+            self.finish(parameter)
+
+    def finish(self, parameter: nn.Parameter) -> None:
+        """Makes the host wait for the gradients that are on their way."""
+        leaving, self._leaving = self._leaving, []
+        for each in leaving:
+            _add(parameter, each.wait())
+
+
+def _add(parameter: nn.Parameter, part: torch.Tensor) -> None:
+    # Not by `from_local`, whose checks are most of what a step of small weights takes.
+    spec = parameter._spec  # type: ignore[attr-defined]
+    gradient = DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
+    for hook in (parameter._backward_hooks or {}).values():  # of `register_hook`
+        replaced = hook(gradient)
+        gradient = gradient if replaced is None else replaced
+    if not isinstance(gradient, DTensor) or gradient.placements != spec.placements:
+        raise RuntimeError(
+            f"register_hook: a hook of a parameter must return a gradient placed as {spec.placements}, got "
+            f"{getattr(gradient, 'placements', type(gradient).__name__)}"
+        )
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad._local_tensor.add_(gradient._local_tensor)  # type: ignore[attr-defined]
+    for hook in _hooks_of(parameter):
+        hook(parameter)
+
+
+def _hooks_of(parameter: nn.Parameter) -> list[Any]:
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
+@dataclasses.dataclass
+class Reduction:
+    """Gradients of a unit that are being reduced, and where they go. The whole ones stay until that is done."""
+
+    under_way: list[tuple[Callable[[torch.Tensor], None], Arriving]]
+
+    def finish(self) -> None:
+        for add, arriving in self.under_way:
+            if arriving.work is not None:
+                arriving.work.wait()
+            part = arriving.finish(arriving.received)
+            if part is not None:
+                add(part)
+        self.under_way = []
+
+    def discard(self) -> None:
+        """Waits, but adds nothing."""
+        for _, arriving in self.under_way:
+            if arriving.work is not None:
+                arriving.work.wait()
+        self.under_way = []
+
+
+# ---- all of one weight
+
+
+class Trained:
+    """The part of `Weight` that handles gradients."""
+
+    sharded: nn.Parameter
+    whole: nn.Parameter
+    memory: torch.Tensor
+    layouts: Layouts
+    gradients: Gradients
+
+    def __init__(self, host: offload.Host | None) -> None:
+        self.is_expected = True  # some rank had a gradient in the latest backward that reduced its unit
+        self.has_arrived = False  # a gradient of this rank, since gradients were last added to the parameter's
+        self._undecided: list[torch.Tensor] = []  # reductions to which this rank has contributed zeros
+        self._landing = Landing(host)
+        self._note_gradient: Callable[[torch.Tensor], None] | None = None
+        self._watched: nn.Parameter | None = None  # calls `_note_gradient`
+
+    def watch_gradients(self, note: Callable[[torch.Tensor], None]) -> None:
+        """Calls a function whenever autograd has added to the gradient of the gathered weight."""
+        self._note_gradient = note
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._note_gradient is not None and self.whole.requires_grad and self._watched is not self.whole:
+            self.whole.register_post_accumulate_grad_hook(self._note_gradient)
+            self._watched = self.whole
+
+    def take_gradient(self, gradient: torch.Tensor) -> None:
+        """Adds a gradient that a graph has made. The graph may use its memory again, so it is copied."""
+        if not self.sharded.requires_grad:
+            return  # frozen since the graph was made
+        if self.whole.grad is None:
+            self.whole.grad = torch.empty_like(self.whole).copy_(gradient)
+        else:
+            self.whole.grad.add_(gradient)
+
+    @property
+    def has_gradient(self) -> bool:
+        """True if a gradient of this rank waits for a reduction."""
+        return self.whole.grad is not None or self.gradients.are_kept
+
+    def start_reduction(self, over_replicas: bool, divide_by: float | None) -> list[Arriving]:
+        """Starts to reduce the gradient that autograd has left, and those that were kept, or zeros if there are none.
+
+        With it comes what products have reduced already.
+        """
+        there = self.gradients.take_reduced()
+        has_any = self.has_gradient or bool(there)
+        self.has_arrived = self.has_arrived or has_any
+        taken = self._taken_gradient()
+        if not has_any and self.sharded.requires_grad:
+            taken = self._zeros()
+        arriving = self.gradients.start(taken, over_replicas, divide_by)
+        return there if arriving is None else [*there, arriving]
+
+    def _zeros(self) -> tuple[torch.Tensor, _planner.Layout]:
+        """A gradient of zeros, placed as the latest one was."""
+        layout = self.gradients.latest_layout or self.layouts.usual_gradient
+        shape = layout.local_shape(dist.get_rank())
+        return torch.zeros(shape, dtype=self.whole.dtype, device=self.memory.device), layout
+
+    def keep_gradient(self) -> None:
+        """Keeps the gradient that autograd has left until a reduction."""
+        taken = self._taken_gradient()
+        if taken is not None:
+            self.gradients.keep(*taken)
+
+    def _taken_gradient(self) -> tuple[torch.Tensor, _planner.Layout] | None:
+        gradient, self.whole.grad = self.whole.grad, None
+        if gradient is None:
+            return None
+        gradient, layout = self.layouts.of_gradient(gradient)
+        return extensions.as_plain(gradient), layout
+
+    def add_gradient(self, part: torch.Tensor) -> None:
+        """Adds to the gradient of the sharded parameter: on the host, by `finish_gradients`.
+
+        A sum to which this rank has contributed zeros waits for `decide`.
+        """
+        if self.has_arrived:
+            self._landing.add(self.sharded, part)
+        else:
+            self._undecided.append(part)
+
+    def decide(self, is_used: bool) -> None:
+        """Ends a backward: adds the sums that were waiting if any rank had a gradient, else drops them."""
+        undecided, self._undecided = self._undecided, []
+        for part in undecided if is_used else ():
+            self._landing.add(self.sharded, part)
+        if not is_used:
+            self.gradients.drop()  # zeros that wait for a reduction over replicas
+        self.has_arrived = self.gradients.wait
+
+    def drop_gradient(self) -> None:
+        self.whole.grad = None
+        self.gradients.drop()
+        self._undecided = []
+        self.has_arrived = False
+
+    def finish_gradients(self) -> None:
+        self._landing.finish(self.sharded)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..layouts.layout import Layout, Mesh
-from .hosting import Host
+from .offload import Host
 
 
 class DataMesh(NamedTuple):

@@ -12,11 +12,10 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
 
-from .linear import linear_forward
+from .chunks import linear_forward
 from .reads import Recording
-from .steps import Runner
-from .units import Unit, forget_written_copies
-from .wishes import Wishes
+from .runner import Runner
+from .units import Unit, Wishes, forget_written_copies
 
 # The attribute of a module that holds the state of the unit that hooks it: `unit`, and `runner` or None.
 ATTRIBUTE = "_shardwright_unit"

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._native import _runtime
 from ..runtime.agreement import MeshWords, Statement
-from .landing import Reduction
+from .gradients import Reduction
 from .units import Unit
 from .weights import Weight
 

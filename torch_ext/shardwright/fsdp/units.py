@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,42 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._native import _runtime
 from ..runtime.agreement import MeshWords, Statement
-from . import hosting
-from .carrying import measure
-from .landing import Reduction
+from . import offload
+from .gather import measure
+from .gradients import Reduction
 from .weights import DtypesOf, Version, Weight, aligned, differ
-from .wishes import Wishes
+
+
+@dataclasses.dataclass
+class Wishes:
+    """What users ask of a unit through the methods of its modules."""
+
+    stays: bool  # gathered from the first use of a step to the last
+    stays_between_steps: bool = False
+    reduces: bool = True  # gradients, after a backward
+    reduces_over_replicas: bool = True
+    reduces_unused: bool = False  # weights of which no rank has a gradient, too: theirs is zero then
+    divides_by: float | None = None  # sums of gradients; None: by the number of contributions
+    gradient_hook: Callable[[torch.Tensor], None] | None = None  # called with each reduced gradient
+    # Units to gather when a forward or a backward of this one begins.
+    forward_prefetch: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
+    backward_prefetch: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
+
+    def prefetch(self, kind: str) -> list[Any]:
+        found = self.backward_prefetch if kind == "backward" else self.forward_prefetch
+        return [unit for unit in (reference() for reference in found) if unit is not None]
+
+    def hooked(self, add: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """Returns a function that calls the hook for gradients, if there is one, before `add`."""
+        hook = self.gradient_hook
+        if hook is None:
+            return add
+
+        def add_after_hook(gradient: torch.Tensor) -> None:
+            hook(gradient)
+            add(gradient)
+
+        return add_after_hook
 
 
 class Unit:
@@ -30,7 +62,7 @@ class Unit:
         modules: tuple[nn.Module, ...],
         weights: list[Weight],
         stays: bool,
-        host: hosting.Host | None = None,
+        host: offload.Host | None = None,
     ) -> None:
         self.name = name
         self.host = host

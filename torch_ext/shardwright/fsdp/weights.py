@@ -16,14 +16,12 @@ from .._native import _runtime
 from ..layouts.layout import Layout
 from ..runtime import executables, plain_tensors
 from ..transfers.current import owners
-from . import extensions, hosting, writes
-from .carrying import Carried, Measured
-from .formats import with_dtype
-from .gradients import Gradients
+from . import extensions, moves, offload
+from .formats import Dtypes, with_dtype
+from .gather import Carried, Measured
+from .gradients import Gradients, Trained
 from .layouts import Layouts, most_bytes
 from .moves import Moves
-from .policy import Dtypes
-from .trained import Trained
 
 
 class Product(Protocol):
@@ -71,7 +69,7 @@ class Weight(Trained):
         places: Sequence[tuple[nn.Module, str]],
         layouts: Layouts,
         dtypes: Dtypes,
-        host: hosting.Host | None = None,
+        host: offload.Host | None = None,
         product: Product | None = None,
     ) -> None:
         self.name = name
@@ -93,7 +91,7 @@ class Weight(Trained):
         local = _local(data) if data.is_meta else _local(data).to(self._device)
         part = _slice(local, layouts, layouts.store)
         self.sharded = nn.Parameter(layouts.as_parameter(part, host), requires_grad=given.requires_grad)
-        writes.watch(self.sharded)
+        moves.watch(self.sharded)
         held = None if layouts.store is layouts.rest else _slice(local, layouts, layouts.rest)
         self._set_up(layouts, dtypes, product, held)
         self.put(self.sharded)
@@ -239,7 +237,7 @@ class Weight(Trained):
     @property
     def version(self) -> tuple[int, ...]:
         """Differs after each write to the parameter."""
-        return writes.version_of(self.sharded)
+        return moves.version_of(self.sharded)
 
     @property
     def source(self) -> tuple[int, tuple[int, ...]]:
@@ -339,7 +337,7 @@ class Weight(Trained):
 
     def watch_again(self) -> None:
         """After another parameter was taken up, or another part put in its place."""
-        writes.watch(self.sharded)
+        moves.watch(self.sharded)
         if self._host is not None and self.part.device.type == "cpu":
             self.sharded._local_tensor = self._host.hold(self.part)  # type: ignore[attr-defined]
 
@@ -493,8 +491,8 @@ def _empty(layout: Layout, dtype: torch.dtype, device: torch.device) -> torch.Te
     return torch.empty(layout.local_shape(dist.get_rank()), dtype=dtype, device=device)
 
 
-def _device_of(data: torch.Tensor, layouts: Layouts, host: hosting.Host | None) -> torch.device:
+def _device_of(data: torch.Tensor, layouts: Layouts, host: offload.Host | None) -> torch.device:
     """Returns the device on which a weight is gathered."""
     if host is not None:
         return host.device
-    return hosting.current_device(layouts.mesh.device_type) if data.is_meta else data.device
+    return offload.current_device(layouts.mesh.device_type) if data.is_meta else data.device

@@ -31,14 +31,13 @@ import torch
 from .._native import _runtime
 from .._planner import StepSchedule, overlapping_budget_bytes
 from ..runtime import counters
-from . import saved, times
-from .carrying import measure
+from . import scheduler
+from .calls import MethodCalls
 from .chunks import UnitInChunks
-from .hosting import Copy
-from .method_calls import MethodCalls
-from .plans import Key, Plan, Use, are_same, gather_until, held_bytes
+from .gather import measure
+from .offload import Copy
 from .reductions import Reductions
-from .times import Clock, Times
+from .scheduler import Clock, Key, Plan, Times, Use, are_same, gather_until, held_bytes
 from .units import Unit, forget_written_copies, is_in_backward
 from .weights import ALIGNMENT
 
@@ -75,7 +74,7 @@ class Runner:
         self.reductions = Reductions(units, self.device)
         self._end: weakref.ref[object] | None = None  # what the running backward calls at its end
         self._recomputed: set[int] = set()  # units, in the middle of their backwards
-        self._activations = saved.StepActivations(None)
+        self._activations = scheduler.StepActivations(None)
         self._num_forwards = 0
         # Of the latest sequences: the number of the first forward, and the units whose products are ours.
         self._multiplies: list[tuple[int, frozenset[int]]] = []
@@ -271,8 +270,8 @@ class Runner:
             self._follow(key, uses, None)
         elif clock is not None and plan.timed is None:
             self._follow(key, uses, self._agreed_times(clock, copies, plan.schedule, activations))
-        if clock is not None and times.listener is not None:
-            times.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock, copies)
+        if clock is not None and scheduler.listener is not None:
+            scheduler.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock, copies)
 
     def reschedule(self) -> None:
         """Takes up other wishes, from the next sequence on."""
@@ -286,12 +285,12 @@ class Runner:
             self._arena = torch.empty(plan.schedule.arena_bytes, dtype=torch.uint8, device=self.device)
 
     def _agreed_times(
-        self, clock: Clock, copies: list[list[Copy]], schedule: StepSchedule, activations: saved.StepActivations
+        self, clock: Clock, copies: list[list[Copy]], schedule: StepSchedule, activations: scheduler.StepActivations
     ) -> Times:
         """The same on all ranks; zeros where units are on several meshes."""
         meshes = {weight.mesh for unit in self.units for weight in unit.weights}
-        found = times.agreed_times(times.measured(clock, copies, schedule), meshes, self.device)
-        return found._replace(activations=saved.agreed_events(activations.events(), meshes, self.device))
+        found = scheduler.agreed_times(scheduler.measured(clock, copies, schedule), meshes, self.device)
+        return found._replace(activations=scheduler.agreed_events(activations.events(), meshes, self.device))
 
     def _schedule(self, key: Key, uses: list[Use], timed: Times | None) -> StepSchedule:
         weights = []
@@ -381,8 +380,8 @@ class Runner:
         self._uses = []
         self._key = key
         self._plan = self._plans.get(key)
-        self._activations = saved.begin(None if self._plan is None else self._plan.activations)
-        is_timed = times.listener is not None or (self._plan is not None and self._plan.timed is None)
+        self._activations = scheduler.begin_activations(None if self._plan is None else self._plan.activations)
+        is_timed = scheduler.listener is not None or (self._plan is not None and self._plan.timed is None)
         self._clock = Clock(self.device) if is_timed else None
         for unit in self.units:
             if is_timed and unit.host is not None:

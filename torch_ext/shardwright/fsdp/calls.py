@@ -1,18 +1,25 @@
-"""Finds and replaces tensors in the inputs and outputs of modules, whatever containers hold them."""
+"""Tensors in the inputs and outputs of modules, and calls of methods that are forwards."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from types import FrameType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import PackedSequence
+
+from .units import Unit, is_in_backward
+
+# ---- tensors in any containers
 
 Function: TypeAlias = Callable[[torch.Tensor], Any]
 
@@ -129,3 +136,57 @@ def _mapped_dataclass(function: Function, value: Any) -> Any:
     for name, each in changed.items():
         object.__setattr__(made, name, each)
     return made
+
+
+# ---- methods that are forwards
+
+# Those registered by torch's `register_fsdp_forward_method`.
+#
+# Torch wraps such a method in a function that calls a hook before it and one after it, but none if it raises. So the
+# hook before it notes the frame of this function: once the frame has left the stack, the call has ended.
+
+
+class _Call(NamedTuple):
+    frame: FrameType  # of torch's wrapper
+    thread: int
+    is_in_backward: bool  # of a checkpoint, which leaves it by an exception once it has what it needs
+    unit: Unit
+    depth: int  # number of forwards of the unit that were running before
+
+
+class MethodCalls:
+    """The calls that run in one model, innermost last."""
+
+    def __init__(self) -> None:
+        self._running: list[_Call] = []
+
+    def begin(self, frame: FrameType, unit: Unit) -> None:
+        self._running.append(_Call(frame, threading.get_ident(), is_in_backward(), unit, len(unit.forwards)))
+
+    def end(self) -> None:
+        if self._running:
+            self._running.pop()
+
+    def end_failed(self, end_forward: Callable[[Unit], None], backward_ends: bool = False) -> None:
+        """Ends the forwards of calls that have raised, innermost first. A call on another thread may run still.
+
+        Args:
+            end_forward: ends a unit's forward.
+            backward_ends: a backward ends, so that calls which it has made on other threads have ended too.
+        """
+        if not self._running:
+            return
+        stack = set()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            stack.add(frame)
+            frame = frame.f_back
+        thread = threading.get_ident()
+        while self._running:
+            last = self._running[-1]
+            may_have_ended = last.thread == thread or (backward_ends and last.is_in_backward)
+            if not may_have_ended or last.frame in stack:
+                return
+            self._running.pop()
+            if len(last.unit.forwards) > last.depth:
+                end_forward(last.unit)

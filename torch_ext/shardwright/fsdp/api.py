@@ -21,20 +21,31 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .._planner import StepSchedule
 from ..debug import explaining
 from ..runtime import groups
-from . import events, extensions, hosting, in_graphs, times
-from .arguments import GIVEN, SHARDED, checked_ignored, checked_modules, device_type_of, parameters_of
-from .containers import mapped, tensors_in
+from . import extensions, graphs, offload, scheduler
+from .arguments import (
+    GIVEN,
+    SHARDED,
+    Options,
+    Placing,
+    ShardPlacer,
+    checked_ignored,
+    checked_modules,
+    checked_options,
+    data_mesh_of,
+    device_type_of,
+    kept_ranks_of,
+    parameters_of,
+)
+from .calls import mapped, tensors_in
 from .float8_products import product_of
+from .formats import Policy
 from .layouts import Layouts
 from .methods import ATTRIBUTE, finalize_backward, original_class, sharded_class
-from .options import Options, checked_options
-from .placing import Placing, ShardPlacer, data_mesh_of, kept_ranks_of
-from .policy import Policy
-from .steps import Runner
+from .runner import Runner
 from .units import Unit, check_no_create_graph, check_same, is_in_backward
 from .weights import DtypesOf, Weight
 
-explaining.step_listeners.append(times.listening)
+explaining.step_listeners.append(scheduler.listening)
 
 Modules = TypeVar("Modules", nn.Module, list[nn.Module])
 
@@ -101,12 +112,12 @@ def fully_shard(
     options = checked_options(options)
     if shard_placement_fn is not None and options.placements is not None:
         raise ValueError("placements must be None with shard_placement_fn, got a function")
-    policy, offload = Policy(mp_policy, options.message_format), hosting.checked(offload_policy)
+    policy, offloaded = Policy(mp_policy, options.message_format), offload.checked(offload_policy)
     found = parameters_of(modules, checked_ignored(ignored_params))
     device_type = device_type_of([given for given, _ in found])
     data = data_mesh_of(mesh, dp_mesh_dims, options.same_data_dims, device_type, options.placements is not None)
     kept_ranks_of(reshard_after_forward, data)
-    host = hosting.host_of(offload, data.mesh.device_type)
+    host = offload.host_of(offloaded, data.mesh.device_type)
     placing = Placing(data, shard_placement_fn, options, reshard_after_forward, host is not None)
     layouts = [placing.layouts_of(places[0][2], given) for given, places in found]
     dtypes_of = _dtypes_by(policy, options.matmul_format)
@@ -207,21 +218,21 @@ class _State:
         self._comm_ctx = object()  # torch's `share_comm_ctx` replaces it: transfers share their streams anyway
         self._fsdp_param_groups = ()  # for the same
         self._state_ctx = SimpleNamespace(all_states=())  # for pipeline stages of torch 2.11
-        self._number = events.number_of(self)
+        self._number = graphs.number_of(self)
         unit.ready_runner = functools.partial(_runner_of, weakref.ref(self), weakref.ref(unit))
-        self._why_not_in_graphs = in_graphs.why_not(unit)
+        self._why_not_in_graphs = graphs.why_not(unit)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.policy.casts_inputs:
             args, kwargs = mapped(self.policy.cast_inputs, args), mapped(self.policy.cast_inputs, kwargs)
         is_traced = torch.compiler.is_compiling()
         if is_traced and self._why_not_in_graphs is None:
-            return in_graphs.begin_forward(self._number, self.unit, (args, kwargs))
-        return self._begin_forward(module, args, kwargs, is_traced or in_graphs.compiler_is_on())
+            return graphs.begin_forward(self._number, self.unit, (args, kwargs))
+        return self._begin_forward(module, args, kwargs, is_traced or graphs.compiler_is_on())
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() and self._why_not_in_graphs is None:
-            output = in_graphs.end_forward(self._number, self.unit, output)
+            output = graphs.end_forward(self._number, self.unit, output)
         else:
             self._end_forward(output)
         return mapped(self.policy.cast_output, output) if self.policy.casts_outputs else output
@@ -307,7 +318,7 @@ class _State:
         is_within_backward = bool(unit.backwards)
         if not is_in_backward():
             around = (runner.units[index] for index in runner.open)
-            in_graphs.note_eager(unit, around, is_compiled, self._why_not_in_graphs)
+            graphs.note_eager(unit, around, is_compiled, self._why_not_in_graphs)
         forward = runner.begin_forward(unit)
         if is_within_backward or not torch.is_grad_enabled():
             return args, kwargs
