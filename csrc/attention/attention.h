@@ -117,7 +117,7 @@ bool exchanges_heads(AttentionMethod method);
 // Throws UserError if the parts are not a partition of their sequence, or if anything else does not fit.
 void check(const Attention& attention);
 
-// What a query sees: "causal, window 128, 3 documents", "a tensor" or "full".
+// The keys that a query sees: "causal, window 128, 3 documents", "a tensor" or "full".
 std::string mask_text(const Attention& attention);
 
 }  // namespace shardwright

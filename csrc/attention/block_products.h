@@ -72,7 +72,7 @@ class BlockProducts {
   SequenceBlocks keys_;
 };
 
-// What one rank computes with a method that cuts the sequence, over all steps.
+// The products of one rank, over all steps of a method that cuts the sequence.
 struct BlockCounts {
   int64_t full = 0;
   int64_t triangles = 0;

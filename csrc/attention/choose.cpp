@@ -58,7 +58,7 @@ std::string runs_text(const IntervalList& part) {
   return runs.empty() ? "nothing" : join(runs, " ");
 }
 
-// What keys and values have of their own.
+// Sizes that only keys and values have.
 std::string keys_text(const Attention& a) {
   std::string text;
   if (!a.key_parts.empty()) text += concat(a.key_length(), " places of keys, ");

@@ -36,7 +36,7 @@ std::vector<AttentionForecast> forecasts(const Attention& attention, const Topol
 AttentionMethod choose(const Attention& attention, const Topology& topology, const GemmModel& model,
                        bool with_backward);
 
-// What `explain` shows: the sizes, what each rank computes, and the predictions.
+// The figures that `explain` shows: the sizes, what each rank computes, and the predictions.
 std::string describe(const Attention& attention, const Topology& topology, const GemmModel& model);
 
 }  // namespace shardwright

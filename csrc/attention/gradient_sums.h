@@ -1,4 +1,4 @@
-// Where the gradients of blocks are added up, and in which order.
+// Places at which the gradients of blocks are added up, and their order.
 //
 // The gradient of a block of queries is a sum over the blocks of keys that it meets, that of a block of keys (dk and
 // dv) a sum over the blocks of queries that meet it. There are two orders:
@@ -31,7 +31,7 @@ inline HeadSharing sharing_in_backward(const Attention& attention) {
 // The gradients of a block somewhere in memory, from the first head that is computed on: dq, or dk and dv.
 using BlockGradients = std::vector<Heads>;
 
-// What a rank computes of the gradients of the keys of another, as it lies in the message: for each block of keys that
+// A rank's share of the gradients of the keys of another, as it lies in the message: for each block of keys that
 // is needed the sums of some nodes, each dk followed by dv.
 struct ReturnedSums {
   struct Sum {

@@ -50,7 +50,7 @@ class MergeTree {
     return item;
   }
 
-  // What waits for its other side.
+  // Parts that wait for their other side.
   const std::map<TreeNode, Item>& waiting() const { return waiting_; }
 
  private:

@@ -1,4 +1,4 @@
-// What both directions of attention, and all methods, write programs with.
+// Functions that both directions of attention, and all methods, write programs with.
 #pragma once
 
 #include <cstdint>
@@ -132,7 +132,7 @@ class KeyExchange {
   // Starts the transfer of a group. What arrives stays until that of the group after next is started.
   void start(size_t group);
   void wait(size_t group) { writer_.builder.wait(tickets_[group]); }
-  // What came from the rank at this distance.
+  // The data that came from the rank at this distance.
   const KeyValues& arrived(int64_t distance) const { return arrived_.at(distance); }
 
  private:
@@ -174,15 +174,15 @@ struct HeadShare {
 
 enum class HeadKind : uint8_t { kQueries, kKeys };
 
-// How many rows of a tensor of one kind a rank holds.
+// The number of rows of a tensor of one kind that a rank holds.
 int64_t rows_of(const Attention& attention, HeadKind kind, int64_t position);
 
 // The heads of a tensor of one kind in a share: the first one, and how many.
 int64_t first_head(const HeadShare& share, HeadKind kind);
 int64_t num_heads(const HeadShare& share, HeadKind kind);
 
-// What is shared out where there are fewer heads of keys than ranks: heads of queries; or only whole heads of keys, so
-// that some ranks have none, and the gradient of a head of keys is computed by one rank.
+// The unit that is shared out if there are fewer heads of keys than ranks: heads of queries; or only whole heads of
+// keys, so that some ranks have none, and the gradient of a head of keys is computed by one rank.
 enum class HeadSharing : uint8_t { kAll, kWholeHeadsOfKeys };
 
 HeadShare all_heads(const Attention& attention);

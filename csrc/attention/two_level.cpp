@@ -10,7 +10,7 @@ namespace {
 constexpr int kAcrossNodes = 0;  // dims of the mesh of programs
 constexpr int kInNode = 1;
 
-// What the ranks of this rank's node hold.
+// The parts that the ranks of this rank's node hold.
 Attention of_node(const AttentionWriter& all) {
   Attention attention = all.attention;
   const int64_t count = attention.ranks_per_node;

@@ -32,7 +32,7 @@ struct Batch {
   std::vector<BatchItem> items;
   int64_t bucket_bytes = kDefaultBucketBytes;
   int64_t buckets = kDefaultBuckets;
-  // Which of several holders begins to send where they take turns; for batches that follow one another.
+  // The number of the holder that begins to send if several take turns; for batches that follow one another.
   int64_t first_turn = 0;
 
   // Throws UserError that names the argument, and the item by its number: destinations with pending reductions, a

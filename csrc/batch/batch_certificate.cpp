@@ -48,7 +48,7 @@ void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
   certificate.rounds_bound = ceil_divide(busiest, plan.batch().bucket_bytes);
 }
 
-// What all needers want of each set of holders, in bytes.
+// The bytes that all receivers want of each set of holders.
 struct Wanted {
   std::map<std::vector<Rank>, int64_t> of_holders;
   bool is_all = true;  // otherwise it is left out where it is not known
@@ -202,7 +202,7 @@ void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
   }
 }
 
-// What a reduction takes, with the lowering that takes most.
+// The memory of a reduction, with the lowering that takes most.
 struct ReductionFigures {
   int64_t received_bytes = 0;  // by all ranks
   int64_t temporary_bytes = 0;

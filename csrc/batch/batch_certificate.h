@@ -19,8 +19,8 @@ struct BatchCertificate {
   int64_t received_bytes_sum = 0;
   int64_t kept_bytes_sum = 0;  // copied locally
   int64_t sent_bytes_max = 0;
-  // What the rank that sends most must send if only holders send: the least worst load over all ways to share the
-  // sending of all items. With more than kMaxPools sets of holders it is a bound below that, and not exact.
+  // The bytes that the rank that sends most must send if only holders send: the least worst load over all ways to share
+  // the sending of all items. With more than kMaxPools sets of holders it is a bound below that, and not exact.
   int64_t sent_bytes_bound = 0;
   bool sent_bound_is_exact = true;
 

@@ -68,7 +68,7 @@ std::map<RankPair, LinkUse> uses_of(const BatchPlan& plan) {
   return uses;
 }
 
-// What moves to a destination whose items have these kinds, without its rounds.
+// The figures of a destination whose items have these kinds, without its rounds.
 BatchForecast::OfDestination figures_of(const BatchPlan& plan, const std::vector<int>& kinds,
                                         const Topology& topology) {
   BatchForecast::OfDestination figures;
@@ -125,7 +125,7 @@ void add_destinations(const BatchPlan& plan, const Topology& topology, BatchFore
   }
 }
 
-// What one rank does over all its links.
+// The load of one rank over all its links.
 struct RankUse {
   int64_t latency_ps = 0;
   int64_t sending_ps = 0;

@@ -1,4 +1,5 @@
-// What a batch moves, and how long that is predicted to take: by destination, and by link from one rank to another.
+// The data that a batch moves, and the time that is predicted for it: by destination, and by link from one rank to
+// another.
 #pragma once
 
 #include <cstdint>

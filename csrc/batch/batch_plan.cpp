@@ -38,7 +38,7 @@ BatchPlan::Kind BatchPlan::make_kind(int item, ExchangePtr exchange) const {
 
 namespace {
 
-// What has been given to each turn so far, of sources with the same replicas of their parts: those on one mesh that
+// The bytes that each turn has got so far, of sources with the same replicas of their parts: those on one mesh that
 // replicate the same mesh dims. Turns mean the same replicas there.
 class Turns {
  public:

@@ -1,4 +1,4 @@
-// How a batch is carried out: who sends what to whom, in which round, and with how much memory.
+// The plan of a batch: who sends what to whom, in which round, and with how much memory.
 //
 //   reductions Sources with pending reductions are first reduced, each by a plan of its own, to a layout that cuts the
 //              tensor further (reductions.h). All that follows is about the reduced sources.
@@ -36,7 +36,7 @@ class BatchPlan {
 
   // With reduced sources in place of those with pending reductions.
   const Batch& batch() const { return batch_; }
-  // What is reduced before, in the order of sources.
+  // The reductions that come before, in the order of sources.
   const std::vector<BatchReduction>& reductions() const { return reductions_; }
   const std::vector<Rank>& ranks() const { return ranks_; }
   int num_rounds() const { return num_rounds_; }

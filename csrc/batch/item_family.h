@@ -28,7 +28,7 @@ using ExchangePtr = std::shared_ptr<const Exchange>;
 
 class ItemFamily {
  public:
-  // Where the senders' shares would be below this, one of them sends a whole message instead.
+  // If the senders' shares would be below this, one of them sends a whole message instead.
   static constexpr int64_t kLeastShareBytes = 16 << 10;
   static constexpr int64_t kMaxTurns = 16;
 

@@ -1,4 +1,4 @@
-// Where the pending reductions of a batch's sources are reduced to before anything moves.
+// The layouts to which sources of a batch with pending reductions are reduced before anything moves.
 //
 // Contributions that travelled straight to all replicas of a destination would take k * n transfers per element, where
 // reducing first takes k + n - 1, which is the bound. So each such source is reduced by a plan of its own, in a fixed

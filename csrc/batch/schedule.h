@@ -38,7 +38,7 @@ struct ItemPiece {
   static int64_t before(int64_t mark, int64_t elements);
 };
 
-// What one rank does in an item.
+// The load of one rank in an item.
 struct ItemLoad {
   int rank = 0;          // index into the ranks of the batch
   int64_t elements = 0;  // sent and received together, above 0

@@ -66,7 +66,7 @@ std::optional<int64_t> depth_of(const py::object& given) {
   return depth;
 }
 
-// Whether scales are by row, the dtype of the result, and the plan for the scales of the moved operand.
+// True if scales are by row; the dtype of the result, and the plan for the scales of the moved operand.
 using ScalingParts = std::tuple<bool, std::string, std::optional<PlanView>>;
 
 std::optional<Scaling> scaling_of(const std::optional<ScalingParts>& parts) {

@@ -137,7 +137,8 @@ bool chooses_schedules(const ProductPlan& plan) {
   return !request.method || (!request.chunks && request.distances.empty());
 }
 
-// What moves and products are planned by: lowering, topology, tables, models by the dtype of what is moved.
+// The settings that moves and products are planned by: lowering, topology, tables, models by the dtype of what is
+// moved.
 ProductContext context_of(const Layout& operand, const std::string& backend, const std::optional<Topology>& topology,
                           const PlanningTables& tables, const std::map<std::string, GemmModel>& gemm_models) {
   const Lowering& lowering = Lowering::named(backend);

@@ -51,7 +51,7 @@ void define_watching(py::module_& m) {
   });
 }
 
-// What autograd is told about tensors.
+// Functions that tell autograd about tensors.
 void define_autograd(py::module_& m) {
   // Makes `part`, which must be new and not require a gradient, a view of `base`: one that a function of Python made,
   // so that writes in place to either raise where the gradient of the other would be wrong.

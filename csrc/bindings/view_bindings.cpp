@@ -73,7 +73,7 @@ void define_views(py::module_& m) {
         return std::make_shared<Layout>(std::get<Layout>(std::move(found)));
       },
       py::arg("layout"), py::arg("shape"), py::arg("for_dtensor") = false);
-  // What must be done before the view: the plan, the view of its destination, and a text that says so.
+  // The work before the view: the plan, the view of its destination, and a text that says so.
   m.def(
       "move_before_view",
       [](const Layout& layout, const py::object& shape, bool for_dtensor, const std::string& backend,

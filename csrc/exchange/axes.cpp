@@ -31,7 +31,7 @@ AxisGrid grid_of(const Layout& layout, MeshDimSet kept, int flattened_dims) {
     for (int64_t c = 0; c < layout.mesh().dim_size(d); ++c) axis.lists.push_back({{c, c + 1}});
     grid.axes.push_back(std::move(axis));
   }
-  // How many tensor dims of the layout the first axis has.
+  // The number of tensor dims of the layout in the first axis.
   const int together = flattened_dims - layout.flattened() + 1;
   for (int t = 0; t < layout.ndim(); t += t == 0 ? together : 1) {
     const int end = t == 0 ? together : t + 1;

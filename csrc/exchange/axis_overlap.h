@@ -1,4 +1,4 @@
-// What the parts of one tensor dim have in common with some indices of it, without examining ranks one by one.
+// The overlap of the parts of one tensor dim with some indices of it, without examining ranks one by one.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Who sends which elements to whom when a tensor goes from one layout to another: on one mesh or between two, as a
+// The messages between ranks when a tensor goes from one layout to another: on one mesh or between two, as a
 // whole or a box of it, with dims in another order, in pieces or flattened.
 //
 //   1. A rank keeps the elements that it needs and has already. Every other element that it needs comes from exactly

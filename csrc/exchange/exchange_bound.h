@@ -1,4 +1,4 @@
-// What no way from a layout to another can go below, in bytes and elements.
+// Bounds that no way from one layout to another can go below, in bytes and elements.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@ namespace shardwright {
 // that differ in nothing but partial mesh dims. In this case the bound for the busiest rank is the mean, and neither
 // direct_is_exact nor forwarded_is_exact is true.
 struct ExchangeBound {
-  // What a rank needs and does not hold, it must receive.
+  // A rank must receive the elements that it needs and does not hold.
   int64_t received_bytes_max = 0;
   int64_t received_bytes_sum = 0;
 
-  // What the rank that sends most must send, for three kinds of algorithms; any <= forwarded <= direct.
+  // The bytes that the rank that sends most must send, for three kinds of algorithms; any <= forwarded <= direct.
   //   direct     only holders send. Where no rank holds two parts, the bound is the largest, over parts, of what all
   //              needers want, divided by the number of holders. Where elements lie on several coordinates it is the
   //              least load of the busiest holder; see exchange/indexed_bound.h, also for when it is a mean and
@@ -39,13 +39,13 @@ struct ExchangeBound {
   int64_t forwarded_sent_bytes_max = 0;
   int64_t any_sent_bytes_max = 0;
 
-  // What must enter some node, because some of its ranks needs it and none holds it. 0 if there are partials, if the
-  // number of ranks per node is not known, or if it is larger than kMaxNode.
+  // The bytes that must enter some node, because some of its ranks needs it and none holds it. 0 if there are partials,
+  // if the number of ranks per node is not known, or if it is larger than kMaxNode.
   int64_t node_bytes_max = 0;
   int64_t node_bytes_per_rank = 0;  // divided by the number of the node's ranks that are in either mesh
 
-  // What must leave some node, because only its ranks hold it and a rank of another node needs it, divided like the
-  // former. 0 also with more than kMaxCells cells.
+  // The bytes that must leave some node, because only its ranks hold it and a rank of another node needs it, divided
+  // like the former. 0 also with more than kMaxCells cells.
   int64_t leaving_bytes_per_rank = 0;
 
   static constexpr int64_t kMaxCells = 4096;

@@ -40,7 +40,7 @@ class Grid {
   int64_t replicas() const { return replicas_; }
   int64_t parts() const { return mesh_->size() / replicas_; }
 
-  // Which of the replicas of which part a rank holds. Parts have numbers below parts().
+  // The part that a rank holds, and its number among the replicas of it. Parts have numbers below parts().
   struct Seat {
     int64_t part = 0;
     int64_t replica = 0;

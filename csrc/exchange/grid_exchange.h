@@ -92,7 +92,7 @@ class GridExchange final : public Exchange {
   // Returns a number of messages that all ranks together exchange at least where every holder serves whole messages.
   int64_t num_meetings() const;
 
-  // What of a rank's traffic stays within its node, in bytes. With Sharing::kNodes alone.
+  // The part of a rank's traffic that stays within its node, in bytes. With Sharing::kNodes alone.
   struct Inside {
     int64_t received_bytes = 0;
     int64_t sent_bytes = 0;
@@ -105,7 +105,7 @@ class GridExchange final : public Exchange {
     int64_t received_bytes_sum = 0;
   };
   Totals totals(int64_t rounds = 1) const;
-  // What totals().worst is no less than, without a walk over messages: messages sent are left out, of kMessages what is
+  // A lower bound of totals().worst, without a walk over messages: messages sent are left out, of kMessages what is
   // sent may be more, and of kBytes the messages.
   StepFigures worst_at_least() const;
 
@@ -129,7 +129,7 @@ class GridExchange final : public Exchange {
     int64_t length = 0;    // elements of all that are not absent
     int64_t stretch = 1;   // elements
   };
-  // What a rank holds and what it needs; null where it is not on that mesh.
+  // The parts that a rank holds and needs; null if it is not on that mesh.
   struct Ends {
     std::optional<Grid::Seat> holds;
     std::optional<Grid::Seat> needs;
@@ -169,7 +169,7 @@ class GridExchange final : public Exchange {
   Rank holder(const Line& line, int64_t turn) const;
   int64_t turn_of(const Grid::Seat& seat) const;
   int64_t largest_result_bytes() const;
-  // What is known of a rank without a walk over its peers.
+  // The figures of a rank that need no walk over its peers.
   struct Sent {
     int64_t elements = 0;
     int64_t messages = 0;

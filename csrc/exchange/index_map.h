@@ -1,4 +1,4 @@
-// Which elements of a source tensor become which elements of a destination tensor: index arithmetic, dim by dim.
+// A map from elements of a source tensor to elements of a destination tensor: index arithmetic, dim by dim.
 //
 // A map is a list of *axes*. An axis matches a range of a source dim with a range of the same length of a destination
 // dim. An axis with only a source dim fixes that dim at one index, and one with only a destination dim fixes that.

@@ -16,7 +16,7 @@ namespace {
 // Of all ranks together. Few lists of CutRule::kMaxRuns runs may all be listed.
 constexpr int64_t kMaxListed = 16 * CutRule::kMaxRuns;
 
-// Where the busiest rank sends more than it must by more than this fraction, who serves what is worked out by cells.
+// If the busiest rank sends more than it must by more than this fraction, who serves what is worked out by cells.
 constexpr int64_t kSentAboveFraction = 20;
 
 // The number of bits up to the highest in which two ranks differ.
@@ -276,8 +276,9 @@ void IndexedExchange::deliver() {
   for (auto& [part, of_part] : wanted) divide_among(holders.at(part), std::move(of_part), sent);
 }
 
-// What one axis serves counts there as if all ranks with a slot had all of it. So where elements lie on several slots
-// of one axis and another axis is cut too, some rank may send more than it must. Then cells tell who serves what.
+// The elements that one axis serves count there as if all ranks with a slot had all of it. So where elements lie on
+// several slots of one axis and another axis is cut too, some rank may send more than it must. Then cells tell who
+// serves what.
 void IndexedExchange::deliver_by_cells() {
   std::vector<int64_t> sent(src_.slots.size(), 0);
   std::vector<int64_t> received(dst_.slots.size(), 0);

@@ -131,7 +131,7 @@ class WorkNetwork {
     return reduced(amount, workers);
   }
 
-  // What the teams of a pool do is of its jobs one after the other.
+  // The work of the teams of a pool is that of its jobs, one after the other.
   std::vector<std::vector<TeamShare>> shares() const {
     std::vector<std::vector<TeamShare>> by_pool(pools_);
     for (const Arc& arc : out_of_pools_) {

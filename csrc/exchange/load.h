@@ -33,7 +33,7 @@ struct SharedWork {
 // Every job with a positive amount must have a team, and amounts must sum to less than 2^62.
 Ratio least_worst_load(const SharedWork& work);
 
-// How much of a job a team does.
+// The share of a job that a team does.
 struct TeamShare {
   int team = 0;
   int64_t amount = 0;

@@ -30,8 +30,8 @@ struct LocalDim {
   std::vector<Dim> dims;
 };
 
-// What a slot of an axis has. `placed` has all of its elements, in local order, so that positions in it are positions
-// in the local tensor; those that the item does not move have indices that no other list has.
+// The elements of a slot of an axis. `placed` has all of its elements, in local order, so that positions in it are
+// positions in the local tensor; those that the item does not move have indices that no other list has.
 struct Held {
   IntervalList moved;
   IntervalList placed;
@@ -248,7 +248,7 @@ class Lister {
   Held held_;
 };
 
-// Where nothing lies between the rows of the last dim, it and the one before it are one, so that they are listed at
+// If nothing lies between the rows of the last dim, it and the one before it are one, so that they are listed at
 // once.
 void join_whole_rows(std::vector<LocalDim>& dims, std::vector<IntervalList>& lists) {
   while (dims.size() > 1) {

@@ -44,7 +44,7 @@ class MemberSet {
 
 }  // namespace
 
-// Which other members of a group each member has something for, and which have something for it.
+// The other members of a group that each member has something for, and those that have something for it.
 struct MeshExchange::Adjacency {
   explicit Adjacency(size_t num_members) : receivers(num_members, MemberSet(num_members, true)), senders(receivers) {
     for (size_t m = 0; m < num_members; ++m) {
@@ -87,7 +87,7 @@ struct MeshExchange::Adjacency {
 };
 
 // Members can only exchange data if they are on one replica and, where digits describe everything, their digits agree.
-// Where they do not, the parts of every tensor dim have to meet as well.
+// If they do not, the parts of every tensor dim have to overlap as well.
 MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
   const Mesh& mesh = before_.mesh();
   Adjacency adjacency(group.positions.size());

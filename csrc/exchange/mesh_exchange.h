@@ -40,14 +40,14 @@ struct Extent {
 // Returns the position from which `receiver` reads the part of `holder`; both are in one group.
 int64_t source_for(const Layout& before, MeshDimSet group_dims, int64_t holder, int64_t receiver);
 
-// How the replicas of a group share the sending.
+// The messages of a group whose replicas share the sending.
 class SharedSending {
  public:
   SharedSending(const Layout& before, const Layout& after, MeshDimSet group_dims, Sharing sharing,
                 const std::vector<int64_t>& group);
 
-  // What the `from`-th member sends the `to`-th, as a range of the elements that the sender holds and the receiver
-  // needs, in packed order.
+  // The message from the `from`-th member to the `to`-th, as a range of the elements that the sender holds and the
+  // receiver needs, in packed order.
   Interval range(size_t from, size_t to) const;
 
  private:
@@ -89,16 +89,16 @@ class MeshExchange final : public Exchange {
   Traffic traffic_at(int64_t position) const;
   // An upper bound for all ranks; nothing if digits do not determine it.
   std::optional<Traffic> at_most() const;
-  // How many elements a rank holds before, and needs after.
+  // The number of elements that a rank holds before, and needs after.
   int64_t num_held(int64_t position) const { return held_.num_elements(coordinates(position)); }
   int64_t num_needed(int64_t position) const { return needed_.num_elements(coordinates(position)); }
-  // How many messages a rank sends in a reduce-scatter: to all others of its group that keep something.
+  // The number of messages that a rank sends in a reduce-scatter: to all others of its group that keep something.
   int64_t messages_to_keepers(int64_t position) const;
   // Returns whether all members of the group around a rank hold equally many elements.
   bool hold_equally(int64_t position) const;
-  // How many members of the group around a rank need how many elements, without examining members.
+  // The number of members of the group around a rank by the elements that they need, without examining members.
   std::map<int64_t, int64_t> members_by_need(int64_t position) const;
-  // How many elements one member of a group sends another.
+  // The number of elements that one member of a group sends another.
   int64_t elements_between(int64_t from, int64_t to) const;
   // Returns whether all pairs that exchange data do it alike except for offsets.
   bool is_regular() const { return is_regular_; }
@@ -141,7 +141,7 @@ class MeshExchange final : public Exchange {
 
   // ---- Extents of messages
 
-  // What one member sends another, round by round.
+  // The message from one member to another, round by round.
   class Transfer {
    public:
     Transfer() = default;
@@ -158,7 +158,7 @@ class MeshExchange final : public Exchange {
   Transfer transfer(const Group& group, int64_t from, int64_t to) const;
   // Everything that one rank holds and another needs, whoever sends it: its contribution to a reduction.
   Transfer share(int64_t from, int64_t to) const;
-  // What a rank holds before and also needs after.
+  // The elements that a rank holds before and also needs after.
   Extent own(int64_t position) const;
   // Any one of a rank's transfers, in either direction, of a regular exchange. The rank must have some.
   const Transfer& any_transfer(int64_t position) const;
@@ -217,7 +217,7 @@ class MeshExchange final : public Exchange {
     int64_t elements = 0;
     ByLength by_length;
   };
-  // What a tensor dim contributes to a rank's traffic: a factor of each figure.
+  // The contribution of a tensor dim to a rank's traffic: a factor of each figure.
   struct Factors {
     int64_t own = 1;
     int64_t needed = 1;

@@ -7,7 +7,7 @@
 namespace shardwright {
 namespace {
 
-// What of each receiver's elements is not served yet.
+// The part of each receiver's elements that is not served yet.
 struct Open {
   Rank rank{};
   Interval range;

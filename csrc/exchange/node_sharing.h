@@ -1,5 +1,5 @@
-// Which holder of a part serves which rank that needs something of it, if holders on the receiver's own node come
-// first.
+// Chooses the holder of a part that serves each rank that needs something of it, if holders on the receiver's own node
+// come first.
 //
 // On each node the holders share what the node's ranks need, so that none of it enters the node, unless they would send
 // more than a limit. What is left is shared by all holders so that the busiest sends as little as possible. With nodes

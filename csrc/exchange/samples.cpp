@@ -140,7 +140,7 @@ std::vector<Interval> Samples::in(const IntervalList& list) const {
 int64_t Samples::most_in(const IntervalList& list) const {
   auto most = static_cast<int64_t>(list.kept().size());
   for_each_block(list, [&](const IntervalList::Block& block, int64_t first, int64_t last, const Interval&) {
-    // What does not repeat is listed once, and divided where samples end.
+    // Elements that do not repeat are listed once, and divided where samples end.
     most += block.count == 1 ? 1 : (last - first) * static_cast<int64_t>(block.items.size());
   });
   return most;

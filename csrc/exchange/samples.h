@@ -1,6 +1,6 @@
-// Which of the indices of several lists are enough to know what happens to all of them, where the lists repeat.
+// Finds the indices of several lists that are enough to know what happens to all of them, if the lists repeat.
 //
-// Where all lists repeat, what one does in the least common multiple of their periods happens in every repetition of
+// If all lists repeat, what one does in the least common multiple of their periods happens in every repetition of
 // it. So such a stretch has one *sample*, its first repetition; what lies between is in samples that come once. Of 28
 // rows that Cyclic(0,2) cuts over 2 and Cyclic(0,3) over 2, rows [0, 12) come twice, and rows [24, 28) once.
 #pragma once

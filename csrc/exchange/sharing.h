@@ -1,4 +1,4 @@
-// How ranks that hold the same data share the sending of it.
+// The ways in which ranks that hold the same data share the sending of it.
 #pragma once
 
 #include <cstdint>

@@ -27,7 +27,7 @@ void check_block(const char* name, int64_t block) {
              " elements; allowed are 1 to 2^31");
 }
 
-// What chunk `coordinate` of `n` elements is, where all but the last have `chunk` of them.
+// Returns chunk `coordinate` of `n` elements, if all but the last have `chunk` of them.
 Interval chunk_at(int64_t n, int64_t chunk, int64_t coordinate) {
   return {std::min(coordinate * chunk, n), std::min((coordinate + 1) * chunk, n)};
 }

@@ -1,4 +1,4 @@
-// How one mesh dim divides a list of elements among its coordinates.
+// The rule by which one mesh dim divides a list of elements among its coordinates.
 //
 // A rule divides n local positions among k coordinates. Everything that depends on how a mesh dim cuts asks the rule,
 // so that another kind of rule can be added in one place.
@@ -135,7 +135,7 @@ class CutRule {
   static std::optional<std::vector<std::vector<Interval>>> lists_from_name(const std::vector<int64_t>& name);
   // The length of a whole chunk; for chunks, blocks and a packed component only.
   int64_t chunk_of_blocks(int64_t n, int64_t k) const;
-  // Where the elements of a coordinate (ragged) or component (packed) begin and end.
+  // The begin and end of the elements of a coordinate (ragged) or component (packed).
   Interval component(size_t i) const { return {i == 0 ? 0 : (*ends_)[i - 1], (*ends_)[i]}; }
   // Of ragged and packed: how many each has; of pieces, how many each coordinate has.
   std::vector<int64_t> sizes() const;

@@ -98,7 +98,7 @@ void append_at_positions(IntervalList& out, std::span<const Interval> list, std:
   }
 }
 
-// Where the pieces are on the side of a.
+// The places of the pieces on the side of a.
 IntervalList at_a(const PieceList& pieces) {
   IntervalList out;
   std::vector<Interval> intervals;
@@ -110,8 +110,8 @@ IntervalList at_a(const PieceList& pieces) {
   return out;
 }
 
-// What an ascending list has of a range, without listing repetitions: the length, the number of runs, and where the
-// first of them begins in the range (a) and in the list (b).
+// The part of an ascending list within a range, without listing repetitions: the length, the number of runs, and where
+// the first of them begins in the range (a) and in the list (b).
 SharedRuns runs_within(const Interval& range, const IntervalList& list) {
   SharedRuns shared;
   int64_t position = 0;  // of the block

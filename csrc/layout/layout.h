@@ -36,7 +36,7 @@ inline MeshDimSet dims_of(std::span<const Cut> cuts) {
 // {tensor dim: mesh dims, first cut first}
 using ShardOrder = std::map<int64_t, std::vector<int>>;
 
-// How to read SS(d, f) (DTensorSpec.use_strided_shard_as_shard_order):
+// The meaning of SS(d, f) (DTensorSpec.use_strided_shard_as_shard_order):
 //   kOrder    it only encodes the order of plain cuts, as with FSDP on top of tensor parallelism
 //   kLiteral  the tensor really is cut into f times as many pieces
 //   kAuto     kOrder where the split factors can be decoded as an order, else kLiteral
@@ -89,7 +89,7 @@ class Layout {
 
   // The part of the rank at `position`; for P, the elements it holds a contribution to.
   Region region(int64_t position) const;
-  // What the rank has of one tensor dim.
+  // The indices of one tensor dim that the rank has.
   IntervalList part(int tensor_dim, int64_t position) const;
   // Returns whether all rules are partitions (cut_rule.h), so that on a mesh dim that cuts each element is on one
   // coordinate.

@@ -119,7 +119,7 @@ CutRule parse_pieces(const std::string& text, const std::string& whole) {
   return CutRule::pieces(lists);
 }
 
-// What follows the tensor dim says how it is cut.
+// The text after the tensor dim says how it is cut.
 std::optional<CutRule> parse_rule(const std::string& head, const std::string& numbers, const std::string& whole) {
   if (head == "SS") return CutRule(parse_integer(without_keyword(numbers, "split_factor"), whole));
   if (head == "Ragged") return CutRule::ragged(parse_sizes(numbers, whole));

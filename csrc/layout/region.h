@@ -32,7 +32,7 @@ struct Interval {
   Interval shifted(int64_t by) const { return {begin + by, end + by}; }
 };
 
-// What repeats ascends.
+// Blocks that repeat ascend.
 using IntervalList = RepeatingList<Interval>;
 bool operator==(const IntervalList& a, const IntervalList& b);
 

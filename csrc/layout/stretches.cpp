@@ -7,7 +7,7 @@
 namespace shardwright {
 namespace {
 
-// How many runs a way visits at least as a set-up, so that short repetitions are rather listed.
+// The least number of runs that a way visits as a set-up, so that short repetitions are rather listed.
 constexpr int64_t kSetUp = 4;
 
 // Calls visit(run) for the runs of a stretch with keys in [begin, end), cut to these.
@@ -35,7 +35,7 @@ std::vector<KeyRun> listed(const Stretch& stretch, int64_t begin, int64_t end) {
   return runs;
 }
 
-// Where stretch a meets stretch b, within a range of keys in which both have repetitions from end to end.
+// The overlap of stretches a and b, within a range of keys in which both have repetitions from end to end.
 class Encounter {
  public:
   Encounter(const Stretch& a, const Stretch& b, PieceList& out)

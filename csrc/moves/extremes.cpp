@@ -141,7 +141,7 @@ void RankClasses::add(const Layout& before, const Layout& after) {
 
 void RankClasses::add(const Step& step, bool by_turn) {
   add(step.before, step.after);
-  // What a replica sends depends on its place among the replicas.
+  // The data that a replica sends depends on its place among the replicas.
   if (step.sharing != Sharing::kNone) split_all(step.mesh_dims);
   if (!by_turn) return;
   for (const int d : step.mesh_dims.to_vector()) {

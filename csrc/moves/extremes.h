@@ -1,4 +1,4 @@
-// Which ranks must be examined to find the worst of all ranks.
+// The ranks that must be examined to find the worst of all.
 //
 // Corners rely on an invariant of most rules: along a mesh dim, the parts of one parent descend (CutRule::descends), as
 // full chunks, a short one and empty ones do. So the largest and the smallest parts, and those furthest from each

@@ -97,8 +97,8 @@ int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topolog
 
 namespace {
 
-// What ranks send and receive in one step, in picoseconds, by link: within nodes, and between them or over a mesh dim
-// with a link of its own.
+// The time of what ranks send and receive in one step, in picoseconds, by link: within nodes, and between them or over
+// a mesh dim with a link of its own.
 struct Stage {
   bool communicates = false;
   int64_t latency = 0;

@@ -1,4 +1,4 @@
-// What the worst rank does in a step, and how long that is predicted to take.
+// Figures of the worst rank in a step, and the time that is predicted for them.
 #pragma once
 
 #include <cstdint>

@@ -86,7 +86,7 @@ class MoveTable {
     size_t operator()(const Key& key) const;
   };
 
-  // What a pair of lists shares at one position, in elements and parts.
+  // The overlap of a pair of lists at one position, in elements and parts.
   struct Shares {
     int64_t own = 0;
     int64_t sources = 0;

@@ -13,8 +13,8 @@
 
 namespace shardwright {
 
-// What a plan minimises. kTime: predicted time, then steps, then messages. kBytes: bytes received by the worst rank,
-// then steps, then messages. The two differ, because small messages cost more than their bytes.
+// The quantity that a plan minimises. kTime: predicted time, then steps, then messages. kBytes: bytes received by the
+// worst rank, then steps, then messages. The two differ, because small messages cost more than their bytes.
 enum class Objective : uint8_t { kTime, kBytes };
 
 Objective parse_objective(const std::string& name);  // "time" or "bytes"; throws UserError

@@ -40,7 +40,8 @@ int64_t num_parts(const Layout& layout, int tensor_dim) {
   return layout.mesh().group_size(dims_of(layout.cuts(tensor_dim)));
 }
 
-// Where parts of a tensor dim begin and end, ascending, from 0 to its size; none if there are more than kMaxBorders.
+// The places at which parts of a tensor dim begin and end, ascending, from 0 to its size; none if there are more than
+// kMaxBorders.
 std::vector<int64_t> borders_of(const Plan& plan, int tensor_dim) {
   std::vector<int64_t> borders{0, plan.src.shape()[tensor_dim]};
   bool are_few = true;
@@ -63,7 +64,7 @@ std::vector<int64_t> borders_of(const Plan& plan, int tensor_dim) {
   return are_few ? borders : std::vector<int64_t>{};
 }
 
-// How many indices of a range are `remainder` modulo `count`.
+// Counts the indices of a range that are `remainder` modulo `count`.
 int64_t num_alike(Interval range, int64_t remainder, int64_t count) {
   const auto below = [&](int64_t end) { return end > remainder ? (end - 1 - remainder) / count + 1 : 0; };
   return below(range.end) - below(range.begin);

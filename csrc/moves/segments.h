@@ -51,8 +51,8 @@ bool are_alike(const Plan& plan);
 // Returns what becomes of each segment, as plans with one segment: one plan for all if they are alike.
 std::vector<Plan> plans_of_segments(const Plan& plan);
 
-// What the ranks of a layout have of one tensor dim, in segments that are not alike. The layout must be within the
-// limits above.
+// The parts of one tensor dim that the ranks of a layout have, in segments that are not alike. The layout must be
+// within the limits above.
 class PartsInSegments {
  public:
   PartsInSegments(const Layout& layout, int tensor_dim);

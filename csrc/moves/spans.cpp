@@ -31,7 +31,8 @@ std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gather
   return cuts;
 }
 
-// What the ranks hold together that differ from a position in gathered mesh dims alone. Their parts share nothing.
+// The elements that the ranks hold together that differ from a position in gathered mesh dims alone. Their parts share
+// nothing.
 std::vector<IntervalList> held_together(const Mesh& mesh, int64_t n, const CutList& cuts, MeshDimSet gathered,
                                         int64_t position) {
   std::vector<IntervalList> parts{{{0, n}}};

@@ -1,4 +1,4 @@
-// What moves send and receive: exact counts for one rank, totals over all ranks, and lower bounds for any plan.
+// The bytes and messages of moves: exact counts for one rank, totals over all ranks, and lower bounds for any plan.
 #pragma once
 
 #include <algorithm>
@@ -64,7 +64,7 @@ struct TrafficTotals {
   bool sum_is_exact = true;
   bool maxima_are_exact = true;
 
-  // What the worst rank receives in one step, which need not be the worst rank of another step or of the plan.
+  // The traffic of the worst rank in one step, which need not be the worst rank of another step or of the plan.
   struct OfStep {
     int64_t received_bytes_max = 0;
     int64_t messages_max = 0;

@@ -1,4 +1,4 @@
-// What goes from rank to rank in a step, element by element, for pictures of few ranks.
+// The messages of a step, element by element, for pictures of few ranks.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace shardwright {
 
-// What the rank in row `to` gets in a step from the rank in row `from`, or keeps if the two are equal.
+// The elements that the rank in row `to` gets in a step from the rank in row `from`, or keeps if the two are equal.
 struct DrawnMessage {
   int64_t from = 0;
   int64_t to = 0;

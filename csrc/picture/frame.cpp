@@ -25,7 +25,7 @@ constexpr size_t kMaxTitleChars = 110;
 constexpr size_t kMaxPlacementsChars = 28;
 constexpr size_t kMaxStepChars = 36;
 
-// What a local step does, for readers who do not know its name.
+// A description of a local step, for readers who do not know its name.
 const char* explanation_of(StepOp op) {
   switch (op) {
     case StepOp::kSlice:

@@ -104,7 +104,8 @@ std::string about_bytes(const Plan& plan, const Certificate& certificate) {
                 bytes_text(theirs.received_bytes_max), ") takes ", in_short(leanest, theirs));
 }
 
-// What the busiest rank sends, and what it must: without forwarding, by those that need the data, and by any rank.
+// The bytes that the busiest rank sends, and those that it must: without forwarding, by those that need the data, and
+// by any rank.
 std::string about_senders(const Certificate& certificate) {
   const ExchangeBound& bound = *certificate.crossing;
   return concat("the busiest rank sends ", bytes_text(certificate.traffic.sent_bytes_max),
@@ -143,7 +144,7 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
     certificate.least_messages = crosses(plan) ? 1 : std::max<int64_t>(std::bit_width(needed - 1), 1);
   }
   certificate.least_peak_bytes = plan.steps.empty() ? 0 : plan.dst.largest_part_bytes();
-  // Where nothing must travel, a copy may be all, or not even that.
+  // If nothing must travel, a copy may be all, or not even that.
   const int64_t copies =
       plan.steps.empty() ? 0 : scaled(plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
   certificate.least_ps = must_travel > 0 ? least_picoseconds(plan) : std::min(least_picoseconds(plan), copies);

@@ -72,7 +72,7 @@ class PlanningContext : public std::enable_shared_from_this<PlanningContext> {
   static ContextPtr make(PlanOptions options, std::optional<int64_t> memory_limit = std::nullopt,
                          PinsPtr pins = nullptr);
 
-  // What the search depends on: lowering, objective, topology (always set), groups, ...
+  // The settings that the search depends on: lowering, objective, topology (always set), groups, ...
   const PlanOptions& options() const { return options_; }
   const Lowering& lowering() const { return options_.lowering; }
   const Topology& topology() const { return *options_.topology; }

@@ -1,4 +1,4 @@
-// How long products take on a type of device, by the process-wide tables.
+// The time that products take on a type of device, by the process-wide tables.
 #pragma once
 
 #include <optional>

@@ -41,7 +41,7 @@ void write_placement(Writer& out, const Placement& placement) {
   }
 }
 
-// What does not belong to its kind is dropped.
+// Fields that do not belong to its kind are dropped.
 Placement read_placement(Reader& in) {
   const auto kind = in.enumerator(PlacementKind::kShardByRule);
   const int64_t dim = in.integer();
@@ -69,7 +69,7 @@ void write_tensor(Writer& out, const Layout& layout) {
   out.text(layout.dtype().name());
 }
 
-// How many dims are flattened, placements, and the order of cuts in each tensor dim.
+// The number of flattened dims, the placements, and the order of cuts in each tensor dim.
 void write_placements(Writer& out, const Layout& layout) {
   out.integer(layout.flattened());
   for (const Placement& placement : layout.placements()) write_placement(out, placement);

@@ -131,8 +131,8 @@ bool hold_together_what_they_need(const Layout& before, const Layout& after, Mes
   return true;
 }
 
-// Which mesh dims a move must span is found from the names of its layouts. Those of a plan's steps may be other names
-// of the same parts, which say less; then the parts tell.
+// The mesh dims that a move must span are found from the names of its layouts. Those of a plan's steps may be other
+// names of the same parts, which say less; then the parts tell.
 bool moves_parts(const Step& step) {
   const bool is_local = step.op == StepOp::kSlice;
   const bool pends =

@@ -105,8 +105,8 @@ std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares) {
   return std::nullopt;
 }
 
-// What must come before the product, because it may leave no place for any kernel: all ranks have offered their parts.
-// After that, only copies and flags are needed, which take no multiprocessors.
+// Instructions that must come before the product, because it may leave no place for any kernel: all ranks have offered
+// their parts. After that, only copies and flags are needed, which take no multiprocessors.
 Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Rank rank) {
   const Plan& plan = matmul.plan;
   const Step& step = plan.steps.back();

@@ -335,7 +335,7 @@ class GatherCompiler {
     return std::find(group.begin(), group.end(), here_) - group.begin();
   }
 
-  // What a chunk receives from a member of the group, and what it sends to it, if anything.
+  // The elements that a chunk receives from a member of the group, and those that it sends to it, if any.
   std::optional<Selection> received(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
                                     int64_t member) {
     const int64_t peer = group[member];

@@ -1,4 +1,4 @@
-// What a rank's program of a product takes and returns, known without compiling it.
+// The tensors that a rank's program of a product takes and returns, known without compiling it.
 #pragma once
 
 #include <cstdint>

@@ -115,8 +115,8 @@ std::vector<const Plan*> plans_of(const Matmul& matmul);
 // Returns why nothing can be chunked, or nothing if something can.
 std::optional<std::string> why_only_serial(const Matmul& matmul);
 
-// What PyTorch's product that waits for flags takes (torch.ops.symm_mem._async_input_mm): chunks of whole clusters of
-// two tiles, and rows of both operands and of the result that begin at multiples of 16 bytes.
+// The operands that PyTorch's product that waits for flags takes (torch.ops.symm_mem._async_input_mm): chunks of whole
+// clusters of two tiles, and rows of both operands and of the result that begin at multiples of 16 bytes.
 constexpr int64_t kRowsOfFlaggedChunks = 256;
 constexpr int64_t kUnitOfFlaggedRows = 8;
 

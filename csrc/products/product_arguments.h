@@ -28,7 +28,7 @@ struct GivenTensor {
 // do, and debug modes compare operands_text (matmul.h).
 bool is_transposed(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides);
 
-// What is multiplied. x has the shape (..., k), the result (..., n).
+// The operands. x has the shape (..., k), the result (..., n).
 //
 //   function   weight   plain tensors                                         DTensors
 //   kLinear    (n, k)   none                                                  any placements; the cuts are free

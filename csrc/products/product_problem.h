@@ -48,19 +48,19 @@ struct ScheduleRequest {
   bool operator==(const ScheduleRequest&) const = default;
 };
 
-// What moves and products are planned with. It must be the same on all ranks.
+// The settings that moves and products are planned with. They must be the same on all ranks.
 struct ProductContext {
   Lowering lowering = Lowering::kNccl;
   std::optional<Topology> topology = std::nullopt;
   // Pinned plans, used in place of what the planner would find; null: none.
   PinsPtr pins = nullptr;
-  // How long products take, by the name of the dtype of the tensor that is moved.
+  // The time that products take, by the name of the dtype of the tensor that is moved.
   std::map<std::string, GemmModel> gemm_models = {};
 
   // Throws UserError if there is none for the dtype.
   const GemmModel& gemm_model(const DType& dtype) const;
 
-  // Where none is given, the default of the lowering.
+  // If none is given, the default of the lowering.
   Topology known_topology() const;
 };
 

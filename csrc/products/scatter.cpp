@@ -162,7 +162,7 @@ class ScatterCompiler {
     return (me_ + distance + k) % k;
   }
 
-  // What a chunk sends to the rank with this index in the group, and what it receives from it.
+  // The elements that a chunk sends to the rank with this index in the group, and those that it receives from it.
   std::optional<Selection> sent(int64_t index, const Chunk& chunk) const {
     if (!reduces_ && source_for(step_->before, step_->mesh_dims, here_, group_[index]) != here_) return std::nullopt;
     return share_of(Selection(held_, step_->after.region(group_[index])), share_dim_, chunk);

@@ -192,7 +192,7 @@ class Clock {
     return std::max(end - compute_, alone);
   }
 
-  // How long compute takes alongside the transfers that are under way, if it would take `alone` without them.
+  // The time that compute takes alongside the transfers that are under way, if it would take `alone` without them.
   int64_t slowed(int64_t alone) const {
     const int64_t overlapped = std::clamp<int64_t>(communication_ - compute_, 0, alone);
     return saturating_sum(alone, saturating_product(overlapped, model_.contention_percent) / 100);

@@ -41,7 +41,7 @@ struct AttendSizes {
   int64_t value_depth = 0;  // elements of a head of values and of results
 };
 
-// Which keys a query sees: query i of a block sees key j of another block exactly if least <= i - j <= most.
+// The keys that a query sees: query i of a block sees key j of another block exactly if least <= i - j <= most.
 struct Band {
   static constexpr int64_t kMin = std::numeric_limits<int64_t>::min() / 4;
   static constexpr int64_t kMax = std::numeric_limits<int64_t>::max() / 4;

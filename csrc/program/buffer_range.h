@@ -1,4 +1,4 @@
-// How instructions name memory and each other.
+// The names that instructions have for memory and for each other.
 #pragma once
 
 #include <cstdint>

@@ -84,7 +84,7 @@ class ProgramBuilder {
 
 void append(std::vector<Box>& boxes, std::vector<Box> more);
 
-// How a pending reduction is carried out: values are raised to a power, reduced with `op`, divided, and the root taken.
+// The steps of a pending reduction: values are raised to a power, reduced with `op`, divided, and the root taken.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double divisor = 1;

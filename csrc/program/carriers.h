@@ -1,4 +1,4 @@
-// Which instruction carries a transfer, and among which ranks. Every such decision is made here. `start` and `exchange`
+// Decides which instruction carries a transfer, and among which ranks. `start` and `exchange`
 // (transfers.h) turn it into instructions, and move_memory.cpp counts what these allocate.
 //
 // Decisions depend only on what all ranks that take part know: layouts, the lowering, and who has something for whom.
@@ -21,7 +21,7 @@ enum class Carrier : uint8_t {
   kMessages,   // among the ranks that have something for each other
 };
 
-// How one member of a group takes part in a step that moves data.
+// The part of one member of a group in a step that moves data.
 struct DataMove {
   std::optional<Carrier> carrier;  // if there is none, the rank exchanges nothing and only copies
   std::vector<size_t> partners;    // members of the group that take part, this one included; empty: all

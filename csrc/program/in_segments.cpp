@@ -64,7 +64,7 @@ class Renumbered {
   const std::vector<int>& groups_;
 };
 
-// Where a segment's elements are in a rank's part if segments are alike: the same stretch of every cell of one dim.
+// The places of a segment's elements in a rank's part if segments are alike: the same stretch of every cell of one dim.
 class SegmentOfPart {
  public:
   SegmentOfPart(const std::vector<int64_t>& shape, const Segments& segments, int64_t cell)
@@ -189,7 +189,7 @@ class InSegments {
     }
   }
 
-  // Where what a rank has of a segment lies in what it has of all, if `is_input`, or the other way round.
+  // The places of a rank's part of a segment in its part of all, if `is_input`, or the other way round.
   std::vector<Box> boxes_of(const Layout& layout, int64_t segment, bool is_input) const {
     if (are_alike()) {
       const SegmentOfPart part(layout.local_shape_of_rank(rank_), plan_.segments,

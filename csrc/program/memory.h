@@ -13,7 +13,7 @@ namespace shardwright {
 class Sketch;
 class StepMemory;
 
-// What the worst rank allocates; if is_exact is false, a lower bound of that.
+// The bytes that the worst rank allocates; if is_exact is false, a lower bound of that.
 struct PeakBytes {
   int64_t bytes = 0;
   bool is_exact = true;

@@ -36,7 +36,7 @@ class MoveMemory : public StepMemory {
     const bool may_be_in_order = !lowering_.gathers || !is_gather;
     const bool lists_members = is_gather || !group_is_large();
     classes.add(step_, moves && may_be_in_order && lists_members);
-    // Which ranks are connected, and in which order, depends on what each of them sends to whom.
+    // The ranks that are connected, and their order, depend on what each of them sends to whom.
     const bool some_meet =
         lowering_.narrows_groups && !named_groups_only_ && !is_gather && !exchange_.is_regular_and_full();
     if (moves && some_meet && lists_members) classes.split_all(step_.mesh_dims);
@@ -52,7 +52,7 @@ class MoveMemory : public StepMemory {
   }
   std::optional<Traffic> traffic_at_most() const override { return exchange_.at_most(); }
 
-  // Where a rank sends messages, its memory follows from how long they are and which are runs.
+  // If a rank sends messages, its memory follows from how long they are and which are runs.
   bool is_like_an_earlier_one(Rank rank) override {
     const bool exchanges =
         step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
@@ -235,7 +235,8 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // How a reduce-scatter sends. It is the same for all members of a group, because they hold the same elements.
+  // The messages of a reduce-scatter. They are the same for all members of a group, because they hold the same
+  // elements.
   struct Scattering {
     std::vector<RunOfLoads> rounds;
     std::vector<bool> is_even;

@@ -31,13 +31,13 @@ class Slots {
   }
 
  private:
-  // What begins and ends with an instruction.
+  // Elements whose lives begin and end with an instruction.
   struct Change {
     int64_t step = 0;
     int64_t begins = 0;
     int64_t ends = 0;
   };
-  // How far a segment has come.
+  // The progress of a segment.
   struct Progress {
     std::vector<size_t> places;  // of its instructions among all
     size_t given = 0;            // of the copy from the input

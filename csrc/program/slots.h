@@ -8,7 +8,7 @@
 
 namespace shardwright {
 
-// What a rank does in one segment, or in each if segments are alike.
+// A rank's instructions in one segment, or in each if segments are alike.
 struct SketchedSegment {
   Sketch sketch;
   int64_t num_given = 0;  // elements of the segment's input, which is copied from the whole input

@@ -35,7 +35,7 @@ class StepMemory {
 std::unique_ptr<StepMemory> memory_of_move(const Step& step, const Plan& plan);
 std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan);
 
-// What one rank sends and receives in one round, by member of the group.
+// The messages of one rank in one round, by member of the group.
 struct Loads {
   RunOfLoads sent;
   RunOfLoads received;
@@ -52,7 +52,7 @@ struct BothLoads {
   }
   void add_own(const Extent& own) { add(with, own, own); }
 
-  // What all peers and the rank itself will have added in the end.
+  // The elements that all peers and the rank itself will have added in the end.
   struct Totals {
     int64_t sent = 0;
     int64_t received = 0;

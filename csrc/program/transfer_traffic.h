@@ -7,7 +7,7 @@
 
 namespace shardwright {
 
-// What one rank receives and sends in one transfer. For an all-reduce by the transport it is that of a ring: every rank
+// The traffic of one rank in one transfer. For an all-reduce by the transport it is that of a ring: every rank
 // passes on 2 (k - 1) messages, each of a k-th of the data.
 struct TransferTraffic {
   int64_t received_bytes = 0;
@@ -23,8 +23,8 @@ struct TransferTraffic {
 // Returns zeros for instructions that compute or wait. What a rank sends itself in an all-to-all is not counted.
 TransferTraffic traffic_of(const Program& program, const Operation& operation);
 
-// What of the messages of `transfer` goes to and comes from ranks on the same node as this one, where nodes are
-// `ranks_per_node` consecutive ranks; zeros if that is 0.
+// The part of the messages of `transfer` that goes to and comes from ranks on the same node as this one, where nodes
+// are `ranks_per_node` consecutive ranks; zeros if that is 0.
 TransferTraffic traffic_inside_node(const Program& program, const SendReceive& transfer, int64_t ranks_per_node);
 
 }  // namespace shardwright

@@ -1,4 +1,4 @@
-// What the ranks of a group send each other, and its lowering to instructions.
+// The messages between the ranks of a group, and their lowering to instructions.
 //
 // A TransferSet says which elements of which tensors this rank sends to which peer, and which it receives from which.
 // Steps of plans are lowered by `exchange`, whole or in rounds. Products lower one set for each chunk, and do other
@@ -36,7 +36,7 @@ struct TransferItem {
   Selection elements;
 };
 
-// Where messages are during the transfer.
+// The memory of messages during the transfer.
 struct Staging {
   enum class Memory : uint8_t {
     kShared,  // one new buffer for all staged messages
@@ -121,7 +121,7 @@ struct TransferSet {
   Messages receives{Messages::Side::kReceived};
 };
 
-// What stays on this rank and is copied from one buffer to another.
+// Elements that stay on this rank and are copied from one buffer to another.
 struct OwnItem {
   BufferId from = kMissingBuffer;
   BufferId to = kMissingBuffer;

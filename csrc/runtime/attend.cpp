@@ -68,8 +68,8 @@ at::Tensor view(const PairMask& mask, const Buffers& buffers, const AttendSizes&
                            buffer.storage_offset() + mask.offset + first);
 }
 
-// What is added to the scores of a product, [rows, columns] or [batch, heads, rows, columns] with one element in dims
-// that repeat: minus infinity where a query does not see a key.
+// The bias that is added to the scores of a product, [rows, columns] or [batch, heads, rows, columns] with one element
+// in dims that repeat: minus infinity where a query does not see a key.
 struct Bias {
   at::Tensor added;
   at::Tensor blind;  // of a mask: the rows that see no key, where nothing is added instead

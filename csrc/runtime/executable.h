@@ -30,16 +30,17 @@ struct Communication {
   int64_t shard_dim = 0;
 };
 
-// What must be equal on all ranks that run the same redistribute, by name.
+// The fields that must be equal on all ranks that run the same redistribute, by name.
 using Signature = std::vector<std::pair<std::string, std::string>>;
 
-// What a program was compiled from. It is only used for reports: errors, profiles, comparisons of ranks.
+// The plans or arguments that a program was compiled from. They are only used for reports: errors, profiles,
+// comparisons of ranks.
 class Origin {
  public:
   virtual ~Origin() = default;
   virtual const char* kind() const = 0;  // "redistribute", "matmul" or "attention"
   virtual std::vector<Plan> plans() const = 0;
-  // What it does, for profilers, and the ranks that take part; by default those of the first plan.
+  // A title for profilers, and the ranks that take part; by default those of the first plan.
   virtual std::string title() const;
   virtual std::vector<Rank> ranks() const;
   virtual std::string text() const = 0;

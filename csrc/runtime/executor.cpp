@@ -17,7 +17,7 @@
 namespace shardwright {
 namespace {
 
-// What AsyncCollectiveTensor waits for: the end of the program.
+// The Work that AsyncCollectiveTensor waits for: the end of the program.
 class ExecutionWork : public c10d::Work {
  public:
   ExecutionWork(std::shared_ptr<Execution> execution, const at::Tensor& output)

@@ -1,7 +1,7 @@
 // Runs a rank's program over groups of ranks (transport.h). docs/architecture/runtime.md has the states of a program
 // as tables.
 //
-// Who advances a program
+// The threads that advance a program
 //   Synchronous:            the thread that started it, to the end.
 //   Asynchronous, streams:  the thread that started it gives the whole program to the device before it returns.
 //   Asynchronous, CPU:      the thread that started it, up to the first Wait; then a progress thread (progress.h),

@@ -21,7 +21,7 @@ at::Tensor exchange_rows(RankGroup& group, const std::string& step, c10::DeviceT
 // to this rank. The words travel on `device`, and the host waits for it.
 at::Tensor exchange_words(RankGroup& group, const std::string& step, const at::Tensor& words, c10::Device device);
 
-// Which rows are sent between the ranks of a group, and which answers are summed. Immutable.
+// The rows that the ranks of a group send each other, and the answers that are summed. Immutable.
 class RowExchange {
  public:
   // `send_rows`: [sum of send_counts], row numbers sorted by receiving rank; -1 means a row of zeros. `returns`:

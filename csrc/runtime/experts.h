@@ -1,4 +1,5 @@
-// Which ranks hold which experts, and where a rank's tokens are sent: index arithmetic on the host, without torch.
+// The ranks that hold each expert, and those that a rank's tokens are sent to: index arithmetic on the host, without
+// torch.
 //
 // A *replica* is one expert on one rank. Replicas are numbered by rank, then in the order in which the rank holds them,
 // so the replicas of one rank are consecutive. A *code* says which replica serves one of a token's experts: the

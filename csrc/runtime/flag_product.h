@@ -22,7 +22,7 @@ void set_flag(const at::Tensor& flags, int64_t index);
 // chunk by chunk from chunk `first` on; a chunk of rows is read once its flag is not 0.
 at::Tensor multiply_as_flagged(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& flags, int64_t first);
 
-// What a type of device adds, in a file that is built only with its toolkit.
+// The functions that a type of device adds, in a file that is built only with its toolkit.
 struct FlagSupport {
   std::optional<std::string> (*why_not)(c10::Device device) = nullptr;
   // Queries an event on any thread, also while another thread captures a graph.

@@ -20,8 +20,8 @@ struct GemmHints {
   bool fast_accumulation = false;
 };
 
-// How many multiprocessors products leave to transfers under way alongside them, in this process. 0, the initial value:
-// what their schedules say.
+// The number of multiprocessors that products leave to transfers under way alongside them, in this process. 0, the
+// initial value: what their schedules say.
 int sm_carveout();
 // Throws c10::ValueError below 0.
 void set_sm_carveout(int sms);

@@ -64,7 +64,7 @@ void Lane::drain() {
   }
 }
 
-// Where only one of two streams is in a capture, neither waits: replays come after whatever they are launched after.
+// If only one of two streams is in a capture, neither waits: replays come after whatever they are launched after.
 void Lane::put_after_last(c10::Stream stream) {
   const c10::Stream current = current_stream(device_);
   if (!last_ || *last_ == current) return;

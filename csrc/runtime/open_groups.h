@@ -11,7 +11,7 @@ namespace shardwright {
 // Throws c10::Error that says what to do if the calling thread has such a group open for this type of device.
 void check_no_open_group(c10::Device device);
 
-// How to query the number of groups that the calling thread has open, for one type of device.
+// Queries the number of groups that the calling thread has open, for one type of device.
 using OpenGroupsQuery = int64_t (*)();
 bool register_open_groups_query(c10::DeviceType device, OpenGroupsQuery query);
 

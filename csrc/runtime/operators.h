@@ -27,7 +27,7 @@ ExecutablePtr executable_of(const std::string& plan, const std::vector<std::stri
 // Must be called when the tables with which plans are made have changed. Operators with sizes then ask for plans again.
 void note_changed_tables();
 
-// Whether the ranks compare what operators run before anything is sent (sw.debug.check_ranks).
+// True if ranks compare the programs of operators before anything is sent (sw.debug.check_ranks).
 void compare_ranks(bool on);
 
 // Returns the bytes in such a string. Throws c10::ValueError on other text.

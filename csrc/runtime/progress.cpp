@@ -14,7 +14,7 @@
 namespace shardwright {
 namespace {
 
-// How long the idle thread stays, because making one costs more than a small redistribute.
+// The time that the idle thread stays, because making one costs more than a small redistribute.
 constexpr std::chrono::milliseconds kLinger{50};
 
 class Progress {

@@ -72,7 +72,7 @@ c10::Event record_current(c10::Device device, bool with_time);
 bool is_capturing(c10::Stream stream);
 bool is_capturing(c10::Device device);
 
-// How to query that for one type of device, if c10 cannot report it (before torch 2.15).
+// Queries that for one type of device, if c10 cannot report it (before torch 2.15).
 using CaptureQuery = bool (*)(c10::Stream stream);
 bool register_capture_query(c10::DeviceType device, CaptureQuery query);
 

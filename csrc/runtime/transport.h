@@ -75,7 +75,7 @@ class Transport {
   }
   virtual void offer(const at::Tensor&) { check_invariant(false, "a transport without offers"); }
   virtual void fetch(at::Tensor&, const at::Tensor&) { check_invariant(false, "a transport without offers"); }
-  // How long a rank waits for the others, if the transport itself decides that; else 0.
+  // The time that a rank waits for the others, if the transport itself decides that; else 0.
   virtual std::chrono::milliseconds timeout() const { return {}; }
 };
 

@@ -149,7 +149,7 @@ class Chunking {
     return found && never_both(*found) ? *found : planned({});  // whose error is the one to show
   }
 
-  // What compute waits for that may be in chunks and is whole now, with the wait: the longest first.
+  // Transfers that compute waits for, that may be in chunks and are whole now, with the wait: the longest first.
   std::vector<std::pair<int64_t, Place>> by_wait(const StepSchedule& s) const {
     const StepLanes lanes = predict(s);
     std::vector<std::pair<int64_t, Place>> found;

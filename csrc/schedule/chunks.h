@@ -26,7 +26,7 @@
 
 namespace shardwright {
 
-// How a weight is gathered in chunks.
+// The gather of a weight in chunks.
 struct ChunkedForm {
   int weight = 0;           // index
   int64_t use_bytes = 0;    // of what is gathered before the use all the same
@@ -40,7 +40,7 @@ struct ChunkedForm {
 
 // Chunks must shorten the predicted step by so much of what compute waits for, a gather or a reduction.
 constexpr int64_t kLeastChunkingPercent = 25;
-// How many gathers and reductions are tried.
+// The number of gathers and reductions that are tried.
 constexpr int kMostUsesTried = 8;
 
 struct ChunkingOptions {

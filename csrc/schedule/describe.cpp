@@ -1,4 +1,4 @@
-// What a schedule says by use; a schedule as text and as JSON.
+// A schedule by use, as text and as JSON.
 #include <algorithm>
 #include <map>
 #include <set>

@@ -76,7 +76,7 @@ bool changes_weights(const std::vector<Use>& uses, int i) {
   return std::any_of(uses[i].weights.begin(), uses[i].weights.end(), is_new);
 }
 
-// Which weights are resident during which uses, within a limit for buffers.
+// The weights that are resident during each use, within a limit for buffers.
 //
 // State: `resident_` maps each resident weight to its buffer; `uses_of_[w]` lists the uses of a weight, ascending.
 // Invariant: a buffer that was gathered stays until the use for which it was gathered (`fits` checks every use on the

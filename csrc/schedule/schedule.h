@@ -36,7 +36,7 @@ struct ReducingProduct {
   int use = -1;               // -1: the use that completes the gradient; otherwise that one or one before
 };
 
-// How the gradient of a weight is reduced in chunks, within the uses that make it. A weight whose modules contain
+// The reduction of a weight's gradient in chunks, within the uses that make it. A weight whose modules contain
 // others makes its gradient in several uses.
 struct ChunkedReduction {
   std::vector<ReducingProduct> products = {};  // none: not in chunks
@@ -49,19 +49,19 @@ struct Weight {
   std::string name;
   int64_t rest_bytes = 0;  // held all the time; not part of any budget
   int64_t use_bytes = 0;   // gathered
-  // What must stay from the weight's first use to its last: 0 where it may be gathered from rest again, `use_bytes`
-  // where it must stay gathered, in between a copy that is cut less than at rest.
+  // The bytes that must stay from the weight's first use to its last: 0 if it may be gathered from rest again,
+  // `use_bytes` where it must stay gathered, in between a copy that is cut less than at rest.
   int64_t keep_bytes = 0;
   int64_t gradient_bytes = 0;  // of a backward's gradient before it is reduced; 0 for a frozen weight
   int64_t gather_ps = 0;       // how long a gather takes; 0: not known
   int64_t reduce_ps = 0;       // how long the reduction of a gradient takes; 0: not known
-  // Where this is another weight, gathered in chunks within its uses (schedule/chunks.h): which one, how long all
+  // If this is another weight, gathered in chunks within its uses (schedule/chunks.h): which one, how long all
   // chunks take, and the first.
   int form_of = -1;
   int64_t chunks_ps = 0;
   int64_t first_chunk_ps = 0;
   ChunkedReduction in_chunks = {};  // in the uses that say so
-  // Where parts at rest are on the host: how long the copy to the device takes with which a gather from rest begins,
+  // If parts at rest are on the host: how long the copy to the device takes with which a gather from rest begins,
   // and the copy to the host with which a reduction ends.
   int64_t fetch_ps = 0;
   int64_t send_ps = 0;
@@ -76,7 +76,7 @@ struct Use {
   std::vector<int> in_chunks = {};
 };
 
-// What a backward needs whole, and of which a part is kept since a forward.
+// A tensor that a backward needs whole, and of which a part is kept since a forward.
 struct Activation {
   std::string name;
   int64_t kept_bytes = 0;  // of the part; not part of any budget
@@ -140,7 +140,7 @@ struct ActivationGather {
   int trigger = -1;  // in the turn of this activation; -1: before the use
 };
 
-// What the products within a use reduce of a weight's gradient.
+// The part of a weight's gradient that the products within a use reduce.
 struct ReducedWithin {
   int weight = 0;
   int64_t transfer_ps = 0;
@@ -196,7 +196,7 @@ struct StepSchedule {
 // size it is the least.
 StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, const ScheduleOptions& options);
 
-// How many changes ahead `fastest_schedule` tries.
+// The number of changes ahead that `fastest_schedule` tries.
 constexpr int64_t kMostChangesAhead = 8;
 
 // The schedule with the least `prefetch`, from 1 on, whose predicted time (schedule/lanes.h) is within 1% of the
@@ -205,9 +205,9 @@ constexpr int64_t kMostChangesAhead = 8;
 StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                               const ScheduleOptions& options);
 
-// How many turns ahead activations are gathered within the budget: one if some plan with that fits, with weights
-// gathered at their uses, and `prefetch` is not 0. It does not depend on times, which ranks of other meshes may not
-// share.
+// The number of turns ahead that activations are gathered within the budget: one if some plan with that fits, with
+// weights gathered at their uses, and `prefetch` is not 0. It does not depend on times, which ranks of other meshes may
+// not share.
 int64_t activations_ahead_within(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                                  const ScheduleOptions& options);
 

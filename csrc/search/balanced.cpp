@@ -82,7 +82,7 @@ Layout with_lengths(const Layout& stripes, const StripedDim& striped, const std:
   return stripes.with(std::move(cuts), std::vector<Placement>(stripes.mesh().ndim(), Placement::replicate()));
 }
 
-// What each coordinate's busiest rank sends in the crossing.
+// The elements that each coordinate's busiest rank sends in the crossing.
 std::vector<int64_t> sent_by_coordinate(const Layout& before, const Layout& stripes, int mesh_dim) {
   const GridExchange crossing(before, stripes, Sharing::kBytes);
   const Mesh& mesh = stripes.mesh();
@@ -109,7 +109,7 @@ std::optional<Layout> balanced(const Layout& before, const Layout& stripes, cons
   if (!striped || striped->list == 0) return std::nullopt;
   const int64_t times = mesh.dim_size(mesh_dim) - 1;
   const int64_t unit = unit_of(striped->list, times + 1);
-  // What ranks hold once this mesh dim is gathered.
+  // The elements that ranks hold once this mesh dim is gathered.
   std::vector<std::vector<Cut>> without = stripes.cuts();
   without[striped->tensor_dim].pop_back();
   const int64_t elements = stripes.with(std::move(without), std::vector<Placement>(mesh.ndim(), Placement::replicate()))
@@ -198,7 +198,7 @@ class Needers {
                   goal_.flattened());
   }
 
-  // What the busiest rank of each needer sends.
+  // The elements that the busiest rank of each needer sends.
   std::vector<int64_t> sent(const GridExchange& crossing) const {
     std::vector<int64_t> all;
     for (const Needer& needer : all_) {
@@ -211,7 +211,7 @@ class Needers {
   }
 
  private:
-  // What each has if those that need the same divide it into such lengths.
+  // The elements that each has if those that need the same divide it into such lengths.
   std::vector<std::vector<Interval>> stripes(const std::vector<int64_t>& lengths) const {
     std::vector<std::vector<Interval>> lists;
     int64_t begin = 0;

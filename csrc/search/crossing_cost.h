@@ -1,4 +1,4 @@
-// What crossings cost under the objective of a search.
+// The cost of crossings under the objective of a search.
 #pragma once
 
 #include <functional>

@@ -23,7 +23,7 @@ namespace {
 
 using Cuts = std::vector<std::vector<Cut>>;
 
-// What happens to each mesh dim that is partial on either side.
+// The change of each mesh dim that is partial on either side.
 struct PartialWork {
   MeshDimSet reduced;      // P -> R or S
   MeshDimSet partitioned;  // R -> P

@@ -1,4 +1,4 @@
-// What can be specified for a plan besides its two layouts.
+// The settings of a plan besides its two layouts.
 #pragma once
 
 #include <cstdint>

@@ -138,7 +138,7 @@ class RelaySearch {
     return options_.max_held == 0 || relays.largest_part_elements() <= options_.max_held;
   }
 
-  // How many of the few serve different ranks of the many.
+  // The number of the few that serve different ranks of the many.
   int64_t num_senders(int64_t members) const {
     const int64_t meetings = GridExchange(from_, to_, Sharing::kMessages).num_meetings();
     const int64_t size = few().mesh().size();

@@ -1,6 +1,6 @@
 // Chooses relays (search/relays.h) between two layouts, and how many levels of them.
 //
-// Where `few` ranks send `first` messages each, and in every later crossing everybody sends m, they reach
+// If `few` ranks send `first` messages each, and in every later crossing everybody sends m, they reach
 // few * first * (m + 1)^(levels - 1) ranks, because relays are among those that they stand for. From one rank to 2,048,
 // at 12 us for a step and 4 us for a message:
 //
@@ -27,7 +27,7 @@ struct OverRelays {
   Cost cost;
 };
 
-// How many levels of relays to try for the ranks of a layout, from sizes alone.
+// The number of levels of relays to try for the ranks of a layout, from sizes alone.
 class RelayShapes {
  public:
   RelayShapes(const Layout& many, const Topology& topology);

@@ -114,7 +114,7 @@ class Ways {
     return order(a) < order(b);
   }
 
-  // What two steps take at least if some rank receives so many bytes in them.
+  // The least time of two steps if some rank receives so many bytes in them.
   int64_t two_steps_at_least(int64_t received_bytes) const {
     int64_t ps_per_kib = std::min(topology_.inside.ps_per_kib, topology_.between.ps_per_kib);
     for (const auto& [mesh_dim, link] : topology_.mesh_dims) ps_per_kib = std::min(ps_per_kib, link.ps_per_kib);
@@ -126,7 +126,7 @@ class Ways {
   const Topology& topology_;
 };
 
-// What is due is reduced over groups that may be used: over all its mesh dims at once, or else over one after the
+// Pending sums are reduced over groups that may be used: over all their mesh dims at once, or else over one after the
 // other. Then nothing may be left to send, because a rearrangement takes all ranks together.
 std::vector<Step> reductions_over_groups(const Layout& src, const Layout& goal, const PlanOptions& options) {
   const MeshDimSet kept = src.mesh() == goal.mesh() ? goal.partial_dims() : MeshDimSet();

@@ -61,7 +61,7 @@ IntervalList together(const std::vector<Interval>& all) {
   return list;
 }
 
-// What ranks of a layout differ in: the number of their replica, or their slot of a tensor dim.
+// A difference between ranks of a layout: the number of their replica, or their slot of a tensor dim.
 constexpr int kReplicas = -1;
 
 // Divides the ranks of a layout into blocks.

@@ -174,7 +174,7 @@ class States {
     return {all.begin(), all.end()};
   }
 
-  // How a mesh dim cuts a tensor dim.
+  // The cut of a tensor dim by a mesh dim.
   enum class Role { kNone, kAsSource, kAsGoal, kInnermost };
 
   void list_those_of_ends(int t) {

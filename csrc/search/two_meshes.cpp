@@ -48,7 +48,7 @@ constexpr int64_t kMostRanksInSegments = 1024;
 // With more messages, who serves whom does not depend on nodes, because that would have to be listed.
 constexpr int64_t kMostListed = 1 << 16;
 
-// Whether two meshes have ranks in common, and whether some node has ranks of both.
+// True if two meshes have ranks in common; true if some node has ranks of both.
 struct Encounter {
   bool shares_ranks = false;
   bool shares_nodes = false;
@@ -84,7 +84,7 @@ class Crossings {
     for (const Layout& layout : ends_on_source()) add(before_, layout, src_, layout);
     for (const Layout& layout : starts_on(goal_)) add(after_, layout, layout, goal_);
     try_pair(before_.front(), after_.front());
-    // Where nothing is due, going straight receives and sends the fewest bytes.
+    // If nothing is pending, going straight receives and sends the fewest bytes.
     if (!is_for_time() && src_.partial_dims().empty()) return std::move(best_);
     try_pairs(0);
     const size_t known = after_.size();

@@ -28,7 +28,7 @@ class Machine {
   int64_t peak_bytes(Rank rank) const { return processes_.at(rank).peak_bytes; }
 
  private:
-  // What a member contributes to a collective.
+  // A member's contribution to a collective.
   struct Given {
     Payload values;
     std::vector<int64_t> send_counts;  // for an all_to_all

@@ -114,7 +114,7 @@ std::optional<IntervalList> united(const std::vector<const IntervalList*>& lists
   return out;
 }
 
-// What the coordinates on some mesh dims have of one dim.
+// The indices of one dim that the coordinates on some mesh dims have.
 struct OfOneDim {
   const Mesh& mesh;
   int64_t size;
@@ -190,7 +190,7 @@ class Fit {
     if (!torn.to_split.empty()) return torn;
     std::vector<std::vector<Cut>> cuts;
     if (assign_from(0, cuts)) return cuts;
-    // What all coordinates hold alike may be in an order that only a cut can say.
+    // Elements that all coordinates hold alike may be in an order that only a cut can say.
     std::replace(cut_of_.begin(), cut_of_.end(), kNothing, kFree);
     if (assign_from(0, cuts)) return cuts;
     return NoFit{concat("no rules cut (", join(dims_), ") into parts of these lengths"), {}};

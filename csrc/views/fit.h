@@ -1,4 +1,4 @@
-// Which cuts of a list of dims give every rank the elements that it holds.
+// Finds the cuts of a list of dims that give every rank the elements that it holds.
 //
 // This is the general way to find the layout of a view: it looks at what each combination of coordinates holds, and
 // needs neither even cuts nor rules of one kind.
@@ -14,7 +14,7 @@
 
 namespace shardwright {
 
-// What the ranks hold of a group of dims, seen as one list of all their elements.
+// The elements that the ranks hold of a group of dims, seen as one list of all their elements.
 struct Holdings {
   const Mesh& mesh;
   std::vector<int> mesh_dims;       // those that cut it

@@ -15,7 +15,7 @@ namespace {
 
 using Cuts = std::vector<std::vector<Cut>>;
 
-// What is asked: the view of a layout after a redistribute.
+// A question: the view of a layout after a redistribute.
 struct Wanted {
   const Layout& layout;
   const std::vector<int64_t>& shape;

@@ -26,7 +26,7 @@ struct MoveFirst {
   int64_t plans = 0;      // how many plans were made
 };
 
-// Which views count: all, or those that DTensor can say (dtensor_view_of).
+// The views that count: all, or those that DTensor can say (dtensor_view_of).
 enum class ViewsFor : uint8_t { kAnyone, kDTensor };
 
 // Returns the plan with the least predicted time among those to layouts that differ from `layout` in the mesh dims of

@@ -60,7 +60,7 @@ class Topology:
         """Returns JSON that `load_topology` reads."""
 
 class Lowering:
-    """How the moves of a plan are carried out: what the transport of a process group can do (csrc/cost/lowering.h)."""
+    """The abilities of a process group's transport, which decide how a plan is carried out (csrc/cost/lowering.h)."""
 
     @staticmethod
     def named(name: str) -> Lowering:
@@ -165,7 +165,7 @@ class Layout:
     def shape(self) -> tuple[int, ...]: ...
     @property
     def flattened(self) -> int:
-        """How many leading tensor dims are seen as one, in placements and in local tensors; 1 if none are."""
+        """The number of leading tensor dims that are seen as one, in placements and in local tensors; 1 if none are."""
 
     @property
     def flattened_shape(self) -> tuple[int, ...]:
@@ -173,7 +173,7 @@ class Layout:
 
     @property
     def is_partition(self) -> bool:
-        """Whether along each mesh dim every element lies on one coordinate, in ascending order; see `Pieces`."""
+        """True if along each mesh dim every element lies on one coordinate, in ascending order; see `Pieces`."""
 
     @property
     def dtype(self) -> str: ...
@@ -243,7 +243,7 @@ class Step:
 
     @property
     def sharing(self) -> str:
-        """How ranks that hold the same data share its sending. ``"none"``: each receiver reads from one of them.
+        """The way in which ranks with equal data share its sending. ``"none"``: each receiver reads from one of them.
         ``"messages"``: whole messages are shared out. ``"bytes"``: elements are, which splits some messages.
         ``"nodes"``: holders serve their own node first, and what is left is shared by all."""
 
@@ -297,13 +297,13 @@ class Batch:
         """A number for the settings, then one for each item, which depends on all before it."""
 
     def reductions(self) -> dict[int, Layout]:
-        """Where each source with pending reductions, by its number, is reduced to before anything moves."""
+        """The layout that each source with pending reductions, by its number, is reduced to before anything moves."""
 
     def item_text(self, item: int) -> str: ...
     def to_bytes(self) -> bytes: ...
 
 class BatchPlan:
-    """How a batch moves, and what it takes. ``print`` shows it."""
+    """The plan of a batch and its figures. ``print`` shows it."""
 
     def __init__(self, batch: Batch) -> None: ...
     @property
@@ -316,19 +316,19 @@ class BatchPlan:
 
     @property
     def received_bytes_max(self) -> int:
-        """What the worst rank receives; no plan can do with less."""
+        """The bytes that the worst rank receives; no plan can do with less."""
 
     @property
     def received_bytes_sum(self) -> int: ...
     @property
     def kept_bytes_sum(self) -> int:
-        """What is copied locally."""
+        """The bytes that are copied locally."""
 
     @property
     def sent_bytes_max(self) -> int: ...
     @property
     def sent_bytes_bound(self) -> int:
-        """What the worst rank sends at least if only holders send."""
+        """The least bytes that the worst rank sends if only holders send."""
 
     @property
     def sent_bound_is_exact(self) -> bool: ...
@@ -354,19 +354,19 @@ class BatchPlan:
 
     @property
     def reductions(self) -> int:
-        """How many tensors with pending reductions are reduced before anything moves."""
+        """The number of tensors with pending reductions, which are reduced before anything moves."""
 
     @property
     def reduction_bytes_sum(self) -> int:
-        """What all ranks receive for that."""
+        """The bytes that all ranks receive for that."""
 
     @property
     def reduced_bytes_max(self) -> int:
-        """What the reduced parts take on the rank that has most of them."""
+        """The bytes of the reduced parts on the rank that has most of them."""
 
     @property
     def reducing_bytes_max(self) -> int:
-        """What the reduction that needs most memory takes besides its result."""
+        """The bytes that the reduction that needs most memory takes besides its result."""
 
     def to_json(self) -> str: ...
 
@@ -401,7 +401,7 @@ class Plan:
 
     @property
     def wire_bytes_sum_is_exact(self) -> bool:
-        """Whether `wire_bytes_sum` is exact; if not, it is an upper bound. Up to 4,096 ranks it is always exact."""
+        """True if `wire_bytes_sum` is exact; if not, it is an upper bound. Up to 4,096 ranks it is always exact."""
 
     @property
     def send_bytes_max(self) -> int: ...
@@ -456,7 +456,7 @@ class Plan:
 
     @property
     def replicas_are_bitwise_equal(self) -> bool:
-        """Whether ranks that end with the same part hold the same bits of what was reduced, whichever library does the
+        """True if ranks that end with the same part hold the same bits of what was reduced, whichever library does the
         reduction."""
 
     def wire_bytes(self, rank: int) -> int:
@@ -680,7 +680,7 @@ class GemmModel:
         """Returns the time of `count` products of m x k by k x n."""
 
 class Schedule:
-    """How a `Matmul` is carried out (csrc/products/matmul.h).
+    """The plan of a `Matmul` (csrc/products/matmul.h).
 
     Args:
         method: ``"serial"``, ``"ring"``, ``"collective"`` or ``"flags"``.

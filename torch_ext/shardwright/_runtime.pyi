@@ -65,7 +65,7 @@ class Executable:
     def mesh_ranks(self) -> list[int]: ...
     @property
     def signature(self) -> dict[str, str]:
-        """What must be equal on all ranks that run the same redistribute, by name."""
+        """The fields that must be equal on all ranks that run the same redistribute, by name."""
 
     @property
     def is_identity(self) -> bool:
@@ -253,7 +253,7 @@ def release_staging() -> None:
     """Frees the memory of temporaries that is kept for the next run (on CPU, at most 256 MiB)."""
 
 class ExpertPlacement:
-    """Which ranks hold which experts. A replica is one expert on one rank; they are numbered by rank. A code is the
+    """The ranks that hold each expert. A replica is one expert on one rank; they are numbered by rank. A code is the
     number of a replica plus 1, or 0 for none."""
 
     def __init__(self, num_experts: int, experts_of_rank: Sequence[Sequence[int]]) -> None:
@@ -307,7 +307,7 @@ def expand_rows_on_device(
     """The same for `num_places` pairs at most and `capacity` of each expert, and how many are too many."""
 
 class RowExchange:
-    """Which rows travel between the ranks of a group, and where their answers are summed.
+    """The rows that travel between the ranks of a group, and the places where their answers are summed.
 
     `wire`: the kind of device whose tensors the group takes.
     """

@@ -45,7 +45,7 @@ class _Stored(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a rank needs of a tensor, or of a part of it: runs of each dim."""
+    """The elements of a tensor, or of a part of it, that a rank needs: runs of each dim."""
 
     runs: list[torch.Tensor]  # of each dim, a row for each run, as in `_Run`
     view: torch.Tensor  # of the local tensor, which they fill

@@ -304,7 +304,7 @@ def is_cut(placement: object) -> bool:
 
 
 def text_of(placement: object) -> str | None:
-    """How `Layout` spells it; None for what is not of this module."""
+    """The spelling of `Layout`; None for what is not of this module."""
     if isinstance(placement, Ragged) and placement.units is not None:
         raise ValueError(f"placements: {placement!r} depends on a shape; allowed are sizes")
     return str(placement) if isinstance(placement, _Cut) else None

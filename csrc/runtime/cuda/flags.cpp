@@ -1,4 +1,4 @@
-// What products that wait for flags need on CUDA.
+// Flags on CUDA, for products that wait for them.
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 

@@ -1,4 +1,4 @@
-"""Where the sequence of other tensors lies: `redistribute_sequence`, and `context_parallel` around whole models."""
+"""Moves of other tensors with a sequence: `redistribute_sequence`, and `context_parallel` around whole models."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _placement(given: Any, dim: int, size: int, count: int, argument: str) -> An
     return text.replace("(2", f"({dim}", 1)
 
 
-# What PyTorch hands to a mode it runs without the mode. These functions call attention: in layers, and in a backward
+# PyTorch runs functions that it hands to a mode without the mode. These call attention: in layers, and in a backward
 # where a checkpoint computes its part of the forward again.
 _CALLS_ATTENTION = (
     F.multi_head_attention_forward,

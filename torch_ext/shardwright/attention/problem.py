@@ -29,7 +29,7 @@ Parts = list[list[tuple[int, int]]]
 
 
 class Mask(NamedTuple):
-    """What queries see beyond `is_causal`.
+    """The keys that queries see, beyond `is_causal`.
 
     Args:
         window: a query sees the places less than this far from its own: itself and the `window` - 1 before it, and, if
@@ -58,7 +58,7 @@ class Asked(NamedTuple):
     kv_layout: Any
 
 
-# What the operators take besides tensors: both directions as text, the names of the groups of each, this rank.
+# The arguments of the operators besides tensors: both directions as text, the names of the groups of each, this rank.
 Call = tuple[str, str, tuple[str, ...], tuple[str, ...], int]
 
 

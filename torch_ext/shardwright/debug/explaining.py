@@ -64,7 +64,7 @@ class HeardStep(NamedTuple):
     copies: list[tuple[str, bool, float, float]]
 
 
-# How to listen to steps, for modules in later layers.
+# Listens to steps, for modules in later layers.
 step_listeners: list[Callable[[], contextlib.AbstractContextManager[list[HeardStep]]]] = []
 
 

@@ -191,7 +191,7 @@ def _same_placement(a: DTensorSpec, b: DTensorSpec) -> bool:
 
 
 def _zeros(spec: DTensorSpec) -> DTensor:
-    """What stands for a gradient that this rank has none of."""
+    """A stand-in for a gradient that this rank has none of."""
     assert spec.tensor_meta is not None
     layout = layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
     shape = layout.local_shape(dist.get_rank())

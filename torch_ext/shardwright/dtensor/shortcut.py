@@ -31,7 +31,7 @@ _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
 
 class _Known:
-    """What is cached for a call, and the inputs for which later calls may use it."""
+    """The executable that is cached for a call, and the inputs for which later calls may use it."""
 
     __slots__ = ("device", "dtype", "executable", "node", "target")
 

@@ -51,7 +51,7 @@ def _outside_graphs(function: F) -> F:
 
 
 class DispatchHandle:
-    """What `combine` needs to know of a `dispatch`. Holds no process group.
+    """The record of a `dispatch` that `combine` needs. Holds no process group.
 
     Attributes:
         experts: the experts of this rank, in the order of ``tokens_per_expert``.
@@ -80,7 +80,7 @@ class DispatchHandle:
         self.dropped: int | torch.Tensor = 0
         self.payload_bytes = 0
         self.metadata_bytes = 0
-        # Whether combine compares, as dispatch does. Elsewhere it would wait for the device, and for the experts on it.
+        # True if combine compares, as dispatch does. Elsewhere it would wait for the device, and for the experts on it.
         self._compares = False
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class DispatchHandle:
 
 
 class Dispatched(NamedTuple):
-    """What `dispatch` returns.
+    """The result of `dispatch`.
 
     rows: ``[copies, hidden]``: by expert of this rank, then by the rank that the token came from, then by token.
     tokens_per_expert: int64, on the device of the rows. handle: for `combine`.
@@ -237,7 +237,7 @@ class Given(NamedTuple):
         return on and self.x.requires_grad, on and self.scores is not None and self.scores.requires_grad
 
     def chosen(self, ranks: ExpertRanks) -> torch.Tensor:
-        """Which replica serves each expert id, on the host. Raises ValueError on ids out of range."""
+        """Returns the replica that serves each expert id, on the host. Raises ValueError on ids out of range."""
         ids = self.expert_ids.detach().to(device="cpu", dtype=torch.int64).contiguous()
         return ranks.placement.choose(ids, ranks.rank, ranks.node_of_rank)
 
@@ -383,7 +383,7 @@ class _Journey:
         return copies
 
     def expand(self, num_copies: int) -> tuple[torch.Tensor, ...]:
-        """Which copies of what arrived the experts of this rank get; the host knows how many."""
+        """Returns the copies of what arrived that the experts of this rank get; the host knows how many."""
         first, num_local = self.ranks.first_replica, len(self.ranks.experts)
         if self.x.device.type == "cpu":
             return _runtime.expand_rows(self.codes.contiguous(), first, num_local, self.origins)

@@ -1,4 +1,4 @@
-"""Which ranks hold which experts, and how tokens get there: what `dispatch` needs to know besides its tokens."""
+"""The ranks that hold each expert, and the way of tokens to them: all that `dispatch` needs besides its tokens."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class ExpertRanks(ExpertGroup):
 
 
 class Nodes:
-    """How rows travel where nodes are known: once to each node, there to the rank with this rank's place in its own
+    """The way of rows if nodes are known: once to each node, there to the rank with this rank's place in its own
     node, and from there to the ranks of the node.
 
     The group of this rank's node is made by `connect`, which must come after all ranks have agreed on the nodes: ranks
@@ -142,7 +142,7 @@ _kept: executables.Kept[ExpertRanks] = executables.Kept()
 
 
 def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) -> ExpertRanks:
-    """What `placement`, `group` and `topology` say, kept for the next call.
+    """The meaning of `placement`, `group` and `topology`, kept for the next call.
 
     Collective where the group of a Layout's ranks must be made. Raises ValueError for what is not allowed.
     """
@@ -159,7 +159,7 @@ def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) 
 
 
 def group_alone(placement: Any, group: Group) -> ExpertGroup | None:
-    """Where the other ranks listen if this rank's placement or topology is not allowed; None if that is not known."""
+    """Returns the group on which others listen if this rank's placement or topology is refused; None if unknown."""
     try:
         _group_key(group)
         members = _layout_members(placement, group) if isinstance(placement, _planner.Layout) else _members(group)

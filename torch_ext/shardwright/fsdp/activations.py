@@ -143,7 +143,7 @@ class _Span(NamedTuple):
 
 
 def _span(tensor: torch.Tensor) -> _Span | None:
-    """What lies between the first and the last element; None where there is nothing, or memory does not hold it."""
+    """The memory between the first and the last element; None if there is nothing, or memory does not hold it."""
     if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
         return None
     numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -241,7 +241,7 @@ class _Kept:
 
 
 class _Saved(NamedTuple):
-    """What autograd holds of a tensor: a view of what is kept."""
+    """The object that autograd holds for a tensor: a view of what is kept."""
 
     kept: _Kept
     sequence: _Sequence  # lives as long as anything that is in it can be unpacked
@@ -301,7 +301,7 @@ class _Sequence:
 
 
 class _OnMesh:
-    """What is known of the activations on a mesh: the same on all of its ranks, whatever else they do."""
+    """The knowledge of the activations on a mesh: the same on all of its ranks, whatever else they do."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh

@@ -113,7 +113,7 @@ ShardPlacer = Callable[[nn.Parameter], Any]
 
 
 class Placing(NamedTuple):
-    """How parameters are cut: the arguments of `sw.fully_shard` of these names, checked."""
+    """The cuts of parameters: the arguments of `sw.fully_shard` of these names, checked."""
 
     data: DataMesh
     shard_placement_fn: ShardPlacer | None
@@ -146,7 +146,7 @@ class Placing(NamedTuple):
         return Layouts(parameter, data, choice)
 
     def _cut_of(self, name: str, parameter: nn.Parameter) -> tuple[Shard | None, DataMesh]:
-        """What `shard_placement_fn` says: along which tensor dim a parameter is cut, and over which mesh."""
+        """Returns the answer of `shard_placement_fn`: the tensor dim that a parameter is cut along, and the mesh."""
         function = self.shard_placement_fn
         result: Any = None if function is None else function(parameter)
         info = getattr(result, "mesh_info", None)
@@ -296,7 +296,7 @@ def _as_one(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def kept_ranks_of(reshard_after_forward: Any, data: DataMesh) -> int | None:
-    """How many ranks share a copy that is kept; None for what is not such a number. Raises ValueError for others."""
+    """Returns the number of ranks that share a kept copy; None for no number. Raises ValueError for others."""
     given = reshard_after_forward
     if given is None or isinstance(given, bool):
         return None

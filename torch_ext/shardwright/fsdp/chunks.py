@@ -53,7 +53,7 @@ def linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return y
 
 
-# Where few ranks would make fewer chunks, each rank's part is divided.
+# If few ranks would make fewer chunks, each rank's part is divided.
 _LEAST_CHUNKS = 8
 # Programs of a product, for different numbers of rows.
 _MAX_CALLS = 64
@@ -206,7 +206,7 @@ class UnitInChunks:
         self._had: set[int] = set()  # those with a whole gradient, when that was looked for
 
     def form(self, in_backwards: bool, reduces: bool, made: Sequence[tuple[int, int]]) -> tuple[Any, ...] | None:
-        """What schedules have to know, as `StepSchedule` says; None where nothing may be in chunks.
+        """The figures that schedules need, as `StepSchedule` says; None if nothing may be in chunks.
 
         Args:
             in_backwards: whether weights may be gathered in chunks there.
@@ -239,7 +239,7 @@ class UnitInChunks:
         return products, sum(w.reduce_ps for w in others), most + sum(w.gradient_bytes for w in others)
 
     def new_gradients(self) -> list[int]:
-        """Which of `weights` have got a whole gradient since the last call."""
+        """Returns those of `weights` that have got a whole gradient since the last call."""
         had, self._had = self._had, {i for i, e in enumerate(self.weights) if e.weight.whole.grad is not None}
         return sorted(self._had - had)
 
@@ -350,7 +350,7 @@ def _reduction_of(weight: Weight) -> _planner.Plan | None:
 
 
 class _LinearInChunks(nn.Linear):
-    """What a Linear module is while its products are ours."""
+    """The class of a Linear module while its products are ours."""
 
     _chunks: ChunkedWeight
 

@@ -37,12 +37,12 @@ _ELEMENTS_AT_A_TIME = 1 << 20  # of a weight, that a backward multiplies by
 
 
 class Float8Product:
-    """What multiplies by a weight as it has arrived. It does not refer to the weight, which refers to it."""
+    """An object that multiplies by a weight as it has arrived. It does not refer to the weight, which refers to it."""
 
     def __init__(self, columns: int, is_rowwise: bool) -> None:
         self.is_rowwise = is_rowwise
         self.place_bytes = 0
-        # What a product reads beyond the last row only makes columns that nobody reads.
+        # Bytes that a product reads beyond the last row only make columns that nobody reads.
         self.padding_bytes = ROW_MULTIPLE * max(columns + -columns % ROW_MULTIPLE, torch.float32.itemsize)
 
     def land(self, weight: Weight) -> None:
@@ -117,7 +117,7 @@ def in_tiles(scales: torch.Tensor) -> torch.Tensor:
 
 
 class BlockProduct(Float8Product):
-    """Where `torch._scaled_mm` does not take scales of blocks, rows of the weight are written out and multiplied by."""
+    """If `torch._scaled_mm` does not take scales of blocks, rows of the weight are written out and multiplied by."""
 
     def __init__(self, number: int, columns: int, block: int) -> None:
         super().__init__(columns, False)
@@ -214,7 +214,7 @@ _WEIGHT = "_shardwright_float8"  # of a module that multiplies so
 
 
 class _LinearInFloat8(nn.Linear):
-    """What a Linear module is while its weight is in use."""
+    """The class of a Linear module while its weight is in use."""
 
     @torch._disable_dynamo
     def forward(self, input: torch.Tensor) -> torch.Tensor:

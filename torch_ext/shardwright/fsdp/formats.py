@@ -1,4 +1,4 @@
-"""How weights are written in messages: in a dtype, or in eight bits with scales.
+"""Formats of weights in messages: a dtype, or a few bits with scales.
 
 What is quantised before a gather has the bits of what is quantised after it, because ranks use the same scales: a
 tensor's or a row's from all of its parts (`largest`), a block's from a block that no cut divides.
@@ -76,7 +76,7 @@ class Format:
         raise NotImplementedError
 
     def largest_layout(self, rest: _planner.Layout) -> Layout | None:
-        """Where `largest` of each rank counts; None if it is one number, which is reduced with those of others."""
+        """The places of `largest` by rank; None if it is one number, which is reduced with those of others."""
         return None
 
     def scale_of(self, largest: torch.Tensor) -> torch.Tensor:

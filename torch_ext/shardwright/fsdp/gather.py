@@ -27,7 +27,7 @@ class _Arriving(NamedTuple):
 
 
 class Carried:
-    """How one weight is gathered.
+    """The gather of one weight.
 
     If its format is just the dtype in which it is used, it is gathered into its place. Otherwise it arrives in buffers
     next to it, from which it is written to its place.
@@ -44,7 +44,7 @@ class Carried:
         self._is_direct = type(format) is Format and format.dtype == use_dtype
         self._measured_at: object = None
         self._arriving: _Arriving | None = None
-        # What the last gather has brought, and the scale, where the weight is used so.
+        # The message of the last gather, and the scale, if the weight is used so.
         self.arrived: tuple[list[torch.Tensor], torch.Tensor | None] | None = None
         self._layouts: dict[int, tuple[_planner.Layout, list[Layout]]] = {}  # by identity
         self._rank = dist.get_rank()

@@ -35,11 +35,11 @@ class Arriving:
 
 
 class _Way(NamedTuple):
-    """How gradients of one layout are reduced; in the dtype in which they are added up, unless said otherwise."""
+    """The reduction of gradients of one layout; in the dtype in which they are added up, unless said otherwise."""
 
     partial: _planner.Layout
     between: _planner.Layout  # as at rest, with what is pending over replicas
-    # Where messages have another dtype: the mesh dims whose contributions travel side by side, and their layouts.
+    # If messages have another dtype: the mesh dims whose contributions travel side by side, and their layouts.
     apart: Sequence[int] = ()
     src: _planner.Layout | None = None
     dst: _planner.Layout | None = None

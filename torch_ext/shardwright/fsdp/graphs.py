@@ -43,7 +43,7 @@ from .units import Unit, is_in_backward
 
 
 class InGraphs(Protocol):
-    """What there is of a unit: it and, once its model has run, the runner of the model."""
+    """A unit in graphs: it and, once its model has run, the runner of the model."""
 
     unit: Unit
 
@@ -196,7 +196,7 @@ def why_not(unit: Unit) -> str | None:
 
 
 def compiler_is_on() -> bool:
-    """Whether code that runs eagerly now was called by code that is compiled, or that Dynamo has given up on."""
+    """True if code that runs eagerly now was called by code that is compiled, or that Dynamo has given up on."""
     return get_eval_frame_callback() is not None
 
 
@@ -313,7 +313,7 @@ def _event(node: Node) -> Any:
 
 
 def _result_of(node: Node) -> Node:
-    """What an event returns, besides its token."""
+    """Returns the results of an event, besides its token."""
     for user in node.users:
         if user.target is operator.getitem and user.args[1] == 1:
             return user

@@ -157,7 +157,7 @@ class JitWeight:
 
 
 class _View(NamedTuple):
-    """What autograd has saved of a weight."""
+    """The object that autograd has saved for a weight."""
 
     size: torch.Size
     stride: tuple[int, ...]

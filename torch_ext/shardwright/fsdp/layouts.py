@@ -58,7 +58,7 @@ class DataMesh(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What was asked for a parameter, as placements on its data-parallel mesh dims."""
+    """The choice for a parameter, as placements on its data-parallel mesh dims."""
 
     rest: Sequence[Placement]
     store: Sequence[Placement] | None = None

@@ -1,4 +1,4 @@
-"""What modules under `sw.fully_shard` can be asked for: FSDP2's methods."""
+"""The methods of modules under `sw.fully_shard`, which are FSDP2's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ATTRIBUTE = "_shardwright_unit"
 
 
 class UnshardHandle(fsdp.UnshardHandle):
-    """What `ShardedModule.unshard` has started."""
+    """A gather that `ShardedModule.unshard` has started."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit: Unit | None = unit
@@ -291,7 +291,7 @@ class ShardedModule(FSDPModule):
         return applied
 
 
-# What else FSDP2's modules have in torch 2.15. Hints, which the schedule does not need; they do nothing.
+# The other methods of FSDP2's modules in torch 2.15: hints, which the schedule does not need; they do nothing.
 _HINTS = (
     "_set_unshard_async_op set_allocate_memory_from_process_group_for_comm set_force_sum_reduction_for_comms "
     "set_keep_unsharded_storage "

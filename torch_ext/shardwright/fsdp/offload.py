@@ -73,7 +73,7 @@ class Host:
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """What the block gives to the current stream goes to the inward one; `join` waits for it."""
+        """Work that the block gives to the current stream goes to the inward one; `join` waits for it."""
         self._inward.wait_stream(torch.accelerator.current_stream(self.device))
         with self._inward:
             try:

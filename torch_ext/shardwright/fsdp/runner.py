@@ -86,7 +86,7 @@ class Runner:
     def schedules(self) -> list[StepSchedule]:
         return [plan.schedule for plan in self._plans.values()]
 
-    # What hooks call
+    # Hooks call these
 
     def begin_forward(self, unit: Unit) -> int:
         """Returns the number of this forward."""

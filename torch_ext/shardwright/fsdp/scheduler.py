@@ -1,4 +1,4 @@
-"""How long the uses of a step take, measured in one step and agreed on by all ranks."""
+"""The schedule of a step, and the times that decide it: measured in one step and agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Event(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, int, int, int, int, int, int, int]:
-        """What schedules have to know, as `StepSchedule` says."""
+        """The figures that schedules need, as `StepSchedule` says."""
         return self[1:]
 
 
@@ -169,7 +169,7 @@ class About(NamedTuple):
 
 
 class ActivationPlan(NamedTuple):
-    """What a schedule says of them, by turn."""
+    """The schedule of activations, by turn."""
 
     numbers: Sequence[int]
     gathers: Sequence[tuple[int, int]]  # the use in which each starts, and the turn, or -1: before the use
@@ -282,7 +282,7 @@ def agreed_events(events: list[Event], meshes: set[DeviceMesh], device: torch.de
 
 
 class Key(NamedTuple):
-    """What a sequence is known by."""
+    """The key of a sequence."""
 
     units: tuple[int, ...]  # of its first use
     kind: str  # of its first use

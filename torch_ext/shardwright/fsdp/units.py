@@ -23,7 +23,7 @@ from .weights import DtypesOf, Version, Weight, aligned, differ
 
 @dataclasses.dataclass
 class Wishes:
-    """What users ask of a unit through the methods of its modules."""
+    """Settings of a unit that users give through the methods of its modules."""
 
     stays: bool  # gathered from the first use of a step to the last
     stays_between_steps: bool = False
@@ -130,18 +130,18 @@ class Unit:
 
     @property
     def keep_bytes(self) -> int:
-        """What must stay from the first use of a step to the last."""
+        """The bytes that must stay from the first use of a step to the last."""
         return self.use_bytes if self.wishes.stays else sum(aligned(weight.kept_bytes) for weight in self.weights)
 
     @property
     def description(self) -> str:
-        """What determines its messages; the same on all ranks."""
+        """A text that determines its messages; the same on all ranks."""
         stays = "stays gathered after forwards; " if self.wishes.stays else ""
         return stays + "; ".join(weight.description for weight in self.weights)
 
     @property
     def gather_ps(self) -> int:
-        """How long a gather is predicted to take."""
+        """The predicted time of a gather."""
         return sum(weight.gather_ps for weight in self.weights)
 
     @property
@@ -150,7 +150,7 @@ class Unit:
 
     @property
     def _ahead(self) -> list[Weight]:
-        """What is gathered before a use."""
+        """The bytes that are gathered before a use."""
         return [weight for weight in self.weights if self.chunks is None or not self.chunks.has(weight)]
 
     def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:

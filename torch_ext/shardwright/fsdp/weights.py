@@ -25,7 +25,7 @@ from .moves import Moves
 
 
 class Product(Protocol):
-    """What multiplies by a weight as it has arrived, in the module that has it."""
+    """An object that multiplies by a weight as it has arrived, in the module that has it."""
 
     padding_bytes: int  # after each of the tensors that arrive
     place_bytes: int  # of what it makes of them, `Weight.place`
@@ -124,7 +124,7 @@ class Weight(Trained):
             whole = layouts.as_used(held if self.is_held and held is not None else _empty(self.use, dtypes.use, device))
             self.memory = _local(whole.detach())
         self._set_whole(whole)
-        # Where a product takes it as it has arrived, it has memory only once somebody has read it.
+        # If a product takes it as it has arrived, it has memory only once somebody has read it.
         self.product = product
         self._is_staged = self._host is not None and held is None and self.extension is None
         self._set_sizes(dtypes)
@@ -155,7 +155,7 @@ class Weight(Trained):
 
     @property
     def has_other_extension(self) -> bool:
-        """Whether methods that say what is gathered were given to the part, or taken from it, since it was set up."""
+        """True if methods that say what is gathered were given to the part, or taken from it, since it was set up."""
         return extensions.has_extension(self.local_part) != (self.extension is not None)
 
     @property
@@ -200,7 +200,7 @@ class Weight(Trained):
         self.gradient_bytes = numel * self.gradients.bytes_per_element
         self.kept_gradient_bytes = numel * dtypes.reduce.itemsize
         padding = 0 if self.product is None else self.product.padding_bytes
-        # What is multiplied by as it arrives, in 8 bits, is never written out whole.
+        # A weight that is multiplied by as it arrives, in 8 bits, is never written out whole.
         has_none = self.is_held or self.product is not None or self.extension is not None
         self.whole_bytes = 0 if has_none else most_bytes(in_use)
         arriving = [] if self.is_held or self.extension is not None else self.carried.buffers(self.use)
@@ -325,7 +325,7 @@ class Weight(Trained):
 
     @property
     def was_written(self) -> bool:
-        """Whether the parameter differs from what copies were made of: by its version, or else by its contents."""
+        """True if the parameter differs from what copies were made of: by its version, or else by its contents."""
         if self._held is not None and (
             self._held_from is None or differ([self._held_from], [(self.sharded, self.version)])
         ):
@@ -343,7 +343,7 @@ class Weight(Trained):
 
     @property
     def description(self) -> str:
-        """What determines its messages; the same on all ranks."""
+        """A text that determines its messages; the same on all ranks."""
         kept = self.layouts.kept
         layouts = {"store": self.store, "rest": self.rest, "use": self.use, "keep": kept and kept[0]}
         placed = ", ".join(f"{name} {layout.placements}" for name, layout in layouts.items() if layout is not None)
@@ -456,7 +456,7 @@ class Weight(Trained):
 
     @property
     def gather_ps(self) -> int:
-        """How long a gather is predicted to take."""
+        """The predicted time of a gather."""
         if self.is_held:
             return 0
         sent = self.carried.format

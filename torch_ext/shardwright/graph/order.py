@@ -70,7 +70,7 @@ def _settle(joint_module: torch.fx.GraphModule) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-# What is done to a joint graph before it is cut into forward and backward.
+# Changes of a joint graph before it is cut into forward and backward.
 before_cutting: list[Callable[[torch.fx.GraphModule], None]] = [_settle]
 
 

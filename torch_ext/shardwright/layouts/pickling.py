@@ -1,4 +1,4 @@
-"""How layouts, meshes, topologies and plans are pickled, and so copied, saved by ``torch.save`` and sent to processes.
+"""Pickles layouts, meshes, topologies and plans, to copy them, save them by ``torch.save`` or send them to processes.
 
 Layouts and meshes are written as the arguments that make them, and plans as ``Plan.to_bytes``. What is read passes the
 same checks as what a user makes. The types of the extension module are registered with `copyreg`, because plans hand

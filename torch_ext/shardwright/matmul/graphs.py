@@ -32,7 +32,7 @@ from .tensors import Planned, ask, autocast, gradient_placements, planned
 _Name = tuple[str, str, int]
 _OF_MESH = "[["
 _products: executables.Kept[Product] = executables.Kept(is_local=True)
-# Where products were traced: the meshes whose process groups they use.
+# Meshes of products that were traced: those whose process groups they use.
 _places: dict[_Name, Where] = {}
 groups.when_gone.append(_places.clear)
 

@@ -19,7 +19,7 @@ from ..runtime import checking, counters, executables, groups, watching
 
 
 class Where(NamedTuple):
-    """Where a product is carried out: on ranks of a process group, perhaps those of a DTensor's mesh."""
+    """The place of a product: the ranks of a process group, perhaps those of a DTensor's mesh."""
 
     device_type: str
     weak_group: groups.WeakGroup = groups.DEFAULT

@@ -1,4 +1,4 @@
-"""What a planned transfer moves, and how long it is predicted to take, by tensor and by link, as text."""
+"""The data that a planned transfer moves, and its predicted time, by tensor and by link, as text."""
 
 from __future__ import annotations
 

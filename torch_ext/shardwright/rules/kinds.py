@@ -1,4 +1,4 @@
-"""What each rule does to tensors. rules.py has the functions that make rules, and says what they mean."""
+"""The effect of each rule on tensors. rules.py has the functions that make rules, and says what they mean."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .pieces import Mapped, Piece, Tensors
 
 
 class Rule:
-    """What every rule can do; `fuse` and its like make them."""
+    """The methods of every rule; `fuse` and its like make them."""
 
     def apply(self, tensors: Tensors, problems: list[str]) -> None:
         """Changes the tensors. Appends a sentence to `problems` for whatever cannot be done, and goes on."""

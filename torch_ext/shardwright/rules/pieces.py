@@ -1,4 +1,4 @@
-"""Where the elements of a tensor come from: pieces of source tensors, each a box whose dims match dims of its source.
+"""The sources of a tensor's elements: pieces of source tensors, each a box whose dims match dims of its source.
 
     fuse("qkv", ["q", "k"]) of two tensors of 4 x 8:
         qkv, 8 x 8:    piece of q: dims (0 -> 0, 4 rows from 0 to 0), (1 -> 1, 8 columns from 0 to 0)

@@ -47,7 +47,7 @@ R = TypeVar("R", bound=int | str)
 
 
 class Statement(NamedTuple):
-    """What one rank states before a call.
+    """The statement of one rank before a call.
 
     `fields` are the same on all ranks that have some; None goes with any value. `refusals` say by argument why this
     rank cannot make the call; those that are None say nothing. An error says that the ranks `differ`, and ends with
@@ -217,7 +217,7 @@ class MeshWords(_Words):
         return found
 
     def _all_reduce(self, said: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """Where a group of the mesh has a backend for CPU, the host does not wait for the device."""
+        """If a group of the mesh has a backend for CPU, the host does not wait for the device."""
         mesh = self._mesh
         if mesh.size() == 1:
             return said

@@ -30,7 +30,7 @@ class _Setting(NamedTuple):
 
 
 def _is_asked_for(said: str) -> bool:
-    """What the environment variable says."""
+    """Returns the meaning of the environment variable."""
     if said not in ("", "0", "1"):
         raise ValueError(f"SHARDWRIGHT_CHECK_RANKS: got {said!r} in the environment; allowed are 0 and 1")
     return said == "1"

@@ -179,7 +179,7 @@ def _maker_of(connection: weakref.ref[Connection]) -> groups.Maker:
 
 
 class _Meeting:
-    """What the processes of all jobs tell each other through the store."""
+    """Texts that the processes of all jobs tell each other through the store."""
 
     def __init__(self, store: dist.Store, role: str, rank: int, name: str, world_size: int) -> None:
         self.role, self.rank, self.world_size = role, rank, world_size

@@ -29,7 +29,7 @@ tables.when_changed.append(_runtime.note_changed_tables)
 groups.when_gone.append(_runtime.note_changed_tables)
 groups.when_any_gone.append(_runtime.note_changed_tables)
 
-# How long the end of the process waits for asynchronous redistributes that nobody waited for.
+# The time that the end of the process waits for asynchronous redistributes that nobody waited for.
 EXIT_SECONDS = 5.0
 atexit.register(_runtime.finish_programs, EXIT_SECONDS)
 

@@ -105,7 +105,7 @@ def redistribute_many(
     if dist.get_rank(group) < 0:
         raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
     given = _Given(items, out, bucket_bytes, buckets, group, device)
-    # What is found here decides whether ranks communicate. Where arguments are not allowed it is looked up all the
+    # This decides whether ranks communicate. If arguments are not allowed it is looked up all the
     # same: the other ranks, who know the layouts, do not compare.
     key = given.key()
     kept = _kept_of(group)

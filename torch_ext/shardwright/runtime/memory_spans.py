@@ -1,4 +1,4 @@
-"""Which tensors have bytes in common."""
+"""Tensors that have bytes in common."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What one collective moves at one rank: (bytes that must reach it, bytes that must leave it). Both are what a direct
+# The bytes of one collective at one rank: (bytes that must reach it, bytes that must leave it). Both are what a direct
 # exchange needs. What an algorithm relays, and padding that it adds below this level, is not counted. Padding that the
 # caller put into the tensors travels, so it is counted.
 Traffic = tuple[int, int]

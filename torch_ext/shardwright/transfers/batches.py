@@ -77,7 +77,7 @@ class BoundBatch:
             self._executable = executables.bind_batch(self.batch, made.device.type, group) if items else None
         except ValueError as error:  # a bucket is too small
             raise explaining.with_names(error, [made.names[item.destination] for item in items]) from None
-        # Where sources with pending reductions are reduced to before the rest starts, by number.
+        # The layouts that sources with pending reductions are reduced to before the rest starts, by number.
         self._reduced = self.batch.reductions()
         self._group = groups.weakly(group)
 

@@ -195,7 +195,7 @@ def _merged(
                 continue
             layout, ranks = replicated, sorted(rank for _, those in layouts for rank in those)
         merged[name] = layout
-        # Where destinations are filled in place, a rank that forgot its own would go on with what it holds.
+        # If destinations are filled in place, a rank that forgot its own would go on with what it holds.
         if side == "source" or kinds[name] & {DTENSOR, PAIR}:
             # Most tensors are declared by the same ranks, which are compared with a layout once.
             key = layout, tuple(ranks)

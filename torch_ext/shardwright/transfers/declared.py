@@ -142,7 +142,7 @@ class Reader:
             self.problems.append(self.said(side, name, said))
             return
         try:
-            # What is wrong is declared too: that it is missing would be no news.
+            # A wrong tensor is declared too: that it is missing would be no news.
             found[name] = self.read(value)
             self.check(side, found[name])
         except ValueError as error:

@@ -24,7 +24,7 @@ from .declared import Given, Reader, declare
 
 
 class SetUp(NamedTuple):
-    """What all ranks move, and this rank's tensors. Layouts have ranks of the group."""
+    """The tensors that all ranks move, and this rank's parts. Layouts have ranks of the group."""
 
     sources: list[_planner.Layout]
     destinations: list[_planner.Layout]

@@ -162,7 +162,7 @@ class TransferHandle:
 
 
 class Receiving(Generator[tuple[str, Any], None, None]):
-    """What `Transfer.receive` returns. `close` moves what is left."""
+    """The result of `Transfer.receive`. `close` moves what is left."""
 
     def __init__(self, tensors: Generator[tuple[str, Any], None, None]) -> None:
         self._tensors = tensors

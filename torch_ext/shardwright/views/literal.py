@@ -15,7 +15,7 @@ from ..dtensor.specs import is_strided
 
 
 class _Literal(tuple[Any, ...]):
-    """What PyTorch's method returns besides the part, of a DTensor with literal split factors."""
+    """Returns what PyTorch's method does besides the part, of a DTensor with literal split factors."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Literal) and tuple.__eq__(self, other)
