@@ -76,6 +76,34 @@ def test_an_asynchronous_redistribute_may_be_waited_for_on_another_stream(async_
     async_pool.run(_waited_for_on_another_stream, 4, 4)
 
 
+def _batch_waited_for_on_another_stream(rounds: int) -> None:
+    through_host = sw.stats()["through_host"]
+    streams = [torch.Stream(device=DEVICE) for _ in range(3)]
+    for turn in range(rounds):
+        begins, ends = streams[turn % 3], streams[(turn + 1) % 3]
+        cases = [case for case in MOVES if case[0] == (4,) and not case[1][0].startswith("P")]
+        with begins:
+            moves = [_arguments(sizes, shape, src, dst, turn) for (sizes, src, dst) in cases for shape in SHAPES]
+            items = [(local, *layouts) for local, layouts, _ in moves]
+            pending = sw.redistribute_many(items, bucket_bytes=120, buckets=2, async_op=True)
+            noise = [torch.full((256,), -1.0, device=DEVICE) for _ in range(4)]
+        assert isinstance(pending, sw.runtime.ManyHandle)
+        with ends:
+            if turn % 2:
+                pending.wait_for_sources()
+                for local, _, _ in items:
+                    local.fill_(-2.0)
+            for number, (_, _, expected) in enumerate(moves):
+                _check(pending.wait_for(number), expected, number)
+            pending.wait()
+        del noise, pending
+    assert sw.stats()["through_host"] == through_host
+
+
+def test_a_tensor_of_a_batch_may_be_waited_for_on_another_stream(async_pool: Pool) -> None:
+    async_pool.run(_batch_waited_for_on_another_stream, 4, 6)
+
+
 # ------------------------------------------------------------------------------------ never waited for
 
 
