@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <functional>
-#include <iterator>
 #include <map>
 #include <numeric>
 #include <optional>
 #include <tuple>
 #include <utility>
 
+#include "program/builder.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -76,10 +76,9 @@ class Copies {
         known_.try_emplace({copy.src, copy.dst, dtype(copy.src_dtype), dtype(copy.dst_dtype)}, copies_.size());
     if (is_new) {
       copies_.push_back(std::move(copy));
-      return;
+    } else {
+      append(copies_[found->second].boxes, std::move(copy.boxes));
     }
-    std::vector<Box>& boxes = copies_[found->second].boxes;
-    boxes.insert(boxes.end(), std::make_move_iterator(copy.boxes.begin()), std::make_move_iterator(copy.boxes.end()));
   }
 
   std::vector<Copy> take() { return std::move(copies_); }
@@ -117,12 +116,9 @@ class BatchCompiler {
   void add_tensors(const std::vector<Layout>& layouts, const std::vector<std::vector<int64_t>>& strides,
                    BufferRole role) {
     for (size_t i = 0; i < layouts.size(); ++i) {
-      Buffer buffer{1, layouts[i].dtype(), role, layouts[i].local_shape_of_rank(rank_), strides[i]};
-      for (size_t d = 0; d < buffer.shape.size(); ++d) {
-        buffer.count =
-            buffer.shape[d] == 0 || buffer.count == 0 ? 0 : buffer.count + (buffer.shape[d] - 1) * strides[i][d];
-      }
-      program_.buffers.push_back(std::move(buffer));
+      std::vector<int64_t> shape = layouts[i].local_shape_of_rank(rank_);
+      const int64_t count = extent_of(shape, strides[i]);
+      program_.buffers.push_back({count, layouts[i].dtype(), role, std::move(shape), strides[i]});
     }
   }
   BufferId source(int item) const { return BufferId{batch_.items[item].source}; }
@@ -174,8 +170,8 @@ class BatchCompiler {
       return BufferId{static_cast<int>(program_.buffers.size()) - 1};
     };
     for (const int64_t size : sizes) buckets_.push_back(add(size, false));
-    for (const int64_t size : sizes)
-      wires_.push_back(program_.stages_on_host ? add(size, true) : buckets_[wires_.size()]);
+    wires_ = buckets_;
+    for (size_t b = 0; program_.stages_on_host && b < count; ++b) wires_[b] = add(sizes[b], true);
   }
 
   void write_instructions() {

@@ -16,13 +16,13 @@ int64_t position_at(const Mesh& mesh, const Coordinates& coordinates) {
 
 }  // namespace
 
-int64_t source_for(const Layout& before, MeshDimSet group_dims, int64_t holder, int64_t receiver) {
+bool reads_from(const Layout& before, MeshDimSet group_dims, int64_t holder, int64_t receiver) {
   const Mesh& mesh = before.mesh();
-  int64_t source = holder;
-  for (const int d : (group_dims - before.cut_dims()).to_vector()) {
-    source += (mesh.coordinate(receiver, d) - mesh.coordinate(holder, d)) * mesh.stride(d);
+  const MeshDimSet replica = group_dims - before.cut_dims();
+  for (int d = 0; d < mesh.ndim(); ++d) {
+    if (replica.contains(d) && mesh.coordinate(holder, d) != mesh.coordinate(receiver, d)) return false;
   }
-  return source;
+  return true;
 }
 
 SharedSending::SharedSending(const Layout& before, const Layout& after, MeshDimSet group_dims, Sharing sharing,
@@ -293,7 +293,7 @@ int64_t MeshExchange::elements_between(int64_t from, int64_t to) const {
     const Group& all = group(from);
     return all.sending->range(index_of(all, from), index_of(all, to)).extent();
   }
-  return is_on_replica_of(from, to) ? shared(held(from), needed(to)).count : 0;
+  return may_send(from, to) ? shared(held(from), needed(to)).count : 0;
 }
 
 int64_t MeshExchange::messages_to_keepers(int64_t position) const {

@@ -37,8 +37,8 @@ struct Extent {
   bool is_contiguous_needed = false;
 };
 
-// Returns the position from which `receiver` reads the part of `holder`; both are in one group.
-int64_t source_for(const Layout& before, MeshDimSet group_dims, int64_t holder, int64_t receiver);
+// Returns true if `receiver` reads the part of `holder` from it, and not from another replica; both are in one group.
+bool reads_from(const Layout& before, MeshDimSet group_dims, int64_t holder, int64_t receiver);
 
 // The messages of a group whose replicas share the sending.
 class SharedSending {
@@ -266,7 +266,7 @@ class MeshExchange final : public Exchange {
   const PartsOfRank& parts_at(KnownParts& parts, PartsAt& at, int64_t position) const;
   const PartsOfRank& held(int64_t position) const { return parts_at(held_, held_at_, position); }
   const PartsOfRank& needed(int64_t position) const { return parts_at(needed_, needed_at_, position); }
-  bool is_on_replica_of(int64_t from, int64_t to) const;
+  bool may_send(int64_t from, int64_t to) const { return reads_from(before_, group_dims_, from, to); }
   Extent shared(const PartsOfRank& held, const PartsOfRank& needed) const;
   // The same where it is known what they share.
   template <typename RunsOf>
@@ -294,8 +294,9 @@ class MeshExchange final : public Exchange {
 
   bool is_regular_ = false;
   std::vector<Matching::Common> ties_;
-  // Of a regular exchange: what every rank needs, from how many ranks, and what a rank sends if it sends anything. A
-  // rank whose coordinates differ in a tie with replicas sends nothing.
+  // Figures of a regular exchange: the elements that every rank needs, the ranks that they come from, the elements from
+  // each, and those that a rank sends if it sends anything. A rank whose coordinates differ in a tie with replicas
+  // sends nothing.
   int64_t needed_by_each_ = 0;
   int64_t sources_ = 1;
   int64_t from_each_ = 1;

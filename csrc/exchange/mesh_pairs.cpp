@@ -93,17 +93,9 @@ bool MeshExchange::Transfer::has_runs() const {
                      [](const Extent& extent) { return extent.is_contiguous_held || extent.is_contiguous_needed; });
 }
 
-bool MeshExchange::is_on_replica_of(int64_t from, int64_t to) const {
-  const Mesh& mesh = before_.mesh();
-  for (int d = 0; d < mesh.ndim(); ++d) {
-    if (replicas_.contains(d) && mesh.coordinate(from, d) != mesh.coordinate(to, d)) return false;
-  }
-  return true;
-}
-
 bool MeshExchange::sends_to(const Group& group, int64_t from, int64_t to) const {
   if (group.sending) return transfer(group, from, to).count() > 0;
-  if (!is_on_replica_of(from, to)) return false;
+  if (!may_send(from, to)) return false;
   const Mesh& mesh = before_.mesh();
   if (is_regular_) {
     return std::all_of(ties_.begin(), ties_.end(), [&](const Matching::Common& tie) {
@@ -128,7 +120,7 @@ MeshExchange::Transfer MeshExchange::transfer(const Group& group, int64_t from, 
     const PartsOfRank& wants = needed(to);
     return in_rounds(has, wants, shared(has, wants), range);
   }
-  if (!is_regular_) return is_on_replica_of(from, to) ? share(from, to) : Transfer();
+  if (!is_regular_) return may_send(from, to) ? share(from, to) : Transfer();
   if (!sends_to(group, from, to)) return {};
   if (!any_ || any_->has_runs()) any_ = share(from, to);  // without runs, offsets do not matter
   return *any_;

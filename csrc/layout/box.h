@@ -26,6 +26,10 @@ struct Box {
   void simplify();
 };
 
+// Returns the number of places from the first element to the last one, both included, with strides that are not
+// negative; 0 if there is no element.
+int64_t extent_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
+
 std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape);
 
 }  // namespace shardwright

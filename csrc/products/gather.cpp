@@ -339,14 +339,14 @@ class GatherCompiler {
   std::optional<Selection> received(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
                                     int64_t member) {
     const int64_t peer = group[member];
-    if (source_for(step.before, step.mesh_dims, peer, here_) != peer) return std::nullopt;
+    if (!reads_from(step.before, step.mesh_dims, peer, here_)) return std::nullopt;
     return share_of(Selection(step.before.region(peer), needed_), share_dim_, chunk);
   }
 
   std::optional<Selection> sent(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
                                 int64_t member) {
     const int64_t peer = group[member];
-    if (source_for(step.before, step.mesh_dims, here_, peer) != here_) return std::nullopt;
+    if (!reads_from(step.before, step.mesh_dims, here_, peer)) return std::nullopt;
     return share_of(Selection(step.before.region(here_), step.after.region(peer)), share_dim_, chunk);
   }
 

@@ -164,13 +164,12 @@ class ScatterCompiler {
 
   // The elements that a chunk sends to the rank with this index in the group, and those that it receives from it.
   std::optional<Selection> sent(int64_t index, const Chunk& chunk) const {
-    if (!reduces_ && source_for(step_->before, step_->mesh_dims, here_, group_[index]) != here_) return std::nullopt;
+    if (!reduces_ && !reads_from(step_->before, step_->mesh_dims, here_, group_[index])) return std::nullopt;
     return share_of(Selection(held_, step_->after.region(group_[index])), share_dim_, chunk);
   }
 
   std::optional<Selection> received(int64_t index, const Chunk& chunk) const {
-    if (!reduces_ && source_for(step_->before, step_->mesh_dims, group_[index], here_) != group_[index])
-      return std::nullopt;
+    if (!reduces_ && !reads_from(step_->before, step_->mesh_dims, group_[index], here_)) return std::nullopt;
     return share_of(Selection(step_->before.region(group_[index]), needed_), share_dim_, chunk);
   }
 

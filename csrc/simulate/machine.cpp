@@ -21,14 +21,10 @@ void scale(int64_t& offset, std::vector<int64_t>& strides, DType counted, DType 
   for (int64_t& stride : strides) stride *= factor;
 }
 
-// Returns the place after the last element of a box; 0 for an empty one.
-int64_t end_of(int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
-  int64_t last = offset;
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    if (sizes[d] == 0) return 0;
-    last += (sizes[d] - 1) * strides[d];
-  }
-  return last + 1;
+// Returns the place after the last element of one side of a box; 0 for an empty box.
+int64_t end_of(const Box& box, int64_t offset, const std::vector<int64_t>& strides) {
+  const int64_t extent = extent_of(box.sizes, strides);
+  return extent == 0 ? 0 : offset + extent;
 }
 
 // Divides the elements of a box at its destination.
@@ -319,8 +315,8 @@ void Machine::execute(Process& process, const Copy& copy) {
   for (Box& box : boxes) {
     scale(box.src_offset, box.src_strides, program.src_dtype(copy), program.dtype_of(copy.src));
     scale(box.dst_offset, box.dst_strides, program.dst_dtype(copy), program.dtype_of(copy.dst));
-    check_invariant(end_of(box.src_offset, box.sizes, box.src_strides) <= std::ssize(process.buffers[copy.src]) &&
-                        end_of(box.dst_offset, box.sizes, box.dst_strides) <= std::ssize(process.buffers[copy.dst]),
+    check_invariant(end_of(box, box.src_offset, box.src_strides) <= std::ssize(process.buffers[copy.src]) &&
+                        end_of(box, box.dst_offset, box.dst_strides) <= std::ssize(process.buffers[copy.dst]),
                     "copy touches memory outside of its buffers: ", to_string(Operation(copy)));
   }
   copy_boxes(boxes, process.buffers[copy.src].data(), process.buffers[copy.dst].data(), sizeof(double));

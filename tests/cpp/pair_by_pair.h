@@ -10,7 +10,7 @@ namespace shardwright::test {
 
 // The elements that `receiver` takes from `source`; 0 if it reads from another replica.
 inline int64_t transfer_elements(const Step& step, int64_t source, int64_t receiver) {
-  if (source_for(step.before, step.mesh_dims, source, receiver) != source) return 0;
+  if (!reads_from(step.before, step.mesh_dims, source, receiver)) return 0;
   return shared_elements(step.before.region(source), step.after.region(receiver));
 }
 

@@ -110,7 +110,7 @@ def test_rows_and_bytes(pool: Pool, world: int) -> None:
             foreign = sum(rank in ranks_of and home[t] != rank for t, ranks_of in enumerate(at))
             assert payload == foreign * row_bytes, f"{load}, {placement}"
             assert going == payload + metadata
-            # What ranks compare before a combine: 2 words for each other rank.
+            # The comparison before a combine takes 2 words for each other rank.
             compared = 2 * 8 * (world - 1)
             assert coming_sent == foreign * row_bytes + compared
             own = sum(len(at[t] - {rank}) for t in range(len(ids)) if home[t] == rank)

@@ -343,7 +343,7 @@ _ALLOWED = f"torch.bfloat16, torch.float16, {', '.join(map(repr, FORMATS))}, Non
 
 @dataclasses.dataclass(frozen=True)
 class Dtypes:
-    """Of one weight."""
+    """The dtypes of one weight."""
 
     use: torch.dtype  # gathered
     gathers: Format  # in messages

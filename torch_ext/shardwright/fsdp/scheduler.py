@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Of a step, in picoseconds, the same on all ranks."""
+    """The times of a step in picoseconds, the same on all ranks."""
 
     uses: list[int]
     # By unit: the copies from the host for a gather, and those to it for a reduction.

@@ -185,9 +185,8 @@ class GroupWords(_Words):
         self.name: str = group.group_name
         self.moves_nothing = groups.moves_nothing(group)
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        has_cpu = any(kind.type == "cpu" for kind in group._device_types)
         # The group alone decides it, because ranks may be called with tensors on different devices.
-        self.device = torch.device("cpu") if accelerator is None or has_cpu else accelerator
+        self.device = torch.device("cpu") if accelerator is None or _has_cpu(group) else accelerator
 
     def exchange(self, step: str, mine: torch.Tensor) -> torch.Tensor:
         rows = mine.expand(len(self.ranks), -1)
@@ -224,11 +223,14 @@ class MeshWords(_Words):
         # Ours that are under way start all they communicate before, on all ranks alike.
         _runtime.drain([group.group_name for group in mesh.get_all_groups()])
         for group in mesh.get_all_groups():
-            has_cpu = any(kind.type == "cpu" for kind in group._device_types)
-            sent = said if has_cpu else said.to(self._device)
+            sent = said if _has_cpu(group) else said.to(self._device)
             dist.all_reduce(sent, op, group=group)
             said = sent.cpu()
         return said
+
+
+def _has_cpu(group: dist.ProcessGroup) -> bool:
+    return any(kind.type == "cpu" for kind in group._device_types)
 
 
 # ------------------------------------------------------------------------------------------------------------- store
