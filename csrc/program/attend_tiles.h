@@ -29,7 +29,8 @@ std::vector<VisiblePart> tiles_of(const Attend& attend, const AttendItems& items
 std::vector<VisiblePart> tiles_of(const AttendBackward& attend, const AttendItems& items);
 
 // The most bytes that a product takes at once: the bias of a tile, and padded operands. Where values have another depth
-// than keys, the shallower operands are padded with zeros, because most fused kernels take equal depths.
+// than keys, the shallower operands are padded with zeros, because most fused kernels take equal depths. Not counted
+// are the copies of operands whose depth is no multiple of 16 bytes, which devices other than the CPU need.
 int64_t scratch_bytes(const Attend& attend, const AttendItems& items);
 int64_t scratch_bytes(const AttendBackward& attend, const AttendItems& items);
 

@@ -20,6 +20,7 @@
 #include <tuple>
 
 #include "program/attend_tiles.h"
+#include "support/ceil_divide.h"
 
 namespace shardwright {
 namespace {
@@ -143,11 +144,12 @@ class Tiles {
     k_ = view(o_.k, buffers, s.batch, {s.kv_heads, 0, s.columns}, s.depth);
     v_ = view(o_.v, buffers, s.batch, {s.kv_heads, 0, s.columns}, s.value_depth);
     tiles_ = tiles_of(o_, items_of(q_, o_.mask, buffers));
-    if (takes_depths_apart()) return;
-    const int64_t depth = std::max(s.depth, s.value_depth);
+    const int64_t deepest = std::max(s.depth, s.value_depth);
+    const bool takes_depths_apart = q_.is_cuda() && !uses_flash(deepest);
+    const int64_t depth = whole_words(takes_depths_apart ? s.depth : deepest);
     q_ = padded(q_, depth);
     k_ = padded(k_, depth);
-    v_ = padded(v_, depth);
+    v_ = padded(v_, takes_depths_apart ? whole_words(s.value_depth) : depth);
   }
 
   const std::vector<VisiblePart>& tiles() const { return tiles_; }
@@ -175,11 +177,16 @@ class Tiles {
   }
 
  private:
-  // Returns whether memory-efficient attention computes all tiles.
-  bool takes_depths_apart() const {
+  // Kernels of devices load 16 bytes at once.
+  int64_t whole_words(int64_t depth) const {
+    if (q_.is_cpu()) return depth;
+    const int64_t items = 16 / q_.element_size();
+    return ceil_divide(depth, items) * items;
+  }
+  // Returns true if flash attention computes tiles: those without a bias. It takes keys and values of one depth.
+  bool uses_flash(int64_t depth) const {
     const bool is_half = q_.scalar_type() == at::kHalf || q_.scalar_type() == at::kBFloat16;
-    const int64_t depth = std::max(q_.size(3), v_.size(3));
-    return q_.is_cuda() && !(is_half && !o_.mask && depth % 8 == 0 && depth <= 256);
+    return is_half && !o_.mask && whole_words(depth) <= 256;
   }
 
   const Product& o_;
@@ -206,6 +213,10 @@ at::Tensor padded_lse(const at::Tensor& lse) {
   padded.narrow(2, 0, rows).copy_(lse);
   return padded;
 }
+
+// A result as the backward of memory-efficient attention reads it: it takes no strides of rows and heads, and expects
+// those of its own forward, [batch, rows, heads, depth].
+at::Tensor rows_before_heads(const at::Tensor& out) { return out.transpose(1, 2).contiguous().transpose(1, 2); }
 
 std::tuple<at::Tensor, at::Tensor> forward(const Operands& o) {
   if (o.q.is_cpu()) {
@@ -249,8 +260,8 @@ Gradients backward(const Operands& o, const at::Tensor& dout, const at::Tensor& 
                                                             seed, seed, o.scale);
   }
   auto [dq, dk, dv, dbias] = at::_scaled_dot_product_efficient_attention_backward(
-      dout, o.q, repeated(o.k, o.per_kv), repeated(o.v, o.per_kv), bias.value_or(at::Tensor()), out, padded_lse(lse),
-      seed, seed, 0.0, {true, true, true, false}, o.is_causal(), o.scale);
+      dout, o.q, repeated(o.k, o.per_kv), repeated(o.v, o.per_kv), bias.value_or(at::Tensor()), rows_before_heads(out),
+      padded_lse(lse), seed, seed, 0.0, {true, true, true, false}, o.is_causal(), o.scale);
   return {dq, summed(dk, o.per_kv), summed(dv, o.per_kv)};
 }
 

@@ -8,8 +8,9 @@ import itertools
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import rank_device
 import torch
 import torch.distributed as dist
@@ -27,58 +28,110 @@ OUTPUTS = ("out", "q", "k", "v")
 # ---- attention
 
 
+class Case(NamedTuple):
+    dtype: torch.dtype
+    kv_heads: int = 4
+    is_causal: bool = False
+    window: int | None = None
+    documents: int = 1
+    tensor_mask: torch.dtype | None = None  # which hides all keys from some queries
+    depth: int = 64
+    value_depth: int = 64
+
+
+HALF = torch.bfloat16
+CASES = [
+    Case(torch.float32, 2),
+    Case(HALF, is_causal=True),
+    Case(HALF, 2, is_causal=True),
+    *(Case(dtype, is_causal=True, window=48) for dtype in (HALF, torch.float16, torch.float32)),
+    Case(HALF, 2, documents=3),
+    Case(torch.float32, tensor_mask=torch.bool),
+    Case(HALF, 2, tensor_mask=torch.bool),
+    Case(HALF, tensor_mask=HALF),
+    Case(HALF, 2, value_depth=32),
+    Case(HALF, depth=32, tensor_mask=torch.bool),
+    Case(torch.float32, 2, value_depth=24),
+    Case(HALF, depth=20, value_depth=20),
+]
+
+
 def check_attention() -> None:
+    """Of each case, by every method."""
+    world = dist.get_world_size()
+    length = 200 if world < 4 else 203  # multiples of 8, and uneven parts
+    for case, layout in itertools.product(CASES, ("contiguous", "zigzag")):
+        check_attention_of(case, length, layout)
+    if rank_device.IS_CUDA:
+        tensor = torch.zeros(1, 1, length, 8, dtype=torch.float64, device=DEVICE)
+        with pytest.raises(ValueError, match="q: is torch.float64; allowed on CUDA are"):
+            sw.attention.scaled_dot_product_attention(tensor, tensor, tensor, size=length * world)
+
+
+def check_attention_of(case: Case, length: int, layout: str) -> None:
     """Errors of at most 2.5 times those of unsharded attention in the same dtype, plus a little; gradients too."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    cases = [
-        (torch.float32, 2, False, None),
-        (torch.bfloat16, 4, True, None),
-        (torch.bfloat16, 2, True, None),
-        (torch.bfloat16, 4, True, sw.attention.Mask(window=48)),
-    ]
-    length = 200 if world < 4 else 203  # multiples of 8, and uneven parts
-    for (dtype, kv_heads, is_causal, mask), layout in itertools.product(cases, ("contiguous", "zigzag")):
-        generator = torch.Generator().manual_seed(7)
-        heads = (4, kv_heads, kv_heads, 4)
-        whole = [torch.randn(2, n, length, 64, generator=generator).to(DEVICE, dtype) for n in heads]
-        exact = whole_attention(whole, is_causal, mask, torch.float64)
-        usual = whole_attention(whole, is_causal, mask, dtype)
-        places = torch.arange(length).chunk(world)[rank]
-        if layout == "zigzag":
-            places = torch.cat(
-                [torch.arange(a, b) for a, b in sw.placements.Pieces.zigzag(0, length, world).lists[rank]]
-            )
-        for method in ("serial", "ring", "gather", "ulysses"):
-            mine = [t[:, :, places].contiguous().requires_grad_() for t in whole[:3]]
-            out = sw.attention.scaled_dot_product_attention(
-                *mine,
-                is_causal=is_causal,
-                mask=mask,
-                enable_gqa=kv_heads != 4,
-                method=method,
-                size=length,
-                layout=layout,
-            )
-            grads = torch.autograd.grad(out, mine, whole[3][:, :, places])
-            name = f"attention by {method}, {dtype}, {kv_heads} heads of keys, {is_causal=}, {mask}, {layout}"
-            for what, found, right, plain in zip(OUTPUTS, (out, *grads), exact, usual, strict=True):
-                error = (found.double() - right[:, :, places]).abs().max().item()
-                allowed = 2.5 * (plain.double() - right).abs().max().item() + (2e-3 if dtype.itemsize == 2 else 1e-5)
-                assert error <= allowed, f"{name}: {what} is wrong by {error:.2e}; allowed is {allowed:.2e}"
+    generator = torch.Generator().manual_seed(7)
+    shapes = ((4, case.depth), (case.kv_heads, case.depth), (case.kv_heads, case.value_depth), (4, case.value_depth))
+    whole = [torch.randn(2, n, length, d, generator=generator).to(DEVICE, case.dtype) for n, d in shapes]
+    hidden = hidden_pairs(case, length, generator)
+    exact = whole_attention(whole, hidden, torch.float64)
+    usual = whole_attention(whole, hidden, case.dtype)
+    places = torch.arange(length).chunk(world)[rank]
+    if layout == "zigzag":
+        places = torch.cat([torch.arange(a, b) for a, b in sw.placements.Pieces.zigzag(0, length, world).lists[rank]])
+    mask: sw.attention.Mask | torch.Tensor = sw.attention.Mask(case.window, document_lengths(case, length))
+    methods = ["serial", "ring", "gather", "ulysses"]
+    if case.tensor_mask is not None:
+        mask = hidden[places.to(DEVICE)].logical_not()
+        if case.tensor_mask != torch.bool:
+            mask = torch.zeros_like(mask, dtype=case.tensor_mask).masked_fill(~mask, -math.inf)
+        methods.remove("ulysses")
+    for method in methods:
+        mine = [t[:, :, places].contiguous().requires_grad_() for t in whole[:3]]
+        out = sw.attention.scaled_dot_product_attention(
+            *mine,
+            is_causal=case.is_causal,
+            mask=mask,
+            enable_gqa=case.kv_heads != 4,
+            method=method,
+            size=length,
+            layout=layout,
+        )
+        grads = torch.autograd.grad(out, mine, whole[3][:, :, places])
+        for what, found, right, plain in zip(OUTPUTS, (out, *grads), exact, usual, strict=True):
+            error = (found.double() - right[:, :, places]).abs().max().item()
+            least = 2e-3 if case.dtype.itemsize == 2 else 1e-5
+            allowed = 2.5 * (plain.double() - right).abs().max().item() + least
+            name = f"attention by {method}, {case}, {layout}: {what}"
+            assert error <= allowed, f"{name} is wrong by {error:.2e}; allowed is {allowed:.2e}"
 
 
-def whole_attention(
-    tensors: list[torch.Tensor], is_causal: bool, mask: sw.attention.Mask | None, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """The result and the gradients, by products of whole matrices."""
+def document_lengths(case: Case, length: int) -> list[int]:
+    return [len(part) for part in torch.arange(length).chunk(case.documents)]
+
+
+def hidden_pairs(case: Case, length: int, generator: torch.Generator) -> torch.Tensor:
+    at = torch.arange(length)
+    distance = at[:, None] - at
+    hidden = distance < 0 if case.is_causal else torch.zeros_like(distance, dtype=torch.bool)
+    if case.window is not None:
+        hidden |= distance.abs() >= case.window
+    document = torch.arange(case.documents).repeat_interleave(torch.tensor(document_lengths(case, length)))
+    hidden |= document[:, None] != document
+    if case.tensor_mask is not None:
+        hidden |= torch.rand(length, length, generator=generator) < 0.4
+        hidden[3] = hidden[length - 2] = True
+    return hidden.to(DEVICE)
+
+
+def whole_attention(tensors: list[torch.Tensor], hidden: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The result and the gradients, by products of whole matrices; zeros for a query that sees nothing."""
     q, k, v = (t.to(dtype, copy=True).requires_grad_() for t in tensors[:3])
     keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    distance = torch.arange(q.shape[2], device=DEVICE)[:, None] - torch.arange(q.shape[2], device=DEVICE)
-    hidden = distance < 0 if is_causal else torch.zeros_like(distance, dtype=torch.bool)
-    if mask is not None and mask.window is not None:
-        hidden = hidden | (distance.abs() >= mask.window)
-    scores = (q @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(hidden, -math.inf)
-    out = scores.softmax(-1) @ values
+    blind = hidden.all(-1, keepdim=True)
+    scores = (q @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(hidden & ~blind, -math.inf)
+    out = scores.softmax(-1).masked_fill(blind, 0) @ values
     return [out.detach(), *torch.autograd.grad(out, [q, k, v], tensors[3].to(dtype))]
 
 

@@ -46,9 +46,9 @@ def scaled_dot_product_attention(
     among the ranks.
 
     Args:
-        q: shape [batch, heads, sequence, depth]: float32, bfloat16, float16 or float64. Plain tensors are this rank's
-            part of the sequence. DTensors bring their placements: one mesh dim may cut the sequence, others batch and
-            heads; nothing moves along those. Or all three are [batch, sequence, depth], as one head.
+        q: shape [batch, heads, sequence, depth]: float32, bfloat16, float16 or, not on CUDA, float64. Plain tensors are
+            this rank's part of the sequence. DTensors bring their placements: one mesh dim may cut the sequence, others
+            batch and heads; nothing moves along those. Or all three are [batch, sequence, depth], as one head.
         k, v: shaped and placed like `q`; with `enable_gqa` they may have fewer heads. `v` may have another depth, which
             is that of the result. Both may be of another sequence, cut over the same ranks or whole on each of them:
             see `kv_size` and `kv_layout`; DTensors bring it.

@@ -303,9 +303,9 @@ def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
         if isinstance(tensor, DTensor) and tensor.device_mesh != q.device_mesh:
             raise ValueError(f"{name}: is on {tensor.device_mesh}, q on {q.device_mesh}")
         if isinstance(tensor, DTensor) and _but_sequence(tensor) != _but_sequence(q):
-            raise ValueError(
-                f"{name}: is placed as {tensor.placements}, q as {q.placements}; they must be placed alike"
-            )
+            raise ValueError(f"{name}: is placed as {tensor.placements}; allowed is as q is, {q.placements}")
+    if q.device.type == "cuda" and q.dtype == torch.float64:
+        raise ValueError("q: is torch.float64; allowed on CUDA are float32, bfloat16 and float16, PyTorch has no other")
     if isinstance(k, DTensor) and k.placements != v.placements:
         raise ValueError(f"v: is placed as {v.placements}, k as {k.placements}; they must be placed alike")
     if k.shape[:3] != v.shape[:3]:
