@@ -6,6 +6,7 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/mm.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -31,9 +32,12 @@ std::atomic<bool>& accumulates_fast() {
   return is_fast;
 }
 
+// A dim of one element gets the stride that a dense matrix has, because ATen passes strides on as leading dimensions.
 at::Tensor view(const at::Tensor& buffer, const Matrix& matrix, int64_t rows, int64_t columns) {
-  return at::as_strided(buffer, {rows, columns}, {matrix.row_stride, matrix.column_stride},
-                        buffer.storage_offset() + matrix.offset);
+  const int64_t row_stride =
+      rows == 1 ? std::max(matrix.row_stride, columns * matrix.column_stride) : matrix.row_stride;
+  const int64_t column_stride = columns == 1 ? std::max(matrix.column_stride, rows * row_stride) : matrix.column_stride;
+  return at::as_strided(buffer, {rows, columns}, {row_stride, column_stride}, buffer.storage_offset() + matrix.offset);
 }
 
 at::Tensor batch_view(const at::Tensor& buffer, const Matrix& matrix, int64_t count, int64_t batch_stride, int64_t rows,

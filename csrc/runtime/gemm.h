@@ -54,7 +54,8 @@ std::optional<std::string> why_not_scaled(const Gemm& gemm, const at::Tensor& lh
 std::map<std::string, int64_t> cast_products();
 void reset_cast_products();
 
-// Returns how often a product's tiles fill the device: 1.0 keeps all of it busy once, and 1.1 takes as long as 2.
+// Returns how often the tiles of a product, or of one product of a batch, fill the device: 1.0 keeps all of it busy
+// once, and 1.1 takes as long as 2.
 // Assumes buffers that are aligned as allocators align them. Returns nothing if the device does not report it (CPU; an
 // empty product; unsupported dtypes).
 //
