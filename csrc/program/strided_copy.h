@@ -12,12 +12,7 @@
 #include <vector>
 
 #include "program/program.h"
-
-#if defined(__CUDACC__)
-#define SHARDWRIGHT_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define SHARDWRIGHT_HOST_DEVICE inline
-#endif
+#include "support/host_device.h"
 
 namespace shardwright {
 
@@ -51,15 +46,28 @@ struct WordBox {
   int64_t dst_strides[kMaxCopyDims];
 
   // Computes the source and destination of word `i` of the box.
-  SHARDWRIGHT_HOST_DEVICE void locate(uint32_t i, int64_t& src, int64_t& dst) const {
-    src = src_offset;
-    dst = dst_offset;
+  SHARDWRIGHT_HOST_DEVICE void locate(uint32_t i, int64_t& src, int64_t& dst) const { locate(&i, &src, &dst); }
+
+  // The same for words that a thread copies, one for each element of the three arrays; `i` is overwritten.
+  template <int kCount = 1>
+  SHARDWRIGHT_HOST_DEVICE void locate(uint32_t* i, int64_t* src, int64_t* dst) const {
+    SHARDWRIGHT_UNROLL
+    for (int w = 0; w < kCount; ++w) {
+      src[w] = src_offset;
+      dst[w] = dst_offset;
+    }
     for (int d = ndim - 1; d >= 0; --d) {
-      const uint32_t rest = sizes[d].quotient(i);
-      const int64_t at = i - rest * sizes[d].divisor;
-      src += at * src_strides[d];
-      dst += at * dst_strides[d];
-      i = rest;
+      const Divisor size = sizes[d];
+      const int64_t src_stride = src_strides[d];
+      const int64_t dst_stride = dst_strides[d];
+      SHARDWRIGHT_UNROLL
+      for (int w = 0; w < kCount; ++w) {
+        const uint32_t rest = d == 0 ? 0 : size.quotient(i[w]);
+        const int64_t at = i[w] - rest * size.divisor;
+        src[w] += at * src_stride;
+        dst[w] += at * dst_stride;
+        i[w] = rest;
+      }
     }
   }
 };

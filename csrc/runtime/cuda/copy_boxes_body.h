@@ -1,44 +1,62 @@
 // The work of one thread of the kernels that copy boxes (copy_boxes.cu), for the host too: tests run whole grids of it.
 //
-// All words of a copy are numbered (strided_copy.h). A thread block takes kWordsPerBlock numbers and finds the box of
-// the first one. Each thread loads all its words before it stores any, so that several loads are in flight.
+// All words of a copy are numbered (strided_copy.h). A thread block takes kWordsPerBlock numbers, and each of its warps
+// finds the boxes of its share. Each thread loads all its words before it stores any, so that several loads are in
+// flight.
 #pragma once
 
 #include <cstdint>
 
 #include "program/copy_table.h"
 #include "program/strided_copy.h"
-#include "runtime/cuda/unroll.h"
 
 namespace shardwright {
 
 inline constexpr int kCopyThreads = 256;  // of a block
+inline constexpr int kWarpThreads = 32;
 inline constexpr int kWordsPerThread = 4;
 inline constexpr int kWordsPerBlock = kCopyThreads * kWordsPerThread;
 
 inline int64_t copy_blocks(int64_t words) { return (words + kWordsPerBlock - 1) / kWordsPerBlock; }
 
-// The words of the block are in boxes `first` to `last`.
+// The words of the block are in boxes `first` to `last`. Those of a warp follow each other, so most warps are in one
+// box, whose dims they then read once.
 template <typename Word>
 SHARDWRIGHT_HOST_DEVICE void copy_words(int64_t block, int thread, const WordBox* boxes, const int64_t* first_word,
                                         int64_t words, int64_t first, int64_t last, const Word* __restrict__ src,
                                         Word* __restrict__ dst) {
-  const int64_t begin = block * kWordsPerBlock;
+  const int64_t begin = block * kWordsPerBlock + thread / kWarpThreads * (kWarpThreads * kWordsPerThread);
+  if (begin >= words) return;
+  const int64_t begin_of_next = begin + kWarpThreads * kWordsPerThread;
+  const int64_t end = begin_of_next < words ? begin_of_next : words;
+  first += box_of(first_word + first, last - first + 1, begin);
+  last = first + box_of(first_word + first, last - first + 1, end - 1);
+  const int64_t mine = begin + thread % kWarpThreads;
+  int64_t from[kWordsPerThread];
+  int64_t to[kWordsPerThread];
+  if (first == last) {
+    uint32_t places[kWordsPerThread];
+    SHARDWRIGHT_UNROLL
+    for (int w = 0; w < kWordsPerThread; ++w) {
+      places[w] = static_cast<uint32_t>(mine + w * kWarpThreads - first_word[first]);
+    }
+    boxes[first].template locate<kWordsPerThread>(places, from, to);
+  } else {
+    SHARDWRIGHT_UNROLL
+    for (int w = 0; w < kWordsPerThread; ++w) {
+      const int64_t word = mine + w * kWarpThreads;
+      const int64_t b = first + box_of(first_word + first, last - first + 1, word);
+      boxes[b].locate(static_cast<uint32_t>(word - first_word[b]), from[w], to[w]);
+    }
+  }
   Word loaded[kWordsPerThread];
-  int64_t places[kWordsPerThread];
   SHARDWRIGHT_UNROLL
   for (int w = 0; w < kWordsPerThread; ++w) {
-    const int64_t word = begin + w * kCopyThreads + thread;
-    places[w] = -1;
-    if (word >= words) continue;
-    const int64_t b = first + box_of(first_word + first, last - first + 1, word);
-    int64_t from;
-    boxes[b].locate(static_cast<uint32_t>(word - first_word[b]), from, places[w]);
-    loaded[w] = src[from];
+    if (mine + w * kWarpThreads < end) loaded[w] = src[from[w]];
   }
   SHARDWRIGHT_UNROLL
   for (int w = 0; w < kWordsPerThread; ++w) {
-    if (places[w] >= 0) dst[places[w]] = loaded[w];
+    if (mine + w * kWarpThreads < end) dst[to[w]] = loaded[w];
   }
 }
 

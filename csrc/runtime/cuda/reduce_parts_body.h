@@ -4,8 +4,7 @@
 
 #include <cstdint>
 
-#include "program/strided_copy.h"
-#include "runtime/cuda/unroll.h"
+#include "support/host_device.h"
 
 namespace shardwright {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "program/strided_copy.h"
+#include "support/host_device.h"
 
 namespace shardwright {
 

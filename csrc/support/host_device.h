@@ -1,0 +1,10 @@
+// Macros of functions that kernels call and the host compiles too: tests run whole grids of them there.
+#pragma once
+
+#ifdef __CUDACC__
+#define SHARDWRIGHT_HOST_DEVICE __host__ __device__ __forceinline__
+#define SHARDWRIGHT_UNROLL _Pragma("unroll")  // before a loop
+#else
+#define SHARDWRIGHT_HOST_DEVICE inline
+#define SHARDWRIGHT_UNROLL
+#endif
