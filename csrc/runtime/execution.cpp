@@ -118,11 +118,14 @@ void Execution::start_until(int instruction) {
   // Recorded here and not when the run was made: only now do transfers of earlier programs come before it (lanes.h).
   if (uses_side_stream_ && !begin_) begin_.emplace(*home_);
   StepRecord record;
+  // Once for the rest of a step, because handing the lock to another thread takes longer than a small copy.
   while (next_ < instruction) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
-    if (next_ >= instruction) return;
-    record.at(program_, next_);
-    step();
+    while (next_ < instruction) {
+      record.at(program_, next_);
+      step();
+      if (ends_step(next_ - 1)) break;
+    }
   }
 }
 
@@ -130,8 +133,10 @@ void Execution::run_next() { start_until(std::min(next_ + 1, num_instructions_))
 
 void Execution::start_all() { start_until(compiled_.last_communication() + 1); }
 
-void Execution::finish() {
-  start_until(num_instructions_);
+void Execution::finish() { finish_until(num_instructions_); }
+
+void Execution::finish_until(int instruction) {
+  start_until(instruction);
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
 }
@@ -187,11 +192,7 @@ void Execution::check_capture() const {
 
 void Execution::wait_until(int instruction) {
   if (!is_in_rest_) {
-    start_until(instruction);
-    {
-      const std::lock_guard<std::recursive_mutex> lock(mutex_);
-      if (failure_) std::rethrow_exception(failure_);
-    }
+    finish_until(instruction);
     // The progress thread may keep a run that is over for a while, which should not keep memory.
     if (finished()) release();
     return;

@@ -80,6 +80,7 @@ class Execution {
   bool is_waited_for() const { return is_waited_for_; }
 
  private:
+  void finish_until(int instruction);  // start_until, which raises a failure of an earlier call too
   void step();
   void execute(const Operation& operation, int index);
   // Starts the transfer of an instruction on the current stream.
@@ -152,7 +153,7 @@ class Execution {
   std::atomic<int> next_{0};
   std::exception_ptr failure_;
   std::atomic<bool> has_failed_{false};
-  mutable std::recursive_mutex mutex_;  // held for one instruction at a time
+  mutable std::recursive_mutex mutex_;  // held to the end of a step at most
 };
 
 }  // namespace shardwright
