@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
-@pytest.fixture
-def no_host_sync() -> Iterator[None]:
-    """Makes torch raise wherever the host waits for the device."""
+@contextlib.contextmanager
+def _no_host_sync() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def no_host_sync() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context in which torch raises wherever the host waits for the device."""
+    return _no_host_sync

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -13,28 +14,31 @@ import shardwright as sw
 from shardwright._native import _runtime
 
 WORLD = 4
+NoHostSync = Callable[[], AbstractContextManager[None]]
 
 
 @pytest.mark.parametrize("placement", routing.PLACEMENTS)
-def test_index_arithmetic(no_host_sync: None, placement: str) -> None:
+def test_index_arithmetic(no_host_sync: NoHostSync, placement: str) -> None:
     g = torch.Generator().manual_seed(3)
     held = _runtime.ExpertPlacement(12, routing.placement_of(placement, 12, WORLD, g))
     ids = torch.randint(-1, 12, (50, 3), generator=g)
     on_host, on_device = (_runtime.DevicePlacement(held, device) for device in ("cpu", "cuda"))
     placed = ids.cuda()
-    codes, placed_codes = on_host.choose(ids, 1), on_device.choose(placed, 1)
-    routes, placed_routes = on_host.route(codes, 20), on_device.route(placed_codes, 20)
     first, last = held.first_replica[2:4]
+    codes = on_host.choose(ids, 1)
+    routes = on_host.route(codes, 20)
     expanded = _runtime.expand_rows_on_device(codes, first, last - first, None, 7, 100)
-    placed_expanded = _runtime.expand_rows_on_device(placed_codes, first, last - first, None, 7, 100)
-    torch.cuda.set_sync_debug_mode("default")
+    with no_host_sync():
+        placed_codes = on_device.choose(placed, 1)
+        placed_routes = on_device.route(placed_codes, 20)
+        placed_expanded = _runtime.expand_rows_on_device(placed_codes, first, last - first, None, 7, 100)
     assert torch.equal(placed_codes.cpu(), codes)
     assert all(map(torch.equal, routes, (t.cpu() for t in placed_routes)))
     assert all(map(torch.equal, expanded, (t.cpu() for t in placed_expanded)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_rows(no_host_sync: None, dtype: torch.dtype) -> None:
+def test_rows(no_host_sync: NoHostSync, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(4)
     rows, others = (torch.randn(n, 33, generator=g).to(dtype) for n in (40, 25))
     table = torch.randint(-1, 40, (25, 3), generator=g)
@@ -51,8 +55,8 @@ def test_rows(no_host_sync: None, dtype: torch.dtype) -> None:
             _runtime.dot_rows(rows, table, others, weights),
         ]
 
-    found = results(*placed)
-    torch.cuda.set_sync_debug_mode("default")
+    with no_host_sync():
+        found = results(*placed)
     for one, expected in zip(found, results(rows, others, table, pairs, weights), strict=True):
         torch.testing.assert_close(one.cpu(), expected)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import pytest
@@ -235,13 +237,13 @@ def test_replayed(count: int) -> None:
     assert torch.equal(other.dst.double(), other.expected)
 
 
-@pytest.mark.usefixtures("no_host_sync")
 @pytest.mark.parametrize("bias", [None, (0, 0, 1)])
-def test_no_host_sync(bias: Place | None) -> None:
+def test_no_host_sync(no_host_sync: Callable[[], AbstractContextManager[None]], bias: Place | None) -> None:
     case = Case((64, 64, 64), count=2, bias=bias)
-    for _ in range(3):
-        case.run()
-        case.run(16)
+    with no_host_sync():
+        for _ in range(3):
+            case.run()
+            case.run(16)
 
 
 def test_tf32_is_as_torch_is_told() -> None:
@@ -268,7 +270,7 @@ def test_waves() -> None:
         return found
 
     assert 0 < waves(128) < waves(16384)
-    assert waves(4096) < waves(4096, count=8)
+    assert waves(4096) == waves(4096, count=8)  # cuBLASLt counts those of one matrix
     assert waves(8192, sms_left=_sms() // 2) >= waves(8192)
     gemm = _runtime.Gemm((64, 64, 0), (0, 1, 1), (0, 64, 1), (0, 64, 1))
     assert gemm.waves(torch.empty(0), torch.empty(0, device="cuda")) is None

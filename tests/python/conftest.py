@@ -1,8 +1,9 @@
 """The pools of worker processes that all tests share.
 
-`pytest --device asyncdev` gives tests that ask for `pool` one whose tensors are on the device of tests/async_device.
+`pytest --device asyncdev` gives tests that ask for `pool` one whose tensors are on the device of tests/async_device,
+and `--device cuda` one whose workers share a GPU, over NCCL.
 `pytest --one-in 3` runs every test function, but only every third of its sets of parameters; `--turn 1` takes others
-than `--turn 0` does. With `--device asyncdev`, tests marked on_device run with all of them.
+than `--turn 0` does. On other devices than the CPU, tests marked on_device run with all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _SEED = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=("cpu", "asyncdev"), default="cpu", help="where the tensors of tests are")
+    devices = ("cpu", "asyncdev", "cuda")
+    parser.addoption("--device", choices=devices, default="cpu", help="where the tensors of tests are")
     parser.addoption("--seed", type=int, help="of delays on asyncdev (default: a random one, which is printed)")
     parser.addoption("--one-in", type=int, default=1, help="of each test function, one in so many sets of parameters")
     parser.addoption("--turn", type=int, default=0, help="which of them: the remainder of this number by --one-in")
@@ -33,9 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _take_one_in(config.getoption("--one-in"), config.getoption("--turn"), config, items)
-    if config.getoption("--device") == "cpu":
-        return
+    device = config.getoption("--device")
     for item in items:
+        if device == "cuda" and "async_pool" in item.fixturenames:
+            item.add_marker(pytest.mark.skip(reason="has its own device"))
+        if device == "cpu":
+            continue
         for mark in item.iter_markers("cpu_only"):
             item.add_marker(pytest.mark.skip(reason=f"on CPU only: {mark.args[0]}"))
 
@@ -69,16 +74,17 @@ def async_pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
     import async_device
 
     async_device.build()
-    shared = Pool(async_seed=pytestconfig.stash[_SEED])
+    shared = Pool("asyncdev", pytestconfig.stash[_SEED])
     yield shared
     shared.close()
 
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    if request.config.getoption("--device") == "asyncdev":
+    device = request.config.getoption("--device")
+    if device == "asyncdev":
         yield request.getfixturevalue("async_pool")
         return
-    shared = Pool()
+    shared = Pool(device)
     yield shared
     shared.close()

@@ -55,11 +55,11 @@ class Outcome:
 class _Worker:
     """One process and the pipe to it."""
 
-    def __init__(self, scratch: pathlib.Path, index: int, async_seed: int | None) -> None:
+    def __init__(self, scratch: pathlib.Path, index: int, device: str = "cpu", async_seed: int = 0) -> None:
         self.connection, child_end = _context.Pipe()
         self.stacks = scratch / f"stacks_{index}_{time.monotonic_ns()}"
         self.note = self.stacks.with_name(self.stacks.name + ".note")
-        arguments = (child_end, str(self.stacks), async_seed)
+        arguments = (child_end, str(self.stacks), index, device, async_seed)
         self.process = _context.Process(target=pool_worker.serve, args=arguments, daemon=True)
         self.process.start()
         child_end.close()
@@ -145,11 +145,12 @@ def _report(name: str, outcomes: list[Outcome | None], workers: list[_Worker], t
 class Pool:
     """Worker processes, started when first needed. A failed call leaves no state behind for the next one.
 
-    With `async_seed`, their tensors are on the asynchronous device of tests/async_device, which must have been built.
+    Their tensors are on `device`: "cpu", "cuda", where all workers share a GPU, or "asyncdev", the asynchronous device
+    of tests/async_device, which must have been built and whose delays follow from `async_seed`.
     """
 
-    def __init__(self, async_seed: int | None = None) -> None:
-        self._async_seed = async_seed
+    def __init__(self, device: str = "cpu", async_seed: int = 0) -> None:
+        self._device = (device, async_seed)
         self._scratch = tempfile.TemporaryDirectory(prefix="shardwright_pool_")
         self._workers: list[_Worker] = []
         self._life: tuple[int, str] | None = None
@@ -173,7 +174,7 @@ class Pool:
         job = _job(function, args, kwargs)
         scratch = pathlib.Path(self._scratch.name)
         while len(self._workers) < world_size:
-            self._workers.append(_Worker(scratch, len(self._workers), self._async_seed))
+            self._workers.append(_Worker(scratch, len(self._workers), *self._device))
         if self._life is None or self._life[0] != world_size:
             self._lives_started += 1
             self._life = (world_size, str(scratch / f"store_{self._lives_started}"))
@@ -215,7 +216,7 @@ def run_isolated(
     """
     job = _job(function, args, kwargs)
     with tempfile.TemporaryDirectory(prefix="shardwright_isolated_") as scratch:
-        workers = [_Worker(pathlib.Path(scratch), index, None) for index in range(world_size)]
+        workers = [_Worker(pathlib.Path(scratch), index) for index in range(world_size)]
         try:
             life = (world_size, os.path.join(scratch, "store"))
             for rank, worker in enumerate(workers):

@@ -66,10 +66,26 @@ def note(text: str) -> None:
             file.write(text)
 
 
-def serve(pipe: Connection, stacks_path: str, async_seed: int | None) -> None:
+def _share_gpu(index: int) -> str:
+    """Puts the tensors of worker `index` on the GPU, and returns the backends of its default process group.
+
+    NCCL refuses two ranks on one GPU, unless it takes them for ranks of different machines.
+    """
+    os.environ |= {"NCCL_HOSTID": f"worker{index}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "4"}
+    torch.cuda.set_device(0)
+    meshes.device = "cuda"
+    return "cpu:gloo,cuda:nccl"
+
+
+def serve(pipe: Connection, stacks_path: str, index: int, device: str, async_seed: int) -> None:
     """Answers calls until the other end of the pipe closes. SIGUSR1 writes the Python stacks to `stacks_path`.
 
-    With `async_seed`, tensors are on the asynchronous device, whose delays follow from it.
+    Args:
+        pipe: to the pool.
+        stacks_path: a file.
+        index: of this worker among those of its pool.
+        device: the device of tensors; see `pool.Pool`.
+        async_seed: the delays on "asyncdev" follow from it.
     """
     global _note_path, _backend
     _note_path = stacks_path + ".note"
@@ -78,8 +94,10 @@ def serve(pipe: Connection, stacks_path: str, async_seed: int | None) -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     current_life = None
-    if async_seed is not None:
+    if device == "asyncdev":
         _backend = async_tests.use(async_seed)
+    elif device == "cuda":
+        _backend = _share_gpu(index)
     with open(stacks_path, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         while True:
@@ -89,7 +107,7 @@ def serve(pipe: Connection, stacks_path: str, async_seed: int | None) -> None:
                 break
             note("")
             try:
-                if async_seed is not None:
+                if device == "asyncdev":
                     async_tests.forget_failure()
                 if life != current_life:
                     current_life = None

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -83,10 +84,12 @@ def checkout(tmp_path: pathlib.Path) -> Checkout:
 def test_all_parts_in_order(checkout: Checkout) -> None:
     done = checkout.run()
     assert done.returncode == 0, done.stderr
-    assert list(checkout.summary()) == ["preflight", "build", "copies", "gemm", "memcheck", "gpu_calls"]
+    assert list(checkout.summary()) == ["preflight", "build", "copies", "gemm", "ranks", "memcheck", "gpu_calls"]
     assert checkout.summary() == dict.fromkeys(checkout.summary(), 0) | {"memcheck": 5}  # there is no sanitizer
     assert "arch 9.0\n" in done.stdout
     assert any("-m pytest -q tests/gpu/test_gemm.py" in line for line in checkout.log())
+    files = re.findall(r"tests/python/test_\w+\.py", next(line for line in checkout.log() if "--device cuda" in line))
+    assert len(files) > 1 and all((TOOLS.parent / file).exists() for file in files)
     assert not any("racecheck" in line for line in checkout.log())
 
 
@@ -161,7 +164,7 @@ def test_calls_hold_every_part_once_and_few_results(checkout: Checkout) -> None:
         assert done.returncode == 0, done.stderr
         found += [part["name"] for part in json.loads((out / "summary.json").read_text())["parts"]]
         assert len(list(out.iterdir())) <= 8
-    assert sorted(found) == sorted(["preflight", "build", "memcheck", *tests, *benchmarks])
+    assert sorted(found) == sorted(["preflight", "build", "ranks", "memcheck", *tests, *benchmarks])
 
 
 def test_a_call_ends_at_its_limit(checkout: Checkout) -> None:
