@@ -2,7 +2,7 @@
 
     make gpu                                              # with everything else that needs a GPU
 
-Two times are measured: the host time of a call without waiting for the device, and the device time of a replayed graph.
+It times the host during a call, without waiting for the device, and PyTorch's own collectives beside it.
 With one rank every group has one member, so collectives are as short as NCCL's can be; packing, launches and
 shardwright's own time are as with many ranks. Layouts are on a mesh of one rank per dim; cases that pack are made by
 cutting beforehand.
@@ -59,6 +59,14 @@ def main() -> None:
         call = functools.partial(x.redistribute, placements=as_torch(dst))
         rows.append({"pair": f"{src} -> {dst}", **host_us({"stock_us": call, "ours_us": call}, around=ours_or_stock)})
         print(rows[-1])
+    x, out = (torch.randn(64, 64, device="cuda") for _ in range(2))
+    collectives = host_us(
+        {
+            "all_gather_us": functools.partial(dist.all_gather_into_tensor, out, x),
+            "all_reduce_us": functools.partial(dist.all_reduce, x),
+        }
+    )
+    print(collectives)
     packing = []
     for num_boxes in (1, 16, 17, 1000):
         boxes = [(128 * b, 64 * b, [4, 16], [32, 1], [16, 1]) for b in range(num_boxes)]
@@ -68,7 +76,7 @@ def main() -> None:
         print(packing[-1])
     head = machine.describe("torch")
     head["machine"]["gpu"] = torch.cuda.get_device_name()
-    machine.write(options.json, {**head, "redistribute": rows, "packing": packing})
+    machine.write(options.json, {**head, "redistribute": rows, "collectives": collectives, "packing": packing})
     dist.destroy_process_group()
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from shardwright.runtime import groups
+from shardwright.runtime import preparation
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import machine  # noqa: E402
@@ -110,7 +110,7 @@ def measure(rank: int, world: int, path: str) -> None:
     everybody = list(range(world))
     ways = {name: dist.new_group(everybody, pg_options=options) for name in ("nccl", "peers")}
     assert isinstance(ways["peers"], dist.ProcessGroup)
-    groups.make_arenas([ways["peers"].group_name], "cuda", ARENA_BYTES, MIB)
+    preparation._make_arenas([ways["peers"].group_name], "cuda", ARENA_BYTES, MIB)
     results = {"gathers": gathers(ways, world), "products": products(ways, world)}
     assert sw.stats()["peer_bytes"] > 0
     if rank == 0:
