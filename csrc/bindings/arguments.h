@@ -3,6 +3,8 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <cstdint>
 #include <exception>
@@ -17,6 +19,23 @@
 namespace shardwright {
 
 namespace py = pybind11;
+
+// A Python object that signatures and stubs show as a T. The functions below check and convert it, not pybind11.
+template <typename T>
+class Typed : public py::object {
+ public:
+  using py::object::object;
+  Typed(py::object given) : py::object(std::move(given)) {}
+  static bool check_(const py::handle&) { return true; }
+};
+
+template <typename Item>
+using TupleOf = py::typing::Tuple<Item, py::ellipsis>;  // of any length
+
+template <typename Item>
+TupleOf<py::int_> tuple_of(const std::vector<Item>& integers) {
+  return TupleOf<py::int_>(py::cast(integers));
+}
 
 // Describes what was given, shortened: "1.5 (of type float)".
 inline std::string shown(const py::handle& given) {
@@ -111,3 +130,8 @@ inline void register_errors() {
 }
 
 }  // namespace shardwright
+
+template <typename T>
+struct pybind11::detail::handle_type_name<shardwright::Typed<T>> {
+  static constexpr auto name = make_caster<T>::name;
+};

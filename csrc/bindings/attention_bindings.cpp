@@ -69,11 +69,11 @@ Program program_of(const Attention& a, int64_t rank, bool is_backward) {
 }
 
 // The topology that is given, else the one that the lowering implies.
-Topology topology_of(const Attention& a, const Topology* given) {
+Topology topology_of(const Attention& a, const std::optional<Topology>& given) {
   return given ? *given : Topology::named(a.lowering.default_topology);
 }
 
-Attention with_method(Attention attention, const std::string& method, const Topology* topology) {
+Attention with_method(Attention attention, const std::string& method, const std::optional<Topology>& topology) {
   attention.method = parse_attention_method(method);
   const bool has_nodes = attention.method == AttentionMethod::kTwoLevel;
   attention.ranks_per_node = has_nodes ? ranks_per_node_of(*attention.mesh, topology_of(attention, topology)) : 0;
@@ -91,13 +91,14 @@ void define_predictions(py::class_<Attention>& attention) {
   attention
       .def(
           "choose",
-          [](const Attention& a, const Topology* topology, const GemmModel& model, bool with_backward) {
+          [](const Attention& a, const std::optional<Topology>& topology, const GemmModel& model, bool with_backward) {
             return std::string(method_name(choose(a, topology_of(a, topology), model, with_backward)));
           },
-          py::arg("topology"), py::arg("model"), py::arg("with_backward"))
+          py::arg("topology"), py::arg("model"), py::arg("with_backward"),
+          "Returns the method predicted to be fastest. Without a topology: with the lowering's default one.")
       .def(
           "forecasts",
-          [](const Attention& a, const Topology* topology, const GemmModel& model, bool with_backward) {
+          [](const Attention& a, const std::optional<Topology>& topology, const GemmModel& model, bool with_backward) {
             std::vector<std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t>> all;
             for (const AttentionForecast& f : forecasts(a, topology_of(a, topology), model, with_backward)) {
               all.emplace_back(method_name(f.method), f.forward_ps, f.backward_ps, f.compute_ps, f.received_bytes,
@@ -105,10 +106,12 @@ void define_predictions(py::class_<Attention>& attention) {
             }
             return all;
           },
-          py::arg("topology"), py::arg("model"), py::arg("with_backward") = true)
+          py::arg("topology"), py::arg("model"), py::arg("with_backward") = true,
+          "Returns for each method the picoseconds of forward, backward, and the forward's compute alone, and bytes "
+          "received and allocated by the worst rank.")
       .def(
           "describe",
-          [](const Attention& a, const Topology* topology, const GemmModel& model) {
+          [](const Attention& a, const std::optional<Topology>& topology, const GemmModel& model) {
             return describe(a, topology_of(a, topology), model);
           },
           py::arg("topology"), py::arg("model"));
@@ -117,26 +120,39 @@ void define_predictions(py::class_<Attention>& attention) {
 }  // namespace
 
 void define_attention(py::module_& m) {
-  py::class_<Attention> attention(m, "Attention");
+  py::class_<Attention> attention(m, "Attention",
+                                  "Attention whose sequence is cut over ranks (csrc/attention/attention.h).");
   attention
       .def(py::init(&attention_of), py::arg("mesh"), py::arg("dtype"), py::arg("sizes"), py::arg("parts"),
            py::kw_only(), py::arg("key_parts"), py::arg("keys_are_whole"), py::arg("is_causal"), py::arg("window"),
-           py::arg("documents"), py::arg("mask"), py::arg("scale"), py::arg("chunks"), py::arg("lowering"))
-      .def("with_method", &with_method, py::arg("method"), py::arg("topology"))
-      .def("with_mask", &with_mask, py::arg("mask"))
+           py::arg("documents"), py::arg("mask"), py::arg("scale"), py::arg("chunks"), py::arg("lowering"),
+           "Takes a mesh of one dim; batch, heads, heads of keys, depth and depth of values; and by position the "
+           "[begin, end) intervals of the sequence that a rank holds, in local order. `key_parts`: those of keys, None "
+           "for the same. `mask`: the dtype and shape of this rank's mask tensor. `chunks`: 0 for blocks as ranks hold "
+           "them. The method is serial at first. Raises ValueError if these do not fit together.")
+      .def("with_method", &with_method, py::arg("method"), py::arg("topology"),
+           "For two_level, nodes are those of the topology. Raises ValueError if it has none.")
+      .def("with_mask", &with_mask, py::arg("mask"),
+           "For a mask tensor of another form. Raises ValueError as the constructor does.")
       .def_property_readonly("method", [](const Attention& a) { return method_name(a.method); })
       .def_property_readonly("dtype", [](const Attention& a) { return a.dtype.name(); })
       .def_readonly("lowering", &Attention::lowering)
-      .def("rows", [](const Attention& a, int64_t rank) { return a.rows(position_on(*a.mesh, Rank{rank})); })
-      .def("key_rows", [](const Attention& a, int64_t rank) { return a.key_rows(position_on(*a.mesh, Rank{rank})); })
-      .def("as_on_all_ranks", &as_on_all_ranks)
+      .def(
+          "rows", [](const Attention& a, int64_t rank) { return a.rows(position_on(*a.mesh, Rank{rank})); },
+          py::arg("rank"), "Returns how many places of the sequence of queries a rank holds.")
+      .def(
+          "key_rows", [](const Attention& a, int64_t rank) { return a.key_rows(position_on(*a.mesh, Rank{rank})); },
+          py::arg("rank"), "Returns how many places of the sequence of keys a rank holds.")
+      .def("as_on_all_ranks", &as_on_all_ranks,
+           "Returns the same without what may differ between ranks: the form of the mask tensor.")
       .def(
           "counts",
           [](const Attention& a, int64_t rank) {
             const BlockCounts c = count_blocks(BlockProducts(a), position_on(*a.mesh, Rank{rank}));
             return std::make_tuple(c.full, c.triangles, c.others, c.pairs);
           },
-          py::arg("rank"))
+          py::arg("rank"),
+          "Returns the products of blocks that are full, triangles and others, and the pairs that see each other.")
       .def(
           "program",
           [](const Attention& a, int64_t rank, bool is_backward) {
@@ -150,7 +166,8 @@ void define_attention(py::module_& m) {
           },
           py::arg("rank"), py::arg("backward") = false)
       .def(
-          "to_text", [](const Attention& a, bool is_backward) { return to_text(a, is_backward); }, py::arg("backward"));
+          "to_text", [](const Attention& a, bool is_backward) { return to_text(a, is_backward); }, py::arg("backward"),
+          "Returns one direction of it as the text that operators take.");
   define_predictions(attention);
 }
 

@@ -32,7 +32,7 @@ struct BatchPlanView {
 
 Batch batch_of(const std::vector<std::shared_ptr<Layout>>& sources,
                const std::vector<std::shared_ptr<Layout>>& destinations, const std::vector<ItemParts>& items,
-               const py::object& bucket_bytes, const py::object& buckets, const py::object& first_turn) {
+               const Typed<int64_t>& bucket_bytes, const Typed<int64_t>& buckets, const Typed<int64_t>& first_turn) {
   Batch batch;
   batch.bucket_bytes = integer(bucket_bytes, "bucket_bytes");
   batch.buckets = integer(buckets, "buckets");
@@ -61,7 +61,7 @@ void define_plan_of_batch(py::module_& m) {
     return [member](const BatchPlanView& v) { return v.certificate.*member; };
   };
   using Certificate = BatchCertificate;
-  py::class_<BatchPlanView>(m, "BatchPlan")
+  py::class_<BatchPlanView>(m, "BatchPlan", "The plan of a batch and its figures. ``print`` shows it.")
       .def(py::init([](const Batch& batch) {
              auto plan = std::make_shared<const BatchPlan>(batch);
              BatchCertificate certificate = certificate_of(*plan);
@@ -70,27 +70,35 @@ void define_plan_of_batch(py::module_& m) {
            py::arg("batch"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("ranks", [](const BatchPlanView& v) { return numbers(v.plan->ranks()); })
       .def_property_readonly("num_items", figure(&Certificate::items))
-      .def_property_readonly("num_kinds", figure(&Certificate::kinds))
-      .def_property_readonly("received_bytes_max", figure(&Certificate::received_bytes_max))
+      .def_property_readonly("num_kinds", figure(&Certificate::kinds), "Kinds of items that are planned alike.")
+      .def_property_readonly("received_bytes_max", figure(&Certificate::received_bytes_max),
+                             "The bytes that the worst rank receives; no plan can do with less.")
       .def_property_readonly("received_bytes_sum", figure(&Certificate::received_bytes_sum))
-      .def_property_readonly("kept_bytes_sum", figure(&Certificate::kept_bytes_sum))
+      .def_property_readonly("kept_bytes_sum", figure(&Certificate::kept_bytes_sum),
+                             "The bytes that are copied locally.")
       .def_property_readonly("sent_bytes_max", figure(&Certificate::sent_bytes_max))
-      .def_property_readonly("sent_bytes_bound", figure(&Certificate::sent_bytes_bound))
+      .def_property_readonly("sent_bytes_bound", figure(&Certificate::sent_bytes_bound),
+                             "The least bytes that the worst rank sends if only holders send.")
       .def_property_readonly("sent_bound_is_exact",
                              [](const BatchPlanView& v) { return v.certificate.sent_bound_is_exact; })
       .def_property_readonly("num_rounds", figure(&Certificate::rounds))
       .def_property_readonly("rounds_bound", figure(&Certificate::rounds_bound))
-      .def_property_readonly("messages_max", figure(&Certificate::messages_max))
+      .def_property_readonly("messages_max", figure(&Certificate::messages_max), "Messages to one rank.")
       .def_property_readonly("messages_sum", figure(&Certificate::messages_sum))
       .def_property_readonly("messages_are_exact",
                              [](const BatchPlanView& v) { return v.certificate.messages_are_exact; })
-      .def_property_readonly("reductions", figure(&Certificate::reductions))
-      .def_property_readonly("reduction_bytes_sum", figure(&Certificate::reduction_bytes_sum))
-      .def_property_readonly("reduced_bytes_max", figure(&Certificate::reduced_bytes_max))
-      .def_property_readonly("reducing_bytes_max", figure(&Certificate::reducing_bytes_max))
+      .def_property_readonly("reductions", figure(&Certificate::reductions),
+                             "The number of tensors with pending reductions, which are reduced before anything moves.")
+      .def_property_readonly("reduction_bytes_sum", figure(&Certificate::reduction_bytes_sum),
+                             "The bytes that all ranks receive for that.")
+      .def_property_readonly("reduced_bytes_max", figure(&Certificate::reduced_bytes_max),
+                             "The bytes of the reduced parts on the rank that has most of them.")
+      .def_property_readonly("reducing_bytes_max", figure(&Certificate::reducing_bytes_max),
+                             "The bytes that the reduction that needs most memory takes besides its result.")
       .def_property_readonly("bucket_bytes", figure(&Certificate::bucket_bytes))
       .def_property_readonly("buckets", figure(&Certificate::buckets))
-      .def_property_readonly("memory_bytes", figure(&Certificate::memory_bytes))
+      .def_property_readonly("memory_bytes", figure(&Certificate::memory_bytes),
+                             "Extra memory on each rank: buckets * bucket_bytes. With reductions, at most so much.")
       .def("to_json", [](const BatchPlanView& v) { return v.certificate.to_json(); })
       .def("__str__", [](const BatchPlanView& v) { return v.certificate.to_string(); })
       .def("__repr__", [](const BatchPlanView& v) {
@@ -101,12 +109,16 @@ void define_plan_of_batch(py::module_& m) {
 }  // namespace
 
 void define_batch(py::module_& m) {
-  py::class_<Batch>(m, "Batch")
+  py::class_<Batch>(m, "Batch",
+                    "Many tensors that move together.\n\nEach item is (number of a source, number of a destination, "
+                    "axes). An axis is (source dim, destination dim, first index in each, length), with -1 for a dim "
+                    "that is not there; None is the whole tensor.")
       .def(py::init(&batch_of), py::arg("sources"), py::arg("destinations"), py::arg("items"),
            py::arg("bucket_bytes") = Batch::kDefaultBucketBytes, py::arg("buckets") = Batch::kDefaultBuckets,
            py::arg("first_turn") = 0)
       .def_property_readonly("num_items", [](const Batch& batch) { return batch.items.size(); })
-      .def("digests", &Batch::digests, py::call_guard<py::gil_scoped_release>())
+      .def("digests", &Batch::digests, py::call_guard<py::gil_scoped_release>(),
+           "A number for the settings, then one for each item, which depends on all before it.")
       .def(
           "reductions",
           [](const Batch& batch) {
@@ -116,7 +128,8 @@ void define_batch(py::module_& m) {
             }
             return reduced;
           },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<py::gil_scoped_release>(),
+          "The layout that each source with pending reductions, by its number, is reduced to before anything moves.")
       .def("item_text", &Batch::item_text, py::arg("item"))
       .def("to_bytes", [](const Batch& batch) { return py::bytes(batch.to_bytes()); });
   define_plan_of_batch(m);

@@ -13,8 +13,10 @@ namespace {
 
 namespace py = pybind11;
 
-std::shared_ptr<BoundBatch> bind_batch(const std::string& bytes, int64_t rank, const std::string& group_name,
+std::shared_ptr<BoundBatch> bind_batch(const py::bytes& given, int64_t rank, const std::string& group_name,
                                        const std::string& wire) {
+  const std::string bytes(given);
+  const py::gil_scoped_release release;
   return std::make_shared<BoundBatch>(std::make_shared<const BatchPlan>(Batch::from_bytes(bytes)), Rank{rank},
                                       group_named(group_name), c10::Device(wire).type());
 }
@@ -23,16 +25,21 @@ std::shared_ptr<BoundBatch> bind_batch(const std::string& bytes, int64_t rank, c
 
 void define_batch_runs(py::module_& m) {
   using release_gil = py::call_guard<py::gil_scoped_release>;
-  py::class_<BatchHandle>(m, "BatchHandle")
+  py::class_<BatchHandle>(m, "BatchHandle",
+                          "A batch under way. On devices with streams, waiting makes the current stream wait.")
       .def("wait_for_sources", &BatchHandle::wait_for_sources, release_gil())
       .def("wait_for_destination", &BatchHandle::wait_for_destination, py::arg("destination"), release_gil())
-      .def("wait_for_departure", &BatchHandle::wait_for_departure, py::arg("destination"), release_gil())
+      .def("wait_for_departure", &BatchHandle::wait_for_departure, py::arg("destination"), release_gil(),
+           "Waits until a destination is complete here, and until what other ranks get of the same has left.")
       .def("wait", &BatchHandle::wait, release_gil())
       .def("is_done", &BatchHandle::is_done)
-      .def_property_readonly("departures", &BatchHandle::departures);
-  py::class_<BoundBatch, std::shared_ptr<BoundBatch>>(m, "BoundBatch")
-      .def(py::init(&bind_batch), py::arg("batch_bytes"), py::arg("rank"), py::arg("group_name"), py::arg("wire"),
-           release_gil())
+      .def_property_readonly("departures", &BatchHandle::departures,
+                             "The destinations, by number, in the order in which `wait_for_departure` ends.");
+  py::class_<BoundBatch, std::shared_ptr<BoundBatch>>(
+      m, "BoundBatch",
+      "A rank's part in a batch, bound to the group whose ranks the batch names. It does not keep the group "
+      "alive.\n\n`wire` is the type of device whose tensors the group takes.")
+      .def(py::init(&bind_batch), py::arg("batch_bytes"), py::arg("rank"), py::arg("group_name"), py::arg("wire"))
       .def("run", &BoundBatch::run, py::arg("sources"), py::arg("destinations"), release_gil())
       .def("start", &BoundBatch::start, py::arg("sources"), py::arg("destinations"), release_gil());
 }

@@ -27,7 +27,9 @@ std::vector<LinkPoint> points_of(const Measured& measured) {
 }  // namespace
 
 void define_calibration(py::module_& m) {
-  py::class_<LinkFit>(m, "LinkFit")
+  py::class_<LinkFit>(
+      m, "LinkFit",
+      "The costs of a step, a message and a byte over a link, in seconds, and the mean relative error of the fit.")
       .def_readonly("step", &LinkFit::step)
       .def_readonly("message", &LinkFit::message)
       .def_readonly("byte", &LinkFit::byte)
@@ -41,7 +43,8 @@ void define_calibration(py::module_& m) {
         const LinkFits fits = fit_links(points_of(inside), points_of(between), along, crossing);
         return std::make_tuple(fits.inside, fits.between, fits.mesh_dims);
       },
-      py::arg("inside"), py::arg("between"), py::arg("mesh_dims"), py::arg("crossing"));
+      py::arg("inside"), py::arg("between"), py::arg("mesh_dims"), py::arg("crossing"),
+      "Fits links to all-to-alls, given as (peers, bytes sent, seconds): within nodes, between them, by mesh dim.");
 }
 
 }  // namespace shardwright

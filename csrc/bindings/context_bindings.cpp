@@ -45,7 +45,7 @@ void define_pins(TablesClass& tables) {
             tables.pins = pins_of(tables).without(plan.plan());
             return tables;
           },
-          py::arg("plan"))
+          py::arg("plan"), "Raises ValueError if nothing is pinned for the plan's layouts and backend.")
       .def(
           "pinned",
           [](const PlanningTables& tables, const Layout& src, const Layout& dst,
@@ -66,7 +66,7 @@ void define_measurements(TablesClass& tables) {
             for (const auto& [key, model] : models) tables.gemm_models[key] = model;
             return tables;
           },
-          py::arg("backend"), py::arg("topology"), py::arg("gemm_models"))
+          py::arg("backend"), py::arg("topology"), py::arg("gemm_models"), "`gemm_models` by device type and dtype.")
       .def("without_measured",
            [](PlanningTables tables) {
              tables.topologies.clear();
@@ -89,23 +89,26 @@ void define_measurements(TablesClass& tables) {
           [](const PlanningTables& tables, const std::string& device_type, const std::string& dtype) {
             return measured_gemm_model(tables, device_type, DType::parse(dtype));
           },
-          py::arg("device_type"), py::arg("dtype"))
+          py::arg("device_type"), py::arg("dtype"),
+          "Returns what was measured for products of this dtype, or else of another.")
       .def(
           "gemm_model",
           [](const PlanningTables& tables, const std::string& device_type, const std::string& dtype) {
             return gemm_model_on(tables, device_type, DType::parse(dtype));
           },
-          py::arg("device_type"), py::arg("dtype"));
+          py::arg("device_type"), py::arg("dtype"), "Returns what was measured, or else the default of the device.");
 }
 
 void define_comparisons(TablesClass& tables) {
   tables.def_readonly("environment", &PlanningTables::environment)
-      .def("summary",
-           [](const PlanningTables& tables) {
-             py::dict fields;
-             for (const auto& [name, value] : tables.summary()) fields[py::str(name)] = value;
-             return fields;
-           })
+      .def(
+          "summary",
+          [](const PlanningTables& tables) {
+            py::typing::Dict<py::str, py::str> fields;
+            for (const auto& [name, value] : tables.summary()) fields[py::str(name)] = value;
+            return fields;
+          },
+          "Returns a short text per table, with a hash of its content, for ranks of a job to compare.")
       .def(
           "__eq__", [](const PlanningTables& a, const PlanningTables& b) { return a == b; }, py::is_operator())
       .def("__hash__", &PlanningTables::hash)
@@ -119,7 +122,8 @@ void define_comparisons(TablesClass& tables) {
 }  // namespace
 
 void define_context(py::module_& m) {
-  TablesClass tables(m, "PlanningTables");
+  TablesClass tables(m, "PlanningTables",
+                     "The defaults for plans and products. Immutable: the ``with...`` methods return a new object.");
   define_pins(tables);
   define_measurements(tables);
   define_comparisons(tables);

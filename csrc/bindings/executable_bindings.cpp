@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/arguments.h"
 #include "bindings/runtime_parts.h"
 #include "moves/traffic.h"
 #include "runtime/borrow.h"
@@ -86,8 +87,8 @@ std::vector<std::string> group_names_of(const ExecutableView& view) {
   return names;
 }
 
-py::dict signature_of(const ExecutableView& view) {
-  py::dict fields;
+py::typing::Dict<py::str, py::str> signature_of(const ExecutableView& view) {
+  py::typing::Dict<py::str, py::str> fields;
   for (const auto& [name, value] : view.compiled().origin().signature()) fields[py::str(name)] = value;
   return fields;
 }
@@ -106,20 +107,27 @@ void define_memory_of_peers(py::module_& m) {
         use_peer_copies(*group_named(group_name), device, {arena_bytes, min_bytes, timeout_of(group_name, device)});
       },
       py::arg("group_name"), py::arg("device"), py::arg("arena_bytes"), py::arg("min_bytes"),
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<py::gil_scoped_release>(),
+      "Gives the group an arena; see csrc/runtime/peers/peer_transport.h. Collective among its ranks.");
   // Makes communicators now instead of in the first transfer (Transport::connect).
   m.def(
       "connect_group",
       [](const std::string& group_name, const std::string& device) {
         if (const GroupLease lease = group_named(group_name)->lease()) lease->connect(c10::Device(device));
       },
-      py::arg("group_name"), py::arg("device"), py::call_guard<py::gil_scoped_release>());
+      py::arg("group_name"), py::arg("device"), py::call_guard<py::gil_scoped_release>(),
+      "Makes the group's communicator on a device; see csrc/runtime/transport.h. Collective among its ranks.");
   m.def(
       "record_use", [](const at::Tensor& tensor, const c10::Stream& stream) { record_use(tensor, stream); },
-      py::arg("tensor"), py::arg("stream"));
-  m.def("borrow_memory", &borrow_memory, py::arg("tensor"), py::arg("arena"), py::arg("offset_bytes"));
-  m.def("give_back_memory", &give_back_memory, py::arg("tensor"), py::arg("when_read"));
-  m.def("fingerprint_of", &fingerprint_of, py::arg("tensor"), py::call_guard<py::gil_scoped_release>());
+      py::arg("tensor"), py::arg("stream"),
+      "Keeps the tensor's memory until a stream is done with it; see csrc/runtime/borrow.h.");
+  m.def("borrow_memory", &borrow_memory, py::arg("tensor"), py::arg("arena"), py::arg("offset_bytes"),
+        "Makes the memory of `arena` from a byte on that of `tensor` and of all its views; see csrc/runtime/borrow.h.");
+  m.def("give_back_memory", &give_back_memory, py::arg("tensor"), py::arg("when_read"),
+        "Takes the memory away. An operator that reads the tensor, or a view of it, before it borrows again raises "
+        "RuntimeError with the text `when_read`.");
+  m.def("fingerprint_of", &fingerprint_of, py::arg("tensor"), py::call_guard<py::gil_scoped_release>(),
+        "Returns a number that differs, but for chance, between contents of a tensor; see csrc/runtime/writes.h.");
 }
 
 void check_out_of(const ExecutableView& v, const at::Tensor& input, const at::Tensor& out) {
@@ -132,33 +140,9 @@ std::vector<std::vector<int64_t>> input_shapes_of(const ExecutableView& v) {
   return shapes;
 }
 
-}  // namespace
-
-void define_executable(py::module_& m) {
-  define_memory_of_peers(m);
+void define_runs(py::class_<ExecutableView>& executable) {
   using release_gil = py::call_guard<py::gil_scoped_release>;
-  py::class_<CompiledView>(m, "CompiledProgram")
-      .def(py::init([](const std::string& plan_bytes, int64_t rank) {
-             return CompiledView{CompiledProgram::from_plan_bytes(plan_bytes, Rank{rank})};
-           }),
-           py::arg("plan_bytes"), py::arg("rank"))
-      .def_property_readonly("groups", [](const CompiledView& v) { return members_of(v.compiled->program()); })
-      .def("bind", &bind, py::arg("group_names"));
-
-  py::class_<ExecutableView>(m, "Executable")
-      .def_property_readonly("groups", [](const ExecutableView& v) { return members_of(v.program()); })
-      .def_property_readonly("input_shape", [](const ExecutableView& v) { return v.program().buffers[0].shape; })
-      .def_property_readonly("input_shapes", &input_shapes_of)
-      .def_property_readonly("output_shape", [](const ExecutableView& v) { return v.program().outputs[0].shape; })
-      .def_property_readonly("is_identity",
-                             [](const ExecutableView& v) { return v.program().outputs[0].buffer == kInputBuffer; })
-      .def_property_readonly("communications", &communications_of)
-      .def_property_readonly("group_names", &group_names_of)
-      .def_property_readonly("communicates", [](const ExecutableView& v) { return v.compiled().communicates(); })
-      .def_property_readonly("received_bytes", [](const ExecutableView& v) { return v.compiled().received_bytes(); })
-      .def_property_readonly("rank", [](const ExecutableView& v) { return number(v.compiled().rank()); })
-      .def_property_readonly("mesh_ranks", [](const ExecutableView& v) { return numbers(v.executable->mesh_ranks()); })
-      .def_property_readonly("signature", &signature_of)
+  executable
       .def(
           "run", [](const ExecutableView& v, const at::Tensor& input) { return run(v.executable, input); },
           py::arg("input"), release_gil())
@@ -168,28 +152,75 @@ void define_executable(py::module_& m) {
             run_into(v.executable, input, out);
           },
           py::arg("input"), py::arg("out"), release_gil())
-      .def("check_out", &check_out_of, py::arg("input"), py::arg("out"))
-      .def("start", &start_registered, py::arg("input"), release_gil())
+      .def("check_out", &check_out_of, py::arg("input"), py::arg("out"),
+           "Raises what `run_into` would raise because of `out`.")
+      .def("start", &start_registered, py::arg("input"), release_gil(),
+           "Returns the result and whether it is still being computed; if so it is registered for `wait_tensor`.")
       .def(
           "start_into",
           [](const ExecutableView& v, const at::Tensor& input, const at::Tensor& out) {
-            return start_into(v.executable, input, out);
+            const auto work = start_into(v.executable, input, out);
+            return work ? std::optional(work) : std::nullopt;
           },
-          py::arg("input"), py::arg("out"), release_gil())
+          py::arg("input"), py::arg("out"), release_gil(),
+          "Starts to write the result to `out`; returns what to wait for, or None if nothing is pending.")
       .def(
           "run_all",
           [](const ExecutableView& v, const std::vector<at::Tensor>& inputs) { return run_all(v.executable, inputs); },
-          py::arg("inputs"), release_gil())
+          py::arg("inputs"), release_gil());
+}
+
+}  // namespace
+
+void define_executable(py::module_& m) {
+  define_memory_of_peers(m);
+  py::class_<ExecutableView> executable(m, "Executable",
+                                        "A program bound to process groups, which it does not keep alive.");
+  py::class_<CompiledView>(m, "CompiledProgram", "One rank's program for a plan, or for what `compiled` is given.")
+      .def(py::init([](const py::bytes& plan_bytes, int64_t rank) {
+             return CompiledView{CompiledProgram::from_plan_bytes(std::string(plan_bytes), Rank{rank})};
+           }),
+           py::arg("plan_bytes"), py::arg("rank"))
+      .def_property_readonly(
+          "groups", [](const CompiledView& v) { return members_of(v.compiled->program()); },
+          "(mesh dims, ranks ascending) of each group the program communicates in.")
+      .def("bind", &bind, py::arg("group_names"),
+           "Binds the program to process groups; `group_names` has the registered name of one for each of `groups`.");
+
+  executable
+      .def_property_readonly(
+          "groups", [](const ExecutableView& v) { return members_of(v.program()); },
+          "(mesh dims, ranks ascending) of each group the program communicates in.")
+      .def_property_readonly("input_shape", [](const ExecutableView& v) { return v.program().buffers[0].shape; })
+      .def_property_readonly("input_shapes", &input_shapes_of)
+      .def_property_readonly("output_shape", [](const ExecutableView& v) { return v.program().outputs[0].shape; })
+      .def_property_readonly(
+          "is_identity", [](const ExecutableView& v) { return v.program().outputs[0].buffer == kInputBuffer; },
+          "Returns whether the result is the input itself.")
+      .def_property_readonly(
+          "communications", &communications_of,
+          "For each step that communicates: op, reduce op, mesh dims, group size, gather dim, shard dim.")
+      .def_property_readonly("group_names", &group_names_of,
+                             "Registered names of the process groups that it is bound to.")
+      .def_property_readonly("communicates", [](const ExecutableView& v) { return v.compiled().communicates(); })
+      .def_property_readonly("received_bytes", [](const ExecutableView& v) { return v.compiled().received_bytes(); })
+      .def_property_readonly("rank", [](const ExecutableView& v) { return number(v.compiled().rank()); })
+      .def_property_readonly("mesh_ranks", [](const ExecutableView& v) { return numbers(v.executable->mesh_ranks()); })
+      .def_property_readonly("signature", &signature_of,
+                             "The fields that must be equal on all ranks that run the same redistribute, by name.")
       .def("__str__", [](const ExecutableView& v) { return v.compiled().origin().text(); });
+  define_runs(executable);
   m.def(
       "compiled", [](const std::string& text, int64_t rank) { return CompiledView{compiled_of(text, Rank{rank})}; },
-      py::arg("text"), py::arg("rank"));
+      py::arg("text"), py::arg("rank"),
+      "Compiles an operator's text for a rank, once: later calls, and those of `executable`, find the program.");
   m.def(
       "executable",
       [](const std::string& text, const std::vector<std::string>& groups, int64_t rank) {
         return ExecutableView{executable_of(text, groups, rank)};
       },
-      py::arg("text"), py::arg("group_names"), py::arg("rank"));
+      py::arg("text"), py::arg("group_names"), py::arg("rank"),
+      "Returns the cached executable for an operator's text, bound to these groups.");
 }
 
 }  // namespace shardwright

@@ -68,12 +68,15 @@ std::pair<at::Tensor, int64_t> left_by_capacity(const at::Tensor& codes, const a
 }
 
 void define_index_arithmetic(py::module_& m) {
-  py::class_<ExpertPlacement>(m, "ExpertPlacement")
+  py::class_<ExpertPlacement>(m, "ExpertPlacement",
+                              "The ranks that hold each expert. A replica is one expert on one rank; they are numbered "
+                              "by rank. A code is the number of a replica plus 1, or 0 for none.")
       .def(py::init<int64_t, const std::vector<std::vector<int64_t>>&>(), py::arg("num_experts"),
-           py::arg("experts_of_rank"))
+           py::arg("experts_of_rank"),
+           "Raises ValueError where an expert is on no rank, out of range or twice on one rank.")
       .def_property_readonly("num_experts", &ExpertPlacement::num_experts)
       .def_property_readonly("num_replicas", &ExpertPlacement::num_replicas)
-      .def_property_readonly("first_replica", &ExpertPlacement::first_replica)
+      .def_property_readonly("first_replica", &ExpertPlacement::first_replica, "By rank, and one more after the last.")
       .def_property_readonly("rank_of_replica", &ExpertPlacement::rank_of_replica)
       .def_property_readonly("hash", &ExpertPlacement::hash)
       .def(
@@ -83,21 +86,27 @@ void define_index_arithmetic(py::module_& m) {
             const auto ids = per_token<int64_t>(expert_ids);
             return tensor_of(choose_replicas(placement, ids, rank, node_of_rank), expert_ids.sizes(), at::kInt);
           },
-          py::arg("expert_ids"), py::arg("rank"), py::arg("node_of_rank"), ReleaseGil());
+          py::arg("expert_ids"), py::arg("rank"), py::arg("node_of_rank"), ReleaseGil(),
+          "Codes, int32, for the int64 ids of `rank`, in host memory. Raises ValueError on ids out of range.");
   m.def(
       "count_by_replica",
       [](const at::Tensor& codes, int64_t num_replicas) {
         return longs_of(count_by_replica(span_of<int32_t>(codes), num_replicas));
       },
       py::arg("codes"), py::arg("num_replicas"), ReleaseGil());
-  m.def("drop_beyond", &left_by_capacity, py::arg("codes"), py::arg("taken"), py::arg("capacity"), ReleaseGil());
-  m.def("route_rows", &routes_of, py::arg("codes"), py::arg("target_of_replica"), py::arg("num_ranks"), ReleaseGil());
+  m.def(
+      "drop_beyond", &left_by_capacity, py::arg("codes"), py::arg("taken"), py::arg("capacity"), ReleaseGil(),
+      "The codes that are left where replicas have `taken` so many and take `capacity` in all, and how many are not.");
+  m.def("route_rows", &routes_of, py::arg("codes"), py::arg("target_of_replica"), py::arg("num_ranks"), ReleaseGil(),
+        "send_rows and returns of a `RowExchange`, and rows and codes for each rank. -1 is no rank.");
   m.def("expand_rows", &expansion_of, py::arg("codes"), py::arg("first_replica"), py::arg("num_local"),
-        py::arg("origins"), ReleaseGil());
+        py::arg("origins"), ReleaseGil(),
+        "Pairs of a row and a code by expert, then by origin; places of pairs by row; pairs of each expert.");
 }
 
 void define_device_arithmetic(py::module_& m) {
-  py::class_<DevicePlacement>(m, "DevicePlacement")
+  py::class_<DevicePlacement>(m, "DevicePlacement",
+                              "The same as tables on a device, whose functions do not wait for it.")
       .def(py::init([](const ExpertPlacement& placement, const std::string& device) {
              return DevicePlacement(placement, c10::Device(device));
            }),
@@ -109,7 +118,8 @@ void define_device_arithmetic(py::module_& m) {
             const DeviceRoutes routes = route_rows_on_device(placement, codes, rows_per_rank);
             return std::make_tuple(routes.send_rows, routes.returns, routes.dropped);
           },
-          py::arg("codes"), py::arg("rows_per_rank"), ReleaseGil());
+          py::arg("codes"), py::arg("rows_per_rank"), ReleaseGil(),
+          "send_rows and returns of a `RowExchange`, and how many codes have no row.");
   m.def(
       "expand_rows_on_device",
       [](const at::Tensor& codes, int64_t first_replica, int64_t num_local, const std::optional<at::Tensor>& origins,
@@ -118,11 +128,14 @@ void define_device_arithmetic(py::module_& m) {
         return std::make_tuple(e.pairs, e.places, e.counts, e.dropped);
       },
       py::arg("codes"), py::arg("first_replica"), py::arg("num_local"), py::arg("origins"), py::arg("capacity"),
-      py::arg("num_places"), ReleaseGil());
+      py::arg("num_places"), ReleaseGil(),
+      "The same for `num_places` pairs at most and `capacity` of each expert, and how many are too many.");
 }
 
 void define_rows(py::module_& m) {
-  py::class_<RowExchange>(m, "RowExchange")
+  py::class_<RowExchange>(m, "RowExchange",
+                          "The rows that travel between the ranks of a group, and the places where their answers are "
+                          "summed.\n\n`wire`: the kind of device whose tensors the group takes.")
       .def(py::init([](const std::string& group, const std::string& wire, const at::Tensor& send_rows,
                        const at::Tensor& returns, const std::vector<int64_t>& send_counts,
                        const std::vector<int64_t>& receive_counts) {
@@ -142,10 +155,13 @@ void define_rows(py::module_& m) {
       [](const std::string& group, const std::string& step, const at::Tensor& words, const std::string& device) {
         return exchange_words(*group_named(group), step, words, c10::Device(device));
       },
-      py::arg("group_name"), py::arg("step"), py::arg("words"), py::arg("device"), ReleaseGil());
-  m.def("record_bytes", &record_bytes, py::arg("parts"));
-  m.def("take_rows", &take_rows, py::arg("rows"), py::arg("index"), ReleaseGil());
-  m.def("sum_rows", &sum_rows, py::arg("rows"), py::arg("table"), py::arg("weights"), ReleaseGil());
+      py::arg("group_name"), py::arg("step"), py::arg("words"), py::arg("device"), ReleaseGil(),
+      "An all-to-all of rows of int64 from and to host memory, by way of a device.");
+  m.def("record_bytes", &record_bytes, py::arg("parts"), "Bytes of a row whose parts travel together.");
+  m.def("take_rows", &take_rows, py::arg("rows"), py::arg("index"), ReleaseGil(),
+        "Row index[i] as row i; zeros for -1.");
+  m.def("sum_rows", &sum_rows, py::arg("rows"), py::arg("table"), py::arg("weights"), ReleaseGil(),
+        "Sums of the rows that each row of a table names, in the order of its columns.");
   m.def("take_weighted_rows", &take_weighted_rows, py::arg("rows"), py::arg("pairs"), py::arg("weights"), ReleaseGil());
   m.def(
       "dot_rows",

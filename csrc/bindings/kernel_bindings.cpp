@@ -21,7 +21,10 @@ namespace {
 
 void define_copies_and_sums(py::module_& m) {
   using BoxParts = std::tuple<int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>;
-  py::class_<StridedCopy>(m, "StridedCopy")
+  py::class_<StridedCopy>(
+      m, "StridedCopy",
+      "The copy that packs and unpacks, for tests and benchmarks.\n\nBoxes are ``(src_offset, dst_offset, sizes, "
+      "src_strides, dst_strides)``, in elements of `item_bytes`, outermost dim first. Nothing is checked.")
       .def(py::init([](const std::vector<BoxParts>& parts, int64_t item_bytes) {
              std::vector<Box> boxes;
              for (const auto& [src_offset, dst_offset, sizes, src_strides, dst_strides] : parts) {
@@ -32,7 +35,8 @@ void define_copies_and_sums(py::module_& m) {
            py::arg("boxes"), py::arg("item_bytes"))
       .def(
           "run", [](const StridedCopy& copy, const at::Tensor& src, at::Tensor dst) { run(copy, src, dst); },
-          py::arg("src"), py::arg("dst"), py::call_guard<py::gil_scoped_release>());
+          py::arg("src"), py::arg("dst"), py::call_guard<py::gil_scoped_release>(),
+          "Copies between flat tensors on one device, which must not overlap.");
   m.def(
       "reduce_parts",
       [](const std::string& op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor dst, bool with_aten) {
@@ -41,13 +45,20 @@ void define_copies_and_sums(py::module_& m) {
         reduce(Placement::parse(concat("P(", op, ")")).op, parts, divisor, dst);
       },
       py::arg("op"), py::arg("parts"), py::arg("divisor"), py::arg("dst"), py::arg("with_aten") = false,
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<py::gil_scoped_release>(),
+      "Computes dst = (op over the parts, in order) / divisor, for tests and benchmarks.\n\nAll tensors are flat, of "
+      "one size, dtype and device. `with_aten` uses ATen, as on devices for which shardwright has no reduction of its "
+      "own. Nothing is checked.");
 }
 
 void define_gemm(py::module_& m) {
   using Place = std::array<int64_t, 3>;  // offset, row stride, column stride
   const auto matrix = [](const Place& place) { return Matrix{kInputBuffer, place[0], place[1], place[2]}; };
-  py::class_<Gemm>(m, "Gemm")
+  py::class_<Gemm>(m, "Gemm",
+                   "A product of matrices in flat tensors, or a batch of products, for tests and benchmarks: dst = lhs "
+                   "x rhs.\n\n`sizes` are (m, n, k). A place is ``(offset, row_stride, column_stride)`` in elements; "
+                   "`batch_strides` are those of lhs, rhs and dst. With `accumulates` the product is added to dst; "
+                   "else the matrix at `bias` is added to every product. Nothing is checked.")
       .def(py::init([matrix](const std::array<int64_t, 3>& sizes, const Place& lhs, const Place& rhs, const Place& dst,
                              int64_t count, const std::array<int64_t, 3>& batch_strides, bool accumulates,
                              const std::optional<Place>& bias) {
@@ -65,7 +76,8 @@ void define_gemm(py::module_& m) {
              const std::optional<at::Tensor>& bias,
              int sms_left) { multiply(gemm, lhs, rhs, dst, bias.value_or(at::Tensor()), {sms_left}); },
           py::arg("lhs"), py::arg("rhs"), py::arg("dst"), py::arg("bias") = py::none(), py::arg("sms_left") = 0,
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<py::gil_scoped_release>(),
+          "lhs and rhs have one floating dtype; dst has it too, or float32. `sms_left` multiprocessors stay unused.")
       .def(
           "multiply_scaled",
           [](Gemm gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
@@ -75,19 +87,23 @@ void define_gemm(py::module_& m) {
             multiply_scaled(gemm, lhs, rhs, lhs_scale, rhs_scale, dst, {sms_left, fast_accumulation});
           },
           py::arg("lhs"), py::arg("rhs"), py::arg("lhs_scale"), py::arg("rhs_scale"), py::arg("dst"),
-          py::arg("sms_left") = 0, py::arg("fast_accumulation") = false, py::call_guard<py::gil_scoped_release>())
+          py::arg("sms_left") = 0, py::arg("fast_accumulation") = false, py::call_guard<py::gil_scoped_release>(),
+          "Multiplies 8-bit floats with float32 scales into bfloat16 or float32.\n\nScales have no dims, or one of "
+          "length m (lhs) or n (rhs). Raises ValueError on other dtypes.")
       .def(
           "why_not_scaled",
           [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& dst) {
             return why_not_scaled(gemm, lhs, rhs, dst);
           },
-          py::arg("lhs"), py::arg("rhs"), py::arg("dst"))
+          py::arg("lhs"), py::arg("rhs"), py::arg("dst"),
+          "Returns why the device's units for 8-bit floats cannot do a scaled product of these; None if they can.")
       .def(
           "waves",
           [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& dst, int sms_left) {
             return waves_of(gemm, lhs.scalar_type(), dst.scalar_type(), dst.device(), {sms_left});
           },
-          py::arg("lhs"), py::arg("dst"), py::arg("sms_left") = 0);
+          py::arg("lhs"), py::arg("dst"), py::arg("sms_left") = 0,
+          "Returns in how many waves dst's device computes the product, given the dtypes; None if that is not known.");
 }
 
 }  // namespace

@@ -42,9 +42,10 @@ MeshDimSet mesh_dim_set(const std::vector<int64_t>& mesh_dims, const Mesh& mesh)
 }
 
 void define_mesh(py::module_& m) {
-  py::class_<Mesh, std::shared_ptr<Mesh>>(m, "Mesh")
-      .def(py::init([](const py::object& dim_names, const py::object& dim_sizes, const py::object& ranks,
-                       std::shared_ptr<Topology> topology) {
+  py::class_<Mesh, std::shared_ptr<Mesh>>(
+      m, "Mesh", "A grid of ranks with named dims. Meshes are equal if names, sizes, ranks and topology are.")
+      .def(py::init([](const Typed<std::vector<std::string>>& dim_names, const Typed<std::vector<int64_t>>& dim_sizes,
+                       const Typed<std::optional<std::vector<int64_t>>>& ranks, std::shared_ptr<Topology> topology) {
              std::vector<int64_t> given = ranks.is_none() ? std::vector<int64_t>{} : integers(ranks, "ranks");
              check_user(ranks.is_none() || !given.empty(), "ranks: got none; leave them out for 0, 1, 2, ...");
              return std::make_shared<Mesh>(texts(dim_names, "mesh: dim name"), integers(dim_sizes, "mesh: size"),
@@ -52,33 +53,37 @@ void define_mesh(py::module_& m) {
            }),
            py::arg("dim_names"), py::arg("dim_sizes"), py::arg("ranks") = py::none(), py::arg("topology") = nullptr)
       .def_property_readonly("topology",
-                             [](const Mesh& mesh) { return std::const_pointer_cast<Topology>(mesh.topology()); })
+                             [](const Mesh& mesh) -> Typed<std::optional<Topology>> {
+                               return py::cast(std::const_pointer_cast<Topology>(mesh.topology()));
+                             })
       .def_property_readonly("dim_names", &Mesh::dim_names)
-      .def_property_readonly("shape", [](const Mesh& mesh) { return py::tuple(py::cast(mesh.dim_sizes())); })
+      .def_property_readonly("shape", [](const Mesh& mesh) { return tuple_of(mesh.dim_sizes()); })
       .def_property_readonly("size", &Mesh::size)
       .def_property_readonly("ndim", &Mesh::ndim)
       .def_property_readonly("ranks", [](const Mesh& mesh) { return numbers(mesh.ranks()); })
       .def(
           "coordinate",
-          [](const Mesh& mesh, const py::object& rank) -> std::optional<std::vector<int64_t>> {
+          [](const Mesh& mesh, const Typed<int64_t>& rank) -> std::optional<std::vector<int64_t>> {
             const auto position = mesh.position_of(rank_of(rank));
             if (!position) return std::nullopt;
             return mesh.coordinate(*position);
           },
-          py::arg("rank"))
+          py::arg("rank"), "Returns a rank's coordinate; None for a rank that is not on the mesh.")
       .def(
           "group_ranks",
-          [](const Mesh& mesh, const py::object& rank, const py::object& mesh_dims) {
+          [](const Mesh& mesh, const Typed<int64_t>& rank, const Typed<std::vector<int64_t>>& mesh_dims) {
             const MeshDimSet dims = mesh_dim_set(integers(mesh_dims, "mesh_dims"), mesh);
             return numbers(mesh.ranks_at(mesh.group(position_on(mesh, rank_of(rank)), dims)));
           },
-          py::arg("rank"), py::arg("mesh_dims"))
+          py::arg("rank"), py::arg("mesh_dims"),
+          "Returns the ranks that differ from `rank` only in `mesh_dims`, itself included, ascending.")
       .def(
           "__eq__", [](const Mesh& a, const Mesh& b) { return a == b && same_topology(a, b); }, py::is_operator())
       .def("__hash__",
            [](const Mesh& mesh) { return py::hash(py::str(mesh.to_string())) ^ hash_of(mesh.topology().get()); })
       .def(
-          "has_same_ranks", [](const Mesh& a, const Mesh& b) { return a == b; }, py::arg("other"))
+          "has_same_ranks", [](const Mesh& a, const Mesh& b) { return a == b; }, py::arg("other"),
+          "Returns whether names, sizes and ranks are the same; topologies may differ.")
       .def("__repr__", [](const Mesh& mesh) { return concat("Mesh(", mesh.to_string(), ")"); });
 }
 
@@ -96,7 +101,9 @@ std::optional<Placement> undifferentiable(const Layout& layout) {
 }  // namespace
 
 void define_gradient_layouts(py::module_& m) {
-  m.def("has_gradient", [](const Layout& layout) { return !undifferentiable(layout); }, py::arg("layout"));
+  m.def(
+      "has_gradient", [](const Layout& layout) { return !undifferentiable(layout); }, py::arg("layout"),
+      "Returns whether all reductions that are due can be differentiated.");
   m.def(
       "gradient_layout",
       [](const Layout& layout, const std::string& argument) {
@@ -105,14 +112,15 @@ void define_gradient_layouts(py::module_& m) {
                    "with requires_grad are P(sum), P(avg), S and R");
         return std::make_shared<Layout>(without_sums(layout));
       },
-      py::arg("layout"), py::arg("argument"));
+      py::arg("layout"), py::arg("argument"),
+      "The layout of a gradient: R where the value is partial. Raises ValueError, naming `argument`, where none is.");
 }
 
 namespace {
 
-std::shared_ptr<Layout> made_layout(std::shared_ptr<Mesh> mesh, const py::object& shape, const py::object& placements,
-                                    const py::object& dtype, const ShardOrder& shard_order, const py::object& strided,
-                                    int flattened) {
+std::shared_ptr<Layout> made_layout(std::shared_ptr<Mesh> mesh, const Typed<std::vector<int64_t>>& shape,
+                                    const Typed<std::vector<std::string>>& placements, const Typed<std::string>& dtype,
+                                    const ShardOrder& shard_order, const Typed<std::string>& strided, int flattened) {
   std::vector<Placement> parsed;
   for (const std::string& one : texts(placements, "placements")) parsed.push_back(Placement::parse(one));
   return std::make_shared<Layout>(std::move(mesh), integers(shape, "shape"), DType::parse(text(dtype, "dtype")),
@@ -148,62 +156,87 @@ std::pair<int, std::vector<Pairs>> nearest_cut_on(const Layout& src, const std::
   return {cut.dim, pairs_of(cut.lists)};
 }
 
+using LayoutClass = py::class_<Layout, std::shared_ptr<Layout>>;
+
+void define_parts(LayoutClass& layout) {
+  layout
+      .def("check_blocks_are_whole", &check_blocks_are_whole, py::arg("dim"), py::arg("unit"),
+           "Raises ValueError if a part of the dim, as `flattened_shape` counts, begins or ends within a unit.")
+      .def_property_readonly("has_equal_parts", &Layout::has_equal_parts,
+                             "Returns whether all ranks hold parts of one shape.")
+      .def_property_readonly("has_pending", &has_pending, "Returns whether a reduction is pending along some mesh dim.")
+      .def("without_pending", &without_sums, "Returns the same layout with R where reductions are pending.")
+      .def(
+          "local_shape",
+          [](const Layout& layout, const Typed<int64_t>& rank) {
+            return tuple_of(layout.local_shape_of_rank(rank_of(rank)));
+          },
+          py::arg("rank"), "Returns the shape of this rank's part; (0,) for a rank that is not on the mesh.")
+      .def(
+          "region",
+          [](const Layout& layout, const Typed<int64_t>& rank) {
+            return pairs_of(layout.region(position_on(layout.mesh(), rank_of(rank))));
+          },
+          py::arg("rank"),
+          "Returns, per tensor dim, the [begin, end) intervals of global indices that the rank holds, in local order.");
+}
+
 }  // namespace
 
 void define_layout(py::module_& m) {
-  py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
+  LayoutClass layout(
+      m, "Layout",
+      "A global tensor's shape and dtype, and how it is placed on a mesh.\n\nLayouts are equal if they are of one "
+      "tensor on equal meshes with the same cuts in the same order; they share plans.");
+  layout
       .def(py::init(&made_layout), py::arg("mesh"), py::arg("shape"), py::arg("placements"),
            py::arg("dtype") = "float32", py::arg("shard_order") = ShardOrder{}, py::arg("strided") = "auto",
            py::arg("flattened") = 1)
       .def_property_readonly("mesh",
                              [](const Layout& layout) { return std::const_pointer_cast<Mesh>(layout.mesh_ptr()); })
-      .def_property_readonly("shape", [](const Layout& layout) { return py::tuple(py::cast(layout.tensor_shape())); })
-      .def_property_readonly("flattened", &Layout::flattened)
-      .def_property_readonly("flattened_shape", [](const Layout& one) { return py::tuple(py::cast(one.shape())); })
-      .def_property_readonly("is_partition", &Layout::is_partition)
+      .def_property_readonly("shape", [](const Layout& layout) { return tuple_of(layout.tensor_shape()); })
+      .def_property_readonly(
+          "flattened", &Layout::flattened,
+          "The number of leading tensor dims that are seen as one, in placements and in local tensors; 1 if none are.")
+      .def_property_readonly(
+          "flattened_shape", [](const Layout& one) { return tuple_of(one.shape()); },
+          "The shape with these dims as one. Placements, local shapes and regions are of it.")
+      .def_property_readonly(
+          "is_partition", &Layout::is_partition,
+          "True if along each mesh dim every element lies on one coordinate, in ascending order; see `Pieces`.")
       .def_property_readonly("dtype", [](const Layout& layout) { return layout.dtype().name(); })
-      .def_property_readonly("placements",
-                             [](const Layout& layout) {
-                               py::tuple texts(layout.placements().size());
-                               for (size_t d = 0; d < layout.placements().size(); ++d) {
-                                 texts[d] = layout.placements()[d].to_string();
-                               }
-                               return texts;
-                             })
-      .def_property_readonly("shard_order",
-                             [](const Layout& layout) {
-                               ShardOrder order;
-                               for (int t = 0; t < layout.ndim(); ++t) {
-                                 for (const Cut& c : layout.cuts(t)) order[t].push_back(c.mesh_dim);
-                               }
-                               return order;
-                             })
-      .def("check_blocks_are_whole", &check_blocks_are_whole, py::arg("dim"), py::arg("unit"))
-      .def_property_readonly("has_equal_parts", &Layout::has_equal_parts)
-      .def_property_readonly("has_pending", &has_pending)
-      .def("without_pending", &without_sums)
-      .def(
-          "local_shape",
-          [](const Layout& layout, const py::object& rank) {
-            return py::tuple(py::cast(layout.local_shape_of_rank(rank_of(rank))));
+      .def_property_readonly(
+          "placements",
+          [](const Layout& layout) {
+            TupleOf<py::str> texts(layout.placements().size());
+            for (size_t d = 0; d < layout.placements().size(); ++d) {
+              texts[d] = layout.placements()[d].to_string();
+            }
+            return texts;
           },
-          py::arg("rank"))
-      .def(
-          "region",
-          [](const Layout& layout, const py::object& rank) {
-            return pairs_of(layout.region(position_on(layout.mesh(), rank_of(rank))));
+          "One per mesh dim. Strided shards that encode an order of cuts appear as plain ones; see `shard_order`.")
+      .def_property_readonly(
+          "shard_order",
+          [](const Layout& layout) {
+            ShardOrder order;
+            for (int t = 0; t < layout.ndim(); ++t) {
+              for (const Cut& c : layout.cuts(t)) order[t].push_back(c.mesh_dim);
+            }
+            return order;
           },
-          py::arg("rank"))
+          "{tensor dim: mesh dims that cut it, first cut first}; mesh dims of size 1 are left out.")
       .def(
           "__eq__", [](const Layout& a, const Layout& b) { return a == b && same_topology(a.mesh(), b.mesh()); },
           py::is_operator())
       .def("__hash__", [](const Layout& layout) { return layout.hash() ^ hash_of(layout.mesh().topology().get()); })
       .def("__repr__", [](const Layout& layout) { return concat("Layout(", layout.to_string(), ")"); });
-  m.def("nearest_cut", &nearest_cut_on, py::arg("src"), py::arg("ranks"));
+  define_parts(layout);
+  m.def("nearest_cut", &nearest_cut_on, py::arg("src"), py::arg("ranks"),
+        "Returns the tensor dim to cut and the intervals of each rank so that least has to move.");
   define_gradient_layouts(m);
   m.def(
       "is_floating", [](const std::string& dtype) { return DType::parse(dtype).kind() == DTypeKind::kFloat; },
-      py::arg("dtype"));
+      py::arg("dtype"), "Returns whether it is a floating dtype of 16 bits or more.");
   m.def("is_complex", [](const std::string& dtype) { return is_complex(DType::parse(dtype)); }, py::arg("dtype"));
 }
 

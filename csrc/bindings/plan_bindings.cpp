@@ -40,22 +40,42 @@ auto patiently(Figure figure) {
 using PlanClass = py::class_<PlanView>;
 
 void define_step(py::module_& m) {
-  py::class_<StepView>(m, "Step")
-      .def_property_readonly("op", [](const StepView& s) { return step_op_name(s.step.op); })
-      .def_property_readonly("mesh_dims",
-                             [](const StepView& s) { return py::tuple(py::cast(s.step.mesh_dims.to_vector())); })
+  py::class_<StepView>(m, "Step", "One move of a plan.")
+      .def_property_readonly(
+          "op", [](const StepView& s) { return step_op_name(s.step.op); },
+          "slice, partition, zero_fill, all_gather, all_to_all, permute, exchange, reduce_scatter, all_reduce, cross "
+          "or rearrange.")
+      .def_property_readonly(
+          "mesh_dims", [](const StepView& s) { return tuple_of(s.step.mesh_dims.to_vector()); },
+          "Indices of the mesh dims that it spans.")
       .def_property_readonly("before", [](const StepView& s) { return s.step.before; })
       .def_property_readonly("after", [](const StepView& s) { return s.step.after; })
-      .def_property_readonly("ordered", [](const StepView& s) { return s.step.ordered; })
-      .def_property_readonly("rounds", [](const StepView& s) { return s.step.rounds; })
+      .def_property_readonly(
+          "ordered", [](const StepView& s) { return s.step.ordered; },
+          "Returns whether contributions are exchanged and summed in rank order, never by a native collective.")
+      .def_property_readonly(
+          "rounds", [](const StepView& s) { return s.step.rounds; },
+          "The number of rounds in which the move is carried out, to need less staging; each counts as a step.")
       .def_property_readonly("predicted_us",
                              [](const StepView& s) { return static_cast<double>(s.predicted_ps) / 1e6; })
-      .def_property_readonly("sharing", [](const StepView& s) { return sharing_name(s.step.sharing); })
-      .def_property_readonly("wire_bytes_max", [](const StepView& s) { return s.traffic.received_bytes_max; })
-      .def_property_readonly("wire_bytes_sum", [](const StepView& s) { return s.traffic.received_bytes_sum; })
+      .def_property_readonly(
+          "sharing", [](const StepView& s) { return sharing_name(s.step.sharing); },
+          "The way in which ranks with equal data share its sending. ``\"none\"``: each receiver reads from one of "
+          "them. ``\"messages\"``: whole messages are shared out. ``\"bytes\"``: elements are, which splits some "
+          "messages. ``\"nodes\"``: holders serve their own node first, and what is left is shared by all.")
+      .def_property_readonly(
+          "wire_bytes_max", [](const StepView& s) { return s.traffic.received_bytes_max; },
+          "Bytes received from other ranks by the rank that receives most.")
+      .def_property_readonly(
+          "wire_bytes_sum", [](const StepView& s) { return s.traffic.received_bytes_sum; },
+          "Bytes received by all ranks.")
       .def_property_readonly("send_bytes_max", [](const StepView& s) { return s.traffic.sent_bytes_max; })
-      .def_property_readonly("messages_max", [](const StepView& s) { return s.traffic.messages_max; })
-      .def_property_readonly("sent_messages_max", [](const StepView& s) { return s.traffic.sent_messages_max; })
+      .def_property_readonly(
+          "messages_max", [](const StepView& s) { return s.traffic.messages_max; },
+          "Messages received by the rank that receives most.")
+      .def_property_readonly(
+          "sent_messages_max", [](const StepView& s) { return s.traffic.sent_messages_max; },
+          "Messages sent by the rank that sends most.")
       .def("__repr__", [](const StepView& s) {
         return concat("Step(", named(s.step), ": ", s.step.before.placements_string(), " -> ",
                       s.step.after.placements_string(), ")");
@@ -67,22 +87,32 @@ void define_ends_and_steps(PlanClass& plan) {
       .def_property_readonly("dst", [](const PlanView& p) { return p.plan().dst; })
       .def_property_readonly("backend", [](const PlanView& p) { return p.plan().lowering.name; })
       .def_property_readonly("objective", [](const PlanView& p) { return objective_name(p.plan().objective); })
-      .def_property_readonly("topology", [](const PlanView& p) { return p.plan().topology.name; })
+      .def_property_readonly(
+          "topology", [](const PlanView& p) { return p.plan().topology.name; },
+          "The name of the topology with which the plan was chosen.")
       .def_property_readonly(
           "certificate",
           [](const PlanView& p) {
             const auto all = patiently([](const CertifiedPlan& plan) { return figures_of(plan.certificate()); })(p);
-            py::dict figures;
+            py::typing::Dict<py::str, std::pair<int64_t, int64_t>> figures;
             for (const auto& [name, value, bound] : all) {
               figures[py::str(name)] = py::make_tuple(value, bound);
             }
             return figures;
-          })
-      .def_property_readonly("remarks", patiently([](const CertifiedPlan& plan) { return plan.remarks(); }))
+          },
+          "Figures with a lower bound for any plan: ``wire_bytes_max`` and ``wire_bytes_sum`` received, "
+          "``send_bytes_max``, ``messages_max``, ``steps`` that communicate, ``peak_bytes``, ``predicted_ps``.")
+      .def_property_readonly(
+          "remarks", patiently([](const CertifiedPlan& plan) { return plan.remarks(); }),
+          "A sentence for each bound that the plan does not meet, and for each property that it cannot guarantee.")
       .def_property_readonly("replicas_are_bitwise_equal", patiently([](const CertifiedPlan& plan) {
                                return plan.certificate().replicas_are_bitwise_equal;
-                             }))
-      .def_property_readonly("segments", [](const PlanView& p) { return p.plan().segments.count; })
+                             }),
+                             "True if ranks that end with the same part hold the same bits of what was reduced, "
+                             "whichever library does the reduction.")
+      .def_property_readonly(
+          "segments", [](const PlanView& p) { return p.plan().segments.count; },
+          "In how many segments the tensor takes the steps, each one step behind the one before it; 1 on one mesh.")
       .def_property_readonly("steps", [](const PlanView& p) {
         std::vector<StepView> views;
         for (const Step& step : p.plan().steps) {
@@ -96,67 +126,87 @@ void define_ends_and_steps(PlanClass& plan) {
 // Figures of the worst rank, and sums over all ranks.
 void define_figures(PlanClass& plan) {
   plan.def_property_readonly("wire_bytes_max",
-                             patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_max; }))
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_max; }),
+                             "Bytes received from other ranks over all steps, by the rank that receives most.")
       .def_property_readonly("wire_bytes_sum",
-                             patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_sum; }))
-      .def_property_readonly("wire_bytes_sum_is_exact",
-                             patiently([](const CertifiedPlan& plan) { return plan.traffic().sum_is_exact; }))
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_sum; }),
+                             "Bytes received over all steps by all ranks; see `wire_bytes_sum_is_exact`.")
+      .def_property_readonly(
+          "wire_bytes_sum_is_exact", patiently([](const CertifiedPlan& plan) { return plan.traffic().sum_is_exact; }),
+          "True if `wire_bytes_sum` is exact; if not, it is an upper bound. Up to 4,096 ranks it is always exact.")
       .def_property_readonly("maxima_are_exact",
-                             patiently([](const CertifiedPlan& plan) { return plan.traffic().maxima_are_exact; }))
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().maxima_are_exact; }),
+                             "Returns whether the maxima of bytes and messages, received and sent, hold for every "
+                             "rank.\n\nIf not, they are those of the outermost ranks of a mesh with too many kinds of "
+                             "ranks to look at each. Always so up to 4,096 ranks.")
       .def_property_readonly("send_bytes_max",
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().sent_bytes_max; }))
       .def_property_readonly("messages_max",
-                             patiently([](const CertifiedPlan& plan) { return plan.traffic().messages_max; }))
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().messages_max; }),
+                             "Messages received over all steps by the rank that receives most.")
       .def_property_readonly("sent_messages_max",
-                             patiently([](const CertifiedPlan& plan) { return plan.traffic().sent_messages_max; }))
+                             patiently([](const CertifiedPlan& plan) { return plan.traffic().sent_messages_max; }),
+                             "Messages sent over all steps by the rank that sends most.")
       .def_property_readonly("bound_bytes_max",
-                             patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_max; }))
+                             patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_max; }),
+                             "A lower bound, for any plan, on the bytes received by the rank that receives most.")
       .def_property_readonly("bound_bytes_sum",
-                             patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_sum; }))
+                             patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_sum; }),
+                             "A lower bound, for any plan, on the bytes received by all ranks.")
       .def_property_readonly("bound_send_bytes_max",
-                             patiently([](const CertifiedPlan& plan) { return plan.certificate().least_sent_bytes; }))
-      .def_property_readonly("peak_bytes", patiently([](const CertifiedPlan& plan) { return plan.peak_bytes(); }))
+                             patiently([](const CertifiedPlan& plan) { return plan.certificate().least_sent_bytes; }),
+                             "A lower bound, for any plan, on the bytes sent by the rank that sends most.")
+      .def_property_readonly(
+          "peak_bytes", patiently([](const CertifiedPlan& plan) { return plan.peak_bytes(); }),
+          "The most memory allocated at once on the worst rank: the result and temporaries, not the source.")
       .def_property_readonly("peak_bytes_is_exact",
-                             patiently([](const CertifiedPlan& plan) { return plan.certificate().peak_is_exact; }));
+                             patiently([](const CertifiedPlan& plan) { return plan.certificate().peak_is_exact; }),
+                             "Returns whether no rank allocates more than `peak_bytes`; see `maxima_are_exact`.");
 }
 
 void define_figures_of_ranks(PlanClass& plan) {
   plan.def_property_readonly(
-          "predicted_us", [](const PlanView& p) { return static_cast<double>(predicted_picoseconds(p.plan())) / 1e6; })
+          "predicted_us", [](const PlanView& p) { return static_cast<double>(predicted_picoseconds(p.plan())) / 1e6; },
+          "The predicted time with the plan's topology, in microseconds.")
       .def(
           "wire_bytes",
-          [](const PlanView& p, const py::object& given) {
+          [](const PlanView& p, const Typed<int64_t>& given) {
             const Rank rank = rank_of(given);
             if (!p.plan().dst.mesh().position_of(rank)) position_on(p.plan().src.mesh(), rank);
             return traffic_at(p.plan(), rank).received_bytes;
           },
-          py::arg("rank"))
+          py::arg("rank"), "Returns the bytes that one rank receives.")
       .def(
           "rank_peak_bytes",
-          [](const PlanView& p, const py::object& rank) { return compile(p.plan(), rank_of(rank)).peak_bytes(); },
-          py::arg("rank"))
+          [](const PlanView& p, const Typed<int64_t>& rank) { return compile(p.plan(), rank_of(rank)).peak_bytes(); },
+          py::arg("rank"), "Returns the most memory that one rank allocates at once.")
       .def(
           "program",
-          [](const PlanView& p, const py::object& rank) { return compile(p.plan(), rank_of(rank)).to_string(); },
-          py::arg("rank"))
+          [](const PlanView& p, const Typed<int64_t>& rank) { return compile(p.plan(), rank_of(rank)).to_string(); },
+          py::arg("rank"), "Returns the instructions of one rank, as text.")
       .def(
           "simulate", [](const PlanView& p) { return simulate(p.plan()).received_bytes_sum; },
-          py::call_guard<py::gil_scoped_release>());
+          py::call_guard<py::gil_scoped_release>(),
+          "Runs all ranks in this process. Returns the bytes moved; raises RuntimeError if an element is wrong, or if "
+          "bytes or memory differ from what the plan says.");
 }
 
 void define_forms(PlanClass& plan) {
   plan.def("to_bytes", [](const PlanView& p) { return py::bytes(to_bytes(p.plan())); })
       .def_static(
           "from_bytes",
-          [](const py::object& data) {
+          [](const Typed<py::bytes>& data) {
             return view_of(from_bytes(std::string(object<py::bytes>(data, "data", "bytes, as Plan.to_bytes gives"))));
           },
-          py::arg("data"))
+          py::arg("data"), "Raises ValueError on bytes that are not a plan.")
       .def("to_json", patiently([](const CertifiedPlan& plan) {
              return to_json(plan.plan(), plan.certificate(), plan.remarks());
-           }))
-      .def("to_svg", patiently([](const CertifiedPlan& plan) { return to_svg(plan.plan()); }))
-      .def("to_html", patiently([](const CertifiedPlan& plan) { return to_html(plan.plan()); }))
+           }),
+           "Returns JSON as described in docs/plan.schema.json; `plan_from_json` reads it.")
+      .def("to_svg", patiently([](const CertifiedPlan& plan) { return to_svg(plan.plan()); }),
+           "Returns a picture of who holds what and who sends what to whom: by rank up to 16 ranks, else by mesh dim.")
+      .def("to_html", patiently([](const CertifiedPlan& plan) { return to_html(plan.plan()); }),
+           "Returns an HTML page with the picture and the plan's text.")
       .def("_repr_html_", [](const PlanView& p) { return to_svg(p.plan()); })  // in notebooks
       .def("__str__", [](const PlanView& p) { return p.certified->text(); })
       .def("__repr__", [](const PlanView& p) { return concat("Plan(", p.certified->text(), ")"); });
@@ -166,7 +216,8 @@ void define_forms(PlanClass& plan) {
 
 void define_plan(py::module_& m) {
   define_step(m);
-  PlanClass plan(m, "Plan");
+  PlanClass plan(m, "Plan",
+                 "The moves from one layout to another, and what they cost. ``str(plan)`` is one line per move.");
   define_ends_and_steps(plan);
   define_figures(plan);
   define_figures_of_ranks(plan);

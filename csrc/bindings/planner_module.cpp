@@ -5,13 +5,14 @@
 #include "bindings/views.h"
 
 PYBIND11_MODULE(_planner, m) {
-  m.doc() = "Layouts, plans, programs and the simulator of shardwright, without torch.";
+  m.doc() = "The torch-free extension module. Its public interface is `Layout`, `Mesh` and `plan` of the package.";
   shardwright::register_errors();
+  shardwright::define_gemm_model(m);
   shardwright::define_topology(m);
   shardwright::define_mesh(m);
   shardwright::define_layout(m);
-  shardwright::define_context(m);
   shardwright::define_plan(m);
+  shardwright::define_context(m);
   shardwright::define_planning(m);
   shardwright::define_views(m);
   shardwright::define_batch(m);

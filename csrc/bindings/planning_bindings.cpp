@@ -19,9 +19,10 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-PlanOptions options_of(const Layout& src, const Layout& dst, const py::object& backend, const py::object& objective,
-                       const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int64_t>>& groups,
-                       const py::object& reduce, const PlanningTables& tables) {
+PlanOptions options_of(const Layout& src, const Layout& dst, const Typed<std::string>& backend,
+                       const Typed<std::string>& objective, const std::shared_ptr<Topology>& topology,
+                       const std::vector<std::vector<int64_t>>& groups, const Typed<std::string>& reduce,
+                       const PlanningTables& tables) {
   PlanOptions options{Lowering::named(text(backend, "backend")), parse_objective(text(objective, "objective")),
                       is_ordered(text(reduce, "reduce"), src)};
   const std::optional<Topology> asked = topology ? std::optional<Topology>(*topology) : std::nullopt;
@@ -30,14 +31,13 @@ PlanOptions options_of(const Layout& src, const Layout& dst, const py::object& b
   return options;
 }
 
-}  // namespace
-
-void define_planning(py::module_& m) {
+void define_making(py::module_& m) {
   m.def(
       "make_plan",
-      [](const Layout& src, const Layout& dst, const py::object& backend, const py::object& objective,
+      [](const Layout& src, const Layout& dst, const Typed<std::string>& backend, const Typed<std::string>& objective,
          const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int64_t>>& groups,
-         const py::object& reduce, const py::object& memory_limit, const PlanningTables& tables) {
+         const Typed<std::string>& reduce, const Typed<std::optional<int64_t>>& memory_limit,
+         const PlanningTables& tables) {
         std::optional<int64_t> limit;
         if (!memory_limit.is_none()) limit = integer(memory_limit, "memory_limit");
         const PlanOptions options = options_of(src, dst, backend, objective, topology, groups, reduce, tables);
@@ -47,12 +47,12 @@ void define_planning(py::module_& m) {
       },
       py::arg("src"), py::arg("dst"), py::arg("backend") = "nccl", py::arg("objective") = "time",
       py::arg("topology") = nullptr, py::arg("groups") = std::vector<std::vector<int64_t>>{},
-      py::arg("reduce") = "fast", py::arg("memory_limit") = py::none(), py::arg("tables") = PlanningTables{});
+      py::arg("reduce") = "fast", py::arg("memory_limit") = py::none(), py::arg_v("tables", PlanningTables{}, "..."));
   m.def(
       "plan_through",
-      [](const std::vector<Layout>& layouts, const py::object& backend, const py::object& objective,
+      [](const std::vector<Layout>& layouts, const Typed<std::string>& backend, const Typed<std::string>& objective,
          const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int64_t>>& groups,
-         const py::object& reduce, const PlanningTables& tables) {
+         const Typed<std::string>& reduce, const PlanningTables& tables) {
         check_user(!layouts.empty(), "through: names no layouts");
         const Layout &src = layouts.front(), &dst = layouts.back();
         return view_of(
@@ -60,7 +60,7 @@ void define_planning(py::module_& m) {
       },
       py::arg("layouts"), py::arg("backend") = "nccl", py::arg("objective") = "time", py::arg("topology") = nullptr,
       py::arg("groups") = std::vector<std::vector<int64_t>>{}, py::arg("reduce") = "fast",
-      py::arg("tables") = PlanningTables{});
+      py::arg_v("tables", PlanningTables{}, "..."));
   using StepFields = std::tuple<std::string, std::vector<int64_t>, Layout, Layout, std::string, int64_t, bool, int64_t>;
   m.def(
       "plan_of_steps",
@@ -77,19 +77,33 @@ void define_planning(py::module_& m) {
       },
       py::arg("src"), py::arg("dst"), py::arg("steps"), py::arg("backend"), py::arg("objective"), py::arg("topology"),
       py::arg("named_groups_only"), py::arg("segments_dim"), py::arg("segments"));
-  m.def("plan_text", [](const PlanView& p) { return to_text(p.plan()); }, py::arg("plan"));
-  m.def(
-      "parse_plan", [](const std::string& text) { return view_of(from_bytes(bytes_in(text, "plan"))); },
-      py::arg("text"));
-  m.def(
-      "simulation_bytes", [](const PlanView& p) { return simulation_bytes(p.plan(), p.certified->peak_bytes()); },
-      py::arg("plan"), py::call_guard<py::gil_scoped_release>());
+}
+
+void define_cache(py::module_& m) {
   m.def("plan_cache_counts", [] {
     const PlanCache::Counts counts = plan_cache().counts();
-    return py::dict(py::arg("hits") = counts.hits, py::arg("misses") = counts.misses, py::arg("size") = counts.size);
+    return py::typing::Dict<py::str, py::int_>(py::arg("hits") = counts.hits, py::arg("misses") = counts.misses,
+                                               py::arg("size") = counts.size);
   });
   m.def("reset_plan_cache_counts", [] { plan_cache().reset_counts(); });
   m.def("clear_plan_cache", [] { plan_cache().clear(); });
+}
+
+}  // namespace
+
+void define_planning(py::module_& m) {
+  define_making(m);
+  m.def(
+      "plan_text", [](const PlanView& p) { return to_text(p.plan()); }, py::arg("plan"),
+      "Returns a plan as operators take it: a label, ``\"|\"``, and its bytes in base64.");
+  m.def(
+      "parse_plan", [](const std::string& text) { return view_of(from_bytes(bytes_in(text, "plan"))); },
+      py::arg("text"), "Parses what `plan_text` wrote. Raises ValueError on other text.");
+  m.def(
+      "simulation_bytes", [](const PlanView& p) { return simulation_bytes(p.plan(), p.certified->peak_bytes()); },
+      py::arg("plan"), py::call_guard<py::gil_scoped_release>(),
+      "Estimates how much memory ``plan.simulate()`` takes.");
+  define_cache(m);
 }
 
 }  // namespace shardwright

@@ -42,9 +42,18 @@ std::string text_of(const Schedule& schedule) {
 }
 
 void define_schedule(py::module_& m) {
-  py::class_<Schedule>(m, "Schedule")
-      .def(py::init([](const py::object& method, const Chunks& chunks, const py::object& depth,
-                       const py::object& sms_left) {
+  py::class_<Schedule>(m, "Schedule", R"(The plan of a `Matmul` (csrc/products/matmul.h).
+
+Args:
+    method: ``"serial"``, ``"ring"``, ``"collective"`` or ``"flags"``.
+    chunks: their number, or for a ring the distances of each.
+    depth: the most transfers that are under way during a product.
+    sms_left: multiprocessors that products leave to transfers under way.
+
+Raises:
+    ValueError: the method is unknown. `Matmul.check` tells whether a schedule fits a product.)")
+      .def(py::init([](const Typed<std::string>& method, const Chunks& chunks, const Typed<int64_t>& depth,
+                       const Typed<int64_t>& sms_left) {
              return schedule_of(text(method, "method"), chunks, integer(depth, "depth"), integer(sms_left, "sms_left"));
            }),
            py::arg("method"), py::arg("chunks") = 1, py::kw_only(), py::arg("depth") = 1, py::arg("sms_left") = 0)
@@ -77,7 +86,8 @@ std::optional<Scaling> scaling_of(const std::optional<ScalingParts>& parts) {
   return scaling;
 }
 
-py::dict timeline_of(const Matmul& matmul, const Schedule& schedule, const GemmModel& model) {
+py::typing::Dict<py::str, py::object> timeline_of(const Matmul& matmul, const Schedule& schedule,
+                                                  const GemmModel& model) {
   const Program program = compile(matmul, schedule, plan_of(matmul).src.mesh().rank_at(Position{0}));
   const Timeline timeline = predict(program, plan_of(matmul), model);
   py::list spans;
@@ -86,35 +96,13 @@ py::dict timeline_of(const Matmul& matmul, const Schedule& schedule, const GemmM
     spans.append(py::make_tuple(span.is_communication ? "communication" : "compute", to_string(instruction.operation),
                                 instruction.chunk, span.start_ps, span.end_ps));
   }
-  return py::dict(py::arg("spans") = spans, py::arg("total_ps") = timeline.total_ps,
-                  py::arg("communication_ps") = timeline.communication_ps, py::arg("gemm_ps") = timeline.gemm_ps);
+  return py::typing::Dict<py::str, py::object>(py::arg("spans") = spans, py::arg("total_ps") = timeline.total_ps,
+                                               py::arg("communication_ps") = timeline.communication_ps,
+                                               py::arg("gemm_ps") = timeline.gemm_ps);
 }
 
-void define_gemm_model(py::module_& m) {
-  py::class_<GemmModel>(m, "GemmModel")
-      .def(py::init([](const py::object& name, const py::object& num_processors, const py::object& tile_rows,
-                       const py::object& tile_columns, const py::object& flops_per_us, const py::object& launch_ps,
-                       const py::object& memory_ps_per_kib, const py::object& contention_percent,
-                       const py::object& chunk_ps) {
-             const GemmModel model{text(name, "name"),
-                                   integer(num_processors, "num_processors"),
-                                   integer(tile_rows, "tile_rows"),
-                                   integer(tile_columns, "tile_columns"),
-                                   integer(flops_per_us, "flops_per_us"),
-                                   integer(launch_ps, "launch_ps"),
-                                   integer(memory_ps_per_kib, "memory_ps_per_kib"),
-                                   integer(contention_percent, "contention_percent"),
-                                   integer(chunk_ps, "chunk_ps")};
-             model.check();
-             return model;
-           }),
-           py::kw_only(), py::arg("name"), py::arg("num_processors"), py::arg("tile_rows"), py::arg("tile_columns"),
-           py::arg("flops_per_us"), py::arg("launch_ps"), py::arg("memory_ps_per_kib"), py::arg("contention_percent"),
-           py::arg("chunk_ps") = 0)
-      .def_static(
-          "named", [](const py::object& name) { return GemmModel::named(text(name, "gemm_model")); }, py::arg("name"))
-      .def_static("names", &GemmModel::names)
-      .def_readonly("name", &GemmModel::name)
+void define_figures(py::class_<GemmModel>& model) {
+  model.def_readonly("name", &GemmModel::name)
       .def_readonly("num_processors", &GemmModel::num_processors)
       .def_readonly("tile_rows", &GemmModel::tile_rows)
       .def_readonly("tile_columns", &GemmModel::tile_columns)
@@ -125,8 +113,8 @@ void define_gemm_model(py::module_& m) {
       .def_readonly("chunk_ps", &GemmModel::chunk_ps)
       .def(
           "picoseconds",
-          [](const GemmModel& model, const py::object& m_, const py::object& n_, const py::object& k_,
-             const py::object& count, const py::object& item_bytes) {
+          [](const GemmModel& model, const Typed<int64_t>& m_, const Typed<int64_t>& n_, const Typed<int64_t>& k_,
+             const Typed<int64_t>& count, const Typed<int64_t>& item_bytes) {
             const auto size = [](const py::object& given, const char* argument) {
               const int64_t value = integer(given, argument);
               check_user(value >= 0, argument, ": ", value, "; allowed is 0 or more");
@@ -135,11 +123,8 @@ void define_gemm_model(py::module_& m) {
             return model.picoseconds(size(m_, "m"), size(n_, "n"), size(k_, "k"), size(count, "count"),
                                      size(item_bytes, "item_bytes"));
           },
-          py::arg("m"), py::arg("n"), py::arg("k"), py::arg("count") = 1, py::arg("item_bytes") = 2)
-      .def(
-          "__eq__", [](const GemmModel& a, const GemmModel& b) { return a == b; }, py::is_operator())
-      .def("__hash__", [](const GemmModel& model) { return py::hash(py::str(model.name)); })
-      .def("__repr__", [](const GemmModel& model) { return concat("GemmModel(", model.name, ")"); });
+          py::arg("m"), py::arg("n"), py::arg("k"), py::arg("count") = 1, py::arg("item_bytes") = 2,
+          "Returns the time of `count` products of m x k by k x n.");
 }
 
 using MatmulClass = py::class_<MatmulView>;
@@ -159,7 +144,11 @@ void define_making(MatmulClass& matmul) {
             check(matmul, {});
             return MatmulView{std::move(matmul)};
           },
-          py::arg("plan"), py::arg("products"), py::arg("keeps_gathered") = false, py::arg("scaling") = py::none())
+          py::arg("plan"), py::arg("products"), py::arg("keeps_gathered") = false, py::arg("scaling") = py::none(),
+          "Moves an operand by a plan and multiplies it. `products` has, for each product, the axes (with the operand "
+          "that moves first), the other operand, and whether a bias is added. `scaling` of 8-bit operands is whether "
+          "scales are by row, the dtype of the result, and, if by row, the plan of the moved operand's scales. Raises "
+          "ValueError if these do not fit together.")
       .def_static(
           "scatter",
           [](const PlanView& plan, const std::vector<Term>& terms, bool has_addend,
@@ -169,46 +158,56 @@ void define_making(MatmulClass& matmul) {
             check(matmul, {});
             return MatmulView{std::move(matmul)};
           },
-          py::arg("plan"), py::arg("terms"), py::arg("has_addend") = false, py::arg("scaling") = py::none())
+          py::arg("plan"), py::arg("terms"), py::arg("has_addend") = false, py::arg("scaling") = py::none(),
+          "Sums products, and with `has_addend` one more tensor in the layout of the plan's source, and moves the "
+          "result by a plan. `terms` has the axes and both operands of each product; `scaling` is as in `gather`, "
+          "without a plan.")
       .def_static(
           "parse",
           [](const std::string& text) {
             const auto [matmul, schedule] = matmul_from_bytes(bytes_in(text, "matmul"));
             return std::pair(MatmulView{matmul}, schedule);
           },
-          py::arg("text"));
+          py::arg("text"), "Parses what `to_text` wrote.");
 }
 
 void define_choices(MatmulClass& matmul) {
   matmul.def_property_readonly("plan", [](const MatmulView& view) { return view_of(plan_of(view.matmul)); })
       .def_property_readonly("num_partners", [](const MatmulView& view) { return num_partners(view.matmul); })
       .def_property_readonly("communicates", [](const MatmulView& view) { return communicates(view.matmul); })
-      .def_property_readonly("why_only_serial", [](const MatmulView& view) { return why_only_serial(view.matmul); })
+      .def_property_readonly(
+          "why_only_serial", [](const MatmulView& view) { return why_only_serial(view.matmul); },
+          "Why nothing of it can be chunked; None if something can.")
       .def(
           "check", [](const MatmulView& view, const Schedule& schedule) { check(view.matmul, schedule); },
-          py::arg("schedule"))
+          py::arg("schedule"), "Raises ValueError if the schedule is not possible.")
       .def(
           "predictions",
-          [](const MatmulView& view, const GemmModel& model, const py::object& depth) {
+          [](const MatmulView& view, const GemmModel& model, const Typed<std::optional<int64_t>>& depth) {
             std::vector<std::pair<Schedule, int64_t>> all;
             for (const Prediction& one : predictions(view.matmul, model, depth_of(depth))) {
               all.emplace_back(one.schedule, one.total_ps);
             }
             return all;
           },
-          py::arg("model"), py::arg("depth") = py::none())
+          py::arg("model"), py::arg("depth") = py::none(),
+          "Returns schedules with their picoseconds: serial first, then every method and number of chunks, each with "
+          "the depth (unless it is given) and the processors left to transfers that are predicted to be fastest.")
       .def(
           "choose",
-          [](const MatmulView& view, const GemmModel& model, const py::object& depth) {
+          [](const MatmulView& view, const GemmModel& model, const Typed<std::optional<int64_t>>& depth) {
             return choose(view.matmul, model, depth_of(depth));
           },
-          py::arg("model"), py::arg("depth") = py::none())
+          py::arg("model"), py::arg("depth") = py::none(),
+          "Returns the schedule that is predicted to be fastest; serial unless another one saves 2%.")
       .def(
           "tuned",
-          [](const MatmulView& view, const Schedule& schedule, const GemmModel& model, const py::object& depth) {
+          [](const MatmulView& view, const Schedule& schedule, const GemmModel& model,
+             const Typed<std::optional<int64_t>>& depth) {
             return tuned(view.matmul, schedule, model, depth_of(depth));
           },
-          py::arg("schedule"), py::arg("model"), py::arg("depth") = py::none());
+          py::arg("schedule"), py::arg("model"), py::arg("depth") = py::none(),
+          "Returns the schedule with the depth and the processors left to transfers that `predictions` would choose.");
 }
 
 void define_programs(MatmulClass& matmul) {
@@ -218,7 +217,9 @@ void define_programs(MatmulClass& matmul) {
           [](const MatmulView& view, const Schedule& schedule, const GemmModel& model) {
             return timeline_of(view.matmul, schedule, model);
           },
-          py::arg("schedule"), py::arg("model"))
+          py::arg("schedule"), py::arg("model"),
+          "Returns the prediction for the first rank: ``spans`` with lane, instruction, chunk, start and end in "
+          "picoseconds; ``total_ps``, ``communication_ps`` and ``gemm_ps``.")
       .def(
           "program",
           [](const MatmulView& view, const Schedule& schedule, int64_t rank) {
@@ -241,7 +242,7 @@ void define_programs(MatmulClass& matmul) {
             for (const LocalTensor& output : tensors.outputs) outputs.emplace_back(output.shape, output.dtype.name());
             return std::pair(inputs, outputs);
           },
-          py::arg("rank"))
+          py::arg("rank"), "Returns the shapes of a rank's inputs, and the shapes and dtypes of its outputs.")
       .def(
           "to_text", [](const MatmulView& view, const Schedule& schedule) { return to_text(view.matmul, schedule); },
           py::arg("schedule"));
@@ -249,10 +250,63 @@ void define_programs(MatmulClass& matmul) {
 
 }  // namespace
 
+void define_gemm_model(py::module_& m) {
+  py::class_<GemmModel> model(
+      m, "GemmModel",
+      R"(Predicts how long a matrix product takes. Chunks are chosen with it, so it must be the same on every rank.
+
+A product is cut into tiles, and each processor computes one at a time: a product of few tiles leaves processors
+idle.
+
+Args:
+    name: shown in messages.
+    num_processors: the SMs of a GPU; 1 for all cores of a CPU together.
+    tile_rows, tile_columns: the size of a tile of the result.
+    flops_per_us: of one processor, for 16-bit operands; 8 bits run twice, 32 half, 64 a quarter as fast.
+    launch_ps: picoseconds per product.
+    memory_ps_per_kib: picoseconds per KiB to read operands and write results.
+    contention_percent: how much longer a product takes while data travels.
+    chunk_ps: on CPU, by how many picoseconds a chunk's transfer ends later alongside products than alone.
+
+Raises:
+    ValueError: a figure is negative, or one that is divided by is below 1.)");
+  model
+      .def(py::init([](const Typed<std::string>& name, const Typed<int64_t>& num_processors,
+                       const Typed<int64_t>& tile_rows, const Typed<int64_t>& tile_columns,
+                       const Typed<int64_t>& flops_per_us, const Typed<int64_t>& launch_ps,
+                       const Typed<int64_t>& memory_ps_per_kib, const Typed<int64_t>& contention_percent,
+                       const Typed<int64_t>& chunk_ps) {
+             const GemmModel model{text(name, "name"),
+                                   integer(num_processors, "num_processors"),
+                                   integer(tile_rows, "tile_rows"),
+                                   integer(tile_columns, "tile_columns"),
+                                   integer(flops_per_us, "flops_per_us"),
+                                   integer(launch_ps, "launch_ps"),
+                                   integer(memory_ps_per_kib, "memory_ps_per_kib"),
+                                   integer(contention_percent, "contention_percent"),
+                                   integer(chunk_ps, "chunk_ps")};
+             model.check();
+             return model;
+           }),
+           py::kw_only(), py::arg("name"), py::arg("num_processors"), py::arg("tile_rows"), py::arg("tile_columns"),
+           py::arg("flops_per_us"), py::arg("launch_ps"), py::arg("memory_ps_per_kib"), py::arg("contention_percent"),
+           py::arg("chunk_ps") = 0)
+      .def_static(
+          "named", [](const Typed<std::string>& name) { return GemmModel::named(text(name, "gemm_model")); },
+          py::arg("name"),
+          "Returns a built-in model, ``\"h100\"``, ``\"a100\"`` or ``\"cpu\"``: orders of magnitude, not measurements. "
+          "Raises ValueError on other names.")
+      .def_static("names", &GemmModel::names)
+      .def(
+          "__eq__", [](const GemmModel& a, const GemmModel& b) { return a == b; }, py::is_operator())
+      .def("__hash__", [](const GemmModel& model) { return py::hash(py::str(model.name)); })
+      .def("__repr__", [](const GemmModel& model) { return concat("GemmModel(", model.name, ")"); });
+  define_figures(model);
+}
+
 void define_matmul(py::module_& m) {
-  define_gemm_model(m);
   define_schedule(m);
-  MatmulClass matmul(m, "Matmul");
+  MatmulClass matmul(m, "Matmul", "Matrix products and a redistribute as one program (csrc/products/matmul.h).");
   define_making(matmul);
   define_choices(matmul);
   define_programs(matmul);

@@ -25,6 +25,8 @@ using ProductPlanPtr = std::shared_ptr<const ProductPlan>;
 // A number of chunks, or for a ring the distances of each chunk.
 using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
+using OneOrMany = std::optional<std::variant<int64_t, std::vector<int64_t>>>;
+
 std::optional<int64_t> optional_integer(const py::object& given, const char* argument) {
   if (given.is_none()) return std::nullopt;
   return integer(given, argument);
@@ -56,18 +58,23 @@ const Held* held_by(const NodeView& view) {
   return std::get_if<Held>(&view.node.operation);
 }
 
-void define_dataflow(py::module_& m) {
-  py::class_<NodeView>(m, "ProductNode")
-      .def_property_readonly("kind", [](const NodeView& view) { return kind_name(view.node.operation); })
+void define_node(py::module_& m) {
+  py::class_<NodeView>(m, "ProductNode", "One operation on the tensors of a product (csrc/products/dataflow.h).")
+      .def_property_readonly(
+          "kind", [](const NodeView& view) { return kind_name(view.node.operation); },
+          "``\"move\"``, ``\"matmul\"``, ``\"bias\"``, ``\"sum\"`` or ``\"add\"``.")
       .def_property_readonly("inputs", [](const NodeView& view) { return view.node.inputs; })
       .def_property_readonly("outputs", [](const NodeView& view) { return view.node.outputs; })
-      .def_property_readonly("released", [](const NodeView& view) { return view.node.released; })
-      .def_property_readonly("plan",
-                             [](const NodeView& view) -> std::optional<PlanView> {
-                               const auto* move = held_by<MoveNode>(view);
-                               if (move == nullptr) return std::nullopt;
-                               return view_of(move->plan);
-                             })
+      .def_property_readonly(
+          "released", [](const NodeView& view) { return view.node.released; }, "Values that no later node reads.")
+      .def_property_readonly(
+          "plan",
+          [](const NodeView& view) -> std::optional<PlanView> {
+            const auto* move = held_by<MoveNode>(view);
+            if (move == nullptr) return std::nullopt;
+            return view_of(move->plan);
+          },
+          "The plan of a move.")
       .def_property_readonly("matmul",
                              [](const NodeView& view) -> std::optional<MatmulView> {
                                const auto* one = held_by<MatmulNode>(view);
@@ -87,8 +94,15 @@ void define_dataflow(py::module_& m) {
             const Layout& operand = plan.problem().operand;
             return bias != nullptr && adds_bias(*bias, operand.mesh(), position_on(operand.mesh(), Rank{rank}));
           },
-          py::arg("plan"), py::arg("rank"));
-  py::class_<DataflowView>(m, "ProductDataflow")
+          py::arg("plan"), py::arg("rank"),
+          "Returns whether this rank adds the bias. Where sums stay due, only one rank along their mesh dims does.");
+}
+
+void define_dataflow(py::module_& m) {
+  define_node(m);
+  py::class_<DataflowView>(
+      m, "ProductDataflow",
+      "Nodes in execution order. Values are numbered, inputs first; an output of -1 was not requested.")
       .def_property_readonly("names",
                              [](const DataflowView& view) {
                                std::vector<std::string> names;
@@ -235,8 +249,9 @@ void define_making(ProductPlanClass& plan) {
   plan.def(py::init([](const std::vector<std::string>& axes, const Layout& operand, const std::vector<Layout>& weights,
                        const std::vector<std::optional<Layout>>& biases, const std::vector<Layout>& results,
                        const std::optional<std::string>& cuts, const std::string& scaled_by,
-                       const std::vector<std::optional<Layout>>& scales, bool keeps_gathered, const py::object& method,
-                       const std::optional<Chunks>& chunks, const py::object& depth, const std::string& backend,
+                       const std::vector<std::optional<Layout>>& scales, bool keeps_gathered,
+                       const Typed<std::optional<std::string>>& method, const std::optional<Chunks>& chunks,
+                       const Typed<std::optional<int64_t>>& depth, const std::string& backend,
                        const std::optional<Topology>& topology, const PlanningTables& tables,
                        const std::map<std::string, GemmModel>& gemm_models) {
              ProductProblem problem{axes,
@@ -256,7 +271,7 @@ void define_making(ProductPlanClass& plan) {
            py::kw_only(), py::arg("cuts") = py::none(), py::arg("scaled_by") = "",
            py::arg("scales") = std::vector<std::optional<Layout>>{}, py::arg("keeps_gathered") = false,
            py::arg("method") = py::none(), py::arg("chunks") = py::none(), py::arg("depth") = py::none(),
-           py::arg("backend") = "nccl", py::arg("topology") = py::none(), py::arg("tables") = PlanningTables{},
+           py::arg("backend") = "nccl", py::arg("topology") = py::none(), py::arg_v("tables", PlanningTables{}, "..."),
            py::arg("gemm_models") = std::map<std::string, GemmModel>{});
 }
 
@@ -270,9 +285,10 @@ void define_making_from_tensors(py::module_& m) {
          const std::vector<std::optional<TensorAndLayout>>& scales, bool requires_grad,
          const std::optional<std::vector<std::string>>& placements, int64_t rank, int64_t num_ranks, bool checks_parts,
          const std::string& backend, const PlanningTables& tables, const std::string& device_type,
-         const py::object& dim, const py::object& size, const py::object& columns, const py::object& out_dtype,
-         const py::object& method, const std::optional<Chunks>& chunks, const py::object& depth, const py::object& save,
-         const py::object& gemm_model) {
+         const Typed<std::optional<int64_t>>& dim, const Typed<OneOrMany>& size, const Typed<OneOrMany>& columns,
+         const py::object& out_dtype, const Typed<std::optional<std::string>>& method,
+         const std::optional<Chunks>& chunks, const Typed<std::optional<int64_t>>& depth,
+         const Typed<std::string>& save, const Typed<std::optional<GemmModel>>& gemm_model) {
         const ProductFunction product = parse_product_function(function);
         ProductArguments arguments{.function = product,
                                    .x = given_tensor(x, "x"),
@@ -312,7 +328,11 @@ void define_making_from_tensors(py::module_& m) {
       py::arg("backend"), py::arg("tables"), py::arg("device_type"), py::arg("dim") = py::none(),
       py::arg("size") = py::none(), py::arg("columns") = py::none(), py::arg("out_dtype") = py::none(),
       py::arg("method") = py::none(), py::arg("chunks") = py::none(), py::arg("depth") = py::none(),
-      py::arg("save") = "shard", py::arg("gemm_model") = py::none());
+      py::arg("save") = "shard", py::arg("gemm_model") = py::none(),
+      "The plan of a product of tensors, from the arguments of the function (``\"linear\"``, ``\"gather\"`` or "
+      "``\"sum\"``) that multiplies them: csrc/products/product_arguments.h says more. Tensors come with the layouts "
+      "of DTensors; `scales` are those of x and of the weights. Without a `gemm_model`, that of the tables for the "
+      "type of device is taken. Raises ValueError for arguments that do not fit.");
 }
 
 // From text: the layouts that ProductPlan takes.
@@ -331,7 +351,10 @@ void define_making_from_text(py::module_& m) {
         return std::tuple(problem.operand, problem.weights, problem.biases, problem.results);
       },
       py::arg("mesh"), py::arg("axes"), py::arg("sizes"), py::arg("dtype"), py::arg("operand"), py::arg("weights"),
-      py::arg("biases"), py::arg("results"));
+      py::arg("biases"), py::arg("results"),
+      "Returns the layouts that `ProductPlan` takes, from axes as in einsum, their sizes, and placements as "
+      "text.\n\nWithout `biases` there are none; without `results`, they are placed so that no move of them is needed. "
+      "Raises ValueError if an axis has no size, or if placements do not fit a tensor.");
 }
 
 // For each gradient of a result the layout in which it is given, None for the usual one; then, if there is one more,
@@ -354,25 +377,8 @@ GradientRequest request_of(const ProductPlan& plan, const std::vector<std::optio
   return request;
 }
 
-}  // namespace
-
-void define_product_plan(py::module_& m) {
-  define_dataflow(m);
-  ProductPlanClass plan(m, "ProductPlan");
-  define_making(plan);
-  define_making_from_tensors(m);
-  define_making_from_text(m);
-  plan.def_static(
-          "parse",
-          [](const std::string& text) {
-            return std::const_pointer_cast<ProductPlan>(
-                make_product_plan(product_problem_from_bytes(bytes_in(text, "product"))));
-          },
-          py::arg("text"))
-      .def("to_text", [](const ProductPlan& plan) { return to_text(plan.problem()); })
-      .def("to_json", [](const ProductPlan& plan) { return plan.to_json(plan_cache()); })
-      .def("__str__", [](const ProductPlan& plan) { return plan.to_string(plan_cache()); })
-      .def_property_readonly("axes", [](const ProductPlan& plan) { return plan.problem().axes; })
+void define_layouts(ProductPlanClass& plan) {
+  plan.def_property_readonly("axes", [](const ProductPlan& plan) { return plan.problem().axes; })
       .def_property_readonly("operand", [](const ProductPlan& plan) { return plan.problem().operand; })
       .def_property_readonly("weights", [](const ProductPlan& plan) { return plan.problem().weights; })
       .def_property_readonly("biases", [](const ProductPlan& plan) { return plan.problem().biases; })
@@ -380,21 +386,30 @@ void define_product_plan(py::module_& m) {
       .def_property_readonly("scaled_by",
                              [](const ProductPlan& plan) { return scaled_by_name(plan.problem().scaled_by); })
       .def_property_readonly("cuts", &ProductPlan::cuts)
-      .def_property_readonly("lead", [](const ProductPlan& plan) { return lead_name(plan.lead()); })
+      .def_property_readonly(
+          "lead", [](const ProductPlan& plan) { return lead_name(plan.lead()); },
+          "The tensor whose move overlaps with the product: ``\"operand\"``, ``\"weight\"`` or ``\"result\"``.")
       .def_property_readonly("keeps_gathered", &ProductPlan::keeps_gathered)
-      .def_property_readonly("has_equal_parts", &has_equal_parts)
-      .def_property_readonly("chooses_schedules", &chooses_schedules)
-      .def_property_readonly("moved_operand", [](const ProductPlan& plan) { return plan.layouts().operand; })
-      .def_property_readonly("operand_gradient",
-                             [](const ProductPlanPtr& plan) { return gradients_of(plan).operand_out; })
-      .def_property_readonly("result_gradients", [](const ProductPlan& plan) { return plan.all_gradients().given; })
-      .def("gemm_model",
-           [](const ProductPlan& plan, const std::string& dtype) {
-             return plan.problem().context.gemm_model(DType::parse(dtype));
-           })
-      .def("predicted_ps",
-           [](const ProductPlan& plan) { return predicted_picoseconds(plan.forward(), plan.problem().context); })
-      .def_property_readonly("forward", [](const ProductPlan& plan) { return DataflowView{plan.forward()}; })
+      .def_property_readonly("has_equal_parts", &has_equal_parts,
+                             "Whether, for every tensor, all ranks hold parts of one size.")
+      .def_property_readonly("chooses_schedules", &chooses_schedules,
+                             "Returns whether methods or numbers of chunks were left to be chosen by predicted time.")
+      .def_property_readonly(
+          "moved_operand", [](const ProductPlan& plan) { return plan.layouts().operand; },
+          "The operand's layout during the product.")
+      .def_property_readonly(
+          "operand_gradient", [](const ProductPlanPtr& plan) { return gradients_of(plan).operand_out; },
+          "The layout of the operand's gradient as the backward returns it.")
+      .def_property_readonly(
+          "result_gradients", [](const ProductPlan& plan) { return plan.all_gradients().given; },
+          "The layouts of gradients that are placed like the results.");
+}
+
+void define_directions(ProductPlanClass& plan) {
+  plan.def_property_readonly(
+          "forward", [](const ProductPlan& plan) { return DataflowView{plan.forward()}; },
+          "Inputs: operand, weights, biases of the weights that have one, scales. Outputs: results, then the moved "
+          "operand if it is kept.")
       .def(
           "backward",
           [](const ProductPlan& plan, const std::vector<std::optional<Layout>>& given, const std::vector<bool>& needs) {
@@ -402,7 +417,64 @@ void define_product_plan(py::module_& m) {
             const py::gil_scoped_release release;
             return DataflowView{plan.backward(request, plan_cache())};
           },
-          py::arg("given"), py::arg("needs"));
+          py::arg("given"), py::arg("needs"),
+          R"(Inputs: operand (the moved one if it is kept), weights, gradients of the results, then the addend to the
+operand's gradient if there is one. Outputs: gradients of operand, weights and biases.
+
+Args:
+    given: the layouts of the results' gradients, None for the usual ones (`result_gradients`). If there is one
+        more, it is the layout of the addend, or None.
+    needs: whether the gradients of operand, weights and biases are requested; biases by weight.)");
+}
+
+}  // namespace
+
+void define_product_plan(py::module_& m) {
+  ProductPlanClass plan(m, "ProductPlan",
+                        R"(The plan of a product of placed tensors, forward and backward (csrc/products/product_plan.h).
+
+Args:
+    axes: one text per weight, as in einsum: ``"bsk,nk->bsn"``.
+    operand, weights, biases, results: the layouts of the given tensors, and those requested for the results.
+    cuts: the axis that is cut along each mesh dim during the product, or ``"-"``; default: the cuts predicted to be
+        fastest.
+    scaled_by: how operands of 8-bit floats are scaled: ``"tensor"`` or ``"row"``.
+    scales: if by row, the layouts of scales of operand and weights that are not placed like their operand's rows.
+    keeps_gathered: whether the forward also returns the gathered operand, for the backward.
+    method, chunks, depth: as in `shardwright.linear`.
+    backend, topology, tables: as in `shardwright.plan`.
+    gemm_models: how long products take, by the dtype of the tensor that is moved.
+
+Raises:
+    ValueError: the arguments do not fit together, or the schedule is not possible.)");
+  define_dataflow(m);
+  define_making(plan);
+  define_making_from_tensors(m);
+  define_making_from_text(m);
+  define_layouts(plan);
+  plan.def_static(
+          "parse",
+          [](const std::string& text) {
+            return std::const_pointer_cast<ProductPlan>(
+                make_product_plan(product_problem_from_bytes(bytes_in(text, "product"))));
+          },
+          py::arg("text"), "Makes the plan from what `to_text` wrote. Raises ValueError on other text.")
+      .def(
+          "to_text", [](const ProductPlan& plan) { return to_text(plan.problem()); },
+          "Returns everything that the plan depends on, as operators take it; the same in every process.")
+      .def("to_json", [](const ProductPlan& plan) { return plan.to_json(plan_cache()); })
+      .def("__str__", [](const ProductPlan& plan) { return plan.to_string(plan_cache()); })
+      .def(
+          "gemm_model",
+          [](const ProductPlan& plan, const std::string& dtype) {
+            return plan.problem().context.gemm_model(DType::parse(dtype));
+          },
+          py::arg("dtype"))
+      .def(
+          "predicted_ps",
+          [](const ProductPlan& plan) { return predicted_picoseconds(plan.forward(), plan.problem().context); },
+          "Returns the predicted time of the forward.");
+  define_directions(plan);
 }
 
 }  // namespace shardwright

@@ -41,31 +41,34 @@ bool nothing_watches(bool in_backward) {
 
 // Functions that tell what watches the calling thread, and which thread it is.
 void define_watching(py::module_& m) {
-  m.def("nothing_watches", &nothing_watches, py::arg("in_backward"));
-  // Autograd's number of this thread, and of the thread that made the node whose backward is running. The two differ
-  // because backwards of nodes on devices other than CPU run on autograd's own threads.
-  m.def("thread_id", &at::RecordFunction::currentThreadId);
-  m.def("thread_of_current_node", [] {
-    const auto node = torch::autograd::get_current_node();
-    return node ? node->thread_id() : at::RecordFunction::currentThreadId();
-  });
+  m.def(
+      "nothing_watches", &nothing_watches, py::arg("in_backward"),
+      "Returns whether no mode, trace or transform watches this thread, and, unless `in_backward`, no backward runs.");
+  m.def("thread_id", &at::RecordFunction::currentThreadId, "Returns autograd's number of this thread.");
+  m.def(
+      "thread_of_current_node",
+      [] {
+        const auto node = torch::autograd::get_current_node();
+        return node ? node->thread_id() : at::RecordFunction::currentThreadId();
+      },
+      "Returns autograd's number of the thread that made the node whose backward is running. It is not this thread for "
+      "devices other than CPU, whose backwards run on threads of autograd.");
 }
 
 // Functions that tell autograd about tensors.
 void define_autograd(py::module_& m) {
-  // Makes `part`, which must be new and not require a gradient, a view of `base`: one that a function of Python made,
-  // so that writes in place to either raise where the gradient of the other would be wrong.
   m.def(
       "as_view",
       [](const at::Tensor& base, const at::Tensor& part) {
         return torch::autograd::as_view(base, part, /*is_bw_differentiable=*/true, /*is_fw_differentiable=*/false,
                                         nullptr, nullptr, torch::autograd::CreationMeta::IN_CUSTOM_FUNCTION);
       },
-      py::arg("base"), py::arg("part"));
+      py::arg("base"), py::arg("part"),
+      "Makes `part`, which must be new and not require a gradient, a view of `base` for autograd. Autograd cannot "
+      "follow writes in place to such a view: they raise where the gradient of the other tensor would be wrong.");
 }
 
 void define_memory(py::module_& m) {
-  // Exchanges the memory of the storages of two tensors, whatever other tensors read it. They must have as many bytes.
   m.def(
       "exchange_memory",
       [](const at::Tensor& a, const at::Tensor& b) {
@@ -77,7 +80,8 @@ void define_memory(py::module_& m) {
         c10::DataPtr of_first = first.set_data_ptr(c10::DataPtr(nullptr, a.device()));
         first.set_data_ptr_noswap(second.set_data_ptr(std::move(of_first)));
       },
-      py::arg("a"), py::arg("b"));
+      py::arg("a"), py::arg("b"),
+      "Exchanges the memory of two storages of as many bytes, whatever other tensors read it.");
 }
 
 void define_tracing(py::module_& m) {
@@ -91,80 +95,92 @@ void define_tracing(py::module_& m) {
         }
         return events;
       },
-      py::call_guard<py::gil_scoped_release>());
+      py::call_guard<py::gil_scoped_release>(),
+      "Returns lane, instruction, chunk, run, start and end in seconds of everything since `begin_trace`.");
 }
 
 // Hooks for devices that are implemented in an extension of torch.
 void define_devices(py::module_& m) {
-  // Before torch 2.15: registers a CaptureQuery by its address.
   m.def(
       "register_capture_query",
       [](const std::string& device_type, uintptr_t address) {
         register_capture_query(c10::Device(device_type).type(), reinterpret_cast<CaptureQuery>(address));
       },
-      py::arg("device_type"), py::arg("address"));
-  // Registers an OpenGroupsQuery by its address.
+      py::arg("device_type"), py::arg("address"), "Registers a CaptureQuery by its address, for torch before 2.15.");
   m.def(
       "register_open_groups_query",
       [](const std::string& device_type, uintptr_t address) {
         register_open_groups_query(c10::Device(device_type).type(), reinterpret_cast<OpenGroupsQuery>(address));
       },
-      py::arg("device_type"), py::arg("address"));
+      py::arg("device_type"), py::arg("address"), "Registers an OpenGroupsQuery by its address.");
   m.def(
       "check_no_open_group", [](const std::string& device) { check_no_open_group(c10::Device(device)); },
       py::arg("device"));
   m.def("num_stream_events_made", &num_stream_events_made);
-  // Registers a DeviceCopy by its address.
   m.def(
       "register_device_copy",
       [](const std::string& device_type, uintptr_t address) {
         register_device_copy(c10::Device(device_type).type(), reinterpret_cast<DeviceCopy>(address));
       },
-      py::arg("device_type"), py::arg("address"));
+      py::arg("device_type"), py::arg("address"), "Registers a DeviceCopy by its address.");
   m.def("is_capturing", [](const std::string& device) { return is_capturing(c10::Device(device)); }, py::arg("device"));
 }
 
 void define_settings(py::module_& m) {
   m.def(
       "set_sm_carveout",
-      [](const py::object& sms) {
+      [](const Typed<int64_t>& sms) {
         const int64_t count = integer(sms, "sms");
         check_user(count <= std::numeric_limits<int>::max(), "sms: ", count, "; allowed are at most ",
                    std::numeric_limits<int>::max());
         set_sm_carveout(static_cast<int>(count));
       },
-      py::arg("sms"));
+      py::arg("sms"),
+      "Sets how many multiprocessors products leave to the kernels of transfers that are under way.\n\nThis applies to "
+      "products that cuBLASLt computes on CUDA. It is a hint, whose effect depends on the kernel. With 0, the initial "
+      "value, the library decides. The setting is per process; ranks may differ. Raises ValueError if negative.");
   m.def(
       "set_fast_accumulation",
-      [](const py::object& enabled) {
+      [](const Typed<bool>& enabled) {
         check_user(py::isinstance<py::bool_>(enabled), "enabled: got ", std::string(py::str(py::repr(enabled))),
                    "; allowed are True and False");
         const bool before = fast_accumulation();
         set_fast_accumulation(enabled.cast<bool>());
         return before;
       },
-      py::arg("enabled"));
-  m.def("note_changed_tables", &note_changed_tables);
-  m.def("compare_ranks", &compare_ranks, py::arg("on"));
+      py::arg("enabled"),
+      "Sets whether scaled products of 8-bit floats accumulate fast, like ``use_fast_accum=True`` of torch's "
+      "scaled_mm.\n\nThis applies to products that cuBLASLt computes on CUDA. Sums then keep the precision of the "
+      "tensor cores, about 14 bits, instead of being added to float32 accumulators at intervals, which is faster on "
+      "Hopper. The setting is per process and initially False, as in torch; if ranks differ, so may the bits of their "
+      "results. Returns the previous setting. Raises ValueError for anything but a bool.");
+  m.def("note_changed_tables", &note_changed_tables,
+        "Must be called when `tables.current` has changed. Operators with sizes then ask for plans again.");
+  m.def("compare_ranks", &compare_ranks, py::arg("on"),
+        "Makes operators compare between ranks what they run (`check_ranks`).");
   m.def("kept_staging_bytes", &kept_staging_bytes);
-  m.def("release_staging", &release_staging);
+  m.def("release_staging", &release_staging,
+        "Frees the memory of temporaries that is kept for the next run (on CPU, at most 256 MiB).");
 }
 
 void define_programs_under_way(py::module_& m) {
-  m.def("finish_programs", &finish_programs, py::arg("timeout_seconds"), py::call_guard<py::gil_scoped_release>());
+  m.def("finish_programs", &finish_programs, py::arg("timeout_seconds"), py::call_guard<py::gil_scoped_release>(),
+        "Waits at most this long for asynchronous programs, at the end of the process. True if all are finished.");
   m.def(
       "drain",
       [](const std::vector<std::string>& groups) {
         for (const std::string& name : groups) lane_of(*group_named(name)).drain();
       },
-      py::arg("groups"), py::call_guard<py::gil_scoped_release>());
+      py::arg("groups"), py::call_guard<py::gil_scoped_release>(),
+      "Makes every program on CPU that uses one of these process groups start all its communications.");
   m.def("counters", [] {
-    return py::dict(py::arg("runs") = counters().runs.load(),
-                    py::arg("received_bytes") = counters().received_bytes.load(),
-                    py::arg("peer_bytes") = peer_bytes().load(), py::arg("compiled") = counters().compiled.load(),
-                    py::arg("through_host") = counters().through_host.load());
+    return py::typing::Dict<py::str, py::int_>(
+        py::arg("runs") = counters().runs.load(), py::arg("received_bytes") = counters().received_bytes.load(),
+        py::arg("peer_bytes") = peer_bytes().load(), py::arg("compiled") = counters().compiled.load(),
+        py::arg("through_host") = counters().through_host.load());
   });
-  m.def("cast_products", &cast_products);
+  m.def("cast_products", &cast_products,
+        "Counts products of 8-bit floats, on devices other than CPU, that were cast to float32, by reason.");
   m.def("reset_counters", [] {
     reset_cast_products();
     counters().runs = 0;
@@ -179,7 +195,13 @@ void define_programs_under_way(py::module_& m) {
 }  // namespace shardwright
 
 PYBIND11_MODULE(_runtime, m) {
-  m.doc() = "The executor of shardwright: programs over c10d process groups.";
+  m.doc() = "The extension module that runs programs over c10d process groups. Import torch before it.";
+  m.attr("torch_version") = TORCH_VERSION;
+#ifdef SHARDWRIGHT_CUDA
+  m.attr("has_cuda") = true;
+#else
+  m.attr("has_cuda") = false;
+#endif
   shardwright::register_errors();
   shardwright::define_executable(m);
   shardwright::define_kernels(m);
@@ -192,10 +214,4 @@ PYBIND11_MODULE(_runtime, m) {
   shardwright::define_devices(m);
   shardwright::define_settings(m);
   shardwright::define_programs_under_way(m);
-  m.attr("torch_version") = TORCH_VERSION;
-#ifdef SHARDWRIGHT_CUDA
-  m.attr("has_cuda") = true;
-#else
-  m.attr("has_cuda") = false;
-#endif
 }

@@ -19,18 +19,23 @@ namespace shardwright {
 namespace {
 
 void define_lowering(py::module_& m) {
-  py::class_<Lowering>(m, "Lowering")
+  py::class_<Lowering>(
+      m, "Lowering",
+      "The abilities of a process group's transport, which decide how a plan is carried out (csrc/cost/lowering.h).")
       .def_static(
-          "named", [](const py::object& name) { return Lowering::named(text(name, "backend")); }, py::arg("name"))
+          "named", [](const Typed<std::string>& name) { return Lowering::named(text(name, "backend")); },
+          py::arg("name"),
+          "Returns that of ``\"nccl\"`` or ``\"gloo\"``. Raises a ValueError that lists these on other names.")
       .def_static(
           "of_backend",
           [](const std::string& backend, const std::string& device_type) {
             return lowering_of_backend(backend, device_type);
           },
-          py::arg("backend"), py::arg("device_type"))
+          py::arg("backend"), py::arg("device_type"),
+          "Returns that for the name of a process group's backend (csrc/cost/backend.h).")
       .def_static(
           "of_device", [](const std::string& device_type) { return lowering_of_device(device_type); },
-          py::arg("device_type"))
+          py::arg("device_type"), "Returns that of what one rank does alone.")
       .def_static("names",
                   [] {
                     std::vector<std::string> names;
@@ -41,65 +46,81 @@ void define_lowering(py::module_& m) {
       .def_property_readonly("default_topology",
                              [](const Lowering& lowering) { return Topology::named(lowering.default_topology); })
       .def_property_readonly("default_products", [](const Lowering& lowering) { return default_products(lowering); })
-      .def_readonly("is_on_device", &Lowering::is_on_device)
-      .def("goes_by_messages", &Lowering::goes_by_messages, py::arg("bytes_to_each_peer"))
+      .def_readonly("is_on_device", &Lowering::is_on_device,
+                    "Returns whether transfers read and write the memory of the device; otherwise that of the host.")
+      .def("goes_by_messages", &Lowering::goes_by_messages, py::arg("bytes_to_each_peer"),
+           "Returns whether such an exchange is sent as messages. Otherwise it is one all-to-all.")
       .def(
           "__eq__", [](const Lowering& a, const Lowering& b) { return a == b; }, py::is_operator())
       .def("__hash__", [](const Lowering& lowering) { return py::hash(py::str(std::string(lowering.name))); })
       .def("__repr__", [](const Lowering& lowering) { return concat("Lowering(", lowering.name, ")"); });
 }
 
-}  // namespace
-
-void define_topology(py::module_& m) {
-  py::class_<Link>(m, "Link")
-      .def(py::init([](const py::object& message_ps, const py::object& ps_per_kib) {
+void define_link(py::module_& m) {
+  py::class_<Link>(m, "Link", "The latency and bandwidth of messages to other ranks.")
+      .def(py::init([](const Typed<int64_t>& message_ps, const Typed<int64_t>& ps_per_kib) {
              return Link{integer(message_ps, "message_ps"), integer(ps_per_kib, "ps_per_kib")};
            }),
            py::arg("message_ps"), py::arg("ps_per_kib"))
-      .def_readonly("message_ps", &Link::message_ps)
-      .def_readonly("ps_per_kib", &Link::ps_per_kib)
+      .def_readonly("message_ps", &Link::message_ps, "Picoseconds for each message received.")
+      .def_readonly("ps_per_kib", &Link::ps_per_kib,
+                    "Picoseconds per KiB of the larger of bytes sent and bytes received by a rank.")
       .def(
           "__eq__", [](const Link& a, const Link& b) { return a == b; }, py::is_operator())
       .def("__repr__", [](const Link& link) {
         return concat("Link(message_ps=", link.message_ps, ", ps_per_kib=", link.ps_per_kib, ")");
       });
-  py::class_<Topology, std::shared_ptr<Topology>>(m, "Topology")
-      .def(py::init([](const py::object& name, const py::object& ranks_per_node, const py::object& step_ps,
-                       const py::object& memory_ps_per_kib, const py::object& inside, const py::object& between,
-                       const py::object& mesh_dims) {
-             auto topology = std::make_shared<Topology>(Topology{text(name, "name"),
-                                                                 integer(ranks_per_node, "ranks_per_node"),
-                                                                 integer(step_ps, "step_ps"),
-                                                                 integer(memory_ps_per_kib, "memory_ps_per_kib"),
-                                                                 object<Link>(inside, "inside", "a Link"),
-                                                                 object<Link>(between, "between", "a Link"),
-                                                                 {}});
-             const auto links = object<py::dict>(mesh_dims, "mesh_dims", "a dict of mesh dims and Links");
-             for (const auto& [mesh_dim, link] : links) {
-               topology->mesh_dims.emplace(text(mesh_dim, "mesh_dims"), object<Link>(link, "mesh_dims", "a Link"));
-             }
-             topology->check();
-             return topology;
-           }),
-           py::arg("name"), py::arg("ranks_per_node"), py::arg("step_ps"), py::arg("memory_ps_per_kib"),
-           py::arg("inside"), py::arg("between"), py::arg("mesh_dims") = py::dict())
+}
+
+}  // namespace
+
+void define_topology(py::module_& m) {
+  define_link(m);
+  py::class_<Topology, std::shared_ptr<Topology>>(
+      m, "Topology",
+      "The latencies and bandwidths between ranks, in integer picoseconds, so that every rank computes the same "
+      "plan.\n\nRanks are on nodes of `ranks_per_node` consecutive ranks (0: all on one node). Groups on one node use "
+      "the link `inside`, others `between`; `mesh_dims` gives single mesh dims, by name, links of their own.")
+      .def(
+          py::init([](const Typed<std::string>& name, const Typed<int64_t>& ranks_per_node,
+                      const Typed<int64_t>& step_ps, const Typed<int64_t>& memory_ps_per_kib, const Typed<Link>& inside,
+                      const Typed<Link>& between, const Typed<std::map<std::string, Link>>& mesh_dims) {
+            auto topology = std::make_shared<Topology>(Topology{text(name, "name"),
+                                                                integer(ranks_per_node, "ranks_per_node"),
+                                                                integer(step_ps, "step_ps"),
+                                                                integer(memory_ps_per_kib, "memory_ps_per_kib"),
+                                                                object<Link>(inside, "inside", "a Link"),
+                                                                object<Link>(between, "between", "a Link"),
+                                                                {}});
+            const auto links = object<py::dict>(mesh_dims, "mesh_dims", "a dict of mesh dims and Links");
+            for (const auto& [mesh_dim, link] : links) {
+              topology->mesh_dims.emplace(text(mesh_dim, "mesh_dims"), object<Link>(link, "mesh_dims", "a Link"));
+            }
+            topology->check();
+            return topology;
+          }),
+          py::arg("name"), py::arg("ranks_per_node"), py::arg("step_ps"), py::arg("memory_ps_per_kib"),
+          py::arg("inside"), py::arg("between"), py::arg("mesh_dims") = py::dict())
       .def_static(
           "named",
-          [](const py::object& name) { return std::make_shared<Topology>(Topology::named(text(name, "topology"))); },
-          py::arg("name"))
+          [](const Typed<std::string>& name) {
+            return std::make_shared<Topology>(Topology::named(text(name, "topology")));
+          },
+          py::arg("name"), "Returns a built-in topology. Raises a ValueError that lists them on other names.")
       .def_static("names", &Topology::names)
       .def_readonly("name", &Topology::name)
       .def_readonly("ranks_per_node", &Topology::ranks_per_node)
-      .def_readonly("step_ps", &Topology::step_ps)
-      .def_readonly("memory_ps_per_kib", &Topology::memory_ps_per_kib)
+      .def_readonly("step_ps", &Topology::step_ps, "Fixed cost of a collective.")
+      .def_readonly("memory_ps_per_kib", &Topology::memory_ps_per_kib, "Picoseconds per KiB of local copies.")
       .def_readonly("inside", &Topology::inside)
       .def_readonly("between", &Topology::between)
       .def_readonly("mesh_dims", &Topology::mesh_dims)
       .def(
           "__eq__", [](const Topology& a, const Topology& b) { return a == b; }, py::is_operator())
       .def("__hash__", [](const Topology& t) { return py::hash(py::str(t.name)); })
-      .def("to_json", [](const Topology& topology) { return to_json(topology); })
+      .def(
+          "to_json", [](const Topology& topology) { return to_json(topology); },
+          "Returns JSON that `load_topology` reads.")
       .def("__repr__", [](const Topology& topology) { return concat("Topology(", topology.name, ")"); });
   define_lowering(m);
 }

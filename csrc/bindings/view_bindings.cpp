@@ -27,7 +27,7 @@ struct Sizes {
   int flattened;
 };
 
-Sizes sizes_of(const Layout& layout, const py::object& shape, const py::object& flattened) {
+Sizes sizes_of(const Layout& layout, const Typed<std::vector<int64_t>>& shape, const Typed<int64_t>& flattened) {
   constexpr int64_t kMost = 1 << 16;
   const int64_t count = integer(flattened, "flattened");
   check_user(count >= 1 && count <= kMost, "flattened: got ", count, "; allowed are 1 to the number of dims");
@@ -40,13 +40,11 @@ PlanOptions options_between(const Layout& layout, const std::string& backend, co
   return options;
 }
 
-}  // namespace
-
-void define_views(py::module_& m) {
+void define_views_of_layout(py::module_& m) {
   py::class_<Layout, std::shared_ptr<Layout>>(m.attr("Layout"))
       .def(
           "view",
-          [](const Layout& layout, const py::object& shape, const py::object& flattened) {
+          [](const Layout& layout, const Typed<std::vector<int64_t>>& shape, const Typed<int64_t>& flattened) {
             const Sizes sizes = sizes_of(layout, shape, flattened);
             auto found = view_of(layout, sizes.shape, sizes.flattened);
             if (const auto* none = std::get_if<NoView>(&found)) {
@@ -57,26 +55,44 @@ void define_views(py::module_& m) {
             }
             return std::make_shared<Layout>(std::get<Layout>(std::move(found)));
           },
-          py::arg("shape"), py::arg("flattened") = 1)
+          py::arg("shape"), py::arg("flattened") = 1,
+          R"(The layout of this shape in which every rank keeps its elements in their order, so that nothing moves.
+
+Its mesh is this one, or one with mesh dims split where one of them cuts what becomes several tensor dims.
+
+Args:
+    shape: as for ``torch.reshape``; one size may be -1.
+    flattened: how many leading dims of the result are seen as one, in its placements and in local tensors.
+
+Raises:
+    ValueError: no layout has these parts. The text says why, and names the cheapest redistribute after which
+        the view moves nothing, with its cost over NCCL on the mesh's topology, by default ``"64x8"``.)")
       .def(
           "permute",
-          [](const Layout& layout, const py::object& dims) {
+          [](const Layout& layout, const Typed<std::vector<int64_t>>& dims) {
             return std::make_shared<Layout>(permuted(layout, integers(dims, "dims")));
           },
-          py::arg("dims"));
+          py::arg("dims"), "The layout with dim i being dim ``dims[i]`` of this one; local parts are permuted alike.");
+}
+
+}  // namespace
+
+void define_views(py::module_& m) {
+  define_views_of_layout(m);
   m.def(
       "view_of",
-      [](const Layout& layout, const py::object& shape, bool for_dtensor) -> std::variant<LayoutPtr, std::string> {
+      [](const Layout& layout, const Typed<std::vector<int64_t>>& shape,
+         bool for_dtensor) -> std::variant<LayoutPtr, std::string> {
         const std::vector<int64_t> sizes = inferred_shape(layout, integers(shape, "shape"));
         auto found = for_dtensor ? dtensor_view_of(layout, sizes) : view_of(layout, sizes);
         if (auto* none = std::get_if<NoView>(&found)) return std::move(none->reason);
         return std::make_shared<Layout>(std::get<Layout>(std::move(found)));
       },
-      py::arg("layout"), py::arg("shape"), py::arg("for_dtensor") = false);
-  // The work before the view: the plan, the view of its destination, and a text that says so.
+      py::arg("layout"), py::arg("shape"), py::arg("for_dtensor") = false,
+      "Returns ``layout.view(shape)``, or why there is none; `for_dtensor`: none that DTensor can say.");
   m.def(
       "move_before_view",
-      [](const Layout& layout, const py::object& shape, bool for_dtensor, const std::string& backend,
+      [](const Layout& layout, const Typed<std::vector<int64_t>>& shape, bool for_dtensor, const std::string& backend,
          const PlanningTables& tables) -> std::optional<std::tuple<PlanView, LayoutPtr, std::string>> {
         const std::vector<int64_t> sizes = inferred_shape(layout, integers(shape, "shape"));
         const auto found = for_dtensor ? dtensor_view_of(layout, sizes) : view_of(layout, sizes);
@@ -88,8 +104,11 @@ void define_views(py::module_& m) {
         return std::tuple(PlanView{first.plan}, std::make_shared<Layout>(first.view),
                           text_of(layout, sizes, *none, first));
       },
-      py::arg("layout"), py::arg("shape"), py::arg("for_dtensor"), py::arg("backend"), py::arg("tables"));
-  m.def("is_known_to_dtensor", &is_known_to_dtensor, py::arg("layout"));
+      py::arg("layout"), py::arg("shape"), py::arg("for_dtensor"), py::arg("backend"), py::arg("tables"),
+      "Returns the cheapest plan after which the view moves nothing, that view, and a text that says so and "
+      "why.\n\nNone: the view moves nothing as it is.");
+  m.def("is_known_to_dtensor", &is_known_to_dtensor, py::arg("layout"),
+        "Returns whether DTensor's placements can say it.");
 }
 
 }  // namespace shardwright

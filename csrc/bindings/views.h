@@ -38,12 +38,14 @@ inline Position position_on(const Mesh& mesh, Rank rank) {
 // Throws a UserError that names a mesh dim which the mesh does not have.
 MeshDimSet mesh_dim_set(const std::vector<int64_t>& mesh_dims, const Mesh& mesh);
 
-// Each is defined in a file of its own. They are called in this order, because later ones use earlier ones' types.
+// Each is defined in a file of its own. They are called in this order: a type is registered before a signature names
+// it.
+void define_gemm_model(pybind11::module_& m);  // product_bindings.cpp
 void define_topology(pybind11::module_& m);
 void define_mesh(pybind11::module_& m);
 void define_layout(pybind11::module_& m);
-void define_context(pybind11::module_& m);
 void define_plan(pybind11::module_& m);
+void define_context(pybind11::module_& m);
 void define_planning(pybind11::module_& m);
 void define_views(pybind11::module_& m);  // view_bindings.cpp
 void define_batch(pybind11::module_& m);

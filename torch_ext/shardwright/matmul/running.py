@@ -102,7 +102,7 @@ class Flow:
 
     def _bound(self, node: _planner.ProductNode) -> Run:
         where = self._where
-        if node.matmul is not None:
+        if node.matmul is not None and node.schedule is not None:
             model = self._plan.gemm_model(node.matmul.plan.src.dtype)
             if self._plan.chooses_schedules and node.matmul.communicates:
                 executables.note_default_model(model, where.device_type)
