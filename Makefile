@@ -44,7 +44,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt gpu clean distclean
+.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -72,6 +72,7 @@ help:
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
 	@echo 'make lint       clang-format, ruff, mypy; make format fixes what can be fixed automatically'
+	@echo 'make stubs      write the .pyi files of the compiled modules from their bindings'
 	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
 	@echo 'make tsan       the C++ tests with threads under the thread sanitizer'
 	@echo 'make fuzz       arbitrary input under the same sanitizers, for SECONDS=60 (CXX=clang++ for libFuzzer)'
@@ -270,6 +271,10 @@ format: $(LINT_STAMP)
 	  xargs -0 -r $(LINT_VENV)/bin/clang-format -i
 	$(LINT_VENV)/bin/ruff check --fix --exit-zero .
 	$(LINT_VENV)/bin/ruff format .
+
+# The stubs depend on no version of torch. `make build` installs them.
+stubs: build
+	$(HERE) $(PY) tools/stubs $(ARGS)
 
 gpu:
 	bash tools/gpu_check $(ARGS)

@@ -1,7 +1,71 @@
-"""Types of the torch-free extension module. Its public interface is `Layout`, `Mesh` and `plan` of the package."""
+# Written by `make stubs` from the bindings in csrc/bindings.
+"""The torch-free extension module. Its public interface is `Layout`, `Mesh` and `plan` of the package."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
+
+class GemmModel:
+    """Predicts how long a matrix product takes. Chunks are chosen with it, so it must be the same on every rank.
+
+    A product is cut into tiles, and each processor computes one at a time: a product of few tiles leaves processors
+    idle.
+
+    Args:
+        name: shown in messages.
+        num_processors: the SMs of a GPU; 1 for all cores of a CPU together.
+        tile_rows, tile_columns: the size of a tile of the result.
+        flops_per_us: of one processor, for 16-bit operands; 8 bits run twice, 32 half, 64 a quarter as fast.
+        launch_ps: picoseconds per product.
+        memory_ps_per_kib: picoseconds per KiB to read operands and write results.
+        contention_percent: how much longer a product takes while data travels.
+        chunk_ps: on CPU, by how many picoseconds a chunk's transfer ends later alongside products than alone.
+
+    Raises:
+        ValueError: a figure is negative, or one that is divided by is below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        num_processors: int,
+        tile_rows: int,
+        tile_columns: int,
+        flops_per_us: int,
+        launch_ps: int,
+        memory_ps_per_kib: int,
+        contention_percent: int,
+        chunk_ps: int = 0,
+    ) -> None: ...
+    @staticmethod
+    def named(name: str) -> GemmModel:
+        """Returns a built-in model, ``"h100"``, ``"a100"`` or ``"cpu"``: orders of magnitude, not measurements. Raises
+        ValueError on other names."""
+
+    @staticmethod
+    def names() -> list[str]: ...
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_processors(self) -> int: ...
+    @property
+    def tile_rows(self) -> int: ...
+    @property
+    def tile_columns(self) -> int: ...
+    @property
+    def flops_per_us(self) -> int: ...
+    @property
+    def launch_ps(self) -> int: ...
+    @property
+    def memory_ps_per_kib(self) -> int: ...
+    @property
+    def contention_percent(self) -> int: ...
+    @property
+    def chunk_ps(self) -> int: ...
+    def picoseconds(self, m: int, n: int, k: int, count: int = 1, item_bytes: int = 2) -> int:
+        """Returns the time of `count` products of m x k by k x n."""
 
 class Link:
     """The latency and bandwidth of messages to other ranks."""
@@ -14,6 +78,8 @@ class Link:
     @property
     def ps_per_kib(self) -> int:
         """Picoseconds per KiB of the larger of bytes sent and bytes received by a rank."""
+
+    def __eq__(self, other: object) -> bool: ...
 
 class Topology:
     """The latencies and bandwidths between ranks, in integer picoseconds, so that every rank computes the same plan.
@@ -56,6 +122,8 @@ class Topology:
     def between(self) -> Link: ...
     @property
     def mesh_dims(self) -> dict[str, Link]: ...
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
     def to_json(self) -> str:
         """Returns JSON that `load_topology` reads."""
 
@@ -89,25 +157,8 @@ class Lowering:
     def goes_by_messages(self, bytes_to_each_peer: int) -> bool:
         """Returns whether such an exchange is sent as messages. Otherwise it is one all-to-all."""
 
-class LinkFit:
-    """The costs of a step, a message and a byte over a link, in seconds, and the mean relative error of the fit."""
-
-    @property
-    def step(self) -> float: ...
-    @property
-    def message(self) -> float: ...
-    @property
-    def byte(self) -> float: ...
-    @property
-    def error(self) -> float: ...
-
-def fit_links(
-    inside: Sequence[tuple[int, int, float]],
-    between: Sequence[tuple[int, int, float]],
-    mesh_dims: Mapping[str, Sequence[tuple[int, int, float]]],
-    crossing: set[str],
-) -> tuple[LinkFit, LinkFit, dict[str, LinkFit]]:
-    """Fits links to all-to-alls, given as (peers, bytes sent, seconds): within nodes, between them, by mesh dim."""
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
 
 class Mesh:
     """A grid of ranks with named dims. Meshes are equal if names, sizes, ranks and topology are."""
@@ -116,8 +167,8 @@ class Mesh:
         self,
         dim_names: Sequence[str],
         dim_sizes: Sequence[int],
-        ranks: Sequence[int] | None = ...,
-        topology: Topology | None = ...,
+        ranks: Sequence[int] | None = None,
+        topology: Topology | None = None,
     ) -> None: ...
     @property
     def topology(self) -> Topology | None: ...
@@ -137,11 +188,10 @@ class Mesh:
     def group_ranks(self, rank: int, mesh_dims: Sequence[int]) -> list[int]:
         """Returns the ranks that differ from `rank` only in `mesh_dims`, itself included, ascending."""
 
-    def has_same_ranks(self, other: Mesh) -> bool:
-        """Returns whether names, sizes and ranks are the same; topologies may differ."""
-
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
+    def has_same_ranks(self, other: Mesh) -> bool:
+        """Returns whether names, sizes and ranks are the same; topologies may differ."""
 
 class Layout:
     """A global tensor's shape and dtype, and how it is placed on a mesh.
@@ -154,10 +204,10 @@ class Layout:
         mesh: Mesh,
         shape: Sequence[int],
         placements: Sequence[str],
-        dtype: str = ...,
+        dtype: str = "float32",
         shard_order: Mapping[int, Sequence[int]] = ...,
-        strided: str = ...,
-        flattened: int = ...,
+        strided: str = "auto",
+        flattened: int = 1,
     ) -> None: ...
     @property
     def mesh(self) -> Mesh: ...
@@ -185,6 +235,8 @@ class Layout:
     def shard_order(self) -> dict[int, list[int]]:
         """{tensor dim: mesh dims that cut it, first cut first}; mesh dims of size 1 are left out."""
 
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
     def check_blocks_are_whole(self, dim: int, unit: int) -> None:
         """Raises ValueError if a part of the dim, as `flattened_shape` counts, begins or ends within a unit."""
 
@@ -222,8 +274,19 @@ class Layout:
     def permute(self, dims: Sequence[int]) -> Layout:
         """The layout with dim i being dim ``dims[i]`` of this one; local parts are permuted alike."""
 
-    def __eq__(self, other: object) -> bool: ...
-    def __hash__(self) -> int: ...
+def nearest_cut(src: Layout, ranks: Sequence[int]) -> tuple[int, list[list[tuple[int, int]]]]:
+    """Returns the tensor dim to cut and the intervals of each rank so that least has to move."""
+
+def has_gradient(layout: Layout) -> bool:
+    """Returns whether all reductions that are due can be differentiated."""
+
+def gradient_layout(layout: Layout, argument: str) -> Layout:
+    """The layout of a gradient: R where the value is partial. Raises ValueError, naming `argument`, where none is."""
+
+def is_floating(dtype: str) -> bool:
+    """Returns whether it is a floating dtype of 16 bits or more."""
+
+def is_complex(dtype: str) -> bool: ...
 
 class Step:
     """One move of a plan."""
@@ -238,14 +301,12 @@ class Step:
         """Indices of the mesh dims that it spans."""
 
     @property
+    def before(self) -> Layout: ...
+    @property
+    def after(self) -> Layout: ...
+    @property
     def ordered(self) -> bool:
         """Returns whether contributions are exchanged and summed in rank order, never by a native collective."""
-
-    @property
-    def sharing(self) -> str:
-        """The way in which ranks with equal data share its sending. ``"none"``: each receiver reads from one of them.
-        ``"messages"``: whole messages are shared out. ``"bytes"``: elements are, which splits some messages.
-        ``"nodes"``: holders serve their own node first, and what is left is shared by all."""
 
     @property
     def rounds(self) -> int:
@@ -254,9 +315,11 @@ class Step:
     @property
     def predicted_us(self) -> float: ...
     @property
-    def before(self) -> Layout: ...
-    @property
-    def after(self) -> Layout: ...
+    def sharing(self) -> str:
+        """The way in which ranks with equal data share its sending. ``"none"``: each receiver reads from one of them.
+        ``"messages"``: whole messages are shared out. ``"bytes"``: elements are, which splits some messages.
+        ``"nodes"``: holders serve their own node first, and what is left is shared by all."""
+
     @property
     def wire_bytes_max(self) -> int:
         """Bytes received from other ranks by the rank that receives most."""
@@ -275,6 +338,210 @@ class Step:
     def sent_messages_max(self) -> int:
         """Messages sent by the rank that sends most."""
 
+class Plan:
+    """The moves from one layout to another, and what they cost. ``str(plan)`` is one line per move."""
+
+    @property
+    def src(self) -> Layout: ...
+    @property
+    def dst(self) -> Layout: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def objective(self) -> str: ...
+    @property
+    def topology(self) -> str:
+        """The name of the topology with which the plan was chosen."""
+
+    @property
+    def certificate(self) -> dict[str, tuple[int, int]]:
+        """Figures with a lower bound for any plan: ``wire_bytes_max`` and ``wire_bytes_sum`` received,
+        ``send_bytes_max``, ``messages_max``, ``steps`` that communicate, ``peak_bytes``, ``predicted_ps``."""
+
+    @property
+    def remarks(self) -> list[str]:
+        """A sentence for each bound that the plan does not meet, and for each property that it cannot guarantee."""
+
+    @property
+    def replicas_are_bitwise_equal(self) -> bool:
+        """True if ranks that end with the same part hold the same bits of what was reduced, whichever library does the
+        reduction."""
+
+    @property
+    def segments(self) -> int:
+        """In how many segments the tensor takes the steps, each one step behind the one before it; 1 on one mesh."""
+
+    @property
+    def steps(self) -> list[Step]: ...
+    @property
+    def wire_bytes_max(self) -> int:
+        """Bytes received from other ranks over all steps, by the rank that receives most."""
+
+    @property
+    def wire_bytes_sum(self) -> int:
+        """Bytes received over all steps by all ranks; see `wire_bytes_sum_is_exact`."""
+
+    @property
+    def wire_bytes_sum_is_exact(self) -> bool:
+        """True if `wire_bytes_sum` is exact; if not, it is an upper bound. Up to 4,096 ranks it is always exact."""
+
+    @property
+    def maxima_are_exact(self) -> bool:
+        """Returns whether the maxima of bytes and messages, received and sent, hold for every rank.
+
+        If not, they are those of the outermost ranks of a mesh with too many kinds of ranks to look at each. Always so
+        up to 4,096 ranks.
+        """
+
+    @property
+    def send_bytes_max(self) -> int: ...
+    @property
+    def messages_max(self) -> int:
+        """Messages received over all steps by the rank that receives most."""
+
+    @property
+    def sent_messages_max(self) -> int:
+        """Messages sent over all steps by the rank that sends most."""
+
+    @property
+    def bound_bytes_max(self) -> int:
+        """A lower bound, for any plan, on the bytes received by the rank that receives most."""
+
+    @property
+    def bound_bytes_sum(self) -> int:
+        """A lower bound, for any plan, on the bytes received by all ranks."""
+
+    @property
+    def bound_send_bytes_max(self) -> int:
+        """A lower bound, for any plan, on the bytes sent by the rank that sends most."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory allocated at once on the worst rank: the result and temporaries, not the source."""
+
+    @property
+    def peak_bytes_is_exact(self) -> bool:
+        """Returns whether no rank allocates more than `peak_bytes`; see `maxima_are_exact`."""
+
+    @property
+    def predicted_us(self) -> float:
+        """The predicted time with the plan's topology, in microseconds."""
+
+    def wire_bytes(self, rank: int) -> int:
+        """Returns the bytes that one rank receives."""
+
+    def rank_peak_bytes(self, rank: int) -> int:
+        """Returns the most memory that one rank allocates at once."""
+
+    def program(self, rank: int) -> str:
+        """Returns the instructions of one rank, as text."""
+
+    def simulate(self) -> int:
+        """Runs all ranks in this process. Returns the bytes moved; raises RuntimeError if an element is wrong, or if
+        bytes or memory differ from what the plan says."""
+
+    def to_bytes(self) -> bytes: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> Plan:
+        """Raises ValueError on bytes that are not a plan."""
+
+    def to_json(self) -> str:
+        """Returns JSON as described in docs/plan.schema.json; `plan_from_json` reads it."""
+
+    def to_svg(self) -> str:
+        """Returns a picture of who holds what and who sends what to whom: by rank up to 16 ranks, else by mesh dim."""
+
+    def to_html(self) -> str:
+        """Returns an HTML page with the picture and the plan's text."""
+
+class PlanningTables:
+    """The defaults for plans and products. Immutable: the ``with...`` methods return a new object."""
+
+    def __init__(self) -> None: ...
+    def with_pin(self, plan: Plan) -> PlanningTables: ...
+    def without_pin(self, plan: Plan) -> PlanningTables:
+        """Raises ValueError if nothing is pinned for the plan's layouts and backend."""
+
+    def pinned(self, src: Layout, dst: Layout, backend: str) -> Plan | None: ...
+    def with_measured(
+        self, backend: str, topology: Topology, gemm_models: Mapping[tuple[str, str], GemmModel]
+    ) -> PlanningTables:
+        """`gemm_models` by device type and dtype."""
+
+    def without_measured(self) -> PlanningTables: ...
+    def with_environment(self, topology: Topology | None) -> PlanningTables: ...
+    def measured_topology(self, backend: str) -> Topology | None: ...
+    def measured_gemm_model(self, device_type: str, dtype: str) -> GemmModel | None:
+        """Returns what was measured for products of this dtype, or else of another."""
+
+    def gemm_model(self, device_type: str, dtype: str) -> GemmModel:
+        """Returns what was measured, or else the default of the device."""
+
+    @property
+    def environment(self) -> Topology | None: ...
+    def summary(self) -> dict[str, str]:
+        """Returns a short text per table, with a hash of its content, for ranks of a job to compare."""
+
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
+
+def make_plan(
+    src: Layout,
+    dst: Layout,
+    backend: str = "nccl",
+    objective: str = "time",
+    topology: Topology | None = None,
+    groups: Sequence[Sequence[int]] = (),
+    reduce: str = "fast",
+    memory_limit: int | None = None,
+    tables: PlanningTables = ...,
+) -> Plan: ...
+def plan_through(
+    layouts: Sequence[Layout],
+    backend: str = "nccl",
+    objective: str = "time",
+    topology: Topology | None = None,
+    groups: Sequence[Sequence[int]] = (),
+    reduce: str = "fast",
+    tables: PlanningTables = ...,
+) -> Plan: ...
+def plan_of_steps(
+    src: Layout,
+    dst: Layout,
+    steps: Sequence[tuple[str, Sequence[int], Layout, Layout, str, int, bool, int]],
+    backend: str,
+    objective: str,
+    topology: Topology,
+    named_groups_only: bool,
+    segments_dim: int,
+    segments: int,
+) -> Plan: ...
+def plan_text(plan: Plan) -> str:
+    """Returns a plan as operators take it: a label, ``"|"``, and its bytes in base64."""
+
+def parse_plan(text: str) -> Plan:
+    """Parses what `plan_text` wrote. Raises ValueError on other text."""
+
+def simulation_bytes(plan: Plan) -> int:
+    """Estimates how much memory ``plan.simulate()`` takes."""
+
+def plan_cache_counts() -> dict[str, int]: ...
+def reset_plan_cache_counts() -> None: ...
+def clear_plan_cache() -> None: ...
+def view_of(layout: Layout, shape: Sequence[int], for_dtensor: bool = False) -> Layout | str:
+    """Returns ``layout.view(shape)``, or why there is none; `for_dtensor`: none that DTensor can say."""
+
+def move_before_view(
+    layout: Layout, shape: Sequence[int], for_dtensor: bool, backend: str, tables: PlanningTables
+) -> tuple[Plan, Layout, str] | None:
+    """Returns the cheapest plan after which the view moves nothing, that view, and a text that says so and why.
+
+    None: the view moves nothing as it is.
+    """
+
+def is_known_to_dtensor(layout: Layout) -> bool:
+    """Returns whether DTensor's placements can say it."""
+
 class Batch:
     """Many tensors that move together.
 
@@ -287,9 +554,9 @@ class Batch:
         sources: Sequence[Layout],
         destinations: Sequence[Layout],
         items: Sequence[tuple[int, int, Sequence[tuple[int, int, int, int, int]] | None]],
-        bucket_bytes: int = ...,
-        buckets: int = ...,
-        first_turn: int = ...,
+        bucket_bytes: int = 67108864,
+        buckets: int = 3,
+        first_turn: int = 0,
     ) -> None: ...
     @property
     def num_items(self) -> int: ...
@@ -345,14 +612,6 @@ class BatchPlan:
     @property
     def messages_are_exact(self) -> bool: ...
     @property
-    def bucket_bytes(self) -> int: ...
-    @property
-    def buckets(self) -> int: ...
-    @property
-    def memory_bytes(self) -> int:
-        """Extra memory on each rank: buckets * bucket_bytes. With reductions, at most so much."""
-
-    @property
     def reductions(self) -> int:
         """The number of tensors with pending reductions, which are reduced before anything moves."""
 
@@ -368,316 +627,15 @@ class BatchPlan:
     def reducing_bytes_max(self) -> int:
         """The bytes that the reduction that needs most memory takes besides its result."""
 
+    @property
+    def bucket_bytes(self) -> int: ...
+    @property
+    def buckets(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int:
+        """Extra memory on each rank: buckets * bucket_bytes. With reductions, at most so much."""
+
     def to_json(self) -> str: ...
-
-class Plan:
-    """The moves from one layout to another, and what they cost. ``str(plan)`` is one line per move."""
-
-    @property
-    def src(self) -> Layout: ...
-    @property
-    def dst(self) -> Layout: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def objective(self) -> str: ...
-    @property
-    def topology(self) -> str:
-        """The name of the topology with which the plan was chosen."""
-
-    @property
-    def segments(self) -> int:
-        """In how many segments the tensor takes the steps, each one step behind the one before it; 1 on one mesh."""
-
-    @property
-    def steps(self) -> list[Step]: ...
-    @property
-    def wire_bytes_max(self) -> int:
-        """Bytes received from other ranks over all steps, by the rank that receives most."""
-
-    @property
-    def wire_bytes_sum(self) -> int:
-        """Bytes received over all steps by all ranks; see `wire_bytes_sum_is_exact`."""
-
-    @property
-    def wire_bytes_sum_is_exact(self) -> bool:
-        """True if `wire_bytes_sum` is exact; if not, it is an upper bound. Up to 4,096 ranks it is always exact."""
-
-    @property
-    def send_bytes_max(self) -> int: ...
-    @property
-    def messages_max(self) -> int:
-        """Messages received over all steps by the rank that receives most."""
-
-    @property
-    def sent_messages_max(self) -> int:
-        """Messages sent over all steps by the rank that sends most."""
-
-    @property
-    def bound_bytes_max(self) -> int:
-        """A lower bound, for any plan, on the bytes received by the rank that receives most."""
-
-    @property
-    def bound_bytes_sum(self) -> int:
-        """A lower bound, for any plan, on the bytes received by all ranks."""
-
-    @property
-    def bound_send_bytes_max(self) -> int:
-        """A lower bound, for any plan, on the bytes sent by the rank that sends most."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most memory allocated at once on the worst rank: the result and temporaries, not the source."""
-
-    @property
-    def maxima_are_exact(self) -> bool:
-        """Returns whether the maxima of bytes and messages, received and sent, hold for every rank.
-
-        If not, they are those of the outermost ranks of a mesh with too many kinds of ranks to look at each. Always so
-        up to 4,096 ranks.
-        """
-
-    @property
-    def peak_bytes_is_exact(self) -> bool:
-        """Returns whether no rank allocates more than `peak_bytes`; see `maxima_are_exact`."""
-
-    @property
-    def predicted_us(self) -> float:
-        """The predicted time with the plan's topology, in microseconds."""
-
-    @property
-    def certificate(self) -> dict[str, tuple[int, int]]:
-        """Figures with a lower bound for any plan: ``wire_bytes_max`` and ``wire_bytes_sum`` received,
-        ``send_bytes_max``, ``messages_max``, ``steps`` that communicate, ``peak_bytes``, ``predicted_ps``."""
-
-    @property
-    def remarks(self) -> list[str]:
-        """A sentence for each bound that the plan does not meet, and for each property that it cannot guarantee."""
-
-    @property
-    def replicas_are_bitwise_equal(self) -> bool:
-        """True if ranks that end with the same part hold the same bits of what was reduced, whichever library does the
-        reduction."""
-
-    def wire_bytes(self, rank: int) -> int:
-        """Returns the bytes that one rank receives."""
-
-    def rank_peak_bytes(self, rank: int) -> int:
-        """Returns the most memory that one rank allocates at once."""
-
-    def program(self, rank: int) -> str:
-        """Returns the instructions of one rank, as text."""
-
-    def simulate(self) -> int:
-        """Runs all ranks in this process. Returns the bytes moved; raises RuntimeError if an element is wrong, or if
-        bytes or memory differ from what the plan says."""
-
-    def to_bytes(self) -> bytes: ...
-    @staticmethod
-    def from_bytes(data: bytes) -> Plan:
-        """Raises ValueError on bytes that are not a plan."""
-
-    def to_json(self) -> str:
-        """Returns JSON as described in docs/plan.schema.json; `plan_from_json` reads it."""
-
-    def to_svg(self) -> str:
-        """Returns a picture of who holds what and who sends what to whom: by rank up to 16 ranks, else by mesh dim."""
-
-    def to_html(self) -> str:
-        """Returns an HTML page with the picture and the plan's text."""
-
-class PlanningTables:
-    """The defaults for plans and products. Immutable: the ``with...`` methods return a new object."""
-
-    def __init__(self) -> None: ...
-    def with_pin(self, plan: Plan) -> PlanningTables: ...
-    def without_pin(self, plan: Plan) -> PlanningTables:
-        """Raises ValueError if nothing is pinned for the plan's layouts and backend."""
-
-    def pinned(self, src: Layout, dst: Layout, backend: str) -> Plan | None: ...
-    def with_measured(
-        self, backend: str, topology: Topology, gemm_models: dict[tuple[str, str], GemmModel]
-    ) -> PlanningTables:
-        """`gemm_models` by device type and dtype."""
-
-    def without_measured(self) -> PlanningTables: ...
-    def with_environment(self, topology: Topology | None) -> PlanningTables: ...
-    def measured_topology(self, backend: str) -> Topology | None: ...
-    def measured_gemm_model(self, device_type: str, dtype: str) -> GemmModel | None:
-        """Returns what was measured for products of this dtype, or else of another."""
-
-    def gemm_model(self, device_type: str, dtype: str) -> GemmModel:
-        """Returns what was measured, or else the default of the device."""
-
-    @property
-    def environment(self) -> Topology | None: ...
-    def summary(self) -> dict[str, str]:
-        """Returns a short text per table, with a hash of its content, for ranks of a job to compare."""
-
-    def __eq__(self, other: object) -> bool: ...
-    def __hash__(self) -> int: ...
-
-def make_plan(
-    src: Layout,
-    dst: Layout,
-    backend: str = ...,
-    objective: str = ...,
-    topology: Topology | None = ...,
-    groups: Sequence[Sequence[int]] = ...,
-    reduce: str = ...,
-    memory_limit: int | None = ...,
-    tables: PlanningTables = ...,
-) -> Plan: ...
-def plan_through(
-    layouts: Sequence[Layout],
-    backend: str = ...,
-    objective: str = ...,
-    topology: Topology | None = ...,
-    groups: Sequence[Sequence[int]] = ...,
-    reduce: str = ...,
-    tables: PlanningTables = ...,
-) -> Plan: ...
-def plan_of_steps(
-    src: Layout,
-    dst: Layout,
-    steps: Sequence[tuple[str, Sequence[int], Layout, Layout, str, int, bool, int]],
-    backend: str,
-    objective: str,
-    topology: Topology,
-    named_groups_only: bool,
-    segments_dim: int,
-    segments: int,
-) -> Plan: ...
-def plan_product(
-    function: str,
-    x: tuple[Any, Layout | None],
-    weights: Sequence[tuple[Any, Layout | None] | None],
-    biases: Sequence[tuple[Any, Layout | None] | None],
-    scales: Sequence[tuple[Any, Layout | None] | None],
-    *,
-    requires_grad: bool,
-    placements: Sequence[str] | None,
-    rank: int,
-    num_ranks: int,
-    checks_parts: bool,
-    backend: str,
-    tables: PlanningTables,
-    device_type: str,
-    dim: int | None = None,
-    size: int | None = None,
-    columns: int | Sequence[int] | None = None,
-    out_dtype: Any = None,
-    method: str | None = None,
-    chunks: int | Sequence[Sequence[int]] | None = None,
-    depth: int | None = None,
-    save: str = "shard",
-    gemm_model: GemmModel | None = None,
-) -> ProductPlan:
-    """The plan of a product of tensors, from the arguments of the function (``"linear"``, ``"gather"`` or ``"sum"``)
-    that multiplies them: csrc/products/product_arguments.h says more. Tensors come with the layouts of DTensors;
-    `scales` are those of x and of the weights. Without a `gemm_model`, that of the tables for the type of device is
-    taken. Raises ValueError for arguments that do not fit."""
-
-def nearest_cut(src: Layout, ranks: Sequence[int]) -> tuple[int, list[list[tuple[int, int]]]]:
-    """Returns the tensor dim to cut and the intervals of each rank so that least has to move."""
-
-def is_floating(dtype: str) -> bool:
-    """Returns whether it is a floating dtype of 16 bits or more."""
-
-def is_complex(dtype: str) -> bool: ...
-def has_gradient(layout: Layout) -> bool:
-    """Returns whether all reductions that are due can be differentiated."""
-
-def gradient_layout(layout: Layout, argument: str) -> Layout:
-    """The layout of a gradient: R where the value is partial. Raises ValueError, naming `argument`, where none is."""
-
-def view_of(layout: Layout, shape: Sequence[int], for_dtensor: bool = ...) -> Layout | str:
-    """Returns ``layout.view(shape)``, or why there is none; `for_dtensor`: none that DTensor can say."""
-
-def move_before_view(
-    layout: Layout, shape: Sequence[int], for_dtensor: bool, backend: str, tables: PlanningTables
-) -> tuple[Plan, Layout, str] | None:
-    """Returns the cheapest plan after which the view moves nothing, that view, and a text that says so and why.
-
-    None: the view moves nothing as it is.
-    """
-
-def is_known_to_dtensor(layout: Layout) -> bool:
-    """Returns whether DTensor's placements can say it."""
-
-def plan_text(plan: Plan) -> str:
-    """Returns a plan as operators take it: a label, ``"|"``, and its bytes in base64."""
-
-def parse_plan(text: str) -> Plan:
-    """Parses what `plan_text` wrote. Raises ValueError on other text."""
-
-def simulation_bytes(plan: Plan) -> int:
-    """Estimates how much memory ``plan.simulate()`` takes."""
-
-def plan_cache_counts() -> dict[str, int]: ...
-def reset_plan_cache_counts() -> None: ...
-def clear_plan_cache() -> None: ...
-
-class GemmModel:
-    """Predicts how long a matrix product takes. Chunks are chosen with it, so it must be the same on every rank.
-
-    A product is cut into tiles, and each processor computes one at a time: a product of few tiles leaves processors
-    idle.
-
-    Args:
-        name: shown in messages.
-        num_processors: the SMs of a GPU; 1 for all cores of a CPU together.
-        tile_rows, tile_columns: the size of a tile of the result.
-        flops_per_us: of one processor, for 16-bit operands; 8 bits run twice, 32 half, 64 a quarter as fast.
-        launch_ps: picoseconds per product.
-        memory_ps_per_kib: picoseconds per KiB to read operands and write results.
-        contention_percent: how much longer a product takes while data travels.
-        chunk_ps: on CPU, by how many picoseconds a chunk's transfer ends later alongside products than alone.
-
-    Raises:
-        ValueError: a figure is negative, or one that is divided by is below 1.
-    """
-
-    def __init__(
-        self,
-        *,
-        name: str,
-        num_processors: int,
-        tile_rows: int,
-        tile_columns: int,
-        flops_per_us: int,
-        launch_ps: int,
-        memory_ps_per_kib: int,
-        contention_percent: int,
-        chunk_ps: int = 0,
-    ) -> None: ...
-    @staticmethod
-    def named(name: str) -> GemmModel:
-        """Returns a built-in model, ``"h100"``, ``"a100"`` or ``"cpu"``: orders of magnitude, not measurements. Raises
-        ValueError on other names."""
-
-    @staticmethod
-    def names() -> list[str]: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_processors(self) -> int: ...
-    @property
-    def tile_rows(self) -> int: ...
-    @property
-    def tile_columns(self) -> int: ...
-    @property
-    def flops_per_us(self) -> int: ...
-    @property
-    def launch_ps(self) -> int: ...
-    @property
-    def memory_ps_per_kib(self) -> int: ...
-    @property
-    def contention_percent(self) -> int: ...
-    @property
-    def chunk_ps(self) -> int: ...
-    def picoseconds(self, m: int, n: int, k: int, count: int = 1, item_bytes: int = 2) -> int:
-        """Returns the time of `count` products of m x k by k x n."""
 
 class Schedule:
     """The plan of a `Matmul` (csrc/products/matmul.h).
@@ -703,6 +661,8 @@ class Schedule:
     def depth(self) -> int: ...
     @property
     def sms_left(self) -> int: ...
+    def __eq__(self, other: object) -> bool: ...
+    def __hash__(self) -> int: ...
 
 class Matmul:
     """Matrix products and a redistribute as one program (csrc/products/matmul.h)."""
@@ -727,8 +687,8 @@ class Matmul:
         scaling: tuple[bool, str, Plan | None] | None = None,
     ) -> Matmul:
         """Sums products, and with `has_addend` one more tensor in the layout of the plan's source, and moves the result
-        by a plan. `terms` has the axes and both operands of each product; `scaling` is as in `gather`, without a plan.
-        """
+        by a plan. `terms` has the axes and both operands of each product; `scaling` is as in `gather`, without a
+        plan."""
 
     @staticmethod
     def parse(text: str) -> tuple[Matmul, Schedule]:
@@ -768,46 +728,6 @@ class Matmul:
 
     def to_text(self, schedule: Schedule) -> str: ...
 
-class ProductNode:
-    """One operation on the tensors of a product (csrc/products/dataflow.h)."""
-
-    @property
-    def kind(self) -> str:
-        """``"move"``, ``"matmul"``, ``"bias"``, ``"sum"`` or ``"add"``."""
-
-    @property
-    def inputs(self) -> list[int]: ...
-    @property
-    def outputs(self) -> list[int]: ...
-    @property
-    def released(self) -> list[int]:
-        """Values that no later node reads."""
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of a move."""
-
-    @property
-    def matmul(self) -> Matmul | None: ...
-    @property
-    def schedule(self) -> Schedule: ...
-    def adds_bias(self, plan: ProductPlan, rank: int) -> bool:
-        """Returns whether this rank adds the bias. Where sums stay due, only one rank along their mesh dims does."""
-
-class ProductDataflow:
-    """Nodes in execution order. Values are numbered, inputs first; an output of -1 was not requested."""
-
-    @property
-    def names(self) -> list[str]: ...
-    @property
-    def layouts(self) -> list[Layout]: ...
-    @property
-    def num_inputs(self) -> int: ...
-    @property
-    def outputs(self) -> list[int]: ...
-    @property
-    def nodes(self) -> list[ProductNode]: ...
-
 class ProductPlan:
     """The plan of a product of placed tensors, forward and backward (csrc/products/product_plan.h).
 
@@ -837,7 +757,7 @@ class ProductPlan:
         *,
         cuts: str | None = None,
         scaled_by: str = "",
-        scales: Sequence[Layout | None] = ...,
+        scales: Sequence[Layout | None] = (),
         keeps_gathered: bool = False,
         method: str | None = None,
         chunks: int | Sequence[Sequence[int]] | None = None,
@@ -845,16 +765,8 @@ class ProductPlan:
         backend: str = "nccl",
         topology: Topology | None = None,
         tables: PlanningTables = ...,
-        gemm_models: dict[str, GemmModel] = ...,
+        gemm_models: Mapping[str, GemmModel] = ...,
     ) -> None: ...
-    @staticmethod
-    def parse(text: str) -> ProductPlan:
-        """Makes the plan from what `to_text` wrote. Raises ValueError on other text."""
-
-    def to_text(self) -> str:
-        """Returns everything that the plan depends on, as operators take it; the same in every process."""
-
-    def to_json(self) -> str: ...
     @property
     def axes(self) -> list[str]: ...
     @property
@@ -895,6 +807,14 @@ class ProductPlan:
     def result_gradients(self) -> list[Layout]:
         """The layouts of gradients that are placed like the results."""
 
+    @staticmethod
+    def parse(text: str) -> ProductPlan:
+        """Makes the plan from what `to_text` wrote. Raises ValueError on other text."""
+
+    def to_text(self) -> str:
+        """Returns everything that the plan depends on, as operators take it; the same in every process."""
+
+    def to_json(self) -> str: ...
     def gemm_model(self, dtype: str) -> GemmModel: ...
     def predicted_ps(self) -> int:
         """Returns the predicted time of the forward."""
@@ -914,10 +834,80 @@ class ProductPlan:
             needs: whether the gradients of operand, weights and biases are requested; biases by weight.
         """
 
+class ProductNode:
+    """One operation on the tensors of a product (csrc/products/dataflow.h)."""
+
+    @property
+    def kind(self) -> str:
+        """``"move"``, ``"matmul"``, ``"bias"``, ``"sum"`` or ``"add"``."""
+
+    @property
+    def inputs(self) -> list[int]: ...
+    @property
+    def outputs(self) -> list[int]: ...
+    @property
+    def released(self) -> list[int]:
+        """Values that no later node reads."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of a move."""
+
+    @property
+    def matmul(self) -> Matmul | None: ...
+    @property
+    def schedule(self) -> Schedule | None: ...
+    def adds_bias(self, plan: ProductPlan, rank: int) -> bool:
+        """Returns whether this rank adds the bias. Where sums stay due, only one rank along their mesh dims does."""
+
+class ProductDataflow:
+    """Nodes in execution order. Values are numbered, inputs first; an output of -1 was not requested."""
+
+    @property
+    def names(self) -> list[str]: ...
+    @property
+    def layouts(self) -> list[Layout]: ...
+    @property
+    def num_inputs(self) -> int: ...
+    @property
+    def outputs(self) -> list[int]: ...
+    @property
+    def nodes(self) -> list[ProductNode]: ...
+
+def plan_product(
+    function: str,
+    x: tuple[object, Layout | None],
+    weights: Sequence[tuple[object, Layout | None] | None],
+    biases: Sequence[tuple[object, Layout | None] | None],
+    scales: Sequence[tuple[object, Layout | None] | None],
+    *,
+    requires_grad: bool,
+    placements: Sequence[str] | None,
+    rank: int,
+    num_ranks: int,
+    checks_parts: bool,
+    backend: str,
+    tables: PlanningTables,
+    device_type: str,
+    dim: int | None = None,
+    size: int | Sequence[int] | None = None,
+    columns: int | Sequence[int] | None = None,
+    out_dtype: object = None,
+    method: str | None = None,
+    chunks: int | Sequence[Sequence[int]] | None = None,
+    depth: int | None = None,
+    save: str = "shard",
+    gemm_model: GemmModel | None = None,
+) -> ProductPlan:
+    """The plan of a product of tensors, from the arguments of the function (``"linear"``, ``"gather"`` or ``"sum"``)
+    that multiplies them: csrc/products/product_arguments.h says more. Tensors come with the layouts of DTensors;
+    `scales` are those of x and of the weights. Without a `gemm_model`, that of the tables for the type of device is
+    taken. Raises ValueError for arguments that do not fit."""
+
 def product_layouts(
     mesh: Mesh,
     axes: str,
-    sizes: dict[str, int],
+    sizes: Mapping[str, int],
     dtype: str,
     operand: str,
     weights: Sequence[str],
@@ -929,13 +919,6 @@ def product_layouts(
     Without `biases` there are none; without `results`, they are placed so that no move of them is needed. Raises
     ValueError if an axis has no size, or if placements do not fit a tensor.
     """
-
-def forecast_batch(
-    batch_bytes: bytes, topology: Topology
-) -> tuple[list[tuple[int, int, int, int, int, int]], list[tuple[int, int, int, int, int]], int, int]:
-    """Predicts a batch, in bytes and picoseconds: for each destination what all ranks receive, what the worst one
-    receives, what is copied locally, first and last round (-1 for none), time; for each link sender, receiver, bytes,
-    messages at most, time; the time of all; and how much of that is for reducing sources before."""
 
 class Attention:
     """Attention whose sequence is cut over ranks (csrc/attention/attention.h)."""
@@ -957,10 +940,10 @@ class Attention:
         chunks: int,
         lowering: Lowering,
     ) -> None:
-        """Takes a mesh of one dim; batch, heads, heads of keys, depth and depth of values; and by position the
-        [begin, end) intervals of the sequence that a rank holds, in local order. `key_parts`: those of keys, None for
-        the same. `mask`: the dtype and shape of this rank's mask tensor. `chunks`: 0 for blocks as ranks hold them. The
-        method is serial at first. Raises ValueError if these do not fit together."""
+        """Takes a mesh of one dim; batch, heads, heads of keys, depth and depth of values; and by position the [begin,
+        end) intervals of the sequence that a rank holds, in local order. `key_parts`: those of keys, None for the same.
+        `mask`: the dtype and shape of this rank's mask tensor. `chunks`: 0 for blocks as ranks hold them. The method is
+        serial at first. Raises ValueError if these do not fit together."""
 
     def with_method(self, method: str, topology: Topology | None) -> Attention:
         """For two_level, nodes are those of the topology. Raises ValueError if it has none."""
@@ -1055,15 +1038,14 @@ class StepSchedule:
     @property
     def prefetch(self) -> int: ...
     @property
-    def uses(self) -> list[tuple[list[int], str, list[int], int]]:
-        """Weights, pass, weights whose gradients are complete afterwards, and picoseconds of the compute or 0."""
-
-    @property
     def lanes(self) -> dict[str, Any] | None:
         """Begin and end in picoseconds of "uses", "gathers" and "reductions" as predicted; "chunks" within uses, each
-        as weight, use, whether it is a reduction, and begin and end; "fetches" from the host by gather and
-        "sends" to it by reduction; "activations"; "compute_ps", "transfer_ps", "copy_ps", "total_ps". None without
-        times."""
+        as weight, use, whether it is a reduction, and begin and end; "fetches" from the host by gather and "sends" to
+        it by reduction; "activations"; "compute_ps", "transfer_ps", "copy_ps", "total_ps". None without times."""
+
+    @property
+    def uses(self) -> list[tuple[list[int], str, list[int], int]]:
+        """Weights, pass, weights whose gradients are complete afterwards, and picoseconds of the compute or 0."""
 
     @property
     def buffers(self) -> list[tuple[int, bool, int, int, int, int]]:
@@ -1074,13 +1056,16 @@ class StepSchedule:
         """Weight, buffer, the use before which it starts, the use that needs it, whether it is from the kept copy."""
 
     @property
+    def chunk_gathers(self) -> list[tuple[int, int]]:
+        """Weight, and a use within which all its chunks are gathered; what is not in chunks is one of `gathers`."""
+
+    @property
     def reductions(self) -> list[tuple[int, int, int, int, bool]]:
         """Weight; the uses from which its gradient exists, after which it is reduced, and after which that is done;
         whether in chunks within these uses, all but what is not in chunks."""
 
-    @property
-    def chunk_gathers(self) -> list[tuple[int, int]]:
-        """Weight, and a use within which all its chunks are gathered; what is not in chunks is one of `gathers`."""
+    def to_svg(self) -> str:
+        """The step as a standalone picture: compute, transfers, and what lies where in the arena."""
 
     @property
     def arena_bytes(self) -> int: ...
@@ -1095,11 +1080,10 @@ class StepSchedule:
     @property
     def activation_gathers(self) -> list[tuple[int, int]]:
         """By activation: the use in which its gather starts, and the activation in whose turn; -1: before the use."""
+
     @property
     def peak_bytes(self) -> int: ...
     def to_json(self) -> str: ...
-    def to_svg(self) -> str:
-        """The step as a standalone picture: compute, transfers, and what lies where in the arena."""
 
 def overlapping_budget_bytes(
     weights: Sequence[tuple[str, int, int, int, int, int, int, int, int]],
@@ -1112,3 +1096,30 @@ def overlapping_budget_bytes(
     activations: Sequence[tuple[str, int, int, int, int, int, int, int]] = (),
 ) -> int:
     """The least budget with which gathers are as far ahead as wanted and reductions run alongside the next backward."""
+
+class LinkFit:
+    """The costs of a step, a message and a byte over a link, in seconds, and the mean relative error of the fit."""
+
+    @property
+    def step(self) -> float: ...
+    @property
+    def message(self) -> float: ...
+    @property
+    def byte(self) -> float: ...
+    @property
+    def error(self) -> float: ...
+
+def fit_links(
+    inside: Sequence[tuple[int, int, float]],
+    between: Sequence[tuple[int, int, float]],
+    mesh_dims: Mapping[str, Sequence[tuple[int, int, float]]],
+    crossing: Set[str],
+) -> tuple[LinkFit, LinkFit, dict[str, LinkFit]]:
+    """Fits links to all-to-alls, given as (peers, bytes sent, seconds): within nodes, between them, by mesh dim."""
+
+def forecast_batch(
+    batch_bytes: bytes, topology: Topology
+) -> tuple[list[tuple[int, int, int, int, int, int]], list[tuple[int, int, int, int, int]], int, int]:
+    """Predicts a batch, in bytes and picoseconds: for each destination what all ranks receive, what the worst one
+    receives, what is copied locally, first and last round (-1 for none), time; for each link sender, receiver, bytes,
+    messages at most, time; the time of all; and how much of that is for reducing sources before."""
