@@ -21,7 +21,7 @@ from meshes import get_mesh
 from pool import Pool
 from shardwright.layouts import tables
 from shardwright.layouts.topology import ENVIRONMENT_VARIABLE
-from shardwright.runtime import executables
+from shardwright.runtime import executables, groups
 
 WORLD = 4
 SHAPE = (8, 8)
@@ -98,6 +98,7 @@ def _moved_by_product() -> int:
 
 @contextlib.contextmanager
 def _measured(topology: sw.Topology) -> Iterator[None]:
+    groups.note_world()  # as `calibrate` does before it measures
     tables.set_measured("gloo", topology, {})
     try:
         yield

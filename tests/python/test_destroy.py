@@ -1,4 +1,5 @@
-"""Nothing in shardwright keeps a process group, and so its threads, alive after `destroy_process_group`."""
+"""Nothing in shardwright keeps a process group, and so its threads, alive after `destroy_process_group`; and what is
+cached for the next group stays when the last reference to a group goes."""
 
 from __future__ import annotations
 
@@ -7,16 +8,19 @@ import pathlib
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before the groups that are counted: its defaults hold the group of its import
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwright as sw
 from pairs import two_dims
 from pool import run_isolated
+from shardwright.attention import problem
 
 WORLD = 4
 LIVES = 2
@@ -102,6 +106,35 @@ def _left_after(what: str, scratch: str) -> list[list[str]]:
         del store
         left.append(_grown(before))
     return left
+
+
+def _let_go_late(scratch: str) -> None:
+    """One rank lets go of a default group while it plans with the next one: whenever Python collects garbage."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{scratch}/first", 4), rank=rank, world_size=4)
+    sw.redistribute_local(torch.ones(2), *(sw.Layout(sw.Mesh({"a": 4}), (8,), [p]) for p in ("S(0)", "R")))
+    held = [dist.group.WORLD]
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{scratch}/second", 4), rank=rank, world_size=4)
+    x = distribute_tensor(torch.ones(1, 2, 6, 8), init_device_mesh("cpu", (2, 2)), [Shard(1), Shard(2)])
+
+    def make_late(*args: Any) -> Any:
+        held.clear()
+        gc.collect()
+        return make(*args)
+
+    make = problem._make
+    if rank == 0:
+        problem._make = make_late
+    for _ in range(2):
+        sw.attention.scaled_dot_product_attention(x, x, x)
+
+
+def test_ranks_let_go_of_a_group_at_different_times(tmp_path: pathlib.Path) -> None:
+    """They agree on a plan when they make it, so none may forget it alone."""
+    for outcome in run_isolated(_let_go_late, 4, str(tmp_path), collective_timeout_seconds=10):
+        assert outcome.ok, outcome.error
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")

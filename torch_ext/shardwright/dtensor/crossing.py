@@ -118,6 +118,8 @@ def _agree(src: _planner.Layout, dst: _planner.Layout) -> None:
     """
     if src.mesh == dst.mesh or groups.moves_nothing(None):
         return
+    # Apart from the calls that `check_ranks` counts, which some ranks may have left after an error.
+    texts = in_default_store("layouts")
     assert dist.group.WORLD is not None
     known = _agreed.setdefault(dist.group.WORLD, set())
     key = tuple((one.mesh, tuple(one.placements), str(one.shard_order)) for one in (src, dst))
@@ -125,8 +127,6 @@ def _agree(src: _planner.Layout, dst: _planner.Layout) -> None:
     if key in known or rank not in ranks:
         return
     fields = {"x": layout_text(src), "result": layout_text(dst)}
-    # Apart from the calls that `check_ranks` counts, which some ranks may have left after an error.
-    texts = in_default_store("layouts")
     texts.compare(Statement("redistribute to another mesh", fields, remedy=_REMEDY), ranks, rank)
     known.add(key)
 

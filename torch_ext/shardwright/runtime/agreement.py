@@ -294,6 +294,7 @@ groups.when_gone.append(_of_worlds.clear)
 
 def in_default_store(name: str) -> StoreTexts:
     """Returns the texts of this name in the store of the default group."""
+    groups.note_world()
     assert dist.group.WORLD is not None
     known = _of_worlds.setdefault(dist.group.WORLD, {})
     if name not in known:

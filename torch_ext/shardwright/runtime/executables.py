@@ -66,7 +66,6 @@ class Kept(Generic[T]):
         # The tables and the values made with them, in one tuple, so that no thread takes one for the other.
         self._now: tuple[PlanningTables, dict[Hashable, T]] = (tables.current, {})
         self._by_earlier_tables: dict[PlanningTables, dict[Hashable, T]] = {}
-        self._world_alive = groups.DEFAULT.alive
         self._turning = threading.Lock()
         groups.when_gone.append(self.clear)
         if is_local:
@@ -74,7 +73,7 @@ class Kept(Generic[T]):
 
     def get(self, key: Hashable) -> T | None:
         made_with, entries = self._now
-        if made_with is not tables.current or self._world_alive() is not dist.group.WORLD:
+        if made_with is not tables.current or groups.noted_world.alive() is not dist.group.WORLD:
             entries = self._turn()
         return entries.get(key)
 
@@ -103,11 +102,8 @@ class Kept(Generic[T]):
 
     def _turn(self) -> dict[Hashable, T]:
         """Switches to the current tables and the current default group. Returns the values made with them."""
+        groups.note_world()
         with self._turning:
-            world = dist.group.WORLD
-            if self._world_alive() is not world:
-                self.clear()
-                self._world_alive = groups.weakly(world).alive
             made_with, entries = self._now
             if made_with is not tables.current:
                 self._by_earlier_tables[made_with] = entries

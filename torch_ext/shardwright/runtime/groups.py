@@ -67,7 +67,6 @@ class WeakGroup:
 DEFAULT = WeakGroup(None)
 
 DRY_RUN_BACKEND = "fake"  # torch's name for it; it sends nothing
-
 _POLL_SECONDS = 0.002
 
 
@@ -89,10 +88,11 @@ _times_made: dict[_Members, int] = {}  # attempts included, so that it is the sa
 _locks: dict[_Members, threading.Lock] = {}  # one thread makes a group, others wait for it
 _announced: set[tuple[str, ...]] = set()  # names of meshes that other ranks can look up (`_announce`)
 _watched: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups to which something cached was bound
-_world = DEFAULT
+noted_world = DEFAULT  # the default group to which caches belong
+_noting = threading.Lock()
 
-
-# Called when a default process group is gone. Values cached for it may hold meshes, which hold process groups.
+# Called when a default process group is gone, and once more before anything is cached for the next one. Values cached
+# for it may hold meshes, which hold process groups.
 when_gone: list[Callable[[], None]] = []
 
 # Called when any process group is gone to which something cached was bound. What these forget, a rank must be able to
@@ -100,23 +100,31 @@ when_gone: list[Callable[[], None]] = []
 when_any_gone: list[Callable[[], None]] = []
 
 
-def _forget() -> None:
-    if _world.alive() is None:  # otherwise the caches already belong to the next default group
-        for forget in when_gone:
-            forget()
+def _call(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
+def note_world() -> None:
+    """Forgets what belongs to an earlier default group if there is another one now, or none."""
+    global noted_world
+    with _noting:
+        if (world := dist.group.WORLD) is noted_world.alive():
+            return
+        for table in (_made, _times_made, _locks, _announced):
+            table.clear()
+        _call(when_gone)
+        noted_world = weakly(world)
+        if world is not None:  # ranks let go of it at different times; what is cached for the next one stays then
+            weakref.finalize(world, lambda: _call(when_gone if dist.group.WORLD is None else []))
 
 
 def _watch(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Makes caches forget what is bound to the group once it is gone, because its name may be used again."""
     if group not in _watched:
         _watched.add(group)
-        weakref.finalize(group, _forget_bound)
+        weakref.finalize(group, _call, when_any_gone)
     return group
-
-
-def _forget_bound() -> None:
-    for forget in when_any_gone:
-        forget()
 
 
 def weakly(group: dist.ProcessGroup | None) -> WeakGroup:
@@ -124,18 +132,11 @@ def weakly(group: dist.ProcessGroup | None) -> WeakGroup:
 
 
 def check_initialised() -> None:
-    """Raises RuntimeError if there is no default process group; forgets groups of an earlier one."""
-    global _world
+    """Raises RuntimeError if there is no default process group; forgets what belongs to an earlier one."""
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "group: torch.distributed is not initialised; call torch.distributed.init_process_group first"
-        )
-    world = dist.group.WORLD
-    if world is not _world.alive():
-        for table in (_made, _times_made, _locks, _announced):
-            table.clear()
-        _world = weakly(world)
-        weakref.finalize(world, _forget)
+        text = "group: torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        raise RuntimeError(text)
+    note_world()
 
 
 def moves_nothing(group: dist.ProcessGroup | None) -> bool:
@@ -230,6 +231,7 @@ def find_or_make(ranks: Sequence[int], owner: Owner = _DEFAULT_OWNER, may_make: 
     """
     if (found := find(ranks, owner)) is not None:
         return found
+    note_world()
     wanted, owner = tuple(ranks), _covering(owner, ranks)
     check_may_make(wanted, may_make)
     key = _names_along(owner, wanted), wanted
