@@ -136,19 +136,16 @@ class InSegments {
     for (Written& one : written_) add_groups(one);
     make_buffers();
     const auto num_steps = static_cast<int>(plan_.steps.size());
-    for (int64_t slot = 0; slot < num_segments_ + num_steps; ++slot) {
-      for (int64_t segment = std::max<int64_t>(slot - num_steps, 0); segment <= std::min(slot, num_segments_ - 1);
-           ++segment) {
-        const Written& one = of(segment);
-        if (slot == segment) copy(plan_.src, kInputBuffer, buffers_[segment][kInputBuffer], segment, 0);
-        for (size_t i = 0; i < one.slots.size(); ++i) {
-          if (segment + one.slots[i] == slot) emit(segment, i);
-        }
-        if (slot == segment + num_steps) {
-          copy(plan_.dst, kOutputBuffer, buffers_[segment][one.program.outputs[0].buffer], segment, num_steps - 1);
-        }
+    for_each_slot(num_segments_, num_steps, [&](int64_t segment, int64_t slot) {
+      const Written& one = of(segment);
+      if (slot == 0) copy(plan_.src, kInputBuffer, buffers_[segment][kInputBuffer], segment, 0);
+      for (size_t i = 0; i < one.slots.size(); ++i) {
+        if (one.slots[i] == slot) emit(segment, i);
       }
-    }
+      if (slot == num_steps) {
+        copy(plan_.dst, kOutputBuffer, buffers_[segment][one.program.outputs[0].buffer], segment, num_steps - 1);
+      }
+    });
     return std::move(all_);
   }
 

@@ -238,13 +238,13 @@ class MoveMemory : public StepMemory {
   // The messages of a reduce-scatter. They are the same for all members of a group, because they hold the same
   // elements.
   struct Scattering {
-    std::vector<RunOfLoads> rounds;
+    std::vector<RunOfMessages> rounds;
     std::vector<bool> is_even;
   };
 
   // If parts are equal, the place of a part is linear in the coordinates of its rank, so a few tell whether all parts
   // follow each other.
-  std::optional<RunOfLoads> run_of_equal_parts(int64_t position) {
+  std::optional<RunOfMessages> run_of_equal_parts(int64_t position) {
     const Mesh& mesh = step_.before.mesh();
     if (step_.rounds > 1 || !exchange_.is_regular() || !mesh.ranks_are_positions()) return std::nullopt;
     const int64_t least = exchange_.around(position).least;
@@ -258,13 +258,13 @@ class MoveMemory : public StepMemory {
       is_run = is_run && next.is_contiguous_held && next.first_held == first.first_held + turn * first.count;
       turn *= mesh.dim_size(d);
     }
-    RunOfLoads run;
+    RunOfMessages run;
     run.add(first.count, first.first_held, is_run);
     return run;
   }
 
   // Adds members only as long as the parts of some round may be one run; the totals are known without that.
-  void add_parts_in_order(std::vector<RunOfLoads>& rounds, int64_t position) {
+  void add_parts_in_order(std::vector<RunOfMessages>& rounds, int64_t position) {
     for (const int64_t member : exchange_.group(position).positions) {
       const Transfer part = exchange_.share(position, member);
       bool is_some_run = false;
@@ -282,7 +282,7 @@ class MoveMemory : public StepMemory {
     Scattering& scattering = found->second;
     if (!is_new) return scattering;
     scattering.rounds.resize(step_.rounds);
-    if (const std::optional<RunOfLoads> run = run_of_equal_parts(position)) {
+    if (const std::optional<RunOfMessages> run = run_of_equal_parts(position)) {
       scattering.rounds[0] = *run;
     } else {
       add_parts_in_order(scattering.rounds, position);
@@ -308,7 +308,7 @@ class MoveMemory : public StepMemory {
     current = raised(sketch, current, held);
     const Scattering& of_group = scattering(position);
     for (int64_t round = 0; round < step_.rounds; ++round) {
-      const RunOfLoads& sent = of_group.rounds[round];
+      const RunOfMessages& sent = of_group.rounds[round];
       if (sent.total() == 0) continue;
       const Interval mine = in_round({0, sketch.count_of(next)}, round, step_.rounds);
       const int64_t own = mine.end - mine.begin;

@@ -86,24 +86,4 @@ class Sketch {
   bool has_waited_ = false;  // in the last step
 };
 
-// Finds out whether loads are consecutive, as Messages in transfers.h does.
-class RunOfLoads {
- public:
-  void add(int64_t count, int64_t first, bool is_run) {
-    if (count == 0) return;
-    is_run_ = is_run_ && is_run && (next_ < 0 || first == next_);
-    next_ = first + count;
-    total_ += count;
-  }
-  bool is_run() const { return is_run_; }
-  int64_t total() const { return total_; }
-  // For when not all loads were added.
-  void set_total(int64_t total) { total_ = total; }
-
- private:
-  bool is_run_ = true;
-  int64_t next_ = -1;
-  int64_t total_ = 0;
-};
-
 }  // namespace shardwright

@@ -3,23 +3,21 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "program/in_segments.h"
+
 namespace shardwright {
 namespace {
 
-// Goes through the instructions of all segments in the order of the program, as InSegments::write in in_segments.cpp
-// does, and notes where each buffer begins and ends.
+// Goes through the instructions of all segments in the order of the program, and notes where each buffer begins and
+// ends.
 class Slots {
  public:
   Slots(const std::vector<SketchedSegment>& segments, int64_t num_segments, int64_t num_steps)
       : segments_(segments), num_segments_(num_segments), num_steps_(num_steps), at_(num_segments) {}
 
   std::vector<int64_t> peaks(int64_t num_needed) {
-    for (int64_t slot = 0; slot < num_segments_ + num_steps_; ++slot) {
-      const int64_t last = std::min(slot, num_segments_ - 1);
-      for (int64_t segment = std::max<int64_t>(slot - num_steps_, 0); segment <= last; ++segment) {
-        take_slot(segment, slot - segment, num_needed);
-      }
-    }
+    for_each_slot(num_segments_, num_steps_,
+                  [&](int64_t segment, int64_t slot) { take_slot(segment, slot, num_needed); });
     std::vector<int64_t> peaks(num_steps_, 0);
     int64_t live = 0;
     for (const Change& change : changes_) {

@@ -8,6 +8,7 @@
 #include "exchange/mesh_exchange.h"
 #include "moves/extremes.h"
 #include "moves/plan.h"
+#include "program/carriers.h"
 #include "program/sketch.h"
 
 namespace shardwright {
@@ -37,8 +38,8 @@ std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& pla
 
 // The messages of one rank in one round, by member of the group.
 struct Loads {
-  RunOfLoads sent;
-  RunOfLoads received;
+  RunOfMessages sent;
+  RunOfMessages received;
 };
 
 // The same without and with its own part.
@@ -60,7 +61,9 @@ struct BothLoads {
   };
   // Returns whether nothing that is still missing can change which loads are runs.
   bool are_known(const Totals& totals) const {
-    const auto is_known = [](const RunOfLoads& load, int64_t total) { return !load.is_run() || load.total() == total; };
+    const auto is_known = [](const RunOfMessages& load, int64_t total) {
+      return !load.is_run() || load.total() == total;
+    };
     return is_known(without.sent, totals.sent) && is_known(without.received, totals.received) &&
            is_known(with.sent, totals.sent + totals.own) && is_known(with.received, totals.received + totals.own);
   }

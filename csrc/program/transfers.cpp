@@ -53,16 +53,15 @@ std::optional<BufferRange> Messages::run_of(const std::vector<TransferItem>& ite
 }
 
 std::optional<BufferRange> Messages::run_of_all() const {
-  BufferRange all{tensor_, 0, 0};
+  BufferId tensor = tensor_;
+  RunOfMessages all;
   for (const Message& message : messages_) {
     if (!message.run) return std::nullopt;
-    if (all.buffer == kMissingBuffer) all.buffer = message.run->buffer;
-    if (message.count == 0) continue;
-    if (all.count == 0) all = {message.run->buffer, message.run->offset, 0};
-    if (all.buffer != message.run->buffer || all.offset + all.count != message.run->offset) return std::nullopt;
-    all.count += message.count;
+    if (tensor == kMissingBuffer || (all.total() == 0 && message.count > 0)) tensor = message.run->buffer;
+    all.add(message.count, message.run->offset, message.run->buffer == tensor);
   }
-  return all.buffer == kMissingBuffer ? std::nullopt : std::optional(all);
+  if (tensor == kMissingBuffer || !all.is_run()) return std::nullopt;
+  return BufferRange{tensor, all.first(), all.total()};
 }
 
 int64_t Messages::total_count() const {
@@ -204,10 +203,10 @@ bool carries_own(TransferSet& set, Carrier carrier, const std::vector<OwnItem>& 
     own_count += item.elements.count();
   }
   const auto staged = [&] { return set.sends.staged_count(staging) + set.receives.staged_count(staging); };
-  const int64_t copied_without = staged() + own_count;
+  const int64_t staged_without = staged();
   set.sends.insert(me, std::move(sent));
   set.receives.insert(me, std::move(received));
-  if (carrier == Carrier::kAllGather || staged() < copied_without) return true;
+  if (carrier == Carrier::kAllGather || own_part_travels(staged(), staged_without, own_count)) return true;
   set.sends.remove(me);
   set.receives.remove(me);
   return false;
