@@ -1,5 +1,5 @@
-// Decides which instruction carries a transfer, and among which ranks. `start` and `exchange`
-// (transfers.h) turn it into instructions, and move_memory.cpp counts what these allocate.
+// Decides which instruction carries a transfer, among which ranks, and what of it needs no packing. `start` and
+// `exchange` (transfers.h) turn it into instructions, and move_memory.cpp counts what these allocate.
 //
 // Decisions depend only on what all ranks that take part know: layouts, the lowering, and who has something for whom.
 #pragma once
