@@ -105,14 +105,17 @@ Bias bias_of_mask(const at::Tensor& mask, const at::TensorOptions& options) {
   return {bias, blind};
 }
 
+bool is_half(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
 // A tile of a product as the kernels take it.
 struct Operands {
   bool is_causal() const { return !bias && shape == BlockShape::kTriangle; }
 
   bool is_for_flash() const {
     const int64_t depth = q.size(3);
-    const bool is_half = q.scalar_type() == at::kHalf || q.scalar_type() == at::kBFloat16;
-    return is_half && !bias && depth == v.size(3) && depth % 8 == 0 && depth <= 256;
+    return is_half(q) && !bias && depth == v.size(3) && depth % 8 == 0 && depth <= 256;
   }
   std::optional<at::Tensor> added() const { return bias ? std::optional(bias->added) : std::nullopt; }
   // For kernels that take a bias for each head.
@@ -184,10 +187,7 @@ class Tiles {
     return ceil_divide(depth, items) * items;
   }
   // Returns true if flash attention computes tiles: those without a bias. It takes keys and values of one depth.
-  bool uses_flash(int64_t depth) const {
-    const bool is_half = q_.scalar_type() == at::kHalf || q_.scalar_type() == at::kBFloat16;
-    return is_half && !o_.mask && whole_words(depth) <= 256;
-  }
+  bool uses_flash(int64_t depth) const { return is_half(q_) && !o_.mask && whole_words(depth) <= 256; }
 
   const Product& o_;
   const Buffers& buffers_;

@@ -57,7 +57,7 @@ CASES = [
 
 
 def check_attention() -> None:
-    """Of each case, by every method."""
+    """Checks each case by every method, in both layouts of the sequence."""
     world = dist.get_world_size()
     length = 200 if world < 4 else 203  # multiples of 8, and uneven parts
     for case, layout in itertools.product(CASES, ("contiguous", "zigzag")):
