@@ -1,12 +1,15 @@
 // The two exceptions that the torch-free code throws.
 //
-// UserError       The caller passed something that is not allowed. The text names the argument, its value, what is
-//                 allowed and, where there is one, the remedy. It becomes ValueError in Python.
-// InvariantError  The library violated one of its own invariants; the text says which. It becomes RuntimeError.
+// UserError       An argument is invalid. The message names the argument, the allowed values, the given value and, if
+//                 there is one, the remedy. It becomes ValueError in Python.
+// InvariantError  A bug in the library: one of its invariants does not hold. It becomes RuntimeError.
+//
+// Messages about arguments have one form, which check_argument writes: "dim must be in [-4, 3], got 4".
 #pragma once
 
 #include <charconv>
 #include <concepts>
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -24,8 +27,8 @@ class InvariantError : public std::logic_error {
   using std::logic_error::logic_error;
 };
 
-// Appends a value: what to_string() returns where there is one, else what operator<< writes. Streams are slow to make,
-// so only values that are neither text nor integers go through one.
+// Appends a value: the result of to_string() if it has that method, else the output of operator<<. Creating a stream is
+// slow, so text and integers do not use one.
 template <typename Value>
 void append_text(std::string& text, const Value& value) {
   if constexpr (std::convertible_to<const Value&, std::string_view>) {
@@ -43,8 +46,8 @@ void append_text(std::string& text, const Value& value) {
   }
 }
 
-// Concatenates its arguments. Pass objects instead of their to_string() to checks, which then make no text unless they
-// fail.
+// Concatenates its arguments. Pass objects rather than their to_string() to the checks below: these make text only if
+// they fail.
 template <typename... Parts>
 std::string concat(const Parts&... parts) {
   std::string text;
@@ -52,7 +55,7 @@ std::string concat(const Parts&... parts) {
   return text;
 }
 
-// Makes "a, b, c" from any range of such values.
+// Returns "a, b, c" for a range of values that append_text accepts.
 template <typename Range>
 std::string join(const Range& range, std::string_view separator = ", ") {
   std::string text;
@@ -69,6 +72,20 @@ template <typename... Parts>
 void check_user(bool ok, const Parts&... parts) {
   if (!ok) throw UserError(concat(parts...));
 }
+
+// Throws UserError "<argument> must be <allowed>, got <value>" unless `ok`. `allowed` is one value that append_text
+// accepts, such as a text or an InRange; the parts of `value` are concatenated.
+template <typename Allowed, typename... Parts>
+void check_argument(bool ok, std::string_view argument, const Allowed& allowed, const Parts&... value) {
+  if (!ok) throw UserError(concat(argument, " must be ", allowed, ", got ", value...));
+}
+
+// A closed interval of allowed integers. Its text is "in [0, 3]".
+struct InRange {
+  int64_t low, high;
+
+  std::string to_string() const { return concat("in [", low, ", ", high, "]"); }
+};
 
 template <typename... Parts>
 void check_invariant(bool ok, const Parts&... parts) {
