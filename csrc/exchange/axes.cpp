@@ -11,7 +11,7 @@
 namespace shardwright {
 namespace {
 
-// The list of an axis of several tensor dims, from their lists.
+// Returns the list of an axis of several tensor dims, from their lists.
 IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector<int64_t>& sizes) {
   IntervalList all{{0, 1}};
   for (size_t t = 0; t < lists.size(); ++t) {

@@ -5,8 +5,8 @@
 namespace shardwright {
 namespace {
 
-// Calls visit(length, times) for the parts into which cuts divide a list of n elements, with parts of equal length
-// counted together; empty parts are left out. Mesh dims in `all` take every coordinate, others that of `position`.
+// Calls visit(length, times) for the parts into which cuts divide a list of n elements. Parts of equal length are
+// counted together, and empty parts are left out. Mesh dims in `all` take every coordinate, others that of `position`.
 template <typename Visit>
 void for_each_part(const Mesh& mesh, int64_t position, MeshDimSet all, int64_t n, std::span<const Cut> cuts,
                    int64_t times, const Visit& visit) {
@@ -31,7 +31,8 @@ void for_each_part(const Mesh& mesh, int64_t position, MeshDimSet all, int64_t n
   for (const auto& [length, count] : parts) go_on(length, count);
 }
 
-// The same for what the parts of a list share with a target, where list, target and so all parts are single intervals.
+// Calls visit(elements, times) for the overlaps of a list's parts with a target. List and target are single intervals,
+// and all cuts are chunks, so all parts are single intervals.
 template <typename Visit>
 void for_each_overlap_in_runs(const Mesh& mesh, int64_t position, MeshDimSet all, Interval list,
                               std::span<const Cut> cuts, Interval target, const Visit& visit) {
@@ -54,8 +55,9 @@ void for_each_overlap_in_runs(const Mesh& mesh, int64_t position, MeshDimSet all
   if (last > first) go_on(last);
 }
 
-// The same for one cut of a single interval, without making its parts: into strided parts that meet a single interval,
-// or into chunks that meet any. Returns false for anything else.
+// Calls visit(elements, times) for the overlaps of the parts of one cut of a single interval with a target, without
+// making the parts. Handles chunks with any target that has no repeats, and strided parts with a target of a single
+// interval. Returns false for anything else.
 template <typename Visit>
 bool visited_without_parts(int64_t k, Interval coordinates, Interval list, const CutRule& rule,
                            const IntervalList& target, const Visit& visit) {
@@ -100,7 +102,7 @@ bool visited_without_parts(int64_t k, Interval coordinates, Interval list, const
   return true;
 }
 
-// The same for any lists.
+// Calls visit(elements, times) for the overlaps of any list's parts with any target.
 template <typename Visit>
 void for_each_overlap_in(const Mesh& mesh, int64_t position, MeshDimSet all, const IntervalList& list,
                          std::span<const Cut> cuts, const IntervalList& target, const Visit& visit) {
@@ -125,7 +127,7 @@ void for_each_overlap_in(const Mesh& mesh, int64_t position, MeshDimSet all, con
     return for_each_overlap_in(mesh, position, all, part, cuts.subspan(1), target, visit);
   }
   Interval coordinates{0, k};
-  if (first.rule.makes_runs()) {  // only the coordinates between the first and the last shared element
+  if (first.rule.makes_runs()) {  // only the coordinates from the first to the last shared element
     const int64_t until = intersection_length(list, {{0, target.back().end}});
     coordinates = first.rule.coordinates_of({shared.a_position, until}, n, k);
   }

@@ -74,7 +74,7 @@ class Bounds {
         pending.insert(src_layout_.mesh().coordinate(place->src_position, src_layout_.partial_dims().to_vector()));
         replicas.insert(dst_layout_.mesh().coordinate(place->dst_position, dst_layout_.replicated_dims().to_vector()));
       }
-      // A rank in both sets saves one transfer: it has one contribution, and is one replica. If there are no pending
+      // A rank in both sets saves one transfer: it has one contribution, and is one replica. Without pending
       // reductions, every replica that holds the value saves one.
       auto saved = static_cast<int64_t>(replicas.size());
       if (contributions > 1) saved = std::min(saved, static_cast<int64_t>(pending.size()));
@@ -144,7 +144,7 @@ class Bounds {
   static constexpr int64_t kNone = -1;
   struct Place {
     int64_t src_position = kNone;
-    int64_t src_part = kNone;  // by its number in the grid
+    int64_t src_part = kNone;  // index of the part in the grid
     int64_t dst_position = kNone;
     int64_t dst_part = kNone;
   };
@@ -175,7 +175,7 @@ class Bounds {
     return elements;
   }
 
-  // Returns, for each part of the source, the sum over its elements of the number of needers.
+  // Returns, for each part of the source, the sum over its elements of the number of receivers.
   std::vector<int64_t> wanted_of_parts() const {
     std::vector<int64_t> wanted(src_.parts());
     for (int64_t part = 0; part < src_.parts(); ++part) wanted[part] = size_of_src(part) * dst_.replicas();
@@ -233,7 +233,7 @@ class Bounds {
   }
 
   // A team is the ranks with the same part of the source and the same part of the destination. A pool is all ranks with
-  // one part of one side.
+  // one part of the source, or all ranks with one part of the destination.
   SharedWork forwarded_work(const std::vector<int64_t>& leaving) const {
     SharedWork work;
     work.pools.resize(src_.parts() + dst_.parts());
@@ -266,7 +266,7 @@ class Bounds {
   Grid dst_;
   std::vector<SlotMeetings> meetings_;
   std::map<Rank, Place> places_;
-  std::map<Cell, std::vector<const Place*>> own_;  // ranks that hold some of what they need
+  std::map<Cell, std::vector<const Place*>> own_;  // by cell: the ranks that hold and need it
 };
 
 }  // namespace

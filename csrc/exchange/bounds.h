@@ -1,4 +1,4 @@
-// Lower bounds on the traffic of every way from a layout on one mesh to a layout on another.
+// Lower bounds on the traffic of every plan from a layout on one mesh to a layout on another.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace shardwright {
 
-// With `ranks_per_node` 0, all ranks are on one node. Otherwise nodes are so many consecutive ranks each.
+// A node is `ranks_per_node` consecutive ranks. With 0, all ranks are on one node.
 ExchangeBound exchange_bound(const Layout& src, const Layout& dst, int64_t ranks_per_node = 0);
 
 }  // namespace shardwright

@@ -9,7 +9,7 @@
 namespace shardwright {
 namespace {
 
-// Ranks in the sets of all cells together.
+// Maximum sum of the sizes of the rank sets of all cells.
 constexpr int64_t kMaxMembers = int64_t{1} << 17;
 
 }  // namespace
@@ -42,7 +42,7 @@ std::vector<size_t> RankSet::numbers() const {
   return numbers;
 }
 
-// Jobs for sets of ranks, which are made of whole teams.
+// Jobs for sets of ranks. Every set consists of complete teams.
 struct Cells::Work {
   explicit Work(const Cells& cells) : cells(cells) {
     for (const std::vector<size_t>& team : cells.teams_) {
@@ -108,7 +108,7 @@ bool Cells::find_classes(const AxisGrid& src, const AxisGrid& dst, const std::ve
       if (runs > CutRule::kMaxRuns) return false;
     }
   }
-  std::map<std::vector<int64_t>, std::vector<Interval>> intervals;  // by the slots that have them, the source's first
+  std::map<std::vector<int64_t>, std::vector<Interval>> intervals;  // by the shards that have them: first the source's
   for (Stretch& stretch : stretches(samples, lists)) {
     intervals[std::move(stretch.lists)].push_back(stretch.interval);
     if (static_cast<int64_t>(intervals.size()) > kMaxCells) return false;

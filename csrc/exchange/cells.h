@@ -1,8 +1,9 @@
-// The elements of a rearrangement by who holds and who needs them, and the least that its busiest rank must send.
+// Groups the elements of a rearrangement by their candidate senders and receivers, and computes the least load of the
+// busiest sender.
 //
-// A *class* is the elements of an axis that are on the same slots on both sides; a *cell* is one class of each axis.
-// All elements of a cell have the same holders and the same needers, so there are as few cells as slots overlap in
-// different ways, however many elements there are.
+// A *class* is the set of elements of an axis that are on the same axis shards on both sides. A *cell* is one class of
+// each axis. All elements of a cell have the same candidate senders and the same receivers. So the number of cells is
+// the number of different overlaps of shards, whatever the number of elements.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@
 
 namespace shardwright {
 
-// Some of the ranks in a list, by their numbers in it.
+// A subset of a list of ranks, by index in the list.
 class RankSet {
  public:
   explicit RankSet(size_t ranks, bool has_all = false)
@@ -38,32 +39,33 @@ class Cells {
  public:
   static constexpr int64_t kMaxCells = 4096;
 
-  // Returns nullopt if there are more than kMaxCells, or if listing them takes too long. `ranks` are those of both
-  // meshes.
+  // Returns nullopt if there are more than kMaxCells cells, or if listing them takes too long. `ranks` are the ranks of
+  // both meshes.
   static std::optional<Cells> of(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks);
 
   struct Class {
     IntervalList elements;  // ascending
-    RankSet before;         // that have it on their slot of the source
+    RankSet before;         // ranks with these elements on their shard of the source
     RankSet after;
   };
   struct Cell {
     std::vector<size_t> classes;  // by axis
     int64_t elements = 0;
     RankSet holders;
-    RankSet needers;  // which do not hold it; at least one
+    RankSet needers;  // at least one; ranks that do not hold the cell
   };
   const std::vector<Class>& classes(size_t axis) const { return classes_[axis]; }
   const std::vector<Cell>& all() const { return cells_; }
 
-  // The least that the busiest rank sends, in elements: if only holders send; if needers pass on what they got; and of
-  // what holders must send once. See ExchangeBound.
+  // The least load of the busiest sender, in elements: if only candidate senders send, if receivers pass on data too,
+  // and counting only the one copy of each cell that must leave its candidate senders. See ExchangeBound.
   Ratio direct_load() const;
   Ratio forwarded_load() const;
   Ratio leaving_load() const;
 
-  // By cell: holders, and how many elements each sends to all needers together. None sends more than `most`, which must
-  // be at least direct_load(), and up to one element more for each cell if ranks have the same slots on both sides.
+  // Returns, by cell, the senders and the number of elements that each sends to all receivers together. No rank sends
+  // more than `most` elements, plus up to one element for each cell if ranks have the same shards on both sides. `most`
+  // must be at least direct_load().
   std::vector<std::vector<std::pair<size_t, int64_t>>> shared_directly(int64_t most) const;
 
  private:
@@ -75,7 +77,8 @@ class Cells {
   Work direct_work() const;
 
   size_t num_ranks_;
-  // Ranks that have equal slots on both sides are holders and needers of the same cells, so they are a team.
+  // A team is the ranks that have equal shards on both sides: they are candidate senders and receivers of the same
+  // cells.
   std::vector<std::vector<size_t>> teams_;
   std::vector<size_t> team_of_;              // by rank
   std::vector<std::vector<Class>> classes_;  // by axis

@@ -14,8 +14,8 @@ std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::sp
     const int64_t k = mesh.dim_size(c.mesh_dim);
     const std::optional<int64_t> split_factor = c.rule.equal_split_factor(left, k);
     if (left == 0 || !split_factor) return std::nullopt;
-    // First the weight among the indices that are left, then among all indices: digits that are already fixed are below
-    // it or above it.
+    // `weight` is first the weight among the indices that are left. The loop turns it into the weight among all
+    // indices: each digit that is already fixed is below or above it.
     int64_t weight = left / (*split_factor * k);
     size_t at = digits.size();
     for (; at > 0; --at) {
@@ -94,18 +94,18 @@ bool Matching::agrees_at(const Mesh& mesh, int64_t position) const {
 
 namespace {
 
-// Sums over more combinations of coordinates than this are not computed one by one.
+// Maximum number of coordinate combinations that a sum visits one by one.
 constexpr int64_t kMaxCombinations = int64_t{1} << 12;
 
-// Returns the sum over all ranks of the elements that a rank holds in both layouts. Tensor dims that no mesh dim
-// couples multiply, so only coordinates within each set of coupled ones are visited. Returns nothing if these are too
-// many.
+// Returns the sum over all ranks of the elements that a rank holds in both layouts. Tensor dims are coupled if a mesh
+// dim cuts both. Sums of uncoupled tensor dims multiply, so only the coordinates within each set of coupled dims are
+// visited. Returns nullopt if a set has more than kMaxCombinations of them.
 std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
   const Mesh& mesh = a.mesh();
   std::vector<MeshDimSet> cutting(a.ndim());
   for (int t = 0; t < a.ndim(); ++t) {
     cutting[t] = dims_of(a.cuts(t)) | dims_of(b.cuts(t));
-    // If both lists begin with the same cuts into equal parts, these cuts do not change what parts share.
+    // Equal cuts into equal parts at the beginning of both lists do not change the number of common elements.
     int64_t n = a.shape()[t];
     for (size_t i = 0; i < std::min(a.cuts(t).size(), b.cuts(t).size()) && a.cuts(t)[i] == b.cuts(t)[i]; ++i) {
       const int64_t k = mesh.dim_size(a.cuts(t)[i].mesh_dim);
@@ -153,11 +153,11 @@ std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
   return total;
 }
 
-// The ties between parts of coordinates. The ranks that satisfy all ties are a fraction of the mesh: each set of parts
-// that must be equal has only one free value.
+// The ties between parts of coordinates. The ranks that satisfy all ties are a fraction of the mesh, because all parts
+// that must be equal have one free value together.
 class Ties {
  public:
-  // Returns false if the digit compares a part of what another tie compares.
+  // Returns false if the digit compares a piece of a part that another tie compares.
   bool add(const Matching::Common& digit) {
     const std::optional<size_t> before = find(digit.before, digit.radix);
     const std::optional<size_t> after = find(digit.after, digit.radix);

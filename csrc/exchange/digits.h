@@ -1,9 +1,9 @@
-// Closed forms for even cuts: what two lists of cuts share, without examining single parts.
+// Closed forms for even cuts: the elements that two lists of cuts have in common, without visiting parts.
 //
 // Write an index into a tensor dim in mixed radix. A cut into equal parts fixes one digit: the digit must equal the
 // coordinate on the cut's mesh dim. For example, S(0) over a, then b, of 64 = 4 x 4 x 4 fixes the first digit by a and
 // the second by b; SS(0, 4) over b alone fixes the second. So two lists of cuts hold the same parts exactly if they fix
-// the same digits by the same mesh dims, and what two lists share is a product over digits.
+// the same digits by the same mesh dims, and the number of common elements is a product over digits.
 //
 // The cost of everything here is independent of the sizes of the mesh and the tensor.
 #pragma once
@@ -18,7 +18,7 @@
 
 namespace shardwright {
 
-// index / weight % radix == coordinate on mesh_dim
+// A digit of an index, fixed by a mesh dim: index / weight % radix == coordinate on mesh_dim.
 struct Digit {
   int64_t weight = 1;
   int64_t radix = 1;
@@ -26,16 +26,16 @@ struct Digit {
   bool operator==(const Digit&) const = default;
 };
 
-// Returns the digits that these cuts fix, largest first. Returns nothing if parts differ in size, or if a cut takes a
-// piece of what an earlier one fixed.
+// Returns the digits that these cuts fix, largest weight first. Returns nullopt if parts differ in size, or if a cut
+// takes a piece of a digit that an earlier cut fixed.
 std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::span<const Cut> cuts);
 
-// Two lists of digits of n elements, refined into common digits in which both can be written.
+// Two lists of digits of n elements, refined into common digits that express both lists.
 class Matching {
  public:
   static constexpr int kMaxDigits = 24;
 
-  // coordinate / below % radix
+  // The part of a coordinate that fixes a digit: coordinate / below % radix.
   struct Owner {
     int mesh_dim = -1;  // -1: no mesh dim fixes the digit, so all its values are held
     int64_t below = 1;
@@ -45,24 +45,24 @@ class Matching {
     int64_t radix = 1;
     Owner before;
     Owner after;
-    // Returns whether the digit is fixed in both lists, by different coordinates.
+    // Returns true if both lists fix the digit, by different coordinates.
     bool is_tie() const { return before.mesh_dim >= 0 && after.mesh_dim >= 0 && !(before == after); }
-    // Returns whether the rank at `position` has the same value of the digit in both lists, or one list does not fix
+    // Returns true if the rank at `position` has the same value of the digit in both lists, or if one list does not fix
     // it.
     bool agrees_at(const Mesh& mesh, int64_t position) const;
   };
 
-  // Returns nothing if the digits of one list straddle those of the other.
+  // Returns nullopt if the digits of one list straddle those of the other.
   static std::optional<Matching> of(int64_t n, std::span<const Digit> before, std::span<const Digit> after);
 
   std::span<const Common> digits() const { return {digits_.data(), static_cast<size_t>(count_)}; }
-  // The number of values of the digits that neither list fixes.
+  // Returns the number of values of the digits that neither list fixes.
   int64_t free() const { return free_; }
 
-  // The number of parts of the first list that one part of the second intersects.
+  // Returns the number of parts of the first list that one part of the second intersects.
   int64_t sources() const;
 
-  // Returns whether the rank at `position` holds any elements in both lists; if so, it holds free() of them.
+  // Returns true if the rank at `position` holds elements in both lists. Their number is then free().
   bool agrees_at(const Mesh& mesh, int64_t position) const;
 
  private:
@@ -71,19 +71,19 @@ class Matching {
   int64_t free_ = 1;
 };
 
-// The elements that each rank holds in both of two layouts of one tensor on one mesh.
+// The number of elements that each rank holds in both of two layouts of one tensor on one mesh.
 class SharedElements {
  public:
   SharedElements(const Layout& before, const Layout& after);
 
   int64_t at(int64_t position) const;
-  // The sum over all ranks, computed without visiting them. Returns nothing if that would take too long.
+  // Returns the sum over all ranks without visiting them, or nullopt if that would take too long.
   std::optional<int64_t> sum() const;
 
-  // The mesh dims on whose coordinates at() depends.
+  // Returns the mesh dims on whose coordinates at() depends.
   MeshDimSet varying_dims() const;
 
-  // By tensor dim; empty if digits do not describe everything.
+  // By tensor dim. Empty if digits do not describe both layouts completely.
   const std::vector<Matching>& matchings() const { return matchings_; }
 
  private:

@@ -1,4 +1,4 @@
-// Bounds that no way from one layout to another can go below, in bytes and elements.
+// Lower bounds on the traffic of every plan between two layouts, in bytes and elements.
 #pragma once
 
 #include <cstdint>
@@ -7,30 +7,31 @@
 
 namespace shardwright {
 
-// A cell is the intersection of a part of the source with a part of the destination. It has |c| elements. The holders
-// of the source's part have them, and the cell's n needers must get them: the ranks of the destination's part that do
-// not hold the cell.
+// A cell is the intersection of a part of the source with a part of the destination. It has |c| elements. Its candidate
+// senders are the ranks with the source's part. Its n receivers are the ranks with the destination's part that do not
+// hold the cell.
 //
 // With pending reductions, each element has k contributions. In the best case the set C of ranks that hold them is as
 // small as possible and overlaps the destination's set D of ranks as much as possible, so |C u D| - 1 transfers per
-// element are necessary. If `dst` is partial, a rank may hold any share of the value, so D has only one of the ranks
-// that differ in nothing but partial mesh dims. In this case the bound for the busiest rank is the mean, and neither
-// direct_is_exact nor forwarded_is_exact is true.
+// element are necessary. If `dst` is partial, a rank may hold any share of the value, so D counts ranks that differ
+// only in partial mesh dims once. With pending reductions the bound for the busiest rank is the mean, and
+// direct_is_exact and forwarded_is_exact are false.
 struct ExchangeBound {
   // A rank must receive the elements that it needs and does not hold.
   int64_t received_bytes_max = 0;
   int64_t received_bytes_sum = 0;
 
-  // The bytes that the rank that sends most must send, for three kinds of algorithms; any <= forwarded <= direct.
-  //   direct     only holders send. Where no rank holds two parts, the bound is the largest, over parts, of what all
-  //              needers want, divided by the number of holders. Where elements lie on several coordinates it is the
-  //              least load of the busiest holder; see exchange/indexed_bound.h, also for when it is a mean and
-  //              direct_is_exact is false.
-  //   forwarded  needers may pass on what they got. For each cell, holders send at least |c| elements, and holders or
-  //              needers send |c| (n - 1) more; the bound is the least load of the busiest rank in this work. With more
-  //              than kMaxCells cells it is the bound for `any`, and forwarded_is_exact is false.
-  //   any        every rank may pass on anything. The bound is the larger of the mean and of what must leave the
-  //              holders of a part, divided by their number.
+  // The bytes that the busiest sender must send, for three kinds of algorithms; any <= forwarded <= direct.
+  //   direct     Only candidate senders send. If no rank holds two parts, the bound is the maximum, over parts, of the
+  //              elements that all receivers need, divided by the number of candidate senders. If elements are stored
+  //              on several coordinates, it is the least load of the busiest candidate sender; see
+  //              exchange/indexed_bound.h, also for the cases in which it is a mean and direct_is_exact is false.
+  //   forwarded  Receivers may pass on received data. For each cell, candidate senders send at least |c| elements, and
+  //              candidate senders or receivers send |c| (n - 1) more. The bound is the least load of the busiest rank
+  //              in this work. With more than kMaxCells cells it is the bound for `any`, and forwarded_is_exact is
+  //              false.
+  //   any        Every rank may pass on anything. The bound is the larger of the mean and the maximum, over parts, of
+  //              the elements that must leave the part's candidate senders, divided by their number.
   Ratio direct_sent;     // elements
   Ratio forwarded_sent;  // elements
   bool direct_is_exact = true;
@@ -39,13 +40,14 @@ struct ExchangeBound {
   int64_t forwarded_sent_bytes_max = 0;
   int64_t any_sent_bytes_max = 0;
 
-  // The bytes that must enter some node, because some of its ranks needs it and none holds it. 0 if there are partials,
-  // if the number of ranks per node is not known, or if it is larger than kMaxNode.
+  // The bytes that must enter some node, because a rank of the node needs them and no rank of it holds them. 0 with
+  // partials, or if the number of ranks per node is not known or larger than kMaxNode.
   int64_t node_bytes_max = 0;
-  int64_t node_bytes_per_rank = 0;  // divided by the number of the node's ranks that are in either mesh
+  int64_t node_bytes_per_rank = 0;  // divided by the number of the node's ranks on either mesh
 
-  // The bytes that must leave some node, because only its ranks hold it and a rank of another node needs it, divided
-  // like the former. 0 also with more than kMaxCells cells.
+  // The bytes that must leave some node, because only its ranks hold them and a rank of another node needs them,
+  // divided by the number of the node's ranks on either mesh. 0 with partials, if the number of ranks per node is not
+  // known, or with more than kMaxCells cells.
   int64_t leaving_bytes_per_rank = 0;
 
   static constexpr int64_t kMaxCells = 4096;

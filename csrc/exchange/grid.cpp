@@ -15,7 +15,7 @@ int64_t sizes_of(const Mesh& mesh, const std::vector<int>& mesh_dims) {
   return size;
 }
 
-// The inverse of Mesh::coordinate: returns the position with these coordinates, and 0 on the other mesh dims.
+// Returns the position with these coordinates, and 0 on the other mesh dims: the inverse of Mesh::coordinate.
 int64_t offset_of(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t number) {
   int64_t offset = 0;
   for (size_t i = mesh_dims.size(); i-- > 0;) {
@@ -31,7 +31,7 @@ std::vector<Window> whole(const Layout& layout) {
   return windows;
 }
 
-// Returns the indices of a list in a window, counted from its beginning.
+// Returns the indices of a list that are in a window, counted from the window's beginning.
 IntervalList seen_through(const Window& window, const IntervalList& list) {
   return shifted(shared_indices(list, {{window.begin, window.begin + window.length}}), -window.begin);
 }
@@ -135,7 +135,7 @@ std::vector<Owned> by_place(const std::vector<IntervalList>& lists) {
   return all;
 }
 
-// Slots of src, and elements in common; a slot may come several times.
+// Pairs of a shard of src and a number of common elements. A shard may occur several times.
 using Runs = std::vector<std::pair<int64_t, int64_t>>;
 
 Runs runs_met(const std::vector<Owned>& owned, const IntervalList& list) {
@@ -165,7 +165,7 @@ Runs slots_met(const std::vector<IntervalList>& lists, const IntervalList& list)
   return runs;
 }
 
-// Meeting a pair of lists takes about as long as visiting so many of their intervals.
+// Intersecting two lists takes about as long as visiting this many of their intervals.
 constexpr size_t kIntervalsPerPair = 32;
 
 size_t num_intervals(const std::vector<IntervalList>& lists) {

@@ -1,9 +1,8 @@
-// The parts into which a layout without partials cuts a tensor, as a grid over tensor dims, and the overlaps of two
-// grids.
+// A layout without partials as a grid of parts over tensor dims, and the overlaps of two grids.
 //
-// A *slot* is a part of one tensor dim: one combination of coordinates on the mesh dims that cut it. A part of the
-// tensor has one slot of each tensor dim. The ranks that hold it differ in the other mesh dims; they are its replicas,
-// numbered in mesh order.
+// An *axis shard* is a part of one tensor dim: one combination of coordinates on the mesh dims that cut it. A part of
+// the tensor has one shard of each tensor dim. The ranks that hold the part differ in the other mesh dims. They are its
+// replicas, numbered in mesh order.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +16,8 @@
 
 namespace shardwright {
 
-// A dim of a grid: the indices [begin, begin + length) of a tensor dim; or one index, 0, that is no dim of the tensor.
+// A dim of a grid: the indices [begin, begin + length) of a tensor dim. With kNoDim it is the single index 0, and no
+// dim of the tensor.
 struct Window {
   static constexpr int kNoDim = -1;
 
@@ -29,18 +29,18 @@ struct Window {
 class Grid {
  public:
   explicit Grid(const Layout& layout);
-  // A box of the tensor, as if it were a tensor of its own, with its dims in any order. Every tensor dim must be in
-  // exactly one window.
+  // The grid of a box of the tensor, as if it were a tensor of its own, with its dims in any order. Every tensor dim
+  // must be in exactly one window. Throws InvariantError if the layout has partials.
   Grid(const Layout& layout, const std::vector<Window>& windows);
 
   int ndim() const { return static_cast<int>(lists_.size()); }
-  // Returns the indices of each slot of a tensor dim. With windows, dims are windows, and indices count from their
-  // beginnings.
+  // Returns the indices of each shard of a tensor dim. With windows, dims are windows, and indices count from the
+  // window's beginning.
   const std::vector<IntervalList>& lists(int tensor_dim) const { return lists_[tensor_dim]; }
   int64_t replicas() const { return replicas_; }
   int64_t parts() const { return mesh_->size() / replicas_; }
 
-  // The part that a rank holds, and its number among the replicas of it. Parts have numbers below parts().
+  // A shard replica: the part that a rank holds, in [0, parts()), and the rank's index among the part's replicas.
   struct Seat {
     int64_t part = 0;
     int64_t replica = 0;
@@ -52,52 +52,53 @@ class Grid {
   Rank rank_at(std::span<const int64_t> slots, int64_t replica) const;
   std::vector<Rank> ranks() const { return mesh_->ranks(); }  // by position
 
-  // Returns the slots of a part, by tensor dim. Valid while the grid is.
+  // Returns the axis shards of a part, by tensor dim. The span is valid as long as the grid.
   std::span<const int64_t> slots_of(int64_t part) const {
     return std::span<const int64_t>(slots_).subspan(part * lists_.size(), lists_.size());
   }
   int64_t part_of(std::span<const int64_t> slots) const;
-  // Returns the indices of a part, and where each dim of the grid lies in its local tensor.
+  // Returns the indices of a part.
   Region region(int64_t part) const;
+  // Returns the place of each dim of the grid in the local tensor of a part.
   std::vector<LocalAxis> local_axes(int64_t part) const;
 
  private:
   void number_parts();
 
   MeshPtr mesh_;
-  std::vector<std::vector<int>> cutting_;  // by tensor dim: mesh dims, first cut first
+  std::vector<std::vector<int>> cutting_;  // by tensor dim: the mesh dims that cut it, in order
   std::vector<int> replicating_;           // mesh dims that cut nothing
   int64_t replicas_ = 1;
   std::vector<std::vector<IntervalList>> lists_;
   std::vector<int> tensor_dims_;                       // by dim of the grid
-  std::vector<std::vector<int64_t>> first_positions_;  // of the window in the local part, by slot
+  std::vector<std::vector<int64_t>> first_positions_;  // by dim and shard: the window's offset in the local part
   std::vector<int64_t> slots_;                         // by part and tensor dim
   std::vector<Seat> seats_;                            // by position
 };
 
-// The pairs of slots of two grids that have indices in common, on one tensor dim.
+// The pairs of axis shards of two grids that have indices in common, on one tensor dim.
 class SlotMeetings {
  public:
-  // Throws InvariantError if slots of `src` overlap.
+  // Throws InvariantError if shards of `src` overlap.
   SlotMeetings(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst);
 
   struct Met {
-    int64_t slot = 0;      // the slot of the other grid
-    int64_t elements = 0;  // in common, above 0
-    int64_t before = 0;    // the sum of `elements` of the entries before this one in the list
-    int64_t index = 0;     // the index of the same pair in the other slot's list
+    int64_t slot = 0;      // the shard of the other grid
+    int64_t elements = 0;  // number of common elements, above 0
+    int64_t before = 0;    // the sum of `elements` of the earlier entries of the list
+    int64_t index = 0;     // the index of the same pair in the other shard's list
   };
-  // Ascending by slot.
+  // Returns the overlaps of one shard, ascending by the other grid's shard.
   std::span<const Met> of_src(int64_t slot) const { return of_src_.of(slot); }
   std::span<const Met> of_dst(int64_t slot) const { return of_dst_.of(slot); }
-  // Returns null if the two slots have no index in common.
+  // Returns null if the two shards have no index in common.
   const Met* between(int64_t src_slot, int64_t dst_slot) const;
 
  private:
-  // The lists of all slots, one after the other.
+  // The lists of all shards, one after the other.
   struct Lists {
     std::vector<Met> all;
-    std::vector<size_t> begins;  // by slot, and where the last one ends
+    std::vector<size_t> begins;  // by shard, and the end of the last list
     std::span<const Met> of(int64_t slot) const {
       return std::span<const Met>(all).subspan(begins[slot], begins[slot + 1] - begins[slot]);
     }

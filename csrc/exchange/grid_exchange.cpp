@@ -164,9 +164,9 @@ int64_t GridExchange::turn_of(const Grid::Seat& seat) const {
   return (seat.replica + src().replicas() - first_turn_) % src().replicas();
 }
 
-// Within a replica, places are numbered by their meeting on each tensor dim, the last dim fastest. So the elements
-// before a place are the sum, over tensor dims, of its own elements on the dims before, times the elements of the
-// meetings before its own on this dim, times all elements on the dims after.
+// Within a replica, places are numbered by their overlap on each tensor dim, the last dim fastest. So the number of
+// elements before a place is a sum over tensor dims. The term of a dim is the product of the place's own elements on
+// the earlier dims, the elements of the earlier overlaps on this dim, and all elements on the later dims.
 GridExchange::Place GridExchange::place(const Line& line, int64_t number) const {
   if (number == num_places(line)) return {line.length, 0};
   const std::span<const int64_t> slots = src().slots_of(line.part);
@@ -205,7 +205,7 @@ int64_t GridExchange::first_served(const Line& line, int64_t turn) const {
   return low;
 }
 
-// If messages are split, the place that the next holder serves first may be served by this one too.
+// If messages are split, this sender and the next may share a place.
 int64_t GridExchange::end_served(const Line& line, int64_t turn) const {
   const int64_t next = first_served(line, turn + 1);
   const bool is_shared =
@@ -400,8 +400,8 @@ int64_t GridExchange::messages_at_most(Rank rank, Direction direction) const {
   const Ends& ends = ends_of(rank);
   const int64_t parts = parts_received(ends);
   if (sharing_ == Sharing::kMessages) return parts;
-  // A place of e elements is served in at most 2 + (e - 2) / s stretches of s elements. Where s is less than
-  // least_stretch, nobody is absent, so s is no less than e, and a place is served in two at most, or in one if e = 1.
+  // A place of e elements is served in at most 2 + (e - 2) / s ranges of s elements. If s < least_stretch, no rank is
+  // absent, so s >= e. Then the place is served in at most two ranges, or in one if e = 1.
   const int64_t elements = received_elements(ends);
   const int64_t least = all_->least_stretch;
   const int64_t most = parts + (elements + (least - 2) * parts) / least;

@@ -1,16 +1,16 @@
 // A map from elements of a source tensor to elements of a destination tensor: index arithmetic, dim by dim.
 //
 // A map is a list of *axes*. An axis matches a range of a source dim with a range of the same length of a destination
-// dim. An axis with only a source dim fixes that dim at one index, and one with only a destination dim fixes that.
-// Every dim of either tensor is on exactly one axis, so a map moves a box of the source into a box of the destination,
-// perhaps with its dims in another order. In each example the map is from a source of shape (4, 6):
+// dim. An axis with only a source dim fixes that dim at one index; an axis with only a destination dim fixes the
+// destination dim. Every dim of either tensor is on exactly one axis. So a map moves a box of the source into a box of
+// the destination, possibly with permuted dims. In each example the source has shape (4, 6):
 //
-//   the whole tensor                  0 -> 0, 1 -> 1
-//   transposed, to (6, 4)             0 -> 1, 1 -> 0
-//   rows 4 to 7 of a fused (12, 6)    0[0:4] -> 0[4:8], 1 -> 1
-//   rows 1 and 2, split off           0[1:3] -> 0[0:2], 1 -> 1
-//   number 3 of a stack (8, 4, 6)     at 0[3], 0 -> 1, 1 -> 2
-//   row 2 alone, as a vector (6,)     0[2], 1 -> 0
+//   the full tensor                  0 -> 0, 1 -> 1
+//   transposed, to (6, 4)            0 -> 1, 1 -> 0
+//   rows 4 to 7 of a fused (12, 6)   0[0:4] -> 0[4:8], 1 -> 1
+//   rows 1 and 2, split off          0[1:3] -> 0[0:2], 1 -> 1
+//   index 3 of a stack (8, 4, 6)     at 0[3], 0 -> 1, 1 -> 2
+//   row 2 alone, as a vector (6,)    0[2], 1 -> 0
 //
 // Several items of a batch may read one source, and several may write one destination: fusing, splitting, stacking and
 // unstacking are lists of such maps.
@@ -30,7 +30,7 @@ struct MapAxis {
 
   int src_dim = kNoDim;
   int dst_dim = kNoDim;
-  int64_t src_begin = 0;  // of kNoDim: 0
+  int64_t src_begin = 0;  // 0 with kNoDim
   int64_t dst_begin = 0;
   int64_t length = 1;  // 1 on axes with only one dim
   bool operator==(const MapAxis&) const = default;
@@ -39,15 +39,15 @@ struct MapAxis {
 class IndexMap {
  public:
   explicit IndexMap(std::vector<MapAxis> axes) : axes_(std::move(axes)) {}
-  // The whole tensor, onto itself.
+  // Returns the map of the full tensor onto itself.
   static IndexMap identity(const std::vector<int64_t>& shape);
 
   const std::vector<MapAxis>& axes() const { return axes_; }
-  // One side of each axis.
+  // Return one side of each axis.
   std::vector<Window> src_windows() const;
   std::vector<Window> dst_windows() const;
   int64_t num_elements() const;
-  // Five numbers for each axis, in the order of MapAxis' members. Equal maps have equal words.
+  // Returns five numbers for each axis, in the order of MapAxis' members. Equal maps have equal words.
   std::vector<int64_t> words() const;
 
   // Throws UserError that names `argument` unless every dim of both shapes is on exactly one axis, ranges lie within
@@ -55,7 +55,7 @@ class IndexMap {
   void check(const std::vector<int64_t>& src_shape, const std::vector<int64_t>& dst_shape,
              const std::string& argument) const;
 
-  // "0[0:4] -> 0[4:8], 1[0:6] -> 1[0:6]"
+  // Returns text such as "0[0:4] -> 0[4:8], 1[0:6] -> 1[0:6]".
   std::string to_string() const;
   bool operator==(const IndexMap&) const = default;
 

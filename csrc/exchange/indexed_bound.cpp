@@ -45,8 +45,8 @@ void bound_nodes(const Cells& cells, const std::vector<Rank>& ranks, int64_t ran
   }
 }
 
-// Each element takes as many transfers as there are contributions and holders of the result, less two. A mesh dim that
-// becomes partial needs one holder only.
+// Returns the least number of transfers. Each element takes as many as it has contributions and replicas of the result,
+// less two. A mesh dim that becomes partial needs only one replica.
 int64_t transfers_with_pending(const Layout& src, const Layout& dst, MeshDimSet kept) {
   const Mesh& mesh = src.mesh();
   const int64_t contributions = mesh.group_size(src.partial_dims() - kept);

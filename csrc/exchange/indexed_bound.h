@@ -1,5 +1,5 @@
-// Lower bounds where elements may lie on several coordinates of a mesh dim, in any order, or the leading tensor dims
-// are flattened on one side only.
+// Lower bounds for layouts in which an element may be stored on several coordinates of a mesh dim or in any order, and
+// for layouts of which only one flattens the leading tensor dims.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,9 @@
 
 namespace shardwright {
 
-// With too many cells (exchange/cells.h), what must be sent is a mean: over the ranks of the source if only holders
-// send, and over all ranks otherwise. So it is with pending reductions, where nothing is said of nodes either.
+// With too many cells (exchange/cells.h) or pending reductions, the sent bytes are means: over the ranks of the source
+// if only candidate senders send (over all ranks with pending reductions), and over all ranks otherwise. With pending
+// reductions the bounds of nodes are 0.
 ExchangeBound indexed_bound(const Layout& src, const Layout& dst, int64_t ranks_per_node);
 
 }  // namespace shardwright

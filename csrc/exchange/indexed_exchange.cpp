@@ -13,13 +13,14 @@
 namespace shardwright {
 namespace {
 
-// Of all ranks together. Few lists of CutRule::kMaxRuns runs may all be listed.
+// Maximum number of listed runs of all ranks together. Few lists of CutRule::kMaxRuns runs may all be listed.
 constexpr int64_t kMaxListed = 16 * CutRule::kMaxRuns;
 
-// If the busiest rank sends more than it must by more than this fraction, who serves what is worked out by cells.
+// If the busiest rank sends more than the least by more than 1 / kSentAboveFraction of it, the messages are recomputed
+// by cells.
 constexpr int64_t kSentAboveFraction = 20;
 
-// The number of bits up to the highest in which two ranks differ.
+// Returns the number of bits up to the highest bit in which two ranks differ.
 int distance(Rank a, Rank b) { return std::bit_width(static_cast<uint64_t>(number(a) ^ number(b))); }
 
 std::vector<Rank> united(std::vector<Rank> a, const std::vector<Rank>& b) {
@@ -31,7 +32,7 @@ std::vector<Rank> united(std::vector<Rank> a, const std::vector<Rank>& b) {
 
 }  // namespace
 
-// Chooses, for one axis, which slot serves which elements to which receiver.
+// Chooses, for one axis, the shard that sends each element to each receiver.
 class IndexedExchange::Choice {
  public:
   Choice(const AxisGrid& src, const AxisGrid& dst, size_t axis, Sharing sharing)
@@ -78,8 +79,8 @@ class IndexedExchange::Choice {
     Interval interval;
   };
 
-  // Returns how many runs are listed at most, here or by what moves them: those in the samples, or all of them if a
-  // list does not ascend. Throws UserError if they are too many.
+  // Returns an upper bound on the number of runs that are listed, here or by the exchange: the runs in the samples, or
+  // all runs if a list does not ascend. Throws UserError if they are too many.
   int64_t runs_to_list() const {
     const std::vector<const std::vector<IntervalList>*> sides{&src_.axes[axis_].lists, &dst_.axes[axis_].lists};
     const bool ascend = std::all_of(sides.begin(), sides.end(), [](const std::vector<IntervalList>* lists) {
@@ -98,8 +99,8 @@ class IndexedExchange::Choice {
     return runs;
   }
 
-  // Returns the most ranks that may serve the same repetitions. Of a stretch of one element in each repetition none
-  // can serve a part, so that each needs samples of its own to serve its share.
+  // Returns the maximum number of ranks that may send the same repetitions. A range of one element per repetition
+  // cannot be divided within a sample, so each of these ranks needs samples of its own to send its share.
   int64_t most_servers() const {
     int64_t most = 1;
     for (const Stretch& stretch : stretches_) {
@@ -128,7 +129,7 @@ class IndexedExchange::Choice {
       for (; at != stretches_.end() && at->interval.begin < one.end; ++at) {
         const Interval both{std::max(one.begin, at->interval.begin), std::min(one.end, at->interval.end)};
         if (std::binary_search(at->lists.begin(), at->lists.end(), own)) {
-          taken_[to][own].push_back(both);  // which is not sent
+          taken_[to][own].push_back(both);  // kept by the rank, not sent
         } else {
           requests_.push_back({to, static_cast<size_t>(at - stretches_.begin()), both});
         }
@@ -158,13 +159,13 @@ class IndexedExchange::Choice {
     take(request, best, request.interval);
   }
 
-  // Gives to the slots that send least, up to a level that takes in everything.
+  // Divides a request among the shards that send least, so that they are filled up to a common level.
   void serve_from_all(const Request& request) {
     std::vector<int64_t> slots = stretches_[request.stretch].lists;
     std::stable_sort(slots.begin(), slots.end(), [&](int64_t a, int64_t b) { return sends_less(a, b); });
     const int64_t count = stretches_[request.stretch].count;
     int64_t left = request.interval.extent();
-    __int128 sum = static_cast<__int128>(left) * count;  // with what those that give send so far
+    __int128 sum = static_cast<__int128>(left) * count;  // plus the elements that these shards send so far
     int64_t ranks = 0;
     size_t givers = 0;
     while (givers < slots.size()) {
@@ -187,7 +188,7 @@ class IndexedExchange::Choice {
 
   int64_t num_ranks(int64_t slot) const { return static_cast<int64_t>(ranks_[slot].size()); }
 
-  // Returns whether each rank of one slot sends less so far, on average, than each of another.
+  // Returns true if the average rank of shard `a` sends less so far than the average rank of shard `b`.
   bool sends_less(int64_t a, int64_t b) const {
     return static_cast<__int128>(sent_[a]) * num_ranks(b) < static_cast<__int128>(sent_[b]) * num_ranks(a);
   }
@@ -202,12 +203,12 @@ class IndexedExchange::Choice {
   size_t axis_;
   Sharing sharing_;
   Samples samples_;
-  std::vector<std::vector<Interval>> needed_;  // by slot of the destination, in the samples
-  std::vector<Stretch> stretches_;             // of the slots of the source
-  std::vector<std::vector<Rank>> ranks_;       // by slot
-  std::vector<int64_t> sent_;                  // by slot
+  std::vector<std::vector<Interval>> needed_;  // by shard of the destination, in the samples
+  std::vector<Stretch> stretches_;             // ranges of the shards of the source
+  std::vector<std::vector<Rank>> ranks_;       // by shard
+  std::vector<int64_t> sent_;                  // by shard
   std::vector<Request> requests_;
-  std::map<int64_t, std::map<int64_t, std::vector<Interval>>> taken_;  // by receiver and slot
+  std::map<int64_t, std::map<int64_t, std::vector<Interval>>> taken_;  // by receiver and shard
 };
 
 IndexedExchange::IndexedExchange(const Layout& src, const Layout& dst, Sharing sharing)
@@ -276,9 +277,9 @@ void IndexedExchange::deliver() {
   for (auto& [part, of_part] : wanted) divide_among(holders.at(part), std::move(of_part), sent);
 }
 
-// The elements that one axis serves count there as if all ranks with a slot had all of it. So where elements lie on
-// several slots of one axis and another axis is cut too, some rank may send more than it must. Then cells tell who
-// serves what.
+// The first division treats each axis as if all ranks with a shard had all elements of the other axes. So if elements
+// are on several shards of one axis and another axis is cut too, some rank may send more than the least. Then the
+// messages are recomputed by cells.
 void IndexedExchange::deliver_by_cells() {
   std::vector<int64_t> sent(src_.slots.size(), 0);
   std::vector<int64_t> received(dst_.slots.size(), 0);
@@ -296,7 +297,7 @@ void IndexedExchange::deliver_by_cells() {
   if (is_near(least)) return;
 
   deliveries_.clear();
-  // Numbers of shares, by axis, class and receiver.
+  // Indices of shares, by axis, class and receiver.
   std::vector<std::vector<std::map<int64_t, int64_t>>> numbers(shares_.size());
   for (size_t axis = 0; axis < shares_.size(); ++axis) {
     shares_[axis].clear();
@@ -347,8 +348,8 @@ void IndexedExchange::index_deliveries() {
   }
 }
 
-// Lines up what is wanted of one part, and lets each holder serve one stretch of the line; or serves whole messages
-// from the nearest holder.
+// Sends whole messages from the nearest candidate sender; or arranges all requests of one part in a line and divides
+// the line into one range for each candidate sender.
 void IndexedExchange::divide_among(const std::vector<int64_t>& holders, std::vector<Delivery> wanted,
                                    std::vector<int64_t>& sent) {
   if (holders.size() == 1 || sharing_ == Sharing::kMessages) {

@@ -1,19 +1,19 @@
-// The exchange of layouts where an element may lie on several coordinates of a mesh dim, parts are ordered otherwise,
-// or the leading tensor dims are flattened on one side only. Both sides are seen as parts of one grid of axes
-// (exchange/axes.h).
+// The exchange of layouts in which an element may be stored on several coordinates of a mesh dim, or parts are in any
+// order, or only one side flattens the leading tensor dims. Both sides are parts of one grid of axes (exchange/axes.h).
 //
-// With Sharing::kMessages, an element that several slots have, or a part that several ranks hold, comes from the
-// nearest: the rank whose number differs from the receiver's in the lowest bits only, which on nodes of a power of two
-// of ranks prefers the own node. Among those equally near, from the one that sends least so far. With Sharing::kBytes
-// nearness does not count, and what several have is divided so that they send as equally as possible.
+// With Sharing::kMessages, an element that several shards have, or a part that several ranks hold, is sent by the
+// nearest: the rank whose number differs from the receiver's in the lowest bits only. On nodes of a power of two of
+// ranks this prefers the own node. Among equally near ranks, the one that sends least so far is chosen. With
+// Sharing::kBytes distance does not count, and elements with several candidate senders are divided so that these send
+// as equally as possible.
 //
-// Bytes received are the least possible. With Sharing::kBytes, bytes sent by the busiest rank are within a twentieth of
-// the least (or of what some rank receives, if that is more): first, each axis is divided as if it were alone, requests
-// with the fewest servers first; if that is too much, an exact flow over cells (exchange/cells.h) divides all axes
-// together. Only where there are too many cells does the first division stay.
+// The received bytes are the least possible. With Sharing::kBytes, the bytes sent by the busiest rank are within a
+// twentieth of the least (or of the most that a rank receives, if that is more). First, each axis is divided as if it
+// were the only one; requests with the fewest candidate senders are served first. If the result is not near enough, an
+// exact flow over cells (exchange/cells.h) divides all axes together. With too many cells the first division stays.
 //
-// Takes time and memory in proportion to the pairs of ranks that exchange something, and to what lists have in samples
-// of their repetitions (exchange/samples.h).
+// Takes time and memory in proportion to the pairs of ranks that exchange data, and to the intervals that lists have in
+// samples of their repetitions (exchange/samples.h).
 #pragma once
 
 #include <cstdint>
@@ -30,18 +30,19 @@ namespace shardwright {
 
 class IndexedExchange final : public Exchange {
  public:
-  // The layouts must be of one tensor. On one mesh, reductions that are due must be the same on both sides; between two
-  // there must be none. Otherwise throws InvariantError. Throws UserError if a part that is flattened keeps more than
-  // CutRule::kMaxRuns runs (what repeats is kept once), or if all parts have more than 2^24 runs of an axis in samples,
-  // or altogether where parts of the axis do not ascend.
+  // The layouts must describe the same tensor. On one mesh, the pending reductions must be equal on both sides; between
+  // two meshes there must be none. Otherwise throws InvariantError. Throws UserError if a flattened part has more than
+  // CutRule::kMaxRuns runs (a repeating block counts once), or if all parts together have more than 2^24 runs of an
+  // axis in samples, or in full if parts of the axis do not ascend.
   IndexedExchange(const Layout& src, const Layout& dst, Sharing sharing);
 
-  // The same of any two grids with as many axes, where every element of the destination is on some slot of the source.
+  // Makes the exchange of two grids with equally many axes, where every element of the destination is on some shard of
+  // the source.
   IndexedExchange(AxisGrids grids, int64_t item_bytes, Sharing sharing);
 
   const std::vector<Rank>& ranks() const override { return ranks_; }
   bool communicates() const override { return !deliveries_.empty(); }
-  int64_t needed_by_all() const override;  // of what may move
+  int64_t needed_by_all() const override;  // counts elements that may move
   std::vector<MessageSize> message_sizes(Rank rank, Direction direction) const override;
   std::vector<Message> messages(Rank rank, Direction direction) const override;
   std::optional<Region> region(Rank rank, Direction side) const override;
@@ -49,24 +50,25 @@ class IndexedExchange final : public Exchange {
   std::optional<std::map<std::vector<Rank>, int64_t>> demand() const override;
 
  private:
-  // Elements of an axis that one slot of the source serves; with cells, those of one class.
+  // Elements of an axis that one shard of the source sends; with cells, the elements of one class.
   struct Share {
-    int64_t slot = 0;       // or class
+    int64_t slot = 0;       // index of the axis shard, or of the class
     IntervalList elements;  // ascending
   };
-  using Shares = std::vector<Share>;  // by ascending slot
-  // A message, or a part of one: a range of the elements of all shares, in the order in which the receiver has them.
+  using Shares = std::vector<Share>;  // by ascending shard
+  // A message, or a part of one: a range of the elements of a combination of shares, in the order in which the receiver
+  // has them.
   struct Delivery {
-    int64_t from = 0;  // positions
+    int64_t from = 0;  // position of the sender
     int64_t to = 0;
-    int64_t number = 0;  // of the combination of shares, the last axis fastest
+    int64_t number = 0;  // index of the combination of shares, the last axis fastest
     Interval range;
   };
   class Choice;
 
   const Shares& shares_of(size_t axis, int64_t to) const;
   Region elements_of(const Delivery& delivery) const;
-  using Numbers = std::map<Rank, std::vector<size_t>>;  // of deliveries
+  using Numbers = std::map<Rank, std::vector<size_t>>;  // indices in deliveries_
   const std::vector<size_t>& deliveries_of(Rank rank, Direction direction) const;
   Rank sender(const Delivery& delivery) const { return src_.mesh->rank_at(Position{delivery.from}); }
   Rank receiver(const Delivery& delivery) const { return dst_.mesh->rank_at(Position{delivery.to}); }
@@ -79,7 +81,7 @@ class IndexedExchange final : public Exchange {
   AxisGrid src_;
   AxisGrid dst_;
   std::vector<Rank> ranks_;
-  std::vector<std::map<int64_t, Shares>> shares_;  // by axis, by position of the receiver
+  std::vector<std::map<int64_t, Shares>> shares_;  // by axis and position of the receiver
   std::vector<Delivery> deliveries_;
   Numbers sent_by_;  // by ascending peer
   Numbers received_by_;

@@ -1,4 +1,4 @@
-// Values that depend on a rank's coordinates on a few mesh dims only, each computed once for all ranks.
+// A cache of values that depend only on a rank's coordinates on a few mesh dims. Each is computed once for all ranks.
 #pragma once
 
 #include <array>
@@ -12,14 +12,15 @@
 
 namespace shardwright {
 
-// By mesh dim. Only those of the mesh are set.
+// Coordinates by mesh dim. Only the entries of the mesh's dims are set.
 using Coordinates = std::array<int64_t, MeshDimSet::kMaxDims>;
 
 inline void coordinates_at(const Mesh& mesh, int64_t position, Coordinates& coordinates) {
   for (int d = mesh.ndim(); d-- > 0; position /= mesh.dim_size(d)) coordinates[d] = position % mesh.dim_size(d);
 }
 
-// In a table once some are asked for, if there are few combinations of coordinates; else hashed. References stay valid.
+// A cache by the coordinates on some mesh dims. It is a table if there are few combinations of coordinates, and a hash
+// map for the first kFew values or otherwise. References stay valid.
 template <typename Value>
 class ByCoordinates {
  public:
@@ -30,10 +31,10 @@ class ByCoordinates {
     }
   }
 
-  // Returns whether there are few enough combinations of coordinates for a table.
+  // Returns true if there are few enough combinations of coordinates for a table.
   bool are_few() const { return count_ <= kMaxInTable; }
 
-  // Returns the value at these coordinates; `make()` computes it.
+  // Returns the value at these coordinates. On the first call `make()` computes it.
   template <typename Make>
   const Value& at(const Coordinates& coordinates, const Make& make) {
     int64_t number = 0;
@@ -46,7 +47,7 @@ class ByCoordinates {
 
  private:
   static constexpr int64_t kMaxInTable = 4096;
-  static constexpr size_t kFew = 8;  // for these a table costs more than it saves
+  static constexpr size_t kFew = 8;  // fewer values are hashed: a table costs more than it saves
 
   int64_t count_ = 1;
   std::vector<std::pair<int, int64_t>> factors_;  // mesh dim and size
@@ -54,7 +55,7 @@ class ByCoordinates {
   std::unordered_map<int64_t, std::optional<Value>> hashed_;
 };
 
-// The indices that the ranks of a layout have of each tensor dim.
+// The indices that each rank of a layout has of each tensor dim.
 class KnownParts {
  public:
   struct Part {

@@ -42,7 +42,7 @@ class Network {
 
   Amount flow(int edge) const { return edges_[edge ^ 1].left; }
 
-  // Returns whether a node can still be reached from the source, that is on which side of the minimum cut it is.
+  // Returns true if a node is on the source's side of the minimum cut.
   bool is_reached(int node) const { return level_[node] >= 0; }
 
   static constexpr Amount kUnbounded = Amount{1} << 120;
@@ -68,7 +68,8 @@ class Network {
     }
   }
 
-  // Pushes up to `limit` from a node to the sink and returns how much. The recursion is as deep as there are levels.
+  // Pushes up to `limit` from a node to the sink and returns the pushed amount. The recursion is as deep as there are
+  // levels.
   Amount push(int node, int sink, Amount limit) {
     if (node == sink) return limit;
     Amount pushed = 0;
@@ -85,13 +86,13 @@ class Network {
     return pushed;
   }
 
-  std::vector<std::vector<int>> out_;  // edges by node; an edge and its reverse are neighbours in edges_
+  std::vector<std::vector<int>> out_;  // edges by node; an edge and its reverse are neighbors in edges_
   std::vector<Edge> edges_;
   std::vector<int> level_;
   std::vector<size_t> next_;
 };
 
-// From a source to jobs, to the pools that may do them, to their teams, to a sink.
+// The flow network of shared work: a source, jobs, the pools that may do them, their teams, a sink.
 class WorkNetwork {
  public:
   WorkNetwork(const SharedWork& work, const Ratio& load)
@@ -131,7 +132,7 @@ class WorkNetwork {
     return reduced(amount, workers);
   }
 
-  // The work of the teams of a pool is that of its jobs, one after the other.
+  // Returns the shares of each job. The jobs of a pool take the work of its teams one after the other.
   std::vector<std::vector<TeamShare>> shares() const {
     std::vector<std::vector<TeamShare>> by_pool(pools_);
     for (const Arc& arc : out_of_pools_) {

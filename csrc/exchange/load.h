@@ -1,4 +1,4 @@
-// Shares work that only some workers may do so that the busiest worker does as little as possible, by exact max-flow.
+// Divides work that only some workers may do, so that the busiest worker does as little as possible, by exact max-flow.
 #pragma once
 
 #include <cstdint>
@@ -14,23 +14,24 @@ struct Ratio {
   int64_t rounded_up() const { return (numerator + denominator - 1) / denominator; }
 };
 
-// Teams of interchangeable workers, and jobs that may be split among the workers of some teams.
+// Teams of interchangeable workers, and jobs that may be divided among the workers of some teams.
 //
 // By max-flow min-cut, the least load of the busiest worker is the maximum, over sets of jobs, of (amount of the jobs)
-// / (number of workers in the teams that may do any of them). least_worst_load() first tries the load of the set of all
-// jobs. As long as the flow at a load does not carry all jobs, its minimum cut gives a set of jobs with a higher load,
-// which is tried next. Loads grow, and there are finitely many sets, so the search ends, and the last load is exact.
+// / (number of workers in the teams that may do any of them). least_worst_load() starts with the load of the set of all
+// jobs. If the flow at a load does not carry all jobs, its minimum cut is a set of jobs with a higher load, which is
+// tried next. Loads grow, and there are finitely many sets, so the search ends, and the last load is exact.
 struct SharedWork {
   struct Job {
     int64_t amount = 0;
-    std::vector<int> pools;  // any of whose teams may do it
+    std::vector<int> pools;  // every team of these pools may do the job
   };
   std::vector<Job> jobs;
-  std::vector<std::vector<int>> pools;  // teams
+  std::vector<std::vector<int>> pools;  // indices of teams
   std::vector<int64_t> team_sizes;      // above 0
 };
 
-// Every job with a positive amount must have a team, and amounts must sum to less than 2^62.
+// Returns the least load of the busiest worker. Every job with a positive amount must have a team, and the amounts must
+// sum to less than 2^62.
 Ratio least_worst_load(const SharedWork& work);
 
 // The share of a job that a team does.
@@ -39,8 +40,8 @@ struct TeamShare {
   int64_t amount = 0;
 };
 
-// Returns who does how much of each job so that no worker does more than `load`, if teams divide their work evenly. It
-// must be at least least_worst_load().
+// Returns, by job, the share of each team, such that no worker does more than `load` if teams divide their work evenly.
+// Throws InvariantError if `load` is less than least_worst_load().
 std::vector<std::vector<TeamShare>> shared_at(const SharedWork& work, int64_t load);
 
 }  // namespace shardwright

@@ -1,4 +1,4 @@
-// The axes of what a map moves, and what each slot of them has.
+// The axes of an index map, and the elements of each of their shards.
 #include <algorithm>
 #include <iterator>
 #include <map>
@@ -11,36 +11,37 @@
 namespace shardwright {
 namespace {
 
-// Axes of the map that are one axis of the grids, in order; its indices number their combinations, row-major.
+// The indices of the map's axes that form one axis of the grids, in order. Indices of the grids' axis number their
+// combinations, row-major.
 using Group = std::vector<int>;
 
-// A tensor dim as seen from a group: which of its indices are in the map's range, and where they are in the group.
+// A tensor dim of a group: the range of its indices that the map moves, and their place in the group.
 struct Dim {
   int64_t size = 1;
-  int64_t begin = 0;  // of the range
+  int64_t begin = 0;  // first index of the range
   int64_t length = 1;
-  int64_t stride = 1;  // in the group
+  int64_t stride = 1;  // in indices of the group
 
   bool is_whole() const { return begin == 0 && length == size; }
 };
 
-// A dim of local tensors: one tensor dim, or several that are flattened.
+// A dim of local tensors: one tensor dim, or several flattened ones.
 struct LocalDim {
-  int number = 0;  // among the dims of Layout::shape()
+  int number = 0;  // index in Layout::shape()
   std::vector<Dim> dims;
 };
 
-// The elements of a slot of an axis. `placed` has all of its elements, in local order, so that positions in it are
-// positions in the local tensor; those that the item does not move have indices that no other list has.
+// The elements of a shard of an axis. `placed` has all elements, in local order, so an index in it is an index in the
+// local tensor. Elements that the item does not move have indices in `placed` that no other list has.
 struct Held {
   IntervalList moved;
   IntervalList placed;
 };
 
-// One side of the item: of its source or of its destination.
+// The source or the destination side of an item.
 struct SideOfItem {
   const Layout& layout;
-  std::vector<Window> windows;  // by axis of the map; of tensor dims
+  std::vector<Window> windows;  // by axis of the map: a window of a tensor dim
   bool is_source = true;
 };
 
@@ -82,8 +83,8 @@ int64_t num_elements(const Group& group, const SideOfItem& side) {
   return elements;
 }
 
-// The dims of local tensors that a group lies on, in their order. A flattened dim's neighbours within it that have no
-// borders between them are one.
+// Returns the local dims that a group covers, in their order. Neighboring tensor dims of a flattened dim are merged if
+// their elements are contiguous in the group.
 std::vector<LocalDim> local_dims_of(const Group& group, const SideOfItem& side) {
   const std::vector<int64_t> shape = side.layout.tensor_shape();
   std::map<int, Dim> dims;  // by tensor dim
@@ -111,10 +112,11 @@ std::vector<LocalDim> local_dims_of(const Group& group, const SideOfItem& side) 
   return made;
 }
 
-// Lists what a slot has, in local order: runs of the last dim at once, and what repeats at equal distances once.
+// Lists the elements of a shard in local order. A run of the last dim is one interval, and a block that repeats at
+// equal distances is kept once.
 class Lister {
  public:
-  // `whole`: the indices of the group.
+  // `whole` is the number of indices of the group.
   Lister(const std::vector<LocalDim>& dims, std::vector<IntervalList> lists, int64_t whole, bool is_source)
       : dims_(dims), lists_(std::move(lists)), whole_(whole), is_source_(is_source) {}
 
@@ -125,7 +127,7 @@ class Lister {
   }
 
  private:
-  // A run of indices of a local dim: the index in the group of its first one, as far as this dim says.
+  // A run of indices of a local dim. `index` is this dim's contribution to the group index of the first one.
   struct Run {
     int64_t index = 0;
     int64_t length = 0;
@@ -160,8 +162,8 @@ class Lister {
     }
   }
 
-  // Calls list_once(by) for `count` shifts of an index, each `shift` above the one before it; only once if the others
-  // list the same further on.
+  // Calls list_once(by) for `by` = 0, shift, ..., (count - 1) * shift. Calls it only once if the other calls would
+  // append the same list, shifted.
   template <typename ListOnce>
   void repeat(int64_t count, int64_t shift, const ListOnce& list_once) {
     if (count < IntervalList::kLeastRepeats) {
@@ -187,7 +189,7 @@ class Lister {
     for (int64_t i = 1; i < count; ++i) list_once(i * shift);
   }
 
-  // Rows of the last dim, each divided by where its range begins and ends.
+  // Returns the rows of the last dim in the interval, each divided at the beginning and end of the dim's range.
   static std::vector<Run> runs_of(const std::vector<Dim>& dims, const Interval& interval) {
     std::vector<Run> runs;
     const Dim& last = dims.back();
@@ -237,7 +239,7 @@ class Lister {
                "flattened dims");
   }
 
-  // Longer repetitions are listed one by one.
+  // Maximum number of intervals of a repeated block. Longer blocks are listed one by one.
   static constexpr int64_t kMostInRepetition = 4096;
 
   const std::vector<LocalDim>& dims_;
@@ -248,8 +250,8 @@ class Lister {
   Held held_;
 };
 
-// If nothing lies between the rows of the last dim, it and the one before it are one, so that they are listed at
-// once.
+// Merges the last dim into the one before it while the rows of the last dim are contiguous, so that they are one
+// interval.
 void join_whole_rows(std::vector<LocalDim>& dims, std::vector<IntervalList>& lists) {
   while (dims.size() > 1) {
     const std::vector<Dim>& last = dims.back().dims;
@@ -279,7 +281,7 @@ AxisGrid::Axis axis_of(const Group& group, const SideOfItem& from) {
   for (const LocalDim& dim : dims) {
     for (const Cut& cut : layout.cuts(dim.number)) axis.mesh_dims.push_back(cut.mesh_dim);
   }
-  std::map<int64_t, int64_t> positions;  // by slot, one of those that have it
+  std::map<int64_t, int64_t> positions;  // by shard: the first position that has it
   for (int64_t p = 0; p < mesh.size(); ++p) positions.try_emplace(mesh.coordinate(p, axis.mesh_dims), p);
   for (const auto& [slot, position] : positions) {
     LocalAxis local;

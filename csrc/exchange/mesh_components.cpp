@@ -1,4 +1,4 @@
-// Finds which ranks of a group are connected by what they exchange, and whether all are.
+// Finds the connected components of a group by exchanged messages, and whether all pairs of its ranks exchange data.
 #include <algorithm>
 #include <bit>
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace shardwright {
 
 namespace {
 
-// Members of a group, by index.
+// A set of members of a group, by index.
 class MemberSet {
  public:
   explicit MemberSet(size_t num_members, bool are_all = false) : words_((num_members + 63) / 64, are_all ? ~0ull : 0) {
@@ -44,7 +44,7 @@ class MemberSet {
 
 }  // namespace
 
-// The other members of a group that each member has something for, and those that have something for it.
+// By member of a group: the other members that it has elements for, and the other members that have elements for it.
 struct MeshExchange::Adjacency {
   explicit Adjacency(size_t num_members) : receivers(num_members, MemberSet(num_members, true)), senders(receivers) {
     for (size_t m = 0; m < num_members; ++m) {
@@ -53,8 +53,8 @@ struct MeshExchange::Adjacency {
     }
   }
 
-  // Numbers of what each member holds and needs. One member has something for another only if a pair of their numbers,
-  // held and needed, is among `meeting`.
+  // Numbers that stand for the part that each member holds and the part that it needs. A member has elements for
+  // another only if the pair of its held number and the other's needed number is in `meeting`.
   struct Numbers {
     std::vector<int> held;
     std::vector<int> needed;
@@ -70,8 +70,8 @@ struct MeshExchange::Adjacency {
       holders[numbers.held[m]].insert(m);
       needers[numbers.needed[m]].insert(m);
     }
-    std::vector<MemberSet> receivers_of(numbers.num_held, MemberSet(k));  // by what is held
-    std::vector<MemberSet> senders_of(numbers.num_needed, MemberSet(k));  // by what is needed
+    std::vector<MemberSet> receivers_of(numbers.num_held, MemberSet(k));  // by held number
+    std::vector<MemberSet> senders_of(numbers.num_needed, MemberSet(k));  // by needed number
     for (const auto& [held, needed] : numbers.meeting) {
       receivers_of[held].add(needers[needed]);
       senders_of[needed].add(holders[held]);
@@ -86,8 +86,8 @@ struct MeshExchange::Adjacency {
   std::vector<MemberSet> senders;    // by member
 };
 
-// Members can only exchange data if they are on one replica and, where digits describe everything, their digits agree.
-// If they do not, the parts of every tensor dim have to overlap as well.
+// Two members can exchange data only if they are on one replica and, if digits describe both layouts, the digits agree.
+// Without digits, the parts of every tensor dim must overlap.
 MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
   const Mesh& mesh = before_.mesh();
   Adjacency adjacency(group.positions.size());
@@ -137,7 +137,7 @@ MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
   return adjacency;
 }
 
-// The same where replicas share the sending, from their transfers.
+// The adjacency of a group whose replicas share the sending, from its messages.
 MeshExchange::Adjacency MeshExchange::adjacency_by_pairs(const Group& group) const {
   const size_t k = group.positions.size();
   Adjacency adjacency(k);
@@ -179,8 +179,8 @@ void MeshExchange::connect(Group& group) const {
   }
 }
 
-// Counts the pairs that exchange something, including ranks with themselves; the counts of tensor dims multiply. All
-// members can only adjacency to each other if these are all pairs, or all but the ranks with themselves.
+// Counts the pairs that exchange data, including each rank with itself. The counts of tensor dims multiply. All members
+// exchange data if the count has all pairs, or all pairs but those of a rank with itself.
 bool MeshExchange::find_all_exchange(Group& group) const {
   if (group.sending || is_regular_) {
     connect(group);

@@ -226,10 +226,10 @@ Traffic MeshExchange::pairwise_at(int64_t position) const {
   return pairwise_[position];
 }
 
-// Each combination of coordinates on the mesh dims that cut `before` is one rank that may hold a part of what is
-// needed. Tensor dims are cut by different mesh dims, so their counts multiply. What is sent is computed in the same
-// way from the other side, for the receivers with this rank's coordinates on the replica dims. A part takes as many
-// messages as there are rounds, but no more than it has elements.
+// Each combination of coordinates on the mesh dims that cut `before` is one rank that may hold a part of the needed
+// elements. Tensor dims are cut by different mesh dims, so their counts multiply. Sent elements are counted in the same
+// way from the other side: over the receivers with this rank's coordinates on the replica dims. A part takes as many
+// messages as there are rounds, but at most one per element.
 Traffic MeshExchange::walked_at(int64_t position) const {
   const Coordinates& at = coordinates(position);
   if (rounds_ > 1) return walked_in_rounds(at);
@@ -308,7 +308,8 @@ int64_t MeshExchange::messages_to_keepers(int64_t position) const {
   return messages_with(by_dim) - std::min(num_needed(position), rounds_);
 }
 
-// Both depend on the coordinates that determine this rank's part, and on those that it shares with all others.
+// The sources and the receivers depend on the coordinates that determine this rank's part, and on the coordinates that
+// it shares with all peers.
 const MeshExchange::Peers& MeshExchange::sources_at(int tensor_dim, const Coordinates& at,
                                                     const IntervalList& needed) const {
   return peers_of_dim(tensor_dim).sources.at(at, [&] { return peers_in(before_, tensor_dim, at, cutting_, needed); });
@@ -342,8 +343,8 @@ MeshExchange::PeersOfDim& MeshExchange::peers_of_dim(int tensor_dim) const {
   return peers_[tensor_dim];
 }
 
-// Returns how many members of the group around a position have how much of a tensor dim, among those that differ in
-// mesh dims that cut it.
+// Returns the number of members of the group around a position for each length of their part of a tensor dim, among
+// members that differ only in mesh dims that cut it.
 std::map<int64_t, int64_t> MeshExchange::lengths(const Layout& layout, int tensor_dim, int64_t position) const {
   const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
   if (!layout.is_restricted()) {
@@ -356,8 +357,8 @@ std::map<int64_t, int64_t> MeshExchange::lengths(const Layout& layout, int tenso
   return lengths;
 }
 
-// All combinations of parts of the tensor dims exist, so all members have equally much exactly if they do in every
-// tensor dim, or if all have nothing.
+// All combinations of parts of the tensor dims exist. So all members hold equally many elements if and only if they do
+// in every tensor dim, or if all hold none.
 bool MeshExchange::hold_equally(int64_t position) const {
   const Layout& layout = before_;
   bool all_alike = true;

@@ -1,15 +1,17 @@
-// The exchange on one mesh, within groups of ranks that differ in some mesh dims only.
+// The exchange on one mesh, within groups of ranks that differ only in some mesh dims.
 //
-// If several ranks of a group hold the same part (mesh dims of the group that do not cut the layout before), a receiver
-// reads from the replica with its own coordinates on those mesh dims. Alternatively the replicas share the sending: the
-// receivers of a part are lined up by position, each with what it needs of the part, and every replica serves a stretch
-// of this line. All stretches of a group have the same length, the least with which every line is served; shorter ones
-// would split more messages without relieving the worst rank.
+// If several ranks of a group hold the same part (the group has mesh dims that do not cut the layout before), a
+// receiver reads from the replica with its own coordinates on those mesh dims. Alternatively the replicas share the
+// sending: the elements that the receivers need of a part are arranged in a line by receiver position, and every
+// replica sends one range of the line. All ranges of a group have the same length, the least with which every line is
+// covered: shorter ones would split more messages and not relieve the busiest rank.
 //
-// Tensor dims are cut by different mesh dims, so what pairs of ranks have in common is a product over tensor dims. It
-// is kept by the coordinates on which it depends, and groups are kept too: an exchange is for one thread, and remembers
-// what it computed. Where digits describe both layouts (digits.h), the exchange is *regular*: all messages are alike
-// but for their peers and offsets, and counts are closed forms.
+// Tensor dims are cut by different mesh dims, so the common elements of two ranks are a product over tensor dims. The
+// factors are cached by the coordinates on which they depend, and groups are cached too. If digits describe both
+// layouts (digits.h), the exchange is *regular*: all messages are equal except for peers and offsets, and counts are
+// closed forms.
+//
+// Thread safety: an exchange caches results and must be used by one thread.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +29,8 @@
 
 namespace shardwright {
 
-// The elements of a message in one round: their number, and the offset of the first one in the row-major parts that the
-// sender holds and that the receiver needs. They may be contiguous there, in the order of the message.
+// The elements of a message in one round: their number, and the offset of the first one in the row-major parts of the
+// sender (held) and the receiver (needed). On each side they may be contiguous, in the order of the message.
 struct Extent {
   int64_t count = 0;
   int64_t first_held = 0;
@@ -37,7 +39,8 @@ struct Extent {
   bool is_contiguous_needed = false;
 };
 
-// Returns true if `receiver` reads the part of `holder` from it, and not from another replica; both are in one group.
+// Returns true if `receiver` reads the part of `holder` from `holder` and not from another replica. Both are in one
+// group.
 bool reads_from(const Layout& before, MeshDimSet group_dims, int64_t holder, int64_t receiver);
 
 // The messages of a group whose replicas share the sending.
@@ -46,16 +49,15 @@ class SharedSending {
   SharedSending(const Layout& before, const Layout& after, MeshDimSet group_dims, Sharing sharing,
                 const std::vector<int64_t>& group);
 
-  // The message from the `from`-th member to the `to`-th, as a range of the elements that the sender holds and the
-  // receiver needs, in packed order.
+  // Returns the message from the `from`-th member to the `to`-th, as a range of the common elements in packed order.
   Interval range(size_t from, size_t to) const;
 
  private:
   Sharing sharing_;
-  std::vector<size_t> part_;   // by member: the first member that holds the same
-  std::vector<int64_t> turn_;  // by member: its index among the members that hold the same
+  std::vector<size_t> part_;   // by member: the first member that holds the same part
+  std::vector<int64_t> turn_;  // by member: its index among the members that hold the same part
   int64_t replicas_ = 1;
-  // By part and receiver: the receiver's place in the line, in elements and in receivers; one more entry for the end.
+  // By part and receiver: the receiver's place in the line, in elements and in receivers. A last entry has the end.
   struct Place {
     int64_t elements = 0;
     int64_t receivers = 0;
@@ -66,10 +68,10 @@ class SharedSending {
 
 class MeshExchange final : public Exchange {
  public:
-  // Larger groups do not share their sending, because that needs a visit to every pair.
+  // Maximum size of a group that shares its sending, because that visits every pair.
   static constexpr int64_t kMaxSharingGroup = 64;
 
-  // The layouts, on one mesh, must outlive the exchange. `rounds`: those that messages are sent in.
+  // The layouts must be on one mesh and outlive the exchange. Messages are sent in `rounds` rounds.
   MeshExchange(const Layout& before, const Layout& after, MeshDimSet group_dims, Sharing sharing = Sharing::kNone,
                int64_t rounds = 1);
 
@@ -84,25 +86,27 @@ class MeshExchange final : public Exchange {
 
   // ---- Counts, by position on the mesh
 
-  // The traffic of a rank in all rounds. Costs O(digits) if the exchange is regular; else O(parts that intersect), once
-  // for each combination of coordinates; with sharing O(members squared), once for each group.
+  // Returns the traffic of a rank in all rounds. Costs O(digits) if the exchange is regular; else O(parts that
+  // intersect), once for each combination of coordinates; with sharing O(members squared), once for each group.
   Traffic traffic_at(int64_t position) const;
-  // An upper bound for all ranks; nothing if digits do not determine it.
+  // Returns an upper bound on the traffic of every rank; nullopt if digits do not determine it.
   std::optional<Traffic> at_most() const;
-  // The number of elements that a rank holds before, and needs after.
+  // Return the number of elements that a rank holds before, and that it needs after.
   int64_t num_held(int64_t position) const { return held_.num_elements(coordinates(position)); }
   int64_t num_needed(int64_t position) const { return needed_.num_elements(coordinates(position)); }
-  // The number of messages that a rank sends in a reduce-scatter: to all others of its group that keep something.
+  // Returns the number of messages that a rank sends in a reduce-scatter: to all others of its group that keep
+  // elements.
   int64_t messages_to_keepers(int64_t position) const;
-  // Returns whether all members of the group around a rank hold equally many elements.
+  // Returns true if all members of the group around a rank hold equally many elements.
   bool hold_equally(int64_t position) const;
-  // The number of members of the group around a rank by the elements that they need, without examining members.
+  // Returns the number of members of the group around a rank for each number of needed elements, without visiting
+  // members.
   std::map<int64_t, int64_t> members_by_need(int64_t position) const;
-  // The number of elements that one member of a group sends another.
+  // Returns the number of elements that one member of a group sends another.
   int64_t elements_between(int64_t from, int64_t to) const;
-  // Returns whether all pairs that exchange data do it alike except for offsets.
+  // Returns true if all messages are equal except for offsets.
   bool is_regular() const { return is_regular_; }
-  // Returns whether in addition all pairs on one replica exchange data.
+  // Returns true if in addition all pairs on one replica exchange data.
   bool is_regular_and_full() const { return is_regular_ && ties_.empty(); }
 
   // ---- Groups
@@ -112,28 +116,28 @@ class MeshExchange final : public Exchange {
     int64_t size = 1;
     std::vector<int64_t> positions;        // by ascending rank; only set by group()
     std::optional<SharedSending> sending;  // with sharing
-    // Only after connect(): the connected components of "exchanges data with", each by ascending rank. `component_of`
-    // has the index of each member's component.
+    // Set by connect(): the connected components of "exchanges data with", each by ascending rank, and the component of
+    // each member.
     std::vector<std::vector<size_t>> components;
     std::vector<bool> all_pairs_exchange;  // by component
     std::vector<size_t> component_of;
-    std::optional<bool> all_exchange;  // set on first use, as is_even
+    std::optional<bool> all_exchange;  // set on first use, like is_even
     std::optional<bool> is_even;
   };
 
-  // The group that contains this position. Groups are kept. group() also lists the members, around() does not.
+  // Return the group that contains this position. Groups are cached. group() also lists the members, around() does not.
   Group& group(int64_t position) const;
   Group& around(int64_t position) const;
   static size_t index_of(const Group& group, int64_t position);
-  // Computes the connected components. Examines every pair.
+  // Computes the connected components. Visits every pair.
   void connect(Group& group) const;
-  // Returns whether the rank at one position has something for the rank at another position of the same group.
+  // Returns true if the rank at one position has elements for the rank at another position of the same group.
   bool sends_to(const Group& group, int64_t from, int64_t to) const;
-  // Returns whether every member has something for every other one.
+  // Returns true if every member has elements for every other member.
   bool all_exchange(Group& group) const {
     return group.all_exchange ? *group.all_exchange : *(group.all_exchange = find_all_exchange(group));
   }
-  // Returns whether all members hold something, and equally much.
+  // Returns true if all members hold equally many elements, more than 0.
   bool is_even(Group& group) const {
     if (!group.is_even) group.is_even = hold_equally(group.least) && num_held(group.least) > 0;
     return *group.is_even;
@@ -148,32 +152,33 @@ class MeshExchange final : public Exchange {
     Transfer(const Extent& whole, const std::vector<Extent>* rounds) : whole_(whole), rounds_(rounds) {}
     int64_t count() const { return whole_.count; }
     Extent in_round(int64_t round) const;
-    bool has_runs() const;  // in some round, on some side
+    bool has_runs() const;  // true if elements are contiguous in some round, on some side
 
    private:
     Extent whole_;
-    const std::vector<Extent>* rounds_ = nullptr;  // offsets are relative to the whole's; null: there is one round
+    const std::vector<Extent>* rounds_ = nullptr;  // offsets are relative to whole_; null: one round
   };
-  // The transfer between two positions of one group. With sharing, group() must have been called before.
+  // Returns the transfer between two positions of one group. With sharing, group() must have been called before.
   Transfer transfer(const Group& group, int64_t from, int64_t to) const;
-  // Everything that one rank holds and another needs, whoever sends it: its contribution to a reduction.
+  // Returns all elements that one rank holds and another needs, whichever replica sends them: the contribution to a
+  // reduction.
   Transfer share(int64_t from, int64_t to) const;
-  // The elements that a rank holds before and also needs after.
+  // Returns the elements that a rank holds before and needs after.
   Extent own(int64_t position) const;
-  // Any one of a rank's transfers, in either direction, of a regular exchange. The rank must have some.
+  // Returns any one transfer of a rank, in either direction, of a regular exchange. The rank must have one.
   const Transfer& any_transfer(int64_t position) const;
 
-  // Everything that a rank sends or receives, with equal messages counted together; its own share is not included.
+  // Equal messages that a rank sends or receives, without elements that it keeps.
   struct MessageClass {
     Transfer transfer;
     int64_t times = 0;
   };
-  // Valid until the next call.
+  // Return all messages of a rank by class. The result is valid until the next call.
   const std::vector<MessageClass>& sends(const Group& group, int64_t position) const;
   const std::vector<MessageClass>& receives(const Group& group, int64_t position) const;
 
-  // Equal for two ranks only if messages to and from them are equally many, equally long, and contiguous or not alike:
-  // one number for each tensor dim. Nothing with several rounds or with sharing, and where very many combinations of
+  // Returns one number for each tensor dim. Two ranks have equal profiles only if their messages agree in number,
+  // lengths and contiguity. Returns nullopt with several rounds, with sharing, or if too many combinations of
   // coordinates cut a tensor dim.
   std::optional<std::vector<int>> profile(int64_t position) const;
 
@@ -194,12 +199,12 @@ class MeshExchange final : public Exchange {
 
   // Parts of other ranks that intersect one part in the same way.
   struct Overlap {
-    Part part;          // one of them
-    int64_t times = 0;  // their number
+    Part part;          // one of these parts
+    int64_t times = 0;  // number of these parts
     SharedRuns shared;
-    PieceList pieces;  // if rounds need slices and there are gaps
+    PieceList pieces;  // only if rounds need slices and there are gaps
   };
-  // Those with one part of a tensor dim, which the rank at some position needs or holds.
+  // The overlaps with one part of a tensor dim: the part that the rank at a position needs (if `others_hold`) or holds.
   struct Overlaps {
     int tensor_dim;
     int64_t position;
@@ -208,16 +213,16 @@ class MeshExchange final : public Exchange {
     std::vector<Overlap> found;
   };
 
-  // By number of elements, capped at the number of rounds: how many ranks exchange so many with this rank.
+  // Number of peers by the number of exchanged elements, capped at the number of rounds.
   using ByLength = std::map<int64_t, int64_t>;
-  // For one tensor dim, over the ranks that differ only in `cutting_`: how many of them hold something of what is
-  // needed, or need something of what is held, and how much all do together.
+  // For one tensor dim, over the ranks that differ only in `cutting_`: the number of ranks that hold needed elements
+  // (or that need held elements), and the sum of these elements.
   struct Peers {
     int64_t count = 0;
     int64_t elements = 0;
     ByLength by_length;
   };
-  // The contribution of a tensor dim to a rank's traffic: a factor of each figure.
+  // The contribution of a tensor dim to a rank's traffic: a factor of each count.
   struct Factors {
     int64_t own = 1;
     int64_t needed = 1;
@@ -228,10 +233,10 @@ class MeshExchange final : public Exchange {
   struct PeersOfDim {
     ByCoordinates<Peers> sources;
     ByCoordinates<Peers> receivers;
-    ByCoordinates<Factors> factors;  // with one round
+    ByCoordinates<Factors> factors;  // only with one round
   };
 
-  struct Adjacency;  // which members of a group have something for which (mesh_components.cpp)
+  struct Adjacency;  // which members of a group have elements for which (mesh_components.cpp)
 
   const Mesh& mesh() const { return before_.mesh(); }
   const Coordinates& coordinates(int64_t position) const;
@@ -245,10 +250,10 @@ class MeshExchange final : public Exchange {
   Factors factors_at(int tensor_dim, const Coordinates& at) const;
   const Peers& sources_at(int tensor_dim, const Coordinates& at, const IntervalList& needed) const;
   const Peers& receivers_at(int tensor_dim, const Coordinates& at, const IntervalList& held) const;
-  // Those with parts of a layout that intersect a list, among ranks that differ only in some mesh dims.
+  // Returns the ranks whose parts of a layout intersect a list, among ranks that differ only in `varying`.
   Peers peers_in(const Layout& layout, int tensor_dim, const Coordinates& at, MeshDimSet varying,
                  const IntervalList& list) const;
-  // The messages of all rounds to or from ranks that exchange so much in each tensor dim.
+  // Returns the number of messages of all rounds to or from these ranks.
   int64_t messages_with(const std::vector<const Peers*>& by_dim) const;
   std::map<int64_t, int64_t> lengths(const Layout& layout, int tensor_dim, int64_t position) const;
   template <typename Visit>
@@ -262,13 +267,13 @@ class MeshExchange final : public Exchange {
   // Extents (mesh_pairs.cpp)
   static SharedRuns shared_runs(const Part& held, const Part& needed);
   Part part(KnownParts& parts, int tensor_dim, int64_t position) const;
-  // Valid until the next call with another position.
+  // Returns a rank's parts. The result is valid until the next call with another position.
   const PartsOfRank& parts_at(KnownParts& parts, PartsAt& at, int64_t position) const;
   const PartsOfRank& held(int64_t position) const { return parts_at(held_, held_at_, position); }
   const PartsOfRank& needed(int64_t position) const { return parts_at(needed_, needed_at_, position); }
   bool may_send(int64_t from, int64_t to) const { return reads_from(before_, group_dims_, from, to); }
   Extent shared(const PartsOfRank& held, const PartsOfRank& needed) const;
-  // The same where it is known what they share.
+  // Returns the common elements of two parts. `runs_of(tensor_dim)` returns the common runs of a tensor dim.
   template <typename RunsOf>
   Extent shared(const PartsOfRank& held, const PartsOfRank& needed, const RunsOf& runs_of) const;
   Transfer in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Extent& whole, Interval range) const;
@@ -286,42 +291,42 @@ class MeshExchange final : public Exchange {
   const Sharing sharing_;
   const int64_t rounds_;
   const size_t ndim_;
-  const MeshDimSet cutting_;   // of the group's mesh dims those that cut `before`: members hold different parts there
+  const MeshDimSet cutting_;   // the group's mesh dims that cut `before`: members hold different parts there
   const MeshDimSet replicas_;  // the group's other mesh dims
   const std::vector<int> spanned_;  // the group's mesh dims
-  const int64_t idle_receivers_;    // receivers that differ only in mesh dims that cut nothing after
+  const int64_t idle_receivers_;    // number of ranks that differ only in group dims that cut `before` and not `after`
   SharedElements common_;
 
   bool is_regular_ = false;
   std::vector<Matching::Common> ties_;
-  // Figures of a regular exchange: the elements that every rank needs, the ranks that they come from, the elements from
-  // each, and those that a rank sends if it sends anything. A rank whose coordinates differ in a tie with replicas
-  // sends nothing.
+  // Counts of a regular exchange: the elements that every rank needs, the ranks that it receives from, the elements of
+  // each message, and the elements that a rank sends if it sends any. A rank whose coordinates differ in a tie with
+  // replicas sends nothing.
   int64_t needed_by_each_ = 0;
   int64_t sources_ = 1;
   int64_t from_each_ = 1;
   int64_t sent_ = 0;
   std::vector<Matching::Common> ties_with_replicas_;
 
-  // All that follows is computed when it is first asked for.
+  // Caches. Each is filled on first use.
   mutable std::vector<Rank> ranks_;
   mutable KnownParts held_;
   mutable KnownParts needed_;
-  mutable int64_t position_ = -1;  // of coordinates_
+  mutable int64_t position_ = -1;  // position of coordinates_
   mutable Coordinates coordinates_;
   mutable std::vector<PeersOfDim> peers_;                  // by tensor dim
-  mutable std::unordered_map<int64_t, Traffic> pairwise_;  // for whole groups, with sharing
-  mutable std::unordered_map<int64_t, Group> groups_;      // by their least position
+  mutable std::unordered_map<int64_t, Traffic> pairwise_;  // with sharing: filled for a group at once
+  mutable std::unordered_map<int64_t, Group> groups_;      // by least position
   mutable PartsAt held_at_;
   mutable PartsAt needed_at_;
   mutable std::optional<Transfer> any_;                           // the transfer of any pair of a regular exchange
-  mutable std::vector<MessageClass> classes_;                     // what sends() or receives() returned
-  mutable std::vector<const std::vector<Overlap>*> overlapping_;  // in classes_of(), by tensor dim
+  mutable std::vector<MessageClass> classes_;                     // result of the last sends() or receives()
+  mutable std::vector<const std::vector<Overlap>*> overlapping_;  // scratch of classes_of(), by tensor dim
   mutable std::vector<size_t> combination_;
   mutable PartsOfRank others_;
-  mutable std::deque<IntervalList> lists_;                                 // of overlaps
-  mutable std::map<std::vector<int64_t>, std::vector<Extent>> in_rounds_;  // by everything that they depend on
-  mutable std::vector<ByCoordinates<std::vector<Overlap>>> overlaps_;  // two per tensor dim: receivers, then holders
+  mutable std::deque<IntervalList> lists_;                                 // lists of overlaps
+  mutable std::map<std::vector<int64_t>, std::vector<Extent>> in_rounds_;  // keys have everything that rounds depend on
+  mutable std::vector<ByCoordinates<std::vector<Overlap>>> overlaps_;  // two per tensor dim: receivers, then senders
   mutable std::vector<ByCoordinates<int>> profiles_;                   // by tensor dim
   mutable std::vector<std::map<std::vector<int64_t>, int>> known_profiles_;
 };

@@ -10,7 +10,7 @@
 namespace shardwright {
 namespace {
 
-// Returns numbers that are equal only for pieces that are the same except for a shift.
+// Returns a key that is equal for two piece lists only if they are the same except for a shift.
 std::vector<int64_t> name_of(const PieceList& pieces) {
   std::vector<int64_t> name;
   for (const auto& [block, count, shift] : pieces.blocks()) {
@@ -52,8 +52,8 @@ const MeshExchange::PartsOfRank& MeshExchange::parts_at(KnownParts& parts, Parts
 
 Extent MeshExchange::own(int64_t position) const { return shared(held(position), needed(position)); }
 
-// Goes from the innermost dim outwards: in a run, every dim of more than one index has as its stride the product of the
-// sizes of the dims within it.
+// Visits dims from the innermost outwards. In a run, every dim of more than one index has as its stride the product of
+// the sizes of the inner dims.
 template <typename RunsOf>
 Extent MeshExchange::shared(const PartsOfRank& held, const PartsOfRank& needed, const RunsOf& runs_of) const {
   Extent extent{1, 0, 0, true, true};
@@ -122,7 +122,7 @@ MeshExchange::Transfer MeshExchange::transfer(const Group& group, int64_t from, 
   }
   if (!is_regular_) return may_send(from, to) ? share(from, to) : Transfer();
   if (!sends_to(group, from, to)) return {};
-  if (!any_ || any_->has_runs()) any_ = share(from, to);  // without runs, offsets do not matter
+  if (!any_ || any_->has_runs()) any_ = share(from, to);  // if no element is contiguous, offsets do not matter
   return *any_;
 }
 
@@ -133,8 +133,7 @@ MeshExchange::Transfer MeshExchange::share(int64_t from, int64_t to) const {
   return in_rounds(has, wants, whole, {0, whole.count});
 }
 
-// Tries the partner that differs least from the rank, only in the digits that are tied. If that is the rank itself, or
-// not in the group, tries all members.
+// Tries the peers that differ from the rank on one cutting mesh dim only, then all members of the group.
 const MeshExchange::Transfer& MeshExchange::any_transfer(int64_t position) const {
   if (any_) return *any_;
   const Mesh& mesh = before_.mesh();
@@ -157,8 +156,8 @@ const MeshExchange::Transfer& MeshExchange::any_transfer(int64_t position) const
   return *any_;
 }
 
-// Slices of what two ranks share look alike if the parts have the same lengths and relative places, so they are kept
-// under these.
+// Caches the rounds of a message. The key has the lengths of the parts and their relative places, which determine the
+// rounds.
 MeshExchange::Transfer MeshExchange::in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Extent& whole,
                                                Interval range) const {
   if (whole.count == 0 || (rounds_ == 1 && range.end - range.begin == whole.count)) return {whole, nullptr};
@@ -220,8 +219,8 @@ void MeshExchange::add_overlap(const IntervalList& theirs, int64_t times, Overla
   with.found.push_back({other, times, shared, std::move(pieces)});
 }
 
-// Adds the parts into which the cuts of other ranks divide a list, as far as they intersect a part. Within a run that
-// the part covers completely, parts are full chunks and one short one.
+// Adds the overlaps of `with.mine` with the parts into which the cuts of other ranks divide a list. If the part covers
+// a run completely, all chunks of the run but the last have equal length.
 void MeshExchange::overlap_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times,
                                  Overlaps& with) const {
   const Part& mine = with.mine;
@@ -249,13 +248,13 @@ void MeshExchange::overlap_below(const IntervalList& list, std::span<const Cut> 
     return;
   }
   Interval coordinates{0, k};
-  if (first.rule.makes_runs()) {  // only the coordinates between the first and the last shared element
+  if (first.rule.makes_runs()) {  // only the coordinates from the first to the last shared element
     const int64_t until = intersection_length(list, {{0, mine.list->back().end}});
     coordinates = first.rule.coordinates_of({overlapping.a_position, until}, n, k);
   }
   const bool all_runs = list.size() == 1 && mine.list->size() == 1 &&
                         std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.is_chunks(); });
-  if (all_runs && coordinates.end - coordinates.begin > 3) {  // those between the first and the last are full chunks
+  if (all_runs && coordinates.end - coordinates.begin > 3) {  // all chunks between the first and the last are full
     go_on(first.rule.part(list, k, coordinates.begin), 1);
     go_on(first.rule.part(list, k, coordinates.begin + 1), coordinates.end - coordinates.begin - 2);
     return go_on(first.rule.part(list, k, coordinates.end - 1), 1);
@@ -299,7 +298,7 @@ std::optional<std::vector<int>> MeshExchange::profile(int64_t position) const {
   return all;
 }
 
-// Numbers whatever shared() reads of one tensor dim, except for offsets.
+// Returns a number for the values that shared() reads of one tensor dim, except for offsets.
 int MeshExchange::profile_in(int tensor_dim, int64_t position) const {
   const Part held = part(held_, tensor_dim, position);
   const Part needed = part(needed_, tensor_dim, position);
@@ -317,7 +316,7 @@ int MeshExchange::profile_in(int tensor_dim, int64_t position) const {
 
 // Every mesh dim cuts at most one tensor dim, so parts of different tensor dims combine freely.
 const std::vector<MeshExchange::MessageClass>& MeshExchange::classes_of(int64_t position, bool others_hold) const {
-  // Receivers that differ only in mesh dims that cut nothing after the step need the same.
+  // Receivers that differ only in mesh dims that cut nothing after the step need the same elements.
   const MeshDimSet idle = others_hold ? MeshDimSet() : cutting_ - after_.cut_dims();
   const int64_t idle_times = before_.mesh().group_size(idle);
   const PartsOfRank& mine = others_hold ? needed(position) : held(position);

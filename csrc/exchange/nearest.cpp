@@ -11,9 +11,10 @@
 namespace shardwright {
 namespace {
 
-// The rows that ranks keep are a matching between rows and places, where a place of a rank is worth the elements that
-// the rank has of each of its rows. Sets of places that can be matched are a matroid, so it is exact to give places in
-// the order of worth, each rank as many as still can be matched. Runs of rows that the same ranks hold are of one kind.
+// An optimal assignment of rows to ranks. The rows that ranks keep are a matching between rows and places: each rank
+// has `most_` places, and a place is worth the elements that the rank has of each of its rows. Sets of places that can
+// be matched are a matroid. So it is exact to fill places in descending order of worth, as many of each rank as still
+// can be matched. Runs of rows that the same ranks hold are of one kind.
 class Matched {
  public:
   Matched(int64_t rows, const std::vector<IntervalList>& held, std::vector<int64_t> worth)
@@ -32,7 +33,8 @@ class Matched {
     return elements;
   }
 
-  // Cuts the runs among the ranks that keep some of their kind. Rows that nobody keeps go to the first ranks with room.
+  // Divides the runs among the ranks that keep rows of their kind. Rows that no rank keeps go to the first ranks with
+  // room.
   std::vector<std::vector<Interval>> lists() const {
     struct Keeper {
       size_t rank = 0;
@@ -67,7 +69,7 @@ class Matched {
     Interval rows;
     size_t kind = 0;
   };
-  // A rank that takes rows of a kind; the next one in a path had them.
+  // A rank that takes rows of a kind from the next link's rank.
   struct Link {
     size_t rank = 0;
     size_t kind = 0;
@@ -126,10 +128,10 @@ class Matched {
     }
   }
 
-  // The shortest path to a kind with rows left: each rank takes from its kind what the next rank had of it, which takes
-  // from the next kind instead. Empty if there is none.
+  // Returns the shortest path to a kind with unassigned rows, or an empty path. Each rank of the path takes rows of its
+  // link's kind from the next rank, which takes rows of the next kind instead.
   std::vector<Link> path_from(size_t rank) const {
-    std::vector<std::optional<Link>> came(kept_.size());  // by rank: the link before it
+    std::vector<std::optional<Link>> came(kept_.size());  // by rank: the previous link
     std::deque<size_t> queue{rank};
     for (; !queue.empty(); queue.pop_front()) {
       const size_t at = queue.front();
@@ -151,11 +153,11 @@ class Matched {
   }
 
   std::vector<int64_t> worth_;
-  int64_t most_;  // rows of a rank
+  int64_t most_;  // maximum number of rows of a rank
   std::vector<Run> runs_;
-  std::vector<int64_t> left_;                    // by kind: rows that nobody keeps yet
-  std::vector<std::vector<size_t>> has_;         // by rank: kinds
-  std::vector<std::map<size_t, int64_t>> kept_;  // by rank: rows of each kind
+  std::vector<int64_t> left_;                    // by kind: rows that no rank keeps yet
+  std::vector<std::vector<size_t>> has_;         // by rank: the kinds that it holds
+  std::vector<std::map<size_t, int64_t>> kept_;  // by rank: kept rows of each kind
 };
 
 }  // namespace

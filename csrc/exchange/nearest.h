@@ -1,4 +1,4 @@
-// The cut of a tensor on other ranks to which least has to move, for example after some ranks left.
+// Finds the cut of a tensor on other ranks that moves the fewest elements, for example after some ranks left.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@ namespace shardwright {
 
 struct NearestCut {
   int dim = 0;
-  std::vector<std::vector<Interval>> lists;  // by rank, ascending
+  std::vector<std::vector<Interval>> lists;  // by rank, each ascending
 };
 
-// Among the cuts of one dim that give each row to one rank, and no rank more than ceil(n / number of ranks) of n rows,
-// returns one that leaves most elements where they are. The layout must have a dim and no pending reductions.
+// Returns, among the cuts of one dim that give each row to one rank and no rank more than ceil(n / number of ranks) of
+// n rows, one that leaves the most elements on their rank. The layout must have a dim and no pending reductions.
 NearestCut nearest_cut(const Layout& src, const std::vector<Rank>& ranks);
 
 }  // namespace shardwright

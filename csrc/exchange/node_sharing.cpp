@@ -7,13 +7,13 @@
 namespace shardwright {
 namespace {
 
-// The part of each receiver's elements that is not served yet.
+// The range of a receiver's elements that has no sender yet.
 struct Open {
   Rank rank{};
   Interval range;
 };
 
-// Takes up to `amount` elements from the beginning of what is open, and serves them.
+// Takes up to `amount` elements from the beginning of the open ranges, and adds the services of `from`.
 void serve(std::vector<Open>& open, size_t& next, Rank from, int64_t amount, std::vector<Service>& services) {
   while (amount > 0 && next < open.size()) {
     Interval& left = open[next].range;
@@ -31,7 +31,7 @@ int64_t elements_of(const std::vector<Open>& open, size_t first) {
   return elements;
 }
 
-// Returns the lowest level up to which holders must send, with what they send already, to serve so many elements more.
+// Returns the lowest level such that senders that fill up their sent elements to it send `elements` more.
 int64_t level_for(std::vector<int64_t> sent, int64_t elements) {
   std::sort(sent.begin(), sent.end());
   int64_t sum = elements;

@@ -16,10 +16,11 @@ Interval span_of_items(std::span<const Interval> items) {
   return span;
 }
 
-// Between two borders no list begins or ends to repeat, and what does not repeat is all there or not at all.
+// A border between ranges of indices. Between two borders no list begins or ends to repeat, and an interval that does
+// not repeat is contained or disjoint.
 struct Border {
-  std::vector<int64_t> begin;  // the periods of what repeats from here on
-  std::vector<int64_t> end;    // and of what does no longer
+  std::vector<int64_t> begin;  // periods of the blocks that begin here
+  std::vector<int64_t> end;    // periods of the blocks that end here
 };
 
 std::map<int64_t, Border> borders_of(const std::vector<const std::vector<IntervalList>*>& lists) {
@@ -40,7 +41,7 @@ std::map<int64_t, Border> borders_of(const std::vector<const std::vector<Interva
   return borders;
 }
 
-// Returns the least common multiple of periods, or 0 if it is above a limit or there are none.
+// Returns the least common multiple of periods; 0 if it is above a limit or there are no periods.
 int64_t common_period(const std::multiset<int64_t>& periods, int64_t limit) {
   if (periods.empty()) return 0;
   int64_t common = 1;
@@ -140,7 +141,7 @@ std::vector<Interval> Samples::in(const IntervalList& list) const {
 int64_t Samples::most_in(const IntervalList& list) const {
   auto most = static_cast<int64_t>(list.kept().size());
   for_each_block(list, [&](const IntervalList::Block& block, int64_t first, int64_t last, const Interval&) {
-    // Elements that do not repeat are listed once, and divided where samples end.
+    // Intervals that do not repeat are listed once, divided at the ends of samples.
     most += block.count == 1 ? 1 : (last - first) * static_cast<int64_t>(block.items.size());
   });
   return most;
@@ -159,7 +160,7 @@ IntervalList Samples::repeated(const std::vector<Interval>& intervals) const {
 }
 
 std::vector<Stretch> stretches(const Samples& samples, const std::vector<const IntervalList*>& lists) {
-  std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // lists that begin and end there
+  std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // beginning and ending lists
   for (const Sample& sample : samples.all()) bounds[sample.first.begin], bounds[sample.first.end];
   for (size_t number = 0; number < lists.size(); ++number) {
     for (const Interval& one : samples.in(*lists[number])) {

@@ -1,8 +1,9 @@
-// Finds the indices of several lists that are enough to know what happens to all of them, if the lists repeat.
+// Finds a sample of the indices of several lists that determines the overlaps of the lists, if the lists repeat.
 //
-// If all lists repeat, what one does in the least common multiple of their periods happens in every repetition of
-// it. So such a stretch has one *sample*, its first repetition; what lies between is in samples that come once. Of 28
-// rows that Cyclic(0,2) cuts over 2 and Cyclic(0,3) over 2, rows [0, 12) come twice, and rows [24, 28) once.
+// If all lists repeat, their overlaps within the least common multiple of their periods repeat with it. So a range with
+// such repetitions has one *sample*, its first repetition. The indices between such ranges are in samples that occur
+// once. Example: of 28 rows that Cyclic(0,2) cuts over 2 and Cyclic(0,3) over 2, rows [0, 12) occur twice, and rows
+// [24, 28) once.
 #pragma once
 
 #include <cstdint>
@@ -13,44 +14,45 @@
 namespace shardwright {
 
 struct Sample {
-  Interval first;     // its length is the period
-  int64_t count = 1;  // of repetitions
+  Interval first;     // first repetition; its length is the period
+  int64_t count = 1;  // number of repetitions
 };
 
 class Samples {
  public:
-  // The samples have all indices of the lists. What repeats is divided into so many samples one after the other, of
-  // about as many repetitions each.
+  // The samples cover all indices of the lists. A repeating range is divided into `divisions` consecutive samples with
+  // about equally many repetitions.
   explicit Samples(const std::vector<const std::vector<IntervalList>*>& lists, int64_t divisions = 1);
 
   const std::vector<Sample>& all() const { return all_; }  // ascending
-  // Returns the sample with this index.
+  // Returns the sample whose repetitions contain this index.
   const Sample& at(int64_t index) const;
-  // Returns what one of the lists has in all samples, ascending and divided where a sample ends.
+  // Returns the intervals of a list in all samples, ascending and divided at the ends of samples.
   std::vector<Interval> in(const IntervalList& list) const;
-  // Returns how many intervals that is at most, from the numbers of repetitions alone.
+  // Returns an upper bound on the number of intervals of in(list), from the numbers of repetitions alone.
   int64_t most_in(const IntervalList& list) const;
-  // Returns intervals that ascend and are divided in this way, in all repetitions of their samples.
+  // Returns the union over all repetitions of the samples of intervals that are ascending and divided as in() returns
+  // them.
   IntervalList repeated(const std::vector<Interval>& intervals) const;
 
  private:
   void add(Interval range, int64_t period, int64_t divisions);
-  // Calls visit(block, first, last, range) for each block of a list and each sample whose range has the repetitions
-  // [first, last) of the block, or parts of them.
+  // Calls visit(block, first, last, range) for each block of a list and each sample. Repetitions [first, last) of the
+  // block are at least partly in the sample's first repetition, `range`.
   template <typename Visit>
   void for_each_block(const IntervalList& list, const Visit& visit) const;
 
   std::vector<Sample> all_;
 };
 
-// Indices that the same lists have, within one sample.
+// A range of indices within one sample that the same lists have.
 struct Stretch {
   Interval interval;
-  std::vector<int64_t> lists;  // ascending, by number, at least one
-  int64_t count = 1;           // of the sample's repetitions
+  std::vector<int64_t> lists;  // indices of the lists, ascending, at least one
+  int64_t count = 1;           // number of the sample's repetitions
 };
 
-// Returns the stretches of lists whose indices are all in the samples, ascending.
+// Returns the ranges of lists whose indices are all in the samples, ascending.
 std::vector<Stretch> stretches(const Samples& samples, const std::vector<const IntervalList*>& lists);
 
 }  // namespace shardwright

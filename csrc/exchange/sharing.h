@@ -1,4 +1,4 @@
-// The ways in which ranks that hold the same data share the sending of it.
+// The ways in which ranks that hold the same data share the sending.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,11 @@
 
 namespace shardwright {
 
-// For exchanges, and for crossings (exchange/grid_exchange.h), which are never kNone. kNone: each receiver receives
-// from the holder with its own coordinates. kMessages: the holders share the sending in whole messages. kBytes: all
-// holders send equally much, to the element, which splits some messages. kNodes, for crossings alone: receivers are
-// served by holders on their own node where there are any (exchange/node_sharing.h).
+// The sender of an element that several ranks hold.
+//   kNone      The sender with the receiver's own coordinates. Not for crossings (exchange/grid_exchange.h).
+//   kMessages  The senders divide the elements in whole messages.
+//   kBytes     All senders send equally many elements, which splits some messages.
+//   kNodes     A sender on the receiver's own node if there is one (exchange/node_sharing.h). Only for crossings.
 enum class Sharing : uint8_t { kNone, kMessages, kBytes, kNodes };
 
 const char* sharing_name(Sharing sharing);       // "none", "messages", "bytes" or "nodes"

@@ -14,14 +14,14 @@
 namespace shardwright {
 namespace {
 
-// The most often that stripes are made anew for what ranks send with the stripes before.
+// Maximum number of times that stripes are recomputed from the elements that ranks send.
 constexpr int kMostTurns = 3;
 constexpr int64_t kLeastUnits = 24;
 
 // The cut whose lengths may change.
 struct StripedDim {
   int tensor_dim = 0;
-  int64_t list = 0;  // the length of the lists that it cuts
+  int64_t list = 0;  // length of the lists that the cut divides
 };
 
 std::optional<StripedDim> striped_dim(const Layout& stripes, int mesh_dim) {
@@ -35,8 +35,8 @@ std::optional<StripedDim> striped_dim(const Layout& stripes, int mesh_dim) {
   return std::nullopt;
 }
 
-// Divides `amount` among workers that have done something already, each of which takes `times` for every unit, so that
-// the busiest has as little to do as possible.
+// Returns shares of `amount` for workers that have already done some work and do `times` work per unit, such that the
+// busiest worker does as little as possible.
 std::vector<int64_t> filled_up(const std::vector<int64_t>& done, int64_t times, int64_t amount) {
   const auto takes = [&](int64_t level, size_t worker) { return std::max<int64_t>(level - done[worker], 0) / times; };
   int64_t low = 0;
@@ -52,7 +52,7 @@ std::vector<int64_t> filled_up(const std::vector<int64_t>& done, int64_t times, 
   return shares;
 }
 
-// Returns the unit of lengths for a list: small enough for kLeastUnits to a stripe, and otherwise as large as possible,
+// Returns the unit of stripe lengths: small enough for kLeastUnits per stripe, and otherwise as large as possible,
 // because a segment has a part of each unit.
 int64_t unit_of(int64_t list, int64_t stripes) {
   int64_t unit = 1;
@@ -60,7 +60,7 @@ int64_t unit_of(int64_t list, int64_t stripes) {
   return unit;
 }
 
-// Returns lengths that sum to `length` and are in proportion to the shares, rounded at their ends.
+// Returns lengths that sum to `length` and are in proportion to the shares. The ends of the ranges are rounded.
 std::vector<int64_t> lengths_of(const std::vector<int64_t>& shares, int64_t length) {
   __int128 all = 0;
   for (const int64_t share : shares) all += share;
@@ -82,7 +82,7 @@ Layout with_lengths(const Layout& stripes, const StripedDim& striped, const std:
   return stripes.with(std::move(cuts), std::vector<Placement>(stripes.mesh().ndim(), Placement::replicate()));
 }
 
-// The elements that each coordinate's busiest rank sends in the crossing.
+// Returns, by coordinate on `mesh_dim`, the elements that the busiest rank sends in the crossing.
 std::vector<int64_t> sent_by_coordinate(const Layout& before, const Layout& stripes, int mesh_dim) {
   const GridExchange crossing(before, stripes, Sharing::kBytes);
   const Mesh& mesh = stripes.mesh();
@@ -109,7 +109,7 @@ std::optional<Layout> balanced(const Layout& before, const Layout& stripes, cons
   if (!striped || striped->list == 0) return std::nullopt;
   const int64_t times = mesh.dim_size(mesh_dim) - 1;
   const int64_t unit = unit_of(striped->list, times + 1);
-  // The elements that ranks hold once this mesh dim is gathered.
+  // The elements that a rank holds once this mesh dim is gathered.
   std::vector<std::vector<Cut>> without = stripes.cuts();
   without[striped->tensor_dim].pop_back();
   const int64_t elements = stripes.with(std::move(without), std::vector<Placement>(mesh.ndim(), Placement::replicate()))
@@ -126,17 +126,18 @@ std::optional<Layout> balanced(const Layout& before, const Layout& stripes, cons
 
 namespace {
 
-// Parts of more runs are not divided into stripes.
+// Maximum number of runs of parts that are divided into stripes.
 constexpr size_t kMostRunsDivided = 1 << 12;
 
-// Ranks that need the same part of the tensor dim, or those of them at one place among the mesh dims that cut others.
+// A receiver: the ranks that differ only in mesh dims that cut other tensor dims. They need the same part of the tensor
+// dim.
 struct Needer {
   IntervalList part;
-  int64_t position = 0;  // with the first coordinates on mesh dims that cut other tensor dims
+  int64_t position = 0;  // the rank with coordinate 0 on mesh dims that cut other tensor dims
 };
 
-// The ranks of a layout, in the order of the parts of a tensor dim that they need. Mesh dims that cut other tensor dims
-// stay mesh dims.
+// The receivers of a layout, in the order of the parts of a tensor dim that they need. Mesh dims that cut other tensor
+// dims stay mesh dims.
 class Needers {
  public:
   Needers(const Layout& goal, int tensor_dim) : goal_(goal), tensor_dim_(tensor_dim) {
@@ -151,7 +152,7 @@ class Needers {
       all_.push_back({part_at(mesh, goal.shape()[tensor_dim], goal.cuts(tensor_dim), p), p});
       runs_ += all_.back().part.size();
     }
-    // No two parts overlap, so those that begin at one place are equal. Empty ones come first.
+    // No two parts overlap, so parts with equal begins are equal. Empty parts come first.
     const auto begin_of = [](const Needer& needer) { return needer.part.empty() ? -1 : needer.part.front().begin; };
     std::stable_sort(all_.begin(), all_.end(),
                      [&](const Needer& a, const Needer& b) { return begin_of(a) < begin_of(b); });
@@ -161,14 +162,14 @@ class Needers {
   size_t size() const { return all_.size(); }
   const IntervalList& part(size_t i) const { return all_[i].part; }
 
-  // The number of needers from the i-th on that need the same.
+  // Returns the number of receivers from the i-th on that need the same part.
   size_t alike(size_t i) const {
     size_t end = i;
     while (end < all_.size() && all_[end].part == all_[i].part) ++end;
     return end - i;
   }
 
-  // The layout in which each has a stripe of such a length.
+  // Returns the layout in which the i-th receiver has a stripe of lengths[i].
   Layout with(const std::vector<int64_t>& lengths) const {
     const Mesh& mesh = goal_.mesh();
     std::vector<std::string> names{"relay"};
@@ -198,7 +199,7 @@ class Needers {
                   goal_.flattened());
   }
 
-  // The elements that the busiest rank of each needer sends.
+  // Returns, by receiver, the elements that its busiest rank sends.
   std::vector<int64_t> sent(const GridExchange& crossing) const {
     std::vector<int64_t> all;
     for (const Needer& needer : all_) {
@@ -211,7 +212,7 @@ class Needers {
   }
 
  private:
-  // The elements that each has if those that need the same divide it into such lengths.
+  // Returns the elements of each receiver if receivers of the same part divide it into stripes of these lengths.
   std::vector<std::vector<Interval>> stripes(const std::vector<int64_t>& lengths) const {
     std::vector<std::vector<Interval>> lists;
     int64_t begin = 0;
@@ -224,7 +225,7 @@ class Needers {
     return lists;
   }
 
-  // By their coordinates on the mesh dims that cut other tensor dims, row-major.
+  // Returns the positions that differ from this one only in mesh dims that cut other tensor dims, row-major.
   std::vector<int64_t> positions_like(int64_t position) const {
     std::vector<int64_t> positions{position};
     for (const int d : others_.to_vector()) {

@@ -52,7 +52,7 @@ std::vector<Layout> Choices::all() const {
   return layouts;
 }
 
-// A cut other than into chunks may be made for the list that the cuts before it leave, so those must stay.
+// A cut other than into chunks may depend on the list that the earlier cuts leave, so earlier cuts must not change.
 bool Choices::leaves_rules_alone(const std::map<int, int>& chosen) const {
   for (const std::vector<Cut>& list : layout_.cuts()) {
     bool is_changed = false;

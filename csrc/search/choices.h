@@ -1,4 +1,4 @@
-// Layouts that differ from a given one in what some mesh dims do.
+// Layouts that differ from a given layout in what some mesh dims cut.
 #pragma once
 
 #include <map>
@@ -8,20 +8,20 @@
 
 namespace shardwright {
 
-// Returns the tensor dims that an end cuts, and the longest other one. Cutting one more of the others would only be the
-// same under another name.
+// Returns the tensor dims that `src` or `goal` cuts, and the longest other one. Cutting another of the others would
+// give an equivalent layout.
 std::vector<int> tensor_dims_of(const Layout& src, const Layout& goal);
 
-// The same cuts, and nothing pending.
+// Returns the layout with the same cuts and no partials.
 Layout without_partials(const Layout& layout);
 
-// First the layout itself, then those where few mesh dims differ, and at most kMaxLayouts. The layout must have no
-// partials.
+// The alternatives to a layout without partials. all() returns the layout itself first, then layouts in which few mesh
+// dims differ, and at most kMaxLayouts.
 class Choices {
  public:
   Choices(const Layout& layout, const std::vector<int>& tensor_dims) : layout_(layout), tensor_dims_(tensor_dims) {}
 
-  // Says that a mesh dim may also cut any of the tensor dims, or nothing.
+  // Allows a mesh dim to cut any of the tensor dims instead.
   void may_cut(int mesh_dim);
   void may_be_replicated(int mesh_dim) { others_[mesh_dim].push_back(kReplicated); }
 

@@ -22,7 +22,7 @@ std::optional<std::pair<Step, Cost>> CrossingCost::cheapest(const Layout& before
   Step step{StepOp::kCross, {}, before, after, Sharing::kMessages};
   const GridExchange in_messages = crossing_of(step);
   const GridExchange to_the_element = in_messages.shared_by(Sharing::kBytes);
-  const StepFigures least = in_messages.worst_at_least();  // with either
+  const StepFigures least = in_messages.worst_at_least();  // lower bounds with either sharing
   if (!is_worth(of(step, in_messages, least)) && !is_worth(of(step, to_the_element, least))) return std::nullopt;
   const StepFigures worst = in_messages.totals().worst;
   const Cost of_messages = of(step, in_messages, worst);

@@ -1,11 +1,11 @@
 // Makes a plan in three steps:
 //
-//   1. Refuse what PyTorch does not define. Equal layouts need no move.
-//   2. Find the cheapest moves to the goal, which is the destination before anything becomes partial (search.cpp).
+//   1. Reject redistributions that PyTorch does not define. Equal layouts need no move.
+//   2. Find the cheapest moves to the goal, which is the destination before any mesh dim becomes partial (search.cpp).
 //   3. Append zero-fills and partitions, which are local.
 //
-// Between two meshes the moves of 2. are those of two_meshes.cpp, and all that is pending in the source is reduced. For
-// pieces and flattened dims they are those of rearrangements.cpp.
+// Between two meshes, step 2 is two_meshes.cpp, and all pending reductions of the source are done. For pieces and
+// flattened dims it is rearrangements.cpp.
 #include "search/make_plan.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ namespace {
 
 using Cuts = std::vector<std::vector<Cut>>;
 
-// The change of each mesh dim that is partial on either side.
+// The mesh dims that are partial on either side, by their change.
 struct PartialWork {
   MeshDimSet reduced;      // P -> R or S
   MeshDimSet partitioned;  // R -> P
@@ -74,8 +74,8 @@ Layout without_partials(const Layout& layout, MeshDimSet dims, Cuts cuts) {
   return layout.with(std::move(cuts), partials);
 }
 
-// The same for a destination on another mesh, whose reductions have nothing to do with those of the source. What is to
-// be a sum there arrives in parts, with zeros elsewhere.
+// The partial work between two meshes, where the reductions of both sides are independent. A destination that is P(sum)
+// receives parts, and zeros are filled in elsewhere.
 PartialWork partial_work_between(const Layout& src, const Layout& dst) {
   PartialWork work;
   work.reduced = src.partial_dims();
@@ -92,9 +92,9 @@ PartialWork work_between(const Layout& src, const Layout& dst) {
   return src.mesh() == dst.mesh() ? partial_work(src, dst) : partial_work_between(src, dst);
 }
 
-// The goal of the search: `dst` before anything becomes partial. A mesh dim that will be zero-filled stays cut,
-// innermost, so that the fill is local: by its own rule if that finds the same parts to cut. On another mesh it cuts
-// the longest tensor dim.
+// Returns the goal of the search: `dst` before any mesh dim becomes partial. A mesh dim that will be zero-filled stays
+// cut, innermost, so that the fill is local. It keeps its own rule if the rule cuts the same parts there. Between two
+// meshes it cuts the longest tensor dim.
 Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   Cuts goal_cuts = dst.cuts();
   if (!(src.mesh() == dst.mesh()) || needs_rearrangement(src, dst)) {
@@ -115,13 +115,13 @@ Layout goal_of(const Layout& src, const Layout& dst, const PartialWork& work) {
   return without_partials(dst, work.partitioned | work.zero_filled, std::move(goal_cuts));
 }
 
-// Returns whether some cut is neither chunks nor strided.
+// Returns true if some cut is neither chunks nor strided.
 bool has_rules(const Layout& layout) {
   return std::any_of(layout.placements().begin(), layout.placements().end(),
                      [](const Placement& placement) { return placement.kind == PlacementKind::kShardByRule; });
 }
 
-// Returns whether layouts differ in nothing but what is pending, so that one reduction leads from one to the other.
+// Returns true if layouts differ only in pending reductions, so that one reduction leads from `from` to `to`.
 bool only_reduces(const Layout& from, const Layout& to) {
   return from.mesh() == to.mesh() && from.flattened() == to.flattened() && from.cuts() == to.cuts() &&
          !(from.partial_dims() - to.partial_dims()).empty();
@@ -159,7 +159,7 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
              " times to another mesh; allowed is once, from the mesh of the source to that of the destination");
   for (size_t i = 0; i + 1 < layouts.size(); ++i) {
     check_same_tensor(layouts[i], layouts[i + 1]);
-    work_between(layouts[i], layouts[i + 1]);  // refuses P(sum) to P(max), between which nothing would move
+    work_between(layouts[i], layouts[i + 1]);  // throws for P(sum) to P(max), where no data would move
     if (needs_rearrangement(layouts[i], layouts[i + 1]) && !only_reduces(layouts[i], layouts[i + 1])) {
       const Plan part = make_plan(layouts[i], layouts[i + 1], options);
       plan.steps.insert(plan.steps.end(), part.steps.begin(), part.steps.end());
@@ -186,7 +186,7 @@ Plan make_plan(const Layout& src, const Layout& dst, const PlanOptions& options)
   Plan plan = empty_plan(src, dst, options);
   const PartialWork work = work_between(src, dst);
   if (src == dst) return plan;
-  // Of chunks and strided cuts the search finds that by itself.
+  // The search itself finds equal parts of chunks and strided cuts.
   const bool may_hold_the_same = (has_rules(src) || has_rules(dst)) && src.mesh() == dst.mesh() &&
                                  src.flattened() == dst.flattened() && src.partial_dims() == dst.partial_dims();
   if (may_hold_the_same && same_parts(src, dst)) return plan;

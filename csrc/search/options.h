@@ -10,21 +10,21 @@
 
 namespace shardwright {
 
-// Returns whether this value of the argument `reduce` requires ordered reductions: "fast" does not, "ordered" does, and
-// "float32" does where `src` has pending sums, averages or norms of a 16-bit type. Throws UserError on other names.
+// Returns true if this value of the argument `reduce` requires ordered reductions: "ordered" does, "fast" does not, and
+// "float32" does if `src` has pending sums, averages or norms of a 16-bit type. Throws UserError on other names.
 bool is_ordered(const std::string& reduce, const Layout& src);
 
 struct PlanOptions {
   Lowering lowering = Lowering::kNccl;
   Objective objective = Objective::kTime;
-  // All pending mesh dims are reduced at once: contributions are exchanged, then summed locally in rank order, 16-bit
-  // types in float32. So results do not depend on plan, topology or algorithm, and are rounded once.
+  // If true, all pending mesh dims are reduced at once: contributions are exchanged, then summed locally in rank order,
+  // 16-bit types in float32. So results do not depend on plan, topology or algorithm, and are rounded once.
   bool ordered = false;
-  // Default: that of the lowering. The topology of a mesh is not considered here (see planning/context.h).
+  // Default: the topology of the lowering. The topology of a mesh is not considered here (see planning/context.h).
   std::optional<Topology> topology = std::nullopt;
-  // The sets of mesh dims that moves may span; empty: any.
+  // Sets of mesh dims that moves may span; empty: any.
   std::vector<MeshDimSet> groups = {};
-  // The most elements that a rank may hold between two steps; 0: any number.
+  // Maximum number of elements that a rank may hold between two steps; 0: any number.
   int64_t max_held = 0;
 
   bool operator==(const PlanOptions& other) const = default;

@@ -11,17 +11,17 @@
 namespace shardwright {
 namespace {
 
-// So many shapes are worked out, of at most so many levels between nodes and within them.
+// Maximum number of shapes for which plans are computed, and of their levels between nodes and within nodes.
 constexpr size_t kMostShapes = 3;
 constexpr int64_t kMostLevels = 12;
 constexpr int64_t kMostLevelsInside = 3;
 
-// Returns how many messages relays send in each crossing but the first, in which few ranks send what is left, so that
-// everybody sends as few as possible in all crossings together.
+// Returns the number of messages that each rank sends in every crossing but the first, such that the messages of all
+// crossings together are fewest. In the first crossing `few` ranks reach the rest.
 int64_t messages_of_relays(int64_t few, int64_t many, int64_t levels) {
   int64_t best = 1;
   int64_t least = many + levels;
-  // With more, those of the relays alone are as many as all were before.
+  // With more messages, those of the later crossings alone are at least as many as the best total so far.
   for (int64_t messages = 1; levels > 1 && (levels - 1) * messages < least; ++messages) {
     int64_t left = many;
     for (int64_t i = 1; i < levels; ++i) left = ceil_divide(left, messages + 1);
@@ -33,7 +33,7 @@ int64_t messages_of_relays(int64_t few, int64_t many, int64_t levels) {
   return best;
 }
 
-// Returns the least size of blocks for which blocks of blocks, so many levels deep, have all ranks of a node.
+// Returns the least block size with which blocks nested `levels` deep have at least `ranks` ranks.
 int64_t least_block(int64_t ranks, int64_t levels) {
   int64_t block = 2;
   const auto has_all = [&] {
@@ -54,7 +54,8 @@ RelayShapes::RelayShapes(const Layout& many, const Topology& topology) : topolog
   bytes_ = many.largest_part_bytes();
 }
 
-// A level takes as many messages as everybody sends, each with a relay's part.
+// Returns the estimated time of all crossings. In each crossing a rank sends its messages one after the other, each
+// with a relay's part.
 int64_t RelayShapes::time(const Shape& shape, int64_t few) const {
   int64_t all = 0;
   int64_t reached = members_;
@@ -112,14 +113,14 @@ class RelaySearch {
         is_worth_(is_worth) {}
 
   std::optional<OverRelays> cheapest() {
-    int64_t wanted = 1;  // so that all send and receive equally many
+    int64_t wanted = 1;  // number of relays with which all ranks send and receive equally many messages
     while (wanted * wanted < from_.mesh().size() * to_.mesh().size()) ++wanted;
     for (Layout& relays : relays_of(many(), wanted)) {
       if (is_allowed(relays)) try_relays({std::move(relays)});
     }
     const RelayShapes shapes(many(), topology_);
     const int64_t few = num_senders(shapes.members());
-    // Shapes are of sizes alone, so there may be no relays of some: within nodes that have one rank each, for example.
+    // Shapes are computed from sizes alone, so some have no relays: for example within nodes of one rank each.
     for (size_t tried = 0; const RelayShapes::Shape& shape : shapes.all(few)) {
       if (tried == kMostShapes) break;
       auto relays = relays_in(shape, few, shapes.members());
@@ -138,14 +139,14 @@ class RelaySearch {
     return options_.max_held == 0 || relays.largest_part_elements() <= options_.max_held;
   }
 
-  // The number of the few that serve different ranks of the many.
+  // Returns the number of ranks of few() that send to different ranks of many().
   int64_t num_senders(int64_t members) const {
     const int64_t meetings = GridExchange(from_, to_, Sharing::kMessages).num_meetings();
     const int64_t size = few().mesh().size();
     return std::clamp<int64_t>(members * size / std::max<int64_t>(meetings, 1), 1, size);
   }
 
-  // From the relays next to the many on.
+  // Returns the layouts of a shape's relays, in order from many() to few(); nullopt if there are none.
   std::optional<std::vector<Layout>> relays_in(const RelayShapes::Shape& shape, int64_t few, int64_t members) const {
     std::vector<Layout> all;
     const auto add = [&](int64_t block, int64_t ranks_per_node) {
@@ -165,7 +166,7 @@ class RelaySearch {
     return all;
   }
 
-  // Tries relays from those next to the many on.
+  // Tries relays that are given in order from many() to few().
   void try_relays(std::vector<Layout> stops) {
     stops.insert(stops.begin(), many());
     stops.push_back(few());

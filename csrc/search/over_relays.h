@@ -1,16 +1,16 @@
-// Chooses relays (search/relays.h) between two layouts, and how many levels of them.
+// Chooses relays (search/relays.h) between two layouts, and the number of levels of relays.
 //
-// If `few` ranks send `first` messages each, and in every later crossing everybody sends m, they reach
-// few * first * (m + 1)^(levels - 1) ranks, because relays are among those that they stand for. From one rank to 2,048,
-// at 12 us for a step and 4 us for a message:
+// If `few` ranks send `first` messages each, and in every later crossing each reached rank sends m, the number of
+// reached ranks is few * first * (m + 1)^(levels - 1), because a relay is one of the ranks that it stands for. From one
+// rank to 2,048, at 12 us for a step and 4 us for a message:
 //
 //   levels       1      2      3      4      5      6
 //   first     2048     45     11      6      4      2
 //   m                  45     13      6      4      3
 //   us       8,204    384    184    144    140    140
 //
-// So the least messages are found for each number of levels, and the numbers that are predicted to take the least time
-// are worked out. Where nodes are known, the last levels may be within nodes, where messages take less.
+// So the least messages are found for each number of levels, and plans are computed for the numbers of levels that are
+// predicted to be fastest. If nodes are known, the last levels may be within nodes, where messages take less time.
 #pragma once
 
 #include <functional>
@@ -21,41 +21,43 @@
 
 namespace shardwright {
 
-// Crossings that follow one another, and what they cost together.
+// Consecutive crossings and their total cost.
 struct OverRelays {
   std::vector<Step> crossings;
   Cost cost;
 };
 
-// The number of levels of relays to try for the ranks of a layout, from sizes alone.
+// The numbers of levels of relays to try for the ranks of a layout, from sizes alone.
 class RelayShapes {
  public:
   RelayShapes(const Layout& many, const Topology& topology);
 
-  // The numbers of crossings: between nodes, or between any ranks, and within nodes.
+  // Numbers of crossings. Crossings within nodes come last; the other crossings are between nodes, or between any ranks
+  // if nodes are not known.
   struct Shape {
-    int64_t picoseconds = 0;  // about what they take
+    int64_t picoseconds = 0;  // estimated time of all crossings
     int64_t levels = 2;
     int64_t levels_inside = 0;
     auto operator<=>(const Shape&) const = default;
   };
 
-  // Returns shapes for so many ranks that send at the same time at first, or receive at last; the fastest first.
+  // Returns shapes, the fastest first. `few` is the number of ranks that send at the same time in the first crossing
+  // (or receive in the last).
   std::vector<Shape> all(int64_t few) const;
-  // Returns how many ranks of the layout hold something.
+  // Returns the number of ranks of the layout that hold elements.
   int64_t members() const { return members_; }
 
  private:
   int64_t time(const Shape& shape, int64_t few) const;
 
   const Topology& topology_;
-  int64_t parts_ = 1;  // all different
+  int64_t parts_ = 1;  // number of different parts
   int64_t members_ = 1;
-  int64_t bytes_ = 0;  // of the largest part
+  int64_t bytes_ = 0;  // size of the largest part
 };
 
-// Returns the cheapest crossings of those that are worked out, over relays of `to` if it `fans_out`, else of `from`.
-// Returns nullopt if is_worth(cost), which is true of all costs below some limit, is true of none.
+// Returns the cheapest crossings found over relays of `to` if `fans_out`, else over relays of `from`. Returns nullopt
+// if is_worth is false for all of them. `is_worth` must be true of all costs below some limit.
 std::optional<OverRelays> cheapest_over_relays(const Layout& from, const Layout& to, bool fans_out,
                                                const PlanOptions& options, const Topology& topology,
                                                const std::function<bool(const Cost&)>& is_worth);

@@ -14,21 +14,21 @@
 namespace shardwright {
 namespace {
 
-// Steps one after the other, and what they are predicted to cost.
+// A sequence of steps and its predicted cost.
 struct Way {
   std::vector<Step> steps;
   int64_t picoseconds = 0;
-  int64_t received_bytes = 0;  // by the worst rank in each step
+  int64_t received_bytes = 0;  // sum over steps of the worst rank's bytes
   int64_t sent_bytes = 0;
 };
 
-// The dim of which the largest part has most.
+// Returns the longest dim of the largest part.
 size_t longest_dim(const Layout& layout) {
   const std::vector<int64_t> sizes = layout.local_shape(layout.largest_position());
   return static_cast<size_t>(std::max_element(sizes.begin(), sizes.end()) - sizes.begin());
 }
 
-// The source once all is reduced that is not due in the goal. The ranks that reduce either all get everything or, with
+// Returns the source with the mesh dims `due` reduced. The ranks that reduce get either the full result or, with
 // `scatters`, a chunk each of the longest tensor dim.
 Layout reduced(const Layout& src, MeshDimSet due, bool scatters) {
   std::vector<Placement> partials(src.mesh().ndim(), Placement::replicate());
@@ -40,8 +40,8 @@ Layout reduced(const Layout& src, MeshDimSet due, bool scatters) {
   return src.with(std::move(cuts), partials);
 }
 
-// Layouts on the goal's mesh in which ranks that are to hold the same hold a stripe each, innermost on the longest
-// tensor dim: along each mesh dim that replicates, and along all of them.
+// Returns layouts on the goal's mesh in which ranks with the same part of the goal hold a stripe of it each, innermost
+// on the longest tensor dim: along each mesh dim that replicates, and along all of them.
 std::vector<Layout> stripes_of(const Layout& goal) {
   std::vector<MeshDimSet> sets;
   if (goal.ndim() == 0) return {};
@@ -56,7 +56,7 @@ std::vector<Layout> stripes_of(const Layout& goal) {
   return stripes;
 }
 
-// The one move between layouts with the same reductions due.
+// Returns the one move between layouts with the same pending reductions; nullopt if they are equal.
 std::optional<Step> rearrangement(const Layout& before, const Layout& after, Sharing sharing) {
   if (before == after) return std::nullopt;
   const bool keeps_all = !IndexedExchange(before, after, sharing).communicates();
@@ -78,7 +78,7 @@ class Ways {
     way.steps.push_back(std::move(step));
   }
 
-  // The better of both kinds of sharing in the one move between layouts with the same reductions due.
+  // Returns the better of both kinds of sharing in the one move between layouts with the same pending reductions.
   Way rearranged(const Layout& before, const Layout& after) const {
     std::optional<Way> best;
     for (const Sharing sharing : {Sharing::kMessages, Sharing::kBytes}) {
@@ -89,7 +89,7 @@ class Ways {
     return std::move(*best);
   }
 
-  // Moves on one mesh.
+  // Returns the moves between two layouts on one mesh.
   Way moved(const Layout& before, const Layout& after) const {
     if (needs_rearrangement(before, after)) return rearranged(before, after);
     Way way;
@@ -105,7 +105,7 @@ class Ways {
     return way;
   }
 
-  // Returns whether one way is better than another, as the objective has it.
+  // Returns true if `a` is better than `b` under the objective.
   bool is_better(const Way& a, const Way& b) const {
     const auto order = [&](const Way& way) {
       return options_.objective == Objective::kTime ? std::tuple(way.picoseconds, way.received_bytes, way.sent_bytes)
@@ -114,7 +114,7 @@ class Ways {
     return order(a) < order(b);
   }
 
-  // The least time of two steps if some rank receives so many bytes in them.
+  // Returns a lower bound on the time of two steps in which some rank receives this many bytes.
   int64_t two_steps_at_least(int64_t received_bytes) const {
     int64_t ps_per_kib = std::min(topology_.inside.ps_per_kib, topology_.between.ps_per_kib);
     for (const auto& [mesh_dim, link] : topology_.mesh_dims) ps_per_kib = std::min(ps_per_kib, link.ps_per_kib);
@@ -126,8 +126,9 @@ class Ways {
   const Topology& topology_;
 };
 
-// Pending sums are reduced over groups that may be used: over all their mesh dims at once, or else over one after the
-// other. Then nothing may be left to send, because a rearrangement takes all ranks together.
+// Returns the reductions over the allowed groups: over all pending mesh dims at once if a group spans them, else over
+// one after the other. Throws UserError if ranks need other elements afterwards, because a rearrangement involves all
+// ranks.
 std::vector<Step> reductions_over_groups(const Layout& src, const Layout& goal, const PlanOptions& options) {
   const MeshDimSet kept = src.mesh() == goal.mesh() ? goal.partial_dims() : MeshDimSet();
   const MeshDimSet due = src.partial_dims() - kept;
@@ -174,7 +175,7 @@ std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, 
     const Layout at = due.empty() ? src : reduced(src, due, scatters);
     if (!due.empty()) {
       std::optional<Step> step = move_between(src, at);
-      if (!step && scatters) continue;  // parts of uneven parts, which no one move is known to make
+      if (!step && scatters) continue;  // no single move makes chunks of uneven parts
       check_invariant(step.has_value(), "no reduction from ", src, " to ", at);
       step->ordered = options.ordered;
       ways.add(first, named_by_collective(std::move(*step)));

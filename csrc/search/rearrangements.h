@@ -8,16 +8,17 @@
 
 namespace shardwright {
 
-// Returns the moves to a goal, which has no reductions besides those that are due on both sides. Reductions come first:
-// into parts of the source's own, innermost on its longest tensor dim, or to all ranks, whichever is predicted to be
-// faster. One rearrangement follows, or a slice where ranks have all that they need. Where that is predicted to be
-// faster, ranks that need the same receive a stripe each in the rearrangement and gather the stripes: over each mesh
+// Returns the moves to `goal`, whose pending reductions must also be pending in `src`. Reductions come first: into
+// parts of the source's own, innermost on its longest tensor dim, or to all ranks, whichever is predicted to be faster.
+// One rearrangement follows, or a slice if ranks have all elements that they need. If that is predicted to be faster,
+// ranks that need the same elements receive a stripe each in the rearrangement and gather the stripes: over each mesh
 // dim that replicates the goal, or over all of them.
 //
-// Not searched: other layouts in between.
+// Other intermediate layouts are not searched.
 //
-// If the options name groups, what is due is reduced over these, in one step or over one mesh dim after the other. Then
-// ranks must have all that they need, because a rearrangement takes all ranks together; otherwise throws UserError.
+// If options.groups is not empty, pending reductions are done over these groups, in one step or over one mesh dim after
+// the other. Then ranks must have all elements that they need, because a rearrangement involves all ranks; otherwise
+// throws UserError.
 std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, const PlanOptions& options,
                                          const Topology& topology);
 

@@ -11,7 +11,7 @@
 namespace shardwright {
 namespace {
 
-// Returns whether in every tensor dim these mesh dims cut last.
+// Returns true if in every tensor dim these mesh dims cut last.
 bool cut_last(const Layout& layout, MeshDimSet mesh_dims) {
   for (const std::vector<Cut>& cuts : layout.cuts()) {
     bool is_last = false;
@@ -23,7 +23,7 @@ bool cut_last(const Layout& layout, MeshDimSet mesh_dims) {
   return true;
 }
 
-// The layout without some mesh dims, on the ranks with the first coordinates there.
+// Returns the layout without some mesh dims, on the ranks with coordinate 0 there.
 Layout without(const Layout& layout, MeshDimSet mesh_dims) {
   const Mesh& mesh = layout.mesh();
   std::vector<std::string> names;
@@ -54,14 +54,14 @@ Layout without(const Layout& layout, MeshDimSet mesh_dims) {
                 layout.flattened());
 }
 
-// Returns the union of lists that ascend and share nothing.
+// Returns the union of disjoint ascending lists.
 IntervalList together(const std::vector<Interval>& all) {
   IntervalList list;
   for (const Interval& one : sorted_by_place(all)) append(list, one);
   return list;
 }
 
-// A difference between ranks of a layout: the number of their replica, or their slot of a tensor dim.
+// The tensor dim of an axis of replicas. Other axes have the shards of a tensor dim.
 constexpr int kReplicas = -1;
 
 // Divides the ranks of a layout into blocks.
@@ -101,12 +101,13 @@ class Blocks {
  private:
   struct Axis {
     int tensor_dim = kReplicas;
-    std::vector<int64_t> members;  // replicas, or slots that hold something
-    std::vector<size_t> begins;    // of blocks, among the members
+    std::vector<int64_t> members;  // replicas, or shards with elements
+    std::vector<size_t> begins;    // index of each block's first member
     size_t end_of(size_t block) const { return block + 1 < begins.size() ? begins[block + 1] : members.size(); }
   };
 
-  // Takes members together, at most `ranks` of them, which becomes the number of blocks of theirs that may be together.
+  // Makes an axis and divides its members into blocks of at most `ranks`. Then divides `ranks` by the largest block:
+  // that many blocks of the next axis may be combined with it.
   void divide(int tensor_dim, int64_t& ranks) {
     Axis axis{tensor_dim, {}, {}};
     const int64_t size = tensor_dim == kReplicas ? grid_.replicas() : std::ssize(grid_.lists(tensor_dim));
@@ -128,7 +129,7 @@ class Blocks {
     axes_.push_back(std::move(axis));
   }
 
-  // The nodes of each member's ranks, in the same order for all; none if they do not matter.
+  // Returns the nodes of each member's ranks, in the same order for all members; empty lists if nodes do not matter.
   std::vector<std::vector<int64_t>> nodes_of(const Axis& axis, int64_t size) const {
     std::vector<std::vector<int64_t>> nodes(size);
     if (ranks_per_node_ == 0) return nodes;
@@ -158,7 +159,7 @@ class Blocks {
     return Placement::cut(axis.tensor_dim, rule_of(lists));
   }
 
-  // The first rank of each block, the last axis fastest.
+  // Returns the first rank of each block, the last axis fastest.
   std::vector<int64_t> first_ranks(int64_t count) const {
     std::vector<int64_t> ranks;
     std::vector<int64_t> slots(layout_.ndim());

@@ -1,6 +1,6 @@
-// A* search. A node is a layout (states.h) together with the set of reductions that are still due.
+// A* search. A node is a layout (states.h) with a set of pending reductions.
 //
-// Many plans are one move that costs exactly its lower bound; they are returned before any state is made.
+// Many plans are one move that costs exactly its lower bound. They are returned before any state is made.
 // search_test.cpp compares the results with a search that uses no bounds.
 #include "search/search.h"
 
@@ -22,23 +22,23 @@ namespace {
 
 struct Node {
   MoveTable::State state;
-  Cost to_go;                   // a lower bound on the cost from here to the goal
-  std::optional<Cost> reached;  // the cheapest way here that is known, whose last move is `by` from the node `from`
+  Cost to_go;                   // lower bound on the cost from here to the goal
+  std::optional<Cost> reached;  // cheapest known cost to reach the node; its last move is `by`, from the node `from`
   MoveTable::Move by{};
   int from = -1;
   bool closed = false;
 };
 
-// A lower bound on the latency of moves that must bring together data of some number of ranks. After steps of m1, m2,
-// ... messages a rank can have data of at most (m1 + 1)(m2 + 1)... ranks, itself included. So data of 8 ranks takes one
+// A lower bound on the latency of moves after which a rank has data of some number of ranks. After steps of m1, m2, ...
+// messages a rank can have data of at most (m1 + 1)(m2 + 1)... ranks, itself included. So data of 8 ranks takes one
 // step of 7 messages, two steps of 2 messages each, or three steps of 1 message each.
 class Latency {
  public:
   Latency(int64_t step_ps, const Link& inside, const Link& between, int64_t node_size)
       : step_ps_(step_ps), inside_(inside), between_(between), node_size_(node_size) {}
 
-  // The bound for `steps` or more moves after which a rank has data of `ranks` ranks; `beyond_node` says whether some
-  // of them are on other nodes.
+  // Returns the bound for `steps` or more moves after which a rank has data of `ranks` ranks. `beyond_node` is true if
+  // some of them are on other nodes.
   int64_t least(int64_t steps, int64_t ranks, bool beyond_node) {
     const auto [found, is_new] = known_.emplace(std::tuple{steps, ranks, beyond_node}, 0);
     if (is_new) found->second = work_out(steps, ranks, beyond_node);
@@ -46,8 +46,8 @@ class Latency {
   }
 
  private:
-  // Data from other nodes may arrive at another rank of the node first. So only the product of the number of ranks
-  // reached between nodes and the number reached within the node is known, and all splits are tried.
+  // Data from other nodes may first be sent to another rank of the node. So only the product of the number of ranks
+  // reached between nodes and the number reached within the node is known, and all factorizations are tried.
   int64_t work_out(int64_t steps, int64_t ranks, bool beyond_node) const {
     if (!beyond_node) return least_of_any(inside_, steps, ranks);
     int64_t best = least_of_any(between_, steps, ranks);
@@ -61,14 +61,14 @@ class Latency {
 
   int64_t least_of_any(const Link& link, int64_t steps, int64_t ranks) const {
     int64_t best = of(link, steps, ranks);
-    // Steps beyond those that suffice with one message each cannot help.
+    // More steps than are needed with one message each cannot help.
     for (int64_t reached = int64_t{1} << steps; reached < 2 * ranks; reached *= 2) {
       best = std::min(best, of(link, ++steps, ranks));
     }
     return best;
   }
 
-  // The bound for exactly `steps` steps. The fewest messages are spread evenly: r - 1 or r in each step.
+  // Returns the bound for exactly `steps` steps. The fewest messages are spread evenly: r - 1 or r in each step.
   int64_t of(const Link& link, int64_t steps, int64_t ranks) const {
     int64_t r = steps == 1 ? ranks : 1;
     while (!reaches(r + 1, steps, 0, ranks + 1)) ++r;
@@ -78,7 +78,7 @@ class Latency {
     return steps * step_ps_ + saturating_product(messages, link.message_ps);
   }
 
-  // Returns whether r^low * (r + 1)^high is at least `ranks`.
+  // Returns true if r^low * (r + 1)^high is at least `ranks`.
   static bool reaches(int64_t r, int64_t low, int64_t high, int64_t ranks) {
     int64_t product = 1;
     for (int64_t i = 0; i < low + high && product < ranks; ++i) product *= i < low ? r : r + 1;
@@ -157,7 +157,7 @@ class Search {
     return links;
   }
 
-  // The best latency and the best bandwidth of these mesh dims; no move over some of them has better ones.
+  // Returns the best latency and the best bandwidth of these mesh dims. No move over some of them has better values.
   Link fastest_of(MeshDimSet mesh_dims) const {
     std::optional<Link> fastest;
     for (size_t d = 0; d < links_.size(); ++d) {
@@ -191,7 +191,7 @@ class Search {
     return {first, local ? 0 : 1, worst.messages, 1};
   }
 
-  // A lower bound on the cost of any single move between these states, from what they hold.
+  // Returns a lower bound on the cost of any single move between these states, from their numbers of elements.
   Cost least_of_move(const MoveTable::State& from, const MoveTable::State& to) const {
     const int64_t copies = copying(to.elements);
     if (to.elements <= from.elements && table_.may_be_slice(from, to)) return {is_for_time() ? copies : 0, 0, 0, 1};
@@ -200,7 +200,7 @@ class Search {
     return {topology_.step_ps + fastest_.message_ps + sending(missing, fastest_) + copies, 1, 0, 1};
   }
 
-  // A lower bound on the cost of any number of moves from a state to the goal (docs/architecture/search.md).
+  // Returns a lower bound on the cost of any number of moves from a state to the goal (docs/architecture/search.md).
   Cost least_to_goal(const MoveTable::State& state) {
     const MoveTable::State& goal = nodes_[kGoal].state;
     if (state == goal) return {};
@@ -209,7 +209,7 @@ class Search {
     if (!is_for_time()) return {distance.missing * item_, communicates ? 1 : 0, 0, 0};
     const int64_t copies = copying(goal.elements);
     if (!communicates) return {copies, 0, 0, 0};
-    // If one move communicates, all its messages and bytes count on the slowest link that it crosses. Of several moves,
+    // If only one move communicates, all its messages and bytes use the slowest link that it crosses. If several do,
     // some may stay within nodes.
     const Link& link = distance.beyond_node ? fastest_between_ : fastest_;
     const int64_t once = topology_.step_ps +
@@ -245,7 +245,7 @@ class Search {
     if (nodes_[kGoal].reached) open_.push({*nodes_[kGoal].reached, kGoal});
   }
 
-  // The sets of due reductions that can be left after an allowed reduction, the empty set included.
+  // Returns the sets of pending reductions that may remain after an allowed reduction, the empty set included.
   std::vector<MeshDimSet> left_after_some(MeshDimSet due) const {
     std::vector<MeshDimSet> all;
     uint32_t left = 0;
@@ -282,8 +282,8 @@ class Search {
     }
   }
 
-  // Moves whose figures take long to compute are left out unless there is no other way (go_the_long_way). Then those
-  // from the source's cuts to the goal are allowed, and those that reduce in place.
+  // Moves whose counts take long to compute are skipped unless there is no other sequence (go_the_long_way). Then such
+  // moves are allowed if they start with the source's cuts and lead to the goal or keep the cuts.
   bool is_left_out(int from, int to) {
     if (goes_the_long_way_ && holds_as_source(from) && (to == kGoal || holds_as_source(to))) return false;
     return table_.takes_long(nodes_[from].state, nodes_[to].state);
@@ -291,7 +291,8 @@ class Search {
 
   bool holds_as_source(int node) const { return nodes_[node].state.lists == nodes_[kSource].state.lists; }
 
-  // Called when no open node is left. Reopens the nodes with the source's cuts, and adds one with everything reduced.
+  // Called when no open node is left. Reopens the nodes with the source's cuts, and adds the node with these cuts and
+  // all reductions done.
   void go_the_long_way() {
     goes_the_long_way_ = true;
     MoveTable::State reduced = nodes_[kSource].state;
@@ -310,21 +311,22 @@ class Search {
     }
   }
 
-  // Returns whether a way to a state at this cost is the cheapest so far and may be part of the cheapest to the goal.
+  // Returns true if a sequence of moves that reaches a state at this cost is the cheapest so far and may be part of the
+  // cheapest sequence to the goal.
   bool may_improve(int to, const Cost& total) const {
     const std::optional<Cost>& reached = nodes_[to].reached;
     const std::optional<Cost>& best = nodes_[kGoal].reached;
     return (!reached || total < *reached) && (!best || total + nodes_[to].to_go < *best);
   }
 
-  // One reduction does everything that is due. The exception is a reduction within nodes that comes first, to send less
-  // between them. If groups are prescribed, there may be as many reductions as they need.
+  // One reduction does all pending reductions. The exception is a first reduction within nodes, which reduces the bytes
+  // sent between them. If groups are prescribed, there may be as many reductions as they require.
   bool may_reduce(MeshDimSet due, MeshDimSet reduced) const {
     if (reduced.empty() || reduced == due) return true;
     return !options_.ordered && (!options_.groups.empty() || reduced == due - between_nodes_);
   }
 
-  // A reduction keeps all cuts, and adds either none or those of all mesh dims that it reduces.
+  // A reduction keeps all cuts, and adds either no cuts or cuts by all mesh dims that it reduces.
   bool could_follow(const MoveTable::State& from, const MoveTable::State& to) const {
     const MeshDimSet reduced = from.partial_dims - to.partial_dims;
     if (!(to.partial_dims - from.partial_dims).empty() || !may_reduce(due(from), reduced)) return false;
@@ -333,7 +335,7 @@ class Search {
     return (from.cut_dims - to.cut_dims).empty() && (added.empty() || added == reduced);
   }
 
-  // Under the objective "bytes", sharing is decided at the end (path): here it would change nothing that counts.
+  // Under the objective "bytes", path() chooses the sharing, because here it would not change the cost.
   void try_move(int from, int to, const MoveTable::Move& move) {
     const MoveTable::State& before = nodes_[from].state;
     const MoveTable::State& after = nodes_[to].state;
@@ -387,7 +389,7 @@ class Search {
   const Topology& topology_;
   MeshDimSet between_nodes_;
   MoveTable table_;
-  MeshDimSet pending_;       // reductions that are due in the goal too
+  MeshDimSet pending_;       // reductions that are pending in the goal too
   std::vector<Link> links_;  // by mesh dim
   Link fastest_;
   Link fastest_between_;
@@ -395,7 +397,7 @@ class Search {
   int64_t item_;
   std::vector<Node> nodes_;
   bool goes_the_long_way_ = false;
-  std::vector<int> nearest_first_;  // all nodes but the source, in the order of to_go
+  std::vector<int> nearest_first_;  // all nodes but the source, by ascending to_go
   using Open = std::pair<Cost, int>;
   std::priority_queue<Open, std::vector<Open>, std::greater<>> open_;
 };

@@ -7,7 +7,7 @@
 
 namespace shardwright {
 
-// The cost of a sequence of moves under an objective. Members are compared in this order; costs of steps are added.
+// The cost of a sequence of moves under an objective. Costs of steps are added. Members are compared in this order:
 //   kTime    predicted picoseconds, steps that communicate, messages, all steps
 //   kBytes   bytes received by the worst rank, steps that communicate, messages, all steps
 struct Cost {
@@ -19,11 +19,12 @@ struct Cost {
   Cost operator+(const Cost& other) const;
 };
 
-// The pending reductions of `goal` must be among those of `src`. Throws UserError if options.groups do not suffice.
+// Returns the cheapest sequence of moves. The pending reductions of `goal` must also be pending in `src`. Throws
+// UserError if options.groups do not suffice.
 std::vector<Step> cheapest_moves(const Layout& src, const Layout& goal, const PlanOptions& options,
                                  const Topology& topology);
 
-// A lower bound on the predicted time of any sequence of moves.
+// Returns a lower bound on the predicted time of any sequence of moves.
 int64_t least_picoseconds(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology);
 
 }  // namespace shardwright

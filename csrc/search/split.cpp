@@ -9,13 +9,13 @@
 namespace shardwright {
 namespace {
 
-// A mesh dim with fewer ranks is only split at the border of nodes, because gathers over it have few messages.
+// A smaller mesh dim is only split at node borders, because gathers over it have few messages.
 constexpr int64_t kLeastSize = 9;
-// Meshes of more ranks are not searched for the border of nodes.
+// Maximum number of ranks of a mesh that is searched for node borders.
 constexpr int64_t kMostRanks = 65536;
 
-// Returns the layout on another mesh of the same ranks, on which a mesh dim that is kept has the number `to_number[d]`,
-// and all others are replicated.
+// Returns the layout on another mesh of the same ranks. Mesh dim d becomes mesh dim to_number[d], or is left out if
+// that is negative. All other mesh dims of the new mesh are replicated.
 Layout renumbered(const Layout& layout, const MeshPtr& mesh, const std::vector<int>& to_number) {
   std::vector<Placement> placements(mesh->ndim(), Placement::replicate());
   ShardOrder order;
@@ -29,7 +29,8 @@ Layout renumbered(const Layout& layout, const MeshPtr& mesh, const std::vector<i
                 layout.flattened());
 }
 
-// The largest number of consecutive coordinates, from a multiple of it on, that are always on one node.
+// Returns the largest `count` such that each block of `count` consecutive coordinates, from a multiple of `count` on,
+// is on one node.
 int64_t coordinates_on_a_node(const Mesh& mesh, int mesh_dim, int64_t ranks_per_node) {
   const int64_t k = mesh.dim_size(mesh_dim);
   if (ranks_per_node <= 0) return k;
@@ -51,7 +52,7 @@ int64_t coordinates_on_a_node(const Mesh& mesh, int mesh_dim, int64_t ranks_per_
 std::vector<int64_t> even_factors(int64_t n, int count) {
   if (count == 1) return {n};
   int64_t first = n;
-  // The least divisor that leaves no more than its share to the others.
+  // The least divisor whose `count`-th power is at least n, so that the other factors are not larger.
   for (int64_t d = 2; d < first; ++d) {
     int64_t power = 1;
     for (int i = 0; i < count && power < n; ++i) power *= d;

@@ -1,4 +1,4 @@
-// Meshes of the same ranks in which one mesh dim is several, so that moves may go over a part of it.
+// Splits one mesh dim into several, on the same ranks, so that moves may span a part of it.
 //
 //   b = 2048     as [R]         b.0 = 256, b.1 = 8     as [R, R]         the same parts
 //                               b.0 = 256, b.1 = 8     as [S(0), S(0)]   gathered over b.1, then over b.0, in
@@ -13,17 +13,17 @@
 
 namespace shardwright {
 
-// Returns the layout that has the same parts where mesh dim `mesh_dim`, which must cut nothing and not be pending, is
-// several of these sizes, each above 1. Their names are that of the mesh dim and a number; returns nullopt if the mesh
-// has such names already.
+// Returns the layout with the same parts in which `mesh_dim` is split into mesh dims of these sizes, each above 1.
+// `mesh_dim` must cut nothing and must not be pending; otherwise throws InvariantError. The new names are the old name
+// and a number. Returns nullopt if the mesh already has such names.
 std::optional<Layout> split(const Layout& layout, int mesh_dim, const std::vector<int64_t>& sizes);
 
-// Returns the layout on `mesh` that has the same parts as one on a mesh in which dims of `mesh` are split. Returns
-// nullopt if that mesh is no such mesh, or if what was split is not all replicated.
+// Returns the layout on `mesh` with the same parts as `layout`, whose mesh must be `mesh` with split dims. Returns
+// nullopt if it is not, or if a split dim is not replicated.
 std::optional<Layout> joined(const Layout& layout, const MeshPtr& mesh);
 
-// Returns sizes into which a mesh dim may be split: first so that ranks on one node, of `ranks_per_node` consecutive
-// ranks, have a mesh dim of their own, then evenly.
+// Returns the ways to split a mesh dim: first so that ranks on one node, of `ranks_per_node` consecutive ranks, have a
+// mesh dim of their own, then evenly.
 std::vector<std::vector<int64_t>> ways_to_split(const Mesh& mesh, int mesh_dim, int64_t ranks_per_node);
 
 }  // namespace shardwright

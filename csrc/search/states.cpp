@@ -10,11 +10,11 @@ namespace shardwright {
 namespace {
 
 constexpr int kMaxDimsWithAllLists = 3;
-// With more mesh dims than this, none cuts innermost in addition to the cuts of the ends.
+// With more mesh dims, no mesh dim cuts innermost unless the source or the goal does so.
 constexpr int kMaxDimsWithInnermostCuts = 4;
 constexpr size_t kMaxStates = 20'000;
-// Strided cuts into more pieces are left out, because they take long to pack. Without digits they also take long to
-// analyse; there the limit is kMaxWalkedPieces, and counts the pieces of all ranks.
+// Maximum pieces of a strided cut, because packing more takes long. Without digits analysis takes long too, so there
+// the limit is kMaxWalkedPieces pieces of all ranks.
 constexpr int64_t kMaxPieces = 1024;
 constexpr int64_t kMaxWalkedPieces = 256;
 
@@ -38,8 +38,8 @@ class States {
       } else {
         list_those_of_ends(t);
       }
-      // Of states with equal cost the search takes the first: prefer cuts of the first tensor dims, whose parts are
-      // contiguous.
+      // The search takes the first of states with equal cost. This order prefers cuts of the first tensor dims, whose
+      // parts are contiguous.
       std::stable_sort(lists_.back().begin(), lists_.back().end(),
                        [&](int a, int b) { return table_.dims_of(t, a).count() > table_.dims_of(t, b).count(); });
     }
@@ -53,8 +53,8 @@ class States {
   }
 
  private:
-  // Chooses the tensor dims that an end cuts, and the largest of the others. Cutting another one instead would give an
-  // equivalent state.
+  // Chooses the tensor dims that the source or the goal cuts, and the largest other one. Cutting another of the others
+  // would give an equivalent state.
   void choose_tensor_dims() {
     int other = -1;
     for (int t = 0; t < src_.ndim(); ++t) {
@@ -67,8 +67,8 @@ class States {
     if (other >= 0) tensor_dims_.push_back(other);
   }
 
-  // A tensor dim whose parts are equal at both ends is only cut into equal parts on the way, unless that leaves too few
-  // equal parts for all mesh dims.
+  // A tensor dim whose parts are equal in source and goal is only cut into equal parts on the way, unless that leaves
+  // too few equal parts for all mesh dims.
   void choose_even_ones() {
     for (int t = 0; t < src_.ndim(); ++t) {
       is_even_.push_back(table_.has_equal_parts(t, table_.number(t, src_.cuts(t))) &&
@@ -82,8 +82,8 @@ class States {
     if (ranks_without_part > 1) is_even_.assign(src_.ndim(), false);
   }
 
-  // Adds a list of cuts. Returns false if the list is left out or already present under another name; longer lists that
-  // begin with it then need not be tried.
+  // Adds a list of cuts. Returns false if the list is left out or already present under another name; then longer lists
+  // that begin with it need not be tried.
   bool add(int t, const std::vector<Cut>& cuts) {
     const int number = table_.number(t, cuts);
     if (!table_.has_digits(t, number)) {
@@ -128,14 +128,14 @@ class States {
     }
   }
 
-  // Returns whether the next cut of an end uses a rule that is neither chunks nor strided, and cuts the same parts
-  // after these cuts. Such rules are kept, gathered or cut anew as they are.
+  // Returns true if the next cut of an end has a rule that is neither chunks nor strided, and cuts the same parts after
+  // these cuts. Such rules are only kept, gathered, or cut anew.
   static bool keeps_rule(const std::vector<Cut>& cuts, const std::vector<Cut>& of_end) {
     return !of_end[cuts.size()].rule.is_strided_or_chunks() && std::equal(cuts.begin(), cuts.end(), of_end.begin());
   }
 
-  // The split factors that a cut after `list` may have: products of the sizes of mesh dims that are not in the list,
-  // because those may have been gathered or may cut later.
+  // Returns the split factors that a cut after `list` may have: products of the sizes of mesh dims that are not in the
+  // list, because these may have been gathered or may cut later.
   std::vector<int64_t> factors_after(const std::vector<Cut>& list, int mesh_dim) const {
     MeshDimSet others;
     for (int d = 0; d < mesh_.ndim(); ++d) {
@@ -153,8 +153,8 @@ class States {
     return factors;
   }
 
-  // The split factors tried for cuts into unequal parts: 1, and those that an end's cuts get when cuts before them are
-  // gathered.
+  // Returns the split factors to try for cuts into unequal parts: 1, and the factors that the cuts of source and goal
+  // get if earlier cuts are gathered.
   std::vector<int64_t> factors_of_ends(int t, int mesh_dim) const {
     std::set<int64_t> all{1};
     for (const Layout* end : {&src_, &goal_}) {
@@ -174,7 +174,7 @@ class States {
     return {all.begin(), all.end()};
   }
 
-  // The cut of a tensor dim by a mesh dim.
+  // The role of a mesh dim in the cuts of a tensor dim.
   enum class Role { kNone, kAsSource, kAsGoal, kInnermost };
 
   void list_those_of_ends(int t) {
@@ -218,8 +218,8 @@ class States {
     }
   }
 
-  // Appends the cuts of one end that have this role, in that end's order. The sizes of cuts that are missing before
-  // them become split factors. Returns false if a rule would cut other parts than it does at that end.
+  // Appends the cuts of one end whose mesh dims have this role, in that end's order. The sizes of missing earlier cuts
+  // become split factors. Returns false if a rule would cut different parts than at that end.
   bool append(std::vector<Cut>& cuts, const Layout& end, int t, const std::vector<Role>& roles, Role role) const {
     int64_t factor = 1;
     for (const Cut& c : end.cuts(t)) {
@@ -237,7 +237,7 @@ class States {
     return true;
   }
 
-  // Tries every way to give the chosen tensor dims, from `at` on, lists that share no mesh dim.
+  // Adds every combination of lists that share no mesh dim, for the chosen tensor dims from `at` on.
   void combine(const MoveTable::State& state, size_t at) {
     if (found_.size() >= kMaxStates) return;
     if (at == tensor_dims_.size()) return found_.push_back(state);

@@ -25,30 +25,27 @@
 namespace shardwright {
 namespace {
 
-// Mesh dims of the destination are split if a plan takes longer than the least time and this fraction of it.
+// Mesh dims of the destination are split if a plan takes longer than the lower bound by more than 1/8 of it.
 constexpr int64_t kSplitsAboveFraction = 8;
 
-// Relays are tried if messages of the crossing take more than this fraction of a plan's time, if so many times fewer go
-// the other way, because relays have as many peers there as the ranks that they stand for, and if the messages that are
-// saved take longer than another step; or if about this fraction of the plan's time would be saved between its ends.
-// They are tried with so many pairs of layouts.
+// Relays are tried in two cases. First, if messages of the crossing take more than 1 / kRelaysAboveFraction of a plan's
+// time, if kRelaysAboveRatio times fewer messages are sent in the other direction (where relays have as many peers as
+// the ranks that they stand for), and if the saved messages take longer than another step. Second, if relays are
+// estimated to save 1 / kRelaysAboveFraction of the plan's time.
 constexpr int64_t kRelaysAboveFraction = 4;
 constexpr int64_t kRelaysAboveRatio = 4;
-constexpr size_t kPairsWithRelays = 4;
+constexpr size_t kPairsWithRelays = 4;  // maximum number of pairs of layouts that are tried with relays
 
-// So many more pairs are tried for plans in segments, if the busiest ranks of the best plan's steps send more than is
-// received by this fraction, its segments take longer than the least time and this fraction of it, the least time is
-// that of so many steps without bytes, because each segment takes their latencies again, and there are no more ranks
-// than this.
-constexpr int64_t kSegmentsAboveFraction = 20;
-constexpr int64_t kSegmentsAboveSteps = 8;
-constexpr size_t kPairsInSegments = 6;
-constexpr int64_t kMostRanksInSegments = 1024;
+// Pairs of layouts are tried for plans in segments if these hold.
+constexpr int64_t kSegmentsAboveFraction = 20;  // sent exceeds received, and time the bound, by more than 1/20
+constexpr int64_t kSegmentsAboveSteps = 8;      // the bound is at least this many step latencies: each segment has them
+constexpr size_t kPairsInSegments = 6;          // maximum number of these pairs
+constexpr int64_t kMostRanksInSegments = 1024;  // there are no more ranks
 
-// With more messages, who serves whom does not depend on nodes, because that would have to be listed.
+// With more messages, Sharing::kNodes is not tried, because it lists all messages.
 constexpr int64_t kMostListed = 1 << 16;
 
-// True if two meshes have ranks in common; true if some node has ranks of both.
+// True if two meshes have ranks in common, and true if some node has ranks of both.
 struct Encounter {
   bool shares_ranks = false;
   bool shares_nodes = false;
@@ -66,8 +63,8 @@ Encounter encounter(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
   return found;
 }
 
-// Tries pairs of a layout on either mesh in the order of lower bounds of their costs. So most pairs are skipped before
-// their moves are computed.
+// Tries pairs of a layout on each mesh in the order of lower bounds of their costs, so that most pairs are skipped
+// before their moves are computed.
 class Crossings {
  public:
   Crossings(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology, bool may_split)
@@ -84,7 +81,7 @@ class Crossings {
     for (const Layout& layout : ends_on_source()) add(before_, layout, src_, layout);
     for (const Layout& layout : starts_on(goal_)) add(after_, layout, layout, goal_);
     try_pair(before_.front(), after_.front());
-    // If nothing is pending, going straight receives and sends the fewest bytes.
+    // If nothing is pending, the direct crossing receives and sends the fewest bytes.
     if (!is_for_time() && src_.partial_dims().empty()) return std::move(best_);
     try_pairs(0);
     const size_t known = after_.size();
@@ -99,19 +96,19 @@ class Crossings {
   }
 
  private:
-  // Moves on one mesh, and their layout at the crossing. The moves are searched for when they are needed.
+  // The moves on one mesh before or after the crossing. The steps are computed when they are needed.
   struct Leg {
     Layout layout;
     Layout from;
     Layout to;
-    int64_t elements;  // of the largest part
-    Cost at_least;     // exact once the steps are known
+    int64_t elements;  // size of the largest part
+    Cost at_least;     // lower bound; exact once the steps are known
     std::optional<std::vector<Step>> steps;
-    int64_t sent_bytes = 0;      // the sum of what the busiest rank of each step sends
-    int64_t received_bytes = 0;  // the same of what is received
+    int64_t sent_bytes = 0;      // sum over steps of the bytes that the busiest rank sends
+    int64_t received_bytes = 0;  // sum over steps of the bytes that the busiest rank receives
   };
 
-  // Tries pairs of the legs before the crossing with those from a number on after it.
+  // Tries all pairs of a leg before the crossing and a leg after it, from index `first` of the latter on.
   void try_pairs(size_t first) {
     struct Pair {
       Cost at_least;
@@ -133,11 +130,12 @@ class Crossings {
     }
   }
 
-  // In segments, what a rank does in all steps together counts, rather than the sum of what the busiest ranks of the
-  // steps do. So pairs are tried in the order of the longest of their moves, also with stripes that are balanced.
+  // Replaces the best plan by one that is faster in segments. In segments the time depends on the work of one rank in
+  // all steps together, not on the sum of the steps' busiest ranks. So pairs are tried in the order of their longest
+  // move, also with balanced stripes.
   void prefer_in_segments() {
-    // Only ranks of both meshes have something to send in the crossing and after it. Where no more is sent than
-    // received, shorter stripes for them relieve nobody who keeps others waiting.
+    // Only ranks of both meshes send both in the crossing and after it. If no more is sent than received, shorter
+    // stripes for them do not make the plan faster.
     const bool is_balanced = best_sent_bytes_ <= best_received_bytes_ + best_received_bytes_ / kSegmentsAboveFraction;
     if (!encounter_.shares_ranks || is_balanced) return;
     if (!may_go_in_segments()) return;
@@ -185,9 +183,8 @@ class Crossings {
     }
   }
 
-  // Returns a lower bound on the time of moves in segments: the longest takes all of its time, and the others a
-  // segment's share of theirs, but all of their latencies come once per segment. So more segments are not always
-  // faster.
+  // Returns a lower bound on the time of moves in segments. The longest move takes all of its time, and the others one
+  // segment's share of theirs, but all latencies occur once per segment. So more segments are not always faster.
   static int64_t in_segments_at_least(std::span<const int64_t> times, int64_t latencies) {
     int64_t longest = 0;
     int64_t all = 0;
@@ -231,7 +228,7 @@ class Crossings {
     return timed_in_best_segments(plan).picoseconds;
   }
 
-  // Tries pairs over relays, in the order of what the moves around the crossings and about what the relays take.
+  // Tries pairs over relays, in the order of the time of the other moves plus the estimated time of the relays.
   void try_relays() {
     const auto [fewer, messages] = std::minmax(best_crossing_.messages, best_crossing_.sent_messages);
     const bool fans_out = best_crossing_.sent_messages == messages;
@@ -242,7 +239,7 @@ class Crossings {
     for (size_t i = 0; i < many.size(); ++i) {
       if (fans_out && is_split_in_vain(many[i])) continue;
       const RelayShapes shapes(many[i].layout, topology_);
-      std::map<int64_t, int64_t> picoseconds;  // by the number of replicas of the few
+      std::map<int64_t, int64_t> picoseconds;  // by the number of replicas of `few`
       for (size_t j = 0; j < few.size(); ++j) {
         const Cost around = many[i].at_least + few[j].at_least;
         if (!may_improve(around)) continue;
@@ -260,12 +257,13 @@ class Crossings {
   bool may_relays_pay(int64_t fewer, int64_t messages) const {
     const int64_t latency = saturating_product(messages, best_link_.message_ps);
     if (messages < kRelaysAboveRatio * fewer || latency < best_cost_->first / kRelaysAboveFraction) return false;
-    int64_t root = 1;  // the messages that are left, in each of two crossings
+    int64_t root = 1;  // messages per crossing if there are two
     while (root * root < messages) ++root;
     return saturating_product(messages - 2 * root, best_link_.message_ps) > topology_.step_ps;
   }
 
-  // Returns whether relays between the source and the goal take much less, from sizes alone.
+  // Returns true if relays between source and goal are estimated, from sizes alone, to be much faster than the best
+  // plan.
   bool is_far_above_relays(bool fans_out) const {
     const Layout& many = fans_out ? goal_ : before_.front().layout;
     const Layout& few = fans_out ? before_.front().layout : goal_;
@@ -274,14 +272,15 @@ class Crossings {
     return best_cost_->first - best_cost_->first / kRelaysAboveFraction > over_relays;
   }
 
-  // Returns whether a layout on a mesh with split dims has the parts of the goal.
+  // Returns true if the leg begins with the parts of the goal, on a mesh with split dims.
   bool is_split_in_vain(const Leg& last) const {
     if (last.layout.mesh() == goal_.mesh()) return false;
     const std::optional<Layout> whole = joined(last.layout, goal_.mesh_ptr());
     return whole && *whole == goal_;
   }
 
-  // Relays stand for blocks of the side that has more ranks: the one after the crossing if it fans out.
+  // Tries relays between two legs. They stand for blocks of the side with more ranks: the one after the crossing if
+  // `fans_out`.
   void try_relays_between(Leg& first, Leg& last, bool fans_out) {
     find_steps(first);
     find_steps(last);
@@ -306,7 +305,7 @@ class Crossings {
 
   bool is_for_time() const { return cost_.is_for_time(); }
 
-  // Adds a leg, unless a rank would hold more than is allowed or the layout is known. The first is always added.
+  // Adds a leg, unless a rank would hold more than is allowed or the layout is known. The first leg is always added.
   void add(std::vector<Leg>& legs, const Layout& layout, const Layout& from, const Layout& to) {
     const int64_t elements = layout.largest_part_elements();
     if (!legs.empty() && options_.max_held > 0 && elements > options_.max_held) return;
@@ -332,8 +331,9 @@ class Crossings {
     }
   }
 
-  // Each mesh dim may stay as it is, cut a tensor dim, or cut nothing, which saves messages but no bytes. Replicas are
-  // only sliced if a reduction is pending; otherwise sharing the sending has the same effect.
+  // Returns layouts before the crossing. Each mesh dim may stay as it is, cut a tensor dim, or cut nothing, which saves
+  // messages but no bytes. Replicas are only sliced if a reduction is pending; otherwise sharing the sending has the
+  // same effect.
   std::vector<Layout> ends_on_source() const {
     const MeshDimSet due = src_.partial_dims();
     Choices choices(without_partials(src_), tensor_dims_);
@@ -358,8 +358,8 @@ class Crossings {
     return choices.all();
   }
 
-  // The goal where its largest replicated mesh dim is split, if the best plan so far is far from what is possible. So
-  // what crosses is passed on in several steps: within nodes, and to many ranks in few messages.
+  // Returns the goals in which the largest replicated mesh dim is split, if the best plan so far is far above the lower
+  // bound. The leg after the crossing then has several steps: within nodes, and to many ranks in few messages.
   std::vector<Layout> split_goals() const {
     int largest = -1;
     for (const int d : goal_.replicated_dims().to_vector()) {
@@ -379,7 +379,7 @@ class Crossings {
     return goals;
   }
 
-  // Returns a lower bound of a crossing's cost, from sizes alone. If meshes share ranks, these may hold what they need.
+  // Returns a lower bound of a crossing's cost, from sizes alone. Ranks of both meshes may already hold what they need.
   Cost crossing_at_least(const Leg& first, const Leg& last) const {
     const int64_t item = src_.dtype().size_bytes();
     StepFigures least;
@@ -410,9 +410,9 @@ class Crossings {
     try_crossing(first, last);
   }
 
-  // Tries sharing in whole messages; from the own node first, where that may help; and to the element if some rank
-  // sends more than any receives, so that this may help. With the other objective sharing does not change the cost, and
-  // holders send as little as possible.
+  // Tries sharing in whole messages; to the element, if some rank sends more than any receives; and from the own node
+  // first, if nodes have ranks of both meshes. Under the other objective sharing does not change the cost, so senders
+  // send as little as possible.
   void try_crossing(const Leg& first, const Leg& last) {
     const GridExchange crossing(first.layout, last.layout, is_for_time() ? Sharing::kMessages : Sharing::kBytes);
     if (try_sharing(first, last, crossing) && is_for_time()) {
@@ -426,14 +426,14 @@ class Crossings {
     }
   }
 
-  // Returns whether some rank sends more than any receives.
+  // Returns true if some rank sends more than any receives.
   bool try_sharing(const Leg& first, const Leg& last, const GridExchange& crossing) {
     const Sharing sharing = crossing.sharing();
     Step step{StepOp::kCross, {}, first.layout, last.layout, sharing};
     if (sharing == Sharing::kNodes) step.ranks_per_node = topology_.ranks_per_node;
     const Cost around = first.at_least + last.at_least;
     const StepFigures least = crossing.worst_at_least();
-    // By nodes, bytes take several links, and what is listed is quickly counted.
+    // Bytes of kNodes take several links, so the bound does not apply, and its listed messages are counted quickly.
     const bool is_hopeless = sharing != Sharing::kNodes && !may_improve(around + cost_.of(step, crossing, least));
     if (is_hopeless) return least.sent_bytes > least.received_bytes;
     const StepFigures worst = crossing.totals().worst;
@@ -460,7 +460,7 @@ class Crossings {
   std::vector<Leg> after_;
   std::optional<Cost> best_cost_;
   std::vector<Step> best_;
-  // Of the best plan without relays: its crossing, and the sums of what the busiest rank of each step sends and
+  // The best plan without relays: its crossing, and the sums over steps of the bytes that the busiest rank sends and
   // receives.
   StepFigures best_crossing_;
   Link best_link_;

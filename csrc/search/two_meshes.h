@@ -1,4 +1,4 @@
-// Searches for the cheapest way from a layout on one mesh to a layout on another.
+// Searches for the cheapest plan from a layout on one mesh to a layout on another.
 #pragma once
 
 #include <vector>
@@ -7,34 +7,34 @@
 
 namespace shardwright {
 
-// Three legs: moves on the mesh of `src`, one crossing, moves on the mesh of `goal`. The layouts at both ends of
-// the crossing are chosen together. Each mesh dim may do there what it does in `src` or `goal`, cut another tensor dim,
-// or cut nothing:
+// Returns the cheapest steps of three legs: moves on the mesh of `src`, one crossing, moves on the mesh of `goal`. The
+// layouts at both ends of the crossing are chosen together. At these ends each mesh dim may do what it does in `src` or
+// `goal`, cut another tensor dim, or cut nothing:
 //
 //   before    All pending reductions are done, into cuts or replicas, and replicas may reduce a part each. Cuts may be
 //             gathered or exchanged, so that fewer messages cross.
-//   after     Replicated mesh dims may cut a tensor dim while the tensor crosses. Their ranks receive a stripe each and
-//             gather the stripes on their own mesh. Afterwards cuts may be exchanged, or replicas cut.
-//             If `may_split` and a plan is far from what is possible, the largest replicated mesh dim of `goal` may be
-//             split in two or three for this leg (search/split.h), which then ends with the same parts as `goal`
-//             on that mesh: ranks on one node gather there what the node has received once, and many ranks gather in
-//             several steps of few messages.
-//   relays    Where many messages would be sent and few received, or the other way round, several crossings may follow
-//             one another, over levels of relays (search/over_relays.h).
-//   crossing  The sending is shared in whole messages or to the element, whichever is faster.
+//   after     Replicated mesh dims may cut a tensor dim in the crossing. Their ranks receive a stripe each and gather
+//             the stripes on their own mesh. Afterwards cuts may be exchanged, or replicas cut. If `may_split` and a
+//             plan is far above the lower bound, the largest replicated mesh dim of `goal` may be split in two or three
+//             for this leg (search/split.h), which then ends with the same parts as `goal` on that mesh. Ranks on one
+//             node then gather what the node has received once, and many ranks gather in several steps of few messages.
+//   relays    If the busiest ranks send many messages and receive few, or the reverse, there may be several consecutive
+//             crossings over levels of relays (search/over_relays.h).
+//   crossing  The senders share the sending in whole messages, to the element, or by nodes, whichever is fastest.
 //
-// If a rank of both meshes sends more than the least, and the tensor may go in segments, plans are compared by the time
-// of their segments too, also with balanced stripes (search/balanced.h).
+// If a rank of both meshes sends more than the least, and the tensor may be sent in segments, plans are also compared
+// by the time of their segments, including plans with balanced stripes (search/balanced.h).
 //
-// The moves of a leg are those of cheapest_moves(). Layouts that differ from `src` or `goal` in few mesh dims come
+// The moves of a leg are those of cheapest_moves(). Layouts that differ from `src` or `goal` in few mesh dims are tried
 // first; for meshes of many dims only these are tried (two_meshes.cpp). If costs are equal, the direct crossing wins,
-// else the first in an order that depends only on the layouts. `goal` has no partials. options.groups is empty.
+// else the first in an order that depends only on the layouts. `goal` must have no partials, and options.groups must be
+// empty.
 std::vector<Step> cheapest_crossing(const Layout& src, const Layout& goal, const PlanOptions& options,
                                     const Topology& topology, bool may_split);
 
-// Returns a lower bound on the predicted picoseconds of every way between the two: one step and message of the fastest
-// link, what some rank must receive or send, what must enter or leave some node divided by its ranks, and the copy of
-// the result.
+// Returns a lower bound on the predicted picoseconds of every plan between two layouts: one step and message of the
+// fastest link, the bytes that some rank must receive or send, the bytes that must enter or leave some node divided by
+// its ranks, and the copy of the result.
 int64_t least_picoseconds_between(const Layout& src, const Layout& dst, const Topology& topology);
 
 }  // namespace shardwright
