@@ -17,8 +17,8 @@ IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector
   for (size_t t = 0; t < lists.size(); ++t) {
     std::optional<IntervalList> finer = product_of(all, lists[t], sizes[t], CutRule::kMaxRuns);
     check_user(finer.has_value(),
-               "placements: a part of the flattened dims has more than 2^20 runs, not counting what repeats; allowed "
-               "are at most 2^20");
+               "placements: a part of the flattened dims must have at most 2^20 runs (a repeating block counts once), "
+               "got more");
     all = std::move(*finer);
   }
   return all;
@@ -67,8 +67,8 @@ MeshDimSet kept_partials(const Layout& src, const Layout& dst) {
 }
 
 AxisGrids axis_grids(const Layout& src, const Layout& dst) {
-  check_invariant(src.tensor_shape() == dst.tensor_shape() && src.dtype() == dst.dtype(), "one grid for ",
-                  src.to_string(), " and ", dst.to_string());
+  check_invariant(src.tensor_shape() == dst.tensor_shape() && src.dtype() == dst.dtype(),
+                  "the layouts of one grid differ in shape or dtype: ", src, " and ", dst);
   const MeshDimSet kept = kept_partials(src, dst);
   const int flattened_dims = std::max(src.flattened(), dst.flattened());
   return {grid_of(src, kept, flattened_dims), grid_of(dst, kept, flattened_dims)};

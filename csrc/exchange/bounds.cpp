@@ -273,8 +273,8 @@ class Bounds {
 
 ExchangeBound exchange_bound(const Layout& src, const Layout& dst, int64_t ranks_per_node) {
   if (needs_rearrangement(src, dst)) return indexed_bound(src, dst, ranks_per_node);
-  check_invariant(src.shape() == dst.shape() && src.dtype() == dst.dtype(), "a bound for ", src.to_string(), " and ",
-                  dst.to_string());
+  check_invariant(src.shape() == dst.shape() && src.dtype() == dst.dtype(),
+                  "the layouts of a bound differ in shape or dtype: ", src, " and ", dst);
   const Bounds bounds(src, dst);
   if (!src.partial_dims().empty() || !dst.partial_dims().empty()) return bounds.with_pending();
   ExchangeBound bound = bounds.without_pending();

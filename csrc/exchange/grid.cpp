@@ -41,7 +41,7 @@ IntervalList seen_through(const Window& window, const IntervalList& list) {
 Grid::Grid(const Layout& layout) : Grid(layout, whole(layout)) {}
 
 Grid::Grid(const Layout& layout, const std::vector<Window>& windows) : mesh_(layout.mesh_ptr()) {
-  check_invariant(layout.partial_dims().empty(), "a grid of ", layout.to_string(), ", which is partial");
+  check_invariant(layout.partial_dims().empty(), "the layout of a grid is partial: ", layout);
   for (int d = 0; d < mesh_->ndim(); ++d) {
     if (!layout.cut_dims().contains(d)) replicating_.push_back(d);
   }
@@ -129,7 +129,7 @@ std::vector<Owned> by_place(const std::vector<IntervalList>& lists) {
   }
   std::sort(all.begin(), all.end(), [](const Owned& a, const Owned& b) { return a.interval.begin < b.interval.begin; });
   for (size_t i = 1; i < all.size(); ++i) {
-    check_invariant(all[i - 1].interval.end <= all[i].interval.begin, "parts of a source overlap at index ",
+    check_invariant(all[i - 1].interval.end <= all[i].interval.begin, "parts of the source overlap at index ",
                     all[i].interval.begin);
   }
   return all;
@@ -161,7 +161,7 @@ Runs slots_met(const std::vector<IntervalList>& lists, const IntervalList& list)
     if (elements > 0) runs.emplace_back(static_cast<int64_t>(slot), elements);
     total += elements;
   }
-  check_invariant(total <= length(list), "parts of a source overlap");
+  check_invariant(total <= length(list), "parts of the source overlap");
   return runs;
 }
 

@@ -17,8 +17,8 @@ int64_t elements_of(std::span<const Met> met) { return met.empty() ? 0 : met.bac
 
 GridExchange::GridExchange(const Layout& src, const Layout& dst, Sharing sharing, int64_t ranks_per_node)
     : GridExchange(Grid(src), Grid(dst), src.dtype().size_bytes(), sharing, 0, ranks_per_node) {
-  check_invariant(src.shape() == dst.shape() && src.dtype() == dst.dtype(), "a crossing from ", src.to_string(), " to ",
-                  dst.to_string());
+  check_invariant(src.shape() == dst.shape() && src.dtype() == dst.dtype(),
+                  "the layouts of a crossing differ in shape or dtype: ", src, " and ", dst);
 }
 
 GridExchange::GridExchange(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int64_t first_turn,
@@ -33,7 +33,7 @@ GridExchange::GridExchange(std::shared_ptr<const Parties> all, int64_t item_byte
       sharing_(sharing),
       first_turn_(first_turn % all_->src.replicas()),
       ranks_per_node_(ranks_per_node) {
-  check_invariant(sharing != Sharing::kNone, "a crossing without sharing");
+  check_invariant(sharing != Sharing::kNone, "a crossing has Sharing::kNone");
   if (sharing == Sharing::kNodes) share_among_nodes();
 }
 
@@ -42,7 +42,7 @@ GridExchange GridExchange::shared_by(Sharing sharing, int64_t ranks_per_node) co
 }
 
 GridExchange::Parties::Parties(Grid from, Grid to) : src(std::move(from)), dst(std::move(to)), ranks(src.ranks()) {
-  check_invariant(src.ndim() == dst.ndim(), "a crossing from ", src.ndim(), " to ", dst.ndim(), " dims");
+  check_invariant(src.ndim() == dst.ndim(), "the grids of a crossing have ", src.ndim(), " and ", dst.ndim(), " dims");
   for (int t = 0; t < src.ndim(); ++t) meetings.emplace_back(src.lists(t), dst.lists(t));
   const std::vector<Rank> others = dst.ranks();
   ranks.insert(ranks.end(), others.begin(), others.end());
@@ -103,7 +103,7 @@ void GridExchange::Parties::find_lines() {
 }
 
 void GridExchange::share_among_nodes() {
-  check_invariant(ranks_per_node_ > 0, "a crossing that prefers nodes of ", ranks_per_node_, " ranks");
+  check_invariant(ranks_per_node_ > 0, "a crossing with Sharing::kNodes has ", ranks_per_node_, " ranks per node");
   for (const Line& line : all_->lines) {
     std::vector<Rank> holders;
     for (int64_t turn = 0; turn < src().replicas(); ++turn) holders.push_back(holder(line, turn));

@@ -17,23 +17,23 @@ void check_side(const std::vector<Window>& windows, const std::vector<int64_t>& 
   std::vector<int> times(shape.size(), 0);
   for (const Window& window : windows) {
     if (window.tensor_dim == Window::kNoDim) {
-      check_user(window.begin == 0 && window.length == 1, argument, ": an axis without a ", side,
-                 " dim has the range [", window.begin, ", ", window.begin + window.length,
-                 ") there; allowed is [0, 1)");
+      check_user(window.begin == 0 && window.length == 1, argument, ": range of an axis without a ", side,
+                 " dim must be [0, 1), got [", window.begin, ", ", window.begin + window.length, ")");
       continue;
     }
     const auto ndim = static_cast<int>(shape.size());
-    check_user(window.tensor_dim >= 0 && window.tensor_dim < ndim, argument, ": got ", side, " dim ", window.tensor_dim,
-               "; allowed are the dims of a shape [", join(shape), "]");
+    if (window.tensor_dim < 0 || window.tensor_dim >= ndim) {
+      throw UserError(concat(argument, ": ", side, " dim must be a dim of the shape [", join(shape), "], got ",
+                             window.tensor_dim));
+    }
     ++times[window.tensor_dim];
     const int64_t size = shape[window.tensor_dim];
     check_user(window.begin >= 0 && window.length >= 0 && window.begin <= size && window.length <= size - window.begin,
-               argument, ": got the range [", window.begin, ", ", window.begin + window.length, ") of ", side, " dim ",
-               window.tensor_dim, "; allowed are ranges within its size, ", size);
+               argument, ": range of ", side, " dim ", window.tensor_dim, " must be within [0, ", size, "), got [",
+               window.begin, ", ", window.begin + window.length, ")");
   }
   for (size_t d = 0; d < times.size(); ++d) {
-    check_user(times[d] == 1, argument, ": ", side, " dim ", d, " of a shape [", join(shape), "] is on ", times[d],
-               " axes; allowed is one");
+    check_user(times[d] == 1, argument, ": ", side, " dim ", d, " must be on one axis, got ", times[d], " axes");
   }
 }
 
@@ -75,9 +75,9 @@ void IndexMap::check(const std::vector<int64_t>& src_shape, const std::vector<in
                      const std::string& argument) const {
   for (const MapAxis& axis : axes_) {
     check_user(axis.src_dim != MapAxis::kNoDim || axis.dst_dim != MapAxis::kNoDim, argument,
-               ": an axis has neither a source dim nor a destination dim; allowed are axes with one or both");
+               ": axis must have a source dim or a destination dim, got neither");
     check_user(axis.length == 1 || (axis.src_dim != MapAxis::kNoDim && axis.dst_dim != MapAxis::kNoDim), argument,
-               ": an axis with only one dim has length ", axis.length, "; allowed is 1");
+               ": length of an axis with only one dim must be 1, got ", axis.length);
   }
   check_side(src_windows(), src_shape, "source", argument);
   check_side(dst_windows(), dst_shape, "destination", argument);

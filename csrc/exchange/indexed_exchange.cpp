@@ -90,10 +90,8 @@ class IndexedExchange::Choice {
     for (const std::vector<IntervalList>* lists : sides) {
       for (const IntervalList& list : *lists) {
         runs += ascend ? samples_.most_in(list) : static_cast<int64_t>(list.size());
-        check_user(runs <= kMaxListed, "placements: to move from one order of elements to another takes lists of ",
-                   runs, " runs or more, because ",
-                   ascend ? "their repetitions coincide too seldom" : "parts of them do not ascend",
-                   "; allowed are at most 2^24");
+        check_user(runs <= kMaxListed, "placements: a change of element order must take at most 2^24 runs, got ", runs,
+                   " or more, because ", ascend ? "repetitions coincide too seldom" : "parts do not ascend");
       }
     }
     return runs;
@@ -214,8 +212,8 @@ class IndexedExchange::Choice {
 IndexedExchange::IndexedExchange(const Layout& src, const Layout& dst, Sharing sharing)
     : IndexedExchange(axis_grids(src, dst), src.dtype().size_bytes(), sharing) {
   const MeshDimSet kept = kept_partials(src, dst);
-  check_invariant(src.partial_dims() == kept && dst.partial_dims() == kept, "a rearrangement from ", src.to_string(),
-                  " to ", dst.to_string());
+  check_invariant(src.partial_dims() == kept && dst.partial_dims() == kept,
+                  "the pending reductions of a rearrangement differ: ", src, " -> ", dst);
 }
 
 IndexedExchange::IndexedExchange(AxisGrids grids, int64_t item_bytes, Sharing sharing)
@@ -224,8 +222,8 @@ IndexedExchange::IndexedExchange(AxisGrids grids, int64_t item_bytes, Sharing sh
       src_(std::move(grids.src)),
       dst_(std::move(grids.dst)),
       ranks_(united(src_.mesh->ranks(), dst_.mesh->ranks())) {
-  check_invariant(sharing != Sharing::kNone, "a rearrangement without sharing");
-  check_invariant(src_.axes.size() == dst_.axes.size(), "a rearrangement from ", src_.axes.size(), " to ",
+  check_invariant(sharing != Sharing::kNone, "a rearrangement has Sharing::kNone");
+  check_invariant(src_.axes.size() == dst_.axes.size(), "the grids of a rearrangement have ", src_.axes.size(), " and ",
                   dst_.axes.size(), " axes");
   for (size_t axis = 0; axis < src_.axes.size(); ++axis) shares_.push_back(Choice(src_, dst_, axis, sharing_).all());
   deliver();

@@ -128,7 +128,7 @@ class WorkNetwork {
     for (int t = 0; t < static_cast<int>(work_.team_sizes.size()); ++t) {
       workers += network_.is_reached(jobs_ + pools_ + t) ? work_.team_sizes[t] : 0;
     }
-    check_invariant(workers > 0, "a job that nobody may do");
+    check_invariant(workers > 0, "a job with a positive amount has no team");
     return reduced(amount, workers);
   }
 
@@ -192,7 +192,7 @@ Ratio least_worst_load(const SharedWork& work) {
 
 std::vector<std::vector<TeamShare>> shared_at(const SharedWork& work, int64_t load) {
   const WorkNetwork network(work, {load, 1});
-  check_invariant(network.flow() == all_amounts(work), "a load of ", load, " that is too low");
+  check_invariant(network.flow() == all_amounts(work), "load ", load, " is below the least load of the work");
   return network.shares();
 }
 

@@ -234,9 +234,8 @@ class Lister {
 
   void check_runs() const {
     check_user(std::ssize(held_.placed.kept()) <= CutRule::kMaxRuns,
-               "placements: a part of the flattened dims has more than 2^20 runs of what is moved; allowed are fewer "
-               "(what repeats at equal distances counts once), so move the tensor by itself first, to a layout without "
-               "flattened dims");
+               "placements: a part of the flattened dims must have at most 2^20 runs (a block that repeats at equal "
+               "distances counts once), got more; move the tensor by itself first, to a layout without flattened dims");
   }
 
   // Maximum number of intervals of a repeated block. Longer blocks are listed one by one.

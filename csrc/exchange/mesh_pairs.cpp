@@ -152,7 +152,7 @@ const MeshExchange::Transfer& MeshExchange::any_transfer(int64_t position) const
   for (const int64_t other : mesh.group(position, group_dims_)) {
     if (try_with(other)) break;
   }
-  check_invariant(any_.has_value(), "nobody exchanges anything with position ", position);
+  check_invariant(any_.has_value(), "position ", position, " exchanges no messages");
   return *any_;
 }
 

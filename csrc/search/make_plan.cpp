@@ -32,12 +32,12 @@ struct PartialWork {
 
 void check_same_tensor(const Layout& src, const Layout& dst) {
   if (src.tensor_shape() != dst.tensor_shape()) {
-    throw UserError(concat("shape: source (", join(src.tensor_shape()), ") and destination (", join(dst.tensor_shape()),
-                           ") differ"));
+    throw UserError(concat("destination must have the shape of the source, (", join(src.tensor_shape()), "), got (",
+                           join(dst.tensor_shape()), ")"));
   }
   if (!(src.dtype() == dst.dtype())) {
-    throw UserError(concat("dtype: source ", src.dtype().name(), " and destination ", dst.dtype().name(),
-                           " differ; cast before or after"));
+    throw UserError(concat("destination must have the dtype of the source, ", src.dtype().name(), ", got ",
+                           dst.dtype().name(), "; cast before or after"));
   }
 }
 
@@ -52,16 +52,17 @@ PartialWork partial_work(const Layout& src, const Layout& dst) {
   for (const int d : dst.partial_dims().to_vector()) {
     const Placement& from = src.placements()[d];
     const Placement& to = dst.placements()[d];
-    const std::string where = concat(" on mesh dim '", src.mesh().dim_names()[d], "'");
+    const std::string& mesh_dim = src.mesh().dim_names()[d];
     if (src.partial_dims().contains(d)) {
-      check_user(from == to, "placements: ", from, " cannot become ", to, where, "; reduce it to R first");
+      check_user(from == to, "placements: partial destination of ", from, " on mesh dim '", mesh_dim, "' must be ",
+                 from, ", got ", to, "; reduce it to R first");
     } else if (src.cut_dims().contains(d)) {
-      check_user(to.op == ReduceOp::kSum, "placements: ", from, " cannot become ", to, where,
-                 "; allowed is P(sum), whose other shares are zeros");
+      check_user(to.op == ReduceOp::kSum, "placements: partial destination of ", from, " on mesh dim '", mesh_dim,
+                 "' must be P(sum), got ", to, "; the other ranks' shares are zeros");
       work.zero_filled.insert(d);
     } else {
-      check_user(is_divisible(to.op), "placements: R cannot become ", to, where,
-                 "; allowed are P(sum), P(avg), P(min), P(max), P(norm p)");
+      check_user(is_divisible(to.op), "placements: partial destination of R on mesh dim '", mesh_dim,
+                 "' must be one of P(sum), P(avg), P(min), P(max), P(norm p), got ", to);
       work.partitioned.insert(d);
     }
   }
@@ -81,8 +82,8 @@ PartialWork partial_work_between(const Layout& src, const Layout& dst) {
   work.reduced = src.partial_dims();
   for (const int d : dst.partial_dims().to_vector()) {
     const Placement& to = dst.placements()[d];
-    check_user(is_divisible(to.op), "placements: a tensor on another mesh cannot become ", to, " on mesh dim '",
-               dst.mesh().dim_names()[d], "'; allowed are P(sum), P(avg), P(min), P(max), P(norm p)");
+    check_user(is_divisible(to.op), "placements: partial destination on mesh dim '", dst.mesh().dim_names()[d],
+               "' of another mesh must be one of P(sum), P(avg), P(min), P(max), P(norm p), got ", to);
     (to.op == ReduceOp::kSum && dst.ndim() > 0 ? work.zero_filled : work.partitioned).insert(d);
   }
   return work;
@@ -129,8 +130,8 @@ bool only_reduces(const Layout& from, const Layout& to) {
 
 Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   check_same_tensor(src, dst);
-  check_user(src.mesh() == dst.mesh() || options.groups.empty(), "groups: sets of mesh dims were named for ", src,
-             " -> ", dst, "; between two meshes allowed are none");
+  check_user(src.mesh() == dst.mesh() || options.groups.empty(), "groups must not be given between two meshes, got ",
+             options.groups.size(), " sets of mesh dims for ", src, " -> ", dst);
   Topology topology = options.topology ? *options.topology : Topology::named(options.lowering.default_topology);
   topology.check();
   return {src, dst, options.lowering, options.objective, std::move(topology), !options.groups.empty(), {}};
@@ -139,8 +140,8 @@ Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options
 }  // namespace
 
 bool is_ordered(const std::string& reduce, const Layout& src) {
-  check_user(reduce == "fast" || reduce == "float32" || reduce == "ordered", "reduce: '", reduce,
-             "' is not known; allowed are fast, float32, ordered");
+  check_argument(reduce == "fast" || reduce == "float32" || reduce == "ordered", "reduce",
+                 "one of fast, float32, ordered", "'", reduce, "'");
   if (reduce != "float32") return reduce == "ordered";
   if (src.dtype().kind() != DTypeKind::kFloat || src.dtype().size_bytes() != 2) return false;
   for (const int d : src.partial_dims().to_vector()) {
@@ -151,12 +152,13 @@ bool is_ordered(const std::string& reduce, const Layout& src) {
 }
 
 Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options) {
-  check_user(layouts.size() >= 2, "through: got ", layouts.size(), " layouts; a plan goes through at least two");
+  check_argument(layouts.size() >= 2, "through", "a list of at least two layouts", layouts.size());
   Plan plan = empty_plan(layouts.front(), layouts.back(), options);
   int64_t crossings = 0;
   for (size_t i = 0; i + 1 < layouts.size(); ++i) crossings += layouts[i].mesh() == layouts[i + 1].mesh() ? 0 : 1;
-  check_user(crossings == (crosses(plan) ? 1 : 0), "through: the layouts lead ", crossings,
-             " times to another mesh; allowed is once, from the mesh of the source to that of the destination");
+  check_user(crossings == (crosses(plan) ? 1 : 0), "through: number of changes to another mesh must be ",
+             crosses(plan) ? 1 : 0, ", got ", crossings,
+             "; a plan changes the mesh once, from that of the source to that of the destination, or never");
   for (size_t i = 0; i + 1 < layouts.size(); ++i) {
     check_same_tensor(layouts[i], layouts[i + 1]);
     work_between(layouts[i], layouts[i + 1]);  // throws for P(sum) to P(max), where no data would move
@@ -167,15 +169,17 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
     }
     if (!(layouts[i].mesh() == layouts[i + 1].mesh())) {
       check_user(layouts[i].partial_dims().empty() && layouts[i + 1].partial_dims().empty(),
-                 "through: no single move leads from ", layouts[i], " to ", layouts[i + 1],
-                 "; from one mesh to another go layouts without partials");
+                 "through: neighbors on different meshes must be layouts without partials, got ", layouts[i], " -> ",
+                 layouts[i + 1]);
       plan.steps.push_back({StepOp::kCross, {}, layouts[i], layouts[i + 1], Sharing::kBytes});
       continue;
     }
     if (layouts[i].partial_dims() == layouts[i + 1].partial_dims() && same_parts(layouts[i], layouts[i + 1])) continue;
     std::optional<Step> step = move_between(layouts[i], layouts[i + 1], options.groups);
-    check_user(step.has_value(), "through: no single move leads from ", layouts[i].placements_string(), " to ",
-               layouts[i + 1].placements_string(), " on ", layouts[i].mesh());
+    if (!step.has_value()) {
+      throw UserError(concat("through: neighbors must be at most one move apart, got ", layouts[i].placements_string(),
+                             " -> ", layouts[i + 1].placements_string(), " on ", layouts[i].mesh()));
+    }
     step->ordered = options.ordered && (step->op == StepOp::kAllReduce || step->op == StepOp::kReduceScatter);
     plan.steps.push_back(named_by_collective(std::move(*step)));
   }

@@ -143,15 +143,18 @@ std::vector<Step> reductions_over_groups(const Layout& src, const Layout& goal, 
     if (part.empty()) continue;
     Layout next = reduced(at, part, false);
     std::optional<Step> step = move_between(at, next, options.groups);
-    check_user(step.has_value(), "groups: none of the given ones spans ", src.mesh().names_of(part), ", over which ",
-               src.placements_string(), " is reduced; allowed are sets of mesh dims with that one");
+    if (!step.has_value()) {
+      throw UserError(concat("groups must contain the set of mesh dims ", src.mesh().names_of(part), ", over which ",
+                             src.placements_string(), " is reduced, got none"));
+    }
     step->ordered = options.ordered;
     steps.push_back(named_by_collective(std::move(*step)));
     at = std::move(next);
   }
   if (std::optional<Step> last = rearrangement(at, goal, Sharing::kMessages)) {
-    check_user(last->op == StepOp::kSlice, "groups: sets of mesh dims were named for ", src, " -> ", goal,
-               "; pieces and flattened dims are moved by all ranks together, so allowed are none");
+    check_user(last->op == StepOp::kSlice, "groups must not be given for ", src, " -> ", goal,
+               ", because all ranks together move pieces and flattened dims, got ", options.groups.size(),
+               " sets of mesh dims");
     steps.push_back(std::move(*last));
   }
   return steps;
@@ -176,7 +179,7 @@ std::vector<Step> cheapest_rearrangement(const Layout& src, const Layout& goal, 
     if (!due.empty()) {
       std::optional<Step> step = move_between(src, at);
       if (!step && scatters) continue;  // no single move makes chunks of uneven parts
-      check_invariant(step.has_value(), "no reduction from ", src, " to ", at);
+      check_invariant(step.has_value(), "no single reduction leads from ", src, " to ", at);
       step->ordered = options.ordered;
       ways.add(first, named_by_collective(std::move(*step)));
     }

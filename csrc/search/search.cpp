@@ -130,9 +130,9 @@ class Search {
         continue;
       }
       if (next < 0) {
-        throw UserError(concat("groups: no sequence of moves over the allowed sets of mesh dims leads from ",
-                               src_.placements_string(), " to ", goal_.placements_string(), " on ",
-                               src_.mesh().to_string(), "; allow more"));
+        throw UserError(concat("groups must allow a sequence of moves from ", src_.placements_string(), " to ",
+                               goal_.placements_string(), " on ", src_.mesh(),
+                               ", got none; allow more sets of mesh dims"));
       }
       if (next == kGoal) return path();
       expand(next);

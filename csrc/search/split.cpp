@@ -68,7 +68,7 @@ std::vector<int64_t> even_factors(int64_t n, int count) {
 
 std::optional<Layout> split(const Layout& layout, int mesh_dim, const std::vector<int64_t>& sizes) {
   check_invariant(!layout.cut_dims().contains(mesh_dim) && !layout.partial_dims().contains(mesh_dim), "mesh dim ",
-                  mesh_dim, " of ", layout.to_string(), " is split");
+                  mesh_dim, " of ", layout, " is to be split, but it is cut or partial");
   const Mesh& whole = layout.mesh();
   std::vector<std::string> names;
   std::vector<int64_t> dim_sizes;

@@ -749,12 +749,15 @@ TEST(Batch, ErrorsNameTheItemAndWhatIsAllowed) {
     EXPECT_NE(error_of(wrong).find(text), std::string::npos) << error_of(wrong);
   };
   EXPECT_EQ(error_of(batch(IndexMap({{0, 0, 0, 4, 4}, {1, 1, 0, 0, 6}}))), "");
-  expect(batch(IndexMap({{0, 0, 0, 9, 4}, {1, 1, 0, 0, 6}})), "item 0: got the range [9, 13) of destination dim 0");
-  expect(batch(IndexMap({{0, 0, 1, 0, 4}, {1, 1, 0, 0, 6}})), "item 0: got the range [1, 5) of source dim 0");
-  expect(batch(IndexMap({{0, 0, 0, 0, 4}})), "source dim 1 of a shape [4, 6] is on 0 axes; allowed is one");
-  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 1, 0, 0, 6}, {1, -1, 0, 0, 1}})), "is on 2 axes");
-  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, -1, 0, 0, 6}, {-1, 1, 0, 0, 1}})), "has length 6; allowed is 1");
-  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 2, 0, 0, 6}})), "got destination dim 2");
+  expect(batch(IndexMap({{0, 0, 0, 9, 4}, {1, 1, 0, 0, 6}})),
+         "item 0: range of destination dim 0 must be within [0, 12), got [9, 13)");
+  expect(batch(IndexMap({{0, 0, 1, 0, 4}, {1, 1, 0, 0, 6}})),
+         "item 0: range of source dim 0 must be within [0, 4), got [1, 5)");
+  expect(batch(IndexMap({{0, 0, 0, 0, 4}})), "source dim 1 must be on one axis, got 0");
+  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 1, 0, 0, 6}, {1, -1, 0, 0, 1}})), "must be on one axis, got 2");
+  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, -1, 0, 0, 6}, {-1, 1, 0, 0, 1}})), "must be 1, got 6");
+  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 2, 0, 0, 6}})),
+         "destination dim must be a dim of the shape [12, 6], got 2");
   expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 1, 0, 0, 6}}), "P"), "destination 0: ");
   Batch small = batch(IndexMap({{0, 0, 0, 4, 4}, {1, 1, 0, 0, 6}}));
   small.bucket_bytes = 3;
