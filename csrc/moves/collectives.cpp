@@ -31,8 +31,8 @@ Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t it
   return {(k - 1) * kept * item_bytes, (held - kept) * item_bytes, kept > 0 ? k - 1 : 0, held > kept ? k - 1 : 0};
 }
 
-// Native: that of a ring, rounded up. Composed: contributions to this rank's chunk from every peer, then every peer's
-// reduced chunk; two ranks simply exchange everything.
+// Native: the traffic of a ring, rounded up. Composed: every peer's contribution to this rank's chunk is received, then
+// every peer's reduced chunk; two ranks exchange everything.
 Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_bytes, bool native) {
   if (native) {
     const int64_t bytes = (2 * held * item_bytes * (k - 1) + k - 1) / k;

@@ -8,7 +8,8 @@
 
 namespace shardwright {
 
-// Returns a line for the plan, then one for each step. What the plan's traffic does not say of a step is computed.
+// Returns one line for the plan, then one line per step. If `traffic` is null or lacks the steps' traffic, it is
+// computed.
 std::string to_string(const Plan& plan, const TrafficTotals* traffic = nullptr);
 
 }  // namespace shardwright

@@ -10,14 +10,15 @@ namespace shardwright {
 namespace {
 
 constexpr int kMaxDimsWithAllCorners = 5;
-// All coordinates of the mesh dims whose parts do not descend are looked at, up to this many combinations.
+// Up to this many combinations of coordinates, all coordinates of the mesh dims whose parts do not descend are
+// examined.
 constexpr int64_t kMaxAllCoordinates = 64;
-// Kinds of parts of one tensor dim, and pieces of the parts of one parent, that are told apart; with more every
-// coordinate is a stretch of its own.
+// Limits on the distinct shapes of parts of a tensor dim, and on the pieces of one parent's parts. Above them every
+// coordinate becomes a range of its own.
 constexpr size_t kMaxShapes = 24;
 constexpr int64_t kMaxPiecesCompared = 4096;
 
-// The mesh dims of digits that one rank may have fixed to different values before and after.
+// Returns the mesh dims of the digits that one rank may have fixed to different values before and after.
 MeshDimSet dims_of_ties(const Matching& matching) {
   MeshDimSet dims;
   for (const Matching::Common& digit : matching.digits()) {
@@ -141,13 +142,13 @@ void RankClasses::add(const Layout& before, const Layout& after) {
 
 void RankClasses::add(const Step& step, bool by_turn) {
   add(step.before, step.after);
-  // The data that a replica sends depends on its place among the replicas.
+  // The data that a replica sends depends on its index among the replicas.
   if (step.sharing != Sharing::kNone) split_all(step.mesh_dims);
   if (!by_turn) return;
   for (const int d : step.mesh_dims.to_vector()) {
     const std::set<int64_t> starts = starts_[d];
     split_at(d, 1);
-    for (const int64_t start : starts) split_at(d, start - 1);  // a stretch's last rank may be the last that has data
+    for (const int64_t start : starts) split_at(d, start - 1);  // the last rank of a range may be the last with data
   }
 }
 
@@ -234,8 +235,8 @@ RanksSeen RankClasses::seen(int64_t at_most) const {
     count *= static_cast<int64_t>(coordinates[d].size());
   }
   if (count <= at_most) return product(coordinates);
-  // Take the outermost and the boundary coordinates, and a few inner ones where every coordinate is its own stretch. If
-  // that is still too many, take fewer, beginning with the last mesh dims.
+  // Take the outermost and the boundary coordinates, plus a few inner ones if every coordinate is its own range. If
+  // these are still too many ranks, take fewer, beginning with the last mesh dims.
   count = 1;
   for (int d = 0; d < mesh_.ndim(); ++d) {
     const int64_t size = mesh_.dim_size(d);

@@ -15,15 +15,15 @@
 namespace shardwright {
 namespace {
 
-// Returns whether first coordinates hold the most wherever they are taken.
+// Returns true if all cut rules descend. Then the largest part of every group is at its first coordinates.
 bool first_hold_most(const Layout& layout) {
   return std::all_of(layout.cuts().begin(), layout.cuts().end(), [](const std::vector<Cut>& cuts) {
     return std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.descends(); });
   });
 }
 
-// Returns whether parts are unequal and some cut is of another rule than chunks. Then ranks between the corners of a
-// group may do more than those there.
+// Returns true if parts are unequal and some cut's rule is neither strided nor chunks. Then inner ranks of a group may
+// send or receive more than its corners.
 bool is_uneven_by_rule(const Step& step) {
   if (step.before.has_equal_parts() && step.after.has_equal_parts()) return false;
   const auto has_rule = [](const Layout& layout) {
@@ -34,7 +34,7 @@ bool is_uneven_by_rule(const Step& step) {
   return has_rule(step.before) || has_rule(step.after);
 }
 
-// Over the classes of ranks in the group of first coordinates, or in all groups.
+// Returns the maxima over one rank of each class, in position 0's group if that is enough, else in all groups.
 StepFigures figures_by_walking(const Step& step, Lowering lowering) {
   StepFigures worst;
   const StepTraffic traffic(step, lowering);
@@ -97,13 +97,13 @@ int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topolog
 
 namespace {
 
-// The time of what ranks send and receive in one step, in picoseconds, by link: within nodes, and between them or over
-// a mesh dim with a link of its own.
+// The transfer times of each rank in one step, in picoseconds. Lanes separate links within nodes from links between
+// nodes (or of a mesh dim with a link of its own).
 struct Stage {
   bool communicates = false;
   int64_t latency = 0;
   enum Lane { kIn, kOut, kInBetween, kOutBetween, kNumLanes };
-  std::array<std::vector<int64_t>, kNumLanes> lanes;  // by rank
+  std::array<std::vector<int64_t>, kNumLanes> lanes;  // indexed by lane, then by index of the rank
 };
 
 Stage stage_of(const Step& step, const Plan& plan, const std::vector<Rank>& ranks) {
@@ -132,7 +132,7 @@ Stage stage_of(const Step& step, const Plan& plan, const std::vector<Rank>& rank
   return stage;
 }
 
-// The part of a step's bytes that one segment has.
+// The fraction of a step's bytes that one segment moves.
 struct Share {
   int64_t numerator = 1;
   int64_t denominator = 1;
@@ -153,7 +153,7 @@ class Pipeline {
     copies_ += scaled(plan.src.largest_part_bytes() + plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
   }
 
-  // The time of `count` segments, each of which has the same share of what is moved in a step: by default, all of it.
+  // Returns the time of `count` segments. Each segment moves the fraction shares[s] of the bytes of step s.
   int64_t picoseconds(int64_t count, const std::vector<Share>& shares, int64_t copies) const {
     const auto last = static_cast<int64_t>(stages_.size()) - 1;
     int64_t total = copies;
@@ -168,14 +168,14 @@ class Pipeline {
     return total;
   }
 
-  // The time of as many segments of this tensor, with equal shares or with these.
+  // Returns the time of this tensor in `count` segments, with equal or with the given shares.
   int64_t picoseconds_in(int64_t count) const {
     return picoseconds(count, std::vector<Share>(stages_.size(), {1, count}), copies_);
   }
   int64_t picoseconds_in(int64_t count, const std::vector<Share>& shares) const {
     return picoseconds(count, shares, copies_);
   }
-  // The time of as many tensors like this one.
+  // Returns the time of `count` tensors like this one.
   int64_t picoseconds_of(int64_t count) const {
     return picoseconds(count, std::vector<Share>(stages_.size()), saturating_product(copies_, count));
   }
@@ -202,8 +202,8 @@ class Pipeline {
   int64_t copies_ = 0;
 };
 
-// Segments that are not alike have as much of some part as of no other segment: the longest part's largest share
-// counts.
+// The shares of non-uniform segments. A step's share is the largest fraction of the longest part, before or after the
+// step, that is in one segment.
 class UnlikeSegments {
  public:
   UnlikeSegments(const Plan& plan, int tensor_dim) {
@@ -212,7 +212,7 @@ class UnlikeSegments {
     }
   }
 
-  // By step.
+  // Returns one share per step.
   std::vector<Share> shares(int64_t count) const {
     std::vector<Share> all;
     for (const auto& [before, after] : parts_) all.push_back(std::max(share(before, count), share(after, count)));
@@ -244,8 +244,7 @@ int64_t predicted_picoseconds(const Plan& plan) {
 
 namespace {
 
-// The counts of segments that are not alike that are tried, and by what fraction of the time they must be faster:
-// each of them has a program of its own.
+// Non-uniform segments have a program each, so few counts are tried, and the time must be at least 1/50 less.
 constexpr int64_t kUnlikeCounts[] = {2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32};
 constexpr int64_t kUnlikeBelowFraction = 50;
 
@@ -266,7 +265,7 @@ bool may_have_segments(const Plan& plan) {
 
 void try_unlike(const Plan& plan, const Pipeline& pipeline, TimedSegments& best) {
   const auto is_fast = [&](int64_t time) { return time < best.picoseconds - best.picoseconds / kUnlikeBelowFraction; };
-  std::vector<int64_t> counts;  // that are fast enough if shares are equal
+  std::vector<int64_t> counts;  // counts that are fast enough if shares are equal
   for (const int64_t count : kUnlikeCounts) {
     if (is_fast(pipeline.picoseconds_in(count))) counts.push_back(count);
   }

@@ -10,13 +10,13 @@
 namespace shardwright {
 namespace {
 
-// Up to this size, all members of a group are examined to name a move.
+// Up to this group size, all members are examined to name a move.
 constexpr int64_t kMaxGroupNamedExactly = 64;
-// In larger groups, up to this many corners are.
+// Maximum number of corners that are examined in larger groups.
 constexpr size_t kMaxCornersNamed = 256;
 
-// Names the collective after what the group of position 0 does. The compiler decides by what each group does, so a
-// wrong name would be unclear but harmless.
+// Names the collective by what the group of position 0 does. The compiler decides by what each group does, so a wrong
+// name would be unclear but harmless.
 StepOp data_move_op(const Step& step) {
   const MeshDimSet dims = step.mesh_dims;
   const Mesh& mesh = step.before.mesh();

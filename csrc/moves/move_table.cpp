@@ -11,7 +11,7 @@
 namespace shardwright {
 namespace {
 
-// The most pieces, over all ranks, that are walked for strided parts without digits.
+// Maximum number of pieces, over all ranks, that are compared for strided parts without digits.
 constexpr int64_t kMaxPiecesWalked = 4096;
 
 std::optional<MeshDimSet> allowed_span(MeshDimSet needed, const Mesh& mesh, const std::vector<MeshDimSet>& allowed,
@@ -110,7 +110,7 @@ std::optional<MoveTable::Move> MoveTable::move(const State& before, const State&
   for (int t = 0; t < layout_.ndim(); ++t) {
     if (before.lists[t] != after.lists[t]) dims = dims | pair(t, before.lists[t], after.lists[t]).spanned;
   }
-  // Ranks along mesh dims that do not cut `before` hold the same data, so there is nothing to receive from them.
+  // Ranks along mesh dims that do not cut `before` are replicas, so there is nothing to receive from them.
   dims = dims & before.cut_dims;
   if (dims.empty() || layout_.num_elements() == 0) {
     const MeshDimSet changed = (after.cut_dims - before.cut_dims) | (before.cut_dims - after.cut_dims);
@@ -198,13 +198,13 @@ bool MoveTable::has_equal_parts(const State& state) const {
 }
 
 StepFigures MoveTable::exchange_figures(const State& before, const State& after, const Move& move) {
-  // If digits give all figures, a rank sends as much as it receives. An exception are digits that are already cut, and
-  // that replicas will cut: only the replicas with the matching coordinate send, so these send more.
+  // If the costs follow from digits, a rank sends as much as it receives. The exception: digits that are already cut,
+  // and that replicas will cut. Only the replicas with the matching coordinate send, so they send more.
   bool differs = false;
   bool sender_differs = false;
   int64_t shared = 1;
   int64_t sources = 1;
-  int64_t receivers = 1;  // of those that send
+  int64_t receivers = 1;  // of the ranks that send
   bool is_closed = true;
   for (int t = 0; t < layout_.ndim() && is_closed; ++t) {
     const Pair& one = pair(t, before.lists[t], after.lists[t]);
@@ -221,7 +221,7 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
     }
   }
   if (is_closed && move.sharing == Sharing::kMessages) {
-    // In the line of messages that replicas share, a receiver is one stretch, or one for each of its sources.
+    // When replicas share messages, a receiver's messages are one range, or one range for each of its sources.
     return {after.elements * item_, after.elements * item_, sources, 0, 1, sources};
   }
   if (is_closed) {
@@ -240,7 +240,7 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
     raise_to(worst, exchange_traffic(before, after, varying, corner));
   }
   if (worst.messages > 0) return worst;
-  // Parts are so small that nothing moves at these corners. Something does in other groups, or between inner ranks.
+  // Parts are so small that nothing moves at these corners. Something moves in other groups, or between inner ranks.
   for (const Corner corner : corners_.of(before.cut_dims | after.cut_dims | move.mesh_dims)) {
     raise_to(worst, exchange_traffic(before, after, varying, corner));
   }
@@ -289,7 +289,7 @@ MoveTable::Distance MoveTable::distance(const State& before, const State& after)
     needed_by_node *= one.needed_by_node;
     distance.sources *= one.sources;
   }
-  // Every element with a pending reduction needs contributions of other ranks, wherever it goes.
+  // Every element with a pending reduction needs contributions of other ranks, whichever rank receives it.
   const MeshDimSet due = before.partial_dims - after.partial_dims;
   if (is_closed) {
     distance.missing = after.elements - (differs || !due.empty() ? 0 : shared);

@@ -1,8 +1,8 @@
 // Moves between layouts and their costs, for a search that needs thousands of them.
 //
-// A state of the search is a list of cuts for each tensor dim and a set of pending mesh dims. Whether a move exists and
-// how much data it sends factorises over tensor dims, because every mesh dim cuts at most one of them. So lists are
-// numbered, and the figures of a pair of lists are computed once.
+// A state of the search is a list of cuts for each tensor dim and a set of pending mesh dims. Every mesh dim cuts at
+// most one tensor dim, so the existence and the bytes of a move factorize over tensor dims. Lists of cuts are therefore
+// numbered, and the costs of each pair of lists are computed once.
 #pragma once
 
 #include <array>
@@ -25,19 +25,19 @@ using Cuts = std::vector<std::vector<Cut>>;
 class MoveTable {
  public:
   // States have the mesh, shape, dtype and pending reductions of `layout`. With `ordered`, reductions add in the order
-  // of positions; otherwise by native collectives where there are any. Mesh dims in `between` lead to other nodes.
+  // of positions; otherwise native collectives are used if there are any. Mesh dims in `between` lead to other nodes.
   MoveTable(const Layout& layout, Lowering lowering, bool ordered = false, MeshDimSet between = {});
 
   struct State {
-    std::vector<int> lists;  // by tensor dim
+    std::vector<int> lists;  // indexed by tensor dim
     MeshDimSet cut_dims;
     MeshDimSet partial_dims;
-    int64_t elements = 0;  // in the largest part
+    int64_t elements = 0;  // elements of the largest part
     bool operator==(const State& other) const { return lists == other.lists && partial_dims == other.partial_dims; }
   };
 
-  // Returns the number of a list of cuts of a tensor dim. If parts have equal size, lists that make the same parts have
-  // the same number.
+  // Returns the number of a list of cuts of a tensor dim. Lists that make the same parts share a number if the parts
+  // have equal size.
   int number(int tensor_dim, const std::vector<Cut>& cuts);
   MeshDimSet dims_of(int tensor_dim, int list) const { return lists_[tensor_dim][list].dims; }
   int64_t first_length(int tensor_dim, int list) const { return lists_[tensor_dim][list].length; }
@@ -51,42 +51,43 @@ class MoveTable {
   struct Move {
     StepOp op = StepOp::kSlice;
     MeshDimSet mesh_dims;
-    Sharing sharing = Sharing::kNone;  // the table has no figures for kBytes
+    Sharing sharing = Sharing::kNone;  // kBytes does not occur: the table has no costs for it
   };
 
-  // Returns whether the figures of a move would take so long to compute that the search should skip it.
+  // Returns true if the costs of a move would take so long to compute that the search should skip it.
   bool takes_long(const State& before, const State& after);
 
   // See move_between in move.h.
   std::optional<Move> move(const State& before, const State& after, const std::vector<MeshDimSet>& allowed);
   // Returns the exchange with its sending shared among replicas, in whole messages, if that reduces what the worst rank
-  // sends and digits tell by how much.
+  // sends and the reduction follows from digits. Otherwise returns nullopt.
   std::optional<Move> sharing_messages(const State& before, const State& after, const Move& exchange,
                                        const std::vector<MeshDimSet>& allowed);
-  // A quick test that returns false only if `move` would find no slice.
+  // A quick test: false only if `move` would not return a slice.
   bool may_be_slice(const State& before, const State& after) const;
   StepFigures figures(const State& before, const State& after, const Move& move);
-  // Returns lower bounds of an exchange's figures, from one corner. Returns nullopt if computing all is as quick.
+  // Returns lower bounds of an exchange's costs, from one corner. Returns nullopt if the exact costs are as quick to
+  // compute.
   std::optional<StepFigures> least_figures(const State& before, const State& after, const Move& move);
 
-  // Lower bounds for every sequence of moves from one state to another, pending reductions included.
+  // Lower bounds for every sequence of moves from one state to another, including pending reductions.
   struct Distance {
     int64_t missing = 0;        // elements that some rank must receive
     int64_t missing_least = 0;  // elements that every rank must receive
-    int64_t sources = 1;        // the number of ranks, itself included, whose data some rank needs
-    bool beyond_node = false;   // whether some of these are on other nodes
+    int64_t sources = 1;        // number of ranks, including itself, whose data some rank needs
+    bool beyond_node = false;   // some of these sources are on other nodes
     int64_t from_nodes = 0;     // elements that some rank must receive from other nodes
   };
   Distance distance(const State& before, const State& after);
 
  private:
-  // Tensor dim, lists before and after, mesh dims that vary, the corner.
+  // Tensor dim, list before, list after, bits of the mesh dims that vary, `last` and `base` of the corner.
   using Key = std::array<uint32_t, 6>;
   struct KeyHash {
     size_t operator()(const Key& key) const;
   };
 
-  // The overlap of a pair of lists at one position, in elements and parts.
+  // The intersection of a pair of lists at one position, in elements (own, sent) and parts (sources, receivers).
   struct Shares {
     int64_t own = 0;
     int64_t sources = 0;
@@ -94,19 +95,19 @@ class MoveTable {
     int64_t receivers = 0;
   };
 
-  // The facts about a pair of lists. All but cuts_further, takes_long and spanned hold only if is_closed.
+  // Facts about a pair of lists. All but cuts_further, takes_long and spanned are valid only if is_closed.
   struct Pair {
-    std::optional<bool> cuts_further;  // without digits, set when first asked for: only reductions ask
-    bool takes_long = false;           // there are many pieces to walk over, and digits do not help
-    bool is_closed = false;            // digits give closed formulas for what follows
+    std::optional<bool> cuts_further;  // without digits, set on first use, by reductions only
+    bool takes_long = false;           // there are many pieces to compare, and no digits
+    bool is_closed = false;            // closed formulas from digits give the following fields
     bool differs = false;              // some rank's coordinates fix the same digit to different values
     bool differs_between_nodes = false;
     MeshDimSet spanned;
-    int64_t shared = 1;          // elements in common before and after, if the digits are fixed to the same values
-    int64_t sources = 1;         // the number of parts before that overlap one part after
-    int64_t shared_by_node = 1;  // the same as `shared` for a node's ranks together
-    int64_t needed_by_node = 1;  // what a node's ranks need together, as a multiple of what one of them needs
-    // Digits that both fix, by different mesh dims; with the mesh dim that fixes them after.
+    int64_t shared = 1;          // elements in both parts of a rank, if the digits are fixed to the same values
+    int64_t sources = 1;         // number of parts before that intersect one part after
+    int64_t shared_by_node = 1;  // `shared` for the ranks of a node together
+    int64_t needed_by_node = 1;  // elements needed by a node's ranks together, as a multiple of one rank's
+    // Digits that both lists fix, by different mesh dims. mesh_dim is the mesh dim that fixes the digit after the move.
     static constexpr int kMaxTies = 6;
     struct Tie {
       int mesh_dim;
@@ -119,13 +120,13 @@ class MoveTable {
   struct List {
     std::vector<Cut> cuts;
     MeshDimSet dims;
-    int64_t length = 0;  // of the largest part
+    int64_t length = 0;  // elements of the largest part
     bool has_equal_parts = false;
-    std::optional<std::vector<Digit>> digits;  // perhaps, if parts are equal
-    bool first_is_largest = true;              // else other coordinates than the first have the largest part
+    std::optional<std::vector<Digit>> digits;  // only if parts are equal, and not always then
+    bool first_is_largest = true;              // the rank at first coordinates has the largest part
   };
 
-  // The pieces of all ranks that a walk over strided parts looks at; 1 where no cut is strided.
+  // Returns the number of pieces, over all ranks, to compare for strided parts; 1 if no cut is strided.
   int64_t pieces(int64_t n, const List& list) const;
   const Pair& pair(int tensor_dim, int before, int after);
   bool cuts_further(int tensor_dim, int before, int after);
@@ -147,14 +148,14 @@ class MoveTable {
   Lowering lowering_;
   bool ordered_;
   MeshDimSet between_;
-  int64_t node_size_;  // the number of ranks with the same coordinates on between_
+  int64_t node_size_;  // number of ranks with the same coordinates on between_
   int64_t item_;
   Corners corners_;
-  std::vector<std::vector<List>> lists_;                      // by tensor dim, by number
-  std::vector<std::map<std::vector<int64_t>, int>> numbers_;  // of lists without digits
-  std::vector<std::vector<std::vector<int>>> pair_numbers_;   // by tensor dim, list before, list after; -1: not yet
+  std::vector<std::vector<List>> lists_;                      // by tensor dim, then by number
+  std::vector<std::map<std::vector<int64_t>, int>> numbers_;  // numbers of lists without digits, by tensor dim
+  std::vector<std::vector<std::vector<int>>> pair_numbers_;   // by tensor dim, before and after list; -1: not computed
   std::vector<Pair> pairs_;
-  std::pmr::monotonic_buffer_resource memory_;  // of the two below, which only grow
+  std::pmr::monotonic_buffer_resource memory_;  // memory of shares_ and lengths_, which only grow
   std::pmr::unordered_map<Key, Shares, KeyHash> shares_{&memory_};
   std::pmr::unordered_map<Key, int64_t, KeyHash> lengths_{&memory_};
 };

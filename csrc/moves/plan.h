@@ -1,6 +1,6 @@
-// A plan: the moves that take a tensor from one layout to another.
+// A plan: the moves that lead from one layout of a tensor to another.
 //
-// A plan depends only on the two global layouts and the options, so every rank computes the same one without
+// A plan depends only on the two global layouts and the options, so every rank computes the same plan without
 // communication.
 #pragma once
 
@@ -13,16 +13,16 @@
 
 namespace shardwright {
 
-// The quantity that a plan minimises. kTime: predicted time, then steps, then messages. kBytes: bytes received by the
-// worst rank, then steps, then messages. The two differ, because small messages cost more than their bytes.
+// The quantity that a plan minimizes. kTime: predicted time, then steps, then messages. kBytes: bytes received by the
+// worst rank, then steps, then messages. The two differ because small messages cost more than their bytes.
 enum class Objective : uint8_t { kTime, kBytes };
 
 Objective parse_objective(const std::string& name);  // "time" or "bytes"; throws UserError
 const char* objective_name(Objective objective);
 
-// Into how many segments of a tensor dim, as equal as parts allow, a plan divides the tensor. Each takes all steps, and
-// the next one takes a step while the one before it takes the following one (moves/segments.h). Only plans between two
-// meshes have more than one segment.
+// A plan may move the tensor in segments of one tensor dim, as equal as parts allow. Each segment goes through all
+// steps, as in a pipeline: while one segment is in a step, the next segment is in the step before it
+// (moves/segments.h). Only plans between two meshes have more than one segment.
 struct Segments {
   int tensor_dim = 0;
   int64_t count = 1;
@@ -35,20 +35,20 @@ struct Plan {
   Lowering lowering = Lowering::kNccl;
   Objective objective = Objective::kTime;
   Topology topology;
-  // Moves only use process groups over sets of mesh dims that the user named. Otherwise smaller groups may be made for
-  // sparse moves.
+  // If true, moves only use process groups over sets of mesh dims that the user named. Otherwise sparse moves may
+  // create smaller groups.
   bool named_groups_only = false;
   std::vector<Step> steps;
   Segments segments = {};
 };
 
-// Returns whether source and destination lie on different meshes. Then one step leads from the one to the other.
+// Returns true if source and destination are on different meshes. Then one step is a crossing between them.
 bool crosses(const Plan& plan);
 
-// "float32[8, 4] on dp=2 as [S(0)] -> [R]", with the mesh of the destination where it is another.
+// Returns for example "float32[8, 4] on dp=2 as [S(0)] -> [R]", plus the destination's mesh if it differs.
 std::string ends_of(const Plan& plan);
 
-// All that have something to do with a plan: those of the meshes of source and destination, ascending.
+// Returns the ranks of the meshes of source and destination, ascending.
 std::vector<Rank> ranks_of(const Plan& plan);
 
 }  // namespace shardwright

@@ -29,7 +29,7 @@ bool communicates_once(const Step& step, Lowering lowering) {
   return is_local(step.op) || collectives_of(step.op, size, reduces_natively(step, lowering)) == 1;
 }
 
-// Calls visit(list) for what the ranks of a layout have of a tensor dim.
+// Calls visit(list) for each part of a tensor dim that ranks of a layout hold.
 template <typename Visit>
 void for_each_part(const Layout& layout, int tensor_dim, const Visit& visit) {
   const MeshDimSet cutting = dims_of(layout.cuts(tensor_dim));
@@ -40,8 +40,8 @@ int64_t num_parts(const Layout& layout, int tensor_dim) {
   return layout.mesh().group_size(dims_of(layout.cuts(tensor_dim)));
 }
 
-// The places at which parts of a tensor dim begin and end, ascending, from 0 to its size; none if there are more than
-// kMaxBorders.
+// Returns the borders of a tensor dim: the indices at which a part begins or ends, ascending, from 0 to its size.
+// Returns an empty list if there are more than kMaxBorders.
 std::vector<int64_t> borders_of(const Plan& plan, int tensor_dim) {
   std::vector<int64_t> borders{0, plan.src.shape()[tensor_dim]};
   bool are_few = true;
@@ -70,7 +70,7 @@ int64_t num_alike(Interval range, int64_t remainder, int64_t count) {
   return below(range.end) - below(range.begin);
 }
 
-// The indices of one segment, of those that are not alike.
+// Returns the indices of one of `count` non-uniform segments.
 IntervalList indices_of(const std::vector<int64_t>& borders, int64_t segment, int64_t count) {
   IntervalList indices;
   for (size_t i = 1; i < borders.size(); ++i) {
@@ -82,15 +82,15 @@ IntervalList indices_of(const std::vector<int64_t>& borders, int64_t segment, in
   return indices;
 }
 
-// The lengths of all parts of a list of n elements, where each is one run of the list.
+// Returns the lengths of all parts of a list of n elements. Each part is one run of the list.
 std::vector<int64_t> lengths_of_runs(const Cut& cut, int64_t n, int64_t k) {
   std::vector<int64_t> lengths;
   for (int64_t c = 0; c < k; ++c) lengths.push_back(cut.rule.length(n, k, c));
   return lengths;
 }
 
-// The cells of one layout: the greatest common divisor of the lengths of all runs. The last cut may make runs of
-// unequal lengths; other unequal parts have no cells.
+// Returns the cell length of one layout: the greatest common divisor of the lengths of all runs. The last cut may make
+// runs of unequal lengths; returns 0 for other unequal parts, which have no cells.
 int64_t cell_of(const Layout& layout, int tensor_dim) {
   const std::vector<Cut>& cuts = layout.cuts(tensor_dim);
   const int64_t n = layout.shape()[tensor_dim];
@@ -113,8 +113,8 @@ int64_t cell_of(const Layout& layout, int tensor_dim) {
   return cell;
 }
 
-// Rules may name sizes that a segment does not have, so the shorter dim is cut by the strided cuts that make the same
-// parts, or by runs that are as many times shorter. Mesh dims of size 1 cut nothing.
+// Rules may name sizes that a segment does not have. So the segment's dim is cut by the strided cuts that make the same
+// parts, or by runs that are `count` times shorter. Mesh dims of size 1 cut nothing.
 std::vector<Placement> placements_of_segment(const Layout& layout, const Segments& segments) {
   const int tensor_dim = segments.tensor_dim;
   std::vector<Placement> placements = layout.placements();
@@ -143,7 +143,7 @@ std::vector<Placement> placements_of_segment(const Layout& layout, const Segment
 int64_t cell_length(const Plan& plan, int tensor_dim) {
   int64_t cell = plan.src.shape()[tensor_dim];
   for_each_layout(plan, [&](const Layout& layout) {
-    if (layout.flattened() > 1) cell = 0;  // it has other dims
+    if (layout.flattened() > 1) cell = 0;  // a flattened layout has other dims
     if (cell == 0 || layout.cuts(tensor_dim).empty()) return;
     const int64_t own = cell_of(layout, tensor_dim);
     cell = own == 0 ? 0 : std::gcd(cell, own);
@@ -184,7 +184,7 @@ Layout layout_of_like_segment(const Layout& layout, const Segments& segments) {
                 StridedMeaning::kLiteral);
 }
 
-// The plan with all its layouts made anew.
+// Returns the plan with each layout replaced by make(layout).
 template <typename MakeLayout>
 Plan with_layouts(const Plan& plan, const MakeLayout& make) {
   Plan other = plan;
@@ -225,7 +225,7 @@ PartsInSegments::PartsInSegments(const Layout& layout, int tensor_dim) {
 
 int64_t PartsInSegments::most_in_one(int64_t count) const {
   int64_t most = 0;
-  std::vector<int64_t> more;  // by segment
+  std::vector<int64_t> more;  // indexed by segment
   for (const IntervalList& list : parts_) {
     int64_t at_least = 0;
     more.assign(count, 0);

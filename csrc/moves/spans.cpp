@@ -10,14 +10,15 @@ namespace {
 
 using CutList = std::vector<Cut>;
 
-// Parts on more ranks than these are not compared one by one.
+// Maximum number of ranks whose parts are compared one by one.
 constexpr int64_t kMaxCompared = int64_t{1} << 16;
 
-// The most combinations of coordinates for which uneven regions are compared.
+// Maximum number of combinations of coordinates for which uneven regions are compared.
 constexpr int64_t kMaxRegionsCompared = 4096;
 
-// The cuts as they read once `gathered` are gathered. A cut can be moved after a later one whose rule says how it then
-// reads; the last cut can be left out. Nothing where that fails.
+// Returns the cuts that remain once the mesh dims `gathered` are gathered. A gathered cut is moved behind each later
+// cut, whose rule must have a form for that (CutRule::with_gathered), and then dropped. Returns nothing if a rule has
+// no such form.
 std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gathered) {
   for (size_t i = cuts.size(); i-- > 0;) {
     if (!gathered.contains(cuts[i].mesh_dim)) continue;
@@ -31,8 +32,8 @@ std::optional<CutList> without(const Mesh& mesh, CutList cuts, MeshDimSet gather
   return cuts;
 }
 
-// The elements that the ranks hold together that differ from a position in gathered mesh dims alone. Their parts share
-// nothing.
+// Returns the disjoint parts of the ranks that differ from `position` only in gathered mesh dims: what they hold
+// together.
 std::vector<IntervalList> held_together(const Mesh& mesh, int64_t n, const CutList& cuts, MeshDimSet gathered,
                                         int64_t position) {
   std::vector<IntervalList> parts{{{0, n}}};
@@ -57,7 +58,7 @@ IntervalList united(const std::vector<IntervalList>& parts) {
   return merged;
 }
 
-// Returns whether lists that share nothing have the same indices as others that share nothing.
+// Returns true if two collections of disjoint lists have the same indices.
 bool have_the_same(const std::vector<IntervalList>& a, const std::vector<IntervalList>& b) {
   const auto repeats = [](const IntervalList& list) { return list.has_repeats(); };
   if (std::none_of(a.begin(), a.end(), repeats) && std::none_of(b.begin(), b.end(), repeats)) {
@@ -75,7 +76,7 @@ bool have_the_same(const std::vector<IntervalList>& a, const std::vector<Interva
   return shared == of_a;
 }
 
-// Leaves out the last cuts, as far as they are gathered: together, their parts are what they cut.
+// Drops trailing cuts that are gathered and partition: their parts together are the list that they cut.
 CutList without_last(CutList cuts, MeshDimSet gathered) {
   while (!cuts.empty() && gathered.contains(cuts.back().mesh_dim) && cuts.back().rule.is_partition()) cuts.pop_back();
   return cuts;
@@ -104,7 +105,7 @@ bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, con
   return true;
 }
 
-// Returns the mesh dims after the common beginning of the two lists that need not be spanned, because they cut alike
+// Returns the mesh dims after the common beginning of the two lists that need not be spanned. They cut the same way
 // before and after, whatever is gathered or cut around them.
 MeshDimSet carried_along(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, size_t common) {
   const MeshDimSet both = dims_of(std::span(before).subspan(common)) & dims_of(std::span(after).subspan(common));
@@ -117,8 +118,8 @@ bool has_other_rules(const CutList& cuts) {
   return std::any_of(cuts.begin(), cuts.end(), [](const Cut& c) { return !c.rule.is_strided_or_chunks(); });
 }
 
-// Replaces rules by the strided cuts that make the same parts, as far as parts are equal. So a list has one name
-// whether more cuts, into unequal parts, follow or not.
+// Replaces rules by the strided cuts that make the same parts, as long as parts are equal. So a list has one name
+// whether or not further cuts into unequal parts follow.
 CutList with_plain_names(const Mesh& mesh, int64_t n, CutList cuts) {
   for (Cut& c : cuts) {
     const int64_t k = mesh.dim_size(c.mesh_dim);

@@ -1,4 +1,4 @@
-// Compares lists of cuts: which ones make the same parts, and along which mesh dims data must travel between two.
+// Compares lists of cuts: equality of their parts, and the mesh dims along which data must be sent between two lists.
 #pragma once
 
 #include <cstdint>
@@ -8,23 +8,23 @@
 
 namespace shardwright {
 
-// Returns the canonical list among the lists of cuts of a tensor dim of n elements that make the same parts: S(0) over
-// b, then over a, makes the same parts as SS(0,|b|) over a, then S(0) over b. Only lists with parts of one size are
-// changed; others are returned as they are.
+// Returns the canonical one of the lists of cuts of n elements that make the same parts. Example: S(0) over b, then
+// over a, makes the same parts as SS(0,|b|) over a, then S(0) over b. Lists whose parts differ in size are returned
+// unchanged.
 std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts);
 
-// Returns whether every rank holds the same elements in both, which are on one mesh, in the same places: judging by the
-// canonical lists, and by the parts where there are rules that these do not name. On more than 2^16 ranks it may return
-// false although they do.
+// Returns true if every rank holds the same elements in the same order in both layouts, which are on one mesh. Compares
+// the canonical lists, and the parts if these have rules other than strided cuts and chunks. On more than 2^16 ranks it
+// may return false for equal parts.
 bool same_parts(const Layout& a, const Layout& b);
 
-// Returns whether each set of ranks that agree on `kept` together holds the same elements of a tensor dim of n elements
+// Returns true if each set of ranks that agree on `kept` together holds the same elements of a tensor dim of n elements
 // before and after. It may return false although they do, but never true although they do not.
 bool holds_the_same(const Mesh& mesh, int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after,
                     MeshDimSet kept);
 
-// Returns the mesh dims that a move from `before` to `after`, both canonical, must span because of this tensor dim:
-// ranks that agree on all other mesh dims together hold everything that each of them needs.
+// Returns the mesh dims that a move from `before` to `after`, both canonical, must span because of this tensor dim.
+// Then ranks that agree on all other mesh dims together hold everything that each of them needs.
 MeshDimSet spanned_dims(const Mesh& mesh, int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after);
 
 }  // namespace shardwright

@@ -11,47 +11,47 @@
 namespace shardwright {
 
 enum class StepOp : uint8_t {
-  kSlice,          // local: keep a part of what is held
-  kPartition,      // local: R -> P, so that reducing gives the value back
-  kZeroFill,       // local: S -> P(sum), own part amid zeros
-  kAllGather,      // every rank of the group gets all members' parts
-  kAllToAll,       // every rank sends every other an equal part
-  kPermute,        // every rank sends its whole part to one other
+  kSlice,          // local: keep a subset of the elements held
+  kPartition,      // local: R -> P, such that reducing gives the value back
+  kZeroFill,       // local: S -> P(sum), the own part amid zeros
+  kAllGather,      // every rank receives all members' parts
+  kAllToAll,       // every rank sends every other rank an equal part
+  kPermute,        // every rank sends its whole part to one other rank
   kExchange,       // every rank sends each peer what that peer needs
-  kReduceScatter,  // reduce, each rank keeping a part
-  kAllReduce,      // reduce, each rank keeping all
-  kCross,      // from one mesh to another, every rank sending each peer what that peer needs (exchange/grid_exchange.h)
-  kRearrange,  // the same on one mesh or between two, of pieces or of flattened dims (exchange/indexed_exchange.h)
+  kReduceScatter,  // reduce, each rank keeps a part
+  kAllReduce,      // reduce, each rank keeps all
+  kCross,      // from one mesh to another, every rank sends each peer what that peer needs (exchange/grid_exchange.h)
+  kRearrange,  // the same for pieces and flattened dims, on one mesh or between two (exchange/indexed_exchange.h)
 };
 
 const char* step_op_name(StepOp op);
 StepOp parse_step_op(const std::string& name);  // throws UserError
 bool is_local(StepOp op);
-// Returns whether a step may involve the ranks of two meshes: kCross and kRearrange.
+// Returns true if a step may involve the ranks of two meshes: kCross and kRearrange.
 bool is_crossing(StepOp op);
 
 constexpr int64_t kMaxRounds = int64_t{1} << 20;
 
 // One move from `before` to `after`, within groups of ranks that differ only in `mesh_dims`. A crossing leads from one
-// mesh to another and involves the ranks of both; it spans no mesh dims, and its sending is always shared. So does a
-// rearrangement, which may also begin and end on one mesh.
+// mesh to another and involves the ranks of both; it spans no mesh dims, and its senders always share the sending. All
+// this holds for a rearrangement too, but it may begin and end on the same mesh.
 struct Step {
   StepOp op;
   MeshDimSet mesh_dims;
   Layout before;
   Layout after;
   Sharing sharing = Sharing::kNone;
-  // For an exchange, reduction or crossing: the number of rounds in which it is carried out. Each round carries its
-  // share of every message, so that staging buffers are as many times smaller. Each round counts as a step.
+  // For an exchange, reduction or crossing: the number of rounds. Each round sends an equal share of every message, so
+  // staging buffers are `rounds` times smaller. Each round counts as a step.
   int64_t rounds = 1;
   // For a reduction: contributions are exchanged and summed by this library in the order of positions, never by a
   // native collective.
   bool ordered = false;
-  // With Sharing::kNodes: so many consecutive ranks are a node.
+  // For Sharing::kNodes: this many consecutive ranks form a node.
   int64_t ranks_per_node = 0;
 };
 
-// "all_gather over dp+tp", or "cross to stage=2,tp=4".
+// Returns for example "all_gather over dp+tp", or "cross to stage=2,tp=4".
 std::string named(const Step& step);
 
 }  // namespace shardwright

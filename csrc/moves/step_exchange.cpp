@@ -19,7 +19,7 @@ std::unique_ptr<const Exchange> exchange_of(const Step& step) {
   if (step.op == StepOp::kRearrange) {
     return std::make_unique<const IndexedExchange>(step.before, step.after, step.sharing);
   }
-  // A local step sends nothing, also where other ranks hold what a rank fills with zeros.
+  // A local step sends nothing, even if other ranks hold elements that a rank fills with zeros.
   if (is_local(step.op)) return std::make_unique<const MeshExchange>(step.before, step.after, MeshDimSet());
   return std::make_unique<const MeshExchange>(mesh_exchange_of(step));
 }

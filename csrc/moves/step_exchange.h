@@ -1,4 +1,4 @@
-// The exchange of a step: who sends which elements to whom in it.
+// The exchange of a step: the elements that each rank sends to each peer.
 #pragma once
 
 #include <memory>
@@ -10,13 +10,14 @@
 
 namespace shardwright {
 
-// The step must not reduce. It must outlive the exchange.
+// Returns the exchange of a step that does not reduce. The step must outlive the exchange.
 std::unique_ptr<const Exchange> exchange_of(const Step& step);
 
-// The same of a step that leads to another mesh.
+// Returns the exchange of a step that leads to another mesh.
 GridExchange crossing_of(const Step& step);
 
-// The exchange among the groups of a step on one mesh. That of a reduction tells which ranks hold and need what.
+// Returns the exchange within the groups of a step on one mesh. For a reduction, it has the parts that ranks hold and
+// need.
 MeshExchange mesh_exchange_of(const Step& step);
 
 }  // namespace shardwright

@@ -99,8 +99,7 @@ Traffic StepTraffic::at(int64_t position) const {
 void StepTraffic::tell_apart(RankClasses& classes) const {
   classes.add(step_);
   if (step_.op != StepOp::kAllReduce || is_native_) return;
-  // The flat range is divided into chunks, which differ if its length is not a multiple of the number of ranks and
-  // rounds.
+  // The flat range is divided into chunks, which differ in length if the range is not a multiple of ranks times rounds.
   const int64_t chunks = step_.before.mesh().group_size(step_.mesh_dims) * step_.rounds;
   const bool are_equal = step_.before.has_equal_parts() && step_.before.largest_part_elements() % chunks == 0;
   if (!are_equal) classes.split_all(step_.mesh_dims);
@@ -108,7 +107,7 @@ void StepTraffic::tell_apart(RankClasses& classes) const {
 
 std::optional<Traffic> StepTraffic::at_most() const {
   if (!step_.before.has_equal_parts() || !step_.after.has_equal_parts()) return std::nullopt;
-  // The first member of a group sums a chunk that is at least as large as any other.
+  // The first member of a group sums a chunk that is at least as large as any other chunk.
   if (step_.op == StepOp::kAllReduce && !is_native_ && !ranks_ascend(step_.before.mesh())) return std::nullopt;
   if (step_.op == StepOp::kReduceScatter || step_.op == StepOp::kAllReduce) return at(0);
   return exchange_.at_most();
@@ -126,7 +125,7 @@ std::optional<int64_t> received_by_all(const Step& step, Lowering lowering) {
   if (step.op == StepOp::kReduceScatter) return (k - 1) * held_by_all(step.after) * item;
   if (step.op == StepOp::kAllReduce) {
     if (!reduces_natively(step, lowering)) return 2 * (k - 1) * (held_by_all(step.before) / k) * item;
-    if (!step.before.has_equal_parts()) return std::nullopt;  // each rank's figure is rounded by itself
+    if (!step.before.has_equal_parts()) return std::nullopt;  // each rank's count is rounded separately
     return all_reduce_traffic(step.before.largest_part_elements(), k, 0, item, true).received_bytes *
            step.before.mesh().size();
   }
@@ -135,7 +134,7 @@ std::optional<int64_t> received_by_all(const Step& step, Lowering lowering) {
   return (held_by_all(step.after) - *kept) * item;
 }
 
-// Returns whether the examined ranks reach the upper bound of every figure, so that the maxima are exact.
+// Returns true if the examined ranks reach the upper bound of every maximum, so that the maxima are exact.
 bool reach(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
   Traffic most;
   for (const StepTraffic& step : steps) {
@@ -159,7 +158,7 @@ TrafficTotals totals(const Step& step, Lowering lowering) {
 
 namespace {
 
-// Of all steps, from those of the steps that are not local.
+// Returns the traffic of all steps, given the traffic of the steps that are not local.
 std::vector<TrafficTotals::OfStep> by_step(const Plan& plan, const std::vector<TrafficTotals::OfStep>& moving) {
   std::vector<TrafficTotals::OfStep> all;
   for (auto next = moving.begin(); const Step& step : plan.steps) {
@@ -168,7 +167,7 @@ std::vector<TrafficTotals::OfStep> by_step(const Plan& plan, const std::vector<T
   return all;
 }
 
-// Steps on either of two meshes, and those of the ranks of both, rank by rank.
+// Returns the totals of a plan with steps on two meshes. Examines the ranks of both meshes one by one.
 TrafficTotals totals_between_meshes(const Plan& plan) {
   const std::vector<Plan> plans = plan.segments.count > 1 ? plans_of_segments(plan) : std::vector<Plan>{plan};
   std::vector<TrafficOfRanks> steps;
@@ -288,8 +287,8 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
     }
     return bound;
   }
-  // Mesh dims that are partial in both keep separate sums, one per coordinate. Along mesh dims that become partial,
-  // ranks may hold any share of the value, so one holder is enough.
+  // Mesh dims that are partial in both layouts keep separate sums, one per coordinate. Along mesh dims that become
+  // partial, ranks may hold any share of the value, so one replica is enough.
   const MeshDimSet kept = src.partial_dims() & dst.partial_dims();
   const int64_t slices = mesh.group_size(kept);
   const int64_t contributions = mesh.group_size(reduced);

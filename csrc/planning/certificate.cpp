@@ -17,15 +17,16 @@
 namespace shardwright {
 namespace {
 
-// The number of ranks, itself included, whose data some rank needs. Where parts have no digits, a lower bound: how many
-// of the largest source parts fit into the largest destination part.
+// Returns the number of ranks, including itself, whose data some rank needs. If parts have no digits, returns a lower
+// bound: the number of largest source parts needed to fill the largest destination part.
 int64_t sources(const Layout& src, const Layout& dst) {
   const bool is_one_mesh = src.mesh() == dst.mesh() && !needs_rearrangement(src, dst);
   const MeshDimSet kept = src.mesh() == dst.mesh() ? dst.partial_dims() : MeshDimSet();
   const MeshDimSet reduced = src.partial_dims() - kept;
   int64_t sources = 1;
   const auto from_lengths = [&] {
-    if (!(dst.partial_dims() - kept).empty() || !(kept - src.partial_dims()).empty()) return;  // of any share
+    // Ranks may hold any share of a value that becomes partial, so nothing must be received.
+    if (!(dst.partial_dims() - kept).empty() || !(kept - src.partial_dims()).empty()) return;
     const int64_t held = src.largest_part_bytes();
     if (held > 0) sources = (dst.largest_part_bytes() + held - 1) / held;
   };
@@ -53,13 +54,13 @@ bool reduces(const Plan& plan) {
   return !(plan.src.partial_dims() - kept).empty();
 }
 
-// "3 steps with 12 messages, predicted 214 us"
+// Returns for example "3 steps with 12 messages, predicted 214 us".
 std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
   return concat(count_text(traffic.steps, "step"), " with ", count_text(traffic.messages_max, "message"),
                 ", predicted ", microseconds_text(predicted_picoseconds(plan)));
 }
 
-// Returns whether the plans send the same, whatever they were made for.
+// Returns true if the plans send the same data in the same steps, whatever objective and topology they were made for.
 bool move_alike(const Plan& a, const Plan& b) {
   return a.lowering == b.lowering && a.segments == b.segments &&
          std::equal(a.steps.begin(), a.steps.end(), b.steps.begin(), b.steps.end(), [](const Step& x, const Step& y) {
@@ -73,7 +74,7 @@ struct Leanest {
   TrafficTotals traffic;
 };
 
-// The plan with the fewest bytes. A single move that meets the bound is that plan, so no search is needed.
+// Returns the plan with the fewest bytes. A single move that meets the bound is that plan, so no search is needed.
 Leanest leanest_plan(const Plan& plan, const TrafficTotals& traffic_of_plan, const Bound& bound) {
   const auto traffic_of = [&](const Plan& other) { return move_alike(other, plan) ? traffic_of_plan : totals(other); };
   PlanOptions options{plan.lowering, Objective::kBytes, false, plan.topology};
@@ -92,7 +93,7 @@ Leanest leanest_plan(const Plan& plan, const TrafficTotals& traffic_of_plan, con
   return {std::move(leanest), traffic};
 }
 
-// Explains why more than the bound is received: what the plan with the fewest bytes would take instead.
+// Explains why more bytes than the bound are received, by the costs of the plan with the fewest bytes.
 std::string about_bytes(const Plan& plan, const Certificate& certificate) {
   const auto [leanest, theirs] = leanest_plan(plan, certificate.traffic, certificate.received);
   const TrafficTotals& ours = certificate.traffic;
@@ -104,8 +105,8 @@ std::string about_bytes(const Plan& plan, const Certificate& certificate) {
                 bytes_text(theirs.received_bytes_max), ") takes ", in_short(leanest, theirs));
 }
 
-// The bytes that the busiest rank sends, and those that it must: without forwarding, by those that need the data, and
-// by any rank.
+// Returns a sentence about the bytes that the busiest rank sends, and their lower bounds: without forwarding, and with
+// it.
 std::string about_senders(const Certificate& certificate) {
   const ExchangeBound& bound = *certificate.crossing;
   return concat("the busiest rank sends ", bytes_text(certificate.traffic.sent_bytes_max),
@@ -138,13 +139,14 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
   }
   certificate.least_steps = must_travel > 0 ? 1 : 0;
   if (must_travel > 0) {
-    // On one mesh all ranks of a step receive alike, so messages at most double what a rank knows of. Between meshes
-    // some ranks may receive first and others later, and a chain of them needs one message each.
+    // On one mesh, with every message a rank at most doubles the number of ranks whose data it has, because all ranks
+    // of a step receive at the same time. Between meshes some ranks may receive first and others later, so a chain of
+    // ranks needs only one message each.
     const auto needed = static_cast<uint64_t>(sources(plan.src, plan.dst));
     certificate.least_messages = crosses(plan) ? 1 : std::max<int64_t>(std::bit_width(needed - 1), 1);
   }
   certificate.least_peak_bytes = plan.steps.empty() ? 0 : plan.dst.largest_part_bytes();
-  // If nothing must travel, a copy may be all, or not even that.
+  // If nothing must be received, a plan may consist of a copy, or of no step at all.
   const int64_t copies =
       plan.steps.empty() ? 0 : scaled(plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
   certificate.least_ps = must_travel > 0 ? least_picoseconds(plan) : std::min(least_picoseconds(plan), copies);

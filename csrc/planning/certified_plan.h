@@ -1,4 +1,4 @@
-// Plans together with their figures.
+// Plans together with their costs and certificates.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace shardwright {
 
-// A plan whose traffic, bound, peak memory, certificate and remarks are each computed on first use and then kept.
+// A plan whose traffic, bound, peak memory, certificate and remarks are each computed on first use and then cached.
 // Thread-safe.
 class CertifiedPlan {
  public:

@@ -41,7 +41,7 @@ class Hash {
   uint64_t hash_ = 0;
 };
 
-// Returns whether both are null, or point to equal pins.
+// Returns true if both are null or point to equal pins.
 bool equal_pins(const PinsPtr& a, const PinsPtr& b) { return a == b || (a && b && *a == *b); }
 
 PinsPtr null_if_empty(PinsPtr pins) { return pins && pins->size() > 0 ? std::move(pins) : nullptr; }

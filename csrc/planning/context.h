@@ -1,7 +1,8 @@
 // The planning context: everything that a plan depends on besides its two layouts.
 //
-// Every function that plans takes a context. None of them reads a table, a pin or an environment variable by itself. So
-// a plan cached under its layouts and context is the plan that planning again would make, on every rank, at any time.
+// Every function that plans takes a context, and none of them reads a table, a pin or an environment variable itself.
+// So a plan cached under its layouts and context is the plan that planning again would produce, on every rank, at any
+// time.
 #pragma once
 
 #include <cstddef>
@@ -23,18 +24,18 @@ namespace shardwright {
 class Pins;
 using PinsPtr = std::shared_ptr<const Pins>;
 
-// Pinned plans by layouts and lowering: plans that are used in place of what the search would find. Immutable; changes
-// return a new object.
+// Pinned plans by layouts and lowering. A pinned plan is used instead of searching for one. Immutable; changes return a
+// new object.
 class Pins {
  public:
   // Returns null if no plan is pinned.
   CertifiedPlanPtr find(const Layout& src, const Layout& dst, const Lowering& lowering) const;
-  // Pins this plan for its own layouts and lowering, replacing any other.
+  // Pins this plan for its own layouts and lowering, in place of any plan pinned for them.
   PinsPtr with(CertifiedPlanPtr plan) const;
   // Throws UserError if nothing is pinned for the layouts and lowering of this plan.
   PinsPtr without(const Plan& plan) const;
 
-  // Returns all plans on a mesh with this lowering, in an order that is the same in every process.
+  // Returns all plans on a mesh with this lowering. The order is the same in every process.
   std::vector<CertifiedPlanPtr> on(const Mesh& mesh, const Lowering& lowering) const;
 
   size_t size() const { return plans_.size(); }
@@ -64,25 +65,25 @@ class Pins {
 class PlanningContext;
 using ContextPtr = std::shared_ptr<const PlanningContext>;
 
-// An immutable value that is shared.
+// Immutable and shared.
 class PlanningContext : public std::enable_shared_from_this<PlanningContext> {
  public:
-  // Options without a topology get the default of their lowering. `pins` may be null.
-  // Throws UserError on a negative memory limit and on a topology that Topology::check refuses.
+  // Options without a topology get the default of their lowering. `pins` may be null. Throws UserError if the memory
+  // limit is negative or Topology::check throws.
   static ContextPtr make(PlanOptions options, std::optional<int64_t> memory_limit = std::nullopt,
                          PinsPtr pins = nullptr);
 
-  // The settings that the search depends on: lowering, objective, topology (always set), groups, ...
+  // The settings of the search: lowering, objective, topology (always set), groups and so on.
   const PlanOptions& options() const { return options_; }
   const Lowering& lowering() const { return options_.lowering; }
   const Topology& topology() const { return *options_.topology; }
   std::optional<int64_t> memory_limit() const { return memory_limit_; }
 
-  // The plan that is pinned for this pair of layouts, or null. It takes precedence over the search, whatever the
+  // Returns the plan that is pinned for these layouts, or null. It takes precedence over the search, whatever the
   // options.
   CertifiedPlanPtr pinned(const Layout& src, const Layout& dst) const;
   bool has_pins() const { return pins_ != nullptr; }
-  // The same context without pins: everything that a plan found by the search depends on.
+  // Returns this context without pins: everything that a plan found by the search depends on.
   ContextPtr without_pins() const { return without_pins_ ? without_pins_ : shared_from_this(); }
 
   bool operator==(const PlanningContext& other) const;
@@ -99,22 +100,22 @@ class PlanningContext : public std::enable_shared_from_this<PlanningContext> {
 };
 
 // The process-wide defaults for contexts: pinned plans, measured tables, and the topology of the environment.
-// Immutable, like contexts.
+// Immutable.
 struct PlanningTables {
-  PinsPtr pins;                                                          // null: none
+  PinsPtr pins;                                                          // null if there are none
   std::map<std::string, Topology, std::less<>> topologies;               // measured, by the name of a lowering
-  std::optional<Topology> environment;                                   // from the environment variable
+  std::optional<Topology> environment;                                   // set by the environment variable
   std::map<std::pair<std::string, std::string>, GemmModel> gemm_models;  // by device type and dtype
 
   bool operator==(const PlanningTables& other) const;
   size_t hash() const;
-  // A short description of each table with a hash of its content, by name. The ranks of a job compare these; hashes are
-  // the same in every process.
+  // Returns, for each table, its name and a short description with a hash of its content. The ranks of a job compare
+  // these; hashes are the same in every process.
   std::vector<std::pair<std::string, std::string>> summary() const;
 };
 
-// Returns the first of these that is set: the topology `asked` for, the source mesh's, the destination mesh's, the one
-// measured for the lowering, the environment's, the lowering's default.
+// Returns the first of these topologies that is set: `asked`, the source mesh's, the destination mesh's, the measured
+// one of the lowering, the environment's, the lowering's default.
 Topology topology_between(const Layout& src, const Layout& dst, const Lowering& lowering,
                           const std::optional<Topology>& asked, const PlanningTables& tables);
 

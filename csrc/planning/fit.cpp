@@ -16,7 +16,7 @@
 namespace shardwright {
 namespace {
 
-// Returns whether every rank that gathers sends its part from where it is. A part of several runs is packed for each
+// Returns true if every rank of a gather sends its part without packing. A part of several runs is packed for each
 // receiver.
 bool gathers_in_place(const Layout& before) {
   return before.has_equal_parts() || std::all_of(before.cuts().begin(), before.cuts().end(), [](const auto& cuts) {
@@ -24,7 +24,7 @@ bool gathers_in_place(const Layout& before) {
          });
 }
 
-// An upper bound on what a step packs, in addition to what is held before and after it.
+// Returns an upper bound on the staging bytes of a step, in addition to the parts held before and after it.
 int64_t staging_at_most(const Step& step, const Lowering& lowering) {
   if (is_local(step.op)) return 0;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
@@ -36,7 +36,7 @@ int64_t staging_at_most(const Step& step, const Lowering& lowering) {
     const int64_t received = k * step.after.largest_part_bytes();
     const bool is_native = reduces_natively(step, lowering);
     if (step.op == StepOp::kAllReduce) {
-      // Every rank receives as many shares as there are ranks, of which the longest is rounded up.
+      // Every rank receives one share per rank; the longest share is rounded up.
       const int64_t item = step.before.dtype().size_bytes();
       return is_native ? 0 : raised + held + (held / item + k - 1) / k * k * item;
     }
@@ -48,7 +48,7 @@ int64_t staging_at_most(const Step& step, const Lowering& lowering) {
   return (is_sent_in_place ? 0 : wire.sent_bytes) + wire.received_bytes + own;
 }
 
-// An upper bound on what the worst rank allocates, from the sizes of the largest parts alone.
+// Returns an upper bound on the bytes that the worst rank allocates, from the sizes of the largest parts alone.
 int64_t peak_at_most(const Plan& plan) {
   if (plan.segments.count > 1) return std::numeric_limits<int64_t>::max();
   int64_t peak = 0;
@@ -60,7 +60,7 @@ int64_t peak_at_most(const Plan& plan) {
   return peak;
 }
 
-// The number of classes of ranks that are examined when no limit was given; with one it is kMaxRanksWalked.
+// Number of classes of ranks that are examined without a limit; with a limit it is kMaxRanksWalked.
 constexpr int64_t kMaxRanksCounted = 64;
 
 std::vector<int64_t> peaks_by_step(const Plan& plan, bool has_limit) {
@@ -71,11 +71,11 @@ int64_t largest(const std::vector<int64_t>& peaks) {
   return peaks.empty() ? 0 : *std::max_element(peaks.begin(), peaks.end());
 }
 
-// With more rounds, messages get shorter but little memory is saved.
+// Maximum number of rounds. With more, messages get shorter but little memory is saved.
 constexpr int64_t kMostRounds = 256;
 
 // Splits steps into as many rounds as the limit requires. Returns the plan and its peak, which is above the limit if no
-// number of rounds suffices. The peak of a step depends on its own rounds alone, so all steps are tried at once.
+// number of rounds suffices. The peak of a step depends only on its own rounds, so all steps are tried at once.
 std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool has_limit) {
   struct Best {
     int64_t peak = std::numeric_limits<int64_t>::max();
@@ -92,7 +92,7 @@ std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool has_limit) {
       if (peaks[i] < best[i].peak) best[i] = {peaks[i], step.rounds};
       if (best[i].is_final || best[i].peak <= limit || !may_go_in_rounds(step, plan.lowering)) continue;
       const int64_t most = std::min(kMostRounds, std::max<int64_t>(step.after.largest_part_elements(), 1));
-      // Two rounds may save nothing, because the result exists already while the second runs. So more are tried.
+      // Two rounds may save nothing, because the result already exists while the second round runs. So more are tried.
       best[i].is_final = step.rounds >= most || (step.rounds > 2 && peaks[i] >= previous[i]);
       step.rounds = best[i].is_final ? best[i].rounds : std::min(2 * step.rounds, most);
       changed = changed || !best[i].is_final;
@@ -135,8 +135,8 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
   const bool has_limit = memory_limit.has_value();
   if (peak_at_most(fastest) <= limit || largest(peaks_by_step(fastest, has_limit)) <= limit) return fastest;
 
-  // Candidates are the plan asked for, the plan with the fewest bytes, which is usually one move, and both restricted
-  // to smaller intermediate layouts.
+  // The candidates are the plan of the given objective, the plan with the fewest bytes, which is usually one move, and
+  // both restricted to smaller intermediate layouts.
   std::vector<Plan> candidates;
   const int64_t item = src.dtype().size_bytes();
   const int64_t larger = std::max(src.largest_part_bytes(), dst.largest_part_bytes()) / item;
@@ -153,7 +153,7 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
         const bool is_new = std::none_of(candidates.begin(), candidates.end(),
                                          [&](const Plan& known) { return to_bytes(known) == to_bytes(candidate); });
         if (is_new) candidates.push_back(std::move(candidate));
-      } catch (const UserError&) {  // with the allowed groups, all ways lead through larger layouts
+      } catch (const UserError&) {  // the allowed groups only lead through larger layouts
       }
     }
   }

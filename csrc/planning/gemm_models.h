@@ -1,4 +1,4 @@
-// The time that products take on a type of device, by the process-wide tables.
+// Predicted times of matrix products on a type of device, from the process-wide tables.
 #pragma once
 
 #include <optional>
@@ -8,12 +8,12 @@
 
 namespace shardwright {
 
-// Returns what was measured on such a device with this dtype, or else with another: figures are for operands of 16
-// bits, and scaled. Nothing if no products were measured there.
+// Returns the model measured on such a device with this dtype, or else with another dtype: models are in terms of
+// 16-bit operands and are scaled to others. Returns nothing if no products were measured on such a device.
 std::optional<GemmModel> measured_gemm_model(const PlanningTables& tables, const std::string& device_type,
                                              const DType& dtype);
 
-// Returns the same, or else the default for the device.
+// Returns the measured model, or else the default for the device.
 GemmModel gemm_model_on(const PlanningTables& tables, const std::string& device_type, const DType& dtype);
 
 }  // namespace shardwright

@@ -32,7 +32,7 @@ std::string flag(const std::string& name, bool value) { return field(name, value
 std::string object(const std::vector<std::string>& fields) { return "{" + join(fields) + "}"; }
 std::string list(const std::vector<std::string>& items) { return "[" + join(items) + "]"; }
 
-// One field or item per line.
+// Returns the items between `open` and `close`, one per line.
 std::string spread(const char* open, const std::vector<std::string>& items, const std::string& indent,
                    const char* close) {
   if (items.empty()) return concat(open, close);
@@ -62,7 +62,7 @@ std::string json(const Layout& layout) {
   for (int t = 0; t < layout.ndim(); ++t) {
     std::vector<std::string> names;
     for (const Cut& c : layout.cuts(t)) names.push_back(quoted(layout.mesh().dim_names()[c.mesh_dim]));
-    // An order leaves out mesh dims of size 1 whose place among the others does not matter.
+    // `names` omits mesh dims of size 1 whose place among the others does not matter, so the placements are counted.
     const auto placed = std::count_if(layout.placements().begin(), layout.placements().end(),
                                       [&](const Placement& one) { return one.is_shard_like() && one.dim == t; });
     if (placed > 1) order.push_back(field(std::to_string(t), list(names)));

@@ -14,7 +14,7 @@ constexpr int kJsonVersion = 4;
 std::string to_json(const Plan& plan, const Certificate& certificate, const std::vector<std::string>& remarks);
 std::string to_json(const Topology& topology);
 
-// Returns text as a JSON string.
+// Returns the text as a quoted and escaped JSON string.
 std::string quoted(const std::string& text);
 
 }  // namespace shardwright

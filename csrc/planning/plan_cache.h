@@ -1,4 +1,4 @@
-// The cache of plans.
+// The process-wide cache of plans.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace shardwright {
 
-// Everything that a plan depends on: the key of the cache.
+// The key of the cache: everything that a plan depends on.
 struct PlanRequest {
   Layout src;
   Layout dst;
@@ -20,7 +20,7 @@ struct PlanRequest {
   size_t hash() const { return (src.hash() * 31 + dst.hash()) * 31 + context->hash(); }
 };
 
-// Bounded and thread-safe. Plans are made outside the lock.
+// A bounded, thread-safe cache. Plans are made outside the lock.
 class PlanCache {
   struct Hash {
     size_t operator()(const PlanRequest& request) const { return request.hash(); }
@@ -32,7 +32,7 @@ class PlanCache {
 
   explicit PlanCache(size_t capacity = kDefaultCapacity) : plans_(capacity) {}
 
-  // Returns the plan that is pinned in the context, else the cached one, else a new one. Throws as make_plan_within
+  // Returns the plan that is pinned in the context, else the cached plan, else a new one. Throws if make_plan_within
   // does, and then caches nothing.
   CertifiedPlanPtr get(const PlanRequest& request);
 
@@ -45,7 +45,7 @@ class PlanCache {
   Plans plans_;
 };
 
-// The cache of this process, for redistributes and for products.
+// The cache of this process, for the plans of redistributes and of products.
 PlanCache& plan_cache();
 
 }  // namespace shardwright

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::string_view kKind = "plan";
 
-// The members that are written and read, in this order; of a const table pointers to const.
+// Returns pointers to the members that are written and read, in this order (to const for a const topology).
 template <typename TopologyLike>
 auto figures_of_topology(TopologyLike& t) {
   return std::array{&t.ranks_per_node,    &t.step_ps,           &t.memory_ps_per_kib,
@@ -41,7 +41,7 @@ void write_placement(Writer& out, const Placement& placement) {
   }
 }
 
-// Fields that do not belong to its kind are dropped.
+// Fields that do not belong to the placement's kind are ignored.
 Placement read_placement(Reader& in) {
   const auto kind = in.enumerator(PlacementKind::kShardByRule);
   const int64_t dim = in.integer();
@@ -63,13 +63,13 @@ Placement read_placement(Reader& in) {
   return Placement::replicate();
 }
 
-// Shape and dtype, which all layouts of one plan share.
+// Writes shape and dtype, which all layouts of one plan share.
 void write_tensor(Writer& out, const Layout& layout) {
   out.integers(layout.tensor_shape());
   out.text(layout.dtype().name());
 }
 
-// The number of flattened dims, the placements, and the order of cuts in each tensor dim.
+// Writes the number of flattened dims, the placements, and the order of cuts in each tensor dim.
 void write_placements(Writer& out, const Layout& layout) {
   out.integer(layout.flattened());
   for (const Placement& placement : layout.placements()) write_placement(out, placement);
@@ -135,7 +135,7 @@ MeshPtr read_mesh(Reader& in) {
   return std::make_shared<Mesh>(std::move(names), std::move(sizes), in.integers());
 }
 
-// By its place among those that have a name.
+// Writes the index of the lowering in Lowering::all().
 void write(Writer& out, const Lowering& lowering) {
   const std::vector<Lowering>& all = Lowering::all();
   out.integer(std::find(all.begin(), all.end(), Lowering::named(lowering.name)) - all.begin());
@@ -218,7 +218,7 @@ void write(Writer& out, const Plan& plan) {
 Plan read_plan(Reader& in) {
   const MeshPtr mesh = read_mesh(in);
   const auto crossings = in.integer(0, static_cast<int64_t>(kMaxSteps));
-  std::vector<MeshPtr> reached;  // by the crossings
+  std::vector<MeshPtr> reached;  // the destination mesh of each crossing
   while (std::ssize(reached) + 1 < crossings) reached.push_back(read_mesh(in));
   const MeshPtr destination = crossings > 0 ? read_mesh(in) : mesh;
   reached.push_back(crossings > 0 && in.boolean() ? read_mesh(in) : destination);

@@ -1,6 +1,6 @@
-// Plans, and what they consist of, in the wire format (support/wire_format.h).
+// Plans and their parts in the wire format (support/wire_format.h).
 //
-// A layout is written without its mesh, which is written once by whatever holds the layout: a plan or a problem.
+// A layout is written without its mesh. The plan or problem that contains the layout writes the mesh once.
 #pragma once
 
 #include <string>
@@ -12,17 +12,16 @@
 
 namespace shardwright {
 
-// Equal plans give equal bytes.
+// Returns equal bytes for equal plans.
 std::string to_bytes(const Plan& plan);
 
-// Throws UserError on bytes that are damaged, of another version, or describe no plan: steps too must follow from one
-// another and be what they say.
+// Throws UserError if the bytes are damaged, of another version, or no valid plan (check_steps in planning/validate.h).
 Plan from_bytes(std::string_view bytes);
 
-// As operators take it, with what it moves as the label.
+// Returns the plan as operators take it: a label that describes the move, followed by the bytes in base64.
 std::string to_text(const Plan& plan);
 
-// The parts. What is read has passed the checks of its own constructor, so that all of these throw UserError.
+// Parts of plans. The readers throw UserError if a value does not pass the checks of its constructor.
 void write(Writer& out, const Mesh& mesh);
 void write(Writer& out, const Lowering& lowering);
 void write(Writer& out, const Topology& topology);

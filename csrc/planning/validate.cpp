@@ -23,13 +23,13 @@ bool holds_the_same_parts(const Layout& a, const Layout& b) {
   return table.state(a.cuts(), {}) == table.state(b.cuts(), {});
 }
 
-// Returns whether mesh dims that are pending in both layouts have the same reduction.
+// Returns true if mesh dims that are pending in both layouts have the same reduction.
 bool pends_alike(const Layout& a, const Layout& b) {
   const std::vector<int> both = (a.partial_dims() & b.partial_dims()).to_vector();
   return std::all_of(both.begin(), both.end(), [&](int d) { return a.placements()[d] == b.placements()[d]; });
 }
 
-// The mesh dims that become partial and whose values must be changed for it: all but P(avg), P(min) and P(max), where
+// Returns the mesh dims that become partial and require other values: all but P(avg), P(min) and P(max), for which
 // every rank may contribute the same value.
 MeshDimSet dims_to_scale(const Layout& before, const Layout& after) {
   MeshDimSet dims;
@@ -40,8 +40,8 @@ MeshDimSet dims_to_scale(const Layout& before, const Layout& after) {
   return dims;
 }
 
-// Returns whether `after` follows from `before` by partitioning the `scaled` mesh dims alone. R may also become P(avg),
-// P(min) or P(max), which leaves values as they are.
+// Returns true if `after` follows from `before` by partitioning only the `scaled` mesh dims. R may also become P(avg),
+// P(min) or P(max), which do not change values.
 bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
   for (const int d : scaled.to_vector()) {
     const ReduceOp op = after.placements()[d].op;
@@ -51,7 +51,7 @@ bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
          (before.partial_dims() - after.partial_dims()).empty() && dims_to_scale(before, after) == scaled;
 }
 
-// Returns whether the filled mesh dims are the innermost cuts before the step and P(sum) after it.
+// Returns true if the filled mesh dims are the innermost cuts before the step and P(sum) after it.
 bool fills(const Step& step) {
   const Layout& before = step.before;
   const Layout& after = step.after;
@@ -74,7 +74,7 @@ bool fills(const Step& step) {
   return true;
 }
 
-// Returns whether a step reduces, and leaves every cut that is no partition where it is.
+// Returns true if a step reduces and does not change any cut that is not a partition.
 bool reduces_parts(const Step& step) {
   if (step.op != StepOp::kAllReduce && step.op != StepOp::kReduceScatter) return false;
   if (step.before.flattened() != step.after.flattened()) return false;
@@ -89,14 +89,14 @@ bool reduces_parts(const Step& step) {
   return true;
 }
 
-// Returns whether a step is a slice in which each rank has all that it needs.
+// Returns true if a step is a slice and each rank already has all that it needs.
 bool keeps_what_is_needed(const Step& step) {
   if (step.op != StepOp::kSlice || step.before.flattened() != step.after.flattened()) return false;
   if (!(step.before.partial_dims() == step.after.partial_dims()) || !pends_alike(step.before, step.after)) return false;
   return !IndexedExchange(step.before, step.after, Sharing::kMessages).communicates();
 }
 
-// Returns whether a step that exchanges has the name of the native collective that does the same, if there is one.
+// Returns true if an exchange has the name of the equivalent native collective, if there is one.
 bool is_named_by_collective(const Step& step) {
   Step exchange = step;
   exchange.op = StepOp::kExchange;
@@ -106,9 +106,10 @@ bool is_named_by_collective(const Step& step) {
 
 constexpr int64_t kMaxPairs = int64_t{1} << 22;
 
-// Returns whether the ranks that differ only in some mesh dims hold together what each of them needs. Both layouts must
-// be partitions of one shape: then different mesh dims cut different tensor dims, so it is enough if they do in each
-// dim, and what differs in the mesh dims that cut a dim is disjoint. Returns false for more than kMaxPairs pairs.
+// Returns true if the ranks that differ only in some mesh dims together hold what each of them needs. Both layouts must
+// be partitions of one shape. Then different mesh dims cut different tensor dims, so it is enough to check each tensor
+// dim alone, and parts that differ in the mesh dims that cut it are disjoint. Returns false for more than kMaxPairs
+// pairs.
 bool hold_together_what_they_need(const Layout& before, const Layout& after, MeshDimSet mesh_dims) {
   const Mesh& mesh = before.mesh();
   for (int t = 0; t < before.ndim(); ++t) {
@@ -131,8 +132,8 @@ bool hold_together_what_they_need(const Layout& before, const Layout& after, Mes
   return true;
 }
 
-// The mesh dims that a move must span are found from the names of its layouts. Those of a plan's steps may be other
-// names of the same parts, which say less; then the parts tell.
+// Checks a move by the parts of its layouts. moves_as_named derives the mesh dims to span from the placements; a plan's
+// steps may have other placements with the same parts, for which it finds too many.
 bool moves_parts(const Step& step) {
   const bool is_local = step.op == StepOp::kSlice;
   const bool pends =
@@ -188,7 +189,7 @@ bool is_what_it_says(const Step& step, Lowering lowering) {
   return step.op == StepOp::kZeroFill ? fills(step) : moves(step);
 }
 
-// For errors: checks that pass make no text.
+// Formats placements only if a check fails.
 struct PlacementsOf {
   const Layout& layout;
   std::string to_string() const { return layout.placements_string(); }
@@ -218,7 +219,7 @@ std::vector<MeshPtr> meshes_of_relays(const Plan& plan) {
 
 namespace {
 
-// Between two meshes there may be meshes of relays, all of them ranks of the two.
+// Between two meshes there may be meshes of relays, which must consist of ranks of the two.
 void check_meshes(const Plan& plan) {
   const auto crossings = std::count_if(plan.steps.begin(), plan.steps.end(), leads_to_another_mesh);
   check_user(crossings == 0 || crosses(plan), "plan: leads ", crossings,

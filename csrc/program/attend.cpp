@@ -5,7 +5,7 @@
 namespace shardwright {
 
 std::optional<VisiblePart> visible_part(const Band& band, int64_t rows, int64_t columns) {
-  // Query i sees keys from i - most to i - least, as far as they exist.
+  // Query i sees keys i - most to i - least, if they exist.
   if (rows <= 0 || columns <= 0 || band.least > band.most) return std::nullopt;
   const int64_t first_row = std::max<int64_t>(0, band.least);
   const int64_t last_row = std::min(rows - 1, columns - 1 + band.most);

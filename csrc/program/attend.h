@@ -1,8 +1,8 @@
 // The instructions of attention, for programs (instructions.h).
 //
-// A block product is the attention of a block of queries to a block of keys and values. Its result is a *partial* one:
-// for each query the output, as if these keys were all there are, and the logarithm of the sum of the exponentials of
-// its scores (lse). Two partial results over disjoint keys merge into the partial result over both.
+// A block product is the attention of a block of queries to a block of keys and values. Its result is *partial*: for
+// each query the output, as if there were no other keys, and the logarithm of the sum of the exponentials of its scores
+// (lse). Two partial results over disjoint keys merge into the partial result over both.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ struct Heads {
   int64_t row_stride = 0;
 };
 
-// One number for each row: (batch, head, row) is at offset + batch * batch_stride + head * head_stride + row.
+// One number for each row; that of (batch, head, row) is at offset + batch * batch_stride + head * head_stride + row.
 struct HeadRows {
   BufferId buffer = kMissingBuffer;
   int64_t offset = 0;
@@ -33,15 +33,15 @@ struct HeadRows {
 
 struct AttendSizes {
   int64_t batch = 0;
-  int64_t heads = 0;        // of queries; a multiple of kv_heads
-  int64_t kv_heads = 0;     // consecutive heads of queries share one of keys and values
-  int64_t rows = 0;         // queries
-  int64_t columns = 0;      // keys
-  int64_t depth = 0;        // elements of a head of queries and keys
-  int64_t value_depth = 0;  // elements of a head of values and of results
+  int64_t heads = 0;        // number of query heads; a multiple of kv_heads
+  int64_t kv_heads = 0;     // number of heads of keys and values; consecutive query heads share one
+  int64_t rows = 0;         // number of queries
+  int64_t columns = 0;      // number of keys
+  int64_t depth = 0;        // elements per query or key head
+  int64_t value_depth = 0;  // elements per value or result head
 };
 
-// The keys that a query sees: query i of a block sees key j of another block exactly if least <= i - j <= most.
+// The keys that each query sees: query i of a block sees key j of another block exactly if least <= i - j <= most.
 struct Band {
   static constexpr int64_t kMin = std::numeric_limits<int64_t>::min() / 4;
   static constexpr int64_t kMax = std::numeric_limits<int64_t>::max() / 4;
@@ -53,7 +53,7 @@ struct Band {
   bool operator==(const Band&) const = default;
 };
 
-// The smallest rectangle that holds all pairs of a block product that see each other, and the band within it.
+// The smallest rectangle with all visible pairs of a block product, and the band within it.
 struct VisiblePart {
   int64_t first_row = 0;
   int64_t rows = 0;
@@ -62,7 +62,7 @@ struct VisiblePart {
   Band band;
 };
 
-// Returns nothing if no query sees any key. Each row and each column of the part sees something.
+// Returns nothing if no query sees any key. Otherwise each row and each column of the part has a visible pair.
 std::optional<VisiblePart> visible_part(const Band& band, int64_t rows, int64_t columns);
 
 enum class BlockShape : uint8_t {
@@ -71,21 +71,21 @@ enum class BlockShape : uint8_t {
   kTriangle,  // a square in which query i sees keys 0 to i
   kOther,
 };
-// The shape of the visible part.
+// Returns the shape of the visible part.
 BlockShape shape_of(const Band& band, int64_t rows, int64_t columns);
 
-// The number of pairs that see each other.
+// Returns the number of pairs (query, key) in which the query sees the key.
 int64_t visible_pairs(const Band& band, int64_t rows, int64_t columns);
 
-// A partial result, in float32 (in float64 for float64 operands).
+// A partial result, in float32 (float64 for float64 operands).
 struct Partial {
   Heads out;
   HeadRows lse;
 };
 
-// A tensor for each pair of a block product: element (batch, head, row, column) is at
-// offset + batch * batch_stride + head * head_stride + row * row_stride + column * column_stride. Strides of 0 repeat
-// elements. It is added to scaled scores; of dtype bool it says which keys a query sees.
+// A tensor with one element for each pair of a block product. The element of (batch, head, row, column) is at offset +
+// batch * batch_stride + head * head_stride + row * row_stride + column * column_stride. Strides of 0 repeat elements.
+// The mask is added to the scaled scores; if its dtype is bool, true means that the query sees the key.
 struct PairMask {
   BufferId buffer = kMissingBuffer;
   int64_t offset = 0;
@@ -95,7 +95,7 @@ struct PairMask {
   int64_t column_stride = 0;
 };
 
-// result = the attention of q to k and v, with scores scaled. Queries that see no key get zeros and an lse of minus
+// result = the attention of q to k and v, with scaled scores. Queries that see no key get zeros and an lse of minus
 // infinity.
 struct Attend {
   AttendSizes sizes;
@@ -105,11 +105,11 @@ struct Attend {
   Heads k;
   Heads v;
   Partial result;
-  std::optional<PairMask> mask = std::nullopt;  // with a band that leaves nothing out
+  std::optional<PairMask> mask = std::nullopt;  // requires a band in which every query sees every key
 };
 
-// dq, dk, dv += the gradients of a block product, in float32 (float64). `out` and `lse` are the whole result, not that
-// of this block, so that the gradients of all blocks sum to those of the whole.
+// dq, dk, dv += the gradients of a block product, in float32 (float64). `out` and `lse` are the result over all blocks,
+// not over this one, so the gradients of all blocks add up to the full gradients.
 struct AttendBackward {
   AttendSizes sizes;
   Band band;
@@ -126,14 +126,15 @@ struct AttendBackward {
   std::optional<PairMask> mask = std::nullopt;  // as in Attend
 };
 
-// left = left merged with right, a partial result over other keys. Only batch, heads, rows and value_depth count.
+// left = left merged with right, a partial result over other keys. Uses only batch, heads, rows and value_depth of
+// `sizes`.
 struct Merge {
   AttendSizes sizes;
   Partial left;
   Partial right;
 };
 
-// dst += src, where both have the dtype in which gradients are summed. Only batch, heads, rows and depth count.
+// dst += src, both in the dtype in which gradients are summed. Uses only batch, heads, rows and depth of `sizes`.
 struct Accumulate {
   AttendSizes sizes;
   Heads src;

@@ -7,8 +7,8 @@
 namespace shardwright {
 namespace {
 
-// The bytes of a bias for each of its pairs. A mask may differ by batch and head. A band is the same for all of them,
-// and is made of two halves, one for either side.
+// Returns the bytes of a bias per (row, column). A mask may differ by batch and head. A band is the same for all of
+// them; its bias is the sum of two halves, one for each side.
 template <typename Product>
 int64_t bytes_per_pair(const Product& o, const AttendItems& items) {
   if (!o.mask) return 2 * items.of_bias;
@@ -18,8 +18,8 @@ int64_t bytes_per_pair(const Product& o, const AttendItems& items) {
 
 int64_t aligned(int64_t columns) { return ceil_divide(columns, kBiasAlignment) * kBiasAlignment; }
 
-// Returns how many rows make a bias of at most this many pairs. Fewer columns than all are seen by rows of a band that
-// is bounded on both sides.
+// Returns the largest number of rows whose bias has at most `pairs` elements. If a band is bounded on both sides, a
+// tile of few rows sees fewer than all columns.
 int64_t rows_of_tile(const VisiblePart& part, int64_t pairs) {
   const auto fits = [&](int64_t rows) {
     const int64_t seen = part.band.most - part.band.least + rows;
@@ -65,7 +65,7 @@ int64_t bias_bytes(const Product& o, const AttendItems& items) {
   return most;
 }
 
-// Elements of padded copies: of v and `num_results` tensors shaped like the result, or of q and k.
+// Returns the elements of padded copies: of v and `num_results` tensors shaped like the result, or of q and k.
 int64_t padded_elements(const AttendSizes& s, int64_t num_results) {
   const int64_t of_queries = s.batch * s.heads * s.rows * std::max(s.depth, s.value_depth);
   const int64_t of_keys = s.batch * s.kv_heads * s.columns * std::max(s.depth, s.value_depth);

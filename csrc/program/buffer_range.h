@@ -1,4 +1,4 @@
-// The names that instructions have for memory and for each other.
+// References to buffers and instructions of a program.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@ namespace shardwright {
 // Index of a buffer in Program::buffers. It converts to an int implicitly, but an int does not convert to it.
 enum BufferId : int {};
 constexpr BufferId kInputBuffer{0};     // the first input
-constexpr BufferId kMissingBuffer{-1};  // none
+constexpr BufferId kMissingBuffer{-1};  // no buffer
 
 // Index of the instruction that started a transfer, in Program::instructions.
 enum Ticket : int {};
-constexpr Ticket kNoTicket{-1};  // nothing was started
+constexpr Ticket kNoTicket{-1};  // no transfer was started
 
 struct BufferRange {
   BufferId buffer = kMissingBuffer;

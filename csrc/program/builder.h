@@ -1,4 +1,4 @@
-// The builder that compilers write programs with, and the functions that they share.
+// The builder with which compilers write programs, and the functions that they share.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@
 
 namespace shardwright {
 
-// The program of one rank while it is being written. The layouts of a step tell on which mesh it takes place, and the
-// rank's position on that mesh, if it is part of it.
+// The program of one rank while it is being written. The layouts of a step determine its meshes and the rank's
+// positions on them; the rank may be on neither.
 class ProgramBuilder {
  public:
-  // With named_groups_only, all ranks of a step's group take part in it; otherwise only those that send or receive.
+  // With named_groups_only, all ranks of a step's group take part in it; otherwise only the ranks that send or receive.
   ProgramBuilder(DType dtype, Lowering lowering, bool named_groups_only, Rank rank);
 
   Lowering lowering() const { return lowering_; }
@@ -29,46 +29,47 @@ class ProgramBuilder {
   Program& program() { return program_; }
   const Program& program() const { return program_; }
 
-  // Error messages refer to the instructions that follow by `text`.
+  // Starts a step. Error messages refer to its instructions by `text`.
   void begin_step(std::string text);
-  // Buffers that follow have this dtype, unless another one is given. Returns the previous one.
+  // Sets the dtype of buffers that are created without one. Returns the previous dtype.
   DType begin_dtype(DType dtype) { return std::exchange(dtype_, dtype); }
-  // The all-to-alls that follow carry out this step, in `shares` parts. They send messages if these are large.
+  // The following all-to-alls carry out this step, in `shares` parts. They are sent as messages if the parts are large.
   void begin_exchanges(const Step& step, int64_t shares = 1);
   bool exchanges_by_messages() const { return exchanges_by_messages_; }
-  // The instructions that follow belong to this chunk of a pipeline; -1 for none.
+  // The following instructions belong to this chunk of a pipeline; -1 for none.
   void begin_chunk(int chunk) { chunk_ = chunk; }
 
-  // Makes a buffer of the dtype last given to begin_dtype, which is the program's at first.
+  // Creates a buffer of the dtype last given to begin_dtype, or of the program's dtype.
   BufferId new_buffer(int64_t count) { return new_buffer(count, dtype_); }
   BufferId new_buffer(int64_t count, DType dtype);
-  // Makes the next input. All inputs must be made before any other buffer.
+  // Creates the next input. All inputs must be created before any other buffer.
   BufferId new_input(std::vector<int64_t> shape) { return new_input(std::move(shape), dtype_); }
   BufferId new_input(std::vector<int64_t> shape, DType dtype);
-  // Makes a buffer the next result; it may be an input.
+  // Declares a buffer the next result. It may be an input.
   void add_output(BufferId buffer, std::vector<int64_t> shape);
   int64_t count_of(BufferId buffer) const { return program_.buffers[buffer].count; }
   BufferRange whole(BufferId buffer) const { return {buffer, 0, count_of(buffer)}; }
 
-  // Returns the ticket of the operation; it is only meaningful for a transfer.
+  // Appends an instruction. Returns its ticket, which is only meaningful for a transfer.
   Ticket emit(Operation operation);
   // Returns the last instruction if it belongs to the current step and chunk, else null.
   Instruction* last_of_chunk();
-  // These emit nothing if there is nothing to do. Then send_receive returns kNoTicket, which wait accepts.
+  // These emit nothing if there is nothing to do. In that case send_receive returns kNoTicket, which wait accepts.
   Ticket send_receive(SendReceive move);
   void wait(Ticket ticket);
   void copy(BufferId src, BufferId dst, std::vector<Box> boxes);
   void divide(BufferRange dst, double divisor);
-  // Copies what the rank holds both before and after a step.
+  // Copies the elements that the rank holds both before and after a step.
   void copy_shared(const Step& step, BufferId current, BufferId next);
 
-  // Removes and returns the instructions from the last Wait on. Returns none if there is no Wait at or after index
-  // `first`, or if something communicates after it. The caller emits what need not wait, then calls `put_back`.
+  // Removes and returns the last Wait and all instructions after it. Returns none if there is no Wait at or after index
+  // `first`, or if an instruction after it communicates. The caller emits instructions that need not wait, then calls
+  // put_back.
   std::vector<Instruction> take_last_wait(int first);
   void put_back(std::vector<Instruction> instructions);
 
-  // Return indices into the program's groups, to which a new group is added if needed: that of the step's group that
-  // this rank is in, and that of the given ranks, which ascend.
+  // Return an index into the program's groups, and add the group if it is new: this rank's group of the step, and the
+  // group of the given ranks, which must ascend.
   int group_index(const Step& step);
   int group_of_ranks(MeshDimSet mesh_dims, std::vector<Rank> ranks);
 
@@ -84,18 +85,18 @@ class ProgramBuilder {
 
 void append(std::vector<Box>& boxes, std::vector<Box> more);
 
-// The steps of a pending reduction: values are raised to a power, reduced with `op`, divided, and the root taken.
+// A pending reduction: values are raised to `power`, reduced with `op`, divided, and the root is taken.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double divisor = 1;
   double power = 1;
-  const Mesh* mesh = nullptr;  // contributions are added in the order of the positions on it
+  const Mesh* mesh = nullptr;  // contributions are added in the order of its positions
 };
 
 Reduction reduction_of(const Step& step);
 
-// Reorders ranges from the order of members of a group to that of ascending positions, so that replicas add in the same
-// order on meshes with shuffled ranks too.
+// Reorders ranges from the order of a group's members to that of ascending positions. So replicas add in the same order
+// on meshes with shuffled ranks, too.
 std::vector<BufferRange> by_position(const Mesh& mesh, const std::vector<Rank>& group,
                                      const std::vector<BufferRange>& by_index);
 
@@ -103,31 +104,31 @@ std::vector<BufferRange> by_position(const Mesh& mesh, const std::vector<Rank>& 
 std::vector<BufferRange> rows_of(const ProgramBuilder& builder, const Reduction& reduction, BufferId staging,
                                  int64_t row, int group);
 
-// result = the reduction of the parts, with the division and the root.
+// result = the reduction of the parts, including the division and the root.
 void reduce_parts(ProgramBuilder& builder, const Reduction& reduction, std::vector<BufferRange> parts,
                   BufferRange result);
 
 // Applies the division and the root after a native collective, which does neither.
 void finish_native(ProgramBuilder& builder, const Reduction& reduction, BufferRange result);
 
-// A move in stages, between which other work can be emitted: each stage but the last ends with transfers under way, and
-// each but the first begins by waiting for them.
+// A move in stages, between which other work can be emitted. Each stage but the last ends with transfers in flight, and
+// each stage but the first begins by waiting for them.
 using Stages = std::vector<std::function<void()>>;
 
-// result = the sum of `contribution` over the group, on all its ranks, computed by messages and sums of this library.
+// result = the sum of `contribution` over the group, on all its ranks. This library sends the messages and sums.
 Stages composed_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange contribution,
                            BufferRange result);
-// Reduces `data` in place by the backend's own collective.
+// Reduces `data` in place with the backend's own collective.
 Stages native_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange data);
 
-// Emits one move, from the buffer `current` that holds the layout before to the buffer `next` for the layout after.
+// Emits one move from the buffer `current`, which holds the layout before, to the buffer `next` for the layout after.
 void compile_step(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 
-// Returns the name of a step of a plan in error messages.
+// Returns the name of a plan's step for error messages.
 std::string step_text(const Plan& plan, size_t index);
 
-// Emits the steps [begin, end) of a plan, starting from the buffer `current`. Returns the buffer with the result. Error
-// messages have `of_what` in front of the name of a step.
+// Emits the steps [begin, end) of a plan, starting from the buffer `current`. Returns the buffer with the result. In
+// error messages `of_what` precedes the name of each step.
 BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, BufferId current,
                        const std::string& of_what = "");
 

@@ -8,11 +8,11 @@ namespace {
 // In larger groups, examining every pair costs more than it saves, so messages are always used.
 constexpr size_t kMaxGroupForPairs = 512;
 
-// Gloo's single messages can stall where its all-to-all does not. Among up to this many ranks, an all-to-all is faster
-// even if some pairs have nothing for each other.
+// Gloo's single messages can stall, but its all-to-all does not. Among up to this many ranks, an all-to-all is faster
+// even if some pairs exchange nothing.
 constexpr size_t kMaxSparseAllToAll = 8;
 
-// `stalls`: single messages of the transport may stall.
+// `stalls` is true if single messages of the transport may stall.
 Carrier carrier_of_exchange(size_t num_ranks, bool all_pairs_exchange, bool stalls) {
   const bool suits_all_to_all = all_pairs_exchange || (stalls && num_ranks <= kMaxSparseAllToAll);
   return suits_all_to_all ? Carrier::kAllToAll : Carrier::kMessages;

@@ -1,7 +1,8 @@
-// Decides which instruction carries a transfer, among which ranks, and what of it needs no packing. `start` and
-// `exchange` (transfers.h) turn it into instructions, and move_memory.cpp counts what these allocate.
+// Chooses the collective or messages for a transfer, the ranks that take part, and the data that needs no packing.
+// `start` and `exchange` (transfers.h) turn the choice into instructions, and move_memory.cpp counts the memory that
+// these allocate.
 //
-// Decisions depend only on what all ranks that take part know: layouts, the lowering, and who has something for whom.
+// Choices depend only on what all participating ranks have: layouts, the lowering, and which ranks exchange anything.
 #pragma once
 
 #include <cstddef>
@@ -16,36 +17,37 @@
 namespace shardwright {
 
 enum class Carrier : uint8_t {
-  kAllGather,  // the transport's all-gather: every rank sends everything that it has, equally much on all ranks
-  kAllToAll,   // among all ranks of the group
-  kMessages,   // among the ranks that have something for each other
+  kAllGather,  // the transport's all-gather: every rank sends its whole part, and all parts have one size
+  kAllToAll,   // an all-to-all among all ranks of the group
+  kMessages,   // messages between the ranks that exchange anything
 };
 
-// The part of one member of a group in a step that moves data.
+// How one member of a group takes part in a step that moves data.
 struct DataMove {
-  std::optional<Carrier> carrier;  // if there is none, the rank exchanges nothing and only copies
-  std::vector<size_t> partners;    // members of the group that take part, this one included; empty: all
+  std::optional<Carrier> carrier;  // if not set, the rank only copies and exchanges nothing
+  std::vector<size_t> partners;    // members of the group that take part, this one included; empty for all
 };
 
-// With named_groups_only all members of the group take part, otherwise only those that are connected to this one by
-// what they exchange, if the lowering narrows groups. Makes or reads the connections of the group.
+// All members take part in an all-gather, with named_groups_only, or if the lowering does not narrow groups. Otherwise
+// only this member's connected component takes part: the members connected to it by what they exchange. Computes the
+// connected components of the group on first use.
 DataMove data_move_of(const Step& step, const MeshExchange& exchange, MeshExchange::Group& group, size_t member,
                       Lowering lowering, bool named_groups_only);
 
-// For a crossing between meshes that have `num_ranks` ranks together.
+// Returns the collective or messages for a crossing; the two meshes together have `num_ranks` ranks.
 Carrier carrier_between_meshes(size_t num_ranks, Lowering lowering);
 
-// Returns true if an all-to-all should send the rank's own part along, of `own` elements: if fewer elements are then
-// packed and unpacked than are without it, the copy of the own part included.
+// Returns true if an all-to-all should include the rank's own part of `own` elements: if that packs and unpacks fewer
+// elements than leaving it out and copying it.
 inline bool own_part_travels(int64_t packed_with_it, int64_t packed_without, int64_t own) {
   return packed_with_it < packed_without + own;
 }
 
-// Finds out whether messages are one run in their tensor, as collectives need them to be: in the order in which they
-// are added, each begins where the one before ends. Empty ones are anywhere.
+// Determines whether messages are one run in their tensor, as collectives require: in the order of add(), each message
+// begins where the one before ends. Empty messages are ignored.
 class RunOfMessages {
  public:
-  // `first` is the message's place in the tensor, if it is one run there.
+  // `first` is the index of the message's first element in the tensor, if `is_run`.
   void add(int64_t count, int64_t first, bool is_run) {
     if (count == 0) return;
     if (total_ == 0) first_ = first;
@@ -54,9 +56,9 @@ class RunOfMessages {
     total_ += count;
   }
   bool is_run() const { return is_run_; }
-  int64_t first() const { return first_; }  // of the run, if there is a message
+  int64_t first() const { return first_; }  // first element of the run, if there is a message
   int64_t total() const { return total_; }
-  // For a caller that stops adding once it is known that there is no run.
+  // For callers that stop adding messages once is_run() is false.
   void set_total(int64_t total) { total_ = total; }
 
  private:
@@ -66,15 +68,16 @@ class RunOfMessages {
   int64_t total_ = 0;
 };
 
-// For the second half of a composed all-reduce, in which every rank gets the other ranks' reduced chunks. In an
-// all-to-all a rank sends a copy of its chunk for each member; `chunk_bytes` is the size of the largest chunk.
+// Returns the collective or messages for the second half of a composed all-reduce, in which every rank receives the
+// other ranks' reduced chunks. An all-to-all sends a copy of a rank's chunk to each member. `chunk_bytes` is the size
+// of the largest chunk.
 Carrier carrier_of_reduced_chunks(int64_t chunk_bytes);
 
-// Returns whether a gather is the transport's own.
+// Returns true if a gather uses the transport's own all-gather.
 bool gathers_natively(Lowering lowering, bool parts_are_equal);
 
-// Returns whether the all-to-alls that carry out a step, in `shares` parts, send a message to each peer instead of
-// using the transport's own (AllToAll::by_messages).
+// Returns true if the all-to-alls of a step, in `shares` parts, are sent as one message per peer instead of by the
+// transport's own all-to-all (AllToAll::by_messages).
 bool all_to_alls_go_by_messages(const Step& step, int64_t shares, Lowering lowering);
 
 }  // namespace shardwright

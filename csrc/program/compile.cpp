@@ -10,7 +10,7 @@
 namespace shardwright {
 namespace {
 
-// Returns one divisor per mesh dim, in mesh order: PyTorch divides once per mesh dim, and two divisions round
+// Returns one divisor per mesh dim, in mesh order. PyTorch divides once per mesh dim, and two divisions round
 // differently than one.
 std::vector<double> partition_divisors(const Step& step) {
   std::vector<double> divisors;
@@ -22,8 +22,8 @@ std::vector<double> partition_divisors(const Step& step) {
   return divisors;
 }
 
-// Divides by each divisor separately, as PyTorch does, so that results are rounded alike. The copy does the first
-// division if the dtype has fractions.
+// Divides by each divisor separately, as PyTorch does, so that results are rounded in the same way. The copy does the
+// first division if the dtype has fractions.
 void partition(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   std::vector<double> divisors = partition_divisors(step);
   std::vector<Box> boxes =
@@ -39,8 +39,8 @@ void partition(ProgramBuilder& builder, const Step& step, BufferId current, Buff
   for (const double divisor : divisors) builder.divide(builder.whole(next), divisor);
 }
 
-// Returns where the result starts in the input, by tensor dim, if all steps only slice and divide, and if the result is
-// one box of the input. Otherwise returns nullopt.
+// Returns the first index of the result in the input, by tensor dim, if all steps only slice and divide and the result
+// is one box of the input. Otherwise returns nullopt.
 std::optional<std::vector<int64_t>> box_of_input(const ProgramBuilder& builder, const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (step.op != StepOp::kSlice && step.op != StepOp::kPartition) return std::nullopt;

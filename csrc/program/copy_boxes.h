@@ -1,5 +1,5 @@
-// Strided copies in plain memory, exactly as boxes describe them. The simulator uses these; tests compare prepared
-// copies (strided_copy.h) with them.
+// Strided copies in plain memory, without any preparation of the boxes. The simulator uses them, and tests compare
+// prepared copies (strided_copy.h) with them.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace shardwright {
 
-// src and dst are the starts of row-major arrays of elements of item_bytes. They must not overlap.
+// `src` and `dst` point to row-major arrays of elements of item_bytes. They must not overlap.
 void copy_boxes(const std::vector<Box>& boxes, const void* src, void* dst, int64_t item_bytes);
 
 }  // namespace shardwright

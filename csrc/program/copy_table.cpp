@@ -8,17 +8,17 @@ namespace {
 
 struct Kept {
   TableDevice::Upload upload;
-  bool is_there = false;     // the upload is known to be done
+  bool is_there = false;     // the upload is known to be complete
   bool is_captured = false;  // a graph reads it
 };
 
-// One mutex for all copies: uploads are rare, and everything else under it is short.
+// One mutex for all copies: uploads are rare, and all other work under it is short.
 std::mutex& tables_mutex() {
   static std::mutex mutex;
   return mutex;
 }
 
-// Never destroyed, because at exit the device's allocator may already be gone.
+// Tables that graphs read. Never destroyed, because at exit the device's allocator may already be gone.
 std::vector<std::shared_ptr<void>>& tables_in_graphs() {
   static auto* tables = new std::vector<std::shared_ptr<void>>;
   return *tables;

@@ -1,4 +1,4 @@
-// Compiles steps that bring every rank what it lacks: all-gathers, all-to-alls and other exchanges on one mesh,
+// Compiles steps in which every rank receives what it lacks: all-gathers, all-to-alls and other exchanges on one mesh,
 // crossings and rearrangements.
 #include <algorithm>
 #include <map>
@@ -19,10 +19,10 @@
 namespace shardwright {
 namespace {
 
-// The part of one rank in an exchange that is carried out in rounds.
+// One rank's sends, receives and copies in an exchange that is carried out in rounds.
 class RankPart {
  public:
-  // `participants` are the ranks that may exchange something with this one, and itself, ascending.
+  // `participants` are this rank and all ranks that may exchange something with it, ascending.
   RankPart(const Exchange& exchange, std::vector<Rank> participants, Rank rank, int64_t rounds)
       : participants_(std::move(participants)),
         rank_(rank),
@@ -31,7 +31,7 @@ class RankPart {
         receives_(exchange.messages(rank, Direction::kReceive)),
         kept_(exchange.kept(rank)) {}
 
-  // A message in one round, and the index of its peer among the participants.
+  // A message in one round. `peer` is an index into the participants.
   struct Message {
     int64_t peer = -1;
     Selection elements;
@@ -64,7 +64,7 @@ class RankPart {
   std::optional<Selection> kept_;
 };
 
-// The ranks that take part in a step with this one, and what carries their messages; nullopt if nothing is sent.
+// The ranks that take part in a step with this rank, and the collective or messages that they use.
 struct Participants {
   std::vector<Rank> ranks;  // ascending, this one included
   Carrier carrier;
@@ -90,7 +90,7 @@ std::optional<Participants> participants_on_mesh(const ProgramBuilder& builder, 
   return Participants{step.before.mesh().ranks_at(partners), *move.carrier};
 }
 
-// Returns the number of elements of a selection, and where they begin on either side if they are one run there.
+// Returns the number of elements of a selection, and the first index on each side if the selection is one run there.
 Extent load_of(const Selection& elements) {
   const int64_t held = elements.contiguous_in_sender();
   const int64_t needed = elements.contiguous_in_receiver();
@@ -130,7 +130,7 @@ class CrossingMemory : public StepMemory {
 
  private:
   static BothLoads loads_of(const RankPart& part, int64_t round) {
-    std::map<int64_t, std::pair<Extent, Extent>> by_index;  // by the peer's index: what it is sent, and what it sends
+    std::map<int64_t, std::pair<Extent, Extent>> by_index;  // by index of the peer: sent to it, received from it
     for (const auto& message : part.sends(round)) by_index[message.peer].first = load_of(message.elements);
     for (const auto& message : part.receives(round)) by_index[message.peer].second = load_of(message.elements);
     if (part.kept()) by_index[part.index()];

@@ -12,7 +12,7 @@
 namespace shardwright {
 namespace {
 
-// Gives every buffer and every group that an operation names another number.
+// Replaces every buffer and every group that an operation names.
 class Renumbered {
  public:
   Renumbered(const std::vector<BufferId>& to, const std::vector<int>& groups) : to_(to), groups_(groups) {}
@@ -64,7 +64,7 @@ class Renumbered {
   const std::vector<int>& groups_;
 };
 
-// The places of a segment's elements in a rank's part if segments are alike: the same stretch of every cell of one dim.
+// The boxes of a uniform segment in a rank's part: the same range of every cell of one dim.
 class SegmentOfPart {
  public:
   SegmentOfPart(const std::vector<int64_t>& shape, const Segments& segments, int64_t cell)
@@ -104,7 +104,7 @@ class SegmentOfPart {
   int64_t after_ = 1;
 };
 
-// In which slot each instruction of a segment is, counted from the segment's first.
+// Returns the pipeline stage of each instruction, counted from the segment's first stage.
 std::vector<int64_t> slots_of(const Program& segment) {
   std::vector<int64_t> slots;
   std::vector<bool> has_waited(segment.step_texts.size());
@@ -152,11 +152,11 @@ class InSegments {
  private:
   static constexpr BufferId kOutputBuffer{1};
 
-  // The program of one segment, or of all if they are alike.
+  // The program of one segment, or of all segments if they are uniform.
   struct Written {
     Program program;
     std::vector<int64_t> slots;
-    std::vector<int> groups;  // their numbers in the whole program
+    std::vector<int> groups;  // the index in the whole program of each of its groups
   };
 
   const Written& of(int64_t segment) const { return written_[are_alike() ? 0 : segment]; }
@@ -186,7 +186,7 @@ class InSegments {
     }
   }
 
-  // The places of a rank's part of a segment in its part of all, if `is_input`, or the other way round.
+  // Returns the boxes that copy from a rank's part to its part of the segment if `is_input`, otherwise back.
   std::vector<Box> boxes_of(const Layout& layout, int64_t segment, bool is_input) const {
     if (are_alike()) {
       const SegmentOfPart part(layout.local_shape_of_rank(rank_), plan_.segments,
@@ -201,7 +201,7 @@ class InSegments {
                     : Selection(of_segment, of_all).boxes(Place::local(), Place::local());
   }
 
-  // Copies a segment of the input, or to the result.
+  // Emits the copy of a segment from the input, or to the result.
   void copy(const Layout& layout, BufferId whole, BufferId of_segment, int64_t segment, int step) {
     if (!layout.mesh().position_of(rank_)) return;
     const bool is_input = whole == kInputBuffer;
@@ -225,11 +225,11 @@ class InSegments {
   const Plan& plan_;
   Rank rank_;
   int64_t num_segments_;
-  std::vector<Plan> plans_;       // of all segments, or one for all if they are alike
-  std::vector<Written> written_;  // the same
+  std::vector<Plan> plans_;       // one per segment, or one for all if they are uniform
+  std::vector<Written> written_;  // one for each of plans_
   Program all_;
-  std::vector<std::vector<BufferId>> buffers_;  // by segment, and by the buffer's number in the segment's program
-  std::vector<std::vector<Ticket>> tickets_;    // the same of instructions
+  std::vector<std::vector<BufferId>> buffers_;  // by segment, then by buffer of the segment's program
+  std::vector<std::vector<Ticket>> tickets_;    // by segment, then by instruction of its program
 };
 
 }  // namespace

@@ -8,19 +8,20 @@
 
 namespace shardwright {
 
-// Returns the program of a rank. It has the instructions of each segment's program, which is the same for all if they
-// are alike. What a segment does up to a step's transfer is in one slot, and what it does from the Wait on in the next
-// slot, before its next transfer; the next segment is one slot behind:
+// Returns the program of a rank: the instructions of the programs of all segments (one program for all if they are
+// uniform), ordered as in a pipeline. A segment's instructions up to and including a step's transfer are in one
+// pipeline stage. Those from the Wait on are in the next stage, before the next transfer. The next segment is one stage
+// behind:
 //
-//   slot 0   segment 0: copy from the input, pack, start crossing
-//   slot 1   segment 0: wait, unpack, start gathering      segment 1: copy from the input, pack, start crossing
-//   slot 2   segment 0: wait, copy to the result           segment 1: wait, unpack, start gathering
+//   stage 0   segment 0: copy from the input, pack, start crossing
+//   stage 1   segment 0: wait, unpack, start gathering      segment 1: copy from the input, pack, start crossing
+//   stage 2   segment 0: wait, copy to the result           segment 1: wait, unpack, start gathering
 //
-// A step communicates once at most, so on all ranks the transfers of a group are in the same order.
+// A step communicates at most once, so on all ranks the transfers of a group are in the same order.
 Program compile_in_segments(const Plan& plan, Rank rank);
 
-// Calls `visit(segment, slot)` in the order of the program, also for slots in which a segment does nothing. A slot is
-// counted from the segment's first; in the last, number `num_steps`, the result is copied.
+// Calls `visit(segment, stage)` in the order of the program, even for stages in which a segment does nothing. A stage
+// is counted from the segment's first. In the last one, number `num_steps`, the result is copied.
 template <typename Visit>
 void for_each_slot(int64_t num_segments, int64_t num_steps, Visit visit) {
   for (int64_t slot = 0; slot < num_segments + num_steps; ++slot) {

@@ -1,10 +1,11 @@
-// The instructions of programs. Each is an aggregate that holds everything about it.
+// The instructions of programs. Each is an aggregate with all of its operands and options.
 //
 // An instruction is a compute instruction, a transfer, or a Wait. A transfer only starts; it is complete after the Wait
-// with its ticket. Until then, what it reads must not be written, and what it writes must not be touched.
+// with its ticket. Until then, the memory that it reads must not be written, and the memory that it writes must not be
+// read or written.
 //
-// To add an instruction, add it to Operation, and to IsCompute or IsTransfer below. Every place that must handle it
-// then fails to compile until it does (support/match.h).
+// To add an instruction, add it to Operation, and to IsCompute or IsTransfer below. Then every place that must handle
+// it fails to compile until it does (support/match.h).
 #pragma once
 
 #include <concepts>
@@ -28,8 +29,8 @@ struct Copy {
   BufferId dst = kMissingBuffer;
   std::vector<Box> boxes;
   double divisor = 1;  // every element is divided by it; floating and complex dtypes only
-  // The dtypes that elements are read and written in, and that boxes count in, where they are not those of the buffers.
-  // Elements are cast if the two differ.
+  // The dtypes in which elements are read and written and in which the boxes count; by default the dtypes of the
+  // buffers. Elements are cast if the two differ.
   std::optional<DType> src_dtype = std::nullopt;
   std::optional<DType> dst_dtype = std::nullopt;
 };
@@ -73,21 +74,21 @@ struct Matrix {
   int64_t column_stride = 0;
 };
 
-// Float32 factors of the rows of lhs, or of the columns of rhs: the i-th is at offset + i * stride.
+// Float32 factors of the rows of lhs, or of the columns of rhs: factor i is at offset + i * stride.
 struct Scale {
   BufferId buffer = kMissingBuffer;
   int64_t offset = 0;
   int64_t stride = 0;  // 0: one factor for all
 };
 
-// For a product that begins while its lhs is still being fetched: see Fetch.
+// Flags for a product that begins while its lhs is still being fetched (see Fetch).
 struct Flags {
-  BufferRange range;         // one for each chunk: lhs is cut into as many chunks of equally many rows
-  int64_t first = 0;         // the chunk that is multiplied first; the others follow in their order, around the end
+  BufferRange range;         // one flag per chunk: lhs is divided into as many chunks of equally many rows
+  int64_t first = 0;         // the chunk that is multiplied first; the others follow cyclically
   Ticket fetch = kNoTicket;  // the Fetch that sets them
 };
 
-// dst = lhs x rhs, m x k times k x n. There are `count` such products, one batch stride apart.
+// dst = lhs x rhs, with sizes m x k and k x n. There are `count` such products, one batch stride apart.
 struct Gemm {
   Matrix lhs;
   Matrix rhs;
@@ -100,16 +101,16 @@ struct Gemm {
   int64_t rhs_batch_stride = 0;
   int64_t dst_batch_stride = 0;
   bool accumulates = false;                   // dst = dst + lhs x rhs
-  std::optional<Matrix> bias = std::nullopt;  // added to every product; none if it accumulates
-  // For operands of 8-bit floats, which have both. Then k > 0, there is no bias, and in batches the strides are 0.
+  std::optional<Matrix> bias = std::nullopt;  // added to every product; not set if it accumulates
+  // Both set for operands of 8-bit floats. Then k > 0, there is no bias, and batches have strides of 0.
   std::optional<Scale> lhs_scale = std::nullopt;
   std::optional<Scale> rhs_scale = std::nullopt;
-  // If given, the product waits for a chunk's flag before it reads the chunk. Then it is one product of row-major
-  // matrices (rhs may be column-major), and nothing is added to it.
+  // If set, the product waits for a chunk's flag before it reads the chunk. It must be one product of row-major
+  // matrices (rhs may be column-major) without bias or accumulation.
   std::optional<Flags> flags = std::nullopt;
 };
 
-// `group` below is an index into Program::groups. Data is in the group's order, by ascending rank.
+// In transfers, `group` is an index into Program::groups. Data is in the group's order, by ascending rank.
 
 struct AllGather {
   int group = -1;
@@ -136,10 +137,10 @@ struct AllToAll {
   BufferRange dst;
   std::vector<int64_t> send_counts;
   std::vector<int64_t> receive_counts;
-  bool by_messages = false;  // sent as one message per peer, not by the backend's collective; the same on all ranks
+  bool by_messages = false;  // sent as one message per peer, not by the backend's all-to-all; the same on all ranks
 };
 
-// Messages to and from some peers; no other ranks take part.
+// Messages to and from some peers. No other ranks take part.
 struct SendReceive {
   struct Message {
     int64_t peer = -1;  // index in the group
@@ -150,20 +151,21 @@ struct SendReceive {
   std::vector<Message> receives;
 };
 
-// Offer and Fetch are an all-gather in two halves, between which nothing else communicates in the group.
+// Offer and Fetch are the two halves of an all-gather. Between them, nothing else communicates in the group.
 
-// Lets the other ranks of the group read `src`. It is complete once all of them have offered as well.
+// Lets the other ranks of the group read `src`. Complete once all of them have offered as well.
 struct Offer {
   int group = -1;
   BufferRange src;
 };
 
-// Brings what the other ranks have offered, chunk by chunk: dst is cut into as many chunks as there are flags. Writes
-// the chunks of this rank's own part never, and the others once each, the nearest rank's first. Sets every chunk's flag
-// to 1 after its data, which a Gemm may wait for before this is complete. The flags must be 0 before.
+// Reads what the other ranks have offered, chunk by chunk: dst is divided into as many chunks as there are flags.
+// Writes each chunk once, the nearest rank's chunks first, except the chunks of this rank's own part. After a chunk's
+// data it sets the chunk's flag, which must be 0 before, to 1. A Gemm may wait for the flag before this transfer is
+// complete.
 struct Fetch {
   int group = -1;
-  Ticket offer = kNoTicket;  // complete
+  Ticket offer = kNoTicket;  // must be complete
   BufferRange dst;
   BufferRange flags;
 
@@ -188,11 +190,11 @@ concept IsCompute =
 template <typename T>
 concept IsTransfer = IsOneOf<T, AllGather, ReduceScatter, AllReduce, AllToAll, SendReceive, Offer, Fetch>;
 
-bool is_communication(const Operation& operation);  // whether it is a transfer
-// The index of the group in which a transfer communicates; nothing for other operations.
+bool is_communication(const Operation& operation);  // true if it is a transfer
+// Returns the index of the group in which a transfer communicates; nothing for other operations.
 std::optional<int> group_of(const Operation& operation);
 std::string to_string(const Operation& operation);  // its text in listings
-// The buffers that an operation reads or writes; none for a Wait.
+// Returns the buffers that an operation reads or writes; none for a Wait.
 std::vector<BufferId> buffers_of(const Operation& operation);
 
 }  // namespace shardwright

@@ -29,7 +29,7 @@ struct SomeRanks {
   bool are_all = true;
 };
 
-// Returns up to `at_most` ranks at even distances, including the first.
+// Returns up to `at_most` evenly spaced ranks, including the first.
 SomeRanks evenly_spaced(std::vector<Rank> ranks, int64_t at_most) {
   const auto count = static_cast<int64_t>(ranks.size());
   if (count <= at_most) return {std::move(ranks), true};
@@ -89,7 +89,7 @@ int ProgramMemory::write_all(Sketch& sketch, Rank rank) {
   return current;
 }
 
-// Of segments that are alike, only as many are looked at as can be under way at once, because more take no more memory.
+// Of uniform segments, only as many are examined as can be in flight at once, because more need no more memory.
 std::vector<int64_t> ProgramMemory::peaks_in_segments(Rank rank) {
   const auto num_steps = static_cast<int64_t>(plan_.steps.size());
   const bool are_alike = segments_.size() == 1;
@@ -105,8 +105,8 @@ std::vector<int64_t> ProgramMemory::peaks_in_segments(Rank rank) {
   return peaks_in_slots(sketched, count, num_steps, num_needed);
 }
 
-// A step's peak may depend on the next step only if the step has several rounds: then the result may not exist yet in
-// everything that follows its last use.
+// A step's peak depends on the next step only if the step has several rounds. Then the result may not exist yet in any
+// instruction that follows its last use.
 int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
   Sketch& sketch = *sketch_;
   sketch.clear();
@@ -124,8 +124,8 @@ int64_t ProgramMemory::peak_of_step(size_t step, Rank rank) {
   return sketch.peaks(current)[0] * plan_.src.dtype().size_bytes();
 }
 
-// For a crossing, and for a step that depends on one that follows, ranks are not divided into classes: up to `at_most`
-// of them, at even distances, are examined.
+// Chooses the ranks to examine. For crossings, and for steps whose peak depends on a following crossing, ranks are not
+// divided into classes: up to `at_most` evenly spaced ranks are examined.
 ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t at_most) const {
   const bool looks_ahead = plan_.steps[step].rounds > 1 && step + 1 < steps_.size();
   const bool crosses = is_crossing(plan_.steps[step].op);

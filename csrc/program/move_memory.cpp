@@ -1,4 +1,4 @@
-// The memory of moves on one mesh: emits the same instructions as exchanges.cpp and reductions.cpp.
+// The memory of moves on one mesh. Emits the same instructions as exchanges.cpp and reductions.cpp.
 #include <map>
 #include <optional>
 #include <set>
@@ -15,7 +15,7 @@
 namespace shardwright {
 namespace {
 
-// In larger groups members are not listed: each sends messages to whatever ranks it has data for
+// Members of larger groups are not listed: each member sends messages to the ranks for which it has data
 // (exchange/mesh_exchange.h).
 constexpr int64_t kMaxGroupListed = 512;
 
@@ -36,11 +36,11 @@ class MoveMemory : public StepMemory {
     const bool may_be_in_order = !lowering_.gathers || !is_gather;
     const bool lists_members = is_gather || !group_is_large();
     classes.add(step_, moves && may_be_in_order && lists_members);
-    // The ranks that are connected, and their order, depend on what each of them sends to whom.
+    // The connected components, and the order of their ranks, depend on what each rank sends to each peer.
     const bool some_meet =
         lowering_.narrows_groups && !named_groups_only_ && !is_gather && !exchange_.is_regular_and_full();
     if (moves && some_meet && lists_members) classes.split_all(step_.mesh_dims);
-    // The ranks of each group may be in another order.
+    // Without ascending ranks, each group may have its ranks in another order.
     if (!is_local(step_.op) && !ranks_ascend(step_.before.mesh())) classes.split_all(MeshDimSet::from_bits(~0u));
   }
 
@@ -52,7 +52,8 @@ class MoveMemory : public StepMemory {
   }
   std::optional<Traffic> traffic_at_most() const override { return exchange_.at_most(); }
 
-  // If a rank sends messages, its memory follows from how long they are and which are runs.
+  // The memory of a rank that sends messages depends only on its profile: the lengths of its messages, and which are
+  // runs.
   bool is_like_an_earlier_one(Rank rank) override {
     const bool exchanges =
         step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
@@ -99,7 +100,7 @@ class MoveMemory : public StepMemory {
     if (own > 0) sketch.emit({current, next});
   }
 
-  // The members of a group are listed only if the instructions depend on single members.
+  // Members of a group are listed only if the instructions depend on single members.
   std::pair<Group&, DataMove> move_of(int64_t position) {
     const bool lists_members = step_.op != StepOp::kAllGather || step_.sharing != Sharing::kNone;
     Group& group = lists_members && !group_is_large() ? exchange_.group(position) : exchange_.around(position);
@@ -124,8 +125,8 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // Returns whether the parts of the group's members follow each other, in the group's order, in what each member
-  // needs. Then the gather can write to the result directly.
+  // Returns true if the parts of the group's members are consecutive, in the group's order, in what each member needs.
+  // Then the gather can write to the result directly.
   bool gathers_in_place(int64_t position, int64_t n) {
     const Group& group = exchange_.around(position);
     const auto [found, is_new] = gathers_in_place_.try_emplace(group.least, true);
@@ -136,7 +137,7 @@ class MoveMemory : public StepMemory {
     };
     const Mesh& mesh = step_.before.mesh();
     if (exchange_.is_regular() && mesh.ranks_are_positions()) {
-      // If parts are equal, the place of a part is linear in the coordinates of its rank.
+      // If parts are equal, the index of a part is linear in the coordinates of its rank.
       int64_t turn = 1;
       for (int d = mesh.ndim() - 1; d >= 0; --d) {
         if (!step_.mesh_dims.contains(d) || mesh.dim_size(d) == 1) continue;
@@ -166,10 +167,10 @@ class MoveMemory : public StepMemory {
     if (k > 1) sketch.emit({staging, next});
   }
 
-  // With one round the totals are known beforehand: what the rank exchanges in all. Peers are added only as long as
-  // they can still tell whether some load is one run.
+  // With one round the totals are known from the rank's traffic. So peers are added only until it is known which loads
+  // are runs.
   BothLoads loads_in_order(const Group& group, int64_t position, const std::vector<int64_t>& partners, int64_t round) {
-    const bool is_gather = step_.op == StepOp::kAllGather;  // if so, a rank sends the same to all members
+    const bool is_gather = step_.op == StepOp::kAllGather;  // a rank sends the same data to all members
     BothLoads loads;
     const Extent own = exchange_.own(position);
     BothLoads::Totals totals;
@@ -222,7 +223,8 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // If digits give all figures, transfers have the same size and runs for all pairs of ranks that exchange anything.
+  // If all counts follow from digits, all pairs of ranks that exchange anything have transfers of one size and number
+  // of runs.
   void add_equal_shares(std::vector<Packed>& rounds, int64_t position) {
     const Traffic traffic = exchange_.traffic_at(position);
     if (traffic.received_bytes == 0 && traffic.sent_bytes == 0) return;
@@ -235,15 +237,15 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // The messages of a reduce-scatter. They are the same for all members of a group, because they hold the same
+  // The messages of a reduce-scatter. They are the same for all members of a group, because these hold the same
   // elements.
   struct Scattering {
     std::vector<RunOfMessages> rounds;
     std::vector<bool> is_even;
   };
 
-  // If parts are equal, the place of a part is linear in the coordinates of its rank, so a few tell whether all parts
-  // follow each other.
+  // Returns the run of all parts if parts are equal. The index of a part is then linear in the coordinates of its rank,
+  // so a few members determine whether all parts are consecutive.
   std::optional<RunOfMessages> run_of_equal_parts(int64_t position) {
     const Mesh& mesh = step_.before.mesh();
     if (step_.rounds > 1 || !exchange_.is_regular() || !mesh.ranks_are_positions()) return std::nullopt;
@@ -263,7 +265,7 @@ class MoveMemory : public StepMemory {
     return run;
   }
 
-  // Adds members only as long as the parts of some round may be one run; the totals are known without that.
+  // Adds members until no round's parts can be one run any more. The totals are known without that.
   void add_parts_in_order(std::vector<RunOfMessages>& rounds, int64_t position) {
     for (const int64_t member : exchange_.group(position).positions) {
       const Transfer part = exchange_.share(position, member);
@@ -366,7 +368,7 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // Returns the buffer with the powers to add if a norm is pending, else `current`.
+  // Returns a new buffer for the powers if a norm is pending, else `current`.
   int raised(Sketch& sketch, int current, int64_t count) const {
     if (reduction_of(step_).power == 1) return current;
     const int raised = sketch.new_buffer(count);
@@ -380,7 +382,7 @@ class MoveMemory : public StepMemory {
   bool is_native_;
   int64_t group_size_;
   MeshExchange exchange_;
-  // By the first position of a group.
+  // Caches, by the first position of a group.
   std::map<int64_t, bool> gathers_in_place_;
   std::map<int64_t, Scattering> scatterings_;
   std::set<std::vector<int>> profiles_seen_;

@@ -22,7 +22,8 @@ class Accesses {
     add(access);
   }
 
-  // Adds one range that spans all of these, which count elements of `counted_bytes` in a buffer of others.
+  // Adds one range that spans all `others`, which count elements of `counted_bytes`, in a buffer of elements of
+  // `item_bytes`.
   void add_together(const Accesses& others, int64_t counted_bytes, int64_t item_bytes) {
     if (others.all_.empty()) return;
     Access access = others.all_.front();
@@ -45,7 +46,7 @@ class Accesses {
   std::vector<Access> all_;
 };
 
-// All boxes of a copy are added as one range per side, because there may be very many.
+// Adds all boxes of a copy as one range per side, because there may be very many.
 void add(Accesses& accesses, const Program& program, const Copy& copy) {
   Accesses read;
   Accesses written;
@@ -74,7 +75,7 @@ void add(Accesses& accesses, const Gemm& gemm) {
   if (gemm.flags) accesses.read(gemm.flags->range);
 }
 
-// The dims of heads that an operation reads or writes.
+// The dims of the heads that an operation reads or writes.
 struct HeadsDims {
   int64_t heads = 0;
   int64_t rows = 0;
@@ -140,7 +141,7 @@ void add(Accesses& accesses, const Accumulate& o) {
   add(accesses, o.dst, o.sizes.batch, dims, true);
 }
 
-// A range of a buffer that an earlier instruction touched.
+// A range of a buffer that an earlier instruction read or wrote.
 struct Touch {
   int instruction = -1;
   int64_t begin = 0;
@@ -201,7 +202,7 @@ std::vector<int> order_of_transfers(const Program& program) {
   const Program::Lifetimes lifetimes = program.lifetimes();
   std::vector<History> histories(program.buffers.size());
   std::vector<int> order(instructions.size(), -1);
-  int last = -1;  // compute or Wait
+  int last = -1;  // last compute instruction or Wait
   for (int i = 0; i < static_cast<int>(instructions.size()); ++i) {
     const Operation& operation = instructions[i].operation;
     if (is_communication(operation)) {

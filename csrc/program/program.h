@@ -1,9 +1,9 @@
-// A Program is what one rank does: instructions over buffers.
+// A Program is the work of one rank: instructions over buffers.
 //
-// Buffers hold elements in row-major order, unless they have strides. The first ones belong to the caller: the inputs,
-// which no instruction writes, and then the destinations, of which instructions may write parts. A temporary exists
-// from the first instruction that names it to the last, so buffers whose lives do not overlap can share memory through
-// the allocator, and the peak is exact. An output exists from the first instruction that names it to the end.
+// Buffers hold elements in row-major order, unless they have strides. The first buffers belong to the caller: the
+// inputs, which no instruction writes, then the destinations, parts of which instructions may write. A temporary exists
+// from the first instruction that names it to the last. So buffers with disjoint lives can share memory through the
+// allocator, and the peak is exact. An output exists from the first instruction that names it to the end.
 #pragma once
 
 #include <cstdint>
@@ -23,11 +23,11 @@ struct Instruction {
   int chunk = -1;  // the chunk of a product that it belongs to, or -1
 };
 
-// The ranks of a group of the mesh, or the subset of them that exchange data.
+// The ranks of a group of the mesh, or the subset of them that exchanges data.
 struct Group {
   MeshDimSet mesh_dims;
   std::vector<Rank> ranks;  // ascending
-  int64_t index = -1;       // of this rank
+  int64_t index = -1;       // index of this rank
 };
 
 enum class BufferRole : uint8_t { kInput, kDestination, kOutput, kTemporary };
@@ -37,8 +37,8 @@ struct Buffer {
   DType dtype = DType::kFloat32;
   BufferRole role = BufferRole::kTemporary;
   std::vector<int64_t> shape = {};                             // of an input or destination
-  std::optional<std::vector<int64_t>> strides = std::nullopt;  // of the same; by default it is row-major
-  bool is_on_host = false;  // in host memory, where the other buffers may be on a device
+  std::optional<std::vector<int64_t>> strides = std::nullopt;  // of an input or destination; by default it is row-major
+  bool is_on_host = false;                                     // in host memory, while other buffers may be on a device
 
   int64_t size_bytes() const { return count * dtype.size_bytes(); }
 };
@@ -48,10 +48,10 @@ struct Output {
   std::vector<int64_t> shape;
 };
 
-// The instructions before which something must have run, for a destination.
+// Two points of a program for one destination, as instruction indices. The instructions before index ...
 struct DestinationEnd {
-  int complete = 0;  // all that writes it
-  int departed = 0;  // that, and the transfers that bring the same to other ranks
+  int complete = 0;  // ... include all that write the destination
+  int departed = 0;  // ... also include all transfers that send other ranks their parts of it
 };
 
 struct Program {
@@ -64,10 +64,10 @@ struct Program {
   // Multiprocessors that a Gemm leaves to transfers if any are under way (started, not waited for) when it is
   // submitted. Devices without multiprocessors ignore this.
   int64_t sms_left = 0;
-  // If the result is one box of the input, perhaps divided: the box's first index in each dim. A runtime may then keep
-  // the memory order of an input that is not row-major.
+  // Set if the result is one box of the input, perhaps divided: the box's first index in each dim. A runtime may then
+  // keep the memory order of an input that is not row-major.
   std::optional<std::vector<int64_t>> box_of_input;
-  // Messages leave from and arrive in buffers in host memory, and the caller's buffers may be on a device.
+  // Messages are sent from and received into host memory, while the caller's buffers may be on a device.
   bool stages_on_host = false;
   // One line per plan step, for error messages and listings.
   std::vector<std::string> step_texts;
@@ -81,7 +81,7 @@ struct Program {
   bool is_output(BufferId buffer) const { return buffers[buffer].role == BufferRole::kOutput; }
   DType dtype_of(BufferId buffer) const { return buffers[buffer].dtype; }
   int64_t size_bytes(BufferId buffer) const { return buffers[buffer].size_bytes(); }
-  // The dtypes in which a copy reads and writes.
+  // Return the dtypes in which a copy reads and writes.
   DType src_dtype(const Copy& copy) const { return copy.src_dtype.value_or(dtype_of(copy.src)); }
   DType dst_dtype(const Copy& copy) const { return copy.dst_dtype.value_or(dtype_of(copy.dst)); }
 
@@ -93,15 +93,15 @@ struct Program {
   };
   Lifetimes lifetimes() const;
 
-  // The operation whose memory an instruction concerns: its own, or for a Wait that of the transfer.
+  // Returns the operation whose memory an instruction uses: its own, or the transfer of a Wait.
   const Operation& operation_in_effect(const Operation& operation) const;
 
-  // Bytes that the runtime allocates besides buffers while an instruction runs (attend_tiles.h).
+  // Returns the bytes that the runtime allocates besides buffers while an instruction runs (attend_tiles.h).
   int64_t scratch_bytes(const Operation& operation) const;
 
-  // The most bytes allocated at once: outputs, temporaries and scratch.
+  // Returns the most bytes allocated at once: outputs, temporaries and scratch.
   int64_t peak_bytes() const;
-  // The same during each step.
+  // The most bytes allocated at once, by step.
   std::vector<int64_t> peak_bytes_by_step() const;
 
   std::string to_string() const;

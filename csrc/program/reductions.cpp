@@ -1,4 +1,4 @@
-// Compiles pending reductions: by the backend's own collectives, or as exchanges followed by local sums.
+// Compiles pending reductions, either to the backend's own collectives or to exchanges followed by local sums.
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -66,7 +66,7 @@ void finish_native(ProgramBuilder& builder, const Reduction& reduction, BufferRa
 
 namespace {
 
-// Two ranks exchange everything and both add it in the same order. That takes as many bytes as all_reduce_in_chunks, in
+// Two ranks exchange everything and both add it in the same order. That sends as many bytes as all_reduce_in_chunks, in
 // one transfer instead of two.
 Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
                          BufferRange result) {
@@ -87,8 +87,8 @@ Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, B
           }};
 }
 
-// Sends this rank's chunk to all others, and receives theirs. An all-to-all takes its own copy for each rank, so that
-// what it sends is one run, as what it receives is.
+// Sends this rank's chunk to all other ranks, and receives theirs. An all-to-all sends from one run, so it gets a copy
+// of the chunk for each rank.
 Ticket start_gather(ProgramBuilder& b, int g, const std::vector<BufferRange>& chunks) {
   const int64_t me = b.program().groups[g].index;
   const auto k = static_cast<int64_t>(chunks.size());
@@ -214,7 +214,7 @@ class PendingReduction {
     }
   }
 
-  // Raises the range to a power, in a new buffer; returns the range itself if the power is 1.
+  // Raises the range to a power in a new buffer. Returns the range itself if the power is 1.
   BufferRange raised(BufferRange range, double power) {
     if (power == 1) return range;
     const BufferId raised = b_.new_buffer(range.count);

@@ -1,4 +1,4 @@
-// Sketches: programs reduced to what their memory depends on.
+// Sketches: the parts of programs that determine their memory.
 #pragma once
 
 #include <algorithm>
@@ -31,7 +31,7 @@ class Sketch {
     buffers_.push_back({count});
     return static_cast<int>(buffers_.size()) - 1;
   }
-  // The buffer was written by an earlier step, so it is held from the start.
+  // Holds the buffer from the start, because an earlier step wrote it.
   void hold_from_start(int buffer) { buffers_[buffer].first = 0; }
   int64_t count_of(int buffer) const { return buffers_[buffer].count; }
 
@@ -44,13 +44,13 @@ class Sketch {
     steps_.push_back(num_steps_ - 1);
     slots_.push_back(num_steps_ - 1 + (has_waited_ ? 1 : 0));
   }
-  // The end of a transfer. In segments, what follows is in the next slot.
+  // Ends a transfer. In segments, the following instructions are in the next pipeline stage.
   void wait(std::initializer_list<int> named) {
     has_waited_ = true;
     emit(named);
   }
 
-  // The peak of each step, in elements. `output` lives to the end.
+  // Returns the peak of each step, in elements. `output` lives to the end.
   std::vector<int64_t> peaks(int output) const {
     std::vector<int64_t> changes(steps_.size() + 1, 0);
     for (size_t b = 1; b < buffers_.size(); ++b) {
@@ -70,20 +70,20 @@ class Sketch {
 
   struct Buffer {
     int64_t count = 0;
-    int first = -1;  // the first and last instruction that name it
+    int first = -1;  // indices of the first and last instruction that name it
     int last = -1;
   };
   const std::vector<Buffer>& buffers() const { return buffers_; }
-  // In which step each instruction is, and in which slot, counted from the first (program/in_segments.h). They ascend.
+  // The step and the pipeline stage (program/in_segments.h) of each instruction, counted from the first. Both ascend.
   const std::vector<int>& steps() const { return steps_; }
   const std::vector<int>& slots() const { return slots_; }
 
  private:
   std::vector<Buffer> buffers_;
-  std::vector<int> steps_;  // by instruction
-  std::vector<int> slots_;  // the same
+  std::vector<int> steps_;  // indexed by instruction
+  std::vector<int> slots_;  // indexed by instruction
   int num_steps_ = 0;
-  bool has_waited_ = false;  // in the last step
+  bool has_waited_ = false;  // in the current step
 };
 
 }  // namespace shardwright

@@ -8,8 +8,8 @@
 namespace shardwright {
 namespace {
 
-// Goes through the instructions of all segments in the order of the program, and notes where each buffer begins and
-// ends.
+// Visits the instructions of all segments in the order of the program, and records where the life of each buffer begins
+// and ends.
 class Slots {
  public:
   Slots(const std::vector<SketchedSegment>& segments, int64_t num_segments, int64_t num_steps)
@@ -29,16 +29,16 @@ class Slots {
   }
 
  private:
-  // Elements whose lives begin and end with an instruction.
+  // The numbers of elements whose lives begin and end with an instruction.
   struct Change {
     int64_t step = 0;
     int64_t begins = 0;
     int64_t ends = 0;
   };
-  // The progress of a segment.
+  // The progress of a segment, as indices into changes_.
   struct Progress {
-    std::vector<size_t> places;  // of its instructions among all
-    size_t given = 0;            // of the copy from the input
+    std::vector<size_t> places;  // its instructions
+    size_t given = 0;            // the copy from the input
   };
 
   const SketchedSegment& of(int64_t segment) const { return segments_[segments_.size() == 1 ? 0 : segment]; }
@@ -59,7 +59,7 @@ class Slots {
     if (slot == num_steps_) finish(one, progress, num_needed);
   }
 
-  // All instructions of a segment have their places once it is in its last slot.
+  // Called in the last pipeline stage of a segment, when the indices of all its instructions are known.
   void finish(const SketchedSegment& one, const Progress& progress, int64_t num_needed) {
     const std::vector<Sketch::Buffer>& buffers = one.sketch.buffers();
     if (one.num_given > 0) {
@@ -84,7 +84,7 @@ class Slots {
   int64_t num_segments_;
   int64_t num_steps_;
   std::vector<Progress> at_;
-  std::vector<Change> changes_;  // by instruction of the whole program
+  std::vector<Change> changes_;  // indexed by instruction of the whole program
   bool has_output_ = false;
 };
 

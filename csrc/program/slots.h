@@ -1,4 +1,4 @@
-// The memory of programs in segments (program/in_segments.h), from sketches of what one segment does.
+// The memory of programs in segments (program/in_segments.h), from sketches of single segments.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,15 @@
 
 namespace shardwright {
 
-// A rank's instructions in one segment, or in each if segments are alike.
+// A rank's instructions in one segment, or in each segment if segments are uniform.
 struct SketchedSegment {
   Sketch sketch;
   int64_t num_given = 0;  // elements of the segment's input, which is copied from the whole input
-  int result = 0;         // the buffer that is copied to the whole output; without elements, nothing is copied
+  int result = 0;         // the buffer that is copied to the whole output; nothing is copied if it has no elements
 };
 
-// Returns the most elements that are allocated at once during each step of this many segments. The whole input belongs
-// to the caller; the whole output has `num_needed` elements.
+// Returns the most elements that are allocated at once during each step of `num_segments` segments. The whole input
+// belongs to the caller; the whole output has `num_needed` elements.
 std::vector<int64_t> peaks_in_slots(const std::vector<SketchedSegment>& segments, int64_t num_segments,
                                     int64_t num_steps, int64_t num_needed);
 

@@ -18,31 +18,31 @@ class StepMemory {
  public:
   virtual ~StepMemory() = default;
 
-  // Returns whether some rank for which this was asked before needs the same memory in this step. Not for ranks of
-  // which a later step in rounds is examined too.
+  // Returns true if a rank for which this was called before needs the same memory in this step. Not valid for ranks
+  // that are also examined together with a later step.
   virtual bool is_like_an_earlier_one(Rank /*rank*/) { return false; }
 
   // Emits the instructions of a rank that takes part in the step.
   virtual void write(Sketch& sketch, Rank rank, int current, int next) = 0;
 
-  // Separates the ranks of the step's mesh that need different amounts. Not for crossings, which involve two meshes.
+  // Separates the ranks of the step's mesh that need different amounts. Throws InvariantError for crossings.
   virtual void tell_apart(RankClasses& classes) const = 0;
   // Returns a rank's traffic if its peak depends on nothing else, else nullopt.
   virtual std::optional<Traffic> traffic_that_decides(Rank rank) const = 0;
   virtual std::optional<Traffic> traffic_at_most() const = 0;
 };
 
-// Make the memory of a step on one mesh (move_memory.cpp), and of a crossing (exchanges.cpp).
+// Return the memory of a step on one mesh (move_memory.cpp), and of a crossing (exchanges.cpp).
 std::unique_ptr<StepMemory> memory_of_move(const Step& step, const Plan& plan);
 std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan);
 
-// The messages of one rank in one round, by member of the group.
+// The messages of one rank in one round, in the order of the group's members.
 struct Loads {
   RunOfMessages sent;
   RunOfMessages received;
 };
 
-// The same without and with its own part.
+// The loads without and with the rank's own part.
 struct BothLoads {
   Loads without;
   Loads with;
@@ -53,13 +53,13 @@ struct BothLoads {
   }
   void add_own(const Extent& own) { add(with, own, own); }
 
-  // The elements that all peers and the rank itself will have added in the end.
+  // The number of elements that all peers and the rank itself add in total.
   struct Totals {
     int64_t sent = 0;
     int64_t received = 0;
     int64_t own = 0;
   };
-  // Returns whether nothing that is still missing can change which loads are runs.
+  // Returns true if no further peer can change which loads are runs.
   bool are_known(const Totals& totals) const {
     const auto is_known = [](const RunOfMessages& load, int64_t total) {
       return !load.is_run() || load.total() == total;
@@ -81,7 +81,7 @@ struct BothLoads {
   }
 };
 
-// Elements packed by a rank in one round, and messages that need no packing.
+// The elements that a rank packs in one round, and the number of messages that need no packing.
 struct Packed {
   int64_t sent = 0;
   int64_t received = 0;

@@ -13,17 +13,17 @@
 namespace shardwright {
 namespace {
 
-constexpr int64_t kMaxWords = int64_t{1} << 31;  // a box must have fewer
-// Smaller shares are not worth a thread.
+constexpr int64_t kMaxWords = int64_t{1} << 31;  // a box must have fewer words
+// Minimum bytes for each thread.
 constexpr int64_t kGrainBytes = int64_t{1} << 18;
 
 struct Dim {
   int64_t size;
-  int64_t src;  // strides
+  int64_t src;  // stride in the source
   int64_t dst;
 };
 
-// Returns the simplified dims of a box, of which the last is a run on both sides. Returns nothing for an empty box.
+// Returns the simplified dims of a box. The last dim is a run on both sides. Returns nothing for an empty box.
 std::optional<std::vector<Dim>> merged(Box box) {
   if (std::find(box.sizes.begin(), box.sizes.end(), 0) != box.sizes.end()) return std::nullopt;
   box.simplify();
@@ -33,7 +33,7 @@ std::optional<std::vector<Dim>> merged(Box box) {
   return dims;
 }
 
-// Returns the largest power of two up to `most` that divides all of these.
+// Returns the largest power of two up to `most` that divides all of `bytes`.
 int common_width(int most, std::initializer_list<int64_t> bytes) {
   int64_t width = most;
   for (const int64_t b : bytes) {
@@ -60,7 +60,7 @@ class Preparation {
   void add(int64_t src, int64_t dst, std::vector<Dim> dims) {
     int64_t items = 1;
     for (const Dim& dim : dims) items *= dim.size;
-    const bool too_large = items * item_ >= kMaxWords;  // words may be bytes
+    const bool too_large = items * item_ >= kMaxWords;  // words may be single bytes
     if (dims.size() > kMaxCopyDims || too_large) return split(src, dst, std::move(dims));
     const Dim& run = dims.back();
     int width = common_width(alignment_, {src * item_, dst * item_, run.size * item_});
@@ -78,7 +78,7 @@ class Preparation {
     const auto last = static_cast<size_t>(box.ndim - 1);
     box.sizes[last] = Divisor(static_cast<uint32_t>(run.size * item_ / width));
     box.src_strides[last] = box.dst_strides[last] = 1;
-    WordBoxes& boxes = by_width_[-width];  // widest first
+    WordBoxes& boxes = by_width_[-width];  // negated, so that the widest words are first
     if (boxes.boxes.empty()) {
       boxes.word_bytes = width;
       boxes.first_word = boxes.first_run = {0};
@@ -88,7 +88,7 @@ class Preparation {
     boxes.first_run.push_back(boxes.first_run.back() + items / run.size);
   }
 
-  // Adds the two halves of the outermost dim. If a half has only one index, the dim is dropped.
+  // Adds the two halves of the outermost dim. A dim of only one index is dropped.
   void split(int64_t src, int64_t dst, std::vector<Dim> dims) {
     const Dim outermost = dims.front();
     const int64_t half = outermost.size / 2;
@@ -135,7 +135,7 @@ void copy_runs(const char* src, int64_t src_stride, char* dst, int64_t dst_strid
   }
 }
 
-// Copies the runs [begin, end) of a box, those of its second-to-last dim together.
+// Copies the runs [begin, end) of a box, all runs of the second-to-last dim in one call.
 void copy_box_runs(const WordBox& box, int word_bytes, const char* src, char* dst, int64_t begin, int64_t end) {
   const int run = box.ndim - 1;
   const int64_t run_bytes = static_cast<int64_t>(box.sizes[run].divisor) * word_bytes;
@@ -152,7 +152,7 @@ void copy_box_runs(const WordBox& box, int word_bytes, const char* src, char* ds
   }
 }
 
-// A single run is divided among threads by words.
+// Returns true if the copy is a single run, which is divided among threads by words.
 bool is_one_run(const WordBoxes& boxes) { return boxes.first_run.back() == 1; }
 
 void run_boxes(const WordBoxes& boxes, const char* src, char* dst, const ParallelFor& parallel_for) {

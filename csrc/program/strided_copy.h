@@ -1,9 +1,9 @@
-// Copies of boxes, prepared for fast execution: dims are merged, elements widened to words, and words numbered.
+// Copies of boxes, prepared for fast execution: dims are merged, elements are widened to words, and words are numbered.
 //
-// A box of a row-major part in a packed buffer is a grid of runs, and a run is contiguous on both sides. So each box is
+// A box of a row-major part in a packed buffer is a grid of runs, and a run is contiguous on both sides. Each box is
 // copied in words as wide as its sizes, strides and offsets allow. All words of a copy are numbered consecutively, so
-// any range of numbers is a share of the work, whatever the boxes are. On a GPU every thread gets some numbers
-// (locate); a CPU copies runs. Both use the same tables, and `locate` compiles for both.
+// any range of numbers is a share of the work, whatever the boxes are. A GPU thread copies some numbers (locate); a CPU
+// thread copies runs. Both use the same tables, and `locate` compiles for both.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +48,7 @@ struct WordBox {
   // Computes the source and destination of word `i` of the box.
   SHARDWRIGHT_HOST_DEVICE void locate(uint32_t i, int64_t& src, int64_t& dst) const { locate(&i, &src, &dst); }
 
-  // The same for words that a thread copies, one for each element of the three arrays; `i` is overwritten.
+  // Does the same for kCount words, one per element of the three arrays. Overwrites `i`.
   template <int kCount = 1>
   SHARDWRIGHT_HOST_DEVICE void locate(uint32_t* i, int64_t* src, int64_t* dst) const {
     SHARDWRIGHT_UNROLL
@@ -72,7 +72,7 @@ struct WordBox {
   }
 };
 
-// Returns the index of the last of `count` ascending values in `first` that is at most `i`; first[0] must be.
+// Returns the index of the last of `count` ascending values in `first` that is at most `i`. Requires first[0] <= i.
 SHARDWRIGHT_HOST_DEVICE int64_t box_of(const int64_t* first, int64_t count, int64_t i) {
   int64_t low = 0;
   while (count > 1) {
@@ -87,8 +87,8 @@ SHARDWRIGHT_HOST_DEVICE int64_t box_of(const int64_t* first, int64_t count, int6
 struct WordBoxes {
   int word_bytes = 1;
   std::vector<WordBox> boxes;
-  std::vector<int64_t> first_word;  // by box; one entry more for the end
-  std::vector<int64_t> first_run;   // the same in runs
+  std::vector<int64_t> first_word;  // by box, plus one entry for the end
+  std::vector<int64_t> first_run;   // by box, in runs instead of words
 
   int64_t words() const { return first_word.back(); }
 };
@@ -97,13 +97,13 @@ class StridedCopy {
  public:
   StridedCopy(const std::vector<Box>& boxes, int64_t item_bytes);
 
-  // Returns the boxes for memory that begins at these addresses, with words as wide as these allow.
+  // Returns the boxes for memory at these addresses, with words as wide as the addresses allow.
   const std::vector<WordBoxes>& at(const void* src, const void* dst) const;
 
   const std::vector<Box>& boxes() const { return boxes_; }
   int64_t bytes() const { return bytes_; }
 
-  // A slot in which device number `device` may keep its table of these boxes, which are from at().
+  // Returns the place in which device number `device` may store its table of these boxes, a result of at().
   std::shared_ptr<void>& device_table(const WordBoxes& boxes, int device) const;
 
  private:
@@ -116,11 +116,11 @@ class StridedCopy {
   std::shared_ptr<State> state_;
 };
 
-// Runs `body(begin, end)` over parts of [0, count), each of at least `grain`, on any number of threads.
+// Runs `body(begin, end)` over disjoint ranges of [0, count), each of at least `grain`, on any number of threads.
 using ParallelFor =
     std::function<void(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body)>;
 
-// Runs the copy on CPU. The runs of large copies are divided among threads.
+// Runs the copy on the CPU. The runs of large copies are divided among threads.
 void run(const StridedCopy& copy, const void* src, void* dst, const ParallelFor& parallel_for);
 
 }  // namespace shardwright

@@ -34,7 +34,7 @@ class Counter {
     return of_messages(o, [](int64_t) { return true; });
   }
 
-  // Of the messages to and from those peers, by index in the group, for which `counts` returns true.
+  // Returns the traffic of the messages whose peer, an index in the group, satisfies `counts`.
   TransferTraffic of_messages(const SendReceive& o, const auto& counts) const {
     TransferTraffic traffic;
     for (const auto& message : o.receives) {
@@ -52,7 +52,7 @@ class Counter {
 
   TransferTraffic of(const Offer& o) const { return {0, 0, others(o), others(o)}; }
 
-  // Its ranks copy from each other, and each of them also gives what it takes.
+  // A rank sends as much as it receives, because all ranks of the group copy from each other.
   TransferTraffic of(const Fetch& o) const {
     const int64_t chunks = o.flags.count / (others(o) + 1) * others(o);
     return both_ways(bytes({o.dst.buffer, 0, chunks * o.chunk_count()}), chunks);

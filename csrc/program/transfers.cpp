@@ -165,7 +165,7 @@ void Messages::copy(ProgramBuilder& builder, int64_t except) const {
   emit();
 }
 
-// ---- lowering
+// ---- Lowering
 
 namespace {
 
@@ -191,7 +191,7 @@ Ticket start(ProgramBuilder& builder, const TransferSet& set, Carrier carrier) {
 
 namespace {
 
-// Decides whether this rank's own part is sent along. If so, it is added to both sides.
+// Decides whether this rank's own part is sent along. If so, adds it to both sides.
 bool carries_own(TransferSet& set, Carrier carrier, const std::vector<OwnItem>& own, const Staging& staging,
                  int64_t me) {
   std::vector<TransferItem> sent;

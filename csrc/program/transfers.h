@@ -1,17 +1,17 @@
 // The messages between the ranks of a group, and their lowering to instructions.
 //
-// A TransferSet says which elements of which tensors this rank sends to which peer, and which it receives from which.
-// Steps of plans are lowered by `exchange`, whole or in rounds. Products lower one set for each chunk, and do other
+// A TransferSet lists which elements of which tensors this rank sends to each peer and receives from each peer.
+// `exchange` lowers the steps of plans, with or without rounds. Products lower one set for each chunk, and do other
 // work between the parts of the lowering:
 //
-//   1. Messages::place  decides where each message is during the transfer: in its tensor, if it is one run there and
-//                       may stay, or in staging memory;
-//   2. Messages::copy   packs what is sent from staging memory;
+//   1. Messages::place  chooses the memory of each message during the transfer: its tensor, if it is one run there and
+//                       may stay, or staging memory;
+//   2. Messages::copy   packs messages that are sent from staging memory;
 //   3. start            emits one instruction that starts the transfer;
-//   4. after a Wait, Messages::copy unpacks what was received into staging memory.
+//   4. after a Wait, Messages::copy unpacks messages that were received into staging memory.
 //
-// Composed reductions place their messages themselves (Messages::add_placed), and only start them. Which instruction
-// carries a set is decided in carriers.h. All gathers, all-to-alls and messages of all programs are emitted by `start`.
+// Composed reductions place their messages themselves (Messages::add_placed), and only start them. carriers.h chooses
+// the collective of a set. `start` emits all gathers, all-to-alls and messages of all programs.
 //
 // Example: this rank holds a 4 x 6 tensor in b0, and sends its rows [0, 2) to one peer and its columns [1, 3) to
 // another. The rows are the run b0[0:12] and stay there. The columns are not a run, and are packed into a new buffer
@@ -30,9 +30,9 @@
 
 namespace shardwright {
 
-// Elements of one tensor that are sent or received, with the buffer that holds this rank's part of the tensor.
+// Elements of one tensor that are sent or received. `tensor` is the buffer with this rank's part of the tensor.
 struct TransferItem {
-  BufferId tensor = kMissingBuffer;  // if missing, the caller writes or reads the staged elements itself
+  BufferId tensor = kMissingBuffer;  // if missing, the caller writes or reads the staged elements
   Selection elements;
 };
 
@@ -40,17 +40,17 @@ struct TransferItem {
 struct Staging {
   enum class Memory : uint8_t {
     kShared,  // one new buffer for all staged messages
-    kApart,   // a new buffer for each
-    kGiven,   // `given`
+    kApart,   // a new buffer for each staged message
+    kGiven,   // the range `given`
   };
   Memory memory = Memory::kShared;
   BufferRange given = {};
-  bool may_stay = true;     // a message that is one run in its tensor is sent from there, or received there
-  bool is_one_run = false;  // all messages together are one run, as collectives need; so all of them stay or none does
-  int64_t alignment = 1;    // staged messages that share memory begin at multiples of this, in elements
+  bool may_stay = true;     // a message that is one run in its tensor is sent from the tensor or received into it
+  bool is_one_run = false;  // all messages together are one run, as collectives require; so all stay or none does
+  int64_t alignment = 1;    // in elements; staged messages that share memory begin at multiples of it
 };
 
-// The messages of one side of a transfer: all that this rank sends, or all that it receives.
+// The messages of one side of a transfer: all messages that this rank sends, or all that it receives.
 //
 // Invariant: once placed, each message is either in its tensor or entirely in staging memory. With is_one_run, each
 // message begins where the one before it ends.
@@ -58,15 +58,15 @@ class Messages {
  public:
   enum class Side : uint8_t { kSent, kReceived };
 
-  // `tensor` is the buffer of the empty run if there are no messages at all; without it, that is a buffer without
-  // elements.
+  // If there are no messages, the run is empty. Then `tensor` is its buffer, or a new buffer without elements if
+  // `tensor` is missing.
   explicit Messages(Side side, BufferId tensor = kMissingBuffer) : side_(side), tensor_(tensor) {}
 
-  // Adds everything that goes to a peer, or comes from it: items of one or more tensors, in the order of the message.
-  // For collectives, messages must be added by ascending peer.
+  // Adds the message to or from a peer: items of one or more tensors, in the order of the message. For collectives,
+  // messages must be added by ascending peer.
   void add(int64_t peer, std::vector<TransferItem> items) { messages_.push_back(message(peer, std::move(items))); }
   void insert(int64_t peer, std::vector<TransferItem> items);  // before greater peers
-  // Adds a message that is, or arrives, at this place. All messages of one side are added this way, or none is; then
+  // Adds a message whose memory is already `range`. Either all messages of one side are added this way or none; if all,
   // `place` and `copy` have nothing to do.
   void add_placed(int64_t peer, BufferRange range);
   void remove(int64_t peer);
@@ -77,13 +77,13 @@ class Messages {
   int64_t total_count() const;
   bool are_equally_long() const;
 
-  // The number of elements that would be staged, including those lost to alignment.
+  // Returns the number of elements to stage, including padding for alignment.
   int64_t staged_count(const Staging& staging) const;
 
-  // Decides where the messages are, and makes the staging buffers for that.
+  // Chooses the memory of the messages, and creates the staging buffers.
   void place(ProgramBuilder& builder, const Staging& staging);
 
-  // Once placed:
+  // Valid once placed:
   const BufferRange& range(size_t i) const { return messages_[i].range; }
   bool is_staged(size_t i) const { return messages_[i].is_staged; }
   bool is_any_staged() const;
@@ -128,19 +128,19 @@ struct OwnItem {
   Selection elements;
 };
 
-// Starts the transfer of a placed set. Returns kNoTicket if it is carried by messages and there are none.
+// Starts the transfer of a placed set. Returns kNoTicket if it is sent as messages and there are none.
 Ticket start(ProgramBuilder& builder, const TransferSet& set, Carrier carrier);
 
-// Lowers a whole set from tensors to tensors: starts it, copies what stays on this rank (`own`) meanwhile, waits and
-// unpacks. In an all-to-all the own part is sent too if `own_may_travel` and that saves packing. In an all-gather it is
-// always sent: there is one own item, all of whose `from` is sent, and the set's sends are ignored.
+// Lowers a set from tensors to tensors: starts it, copies the elements that stay on this rank (`own`) meanwhile, waits
+// and unpacks. An all-to-all also sends the own part if `own_may_travel` and that saves packing. An all-gather always
+// does: it has one own item, sends the whole buffer `from`, and ignores the set's sends.
 void exchange(ProgramBuilder& builder, TransferSet set, Carrier carrier, const std::vector<OwnItem>& own,
               bool own_may_travel);
 
-// Starts a sum of what the members of a group give each other. `given` holds one part for each member, this rank
-// included, in one run. The returned function must be called once: it waits, and leaves in `result` the sum of the
-// parts for this rank, which are as long as `result`. Uses the transport's reduce-scatter if it has one and all parts
-// of all members are `equally_long`, otherwise an all-to-all and a local sum.
+// Starts a reduce-scatter among the members of a group. `given` has one part for each member, this rank included, all
+// in one run. The caller must call the returned function once: it waits, and writes the sum of the parts for this rank
+// to `result`, which has the length of each of them. Uses the transport's reduce-scatter if it has one and the parts
+// for all members are `equally_long`, otherwise an all-to-all and a local sum.
 std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int group, const Messages& given,
                                 bool equally_long, BufferRange result);
 

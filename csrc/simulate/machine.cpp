@@ -12,8 +12,8 @@ namespace {
 
 constexpr double kUnwritten = std::numeric_limits<double>::quiet_NaN();
 
-// Makes a side of a box that counts elements of one dtype count those of a buffer. An element is kept at the place of
-// its first byte.
+// Converts one side of a box from elements of the dtype `counted` to elements of the buffer. An element is stored at
+// the index of its first byte.
 void scale(int64_t& offset, std::vector<int64_t>& strides, DType counted, DType of_buffer) {
   if (counted == of_buffer) return;
   const int64_t factor = counted.size_bytes() / of_buffer.size_bytes();
@@ -21,13 +21,13 @@ void scale(int64_t& offset, std::vector<int64_t>& strides, DType counted, DType 
   for (int64_t& stride : strides) stride *= factor;
 }
 
-// Returns the place after the last element of one side of a box; 0 for an empty box.
+// Returns the index after the last element of one side of a box; 0 for an empty box.
 int64_t end_of(const Box& box, int64_t offset, const std::vector<int64_t>& strides) {
   const int64_t extent = extent_of(box.sizes, strides);
   return extent == 0 ? 0 : offset + extent;
 }
 
-// Divides the elements of a box at its destination.
+// Divides the destination elements of a box.
 void divide_box(const Box& box, std::vector<double>& dst, double divisor) {
   if (divisor == 1) return;
   std::vector<int64_t> at(box.sizes.size(), 0);

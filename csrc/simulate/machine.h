@@ -1,4 +1,5 @@
-// The simulated ranks: memory, instructions, and messages, which are matched as process groups match them.
+// The simulated ranks: memory, instructions, and messages, which are matched in the same way as process groups match
+// them.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +17,10 @@ class Machine {
  public:
   using Payload = std::vector<double>;
 
-  // Adds a process for the rank, which will run this program on these inputs and, after them, destinations.
+  // Adds a process for the rank. It runs the program on these inputs, which are followed by the destinations.
   void add(Rank rank, Program program, std::vector<Payload> inputs);
 
-  // Runs all ranks to the end. Throws InvariantError if all unfinished ranks wait.
+  // Runs all ranks to the end. Throws InvariantError on a deadlock: all unfinished ranks wait.
   void run();
 
   const Payload& output(Rank rank, size_t index = 0) const;
@@ -34,7 +35,7 @@ class Machine {
     std::vector<int64_t> send_counts;  // for an all_to_all
   };
 
-  // Members of the group, sender, receiver.
+  // The ranks of the group, the sender, the receiver.
   using Route = std::tuple<std::vector<Rank>, Rank, Rank>;
 
   struct Process {
@@ -47,18 +48,18 @@ class Machine {
     int64_t peak_bytes = 0;
     int64_t received_bytes = 0;
     Program::Lifetimes lifetimes;
-    // Collectives started on each group so far (by members), to match the n-th with the n-th.
+    // Number of collectives started so far, by the ranks of the group. The n-th calls of all members match.
     std::map<std::vector<Rank>, int64_t> calls;
     std::map<int, int64_t> call_of_ticket;
     std::set<int> fetched;  // tickets of complete fetches
-    // The same for messages, by sender and receiver.
+    // Number of messages sent and expected so far, by route.
     std::map<Route, int64_t> sent;
     std::map<Route, int64_t> expected;
     std::map<int, std::vector<int64_t>> messages_of_ticket;
   };
 
   bool advance(Process& process);
-  // Returns false if the transfer cannot end yet.
+  // Returns false if the transfer cannot complete yet.
   bool finish_wait(Process& process, int ticket);
   void start(Process& process, int instruction, const AllGather& operation);
   void start(Process& process, int instruction, const ReduceScatter& operation);
@@ -75,7 +76,7 @@ class Machine {
   static void execute(Process& process, const Cast& cast);
   static void execute(Process& process, const Reduce& reduce);
   static void execute(Process& process, const Gemm& gemm);
-  // Returns whether all chunks that a product waits for are there; lets them arrive if they can.
+  // Receives the chunks that a product waits for, if possible. Returns true if all of them are received.
   bool chunks_arrive(Process& process, const Flags& flags);
   static void execute(Process& process, const Attend& attend);          // machine_attend.cpp
   static void execute(Process& process, const AttendBackward& attend);  // machine_attend.cpp
@@ -83,14 +84,14 @@ class Machine {
   static void execute(Process& process, const Accumulate& accumulate);  // machine_attend.cpp
   static double& element(Process& process, const Heads& heads, int64_t b, int64_t h, int64_t row, int64_t i);
   static double& element(Process& process, const HeadRows& rows, int64_t b, int64_t h, int64_t row);
-  // A score with what the mask adds; minus infinity if the query does not see the key.
+  // Returns the score plus the mask's bias; minus infinity if the query does not see the key.
   static double masked(Process& process, const std::optional<PairMask>& mask, int64_t b, int64_t h, int64_t i,
                        int64_t j, double score);
   static int64_t item_bytes(const Process& process, const BufferRange& range);
   static double* data(Process& process, const BufferRange& range);
   static Payload read(Process& process, const BufferRange& range);
   static void write(Process& process, const BufferRange& range, const Payload& payload);
-  // Writes what a collective brings to the rank, once all members have contributed.
+  // Writes the rank's result of a collective, once all members have contributed.
   using GivenByMember = std::map<Rank, Given>;
   void deliver(Process& process, const AllGather& operation, const GivenByMember& given);
   void deliver(Process& process, const ReduceScatter& operation, const GivenByMember& given);
@@ -102,13 +103,13 @@ class Machine {
   bool receive_messages(Process& process, const SendReceive& operation, int ticket);
 
   std::map<Rank, Process> processes_;
-  // (members, n-th call) -> what each member contributed
+  // Contributions of the members, by the ranks of the group and the number of the call.
   std::map<std::pair<std::vector<Rank>, int64_t>, GivenByMember> given_;
-  // Messages under way: the n-th one sent matches the n-th one expected, whichever is waited for first.
+  // Messages in flight. On each route the n-th message sent matches the n-th one expected, whatever the order of waits.
   std::map<std::pair<Route, int64_t>, Payload> mail_;
 };
 
-// Combines two values in a reduction, as the runtime does; avg and norm are sums here.
+// Combines two values in a reduction as the runtime does; avg and norm are sums here.
 double combine(ReduceOp op, double a, double b);
 
 }  // namespace shardwright

@@ -1,4 +1,4 @@
-// The instructions of attention, by their definition: one query and one key at a time.
+// The instructions of attention, implemented by their definition: one query and one key at a time.
 #include <cmath>
 #include <limits>
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr double kNothing = -std::numeric_limits<double>::infinity();
 
-// Calls `each` with batch, head of queries and head of keys.
+// Calls each(batch, query head, key head).
 template <typename Each>
 void for_each_head(const AttendSizes& s, const Each& each) {
   for (int64_t b = 0; b < s.batch; ++b) {

@@ -42,12 +42,12 @@ int64_t coordinate_over(const Mesh& mesh, int64_t position, MeshDimSet dims) {
   return linear;
 }
 
-// Between two meshes all that was pending is reduced.
+// Returns the mesh dims that become partial. Between two meshes all that was pending is reduced first.
 MeshDimSet new_partial_dims(const Plan& plan) {
   return crosses(plan) ? plan.dst.partial_dims() : plan.dst.partial_dims() - plan.src.partial_dims();
 }
 
-// The values that ranks hold before and must hold after.
+// The values that ranks hold before the plan and must hold after it.
 class Expectation {
  public:
   explicit Expectation(const Plan& plan)
@@ -65,14 +65,15 @@ class Expectation {
     num_reduced_ = mesh_.group_size(reduced_);
   }
 
-  // Returns the rank's value of an element before the plan: the element's number plus one, or the rank's share of a
-  // pending reduction.
+  // Returns the rank's value of an element before the plan: the element's number plus one, or the rank's contribution
+  // to a pending reduction.
   double held(int64_t position, int64_t element) const {
     if (partial_.empty()) return static_cast<double>(element + 1);
     return share(coordinate_over(mesh_, position, kept_), coordinate_over(mesh_, position, reduced_), element);
   }
 
-  // Returns the element's value after the plan's reductions, for the rank's coordinates on the dims that stay partial.
+  // Returns the expected value of an element after the plan's reductions, given the rank's coordinates on the dims that
+  // stay partial.
   double due(int64_t position, int64_t element) const {
     if (partial_.empty()) return static_cast<double>(element + 1);
     const int64_t kept = coordinate_over(mesh_, position, kept_);
@@ -83,7 +84,7 @@ class Expectation {
   }
 
  private:
-  // Returns a small integer, so that sums and products are exact. Neighbouring elements and ranks differ.
+  // Returns a small integer, so that sums and products are exact. Neighboring elements and ranks differ.
   static double share(int64_t kept, int64_t reduced, int64_t element) {
     return static_cast<double>(1 + (element * 7 + kept * 5 + reduced * 3 + element / 11) % 13);
   }
@@ -105,8 +106,8 @@ class Expectation {
 
 bool close(double a, double b) { return a == b || std::fabs(a - b) <= 1e-9 * std::max(std::fabs(a), std::fabs(b)); }
 
-// Checks mesh dims that become partial: the values of the ranks along them must reduce to the expected value. They are
-// collected over all ranks.
+// Checks mesh dims that become partial: the values of the ranks along them must reduce to the expected value. Values
+// are collected over all ranks.
 class NewPartials {
  public:
   explicit NewPartials(const Plan& plan) : plan_(plan), dims_(new_partial_dims(plan)) {
@@ -138,7 +139,7 @@ class NewPartials {
     for (const auto& [base, entries] : entries_) {
       for (size_t element = 0; element < entries.size(); ++element) {
         const Entry& entry = entries[element];
-        if (entry.count == 0) continue;  // other ranks hold it
+        if (entry.count == 0) continue;  // the element is in the part of other ranks
         double value = entry.value / averaged;
         if (placement_.op == ReduceOp::kNorm) value = std::pow(value, 1.0 / placement_.norm_power);
         if (entry.count != n || !close(value, entry.due)) {
@@ -158,7 +159,7 @@ class NewPartials {
   const Plan& plan_;
   MeshDimSet dims_;
   Placement placement_;
-  // By position with the new dims at 0, then by element.
+  // Entries of all elements, by the position with coordinate 0 on the new partial dims.
   std::map<int64_t, std::vector<Entry>> entries_;
 };
 
@@ -195,8 +196,8 @@ int64_t check_result(const Plan& plan, const Expectation& expectation, Rank rank
   return static_cast<int64_t>(elements.size());
 }
 
-// Estimates the memory of a rank's program and of its messages under way. A message keeps numbers for every member of
-// its group.
+// Estimates the bytes of a rank's program and of its messages in flight. A message has numbers for every member of its
+// group.
 double program_bytes(const Program& program) {
   constexpr double kBoxBytes = 200;  // a box with its three lists
   constexpr double kMemberBytes = 40;
@@ -253,15 +254,15 @@ int64_t simulation_bytes(const Plan& plan, int64_t peak_bytes) {
   const auto ranks = static_cast<double>(all.size());
   const auto item = static_cast<double>(plan.src.dtype().size_bytes());
   const auto elements = [&](const Layout& layout) { return static_cast<double>(layout.largest_part_bytes()) / item; };
-  // The number of elements that a rank holds at once, as doubles: its input, its buffers, the data given to
-  // collectives, which is kept to the end, and the indices with which results are checked.
+  // The number of elements, as doubles, that a rank holds at once: its input, its buffers, its contributions to
+  // collectives, which are kept to the end, and the indices with which results are checked.
   double values = elements(plan.src) + static_cast<double>(peak_bytes) / item + 2 * elements(plan.dst);
   for (const Step& step : plan.steps) values += is_local(step.op) ? 0 : elements(step.before);
   const auto of_program = [&](Rank rank) { return program_bytes(compile(plan, rank)); };
   const double program = std::max(of_program(all.front()), of_program(all[all.size() / 2]));
   double bytes = ranks * (values * sizeof(double) + program);
   const MeshDimSet new_dims = new_partial_dims(plan);
-  if (!new_dims.empty()) {  // a value, what is due and a count for each element
+  if (!new_dims.empty()) {  // for each element a value, the expected value and a count
     bytes += ranks / static_cast<double>(plan.dst.mesh().group_size(new_dims)) *
              static_cast<double>(plan.src.num_elements()) * 24;
   }
