@@ -130,7 +130,7 @@ std::vector<Placement> placements_of_segment(const Layout& layout, const Segment
       left /= k;
       continue;
     }
-    check_invariant(cut.rule.makes_runs(), "segments of ", layout.to_string(), ", whose parts have no cells");
+    check_invariant(cut.rule.makes_runs(), "the parts of ", layout, " have no cells, so no uniform segments");
     std::vector<int64_t> lengths = lengths_of_runs(cut, left, k);
     for (int64_t& length : lengths) length /= segments.count;
     placements[cut.mesh_dim] = Placement::cut(tensor_dim, CutRule::ragged(lengths));

@@ -14,7 +14,8 @@ MeshExchange mesh_exchange_of(const Step& step) {
 }
 
 std::unique_ptr<const Exchange> exchange_of(const Step& step) {
-  check_invariant(step.op != StepOp::kReduceScatter && step.op != StepOp::kAllReduce, "the exchange of a reduction");
+  check_invariant(step.op != StepOp::kReduceScatter && step.op != StepOp::kAllReduce,
+                  "exchange_of was called for a reduction");
   if (step.op == StepOp::kCross) return std::make_unique<const GridExchange>(crossing_of(step));
   if (step.op == StepOp::kRearrange) {
     return std::make_unique<const IndexedExchange>(step.before, step.after, step.sharing);

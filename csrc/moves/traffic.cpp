@@ -93,7 +93,7 @@ Traffic StepTraffic::at(int64_t position) const {
       return traffic;
     }
   }
-  throw InvariantError(concat("a step that is on no mesh: ", step_op_name(step_.op)));
+  throw InvariantError(concat("StepTraffic was used for a step that is not on one mesh: ", step_op_name(step_.op)));
 }
 
 void StepTraffic::tell_apart(RankClasses& classes) const {

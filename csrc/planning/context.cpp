@@ -74,8 +74,8 @@ PinsPtr Pins::with(CertifiedPlanPtr plan) const {
 
 PinsPtr Pins::without(const Plan& plan) const {
   const auto found = plans_.find({plan.src, plan.dst, plan.lowering});
-  check_user(found != plans_.end(), "plan: none is pinned for ", plan.src, " -> ", plan.dst, " over ",
-             plan.lowering.name);
+  check_argument(found != plans_.end(), "plan", "one for whose layouts and lowering a plan is pinned", plan.src, " -> ",
+                 plan.dst, " over ", plan.lowering.name);
   auto changed = std::make_shared<Pins>(*this);
   changed->hash_ ^= std::hash<std::string>()(found->second.bytes) ^ std::hash<std::string>()("");
   changed->plans_.erase(found->first);
@@ -92,7 +92,7 @@ bool Pins::operator==(const Pins& other) const {
 }
 
 ContextPtr PlanningContext::make(PlanOptions options, std::optional<int64_t> memory_limit, PinsPtr pins) {
-  check_user(memory_limit.value_or(0) >= 0, "memory_limit: ", memory_limit.value_or(0), " bytes; allowed is 0 or more");
+  check_argument(memory_limit.value_or(0) >= 0, "memory_limit", "at least 0 bytes", memory_limit.value_or(0));
   if (!options.topology) options.topology = Topology::named(options.lowering.default_topology);
   options.topology->check();
   const std::shared_ptr<PlanningContext> context(new PlanningContext);

@@ -126,8 +126,7 @@ int64_t peak_bytes(const Plan& plan) { return worst_peak_bytes(plan).bytes; }
 
 Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& options,
                       std::optional<int64_t> memory_limit) {
-  check_user(!memory_limit || *memory_limit >= 0, "memory_limit: ", memory_limit.value_or(0),
-             " bytes; allowed is 0 or more");
+  check_argument(!memory_limit || *memory_limit >= 0, "memory_limit", "at least 0 bytes", memory_limit.value_or(0));
   Plan fastest = make_plan(src, dst, options);
   const int64_t by_default =
       dst.largest_part_bytes() + std::max(src.largest_part_bytes(), dst.largest_part_bytes()) + kStagingBytes;
@@ -167,8 +166,8 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
     if (!best || ranking < best->first) best = {ranking, std::move(plan)};
   }
   if (best) return std::move(best->second);
-  check_user(!memory_limit, "memory_limit: ", limit, " bytes do not suffice for ", src, " -> ", dst.placements_string(),
-             "; the least that suffices is ", smallest->first);
+  check_user(!memory_limit, "memory_limit must be at least ", smallest->first, " bytes for ", src, " -> ",
+             dst.placements_string(), ", got ", limit);
   return std::move(smallest->second);
 }
 

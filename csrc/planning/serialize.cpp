@@ -108,14 +108,14 @@ Step read_step(Reader& in, const Layout& held, const MeshPtr& reached) {
   const auto op = in.enumerator(StepOp::kRearrange);
   const bool leads_away = op == StepOp::kRearrange ? in.boolean() : op == StepOp::kCross;
   const int64_t bits = in.integer();
-  check_user(is_crossing(op) ? bits == 0 : bits > 0 && bits < int64_t{1} << held.mesh().ndim(),
-             "plan bytes: a step names mesh dims that are not there");
+  check_argument(is_crossing(op) ? bits == 0 : bits > 0 && bits < int64_t{1} << held.mesh().ndim(),
+                 "plan bytes: the mesh dims of a step", "dims of its mesh (none for a crossing)", "the bit set ", bits);
   Layout before = read_placements(in, held.mesh_ptr(), held.tensor_shape(), held.dtype());
   Layout after = read_placements(in, leads_away ? reached : held.mesh_ptr(), held.tensor_shape(), held.dtype());
   const auto sharing = in.enumerator(Sharing::kNodes);
   const bool ordered = in.boolean();
   const int64_t rounds = in.integer();
-  check_user(rounds >= 1 && rounds <= kMaxRounds, "plan bytes: ", rounds, " rounds; allowed are 1 to ", kMaxRounds);
+  check_argument(rounds >= 1 && rounds <= kMaxRounds, "plan bytes: rounds", InRange{1, kMaxRounds}, rounds);
   const int64_t ranks_per_node = in.integer(0, std::numeric_limits<int64_t>::max());
   const auto mesh_dims = MeshDimSet::from_bits(static_cast<uint32_t>(bits));
   return {op, mesh_dims, std::move(before), std::move(after), sharing, rounds, ordered, ranks_per_node};

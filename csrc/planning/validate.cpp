@@ -189,10 +189,15 @@ bool is_what_it_says(const Step& step, Lowering lowering) {
   return step.op == StepOp::kZeroFill ? fills(step) : moves(step);
 }
 
-// Formats placements only if a check fails.
+// Parts of messages that are formatted only if a check fails.
 struct PlacementsOf {
   const Layout& layout;
   std::string to_string() const { return layout.placements_string(); }
+};
+
+struct NameOf {
+  const Step& step;
+  std::string to_string() const { return named(step); }
 };
 
 }  // namespace
@@ -222,12 +227,13 @@ namespace {
 // Between two meshes there may be meshes of relays, which must consist of ranks of the two.
 void check_meshes(const Plan& plan) {
   const auto crossings = std::count_if(plan.steps.begin(), plan.steps.end(), leads_to_another_mesh);
-  check_user(crossings == 0 || crosses(plan), "plan: leads ", crossings,
-             " times to another mesh; allowed is that between two meshes alone");
+  check_user(crossings == 0 || crosses(plan), "plan must stay on the mesh of its source and destination, got ",
+             crossings, " steps to another mesh");
   for (const MeshPtr& relays : meshes_of_relays(plan)) {
     for (const Rank rank : relays->ranks()) {
-      check_user(plan.src.mesh().position_of(rank) || plan.dst.mesh().position_of(rank), "plan: rank ", rank,
-                 " of a mesh of relays is on neither mesh of the plan");
+      check_user(plan.src.mesh().position_of(rank) || plan.dst.mesh().position_of(rank),
+                 "plan: relays must be ranks of the source (", plan.src.mesh(), ") or of the destination (",
+                 plan.dst.mesh(), "), got rank ", rank);
     }
   }
 }
@@ -239,27 +245,28 @@ void check_steps(const Plan& plan) {
   const Layout* at = &plan.src;
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
-    check_user(step.before.mesh() == at->mesh(), "plan: step ", i + 1, " begins on the mesh (", step.before.mesh(),
-               ") where the tensor is on (", at->mesh(), ")");
-    check_user(partitions(*at, step.before, {}), "plan: step ", i + 1, " begins with ", PlacementsOf{step.before},
-               " where ", PlacementsOf{*at}, " is held");
-    check_user(is_what_it_says(step, plan.lowering), "plan: step ", i + 1, " from ", PlacementsOf{step.before}, " to ",
-               PlacementsOf{step.after}, " is no ", named(step));
+    check_user(step.before.mesh() == at->mesh(), "plan: step ", i + 1, " must begin on the mesh of the tensor (",
+               at->mesh(), "), got (", step.before.mesh(), ")");
+    check_user(partitions(*at, step.before, {}), "plan: step ", i + 1, " must begin with the placements ",
+               PlacementsOf{*at}, " that the tensor has, got ", PlacementsOf{step.before});
+    check_user(is_what_it_says(step, plan.lowering), "plan: step ", i + 1, " must be a valid ", NameOf{step}, ", got ",
+               PlacementsOf{step.before}, " -> ", PlacementsOf{step.after});
     const MeshDimSet reduced = step.before.partial_dims() - step.after.partial_dims();
     const bool is_kept = !crosses(plan) && !(reduced & plan.dst.partial_dims()).empty();
-    check_user(!is_kept, "plan: step ", i + 1, " reduces what is pending in the destination ", PlacementsOf{plan.dst});
+    check_user(!is_kept, "plan: step ", i + 1, " must keep the reductions that the destination ",
+               PlacementsOf{plan.dst}, " has pending, got ", PlacementsOf{step.after});
     at = &step.after;
   }
   std::optional<Layout> whole;
   if (!(at->mesh() == plan.dst.mesh())) whole = joined(*at, plan.dst.mesh_ptr());
-  check_user(at->mesh() == plan.dst.mesh() || whole, "plan: ends on the mesh (", at->mesh(), ") as ", PlacementsOf{*at},
-             " instead of on (", plan.dst.mesh(), ")");
-  check_user(may_go_in(plan, plan.segments), "plan: ", plan.segments.count, " segments of tensor dim ",
-             plan.segments.tensor_dim, "; allowed are up to ", kMaxSegments,
-             " that divide the cells of its cuts, else ", kMaxUnlikeSegments, " on up to ", kMaxRanksInUnlikeSegments,
-             " ranks, between two meshes and where each step communicates once at most");
-  check_user(partitions(whole.value_or(*at), plan.dst, {}), "plan: ends with ", PlacementsOf{*at}, " instead of ",
-             PlacementsOf{plan.dst});
+  check_user(at->mesh() == plan.dst.mesh() || whole, "plan must end on the mesh of its destination (", plan.dst.mesh(),
+             "), got ", PlacementsOf{*at}, " on (", at->mesh(), ")");
+  check_user(may_go_in(plan, plan.segments), "plan: segments must divide the cells of the cuts (at most ", kMaxSegments,
+             ") or be at most ", kMaxUnlikeSegments, " on at most ", kMaxRanksInUnlikeSegments,
+             " ranks, and need two meshes and steps that communicate at most once, got ", plan.segments.count,
+             " segments of tensor dim ", plan.segments.tensor_dim);
+  check_user(partitions(whole.value_or(*at), plan.dst, {}), "plan must end with the placements ",
+             PlacementsOf{plan.dst}, " of its destination, got ", PlacementsOf{*at});
 }
 
 }  // namespace shardwright

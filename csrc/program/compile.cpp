@@ -106,9 +106,9 @@ Program compile(const Plan& plan, Rank rank) {
   if (plan.segments.count > 1) return compile_in_segments(plan, rank);
   ProgramBuilder builder(plan.src.dtype(), plan.lowering, plan.named_groups_only, rank);
   const bool is_on_one = builder.is_on(plan.src.mesh()) || builder.is_on(plan.dst.mesh());
-  check_user(is_on_one || crosses(plan), "rank: ", rank, " is not on the mesh (", plan.src.mesh(), ")");
-  check_user(is_on_one, "rank: ", rank, " is not on the mesh (", plan.src.mesh(), "), nor on the other one (",
-             plan.dst.mesh(), ")");
+  check_user(is_on_one || crosses(plan), "rank must be on the mesh (", plan.src.mesh(), "), got ", rank);
+  check_user(is_on_one, "rank must be on the mesh of the source (", plan.src.mesh(), ") or of the destination (",
+             plan.dst.mesh(), "), got ", rank);
   const BufferId input = builder.new_input(plan.src.local_shape_of_rank(rank));
   const BufferId current = compile_steps(builder, plan, 0, plan.steps.size(), input);
   Program& program = builder.program();

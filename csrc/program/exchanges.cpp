@@ -124,7 +124,7 @@ class CrossingMemory : public StepMemory {
     }
   }
 
-  void tell_apart(RankClasses&) const override { throw InvariantError("ranks of a crossing are looked at one by one"); }
+  void tell_apart(RankClasses&) const override { throw InvariantError("ranks of a crossing have no classes"); }
   std::optional<Traffic> traffic_that_decides(Rank) const override { return std::nullopt; }
   std::optional<Traffic> traffic_at_most() const override { return std::nullopt; }
 

@@ -28,7 +28,7 @@ class Renumbered {
   void operator()(Cast& o) const { each(o.src.buffer, o.dst.buffer); }
   template <IsOneOf<Gemm, Attend, AttendBackward, Merge, Accumulate, Offer, Fetch> Product>
   void operator()(Product&) const {
-    throw InvariantError("an instruction of products in a plan");
+    throw InvariantError("a plan has an instruction of a product");
   }
   void operator()(AllGather& o) const {
     each(o.src.buffer, o.dst.buffer);

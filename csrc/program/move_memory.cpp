@@ -86,7 +86,7 @@ class MoveMemory : public StepMemory {
       case StepOp::kRearrange:
         break;
     }
-    throw InvariantError("a crossing is no move on one mesh");
+    throw InvariantError("a crossing is not a move on one mesh");
   }
 
  private:

@@ -119,7 +119,7 @@ BufferRange Messages::run() const {
     if (message.count == 0) continue;
     if (all.count == 0) all = {message.range.buffer, message.range.offset, 0};
     check_invariant(all.buffer == message.range.buffer && all.offset + all.count == message.range.offset,
-                    "messages of a collective do not lie in one run");
+                    "the messages of a collective are not one run");
     all.count += message.count;
   }
   return all;
@@ -180,7 +180,7 @@ Ticket start(ProgramBuilder& builder, int group, const Messages& sends, const Me
     case Carrier::kMessages:
       return builder.send_receive({group, sends.as_sent_or_received(), receives.as_sent_or_received()});
   }
-  throw InvariantError("an unknown carrier");
+  throw InvariantError("no instruction implements this carrier");
 }
 
 }  // namespace
@@ -217,7 +217,7 @@ void copy_own(ProgramBuilder& builder, const std::vector<OwnItem>& own) {
 }
 
 void gather(ProgramBuilder& builder, TransferSet& set, const std::vector<OwnItem>& own, int64_t me) {
-  check_invariant(own.size() == 1, "an all-gather of ", own.size(), " tensors");
+  check_invariant(own.size() == 1, "an all-gather has ", own.size(), " tensors instead of one");
   set.receives.place(builder, {.is_one_run = true});
   Messages everything(Messages::Side::kSent);
   everything.add_placed(me, builder.whole(own[0].from));

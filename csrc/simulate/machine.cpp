@@ -67,7 +67,8 @@ double combine(ReduceOp op, double a, double b) {
 
 void Machine::add(Rank rank, Program program, std::vector<Payload> inputs) {
   const size_t expected = program.num_inputs() + program.num_destinations();
-  check_invariant(inputs.size() == expected, "rank ", rank, " is given ", inputs.size(), " buffers for ", expected);
+  check_invariant(inputs.size() == expected, "rank ", rank, " has ", inputs.size(), " input buffers instead of ",
+                  expected);
   const auto [found, is_new] = processes_.try_emplace(rank);
   check_invariant(is_new, "rank ", rank, " has two programs");
   Process& process = found->second;
@@ -93,7 +94,7 @@ void Machine::run() {
     check_invariant(at == process.program.instructions.size(), "rank ", rank, " waits forever at instruction ", at,
                     " of\n", process.program);
   }
-  check_invariant(mail_.empty(), mail_.size(), " messages were sent that nobody received");
+  check_invariant(mail_.empty(), mail_.size(), " messages were sent but not received");
 }
 
 const Machine::Payload& Machine::output(Rank rank, size_t index) const {
@@ -180,14 +181,14 @@ void Machine::start(Process& process, int instruction, const Offer& operation) {
 void Machine::start(Process& process, int instruction, const Fetch& operation) {
   process.call_of_ticket[instruction] = process.call_of_ticket.at(operation.offer);
   for (const double flag : read(process, operation.flags)) {
-    check_invariant(flag == 0, "rank ", process.rank, " fetches while a flag is ", flag);
+    check_invariant(flag == 0, "rank ", process.rank, " starts a fetch while a flag is ", flag, " instead of 0");
   }
 }
 
 bool Machine::chunks_arrive(Process& process, const Flags& flags) {
   if (!finish_wait(process, flags.fetch)) return false;
   for (const double flag : read(process, flags.range)) {
-    check_invariant(flag == 1, "rank ", process.rank, " waits for a flag that is ", flag);
+    check_invariant(flag == 1, "rank ", process.rank, " received a chunk whose flag is ", flag, " instead of 1");
   }
   return true;
 }
@@ -209,7 +210,7 @@ bool Machine::finish_wait(Process& process, int ticket) {
     return true;
   };
   const auto nothing_to_wait_for = [&] {
-    check_invariant(false, "rank ", process.rank, " waits for instruction ", ticket, ", which is no transfer");
+    check_invariant(false, "rank ", process.rank, " waits for instruction ", ticket, ", which is not a transfer");
     return false;
   };
   return match(
@@ -242,7 +243,8 @@ void Machine::deliver(Process& process, const AllGather& operation, const GivenB
   Payload all;
   for (const Rank member : group.ranks) {
     const Payload& part = given.at(member).values;
-    check_invariant(static_cast<int64_t>(part.size()) == operation.src.count, "uneven parts in an all_gather");
+    check_invariant(static_cast<int64_t>(part.size()) == operation.src.count,
+                    "the parts of an all_gather have different sizes");
     all.insert(all.end(), part.begin(), part.end());
   }
   write(process, operation.dst, all);
@@ -274,7 +276,7 @@ void Machine::deliver(Process& process, const AllToAll& operation, const GivenBy
     const int64_t count = operation.receive_counts[m];
     int64_t offset = 0;
     for (int64_t j = 0; j < group.index; ++j) offset += part.send_counts.at(j);
-    check_invariant(part.send_counts.at(group.index) == count, "all_to_all counts disagree");
+    check_invariant(part.send_counts.at(group.index) == count, "the send and receive counts of an all_to_all differ");
     all.insert(all.end(), part.values.begin() + offset, part.values.begin() + offset + count);
     if (m != group.index) process.received_bytes += count * item_bytes(process, operation.src);
   }
@@ -308,8 +310,8 @@ Machine::Payload Machine::reduced(const Group& group, ReduceOp op, const GivenBy
 }
 
 void Machine::execute(Process& process, const Copy& copy) {
-  check_invariant(process.alive[copy.src] && process.alive[copy.dst], "copy touches memory that is not there");
-  check_invariant(!process.program.is_input(copy.dst), "an input is written");
+  check_invariant(process.alive[copy.src] && process.alive[copy.dst], "a copy uses a buffer outside of its life");
+  check_invariant(!process.program.is_input(copy.dst), "an instruction writes an input");
   const Program& program = process.program;
   std::vector<Box> boxes = copy.boxes;
   for (Box& box : boxes) {
@@ -317,7 +319,7 @@ void Machine::execute(Process& process, const Copy& copy) {
     scale(box.dst_offset, box.dst_strides, program.dst_dtype(copy), program.dtype_of(copy.dst));
     check_invariant(end_of(box, box.src_offset, box.src_strides) <= std::ssize(process.buffers[copy.src]) &&
                         end_of(box, box.dst_offset, box.dst_strides) <= std::ssize(process.buffers[copy.dst]),
-                    "copy touches memory outside of its buffers: ", to_string(Operation(copy)));
+                    "a copy accesses memory outside of its buffers: ", to_string(Operation(copy)));
   }
   copy_boxes(boxes, process.buffers[copy.src].data(), process.buffers[copy.dst].data(), sizeof(double));
   for (const Box& box : boxes) divide_box(box, process.buffers[copy.dst], copy.divisor);
@@ -345,7 +347,7 @@ void Machine::execute(Process& process, const Reduce& reduce) {
   Payload result = read(process, reduce.parts[0]);
   for (size_t m = 1; m < reduce.parts.size(); ++m) {
     const Payload part = read(process, reduce.parts[m]);
-    check_invariant(part.size() == result.size(), "reduce has parts of different sizes");
+    check_invariant(part.size() == result.size(), "the parts of a reduce have different sizes");
     for (size_t i = 0; i < part.size(); ++i) result[i] = combine(reduce.op, result[i], part[i]);
   }
   for (double& value : result) value /= reduce.divisor;
@@ -353,7 +355,7 @@ void Machine::execute(Process& process, const Reduce& reduce) {
 }
 
 void Machine::execute(Process& process, const Gemm& gemm) {
-  check_invariant(!process.program.is_input(gemm.dst.buffer), "an input is written");
+  check_invariant(!process.program.is_input(gemm.dst.buffer), "an instruction writes an input");
   const auto element = [&](const Matrix& matrix, int64_t base, int64_t i, int64_t j) {
     return data(process, {matrix.buffer, matrix.offset + base + i * matrix.row_stride + j * matrix.column_stride, 1});
   };
@@ -379,10 +381,10 @@ void Machine::execute(Process& process, const Gemm& gemm) {
 }
 
 double* Machine::data(Process& process, const BufferRange& range) {
-  check_invariant(process.alive[range.buffer], "buffer ", range.buffer, " is touched outside its life");
+  check_invariant(process.alive[range.buffer], "buffer ", range.buffer, " is used outside of its life");
   check_invariant(
       range.offset >= 0 && range.offset + range.count <= static_cast<int64_t>(process.buffers[range.buffer].size()),
-      "buffer ", range.buffer, " is touched outside its bounds");
+      "buffer ", range.buffer, " is accessed outside of its bounds");
   return process.buffers[range.buffer].data() + range.offset;
 }
 
@@ -396,9 +398,9 @@ Machine::Payload Machine::read(Process& process, const BufferRange& range) {
 }
 
 void Machine::write(Process& process, const BufferRange& range, const Payload& payload) {
-  check_invariant(!process.program.is_input(range.buffer), "an input is written");
+  check_invariant(!process.program.is_input(range.buffer), "an instruction writes an input");
   check_invariant(static_cast<int64_t>(payload.size()) == range.count, "a transfer has ", payload.size(),
-                  " elements for a place of ", range.count);
+                  " elements for a range of ", range.count);
   std::copy(payload.begin(), payload.end(), data(process, range));
 }
 

@@ -40,7 +40,7 @@ double Machine::masked(Process& process, const std::optional<PairMask>& mask, in
 }
 
 void Machine::execute(Process& process, const Attend& o) {
-  check_invariant(!process.program.is_input(o.result.out.buffer), "an input is written");
+  check_invariant(!process.program.is_input(o.result.out.buffer), "an instruction writes an input");
   const AttendSizes& s = o.sizes;
   for_each_head(s, [&](int64_t b, int64_t h, int64_t kv) {
     for (int64_t i = 0; i < s.rows; ++i) {

@@ -178,7 +178,8 @@ int64_t check_result(const Plan& plan, const Expectation& expectation, Rank rank
                      NewPartials& new_partials) {
   const std::optional<Position> position = plan.dst.mesh().position_of(rank);
   if (!position) {
-    if (!output.empty()) fail(plan, "rank ", rank, " ends with ", output.size(), " elements outside the mesh");
+    if (!output.empty())
+      fail(plan, "rank ", rank, " ends with ", output.size(), " elements but is not on the mesh of the destination");
     return 0;
   }
   const std::vector<int64_t> elements = global_indices(plan.dst.region(*position), plan.dst.shape());
@@ -240,7 +241,7 @@ SimulationReport simulate(const Plan& plan) {
     const int64_t promised = traffic_at(plan, rank).received_bytes;
     if (received != promised) fail(plan, "rank ", rank, " receives ", received, " bytes instead of ", promised);
     if (machine.peak_bytes(rank) != promised_peak) {
-      fail(plan, "rank ", rank, " takes ", machine.peak_bytes(rank), " bytes at its peak instead of ", promised_peak);
+      fail(plan, "rank ", rank, " allocates ", machine.peak_bytes(rank), " bytes instead of ", promised_peak);
     }
     report.received_bytes[rank] = received;
     report.received_bytes_sum += received;

@@ -191,13 +191,13 @@ TEST(TwoMeshPlans, AreRefusedWhereStepsDoNotFit) {
   };
   Plan plan = make_plan(src, dst);
   plan.steps[0].sharing = Sharing::kNone;
-  refuses(plan, "is no cross to a=3");
+  refuses(plan, "step 1 must be a valid cross to a=3, got");
   plan = make_plan(src, dst);
   plan.steps[0].ordered = true;
-  refuses(plan, "is no cross to a=3");
+  refuses(plan, "step 1 must be a valid cross to a=3, got");
   plan = make_plan(src, dst);
   plan.steps.clear();
-  refuses(plan, "ends on the mesh");
+  refuses(plan, "plan must end on the mesh of its destination");
 }
 
 }  // namespace

@@ -157,7 +157,7 @@ def _limited(limit: int) -> tuple[str, int]:
 
 def test_limits_that_are_too_small_name_the_least_on_every_rank(pool: Pool) -> None:
     (text,) = {text for text, _ in pool.run(_limited, WORLD, 1)}
-    found = re.search(r"memory_limit: 1 bytes do not suffice .* the least that suffices is (\d+)", text)
+    found = re.search(r"memory_limit must be at least (\d+) bytes .*, got 1$", text)
     assert found is not None, text
     limit = int(found.group(1))
     for text, peak in pool.run(_limited, WORLD, limit):
