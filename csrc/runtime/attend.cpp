@@ -27,7 +27,7 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// Rows of heads of one kind: of queries, or of keys and values.
+// A range of rows of all query heads, or of all key and value heads.
 struct RowsOfHeads {
   int64_t heads = 0;
   int64_t first_row = 0;
@@ -58,7 +58,8 @@ at::Tensor without_padding(const at::Tensor& tensor, int64_t depth) {
   return tensor.size(3) == depth ? tensor : tensor.narrow(3, 0, depth);
 }
 
-// A view of the mask of some rows and columns, [batch, heads, rows, columns] with one element in dims that repeat.
+// Returns a view of the mask of some rows and columns: [batch, heads, rows, columns], with one element in dims that
+// repeat.
 at::Tensor view(const PairMask& mask, const Buffers& buffers, const AttendSizes& s, const VisiblePart& part) {
   const auto size = [](int64_t stride, int64_t all) { return stride == 0 ? 1 : all; };
   const at::Tensor& buffer = buffers[mask.buffer];
@@ -69,11 +70,11 @@ at::Tensor view(const PairMask& mask, const Buffers& buffers, const AttendSizes&
                            buffer.storage_offset() + mask.offset + first);
 }
 
-// The bias that is added to the scores of a product, [rows, columns] or [batch, heads, rows, columns] with one element
-// in dims that repeat: minus infinity where a query does not see a key.
+// The bias that is added to the scores of a product: minus infinity where a query does not see a key. Its shape is
+// [rows, columns] or [batch, heads, rows, columns], with one element in dims that repeat.
 struct Bias {
   at::Tensor added;
-  at::Tensor blind;  // of a mask: the rows that see no key, where nothing is added instead
+  at::Tensor blind;  // masks only: rows that see no key; they get a bias of 0 instead
 };
 
 at::Tensor empty_bias(at::IntArrayRef sizes, const at::TensorOptions& options) {
@@ -109,7 +110,7 @@ bool is_half(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
 }
 
-// A tile of a product as the kernels take it.
+// One tile of a product, in the form that kernels use.
 struct Operands {
   bool is_causal() const { return !bias && shape == BlockShape::kTriangle; }
 
@@ -118,7 +119,7 @@ struct Operands {
     return is_half(q) && !bias && depth == v.size(3) && depth % 8 == 0 && depth <= 256;
   }
   std::optional<at::Tensor> added() const { return bias ? std::optional(bias->added) : std::nullopt; }
-  // For kernels that take a bias for each head.
+  // Returns the bias for kernels that need it for each head.
   std::optional<at::Tensor> expanded_bias() const {
     if (!bias) return std::nullopt;
     return bias->added.expand({q.size(0), q.size(1), q.size(2), k.size(2)});
@@ -137,7 +138,7 @@ AttendItems items_of(const at::Tensor& operand, const std::optional<PairMask>& m
   return {bytes, is_in_float32 ? std::max<int64_t>(bytes, 4) : bytes};
 }
 
-// A product whose operands are views, or where the kernel needs equal depths, padded copies.
+// The tiles of a product. Operands are views, or padded copies if the kernel needs equal depths.
 template <typename Product>
 class Tiles {
  public:
@@ -173,20 +174,20 @@ class Tiles {
     return made;
   }
 
-  // Rows of the result or of its gradient, with the depth that values have for the kernel.
+  // Returns the tile's rows of the result or of its gradient, padded to the depth of the kernel's values.
   at::Tensor result(const Heads& heads, const VisiblePart& tile) const {
     const AttendSizes& s = o_.sizes;
     return padded(view(heads, buffers_, s.batch, {s.heads, tile.first_row, tile.rows}, s.value_depth), v_.size(3));
   }
 
  private:
-  // Kernels of devices load 16 bytes at once.
+  // Rounds the depth up to whole words: kernels of devices load 16 bytes at once.
   int64_t whole_words(int64_t depth) const {
     if (q_.is_cpu()) return depth;
     const int64_t items = 16 / q_.element_size();
     return ceil_divide(depth, items) * items;
   }
-  // Returns true if flash attention computes tiles: those without a bias. It takes keys and values of one depth.
+  // True if flash attention computes the tiles: those without a bias. It needs keys and values of one depth.
   bool uses_flash(int64_t depth) const { return is_half(q_) && !o_.mask && whole_words(depth) <= 256; }
 
   const Product& o_;
@@ -195,7 +196,7 @@ class Tiles {
   std::vector<VisiblePart> tiles_;
 };
 
-// Heads of keys once for each head of queries.
+// Repeats each head of keys `times` times, once for each head of queries that shares it.
 at::Tensor repeated(const at::Tensor& keys, int64_t times) {
   if (times == 1) return keys;
   return keys.unsqueeze(2).expand({-1, -1, times, -1, -1}).reshape({keys.size(0), -1, keys.size(2), keys.size(3)});
@@ -206,7 +207,7 @@ at::Tensor summed(const at::Tensor& gradient, int64_t times) {
   return gradient.unflatten(1, {-1, times}).to(at::kFloat).sum(2);
 }
 
-// The kernels take and give an lse whose rows are padded to multiples of 32.
+// Pads the rows of an lse to a multiple of 32, as the kernels expect.
 at::Tensor padded_lse(const at::Tensor& lse) {
   const int64_t rows = lse.size(2);
   at::Tensor padded = at::full({lse.size(0), lse.size(1), (rows + 31) / 32 * 32}, kInfinity, lse.options());
@@ -214,8 +215,8 @@ at::Tensor padded_lse(const at::Tensor& lse) {
   return padded;
 }
 
-// A result as the backward of memory-efficient attention reads it: it takes no strides of rows and heads, and expects
-// those of its own forward, [batch, rows, heads, depth].
+// Returns a result for the backward of memory-efficient attention. The backward takes no strides of rows and heads; it
+// expects those of its own forward, [batch, rows, heads, depth].
 at::Tensor rows_before_heads(const at::Tensor& out) { return out.transpose(1, 2).contiguous().transpose(1, 2); }
 
 std::tuple<at::Tensor, at::Tensor> forward(const Operands& o) {
@@ -265,7 +266,7 @@ Gradients backward(const Operands& o, const at::Tensor& dout, const at::Tensor& 
   return {dq, summed(dk, o.per_kv), summed(dv, o.per_kv)};
 }
 
-// Rows of a partial result that a loop on CPU goes through.
+// The rows of a partial result, for a loop on CPU.
 template <typename T>
 struct Rows {
   Rows(const Partial& partial, const Buffers& buffers)
@@ -299,7 +300,7 @@ void merge_on_cpu(const Merge& o, const Buffers& buffers) {
       T& sum = *left.lse_at(b, h, row);
       const T other = *right.lse_at(b, h, row);
       const T most = std::max(sum, other);
-      if (std::isinf(most) && most < 0) continue;  // neither side sees anything
+      if (std::isinf(most) && most < 0) continue;  // neither side sees a key
       const T mine = std::exp(sum - most);
       const T theirs = std::exp(other - most);
       const T total = mine + theirs;
@@ -359,7 +360,7 @@ void attend_backward(const AttendBackward& o, const Buffers& buffers) {
   for (const VisiblePart& tile : product.tiles()) {
     const Operands operands = product.at(tile);
     at::Tensor lse = view(o.lse, buffers, s, tile.first_row, tile.rows);
-    // A weight is the exponential of a score less the lse, so these rows get weights of 0.
+    // A weight is exp(score - lse), so an lse of infinity gives these rows weights of 0.
     if (operands.bias && operands.bias->blind.defined()) {
       lse = lse.masked_fill(operands.bias->blind.squeeze(-1), kInfinity);
     }

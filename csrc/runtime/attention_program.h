@@ -1,4 +1,4 @@
-// Attention from its bytes (attention/serialize.h) to a rank's program.
+// Compiles an attention from its bytes (attention/serialize.h) into a rank's program.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace shardwright {
 
-// Throws UserError if they are not the bytes of an attention, or if the rank is not on its mesh.
+// Throws UserError if `bytes` are not an attention, or if the rank is not on its mesh.
 std::shared_ptr<const CompiledProgram> compiled_attention(const std::string& bytes, Rank rank);
 
 }  // namespace shardwright

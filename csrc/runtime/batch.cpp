@@ -34,7 +34,7 @@ class BatchOrigin : public Origin {
   std::shared_ptr<const BatchPlan> plan_;
 };
 
-// Returns true if a program was compiled for tensors with these strides.
+// True if the program was compiled for tensors with these strides.
 bool fits(const Program& program, const std::vector<at::Tensor>& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].strides().equals(*program.buffers[i].strides)) return false;

@@ -14,42 +14,42 @@
 
 namespace shardwright {
 
-// A batch under way. Every method may be called any number of times, by any thread. A failure is raised by every wait.
-// On devices with streams, a wait makes the current stream wait.
+// A batch under way. Any thread may call any method, any number of times. Every wait raises the batch's failure. On
+// devices with streams, a wait makes the current stream wait.
 class BatchHandle {
  public:
   BatchHandle(std::shared_ptr<Execution> execution, at::Tensor token);
 
   void wait_for_sources() const;                     // until no source is read any more
-  void wait_for_destination(int destination) const;  // until it is complete
-  void wait_for_departure(int destination) const;    // and until the same has left for other ranks
-  void wait() const;                                 // until all are
+  void wait_for_destination(int destination) const;  // until the destination is complete
+  void wait_for_departure(int destination) const;    // also until its elements are sent to other ranks
+  void wait() const;                                 // until everything is done
   bool is_done() const;
-  // The destinations, by number, in the order of their departures.
+  // Returns the indices of destinations in the order in which wait_for_departure ends.
   std::vector<int> departures() const;
 
  private:
   std::shared_ptr<Execution> execution_;
-  at::Tensor token_;  // as long as it exists, somebody may wait
+  at::Tensor token_;  // while it exists, the batch can be waited for
 };
 
 // One rank's part in a batch. Thread-safe.
 class BoundBatch {
  public:
-  // The numbers of the batch's ranks are ranks in the group. `wire`: the kind of device whose tensors the group takes;
-  // tensors on other devices travel through buckets in host memory. Throws UserError if a rank is not in the group.
+  // The batch's ranks are ranks of the group. `wire`: the type of device whose tensors the group supports; tensors on
+  // other devices are sent through buckets in host memory. Throws UserError if a rank is not in the group.
   BoundBatch(std::shared_ptr<const BatchPlan> plan, Rank rank, RankGroupPtr group, c10::DeviceType wire);
 
   // `sources` and `destinations` are this rank's parts, with the shapes and dtypes of their layouts, on one device,
-  // with any strides; on ranks outside a layout's mesh they have no elements. Destinations share memory neither with
-  // each other nor with sources. Throws c10::ValueError otherwise, with nothing sent (shared memory is not checked),
-  // and DistBackendError that names rank, round and group if a transfer fails.
+  // with any strides. On ranks outside a layout's mesh they have no elements. Throws c10::ValueError otherwise, with
+  // nothing sent. Destinations must not share memory with each other or with sources; this is not checked. Throws
+  // DistBackendError that names rank, round and group if a transfer fails.
   void run(std::vector<at::Tensor> sources, const std::vector<at::Tensor>& destinations) const;
   // Returns while transfers are under way. Sources are read until wait_for_sources().
   BatchHandle start(std::vector<at::Tensor> sources, const std::vector<at::Tensor>& destinations) const;
 
  private:
-  // A program for tensors with these strides, on the host or on a device. The last one is kept.
+  // Returns a program for tensors with these strides, on the host or on a device. The last one is cached.
   ExecutablePtr executable(const std::vector<at::Tensor>& tensors) const;
   ExecutablePtr compiled(const std::vector<at::Tensor>& tensors, bool through_host) const;
 

@@ -20,7 +20,7 @@ const c10::DataPtr& memory_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
 }
 
-// Returns the storage of the arena that a tensor borrows from, or null.
+// Returns the storage of the arena of an arena view, or null for other tensors.
 const c10::Storage* arena_of(const at::Tensor& tensor) {
   const c10::DataPtr& memory = memory_of(tensor);
   return memory.get_deleter() == &drop_arena ? static_cast<const c10::Storage*>(memory.get_context()) : nullptr;
@@ -72,7 +72,8 @@ at::Tensor on_arena(const at::Tensor& tensor) {
   if (arena == nullptr) return tensor;
   const auto item_bytes = static_cast<int64_t>(tensor.element_size());
   const auto begin = static_cast<const char*>(tensor.storage().data()) - static_cast<const char*>(arena->data());
-  // The arena begins as its allocator aligned it, and a tensor in it at a multiple of its elements.
+  // The division is exact: the arena has its allocator's alignment, and a view begins at a multiple of its element
+  // size.
   return at::empty({0}, tensor.options())
       .set_(*arena, begin / item_bytes + tensor.storage_offset(), tensor.sizes(), tensor.strides());
 }
@@ -88,7 +89,7 @@ void record_use(const at::Tensor& tensor, c10::Stream stream) {
 void give_back_memory(const at::Tensor& tensor, const std::string& when_read) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(at::DataPtr(nullptr, tensor.device()));
-  // The size stays, since an operator on a view checks it before it asks for the address.
+  // The size stays, because an operator on a view checks the size before it reads the address.
   if (tensor.numel() > 0) storage->release_data_and_set_meta_custom_data_ptr_error_msg_(when_read);
 }
 

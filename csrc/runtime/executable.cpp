@@ -43,7 +43,7 @@ Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
   for (const Step& step : plan.steps) {
     steps.push_back(named(step));
   }
-  // Everything else in a plan, such as its topology, is part of its bytes.
+  // The hash covers everything else in a plan, such as its topology.
   const size_t bytes = std::hash<std::string>()(plan_bytes);
   return {{"tensor", concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]")},
           {"dtype", plan.src.dtype().name()},

@@ -87,7 +87,7 @@ Execution::~Execution() {
       if (is_in_rest_) end.block(side_stream(device_, SideStream::kRest));  // whose memory buffers may be
     }
   } catch (const std::exception&) {
-    // The group has failed, which has been reported already; a destructor must not throw.
+    // The group has failed, and its error was reported already. A destructor must not throw.
   }
   abandon();
 }
@@ -98,13 +98,13 @@ void Execution::write_to(const at::Tensor& out) {
 }
 
 const at::Tensor& Execution::output(size_t index) {
-  // No instruction touches an output without elements.
+  // No instruction writes an output without elements.
   if (!outputs_[index].defined()) allocate(program_.outputs[index].buffer);
   return outputs_[index];
 }
 
 void Execution::copy_input(const at::Tensor& input) {
-  if (!buffers_[kInputBuffer].is_alias_of(input)) return;  // already copied, to make it row-major
+  if (!buffers_[kInputBuffer].is_alias_of(input)) return;  // already copied to make it row-major
   const BelowAutograd guard;
   at::Tensor copy = take_staging(input.numel(), buffers_[kInputBuffer].options());
   copy.copy_(buffers_[kInputBuffer]);
@@ -115,10 +115,11 @@ void Execution::copy_input(const at::Tensor& input) {
 void Execution::start_until(int instruction) {
   const BelowAutograd guard;
   const c10::OptionalDeviceGuard on_device(is_on_cpu_ ? std::nullopt : std::optional(device_));
-  // Recorded here and not when the run was made: only now do transfers of earlier programs come before it (lanes.h).
+  // Recorded here and not in the constructor, because only now this stream waits for transfers of earlier programs
+  // (lanes.h).
   if (uses_side_stream_ && !begin_) begin_.emplace(*home_);
   StepRecord record;
-  // Once for the rest of a step, because handing the lock to another thread takes longer than a small copy.
+  // The lock is held to the end of a step, because passing it to another thread takes longer than a small copy.
   while (next_ < instruction) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     while (next_ < instruction) {
@@ -142,7 +143,7 @@ void Execution::finish_until(int instruction) {
 }
 
 void Execution::release() {
-  // Tensors are freed without the lock, because that may need Python's.
+  // Tensors are freed after the lock is released, because freeing may need the GIL.
   std::vector<at::Tensor> buffers;
   c10::SmallVector<at::Tensor, 2> outputs;
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -174,7 +175,7 @@ void Execution::wait_for_end() {
   wait_for(*end_, device_);
   is_waited_for_ = true;
   const c10::Stream current = current_stream(device_);
-  if (current != *home_) {  // only the current stream is known to come after the end
+  if (current != *home_) {  // other streams may not wait for the end
     for (const at::Tensor& buffer : kept_) record_use(buffer, current);
   }
   kept_.clear();
@@ -193,7 +194,7 @@ void Execution::check_capture() const {
 void Execution::wait_until(int instruction) {
   if (!is_in_rest_) {
     finish_until(instruction);
-    // The progress thread may keep a run that is over for a while, which should not keep memory.
+    // The progress thread may keep a finished run for a while; the run must not keep its tensors.
     if (finished()) release();
     return;
   }
@@ -210,7 +211,7 @@ bool Execution::is_done() const {
   return !end_ || end_->query();
 }
 
-// The Waits of a step end what comes before them, as sources are read before the first one.
+// A step also ends before each of its Waits, because sources are read before the first one.
 bool Execution::ends_step(int instruction) const {
   if (instruction + 1 == num_instructions_) return true;
   const Instruction& next = program_.instructions[instruction + 1];
@@ -258,7 +259,7 @@ void Execution::fail(int index, const std::string& reason) {
              group_text(index), " of plan\n", compiled_.origin().text(), "\n", reason);
   failure_ = std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, text));
   has_failed_ = true;
-  next_ = num_instructions_;  // a failed run does not continue
+  next_ = num_instructions_;  // a failed run does not go on
   std::rethrow_exception(failure_);
 }
 
@@ -268,7 +269,7 @@ std::string Execution::group_text(int index) const {
 }
 
 void Execution::allocate(BufferId buffer) {
-  if (buffer == compiled_.flagged_result()) return;  // the product does
+  if (buffer == compiled_.flagged_result()) return;  // the product allocates its result
   for (size_t i = 0; i < outputs_.size(); ++i) {
     if (program_.outputs[i].buffer != buffer) continue;
     if (outputs_[i].defined()) return;
@@ -340,7 +341,7 @@ void Execution::execute(const Operation& operation, int index) {
   is_on_cpu_ ? span.stop() : span.stop_at(record_current(device_, true));
 }
 
-// By address: tensors that borrow from one arena have one storage here, wherever they are in it.
+// Compares addresses: all views of an arena have the same storage, wherever they are in it.
 bool Execution::has_input_in_place(BufferId dst) const {
   const std::optional<int64_t> place = compiled_.place_of_input();
   const at::Tensor& input = buffers_[kInputBuffer];

@@ -1,7 +1,7 @@
 // One run of an Executable: its buffers, the transfers under way, and its progress.
 //
-// State: `next_` is the index of the next instruction. Instructions run in order, each once, each under `mutex_`, on
-// whichever thread comes first. `failure_` is set by the first one that throws; `next_` is then past the end.
+// State: `next_` is the index of the next instruction. Each instruction runs once, in order, under `mutex_`, on
+// whichever thread gets there first. The first instruction that throws sets `failure_` and moves `next_` past the end.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -24,11 +24,11 @@ namespace shardwright {
 
 class Execution {
  public:
-  // `tensors` are the program's inputs and destinations. If the device has streams: with `uses_side_stream`, transfers
-  // run on a side stream, otherwise on the current one. The stream that is current now is the home of the execution:
-  // compute runs there, and buffers are allocated from its memory.
+  // `tensors` are the program's inputs and destinations. The current stream becomes the home stream, on which the
+  // program computes and allocates buffers. On devices with streams, transfers run on a side stream if
+  // `uses_side_stream`, else on the home stream.
   Execution(ExecutablePtr executable, c10::ArrayRef<at::Tensor> tensors, bool uses_side_stream);
-  // If the device has streams, transfers may still be under way; their memory is not reused before they are done.
+  // Transfers may still be under way on the device; their memory is not reused before they are done.
   ~Execution();
   Execution(const Execution&) = delete;
   Execution& operator=(const Execution&) = delete;
@@ -36,30 +36,31 @@ class Execution {
   // Writes the first output to `out`, contiguous and of the right shape. Call it before anything runs.
   void write_to(const at::Tensor& out);
 
-  // Sends exchanges as messages with their own tag, which other collectives on the same group do not match. So it does
-  // not matter when they start relative to those. Call it on all ranks, before anything runs.
+  // Sends exchanges as messages with a tag of their own. Other collectives on the group do not match them, so the order
+  // relative to those does not matter. Call it on all ranks, before anything runs.
   void exchange_by_messages() { exchanges_by_messages_ = true; }
 
-  // For a program with one input: copies it, so that the input's own memory is not read later. Call it before anything
-  // runs.
+  // Copies the input of a program with one input, so that the input's own memory is not read later. Call it before
+  // anything runs.
   void copy_input(const at::Tensor& input);
 
-  // An output is allocated by the first instruction that writes it, or by the first call of this function.
+  // Returns an output. It is allocated by the first instruction that writes it, or by the first call of this function.
   const at::Tensor& output(size_t index = 0);
   const CompiledProgram& compiled() const { return compiled_; }
   const at::Device& device() const { return device_; }
-  // Returns whether the host carries transfers out, in host memory.
+  // True if the host carries out transfers, in host memory.
   bool transfers_on_host() const { return transfers_on_host_; }
 
-  // Several threads may call these, each any number of times; every instruction runs once, in order. A failure is
+  // Any thread may call these functions, any number of times. Every instruction runs once, in order. A failure is
   // raised by the call in which it happens and by every later `finish`.
-  void start_until(int instruction);  // exclusive
-  void run_next();                    // one instruction, if any is left
-  void start_all();                   // up to and including the last communication
+  void start_until(int instruction);  // runs the instructions before this one
+  void run_next();                    // runs one instruction, if any is left
+  void start_all();                   // runs all up to the last communication, included
   void finish();
   bool finished() const { return next_ == num_instructions_; }
   bool all_started() const { return next_ > compiled_.last_communication(); }
-  // Takes no lock: who asks may hold Python's, and whoever runs an instruction may need that to free a tensor.
+  // Takes no lock: the caller may hold the GIL, and a thread that runs an instruction may need the GIL to free a
+  // tensor.
   bool failed() const { return has_failed_; }
   // Drops all tensors. Call it only once the run is finished.
   void release();
@@ -73,14 +74,14 @@ class Execution {
   // Waits for all instructions before this one: on the current stream as wait_for_end does, else on the host. On
   // streams it may wait for more, up to the end of a step, and the program must have destinations.
   void wait_until(int instruction);
-  // Returns whether the device has finished the program.
+  // Returns true once the device has finished the program.
   bool is_done() const;
-  // For an execution that nobody will wait for: its memory is reused once the device is done with it.
+  // Releases an execution that nobody will wait for. Its memory is reused once the device is done with it.
   void abandon() noexcept;
   bool is_waited_for() const { return is_waited_for_; }
 
  private:
-  void finish_until(int instruction);  // start_until, which raises a failure of an earlier call too
+  void finish_until(int instruction);  // like start_until; also raises the failure of an earlier call
   void step();
   void execute(const Operation& operation, int index);
   // Starts the transfer of an instruction on the current stream.
@@ -91,7 +92,7 @@ class Execution {
   void compute(const Operation& operation, int index);
   bool takes_spans() const;
   int64_t run_number();
-  // The hints for products that are submitted now.
+  // Returns the hints for a product that is submitted now.
   GemmHints hints() const;
   // Raises the error that names rank, step, group, plan and reason.
   [[noreturn]] void fail(int index, const std::string& reason);
@@ -101,18 +102,18 @@ class Execution {
   void check_capture() const;
   bool ends_step(int instruction) const;
   void copy(const Copy& copy, int index);
-  // A buffer as a copy reads or writes it.
+  // Returns a buffer as elements of `dtype`, for a copy to read or write.
   at::Tensor elements(BufferId buffer, DType dtype) const;
   at::Tensor range(const BufferRange& range) const;
   char* data(const BufferRange& range) const;
-  // Returns true if the input already lies at its place in a buffer (CompiledProgram::place_of_input).
+  // True if the input is already stored at its place in a buffer (CompiledProgram::place_of_input).
   bool has_input_in_place(BufferId dst) const;
-  // A range as it is sent: as bytes if process groups do not support the dtype.
+  // Returns a range as it is sent: as bytes if process groups do not support the dtype.
   at::Tensor wire(const BufferRange& range) const;
   void reduce(const Reduce& reduce);
   void divide(const Divide& divide);
   void multiply(const Gemm& gemm, int index);
-  // Throws UserError if the program has a product that waits for flags, and its group or device has no such products.
+  // Throws UserError if the program's group or device does not support its product that waits for flags.
   void check_flags() const;
   void multiply_flagged(const Gemm& gemm, int index);
   void all_to_all(const AllToAll& move, int index);
@@ -124,27 +125,28 @@ class Execution {
   at::TensorOptions options_;
   at::Device device_;
   std::vector<at::Tensor> buffers_;          // flat
-  c10::SmallVector<at::Tensor, 2> outputs_;  // with their shapes
+  c10::SmallVector<at::Tensor, 2> outputs_;  // in the program's shapes
   std::vector<std::vector<WorkPtr>> works_;  // by instruction
-  // By instruction, if there are streams: the event at which the side stream is done with the transfer.
+  // Events after each transfer on the side stream, by instruction; empty without side streams.
   std::vector<std::optional<StreamEvent>> transferred_;
   std::optional<c10::Stream> home_;
-  // If transfers run alongside compute: events on the home stream at the beginning of the run, and after each
-  // instruction that some transfer must come after.
+  // Events on the home stream, if transfers run on a side stream: at the start of the run, and after each instruction
+  // that some transfer must run after.
   std::optional<StreamEvent> begin_;
   std::vector<std::optional<StreamEvent>> marks_;
-  // If the rest of the program runs on a side stream: the buffers allocated on the home stream before, and the end.
+  // If the rest of the program runs on a side stream: the buffers allocated on the home stream before, and the event at
+  // the end.
   std::vector<at::Tensor> kept_;
   std::optional<StreamEvent> end_;
-  std::map<int, StreamEvent> step_ends_;  // if the program has destinations: by the instruction after each
+  std::map<int, StreamEvent> step_ends_;  // ends of steps, by the next instruction; only with destinations
   bool is_in_rest_ = false;
   bool started_in_capture_ = false;
   std::atomic<bool> is_waited_for_{false};
   std::vector<TraceSpan> spans_;  // by instruction, while a trace is taken
-  int64_t run_number_ = 0;        // this run's number in a trace; 0: none yet
+  int64_t run_number_ = 0;        // number of this run in a trace; 0: none yet
   c10::SmallVector<GroupLease, 4> groups_;
   int num_instructions_ = 0;
-  int num_under_way_ = 0;  // the number of transfers that were started and not waited for
+  int num_under_way_ = 0;  // transfers that were started and not yet waited for
   bool is_on_cpu_ = false;
   bool transfers_on_host_ = false;
   bool uses_side_stream_ = false;

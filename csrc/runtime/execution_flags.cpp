@@ -1,4 +1,4 @@
-// Products of a run that wait for flags.
+// The products of an Execution that wait for flags.
 #include <ATen/ops/as_strided.h>
 
 #include <cstdint>
@@ -22,7 +22,7 @@ at::Tensor matrix_of(const at::Tensor& buffer, const Matrix& matrix, int64_t row
 
 }  // namespace
 
-// Everything that is checked is the same on all ranks: arenas, sizes, and what kind of device and torch they have.
+// All checks have the same result on all ranks: they depend on arenas, sizes, and the kind of device and torch.
 void Execution::check_flags() const {
   const auto& product = std::get<Gemm>(program_.instructions[compiled_.flagged_product()].operation);
   const auto& fetch = std::get<Fetch>(program_.instructions[product.flags->fetch].operation);
@@ -34,7 +34,7 @@ void Execution::check_flags() const {
   check_user(!why, "method: 'flags', but ", why.value_or(""), "; allowed are 'serial', 'ring' and 'collective'");
 }
 
-// The operator allocates its result, which becomes the program's.
+// The operator allocates its result, which replaces the program's buffer.
 void Execution::multiply_flagged(const Gemm& gemm, int index) {
   const Flags& flags = *gemm.flags;
   const at::Tensor product = multiply_as_flagged(matrix_of(buffers_[gemm.lhs.buffer], gemm.lhs, gemm.m, gemm.k),

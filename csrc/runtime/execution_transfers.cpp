@@ -1,4 +1,4 @@
-// Transfers of a run.
+// The transfers of an Execution.
 #include "runtime/execution.h"
 #include "runtime/flat.h"
 #include "runtime/side_stream.h"
@@ -11,7 +11,7 @@ at::Tensor Execution::wire(const BufferRange& range) const {
                                       : this->range(range);
 }
 
-// The stream on which a transfer is started is made to wait for it, on whatever stream the backend runs it.
+// Makes the stream on which the transfer is started wait for it, whatever stream the backend uses.
 void Execution::start_transfer(const Operation& operation, int index) {
   ++num_under_way_;
   const bool traces = takes_spans();
@@ -32,8 +32,9 @@ void Execution::start_transfer(const Operation& operation, int index) {
   if (traces) spans_[index].stop_at(record_current(device_, true));
 }
 
-// Goes to the side stream, after the instructions that concern the transfer's memory (program/order.h). Memory that is
-// allocated only now may still be used by anything that the current stream holds, other programs included.
+// Makes the side stream current, after the instructions that touch the transfer's memory (program/order.h). Memory that
+// is allocated only now may still be in use by work of the current stream, also of other programs, so then the transfer
+// runs after all of that work.
 void Execution::go_to_side_stream(std::optional<SideStreamGuard>& side, int transfer) const {
   const bool allocates = !compiled_.lifetimes().begins[transfer].empty();
   const int order = compiled_.order_of(transfer);

@@ -17,7 +17,7 @@
 namespace shardwright {
 namespace {
 
-// The Work that AsyncCollectiveTensor waits for: the end of the program.
+// The Work of an asynchronous program, for AsyncCollectiveTensor. It is completed at the end of the program.
 class ExecutionWork : public c10d::Work {
  public:
   ExecutionWork(std::shared_ptr<Execution> execution, const at::Tensor& output)
@@ -38,7 +38,7 @@ class ExecutionWork : public c10d::Work {
     was_waited_for_ = true;
     is_on_cpu() ? execution_->finish() : execution_->wait_for_end();
   }
-  // The output, if it still exists.
+  // Returns the output, if it still exists.
   std::vector<at::Tensor> result() override {
     const auto output = output_.lock();
     return output ? std::vector<at::Tensor>{at::Tensor(output)} : std::vector<at::Tensor>{};
@@ -61,7 +61,8 @@ at::Tensor copied_to(const at::Tensor& tensor, at::Device device) {
   return tensor.to(device);
 }
 
-// Slices as PyTorch does: returns a clone of the box in the memory order of the input, divided once per mesh dim.
+// Returns a clone of the program's box of the input, in the memory order of the input, as PyTorch slices. It is divided
+// once per mesh dim.
 at::Tensor take_box(const Program& program, const at::Tensor& input) {
   const c10::NoGradGuard no_grad;
   at::Tensor box = input.detach();
@@ -81,7 +82,7 @@ at::Tensor take_box(const Program& program, const at::Tensor& input) {
   return divided ? box : box.clone();
 }
 
-// The name that profilers show.
+// Returns the name that profilers show.
 std::string title_of(const Executable& executable) {
   const CompiledProgram& compiled = executable.compiled();
   return concat("shardwright::", compiled.origin().title(), ", ", compiled.received_bytes(), " bytes received");
@@ -133,7 +134,7 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
 
 // Starts transfers up to an instruction, and leaves the rest to the progress thread.
 void start_on_host(const Executable& executable, const std::shared_ptr<Execution>& execution, int until) {
-  // Dispatch modes of this thread should see all communications.
+  // Dispatch modes of this thread must see all communications.
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) until = executable.compiled().last_communication() + 1;
   execution->exchange_by_messages();
   Lane::issue_on(executable.groups(), execution, [&] { execution->start_until(until); });
@@ -150,8 +151,8 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
   });
 }
 
-// Returns whether an asynchronous call would have nothing to wait for. If others communicate and this rank does not,
-// there still is on devices with streams: whoever waits on another stream must not read the result too early.
+// True if an asynchronous call would have nothing to wait for. On devices with streams it has if any rank communicates,
+// even if this rank does not: a reader on another stream must not read the result too early.
 bool is_done_at_once(const Executable& executable, const at::Tensor& input) {
   const CompiledProgram& compiled = executable.compiled();
   return !compiled.is_collective() || (input.device().is_cpu() && !compiled.communicates()) ||
@@ -165,7 +166,7 @@ std::pair<at::Tensor, WorkPtr> start_execution(const ExecutablePtr& executable, 
   executable->connect(input.device());
   const auto execution = std::make_shared<Execution>(executable, input, /*uses_side_stream=*/true);
   if (out != nullptr) execution->write_to(*out);
-  const at::Tensor output = execution->output();  // made before anything runs, so that the Work is for this tensor
+  const at::Tensor output = execution->output();  // allocated before anything runs, because the Work refers to it
   if (execution->device().is_cpu()) {
     if (input_may_change && compiled.reads_input_after_start()) execution->copy_input(input);
     start_on_host(*executable, execution, std::max(compiled.first_wait(), compiled.end_of_collectives()));

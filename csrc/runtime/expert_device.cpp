@@ -25,10 +25,10 @@ at::Tensor as_tensor(const std::vector<int64_t>& values, c10::Device device) {
   return tensor.to(device);
 }
 
-// 0, 1, ..., n - 1.
+// Returns 0, 1, ..., n - 1.
 at::Tensor numbers(int64_t n, at::TensorOptions options) {
   at::Tensor out = at::empty({n}, options);
-  if (n > 0) at::arange_out(out, n);  // the size is known beforehand, so that nothing waits to learn it
+  if (n > 0) at::arange_out(out, n);  // `out` has its size already, so the host does not wait for it
   return out;
 }
 
@@ -37,7 +37,7 @@ at::Tensor scattered(int64_t size, const at::Tensor& places, const at::Tensor& v
   return at::full({size + 1}, -1, values.options()).scatter_(0, places, values).narrow(0, 0, size);
 }
 
-// (to - from) modulo num_ranks.
+// Returns (to - from) modulo num_ranks.
 at::Tensor distance(const at::Tensor& from, const at::Tensor& to, int64_t num_ranks) {
   return (to - from).remainder(num_ranks);
 }
@@ -72,10 +72,11 @@ at::Tensor choose_replicas_on_device(const DevicePlacement& placement, const at:
   const at::Tensor num_holders = is_held.sum(2);
   const at::Tensor is_single = num_holders.eq(1);
   at::Tensor codes = at::where(is_single, code_on.sum(2), at::zeros({}, code_on.options()));
-  // Ranks that the token is sent to anyway, the next one in cyclic order from this rank on first.
+  // True for ranks that the token is sent to anyway. Of these, the first in cyclic order from this rank on is
+  // preferred.
   const at::Tensor goes_there = (is_held & is_single.unsqueeze(2)).any(1) | rank_numbers.eq(rank);
   const at::Tensor nearness = ranks - distance(at::full({}, rank, rank_numbers.options()), rank_numbers, ranks);
-  const auto choose = [&](const at::Tensor& allowed, const at::Tensor& picked) {  // picked: a rank for each code
+  const auto choose = [&](const at::Tensor& allowed, const at::Tensor& picked) {  // `picked`: a rank for each code
     const at::Tensor index = picked.expand({tokens, per_token}).unsqueeze(2);
     codes = at::where(codes.eq(0), allowed.gather(2, index).squeeze(2), codes);
   };

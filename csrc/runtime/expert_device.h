@@ -1,8 +1,8 @@
-// The index arithmetic of experts.h with ATen's operators. Nothing waits for the device and no size depends on values,
-// so all of it can be captured in a graph. It runs on any device; tests compare it with experts.h on the CPU.
+// The index arithmetic of experts.h in ATen's operators. The host never waits for the device and no size depends on
+// values, so a graph can capture all of it. It runs on any device; tests compare it with experts.h on CPU.
 //
-// Indices are int64, codes int32. For an expert id that is out of range ATen raises an error; on CUDA it is a
-// device-side assertion.
+// Indices are int64, codes int32. An expert id that is out of range is an error of ATen, on CUDA a device-side
+// assertion.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +13,8 @@
 
 namespace shardwright {
 
-// A placement's tables on a device. They must be made before a capture, and must outlive the graph that reads them.
+// The tables of a placement on a device. Make them before a capture, and keep them as long as the graph that reads
+// them.
 struct DevicePlacement {
   DevicePlacement(const ExpertPlacement& placement, c10::Device device);
 
@@ -23,16 +24,16 @@ struct DevicePlacement {
   at::Tensor target_of;  // [replicas + 1]: the rank for each code; num_ranks for code 0
 };
 
-// Does what choose_replicas does if nodes are not known. `expert_ids`: [tokens, per token], int64.
+// Like choose_replicas without nodes. `expert_ids`: [tokens, per token], int64.
 at::Tensor choose_replicas_on_device(const DevicePlacement& placement, const at::Tensor& expert_ids, int rank);
 
 struct DeviceRoutes {
   at::Tensor send_rows;  // [ranks * rows_per_rank]
   at::Tensor returns;    // [tokens, columns]
-  at::Tensor dropped;    // [], int64: how many codes have no row because all rows of their rank are taken
+  at::Tensor dropped;    // [], int64: number of codes without a row, because the rows of their rank are full
 };
 
-// Does what route_rows does, with exactly `rows_per_rank` rows for every rank. Tokens that come later have no row.
+// Like route_rows, with exactly `rows_per_rank` rows for every rank. Later tokens have no row.
 DeviceRoutes route_rows_on_device(const DevicePlacement& placement, const at::Tensor& codes, int64_t rows_per_rank);
 
 struct DeviceExpansion {
@@ -42,8 +43,8 @@ struct DeviceExpansion {
   at::Tensor dropped;  // []
 };
 
-// Does what expand_rows does, with at most `capacity` rows for each expert. `num_places` must be large enough for the
-// rows that remain.
+// Like expand_rows, with at most `capacity` rows for each expert. `num_places` must be large enough for the rows that
+// remain.
 DeviceExpansion expand_rows_on_device(const at::Tensor& codes, int64_t first_replica, int64_t num_local,
                                       const std::optional<at::Tensor>& origins, int64_t capacity, int64_t num_places);
 

@@ -16,7 +16,7 @@
 namespace shardwright {
 namespace {
 
-// Parts of a record, and records, begin at multiples of this, so that any dtype can be read there.
+// Alignment in bytes of records and their parts, so that any dtype can be read there.
 constexpr int64_t kPartAlignment = 16;
 
 int64_t aligned(int64_t bytes) { return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment; }
@@ -29,10 +29,10 @@ int64_t width_bytes(const at::Tensor& part) { return part.size(1) * static_cast<
   throw c10::DistBackendError({__func__, __FILE__, __LINE__}, text);
 }
 
-// Resolves values that are only marked as conjugated or negated.
+// Returns the bytes of a part, with pending conjugation and negation applied.
 at::Tensor bytes_of(const at::Tensor& part) { return part.resolve_conj().resolve_neg().contiguous().view(at::kByte); }
 
-// The device on which rows of tensors on `device` travel: the CPU, or the same device.
+// Returns the device from which rows on `device` are sent: the CPU, or the same device.
 c10::Device device_for(c10::DeviceType wire, c10::Device device) { return wire == at::kCPU ? at::kCPU : device; }
 
 std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
@@ -40,7 +40,7 @@ std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
   return counts;
 }
 
-// Rows of several tensors, with the parts of a row next to each other in one tensor of bytes.
+// Rows of several tensors in one byte tensor. A record is the parts of one row, next to each other.
 class Records {
  public:
   Records(const std::vector<at::Tensor>& parts, int64_t num_records) : parts_(parts) {
@@ -51,13 +51,13 @@ class Records {
 
   const at::Tensor& bytes() const { return bytes_; }
 
-  // The memory for the next exchange, of records that were made here and have travelled.
+  // Returns the memory to the staging cache. Only for records that were allocated here and have been sent.
   void release() const {
     at::Tensor memory = bytes_.view({-1});
     give_staging(memory);
   }
 
-  // A view of part `index` of all records, in the dtype of that part.
+  // Returns a view of part `index` of all records, in the dtype of that part.
   at::Tensor part(size_t index) const {
     int64_t offset = 0;
     for (size_t i = 0; i < index; ++i) offset += aligned(width_bytes(parts_[i]));

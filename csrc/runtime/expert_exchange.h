@@ -1,4 +1,4 @@
-// Sends rows to other ranks and returns their answers: one all-to-all in each direction.
+// Sends rows to other ranks and receives their results: one all-to-all in each direction.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,18 +10,18 @@
 
 namespace shardwright {
 
-// Sends rows of bytes and returns those that arrive: `rows` is [sum of send_counts, row bytes], uint8, contiguous, the
-// rows for rank 0 first. No other function here uses the process group. `wire`: the type of device whose tensors the
-// group takes; rows on another device go through host memory. On devices with streams this runs on the current stream.
-// Throws DistBackendError naming rank, `step` and group.
+// Sends rows of bytes and returns the received rows. `rows` is [sum of send_counts, row bytes], uint8, contiguous, with
+// the rows for rank 0 first. `wire`: the type of device whose tensors the group supports; rows on another device are
+// sent through host memory. On devices with streams this runs on the current stream. Throws DistBackendError that names
+// rank, `step` and group. No other function here uses the process group.
 at::Tensor exchange_rows(RankGroup& group, const std::string& step, c10::DeviceType wire, const at::Tensor& rows,
                          const std::vector<int64_t>& send_counts, const std::vector<int64_t>& receive_counts);
 
-// Sends row r of `words` ([size of the group, n], int64, on the CPU) to rank r. Row r of the result is what rank r sent
-// to this rank. The words travel on `device`, and the host waits for it.
+// Sends row r of `words` ([size of the group, n], int64, on CPU) to rank r. Row r of the result was received from rank
+// r. The words are sent from `device`, and the host waits for it.
 at::Tensor exchange_words(RankGroup& group, const std::string& step, const at::Tensor& words, c10::Device device);
 
-// The rows that the ranks of a group send each other, and the answers that are summed. Immutable.
+// The rows that the ranks of a group send each other, and the results that are returned and summed. Immutable.
 class RowExchange {
  public:
   // `send_rows`: [sum of send_counts], row numbers sorted by receiving rank; -1 means a row of zeros. `returns`:
@@ -35,12 +35,12 @@ class RowExchange {
   int64_t num_sent_to_others() const;
   int64_t num_received_from_others() const;
 
-  // Sends each part, [num_rows, width] of any dtype, to the ranks that its rows are for. Returns [num_received, width]
-  // for each part, sorted by sending rank. The parts of a row travel in one record.
+  // Sends each part, [num_rows, width] of any dtype, to the ranks of its rows. Returns [num_received, width] for each
+  // part, sorted by sending rank. All parts of a row are sent in one record.
   std::vector<at::Tensor> send(const std::string& step, const std::vector<at::Tensor>& parts) const;
 
-  // The opposite direction: each part is [num_received, width]. Returns [num_rows, width], with the answers to each row
-  // summed in the order of ranks.
+  // Sends results back: each part is [num_received, width]. Returns [num_rows, width], the sum of the results for each
+  // row in the order of ranks.
   std::vector<at::Tensor> send_back(const std::string& step, const std::vector<at::Tensor>& parts) const;
 
  private:
@@ -55,7 +55,7 @@ class RowExchange {
   int64_t num_received_;
 };
 
-// The size of a record of parts with these widths and dtypes, each of which is aligned in it.
+// Returns the size in bytes of a record of parts with these widths and dtypes. Each part is aligned in the record.
 int64_t record_bytes(const std::vector<at::Tensor>& parts);
 
 }  // namespace shardwright

@@ -23,17 +23,17 @@ namespace {
 
 constexpr int64_t kBytesPerTask = 1 << 16;
 
-// Returns the rows with the elements of each next to each other, and with conjugation and negation carried out.
+// Returns the rows, each dense, with pending conjugation and negation applied.
 at::Tensor with_dense_rows(const at::Tensor& given) {
   const at::Tensor rows = given.resolve_conj().resolve_neg();
   return rows.size(1) <= 1 || rows.stride(1) == 1 ? rows : rows.contiguous();
 }
 
-// The least number of rows that a thread takes at once.
+// Returns the minimum number of rows per task of a thread.
 int64_t grain_of(int64_t row_bytes) { return std::max<int64_t>(1, kBytesPerTask / std::max<int64_t>(row_bytes, 1)); }
 
-// The widest integer type in which rows of both can be copied. Copying does not need the real dtype, for which ATen may
-// lack an operator.
+// Returns the widest integer type in which the rows of both tensors can be copied. ATen may lack an operator for the
+// real dtype, which copying does not need.
 at::ScalarType words_of(const at::Tensor& rows, const at::Tensor& out) {
   const auto item = static_cast<int64_t>(rows.element_size());
   const auto divides = [&](int64_t word) {

@@ -1,10 +1,9 @@
-// Gathers, weights and sums rows of tokens: with loops written here on the CPU, and on other devices with operators of
-// ATen that do not wait for the device, or with functions that a device registers.
+// Gathers, weights and sums rows of tokens. On CPU these are loops of this library; on other devices operators of ATen
+// that do not wait for the device, or functions that a device registers.
 //
-// Tensors of rows are [n, width], with any strides; values that are only marked as conjugated or negated are resolved
-// first. Indices and tables are int64 on the rows' device, and -1 means a row of zeros. Sums are taken in the order of
-// a table's columns, are accumulated in float32 (float64 for float64), and are rounded once. So they do not depend on
-// what arrived first.
+// Tensors of rows are [n, width], with any strides; pending conjugation and negation are applied first. Indices and
+// tables are int64 on the rows' device, and -1 means a row of zeros. Sums are taken in the order of a table's columns,
+// accumulated in float32 (float64 for float64), and rounded once. So they do not depend on the order of arrival.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,9 +19,9 @@ at::Tensor take_rows(const at::Tensor& rows, const at::Tensor& index);
 // result[m] = sum over j of weights[m, j] * rows[table[m, j]]; without weights, all are 1.
 at::Tensor sum_rows(const at::Tensor& rows, const at::Tensor& table, const std::optional<at::Tensor>& weights);
 
-// The sum for one type of device, in a separate file that is built only if the device's toolkit is installed. Reads
-// each row once and launches one kernel, where ATen needs five for each column. `table`, `weights` and `out` are dense,
-// and none of them is empty.
+// The sum_rows of one type of device, in a separate file that is built only if the device's toolkit is installed. Reads
+// each row once and launches one kernel; ATen needs five for each column. `table`, `weights` and `out` are dense and
+// not empty.
 using DeviceSumRows = void (*)(const at::Tensor& rows, const at::Tensor& table,
                                const std::optional<at::Tensor>& weights, at::Tensor& out);
 bool register_device_sum_rows(at::DeviceType device, DeviceSumRows sum_rows);

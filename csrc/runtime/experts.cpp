@@ -21,7 +21,7 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325ULL;
 };
 
-// Chooses the replicas that serve a token. The memory that this takes is reused from token to token.
+// Chooses the replicas for a token (choose_replicas). Its memory is reused from token to token.
 class ReplicaChoice {
  public:
   ReplicaChoice(const ExpertPlacement& placement, int rank, std::span<const int32_t> node_of_rank)
@@ -66,7 +66,8 @@ class ReplicaChoice {
     return static_cast<int>((rank - from % num_ranks_ + num_ranks_) % num_ranks_);
   }
 
-  // Returns the code of the replica on the first rank, in cyclic order from this rank on, that the token visits anyway.
+  // Returns the code of the replica on the first rank, in cyclic order from this rank on, that the token is sent to
+  // anyway.
   int32_t nearest_visited(int64_t expert) const {
     int32_t code = 0;
     int least = std::numeric_limits<int>::max();
@@ -112,10 +113,10 @@ class ReplicaChoice {
   int num_ranks_;
   std::span<const int32_t> node_of_rank_;
   int64_t token_ = -1;
-  std::vector<int64_t> rank_stamp_;  // the last token that was sent to each rank
+  std::vector<int64_t> rank_stamp_;  // by rank: the last token that was sent there
   std::vector<int64_t> node_stamp_;
-  std::vector<int64_t> lacking_;  // how many pending experts each rank holds; all 0 between uses
-  std::vector<size_t> pending_;   // which of the token's experts are not served yet
+  std::vector<int64_t> lacking_;  // by rank: the number of pending experts it holds; all 0 between uses
+  std::vector<size_t> pending_;   // indices of the token's experts without a code
 };
 
 void check_ids(const ExpertPlacement& placement, PerToken<int64_t> ids, int rank) {
@@ -126,7 +127,7 @@ void check_ids(const ExpertPlacement& placement, PerToken<int64_t> ids, int rank
   }
 }
 
-// Inserts a rank into the ascending list `ranks` unless it is in it.
+// Inserts a rank into the ascending list `ranks` if it is missing.
 void insert(std::vector<int32_t>& ranks, int32_t rank) {
   const auto at = std::lower_bound(ranks.begin(), ranks.end(), rank);
   if (at == ranks.end() || *at != rank) ranks.insert(at, rank);

@@ -1,12 +1,10 @@
-// The ranks that hold each expert, and those that a rank's tokens are sent to: index arithmetic on the host, without
-// torch.
+// Placement of experts on ranks, and routing of tokens to ranks: index arithmetic on the host, without torch.
 //
-// A *replica* is one expert on one rank. Replicas are numbered by rank, then in the order in which the rank holds them,
-// so the replicas of one rank are consecutive. A *code* says which replica serves one of a token's experts: the
-// replica's number plus 1, or 0 for no expert. Codes are sent with the rows, and each receiver uses those of its own
-// replicas.
+// A *replica* is one expert on one rank. Replicas are numbered by rank, then in the rank's order of experts, so the
+// replicas of one rank are consecutive. A *code* selects the replica for one of a token's experts: the replica's number
+// plus 1, or 0 for no expert. Codes are sent with the rows, and each receiver uses the codes of its own replicas.
 //
-// In tables of rows, -1 means that there is no row.
+// In tables of rows, -1 means no row.
 #pragma once
 
 #include <cstdint>
@@ -18,33 +16,34 @@ namespace shardwright {
 class ExpertPlacement {
  public:
   // experts_of_rank[r]: the experts of rank r of the group, in that rank's order; may be empty. Throws UserError if an
-  // expert is on no rank, is out of range, or is listed twice for one rank. Memory is taken for listed experts only.
+  // expert is on no rank, is out of range, or is listed twice for one rank. Memory is linear in the number of listed
+  // experts.
   ExpertPlacement(int64_t num_experts, const std::vector<std::vector<int64_t>>& experts_of_rank);
 
   int64_t num_experts() const { return static_cast<int64_t>(begin_of_expert_.size()) - 1; }
   int num_ranks() const { return static_cast<int>(first_replica_.size()) - 1; }
   int64_t num_replicas() const { return static_cast<int64_t>(rank_of_replica_.size()); }
   bool has_copies() const { return num_replicas() > num_experts(); }
-  // By rank, with the number of replicas at the end.
+  // The first replica of each rank, then the number of replicas.
   const std::vector<int32_t>& first_replica() const { return first_replica_; }
   const std::vector<int32_t>& rank_of_replica() const { return rank_of_replica_; }
-  // In ascending order, which is also the order of their ranks.
+  // Returns replicas in ascending order, which is also the order of their ranks.
   std::span<const int32_t> replicas_of(int64_t expert) const {
     const auto begin = static_cast<size_t>(begin_of_expert_[expert]);
     return {replicas_.data() + begin, static_cast<size_t>(begin_of_expert_[expert + 1]) - begin};
   }
-  // The same on all ranks for equal placements.
+  // Equal on all ranks that have equal placements.
   int64_t hash() const { return hash_; }
 
  private:
   std::vector<int32_t> first_replica_;
   std::vector<int32_t> rank_of_replica_;
-  std::vector<int32_t> begin_of_expert_;  // in replicas_
+  std::vector<int32_t> begin_of_expert_;  // index into replicas_
   std::vector<int32_t> replicas_;
   int64_t hash_ = 0;
 };
 
-// A row of values for each token of a rank: [num_tokens, per_token], row-major.
+// A row of values for each token of a rank: [num_tokens, per_token], row-major. Does not own the data.
 template <typename T>
 struct PerToken {
   const T* data = nullptr;
@@ -54,44 +53,44 @@ struct PerToken {
   std::span<const T> of(int64_t token) const { return {data + token * per_token, static_cast<size_t>(per_token)}; }
 };
 
-// Returns the codes for the expert ids of rank `rank`; the id -1 means no expert. An expert with one replica is served
-// by that replica. An expert with several is served, in this order of preference,
-//   1. on this rank;
-//   2. on a rank that the token is sent to anyway;
-//   3. on the rank that holds most of the token's experts that are not served yet. Of several such ranks, one on a node
-//      that the token is sent to anyway is preferred (`node_of_rank`; empty if nodes are not known), then the first in
+// Returns the codes for the expert ids of rank `rank`; the id -1 means no expert. An expert with one replica uses that
+// replica. An expert with several replicas uses, in this order of preference, a replica on
+//   1. this rank;
+//   2. a rank that the token is sent to anyway;
+//   3. the rank that holds most of the token's experts that have no code yet. Of several such ranks, one on a node that
+//      the token is sent to anyway is preferred (`node_of_rank`; empty if nodes are not known), then the first in
 //      cyclic order from `rank` + token on.
-// Throws UserError, naming rank and token, if an id is out of range.
+// Throws UserError that names rank and token if an id is out of range.
 std::vector<int32_t> choose_replicas(const ExpertPlacement& placement, PerToken<int64_t> expert_ids, int rank,
                                      std::span<const int32_t> node_of_rank);
 
-// Returns how many codes name each replica.
+// Returns the number of codes for each replica.
 std::vector<int64_t> count_by_replica(std::span<const int32_t> codes, int64_t num_replicas);
 
-// Drops tokens beyond the capacity: a replica that has taken[replica] tokens already takes `capacity` in all, and later
-// codes for it, in token order, are set to 0. Returns how many.
+// Sets codes beyond a replica's capacity to 0, in token order, and returns their number. A replica keeps `capacity`
+// tokens in all; taken[replica] of them were assigned before.
 int64_t drop_beyond(std::span<int32_t> codes, std::vector<int64_t> taken, int64_t capacity);
 
-// The rows that a rank sends, each of them to one rank.
+// The rows that a rank sends. Each row goes to one rank.
 struct RowRoutes {
   std::vector<int64_t> send_rows;    // the token of each row, sorted by receiving rank, then by token
   std::vector<int64_t> row_counts;   // rows for each receiving rank
-  std::vector<int64_t> pair_counts;  // codes that name replicas of each receiving rank
+  std::vector<int64_t> pair_counts;  // codes for replicas of each receiving rank
   int64_t width = 0;
-  std::vector<int64_t> returns;  // [num_tokens, width]: a token's places in send_rows by ascending rank, then -1
+  std::vector<int64_t> returns;  // [num_tokens, width]: a token's indices into send_rows by ascending rank, then -1
 };
 
-// A token is sent once to each rank that `target_of_replica` names for one of its codes; -1 means no rank.
+// Routes each token once to each rank that `target_of_replica` gives for one of its codes; -1 means no rank.
 RowRoutes route_rows(PerToken<int32_t> codes, std::span<const int32_t> target_of_replica, int num_ranks);
 
-// Received rows, with one copy for each expert of this rank that they are meant for.
+// Received rows, copied once for each local expert that they are meant for.
 struct Expansion {
   std::vector<int64_t> pairs;   // row * per_token + index of the code, sorted by expert, then by row
   std::vector<int64_t> places;  // [rows, per_token]: index into `pairs`, or -1
-  std::vector<int64_t> counts;  // copies for each expert of this rank
+  std::vector<int64_t> counts;  // copies for each local expert
 };
 
-// `origins`: keys by which the rows are to be ordered; empty if they are in order.
+// `origins`: sort keys of the rows; empty if the rows are in order.
 Expansion expand_rows(PerToken<int32_t> codes, int64_t first_replica, int64_t num_local,
                       std::span<const int64_t> origins);
 

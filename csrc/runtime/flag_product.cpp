@@ -17,7 +17,7 @@ FlagSupport& support_of(c10::DeviceType device) {
   return all[static_cast<size_t>(device)];
 }
 
-// Calls are boxed, because torch's versions register kernels of different C++ signatures.
+// Returns an operator for boxed calls: torch versions register its kernel with different C++ signatures.
 std::optional<c10::OperatorHandle> operator_named(const char* name) {
   return c10::Dispatcher::singleton().findSchema({name, ""});
 }

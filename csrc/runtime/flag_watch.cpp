@@ -38,7 +38,7 @@ class Watch {
     try {
       return is_done(product.end);
     } catch (const std::exception&) {
-      return true;  // the device has failed, which its next call says
+      return true;  // the device has failed; its next call reports that
     }
   }
 
@@ -80,7 +80,7 @@ class Watch {
 }  // namespace
 
 void watch_product(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> what) {
-  static auto* watch = new Watch;  // its thread may outlive all statics
+  static auto* watch = new Watch;  // never destroyed: its thread may outlive statics
   if (timeout.count() > 0) watch->add(std::move(end), timeout, std::move(what));
 }
 

@@ -1,8 +1,8 @@
-// Notices products that wait for a flag that nobody sets.
+// Detects products that wait for a flag that nobody sets.
 //
-// Such a product cannot be ended from outside, and the host does not wait for it. So a thread looks, when the timeout
-// has passed since a product was submitted, whether the device has come to its end. If not, it writes what it is told
-// to standard error and aborts the process, as NCCL's watchdog does for collectives.
+// Such a product cannot be ended from outside, and the host does not wait for it. So a thread checks, once the timeout
+// has passed since a product was submitted, whether the device has finished it. If not, the thread writes a message to
+// standard error and aborts the process, as NCCL's watchdog does for collectives.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -13,8 +13,8 @@
 
 namespace shardwright {
 
-// `end` was recorded after the product. A timeout of 0 means none. `what` says what is waited for; it is called once,
-// if at all.
+// `end` is an event recorded after the product. A timeout of 0 means none. `what` returns the message; it is called at
+// most once.
 void watch_product(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> what);
 
 }  // namespace shardwright

@@ -32,7 +32,8 @@ std::atomic<bool>& accumulates_fast() {
   return is_fast;
 }
 
-// A dim of one element gets the stride that a dense matrix has, because ATen passes strides on as leading dimensions.
+// Returns a matrix in a buffer. A dim of one element gets the stride of a dense matrix, because ATen passes strides on
+// as leading dimensions.
 at::Tensor view(const at::Tensor& buffer, const Matrix& matrix, int64_t rows, int64_t columns) {
   const int64_t row_stride =
       rows == 1 ? std::max(matrix.row_stride, columns * matrix.column_stride) : matrix.row_stride;
@@ -55,7 +56,7 @@ void multiply_matrices(const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor 
     } else {
       at::mm_out(dst, lhs, rhs);
     }
-  } else if (dst.device().is_cuda()) {  // the only device where ATen's products take an out_dtype
+  } else if (dst.device().is_cuda()) {  // ATen's products have an out_dtype only on CUDA
     if (added.defined()) {
       at::addmm_out(dst, added.to(dst.scalar_type()), lhs, rhs, dst.scalar_type());
     } else {
@@ -84,7 +85,7 @@ void check_scaled_dtypes(const at::Tensor& lhs, const at::Tensor& rhs, const at:
                     "; scales are Float");
 }
 
-// Checks a matrix of `num_lines` dense lines of `size` elements. Returns what is wrong with it, or nothing.
+// Returns what is wrong with a matrix of `num_lines` dense lines of `size` elements, or nothing.
 std::optional<std::string> why_not_aligned(const char* name, const at::Tensor& buffer, int64_t offset, int64_t size,
                                            int64_t num_lines, int64_t line_stride, int64_t count,
                                            int64_t batch_stride) {
@@ -208,7 +209,7 @@ void multiply_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& 
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return;
   at::Tensor rows = dense_scales(lhs_scale, *gemm.lhs_scale, gemm.m);
   at::Tensor columns = dense_scales(rhs_scale, *gemm.rhs_scale, gemm.n);
-  if (gemm.lhs_scale->stride != 0 || gemm.rhs_scale->stride != 0) {  // libraries need both scales to be of one kind
+  if (gemm.lhs_scale->stride != 0 || gemm.rhs_scale->stride != 0) {  // libraries need both scales of one kind
     rows = rows.expand({gemm.m}).contiguous();
     columns = columns.expand({gemm.n}).contiguous();
   }

@@ -21,7 +21,7 @@ void Lane::issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Ex
                     const std::function<void()>& advance) {
   c10::SmallVector<Lane*, 4> lanes;
   for (const RankGroupPtr& group : groups) lanes.push_back(&lane_of(*group));
-  std::sort(lanes.begin(), lanes.end());  // locks are taken in one order, so that threads cannot deadlock
+  std::sort(lanes.begin(), lanes.end());  // locks are acquired in one order, so that threads cannot deadlock
   lanes.erase(std::unique(lanes.begin(), lanes.end()), lanes.end());
   c10::SmallVector<std::unique_lock<std::recursive_mutex>, 4> locks;
   for (Lane* lane : lanes) locks.emplace_back(lane->mutex_);
@@ -46,8 +46,8 @@ void Lane::issue_asynchronous(const std::shared_ptr<Execution>& run, const at::T
                               const std::function<void()>& submit) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   drain();
-  // Only the side stream waits, so that the caller's stream goes on. A capture takes no stream that may stay idle in
-  // it.
+  // Only the side stream waits, so that the caller's stream continues. In a capture the current stream waits instead,
+  // because a side stream that stays idle must not become part of the capture.
   const bool captures = is_capturing(device_);
   put_after_last(captures ? current_stream(device_) : side_stream(device_, SideStream::kTransfers));
   submit();
@@ -64,7 +64,7 @@ void Lane::drain() {
   }
 }
 
-// If only one of two streams is in a capture, neither waits: replays come after whatever they are launched after.
+// If only one of the two streams is in a capture, neither waits: a replay runs after all work before its launch.
 void Lane::put_after_last(c10::Stream stream) {
   const c10::Stream current = current_stream(device_);
   if (!last_ || *last_ == current) return;
@@ -75,7 +75,7 @@ void Lane::put_after_last(c10::Stream stream) {
   StreamEvent(*last_).block(stream);
 }
 
-// All asynchronous programs end on one side stream. That somebody has waited for one says nothing of this stream.
+// All asynchronous programs end on one side stream. This stream must wait for it even if another stream already has.
 void Lane::put_after_asynchronous_runs(c10::Stream stream) {
   int64_t& seen = seen_[stream.id()];
   if (seen == num_asynchronous_) return;
@@ -114,7 +114,7 @@ Lane& lane_of(const at::Device& device) {
   return *lane;
 }
 
-// A group that is made where another one was before gets its lane, on which nothing is pending any more.
+// A new group at the address of a destroyed one gets its Lane, on which nothing is pending any more.
 Lane& lane_of(const RankGroup& group) {
   static std::mutex mutex;
   static auto* lanes = new std::unordered_map<const RankGroup*, std::unique_ptr<Lane>>;  // outlives threads

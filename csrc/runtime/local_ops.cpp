@@ -26,7 +26,7 @@
 namespace shardwright {
 namespace {
 
-// The number of elements summed at a time, so that a block of accumulators and one of each part stay in cache.
+// Elements that are reduced at a time, so that the accumulators and one block of each part stay in cache.
 constexpr int64_t kBlock = 2048;
 
 template <typename Item, typename Accumulator, typename Combine>

@@ -1,5 +1,5 @@
-// A rank's operations on its own memory: strided copies and reductions. On CPU these are our own loops, elsewhere
-// ATen's operators or functions that a device registers.
+// A rank's operations on its own memory: strided copies and reductions. On CPU they are loops of this library,
+// elsewhere ATen's operators or functions that a device registers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,18 +11,18 @@
 
 namespace shardwright {
 
-// src and dst are tensors of one dtype on one device, at whose first elements the boxes begin, and must not overlap. On
-// CPU the dtype does not matter.
+// Copies the boxes. src and dst are tensors of one dtype on one device; boxes begin at their first elements. src and
+// dst must not overlap. On CPU the dtype does not matter.
 void run(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst);
 
-// The same box by box with ATen's copy_, between any dtypes and devices.
+// Copies box by box with ATen's copy_, between any dtypes and devices.
 void copy_with_aten(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst);
 
-// The same with each element divided, for floating and complex dtypes. ATen does it, box by box.
+// Copies box by box with ATen and divides each element. Floating and complex dtypes only.
 void run_divided(const StridedCopy& copy, double divisor, const at::Tensor& src, at::Tensor& dst);
 
-// A copy for one type of device, in a separate file that is built only if the device's toolkit is installed. On other
-// devices ATen's copy_ copies the boxes one by one.
+// The copy function of one type of device, in a separate file that is built only if the device's toolkit is installed.
+// Without one, ATen's copy_ copies the boxes one by one.
 using DeviceCopy = void (*)(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst);
 bool register_device_copy(at::DeviceType device, DeviceCopy copy);
 
@@ -30,20 +30,20 @@ bool register_device_copy(at::DeviceType device, DeviceCopy copy);
 // dst is not one of the parts. float16 and bfloat16 are accumulated and divided in float32 and rounded once. Only
 // floating and complex dtypes are divided. Throws c10::TypeError on dtypes without the op.
 //
-// On CPU, and on devices with their own reduction, every part is read once and the result written once. ATen does so
-// for two parts, and for 16-bit sums of parts that are the rows of one tensor; it adds other parts to the result one
-// after the other. It needs a float32 tensor of the result's size to divide 16-bit sums, and also a copy of the parts
-// to sum more than two 16-bit parts that are not rows of one tensor.
+// On CPU, and on devices with their own reduction, every part is read once and the result is written once. So does ATen
+// for two parts, and for 16-bit sums of parts that are the rows of one tensor; other parts it adds to the result one
+// after the other. It needs a float32 tensor of the result's size to divide 16-bit sums. To sum more than two 16-bit
+// parts that are not rows of one tensor, it also needs a copy of the parts.
 void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
-// The same with ATen, whatever the device.
+// Like reduce_parts, but always with ATen.
 void reduce_parts_with_aten(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
 
-// A reduction for one type of device, in a separate file as above. Returns false, having done nothing, if ATen should
-// do it.
+// The reduction of one type of device, in a separate file as above. Returns false, with nothing done, if ATen should
+// reduce instead.
 using DeviceReduce = bool (*)(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
 bool register_device_reduce(at::DeviceType device, DeviceReduce reduce);
 
-// The same for parts of `count` elements in CPU memory.
+// Like reduce_parts, for parts of `count` elements in CPU memory.
 void reduce_parts(ReduceOp op, const std::vector<const void*>& parts, int64_t count, double divisor, void* dst,
                   at::ScalarType dtype);
 

@@ -8,9 +8,9 @@
 namespace shardwright {
 namespace {
 
-// PyTorch counts the groups that its process groups open with ncclGroupStart, by thread, in a protected member of
-// c10d::ProcessGroupNCCL. Its header needs NCCL's; its symbol is there wherever the class is. ("nccl2" of torch 2.15
-// opens no group before a batch ends.)
+// The mangled name of a protected member of c10d::ProcessGroupNCCL, in which PyTorch counts, by thread, the groups that
+// it opens with ncclGroupStart. The class's header needs NCCL's header; the symbol exists wherever the class does.
+// ("nccl2" of torch 2.15 opens no group before a batch ends.)
 constexpr const char* kCounterOfTorch = "_ZN4c10d16ProcessGroupNCCL23ncclActiveGroupCounter_E";
 
 int64_t groups_open_in_nccl() {

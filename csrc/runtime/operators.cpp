@@ -29,7 +29,7 @@ namespace {
 
 constexpr size_t kMaxExecutables = 8192;
 
-// Operators must not return their inputs, so an alias is cloned.
+// Returns `output`, cloned if it aliases `input`: operators must not return their inputs.
 at::Tensor fresh(const at::Tensor& output, const at::Tensor& input) {
   return output.is_alias_of(input) ? output.clone(at::MemoryFormat::Contiguous) : output;
 }
@@ -72,14 +72,14 @@ void redistribute_out(const at::Tensor& input, const std::string& plan, const st
   if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
 }
 
-// Transfers that were started and not waited for, by number. The number is passed through a graph as the value of a
-// tensor, so a compiler may clone or copy that tensor.
+// Transfers that were started and not waited for, by number. A graph passes the number as the value of a tensor, so a
+// compiler may clone or copy that tensor.
 class UnderWay {
  public:
   struct Transfer {
     at::Tensor input;
     at::Tensor output;
-    WorkPtr work;  // null if nothing is left to do
+    WorkPtr work;  // null if nothing is pending
   };
 
   int64_t add(Transfer transfer) {
@@ -105,7 +105,7 @@ class UnderWay {
 };
 
 UnderWay& under_way() {
-  static UnderWay* instance = new UnderWay;  // outlives threads that run at exit
+  static UnderWay* instance = new UnderWay;  // never destroyed: threads may still run at exit
   return *instance;
 }
 
@@ -113,7 +113,7 @@ UnderWay& under_way() {
 using PlanForSizes = std::vector<std::string>(const std::string&, const std::vector<std::string>&, int64_t,
                                               c10::IntArrayRef, bool);
 
-// Changes with every change of the tables with which plans are made.
+// Incremented with every change of the tables from which plans are made.
 std::atomic<int64_t> tables_number{0};
 
 std::string key_of(const std::string& text, const std::vector<std::string>& groups, int64_t rank) {
@@ -122,22 +122,21 @@ std::string key_of(const std::string& text, const std::vector<std::string>& grou
   return key += '\n' + std::to_string(rank);
 }
 
-// Planning is done in Python, which has the tables; results are cached here, unless they depend on the groups that
-// exist.
+// Planning is done in Python, which has the tables. Results are cached here, unless they depend on which groups exist.
 std::vector<std::string> plan_for_sizes(const std::string& plan, const std::vector<std::string>& groups, int64_t rank,
                                         c10::IntArrayRef sizes, bool make_groups) {
   static auto* kept = new BoundedCache<std::string, std::vector<std::string>>(kMaxExecutables);
   static const auto handle =
       c10::Dispatcher::singleton().findSchemaOrThrow("shardwright::plan_for_sizes", "").typed<PlanForSizes>();
   if (!make_groups) return handle.call(plan, groups, rank, sizes, make_groups);
-  // The number is read before the plan is made, so a plan made while the tables change is not found again.
+  // The number is read before the plan is made, so a plan that is made while the tables change is not found later.
   std::string key = key_of(plan, groups, rank);
   key += '\n' + std::to_string(tables_number);
   for (const int64_t size : sizes) key += ' ' + std::to_string(size);
   return kept->get_or_make(key, [&] { return handle.call(plan, groups, rank, sizes, make_groups); });
 }
 
-// `after` only fixes the order, see the schema.
+// `after` only orders starts (see the schema).
 at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                               int64_t rank, at::OptionalIntArrayRef sizes, const std::optional<at::Tensor>& /*after*/,
                               bool make_groups) {
@@ -205,7 +204,7 @@ class MatmulOrigin : public Origin {
   Signature signature() const override {
     const auto [matmul, schedule] = matmul_from_bytes(matmul_bytes_);
     const Plan& plan = plan_of(matmul);
-    // A tensor that stays where it is may be a weight's gradient, whose dims are in another order on another rank.
+    // A tensor that is not moved may be a weight's gradient, whose dims have another order on another rank.
     const bool moves = !plan.steps.empty();
     const std::string stays = "not moved";
     std::string plans;
@@ -240,8 +239,8 @@ bool is_without_sums(const std::string& text) {
   return plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
 }
 
-// The gradient is moved by backward_plan. That is differentiable again only if it is the reverse of this plan, which it
-// is without pending reductions; with them, the gradient has R in place of P.
+// The gradient is moved by backward_plan. The backward is itself differentiable only if backward_plan is the reverse of
+// the plan. It is unless reductions are pending: then the gradient has R in place of P.
 class RedistributeFunction : public torch::autograd::Function<RedistributeFunction> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& input, const std::string& plan,
@@ -338,7 +337,7 @@ void note_changed_tables() { ++tables_number; }
 
 void compare_ranks(bool on) { ranks_compare = on; }
 
-// All operators. `input` is this rank's part in the plan's source; the result is its part in the destination, new and
+// All operators. `input` is this rank's part in the plan's source. The result is its part in the destination, new and
 // row-major. Nothing but `out` is written.
 TORCH_LIBRARY(shardwright, m) {
   // backward_plan moves the gradient back. If it is empty, the result has no gradient.
@@ -347,20 +346,19 @@ TORCH_LIBRARY(shardwright, m) {
       "Tensor");
   // Writes into `out`, which must be row-major and not overlap `input`.
   m.def("redistribute_out(Tensor input, str plan, str[] groups, int rank, Tensor(a!) out) -> ()");
-  // The same in two halves, so that compute can run in between. A handle is good for one wait. It is one int64 on CPU,
-  // expanded to more bytes than input and output have: a compiler that chooses by size what to save for a backward then
-  // saves input or output instead of the handle, and does not wait for the handle again.
+  // redistribute in two halves, so that compute can run in between. A handle is valid for one wait. It is one int64 on
+  // CPU, expanded to more bytes than input and output have: a compiler that chooses by size what to save for a backward
+  // then saves the input or output instead of the handle, and does not wait for the handle again.
   //
-  // With `sizes`, those of the global tensor, the plan only gives the layouts. The plan that runs is made when the
-  // operator runs, as eager code makes it: from the layouts with these sizes and the tables of that time. So it does
-  // not depend on when this rank traced. `groups` are then those of the mesh's dims and of meshes that were flattened
-  // from it, none for the default group; `make_groups` says whether other groups may be made. Without `sizes` the plan
-  // itself runs, over these groups.
+  // With `sizes` (of the global tensor), `plan` only gives the layouts. The plan that runs is made when the operator
+  // runs, as in eager code: from the layouts with these sizes and the current tables. So it does not depend on when
+  // this rank traced. `groups` are then the groups of the mesh's dims and of meshes flattened from it, or empty for the
+  // default group; `make_groups`: true if other groups may be made. Without `sizes`, `plan` itself runs, over these
+  // groups.
   //
-  // `after` is a slice of the handle of a start that must come before this one, because all ranks must start in one
-  // order even if a compiler reorders independent starts. For the same reason both halves count as having side effects.
-  // The overloads `recomputable`, for starts and waits that are run again in a backward (activation checkpointing), do
-  // not.
+  // `after` is a slice of the handle of a start that must come before this one: all ranks must start in one order, even
+  // if a compiler reorders independent starts. For the same reason both halves count as having side effects. The
+  // overloads `recomputable`, for starts and waits that run again in a backward (activation checkpointing), do not.
   for (const char* overload : {"", ".recomputable"}) {
     m.def(concat("redistribute_start", overload,
                  "(Tensor input, str plan, str[] groups, int rank, SymInt[]? sizes=None, Tensor? after=None, "
@@ -370,11 +368,11 @@ TORCH_LIBRARY(shardwright, m) {
                  "(Tensor handle, Tensor input, str plan, int rank, SymInt[]? sizes=None) -> Tensor")
               .c_str());
   }
-  // Returns the plan for these sizes, then the names of its groups. The kernel is in Python (graph/plans.py).
+  // Returns the plan for these sizes, then the names of its groups. Implemented in Python (graph/plans.py).
   m.def("plan_for_sizes(str plan, str[] groups, int rank, int[] sizes, bool make_groups) -> str[]");
-  // Raises on all ranks unless all are about to run the same program. The kernel is in Python (operators.py).
+  // Raises on all ranks unless all are about to run the same program. Implemented in Python (operators.py).
   m.def("compare_ranks(Tensor input, str program, str[] groups, int rank, Tensor? out) -> ()");
-  // Matrix products that overlap with a redistribute. `program` defines the inputs and the results.
+  // Matrix products that overlap with a redistribute. `program` defines the inputs and outputs.
   m.def("matmul(Tensor[] inputs, str program, str[] groups, int rank) -> Tensor[]");
 }
 

@@ -15,22 +15,22 @@
 
 namespace shardwright {
 
-// Compiles a plan, a matmul or an attention, given as text, for a rank. The program is kept, so whoever asks for its
-// groups first and for the executable later compiles it once. Throws c10::ValueError on other text, and UserError if
-// the rank is not on its mesh.
+// Compiles a plan, a matmul or an attention, given as a string, for a rank. The program is cached, so asking first for
+// its groups and later for its executable compiles it once. Throws c10::ValueError for other strings, and UserError if
+// the rank is not on the mesh.
 std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank rank);
 
-// Returns the executable of a plan or a matmul, given as text, for a rank, bound to these groups. It is cached, and
-// bound again if a name now refers to another group. Throws c10::ValueError if the text is not a plan.
+// Returns the executable of a plan or a matmul, given as a string, for a rank, bound to these groups. It is cached, and
+// bound again if a name now refers to another group. Throws c10::ValueError if the string is not a plan.
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank);
 
-// Must be called when the tables with which plans are made have changed. Operators with sizes then ask for plans again.
+// Must be called when the tables from which plans are made have changed. Operators with sizes then plan again.
 void note_changed_tables();
 
-// True if ranks compare the programs of operators before anything is sent (sw.debug.check_ranks).
+// Turns on or off that ranks compare the programs of operators before anything is sent (sw.debug.check_ranks).
 void compare_ranks(bool on);
 
-// Returns the bytes in such a string. Throws c10::ValueError on other text.
+// Returns the bytes in a plan string. Throws c10::ValueError for other strings.
 std::string bytes_of(const std::string& text);
 
 }  // namespace shardwright

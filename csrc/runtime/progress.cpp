@@ -14,7 +14,7 @@
 namespace shardwright {
 namespace {
 
-// The time that the idle thread stays, because making one costs more than a small redistribute.
+// Idle time after which the progress thread ends. Creating a thread costs more than a small redistribute.
 constexpr std::chrono::milliseconds kLinger{50};
 
 class Progress {
@@ -48,7 +48,7 @@ class Progress {
       is_busy_ = true;
       lock.unlock();
       finish(*one);
-      one.reset();  // this may free tensors, so it is done without the lock
+      one.reset();  // may free tensors, so the lock is not held
       lock.lock();
       is_busy_ = false;
       changed_.notify_all();
@@ -60,7 +60,7 @@ class Progress {
     try {
       while (!run.finished() && !is_stopped_) run.run_next();
     } catch (const std::exception&) {
-      return;  // the program keeps the failure for whoever waits
+      return;  // the program stores the failure for its waits
     }
     if (run.finished()) run.release();
   }
@@ -69,7 +69,7 @@ class Progress {
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Execution>> queue_;
   bool is_running_ = false;
-  bool is_busy_ = false;  // with a program that is no longer in the queue
+  bool is_busy_ = false;  // runs a program that is no longer in queue_
   std::atomic<bool> is_stopped_{false};
 };
 

@@ -1,8 +1,8 @@
 // Finishes asynchronous programs on CPU, whether or not anybody waits for them.
 //
-// One thread does this. It takes programs in the order in which they were started, and ends when it has been idle for a
-// moment. A waiter does not depend on it, but runs the next instruction of its own program itself. A failure is kept
-// with its program, and raised in whoever waits.
+// One progress thread does this. It runs programs in the order in which they were started, and ends after a short idle
+// time. A waiting thread does not depend on it: it runs the next instruction of its own program itself. A failure is
+// stored with its program, and raised by every wait.
 #pragma once
 
 #include <memory>
@@ -11,11 +11,11 @@ namespace shardwright {
 
 class Execution;
 
-// The program runs after all programs that were given before. Thread-safe.
+// Queues a program behind all programs that were queued before. Thread-safe.
 void finish_on_progress_thread(std::shared_ptr<Execution> run);
 
-// For the end of the process: waits at most this long until all programs are finished, then keeps the thread from
-// beginning any further instruction. Returns whether all were finished.
+// For the end of the process: waits at most this long until all programs are finished. Then keeps the thread from
+// running any further instruction. Returns true if all programs were finished.
 bool finish_programs(double timeout_seconds);
 
 }  // namespace shardwright

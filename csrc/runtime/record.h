@@ -8,7 +8,7 @@
 
 namespace shardwright {
 
-// Shows one name after the other, each from its show() until the next one or the end. Costs almost nothing unless a
+// Shows one name at a time: each from its show() until the next show() or the end. Costs almost nothing unless a
 // profiler runs.
 class Record {
  public:

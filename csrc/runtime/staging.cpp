@@ -17,11 +17,11 @@ namespace shardwright {
 namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
-// Huge pages are requested for tensors of at least this size.
+// Minimum size of tensors for which huge pages are requested.
 constexpr size_t kHugeTensorBytes = 4 * kHugePageBytes;
 
-// The kept memory, by size. A request takes the smallest block that is large enough, if at most half of it stays
-// unused.
+// The cached memory, by size. A request takes the smallest block that is large enough, unless more than half of the
+// block would be unused.
 class Shelf {
  public:
   c10::Storage take(int64_t bytes) {

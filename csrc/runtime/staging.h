@@ -1,8 +1,8 @@
-// A cache of the memory of temporaries on CPU.
+// A cache of memory for temporaries on CPU.
 //
 // Fresh pages are expensive: page faults took most of the time of a large sum on Gloo. So the memory of large
-// temporaries is kept here for the next run, up to kMaxKeptBytes in total, and new memory asks for huge pages. On other
-// devices PyTorch's caching allocator already does this.
+// temporaries is kept for the next run, up to kMaxKeptBytes in total, and new memory uses huge pages. On other devices
+// PyTorch's caching allocator does this.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,20 +11,20 @@
 
 namespace shardwright {
 
-// Smaller temporaries come from malloc and go back to it.
+// Smaller temporaries are allocated by malloc and freed.
 constexpr int64_t kMinKeptBytes = int64_t{1} << 20;
 constexpr int64_t kMaxKeptBytes = int64_t{256} << 20;
 
 // Returns a flat tensor of `count` elements with undefined content. All functions here are thread-safe.
 at::Tensor take_staging(int64_t count, const at::TensorOptions& options);
 
-// Gives such a tensor back. Nothing, including transfers, may still read or write it.
+// Returns a tensor of take_staging to the cache. Nothing, including transfers, may read or write it any more.
 void give_staging(const at::Tensor& staging);
 
 int64_t kept_staging_bytes();
-void release_staging();  // frees what is kept; memory that runs use now is kept again afterwards
+void release_staging();  // frees the cached memory; memory in use is cached again later
 
-// Asks for huge pages for a large CPU tensor that nobody has written yet, as PyTorch does under THP_MEM_ALLOC_ENABLE.
+// Requests huge pages for a large CPU tensor that nobody has written yet, as PyTorch does under THP_MEM_ALLOC_ENABLE.
 void prefer_huge_pages(const at::Tensor& fresh);
 
 }  // namespace shardwright

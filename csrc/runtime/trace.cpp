@@ -18,7 +18,7 @@ struct Recorded {
 std::mutex mutex;
 std::vector<Recorded> recorded;
 Clock::time_point began;
-std::atomic<int64_t> current{0};  // the number of the trace; 0: none
+std::atomic<int64_t> current{0};  // number of the trace; 0: none
 int64_t last = 0;
 std::atomic<int64_t> runs{0};
 
@@ -47,7 +47,7 @@ std::vector<TraceEvent> end_trace() {
     current = 0;
     done.swap(recorded);
   }
-  // Times on a GPU are relative to the first event there, which is taken to be at the host time of its `start`.
+  // GPU times are relative to the first GPU event, which is taken to be at its instruction's start on the host's clock.
   const Recorded* first = nullptr;
   for (const Recorded& one : done) {
     if (!one.device_start) continue;

@@ -1,4 +1,4 @@
-// Records when programs ran which instruction, while a trace is being taken.
+// Records the times of the instructions of all programs, while a trace is being taken.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -11,20 +11,21 @@
 
 namespace shardwright {
 
-// One instruction of one run. Times are seconds since the trace began. A transfer lasts from when it is handed to the
-// process group (on a GPU, from when its stream comes to it) until it is seen to be done.
+// One instruction of one run. Times are seconds since the trace began. A transfer starts when it is passed to the
+// process group (on a GPU: when its stream reaches it), and ends when it is seen to be done.
 struct TraceEvent {
   std::string lane;         // "compute" or "communication"
-  std::string instruction;  // its text in listings
+  std::string instruction;  // its text in program listings
   int64_t chunk = -1;       // the chunk of a product, or -1
-  int64_t run = 0;          // the number of the run, in the order of starts
+  int64_t run = 0;          // number of the run, in the order of starts
   double start = 0;
   double end = 0;
 };
 
 bool is_tracing();
 void begin_trace();
-// Waits for everything that is still running on GPUs. Transfers that nobody has waited for are left out.
+// Ends the trace and returns its events. Waits for everything that still runs on GPUs. Transfers that nobody has waited
+// for are left out.
 std::vector<TraceEvent> end_trace();
 
 // Records one instruction, from construction to stop(). Does nothing without a trace.
@@ -34,14 +35,14 @@ class TraceSpan {
   TraceSpan(const char* lane, std::string instruction, int64_t chunk, int64_t run);
 
   void stop();
-  // On a GPU, the times of events count instead.
+  // On a GPU, the times of these events replace the host's.
   void start_at(c10::Event event) { device_start_ = std::make_shared<c10::Event>(std::move(event)); }
   void stop_at(c10::Event event);
 
  private:
   TraceEvent event_;
   std::shared_ptr<c10::Event> device_start_;
-  int64_t trace_ = 0;  // the number of the trace; 0: none
+  int64_t trace_ = 0;  // number of the trace; 0: none
 };
 
 int64_t next_run_number();

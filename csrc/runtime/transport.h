@@ -1,8 +1,8 @@
-// The interface between the executor and whatever carries out the transfers of a group of ranks.
+// The interface between the executor and the transports, which carry out the transfers within a group of ranks.
 //
-// Each transport has its own folder: c10d/ hands transfers to a process group, peers/ copies between memory that ranks
-// share with each other. Planners know a transport's capabilities and thresholds from its Lowering (cost/lowering.h);
-// nothing else outside of its folder depends on it.
+// Each transport has its own folder: c10d/ passes transfers to a process group, peers/ copies between memory that ranks
+// share with each other. Planners read a transport's capabilities and thresholds from its Lowering (cost/lowering.h).
+// No other code outside its folder depends on it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,7 @@
 
 namespace shardwright {
 
-// PyTorch's handle of a transfer under way. `wait` raises an error if the transfer failed.
+// PyTorch's handle of a transfer under way. `wait` throws if the transfer failed.
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 struct Message {
@@ -33,53 +33,52 @@ struct Message {
   at::Tensor data;    // contiguous
 };
 
-// Every method starts a transfer in which the ranks of one group take part, in the same order on all of them, and
-// returns what is left to wait for, or null. Tensors must be contiguous, and stay alive until the transfer was waited
-// for.
+// Each method starts a transfer in which all ranks of the group take part, in the same order on all of them. It returns
+// handles to wait for, or null if nothing is left to wait for. Tensors must be contiguous, and must stay alive until
+// the transfer was waited for.
 //
-// On CPU the host carries transfers out, and waiting blocks it. On devices with streams the host never waits: a
-// transfer reads and writes memory after the work that was given to the current stream before the call. Work that the
-// current stream gets after the wait, or after the call if there is nothing to wait for, comes after the transfer. The
-// same holds for replays of a captured graph.
+// On CPU the host carries out transfers, and waiting blocks it. On devices with streams the host never waits: a
+// transfer runs after the work that the current stream was given before the call. Work that the current stream is given
+// after the wait (or after the call, if there is nothing to wait for) runs after the transfer. Replays of a captured
+// graph keep this order.
 //
-// A transfer that cannot be started raises, and leaves the transport able to start the next one. If it fails or times
-// out later, the wait raises where the host carries it out; for devices, the transport's header says what happens.
+// A transfer that cannot be started throws, and the transport can still start the next one. If a transfer fails or
+// times out later, the wait throws where the host carries it out; for devices, see the transport's header.
 class Transport {
  public:
   virtual ~Transport() = default;
 
-  // All ranks of the group must call this before the first transfer on a device. It sets up what needs all of them, and
-  // is cheap afterwards. Does nothing on CPU. Throws c10::Error, with nothing done, if that is not possible now: in a
-  // capture, or while a group of calls is open (runtime/open_groups.h).
+  // All ranks of the group must call this before the first transfer on a device. It does the setup that needs all
+  // ranks, and is cheap afterwards. Does nothing on CPU. Throws c10::Error, with nothing done, if setup is impossible
+  // now: in a capture, or while a group of calls is open (runtime/open_groups.h).
   virtual void connect(c10::Device device) = 0;
 
   // Every rank contributes the same number of elements; results are in the order of ranks.
   virtual WorkPtr all_gather(at::Tensor& output, at::Tensor& input) = 0;
   virtual WorkPtr reduce_scatter(at::Tensor& output, at::Tensor& input, ReduceOp op) = 0;
   virtual WorkPtr all_reduce(at::Tensor& data, ReduceOp op) = 0;
-  // The counts are the elements from and to each rank, this one included.
+  // The counts are elements received from and sent to each rank, this rank included.
   virtual WorkPtr all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                              std::vector<int64_t> input_counts) = 0;
-  // A batch of at least one message between some ranks of the group, none of them to this rank. The messages of two
-  // ranks are matched by their order, and only with messages sent here, so it does not matter when others use the
-  // group.
+  // Starts a batch of at least one message between this rank and other ranks of the group. Messages between two ranks
+  // are matched by their order, and only with messages sent by this method; other uses of the group do not interfere.
   virtual std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) = 0;
 
-  // An all-gather in two halves (Offer and Fetch in program/instructions.h), which few transports have. The first
-  // function returns why this one does not, for parts of so many bytes; if it returns nothing, the others may be
-  // called. Nothing else is started between the halves. `fetch` brings the other ranks' parts and sets all flags, a
-  // chunk's after its data. What the current stream gets after `offer` is then enough for it: nothing that comes before
-  // a flag needs a multiprocessor.
+  // An all-gather in two halves (Offer and Fetch in program/instructions.h), which few transports support.
+  // why_no_offers returns why this one does not, for parts of so many bytes, or nothing if it does; only then may the
+  // others be called. Nothing else is started between the halves. `fetch` copies the other ranks' parts and sets each
+  // chunk's flag after its data. It needs no multiprocessor to do so, because a product that waits for the flags may
+  // hold all of them.
   virtual std::optional<std::string> why_no_offers(c10::Device, int64_t) const {
     return "transfers of its group do not go through arenas; make them by shardwright.prepare(peer_arena_bytes=...)";
   }
   virtual void offer(const at::Tensor&) { check_invariant(false, "a transport without offers"); }
   virtual void fetch(at::Tensor&, const at::Tensor&) { check_invariant(false, "a transport without offers"); }
-  // The time that a rank waits for the others, if the transport itself decides that; else 0.
+  // Returns the time that a rank waits for the others, if the transport itself enforces it; else 0.
   virtual std::chrono::milliseconds timeout() const { return {}; }
 };
 
-// Keeps a group from being destroyed while it exists, and gives access to the group's transport.
+// Keeps a group alive and gives access to its transport.
 class GroupLease {
  public:
   GroupLease(c10::intrusive_ptr<c10::intrusive_ptr_target> owner, Transport* transport)
@@ -109,19 +108,20 @@ class RankGroup {
   int64_t size() const { return size_; }
 
   bool is_gone() const { return owner_.expired(); }
-  // The lease is false if the group was destroyed.
+  // Returns a lease, which is false if the group was destroyed.
   GroupLease lease() const { return {owner_.lock(), transport_}; }
 
   // Replaces the transport for transfers that start from now on. Collective, because different transports cannot
-  // communicate. The previous one is kept, for transfers that the new one does not support and for existing leases.
+  // communicate. The previous transport is kept, for existing leases and for transfers that the new one passes on to
+  // it.
   void replace_transport(std::unique_ptr<Transport> transport) {
     const std::lock_guard<std::mutex> lock(mutex_);
     transports_.push_back(std::move(transport));
     transport_ = transports_.back().get();
   }
 
-  // Frees the transports, and with them arenas, of a group that is gone. Programs that are still bound to it get no
-  // leases any more, so nobody uses them.
+  // Frees the transports of a destroyed group, and their arenas. Nobody uses them, because programs that are still
+  // bound to the group get no leases.
   void drop_transports() {
     std::vector<std::unique_ptr<Transport>> dropped;
     {
@@ -129,7 +129,7 @@ class RankGroup {
       transport_ = nullptr;
       dropped.swap(transports_);
     }
-    while (!dropped.empty()) dropped.pop_back();  // each before the one that it leaves transfers to
+    while (!dropped.empty()) dropped.pop_back();  // last first: each one uses the one before it
   }
 
  private:
@@ -139,7 +139,7 @@ class RankGroup {
   const WeakOwner owner_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Transport>> transports_;
-  std::atomic<Transport*> transport_{nullptr};  // the last one
+  std::atomic<Transport*> transport_{nullptr};  // the last of transports_
 };
 
 using RankGroupPtr = std::shared_ptr<RankGroup>;

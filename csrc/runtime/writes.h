@@ -1,4 +1,4 @@
-// Notices writes to a tensor that its version counter does not show.
+// Detects writes to a tensor that its version counter does not show.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,8 +7,8 @@
 
 namespace shardwright {
 
-// Returns a number that differs, but for chance, between contents of a tensor. On CPU it is a hash of all bytes. On
-// other devices it comes from three sums of the elements' bits, and the host waits for them.
+// Returns a hash of a tensor's content. On CPU it covers all bytes. On other devices it is computed from three sums of
+// the elements' bits, and the host waits for them.
 uint64_t fingerprint_of(const at::Tensor& tensor);
 
 }  // namespace shardwright

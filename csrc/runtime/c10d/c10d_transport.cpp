@@ -15,7 +15,7 @@
 namespace shardwright {
 namespace {
 
-// The tag of our messages on a group, so that they do not match a user's own sends there, whose tags start at 0.
+// Tag of our messages. A user's own sends on the group have tags from 0 on, so they do not match.
 constexpr int kMessageTag = 0x5357;
 
 c10d::ReduceOp to_c10d(ReduceOp op) {
@@ -33,7 +33,8 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
   }
 }
 
-// Backends with streams run a collective that is not asynchronous on the current stream. Others block until it is done.
+// Returns options for a collective. Backends with streams run one that is not asynchronous on the current stream;
+// others would block until it is done.
 template <typename Options>
 Options options_for(const at::Tensor& data) {
   Options options;
@@ -41,12 +42,12 @@ Options options_for(const at::Tensor& data) {
   return options;
 }
 
-// Returns what is left to wait for. torch 2.15 returns a Work even for a collective on the current stream, whose wait
-// would record an event after the collective and query it.
+// Returns `work` if it must be waited for, else null. torch 2.15 returns a Work even for a collective on the current
+// stream, whose wait would record an event after the collective and query it.
 WorkPtr left_of(WorkPtr work, const at::Tensor& data) { return data.device().is_cpu() ? work : nullptr; }
 
-// Ends a batch of messages even if one of them was refused, because a group with an open batch cannot be used. The
-// messages before that one are then under way, on the backend's own stream, and the current stream waits for them.
+// A batch of messages, which is ended even if a message was refused: a group with an open batch cannot be used. The
+// earlier messages are then under way on the backend's own stream, and the current stream waits for them.
 class Batch {
  public:
   Batch(c10d::ProcessGroup* group, c10::DeviceType device) : group_(group), device_(device) {
@@ -57,7 +58,7 @@ class Batch {
     try {
       if (const WorkPtr work = group_->endCoalescing(device_)) work->wait();
     } catch (const std::exception&) {
-      // The first failure is already being thrown.
+      // The first failure is being thrown already.
     }
   }
   Batch(const Batch&) = delete;
@@ -91,10 +92,10 @@ void run_tiny_collective(c10d::ProcessGroup* group, c10::Device device) {
 void C10dTransport::connect(c10::Device device) {
   if (device.is_cpu() || group_->getSize() == 1) return;
   check_no_open_group(device);
-  const std::lock_guard<std::mutex> lock(mutex_);  // threads that come now wait until the collective was started
+  const std::lock_guard<std::mutex> lock(mutex_);  // other threads wait until the collective was started
   if (connected_.contains(device.index())) return;
   if (is_capturing(device)) {
-    const bool was_connected_by_torch = group_->getBoundDeviceId() == device;  // when the group was made
+    const bool was_connected_by_torch = group_->getBoundDeviceId() == device;  // when it created the group
     TORCH_CHECK(was_connected_by_torch, "group: process group '", group_->getGroupName(), "' of ", group_->getSize(),
                 " ranks has no communicator on ", device, " yet, and none can be made while a graph is captured; call ",
                 "shardwright.prepare(mesh), or run the same once, before the capture");

@@ -1,8 +1,8 @@
-// Transfers by c10d's process groups. Only this file knows how the supported torch versions name the collectives.
+// Transfers by c10d's process groups. Only this class depends on how the supported torch versions name the collectives.
 //
 // All calls use ProcessGroup's own methods, and so the dispatcher: active dispatch modes see them. On devices with
-// streams, collectives run on the current stream. Messages run on the backend's own stream if it has one, after what
-// the current stream holds, and in one batch if it supports batches.
+// streams, collectives run on the current stream. Messages run on the backend's own stream if it has one, after the
+// work of the current stream, and in one batch if the backend supports batches.
 //
 // A transfer that fails on a device after its start is detected by the backend's own watchdog (docs/gpu.md).
 #pragma once
@@ -22,10 +22,10 @@ class C10dTransport final : public Transport {
   // Does not keep the group alive.
   explicit C10dTransport(c10d::ProcessGroup* group) : group_(group) {}
 
-  // In torch 2.11, NCCL's groups create their communicator in their first operation, which needs all ranks of the
-  // group, even if it is a batch of messages. In a sparse exchange some ranks have no messages: they would not take
-  // part, and the others would wait for them. So the first call on a device runs one tiny collective, on the current
-  // stream. In a capture such a first call throws c10::Error, unless the group is bound to the device.
+  // NCCL's groups of torch 2.11 create their communicator in their first operation, which needs all ranks of the group,
+  // even if it is a batch of messages. In a sparse exchange some ranks have no messages and would not take part, so the
+  // others would hang. Therefore the first call on a device runs one tiny collective, on the current stream. In a
+  // capture the first call throws c10::Error, unless the group is bound to the device.
   void connect(c10::Device device) override;
 
   WorkPtr all_gather(at::Tensor& output, at::Tensor& input) override;

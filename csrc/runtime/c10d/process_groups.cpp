@@ -14,14 +14,14 @@ namespace shardwright {
 
 RankGroupPtr group_named(const std::string& name) {
   static std::mutex mutex;
-  static auto* known = new std::map<c10d::ProcessGroup*, RankGroupPtr>;  // outlives threads that run at exit
+  static auto* known = new std::map<c10d::ProcessGroup*, RankGroupPtr>;  // never destroyed: threads may outlive it
   const c10::intrusive_ptr<c10d::ProcessGroup> group = c10d::resolve_process_group(name);
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = known->find(group.get());
   if (found != known->end() && !found->second->is_gone()) return found->second;
   std::erase_if(*known, [](const auto& entry) {
     if (!entry.second->is_gone()) return false;
-    entry.second->drop_transports();  // cached programs may name the group for long
+    entry.second->drop_transports();  // cached programs may refer to the group for a long time
     return true;
   });
   const auto made =

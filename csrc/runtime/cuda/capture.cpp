@@ -1,4 +1,4 @@
-// Finds out whether a CUDA graph is being captured on a stream, which c10 cannot report in every supported torch.
+// Reports whether a CUDA graph is being captured on a stream, because c10 cannot do so in every supported torch.
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>

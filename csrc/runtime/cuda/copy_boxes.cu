@@ -1,8 +1,8 @@
-// Packing and unpacking on the GPU: one launch per width of words, whatever the number of boxes and their shapes.
+// Packing and unpacking on the GPU: one launch per word width, for any number and shape of boxes.
 //
-// copy_boxes_body.h says what a thread does. Boxes are passed as a kernel argument if they fit. If not, a table is
-// uploaded once and kept with the copy (copy_table.h); it also says in which box each block begins. Later launches then
-// upload and synchronise nothing, and can be captured.
+// copy_boxes_body.h has the work of one thread. Boxes are passed as a kernel argument if they fit. Otherwise a table,
+// which also has the first box of each block, is uploaded once and cached with the copy (copy_table.h). Later launches
+// upload and synchronize nothing, and can be captured.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/ops/empty.h>
@@ -23,8 +23,8 @@
 namespace shardwright {
 namespace {
 
-// Larger arguments (kInlineBoxesEverywhere) are not built if an older architecture is among the targets, because they
-// would not compile.
+// Driver version for kernel arguments of more than 4 KiB. Kernels with more than kInlineBoxesEverywhere boxes are not
+// built if an older architecture is among the targets, because they would not compile.
 constexpr int kDriverForLargeArguments = 12010;
 
 #if CUDART_VERSION >= 12010 && defined(__CUDA_ARCH_LIST__)
@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(kCopyThreads) copy_by_table(const BoxTable tab
   copy_table_words(blockIdx.x, static_cast<int>(threadIdx.x), table, src, dst);
 }
 
-// The operations of one device, on its current stream. Queries that the host must not make while any stream of the
-// process is captured in the global mode, as torch's graphs are, are made in this thread's relaxed mode.
+// The operations of one device, on its current stream. While any stream of the process is captured in the global mode,
+// as by torch's graphs, the host must not make certain queries; they are made in this thread's relaxed mode.
 class CudaTables final : public TableDevice {
  public:
   explicit CudaTables(at::Device device) : device_(device) {}
@@ -65,7 +65,7 @@ class CudaTables final : public TableDevice {
     return at::cuda::currentStreamCaptureStatusMayInitCtx() != at::cuda::CaptureStatus::None;
   }
 
-  // Uploads from pinned memory, which the allocator keeps until the copy is done.
+  // Uploads from pinned memory, which the allocator does not reuse before the copy is done.
   Upload upload(const std::vector<uint8_t>& bytes) override {
     const auto size = static_cast<int64_t>(bytes.size());
     const at::Tensor host = at::empty({size}, at::TensorOptions(at::kByte).device(at::kCPU).pinned_memory(true));
@@ -77,7 +77,8 @@ class CudaTables final : public TableDevice {
     return {std::move(memory), begin, std::move(event)};
   }
 
-  // Uses a stream that is not being captured. Memory is allocated on it too, and so does not come from a graph's pool.
+  // Uploads on a stream that is not being captured. Memory is allocated on that stream too, so it is not from a graph's
+  // pool.
   Upload upload_beside_capture(const std::vector<uint8_t>& bytes) override {
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     const c10::cuda::CUDAStreamGuard guard(uncaptured_stream(bytes.size()));

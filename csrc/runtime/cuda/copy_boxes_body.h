@@ -1,8 +1,9 @@
-// The work of one thread of the kernels that copy boxes (copy_boxes.cu), for the host too: tests run whole grids of it.
+// The work of one thread of the kernels that copy boxes (copy_boxes.cu). It compiles for the host too, where tests run
+// whole grids of it.
 //
-// All words of a copy are numbered (strided_copy.h). A thread block takes kWordsPerBlock numbers, and each of its warps
-// finds the boxes of its share. Each thread loads all its words before it stores any, so that several loads are in
-// flight.
+// All words of a copy are numbered (strided_copy.h). A thread block copies kWordsPerBlock consecutive words, and each
+// of its warps finds the boxes of its words. Each thread loads all its words before it stores any, so that several
+// loads are in flight.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +13,15 @@
 
 namespace shardwright {
 
-inline constexpr int kCopyThreads = 256;  // of a block
+inline constexpr int kCopyThreads = 256;  // threads per block
 inline constexpr int kWarpThreads = 32;
 inline constexpr int kWordsPerThread = 4;
 inline constexpr int kWordsPerBlock = kCopyThreads * kWordsPerThread;
 
 inline int64_t copy_blocks(int64_t words) { return (words + kWordsPerBlock - 1) / kWordsPerBlock; }
 
-// The words of the block are in boxes `first` to `last`. Those of a warp follow each other, so most warps are in one
-// box, whose dims they then read once.
+// Copies the words of one thread. The words of the block are in boxes `first` to `last`. The words of a warp are
+// consecutive, so most warps are in one box, whose dims they then read once.
 template <typename Word>
 SHARDWRIGHT_HOST_DEVICE void copy_words(int64_t block, int thread, const WordBox* boxes, const int64_t* first_word,
                                         int64_t words, int64_t first, int64_t last, const Word* __restrict__ src,
@@ -60,7 +61,7 @@ SHARDWRIGHT_HOST_DEVICE void copy_words(int64_t block, int thread, const WordBox
   }
 }
 
-// With boxes in the kernel's argument.
+// Copies with boxes in the kernel's argument.
 template <typename Word, int kBoxes>
 SHARDWRIGHT_HOST_DEVICE void copy_inline_words(int64_t block, int thread, const InlineTable<kBoxes>& table,
                                                int64_t num_boxes, const Word* src, Word* dst) {
@@ -72,7 +73,7 @@ SHARDWRIGHT_HOST_DEVICE void copy_inline_words(int64_t block, int thread, const 
   copy_words(block, thread, table.boxes, table.first_word, words, first, last, src, dst);
 }
 
-// With a table in memory, made for blocks of kWordsPerBlock.
+// Copies with a table in memory, made for blocks of kWordsPerBlock.
 template <typename Word>
 SHARDWRIGHT_HOST_DEVICE void copy_table_words(int64_t block, int thread, const BoxTable& table, const Word* src,
                                               Word* dst) {

@@ -1,4 +1,4 @@
-// Flags on CUDA, for products that wait for them.
+// FlagSupport of CUDA (flag_product.h).
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 

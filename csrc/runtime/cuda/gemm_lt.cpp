@@ -1,7 +1,7 @@
-// Products by cuBLASLt, for what ATen does not do as well: products of 16-bit operands into float32 and batches, in
-// place and with one launch each; products that use only some of the multiprocessors; products of 8-bit floats.
+// Products by cuBLASLt that ATen does less well: 16-bit operands into float32, and batches, in place with one launch
+// each; products on some of the multiprocessors; products of 8-bit floats.
 //
-// An algorithm is requested once per kind of product and then kept. The host never waits.
+// An algorithm is requested once per kind of product and then cached. The host never waits.
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/as_strided.h>
@@ -30,20 +30,20 @@ namespace {
 // cuBLAS 12.9 introduced scales by row.
 constexpr bool kHasScalesOfRows = CUBLAS_VERSION >= 120900;
 
-// NVIDIA's recommendation for cuBLAS, by architecture.
+// Returns NVIDIA's recommended workspace size for cuBLAS, by architecture.
 size_t workspace_limit_bytes() {
   return at::cuda::getCurrentDeviceProperties()->major >= 9 ? size_t{32} << 20 : size_t{4} << 20;
 }
 
 struct Workspace {
   void* data = nullptr;
-  c10::DataPtr own;  // empty if the workspace is kept
+  c10::DataPtr own;  // empty if the workspace is the stream's
 };
 
-// There is one workspace per stream. Two products that run at the same time must not share one, because they would
-// overwrite each other's partial sums, but products of one stream run one after the other. Streams come from pools of a
-// fixed size, so their number is limited. A graph's workspace comes from the graph's memory, because its replays may
-// run at the same time as the stream on which it was captured.
+// Returns the workspace of a stream. Products of one stream run one after the other and share it. Products that run at
+// the same time must not, because they would overwrite each other's partial sums. Streams are from pools of a fixed
+// size, so their number is limited. A graph's workspace is from the graph's memory, because its replays may run at the
+// same time as the stream on which it was captured.
 Workspace workspace_for(const Algorithm& algorithm, c10::cuda::CUDAStream stream) {
   if (algorithm.workspace_bytes == 0) return {};
   auto* allocator = c10::cuda::CUDACachingAllocator::get();
@@ -84,8 +84,8 @@ bool is_ours(at::ScalarType operands, at::ScalarType dst) {
   return (is_16_bit && (dst == operands || dst == at::kFloat)) || (is_wide && dst == operands);
 }
 
-// Returns the bias as the epilogue adds it to the columns of d: one value per row of d, dense, in d's dtype. Undefined
-// if it is not the same for all columns. Usually a view of the buffer.
+// Returns the bias as the epilogue adds it to the columns of d: one value per row of d, dense, in d's dtype. Returns an
+// undefined tensor if the bias differs between columns. Usually a view of the buffer.
 at::Tensor bias_of_rows(const Gemm& gemm, const at::Tensor& buffer, bool swaps, at::ScalarType dtype) {
   const View given{*gemm.bias, gemm.m, gemm.n};
   const View bias = swaps ? given.transposed() : given;
@@ -119,9 +119,9 @@ bool multiply_scaled_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::
                              const at::Tensor& lhs_scale, const at::Tensor& rhs_scale, at::Tensor& dst,
                              const GemmHints& hints);
 
-// cuBLASLt's documentation defines scales by row only for a product that is not added to anything, and the request for
-// an algorithm does not say whether something is added. So the product is written to a separate buffer, dense and
-// row-major or column-major like the result, and then added in float32.
+// Adds a product scaled by row to `dst`. cuBLASLt's documentation defines scales by row only for a product that is not
+// added to anything, and the request for an algorithm does not contain that. So the product is written to a separate
+// buffer, dense and row-major or column-major like the result, and then added in float32.
 bool add_scaled_by_row(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
                        const at::Tensor& rhs_scale, at::Tensor& dst, const GemmHints& hints) {
   const bool is_by_rows = gemm.dst.column_stride == 1;

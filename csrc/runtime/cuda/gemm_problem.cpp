@@ -14,9 +14,9 @@ bool lies_by_columns(const View& view) {
   return (view.place.row_stride == 1 || view.rows == 1) && (view.place.column_stride >= view.rows || view.columns == 1);
 }
 
-// A single row or column is both row-major and column-major; along its dense side it is loaded in wider words. Returns
-// nothing if no stride is 1.
-//   1 x 6 with strides (0, 1): 6 x 1 by columns, transposed.   1 x 6 with strides (0, 4): by columns, leading dim 4
+// Returns a matrix as a column-major one, or nothing if no stride is 1. A single row or column is both row-major and
+// column-major; along its dense side it is loaded in wider words.
+//   1 x 6 with strides (0, 1): 6 x 1 column-major, transposed.  1 x 6 with strides (0, 4): column-major, leading dim 4
 std::optional<Layout> layout_of(const View& view, at::ScalarType dtype) {
   const View turned = view.transposed();
   const bool is_transposed = lies_by_columns(turned) && (view.rows == 1 || !lies_by_columns(view));
@@ -51,7 +51,7 @@ const char* name_of(cudaDataType_t dtype) {
   }
 }
 
-// Chosen as in ATen, from the same settings.
+// Returns the compute type that ATen chooses, from the same settings.
 cublasComputeType_t compute_type(at::ScalarType operands) {
   if (operands == at::kDouble) return CUBLAS_COMPUTE_64F;
   const bool is_tf32 =
@@ -74,7 +74,7 @@ uint32_t reduction_schemes(at::ScalarType operands) {
   }
 }
 
-// The number of multiprocessors to use; 0: all of them.
+// Returns the number of multiprocessors to use; 0: all of them.
 int target_of(const GemmHints& hints) {
   const int all = at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   return hints.sms_left > 0 && hints.sms_left < all ? all - hints.sms_left : 0;

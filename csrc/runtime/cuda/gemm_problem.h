@@ -19,7 +19,7 @@
 
 namespace shardwright::lt {
 
-// A matrix, or a batch of them, in a buffer.
+// A matrix, or a batch of matrices, in a buffer.
 struct View {
   Matrix place;
   int64_t rows = 0;
@@ -31,7 +31,7 @@ struct View {
   }
 };
 
-// The same for cuBLASLt: `rows` x `columns` in memory, column-major, and whether it is transposed when multiplied.
+// A View for cuBLASLt: `rows` x `columns` in memory, column-major, and transposed when multiplied if `is_transposed`.
 struct Layout {
   cudaDataType_t dtype = CUDA_R_32F;
   int64_t rows = 0;
@@ -44,14 +44,14 @@ struct Layout {
   auto operator<=>(const Layout&) const = default;
 };
 
-// Returns the alignment of everything that begins at the address plus a multiple of the stride, up to the largest one
-// that cuBLASLt distinguishes.
+// Returns the common alignment in bytes of `address` plus all multiples of the stride, up to the largest that cuBLASLt
+// distinguishes.
 uint32_t alignment_of(const void* address, int64_t stride_bytes = 0);
 
 enum class Scales : int8_t { kNone, kByTensor, kByRow };
 
-// Everything that the choice of an algorithm depends on; the key under which algorithms are kept. If dst is row-major
-// (`swaps`), `a` comes from rhs and `b` from lhs.
+// The key of cached algorithms: everything that the choice of an algorithm depends on. If dst is row-major (`swaps`),
+// `a` is from rhs and `b` from lhs.
 struct Problem {
   Layout a;
   Layout b;
@@ -80,21 +80,22 @@ struct Pointers {
   const void* b_scale = nullptr;
 };
 
-// Describes the product as it was requested: m x k x n, lhs before rhs.
+// Returns the product as it was requested: m x k x n, lhs before rhs.
 std::string to_string(const Problem& problem);
 
-// cuBLASLt does not do a product: on this architecture, in the version that was loaded, or with these layouts. Nothing
-// was launched, so ATen can do it.
+// Thrown if cuBLASLt does not support a product: on this architecture, in the loaded version, or with these layouts.
+// Nothing was launched, so ATen can do it.
 class Unsupported : public std::exception {
  public:
   const char* what() const noexcept override { return "cuBLASLt does not do this product here"; }
 };
 
-// Throws Unsupported for the statuses with which cuBLASLt declines. On a failure, throws a c10::Error that names the
-// function and the problem.
+// Throws Unsupported for the statuses with which cuBLASLt declines, and c10::Error that names the function and the
+// problem for other failures.
 void check(cublasStatus_t status, const char* function, const Problem& problem);
 
-// Returns nothing if an operand or the result has no stride of 1. Alignments are filled in by `point`.
+// Returns the problem of a product, or nothing if an operand or the result has no stride of 1. `point` fills in
+// alignments.
 std::optional<Problem> problem_of(const Gemm& gemm, at::ScalarType lhs_dtype, at::ScalarType rhs_dtype,
                                   at::ScalarType dst_dtype, at::DeviceIndex device, const GemmHints& hints);
 
@@ -103,11 +104,11 @@ struct Buffer {
   uintptr_t begin = 0;
   int64_t item_bytes = 0;
 
-  // Returns the address of the matrix, and fills in its alignment in the layout.
+  // Returns the address of the matrix, and stores its alignment in the layout.
   void* point(const Matrix& matrix, Layout& layout) const;
 };
 
-// Fills in the alignments of the problem.
+// Returns the addresses, and stores the alignments in the problem.
 Pointers point(Problem& problem, const Gemm& gemm, const Buffer& lhs, const Buffer& rhs, const Buffer& dst);
 Pointers point(Problem& problem, const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst);
 

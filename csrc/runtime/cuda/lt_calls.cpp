@@ -21,7 +21,7 @@ using MatmulDesc = std::unique_ptr<cublasLtMatmulDescOpaque_t, Destroyer<cublasL
 using LayoutDesc = std::unique_ptr<cublasLtMatrixLayoutOpaque_t, Destroyer<cublasLtMatrixLayoutDestroy>>;
 using Preference = std::unique_ptr<cublasLtMatmulPreferenceOpaque_t, Destroyer<cublasLtMatmulPreferenceDestroy>>;
 
-// The value of an attribute must have the size that cuBLASLt documents for it, so callers name its type.
+// Sets an attribute. Its value must have the size that cuBLASLt documents, so callers name its type.
 template <typename Value>
 void set(const MatmulDesc& desc, cublasLtMatmulDescAttributes_t attribute, Value value, const Problem& problem) {
   check(cublasLtMatmulDescSetAttribute(desc.get(), attribute, &value, sizeof(value)), "cublasLtMatmulDescSetAttribute",
@@ -52,8 +52,8 @@ LayoutDesc describe(const Layout& layout, const Problem& problem) {
   return desc;
 }
 
-// cuBLAS 12.9 introduced kinds of scales; before it there was only one scale per tensor. An older one at run time
-// answers that the value is invalid.
+// cuBLAS 12.9 introduced kinds of scales; before, there was only one scale per tensor. If the version at run time is
+// older, it returns "invalid value".
 #if CUBLAS_VERSION >= 120900
 void set_kind_of_scales(const MatmulDesc& desc, const Problem& problem) {
   const int32_t kind = problem.scales == Scales::kByRow ? CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F
@@ -123,11 +123,11 @@ Algorithm ask_for_algorithm(const Device& device, const Problem& problem, const 
   return Algorithm{found.algo, found.workspaceSize, found.wavesCount};
 }
 
-// Algorithms are kept, because requesting one takes longer than launching it; so are products without one. The map is
-// cleared when it is full; a job with that many kinds of products can afford that.
+// A cache of algorithms, because requesting one takes longer than launching it; includes products that have none. It is
+// cleared when full, which costs little even in a job with that many kinds of products.
 class Kept {
  public:
-  // Returns nothing if the problem is not known yet.
+  // Returns nothing if the problem is not cached.
   std::optional<std::optional<Algorithm>> find(const Problem& problem) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = algorithms_.find(problem);
@@ -152,7 +152,7 @@ Kept& kept() {
   return instance;
 }
 
-// The same as find_algorithm, with descriptors that are there.
+// Like find_algorithm, with existing descriptors.
 std::optional<Algorithm> algorithm_for(const Device& device, const Problem& problem, const Descriptors& descriptors) {
   if (const auto known = kept().find(problem)) return *known;
   const Algorithm algorithm = ask_for_algorithm(device, problem, descriptors);
@@ -198,8 +198,8 @@ bool multiply(const Device& device, const Problem& problem, const Pointers& poin
   }
 }
 
-// For tests/python/test_lt_statuses.py: one product of `k`, without a device. Returns 1 if it was launched, 0 if
-// cuBLASLt declined, -1 on an error.
+// For tests/python/test_lt_statuses.py: launches one product of `k`, without a device. Returns 1 if it was launched, 0
+// if cuBLASLt declined, -1 on an error.
 extern "C" __attribute__((visibility("default"))) int shardwright_try_lt_product(int64_t k, int is_scaled) {
   Problem problem;
   problem.a = {CUDA_R_16F, 8, k, 8, 0, 256, false};

@@ -1,10 +1,10 @@
-// The calls of cuBLASLt for one product, and an answer to every status that they return:
+// The calls of cuBLASLt for one product. Every status has a defined outcome:
 //
-//   success                                             the product was launched
-//   not supported, architecture mismatch, invalid value  ATen does the product; kept, so that it is not asked again
+//   success                                              the product was launched
+//   not supported, architecture mismatch, invalid value  ATen does the product; cached, so it is not tried again
 //   any other                                            c10::Error with function, status and product
 //
-// This file needs no device: tests run it against a cuBLASLt that returns what they choose.
+// This file needs no device: tests run it against a mock of cuBLASLt.
 #pragma once
 
 #include <cublasLt.h>
@@ -23,17 +23,17 @@ struct Algorithm {
   double waves = 0;
 };
 
-// The device of a product.
+// The handle and stream for a product.
 struct Device {
   cublasLtHandle_t handle = nullptr;
   cudaStream_t stream = nullptr;
   size_t workspace_limit_bytes = 0;
 };
 
-// Returns the kept algorithm, or asks for one. Returns nothing if cuBLASLt declines.
+// Returns the cached algorithm, or requests one. Returns nothing if cuBLASLt declines.
 std::optional<Algorithm> find_algorithm(const Device& device, const Problem& problem, const Pointers& pointers);
 
-// Launches the product, in memory that `workspace_of` returns for its algorithm and that must live until the call has
+// Launches the product. `workspace_of` returns the workspace for its algorithm, which must live until the call has
 // returned. Returns false, with nothing launched, if cuBLASLt declines.
 bool multiply(const Device& device, const Problem& problem, const Pointers& pointers, bool accumulates,
               const std::function<void*(const Algorithm&)>& workspace_of);

@@ -1,4 +1,4 @@
-// Reductions on the GPU: every part is read once and the result written once. The order of the parts and the
+// Reductions on the GPU: every part is read once and the result is written once. The order of the parts and the
 // accumulators are the same as on CPU, so the bits are the same.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>

@@ -1,5 +1,5 @@
-// The work of one thread of the kernel that reduces parts (reduce_parts.cu), for the host too: tests run whole grids of
-// it.
+// The work of one thread of the kernel that reduces parts (reduce_parts.cu). It compiles for the host too, where tests
+// run whole grids of it.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace shardwright {
 
-inline constexpr int kReduceThreads = 256;    // of a block, each for one word
-inline constexpr int kMaxReducedParts = 256;  // 2 KiB of the 4 KiB of kernel arguments that every GPU takes
+inline constexpr int kReduceThreads = 256;    // threads per block, one word each
+inline constexpr int kMaxReducedParts = 256;  // 2 KiB of the 4 KiB of kernel arguments that every GPU supports
 
 template <typename Item>
 struct ReducedParts {
@@ -52,7 +52,7 @@ struct MaxOfTwo {
 
 inline int64_t reduce_blocks(int64_t words) { return (words + kReduceThreads - 1) / kReduceThreads; }
 
-// Reduces the word of one thread in every part, in their order, in `Accumulator`, and divides the result.
+// Reduces one thread's word over all parts, in order, in `Accumulator`, and divides the result.
 template <typename Accumulator, int kItems, typename Combine, typename Item>
 SHARDWRIGHT_HOST_DEVICE void reduce_word(int64_t block, int thread, const ReducedParts<Item>& parts, int num_parts,
                                          int64_t num_words, double divisor, Item* dst) {

@@ -1,4 +1,4 @@
-// Sums of rows on the GPU: every row is read once and the result written once, in one launch, whatever the number of
+// Sums of rows on the GPU, in one launch: every row is read once and the result is written once, for any number of
 // columns. The order and the accumulators are the same as on CPU, so the bits are the same.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>

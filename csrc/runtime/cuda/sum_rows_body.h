@@ -1,4 +1,5 @@
-// The work of one thread of the kernel that sums rows (sum_rows.cu), for the host too: tests run whole grids of it.
+// The work of one thread of the kernel that sums rows (sum_rows.cu). It compiles for the host too, where tests run
+// whole grids of it.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +8,8 @@
 
 namespace shardwright {
 
-// The memory of one sum (expert_rows.h): out[m] = sum over j of weights[m, j] * rows[table[m, j]]. `out`, `table` and
-// `weights` are dense; rows are `stride` elements apart. Without weights, `weights` is null.
+// The arguments of one sum (expert_rows.h): out[m] = sum over j of weights[m, j] * rows[table[m, j]]. `out`, `table`
+// and `weights` are dense; rows are `stride` elements apart. Without weights, `weights` is null.
 template <typename Item, typename Weight>
 struct RowSums {
   const Item* rows = nullptr;
@@ -20,12 +21,12 @@ struct RowSums {
   int64_t width = 0;
   int64_t stride = 0;
 
-  static constexpr int kThreads = 256;  // of a block, each for one element
+  static constexpr int kThreads = 256;  // threads per block, one element each
 
   SHARDWRIGHT_HOST_DEVICE int64_t blocks_per_row() const { return (width + kThreads - 1) / kThreads; }
   SHARDWRIGHT_HOST_DEVICE int64_t num_blocks() const { return num_sums * blocks_per_row(); }
 
-  // Multiplies, rounds and adds, as the loops on CPU do: no fused operation, whose bits would differ.
+  // Multiplies and rounds, as the loops on CPU do. A fused multiply-add would give other bits.
   static SHARDWRIGHT_HOST_DEVICE float multiplied(float a, float b) {
 #ifdef __CUDA_ARCH__
     return __fmul_rn(a, b);
@@ -41,7 +42,7 @@ struct RowSums {
 #endif
   }
 
-  // The element of one thread. `Sum` is float or double.
+  // Computes one thread's element. `Sum` is float or double.
   template <typename Sum>
   SHARDWRIGHT_HOST_DEVICE void run(int64_t block, int thread) const {
     const int64_t m = block / blocks_per_row();

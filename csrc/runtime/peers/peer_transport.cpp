@@ -20,7 +20,7 @@ namespace {
 
 namespace symmetric_memory = c10d::symmetric_memory;
 
-// One to be read while the next one is filled.
+// One slot is read while the next one is filled.
 constexpr int kSlots = 2;
 constexpr int kChannels = 2 * kSlots;
 constexpr int64_t kSlotAlignment = 256;
@@ -34,8 +34,8 @@ int64_t slot_bytes_of(int64_t arena_bytes, int64_t ranks) {
 
 at::Tensor bytes_of(const at::Tensor& tensor) { return flat_bytes(tensor, 0, tensor.numel()); }
 
-// Makes a stream current that begins after what the current one holds; the current one continues after it, also where
-// what is between was cut short.
+// Makes a stream current, behind the work of the current stream. At the end, also after an exception, the previous
+// stream is current again and waits for the work given to `stream`.
 class StreamBetween {
  public:
   explicit StreamBetween(c10::Stream stream) : stream_(stream) {
@@ -48,7 +48,7 @@ class StreamBetween {
       guard_.reset();
       wait_for(end, stream_.device());
     } catch (const std::exception&) {
-      // The device has failed, which its next call says.
+      // The device has failed; its next call reports that.
     }
   }
   StreamBetween(const StreamBetween&) = delete;
@@ -184,7 +184,7 @@ WorkPtr PeerTransport::all_to_all(at::Tensor& output, at::Tensor& input, std::ve
 }
 
 std::vector<WorkPtr> PeerTransport::send_receive(std::vector<Message>& sends, std::vector<Message>& receives) {
-  // Both ends of a message see its size, and so choose alike.
+  // Both ends of a message choose the same transport, because both have its size.
   const auto take = [this](std::vector<Message>& messages) {
     const auto is_other = [this](const Message& message) { return !takes(message.data); };
     const auto own = std::stable_partition(messages.begin(), messages.end(), is_other);
@@ -226,7 +226,7 @@ void PeerTransport::fetch(at::Tensor& output, const at::Tensor& flags) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const StreamBetween own(stream_);
   const at::Tensor all = bytes_of(output);
-  const int64_t shares = flags.numel() / size_;  // of each part
+  const int64_t shares = flags.numel() / size_;  // chunks per part
   const int64_t chunk = all.numel() / flags.numel();
   for (int64_t share = 0; share < shares; ++share) set_flag(flags, rank_ * shares + share);
   for (int64_t d = 1; d < size_; ++d) {

@@ -1,40 +1,39 @@
 // Transfers as copies between the memory of peers, without kernels of a communication library. A rank copies data for
-// others into its own arena, which all of them can read (PyTorch's symmetric memory), and they copy the data from
-// there. On NVLink, copy engines do such copies, which take no multiprocessors from a product.
+// other ranks into its own arena, which is in PyTorch's symmetric memory, and they copy the data from there. On NVLink,
+// copy engines do such copies, which take no multiprocessors from a product.
 //
-// None of this has run on a GPU. It is used if `shardwright.prepare(peer_arena_bytes=...)` requested it, for gathers
-// and messages. Reductions and small transfers stay with the transport that the group had before.
+// None of this has run on a GPU. `shardwright.prepare(peer_arena_bytes=...)` turns it on for gathers and messages. The
+// group's previous transport keeps reductions and small transfers.
 //
-// With n ranks, the arena of each rank has n rows of kSlots slots. Row r holds what only rank r reads; the row of the
-// arena's own rank holds what all others read. A message is cut into pieces of the size of a slot; piece j between two
-// ranks goes through slot j % kSlots of its row.
+// With n ranks, the arena of each rank has n rows of kSlots slots. Only rank r reads row r; all other ranks read the
+// row of the arena's own rank. A message is cut into pieces of the size of a slot; piece j between two ranks uses slot
+// j % kSlots of its row.
 //
-// There are two signals for each slot between each pair of ranks, and each signal is either set or not:
+// Each slot has two signals for each pair of ranks; a signal is either set or not:
 //
 //   signal      set by                                   awaited and reset by
 //   full(slot)  the owner, when it has filled the slot   the reader, before it reads
 //   free(slot)  the reader, when it has read the slot    the owner, before it fills the slot again
 //
-// Between transfers all slots are free and none is full. So signals need not count, every transfer begins with slot 0,
+// Between transfers all slots are free and none is full. So signals are no counters, every transfer begins with slot 0,
 // and a captured graph may be replayed any number of times.
 //
-// Why nothing waits forever: a rank's transfers of one group are on one stream, in the order in which they were
-// started, which is the same on all ranks. In each transfer a rank fills slots for round 0; then in each round j it
-// first fills for round j + 1 and then reads for round j. Filling for round j waits for what others read in round
-// j - kSlots, and reading in round j waits for what others fill for round j. Both come earlier on the others' streams.
+// There is no deadlock. A rank runs the transfers of one group on one stream, in the order in which they were started,
+// which is the same on all ranks. In each transfer a rank fills slots for round 0; then in each round j it first fills
+// for round j + 1 and then reads for round j. Filling for round j waits for reads of round j - kSlots, and reading in
+// round j waits for fills for round j. Both come earlier on the other ranks' streams.
 //
-// A gather in two halves, whose chunks a product waits for (offer, fetch), uses the whole arena at once. Both slots of
-// each pair are taken when the first half begins, and free again after the second. The first half ends when this rank
-// knows, by full(0), that all others have filled their arenas. So the second half needs no signal before its last copy:
-// only copies, which copy engines do, and flags, which the stream sets itself. It must be so, because the product may
-// hold all multiprocessors, and the kernel of a signal would find no place, while the product waits for what comes
-// after the signal.
+// A gather in two halves (offer, fetch), whose chunks a product waits for, uses the whole arena at once. Both slots of
+// each pair are taken when the first half begins, and free again after the second. The first half ends when full(0) has
+// told this rank that all others have filled their arenas. So until its last copy the second half waits for no signal:
+// it consists of copies, which copy engines do, and flags, which the stream sets itself. A signal would be a kernel.
+// While the product holds all multiprocessors and waits for a flag behind that signal, the kernel could not start.
 //
-// The flags are the rank's own memory, zeroed in every run before the fetch and set by this rank's stream alone. No
-// other rank writes them, so there is nothing to number by generations, and no flag of an earlier run can be seen.
+// The flags are in the rank's own memory. Every run zeroes them before the fetch, and only this rank's stream sets
+// them. So flags need no generation numbers, and no run sees a flag of an earlier run.
 //
-// If a peer does not signal within the group's timeout, the wait ends: on CUDA the waiting kernel prints the ranks and
-// traps, so that the process ends with a CUDA error at its next call.
+// If a peer does not signal within the group's timeout, the wait ends. On CUDA the waiting kernel then prints the ranks
+// and traps, so that the process ends with a CUDA error at its next call.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -50,20 +49,20 @@
 namespace shardwright {
 
 struct PeerSettings {
-  int64_t arena_bytes = 0;  // of each rank
-  int64_t min_bytes = 0;    // smaller messages and parts are left to the other transport
+  int64_t arena_bytes = 0;  // per rank
+  int64_t min_bytes = 0;    // smaller messages and parts use the other transport
   std::chrono::milliseconds timeout{0};
 
   bool operator==(const PeerSettings&) const = default;
 };
 
-// Gives the group an arena on the device, which its later transfers there use. Collective among its ranks, which must
-// give the same settings; blocks the host. Does nothing for a group of one rank, or if the group has such an arena.
-// Throws UserError if the device has no memory that peers can read, if the arena is too small for the number of ranks,
-// if the group has an arena with other settings, or while a graph is captured.
+// Gives the group an arena on the device, for its later transfers there. Collective among its ranks, which must pass
+// the same settings; blocks the host. Does nothing for a group of one rank, or if the group has such an arena. Throws
+// UserError if the device has no memory that peers can read, if the arena is too small for the number of ranks, if the
+// group has an arena with other settings, or while a graph is captured.
 void use_peer_copies(RankGroup& group, c10::Device device, const PeerSettings& settings);
 
-// The bytes copied from peers since the start of the process or the last reset.
+// Returns the number of bytes copied from peers since the start of the process or the last reset.
 std::atomic<int64_t>& peer_bytes();
 
 class PeerTransport final : public Transport {
@@ -73,9 +72,9 @@ class PeerTransport final : public Transport {
   // `other` must outlive this.
   PeerTransport(Transport* other, at::Tensor arena, c10::intrusive_ptr<SymmetricMemory> memory, PeerSettings settings);
 
-  // Must be called once by all ranks before any transfer. Frees all slots, and blocks the host until every peer has
-  // signalled. So unreachable peers are found here, and CUDA has loaded the waiting kernels before anything depends on
-  // what the host does after them.
+  // All ranks must call this once, before any transfer. Frees all slots, and blocks the host until every peer has
+  // signaled. So unreachable peers are found here, and CUDA loads the waiting kernels now, not while the host must go
+  // on.
   void begin();
 
   const PeerSettings& settings() const { return settings_; }
@@ -85,7 +84,7 @@ class PeerTransport final : public Transport {
   WorkPtr all_gather(at::Tensor& output, at::Tensor& input) override;
   WorkPtr reduce_scatter(at::Tensor& output, at::Tensor& input, ReduceOp op) override;
   WorkPtr all_reduce(at::Tensor& data, ReduceOp op) override;
-  // Sends messages.
+  // Sends each part as a message.
   WorkPtr all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                      std::vector<int64_t> input_counts) override;
   std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) override;
@@ -96,7 +95,7 @@ class PeerTransport final : public Transport {
   std::chrono::milliseconds timeout() const override { return settings_.timeout; }
 
  private:
-  // By round: the pieces of messages, as bytes, each of at most one slot.
+  // The pieces of messages by round, as bytes, each at most one slot long.
   using Rounds = std::vector<std::vector<Message>>;
 
   bool takes(const at::Tensor& tensor) const;
@@ -116,9 +115,9 @@ class PeerTransport final : public Transport {
   const int64_t rank_;
   const int64_t size_;
   const int64_t slot_bytes_;
-  const c10::Stream stream_;        // for all transfers of this group
+  const c10::Stream stream_;        // runs all transfers of this group
   std::vector<at::Tensor> arenas_;  // the arenas of all ranks, mapped into this process
-  std::mutex mutex_;                // held while a transfer is given to the stream
+  std::mutex mutex_;                // held while a transfer is submitted
 };
 
 }  // namespace shardwright
