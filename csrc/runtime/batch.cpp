@@ -77,8 +77,8 @@ std::vector<int> BatchHandle::departures() const {
 BoundBatch::BoundBatch(std::shared_ptr<const BatchPlan> plan, Rank rank, RankGroupPtr group, c10::DeviceType wire)
     : plan_(std::move(plan)), rank_(rank), group_(std::move(group)), wire_(wire) {
   const std::vector<Rank>& ranks = plan_->ranks();
-  check_user(ranks.empty() || number(ranks.back()) < group_->size(), "group: has ", group_->size(),
-             " ranks; the layouts' meshes have rank ", ranks.empty() ? Rank{0} : ranks.back());
+  check_user(ranks.empty() || number(ranks.back()) < group_->size(), "group must have rank ",
+             ranks.empty() ? Rank{0} : ranks.back(), " of the layouts' meshes, got ", group_->size(), " ranks");
 }
 
 void BoundBatch::run(std::vector<at::Tensor> sources, const std::vector<at::Tensor>& destinations) const {
@@ -94,9 +94,9 @@ BatchHandle BoundBatch::start(std::vector<at::Tensor> sources, const std::vector
 
 ExecutablePtr BoundBatch::executable(const std::vector<at::Tensor>& tensors) const {
   const Batch& batch = plan_->batch();
-  TORCH_CHECK_VALUE(tensors.size() == batch.sources.size() + batch.destinations.size(), "sources: got ", tensors.size(),
-                    " tensors with destinations; allowed are ", batch.sources.size(), " and ",
-                    batch.destinations.size());
+  TORCH_CHECK_VALUE(tensors.size() == batch.sources.size() + batch.destinations.size(),
+                    "sources and destinations must be lists of ", batch.sources.size(), " and ",
+                    batch.destinations.size(), " tensors, got ", tensors.size(), " in all");
   const bool through_host = wire_ == c10::kCPU && !tensors.empty() && !tensors.front().device().is_cpu();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!executable_ || executable_->program().stages_on_host != through_host || !fits(executable_->program(), tensors)) {
@@ -114,8 +114,8 @@ ExecutablePtr BoundBatch::compiled(const std::vector<at::Tensor>& tensors, bool 
     const std::string name = is_source ? concat("source ", i) : concat("destination ", i - batch.sources.size());
     check_strided(tensors[i], name);
     const std::vector<int64_t> shape = layout.local_shape_of_rank(rank_);
-    TORCH_CHECK_VALUE(tensors[i].sizes().equals(shape), name, ": has shape ", tensors[i].sizes(), " on rank ", rank_,
-                      ", where ", layout.to_string(), " has ", c10::IntArrayRef(shape));
+    TORCH_CHECK_VALUE(tensors[i].sizes().equals(shape), name, " must have shape ", c10::IntArrayRef(shape), " on rank ",
+                      rank_, ", got ", tensors[i].sizes(), " (", layout.to_string(), ")");
     (is_source ? strides.sources : strides.destinations).push_back(tensors[i].strides().vec());
   }
   Program program = compile_batch(*plan_, rank_, group_->size(), strides, through_host);

@@ -50,15 +50,17 @@ void clear_access_error(Storage& storage) {
 
 void borrow_memory(const at::Tensor& tensor, const at::Tensor& arena, int64_t offset_bytes) {
   const auto size_bytes = static_cast<int64_t>(tensor.nbytes());
-  TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.storage_offset() == 0, "tensor: has strides ", tensor.strides(),
-                    " and storage offset ", tensor.storage_offset(),
-                    "; allowed is a contiguous tensor that begins its storage");
+  TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.storage_offset() == 0,
+                    "tensor must be contiguous and begin its storage, got strides ", tensor.strides(),
+                    " and storage offset ", tensor.storage_offset());
   TORCH_CHECK_VALUE(arena.scalar_type() == at::kByte && arena.is_contiguous() && arena.device() == tensor.device(),
-                    "arena: allowed are contiguous bytes on ", tensor.device());
-  TORCH_CHECK_VALUE(0 <= offset_bytes && offset_bytes + size_bytes <= arena.numel(), "offset_bytes: got ", offset_bytes,
-                    " for ", size_bytes, " bytes; allowed is what fits into ", arena.numel());
-  TORCH_CHECK_VALUE(offset_bytes % static_cast<int64_t>(tensor.element_size()) == 0, "offset_bytes: got ", offset_bytes,
-                    "; allowed are multiples of ", tensor.element_size());
+                    "arena must be contiguous, of dtype Byte and on ", tensor.device(), ", got strides ",
+                    arena.strides(), ", dtype ", arena.scalar_type(), " and device ", arena.device());
+  TORCH_CHECK_VALUE(0 <= offset_bytes && offset_bytes + size_bytes <= arena.numel(), "offset_bytes must be in [0, ",
+                    arena.numel() - size_bytes, "], because the tensor has ", size_bytes, " bytes and the arena ",
+                    arena.numel(), ", got ", offset_bytes);
+  TORCH_CHECK_VALUE(offset_bytes % static_cast<int64_t>(tensor.element_size()) == 0,
+                    "offset_bytes must be a multiple of ", tensor.element_size(), ", got ", offset_bytes);
   auto owner = std::make_unique<c10::Storage>(arena.storage());
   char* data = static_cast<char*>(arena.data_ptr()) + offset_bytes;
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();

@@ -248,17 +248,17 @@ at::ScalarType scalar_type_of(DType dtype) {
 }
 
 void check_strided(const at::Tensor& given, const std::string& argument) {
-  TORCH_CHECK_VALUE(given.defined(), argument, ": got no tensor");
-  TORCH_CHECK_VALUE(!given.is_nested(), argument, ": is a nested tensor; allowed are plain ones");
-  TORCH_CHECK_VALUE(given.layout() == at::kStrided, argument, ": has layout ", given.layout(),
-                    "; allowed are strided tensors (.to_dense() makes them)");
+  TORCH_CHECK_VALUE(given.defined(), argument, " must be a tensor, got none");
+  TORCH_CHECK_VALUE(!given.is_nested(), argument, " must be a plain tensor, got a nested tensor");
+  TORCH_CHECK_VALUE(given.layout() == at::kStrided, argument, " must be a strided tensor, got layout ", given.layout(),
+                    "; .to_dense() makes it strided");
 }
 
 void CompiledProgram::check_tensors(c10::ArrayRef<at::Tensor> tensors) const {
   const auto name = [](const at::Tensor& t) { return c10::toString(t.scalar_type()); };
   const size_t inputs = program_.num_inputs();
-  TORCH_CHECK_VALUE(tensors.size() == inputs + program_.num_destinations(), "inputs: got ", tensors.size(),
-                    ", the program takes ", inputs + program_.num_destinations(), " (", origin_->text(), ")");
+  TORCH_CHECK_VALUE(tensors.size() == inputs + program_.num_destinations(), "inputs must be a list of ",
+                    inputs + program_.num_destinations(), " tensors, got ", tensors.size(), " (", origin_->text(), ")");
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
     const auto which = [&] {
@@ -266,31 +266,31 @@ void CompiledProgram::check_tensors(c10::ArrayRef<at::Tensor> tensors) const {
       return tensors.size() == 1 ? std::string("local tensor") : concat("input ", i);
     };
     TORCH_CHECK_VALUE(!tensor.key_set().has(c10::DispatchKey::Python), which(),
-                      ": is a tensor subclass; allowed is a plain tensor");
+                      " must be a plain tensor, got a tensor subclass");
     if (tensor.layout() != at::kStrided || tensor.is_nested()) check_strided(tensor, which());
     const Buffer& buffer = program_.buffers[i];
-    TORCH_CHECK_VALUE(tensor.sizes().equals(buffer.shape), which(), ": has shape ", tensor.sizes(), " on rank ", rank_,
-                      ", where the layout has ", c10::IntArrayRef(buffer.shape), " (", origin_->text(), ")");
+    TORCH_CHECK_VALUE(tensor.sizes().equals(buffer.shape), which(), " must have shape ", c10::IntArrayRef(buffer.shape),
+                      " on rank ", rank_, ", got ", tensor.sizes(), " (", origin_->text(), ")");
     const bool is_usual = dtypes_[i] == at::ScalarType::Undefined && usual_input_ >= 0;
     const bool has_dtype = is_usual ? static_cast<int64_t>(tensor.element_size()) == program_.dtype.size_bytes() &&
                                           tensor.scalar_type() == tensors[usual_input_].scalar_type()
                                     : tensor.scalar_type() == scalar_type_of(buffer.dtype);
-    TORCH_CHECK_VALUE(has_dtype, which(), ": has dtype ", name(tensor), " where the layout has ", buffer.dtype.name());
-    TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), which(), ": is on ", tensor.device(),
-                      ", the first input on ", tensors[0].device());
+    TORCH_CHECK_VALUE(has_dtype, which(), " must have dtype ", buffer.dtype.name(), ", got ", name(tensor));
+    TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), which(), " must be on the device of the first input, ",
+                      tensors[0].device(), ", got ", tensor.device());
   }
 }
 
 Executable::Executable(std::shared_ptr<const CompiledProgram> compiled, std::vector<RankGroupPtr> groups)
     : compiled_(std::move(compiled)), groups_(std::move(groups)) {
-  check_user(groups_.size() == program().groups.size(), "groups: got ", groups_.size(), ", the program needs ",
-             program().groups.size());
+  check_user(groups_.size() == program().groups.size(), "groups must be a list of ", program().groups.size(),
+             " process groups, got ", groups_.size());
   for (size_t g = 0; g < groups_.size(); ++g) {
     const Group& expected = program().groups[g];
     check_user(
         groups_[g]->size() == static_cast<int64_t>(expected.ranks.size()) && groups_[g]->rank() == expected.index,
-        "groups: group ", g, " has ", groups_[g]->size(), " ranks and this is its rank ", groups_[g]->rank(),
-        "; the program needs ranks (", join(expected.ranks), ") in this order");
+        "groups[", g, "] must have the ranks (", join(expected.ranks), ") in this order, got a group of ",
+        groups_[g]->size(), " ranks in which this rank is number ", groups_[g]->rank());
   }
 }
 
@@ -299,8 +299,9 @@ c10::SmallVector<GroupLease, 4> Executable::lease_groups() const {
   for (size_t g = 0; g < groups_.size(); ++g) {
     leases.push_back(groups_[g]->lease());
     if (!leases.back()) {
-      throw UserError(concat("group: the process group of ranks (", join(program().groups[g].ranks),
-                             ") was destroyed, and a redistribute still needs it (", compiled_->origin().text(), ")"));
+      throw UserError(concat("group must be a process group that exists, got the group of ranks (",
+                             join(program().groups[g].ranks), "), which was destroyed (", compiled_->origin().text(),
+                             ")"));
     }
   }
   return leases;

@@ -84,7 +84,7 @@ Execution::~Execution() {
       }
       const StreamEvent end = side.record();
       end.block(*home_);
-      if (is_in_rest_) end.block(side_stream(device_, SideStream::kRest));  // whose memory buffers may be
+      if (is_in_rest_) end.block(side_stream(device_, SideStream::kRest));  // may own buffers
     }
   } catch (const std::exception&) {
     // The group has failed, and its error was reported already. A destructor must not throw.
@@ -184,10 +184,10 @@ void Execution::wait_for_end() {
 void Execution::check_capture() const {
   const bool captures = is_capturing(device_);
   TORCH_CHECK(captures == started_in_capture_, "shardwright: rank ", compiled_.rank(),
-              captures ? " waits, while a graph is captured, for an asynchronous redistribute that was started before; "
-                         "wait for it before the capture begins"
-                       : " waits for an asynchronous redistribute that was started while a graph was captured; wait "
-                         "for it before the capture ends",
+              captures ? " waits in a graph capture for an asynchronous redistribute that was started before the "
+                         "capture; wait for it before the capture begins"
+                       : " waits after a graph capture for an asynchronous redistribute that was started in the "
+                         "capture; wait for it before the capture ends",
               " (", compiled_.origin().text(), ")");
 }
 

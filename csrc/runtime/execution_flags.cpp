@@ -31,7 +31,7 @@ void Execution::check_flags() const {
   std::optional<std::string> why = group->why_no_offers(device_, program_.size_bytes(fetch.dst.buffer) / ranks);
   if (!why) why = why_no_flag_products(device_);
   if (!why && is_capturing(device_)) why = "a graph is being captured, where setting a flag may need a multiprocessor";
-  check_user(!why, "method: 'flags', but ", why.value_or(""), "; allowed are 'serial', 'ring' and 'collective'");
+  check_user(!why, "method must be one of 'serial', 'ring', 'collective' here, got 'flags': ", why.value_or(""));
 }
 
 // The operator allocates its result, which replaces the program's buffer.

@@ -94,7 +94,7 @@ void count_way_through_host(const at::Device& device) {
   ++counters().through_host;
   TORCH_WARN_ONCE("shardwright: tensors on ", device,
                   " are copied to host memory, redistributed there and copied back, ",
-                  "because their process groups are Gloo's; sw.stats()['through_host'] counts them");
+                  "because their process groups use Gloo; sw.stats()['through_host'] counts them");
 }
 
 void complete(const Executable& executable, const std::shared_ptr<Execution>& execution) {
@@ -116,20 +116,20 @@ void complete(const Executable& executable, const std::shared_ptr<Execution>& ex
 void check_out(const CompiledProgram& compiled, const at::Tensor& input, const at::Tensor& out) {
   const std::vector<int64_t>& shape = compiled.program().outputs[0].shape;
   check_strided(out, "out");
-  TORCH_CHECK_VALUE(out.sizes().equals(shape) && out.is_contiguous(), "out: has shape ", out.sizes(), " and strides ",
-                    out.strides(), " on rank ", compiled.rank(), "; allowed is a contiguous tensor of shape ",
-                    c10::IntArrayRef(shape));
-  TORCH_CHECK_VALUE(out.scalar_type() == input.scalar_type() && out.device() == input.device(), "out: is ",
-                    c10::toString(out.scalar_type()), " on ", out.device(), "; allowed is what the input is, ",
-                    c10::toString(input.scalar_type()), " on ", input.device());
+  TORCH_CHECK_VALUE(out.sizes().equals(shape) && out.is_contiguous(), "out must be a contiguous tensor of shape ",
+                    c10::IntArrayRef(shape), " on rank ", compiled.rank(), ", got shape ", out.sizes(), " and strides ",
+                    out.strides());
+  TORCH_CHECK_VALUE(out.scalar_type() == input.scalar_type() && out.device() == input.device(),
+                    "out must have the input's dtype and device, ", c10::toString(input.scalar_type()), " on ",
+                    input.device(), ", got ", c10::toString(out.scalar_type()), " on ", out.device());
   if (!out.is_alias_of(input) || input.numel() == 0) return;
   const std::optional<int64_t> place = compiled.place_of_input();
   const auto item_bytes = static_cast<int64_t>(out.element_size());
   const bool is_in_place = place && input.is_contiguous() &&
                            static_cast<const char*>(input.const_data_ptr()) ==
                                static_cast<const char*>(out.const_data_ptr()) + *place * item_bytes;
-  TORCH_CHECK_VALUE(is_in_place, "out: shares memory with the input; allowed is memory of its own, or where a flat ",
-                    "tensor is gathered in one step, an input that is its own part of `out`");
+  TORCH_CHECK_VALUE(is_in_place, "out must not share memory with the input, unless one step gathers a flat tensor and ",
+                    "the input is this rank's part of out, got another overlap");
 }
 
 // Starts transfers up to an instruction, and leaves the rest to the progress thread.

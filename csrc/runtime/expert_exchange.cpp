@@ -85,8 +85,8 @@ int64_t record_bytes(const std::vector<at::Tensor>& parts) {
 at::Tensor exchange_rows(RankGroup& group, const std::string& step, c10::DeviceType wire, const at::Tensor& rows,
                          const std::vector<int64_t>& send_counts, const std::vector<int64_t>& receive_counts) {
   const GroupLease lease = group.lease();
-  TORCH_CHECK(lease, "shardwright: the process group '", group.name(),
-              "' of a dispatch was destroyed; allowed is one that exists");
+  TORCH_CHECK(lease, "shardwright: rank ", group.rank(), " failed in ", step, ", because its process group '",
+              group.name(), "' was destroyed; dispatch again with a group that exists");
   const int64_t row_bytes = rows.size(1);
   const int64_t num_received = std::reduce(receive_counts.begin(), receive_counts.end());
   at::Tensor received = at::empty({num_received, row_bytes}, rows.options().device(device_for(wire, rows.device())));
@@ -128,7 +128,8 @@ RowExchange::RowExchange(RankGroupPtr group, c10::DeviceType wire, at::Tensor se
       receive_counts_(std::move(receive_counts)),
       num_received_(std::reduce(receive_counts_.begin(), receive_counts_.end())) {
   const int64_t num_sent = std::reduce(send_counts_.begin(), send_counts_.end());
-  check_invariant(num_sent == send_rows_.size(0), num_sent, " rows are to be sent of ", send_rows_.size(0));
+  check_invariant(num_sent == send_rows_.size(0), "send_counts sum to ", num_sent, ", but send_rows has ",
+                  send_rows_.size(0), " rows");
 }
 
 int64_t RowExchange::num_sent_to_others() const { return send_rows_.size(0) - send_counts_[group_->rank()]; }

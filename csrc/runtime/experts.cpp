@@ -121,9 +121,9 @@ class ReplicaChoice {
 
 void check_ids(const ExpertPlacement& placement, PerToken<int64_t> ids, int rank) {
   for (int64_t i = 0; i < ids.num_tokens * ids.per_token; ++i) {
-    check_user(ids.data[i] >= -1 && ids.data[i] < placement.num_experts(), "expert_ids: token ", i / ids.per_token,
-               " on rank ", rank, " of the group has ", ids.data[i], "; allowed are 0 to ", placement.num_experts() - 1,
-               ", and -1 for no expert");
+    check_user(ids.data[i] >= -1 && ids.data[i] < placement.num_experts(), "expert_ids must be in [-1, ",
+               placement.num_experts() - 1, "] (-1 for no expert), got ", ids.data[i], " for token ", i / ids.per_token,
+               " on rank ", rank, " of the group");
   }
 }
 
@@ -138,8 +138,8 @@ void check_all_are_held(int64_t num_experts, const std::vector<std::vector<int64
   std::vector<int64_t> listed;
   for (size_t rank = 0; rank < experts_of_rank.size(); ++rank) {
     for (const int64_t expert : experts_of_rank[rank]) {
-      check_user(expert >= 0 && expert < num_experts, "placement: rank ", rank, " of the group holds expert ", expert,
-                 "; allowed are 0 to ", num_experts - 1);
+      check_user(expert >= 0 && expert < num_experts, "placement: experts must be in [0, ", num_experts - 1, "], got ",
+                 expert, " on rank ", rank, " of the group");
       listed.push_back(expert);
     }
   }
@@ -147,8 +147,8 @@ void check_all_are_held(int64_t num_experts, const std::vector<std::vector<int64
   listed.erase(std::unique(listed.begin(), listed.end()), listed.end());
   int64_t missing = 0;
   while (missing < static_cast<int64_t>(listed.size()) && listed[missing] == missing) ++missing;
-  check_user(missing == num_experts, "placement: expert ", missing, " of ", num_experts,
-             " is on no rank; allowed is one rank or more for each");
+  check_user(missing == num_experts, "placement: each of ", num_experts,
+             " experts must be on at least one rank, got none for expert ", missing);
 }
 
 std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
@@ -160,7 +160,7 @@ std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
 }  // namespace
 
 ExpertPlacement::ExpertPlacement(int64_t num_experts, const std::vector<std::vector<int64_t>>& experts_of_rank) {
-  check_user(num_experts > 0, "placement: has ", num_experts, " experts; allowed is 1 or more");
+  check_user(num_experts > 0, "placement: the number of experts must be at least 1, got ", num_experts);
   check_all_are_held(num_experts, experts_of_rank);
   Hash hash;
   hash.add(static_cast<uint64_t>(num_experts));
@@ -171,8 +171,8 @@ ExpertPlacement::ExpertPlacement(int64_t num_experts, const std::vector<std::vec
     for (const int64_t expert : experts_of_rank[rank]) {
       std::vector<int32_t>& held = replicas[expert];
       const bool is_here = !held.empty() && held.back() >= first_replica_.back();
-      check_user(!is_here, "placement: rank ", rank, " of the group holds expert ", expert,
-                 " twice; allowed is once per rank");
+      check_user(!is_here, "placement: an expert must be listed at most once per rank, got expert ", expert,
+                 " twice on rank ", rank, " of the group");
       held.push_back(static_cast<int32_t>(rank_of_replica_.size()));
       rank_of_replica_.push_back(static_cast<int32_t>(rank));
       hash.add(static_cast<uint64_t>(expert));

@@ -76,13 +76,13 @@ void check_scaled_dtypes(const at::Tensor& lhs, const at::Tensor& rhs, const at:
                          const at::Tensor& rhs_scale, const at::Tensor& dst) {
   const bool both_are_e5m2 = lhs.scalar_type() == at::kFloat8_e5m2 && rhs.scalar_type() == at::kFloat8_e5m2;
   TORCH_CHECK_VALUE(is_8_bit_float(lhs.scalar_type()) && is_8_bit_float(rhs.scalar_type()) && !both_are_e5m2,
-                    "lhs, rhs: are ", lhs.scalar_type(), " and ", rhs.scalar_type(),
-                    "; a scaled product takes Float8_e4m3fn and Float8_e5m2, not Float8_e5m2 twice");
-  TORCH_CHECK_VALUE(dst.scalar_type() == at::kBFloat16 || dst.scalar_type() == at::kFloat, "dst: is ",
-                    dst.scalar_type(), "; a scaled product is BFloat16 or Float");
+                    "lhs and rhs must be Float8_e4m3fn or Float8_e5m2, and not both Float8_e5m2, got ",
+                    lhs.scalar_type(), " and ", rhs.scalar_type());
+  TORCH_CHECK_VALUE(dst.scalar_type() == at::kBFloat16 || dst.scalar_type() == at::kFloat,
+                    "dst must be BFloat16 or Float, got ", dst.scalar_type());
   TORCH_CHECK_VALUE(lhs_scale.scalar_type() == at::kFloat && rhs_scale.scalar_type() == at::kFloat,
-                    "lhs_scale, rhs_scale: are ", lhs_scale.scalar_type(), " and ", rhs_scale.scalar_type(),
-                    "; scales are Float");
+                    "lhs_scale and rhs_scale must be Float, got ", lhs_scale.scalar_type(), " and ",
+                    rhs_scale.scalar_type());
 }
 
 // Returns what is wrong with a matrix of `num_lines` dense lines of `size` elements, or nothing.
@@ -92,10 +92,10 @@ std::optional<std::string> why_not_aligned(const char* name, const at::Tensor& b
   const auto is_multiple = [](int64_t n) { return n % kScaledUnit == 0; };
   if (num_lines > 1 && line_stride < size) return concat(name, " has lines that overlap");
   if (!is_multiple(size) || (num_lines > 1 && !is_multiple(line_stride)) || (count > 1 && !is_multiple(batch_stride))) {
-    return concat(name, " has lines, or distances between them, that are no multiples of ", kScaledUnit, " elements");
+    return concat(name, " has lines or line strides that are not multiples of ", kScaledUnit, " elements");
   }
   const auto begin = reinterpret_cast<uintptr_t>(buffer.const_data_ptr()) + offset * buffer.element_size();
-  if (begin % kScaledUnit != 0) return concat(name, " begins at no multiple of ", kScaledUnit, " bytes");
+  if (begin % kScaledUnit != 0) return concat(name, " does not begin at a multiple of ", kScaledUnit, " bytes");
   return std::nullopt;
 }
 
@@ -182,7 +182,7 @@ void multiply_with_aten(const Gemm& gemm, const at::Tensor& lhs, const at::Tenso
 int sm_carveout() { return carveout().load(std::memory_order_relaxed); }
 
 void set_sm_carveout(int sms) {
-  TORCH_CHECK_VALUE(sms >= 0, "sms: ", sms, "; allowed are 0 and more");
+  TORCH_CHECK_VALUE(sms >= 0, "sms must be at least 0, got ", sms);
   carveout() = sms;
 }
 
@@ -216,7 +216,7 @@ void multiply_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& 
   if (dst.device().is_cpu()) return multiply_by_casting(gemm, lhs, rhs, rows, columns, dst);
   const DeviceGemms& gemms = device_gemms(dst.device().type());
   std::optional<std::string> reason = why_not_scaled(gemm, lhs, rhs, dst);
-  if (!reason && gemms.multiply_scaled == nullptr) reason = "built without products of this device";
+  if (!reason && gemms.multiply_scaled == nullptr) reason = "shardwright was built without products for this device";
   if (!reason) {
     if (gemms.multiply_scaled(gemm, lhs, rhs, rows, columns, dst, hints)) return;
     reason = "the device's library has no algorithm for it";
@@ -227,7 +227,7 @@ void multiply_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& 
 
 std::optional<std::string> why_not_scaled(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs,
                                           const at::Tensor& dst) {
-  if (gemm.lhs.column_stride != 1 || gemm.rhs.row_stride != 1) return "operands do not lie dense along k";
+  if (gemm.lhs.column_stride != 1 || gemm.rhs.row_stride != 1) return "operands are not dense along k";
   const bool is_row_major = gemm.dst.column_stride == 1;
   if (!is_row_major && gemm.dst.row_stride != 1) return "the result has no stride of 1";
   auto reason = why_not_aligned("lhs", lhs, gemm.lhs.offset, gemm.k, gemm.m, gemm.lhs.row_stride, gemm.count,

@@ -98,7 +98,7 @@ void Lane::note_asynchronous(const std::shared_ptr<Execution>& run, const at::Te
     const std::shared_ptr<Execution> known = noted.run.lock();
     if (!known || known->is_waited_for()) return true;
     if (noted.output.use_count() > 0) return false;
-    known->abandon();  // c10d never frees a Work that nobody waits for
+    known->abandon();  // c10d keeps a Work forever if nobody waits for it
     return true;
   });
   asynchronous_.push_back({run, c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr())});

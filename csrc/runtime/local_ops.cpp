@@ -85,7 +85,7 @@ void reduce_on_cpu(ReduceOp op, const std::vector<const Item*>& parts, int64_t n
     if (op == ReduceOp::kBitOr) return run([](Item a, Item b) { return static_cast<Item>(a | b); });
     if (op == ReduceOp::kBitXor) return run([](Item a, Item b) { return static_cast<Item>(a ^ b); });
   }
-  throw InvariantError(concat("'", reduce_op_name(op), "' on a dtype without it"));
+  throw InvariantError(concat("the reduction '", reduce_op_name(op), "' does not support this dtype"));
 }
 
 // Computes a op b in one pass, `a` before `b`; out may be a.

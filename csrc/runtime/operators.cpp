@@ -91,8 +91,8 @@ class UnderWay {
   Transfer take(int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = transfers_.find(number);
-    TORCH_CHECK_VALUE(found != transfers_.end(), "handle: ", number,
-                      " is no redistribute under way; each is to be waited for once, in the process that started it");
+    TORCH_CHECK_VALUE(found != transfers_.end(), "handle must be of a redistribute under way, got number ", number,
+                      "; wait for each handle once, in the process that started it");
     Transfer transfer = std::move(found->second);
     transfers_.erase(found);
     return transfer;
@@ -161,9 +161,9 @@ at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, 
 at::Tensor redistribute_wait(const at::Tensor& handle, const at::Tensor& input, const std::string& /*plan*/,
                              int64_t /*rank*/, at::OptionalIntArrayRef /*sizes*/) {
   check_strided(handle, "handle");
-  TORCH_CHECK_VALUE(handle.is_cpu() && handle.scalar_type() == at::kLong && handle.numel() > 0, "handle: is ",
-                    c10::toString(handle.scalar_type()), " of shape ", handle.sizes(), " on ", handle.device(),
-                    "; allowed is what redistribute_start gave");
+  TORCH_CHECK_VALUE(handle.is_cpu() && handle.scalar_type() == at::kLong && handle.numel() > 0,
+                    "handle must be the tensor that redistribute_start returned, got ",
+                    c10::toString(handle.scalar_type()), " of shape ", handle.sizes(), " on ", handle.device());
   const UnderWay::Transfer transfer = under_way().take(*handle.const_data_ptr<int64_t>());
   if (transfer.work) transfer.work->wait();
   return fresh(transfer.output, input);
@@ -174,7 +174,7 @@ std::vector<at::Tensor> matmul(const std::vector<at::Tensor>& inputs, const std:
                                const std::vector<std::string>& groups, int64_t rank) {
   std::vector<at::Tensor> dense;
   for (const at::Tensor& input : inputs) dense.push_back(row_major(input, "inputs"));
-  TORCH_CHECK_VALUE(!dense.empty(), "inputs: got none");
+  TORCH_CHECK_VALUE(!dense.empty(), "inputs must be a list of at least one tensor, got none");
   std::vector<at::Tensor> outputs = run_all(about_to_run(dense[0], program, groups, rank), dense);
   for (at::Tensor& output : outputs) {
     for (const at::Tensor& input : inputs) output = fresh(output, input);
@@ -261,8 +261,8 @@ class RedistributeFunction : public torch::autograd::Function<RedistributeFuncti
     const auto names = [&](const char* name) { return context->saved_data[name].to<std::vector<std::string>>(); };
     const std::string backward_plan = text("backward_plan");
     TORCH_CHECK_NOT_IMPLEMENTED(!backward_plan.empty(),
-                                "shardwright::redistribute: backward_plan is empty, so there is no gradient; "
-                                "shardwright.graph.operator gives one for layouts with S, R, P(sum) and P(avg)");
+                                "shardwright::redistribute: backward_plan must be a plan if a gradient is needed, got "
+                                "''; shardwright.graph.operator sets it for layouts with S, R, P(sum) and P(avg)");
     const bool is_reversible = at::GradMode::is_enabled() && is_without_sums(text("plan"));
     at::Tensor gradient = redistribute_handle().call(
         gradients[0], backward_plan, names("backward_groups"), context->saved_data["rank"].toInt(),
@@ -287,7 +287,7 @@ void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (!given.isTensorList()) continue;
     for (const at::Tensor& tensor : given.toTensorVector()) check_strided(tensor, arguments[i].name());
   }
-  TORCH_CHECK_VALUE(false, op.schema().name(), ": takes no nested tensors");
+  TORCH_CHECK_VALUE(false, op.schema().name(), ": arguments must be plain tensors, got a nested tensor");
 }
 
 }  // namespace

@@ -70,10 +70,12 @@ class Transport {
   // chunk's flag after its data. It needs no multiprocessor to do so, because a product that waits for the flags may
   // hold all of them.
   virtual std::optional<std::string> why_no_offers(c10::Device, int64_t) const {
-    return "transfers of its group do not go through arenas; make them by shardwright.prepare(peer_arena_bytes=...)";
+    return "its group has no arenas; make them with shardwright.prepare(peer_arena_bytes=...)";
   }
-  virtual void offer(const at::Tensor&) { check_invariant(false, "a transport without offers"); }
-  virtual void fetch(at::Tensor&, const at::Tensor&) { check_invariant(false, "a transport without offers"); }
+  virtual void offer(const at::Tensor&) { check_invariant(false, "the transport does not support Offer and Fetch"); }
+  virtual void fetch(at::Tensor&, const at::Tensor&) {
+    check_invariant(false, "the transport does not support Offer and Fetch");
+  }
   // Returns the time that a rank waits for the others, if the transport itself enforces it; else 0.
   virtual std::chrono::milliseconds timeout() const { return {}; }
 };

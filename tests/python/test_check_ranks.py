@@ -142,7 +142,7 @@ def _differing(call: Callable[[int], None], is_known: bool) -> str:
         (_nothing, ["  input: float32[0] where its layout has float32[2, 12] on ranks [1]"]),
         (
             _out_with_gaps,
-            ["  out: has shape [8, 12] and strides [24, 2] on rank 2; allowed is a contiguous"],
+            ["  out: must be a contiguous tensor of shape [8, 12] on rank 2, got shape [8, 12] and strides [24, 2]"],
         ),
         (_wrong_everywhere, ["input: float32[5, 5] where its layout has float32[2, 12] on ranks [0, 1, 2, 3]"]),
     ],

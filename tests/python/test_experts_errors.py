@@ -139,14 +139,14 @@ def _unknown_topology(given: dict[str, Any], rank: int) -> None:
 
 ON_ONE_RANK = {
     _too_few_lists: "placement: lists experts of 2 ranks; the group has 3",
-    _expert_on_no_rank: "placement: expert 4 of 10000000001 is on no rank",
+    _expert_on_no_rank: "placement: each of 10000000001 experts must be on at least one rank, got none for expert 4",
     _no_placement: "placement: got 6 (of type int)",
     _unhashable_experts: "placement: got [[[0]], [1], [2]]",
     _layout_that_cuts_experts: "cuts dim 1, so rank 0 holds parts of experts",
     _very_many_experts: "has 10000000000 experts; allowed are up to 1048576",
     _unknown_topology: "'nowhere'",
-    _id_too_large: "expert_ids: token 3 on rank 2 of the group has 6; allowed are 0 to 5, and -1 for no expert",
-    _id_too_small: "expert_ids: token 3 on rank 2 of the group has -2; allowed are 0 to 5",
+    _id_too_large: "expert_ids must be in [-1, 5] (-1 for no expert), got 6 for token 3 on rank 2 of the group",
+    _id_too_small: "expert_ids must be in [-1, 5] (-1 for no expert), got -2 for token 3 on rank 2",
     _scores_of_another_shape: "of the shape of expert_ids, (9, 3)",
     _x_of_three_dims: "x: has shape (1, 9, 5); allowed is [tokens, hidden]",
     _float_ids: "expert_ids: is torch.float32 of shape (9, 3); allowed are int64 and int32",
@@ -234,16 +234,16 @@ def test_ranks_that_differ(pool: Pool, change: Callable[..., None]) -> None:
 
 def test_placements() -> None:
     for placement, text in [
-        ([[0, 1], [3]], "placement: expert 2 of 4 is on no rank"),
-        ([[0, 1, 0], [2, 3]], "placement: rank 0 of the group holds expert 0 twice"),
-        ([[0, 4], [1, 2, 3]], "placement: rank 0 of the group holds expert 4; allowed are 0 to 3"),
-        ([[0, -1], [1, 2, 3]], "placement: rank 0 of the group holds expert -1; allowed are 0 to 3"),
+        ([[0, 1], [3]], "placement: each of 4 experts must be on at least one rank, got none for expert 2"),
+        ([[0, 1, 0], [2, 3]], "placement: .* at most once per rank, got expert 0 twice on rank 0 of the group"),
+        ([[0, 4], [1, 2, 3]], r"placement: experts must be in \[0, 3\], got 4 on rank 0 of the group"),
+        ([[0, -1], [1, 2, 3]], r"placement: experts must be in \[0, 3\], got -1 on rank 0 of the group"),
     ]:
         with pytest.raises(ValueError, match=text):
             _runtime.ExpertPlacement(4, placement)
-    with pytest.raises(ValueError, match="placement: expert 2 of 10000000001 is on no rank"):
+    with pytest.raises(ValueError, match="placement: each of 10000000001 experts .* got none for expert 2"):
         _runtime.ExpertPlacement(10**10 + 1, [[0, 1], [10**10]])
-    with pytest.raises(ValueError, match="placement: has 0 experts; allowed is 1 or more"):
+    with pytest.raises(ValueError, match="placement: .* must be at least 1, got 0"):
         _runtime.ExpertPlacement(0, [[], []])
 
 

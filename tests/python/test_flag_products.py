@@ -156,7 +156,7 @@ def test_what_is_refused_raises_on_every_rank() -> None:
         "uneven",
         "the result moves, not an operand",
         "'flags' with depth 2",
-        "each part has 16384 bytes, and its group's arenas 8192",
+        "each part has 16384 bytes, but its group's arenas have 8192",
         "a graph is being captured",
     ]
     for errors in ranks.run(_refused, 2):

@@ -173,9 +173,9 @@ def _refusals() -> None:
         gather(torch.zeros(16, device=meshes.device)[::2], part, group)
     mine = dist.get_rank() * 4
     for async_op in (True, False):
-        with pytest.raises(ValueError, match="out: shares memory with the input"):
+        with pytest.raises(ValueError, match="out must not share memory with the input"):
             gather(whole, whole[4 - mine : 8 - mine], group, async_op)
-        with pytest.raises(ValueError, match="out: shares memory with the input"):
+        with pytest.raises(ValueError, match="out must not share memory with the input"):
             scatter(whole[mine : mine + 4], whole, group, dist.ReduceOp.SUM, async_op)
     with pytest.raises(ValueError, match="op: got .*set_force_sum_reduction_for_comms"):
         scatter(part, whole, group, dist._make_nccl_premul_sum(0.5))

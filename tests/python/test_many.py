@@ -303,7 +303,7 @@ def test_errors_name_the_argument(pool: Pool) -> None:
         "allowed are two layouts of one shape",
         "out: got 0 tensors for 1 items",
         "out: tensor 0 has shape (3,)",
-        "group: has 2 ranks; the layouts' meshes have rank 2",
+        "group must have rank 2 of the layouts' meshes, got 2 ranks",
         "bucket_bytes: got 'big'",
         "device: got cuda, and there are tensors on cpu",
         "out: tensor 0: is a negated view",

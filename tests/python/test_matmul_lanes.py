@@ -120,7 +120,7 @@ def _carves_out() -> None:
         sw.runtime.set_sm_carveout(0)
     leaves = [event.instruction.endswith(", 16 SMs left to transfers") for event in events if event.lane == "compute"]
     assert leaves == [True] * (WORLD - 1) + [False]
-    with pytest.raises(ValueError, match="sms: -1; allowed are 0 and more"):
+    with pytest.raises(ValueError, match="sms must be at least 0, got -1"):
         sw.runtime.set_sm_carveout(-1)
 
 

@@ -40,11 +40,11 @@ def _is_an_operator() -> None:
 
     compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, weight), compute(x, weight))
-    with pytest.raises(ValueError, match=r"input 1: has shape \[4, 6\] on rank"):
+    with pytest.raises(ValueError, match=r"input 1 must have shape .* on rank ., got \[4, 6\]"):
         torch.ops.shardwright.matmul([x, torch.randn(4, 6)], call.program, list(call.groups), call.rank)
-    with pytest.raises(ValueError, match="got 1, the program takes 2"):
+    with pytest.raises(ValueError, match="inputs must be a list of 2 tensors, got 1"):
         torch.ops.shardwright.matmul([x], call.program, list(call.groups), call.rank)
-    with pytest.raises(ValueError, match="input 1: has dtype Int"):
+    with pytest.raises(ValueError, match="input 1 must have dtype .*, got Int"):
         torch.ops.shardwright.matmul([x, weight.to(torch.int32)], call.program, list(call.groups), call.rank)
     with pytest.raises(ValueError, match="plan bytes: do not begin with"):
         torch.ops.shardwright.matmul([x], "gather|nonsense", [], 0)

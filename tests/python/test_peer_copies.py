@@ -253,12 +253,12 @@ def test_what_is_refused_raises_on_every_rank() -> None:
     from async_device import ranks
 
     for errors in ranks.run(_refused, 2):
-        assert "peer_arena_bytes: 1023 for a group of 2 ranks; allowed are 1024 and more" in errors[0]
+        assert "peer_arena_bytes must be at least 1024 for a group of 2 ranks, got 1023" in errors[0]
         assert errors[1].startswith("ValueError: peer_arena_bytes: got '1 MiB'")
         assert errors[2].startswith("ValueError: peer_min_bytes: got 0.5")
         assert errors[3].startswith("ValueError: peer_arena_bytes: tensors are on CPU")
         assert "while a graph is captured" in errors[4]
-        assert "has an arena of 1048576 bytes on asyncdev:0 already" in errors[5]
+        assert "has an arena of 1048576 bytes on asyncdev:0, got 2097152 bytes" in errors[5]
 
 
 def _arenas() -> int:

@@ -29,7 +29,7 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
     case ReduceOp::kProduct:
       return c10d::ReduceOp::PRODUCT;
     default:
-      throw InvariantError(concat("'", reduce_op_name(op), "' has no native collective"));
+      throw InvariantError(concat("the reduction '", reduce_op_name(op), "' has no native collective"));
   }
 }
 
@@ -98,7 +98,7 @@ void C10dTransport::connect(c10::Device device) {
     const bool was_connected_by_torch = group_->getBoundDeviceId() == device;  // when it created the group
     TORCH_CHECK(was_connected_by_torch, "group: process group '", group_->getGroupName(), "' of ", group_->getSize(),
                 " ranks has no communicator on ", device, " yet, and none can be made while a graph is captured; call ",
-                "shardwright.prepare(mesh), or run the same once, before the capture");
+                "shardwright.prepare(mesh), or run the same redistribute once, before the capture");
     return;
   }
   run_tiny_collective(group_, device);

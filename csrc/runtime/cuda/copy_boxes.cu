@@ -118,9 +118,9 @@ class CudaTables final : public TableDevice {
       C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
       if (status == cudaStreamCaptureStatusNone) return stream;
     }
-    TORCH_CHECK(false, "shardwright: a copy runs for the first time while a CUDA graph is captured, and its table of ",
-                num_bytes, " bytes cannot be uploaded, because all streams of the pool are captured; run the ",
-                "redistribute once before the capture");
+    TORCH_CHECK(false, "shardwright: a copy cannot upload its table of ", num_bytes,
+                " bytes in a CUDA graph capture, because all streams of the pool are captured; run the redistribute ",
+                "once before the capture");
   }
 
   at::Device device_;

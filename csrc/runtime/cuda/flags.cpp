@@ -12,7 +12,7 @@ std::optional<std::string> why_not_here(c10::Device device) {
   const cudaDeviceProp* properties = at::cuda::getDeviceProperties(device.index());
   if (properties->major == 9 && properties->minor == 0) return std::nullopt;
   return concat(device.str(), " has compute capability ", properties->major, ".", properties->minor,
-                ", and the kernel is for 9.0");
+                ", but the kernel requires 9.0");
 }
 
 bool has_ended(const c10::Event& event) {

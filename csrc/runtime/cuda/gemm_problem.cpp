@@ -111,7 +111,7 @@ void check(cublasStatus_t status, const char* function, const Problem& problem) 
   const bool is_declined = status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_ARCH_MISMATCH ||
                            status == CUBLAS_STATUS_INVALID_VALUE;
   if (is_declined) throw Unsupported();
-  TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "shardwright: ", function, " answered ", cublasLtGetStatusName(status),
+  TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "shardwright: ", function, " returned ", cublasLtGetStatusName(status),
               " for ", to_string(problem));
 }
 

@@ -87,7 +87,7 @@ std::string to_string(const Problem& problem);
 // Nothing was launched, so ATen can do it.
 class Unsupported : public std::exception {
  public:
-  const char* what() const noexcept override { return "cuBLASLt does not do this product here"; }
+  const char* what() const noexcept override { return "cuBLASLt does not support this product here"; }
 };
 
 // Throws Unsupported for the statuses with which cuBLASLt declines, and c10::Error that names the function and the

@@ -61,22 +61,23 @@ class StreamBetween {
 
 void check_arena(const RankGroup& group, const PeerSettings& settings) {
   const int64_t least = group.size() * kSlots * kSlotAlignment;
-  check_user(settings.arena_bytes >= least, "peer_arena_bytes: ", settings.arena_bytes, " for a group of ",
-             group.size(), " ranks; allowed are ", least, " and more");
+  check_user(settings.arena_bytes >= least, "peer_arena_bytes must be at least ", least, " for a group of ",
+             group.size(), " ranks, got ", settings.arena_bytes);
   const auto most = static_cast<int64_t>(symmetric_memory::get_signal_pad_size() / sizeof(uint32_t) / kChannels);
-  check_user(group.size() <= most, "peer_arena_bytes: the group has ", group.size(),
-             " ranks; PyTorch's signal pads of symmetric memory have room for ", most,
-             " (torch.distributed._symmetric_memory.set_signal_pad_size)");
+  check_user(group.size() <= most, "peer_arena_bytes: groups must have at most ", most,
+             " ranks, which is the capacity of PyTorch's signal pads, got ", group.size(),
+             " ranks; torch.distributed._symmetric_memory.set_signal_pad_size raises it");
 }
 
 void check_device(c10::Device device) {
   check_user(!device.is_cpu() && symmetric_memory::has_allocator(device.type()),
-             "peer_arena_bytes: PyTorch has no symmetric memory for ", device.str(), "; allowed are CUDA devices");
+             "peer_arena_bytes: tensors must be on a CUDA device, which has symmetric memory, got ", device.str());
   const std::string backend = symmetric_memory::get_backend(device).value_or("none");
-  check_user(!device.is_cuda() || backend == "CUDA", "peer_arena_bytes: symmetric memory is made by ", backend,
-             "; allowed is CUDA (torch.distributed._symmetric_memory.set_backend), whose peers' memory can be copied");
+  check_user(!device.is_cuda() || backend == "CUDA",
+             "peer_arena_bytes: the backend of symmetric memory must be 'CUDA', so that peers can copy from it, got '",
+             backend, "'; set it with torch.distributed._symmetric_memory.set_backend");
   check_user(!is_capturing(device), "peer_arena_bytes: an arena cannot be made while a graph is captured; call ",
-             "shardwright.prepare before");
+             "shardwright.prepare before the capture");
 }
 
 }  // namespace
@@ -91,11 +92,12 @@ void use_peer_copies(RankGroup& group, c10::Device device, const PeerSettings& s
   check_device(device);
   check_arena(group, settings);
   const GroupLease lease = group.lease();
-  check_user(static_cast<bool>(lease), "mesh: a process group was destroyed");
+  check_user(static_cast<bool>(lease), "mesh must have existing process groups, got one that was destroyed");
   if (const auto* before = dynamic_cast<const PeerTransport*>(lease.operator->())) {
-    check_user(before->settings() == settings && before->device() == device, "peer_arena_bytes: a group of ",
+    check_user(before->settings() == settings && before->device() == device,
+               "peer_arena_bytes and the other settings must be equal in all calls for a group: the group of ",
                group.size(), " ranks has an arena of ", before->settings().arena_bytes, " bytes on ",
-               before->device().str(), " already, with other settings; allowed are the same");
+               before->device().str(), ", got ", settings.arena_bytes, " bytes on ", device.str());
     return;
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -178,7 +180,7 @@ WorkPtr PeerTransport::all_to_all(at::Tensor& output, at::Tensor& input, std::ve
   }
   if (sends.empty() && receives.empty()) return nullptr;
   for (const WorkPtr& work : send_receive(sends, receives)) {
-    if (work) work->wait();  // the current stream does, not the host
+    if (work) work->wait();  // the current stream waits, not the host
   }
   return nullptr;
 }
@@ -207,7 +209,7 @@ std::optional<std::string> PeerTransport::why_no_offers(c10::Device device, int6
   if (device != this->device())
     return concat("its group's arenas are on ", this->device().str(), ", not ", device.str());
   if (bytes <= settings_.arena_bytes) return std::nullopt;
-  return concat("each part has ", bytes, " bytes, and its group's arenas ", settings_.arena_bytes);
+  return concat("each part has ", bytes, " bytes, but its group's arenas have ", settings_.arena_bytes);
 }
 
 void PeerTransport::offer(const at::Tensor& input) {

@@ -164,7 +164,7 @@ def _judge_out(executable: _runtime.Executable, local: torch.Tensor, out: torch.
         if out is not None:
             executable.check_out(local, out)
     except ValueError as error:
-        return str(error).removeprefix("out: ")
+        return str(error).removeprefix("out ")
     return None
 
 
