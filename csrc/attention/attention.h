@@ -1,25 +1,25 @@
-// Attention whose sequence is cut over ranks: what is asked for.
+// Attention over a sequence that is cut over ranks: its specification.
 //
-// Queries, keys and values are [batch, heads, sequence, depth], where values may have a depth of their own, which is
-// that of results. Each rank holds some places of the sequence of queries and some of that of keys and values, for all
-// heads. In self-attention these are the same; in cross-attention keys have a sequence of their own, which all ranks
-// may hold whole. Sequences are cut into *blocks*, each of which one rank holds as one run of rows; attention is
-// computed as products of blocks (block_products.h), whose results are merged in an order that follows from places
-// alone: neither from the number of ranks nor from when something arrives.
+// Queries, keys and values are [batch, heads, sequence, depth]. Values, and so results, may have a depth of their own.
+// A *place* is an index into a sequence. For all heads, each rank holds the queries of some places, and the keys and
+// values of some places. In self-attention these places are the same. In cross-attention keys have a sequence of their
+// own, which every rank may hold in full. Sequences are cut into *blocks*: runs of rows that one rank holds. Attention
+// is computed as products of blocks (block_products.h). Their results are merged in an order that depends on places
+// alone, not on the number of ranks or on when data is received.
 //
 // Methods, on rank r of W:
 //
-//   ring     In step s keys and values of rank r - s arrive, while those of step s - 1 are attended to. At most two of
-//            these parts exist at a time. In the backward their gradients, in float32, travel back in the next step.
-//   gather   Everything that the rank needs arrives in one transfer, while it attends to its own keys.
-//   serial   The same, and nothing is computed meanwhile.
-//   ulysses  Ranks exchange sequence for heads, attend to the whole sequence for their heads, and exchange back. The
-//            results for one rank travel while those for the next are computed.
-//   two_level  Within a node as ulysses, between nodes as a ring: ranks of a node exchange their parts for heads, keys
-//   of
-//            one node after the other arrive for these heads, and results are exchanged back.
+//   ring       Step s receives the keys and values of rank r - s while the rank attends to those of step s - 1. At most
+//              two of these parts exist at a time. The backward sends their gradients back in the next step, in
+//              float32.
+//   gather     One transfer receives everything that the rank needs, while it attends to its own keys.
+//   serial     As gather, but nothing is computed during the transfer.
+//   ulysses    Ranks exchange sequence for heads, attend to the whole sequence for their heads, and exchange back. The
+//              results for one rank are sent while those for the next are computed.
+//   two_level  Ulysses within a node, a ring between nodes: the ranks of a node exchange their parts for heads, receive
+//              the keys of one node after the other for these heads, and exchange the results back.
 //
-// Ranks send one another only keys that some query of the receiver sees.
+// A rank sends another rank only keys that some query of the receiver sees.
 #pragma once
 
 #include <cstdint>
@@ -44,14 +44,13 @@ AttentionMethod parse_attention_method(const std::string& name);  // throws User
 struct AttentionMask {
   bool is_causal = false;                        // j <= i
   std::optional<int64_t> window = std::nullopt;  // |i - j| < window
-  // The lengths of the documents that lie in the sequence one after the other: i and j are in the same one. Empty: one
-  // document.
+  // The lengths of consecutive documents in the sequence: i and j are in the same document. Empty: one document.
   std::vector<int64_t> documents = {};
 };
 
-// A rank's tensor that is added to scores, or of dtype bool says which keys a query sees: [batch, heads, the rank's
-// rows of queries, all keys by ascending places], with 1 element in dims that it repeats along. Ranks may have such
-// tensors of different forms.
+// The form of a rank's mask tensor: [batch, heads, the rank's rows of queries, all keys by ascending places]. A dim of
+// size 1 is broadcast. A bool tensor selects the keys that a query sees; any other is added to the scores. Forms may
+// differ between ranks.
 struct MaskTensor {
   DType dtype = DType::kBool;  // bool, float32 or that of queries
   int64_t batch = 1;
@@ -70,54 +69,55 @@ struct Attention {
   int64_t kv_heads = 0;     // divides heads: consecutive heads of queries share one of keys and values
   int64_t depth = 0;        // elements of a head of queries and keys
   int64_t value_depth = 0;  // elements of a head of values and of results
-  // By position: the places of queries that a rank holds, in the order of its local tensors. Each place once; parts may
-  // be empty.
+  // The places of the queries that each rank holds, by position, in the order of its local tensors. Each place is on
+  // one rank; parts may be empty.
   std::vector<IntervalList> parts;
-  // The same of keys and values. Empty: those of queries.
+  // The places of keys and values, in the same form. Empty: the places of queries.
   std::vector<IntervalList> key_parts = {};
-  bool keys_are_whole = false;  // every rank holds all keys, by ascending places; `key_parts` says so
+  bool keys_are_whole = false;  // every rank holds all keys: each of `key_parts` is the full sequence
   AttentionMask mask = {};
-  // The form of one rank's tensor; `mask` leaves nothing out then.
+  // The form of this rank's mask tensor, if it has one. `mask` must then let every query see every key.
   std::optional<MaskTensor> mask_tensor = std::nullopt;
-  double scale = 1;  // of scores
-  // Into how many parts of equal length (as torch.chunk cuts) each whole sequence is cut. Where parts of ranks begin
-  // and end at these cuts, the result is bitwise the same for any number of ranks. 0: blocks are the runs that ranks
-  // hold.
+  double scale = 1;  // factor of the scores
+  // The number of chunks of equal length into which each sequence is cut, as torch.chunk cuts. If the parts of all
+  // ranks begin and end at these cuts, the result is bitwise the same for any number of ranks. 0: blocks are the runs
+  // that ranks hold.
   int64_t chunks = 0;
   AttentionMethod method = AttentionMethod::kRing;
   Lowering lowering = Lowering::kGloo;
-  // For two_level: that many consecutive positions are a node. They divide the ranks. 0: there are no nodes.
+  // The number of consecutive positions on a node, for two_level. It divides the number of ranks. 0: there are no
+  // nodes.
   int64_t ranks_per_node = 0;
 
-  // Returns whether there are several nodes of several ranks each.
+  // True if there are several nodes of several ranks each.
   bool has_levels() const { return 1 < ranks_per_node && ranks_per_node < mesh->size(); }
   const std::vector<IntervalList>& parts_of_keys() const { return key_parts.empty() ? parts : key_parts; }
-  int64_t length() const;      // of the sequence of queries
-  int64_t key_length() const;  // of the sequence of keys
+  int64_t length() const;      // places in the sequence of queries
+  int64_t key_length() const;  // places in the sequence of keys
   int64_t rows(int64_t position) const { return shardwright::length(parts[position]); }
   int64_t key_rows(int64_t position) const { return shardwright::length(parts_of_keys()[position]); }
   // The dtype of partial results and of sums of gradients: float64 for float64, else float32.
   DType sum_dtype() const { return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32; }
 };
 
-// Returns how many consecutive positions of a mesh of one dim each node holds, or 0 if it is not the same number of
-// neighbours everywhere.
+// Returns the number of consecutive positions of a one-dim mesh that are on each node. Returns 0 if nodes hold
+// different numbers of them, or positions that are not consecutive.
 int64_t ranks_per_node_of(const Mesh& mesh, const Topology& topology);
 
-// The mesh whose groups the programs of a method have: that of the attention, or nodes by ranks of a node.
+// Returns the mesh whose groups the programs use: (nodes, ranks of a node) for two_level, else the attention's mesh.
 MeshPtr mesh_of_programs(const Attention& attention);
 
-// The same attention without what may differ between ranks: the form of the mask tensor.
+// Returns the attention with a default mask tensor, whose form is all that may differ between ranks.
 Attention as_on_all_ranks(Attention attention);
 
-// Returns whether ranks exchange their part of the sequence for a share of the heads. Such methods take neither mask
-// tensors nor keys that every rank holds.
+// True if ranks exchange their part of the sequence for a share of the heads. Such methods support neither mask tensors
+// nor keys that every rank holds.
 bool exchanges_heads(AttentionMethod method);
 
-// Throws UserError if the parts are not a partition of their sequence, or if anything else does not fit.
+// Throws UserError if the parts are not a partition of their sequence, or if another field is invalid.
 void check(const Attention& attention);
 
-// The keys that a query sees: "causal, window 128, 3 documents", "a tensor" or "full".
+// Returns a description of the keys that a query sees: "causal, window 128, 3 documents", "a tensor" or "full".
 std::string mask_text(const Attention& attention);
 
 }  // namespace shardwright

@@ -8,8 +8,8 @@
 namespace shardwright {
 namespace {
 
-// Gradients of keys that another rank holds travel to it in float32 while the next keys are attended to. The owner adds
-// them to its own (gradient_sums.h).
+// Writes a backward. The gradients of another rank's keys are sent to it in sum_dtype() while this rank attends to the
+// next keys. The owner adds them to its own (gradient_sums.h).
 class Backward {
  public:
   Backward(AttentionWriter& writer, const HeadShare& share, const BackwardTensors& tensors)
@@ -24,7 +24,7 @@ class Backward {
   }
 
  private:
-  // Sums of gradients of this rank's keys that arrive.
+  // A transfer that receives sums of the gradients of this rank's keys.
   struct Returning {
     Ticket ticket = kNoTicket;
     std::vector<ReturnedSums> sums;
@@ -112,12 +112,12 @@ class Backward {
   AttentionWriter& writer_;
   HeadShare share_;
   GradientSums of_queries_;
-  GradientSums of_keys_;  // of this rank
+  GradientSums of_keys_;  // of this rank's keys
   BackwardTensors t_;
 };
 
-// Adds up what all ranks have of a sum, in the order of their positions: rank p adds up the p-th part of it, and sends
-// that to all. So the sums of all ranks have the same bits.
+// All-reduces a sum in the order of positions: rank p adds up the p-th part of all ranks' sums and sends the result to
+// all. So all ranks get the same bits.
 void sum_over_ranks(AttentionWriter& writer, HeadsTensor& sum) {
   if (sum.count() == 0) return;
   ProgramBuilder& builder = writer.builder;

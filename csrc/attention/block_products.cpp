@@ -5,10 +5,10 @@
 namespace shardwright {
 namespace {
 
-// The places at which a block must end: those of the chunks and of the documents, ascending.
+// A place at which a block must end: the beginning of a chunk or a document.
 struct Cut {
   int64_t place = 0;
-  int64_t document = 0;  // the one that begins here, or goes on
+  int64_t document = 0;  // the document that begins or continues here
 };
 
 std::vector<Cut> cuts_of(const Attention& attention, int64_t total) {
@@ -24,14 +24,14 @@ std::vector<Cut> cuts_of(const Attention& attention, int64_t total) {
     for (int64_t begin = rows; begin < total; begin += rows) cuts.push_back({begin, -1});
   }
   std::stable_sort(cuts.begin(), cuts.end(), [](const Cut& a, const Cut& b) { return a.place < b.place; });
-  // A cut of a chunk lies in the document before it, unless one begins at the same place.
+  // A chunk's cut is in the document of the cut before it, unless a document begins at the same place.
   for (size_t c = 1; c < cuts.size(); ++c) {
     if (cuts[c].document < 0) cuts[c].document = cuts[c - 1].document;
   }
   return cuts;
 }
 
-// The blocks that these ranks hold, by ascending places.
+// Returns the blocks of all ranks, by ascending places.
 std::vector<SequenceBlock> blocks_of(const std::vector<IntervalList>& parts, const std::vector<Cut>& cuts) {
   std::vector<SequenceBlock> blocks;
   for (size_t owner = 0; owner < parts.size(); ++owner) {
@@ -102,7 +102,7 @@ BlockProducts::BlockProducts(const Attention& attention)
       keys_are_whole_(attention.keys_are_whole),
       queries_(query_blocks(attention)),
       keys_(key_blocks(attention)) {
-  // Wider windows see no more, and the sums of band() would overflow.
+  // Windows longer than the sequences change nothing, and the sums of band() would overflow.
   const int64_t longest = std::max<int64_t>({attention.length(), attention.key_length(), 1});
   if (mask_.window) mask_.window = std::min(*mask_.window, longest);
 }

@@ -1,11 +1,11 @@
-// The blocks of the sequences of queries and of keys, and which of them meet.
+// The blocks of the sequences of queries and of keys, and the pairs of blocks that are multiplied.
 //
-// Blocks are as large as possible such that each lies within one run of one rank's part, within one of the chunks of
-// the sequence if there are any, and within one document. Blocks of a sequence are numbered by ascending places.
+// Blocks are as large as possible, but each is within one run of one rank's part, one chunk of the sequence (if there
+// are chunks) and one document. Blocks of a sequence are numbered by ascending places.
 //
-// A block of queries meets a block of keys if some query sees some key. What is seen is a band (program/attend.h):
-// everything, a triangle, or for sliding windows a stripe. Blocks that do not meet cost nothing, so a rank computes
-// nothing that the mask leaves out but the rest of its stripes, and there is no padding anywhere.
+// A block of queries overlaps a block of keys if some query sees some key. The visible pairs are a band
+// (program/attend.h): all pairs, a triangle, or for sliding windows a stripe. Pairs of blocks that do not overlap cost
+// nothing. The only masked scores that a rank computes are those next to its stripes, and there is no padding.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ namespace shardwright {
 
 struct SequenceBlock {
   Interval places;
-  int64_t owner = 0;  // position of the rank that holds it
-  int64_t row = 0;    // its first row in the owner's local tensors
+  int64_t owner = 0;  // position of the rank that holds the block
+  int64_t row = 0;    // first row in the owner's local tensors
   int64_t document = 0;
 
   int64_t rows() const { return places.end - places.begin; }
@@ -29,14 +29,14 @@ struct SequenceBlock {
 class SequenceBlocks {
  public:
   SequenceBlocks(std::vector<SequenceBlock> blocks, int64_t num_ranks);
-  // Each rank holds all blocks, one after the other.
+  // Returns the blocks of a sequence that every rank holds in full, one after the other.
   static SequenceBlocks whole(std::vector<SequenceBlock> blocks, int64_t num_ranks);
-  // The same blocks, where the rows of `count` consecutive ranks lie one after the other as those of one rank.
+  // Returns the same blocks for fewer ranks: each joins `count` consecutive ranks, whose rows follow each other.
   SequenceBlocks joined(int64_t count) const;
 
   const SequenceBlock& operator[](int index) const { return blocks_[index]; }
   int size() const { return static_cast<int>(blocks_.size()); }
-  // The blocks of a rank, in the order of its local tensors.
+  // Returns the blocks of a rank, in the order of its local tensors.
   const std::vector<int>& of_rank(int64_t position) const { return by_rank_[position]; }
 
  private:
@@ -47,7 +47,7 @@ class SequenceBlocks {
 class BlockProducts {
  public:
   explicit BlockProducts(const Attention& attention);
-  // As SequenceBlocks::joined, of both sequences.
+  // Joins the ranks of both sequences (SequenceBlocks::joined).
   BlockProducts joined(int64_t count) const;
 
   const SequenceBlocks& queries() const { return queries_; }
@@ -56,13 +56,14 @@ class BlockProducts {
   Band band(int queries, int keys) const;
   BlockShape shape(int queries, int keys) const;
   bool meet(int queries, int keys) const { return shape(queries, keys) != BlockShape::kSkip; }
-  // By block: whether a block of queries meets it, or it meets a block of keys.
+  // True for each block of keys that this block of queries overlaps.
   std::vector<bool> met_by_queries(int queries) const;
+  // True for each block of queries that overlaps this block of keys.
   std::vector<bool> meeting_keys(int keys) const;
-  // The blocks of keys that a block of queries meets, ascending.
+  // Returns the blocks of keys that a block of queries overlaps, ascending.
   std::vector<int> keys_of(int queries) const;
-  // The blocks of keys of one rank that queries of another meet and it does not hold itself, in the order of the
-  // owner's local tensors.
+  // Returns the blocks of the owner's keys that queries of rank `by` overlap, in the order of the owner's local
+  // tensors. Returns none if every rank holds all keys.
   std::vector<int> keys_needed(int64_t owner, int64_t by) const;
 
  private:
@@ -72,12 +73,12 @@ class BlockProducts {
   SequenceBlocks keys_;
 };
 
-// The products of one rank, over all steps of a method that cuts the sequence.
+// The number of block products of one rank, by shape, over all steps of a method that cuts the sequence.
 struct BlockCounts {
   int64_t full = 0;
   int64_t triangles = 0;
   int64_t others = 0;
-  int64_t pairs = 0;  // of queries and keys that see each other
+  int64_t pairs = 0;  // visible pairs of a query and a key
 
   int64_t products() const { return full + triangles + others; }
 };

@@ -12,7 +12,7 @@
 namespace shardwright {
 namespace {
 
-constexpr int64_t kAlikePercent = 2;
+constexpr int64_t kAlikePercent = 2;  // times that differ by less are decided by memory
 constexpr int64_t kMostRanksShown = 16;
 constexpr int64_t kPicosecondsPerMicrosecond = 1'000'000;
 
@@ -30,7 +30,7 @@ AttentionForecast forecast(Attention attention, AttentionMethod method, const To
   const Mesh& mesh = *attention.mesh;
   const MeshPtr mesh_of_groups = mesh_of_programs(attention);
   for (const int64_t position : positions_to_look_at(mesh.size())) {
-    // The same for all ranks, whatever the form of this rank's mask.
+    // The form does not depend on this rank's mask, so all ranks get the same forecast.
     if (attention.mask_tensor) {
       attention.mask_tensor = MaskTensor{DType::kBool, 1, 1, attention.rows(position), attention.key_length()};
     }
@@ -58,7 +58,7 @@ std::string runs_text(const IntervalList& part) {
   return runs.empty() ? "nothing" : join(runs, " ");
 }
 
-// Sizes that only keys and values have.
+// Returns the sizes of keys and values that differ from those of queries.
 std::string keys_text(const Attention& a) {
   std::string text;
   if (!a.key_parts.empty()) text += concat(a.key_length(), " places of keys, ");

@@ -7,17 +7,16 @@
 namespace shardwright {
 namespace {
 
-// Of nodes that join all blocks.
-constexpr int kTopLevel = 30;
+constexpr int kTopLevel = 30;  // level of a node that joins all blocks
 
-// The bits of both numbers, those of `a` at odd places.
+// Returns the bits of both numbers interleaved, with the bits of `a` at odd places.
 uint64_t interleaved(uint64_t a, uint64_t b) {
   uint64_t bits = 0;
   for (int i = 0; i < 32; ++i) bits |= ((a >> i & 1) << (2 * i + 1)) | ((b >> i & 1) << (2 * i));
   return bits;
 }
 
-// The elements of a head of each gradient of a block: of dq, or of dk and dv.
+// Returns the depth of each gradient of a block: {dq}, or {dk, dv}.
 std::vector<int64_t> depths_of(const Attention& attention, HeadKind kind) {
   if (kind == HeadKind::kQueries) return {attention.depth};
   return {attention.depth, attention.value_depth};
@@ -27,7 +26,7 @@ const SequenceBlocks& blocks_of(const AttentionWriter& writer, HeadKind kind) {
   return kind == HeadKind::kQueries ? writer.products.queries() : writer.products.keys();
 }
 
-// The gradients of a block.
+// The sizes of a block's gradients, which are stored one after the other.
 struct BlockTensors {
   BlockTensors(const AttentionWriter& writer, HeadKind kind, int block, int64_t heads) {
     const int64_t rows = blocks_of(writer, kind)[block].rows();
@@ -37,7 +36,7 @@ struct BlockTensors {
     }
   }
 
-  // One after the other in a buffer.
+  // Returns their memory in a buffer, from `offset` on.
   BlockGradients in_buffer(BufferId buffer, int64_t offset) const {
     BlockGradients gradients;
     for (HeadsTensor tensor : tensors) {
@@ -48,11 +47,12 @@ struct BlockTensors {
     return gradients;
   }
 
-  std::vector<HeadsTensor> tensors;  // offsets count from the first one
-  int64_t count = 0;                 // elements of all
+  std::vector<HeadsTensor> tensors;  // with offsets from the first one
+  int64_t count = 0;                 // elements of all tensors
 };
 
-// The largest nodes of the tree over the queries that meet a block of keys, of those whose blocks one rank holds.
+// Returns the largest nodes, in the tree over the queries that overlap a block of keys, whose blocks rank `by` holds
+// all. Each has its first block of queries. For sums by rank, returns one node of no blocks.
 std::map<TreeNode, int> nodes_of(const AttentionWriter& writer, int keys, int64_t by) {
   if (!sums_by_place(writer.attention)) return {{TreeNode{}, -1}};
   const std::vector<bool> meeting = writer.products.meeting_keys(keys);
@@ -61,7 +61,7 @@ std::map<TreeNode, int> nodes_of(const AttentionWriter& writer, int keys, int64_
   for (const int queries : writer.products.queries().of_rank(by)) {
     if (!meeting[queries]) continue;
     const std::optional<int> all = tree.add({0, queries}, queries, [](int&, int) {});
-    // A rank with all queries that meet these keys: the node is that of all blocks.
+    // The rank has all queries that overlap these keys: the node is that of all blocks.
     if (all) return {{TreeNode{kTopLevel, 0}, *all}};
   }
   return tree.waiting();

@@ -1,16 +1,15 @@
-// Places at which the gradients of blocks are added up, and their order.
+// The sums of the gradients of blocks: their memory and their order.
 //
-// The gradient of a block of queries is a sum over the blocks of keys that it meets, that of a block of keys (dk and
-// dv) a sum over the blocks of queries that meet it. There are two orders:
+// The gradient of a block of queries (dq) is a sum over the blocks of keys that it overlaps. The gradients of a block
+// of keys (dk and dv) are sums over the blocks of queries that overlap it. There are two orders:
 //
-//   by rank    Without Attention::chunks, or where every rank holds all keys. A rank adds up what it computes of a
-//   block. The owner of keys adds what other
-//              ranks send, by increasing distance.
+//   by rank    Without Attention::chunks, or if every rank holds all keys. Each rank adds up its contributions to a
+//              block. The owner of the keys adds the sums that it receives, by increasing distance.
 //   by place   With chunks, where blocks can be the same for any number of ranks. Contributions of single products are
-//              merged along a tree over the numbers of blocks (merge_tree.h), so sums depend on places alone. Of a
-//              block of keys that another rank holds, a rank sends one sum for each largest node of the tree whose
-//              blocks of queries are all its own: one if these are 2^n consecutive blocks of 2^n * m, else up to about
-//              2 log2 of their number.
+//              merged along a tree over the block numbers (merge_tree.h), so sums depend on places alone. For a block
+//              of keys that another rank holds, a rank sends one sum for each largest node of the tree whose blocks of
+//              queries it holds all. That is one sum for 2^n consecutive blocks that begin at a multiple of 2^n, else
+//              up to about 2 log2 of their number.
 #pragma once
 
 #include <map>
@@ -28,11 +27,11 @@ inline HeadSharing sharing_in_backward(const Attention& attention) {
   return sums_by_place(attention) ? HeadSharing::kWholeHeadsOfKeys : HeadSharing::kAll;
 }
 
-// The gradients of a block somewhere in memory, from the first head that is computed on: dq, or dk and dv.
+// The memory of a block's gradients, beginning with the first computed head: {dq}, or {dk, dv}.
 using BlockGradients = std::vector<Heads>;
 
-// A rank's share of the gradients of the keys of another, as it lies in the message: for each block of keys that
-// is needed the sums of some nodes, each dk followed by dv.
+// A message: one rank's sums of the gradients of another rank's keys. For each needed block of keys it holds the sums
+// of some tree nodes, each as dk followed by dv.
 struct ReturnedSums {
   struct Sum {
     int keys = 0;
@@ -44,21 +43,22 @@ struct ReturnedSums {
   BufferId buffer = kMissingBuffer;  // missing if there is nothing to send
 };
 
+// Adds up the gradients of blocks of one kind: of a rank's own rows, or of received keys.
 class GradientSums {
  public:
-  // Of a rank's own rows or of keys that arrived, for this number of heads.
+  // `heads` is the number of heads of each sum.
   GradientSums(AttentionWriter& writer, HeadKind kind, int64_t heads);
 
-  // The whole gradient of the block is to be added to `total`, which begins as zeros.
+  // Sets the memory to which the complete gradient of the block is added. It must begin as zeros.
   void set_total(int block, BlockGradients total);
-  // This sum is to be added up where it will be sent from, which begins as zeros.
+  // Sets the memory of a sum within its message. It must begin as zeros.
   void begin(const ReturnedSums::Sum& sum);
 
-  // Returns where the product with block `other` is to add its contribution.
+  // Returns the memory to which the product of `block` and `other` must add its contribution.
   BlockGradients place(int block, int other);
-  // Says that this product was emitted.
+  // Must be called once that product was emitted.
   void added(int block, int other);
-  // Adds a sum that another rank computed.
+  // Adds a sum that was received from another rank.
   void take(const ReturnedSums::Sum& sum);
 
  private:
@@ -66,7 +66,7 @@ class GradientSums {
     explicit Block(const std::vector<bool>& contributes) : tree(contributes) {}
 
     std::optional<BlockGradients> total;
-    std::map<int, BlockGradients> places;  // of products under way, by the other block
+    std::map<int, BlockGradients> places;  // of products whose added() is still missing, by the other block
     MergeTree<BlockGradients> tree;
   };
 
@@ -80,21 +80,21 @@ class GradientSums {
   std::map<int, Block> blocks_;
 };
 
-// Makes a buffer for the sums of the owner's keys that rank `by` computes, for this number of heads.
+// Allocates a buffer for the sums that rank `by` computes for the owner's keys, of `heads` heads.
 ReturnedSums returned_sums(AttentionWriter& writer, int64_t owner, int64_t by, int64_t heads);
 
-// The pairs of blocks that meet, in the order in which their products are computed: queries after queries; for sums by
-// place along a Z-order curve, on which few sums of either side wait for others.
+// Returns the pairs (queries, keys) of blocks that overlap, in the order in which their products are computed: by block
+// of queries; for sums by place along a Z-order curve, on which few sums of either side wait to be merged.
 std::vector<std::pair<int, int>> pairs_in_order(const AttentionWriter& writer, const std::vector<int>& queries,
                                                 const std::vector<int>& keys);
 
-// The rows of a pair of blocks, from the first head of a share on.
+// The rows of a pair of blocks, beginning with the first head of a share.
 struct BackwardRows {
   Heads q, k, v, out, dout;
   HeadRows lse;
   std::optional<PairMask> mask = std::nullopt;
 };
-// Emits the gradients of the product of two blocks.
+// Emits the instructions that add the gradients of one block product to both sums.
 void attend_backward(AttentionWriter& writer, const HeadShare& share, int queries, int keys, const BackwardRows& rows,
                      GradientSums& of_queries, GradientSums& of_keys);
 

@@ -1,4 +1,4 @@
-// Exchanges between parts of the sequence with all heads and the whole sequence with a share of the heads.
+// Exchanges a part of the sequence with all heads for the whole sequence with a share of the heads, and back.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace shardwright {
 
 class HeadExchange {
  public:
-  // Shares as HeadSharing says.
+  // `sharing` determines each rank's share of the heads.
   HeadExchange(AttentionWriter& writer, HeadSharing sharing);
 
   const HeadShare& share(int64_t position) const { return shares_[position]; }
@@ -20,19 +20,20 @@ class HeadExchange {
     HeadsTensor local;  // this rank's rows of all heads
     HeadKind kind = HeadKind::kQueries;
   };
-  // Gathers the rows of all ranks of this rank's share of the heads of every tensor, in one transfer, and waits for it.
+  // Gathers this rank's share of the heads of every tensor, for the rows of all ranks, in one transfer, and waits for
+  // it.
   void gather(const std::vector<Tensor>& tensors);
-  // The same for q, k and v; and for these, out, dout and lse.
+  // Gather tensors 0 to 2: q, k, v; or tensors 0 to 5: q, k, v, out, dout, lse.
   void gather(const ForwardTensors& t);
   void gather(const BackwardTensors& t);
-  // Copies of this rank's share of the i-th tensor: the rows of all ranks, one after the other.
+  // Returns a copy of this rank's share of a gathered tensor, in which the rows of all ranks follow each other.
   HeadsTensor joined(size_t tensor);
-  // The rows of a block, from the first head of this rank's share of the i-th tensor on.
+  // Returns the rows of a block in a gathered tensor, beginning with the first head of this rank's share.
   Heads at(size_t tensor, const SequenceBlock& block) const;
   HeadRows rows_at(size_t tensor, const SequenceBlock& block) const;
 
-  // A transfer of results under way: this rank's share of the heads of one rank's rows goes to that rank, and another
-  // rank's share of the heads of this rank's rows comes.
+  // A transfer that returns results. A rank sends the receiver's rows for its own share of the heads, and receives its
+  // own rows for the sender's share of the heads.
   struct Sent {
     HeadsTensor share;  // of the receiver's rows
     HeadKind kind = HeadKind::kQueries;
@@ -40,16 +41,16 @@ class HeadExchange {
   struct Arriving {
     Ticket ticket = kNoTicket;
     int64_t from = 0;
-    std::vector<Sent> shares;  // one for each that was sent
+    std::vector<Sent> shares;  // as many as were sent, in the same order
   };
-  // On all ranks: sends to the rank that is `distance` ahead, and receives from the one behind.
+  // Sends to the rank that is `distance` ahead and receives from the rank that is `distance` behind. All ranks call it.
   Arriving start_return(int64_t distance, const std::vector<Sent>& sent);
-  // Wait for a transfer, and copy what came to where it belongs among all heads, or add it to sums there.
+  // Wait for a transfer, then copy the received heads to their place among all heads, or add them to sums there.
   void copy_to(const std::vector<HeadsTensor>& tensors, const Arriving& arriving);
   void add_to(const std::vector<HeadsTensor>& sums, const Arriving& arriving);
 
  private:
-  // This rank's own rows stay where they are, among those of all heads.
+  // This rank's own rows are not copied: they are read from its local tensor, among all heads.
   HeadsPlace place_of(size_t tensor, const SequenceBlock& block) const;
   const HeadsTensor& tensor_with(size_t tensor, const SequenceBlock& block) const;
 

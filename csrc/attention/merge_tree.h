@@ -1,9 +1,10 @@
-// The order in which what blocks contribute is merged: along a binary tree over the numbers of all blocks.
+// The order in which contributions of blocks are merged: along a binary tree over the numbers of all blocks.
 //
 // A node of level l joins 2^l consecutive blocks; its two sides are nodes of level l - 1. Blocks that contribute
-// nothing are left out. So the tree follows from places and the mask alone, and a merge takes place as soon as both of
-// its sides are there, whatever the order in which they come. Where they come in order, at most about log2 of the
-// number of blocks wait to be merged.
+// nothing are left out, so the tree depends on places and the mask alone. A merge takes place once both of its sides
+// were added, in either order. If blocks are added in order, at most about log2 of their number wait to be merged.
+//
+// Example: blocks 0, 1 and 3 contribute. add(3) and add(0) wait; add(1) merges 0 with 1, and the result with 3.
 #pragma once
 
 #include <algorithm>
@@ -18,20 +19,20 @@ namespace shardwright {
 
 struct TreeNode {
   int level = 0;
-  int index = 0;  // on its level: the node joins the blocks from index * 2^level on
+  int index = 0;  // within the level; the node joins the 2^level blocks from index * 2^level on
   auto operator<=>(const TreeNode&) const = default;
 };
 
 template <typename Item>
 class MergeTree {
  public:
-  // Says of each block whether it contributes.
+  // `contributes` has one entry per block: true if the block contributes.
   explicit MergeTree(const std::vector<bool>& contributes) : before_{0} {
     for (const bool one : contributes) before_.push_back(before_.back() + (one ? 1 : 0));
   }
 
-  // Adds the item of a node. `merge(left, right)` makes `left` what both are together. Returns the item of all blocks
-  // if it is complete now.
+  // Adds the item of a node. `merge(left, right)` must merge `right` into `left`. Returns the item of all blocks once
+  // it is complete.
   template <typename Merge>
   std::optional<Item> add(TreeNode node, Item item, const Merge& merge) {
     for (; below(node) < before_.back(); node = {node.level + 1, node.index / 2}) {
@@ -50,11 +51,11 @@ class MergeTree {
     return item;
   }
 
-  // Parts that wait for their other side.
+  // The nodes whose sibling is still missing, and their items.
   const std::map<TreeNode, Item>& waiting() const { return waiting_; }
 
  private:
-  // The number of blocks below a node that contribute.
+  // Returns the number of contributing blocks below a node.
   int below(TreeNode node) const {
     const int64_t last = static_cast<int64_t>(before_.size()) - 1;
     const int64_t begin = std::min(static_cast<int64_t>(node.index) << node.level, last);
@@ -62,7 +63,7 @@ class MergeTree {
     return before_[end] - before_[begin];
   }
 
-  std::vector<int> before_;  // by block: how many before it contribute
+  std::vector<int> before_;  // by block: the number of contributing blocks before it
   std::map<TreeNode, Item> waiting_;
 };
 

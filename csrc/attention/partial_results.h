@@ -1,6 +1,6 @@
 // The partial results of a rank's blocks of queries, and their merging.
 //
-// The results for a block of queries are merged along the tree over the blocks of keys that they meet (merge_tree.h).
+// The results for a block of queries are merged along the tree over the blocks of keys that it overlaps (merge_tree.h).
 #pragma once
 
 #include <map>
@@ -13,24 +13,24 @@ namespace shardwright {
 
 class PartialResults {
  public:
-  // For some blocks of queries; `share` says which heads this rank computes.
+  // `share` is the heads that this rank computes.
   PartialResults(AttentionWriter& writer, HeadShare share);
 
-  // Emits the product of two blocks that meet, and all merges that have become possible. `q`, `k` and `v` are the rows
-  // of the blocks, from the first head of the share on, and `mask` is theirs. Returns whether the result of the queries
-  // is now complete.
+  // Emits the product of two blocks that overlap, and all merges that have become possible. `q`, `k` and `v` are the
+  // rows of the blocks, beginning with the first head of the share; `mask` is the mask of the pair. Returns true if the
+  // result of the queries is now complete.
   bool attend(int queries, const Heads& q, int keys, const Heads& k, const Heads& v,
               const std::optional<PairMask>& mask = std::nullopt);
-  // For queries that see nothing: makes their result zeros.
+  // Makes the result of queries that see nothing zeros.
   void see_nothing(int queries, const Heads& q);
 
-  // Writes the complete result of a block of queries to rows of `out` and `lse`, which begin with the first head of the
-  // share if they hold these heads alone, and forgets it.
+  // Writes the complete result of a block of queries to `out` and `lse`, from this row and head on, and forgets it.
+  // Throws InvariantError if the result is incomplete.
   void store(int queries, int64_t row, const HeadsTensor& out, const HeadsTensor& lse, int64_t first_head);
 
  private:
   MergeTree<BufferId>& tree(int queries);
-  // A partial result lies in one buffer: the output of all rows, then lse.
+  // A partial result is one buffer: the output of all rows, then their lse.
   HeadsTensor out_in(BufferId buffer, int queries) const;
   HeadsTensor lse_in(BufferId buffer, int queries) const;
   Partial partial(BufferId buffer, int queries, int64_t head) const;
@@ -39,7 +39,7 @@ class PartialResults {
 
   AttentionWriter& writer_;
   HeadShare share_;
-  std::map<int, MergeTree<BufferId>> trees_;  // of blocks of queries that are incomplete
+  std::map<int, MergeTree<BufferId>> trees_;  // by block of queries, while incomplete
   std::map<int, BufferId> complete_;
 };
 

@@ -67,7 +67,7 @@ int AttentionWriter::group() {
 }
 
 int64_t AttentionWriter::member(int64_t position) const {
-  if (mesh->ranks_are_positions()) return position;  // in ascending order
+  if (mesh->ranks_are_positions()) return position;  // members ascend
   const std::vector<int64_t> members = mesh->group(mesh_positions[me], mesh_dims);
   return std::find(members.begin(), members.end(), mesh_positions[position]) - members.begin();
 }

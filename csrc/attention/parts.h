@@ -1,4 +1,4 @@
-// Functions that both directions of attention, and all methods, write programs with.
+// The functions with which all methods of attention, forward and backward, write their programs.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct HeadsTensor {
   HeadRows rows_at(int64_t head, int64_t row) const { return {buffer, offset + head * rows + row, heads * rows, rows}; }
 };
 
-// Those of both directions.
+// The tensors of a rank's program, by direction.
 struct ForwardTensors {
   HeadsTensor q, k, v;
   HeadsTensor out, lse;  // to be written
@@ -43,12 +43,13 @@ struct BackwardTensors {
   std::optional<PairMask> mask = std::nullopt;
 };
 
-// One rank's program of an attention while it is being written, over ranks that share a sequence.
+// One rank's program while it is being written, for the ranks that share a sequence.
 struct AttentionWriter {
-  // All ranks of the attention. The mesh is that of its programs.
+  // Writes for all ranks of the attention, on mesh_of_programs(attention). Throws UserError as check() does, or if the
+  // rank is not on the attention's mesh.
   AttentionWriter(const Attention& attention, Rank rank);
-  // The same program, over the ranks that differ from this one along one dim of the mesh. They share the sequence of
-  // `attention`, which has a part for each.
+  // Continues the program of `all` for the ranks that differ from this one along one mesh dim. They share the sequence
+  // of `attention`, which has a part for each of them.
   AttentionWriter(const AttentionWriter& all, int mesh_dim, Attention attention, BlockProducts products);
 
   Attention attention;
@@ -57,32 +58,32 @@ struct AttentionWriter {
   ProgramBuilder& builder;
   MeshPtr mesh;
   MeshDimSet mesh_dims;
-  std::vector<int64_t> mesh_positions;  // of each rank that shares the sequence, on the mesh
+  std::vector<int64_t> mesh_positions;  // by rank that shares the sequence: its position on `mesh`
   int64_t me;                           // this rank's position among them
-  int64_t num_ranks;                    // that share the sequence
+  int64_t num_ranks;                    // number of ranks that share the sequence
 
   int64_t rows() const { return attention.rows(me); }
   int64_t key_rows() const { return attention.key_rows(me); }
-  // The position that is this far behind or ahead on the ring.
+  // Returns the position that is `distance` behind or ahead on the ring.
   int64_t behind(int64_t distance) const { return (me - distance % num_ranks + num_ranks) % num_ranks; }
   int64_t ahead(int64_t distance) const { return (me + distance) % num_ranks; }
-  // The index of these ranks as a group of the program, and of a position in that group.
+  // Returns the index of these ranks' group in the program, and the index of a position in that group.
   int group();
   int64_t member(int64_t position) const;
 
-  // The instructions that follow belong to this chunk of a pipeline. A serial method has none: nothing is computed
-  // while keys travel, so its transfers take no longer than alone (GemmModel::chunk_ps).
+  // Assigns the following instructions to this chunk of a pipeline. Serial has no chunks: it computes nothing during
+  // transfers, so they do not take longer (GemmModel::chunk_ps).
   void begin_chunk(int chunk) {
     if (attention.method != AttentionMethod::kSerial) builder.begin_chunk(chunk);
   }
 
-  // The inputs and the outputs of a direction, which begins here (compile.h). Sums are zeros; add_gradient_outputs
-  // makes them outputs when they are complete.
+  // Declare the inputs and outputs of a direction (compile.h) and begin its step. Sums begin as zeros;
+  // add_gradient_outputs makes them outputs once they are complete.
   ForwardTensors new_forward_tensors();
   BackwardTensors new_backward_tensors();
   void add_gradient_outputs(const BackwardTensors& tensors);
 
-  // A new tensor like this one, in the dtype in which gradients are summed, of zeros.
+  // Returns a new tensor of zeros with these sizes, of sum_dtype().
   HeadsTensor new_sum(HeadsTensor like);
 
  private:
@@ -91,10 +92,11 @@ struct AttentionWriter {
   void add_sum_output(const HeadsTensor& sum);
 };
 
-// The mask of two blocks, of all heads; none if there is no mask tensor.
+// Returns the mask of a pair of blocks, for all heads; none if there is no mask tensor.
 std::optional<PairMask> mask_of(const AttentionWriter& writer, std::optional<PairMask> mask, int queries, int keys);
 
-// Appends the box that copies `heads` heads and `rows` rows of one tensor, from a head and a row on, to another.
+// Appends the box that copies `heads` heads and `rows` rows of `src`, from a head and a row on, to `dst`. Appends
+// nothing if the box is empty.
 struct HeadsPlace {
   int64_t head = 0;
   int64_t row = 0;
@@ -102,37 +104,38 @@ struct HeadsPlace {
 void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsPlace from, const HeadsTensor& dst, HeadsPlace to,
                 int64_t heads, int64_t rows);
 
-// The keys or values of one rank that another needs, as they lie in memory: all its rows, or some blocks packed.
+// The rows of one rank's keys or values that another rank needs, as they are stored: all rows, or some blocks packed.
 struct KeyRows {
   std::vector<int> blocks;
   int64_t rows = 0;
-  bool are_all = false;              // of the owner's rows, in their order
+  bool are_all = false;              // all rows of the owner, in their order
   std::map<int, int64_t> first_row;  // by block
 };
 KeyRows needed_rows(const AttentionWriter& writer, int64_t owner, int64_t by);
-// All of them, where their owner has them.
+// Returns all rows of this rank's keys, as in its local tensors.
 KeyRows own_rows(const AttentionWriter& writer);
 
-// Keys and values that are at hand.
+// Keys and values that this rank holds or has received.
 struct KeyValues {
   KeyRows rows;
   HeadsTensor k;
   HeadsTensor v;
 };
 
-// Sends every other rank what it needs of this rank's k and v, and receives what this rank needs, in one transfer for
-// each group of distances: keys of the rank that is d behind come to this one while its own go to the one d ahead.
+// Sends every other rank the rows of this rank's k and v that it needs, and receives the rows that this rank needs, in
+// one transfer for each group of distances. For distance d, a rank receives from the rank d behind and sends to the
+// rank d ahead.
 class KeyExchange {
  public:
-  // `groups` hold each distance from 1 to the number of ranks less one once.
+  // `groups` contain each distance from 1 to num_ranks - 1 once.
   KeyExchange(AttentionWriter& writer, HeadsTensor k, HeadsTensor v, std::vector<std::vector<int64_t>> groups);
 
   size_t num_groups() const { return groups_.size(); }
   const std::vector<int64_t>& distances(size_t group) const { return groups_[group]; }
-  // Starts the transfer of a group. What arrives stays until that of the group after next is started.
+  // Starts the transfer of a group. The received data is kept until the transfer of the group after next starts.
   void start(size_t group);
   void wait(size_t group) { writer_.builder.wait(tickets_[group]); }
-  // The data that came from the rank at this distance.
+  // Returns the data received from the rank that is `distance` behind. Its group must have been started.
   const KeyValues& arrived(int64_t distance) const { return arrived_.at(distance); }
 
  private:
@@ -145,14 +148,14 @@ class KeyExchange {
   std::vector<Ticket> tickets_;
   std::map<int64_t, KeyRows> needed_;  // by distance
   std::map<int64_t, KeyValues> arrived_;
-  BufferId slots_ = kMissingBuffer;
+  BufferId slots_ = kMissingBuffer;  // up to two slots, which groups use alternately
   int64_t slot_elements_ = 0;
 };
 
-// The groups of distances of a method other than ulysses.
+// Returns the groups of distances of a method that sends keys: one group per distance for ring, else one group.
 std::vector<std::vector<int64_t>> distance_groups(AttentionMethod method, int64_t num_ranks);
 
-// Heads of queries that share heads of keys evenly, so that they are one product.
+// Heads that are computed as one product: each head of keys is shared by equally many heads of queries.
 struct HeadGroup {
   int64_t q_head = 0;
   int64_t q_heads = 0;
@@ -160,7 +163,7 @@ struct HeadGroup {
   int64_t kv_heads = 0;
 };
 
-// The heads that a rank computes. Numbers within groups count from the first head of the share.
+// The heads that a rank computes. Head numbers in `groups` are relative to q_begin and kv_begin.
 struct HeadShare {
   int64_t q_begin = 0;
   int64_t q_end = 0;
@@ -174,19 +177,21 @@ struct HeadShare {
 
 enum class HeadKind : uint8_t { kQueries, kKeys };
 
-// The number of rows of a tensor of one kind that a rank holds.
+// Returns the number of rows of a rank's tensor of this kind.
 int64_t rows_of(const Attention& attention, HeadKind kind, int64_t position);
 
-// The heads of a tensor of one kind in a share: the first one, and how many.
+// Return the first head, and the number of heads, of a share in tensors of this kind.
 int64_t first_head(const HeadShare& share, HeadKind kind);
 int64_t num_heads(const HeadShare& share, HeadKind kind);
 
-// The unit that is shared out if there are fewer heads of keys than ranks: heads of queries; or only whole heads of
-// keys, so that some ranks have none, and the gradient of a head of keys is computed by one rank.
+// The unit of sharing if there are fewer heads of keys than ranks. kAll: heads of queries. kWholeHeadsOfKeys: heads of
+// keys with all their heads of queries, so that one rank computes the gradient of each head of keys and some ranks have
+// no heads.
 enum class HeadSharing : uint8_t { kAll, kWholeHeadsOfKeys };
 
 HeadShare all_heads(const Attention& attention);
-// The share of rank `index` of `count`. Where there are enough heads of keys, it is of whole ones.
+// Returns the share of rank `index` of `count` ranks. If there are at least `count` heads of keys, shares are of heads
+// of keys with all their heads of queries.
 HeadShare share_of_heads(const Attention& attention, int64_t index, int64_t count, HeadSharing sharing);
 
 }  // namespace shardwright

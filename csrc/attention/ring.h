@@ -5,7 +5,7 @@
 
 namespace shardwright {
 
-// The ranks of the writer hold the same heads, those of `share`, which all tensors begin with.
+// Emit one direction. All ranks of the writer compute the heads of `share`; each tensor begins with the first of them.
 void emit_forward(AttentionWriter& writer, const HeadShare& share, const ForwardTensors& tensors);
 void emit_backward(AttentionWriter& writer, const HeadShare& share, const BackwardTensors& tensors);
 

@@ -13,7 +13,7 @@ namespace shardwright {
 std::string to_bytes(const Attention& attention, bool is_backward);
 std::pair<Attention, bool> attention_from_bytes(std::string_view bytes);
 
-// Returns whether these are the bytes of an attention.
+// True if these are the bytes of an attention.
 bool is_attention(std::string_view bytes);
 
 // "ring attention|base64"

@@ -7,10 +7,10 @@
 namespace shardwright {
 namespace {
 
-constexpr int kAcrossNodes = 0;  // dims of the mesh of programs
+constexpr int kAcrossNodes = 0;  // mesh dims of mesh_of_programs
 constexpr int kInNode = 1;
 
-// The parts that the ranks of this rank's node hold.
+// Returns the attention with only the parts of this rank's node.
 Attention of_node(const AttentionWriter& all) {
   Attention attention = all.attention;
   const int64_t count = attention.ranks_per_node;
@@ -31,7 +31,7 @@ std::vector<IntervalList> by_node(const std::vector<IntervalList>& by_rank, int6
   return parts;
 }
 
-// The attention of the heads of a share, with a part for each node.
+// Returns the attention of a share of the heads, with one part for each node.
 Attention of_nodes(const AttentionWriter& all, const HeadShare& share) {
   Attention attention = all.attention;
   attention.method = AttentionMethod::kRing;
@@ -91,7 +91,7 @@ class TwoLevel {
  private:
   ProgramBuilder& builder() { return in_node_.builder; }
 
-  // The rows of one rank of the node, of tensors of all its rows.
+  // Copies the rows of one rank out of tensors that have the rows of all ranks of the node.
   std::vector<HeadExchange::Sent> rows_of(int64_t owner, const std::vector<HeadExchange::Sent>& of_node) {
     std::vector<HeadExchange::Sent> taken;
     for (const auto& [all, kind] : of_node) {

@@ -17,7 +17,7 @@ class UlyssesForward {
     const ForwardTensors t = writer_.new_forward_tensors();
     out_ = t.out;
     lse_ = t.lse;
-    exchange_.gather(t);  // of no chunk: nothing is computed meanwhile
+    exchange_.gather(t);  // outside of all chunks: nothing is computed meanwhile
     std::vector<HeadExchange::Arriving> arriving;
     for (int64_t distance = 1; distance < writer_.num_ranks; ++distance) {
       builder.begin_chunk(static_cast<int>(distance));
@@ -68,9 +68,9 @@ class UlyssesForward {
   HeadsTensor out_, lse_;
 };
 
-// The gradients of queries are complete on the rank that has their heads. Those of keys whose heads several ranks share
-// are sums over these ranks, which the owner of the rows adds up, by increasing distance. Where gradients are summed by
-// place (gradient_sums.h), each head of keys is on one rank.
+// Writes the backward. The gradients of queries are complete on the rank that computes their heads. If several ranks
+// share a head of keys, the owner of the rows adds up their gradients, by increasing distance. For sums by place
+// (gradient_sums.h), one rank computes each head of keys.
 class UlyssesBackward {
  public:
   UlyssesBackward(const Attention& attention, Rank rank)
@@ -90,7 +90,7 @@ class UlyssesBackward {
  private:
   static constexpr HeadKind kKinds[] = {HeadKind::kQueries, HeadKind::kKeys, HeadKind::kKeys};
 
-  // For each rank, the gradients of its rows for this rank's share of the heads. Its own are part of its sums.
+  // Makes, for each rank, the gradients of its rows for this rank's share of the heads. For this rank they are sums_.
   void make_shares() {
     shares_.resize(writer_.num_ranks);
     for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) {
@@ -147,8 +147,8 @@ class UlyssesBackward {
 
   AttentionWriter writer_;
   HeadExchange exchange_;
-  std::vector<HeadsTensor> sums_;                 // of dq, dk, dv, for this rank's rows
-  std::vector<std::vector<HeadsTensor>> shares_;  // by owner, of dq, dk, dv
+  std::vector<HeadsTensor> sums_;                 // dq, dk, dv of this rank's rows
+  std::vector<std::vector<HeadsTensor>> shares_;  // by owner: dq, dk, dv
 };
 
 }  // namespace

@@ -6,7 +6,7 @@
 //   0. b' = move b to [S(0)]
 //   1. y = gather x to [R, R], times w, plus b'
 //
-// Whoever executes a list (the Python package, a test) runs its nodes in order and, after each, frees the values that
+// The executor of a list (the Python package, a test) runs its nodes in order and, after each, frees the values that
 // the node releases.
 #pragma once
 
@@ -35,8 +35,8 @@ struct MatmulNode {
   Schedule schedule;
 };
 
-// Inputs: a tensor, and a bias along its last dim. Along the `pending` mesh dims a sum is due, so only the first rank
-// adds the bias; on the others the output is the first input.
+// Inputs: a tensor, and a bias along its last dim. A sum is pending along the `pending` mesh dims, so only the first
+// rank along them adds the bias; on the others the output is the first input.
 struct BiasNode {
   MeshDimSet pending;
 };
@@ -67,18 +67,18 @@ struct Dataflow {
   std::vector<int> outputs;
 };
 
-// Returns whether the rank at `position` adds the bias.
+// True if the rank at `position` adds the bias.
 bool adds_bias(const BiasNode& node, const Mesh& mesh, int64_t position);
 
-// The predicted time of the worst rank. Moves take what their plans predict, products what the timeline of their
-// schedule predicts, and other nodes the time to read and write their values in memory.
+// Returns the predicted time of the slowest rank. Moves take the time that their plans predict, products the time of
+// their schedule's timeline, and other nodes the time to read and write their values in memory.
 int64_t predicted_picoseconds(const Dataflow& flow, const ProductContext& context);
 int64_t predicted_picoseconds(const Dataflow& flow, const Node& node, const ProductContext& context);
 
-// "move", "matmul", "bias", "sum" or "add".
+// Returns "move", "matmul", "bias", "sum" or "add".
 const char* kind_name(const NodeOperation& operation);
 
-// One line per node, each beginning with `indent`.
+// Returns one line per node, each beginning with `indent`.
 std::string to_string(const Dataflow& flow, const ProductContext& context, const std::string& indent = "");
 
 // Builds a list, node by node.
@@ -96,11 +96,11 @@ class DataflowBuilder {
   std::vector<int> multiply(Matmul matmul, std::vector<int> inputs, const std::vector<Value>& outputs,
                             bool must = false);
   int add_bias(int value, int bias);
-  // `layout` is that of the sum.
+  // `layout` is the layout of the sum.
   int sum_rows(int value, Layout layout);
   int add(int a, int b);
 
-  // Returns the list, with these values as its outputs, and fills in which values each node releases.
+  // Returns the list with these values as its outputs, and sets Node::released.
   Dataflow finish(std::vector<int> outputs);
 
  private:

@@ -1,4 +1,4 @@
-// Compiles a GatherMatmul whose product waits for flags: when that is possible, and the program.
+// Checks if the product of a GatherMatmul can wait for flags, and compiles the program.
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -31,8 +31,8 @@ int64_t product_of(const std::vector<int>& axes, const std::vector<int>& dims, c
   return product;
 }
 
-// Returns the matrices that the tensors of one rank are if their memory is read as matrices, or nothing if the axes do
-// not lie in that order.
+// Returns the sizes of the matrix product that one rank's tensors form in memory, or nullopt if the order of their axes
+// does not allow it.
 std::optional<Matrices> as_matrices(const Contraction& axes, const std::vector<int64_t>& lhs_shape,
                                     const std::vector<int64_t>& rhs_shape) {
   std::vector<int> summed;
@@ -49,7 +49,8 @@ std::optional<Matrices> as_matrices(const Contraction& axes, const std::vector<i
                   product_of(summed, axes.lhs, lhs_shape), is_rhs_row_major};
 }
 
-// Returns whether the parts of the members of a group, in the group's order, are equal pieces of what `receiver` needs.
+// True if the parts of the members of a group, in the group's order, are equal, consecutive pieces of the region of
+// `receiver`.
 bool follow_each_other(const Step& step, const std::vector<int64_t>& group, int64_t receiver) {
   const Region needed = step.after.region(receiver);
   const int64_t part = num_elements(needed) / static_cast<int64_t>(group.size());
@@ -105,8 +106,8 @@ std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares) {
   return std::nullopt;
 }
 
-// Instructions that must come before the product, because it may leave no place for any kernel: all ranks have offered
-// their parts. After that, only copies and flags are needed, which take no multiprocessors.
+// The product may occupy all multiprocessors, so it comes after all instructions that need one: all ranks have offered
+// their parts. From then on only copies and flags are needed, which take no multiprocessors.
 Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Rank rank) {
   const Plan& plan = matmul.plan;
   const Step& step = plan.steps.back();

@@ -20,7 +20,7 @@ struct InputsOfProduct {
   BufferId other_scales = kMissingBuffer;
 };
 
-// One product, and which parts of its result have been written.
+// One product, and the parts of its result that have been written.
 class ProductCompiler {
  public:
   ProductCompiler(ProgramBuilder& builder, const GatherMatmul::Product& product, DType result_dtype,
@@ -61,7 +61,7 @@ class ProductCompiler {
     if (!are_equal_or_apart(parts, free_dims_)) begin_with_bias();
   }
 
-  // An operand without elements still makes a result: zeros, plus the bias.
+  // An operand without elements still has a result: zeros, plus the bias.
   void multiply_nothing() { emit_gemms(b_, axes_, sizes_, other_, other_, out_, false, bias_); }
 
   // `operand` and `scales` are views of one part; `at` is the part's place in the gathered operand, by dim.
@@ -178,7 +178,7 @@ class GatherCompiler {
 
   // ---- scales of the operand
 
-  // Scales of rows are sent ahead of everything else. The wait for their last transfer is held back.
+  // Sends scales of rows before everything else. The wait for their last transfer is postponed to finish_scales.
   void start_scales() {
     gathered_scales_ = scales_;
     if (!matmul_.scaling || !matmul_.scaling->plan) return;
@@ -190,7 +190,7 @@ class GatherCompiler {
 
   void finish_scales() { b_.put_back(std::exchange(awaited_scales_, {})); }
 
-  // The scales of a part: for the rank's own part as given, which needs no waiting, otherwise as gathered.
+  // Returns the scales of a part: the given ones for the rank's own part, which need no wait, else the gathered ones.
   std::optional<TensorView> scales_of(const Selection::Part& part, const Contraction& axes, bool are_own) const {
     if (!matmul_.scaling) return std::nullopt;
     if (!matmul_.scaling->by_row) return scales_view(axes, axes.lhs, scales_, {});
@@ -210,7 +210,7 @@ class GatherCompiler {
     multiply(all, gathered_, 0, &Selection::Part::in_receiver, shape_of(needed_));
   }
 
-  // Multiplies a block whose parts lie in a row-major tensor of this shape; `places` selects where.
+  // Multiplies a block whose parts are stored in a row-major tensor of this shape, each at its `places`.
   void multiply(const Selection& block, BufferId buffer, int64_t offset, std::vector<int64_t> Selection::Part::* places,
                 const std::vector<int64_t>& shape, bool has_own_scales = false) {
     if (block.count() == 0) return;
@@ -231,7 +231,7 @@ class GatherCompiler {
   // The transfer of one chunk.
   struct ChunkTransfer {
     struct Arrival {
-      Selection block;     // what the peer's part and the region needed here have in common
+      Selection block;     // the elements of the peer's part that are needed here
       size_t message = 0;  // in set.receives
     };
     TransferSet set;
@@ -280,11 +280,11 @@ class GatherCompiler {
     b_.begin_chunk(-1);
   }
 
-  // ---- the memory of chunks from their arrival until they are multiplied
+  // ---- the memory of chunks from their receipt until they are multiplied
 
   // Chunk c uses slot c modulo depth + 1; each slot is as long as its longest chunk. All slots are one buffer, which is
-  // allocated with the first transfer. If each chunk had its own buffer, that could be memory that earlier products
-  // still use, and its transfer would have to wait for them.
+  // allocated with the first transfer. A buffer for each chunk could reuse memory that earlier products still use, and
+  // its transfer would have to wait for them.
   void lay_out_slots(const std::vector<ChunkTransfer>& transfers) {
     const size_t num_slots = std::min(static_cast<size_t>(schedule_.depth) + 1, transfers.size());
     std::vector<int64_t> lengths(num_slots, 0);
@@ -301,8 +301,7 @@ class GatherCompiler {
     if (total > 0) slots_ = b_.new_buffer(total);
   }
 
-  // Messages may be received directly into the gathered operand if that is kept; what collectives bring is copied
-  // there.
+  // Messages may be received directly into the gathered operand if it is kept; the data of collectives is copied there.
   Staging staging_of_received(Carrier carrier) const {
     const bool by_messages = carrier == Carrier::kMessages;
     return {.memory = Staging::Memory::kGiven,
@@ -311,7 +310,7 @@ class GatherCompiler {
             .alignment = by_messages ? aligned(1) : 1};
   }
 
-  // Some device kernels are slow, or refuse to run, unless matrices begin at such addresses.
+  // Rounds up to 16 bytes: some device kernels are slow, or refuse to run, unless matrices begin at such addresses.
   int64_t aligned(int64_t count) const {
     constexpr int64_t kAlignmentBytes = 16;
     const int64_t items = std::max<int64_t>(kAlignmentBytes / plan_.src.dtype().size_bytes(), 1);
@@ -335,7 +334,8 @@ class GatherCompiler {
     return std::find(group.begin(), group.end(), here_) - group.begin();
   }
 
-  // The elements that a chunk receives from a member of the group, and those that it sends to it, if any.
+  // Return the elements of a chunk that are received from, or sent to, a member of the group; nullopt if there are
+  // none.
   std::optional<Selection> received(const Step& step, const std::vector<int64_t>& group, const Chunk& chunk,
                                     int64_t member) {
     const int64_t peer = group[member];
@@ -385,7 +385,7 @@ class GatherCompiler {
 
   Selection own_part(const Step& step) const { return {step.before.region(here_), needed_}; }
 
-  // Uses an all-gather if all ranks' shares are equally long. Every rank knows the shares of all, so all decide alike.
+  // Uses an all-gather if all ranks' shares are equally long. Every rank has all lengths, so all make the same choice.
   void gather_if_even(ChunkTransfer& transfer, const std::optional<Selection>& own, int64_t k, int64_t me,
                       BufferId current) const {
     if (!own) return;

@@ -74,7 +74,7 @@ bool is_alike(const std::optional<Scale>& a, const std::optional<Scale>& b) {
   return a.has_value() == b.has_value() && (!a || (a->buffer == b->buffer && a->stride == b->stride));
 }
 
-// Returns nothing if the products differ in buffers, strides, k, bias or scales, or if `b` has a batch.
+// Returns nullopt if the products differ in buffers, strides, k, bias or scales, or if `b` has a batch.
 std::optional<Distance> distance_between(const Gemm& a, const Gemm& b) {
   if (!is_alike(a.lhs, b.lhs) || !is_alike(a.rhs, b.rhs) || !is_alike(a.dst, b.dst)) return std::nullopt;
   if (a.accumulates != b.accumulates || a.bias.has_value() != b.bias.has_value() || a.k != b.k || b.count != 1) {

@@ -26,27 +26,27 @@ struct ScaleViews {
   TensorView rhs;
 };
 
-// A row-major tensor whose dims are these axes.
+// Returns a view of a row-major tensor whose dims are these axes.
 TensorView row_major_view(BufferId buffer, const std::vector<int>& dims, const std::vector<int64_t>& shape,
                           int num_axes);
 
-// The scales of an operand with these axes, in a buffer: one for each place along the axes that are not summed over,
-// which have `shape`. An empty shape means one scale for the whole operand.
+// Returns a view of the scales of an operand with these axes: one scale for each place along the axes that are not
+// summed over, which have `shape`. An empty shape means one scale for the full operand.
 TensorView scales_view(const Contraction& axes, const std::vector<int>& operand, BufferId buffer,
                        const std::vector<int64_t>& shape);
 
-// Emits out = lhs x rhs, where `sizes` has the length of each axis. With `accumulates` the product is added to what
-// `out` holds. Otherwise `bias`, a view with strides along some axes of the result, may be added (kMissingBuffer means
-// no bias), but not to the product of scaled operands.
+// Emits out = lhs x rhs, where `sizes` has the length of each axis. With `accumulates` the product is added to the
+// contents of `out`. Otherwise `bias`, a view with strides along some axes of the result, may be added (kMissingBuffer
+// means no bias), but not to the product of scaled operands.
 //
 // Adjacent axes of one kind (free in lhs, free in rhs, summed) become one matrix dim where one continues the other in
 // every tensor. Of axes that do not merge, the innermost becomes the matrix dim. Of the free axes outside of it, the
 // longest may become the batch of one instruction; the others take one instruction per index. In "bsk,nk->bsn", a piece
 // of s makes rows of s and a batch over b.
 //
-// A product that continues the previous one of the program is merged into it as more rows or columns; one of the same
-// sizes at another place is merged as one more batch entry. So the blocks of many ranks that lie one after the other
-// become one product. Products with scales of rows are not batched.
+// A product that continues the previous product of the program is merged into it as more rows or columns. A product of
+// the same sizes at another place is merged as one more batch entry. So consecutive blocks of many ranks become one
+// product. Products with scales of rows are not batched.
 void emit_gemms(ProgramBuilder& builder, const Contraction& axes, const std::vector<int64_t>& sizes,
                 const TensorView& lhs, const TensorView& rhs, const TensorView& out, bool accumulates,
                 const TensorView& bias = {}, const std::optional<ScaleViews>& scales = std::nullopt);

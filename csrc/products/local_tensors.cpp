@@ -9,7 +9,7 @@
 namespace shardwright {
 namespace {
 
-// The lengths of the dims of a tensor with these axes that are not summed over.
+// Returns the lengths of the dims of an operand that are not summed over.
 std::vector<int64_t> rows_of(const Contraction& axes, const std::vector<int>& operand,
                              const std::vector<int64_t>& shape) {
   std::vector<int64_t> rows;

@@ -1,4 +1,4 @@
-// The tensors that a rank's program of a product takes and returns, known without compiling it.
+// The inputs and outputs of a rank's product program, computed without compiling it.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,13 @@ struct LocalTensor {
   DType dtype;
 };
 
-// In the order that matmul.h gives.
+// The tensors in the order of matmul.h.
 struct LocalTensors {
   std::vector<LocalTensor> inputs;
   std::vector<LocalTensor> outputs;
 };
 
-// They do not depend on the schedule. Throws UserError if the rank is not on the mesh.
+// Returns the tensors of a rank, for any schedule. Throws UserError if the rank is not on the mesh.
 LocalTensors local_tensors(const Matmul& matmul, Rank rank);
 LocalTensors local_tensors(const GatherMatmul& matmul, Rank rank);
 LocalTensors local_tensors(const MatmulScatter& matmul, Rank rank);

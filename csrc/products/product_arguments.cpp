@@ -16,20 +16,20 @@ namespace shardwright {
 namespace {
 
 constexpr const char* kFunctionNames[] = {"linear", "gather", "sum"};
-// Letters of the dims of x before the last, which is k. The result's last dim is n.
+// Letters of the dims of x except the last, which is k. The result's last dim is n.
 constexpr std::string_view kRows = "abcdefghij";
 
 const char* function_name(ProductFunction function) { return kFunctionNames[static_cast<int>(function)]; }
 
-// As torch prints it: "torch.float32".
+// Returns the name that torch prints: "torch.float32".
 std::string text(const DType& dtype) { return concat("torch.", dtype.name()); }
 
-// "(3, 5)", "(4,)", "()"
+// Returns "(3, 5)", "(4,)" or "()".
 std::string tuple_text(const std::vector<int64_t>& shape) {
   return concat("(", join(shape), shape.size() == 1 ? ",)" : ")");
 }
 
-// Checks the arguments in one pass, and keeps what it finds out about them on the way.
+// Checks the arguments in one pass, and stores the facts that it derives.
 class ProblemMaker {
  public:
   explicit ProblemMaker(const ProductArguments& arguments) : given_(arguments), result_dtype_(arguments.x.dtype) {}
@@ -118,7 +118,8 @@ class ProblemMaker {
     }
   }
 
-  // The number of dims decides, not the number of elements, because ranks hold different numbers of rows.
+  // True if the scale has one value per row. The number of dims decides, not the number of elements, because ranks hold
+  // different numbers of rows.
   static bool is_by_row(const GivenTensor& scale, const GivenTensor& operand, size_t k_dim) {
     check_user(scale.dtype == DType::kFloat32 && scale.device == operand.device, scale.name, ": is ", text(scale.dtype),
                " on ", scale.device, "; allowed is torch.float32 on ", operand.device);
@@ -149,7 +150,7 @@ class ProblemMaker {
     return false;
   }
 
-  // ---- what all products have in common
+  // ---- checks of all products
 
   void check_x() const {
     check_user(!is_linear() || given_.x.layout, "x: got a Tensor; allowed is a DTensor, as all others");
@@ -228,8 +229,8 @@ class ProblemMaker {
     return bias->layout;
   }
 
-  // Returns the requested placements; by default those in which the product leaves the result, or for a sum those that
-  // `dim` determines.
+  // Returns the requested placements. The default is the placements in which the product leaves the result, or for a
+  // sum those that `dim` determines.
   std::vector<Placement> placements_of_result(const std::string& letters, const Layout& weight) const {
     if (given_.placements) return *given_.placements;
     std::vector<Placement> placements = placements_in_place(letters, *given_.x.layout, weight);
@@ -300,7 +301,7 @@ class ProblemMaker {
     return given_.columns[j];
   }
 
-  // Returns the global length of a dim of which this rank has `here`.
+  // Returns the global length of a dim of which this rank holds `here`.
   int64_t total(const std::optional<int64_t>& said, int64_t here, const char* argument, const std::string& what) const {
     const int64_t ranks = given_.num_ranks;
     check_user(said || ranks == 1, argument, ": has to be said for plain tensors on ", ranks, " ranks: ", what,

@@ -22,10 +22,10 @@ struct GivenTensor {
   bool is_transposed = false;                   // plain weights (k, n) only: it is the view of a contiguous (n, k)
 };
 
-// Returns whether a matrix (k, n) with such strides is the view of a contiguous (n, k), as `linear.weight.t()` is,
-// which is multiplied without a copy. Ranks may answer differently: users may transpose on some ranks only, and of a
-// single row nobody can tell. So nothing that ranks must agree on may depend on it: neither schedules nor what is sent
-// do, and debug modes compare operands_text (matmul.h).
+// True if a matrix (k, n) with these strides is a view of a contiguous (n, k), such as `linear.weight.t()`. Such a view
+// is multiplied without a copy. Ranks may get different answers: users may transpose on some ranks only, and the
+// strides of a single row do not tell. So schedules and messages, on which ranks must agree, do not depend on it, and
+// debug modes compare operands_text (matmul.h).
 bool is_transposed(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides);
 
 // The operands. x has the shape (..., k), the result (..., n).
@@ -33,7 +33,7 @@ bool is_transposed(const std::vector<int64_t>& shape, const std::vector<int64_t>
 //   function   weight   plain tensors                                         DTensors
 //   kLinear    (n, k)   none                                                  any placements; the cuts are free
 //   kGather    (k, n)   x cut in `dim`, weights and results in their columns  what is cut stays cut
-//   kSum       (k, n)   x and weight cut in k; the result in `dim`, or whole  what is cut stays cut
+//   kSum       (k, n)   x and weight cut in k; the result in `dim`, or full   what is cut stays cut
 enum class ProductFunction : uint8_t { kLinear, kGather, kSum };
 
 ProductFunction parse_product_function(const std::string& name);  // "linear", "gather" or "sum"; throws UserError
@@ -46,24 +46,23 @@ struct ProductArguments {
   // The scales of x, then of the weights; empty, or all missing, if operands are not scaled.
   std::vector<std::optional<GivenTensor>> scales = {};
   std::optional<DType> out_dtype = std::nullopt;  // with scales: bfloat16 or float32
-  bool requires_grad = false;                     // whether a gradient will be asked of anything given
+  bool requires_grad = false;                     // true if some argument needs a gradient
 
-  std::optional<std::vector<Placement>> placements = std::nullopt;  // of DTensors: of the results
-  std::optional<int64_t> dim = std::nullopt;  // which `function` reads; from the end where it is negative
+  std::optional<std::vector<Placement>> placements = std::nullopt;  // of the results; DTensors only
+  std::optional<int64_t> dim = std::nullopt;                        // gather_dim or scatter_dim; negative: from the end
 
-  // For plain tensors: global sizes, which no rank can know by itself.
+  // For plain tensors: the global length of the cut dim of x, which no rank can derive alone.
   std::optional<int64_t> size = std::nullopt;
-  std::vector<int64_t> sizes = {};  // by rank, if the dim that `size` is of is not cut as torch.chunk cuts
-  std::vector<std::optional<int64_t>> columns = {};  // by weight
+  std::vector<int64_t> sizes = {};                   // lengths by rank, if that dim is not cut as torch.chunk cuts
+  std::vector<std::optional<int64_t>> columns = {};  // global number of columns, by weight
   int64_t rank = 0;
   int64_t num_ranks = 1;
-  // True if a part with another size than torch.chunk gives is rejected. Debug modes leave that to a check on all
-  // ranks.
+  // True if parts must have the sizes that torch.chunk gives. Debug modes check this on all ranks instead.
   bool checks_parts = true;
 };
 
-// Returns the problem, without its schedule, its context and what it keeps. Throws UserError that names the argument
-// that does not fit, its value and what is allowed.
+// Returns the problem; the caller sets its schedule, its context and keeps_gathered. Throws UserError if an argument is
+// invalid.
 ProductProblem problem_of(const ProductArguments& arguments);
 
 }  // namespace shardwright

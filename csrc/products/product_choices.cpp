@@ -40,7 +40,7 @@ bool advance(std::vector<size_t>& at, const Options& options) {
   return false;
 }
 
-// The time of the product on the rank with the largest parts.
+// Returns the time of the product on the rank with the largest parts.
 int64_t product_ps(const ProductProblem& problem, const AxisLetters& letters, const AxisCuts& cuts,
                    const ProductContext& context) {
   AxisSizes here = sizes_of(letters.weight, problem.weights[0]);
@@ -59,6 +59,7 @@ int64_t product_ps(const ProductProblem& problem, const AxisLetters& letters, co
   return context.gemm_model(dtype).picoseconds(m, n, k, 1, dtype.size_bytes());
 }
 
+// Returns the time of the product, of the moves of both operands before it, and of the result's move after it.
 int64_t predicted_ps(const ProductProblem& problem, const AxisCuts& cuts, const MovePlanner& planner) {
   const AxisLetters letters = AxisLetters::parse(problem.axes[0]);
   const auto& [operand, weight, result] = letters;

@@ -29,11 +29,11 @@ class MovePlanner {
 AxisCuts choose_cuts(const ProductProblem& problem, const MovePlanner& planner);
 
 // Returns the schedule that is predicted to be fastest among those that the request allows. If nothing moves between
-// ranks, the request's method and chunks are ignored. If the request cannot be met, `must` decides: true throws
-// UserError, false chooses freely.
+// ranks, the request's method and chunks are ignored. If the request cannot be met, throws UserError with `must`, else
+// chooses freely.
 Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, const GemmModel& model, bool must);
 
-// Returns whether the product's plan moves anything between ranks.
+// True if the product's plan moves anything between ranks.
 bool communicates(const Matmul& matmul);
 
 }  // namespace shardwright

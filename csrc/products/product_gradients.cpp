@@ -12,7 +12,7 @@ std::string numbered(const char* name, size_t j, size_t count) { return count ==
 }  // namespace
 
 // Builds one backward, in execution order: gradients of biases, gradients that share one gather of the result's
-// gradient, then what is still missing of the operand's and the weights' gradients.
+// gradient, then the missing gradients of the operand and the weights.
 class ProductPlan::Backward {
  public:
   Backward(const ProductPlan& plan, const GradientRequest& request, const MovePlanner& planner)
@@ -63,7 +63,7 @@ class ProductPlan::Backward {
     const auto& [operand, weight, result] = plan_.letters_[j];
     return Contraction::parse(result + "," + operand + "->" + weight);
   }
-  // The same contraction with the operand first.
+  // Returns the contraction of to_weight with the operand first.
   Contraction to_weight_from_operand(size_t j) const {
     const auto& [operand, weight, result] = plan_.letters_[j];
     return Contraction::parse(operand + "," + result + "->" + weight);
@@ -90,7 +90,7 @@ class ProductPlan::Backward {
     return flow_.move(sum, without_sums(*problem_.biases[j]));
   }
 
-  // Returns whether there is only one result and its gradient can move in chunks while a product that needs it runs.
+  // True if there is only one result and its gradient can move in chunks while a product that needs it runs.
   bool gathers_gradient() const {
     const Layout& given = request_.given[0];
     if (count_ != 1 || given == layouts_.results[0] || !(request_.operand || request_.weights[0])) return false;

@@ -7,10 +7,10 @@
 namespace shardwright {
 namespace {
 
-// Prefers the given layout object where the two are equal.
+// Returns the given object if the two layouts are equal.
 Layout given_or(const Layout& given, Layout made) { return given == made ? given : std::move(made); }
 
-// The shard order of a tensor whose i-th dim is the layout's dim dims[i].
+// Returns the shard order of a tensor whose i-th dim is the layout's dim dims[i].
 ShardOrder order_of_dims(const Layout& layout, const std::vector<int>& dims) {
   ShardOrder order;
   for (size_t i = 0; i < dims.size(); ++i) {

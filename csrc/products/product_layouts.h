@@ -1,8 +1,8 @@
 // The layouts of a product's tensors while it is computed, and those of their gradients.
 //
-// A product cuts at most one axis along each mesh dim: one of the operand, one of a weight, or a summed one, which
-// leaves a sum due. For example, on the mesh (a, b), "mk,kn->mn" with the cuts "km" gives the operand [S(1), S(0)], the
-// weight [S(0), R] and the result [P, S(0)].
+// A product cuts at most one axis along each mesh dim: an axis of the operand, an axis of a weight, or a summed axis,
+// which leaves a pending sum. For example, on the mesh (a, b), "mk,kn->mn" with the cuts "km" gives the operand [S(1),
+// S(0)], the weight [S(0), R] and the result [P, S(0)].
 #pragma once
 
 #include <map>
@@ -29,14 +29,14 @@ class AxisLayouts {
   using Known = std::vector<std::pair<std::string, Layout>>;
   AxisLayouts(MeshPtr mesh, AxisCuts cuts, const Known& known);
 
-  // For a result, `operands` names the axes of its operands: where a cut axis is among them but not in the result, a
-  // sum is due.
+  // Returns the layout of a tensor. For a result, `operands` has the axes of its operands: each cut axis that is among
+  // them but not in the result leaves a pending sum.
   Layout layout(const std::string& letters, const AxisSizes& sizes, const DType& dtype,
                 const std::string& operands = "") const;
 
  private:
-  // The cuts of an axis of so many elements. Axes of one letter may differ in length between tensors; then rules that
-  // do not fit are chunks.
+  // The cuts of an axis of this length. Axes of one letter may differ in length between tensors; then other lengths are
+  // cut into chunks.
   struct OfAxis {
     int64_t length = 0;
     std::vector<Cut> cuts;
@@ -54,28 +54,29 @@ Layout with_placements(const Layout& layout, std::vector<Placement> placements);
 // Replaces pending reductions with R. Gradients are returned in such layouts.
 Layout without_sums(const Layout& layout);
 
-// The layout of a tensor that has only these dims: cut along them as `layout` is, and R where `layout` is cut along
-// others.
+// Returns the layout of a tensor that has only these dims: cut along them as `layout` is, and R where `layout` is cut
+// along other dims.
 Layout with_dims(const Layout& layout, const std::vector<int>& dims, const DType& dtype);
 
 // Chooses cuts that keep operand and weight where they are as far as possible. Along each mesh dim it takes the axis of
-// the weight's cut if it is free. If it is summed, it takes it if the operand has the same cut there or none. Otherwise
-// it takes the axis of the operand's cut if it is free, else none.
+// the weight's cut if that axis is free, or if it is summed and the operand has the same cut there or none. Otherwise
+// it takes the axis of the operand's cut if that axis is free, else none.
 AxisCuts cuts_in_place(const std::string& axes, const Layout& operand, const Layout& weight);
 
-// The placements in which cuts_in_place leaves the result: cut along free axes as operand or weight are, with sums due
-// where a summed axis is cut.
+// Returns the placements in which cuts_in_place leaves the result: cut along free axes as operand or weight are, with
+// pending sums where a summed axis is cut.
 std::vector<Placement> placements_in_place(const std::string& axes, const Layout& operand, const Layout& weight);
 
 // The layouts of gradients.
 struct GradientLayouts {
-  // As products compute them. Sums are due along mesh dims that cut an axis which the operand, or the weight, lacks.
+  // The gradients as products compute them. Sums are pending along mesh dims that cut an axis which the operand, or the
+  // weight, lacks.
   Layout operand;
   std::vector<Layout> weights;
   // The gradients of the results, as the products of the backward take them.
   std::vector<Layout> results;
-  // The operand's gradient as it is returned: placed like the operand, except that where the operand is R, sums stay
-  // due. Whatever produced the operand can then reduce and cut in one step.
+  // The operand's gradient as it is returned: placed like the operand, except that sums stay pending where the operand
+  // is R. The producer of the operand can then reduce and cut in one step.
   Layout operand_out;
 };
 

@@ -42,7 +42,7 @@ bool ProductPlan::keeps_gathered() const {
          !(problem_.operand == layouts_.operand);
 }
 
-// A bias is not fused where sums are due, because every rank would add it, nor into scaled products.
+// A bias is not fused where sums are pending, because every rank would add it, nor into scaled products.
 bool ProductPlan::fuses_bias(size_t j) const {
   const std::vector<Placement>& placements = layouts_.results[j].placements();
   return problem_.biases[j] && problem_.scaled_by == ScaledBy::kNothing && lead_ != Lead::kResult &&
@@ -90,7 +90,7 @@ Matmul ProductPlan::forward_matmul(Lead lead, const MovePlanner& planner) const 
   return gather;
 }
 
-// Chooses the move that is predicted to take longest among those that can be chunked. Of equal ones it prefers the
+// Chooses the move that is predicted to take longest among those that can be chunked. Among equal moves it prefers the
 // weight's, then the result's. Several weights share the move of their operand, so that is the only candidate.
 Lead ProductPlan::choose_lead(const MovePlanner& planner) const {
   std::optional<std::pair<int64_t, Lead>> best;
@@ -161,8 +161,8 @@ class ProductPlan::Forward {
     for (size_t i = 0; i < scales_.size(); ++i) scales_[i] = flow_.move(scales_[i], plan_.rows_of(i, given(i)));
   }
 
-  // Then moves them to the layouts that the rows have while the product computes, except the scales of the operand that
-  // moves during the product: its program moves them.
+  // Moves the scales on to the layouts that the rows have while the product computes, except the scales of the operand
+  // that moves during the product: its program moves them.
   void move_scales_along() {
     if (problem_.scaled_by != ScaledBy::kRow) return;
     for (size_t i = 0; i < scales_.size(); ++i) {

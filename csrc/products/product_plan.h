@@ -1,5 +1,5 @@
-// The plan of a product of placed tensors, forward and backward: which axes are cut while it computes, what is moved,
-// which of the moves overlaps with the product, and how gradients are computed.
+// The plan of a product of placed tensors, forward and backward: the axes that are cut while it computes, the moves,
+// the move that overlaps with the product, and the gradients.
 //
 // The cuts (product_layouts.h) determine the layouts of operand, weights and results while the product computes, and
 // these determine what must be moved before and after it. One of the moves, the lead, goes in chunks and overlaps with
@@ -30,7 +30,8 @@ struct GradientRequest {
   bool operand = true;
   std::vector<bool> weights;  // by weight
   std::vector<bool> biases;   // by weight; false where there is no bias
-  // The layout of a gradient that is added to the operand's, if there is one. It comes from another use of the operand.
+  // The layout of a gradient that is added to the operand's, if there is one. It is the gradient of another use of the
+  // operand.
   std::optional<Layout> addend = std::nullopt;
 
   bool operator==(const GradientRequest&) const = default;
@@ -47,7 +48,7 @@ class ProductPlan {
   Lead lead() const { return lead_; }
   // The layouts while the product computes.
   const ProductLayouts& layouts() const { return layouts_; }
-  // Returns whether the forward also returns the moved operand, which the backward then takes as its input.
+  // True if the forward also returns the moved operand, which the backward then takes as its input.
   bool keeps_gathered() const;
 
   // Inputs: the operand, the weights, the biases of those weights that have one, the scales of operand and weights.
@@ -56,15 +57,16 @@ class ProductPlan {
 
   // Inputs: the operand (the moved one if it is kept), the weights, the gradients of the results, then the addend if
   // there is one. Outputs: the gradient of the operand (in GradientLayouts::operand_out), then of each weight, then of
-  // each bias, in the layouts of those with R for sums that are due. There is an output for every weight and bias,
-  // kAbsent where none was requested. Throws UserError for scaled products, which have no gradients, and if the request
-  // does not match the problem.
+  // each bias, in the layouts of weights and biases with R for pending sums. There is an output for every weight and
+  // bias, kAbsent if its gradient was not requested. Throws UserError for scaled products, which have no gradients, and
+  // if the request does not match the problem.
   Dataflow backward(const GradientRequest& request, PlanCache& cache) const;
 
-  // Requests every gradient, with the gradients of results in the layouts of the results (R where sums were due).
+  // Returns a request for every gradient, with the gradients of results in the layouts of the results (R for pending
+  // sums).
   GradientRequest all_gradients() const;
 
-  // The layout of the scales of the rows of the operand (0) or of a weight (1, ...) that has this layout.
+  // Returns the layout of the row scales of the operand (0) or of a weight (1, ...) whose layout is `layout`.
   Layout rows_of(size_t operand, const Layout& layout) const;
 
   std::string to_string(PlanCache& cache) const;

@@ -31,17 +31,17 @@ struct AxisLetters {
 using AxisCuts = std::string;
 constexpr char kNoAxis = '-';
 
-// Operands of 8-bit floats are multiplied by one scale each, or by one for each row.
+// Operands of 8-bit floats have one scale each, or one scale for each row.
 enum class ScaledBy : uint8_t { kNothing, kTensor, kRow };
 
 const char* scaled_by_name(ScaledBy scaled_by);     // "", "tensor" or "row"
 ScaledBy parse_scaled_by(const std::string& name);  // throws UserError
 
-// Requirements for the schedules of programs with products. What is not set is chosen by predicted time.
+// Requirements for the schedules of programs with products. Fields that are not set are chosen by predicted time.
 struct ScheduleRequest {
   std::optional<Method> method = std::nullopt;
   std::optional<int64_t> chunks = std::nullopt;
-  // For a ring, given by hand as in Schedule.
+  // The distances of a ring given by hand, as in Schedule.
   std::vector<std::vector<int64_t>> distances = {};
   std::optional<int64_t> depth = std::nullopt;
 
@@ -54,18 +54,18 @@ struct ProductContext {
   std::optional<Topology> topology = std::nullopt;
   // Pinned plans, used in place of what the planner would find; null: none.
   PinsPtr pins = nullptr;
-  // The time that products take, by the name of the dtype of the tensor that is moved.
+  // The time that products take, by the name of the moved tensor's dtype.
   std::map<std::string, GemmModel> gemm_models = {};
 
-  // Throws UserError if there is none for the dtype.
+  // Throws UserError if there is no model for the dtype.
   const GemmModel& gemm_model(const DType& dtype) const;
 
-  // If none is given, the default of the lowering.
+  // Returns `topology`, or the default of the lowering if it is not set.
   Topology known_topology() const;
 };
 
 struct ProductProblem {
-  // For each weight: operand,weight->result.
+  // For each weight: "operand,weight->result".
   std::vector<std::string> axes;
   Layout operand;
   std::vector<Layout> weights;
@@ -73,7 +73,7 @@ struct ProductProblem {
   std::vector<std::optional<Layout>> biases;
   // By weight: the layouts requested for the results.
   std::vector<Layout> results;
-  // Default: the cuts with the least predicted time.
+  // The default is the cuts with the least predicted time.
   std::optional<AxisCuts> cuts = std::nullopt;
   ScaledBy scaled_by = ScaledBy::kNothing;
   // For scales by row, of operand and weights: the layouts of scales that are not placed like their operand's rows.
@@ -84,7 +84,7 @@ struct ProductProblem {
   ProductContext context = {};
 };
 
-// Throw UserError naming what does not fit.
+// Throw UserError if a field is invalid.
 void check(const ScheduleRequest& request);
 void check(const ProductProblem& problem);
 

@@ -64,8 +64,8 @@ class ScatterCompiler {
     }
   }
 
-  // Computes a block of the result into a row-major tensor of this shape; `places` selects where each of the block's
-  // parts goes in it. Places in a are those in the whole result of this rank.
+  // Computes a block of the result into a row-major tensor of this shape, with each part at its `places`. `in_sender`
+  // of a part is its place in this rank's full result.
   void multiply(const Selection& block, BufferId buffer, int64_t offset, std::vector<int64_t> Selection::Part::* places,
                 const std::vector<int64_t>& shape) {
     if (block.count() == 0) return;
@@ -124,7 +124,7 @@ class ScatterCompiler {
 
   // ---- reduce-scatters and moves of data
 
-  // Waits for the transfer of one chunk and puts what it received into place.
+  // Waits for the transfer of one chunk and copies the received data to its place.
   using Finish = std::function<void()>;
 
   void scatter(const Step& step, BufferId next) {
@@ -162,7 +162,8 @@ class ScatterCompiler {
     return (me_ + distance + k) % k;
   }
 
-  // The elements that a chunk sends to the rank with this index in the group, and those that it receives from it.
+  // Return the elements of a chunk that are sent to, or received from, the rank with this index in the group; nullopt
+  // if there are none.
   std::optional<Selection> sent(int64_t index, const Chunk& chunk) const {
     if (!reduces_ && !reads_from(step_->before, step_->mesh_dims, here_, group_[index])) return std::nullopt;
     return share_of(Selection(held_, step_->after.region(group_[index])), share_dim_, chunk);
@@ -193,7 +194,7 @@ class ScatterCompiler {
     return finish_by_unpacking(std::move(set), Carrier::kMessages);
   }
 
-  // Adds a message whose content is multiplied directly into its staging memory.
+  // Adds a message whose content is computed directly in its staging memory.
   static void add_product(Messages& sends, std::vector<Selection>& blocks, int64_t target, const Selection& block) {
     sends.add(target, {{kMissingBuffer, block.slice(0, block.count())}});
     blocks.push_back(block);
@@ -214,7 +215,7 @@ class ScatterCompiler {
     };
   }
 
-  // Multiplies the rank's own part: one more contribution to a reduction; otherwise directly into its place.
+  // Multiplies the rank's own part: into one more contribution to a reduction, or else directly into its place.
   void multiply_own() {
     for (int64_t s = 0; s < shares_; ++s) {
       const auto block = share_of(Selection(held_, needed_), share_dim_, {{}, s, shares_});
@@ -229,8 +230,8 @@ class ScatterCompiler {
     }
   }
 
-  // Reduces once, when all contributions have arrived. They arrive in a different order on every rank (nearest first),
-  // so summing them on arrival would give different bits on replicas, and different bits by ring than by collective.
+  // Reduces once, when all contributions were received. The order of receipt differs between ranks (nearest first), so
+  // immediate sums would give different bits on replicas, and by ring other bits than by collective.
   void reduce_contributions() {
     const Mesh& mesh = plan_.src.mesh();
     for (int64_t s = 0; s < shares_; ++s) {

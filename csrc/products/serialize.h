@@ -19,7 +19,7 @@ ProductProblem product_problem_from_bytes(std::string_view bytes);
 std::string to_bytes(const Matmul& matmul, const Schedule& schedule);
 std::pair<Matmul, Schedule> matmul_from_bytes(std::string_view bytes);
 
-// Returns whether these are the bytes of a matmul, not of a plan.
+// True if these are the bytes of a matmul, not of a plan.
 bool is_matmul(std::string_view bytes);
 
 // "bsk,nk->bsn|base64"

@@ -13,14 +13,14 @@ namespace {
 
 // Larger rings send too many messages to pay off, so they are not examined.
 constexpr int64_t kMaxRingPartners = 64;
-constexpr int64_t kUsualChunks = 8;
+constexpr int64_t kUsualChunks = 8;  // numbers of chunks up to this one are always tried
 // The backward of attention has five products of matrices where the forward has two.
 constexpr double kBackwardProducts = 2.5;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// For each instruction, the last one before it that computes or waits: a host that has come to the instruction has
-// finished that one.
+// Returns, for each instruction, the last instruction before it that computes or waits, or -1. A host that reaches the
+// instruction has finished that one.
 std::vector<int> order_of_hosts(const Program& program) {
   std::vector<int> order;
   int last = -1;
@@ -54,7 +54,7 @@ class Clock {
     }
   }
 
-  // Places instructions in the order in which they begin, so that what runs at the same time is already known.
+  // Places instructions in the order in which they begin, so that concurrent instructions are already placed.
   Timeline run() {
     size_t step = 0;
     size_t transfer = 0;
@@ -76,7 +76,7 @@ class Clock {
     bool leaves_processors = false;
   };
 
-  // Returns whether the next transfer begins before the next instruction of compute.
+  // True if the next transfer begins before the next instruction of compute.
   bool goes_first(int transfer, int step) const {
     if (order_[transfer] >= step) return false;
     const Operation& operation = program_.instructions[step].operation;
@@ -134,7 +134,7 @@ class Clock {
   int64_t bytes(BufferId buffer, int64_t count) const { return count * program_.dtype_of(buffer).size_bytes(); }
   int64_t bytes(const BufferRange& range) const { return bytes(range.buffer, range.count); }
 
-  // The time of a transfer whose bytes take `num` / `den` times as long as at full speed.
+  // Returns the time of a transfer whose bytes take `num` / `den` times as long as at full speed.
   int64_t transfer_ps(const Operation& operation, int64_t num, int64_t den) const {
     const TransferTraffic traffic = traffic_of(program_, operation);
     const Link link = link_of(operation, traffic);
@@ -144,8 +144,8 @@ class Clock {
     return saturating_sum(latency, saturating_product(scaled(bytes, link.ps_per_kib), num) / den);
   }
 
-  // The group's link. Messages between ranks of one node do not take the link between nodes, which that node's ranks
-  // share, so figures of messages lie between those of the two links, by how much goes over either.
+  // Returns the group's link. Messages within a node do not take the link between nodes, which the node's ranks share.
+  // So the costs of messages are the means of both links' costs, weighted by the messages and bytes on each.
   Link link_of(const Operation& operation, const TransferTraffic& traffic) const {
     const MeshDimSet mesh_dims = program_.groups[group_of(operation).value()].mesh_dims;
     Link link = topology_.link(mesh_, mesh_dims);
@@ -177,8 +177,8 @@ class Clock {
     return takes;
   }
 
-  // The chunks of other ranks arrive one after the other from the start of the fetch on; the product multiplies chunk
-  // by chunk, each once it is there. The chunks of this rank's own part come first.
+  // The chunks of other ranks are received one after the other from the start of the fetch on. The product multiplies
+  // each chunk once it is there, beginning with the chunks of this rank's own part.
   int64_t flagged_ps(const Flags& flags, int64_t alone) const {
     const auto& fetch = std::get<Fetch>(program_.instructions[flags.fetch].operation);
     const int64_t begin = fetch_begin_;
@@ -192,13 +192,14 @@ class Clock {
     return std::max(end - compute_, alone);
   }
 
-  // The time that compute takes alongside the transfers that are under way, if it would take `alone` without them.
+  // Returns the time of compute that runs during transfers and would take `alone` without them.
   int64_t slowed(int64_t alone) const {
     const int64_t overlapped = std::clamp<int64_t>(communication_ - compute_, 0, alone);
     return saturating_sum(alone, saturating_product(overlapped, model_.contention_percent) / 100);
   }
 
-  // Two products of matrices for each head, of the pairs that see each other; in a backward more, as a multiple.
+  // Returns the time of two matrix products for each head, scaled by the share of visible pairs and by `multiple` (a
+  // backward has more products).
   template <typename Product>
   int64_t attend_ps(const Product& o, double multiple) {
     const AttendSizes& s = o.sizes;
@@ -216,7 +217,7 @@ class Clock {
     return alone;
   }
 
-  // The bytes by which each instruction is timed: what it reads or writes, whichever bounds it.
+  // Returns the bytes that bound the time of an instruction: those that it reads, or those that it writes.
   int64_t touched_bytes(const Copy& copy) const {
     int64_t touched = 0;
     for (const Box& box : copy.boxes) {
@@ -258,7 +259,7 @@ class Clock {
   std::vector<int> compute_steps_;
   std::vector<int64_t> ends_;  // by instruction
   std::vector<bool> leaves_processors_;
-  int64_t compute_ = 0;  // when the lanes are free
+  int64_t compute_ = 0;  // end of each lane so far
   int64_t communication_ = 0;
   int64_t fetch_begin_ = 0;  // of the last fetch
   Running running_;          // the product that began last
@@ -292,7 +293,7 @@ int64_t peak_bytes(const Matmul& matmul, const Schedule& schedule) {
   return compile(matmul, schedule, first_rank(matmul)).peak_bytes();
 }
 
-// The numbers of processors that products may leave to transfers.
+// Returns the numbers of processors that products may leave to transfers.
 std::vector<int64_t> processors_to_leave(const GemmModel& model) {
   std::vector<int64_t> left{0};
   for (const int64_t processors : {kTransferProcessors / 2, kTransferProcessors}) {

@@ -2,11 +2,11 @@
 //
 // There are two lanes, compute and communication, each in the order of the program. Compute stops at a Wait until the
 // transfer has ended. A transfer begins when the transfer before it and the instruction that it must come after have
-// ended, and takes as long as the plan's topology says.
+// ended, and takes as long as the plan's topology predicts.
 //
 // On a host (a GemmModel of one processor) a transfer comes after everything before it in the program, because the host
-// goes through the program step by step. A product is slowed by the model's contention while data travels,
-// and the transfer of each chunk takes chunk_ps longer than the topology says.
+// goes through the program step by step. A product is slowed by the model's contention during transfers, and
+// the transfer of each chunk takes chunk_ps longer than the topology predicts.
 //
 // Devices run asynchronously to their host, and a transfer comes after the instructions that concern its memory
 // (program/order.h). But transfers are kernels too, and need kTransferProcessors for full speed:
@@ -18,7 +18,7 @@
 //   - Products started while transfers are under way leave Program::sms_left processors free: they have that many
 //     fewer, and are not slowed otherwise. A transfer that becomes ready meanwhile begins with the next wave of tiles.
 //     It takes longer if it finds fewer processors than full speed needs.
-//   - What a product with flags waits for is copied by copy engines, which need no processors: neither slows the other.
+//   - The data of a product with flags is copied by copy engines, which need no processors: neither slows the other.
 //
 // The model leaves out how transfers, copies and products share memory bandwidth on devices, and the delay between an
 // event and the work that waits for it.
@@ -42,14 +42,14 @@ struct Span {
 };
 
 struct Timeline {
-  std::vector<Span> spans;  // of all instructions but Waits
+  std::vector<Span> spans;  // of all instructions except Waits
   int64_t total_ps = 0;
   int64_t communication_ps = 0;  // sum over all transfers, each at full speed
   int64_t gemm_ps = 0;           // sum over all products, without contention
 };
 
 Timeline predict(const Program& program, const Plan& plan, const GemmModel& model);
-// The same for a program whose groups are of this mesh.
+// Predicts a program whose groups are on this mesh.
 Timeline predict(const Program& program, const Topology& topology, const Mesh& mesh, const GemmModel& model);
 
 // Predicts the program of position 0, which has at least as much to do as any other rank.
@@ -72,11 +72,11 @@ constexpr int64_t kLeastGainPercent = 2;
 
 // Returns serial first, then each method with 1, 2, 4, 8, W and 2W chunks for W partners, without duplicates, and with
 // 16 and 32 if the number before was the method's fastest so far. (With n chunks, 1 / n of the shorter of product and
-// transfer is never hidden.) Each comes with the depth, and on devices the number of processors left to transfers, that
-// is predicted to be fastest. A `depth` that is given is used as it is. Otherwise two rules limit the depth: all chunks
-// at once must not need more memory than serial, or than depth 1 if that needs more; and rings of more than two ranks
-// on hosts keep depth 1, because messages to several ranks at once share a link, so the first of them arrive later than
-// the lanes say.
+// transfer is never hidden.) Each has the depth, and on devices the number of processors left to transfers, that is
+// predicted to be fastest. A given `depth` is used unchanged. Otherwise two rules limit the depth: all chunks at once
+// must not need more memory than serial, or than depth 1 if that needs more; and rings of more than two ranks on hosts
+// keep depth 1, because concurrent messages to several ranks share a link, so the first of them are received later than
+// predicted.
 std::vector<Prediction> predictions(const Matmul& matmul, const GemmModel& model,
                                     std::optional<int64_t> depth = std::nullopt);
 

@@ -1,4 +1,4 @@
-// A product as a command line gives it: axes with their sizes, and where each tensor is placed.
+// A product as written on a command line: axes with their sizes, and the placements of each tensor.
 #pragma once
 
 #include <string>
@@ -16,12 +16,12 @@ struct WrittenProduct {
   // Placements, one per mesh dim: "S(0),R". There may be several weights, all with the same axes.
   std::string operand;
   std::vector<std::string> weights;
-  std::vector<std::string> biases;   // by weight; or none, where no weight has one
-  std::vector<std::string> results;  // by weight; or none, which asks for those that need no move of the result
+  std::vector<std::string> biases;   // by weight; empty: no biases
+  std::vector<std::string> results;  // by weight; empty: placements that need no move of the result
 };
 
-// Returns the problem, without its schedule, its context and what it keeps. Throws UserError if an axis has no size, or
-// if placements do not fit a tensor.
+// Returns the problem; the caller sets its schedule, its context and keeps_gathered. Throws UserError if an axis has no
+// size, or if placements do not match a tensor.
 ProductProblem problem_of(const WrittenProduct& written);
 
 }  // namespace shardwright
