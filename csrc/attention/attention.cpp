@@ -21,8 +21,8 @@ int64_t length_of(const std::vector<IntervalList>& parts) {
 }
 
 void check_count(const std::vector<IntervalList>& parts, const Mesh& mesh, const char* argument) {
-  check_user(static_cast<int64_t>(parts.size()) == mesh.size(), argument, ": ", parts.size(),
-             " parts of the sequence for ", mesh.size(), " ranks");
+  check_user(static_cast<int64_t>(parts.size()) == mesh.size(), argument,
+             " must have one part of the sequence for each of ", mesh.size(), " ranks, got ", parts.size());
 }
 
 void check_parts(const std::vector<IntervalList>& parts, const Mesh& mesh, const char* argument) {
@@ -32,11 +32,12 @@ void check_parts(const std::vector<IntervalList>& parts, const Mesh& mesh, const
   for (const IntervalList& part : parts) all.insert(all.end(), part.begin(), part.end());
   int64_t next = 0;
   for (const Interval& run : sorted_by_place(all)) {
-    check_user(run.begin == next && run.end > run.begin, argument, ": the places [", run.begin, ", ", run.end,
-               ") of the sequence follow ", next, "; allowed are layouts in which each place is on one rank");
+    check_user(run.begin == next && run.end > run.begin, argument,
+               " must have each place of the sequence on one rank, got the places [", run.begin, ", ", run.end,
+               ") after those up to ", next);
     next = run.end;
   }
-  check_user(next == total, argument, ": it holds ", next, " places of a sequence of ", total);
+  check_user(next == total, argument, " must have all ", total, " places of the sequence, got ", next);
 }
 
 void check_whole_keys(const Attention& attention) {
@@ -44,7 +45,8 @@ void check_whole_keys(const Attention& attention) {
   const int64_t total = attention.key_length();
   for (const IntervalList& part : attention.key_parts) {
     const bool is_all = part.size() == 1 && part[0].begin == 0 && part[0].end == total;
-    check_user(is_all || (part.empty() && total == 0), "kv_layout: a rank does not hold all ", total, " keys");
+    check_user(is_all || (part.empty() && total == 0), "kv_layout must have all ", total,
+               " keys, in order, on every rank, got a rank with others");
   }
   check_user(!exchanges_heads(attention.method),
              "method must be 'auto', 'ring', 'gather' or 'serial' where every rank holds all keys, got '",
@@ -71,15 +73,15 @@ void check_mask(const AttentionMask& mask, int64_t total, int64_t total_keys) {
   check_user(mask.documents.empty() || total == total_keys, "documents must be left out where queries (", total,
              ") and keys (", total_keys, ") have sequences of different lengths, got ", mask.documents.size(),
              " documents");
-  check_user(!mask.window || *mask.window >= 1, "window: ", mask.window.value_or(0),
-             "; allowed are 1 (each query sees its own place) or more");
+  check_argument(!mask.window || *mask.window >= 1, "window", "at least 1 (each query sees its own place)",
+                 mask.window.value_or(0));
   for (const int64_t document : mask.documents) {
-    check_user(document >= 0 && document <= total, "documents: a length of ", document, "; allowed are 0 to ", total,
-               ", the length of the sequence");
+    check_user(document >= 0 && document <= total, "documents must have lengths ", InRange{0, total}, ", got ",
+               document);
   }
   const int64_t sum = std::accumulate(mask.documents.begin(), mask.documents.end(), int64_t{0});
-  check_user(mask.documents.empty() || sum == total, "documents: their lengths sum to ", sum,
-             "; they must sum to the length of the sequence, ", total);
+  check_user(mask.documents.empty() || sum == total,
+             "documents must have lengths that sum to the length of the sequence (", total, "), got ", sum);
 }
 
 }  // namespace
@@ -104,8 +106,7 @@ AttentionMethod parse_attention_method(const std::string& name) {
   for (const AttentionMethod method : kMethods) {
     if (name == method_name(method)) return method;
   }
-  throw UserError(
-      concat("method: '", name, "'; allowed are 'auto', 'ring', 'gather', 'ulysses', 'two_level' and 'serial'"));
+  throw UserError(concat("method must be one of auto, ring, gather, ulysses, two_level, serial, got '", name, "'"));
 }
 
 int64_t Attention::length() const { return length_of(parts); }
@@ -144,30 +145,32 @@ MeshPtr mesh_of_programs(const Attention& attention) {
 
 void check(const Attention& attention) {
   const auto not_negative = [](const char* name, int64_t size) {
-    check_user(size >= 0 && size < int64_t{1} << 40, name, ": ", size, "; allowed are 0 to 2^40");
+    check_argument(size >= 0 && size < int64_t{1} << 40, name, "in [0, 2^40)", size);
   };
-  check_user(attention.mesh->ndim() == 1, "mesh: ", attention.mesh->to_string(),
-             "; a sequence is cut along one mesh dim");
-  check_user(attention.dtype.kind() == DTypeKind::kFloat, "q: has dtype ", attention.dtype.name(),
-             "; allowed are float32, bfloat16, float16 and float64");
+  check_user(attention.mesh->ndim() == 1, "mesh must have one dim, which cuts the sequence, got ", *attention.mesh);
+  check_user(attention.dtype.kind() == DTypeKind::kFloat,
+             "q must have dtype float32, bfloat16, float16 or float64, got ", attention.dtype.name());
   not_negative("batch", attention.batch);
   not_negative("heads", attention.heads);
   not_negative("depth", attention.depth);
-  check_user(attention.depth > 0, "q: has heads of no elements");
+  check_user(attention.depth > 0, "q must have heads of at least one element, got ", attention.depth);
   not_negative("value_depth", attention.value_depth);
-  check_user(attention.value_depth > 0, "v: has heads of no elements");
+  check_user(attention.value_depth > 0, "v must have heads of at least one element, got ", attention.value_depth);
   not_negative("chunks", attention.chunks);
-  check_user(attention.kv_heads > 0 && attention.heads % attention.kv_heads == 0, "k: has ", attention.kv_heads,
-             " heads where q has ", attention.heads, "; the heads of q must be a multiple of those of k and v");
-  check_user(std::isfinite(attention.scale), "scale: ", attention.scale, "; allowed are finite numbers");
-  check_user(attention.method != AttentionMethod::kTwoLevel || attention.has_levels(),
-             "method: 'two_level', but the topology has no nodes of equally many ranks, more than one, next to each "
-             "other among the ",
-             attention.mesh->size(),
-             " ranks; allowed are the other methods, or to give one that has (sw.calibrate, SHARDWRIGHT_TOPOLOGY)");
+  check_user(attention.kv_heads > 0 && attention.heads % attention.kv_heads == 0,
+             "k must have a number of heads that divides the heads of q (", attention.heads, "), got ",
+             attention.kv_heads);
+  check_argument(std::isfinite(attention.scale), "scale", "a finite number", attention.scale);
+  check_user(
+      attention.method != AttentionMethod::kTwoLevel || attention.has_levels(),
+      "method must be one of auto, ring, gather, ulysses, serial, got 'two_level': the topology does not divide the ",
+      attention.mesh->size(),
+      " ranks into several nodes of equally many consecutive ranks, at least two. Use another method, or a topology "
+      "that does (sw.calibrate, SHARDWRIGHT_TOPOLOGY)");
   check_user(attention.ranks_per_node >= 0 &&
                  (attention.ranks_per_node == 0 || attention.mesh->size() % attention.ranks_per_node == 0),
-             "attention: nodes of ", attention.ranks_per_node, " ranks on a mesh of ", attention.mesh->size());
+             "ranks_per_node must be 0 or divide the ", attention.mesh->size(), " ranks, got ",
+             attention.ranks_per_node);
   check_parts(attention.parts, *attention.mesh, "layout");
   if (attention.keys_are_whole) {
     check_whole_keys(attention);

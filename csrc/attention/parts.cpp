@@ -15,7 +15,7 @@ const Attention& checked(const Attention& attention) {
 
 int64_t position_of(const Attention& attention, Rank rank) {
   const std::optional<Position> position = attention.mesh->position_of(rank);
-  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", attention.mesh->to_string(), ")");
+  check_user(position.has_value(), "rank must be on the mesh (", *attention.mesh, "), got ", rank);
   return *position;
 }
 

@@ -21,8 +21,7 @@ IntervalList read_part(Reader& in) {
   in.list([&] {
     const int64_t begin = in.integer();
     const int64_t end = in.integer();
-    check_user(begin < end, "plan: a part of the sequence has the places [", begin, ", ", end,
-               "); allowed are one or more");
+    check_user(begin < end, "attention must have parts of at least one place, got [", begin, ", ", end, ")");
     append(part, {begin, end});
     return 0;
   });
@@ -52,7 +51,7 @@ MaskTensor read_mask_tensor(Reader& in) {
   MaskTensor mask;
   mask.dtype = DType::parse(in.text());
   const std::vector<int64_t> shape = in.integers();
-  check_user(shape.size() == 4, "attention: the mask has ", shape.size(), " dims instead of 4");
+  check_user(shape.size() == 4, "attention must have a mask of 4 dims, got ", shape.size());
   mask.batch = shape[0];
   mask.heads = shape[1];
   mask.rows = shape[2];
@@ -87,7 +86,7 @@ std::pair<Attention, bool> attention_from_bytes(std::string_view bytes) {
   a.mesh = read_mesh(in);
   a.dtype = DType::parse(in.text());
   const std::vector<int64_t> sizes = in.integers();
-  check_user(sizes.size() == 7, "attention: has ", sizes.size(), " sizes instead of 7");
+  check_user(sizes.size() == 7, "attention must have 7 sizes, got ", sizes.size());
   a.batch = sizes[0];
   a.heads = sizes[1];
   a.kv_heads = sizes[2];

@@ -21,21 +21,21 @@ std::vector<int> free_dims_of(const Contraction& axes, const std::vector<int>& o
 Contraction Contraction::parse(const std::string& text) {
   const size_t comma = text.find(',');
   const size_t arrow = text.find("->");
-  check_user(comma != std::string::npos && arrow != std::string::npos && comma < arrow, "contraction: '", text,
-             "'; allowed is what einsum takes for two operands, such as 'mk,kn->mn'");
+  check_user(comma != std::string::npos && arrow != std::string::npos && comma < arrow,
+             "contraction must be an einsum of two operands, such as 'mk,kn->mn', got '", text, "'");
   std::string letters;
   const auto dims_of = [&](const std::string& part) {
     std::vector<int> dims;
     for (const char letter : part) {
-      check_user(letter >= 'a' && letter <= 'z', "contraction: '", text, "' has an axis '", std::string(1, letter),
-                 "'; allowed are the letters a to z");
+      check_user(letter >= 'a' && letter <= 'z', "contraction must have axes a to z, got '", letter, "' in '", text,
+                 "'");
       size_t axis = letters.find(letter);
       if (axis == std::string::npos) {
         axis = letters.size();
         letters.push_back(letter);
       }
-      check_user(!has_axis(dims, static_cast<int>(axis)), "contraction: '", text, "' has the axis '",
-                 std::string(1, letter), "' twice in one tensor");
+      check_user(!has_axis(dims, static_cast<int>(axis)), "contraction must have an axis once in a tensor, got '",
+                 letter, "' twice in '", text, "'");
       dims.push_back(static_cast<int>(axis));
     }
     return dims;
@@ -46,8 +46,9 @@ Contraction Contraction::parse(const std::string& text) {
   made.out = dims_of(text.substr(arrow + 2));
   for (int axis = 0; axis < static_cast<int>(letters.size()); ++axis) {
     const int tensors = has_axis(made.lhs, axis) + has_axis(made.rhs, axis) + has_axis(made.out, axis);
-    check_user(tensors == 2, "contraction: '", text, "' has the axis '", std::string(1, letters[axis]), "' in ",
-               tensors, " tensors; allowed is two: both operands, or one and the result");
+    check_user(tensors == 2,
+               "contraction must have each axis in both operands, or in one operand and the result, got '",
+               letters[axis], "' in ", tensors, " tensors of '", text, "'");
   }
   return made;
 }

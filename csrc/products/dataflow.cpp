@@ -106,7 +106,7 @@ std::string to_string(const Dataflow& flow, const ProductContext& context, const
 }
 
 int DataflowBuilder::input(std::string name, Layout layout) {
-  check_invariant(flow_.nodes.empty(), "an input after a node");
+  check_invariant(flow_.nodes.empty(), "an input was declared after a node");
   flow_.values.push_back({std::move(name), std::move(layout)});
   return flow_.num_inputs++;
 }

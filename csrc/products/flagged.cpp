@@ -69,33 +69,34 @@ std::optional<std::string> why_not_these_sizes(const GatherMatmul& matmul, int64
   const GatherMatmul::Product& product = matmul.products[0];
   const auto matrices = as_matrices(product.axes, shape_of(step.after.region(position)),
                                     product.other.local_shape_of_rank(mesh.rank_at(Position{position})));
-  if (!matrices)
-    return concat("the axes of ", product.axes.to_string(), " are no rows, columns and sums in this order");
+  if (!matrices) return concat("the axes of ", product.axes, " do not form row-major matrices");
   if (!follow_each_other(step, group, position)) {
-    return std::string("parts are uneven, or do not follow each other in the gathered operand");
+    return std::string("the parts of the operand are uneven, or not consecutive in the gathered operand");
   }
   const int64_t rows = matrices->rows / static_cast<int64_t>(group.size());
   if (rows == 0 || rows % (shares * kRowsOfFlaggedChunks) != 0) {
-    return concat("each part has ", rows, " rows, no multiple of ", shares, " chunks of ", kRowsOfFlaggedChunks);
+    return concat("each part must have a positive multiple of ", shares, " x ", kRowsOfFlaggedChunks, " rows, got ",
+                  rows);
   }
   const auto is_unit = [](int64_t size) { return size > 0 && size % kUnitOfFlaggedRows == 0; };
   if (is_unit(matrices->summed) && is_unit(matrices->columns)) return std::nullopt;
-  return concat("the product has ", matrices->columns, " columns, and sums over ", matrices->summed,
-                "; both must be multiples of ", kUnitOfFlaggedRows);
+  return concat("the numbers of columns and of summed elements must be positive multiples of ", kUnitOfFlaggedRows,
+                ", got ", matrices->columns, " and ", matrices->summed);
 }
 
 }  // namespace
 
 std::optional<std::string> why_no_flags(const Matmul& matmul, int64_t shares) {
   const auto* gather = std::get_if<GatherMatmul>(&matmul);
-  if (gather == nullptr) return std::string("the result moves, not an operand");
+  if (gather == nullptr) return std::string("the product moves its result, not an operand");
   const Plan& plan = gather->plan;
   if (plan.steps.empty() || plan.steps.back().op != StepOp::kAllGather || why_only_serial(matmul)) {
-    return std::string("the last step of the operand's plan is no plain all_gather");
+    return std::string("the last step of the operand's plan is not a plain all_gather");
   }
-  if (!plan.lowering.is_on_device) return concat("ranks of ", plan.lowering.name, " do not copy from each other");
+  if (!plan.lowering.is_on_device)
+    return concat("ranks of ", plan.lowering.name, " cannot copy from the memory of their peers");
   const GatherMatmul::Product& product = gather->products[0];
-  if (gather->products.size() > 1) return std::string("the operand is multiplied by several others");
+  if (gather->products.size() > 1) return std::string("the moved operand has several products");
   if (product.has_bias) return std::string("a bias is added");
   if (gather->scaling || plan.src.dtype() != DType::kBFloat16) {
     return concat("the operands are ", plan.src.dtype().name(), ", not bfloat16");
@@ -117,7 +118,7 @@ Program compile_flagged(const GatherMatmul& matmul, const Schedule& schedule, Ra
   const Region needed = step.after.region(here);
   const std::vector<int64_t> other_shape = product.other.local_shape_of_rank(rank);
   const auto matrices = as_matrices(product.axes, shape_of(needed), other_shape);
-  check_invariant(matrices.has_value(), "a product with flags of other axes");
+  check_invariant(matrices.has_value(), "the axes of a product with flags do not form matrices");
   const auto [rows, columns, summed, is_rhs_row_major] = *matrices;
 
   const LocalTensors tensors = local_tensors(matmul, rank);

@@ -30,7 +30,7 @@ std::vector<int64_t> shape_of_product(const Contraction& axes, const std::vector
 
 void check_is_on_mesh(const Plan& plan, Rank rank) {
   const Mesh& mesh = plan.src.mesh();
-  check_user(mesh.position_of(rank).has_value(), "rank: ", rank, " is not on the mesh (", mesh, ")");
+  check_user(mesh.position_of(rank).has_value(), "rank must be on the mesh (", mesh, "), got ", rank);
 }
 
 }  // namespace

@@ -29,33 +29,34 @@ void check_axis(int axis, const std::vector<int>& a_dims, const Layout& a, const
   const auto dim_in = [&](const std::vector<int>& dims) {
     return static_cast<int>(std::find(dims.begin(), dims.end(), axis) - dims.begin());
   };
-  check_user(size_of_axis(a_dims, a, axis) == size_of_axis(b_dims, b, axis), "matmul: an axis has ",
-             size_of_axis(a_dims, a, axis), " elements in ", a, " and ", size_of_axis(b_dims, b, axis), " in ", b);
-  check_user(a.cuts(dim_in(a_dims)) == b.cuts(dim_in(b_dims)), "matmul: an axis is cut differently in ", a, " and in ",
-             b);
+  check_user(size_of_axis(a_dims, a, axis) == size_of_axis(b_dims, b, axis),
+             "tensors must have the same size along a common axis, got ", size_of_axis(a_dims, a, axis), " in ", a,
+             " and ", size_of_axis(b_dims, b, axis), " in ", b);
+  check_user(a.cuts(dim_in(a_dims)) == b.cuts(dim_in(b_dims)),
+             "tensors must have the same cuts along a common axis, got ", a, " and ", b);
 }
 
 void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scaling>& scaling) {
   if (!scaling) {
-    check_user(lhs.dtype() == rhs.dtype(), "matmul: ", lhs, " and ", rhs, " are of different dtypes");
-    check_user(lhs.dtype().kind() == DTypeKind::kFloat, "dtype: ", lhs.dtype().name(),
-               " has no matrix products here without scales; allowed are floating dtypes");
+    check_user(lhs.dtype() == rhs.dtype(), "operands must have the same dtype, got ", lhs, " and ", rhs);
+    check_argument(lhs.dtype().kind() == DTypeKind::kFloat, "dtype", "a floating dtype for products without scales",
+                   lhs.dtype().name());
     return;
   }
   const bool are_both_e5m2 = lhs.dtype() == DType::kFloat8E5M2 && rhs.dtype() == DType::kFloat8E5M2;
-  check_user(takes_scales(lhs.dtype()) && takes_scales(rhs.dtype()) && !are_both_e5m2, "dtype: ", lhs.dtype().name(),
-             " and ", rhs.dtype().name(),
-             " are given with scales; allowed are float8_e4m3fn and float8_e5m2, not float8_e5m2 twice");
+  check_user(takes_scales(lhs.dtype()) && takes_scales(rhs.dtype()) && !are_both_e5m2,
+             "operands with scales must be float8_e4m3fn or float8_e5m2, and not both float8_e5m2, got ",
+             lhs.dtype().name(), " and ", rhs.dtype().name());
   const DType result = scaling->result;
-  check_user(is_scaled_result(result), "out_dtype: ", result.name(), "; allowed with scales are bfloat16 and float32");
+  check_argument(is_scaled_result(result), "out_dtype", "bfloat16 or float32 with scales", result.name());
 }
 
 void check_operands(const Contraction& axes, const Layout& lhs, const Layout& rhs, const Layout& any,
                     const std::optional<Scaling>& scaling) {
-  check_user(axes.lhs.size() == lhs.shape().size() && axes.rhs.size() == rhs.shape().size(), "contraction: ", axes,
-             " does not fit ", lhs, " and ", rhs);
-  check_user(lhs.mesh() == any.mesh() && rhs.mesh() == any.mesh(), "matmul: ", lhs, " and ", rhs,
-             " lie on different meshes");
+  check_user(axes.lhs.size() == lhs.shape().size() && axes.rhs.size() == rhs.shape().size(),
+             "contraction must have one axis for each dim of its operands, got ", axes, " for ", lhs, " and ", rhs);
+  check_user(lhs.mesh() == any.mesh() && rhs.mesh() == any.mesh(), "operands must be on the plan's mesh (", any.mesh(),
+             "), got ", lhs, " and ", rhs);
   check_dtypes(lhs, rhs, scaling);
   for (const int axis : axes.lhs) {
     if (axes.is_summed(axis)) check_axis(axis, axes.lhs, lhs, axes.rhs, rhs);
@@ -69,13 +70,13 @@ void check_scales(const GatherMatmul& matmul) {
   for (size_t j = 0; j < matmul.products.size(); ++j) {
     const auto& product = matmul.products[j];
     const std::vector<int> dims = free_dims_of(product.axes, product.axes.lhs);
-    check_user(j == 0 || dims == free_dims, "products: ", product.axes, " sums over other dims than ",
-               matmul.products[0].axes, "; allowed with scales are the same");
-    check_user(!product.has_bias, "bias: is not added to scaled operands; add it to the result");
+    check_user(j == 0 || dims == free_dims, "products with scales must all sum over the same dims, got ", product.axes,
+               " and ", matmul.products[0].axes);
+    check_user(!product.has_bias, "bias must be absent with scaled operands, got one; add it to the result");
     free_dims = dims;
   }
-  check_user(scaling.by_row == scaling.plan.has_value(), "scales: ", scaling.by_row ? "of rows without" : "with",
-             " a plan of their own; allowed are scales of rows with one and others without");
+  check_user(scaling.by_row == scaling.plan.has_value(), "scales must have a plan if they are by row, else none, got ",
+             scaling.by_row ? "none by row" : "one by tensor");
   if (!scaling.by_row) return;
   const auto check_side = [&](const Layout& scales, const Layout& operand) {
     bool fits = scales.dtype() == DType::kFloat32 && scales.mesh() == operand.mesh() &&
@@ -84,34 +85,34 @@ void check_scales(const GatherMatmul& matmul) {
       fits = scales.shape()[i] == operand.shape()[free_dims[i]] &&
              scales.cuts(static_cast<int>(i)) == operand.cuts(free_dims[i]);
     }
-    check_user(fits, "scales: ", scales, " of the rows of ", operand, "; allowed are float32, cut as these are");
+    check_user(fits, "scales must be float32 and cut like the rows of ", operand, ", got ", scales);
   };
   check_side(scaling.plan->src, matmul.plan.src);
   check_side(scaling.plan->dst, matmul.plan.dst);
 }
 
 void check_kind(const GatherMatmul& matmul) {
-  check_user(!matmul.products.empty(), "products: there are none; allowed is one or more");
+  check_argument(!matmul.products.empty(), "products", "a list of at least one product", "none");
   for (const auto& product : matmul.products) {
     check_operands(product.axes, matmul.plan.dst, product.other, matmul.plan.dst, matmul.scaling);
-    check_user(!product.has_bias || !product.axes.out.empty(), "bias: given for a result without dims");
+    check_argument(!product.has_bias || !product.axes.out.empty(), "bias", "absent for a result without dims", "one");
   }
-  check_user(matmul.plan.dst.partial_dims().empty(), "operand: is multiplied while reductions are due (",
-             matmul.plan.dst, "); allowed is a layout of S and R");
+  check_user(matmul.plan.dst.partial_dims().empty(),
+             "operand must be multiplied in a layout of S and R, without pending reductions, got ", matmul.plan.dst);
   if (matmul.scaling) check_scales(matmul);
 }
 
 void check_kind(const MatmulScatter& matmul) {
-  check_user(!matmul.terms.empty(), "terms: there are none; allowed is one or more");
+  check_argument(!matmul.terms.empty(), "terms", "a list of at least one term", "none");
   const Layout& result = matmul.plan.src;
   const DType& dtype = matmul.scaling ? matmul.scaling->result : matmul.terms[0].lhs.dtype();
-  check_user(result.dtype() == dtype, "matmul: the product is of ", dtype.name(), ", the result, ", result, ", is not");
-  check_user(!matmul.scaling || !matmul.scaling->plan, "scales: with a plan of their own; allowed with operands that ",
-             "stay is none");
+  check_user(result.dtype() == dtype, "result must have the dtype of the product (", dtype.name(), "), got ", result);
+  check_argument(!matmul.scaling || !matmul.scaling->plan, "scales", "without a plan for operands that do not move",
+                 "scales with a plan");
   for (const auto& term : matmul.terms) {
     check_operands(term.axes, term.lhs, term.rhs, result, matmul.scaling);
-    check_user(term.axes.out.size() == result.shape().size(), "contraction: ", term.axes, " does not fit the result, ",
-               result);
+    check_user(term.axes.out.size() == result.shape().size(),
+               "contraction must have one axis for each dim of the result, got ", term.axes, " for ", result);
     for (const int axis : term.axes.out) {
       const bool is_in_lhs = has_axis(term.axes.lhs, axis);
       check_axis(axis, is_in_lhs ? term.axes.lhs : term.axes.rhs, is_in_lhs ? term.lhs : term.rhs, term.axes.out,
@@ -122,15 +123,15 @@ void check_kind(const MatmulScatter& matmul) {
 
 void check_distances(const Schedule& schedule, int64_t partners) {
   if (schedule.distances.empty()) return;
-  check_user(schedule.method == Method::kRing, "chunks: distances (", chunks_text(schedule),
-             ") are for method 'ring', not '", method_name(schedule.method), "'");
+  check_user(schedule.method == Method::kRing, "chunks must be a number for method '", method_name(schedule.method),
+             "', got the distances ", chunks_text(schedule));
   std::vector<int64_t> said;
   for (const std::vector<int64_t>& chunk : schedule.distances) said.insert(said.end(), chunk.begin(), chunk.end());
   std::sort(said.begin(), said.end());
   bool is_all = static_cast<int64_t>(said.size()) == partners - 1;
   for (size_t i = 0; i < said.size() && is_all; ++i) is_all = said[i] == static_cast<int64_t>(i) + 1;
-  check_user(is_all, "chunks: distances ", chunks_text(schedule), " for ", partners,
-             " ranks; allowed is each from 1 to ", partners - 1, " once");
+  check_user(is_all, "chunks must have each distance from 1 to ", partners - 1, " once, for ", partners, " ranks, got ",
+             chunks_text(schedule));
 }
 
 std::string operand_text(const std::vector<int>& axes, const Layout& layout) {
@@ -170,7 +171,7 @@ Method parse_method(const std::string& name) {
   for (const Method method : {Method::kSerial, Method::kRing, Method::kCollective, Method::kFlags}) {
     if (name == method_name(method)) return method;
   }
-  throw UserError(concat("method: '", name, "'; allowed are 'serial', 'ring', 'collective' and 'flags'"));
+  throw UserError(concat("method must be one of serial, ring, collective, flags, got '", name, "'"));
 }
 
 namespace {
@@ -223,41 +224,40 @@ std::optional<std::string> why_only_serial(const Matmul& matmul) {
   const std::string what = concat(where, " is a ", step_op_name(step->op));
   if (is_local(step->op)) return what + ", which moves nothing";
   const bool reduces = step->op == StepOp::kReduceScatter || step->op == StepOp::kAllReduce;
-  if (gathers && reduces) return what + ", whose sums must be there before they are multiplied";
-  if (step->sharing != Sharing::kNone) return what + " whose sending replicas share";
-  if (step->rounds > 1) return what + " in rounds, to keep to a memory limit";
+  if (gathers && reduces) return what + ", whose sums must be complete before the product";
+  if (step->sharing != Sharing::kNone) return what + " whose replicas share the sending";
+  if (step->rounds > 1) return what + " in rounds, to stay within a memory limit";
   if (!gathers && reduces && plan_of(matmul).src.dtype().kind() != DTypeKind::kFloat) return what + " of integers";
   return std::nullopt;
 }
 
 void check(const Matmul& matmul, const Schedule& schedule) {
   const Plan& plan = plan_of(matmul);
-  check_user(schedule.chunks >= 1 && schedule.chunks <= kMaxChunks, "chunks: ", schedule.chunks, "; allowed are 1 to ",
-             kMaxChunks);
-  check_user(schedule.depth >= 1 && schedule.depth <= kMaxChunks, "depth: ", schedule.depth, "; allowed are 1 to ",
-             kMaxChunks, " transfers under way alongside a product");
-  check_user(schedule.sms_left >= 0 && schedule.sms_left <= kMaxSmsLeft, "sms_left: ", schedule.sms_left,
-             "; allowed are 0 to ", kMaxSmsLeft);
+  check_argument(schedule.chunks >= 1 && schedule.chunks <= kMaxChunks, "chunks", InRange{1, kMaxChunks},
+                 schedule.chunks);
+  check_argument(schedule.depth >= 1 && schedule.depth <= kMaxChunks, "depth", InRange{1, kMaxChunks}, schedule.depth);
+  check_argument(schedule.sms_left >= 0 && schedule.sms_left <= kMaxSmsLeft, "sms_left", InRange{0, kMaxSmsLeft},
+                 schedule.sms_left);
   std::visit([](const auto& m) { check_kind(m); }, matmul);
   if (schedule.method == Method::kSerial) {
-    check_user(schedule.depth == 1 && schedule.sms_left == 0, "method: 'serial' with depth ", schedule.depth, " and ",
-               schedule.sms_left, " multiprocessors left to transfers, which no product runs alongside; allowed ",
-               "are depth 1 and 0");
+    check_user(schedule.depth == 1 && schedule.sms_left == 0,
+               "depth and sms_left must be 1 and 0 for method 'serial', which overlaps nothing, got ", schedule.depth,
+               " and ", schedule.sms_left);
     return;
   }
   const std::optional<std::string> reason = why_only_serial(matmul);
-  check_user(!reason, "method: '", method_name(schedule.method), "', but ", reason.value_or(""),
-             "; allowed is 'serial'");
+  check_user(!reason, "method must be 'serial', got '", method_name(schedule.method), "': ", reason.value_or(""));
   check_distances(schedule, num_partners(matmul));
   if (schedule.method == Method::kFlags) {
-    check_user(schedule.depth == 1 && schedule.sms_left == 0, "method: 'flags' with depth ", schedule.depth, " and ",
-               schedule.sms_left, " multiprocessors left to transfers, which are copied by none; allowed are 1 and 0");
+    check_user(schedule.depth == 1 && schedule.sms_left == 0,
+               "depth and sms_left must be 1 and 0 for method 'flags', whose copies need no multiprocessors, got ",
+               schedule.depth, " and ", schedule.sms_left);
     const std::optional<std::string> why = why_no_flags(matmul, schedule.chunks);
-    check_user(!why, "method: 'flags', but ", why.value_or(""), "; allowed are 'serial', 'ring' and 'collective'");
+    check_user(!why, "method must be one of serial, ring, collective, got 'flags': ", why.value_or(""));
   }
   if (schedule.method == Method::kRing && !has_ring(matmul)) {
-    throw UserError(concat("method: 'ring', but ", step_text(plan, 0),
-                           " is carried out by collectives; allowed are 'collective' and 'serial'"));
+    throw UserError(concat("method must be one of serial, collective, got 'ring': ", step_text(plan, 0),
+                           " cannot be sent as messages"));
   }
 }
 

@@ -56,9 +56,9 @@ class ProblemMaker {
   const GivenTensor& operand(size_t i) const { return i == 0 ? given_.x : given_.weights[i - 1]; }
 
   void check_numbers() const {
-    check_user(!given_.weights.empty(), "weights: got none; allowed is one or more");
-    check_user(given_.biases.size() == given_.weights.size(), "biases: got ", given_.biases.size(), " for ",
-               given_.weights.size(), " weights; allowed is one per weight");
+    check_argument(!given_.weights.empty(), "weights", "a list of at least one weight", "none");
+    check_user(given_.biases.size() == given_.weights.size(), "biases must have one entry for each of ",
+               given_.weights.size(), " weights, got ", given_.biases.size());
   }
 
   // ---- scales of 8-bit floats
@@ -70,24 +70,26 @@ class ProblemMaker {
   void check_scales() {
     const std::string names = is_gather() ? "weight_scales" : "weight_scale";
     if (!has_scales()) {
-      check_user(!given_.out_dtype, "out_dtype: ", text(given_.out_dtype.value_or(DType::kFloat32)),
-                 " without scales, where the result has the dtype of x; leave it out");
-      check_user(!takes_scales(given_.x.dtype), "x_scale: has to be given for x of ", text(given_.x.dtype), ", and ",
-                 names, " too");
+      check_user(!given_.out_dtype,
+                 "out_dtype must be None without scales, because the result has the dtype of x, got ",
+                 text(given_.out_dtype.value_or(DType::kFloat32)));
+      check_user(!takes_scales(given_.x.dtype), "x_scale must be given together with ", names, " for x of ",
+                 text(given_.x.dtype), ", got None");
       return;
     }
     const bool has_all = std::all_of(given_.scales.begin(), given_.scales.end(), [](const auto& s) { return !!s; });
     const bool lacks_x = !given_.scales[0].has_value();
-    check_user(has_all && given_.scales.size() > 1, lacks_x ? "x_scale" : names, ": has to be given where ",
-               lacks_x ? names : "x_scale", " is; operands are all scaled, or none");
-    check_user(given_.scales.size() == given_.weights.size() + 1, "weight_scales: got ", given_.scales.size() - 1,
-               " for ", given_.weights.size(), " weights; allowed is one per weight");
+    check_user(has_all && given_.scales.size() > 1, lacks_x ? "x_scale" : names, " must be given together with ",
+               lacks_x ? names : "x_scale", ", got None; scale all operands, or none");
+    check_user(given_.scales.size() == given_.weights.size() + 1, "weight_scales must have one entry for each of ",
+               given_.weights.size(), " weights, got ", given_.scales.size() - 1);
     result_dtype_ = given_.out_dtype.value_or(DType::kBFloat16);
-    check_user(is_scaled_result(result_dtype_), "out_dtype: ", text(result_dtype_),
-               "; allowed with scales are torch.bfloat16, torch.float32");
+    check_argument(is_scaled_result(result_dtype_), "out_dtype", "torch.bfloat16 or torch.float32 with scales",
+                   text(result_dtype_));
     check_scaled_operands();
-    check_user(!given_.requires_grad, "x, weights, biases and scales: one requires a gradient; products of 8-bit ",
-               "floats have none");
+    check_user(!given_.requires_grad,
+               "requires_grad of x, weights, biases and scales must be False with scales, got True; products of 8-bit "
+               "floats have no gradients");
     for (size_t i = 0; i < given_.scales.size(); ++i) {
       if (is_by_row(*given_.scales[i], operand(i), i == 0 ? given_.x.shape.size() - 1 : k_dim())) {
         scaled_by_ = ScaledBy::kRow;
@@ -98,97 +100,98 @@ class ProblemMaker {
   }
 
   void check_scaled_operands() const {
-    check_user(ndim() >= 1, "x: has no dims; allowed is one or more");
+    check_user(ndim() >= 1, "x must have at least one dim, got ", ndim());
     for (const GivenTensor& weight : given_.weights) {
-      check_user(weight.shape.size() == 2, weight.name, ": has shape ", tuple_text(weight.shape),
-                 "; allowed are two dims");
+      check_user(weight.shape.size() == 2, weight.name, " must have two dims, got shape ", tuple_text(weight.shape));
     }
     for (size_t i = 0; i <= given_.weights.size(); ++i) {
       const GivenTensor& one = operand(i);
-      check_user(takes_scales(one.dtype), one.name, ": is ", text(one.dtype),
-                 "; allowed with scales are torch.float8_e4m3fn, torch.float8_e5m2");
+      check_user(takes_scales(one.dtype), one.name,
+                 " must have dtype torch.float8_e4m3fn or torch.float8_e5m2 with scales, got ", text(one.dtype));
       const bool are_both_e5m2 = one.dtype == DType::kFloat8E5M2 && given_.x.dtype == DType::kFloat8E5M2;
-      check_user(i == 0 || !are_both_e5m2, one.name, ": is ", text(one.dtype),
-                 ", as x is; allowed is that for one of them");
+      check_user(i == 0 || !are_both_e5m2, one.name,
+                 " must have dtype torch.float8_e4m3fn if x has torch.float8_e5m2, got ", text(one.dtype));
     }
     for (const auto& bias : given_.biases) {
       if (!bias) continue;
-      check_user(bias->dtype == result_dtype_, bias->name, ": is ", text(bias->dtype),
-                 "; allowed is what the result is, ", text(result_dtype_));
+      check_user(bias->dtype == result_dtype_, bias->name, " must have the dtype of the result (", text(result_dtype_),
+                 "), got ", text(bias->dtype));
     }
   }
 
   // True if the scale has one value per row. The number of dims decides, not the number of elements, because ranks hold
   // different numbers of rows.
   static bool is_by_row(const GivenTensor& scale, const GivenTensor& operand, size_t k_dim) {
-    check_user(scale.dtype == DType::kFloat32 && scale.device == operand.device, scale.name, ": is ", text(scale.dtype),
-               " on ", scale.device, "; allowed is torch.float32 on ", operand.device);
+    check_user(scale.dtype == DType::kFloat32 && scale.device == operand.device, scale.name,
+               " must be torch.float32 on ", operand.device, ", got ", text(scale.dtype), " on ", scale.device);
     if (scale.layout) {
-      check_user(operand.layout && operand.layout->mesh() == scale.layout->mesh(), scale.name, ": lies on ",
-                 scale.layout->mesh(), "; allowed is where its operand lies");
+      check_user(operand.layout && operand.layout->mesh() == scale.layout->mesh(), scale.name,
+                 " must be on the mesh of its operand, got ", scale.layout->mesh());
       for (const Placement& placement : scale.layout->placements()) {
         const bool cuts_k = placement.is_shard_like() && placement.dim == static_cast<int64_t>(k_dim);
-        check_user(!placement.is_partial() && !cuts_k, scale.name, ": has placements ",
-                   scale.layout->placements_string(), "; allowed are Replicate() and Shard of dims but ", k_dim);
+        check_user(!placement.is_partial() && !cuts_k, scale.name,
+                   " must have placements Replicate() or Shard of a dim other than ", k_dim, ", got ",
+                   scale.layout->placements_string());
       }
     }
     std::vector<int64_t> rows = operand.shape;
     rows[k_dim] = 1;
     if (rows.size() > 1 && scale.shape == rows) {
       const int64_t num_rows = std::accumulate(rows.begin(), rows.end(), int64_t{1}, std::multiplies<>());
-      check_user(!operand.layout || scale.layout, scale.name, ": is a plain tensor of ", num_rows,
-                 " rows; allowed is a DTensor, as its operand");
+      check_user(!operand.layout || scale.layout, scale.name,
+                 " must be a DTensor, like its operand, got a plain tensor of ", num_rows, " rows");
       return true;
     }
-    check_user(scale.shape.empty() || scale.shape == std::vector<int64_t>{1}, scale.name, ": has shape ",
-               tuple_text(scale.shape), "; allowed are (), for all of the operand, and ", tuple_text(rows));
+    check_user(scale.shape.empty() || scale.shape == std::vector<int64_t>{1}, scale.name,
+               " must have shape () for all of the operand, or ", tuple_text(rows), " for its rows, got ",
+               tuple_text(scale.shape));
     if (!scale.layout) return false;
     const std::vector<Placement>& placements = scale.layout->placements();
     const bool is_whole = std::all_of(placements.begin(), placements.end(), [](auto p) { return p.is_replicate(); });
-    check_user(is_whole, scale.name, ": is one number with placements ", scale.layout->placements_string(),
-               "; allowed is Replicate()");
+    check_user(is_whole, scale.name, " must have the placements Replicate() if it is one number, got ",
+               scale.layout->placements_string());
     return false;
   }
 
   // ---- checks of all products
 
   void check_x() const {
-    check_user(!is_linear() || given_.x.layout, "x: got a Tensor; allowed is a DTensor, as all others");
+    check_argument(!is_linear() || given_.x.layout, "x", "a DTensor", "a Tensor");
     const bool is_float = given_.x.dtype.kind() == DTypeKind::kFloat;
-    check_user(is_float || scaled_by_ != ScaledBy::kNothing, "x: has dtype ", text(given_.x.dtype),
-               "; allowed are floating dtypes");
-    check_user(ndim() >= 1 && ndim() <= static_cast<int64_t>(kRows.size()), "x: has ", ndim(),
-               " dims; allowed are 1 to ", kRows.size());
+    check_user(is_float || scaled_by_ != ScaledBy::kNothing, "x must have a floating dtype, got ",
+               text(given_.x.dtype));
+    check_user(ndim() >= 1 && ndim() <= static_cast<int64_t>(kRows.size()), "x must have 1 to ", kRows.size(),
+               " dims, got ", ndim());
   }
 
   void check_kind(const GivenTensor& one) const {
     const GivenTensor& x = given_.x;
     if (!x.layout) {
-      check_user(!one.layout, one.name, ": is a DTensor where x is plain; allowed are all of one kind");
+      check_argument(!one.layout, one.name, "a plain tensor, like x", "a DTensor");
       return;
     }
-    check_user(one.layout.has_value(), one.name, ": got a Tensor; allowed is a DTensor, as all others");
-    check_user(one.layout->mesh() == x.layout->mesh(), one.name, ": lies on ", one.layout->mesh(), ", x on ",
-               x.layout->mesh(), "; allowed is one mesh");
-    check_user(one.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing, one.name, ": has dtype ", text(one.dtype),
-               ", x ", text(x.dtype), "; allowed is one dtype");
+    check_argument(one.layout.has_value(), one.name, "a DTensor, like x", "a Tensor");
+    check_user(one.layout->mesh() == x.layout->mesh(), one.name, " must be on the mesh of x (", x.layout->mesh(),
+               "), got ", one.layout->mesh());
+    check_user(one.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing, one.name, " must have the dtype of x (",
+               text(x.dtype), "), got ", text(one.dtype));
   }
 
   void check_weight(const GivenTensor& weight) const {
     const GivenTensor& x = given_.x;
     const bool k_is_cut = is_gather() && dim_ == ndim() - 1;
     const bool fits = weight.shape.size() == 2 && (weight.shape[k_dim()] == x.shape.back() || k_is_cut);
-    check_user(fits, weight.name, ": has shape ", tuple_text(weight.shape), " where x has ", tuple_text(x.shape),
-               "; allowed is (", is_linear() ? "out_features, " : "", x.shape.back(), is_linear() ? ")" : ", n)");
+    check_user(fits, weight.name, " must have shape (", is_linear() ? "out_features, " : "", x.shape.back(),
+               is_linear() ? ")" : ", n)", " for x of shape ", tuple_text(x.shape), ", got ", tuple_text(weight.shape));
     const bool is_alike = weight.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing;
-    check_user(is_alike && weight.device == x.device, weight.name, ": is ", text(weight.dtype), " on ", weight.device,
-               ", x ", text(x.dtype), " on ", x.device, "; allowed is the same");
+    check_user(is_alike && weight.device == x.device, weight.name, " must be ", text(x.dtype), " on ", x.device,
+               ", like x, got ", text(weight.dtype), " on ", weight.device);
   }
 
   std::optional<int64_t> dim_of_x() const {
     if (!given_.dim || (is_gather() && given_.x.layout)) return std::nullopt;
-    check_user(*given_.dim >= -ndim() && *given_.dim < ndim(), is_gather() ? "gather_dim" : "scatter_dim", ": ",
-               *given_.dim, " is no dim of x, which has ", ndim(), "; allowed are ", -ndim(), " to ", ndim() - 1);
+    check_argument(*given_.dim >= -ndim() && *given_.dim < ndim(), is_gather() ? "gather_dim" : "scatter_dim",
+                   InRange{-ndim(), ndim() - 1}, *given_.dim);
     return *given_.dim < 0 ? *given_.dim + ndim() : *given_.dim;
   }
 
@@ -224,8 +227,8 @@ class ProblemMaker {
     const auto& bias = given_.biases[j];
     if (!bias) return std::nullopt;
     const int64_t columns = given_.weights[j].shape[1 - k_dim()];
-    check_user(bias->shape == std::vector<int64_t>{columns}, bias->name, ": has shape ", tuple_text(bias->shape),
-               "; allowed is (", columns, ",)");
+    check_user(bias->shape == std::vector<int64_t>{columns}, bias->name, " must have shape (", columns, ",), got ",
+               tuple_text(bias->shape));
     return bias->layout;
   }
 
@@ -296,43 +299,45 @@ class ProblemMaker {
 
   std::optional<int64_t> columns_of(size_t j) const {
     if (given_.columns.empty()) return std::nullopt;
-    check_user(given_.columns.size() == given_.weights.size(), "columns: got ", given_.columns.size(), " for ",
-               given_.weights.size(), " weights; allowed is one per weight");
+    check_user(given_.columns.size() == given_.weights.size(), "columns must have one entry for each of ",
+               given_.weights.size(), " weights, got ", given_.columns.size());
     return given_.columns[j];
   }
 
   // Returns the global length of a dim of which this rank holds `here`.
   int64_t total(const std::optional<int64_t>& said, int64_t here, const char* argument, const std::string& what) const {
     const int64_t ranks = given_.num_ranks;
-    check_user(said || ranks == 1, argument, ": has to be said for plain tensors on ", ranks, " ranks: ", what,
-               " in all, ", saturating_product(here, ranks), " if every rank has as much as this one");
+    check_user(said || ranks == 1, argument, " must be ", what, " over all ", ranks,
+               " ranks for plain tensors, got None; it is ", saturating_product(here, ranks),
+               " if every rank has as much as this one");
     const int64_t all = said.value_or(here);
     const int64_t chunk = all < 0 ? 0 : all / ranks + (all % ranks > 0 ? 1 : 0);
     const int64_t mine = std::clamp<int64_t>(all - given_.rank * chunk, 0, chunk);
-    check_user(all >= 0 && (mine == here || !given_.checks_parts), argument, ": ", all, " in all, of which rank ",
-               given_.rank, " of ", ranks, " has ", mine, " as torch.chunk cuts; it was given ", here);
+    check_user(all >= 0 && (mine == here || !given_.checks_parts), argument,
+               " must be a total of which torch.chunk gives ", here, " to rank ", given_.rank, " of ", ranks, ", got ",
+               all, ", of which it gives ", mine);
     return all;
   }
 
   int64_t sum_of_sizes(int64_t here) const {
     const auto ranks = static_cast<size_t>(given_.num_ranks);
-    check_user(given_.sizes.size() == ranks, "size: got ", given_.sizes.size(), " lengths for ", ranks,
-               " ranks; allowed is one for each");
+    check_user(given_.sizes.size() == ranks, "size must have one length for each of ", ranks, " ranks, got ",
+               given_.sizes.size());
     int64_t all = 0;
     for (const int64_t one : given_.sizes) {
-      check_user(one >= 0, "size: got the length ", one, "; allowed are 0 and more");
+      check_user(one >= 0, "size must have lengths of at least 0, got ", one);
       all = saturating_sum(all, one);
     }
     const int64_t mine = given_.sizes[static_cast<size_t>(given_.rank)];
-    check_user(mine == here || !given_.checks_parts, "size: ", mine, " on rank ", given_.rank, ", which was given ",
-               here);
+    check_user(mine == here || !given_.checks_parts, "size must have the length of the part of rank ", given_.rank,
+               " (", here, "), got ", mine);
     return all;
   }
 
   void check_part(const GivenTensor& bias, const Layout& layout) const {
     const std::vector<int64_t> part = layout.local_shape(given_.rank);
-    check_user(bias.shape == part, bias.name, ": is a tensor of shape ", tuple_text(bias.shape), " on rank ",
-               given_.rank, "; allowed is a plain tensor of ", tuple_text(part));
+    check_user(bias.shape == part, bias.name, " must have shape ", tuple_text(part), " on rank ", given_.rank, ", got ",
+               tuple_text(bias.shape));
   }
 
   const ProductArguments& given_;

@@ -207,15 +207,15 @@ GradientRequest ProductPlan::all_gradients() const {
 }
 
 Dataflow ProductPlan::backward(const GradientRequest& request, PlanCache& cache) const {
-  check_user(layouts_.gradients.has_value(), "scaled_by: '", scaled_by_name(problem_.scaled_by),
-             "'; scaled products have no gradients");
+  check_argument(layouts_.gradients.has_value(), "scaled_by", "empty for a product with gradients", "'",
+                 scaled_by_name(problem_.scaled_by), "'");
   const size_t count = problem_.weights.size();
   check_user(request.given.size() == count && request.weights.size() == count && request.biases.size() == count,
-             "gradients: got ", request.given.size(), " gradients of results, and requests for ",
-             request.weights.size(), " weights and ", request.biases.size(), " biases; expected ", count, " of each");
+             "gradients must have ", count, " entries for results, weights and biases each, got ", request.given.size(),
+             ", ", request.weights.size(), " and ", request.biases.size());
   for (size_t j = 0; j < count; ++j) {
-    check_user(!request.biases[j] || problem_.biases[j], "gradients: requested for the bias of weight ", j,
-               ", which has no bias");
+    check_user(!request.biases[j] || problem_.biases[j],
+               "gradients must request a bias only of weights that have one, got the bias of weight ", j);
   }
   return Backward(*this, request, MovePlanner(problem_.context, cache)).write();
 }

@@ -127,7 +127,7 @@ class Clock {
         [&](const Attend& o) { compute_for(slowed(attend_ps(o, 1))); },
         [&](const AttendBackward& o) { compute_for(slowed(attend_ps(o, kBackwardProducts))); },
         [&](const IsCompute auto& o) { compute_for(scaled(touched_bytes(o), topology_.memory_ps_per_kib)); },
-        [](const IsTransfer auto&) { check_invariant(false, "a transfer in the lane of compute"); });
+        [](const IsTransfer auto&) { check_invariant(false, "a transfer was placed in the compute lane"); });
     ends_[index] = compute_;
   }
 

@@ -10,8 +10,8 @@ ProductProblem problem_of(const WrittenProduct& written) {
     std::vector<int64_t> shape;
     for (const char axis : of) {
       const auto found = written.sizes.find(axis);
-      check_user(found != written.sizes.end(), "sizes: there is none for the axis '", std::string(1, axis),
-                 "'; allowed is one for each axis of ", written.axes);
+      check_user(found != written.sizes.end(), "sizes must have one size for each axis of ", written.axes,
+                 ", got none for '", axis, "'");
       shape.push_back(found->second);
     }
     return Layout(written.mesh, std::move(shape), written.dtype, std::move(placements));

@@ -632,21 +632,21 @@ TEST(Attention, RefusesWhatDoesNotFit) {
   Attention a = attention_of(contiguous(8, 2), {});
   EXPECT_EQ(message(a), "");
   a.kv_heads = 3;
-  EXPECT_NE(message(a).find("k: has 3 heads where q has 4"), std::string::npos);
+  EXPECT_NE(message(a).find("divides the heads of q (4), got 3"), std::string::npos);
   a = attention_of({{{0, 4}}, {{3, 8}}}, {});
-  EXPECT_NE(message(a).find("layout: "), std::string::npos);
+  EXPECT_NE(message(a).find("layout must have each place"), std::string::npos);
   a = attention_of({{{0, 4}}, {{5, 8}}}, {});
-  EXPECT_NE(message(a).find("layout: "), std::string::npos);
+  EXPECT_NE(message(a).find("layout must have each place"), std::string::npos);
   a = attention_of(contiguous(8, 2), {false, 0});
-  EXPECT_NE(message(a).find("window: 0"), std::string::npos);
+  EXPECT_NE(message(a).find("window must be at least 1 (each query sees its own place), got 0"), std::string::npos);
   a = attention_of(contiguous(8, 2), {false, std::nullopt, {3, 4}});
-  EXPECT_NE(message(a).find("documents: their lengths sum to 7"), std::string::npos);
+  EXPECT_NE(message(a).find("sum to the length of the sequence (8), got 7"), std::string::npos);
   const int64_t quarter = int64_t{1} << 62;  // four of them sum to 0 in 64 bits
   a = attention_of(contiguous(8, 2), {false, std::nullopt, {quarter, quarter, quarter, quarter, 8}});
-  EXPECT_NE(message(a).find("documents: a length of "), std::string::npos);
+  EXPECT_NE(message(a).find("documents must have lengths in [0, 8], got "), std::string::npos);
   a = attention_of(contiguous(8, 2), {});
   a.dtype = DType::kInt32;
-  EXPECT_NE(message(a).find("q: has dtype int32"), std::string::npos);
+  EXPECT_NE(message(a).find("q must have dtype float32, bfloat16, float16 or float64, got int32"), std::string::npos);
   a = attention_of(contiguous(8, 2), {false, std::nullopt, {4, 4}});
   a.key_parts = contiguous(6, 2);
   EXPECT_NE(message(a).find("documents must be left out"), std::string::npos);

@@ -620,24 +620,31 @@ TEST(Overlap, RefusesWhatDoesNotFit) {
     return "";
   };
   const Layout w = layout_on(mesh, {5, 6}, {"R"});
-  EXPECT_NE(message(gather("mk,nk->mn", layout_on(mesh, {5, 7}, {"R"})), {}).find("6 elements"), std::string::npos);
-  EXPECT_NE(message(gather("mk,nk->mn", layout_on(mesh, {5, 6}, {"S(1)"})), {}).find("cut differently"),
+  EXPECT_NE(message(gather("mk,nk->mn", layout_on(mesh, {5, 7}, {"R"})), {}).find("common axis, got 6 in"),
             std::string::npos);
-  EXPECT_NE(message(gather("bsk,nk->bsn", w), {}).find("does not fit"), std::string::npos);
-  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 0}).find("chunks: 0"), std::string::npos);
+  EXPECT_NE(message(gather("mk,nk->mn", layout_on(mesh, {5, 6}, {"S(1)"})), {}).find("same cuts along a common axis"),
+            std::string::npos);
+  EXPECT_NE(message(gather("bsk,nk->bsn", w), {}).find("one axis for each dim of its operands"), std::string::npos);
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 0}).find("chunks must be in [1, 4096], got 0"),
+            std::string::npos);
   EXPECT_EQ(message(gather("mk,nk->mn", w), {Method::kRing, 2}), "");
   EXPECT_EQ(message(gather("mk,nk->mn", w), {Method::kRing, 2, {{1}}}), "");
-  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 2, {{2}}}).find("distances 2_ for 2 ranks"),
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 2, {{2}}}).find("from 1 to 1 once, for 2 ranks, got 2_"),
             std::string::npos);
-  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kCollective, 2, {{1}}}).find("are for method 'ring'"),
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kCollective, 2, {{1}}})
+                .find("chunks must be a number for method 'collective'"),
             std::string::npos);
   EXPECT_EQ(chunks_text({Method::kRing, 4, {}, 1, 8}), "4:1:8");
   EXPECT_EQ(chunks_text({Method::kRing, 2, {{1}}, 2, 0}), "1_:2");
   EXPECT_EQ(chunks_text({Method::kRing, 3, {{1, 3}, {2}}, 1, 0}), "1.3_2");
-  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 2, {}, 0}).find("depth: 0"), std::string::npos);
-  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 2, {}, 4097}).find("depth: 4097"), std::string::npos);
-  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 2, {}, 1, -1}).find("sms_left: -1"), std::string::npos);
-  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kSerial, 1, {}, 2}).find("'serial' with depth 2"),
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 2, {}, 0}).find("depth must be in [1, 4096], got 0"),
+            std::string::npos);
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kRing, 2, {}, 4097}).find("depth must be in [1, 4096], got 4097"),
+            std::string::npos);
+  EXPECT_NE(
+      message(gather("mk,nk->mn", w), {Method::kRing, 2, {}, 1, -1}).find("sms_left must be in [0, 1024], got -1"),
+      std::string::npos);
+  EXPECT_NE(message(gather("mk,nk->mn", w), {Method::kSerial, 1, {}, 2}).find("must be 1 and 0 for method 'serial'"),
             std::string::npos);
   const Matmul still = GatherMatmul{make_plan(x, x, {}), {{Contraction::parse("mk,nk->mn"), w, false}}, false};
   EXPECT_NE(message(still, {Method::kRing, 2}).find("nothing is moved"), std::string::npos);
@@ -658,13 +665,19 @@ TEST(Overlap, RefusesWhatDoesNotFit) {
   const auto rows = [&](int64_t m, const char* placement) { return layout_on(mesh, {m}, {placement}); };
   EXPECT_EQ(scaled(kE4m3, "float8_e5m2", {false, bfloat16}), "");
   EXPECT_EQ(scaled(kE4m3, kE4m3, {true, bfloat16, make_plan(rows(4, "S(0)"), rows(4, "R"), {})}), "");
-  EXPECT_NE(scaled("float8_e5m2", "float8_e5m2", {false, bfloat16}).find("not float8_e5m2 twice"), std::string::npos);
-  EXPECT_NE(scaled("bfloat16", kE4m3, {false, bfloat16}).find("bfloat16 and float8"), std::string::npos);
-  EXPECT_NE(scaled(kE4m3, kE4m3, {false, DType::parse("float64")}).find("out_dtype: float64"), std::string::npos);
-  EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16}).find("without a plan"), std::string::npos);
-  EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16, make_plan(rows(5, "S(0)"), rows(5, "R"), {})}).find("cut as these"),
+  EXPECT_NE(scaled("float8_e5m2", "float8_e5m2", {false, bfloat16})
+                .find("not both float8_e5m2, got float8_e5m2 and float8_e5m2"),
             std::string::npos);
-  EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16, make_plan(rows(4, "R"), rows(4, "R"), {})}).find("cut as these"),
+  EXPECT_NE(scaled("bfloat16", kE4m3, {false, bfloat16}).find("bfloat16 and float8"), std::string::npos);
+  EXPECT_NE(scaled(kE4m3, kE4m3, {false, DType::parse("float64")})
+                .find("out_dtype must be bfloat16 or float32 with scales, got float64"),
+            std::string::npos);
+  EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16}).find("got none by row"), std::string::npos);
+  EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16, make_plan(rows(5, "S(0)"), rows(5, "R"), {})})
+                .find("must be float32 and cut like the rows of"),
+            std::string::npos);
+  EXPECT_NE(scaled(kE4m3, kE4m3, {true, bfloat16, make_plan(rows(4, "R"), rows(4, "R"), {})})
+                .find("must be float32 and cut like the rows of"),
             std::string::npos);
   EXPECT_NE(message(GatherMatmul{make_plan(layout_on(mesh, {4, 6}, {"S(0)"}, kE4m3),
                                            layout_on(mesh, {4, 6}, {"R"}, kE4m3), {}),

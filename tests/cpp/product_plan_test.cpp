@@ -287,7 +287,7 @@ TEST(ProductPlan, RefusesWhatDoesNotFit) {
     }
   };
   refuses({{}, x, {}, {}, {}}, "weights");
-  refuses({{"mk,kn->mn"}, x, {w}, {}, {y}}, "axes, biases, results");
+  refuses({{"mk,kn->mn"}, x, {w}, {}, {y}}, "axes, biases and results");
   refuses({{"mk,kn->mn"}, x, {layout_on(mesh, {5, 8}, {"R"})}, {{}}, {y}}, "weights[0]");
   refuses({{"mk,kn->mn"}, x, {w}, {{}}, {layout_on(mesh, {4, 7}, {"R"})}}, "results[0]");
   refuses({{"mk,kn->mn"}, x, {w}, {w}, {y}}, "biases[0]");
@@ -299,7 +299,7 @@ TEST(ProductPlan, RefusesWhatDoesNotFit) {
                       {{}},
                       {layout_on(mesh, {4, 8}, {"R"})}};
   sums.schedule.method = Method::kRing;
-  refuses(sums, "method: 'ring'");
+  refuses(sums, "method must be one of serial, collective, got 'ring'");
 }
 
 }  // namespace

@@ -54,7 +54,7 @@ TEST(WrittenProduct, NamesAnAxisWithoutSize) {
     problem_of(written);
     FAIL() << "no error";
   } catch (const UserError& error) {
-    EXPECT_STREQ(error.what(), "sizes: there is none for the axis 'n'; allowed is one for each axis of bsk,nk->bsn");
+    EXPECT_STREQ(error.what(), "sizes must have one size for each axis of bsk,nk->bsn, got none for 'n'");
   }
 }
 

@@ -150,12 +150,12 @@ def test_what_is_refused_raises_on_every_rank() -> None:
     expected = [
         "prepare(peer_arena_bytes=...)",
         "operands are float32, not bfloat16",
-        "each part has 264 rows, no multiple of 1 chunks of 256",
-        "each part has 256 rows, no multiple of 2 chunks of 256",
-        "the product has 4 columns",
+        "multiple of 1 x 256 rows, got 264",
+        "multiple of 2 x 256 rows, got 256",
+        "multiples of 8, got 4 and",
         "uneven",
-        "the result moves, not an operand",
-        "'flags' with depth 2",
+        "the product moves its result, not an operand",
+        "must be 1 and 0 for method 'flags'",
         "each part has 16384 bytes, but its group's arenas have 8192",
         "a graph is being captured",
     ]

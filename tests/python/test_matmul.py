@@ -179,7 +179,7 @@ def _by_hand() -> None:
     (grad,) = torch.autograd.grad(found.sum(), mine)
     assert torch.equal(grad, _part(torch.ones(9, 8) @ weight.t(), "S(0)"))
     for chunks in ([[1], [2]], [[1], [2], [3], [3]], [[0], [1, 2]], [[1, 2, 4]]):
-        with pytest.raises(ValueError, match="allowed is each from 1 to 3 once"):
+        with pytest.raises(ValueError, match="chunks must have each distance from 1 to 3 once"):
             sw.all_gather_matmul(mine, _part(weight, "S(1)"), size=9, columns=8, chunks=chunks)
 
 
@@ -233,9 +233,9 @@ def _lengths_by_rank(lengths: list[int]) -> None:
     everywhere = sw.matmul_all_reduce(left[:, own], right[own], size=lengths)
     assert_close(everywhere, left @ right, rtol=0, atol=0)
     for wrong, message in (
-        (lengths[:-1], "size: got 3 lengths for 4 ranks"),
-        ([*lengths[:-1], -1], "size: got the length -1"),
-        ([n + 1 for n in lengths], f"size: {lengths[rank] + 1} on rank {rank}, which was given {lengths[rank]}"),
+        (lengths[:-1], "size must have one length for each of 4 ranks, got 3"),
+        ([*lengths[:-1], -1], "size must have lengths of at least 0, got -1"),
+        ([n + 1 for n in lengths], rf"part of rank {rank} \({lengths[rank]}\), got {lengths[rank] + 1}"),
         ([], "size: got no lengths"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -206,36 +206,66 @@ def _refuses() -> None:
 
     partial = DTensor.from_local(torch.ones(4, 1), mesh, [Partial()], run_check=False)
     for call, said in [
-        (gather(), "x_scale: has to be given for x of torch.float8_e4m3fn"),
-        (gather(x_scale=one), "weight_scales: has to be given where x_scale is"),
-        (gather(weight_scales=one), "x_scale: has to be given where weight_scales is"),
-        (gather(x.float(), weight.float(), out_dtype=torch.bfloat16), "out_dtype: torch.bfloat16 without scales"),
-        (gather(x.float(), x_scale=one, weight_scales=one), "x: is torch.float32; allowed with scales"),
-        (gather(weight=weight.float(), x_scale=one, weight_scales=one), r"weights\[0\]: is torch.float32"),
-        (gather(x.to(E5M2), weight.to(E5M2), x_scale=one, weight_scales=one), r"weights\[0\]: is .*e5m2, as x is"),
-        (gather(x_scale=one, weight_scales=one, out_dtype=torch.float16), "out_dtype: torch.float16; allowed"),
-        (gather(x_scale=one, weight_scales=[one, one]), "weight_scales: got 2 for 1 weights"),
-        (gather(bias=torch.ones(3), x_scale=one, weight_scales=one), r"biases\[0\]: is torch.float32"),
-        (gather(x_scale=rows[:2], weight_scales=columns), r"x_scale: has shape \(2, 1\); allowed are \(\).* \(4, 1\)"),
-        (gather(x_scale=rows, weight_scales=columns.t()), r"weight_scales\[0\]: has shape \(3, 1\)"),
-        (gather(x_scale=rows.double(), weight_scales=columns), "x_scale: is torch.float64"),
-        (linear(x_scale=torch.ones(4, 1), weight_scale=one), r"x_scale: has shape \(4, 1\)"),
-        (linear(x_scale=torch.ones(8, 1), weight_scale=one), "x_scale: is a plain tensor of 8 rows"),
-        (linear(x_scale=one), "weight_scale: has to be given where x_scale is"),
+        (gather(), "x_scale must be given together with weight_scales for x of torch.float8_e4m3fn"),
+        (gather(x_scale=one), "weight_scales must be given together with x_scale, got None"),
+        (gather(weight_scales=one), "x_scale must be given together with weight_scales, got None"),
+        (
+            gather(x.float(), weight.float(), out_dtype=torch.bfloat16),
+            "out_dtype must be None without scales, .*, got torch.bfloat16",
+        ),
+        (gather(x.float(), x_scale=one, weight_scales=one), "x must have dtype .* with scales, got torch.float32"),
+        (
+            gather(weight=weight.float(), x_scale=one, weight_scales=one),
+            r"weights\[0\] must have dtype .* with scales, got torch.float32",
+        ),
+        (
+            gather(x.to(E5M2), weight.to(E5M2), x_scale=one, weight_scales=one),
+            r"weights\[0\] must have dtype .*e4m3fn if .*, got .*e5m2",
+        ),
+        (
+            gather(x_scale=one, weight_scales=one, out_dtype=torch.float16),
+            "out_dtype must be .* with scales, got torch.float16",
+        ),
+        (
+            gather(x_scale=one, weight_scales=[one, one]),
+            "weight_scales must have one entry for each of 1 weights, got 2",
+        ),
+        (
+            gather(bias=torch.ones(3), x_scale=one, weight_scales=one),
+            r"biases\[0\] must have the dtype of the result .*, got torch.float32",
+        ),
+        (gather(x_scale=rows[:2], weight_scales=columns), r"x_scale must have shape \(\) .* \(4, 1\) .*, got \(2, 1\)"),
+        (gather(x_scale=rows, weight_scales=columns.t()), r"weight_scales\[0\] must have shape .*, got \(3, 1\)"),
+        (
+            gather(x_scale=rows.double(), weight_scales=columns),
+            "x_scale must be torch.float32 on .*, got torch.float64",
+        ),
+        (linear(x_scale=torch.ones(4, 1), weight_scale=one), r"x_scale must have shape .*, got \(4, 1\)"),
+        (
+            linear(x_scale=torch.ones(8, 1), weight_scale=one),
+            "x_scale must be a DTensor, .*, got a plain tensor of 8 rows",
+        ),
+        (linear(x_scale=one), "weight_scale must be given together with x_scale, got None"),
         (linear(x_scale=one, weight_scale=1.0), "weight_scale: is 1.0; allowed is a tensor"),
-        (linear(bias=dw, x_scale=one, weight_scale=one), "bias: is torch.float8_e4m3fn; allowed is what the result is"),
+        (
+            linear(bias=dw, x_scale=one, weight_scale=one),
+            "bias must have the dtype of the result .*, got torch.float8_e4m3fn",
+        ),
         (
             gather(weight=weight[0], x_scale=one, weight_scales=one),
-            r"weights\[0\]: has shape \(3,\); allowed are two dims",
+            r"weights\[0\] must have two dims, got shape \(3,\)",
         ),
-        (gather(x_scale=one.clone().requires_grad_(), weight_scales=one), "and scales: one requires a gradient"),
-        (linear(x_scale=partial, weight_scale=one), "x_scale: has placements"),
+        (
+            gather(x_scale=one.clone().requires_grad_(), weight_scales=one),
+            "and scales must be False with scales, got True",
+        ),
+        (linear(x_scale=partial, weight_scale=one), "x_scale must have placements Replicate"),
     ]:
         with pytest.raises(ValueError, match=said):
             call()
-    with pytest.raises(ValueError, match="have none"):
+    with pytest.raises(ValueError, match="have no gradients"):
         sw.all_gather_matmul(x.requires_grad_(), weight, x_scale=one, weight_scales=one, **how)
-    with pytest.raises(ValueError, match="x_scale: has to be given for x of torch.float8_e4m3fn, and weight_scale"):
+    with pytest.raises(ValueError, match="x_scale must be given together with weight_scale for x of .*e4m3fn"):
         sw.linear(dx, dw)
 
 

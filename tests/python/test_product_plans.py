@@ -56,14 +56,17 @@ def test_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "said"),
     [
         ([*COLUMN, "--x", "S(0)", "--weight", "R,S(0)"], "placements: got 1 for a mesh of 2 dims"),
-        ([*PLACED, "--cuts", "q,n"], "cuts: 'qn'"),
-        ([*PLACED, "--sizes", "b=8"], "sizes: there is none for the axis 's'"),
-        ([*PLACED, "--axes", "bsk->bsn"], "contraction: 'bsk->bsn'"),
+        ([*PLACED, "--cuts", "q,n"], "cuts must be axes of bsk,nk->bsn, or '-' for none, got 'qn'"),
+        ([*PLACED, "--sizes", "b=8"], "sizes must have one size for each axis of bsk,nk->bsn, got none for 's'"),
+        ([*PLACED, "--axes", "bsk->bsn"], "contraction must be an einsum of two operands"),
         ([*PLACED, "--sizes", "batch=8"], "sizes: 'batch' is no axis"),
         ([*PLACED, "--out", "R"], "placements: got 1 for a mesh of 2 dims"),
-        ([*PLACED, "--bias", "R,R", "--bias", "R,R"], "axes, biases, results: got 1, 2 and 1 for 1 weights"),
-        ([*PLACED, "--axes", "bsk,nk->bs"], "contraction: 'bsk,nk->bs' has the axis 'n' in 1 tensors"),
-        ([*SUMMED, "--method", "ring"], "method: 'ring'"),
+        (
+            [*PLACED, "--bias", "R,R", "--bias", "R,R"],
+            "axes, biases and results must have one entry for each of 1 weights, got 1, 2 and 1",
+        ),
+        ([*PLACED, "--axes", "bsk,nk->bs"], "contraction must have each axis in both operands"),
+        ([*SUMMED, "--method", "ring"], "method must be one of serial, collective, got 'ring'"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
