@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::string_view kKind = "batch";
 
-// Gives equal texts equal numbers, in the order of their first appearance.
+// Numbers distinct strings in the order of their first appearance.
 class Numbers {
  public:
   int of(std::string value) {
@@ -32,7 +32,7 @@ IndexMap map_of(const std::vector<int64_t>& words) {
   check_user(words.size() % 5 == 0, "batch: an axis of ", words.size() % 5, " numbers; allowed is 5");
   std::vector<MapAxis> axes;
   for (size_t i = 0; i < words.size(); i += 5) {
-    // Numbers that are no dims become the least one that is none either, so that check() names it.
+    // An integer outside the range of int becomes another invalid dim, which check() reports.
     const auto dim = [](int64_t word) { return static_cast<int>(std::clamp<int64_t>(word, -2, 1 << 20)); };
     axes.push_back({dim(words[i]), dim(words[i + 1]), words[i + 2], words[i + 3], words[i + 4]});
   }
@@ -79,10 +79,10 @@ std::vector<Rank> Batch::ranks() const {
 }
 
 std::string Batch::to_bytes() const {
-  std::map<const Mesh*, int> number_of_mesh;  // meshes that are equal, and yet not the same, are found by their bytes
+  std::map<const Mesh*, int> number_of_mesh;  // by address; equal meshes at other addresses are found by their bytes
   Numbers meshes;
   Numbers layouts;
-  std::vector<std::pair<int, const Layout*>> written;  // mesh and layout
+  std::vector<std::pair<int, const Layout*>> written;  // mesh number and layout
   const auto number_of = [&](const Layout& layout) {
     const auto [mesh, is_new_mesh] = number_of_mesh.try_emplace(&layout.mesh(), 0);
     if (is_new_mesh) {
@@ -103,7 +103,7 @@ std::string Batch::to_bytes() const {
   for (const Layout& layout : destinations) numbers_of_destinations.push_back(number_of(layout));
   std::map<std::vector<int64_t>, int64_t> number_of_map;
   std::vector<std::vector<int64_t>> maps;
-  std::vector<int64_t> words;  // of items
+  std::vector<int64_t> words;  // source, destination and map of each item
   for (const BatchItem& item : items) {
     std::vector<int64_t> map = item.map.words();
     const auto [found, is_new] = number_of_map.try_emplace(map, static_cast<int64_t>(maps.size()));

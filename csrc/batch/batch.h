@@ -1,10 +1,11 @@
-// Many tensors that move together: what is asked for. batch_plan.h says how it is done.
+// A batch of tensors that are moved together. batch_plan.h has the plan of a batch.
 //
-// A batch has source tensors, destination tensors, and items, each of which moves some elements of one source to one
-// destination. Every tensor has a layout on a mesh of its own; maps count the dims of tensors, whether or not a layout
-// flattens them. Pending reductions of sources are reduced before anything moves. Elements are cast to the
-// destination's dtype, before they move if that is the smaller one, else when they have arrived. What no item writes is
-// left as it is. If two items write the same element, either may come last.
+// A batch has source tensors, destination tensors, and items. An item copies some elements of one source to one
+// destination. Every tensor has a layout, on a mesh of its own. Index maps count tensor dims, whether or not a layout
+// flattens them. Sources with pending reductions are reduced before anything is sent. Elements are cast to the
+// destination's dtype: after they are received if the source's dtype is smaller, otherwise before they are sent.
+// Destination elements that no item writes keep their values. If two items write the same element, either value may
+// remain.
 #pragma once
 
 #include <cstdint>
@@ -32,30 +33,31 @@ struct Batch {
   std::vector<BatchItem> items;
   int64_t bucket_bytes = kDefaultBucketBytes;
   int64_t buckets = kDefaultBuckets;
-  // The number of the holder that begins to send if several take turns; for batches that follow one another.
+  // Index of the first sender if candidate senders alternate. Consecutive batches vary it to balance the load.
   int64_t first_turn = 0;
 
-  // Throws UserError that names the argument, and the item by its number: destinations with pending reductions, a
-  // map that contradicts the shapes, numbers of tensors that do not exist, bucket_bytes below one element, buckets
-  // below 1, first_turn below 0.
+  // Throws UserError that names the argument or the item's index: a destination with pending reductions, a map that
+  // contradicts the shapes, an unknown tensor, bucket_bytes below one element, buckets below 1, first_turn below 0.
   void check() const;
 
   // The ranks of all meshes, ascending.
   std::vector<Rank> ranks() const;
 
-  // For the comparison of ranks: a number for the settings, and then one for each item, which depends on all that comes
-  // before it. Two batches agree up to the first number that differs. The same in every process.
+  // Returns digests for ranks to compare: one for the settings, then one for each item, which covers all that comes
+  // before it. Two batches agree up to the first digest that differs. Digests are the same in every process.
   std::vector<uint64_t> digests() const;
-  // "float32[8, 4] on dp=2 as [S(0)] -> float32[8, 4] on tp=2 as [R]", with the map if the shapes are not the same
+  // Returns "float32[8, 4] on dp=2 as [S(0)] -> float32[8, 4] on tp=2 as [R]", followed by the map unless the item is a
+  // full tensor.
   std::string item_text(int item) const;
 
-  // Layouts and maps are written once, however many items have them. Equal batches give equal bytes.
+  // Writes each distinct layout and map once. Equal batches give equal bytes.
   std::string to_bytes() const;
-  // Throws UserError on bytes that are damaged or that do not pass check().
+  // Throws UserError if the bytes are damaged or check() fails.
   static Batch from_bytes(std::string_view bytes);
 };
 
-// The batch that moves each tensor whole, from the first to the second layout of its pair.
+// Returns a batch that moves full tensors, each from the first to the second layout of its pair. Throws UserError if
+// the shapes of a pair differ.
 Batch whole_tensors(std::vector<std::pair<Layout, Layout>> pairs, int64_t bucket_bytes = Batch::kDefaultBucketBytes,
                     int64_t buckets = Batch::kDefaultBuckets);
 

@@ -48,10 +48,10 @@ void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
   certificate.rounds_bound = ceil_divide(busiest, plan.batch().bucket_bytes);
 }
 
-// The bytes that all receivers want of each set of holders.
+// Bytes that all receivers together need from each set of candidate senders.
 struct Wanted {
   std::map<std::vector<Rank>, int64_t> of_holders;
-  bool is_all = true;  // otherwise it is left out where it is not known
+  bool is_all = true;  // false if some exchanges do not report their demand; these are left out
 };
 
 Wanted wanted_of(const BatchPlan& plan) {
@@ -69,13 +69,13 @@ Wanted wanted_of(const BatchPlan& plan) {
   return wanted;
 }
 
-// The ranks that are in the same sets of holders are a team.
+// Computes the bound on sent bytes. Ranks that belong to the same sets of candidate senders form a team.
 void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
   const Wanted known = wanted_of(plan);
   const std::map<std::vector<Rank>, int64_t>& wanted = known.of_holders;
   const bool is_small = static_cast<int64_t>(wanted.size()) <= BatchCertificate::kMaxPools;
   certificate.sent_bound_is_exact = known.is_all && is_small;
-  if (!known.is_all) {  // an even share
+  if (!known.is_all) {  // all source ranks send equal shares
     std::set<Rank> sources;
     for (const Layout& layout : plan.batch().sources) {
       for (const Rank rank : layout.mesh().ranks()) sources.insert(rank);
@@ -110,13 +110,13 @@ void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
   certificate.sent_bytes_bound = std::max(certificate.sent_bytes_bound, least_worst_load(work).rounded_up());
 }
 
-// The rounds in which items of a kind travel: as a whole, and in pieces.
+// The rounds in which items of a kind are sent, unsplit or in pieces.
 struct Travel {
-  std::vector<uint64_t> whole;  // a bit for each round
+  std::vector<uint64_t> whole;  // one bit per round, for unsplit items
   std::vector<ItemPiece> pieces;
 };
 
-// The message from one rank to another in all items of a kind.
+// A message from one rank to another, which every item of a kind has.
 struct Flow {
   Rank from{};
   Rank to{};
@@ -202,7 +202,7 @@ void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
   }
 }
 
-// The memory of a reduction, with the lowering that takes most.
+// Costs of a reduction, each with the lowering for which it is highest.
 struct ReductionFigures {
   int64_t received_bytes = 0;  // by all ranks
   int64_t temporary_bytes = 0;
@@ -224,7 +224,7 @@ ReductionFigures figures_of(const BatchReduction& reduction) {
 void count_reductions(const BatchPlan& plan, BatchCertificate& certificate) {
   LayoutNumbers layouts;
   std::map<std::pair<int, int>, ReductionFigures> known;
-  std::map<int, int64_t> times;  // by number of the reduced layout
+  std::map<int, int64_t> times;  // number of sources, by the number of their reduced layout
   std::map<int, const Layout*> reduced;
   for (const BatchReduction& one : plan.reductions()) {
     const int after = layouts.of(one.after);

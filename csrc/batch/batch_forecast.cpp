@@ -14,7 +14,7 @@ namespace shardwright {
 namespace {
 
 using Kind = BatchPlan::Kind;
-using Rounds = std::vector<uint64_t>;  // a bit for each round
+using Rounds = std::vector<uint64_t>;  // one bit per round
 using RankPair = std::pair<Rank, Rank>;
 
 const Link& link_between(const Topology& topology, Rank a, Rank b) {
@@ -24,7 +24,7 @@ const Link& link_between(const Topology& topology, Rank a, Rank b) {
   return node(a) == node(b) ? topology.inside : topology.between;
 }
 
-// The rounds in which something of a kind travels.
+// Returns by kind the rounds in which its items are sent.
 std::vector<Rounds> rounds_of_kinds(const BatchPlan& plan) {
   std::vector<Rounds> rounds(plan.kinds().size(), Rounds((plan.num_rounds() + 63) / 64, 0));
   for (const int item : plan.order()) {
@@ -68,7 +68,7 @@ std::map<RankPair, LinkUse> uses_of(const BatchPlan& plan) {
   return uses;
 }
 
-// The figures of a destination whose items have these kinds, without its rounds.
+// Returns the costs of a destination whose items have these kinds. Its rounds are not set.
 BatchForecast::OfDestination figures_of(const BatchPlan& plan, const std::vector<int>& kinds,
                                         const Topology& topology) {
   BatchForecast::OfDestination figures;
@@ -114,7 +114,7 @@ void add_destinations(const BatchPlan& plan, const Topology& topology, BatchFore
       last = std::max(last, piece.round);
     }
   }
-  // Layers that repeat have destinations of like kinds.
+  // Destinations of repeated layers have the same kinds.
   std::map<std::vector<int>, BatchForecast::OfDestination> known;
   for (size_t d = 0; d < kinds.size(); ++d) {
     const auto [found, is_new] = known.try_emplace(kinds[d]);
@@ -140,7 +140,7 @@ int64_t time_of(const RankUse& use, const BatchPlan& plan, const Topology& topol
   const int64_t copying = scaled(use.bytes, topology.memory_ps_per_kib);
   const int64_t latency = saturating_sum(use.latency_ps, saturating_product(rounds, topology.step_ps));
   if (plan.buckets() == 1) return saturating_sum(latency, saturating_sum(moving, copying));
-  // The first bucket is packed before anything moves, and the last one is unpacked after everything has.
+  // Packing the first bucket and unpacking the last one overlap with no transfers.
   const int64_t alongside = std::max(moving, copying);
   return saturating_sum(latency, saturating_sum(alongside, std::min(moving, copying) / std::max<int64_t>(rounds, 1)));
 }

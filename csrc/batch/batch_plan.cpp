@@ -38,13 +38,13 @@ BatchPlan::Kind BatchPlan::make_kind(int item, ExchangePtr exchange) const {
 
 namespace {
 
-// The bytes that each turn has got so far, of sources with the same replicas of their parts: those on one mesh that
-// replicate the same mesh dims. Turns mean the same replicas there.
+// Balances bytes over first senders. A turn is the number of a first sender. Sources on one mesh that replicate the
+// same mesh dims are balanced together, because a turn means the same replica for all of them.
 class Turns {
  public:
   explicit Turns(int64_t first) : first_(first) {}
 
-  // Returns the turn with fewest bytes, and gives it these.
+  // Returns the turn with the fewest bytes so far and adds `bytes` to it.
   int64_t take(const Layout& src, int64_t turns, int64_t bytes) {
     if (turns == 1) return 0;
     std::vector<int64_t>& given = given_[{number_of(src.mesh()), src.replicated_dims().bits(), turns}];
@@ -74,7 +74,7 @@ class Turns {
 
 }  // namespace
 
-// The items with equal layouts and maps are a family, and of one kind for each turn that they take.
+// Items with equal layouts and maps are a family. It has one kind for each turn that its items take.
 void BatchPlan::find_kinds() {
   struct Family {
     std::optional<ItemFamily> exchanges;

@@ -1,22 +1,21 @@
-// The plan of a batch: who sends what to whom, in which round, and with how much memory.
+// The plan of a batch: its messages, their rounds, and its memory.
 //
 //   reductions Sources with pending reductions are first reduced, each by a plan of its own, to a layout that cuts the
-//              tensor further (reductions.h). All that follows is about the reduced sources.
-//   kinds      Items with equal layouts and equal maps are of one kind, and share one Exchange: a state dict of 20,000
+//              tensor further (reductions.h). Everything below is about the reduced sources.
+//   kinds      Items with equal layouts and equal maps are of one kind and share one Exchange. A state dict of 20,000
 //              tensors has some dozens of kinds. Each element that a rank needs and does not hold is sent to it once;
-//              what it holds is copied locally. The holders of a part share the sending to the element. Where their
-//              shares would be below ItemFamily::kLeastShareBytes, one holder sends a whole message instead, and items
-//              of all kinds from replicas of one shape take turns in who begins: each takes the turn that has had
-//              fewest bytes, beginning with Batch::first_turn.
-//   rounds     schedule.h.
-//   programs   compile_batch.h: the instructions of one rank, in proportion to its own messages.
+//              elements that it holds are copied locally. The candidate senders of a part share its elements evenly.
+//              If a share would be below ItemFamily::kLeastShareBytes, one candidate sends a whole message instead, and
+//              the items alternate the first sender. Sources with replicas of one shape are balanced together, over all
+//              kinds: an item takes the first sender with the fewest bytes so far, beginning with Batch::first_turn.
+//   rounds     schedule.h assigns the items to rounds.
+//   programs   compile_batch.h makes the instructions of one rank, proportional to its own messages.
 //
-// Memory. A run takes buckets() buffers of at most bucket_bytes() each, and nothing else besides the results and
-// reduced sources: what is sent is packed from tensors of any strides directly into a bucket, and unpacked directly
-// into its place; casts are part of one of the two. Memory that the process group's backend takes for itself is not
-// counted.
+// Memory. A run takes buckets() buffers of at most bucket_bytes() each, besides the results and reduced sources.
+// Tensors of any strides are packed directly into a bucket and unpacked directly from it, and these copies also cast.
+// Memory that the process group's backend allocates is not counted.
 //
-// Everything here follows from the batch alone and is the same on all ranks.
+// The plan depends on the batch alone and is the same on all ranks.
 #pragma once
 
 #include <cstdint>
@@ -34,13 +33,13 @@ class BatchPlan {
   // Throws UserError as Batch::check and Scheduler::add do.
   explicit BatchPlan(Batch batch);
 
-  // With reduced sources in place of those with pending reductions.
+  // The batch with each pending source replaced by its reduced layout.
   const Batch& batch() const { return batch_; }
-  // The reductions that come before, in the order of sources.
+  // Reductions to run first, in the order of sources.
   const std::vector<BatchReduction>& reductions() const { return reductions_; }
   const std::vector<Rank>& ranks() const { return ranks_; }
   int num_rounds() const { return num_rounds_; }
-  // No larger and no more than the batch asks for; the largest round of any rank fits.
+  // Size and number of buckets: at most the batch's settings. The largest round of any rank fits into a bucket.
   int64_t bucket_bytes() const { return bucket_bytes_; }
   int64_t buckets() const { return buckets_; }
 
@@ -49,16 +48,16 @@ class BatchPlan {
                                    batch_.destinations[batch_.items[item].destination]);
   }
 
-  // Items with equal layouts, maps and turns.
+  // Items with equal layouts, maps and first senders.
   struct Kind {
-    int item = 0;  // one of them
+    int item = 0;  // index of one such item
     ExchangePtr exchange;
-    std::vector<ItemLoad> loads;  // the largest first
+    std::vector<ItemLoad> loads;  // largest first
     int64_t num_items = 0;
   };
   const std::vector<Kind>& kinds() const { return kinds_; }
   int kind_of(int item) const { return kind_of_item_[item]; }
-  // The items in the order in which they travel, and the pieces of each.
+  // The items in the order in which they are sent, and the pieces of each item.
   const std::vector<int>& order() const { return order_; }
   const std::vector<ItemPiece>& pieces(int item) const { return pieces_[item]; }
 

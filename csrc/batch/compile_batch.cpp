@@ -14,11 +14,11 @@
 namespace shardwright {
 namespace {
 
-// The part of one rank in an exchange.
+// One rank's messages and local copies in an exchange.
 struct RankPart {
   std::vector<Exchange::Message> sends;
   std::vector<Exchange::Message> receives;
-  std::optional<Selection> kept;  // if there is anything
+  std::optional<Selection> kept;  // nullopt if nothing stays on the rank
   std::vector<LocalAxis> src_axes;
   std::vector<LocalAxis> dst_axes;
 };
@@ -67,7 +67,7 @@ struct Round {
   }
 };
 
-// Copies that follow one another: those between the same memory, in the same dtypes, are one instruction.
+// Consecutive copies. Those between the same buffers and dtypes are merged into one instruction.
 class Copies {
  public:
   void add(Copy copy) {
@@ -92,7 +92,7 @@ class BatchCompiler {
  public:
   BatchCompiler(const BatchPlan& plan, Rank rank, const BatchStrides& strides, bool through_host)
       : plan_(plan), batch_(plan.batch()), rank_(rank), strides_(strides) {
-    program_.dtype = DType::kUInt8;  // of buckets
+    program_.dtype = DType::kUInt8;  // dtype of the buckets
     program_.stages_on_host = through_host;
     program_.destination_ends.resize(batch_.destinations.size());
   }
@@ -290,7 +290,7 @@ class BatchCompiler {
   std::vector<RankPart> parts_;  // by kind
   std::map<int, Round> rounds_;  // by number
   std::vector<BufferId> buckets_;
-  std::vector<BufferId> wires_;  // what messages leave from and arrive in, by bucket
+  std::vector<BufferId> wires_;  // by bucket: the buffer of its messages, in host memory if staged there
   Program program_;
   int step_ = 0;
 };

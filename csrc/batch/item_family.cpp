@@ -9,15 +9,16 @@
 namespace shardwright {
 namespace {
 
-// The map between the dims of Layout::shape() if both sides flatten the same dims, in order, of which all but the first
-// are whole; nullopt otherwise. Rows 2 and 3 of (4, 6), both flattened, to rows 0 and 1 are [12, 24) to [0, 12).
+// Returns the map between the dims of Layout::shape(), which counts flattened dims as one. Returns nullopt unless both
+// sides flatten the same dims, in order, and the map covers all of these dims but the first completely. Example: both
+// dims of (4, 6) are flattened; the map of rows 2 and 3 to rows 0 and 1 becomes [12, 24) to [0, 12).
 std::optional<IndexMap> map_of_local_dims(const Layout& src, const Layout& dst, const IndexMap& map) {
   const int flattened = src.flattened();
   if (flattened != dst.flattened()) return std::nullopt;
   if (flattened == 1) return map;
   const std::vector<int64_t> src_shape = src.tensor_shape();
   const std::vector<int64_t> dst_shape = dst.tensor_shape();
-  int64_t row = 1;  // elements of an index of the first dim
+  int64_t row = 1;  // elements per index of the first dim
   for (const MapAxis& axis : map.axes()) {
     const bool is_flattened =
         (axis.src_dim >= 0 && axis.src_dim < flattened) || (axis.dst_dim >= 0 && axis.dst_dim < flattened);
@@ -66,7 +67,7 @@ ItemFamily::ItemFamily(const Layout& src, const Layout& dst, const IndexMap& map
   only_ = in_local_dims_ ? grid_exchange(*in_local_dims_) : indexed_exchange(src, dst, map);
 }
 
-// Returns null, and sets the number of turns, if there is more than one.
+// Returns null and sets turns_ and replicas_each_ if first senders alternate.
 ExchangePtr ItemFamily::grid_exchange(const IndexMap& map) {
   auto by_bytes = std::make_shared<const GridExchange>(grid_exchange_of(src_, dst_, map, Sharing::kBytes, 0));
   const int64_t replicas = by_bytes->src().replicas();

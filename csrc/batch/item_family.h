@@ -1,8 +1,8 @@
-// The exchanges of the items of a batch.
+// Makes the exchanges of the items of a batch.
 //
-// An item whose layouts are partitions and flatten the same dims is a GridExchange of boxes, all others are an
-// IndexedExchange. Items of one family have equal layouts and maps, so they share exchanges; where one sender serves a
-// whole message, they take turns in who begins.
+// An item whose layouts are partitions and flatten the same dims has a GridExchange of boxes; all other items have an
+// IndexedExchange. Items of one family have equal layouts and maps, and share exchanges. If one candidate sender sends
+// a whole message, the items of a family alternate the first sender (their turn).
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@
 
 namespace shardwright {
 
-// Elements travel in the smaller of two dtypes, so that a cast comes before the exchange or after it; in that of the
-// destination if they are equally large.
+// Elements are sent in the smaller dtype of source and destination, so the cast is before or after the exchange. If
+// both have one size, elements are sent in the destination's dtype.
 inline bool travels_as_source(const Layout& src, const Layout& dst) {
   return src.dtype().size_bytes() < dst.dtype().size_bytes();
 }
@@ -28,11 +28,12 @@ using ExchangePtr = std::shared_ptr<const Exchange>;
 
 class ItemFamily {
  public:
-  // If the senders' shares would be below this, one of them sends a whole message instead.
+  // If the shares of candidate senders would be below this, one of them sends a whole message instead.
   static constexpr int64_t kLeastShareBytes = 16 << 10;
-  static constexpr int64_t kMaxTurns = 16;
+  static constexpr int64_t kMaxTurns = 16;  // maximum number of first senders that alternate
 
-  // The layouts must have no pending reductions. Throws UserError if a part that is flattened has too many runs.
+  // The layouts must outlive the family and have no pending reductions. Throws UserError on too many runs in a
+  // flattened part.
   ItemFamily(const Layout& src, const Layout& dst, const IndexMap& map);
 
   int64_t turns() const { return turns_; }
@@ -44,12 +45,12 @@ class ItemFamily {
   const Layout& src_;
   const Layout& dst_;
   std::optional<IndexMap> in_local_dims_;
-  ExchangePtr only_;  // if all take the same turn
+  ExchangePtr only_;  // set if there is only one turn
   int64_t turns_ = 1;
-  int64_t replicas_each_ = 1;
+  int64_t replicas_each_ = 1;  // replicas per turn
 };
 
-// The elements that all ranks receive if the item is moved from `src`.
+// Returns the number of elements that all ranks together receive if the item is moved from `src`.
 int64_t received_by_all(const Layout& src, const Layout& dst, const IndexMap& map);
 
 }  // namespace shardwright

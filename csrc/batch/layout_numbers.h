@@ -1,4 +1,4 @@
-// Numbers for layouts that place the same elements at the same positions, and have one dtype.
+// Numbers layouts. Layouts that place the same elements at the same positions and have one dtype get one number.
 #pragma once
 
 #include <unordered_map>
@@ -7,7 +7,7 @@
 
 namespace shardwright {
 
-// The layouts must stay where they are.
+// Stores pointers to the layouts, which must outlive it and not move.
 class LayoutNumbers {
  public:
   int of(const Layout& layout) {

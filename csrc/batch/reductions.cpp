@@ -12,8 +12,8 @@
 namespace shardwright {
 namespace {
 
-// The layouts that have no pending reductions and cut one tensor dim by all mesh dims that had; and the one that cuts
-// as the destination does, if that is on the same mesh and cuts by all of them.
+// Returns layouts without pending reductions: for each tensor dim, one in which the pending mesh dims of `src` cut that
+// dim. If the destination is on the same mesh and cuts by all of these mesh dims, its cuts come first.
 std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
   const std::vector<int> pending = src.partial_dims().to_vector();
   const std::vector<Placement> none(src.mesh().ndim(), Placement::replicate());
@@ -69,7 +69,7 @@ std::vector<BatchReduction> reductions_of(const Batch& batch) {
     const auto found = items_of.find(item.source);
     if (found != items_of.end()) found->second.push_back(&item);
   }
-  // Sources of one layout whose items are alike are reduced alike.
+  // Sources with equal layouts and equal items are reduced to the same layout.
   LayoutNumbers layouts;
   std::map<std::vector<std::vector<int64_t>>, Layout> known;
   std::vector<BatchReduction> reductions;

@@ -9,17 +9,17 @@ namespace {
 
 constexpr int64_t kWhole = ItemPiece::kWhole;
 
-// a * b / c, rounded down.
+// Returns a * b / c, rounded down. The product may exceed 64 bits.
 int64_t scaled(int64_t a, int64_t b, int64_t c) { return static_cast<int64_t>(static_cast<__int128>(a) * b / c); }
 
-// The most elements that a rank packs for a piece. Each of its messages is rounded down at both ends, so that a piece
-// that does not begin at 0 may have one element more of each message than its share.
+// Returns an upper bound on the elements that a rank packs for a piece. Both ends are rounded down in each message, so
+// a piece that does not begin at 0 may have one element more of each message than its share.
 int64_t most_elements(const ItemLoad& load, int64_t begin, int64_t end) {
   if (begin == 0) return end == kWhole ? load.elements : scaled(load.elements, end, kWhole);
   return std::min(load.elements, scaled(load.elements, end - begin, kWhole) + load.messages);
 }
 
-// The last mark up to which a piece that begins at `begin` has at most `room` elements.
+// Returns the last mark at which a piece that begins at `begin` may end to have at most `room` elements.
 int64_t last_mark(const ItemLoad& load, int64_t begin, int64_t room) {
   if (most_elements(load, begin, kWhole) <= room) return kWhole;
   if (begin == 0) return scaled(room, kWhole, load.elements);
@@ -71,7 +71,7 @@ std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loa
              " must be split over rounds, and a rank exchanges up to ", messages, " messages of it, so allowed are ",
              2 * messages * element_bytes, " and more");
 
-  // Returns the last mark for which a round has room, or `begin` if the piece would be small.
+  // Returns the last mark for which a round has room, or `begin` if the piece would be below an eighth of a bucket.
   const auto mark_in = [&](const Used& used, int64_t begin, bool only_whole) {
     int64_t end = kWhole;
     for (const ItemLoad& load : loads) {

@@ -1,13 +1,13 @@
-// In which round each part of each item of a batch travels.
+// Assigns the parts of each item of a batch to rounds.
 //
-// A round is what a rank packs into one bucket: all that it sends in the round, followed by all that it receives. Both
-// together fit into a bucket, on every rank. All elements of one round have the same size, so messages need no padding.
+// In a round, a rank packs one bucket: all that it sends in the round, followed by all that it receives. Both together
+// fit into the bucket, on every rank. All elements of a round have the same size, so messages need no padding.
 //
-// Items are taken in order, those with larger elements first. An item goes to the first open round in which it fits on
-// all ranks that take part in it. Otherwise a *piece* of it goes to every round with room for an eighth of a bucket of
-// it or more, on its busiest rank, and the rest to new rounds. A piece is a share of each of the item's messages: of n
-// elements those in [n * begin / kWhole, n * end / kWhole), rounded down. So which elements a rank sends and receives
-// in a round follows from the list of pieces and its own messages.
+// Items are taken in order, larger element sizes first. An item goes to the first open round in which it fits on all
+// ranks that take part in it. Otherwise it is split: every round with room for an eighth of a bucket or more, on the
+// item's busiest rank, gets a *piece* of it, and new rounds get the rest. A piece is the same share of each of the
+// item's messages: of n elements, those in [n * begin / kWhole, n * end / kWhole), rounded down. So the list of pieces
+// and a rank's own messages determine the elements that the rank sends and receives in a round.
 //
 // Example: buckets of 100 bytes, and three items of bytes. The first sends 60 bytes from rank 0 to 1, the second 60
 // from 1 to 2, the third 60 from 2 to 3.
@@ -15,8 +15,8 @@
 //   round 0    first item, 60 bytes; second item, [0, 2/3), 40 bytes; third item, 60 bytes
 //   round 1    second item, [2/3, 1), 20 bytes
 //
-// The pieces depend on the batch alone. Making them takes time in proportion to items times the ranks that take part in
-// them, and never looks at messages.
+// The pieces depend on the batch alone. The time is proportional to the number of items times the ranks that take part
+// in them, and does not depend on the number of messages.
 #pragma once
 
 #include <cstdint>
@@ -25,16 +25,16 @@
 
 namespace shardwright {
 
-// A part of an item that travels in one round.
+// A part of an item that is sent in one round.
 struct ItemPiece {
-  static constexpr int64_t kWhole = int64_t{1} << 40;
+  static constexpr int64_t kWhole = int64_t{1} << 40;  // the end of a message
 
   int round = 0;
-  int64_t begin = 0;  // of kWhole
+  int64_t begin = 0;  // in units of 1/kWhole of a message
   int64_t end = kWhole;
   bool operator==(const ItemPiece&) const = default;
 
-  // Returns how many of the first elements of a message come before the mark `begin` or `end`.
+  // Returns how many elements of a message come before `mark`, which is a `begin` or `end`.
   static int64_t before(int64_t mark, int64_t elements);
 };
 
@@ -42,27 +42,27 @@ struct ItemPiece {
 struct ItemLoad {
   int rank = 0;          // index into the ranks of the batch
   int64_t elements = 0;  // sent and received together, above 0
-  int64_t messages = 0;  // sent and received together; or more, but not fewer
+  int64_t messages = 0;  // sent and received together; an upper bound
 };
 
 class Scheduler {
  public:
-  // Rounds that are this far before the last one take no more items.
+  // Maximum number of open rounds. Earlier rounds take no more items.
   static constexpr int kOpenRounds = 64;
 
   Scheduler(int64_t num_ranks, int64_t bucket_bytes);
 
-  // Returns the pieces of an item, by round; none for an item without loads. Loads are given with the largest first.
-  // Items must come with element sizes that do not grow. Throws UserError that names bucket_bytes and the item if the
-  // item must be split and a bucket does not hold two elements for each message of a rank.
+  // Returns the pieces of an item, by round; none for an item without loads. `loads` has the largest load first. Items
+  // must be added in an order in which element sizes do not grow. Throws UserError that names bucket_bytes and the item
+  // if the item must be split and a bucket does not hold two elements for each message of a rank.
   std::vector<ItemPiece> add(int item, const std::vector<ItemLoad>& loads, int64_t element_bytes);
 
   int num_rounds() const { return first_open_ + static_cast<int>(open_.size()); }
-  // The most bytes that any rank packs into a bucket.
+  // Most bytes that any rank packs into a bucket.
   int64_t largest_round_bytes() const { return largest_round_bytes_; }
 
  private:
-  using Used = std::vector<int64_t>;  // elements, by rank
+  using Used = std::vector<int64_t>;  // elements in the bucket, by rank
 
   void open_round();
   void take(Used& used, const std::vector<ItemLoad>& loads, const ItemPiece& piece);
@@ -71,7 +71,7 @@ class Scheduler {
   int64_t bucket_bytes_;
   int64_t element_bytes_ = 0;  // of the open rounds
   int first_open_ = 0;
-  std::deque<Used> open_;  // by round, from first_open_
+  std::deque<Used> open_;  // rounds from first_open_ on
   int64_t largest_round_bytes_ = 0;
 };
 

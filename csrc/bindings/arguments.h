@@ -1,5 +1,5 @@
 // Converts arguments from Python. pybind11's own conversions report a mistake with a list of signatures; these throw a
-// UserError that names the argument, what was given and what is allowed. The GIL must be held.
+// UserError that names the argument, the allowed values and the given value. The GIL must be held.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -37,7 +37,7 @@ TupleOf<py::int_> tuple_of(const std::vector<Item>& integers) {
   return TupleOf<py::int_>(py::cast(integers));
 }
 
-// Describes what was given, shortened: "1.5 (of type float)".
+// Returns a shortened text of an object and its type: "1.5 (of type float)".
 inline std::string shown(const py::handle& given) {
   constexpr size_t kMaxShown = 80;
   const auto ascii = py::reinterpret_steal<py::object>(PyObject_ASCII(given.ptr()));

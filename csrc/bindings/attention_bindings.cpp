@@ -25,7 +25,7 @@ namespace {
 using Parts = std::vector<std::vector<std::pair<int64_t, int64_t>>>;
 
 using Sizes = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
-// The dtype of a mask tensor, and its shape.
+// Dtype and shape of a mask tensor.
 using MaskForm = std::pair<std::string, std::tuple<int64_t, int64_t, int64_t, int64_t>>;
 
 MaskTensor mask_of(const MaskForm& form) {
@@ -68,7 +68,7 @@ Program program_of(const Attention& a, int64_t rank, bool is_backward) {
   return is_backward ? compile_attention_backward(a, Rank{rank}) : compile_attention(a, Rank{rank});
 }
 
-// The topology that is given, else the one that the lowering implies.
+// Returns the given topology, or the default one of the lowering.
 Topology topology_of(const Attention& a, const std::optional<Topology>& given) {
   return given ? *given : Topology::named(a.lowering.default_topology);
 }
@@ -95,7 +95,7 @@ void define_predictions(py::class_<Attention>& attention) {
             return std::string(method_name(choose(a, topology_of(a, topology), model, with_backward)));
           },
           py::arg("topology"), py::arg("model"), py::arg("with_backward"),
-          "Returns the method predicted to be fastest. Without a topology: with the lowering's default one.")
+          "Returns the method predicted to be fastest. A topology of None is the lowering's default one.")
       .def(
           "forecasts",
           [](const Attention& a, const std::optional<Topology>& topology, const GemmModel& model, bool with_backward) {
@@ -107,8 +107,8 @@ void define_predictions(py::class_<Attention>& attention) {
             return all;
           },
           py::arg("topology"), py::arg("model"), py::arg("with_backward") = true,
-          "Returns for each method the picoseconds of forward, backward, and the forward's compute alone, and bytes "
-          "received and allocated by the worst rank.")
+          "Returns for each method its name, the picoseconds of forward, backward, and the forward's compute alone, "
+          "and the bytes received and allocated by the worst rank.")
       .def(
           "describe",
           [](const Attention& a, const std::optional<Topology>& topology, const GemmModel& model) {
@@ -126,25 +126,28 @@ void define_attention(py::module_& m) {
       .def(py::init(&attention_of), py::arg("mesh"), py::arg("dtype"), py::arg("sizes"), py::arg("parts"),
            py::kw_only(), py::arg("key_parts"), py::arg("keys_are_whole"), py::arg("is_causal"), py::arg("window"),
            py::arg("documents"), py::arg("mask"), py::arg("scale"), py::arg("chunks"), py::arg("lowering"),
-           "Takes a mesh of one dim; batch, heads, heads of keys, depth and depth of values; and by position the "
-           "[begin, end) intervals of the sequence that a rank holds, in local order. `key_parts`: those of keys, None "
-           "for the same. `mask`: the dtype and shape of this rank's mask tensor. `chunks`: 0 for blocks as ranks hold "
-           "them. The method is serial at first. Raises ValueError if these do not fit together.")
+           "`mesh` has one dim. `sizes`: batch, heads, heads of keys, depth, and depth of values. `parts`: by "
+           "position, the [begin, end) intervals of the sequence that a rank holds, in local order. `key_parts`: the "
+           "intervals for keys, or None if they are equal. `mask`: the dtype and shape of this rank's mask tensor. "
+           "`chunks`: 0 for blocks as ranks hold them. The method is serial at first. Raises ValueError if the "
+           "arguments contradict each other.")
       .def("with_method", &with_method, py::arg("method"), py::arg("topology"),
-           "For two_level, nodes are those of the topology. Raises ValueError if it has none.")
+           "Returns this attention with another method. ``\"two_level\"`` takes the nodes of the topology. Raises "
+           "ValueError if it has none.")
       .def("with_mask", &with_mask, py::arg("mask"),
-           "For a mask tensor of another form. Raises ValueError as the constructor does.")
+           "Returns this attention for a mask tensor of another dtype or shape. Raises ValueError if it is not "
+           "possible.")
       .def_property_readonly("method", [](const Attention& a) { return method_name(a.method); })
       .def_property_readonly("dtype", [](const Attention& a) { return a.dtype.name(); })
       .def_readonly("lowering", &Attention::lowering)
       .def(
           "rows", [](const Attention& a, int64_t rank) { return a.rows(position_on(*a.mesh, Rank{rank})); },
-          py::arg("rank"), "Returns how many places of the sequence of queries a rank holds.")
+          py::arg("rank"), "Returns the number of query positions that a rank holds.")
       .def(
           "key_rows", [](const Attention& a, int64_t rank) { return a.key_rows(position_on(*a.mesh, Rank{rank})); },
-          py::arg("rank"), "Returns how many places of the sequence of keys a rank holds.")
+          py::arg("rank"), "Returns the number of key positions that a rank holds.")
       .def("as_on_all_ranks", &as_on_all_ranks,
-           "Returns the same without what may differ between ranks: the form of the mask tensor.")
+           "Returns this attention without the form of the mask tensor, which may differ between ranks.")
       .def(
           "counts",
           [](const Attention& a, int64_t rank) {
@@ -152,7 +155,7 @@ void define_attention(py::module_& m) {
             return std::make_tuple(c.full, c.triangles, c.others, c.pairs);
           },
           py::arg("rank"),
-          "Returns the products of blocks that are full, triangles and others, and the pairs that see each other.")
+          "Returns the numbers of full, triangular and other block products, and of unmasked (query, key) pairs.")
       .def(
           "program",
           [](const Attention& a, int64_t rank, bool is_backward) {
@@ -167,7 +170,7 @@ void define_attention(py::module_& m) {
           py::arg("rank"), py::arg("backward") = false)
       .def(
           "to_text", [](const Attention& a, bool is_backward) { return to_text(a, is_backward); }, py::arg("backward"),
-          "Returns one direction of it as the text that operators take.");
+          "Returns the forward or the backward in the text form that operators take.");
   define_predictions(attention);
 }
 

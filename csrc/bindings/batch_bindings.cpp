@@ -21,7 +21,7 @@
 namespace shardwright {
 namespace {
 
-// Source dim, destination dim, the first index in each, and the length; a dim that is not there is -1.
+// Source dim, destination dim, first index in each, length. An absent dim is -1.
 using AxisNumbers = std::array<int64_t, 5>;
 using ItemParts = std::tuple<int, int, std::optional<std::vector<AxisNumbers>>>;
 
@@ -61,7 +61,7 @@ void define_plan_of_batch(py::module_& m) {
     return [member](const BatchPlanView& v) { return v.certificate.*member; };
   };
   using Certificate = BatchCertificate;
-  py::class_<BatchPlanView>(m, "BatchPlan", "The plan of a batch and its figures. ``print`` shows it.")
+  py::class_<BatchPlanView>(m, "BatchPlan", "The plan of a batch and its costs. ``print`` shows it.")
       .def(py::init([](const Batch& batch) {
              auto plan = std::make_shared<const BatchPlan>(batch);
              BatchCertificate certificate = certificate_of(*plan);
@@ -70,35 +70,38 @@ void define_plan_of_batch(py::module_& m) {
            py::arg("batch"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("ranks", [](const BatchPlanView& v) { return numbers(v.plan->ranks()); })
       .def_property_readonly("num_items", figure(&Certificate::items))
-      .def_property_readonly("num_kinds", figure(&Certificate::kinds), "Kinds of items that are planned alike.")
+      .def_property_readonly("num_kinds", figure(&Certificate::kinds),
+                             "Number of kinds of items. Items of one kind have equal layouts and maps.")
       .def_property_readonly("received_bytes_max", figure(&Certificate::received_bytes_max),
-                             "The bytes that the worst rank receives; no plan can do with less.")
+                             "Bytes received by the rank that receives most. No plan can have fewer.")
       .def_property_readonly("received_bytes_sum", figure(&Certificate::received_bytes_sum))
       .def_property_readonly("kept_bytes_sum", figure(&Certificate::kept_bytes_sum),
-                             "The bytes that are copied locally.")
+                             "Bytes that are copied locally.")
       .def_property_readonly("sent_bytes_max", figure(&Certificate::sent_bytes_max))
       .def_property_readonly("sent_bytes_bound", figure(&Certificate::sent_bytes_bound),
-                             "The least bytes that the worst rank sends if only holders send.")
+                             "A lower bound on `sent_bytes_max` if only ranks that hold the data send it.")
       .def_property_readonly("sent_bound_is_exact",
                              [](const BatchPlanView& v) { return v.certificate.sent_bound_is_exact; })
       .def_property_readonly("num_rounds", figure(&Certificate::rounds))
       .def_property_readonly("rounds_bound", figure(&Certificate::rounds_bound))
-      .def_property_readonly("messages_max", figure(&Certificate::messages_max), "Messages to one rank.")
+      .def_property_readonly("messages_max", figure(&Certificate::messages_max),
+                             "Messages received by the rank that receives most.")
       .def_property_readonly("messages_sum", figure(&Certificate::messages_sum))
       .def_property_readonly("messages_are_exact",
                              [](const BatchPlanView& v) { return v.certificate.messages_are_exact; })
       .def_property_readonly("reductions", figure(&Certificate::reductions),
-                             "The number of tensors with pending reductions, which are reduced before anything moves.")
+                             "Number of sources with pending reductions, which are reduced before anything is sent.")
       .def_property_readonly("reduction_bytes_sum", figure(&Certificate::reduction_bytes_sum),
-                             "The bytes that all ranks receive for that.")
+                             "Bytes received by all ranks for these reductions.")
       .def_property_readonly("reduced_bytes_max", figure(&Certificate::reduced_bytes_max),
-                             "The bytes of the reduced parts on the rank that has most of them.")
+                             "Bytes of the reduced parts on the rank that holds most of them.")
       .def_property_readonly("reducing_bytes_max", figure(&Certificate::reducing_bytes_max),
-                             "The bytes that the reduction that needs most memory takes besides its result.")
+                             "Temporary bytes of the reduction that needs most, besides its result.")
       .def_property_readonly("bucket_bytes", figure(&Certificate::bucket_bytes))
       .def_property_readonly("buckets", figure(&Certificate::buckets))
       .def_property_readonly("memory_bytes", figure(&Certificate::memory_bytes),
-                             "Extra memory on each rank: buckets * bucket_bytes. With reductions, at most so much.")
+                             "Extra bytes of memory on each rank: buckets * bucket_bytes. With reductions, an upper "
+                             "bound that includes them.")
       .def("to_json", [](const BatchPlanView& v) { return v.certificate.to_json(); })
       .def("__str__", [](const BatchPlanView& v) { return v.certificate.to_string(); })
       .def("__repr__", [](const BatchPlanView& v) {
@@ -110,15 +113,15 @@ void define_plan_of_batch(py::module_& m) {
 
 void define_batch(py::module_& m) {
   py::class_<Batch>(m, "Batch",
-                    "Many tensors that move together.\n\nEach item is (number of a source, number of a destination, "
-                    "axes). An axis is (source dim, destination dim, first index in each, length), with -1 for a dim "
-                    "that is not there; None is the whole tensor.")
+                    "Tensors that are moved together.\n\nAn item is (index of a source, index of a destination, axes). "
+                    "An axis is (source dim, destination dim, first index in each, length), with -1 for an absent dim. "
+                    "Axes of None mean the full tensor.")
       .def(py::init(&batch_of), py::arg("sources"), py::arg("destinations"), py::arg("items"),
            py::arg("bucket_bytes") = Batch::kDefaultBucketBytes, py::arg("buckets") = Batch::kDefaultBuckets,
            py::arg("first_turn") = 0)
       .def_property_readonly("num_items", [](const Batch& batch) { return batch.items.size(); })
       .def("digests", &Batch::digests, py::call_guard<py::gil_scoped_release>(),
-           "A number for the settings, then one for each item, which depends on all before it.")
+           "Returns a digest of the settings, then one for each item, which covers all before it.")
       .def(
           "reductions",
           [](const Batch& batch) {
@@ -129,7 +132,7 @@ void define_batch(py::module_& m) {
             return reduced;
           },
           py::call_guard<py::gil_scoped_release>(),
-          "The layout that each source with pending reductions, by its number, is reduced to before anything moves.")
+          "Returns {index of a source with pending reductions: layout to which it is reduced before anything is sent}.")
       .def("item_text", &Batch::item_text, py::arg("item"))
       .def("to_bytes", [](const Batch& batch) { return py::bytes(batch.to_bytes()); });
   define_plan_of_batch(m);

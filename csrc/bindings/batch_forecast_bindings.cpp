@@ -1,4 +1,4 @@
-// _planner: what is predicted for a batch.
+// _planner: predicted traffic and times of batches.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -39,9 +39,10 @@ void define_batch_forecast(py::module_& m) {
         return std::tuple(destinations, links, made.predicted_ps, made.reducing_ps);
       },
       py::arg("batch_bytes"), py::arg("topology"),
-      "Predicts a batch, in bytes and picoseconds: for each destination what all ranks receive, what the worst one "
-      "receives, what is copied locally, first and last round (-1 for none), time; for each link sender, receiver, "
-      "bytes, messages at most, time; the time of all; and how much of that is for reducing sources before.");
+      "Predicts the traffic and times of a batch, in bytes and picoseconds.\n\nReturns (destinations, links, total "
+      "time, time of reductions). A destination is (bytes received by all ranks, bytes received by the worst rank, "
+      "bytes copied locally, first round, last round, time), with rounds of -1 if nothing is sent. A link is (sender, "
+      "receiver, bytes, upper bound on messages, time). The total time includes the reductions of sources.");
 }
 
 }  // namespace shardwright

@@ -1,4 +1,4 @@
-// _runtime: batches of many tensors, which come from _planner as bytes.
+// _runtime: batches of many tensors, received from _planner as bytes.
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -30,15 +30,15 @@ void define_batch_runs(py::module_& m) {
       .def("wait_for_sources", &BatchHandle::wait_for_sources, release_gil())
       .def("wait_for_destination", &BatchHandle::wait_for_destination, py::arg("destination"), release_gil())
       .def("wait_for_departure", &BatchHandle::wait_for_departure, py::arg("destination"), release_gil(),
-           "Waits until a destination is complete here, and until what other ranks get of the same has left.")
+           "Waits until a destination is complete on this rank and its elements for other ranks are sent.")
       .def("wait", &BatchHandle::wait, release_gil())
       .def("is_done", &BatchHandle::is_done)
       .def_property_readonly("departures", &BatchHandle::departures,
-                             "The destinations, by number, in the order in which `wait_for_departure` ends.");
+                             "Indices of the destinations, in the order in which `wait_for_departure` returns.");
   py::class_<BoundBatch, std::shared_ptr<BoundBatch>>(
       m, "BoundBatch",
-      "A rank's part in a batch, bound to the group whose ranks the batch names. It does not keep the group "
-      "alive.\n\n`wire` is the type of device whose tensors the group takes.")
+      "One rank's part of a batch, bound to the group whose ranks the batch names. It does not keep the group "
+      "alive.\n\n`wire` is the device type of the tensors that the group transfers.")
       .def(py::init(&bind_batch), py::arg("batch_bytes"), py::arg("rank"), py::arg("group_name"), py::arg("wire"))
       .def("run", &BoundBatch::run, py::arg("sources"), py::arg("destinations"), release_gil())
       .def("start", &BoundBatch::start, py::arg("sources"), py::arg("destinations"), release_gil());

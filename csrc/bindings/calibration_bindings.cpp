@@ -1,4 +1,4 @@
-// _planner: the fits that calibration uses.
+// _planner: fits of links for calibration.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -44,7 +44,8 @@ void define_calibration(py::module_& m) {
         return std::make_tuple(fits.inside, fits.between, fits.mesh_dims);
       },
       py::arg("inside"), py::arg("between"), py::arg("mesh_dims"), py::arg("crossing"),
-      "Fits links to all-to-alls, given as (peers, bytes sent, seconds): within nodes, between them, by mesh dim.");
+      "Fits links to measured all-to-alls, given as (peers, bytes sent, seconds): within nodes, between nodes, and by "
+      "mesh dim. `crossing` names the mesh dims along which ranks are on different nodes.");
 }
 
 }  // namespace shardwright

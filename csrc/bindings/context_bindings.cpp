@@ -1,5 +1,4 @@
-// _planner: the process-wide defaults for planning (PlanningTables). Immutable for Python too: changes make a new
-// object.
+// _planner: the process-wide defaults for planning (PlanningTables). In Python too, changes make a new object.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -66,7 +65,8 @@ void define_measurements(TablesClass& tables) {
             for (const auto& [key, model] : models) tables.gemm_models[key] = model;
             return tables;
           },
-          py::arg("backend"), py::arg("topology"), py::arg("gemm_models"), "`gemm_models` by device type and dtype.")
+          py::arg("backend"), py::arg("topology"), py::arg("gemm_models"),
+          "`gemm_models`: {(device type, dtype): model}.")
       .def("without_measured",
            [](PlanningTables tables) {
              tables.topologies.clear();
@@ -90,13 +90,13 @@ void define_measurements(TablesClass& tables) {
             return measured_gemm_model(tables, device_type, DType::parse(dtype));
           },
           py::arg("device_type"), py::arg("dtype"),
-          "Returns what was measured for products of this dtype, or else of another.")
+          "Returns the model measured for this dtype, or else one measured for another; None if there is none.")
       .def(
           "gemm_model",
           [](const PlanningTables& tables, const std::string& device_type, const std::string& dtype) {
             return gemm_model_on(tables, device_type, DType::parse(dtype));
           },
-          py::arg("device_type"), py::arg("dtype"), "Returns what was measured, or else the default of the device.");
+          py::arg("device_type"), py::arg("dtype"), "Returns the measured model, or else the device's default one.");
 }
 
 void define_comparisons(TablesClass& tables) {

@@ -37,7 +37,7 @@ struct ExecutableView {
 
 using GroupMembers = std::vector<std::pair<std::vector<int>, std::vector<int64_t>>>;
 
-// The mesh dims and ranks of each group that a program needs.
+// Returns the mesh dims and ranks of each group that a program needs.
 GroupMembers members_of(const Program& program) {
   GroupMembers members;
   for (const Group& group : program.groups) members.emplace_back(group.mesh_dims.to_vector(), numbers(group.ranks));
@@ -54,7 +54,7 @@ ExecutableView bind(const CompiledView& view, const std::vector<std::string>& na
 using CommunicationParts =
     std::tuple<std::string, std::string, std::vector<int>, std::vector<int64_t>, int64_t, int64_t, int64_t>;
 
-// The ranks of the group that a rank is in during a step, ascending; none if the step is on meshes without it.
+// Returns the ranks of a rank's group in a step, ascending; none if no mesh of the step contains the rank.
 std::vector<int64_t> members_in(const Step& step, Rank rank) {
   const Mesh& mesh = step.before.mesh();
   const std::optional<Position> position = mesh.position_of(rank);
@@ -109,25 +109,26 @@ void define_memory_of_peers(py::module_& m) {
       py::arg("group_name"), py::arg("device"), py::arg("arena_bytes"), py::arg("min_bytes"),
       py::call_guard<py::gil_scoped_release>(),
       "Gives the group an arena; see csrc/runtime/peers/peer_transport.h. Collective among its ranks.");
-  // Makes communicators now instead of in the first transfer (Transport::connect).
+  // Creates communicators now instead of in the first transfer (Transport::connect).
   m.def(
       "connect_group",
       [](const std::string& group_name, const std::string& device) {
         if (const GroupLease lease = group_named(group_name)->lease()) lease->connect(c10::Device(device));
       },
       py::arg("group_name"), py::arg("device"), py::call_guard<py::gil_scoped_release>(),
-      "Makes the group's communicator on a device; see csrc/runtime/transport.h. Collective among its ranks.");
+      "Creates the group's communicator on a device; see csrc/runtime/transport.h. Collective among its ranks.");
   m.def(
       "record_use", [](const at::Tensor& tensor, const c10::Stream& stream) { record_use(tensor, stream); },
       py::arg("tensor"), py::arg("stream"),
-      "Keeps the tensor's memory until a stream is done with it; see csrc/runtime/borrow.h.");
+      "Keeps the tensor's memory until a stream has finished with it; see csrc/runtime/borrow.h.");
   m.def("borrow_memory", &borrow_memory, py::arg("tensor"), py::arg("arena"), py::arg("offset_bytes"),
-        "Makes the memory of `arena` from a byte on that of `tensor` and of all its views; see csrc/runtime/borrow.h.");
+        "Makes `tensor` and all its views use the memory of `arena` from `offset_bytes` on; see "
+        "csrc/runtime/borrow.h.");
   m.def("give_back_memory", &give_back_memory, py::arg("tensor"), py::arg("when_read"),
-        "Takes the memory away. An operator that reads the tensor, or a view of it, before it borrows again raises "
-        "RuntimeError with the text `when_read`.");
+        "Takes the memory of the arena away from `tensor`. An operator that reads the tensor or a view of it before "
+        "the next `borrow_memory` raises RuntimeError with the message `when_read`.");
   m.def("fingerprint_of", &fingerprint_of, py::arg("tensor"), py::call_guard<py::gil_scoped_release>(),
-        "Returns a number that differs, but for chance, between contents of a tensor; see csrc/runtime/writes.h.");
+        "Returns a hash of a tensor's contents; see csrc/runtime/writes.h.");
 }
 
 void check_out_of(const ExecutableView& v, const at::Tensor& input, const at::Tensor& out) {
@@ -153,9 +154,9 @@ void define_runs(py::class_<ExecutableView>& executable) {
           },
           py::arg("input"), py::arg("out"), release_gil())
       .def("check_out", &check_out_of, py::arg("input"), py::arg("out"),
-           "Raises what `run_into` would raise because of `out`.")
+           "Raises the error that `run_into` would raise for `out`.")
       .def("start", &start_registered, py::arg("input"), release_gil(),
-           "Returns the result and whether it is still being computed; if so it is registered for `wait_tensor`.")
+           "Returns the result and whether it is still being computed; if so, it is registered for `wait_tensor`.")
       .def(
           "start_into",
           [](const ExecutableView& v, const at::Tensor& input, const at::Tensor& out) {
@@ -163,7 +164,7 @@ void define_runs(py::class_<ExecutableView>& executable) {
             return work ? std::optional(work) : std::nullopt;
           },
           py::arg("input"), py::arg("out"), release_gil(),
-          "Starts to write the result to `out`; returns what to wait for, or None if nothing is pending.")
+          "Starts to write the result to `out`. Returns a work to wait for, or None if nothing is pending.")
       .def(
           "run_all",
           [](const ExecutableView& v, const std::vector<at::Tensor>& inputs) { return run_all(v.executable, inputs); },
@@ -176,7 +177,8 @@ void define_executable(py::module_& m) {
   define_memory_of_peers(m);
   py::class_<ExecutableView> executable(m, "Executable",
                                         "A program bound to process groups, which it does not keep alive.");
-  py::class_<CompiledView>(m, "CompiledProgram", "One rank's program for a plan, or for what `compiled` is given.")
+  py::class_<CompiledView>(m, "CompiledProgram",
+                           "One rank's program for a plan, or for an operator's text (`compiled`).")
       .def(py::init([](const py::bytes& plan_bytes, int64_t rank) {
              return CompiledView{CompiledProgram::from_plan_bytes(std::string(plan_bytes), Rank{rank})};
            }),
@@ -185,7 +187,7 @@ void define_executable(py::module_& m) {
           "groups", [](const CompiledView& v) { return members_of(v.compiled->program()); },
           "(mesh dims, ranks ascending) of each group the program communicates in.")
       .def("bind", &bind, py::arg("group_names"),
-           "Binds the program to process groups; `group_names` has the registered name of one for each of `groups`.");
+           "Binds the program to process groups. `group_names` has a registered name for each of `groups`.");
 
   executable
       .def_property_readonly(
@@ -196,31 +198,31 @@ void define_executable(py::module_& m) {
       .def_property_readonly("output_shape", [](const ExecutableView& v) { return v.program().outputs[0].shape; })
       .def_property_readonly(
           "is_identity", [](const ExecutableView& v) { return v.program().outputs[0].buffer == kInputBuffer; },
-          "Returns whether the result is the input itself.")
+          "True if the result is the input itself.")
       .def_property_readonly(
           "communications", &communications_of,
           "For each step that communicates: op, reduce op, mesh dims, group size, gather dim, shard dim.")
       .def_property_readonly("group_names", &group_names_of,
-                             "Registered names of the process groups that it is bound to.")
+                             "Registered names of the process groups.")
       .def_property_readonly("communicates", [](const ExecutableView& v) { return v.compiled().communicates(); })
       .def_property_readonly("received_bytes", [](const ExecutableView& v) { return v.compiled().received_bytes(); })
       .def_property_readonly("rank", [](const ExecutableView& v) { return number(v.compiled().rank()); })
       .def_property_readonly("mesh_ranks", [](const ExecutableView& v) { return numbers(v.executable->mesh_ranks()); })
       .def_property_readonly("signature", &signature_of,
-                             "The fields that must be equal on all ranks that run the same redistribute, by name.")
+                             "The fields that must be equal on all ranks of a redistribute, by name.")
       .def("__str__", [](const ExecutableView& v) { return v.compiled().origin().text(); });
   define_runs(executable);
   m.def(
       "compiled", [](const std::string& text, int64_t rank) { return CompiledView{compiled_of(text, Rank{rank})}; },
       py::arg("text"), py::arg("rank"),
-      "Compiles an operator's text for a rank, once: later calls, and those of `executable`, find the program.");
+      "Compiles an operator's text for a rank and caches the program. `executable` uses the same cache.");
   m.def(
       "executable",
       [](const std::string& text, const std::vector<std::string>& groups, int64_t rank) {
         return ExecutableView{executable_of(text, groups, rank)};
       },
       py::arg("text"), py::arg("group_names"), py::arg("rank"),
-      "Returns the cached executable for an operator's text, bound to these groups.");
+      "Returns the executable for an operator's text, bound to these groups. It is cached.");
 }
 
 }  // namespace shardwright

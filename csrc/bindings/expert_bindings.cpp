@@ -1,4 +1,4 @@
-// Tokens to experts and back: placements, index arithmetic, exchanges, rows. What Python passes is checked there.
+// _runtime: placements, index arithmetic, exchanges and rows of experts. Python checks the arguments.
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -69,14 +69,15 @@ std::pair<at::Tensor, int64_t> left_by_capacity(const at::Tensor& codes, const a
 
 void define_index_arithmetic(py::module_& m) {
   py::class_<ExpertPlacement>(m, "ExpertPlacement",
-                              "The ranks that hold each expert. A replica is one expert on one rank; they are numbered "
-                              "by rank. A code is the number of a replica plus 1, or 0 for none.")
+                              "The ranks that hold each expert. A replica is one expert on one rank, numbered in the "
+                              "order of ranks. A code is a replica's number plus 1, or 0 for none.")
       .def(py::init<int64_t, const std::vector<std::vector<int64_t>>&>(), py::arg("num_experts"),
            py::arg("experts_of_rank"),
-           "Raises ValueError where an expert is on no rank, out of range or twice on one rank.")
+           "Raises ValueError if an expert is on no rank, is out of range, or is listed twice for one rank.")
       .def_property_readonly("num_experts", &ExpertPlacement::num_experts)
       .def_property_readonly("num_replicas", &ExpertPlacement::num_replicas)
-      .def_property_readonly("first_replica", &ExpertPlacement::first_replica, "By rank, and one more after the last.")
+      .def_property_readonly("first_replica", &ExpertPlacement::first_replica,
+                             "First replica of each rank, then the number of replicas.")
       .def_property_readonly("rank_of_replica", &ExpertPlacement::rank_of_replica)
       .def_property_readonly("hash", &ExpertPlacement::hash)
       .def(
@@ -87,7 +88,8 @@ void define_index_arithmetic(py::module_& m) {
             return tensor_of(choose_replicas(placement, ids, rank, node_of_rank), expert_ids.sizes(), at::kInt);
           },
           py::arg("expert_ids"), py::arg("rank"), py::arg("node_of_rank"), ReleaseGil(),
-          "Codes, int32, for the int64 ids of `rank`, in host memory. Raises ValueError on ids out of range.");
+          "Returns int32 codes for the int64 ids of `rank`, in host memory. Raises ValueError if an id is out of "
+          "range.");
   m.def(
       "count_by_replica",
       [](const at::Tensor& codes, int64_t num_replicas) {
@@ -96,17 +98,20 @@ void define_index_arithmetic(py::module_& m) {
       py::arg("codes"), py::arg("num_replicas"), ReleaseGil());
   m.def(
       "drop_beyond", &left_by_capacity, py::arg("codes"), py::arg("taken"), py::arg("capacity"), ReleaseGil(),
-      "The codes that are left where replicas have `taken` so many and take `capacity` in all, and how many are not.");
+      "Drops tokens beyond the capacity. A replica that has `taken` some tokens already takes `capacity` in all. "
+      "Returns the codes, in which dropped ones are 0, and the number of dropped ones.");
   m.def("route_rows", &routes_of, py::arg("codes"), py::arg("target_of_replica"), py::arg("num_ranks"), ReleaseGil(),
-        "send_rows and returns of a `RowExchange`, and rows and codes for each rank. -1 is no rank.");
+        "Returns `send_rows` and `returns` of a `RowExchange`, and the numbers of rows and of codes for each rank. A "
+        "target of -1 is no rank.");
   m.def("expand_rows", &expansion_of, py::arg("codes"), py::arg("first_replica"), py::arg("num_local"),
         py::arg("origins"), ReleaseGil(),
-        "Pairs of a row and a code by expert, then by origin; places of pairs by row; pairs of each expert.");
+        "Returns the pairs of a row and a code, ordered by expert, then by origin; the places of pairs by row; and the "
+        "number of pairs of each expert.");
 }
 
 void define_device_arithmetic(py::module_& m) {
   py::class_<DevicePlacement>(m, "DevicePlacement",
-                              "The same as tables on a device, whose functions do not wait for it.")
+                              "The tables of an `ExpertPlacement` on a device. Its methods do not wait for the device.")
       .def(py::init([](const ExpertPlacement& placement, const std::string& device) {
              return DevicePlacement(placement, c10::Device(device));
            }),
@@ -119,7 +124,7 @@ void define_device_arithmetic(py::module_& m) {
             return std::make_tuple(routes.send_rows, routes.returns, routes.dropped);
           },
           py::arg("codes"), py::arg("rows_per_rank"), ReleaseGil(),
-          "send_rows and returns of a `RowExchange`, and how many codes have no row.");
+          "Returns `send_rows` and `returns` of a `RowExchange`, and the number of codes without a row.");
   m.def(
       "expand_rows_on_device",
       [](const at::Tensor& codes, int64_t first_replica, int64_t num_local, const std::optional<at::Tensor>& origins,
@@ -129,13 +134,14 @@ void define_device_arithmetic(py::module_& m) {
       },
       py::arg("codes"), py::arg("first_replica"), py::arg("num_local"), py::arg("origins"), py::arg("capacity"),
       py::arg("num_places"), ReleaseGil(),
-      "The same for `num_places` pairs at most and `capacity` of each expert, and how many are too many.");
+      "Does what `expand_rows` does for at most `num_places` pairs and `capacity` pairs of each expert. Also returns "
+      "the number of dropped pairs.");
 }
 
 void define_rows(py::module_& m) {
   py::class_<RowExchange>(m, "RowExchange",
-                          "The rows that travel between the ranks of a group, and the places where their answers are "
-                          "summed.\n\n`wire`: the kind of device whose tensors the group takes.")
+                          "The rows that ranks of a group send each other, and the places at which returned rows are "
+                          "summed.\n\n`wire` is the device type of the tensors that the group transfers.")
       .def(py::init([](const std::string& group, const std::string& wire, const at::Tensor& send_rows,
                        const at::Tensor& returns, const std::vector<int64_t>& send_counts,
                        const std::vector<int64_t>& receive_counts) {
@@ -156,12 +162,12 @@ void define_rows(py::module_& m) {
         return exchange_words(*group_named(group), step, words, c10::Device(device));
       },
       py::arg("group_name"), py::arg("step"), py::arg("words"), py::arg("device"), ReleaseGil(),
-      "An all-to-all of rows of int64 from and to host memory, by way of a device.");
-  m.def("record_bytes", &record_bytes, py::arg("parts"), "Bytes of a row whose parts travel together.");
+      "All-to-all of int64 rows from and to host memory, staged on a device.");
+  m.def("record_bytes", &record_bytes, py::arg("parts"), "Returns the bytes of a row whose parts are sent together.");
   m.def("take_rows", &take_rows, py::arg("rows"), py::arg("index"), ReleaseGil(),
-        "Row index[i] as row i; zeros for -1.");
+        "Returns a tensor whose row i is row ``index[i]`` of `rows`, or zeros for -1.");
   m.def("sum_rows", &sum_rows, py::arg("rows"), py::arg("table"), py::arg("weights"), ReleaseGil(),
-        "Sums of the rows that each row of a table names, in the order of its columns.");
+        "Returns the sums of the rows that each row of `table` names, added in the order of its columns.");
   m.def("take_weighted_rows", &take_weighted_rows, py::arg("rows"), py::arg("pairs"), py::arg("weights"), ReleaseGil());
   m.def(
       "dot_rows",

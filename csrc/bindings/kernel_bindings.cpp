@@ -23,7 +23,7 @@ void define_copies_and_sums(py::module_& m) {
   using BoxParts = std::tuple<int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>;
   py::class_<StridedCopy>(
       m, "StridedCopy",
-      "The copy that packs and unpacks, for tests and benchmarks.\n\nBoxes are ``(src_offset, dst_offset, sizes, "
+      "The copy that packs and unpacks, for tests and benchmarks.\n\nA box is ``(src_offset, dst_offset, sizes, "
       "src_strides, dst_strides)``, in elements of `item_bytes`, outermost dim first. Nothing is checked.")
       .def(py::init([](const std::vector<BoxParts>& parts, int64_t item_bytes) {
              std::vector<Box> boxes;
@@ -96,14 +96,14 @@ void define_gemm(py::module_& m) {
             return why_not_scaled(gemm, lhs, rhs, dst);
           },
           py::arg("lhs"), py::arg("rhs"), py::arg("dst"),
-          "Returns why the device's units for 8-bit floats cannot do a scaled product of these; None if they can.")
+          "Returns the reason why the device's 8-bit float units cannot compute this scaled product, or None.")
       .def(
           "waves",
           [](const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& dst, int sms_left) {
             return waves_of(gemm, lhs.scalar_type(), dst.scalar_type(), dst.device(), {sms_left});
           },
           py::arg("lhs"), py::arg("dst"), py::arg("sms_left") = 0,
-          "Returns in how many waves dst's device computes the product, given the dtypes; None if that is not known.");
+          "Returns the number of waves in which dst's device computes the product, given the dtypes; None if unknown.");
 }
 
 }  // namespace

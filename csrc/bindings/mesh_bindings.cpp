@@ -27,7 +27,8 @@ StridedMeaning parse_strided(const std::string& text) {
   throw UserError(concat("strided: '", text, "' is not known; allowed are auto, order, literal"));
 }
 
-// Python caches plans under meshes and layouts, so there equality and hash include the topology, on which plans depend.
+// In Python, equality and hash of meshes and layouts include the topology, because Python caches plans by mesh and
+// layout, and plans depend on the topology.
 size_t hash_of(const Topology* topology) { return topology == nullptr ? 0 : std::hash<std::string>()(topology->name); }
 
 }  // namespace
@@ -68,7 +69,7 @@ void define_mesh(py::module_& m) {
             if (!position) return std::nullopt;
             return mesh.coordinate(*position);
           },
-          py::arg("rank"), "Returns a rank's coordinate; None for a rank that is not on the mesh.")
+          py::arg("rank"), "Returns a rank's coordinate; None if the rank is not on the mesh.")
       .def(
           "group_ranks",
           [](const Mesh& mesh, const Typed<int64_t>& rank, const Typed<std::vector<int64_t>>& mesh_dims) {
@@ -83,13 +84,13 @@ void define_mesh(py::module_& m) {
            [](const Mesh& mesh) { return py::hash(py::str(mesh.to_string())) ^ hash_of(mesh.topology().get()); })
       .def(
           "has_same_ranks", [](const Mesh& a, const Mesh& b) { return a == b; }, py::arg("other"),
-          "Returns whether names, sizes and ranks are the same; topologies may differ.")
+          "True if names, sizes and ranks are equal. Topologies may differ.")
       .def("__repr__", [](const Mesh& mesh) { return concat("Mesh(", mesh.to_string(), ")"); });
 }
 
 namespace {
 
-// The first reduction that is due and has no gradient here.
+// Returns the first pending reduction that cannot be differentiated.
 std::optional<Placement> undifferentiable(const Layout& layout) {
   for (const Placement& placement : layout.placements()) {
     const bool is_linear = placement.op == ReduceOp::kSum || placement.op == ReduceOp::kAvg;
@@ -103,7 +104,7 @@ std::optional<Placement> undifferentiable(const Layout& layout) {
 void define_gradient_layouts(py::module_& m) {
   m.def(
       "has_gradient", [](const Layout& layout) { return !undifferentiable(layout); }, py::arg("layout"),
-      "Returns whether all reductions that are due can be differentiated.");
+      "True if all pending reductions can be differentiated.");
   m.def(
       "gradient_layout",
       [](const Layout& layout, const std::string& argument) {
@@ -113,7 +114,8 @@ void define_gradient_layouts(py::module_& m) {
         return std::make_shared<Layout>(without_sums(layout));
       },
       py::arg("layout"), py::arg("argument"),
-      "The layout of a gradient: R where the value is partial. Raises ValueError, naming `argument`, where none is.");
+      "Returns the layout of a gradient: R instead of P. Raises ValueError that names `argument` if a pending "
+      "reduction cannot be differentiated.");
 }
 
 namespace {
@@ -127,7 +129,7 @@ std::shared_ptr<Layout> made_layout(std::shared_ptr<Mesh> mesh, const Typed<std:
                                   std::move(parsed), shard_order, parse_strided(text(strided, "strided")), flattened);
 }
 
-// Complex32, which cannot be reduced, too.
+// True for every complex dtype, including complex32, which cannot be reduced.
 bool is_complex(DType dtype) {
   return dtype == DType::kComplex32 || dtype == DType::kComplex64 || dtype == DType::kComplex128;
 }
@@ -161,17 +163,17 @@ using LayoutClass = py::class_<Layout, std::shared_ptr<Layout>>;
 void define_parts(LayoutClass& layout) {
   layout
       .def("check_blocks_are_whole", &check_blocks_are_whole, py::arg("dim"), py::arg("unit"),
-           "Raises ValueError if a part of the dim, as `flattened_shape` counts, begins or ends within a unit.")
+           "Raises ValueError if a part of `dim`, an index into `flattened_shape`, begins or ends within a unit.")
       .def_property_readonly("has_equal_parts", &Layout::has_equal_parts,
-                             "Returns whether all ranks hold parts of one shape.")
-      .def_property_readonly("has_pending", &has_pending, "Returns whether a reduction is pending along some mesh dim.")
-      .def("without_pending", &without_sums, "Returns the same layout with R where reductions are pending.")
+                             "True if all ranks hold parts of one shape.")
+      .def_property_readonly("has_pending", &has_pending, "True if a reduction is pending along some mesh dim.")
+      .def("without_pending", &without_sums, "Returns this layout with R instead of pending reductions.")
       .def(
           "local_shape",
           [](const Layout& layout, const Typed<int64_t>& rank) {
             return tuple_of(layout.local_shape_of_rank(rank_of(rank)));
           },
-          py::arg("rank"), "Returns the shape of this rank's part; (0,) for a rank that is not on the mesh.")
+          py::arg("rank"), "Returns the shape of this rank's part; (0,) if the rank is not on the mesh.")
       .def(
           "region",
           [](const Layout& layout, const Typed<int64_t>& rank) {
@@ -186,8 +188,8 @@ void define_parts(LayoutClass& layout) {
 void define_layout(py::module_& m) {
   LayoutClass layout(
       m, "Layout",
-      "A global tensor's shape and dtype, and how it is placed on a mesh.\n\nLayouts are equal if they are of one "
-      "tensor on equal meshes with the same cuts in the same order; they share plans.");
+      "A global tensor's shape, dtype, and placements on a mesh.\n\nLayouts are equal if shape and dtype are equal, "
+      "the meshes are equal, and the cuts are the same in the same order. Equal layouts share plans.");
   layout
       .def(py::init(&made_layout), py::arg("mesh"), py::arg("shape"), py::arg("placements"),
            py::arg("dtype") = "float32", py::arg("shard_order") = ShardOrder{}, py::arg("strided") = "auto",
@@ -197,13 +199,13 @@ void define_layout(py::module_& m) {
       .def_property_readonly("shape", [](const Layout& layout) { return tuple_of(layout.tensor_shape()); })
       .def_property_readonly(
           "flattened", &Layout::flattened,
-          "The number of leading tensor dims that are seen as one, in placements and in local tensors; 1 if none are.")
+          "Number of leading tensor dims that placements and local tensors count as one; 1 if none are flattened.")
       .def_property_readonly(
           "flattened_shape", [](const Layout& one) { return tuple_of(one.shape()); },
-          "The shape with these dims as one. Placements, local shapes and regions are of it.")
+          "The shape with the flattened dims as one. Placements, local shapes and regions refer to it.")
       .def_property_readonly(
           "is_partition", &Layout::is_partition,
-          "True if along each mesh dim every element lies on one coordinate, in ascending order; see `Pieces`.")
+          "True if along each mesh dim every element is on one coordinate, in ascending order; see `Pieces`.")
       .def_property_readonly("dtype", [](const Layout& layout) { return layout.dtype().name(); })
       .def_property_readonly(
           "placements",
@@ -214,7 +216,7 @@ void define_layout(py::module_& m) {
             }
             return texts;
           },
-          "One per mesh dim. Strided shards that encode an order of cuts appear as plain ones; see `shard_order`.")
+          "One per mesh dim. Strided shards that encode a shard order appear as plain ones; see `shard_order`.")
       .def_property_readonly(
           "shard_order",
           [](const Layout& layout) {
@@ -232,11 +234,11 @@ void define_layout(py::module_& m) {
       .def("__repr__", [](const Layout& layout) { return concat("Layout(", layout.to_string(), ")"); });
   define_parts(layout);
   m.def("nearest_cut", &nearest_cut_on, py::arg("src"), py::arg("ranks"),
-        "Returns the tensor dim to cut and the intervals of each rank so that least has to move.");
+        "Returns the tensor dim to cut and the intervals of each rank for which the fewest elements move.");
   define_gradient_layouts(m);
   m.def(
       "is_floating", [](const std::string& dtype) { return DType::parse(dtype).kind() == DTypeKind::kFloat; },
-      py::arg("dtype"), "Returns whether it is a floating dtype of 16 bits or more.");
+      py::arg("dtype"), "True if it is a floating dtype of 16 bits or more.");
   m.def("is_complex", [](const std::string& dtype) { return is_complex(DType::parse(dtype)); }, py::arg("dtype"));
 }
 

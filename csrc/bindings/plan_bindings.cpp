@@ -28,7 +28,7 @@ struct StepView {
   int64_t predicted_ps;
 };
 
-// Wraps a figure that may take long to compute the first time: the GIL is released meanwhile.
+// Wraps a property that may take long to compute the first time. The GIL is released meanwhile.
 template <typename Figure>
 auto patiently(Figure figure) {
   return [figure](const PlanView& p) {
@@ -47,22 +47,22 @@ void define_step(py::module_& m) {
           "or rearrange.")
       .def_property_readonly(
           "mesh_dims", [](const StepView& s) { return tuple_of(s.step.mesh_dims.to_vector()); },
-          "Indices of the mesh dims that it spans.")
+          "Indices of the mesh dims that the step spans.")
       .def_property_readonly("before", [](const StepView& s) { return s.step.before; })
       .def_property_readonly("after", [](const StepView& s) { return s.step.after; })
       .def_property_readonly(
           "ordered", [](const StepView& s) { return s.step.ordered; },
-          "Returns whether contributions are exchanged and summed in rank order, never by a native collective.")
+          "True if contributions are exchanged and summed in rank order, never by a native collective.")
       .def_property_readonly(
           "rounds", [](const StepView& s) { return s.step.rounds; },
-          "The number of rounds in which the move is carried out, to need less staging; each counts as a step.")
+          "Number of rounds of the move. More rounds need less staging; each round counts as a step.")
       .def_property_readonly("predicted_us",
                              [](const StepView& s) { return static_cast<double>(s.predicted_ps) / 1e6; })
       .def_property_readonly(
           "sharing", [](const StepView& s) { return sharing_name(s.step.sharing); },
           "The way in which ranks with equal data share its sending. ``\"none\"``: each receiver reads from one of "
-          "them. ``\"messages\"``: whole messages are shared out. ``\"bytes\"``: elements are, which splits some "
-          "messages. ``\"nodes\"``: holders serve their own node first, and what is left is shared by all.")
+          "these ranks. ``\"messages\"``: they divide the messages. ``\"bytes\"``: they divide the elements, which "
+          "splits some messages. ``\"nodes\"``: they serve their own nodes first and divide the rest.")
       .def_property_readonly(
           "wire_bytes_max", [](const StepView& s) { return s.traffic.received_bytes_max; },
           "Bytes received from other ranks by the rank that receives most.")
@@ -100,11 +100,11 @@ void define_ends_and_steps(PlanClass& plan) {
             }
             return figures;
           },
-          "Figures with a lower bound for any plan: ``wire_bytes_max`` and ``wire_bytes_sum`` received, "
+          "{name: (value, lower bound for any plan)} of ``wire_bytes_max`` and ``wire_bytes_sum`` received, "
           "``send_bytes_max``, ``messages_max``, ``steps`` that communicate, ``peak_bytes``, ``predicted_ps``.")
       .def_property_readonly(
           "remarks", patiently([](const CertifiedPlan& plan) { return plan.remarks(); }),
-          "A sentence for each bound that the plan does not meet, and for each property that it cannot guarantee.")
+          "One sentence for each bound that the plan does not meet and each property that it cannot guarantee.")
       .def_property_readonly("replicas_are_bitwise_equal", patiently([](const CertifiedPlan& plan) {
                                return plan.certificate().replicas_are_bitwise_equal;
                              }),
@@ -112,7 +112,7 @@ void define_ends_and_steps(PlanClass& plan) {
                              "whichever library does the reduction.")
       .def_property_readonly(
           "segments", [](const PlanView& p) { return p.plan().segments.count; },
-          "In how many segments the tensor takes the steps, each one step behind the one before it; 1 on one mesh.")
+          "Number of segments of the tensor, each one step behind the one before it; 1 on one mesh.")
       .def_property_readonly("steps", [](const PlanView& p) {
         std::vector<StepView> views;
         for (const Step& step : p.plan().steps) {
@@ -123,7 +123,7 @@ void define_ends_and_steps(PlanClass& plan) {
       });
 }
 
-// Figures of the worst rank, and sums over all ranks.
+// Costs of the worst rank, and sums over all ranks.
 void define_figures(PlanClass& plan) {
   plan.def_property_readonly("wire_bytes_max",
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_max; }),
@@ -136,9 +136,9 @@ void define_figures(PlanClass& plan) {
           "True if `wire_bytes_sum` is exact; if not, it is an upper bound. Up to 4,096 ranks it is always exact.")
       .def_property_readonly("maxima_are_exact",
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().maxima_are_exact; }),
-                             "Returns whether the maxima of bytes and messages, received and sent, hold for every "
-                             "rank.\n\nIf not, they are those of the outermost ranks of a mesh with too many kinds of "
-                             "ranks to look at each. Always so up to 4,096 ranks.")
+                             "True if the maxima of bytes and messages, received and sent, hold for every "
+                             "rank.\n\nOtherwise the mesh has too many kinds of ranks to look at each, and the maxima "
+                             "are those of its outermost ranks. Always True up to 4,096 ranks.")
       .def_property_readonly("send_bytes_max",
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().sent_bytes_max; }))
       .def_property_readonly("messages_max",
@@ -161,7 +161,7 @@ void define_figures(PlanClass& plan) {
           "The most memory allocated at once on the worst rank: the result and temporaries, not the source.")
       .def_property_readonly("peak_bytes_is_exact",
                              patiently([](const CertifiedPlan& plan) { return plan.certificate().peak_is_exact; }),
-                             "Returns whether no rank allocates more than `peak_bytes`; see `maxima_are_exact`.");
+                             "True if no rank allocates more than `peak_bytes`; see `maxima_are_exact`.");
 }
 
 void define_figures_of_ranks(PlanClass& plan) {
@@ -187,8 +187,8 @@ void define_figures_of_ranks(PlanClass& plan) {
       .def(
           "simulate", [](const PlanView& p) { return simulate(p.plan()).received_bytes_sum; },
           py::call_guard<py::gil_scoped_release>(),
-          "Runs all ranks in this process. Returns the bytes moved; raises RuntimeError if an element is wrong, or if "
-          "bytes or memory differ from what the plan says.");
+          "Runs all ranks in this process. Returns the bytes moved. Raises RuntimeError if an element is wrong, or if "
+          "bytes or memory differ from the plan's.");
 }
 
 void define_forms(PlanClass& plan) {
@@ -198,13 +198,13 @@ void define_forms(PlanClass& plan) {
           [](const Typed<py::bytes>& data) {
             return view_of(from_bytes(std::string(object<py::bytes>(data, "data", "bytes, as Plan.to_bytes gives"))));
           },
-          py::arg("data"), "Raises ValueError on bytes that are not a plan.")
+          py::arg("data"), "Raises ValueError if the bytes are not a plan.")
       .def("to_json", patiently([](const CertifiedPlan& plan) {
              return to_json(plan.plan(), plan.certificate(), plan.remarks());
            }),
            "Returns JSON as described in docs/plan.schema.json; `plan_from_json` reads it.")
       .def("to_svg", patiently([](const CertifiedPlan& plan) { return to_svg(plan.plan()); }),
-           "Returns a picture of who holds what and who sends what to whom: by rank up to 16 ranks, else by mesh dim.")
+           "Returns an SVG picture of the ranks' parts and messages: by rank up to 16 ranks, otherwise by mesh dim.")
       .def("to_html", patiently([](const CertifiedPlan& plan) { return to_html(plan.plan()); }),
            "Returns an HTML page with the picture and the plan's text.")
       .def("_repr_html_", [](const PlanView& p) { return to_svg(p.plan()); })  // in notebooks
@@ -217,7 +217,7 @@ void define_forms(PlanClass& plan) {
 void define_plan(py::module_& m) {
   define_step(m);
   PlanClass plan(m, "Plan",
-                 "The moves from one layout to another, and what they cost. ``str(plan)`` is one line per move.");
+                 "The moves from one layout to another, and their costs. ``str(plan)`` is one line per move.");
   define_ends_and_steps(plan);
   define_figures(plan);
   define_figures_of_ranks(plan);

@@ -1,4 +1,4 @@
-// _planner: making plans, and the cache of plans.
+// _planner: functions that make plans, and the cache of plans.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -73,7 +73,7 @@ void define_making(py::module_& m) {
           plan.steps.push_back({parse_step_op(op), mesh_dim_set(mesh_dims, before.mesh()), before, after,
                                 parse_sharing(sharing), rounds, ordered, ranks_per_node});
         }
-        return view_of(from_bytes(to_bytes(plan)));  // from_bytes refuses steps that do not make a plan
+        return view_of(from_bytes(to_bytes(plan)));  // from_bytes rejects steps that do not form a plan
       },
       py::arg("src"), py::arg("dst"), py::arg("steps"), py::arg("backend"), py::arg("objective"), py::arg("topology"),
       py::arg("named_groups_only"), py::arg("segments_dim"), py::arg("segments"));
@@ -95,14 +95,14 @@ void define_planning(py::module_& m) {
   define_making(m);
   m.def(
       "plan_text", [](const PlanView& p) { return to_text(p.plan()); }, py::arg("plan"),
-      "Returns a plan as operators take it: a label, ``\"|\"``, and its bytes in base64.");
+      "Returns a plan in the text form that operators take: a label, ``\"|\"``, and its bytes in base64.");
   m.def(
       "parse_plan", [](const std::string& text) { return view_of(from_bytes(bytes_in(text, "plan"))); },
-      py::arg("text"), "Parses what `plan_text` wrote. Raises ValueError on other text.");
+      py::arg("text"), "Parses the result of `plan_text`. Raises ValueError on other text.");
   m.def(
       "simulation_bytes", [](const PlanView& p) { return simulation_bytes(p.plan(), p.certified->peak_bytes()); },
       py::arg("plan"), py::call_guard<py::gil_scoped_release>(),
-      "Estimates how much memory ``plan.simulate()`` takes.");
+      "Returns an estimate of the bytes that ``plan.simulate()`` takes.");
   define_cache(m);
 }
 

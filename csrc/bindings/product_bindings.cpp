@@ -42,16 +42,16 @@ std::string text_of(const Schedule& schedule) {
 }
 
 void define_schedule(py::module_& m) {
-  py::class_<Schedule>(m, "Schedule", R"(The plan of a `Matmul` (csrc/products/matmul.h).
+  py::class_<Schedule>(m, "Schedule", R"(The schedule of a `Matmul` (csrc/products/matmul.h).
 
 Args:
     method: ``"serial"``, ``"ring"``, ``"collective"`` or ``"flags"``.
-    chunks: their number, or for a ring the distances of each.
-    depth: the most transfers that are under way during a product.
+    chunks: the number of chunks, or for a ring the distances of each chunk.
+    depth: the maximum number of transfers under way during a product.
     sms_left: multiprocessors that products leave to transfers under way.
 
 Raises:
-    ValueError: the method is unknown. `Matmul.check` tells whether a schedule fits a product.)")
+    ValueError: the method is unknown. `Matmul.check` checks that a schedule is possible for a product.)")
       .def(py::init([](const Typed<std::string>& method, const Chunks& chunks, const Typed<int64_t>& depth,
                        const Typed<int64_t>& sms_left) {
              return schedule_of(text(method, "method"), chunks, integer(depth, "depth"), integer(sms_left, "sms_left"));
@@ -75,7 +75,7 @@ std::optional<int64_t> depth_of(const py::object& given) {
   return depth;
 }
 
-// True if scales are by row; the dtype of the result, and the plan for the scales of the moved operand.
+// A flag for scales by row, the dtype of the result, and the plan of the moved operand's scales.
 using ScalingParts = std::tuple<bool, std::string, std::optional<PlanView>>;
 
 std::optional<Scaling> scaling_of(const std::optional<ScalingParts>& parts) {
@@ -145,10 +145,10 @@ void define_making(MatmulClass& matmul) {
             return MatmulView{std::move(matmul)};
           },
           py::arg("plan"), py::arg("products"), py::arg("keeps_gathered") = false, py::arg("scaling") = py::none(),
-          "Moves an operand by a plan and multiplies it. `products` has, for each product, the axes (with the operand "
-          "that moves first), the other operand, and whether a bias is added. `scaling` of 8-bit operands is whether "
-          "scales are by row, the dtype of the result, and, if by row, the plan of the moved operand's scales. Raises "
-          "ValueError if these do not fit together.")
+          "Returns a matmul that moves an operand by a plan and multiplies it. `products` has, for each product, the "
+          "axes (the moved operand first), the other operand, and whether a bias is added. `scaling` of 8-bit operands "
+          "is (whether scales are by row, dtype of the result, plan of the moved operand's scales if they are by row). "
+          "Raises ValueError if the arguments contradict each other.")
       .def_static(
           "scatter",
           [](const PlanView& plan, const std::vector<Term>& terms, bool has_addend,
@@ -159,16 +159,16 @@ void define_making(MatmulClass& matmul) {
             return MatmulView{std::move(matmul)};
           },
           py::arg("plan"), py::arg("terms"), py::arg("has_addend") = false, py::arg("scaling") = py::none(),
-          "Sums products, and with `has_addend` one more tensor in the layout of the plan's source, and moves the "
-          "result by a plan. `terms` has the axes and both operands of each product; `scaling` is as in `gather`, "
-          "without a plan.")
+          "Returns a matmul that sums products, and with `has_addend` one more tensor in the layout of the plan's "
+          "source, and moves the result by a plan. `terms` has the axes and both operands of each product. `scaling` "
+          "is as in `gather`, without a plan.")
       .def_static(
           "parse",
           [](const std::string& text) {
             const auto [matmul, schedule] = matmul_from_bytes(bytes_in(text, "matmul"));
             return std::pair(MatmulView{matmul}, schedule);
           },
-          py::arg("text"), "Parses what `to_text` wrote.");
+          py::arg("text"), "Parses the result of `to_text`.");
 }
 
 void define_choices(MatmulClass& matmul) {
@@ -177,7 +177,7 @@ void define_choices(MatmulClass& matmul) {
       .def_property_readonly("communicates", [](const MatmulView& view) { return communicates(view.matmul); })
       .def_property_readonly(
           "why_only_serial", [](const MatmulView& view) { return why_only_serial(view.matmul); },
-          "Why nothing of it can be chunked; None if something can.")
+          "The reason why no part of it can be chunked; None if some part can.")
       .def(
           "check", [](const MatmulView& view, const Schedule& schedule) { check(view.matmul, schedule); },
           py::arg("schedule"), "Raises ValueError if the schedule is not possible.")
@@ -191,15 +191,15 @@ void define_choices(MatmulClass& matmul) {
             return all;
           },
           py::arg("model"), py::arg("depth") = py::none(),
-          "Returns schedules with their picoseconds: serial first, then every method and number of chunks, each with "
-          "the depth (unless it is given) and the processors left to transfers that are predicted to be fastest.")
+          "Returns (schedule, picoseconds) pairs: serial first, then every method and number of chunks, each with the "
+          "depth (unless it is given) and the processors left to transfers that are predicted to be fastest.")
       .def(
           "choose",
           [](const MatmulView& view, const GemmModel& model, const Typed<std::optional<int64_t>>& depth) {
             return choose(view.matmul, model, depth_of(depth));
           },
           py::arg("model"), py::arg("depth") = py::none(),
-          "Returns the schedule that is predicted to be fastest; serial unless another one saves 2%.")
+          "Returns the schedule predicted to be fastest; serial unless another one saves 2%.")
       .def(
           "tuned",
           [](const MatmulView& view, const Schedule& schedule, const GemmModel& model,
@@ -218,7 +218,7 @@ void define_programs(MatmulClass& matmul) {
             return timeline_of(view.matmul, schedule, model);
           },
           py::arg("schedule"), py::arg("model"),
-          "Returns the prediction for the first rank: ``spans`` with lane, instruction, chunk, start and end in "
+          "Returns the predicted timeline of the first rank: ``spans`` with lane, instruction, chunk, start and end in "
           "picoseconds; ``total_ps``, ``communication_ps`` and ``gemm_ps``.")
       .def(
           "program",
@@ -253,7 +253,7 @@ void define_programs(MatmulClass& matmul) {
 void define_gemm_model(py::module_& m) {
   py::class_<GemmModel> model(
       m, "GemmModel",
-      R"(Predicts how long a matrix product takes. Chunks are chosen with it, so it must be the same on every rank.
+      R"(Predicts the time of matrix products. Chunks are chosen with it, so it must be the same on every rank.
 
 A product is cut into tiles, and each processor computes one at a time: a product of few tiles leaves processors
 idle.
@@ -262,14 +262,14 @@ Args:
     name: shown in messages.
     num_processors: the SMs of a GPU; 1 for all cores of a CPU together.
     tile_rows, tile_columns: the size of a tile of the result.
-    flops_per_us: of one processor, for 16-bit operands; 8 bits run twice, 32 half, 64 a quarter as fast.
+    flops_per_us: rate of one processor for 16-bit operands. 8 bits run twice, 32 half, 64 a quarter as fast.
     launch_ps: picoseconds per product.
     memory_ps_per_kib: picoseconds per KiB to read operands and write results.
-    contention_percent: how much longer a product takes while data travels.
-    chunk_ps: on CPU, by how many picoseconds a chunk's transfer ends later alongside products than alone.
+    contention_percent: slowdown of a product during transfers, in percent.
+    chunk_ps: on CPU, picoseconds by which a chunk's transfer ends later alongside products than alone.
 
 Raises:
-    ValueError: a figure is negative, or one that is divided by is below 1.)");
+    ValueError: a value is negative, or a divisor is below 1.)");
   model
       .def(py::init([](const Typed<std::string>& name, const Typed<int64_t>& num_processors,
                        const Typed<int64_t>& tile_rows, const Typed<int64_t>& tile_columns,

@@ -95,7 +95,7 @@ void define_node(py::module_& m) {
             return bias != nullptr && adds_bias(*bias, operand.mesh(), position_on(operand.mesh(), Rank{rank}));
           },
           py::arg("plan"), py::arg("rank"),
-          "Returns whether this rank adds the bias. Where sums stay due, only one rank along their mesh dims does.");
+          "True if this rank adds the bias. If sums stay pending, only one rank along their mesh dims adds it.");
 }
 
 void define_dataflow(py::module_& m) {
@@ -134,8 +134,7 @@ const GradientLayouts& gradients_of(const ProductPlanPtr& plan) {
   return *plan->layouts().gradients;
 }
 
-// Returns whether the parts of operand, weights, results and biases have equal sizes, and those of the moved operand
-// too.
+// True if all ranks hold parts of one size of operand, moved operand, weights, results and biases.
 bool has_equal_parts(const ProductPlan& plan) {
   const ProductProblem& problem = plan.problem();
   bool all = problem.operand.has_equal_parts() && plan.layouts().operand.has_equal_parts();
@@ -145,21 +144,21 @@ bool has_equal_parts(const ProductPlan& plan) {
   return all;
 }
 
-// Returns whether schedules are chosen by predicted time, at least in part.
+// True if schedules are chosen by predicted time, at least in part.
 bool chooses_schedules(const ProductPlan& plan) {
   const ScheduleRequest& request = plan.problem().schedule;
   return !request.method || (!request.chunks && request.distances.empty());
 }
 
-// The settings that moves and products are planned by: lowering, topology, tables, models by the dtype of what is
-// moved.
+// Returns the context in which moves and products are planned: lowering, topology, pins, and GEMM models by the dtype
+// of the moved tensor.
 ProductContext context_of(const Layout& operand, const std::string& backend, const std::optional<Topology>& topology,
                           const PlanningTables& tables, const std::map<std::string, GemmModel>& gemm_models) {
   const Lowering& lowering = Lowering::named(backend);
   return {lowering, topology_between(operand, operand, lowering, topology, tables), tables.pins, gemm_models};
 }
 
-// The dtypes of the tensors that may be moved: those of operand and weights, and those of the results.
+// Returns the dtypes of the tensors that may be moved: operand, weights and results.
 std::set<DType::Id> dtypes_that_move(const ProductProblem& problem) {
   std::set<DType::Id> dtypes{problem.operand.dtype().id()};
   for (const Layout& weight : problem.weights) dtypes.insert(weight.dtype().id());
@@ -167,7 +166,7 @@ std::set<DType::Id> dtypes_that_move(const ProductProblem& problem) {
   return dtypes;
 }
 
-// For each dtype that may be moved the model that is given, or else that of the tables.
+// Returns a model for each dtype that may be moved: the given one, or else the tables' model.
 std::map<std::string, GemmModel> models_of(const ProductProblem& problem, const PlanningTables& tables,
                                            const std::string& device_type, const py::object& given) {
   std::optional<GemmModel> model;
@@ -179,7 +178,7 @@ std::map<std::string, GemmModel> models_of(const ProductProblem& problem, const 
   return models;
 }
 
-// A tensor, of which only what describes it is read, and the layout of a DTensor.
+// A tensor, of which only the metadata is read, and its layout if it is a DTensor.
 using TensorAndLayout = std::pair<py::object, std::optional<Layout>>;
 
 GivenTensor given_tensor(const TensorAndLayout& given, std::string name) {
@@ -196,7 +195,7 @@ GivenTensor given_tensor(const TensorAndLayout& given, std::string name) {
           !layout && is_transposed(shape, strides)};
 }
 
-// By weight; named by the argument that holds one, or by that which holds many.
+// Returns the tensors by weight, named `one` if the argument is a single tensor, or "many[j]" if it is a list.
 std::vector<std::optional<GivenTensor>> given_tensors(std::span<const std::optional<TensorAndLayout>> given,
                                                       const std::string& one, const std::string& many,
                                                       ProductFunction function) {
@@ -208,7 +207,7 @@ std::vector<std::optional<GivenTensor>> given_tensors(std::span<const std::optio
   return tensors;
 }
 
-// Of x, then by weight.
+// Returns the scale of x, then the scales by weight.
 std::vector<std::optional<GivenTensor>> given_scales(const std::vector<std::optional<TensorAndLayout>>& given,
                                                      ProductFunction function) {
   check_user(!given.empty(), "scales: got none; allowed is one for x, or None, and one for each weight");
@@ -218,7 +217,7 @@ std::vector<std::optional<GivenTensor>> given_scales(const std::vector<std::opti
   return scales;
 }
 
-// By weight, or one for all of them.
+// Returns the columns by weight. A single number is for all weights.
 std::vector<std::optional<int64_t>> columns_of(const py::object& given, size_t num_weights) {
   if (given.is_none()) return {};
   if (PyIndex_Check(given.ptr())) {
@@ -228,7 +227,7 @@ std::vector<std::optional<int64_t>> columns_of(const py::object& given, size_t n
   return {listed.begin(), listed.end()};
 }
 
-// The total length, or one for each rank.
+// Reads `size`, the total length or a list with one length for each rank.
 void read_size(const py::object& given, ProductArguments& arguments) {
   if (given.is_none() || PyIndex_Check(given.ptr())) {
     arguments.size = optional_integer(given, "size");
@@ -275,7 +274,7 @@ void define_making(ProductPlanClass& plan) {
            py::arg("gemm_models") = std::map<std::string, GemmModel>{});
 }
 
-// From the arguments of a product of tensors, which are checked.
+// Defines plan_product, which checks the arguments of a product of tensors and makes its plan.
 void define_making_from_tensors(py::module_& m) {
   m.def(
       "plan_product",
@@ -329,13 +328,13 @@ void define_making_from_tensors(py::module_& m) {
       py::arg("size") = py::none(), py::arg("columns") = py::none(), py::arg("out_dtype") = py::none(),
       py::arg("method") = py::none(), py::arg("chunks") = py::none(), py::arg("depth") = py::none(),
       py::arg("save") = "shard", py::arg("gemm_model") = py::none(),
-      "The plan of a product of tensors, from the arguments of the function (``\"linear\"``, ``\"gather\"`` or "
-      "``\"sum\"``) that multiplies them: csrc/products/product_arguments.h says more. Tensors come with the layouts "
-      "of DTensors; `scales` are those of x and of the weights. Without a `gemm_model`, that of the tables for the "
-      "type of device is taken. Raises ValueError for arguments that do not fit.");
+      "Returns the plan of a product of tensors, from the arguments of the function (``\"linear\"``, ``\"gather\"`` or "
+      "``\"sum\"``) that multiplies them; see csrc/products/product_arguments.h. A DTensor is given with its layout; "
+      "`scales` are those of x and of the weights. Without a `gemm_model`, the tables' model for the device type is "
+      "used. Raises ValueError if the arguments are invalid.");
 }
 
-// From text: the layouts that ProductPlan takes.
+// Defines product_layouts, which makes the layouts for a ProductPlan from text.
 void define_making_from_text(py::module_& m) {
   m.def(
       "product_layouts",
@@ -353,12 +352,13 @@ void define_making_from_text(py::module_& m) {
       py::arg("mesh"), py::arg("axes"), py::arg("sizes"), py::arg("dtype"), py::arg("operand"), py::arg("weights"),
       py::arg("biases"), py::arg("results"),
       "Returns the layouts that `ProductPlan` takes, from axes as in einsum, their sizes, and placements as "
-      "text.\n\nWithout `biases` there are none; without `results`, they are placed so that no move of them is needed. "
-      "Raises ValueError if an axis has no size, or if placements do not fit a tensor.");
+      "text.\n\nEmpty `biases` mean no biases. Empty `results` are placed so that they need no move. Raises ValueError "
+      "if an axis has no size, or if placements do not fit a tensor.");
 }
 
-// For each gradient of a result the layout in which it is given, None for the usual one; then, if there is one more,
-// that of a gradient to add to the operand's. `needs`: of operand, weights and biases.
+// Returns the request for a backward. `given` has the layout of each result's gradient (None for the usual one) and
+// optionally, at the end, the layout of an addend to the operand's gradient. `needs` has a flag for the operand, then
+// for each weight, then for each bias.
 GradientRequest request_of(const ProductPlan& plan, const std::vector<std::optional<Layout>>& given,
                            const std::vector<bool>& needs) {
   GradientRequest request = plan.all_gradients();
@@ -391,9 +391,9 @@ void define_layouts(ProductPlanClass& plan) {
           "The tensor whose move overlaps with the product: ``\"operand\"``, ``\"weight\"`` or ``\"result\"``.")
       .def_property_readonly("keeps_gathered", &ProductPlan::keeps_gathered)
       .def_property_readonly("has_equal_parts", &has_equal_parts,
-                             "Whether, for every tensor, all ranks hold parts of one size.")
+                             "True if, for every tensor, all ranks hold parts of one size.")
       .def_property_readonly("chooses_schedules", &chooses_schedules,
-                             "Returns whether methods or numbers of chunks were left to be chosen by predicted time.")
+                             "True if the method or the number of chunks is chosen by predicted time.")
       .def_property_readonly(
           "moved_operand", [](const ProductPlan& plan) { return plan.layouts().operand; },
           "The operand's layout during the product.")
@@ -422,9 +422,9 @@ void define_directions(ProductPlanClass& plan) {
 operand's gradient if there is one. Outputs: gradients of operand, weights and biases.
 
 Args:
-    given: the layouts of the results' gradients, None for the usual ones (`result_gradients`). If there is one
-        more, it is the layout of the addend, or None.
-    needs: whether the gradients of operand, weights and biases are requested; biases by weight.)");
+    given: the layouts of the results' gradients, None for the usual ones (`result_gradients`). One more item is
+        the layout of the addend, or None.
+    needs: flags for the gradients of the operand, each weight, and the bias of each weight.)");
 }
 
 }  // namespace
@@ -435,18 +435,18 @@ void define_product_plan(py::module_& m) {
 
 Args:
     axes: one text per weight, as in einsum: ``"bsk,nk->bsn"``.
-    operand, weights, biases, results: the layouts of the given tensors, and those requested for the results.
-    cuts: the axis that is cut along each mesh dim during the product, or ``"-"``; default: the cuts predicted to be
-        fastest.
+    operand, weights, biases, results: the layouts of the given tensors, and the requested layouts of the results.
+    cuts: the axis that is cut along each mesh dim during the product, or ``"-"`` for none. Default: the cuts predicted
+        to be fastest.
     scaled_by: how operands of 8-bit floats are scaled: ``"tensor"`` or ``"row"``.
     scales: if by row, the layouts of scales of operand and weights that are not placed like their operand's rows.
     keeps_gathered: whether the forward also returns the gathered operand, for the backward.
     method, chunks, depth: as in `shardwright.linear`.
     backend, topology, tables: as in `shardwright.plan`.
-    gemm_models: how long products take, by the dtype of the tensor that is moved.
+    gemm_models: the models that predict products, by the dtype of the moved tensor.
 
 Raises:
-    ValueError: the arguments do not fit together, or the schedule is not possible.)");
+    ValueError: the arguments contradict each other, or the schedule is not possible.)");
   define_dataflow(m);
   define_making(plan);
   define_making_from_tensors(m);
@@ -458,10 +458,10 @@ Raises:
             return std::const_pointer_cast<ProductPlan>(
                 make_product_plan(product_problem_from_bytes(bytes_in(text, "product"))));
           },
-          py::arg("text"), "Makes the plan from what `to_text` wrote. Raises ValueError on other text.")
+          py::arg("text"), "Makes the plan from the result of `to_text`. Raises ValueError on other text.")
       .def(
           "to_text", [](const ProductPlan& plan) { return to_text(plan.problem()); },
-          "Returns everything that the plan depends on, as operators take it; the same in every process.")
+          "Returns all that the plan depends on, as operators take it. The text is the same in every process.")
       .def("to_json", [](const ProductPlan& plan) { return plan.to_json(plan_cache()); })
       .def("__str__", [](const ProductPlan& plan) { return plan.to_string(plan_cache()); })
       .def(

@@ -30,8 +30,7 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-// Returns whether no dispatch mode, trace or transform watches this thread, and, unless `in_backward` allows it, no
-// backward is running on it.
+// True if no dispatch mode, trace or transform is active on this thread, and no backward (unless `in_backward`).
 bool nothing_watches(bool in_backward) {
   return !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
          !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::PythonDispatcher) &&
@@ -39,11 +38,11 @@ bool nothing_watches(bool in_backward) {
          (in_backward || torch::autograd::get_current_node() == nullptr);
 }
 
-// Functions that tell what watches the calling thread, and which thread it is.
+// Defines functions that report the active modes of the calling thread, and its number.
 void define_watching(py::module_& m) {
   m.def(
       "nothing_watches", &nothing_watches, py::arg("in_backward"),
-      "Returns whether no mode, trace or transform watches this thread, and, unless `in_backward`, no backward runs.");
+      "True if no mode, trace or transform is active on this thread, and no backward (unless `in_backward`).");
   m.def("thread_id", &at::RecordFunction::currentThreadId, "Returns autograd's number of this thread.");
   m.def(
       "thread_of_current_node",
@@ -51,11 +50,11 @@ void define_watching(py::module_& m) {
         const auto node = torch::autograd::get_current_node();
         return node ? node->thread_id() : at::RecordFunction::currentThreadId();
       },
-      "Returns autograd's number of the thread that made the node whose backward is running. It is not this thread for "
-      "devices other than CPU, whose backwards run on threads of autograd.");
+      "Returns autograd's number of the thread that created the node whose backward is running. For devices other than "
+      "CPU it is not this thread, because their backwards run on threads of autograd.");
 }
 
-// Functions that tell autograd about tensors.
+// Defines functions that change how autograd treats tensors.
 void define_autograd(py::module_& m) {
   m.def(
       "as_view",
@@ -81,7 +80,7 @@ void define_memory(py::module_& m) {
         first.set_data_ptr_noswap(second.set_data_ptr(std::move(of_first)));
       },
       py::arg("a"), py::arg("b"),
-      "Exchanges the memory of two storages of as many bytes, whatever other tensors read it.");
+      "Swaps the memory of two storages of equal size. All tensors that share these storages see the swap.");
 }
 
 void define_tracing(py::module_& m) {
@@ -96,10 +95,10 @@ void define_tracing(py::module_& m) {
         return events;
       },
       py::call_guard<py::gil_scoped_release>(),
-      "Returns lane, instruction, chunk, run, start and end in seconds of everything since `begin_trace`.");
+      "Returns the events since `begin_trace`: lane, instruction, chunk, run, and start and end in seconds.");
 }
 
-// Hooks for devices that are implemented in an extension of torch.
+// Defines hooks for devices that are implemented in an extension of torch.
 void define_devices(py::module_& m) {
   m.def(
       "register_capture_query",
@@ -155,9 +154,9 @@ void define_settings(py::module_& m) {
       "Hopper. The setting is per process and initially False, as in torch; if ranks differ, so may the bits of their "
       "results. Returns the previous setting. Raises ValueError for anything but a bool.");
   m.def("note_changed_tables", &note_changed_tables,
-        "Must be called when `tables.current` has changed. Operators with sizes then ask for plans again.");
+        "Must be called after `tables.current` changes. Operators with sizes then plan again.");
   m.def("compare_ranks", &compare_ranks, py::arg("on"),
-        "Makes operators compare between ranks what they run (`check_ranks`).");
+        "Makes operators check that all ranks run the same (`check_ranks`).");
   m.def("kept_staging_bytes", &kept_staging_bytes);
   m.def("release_staging", &release_staging,
         "Frees the memory of temporaries that is kept for the next run (on CPU, at most 256 MiB).");

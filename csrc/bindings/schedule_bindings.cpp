@@ -20,17 +20,19 @@ namespace py = pybind11;
 namespace shardwright {
 namespace {
 
-// name, rest, use, keep and gradient bytes, times of a gather and of a reduction, and of copies from and to the host
+// Name; bytes sharded, gathered, kept, and of the gradient; picoseconds of a gather, of a reduction, and of copies from
+// and to the host.
 using WeightParts = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
-// products, each with times of all chunks and of one and its use; time of the rest, bytes of the gradient meanwhile
+// Products, each with picoseconds of all chunks, of one chunk, and its use; picoseconds of the rest; gradient bytes.
 using ReductionParts = std::tuple<std::vector<std::tuple<int64_t, int64_t, int>>, int64_t, int64_t>;
-// weight, bytes and time of what is gathered before, bytes of chunks, their time, their number, whether in backwards
-// too, the reduction of the gradient
+// Weight; bytes and picoseconds of the part not in chunks; bytes of chunks, their picoseconds and number; whether
+// backwards are allowed; the reduction of the gradient.
 using FormParts = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, bool, ReductionParts>;
-// weights, pass, weights whose gradients are complete, time of the compute
+// Weights, pass, weights whose gradients are complete, picoseconds of the compute.
 using UseParts = std::tuple<std::vector<int>, std::string, std::vector<int>, int64_t>;
 
-// name; bytes kept and gathered, time of a gather; uses that save it, need it first and last; the turn of its last need
+// Name; bytes kept and gathered; picoseconds of a gather; uses that save it, need it first and need it last; the
+// activation in whose turn it is needed last.
 using ActivationParts = std::tuple<std::string, int64_t, int64_t, int64_t, int, int, int, int>;
 
 std::vector<Activation> activations_of(const std::vector<ActivationParts>& parts) {
@@ -112,14 +114,14 @@ void define_lists(py::class_<StepSchedule>& schedule) {
             for (const Weight& w : s.weights) all.push_back(w.form_of);
             return all;
           },
-          "By weight, those of `forms` that are used last: the weight that it is in chunks, or -1.")
+          "By weight: for a form, the weight that it gathers in chunks; otherwise -1. Forms come last.")
       .def_property_readonly("prefetch", [](const StepSchedule& s) { return s.options.prefetch; })
       .def_property_readonly(
           "lanes", &lanes_of,
-          "Begin and end in picoseconds of \"uses\", \"gathers\" and \"reductions\" as predicted; \"chunks\" within "
-          "uses, each as weight, use, whether it is a reduction, and begin and end; \"fetches\" from the host by "
-          "gather and \"sends\" to it by reduction; \"activations\"; \"compute_ps\", \"transfer_ps\", \"copy_ps\", "
-          "\"total_ps\". None without times.")
+          "Predicted (begin, end) in picoseconds of \"uses\", \"gathers\", \"reductions\" and \"activations\", of "
+          "\"fetches\" from the host by gather, and of \"sends\" to the host by reduction; \"chunks\" within uses, "
+          "each as weight, use, whether it is a reduction, and (begin, end); \"compute_ps\", \"transfer_ps\", "
+          "\"copy_ps\", \"total_ps\". None without times.")
       .def_property_readonly(
           "uses",
           [](const StepSchedule& s) {
@@ -129,7 +131,7 @@ void define_lists(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "Weights, pass, weights whose gradients are complete afterwards, and picoseconds of the compute or 0.");
+          "Weights, pass, weights whose gradients are complete afterwards, and picoseconds of the compute, or 0.");
 }
 
 void define_arena(py::class_<StepSchedule>& schedule) {
@@ -153,7 +155,7 @@ void define_arena(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "Weight, buffer, the use before which it starts, the use that needs it, whether it is from the kept copy.")
+          "Weight, buffer, the use before which it starts, the use that needs it, and whether it reads the kept copy.")
       .def_property_readonly(
           "chunk_gathers",
           [](const StepSchedule& s) {
@@ -163,7 +165,7 @@ void define_arena(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "Weight, and a use within which all its chunks are gathered; what is not in chunks is one of `gathers`.")
+          "Weight, and a use within which all its chunks are gathered. The part not in chunks is one of `gathers`.")
       .def_property_readonly(
           "reductions",
           [](const StepSchedule& s) {
@@ -173,15 +175,15 @@ void define_arena(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "Weight; the uses from which its gradient exists, after which it is reduced, and after which that is done; "
-          "whether in chunks within these uses, all but what is not in chunks.");
+          "Weight, the first use in which its gradient exists, the use after which the reduction starts, the use after "
+          "which it is done, and whether it is in chunks (all but the part not in chunks, within these uses).");
 }
 
 void define_figures(py::class_<StepSchedule>& schedule) {
   schedule
       .def(
           "to_svg", [](const StepSchedule& s) { return to_svg(s); },
-          "The step as a standalone picture: compute, transfers, and what lies where in the arena.")
+          "Returns the step as a standalone SVG picture: compute, transfers, and the buffers in the arena.")
       .def_readonly("arena_bytes", &StepSchedule::arena_bytes)
       .def_readonly("live_buffer_bytes", &StepSchedule::live_buffer_bytes)
       .def_readonly("peak_gradient_bytes", &StepSchedule::peak_gradient_bytes)
@@ -204,7 +206,8 @@ void define_figures(py::class_<StepSchedule>& schedule) {
             }
             return all;
           },
-          "By activation: the use in which its gather starts, and the activation in whose turn; -1: before the use.")
+          "By activation: the use in which its gather starts, and the activation at the beginning of whose turn it "
+          "starts (-1: before the use).")
       .def_property_readonly("peak_bytes", &StepSchedule::peak_bytes)
       .def("to_json", [](const StepSchedule& s) { return to_json(s); })
       .def("__str__", [](const StepSchedule& s) { return to_text(s); });
@@ -215,7 +218,7 @@ void define_figures(py::class_<StepSchedule>& schedule) {
 void define_step_schedule(py::module_& m) {
   py::class_<StepSchedule> schedule(
       m, "StepSchedule",
-      "When weights are gathered, kept and released within a training step; see csrc/schedule/schedule.h.");
+      "The gathers and releases of weights within a training step; see csrc/schedule/schedule.h.");
   schedule.def(py::init(&schedule_of), py::arg("weights"), py::arg("uses"), py::kw_only(),
                py::arg("budget_bytes") = std::nullopt, py::arg("prefetch") = std::optional(ScheduleOptions{}.prefetch),
                py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
@@ -225,28 +228,29 @@ void define_step_schedule(py::module_& m) {
                R"(Plans a step.
 
 Args:
-    weights: name; bytes at rest, in use, kept from first to last use, and of the gradient; picoseconds of a
-        gather and of a reduction, and of the copies from and to the host that belong to them, or 0.
-    uses: weights that are needed, by index; "forward", "recompute" or "backward"; weights whose gradients are
+    weights: name; bytes of the sharded part, gathered, kept from first to last use, and of the gradient;
+        picoseconds of a gather, of a reduction, and of their copies from and to the host, or 0.
+    uses: indices of the weights that are needed; "forward", "recompute" or "backward"; weights whose gradients are
         complete afterwards; picoseconds of the compute, or 0.
-    budget_bytes: for gathered weights, kept copies and gradients.
-    prefetch: for how many changes of weights ahead they are gathered. None: as few as it takes to be within 1%
-        of the fastest predicted step within the budget.
-    alignment_bytes: of addresses in the arena.
-    held_bytes: of the budget, what is in use all the time outside of the arena.
-    gather_until: by use, the last use whose weights should have begun to be gathered at it; below it: no wish.
-    forms: of weights that may be gathered in chunks: index; bytes and picoseconds of what is gathered before
-        the use all the same; bytes of the chunks that exist at a time, picoseconds of all and their number;
-        whether in backwards too; and of the reduction of the gradient in chunks, products (none: not in
-        chunks), each with picoseconds of all chunks and of one, and the use that it is in (-1: that which
-        completes the gradient), picoseconds of what is reduced afterwards, and bytes of the gradient meanwhile.
-    may_add_chunks: whether their bytes may be added to the budget.
-    activations: of which parts are kept, in the order in which they are needed: name; bytes that are kept, and
-        gathered; picoseconds of a gather, or 0; the use that saves it, the first and last that need it, and the
+    budget_bytes: memory limit for gathered weights, kept copies, gathered activations, gradients and `held_bytes`.
+    prefetch: number of weight changes by which gathers are ahead. None: the least number whose predicted step is
+        within 1% of the fastest within the budget.
+    alignment_bytes: alignment of addresses in the arena.
+    held_bytes: part of the budget that is always in use outside of the arena.
+    gather_until: by use, the last use whose weights should be gathered or being gathered at it; a value below the
+        use requires nothing.
+    forms: weights that may be gathered in chunks: index; bytes and picoseconds of the part that is gathered before
+        the use; bytes of the chunks that exist at a time, picoseconds of all chunks, and their number; whether
+        backwards are allowed too; and the chunked reduction of the gradient: its products (none: not in chunks),
+        each with picoseconds of all chunks, picoseconds of one chunk, and its use (-1: the one that completes the
+        gradient), picoseconds of the rest, and bytes of the gradient meanwhile.
+    may_add_chunks: adds the bytes of chunks to the budget.
+    activations: activations of which parts are kept, in the order in which they are needed: name; bytes kept and
+        gathered; picoseconds of a gather, or 0; the use that saves it, the first and last use that need it, and the
         activation in whose turn it is needed last.
 
 Raises:
-    ValueError: the budget is too small, and the text names one that is not; or the arguments contradict.)");
+    ValueError: the budget is too small (the message names one that suffices), or the arguments are invalid.)");
   define_lists(schedule);
   define_arena(schedule);
   define_figures(schedule);
@@ -263,7 +267,8 @@ Raises:
       py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
       py::arg("held_bytes") = ScheduleOptions{}.held_bytes, py::arg("gather_until") = ScheduleOptions{}.gather_until,
       py::arg("activations") = std::vector<ActivationParts>{},
-      "The least budget with which gathers are as far ahead as wanted and reductions run alongside the next backward.");
+      "Returns the least budget with which gathers are as far ahead as required and reductions run alongside the next "
+      "backward.");
 }
 
 }  // namespace shardwright

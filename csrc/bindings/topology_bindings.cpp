@@ -1,4 +1,4 @@
-// _planner: topologies, and what transports can do.
+// _planner: topologies, links, and the lowerings of transports.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -25,17 +25,17 @@ void define_lowering(py::module_& m) {
       .def_static(
           "named", [](const Typed<std::string>& name) { return Lowering::named(text(name, "backend")); },
           py::arg("name"),
-          "Returns that of ``\"nccl\"`` or ``\"gloo\"``. Raises a ValueError that lists these on other names.")
+          "Returns the lowering ``\"nccl\"`` or ``\"gloo\"``. Raises ValueError that lists these on other names.")
       .def_static(
           "of_backend",
           [](const std::string& backend, const std::string& device_type) {
             return lowering_of_backend(backend, device_type);
           },
           py::arg("backend"), py::arg("device_type"),
-          "Returns that for the name of a process group's backend (csrc/cost/backend.h).")
+          "Returns the lowering for a process group's backend, given its name (csrc/cost/backend.h).")
       .def_static(
           "of_device", [](const std::string& device_type) { return lowering_of_device(device_type); },
-          py::arg("device_type"), "Returns that of what one rank does alone.")
+          py::arg("device_type"), "Returns the lowering for programs of a single rank.")
       .def_static("names",
                   [] {
                     std::vector<std::string> names;
@@ -47,9 +47,9 @@ void define_lowering(py::module_& m) {
                              [](const Lowering& lowering) { return Topology::named(lowering.default_topology); })
       .def_property_readonly("default_products", [](const Lowering& lowering) { return default_products(lowering); })
       .def_readonly("is_on_device", &Lowering::is_on_device,
-                    "Returns whether transfers read and write the memory of the device; otherwise that of the host.")
+                    "True if transfers read and write device memory; otherwise they use host memory.")
       .def("goes_by_messages", &Lowering::goes_by_messages, py::arg("bytes_to_each_peer"),
-           "Returns whether such an exchange is sent as messages. Otherwise it is one all-to-all.")
+           "True if an exchange of this size is sent as messages. Otherwise it is one all-to-all.")
       .def(
           "__eq__", [](const Lowering& a, const Lowering& b) { return a == b; }, py::is_operator())
       .def("__hash__", [](const Lowering& lowering) { return py::hash(py::str(std::string(lowering.name))); })
@@ -106,7 +106,7 @@ void define_topology(py::module_& m) {
           [](const Typed<std::string>& name) {
             return std::make_shared<Topology>(Topology::named(text(name, "topology")));
           },
-          py::arg("name"), "Returns a built-in topology. Raises a ValueError that lists them on other names.")
+          py::arg("name"), "Returns a built-in topology. Raises ValueError that lists them on other names.")
       .def_static("names", &Topology::names)
       .def_readonly("name", &Topology::name)
       .def_readonly("ranks_per_node", &Topology::ranks_per_node)

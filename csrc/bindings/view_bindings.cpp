@@ -56,23 +56,24 @@ void define_views_of_layout(py::module_& m) {
             return std::make_shared<Layout>(std::get<Layout>(std::move(found)));
           },
           py::arg("shape"), py::arg("flattened") = 1,
-          R"(The layout of this shape in which every rank keeps its elements in their order, so that nothing moves.
+          R"(Returns the layout of this shape in which every rank keeps its elements in their order. Nothing moves.
 
-Its mesh is this one, or one with mesh dims split where one of them cuts what becomes several tensor dims.
+A mesh dim that cuts what becomes several tensor dims is split. Otherwise the mesh is the same.
 
 Args:
     shape: as for ``torch.reshape``; one size may be -1.
-    flattened: how many leading dims of the result are seen as one, in its placements and in local tensors.
+    flattened: number of leading dims of the result that its placements and local tensors count as one.
 
 Raises:
-    ValueError: no layout has these parts. The text says why, and names the cheapest redistribute after which
+    ValueError: no layout has these parts. The message gives the reason and the cheapest redistribute after which
         the view moves nothing, with its cost over NCCL on the mesh's topology, by default ``"64x8"``.)")
       .def(
           "permute",
           [](const Layout& layout, const Typed<std::vector<int64_t>>& dims) {
             return std::make_shared<Layout>(permuted(layout, integers(dims, "dims")));
           },
-          py::arg("dims"), "The layout with dim i being dim ``dims[i]`` of this one; local parts are permuted alike.");
+          py::arg("dims"),
+          "Returns the layout whose dim i is dim ``dims[i]`` of this one. Local parts are permuted in the same way.");
 }
 
 }  // namespace
@@ -89,7 +90,7 @@ void define_views(py::module_& m) {
         return std::make_shared<Layout>(std::get<Layout>(std::move(found)));
       },
       py::arg("layout"), py::arg("shape"), py::arg("for_dtensor") = false,
-      "Returns ``layout.view(shape)``, or why there is none; `for_dtensor`: none that DTensor can say.");
+      "Returns ``layout.view(shape)``, or the reason why there is none that, if `for_dtensor`, DTensor can express.");
   m.def(
       "move_before_view",
       [](const Layout& layout, const Typed<std::vector<int64_t>>& shape, bool for_dtensor, const std::string& backend,
@@ -105,10 +106,10 @@ void define_views(py::module_& m) {
                           text_of(layout, sizes, *none, first));
       },
       py::arg("layout"), py::arg("shape"), py::arg("for_dtensor"), py::arg("backend"), py::arg("tables"),
-      "Returns the cheapest plan after which the view moves nothing, that view, and a text that says so and "
-      "why.\n\nNone: the view moves nothing as it is.");
+      "Returns the cheapest plan after which the view moves nothing, the view's layout, and a message with the "
+      "reason.\n\nReturns None if the view moves nothing as it is.");
   m.def("is_known_to_dtensor", &is_known_to_dtensor, py::arg("layout"),
-        "Returns whether DTensor's placements can say it.");
+        "True if DTensor's placements can express the layout.");
 }
 
 }  // namespace shardwright

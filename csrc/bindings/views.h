@@ -14,7 +14,7 @@
 
 namespace shardwright {
 
-// A plan as Python sees it, shared with the cache.
+// The class of plans in Python. The plan is shared with the cache.
 struct PlanView {
   CertifiedPlanPtr certified;
 
@@ -24,22 +24,22 @@ struct PlanView {
 
 inline PlanView view_of(Plan plan) { return {std::make_shared<const CertifiedPlan>(std::move(plan))}; }
 
-// Wrapped, because pybind11 would convert the variant to its alternative.
+// The class of matmuls in Python. It exists because pybind11 would convert the variant to its alternative.
 struct MatmulView {
   Matmul matmul;
 };
 
+// Returns the position of a rank. Throws UserError if the rank is not on the mesh.
 inline Position position_on(const Mesh& mesh, Rank rank) {
   const auto position = mesh.position_of(rank);
   check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", mesh, ")");
   return *position;
 }
 
-// Throws a UserError that names a mesh dim which the mesh does not have.
+// Throws UserError that names a mesh dim if the mesh does not have it.
 MeshDimSet mesh_dim_set(const std::vector<int64_t>& mesh_dims, const Mesh& mesh);
 
-// Each is defined in a file of its own. They are called in this order: a type is registered before a signature names
-// it.
+// Each has a file of its own. The order of calls registers a type before a signature names it.
 void define_gemm_model(pybind11::module_& m);  // product_bindings.cpp
 void define_topology(pybind11::module_& m);
 void define_mesh(pybind11::module_& m);

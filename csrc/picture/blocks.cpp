@@ -1,5 +1,5 @@
-// Draws blocks of ranks, for plans between two meshes of many ranks: each state has a column with the ranks of its mesh
-// in a few blocks, and a crossing has an arrow for all messages from one block to another.
+// Draws blocks of ranks, for plans between two meshes of many ranks. Each state has a column with the ranks of its mesh
+// in a few blocks. A crossing has one arrow for all messages from one block to another.
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -14,8 +14,7 @@ namespace shardwright {
 namespace {
 
 constexpr int64_t kMaxBlocks = 8;
-// A crossing with more pairs of ranks that exchange something has no arrows.
-constexpr int64_t kMaxMessagesCounted = int64_t{1} << 20;
+constexpr int64_t kMaxMessagesCounted = int64_t{1} << 20;  // a crossing with more messages has no arrows
 constexpr double kBlockWidth = 170;
 constexpr double kBlockHeight = 40;
 constexpr double kPitch = 56;
@@ -51,7 +50,7 @@ class BlockPicture {
     int64_t bytes = 0;
     int64_t messages = 0;
   };
-  // By block of the sender and of the receiver.
+  // Keys are the blocks of sender and receiver.
   using Flows = std::map<std::pair<int64_t, int64_t>, Flow>;
 
   // ---- blocks of consecutive positions, all of one size but the last
@@ -125,7 +124,7 @@ class BlockPicture {
     svg_.close_group();
   }
 
-  // Arrows of one block leave and arrive in the order of their other ends.
+  // Draws one arrow for each flow. The arrows of a block are in the order of their other ends.
   void draw_flows(size_t index) {
     const Step& step = frame_.steps()[index];
     std::map<int64_t, int64_t> leaving;

@@ -39,7 +39,7 @@ class MessageList {
       if (const std::optional<Selection> kept = exchange->kept(from)) add(from, from, *kept, *before);
       for (const auto& [to, elements] : exchange->messages(from, Direction::kSend)) add(from, to, elements, *before);
     }
-    // Axes of reductions that stay pending come before the tensor dims.
+    // Regions begin with the axes of reductions that stay pending, which are not drawn.
     for (DrawnMessage& message : messages_) {
       for (Region& part : message.parts) part.erase(part.begin(), part.end() - step_.before.ndim());
     }

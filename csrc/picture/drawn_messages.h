@@ -9,7 +9,7 @@
 
 namespace shardwright {
 
-// The elements that the rank in row `to` gets in a step from the rank in row `from`, or keeps if the two are equal.
+// The elements that the rank in row `to` receives from the rank in row `from`, or keeps if the rows are equal.
 struct DrawnMessage {
   int64_t from = 0;
   int64_t to = 0;
@@ -19,8 +19,8 @@ struct DrawnMessage {
 
 bool reduces(const Step& step);
 
-// Returns what every rank has after the step and where it came from, sorted by sender, then receiver. For reductions
-// only what ranks keep. `rows` has every rank of the step. Visits all pairs of ranks that exchange something.
+// Returns the messages and kept elements of a step, sorted by sender, then receiver. For reductions, returns kept
+// elements only. `rows` has every rank of the step. Visits all pairs of ranks that communicate.
 std::vector<DrawnMessage> drawn_messages(const Step& step, const std::map<Rank, int64_t>& rows);
 
 }  // namespace shardwright

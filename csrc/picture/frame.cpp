@@ -25,7 +25,7 @@ constexpr size_t kMaxTitleChars = 110;
 constexpr size_t kMaxPlacementsChars = 28;
 constexpr size_t kMaxStepChars = 36;
 
-// A description of a local step, for readers who do not know its name.
+// Returns a description of a local step, for readers who do not know its name.
 const char* explanation_of(StepOp op) {
   switch (op) {
     case StepOp::kSlice:
@@ -50,7 +50,7 @@ std::string subtitle_of(const Plan& plan) {
                 bytes_text(lower_bound(plan.src, plan.dst).bytes_max), ". (", how, ")");
 }
 
-// A dim that the tensor does not have is drawn as one element.
+// Returns the size of a dim. A dim that the tensor does not have (-1) is drawn as one element.
 int64_t extent(const std::vector<int64_t>& shape, int dim) { return dim < 0 ? 1 : shape[dim]; }
 
 IntervalList intervals(const Region& part, int dim) { return dim < 0 ? IntervalList{{0, 1}} : part[dim]; }
@@ -135,7 +135,7 @@ PictureFrame::PictureFrame(const Plan& plan, double labels_width, double column_
     : title_(ends_of(plan)), subtitle_(subtitle_of(plan)), states_(states_of(plan)), steps_(plan.steps) {
   if (steps_.empty()) steps_.push_back(Step{StepOp::kSlice, {}, plan.src, plan.dst});
 
-  // Under a long title, few columns are spread out.
+  // Widens the gaps between few columns to the width of a long title.
   const double title_width =
       std::max(text_width(shortened(title_, kMaxTitleChars), kTitle), text_width(subtitle_, kSubtitle));
   const double spare = title_width - labels_width - column_width * static_cast<double>(states_.size()) - 60;

@@ -1,5 +1,5 @@
-// The parts that all kinds of picture share: a title, a column for each state with its placements, a gap for each step
-// that says what the step does and costs, and a legend.
+// The frame that all kinds of picture share: a title, a column for each state with its placements, a gap for each step
+// with its description and costs, and a legend.
 #pragma once
 
 #include <string>
@@ -14,7 +14,7 @@ namespace shardwright {
 std::string picture_by_rank(const Plan& plan);
 // Draws a row per mesh dim, for any number of ranks of one mesh.
 std::string picture_by_mesh_dim(const Plan& plan);
-// Draws blocks of ranks and what crosses between them, for any number of ranks of two meshes.
+// Draws blocks of ranks and the messages between them, for any number of ranks on two meshes.
 std::string picture_by_block(const Plan& plan);
 
 // The tensor dims that a box shows: `down` and `across`, -1 if the tensor has too few dims. Dims that some state cuts
@@ -27,20 +27,20 @@ struct DrawnDims {
 
 DrawnDims drawn_dims(const std::vector<Layout>& states);
 
-// The size of the box that shows a tensor, at most `height` high. It has the tensor's proportions, within limits that
-// keep it readable.
+// Returns the size of the box that shows a tensor, at most `height` high. It has the tensor's proportions, within
+// limits that keep it readable.
 Rect box_size(const std::vector<int64_t>& shape, const DrawnDims& drawn, double height);
 
-// The rectangles of a box that a part covers: the product of its intervals on the drawn dims. Empty if there would be
-// more than `max_rects`.
+// Returns the rectangles of a box that a part covers: the product of its intervals on the drawn dims. Returns none if
+// there would be more than `max_rects`.
 constexpr size_t kMaxRectsDrawn = 128;
 std::vector<Rect> rects_of(const Region& part, const std::vector<int64_t>& shape, const DrawnDims& drawn,
                            const Rect& box, size_t max_rects = kMaxRectsDrawn);
 
-// "[0:4, 2:5]"
+// Returns the indices of a part, such as "[0:4, 2:5]".
 std::string indices_text(const Region& part);
 
-// The source, the layout after each step, and the destination: one more than there are steps, or two without steps.
+// Returns the source, the layouts between steps, and the destination. There are two without steps.
 std::vector<Layout> states_of(const Plan& plan);
 
 class PictureFrame {
@@ -48,19 +48,19 @@ class PictureFrame {
   // `labels_width` is kept free to the left of the first column; columns are at least `column_width` wide.
   PictureFrame(const Plan& plan, double labels_width, double column_width);
 
-  // A plan without steps gets one that keeps everything.
+  // States and steps. A plan without steps is drawn with one step that keeps everything.
   const std::vector<Layout>& states() const { return states_; }
   const std::vector<Step>& steps() const { return steps_; }
 
-  double column(size_t state) const { return columns_[state]; }  // its middle
-  double top() const { return top_; }                            // where rows may begin
-  double right() const { return right_; }                        // of the last column
+  double column(size_t state) const { return columns_[state]; }  // x of its middle
+  double top() const { return top_; }                            // y at which rows begin
+  double right() const { return right_; }                        // x of the end of the last column
 
   void draw_heads(Svg& svg) const;
 
   // Adds a line to the legend, preceded by a swatch of this fill unless it is empty.
   void explain(const std::string& words, const std::string& fill = {}, bool striped = false);
-  // Draws the legend and returns the document. `right` and `bottom` are where the picture ends.
+  // Draws the legend and returns the document. The picture ends at `right` and `bottom`.
   std::string page(Svg& svg, double right, double bottom) const;
 
  private:
@@ -72,7 +72,7 @@ class PictureFrame {
   std::vector<Step> steps_;
   std::vector<std::vector<std::string>> step_lines_;
   std::vector<double> columns_;
-  std::vector<double> gaps_;  // their middles
+  std::vector<double> gaps_;  // x of their middles
   double top_ = 0;
   double right_ = 0;
 

@@ -1,4 +1,4 @@
-// Draws a row per mesh dim like a circuit diagram: each mesh dim is a wire, and each step is a bar with a dot on every
+// Draws one row per mesh dim, like a circuit diagram: a mesh dim is a wire, and a step is a bar with a dot on every
 // wire that it spans.
 #include <algorithm>
 
@@ -26,7 +26,7 @@ constexpr size_t kMaxNameChars = 20;
 
 const char* colour_of_dim(int64_t tensor_dim) { return colour_of(tensor_dim % 2 == 0 ? tensor_dim : tensor_dim + 6); }
 
-// 2 gives "2nd".
+// Returns "2nd" for 2.
 std::string ordinal(size_t n) { return concat(n, n == 1 ? "st" : n == 2 ? "nd" : n == 3 ? "rd" : "th"); }
 
 class MeshDimPicture {
@@ -72,7 +72,7 @@ class MeshDimPicture {
     svg_.text(20, wire(mesh_dim) + 13, concat(size, size == 1 ? " rank" : " ranks"), kNote);
   }
 
-  // ---- what happens along a mesh dim
+  // ---- steps
 
   void draw_step(size_t index) {
     const Step& step = frame_.steps()[index];
@@ -164,7 +164,7 @@ class MeshDimPicture {
     const Region part = layout.region(0);
     std::string d;
     for (Rect rect : rects_of(part, layout.shape(), drawn_, box)) {
-      // Even one part of thousands stays visible: it is drawn as large as one of kMaxPartsDrawn.
+      // One part of thousands stays visible, because it is drawn as large as one of kMaxPartsDrawn.
       rect.w = std::max(rect.w, box.w / kMaxPartsDrawn);
       rect.h = std::max(rect.h, box.h / kMaxPartsDrawn);
       d += rect_path(rect);

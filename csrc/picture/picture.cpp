@@ -13,7 +13,7 @@ namespace shardwright {
 
 namespace {
 
-// The plan as text, a line for each step.
+// Draws the text of a plan, one line per step.
 std::string picture_in_words(const Plan& plan) {
   constexpr double kMargin = 16;
   constexpr double kLine = 20;

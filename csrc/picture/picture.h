@@ -1,13 +1,13 @@
-// Draws a plan as a picture: who holds what before, who sends what to whom, who holds what afterwards.
+// Draws a plan as a picture of the parts of ranks in each state, and of the messages of each step.
 //
-// On meshes of up to kMaxRanksDrawn ranks, each rank has a row. It has a box for each state, which is the whole tensor
-// with the rank's part filled in the colours of the ranks that it came from, and an arrow for each message. On larger
-// meshes each mesh dim has a row with its placement in each state; such a picture costs the same for any number of
-// ranks. Plans from one mesh to another are drawn alike if both together have up to kMaxRanksDrawn ranks, and in blocks
-// of ranks, with an arrow for all messages from one block to another, if they have more. A
-// rearrangement on more ranks, or one that flattens dims on one side only, is drawn as the plan's text.
+// On meshes of up to kMaxRanksDrawn ranks, each rank has a row: a box for each state, which shows the full tensor with
+// the rank's part filled in the colors of the ranks that it was received from, and an arrow for each message. On larger
+// meshes each mesh dim has a row with its placement in each state, at a cost that does not depend on the number of
+// ranks. Plans between two meshes are drawn by rank if both together have up to kMaxRanksDrawn ranks, otherwise in
+// blocks of ranks, with one arrow for all messages from one block to another. A rearrangement on more ranks, or one
+// that flattens dims on one side only, is drawn as the plan's text.
 //
-// Equal plans give equal text. The document loads no other files and runs no code.
+// Equal plans give equal documents, which load no other files and run no code.
 #pragma once
 
 #include <cstdint>

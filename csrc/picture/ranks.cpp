@@ -1,5 +1,5 @@
-// Draws a row per rank. Everything here visits all ranks and all pairs of a group, so it is only for small meshes. Of a
-// plan between two meshes, ranks have a box in those states that are on a mesh with them.
+// Draws one row per rank. All ranks and all pairs of a group are visited, so this is only for small meshes. In a plan
+// between two meshes, a rank has a box only in states whose mesh contains it.
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -22,10 +22,10 @@ constexpr TextStyle kCoordinate{10, "start", "#555555", false};
 constexpr TextStyle kRankAgain{11, "start", "#555555", false};
 constexpr TextStyle kEmpty{10, "middle", "#888888", false};
 constexpr size_t kMaxCoordinateChars = 30;
-constexpr double kStripHeight = 6;  // for a dim that the box has no room for
+constexpr double kStripHeight = 6;  // strip for a cut dim that the box does not show
 constexpr double kTip = 7;
 
-// The name of the layout's pending reduction over some of these mesh dims, such as "sum"; empty if there is none.
+// Returns the pending reduction over some of these mesh dims, such as "sum"; empty if there is none.
 std::string op_text(const Layout& layout, MeshDimSet mesh_dims) {
   for (const int d : (mesh_dims & layout.partial_dims()).to_vector()) {
     return reduce_op_name(layout.placements()[d].op);
@@ -33,7 +33,7 @@ std::string op_text(const Layout& layout, MeshDimSet mesh_dims) {
   return "";
 }
 
-// The ranks of the source by position, then the others of the destination: one for each row.
+// Returns the rank of each row: the ranks of the source by position, then the remaining ranks of the destination.
 std::vector<Rank> rows_of(const Plan& plan) {
   std::vector<Rank> ranks = plan.src.mesh().ranks();
   for (const Rank rank : plan.dst.mesh().ranks()) {
@@ -90,7 +90,7 @@ class RankPicture {
 
   // ---- places
 
-  // The y of a row's top.
+  // Returns the y of a row's top.
   double row(int64_t number) const { return frame_.top() + pitch_ * static_cast<double>(number); }
 
   Rect box_at(size_t state, int64_t row_number) const {
@@ -104,8 +104,8 @@ class RankPicture {
   std::string number(int64_t row_number) const { return concat(ranks_[row_number]); }
   std::string name_of(int64_t row_number) const { return concat("rank ", number(row_number)); }
 
-  // On the mesh of the source or, for other ranks, of the destination. Positions on the only mesh dim of all say
-  // nothing.
+  // Returns the rank's coordinate on the mesh of the source, or of the destination if the source does not have the
+  // rank. Returns "" on a single mesh of one dim, where coordinates add nothing.
   std::string coordinate_text(int64_t row_number) const {
     const bool is_source = position_in(plan_.src, row_number).has_value();
     const Layout& layout = is_source ? plan_.src : plan_.dst;
@@ -143,7 +143,7 @@ class RankPicture {
     if (!coordinate.empty()) svg_.text(32, y + 13, coordinate, kCoordinate);
   }
 
-  // ---- what a rank holds
+  // ---- parts of ranks
 
   void draw_box(size_t state, int64_t row_number, Position position) {
     const Rect box = box_at(state, row_number);
@@ -185,7 +185,7 @@ class RankPicture {
     }
   }
 
-  // Returns whether some parts cannot be told apart because they differ only in dims that are not drawn.
+  // True if some parts overlap in the picture because they differ only in dims that are not drawn.
   bool lie_behind_one_another(const std::vector<DrawnMessage>& messages) const {
     const auto meet = [](const Region& a, const Region& b, int dim) {
       return dim < 0 || intersection_length(a[dim], b[dim]) > 0;
@@ -239,7 +239,7 @@ class RankPicture {
     svg_.path(d, concat("fill=\"", colour, "\" ", attributes), title);
   }
 
-  // The range that encloses a part, which is drawn instead of too many pieces.
+  // Returns the range that encloses a part. It is drawn instead of too many pieces.
   Region range_of(const Region& part) const {
     Region range;
     for (const IntervalList& list : part) range.push_back({span_of(list)});
@@ -273,15 +273,15 @@ class RankPicture {
     }
   }
 
-  // ---- who sends what to whom
+  // ---- messages
 
-  // The width grows with the bytes, but leaves space between arrows where many meet.
+  // Returns the width of an arrow. It grows with the bytes, but leaves space between arrows if many end at one box.
   double arrow_width(int64_t bytes, size_t neighbours) const {
     const double share = static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(widest_bytes_, 1));
     return std::min(1.1 + 2.4 * share, 0.45 * box_.h / static_cast<double>(neighbours));
   }
 
-  // The height at which the `index`-th of `count` arrows meets the side of a box.
+  // Returns the y at which the `index`-th of `count` arrows ends at the side of a box.
   double berth(int64_t row_number, size_t index, size_t count) const {
     return row(row_number) + box_.h * (static_cast<double>(index) + 0.5) / static_cast<double>(count);
   }
@@ -338,8 +338,8 @@ class RankPicture {
     }
   }
 
-  // Draws a circle to which arrows lead from all ranks of the group, and the results from it. The circles of two groups
-  // do not coincide: each is at the mean of its group's rows, and groups differ by a shift.
+  // Draws a circle, with arrows to it from all ranks of the group and arrows from it to all ranks with results. The
+  // circles of two groups do not coincide: each is at the mean of its group's rows, and groups differ by a shift.
   void draw_reduction(size_t index, const Step& step, const std::vector<int64_t>& group) {
     const Mesh& mesh = step.before.mesh();
     const auto row_of = [&](int64_t member) {

@@ -83,7 +83,7 @@ class StepPicture {
 
   void label(double y, const char* words) { svg_.text(12, y + kLaneHeight / 2 + 4, words); }
 
-  // A use has the colour of its innermost weight.
+  // Draws the uses, each in the color of its innermost weight.
   void draw_uses(double y) {
     label(y, "compute");
     for (size_t i = 0; i < s_.uses.size(); ++i) {

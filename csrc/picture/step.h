@@ -1,7 +1,7 @@
-// Draws a scheduled step: what is computed and transferred when, and what lies where in the arena meanwhile.
+// Draws a scheduled step: the lanes of compute and transfers, and the buffers in the arena over time.
 //
-// With times, the horizontal axis is the predicted time (schedule/lanes.h); without, every use is equally wide and
-// there is no lane of transfers. Equal schedules give equal text. The document loads no other files and runs no code.
+// With times, the horizontal axis is the predicted time (schedule/lanes.h). Without, every use is equally wide and
+// there is no lane of transfers. Equal schedules give equal documents, which load no other files and run no code.
 #pragma once
 
 #include <string>
@@ -10,8 +10,7 @@
 
 namespace shardwright {
 
-// Returns a standalone SVG document. A weight has one colour; reductions are striped. On hover, everything says what it
-// is.
+// Returns a standalone SVG document. Weights have colors, reductions stripes, and all shapes a description on hover.
 std::string to_svg(const StepSchedule& schedule);
 
 }  // namespace shardwright

@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kReplacement = "\xEF\xBF\xBD";
 
-// The number of bytes of the character at the beginning of `text`; 0 if it is not a character that XML allows.
+// Returns the number of bytes of the character at the beginning of `text`; 0 if XML does not allow it.
 size_t character_bytes(std::string_view text) {
   const auto byte = [&](size_t i) -> uint32_t { return i < text.size() ? static_cast<uint8_t>(text[i]) : 0; };
   const uint32_t first = byte(0);
@@ -40,7 +40,7 @@ std::vector<std::string> characters(std::string_view text) {
   return all;
 }
 
-// Paul Tol's muted and vibrant schemes, ordered so that neighbours differ in lightness.
+// Paul Tol's muted and vibrant schemes, ordered so that neighbors differ in lightness.
 struct Colour {
   const char* fill;
   const char* ink;

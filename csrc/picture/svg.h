@@ -26,7 +26,7 @@ struct Rect {
 
 std::string rect_path(const Rect& rect);
 
-// A curve that begins and ends horizontally.
+// Returns a curve that begins and ends horizontally.
 std::string curve_path(double x0, double y0, double x1, double y1);
 
 struct TextStyle {
@@ -36,14 +36,14 @@ struct TextStyle {
   bool bold = false;
 };
 
-// An estimate of the width of text that common sans-serif fonts do not exceed by much. The font depends on the viewer,
-// and pieces of text must not run into each other.
+// Returns an estimate of the width of text that common sans-serif fonts do not exceed by much. The font depends on the
+// viewer, and pieces of text must not run into each other.
 double text_width(const std::string& text, const TextStyle& style = {});
 double widest(const std::vector<std::string>& lines, const TextStyle& style = {});
 
-// One of 16 colours, which repeat. Colours whose hues colour-blind people cannot distinguish differ in lightness.
+// Returns one of 16 colors, which repeat. Colors whose hues color-blind people cannot distinguish differ in lightness.
 const char* colour_of(int64_t index);
-// Black or white, whichever is easier to read on that colour.
+// Returns black or white, whichever is easier to read on that color.
 const char* ink_on(int64_t index);
 
 class Svg {

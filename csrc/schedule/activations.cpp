@@ -11,7 +11,7 @@ std::vector<ActivationGather> plan_activations(const std::vector<Use>& uses, con
   std::vector<ActivationGather> gathers;
   for (int k = 0; k < static_cast<int>(activations.size()); ++k) {
     const Activation& a = activations[k];
-    int begin = a.first;  // of the backward, but after the activation was saved
+    int begin = a.first;  // first use of the backward, but after the activation is saved
     while (begin - 1 > a.saved && uses[begin - 1].pass != Pass::kForward) --begin;
     const int turn = k - static_cast<int>(ahead);
     if (turn >= 0 && activations[turn].first >= begin) {
@@ -28,7 +28,7 @@ std::vector<ActivationGather> plan_activations(const std::vector<Use>& uses, con
 std::vector<int64_t> activation_bytes(size_t num_uses, const std::vector<Activation>& activations,
                                       const std::vector<ActivationGather>& gathers) {
   std::vector<int64_t> most(num_uses, 0);
-  int turn = -1;  // the latest that has come before the use
+  int turn = -1;  // latest activation whose turn has begun
   for (int use = 0; use < static_cast<int>(num_uses); ++use) {
     while (true) {
       int64_t bytes = 0;

@@ -1,7 +1,9 @@
-// Activations of which ranks keep parts from a forward to its backward (`sw.fsdp.checkpoint_cut`), as events of a step.
+// Plans the gathers of activations of which ranks keep parts from a forward to its backward (`sw.fsdp.checkpoint_cut`).
 //
-// A backward needs them one after the other; each is gathered when its turn comes, or one turn ahead. The first turns
-// of a backward start before it begins. They lie beside the arena, because autograd decides when it lets go of one.
+// A backward needs its activations one after the other. The turn of an activation begins when it is first needed and
+// ends when the next activation is first needed. An activation is gathered when its turn begins, or at the beginning of
+// the turn before. The first gathers of a backward start before the backward begins. Gathered activations are stored
+// beside the arena, because autograd decides when they are freed.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +13,15 @@
 
 namespace shardwright {
 
-// When each is gathered, `ahead` turns before its own.
+// Returns the start of each activation's gather, `ahead` turns before its own.
 std::vector<ActivationGather> plan_activations(const std::vector<Use>& uses, const std::vector<Activation>& activations,
                                                int64_t ahead);
 
-// By use: the most bytes that gathered activations take at a time.
+// Returns by use the most bytes that gathered activations take at a time.
 std::vector<int64_t> activation_bytes(size_t num_uses, const std::vector<Activation>& activations,
                                       const std::vector<ActivationGather>& gathers);
 
-// Throws UserError if they are not those of these uses, in the order of their turns.
+// Throws UserError on negative values, unknown uses, or activations that are not in the order of their turns.
 void check_activations(const std::vector<Activation>& activations, size_t num_uses);
 
 }  // namespace shardwright

@@ -11,8 +11,8 @@ namespace {
 
 bool share_an_event(const Lifetime& a, const Lifetime& b) { return a.first <= b.last && b.first <= a.last; }
 
-// The offset of the smallest gap between `taken`, pairs of begin and end in ascending order, that holds `size` bytes.
-// The gap after the last one has no end.
+// Returns the offset of the smallest gap between `taken`, pairs of begin and end in ascending order, that holds `size`
+// bytes. The gap after the last pair has no end.
 int64_t smallest_gap(const std::vector<std::pair<int64_t, int64_t>>& taken, int64_t size) {
   int64_t found = -1;
   int64_t smallest = std::numeric_limits<int64_t>::max();

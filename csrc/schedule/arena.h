@@ -1,4 +1,4 @@
-// Lays buffers with known lifetimes out in one piece of memory, offline.
+// Assigns addresses in one arena to buffers with known lifetimes, offline.
 #pragma once
 
 #include <cstdint>
@@ -15,17 +15,17 @@ struct Lifetime {
 
 struct ArenaLayout {
   std::vector<int64_t> offsets;  // by buffer, in bytes
-  int64_t size_bytes = 0;        // of the arena
-  int64_t live_bytes = 0;        // the most that exists at one event; no layout is smaller
+  int64_t size_bytes = 0;        // size of the arena
+  int64_t live_bytes = 0;        // most bytes that exist at one event, a lower bound on size_bytes
 };
 
-// Buffers that exist at one event do not overlap. Sizes are rounded up to multiples of `alignment_bytes`, a power of
-// two, so offsets are such multiples. The layout depends on the arguments alone.
+// Returns the addresses of buffers. Buffers that exist at one event do not overlap. Sizes are rounded up to multiples
+// of `alignment_bytes`, a power of two, so offsets are multiples of it too. The layout depends on the arguments alone.
 //
-// To find the smallest arena is NP-hard. Four orders are tried (largest first, longest-lived first, most bytes times
-// events first, first come first served); in each, a buffer is placed in the smallest gap that holds it among those
-// already placed with which it shares an event. Buffers of one size always get the smallest arena: served in the order
-// in which they begin, a buffer finds a free place of their size unless as many exist as places have been used.
+// Finding the smallest arena is NP-hard. Four orders are tried: largest first, longest-lived first, most bytes times
+// events first, earliest first. In each order, a buffer is placed in the smallest gap that holds it between the placed
+// buffers with which it shares an event. Buffers of one size always get the smallest arena: in the order in which they
+// begin, each finds a free place of its size unless all places used so far are occupied.
 ArenaLayout lay_out(const std::vector<Lifetime>& buffers, int64_t alignment_bytes);
 
 // Rounds up to a multiple of a power of two.

@@ -11,12 +11,12 @@
 namespace shardwright {
 namespace {
 
-// A form, by index, in uses that follow each other: it is gathered in chunks there, or its gradient is reduced.
+// Uses in which a form may be gathered in chunks, or the use in which its gradient may be reduced in chunks.
 struct Place {
-  int form = 0;
-  int use = 0;                // the first
-  int last = 0;               // and last
-  bool is_reduction = false;  // then both are the use that completes the gradient
+  int form = 0;               // index of the form
+  int use = 0;                // first use
+  int last = 0;               // last use
+  bool is_reduction = false;  // both uses are then the one that completes the gradient
   auto operator<=>(const Place&) const = default;
 };
 
@@ -68,8 +68,8 @@ class Chunking {
                        [](const ReducingProduct& p) { return p.transfer_ps > 0; });
   }
 
-  // The last of the uses of a weight in one pass of which this is the first; -1 where it is not, or where they are
-  // several and other weights come and go meanwhile.
+  // Returns the last of the consecutive uses of a weight in one pass that begin with `use`. Returns -1 if they do not
+  // begin there, or if they are several and also need other weights with bytes.
   int last_of_run(int weight, int use) const {
     const auto goes_on = [&](int i) { return needs(i, weight) && uses_[i].pass == uses_[use].pass; };
     if (!goes_on(use) || goes_on(use - 1)) return -1;
@@ -83,7 +83,8 @@ class Chunking {
     return last;
   }
 
-  // A backward may follow the forward, but not a recomputation, which has gathered the weight.
+  // True if the form may be gathered in uses first, ..., last. With `in_backwards`, its backward may directly follow
+  // the forward, but not a recomputation, which has already gathered the weight.
   bool may_gather(const ChunkedForm& form, int first, int last) const {
     const Pass pass = uses_[first].pass;
     if (pass != Pass::kForward && (pass != Pass::kBackward || !form.in_backwards)) return false;
@@ -103,7 +104,7 @@ class Chunking {
     std::vector<Use> uses = uses_;
     ScheduleOptions options = options_.schedule;
     int64_t chunk_bytes = 0;
-    int64_t added_bytes = 0;  // by gradients
+    int64_t added_bytes = 0;  // of gradients
     for (int f = 0; f < static_cast<int>(forms_.size()); ++f) {
       const ChunkedForm& form = forms_[f];
       const auto number = static_cast<int>(weights.size());
@@ -146,10 +147,10 @@ class Chunking {
       if (!place.is_reduction) chosen.insert(place);  // a reduction takes as much memory in chunks
     }
     const std::optional<StepSchedule> found = without_error(chosen);
-    return found && never_both(*found) ? *found : planned({});  // whose error is the one to show
+    return found && never_both(*found) ? *found : planned({});  // throws the error of the plan without chunks
   }
 
-  // Transfers that compute waits for, that may be in chunks and are whole now, with the wait: the longest first.
+  // Returns unchunked possible places that compute waits for, with their waits, longest first.
   std::vector<std::pair<int64_t, Place>> by_wait(const StepSchedule& s) const {
     const StepLanes lanes = predict(s);
     std::vector<std::pair<int64_t, Place>> found;
@@ -162,7 +163,7 @@ class Chunking {
     return found;
   }
 
-  // Not for other transfers, which come first.
+  // Returns the wait of compute for this gather alone, without earlier transfers.
   int64_t wait_before(const StepSchedule& s, const StepLanes& lanes, const Place& place) const {
     const auto is_its = [&](const Gather& g) { return g.needed == place.use && g.weight == forms_[place.form].weight; };
     if (std::none_of(s.gathers.begin(), s.gathers.end(), is_its)) return 0;

@@ -1,4 +1,4 @@
-// A schedule by use, as text and as JSON.
+// Schedules as text and as JSON, by use.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -41,7 +41,7 @@ std::vector<int> indices(const Items& items, const Condition& condition) {
   return found;
 }
 
-// "a, b" of the weights that some items concern.
+// Returns the names of the weights of the chosen items, as "a, b".
 template <typename Items>
 std::string names(const StepSchedule& s, const Items& items, const std::vector<int>& chosen) {
   std::vector<std::string> found;
@@ -55,12 +55,12 @@ std::string names(const StepSchedule& s, const std::vector<int>& weights) {
   return join(found);
 }
 
-// Reductions that start after a use, but those in chunks.
+// Returns the reductions that start after a use and are not in chunks.
 std::vector<int> reduced_whole_after(const StepSchedule& s, int use) {
   return indices(s.reductions, [&](const Reduction& r) { return r.start == use && !r.in_chunks; });
 }
 
-// Weights whose gradients are reduced in chunks, but only in uses before the one that completes them.
+// Returns the weights whose gradients are complete after a use and were reduced in chunks only in earlier uses.
 std::vector<int> reduced_before(const StepSchedule& s, int use) {
   const std::vector<ReducedWithin> here = s.reduced_within(use);
   std::vector<int> found;
@@ -72,7 +72,7 @@ std::vector<int> reduced_before(const StepSchedule& s, int use) {
   return found;
 }
 
-// Of the uses of a weight that follow each other in one pass; of equally long ones the first.
+// True if `use` is the longest of the consecutive uses of a weight in one pass, or the first of equally long ones.
 bool is_longest(const std::vector<Use>& uses, int use, int weight) {
   const auto is_one = [&](int i) {
     return 0 <= i && i < static_cast<int>(uses.size()) && uses[i].pass == uses[use].pass &&

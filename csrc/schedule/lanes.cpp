@@ -53,7 +53,7 @@ class Lanes {
     return span;
   }
 
-  // On the lane of one direction, which is free from `free_ps` on.
+  // Adds a copy to the lane of one direction, which is free from `free_ps` on.
   LaneSpan copy(int64_t& free_ps, int64_t length_ps) {
     if (length_ps == 0) return {now_, now_};
     const int64_t begin_ps = std::max(free_ps, now_);
@@ -73,7 +73,7 @@ class Lanes {
     gather_activations(i, -1, now_);
   }
 
-  // Those that start in this use, in this turn.
+  // Starts the gathers of activations that start in this use, in the turn of this activation (-1: before the use).
   void gather_activations(int use, int turn, int64_t now_ps) {
     for (size_t k = 0; k < s_.activation_gathers.size(); ++k) {
       const ActivationGather& g = s_.activation_gathers[k];
@@ -83,7 +83,7 @@ class Lanes {
     }
   }
 
-  // Returns when the compute of a use ends that begins at `begin_ps`.
+  // Returns the end of the compute of a use that begins at `begin_ps`, with the waits for its activations.
   int64_t stretches(int use, int64_t begin_ps) {
     const std::vector<Activation>& activations = s_.options.activations;
     const int first = turn_;
@@ -140,15 +140,15 @@ class Lanes {
 
   const StepSchedule& s_;
   StepLanes lanes_;
-  int64_t now_ = 0;             // on the lane of compute
-  int64_t free_ = 0;            // from when on the lane of transfers is free
-  int64_t fetched_ = 0;         // from when on the lane of copies from the host is free
-  int64_t sent_ = 0;            // and that of copies to it
-  std::vector<int64_t> there_;  // by weight: when its latest gather ends
-  int turn_ = 0;                // the next activation
+  int64_t now_ = 0;             // current time on the lane of compute
+  int64_t free_ = 0;            // end of the last transfer
+  int64_t fetched_ = 0;         // end of the last copy from the host
+  int64_t sent_ = 0;            // end of the last copy to the host
+  std::vector<int64_t> there_;  // by weight: end of its latest gather
+  int turn_ = 0;                // index of the next activation
   size_t gather_ = 0;
   size_t reduction_ = 0;
-  std::vector<size_t> under_way_;  // reductions
+  std::vector<size_t> under_way_;  // indices of reductions
 };
 
 }  // namespace

@@ -1,29 +1,29 @@
-// When the events of a scheduled step happen, on two lanes: compute, and transfers. Where parts at rest are on the
-// host, two more have the copies to and from it, which run at the same time.
+// Predicts the times of the events of a scheduled step on two lanes: compute and transfers. If sharded parts are
+// offloaded to the host, two more lanes have the copies from and to the host, which run at the same time.
 //
-// Both lanes do one thing at a time. Transfers run in the order in which they start; a gather can begin when the use
+// A lane does one thing at a time. Transfers run in the order in which they start. A gather can begin when the use
 // before it has ended, a reduction when the gradient is complete. A use begins when its weights are gathered and the
 // reductions that should be done by then are.
 //
-// Chunks are transferred during a use, after what was started before. Those of weights run alongside the product that
-// needs them: all of a forward, but in a backward only the first half, in which the gradient of the input is computed.
-// Chunks of a gradient run alongside the second half. The use ends when its chunks are there and what is computed after
-// them is done and, besides, one chunk's time later: nothing is computed alongside the first gather and the last
-// reduction. Of several uses that follow each other, the longest has the chunks of a weight; those of a gradient are in
-// the use that makes it.
+// Chunks are transferred during a use, after transfers that started before it. Chunks of weights run alongside the
+// product that needs them: the full forward, but only the first half of a backward, which computes the gradient of the
+// input. Chunks of a gradient run alongside the second half. The use ends when its chunks are received and the compute
+// that needs them is done, plus the time of one chunk, because the first gather and the last reduction overlap no
+// compute. Of several consecutive uses, the longest has the chunks of a weight. The chunks of a gradient are in the use
+// that computes it.
 //
-// A copy to the device starts with its gather, which is carried out when the copy is done; transfers that start later
-// come after it. A copy to the host starts when compute has waited for the reduction. The step ends when it is done.
+// A copy to the device starts with its gather, which runs when the copy is done; transfers that start later run after
+// it. A copy to the host starts when compute has waited for the reduction. The step ends when all copies are done.
 //
-// Activations are gathered on the lane of transfers too. A use that some have their turns in is cut into as many equal
-// stretches, each of which begins when its activation is there.
+// Activations are gathered on the lane of transfers too. A use in which n activations have their turns is cut into n
+// equal ranges. Each range begins when its activation is gathered.
 //
 // Example: two weights, gathers of 30, reductions of 20, forwards of 50, backwards of 100, one gather ahead.
 //
 //     compute    ...aaaaabbbbbBBBBBBBBBBAAAAAAAAAA..     300 of 350
 //     transfers  aaabbb.................BB........AA     the first gather and the last reduction are exposed
 //
-// With the gradient of a reduced in 4 chunks of 5, 335: one of them is exposed.
+// If the gradient of a is reduced in 4 chunks of 5, the step takes 335, because one chunk is exposed.
 #pragma once
 
 #include <cstdint>
@@ -43,32 +43,32 @@ struct LaneSpan {
 struct ChunksSpan {
   int weight = 0;
   int use = 0;
-  bool is_reduction = false;  // of its gradient; otherwise the weight is gathered
+  bool is_reduction = false;  // chunks of the weight's gradient; otherwise of its gather
   LaneSpan span;
 };
 
 struct StepLanes {
-  std::vector<LaneSpan> uses;         // the compute of each
+  std::vector<LaneSpan> uses;         // compute of each use
   std::vector<LaneSpan> gathers;      // as in the schedule
-  std::vector<LaneSpan> reductions;   // as in the schedule; of those in chunks, the rest
+  std::vector<LaneSpan> reductions;   // as in the schedule; for reductions in chunks, the rest
   std::vector<ChunksSpan> chunks;     // in the order in which they begin
   std::vector<LaneSpan> fetches;      // by gather: the copy from the host
   std::vector<LaneSpan> sends;        // by reduction: the copy to the host
-  std::vector<LaneSpan> activations;  // the gather of each
-  int64_t compute_ps = 0;             // all of it
-  int64_t transfer_ps = 0;            // all of it
-  int64_t copy_ps = 0;                // all of it, from the host and to it
+  std::vector<LaneSpan> activations;  // gather of each activation
+  int64_t compute_ps = 0;             // sum over uses
+  int64_t transfer_ps = 0;            // sum over transfers
+  int64_t copy_ps = 0;                // sum over copies from and to the host
   int64_t total_ps = 0;
-  int64_t exposed_ps() const { return total_ps - compute_ps; }  // what nothing is computed alongside
+  int64_t exposed_ps() const { return total_ps - compute_ps; }  // time without compute
 };
 
-// Returns whether it is known how long each use takes, and each gather and reduction of weights with bytes.
+// True if the durations of all uses, and of the gathers of all weights with bytes, are known.
 bool has_times(const StepSchedule& schedule);
 
 StepLanes predict(const StepSchedule& schedule);
 
-// Two rows of `width` characters, compute and transfers: the last digit of a use's number for its compute, that of the
-// weight's number for a gather or reduction, * for an activation. With copies, two rows more.
+// Returns two rows of `width` characters, compute and transfers. Compute shows the last digit of the use's number, a
+// gather or reduction the last digit of the weight's number, an activation *. With copies, there are two more rows.
 std::string lanes_text(const StepSchedule& schedule, int width = 72);
 
 }  // namespace shardwright

@@ -68,7 +68,7 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
   check_user(a > 0 && (a & (a - 1)) == 0, "alignment_bytes: got ", a, "; allowed is a power of two");
 }
 
-// Returns whether a use needs a weight that the one before does not.
+// True if a use needs a weight that the previous use does not need.
 bool changes_weights(const std::vector<Use>& uses, int i) {
   const auto is_new = [&](int w) {
     return i == 0 || std::count(uses[i - 1].weights.begin(), uses[i - 1].weights.end(), w) == 0;
@@ -76,11 +76,11 @@ bool changes_weights(const std::vector<Use>& uses, int i) {
   return std::any_of(uses[i].weights.begin(), uses[i].weights.end(), is_new);
 }
 
-// The weights that are resident during each use, within a limit for buffers.
+// Plans the weights that are resident at each use, within a limit on buffer bytes.
 //
 // State: `resident_` maps each resident weight to its buffer; `uses_of_[w]` lists the uses of a weight, ascending.
-// Invariant: a buffer that was gathered stays until the use for which it was gathered (`fits` checks every use on the
-// way), so no gather is wasted.
+// Invariant: a gathered buffer stays until the use for which it was gathered (`fits` checks every use on the way), so
+// no gather is wasted.
 class Residency {
  public:
   Residency(StepSchedule& schedule, int64_t limit_bytes) : s_(schedule), limit_bytes_(limit_bytes) {
@@ -106,7 +106,7 @@ class Residency {
     }
   }
 
-  // The least limit with which single uses fit, and with which weights are gathered as far ahead as wanted.
+  // Return the least limits with which single uses fit, and with which weights are gathered as far ahead as required.
   int64_t least_limit_bytes() const {
     int64_t least = 0;
     for (int i = 0; i < num_uses(); ++i) least = std::max(least, bytes_at(i, i));
@@ -137,7 +137,7 @@ class Residency {
     return !uses_of_[weight].empty() && uses_of_[weight].front() <= i && i <= uses_of_[weight].back();
   }
 
-  // The weights of uses i, ..., j, and those that must stay at use i.
+  // Returns the weights of uses i, ..., j and the weights that must stay at use i.
   std::set<int> resident_at(int i, int j) const {
     std::set<int> found;
     for (int use = i; use <= j; ++use) found.insert(s_.uses[use].weights.begin(), s_.uses[use].weights.end());
@@ -147,7 +147,7 @@ class Residency {
     return found;
   }
 
-  // Bytes of these weights and of the copies kept at use i.
+  // Returns the bytes of resident_at(i, j) and of the copies kept at use i.
   int64_t bytes_at(int i, int j) const {
     int64_t bytes = 0;
     for (const int w : resident_at(i, j)) bytes += size(w);
@@ -157,7 +157,7 @@ class Residency {
     return bytes;
   }
 
-  // Returns whether the weights of uses i, ..., j fit at each of these uses, if they are gathered from use i on.
+  // True if the weights of uses i, ..., j, gathered from use i on, fit at each of these uses.
   bool fits(int i, int j) const {
     for (int t = i; t <= j; ++t) {
       if (bytes_at(t, j) > limit_bytes_) return false;
@@ -165,14 +165,14 @@ class Residency {
     return true;
   }
 
-  // Returns whether gathers for use j should have started by use i.
+  // True if gathers for use j should have started by use i.
   bool is_wanted(int i, int j) const {
     if (i == j || (!s_.options.gather_until.empty() && j <= s_.options.gather_until[i])) return true;
     if (s_.options.prefetch == 0) return false;
     return changes_until_[j] - changes_until_[i] <= s_.options.prefetch;
   }
 
-  // The last use whose weights are resident or being gathered at use i.
+  // Returns the last use whose weights are resident or being gathered at use i.
   int last_needed_at(int i) const {
     int last = i;
     while (last + 1 < num_uses() && is_wanted(i, last + 1) && fits(i, last + 1)) ++last;
@@ -217,17 +217,18 @@ class Residency {
   StepSchedule& s_;
   int64_t limit_bytes_;
   std::vector<std::vector<int>> uses_of_;  // by weight
-  std::vector<int> changes_until_;         // by use: the number of changes of weights up to it, itself included
+  std::vector<int> changes_until_;         // by use: number of weight changes up to and including it
   std::map<int, int> resident_;
 };
 
-// Reductions are waited for after the next change of weights (`overlaps`) or at once. With what lies beside the arena.
+// Plans reductions, which are waited for after the next weight change (`overlaps`) or at once, and the gathers of
+// activations. Sets the peaks of the memory beside the arena.
 void plan_reductions(StepSchedule& schedule, bool overlaps) {
   const auto n = static_cast<int>(schedule.uses.size());
-  std::vector<int> next_change(n, n - 1);  // by use: the first change of weights after it, or the last use
+  std::vector<int> next_change(n, n - 1);  // by use: the first weight change after it, or the last use
   for (int i = n - 1; i-- > 0;) next_change[i] = changes_weights(schedule.uses, i + 1) ? i + 1 : next_change[i + 1];
-  std::vector<int> latest(schedule.weights.size(), -1);  // by weight: the index of its reduction before
-  std::vector<int> begin(schedule.weights.size(), -1);   // of the gradient that is not complete yet
+  std::vector<int> latest(schedule.weights.size(), -1);  // by weight: index of its previous reduction
+  std::vector<int> begin(schedule.weights.size(), -1);   // by weight: first use of its incomplete gradient
   for (int i = 0; i < n; ++i) {
     const Use& use = schedule.uses[i];
     if (use.pass == Pass::kBackward) {
@@ -273,7 +274,7 @@ void place(StepSchedule& schedule) {
   schedule.live_buffer_bytes = layout.live_bytes;
 }
 
-// A step within a limit for buffers, which must hold single uses. Its arena may be larger than the limit.
+// Returns a schedule within a limit on buffer bytes, which must hold single uses. Its arena may be larger.
 StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
   Residency(schedule, limit_bytes).plan();
   std::stable_sort(schedule.gathers.begin(), schedule.gathers.end(), [](const Gather& a, const Gather& b) {
@@ -283,19 +284,19 @@ StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
   return schedule;
 }
 
-// The schedule with the largest limit whose arena and gradients are within the budget; none if there is none.
+// Returns the schedule with the largest limit whose arena and memory beside it fit into the budget, or nullopt.
 std::optional<StepSchedule> within(int64_t budget_bytes, const StepSchedule& reduced, int64_t least_limit_bytes) {
   const int64_t available = budget_bytes - reduced.peak_beside_bytes - reduced.options.held_bytes;
   for (int64_t limit = available; limit >= least_limit_bytes;) {
     StepSchedule found = with_limit(reduced, limit);
     if (found.arena_bytes <= available) return found;
-    // Less than what exists at some use now, so that the next attempt differs.
+    // The new limit is below the current peak of live buffers, so the next attempt differs.
     limit = std::min(limit, found.live_buffer_bytes) - reduced.options.alignment_bytes;
   }
   return std::nullopt;
 }
 
-// Bytes of gathers, and once more those of gathers and reductions that nothing is computed alongside.
+// Returns the bytes of all gathers, plus those of gathers and reductions that overlap no compute.
 int64_t cost_bytes(const StepSchedule& schedule) {
   int64_t bytes = 0;
   for (const Gather& g : schedule.gathers)
