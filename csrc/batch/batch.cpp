@@ -29,7 +29,7 @@ class Numbers {
 };
 
 IndexMap map_of(const std::vector<int64_t>& words) {
-  check_user(words.size() % 5 == 0, "batch: an axis of ", words.size() % 5, " numbers; allowed is 5");
+  check_argument(words.size() % 5 == 0, "batch: the number of integers of a map", "a multiple of 5", words.size());
   std::vector<MapAxis> axes;
   for (size_t i = 0; i < words.size(); i += 5) {
     // An integer outside the range of int becomes another invalid dim, which check() reports.
@@ -42,24 +42,24 @@ IndexMap map_of(const std::vector<int64_t>& words) {
 }  // namespace
 
 void Batch::check() const {
-  check_user(buckets >= 1, "buckets: got ", buckets, "; allowed are 1 and more");
-  check_user(first_turn >= 0, "first_turn: got ", first_turn, "; allowed are 0 and more");
+  check_argument(buckets >= 1, "buckets", "at least 1", buckets);
+  check_argument(first_turn >= 0, "first_turn", "at least 0", first_turn);
   for (size_t i = 0; i < destinations.size(); ++i) {
-    check_user(destinations[i].partial_dims().empty(), "destination ", i, ": ", destinations[i],
-               " has pending reductions; allowed are layouts without");
+    check_user(destinations[i].partial_dims().empty(), "destination ", i,
+               " must be a layout without pending reductions, got ", destinations[i]);
   }
   for (size_t i = 0; i < items.size(); ++i) {
     const BatchItem& item = items[i];
-    check_user(item.source >= 0 && item.source < static_cast<int64_t>(sources.size()), "item ", i, ": got source ",
-               item.source, "; allowed are the numbers of ", sources.size(), " sources");
-    check_user(item.destination >= 0 && item.destination < static_cast<int64_t>(destinations.size()), "item ", i,
-               ": got destination ", item.destination, "; allowed are the numbers of ", destinations.size(),
-               " destinations");
+    check_user(item.source >= 0 && item.source < static_cast<int64_t>(sources.size()), "source of item ", i,
+               " must be ", InRange{0, static_cast<int64_t>(sources.size()) - 1}, ", got ", item.source);
+    check_user(item.destination >= 0 && item.destination < static_cast<int64_t>(destinations.size()),
+               "destination of item ", i, " must be ", InRange{0, static_cast<int64_t>(destinations.size()) - 1},
+               ", got ", item.destination);
     item.map.check(sources[item.source].tensor_shape(), destinations[item.destination].tensor_shape(),
                    concat("item ", i));
     const int64_t item_bytes = wire_dtype(sources[item.source], destinations[item.destination]).size_bytes();
-    check_user(bucket_bytes >= item_bytes, "bucket_bytes: got ", bucket_bytes, "; item ", i, " has elements of ",
-               item_bytes, " bytes, so allowed are ", item_bytes, " and more");
+    check_user(bucket_bytes >= item_bytes, "bucket_bytes must be at least ", item_bytes, ", got ", bucket_bytes,
+               ": item ", i, " has elements of ", item_bytes, " bytes");
   }
 }
 
@@ -146,11 +146,11 @@ Batch Batch::from_bytes(std::string_view bytes) {
   const std::vector<IndexMap> maps = in.list([&] { return map_of(in.integers()); });
   const std::vector<int64_t> words = in.integers();
   in.finish();
-  check_user(words.size() % 3 == 0, "batch: items of ", words.size(), " numbers; allowed are 3 each");
+  check_argument(words.size() % 3 == 0, "batch: the number of integers of items", "a multiple of 3", words.size());
   for (size_t i = 0; i < words.size(); i += 3) {
     const auto number = [&](size_t j, size_t count, const char* what) {
-      check_user(words[j] >= 0 && words[j] < static_cast<int64_t>(count), "batch: got ", what, " ", words[j],
-                 "; allowed are numbers below ", count);
+      check_user(words[j] >= 0 && words[j] < static_cast<int64_t>(count), "batch: ", what, " must be ",
+                 InRange{0, static_cast<int64_t>(count) - 1}, ", got ", words[j]);
       return static_cast<int>(words[j]);
     };
     batch.items.push_back({number(i, batch.sources.size(), "source"),
@@ -207,8 +207,8 @@ Batch whole_tensors(std::vector<std::pair<Layout, Layout>> pairs, int64_t bucket
   batch.buckets = buckets;
   for (auto& [src, dst] : pairs) {
     const auto number = static_cast<int>(batch.items.size());
-    check_user(src.shape() == dst.shape(), "items: item ", number, " is from ", src, " to ", dst,
-               "; allowed are two layouts of one shape");
+    check_user(src.shape() == dst.shape(), "items: item ", number, " must be two layouts of one shape, got ", src,
+               " and ", dst);
     batch.items.push_back({number, number, IndexMap::identity(src.tensor_shape())});
     batch.sources.push_back(std::move(src));
     batch.destinations.push_back(std::move(dst));

@@ -57,7 +57,7 @@ std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loa
   if (loads.empty()) return {};
   if (element_bytes != element_bytes_) {
     check_invariant(element_bytes_ == 0 || element_bytes < element_bytes_, "item ", item, " has elements of ",
-                    element_bytes, " bytes after ones of ", element_bytes_);
+                    element_bytes, " bytes and follows an item with elements of ", element_bytes_, " bytes");
     first_open_ = num_rounds();
     open_.clear();
     element_bytes_ = element_bytes;
@@ -67,9 +67,9 @@ std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loa
   int64_t messages = 0;
   for (const ItemLoad& load : loads) messages = std::max(messages, load.messages);
   const bool may_split = bucket >= 2 * messages;
-  check_user(busiest <= bucket || may_split, "bucket_bytes: got ", bucket_bytes_, "; item ", item,
-             " must be split over rounds, and a rank exchanges up to ", messages, " messages of it, so allowed are ",
-             2 * messages * element_bytes, " and more");
+  check_user(busiest <= bucket || may_split, "bucket_bytes must be at least ", 2 * messages * element_bytes, ", got ",
+             bucket_bytes_, ": item ", item, " must be split over rounds, and a rank has up to ", messages,
+             " messages of it");
 
   // Returns the last mark for which a round has room, or `begin` if the piece would be below an eighth of a bucket.
   const auto mark_in = [&](const Used& used, int64_t begin, bool only_whole) {

@@ -48,43 +48,45 @@ inline std::string shown(const py::handle& given) {
   return concat(text, " (of type ", Py_TYPE(given.ptr())->tp_name, ")");
 }
 
-// Accepts anything that Python accepts as an index: ints, NumPy integers, tensors of one integer.
-inline int64_t integer(const py::handle& given, const char* argument) {
+// Accepts anything that Python accepts as an index: ints, NumPy integers, tensors of one integer. In messages `prefix`
+// precedes the argument.
+inline int64_t integer(const py::handle& given, const char* argument, const char* prefix = "") {
   const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(given.ptr()));
   if (!index) {
     PyErr_Clear();
-    throw UserError(concat(argument, ": got ", shown(given), "; allowed are integers"));
+    throw UserError(concat(prefix, argument, " must be an integer, got ", shown(given)));
   }
   int overflow = 0;
   const int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
-  if (overflow != 0) throw UserError(concat(argument, ": got ", shown(index), "; allowed are integers of 64 bits"));
+  if (overflow != 0) throw UserError(concat(prefix, argument, " must be an integer of 64 bits, got ", shown(index)));
   return value;
 }
 
 inline Rank rank_of(const py::handle& given) { return Rank{integer(given, "rank")}; }
 
 // Accepts a str.
-inline std::string text(const py::handle& given, const char* argument) {
-  if (!PyUnicode_Check(given.ptr())) throw UserError(concat(argument, ": got ", shown(given), "; allowed is text"));
+inline std::string text(const py::handle& given, const char* argument, const char* prefix = "") {
+  if (!PyUnicode_Check(given.ptr())) throw UserError(concat(prefix, argument, " must be a str, got ", shown(given)));
   Py_ssize_t size = 0;
   const char* bytes = PyUnicode_AsUTF8AndSize(given.ptr(), &size);
   if (bytes == nullptr) {  // half of a surrogate pair
     PyErr_Clear();
-    throw UserError(concat(argument, ": ", shown(given), " is not UTF-8; allowed is text"));
+    throw UserError(concat(prefix, argument, " must be valid UTF-8, got ", shown(given)));
   }
   return std::string(bytes, static_cast<size_t>(size));
 }
 
 // Accepts any iterable but text, and converts it item by item.
 template <typename Item>
-std::vector<Item> list(const py::handle& given, const char* argument, Item (*item)(const py::handle&, const char*)) {
+std::vector<Item> list(const py::handle& given, const char* argument,
+                       Item (*item)(const py::handle&, const char*, const char*)) {
   const bool is_text = PyUnicode_Check(given.ptr()) || PyBytes_Check(given.ptr());
   const auto iterator = py::reinterpret_steal<py::object>(is_text ? nullptr : PyObject_GetIter(given.ptr()));
   if (!iterator) PyErr_Clear();
-  if (!iterator) throw UserError(concat(argument, ": got ", shown(given), "; allowed is a list"));
+  if (!iterator) throw UserError(concat(argument, " must be a list, got ", shown(given)));
   std::vector<Item> items;
   while (const auto next = py::reinterpret_steal<py::object>(PyIter_Next(iterator.ptr()))) {
-    items.push_back(item(next, argument));
+    items.push_back(item(next, argument, "each item of "));
   }
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   return items;
@@ -102,7 +104,7 @@ inline std::vector<std::string> texts(const py::handle& given, const char* argum
 // py::dict.
 template <typename T>
 decltype(auto) object(const py::handle& given, const char* argument, const char* allowed) {
-  if (!py::isinstance<T>(given)) throw UserError(concat(argument, ": got ", shown(given), "; allowed is ", allowed));
+  if (!py::isinstance<T>(given)) throw UserError(concat(argument, " must be ", allowed, ", got ", shown(given)));
   if constexpr (std::is_base_of_v<py::object, T>) {
     return py::reinterpret_borrow<T>(given);
   } else {

@@ -47,8 +47,8 @@ Batch batch_of(const std::vector<std::shared_ptr<Layout>>& sources,
       }
       batch.items.push_back({source, destination, IndexMap(std::move(made))});
     } else {
-      check_user(source >= 0 && source < static_cast<int64_t>(sources.size()), "item ", batch.items.size(),
-                 ": got source ", source, "; allowed are the numbers of ", sources.size(), " sources");
+      check_user(source >= 0 && source < static_cast<int64_t>(sources.size()), "source of item ", batch.items.size(),
+                 " must be ", InRange{0, static_cast<int64_t>(sources.size()) - 1}, ", got ", source);
       batch.items.push_back({source, destination, IndexMap::identity(sources[source]->tensor_shape())});
     }
   }

@@ -24,7 +24,7 @@ StridedMeaning parse_strided(const std::string& text) {
   if (text == "auto") return StridedMeaning::kAuto;
   if (text == "order") return StridedMeaning::kOrder;
   if (text == "literal") return StridedMeaning::kLiteral;
-  throw UserError(concat("strided: '", text, "' is not known; allowed are auto, order, literal"));
+  throw UserError(concat("strided must be one of auto, order, literal, got '", text, "'"));
 }
 
 // In Python, equality and hash of meshes and layouts include the topology, because Python caches plans by mesh and
@@ -36,7 +36,8 @@ size_t hash_of(const Topology* topology) { return topology == nullptr ? 0 : std:
 MeshDimSet mesh_dim_set(const std::vector<int64_t>& mesh_dims, const Mesh& mesh) {
   MeshDimSet set;
   for (const int64_t d : mesh_dims) {
-    check_user(d >= 0 && d < mesh.ndim(), "mesh_dims: ", d, " is not a dim of ", mesh);
+    check_user(d >= 0 && d < mesh.ndim(), "each item of mesh_dims must be ", InRange{0, mesh.ndim() - 1},
+               " on the mesh (", mesh, "), got ", d);
     set.insert(static_cast<int>(d));
   }
   return set;
@@ -48,8 +49,9 @@ void define_mesh(py::module_& m) {
       .def(py::init([](const Typed<std::vector<std::string>>& dim_names, const Typed<std::vector<int64_t>>& dim_sizes,
                        const Typed<std::optional<std::vector<int64_t>>>& ranks, std::shared_ptr<Topology> topology) {
              std::vector<int64_t> given = ranks.is_none() ? std::vector<int64_t>{} : integers(ranks, "ranks");
-             check_user(ranks.is_none() || !given.empty(), "ranks: got none; leave them out for 0, 1, 2, ...");
-             return std::make_shared<Mesh>(texts(dim_names, "mesh: dim name"), integers(dim_sizes, "mesh: size"),
+             check_argument(ranks.is_none() || !given.empty(), "ranks",
+                            "a list of at least one rank, or None for 0, 1, 2, ...", "none");
+             return std::make_shared<Mesh>(texts(dim_names, "dim_names"), integers(dim_sizes, "dim_sizes"),
                                            std::move(given), std::move(topology));
            }),
            py::arg("dim_names"), py::arg("dim_sizes"), py::arg("ranks") = py::none(), py::arg("topology") = nullptr)
@@ -109,8 +111,8 @@ void define_gradient_layouts(py::module_& m) {
       "gradient_layout",
       [](const Layout& layout, const std::string& argument) {
         const std::optional<Placement> found = undifferentiable(layout);
-        check_user(!found, argument, ": ", found.value_or(Placement()).to_string(), " has no gradient here; allowed ",
-                   "with requires_grad are P(sum), P(avg), S and R");
+        check_user(!found, "placements of ", argument, " must be P(sum), P(avg), S or R with requires_grad, got ",
+                   found.value_or(Placement()));
         return std::make_shared<Layout>(without_sums(layout));
       },
       py::arg("layout"), py::arg("argument"),

@@ -196,7 +196,7 @@ void define_forms(PlanClass& plan) {
       .def_static(
           "from_bytes",
           [](const Typed<py::bytes>& data) {
-            return view_of(from_bytes(std::string(object<py::bytes>(data, "data", "bytes, as Plan.to_bytes gives"))));
+            return view_of(from_bytes(std::string(object<py::bytes>(data, "data", "bytes from Plan.to_bytes"))));
           },
           py::arg("data"), "Raises ValueError if the bytes are not a plan.")
       .def("to_json", patiently([](const CertifiedPlan& plan) {

@@ -53,7 +53,7 @@ void define_making(py::module_& m) {
       [](const std::vector<Layout>& layouts, const Typed<std::string>& backend, const Typed<std::string>& objective,
          const std::shared_ptr<Topology>& topology, const std::vector<std::vector<int64_t>>& groups,
          const Typed<std::string>& reduce, const PlanningTables& tables) {
-        check_user(!layouts.empty(), "through: names no layouts");
+        check_argument(!layouts.empty(), "through", "a list of at least one layout", "none");
         const Layout &src = layouts.front(), &dst = layouts.back();
         return view_of(
             plan_through(layouts, options_of(src, dst, backend, objective, topology, groups, reduce, tables)));

@@ -71,7 +71,7 @@ Raises:
 std::optional<int64_t> depth_of(const py::object& given) {
   if (given.is_none()) return std::nullopt;
   const int64_t depth = integer(given, "depth");
-  check_user(depth >= 1 && depth <= kMaxChunks, "depth: ", depth, "; allowed are 1 to ", kMaxChunks);
+  check_argument(depth >= 1 && depth <= kMaxChunks, "depth", InRange{1, kMaxChunks}, depth);
   return depth;
 }
 
@@ -117,7 +117,7 @@ void define_figures(py::class_<GemmModel>& model) {
              const Typed<int64_t>& count, const Typed<int64_t>& item_bytes) {
             const auto size = [](const py::object& given, const char* argument) {
               const int64_t value = integer(given, argument);
-              check_user(value >= 0, argument, ": ", value, "; allowed is 0 or more");
+              check_argument(value >= 0, argument, "at least 0", value);
               return value;
             };
             return model.picoseconds(size(m_, "m"), size(n_, "n"), size(k_, "k"), size(count, "count"),

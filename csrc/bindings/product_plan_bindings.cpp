@@ -130,7 +130,7 @@ ProductPlanPtr make_product_plan(ProductProblem problem) {
 }
 
 const GradientLayouts& gradients_of(const ProductPlanPtr& plan) {
-  check_user(plan->layouts().gradients.has_value(), "product: with scales; it has no gradients");
+  check_user(plan->layouts().gradients.has_value(), "product must be one without scales to have gradients, got scales");
   return *plan->layouts().gradients;
 }
 
@@ -184,7 +184,7 @@ using TensorAndLayout = std::pair<py::object, std::optional<Layout>>;
 GivenTensor given_tensor(const TensorAndLayout& given, std::string name) {
   const auto& [tensor, layout] = given;
   const bool is_tensor = py::hasattr(tensor, "shape") && py::hasattr(tensor, "stride") && py::hasattr(tensor, "device");
-  check_user(is_tensor, name, ": is ", std::string(py::str(py::repr(tensor))), "; allowed is a tensor");
+  if (!is_tensor) throw UserError(concat(name, " must be a tensor, got ", shown(tensor)));
   const std::vector<int64_t> shape = integers(tensor.attr("shape"), "shape");
   const std::vector<int64_t> strides = integers(tensor.attr("stride")(), "strides");
   return {std::move(name),
@@ -210,7 +210,7 @@ std::vector<std::optional<GivenTensor>> given_tensors(std::span<const std::optio
 // Returns the scale of x, then the scales by weight.
 std::vector<std::optional<GivenTensor>> given_scales(const std::vector<std::optional<TensorAndLayout>>& given,
                                                      ProductFunction function) {
-  check_user(!given.empty(), "scales: got none; allowed is one for x, or None, and one for each weight");
+  check_argument(!given.empty(), "scales", "a list of one for x (or None) and one for each weight", "none");
   auto scales = given_tensors(std::span(given).subspan(1), "weight_scale", "weight_scales", function);
   scales.emplace(scales.begin());
   if (given[0]) scales[0] = given_tensor(*given[0], "x_scale");
@@ -233,12 +233,12 @@ void read_size(const py::object& given, ProductArguments& arguments) {
     arguments.size = optional_integer(given, "size");
   } else {
     arguments.sizes = integers(given, "size");
-    check_user(!arguments.sizes.empty(), "size: got no lengths; allowed is one for each rank");
+    check_argument(!arguments.sizes.empty(), "size", "a length or a list of one length for each rank", "none");
   }
 }
 
 bool keeps_gathered(const std::string& save) {
-  check_user(save == "shard" || save == "gathered", "save: '", save, "'; allowed are 'shard', 'gathered'");
+  check_argument(save == "shard" || save == "gathered", "save", "one of shard, gathered", "'", save, "'");
   return save == "gathered";
 }
 
@@ -305,7 +305,7 @@ void define_making_from_tensors(py::module_& m) {
         read_size(size, arguments);
         if (!out_dtype.is_none()) arguments.out_dtype = DType::parse(py::str(out_dtype));
         for (const auto& weight : given_tensors(weights, "weight", "weights", product)) {
-          check_user(weight.has_value(), "weights: got None; allowed are tensors");
+          check_argument(weight.has_value(), "each item of weights", "a tensor", "None");
           arguments.weights.push_back(*weight);
         }
         if (placements) {
@@ -343,7 +343,7 @@ void define_making_from_text(py::module_& m) {
          const std::vector<std::string>& biases, const std::vector<std::string>& results) {
         WrittenProduct written{mesh, axes, {}, DType::parse(dtype), operand, weights, biases, results};
         for (const auto& [axis, size] : sizes) {
-          check_user(axis.size() == 1, "sizes: '", axis, "' is no axis; allowed are single letters");
+          check_argument(axis.size() == 1, "each axis of sizes", "a single letter", "'", axis, "'");
           written.sizes[axis[0]] = size;
         }
         const ProductProblem problem = problem_of(written);
@@ -363,10 +363,10 @@ GradientRequest request_of(const ProductPlan& plan, const std::vector<std::optio
                            const std::vector<bool>& needs) {
   GradientRequest request = plan.all_gradients();
   const size_t count = request.given.size();
-  check_user(given.size() == count || given.size() == count + 1, "given: got ", given.size(), " layouts for ", count,
-             " results; allowed is one for each, and one more");
-  check_user(needs.size() == 1 + 2 * count, "needs: got ", needs.size(), "; allowed are ", 1 + 2 * count,
-             ", for operand, weights and biases");
+  check_user(given.size() == count || given.size() == count + 1, "given must be a list of one layout for each of ",
+             count, " results and optionally one for the addend, got ", given.size(), " layouts");
+  check_user(needs.size() == 1 + 2 * count, "needs must be a list of ", 1 + 2 * count,
+             " flags, for operand, weights and biases, got ", needs.size());
   for (size_t j = 0; j < count; ++j) {
     if (given[j]) request.given[j] = *given[j];
   }

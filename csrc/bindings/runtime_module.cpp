@@ -73,8 +73,9 @@ void define_memory(py::module_& m) {
       [](const at::Tensor& a, const at::Tensor& b) {
         c10::StorageImpl& first = *a.storage().unsafeGetStorageImpl();
         c10::StorageImpl& second = *b.storage().unsafeGetStorageImpl();
-        check_invariant(first.nbytes() == second.nbytes() && a.device() == b.device(), "memory of ", first.nbytes(),
-                        " bytes for ", second.nbytes());
+        check_invariant(first.nbytes() == second.nbytes() && a.device() == b.device(),
+                        "storages that swap memory have ", first.nbytes(), " and ", second.nbytes(),
+                        " bytes, or are on different devices");
         if (&first == &second) return;
         c10::DataPtr of_first = first.set_data_ptr(c10::DataPtr(nullptr, a.device()));
         first.set_data_ptr_noswap(second.set_data_ptr(std::move(of_first)));
@@ -130,8 +131,8 @@ void define_settings(py::module_& m) {
       "set_sm_carveout",
       [](const Typed<int64_t>& sms) {
         const int64_t count = integer(sms, "sms");
-        check_user(count <= std::numeric_limits<int>::max(), "sms: ", count, "; allowed are at most ",
-                   std::numeric_limits<int>::max());
+        check_argument(count <= std::numeric_limits<int>::max(), "sms", InRange{0, std::numeric_limits<int>::max()},
+                       count);
         set_sm_carveout(static_cast<int>(count));
       },
       py::arg("sms"),
@@ -141,8 +142,9 @@ void define_settings(py::module_& m) {
   m.def(
       "set_fast_accumulation",
       [](const Typed<bool>& enabled) {
-        check_user(py::isinstance<py::bool_>(enabled), "enabled: got ", std::string(py::str(py::repr(enabled))),
-                   "; allowed are True and False");
+        if (!py::isinstance<py::bool_>(enabled)) {
+          throw UserError(concat("enabled must be True or False, got ", shown(enabled)));
+        }
         const bool before = fast_accumulation();
         set_fast_accumulation(enabled.cast<bool>());
         return before;

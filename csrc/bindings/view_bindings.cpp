@@ -30,7 +30,7 @@ struct Sizes {
 Sizes sizes_of(const Layout& layout, const Typed<std::vector<int64_t>>& shape, const Typed<int64_t>& flattened) {
   constexpr int64_t kMost = 1 << 16;
   const int64_t count = integer(flattened, "flattened");
-  check_user(count >= 1 && count <= kMost, "flattened: got ", count, "; allowed are 1 to the number of dims");
+  check_argument(count >= 1 && count <= kMost, "flattened", "at least 1 and at most the number of dims", count);
   return {inferred_shape(layout, integers(shape, "shape")), static_cast<int>(count)};
 }
 

@@ -32,7 +32,7 @@ struct MatmulView {
 // Returns the position of a rank. Throws UserError if the rank is not on the mesh.
 inline Position position_on(const Mesh& mesh, Rank rank) {
   const auto position = mesh.position_of(rank);
-  check_user(position.has_value(), "rank: ", rank, " is not on the mesh (", mesh, ")");
+  check_user(position.has_value(), "rank must be on the mesh (", mesh, "), got ", rank);
   return *position;
 }
 

@@ -48,14 +48,14 @@ void check_activations(const std::vector<Activation>& activations, size_t num_us
   const auto count = static_cast<int>(activations.size());
   for (int k = 0; k < count; ++k) {
     const Activation& a = activations[k];
-    check_user(a.kept_bytes >= 0 && a.bytes >= 0 && a.gather_ps >= 0, "activations: number ", k,
-               " has a negative figure; allowed are bytes and times from 0 on");
+    check_user(a.kept_bytes >= 0 && a.bytes >= 0 && a.gather_ps >= 0, "bytes and times of activations[", k,
+               "] must be at least 0, got kept_bytes=", a.kept_bytes, ", bytes=", a.bytes, ", gather_ps=", a.gather_ps);
     const int before = k == 0 ? 0 : activations[k - 1].first;
     check_user(0 <= a.saved && a.saved <= a.first && before <= a.first && a.first <= a.last &&
                    a.last < static_cast<int>(num_uses) && k <= a.until && a.until < count,
-               "activations: number ", k, " is saved in use ", a.saved, " and needed in uses ", a.first, " to ", a.last,
-               ", until the turn of number ", a.until, "; allowed are uses below ", num_uses,
-               " in this order, in the order of the first needs, and its own turn or a later one");
+               "uses of activations[", k, "] must satisfy 0 <= saved <= first <= last < ", num_uses, ", ", before,
+               " <= first (the activation before) and ", k, " <= until < ", count, ", got saved=", a.saved,
+               ", first=", a.first, ", last=", a.last, ", until=", a.until);
   }
 }
 

@@ -29,9 +29,10 @@ class Chunking {
       const ChunkedForm& form = forms_[f];
       check_user(0 <= form.weight && form.weight < static_cast<int>(weights_.size()) && form.num_chunks >= 1 &&
                      form.chunk_bytes >= 0 && form.transfer_ps >= 0,
-                 "forms: number ", f, " is of weight ", form.weight, ", in ", form.num_chunks, " chunks of ",
-                 form.chunk_bytes, " bytes that take ", form.transfer_ps, " ps; allowed are weights 0 to ",
-                 static_cast<int64_t>(weights_.size()) - 1, ", 1 or more chunks, and bytes and times from 0 on");
+                 "forms[", f, "] must have weight ", InRange{0, static_cast<int64_t>(weights_.size()) - 1},
+                 ", num_chunks at least 1, and chunk_bytes and transfer_ps at least 0, got weight=", form.weight,
+                 ", num_chunks=", form.num_chunks, ", chunk_bytes=", form.chunk_bytes,
+                 ", transfer_ps=", form.transfer_ps);
       for (int i = 0; i < static_cast<int>(uses_.size()); ++i) {
         const int last = last_of_run(form.weight, i);
         if (last >= 0 && may_gather(form, i, last)) possible_.push_back({f, i, last, false});

@@ -20,14 +20,14 @@ const char* pass_name(Pass pass) {
     case Pass::kBackward:
       return "backward";
   }
-  throw InvariantError("a pass is none of the three");
+  throw InvariantError("a schedule has a pass that is not forward, recompute or backward");
 }
 
 Pass parse_pass(const std::string& name) {
   for (const Pass pass : {Pass::kForward, Pass::kRecompute, Pass::kBackward}) {
     if (name == pass_name(pass)) return pass;
   }
-  throw UserError(concat("pass: '", name, "' is not known; allowed are forward, recompute, backward"));
+  throw UserError(concat("pass must be one of forward, recompute, backward, got '", name, "'"));
 }
 
 namespace {

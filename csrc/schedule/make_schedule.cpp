@@ -27,45 +27,48 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
   for (const Weight& w : weights) {
     check_user(w.rest_bytes >= 0 && w.use_bytes >= 0 && w.gradient_bytes >= 0 && w.gather_ps >= 0 && w.reduce_ps >= 0 &&
                    w.fetch_ps >= 0 && w.send_ps >= 0,
-               "weights: '", w.name, "' has a negative figure; allowed are bytes and times from 0 on");
-    check_user(is_possible(w.in_chunks, static_cast<int>(uses.size())), "weights: '", w.name,
-               "' has a negative figure for its reduction in chunks, or names a use that does not exist; allowed are "
-               "bytes and times from 0 on, and uses of the step");
-    check_user(0 <= w.keep_bytes && w.keep_bytes <= w.use_bytes, "weights: '", w.name, "' keeps ", w.keep_bytes,
-               " bytes; allowed is 0 to ", w.use_bytes, ", what it has in use");
+               "weights: bytes and times of '", w.name, "' must be at least 0, got rest_bytes=", w.rest_bytes,
+               ", use_bytes=", w.use_bytes, ", gradient_bytes=", w.gradient_bytes, ", gather_ps=", w.gather_ps,
+               ", reduce_ps=", w.reduce_ps, ", fetch_ps=", w.fetch_ps, ", send_ps=", w.send_ps);
+    check_user(is_possible(w.in_chunks, static_cast<int>(uses.size())), "weights: in_chunks of '", w.name,
+               "' must have bytes and times of at least 0 and uses below ", uses.size(),
+               ", got a negative value or an unknown use");
+    check_user(0 <= w.keep_bytes && w.keep_bytes <= w.use_bytes, "weights: keep_bytes of '", w.name, "' must be ",
+               InRange{0, w.use_bytes}, " (its use_bytes), got ", w.keep_bytes);
   }
   for (size_t i = 0; i < uses.size(); ++i) {
     for (const std::vector<int>* named : {&uses[i].weights, &uses[i].gradients}) {
       for (const int w : *named) {
-        check_user(0 <= w && w < static_cast<int>(weights.size()), "uses: use ", i, " names weight ", w,
-                   "; allowed is 0 to ", static_cast<int64_t>(weights.size()) - 1);
+        check_user(0 <= w && w < static_cast<int>(weights.size()), "weight indices of uses[", i, "] must be ",
+                   InRange{0, static_cast<int64_t>(weights.size()) - 1}, ", got ", w);
       }
-      check_user(std::set<int>(named->begin(), named->end()).size() == named->size(), "uses: use ", i, " names weight ",
-                 join(*named), "; allowed is each once");
+      if (std::set<int>(named->begin(), named->end()).size() != named->size()) {
+        throw UserError(concat("weight indices of uses[", i, "] must be distinct, got ", join(*named)));
+      }
     }
     for (const int w : uses[i].in_chunks) {
-      check_user(std::count(uses[i].gradients.begin(), uses[i].gradients.end(), w) == 1, "uses: use ", i,
-                 " reduces the gradient of weight ", w, " in chunks; allowed are those that it completes");
+      check_user(std::count(uses[i].gradients.begin(), uses[i].gradients.end(), w) == 1, "in_chunks of uses[", i,
+                 "] must be among its gradients, got weight ", w);
     }
-    check_user(uses[i].compute_ps >= 0, "uses: use ", i, " takes ", uses[i].compute_ps, " ps; allowed is 0 or more");
+    check_user(uses[i].compute_ps >= 0, "compute_ps of uses[", i, "] must be at least 0, got ", uses[i].compute_ps);
   }
   constexpr size_t kMostUses = size_t{1} << 30;
-  check_user(uses.size() <= kMostUses, "uses: got ", uses.size(), "; allowed are up to ", kMostUses);
-  check_user(!options.budget_bytes || *options.budget_bytes >= 0, "budget_bytes: got ",
-             options.budget_bytes.value_or(0), "; allowed is 0 or more, or none");
-  check_user(options.prefetch >= 0, "prefetch: got ", options.prefetch, "; allowed is 0 or more uses");
-  check_user(options.held_bytes >= 0, "held_bytes: got ", options.held_bytes, "; allowed is 0 or more");
+  check_user(uses.size() <= kMostUses, "uses must be a list of at most ", kMostUses, " uses, got ", uses.size());
+  check_argument(!options.budget_bytes || *options.budget_bytes >= 0, "budget_bytes", "at least 0, or None",
+                 options.budget_bytes.value_or(0));
+  check_argument(options.prefetch >= 0, "prefetch", "at least 0", options.prefetch);
+  check_argument(options.held_bytes >= 0, "held_bytes", "at least 0", options.held_bytes);
   const auto most = static_cast<int>(uses.size()) - 1;
   const std::vector<int>& until = options.gather_until;
-  check_user(until.empty() || until.size() == uses.size(), "gather_until: got ", until.size(), " wishes for ",
-             uses.size(), " uses; allowed is one for each use, or none");
-  check_user(std::all_of(until.begin(), until.end(), [&](int use) { return use <= most; }), "gather_until: got ",
-             join(until), "; allowed are uses up to ", most);
+  check_user(until.empty() || until.size() == uses.size(), "gather_until must be empty or have one item for each of ",
+             uses.size(), " uses, got ", until.size(), " items");
+  if (!std::all_of(until.begin(), until.end(), [&](int use) { return use <= most; })) {
+    throw UserError(concat("each item of gather_until must be at most ", most, ", got ", join(until)));
+  }
   check_activations(options.activations, uses.size());
-  check_user(options.activations_ahead >= 0, "activations_ahead: got ", options.activations_ahead,
-             "; allowed is 0 or more turns");
+  check_argument(options.activations_ahead >= 0, "activations_ahead", "at least 0", options.activations_ahead);
   const int64_t a = options.alignment_bytes;
-  check_user(a > 0 && (a & (a - 1)) == 0, "alignment_bytes: got ", a, "; allowed is a power of two");
+  check_argument(a > 0 && (a & (a - 1)) == 0, "alignment_bytes", "a power of two", a);
 }
 
 // True if a use needs a weight that the previous use does not need.
@@ -348,8 +351,8 @@ StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, c
   if (small) return *small;
   const StepSchedule smallest = with_limit(at_once, least);
   throw UserError(concat(
-      "budget_bytes: got ", *options.budget_bytes, "; allowed is ", smallest.peak_bytes(),
-      " or more: ", smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes, " for gradients",
+      "budget_bytes must be at least ", smallest.peak_bytes(), ", got ", *options.budget_bytes, ": ",
+      smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes, " for gradients",
       smallest.peak_activation_bytes > 0 ? concat(", ", smallest.peak_activation_bytes, " for activations") : "",
       options.held_bytes > 0 ? concat(", ", options.held_bytes, " held all the time") : ""));
 }

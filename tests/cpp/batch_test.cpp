@@ -758,16 +758,16 @@ TEST(Batch, ErrorsNameTheItemAndWhatIsAllowed) {
   expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, -1, 0, 0, 6}, {-1, 1, 0, 0, 1}})), "must be 1, got 6");
   expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 2, 0, 0, 6}})),
          "destination dim must be a dim of the shape [12, 6], got 2");
-  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 1, 0, 0, 6}}), "P"), "destination 0: ");
+  expect(batch(IndexMap({{0, 0, 0, 0, 4}, {1, 1, 0, 0, 6}}), "P"), "destination 0 must be");
   Batch small = batch(IndexMap({{0, 0, 0, 4, 4}, {1, 1, 0, 0, 6}}));
   small.bucket_bytes = 3;
-  expect(small, "bucket_bytes: got 3; item 0 has elements of 4 bytes");
+  expect(small, "bucket_bytes must be at least 4, got 3: item 0");
   small.bucket_bytes = 4;
   small.buckets = 0;
-  expect(small, "buckets: got 0");
+  expect(small, "buckets must be at least 1, got 0");
   small.buckets = 1;
   small.items[0].source = 1;
-  expect(small, "item 0: got source 1");
+  expect(small, "source of item 0 must be in [0, 0], got 1");
 }
 
 }  // namespace

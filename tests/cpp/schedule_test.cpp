@@ -265,7 +265,7 @@ TEST(Schedule, TheExampleOfTheHeader) {
     FAIL() << "199 bytes are too few";
   } catch (const UserError& error) {
     EXPECT_STREQ(error.what(),
-                 "budget_bytes: got 199; allowed is 200 or more: 100 for gathered weights and 100 for gradients");
+                 "budget_bytes must be at least 200, got 199: 100 for gathered weights and 100 for gradients");
   }
 }
 
@@ -575,7 +575,7 @@ TEST(Schedule, RandomStepsAreSound) {
       } catch (const UserError& error) {
         // The budget that the error names works, and so does any larger one.
         const std::string text = error.what();
-        const int64_t least = std::stoll(text.substr(text.find("allowed is ") + 11));
+        const int64_t least = std::stoll(text.substr(text.find("at least ") + 9));
         EXPECT_GT(least, budget);
         check_sound(make_schedule(weights, uses, options_of(least, prefetch, alignment)));
         check_sound(make_schedule(weights, uses, options_of(least + 1, prefetch, alignment)));

@@ -143,7 +143,7 @@ def _least_limit(mesh: Any) -> int:
             for step in range(3):
                 run(model, batch(step, 0))
         except ValueError as error:
-            limit = int(str(error).split("allowed is ")[1].split(" ")[0])
+            limit = int(str(error).split("at least ")[1].split(",")[0])
         else:
             return limit
 

@@ -89,14 +89,14 @@ def _refuses() -> None:
         (sw.all_gather_matmul, (x, weight), {"chunks": 0}, r"chunks must be in \[1, 4096\].*, got 0"),
         (sw.all_gather_matmul, (x, weight), {"depth": 0}, r"depth must be in \[1, 4096\], got 0"),
         (sw.all_gather_matmul, (x, weight), {"depth": 4097}, r"depth must be in \[1, 4096\], got 4097"),
-        (sw.all_gather_matmul, (x, weight), {"depth": "2"}, "depth: got '2'"),
+        (sw.all_gather_matmul, (x, weight), {"depth": "2"}, "depth must be an integer, got '2'"),
         (
             sw.all_gather_matmul,
             (x, weight),
             {"depth": 2, "method": "serial"},
             r"depth must be in \[1, 1\] for method 'serial', got 2",
         ),
-        (sw.all_gather_matmul, (x, weight), {"save": "all"}, "save: 'all'"),
+        (sw.all_gather_matmul, (x, weight), {"save": "all"}, "save must be one of shard, gathered, got 'all'"),
         (sw.all_gather_matmul, (x.int(), weight.int()), {}, "x must have a floating dtype, got torch.int32"),
         (
             sw.all_gather_matmul,

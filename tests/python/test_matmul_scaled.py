@@ -246,7 +246,7 @@ def _refuses() -> None:
             "x_scale must be a DTensor, .*, got a plain tensor of 8 rows",
         ),
         (linear(x_scale=one), "weight_scale must be given together with x_scale, got None"),
-        (linear(x_scale=one, weight_scale=1.0), "weight_scale: is 1.0; allowed is a tensor"),
+        (linear(x_scale=one, weight_scale=1.0), "weight_scale must be a tensor, got 1.0"),
         (
             linear(bias=dw, x_scale=one, weight_scale=one),
             "bias must have the dtype of the result .*, got torch.float8_e4m3fn",

@@ -59,7 +59,7 @@ def test_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ([*PLACED, "--cuts", "q,n"], "cuts must be axes of bsk,nk->bsn, or '-' for none, got 'qn'"),
         ([*PLACED, "--sizes", "b=8"], "sizes must have one size for each axis of bsk,nk->bsn, got none for 's'"),
         ([*PLACED, "--axes", "bsk->bsn"], "contraction must be an einsum of two operands"),
-        ([*PLACED, "--sizes", "batch=8"], "sizes: 'batch' is no axis"),
+        ([*PLACED, "--sizes", "batch=8"], "each axis of sizes must be a single letter, got 'batch'"),
         ([*PLACED, "--out", "R"], "placements: got 1 for a mesh of 2 dims"),
         (
             [*PLACED, "--bias", "R,R", "--bias", "R,R"],

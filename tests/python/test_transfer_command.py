@@ -88,7 +88,7 @@ def test_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "bias: the destination has it, and no source is mapped to it" in said
     assert "m.bias: the map makes it from m.bias, and the destination has no such tensor" in said
     assert cli.main(["transfer", *given, "--bucket-bytes", "1"]) == 2
-    assert "bucket_bytes: got 1; destination qk has elements of 2 bytes" in capsys.readouterr().err
+    assert "bucket_bytes must be at least 2, got 1: destination qk" in capsys.readouterr().err
     assert cli.main(["transfer", *given, "--limit", "-1"]) == 2
     assert "shardwright transfer: limit: got -1; allowed are 0 and more" in capsys.readouterr().err
     assert cli.main(["transfer", *given, "--limit", "0"]) == 0
