@@ -1,4 +1,4 @@
-"""Moves of other tensors with a sequence: `redistribute_sequence`, and `context_parallel` around whole models."""
+"""Shards other tensors like the sequence: `redistribute_sequence`, and `context_parallel` around entire models."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def redistribute_sequence(
     size: int,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Moves a tensor's sequence between layouts of it: tokens, rotary tables, labels, losses. One ordinary exchange.
+    """Moves a tensor, such as tokens, rotary tables, labels or losses, between layouts of its sequence.
 
     Args:
         local: this rank's part.
-        src, dst: ``"contiguous"``, ``"zigzag"``, ``"whole"`` (all of it on every rank) or a placement of dim 2, as
-            `scaled_dot_product_attention` takes them as `layout`.
+        src, dst: ``"contiguous"``, ``"zigzag"``, ``"whole"`` (the full sequence on every rank) or a placement of dim 2,
+            as for the argument `layout` of `scaled_dot_product_attention`.
         dim: the dim of the sequence.
-        size: its length on all ranks together.
+        size: the length of the full sequence.
         group: the process group; default: the default group.
 
     Returns:
@@ -66,8 +66,8 @@ def _placement(given: Any, dim: int, size: int, count: int, argument: str) -> An
     return text.replace("(2", f"({dim}", 1)
 
 
-# PyTorch runs functions that it hands to a mode without the mode. These call attention: in layers, and in a backward
-# where a checkpoint computes its part of the forward again.
+# Functions that call attention: in layers, and in a backward, where a checkpoint computes its part of the forward
+# again. PyTorch runs a function that it has handed to a mode without that mode.
 _CALLS_ATTENTION = (
     F.multi_head_attention_forward,
     torch.Tensor.backward,
@@ -86,7 +86,7 @@ def _without_modes_of_its_own(func: Any) -> Any:
 
 
 class Attending(TorchFunctionMode):
-    """While it is active on a thread, scaled_dot_product_attention there is ours."""
+    """A mode that replaces PyTorch's scaled_dot_product_attention by ours on the thread that entered it."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
@@ -157,19 +157,19 @@ def context_parallel(
 ) -> Iterator[None]:
     """PyTorch's ``context_parallel``, on any device with fused attention and for sequences of any length.
 
-    During the block `buffers` hold this rank's part of the sequence instead of the whole, and calls of
-    ``torch.nn.functional.scaled_dot_product_attention`` on this thread compute ours, those of
-    ``torch.nn.MultiheadAttention`` without weights included. Unlike PyTorch's, it is not process-wide: other threads
-    are not affected. The backward of what the buffers led to runs within the block too.
+    During the block `buffers` hold this rank's part of the sequence instead of the full sequence. Calls of
+    ``torch.nn.functional.scaled_dot_product_attention`` on this thread run ours, including the calls in
+    ``torch.nn.MultiheadAttention`` without weights. Unlike PyTorch's, it is not process-wide: other threads are not
+    affected. The backward of a loss that was computed in the block must run in the block too.
 
     Args:
-        mesh: of one dim: the ranks that share the sequence.
-        buffers: whole tensors without gradients, the same on all ranks: tokens, labels, rotary tables. They may be
-            views, also of the same memory. During the block they are tensors of their own; at the end they are what
-            they were.
-        buffer_seq_dims: the dim of the sequence of each.
-        no_restore_buffers: those that keep their part.
-        size: the length of the whole sequence; default: that of the buffers.
+        mesh: a mesh of one dim, with the ranks that share the sequence.
+        buffers: full tensors without gradients, the same on all ranks: tokens, labels, rotary tables. They may be
+            views, also of the same memory. During the block each has memory of its own; at the end each gets its old
+            memory back.
+        buffer_seq_dims: the dim of the sequence in each buffer.
+        no_restore_buffers: the buffers that keep this rank's part at the end.
+        size: the length of the full sequence; default: the length of the buffers.
         layout, method: as in `scaled_dot_product_attention`.
     """
     given = argument_values.items(() if buffers is None else buffers, "buffers", "a list of tensors")
@@ -215,7 +215,7 @@ def context_parallel(
 
 
 def _hold(tensor: torch.Tensor, content: torch.Tensor) -> None:
-    """Makes `content` what the tensor holds. What was saved of it for a backward counts as changed."""
+    """Replaces the tensor's content. A backward that has saved the tensor sees it as modified."""
     tensor.data = content
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
@@ -224,14 +224,14 @@ def _hold(tensor: torch.Tensor, content: torch.Tensor) -> None:
 def context_parallel_unshard(
     mesh: DeviceMesh, buffers: Sequence[torch.Tensor], seq_dims: Sequence[int], *, size: int, layout: Any = "zigzag"
 ) -> list[torch.Tensor]:
-    """Returns the whole tensors, in the order of their sequence, of parts that `context_parallel` made or led to.
+    """Returns the full tensors, in sequence order, for parts that were made or computed under `context_parallel`.
 
     Args:
         mesh: the mesh that was given to `context_parallel`.
         buffers: this rank's parts.
-        seq_dims: the dim of the sequence of each.
-        size: the length of the whole sequence.
-        layout: that of `context_parallel`.
+        seq_dims: the dim of the sequence in each part.
+        size: the length of the full sequence.
+        layout: the layout that was given to `context_parallel`.
     """
     group = mesh.get_group()
     parts = argument_values.items(buffers, "buffers", "a list of tensors")

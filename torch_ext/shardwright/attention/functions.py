@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention`, and `explain` which shows what it would do."""
+"""`scaled_dot_product_attention`, and `explain`, which describes its plan."""
 
 from __future__ import annotations
 
@@ -39,57 +39,55 @@ def scaled_dot_product_attention(
     kv_layout: Any = None,
     dropout_p: float = 0.0,
 ) -> Any:
-    """Attention over a sequence that is cut over ranks; keys travel while others are attended to.
+    """Attention over a sequence that is sharded over ranks. Keys are sent while the products of other keys run.
 
-    It computes what ``torch.nn.functional.scaled_dot_product_attention`` does of the whole tensors, without dropout,
-    and in the dtype of autocast where that is on. The first call with given arguments, shapes and dtypes compares them
-    among the ranks.
+    Equals ``torch.nn.functional.scaled_dot_product_attention`` of the full tensors, without dropout, and in the dtype
+    of autocast if that is on. The first call with given arguments, shapes and dtypes compares them among the ranks.
 
     Args:
         q: shape [batch, heads, sequence, depth]: float32, bfloat16, float16 or, not on CUDA, float64. Plain tensors are
-            this rank's part of the sequence. DTensors bring their placements: one mesh dim may cut the sequence, others
-            batch and heads; nothing moves along those. Or all three are [batch, sequence, depth], as one head.
+            this rank's part of the sequence. DTensors have placements: one mesh dim may cut the sequence, others batch
+            and heads, along which nothing moves. Or q, k and v are all [batch, sequence, depth], with one head.
         k, v: shaped and placed like `q`; with `enable_gqa` they may have fewer heads. `v` may have another depth, which
-            is that of the result. Both may be of another sequence, cut over the same ranks or whole on each of them:
-            see `kv_size` and `kv_layout`; DTensors bring it.
-        is_causal: the query at place i of its sequence sees the keys at places up to i of theirs.
-        mask: what queries see besides: a sliding window, documents; see `Mask`. Or a tensor, as in torch not
-            together with `is_causal`: bool (True: the query sees the key) or float (added to scores), without a
-            gradient, which broadcasts to [batch, heads, this rank's rows of `q`, all keys by their places]. With
-            DTensors, it is plain or placed like `q`. ``"ulysses"`` and ``"two_level"`` cannot use a tensor.
-        scale: of scores; default 1 / sqrt(depth).
-        enable_gqa: the heads of `q` may be a multiple of those of `k` and `v`; consecutive ones share one.
-        method: ``"ring"``: keys of one rank after the other arrive, each while those before are attended to. At most
-            two parts of them are held. ``"gather"``: all at once. ``"ulysses"``: sequence is exchanged for heads and
-            back. ``"two_level"``: ulysses within nodes and a ring between them, where the topology has several nodes of
-            several ranks. ``"serial"``: a gather during which nothing is computed. ``"auto"``: the one predicted to be
-            fastest.
-        chunks: cut the whole sequence into this many blocks of equal length (as torch.chunk does). Where the parts of
-            ranks begin and end at these cuts, result and gradients are bitwise the same for any number of ranks and any
-            method. Default: blocks are the runs that ranks hold.
+            is the depth of the result. Both may belong to another sequence, sharded over the same ranks or replicated:
+            see `kv_size` and `kv_layout`. With DTensors, size and placements of `k` describe it.
+        is_causal: the query at position i of its sequence sees the keys at positions up to i of theirs.
+        mask: a further limit on the keys that queries see: a sliding window or documents; see `Mask`. Or a tensor, as
+            in torch not together with `is_causal`: bool (True: the query sees the key) or float (added to scores),
+            without a gradient, which broadcasts to [batch, heads, this rank's rows of `q`, all keys in sequence order].
+            With DTensors, it is plain or placed like `q`. ``"ulysses"`` and ``"two_level"`` cannot use a tensor.
+        scale: the factor of scores; default 1 / sqrt(depth).
+        enable_gqa: the heads of `q` may be a multiple of the heads of `k` and `v`; consecutive ones share one.
+        method: ``"ring"``: keys are received from one rank after the other, each during the products of the keys
+            before. At most two parts of the keys are held. ``"gather"``: all keys are received at once. ``"ulysses"``:
+            sequence is exchanged for heads and back. ``"two_level"``: ulysses within nodes and a ring between them, if
+            the topology has several nodes of several ranks. ``"serial"``: a gather without overlap. ``"auto"``: the
+            method predicted to be fastest.
+        chunks: cut the full sequence into this many blocks of equal length (as torch.chunk does). If the parts of ranks
+            begin and end at these cuts, result and gradients are bitwise the same for any number of ranks and any
+            method. Default: blocks are the contiguous runs that ranks hold.
         save: ``"shard"``: the backward keeps this rank's part of `k` and `v`, and moves the rest again.
-        merge: ``"float32"``: results of blocks are merged in float32, in the order of their places. With `chunks`, so
-            are gradients.
+        merge: ``"float32"``: results of blocks, and with `chunks` gradients, are merged in float32, in sequence order.
         return_lse: also return the log-sum-exp of each query's scores, shape [batch, heads, sequence], float32 (float64
             for float64); minus infinity for a query that sees nothing, whose result is zeros. It has no gradient.
-        size: for plain tensors on several ranks: the length of the whole sequence. It is required, because a rank
-            cannot know what others hold.
+        size: for plain tensors on several ranks: the length of the full sequence. It is required, because a rank
+            cannot see the lengths of others.
         group: for plain tensors: the process group; default: the default group.
-        layout: which places of the sequence each rank holds: None or ``"contiguous"``, ``"zigzag"``, or a placement of
-            dim 2, such as `Pieces`, whose parts may be uneven or empty. With DTensors: what their parts hold if it is
-            not what their placements say, as after `to_layout`.
-        kv_size: for plain tensors: the length of the whole sequence of `k` and `v`; default: that of `q`.
-        kv_layout: which places of it each rank holds, as `layout`, or ``"whole"`` if every rank holds all of them.
-            Default: as `q` if the lengths are equal, else ``"contiguous"``; with DTensors what their placements say.
+        layout: the positions of the sequence that each rank holds: None or ``"contiguous"``, ``"zigzag"``, or a
+            placement of dim 2, such as `Pieces`, whose parts may be uneven or empty. With DTensors: the positions that
+            their parts hold, if they differ from their placements, as after `to_layout`.
+        kv_size: for plain tensors: the length of the full sequence of `k` and `v`; default: the length of `q`'s.
+        kv_layout: the positions of `k` and `v` that each rank holds, as in `layout`, or ``"whole"`` if every rank holds
+            all. Default: as `q` if the lengths are equal, else ``"contiguous"``; with DTensors, their placements.
         dropout_p: must be 0. There is no dropout of attention weights.
 
     Returns:
         The result, placed like `q`; with `return_lse` a pair of it and the log-sum-exp. It is differentiable once.
 
     Raises:
-        ValueError: names the argument that does not fit, or in which ranks differ. If a call is the first of its kind,
-            all ranks raise, and nothing was sent.
-        RuntimeError: the arguments of another rank do not fit.
+        ValueError: an argument is invalid or differs among ranks; names the argument. If a call is the first with these
+            arguments, all ranks raise, and nothing was sent.
+        RuntimeError: the arguments of another rank are invalid.
         NotImplementedError: the tensors are on a device without fused attention.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
@@ -147,9 +145,9 @@ def ask(
     kv_size: int | None,
     kv_layout: Any,
 ) -> Asked:
-    """Returns the options in a hashable form. Raises ValueError, naming the argument, for what is not allowed."""
+    """Returns the options in a hashable form. Raises ValueError, naming the argument, for invalid ones."""
     if isinstance(mask, torch.Tensor):
-        mask = None  # which is planned as a tensor
+        mask = None  # planned as a tensor
     if mask is not None and not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask or a tensor, got a {type(mask).__name__}")
     check_method(method)
@@ -159,7 +157,7 @@ def ask(
         raise ValueError(f"merge: {merge!r}; allowed is 'float32'")
     for name, given in (("layout", layout), ("kv_layout", kv_layout)):
         try:
-            if not torch.compiler.is_compiling():  # Dynamo in torch 2.11 takes no hash
+            if not torch.compiler.is_compiling():  # Dynamo in torch 2.11 cannot trace hash()
                 hash(given)
         except TypeError:
             raise ValueError(
@@ -206,7 +204,7 @@ def _scale(given: Any) -> float:
 
 
 def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns tensors as autocast would hand them to PyTorch's attention."""
+    """Returns the tensors in the dtype in which autocast would pass them to PyTorch's attention."""
     kinds = {tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)}
     for kind in kinds:
         if torch.is_autocast_enabled(kind):
@@ -216,7 +214,7 @@ def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _of_four_dims(tensors: tuple[Any, ...], mask: Any) -> tuple[tuple[torch.Tensor, ...], bool]:
-    """Returns q, k, v and the mask if that is a tensor, and whether q, k and v were given with three dims."""
+    """Returns q, k, v and the mask if that is a tensor, all with four dims; and True if q, k and v had three."""
     is_3d = all(isinstance(t, torch.Tensor) and t.ndim == 3 for t in tensors)
     if is_3d:
         tensors = tuple(t.unsqueeze(1) for t in tensors)
@@ -231,13 +229,13 @@ def _of_four_dims(tensors: tuple[Any, ...], mask: Any) -> tuple[tuple[torch.Tens
         mask = _local_mask(mask, tensors[0])
     mask = mask[(None,) * (4 - mask.ndim)]
     for dim in range(4):
-        if mask.stride(dim) == 0 and mask.shape[dim] > 1:  # expanded: one element says the same
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:  # expanded, so one element is enough
             mask = mask.narrow(dim, 0, 1)
     return (*tensors, mask), is_3d
 
 
 def _local_mask(mask: DTensor, q: Any) -> torch.Tensor:
-    """Returns this rank's part of a mask that is placed like q, but whole along dims that it repeats along."""
+    """Returns this rank's part of a mask that is placed like q, but replicated along dims in which it broadcasts."""
     missing = 4 - mask.ndim
     alike = isinstance(q, DTensor) and q.device_mesh == mask.device_mesh
     for mesh_dim, placement in enumerate(mask.placements if alike else ()):

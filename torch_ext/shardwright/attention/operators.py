@@ -1,7 +1,7 @@
 """One operator for each direction of attention, with its gradient and its shapes for compilers.
 
-The arguments are tensors, strings and ints. A mask has four dims, with one element in those it repeats along. `forward`
-and `backward` are attentions as text (csrc/attention/serialize.h), the groups are names of process groups.
+The arguments are tensors, strings and ints. A mask has four dims, of size 1 if it broadcasts along them. `forward` and
+`backward` are attentions as text (csrc/attention/serialize.h), the groups are names of process groups.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def attend(
     backward_groups: Sequence[str],
     rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the result, shaped like q but for the depth of v, and the log-sum-exp of its scores."""
+    """Returns the result, with the shape of q and the depth of v, and the log-sum-exp of its scores."""
     out, lse = _run([q, k, v, *([] if mask is None else [mask])], forward, forward_groups, rank)
     return out, lse
 

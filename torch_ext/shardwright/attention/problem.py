@@ -1,4 +1,4 @@
-"""From the arguments of `scaled_dot_product_attention` to a planned problem, bound to process groups."""
+"""Plans attention from the arguments of `scaled_dot_product_attention`, and binds it to process groups."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Mask(NamedTuple):
     """The keys that queries see, beyond `is_causal`.
 
     Args:
-        window: a query sees the places less than this far from its own: itself and the `window` - 1 before it, and, if
-            not causal, as many after it.
-        documents: the lengths of documents that lie in the sequence one after the other; a query sees its own one. They
-            sum to the length of the sequence.
+        window: a query sees the positions less than this far from its own: itself and the `window` - 1 before it, and,
+            if not causal, as many after it.
+        documents: the lengths of consecutive documents; a query sees only its own document. They sum to the length of
+            the sequence.
     """
 
     window: int | None = None
@@ -43,7 +43,7 @@ class Mask(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """Everything that is asked of an attention but its tensors, hashable."""
+    """The arguments of attention except its tensors, hashable."""
 
     is_causal: bool
     window: int | None
@@ -58,7 +58,7 @@ class Asked(NamedTuple):
     kv_layout: Any
 
 
-# The arguments of the operators besides tensors: both directions as text, the names of the groups of each, this rank.
+# The operators' arguments except tensors: forward and backward as text, the group names of each, this rank.
 Call = tuple[str, str, tuple[str, ...], tuple[str, ...], int]
 
 
@@ -66,7 +66,7 @@ _Form = tuple[str, tuple[int, ...]]
 
 
 class Planned(NamedTuple):
-    """A problem with its method, and what the operators take; by dtype and shape of the mask if that is a tensor."""
+    """A problem with its method, and the operators' arguments, also by dtype and shape of a mask that is a tensor."""
 
     attention: _planner.Attention
     call: Call
@@ -74,16 +74,16 @@ class Planned(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """The places of keys that each rank holds. `parts` is None where they are those of its queries."""
+    """The positions of keys that each rank holds. `parts` is None if they equal the positions of its queries."""
 
     parts: Parts | None = None
     are_whole: bool = False
 
 
 class _Where(NamedTuple):
-    """The ranks that share a sequence: a mesh of them, the group it is of, and what each of them holds.
+    """The ranks that share a sequence: their mesh, their group, and the positions of queries and keys on each rank.
 
-    Ranks are global ones, by which topologies tell nodes apart; in a group of separate jobs they are the group's.
+    Ranks are global ranks, because topologies derive nodes from them; in a group of separate jobs, the group's ranks.
     """
 
     mesh: _planner.Mesh
@@ -92,17 +92,17 @@ class _Where(NamedTuple):
     group: dist.ProcessGroup | None
 
 
-# By who shares the sequence, because a plan is made by all of them together: they make plans, and drop old ones, alike.
+# Plans by mesh or group that shares the sequence. A plan is collective, so its ranks must add and drop plans alike.
 _planned: executables.Kept[dict[Hashable, Planned]] = executables.Kept()
 MAX_PLANNED = 1024
 
 
 def call_for(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Call:
-    """Returns what the operators take for this kind of call; planned as by `plan`, also while a graph is made."""
+    """Returns the operators' arguments for a call, planned by `plan`, also while a graph is traced."""
     if not torch.compiler.is_compiling():
         return uncompiled(plan, _disabled_plan)(asked, tensors, group).call
     _check_are_tensors(tensors)
-    # Compilers make constants of plain tuples and texts, not of our classes.
+    # Compilers make constants of tuples and strings, not of our classes.
     if hasattr(asked.layout, "text"):
         asked = asked._replace(layout=asked.layout.text(asked.size))
     if hasattr(asked.kv_layout, "text"):
@@ -117,7 +117,7 @@ def call_for(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessG
 def _find_out(
     asked: tuple[Any, ...], metas: tuple[tuple[Any, ...], ...], group: dist.ProcessGroup | None
 ) -> tuple[str | None, Any]:
-    """Returns why a call with such tensors is refused, or None, and what the operators take."""
+    """Returns an error message or None, and the operators' arguments."""
     guards.mark()
     try:
         return None, on_stand_ins(metas, lambda *given: plan(Asked(*asked), given, group)).call
@@ -132,7 +132,7 @@ def _check_are_tensors(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Planned:
-    """Returns the plan for this kind of call. Collective among the ranks that share the sequence when it is made.
+    """Returns the plan of a call from a cache. Making it is collective among the ranks that share the sequence.
 
     `tensors` are q, k and v, then the mask if that is a tensor, of four dims.
     """
@@ -145,7 +145,7 @@ def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
     masks = tensors[3:]
     needs_grad = asked.method == "auto" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors[:3])
     sharers = tensors[0].device_mesh if isinstance(tensors[0], DTensor) else None
-    key = (asked, described, len(masks), needs_grad)  # not the form of masks, in which ranks may differ
+    key = (asked, described, len(masks), needs_grad)  # ranks may differ in the shapes of masks
     of_mesh = None if sharers is None else groups.key_of_mesh(sharers)
     kept = _planned.get_or_make((sharers, of_mesh, None if group is None else groups.weakly(group)), dict)
     planned = kept.get(key)
@@ -156,7 +156,7 @@ def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
 
 
 def _call_with(planned: Planned, tensors: Sequence[torch.Tensor]) -> Call:
-    """Returns what the operators take with a mask of this form. Groups are the same for all forms."""
+    """Returns the operators' arguments for a mask of this dtype and shape. Groups are the same for all masks."""
     q, mask = tensors[0], tensors[3]
     check_mask(q, mask)
     form = _form_of(mask)
@@ -176,7 +176,7 @@ _disabled_plan = torch._dynamo.disable(plan)
 def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, needs_grad: bool) -> Planned:
     q = tensors[0]
     attention = refusal = None
-    if isinstance(q, DTensor):  # what is found here is the same on all ranks
+    if isinstance(q, DTensor):  # errors found here are the same on all ranks
         if group is not None:
             raise ValueError("group: q is a DTensor, which brings it; leave it out")
         check_tensors(asked, tensors)
@@ -218,7 +218,7 @@ def _problem(asked: Asked, tensors: Sequence[torch.Tensor], where: _Where, mine:
         chunks=asked.chunks,
         lowering=executables.lowering(kind, where.group) if is_shared else _planner.Lowering.of_device(kind),
     )
-    if not checking.is_on():  # which tells all ranks
+    if not checking.is_on():  # the debug mode reports errors on all ranks
         _check_rows("q", rows, attention.rows(mine), where.parts, mine)
         _check_rows("k", local_k.shape[2], attention.key_rows(mine), where.keys.parts or where.parts, mine)
     return attention
@@ -233,7 +233,7 @@ def _check_rows(name: str, rows: int, expected: int, parts: Parts, rank: int) ->
 
 
 def _carrier(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns the group by which plain tensors are moved."""
+    """Returns the process group of plain tensors. Raises ValueError if this rank is not in it."""
     groups.check_initialised()
     if dist.get_rank(group) < 0:
         raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
@@ -249,7 +249,7 @@ def _agree(
     carrier: dist.ProcessGroup,
     device_type: str,
 ) -> None:
-    """Raises on all ranks if one of them refuses, or if they differ. All ranks that share the sequence call it."""
+    """Raises on all ranks if one has an error, or if they differ. All ranks that share the sequence must call."""
     text = "" if attention is None else attention.as_on_all_ranks().to_text(False)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
     words = GroupWords(carrier)
@@ -273,7 +273,7 @@ def _with_method(attention: _planner.Attention, method: str, device_type: str, n
 
 
 def tables_of(attention: _planner.Attention, device_type: str) -> tuple[_planner.Topology | None, _planner.GemmModel]:
-    """Returns the topology (None: the lowering's default) and the times of products with which it is planned."""
+    """Returns the topology (None: the lowering's default) and the model of product times that plan an attention."""
     now = tables_now()
     topology = now.environment or tables.measured_topology(attention.lowering.name)
     model = now.gemm_model(device_type, attention.dtype)
@@ -289,7 +289,7 @@ def bind(attention: _planner.Attention, rank: int, group: dist.ProcessGroup | No
 
 
 def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError, naming the argument, for tensors that have no attention together."""
+    """Raises ValueError, naming the argument, if q, k, v and mask do not match."""
     q, k, v, *masks = tensors
     for name, tensor in zip("qkv", tensors[:3], strict=True):
         if isinstance(tensor, DTensor) != isinstance(q, DTensor):
@@ -321,7 +321,7 @@ def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def check_mask(q: torch.Tensor, mask: torch.Tensor) -> None:
-    """Raises ValueError for a mask tensor of four dims that does not fit, but for what `_planner.Attention` checks."""
+    """Raises ValueError for an invalid mask tensor of four dims. `_planner.Attention` checks the rest."""
     if mask.requires_grad:
         raise ValueError("mask must not require a gradient, got one that does; there is none to it")
     if mask.device != q.device:
@@ -332,13 +332,13 @@ def check_mask(q: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 def _but_sequence(tensor: DTensor) -> list[Any]:
-    """Returns the placements, with None for those that cut the sequence or hold it whole."""
+    """Returns the placements, with None for those that cut the sequence or replicate."""
     dims = sequence_dims(tensor)
     return [None if p.is_replicate() or d in dims else p for d, p in enumerate(tensor.placements)]
 
 
 def _check_heads(q: DTensor, k: DTensor) -> None:
-    """Checks that each rank holds heads, and the heads of keys that its heads of queries share."""
+    """Checks that each rank holds query heads, and exactly the key heads that these share."""
     if all(p.is_replicate() or p.is_partial() or p.dim % 4 != 1 for p in q.placements):
         return
     each, rest = divmod(q.shape[1], max(k.shape[1], 1))
@@ -370,7 +370,7 @@ def _of_group(asked: Asked, q: torch.Tensor, k: torch.Tensor, group: dist.Proces
 
 
 def _keys(asked: Asked, parts: Parts, size: int, kv_size: int, placed: Parts | None) -> _Keys:
-    """Returns where keys lie: as `kv_layout` says, else as they are `placed`, else as queries of the same length."""
+    """Returns the positions of keys: by `kv_layout`, else as `placed`, else as queries of the same length."""
     if asked.kv_layout == "whole":
         return _Keys([[(0, kv_size)] if kv_size else []] * len(parts), len(parts) > 1)
     found = placed
@@ -380,7 +380,7 @@ def _keys(asked: Asked, parts: Parts, size: int, kv_size: int, placed: Parts | N
 
 
 def parts_of(layout: Any, size: int, count: int, argument: str = "layout") -> Parts:
-    """Returns the places of a sequence of `size` that each of `count` ranks holds, in the order of its local tensors.
+    """Returns the positions of a sequence of `size` that each of `count` ranks holds, in the order of its local tensor.
 
     `layout` is as in `sequence_layout`.
     """
@@ -389,7 +389,7 @@ def parts_of(layout: Any, size: int, count: int, argument: str = "layout") -> Pa
 
 
 def sequence_layout(layout: Any, size: int, count: int, argument: str) -> Layout:
-    """Returns how a sequence of `size` places lies on `count` ranks, as a tensor whose other dims have one element.
+    """Returns the layout of a sequence of `size` positions on `count` ranks, as a tensor whose other dims have size 1.
 
     `layout` is None or "contiguous" (parts as `torch.chunk` cuts them), "zigzag" (`Pieces.zigzag`), or a placement of
     dim 2 that cuts, such as `Pieces`, or its text. Raises ValueError, naming `argument`, for others.
@@ -466,6 +466,6 @@ def _of_dtensor(asked: Asked, q: DTensor, k: DTensor) -> _Where:
 
 
 def _placed(tensor: DTensor, ranks: Sequence[int]) -> Parts:
-    """Returns the places of the sequence that ranks hold by their placements."""
+    """Returns the positions of the sequence that ranks hold by the tensor's placements."""
     described = layout_of(tensor._spec)
     return [described.region(rank)[SEQUENCE_DIM] for rank in ranks]

@@ -1,6 +1,6 @@
 """Redistributes of DTensors from one mesh to another, which PyTorch does not have.
 
-All ranks of both meshes call. A rank outside a mesh holds an empty part there, as DTensor has it.
+All ranks of both meshes must call. A rank outside a mesh holds an empty part there, as in DTensor.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def redistribute(
     backward_dtype: torch.dtype | None = None,
     make_groups: bool = True,
 ) -> DTensor:
-    """Returns `x` on another mesh. Differentiable any number of times: the gradient takes the way back.
+    """Returns `x` on another mesh. Differentiable any number of times: the gradient moves back.
 
     While code is traced, our operators are recorded. Without `make_groups`, process groups must exist, also for the
     backward.
 
-    Raises ValueError for a mesh of another device type, for a slice of a mesh that is another one on other ranks, and
-    for placements that are partial or not one per mesh dim; RuntimeError if ranks differ in where `x` lies, and in
-    compiled code if some rank of `mesh` is not on that of `x`.
+    Raises ValueError for a mesh of another device type, for a slice of a mesh whose ranks differ from rank to rank, and
+    for placements that are partial or not one per mesh dim. Raises RuntimeError if ranks differ in the layout of `x`,
+    and in compiled code if some rank of `mesh` is not on the mesh of `x`.
     """
     if mesh.device_type != x.device_mesh.device_type:
         raise ValueError(
@@ -71,7 +71,7 @@ def redistribute(
             placements[i] = _StridedShard(placement.dim + x.ndim, split_factor=placement.split_factor)
         elif isinstance(placement, Shard) and placement.dim < 0:
             placements[i] = Shard(placement.dim + x.ndim)
-    # Not the dtype of the local tensor, nor anything else of it: ranks outside the mesh of x hold any.
+    # Nothing is read from the local tensor, because ranks outside the mesh of x may hold any.
     meta = TensorMeta(x.shape, x.stride(), forward_dtype or x.dtype)
     target = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
     moved: DTensor = _Crossing.apply(x, x._spec, target, async_op, backward_dtype, make_groups)  # type: ignore[no-untyped-call]
@@ -79,9 +79,9 @@ def redistribute(
 
 
 def _check_meshes(here: DeviceMesh, there: DeviceMesh) -> None:
-    """Raises ValueError, without communication, if one of the meshes is another one on other ranks that take part.
+    """Raises ValueError, without communication, if one of the meshes has other ranks on other participating ranks.
 
-    That is so for a proper slice of a mesh, such as ``mesh["tp"]``, unless all ranks that take part are on it.
+    A proper slice of a mesh, such as ``mesh["tp"]``, has, unless all participating ranks are on it.
     """
     for argument, mesh, other in (("mesh (device_mesh)", there, here), ("x: its mesh", here, there)):
         root = mesh._get_root_mesh()
@@ -95,12 +95,12 @@ def _check_meshes(here: DeviceMesh, there: DeviceMesh) -> None:
 
 
 def _covers(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    """Returns whether all ranks of the other mesh are on this one."""
+    """Returns True if all ranks of `other` are on `mesh`."""
     return set(Mesh(mesh).ranks) >= set(Mesh(other).ranks)
 
 
-# Layouts that ranks have compared under one default process group, for all sizes and dtypes. Nothing is dropped,
-# because ranks must compare at the same times, whatever differs among them, such as tables.
+# Layouts that ranks have compared under one default process group, for all sizes and dtypes. Entries are never dropped,
+# because all ranks must compare in the same calls, even if ranks differ, for example in their tables.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Hashable]] = weakref.WeakKeyDictionary()
 groups.when_gone.append(_agreed.clear)
 
@@ -113,12 +113,12 @@ _REMEDY = (
 def _agree(src: _planner.Layout, dst: _planner.Layout) -> None:
     """Raises RuntimeError on all ranks of both meshes if they differ in the layouts. Compares them when first used.
 
-    A DTensor may be wrong about itself on ranks outside its mesh: where operators can choose among placements, PyTorch
-    takes moves to cost nothing there, and chooses differently.
+    A DTensor may have wrong placements on ranks outside its mesh: if an operator can choose among placements, PyTorch
+    assumes there that moves are free, and chooses differently.
     """
     if src.mesh == dst.mesh or groups.moves_nothing(None):
         return
-    # Apart from the calls that `check_ranks` counts, which some ranks may have left after an error.
+    # The counter of rounds is separate from that of `check_ranks`, which may differ among ranks after an error.
     texts = in_default_store("layouts")
     assert dist.group.WORLD is not None
     known = _agreed.setdefault(dist.group.WORLD, set())
@@ -132,7 +132,7 @@ def _agree(src: _planner.Layout, dst: _planner.Layout) -> None:
 
 
 class _Crossing(torch.autograd.Function):
-    """Moves x from one spec to another, which all ranks know, on the same mesh or on another one."""
+    """Moves x from one spec to another, on the same mesh or on another one. All ranks have both specs."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -159,11 +159,11 @@ class _Crossing(torch.autograd.Function):
         if gradient is None:
             gradient = _zeros(target)
         elif _covers(target.mesh, source.mesh):
-            target = _with_dtype(gradient._spec, dtype)  # all ranks that take part have it
+            target = _with_dtype(gradient._spec, dtype)  # all participating ranks have the gradient's spec
         elif target.mesh.get_coordinate() is not None and not _same_placement(gradient._spec, target):
-            # Ranks outside the mesh cannot know what the gradient has become there, and DTensor says something else.
+            # Ranks outside the mesh cannot see the gradient's placements, so it first gets those of the result.
             gradient = _Crossing.apply(gradient, gradient._spec, target, *options)  # type: ignore[no-untyped-call]
-        # R in place of P, as in PyTorch's own backward. What cuts the source does so in the same order.
+        # R in place of P, as in PyTorch's own backward; the shard order stays.
         placements = tuple(Replicate() if p.is_partial() else p for p in source.placements)
         moved: DTensor = _Crossing.apply(  # type: ignore[no-untyped-call]
             gradient, target, _with_dtype(source, dtype, placements), *options
@@ -173,7 +173,7 @@ class _Crossing(torch.autograd.Function):
 
 
 def _with_dtype(spec: DTensorSpec, dtype: torch.dtype, placements: tuple[Placement, ...] | None = None) -> DTensorSpec:
-    """Returns the spec of a tensor with another dtype, and perhaps other placements that are cut in the same order."""
+    """Returns the spec with another dtype and, if given, other placements in the same shard order."""
     assert spec.tensor_meta is not None
     is_order = spec.use_strided_shard_as_shard_order
     return DTensorSpec(
@@ -191,7 +191,7 @@ def _same_placement(a: DTensorSpec, b: DTensorSpec) -> bool:
 
 
 def _zeros(spec: DTensorSpec) -> DTensor:
-    """A stand-in for a gradient that this rank has none of."""
+    """Returns zeros in place of a gradient that this rank does not have."""
     assert spec.tensor_meta is not None
     layout = layout_of_spec(spec, spec.shape, spec.tensor_meta.dtype)
     shape = layout.local_shape(dist.get_rank())
@@ -202,9 +202,9 @@ def _zeros(spec: DTensorSpec) -> DTensor:
 def _moved(
     local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, async_op: bool, make_groups: bool
 ) -> torch.Tensor:
-    """Returns this rank's part in `target`, or in a trace what stands for it."""
+    """Returns this rank's part in `target`, or its fake tensor in a trace."""
     if source.mesh.get_coordinate() is None:
-        # DTensor's operators leave tensors of any device and size there.
+        # DTensor's operators may leave a tensor of any device and size on ranks outside the mesh.
         local = torch.empty(0, dtype=local.dtype, device=source.mesh.device_type)
     pending = [p for p in source.placements if masks.is_masked(p)]
     source = masks.without_masks(source) if pending else source
@@ -220,10 +220,10 @@ def _moved(
 
 
 def _check_compilable(here: _planner.Mesh, there: _planner.Mesh) -> None:
-    """Raises RuntimeError, on all ranks, if torch.compile would run code for other sizes on some.
+    """Raises RuntimeError, on all ranks, if torch.compile might run code for other sizes on some ranks.
 
-    Its guards look at a DTensor's local tensor, not at its size. A rank outside of the mesh always has the same one, so
-    it would go on with code for the sizes that it has seen first. In a backward, ranks have the guards of the forward.
+    Its guards check a DTensor's local tensor, not its global size. A rank outside of the mesh always has the same local
+    tensor, so it would keep the code for the first sizes. In a backward, ranks have the guards of the forward.
     """
     if CompileContext.current_compile_id() is None or torch._C._current_autograd_node() is not None:
         return
@@ -236,7 +236,7 @@ def _check_compilable(here: _planner.Mesh, there: _planner.Mesh) -> None:
 
 
 def _traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, make_groups: bool) -> torch.Tensor:
-    """Records our operators."""
+    """Records the redistribute in a trace, as our operators."""
     from ..graph import operators
 
     with _disable_current_modes():  # none of this belongs in the trace

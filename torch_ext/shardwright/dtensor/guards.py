@@ -1,13 +1,13 @@
-"""Guards on what compiled code was made from: sizes of DTensors, the groups of their meshes, and our options.
+"""Guards of compiled code on sizes of DTensors, the groups of their meshes, and our options.
 
 Dynamo's guards for a DTensor compare its local tensor, mesh and placements, but not its sizes (pytorch#163820). A rank
 that holds 3 rows of 6 and 3 rows of 5 would run code for 6 where the other ranks run code for 5. Its guards also take
 meshes of the same ranks for the same, although their process groups may differ.
 
-While the drop-in is on, and for graphs that hold operators of ours, guards are added for each DTensor that comes from
-outside of the graph: static sizes and strides must be the same, and so must the names of the mesh's groups. Dynamo
-guards symbolic sizes itself. Graphs with DTensors are guarded on our mode, those with operators of ours also on the
-tables of plans.
+While the drop-in is on, and for graphs that hold operators of ours, guards are added for each DTensor that is an
+input of the graph: static sizes and strides must be the same, and so must the names of the mesh's groups. Dynamo
+guards symbolic sizes itself. Graphs with DTensors are guarded on our mode, graphs with our operators also on the
+planning tables.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _marks: dict[Any, None] = {}  # graphs that hold operators of ours, by the id of
 
 
 def mark() -> None:
-    """Notes that the graph that is being compiled holds an operator of ours."""
+    """Records that the graph being compiled has an operator of ours."""
     compile_id = CompileContext.current_compile_id()
     if compile_id is not None:
         executables.keep(_marks, compile_id, None, _MAX_MARKS)
@@ -66,7 +66,7 @@ def _add(guard: Guard, manager: Any, is_same: Callable[[Any], bool], text: str) 
 
 
 def _is_first(builder: Any, what: object) -> bool:
-    """Returns whether the graph has no such guard yet."""
+    """Returns True if the graph has no such guard yet, and records it."""
     seen = vars(builder).setdefault(_SEEN, set())
     is_new = what not in seen
     seen.add(what)
@@ -87,7 +87,7 @@ def _guard_tables(guard: Guard, builder: Any) -> None:
 
 
 def _guard_spec(guard: Guard, builder: Any) -> None:
-    """Adds guards for a DTensor, whose spec `guard` is for."""
+    """Adds guards for the DTensor whose spec `guard` checks."""
     spec: DTensorSpec = builder.get(guard)
     if spec.tensor_meta is None:
         return

@@ -1,8 +1,8 @@
 """Handles `_MaskPartial`, the placement of embeddings whose table is sharded by rows.
 
-Each rank looks up the indices that lie in its rows. `R -> _MaskPartial` makes global indices local and keeps a mask of
-the indices that other ranks hold. When `_MaskPartial` is reduced, what was looked up for these is set to zero. Both are
-done here with PyTorch's own methods; what remains is a redistribute of ordinary placements.
+Each rank looks up the indices of its own rows. `R -> _MaskPartial` makes global indices local and keeps a mask of the
+indices of other ranks' rows. Before `_MaskPartial` is reduced, the results for masked indices are set to zero. Both
+steps use PyTorch's own methods here; a redistribute of ordinary placements remains.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def apply(local: torch.Tensor, masks: Iterable[Placement]) -> None:
 
 
 def unmask(local: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec) -> Unmasked | str:
-    """Returns the redistribute without masks, or why there is none. Applies masks that are reduced, in place."""
+    """Returns the redistribute without masks, or the reason why there is none. Applies reduced masks in place."""
     before, after = list(current_spec.placements), list(target_spec.placements)
     to_apply, to_make = [], []
     for mesh_dim, (source, target) in enumerate(zip(before, after, strict=True)):

@@ -1,8 +1,8 @@
 """The mode of the drop-in: for the process, within the blocks of its threads, and for a backward.
 
 Outside of autograd, the current mode decides. A backward uses the mode of its forward. The node of an explicit
-redistribute remembers it; for an implicit one, the node's sequence number tells when it was made. These numbers are
-counted per thread, so if several threads changed the mode, a backward uses the changes of its own thread.
+redistribute stores the mode; for an implicit one, the node's sequence number tells when it was made. Sequence numbers
+are counted per thread, so if several threads changed the mode, a backward uses the changes of its own thread.
 
 Callers that change anything here must hold the lock of drop_in.py.
 """
@@ -37,7 +37,7 @@ OFF = Mode(False)
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """The mode that one thread asked for until its block ends. The process's own block has no thread."""
+    """The mode that one thread has set until its block ends. The process's own block has no thread."""
 
     thread: int | None
     mode: Mode
@@ -65,7 +65,7 @@ def mine() -> Block:
 
 
 def is_wanted() -> bool:
-    """Returns whether the drop-in is on in any block."""
+    """Returns True if the drop-in is on in any block."""
     return any(block.mode.on for block in _blocks)
 
 
@@ -101,12 +101,12 @@ def current() -> Mode:
 
 
 def decided_in_graphs() -> tuple[bool, bool, bool]:
-    """Returns of the current mode what changes compiled code."""
+    """Returns the options of the current mode on which compiled code depends: on, make_groups, views."""
     return (_current.on, _current.on and _current.make_groups, _current.on and _current.views)
 
 
 def wanted() -> Mode:
-    """Returns the mode that the blocks ask for; it takes effect when it is applied."""
+    """Returns the mode of the latest block. It takes effect in `apply`."""
     return _blocks[-1].mode
 
 
@@ -119,7 +119,7 @@ def apply(mode: Mode) -> None:
 
 
 def takes_shortcut() -> bool:
-    """Returns whether calls outside of autograd may skip PyTorch's method: the drop-in is on and groups may be made."""
+    """Returns True if calls outside of autograd may skip PyTorch's method: the drop-in is on and may make groups."""
     return _current.on and _current.make_groups
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from . import mode, redistribute, shortcut
 
-_undo: contextlib.ExitStack | None = None  # restores what was replaced; None if nothing is
+_undo: contextlib.ExitStack | None = None  # restores the replaced functions; None if none is replaced
 _OUR_TAG = re.compile(r" ?shardwright rank (of process )?\S+( with views)?$")
 
 
@@ -61,7 +61,7 @@ def _take_function(undo: contextlib.ExitStack) -> None:
 
 
 class _Holders:
-    """The places in all loaded modules that hold either of two functions: the original or its replacement.
+    """The names in all loaded modules that refer to either of two functions: the original or its replacement.
 
     Searching the names of all modules takes tens of milliseconds, so each module is searched once. It is searched again
     if its number of names changes, as it does for a module that was still being imported. If a module assigns the
@@ -70,7 +70,7 @@ class _Holders:
 
     def __init__(self) -> None:
         self._pair: tuple[object, object] | None = None
-        self._sizes: dict[int, int] = {}  # by id of a module's namespace: how many names were looked through
+        self._sizes: dict[int, int] = {}  # number of names searched, by id of a module's namespace
         self._places: list[tuple[dict[str, Any], str]] = []
 
     def replace(self, original: Any, ours: Any, *, by_ours: bool) -> None:
@@ -109,8 +109,8 @@ _holders = _Holders()
 def tell_compile_caches_apart(on: bool, views: bool) -> None:
     """Adds this rank to the tag of PyTorch's on-disk cache of compiled code, or removes it again.
 
-    The cache's key is what Dynamo saw, in which a redistribute is a method of a DTensor: it says neither that the
-    method becomes an operator of ours, nor for which rank. All ranks of a machine share the cache's folder.
+    The cache's key comes from Dynamo's graph, in which a redistribute is a method call of a DTensor. The key contains
+    neither that the call becomes an operator of ours, nor the rank. All ranks of a machine share the cache's folder.
     """
     tag = _OUR_TAG.sub("", config.cache_key_tag)  # in torch 2.15 each thread has its own tag, which may contain ours
     if on:

@@ -1,6 +1,6 @@
 """The replacement for PyTorch's `redistribute_local_tensor`, which moves the local tensors of DTensors.
 
-What it does not handle is left to PyTorch's function and counted with its reason.
+Redistributes that it does not handle are left to PyTorch's function, and counted by reason.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _original: Callable[..., torch.Tensor] | None = None  # PyTorch's function, whil
 # Called for each explicit asynchronous redistribute while `overlap` is on (matmul/overlapping.py).
 note_explicit_gather: Callable[[DTensorSpec, DTensorSpec], None] | None = None
 
-# Executables that do the whole redistribute, with nothing to be done before or after them.
+# Executables that do the entire redistribute, with no work before or after them.
 _direct: executables.Kept[_runtime.Executable] = executables.Kept(is_local=True)
 
 
 def stand_in_for(original: Callable[..., torch.Tensor] | None) -> None:
-    """Notes PyTorch's function, which ours now replaces; None ends that."""
+    """Sets PyTorch's function, which ours now replaces. None ends the replacement."""
     global _original
     _original = original
 
@@ -62,7 +62,7 @@ def redistribute_local_tensor(
     use_graph_based_transform: bool | None = None,
     is_explicit: bool = False,
 ) -> torch.Tensor:
-    """Does what PyTorch's function of this name does, with a plan of shardwright."""
+    """Replaces PyTorch's function of this name: redistributes by a plan of shardwright."""
     original = _original or torch_redistribute.redistribute_local_tensor
     mode = deciding()
     is_plain = mode.on and type(local_tensor) is torch.Tensor and local_tensor.layout is torch.strided
@@ -176,7 +176,7 @@ def _by_plan(asked: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
 
 
 def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, mode: Mode) -> Hashable:
-    """Returns the key of an executable. Each call makes a new target spec, and hashing a whole spec is expensive."""
+    """Returns the key of an executable. Each call makes a new target spec, and hashing a full spec is expensive."""
     return (
         current_spec,
         target_spec.placements,
@@ -186,7 +186,7 @@ def _key(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTe
         groups.key_of_mesh(current_spec.mesh),
         local_tensor.dtype,
         local_tensor.device,
-        mode.make_groups or groups.names(current_spec.mesh),  # of plans that use existing groups: which groups exist
+        mode.make_groups or groups.names(current_spec.mesh),  # plans that use only existing groups depend on them
     )
 
 
@@ -196,7 +196,7 @@ def find(local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTe
 
 
 def _autograd_looks(local_tensor: torch.Tensor) -> bool:
-    """Returns whether autograd records at this level. Below an operator of DTensor it records that operator instead."""
+    """Returns True if autograd records at this level. Below an operator of DTensor, it records the operator instead."""
     return (
         local_tensor.requires_grad
         and torch.is_grad_enabled()
@@ -206,10 +206,10 @@ def _autograd_looks(local_tensor: torch.Tensor) -> bool:
 
 @executables.kept
 def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bool:
-    """Returns whether PyTorch would make a new tensor where we find that nothing has to be done.
+    """Returns True if PyTorch would make a new tensor although our plan has no steps.
 
-    PyTorch gathers and cuts again where mesh dims of size 1 hide that two layouts are the same. Callers that get a copy
-    from PyTorch may write to it, so they get one from us too.
+    PyTorch gathers and cuts again if mesh dims of size 1 hide that two layouts are the same. Callers that get a copy
+    from PyTorch may write to it, so our replacement copies too.
     """
     try:
         infos = torch_redistribute._gen_transform_infos(current_spec, target_spec)
@@ -224,7 +224,7 @@ def _torch_would_copy(current_spec: DTensorSpec, target_spec: DTensorSpec) -> bo
 
 
 def _is_captured() -> bool:
-    """Returns whether a graph is being made by torch.export, make_fx or AOTAutograd alone, not by torch.compile.
+    """Returns True if a graph is being made by torch.export, make_fx or AOTAutograd alone, not by torch.compile.
 
     Other tools read such graphs, and look for PyTorch's collectives in them.
     """
@@ -241,7 +241,7 @@ def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
     from ..graph import operators
 
     local, current, target = asked[:3]
-    is_symbolic = plans.is_symbolic(current.shape)  # not the local sizes: ranks differ in these
+    is_symbolic = plans.is_symbolic(current.shape)  # local sizes would differ among ranks
     key = key, groups.flattened_names(current.mesh)
     arguments = None if is_symbolic else _arguments.get(key)  # symbols cannot be hashed
     if arguments is None:
@@ -259,7 +259,7 @@ def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
 
 
 def _trace_arguments(asked: _Asked, is_symbolic: bool) -> dict[str, Any] | Refusal:
-    """Returns the operators' arguments; empty if there is nothing to do."""
+    """Returns the operators' arguments; an empty dict if nothing is moved."""
     from ..graph import operators
 
     sizes, mesh = asked.current.shape, asked.current.mesh
@@ -293,8 +293,10 @@ def _plan(asked: _Asked, shape: Sequence[int]) -> Plan | Refusal:
 
 
 def _check_reducible(asked: _Asked, why: ValueError) -> None:
-    """Raises `why` on all ranks if it says that pending values of this dtype cannot be reduced, and the backend's own
-    collectives cannot do it either. PyTorch's path would fail there while ranks wait for each other."""
+    """Raises ValueError on all ranks if `why` is that the backend cannot reduce pending values of this dtype.
+
+    PyTorch's path uses the backend's collectives, so it would fail while ranks wait for each other.
+    """
     lowering = executables.lowering(asked.local.device.type, None)
     if lowering.name != "gloo":
         return

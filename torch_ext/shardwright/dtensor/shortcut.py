@@ -1,10 +1,10 @@
 """A fast path for repeated calls of `DTensor.redistribute`.
 
-PyTorch's method builds and hashes a target spec and enters an autograd function before it asks for data; on CPU that
+PyTorch's method builds and hashes a target spec and enters an autograd function before it moves data; on CPU that
 takes several times as long as the rest of a small redistribute. The first call goes that way. Its target spec, its
-executable and what its autograd node saved are then cached under the source spec and the given placements, and later
-calls use them. Calls that a dispatch mode, a trace or a transform watches still take PyTorch's way, which leads to the
-drop-in. So does a backward that is itself differentiated.
+executable and the attributes of its autograd node are then cached under the source spec and the given placements, and
+later calls use them. Calls that a dispatch mode, a trace or a transform watches still take PyTorch's way, which leads
+to the drop-in. So does a backward that is itself differentiated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
 
 class _Known:
-    """The executable that is cached for a call, and the inputs for which later calls may use it."""
+    """The executable that is cached for a call, and the properties of inputs that may use it again."""
 
     __slots__ = ("device", "dtype", "executable", "node", "target")
 
@@ -42,7 +42,7 @@ class _Known:
         self.executable = executable
         self.dtype = local.dtype
         self.device = local.device
-        self.node = node  # for a call with gradients: what PyTorch's autograd function saved for the backward
+        self.node = node  # with gradients: attributes that PyTorch's autograd function saved
 
     def answers(self, local: torch.Tensor) -> bool:
         return (
@@ -147,7 +147,7 @@ class Redistribute(torch_redistribute.Redistribute):
 
 
 def _saved(result: DTensor) -> dict[str, Any] | None:
-    """Returns what PyTorch's autograd function saved on its node, or None if this is not its node as we know it."""
+    """Returns the attributes that PyTorch's autograd function saved on its node, or None for any other node."""
     node = result.grad_fn
     if node is None or node.name() != "RedistributeBackward":
         return None

@@ -39,8 +39,10 @@ def layout_of(spec: DTensorSpec) -> _planner.Layout:
 def row_major_spec(
     mesh: DeviceMesh, layout: _planner.Layout, placements: tuple[Placement, ...] | None = None
 ) -> DTensorSpec:
-    """Returns the spec of a row-major tensor, from a cache. Layouts that differ only along dims of size 1 are equal:
-    where placements matter there, they are given."""
+    """Returns the spec of a row-major tensor, from a cache.
+
+    Layouts that differ only along dims of size 1 are equal. Pass `placements` if the placements there matter.
+    """
     return _row_major_spec(mesh, groups.key_of_mesh(mesh), layout, placements)
 
 
@@ -57,7 +59,7 @@ _CUT = re.compile(r"S\((\d+)\)|SS\((\d+),(\d+)\)")
 
 
 def placement_of(text: str) -> Placement:
-    """Returns the placement of a Layout in torch's terms; any pending reduction as a sum."""
+    """Returns torch's placement for the text of a Layout's placement. Any pending reduction becomes a sum."""
     cut = _CUT.fullmatch(text)
     if cut is None:
         return Partial() if text.startswith("P") else Replicate()
@@ -65,9 +67,9 @@ def placement_of(text: str) -> Placement:
 
 
 def spec_of_layout(layout: _planner.Layout, like: DTensorSpec, meta: TensorMeta | None) -> DTensorSpec | None:
-    """Returns the spec of a layout on the mesh of `like`, whose pending reductions it keeps; None if there is none.
+    """Returns the spec of a layout, with mesh and pending reductions of `like`. None if DTensor has no such spec.
 
-    Split factors that only encode an order of cuts are marked as such; others are literal.
+    Split factors that only encode a shard order are marked as such; others are literal.
     """
     if not layout.mesh.has_same_ranks(Mesh(like.mesh)) or not _planner.is_known_to_dtensor(layout):
         return None

@@ -1,7 +1,7 @@
-"""Numbers that ranks tell each other before tokens or sums travel: what they ask for, and how much each will send.
+"""Numbers that ranks exchange before they send tokens or sums: digests of their arguments, and counts of rows.
 
-They are a few for each rank, in one small all-to-all, so every dispatch and most combines compare. A rank whose
-arguments are not allowed takes part in it too, and all raise.
+They are a few numbers per rank, in one small all-to-all, so every dispatch and most combines compare. A rank with
+invalid arguments takes part in it too, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .ranks import ExpertGroup, ExpertRanks
 
 _WORD_BYTES = 8
 
-# Rows and pairs of a row and an expert, by rank.
+# Numbers of rows, and of (row, expert) pairs, by rank.
 Counts = tuple[Sequence[int], Sequence[int]]
 
 
 def compare(
     ranks: ExpertGroup, fields: Mapping[str, Any], refusal: Exception | None, counts: Counts | None = None
 ) -> tuple[list[int], list[int], int]:
-    """Returns rows and pairs that each rank sends here in a dispatch, and the bytes that brought this. All ranks call.
+    """Returns the rows and pairs that each rank sends here, and the bytes received for that. All ranks must call.
 
-    Raises `refusal` if there is one, RuntimeError if another rank has one, ValueError on all ranks where fields differ.
+    Raises `refusal` if there is one, RuntimeError if another rank has one, ValueError on all ranks if fields differ.
     """
     words = torch.zeros(ranks.size, 2, dtype=torch.int64) if counts is None else torch.tensor(counts).t()
     heard = ranks.words.compare(Statement("dispatch", fields), refusal, words)
@@ -34,7 +34,7 @@ def compare(
 
 
 def exchange_counts(group_name: str, counts: Counts, device: torch.device) -> tuple[list[int], list[int], int]:
-    """Returns rows and pairs that each rank of a group sends here, and the bytes that brought this."""
+    """Returns the rows and pairs that each rank of a group sends here, and the bytes received for these counts."""
     words = torch.tensor(counts).t()
     heard = _runtime.exchange_words(group_name, "dispatch, counting rows", words, str(device))
     return heard[:, 0].tolist(), heard[:, 1].tolist(), _received_bytes(*words.shape)
@@ -43,9 +43,10 @@ def exchange_counts(group_name: str, counts: Counts, device: torch.device) -> tu
 def exchange_capacity(
     ranks: ExpertRanks, codes: torch.Tensor, capacity: int, drops: bool
 ) -> tuple[torch.Tensor, int, int]:
-    """Returns the codes that are left where each replica takes `capacity` tokens, in the order of ranks and tokens.
+    """Drops codes so that each replica takes at most `capacity` tokens, in the order of ranks, then tokens.
 
-    Then how many are not, and the bytes that brought this. Raises ValueError on all ranks where nothing may be dropped.
+    Returns the remaining codes, the number of dropped ones, and the bytes received for the counts. Raises ValueError on
+    all ranks if codes exceed the capacity and `drops` is False.
     """
     placement = ranks.placement
     asked = _runtime.count_by_replica(codes, placement.num_replicas)

@@ -2,11 +2,11 @@
 
     rows, tokens_per_expert, handle = sw.experts.dispatch(x, expert_ids, scores, placement)
     y = experts(rows, tokens_per_expert)         # one row for each row
-    out = sw.experts.combine(y, handle)                  # the weighted sums, at the ranks that the tokens came from
+    out = sw.experts.combine(y, handle)                  # the weighted sums, on the ranks of the tokens
 
-A token travels once to each rank that has experts of its, whatever their number, and one sum comes back from each. The
-backward of either is the other: gradients of rows are summed where the token came from, gradients of sums go out once
-to each rank. docs/experts.md has the details.
+A token is sent once to each rank that has any of its experts, and one sum is returned from each of these ranks. The
+backward of either function is the other: gradients of rows are summed on the token's rank, gradients of sums are sent
+once to each rank. docs/experts.md has the details.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OVERFLOWS = ("raise", "drop")
 _NO_CAPACITY = (1 << 63) - 1
 
-# As `_runtime.route_rows` returns them.
+# The result of `_runtime.route_rows`: rows to send, return map, rows by rank, pairs by rank.
 Routes = tuple[torch.Tensor, torch.Tensor, list[int], list[int]]
 
 
@@ -40,7 +40,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _outside_graphs(function: F) -> F:
-    """Keeps a function out of graphs: where code is compiled, the graph breaks once, and the function runs as it is."""
+    """Keeps a function out of graphs: in compiled code, the graph breaks once, and the function runs eagerly."""
     outside = torch._disable_dynamo(function)  # type: ignore[no-untyped-call]
 
     @functools.wraps(function)
@@ -55,11 +55,11 @@ class DispatchHandle:
 
     Attributes:
         experts: the experts of this rank, in the order of ``tokens_per_expert``.
-        scales: the scales of the rows, where scales were given, else None.
-        dropped: how many times a token misses one of its experts because of a capacity, counted where it was noticed:
-            the sum over ranks is that of the job. An int, or a tensor where ``rows_per_rank`` was given.
-        payload_bytes, metadata_bytes: received from other ranks by the dispatch: of the tokens themselves, and of what
-            goes with them (scores, scales, expert ids, counts).
+        scales: the scales of the rows if scales were given, else None.
+        dropped: the number of (token, expert) pairs that this rank dropped because of a capacity; the sum over ranks is
+            the number of the job. An int, or a tensor if ``rows_per_rank`` was given.
+        payload_bytes, metadata_bytes: bytes received from other ranks by the dispatch: of the tokens themselves, and of
+            their scores, scales, expert ids and counts.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DispatchHandle:
         self.dropped: int | torch.Tensor = 0
         self.payload_bytes = 0
         self.metadata_bytes = 0
-        # True if combine compares, as dispatch does. Elsewhere it would wait for the device, and for the experts on it.
+        # True if combine compares, as dispatch does. On a device it would wait for the experts to finish.
         self._compares = False
 
     def __repr__(self) -> str:
@@ -91,8 +91,8 @@ class DispatchHandle:
 class Dispatched(NamedTuple):
     """The result of `dispatch`.
 
-    rows: ``[copies, hidden]``: by expert of this rank, then by the rank that the token came from, then by token.
-    tokens_per_expert: int64, on the device of the rows. handle: for `combine`.
+    rows: ``[copies, hidden]``, sorted by expert of this rank, then by the token's rank, then by token.
+    tokens_per_expert: int64, on the device of the rows. handle: the argument of `combine`.
     """
 
     rows: torch.Tensor
@@ -114,34 +114,36 @@ def dispatch(
     topology: Topology | str | None = None,
     rows_per_rank: int | None = None,
 ) -> Dispatched:
-    """Sends each token to the ranks of its experts, once to each. Every rank calls it, with or without tokens.
+    """Sends each token to the ranks of its experts, once to each. Every rank must call, with or without tokens.
 
     Args:
         x: ``[tokens, hidden]``, this rank's tokens; any dtype.
         expert_ids: ``[tokens, top-k]``, integers; -1 is no expert.
-        scores: ``[tokens, top-k]``, weights that `combine` multiplies the experts' rows by; None: 1.
-        placement: which ranks hold which experts: a `Layout` whose first dim is the experts' and the only one cut, or a
-            list of expert ids for each rank of the group. Any number per rank; an expert may be on several ranks, and
-            is then served by one that the token goes to anyway, where there is one.
-        capacity: the most tokens that an expert takes, on each rank that holds it, in the order of ranks, then tokens.
+        scores: ``[tokens, top-k]``, weights by which `combine` multiplies the experts' rows; None means 1.
+        placement: the experts of each rank: a `Layout` that cuts only its first dim, which is the experts' dim, or a
+            list of expert ids for each rank of the group. Ranks may hold any number of experts. An expert may be on
+            several ranks; a token then prefers a rank to which it is sent anyway.
+        capacity: the maximum number of tokens of an expert, on each rank that holds it, in the order of ranks, then
+            tokens.
         overflow: ``"raise"``: more tokens are an error on all ranks. ``"drop"``: later tokens miss the expert.
-        scales: ``[tokens, n]``, such as row scales of 8-bit floats; they travel along and come as ``handle.scales``.
+        scales: ``[tokens, n]``, such as row scales of 8-bit floats; they are sent with the tokens and returned as
+            ``handle.scales``.
         group: the process group or DeviceMesh that the placement is on; default: all ranks. With a Layout and a
             process group, the layout's ranks are ranks of the group.
-        topology: which ranks share a node; default: that of the Layout's mesh. Where it says, tokens go once to each
-            node, and on from there.
-        rows_per_rank: every rank sends every other this many rows, filled up with zeros. Nothing waits for the host,
-            shapes do not depend on values, and a CUDA graph can hold the call; tokens beyond are dropped, so overflow
-            must be ``"drop"``. The number of tokens is always enough. Rows after the last one are zeros.
+        topology: the topology that defines nodes; default: the topology of the Layout's mesh. If nodes are known, a
+            token is sent once to each node, and forwarded there.
+        rows_per_rank: the number of rows that each rank sends to every other, padded with zeros. Nothing waits for the
+            host, shapes do not depend on values, and a CUDA graph can capture the call; tokens beyond are dropped, so
+            overflow must be ``"drop"``. The number of tokens is always enough. Rows after the last one are zeros.
 
     Returns:
-        `Dispatched`: the rows for the experts of this rank, how many each has, and what `combine` needs. Differentiable
-        by x and, through `combine`, by scores.
+        `Dispatched`: the rows for the experts of this rank, the number of rows of each, and a handle for `combine`.
+        Differentiable by x and, through `combine`, by scores.
 
     Raises:
-        ValueError: arguments that are not allowed, on the rank that has them (RuntimeError on the others); arguments
-            that differ between ranks, and too many tokens for a capacity, on all ranks. A group that is not allowed is
-            an error on that rank alone.
+        ValueError: an argument is not allowed, on the rank that passes it (RuntimeError on the others); arguments
+            differ between ranks, or tokens exceed a capacity, on all ranks. An invalid group is an error on that rank
+            alone.
         torch.distributed.DistBackendError: a transfer failed or timed out; names rank, step and group.
     """
     try:
@@ -165,7 +167,7 @@ def dispatch(
 
 
 def _refuse(ranks: ExpertGroup, error: ValueError, rows_per_rank: Any) -> NoReturn:
-    """Raises the error, after telling the other ranks where they listen."""
+    """Raises the error, after sending it to the other ranks if they compare."""
     if checking.is_on():
         _compare("dispatch", ranks, {}, error)
     if rows_per_rank is None:
@@ -232,7 +234,7 @@ class Given(NamedTuple):
 
     @property
     def gradients(self) -> tuple[bool, bool]:
-        """Returns whether those of x and of the scores are asked for."""
+        """Returns True for x, and True for the scores, if their gradient is required."""
         on = torch.is_grad_enabled()
         return on and self.x.requires_grad, on and self.scores is not None and self.scores.requires_grad
 
@@ -242,11 +244,11 @@ class Given(NamedTuple):
         return ranks.placement.choose(ids, ranks.rank, ranks.node_of_rank)
 
     def fields(self, ranks: ExpertRanks) -> dict[str, Any]:
-        """Returns what must be the same on all ranks."""
+        """Returns the arguments and properties that must be the same on all ranks."""
         return {
             "hidden_size": self.x.shape[1],
             "dtype": _name(self.x.dtype),
-            "in_host_memory": ranks.wire(self.x.device).type == "cpu",  # tokens travel there
+            "in_host_memory": ranks.wire(self.x.device).type == "cpu",  # tokens are sent from there
             "top_k": self.top_k,
             "num_experts": ranks.placement.num_experts,
             "placement": f"{ranks.placement.hash & ((1 << 64) - 1):016x}",
@@ -287,7 +289,7 @@ def _compare(call: str, ranks: ExpertGroup, fields: dict[str, Any], refusal: Exc
 
 
 def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatched:
-    """Dispatches with counts on the host: only rows that are needed are sent."""
+    """Dispatches with counts on the host: sends only the rows that are needed."""
     device, nodes = given.x.device, ranks.nodes
     wire = ranks.wire(device)
     targets = ranks.targets if nodes is None else nodes.relay_of_replica
@@ -319,11 +321,11 @@ def _exchange(
 
 
 def _dispatch_fixed(given: Given, ranks: ExpertRanks) -> Dispatched:
-    """Dispatches with counts on the device: as many rows are sent as there may be."""
+    """Dispatches with counts on the device: sends `rows_per_rank` rows to each rank."""
     rows_per_rank = given.rows_per_rank or 0
     tables = ranks.on_device(given.x.device)
     if given.x.device.type == "cpu":
-        given.chosen(ranks)  # raises where an id is not allowed; on devices nobody can look without waiting
+        given.chosen(ranks)  # raises for an invalid id; on devices the check would wait
     codes = tables.choose(given.expert_ids.detach().to(torch.int64), ranks.rank)
     send_rows, returns, dropped = tables.route(codes, rows_per_rank)
     each = [rows_per_rank] * ranks.size
@@ -341,7 +343,7 @@ def _dispatch_fixed(given: Given, ranks: ExpertRanks) -> Dispatched:
 
 
 class _Journey:
-    """Tokens on their way: what this rank holds of them, as it travels from exchange to exchange."""
+    """The state of a dispatch on this rank: its tokens and their data after each exchange."""
 
     def __init__(self, given: Given, ranks: ExpertRanks, words_bytes: int, *, knows_origins: bool) -> None:
         self.given = given
@@ -350,7 +352,7 @@ class _Journey:
         self.scores = x.new_empty((x.shape[0], 0), dtype=torch.float32) if given.scores is None else given.scores
         self.scales = x.new_empty((x.shape[0], 0)) if given.scales is None else given.scales.detach()
         self.codes = torch.empty(0)
-        # Rank and token, where rows do not arrive in their order.
+        # Rank and token of each row, if rows are not received in this order.
         self.origins: torch.Tensor | None = self._origins_here() if knows_origins else None
         self.anchor = torch.empty(0)
         self.exchanges: list[_runtime.RowExchange] = []
@@ -358,7 +360,7 @@ class _Journey:
         self.metadata_bytes = words_bytes
 
     def travel(self, exchange: _runtime.RowExchange, codes: torch.Tensor) -> None:
-        """To where the exchange sends them. `codes`: on the device of x."""
+        """Runs an exchange: sends the tokens and receives others. `codes` must be on the device of x."""
         others = [self.scales, codes]
         if self.origins is not None:
             others.append(self.origins.unsqueeze(1))
@@ -373,7 +375,7 @@ class _Journey:
         self.exchanges.append(exchange)
 
     def travel_inside(self, nodes: Nodes) -> list[int]:
-        """From the rank of this node that each came to, to those with its experts; how many copies each sends here."""
+        """Forwards tokens within the node to the ranks of their experts. Returns the copies received from each rank."""
         device = self.x.device
         wire = self.ranks.wire(device)
         routes = _runtime.route_rows(self.codes.cpu().contiguous(), nodes.target_inside, nodes.size_inside)
@@ -383,7 +385,7 @@ class _Journey:
         return copies
 
     def expand(self, num_copies: int) -> tuple[torch.Tensor, ...]:
-        """Returns the copies of what arrived that the experts of this rank get; the host knows how many."""
+        """Returns the copies of received tokens for the experts of this rank. `num_copies` is their exact number."""
         first, num_local = self.ranks.first_replica, len(self.ranks.experts)
         if self.x.device.type == "cpu":
             return _runtime.expand_rows(self.codes.contiguous(), first, num_local, self.origins)
@@ -411,22 +413,22 @@ class _Journey:
 
 @_outside_graphs
 def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-    """Sums what the experts made of each token, weighted by its scores, and returns the sums to the tokens' ranks.
+    """Sums the experts' rows of each token, weighted by its scores, and returns the sums to the tokens' ranks.
 
-    Sums are taken where the experts are, then in the node where nodes are known, then where the token came from, each
-    in a fixed order, in float32 (float64 for float64), and rounded to the dtype of y: the bits of the result do not
-    depend on what arrives first.
+    Sums are taken on the ranks of the experts, then in the node if nodes are known, then on the token's rank, each in a
+    fixed order, in float32 (float64 for float64), and rounded to the dtype of y. So the bits of the result do not
+    depend on the order of arrival.
 
     Args:
         y: ``[copies, any size]``: one row for each row that `dispatch` returned; float32, float64, bfloat16, float16.
-        handle: of the dispatch.
+        handle: the handle of the dispatch.
 
     Returns:
         ``[tokens, any size]``, in the dtype of y; zeros for a token without experts. Differentiable by y and scores.
 
     Raises:
-        ValueError: y does not fit the handle (RuntimeError on the other ranks); y differs between ranks in size or
-            dtype. Without ``rows_per_rank`` all ranks raise, where the group communicates in host memory.
+        ValueError: y does not match the handle (RuntimeError on the other ranks); y differs between ranks in size or
+            dtype. Without ``rows_per_rank`` all ranks raise, if the group communicates in host memory.
         torch.distributed.DistBackendError: a transfer failed or timed out; names rank, step and group.
     """
     if not isinstance(handle, DispatchHandle):

@@ -1,7 +1,8 @@
-"""The four pieces of a dispatch and a combine, with their gradients: rows sent, copied for experts, summed, returned.
+"""The four autograd functions of dispatch and combine.
 
-Rows are sent by `Send` and copied by `Expand`; `Contract` sums what became of the copies, and `Collect` returns the
-sums. The backward of `Send` returns sums, that of `Collect` sends rows. Both communicate on all ranks or on none.
+In a dispatch, `Send` sends rows to ranks, and `Expand` copies them for experts. In a combine, `Contract` sums the
+experts' results of each row, and `Collect` returns the sums. The backward of `Send` returns sums, the backward of
+`Collect` sends rows. Both communicate on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from .._native import _runtime
 
 
 class Expansion(NamedTuple):
-    """Rows that arrived, and the copies of them that experts of this rank get, in the order of experts."""
+    """The map between received rows and their copies for experts of this rank, in the order of experts."""
 
-    pairs: torch.Tensor  # of each copy: the number of its row times top-k, plus the place among the token's experts
-    rows: torch.Tensor  # of each copy: its row
-    places: torch.Tensor  # [rows, top-k]: the copies of a row, -1 where there is none
+    pairs: torch.Tensor  # by copy: the index of its row times top-k, plus the index among the token's experts
+    rows: torch.Tensor  # by copy: the index of its row
+    places: torch.Tensor  # [rows, top-k]: the copies of a row, -1 for none
 
 
 class Send(torch.autograd.Function):
-    """Parts of rows to the ranks that they are for. The gradients of the first two come back as one sum per row.
+    """Sends the parts of rows to other ranks. Gradients of the first two parts are returned as one sum per row.
 
-    The first output is empty. It requires gradients where any part does, and takes this rank into the backward also
-    where no gradient comes by way of the rows.
+    The first output is empty. It requires a gradient if any part does, so that this rank takes part in the backward
+    even if its rows get no gradient.
     """
 
     @staticmethod
@@ -34,7 +35,7 @@ class Send(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.exchange, ctx.step, ctx.gradients = exchange, step, gradients
         anchor = parts[0].new_empty(0, dtype=torch.float32)
-        # All parts lie in one piece of memory, which is to go with the rows.
+        # All parts share one storage. Cloning the others lets it be freed with the rows.
         rows, *others = exchange.send(step, list(parts))
         arrived = [rows, *(part.clone(memory_format=torch.contiguous_format) for part in others)]
         without = [arrived[i] for i in range(len(parts)) if i > 1 or not gradients[i]]
@@ -54,7 +55,7 @@ class Send(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Answers to rows, summed where the rows came from. The second tensor only takes part in the backward."""
+    """Returns one sum per row to the row's rank, and adds them there. The second tensor only serves the backward."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Any, step: str, sums: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -69,7 +70,7 @@ class Collect(torch.autograd.Function):
 
 
 class Expand(torch.autograd.Function):
-    """A copy of a row for each of its experts here."""
+    """Copies a row for each of its experts on this rank."""
 
     @staticmethod
     def forward(ctx: Any, expansion: Expansion, received: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -83,7 +84,7 @@ class Expand(torch.autograd.Function):
 
 
 class Contract(torch.autograd.Function):
-    """The sum of what the experts here made of a row, weighted."""
+    """Sums the results of this rank's experts for each row, weighted by scores."""
 
     @staticmethod
     def forward(ctx: Any, expansion: Expansion, y: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]

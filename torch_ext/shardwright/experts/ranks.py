@@ -1,4 +1,4 @@
-"""The ranks that hold each expert, and the way of tokens to them: all that `dispatch` needs besides its tokens."""
+"""The ranks of each expert, and the routes of tokens to them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _MOST_EXPERTS = 1 << 20
 _ALLOWED = "a Layout of the experts' axis, or a list of expert ids for each rank of the group"
 
 
-# Tables that a captured graph reads at every replay, whatever becomes of the placement. They stay for the life of the
-# process.
+# Tables that a captured graph reads at every replay, even after the placement is gone. They are never freed.
 _read_by_graphs: set[_runtime.DevicePlacement] = set()
 
 
 class ExpertGroup:
-    """The process group on which tokens travel, and on which devices they do."""
+    """The process group that sends tokens, and the device from which it sends them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group_name: str = group.group_name
@@ -38,7 +37,7 @@ class ExpertGroup:
 
     @property
     def words(self) -> GroupWords:
-        """Compares and counts."""
+        """Returns the exchange for comparisons and counts."""
         if self._words is None:
             group = self._group.get()
             self._check_moves(group)
@@ -51,7 +50,7 @@ class ExpertGroup:
             raise ValueError(f"x: is on {device}, for which the group has no backend; allowed is a device with one")
 
     def owner(self) -> groups.Owner:
-        """Returns the owner of groups of some of its ranks."""
+        """Returns the owner of groups of some of this group's ranks."""
         return groups.owner_of(None, self._group.get())
 
     @staticmethod
@@ -60,7 +59,7 @@ class ExpertGroup:
             raise RuntimeError("group: the fake backend moves nothing, and where tokens go depends on what moves")
 
     def wire(self, device: torch.device) -> torch.device:
-        """Returns from where tensors of `device` are sent: from there, or from host memory."""
+        """Returns the device from which tensors of `device` are sent: the same, or the host."""
         if device not in self._wires:
             group = self._group.get()
             self._check_moves(group)
@@ -70,7 +69,7 @@ class ExpertGroup:
 
 
 class ExpertRanks(ExpertGroup):
-    """A placement on a process group. What it says is the same on all ranks, but for this rank's own part."""
+    """A placement of experts on a process group. Equal on all ranks, except for the fields about this rank."""
 
     def __init__(self, experts_of_rank: Sequence[Sequence[int]], num_experts: int, group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -78,7 +77,7 @@ class ExpertRanks(ExpertGroup):
         self.experts = tuple(experts_of_rank[self.rank])
         self._expert_of_replica = [expert for experts in experts_of_rank for expert in experts]
         self.first_replica = self.placement.first_replica[self.rank]
-        # To which rank a row goes for a replica: to its own, unless nodes are known.
+        # By replica of an expert: the rank to which a row is sent if nodes are not known.
         self.targets: list[int] = list(self.placement.rank_of_replica)
         self.nodes: Nodes | None = None
         self._on_device: dict[torch.device, _runtime.DevicePlacement] = {}
@@ -100,11 +99,11 @@ class ExpertRanks(ExpertGroup):
 
 
 class Nodes:
-    """The way of rows if nodes are known: once to each node, there to the rank with this rank's place in its own
-    node, and from there to the ranks of the node.
+    """The routes of rows if nodes are known. A row is sent once to each node, to the relay there: the rank with the
+    index of this rank within its node. The relay forwards it to the ranks of its node.
 
-    The group of this rank's node is made by `connect`, which must come after all ranks have agreed on the nodes: ranks
-    that know no nodes would not take part.
+    `connect` makes the group of this rank's node. It must be called after all ranks have agreed on the nodes, because a
+    rank without nodes would not take part.
     """
 
     def __init__(self, ranks: ExpertRanks, ranks_per_node: int) -> None:
@@ -142,9 +141,9 @@ _kept: executables.Kept[ExpertRanks] = executables.Kept()
 
 
 def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) -> ExpertRanks:
-    """The meaning of `placement`, `group` and `topology`, kept for the next call.
+    """Returns the `ExpertRanks` of these arguments, from a cache.
 
-    Collective where the group of a Layout's ranks must be made. Raises ValueError for what is not allowed.
+    Collective if the group of a Layout's ranks must be made. Raises ValueError for invalid arguments.
     """
     groups.check_initialised()
     topology = named_topology(topology)
@@ -159,7 +158,7 @@ def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) 
 
 
 def group_alone(placement: Any, group: Group) -> ExpertGroup | None:
-    """Returns the group on which others listen if this rank's placement or topology is refused; None if unknown."""
+    """Returns the group on which others compare if this rank's placement or topology is invalid; None if unknown."""
     try:
         _group_key(group)
         members = _layout_members(placement, group) if isinstance(placement, _planner.Layout) else _members(group)
@@ -205,7 +204,7 @@ def _make(placement: Any, group: Group, topology: Topology | None) -> ExpertRank
 
 
 def _members(group: Group) -> list[int]:
-    """Returns global ranks, in the order in which a placement lists them."""
+    """Returns the global ranks in the order in which a placement lists them."""
     if argument_values.is_device_mesh(group):
         return list(argument_values.device_mesh_parts(group)[2])
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)

@@ -8,8 +8,8 @@ Importing this module registers their fake kernels.
                        bool make_groups) -> Tensor
     redistribute_wait(Tensor handle, Tensor input, str plan, int rank, SymInt[]? sizes) -> Tensor
 
-`operator` makes their arguments. With the drop-in enabled, `torch.compile` records start and wait where DTensor
-redistributes.
+`operator` makes their arguments. With the drop-in enabled, `torch.compile` records start and wait in place of each
+redistribute of a DTensor.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def operator(
 
     Raises:
         ValueError: the layouts contradict each other, this rank is on neither mesh, or an argument has a wrong type.
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
     """
     planning.check_layout("src", src)
     planning.check_layout("dst", dst)
@@ -94,7 +94,7 @@ def arguments_of(
     device_mesh: Any | None = None,
     make_groups: bool = True,
 ) -> dict[str, Any]:
-    """Returns the operators' arguments but tensors. Collective among the ranks of any group that must be made."""
+    """Returns the operators' arguments except tensors. Collective among the ranks of any group that must be made."""
     rank = dist.get_rank(group)
     if plan.src.mesh.coordinate(rank) is None and plan.dst.mesh.coordinate(rank) is None:
         raise ValueError(f"rank: {rank} is not on the mesh ({plan.src.mesh})")
@@ -107,9 +107,9 @@ def arguments_of(
 def arguments_for_sizes(
     plan: _planner.Plan, sizes: Sequence[Any], device_mesh: DeviceMesh, make_groups: bool
 ) -> dict[str, Any]:
-    """Returns the arguments of a redistribute that is planned when it runs; the plan is an example, for its layouts.
+    """Returns the arguments of a redistribute that is planned when it runs. Only the layouts of `plan` are used.
 
-    Communicates with nobody, so a rank may trace alone.
+    Does not communicate, so a rank may trace alone.
     """
     return {
         "plan": _planner.plan_text(plan),
@@ -125,7 +125,7 @@ def trace(
 ) -> torch.Tensor:
     """Records start and wait in a trace."""
     made = plan_of(plan)
-    for end in (made.src, made.dst):  # guards on all that decides what ranks do in one order (graph/order.py)
+    for end in (made.src, made.dst):  # guards all sizes that decide the order of transfers (graph/order.py)
         plans.local_shape(end, sizes, rank)
     handle = order.start(local, make_groups, plan, groups, rank, sizes)
     moved: torch.Tensor = torch.ops.shardwright.redistribute_wait(handle, local, plan, rank, sizes)
@@ -134,7 +134,7 @@ def trace(
 
 @functools.lru_cache(maxsize=4096)
 def _ends(plan: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """Returns the local shapes before and after, and the dtype."""
+    """Returns the local shapes of source and destination, and the dtype."""
     made = plan_of(plan)
     return tuple(made.src.local_shape(rank)), tuple(made.dst.local_shape(rank)), made.src.dtype
 

@@ -1,15 +1,15 @@
 """Keeps redistributes in compiled code in one order on all ranks, even if their graphs differ because their shards do.
 
-Compilers order independent operators by size, and drop operators whose results nobody needs, such as those that make an
+Compilers order independent operators by size, and drop operators whose results are not used, such as those that make an
 empty shard. Ranks would then start different collectives. Therefore:
 
 - Within a trace, each start takes a slice of the handle of the start before it. Forwards and backwards have separate
   chains: a backward runs after its forward anyway, and would have to keep the handle.
 - Starts and waits count as having side effects, so that none is dropped.
-- Each of them is in the forward or in the backward, not in both; PyTorch's partitioner is told so before it cuts a
-  joint graph. The exception is checkpointed regions of graphs in which everything redistributed is even. All ranks then
-  decide alike what to recompute, and overloads without side effects are used. If anything redistributed in the graph is
-  uneven, results of redistributes are saved.
+- Each start and wait is in the forward or in the backward, not in both; tags tell this to PyTorch's partitioner before
+  it cuts a joint graph. The exception is checkpointed regions of graphs that redistribute only even shards. All ranks
+  then decide alike what to recompute, and overloads without side effects are used. If any redistributed shard in the
+  graph is uneven, results of redistributes are saved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ for _operator in _RECOMPUTABLE:
 
 
 def start(local: torch.Tensor, make_groups: bool, *arguments: Any) -> torch.Tensor:
-    """Records `redistribute_start` after all those that the same trace has recorded so far."""
+    """Records `redistribute_start` after all earlier starts of the same trace."""
     mode = get_proxy_mode()
     if mode is None:  # only fake tensors, nothing is recorded
         handle: torch.Tensor = _START(local, *arguments, make_groups=make_groups)
@@ -70,7 +70,7 @@ def _settle(joint_module: torch.fx.GraphModule) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-# Changes of a joint graph before it is cut into forward and backward.
+# Functions that change a joint graph before it is cut into forward and backward.
 before_cutting: list[Callable[[torch.fx.GraphModule], None]] = [_settle]
 
 

@@ -1,9 +1,9 @@
 """Plans as arguments of operators.
 
-An operator in a graph of the drop-in gets the global sizes, numbers or symbols, and a plan for the sizes at the time of
-tracing, as an example that holds the layouts. When the graph runs, the operator asks for a plan for the actual sizes,
-once for each set of sizes and for each state of the tables. That is the plan that eager code runs. Ranks compile the
-same code at different times, with sizes as numbers or as symbols: what they run must not depend on that.
+An operator in a graph of the drop-in gets the global sizes, as numbers or symbols, and the plan for the sizes at the
+time of tracing, which serves as an example that holds the layouts. When the graph runs, a plan for the actual sizes is
+made, once for each set of sizes and for each state of the tables. It equals the plan of eager code. Ranks compile the
+same code at different times, with sizes as numbers or as symbols; the plans that they run must not depend on that.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def example_of(sizes: Sequence[Size]) -> list[int] | None:
 
 
 def fixed(sizes: Sequence[Size]) -> list[int]:
-    """Returns sizes as numbers. Symbols become the sizes at the time of tracing, for which alone the graph is then."""
+    """Returns sizes as numbers. Symbols become the sizes at the time of tracing; the graph is valid for these alone."""
     return [operator.index(size) for size in sizes]
 
 
 def group_names(device_mesh: DeviceMesh) -> list[str]:
-    """Returns the names of the groups that the mesh brings (`groups.owner_of_names`). None is made."""
+    """Returns the names of the mesh's groups, for `groups.owner_of_names`. Makes no group."""
     owner = groups.owner_of(device_mesh)
     return [*owner.names, *owner.flattened]
 
 
 def local_shape(placed: _planner.Layout, sizes: Sequence[Size], rank: int) -> list[Size]:
-    """Returns this rank's sizes when these are cut as by `torch.chunk`. Guards symbols on divisibility."""
+    """Returns this rank's local sizes, cut as `torch.chunk` cuts. Guards symbols on divisibility."""
     if not is_symbolic(sizes):
         placed = _with_sizes(placed, sizes)
         return list(placed.local_shape(rank)) if placed.mesh.coordinate(rank) is not None else [0]

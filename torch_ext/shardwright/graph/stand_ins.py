@@ -1,4 +1,4 @@
-"""Calls that are planned while a graph is made: with fake tensors that are described by constants."""
+"""Plans calls while a graph is traced, on fake tensors that are made from constant descriptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F, disabled: F) -> F:
-    """Returns what to call in code that is not compiled: the function, or while a compiler runs, `disabled`.
+    """Returns the function for code that is not compiled: `function`, or `disabled` while a compiler runs.
 
     Compilers that gave up on a caller try to compile each function that it calls.
     """
@@ -42,9 +42,9 @@ def constant(value: Any) -> Any:
 
 
 def on_stand_ins(metas: Sequence[tuple[Any, ...] | None], plan: Callable[..., T]) -> T:
-    """Returns what `plan` does of fake tensors with these descriptions, in whose place None stays None.
+    """Returns the result of `plan`, called with fake tensors of these descriptions. None stays None.
 
-    Only these are fake; everything else that is read, such as meshes, has real values.
+    Only these tensors are fake; everything else that `plan` reads, such as meshes, has real values.
     """
     with unset_fake_temporarily():
         with FakeTensorMode():

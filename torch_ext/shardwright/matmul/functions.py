@@ -1,8 +1,8 @@
 """Matrix products that overlap with communication: linear, all-gather-matmul, matmul-reduce-scatter, matmul-all-reduce.
 
-All of them take DTensors with any placements and return the placements that are asked for; all but `linear` also take
-this rank's plain tensors in a process group. Data moves in chunks, and some chunks are multiplied while others are
-under way. The schedule is chosen by predicted time, or by the caller. Gradients move in chunks too.
+All of them take DTensors with any placements and return the requested placements; all but `linear` also take this
+rank's plain tensors in a process group. Data moves in chunks, and some chunks are multiplied while others are in
+flight. The schedule is chosen by predicted time, or by the caller. Gradients move in chunks too.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def linear(
             collectives, each of a share of every part. ``"serial"``: communication and product one after the other.
             ``"flags"``: one product that waits for the chunks of a gather (docs/gpu.md); never the default.
             Default: the method predicted to be fastest.
-        chunks: their number; or for a ring the distances of each chunk, in the order in which they are sent, such as
-            ``[[1], [3, 2]]`` on four ranks (from the i-th of n ranks, distance d leads to the (i + d)-th, modulo n).
-            Default: what is predicted to be fastest.
-        depth: how many transfers may be under way during a product, 1 to 4096; as many as there are chunks, or more,
-            means all. A gather holds one chunk more than that in memory. Default: what is predicted to be fastest of 1,
-            3 and all, the last only if it takes no more memory than ``"serial"``.
-        save: what the backward keeps of an `x` that was gathered: ``"shard"``, the part that was given, which is
-            gathered again during the product that needs it; or ``"gathered"``, all of it, which takes more memory.
-        gemm_model: how long products take, the same on every rank. Default: what `calibrate` measured, else ``"cpu"``
-            or ``"h100"``.
+        chunks: the number of chunks; or for a ring the distances of each chunk, in the order in which they are sent,
+            such as ``[[1], [3, 2]]`` on four ranks (distance d leads from rank i of n to rank (i + d) mod n).
+            Default: the value predicted to be fastest.
+        depth: the number of transfers in flight during a product, 1 to 4096; the number of chunks or more means all. A
+            gather holds one chunk more than that in memory. Default: the fastest of 1, 3 and all by prediction, where
+            all is considered only if it takes no more memory than ``"serial"``.
+        save: the form in which the backward keeps a gathered `x`: ``"shard"``, this rank's part, which is gathered
+            again during the product that needs it; or ``"gathered"``, all of it, which takes more memory.
+        gemm_model: the predicted times of products, the same on every rank. Default: the measurements of `calibrate`,
+            else ``"cpu"`` or ``"h100"``.
         x_scale, weight_scale: float32 factors of operands of float8_e4m3fn or float8_e5m2 (not both e5m2). With shape
-            () or (1,), one factor for the whole tensor, the same on all ranks. With shape (..., 1) for `x` and
+            () or (1,), one factor for the entire tensor, the same on all ranks. With shape (..., 1) for `x` and
             (out_features, 1) for `weight`, DTensors with one factor per row, which move with their rows.
         out_dtype: with scales, the dtype of the result and the bias: torch.bfloat16 (default) or torch.float32.
 
@@ -69,7 +69,7 @@ def linear(
         A DTensor of shape (..., out_features). It is differentiable once; with scales, it is not.
 
     Raises:
-        ValueError: names the argument that does not fit; a `method`, `chunks` or `depth` that is not possible.
+        ValueError: an argument is invalid, or a `method`, `chunks` or `depth` is not possible; names the argument.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
     how = {"placements": placements, "method": method, "chunks": chunks, "depth": depth, "save": save}
@@ -97,11 +97,11 @@ def all_gather_matmul(
     weight_scales: torch.Tensor | Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Gathers `x`, and multiplies it by one or several weights meanwhile. The gathered `x` need not exist as a whole.
+    """Gathers `x`, and multiplies it by one or several weights meanwhile. The gathered `x` need not exist at one time.
 
-    Plain tensors belong to a process group: `x` is cut in `gather_dim`, weights and results in their columns, these by
-    rank as torch.chunk cuts. DTensors bring their placements: `x` is gathered along the mesh dims that cut `x` before
-    its last dim and a weight in its columns.
+    Plain tensors belong to a process group: `x` is cut in `gather_dim`, weights and results in their columns, as
+    torch.chunk cuts them by rank. DTensors have their own placements: `x` is gathered along the mesh dims that cut `x`
+    before its last dim and a weight in its columns.
 
     Args:
         x: shape (..., k). Plain: this rank's part.
@@ -110,19 +110,19 @@ def all_gather_matmul(
         biases: of shape (n,), one per weight, or None; cut like the columns.
         gather_dim: for plain tensors: the dim of `x` that is cut; the last dim is the summed one.
         size: for plain tensors on several ranks: the total length of `gather_dim`, which is cut as torch.chunk cuts,
-            or the length on each rank. It is required, because a rank cannot know what others hold.
+            or the length on each rank. It is required, because a rank cannot see the lengths of others.
         columns: for plain tensors on several ranks: the total number of columns of each weight.
         group: for plain tensors: the process group; default: the default group.
         placements: for DTensors: the placements of the results; default: as in `linear`.
         method, chunks, depth, save, gemm_model: as in `linear`.
-        x_scale, weight_scales, out_dtype: as in `linear`, with one scale per weight, by row of shape (1, n). Plain:
-            those of this rank's parts; a single scale of `x` must be the same on all ranks.
+        x_scale, weight_scales, out_dtype: as in `linear`, with one scale per weight, of shape (1, n) for a factor per
+            column. Plain: the scales of this rank's parts; a single scale of `x` must be the same on all ranks.
 
     Returns:
         The product, or a list of them if a list was given. It is differentiable once; with scales, it is not.
 
     Raises:
-        ValueError: names the argument that does not fit.
+        ValueError: an argument is invalid; names the argument.
     """
     by_weight = _listed(weights)
     added = [None] * len(by_weight) if biases is None else _listed(biases)
@@ -155,23 +155,23 @@ def matmul_reduce_scatter(
     Args:
         x: shape (..., k). Plain: this rank's part, cut in the last dim.
         weight: shape (k, n). Plain: this rank's rows.
-        bias: shape (n,), added once, after the sums. Plain: whole on every rank, and so is its gradient.
+        bias: shape (n,), added once, after the sums. Plain: replicated on every rank, and so is its gradient.
         scatter_dim: the dim of the result that is cut.
         size: for plain tensors on several ranks: the total length of k, which is cut as torch.chunk cuts, or the length
-            on each rank. It is required, because a rank cannot know what others hold.
+            on each rank. It is required, because a rank cannot see the lengths of others.
         group: for plain tensors: the process group; default: the default group.
         placements: for DTensors: the placements of the result; default: ``Shard(scatter_dim)`` on the mesh dims that
             cut k in both operands.
         method, chunks, depth, gemm_model: as in `linear`.
-        x_scale, weight_scale, out_dtype: as in `linear`, by row of shape (1, n) for `weight`. Plain: those of this
-            rank's parts, which may differ from other ranks'. Sums over ranks have dtype `out_dtype`.
+        x_scale, weight_scale, out_dtype: as in `linear`, with shape (1, n) for a factor per column of `weight`. Plain:
+            the scales of this rank's parts, which may differ among ranks. Sums over ranks have dtype `out_dtype`.
 
     Returns:
         This rank's part of the product of shape (..., n), cut in `scatter_dim`; or a DTensor. It is differentiable
         once; with scales, it is not.
 
     Raises:
-        ValueError: names the argument that does not fit.
+        ValueError: an argument is invalid; names the argument.
     """
     how = {"method": method, "chunks": chunks, "depth": depth, "gemm_model": gemm_model, "out_dtype": out_dtype}
     where = {"dim": scatter_dim, "size": size, "placements": placements, "group": group}
@@ -193,7 +193,7 @@ def matmul_all_reduce(
     weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """`matmul_reduce_scatter` with the whole result on every rank."""
+    """`matmul_reduce_scatter` with the full result on every rank."""
     how = {"method": method, "chunks": chunks, "depth": depth, "gemm_model": gemm_model, "out_dtype": out_dtype}
     return multiply("sum", x, [weight], [bias], [x_scale, weight_scale], size=size, group=group, **how)[0]
 

@@ -1,10 +1,10 @@
 """Products in graphs, as opaque operators of torch.compile.
 
-When a call of a function of `functions.py` is compiled, its product is planned once, with fake tensors like its
-arguments, and not traced further. The graph gets the operator `multiply`, and for the backward `multiply_backward`. All
-their tensors are this rank's parts. `product` is the whole problem as text, `group` the name of its process group, or
-the names of those of its mesh, `rank` this rank in it. So caches of graphs that compare their text do not confuse them,
-and a graph can run in a process in which it was not made.
+When a call of a function of `functions.py` is compiled, its product is planned once, on fake tensors like its
+arguments, and not traced further. The graph gets the operator `multiply`, and for the backward `multiply_backward`.
+Their tensors are this rank's parts. Their argument `product` is the entire problem as text, `group` the name of its
+process group or the names of its mesh's groups, `rank` this rank in the group. So graph caches that compare texts do
+not confuse products, and a graph can run in a process that has not made it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from . import tensors
 from .running import Product, Where
 from .tensors import Planned, ask, autocast, gradient_placements, planned
 
-# Text, name of the process group or names of those of a mesh, rank. The rank is included because shapes differ between
-# ranks.
+# A product's text, the name of its process group or names of its mesh's groups, and the rank, because shapes differ
+# between ranks.
 _Name = tuple[str, str, int]
 _OF_MESH = "[["
 _products: executables.Kept[Product] = executables.Kept(is_local=True)
-# Meshes of products that were traced: those whose process groups they use.
+# The mesh or process group of each traced product.
 _places: dict[_Name, Where] = {}
 groups.when_gone.append(_places.clear)
 
@@ -120,7 +120,7 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, 
     needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
     given = iter(needs_biases)
     by_weight = [has_bias and next(given) for has_bias in made.has_bias]
-    # After the results' gradients there may be one for the gathered operand, which graphs only save for the backward.
+    # A last gradient may belong to the gathered operand, which graphs only save for the backward.
     dys = [
         made.empty(x, layout).zero_() if gradient is None else gradient
         for gradient, layout in zip(gradients, made.plan.result_gradients, strict=False)
@@ -152,11 +152,13 @@ _UNEVEN = "uneven"
 
 @torch._dynamo.assume_constant_result
 def _find_out(function: str, weights: int, scales: int, metas: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Returns what a graph needs to know about a product, by the descriptions of operand, weights, biases and scales.
+    """Plans a product from the descriptions of operand, weights, biases and scales. Returns five items for the graph:
 
-    That is five items. An error message if the arguments are wrong, else None. The product's name: None on a rank that
-    holds nothing of it, _UNEVEN if it stays out of graphs. Which weights are transposed. For results that are DTensors,
-    their placements, shape, strides and dtype. The placements of the operand's gradient, if the operand is a DTensor.
+    - an error message if the arguments are wrong, else None
+    - the product's name; None on a rank that holds no part of it, _UNEVEN if it stays out of graphs
+    - for each weight, True if it is transposed
+    - for each result that is a DTensor, its placements, shape, strides and dtype
+    - the placements of the operand's gradient, if the operand is a DTensor
     """
 
     guards.mark()
@@ -173,8 +175,8 @@ def _find_out(function: str, weights: int, scales: int, metas: Sequence[Any], op
     if product is None:
         return None, None, are_turned, results, ()
     if not product.plan.has_equal_parts:
-        # Compilers see an ordinary operator, not a collective, and order it relative to collectives by size. If sizes
-        # differ among ranks, the order would too, and ranks would wait for each other.
+        # Compilers take it for an ordinary operator, not a collective, and order it relative to collectives by size. If
+        # sizes differ among ranks, the order would too, and ranks would wait for each other.
         return None, _UNEVEN, (), (), ()
     of_operand = specs and product.operand_gradient
     placements = gradient_placements(metas[0][-1], of_operand) if of_operand else ()
@@ -191,7 +193,7 @@ _outside = torch._dynamo.disable(
 def multiply(
     function: str, x: Any, weights: list[Any], biases: list[Any], scales: list[Any], **options: Any
 ) -> list[Any]:
-    """As `tensors.multiply`; in compiled code, one operator of the graph."""
+    """Like `tensors.multiply`; in compiled code, one operator of the graph."""
     if not torch.compiler.is_compiling():
         return uncompiled(tensors.multiply, _outside)(function, x, weights, biases, scales, **options)
     if options.get("gemm_model") is not None:

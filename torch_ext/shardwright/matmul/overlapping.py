@@ -6,7 +6,7 @@ PyTorch first redistributes an operand, then multiplies. While overlap is on, `t
 operand is then gathered along that mesh dim, and the result is cut in its last dim. All other calls go to PyTorch.
 
 If an explicit redistribute gathers the operand before the product, as in `torch.distributed.tensor.parallel`, nothing
-is left to overlap with the product; a warning says so once. The styles of `shardwright.parallel` leave the gather to
+is left to overlap with the product, which is logged once. The styles of `shardwright.parallel` leave the gather to
 the product.
 """
 
@@ -87,7 +87,7 @@ _REAL = (torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
 
 
 def _gathers(x: Any, weight: Any, column: int) -> bool:
-    """Returns whether to gather the operand for a weight that is cut in its columns, its dim `column`."""
+    """Returns True if the operand should be gathered for a weight that is cut in its columns, its dim `column`."""
     if type(x) is not DTensor or not isinstance(weight, DTensor) or torch.compiler.is_compiling():
         return False
     if type(x._local_tensor) not in _REAL or type(weight._local_tensor) not in _REAL:

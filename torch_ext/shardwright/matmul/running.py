@@ -19,12 +19,12 @@ from ..runtime import checking, counters, executables, groups, watching
 
 
 class Where(NamedTuple):
-    """The place of a product: the ranks of a process group, perhaps those of a DTensor's mesh."""
+    """The ranks of a product: those of a process group, or of a DTensor's mesh."""
 
     device_type: str
     weak_group: groups.WeakGroup = groups.DEFAULT
-    device_mesh: DeviceMesh | groups.Owner | None = None  # an Owner in a process in which the mesh is not known
-    mesh_groups: Hashable = None  # `groups.key_of_mesh`, where a cache's key holds this
+    device_mesh: DeviceMesh | groups.Owner | None = None  # an Owner in a process without the mesh
+    mesh_groups: Hashable = None  # `groups.key_of_mesh`, for cache keys
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -45,9 +45,9 @@ class Call:
     program: str
     groups: tuple[str, ...]
     rank: int
-    model: GemmModel  # with which its schedule was chosen
+    model: GemmModel  # the model by which the schedule was chosen
     executable: _runtime.Executable
-    rows_are_own: bool = False  # whether ranks may have different numbers of rows of the other operand
+    rows_are_own: bool = False  # True if ranks may have different numbers of rows of the other operand
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if checking.is_on():
@@ -85,7 +85,7 @@ Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Flow:
-    """A list of nodes, bound to process groups. Making one is collective among the members of any missing group."""
+    """A list of nodes, bound to process groups. The constructor is collective among members of a missing group."""
 
     def __init__(self, flow: _planner.ProductDataflow, plan: _planner.ProductPlan, where: Where) -> None:
         self._plan, self._where = plan, where
@@ -138,7 +138,7 @@ class Product:
         self.keeps_gathered = plan.keeps_gathered
         self.has_bias = [bias is not None for bias in plan.biases]
         self.num_weights = len(plan.axes)
-        # Placements of the gradient that is returned for a DTensor operand.
+        # Placements of the gradient that is returned for a DTensor operand; () with scales.
         self.operand_gradient = () if plan.scaled_by else tuple(plan.operand_gradient.placements)
         self._forward: Flow | None = None
         self._backwards: dict[Hashable, Flow] = {}
@@ -164,9 +164,9 @@ class Product:
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of operand, weights and biases (one per weight) that are needed.
 
-        `x` is the moved operand if that was kept. `dys` have the given `layouts`; None among these means the usual
-        layout of that result's gradient, and None among `dys` means zeros. After those of the results, one more may be
-        a part of the operand's gradient, or None.
+        `x` is the moved operand if that was kept. `dys` are gradients with the given `layouts`. A layout None means the
+        default layout of that result's gradient, a gradient None means zeros. After the gradients of the results, one
+        more may follow: part of the operand's gradient, or None.
         """
         key = (*layouts, *needs)
         flow = self._backwards.get(key)
@@ -177,11 +177,11 @@ class Product:
         return flow([x, *weights, *(self.empty(x, given).zero_() if dy is None else dy for dy, given in wanted)])
 
     def empty(self, like: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
-        """Returns an uninitialised tensor for this rank's part in a layout."""
+        """Returns an uninitialized tensor for this rank's part in a layout."""
         return like.new_empty(tuple(layout.local_shape(self.rank)), dtype=getattr(torch, layout.dtype))
 
     def _part(self, scale: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
-        """Returns a scale as plans expect it: without dims, or one number for each row of this rank."""
+        """Returns a scale in the shape that plans expect: (), or one number for each row of this rank."""
         shape = tuple(layout.local_shape(self.rank))
         fits = scale.numel() == math.prod(shape)
         return scale.reshape(shape) if fits else scale.reshape(()).expand(shape).contiguous()

@@ -21,13 +21,13 @@ from .running import Product, Where
 
 
 class Asked(NamedTuple):
-    """Everything that is asked of a product but its tensors, hashable."""
+    """The arguments of a product except its tensors, hashable."""
 
     function: str  # "linear", "gather" or "sum"
     where: Where
     placements: tuple[Placement, ...] | None
-    shares: bool  # whether the results are followed by `x` as it was gathered, if it was
-    options: tuple[tuple[str, Any], ...]  # those of `_planner.plan_product`
+    shares: bool  # True to return the gathered `x` after the results, if it was gathered
+    options: tuple[tuple[str, Any], ...]  # options of `_planner.plan_product`
 
 
 def ask(
@@ -38,7 +38,7 @@ def ask(
     shares: bool = False,
     **options: Any,
 ) -> Asked:
-    """Returns what is asked in a hashable form. Raises RuntimeError without process groups."""
+    """Returns the arguments in a hashable form. Raises RuntimeError if torch.distributed is not initialized."""
     groups.check_initialised()
     if placements is not None:  # with dims that count from the front
         rank = max(x.ndim, 1)
@@ -53,17 +53,17 @@ def _hashable(option: Any) -> Any:
 
 
 class Planned(NamedTuple):
-    """A product, None on a rank that holds nothing of it; which weights it takes transposed; specs of its DTensors."""
+    """A planned product and how its tensors are passed."""
 
-    product: Product | None
-    are_turned: tuple[bool, ...]
-    specs: tuple[DTensorSpec, ...]
+    product: Product | None  # None on a rank that holds no part of it
+    are_turned: tuple[bool, ...]  # by weight: True if it is passed transposed
+    specs: tuple[DTensorSpec, ...]  # of the results, if they are DTensors
 
 
 # DTensor's own __init__ does nothing, slowly.
 _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
-# By all that they depend on but what is pinned and measured, with which they are forgotten.
+# By everything that plans depend on, except pins and measurements, which `Kept` tracks.
 _products: executables.Kept[Planned] = executables.Kept(is_local=True)
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -81,10 +81,9 @@ def autocast(tensors: Sequence[Any]) -> list[Any]:
 def multiply(
     function: str, x: torch.Tensor, weights: Sequence[Any], biases: Sequence[Any], scales: Sequence[Any], **options: Any
 ) -> Any:
-    """Returns one result by weight. `scales` are those of x and weights; all None where operands are not scaled.
+    """Returns one result per weight. `scales` belong to x and the weights; all are None if operands are not scaled.
 
-    `options` are those of `ask`. Arguments are checked where they are seen for the first time. Raises ValueError for
-    those that do not fit.
+    `options` are passed to `ask`. Raises ValueError for invalid arguments; a combination is checked when first used.
     """
     is_scaled = any(scale is not None for scale in scales)
     tensors = [x, *weights, *biases] if is_scaled else autocast([x, *weights, *biases])
@@ -99,7 +98,7 @@ def multiply(
 
 
 def planned(asked: Asked, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any]) -> Planned:
-    """Returns the product of these tensors: the operand, weights, biases. Computes and sends nothing."""
+    """Returns the planned product of `tensors`: the operand, weights, biases. Computes and sends nothing."""
     is_scaled = any(scale is not None for scale in scales)
     needs_grad = is_scaled and torch.is_grad_enabled()
     needs_grad = needs_grad and any(getattr(t, "requires_grad", False) for t in (*tensors, *scales))
@@ -108,7 +107,7 @@ def planned(asked: Asked, num_weights: int, tensors: Sequence[Any], scales: Sequ
 
 
 def _described(given: Any) -> Any:
-    """Returns everything of an argument that a plan depends on."""
+    """Returns the properties of an argument that a plan depends on."""
     if isinstance(given, DTensor):
         return given._spec
     return (given.shape, given.stride(), given.dtype, given.device) if isinstance(given, torch.Tensor) else given
@@ -130,7 +129,7 @@ def _plan(asked: Asked, num_weights: int, tensors: Sequence[Any], scales: Sequen
         placements=None if asked.placements is None else placement_texts(asked.placements),
         rank=where.rank,
         num_ranks=dist.get_world_size(where.group),
-        checks_parts=not checking.is_on(),  # which tells all ranks
+        checks_parts=not checking.is_on(),  # the debug mode reports errors on all ranks
         backend=find(where.device_type, where.group).name,
         tables=tables_now(),
         device_type=where.device_type,
@@ -187,21 +186,21 @@ def _locals(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _local(x: Any) -> torch.Tensor:
-    """Returns this rank's part, after waiting for it if it is still under way."""
+    """Returns this rank's part, after waiting for it if it is in flight."""
     local = x._local_tensor if isinstance(x, DTensor) else x
     waited: torch.Tensor = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     return waited
 
 
 def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = ()) -> tuple[Placement, ...]:
-    """Returns the placements of a gradient: R in place of pending sums, but pending sums where `names` have P."""
+    """Returns the placements of a gradient: R in place of pending sums, and pending sums where `names` has P."""
     pending = [placement_of(name).is_partial() for name in names] or [False] * len(placements)
     whole = (Replicate() if placement.is_partial() else placement for placement in placements)
     return tuple(Partial() if pends else p for pends, p in zip(pending, whole, strict=True))
 
 
 def _gradient_spec(spec: DTensorSpec | None, names: tuple[str, ...] = ()) -> DTensorSpec | None:
-    """Returns the spec of the gradient of a tensor with this spec, placed as `gradient_placements` says."""
+    """Returns the spec of the gradient of a tensor with this spec, with the placements of `gradient_placements`."""
     return None if spec is None else _gradient_spec_on(spec, groups.key_of_mesh(spec.mesh), names)
 
 

@@ -1,15 +1,15 @@
-"""Comparisons between ranks: each states what it is about to do, and if they differ, all raise the same error.
+"""Comparisons between ranks: each rank states what it is about to do. If statements differ, all raise the same error.
 
-There are two ways to tell the others, against two dangers:
+There are two transports:
 
-    words   a few numbers in one small exchange. It costs little, but all ranks must come: for what is about to travel
-            anyway. Texts follow only if digests differ. `GroupWords` is an all-to-all that takes its turn in the issue
-            order. `MeshWords` is an all-reduce over each dim of a mesh: at the end of every backward, what a rank
-            receives must not grow with the number of ranks.
-    store   texts in the store of torch.distributed (`StoreTexts`). It takes milliseconds, but names the ranks that do
-            not come instead of hanging: for the debug mode, moves between meshes, and jobs that `connect` joins.
+    words   a few integers in one small exchange. It is cheap, but all ranks must take part, so it serves calls that
+            communicate anyway. Texts are sent only if digests differ. `GroupWords` is an all-to-all in the issue order
+            of transfers. `MeshWords` is an all-reduce over each dim of a mesh: at the end of every backward, the bytes
+            that a rank receives must not grow with the number of ranks.
+    store   texts in the store of torch.distributed (`StoreTexts`). It takes milliseconds, but names missing ranks
+            instead of hanging. It serves the debug mode, moves between meshes, and jobs that `connect` joins.
 
-A rank whose arguments are not allowed takes part, states why, and raises with the others.
+A rank with invalid arguments takes part, states the reason, and raises with the others.
 """
 
 from __future__ import annotations
@@ -32,26 +32,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._native import _runtime
 from . import groups
 
-# Limits of what an error shows.
+# Limits on the length of an error.
 _MAX_LINES = 20
 _MAX_RANKS = 16
-_MAX_CHARACTERS = 300  # of a value
-_CHARACTERS_BEFORE = 100  # of them, those before the first that differs
+_MAX_CHARACTERS = 300  # shown of one value
+_CHARACTERS_BEFORE = 100  # shown before the first character that differs
 
 _WORD_BYTES = 8
 HEAD_WORDS = 2  # words of a statement: the digest and the length of its text
 
 V = TypeVar("V")
-# A rank, or the name of a process among several jobs.
+# The type of a rank; str for the name of a process among several jobs.
 R = TypeVar("R", bound=int | str)
 
 
 class Statement(NamedTuple):
     """The statement of one rank before a call.
 
-    `fields` are the same on all ranks that have some; None goes with any value. `refusals` say by argument why this
-    rank cannot make the call; those that are None say nothing. An error says that the ranks `differ`, and ends with
-    the remedy.
+    `fields` must be equal on all ranks that have any; None matches any value. `refusals` maps an argument to the reason
+    why this rank cannot make the call, or to None. The error reads "the ranks <differ>", and ends with the remedy.
     """
 
     call: str
@@ -66,7 +65,7 @@ class Statement(NamedTuple):
 
 
 def report(mine: Statement, said: Mapping[R, str], where: str) -> str:
-    """Returns the error of a comparison, or "" if nothing is wrong. `said`: statements as JSON, by rank."""
+    """Returns the text of an error, or "" if all statements agree. `said` maps ranks to their statements as JSON."""
     parts = {text: json.loads(text) for text in set(said.values())}
 
     def each(part: int) -> dict[R, Any]:
@@ -85,7 +84,10 @@ def report(mine: Statement, said: Mapping[R, str], where: str) -> str:
 
 
 def _lines(said: Mapping[R, Mapping[str, str | None]], otherwise: str | None, least: int) -> list[str]:
-    """Returns a line for each name with at least so many values. Ranks without one have the other value."""
+    """Returns a line for each name with at least `least` different values.
+
+    Ranks without the name have the value `otherwise`, or none if that is None.
+    """
     lines = []
     for name in dict.fromkeys(name for one in said.values() for name in one):
         values = {rank: value for rank, one in said.items() if (value := one.get(name, otherwise)) is not None}
@@ -95,7 +97,7 @@ def _lines(said: Mapping[R, Mapping[str, str | None]], otherwise: str | None, le
 
 
 def by_value(said: Mapping[R, V]) -> dict[V, list[R]]:
-    """Returns the ranks that said each value, in the order of their first ranks."""
+    """Returns the ranks of each value, ordered by their first ranks."""
     found: dict[V, list[R]] = {}
     for rank, value in said.items():
         found.setdefault(value, []).append(rank)
@@ -103,14 +105,14 @@ def by_value(said: Mapping[R, V]) -> dict[V, list[R]]:
 
 
 def who_said(said: Mapping[R, str]) -> str:
-    """Returns "4 on ranks [0, 2]; 8 on ranks [1]". Of long values it has the part around the first difference."""
+    """Returns a text such as "4 on ranks [0, 2]; 8 on ranks [1]". Long values are cut around the first difference."""
     texts = by_value(said)
     first = len(os.path.commonprefix(list(texts)))
     return "; ".join(f"{_around(text, first)} on {ranks_text(ranks)}" for text, ranks in texts.items())
 
 
 def ranks_text(ranks: Sequence[R]) -> str:
-    """Returns "ranks [0, 1]", or the names as they are. Long lists are cut."""
+    """Returns "ranks [0, 1]", or the names of processes. Long lists are cut."""
     shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
     shown += f", ... {len(ranks)} in all" if len(ranks) > _MAX_RANKS else ""
     return shown if isinstance(ranks[0], str) else f"ranks [{shown}]"
@@ -126,11 +128,11 @@ def _around(text: str, place: int) -> str:
 
 
 class _Words(ABC):
-    """Ranks that tell each other words.
+    """Ranks that exchange words (int64).
 
     Attributes:
-        ranks: as errors name them.
-        own: the place of this rank among them.
+        ranks: the ranks, as errors name them.
+        own: the index of this rank in `ranks`.
     """
 
     ranks: Sequence[int]
@@ -138,16 +140,16 @@ class _Words(ABC):
 
     @abstractmethod
     def exchange(self, step: str, mine: torch.Tensor) -> torch.Tensor:
-        """Returns a row of int64 from each rank. `mine`: a row for all ranks, or one for each of them."""
+        """Returns a row of words from each rank. `mine` has one row for all receivers, or one row for each."""
 
     def compare(
         self, mine: Statement, refusal: Exception | None = None, more: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compares statements. All ranks call.
+        """Compares statements. All ranks must call.
 
         Args:
-            refusal: the error that this rank raises after it has told the others.
-            more: words that travel along, as in `exchange`.
+            refusal: the error that this rank raises after the exchange.
+            more: words to send in the same exchange, with rows as in `exchange`.
 
         Returns:
             The words of `more` from each rank.
@@ -177,7 +179,7 @@ class _Words(ABC):
 
 
 class GroupWords(_Words):
-    """The ranks of a process group. Does not keep the group alive."""
+    """Words over a process group. Does not keep the group alive."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks = groups.ranks_in_meshes(group)
@@ -185,7 +187,7 @@ class GroupWords(_Words):
         self.name: str = group.group_name
         self.moves_nothing = groups.moves_nothing(group)
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        # The group alone decides it, because ranks may be called with tensors on different devices.
+        # The group alone decides the device, because ranks may pass tensors on different devices.
         self.device = torch.device("cpu") if accelerator is None or _has_cpu(group) else accelerator
 
     def exchange(self, step: str, mine: torch.Tensor) -> torch.Tensor:
@@ -196,7 +198,7 @@ class GroupWords(_Words):
 
 
 class MeshWords(_Words):
-    """The ranks of a DeviceMesh whose tensors are on this device."""
+    """Words over the groups of a DeviceMesh, sent from this device."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
         self.ranks = mesh.mesh.flatten().tolist()
@@ -206,21 +208,21 @@ class MeshWords(_Words):
     def exchange(self, step: str, mine: torch.Tensor) -> torch.Tensor:
         table = torch.zeros(len(self.ranks), mine.shape[-1], dtype=torch.int64)
         table[self.own] = mine
-        return self._all_reduce(table, dist.ReduceOp.SUM)  # each row is one rank's, so it arrives once
+        return self._all_reduce(table, dist.ReduceOp.SUM)  # other ranks have zeros in this rank's row
 
     def largest(self, mine: bytes | Sequence[int]) -> list[int]:
-        """Returns each value's largest over the ranks. All of them call, with as many."""
+        """Returns the elementwise maximum over the ranks. All ranks must call, with equally many values."""
         is_bytes = isinstance(mine, bytes)
         said = torch.tensor(list(mine), dtype=torch.uint8 if is_bytes else torch.int64)
         found: list[int] = self._all_reduce(said, dist.ReduceOp.MAX).tolist()
         return found
 
     def _all_reduce(self, said: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """If a group of the mesh has a backend for CPU, the host does not wait for the device."""
+        """Reduces over all dims of the mesh. The host does not wait for the device if the groups have a CPU backend."""
         mesh = self._mesh
         if mesh.size() == 1:
             return said
-        # Ours that are under way start all they communicate before, on all ranks alike.
+        # Programs in flight first start all of their transfers, so that the order is the same on all ranks.
         _runtime.drain([group.group_name for group in mesh.get_all_groups()])
         for group in mesh.get_all_groups():
             sent = said if _has_cpu(group) else said.to(self._device)
@@ -237,22 +239,22 @@ def _has_cpu(group: dist.ProcessGroup) -> bool:
 
 
 class StoreTexts:
-    """Ranks that tell each other texts through a store which all of them reach.
+    """Ranks that exchange texts through a store that all of them reach.
 
-    The rounds of each set of ranks are counted. A rank that begins a round has read all of the round before, so the
-    keys of the one before that are not needed any more:
+    Rounds are counted for each set of ranks. A rank that begins round n has read all of round n - 1, so the keys of
+    round n - 2 are deleted. The keys of round 3 are:
 
-        3/7     what rank 7 says in round 3
-        3       the number of ranks that have said something
-        3/all   1 if all say the same, otherwise 0; there once all have said something
+        3/7     the text of rank 7
+        3       the number of ranks that have written their text
+        3/all   1 if all texts are equal, otherwise 0; written by the last rank
     """
 
     def __init__(self, store: dist.Store) -> None:
-        self.rounds: Counter[tuple[int | str, ...]] = Counter()  # of each set of ranks
+        self.rounds: Counter[tuple[int | str, ...]] = Counter()  # number of rounds begun by each set of ranks
         self._store = groups.client_of(store)
 
     def exchange(self, call: str, mine: str, ranks: tuple[R, ...], own: R, timeout: timedelta) -> dict[R, str]:
-        """Returns the text of each rank. Raises RuntimeError that names the ranks that do not come in time."""
+        """Returns the text of each rank. Raises RuntimeError, naming missing ranks, after the timeout."""
         number = self.rounds[ranks]
         self.rounds[ranks] += 1
         name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
@@ -280,7 +282,7 @@ class StoreTexts:
     def compare(
         self, mine: Statement, ranks: tuple[int, ...], own: int, timeout: timedelta | None = None, about: str = ""
     ) -> None:
-        """Raises RuntimeError on all of these ranks if statements differ or hold refusals. All of them call."""
+        """Raises RuntimeError on all of these ranks if statements differ or have refusals. All ranks must call."""
         call = f"{mine.call} ({about})" if about else mine.call
         said = self.exchange(call, mine.to_json(), ranks, own, timeout or groups.default_timeout())
         where = f" (number {self.rounds[ranks]} on {ranks_text(ranks)}; this is rank {own})"
@@ -293,7 +295,7 @@ groups.when_gone.append(_of_worlds.clear)
 
 
 def in_default_store(name: str) -> StoreTexts:
-    """Returns the texts of this name in the store of the default group."""
+    """Returns the `StoreTexts` of this name in the store of the default group."""
     groups.note_world()
     assert dist.group.WORLD is not None
     known = _of_worlds.setdefault(dist.group.WORLD, {})

@@ -1,4 +1,4 @@
-"""Checks of arguments that need torch. Each raises a ValueError that names the argument and what is allowed."""
+"""Checks of arguments that need torch. Each raises a ValueError that names the argument and the allowed values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE_TYPES = ["cpu", "cuda"]  # tests add other device types that have streams
 
 
 def check_tensor(argument: str, given: Any) -> None:
-    """Checks for a plain tensor: not a subclass, not nested, strided, and on CPU or CUDA."""
+    """Checks that the argument is a plain tensor: not a subclass, not nested, strided, and on CPU or CUDA."""
     if not isinstance(given, torch.Tensor) or torch._C._dispatch_keys(given).has("Python"):
         raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a plain torch.Tensor")
     if given.is_nested:
@@ -28,14 +28,14 @@ def check_tensor(argument: str, given: Any) -> None:
 
 
 def check_moved(argument: str, given: Any) -> None:
-    """Checks for a plain tensor that can be moved. Moves have no forward-mode derivative, and would drop a tangent."""
+    """Checks that the argument is a plain tensor without a forward-mode tangent, which a move would drop."""
     check_tensor(argument, given)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(given).tangent is not None:
         raise ValueError(f"{argument}: has a tangent of forward-mode AD; allowed are tensors without (.detach())")
 
 
 def check_written(argument: str, given: torch.Tensor) -> None:
-    """Checks that the memory of a tensor holds its elements, each in its own place, as what writes to it assumes."""
+    """Checks that a tensor can be written: its memory holds its elements, each at an address of its own."""
     if given.is_conj() or given.is_neg():
         kind = "conjugated" if given.is_conj() else "negated"
         raise ValueError(f"{argument}: is a {kind} view; allowed are tensors whose memory holds their elements")
@@ -47,7 +47,7 @@ def check_written(argument: str, given: torch.Tensor) -> None:
 
 
 def shares_places(given: torch.Tensor) -> bool:
-    """Returns whether several elements are in one place."""
+    """Returns True if several elements have the same address."""
     if given.is_contiguous() or given.numel() < 2:
         return False
     end = 1
@@ -93,7 +93,7 @@ def placements_of(given: Any, ndim: int) -> list[Placement]:
 
 
 def check_group(given: Any) -> None:
-    """Checks for None, a process group, or torch's marker for a group that this rank is not in."""
+    """Checks that the argument is None, a process group, or torch's marker for a group without this rank."""
     is_one = isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER
     if given is not None and not is_one:
         raise ValueError(f"group: got a {type(given).__name__}; allowed is a torch.distributed.ProcessGroup")

@@ -1,8 +1,8 @@
 """A debug mode in which ranks check, before anything is sent, that they all run the same redistributes.
 
-If a rank runs another program than its peers, or none, the job usually hangs or gets wrong data elsewhere. With this
-mode on, the ranks of a mesh write what they are about to run into the store of torch.distributed, for every
-redistribute, and compare. No collective is needed, so the check does not hang when some ranks are missing.
+If a rank runs another program than its peers, or none, the job usually hangs or gets wrong data elsewhere. In this
+mode, the ranks of a mesh write a statement of each redistribute into the store of torch.distributed, and compare.
+No collective is needed, so the check does not hang if ranks are missing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Setting(NamedTuple):
 
 
 def _is_asked_for(said: str) -> bool:
-    """Returns the meaning of the environment variable."""
+    """Returns True if the environment variable turns the mode on."""
     if said not in ("", "0", "1"):
         raise ValueError(f"SHARDWRIGHT_CHECK_RANKS: got {said!r} in the environment; allowed are 0 and 1")
     return said == "1"
@@ -40,20 +40,20 @@ _setting = _Setting(_is_asked_for(os.environ.get("SHARDWRIGHT_CHECK_RANKS", ""))
 _runtime.compare_ranks(_setting.on)
 
 
-# Of the groups that join several jobs (connecting.py).
+# The texts of groups that join several jobs (connecting.py).
 texts_of: weakref.WeakKeyDictionary[dist.ProcessGroup, StoreTexts] = weakref.WeakKeyDictionary()
 
-# The group whose ranks the mesh of an executable has. Others have global ranks.
+# The group whose ranks an executable's mesh uses. Meshes of other executables use global ranks.
 _group_of: weakref.WeakKeyDictionary[_runtime.Executable, groups.WeakGroup] = weakref.WeakKeyDictionary()
 
 
 def note_group(executable: _runtime.Executable, group: dist.ProcessGroup | None) -> None:
-    """Notes that the mesh of an executable has the ranks of this group."""
+    """Records that the mesh of an executable uses the ranks of this group."""
     if group is not None:
         _group_of[executable] = groups.weakly(group)
 
 
-# The same for operators, by their program and the names of their groups.
+# The group whose ranks an operator's mesh uses, by program and group names.
 _group_of_operator: dict[tuple[str, ...], groups.WeakGroup] = {}
 _MAX_OPERATORS = 8192
 
@@ -74,14 +74,14 @@ def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SEC
     the same from the start. Redistributes in compiled code are compared too, also with eager ones of other ranks.
 
     Args:
-        on: whether to compare.
-        timeout_seconds: how long to wait for ranks that do not arrive.
+        on: True to compare.
+        timeout_seconds: time to wait for missing ranks.
 
     A redistribute raises RuntimeError, with nothing sent and inputs untouched, in three cases. If ranks differ in what
-    they are about to run, or in the tables they plan with (pinned plans, measurements, the environment's topology), it
-    raises on every rank and names the fields, their values and ranks. If a rank's input contradicts its layout, or what
-    it passes as `out` is not allowed, it raises on every rank. If a rank does not arrive, it raises on the ranks that
-    did, and names the missing one. For moves between jobs that `connect` has joined, the ranks of all jobs call this.
+    they are about to run, or in their planning tables (pinned plans, measurements, the environment's topology), it
+    raises on every rank and names the fields, their values and ranks. If a rank's input contradicts its layout, or its
+    `out` is not allowed, it raises on every rank. If a rank is missing, it raises on the others, and names that rank.
+    For moves between jobs that `connect` has joined, the ranks of all jobs must call this.
     """
     global _setting
     if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
@@ -103,8 +103,8 @@ def compare(
 ) -> None:
     """Raises RuntimeError on all ranks of the executable's mesh unless all are about to run the same redistribute.
 
-    `async_op`: None in a graph, where eager code on other ranks may do either. `rows_are_own`: the operands of products
-    may have other sizes on each rank, which nothing that travels depends on.
+    `async_op` is None in a graph, and matches either value of eager code on other ranks. With `rows_are_own`, ranks may
+    have operands of different sizes, because no transfer of the product depends on them.
     """
     fields = {
         **{field: said for field, said in executable.signature.items() if field != "operands" or not rows_are_own},
@@ -127,7 +127,7 @@ def compare_calls(
 ) -> None:
     """Raises RuntimeError on all of `ranks` unless all are about to make the same call, and none has a refusal.
 
-    Calls of all kinds on the same ranks are counted together. Ranks are global ones, except in a `group` that joins
+    Calls of all kinds on the same ranks share one counter. `ranks` are global ranks, or ranks of a `group` that joins
     several jobs.
     """
     texts = None if group is None else texts_of.get(group)
@@ -169,7 +169,7 @@ def _judge_out(executable: _runtime.Executable, local: torch.Tensor, out: torch.
 
 
 def differs_in_ones(local: torch.Tensor, shape: Sequence[int]) -> bool:
-    """Returns whether a part has another number of dims than its layout, but only dims of one element more or fewer.
+    """Returns True if a part has more or fewer dims than its layout, but differs only in dims of size 1.
 
     torch 2.15 ends the product of a vector and a matrix with an in-place squeeze that changes the part alone.
     """

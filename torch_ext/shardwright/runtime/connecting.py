@@ -1,8 +1,8 @@
-"""Connects separate jobs, such as a trainer and a server: one process group of all their ranks.
+"""Connects separate jobs, such as a trainer and a server, by one process group of all their ranks.
 
-Each job has a world of its own, made by `torch.distributed.init_process_group`. Both reach one store. Every process
-writes there who it is, what it declares and what it plans with, and reads the same of all others. So all processes
-come to the same conclusion: either each makes its part of the group, or each raises the same error.
+Each job has a world of its own, made by `torch.distributed.init_process_group`. All jobs reach one store. Every process
+writes its identity, its declarations and its planning tables there, and reads those of all others. So all processes
+decide alike: either each makes its part of the group, or each raises the same error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REMEDY = (
     f"{ENVIRONMENT_VARIABLE} and without sw.calibrate()"
 )
 
-# Only products are planned with these.
+# Planning tables that jobs need not share, because only products use them.
 _NOT_COMPARED = ("measured products",)
 
 
@@ -60,7 +60,7 @@ class Connection:
         groups.makers[self.group] = _maker_of(weakref.ref(self))
 
     def ranks(self, role: str) -> tuple[int, ...]:
-        """Returns the ranks of a job in `group`, in the order of its own ranks. Jobs come in the order of their names.
+        """Returns the ranks of a job in `group`, in the order of its own ranks. Jobs are sorted by name.
 
         Raises ValueError for a role that is not connected.
         """
@@ -71,19 +71,18 @@ class Connection:
         return found
 
     def compare(self, declared: Mapping[str, Any]) -> None:
-        """Raises RuntimeError on all ranks unless all declare the same, with what differs. All ranks call.
+        """Raises RuntimeError on all ranks, naming the differences, unless all declare the same. All ranks must call.
 
-        What jobs plan with is compared, too: pinned plans, what `calibrate` measured, and ``SHARDWRIGHT_TOPOLOGY``. It
-        must stay the same in all jobs while they move tensors, and nothing but `compare` and `check_ranks` notices if
-        it does not.
+        Planning tables are compared too: pinned plans, measurements of `calibrate`, and ``SHARDWRIGHT_TOPOLOGY``. They
+        must stay the same in all jobs while tensors move. Only `compare` and `check_ranks` notice a difference.
 
         Args:
-            declared: by name: layouts, meshes, text, numbers, or lists of these.
+            declared: layouts, meshes, texts, numbers, or lists of these, by name.
         """
         self._meeting.compare(_texts(declared), self._members, self._timeout)
 
     def close(self) -> None:
-        """Destroys the group, and those made for moves between some of its ranks. All ranks call."""
+        """Destroys the group, and the groups made for some of its ranks. All ranks must call."""
         for group in [self.group, *(known.alive() for known in self._made.values())]:
             if group is not None and group in distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
@@ -110,7 +109,8 @@ class Connection:
             raise RuntimeError(
                 f"connect: {self._meeting.me} could not join the group of ranks {ranks}: {error}"
             ) from error
-        # PyTorch asks for this process's rank by its rank in its own world. Ranks of other jobs have none there.
+        # PyTorch looks up this process by its rank in its own world. Ranks of other jobs have none there, so their keys
+        # are numbers above it.
         world_size = dist.get_world_size()
         own = {self.ranks(self.role)[i]: i for i in range(world_size)}
         key_of = {rank: own.get(rank, world_size + rank) for rank in ranks}
@@ -128,25 +128,25 @@ def connect(
     name: str = "default",
     timeout_seconds: float | None = None,
 ) -> Connection:
-    """Makes one process group of the ranks of several jobs. All ranks of all of them call.
+    """Makes one process group of the ranks of several jobs. All ranks of all jobs must call.
 
     Args:
         store: a store that all jobs reach, such as a ``TCPStore`` of the first one.
         role: the name of this job, different from that of the others.
         world_size: the number of ranks of all jobs together.
-        declared: what all jobs must agree on, by name: layouts, meshes, text, numbers, or lists of these.
-        name: of this connection; connections over one store that exist at the same time have different names.
-        timeout_seconds: how long to wait for the others; default: the timeout of the default group. It is also the
-            timeout of the new group.
+        declared: layouts, meshes, texts, numbers, or lists of these, by name; they must be the same in all jobs.
+        name: the name of the connection. Connections that share a store at the same time have different names.
+        timeout_seconds: time to wait for the others, and the timeout of the new group; default: the timeout of the
+            default group.
 
     Returns:
-        A `Connection`. Meshes and layouts that are used with ``group=connection.group`` have the ranks of its group.
+        A `Connection`. Meshes and layouts that are used with ``group=connection.group`` have the ranks of that group.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised; not all came in time; they differ in `world_size`, backend,
-            `declared`, shardwright's version or the tables that they plan with, as in ``Connection.compare``; the ranks
-            of a role are not 0, 1, ... to its world's size, each once. The message names roles and ranks, and all
-            processes that have come raise it.
+        RuntimeError: torch.distributed is not initialized; ranks are missing after the timeout; jobs differ in
+            `world_size`, backend, `declared`, shardwright's version or planning tables, as in ``Connection.compare``;
+            the ranks of a role are not each of 0 to its world's size - 1 once. The message names roles and ranks, and
+            all processes that have called raise it.
         ValueError: an argument has the wrong type.
     """
     if not isinstance(store, dist.Store):
@@ -167,7 +167,7 @@ def connect(
 
 
 def _maker_of(connection: weakref.ref[Connection]) -> groups.Maker:
-    """Holds the connection weakly, because a connection holds its groups."""
+    """Returns the `Maker` of a connection. Holds the connection weakly, because a connection holds its groups."""
 
     def find_or_make(ranks: tuple[int, ...], may_make: bool) -> dist.ProcessGroup:
         found = connection()
@@ -179,15 +179,15 @@ def _maker_of(connection: weakref.ref[Connection]) -> groups.Maker:
 
 
 class _Meeting:
-    """Texts that the processes of all jobs tell each other through the store."""
+    """The exchange of texts among the processes of all jobs, through the store."""
 
     def __init__(self, store: dist.Store, role: str, rank: int, name: str, world_size: int) -> None:
         self.role, self.rank, self.world_size = role, rank, world_size
         self.me = f"{role} {rank}"
         self.store = store
         self.everyone = f"shardwright/connect/{name}"
-        # Whoever comes after all have come, or after one of them has given up, belongs to the next connection of this
-        # name.
+        # A process that comes after all `world_size` processes, or after one of them has timed out, belongs to the next
+        # connection of this name.
         while True:
             self.place = store.add(self.everyone, 1) - 1
             self.first_place = self.place // world_size * world_size
@@ -200,7 +200,7 @@ class _Meeting:
         return f"{self.everyone}/given up {self.first_place} of {self.world_size}"
 
     def gather(self, timeout: timedelta) -> dict[tuple[str, int], dict[str, Any]]:
-        """Returns what each process said of itself, by role and rank. Raises RuntimeError if they contradict."""
+        """Returns the description of each process, by role and rank. Raises RuntimeError if descriptions conflict."""
         mine = {
             "role": self.role,
             "rank": self.rank,
@@ -245,7 +245,7 @@ class _Meeting:
             raise RuntimeError(f"connect: {what} differs: {found}; allowed is one for all")
 
     def compare(self, texts: dict[str, str], members: Sequence[tuple[str, int]], timeout: timedelta) -> None:
-        """Raises RuntimeError on all members unless the texts of all, and what they plan with, are the same."""
+        """Raises RuntimeError on all members unless all have the same texts and planning tables."""
         tables = {name: said for name, said in tables_now().summary().items() if name not in _NOT_COMPARED}
         declared = {f"declared {name}": text for name, text in texts.items()}
         fields = {**declared, "version of shardwright": doctor.version(), **tables}
@@ -276,7 +276,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _who(members: Sequence[dict[str, Any]]) -> str:
-    """Returns "server 0, 1; trainer 0, 2"."""
+    """Returns a text such as "server 0, 1; trainer 0, 2"."""
     by_role: dict[str, list[int]] = {}
     for one in members:
         by_role.setdefault(one["role"], []).append(one["rank"])

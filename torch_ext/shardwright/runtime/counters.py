@@ -1,4 +1,4 @@
-"""Counters of what shardwright did in this process, since its start or since `reset_stats`."""
+"""Counters of the calls, plans, fallbacks and bytes of this process, since its start or since `reset_stats`."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def stats() -> dict[str, Any]:
         A dict with these entries:
 
         ``calls``: redistributes that shardwright ran.
-        ``traced``: redistributes that it recorded in graphs.
-        ``misfits``: redistributes whose local tensor had another shape than its layout says, and was cut or padded with
+        ``traced``: redistributes that were recorded in graphs.
+        ``misfits``: redistributes whose local tensor did not have the shape of its layout, and was cut or padded with
         zeros.
         ``fallbacks``: redistributes that were left to PyTorch; ``fallback_reasons`` counts them by reason.
         ``plans``: plans made for redistributes.
@@ -51,29 +51,29 @@ def stats() -> dict[str, Any]:
         ``batches``: calls of `redistribute_many`; ``batched_tensors``: the tensors that they moved.
         ``products``: programs of matrix products that ran.
         ``product_fallbacks``: products of 8-bit floats, on devices other than CPU, that were cast to float32 because
-        the device's units for them could not be used, and those of weights in MXFP8 and NVFP4 as they arrive that were
-        computed from written-out rows; ``product_fallback_reasons`` counts them by reason.
+        the device's units for them could not be used; and products of weights that are gathered in MXFP8 or NVFP4 but
+        were multiplied as dequantized rows. ``product_fallback_reasons`` counts them by reason.
         ``dispatches``, ``combines``: routings of tokens to experts, and of their outputs back.
         ``dropped``: tokens of this rank that missed one of their experts because of a capacity, counted once per
-        expert, where the host knows.
-        ``unplanned_steps``: steps of models under `fully_shard` that left the sequence which their schedule was made
-        for.
+        expert, if the host has the count.
+        ``unplanned_steps``: steps of models under `fully_shard` that left the sequence of uses for which their schedule
+        was made.
         ``graph_breaks``: forwards of units under `fully_shard` that ran as eager code in a model that `torch.compile`
         compiles, so that its graph ends before them; ``graph_break_reasons`` counts them by reason.
         ``activations_cut``: activations of which `checkpoint_cut` keeps a part; ``activation_gathers``: those that were
         gathered again.
-        ``views``: views, and products of what they cut in strides, that DTensor does by our rules and moves nothing
-        for; ``view_fallbacks``: views that are left to PyTorch; ``view_fallback_reasons`` counts them by reason.
+        ``views``: views, and products of tensors that views cut in strides, that DTensor does by our rules without
+        moving data; ``view_fallbacks``: views that were left to PyTorch, ``view_fallback_reasons`` by reason.
         ``strided_gathers``: operators whose inputs are gathered while views are on, because they are cut in strides and
         neither our rules nor PyTorch's are known to be right for that; ``strided_gather_reasons`` counts them by
-        operator. All of these count an operator once for each of its placements and sizes, because DTensor keeps the
-        answer.
-        ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: of the cache that `plan` uses.
+        operator. The counters of views and strided gathers count an operator once for each combination of placements
+        and sizes, because DTensor caches the answer.
+        ``plan_cache_hits``, ``plan_cache_misses``, ``plan_cache_size``: counts of the cache of `plan`.
         ``bytes``: bytes that this rank received from others.
-        ``peer_bytes``: bytes of these that were copied from peers' memory, if `prepare` made arenas for that; replays
-        of graphs are not counted.
-        ``through_host``: programs on tensors of other devices that ran in host memory because their groups are Gloo's.
-        ``staging_bytes``: memory of temporaries that is kept for the next run, on CPU; `release_staging` frees it.
+        ``peer_bytes``: the part of ``bytes`` that was copied from peers' memory, if `prepare` made arenas; replays of
+        graphs are not counted.
+        ``through_host``: programs on device tensors that ran in host memory because their groups are Gloo's.
+        ``staging_bytes``: CPU memory of temporaries that is kept for the next run; `release_staging` frees it.
     """
     planned = _planner.plan_cache_counts()
     cast = Counter(_runtime.cast_products()) + _product_reasons
@@ -147,7 +147,7 @@ def count_strided_gather(operator: str) -> None:
 
 
 def count_product_fallback(reason: str) -> None:
-    """Counts a product of codes and scales that is computed from what they stand for."""
+    """Counts a product of codes and scales that is computed from their decoded values."""
     _product_reasons[reason] += 1
 
 
@@ -166,7 +166,7 @@ def count_misfit(description: str) -> None:
 
 
 def cause_of(error: Exception) -> str:
-    """Strips values, and what would be allowed, from an error's text, so that all errors of one cause read the same.
+    """Removes values, and all after a semicolon, from an error's text, so that all errors of one cause read the same.
 
     "shape: [3, 4] is of 2 dims (on mesh 'a'); allowed is 1" becomes "shape: ... is of ... dims ...".
     """

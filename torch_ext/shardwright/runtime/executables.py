@@ -29,21 +29,21 @@ tables.when_changed.append(_runtime.note_changed_tables)
 groups.when_gone.append(_runtime.note_changed_tables)
 groups.when_any_gone.append(_runtime.note_changed_tables)
 
-# The time that the end of the process waits for asynchronous redistributes that nobody waited for.
+# The time in seconds that the end of the process waits for asynchronous redistributes that nobody waited for.
 EXIT_SECONDS = 5.0
 atexit.register(_runtime.finish_programs, EXIT_SECONDS)
 
 
-# The fake backend of dry runs moves no data, so DTensor redistributes over it are left to PyTorch, which decides what
-# results hold. Benchmarks that time shardwright without data set this.
+# The fake backend of dry runs moves no data, so DTensor redistributes over it are left to PyTorch, which decides the
+# values of results. Benchmarks that time shardwright without data set this.
 runs_on_fake_groups = False
 
 
 class Refusal(NamedTuple):
-    """Why there is no executable for a pair of layouts."""
+    """The reason why there is no executable for a pair of layouts."""
 
     reason: str  # the same text for all cases of one cause
-    example: str = ""  # the full text of this case, if it says more
+    example: str = ""  # the full text of this case, if it is longer
 
 
 K = TypeVar("K", bound=Hashable)
@@ -58,12 +58,12 @@ class Kept(Generic[T]):
     oldest entry first. Keys and values must not keep process groups alive (`groups.weakly`). A key holds the process
     groups to which its value is bound (`groups.key_of_mesh`): meshes that compare equal may have different groups.
 
-    If a rank can make the values again without other ranks (`is_local`), they are forgotten when any process group is
-    gone to which something was bound, because a new group may get the name of the old one.
+    `is_local` means that a rank can make the values again without other ranks. Such values are dropped when any process
+    group is gone to which a cached value was bound, because a new group may get the name of the old one.
     """
 
     def __init__(self, is_local: bool = False) -> None:
-        # The tables and the values made with them, in one tuple, so that no thread takes one for the other.
+        # The tables and the values made with them, in one tuple, so that threads never see a wrong pair.
         self._now: tuple[PlanningTables, dict[Hashable, T]] = (tables.current, {})
         self._by_earlier_tables: dict[PlanningTables, dict[Hashable, T]] = {}
         self._turning = threading.Lock()
@@ -143,7 +143,7 @@ def lookup(key: Hashable, build: Callable[[], _runtime.Executable | Refusal]) ->
     if kept is not None:
         counters.counts.cache_hits += 1
         return kept
-    tables_now()  # takes up changes of the environment first: what `build` makes while tables change is not cached
+    tables_now()  # applies changes of the environment first: values made while tables change are not cached
     return _kept.get_or_make(key, build)
 
 
@@ -156,8 +156,8 @@ def make_plan(
 ) -> _planner.Plan:
     """Makes the plan with the lowering for the backend of this type of device.
 
-    If `existing_groups_of` is a DeviceMesh, moves use only process groups that exist. Between two meshes, no rank knows
-    the groups of the other mesh; see `plan_over_own_dims`.
+    If `existing_groups_of` is a DeviceMesh, moves use only process groups that exist. Between two meshes, ranks cannot
+    look up the groups of the other mesh; see `plan_over_own_dims`.
     """
     backend = lowering_on(src.mesh, device_type, group).name
     if dst.mesh is not src.mesh:
@@ -167,14 +167,14 @@ def make_plan(
 
 
 def allowed_groups(src: _planner.Layout, dst: _planner.Layout, device_mesh: Any) -> list[tuple[int, ...]]:
-    """Returns the sets of mesh dims whose groups a move may use that makes none."""
+    """Returns the sets of mesh dims that already have a process group; none for moves between meshes."""
     return groups.existing(src.mesh, device_mesh) if src.mesh.has_same_ranks(dst.mesh) else []
 
 
 def plan_over(
     src: _planner.Layout, dst: _planner.Layout, backend: str, allowed: list[tuple[int, ...]] | None
 ) -> _planner.Plan:
-    """Makes the plan for a backend. With `allowed`, its groups are those of these sets of mesh dims alone."""
+    """Makes the plan for a backend. If `allowed` is given, moves use only the groups of these sets of mesh dims."""
     kept = planning.pinned(src, dst, backend)
     if kept is not None:
         return kept
@@ -188,9 +188,9 @@ def plan_over(
 
 
 def plan_over_own_dims(src: _planner.Layout, dst: _planner.Layout, backend: str) -> _planner.Plan:
-    """Returns a plan from one mesh to another for which no process group need be made, except that of both meshes.
+    """Returns a plan from one mesh to another that needs no new process group, except the one of both meshes.
 
-    It reduces what is pending over one mesh dim at a time, for which every DeviceMesh has a group, and then crosses.
+    It reduces pending values over one mesh dim at a time, for which every DeviceMesh has a group, and then crosses.
     """
     through = []
     if src.has_pending:
@@ -203,7 +203,7 @@ def plan_over_own_dims(src: _planner.Layout, dst: _planner.Layout, backend: str)
 def note_default_topology(plan: _planner.Plan, allowed: Sequence[Sequence[int]] | None = None) -> None:
     """Logs once that plans use a default topology, if this plan does and another topology could change it.
 
-    `allowed` are the sets of mesh dims whose groups the plan was allowed to use.
+    `allowed` are the sets of mesh dims whose groups the plan may use; None allows all.
     """
     if plan.messages_max == 0 or not (tables.notes_default() and _is_first_rank()):
         return
@@ -216,8 +216,8 @@ def note_default_topology(plan: _planner.Plan, allowed: Sequence[Sequence[int]] 
         tables.note_default(plan.topology)
 
 
-# Links where only the number of messages counts, and where only their bytes do. Predicted times are sums of both, so a
-# plan that is cheapest at both ends is cheapest with every link between them.
+# Links for which only the number of messages counts, and only their bytes. Predicted times are sums of both, so a plan
+# that is cheapest at both extremes is cheapest with every link between them.
 _EXTREMES = (
     _planner.Topology("latency", 0, 10**9, 1, _planner.Link(10**9, 1), _planner.Link(10**9, 1)),
     _planner.Topology("bandwidth", 0, 1, 1, _planner.Link(1, 10**9), _planner.Link(1, 10**9)),
@@ -235,7 +235,7 @@ def _is_first_rank() -> bool:
 
 
 def why_not_over_groups(device_type: str) -> str | None:
-    """Returns why DTensor's redistributes on this type of device are all left to PyTorch, or None if they are not."""
+    """Returns the reason to leave all DTensor redistributes on this type of device to PyTorch; None without one."""
     name = _backend_name(device_type, None)
     if name is None:
         return f"process group without a backend object for {device_type}"
@@ -273,8 +273,8 @@ def names_of(
 ) -> list[str]:
     """Returns the names of the process groups for these (mesh dims, ranks), in order. Makes groups that are missing.
 
-    With a `group`, ranks are its ranks, unless they `are_global`; a group of separate jobs has no global ones. Without
-    `make_groups`, raises RuntimeError instead of making a group.
+    If `group` is given, `members` has its ranks, unless they `are_global`; a group of separate jobs has no global
+    ranks. Without `make_groups`, raises RuntimeError if a group is missing.
     """
     names = []
     maker = None if group is None else groups.makers.get(group)
@@ -293,12 +293,12 @@ def names_of(
 
 
 def names_for(text: str, rank: int, **where: Any) -> list[str]:
-    """Returns `names_of` the groups that an operator's text needs. Compiles it, which binding it then need not."""
+    """Returns the names of the process groups that an operator's program needs. Binding reuses the compiled program."""
     return names_of(_runtime.compiled(text, rank).groups, **where)
 
 
 def bind_batch(batch: _planner.Batch, device_type: str, group: dist.ProcessGroup | None) -> _runtime.BoundBatch:
-    """Plans a batch and binds what this rank does in it to the group, whose ranks its meshes name."""
+    """Plans a batch and binds this rank's program to the group, whose ranks the batch's meshes use."""
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
     return _runtime.BoundBatch(batch.to_bytes(), dist.get_rank(group), carrier.group_name, wire(device_type, group))
@@ -320,9 +320,9 @@ def run(
 
 
 def start_into(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor) -> dist.Work | None:
-    """Like `run` with `out`, but returns while transfers are under way: what to wait for, None if nothing is pending.
+    """Like `run` with `out`, but returns while transfers are in flight.
 
-    The caller leaves both tensors alone until then.
+    Returns the work to wait for, or None if all is done. The caller must not touch either tensor before that.
     """
     if checking.is_on():
         checking.compare(executable, local, True, out)
@@ -384,10 +384,10 @@ def _start(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor
 def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor | None:
     """Cuts a local tensor, or pads it with zeros, to the shape of its layout on this rank. Returns None if it fits.
 
-    A DTensor may hold another shape than its spec says, perhaps on some ranks only; PyTorch makes such tensors itself
+    A DTensor's part may have another shape than its spec, perhaps on some ranks only; PyTorch makes such tensors itself
     in the backward of a maximum over all elements. A rank that raised would leave the others waiting, because no rank
-    knows what its peers hold. So every rank goes on with the part that the layout describes, as PyTorch's own gathers
-    do, and logs it.
+    can see the shapes of its peers. So every rank continues with the part that the layout describes, as PyTorch's own
+    gathers do, and logs it.
     """
     shape = executable.input_shape
     if local.dim() != len(shape) or list(local.shape) == shape:
@@ -401,9 +401,9 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
     return fitted
 
 
-@torch._disable_dynamo  # which takes process groups for objects without methods
+@torch._disable_dynamo  # Dynamo takes process groups for objects without methods
 def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowering:
-    """Returns `lowering` of a group. Raises ValueError if it lacks ranks of the mesh."""
+    """Returns the lowering of a group. Raises ValueError if the mesh has ranks that are not in the group."""
     groups.check_initialised()
     world_size = dist.get_world_size(group)
     last_rank = max(mesh.ranks)
@@ -426,17 +426,20 @@ def lowering(device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowe
 
 
 def wire(device_type: str, group: dist.ProcessGroup | None) -> str:
-    """Returns the type of device from which the group sends tensors of this one: the same, or ``"cpu"``."""
+    """Returns the device type from which the group sends tensors of `device_type`: the same, or ``"cpu"``."""
     return device_type if lowering(device_type, group).is_on_device else "cpu"
 
 
 def communicates_on(device_type: str, group: dist.ProcessGroup | None) -> bool:
-    """Returns whether the group has a backend for this type of device."""
+    """Returns True if the group has a backend for this type of device."""
     return _backend_name(device_type, group) is not None
 
 
 def _backend_name(device_type: str, group: dist.ProcessGroup | None) -> str | None:
-    """Returns None for a group without a backend object; its ranks may be threads that share this module's caches."""
+    """Returns the name of the group's backend for this type of device, or None for a group without a backend object.
+
+    Ranks of a group without one may be threads, which share this module's caches.
+    """
     groups.check_initialised()
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None

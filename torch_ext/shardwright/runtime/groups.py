@@ -5,8 +5,8 @@ DeviceMesh (the groups of its dims, then those of meshes that were flattened fro
 group for redistributes that name neither. So two meshes of the same ranks with groups of their own share no group.
 
 Only its members take part in making a group, so ranks that run different programs may redistribute on their own part
-of a mesh. All members must ask at the same point of their programs; preparation.py moves that point to the start.
-Threads with meshes of their own may ask at the same time, in any order (`_name`).
+of a mesh. All members must make a group at the same point of their programs; preparation.py moves that point to the
+start. Threads with meshes of their own may make groups at the same time, in any order (`_name`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WeakGroup:
 
     __slots__ = ("_reference", "alive")
 
-    # Returns the group, or None for the default one and for one that was destroyed.
+    # Returns the group, or None for the default group and for a destroyed group.
     alive: Callable[[], dist.ProcessGroup | None]
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -47,7 +47,7 @@ class WeakGroup:
         self.alive = (lambda: None) if self._reference is None else self._reference
 
     def get(self) -> dist.ProcessGroup | None:
-        """Returns the group, or None for the default one. Raises RuntimeError if it was destroyed."""
+        """Returns the group, or None for the default group. Raises RuntimeError if it was destroyed."""
         group = self.alive()
         if group is None and self._reference is not None:
             raise RuntimeError("group: the process group was destroyed; allowed is one that exists")
@@ -71,32 +71,32 @@ _POLL_SECONDS = 0.002
 
 
 class Owner(NamedTuple):
-    """The process groups that a DeviceMesh or a single group brings; those made for it belong to it alone."""
+    """The process groups of a DeviceMesh, or a single group. Groups made for an owner are used for that owner alone."""
 
-    names: tuple[str, ...] = ()  # of the groups of the mesh's dims, or of the single group; empty: the default group
-    flattened: tuple[str, ...] = ()  # names of the groups of meshes that were flattened from the mesh
+    names: tuple[str, ...] = ()  # names of the groups of the mesh's dims, or of the single group; (): default
+    flattened: tuple[str, ...] = ()  # names of the groups of meshes flattened from the mesh
     grid: _planner.Mesh | None = None  # the ranks of the mesh; None for a single group
 
 
 _DEFAULT_OWNER = Owner()
 
-# The names of the owner's groups along the mesh dims in which the ranks differ, and the ranks.
+# The key of a group made here: names of the owner's groups along the mesh dims in which its ranks differ, and ranks.
 _Members = tuple[tuple[str, ...], tuple[int, ...]]
 
 _made: dict[_Members, WeakGroup] = {}
-_times_made: dict[_Members, int] = {}  # attempts included, so that it is the same on all members
+_times_made: dict[_Members, int] = {}  # failed attempts count, so that all members agree
 _locks: dict[_Members, threading.Lock] = {}  # one thread makes a group, others wait for it
 _announced: set[tuple[str, ...]] = set()  # names of meshes that other ranks can look up (`_announce`)
 _watched: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups to which something cached was bound
 noted_world = DEFAULT  # the default group to which caches belong
 _noting = threading.Lock()
 
-# Called when a default process group is gone, and once more before anything is cached for the next one. Values cached
-# for it may hold meshes, which hold process groups.
+# Functions called when a default process group is gone, and again before anything is cached for the next one. Values
+# cached for a default group may hold meshes, which hold process groups.
 when_gone: list[Callable[[], None]] = []
 
-# Called when any process group is gone to which something cached was bound. What these forget, a rank must be able to
-# make again without the others, because ranks let go of a group at different times.
+# Functions called when any process group is gone to which a cached value was bound. They may only drop values that a
+# rank can make again without the others, because ranks release a group at different times.
 when_any_gone: list[Callable[[], None]] = []
 
 
@@ -106,7 +106,7 @@ def _call(functions: list[Callable[[], None]]) -> None:
 
 
 def note_world() -> None:
-    """Forgets what belongs to an earlier default group if there is another one now, or none."""
+    """Drops everything that belongs to an earlier default group if there is another one now, or none."""
     global noted_world
     with _noting:
         if (world := dist.group.WORLD) is noted_world.alive():
@@ -115,12 +115,12 @@ def note_world() -> None:
             table.clear()
         _call(when_gone)
         noted_world = weakly(world)
-        if world is not None:  # ranks let go of it at different times; what is cached for the next one stays then
+        if world is not None:  # ranks release it at different times; values cached for the next one stay
             weakref.finalize(world, lambda: _call(when_gone if dist.group.WORLD is None else []))
 
 
 def _watch(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Makes caches forget what is bound to the group once it is gone, because its name may be used again."""
+    """Makes caches drop values bound to the group once it is gone, because its name may be used again."""
     if group not in _watched:
         _watched.add(group)
         weakref.finalize(group, _call, when_any_gone)
@@ -132,7 +132,7 @@ def weakly(group: dist.ProcessGroup | None) -> WeakGroup:
 
 
 def check_initialised() -> None:
-    """Raises RuntimeError if there is no default process group; forgets what belongs to an earlier one."""
+    """Raises RuntimeError if there is no default process group. Drops everything that belongs to an earlier one."""
     if not dist.is_available() or not dist.is_initialized():
         text = "group: torch.distributed is not initialised; call torch.distributed.init_process_group first"
         raise RuntimeError(text)
@@ -140,14 +140,14 @@ def check_initialised() -> None:
 
 
 def moves_nothing(group: dist.ProcessGroup | None) -> bool:
-    """Returns whether the group's backend is that of dry runs, which sends nothing."""
+    """Returns True if the group's backend is the one of dry runs, which sends nothing."""
     return dist.get_backend(group) == DRY_RUN_BACKEND
 
 
 def key_of_mesh(mesh: Any) -> str:
-    """Returns what tells apart meshes that compare equal but have other process groups: the names of these groups.
+    """Returns the names of a mesh's process groups as a cache key: meshes that compare equal may have other groups.
 
-    Keys of caches hold it. It is kept with the mesh, because each redistribute asks for it.
+    The key is stored on the mesh, because each redistribute needs it.
     """
     try:
         key: str = mesh._shardwright_key
@@ -159,8 +159,7 @@ def key_of_mesh(mesh: Any) -> str:
 
 
 def _own_names(mesh: Any) -> tuple[str, ...]:
-    # A mesh may have been made without process groups, and a rank outside of it has none.
-    return tuple(getattr(mesh, "_dim_group_names", ()))
+    return tuple(getattr(mesh, "_dim_group_names", ()))  # absent without groups, and on ranks outside of the mesh
 
 
 def flattened_names(mesh: Any) -> tuple[str, ...]:
@@ -169,7 +168,7 @@ def flattened_names(mesh: Any) -> tuple[str, ...]:
 
 
 def owner_of(device_mesh: Any | None, group: dist.ProcessGroup | None = None) -> Owner:
-    """Returns the owner of the groups of a redistribute: the mesh, if there is one, else the group."""
+    """Returns the owner of a redistribute's groups: the mesh if there is one, else the group."""
     if isinstance(device_mesh, Owner):
         return device_mesh
     if device_mesh is not None and (names := _own_names(device_mesh)):
@@ -182,8 +181,8 @@ def owner_of(device_mesh: Any | None, group: dist.ProcessGroup | None = None) ->
 def owner_of_names(names: Sequence[str], grid: _planner.Mesh) -> Owner:
     """Returns the owner for an operator in a graph, which has the names of the mesh's groups but not the mesh.
 
-    These are the names along its dims, then those of flattened meshes; none for the default group. Other names, which
-    callers of an operator may give, are those of single groups.
+    `names` are the groups along the mesh's dims, then those of flattened meshes; none for the default group. Other
+    names, which callers of an operator may pass, are single groups.
     """
     if not names:
         return _DEFAULT_OWNER
@@ -196,13 +195,13 @@ def owner_of_names(names: Sequence[str], grid: _planner.Mesh) -> Owner:
 
 
 def existing(mesh: _planner.Mesh, device_mesh: Any | None) -> list[tuple[int, ...]]:
-    """Returns the sets of mesh dims whose group for this rank exists: the mesh's, a flattened one, or one made here."""
+    """Returns the sets of mesh dims for which this rank has a group: of the mesh, of a flattened one, or made here."""
     rank, owner = dist.get_rank(), owner_of(device_mesh)
     return [dims for dims in sets_of_large_dims(mesh) if find(mesh.group_ranks(rank, dims), owner) is not None]
 
 
 def names(mesh: Any | None = None) -> tuple[str, ...]:
-    """Returns the names of all process groups that this rank knows, then of those that a mesh may use."""
+    """Returns the names of all process groups of this rank, then those of meshes flattened from the mesh."""
     flattened = () if mesh is None else flattened_names(mesh)
     return (*distributed_c10d._world.pg_names.values(), *flattened)
 
@@ -227,7 +226,7 @@ def find(ranks: Sequence[int], owner: Owner = _DEFAULT_OWNER) -> dist.ProcessGro
 def find_or_make(ranks: Sequence[int], owner: Owner = _DEFAULT_OWNER, may_make: bool = True) -> dist.ProcessGroup:
     """Like `find`, but makes the group if it is missing: collective among its members.
 
-    If it may not be made, raises RuntimeError.
+    Raises RuntimeError if the group is missing and cannot be made (`check_may_make`).
     """
     if (found := find(ranks, owner)) is not None:
         return found
@@ -243,7 +242,7 @@ def find_or_make(ranks: Sequence[int], owner: Owner = _DEFAULT_OWNER, may_make: 
 
 
 def _covering(owner: Owner, ranks: Sequence[int]) -> Owner:
-    """Returns the owner if the ranks are on its mesh, else the default one: a crossing may span two meshes."""
+    """Returns the owner if the ranks are on its mesh, else the default owner: a crossing may span two meshes."""
     covers = owner.grid is None or set(ranks) <= set(owner.grid.ranks)
     return owner if covers else _DEFAULT_OWNER
 
@@ -278,7 +277,7 @@ def _names_along(owner: Owner, ranks: Sequence[int]) -> tuple[str, ...]:
 
 
 def _announce(owner: Owner) -> None:
-    """Writes into the store which groups this rank has along the dims of a mesh, for `_name` on other ranks."""
+    """Writes the names of this rank's groups along the dims of a mesh into the store, for `_name` on other ranks."""
     if owner.grid is None or owner.names in _announced:
         return
     _announced.add(owner.names)
@@ -288,7 +287,7 @@ def _announce(owner: Owner) -> None:
 
 
 def _announcement(name: str, grid: _planner.Mesh, rank: int, dim: int) -> str:
-    """Returns the key in the store for: the group along `dim` of a rank whose group along another dim is `name`."""
+    """Returns the store key for the group along `dim` of a rank whose group along another dim is `name`."""
     return f"shardwright/groups/{name}/{rank}/{_digest(str(grid.group_ranks(rank, [dim])))}"
 
 
@@ -297,16 +296,16 @@ def _digest(text: str) -> str:
 
 
 def _name(owner: Owner, ranks: tuple[int, ...]) -> str:
-    """Returns the name of the group that is to be made: the same on all members, another one for other owners.
+    """Returns the name for a new group: the same on all members, different for other owners.
 
-    PyTorch would include in the name how many groups this rank has made (2.15) or holds (2.11). Members that have made
-    different groups before, or threads that make groups at the same time, would then wait for each other under
-    different names, forever.
+    PyTorch would include in the name the number of groups that this rank has made (2.15) or holds (2.11). Members that
+    have made different groups before, or threads that make groups at the same time, would then wait for each other
+    under different names, forever.
 
-    Ranks know their own groups of a mesh alone. So the name is that of the groups of one rank: of the first one along
-    the dims in which the members differ. The others look it up by going there one dim at a time; each knows the group
-    that it shares with the next rank. A group that is made again after it was destroyed needs a new name, because the
-    store still has the addresses of the first one.
+    A rank has only its own groups of a mesh. So the name is made from the groups of one member, whose coordinates are 0
+    in all dims in which the members differ. The others find these groups in the store, one dim at a time: rank (1, 1)
+    of a 2 x 2 mesh shares a group with rank (0, 1), which shares one with rank (0, 0). A group that is made again after
+    it was destroyed needs a new name, because the store still has the addresses of the first one.
     """
     key = _names_along(owner, ranks), ranks
     times = _times_made[key] = _times_made.get(key, 0) + 1
@@ -317,7 +316,7 @@ def _name(owner: Owner, ranks: tuple[int, ...]) -> str:
 
 
 def _names_of_first(grid: _planner.Mesh, dims: list[int], names: list[str]) -> list[str]:
-    """Returns the names of the groups along `dims` of the rank whose coordinates there are 0, given this rank's."""
+    """Returns the names of the groups along `dims` of the rank with coordinate 0 in them. `names` are this rank's."""
     rank = dist.get_rank()
     for i, dim in enumerate(dims):
         place = grid.coordinate(rank)
@@ -330,7 +329,7 @@ def _names_of_first(grid: _planner.Mesh, dims: list[int], names: list[str]) -> l
 
 
 def _read(key: str, rank: int) -> str:
-    """Returns what a rank wrote. Polls, because a store's client that waits keeps other threads from using it."""
+    """Returns the value that a rank wrote. Polls, because a store client that waits blocks other threads."""
     store, timeout = distributed_c10d._get_default_store(), default_timeout()
     end = time.monotonic() + timeout.total_seconds()
     while not store.check([key]):
@@ -344,34 +343,34 @@ def _read(key: str, rank: int) -> str:
 
 
 def _is_capturing() -> bool:
-    """Returns whether a graph is being captured on the current stream of any device that is in use."""
+    """Returns True if a graph is being captured on the current stream of a device that is in use."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # A query would initialise a device that is not in use.
+    # A query would initialize a device that is not in use.
     if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
         return False
     return _runtime.is_capturing(str(accelerator))
 
 
-# For groups that span several jobs (connecting.py): what finds or makes groups of some of their ranks, which new_group
-# cannot do. Called with the ranks, ascending, and whether a group may be made.
+# A function that finds or makes the group of some ranks of a group that joins several jobs (connecting.py), which
+# new_group cannot do. Its arguments are the ranks, ascending, and True if a group may be made.
 Maker = Callable[[tuple[int, ...], bool], dist.ProcessGroup]
 makers: weakref.WeakKeyDictionary[dist.ProcessGroup, Maker] = weakref.WeakKeyDictionary()
 
 
 def joins_jobs(group: dist.ProcessGroup | None) -> bool:
-    """Returns whether it is the group of a connection, with ranks of several jobs."""
+    """Returns True if the group belongs to a connection, so that it has ranks of several jobs."""
     return group is not None and group in makers
 
 
 def ranks_in_meshes(group: dist.ProcessGroup | None) -> list[int]:
-    """The ranks of a group as meshes have them: global ranks, or those in the group where it joins several jobs."""
+    """Returns a group's ranks as meshes name them: global ranks, or ranks in the group if it joins several jobs."""
     if joins_jobs(group):
         return list(range(dist.get_world_size(group)))
     return list(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
 
 
 def rank_in_meshes(group: dist.ProcessGroup | None) -> int:
-    """This process's rank as meshes have it."""
+    """Returns this process's rank as meshes name it."""
     return dist.get_rank(group) if joins_jobs(group) else dist.get_rank()
 
 
@@ -395,8 +394,8 @@ def make_over_store(
 ) -> dist.ProcessGroup:
     """Returns a new process group of processes that reach the store, with the default group's backend.
 
-    Collective among its members. The caller adds it to PyTorch's table of ranks. `ranks` are none for processes of
-    several jobs, as for a default group, because they have no ranks in this one.
+    Collective among its members. The caller adds it to PyTorch's table of ranks. `ranks` is empty for a group of
+    several jobs, as for a default group, because processes of other jobs have no ranks in this one.
     """
     with _not_split_from_the_default_group() as device:
         group, _ = distributed_c10d._new_process_group_helper(
@@ -416,8 +415,8 @@ def make_over_store(
 
 
 def client_of(store: dist.Store) -> dist.Store:
-    """Returns a client of the store for one caller: other threads cannot use a client that waits for other ranks."""
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # a store written in Python need not have this
+    """Returns a client of the store for one caller. Other threads cannot use a client that waits for other ranks."""
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # stores written in Python may lack it
         return store.clone()
     return store
 
@@ -432,7 +431,7 @@ def _make(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
 
 
 _unbinding = threading.Lock()
-_unbound: list[torch.device | None] = []  # by thread that makes a group now: the device of the default group
+_unbound: list[torch.device | None] = []  # the default group's device, once per thread that is making a group
 
 
 @contextlib.contextmanager

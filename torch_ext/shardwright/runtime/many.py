@@ -21,9 +21,9 @@ _ITEMS = "a list of (local or None, src, dst)"
 
 
 class ManyHandle:
-    """A `redistribute_many` under way. Every method may be called any number of times.
+    """A `redistribute_many` in flight. Every method may be called any number of times.
 
-    On devices with streams, waiting makes the current stream wait; the host goes on.
+    On devices with streams, waiting makes the current stream wait; the host continues.
     """
 
     def __init__(self, pending: _runtime.BatchHandle | None, results: list[torch.Tensor], numbers: list[int]) -> None:
@@ -43,7 +43,7 @@ class ManyHandle:
             self._pending.wait_for_sources()
 
     def wait_for(self, item: int) -> torch.Tensor:
-        """Waits until one tensor has arrived, by its number in the list of items, and returns it."""
+        """Waits for one tensor, given by its index in the list of items, and returns it."""
         item = argument_values.integer(item, "item")
         if not 0 <= item < len(self._results):
             raise ValueError(f"item: got {item} of {len(self._results)} items; allowed are their numbers, from 0 on")
@@ -68,36 +68,36 @@ def redistribute_many(
 ) -> list[torch.Tensor] | ManyHandle:
     """Moves this rank's parts of many tensors from one layout to another, all together.
 
-    All that goes from one rank to another in a round is one message. Rounds are packed, moved and unpacked through
-    `buckets` buffers, so that it takes no more than ``buckets * bucket_bytes`` of memory besides the results.
+    All data from one rank to another in a round is one message. Rounds are packed, moved and unpacked through `buckets`
+    buffers, so at most ``buckets * bucket_bytes`` of memory is used besides the results.
 
-    All ranks of `group` call, with the same layouts in the same order, also those that are on no mesh. The first call
-    with given layouts compares them; later ones do not.
+    All ranks of `group` must call, with the same layouts in the same order, including ranks on no mesh. The first call
+    with given layouts compares them among the ranks; later calls do not.
 
     Args:
-        items: for each tensor its local part, its layout, and the layout that it gets, on any two meshes of ranks of
-            `group`, with any placements; the second may not be partial. Local parts may have any strides (conjugated
-            and negated views are copied first); on a rank outside the mesh of the source they are None or empty.
-        bucket_bytes: the size of a buffer. What a rank sends and receives in one round fits into it; a tensor that does
-            not is split over rounds.
-        buckets: the number of buffers, which is the number of rounds under way at once.
-        out: the tensors to write the results to, with any strides; they share memory neither with each other nor with
+        items: for each tensor its local part, source layout and destination layout, on any two meshes of ranks of
+            `group`, with any placements; the destination may not be partial. Local parts may have any strides
+            (conjugated and negated views are copied first); on a rank outside the source mesh they are None or empty.
+        bucket_bytes: the size of a buffer in bytes. The data that a rank sends and receives in one round fits into it;
+            larger tensors are split over rounds.
+        buckets: the number of buffers, which is the number of rounds in flight at once.
+        out: the tensors to write the results to, with any strides. They must not share memory with each other or with
             local parts. On a rank outside the mesh of a destination its entry may be None.
-        group: the process group whose ranks the meshes name; default, the default group.
+        group: the process group whose ranks the meshes use; default, the default group.
         device: the device of all tensors, for ranks that pass none; default, the only one for which the group has a
             backend. Such ranks must pass it if there are backends for the CPU and for an accelerator.
         async_op: return a `ManyHandle` at once. The local parts must not change before its ``wait_for_sources()``.
 
     Returns:
-        The list of new local parts, or those of `out`: as `redistribute_local` returns them, so an item whose layouts
-        agree gives its own local part. With async_op, a `ManyHandle`, whose ``wait()`` returns that list.
-        Pending reductions are reduced before the rest, each by a redistribute of its own, to the layout that leaves
-        least to move; `plan_many` says how much memory that takes on top.
+        The list of new local parts, or of the tensors of `out`. As in `redistribute_local`, an item whose layouts are
+        equal returns its own local part. With async_op, a `ManyHandle`, whose ``wait()`` returns that list.
+        Pending values are reduced first, each by a redistribute of its own, to the layout that leaves least to move;
+        `plan_many` reports the additional memory.
 
     Raises:
-        ValueError: an argument is not allowed, or ranks ask for different things. When layouts are first used, all
+        ValueError: an argument is not allowed, or ranks pass different arguments. When layouts are first used, all
             ranks raise, and nothing was sent.
-        RuntimeError: the arguments of another rank are not allowed; torch.distributed is not initialised.
+        RuntimeError: the arguments of another rank are not allowed; torch.distributed is not initialized.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
     groups.check_initialised()
@@ -105,8 +105,8 @@ def redistribute_many(
     if dist.get_rank(group) < 0:
         raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
     given = _Given(items, out, bucket_bytes, buckets, group, device)
-    # This decides whether ranks communicate. If arguments are not allowed it is looked up all the
-    # same: the other ranks, who know the layouts, do not compare.
+    # The key decides if ranks compare. It is looked up even for invalid arguments, because ranks that have used these
+    # layouts before do not compare.
     key = given.key()
     kept = _kept_of(group)
     prepared = given.known(kept, key)
@@ -116,8 +116,8 @@ def redistribute_many(
     else:
         full = given.first_check()
         if given.refusal is not None and not given.is_read and kept:
-            # The others may know their layouts and never compare. An error at once ends their waiting too, with this
-            # rank's connections.
+            # The other ranks may have used their layouts before and never compare. An immediate error closes this
+            # rank's connections, which ends their waiting too.
             raise given.refusal
         full = given.agreed(full, group)
         prepared = _prepare(given, full, group)
@@ -129,17 +129,17 @@ def redistribute_many(
 
 class _Prepared(NamedTuple):
     executable: _runtime.BoundBatch | None  # None if nothing moves
-    moved: list[int]  # the items that are in the batch
-    reduced: dict[int, _planner.Layout]  # where an item with pending reductions is reduced to, by item
-    # By item: its dtype, whether this rank is on the mesh of the source, and what it gets. Asking layouts in every call
-    # would take longer than moving tens of thousands of small tensors.
+    moved: list[int]  # indices of the items in the batch
+    reduced: dict[int, _planner.Layout]  # by item with pending values: the layout to reduce to first
+    # By item: the dtype, True if this rank is on the source mesh, and the local shape of the result. Reading them from
+    # the layouts in every call would take longer than moving tens of thousands of small tensors.
     dtypes: list[torch.dtype]
     holds: list[bool]
     shapes: list[tuple[int, ...]]
 
 
-# Batches that all ranks of a group have compared, by group: the ranks of each drop the same ones, whatever else they do
-# in other groups. Executables do not keep process groups alive.
+# Batches that all ranks of a group have compared, by group. All ranks of a group drop the same batches, whatever they
+# do in other groups. Executables do not keep process groups alive.
 MAX_KEPT = 256
 _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, _Prepared]] = weakref.WeakKeyDictionary()
 groups.when_gone.append(_kept.clear)
@@ -152,7 +152,7 @@ def _kept_of(group: dist.ProcessGroup | None) -> dict[Hashable, _Prepared]:
 
 
 class _Given:
-    """The arguments of a call on this rank, and why they are not allowed, if so."""
+    """The arguments of a call on this rank, and the error if they are not allowed."""
 
     def __init__(
         self, items: Any, out: Any, bucket_bytes: Any, buckets: Any, group: dist.ProcessGroup | None, device: Any
@@ -162,7 +162,7 @@ class _Given:
         self.has_out = out is not None
         self.locals: list[torch.Tensor | None] = []
         self.pairs: list[Pair] = []
-        self.is_read = False  # whether it is known what the other ranks compare or know
+        self.is_read = False  # True once `pairs` is valid, so that the cache can be looked up
         self.bucket_bytes = BUCKET_BYTES
         self.buckets = BUCKETS
         self.refusal: Exception | None = None
@@ -211,7 +211,7 @@ class _Given:
             self._check_memory()
 
     def first_check(self) -> _planner.Batch | None:
-        """Returns all items, as ranks compare them; or None, with a refusal."""
+        """Returns the batch of all items, as ranks compare it, or None with `refusal` set if arguments are invalid."""
         if self.refusal is None:
             try:
                 self._check_tensors()
@@ -223,10 +223,10 @@ class _Given:
         return None
 
     def agreed(self, batch: _planner.Batch | None, group: dist.ProcessGroup | None) -> _planner.Batch:
-        """Returns the batch if all ranks of the group have equal ones. All of them call.
+        """Returns the batch if all ranks of the group have equal batches. All ranks must call.
 
-        Digests depend on all items up to their own. If they differ, a search by halves finds the first item that does,
-        in as many exchanges on every rank.
+        Digest n covers the first n items. If the last digests differ, a binary search finds the first item that
+        differs, with equally many exchanges on every rank.
 
         Raises:
             ValueError, RuntimeError: as `compare` does, on all ranks.
@@ -241,7 +241,7 @@ class _Given:
             "out": "given" if self.has_out else "not given",
             "device (device= for ranks without tensors)": self.device.type,
         }
-        digests = [digest >> 1 for digest in (batch.digests() if batch is not None else [0])]  # now they have a sign
+        digests = [digest >> 1 for digest in (batch.digests() if batch is not None else [0])]  # 63 bits fit int64
 
         def are_same(digest: int, fields: Mapping[str, object]) -> bool:
             heard = words.compare(Statement("redistribute_many", fields), self.refusal, torch.tensor([digest]))
@@ -268,7 +268,10 @@ class _Given:
                 argument_checks.check_written(f"out: tensor {i}", one)
 
     def _check_memory(self) -> None:
-        """Parts of one buffer may interleave, so only tensors that begin at one address are known to overlap."""
+        """Checks that no output begins at the address of another tensor.
+
+        Parts of one buffer may interleave, so other addresses do not prove an overlap.
+        """
         begins = {x.data_ptr(): f"local {i}" for i, x in enumerate(self.locals) if x is not None and x.numel() > 0}
         for i, one in enumerate(self.out or []):
             if one is None or one.numel() == 0:
@@ -312,7 +315,7 @@ class _Given:
         return tuple(self.pairs), self.bucket_bytes, self.buckets, self.has_out, device_type or self.device.type
 
     def known(self, kept: dict[Hashable, _Prepared], key: Hashable) -> _Prepared | None:
-        """Returns what was kept of these layouts, on any device where it is not known which one is meant."""
+        """Returns the cached entry for these layouts, or for any device if the device is not known."""
         if not self.is_read:
             return None
         if self.knows_device:
@@ -320,7 +323,7 @@ class _Given:
         return next((one for kind in argument_checks.DEVICE_TYPES if (one := kept.get(self.key(kind)))), None)
 
     def source(self, i: int, prepared: _Prepared) -> torch.Tensor | None:
-        """Returns the local part of an item, or None where this rank holds no elements of it."""
+        """Returns the local part of an item, or None if this rank holds no elements of it."""
         local = self.locals[i] if prepared.holds[i] else None
         if local is None or local.numel():
             return local
@@ -352,7 +355,7 @@ def _run(
     pending = None
     if prepared.executable is not None:
         into = [x.detach() if x.requires_grad else x for x in destinations]
-        torch.autograd.graph.increment_version(into)  # so that autograd knows of what is written
+        torch.autograd.graph.increment_version(into)  # tells autograd about the write
         if async_op:
             pending = prepared.executable.start(sources, into)
         else:
@@ -365,7 +368,7 @@ def _run(
 
 
 def _prepare(given: _Given, full: _planner.Batch, group: dist.ProcessGroup | None) -> _Prepared:
-    """Plans and binds what this rank does. Every rank of the group comes here together."""
+    """Plans and binds this rank's program. Collective among the ranks of the group."""
     moved = [i for i, (src, dst) in enumerate(given.pairs) if given.out is not None or src != dst]
     dtypes = [getattr(torch, src.dtype) for src, _ in given.pairs]
     holds = [src.mesh.coordinate(given.rank) is not None for src, _ in given.pairs]
@@ -382,7 +385,7 @@ def _prepare(given: _Given, full: _planner.Batch, group: dist.ProcessGroup | Non
 
 
 def _compared(src: _planner.Layout, dst: _planner.Layout) -> Pair:
-    """Returns the layouts as ranks compare them. Where nothing moves, reductions may stay pending."""
+    """Returns the layouts as ranks compare them. Values may stay pending if nothing moves."""
     if src == dst and src.has_pending:
         return src.without_pending(), src.without_pending()
     return src, dst

@@ -23,10 +23,10 @@ class _Span(NamedTuple):
 def shared_memory(
     read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor], among_written: bool = False
 ) -> list[tuple[str, str, torch.Tensor, torch.Tensor]]:
-    """Returns the pairs of a tensor that is read and one that is written which have a byte in common.
+    """Returns the pairs of a read tensor and a written tensor that have a byte in common: two names, two tensors.
 
-    With `among_written`, also those of two that are written. Views that interleave, such as columns of one tensor, have
-    none.
+    With `among_written`, also pairs of two written tensors. Views that interleave, such as columns of one tensor, have
+    no byte in common.
     """
     spans = [_span(name, tensor, False) for name, tensor in read.items()]
     spans += [_span(name, tensor, True) for name, tensor in written.items()]
@@ -60,10 +60,12 @@ def _share_bytes(a: _Span, b: _Span) -> bool:
 
 
 def _boxes_meet(a: _Span, b: _Span) -> bool | None:
-    """Returns whether two tensors have a byte in common, or None if strides alone do not tell.
+    """Returns True if two tensors have a byte in common, False if not, None if strides alone do not tell.
 
-    An address is written as a sum of the strides of both, times a coordinate each. Where no coordinate reaches the next
-    larger stride, each address has one such sum, so the tensors are boxes, which meet if they meet in each coordinate.
+    An address is a sum of coordinates times strides, over the strides of both tensors. If no coordinate reaches the
+    next larger stride, each address has only one such sum. Then the tensors are boxes, which overlap if they overlap in
+    each coordinate. Example: columns 0 to 3 and columns 4 to 7 of a float32 tensor with rows of 32 bytes are the boxes
+    rows x [0, 16) and rows x [16, 32), which do not overlap.
     """
     sizes_a, sizes_b = _sizes_by_stride(a.tensor), _sizes_by_stride(b.tensor)
     if sizes_a is None or sizes_b is None:
@@ -82,7 +84,7 @@ def _boxes_meet(a: _Span, b: _Span) -> bool | None:
 
 
 def _sizes_by_stride(tensor: torch.Tensor) -> dict[int, int] | None:
-    """Returns how many steps the tensor takes of each stride in bytes, or None if two dims have the same stride."""
+    """Returns the tensor's sizes by stride in bytes, or None if two dims have the same stride."""
     sizes: dict[int, int] = {}
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         step = stride * tensor.itemsize
@@ -91,12 +93,12 @@ def _sizes_by_stride(tensor: torch.Tensor) -> dict[int, int] | None:
         if step in sizes:
             return None
         sizes[step] = size
-    sizes.setdefault(1, tensor.itemsize)  # bytes of an element; a dim has this stride only if they are one
+    sizes.setdefault(1, tensor.itemsize)  # bytes of an element; a dim has stride 1 only if itemsize is 1
     return sizes
 
 
 def _ranges(offset: int, strides: list[int], sizes: dict[int, int]) -> list[tuple[int, int]]:
-    """Returns the coordinates of a tensor that begins at an offset, by ascending stride."""
+    """Returns the range of coordinates, for each ascending stride, of a tensor that begins at an offset."""
     ranges = []
     for stride in reversed(strides):
         first, offset = divmod(offset, stride)
@@ -105,7 +107,7 @@ def _ranges(offset: int, strides: list[int], sizes: dict[int, int]) -> list[tupl
 
 
 def _marks_meet(a: _Span, b: _Span) -> bool:
-    """Marks the bytes of one tensor and looks for marks in the other."""
+    """Returns True if a mark on each byte of one tensor is found in the other."""
     unit = math.gcd(a.tensor.itemsize, b.tensor.itemsize, b.begin - a.begin)
     marks = torch.zeros((max(a.end, b.end) - a.begin) // unit, dtype=torch.bool)
 

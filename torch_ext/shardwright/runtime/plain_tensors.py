@@ -33,15 +33,15 @@ def redistribute_local(
             outside the mesh of `src` has an empty tensor on the device of the others' tensors, or None, which means
             an empty one on the device of `device_mesh`, else on the device for which the group has a backend.
         src, dst: layouts on one mesh or on two. The meshes' ranks are global ranks, or ranks of `group` if one is
-            given. All ranks of both meshes call.
-        out: the tensor to write the result to: contiguous, of the result's shape and dtype. Not with gradients or
-            async_op.
+            given. All ranks of both meshes must call.
+        out: the tensor to write the result to: contiguous, of the result's shape and dtype. Not allowed with gradients
+            or async_op.
         group: the process group that contains the mesh; default, the default group.
         device_mesh: a DeviceMesh over the same ranks whose process groups may be used.
         async_op: return once the first transfer has started; the result waits for the rest on first use.
 
     Returns:
-        A new tensor of shape ``dst.local_shape(rank)``, or `local` itself if the layouts agree; `out` if it is given.
+        A new tensor of shape ``dst.local_shape(rank)``, or `local` itself if the layouts are equal; `out` if given.
         On a rank outside both meshes, `local` itself, and outside the mesh of `dst` alone an empty tensor of shape
         ``(0,)``, as in DTensor. The result is differentiable if the pending reductions are sums or averages: the
         gradient moves back from `dst` to `src`, with R in place of P, as in DTensor. With gradients, ranks outside the
@@ -51,7 +51,7 @@ def redistribute_local(
         ValueError: `local` contradicts `src`, or `out` contradicts `dst`; `local` is None, without `device_mesh`, where
             the group has backends for CPU and for an accelerator; `local` is nested, sparse or on a device other than
             CPU and CUDA; the layouts contradict each other; an argument has the wrong type.
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
         torch.distributed.DistBackendError: a transfer failed or timed out; the message names rank, plan, step and
             group.
     """
@@ -132,14 +132,14 @@ def _redistribute_rarely(
     if not checking.is_on():
         _check_input(local, src, rank)
     executables.run(_executable(local, src, dst, group, device_mesh), local, False, out)
-    torch.autograd.graph.increment_version(out)  # so that autograd knows of what is written
+    torch.autograd.graph.increment_version(out)  # tells autograd about the write
     return out
 
 
 def _checked_rank(
     src: _planner.Layout, dst: _planner.Layout, group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
 ) -> int:
-    """Checks the arguments that say how a tensor moves. Returns this rank in the group."""
+    """Checks layouts, group and mesh. Returns this process's rank in the group."""
     check_layout("src", src)
     check_layout("dst", dst)
     argument_checks.check_group(group)
@@ -149,7 +149,7 @@ def _checked_rank(
 
 
 def device_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> torch.device:
-    """Returns the device that None stands for on a rank without a local tensor."""
+    """Returns the device to use on a rank that passes no local tensor."""
     if device_mesh is not None:
         return torch.device(device_mesh.device_type)
     first, *others = _devices(group)
@@ -162,9 +162,11 @@ def device_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -
 
 
 def device_among_many(given: Any, found: torch.device | None, group: dist.ProcessGroup | None) -> torch.device:
-    """Returns the device of a rank whose tensors are on `found` (None: it passes none) and that passes device=`given`.
+    """Returns the device of this rank's tensors.
 
-    Raises ValueError, also where it cannot be known. The caller must tell the other ranks, who may know theirs.
+    `given` is the argument device=. `found` is the device of the tensors that the rank passes, or None if it passes
+    none. Raises ValueError if the two differ, or if the device is ambiguous. The caller must tell the other ranks, for
+    which it may not be.
     """
     asked = None if given is None else argument_checks.device_of("device", given)
     if asked is not None and found is not None and asked.type != found.type:
@@ -181,7 +183,7 @@ def device_among_many(given: Any, found: torch.device | None, group: dist.Proces
 
 
 def _devices(group: dist.ProcessGroup | None) -> list[torch.device]:
-    """Returns the devices of tensors that the group may move: CPU, accelerator or both."""
+    """Returns the devices whose tensors the group can move: CPU, accelerator or both."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     cpu = torch.device("cpu")
     if accelerator is None or not executables.communicates_on(accelerator.type, group):
@@ -199,7 +201,7 @@ def _check_input(local: torch.Tensor, src: _planner.Layout, rank: int) -> None:
 
 
 class _Known:
-    """An executable that a call has used successfully, and the inputs for which later calls may use it."""
+    """An executable that a call has run successfully, and the properties of inputs that may use it again."""
 
     __slots__ = ("device", "dtype", "executable", "shape")
 
@@ -241,7 +243,7 @@ def _executable(
         return executables.bind(plan, device_mesh=device_mesh, group=group, make_groups=make_groups)
 
     of_mesh = None if device_mesh is None else groups.key_of_mesh(device_mesh)
-    # Plans that use existing groups depend on which there are.
+    # Plans that use only existing groups depend on the list of groups.
     existing_groups = make_groups or groups.names(device_mesh)
     key = (src, dst, device_type, groups.weakly(group), device_mesh, of_mesh, existing_groups)
     executable = executables.lookup(key, build)

@@ -26,36 +26,38 @@ def prepare(
     peer_arena_bytes: int | None = None,
     peer_min_bytes: int = 1 << 20,
 ) -> None:
-    """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use, and connects
-    their ranks: on a device, the first operation of a group would make its communicator, which a CUDA graph cannot.
+    """Makes the process groups that redistributes on `mesh` may need, now instead of at their first use.
+
+    Also connects their ranks: on a device, the first operation of a group would otherwise make its communicator, which
+    is not possible in a CUDA graph.
 
     The groups of a ``DeviceMesh`` belong to it: redistributes on other meshes, or without a mesh, do not use them.
 
-    All ranks of the mesh must call this at the same point, with the same arguments; if `redistributes` lead to other
-    meshes, all ranks of those too.
+    All ranks of the mesh must call this at the same point, with the same arguments; if `redistributes` include other
+    meshes, all ranks of these too.
 
-    A plan may span any set of mesh dims, and for every set there are layouts that need it. So by default all groups are
-    made: 2^n - 1 sets for n mesh dims larger than 1. On NCCL each is a communicator, with buffers on the device.
+    A plan may use groups over any set of mesh dims, and for every set there are layouts that need it. So by default all
+    groups are made: 2^n - 1 sets for n mesh dims larger than 1. On NCCL each is a communicator, with device buffers.
 
     Args:
         mesh: a torch ``DeviceMesh`` or a `Mesh`.
         mesh_dims: sets of mesh dims, by name or index, each the span of one group, e.g. ``[("dp", "tp")]``. Default:
             every set of mesh dims, or none if `redistributes` are given.
         redistributes: pairs of layouts, source and destination, of which one or both are on this mesh. Only the groups
-            that their plans and those of their gradients need are made.
+            that the plans of these pairs and of their gradients need are made.
         device_type: the device type of the tensors; the groups are connected on its current device. Default: the
             DeviceMesh's; else the accelerator's if the default group has a backend for it; else ``"cpu"``.
-        peer_arena_bytes: the memory, on each device and for each of these groups, through which their gathers and
-            messages then go as copies between peers. All ranks of a group must see each other's memory, as within an
-            NVLink domain. Experimental: it has not run on GPUs. Default: none; process groups carry all transfers.
+        peer_arena_bytes: bytes of memory, on each device and for each of these groups, through which their gathers and
+            messages are sent as copies between peers. All ranks of a group must be able to read each other's memory, as
+            within an NVLink domain. Experimental: it has not run on GPUs. Default: None, no peer copies.
         peer_min_bytes: messages, and parts of gathers, of fewer bytes are left to the process group.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised, or a group is missing or not connected while a CUDA graph
+        RuntimeError: torch.distributed is not initialized, or a group is missing or not connected while a CUDA graph
             is captured.
-        ValueError: the mesh has no such dim; `redistributes` are not pairs of layouts, or neither of two is on `mesh`;
-            the device type is neither CPU nor CUDA; an arena is on CPU, too small for the number of ranks, or has other
-            settings than the group's arena has.
+        ValueError: the mesh has no such dim; `redistributes` are not pairs of layouts, or neither layout of a pair is
+            on `mesh`; the device type is neither CPU nor CUDA; an arena is on CPU, is too small for the number of
+            ranks, or differs in its settings from the group's existing arena.
     """
     groups.check_initialised()
     device_mesh = mesh if argument_values.is_device_mesh(mesh) else None
@@ -95,7 +97,7 @@ def prepare(
 
 
 def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_planner.Layout, _planner.Layout]]:
-    """Returns source and destination of each redistribute, followed by those of its gradient if it has one."""
+    """Returns source and destination of each redistribute, followed by those of its gradient if there is one."""
     if redistributes is None:
         return []
     allowed = "a list of pairs of layouts, such as [(src, dst)]"
@@ -138,7 +140,7 @@ def _connect(names: Iterable[str], device_type: str) -> None:
 
 
 def _make_arenas(names: Iterable[str], device_type: str, arena_bytes: int, min_bytes: int) -> None:
-    """Memory on the current device that the ranks of each group copy from. Collective among the members of each."""
+    """Allocates memory on the current device, which peers copy from. Collective among the members of each group."""
     names = list(names)
     _runtime.drain(names)
     for name in names:

@@ -1,8 +1,8 @@
 """Shows dispatch modes one collective for each step of a plan, under PyTorch's own name for it.
 
-Programs carry out a step in the fastest way; on Gloo a gather may be messages. Users who count collectives with
-CommDebugMode, or record them with DebugMode, want to see what is done, not how. So a program runs with all modes
-disabled except `sw.debug.wire_meter`, which counts what really travels. Then the operator with the meaning of each
+Programs run a step in the fastest way; on Gloo a gather may be messages. Users who count collectives with
+CommDebugMode, or record them with DebugMode, want to see the steps, not the transfers. So a program runs with all modes
+disabled except `sw.debug.wire_meter`, which counts the bytes that are really sent. Then the PyTorch operator for each
 step is called, and a mode of ours below all others returns the program's result in its place.
 
     all_gather        _c10d_functional.all_gather_into_tensor
@@ -39,7 +39,7 @@ num_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def run(executable: _runtime.Executable, inputs: Sequence[torch.Tensor], call: Callable[[], T]) -> T:
-    """Returns what `call` returns, which runs the executable on `inputs`, and shows its steps to the active modes."""
+    """Returns the result of `call`, which runs the executable on `inputs`. Shows its steps to the active modes."""
     if any(getattr(mode, "_mode_key", None) is not None for mode in _get_current_dispatch_mode_stack()):
         return call()  # a compiler's own modes are left alone
     with _disable_current_modes() as modes:
@@ -85,11 +85,11 @@ class _Answer(TorchDispatchMode):
 
 
 def _meanings(executable: _runtime.Executable) -> Iterator[tuple[Callable[..., torch.Tensor], tuple[Any, ...]]]:
-    """Yields, for each step that communicates, the operator with its meaning and the arguments after the tensor."""
+    """Yields, for each step that communicates, its PyTorch operator and the arguments after the tensor."""
     named = list(zip(executable.groups, executable.group_names, strict=True))
     functional = torch.ops._c10d_functional
     for op, reduce_op, mesh_dims, ranks, size, gather_dim, shard_dim in executable.communications:
-        if not ranks:  # on the other one of two meshes
+        if not ranks:  # the step is on the other mesh
             continue
         whole = [name for (_, members), name in named if members == ranks]
         # A sparse exchange may use fewer ranks, and a rank with nothing to send or receive has no group.

@@ -12,13 +12,13 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# The bytes of one collective at one rank: (bytes that must reach it, bytes that must leave it). Both are what a direct
-# exchange needs. What an algorithm relays, and padding that it adds below this level, is not counted. Padding that the
-# caller put into the tensors travels, so it is counted.
+# The bytes of one collective at one rank: (received, sent), as a direct exchange needs them. Bytes that an algorithm
+# relays, and padding that it adds below this level, are not counted. Padding that the caller put into the tensors is
+# sent, so it is counted.
 Traffic = tuple[int, int]
 Arguments = dict[str, Any]
 
-# Operators of these namespaces are collectives. One that is not in the tables below raises an error.
+# Namespaces of collectives. An operator of these that is not in the tables below raises an error.
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 
 # Operators of these namespaces that move no payload.
@@ -28,7 +28,7 @@ _SILENT = (
 
 
 def _bytes(tensors: Any) -> int:
-    """Bytes of a tensor, or of all tensors in nested lists."""
+    """Returns the bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(_bytes(item) for item in tensors)
@@ -173,15 +173,15 @@ def _group_size_and_rank(arguments: Arguments) -> tuple[int, int]:
 
 
 class WireMeter(TorchDispatchMode):
-    """Counts what collectives called inside the block deliver to this rank and what they send from it.
+    """Counts the bytes that collectives called inside the block deliver to this rank and send from it.
 
     It sees every collective that goes through PyTorch's dispatcher: those of shardwright, DTensor and FSDP, and plain
     `torch.distributed` calls, in forward and backward, on the thread that entered the block. A collective that calls
     another one counts once.
 
     Attributes:
-        received_bytes: bytes that other ranks' data must bring here.
-        sent_bytes: bytes of this rank's data that others need.
+        received_bytes: bytes of other ranks' data that this rank needs.
+        sent_bytes: bytes of this rank's data that other ranks need.
         calls: number of collectives.
         by_op: operator name such as "c10d.allreduce_" to [calls, received bytes].
     """
