@@ -21,7 +21,7 @@ def test_fields_that_differ() -> None:
     one, other = (Statement("move", {"size": size, "dtype": "float32", "async_op": True}) for size in (4, 8))
     any_mode = Statement("move", {"size": 4, "dtype": "float32", "async_op": None})
     assert not _error(one, one, any_mode)
-    head = "shardwright: move: the ranks ask for different things, nothing was sent (here)"
+    head = "shardwright: move: the ranks differ, nothing was sent (here)"
     assert _error(one, other, any_mode) == [head, "  size: 4 on ranks [0, 2]; 8 on ranks [1]"]
     assert _error(one, Statement("sum", {"rows": 3})) == [head, "  call: move on ranks [0]; sum on ranks [1]"]
     fewer = Statement("move", {"size": 4, "async_op": True})
@@ -74,6 +74,6 @@ def test_rounds_leave_few_keys() -> None:
 def test_missing_ranks_are_named() -> None:
     store = dist.HashStore()
     for rank, missing in ((2, r"0, 1, 3"), (0, r"1, 3")):
-        text = rf"rank {rank} waited 0.1 s for ranks \[{missing}\] to come to move, number 1 on ranks \[0, 1, 2, 3\]"
+        text = rf"rank {rank} waited 0.1 s for ranks \[{missing}\] to call move, number 1 on ranks \[0, 1, 2, 3\]"
         with pytest.raises(RuntimeError, match=text):
             StoreTexts(store).exchange("move", "", (0, 1, 2, 3), rank, timedelta(seconds=0.1))

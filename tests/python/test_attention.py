@@ -327,7 +327,7 @@ def _disagree() -> list[str]:
 def test_all_ranks_raise_where_one_does_not_fit_or_they_differ(pool: Pool) -> None:
     first, second = pool.run(_disagree, 2)
     assert all("on ranks [1] the arguments are not allowed" in text for text in first[:2])
-    assert second[0].startswith("q: has 3 rows") and second[1].startswith("v: ")
+    assert second[0].startswith("q must be of 4 rows on rank 1") and second[1].startswith("v must be of the shape of k")
     for texts in (first, second):
         assert all(" on ranks [0]; " in text and text.endswith(" on ranks [1]") for text in texts[2:])
 
@@ -338,7 +338,7 @@ def _heads_apart() -> None:
             distribute_tensor(torch.randn(1, heads, 6, 4), meshes.get_mesh((2,)), [Shard(1)])
             for heads in (q_heads, kv_heads, kv_heads)
         ]
-        with pytest.raises(ValueError, match="k: is placed as"):
+        with pytest.raises(ValueError, match="k must be placed so that each rank holds heads of q"):
             sw.attention.scaled_dot_product_attention(*given, enable_gqa=True)
 
 
@@ -353,7 +353,7 @@ def _differs() -> None:
     sw.debug.check_ranks(True)
     try:
         sw.attention.scaled_dot_product_attention(*mine, size=8, method="ring", is_causal=True)
-        with pytest.raises(RuntimeError, match="attention: the ranks ask for different"):
+        with pytest.raises(RuntimeError, match="attention: the ranks differ"):
             sw.attention.scaled_dot_product_attention(*mine, size=8, method="ring", is_causal=dist.get_rank() == 0)
     finally:
         sw.debug.check_ranks(False)
@@ -409,7 +409,7 @@ def _in_pytorchs_layers() -> None:
             mine = x.clone()
             with sw.attention.context_parallel(mesh, buffers=[mine], buffer_seq_dims=[1]):
                 out = layer(mine).detach()
-                with pytest.raises(ValueError, match="need_weights"):
+                with pytest.raises(ValueError, match="need_weights must be False .*, got True"):
                     layer.self_attn(mine, mine, mine)
         (whole,) = sw.attention.context_parallel_unshard(mesh, [out], [1], size=13)
         torch.testing.assert_close(whole, right, atol=1e-5, rtol=0)
@@ -467,7 +467,8 @@ def _as_stock_hands_over() -> None:
     torch.testing.assert_close(found, right.chunk(2, 2)[dist.get_rank()], atol=2e-2, rtol=0)
     mesh = meshes.get_mesh((2,))
     heads = [distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)]  # a rank would attend to its own part alone
-    with sw.attention.context_parallel(mesh, size=16), pytest.raises(ValueError, match="does not cut the sequence"):
+    refused = pytest.raises(ValueError, match="query must be a DTensor whose sequence is cut over ranks")
+    with sw.attention.context_parallel(mesh, size=16), refused:
         F.scaled_dot_product_attention(*heads)
 
 
@@ -552,7 +553,7 @@ def _refused_in_a_graph() -> None:
     attend = torch.compile(
         lambda *given, **how: sw.attention.scaled_dot_product_attention(*given, **how) + 1, backend="eager"
     )
-    with pytest.raises(ValueError, match="q: has 4 rows"):
+    with pytest.raises(ValueError, match="q must be of [56] rows on rank ., for a sequence of 10, got 4"):
         attend(*mine, size=10, chunks=5)
     assert torch.equal(attend(*mine, size=8), sw.attention.scaled_dot_product_attention(*mine, size=8) + 1)
 

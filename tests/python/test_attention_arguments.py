@@ -27,7 +27,7 @@ def _refused() -> None:
     mesh = get_mesh((2,))
     mine = torch.zeros(1, 2, SIZE // 2, 4, device=device)
     buffer = torch.arange(SIZE, device=device)
-    layouts = "allowed are 'contiguous', 'zigzag' and placements of dim 2"
+    layouts = "must be 'contiguous', 'zigzag' or a placement of dim 2, got"
 
     def attend(**arguments: Any) -> None:
         scaled_dot_product_attention(mine, mine, mine, size=SIZE, **arguments)
@@ -36,22 +36,22 @@ def _refused() -> None:
         sw.attention.redistribute_sequence(tensor, *ends, dim=dim, size=size)
 
     cases: list[tuple[Callable[[], None], str]] = [
-        (lambda: attend(layout="S(1)"), f"layout: 'S.1.'; {layouts}"),
-        (lambda: attend(layout=Shard(1)), f"layout: Shard.dim=1.; {layouts}"),
-        (lambda: attend(layout="R"), f"layout: 'R'; {layouts}"),
-        (lambda: move("zag", "zigzag"), f"src: 'zag'; {layouts}"),
-        (lambda: move("zigzag", Shard(0)), f"dst: Shard.dim=0.; {layouts}"),
+        (lambda: attend(layout="S(1)"), f"layout {layouts} 'S.1.'"),
+        (lambda: attend(layout=Shard(1)), f"layout {layouts} Shard.dim=1."),
+        (lambda: attend(layout="R"), f"layout {layouts} 'R'"),
+        (lambda: move("zag", "zigzag"), f"src {layouts} 'zag'"),
+        (lambda: move("zigzag", Shard(0)), f"dst {layouts} Shard.dim=0."),
         (lambda: move("zigzag", "whole", dim=4), "dim: 4 for a tensor of 4 dims; allowed are -4 to 3"),
         (lambda: move("zigzag", "whole", dim=2.0), "dim: got 2.0 .*allowed are integers"),
         (lambda: move("zigzag", "whole", size=None), "size: got None .*allowed are integers"),
-        (lambda: move("zigzag", "whole", tensor=[1.0]), "local: got a list; allowed is a plain torch.Tensor"),
-        (lambda: _entered(dist.group.WORLD), "mesh: got a ProcessGroup; allowed is a DeviceMesh of one dim"),
-        (lambda: _entered(mesh, size=SIZE, method="rings"), "method: 'rings'; allowed are auto, ring"),
+        (lambda: move("zigzag", "whole", tensor=[1.0]), "local must be a plain torch.Tensor, got a list"),
+        (lambda: _entered(dist.group.WORLD), "mesh must be a DeviceMesh of one dim, got a ProcessGroup"),
+        (lambda: _entered(mesh, size=SIZE, method="rings"), "method must be one of auto, ring, .*, got 'rings'"),
         (lambda: _entered(mesh, buffers=[buffer], buffer_seq_dims=1), "buffer_seq_dims: got 1 .*a list of dims"),
         (lambda: _entered(mesh, buffers=[buffer], buffer_seq_dims=[1]), "buffer_seq_dims: 1 for a tensor of 1 dims"),
         (
             lambda: sw.attention.context_parallel_unshard(mesh, [mine], [2, 2], size=SIZE),  # type: ignore[arg-type, return-value]
-            "seq_dims: has 2 dims for 1 buffers; allowed is one for each",
+            "seq_dims must be a list of 1 dims, one per buffer, got 2",
         ),
     ]
     for call, match in cases:

@@ -332,7 +332,7 @@ def _forms_differ() -> None:
     everything = torch.ones(5, dtype=torch.bool, device=meshes.device)
     by_row = attend(mask=everything.expand(q.shape[2], 5).clone())
     assert torch.equal(attend(mask=everything[None]), by_row) and torch.equal(attend(mask=everything), by_row)
-    with pytest.raises(ValueError, match="mask must not require a gradient"):
+    with pytest.raises(ValueError, match="mask must be a tensor without a gradient"):
         attend(mask=torch.zeros(5, device=meshes.device, requires_grad=True))
 
 
@@ -346,13 +346,13 @@ def _refused() -> None:
             {"mask": mask, "method": "ulysses"},
             "method must be .* with a mask that is a tensor, got 'ulysses'",
         ),
-        ((q, q, q), {"mask": mask.clone().requires_grad_()}, "mask must not require a gradient"),
-        ((q, q, q), {"mask": torch.zeros(3, 8, device=meshes.device)}, "mask must have 1 row or 4"),
+        ((q, q, q), {"mask": mask.clone().requires_grad_()}, "mask must be a tensor without a gradient"),
+        ((q, q, q), {"mask": torch.zeros(3, 8, device=meshes.device)}, "mask must be of 1 or 4 rows, .* got 3"),
         ((q, q, q), {"mask": torch.zeros(4, 8, device=meshes.device).int()}, "mask must have dtype bool"),
-        ((q, q, q), {"kv_size": 12}, "k: has 4 rows of the sequence on rank ., where the layout has 6 of 12"),
-        ((q, q, q), {"kv_layout": "whole"}, "k: has 4 rows of the sequence on rank ., where the layout has 8 of 8"),
-        ((q, q[:1], q[:1]), {}, "k: has shape .*; batch and depth must be equal"),
-        ((q, q[..., :4], q), {}, "k: has shape .*; batch and depth must be equal"),
+        ((q, q, q), {"kv_size": 12}, "k must be of 6 rows on rank ., for a sequence of 12, got 4"),
+        ((q, q, q), {"kv_layout": "whole"}, "k must be of 8 rows on rank ., for a sequence of 8, got 4"),
+        ((q, q[:1], q[:1]), {}, "k must be of the batch and depth of q, .*, got shape"),
+        ((q, q[..., :4], q), {}, "k must be of the batch and depth of q, .*, got shape"),
     ]
     wide = torch.zeros(2, 2, 6, 8, device=meshes.device)
     cases += [
@@ -362,7 +362,7 @@ def _refused() -> None:
             {"kv_size": 6, "kv_layout": "whole", "method": "ulysses"},
             "method must be .* holds all keys",
         ),
-        ((q, wide, wide), {"kv_size": 12, "kv_layout": "spiral"}, "kv_layout: 'spiral'"),
+        ((q, wide, wide), {"kv_size": 12, "kv_layout": "spiral"}, "kv_layout must be 'contiguous', .*, got 'spiral'"),
     ]
     for tensors, arguments, match in cases:
         with pytest.raises(ValueError, match=match):

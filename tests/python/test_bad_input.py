@@ -111,7 +111,7 @@ def _print_what_could_not_be_made() -> None:
             try:
                 repr(frame.tb_frame.f_locals)
             except TypeError as error:
-                assert "__init__" in str(error)  # "not initialised" is an answer, a crash is none
+                assert "__init__" in str(error)  # "not initialized" is an answer, a crash is none
             frame = frame.tb_next
 
 
@@ -157,7 +157,7 @@ def _dtensor_calls() -> None:
     _refused(lambda: sw.redistribute(x, [Replicate(), Replicate()]), "placements", "2", "1")
     _refused(lambda: sw.redistribute(x, [Shard(5)]), "5")
     with sw.enabled(strict=True):
-        _refused(lambda: x.redistribute(other, [Replicate()]), "placements", "2 dims")
+        _refused(lambda: x.redistribute(other, [Replicate()]), "placements", "a list of 2")
         _refused(lambda: x.redistribute(other, [Replicate(), Partial()]), "placements", "another mesh")
         _refused(lambda: x.redistribute(mesh, [Replicate(), Replicate()]), "2")
         _refused(lambda: x.redistribute(mesh, [Shard(5)]), "5")
@@ -208,7 +208,7 @@ def _without_process_group() -> None:
     src, dst = sw.Layout(mesh, (4,), ["S(0)"]), sw.Layout(mesh, (4,), ["R"])
     assert sw.redistribute_local(torch.ones(4), src, dst).shape == (4,)
     dist.destroy_process_group()
-    _refused(lambda: sw.redistribute_local(torch.ones(4), src, dst), "not initialised", "init_process_group")
+    _refused(lambda: sw.redistribute_local(torch.ones(4), src, dst), "not initialized", "init_process_group")
 
 
 def test_uninitialised_group() -> None:

@@ -255,7 +255,7 @@ def test_default_tables_are_said_once(calibrates: bool) -> None:
 
 
 def _mistakes() -> None:
-    with pytest.raises(ValueError, match="device: got 'meta'; allowed are cpu and cuda"):
+    with pytest.raises(ValueError, match="device must be cpu or cuda.*, got 'meta'"):
         calibrate(device="meta")
     with pytest.raises(ValueError, match="ranks_per_node: -1; allowed is 0, for all, or more"):
         calibrate(ranks_per_node=-1)

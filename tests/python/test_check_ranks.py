@@ -134,17 +134,17 @@ def _differing(call: Callable[[int], None], is_known: bool) -> str:
         (_other_destination, ["dst: [R] on ranks [0, 1, 3]; [S(1)] on ranks [2]", "steps:"]),
         (
             _other_shape,
-            ["on ranks [1] the arguments", "  input: float32[3, 12] where its layout has float32[2, 12] on ranks [1]"],
+            ["on ranks [1] the arguments", "  input: must be float32[2, 12], got float32[3, 12] on ranks [1]"],
         ),
         (_other_dtype, ["tensor: float32[8, 12] on ranks [0, 1, 2]; float64[8, 12] on ranks [3]"]),
         (_other_plan, ["topology: 8xNVLink on ranks [0]; gloo-local on ranks [1, 2, 3]"]),
         (_other_ranks, ["ranks: [0, 1, 2, 3] -> [0, 1] on ranks [0, 1]; [0, 1, 2, 3] -> [2, 3] on ranks [2, 3]"]),
-        (_nothing, ["  input: float32[0] where its layout has float32[2, 12] on ranks [1]"]),
+        (_nothing, ["  input: must be float32[2, 12], got float32[0] on ranks [1]"]),
         (
             _out_with_gaps,
             ["  out: must be a contiguous tensor of shape [8, 12] on rank 2, got shape [8, 12] and strides [24, 2]"],
         ),
-        (_wrong_everywhere, ["input: float32[5, 5] where its layout has float32[2, 12] on ranks [0, 1, 2, 3]"]),
+        (_wrong_everywhere, ["input: must be float32[2, 12], got float32[5, 5] on ranks [0, 1, 2, 3]"]),
     ],
 )
 def test_differing(pool: Pool, call: Callable[[int], None], expected: list[str], is_known: bool) -> None:
@@ -186,7 +186,7 @@ def _absent() -> None:
     with _checking(timeout_seconds=0.5):
         if dist.get_rank() != 1:
             with pytest.raises(
-                RuntimeError, match=r"waited 0.5 s for ranks \[1\] to come to redistribute \(\[S\(0\)\] -> "
+                RuntimeError, match=r"waited 0.5 s for ranks \[1\] to call redistribute \(\[S\(0\)\] -> "
             ):
                 _gather(0)
     agreement.in_default_store("calls").rounds[tuple(range(WORLD))] += dist.get_rank() == 1
@@ -197,11 +197,11 @@ def test_absent(pool: Pool) -> None:
 
 
 def test_bad_timeout() -> None:
-    with pytest.raises(ValueError, match="timeout_seconds: got 0; allowed is a number above 0"):
+    with pytest.raises(ValueError, match="timeout_seconds must be a number above 0, got 0"):
         check_ranks(timeout_seconds=0)
 
 
 def test_the_environment_says_0_or_1() -> None:
     assert [checking._is_asked_for(said) for said in ("", "0", "1")] == [False, False, True]
-    with pytest.raises(ValueError, match="SHARDWRIGHT_CHECK_RANKS: got 'no' in the environment; allowed are 0 and 1"):
+    with pytest.raises(ValueError, match="SHARDWRIGHT_CHECK_RANKS must be 0 or 1 in the environment, got 'no'"):
         checking._is_asked_for("no")

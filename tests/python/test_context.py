@@ -266,7 +266,7 @@ def _differing_tables() -> list[str]:
     local = torch.ones(2, 8)
     first = dist.get_rank() == 0
     for setting in (_measured(FAR if first else THIN), _pinned(_detour(FAR if first else THIN))):
-        with setting, pytest.raises(RuntimeError, match="the ranks ask for different") as error:
+        with setting, pytest.raises(RuntimeError, match="the ranks differ") as error:
             sw.debug.check_ranks(timeout_seconds=30)
             try:
                 sw.redistribute_local(local, *elsewhere)

@@ -318,7 +318,7 @@ def test_capacity_raises_on_all_ranks(pool: Pool) -> None:
     asked = sum(map(len, routing.problem(3, 8, load="one").x))
     assert pool.run(_raise, 3, asked) == [""] * 3
     for text in pool.run(_raise, 3, asked - 1):
-        assert f"expert 0 on rank 0 is asked for {asked} times; allowed are {asked - 1}" in text
+        assert f"capacity must be at least {asked} for expert 0 on rank 0, got {asked - 1}" in text
 
 
 # ----------------------------------------------------------------------------------------------- counts on the device

@@ -138,21 +138,21 @@ def _unknown_topology(given: dict[str, Any], rank: int) -> None:
 
 
 ON_ONE_RANK = {
-    _too_few_lists: "placement: lists experts of 2 ranks; the group has 3",
+    _too_few_lists: "placement must be a list for each of the group's 3 ranks, got 2 lists",
     _expert_on_no_rank: "placement: each of 10000000001 experts must be on at least one rank, got none for expert 4",
     _no_placement: "placement: got 6 (of type int)",
-    _unhashable_experts: "placement: got [[[0]], [1], [2]]",
+    _unhashable_experts: "got [[[0]], [1], [2]]",
     _layout_that_cuts_experts: "cuts dim 1, so rank 0 holds parts of experts",
-    _very_many_experts: "has 10000000000 experts; allowed are up to 1048576",
+    _very_many_experts: "placement must be of at most 1048576 experts, got 10000000000 in",
     _unknown_topology: "'nowhere'",
     _id_too_large: "expert_ids must be in [-1, 5] (-1 for no expert), got 6 for token 3 on rank 2 of the group",
     _id_too_small: "expert_ids must be in [-1, 5] (-1 for no expert), got -2 for token 3 on rank 2",
     _scores_of_another_shape: "of the shape of expert_ids, (9, 3)",
-    _x_of_three_dims: "x: has shape (1, 9, 5); allowed is [tokens, hidden]",
-    _float_ids: "expert_ids: is torch.float32 of shape (9, 3); allowed are int64 and int32",
-    _negative_capacity: "capacity: got -1; allowed are 0 or more",
-    _unknown_overflow: "overflow: got 'wait'; allowed are 'raise', 'drop'",
-    _no_tensor: "x: got a NoneType; allowed is a plain torch.Tensor",
+    _x_of_three_dims: "x must be of shape [tokens, hidden], got (1, 9, 5)",
+    _float_ids: "expert_ids must be int64 or int32, with at least one column, got torch.float32 of shape (9, 3)",
+    _negative_capacity: "capacity must be None or at least 0, got -1",
+    _unknown_overflow: "overflow must be one of 'raise', 'drop', got 'wait'",
+    _no_tensor: "x must be a plain torch.Tensor, got a NoneType",
 }
 
 
@@ -268,15 +268,15 @@ def _placements_of_tensors() -> list[str]:
 def test_placements_on_groups(pool: Pool) -> None:
     *_, said = pool.run(_placements_of_tensors, WORLD)
     expected = [
-        "placement: lists experts of 2 ranks; the group has 3",
+        "placement must be a list for each of the group's 3 ranks, got 2 lists",
         "placement: got 6 (of type int); allowed is a Layout of the experts' axis",
         "placement: got 'a'",
         "cuts dim 1, so rank 0 holds parts of experts",
-        "is a pending sum; allowed are S and R",
-        "has no dims; allowed are layouts whose first dim is the experts'",
-        "placement: rank 2 is not among its ranks [0, 1]",
-        "group: got a str; allowed is a ProcessGroup or a DeviceMesh",
-        "group: this rank is not in it",
+        "placement must be a layout without pending sums, got Layout(",
+        "placement must be a layout whose first dim is the experts', got",
+        "placement must be on ranks with rank 2, which calls, got [0, 1]",
+        "group must be a ProcessGroup or a DeviceMesh, got a str",
+        "group must be a group with this rank, got one without rank 2",
         "nowhere",
     ]
     _assert_each_in(expected, said)
@@ -303,12 +303,12 @@ def _combines() -> list[str]:
 @pytest.mark.cpu_only("conversions that the device lacks")
 def test_combine(pool: Pool) -> None:
     expected = [
-        "y: has shape (",
-        "allowed is one row for each of the ",
-        "y: is torch.int64; allowed are float32, bfloat16, float16, float64",
-        "y: is torch.float8_e4m3fn; allowed are",
-        "y: got a NoneType",
-        "handle: got a Tensor; allowed is what dispatch returned",
+        "y must be of one row for each of the ",
+        "y must be of one row for each of the ",
+        "y must be one of float32, bfloat16, float16, float64, got torch.int64",
+        "got torch.float8_e4m3fn",
+        "y must be a plain torch.Tensor, got a NoneType",
+        "handle must be the handle that dispatch returned, got a Tensor",
     ]
     for said in pool.run(_combines, WORLD):
         _assert_each_in(expected, said)
@@ -332,7 +332,7 @@ def _failing_combine(change: str) -> tuple[str, str]:
 @pytest.mark.cpu_only("on devices only groups that have a backend in host memory compare")
 @pytest.mark.parametrize(
     ("change", "text"),
-    [("rows", "allowed is one row for each of the"), ("dtype", "y: is torch.int64"), ("none", "y: got a NoneType")],
+    [("rows", "y must be of one row for each of the"), ("dtype", "got torch.int64"), ("none", "got a NoneType")],
 )
 def test_combine_with_something_wrong_on_one_rank(pool: Pool, change: str, text: str) -> None:
     for rank, (kind, said) in enumerate(pool.run(_failing_combine, WORLD, change)):
@@ -356,8 +356,8 @@ def _fixed_rows() -> list[str]:
 
 def test_fixed_rows(pool: Pool) -> None:
     expected = [
-        "allowed with it is overflow='drop'",
-        "rows_per_rank: got -1; allowed are 0 or more",
+        "overflow must be 'drop' with rows_per_rank",
+        "rows_per_rank must be None or at least 0, got -1",
         "rows_per_rank: got 1.5",
     ]
     for said in pool.run(_fixed_rows, WORLD):
@@ -372,7 +372,7 @@ def _gradient_of_bytes() -> str:
 
 def test_gradient_of_8_bit_floats(pool: Pool) -> None:
     for text in pool.run(_gradient_of_bytes, WORLD):
-        assert "x: torch.float8_e4m3fn has no gradient here" in text
+        assert "with requires_grad, got torch.float8_e4m3fn" in text
 
 
 # --------------------------------------------------------------------------------------------------------- debug mode

@@ -195,7 +195,7 @@ def _different_sizes() -> None:
     try:
         for async_op in (True, False):
             part = torch.zeros(4 + rank, device=meshes.device)
-            with pytest.raises(RuntimeError, match="redistribute: the ranks ask for different"):
+            with pytest.raises(RuntimeError, match="redistribute: the ranks differ"):
                 sw.fsdp.AllGather()(part.new_zeros(2 * part.numel()), part, group, async_op)
     finally:
         sw.debug.check_ranks(False)

@@ -455,9 +455,9 @@ def _refusals() -> None:
         placements=lambda p: None,
         shard_placement_fn=lambda p: None,
     )
-    refuses("placements: got 2", linear, placements=lambda p: [Shard(0), Replicate()])
+    refuses("placements must be a list of .*, got 2", linear, placements=lambda p: [Shard(0), Replicate()])
     refuses("shard_placement_fn: returned", linear, shard_placement_fn=lambda p: Shard(2))
-    refuses("mesh: got a str", linear, mesh="mesh")
+    refuses("mesh must be a torch DeviceMesh, got a str", linear, mesh="mesh")
     assert not isinstance(linear.weight, DTensor), "a refused module is left as it was"
     tied = Model()
     sw.fully_shard(tied.head, mesh=mesh)

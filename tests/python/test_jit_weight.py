@@ -195,7 +195,7 @@ def _refusals() -> None:
         with pytest.raises(ValueError, match=text):
             sw.fsdp.jit_weight(*args, **options)
 
-    refuses("local: got a str", "local", rest, use)
+    refuses("local must be a plain torch.Tensor, got a str", "local", rest, use)
     refuses("local: has shape \\(4, 4\\)", torch.ones(4, 4), rest, use)
     refuses("local: has .* dtype torch.float64", local.double(), rest, use)
     refuses("rest: .* pending", local, pending, use)
@@ -203,7 +203,7 @@ def _refusals() -> None:
     refuses("rest: ", local, "S(0)", use)
     refuses("use: got .* allowed is a layout of the shape", local, rest, sw.Layout(mesh, (4, 5), ["R"]))
     refuses("grad: got .* allowed is a layout of", local, rest, use, grad=sw.Layout(sw.Mesh({"b": 2}), (4, 4), ["R"]))
-    refuses("group: got a str", local, rest, use, group="all")
+    refuses("group must be a torch.distributed.ProcessGroup, got a str", local, rest, use, group="all")
     other = sw.Mesh({"a": 1}, [1 - dist.get_rank()])
     on_other = [sw.Layout(other, (2, 4), [p]) for p in ("S(0)", "R")]
     refuses("rest: .* is on a mesh without rank", local, *on_other)

@@ -256,10 +256,10 @@ def test_ranks_that_disagree_all_raise(pool: Pool) -> None:
         assert "number of items: 9 on ranks [0, 2, 3, 4]; 8 on ranks [1]" in fewer, fewer
         assert "bucket_bytes: 1048576 on ranks [0]; 2097152 on ranks [1, 2, 3, 4]" in bucket, bucket
         if rank == 2:
-            assert wrong.startswith("ValueError: items: local 2 ") and "(99,) on rank 2" in wrong, wrong
+            assert wrong.startswith("ValueError: the local part of items[2] must be of shape ") and "got (99,)" in wrong
         else:
             assert "on ranks [2] the arguments are not allowed" in wrong, wrong
-            assert "arguments: items: local 2 " in wrong and "(99,) on rank 2" in wrong, wrong
+            assert "arguments: the local part of items[2] must be of shape " in wrong and "got (99,)" in wrong, wrong
         assert small.startswith("ValueError: bucket_bytes must be at least ") and ", got 1: item" in small, small
         assert none.startswith("ValueError: buckets must be at least 1, got 0"), none
 
@@ -296,19 +296,19 @@ def test_errors_name_the_argument(pool: Pool) -> None:
     texts = (
         "items: item 0 has 2 entries",
         "items: item 0",
-        "items: local 0 is None on rank",
-        "items: local 0 has dtype torch.float64",
-        "(redistribute_local is differentiable)",
+        "the local part of items[0] must be a tensor of shape ",
+        "the local part of items[0] must be of dtype float32",
+        "redistribute_local, which is differentiable",
         "destination 0 must be",
         "allowed are two layouts of one shape",
-        "out: got 0 tensors for 1 items",
-        "out: tensor 0 has shape (3,)",
+        "out must be a list of 1, one per item, got 0",
+        "out[0] must be of shape ",
         "group must have rank 2 of the layouts' meshes, got 2 ranks",
         "bucket_bytes: got 'big'",
-        "device: got cuda, and there are tensors on cpu",
-        "out: tensor 0: is a negated view",
-        "out: tensor 0: has shape (4,) and strides (0,), so several elements are in one place",
-        "out: tensor 0 shares memory with local 1",
+        "device must be cpu, where the tensors are, got cuda",
+        "out[0] must be a tensor whose memory holds its elements, got a negated view",
+        "out[0] must have an address for each element, got shape (4,) and strides (0,)",
+        "out[0] must be a tensor with memory of its own, got one that shares items[1]'s",
     )
     for errors in pool.run(_refused, 2):
         for error, text in zip(errors, texts, strict=True):
@@ -335,11 +335,11 @@ def _later_refusals() -> list[str]:
 
 def test_known_layouts_are_not_compared_where_arguments_are_not_allowed(pool: Pool) -> None:
     lengths, kind, device, memory, expanded = pool.run(_later_refusals, 2)[1]
-    assert lengths.startswith("ValueError: out: got 3 tensors for 2 items"), lengths
+    assert lengths.startswith("ValueError: out must be a list of 2, one per item, got 3"), lengths
     assert kind.startswith("ValueError: out: "), kind
-    assert device.startswith("ValueError: device: got 'moon'"), device
-    assert memory.startswith("ValueError: out: tensor 1 shares memory with out 0"), memory
-    assert expanded.startswith("ValueError: out: tensor 0: has shape (4, 1) and strides (0, 1), so"), expanded
+    assert device.startswith("ValueError: device must be cpu or cuda") and device.endswith("got 'moon'"), device
+    assert memory.startswith("ValueError: out[1] must be a tensor with memory of its own") and "out[0]'s" in memory
+    assert expanded.startswith("ValueError: out[0] must have an address for each element"), expanded
 
 
 def _conjugated(transfers: bool) -> None:
@@ -364,7 +364,8 @@ def _conjugated(transfers: bool) -> None:
         assert isinstance(pending, sw.runtime.ManyHandle)
         assert torch.equal(pending.wait()[0], right)
         view = out.conj() if whole.is_complex() else torch._neg_view(out)
-        with pytest.raises(ValueError, match="out: tensor 0: is a "):  # alone, in a call with known layouts
+        # Raised alone, in a call with known layouts.
+        with pytest.raises(ValueError, match=r"out\[0\] must be a tensor whose memory holds its elements"):
             sw.redistribute_many([(local, src, dst)], out=[view])
 
 
@@ -442,11 +443,11 @@ def _unknown_device() -> list[str]:
 @pytest.mark.cpu_only("has its own device")
 def test_where_the_device_is_not_known_all_ranks_raise(pool: Pool) -> None:
     first, second = pool.run(_unknown_device, 2)
-    said = "device: got None on rank 1, which passes no tensors, and the group communicates on cpu and on cuda"
+    said = "device must be the device of the other ranks' tensors, got None on rank 1, which passes no tensors"
     assert "on ranks [1] the arguments are not allowed" in first[0], first
     assert second[0] == second[1] and second[0].startswith(f"ValueError: {said}"), second
     assert first[1:] == second[2:] and said in first[1], (first, second)
-    assert "device: got 'moon'; allowed are cpu and cuda (on ranks 0, 1)" in first[2], first
+    assert "device must be cpu or cuda, got 'moon' (on ranks 0, 1)" in first[2], first
 
 
 def _keeps_compared() -> list[int]:
@@ -479,7 +480,7 @@ def _busy_in_another_group() -> None:
         alone = sw.Layout(sw.Mesh({"a": 1}, [0]), (n,), ["R"])
         sw.redistribute_many([(torch.ones(n), alone, alone)], group=own[0])
     assert torch.equal(sw.redistribute_many(items)[0], torch.ones(4))  # type: ignore[index]
-    with pytest.raises(ValueError, match="group: rank . is not in it"):
+    with pytest.raises(ValueError, match="group must be a group with this rank, got one without rank ."):
         sw.redistribute_many(items, group=own[1 - rank])
     del own
     assert len(many._kept_of(None)) <= many.MAX_KEPT

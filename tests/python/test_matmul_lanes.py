@@ -141,7 +141,7 @@ def _calibrated() -> tuple[int, ...]:
     sw.all_gather_matmul(x, weight, gemm_model=model, **SIZES)
     with pytest.raises(ValueError, match="16 bits and more"):
         sw.calibration.calibrate_gemm("cpu", dtype=torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="device: got 'nowhere'"):
+    with pytest.raises(ValueError, match="device must be .*, got 'nowhere'"):
         sw.calibration.calibrate_gemm("nowhere")
     with pytest.raises(RuntimeError, match="rank 0 could not measure on cuda:63"):
         sw.calibration.calibrate_gemm("cuda:63")

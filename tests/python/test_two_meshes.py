@@ -260,20 +260,20 @@ def _mistakes() -> None:
         (sw.Layout(dst_mesh, (4, 4), ["S(0)"]), "shape"),
         (sw.Layout(dst_mesh, (4, 3), ["S(0)"], "float64"), "dtype"),
         (sw.Layout(dst_mesh, (4, 3), ["P(product)"]), "placements"),
-        (sw.Layout(sw.Mesh({"x": 4}, [2, 3, 4, 9]), (4, 3), ["S(0)"]), "holds rank 9"),
+        (sw.Layout(sw.Mesh({"x": 4}, [2, 3, 4, 9]), (4, 3), ["S(0)"]), "mesh must be of ranks in .*, got rank 9"),
     ):
         with pytest.raises(ValueError, match=text):
             sw.redistribute_local(local, src, wrong)
     dst = sw.Layout(dst_mesh, (4, 3), ["S(0)"])
     if rank in PAIRS[0][0][1]:
-        with pytest.raises(ValueError, match="got None on rank"):
+        with pytest.raises(ValueError, match="local must be a tensor of shape .*, got None"):
             sw.redistribute_local(None, src, dst)
     else:
-        with pytest.raises(ValueError, match="has shape"):
+        with pytest.raises(ValueError, match="local must be of shape"):
             sw.redistribute_local(torch.ones(2), src, dst)
     with pytest.raises(ValueError, match="out: "):
         sw.redistribute_local(local, src, dst, out=torch.empty(9, 9))
-    with pytest.raises(ValueError, match="out: "):
+    with pytest.raises(ValueError, match="out must be None with gradients or async_op=True"):
         sw.redistribute_local(local, src, dst, out=torch.empty(2), async_op=True)
     result = sw.redistribute_local(local, src, dst)
     assert oracle.difference(result, part(torch.ones(4, 3), PAIRS[0][1], ("S(0)",), rank)) is None

@@ -97,14 +97,14 @@ def _slices() -> None:
     on_mesh = distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=None)
     on_slice = DTensor.from_local(whole.chunk(2)[tp.get_local_rank()], tp, [Shard(0)], run_check=False)
     on_all = distribute_tensor(whole, alike, [Shard(0)], src_data_rank=None)
-    for x, there, argument in (
-        (on_mesh, tp, r"mesh \(device_mesh\): Mesh\(tp=2\)"),
-        (on_all, dp, r"mesh \(device_mesh\): Mesh\(dp=2\)"),
-        (on_slice, dp, r"mesh \(device_mesh\): Mesh\(dp=2\)"),
-        (on_slice, mesh, r"x: its mesh: Mesh\(tp=2\)"),
-        (on_slice, alike, r"x: its mesh: Mesh\(tp=2\)"),
+    for x, there, argument, name in (
+        (on_mesh, tp, r"mesh \(device_mesh\)", "tp"),
+        (on_all, dp, r"mesh \(device_mesh\)", "dp"),
+        (on_slice, dp, r"mesh \(device_mesh\)", "dp"),
+        (on_slice, mesh, "the mesh of x", "tp"),
+        (on_slice, alike, "the mesh of x", "tp"),
     ):
-        text = f"{argument} is a slice of .* its ranks differ from rank to rank"
+        text = rf"{argument} must be .*, got Mesh\({name}=2\), a slice of .* whose ranks differ from rank to rank"
         with pytest.raises(ValueError, match=text):
             sw.redistribute(x, [Replicate()] * there.ndim, there)
         with sw.enabled(), pytest.raises(ValueError, match=text):
@@ -161,7 +161,7 @@ def _masks() -> None:
         torch.nn.functional.embedding(ids, plain).pow(2).sum().backward()
         assert isinstance(weight.grad, DTensor) and plain.grad is not None
         assert oracle.difference(weight.grad.full_tensor(), plain.grad) is None
-    with pytest.raises(ValueError, match=r"placements: P\(sum\) on another mesh; allowed are Shard and Replicate"):
+    with pytest.raises(ValueError, match=r"placements must be Shard or Replicate on another mesh, got P\(sum\)"):
         sw.redistribute(x, [Partial()], there)
 
 

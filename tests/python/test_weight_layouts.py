@@ -584,7 +584,7 @@ def _refusals() -> None:
     refuses("reshard_after_forward must be .*, got 2", linear, reshard_after_forward=2, **rest)
     for name in ("store_placements", "kept_placements"):
         refuses(f"{name} must return .* for weight", linear, **{name: lambda p: [Partial()]})
-        refuses("placements: got 2 for", linear, **{name: lambda p: [Shard(0), Shard(0)]})
+        refuses("placements must be a list of 1, .*, got 2", linear, **{name: lambda p: [Shard(0), Shard(0)]})
     refuses("same_data_dims: there is no mesh dim 'c'", linear, same_data_dims=["c"])
     refuses("dp_mesh_dims: got a str", linear, dp_mesh_dims="a")
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
 from ..runtime import argument_checks, groups
 from ..runtime.plain_tensors import redistribute_local
@@ -97,9 +98,7 @@ class Attending(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
-            raise ValueError(
-                "need_weights: True; allowed is False while the sequence is cut over ranks, as none has all weights"
-            )
+            raise argument_error("need_weights", "False while the sequence is cut over ranks", True)
         if func in _CALLS_ATTENTION:
             with self:
                 return _without_modes_of_its_own(func)(*args, **kwargs)
@@ -139,8 +138,8 @@ def _check_cut_over(query: DTensor, group: dist.ProcessGroup) -> None:
     of_dims = (query.device_mesh.get_group(dim) for dim in sequence_dims(query))
     if len(ranks) > 1 and all(sorted(dist.get_process_group_ranks(one)) != ranks for one in of_dims):
         raise ValueError(
-            f"query: is placed as {query.placements} on {query.device_mesh}, which does not cut the sequence over "
-            f"ranks {ranks}, who share it here; allowed are DTensors placed so, and plain tensors, such as to_local()"
+            f"query must be a DTensor whose sequence is cut over ranks {ranks}, or a plain tensor, such as to_local(), "
+            f"got placements {query.placements} on {query.device_mesh}"
         )
 
 
@@ -177,24 +176,24 @@ def context_parallel(
         () if buffer_seq_dims is None else buffer_seq_dims, "buffer_seq_dims", "a list of dims"
     )
     if not argument_values.is_device_mesh(mesh):
-        raise ValueError(f"mesh: got a {type(mesh).__name__}; allowed is a DeviceMesh of one dim")
+        raise argument_error("mesh", "a DeviceMesh of one dim", f"a {type(mesh).__name__}")
     if mesh.ndim != 1:
-        raise ValueError(f"mesh: has {mesh.ndim} dims; allowed is one, such as mesh['cp']")
+        raise argument_error("mesh", "a DeviceMesh of one dim, such as mesh['cp']", f"{mesh.ndim} dims")
     if len(given) != len(dims):
-        raise ValueError(f"buffer_seq_dims: has {len(dims)} dims for {len(given)} buffers")
+        raise argument_error("buffer_seq_dims", f"a list of {len(given)} dims, one per buffer", len(dims))
     for tensor in given:
         argument_checks.check_tensor("buffers", tensor)
         if tensor.requires_grad:
-            raise ValueError("buffers: one of them requires a gradient; allowed are tensors that do not")
+            raise argument_error("buffers", "tensors without gradients", "one that requires a gradient")
     dims = [argument_values.dim(dim, "buffer_seq_dims", one.ndim) for one, dim in zip(given, dims, strict=True)]
     known = set() if size is None else {size}
     sizes = {tensor.shape[dim] for tensor, dim in zip(given, dims, strict=True)} | known
     if len(sizes) > 1:
-        raise ValueError(f"buffers: have sequences of {sorted(sizes)}; allowed is one length")
+        raise argument_error("buffers", "tensors of one sequence length, size if given", sorted(sizes))
     total = sizes.pop() if sizes else None
     kept = {id(tensor) for tensor in no_restore_buffers or ()}
     if not kept <= {id(tensor) for tensor in given}:
-        raise ValueError("no_restore_buffers: holds a tensor that is not among the buffers")
+        raise argument_error("no_restore_buffers", "a list of tensors in buffers", "one that is not")
     check_method(method)
     group = mesh.get_group()
     mine = parts_of(layout, total, mesh.size())[dist.get_rank(group)] if total is not None else []
@@ -237,7 +236,7 @@ def context_parallel_unshard(
     parts = argument_values.items(buffers, "buffers", "a list of tensors")
     dims = argument_values.items(seq_dims, "seq_dims", "a list of integers")
     if len(parts) != len(dims):
-        raise ValueError(f"seq_dims: has {len(dims)} dims for {len(parts)} buffers; allowed is one for each")
+        raise argument_error("seq_dims", f"a list of {len(parts)} dims, one per buffer", len(dims))
     return [
         redistribute_sequence(part, layout, "whole", dim=dim, size=size, group=group)
         for part, dim in zip(parts, dims, strict=True)

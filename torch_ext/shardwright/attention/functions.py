@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from .operators import attend
 from .problem import Asked, Call, Mask, call_for, plan, tables_of
 
@@ -149,25 +150,24 @@ def ask(
     if isinstance(mask, torch.Tensor):
         mask = None  # planned as a tensor
     if mask is not None and not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a Mask or a tensor, got a {type(mask).__name__}")
+        raise argument_error("mask", "a Mask or a tensor", f"a {type(mask).__name__}")
     check_method(method)
     if save != "shard":
-        raise ValueError(f"save: {save!r}; allowed is 'shard'")
+        raise argument_error("save", "'shard'", repr(save))
     if merge != "float32":
-        raise ValueError(f"merge: {merge!r}; allowed is 'float32'")
+        raise argument_error("merge", "'float32'", repr(merge))
     for name, given in (("layout", layout), ("kv_layout", kv_layout)):
         try:
             if not torch.compiler.is_compiling():  # Dynamo in torch 2.11 cannot trace hash()
                 hash(given)
         except TypeError:
-            raise ValueError(
-                f"{name}: got a {type(given).__name__}; allowed are 'contiguous', 'zigzag' and placements of dim 2"
-            ) from None
+            allowed = "'contiguous', 'zigzag' or a placement of dim 2"
+            raise argument_error(name, allowed, f"a {type(given).__name__}") from None
     window, documents = mask or (None, None)
     if documents is not None:
         documents = argument_values.items(documents, "documents", "a list of lengths")
     if chunks is not None and argument_values.integer(chunks, "chunks") < 1:
-        raise ValueError(f"chunks: {chunks}; allowed are 1 and more")
+        raise argument_error("chunks", "at least 1", chunks)
     return Asked(
         bool(is_causal),
         None if window is None else argument_values.integer(window, "window"),
@@ -193,14 +193,14 @@ def _check_no_dropout(dropout_p: Any) -> None:
 
 def check_method(method: Any) -> None:
     if method not in METHODS:
-        raise ValueError(f"method: {method!r}; allowed are {', '.join(METHODS)}")
+        raise argument_error("method", f"one of {', '.join(METHODS)}", repr(method))
 
 
 def _scale(given: Any) -> float:
     try:
         return float(given)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"scale: got a {type(given).__name__}; allowed are finite numbers") from None
+        raise argument_error("scale", "a finite number", f"a {type(given).__name__}") from None
 
 
 def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -222,7 +222,7 @@ def _of_four_dims(tensors: tuple[Any, ...], mask: Any) -> tuple[tuple[torch.Tens
         return tensors, is_3d
     most = 3 if is_3d else 4
     if mask.ndim > most:
-        raise ValueError(f"mask must have at most {most} dims, as q, got shape {tuple(mask.shape)}")
+        raise argument_error("mask", f"of at most {most} dims, as q", f"shape {tuple(mask.shape)}")
     if is_3d and mask.ndim == 3:
         mask = mask.unsqueeze(1)
     if isinstance(mask, DTensor):
@@ -245,7 +245,7 @@ def _local_mask(mask: DTensor, q: Any) -> torch.Tensor:
         cut = None if placement.is_replicate() else -1 if placement.is_partial() else placement.dim % mask.ndim
         alike = alike and cut == (None if repeats else dim)
     if not alike:
-        raise ValueError(f"mask must be plain or placed like q, with all keys on each rank, got {mask.placements}")
+        raise argument_error("mask", "plain or placed like q, with all keys on each rank", mask.placements)
     return mask.to_local()
 
 

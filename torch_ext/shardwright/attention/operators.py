@@ -31,7 +31,7 @@ def _compare(executable: _runtime.Executable, inputs: list[torch.Tensor]) -> Non
         text = f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)}"
         expected = f"{executable.signature['dtype']}{shape}"
         if text != expected:
-            refusals[name] = f"{text} where its layout has {expected}"
+            refusals[name] = f"must be {expected}, got {text}"
     names = executable.group_names
     group = distributed_c10d._resolve_process_group(names[0]) if names else None
     ranks, rank = executable.mesh_ranks, executable.rank

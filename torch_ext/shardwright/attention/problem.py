@@ -17,6 +17,7 @@ from ..dtensor import guards
 from ..dtensor.specs import layout_of
 from ..graph.stand_ins import meta_of, on_stand_ins, uncompiled
 from ..layouts import argument_values, tables
+from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
 from ..layouts.topology import tables_now
 from ..placements import Pieces
@@ -128,7 +129,7 @@ def _find_out(
 def _check_are_tensors(tensors: Sequence[torch.Tensor]) -> None:
     for name, tensor in zip("qkv", tensors[:3], strict=True):
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: got a {type(tensor).__name__}; allowed is a tensor")
+            raise argument_error(name, "a tensor", f"a {type(tensor).__name__}")
 
 
 def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Planned:
@@ -178,7 +179,7 @@ def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGrou
     attention = refusal = None
     if isinstance(q, DTensor):  # errors found here are the same on all ranks
         if group is not None:
-            raise ValueError("group: q is a DTensor, which brings it; leave it out")
+            raise argument_error("group", "None with DTensors, whose mesh has groups", "a group")
         check_tensors(asked, tensors)
         where = _of_dtensor(asked, q, tensors[1])
     carrier = where.group if isinstance(q, DTensor) else _carrier(group)
@@ -226,17 +227,15 @@ def _problem(asked: Asked, tensors: Sequence[torch.Tensor], where: _Where, mine:
 
 def _check_rows(name: str, rows: int, expected: int, parts: Parts, rank: int) -> None:
     if rows != expected:
-        raise ValueError(
-            f"{name}: has {rows} rows of the sequence on rank {rank}, where the layout has {expected} of "
-            f"{max(end for part in parts for _, end in [*part, (0, 0)])}"
-        )
+        size = max(end for part in parts for _, end in [*part, (0, 0)])
+        raise argument_error(name, f"of {expected} rows on rank {rank}, for a sequence of {size}", rows)
 
 
 def _carrier(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Returns the process group of plain tensors. Raises ValueError if this rank is not in it."""
     groups.check_initialised()
     if dist.get_rank(group) < 0:
-        raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
+        raise argument_error("group", "a group with this rank", f"one without rank {dist.get_rank()}")
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
     return carrier
@@ -293,29 +292,30 @@ def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
     q, k, v, *masks = tensors
     for name, tensor in zip("qkv", tensors[:3], strict=True):
         if isinstance(tensor, DTensor) != isinstance(q, DTensor):
-            raise ValueError(f"{name}: q is {'a DTensor' if isinstance(q, DTensor) else 'plain'}, this is not")
+            kind = "a DTensor" if isinstance(q, DTensor) else "a plain tensor"
+            raise argument_error(name, f"{kind}, as q", f"a {type(tensor).__name__}")
         if not isinstance(tensor, (DTensor, FakeTensor)):
             argument_checks.check_tensor(name, tensor)
         if tensor.ndim != 4:
-            raise ValueError(f"{name}: has shape {tuple(tensor.shape)}; allowed is [batch, heads, sequence, depth]")
+            raise argument_error(name, "of shape [batch, heads, sequence, depth]", tuple(tensor.shape))
         if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(f"{name}: is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}")
+            raise argument_error(name, f"{q.dtype} on {q.device}, as q", f"{tensor.dtype} on {tensor.device}")
         if isinstance(tensor, DTensor) and tensor.device_mesh != q.device_mesh:
-            raise ValueError(f"{name}: is on {tensor.device_mesh}, q on {q.device_mesh}")
+            raise argument_error(name, f"on {q.device_mesh}, as q", tensor.device_mesh)
         if isinstance(tensor, DTensor) and _but_sequence(tensor) != _but_sequence(q):
-            raise ValueError(f"{name}: is placed as {tensor.placements}; allowed is as q is, {q.placements}")
+            raise argument_error(name, f"placed like q, {q.placements}", tensor.placements)
     if q.device.type == "cuda" and q.dtype == torch.float64:
-        raise ValueError("q: is torch.float64; allowed on CUDA are float32, bfloat16 and float16, PyTorch has no other")
+        raise argument_error("q", "float32, bfloat16 or float16 on CUDA", q.dtype)
     if isinstance(k, DTensor) and k.placements != v.placements:
-        raise ValueError(f"v: is placed as {v.placements}, k as {k.placements}; they must be placed alike")
+        raise argument_error("v", f"placed like k, {k.placements}", v.placements)
     if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"v: has shape {tuple(v.shape)}, k has {tuple(k.shape)}; all but the depth must be equal")
+        raise argument_error("v", f"of the shape of k but for the depth, {tuple(k.shape)}", tuple(v.shape))
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
-        raise ValueError(f"k: has shape {tuple(k.shape)}, q has {tuple(q.shape)}; batch and depth must be equal")
+        raise argument_error("k", f"of the batch and depth of q, {tuple(q.shape)}", f"shape {tuple(k.shape)}")
     for mask in masks:
         check_mask(q, mask)
     if q.shape[1] != k.shape[1] and not asked.enable_gqa:
-        raise ValueError(f"k: has {k.shape[1]} heads, q has {q.shape[1]}; with enable_gqa=True they may differ")
+        raise argument_error("k", f"of {q.shape[1]} heads, as q, without enable_gqa=True", k.shape[1])
     if isinstance(q, DTensor) and isinstance(k, DTensor):
         _check_heads(q, k)
 
@@ -323,12 +323,12 @@ def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
 def check_mask(q: torch.Tensor, mask: torch.Tensor) -> None:
     """Raises ValueError for an invalid mask tensor of four dims. `_planner.Attention` checks the rest."""
     if mask.requires_grad:
-        raise ValueError("mask must not require a gradient, got one that does; there is none to it")
+        raise argument_error("mask", "a tensor without a gradient", "one that requires a gradient")
     if mask.device != q.device:
-        raise ValueError(f"mask must be on {q.device}, as q, got one on {mask.device}")
+        raise argument_error("mask", f"on {q.device}, as q", mask.device)
     rows = (q._local_tensor if isinstance(q, DTensor) else q).shape[SEQUENCE_DIM]
     if mask.shape[SEQUENCE_DIM] not in (1, rows):
-        raise ValueError(f"mask must have 1 row or {rows}, one for each of this rank's q, got {mask.shape[2]}")
+        raise argument_error("mask", f"of 1 or {rows} rows, one for each of this rank's q", mask.shape[2])
 
 
 def _but_sequence(tensor: DTensor) -> list[Any]:
@@ -347,19 +347,16 @@ def _check_heads(q: DTensor, k: DTensor) -> None:
         held, shared = of_q.region(rank)[1], of_k.region(rank)[1]
         if rest or not held or [(a * each, b * each) for a, b in shared] != [(a, b) for a, b in held]:
             raise ValueError(
-                f"k: is placed as {k.placements} on {k.device_mesh}, where rank {rank} holds the heads {shared} of "
-                f"{k.shape[1]}, and {held} of the {q.shape[1]} of q; allowed are placements in which each rank holds "
-                "heads, and those of k that its heads of q share"
+                "k must be placed so that each rank holds heads of q, and the heads of k that these share, got "
+                f"{k.placements} on {k.device_mesh}, where rank {rank} holds heads {shared} of {k.shape[1]} of k, and "
+                f"{held} of {q.shape[1]} of q"
             )
 
 
 def _of_group(asked: Asked, q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup | None) -> _Where:
     count = dist.get_world_size(group)
     if asked.size is None and count > 1:
-        raise ValueError(
-            f"size: it is required on {count} ranks, because a rank cannot know what others hold; pass the length of "
-            "the whole sequence"
-        )
+        raise argument_error("size", f"the length of the full sequence on {count} ranks", None)
     size = q.shape[SEQUENCE_DIM] if asked.size is None else asked.size
     members = None if group in groups.makers else dist.get_process_group_ranks(_carrier(group))
     parts = parts_of(asked.layout, size, count)
@@ -403,7 +400,7 @@ def sequence_layout(layout: Any, size: int, count: int, argument: str) -> Layout
         described = Layout(Mesh({"sequence": count}), (1, 1, size, 1), [layout])
         if f"({SEQUENCE_DIM}" in described.placements[0]:
             return described
-    raise ValueError(f"{argument}: {given!r}; allowed are 'contiguous', 'zigzag' and placements of dim {SEQUENCE_DIM}")
+    raise argument_error(argument, f"'contiguous', 'zigzag' or a placement of dim {SEQUENCE_DIM}", repr(given))
 
 
 def sequence_dims(q: DTensor) -> list[int]:
@@ -418,21 +415,21 @@ def sequence_dims(q: DTensor) -> list[int]:
 def _of_dtensor(asked: Asked, q: DTensor, k: DTensor) -> _Where:
     for placement in q.placements:
         if placement.is_partial():
-            raise ValueError(f"q: is placed as {q.placements}; allowed are placements without pending reductions")
+            raise argument_error("q", "placed without pending reductions", q.placements)
         if not placement.is_replicate() and placement.dim % 4 == 3:
-            raise ValueError(f"q: is placed as {q.placements}, which cuts the depth of heads; redistribute it first")
+            raise argument_error("q", "placed without a cut of the depth of heads", f"{q.placements}; redistribute it")
     cut = sequence_dims(q)
     if len(cut) > 1:
         raise ValueError(
-            f"q: is placed as {q.placements}, which cuts the sequence along {len(cut)} mesh dims; allowed is one. A "
-            "mesh with these dims flattened into one has the same parts"
+            f"q must be cut in the sequence along at most one mesh dim, got {q.placements}, which cuts it along "
+            f"{len(cut)}. A mesh with these dims flattened into one has the same parts"
         )
     size = q.shape[SEQUENCE_DIM]
     if asked.size is not None and asked.size != size:
-        raise ValueError(f"size: {asked.size}, the sequence of q has {size}; a DTensor brings it, so leave it out")
+        raise argument_error("size", f"None with DTensors, or {size}, as q has", asked.size)
     kv_size = k.shape[SEQUENCE_DIM]
     if asked.kv_size is not None and asked.kv_size != kv_size:
-        raise ValueError(f"kv_size must be left out with DTensors or be {kv_size}, as k has, got {asked.kv_size}")
+        raise argument_error("kv_size", f"None with DTensors, or {kv_size}, as k has", asked.kv_size)
     if any(k.device_mesh.size(mesh_dim) > 1 and mesh_dim not in cut for mesh_dim in sequence_dims(k)):
         raise ValueError(
             f"k must be cut along the mesh dim that cuts the sequence of q, or not at all, got {k.placements} where q "
@@ -457,7 +454,7 @@ def _of_dtensor(asked: Asked, q: DTensor, k: DTensor) -> _Where:
             )
         asked = asked._replace(kv_layout="whole")
     elif asked.kv_layout == "whole":
-        raise ValueError(f"kv_layout must say what ranks hold of k, which is placed as {k.placements}, got 'whole'")
+        raise argument_error("kv_layout", f"a layout that cuts k, which is placed as {k.placements}", "'whole'")
     is_like_q = asked.layout is not None and kv_size == size and k.placements == q.placements
     keys = _keys(asked, parts, size, kv_size, parts if is_like_q else _placed(k, members))
     names = q.device_mesh.mesh_dim_names

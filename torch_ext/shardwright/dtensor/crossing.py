@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .._native import _planner
 from ..graph import plans
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..layouts.layout import Mesh, layout_text
 from ..runtime import counters, executables, groups
 from ..runtime.agreement import Statement, in_default_store, ranks_text
@@ -54,19 +55,14 @@ def redistribute(
     and in compiled code if some rank of `mesh` is not on the mesh of `x`.
     """
     if mesh.device_type != x.device_mesh.device_type:
-        raise ValueError(
-            f"mesh: its device type is {mesh.device_type}, and that of x is {x.device_mesh.device_type}; allowed is "
-            "the same device type"
-        )
+        raise argument_error("mesh", f"of the device type of x ({x.device_mesh.device_type})", mesh.device_type)
     _check_meshes(x.device_mesh, mesh)
     placements = argument_values.items(placements, "placements", "a list of one per mesh dim of device_mesh")
     if len(placements) != mesh.ndim:
-        raise ValueError(
-            f"placements: got {len(placements)} for a mesh of {mesh.ndim} dims; allowed is one per mesh dim"
-        )
+        raise argument_error("placements", f"a list of {mesh.ndim}, one per mesh dim", len(placements))
     for i, placement in enumerate(placements):
         if placement.is_partial():
-            raise ValueError(f"placements: {placement} on another mesh; allowed are Shard and Replicate there")
+            raise argument_error("placements", "Shard or Replicate on another mesh", placement)
         if isinstance(placement, _StridedShard) and placement.dim < 0:
             placements[i] = _StridedShard(placement.dim + x.ndim, split_factor=placement.split_factor)
         elif isinstance(placement, Shard) and placement.dim < 0:
@@ -83,13 +79,13 @@ def _check_meshes(here: DeviceMesh, there: DeviceMesh) -> None:
 
     A proper slice of a mesh, such as ``mesh["tp"]``, has, unless all participating ranks are on it.
     """
-    for argument, mesh, other in (("mesh (device_mesh)", there, here), ("x: its mesh", here, there)):
+    for argument, mesh, other in (("mesh (device_mesh)", there, here), ("the mesh of x", here, there)):
         root = mesh._get_root_mesh()
         if root.size() > mesh.size() and not _covers(mesh, other):
             raise ValueError(
-                f"{argument}: {Mesh(mesh)} is a slice of {Mesh(root)}, and its ranks differ from rank to rank (here "
-                f"{ranks_text(Mesh(mesh).ranks)}); allowed are a mesh that all ranks make alike, as DeviceMesh(...) "
-                f"does, and moves among the ranks of one slice. To cut a tensor along some dims of {Mesh(root)} alone, "
+                f"{argument} must be the same mesh on all ranks, as DeviceMesh(...) makes it, got {Mesh(mesh)}, a "
+                f"slice of {Mesh(root)} whose ranks differ from rank to rank (here {ranks_text(Mesh(mesh).ranks)}). "
+                f"Moves within one slice are allowed. To cut a tensor along some dims of {Mesh(root)} alone, "
                 "redistribute it on that mesh, with Replicate() along the others"
             )
 
@@ -230,8 +226,8 @@ def _check_compilable(here: _planner.Mesh, there: _planner.Mesh) -> None:
     outside = sorted(set(there.ranks) - set(here.ranks))
     if outside:
         raise RuntimeError(
-            f"mesh: ranks {outside} of it are not on the mesh of x ({here}), and torch.compile does not notice there "
-            "that sizes change; allowed in compiled code are meshes whose ranks are all on that of x, in eager code any"
+            f"mesh must have only ranks of the mesh of x ({here}) in compiled code, got ranks {outside}, where "
+            "torch.compile does not notice that sizes change; use eager code for this move"
         )
 
 
@@ -242,7 +238,7 @@ def _traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, make_
     with _disable_current_modes():  # none of this belongs in the trace
         sizes = plans.example_of(target.shape)
         if sizes is None:
-            raise RuntimeError("x: a size is known only when the graph runs; allowed are sizes known while tracing")
+            raise RuntimeError("x must have sizes known while tracing, got a size known only when the graph runs")
         src, dst = (layout_of_spec(spec, sizes, local.dtype) for spec in (source, target))
         _check_compilable(src.mesh, dst.mesh)
         rank = dist.get_rank()

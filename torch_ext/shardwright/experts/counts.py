@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._native import _runtime
+from ..layouts.errors import argument_error
 from ..runtime.agreement import HEAD_WORDS, Statement
 from .ranks import ExpertGroup, ExpertRanks
 
@@ -56,10 +57,8 @@ def exchange_capacity(
         replica = int(totals.argmax())
         rank = placement.rank_of_replica[replica]
         expert = ranks.expert_of(replica)
-        raise ValueError(
-            f"capacity: expert {expert} on rank {ranks.ranks[rank]} is asked for {int(totals[replica])} times; allowed "
-            f"are {capacity} (overflow='drop' drops later tokens)"
-        )
+        least = f"at least {int(totals[replica])} for expert {expert} on rank {ranks.ranks[rank]}"
+        raise argument_error("capacity", least, f"{capacity}; overflow='drop' drops later tokens")
     left, dropped = _runtime.drop_beyond(codes, heard[: ranks.rank].sum(0), capacity)
     return left, dropped, _received_bytes(*heard.shape)
 

@@ -20,6 +20,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .._native import _runtime
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..layouts.topology import Topology
 from ..runtime import argument_checks, checking
 from ..runtime.agreement import Statement
@@ -196,36 +197,30 @@ class Given(NamedTuple):
     ) -> Given:
         argument_checks.check_tensor("x", x)
         if x.ndim != 2:
-            raise ValueError(f"x: has shape {tuple(x.shape)}; allowed is [tokens, hidden]")
+            raise argument_error("x", "of shape [tokens, hidden]", tuple(x.shape))
         if x.requires_grad and torch.is_grad_enabled() and x.dtype not in _ROW_DTYPES:
-            raise ValueError(f"x: {x.dtype} has no gradient here; allowed with requires_grad are {_names(_ROW_DTYPES)}")
+            raise argument_error("x", f"one of {_names(_ROW_DTYPES)} with requires_grad", x.dtype)
         _check_per_token("expert_ids", expert_ids, x)
         if expert_ids.dtype not in (torch.int64, torch.int32) or expert_ids.shape[1] < 1:
-            raise ValueError(
-                f"expert_ids: is {expert_ids.dtype} of shape {tuple(expert_ids.shape)}; allowed are int64 and int32, "
-                "one column or more"
-            )
+            described = f"{expert_ids.dtype} of shape {tuple(expert_ids.shape)}"
+            raise argument_error("expert_ids", "int64 or int32, with at least one column", described)
         if scores is not None:
             _check_per_token("scores", scores, x)
             if scores.dtype not in _ROW_DTYPES or scores.shape != expert_ids.shape:
-                raise ValueError(
-                    f"scores: is {scores.dtype} of shape {tuple(scores.shape)}; allowed are {_names(_ROW_DTYPES)}, of "
-                    f"the shape of expert_ids, {tuple(expert_ids.shape)}"
-                )
+                allowed = f"one of {_names(_ROW_DTYPES)}, of the shape of expert_ids, {tuple(expert_ids.shape)}"
+                raise argument_error("scores", allowed, f"{scores.dtype} of shape {tuple(scores.shape)}")
         if scales is not None:
             _check_per_token("scales", scales, x)
         if capacity is not None and argument_values.integer(capacity, "capacity") < 0:
-            raise ValueError(f"capacity: got {capacity}; allowed are 0 or more, and None")
+            raise argument_error("capacity", "None or at least 0", capacity)
         if overflow not in _OVERFLOWS:
-            raise ValueError(f"overflow: got {overflow!r}; allowed are {', '.join(map(repr, _OVERFLOWS))}")
+            raise argument_error("overflow", f"one of {', '.join(map(repr, _OVERFLOWS))}", repr(overflow))
         if rows_per_rank is not None:
             if argument_values.integer(rows_per_rank, "rows_per_rank") < 0:
-                raise ValueError(f"rows_per_rank: got {rows_per_rank}; allowed are 0 or more, and None")
+                raise argument_error("rows_per_rank", "None or at least 0", rows_per_rank)
             if overflow != "drop":
-                raise ValueError(
-                    "rows_per_rank: the host does not learn what is too much, so it cannot raise; allowed with it is "
-                    "overflow='drop'"
-                )
+                why = "with rows_per_rank, where the host cannot count tokens"
+                raise argument_error("overflow", f"'drop' {why}", repr(overflow))
         return Given(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
 
     @property
@@ -275,9 +270,9 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 def _check_per_token(argument: str, given: Any, x: torch.Tensor) -> None:
     argument_checks.check_tensor(argument, given)
     if given.ndim != 2 or given.shape[0] != x.shape[0]:
-        raise ValueError(f"{argument}: has shape {tuple(given.shape)}; allowed is one row for each of {len(x)} tokens")
+        raise argument_error(argument, f"of one row for each of {len(x)} tokens", f"shape {tuple(given.shape)}")
     if given.device != x.device:
-        raise ValueError(f"{argument}: is on {given.device}; allowed is the device of x, {x.device}")
+        raise argument_error(argument, f"on the device of x, {x.device}", given.device)
 
 
 def _compare(call: str, ranks: ExpertGroup, fields: dict[str, Any], refusal: Exception | None) -> None:
@@ -432,7 +427,7 @@ def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
         torch.distributed.DistBackendError: a transfer failed or timed out; names rank, step and group.
     """
     if not isinstance(handle, DispatchHandle):
-        raise ValueError(f"handle: got a {type(handle).__name__}; allowed is what dispatch returned")
+        raise argument_error("handle", "the handle that dispatch returned", f"a {type(handle).__name__}")
     y = _waited(y)
     refusal = _refusal_of(y, handle)
     fields = {} if refusal is not None else {"size": y.shape[1], "dtype": _name(y.dtype)}
@@ -460,10 +455,8 @@ def _refusal_of(y: Any, handle: DispatchHandle) -> ValueError | None:
         return error
     copies, device = handle._expansion.pairs.shape[0], handle._expansion.pairs.device
     if y.ndim != 2 or y.shape[0] != copies or y.device != device:
-        return ValueError(
-            f"y: has shape {tuple(y.shape)} on {y.device}; allowed is one row for each of the {copies} rows that "
-            f"dispatch returned here, on {device}"
-        )
+        allowed = f"of one row for each of the {copies} rows that dispatch returned here, on {device}"
+        return argument_error("y", allowed, f"shape {tuple(y.shape)} on {y.device}")
     if y.dtype not in _ROW_DTYPES:
-        return ValueError(f"y: is {y.dtype}; allowed are {_names(_ROW_DTYPES)}")
+        return argument_error("y", f"one of {_names(_ROW_DTYPES)}", y.dtype)
     return None

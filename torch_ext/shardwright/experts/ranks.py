@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from .._native import _planner, _runtime
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..layouts.topology import Topology, named_topology
 from ..runtime import executables, groups
 from ..runtime.agreement import GroupWords
@@ -47,7 +48,7 @@ class ExpertGroup:
     def check_device(self, device: torch.device) -> None:
         """Raises ValueError if the group has no backend for tensors on this device."""
         if not executables.communicates_on(device.type, self._group.get()):
-            raise ValueError(f"x: is on {device}, for which the group has no backend; allowed is a device with one")
+            raise argument_error("x", "on a device for which the group has a backend", device)
 
     def owner(self) -> groups.Owner:
         """Returns the owner of groups of some of this group's ranks."""
@@ -56,7 +57,7 @@ class ExpertGroup:
     @staticmethod
     def _check_moves(group: dist.ProcessGroup) -> None:
         if groups.moves_nothing(group):
-            raise RuntimeError("group: the fake backend moves nothing, and where tokens go depends on what moves")
+            raise RuntimeError("group must have a backend that moves data, got the fake backend")
 
     def wire(self, device: torch.device) -> torch.device:
         """Returns the device from which tensors of `device` are sent: the same, or the host."""
@@ -153,7 +154,7 @@ def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) 
     try:
         hash(key)
     except TypeError:
-        raise ValueError(f"placement: got {placement!r}; allowed is {_ALLOWED}") from None
+        raise argument_error("placement", _ALLOWED, repr(placement)) from None
     return _kept.get_or_make(key, lambda: _make(placement, group, topology))
 
 
@@ -178,9 +179,9 @@ def _group_key(group: Group) -> Hashable:
     if argument_values.is_device_mesh(group):
         return group, groups.key_of_mesh(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group: this rank is not in it; allowed is a group of this rank's")
+        raise argument_error("group", "a group with this rank", f"one without rank {dist.get_rank()}")
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group: got a {type(group).__name__}; allowed is a ProcessGroup or a DeviceMesh")
+        raise argument_error("group", "a ProcessGroup or a DeviceMesh", f"a {type(group).__name__}")
     return groups.weakly(group)
 
 
@@ -191,7 +192,7 @@ def _make(placement: Any, group: Group, topology: Topology | None) -> ExpertRank
         members = _members(group)
         experts, num_experts = _of_lists(placement, len(members))
     if dist.get_rank() not in members:
-        raise ValueError(f"placement: rank {dist.get_rank()} is not among its ranks {members}; allowed are those")
+        raise argument_error("placement", f"on ranks with rank {dist.get_rank()}, which calls", members)
     process_group = _process_group(members, group)
     by_rank = dict(zip(members, experts, strict=True))
     ordered = [by_rank[rank] for rank in dist.get_process_group_ranks(process_group)]
@@ -222,7 +223,7 @@ def _process_group(members: Sequence[int], group: Group) -> dist.ProcessGroup:
 def _of_lists(placement: Any, size: int) -> tuple[list[list[int]], int]:
     lists = list(placement)
     if len(lists) != size:
-        raise ValueError(f"placement: lists experts of {len(lists)} ranks; the group has {size}")
+        raise argument_error("placement", f"a list for each of the group's {size} ranks", f"{len(lists)} lists")
     experts = [[argument_values.integer(expert, "placement") for expert in one] for one in lists]
     return experts, 1 + max((expert for one in experts for expert in one), default=-1)
 
@@ -230,21 +231,19 @@ def _of_lists(placement: Any, size: int) -> tuple[list[list[int]], int]:
 def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[list[int]], int]:
     """Returns global ranks, the experts of each, and how many experts there are."""
     if not layout.shape:
-        raise ValueError(f"placement: {layout} has no dims; allowed are layouts whose first dim is the experts'")
+        raise argument_error("placement", "a layout whose first dim is the experts'", f"{layout} without dims")
     if layout.shape[0] > _MOST_EXPERTS:
-        raise ValueError(f"placement: {layout} has {layout.shape[0]} experts; allowed are up to {_MOST_EXPERTS}")
+        raise argument_error("placement", f"of at most {_MOST_EXPERTS} experts", f"{layout.shape[0]} in {layout}")
     experts = []
     for rank in layout.mesh.ranks:
         first, *others = layout.region(rank)
         for dim, (held, size) in enumerate(zip(others, layout.shape[1:], strict=True), start=1):
             if [tuple(interval) for interval in held] != [(0, size)] and size > 0:
-                raise ValueError(
-                    f"placement: {layout} cuts dim {dim}, so rank {rank} holds parts of experts; allowed are layouts "
-                    "that cut the first dim alone"
-                )
+                given = f"{layout}, which cuts dim {dim}, so rank {rank} holds parts of experts"
+                raise argument_error("placement", "a layout that cuts only the first dim", given)
         experts.append([expert for begin, end in first for expert in range(begin, end)])
     if layout.has_pending:
-        raise ValueError(f"placement: {layout} is a pending sum; allowed are S and R")
+        raise argument_error("placement", "a layout without pending sums", layout)
     return _layout_members(layout, group), experts, layout.shape[0]
 
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import planning
 from .._native import _planner
+from ..layouts.errors import argument_error
 from ..runtime import argument_checks, checking, executables, groups
 from . import order, plans
 from .plans import plan_of
@@ -97,7 +98,7 @@ def arguments_of(
     """Returns the operators' arguments except tensors. Collective among the ranks of any group that must be made."""
     rank = dist.get_rank(group)
     if plan.src.mesh.coordinate(rank) is None and plan.dst.mesh.coordinate(rank) is None:
-        raise ValueError(f"rank: {rank} is not on the mesh ({plan.src.mesh})")
+        raise argument_error("rank", f"on {plan.src.mesh} or on {plan.dst.mesh}", rank)
     text = _planner.plan_text(plan)
     names = executables.names_for(text, rank, device_mesh=device_mesh, group=group, make_groups=make_groups)
     checking.note_group_of_operator(text, names, group)
@@ -144,9 +145,9 @@ def _result_shape(input: torch.Tensor, plan: str, rank: int, sizes: Sequence[Any
     if sizes is not None and not plans.is_symbolic(sizes):
         before = tuple(plans.local_shape(plan_of(plan).src, sizes, rank))
     if not (sizes is not None and plans.is_symbolic(sizes)) and tuple(input.shape) != before:
-        raise ValueError(f"input: has shape {tuple(input.shape)} on rank {rank}, where the plan has {before}")
+        raise argument_error("input", f"of shape {before} on rank {rank}, as in the plan", tuple(input.shape))
     if str(input.dtype) != f"torch.{dtype}":
-        raise ValueError(f"input: has dtype {input.dtype}, where the plan has {dtype}")
+        raise argument_error("input", f"of dtype {dtype}, as in the plan", input.dtype)
     return after if sizes is None else plans.local_shape(plan_of(plan).dst, sizes, rank)
 
 
@@ -166,7 +167,7 @@ def _(
 def _(input: torch.Tensor, plan: str, groups: Sequence[str], rank: int, out: torch.Tensor) -> None:
     shape = _result_shape(input, plan, rank)
     if tuple(out.shape) != shape:
-        raise ValueError(f"out: has shape {tuple(out.shape)} on rank {rank}; allowed is {shape}")
+        raise argument_error("out", f"of shape {shape} on rank {rank}", tuple(out.shape))
 
 
 def _fake_start(
@@ -203,8 +204,6 @@ def _matmul_shapes(program: str, rank: int) -> tuple[list[list[int]], list[tuple
 def _(inputs: Sequence[torch.Tensor], program: str, groups: Sequence[str], rank: int) -> list[torch.Tensor]:
     expected, results = _matmul_shapes(program, rank)
     if [list(tensor.shape) for tensor in inputs] != expected:
-        raise ValueError(
-            f"inputs: have shapes {[tuple(tensor.shape) for tensor in inputs]} on rank {rank}, where the program has "
-            f"{[tuple(shape) for shape in expected]}"
-        )
+        allowed = f"of shapes {[tuple(shape) for shape in expected]} on rank {rank}, as in the program"
+        raise argument_error("inputs", allowed, [tuple(tensor.shape) for tensor in inputs])
     return [inputs[0].new_empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in results]

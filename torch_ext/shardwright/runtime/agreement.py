@@ -56,7 +56,7 @@ class Statement(NamedTuple):
     call: str
     fields: Mapping[str, object] = {}
     refusals: Mapping[str, str | None] = {}
-    differ: str = "ask for different things, nothing was sent"
+    differ: str = "differ, nothing was sent"
     remedy: str = ""
 
     def to_json(self) -> str:
@@ -164,7 +164,7 @@ class _Words(ABC):
         digest = int.from_bytes(hashlib.blake2b(text, digest_size=_WORD_BYTES).digest(), "big", signed=True)
         head = torch.tensor([digest, len(text)])
         sent = head if more is None else torch.cat([head.expand(*more.shape[:-1], HEAD_WORDS), more], -1)
-        step = f"{mine.call}, comparing what the ranks ask for"
+        step = f"{mine.call}, comparing arguments"
         heard = self.exchange(step, sent)
         if refusal is None and bool((heard[:, 0] == digest).all()):
             return heard[:, HEAD_WORDS:]
@@ -270,7 +270,7 @@ class StoreTexts:
             if missing:
                 who = f"rank {own}" if isinstance(own, int) else own
                 raise RuntimeError(
-                    f"shardwright: {who} waited {timeout.total_seconds():g} s for {ranks_text(missing)} to come to "
+                    f"shardwright: {who} waited {timeout.total_seconds():g} s for {ranks_text(missing)} to call "
                     f"{call}, number {number + 1} on {ranks_text(ranks)}"
                 ) from error
         are_same = store.get(f"{number}/all") == b"1"

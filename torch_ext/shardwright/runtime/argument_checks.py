@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import Placement
 
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..placements import is_cut
 
 DEVICE_TYPES = ["cpu", "cuda"]  # tests add other device types that have streams and process groups
@@ -18,31 +19,31 @@ DEVICE_TYPES = ["cpu", "cuda"]  # tests add other device types that have streams
 def check_tensor(argument: str, given: Any) -> None:
     """Checks that the argument is a plain tensor: not a subclass, not nested, strided, and on CPU or CUDA."""
     if not isinstance(given, torch.Tensor) or torch._C._dispatch_keys(given).has("Python"):
-        raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a plain torch.Tensor")
+        raise argument_error(argument, "a plain torch.Tensor", f"a {type(given).__name__}")
     if given.is_nested:
-        raise ValueError(f"{argument}: is a nested tensor; allowed are plain ones, such as the parts of its unbind()")
+        raise argument_error(argument, "a plain tensor, such as a part of unbind()", "a nested tensor")
     if given.layout is not torch.strided:
-        raise ValueError(f"{argument}: has layout {given.layout}; allowed is torch.strided (.to_dense() makes it so)")
+        raise ValueError(f"{argument} must have layout torch.strided, got {given.layout}; use .to_dense()")
     if given.device.type not in DEVICE_TYPES:
-        raise ValueError(f"{argument}: is on {given.device}; allowed are {' and '.join(DEVICE_TYPES)}")
+        raise argument_error(argument, f"on {' or '.join(DEVICE_TYPES)}", given.device)
 
 
 def check_moved(argument: str, given: Any) -> None:
     """Checks that the argument is a plain tensor without a forward-mode tangent, which a move would drop."""
     check_tensor(argument, given)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(given).tangent is not None:
-        raise ValueError(f"{argument}: has a tangent of forward-mode AD; allowed are tensors without (.detach())")
+        raise argument_error(argument, "without a forward-mode tangent", "a tensor with one; use .detach()")
 
 
 def check_written(argument: str, given: torch.Tensor) -> None:
     """Checks that a tensor can be written: its memory holds its elements, each at an address of its own."""
     if given.is_conj() or given.is_neg():
         kind = "conjugated" if given.is_conj() else "negated"
-        raise ValueError(f"{argument}: is a {kind} view; allowed are tensors whose memory holds their elements")
+        raise argument_error(argument, "a tensor whose memory holds its elements", f"a {kind} view")
     if shares_places(given):
         raise ValueError(
-            f"{argument}: has shape {tuple(given.shape)} and strides {given.stride()}, so several elements are in one "
-            "place; allowed are tensors with a place for each (.contiguous() makes one)"
+            f"{argument} must have an address for each element, got shape {tuple(given.shape)} and strides "
+            f"{given.stride()}; use .contiguous()"
         )
 
 
@@ -78,17 +79,15 @@ def placements_of(given: Any, ndim: int) -> list[Placement]:
     for placement in placements:
         if is_cut(placement):
             raise ValueError(
-                f"placements: {placement!r} is none that DTensor's operators know, and they would compute wrong "
-                "numbers with it; allowed are torch's placements here. redistribute_local, redistribute_many and "
-                "transfer take it, with the local tensor and a Layout"
+                f"placements must be torch's placements, got {placement!r}, with which DTensor's operators would "
+                "compute wrong numbers. redistribute_local, redistribute_many and transfer accept it, with the local "
+                "tensor and a Layout"
             )
         if not isinstance(placement, Placement):
-            raise ValueError(
-                f"placements: {placement!r} is a {type(placement).__name__}; allowed are torch's placements, such as "
-                "Shard(0) and Replicate()"
-            )
+            allowed = "torch's placements, such as Shard(0) and Replicate()"
+            raise argument_error("placements", allowed, f"{placement!r} (a {type(placement).__name__})")
     if len(placements) != ndim:
-        raise ValueError(f"placements: got {len(placements)} for a mesh of {ndim} dims; allowed is one per mesh dim")
+        raise argument_error("placements", f"a list of {ndim}, one per mesh dim", len(placements))
     return placements
 
 
@@ -96,17 +95,17 @@ def check_group(given: Any) -> None:
     """Checks that the argument is None, a process group, or torch's marker for a group without this rank."""
     is_one = isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER
     if given is not None and not is_one:
-        raise ValueError(f"group: got a {type(given).__name__}; allowed is a torch.distributed.ProcessGroup")
+        raise argument_error("group", "a torch.distributed.ProcessGroup", f"a {type(given).__name__}")
 
 
 def check_device_mesh(argument: str, given: Any) -> None:
     if given is not None and not argument_values.is_device_mesh(given):
-        raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a torch DeviceMesh")
+        raise argument_error(argument, "a torch DeviceMesh", f"a {type(given).__name__}")
 
 
 def check_dtype(argument: str, given: Any) -> None:
     if given is not None and not isinstance(given, torch.dtype):
-        raise ValueError(f"{argument}: got {given!r} (a {type(given).__name__}); allowed is a torch.dtype")
+        raise argument_error(argument, "a torch.dtype", f"{given!r} (a {type(given).__name__})")
 
 
 def device_of(argument: str, given: Any) -> torch.device:
@@ -116,5 +115,5 @@ def device_of(argument: str, given: Any) -> torch.device:
     except (RuntimeError, TypeError):
         device = None
     if device is None or device.type not in DEVICE_TYPES:
-        raise ValueError(f"{argument}: got {given!r}; allowed are {' and '.join(DEVICE_TYPES)}")
+        raise argument_error(argument, " or ".join(DEVICE_TYPES), repr(given))
     return device

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from .._native import _runtime
 from ..layouts import tables
+from ..layouts.errors import argument_error
 from . import agreement, groups
 from .agreement import Statement, StoreTexts
 
@@ -32,7 +33,7 @@ class _Setting(NamedTuple):
 def _is_asked_for(said: str) -> bool:
     """Returns True if the environment variable turns the mode on."""
     if said not in ("", "0", "1"):
-        raise ValueError(f"SHARDWRIGHT_CHECK_RANKS: got {said!r} in the environment; allowed are 0 and 1")
+        raise argument_error("SHARDWRIGHT_CHECK_RANKS", "0 or 1 in the environment", repr(said))
     return said == "1"
 
 
@@ -85,7 +86,7 @@ def check_ranks(on: bool = True, *, timeout_seconds: float = DEFAULT_TIMEOUT_SEC
     """
     global _setting
     if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
-        raise ValueError(f"timeout_seconds: got {timeout_seconds}; allowed is a number above 0")
+        raise argument_error("timeout_seconds", "a number above 0", repr(timeout_seconds))
     _setting = _Setting(bool(on), timeout_seconds)
     _runtime.compare_ranks(_setting.on)
 
@@ -156,7 +157,7 @@ def _judge(executable: _runtime.Executable, local: torch.Tensor) -> str | None:
     has_shape = tuple(local.shape) == expected or differs_in_ones(local, expected)
     if has_shape and str(local.dtype) == f"torch.{dtype}":
         return None
-    return f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)} where its layout has {dtype}{list(expected)}"
+    return f"must be {dtype}{list(expected)}, got {str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
 
 
 def _judge_out(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor | None) -> str | None:

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from .. import doctor
 from .._native import _planner
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..layouts.layout import layout_text, mesh_text
 from ..layouts.topology import ENVIRONMENT_VARIABLE, tables_now
 from . import checking, groups
@@ -28,7 +29,7 @@ from .agreement import Statement, StoreTexts, report
 _POLL_SECONDS = 0.02
 
 _REMEDY = (
-    "All jobs must declare and plan with the same things, for example with one file in "
+    "All jobs must have the same declarations and planning tables, for example with one file in "
     f"{ENVIRONMENT_VARIABLE} and without sw.calibrate()"
 )
 
@@ -67,7 +68,7 @@ class Connection:
         found = tuple(i for i, (name, _) in enumerate(self._members) if name == role)
         if not found:
             known = sorted({name for name, _ in self._members})
-            raise ValueError(f"role: {role!r} is not connected; allowed are {', '.join(known)}")
+            raise argument_error("role", f"one of {', '.join(known)}", repr(role))
         return found
 
     def compare(self, declared: Mapping[str, Any]) -> None:
@@ -150,13 +151,13 @@ def connect(
         ValueError: an argument has the wrong type.
     """
     if not isinstance(store, dist.Store):
-        raise ValueError(f"store: got a {type(store).__name__}; allowed is a torch.distributed.Store")
+        raise argument_error("store", "a torch.distributed.Store", f"a {type(store).__name__}")
     for argument, given in (("role", role), ("name", name)):
         if not isinstance(given, str) or not given:
-            raise ValueError(f"{argument}: got {given!r}; allowed is a name")
+            raise argument_error(argument, "a nonempty string", repr(given))
     world_size = argument_values.integer(world_size, "world_size")
     if world_size < 2:
-        raise ValueError(f"world_size: got {world_size}; allowed is the number of ranks of all jobs, at least 2")
+        raise argument_error("world_size", "the number of ranks of all jobs, at least 2", world_size)
     texts = _texts({} if declared is None else declared)
     groups.check_initialised()
     timeout = groups.default_timeout() if timeout_seconds is None else timedelta(seconds=timeout_seconds)
@@ -172,7 +173,7 @@ def _maker_of(connection: weakref.ref[Connection]) -> groups.Maker:
     def find_or_make(ranks: tuple[int, ...], may_make: bool) -> dist.ProcessGroup:
         found = connection()
         if found is None:
-            raise RuntimeError("group: its connection is gone; allowed is the group of one that is kept")
+            raise RuntimeError("group: its Connection was deleted; keep it as long as the group is used")
         return found._find_or_make(ranks, may_make)
 
     return find_or_make
@@ -224,8 +225,8 @@ class _Meeting:
         if len(here) < self.world_size:
             self.store.set(self._given_up(), self.me)
             raise RuntimeError(
-                f"connect: {self.me} waited {timeout.total_seconds():g} s for {self.world_size} ranks, and "
-                f"{len(here)} came: {_who(here)}; {_missing(here)}"
+                f"connect: {self.me} waited {timeout.total_seconds():g} s for {self.world_size} ranks, but only "
+                f"{len(here)} called: {_who(here)}; {_missing(here)}"
             )
         self._check_alike(here, "backend", "backend of the default group")
         members = {(one["role"], one["rank"]): one for one in here}
@@ -233,8 +234,8 @@ class _Meeting:
         if len(members) < len(here) or sum(sizes.values()) != self.world_size or len(sizes) < 2:
             worlds = ", ".join(f"{size} ({role})" for role, size in sorted(sizes.items()))
             raise RuntimeError(
-                f"connect: {self.world_size} ranks came: {_who(here)}, of worlds of {worlds}; allowed are all ranks of "
-                f"two or more jobs with roles of their own, {self.world_size} (world_size) together"
+                "connect: the ranks must be all ranks of two or more jobs with different roles, "
+                f"{self.world_size} (world_size) in all, got {_who(here)}, of worlds of {worlds}"
             )
         return members
 
@@ -242,14 +243,14 @@ class _Meeting:
         values = sorted({one[field] for one in members}, key=str)
         if len(values) > 1:
             found = "; ".join(f"{value} ({_who([m for m in members if m[field] == value])})" for value in values)
-            raise RuntimeError(f"connect: {what} differs: {found}; allowed is one for all")
+            raise RuntimeError(f"connect: {what} must be the same in all jobs, got {found}")
 
     def compare(self, texts: dict[str, str], members: Sequence[tuple[str, int]], timeout: timedelta) -> None:
         """Raises RuntimeError on all members unless all have the same texts and planning tables."""
         tables = {name: said for name, said in tables_now().summary().items() if name not in _NOT_COMPARED}
         declared = {f"declared {name}": text for name, text in texts.items()}
         fields = {**declared, "version of shardwright": doctor.version(), **tables}
-        mine = Statement("connect", fields, differ="declare or plan with different things", remedy=_REMEDY)
+        mine = Statement("connect", fields, differ="differ in declarations or planning tables", remedy=_REMEDY)
         names = tuple(f"{role} {rank}" for role, rank in members)
         if error := report(mine, self.texts.exchange("connect", mine.to_json(), names, self.me, timeout), ""):
             raise RuntimeError(error)
@@ -257,7 +258,7 @@ class _Meeting:
 
 def _texts(declared: object) -> dict[str, str]:
     if not isinstance(declared, Mapping):
-        raise ValueError(f"declared: got a {type(declared).__name__}; allowed is a dict of names and values")
+        raise argument_error("declared", "a dict from names to values", f"a {type(declared).__name__}")
     return {str(name): _text(value, str(name)) for name, value in declared.items()}
 
 
@@ -270,9 +271,8 @@ def _text(value: Any, name: str) -> str:
         return repr(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_text(one, name) for one in value)}]"
-    raise ValueError(
-        f"declared: {name} is a {type(value).__name__}; allowed are layouts, meshes, text, numbers and lists of these"
-    )
+    allowed = "a layout, mesh, text, number or list of these"
+    raise argument_error(f"declared[{name!r}]", allowed, f"a {type(value).__name__}")
 
 
 def _who(members: Sequence[dict[str, Any]]) -> str:
@@ -290,4 +290,4 @@ def _missing(members: Sequence[dict[str, Any]]) -> str:
         absent = [str(rank) for rank in range(size) if rank not in came]
         if absent:
             lacking.append(f"{role} {', '.join(absent)}")
-    return f"missing of their worlds: {'; '.join(lacking)}" if lacking else "no rank of another job came"
+    return f"missing ranks: {'; '.join(lacking)}" if lacking else "no rank of another job called"

@@ -168,7 +168,7 @@ def count_misfit(description: str) -> None:
 def cause_of(error: Exception) -> str:
     """Removes values, and all after a semicolon, from an error's text, so that all errors of one cause read the same.
 
-    "shape: [3, 4] is of 2 dims (on mesh 'a'); allowed is 1" becomes "shape: ... is of ... dims ...".
+    "chunks must be in [1, 4], got 7 on mesh 'a'; pass fewer" becomes "chunks must be in ... got ... on mesh ...".
     """
     text = " ".join(str(error).split())
     while (shorter := _INNERMOST_BRACKETS.sub("...", text)) != text:

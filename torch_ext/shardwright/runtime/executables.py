@@ -16,6 +16,7 @@ from .. import planning
 from .._native import _planner, _runtime
 from .._planner import PlanningTables
 from ..layouts import pickling, tables
+from ..layouts.errors import argument_error
 from ..layouts.topology import tables_now
 from . import checking, counters, groups, watching
 
@@ -408,9 +409,8 @@ def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup 
     world_size = dist.get_world_size(group)
     last_rank = max(mesh.ranks)
     if last_rank >= world_size:
-        raise ValueError(
-            f"mesh: {mesh} holds rank {last_rank}, but the process group has {world_size} ranks, 0 to {world_size - 1}"
-        )
+        allowed = f"of ranks in [0, {world_size - 1}], as the process group"
+        raise argument_error("mesh", allowed, f"rank {last_rank} in {mesh}")
     return lowering(device_type, group)
 
 
@@ -419,8 +419,8 @@ def lowering(device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowe
     name = _backend_name(device_type, group)
     if name is None:
         raise RuntimeError(
-            f"group: {group if group is not None else dist.group.WORLD} has no backend object for {device_type}, as "
-            "process groups written in Python have none; allowed are groups with a backend such as gloo or nccl"
+            f"group must have a backend such as gloo or nccl for {device_type}, got "
+            f"{group if group is not None else dist.group.WORLD} without one, as process groups written in Python"
         )
     return _planner.Lowering.of_backend(name, device_type)
 

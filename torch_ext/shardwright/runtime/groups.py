@@ -50,7 +50,7 @@ class WeakGroup:
         """Returns the group, or None for the default group. Raises RuntimeError if it was destroyed."""
         group = self.alive()
         if group is None and self._reference is not None:
-            raise RuntimeError("group: the process group was destroyed; allowed is one that exists")
+            raise RuntimeError("group must be a process group that exists, got one that was destroyed")
         return group
 
     def __repr__(self) -> str:  # the same in every process
@@ -134,7 +134,7 @@ def weakly(group: dist.ProcessGroup | None) -> WeakGroup:
 def check_initialised() -> None:
     """Raises RuntimeError if there is no default process group. Drops everything that belongs to an earlier one."""
     if not dist.is_available() or not dist.is_initialized():
-        text = "group: torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        text = "group: torch.distributed is not initialized; call torch.distributed.init_process_group first"
         raise RuntimeError(text)
     note_world()
 
@@ -336,7 +336,7 @@ def _read(key: str, rank: int) -> str:
         if time.monotonic() > end:
             raise RuntimeError(
                 f"group: rank {dist.get_rank()} waited {timeout.total_seconds():g} s for rank {rank} to redistribute "
-                "on their mesh; all ranks that a process group for several mesh dims spans must do so"
+                "on their mesh. All ranks of a process group over several mesh dims must redistribute on that mesh"
             )
         time.sleep(_POLL_SECONDS)
     return bytes(store.get(key)).decode()
@@ -378,8 +378,8 @@ def check_may_make(ranks: tuple[int, ...], may_make: bool) -> None:
     """Raises RuntimeError if a missing process group cannot be made now."""
     if not may_make:
         raise RuntimeError(
-            f"group: ranks {ranks} have no process group, and none may be made (make_groups=False); allowed are groups "
-            "that exist: shardwright.prepare makes them, for layouts on two meshes with redistributes=[(src, dst)]"
+            f"group: ranks {ranks} have no process group, and none may be made (make_groups=False); call "
+            "shardwright.prepare(mesh) first; for layouts on two meshes, with redistributes=[(src, dst)]"
         )
     if _is_capturing():
         raise RuntimeError(

@@ -13,6 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from .._native import _planner, _runtime
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..planning.batches import BUCKET_BYTES, BUCKETS, Pair, batch_of, checked_layouts
 from . import argument_checks, checking, counters, executables, groups, memory_spans, plain_tensors
 from .agreement import GroupWords, Statement
@@ -46,7 +47,7 @@ class ManyHandle:
         """Waits for one tensor, given by its index in the list of items, and returns it."""
         item = argument_values.integer(item, "item")
         if not 0 <= item < len(self._results):
-            raise ValueError(f"item: got {item} of {len(self._results)} items; allowed are their numbers, from 0 on")
+            raise argument_error("item", f"in [0, {len(self._results) - 1}]", item)
         result = self._results[item]
         if self._pending is not None and (number := self._numbers.get(item)) is not None:
             self._pending.wait_for_destination(number)
@@ -103,7 +104,7 @@ def redistribute_many(
     groups.check_initialised()
     argument_checks.check_group(group)
     if dist.get_rank(group) < 0:
-        raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
+        raise argument_error("group", "a group with this rank", f"one without rank {dist.get_rank()}")
     given = _Given(items, out, bucket_bytes, buckets, group, device)
     # The key decides if ranks compare. It is looked up even for invalid arguments, because ranks that have used these
     # layouts before do not compare.
@@ -191,7 +192,7 @@ class _Given:
         if out is not None:
             self.out = argument_values.items(out, "out", "a list of tensors or None, one for each item")
             if len(self.out) != len(triples):
-                raise ValueError(f"out: got {len(self.out)} tensors for {len(triples)} items; allowed is one for each")
+                raise argument_error("out", f"a list of {len(triples)}, one per item", len(self.out))
 
     def check(self, dtypes: Sequence[torch.dtype]) -> None:
         """Checks the arguments of a call with known layouts; shapes and devices are checked again before they run."""
@@ -261,55 +262,51 @@ class _Given:
 
     def _check_tensors(self) -> None:
         for i, (local, (src, _)) in enumerate(zip(self.locals, self.pairs, strict=True)):
-            self._check_tensor(f"items: local {i}", local, src)
+            self._check_tensor(f"the local part of items[{i}]", local, src)
         for i, (one, (_, dst)) in enumerate(zip(self.out or [], self.pairs, strict=False)):
-            self._check_tensor(f"out: tensor {i}", one, dst)
+            self._check_tensor(f"out[{i}]", one, dst)
             if one is not None:
-                argument_checks.check_written(f"out: tensor {i}", one)
+                argument_checks.check_written(f"out[{i}]", one)
 
     def _check_memory(self) -> None:
         """Checks that no output begins at the address of another tensor.
 
         Parts of one buffer may interleave, so other addresses do not prove an overlap.
         """
-        begins = {x.data_ptr(): f"local {i}" for i, x in enumerate(self.locals) if x is not None and x.numel() > 0}
+        begins = {x.data_ptr(): f"items[{i}]" for i, x in enumerate(self.locals) if x is not None and x.numel() > 0}
         for i, one in enumerate(self.out or []):
             if one is None or one.numel() == 0:
                 continue
-            if (other := begins.setdefault(one.data_ptr(), f"out {i}")) != f"out {i}":
-                raise ValueError(f"out: tensor {i} shares memory with {other}; allowed is memory of its own")
+            if (other := begins.setdefault(one.data_ptr(), f"out[{i}]")) != f"out[{i}]":
+                raise argument_error(f"out[{i}]", "a tensor with memory of its own", f"one that shares {other}'s")
 
     def _check_overlaps(self) -> None:
-        read = {f"local {i}": x for i, x in enumerate(self.locals) if x is not None}
-        written = {f"out: tensor {i}": x for i, x in enumerate(self.out or []) if x is not None}
+        read = {f"items[{i}]": x for i, x in enumerate(self.locals) if x is not None}
+        written = {f"out[{i}]": x for i, x in enumerate(self.out or []) if x is not None}
         for source, destination, _, _ in memory_spans.shared_memory(read, written, among_written=True):
-            raise ValueError(f"{destination} shares memory with {source}; allowed is memory of its own")
+            raise argument_error(destination, "a tensor with memory of its own", f"one that shares {source}'s")
 
     def _check_tensor(self, name: str, given: torch.Tensor | None, layout: _planner.Layout) -> None:
         shape = tuple(layout.local_shape(self.rank))
         if given is None:
             if layout.mesh.coordinate(self.rank) is not None:
-                raise ValueError(
-                    f"{name} is None on rank {self.rank}; allowed is a tensor of shape {shape}, because the rank is on "
-                    f"the mesh of {layout}"
-                )
+                on_rank = f"on rank {self.rank}, which is on the mesh of {layout}"
+                raise argument_error(name, f"a tensor of shape {shape} {on_rank}", None)
             return
         argument_checks.check_moved(name, given)
         if given.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{name} requires a gradient; allowed are tensors without, under torch.no_grad() or detached "
-                "(redistribute_local is differentiable)"
+                f"{name} must not require a gradient, got a tensor that does; detach it, or call under "
+                "torch.no_grad(), or use redistribute_local, which is differentiable"
             )
         on_mesh = layout.mesh.coordinate(self.rank) is not None
         is_as_said = tuple(given.shape) == shape or (given.numel() == 0 and 0 in shape)
         if not is_as_said if on_mesh else given.numel() > 0:
-            raise ValueError(f"{name} has shape {tuple(given.shape)} on rank {self.rank}, where {layout} has {shape}")
+            raise argument_error(name, f"of shape {shape} on rank {self.rank}, as in {layout}", tuple(given.shape))
         if str(given.dtype) != f"torch.{layout.dtype}":
-            raise ValueError(f"{name} has dtype {given.dtype}, where {layout} has {layout.dtype}")
+            raise argument_error(name, f"of dtype {layout.dtype}, as in {layout}", given.dtype)
         if given.device != self.device:
-            raise ValueError(
-                f"{name} is on {given.device}; allowed is one device for all, and others are on {self.device}"
-            )
+            raise argument_error(name, f"on {self.device}, as the other tensors", given.device)
 
     def key(self, device_type: str | None = None) -> Hashable:
         return tuple(self.pairs), self.bucket_bytes, self.buckets, self.has_out, device_type or self.device.type

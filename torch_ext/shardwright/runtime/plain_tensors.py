@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._native import _planner, _runtime
 from .._planner import gradient_layout
+from ..layouts.errors import argument_error
 from ..planning import check_layout
 from . import argument_checks, checking, executables, groups
 
@@ -116,17 +117,15 @@ def _redistribute_rarely(
     rank = _checked_rank(src, dst, group, device_mesh)
     if local is None:
         if src.mesh.coordinate(rank) is not None and not checking.is_on():
-            raise ValueError(
-                f"local: got None on rank {rank}; allowed is a tensor of shape {tuple(src.local_shape(rank))}, because "
-                f"the rank is on the mesh of {src}"
-            )
+            on_rank = f"on rank {rank}, which is on the mesh of {src}"
+            raise argument_error("local", f"a tensor of shape {tuple(src.local_shape(rank))} {on_rank}", None)
         local = torch.empty(0, dtype=getattr(torch, src.dtype), device=device_of(group, device_mesh))
     if out is None:
         return redistribute_local(local, src, dst, group=group, device_mesh=device_mesh, async_op=async_op)
     argument_checks.check_moved("local", local)
     argument_checks.check_moved("out", out)
     if async_op or ((local.requires_grad or out.requires_grad) and torch.is_grad_enabled()):
-        raise ValueError("out: got a tensor with gradients or async_op=True; allowed is out= without either")
+        raise argument_error("out", "None with gradients or async_op=True", "a tensor")
     if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
         return out
     if not checking.is_on():
@@ -155,8 +154,8 @@ def device_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -
     first, *others = _devices(group)
     if others:
         raise ValueError(
-            f"local: got None on rank {dist.get_rank(group)}, and the group communicates on {first} and on "
-            f"{others[0]}; allowed is an empty tensor on the device of the other ranks' tensors, or device_mesh="
+            "local must be an empty tensor on the device of the other ranks' tensors, or device_mesh given, got None "
+            f"on rank {dist.get_rank(group)} of a group that communicates on {first} and on {others[0]}"
         )
     return first
 
@@ -170,14 +169,14 @@ def device_among_many(given: Any, found: torch.device | None, group: dist.Proces
     """
     asked = None if given is None else argument_checks.device_of("device", given)
     if asked is not None and found is not None and asked.type != found.type:
-        raise ValueError(f"device: got {asked}, and there are tensors on {found}")
+        raise argument_error("device", f"{found.type}, where the tensors are", asked)
     if (known := found or asked) is not None:
         return known
     first, *others = _devices(group)
     if others:
         raise ValueError(
-            f"device: got None on rank {dist.get_rank(group)}, which passes no tensors, and the group communicates on "
-            f"{first} and on {others[0]}; allowed is the device of the other ranks' tensors"
+            f"device must be the device of the other ranks' tensors, got None on rank {dist.get_rank(group)}, which "
+            f"passes no tensors to a group that communicates on {first} and on {others[0]}"
         )
     return first
 
@@ -193,11 +192,10 @@ def _devices(group: dist.ProcessGroup | None) -> list[torch.device]:
 
 def _check_input(local: torch.Tensor, src: _planner.Layout, rank: int) -> None:
     if tuple(local.shape) != tuple(src.local_shape(rank)):
-        raise ValueError(
-            f"local: has shape {tuple(local.shape)} on rank {rank}, where {src} has {tuple(src.local_shape(rank))}"
-        )
+        allowed = f"of shape {tuple(src.local_shape(rank))} on rank {rank}, as in {src}"
+        raise argument_error("local", allowed, tuple(local.shape))
     if str(local.dtype) != f"torch.{src.dtype}":
-        raise ValueError(f"local: has dtype {local.dtype}, where {src} has {src.dtype}")
+        raise argument_error("local", f"of dtype {src.dtype}, as in {src}", local.dtype)
 
 
 class _Known:

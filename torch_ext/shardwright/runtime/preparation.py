@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d
 from .._native import _planner, _runtime
 from .._planner import gradient_layout, has_gradient
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..layouts.layout import Mesh
 from ..planning import check_layout
 from . import argument_checks, executables, groups
@@ -69,7 +70,7 @@ def prepare(
     arena = None
     if peer_arena_bytes is not None:
         if kind == "cpu":
-            raise ValueError("peer_arena_bytes: tensors are on CPU; allowed are devices that see each other's memory")
+            raise argument_error("peer_arena_bytes", "None for tensors on CPU", peer_arena_bytes)
         arena = (
             argument_values.integer(peer_arena_bytes, "peer_arena_bytes"),
             argument_values.integer(peer_min_bytes, "peer_min_bytes"),
@@ -105,12 +106,12 @@ def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_pl
     for given in argument_values.items(redistributes, "redistributes", allowed):
         pair = argument_values.items(given, "redistributes", allowed)
         if len(pair) != 2:
-            raise ValueError(f"redistributes: got {len(pair)} layouts for one redistribute; allowed is {allowed}")
+            raise argument_error("redistributes", allowed, f"an item of {len(pair)} layouts")
         src, dst = pair
         for layout in pair:
             check_layout("redistributes", layout)
         if not (src.mesh.has_same_ranks(grid) or dst.mesh.has_same_ranks(grid)):
-            raise ValueError(f"redistributes: {src} -> {dst}; allowed are pairs of which one or both are on {grid}")
+            raise argument_error("redistributes", f"pairs with at least one layout on {grid}", f"{src} -> {dst}")
         pairs.append((src, dst))
         if has_gradient(src) and has_gradient(dst):
             pairs.append((gradient_layout(dst, "redistributes"), gradient_layout(src, "redistributes")))

@@ -39,7 +39,7 @@ def _first(arguments: Arguments, *names: str) -> Any:
     for name in names:
         if name in arguments:
             return arguments[name]
-    raise KeyError(f"none of {names} among the arguments {sorted(arguments)}")
+    raise KeyError(f"The operator must have one of the arguments {names}, got {sorted(arguments)}")
 
 
 def _given(arguments: Arguments) -> Any:
@@ -209,7 +209,7 @@ class WireMeter(TorchDispatchMode):
         if operator in _SILENT.split():
             return
         if operator not in _RULES:
-            raise NotImplementedError(f"wire_meter does not know how many bytes {schema.name} moves")
+            raise NotImplementedError(f"wire_meter has no rule for the bytes of {schema.name}")
         arguments = {argument.name: value for argument, value in zip(schema.arguments, args)}
         arguments.update(kwargs)
         received, sent = _RULES[operator](arguments, *_group_size_and_rank(arguments))
