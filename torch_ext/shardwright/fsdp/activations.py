@@ -1,12 +1,12 @@
-"""`checkpoint_cut`: activations that are equal on all ranks of a mesh, cut from a forward to its backward.
+"""`checkpoint_cut`: activations that are equal on all ranks of a mesh, sharded from a forward to its backward.
 
-What autograd saves in a block, and what is equal on all ranks, is packed as this rank's part: a cut of its memory,
-which is free. When a backward unpacks it, the parts are gathered.
+If autograd saves a tensor in the block that is equal on all ranks, it is packed as this rank's shard, a slice of its
+memory; slicing needs no communication. When a backward unpacks the tensor, the shards are gathered.
 
-A *sequence* is what was packed without anything being unpacked in between, such as the activations of one forward. The
-first backward of a sequence gathers each activation when it is needed, and records in which order that is. Later
-backwards of equal sequences gather one activation ahead. Ranks compare a sequence when they see it for the first time.
-Everything that decides about a gather is counted, so that no rank depends on when its memory is freed.
+A *sequence* is a list of tensors that were packed without an unpack in between, such as the activations of one forward.
+The first backward of a sequence gathers each activation when it is needed, and records the order. Later backwards of
+equal sequences gather one activation ahead. Ranks compare a sequence when they see it for the first time. Gathers
+depend only on counts that are equal on all ranks, never on the time at which a rank frees memory.
 """
 
 from __future__ import annotations
@@ -31,34 +31,35 @@ from .units import is_in_backward
 
 
 class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
-    """Within the block, autograd saves of activations that are equal on all ranks of a mesh only this rank's part.
+    """In this block, autograd saves only this rank's shard of activations that are equal on all ranks of a mesh.
 
         for layer in self.layers:
             with sw.fsdp.checkpoint_cut(mesh["tp"], x):                # x is the same on all tensor-parallel ranks
                 x = layer(x)
 
-    The backward gathers them again: one ahead of what it needs, once it has run before. Bits are those without the
-    block. An activation is cut evenly in memory, whatever its shape and strides, so nothing needs to be divisible.
+    The backward gathers the activations again; from its second run on, one ahead of the one it needs. Results have the
+    same bits as without the block. An activation is sharded evenly in memory, whatever its shape and strides, so no dim
+    needs to be divisible.
 
-    With recomputation the input of a layer is all that is saved, and it is cut:
+    With recomputation, only the input of a layer is saved, and it is sharded:
 
             with sw.fsdp.checkpoint_cut(mesh["tp"], x):
                 x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
 
-    DTensors need not be named: all that are saved in the block are cut whose placements say that they are equal, such
-    as sequences that were gathered. Parameters are left as they are.
+    DTensors need not be passed: saved DTensors are sharded if they are replicated over the mesh, such as sequences that
+    were gathered. Parameters are left as they are.
 
     Args:
-        mesh: the ranks on which activations are equal, this one among them; any number of dims.
-        tensors: plain tensors that are equal on all of these ranks, bit for bit. What is saved of them and of their
-            views is cut. (``sw.debug.check_ranks()`` compares their values.)
-        min_bytes: smaller ones stay whole.
+        mesh: the ranks on which activations are equal, including this rank; any number of dims.
+        tensors: plain tensors that are equal on all of these ranks, bit for bit. They and their views are sharded when
+            they are saved. (``sw.debug.check_ranks()`` compares their values.)
+        min_bytes: size below which a tensor is saved in full.
 
     All ranks of the mesh run the same blocks and backwards in the same order.
 
     Raises:
-        ValueError: an argument of the wrong type; a DTensor that is not equal on these ranks. In a backward, on all
-            ranks, if they have saved different things.
+        ValueError: an argument has a wrong type, or a DTensor is not equal on these ranks. A backward raises it on all
+            ranks if they have saved different activations.
     """
 
     def __init__(self, mesh: DeviceMesh, *tensors: torch.Tensor, min_bytes: int = 1 << 16) -> None:
@@ -93,7 +94,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         return _Saved(kept, sequence, local.size(), local.stride(), local.storage_offset() - found.begin, spec)
 
     def _span_of(self, tensor: torch.Tensor) -> _Span | None:
-        """Returns the memory that is cut when this tensor is saved, or None if none is."""
+        """Returns the memory to shard when this tensor is saved, or None to save the tensor in full."""
         if isinstance(tensor, DTensor):
             owner = tensor._base if tensor._is_view() else tensor
             if isinstance(owner, torch.nn.Parameter):
@@ -121,7 +122,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
 
 
 class _Span(NamedTuple):
-    """Consecutive elements of a storage, as they are at one version."""
+    """A range of elements of a storage, at one version."""
 
     storage: StorageWeakRef
     dtype: torch.dtype
@@ -143,7 +144,7 @@ class _Span(NamedTuple):
 
 
 def _span(tensor: torch.Tensor) -> _Span | None:
-    """The memory between the first and the last element; None if there is nothing, or memory does not hold it."""
+    """Returns the memory from the first to the last element; None if empty, or if conj or neg bits are not resolved."""
     if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
         return None
     numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -165,14 +166,14 @@ def _named(number: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:
                 f"{name}: is placed as {tuple(tensor.placements)} on {tensor.device_mesh}, so its parts differ on "
                 f"{mesh}; allowed are DTensors that are replicated over it"
             )
-        return None  # found where it is saved, as others are
+        return None  # `_span_of` recognizes it when it is saved, like all DTensors
     argument_checks.check_tensor(name, tensor)
     return _span(tensor)
 
 
 @executables.kept
 def is_equal_on(of: DeviceMesh, placements: tuple[Any, ...], over: DeviceMesh) -> bool:
-    """Returns whether DTensors with this spec have equal parts on all ranks of another mesh."""
+    """Returns true if DTensors with this spec have equal shards on all ranks of another mesh."""
     mesh = Mesh(of)
     places = [mesh.coordinate(rank) for rank in Mesh(over).ranks]
     if any(place is None for place in places):
@@ -183,7 +184,7 @@ def is_equal_on(of: DeviceMesh, placements: tuple[Any, ...], over: DeviceMesh) -
 
 @executables.kept
 def _layouts(mesh: DeviceMesh, numel: int, dtype: torch.dtype) -> tuple[_planner.Layout, _planner.Layout]:
-    """Returns the layouts of memory of so many elements: whole, and cut over all dims of a mesh."""
+    """Returns two layouts of `numel` elements of memory: replicated, and sharded over all dims of a mesh."""
     on = Mesh(mesh)
     return Layout(on, [numel], ["R"] * mesh.ndim, dtype), Layout(on, [numel], ["S(0)"] * mesh.ndim, dtype)
 
@@ -196,17 +197,17 @@ def _compare_values(mesh: DeviceMesh, local: torch.Tensor) -> None:
 
 
 class _Kept:
-    """An activation of which this rank keeps a part."""
+    """An activation of which this rank keeps a shard."""
 
     def __init__(self, part: torch.Tensor, cut: _planner.Layout, whole: _planner.Layout, mesh: DeviceMesh) -> None:
         self._part, self._cut, self._whole, self._mesh = part, cut, whole, mesh
-        self._gathered: torch.Tensor | None = None  # or being gathered
+        self._gathered: torch.Tensor | None = None  # the full activation, gathered or being gathered
         self._num_unpacked = 0
-        self.num_saved = 0  # how often it, or a view of it, was saved
-        self.number = 0  # in its sequence
-        self.was_needed = False
-        self.looks = f"{str(part.dtype).removeprefix('torch.')}[{whole.shape[0]}]"
-        # In the step that saves it, if one runs.
+        self.num_saved = 0  # number of saved tensors that are views of it
+        self.number = 0  # its index in its sequence
+        self.was_needed = False  # a backward has unpacked it
+        self.looks = f"{str(part.dtype).removeprefix('torch.')}[{whole.shape[0]}]"  # dtype and size, to compare ranks
+        # The running step, if any.
         self._step = scheduler.current_activations
         about = scheduler.About(self.looks, part.nbytes, part.device.type, cut, whole)
         self._number = 0 if self._step is None else self._step.save(self, about)
@@ -219,7 +220,7 @@ class _Kept:
             )
 
     def unpack(self, sequence: _Sequence) -> torch.Tensor:
-        """Returns it whole, and lets go of it when all that was saved of it was unpacked."""
+        """Returns the full activation. Frees it once each saved view of it was unpacked."""
         step = None if self._step is None or self._step.is_over else self._step
         ahead: list[Any] = []
         if self._num_unpacked == 0:
@@ -241,14 +242,14 @@ class _Kept:
 
 
 class _Saved(NamedTuple):
-    """The object that autograd holds for a tensor: a view of what is kept."""
+    """The object that autograd holds for a saved tensor: a view of a sharded activation."""
 
     kept: _Kept
-    sequence: _Sequence  # lives as long as anything that is in it can be unpacked
+    sequence: _Sequence  # kept alive while any tensor of it can be unpacked
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    spec: Any  # of a DTensor
+    spec: Any  # the DTensor's spec; None for a plain tensor
 
 
 def _unpack(saved: Any) -> torch.Tensor:
@@ -260,18 +261,19 @@ def _unpack(saved: Any) -> torch.Tensor:
 
 
 class _Sequence:
-    """Activations on one mesh that were packed without anything being unpacked in between, by number."""
+    """The activations of one mesh that were packed without an unpack in between."""
 
     def __init__(self, on: _OnMesh, is_in_backward: bool) -> None:
         self.is_in_backward = is_in_backward
-        self.is_closed = False  # something was unpacked
+        self.is_closed = False  # an activation of it was unpacked
         self._on = on
-        self._seen: list[str] = []
-        # Held until they are gathered, so that a rank on which autograd has let go of one still takes part. Not more
-        # than the longest sequence has that ever was unpacked: forwards without backwards hold no more than that.
+        self._seen: list[str] = []  # dtype and size of each activation
+        # Activations that are not gathered yet. They are held here so that a rank takes part in a gather even if its
+        # autograd has freed the activation. Sequences longer than any that a backward has unpacked hold none, so
+        # forwards without backwards do not accumulate memory.
         self._held: dict[int, _Kept] = {}
-        self._reached: list[int] = []
-        # Numbers in the order in which the last backward needed them; None where this one differs, which is recorded.
+        self._reached: list[int] = []  # numbers in the order in which this backward needs them
+        # Numbers in the order of the last backward. None once this backward differs from it; `_reached` replaces it.
         self._planned: list[int] | None = []
 
     def add(self, kept: _Kept) -> None:
@@ -283,7 +285,7 @@ class _Sequence:
             self._held.clear()
 
     def reach(self, kept: _Kept, device: torch.device) -> _Kept | None:
-        """The backward needs this one. Returns the one to gather ahead, if any."""
+        """Notes that the backward needs this activation. Returns the next one, to gather ahead, or None."""
         if not self.is_closed:
             self.is_closed = True
             self._planned = self._on.order_of(tuple(self._seen), device)
@@ -301,25 +303,25 @@ class _Sequence:
 
 
 class _OnMesh:
-    """The knowledge of the activations on a mesh: the same on all of its ranks, whatever else they do."""
+    """The sequences of one mesh. They are the same on all ranks of the mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._current = _Sequence(self, False)
-        self.orders: dict[tuple[str, ...], list[int]] = {}  # in which sequences were unpacked
-        self.longest = 0  # of them
+        self.orders: dict[tuple[str, ...], list[int]] = {}  # by sequence: the order in which it was unpacked
+        self.longest = 0  # length of the longest sequence in `orders`
 
     def add(self, kept: _Kept) -> _Sequence:
-        """Adds to the sequence that is being packed, or to a new one."""
+        """Adds an activation to the sequence that is being packed, or to a new one. Returns the sequence."""
         if self._current.is_closed or self._current.is_in_backward != is_in_backward():
             self._current = _Sequence(self, is_in_backward())
         self._current.add(kept)
         return self._current
 
     def order_of(self, seen: tuple[str, ...], device: torch.device) -> list[int]:
-        """The order of the last backward of an equal sequence, or one that is recorded from now on.
+        """Returns the order of the last backward of an equal sequence; empty if there was none.
 
-        Raises ValueError on all ranks of the mesh if they have not seen the same.
+        Raises ValueError on all ranks of the mesh if their sequences differ.
         """
         known = self.orders.get(seen)
         if known is not None:

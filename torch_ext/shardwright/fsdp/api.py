@@ -1,4 +1,4 @@
-"""`fully_shard`: weights that are cut between steps and gathered when they are used."""
+"""`fully_shard`: weights that are sharded between uses and gathered when they are used."""
 
 from __future__ import annotations
 
@@ -62,50 +62,50 @@ def fully_shard(
     dp_mesh_dims: Any | None = None,
     options: Options | None = None,
 ) -> Modules:
-    """Cuts the parameters of a module over a mesh, and gathers them when they are used.
+    """Shards the parameters of a module over a mesh, and gathers them when they are used.
 
-    Like FSDP2's function of this name: call it on the layers of a model first, then on the model, on all ranks alike.
-    Each call makes one unit of the parameters that no earlier call took; a unit is gathered as a whole, for the
-    forwards and backwards of its modules. Parameters become DTensors, so optimizers, checkpoints and gradient norms see
-    what they see with FSDP2; gradients are averaged over the mesh.
+    Use it like FSDP2's function: call it on the layers of a model first, then on the model, on all ranks with the same
+    arguments. Each call makes one unit of the parameters that no earlier call took. The weights of a unit are gathered
+    together, for the forwards and backwards of its modules. Parameters become DTensors, so optimizers, checkpoints and
+    gradient norms work as with FSDP2. Gradients are averaged over the mesh.
 
-    A first step gathers as it goes. From its sequence of uses follows a schedule: each gather starts one unit ahead, a
-    gathered unit stays where memory allows, and gradients are reduced alongside the next use. Gathered weights lie in
-    one arena, at the same addresses in every step. A step that leaves the sequence gathers as it goes again, and is
-    counted (``sw.stats()["unplanned_steps"]``).
+    The first step gathers each unit when it is used, and records the sequence of uses. Later steps follow a schedule
+    made from it: each gather starts one unit ahead, a gathered unit stays gathered where memory allows, and gradients
+    are reduced during the next use. Gathered weights are stored in one arena, at the same addresses in every step. A
+    step with another sequence gathers without a schedule, and is counted (``sw.stats()["unplanned_steps"]``).
 
     Args:
         module: a module, or a list of modules whose parameters make one unit.
-        mesh: over which data is parallel; default, all ranks. With two dims, parameters are replicated over the first
-            and cut over the second, as in FSDP2's HSDP. Parameters that are DTensors already, such as those of tensor
-            parallelism, lie on other dims of the mesh that this one is part of; in use they keep their cuts, and at
-            rest they are cut further.
+        mesh: the data-parallel mesh; default, all ranks. With two dims, parameters are replicated over the first and
+            sharded over the second, as in FSDP2's HSDP. Parameters that are DTensors already, such as those of tensor
+            parallelism, must be on other dims of the mesh that `mesh` is part of. In use they keep their own shards;
+            between uses these are sharded further.
         reshard_after_forward: False keeps the unit gathered from its first use of a step to its last, and leaves the
-            whole weights in its modules from the forward to the backward. True and None leave it to the schedule. A
-            number of ranks: where the unit is released between two uses, each group of so many ranks, next to each
-            other in the mesh, keeps a copy, from which it is gathered again.
-        shard_placement_fn: the tensor dim along which a parameter is cut, as a Shard; default, dim 0. Any dim may be
-            uneven. Or torch's ``ShardPlacementResult``, which also names the mesh over which this parameter is cut.
-        mp_policy: torch's ``MixedPrecisionPolicy``. Parameters and their gradients keep their dtype; gathered weights
-            have param_dtype, and messages too. Gradients are reduced in reduce_dtype.
-        offload_policy: torch's ``CPUOffloadPolicy``: parameters, their gradients and so optimizers are on the host, in
-            pinned memory unless it says otherwise. Gathers begin with a copy to the device, reductions end with one to
-            the host, on streams of their own. Parameters may be given on the host; `mesh` says where the device is. On
-            CPU it changes nothing. ``OffloadPolicy()`` is the default, nothing.
-        ignored_params: left as they are: they are neither cut nor are their gradients reduced.
-        dp_mesh_dims: with parameters that are DTensors on all of `mesh`: torch's DataParallelMeshDims (an object with
-            its attributes ``shard`` and ``replicate``), which names the mesh dims over which data is parallel.
+            full weights in its modules from the forward to the backward. True and None leave this to the schedule. A
+            number of ranks: when the unit is released between two uses, each group of so many consecutive ranks of the
+            mesh keeps a copy, from which the unit is gathered again.
+        shard_placement_fn: a function that returns the tensor dim along which to shard a parameter, as a Shard; default
+            dim 0. Any dim may be uneven. It may return torch's ``ShardPlacementResult``, which also names the mesh.
+        mp_policy: torch's ``MixedPrecisionPolicy``. Parameters and their gradients keep their dtype. Gathered weights
+            and messages have param_dtype. Gradients are reduced in reduce_dtype.
+        offload_policy: torch's ``CPUOffloadPolicy``: parameters, gradients and so optimizer states are in host memory,
+            pinned unless the policy has pin_memory=False. A gather begins with a copy to the device and a reduction
+            ends with a copy to the host, on separate streams. Parameters may be given on the host; `mesh` names the
+            device. On CPU the policy changes nothing. ``OffloadPolicy()``, the default, offloads nothing.
+        ignored_params: parameters to leave unsharded. Their gradients are not reduced.
+        dp_mesh_dims: the data-parallel dims of `mesh`, for parameters that are DTensors on all of `mesh`: torch's
+            DataParallelMeshDims, or an object with its attributes ``shard`` and ``replicate``.
         options: settings that FSDP2 does not have.
 
     Returns:
-        `module`. Its class is now a subclass of its own and of `ShardedModule`, which has FSDP2's methods.
+        `module`. Its class is now a subclass of its former class and of `ShardedModule`, which has FSDP2's methods.
 
     Raises:
-        ValueError: an argument of the wrong type or value; a module that is under FSDP2 or was given before; a
-            parameter that is on another device than the mesh (or, with CPUOffloadPolicy, than the host), is tied to one
-            of another unit, or is a DTensor on a mesh that does not go with `mesh`.
-            The first forward raises it if ranks gave different arguments, the end of the first step if `memory_limit`
-            is too small, or of the second with activations.
+        ValueError: an argument has a wrong type or value; a module is under FSDP2 or was given before; a parameter is
+            on another device than the mesh (or, with CPUOffloadPolicy, than the host), is tied to a parameter of
+            another unit, or is a DTensor on a mesh that cannot be combined with `mesh`.
+            The first forward raises it if ranks gave different arguments. The end of the first step raises it if
+            `memory_limit` is too small; with activations of `checkpoint_cut`, the end of the second step.
     """
     groups.check_initialised()
     modules = checked_modules(module)
@@ -146,7 +146,7 @@ def fully_shard(
 
 
 def _register(module: nn.Module, state: _State) -> None:
-    """Enters a module where torch looks for FSDP2's: `replicate` leaves it alone, and `fully_shard.state` finds it."""
+    """Registers a module as torch registers FSDP2's: `replicate` skips it, and `fully_shard.state` finds its state."""
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(stock_fully_shard)] = state
 
@@ -178,7 +178,7 @@ def schedules(module: nn.Module) -> list[StepSchedule]:
         module: the outermost module under `fully_shard`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `module` is not under `fully_shard`.
     """
     state = getattr(module, ATTRIBUTE, None)
     if state is None:
@@ -189,16 +189,17 @@ def schedules(module: nn.Module) -> list[StepSchedule]:
 
 
 def schedule(module: nn.Module) -> StepSchedule:
-    """Returns the schedule of a model's training step. ``print`` shows uses, gathers, releases, the peak, places in the
-    arena and, once a step has been timed, the predicted lanes of compute and transfers; ``to_svg()`` draws it.
+    """Returns the schedule of a model's training step. ``print`` shows uses, gathers, releases, the peak, arena offsets
+    and, once a step has been timed, the predicted timeline of compute and transfers; ``to_svg()`` draws it.
 
-    Of several sequences it is the longest one with a backward, or without one the longest.
+    If there are schedules for several sequences of uses, the longest with a backward is returned; if none has a
+    backward, the longest.
 
     Args:
         module: the outermost module under `fully_shard`.
 
     Raises:
-        ValueError: it is none, or no step has ended yet.
+        ValueError: `module` is not under `fully_shard`, or no step has ended yet.
     """
     found = schedules(module)
     if not found:
@@ -207,7 +208,7 @@ def schedule(module: nn.Module) -> StepSchedule:
 
 
 class _State:
-    """A unit with its hooks, and the runner that it shares with the other units of the model."""
+    """The hooks of one unit, and the runner that all units of the model share."""
 
     def __init__(self, unit: Unit, policy: Policy, dtypes_of: DtypesOf, options: Options) -> None:
         self.unit = unit
@@ -215,9 +216,10 @@ class _State:
         self.policy = policy
         self.options = options
         self.runner: Runner | None = None
-        self._comm_ctx = object()  # torch's `share_comm_ctx` replaces it: transfers share their streams anyway
-        self._fsdp_param_groups = ()  # for the same
-        self._state_ctx = SimpleNamespace(all_states=())  # for pipeline stages of torch 2.11
+        # Attributes of FSDP2's state that torch reads or writes.
+        self._comm_ctx = object()  # torch's `share_comm_ctx` sets it; unused, as all units share their streams
+        self._fsdp_param_groups = ()  # `share_comm_ctx` reads it
+        self._state_ctx = SimpleNamespace(all_states=())  # pipeline stages of torch 2.11 read it
         self._number = graphs.number_of(self)
         unit.ready_runner = functools.partial(_runner_of, weakref.ref(self), weakref.ref(unit))
         self._why_not_in_graphs = graphs.why_not(unit)
@@ -237,7 +239,7 @@ class _State:
             self._end_forward(output)
         return mapped(self.policy.cast_output, output) if self.policy.casts_outputs else output
 
-    # FSDP2's names, under which torch's `register_fsdp_forward_method` calls the hooks around a method.
+    # torch's `register_fsdp_forward_method` calls these two hooks, by FSDP2's names, around a method.
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -251,7 +253,7 @@ class _State:
         return output
 
     def _root_post_backward_final_callback(self) -> None:
-        """Called by pipeline stages of torch 2.11 when gradients should be reduced."""
+        """Reduces gradients. Pipeline stages of torch 2.11 call it."""
         if self.runner is not None:
             self.runner.settle()
             finalize_backward(self.runner)
@@ -273,7 +275,7 @@ class _State:
         )
 
     def take_up_conversions(self) -> None:
-        """Looks at dtypes and devices of parameters, between steps."""
+        """Adopts the dtypes and devices that parameters were converted to between steps."""
         if self.runner is not None:
             self.ready_runner()
         else:
@@ -281,8 +283,10 @@ class _State:
             _check_can_gather(self.unit.modules[0], [self])
 
     def after_conversion(self, *_: Any) -> None:
-        """Takes up conversions at once where nothing forbids it: a compiler makes graphs of weights as they are before
-        the forward. Otherwise the next forward does it, or raises."""
+        """Adopts conversions now if no step runs and no gradient waits; otherwise the next forward does, or raises.
+
+        A compiler traces weights before the forward, so it must see them converted.
+        """
         unit, runner = self.unit, self.runner
         if not unit.is_converted or not unit.can_convert:
             return
@@ -292,11 +296,12 @@ class _State:
             unit.convert(self.dtypes_of)
 
     def ready_runner(self, outermost: nn.Module | None = None, converts: bool = True) -> Runner:
-        """Returns the runner of the model. It is made now if this is the first use of its outermost unit, and anew if
-        parameters have been converted since the last step.
+        """Returns the runner of the model. Makes it if the model has none, and again if parameters were converted since
+        the last step.
 
         Args:
-            converts: False in a graph, which holds the weights as they were; then later checks raise.
+            outermost: the module that contains all units of the model. None: the module of this unit.
+            converts: False in a graph, which was traced with the weights before a conversion; later checks then raise.
         """
         runner = self.runner
         if converts and runner is not None and not runner.open and any(unit.is_converted for unit in runner.units):
@@ -322,7 +327,7 @@ class _State:
         forward = runner.begin_forward(unit)
         if is_within_backward or not torch.is_grad_enabled():
             return args, kwargs
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # trees take long
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # tree_flatten is slow
             if args[0].requires_grad:
                 args = _AtInputs.apply(functools.partial(runner.end_backward, unit, forward), args[0])  # type: ignore[no-untyped-call]
             return args, kwargs
@@ -336,7 +341,7 @@ class _State:
         return args, kwargs
 
     def before_state_dict(self, module: nn.Module, *_: Any) -> None:
-        """After `unshard` the module has whole parameters, which no state dict has."""
+        """Puts sharded parameters back after `unshard`: a state dict has only sharded parameters."""
         if self.runner is not None:
             self.runner.settle()
         if self.unit.host is not None:
@@ -348,7 +353,7 @@ class _State:
     def _end_forward(self, output: Any) -> None:
         runner, unit = self.runner, self.unit
         if runner is None or not unit.forwards:
-            return  # the hook before has failed
+            return  # the hook before the forward has failed
         runner.calls.end_failed(runner.end_forward)
         forward = unit.forwards[-1]
         is_within_backward = bool(unit.backwards)
@@ -363,7 +368,7 @@ class _State:
 def _runner_of(state: weakref.ref[_State], unit: weakref.ref[Unit]) -> Runner:
     if (found := state()) is not None:
         return found.ready_runner()
-    # The model has been let go, and its graph is still there.
+    # The model was freed, but its autograd graph still exists.
     its = unit()
     runner: Runner | None = None if its is None or its.runner is None else its.runner()
     if runner is None:
@@ -391,7 +396,7 @@ class _AtInputs(torch.autograd.Function):
 
 
 def _waiting(runner: Runner) -> list[str]:
-    """Names of weights whose gradients wait for a reduction."""
+    """Returns the names of weights whose gradients wait for a reduction."""
     return [weight.name for unit in runner.units for weight in unit.weights if weight.gradients.wait]
 
 
@@ -402,7 +407,7 @@ def _drop_runner(runner: Runner) -> None:
 
 
 def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
-    """Makes a runner for all units in a module, which is called first of all its units."""
+    """Makes the runner of all units in a module: the module whose forward is called first."""
     states: list[_State] = []
     for name, module in outermost.named_modules():
         state = getattr(module, ATTRIBUTE, None)
@@ -421,7 +426,7 @@ def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
     runner = Runner([state.unit for state in states], own.memory_limit, ahead, own.chunked)
     check_same(runner.units, own.of_model, runner.device)
     for state in states:
-        if state.runner is not None:  # it was called on its own before
+        if state.runner is not None:  # the unit was used before without the outermost module
             state.runner.abort(drops_gradients=bool(state.runner.open or state.runner._end))
         state.runner = runner
     return runner
@@ -436,7 +441,7 @@ def _check_can_gather(outermost: nn.Module, states: list[_State]) -> None:
         if weight.part.is_meta
         for module, name in weight.places[:1]
     ]
-    if on_meta:  # the words of FSDP2's error, and what it leaves out
+    if on_meta:  # FSDP2's error text, with the remedy added
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the following were still on "
             f"meta device: {on_meta}. Call to_empty(device=...) on the model, then initialise the parameters by "

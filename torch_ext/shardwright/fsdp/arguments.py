@@ -35,29 +35,29 @@ class Options:
     Args:
         placements: function that returns the placements of a sharded parameter on all data-parallel mesh dims, such as
             ``[Shard(0), Shard(1)]``, or None for the default. It replaces `shard_placement_fn`.
-        store_placements: function that returns the placements of the tensors that the module's parameters hold, and so
-            optimizers and state dicts. None: those of `placements`. With ``placements=lambda p: [Replicate()]`` and
+        store_placements: function that returns the placements of the module's parameters, which optimizers and state
+            dicts see. None: those of `placements`. With ``placements=lambda p: [Replicate()]`` and
             ``store_placements=lambda p: [Shard(0)]``, gradients are reduced to shards, the optimizer updates shards,
             and the next step gathers them once (ZeRO-1).
-        kept_placements: function that returns the placements of the copy that is kept where `reshard_after_forward` is
-            a number.
+        kept_placements: function that returns the placements of the copy that is kept if `reshard_after_forward` is a
+            number.
         same_data_dims: mesh dims, by name or index, along which all ranks have the same data, and so the same
-            gradients. Nothing is reduced along them. For weights that are also sharded over tensor-parallel ranks.
+            gradients. Gradients are not reduced along them. Use it to shard weights also over tensor-parallel ranks.
         message_format: format of weights and gradients in messages. ``torch.bfloat16`` and ``torch.float16``: both in
-            that dtype. ``"float8"``, ``"float8_rowwise"`` and ``"mxfp8"``: weights of two dims and more in eight bits
-            with scales, gradients in bfloat16. ``"nvfp4"``: weights in four bits, by torchao if it is installed.
-            Gradients are then summed in reduce_dtype, by default float32. Or a function from a parameter to one of
-            these or None.
-        matmul_format: ``"float8"``: `nn.Linear` modules multiply by the float8, MXFP8 or NVFP4 weights of
-            `message_format` directly, by `torch._scaled_mm`, and scale their inputs. Other weights are converted to
-            param_dtype.
+            that dtype. ``"float8"``, ``"float8_rowwise"`` and ``"mxfp8"``: weights of at least two dims in eight bits
+            with scales, gradients in bfloat16. ``"nvfp4"``: such weights in four bits, which requires torchao.
+            Gradients are then summed in reduce_dtype, by default float32. A function from a parameter to one of these
+            or None chooses for each parameter.
+        matmul_format: ``"float8"``: `nn.Linear` modules multiply by the received float8, MXFP8 or NVFP4 weights
+            (`message_format`) without converting them, by `torch._scaled_mm`, and quantize their inputs. Other weights
+            are converted to param_dtype.
         memory_limit: bytes on this rank for gathered weights, unreduced gradients and gathered activations of
             `checkpoint_cut`. Default: enough to gather one unit ahead and to reduce one gradient during the next.
         prefetch: number of changes of units to gather ahead. ``"auto"`` begins with 1; after a timed step it is the
             least number that is predicted to be as fast as any in the same memory.
-        chunked: True gathers weights of `nn.Linear` that are sharded by rows in chunks during their products, and
-            reduces their gradients in chunks during the products that make them, where this is predicted to save
-            waiting or memory. Products of a part of the rows may round differently.
+        chunked: True gathers row-sharded weights of `nn.Linear` in chunks during their matmuls, and reduces their
+            gradients in chunks during the matmuls that compute them, where this is predicted to save waiting or
+            memory. Matmuls of some of the rows may round differently.
 
     Raises:
         ValueError: a value is not allowed.
@@ -87,7 +87,7 @@ class Options:
 
     @property
     def of_model(self) -> dict[str, object]:
-        """The settings that only the outermost call may have."""
+        """The settings that only the outermost call may set."""
         return {"memory_limit": self.memory_limit, "prefetch": self.prefetch, "chunked": self.chunked}
 
 
@@ -108,21 +108,21 @@ def _is_count(value: Any) -> bool:
 
 # ---- meshes and placements
 
-# Returns a Shard, None, or torch's ShardPlacementResult (torch 2.15).
+# A function that returns a Shard, None, or torch's ShardPlacementResult (torch 2.15).
 ShardPlacer = Callable[[nn.Parameter], Any]
 
 
 class Placing(NamedTuple):
-    """The cuts of parameters: the arguments of `sw.fully_shard` of these names, checked."""
+    """The checked arguments of `sw.fully_shard` that decide how parameters are sharded."""
 
     data: DataMesh
     shard_placement_fn: ShardPlacer | None
     options: Options
     reshard_after_forward: Any
-    takes_host: bool = False  # parameters that are on the host although the mesh is not
+    takes_host: bool = False  # accept parameters on the host for a mesh of another device type
 
     def layouts_of(self, name: str, parameter: nn.Parameter) -> Layouts:
-        """Returns the layouts of a parameter. Raises ValueError if there are none."""
+        """Returns the layouts of a parameter. Raises ValueError if the arguments do not fit it."""
         shard, chosen = self._cut_of(name, parameter)
         takes_host = self.takes_host and parameter.device.type == "cpu"
         if parameter.device.type not in (chosen.mesh.device_type, "meta") and not takes_host:
@@ -146,7 +146,7 @@ class Placing(NamedTuple):
         return Layouts(parameter, data, choice)
 
     def _cut_of(self, name: str, parameter: nn.Parameter) -> tuple[Shard | None, DataMesh]:
-        """Returns the answer of `shard_placement_fn`: the tensor dim that a parameter is cut along, and the mesh."""
+        """Returns the Shard that `shard_placement_fn` chose (None: dim 0), and the mesh to shard over."""
         function = self.shard_placement_fn
         result: Any = None if function is None else function(parameter)
         info = getattr(result, "mesh_info", None)
@@ -163,7 +163,7 @@ class Placing(NamedTuple):
         return shard, data
 
     def _data_of(self, name: str, info: Any) -> DataMesh:
-        """Reads torch's FSDPMeshInfo."""
+        """Returns the mesh of torch's FSDPMeshInfo."""
         if self.data.same:
             raise ValueError(
                 f"shard_placement_fn: returned a mesh of its own for {name} besides same_data_dims=, which names dims "
@@ -192,7 +192,7 @@ class Placing(NamedTuple):
 
 
 def _own_data_of(data: DataMesh, name: str, parameter: nn.Parameter) -> DataMesh:
-    """With the mesh dims of a parameter that is a DTensor."""
+    """Returns `data` with the mesh dims of a parameter that is a DTensor. Raises ValueError if they conflict."""
     if isinstance(parameter, DTensor):
         if any(placement.is_partial() for placement in parameter.placements):
             raise ValueError(
@@ -226,7 +226,7 @@ def _placed(shard: Shard | None, parameter: nn.Parameter, data: DataMesh) -> lis
 
 
 def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type: str, has_placements: bool) -> DataMesh:
-    """Returns the mesh dims over which parameters are cut. Raises ValueError for arguments that do not fit."""
+    """Returns the mesh and the mesh dims over which to shard parameters. Raises ValueError if arguments conflict."""
     argument_checks.check_device_mesh("mesh", mesh)
     if mesh is None:
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
@@ -251,7 +251,7 @@ def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type:
 
 
 def _named_dims(mesh: DeviceMesh, dims: Any) -> DataMesh:
-    """The mesh at rest for parameters that are DTensors on `mesh`: as FSDP2's, with several dims that cut as one."""
+    """Returns the mesh to shard DTensors on `mesh` over. As in FSDP2, several `shard` dims become one dim."""
     if not hasattr(dims, "shard") or not hasattr(dims, "replicate"):
         raise ValueError(
             f"dp_mesh_dims: got a {type(dims).__name__}; allowed is torch's DataParallelMeshDims, or an object with "
@@ -296,7 +296,7 @@ def _as_one(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def kept_ranks_of(reshard_after_forward: Any, data: DataMesh) -> int | None:
-    """Returns the number of ranks that share a kept copy; None for no number. Raises ValueError for others."""
+    """Returns the number of ranks that share a kept copy; None for True, False, None. Raises ValueError otherwise."""
     given = reshard_after_forward
     if given is None or isinstance(given, bool):
         return None
@@ -311,13 +311,13 @@ def kept_ranks_of(reshard_after_forward: Any, data: DataMesh) -> int | None:
 
 # ---- modules and parameters
 
-# Attributes of parameters: that they belong to a unit, both as they were given, which other modules may still have, and
-# as they are now, unless they were replaced or converted.
+# Attributes that mark parameters of units. GIVEN: the parameter that was passed in; other modules may still have it.
+# SHARDED: the DTensor that took its place, unless it was replaced or converted since.
 GIVEN, SHARDED = "_shardwright_given", "_shardwright_sharded"
 
 
 def device_type_of(parameters: list[nn.Parameter]) -> str:
-    """Returns the kind of device of the default mesh: that of parameters, or where all are on meta, the machine's."""
+    """Returns the device type for the default mesh: that of the parameters; if all are on meta, the accelerator's."""
     found = next((each.device.type for each in parameters if not each.is_meta), None)
     if found is None and parameters:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -346,7 +346,7 @@ def checked_modules(given: Any) -> tuple[nn.Module, ...]:
     return modules
 
 
-Place = tuple[nn.Module, str, str]  # module, name in it, name in all
+Place = tuple[nn.Module, str, str]  # owning module, name in it, full name
 
 
 def checked_ignored(given: Any) -> set[int]:
@@ -359,12 +359,12 @@ def checked_ignored(given: Any) -> set[int]:
 
 
 def parameters_of(modules: tuple[nn.Module, ...], ignored: set[int]) -> list[tuple[nn.Parameter, list[Place]]]:
-    """Returns the parameters that no unit has, each with its places."""
+    """Returns the parameters that belong to no unit yet, each with the modules that own it."""
     found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
     visited: set[int] = set()
     inner = (getattr(each, ATTRIBUTE, None) for root in modules for each in root.modules())
     units = {id(state): state.unit for state in inner if state is not None}
-    # As FSDP2 does, leaves out what torch's `replicate` has.
+    # Modules under torch's `replicate` are skipped, as in FSDP2.
     others = (each for root in modules for each in root.modules() if "replicate" in (_get_registry(each) or {}))
     visited |= {id(inner) for other in others for inner in other.modules()}
     taken = {(owner, name) for unit in units.values() for weight in unit.weights for owner, name in weight.places}
@@ -393,6 +393,6 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     data = parameter.detach()
     local = data._local_tensor if isinstance(data, DTensor) else data
     if not has_extension(local):
-        # Methods that say what is gathered may come after this.
+        # The methods of FSDP2's extension protocol may be added later, so only the dtype of subclasses is checked now.
         like = torch.empty(0, dtype=local.dtype, device="cpu") if local.is_meta or is_subclass(local) else local
         argument_checks.check_tensor(name, like)

@@ -1,4 +1,4 @@
-"""Tensors in the inputs and outputs of modules, and calls of methods that are forwards."""
+"""Search for tensors in the inputs and outputs of modules, and records of running forward methods."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ from .units import Unit, is_in_backward
 Function: TypeAlias = Callable[[torch.Tensor], Any]
 
 _SEQUENCES = (list, tuple, set, frozenset, deque)
-# Values without tensors of their own, or with tensors that are no part of an output, such as the weights of a module.
+# Types that are not searched. They hold no tensors, or tensors that are no output, such as a module's weights.
 _CLOSED = (str, bytes, int, float, complex, torch.dtype, torch.device, nn.Module, type, types.ModuleType, DeviceMesh)
-# Plain objects are opened to this depth, so that an output which refers to a whole program is not searched as a whole.
-_MAX_OBJECT_DEPTH = 3
+_MAX_OBJECT_DEPTH = 3  # maximum nesting of plain objects; an output may refer to objects of the whole program
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors in a value, each once.
 
-    It opens mappings, lists, tuples, sets and their subclasses, dataclasses, and the attributes of plain objects. It
-    does not open modules or classes, and calls no properties. Objects may refer to each other in cycles.
+    It searches mappings, lists, tuples, sets and their subclasses, dataclasses, and the attributes of plain objects. It
+    does not search modules or classes, and calls no properties. Objects may refer to each other in cycles.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -73,9 +72,9 @@ def _parts_of(value: Any) -> Iterator[Any]:
 def mapped(function: Function, value: Any) -> Any:
     """Returns a value with `function` applied to its tensors.
 
-    It opens what FSDP2 opens when it casts inputs and outputs: dataclasses, dicts, lists, tuples, sets and their
-    subclasses, which keep their class. An object that holds no tensor that `function` has replaced is returned as it
-    is, and so is everything else.
+    Like FSDP2 when it casts inputs and outputs, it searches dataclasses, dicts, lists, tuples, sets and their
+    subclasses, and keeps their classes. It returns all other values, and containers without a replaced tensor, as they
+    are.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -102,24 +101,24 @@ def _with_parts(value: Any, parts: list[Any]) -> Any:
 
 
 def _with_items(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns a dict of the class of `value`; a plain one, as FSDP2 does, if the class cannot be copied."""
+    """Returns a dict of the class of `value`. If the class cannot be copied, returns a plain dict, as FSDP2 does."""
     if type(value) is dict:
         return items
     try:
-        if getattr(value, "__dict__", None) is value:  # attributes are the items, which a copy would part
+        if getattr(value, "__dict__", None) is value:  # attributes and items are one dict; a copy would separate them
             made: dict[Any, Any] = type(value)(items)  # type: ignore[call-arg]
             return made
         made = copy.copy(value)
         for key, each in items.items():
             made[key] = each
-    except Exception:  # of any constructor or method of the class
+    except Exception:  # constructors and methods of the class may raise anything
         return items
     return made
 
 
 def _mapped_dataclass(function: Function, value: Any) -> Any:
     changed: dict[str, Any] = {}
-    is_all_given = True  # to the constructor
+    is_all_given = True  # all changed fields are constructor arguments
     for field in dataclasses.fields(value):
         if not hasattr(value, field.name):
             continue
@@ -138,24 +137,23 @@ def _mapped_dataclass(function: Function, value: Any) -> Any:
     return made
 
 
-# ---- methods that are forwards
+# ---- running forward methods
 
-# Those registered by torch's `register_fsdp_forward_method`.
-#
-# Torch wraps such a method in a function that calls a hook before it and one after it, but none if it raises. So the
-# hook before it notes the frame of this function: once the frame has left the stack, the call has ended.
+# torch's `register_fsdp_forward_method` wraps a method in a function that calls a hook before and a hook after it, but
+# none if the method raises. So the hook before it records the wrapper's frame: once the frame has left the stack, the
+# call has ended.
 
 
 class _Call(NamedTuple):
-    frame: FrameType  # of torch's wrapper
+    frame: FrameType  # frame of torch's wrapper
     thread: int
-    is_in_backward: bool  # of a checkpoint, which leaves it by an exception once it has what it needs
+    is_in_backward: bool  # a checkpoint recomputes it, and may leave it early by an exception
     unit: Unit
-    depth: int  # number of forwards of the unit that were running before
+    depth: int  # number of forwards of the unit that were running before this call
 
 
 class MethodCalls:
-    """The calls that run in one model, innermost last."""
+    """The running calls of forward methods in one model, innermost last."""
 
     def __init__(self) -> None:
         self._running: list[_Call] = []
@@ -168,11 +166,11 @@ class MethodCalls:
             self._running.pop()
 
     def end_failed(self, end_forward: Callable[[Unit], None], backward_ends: bool = False) -> None:
-        """Ends the forwards of calls that have raised, innermost first. A call on another thread may run still.
+        """Ends the forwards of calls that have raised, innermost first. Stops at a call that may run on another thread.
 
         Args:
-            end_forward: ends a unit's forward.
-            backward_ends: a backward ends, so that calls which it has made on other threads have ended too.
+            end_forward: a function that ends a unit's forward.
+            backward_ends: True at the end of a backward: the calls that it made on other threads have ended too.
         """
         if not self._running:
             return

@@ -1,15 +1,15 @@
-"""Weights of `nn.Linear` that move in chunks during their products, each of which is multiplied while the next moves.
+"""Weights of `nn.Linear` that are gathered in chunks: each chunk is multiplied while the next one is transferred.
 
-A unit that is gathered in chunks gathers before its use what is not chunked, such as biases. During that use its Linear
-modules have another class, whose forward multiplies by what arrives. Where such a weight is needed in another way, it
-is gathered then, whole.
+A unit that is gathered in chunks gathers its other weights, such as biases, before the use. During the use its Linear
+modules have another class, whose forward multiplies by each chunk when it is received. If such a weight is read in
+another way, it is gathered in full at that moment.
 
-In backwards, an autograd function does the same: the gradient of the input is a product with the weight, whose rows
-arrive in chunks, and the gradient of the weight is a product whose rows leave in chunks, to be reduced. So in steps
-whose backward has chunks, the modules have that class in forwards too.
+In backwards, an autograd function does the same. The gradient of the input is a matmul with the weight, whose rows are
+received in chunks. The gradient of the weight is a matmul whose result rows are sent in chunks, to be reduced. So in
+steps whose backward has chunks, the modules have that class in forwards too.
 
-A unit whose modules contain other units is gathered whole: its weights are needed in many uses, with others in between.
-Its gradients are reduced in chunks all the same, each in the use that makes it.
+A unit whose modules contain other units is not gathered in chunks, because its weights are needed in many uses with
+other uses in between. Its gradients are still reduced in chunks, each in the use that computes it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_linear(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, linear_forward) and "forward" not in vars(module)
 
 
-OWN_PRODUCT = "_shardwright_product"  # of a module whose products are ours: the forward that makes them
+OWN_PRODUCT = "_shardwright_product"  # attribute of a module: the forward that replaces `nn.Linear.forward`
 
 
 def linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
@@ -53,16 +53,15 @@ def linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return y
 
 
-# If few ranks would make fewer chunks, each rank's part is divided.
-_LEAST_CHUNKS = 8
-# Programs of a product, for different numbers of rows.
-_MAX_CALLS = 64
+_LEAST_CHUNKS = 8  # minimum number of chunks; with fewer ranks, each rank's shard is divided
+_MAX_CALLS = 64  # maximum number of cached programs of a matmul, one for each number of rows
 
 
 class Product:
-    """A product of which one operand, or the result, moves in chunks.
+    """A matmul of which one operand or the result is transferred in chunks.
 
-    Its program depends on the number of rows of an input, its transfers do not, so ranks may have different numbers.
+    Its program depends on the number of rows of the input, but its transfers do not. So ranks may have different
+    numbers of rows.
     """
 
     def __init__(self, mesh: DeviceMesh, device_type: str, make: Callable[[int, bool], _planner.Matmul]) -> None:
@@ -72,8 +71,8 @@ class Product:
         ranks = one.num_partners
         self.schedule = _planner.Schedule("ring", ranks * -(-_LEAST_CHUNKS // ranks))
         self._model = tables.current.gemm_model(device_type, one.plan.src.dtype)
-        self.transfer_ps = int(one.timeline(self.schedule, self._model)["communication_ps"])  # of all chunks
-        self.result_bytes = one.peak_bytes(self.schedule, one.plan.src.mesh.ranks[0])  # on the rank with most
+        self.transfer_ps = int(one.timeline(self.schedule, self._model)["communication_ps"])  # all chunks together
+        self.result_bytes = one.peak_bytes(self.schedule, one.plan.src.mesh.ranks[0])  # on the rank that needs most
         self._calls: dict[tuple[int, bool], Call] = {}
 
     @property
@@ -105,11 +104,11 @@ class ChunkedWeight:
         self.reduced = (
             None if reduced is None else Product(weight.mesh, device_type, functools.partial(_gradient, reduced))
         )
-        self.is_absent = False  # it is gathered in chunks now
-        self.was_read = False  # in another way than by a product, since the step began
-        self.num_products = 0  # in forwards, since the step began
-        self.reduces = False  # in chunks, in the backward that runs
-        self._is_whole = False  # although absent
+        self.is_absent = False  # the running use gathers it in chunks
+        self.was_read = False  # since the step began, it was read other than by a matmul
+        self.num_products = 0  # number of matmuls in forwards since the step began
+        self.reduces = False  # the running backward reduces its gradient in chunks
+        self._is_whole = False  # it was gathered in full although `is_absent`
 
     @property
     def module(self) -> Any:
@@ -117,7 +116,7 @@ class ChunkedWeight:
 
     @property
     def chunk_bytes(self) -> int:
-        """Of two chunks, on the rank whose are largest."""
+        """Bytes of two chunks, on the rank with the largest chunks."""
         rows, columns = self.plan.src.local_shape(self.plan.src.mesh.ranks[0])
         shares = self.gathered.num_chunks * rows // self.plan.src.shape[0] if rows else 1
         return int(2 * -(-rows // max(shares, 1)) * columns * self.weight.whole.itemsize)
@@ -143,14 +142,14 @@ class ChunkedWeight:
         return self.is_absent and not self._is_whole
 
     def multiplies(self, x: Any, bias: Any) -> bool:
-        """Returns whether this product can take the weight in chunks; the same on all ranks where modules are."""
+        """Returns true if this matmul can take the weight in chunks. Equal on all ranks if their modules are equal."""
         whole = self.weight.whole
         operands = [x] if bias is None else [x, bias]
         fit = all(type(t) in (torch.Tensor, nn.Parameter) and t.dtype == whole.dtype for t in operands)
         return fit and x.dim() > 0 and x.shape[-1] == whole.shape[1] and not torch.is_autocast_enabled(x.device.type)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if is_in_backward():  # a checkpoint within the unit: the gradient needs the weight again
+        if is_in_backward():  # recomputation of a checkpoint in the unit: the gradient needs the full weight later
             self.make_whole()
         else:
             self.num_products += 1
@@ -169,7 +168,7 @@ class ChunkedWeight:
         return dx.view(*dy.shape[:-1], dx.shape[-1])
 
     def gradient(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """That of the whole weight; None where it was reduced."""
+        """Returns the gradient of the full weight; None if it was reduced in chunks."""
         if not self.reduces or self.reduced is None:
             return _rows(dy).t().mm(_rows(x))
         rows = _rows(x)
@@ -177,7 +176,7 @@ class ChunkedWeight:
         return None
 
     def read(self) -> nn.Parameter:
-        """The weight where it is needed in another way: gathered until its unit is released, if it is absent."""
+        """Returns the full weight, for a read other than a matmul. If absent, gathers it until the unit is released."""
         self.was_read = True
         self.make_whole()
         return self.weight.whole
@@ -197,21 +196,21 @@ class ChunkedWeight:
 
 
 class UnitInChunks:
-    """The weights of a unit that may move in chunks."""
+    """The weights of a unit that may be transferred in chunks."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         found = [_chunked(weight) for weight in unit.weights]
         self.weights = [each for each in found if each is not None]
-        self._had: set[int] = set()  # those with a whole gradient, when that was looked for
+        self._had: set[int] = set()  # indices of weights that had a full gradient at the last call of `new_gradients`
 
     def form(self, in_backwards: bool, reduces: bool, made: Sequence[tuple[int, int]]) -> tuple[Any, ...] | None:
-        """The figures that schedules need, as `StepSchedule` says; None if nothing may be in chunks.
+        """Returns the sizes and times that `StepSchedule` takes as a form; None if nothing may be in chunks.
 
         Args:
-            in_backwards: whether weights may be gathered in chunks there.
-            reduces: whether what a backward leaves, and nothing else, is reduced after it.
-            made: where gradients are known to be made: which of `weights`, and the use.
+            in_backwards: weights may be gathered in chunks in backwards.
+            reduces: the gradients of each backward are reduced right after it, with none kept from earlier backwards.
+            made: index into `weights`, and the use that computes its gradient, as far as known.
         """
         wishes = self.unit.wishes
         if not self.weights or wishes.stays or wishes.stays_between_steps or self.unit.keep_bytes:
@@ -228,7 +227,8 @@ class UnitInChunks:
         )
 
     def _reduction(self, made: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], int, int]:
-        """Of each product, times of all chunks and of one, and its use; the time of what is reduced after; bytes."""
+        """Returns for each matmul the time of all chunks, the time of one chunk and the use (-1: unknown); then the
+        time to reduce the other gradients, and the bytes of all."""
         reduced = {i: e.reduced for i, e in enumerate(self.weights) if e.weight.sharded.requires_grad and e.reduced}
         ours = [self.weights[i].weight for i in reduced]
         trained = [weight for weight in self.unit.weights if weight.sharded.requires_grad]
@@ -239,13 +239,13 @@ class UnitInChunks:
         return products, sum(w.reduce_ps for w in others), most + sum(w.gradient_bytes for w in others)
 
     def new_gradients(self) -> list[int]:
-        """Returns those of `weights` that have got a whole gradient since the last call."""
+        """Returns the indices of `weights` that have got a full gradient since the last call."""
         had, self._had = self._had, {i for i, e in enumerate(self.weights) if e.weight.whole.grad is not None}
         return sorted(self._had - had)
 
     @property
     def may_reduce(self) -> bool:
-        """Returns whether what products reduce is what a reduction after them would be."""
+        """True if a reduction in chunks gives the same gradients as a reduction after the backward."""
         wishes = self.unit.wishes
         is_usual = wishes.reduces and wishes.reduces_over_replicas and wishes.divides_by is None
         return is_usual and not any(weight.gradients.wait for weight in self.unit.weights)
@@ -259,12 +259,12 @@ class UnitInChunks:
             each.end()
 
     def set_absent(self, is_absent: bool) -> None:
-        """They are gathered in chunks from now on, or not any more."""
+        """Sets for all weights whether they are gathered in chunks from now on."""
         for each in self.weights:
             each.set_absent(is_absent)
 
     def make_whole(self, which_were_read: bool = False) -> None:
-        """Gathers those that are absent."""
+        """Gathers the absent weights in full; with `which_were_read`, only those that were read in this step."""
         for each in self.weights:
             if each.was_read or not which_were_read:
                 each.make_whole()
@@ -276,9 +276,10 @@ class UnitInChunks:
         self._had = set()
 
     def begin_backward(self, reduces: bool) -> None:
-        """A gradient that is a sum is reduced whole, once, instead of each of its terms.
+        """Decides which gradients are reduced in chunks, if `reduces`.
 
-        So ranks must agree on how often they call each module; `sw.debug.check_ranks` compares that.
+        A gradient that is the sum of several matmuls is reduced once, in full. So ranks must call each module equally
+        often; `sw.debug.check_ranks` compares the numbers of calls.
         """
         if reduces and checking.is_on():
             self._check_calls()
@@ -302,7 +303,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-# Products whose weight, or its gradient, moves by a plan, for a number of rows.
+# Matmuls whose weight is gathered, or whose weight gradient is reduced, by a plan. `rows`: rows of the other operand.
 
 
 def _forward(plan: _planner.Plan, rows: int, has_bias: bool) -> _planner.Matmul:
@@ -318,13 +319,13 @@ def _gradient(plan: _planner.Plan, rows: int, _: bool) -> _planner.Matmul:
 
 
 def _uncut(plan: _planner.Plan, rows: int, dim: int) -> Layout:
-    """Rows of as many elements as the weight has along a dim, on each rank its own."""
+    """Returns the layout of `rows` rows whose length is the weight's size along `dim`. Each rank has its own rows."""
     mesh = plan.src.mesh
     return Layout(mesh, [rows, plan.src.shape[dim]], ["R"] * mesh.ndim, plan.src.dtype)
 
 
 def _chunked(weight: Weight) -> ChunkedWeight | None:
-    """Returns a weight in chunks, if only one `nn.Linear` has it, its rows are cut, and it is gathered in place."""
+    """Returns None unless one `nn.Linear` alone has the weight, its rows are sharded, and it is gathered in place."""
     module, name = weight.places[0]
     if len(weight.places) > 1 or name != "weight" or not is_linear(module):
         return None
@@ -339,7 +340,7 @@ def _chunked(weight: Weight) -> ChunkedWeight | None:
 
 
 def _reduction_of(weight: Weight) -> _planner.Plan | None:
-    """The plan of its gradient's reduction, if chunks of it can be multiplied just before they are sent."""
+    """Returns the plan that reduces a weight's gradient in chunks, each computed just before it is sent, or None."""
     dtypes = weight.gradients.dtypes
     if not dtypes.use == dtypes.reduce == dtypes.gradients:
         return None
@@ -350,7 +351,7 @@ def _reduction_of(weight: Weight) -> _planner.Plan | None:
 
 
 class _LinearInChunks(nn.Linear):
-    """The class of a Linear module while its products are ours."""
+    """The class of a Linear module while its weight is multiplied in chunks."""
 
     _chunks: ChunkedWeight
 
@@ -372,7 +373,7 @@ def _in_chunks(original: type) -> type:
 
 
 class _Multiply(torch.autograd.Function):
-    """`F.linear`, in chunks where a schedule says so."""
+    """`F.linear`, in chunks in the uses for which the schedule has chunks."""
 
     @staticmethod
     def forward(  # type: ignore[override]

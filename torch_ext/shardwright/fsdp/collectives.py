@@ -1,4 +1,4 @@
-"""Transfers for PyTorch's own FSDP2: what `set_custom_all_gather` and `set_custom_reduce_scatter` take."""
+"""Collectives for PyTorch's own FSDP2: arguments of `set_custom_all_gather` and `set_custom_reduce_scatter`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PLACEMENTS = {
     dist.ReduceOp.PRODUCT: "P(product)",
 }
 
-ReduceOp: TypeAlias = Any  # dist.ReduceOp, or one of its values: another type
+ReduceOp: TypeAlias = Any  # a dist.ReduceOp, or one of its enum values, which have another type
 
 
 class _Allocating:
-    """FSDP2 asks for the memory of each call: gathered parameters, or gradients before and after the reduction."""
+    """Allocates the memory that FSDP2 requires: gathered parameters, or gradients before and after the reduction."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns memory for one call."""
@@ -52,13 +52,13 @@ class AllGather(_Allocating, _fsdp_api.AllGather):
             input_tensor: contiguous, with the same number of elements on all ranks. It may be this rank's part of
                 `output_tensor`, as FSDP2 passes it.
             group: every rank of it calls.
-            async_op: return while transfers are under way. The caller leaves both tensors alone until then.
+            async_op: return before the transfers end. The caller must not use either tensor until they end.
 
         Returns:
-            What to wait for; None if nothing is pending.
+            A Work to wait for; None if nothing is pending.
 
         Raises:
-            ValueError: the tensors do not fit each other, or are not contiguous.
+            ValueError: sizes or dtypes of the tensors do not match, or a tensor is not contiguous.
             torch.distributed.DistBackendError: a transfer failed or timed out.
         """
         return _move("S(0)", "R", input_tensor, output_tensor, group, async_op)
@@ -67,10 +67,9 @@ class AllGather(_Allocating, _fsdp_api.AllGather):
 class ReduceScatter(_Allocating, _fsdp_api.ReduceScatter):
     """Reduce-scatters by shardwright for a module under FSDP2.
 
-    ``module.set_custom_reduce_scatter(sw.fsdp.ReduceScatter())``. On Gloo a rank sends each other rank its part and
-    nothing else, which is half of what Gloo's own reduce-scatter sends. There contributions are summed in the order of
-    ranks in the group, 16-bit floats in float32 that is rounded once; averages are divided afterwards. On NCCL the sum
-    is NCCL's.
+    ``module.set_custom_reduce_scatter(sw.fsdp.ReduceScatter())``. On Gloo a rank sends each other rank only that rank's
+    chunk, half the bytes of Gloo's own reduce-scatter. Contributions are summed in the order of ranks in the group;
+    16-bit floats are summed in float32 and rounded once; averages are divided afterwards. On NCCL, NCCL sums.
     """
 
     def __call__(
@@ -88,13 +87,14 @@ class ReduceScatter(_Allocating, _fsdp_api.ReduceScatter):
             input_tensor: contiguous, one chunk for each rank of the group.
             group: every rank of it calls.
             op: ReduceOp.SUM, AVG, MIN, MAX or PRODUCT.
-            async_op: return while transfers are under way. The caller leaves both tensors alone until then.
+            async_op: return before the transfers end. The caller must not use either tensor until they end.
 
         Returns:
-            What to wait for; None if nothing is pending.
+            A Work to wait for; None if nothing is pending.
 
         Raises:
-            ValueError: the tensors do not fit each other, are not contiguous or share memory; another `op`.
+            ValueError: sizes or dtypes of the tensors do not match, a tensor is not contiguous, the tensors share
+                memory, or `op` is another operation.
             torch.distributed.DistBackendError: a transfer failed or timed out.
         """
         placement = next((name for known, name in _PLACEMENTS.items() if op == known), None)

@@ -1,12 +1,12 @@
-"""Weights that say themselves what is gathered: FSDP2's protocol for tensor subclasses, such as torchao's.
+"""FSDP2's extension protocol: tensor subclasses, such as torchao's, that define which tensors are gathered.
 
     part.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> tensors to gather, metadata
-    part.fsdp_post_all_gather(gathered, metadata, param_dtype) -> the whole weight, tensors that it is made of
-    part.fsdp_post_all_gather(gathered, metadata, param_dtype, out=the whole weight) -> None
+    part.fsdp_post_all_gather(gathered, metadata, param_dtype) -> the full weight, tensors that it consists of
+    part.fsdp_post_all_gather(gathered, metadata, param_dtype, out=the full weight) -> None
 
-Ranks gather the tensors along their dim 0. The first gather makes the whole weight; later ones write the memory of the
-same tensors, because autograd holds on to them. The gathered tensors lie in the arena once their sizes are known; what
-`fsdp_post_all_gather` makes besides has memory of its own, which schedules do not count.
+Ranks gather the tensors along their dim 0. The first gather makes the full weight. Later gathers write the memory of
+the same tensors, because autograd keeps them. The gathered tensors are stored in the arena once their sizes are known.
+Other tensors that `fsdp_post_all_gather` makes have their own memory, which schedules do not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Move = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], 
 
 
 def has_extension(local: torch.Tensor) -> bool:
-    """Returns whether a local tensor has the protocol. Raises ValueError if it has a half of it."""
+    """Returns true if a local tensor has both methods of the protocol. Raises ValueError if it has only one."""
     methods = "fsdp_pre_all_gather", "fsdp_post_all_gather"
     there = [hasattr(local, method) for method in methods]
     if there[0] != there[1]:
@@ -39,22 +39,21 @@ def has_extension(local: torch.Tensor) -> bool:
 
 
 def is_subclass(local: torch.Tensor) -> bool:
-    """Returns whether a local tensor is one that only the protocol can gather."""
+    """Returns true if a local tensor is of a subclass, which only the protocol can gather."""
     return type(local) not in (torch.Tensor, nn.Parameter)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of a subclass as a plain one, by the operator by which FSDP2 packs it: copy_."""
+    """Returns a plain copy of a tensor of a subclass; a plain tensor as it is. Uses FSDP2's operator: copy_."""
     if not is_subclass(tensor):
         return tensor
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    plain.copy_(tensor)  # which may return a tensor of the subclass
+    plain.copy_(tensor)  # its result may be of the subclass, so it is not returned
     return plain
 
 
 def cut(local: torch.Tensor, layouts: Layouts) -> torch.Tensor:
-    """Returns this rank's part of a tensor subclass, by the operators by which FSDP2 cuts: chunk, new_zeros, narrow,
-    copy_."""
+    """Returns this rank's shard of a tensor subclass. Uses FSDP2's operators: chunk, new_zeros, narrow, copy_."""
     dim, count, index = _cut_of(layouts)
     chunks = torch.chunk(local, count, dim)
     size = chunks[index].size(dim) if index < len(chunks) else 0
@@ -65,7 +64,7 @@ def cut(local: torch.Tensor, layouts: Layouts) -> torch.Tensor:
 
 
 def _cut_of(layouts: Layouts) -> tuple[int, int, int]:
-    """Returns the tensor dim that is cut, the number of parts, and the index of this rank's part."""
+    """Returns the sharded tensor dim, the number of shards, and the index of this rank's shard."""
     mesh, at = layouts.mesh, layouts.data.cut
     if at is None or isinstance(layouts.placements[at], Replicate):
         return 0, 1, 0
@@ -73,7 +72,7 @@ def _cut_of(layouts: Layouts) -> tuple[int, int, int]:
 
 
 def check(name: str, layouts: Layouts, is_plain_policy: bool) -> None:
-    """Raises ValueError for arguments that go with plain tensors only."""
+    """Raises ValueError for arguments that only plain tensors support."""
     data = layouts.data
     others = [p for i, p in enumerate(layouts.placements) if i in data.data_dims and i != data.cut]
     if layouts.store is not layouts.rest or layouts.kept is not None or any(p != Replicate() for p in others):
@@ -89,7 +88,7 @@ def check(name: str, layouts: Layouts, is_plain_policy: bool) -> None:
 
 
 def check_protocol(name: str, part: torch.Tensor) -> None:
-    """Raises RuntimeError for a tensor subclass that does not have it by the first gather."""
+    """Raises RuntimeError if a tensor subclass does not have the protocol when it is about to be gathered."""
     if is_subclass(part) and not has_extension(part):
         raise RuntimeError(
             f"{name}: a {type(part).__name__} must have the methods fsdp_pre_all_gather and fsdp_post_all_gather when "
@@ -117,14 +116,14 @@ class Extension:
         self._dtype = dtype
         self._mp_policy = mp_policy
         self._device = device
-        self._outputs: list[torch.Tensor] = []  # gathered, flat; they have memory between `start` and `release`
-        self._inner: list[torch.Tensor] = []  # of which the whole weight is made, in memory of their own
-        self._sizes: list[tuple[torch.Size, torch.dtype]] = []  # of what each rank sends
-        self._part: torch.Tensor | None = None  # while it is gathered
+        self._outputs: list[torch.Tensor] = []  # flat gathered tensors; they have memory from `start` to `release`
+        self._inner: list[torch.Tensor] = []  # other tensors that the full weight consists of, in their own memory
+        self._sizes: list[tuple[torch.Size, torch.dtype]] = []  # sizes and dtypes of the tensors that each rank sends
+        self._part: torch.Tensor | None = None  # the shard, while it is gathered
         self._sent: list[torch.Tensor] = []
         self._metadata: Any = None
         self._works: list[dist.Work | None] = []
-        self._is_made = False  # the whole weight
+        self._is_made = False  # the first gather has made the full weight
         self.when_read = ""  # the text of the error that a read of released memory raises
 
     @property
@@ -136,7 +135,8 @@ class Extension:
         """Starts to gather.
 
         Args:
-            places: bytes and an offset in them, for each gathered tensor; empty in the first gather.
+            part: this rank's shard.
+            places: memory (bytes) and an offset in it, for each gathered tensor; empty in the first gather.
         """
         self._part = part.to(self._device)
         inputs, self._metadata = self._pre_all_gather(self._part)
@@ -150,7 +150,7 @@ class Extension:
                 _runtime.borrow_memory(output, memory, offset)
         self._works = []
         for sent, output in zip(self._sent, self._outputs, strict=True):
-            # Bytes, because a plan copies them, whatever the dtype.
+            # The plan moves bytes, so any dtype can be gathered.
             size = sent.numel() * sent.itemsize
             whole: list[Placement] = [Replicate()] * self._layouts.mesh.ndim
             parts = [Shard(0) if dim == at and count > 1 else each for dim, each in enumerate(whole)]
@@ -176,7 +176,7 @@ class Extension:
         return part.fsdp_pre_all_gather(mesh, shape, stride, self._module(), self._mp_policy)
 
     def _check_sizes(self, sizes: list[tuple[torch.Size, torch.dtype]]) -> None:
-        """In the first gather, ranks compare what they send; later ones send the same."""
+        """Compares between ranks what they send, in the first gather. Raises if a later gather sends other sizes."""
         if self._sizes:
             if sizes != self._sizes:
                 raise RuntimeError(
@@ -191,7 +191,7 @@ class Extension:
         self._sizes = sizes
 
     def finish(self, whole: nn.Parameter) -> torch.Tensor | None:
-        """Waits, and writes the whole weight to `whole`; the first time returns it instead."""
+        """Waits for the gather, and writes the full weight to `whole`. The first gather returns a new weight."""
         part: Any = self._part
         if part is None:
             return None
@@ -211,7 +211,7 @@ class Extension:
             else:
                 for tensor in self._inner:
                     tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
-                # Autograd should not take a gather for a change of what it saved.
+                # Version counters stay, so that autograd does not see a gather as a change of saved tensors.
                 with torch.autograd._unsafe_preserve_version_counter((whole, *self._inner)):
                     part.fsdp_post_all_gather(gathered, self._metadata, self._dtype, out=whole)
         self._part, self._sent, self._works, self._metadata = None, [], [], None
@@ -220,7 +220,7 @@ class Extension:
         return made
 
     def _in_shape(self, made: torch.Tensor) -> torch.Tensor:
-        """Returns the weight without what uneven parts were padded with."""
+        """Returns the weight without the padding of uneven shards."""
         shape = torch.Size(self._layouts.use.local_shape(dist.get_rank()))
         return made if made.shape == shape else made.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
 

@@ -1,19 +1,19 @@
-"""Products that take weights in float8 as they arrive: `matmul_format="float8"` of `Options`.
+"""Matmuls that use weights in the float8 format of their messages: `matmul_format="float8"` of `Options`.
 
-The weight of an `nn.Linear` has no memory besides what arrives: its codes, and its scales if each row has one. Both
-arrive in the place, and with the padding, in which `torch._scaled_mm` takes them:
+The weight of an `nn.Linear` has no memory besides its received messages: codes, and scales if each row has one. Both
+are received with the shape and padding that `torch._scaled_mm` takes:
 
     codes    [N up to a multiple of 16, K up to a multiple of 16], rows padded with zeros
-    scales   [N up to a multiple of 16]; or one number, which all ranks know before
+    scales   [N up to a multiple of 16]; or one number, which all ranks have before the gather
 
-In MXFP8 and NVFP4, K is padded to a block of 32, or to four of 16. Scales arrive in rows, padded to a multiple of four
-blocks, and one strided copy brings them to the place and order in which cuBLAS reads them, in tiles of 128 rows and
-four blocks:
+In MXFP8 and NVFP4, K is padded to a block of 32, or to four blocks of 16. Scales are received in rows, padded to a
+multiple of four blocks. One strided copy brings them into the order that cuBLAS reads, in tiles of 128 rows and four
+blocks:
 
     scales   [N / 128, blocks / 4, 32, 4, 4]; of row r and block b: [r // 128, b // 4, r % 32, r % 128 // 32, b % 4]
 
-While the weight is in use, its module has a subclass of its class. Whoever reads the weight in another way gets it
-written out, then and in later uses.
+While the weight is in use, its module has a subclass of its class. The first read of the weight other than by a matmul
+decodes it, in this use and in all later ones.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from .formats import ROW_MULTIPLE, SCALES_TOGETHER, Dtypes, Float8, InBlocks, Ro
 from .layouts import Layouts
 from .weights import Weight
 
-_ELEMENTS_AT_A_TIME = 1 << 20  # of a weight, that a backward multiplies by
+_ELEMENTS_AT_A_TIME = 1 << 20  # elements of a weight that a backward decodes at a time
 
 
 class Float8Product:
-    """An object that multiplies by a weight as it has arrived. It does not refer to the weight, which refers to it."""
+    """A matmul by the received codes and scales of a weight. It does not refer to the weight, which refers to it."""
 
     def __init__(self, columns: int, is_rowwise: bool) -> None:
         self.is_rowwise = is_rowwise
         self.place_bytes = 0
-        # Bytes that a product reads beyond the last row only make columns that nobody reads.
+        # A matmul reads bytes beyond the last row. They only affect result columns that are dropped.
         self.padding_bytes = ROW_MULTIPLE * max(columns + -columns % ROW_MULTIPLE, torch.float32.itemsize)
 
     def land(self, weight: Weight) -> None:
-        """After it has arrived."""
+        """Prepares received messages for matmuls."""
 
     def begin(self, weight: Weight) -> None:
-        """The module takes the weight as it has arrived from now on."""
+        """Makes the module multiply by the received codes from now on."""
         module: Any = weight.places[0][0]
         if _WEIGHT not in vars(module):
             original: Any = type(module)
@@ -63,7 +63,7 @@ class Float8Product:
                 module.__class__ = type(module).__mro__[2]
 
     def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Multiplies rows in any dtype, which are quantised as the weight is: with one scale, or one for each row."""
+        """Returns x @ weight.T. Quantizes `x`, of any dtype, like the weight: with one scale, or one for each row."""
         codes, scales = self._arrived(weight)
         written_as = weight.carried.format
         scale = written_as.scale_of(written_as.largest(x))
@@ -73,7 +73,7 @@ class Float8Product:
         return y[:, : weight.whole.size(0)].to(x.dtype)
 
     def multiply_back(self, dy: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Multiplies gradients of rows, in their dtype, by the weight that the codes and scales encode."""
+        """Returns dy @ weight, in the dtype of `dy`. Decodes some rows of the weight at a time."""
         dx = dy.new_zeros(dy.size(0), weight.whole.size(1), dtype=torch.float32)
         for some in self.rows_at_a_time(weight):
             dx += dy[:, some] @ self.written(weight, some).to(dy.dtype)
@@ -85,13 +85,13 @@ class Float8Product:
         return (slice(begin, min(begin + step, number)) for begin in range(0, number, step))
 
     def written(self, weight: Weight, some: slice) -> torch.Tensor:
-        """Some rows of the weight that its codes and scales encode, in float32."""
+        """Returns some rows of the weight, decoded to float32."""
         codes, scales = self._arrived(weight)
         factor = scales.view(-1, 1)[some] if self.is_rowwise else scales
         return codes[some, : weight.whole.size(1)].float() * factor
 
     def _arrived(self, weight: Weight) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the codes and scales where they have arrived, with the padding after the last row."""
+        """Returns views of the received codes and scales, including the padding after the last row."""
         assert weight.carried.arrived is not None
         (_, *scales), scale = weight.carried.arrived
         codes = self._codes(weight).view(torch.float8_e4m3fn)
@@ -107,17 +107,17 @@ class Float8Product:
         return code.as_strided((number, code.size(1)), code.stride())
 
 
-_TILE = 128  # rows whose scales cuBLAS reads together
+_TILE = 128  # number of rows whose scales cuBLAS reads together
 
 
 def in_tiles(scales: torch.Tensor) -> torch.Tensor:
-    """Returns the view [R / 128, C / 4, 32, 4, 4] of scales [R, C], whose order is that in which cuBLAS reads them."""
+    """Returns the view [R / 128, C / 4, 32, 4, 4] of scales [R, C], in the order that cuBLAS reads."""
     rows, blocks = scales.size(0) // _TILE, scales.size(1) // SCALES_TOGETHER
     return scales.view(rows, 4, 32, blocks, SCALES_TOGETHER).permute(0, 3, 2, 1, 4)
 
 
 class BlockProduct(Float8Product):
-    """If `torch._scaled_mm` does not take scales of blocks, rows of the weight are written out and multiplied by."""
+    """A matmul by a weight with block scales. Decodes the weight if `torch._scaled_mm` takes no block scales."""
 
     def __init__(self, number: int, columns: int, block: int) -> None:
         super().__init__(columns, False)
@@ -171,8 +171,7 @@ def _in_place(scales: torch.Tensor) -> torch.Tensor:
     return in_tiles(torch.nn.functional.pad(scales, (0, 0, 0, -scales.size(0) % _TILE))).contiguous()
 
 
-# Codes of rows, and their scales in tiles.
-_Factor: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+_Factor: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # codes of rows, and their scales in tiles
 
 
 def _scaled_mm(form: InBlocks, a: _Factor, b: _Factor, dtype: torch.dtype) -> torch.Tensor:
@@ -182,11 +181,11 @@ def _scaled_mm(form: InBlocks, a: _Factor, b: _Factor, dtype: torch.dtype) -> to
     return torch._scaled_mm(*codes, *scales, out_dtype=dtype if a[0].device.type == "cpu" else torch.bfloat16)
 
 
-_reasons: dict[tuple[str, str], str | None] = {}  # by type of device and format
+_reasons: dict[tuple[str, str], str | None] = {}  # results of `_why_no_blocks`, by device type and format
 
 
 def _why_no_blocks(device_type: str, form: InBlocks) -> str | None:
-    """Why `torch._scaled_mm` cannot take scales of blocks there, by trying it on numbers with an exact result."""
+    """Returns why `torch._scaled_mm` cannot take block scales on a device type, or None. Tries it on exact numbers."""
     if (device_type, form.name) not in _reasons:
         _reasons[device_type, form.name] = _try_blocks(device_type, form)
     return _reasons[device_type, form.name]
@@ -198,8 +197,8 @@ def _try_blocks(device_type: str, form: InBlocks) -> str | None:
         code, scales = form.encode(given, given.new_ones(()))
         found = _scaled_mm(form, (code, _in_place(scales)), (code, _in_place(scales)), torch.float32)
     except torch.OutOfMemoryError:
-        raise  # says nothing about what the device has
-    except Exception as error:  # whatever kernels raise that a device does not have
+        raise  # does not show whether the device has the kernel
+    except Exception as error:  # a missing kernel may raise anything
         return f"torch._scaled_mm raises {_in_a_line(error)}"
     if not torch.equal(found.float(), 6 * given):
         return "torch._scaled_mm gives another result than scales and factors have"
@@ -210,7 +209,7 @@ def _in_a_line(error: Exception) -> str:
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
-_WEIGHT = "_shardwright_float8"  # of a module that multiplies so
+_WEIGHT = "_shardwright_float8"  # attribute of a module: the Weight that its forward multiplies by
 
 
 class _LinearInFloat8(nn.Linear):
@@ -234,7 +233,7 @@ def _in_float8(original: type) -> type:
 
 
 class _Multiply(torch.autograd.Function):
-    """`F.linear`. Of the weight nothing is saved: it is gathered again for the backward."""
+    """`F.linear`. It does not save the weight, which is gathered again for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, whole: torch.Tensor, weight: Weight) -> torch.Tensor:  # type: ignore[override]
@@ -257,13 +256,14 @@ class _Multiply(torch.autograd.Function):
 def product_of(
     name: str, given: nn.Parameter, places: Sequence[tuple[nn.Module, str]], layouts: Layouts, dtypes: Dtypes
 ) -> tuple[Dtypes, Float8Product | None]:
-    """For a weight that only one `nn.Linear` has, whose rows are not cut, and which is sent in float8, MXFP8 or NVFP4.
+    """Returns the dtypes of a weight with padded formats, and its matmul; for unsuitable weights `dtypes` and None.
 
-    Returns:
-        Its dtypes, and what multiplies by it; for other weights, what was given and None.
+    A weight is suitable if only one `nn.Linear` has it, its columns are not sharded, and it is sent in float8, MXFP8 or
+    NVFP4.
 
     Raises:
-        ValueError: `torch._scaled_mm` does not run there, or a copy of the weight would be kept.
+        ValueError: `torch._scaled_mm` does not support the format on this device type, or the unit keeps a copy of the
+            weight after forwards.
     """
     module, own_name = places[0]
     is_weight = own_name == "weight" and is_linear(module)
@@ -293,15 +293,15 @@ def product_of(
 
 @functools.cache
 def _why_not(device_type: str, is_rowwise: bool) -> str | None:
-    """Why `torch._scaled_mm` cannot be used on a kind of device, by trying it on numbers with an exact result."""
+    """Returns why `torch._scaled_mm` cannot be used on a device type, or None. Tries it on exact numbers."""
     a, b = (torch.eye(ROW_MULTIPLE, device=device_type).to(torch.float8_e4m3fn) for _ in range(2))
     shapes = [(ROW_MULTIPLE, 1), (1, ROW_MULTIPLE)] if is_rowwise else [(), ()]
     scales = [torch.full(shape, 2.0, device=device_type) for shape in shapes]
     try:
         found = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16)
     except torch.OutOfMemoryError:
-        raise  # says nothing about what the device has
-    except Exception as error:  # whatever kernels raise that a device does not have
+        raise  # does not show whether the device has the kernel
+    except Exception as error:  # a missing kernel may raise anything
         return f"torch._scaled_mm raises {_in_a_line(error)}"
     if not torch.equal(found.float(), 4 * torch.eye(ROW_MULTIPLE, device=device_type)):
         return "torch._scaled_mm gives another result than scales and factors have"

@@ -1,7 +1,7 @@
 """Formats of weights in messages: a dtype, or a few bits with scales.
 
-What is quantised before a gather has the bits of what is quantised after it, because ranks use the same scales: a
-tensor's or a row's from all of its parts (`largest`), a block's from a block that no cut divides.
+Quantizing before a gather gives the same bits as quantizing after it, because all ranks use the same scales. The scale
+of a tensor or row is computed from all of its shards (`largest`); a block is never divided between shards.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .._native import _planner
 from ..layouts.layout import Layout
 
-# Decoding takes this many elements at a time, so that what it needs besides its result is small.
-_DECODED_AT_A_TIME = 1 << 20
+_DECODED_AT_A_TIME = 1 << 20  # elements decoded at a time; bounds temporary memory
 
-LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn
-ROW_MULTIPLE = 16  # bytes, of rows of float8 that `torch._scaled_mm` takes
+LARGEST_FLOAT8 = 448.0  # largest number in float8_e4m3fn
+ROW_MULTIPLE = 16  # `torch._scaled_mm` requires rows of a multiple of 16 bytes
 _MX_BLOCK = 32  # elements of MXFP8 that share a scale
-SCALES_TOGETHER = 4  # blocks of a row whose scales cuBLAS reads together
-_EXPONENT_BIAS = 127  # of float8_e8m0fnu
+SCALES_TOGETHER = 4  # number of blocks of a row whose scales cuBLAS reads together
+_EXPONENT_BIAS = 127  # exponent bias of float8_e8m0fnu
 
 
 def with_dtype(layout: _planner.Layout, dtype: torch.dtype) -> Layout:
-    """Returns the same layout of a tensor of another dtype."""
+    """Returns the layout with another dtype."""
     order = layout.shard_order
     return Layout(layout.mesh, layout.shape, layout.placements, dtype, order, "literal", layout.flattened)
 
@@ -43,7 +42,7 @@ def in_blocks(layout: _planner.Layout, block: int, size: int) -> Layout:
 
 
 def check_blocks(wire: str, name: str, rest: _planner.Layout, block: int) -> None:
-    """Raises ValueError if a cut divides a block."""
+    """Raises ValueError if shards divide a block."""
     blocks = in_blocks(rest, block, 1)
     for rank in rest.mesh.ranks:
         begins = [(begin // block, -(-end // block)) for begin, end in rest.region(rank)[-1]]
@@ -59,24 +58,24 @@ def check_blocks(wire: str, name: str, rest: _planner.Layout, block: int) -> Non
 class Format:
     """Messages in a dtype."""
 
-    needs_largest = False  # what `encode` and `decode` take as `scale`
+    needs_largest = False  # `encode` and `decode` take a `scale`, which `scale_of` computes from `largest`
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def check(self, name: str, rest: _planner.Layout, device_type: str) -> None:
-        """Raises ValueError if weights that lie so cannot be written so, or not on such devices."""
+        """Raises ValueError if the format does not support a weight with layout `rest`, or this device type."""
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
         """Returns the layouts of the tensors that are sent for a weight with this layout."""
         return [with_dtype(layout, self.dtype)]
 
     def largest(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the largest magnitudes in a part, whose maximum over all parts `scale_of` takes."""
+        """Returns the largest magnitudes in a shard. `scale_of` takes their maximum over all shards."""
         raise NotImplementedError
 
     def largest_layout(self, rest: _planner.Layout) -> Layout | None:
-        """The places of `largest` by rank; None if it is one number, which is reduced with those of others."""
+        """Returns the layout of `largest`; None if it is one number, which is reduced together with other weights'."""
         return None
 
     def scale_of(self, largest: torch.Tensor) -> torch.Tensor:
@@ -90,12 +89,12 @@ class Format:
 
 
 class ScaledCodes(Format):
-    """Codes of some bits, sent as bytes, with one float32 scale, which all ranks know before the gather."""
+    """Codes of a few bits, sent as bytes, with one float32 scale, which all ranks have before the gather."""
 
     needs_largest = True
 
     def __init__(self) -> None:
-        super().__init__(torch.uint8)  # process groups move neither float8 nor float4
+        super().__init__(torch.uint8)  # process groups do not support float8 and float4
 
     def largest(self, part: torch.Tensor) -> torch.Tensor:
         return part.abs().max().float() if part.numel() else part.new_zeros((), dtype=torch.float32)
@@ -105,7 +104,7 @@ class Float8(ScaledCodes):
     """float8_e4m3fn.
 
     Args:
-        pads: rows with zeros, up to a multiple of 16.
+        pads: pad rows with zeros to a multiple of 16.
     """
 
     def __init__(self, pads: bool = False) -> None:
@@ -128,7 +127,7 @@ class Float8(ScaledCodes):
 
 
 class RowwiseFloat8(Float8):
-    """float8_e4m3fn with a float32 scale for each row, that is for all elements along the last dim."""
+    """float8_e4m3fn with a float32 scale for each row (all elements along the last dim)."""
 
     def largest(self, part: torch.Tensor) -> torch.Tensor:
         return part.abs().amax(-1).float() if part.size(-1) else part.new_zeros(part.shape[:-1], dtype=torch.float32)
@@ -148,7 +147,7 @@ class RowwiseFloat8(Float8):
 
 
 class InBlocks(Format):
-    """With a scale for each block of elements along the last dim."""
+    """Codes with a scale for each block of elements along the last dim."""
 
     name: str
     block: int
@@ -161,7 +160,7 @@ class Mxfp8(InBlocks):
     """float8_e4m3fn with a power of two for each block of 32 elements along the last dim (OCP MX, rounded down).
 
     Args:
-        pads: rows of codes with zeros, up to whole blocks, and rows of scales, up to a multiple of four.
+        pads: pad rows of codes with zeros to a multiple of 32, and rows of scales to a multiple of four.
     """
 
     name, block, elements_in_byte = "MXFP8", _MX_BLOCK, 1
@@ -189,10 +188,10 @@ class Mxfp8(InBlocks):
             -1, (count, _MX_BLOCK)
         )
         largest = padded.abs().amax(-1)
-        # Of 448 = 1.75 * 2**8; frexp has mantissas from 0.5 on, so its exponents are larger by one.
+        # The largest code is 448 = 1.75 * 2**8. frexp's mantissas start at 0.5, so its exponents are larger by one.
         exponent = (torch.frexp(largest).exponent - 9).clamp(-_EXPONENT_BIAS, _EXPONENT_BIAS)
         scaled = _to_float8(torch.ldexp(padded, -exponent.unsqueeze(-1)).flatten(-2))
-        code = torch.where(largest.isfinite(), exponent + _EXPONENT_BIAS, 255).to(torch.uint8)  # 255 stands for NaN
+        code = torch.where(largest.isfinite(), exponent + _EXPONENT_BIAS, 255).to(torch.uint8)  # 255 is NaN
         if self.pads:
             return [scaled, torch.nn.functional.pad(code, (0, -count % SCALES_TOGETHER))]
         return [scaled[..., :length], code]
@@ -206,7 +205,7 @@ def _to_float8(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(code: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes code * scales. `scales` has a row for each row of `out`: one number, or one for each block."""
+    """Writes code * scales to `out`. `scales` has a row for each row of `out`, with one scale or one for each block."""
     length = out.size(-1)
     if out.numel() == 0:
         return
@@ -221,12 +220,12 @@ def _decode(code: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None
 
 
 def _without_last_dim(layout: _planner.Layout, instead: str) -> Layout:
-    """Of one number for each row; `instead` of cuts of the rows themselves."""
+    """Returns the layout of one float32 for each row. Mesh dims that shard along the last dim become `instead`."""
     last = len(layout.shape) - 1
     order = layout.shard_order
     cuts_rows = order.pop(last, [])
     placements = [instead if i in cuts_rows else text for i, text in enumerate(layout.placements)]
-    # Mesh dims of size 1 are in no order.
+    # Mesh dims of size 1 are not in the shard order.
     placements = ["R" if f"({last}" in text else text for text in placements]
     return Layout(layout.mesh, layout.shape[:-1], placements, torch.float32, order, "literal")
 
@@ -236,20 +235,21 @@ FORMATS: dict[str, Callable[[], Format]] = {"float8": Float8, "float8_rowwise": 
 
 # ---- NVFP4
 
-# NVFP4 in messages, by torchao's functions: four bits per element with a scale for each 16 and one for each weight.
+# NVFP4 in messages, by torchao's functions: four bits per element, a scale for each 16 elements and for each weight.
 #
-# torchao is no dependency: it is looked for with `message_format="nvfp4"`, and tried once on each kind of device.
+# torchao is optional: it is imported for `message_format="nvfp4"`, and tried once on each device type.
 
 _NV_BLOCK = 16  # elements that share a scale
-_LARGEST = 448.0 * 6.0  # of float8_e4m3fn, of which scales of blocks are, times that of float4_e2m1fn
-_ROWS_AT_A_TIME = 1 << 16  # bounds what decoding needs besides its result, in blocks
+_LARGEST = 448.0 * 6.0  # largest float8_e4m3fn (block scales) times largest float4_e2m1fn (codes)
+_ROWS_AT_A_TIME = 1 << 16  # blocks decoded at a time; bounds temporary memory
 
 
 class Nvfp4(ScaledCodes, InBlocks):
-    """float4_e2m1fn, two in a byte, with a float8_e4m3fn scale for each block of 16 along the last dim as well.
+    """float4_e2m1fn, two in a byte, with a float32 scale for the weight and a float8_e4m3fn scale for each block of 16
+    along the last dim.
 
     Args:
-        pads: rows with zeros, up to a multiple of four blocks.
+        pads: pad rows with zeros to a multiple of four blocks.
     """
 
     name, block, elements_in_byte = "NVFP4", _NV_BLOCK, 2
@@ -257,7 +257,7 @@ class Nvfp4(ScaledCodes, InBlocks):
 
     def __init__(self, pads: bool = False) -> None:
         super().__init__()
-        self._together = SCALES_TOGETHER if pads else 1  # blocks
+        self._together = SCALES_TOGETHER if pads else 1  # rows are padded to a multiple of so many blocks
 
     def check(self, name: str, rest: _planner.Layout, device_type: str) -> None:
         reason = _why_not(device_type)
@@ -307,7 +307,7 @@ def _torchao() -> Any:
 
 @functools.cache
 def _why_not(device_type: str) -> str | None:
-    """Quantises what has an exact result, and reads it again."""
+    """Returns why torchao's NVFP4 functions cannot be used on a device type, or None. Tries them on exact numbers."""
     try:
         _torchao()
     except ImportError as error:
@@ -318,8 +318,8 @@ def _why_not(device_type: str) -> str | None:
         tried, scale = Nvfp4(), torch.ones((), device=device_type)
         tried.decode(tried.encode(given, scale), scale, found)
     except torch.OutOfMemoryError:
-        raise  # says nothing about what the device has
-    except Exception as error:  # whatever kernels raise that a device does not have
+        raise  # does not show whether the device has the kernels
+    except Exception as error:  # a missing kernel may raise anything
         return f"they raise {type(error).__name__} there: {str(error).splitlines()[0] if str(error) else ''}"
     if not torch.equal(found, given):
         return f"they give {found.tolist()} for {given.tolist()}, which four bits can hold"
@@ -331,11 +331,11 @@ FORMATS["nvfp4"] = Nvfp4
 
 # ---- dtypes
 
-# Dtypes of weights and gradients: sharded, in use and in messages (`mp_policy`, `Options.message_format`).
+# Dtypes of weights and gradients: sharded, in use, and in messages (`mp_policy`, `Options.message_format`).
 
 Wire: TypeAlias = torch.dtype | str | None
 
-# Until 2.14, gradients are reduced in param_dtype where reduce_dtype is None; after that, in the parameter's dtype.
+# If reduce_dtype is None, FSDP2 reduces gradients in param_dtype (torch up to 2.14) or in the parameter's dtype (2.15).
 _REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
 
 _ALLOWED = f"torch.bfloat16, torch.float16, {', '.join(map(repr, FORMATS))}, None or a function that returns one"
@@ -345,24 +345,24 @@ _ALLOWED = f"torch.bfloat16, torch.float16, {', '.join(map(repr, FORMATS))}, Non
 class Dtypes:
     """The dtypes of one weight."""
 
-    use: torch.dtype  # gathered
-    gathers: Format  # in messages
-    reduce: torch.dtype  # of gradients while they are added up
-    gradients: torch.dtype  # in messages
+    use: torch.dtype  # dtype of the gathered weight
+    gathers: Format  # format of the weight in messages
+    reduce: torch.dtype  # dtype in which gradients are summed
+    gradients: torch.dtype  # dtype of gradients in messages
     mp_policy: MixedPrecisionPolicy | None = None
 
     @property
     def are_plain(self) -> bool:
-        """Returns whether messages carry a weight in the dtype of its use."""
+        """True if the weight is sent in the dtype of its use."""
         return type(self.gathers) is Format and self.gathers.dtype == self.use
 
     def is_as_at_rest(self, own: torch.dtype) -> bool:
-        """Returns whether a weight that is whole at rest can be used as it is."""
+        """Returns true if a weight that is held unsharded in dtype `own` can be used without a conversion."""
         return self.use == own and type(self.gathers) is Format and self.gathers.dtype == own
 
 
 class Policy:
-    """The policy of one unit."""
+    """The mixed-precision policy and message format of one unit."""
 
     def __init__(self, mp_policy: MixedPrecisionPolicy | None, given: Any) -> None:
         if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
@@ -373,7 +373,7 @@ class Policy:
         self._message_format: Callable[[nn.Parameter], Wire] = given if callable(given) else lambda parameter: given
 
     def of(self, parameter: nn.Parameter) -> Dtypes:
-        """Returns the dtypes of a parameter, whole or cut."""
+        """Returns the dtypes of a parameter, full or sharded."""
         return dataclasses.replace(self._of(parameter), mp_policy=self._policy)
 
     def _of(self, parameter: nn.Parameter) -> Dtypes:
@@ -395,12 +395,12 @@ class Policy:
         reduce = policy.reduce_dtype or torch.float32
         if isinstance(message, torch.dtype):
             return Dtypes(use, Format(message), reduce, message)
-        # Biases and norms, which are small, keep their precision.
+        # Parameters of one dim (biases and norms) are small, so they are sent at full precision.
         gathers = FORMATS[message]() if parameter.ndim > 1 else Format(use)
         return Dtypes(use, gathers, reduce, torch.bfloat16)
 
     def cast_inputs(self, value: Any) -> Any:
-        """Casts one of a forward's arguments."""
+        """Returns an argument of a forward, cast to param_dtype if the policy casts inputs."""
         return _cast(value, self._policy.param_dtype if self._policy.cast_forward_inputs else None)
 
     def cast_output(self, value: Any) -> Any:

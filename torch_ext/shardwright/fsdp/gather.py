@@ -1,4 +1,4 @@
-"""Carries weights in their formats from rest to where they are used."""
+"""Gathers weights from their shards, in the format of their messages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .._native import _planner
 from ..layouts.layout import Layout
 from .formats import Format
 
-# Starts a move from one layout to another into a tensor.
+# A function that starts a move from one layout to another into a tensor.
 Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
 
 
 class _Arriving(NamedTuple):
-    """A weight that is being gathered. What is sent stays until that is done."""
+    """A gather in progress. It keeps the sent tensors alive until it ends."""
 
     in_place: bool
     scale: torch.Tensor | None
@@ -27,10 +27,10 @@ class _Arriving(NamedTuple):
 
 
 class Carried:
-    """The gather of one weight.
+    """The gathers of one weight.
 
-    If its format is just the dtype in which it is used, it is gathered into its place. Otherwise it arrives in buffers
-    next to it, from which it is written to its place.
+    If the message format is the dtype of the use, the weight is gathered into its own memory. Otherwise messages are
+    received in buffers, and decoded into the weight's memory.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class Carried:
         self._is_direct = type(format) is Format and format.dtype == use_dtype
         self._measured_at: object = None
         self._arriving: _Arriving | None = None
-        # The message of the last gather, and the scale, if the weight is used so.
+        # The received messages of the last gather, and the scale, if a matmul uses them without decoding.
         self.arrived: tuple[list[torch.Tensor], torch.Tensor | None] | None = None
-        self._layouts: dict[int, tuple[_planner.Layout, list[Layout]]] = {}  # by identity
+        self._layouts: dict[int, tuple[_planner.Layout, list[Layout]]] = {}  # `format.layouts`, by id of a layout
         self._rank = dist.get_rank()
 
     def buffers(self, use: _planner.Layout) -> list[Layout]:
-        """Returns the buffers that a gather fills besides the weight's own memory."""
+        """Returns the layouts of the buffers that a gather needs besides the weight's own memory."""
         return [] if self._is_direct else self._layouts_of(use)
 
     def _layouts_of(self, layout: _planner.Layout) -> list[Layout]:
@@ -60,11 +60,11 @@ class Carried:
         return found[1]
 
     def needs_measure(self, source: object) -> bool:
-        """Returns whether the scales are not those of this source, which is compared by ``==``."""
+        """Returns true if the scale must be computed again, because it was set for another `source` (by ``==``)."""
         return self.format.needs_largest and self._measured_at != source
 
     def largest(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns on the device the largest magnitudes of a part that may be on the host."""
+        """Returns the largest magnitudes of a shard, on the device. The shard may be on the host."""
         return self.format.largest(part).to(self._device)
 
     def set_scale(self, largest: torch.Tensor, source: object) -> None:
@@ -74,7 +74,7 @@ class Carried:
     def start(
         self, use: _planner.Layout, part: torch.Tensor, whole: torch.Tensor, buffers: Sequence[torch.Tensor]
     ) -> None:
-        """Starts to gather a part at rest. `buffers` are bytes, enough for those of `buffers(use)`."""
+        """Starts to gather from this rank's shard. `buffers`: one tensor of bytes for each layout of `buffers(use)`."""
         if self._is_direct:
             part = part.to(self.format.dtype)
             (source,), (target,) = self._layouts_of(self.rest), self._layouts_of(use)
@@ -89,7 +89,7 @@ class Carried:
     def start_from_copy(
         self, src: _planner.Layout, dst: _planner.Layout, part: torch.Tensor, whole: torch.Tensor
     ) -> None:
-        """Starts to gather a part of what was gathered before."""
+        """Starts to gather from a kept copy, which has the dtype of the use."""
         self._arriving = _Arriving(True, None, [part], [whole], [self.move(src, dst, part, whole)])
 
     def _as(self, layout: Layout, buffer: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Carried:
         return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def finish(self, whole: torch.Tensor | None) -> None:
-        """Waits, and writes the weight to its place; None leaves it as it has arrived."""
+        """Waits for the gather, and decodes it into `whole`. With None, keeps the received messages in `arrived`."""
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             return
@@ -118,9 +118,9 @@ class Measured(NamedTuple):
 
 
 def measure(found: Iterable[Measured]) -> None:
-    """Finds the scales of weights: with one collective for those that have one scale each, on a mesh.
+    """Sets the scales of weights. Weights with a single scale share one collective for each mesh.
 
-    Collective among the ranks of their meshes.
+    Collective among the ranks of the weights' meshes.
     """
     single: list[list[Measured]] = []  # by mesh
     for item in found:
@@ -148,7 +148,7 @@ def measure(found: Iterable[Measured]) -> None:
 
 
 def _reduced(move: Move, layout: Layout, largest: torch.Tensor) -> torch.Tensor:
-    """Returns the maximum over ranks; on each rank, of its rows."""
+    """Returns the maximum over ranks, for this rank's rows."""
     placements = ["R" if text == "P(max)" else text for text in layout.placements]
     if list(layout.placements) == placements:
         return largest

@@ -1,4 +1,4 @@
-"""Gradients of a weight: from autograd, over their reduction, to the sharded parameter."""
+"""Gradients of a weight: taken from autograd, reduced, and added to the sharded parameter's gradient."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .formats import Dtypes, with_dtype
 from .layouts import Layouts
 from .offload import Host, Leaving
 
-# Starts a move from one layout to another into a tensor.
+# A function that starts a move from one layout to another into a tensor.
 Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
 
 
 @dataclasses.dataclass
 class Arriving:
-    """A gradient that is being reduced. What is sent stays until that is done."""
+    """A reduction in progress. It keeps the sent tensor alive until it ends."""
 
     sent: torch.Tensor
     received: torch.Tensor
@@ -35,21 +35,22 @@ class Arriving:
 
 
 class _Way(NamedTuple):
-    """The reduction of gradients of one layout; in the dtype in which they are added up, unless said otherwise."""
+    """The layouts of a reduction, for gradients of one layout. Except `src` and `dst`, they have the sum's dtype."""
 
-    partial: _planner.Layout
-    between: _planner.Layout  # as at rest, with what is pending over replicas
-    # If messages have another dtype: the mesh dims whose contributions travel side by side, and their layouts.
+    partial: _planner.Layout  # the full gradient before the reduction
+    between: _planner.Layout  # the sharded gradient, with the sum over replicas still pending
+    # If messages have another dtype, contributions are moved without a sum and added up after that. `apart`: mesh dims
+    # whose contributions are added; `src`, `dst`: layouts with a leading tensor dim for each of them.
     apart: Sequence[int] = ()
     src: _planner.Layout | None = None
     dst: _planner.Layout | None = None
 
 
 class Gradients:
-    """Those of one weight.
+    """The gradients of one weight that are being reduced or wait for a reduction.
 
-    Two kinds wait for later backwards: whole ones that are not reduced yet, and, where weights are also replicated,
-    parts that are not reduced over the replicas yet.
+    Two kinds wait for later backwards: full gradients that are not reduced yet and, if weights are also replicated,
+    shards that are not reduced over the replicas yet.
     """
 
     def __init__(self, dtypes: Dtypes, rest: _planner.Layout, move: Move) -> None:
@@ -59,12 +60,12 @@ class Gradients:
         self._reduced: torch.Tensor | None = None
         self._rest, self._move = with_dtype(rest, dtypes.reduce), move
         self._ways: dict[tuple[_planner.Layout, bool], _Way] = {}
-        self._latest: tuple[Any, bool, Any] = (None, True, None)  # of `_ways`: the one that is nearly always asked for
+        self._latest: tuple[Any, bool, Any] = (None, True, None)  # latest entry of `_ways`: layout, averages, _Way
         self._rank = dist.get_rank()
 
     @property
     def bytes_per_element(self) -> int:
-        """Of a whole gradient, together with what is sent in its place."""
+        """Bytes per element of a full gradient, including its copy in the dtype of messages."""
         use, sent = self.dtypes.use, self.dtypes.gradients
         return use.itemsize + (sent.itemsize if use != sent else 0)
 
@@ -74,17 +75,17 @@ class Gradients:
 
     @property
     def wait(self) -> bool:
-        """Returns whether any wait for later backwards, whole ones or parts."""
+        """True if full gradients or shards wait for a later backward."""
         return self._whole is not None or self._part is not None
 
     @property
     def latest_layout(self) -> _planner.Layout | None:
-        """The layout of the gradient that was reduced last; None before the first one."""
+        """The layout of the gradient that was reduced last; None before the first reduction."""
         layout: _planner.Layout | None = self._latest[0]
         return layout
 
     def keep(self, gradient: torch.Tensor, layout: _planner.Layout) -> None:
-        """Adds a whole gradient to those that wait for a reduction."""
+        """Adds a full gradient to the gradients that wait for a reduction."""
         if self._whole is None:
             self._whole = gradient.to(self.dtypes.reduce), layout
         elif self._whole[1] != layout:
@@ -96,7 +97,7 @@ class Gradients:
             self._whole[0].add_(gradient)
 
     def add_reduced(self, part: torch.Tensor) -> None:
-        """Adds a part that a product of the running backward has reduced, until `take_reduced`."""
+        """Adds a shard that a matmul of the running backward has reduced in chunks. `take_reduced` returns the sum."""
         self._reduced = part if self._reduced is None else self._reduced.add_(part)
 
     def take_reduced(self) -> list[Arriving]:
@@ -109,12 +110,12 @@ class Gradients:
     def start(
         self, gradient: tuple[torch.Tensor, _planner.Layout] | None, over_replicas: bool, divide_by: float | None
     ) -> Arriving | None:
-        """Starts to reduce what waits, and this; None if there is neither.
+        """Starts to reduce the sum of the waiting gradients and this one. Returns None if there are none.
 
         Args:
-            gradient: whole, of this backward, and how it is placed.
-            over_replicas: False keeps the part until a later reduction.
-            divide_by: of sums; None: averages.
+            gradient: the full gradient of this backward and its layout, or None.
+            over_replicas: False keeps the reduced shard here until a later reduction over replicas.
+            divide_by: the divisor of the sum; None: average.
         """
         if self._whole is not None:
             if gradient is not None:
@@ -164,7 +165,7 @@ class Gradients:
         return way
 
     def _added_up(self, contributions: torch.Tensor, way: _Way) -> torch.Tensor:
-        """Returns the sum or average of contributions that lie side by side, added in the order of ranks."""
+        """Returns the sum or average over the leading dims, which hold the contributions, in the order of ranks."""
         each = contributions.flatten(0, len(way.apart) - 1) if way.apart else contributions[None]
         part = each[0].to(self.dtypes.reduce, copy=True)
         for other in each[1:]:
@@ -176,7 +177,10 @@ class Gradients:
     def _finish(
         self, part: torch.Tensor, layout: _planner.Layout, over_replicas: bool, divide_by: float | None
     ) -> torch.Tensor | None:
-        """Takes a part in this layout; returns the gradient of the part at rest, if it is complete."""
+        """Completes a reduced shard: adds the shard that waited, and reduces over replicas.
+
+        Returns None if `over_replicas` is False and the shard must wait for that reduction.
+        """
         if self._part is not None:
             kept, self._part = self._part, None
             if kept[1] != layout:
@@ -198,8 +202,11 @@ class Gradients:
 
 
 def _side_by_side(layout: _planner.Layout, dims: list[int], dtype: torch.dtype) -> Layout:
-    """Returns the layout with one more leading tensor dim for each of these mesh dims, which cuts it: it holds the
-    contributions that are not reduced yet."""
+    """Returns the layout with a leading tensor dim for each of these mesh dims, for the contributions along it.
+
+    The leading dim is sharded over the mesh dim if the placement there is pending, and replicated otherwise. Example:
+    P(sum) over 4 ranks of a tensor [8, 8] becomes S(0) of a tensor [4, 8, 8].
+    """
     placements = [re.sub(r"^(\w+\()(\d+)", lambda m: f"{m[1]}{int(m[2]) + len(dims)}", p) for p in layout.placements]
     order = {dim + len(dims): list(cuts) for dim, cuts in layout.shard_order.items()}
     for front, dim in enumerate(dims):
@@ -220,14 +227,14 @@ def _like(
     return Layout(layout.mesh, shape, placements, dtype, order, "literal", layout.flattened)
 
 
-# ---- reduced gradients on their way to sharded parameters
+# ---- write-back of reduced gradients to sharded parameters
 
 
 class Landing:
-    """Adds to the gradient of a parameter at rest, and calls its hooks after that.
+    """Adds reduced gradients to the gradient of a sharded parameter, and calls the parameter's hooks.
 
-    To a parameter on the host a gradient is copied first; it is added when `finish` has waited for that, or at once if
-    there are hooks.
+    If the parameter is on the host, the gradient is copied there first. `finish` waits for the copy and adds it; if
+    there are hooks, `add` does so itself.
     """
 
     def __init__(self, host: Host | None) -> None:
@@ -244,17 +251,17 @@ class Landing:
             self.finish(parameter)
 
     def finish(self, parameter: nn.Parameter) -> None:
-        """Makes the host wait for the gradients that are on their way."""
+        """Makes the host wait for the copies in progress, and adds them to the gradient."""
         leaving, self._leaving = self._leaving, []
         for each in leaving:
             _add(parameter, each.wait())
 
 
 def _add(parameter: nn.Parameter, part: torch.Tensor) -> None:
-    # Not by `from_local`, whose checks are most of what a step of small weights takes.
+    # `from_local` would check its arguments, which takes most of the time of a step with small weights.
     spec = parameter._spec  # type: ignore[attr-defined]
     gradient = DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
-    for hook in (parameter._backward_hooks or {}).values():  # of `register_hook`
+    for hook in (parameter._backward_hooks or {}).values():  # hooks of `register_hook`
         replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     if not isinstance(gradient, DTensor) or gradient.placements != spec.placements:
@@ -277,7 +284,7 @@ def _hooks_of(parameter: nn.Parameter) -> list[Any]:
 
 @dataclasses.dataclass
 class Reduction:
-    """Gradients of a unit that are being reduced, and where they go. The whole ones stay until that is done."""
+    """A reduction of gradients of a unit in progress: for each, a function that adds the result, and its `Arriving`."""
 
     under_way: list[tuple[Callable[[torch.Tensor], None], Arriving]]
 
@@ -291,14 +298,14 @@ class Reduction:
         self.under_way = []
 
     def discard(self) -> None:
-        """Waits, but adds nothing."""
+        """Waits for the reduction, but adds no gradients."""
         for _, arriving in self.under_way:
             if arriving.work is not None:
                 arriving.work.wait()
         self.under_way = []
 
 
-# ---- all of one weight
+# ---- the gradient state of one weight
 
 
 class Trained:
@@ -312,11 +319,11 @@ class Trained:
 
     def __init__(self, host: offload.Host | None) -> None:
         self.is_expected = True  # some rank had a gradient in the latest backward that reduced its unit
-        self.has_arrived = False  # a gradient of this rank, since gradients were last added to the parameter's
-        self._undecided: list[torch.Tensor] = []  # reductions to which this rank has contributed zeros
+        self.has_arrived = False  # this rank had a gradient since the last write-back to the sharded parameter
+        self._undecided: list[torch.Tensor] = []  # reduced sums to which this rank has contributed zeros
         self._landing = Landing(host)
         self._note_gradient: Callable[[torch.Tensor], None] | None = None
-        self._watched: nn.Parameter | None = None  # calls `_note_gradient`
+        self._watched: nn.Parameter | None = None  # the full parameter whose hook calls `_note_gradient`
 
     def watch_gradients(self, note: Callable[[torch.Tensor], None]) -> None:
         """Calls a function whenever autograd has added to the gradient of the gathered weight."""
@@ -329,9 +336,9 @@ class Trained:
             self._watched = self.whole
 
     def take_gradient(self, gradient: torch.Tensor) -> None:
-        """Adds a gradient that a graph has made. The graph may use its memory again, so it is copied."""
+        """Adds a gradient from a compiled graph. It is copied, because the graph may reuse its memory."""
         if not self.sharded.requires_grad:
-            return  # frozen since the graph was made
+            return  # the parameter was frozen since the graph was compiled
         if self.whole.grad is None:
             self.whole.grad = torch.empty_like(self.whole).copy_(gradient)
         else:
@@ -343,9 +350,9 @@ class Trained:
         return self.whole.grad is not None or self.gradients.are_kept
 
     def start_reduction(self, over_replicas: bool, divide_by: float | None) -> list[Arriving]:
-        """Starts to reduce the gradient that autograd has left, and those that were kept, or zeros if there are none.
+        """Starts to reduce the gradient from autograd and the kept gradients, or zeros if there are none.
 
-        With it comes what products have reduced already.
+        Returns these reductions, and those that matmuls have done in chunks.
         """
         there = self.gradients.take_reduced()
         has_any = self.has_gradient or bool(there)
@@ -357,13 +364,13 @@ class Trained:
         return there if arriving is None else [*there, arriving]
 
     def _zeros(self) -> tuple[torch.Tensor, _planner.Layout]:
-        """A gradient of zeros, placed as the latest one was."""
+        """Returns a gradient of zeros with the layout of the latest gradient."""
         layout = self.gradients.latest_layout or self.layouts.usual_gradient
         shape = layout.local_shape(dist.get_rank())
         return torch.zeros(shape, dtype=self.whole.dtype, device=self.memory.device), layout
 
     def keep_gradient(self) -> None:
-        """Keeps the gradient that autograd has left until a reduction."""
+        """Keeps the gradient from autograd until a later reduction."""
         taken = self._taken_gradient()
         if taken is not None:
             self.gradients.keep(*taken)
@@ -376,7 +383,7 @@ class Trained:
         return extensions.as_plain(gradient), layout
 
     def add_gradient(self, part: torch.Tensor) -> None:
-        """Adds to the gradient of the sharded parameter: on the host, by `finish_gradients`.
+        """Adds a reduced gradient to that of the sharded parameter; on the host, `finish_gradients` completes it.
 
         A sum to which this rank has contributed zeros waits for `decide`.
         """
@@ -386,7 +393,7 @@ class Trained:
             self._undecided.append(part)
 
     def decide(self, is_used: bool) -> None:
-        """Ends a backward: adds the sums that were waiting if any rank had a gradient, else drops them."""
+        """Ends a backward: adds the sums that wait if some rank had a gradient (`is_used`); otherwise drops them."""
         undecided, self._undecided = self._undecided, []
         for part in undecided if is_used else ():
             self._landing.add(self.sharded, part)

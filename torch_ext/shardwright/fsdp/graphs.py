@@ -1,4 +1,4 @@
-"""Events of a step of `fully_shard` as operators, for graphs that compilers make of a model.
+"""Events of a step of `fully_shard` as operators, for compiled graphs of a model.
 
     fsdp_begin_forward(Tensor[] inputs, int unit, bool records) -> Tensor
     fsdp_end_forward(Tensor[] outputs, int unit) -> Tensor
@@ -6,12 +6,12 @@
     fsdp_end_backward(Tensor[] gradients, Tensor[] of_weights, int[] indices, Tensor forward, int unit) -> ()
     fsdp_after(Tensor(a) tensor, Tensor event) -> Tensor(a)
 
-Each of the first four does what hooks do at that moment in eager code: it waits for the gathers that the next use
-needs, and starts those that the schedule has there. They are ordered by effect tokens, in the order of the trace, so
-all ranks start the same transfers in the same order, whatever a compiler makes of independent operators.
+Each of the first four does the work of a hook in eager code: it waits for the gathers that the next use needs, and
+starts the gathers that the schedule has there. Effect tokens keep them in the order of the trace, so all ranks start
+the same transfers in the same order, however a compiler reorders independent operators.
 
-`fsdp_after` gives what may be read once an event has taken place, such as a weight: it is the same tensor, but what
-reads it depends on the event. Its schema says that it is an alias, so compilers do not put anything else in its memory.
+`fsdp_after` returns a tensor, such as a weight, that may be read only after an event: it is the same tensor, but its
+readers depend on the event. The schema declares an alias, so compilers do not reuse its memory.
 
 `unit` is a number in this process; `forward`, which `fsdp_end_forward` returns, holds the number of a forward.
 """
@@ -43,7 +43,7 @@ from .units import Unit, is_in_backward
 
 
 class InGraphs(Protocol):
-    """A unit in graphs: it and, once its model has run, the runner of the model."""
+    """A unit that operators refer to by number, and access to the runner of its model."""
 
     unit: Unit
 
@@ -55,7 +55,7 @@ _known: weakref.WeakValueDictionary[int, InGraphs] = weakref.WeakValueDictionary
 
 
 def number_of(given: InGraphs) -> int:
-    """A new number, by which operators find this as long as it lives."""
+    """Returns a new number. Operators find the object by it while the object lives."""
     number = next(_numbers)
     _known[number] = given
     return number
@@ -160,32 +160,30 @@ torch.library.register_fake("shardwright::fsdp_after", _after)
 
 @torch.ops.shardwright.fsdp_after.default.py_functionalize_impl
 def _(ctx: Any, tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
-    """Neither is ever written in a graph, so nothing is lost if functionalization knows nothing of the alias."""
+    """Hides the alias from functionalization, which is safe because graphs write neither tensor."""
     given = ctx.unwrap_tensors((tensor, event))
     with ctx.redispatch_to_next():
         found: torch.Tensor = ctx.wrap_tensors(torch.ops.shardwright.fsdp_after.default(*given))
     return found
 
 
-# ---- the hooks of units in code that is compiled
+# ---- the hooks of units in compiled code
 #
-# Compilers trace the two functions `begin_forward` and `end_forward` instead of what hooks do in eager code. They
-# record the operators of `fsdp.events`:
+# Compilers trace `begin_forward` and `end_forward` instead of the eager code of hooks. These record the operators:
 #
 #     forward     begin_forward(unit)    weights = after(whole, begin)    ...    end_forward(outputs)
 #     backward    begin_backward(gradients of outputs)    ...    end_backward(gradients of inputs and weights)
 #
-# A graph reads weights only through `after`, so it reads them after the event that gathers them, and `end_forward` and
-# `end_backward` come after what they take, so after all reads. What a backward saves of weights is no copy of them: it
-# reads them again, after its own `begin_backward`. `_read_again` sees to that in joint graphs, before they are cut: it
-# gives the backward an `after` of its own, and repeats there what the forward computed from weights alone, such as
-# casts.
+# A graph reads weights only through `after`, so after the event that gathers them. `end_forward` and `end_backward`
+# depend on their inputs, so they run after all reads. A backward does not save weights: it reads them again, after its
+# own `begin_backward`. `_read_again` arranges this in joint graphs before they are partitioned: it adds an `after` to
+# the backward, and repeats there the nodes that the forward computed from weights alone, such as casts.
 _ops = torch.ops.shardwright
 _AFTER = _ops.fsdp_after.default
 
 
 def why_not(unit: Unit) -> str | None:
-    """Why the events of a unit cannot be in graphs, whose weights are plain tensors that have memory in use."""
+    """Returns why the events of a unit cannot be in graphs, or None. Graphs need plain gathered weights."""
     if any(isinstance(weight.whole, DTensor) for weight in unit.weights):
         return "weights are DTensors in use"
     if any(weight.product is not None for weight in unit.weights):
@@ -196,19 +194,19 @@ def why_not(unit: Unit) -> str | None:
 
 
 def compiler_is_on() -> bool:
-    """True if code that runs eagerly now was called by code that is compiled, or that Dynamo has given up on."""
+    """Returns true if the running eager code was called by compiled code, or by code that Dynamo failed to compile."""
     return get_eval_frame_callback() is not None
 
 
 def note_eager(unit: Unit, open_units: Iterable[Unit], is_compiled: bool, why: str | None) -> None:
-    """Counts a forward whose hooks run as eager code, if what calls it is compiled.
+    """Counts a forward whose hooks run as eager code although its caller is compiled.
 
     Args:
-        unit: whose forward begins.
-        open_units: those in whose forwards this is.
-        is_compiled: whether the compiler is on. It is off in a part of a compiled model that PyTorch does not compile,
-            such as a checkpoint; then the events of the unit around it are in a graph.
-        why: of `why_not`.
+        unit: the unit whose forward begins.
+        open_units: the units whose forwards contain it.
+        is_compiled: the compiler is on. It is off in a part of a compiled model that PyTorch does not compile, such as
+            a checkpoint; then the events of an open unit are in a graph.
+        why: the result of `why_not`.
     """
     unit.is_in_graph = False
     if is_compiled or any(each.is_in_graph for each in open_units):
@@ -218,7 +216,7 @@ def note_eager(unit: Unit, open_units: Iterable[Unit], is_compiled: bool, why: s
 
 
 class _Begin(torch.autograd.Function):
-    """Passes on inputs, and makes weights of what stands for them between uses."""
+    """Returns the inputs, and aliases of the full weights that depend on the begin of the forward."""
 
     @staticmethod
     def forward(ctx: Any, unit: int, records: bool, num_inputs: int, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
@@ -240,7 +238,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Passes on outputs."""
+    """Returns the outputs, and records the end of the forward and the begin of the backward."""
 
     @staticmethod
     def forward(ctx: Any, unit: int, *outputs: torch.Tensor) -> Any:  # type: ignore[override]
@@ -270,7 +268,7 @@ def _end(unit: int, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def begin_forward(number: int, unit: Unit, arguments: Any) -> Any:
-    """Returns the arguments of a forward, and gives the modules their weights."""
+    """Returns the arguments of a forward, and gives the modules their full weights."""
     flat, spec = tree_flatten(arguments)
     where = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor) and value.requires_grad]
     inputs = [flat[i] for i in where]
@@ -284,7 +282,7 @@ def begin_forward(number: int, unit: Unit, arguments: Any) -> Any:
 
 
 def end_forward(number: int, unit: Unit, output: Any) -> Any:
-    """Returns the output of a forward, and gives the modules back what they have between uses."""
+    """Returns the output of a forward, and gives the modules their sharded parameters back."""
     tensors: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -306,14 +304,14 @@ def end_forward(number: int, unit: Unit, output: Any) -> Any:
 
 
 def _event(node: Node) -> Any:
-    """The operator of an event; None for other nodes."""
+    """Returns the operator of an event; None for other nodes."""
     if node.target is not with_effects:
         return None
     return node.args[1] if str(node.args[1]).startswith("shardwright.fsdp_") else None
 
 
 def _result_of(node: Node) -> Node:
-    """Returns the results of an event, besides its token."""
+    """Returns the node of an event's result, without its token."""
     for user in node.users:
         if user.target is operator.getitem and user.args[1] == 1:
             return user
@@ -324,9 +322,9 @@ def _result_of(node: Node) -> Node:
 
 
 def _backward_events(nodes: list[Node]) -> dict[Node, Node]:
-    """By what the begin of a forward returns: what that of its backward returns. For forwards within the graph."""
-    running: dict[Any, list[Node]] = {}  # by unit: beginnings
-    ended: dict[Node, Node] = {}  # by the end
+    """Returns, by the result of each `begin_forward` whose backward is in the graph: the result of `begin_backward`."""
+    running: dict[Any, list[Node]] = {}  # by unit: `begin_forward` nodes without an end
+    ended: dict[Node, Node] = {}  # by result of `end_forward`: its `begin_forward` node
     found: dict[Node, Node] = {}
     for node in nodes:
         event = _event(node)
@@ -348,18 +346,18 @@ def _is_random(node: Node) -> bool:
 
 
 def _read_again(joint_module: GraphModule) -> None:
-    """Lets the backward read weights after its own event, and repeat what was computed from weights alone.
+    """Makes the backward read weights after its own event, and repeat nodes that depend on weights alone.
 
-    What checkpoints ask to compute again is repeated here too, where it depends on weights: the partitioner would not
-    do it after the event. Random numbers that depend on weights are saved instead.
+    Nodes that checkpoints recompute are repeated here too if they depend on weights: the partitioner would not place
+    them after the event. Random nodes that depend on weights are saved instead.
     """
     nodes = list(joint_module.graph.nodes)
     if not any(node.target is _AFTER for node in nodes):
         return
     again_after = _backward_events(nodes)
-    again: dict[Node, Node] = {}  # by what is repeated: the same in the backward
-    begins: dict[Node, Node] = {}  # by the same: what the begin of its forward returns
-    last: dict[Node, Node] = {}  # by that: the latest node that was added for it
+    again: dict[Node, Node] = {}  # by node of the forward: its copy in the backward
+    begins: dict[Node, Node] = {}  # by node that reads weights: the result of the `begin_forward` that gathers them
+    last: dict[Node, Node] = {}  # by result of `begin_backward`: the latest copy that was added after it
     for node in nodes:
         if _is_backward(node) or node.op != "call_function" or node.target is with_effects:
             continue
@@ -379,7 +377,7 @@ def _read_again(joint_module: GraphModule) -> None:
 
 
 def _repeat(node: Node, event: Node, again: dict[Node, Node], last: dict[Node, Node]) -> None:
-    """Adds a node to the backward, after an event, for those of the backward that use it."""
+    """Copies a node into the backward, after an event, and makes nodes of the backward use the copy."""
     with node.graph.inserting_after(last.get(event, event)):
         if node.target is _AFTER:
             copy = node.graph.call_function(_AFTER, (node.args[0], event))

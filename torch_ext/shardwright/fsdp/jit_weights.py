@@ -1,4 +1,4 @@
-"""Weights as plain tensors that are cut at rest and whole in use, for modules that place their gathers themselves."""
+"""Weights as plain tensors, sharded between uses, for modules that decide themselves when to gather."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def jit_weight(
     group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
 ) -> JitWeight:
-    """Makes a weight that is cut between uses, and gathered for each.
+    """Makes a weight that is sharded between uses, and gathered for each use.
 
         weight = sw.fsdp.jit_weight(local, rest, use)
         with weight as whole:                       # gathered
@@ -35,14 +35,16 @@ def jit_weight(
         y.sum().backward()                          # gathered again; weight.parameter.grad is reduced to `rest`
 
     Args:
-        local: this rank's part at rest: a parameter, or a tensor that becomes one.
-        rest, use: layouts of the weight on one mesh, without pending reductions.
-        grad: the layout of gradients as a backward leaves them. Default: averages are pending over the mesh dims over
-            which `use` is replicated, as between ranks with different data. Where ranks have the same data, pass R.
+        local: this rank's shard: a parameter, or a tensor that becomes one.
+        rest: the layout of the weight between uses, without pending reductions.
+        use: the layout of the gathered weight on the same mesh, without pending reductions.
+        grad: the layout of the gradient that a backward computes. Default: a pending average over the mesh dims over
+            which `use` is replicated, for ranks with different data. For mesh dims along which all ranks have the same
+            data, pass R.
         group, device_mesh: as in `redistribute_local`.
 
     Raises:
-        ValueError: the tensor contradicts `rest`, layouts contradict each other, or an argument has the wrong type.
+        ValueError: the tensor does not match `rest`, layouts do not match each other, or an argument has a wrong type.
     """
     parameter = local if isinstance(local, nn.Parameter) else None
     argument_checks.check_tensor("local", local.detach() if isinstance(local, torch.Tensor) else local)
@@ -77,16 +79,17 @@ def jit_weight(
 class JitWeight:
     """A weight that `jit_weight` made. All ranks of its mesh call its functions in the same order.
 
-    ``with weight as whole`` gathers it for a block. What autograd saves of `whole` in the block it does not hold on to:
-    a backward gathers the weight again, once for each block, until the gradient of `whole` is complete. Other hooks for
-    saved tensors (``torch.autograd.graph.saved_tensors_hooks``) see nothing of what is saved in the block.
+    ``with weight as whole`` gathers it for a block. Autograd does not keep the memory of `whole` that it saves in the
+    block: a backward gathers the weight again, once for each block, and frees it when the gradient of `whole` is
+    complete. Other hooks for saved tensors (``torch.autograd.graph.saved_tensors_hooks``) do not see tensors that are
+    saved in the block.
 
     `parameter` has the members of TransformerEngine's protocol DistributedWeight, for groups of one weight:
     ``is_distributed_weight``, ``materialize_group_for_forward()``, ``materialize_group_for_backward()``,
     ``finalize_group_grads(wgrad)``, which returns the reduced gradient, and ``grad_buffer()``.
     """
 
-    parameter: nn.Parameter  # this rank's part at rest
+    parameter: nn.Parameter  # this rank's shard
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class JitWeight:
         self.rest, self.use, self.grad = rest, use, grad
         self._group = groups.weakly(group)
         self._device_mesh = device_mesh
-        self._ahead: tuple[torch.Tensor, int] | None = None  # gathered, or being gathered, from this version
+        self._ahead: tuple[torch.Tensor, int] | None = None  # prefetched weight, and the version it is gathered from
         self._held: torch.Tensor | None = None
         self._blocks: list[_Block] = []
         protocol = {
@@ -115,17 +118,17 @@ class JitWeight:
             setattr(parameter, name, member)
 
     def prefetch(self) -> None:
-        """Starts to gather for the next use, and returns."""
+        """Starts to gather for the next use, and returns before the gather ends."""
         if self._ahead is None or self._ahead[1] != self.parameter._version:
             self._ahead = self._move(self.parameter.detach(), self.rest, self.use, True), self.parameter._version
 
     def materialize(self) -> torch.Tensor:
-        """Returns the weight in `use`, without gradients, and holds it until `release`. A second call gathers anew."""
+        """Returns the gathered weight, without autograd, and holds it until `release`. A second call gathers again."""
         self._held = self._gather()
         return self._held
 
     def release(self) -> None:
-        """Lets go of what `prefetch` or `materialize` gathered. Memory is free when the caller lets go of it too."""
+        """Drops the weight that `prefetch` or `materialize` gathered. Its memory is freed when callers drop it too."""
         self._ahead = self._held = None
 
     def __enter__(self) -> torch.Tensor:
@@ -157,7 +160,7 @@ class JitWeight:
 
 
 class _View(NamedTuple):
-    """The object that autograd has saved for a weight."""
+    """The object that autograd saves in place of a view of a weight."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -187,7 +190,7 @@ class _Block:
         self._whole = None
 
     def end_backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Takes the complete gradient of what `enter` returned."""
+        """Returns the reduced gradient of the weight, from the complete gradient of the result of `enter`."""
         self._whole = None
         return self._weight._reduce(gradient)
 
@@ -212,7 +215,7 @@ class _Block:
             )
         whole = self._weight._gather() if self._whole is None else self._whole
         if self._is_differentiated:
-            self._whole = whole  # until its gradient is complete
+            self._whole = whole  # held until its gradient is complete
         return whole.as_strided(saved.size, saved.stride, saved.offset)
 
 

@@ -1,13 +1,13 @@
-"""The layouts of a weight, from the store to its use and back.
+"""The layouts of a weight, from the sharded parameter to its use and back.
 
-    store   what optimizers and state dicts see; the same as rest unless something finer was asked for
-    rest    what is held between steps, and gathered from
-    use     what modules compute with: parameters that were DTensors keep their own cuts, such as tensor-parallel ones
-    keep    what may be left of `use` between a forward and its backward, to be gathered from instead of from rest
-    grad    gradients as a backward leaves them: averages are pending over data-parallel mesh dims, unless all ranks
-            along one have the same data; over a parameter's own mesh dims they are as autograd leaves them
+    store   the sharded parameter that optimizers and state dicts see; equal to rest unless `store_placements` is given
+    rest    the shards that are held between steps, from which the weight is gathered
+    use     the gathered weight; parameters that were DTensors keep their own (such as tensor-parallel) placements
+    keep    an optional copy that is kept between a forward and its backward, to gather from instead of from rest
+    grad    the gradient that a backward computes: a pending average over data-parallel mesh dims, or replicated over
+            those along which all ranks have the same data; over a parameter's own mesh dims as autograd returns it
 
-All lie on one mesh, except that `keep` may lie on one in which a mesh dim is split. Every edge is a plan:
+All are on one mesh, except that `keep` may be on the mesh with one mesh dim split in two. Each arrow is a plan:
 
     store -> rest -> use -> keep -> use          grad -> store
 
@@ -30,26 +30,26 @@ from .offload import Host
 
 
 class DataMesh(NamedTuple):
-    """The mesh of parameters at rest: data-parallel mesh dims, and those of the parameters' own mesh, if they have one.
+    """The mesh of sharded parameters: data-parallel mesh dims, and those of the parameters' own mesh, if they have one.
 
-    Example: a weight cut by tensor parallelism over tp, data-parallel over dp: mesh (dp, tp), own (None, 0), cut 0.
+    Example: a weight with tensor parallelism over tp, data-parallel over dp: mesh (dp, tp), own (None, 0), cut 0.
     """
 
     mesh: DeviceMesh
-    own: tuple[int | None, ...]  # by mesh dim: the dim of the parameters' own mesh that it is; None: data-parallel
-    cut: int | None  # the mesh dim that cuts by default; None if all data-parallel ones replicate
+    own: tuple[int | None, ...]  # by mesh dim: its index in the parameters' own mesh; None: data-parallel
+    cut: int | None  # the mesh dim to shard over by default; None: parameters are replicated over all data dims
     same: frozenset[int] = frozenset()  # data-parallel mesh dims along which all ranks have the same data
-    own_mesh: DeviceMesh | None = None  # of parameters; None: the mesh has data-parallel dims only
+    own_mesh: DeviceMesh | None = None  # the parameters' own mesh; None: all mesh dims are data-parallel
 
     @property
     def data_dims(self) -> list[int]:
         return [dim for dim, own in enumerate(self.own) if own is None]
 
     def with_own(self, own_mesh: DeviceMesh) -> DataMesh:
-        """The same for a parameter that is a DTensor on another mesh. Raises ValueError if they cannot be one mesh."""
+        """Returns the mesh with the dims of a DTensor's mesh added. Raises ValueError if torch cannot combine them."""
         try:
             mesh = DeviceMesh._concatenate([self.mesh, own_mesh])
-        except (RuntimeError, AssertionError) as error:  # assertions where dims have no names
+        except (RuntimeError, AssertionError) as error:  # AssertionError if mesh dims have no names
             raise ValueError(
                 f"lies on {own_mesh}, which does not go with mesh {self.mesh}: {error}; allowed are parameters on "
                 "other dims of the mesh of which `mesh` is a part, or dp_mesh_dims="
@@ -58,14 +58,12 @@ class DataMesh(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The choice for a parameter, as placements on its data-parallel mesh dims."""
+    """The chosen placements of a parameter on its data-parallel mesh dims."""
 
     rest: Sequence[Placement]
     store: Sequence[Placement] | None = None
     keep: Sequence[Placement] | None = None
-    # Instead of `keep`: like rest, but cut over groups of so many ranks that lie next to each other on the mesh dim
-    # that cuts by default.
-    keep_ranks: int | None = None
+    keep_ranks: int | None = None  # instead of `keep`: shard as `rest`, but over groups of so many consecutive ranks
 
 
 class Layouts:
@@ -98,7 +96,7 @@ class Layouts:
         self.use = self._layout(mesh, self._placements(uncut, data.own, sizes))
         self.rest = self._layout(mesh, self._placements(choice.rest, data.own, sizes))
         self.store = self.rest if choice.store is None else self._layout(mesh, self.placements)
-        # `keep`, and `use` on the mesh of it.
+        # `keep`, and `use` on the mesh of `keep`.
         self.kept: tuple[Layout, Layout] | None = None
         if choice.keep is not None:
             self.kept = self._layout(mesh, self._placements(choice.keep, data.own, sizes)), self.use
@@ -107,18 +105,18 @@ class Layouts:
         self._gradients: dict[tuple[Placement, ...], Layout] = {}
 
     def as_parameter(self, part: torch.Tensor, host: Host | None) -> DTensor:
-        """Returns a part in `store` as a DTensor on the mesh's device, or of its copy on the host if there is one."""
+        """Returns a shard in layout `store` as a DTensor, on the host if `host` is given."""
         shape = torch.Size(self._shape)
         stride = tuple(torch.empty(shape, device="meta").stride())
         whole = DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
         if host is None:
             return whole
-        # `from_local` would take it back to the device.
+        # `from_local` would copy it back to the device.
         held = part if part.is_meta else host.hold(part)
         return DTensor(held, whole._spec, requires_grad=False)  # type: ignore[call-arg]
 
     def as_used(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns a part in `use` as modules get it: a DTensor on the parameter's own mesh if it was one."""
+        """Returns a local tensor in layout `use` as modules get it: a DTensor if the parameter was one."""
         if self.data.own_mesh is None:
             return local
         shape, stride = self._own_shape_stride
@@ -127,7 +125,7 @@ class Layouts:
         )
 
     def of_gradient(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Layout]:
-        """This rank's part of a gradient that autograd has left for what `as_used` returned, and its layout."""
+        """Returns the local tensor and the layout of a gradient that autograd has computed for a weight in use."""
         own: tuple[Placement, ...] = ()
         if isinstance(gradient, DTensor):
             own = tuple(gradient.placements)
@@ -138,7 +136,7 @@ class Layouts:
 
     @property
     def usual_gradient(self) -> Layout:
-        """The layout of a gradient that is cut as the parameter is in use."""
+        """The layout of a gradient with the placements of the weight in use."""
         return self._gradient_layout(self._own_placements)
 
     def _gradient_layout(self, own: tuple[Placement, ...]) -> Layout:
@@ -159,9 +157,11 @@ class Layouts:
     def _placements(
         self, chosen: Sequence[Placement], own: Sequence[int | None], sizes: Sequence[int]
     ) -> tuple[Placement, ...]:
-        """Placements on all mesh dims. The parameter's own cuts come first, so that parts are cut from its own parts.
+        """Returns placements on all mesh dims. The parameter's own shards are sharded further.
 
-        DTensor says so by a strided shard: the split factor is the number of earlier cuts by later mesh dims.
+        DTensor expresses this by a strided shard. Its split factor is the number of shards that later mesh dims make
+        before it. Example: Shard(0) over dp of a weight that is Shard(0) over tp, on a mesh (dp, tp) of 2 x 4, is
+        _StridedShard(0, split_factor=4) over dp.
         """
         rest = iter(chosen)
         all_placements = [next(rest) if index is None else self._own_placements[index] for index in own]
@@ -178,7 +178,7 @@ class Layouts:
         return tuple(all_placements)
 
     def _kept_by(self, ranks: int, rest: Sequence[Placement]) -> tuple[Layout, Layout]:
-        """`keep` and `use` on the mesh in which the dim that cuts is split: only its inner part cuts."""
+        """Returns `keep` and `use` on the mesh whose dim `cut` is split in two; `keep` is sharded over the inner."""
         cut = self.data.cut
         assert cut is not None
         sizes = list(self.mesh.shape)
@@ -196,6 +196,6 @@ class Layouts:
 
 
 def most_bytes(layout: Layout) -> int:
-    """Bytes of the largest part: along each mesh dim, chunks come in descending size."""
+    """Returns the bytes of the largest shard: the first rank's, because chunks along each mesh dim descend in size."""
     numel = torch.Size(layout.local_shape(layout.mesh.ranks[0])).numel()
     return int(numel * getattr(torch, layout.dtype).itemsize)

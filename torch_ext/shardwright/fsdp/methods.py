@@ -1,4 +1,4 @@
-"""The methods of modules under `sw.fully_shard`, which are FSDP2's."""
+"""The methods of modules under `sw.fully_shard`. They have the names and arguments of FSDP2's methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .reads import Recording
 from .runner import Runner
 from .units import Unit, Wishes, forget_written_copies
 
-# The attribute of a module that holds the state of the unit that hooks it: `unit`, and `runner` or None.
+# Attribute of a module: the state of its unit, an object with attributes `unit` and `runner` (or None).
 ATTRIBUTE = "_shardwright_unit"
 
 
@@ -28,7 +28,7 @@ class UnshardHandle(fsdp.UnshardHandle):
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Waits for the gather, and gives the modules their whole parameters."""
+        """Waits for the gather, and gives the modules their full parameters."""
         unit, self._unit = self._unit, None
         if unit is not None and unit.is_resident:
             with torch.no_grad():
@@ -37,7 +37,7 @@ class UnshardHandle(fsdp.UnshardHandle):
 
 
 class ReductionHandle(getattr(fsdp, "GradientReductionHandle", object)):  # type: ignore[misc]  # since torch 2.15
-    """Returned by `ShardedModule.finalize_backward`, which has waited already."""
+    """The result of `ShardedModule.finalize_backward`, which waits itself."""
 
     def wait(self) -> None:
         """Does nothing."""
@@ -46,14 +46,14 @@ class ReductionHandle(getattr(fsdp, "GradientReductionHandle", object)):  # type
 class ShardedModule(FSDPModule):
     """The methods of modules under `sw.fully_shard`; their names and arguments are those of FSDP2's `FSDPModule`.
 
-    `sw.fully_shard` makes the class of a module a subclass of this one and of its own. The class is a subclass of
-    FSDP2's, so PyTorch's functions and other libraries take such modules for FSDP2's. Every method of
-    FSDP2's class is defined here, or refused by its name. All ranks call a method alike.
-    Where the methods of FSDP2 say when something happens, these say what the schedule has to respect; they take effect
-    with the next step.
+    `sw.fully_shard` makes the class of a module a subclass of this class and of its former class. This class is a
+    subclass of FSDP2's, so PyTorch's functions and other libraries treat such modules as FSDP2's. Every method of
+    FSDP2's class is defined here, or raises NotImplementedError. All ranks call a method with the same arguments.
+    FSDP2's methods change the time of a gather or release. These methods constrain the schedule instead, from the next
+    step on.
     """
 
-    _orig_cls_mro_index = 3  # of the original class, for FSDP2: after the made class, this one and FSDP2's
+    _orig_cls_mro_index = 3  # index of the original class in `__mro__`; FSDP2 reads it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes a module of the original class, as containers do when they are sliced."""
@@ -63,7 +63,7 @@ class ShardedModule(FSDPModule):
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward, with hooks. After an exception of any kind in it, the next step can run."""
+        """Runs the forward, with hooks. If it raises any exception, resets the step so that the next one can run."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         state = getattr(self, ATTRIBUTE)
@@ -80,13 +80,13 @@ class ShardedModule(FSDPModule):
         raise TypeError("a module under sw.fully_shard cannot be copied; copy it before, or use its state_dict")
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this module's weights now; not those of units within it.
+        """Gathers this module's weights now, but not those of units within it.
 
-        They stay until their next use ends or, where a schedule keeps them longer, until that, or until `reshard`.
-        This memory is in addition to what the schedule says.
+        They stay gathered until their next use ends, or until the schedule releases them if that is later, or until
+        `reshard`. Their memory is not part of the schedule's.
 
         Args:
-            async_op: returns while the gather is under way. The next forward waits for it, or the caller by `wait`.
+            async_op: return a handle before the gather ends. Its `wait` waits for the gather; so does the next forward.
         """
         unit = _unit_of(self)
         if not unit.is_open:
@@ -107,10 +107,10 @@ class ShardedModule(FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Releases this module's gathered weights; not those of units within it. The next use gathers them again.
+        """Releases this module's gathered weights, but not those of units within it. The next use gathers them again.
 
         Raises:
-            RuntimeError: they are being used.
+            RuntimeError: a forward or backward uses them.
         """
         unit = _unit_of(self)
         if unit.is_open:
@@ -123,42 +123,42 @@ class ShardedModule(FSDPModule):
         unit.put_sharded()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Says whether backwards reduce gradients.
+        """Sets whether backwards reduce gradients.
 
-        Without, whole gradients are kept and added up, in reduce_dtype, until the first backward that reduces them.
-        Schedules count them. An exception in a backward discards them.
+        If not, full gradients are kept and summed, in reduce_dtype, until the next backward that reduces gradients.
+        Schedules count their memory. An exception in a backward discards them.
         """
         _check_flag("requires_gradient_sync", requires_gradient_sync)
         for wishes in _wishes_of(self, recurse):
             wishes.reduces = wishes.reduces_over_replicas = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Says whether backwards reduce gradients over mesh dims on which a weight is replicated.
+        """Sets whether backwards reduce gradients over mesh dims on which a weight is replicated.
 
-        Without, reduced parts are kept and added up until the first backward that does.
+        If not, gradients are reduced to shards, which are kept and summed until the next backward that does.
         """
         _check_flag("requires_all_reduce", requires_all_reduce)
         for wishes in _wishes_of(self, recurse):
             wishes.reduces_over_replicas = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, value: bool = True, *, recurse: bool = True) -> None:
-        """True gives weights that no rank has used in a backward a gradient of zeros; by default they get none.
+        """Sets whether weights that no rank has used in a backward get a gradient of zeros. By default they get none.
 
-        Ranks may use different weights either way: each weight gets the average of its own gradients.
+        Ranks may use different weights in either case: each weight gets the average of its own gradients.
         """
         _check_flag("value", value)
         for wishes in _wishes_of(self, recurse):
             wishes.reduces_unused = value
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Does nothing: each backward ends with its reductions done, so gradients can always be read after it."""
+        """Does nothing: reductions end before the backward does, so gradients can always be read after it."""
         _check_flag("is_last_backward", is_last_backward)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """False keeps weights gathered from their first use of a step to the last; True leaves it to the schedule.
 
         Raises:
-            ValueError: `memory_limit` is too small for what stays.
+            ValueError: `memory_limit` is too small for the weights that stay gathered.
         """
         _check_flag("reshard_after_forward", reshard_after_forward)
         self._wish(recurse, lambda wishes: setattr(wishes, "stays", not reshard_after_forward))
@@ -166,22 +166,22 @@ class ShardedModule(FSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False keeps weights gathered after a step, for the next one, until they are written or `reshard` is called.
 
-        Such weights lie outside of the arena. Schedules count their memory, and list a gather of 0 bytes, which takes
-        place where they were written. With True they are released at the end of the next step.
+        Such weights are stored outside the arena. Schedules count their memory, and list a gather of 0 bytes, which
+        runs only if the weights were written. True releases them at the end of the next step.
 
         Raises:
-            ValueError: `memory_limit` is too small for what stays.
+            ValueError: `memory_limit` is too small for the weights that stay gathered.
         """
         _check_flag("reshard_after_backward", reshard_after_backward)
         self._wish(recurse, lambda wishes: setattr(wishes, "stays_between_steps", not reshard_after_backward))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Gathers of these modules start when a forward of this one begins, or earlier.
+        """Makes gathers of these modules start no later than a forward of this module begins.
 
-        With them start those of all uses in between, as far as memory allows. `prefetch` still counts.
+        Gathers of all uses in between start then too, as far as memory allows. `prefetch` still applies.
 
         Raises:
-            ValueError: one is not under `sw.fully_shard`, or `memory_limit` is too small.
+            ValueError: a module is not under `sw.fully_shard`, or `memory_limit` is too small.
         """
         units = _references("set_modules_to_forward_prefetch", modules)
         self._wish(False, lambda wishes: setattr(wishes, "forward_prefetch", units))
@@ -192,7 +192,7 @@ class ShardedModule(FSDPModule):
         self._wish(False, lambda wishes: setattr(wishes, "backward_prefetch", units))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Gradients of this module's weights are sums over ranks, divided by this factor, instead of averages."""
+        """Makes gradients of this module's weights sums over ranks, divided by this factor, instead of averages."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"factor: got {factor!r}; allowed are numbers above 0")
         _unit_of(self).wishes.divides_by = float(factor)
@@ -200,11 +200,11 @@ class ShardedModule(FSDPModule):
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # FSDP2's older name
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
-        """Calls `hook` with each reduced gradient of this module's weights, a local tensor, before it is added to the
-        parameter's. The hook may write the tensor, such as by an all-reduce over further ranks.
+        """Calls `hook` with each reduced gradient of this module's weights, before it is added to the parameter's. The
+        gradient is a local tensor. The hook may write to it, such as by an all-reduce over further ranks.
 
-        FSDP2 calls its hook once, with the gradients of all weights in one flat tensor; this one is called once per
-        weight, in the order of weights, on all ranks alike.
+        FSDP2 calls its hook once, with the gradients of all weights in one flat tensor. Here the hook is called once
+        for each weight, in the same order on all ranks.
 
         Args:
             stream: the stream on which the hook runs; default, the current one.
@@ -216,7 +216,7 @@ class ShardedModule(FSDPModule):
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Makes the current stream wait for an event that was recorded after the optimizer's step.
 
-        Streams of the CPU record none: None is nothing to wait for.
+        None does nothing: streams of the CPU record no events.
         """
         if event is None:
             return
@@ -227,19 +227,19 @@ class ShardedModule(FSDPModule):
             event.synchronize()
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Does nothing: backwards reduce gradients, or keep them as `set_requires_gradient_sync` says.
+        """Does nothing: `set_requires_gradient_sync` decides whether backwards reduce gradients or keep them.
 
-        `finalize_backward` reduces those that were kept.
+        `finalize_backward` reduces gradients that were kept.
         """
         _check_flag("enabled", enabled)
         _unit_of(self)
 
     def finalize_backward(self, *, async_op: bool = False) -> ReductionHandle | None:
-        """Reduces the gradients that backwards have kept, where `set_requires_gradient_sync` allows it by now, and
-        releases weights, unless `set_reshard_after_backward` says otherwise.
+        """Reduces the gradients that backwards have kept, of units that reduce gradients now, and releases weights that
+        need not stay gathered (`set_reshard_after_backward`).
 
         Args:
-            async_op: returns a handle, for FSDP2's callers; there is nothing left to wait for.
+            async_op: return a handle, as FSDP2 does. Its `wait` does nothing.
         """
         _unit_of(self)
         runner: Runner | None = getattr(self, ATTRIBUTE).runner
@@ -248,14 +248,14 @@ class ShardedModule(FSDPModule):
         return ReductionHandle() if async_op else None
 
     def reset_iter_state(self) -> None:
-        """Puts everything back after an exception, as the next forward does. Gradients not reduced yet are lost."""
+        """Resets the step after an exception, as the next forward does. Discards gradients that are not reduced yet."""
         _unit_of(self)
         runner: Runner | None = getattr(self, ATTRIBUTE).runner
         if runner is not None:
             runner.abort()
 
     def _get_fsdp_state(self) -> Any:
-        """Returns what takes the place of FSDP2's internal state: `register_fsdp_forward_method` calls its hooks."""
+        """Returns the replacement of FSDP2's internal state. `register_fsdp_forward_method` calls its hooks."""
         return getattr(self, ATTRIBUTE)
 
     def _wish(self, recurse: bool, change: Callable[[Wishes], None]) -> None:
@@ -284,21 +284,21 @@ class ShardedModule(FSDPModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         unit = _unit_of(self)
         if not unit.is_open:
-            self.reshard()  # `fn` is for the parts at rest
-        applied = super(FSDPModule, self)._apply(fn, recurse=recurse)  # not FSDP2's, which looks for its parameters
+            self.reshard()  # `fn` applies to sharded parameters
+        applied = super(FSDPModule, self)._apply(fn, recurse=recurse)  # not FSDP2's, which requires FSDP2's parameters
         unit.watch_again()
         getattr(self, ATTRIBUTE).after_conversion()
         return applied
 
 
-# The other methods of FSDP2's modules in torch 2.15: hints, which the schedule does not need; they do nothing.
+# Methods of FSDP2's modules in torch 2.15 that do nothing here: they tune FSDP2's execution, which schedules replace.
 _HINTS = (
     "_set_unshard_async_op set_allocate_memory_from_process_group_for_comm set_force_sum_reduction_for_comms "
     "set_keep_unsharded_storage "
     "set_reduce_scatter_max_input_buffers set_separate_reduce_scatter_group set_symm_mem_for_comm "
     "set_unshard_in_backward"
 )
-# Methods that cannot be had, and what to do.
+# Unsupported methods, and the remedy.
 _REFUSED = {
     "set_custom_all_gather": "to leave it out: transfers are shardwright's",
     "set_custom_reduce_scatter": "to leave it out: transfers are shardwright's",
@@ -313,7 +313,7 @@ def _refusing(name: str, instead: str) -> Callable[..., None]:
 
 
 def _do_nothing(self: ShardedModule, *args: Any, **kwargs: Any) -> None:
-    """Does nothing: it says how FSDP2 should do what a schedule does here."""
+    """Does nothing: it tunes FSDP2's execution, which a schedule replaces."""
 
 
 for _name in _HINTS.split():
@@ -326,7 +326,7 @@ _sharded_classes: dict[type, type] = {}
 
 
 def sharded_class(original: type) -> type:
-    """Returns the subclass of a module's class that has the methods."""
+    """Returns the subclass of a module's class and of `ShardedModule`."""
     if original not in _sharded_classes:
         members = {"forward": linear_forward} if original.forward is nn.Linear.forward else {}  # type: ignore[attr-defined]
         _sharded_classes[original] = type(f"Sharded{original.__name__}", (ShardedModule, original), members)
@@ -334,7 +334,7 @@ def sharded_class(original: type) -> type:
 
 
 def original_class(given: type) -> type:
-    """Returns the class that a module had before."""
+    """Returns the class that a module had before `sw.fully_shard`."""
     if not issubclass(given, ShardedModule):
         return given
     found: type = given.__mro__[given.__mro__.index(FSDPModule) + 1]
@@ -342,7 +342,7 @@ def original_class(given: type) -> type:
 
 
 def finalize_backward(runner: Runner) -> None:
-    """Reduces gradients that backwards have kept, in units that reduce by now, and releases what nothing holds."""
+    """Reduces kept gradients of units that reduce gradients now, and releases weights that need not stay gathered."""
     with torch.no_grad():
         runner.reductions.end_backward()
         for unit in runner.units:

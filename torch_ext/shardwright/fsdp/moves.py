@@ -1,4 +1,4 @@
-"""Moves of one weight between its layouts, and writes to its parameter that leave no other trace."""
+"""Moves of one weight between its layouts, and detection of writes to its parameter."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .layouts import Layouts
 
 # ---- writes to parameters
 #
-# A DTensor's operators count versions of the DTensor, those on its local tensor of that one, and operators on lists of
-# DTensors (`torch._foreach_*`), which optimizers use, count neither. So optimizers are asked to say when they stepped.
+# A write to a DTensor increments the DTensor's version, and a write to its local tensor the local tensor's version.
+# `torch._foreach_*` on lists of DTensors, which optimizers use, increments neither. So a hook notes optimizer steps.
 
-_WRITTEN = "_shardwright_written"  # of a parameter: a number for its latest write that leaves no trace
+_WRITTEN = "_shardwright_written"  # attribute of a parameter: the number of its latest optimizer step
 
-_numbers = itertools.count(1)  # for all parameters, so none comes back
+_numbers = itertools.count(1)  # shared by all parameters, so numbers are unique
 _is_registered = False
 
 
 def watch(parameter: nn.Parameter) -> None:
-    """From now on, notices steps of optimizers that have this parameter. What was before counts as a write."""
+    """Starts to detect optimizer steps that write this parameter. The call itself counts as a write."""
     global _is_registered
     setattr(parameter, _WRITTEN, next(_numbers))
     if not _is_registered:
@@ -35,7 +35,7 @@ def watch(parameter: nn.Parameter) -> None:
 
 
 def version_of(parameter: Any) -> tuple[int, ...]:
-    """Differs after each write to a DTensor parameter, except for those by `torch._foreach_*` outside of optimizers."""
+    """Returns a version, changed by each write to a DTensor parameter except `torch._foreach_*` outside optimizers."""
     return parameter._version, parameter._local_tensor._version, parameter.__dict__.get(_WRITTEN, 0)
 
 
@@ -50,7 +50,7 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class Moves:
-    """Starts moves. What carries a weight holds on to this, so that nothing needs to refer to the weight itself."""
+    """A function that starts moves of a weight. Gathers and reductions refer to it instead of to the weight itself."""
 
     def __init__(self, layouts: Layouts) -> None:
         self.layouts = layouts
@@ -59,12 +59,12 @@ class Moves:
     def __call__(
         self, src: _planner.Layout, dst: _planner.Layout, given: torch.Tensor, out: torch.Tensor
     ) -> dist.Work | None:
-        """Returns while transfers are under way: what to wait for, None if nothing is pending."""
+        """Starts a move into `out`. Returns a Work to wait for, or None if nothing is pending."""
         return executables.start_into(self.executable(src, dst), given, out)
 
     def executable(self, src: _planner.Layout, dst: _planner.Layout) -> _runtime.Executable:
         device_type = self._device_type
-        mesh = self.layouts.mesh  # also for kept copies, which may lie on another mesh of the same ranks
+        mesh = self.layouts.mesh  # also for kept copies, which may be on another mesh of the same ranks
 
         def build() -> _runtime.Executable:
             return executables.bind(executables.make_plan(src, dst, device_type), device_mesh=mesh)

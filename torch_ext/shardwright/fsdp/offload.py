@@ -1,14 +1,14 @@
-"""Parts at rest in host memory: `offload_policy` of `fully_shard`, which means what it means in FSDP2.
+"""Offload of sharded parameters to host memory: `offload_policy` of `fully_shard`, as in FSDP2.
 
-Parameters, their gradients and optimizers are on the host; what is gathered and reduced is on the device. Two streams
-of the device carry copies, so that they run alongside compute and alongside each other:
+Parameters, their gradients and optimizer states are on the host. Gathered weights and unreduced gradients are on the
+device. Two streams of the device do the copies, so they overlap with compute and with each other:
 
-    part at rest      -- inward -->   staged part, which is gathered
-    gradient at rest  <-- outward --  reduced part
+    sharded parameter  -- inward -->   staging, which is gathered
+    sharded gradient   <-- outward --  reduced gradient
 
-Both streams follow what the caller's stream was given before. The caller's stream waits for a staged part when it waits
-for the gather. The host waits for both streams when a sequence ends, and before an optimizer steps: after that it may
-read gradients, and write parts.
+A copy starts after all work that was given to the caller's stream before. The caller's stream waits for an inward copy
+when it waits for the gather. The host waits for both streams when a sequence ends, and before an optimizer step; then
+gradients may be read and parameters written.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .._native import _runtime
 
 
 class Leaving(NamedTuple):
-    """A tensor on its way to the host."""
+    """A copy to the host in progress."""
 
     on_host: torch.Tensor
     copied: torch.Event
 
     def wait(self) -> torch.Tensor:
-        """Makes the host wait."""
+        """Makes the host wait for the copy. Returns the tensor on the host."""
         self.copied.synchronize()
         return self.on_host
 
 
 class Copy(NamedTuple):
-    """One that was timed."""
+    """The events around a copy that was timed."""
 
     is_outward: bool
     begin: torch.Event
@@ -62,18 +62,18 @@ class Host:
         self.device = device
         self._pins = pins
         self._inward, self._outward = _streams(device)
-        self._fetched: torch.Event | None = None  # the latest on the inward stream that the host has not waited for
-        self._timed: list[Copy] | None = None  # while copies are timed
+        self._fetched: torch.Event | None = None  # end of the latest inward copy, if the host has not waited for it
+        self._timed: list[Copy] | None = None  # copies since `begin_timing`; None if copies are not timed
         _watch(self)
 
     def hold(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns a part in host memory, as the policy wants it."""
+        """Returns a shard in host memory, pinned if the policy requires it."""
         part = part.to("cpu")
         return part.pin_memory() if self._pins and part.numel() > 0 and not part.is_pinned() else part
 
     @contextlib.contextmanager
     def fetching(self) -> Iterator[None]:
-        """Work that the block gives to the current stream goes to the inward one; `join` waits for it."""
+        """In this block the inward stream is the current stream. `join` waits for the work of the block."""
         self._inward.wait_stream(torch.accelerator.current_stream(self.device))
         with self._inward:
             try:
@@ -82,24 +82,24 @@ class Host:
                 self._fetched = self._inward.record_event()
 
     def join(self) -> None:
-        """Makes the current stream wait for what was fetched."""
+        """Makes the current stream wait for the inward copies."""
         if self._fetched is not None:
             torch.accelerator.current_stream(self.device).wait_event(self._fetched)
 
     def wait(self) -> None:
-        """Makes the host wait for what was fetched; then it may write what that was fetched from."""
+        """Makes the host wait for the inward copies. Then their sources on the host may be written."""
         if self._fetched is not None:
             self._fetched.synchronize()
             self._fetched = None
 
     def fetch(self, part: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """Copies a part on the host to bytes on the device, in the order of the current stream."""
+        """Copies a shard on the host to `memory` (bytes on the device), on the current stream."""
         with self._timing(False):
             return memory[: part.nbytes].view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
 
     @contextlib.contextmanager
     def _timing(self, is_outward: bool) -> Iterator[None]:
-        """The block gives a copy to the current stream."""
+        """Times the copy that the block gives to the current stream, if copies are timed."""
         if self._timed is None:
             yield
             return
@@ -114,14 +114,14 @@ class Host:
         self._timed = []
 
     def end_timing(self) -> list[Copy]:
-        """Returns the copies since it began, when they are done."""
+        """Returns the copies since `begin_timing`, after they have ended."""
         timed, self._timed = self._timed or [], None
         for copy in timed:
             copy.end.synchronize()
         return timed
 
     def send(self, part: torch.Tensor) -> Leaving:
-        """Starts to copy what the current stream has made, or will have, to the host."""
+        """Starts to copy a shard to the host, after the work given to the current stream so far."""
         self._outward.wait_stream(torch.accelerator.current_stream(self.device))
         with self._outward:
             on_host = torch.empty(part.shape, dtype=part.dtype, pin_memory=self._pins and part.numel() > 0)
@@ -134,7 +134,7 @@ class Host:
 
 
 def checked(offload_policy: Any) -> CPUOffloadPolicy | None:
-    """Returns the policy, None for one that leaves everything on the device. Raises ValueError for anything else."""
+    """Returns the policy; None if it offloads nothing. Raises ValueError if it is no policy."""
     if offload_policy is None or type(offload_policy) is OffloadPolicy:
         return None
     if not isinstance(offload_policy, CPUOffloadPolicy):
@@ -146,7 +146,7 @@ def checked(offload_policy: Any) -> CPUOffloadPolicy | None:
 
 
 def host_of(policy: CPUOffloadPolicy | None, device_type: str) -> Host | None:
-    """Returns None where nothing is copied: without a policy, and on CPU, where parts are on the host anyway."""
+    """Returns None if nothing is copied: without a policy, and on CPU, where all tensors are on the host."""
     if policy is None or device_type == "cpu":
         return None
     return Host(current_device(device_type), policy.pin_memory)
@@ -168,7 +168,7 @@ _is_registered = False
 
 
 def _watch(host: Host) -> None:
-    """Makes optimizers wait for it before they step, from now on."""
+    """Makes every optimizer wait for the host's copies before it steps."""
     global _is_registered
     _hosts.add(host)
     if not _is_registered:

@@ -1,13 +1,13 @@
 """Reads of weights by backwards.
 
-Hooks on the outputs of a unit gather its weights in time for its backward, but no hook is on a tensor that a forward
-leaves somewhere else, such as in an attribute of a module or in an object that cannot be opened. Therefore every tensor
-that autograd saves of a weight during the forward of a unit is packed as a `_Read`. A backward that unpacks it gathers
-the weights of that unit first if they are not gathered, whatever path has led there.
+Hooks on the outputs of a unit gather its weights before its backward. A forward may also store tensors elsewhere, such
+as in an attribute of a module or in an object that is not searched, and those have no hook. Therefore each weight, or
+view of a weight, that autograd saves in a forward is packed as a `_Read`. A backward that unpacks it first gathers the
+unit's weights if they are not gathered.
 
 Other hooks for saved tensors that are active around the forward, such as those of a checkpoint or of
-`torch.autograd.graph.save_on_cpu`, get all tensors but the weights. Hooks that begin within it, such as those of
-torch's composable `checkpoint`, get the weights too.
+`torch.autograd.graph.save_on_cpu`, get all saved tensors except weights. Hooks that become active within the forward,
+such as those of torch's composable `checkpoint`, get weights too.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_CHECKPOINT = inspect.unwrap(checkpoint)  # its key among a module's states
+_CHECKPOINT = inspect.unwrap(checkpoint)  # key of `checkpoint` in a module's torch states
 
 
 class _Read(NamedTuple):
-    """A saved tensor that lies in the storage of a weight."""
+    """A saved tensor in the storage of a weight."""
 
     tensor: torch.Tensor
     weight: Weight
     unit: Unit
-    forward: int  # number of the forward that has saved it; 0 outside of all forwards of its unit
-    version: tuple[int, ...]  # of the parameter in that forward
+    forward: int  # number of the forward that saved it; 0 outside of all forwards of its unit
+    version: tuple[int, ...]  # version of the parameter when it was saved
 
 
 class _Activation(NamedTuple):
@@ -48,11 +48,11 @@ class _Activation(NamedTuple):
 
     tensor: torch.Tensor
     version: int
-    owner: weakref.ref[torch.Tensor] | None  # whose version it is; None: of `tensor`
+    owner: weakref.ref[torch.Tensor] | None  # the tensor that `version` belongs to; None: `tensor`
 
 
 class Recording:
-    """A block in which autograd saves weights as `_Read`: a forward of a module."""
+    """A block, around a forward of a module, in which autograd saves weights as `_Read`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -67,7 +67,7 @@ class Recording:
         self._pack: Any
         self._pack, unpack_all = (pack, unpack) if around is None else _within(*around)
         if around is not None and getattr(around[0], "_checkpoint_internal", False):
-            # A checkpoint within looks for the hooks around all checkpoints (torch 2.15).
+            # A nested checkpoint looks for the hooks that are active around all checkpoints (torch 2.15).
             self._pack._checkpoint_internal = True  # type: ignore[attr-defined]
             self._pack._user_hooks = getattr(around[0], "_user_hooks", None)  # type: ignore[attr-defined]
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, unpack_all)
@@ -75,9 +75,10 @@ class Recording:
 
     @property
     def _is_recomputed_from_within(self) -> bool:
-        """True in a recomputation for torch's composable `checkpoint`.
+        """True in a recomputation by torch's composable `checkpoint`.
 
-        Its hooks began within the block in the forward, so they got the weights. They must get as many tensors now.
+        Its hooks became active within this block in the forward, so they got the weights. A recomputation must save
+        the same number of tensors to them.
         """
         states = self._module.__dict__.get(STATE_KEY)
         state = None if states is None else states.get(_CHECKPOINT)
@@ -87,7 +88,7 @@ class Recording:
         if self._is_pushed:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             if self._pack is not pack:
-                self._pack._user_hooks = None  # the graph keeps the function
+                self._pack._user_hooks = None  # the autograd graph keeps `_pack` alive, but need not keep the hooks
 
 
 def _weight_of(tensor: torch.Tensor) -> Weight | None:
@@ -96,19 +97,19 @@ def _weight_of(tensor: torch.Tensor) -> Weight | None:
         return None
     address = local.untyped_storage()._cdata
     weight = by_storage.get(address)
-    # A weight that was set up again has another storage, and its old address may be in use for something else.
+    # A converted weight has a new storage, and its old address may belong to another tensor.
     is_its = weight is not None and weight.memory.untyped_storage()._cdata == address
     return weight if is_its else None
 
 
 def pack(tensor: torch.Tensor) -> Any:
-    """The hook for what autograd saves. Other hooks of this library pass on to it what is not theirs."""
+    """Packs a tensor that autograd saves. Other hooks of this library call it for tensors that they do not handle."""
     weight = _weight_of(tensor)
     unit = None if weight is None or weight.unit is None else weight.unit()
     if weight is not None and unit is not None:
         forward = unit.forwards[-1] if unit.forwards else 0
         return _Read(_without_graph(tensor), weight, unit, forward, weight.version)
-    # PyTorch checks no versions where there are hooks. A tensor that was detached from a DTensor counts its own.
+    # PyTorch does not check versions of tensors that a hook packs. A detached DTensor has a version counter of its own.
     owner = weakref.ref(tensor) if isinstance(tensor, DTensor) else None
     return _Activation(_without_graph(tensor), tensor._version, owner)
 
@@ -134,7 +135,7 @@ def unpack(saved: Any) -> torch.Tensor:
 
 
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor without the node that has made it, which may be the one that saves it."""
+    """Returns the tensor without its autograd node. That node may be the one that saves it, which would be a cycle."""
     if tensor.grad_fn is None:
         return tensor
     if isinstance(tensor, DTensor):  # `detach` takes ten times as long
@@ -143,7 +144,7 @@ def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _within(outer_pack: _Pack, outer_unpack: _Unpack) -> tuple[_Pack, _Unpack]:
-    """The hooks for a forward around which others are active."""
+    """Returns hooks that handle weights, and pass other tensors to the hooks that are active around the forward."""
 
     def pack_within(tensor: torch.Tensor) -> Any:
         return outer_pack(tensor) if _weight_of(tensor) is None else pack(tensor)

@@ -1,15 +1,15 @@
-"""Reductions of a model's gradients, and what ranks agree on at the end of a backward.
+"""Reductions of a model's gradients, and the agreement of ranks at the end of a backward.
 
-All ranks reduce the same weights of a unit, whatever gradients autograd has left on each of them: where routing or a
-condition picks other modules on every rank, a rank without a gradient of a weight contributes zeros.
+All ranks reduce the same weights of a unit, even if they have different gradients: if routing or a condition picks
+different modules on each rank, a rank without a gradient of a weight contributes zeros.
 
-    time                              weights that are reduced
-    the backward of a unit ends       those of which some rank had a gradient last time; at first all that are trained
-    the whole backward ends           those of which some rank has a gradient that was not reduced yet
+    at the end of             reduced weights
+    the backward of a unit    weights that had a gradient on some rank last time; at first all trained weights
+    the entire backward       weights that have a gradient on some rank that was not reduced yet
 
-Between the two, ranks tell each other which weights they had gradients of. A sum to which no rank had anything to add
-is dropped, so that `.grad` stays None as it would in a model that is not sharded. Ranks that have not started the same
-reductions raise an error, each of them.
+Before the second reduction, ranks exchange which weights they had gradients of. If no rank had a gradient of a weight,
+its sum is dropped, so that `.grad` stays None as in an unsharded model. If ranks have started different reductions, all
+of them raise an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .gradients import Reduction
 from .units import Unit
 from .weights import Weight
 
-Place = tuple[int, int]  # number of a unit, and of a weight in it
+Place = tuple[int, int]  # index of a unit, and of a weight in it
 
 
 class Reductions:
@@ -35,16 +35,16 @@ class Reductions:
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
         self._units = units
         self._device = device
-        self._under_way: list[tuple[int, Reduction]] = []  # with the use after which to wait
-        self._started: list[tuple[int, tuple[int, ...]]] = []  # in the backward that runs: a unit and its weights
-        self._used: set[Place] = set()  # weights of which some rank has a gradient, by the latest agreement
+        self._under_way: list[tuple[int, Reduction]] = []  # the use after which to wait, and the reduction
+        self._started: list[tuple[int, tuple[int, ...]]] = []  # started in the running backward: unit, its weights
+        self._used: set[Place] = set()  # weights of which some rank had a gradient at the latest agreement
         self._on_mesh: dict[DeviceMesh, list[Place]] = {}
         for number, unit in enumerate(units):
             for which, weight in enumerate(unit.weights):
                 self._on_mesh.setdefault(weight.mesh, []).append((number, which))
 
     def start(self, number: int, which: Sequence[int] | None = None) -> Reduction | None:
-        """Starts to reduce weights of a unit; by default those that are expected to have gradients."""
+        """Starts to reduce gradients of these weights of a unit; default: the weights that had gradients last time."""
         unit = self._units[number]
         if which is None:
             which = [i for i, weight in enumerate(unit.weights) if weight.is_expected and weight.sharded.requires_grad]
@@ -52,11 +52,11 @@ class Reductions:
         return unit.start_reduction([unit.weights[i] for i in which])
 
     def add(self, last_use: int, reduction: Reduction) -> None:
-        """Waits for a reduction after this use."""
+        """Adds a reduction to wait for after use `last_use`."""
         self._under_way.append((last_use, reduction))
 
     def finish(self, use: int | None = None) -> None:
-        """Waits for the reductions that are to be done after this use, by default for all."""
+        """Waits for the reductions that must end by this use; default: all reductions."""
         for last_use, reduction in self._under_way:
             if use is None or last_use <= use:
                 reduction.finish()
@@ -69,7 +69,8 @@ class Reductions:
             reduction.discard()
 
     def end_backward(self) -> None:
-        """Reduces what is left, on any rank, and waits for all. Collective among the ranks of each mesh.
+        """Reduces gradients that are left on any rank, and waits for all reductions. Collective among the ranks of each
+        mesh.
 
         Raises:
             ValueError: on all ranks of a mesh, if they have reduced different weights.
@@ -90,7 +91,7 @@ class Reductions:
         self._started = []
 
     def _agree(self) -> dict[int, list[int]]:
-        """Returns the weights, by unit, of which some rank has a gradient that was not reduced."""
+        """Returns, by unit, the weights that have an unreduced gradient on some rank."""
         is_captured = self._device.type != "cpu" and _runtime.is_capturing(self._device.type)
         late: dict[int, list[int]] = {}
         self._used = set()
@@ -117,12 +118,12 @@ class Reductions:
         return self._units[place[0]].weights[place[1]]
 
     def _flags(self, place: Place) -> tuple[bool, bool]:
-        """Returns two flags: this rank has contributed a gradient, and it has one left that must be reduced."""
+        """Returns two flags: this rank had a gradient of the weight; it has one that must still be reduced."""
         weight = self._weight(place)
         return weight.has_arrived, weight.has_gradient and self._units[place[0]].wishes.reduces
 
     def _text(self, mesh: DeviceMesh) -> str:
-        """The reductions that were started in this backward."""
+        """Returns a text of the reductions that were started in this backward."""
         said = []
         for number, which in self._started:
             unit = self._units[number]
@@ -131,7 +132,10 @@ class Reductions:
         return "; ".join(said) or "none"
 
     def _digest(self, mesh: DeviceMesh) -> bytes:
-        """Bytes whose largest values over ranks show whether they are equal: a digest, and its complement."""
+        """Returns a digest of the started reductions and its complement.
+
+        Ranks agree if and only if the maximum of each byte over ranks and that of its complement sum to 255.
+        """
         started = [each for each in self._started if any(w.mesh == mesh for w in self._units[each[0]].weights)]
         digest = hashlib.blake2b(repr(started).encode(), digest_size=_DIGEST_BYTES).digest()
         return digest + bytes(255 - byte for byte in digest)

@@ -1,21 +1,20 @@
-"""Runs the gathers and reductions of training steps: as they come in a first step, by a schedule after that.
+"""Runs the gathers and reductions of training steps: without a schedule in the first step, with one after that.
 
-A *sequence* is what happens from the first forward of a step to the end of its backward, or without gradients to the
-end of the forward. It is a list of uses: whenever a unit begins or ends, the use before ends and, if any unit is open,
-the next one begins. A unit is open while a forward of one of its modules runs, and from the moment in which gradients
-reach the outputs of a forward until they have left its inputs.
+A *sequence* is a list of uses, from the first forward of a step to the end of its backward; without gradients, to the
+end of the forward. Whenever a unit opens or closes, the running use ends and, if any unit is open, the next use begins.
+A unit is open while a forward of one of its modules runs, and from the moment at which gradients reach the outputs of a
+forward until they have left its inputs.
 
-    state       gathers                                  releases                          leaves for
-    recording   when a unit opens                        when a unit closes                following, at the end: the
-                                                                                           uses are scheduled
-    following   when the schedule says                   when the schedule says            recording, at a use that is
-                                                                                           not the scheduled one
+    state       gathers start       weights are released    next state
+    recording   when a unit opens   when a unit closes      following, after the sequence; its uses are scheduled
+    following   as scheduled        as scheduled            recording, at a use that differs from the schedule
 
-The first step that follows a schedule is timed. Its times decide how far ahead later steps gather, unless the user has
-decided that; all ranks agree on the times before.
+The first step that follows a schedule is timed, and all ranks agree on the times. They decide how far ahead later steps
+gather, unless the user has set `prefetch`.
 
-The first use and the treatment of gradients identify a sequence, so steps with gradients, without, and with gradients
-that are reduced later have schedules of their own. All ranks see the same uses, so they start the same transfers.
+A sequence is identified by its first use and by how gradients are treated. So steps with gradients, without gradients,
+and with gradients that are reduced later have different schedules. All ranks see the same uses, so they start the same
+transfers.
 """
 
 from __future__ import annotations
@@ -41,13 +40,12 @@ from .scheduler import Clock, Key, Plan, Times, Use, are_same, gather_until, hel
 from .units import Unit, forget_written_copies, is_in_backward
 from .weights import ALIGNMENT
 
-# A sequence with more uses is not scheduled: forwards with gradients that no backward follows.
-MAX_USES = 1 << 16
-MAX_PLANS = 64  # maximum number of sequences whose schedules are kept (FIFO)
+MAX_USES = 1 << 16  # longer sequences are not scheduled: forwards with gradients that no backward follows
+MAX_PLANS = 64  # maximum number of kept schedules (FIFO)
 
 
 class Runner:
-    """The units of a model, and the sequence that is running."""
+    """The units of a model, its schedules, and the running sequence."""
 
     def __init__(
         self, units: list[Unit], memory_limit: int | None, prefetch: int | None, in_chunks: bool = False
@@ -64,39 +62,39 @@ class Runner:
             unit.runner = weakref.ref(self)
         self._plans: dict[Key, Plan] = {}
         self._arena = torch.empty(0, dtype=torch.uint8)
-        self.open: list[int] = []  # units that are, by index
-        self._uses: list[Use] = []
-        self._is_used = False  # the last use has not ended
-        self._is_too_long = False  # the sequence: uses are no longer noted
-        self._key: Key | None = None  # key of the sequence that is running
-        self._plan: Plan | None = None  # while following
-        self._clock: Clock | None = None  # of a sequence that is timed
+        self.open: list[int] = []  # indices of open units, ascending
+        self._uses: list[Use] = []  # uses of the running sequence
+        self._is_used = False  # the last of `_uses` has not ended
+        self._is_too_long = False  # the running sequence has more than MAX_USES uses
+        self._key: Key | None = None  # key of the running sequence; None between sequences
+        self._plan: Plan | None = None  # the schedule that is followed; None while recording
+        self._clock: Clock | None = None  # times the running sequence; None if it is not timed
         self.reductions = Reductions(units, self.device)
-        self._end: weakref.ref[object] | None = None  # what the running backward calls at its end
-        self._recomputed: set[int] = set()  # units, in the middle of their backwards
+        self._end: weakref.ref[object] | None = None  # callback that the running backward holds until its end
+        self._recomputed: set[int] = set()  # units whose forward is recomputed within their own backward
         self._activations = scheduler.StepActivations(None)
         self._num_forwards = 0
-        # Of the latest sequences: the number of the first forward, and the units whose products are ours.
+        # By sequence, latest last: the number of its first forward, and the units that multiply in chunks in it.
         self._multiplies: list[tuple[int, frozenset[int]]] = []
-        self._stream: torch.Stream | None = None  # on which the last use was
-        self._is_captured = False  # the last use, in a graph
+        self._stream: torch.Stream | None = None  # stream of the last use
+        self._is_captured = False  # the last use was captured in a graph
         self.calls = MethodCalls()
 
     @property
     def schedules(self) -> list[StepSchedule]:
         return [plan.schedule for plan in self._plans.values()]
 
-    # Hooks call these
+    # Called by hooks
 
     def begin_forward(self, unit: Unit) -> int:
-        """Returns the number of this forward."""
+        """Opens the unit and gathers its weights. Returns the number of this forward."""
         in_backward = is_in_backward()
         if in_backward:
             self._note_backward()
         elif not self.open:
             self._begin_forwards(unit)
         elif self._end is not None:
-            self.abort()  # a backward has failed
+            self.abort()  # a backward has failed before its end
         was_open = unit.is_open
         self._num_forwards += 1
         unit.forwards.append(self._num_forwards)
@@ -113,7 +111,7 @@ class Runner:
         if not self._in_chunks:
             unit.put_whole()
             return
-        # A recomputation is that of a forward whose backward runs.
+        # A recomputation multiplies as the latest forward whose backward runs.
         begun = [forward for each in self.units for forward in each.backwards] if in_backward else []
         self._put_for(unit, max(begun, default=self._num_forwards))
 
@@ -141,11 +139,11 @@ class Runner:
             self._end_sequence()
 
     def fail_forward(self, unit: Unit, depth: int, error: BaseException) -> None:
-        """After a forward has raised: does what hooks would have done, which do not run for a KeyboardInterrupt.
+        """Aborts the step after a forward has raised, if its hooks did not run, as for a KeyboardInterrupt.
 
         Args:
-            depth: how many forwards of the module's unit were running before this one.
-            error: what it has raised.
+            depth: number of forwards of the unit that were running before this forward.
+            error: the exception that the forward raised.
         """
         if not isinstance(error, Exception) or len(unit.forwards) > depth:
             self.abort()
@@ -157,11 +155,11 @@ class Runner:
         if not was_open:
             bisect.insort(self.open, self._index[id(unit)])
             self._next("backward")
-        self._put_for(unit, forward)  # for checkpoints within the unit, which run parts of its forward again
+        self._put_for(unit, forward)  # checkpoints within the unit recompute parts of its forward
 
     def end_backward(self, unit: Unit, forward: int) -> None:
         if forward not in unit.backwards:
-            return  # gradients reached the inputs alone
+            return  # no gradient reached the outputs, so `begin_backward` was not called
         if len(unit.backwards) == 1:
             self._start_reduction(unit)
         unit.backwards.discard(forward)
@@ -171,7 +169,7 @@ class Runner:
             self._next("backward")
 
     def note_gradient(self, unit: Unit) -> None:
-        """Sees to it that the running backward reduces a gradient that has arrived, whatever path it came by."""
+        """Notes that autograd has computed a gradient, so that the end of the running backward reduces it."""
         if self._end is not None and self._end() is None:
             self.abort()
             raise RuntimeError(
@@ -181,13 +179,13 @@ class Runner:
         self._note_backward()
 
     def settle(self) -> None:
-        """Puts everything back if the backward or a method that was running has failed, which nobody says."""
+        """Aborts the step if its backward, or a registered forward method, has raised: no hook reports that."""
         self.calls.end_failed(self.end_forward)
         if self._end is not None and self._end() is None:
             self.abort()
 
     def abort(self, drops_gradients: bool = True) -> None:
-        """Puts everything back, after an exception or between steps. Gradients that were not reduced yet are lost."""
+        """Closes and releases all units, after an exception or between steps. Gradients not reduced yet are lost."""
         self._end = self._plan = self._key = None
         self.open.clear()
         for unit in self.units:
@@ -202,13 +200,13 @@ class Runner:
     # Sequences
 
     def _begin_forwards(self, unit: Unit) -> None:
-        """Begins a forward, outside of all units."""
+        """Prepares for a forward while no unit is open. Ends a sequence of forwards that no backward has followed."""
         if self._end is not None:
             self.abort()
         only_forwards = all(use.kind == "forward" for use in self._uses)
         key = self._key_of((self._index[id(unit)],), "forward")
         if self._key is not None and self._key[:3] == key[:3] and only_forwards:
-            # No backward came, so far, for the forwards of this sequence. If it still comes, it gathers again.
+            # The forwards of the running sequence had no backward yet. A later backward of them gathers again.
             self._plan = None
             self._drain()
             self._key = None
@@ -218,7 +216,7 @@ class Runner:
         if self._end is not None and self._end() is not None:
             return
         if self._end is not None:
-            self.abort()  # the backward before has failed, because nobody holds what it should have called
+            self.abort()  # the previous backward has failed: its callback was freed without a call
 
         def end() -> None:
             self._end = None
@@ -274,12 +272,12 @@ class Runner:
             scheduler.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock, copies)
 
     def reschedule(self) -> None:
-        """Takes up other wishes, from the next sequence on."""
+        """Makes all schedules again with the current unit options. They apply from the next sequence on."""
         for key, plan in self._plans.items():
             self._follow(key, plan.uses, plan.timed)
 
     def _follow(self, key: Key, uses: list[Use], timed: Times | None) -> None:
-        """Plans the next such sequence. The arena is made now: a sequence that is captured allocates none."""
+        """Schedules the next sequence with this key. Grows the arena now, because a captured step cannot."""
         self._plans[key] = plan = Plan(uses, self._schedule(key, uses, timed), timed)
         if self._arena.numel() < plan.schedule.arena_bytes:
             self._arena = torch.empty(plan.schedule.arena_bytes, dtype=torch.uint8, device=self.device)
@@ -287,7 +285,7 @@ class Runner:
     def _agreed_times(
         self, clock: Clock, copies: list[list[Copy]], schedule: StepSchedule, activations: scheduler.StepActivations
     ) -> Times:
-        """The same on all ranks; zeros where units are on several meshes."""
+        """Returns times that are equal on all ranks; zeros if units are on several meshes."""
         meshes = {weight.mesh for unit in self.units for weight in unit.weights}
         found = scheduler.agreed_times(scheduler.measured(clock, copies, schedule), meshes, self.device)
         return found._replace(activations=scheduler.agreed_events(activations.events(), meshes, self.device))
@@ -307,14 +305,14 @@ class Runner:
             "activations": [] if timed is None else [event.parts for event in timed.activations],
         }
         budget = self.memory_limit
-        if budget is None:  # whatever times say, so that memory does not depend on them
+        if budget is None:  # without times, so that the memory limit does not depend on them
             ahead = 1 if self.prefetch is None else self.prefetch
             budget = overlapping_budget_bytes(weights, parts, prefetch=ahead, **options)
         trains = key.records and key.kind == "forward"
         reduces = [does and not keeps for does, keeps in zip(key.reduces, key.keeps, strict=True)]
         forms = []
         for number, each in enumerate(self._in_chunks):
-            gathers = trains and number not in self._recomputed  # else the backward has it when it is recomputed
+            gathers = trains and number not in self._recomputed  # a recomputation in the backward gathers it in full
             made = [(which, i) for i, use in enumerate(uses) for unit, which in use.made if unit == number]
             form = each.form(gathers, trains and reduces[number], made)
             if form is not None:
@@ -323,9 +321,9 @@ class Runner:
         return StepSchedule(weights, parts, budget_bytes=budget, prefetch=self.prefetch, **options)
 
     def _drain(self, keeps_held: bool = True) -> None:
-        """Ends the sequence: nothing is under way afterwards, and only what was asked for is resident."""
+        """Ends the sequence: waits for all transfers, and releases units, except held ones if `keeps_held`."""
         with torch.no_grad():
-            self.reductions.finish()  # of later uses too: a schedule may have more than came
+            self.reductions.finish()  # also those scheduled to end in later uses, which may not run
         for unit in self.units:
             if unit.is_resident and not (keeps_held and unit.is_held):
                 unit.release()
@@ -339,7 +337,7 @@ class Runner:
     # Uses
 
     def _next(self, kind: str) -> None:
-        """The set of open units has changed: ends the use that is running, and begins the next one."""
+        """Ends the running use, and begins the next if units are open. Called when the set of open units changes."""
         units = tuple(self.open)
         key = self._key_of(units, kind) if self._key is None else self._key
         self._follow_stream()
@@ -366,12 +364,12 @@ class Runner:
             self.units[index].start_refresh()
 
     def _follow_stream(self) -> None:
-        """Puts uses on different streams in order: a buffer may pass from one to the next."""
+        """Orders uses on different streams: a buffer of the arena may be used by consecutive uses."""
         if self.device.type == "cpu":
             return
         current, was_captured = torch.accelerator.current_stream(self.device), self._is_captured
         self._is_captured = _runtime.is_capturing(str(self.device))
-        # Over the edge of a capture, whoever captures puts streams in order.
+        # Between a captured and an uncaptured use, the user's code that captures must order streams.
         if self._stream is not None and self._stream != current and self._is_captured == was_captured:
             current.wait_stream(self._stream)
         self._stream = current
@@ -393,7 +391,7 @@ class Runner:
             self._multiplies.append((first, frozenset() if self._plan is None else self._plan.multiplies))
             del self._multiplies[:-MAX_USES]
         for unit in self.units:
-            if not unit.forwards:  # the one that opens has looked already
+            if not unit.forwards:  # `begin_forward` has done this for the unit that opens
                 unit.take_up_changes()
         forget_written_copies(self.units, self.device)
         measured = [unit for unit in self.units if any(w.carried.format.needs_largest for w in unit.weights)]
@@ -424,7 +422,7 @@ class Runner:
 
     def _gather_ahead(self, unit: Unit, offset_bytes: int, chunks: UnitInChunks | None) -> None:
         if unit.is_resident and not unit.is_stale:
-            return  # since `unshard`, or since the step before
+            return  # gathered by `unshard`, or in the previous step
         if unit.is_resident:
             unit.release()
         unit.come_in_chunks(chunks)
@@ -434,7 +432,7 @@ class Runner:
             unit.start_gather(self._arena, offset_bytes)
 
     def _gather_now(self, needed: Iterable[int], in_chunks: set[int]) -> None:
-        """Finishes the gathers of these units; starts those that nothing has started."""
+        """Waits for the gathers of these units; starts those that were not started ahead."""
         for number in needed:
             unit = self.units[number]
             unit.is_unsharded = False
@@ -467,7 +465,7 @@ class Runner:
                     unit.release()
 
     def _note_gradients(self, unit: int) -> None:
-        """Those that were made whole in the use that is running, in sequences of which a plan will be made."""
+        """Notes the full gradients that the running use has computed, if this sequence will be scheduled."""
         if self._in_chunks and self._uses and (self._plan is None or self._clock is not None):
             self._uses[-1].made.extend((unit, which) for which in self._in_chunks[unit].new_gradients())
 
@@ -485,14 +483,14 @@ class Runner:
             if self._uses:
                 self._uses[index].gradients.append(number)
             if self._plan is None:
-                self.reductions.finish(index)  # one is under way at a time
-            # Unless a schedule says otherwise, it is waited for when the next one starts.
+                self.reductions.finish(index)  # without a schedule, one reduction runs at a time
+            # Without a schedule, the next reduction waits for this one before it starts.
             finish = index if self._plan is None else self._plan.finishes.get((number, index), index)
             self.reductions.add(finish, reduction)
 
 
 def _put_back(runner: weakref.ref[Runner], ended: object) -> None:
-    """After a backward: if it has failed, modules get back what they have between uses."""
+    """Gives modules their sharded parameters back if a backward has failed. Called when its callback is freed."""
     if (found := runner()) is not None and found._end is ended:
         for unit in found.units:
             unit.put_sharded()

@@ -1,4 +1,4 @@
-"""The schedule of a step, and the times that decide it: measured in one step and agreed on by all ranks."""
+"""Schedules of steps, and the times they are made from: measured in one step, and agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -23,51 +23,50 @@ from .units import Unit
 
 
 class Event(NamedTuple):
-    """One activation of a step (fsdp/py)."""
+    """The uses and sizes of one sharded activation of a step (fsdp/activations.py)."""
 
-    number: int  # in the order in which they were saved
+    number: int  # index in the order of saving
     name: str
-    kept_bytes: int
-    whole_bytes: int
-    gather_ps: int
-    saved: int  # use
-    first: int  # and last use that needs it
-    last: int
-    until: int  # the turn in which it is let go
+    kept_bytes: int  # size of this rank's shard
+    whole_bytes: int  # size of the gathered activation
+    gather_ps: int  # predicted time of the gather
+    saved: int  # use that saves it
+    first: int  # first use that needs it
+    last: int  # last use that needs it
+    until: int  # turn in which it is freed
 
     @property
     def parts(self) -> tuple[str, int, int, int, int, int, int, int]:
-        """The figures that schedules need, as `StepSchedule` says."""
+        """The fields as a tuple, as `StepSchedule` takes them: all except `number`."""
         return self[1:]
 
 
 class Times(NamedTuple):
     """The times of a step in picoseconds, the same on all ranks."""
 
-    uses: list[int]
-    # By unit: the copies from the host for a gather, and those to it for a reduction.
-    copies: list[tuple[int, int]]
-    activations: list[Event] = []  # whose gathers schedules plan
+    uses: list[int]  # compute of each use
+    copies: list[tuple[int, int]]  # by unit: copies from the host for a gather, and to the host for a reduction
+    activations: list[Event] = []  # activations whose gathers are scheduled
 
 
 class Clock:
-    """Measures stretches of compute: on CPU the host's time, elsewhere that of the current stream."""
+    """Measures intervals of compute: by the host's clock on CPU, by events of the current stream elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[Any] = []  # begin and end of each stretch, in turns: nanoseconds, or events
+        self._marks: list[Any] = []  # begin and end of each interval, alternating: nanoseconds or events
 
     def end(self) -> None:
-        """Ends the stretch that has begun, if one has."""
+        """Ends the current interval, if any."""
         if len(self._marks) % 2:
             self.mark()
 
     def mark(self) -> None:
-        """Marks the beginning or the end of a stretch."""
+        """Begins an interval, or ends the current one."""
         self._marks.append(_mark(self._device))
 
     def stretches_ps(self) -> list[int]:
-        """Waits for the last one, and returns the length of each: at least a nanosecond."""
+        """Waits for the last interval to end. Returns the length of each interval, at least a nanosecond."""
         begins, ends = self._marks[::2], self._marks[1::2]
         if self._device.type == "cpu":
             return [max(1, end - begin) * 1000 for begin, end in zip(begins, ends, strict=True)]
@@ -76,7 +75,7 @@ class Clock:
         return [max(1000, round(1e9 * a.elapsed_time(b))) for a, b in zip(begins, ends, strict=True)]
 
     def stretches_since(self, origins: dict[str, Any]) -> list[tuple[float, float]]:
-        """Begin and end of each stretch, in seconds since the marks that there are by type of device."""
+        """Returns begin and end of each interval, in seconds since `origins`, which has a mark for each device type."""
         origin = origins[self._device.type]
         if self._device.type == "cpu":
             seconds = [(mark - origin) / 1e9 for mark in self._marks]
@@ -86,16 +85,16 @@ class Clock:
 
 
 def _mark(device: torch.device) -> Any:
-    """Returns the present time: nanoseconds, or an event."""
+    """Returns the current time: nanoseconds on CPU, an event of the current stream elsewhere."""
     if device.type == "cpu":
         return time.perf_counter_ns()
     event = torch.Event(device, enable_timing=True)
-    event.record(torch.accelerator.current_stream(device))  # which may be another device than the current one
+    event.record(torch.accelerator.current_stream(device))  # `device` may differ from the current device
     return event
 
 
 class Listener:
-    """Hears of the steps that end while it listens."""
+    """Collects the times of steps that end while `listening` is active."""
 
     def __init__(self) -> None:
         self.steps: list[HeardStep] = []
@@ -103,8 +102,8 @@ class Listener:
         self._origins = {device.type: _mark(device) for device in devices if device is not None}
 
     def hear(self, schedule: StepSchedule, names: list[str], clock: Clock, copies: Sequence[Sequence[Copy]]) -> None:
-        """`copies` by unit."""
-        clock.stretches_ps()  # waits
+        """Adds a step that has ended. `names` and `copies` by unit."""
+        clock.stretches_ps()  # waits for the last interval
         heard = [
             (name, copy.is_outward, *copy.seconds_since(self._origins))
             for name, all_copies in zip(names, copies, strict=True)
@@ -118,7 +117,7 @@ listener: Listener | None = None
 
 @contextlib.contextmanager
 def listening() -> Iterator[list[HeardStep]]:
-    """Steps of models in this block are timed, and are in the list when they have ended."""
+    """Times all steps of models in this block. Each step is added to the yielded list when it ends."""
     global listener
     before, listener = listener, Listener()
     try:
@@ -128,7 +127,10 @@ def listening() -> Iterator[list[HeardStep]]:
 
 
 def measured(clock: Clock, copies: Sequence[Sequence[Copy]], schedule: StepSchedule) -> Times:
-    """On this rank, in a step that has followed a schedule. `copies` by unit; each takes as long as on average."""
+    """Returns the times of this rank in a step that has followed a schedule.
+
+    `copies` by unit. A unit's copies in one direction get their average time.
+    """
     num_copied = Counter((False, weight) for weight, _, _, _, from_copy in schedule.gathers if not from_copy)
     num_copied.update((True, weight) for weight, *_ in schedule.reductions)
 
@@ -141,7 +143,7 @@ def measured(clock: Clock, copies: Sequence[Sequence[Copy]], schedule: StepSched
 
 
 def agreed_times(found: Times, meshes: set[DeviceMesh], device: torch.device) -> Times:
-    """Returns the largest over the ranks of the only mesh, which all call this; zeros if there are several meshes."""
+    """Returns the largest times over all ranks of the mesh; zeros if there are several meshes. Collective."""
     if len(meshes) != 1:
         return Times([0] * len(found.uses), [(0, 0)] * len(found.copies))
     (mesh,) = meshes
@@ -150,45 +152,47 @@ def agreed_times(found: Times, meshes: set[DeviceMesh], device: torch.device) ->
     return Times(all_ps[: len(found.uses)], list(zip(copies[::2], copies[1::2])))
 
 
-# ---- activations that `checkpoint_cut` keeps cut: the uses that save, need and let go of each
+# ---- activations that `checkpoint_cut` shards: the uses that save, need and free each of them
 #
-#     saved        in a forward, numbered in this order
-#     its turn     when the backward needs it first; turns come in the order of the schedule
-#     let go       when the backward has needed it for the last time
+#     saved    a forward saves the activation; activations are numbered in this order
+#     turn     the backward needs the activation for the first time; turns are numbered in this order
+#     freed    the backward has needed it for the last time
 #
-# A step that follows a schedule gathers what this says: some before a use begins, some in the turn of another one. Once
-# a turn comes out of order, the rest of the step gathers by the order of the sequence (fsdp/activations.py).
+# A schedule starts some gathers before a use begins, and some in the turn of another activation. If a turn differs from
+# the schedule, the rest of the step gathers in the order of the sequence (fsdp/activations.py).
 
 
 class About(NamedTuple):
+    """Sizes and layouts of a sharded activation."""
+
     name: str
-    kept_bytes: int
+    kept_bytes: int  # size of this rank's shard
     device_type: str
-    cut: _planner.Layout
-    whole: _planner.Layout
+    cut: _planner.Layout  # sharded
+    whole: _planner.Layout  # gathered
 
 
 class ActivationPlan(NamedTuple):
-    """The schedule of activations, by turn."""
+    """The schedule of activations, in the order of turns."""
 
-    numbers: Sequence[int]
-    gathers: Sequence[tuple[int, int]]  # the use in which each starts, and the turn, or -1: before the use
+    numbers: Sequence[int]  # the activation of each turn
+    gathers: Sequence[tuple[int, int]]  # the use and the turn in which its gather starts; turn -1: before the use
 
 
 class StepActivations:
-    """Those of one step that runs."""
+    """The sharded activations of a running step."""
 
     def __init__(self, plan: ActivationPlan | None) -> None:
-        self.use = -1  # that runs
-        self.is_over = False
+        self.use = -1  # index of the running use
+        self.is_over = False  # the step has ended
         self._plan = plan
-        self._saved: list[tuple[weakref.ref[Any], int]] = []  # with the use that saved it
-        self._turns: list[tuple[int, int]] = []  # number, and use
-        self._let_go: dict[int, tuple[int, int]] = {}  # by number: the turn and use
+        self._saved: list[tuple[weakref.ref[Any], int]] = []  # by number: the activation, and the use that saved it
+        self._turns: list[tuple[int, int]] = []  # by turn: the activation's number, and the use
+        self._let_go: dict[int, tuple[int, int]] = {}  # by number: the turn and the use in which it was freed
         self._about: list[About] = []  # by number
 
     def save(self, kept: Any, about: About) -> int:
-        """Returns its number. `kept` has a method `start_gather`."""
+        """Adds an activation that a forward saves; it must have a method `start_gather`. Returns its number."""
         self._saved.append((weakref.ref(kept), self.use))
         self._about.append(about)
         return len(self._saved) - 1
@@ -201,7 +205,10 @@ class StepActivations:
             kept.start_gather()
 
     def take_turn(self, number: int) -> list[Any] | None:
-        """Returns what is to be gathered in this turn, ahead of its own; None if no schedule says so."""
+        """Notes that the backward needs an activation for the first time.
+
+        Returns the activations whose gathers the schedule starts in this turn; None if no schedule is followed.
+        """
         turn = len(self._turns)
         self._turns.append((number, self.use))
         if self._plan is not None and tuple(self._plan.numbers[turn : turn + 1]) != (number,):
@@ -229,7 +236,7 @@ class StepActivations:
             current_activations = None
 
     def events(self) -> list[Event]:
-        """Those that have had their turns, in this order."""
+        """Returns the activations that had a turn, in the order of turns."""
         end = len(self._turns) - 1, max(self.use, 0)
         events = []
         for number, first in self._turns:
@@ -243,24 +250,21 @@ class StepActivations:
         return events
 
 
-# Of the step that began last, while it runs.
-current_activations: StepActivations | None = None
+current_activations: StepActivations | None = None  # activations of the running step
 
 
 def begin_activations(plan: ActivationPlan | None) -> StepActivations:
-    """For a step that begins."""
+    """Begins a step. Returns its activations."""
     global current_activations
     current_activations = StepActivations(plan)
     return current_activations
 
 
 def agreed_events(events: list[Event], meshes: set[DeviceMesh], device: torch.device) -> list[Event]:
-    """Returns the events with each figure's largest value over the ranks of the only mesh.
+    """Returns the events with the largest sizes and times over all ranks of the mesh. Collective.
 
-    Returns none if there are several meshes, or where ranks differ in anything else.
-
-    All of these ranks call this. What is kept, and so a part of its bytes, may depend on a rank's batch; so may whether
-    it is large enough to be cut at all. Then schedules know nothing of activations.
+    Returns an empty list if there are several meshes, or if ranks differ in the number, uses or turns of activations.
+    They may differ because the size of an activation depends on a rank's batch, and small ones are not sharded.
     """
     if len(meshes) != 1:
         return []
@@ -282,23 +286,22 @@ def agreed_events(events: list[Event], meshes: set[DeviceMesh], device: torch.de
 
 
 class Key(NamedTuple):
-    """The key of a sequence."""
+    """The properties of a sequence that select its schedule."""
 
-    units: tuple[int, ...]  # of its first use
-    kind: str  # of its first use
-    records: bool  # for a backward
-    reduces: tuple[bool, ...]  # by unit: gradients, after a backward
-    keeps: tuple[bool, ...]  # by unit: whole gradients, before or after the step
+    units: tuple[int, ...]  # open units of the first use
+    kind: str  # kind of the first use
+    records: bool  # autograd records it for a backward
+    reduces: tuple[bool, ...]  # by unit: its backward reduces gradients
+    keeps: tuple[bool, ...]  # by unit: full gradients wait for a reduction before or after the step
 
 
 class Use(NamedTuple):
-    """One use of a sequence: the units that are open, by index, and those whose gradients were complete in it."""
+    """One use of a sequence."""
 
-    units: tuple[int, ...]
+    units: tuple[int, ...]  # indices of the open units
     kind: str  # "forward", "recompute" or "backward"
-    gradients: list[int]
-    # Whole gradients that were made in it, where that was looked for: a unit, and which of its weights in chunks.
-    made: list[tuple[int, int]]
+    gradients: list[int]  # indices of units whose reduction starts in it
+    made: list[tuple[int, int]]  # full gradients it computes, if noted: unit, and index into UnitInChunks.weights
 
 
 def are_same(uses: Sequence[Use], others: Sequence[Use]) -> bool:
@@ -306,7 +309,7 @@ def are_same(uses: Sequence[Use], others: Sequence[Use]) -> bool:
 
 
 def gather_until(units: Sequence[Unit], uses: Sequence[Use]) -> list[int]:
-    """By use, the last one whose units users want to be gathered by then."""
+    """Returns for each use the last use whose gathers users want to start by then (`set_modules_to_*_prefetch`)."""
     index = {id(unit): number for number, unit in enumerate(units)}
     until = list(range(len(uses)))
     for i, use in enumerate(uses):
@@ -321,15 +324,15 @@ def gather_until(units: Sequence[Unit], uses: Sequence[Use]) -> list[int]:
 
 
 class Plan:
-    """A schedule, and what it says by use."""
+    """A schedule, with its actions by use."""
 
     def __init__(self, uses: list[Use], schedule: _planner.StepSchedule, timed: Times | None) -> None:
         self.uses = uses
         self.schedule = schedule
-        self.timed = timed  # None before it was
-        self.gathers: dict[int, list[tuple[int, int, bool]]] = {}  # unit, place in the arena, whether in chunks
-        self.releases: dict[int, list[int]] = {}
-        self.finishes: dict[tuple[int, int], int] = {}  # by unit and use in which a reduction starts
+        self.timed = timed  # the times it was made from; None if no step was timed
+        self.gathers: dict[int, list[tuple[int, int, bool]]] = {}  # by use: unit, arena offset in bytes, in chunks
+        self.releases: dict[int, list[int]] = {}  # by use after which they are released: units
+        self.finishes: dict[tuple[int, int], int] = {}  # by unit and use in which a reduction starts: the use it ends
         buffers, form_of = schedule.buffers, schedule.form_of
         self.in_chunks = [{form_of[w] for w in use[0] if form_of[w] >= 0} for use in schedule.uses]
         self.reduces_in_chunks: list[set[int]] = [set() for _ in schedule.uses]
@@ -337,7 +340,7 @@ class Plan:
             is_form = form_of[weight] >= 0
             unit = form_of[weight] if is_form else weight
             self.gathers.setdefault(start, []).append((unit, buffers[buffer][5], is_form))
-        self.copies: dict[int, tuple[int, int]] = {}  # by unit: place in the arena of its kept copy, and last use
+        self.copies: dict[int, tuple[int, int]] = {}  # by unit: arena offset of its kept copy, and the copy's last use
         for unit, is_copy, _, last, _, offset in buffers:
             if is_copy:
                 self.copies[unit] = (offset, last)
@@ -351,16 +354,16 @@ class Plan:
         if timed is not None and timed.activations:
             numbers = [event.number for event in timed.activations]
             self.activations = ActivationPlan(numbers, schedule.activation_gathers)
-        # Units some of whose products are in chunks. Others of them have to be ours too: forwards for their backwards,
-        # and recomputations, which save what the forward has saved.
+        # Units that multiply in chunks in some use. Their modules have the class for chunks in all uses: a forward must
+        # prepare its backward, and a recomputation must save the same tensors as its forward.
         self.multiplies: frozenset[int] = frozenset().union(*self.in_chunks, *self.reduces_in_chunks)
 
 
 def held_bytes(units: Sequence[Unit], key: Key, uses: list[Use]) -> int:
-    """Returns what is held outside of the arena: weights that stay between steps, and whole gradients that are kept."""
+    """Returns the bytes held outside the arena: weights that stay between steps, and full gradients that are kept."""
     held = sum(unit.use_bytes for unit in units if unit.wishes.stays_between_steps)
     held += sum(unit.kept_gradient_bytes for unit, keeps in zip(units, key.keeps) if keeps)
-    arriving = (  # what autograd leaves, until it is added to those
+    arriving = (  # gradients from autograd, until they are added to the kept gradients
         sum(units[unit].gradient_bytes for unit in use.units if not key.reduces[unit])
         for use in uses
         if use.kind == "backward"

@@ -23,16 +23,16 @@ from .weights import DtypesOf, Version, Weight, aligned, differ
 
 @dataclasses.dataclass
 class Wishes:
-    """Settings of a unit that users give through the methods of its modules."""
+    """Options of a unit that users set through the methods of its modules."""
 
-    stays: bool  # gathered from the first use of a step to the last
-    stays_between_steps: bool = False
-    reduces: bool = True  # gradients, after a backward
-    reduces_over_replicas: bool = True
-    reduces_unused: bool = False  # weights of which no rank has a gradient, too: theirs is zero then
-    divides_by: float | None = None  # sums of gradients; None: by the number of contributions
+    stays: bool  # keep it gathered from the first use of a step to the last
+    stays_between_steps: bool = False  # keep it gathered after a step
+    reduces: bool = True  # reduce gradients in backwards
+    reduces_over_replicas: bool = True  # if so, also over mesh dims on which weights are replicated
+    reduces_unused: bool = False  # give weights without a gradient on any rank a gradient of zeros
+    divides_by: float | None = None  # divisor of summed gradients; None: average
     gradient_hook: Callable[[torch.Tensor], None] | None = None  # called with each reduced gradient
-    # Units to gather when a forward or a backward of this one begins.
+    # Units to gather when a forward or a backward of this unit begins.
     forward_prefetch: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
     backward_prefetch: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
 
@@ -54,7 +54,7 @@ class Wishes:
 
 
 class Unit:
-    """The weights of one call of `sw.fully_shard`. They are gathered together."""
+    """The weights of one call of `sw.fully_shard`, which are gathered together."""
 
     def __init__(
         self,
@@ -70,20 +70,20 @@ class Unit:
         self.weights = weights
         self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
-        self.is_resident = False
-        self.is_in_graph = False  # the events of the forward that is running
+        self.is_resident = False  # gathered, or being gathered
+        self.is_in_graph = False  # the events of the running forward are operators in a compiled graph
         self.wishes = Wishes(stays)
-        self.chunks: Any = None  # a UnitInChunks (fsdp/chunks.py), while some weights are gathered in chunks
-        self.products: Any = None  # the same, in forwards whose products are its own
-        self._in_arena = False  # which has another use for its memory in the next step
-        self.is_unsharded = False  # by `unshard`, and not used since
-        self._is_arriving = False
-        self.is_left_whole = False  # modules keep the gathered parameters between a forward and its backward
-        # Parameters at rest and their versions, when they were gathered, and when those were that a copy is kept of.
+        self.chunks: Any = None  # a UnitInChunks (fsdp/chunks.py) while some weights are gathered in chunks
+        self.products: Any = None  # a UnitInChunks while modules have the class that multiplies in chunks
+        self._in_arena = False  # its gathered storage is in the shared arena; the next step overwrites it
+        self.is_unsharded = False  # gathered by `unshard`, and not used since
+        self._is_arriving = False  # a gather is in progress
+        self.is_left_whole = False  # modules keep the full parameters between a forward and its backward
+        # Sharded parameters and their versions: those of the latest gather, and those that the kept copy was made from.
         self._gathered_from: list[Version] = []
         self._kept_from: list[Version] = []
         self.runner: weakref.ref[Any] | None = None  # the Runner of the model, once there is one
-        self.ready_runner: Any = None  # returns it, and makes it before
+        self.ready_runner: Any = None  # a function that returns the Runner, and makes it if there is none
         for weight in weights:
             weight.unit = weakref.ref(self)
             weight.watch_gradients(functools.partial(_note_gradient, weakref.ref(self)))
@@ -103,7 +103,7 @@ class Unit:
 
     @property
     def is_held(self) -> bool:
-        """Returns whether it stays gathered until someone asks for something else."""
+        """True if it stays gathered between steps, in memory of its own."""
         return (self.is_unsharded or self.wishes.stays_between_steps) and not self._in_arena
 
     @property
@@ -120,22 +120,22 @@ class Unit:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Returns whether whole gradients wait for a reduction."""
+        """True if full gradients wait for a reduction."""
         return any(weight.gradients.are_kept for weight in self.weights)
 
     @property
     def kept_gradient_bytes(self) -> int:
-        """Of whole gradients that wait for a reduction, if all do."""
+        """Bytes of full gradients if those of all weights wait for a reduction."""
         return sum(weight.kept_gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
 
     @property
     def keep_bytes(self) -> int:
-        """The bytes that must stay from the first use of a step to the last."""
+        """The bytes that must stay from the first use of a step to the last: gathered weights, or kept copies."""
         return self.use_bytes if self.wishes.stays else sum(aligned(weight.kept_bytes) for weight in self.weights)
 
     @property
     def description(self) -> str:
-        """A text that determines its messages; the same on all ranks."""
+        """A text of all properties that decide its messages, to compare ranks."""
         stays = "stays gathered after forwards; " if self.wishes.stays else ""
         return stays + "; ".join(weight.description for weight in self.weights)
 
@@ -150,11 +150,11 @@ class Unit:
 
     @property
     def _ahead(self) -> list[Weight]:
-        """The bytes that are gathered before a use."""
+        """The weights that are gathered before a use, and not in chunks during it."""
         return [weight for weight in self.weights if self.chunks is None or not self.chunks.has(weight)]
 
     def start_gather(self, memory: torch.Tensor, offset_bytes: int = 0) -> None:
-        """Starts to gather: from the copy that is kept if it is up to date, else from rest."""
+        """Starts to gather into `memory`: from the kept copy if it is up to date, otherwise from the shards."""
         self.start_refresh()
         self.is_resident = True
         now = [(weight.sharded, weight.version) for weight in self.weights]
@@ -170,14 +170,14 @@ class Unit:
                 offset_bytes += weight.gathered_bytes
 
     def start_gather_alone(self) -> None:
-        """Starts to gather into memory of its own."""
+        """Starts to gather into memory of its own, outside the arena."""
         self.start_gather(torch.empty(self.use_bytes, dtype=torch.uint8, device=self.device))
         self._in_arena = False
         if self.wishes.stays_between_steps:
             self.note_contents()
 
     def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
-        """Before the unit is released, copies what is to be kept of it, unless that is there already."""
+        """Copies the parts of gathered weights that are kept after a release, unless the kept copy is up to date."""
         if differ(self._kept_from, self._gathered_from):
             for weight in self.weights:
                 weight.keep(memory, offset_bytes)
@@ -190,7 +190,7 @@ class Unit:
         self._kept_from = []
 
     def start_refresh(self) -> None:
-        """Starts to bring what is held at rest up to date with the parameters."""
+        """Starts to refresh the shards that weights are gathered from, if the parameters have other placements."""
         for weight in self.weights:
             weight.start_refresh()
 
@@ -201,7 +201,7 @@ class Unit:
         self.finish_copies()
 
     def finish_copies(self) -> None:
-        """Makes the host wait until gradients are there, and until parts at rest may be written."""
+        """Makes the host wait until gradients are in host memory, and until parameters there may be written."""
         if self.host is not None:
             for weight in self.weights:
                 weight.finish_gradients()
@@ -218,26 +218,26 @@ class Unit:
 
     @property
     def is_stale(self) -> bool:
-        """Returns whether a part at rest was written or replaced after it was gathered."""
+        """True if a parameter was written or replaced after it was gathered."""
         return differ(self._gathered_from, [(weight.sharded, weight.version) for weight in self.weights])
 
     def take_up_changes(self) -> None:
-        """Looks at the parameters that the modules have between uses."""
+        """Adopts parameters that users have replaced or frozen between uses."""
         for weight in self.weights:
             weight.take_up_changes()
 
     @property
     def is_converted(self) -> bool:
-        """Returns whether parameters have other dtypes or devices than before."""
+        """True if parameters have other dtypes or device types than the unit was set up for."""
         return any(weight.is_converted for weight in self.weights)
 
     @property
     def can_convert(self) -> bool:
-        """Returns whether parameters are where they can be gathered from, or on the meta device."""
+        """True if all parameters are on a device from which they can be gathered, or on meta."""
         return all(weight.has_place for weight in self.weights)
 
     def convert(self, dtypes_of: DtypesOf) -> None:
-        """Takes up other dtypes and devices of parameters, between steps."""
+        """Adopts other dtypes and devices of parameters, between steps."""
         changed = [weight for weight in self.weights if weight.is_converted or weight.has_other_extension]
         if changed:
             self.put_sharded()
@@ -248,7 +248,7 @@ class Unit:
             weight.convert(dtypes_of)
 
     def watch_again(self) -> None:
-        """After `nn.Module._apply`, which leaves DTensor parameters without their attributes, and may have written."""
+        """Watches parameters again after `nn.Module._apply`, which drops their attributes and may write them."""
         for weight in self.weights:
             weight.watch_again()
 
@@ -263,7 +263,7 @@ class Unit:
         self.come_in_chunks(None)
 
     def come_in_chunks(self, chunks: Any) -> None:
-        """Some weights are gathered in chunks from now on, or none any more."""
+        """Sets the weights that are gathered in chunks from now on; None: no weights."""
         if self.chunks is not None:
             self.chunks.set_absent(False)
         self.chunks = chunks
@@ -276,7 +276,7 @@ class Unit:
             self.products = None
 
     def put_whole(self, products: Any = None) -> None:
-        """With `products`, a UnitInChunks, the modules multiply by it."""
+        """Gives the modules their full parameters; those in `products` (a UnitInChunks) are multiplied in chunks."""
         if products is not self.products:
             self._leave_chunks()
         for weight in self.weights:
@@ -287,14 +287,14 @@ class Unit:
             products.begin()
 
     def put_sharded(self) -> None:
-        """Puts sharded parameters in place of the whole ones; those that users have replaced stay."""
+        """Gives the modules their sharded parameters. Parameters that users have replaced stay."""
         self._leave_chunks()
         self.is_left_whole = False
         for weight in self.weights:
             weight.put_sharded()
 
     def put_after_forward(self) -> None:
-        """Puts sharded parameters back, unless the unit was asked to stay gathered from its forward to its backward."""
+        """Gives the modules their sharded parameters, unless the unit stays gathered until its backward."""
         if self.wishes.stays and torch.is_grad_enabled() and not is_in_backward() and not self._is_other_in_use:
             self.is_left_whole = True
         else:
@@ -302,14 +302,14 @@ class Unit:
 
     @property
     def _is_other_in_use(self) -> bool:
-        """True if modules compute with something else than gathered parameters: chunks, or what a graph reads."""
+        """True if modules do not compute with the full parameters, but with chunks or with tensors of a graph."""
         return self.is_in_graph or self.chunks is not None or self.products is not None
 
     def read(self, forward: int) -> None:
-        """Gathers the weights for a backward that reads what this forward has saved of them, unless they are there.
+        """Gathers the weights, if they are not gathered, for a backward that reads weights saved by this forward.
 
         Raises:
-            RuntimeError: outside of a backward, or in one with create_graph=True.
+            RuntimeError: outside of a backward, or in a backward with create_graph=True.
         """
         if self.is_open:
             return
@@ -321,9 +321,9 @@ class Unit:
         self.ready_runner().begin_backward(self, forward)
 
     def start_reduction(self, weights: Iterable[Weight]) -> Reduction | None:
-        """Starts to reduce the gradients of these weights that autograd has left, and zeros where it has left none.
+        """Starts to reduce the gradients of these weights; a weight without a gradient contributes zeros.
 
-        All ranks name the same weights.
+        All ranks pass the same weights.
         """
         reduction = Reduction([])
         wishes = self.wishes
@@ -344,27 +344,27 @@ class Unit:
 
     @property
     def has_copies(self) -> bool:
-        """True if it holds copies of parameters, which a write would make stale; the same on all ranks."""
+        """True if it holds copies of parameters, which a write would make stale. Equal on all ranks."""
         return bool(self.weights) and (self.is_resident or any(weight.has_copy for weight in self.weights))
 
     def note_contents(self) -> None:
-        """Notes what the parameters hold that were just gathered, for `was_written`."""
+        """Notes fingerprints of the parameters that were just gathered, for `was_written`."""
         for weight in self.weights:
             weight.note_contents()
 
     def was_written(self) -> bool:
-        """Returns whether the parameters on this rank differ from what copies were made of."""
+        """Returns true if parameters on this rank were written since copies of them were made."""
         return (self.is_resident and self.is_stale) or any(weight.was_written for weight in self.weights)
 
     def forget_copies(self) -> None:
-        """Gathers again before the next use, whatever versions say."""
+        """Makes the next use gather again."""
         self._gathered_from = []
         for weight in self.weights:
             weight.forget_copy()
 
 
 def _note_gradient(unit: weakref.ref[Unit], _: torch.Tensor) -> None:
-    """Autograd has added to the gradient of a gathered weight."""
+    """Hook: autograd has added to the gradient of a gathered weight."""
     if (found := unit()) is not None:
         check_no_create_graph(found.name)
         found.ready_runner().note_gradient(found)
@@ -380,18 +380,18 @@ def check_no_create_graph(name: str) -> None:
 
 
 def is_in_backward() -> bool:
-    """Returns whether autograd runs a backward on this thread."""
+    """Returns true if autograd runs a backward on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def forget_written_copies(units: Sequence[Unit], device: torch.device) -> None:
-    """Makes units gather again whose parameters were written on any rank since they were gathered.
+    """Makes a unit gather again if any rank has written its parameters since they were gathered.
 
-    Versions do not show all writes, such as those to tensors of a state dict, so contents are compared. Collective
-    among the ranks of the units' meshes if any of them has copies.
+    Versions do not show all writes, such as writes to tensors of a state dict, so fingerprints are compared too.
+    Collective among the ranks of the units' meshes if any unit has copies.
     """
     if device.type != "cpu" and _runtime.is_capturing(device.type):
-        return  # versions are all that can be compared
+        return  # a capture can compare versions only
     for mesh, on_mesh in _by_mesh([unit for unit in units if unit.has_copies]).items():
         said = MeshWords(mesh, device).largest(bytes(unit.was_written() for unit in on_mesh))
         for unit, is_written in zip(on_mesh, said, strict=True):
@@ -400,7 +400,7 @@ def forget_written_copies(units: Sequence[Unit], device: torch.device) -> None:
 
 
 def check_same(units: Sequence[Unit], options: Mapping[str, object], device: torch.device) -> None:
-    """Compares units, in their order, and options for all of them. Collective among the ranks of the units' meshes.
+    """Compares units and options between ranks. Collective among the ranks of the units' meshes.
 
     Raises:
         ValueError: on all ranks of a mesh if they differ.

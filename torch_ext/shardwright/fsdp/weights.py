@@ -1,4 +1,4 @@
-"""Weights that are cut at rest and whole in use."""
+"""Weights: sharded between uses, gathered in use."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .moves import Moves
 
 
 class Product(Protocol):
-    """An object that multiplies by a weight as it has arrived, in the module that has it."""
+    """A matmul by the received messages of a weight, in the module that has the weight."""
 
-    padding_bytes: int  # after each of the tensors that arrive
-    place_bytes: int  # of what it makes of them, `Weight.place`
+    padding_bytes: int  # padding after each received tensor
+    place_bytes: int  # size of `Weight.place`, its own buffer
 
     def land(self, weight: Weight) -> None: ...
     def begin(self, weight: Weight) -> None: ...
@@ -38,14 +38,13 @@ class Product(Protocol):
 # Weights by the address of the storage that they have while they are gathered.
 by_storage: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
 
-Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]
-# Returns the dtypes of a parameter in its layouts, and its product, from its name, itself and its places.
+Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]  # a sharded parameter and its version
+# A function of a parameter's name, the parameter, its owners and its layouts that returns its dtypes and its matmul.
 DtypesOf: TypeAlias = Callable[
     [str, nn.Parameter, "Sequence[tuple[nn.Module, str]]", Layouts], "tuple[Dtypes, Product | None]"
 ]
 
-# Of each weight in its group's memory, in bytes.
-ALIGNMENT = 256
+ALIGNMENT = 256  # bytes, of each buffer of a weight in the arena
 
 
 def aligned(size_bytes: int) -> int:
@@ -53,13 +52,14 @@ def aligned(size_bytes: int) -> int:
 
 
 class Weight(Trained):
-    """A parameter: `sharded`, a DTensor that the module has between uses, and `whole`, which it has in use.
+    """A parameter: `sharded`, the DTensor that the module has between uses, and `whole`, the full one it has in use.
 
-    `whole` is one tensor for the weight's life. Autograd holds on to it and to views of it, from forward to backward.
-    It has memory only while the weight is gathered, unless it is what is held at rest. `memory` is its local tensor.
+    `whole` is the same tensor for the weight's life: autograd keeps it and views of it from forward to backward. It has
+    memory only while the weight is gathered, or always if the weight is held unsharded (`is_held`). `memory` is its
+    local tensor.
 
-    Where optimizers see something else than is held at rest (`layouts.store`), `sharded` is that, and the part at rest
-    is brought up to date when `sharded` has been written.
+    If the parameter has other placements (`layouts.store`) than the shards to gather from (`layouts.rest`), `_held` has
+    these shards. It is refreshed from `sharded` after a write.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Weight(Trained):
             "keep it gathered (module.unshard(), reshard_after_forward=False), or save it for a backward by "
             "ctx.save_for_backward"
         )
-        # Modules have their weights: what has weights refers to modules weakly, so that a model goes when it is let go.
+        # References to modules are weak, because modules refer to weights: so a model is freed without a cycle.
         self._places = [(weakref.ref(module), name) for module, name in places]
         self._slots = [(module._parameters, name) for module, name in places]
         self._host = host
         super().__init__(host)
-        self._is_read = False
-        self.place: torch.Tensor | None = None  # bytes, until `release`
+        self._is_read = False  # a module has read it other than by `product`, so each gather decodes it
+        self.place: torch.Tensor | None = None  # buffer of `product` (bytes), until `release`
         self.unit: weakref.ref[Any] | None = None  # the Unit that gathers it
         data = given.detach()
         self._device = _device_of(data, layouts, host)
@@ -98,10 +98,10 @@ class Weight(Trained):
         owners.add(self)
 
     def _set_up(self, layouts: Layouts, dtypes: Dtypes, product: Product | None, held: torch.Tensor | None) -> None:
-        """Prepares gathers and reductions for the dtype and the device that the parameter has now.
+        """Prepares gathers and reductions for the current dtype and device of the parameter.
 
         Args:
-            held: the part at rest, if that is not `sharded`.
+            held: the shard to gather from, if it differs from `sharded`.
         """
         self.layouts, self.mesh = layouts, layouts.mesh
         self.store, self.rest, self.use = layouts.store, layouts.rest, layouts.use
@@ -113,9 +113,9 @@ class Weight(Trained):
         self.is_held = self.store is not self.rest and self.rest == self.use and dtypes.is_as_at_rest(self._dtype)
         self._held = held
         self._held_from: Version | None = (self.sharded, self.version)
-        self._contents: int | None = None  # fingerprint of the parameter, when copies of it were made
-        self._refresh: dist.Work | None = None
-        self._refreshed_from: torch.Tensor | None = None  # until it is done
+        self._contents: int | None = None  # fingerprint of the parameter when copies of it were made
+        self._refresh: dist.Work | None = None  # the refresh of `_held` in progress
+        self._refreshed_from: torch.Tensor | None = None  # its source, held until it ends
         self.extension: extensions.Extension | None = None
         if extensions.has_extension(self.local_part):
             self.extension = self._extension(dtypes, device)
@@ -124,13 +124,12 @@ class Weight(Trained):
             whole = layouts.as_used(held if self.is_held and held is not None else _empty(self.use, dtypes.use, device))
             self.memory = _local(whole.detach())
         self._set_whole(whole)
-        # If a product takes it as it has arrived, it has memory only once somebody has read it.
-        self.product = product
+        self.product = product  # if given, `memory` has storage only after another read
         self._is_staged = self._host is not None and held is None and self.extension is None
         self._set_sizes(dtypes)
         self.rest_bytes = self.part.nbytes + (0 if held is None else held.nbytes)
         self.kept: torch.Tensor | None = None
-        self._copy: tuple[Layout, Layout] | None = None  # `kept` as it is, and gathered
+        self._copy: tuple[Layout, Layout] | None = None  # layouts of `kept` and of the weight gathered from it
         if layouts.kept is not None:
             self._copy = with_dtype(layouts.kept[0], dtypes.use), with_dtype(layouts.kept[1], dtypes.use)
         if layouts.kept is not None and not self.is_held:
@@ -143,7 +142,7 @@ class Weight(Trained):
 
     def _set_whole(self, whole: torch.Tensor) -> None:
         self.whole = nn.Parameter(whole, self.sharded.requires_grad)
-        if not self.is_held:  # whose memory is never released
+        if not self.is_held:  # the memory of a held weight is never released
             by_storage[self.memory.untyped_storage()._cdata] = self
         self._watch()
 
@@ -155,25 +154,25 @@ class Weight(Trained):
 
     @property
     def has_other_extension(self) -> bool:
-        """True if methods that say what is gathered were given to the part, or taken from it, since it was set up."""
+        """True if the shard has gained or lost the methods of the extension protocol since it was set up."""
         return extensions.has_extension(self.local_part) != (self.extension is not None)
 
     @property
     def _found_part(self) -> torch.Tensor | None:
-        """The part of the parameter that the module has."""
+        """The local tensor of the module's current parameter; None if that is no DTensor."""
         parameters, name = self._slots[0]
         found: Any = parameters[name]
         return getattr(self.sharded if found is self.whole else found, "_local_tensor", None)
 
     @property
     def is_converted(self) -> bool:
-        """Returns whether the module's parameter has another dtype or kind of device than this is set up for."""
+        """True if the module's parameter has another dtype or device type than this weight is set up for."""
         part = self._found_part
         return part is not None and (part.dtype != self._dtype or part.device.type != self._part_device_type)
 
     @property
     def has_place(self) -> bool:
-        """Returns whether the module's parameter is where it can be gathered from, or on the meta device."""
+        """True if the module's parameter is on a device from which it can be gathered, or on meta."""
         part = self._found_part
         return part is None or part.device.type in (self._place_type, "meta")
 
@@ -182,7 +181,7 @@ class Weight(Trained):
         return "cpu" if self._host is not None else self._device.type
 
     def convert(self, dtypes_of: DtypesOf) -> None:
-        """Takes up the dtype and the device that the module's parameter has now. Nothing of a step is under way."""
+        """Adopts the current dtype and device of the module's parameter. Must be called between steps."""
         self._take_up_parameter()
         if self.product is not None:
             self.product.end(self)
@@ -191,16 +190,16 @@ class Weight(Trained):
         device = self.part.device if self.part.is_meta else self._device
         held = None if layouts.store is layouts.rest else _empty(layouts.rest, self.part.dtype, device)
         self._set_up(layouts, dtypes, product, held)
-        self._held_from = self.sharded, ()  # no version: it is refreshed before it is used
+        self._held_from = self.sharded, ()  # an invalid version, so that the next use refreshes it
 
     def _set_sizes(self, dtypes: Dtypes) -> None:
-        """Sets sizes in bytes to those of the rank with most, so that all ranks make the same schedule."""
+        """Sets sizes in bytes: those of the rank with the largest shard, so that all ranks make the same schedule."""
         in_use = with_dtype(self.use, dtypes.use)
         numel = most_bytes(in_use) // dtypes.use.itemsize
         self.gradient_bytes = numel * self.gradients.bytes_per_element
         self.kept_gradient_bytes = numel * dtypes.reduce.itemsize
         padding = 0 if self.product is None else self.product.padding_bytes
-        # A weight that is multiplied by as it arrives, in 8 bits, is never written out whole.
+        # A weight that is held unsharded, multiplied as received, or made by an extension needs no memory of its own.
         has_none = self.is_held or self.product is not None or self.extension is not None
         self.whole_bytes = 0 if has_none else most_bytes(in_use)
         arriving = [] if self.is_held or self.extension is not None else self.carried.buffers(self.use)
@@ -212,7 +211,7 @@ class Weight(Trained):
 
     @property
     def places(self) -> list[tuple[nn.Module, str]]:
-        """Modules that have it, and its name there."""
+        """The modules that own the parameter, and its name in each."""
         found = ((reference(), name) for reference, name in self._places)
         return [(module, name) for module, name in found if module is not None]
 
@@ -225,23 +224,23 @@ class Weight(Trained):
 
     @property
     def part(self) -> torch.Tensor:
-        """This rank's part at rest, as a plain tensor."""
+        """This rank's shard of the parameter, without autograd."""
         return self.local_part.detach()
 
     @property
     def local_part(self) -> torch.Tensor:
-        """The same, with the methods that were given to the tensor itself."""
+        """This rank's shard of the parameter: the tensor itself, with methods that users have set on it."""
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
         return part
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Differs after each write to the parameter."""
+        """A value that changes with each write to the parameter."""
         return moves.version_of(self.sharded)
 
     @property
     def source(self) -> tuple[int, tuple[int, ...]]:
-        """Differs between values of the parameter."""
+        """A value that changes with each write to the parameter, and if it is replaced."""
         return id(self.sharded), self.version
 
     @property
@@ -271,10 +270,10 @@ class Weight(Trained):
                 parameters[name] = self.sharded
 
     def take_up_changes(self) -> None:
-        """Looks at the parameter that the modules have between uses: users may replace or freeze it.
+        """Adopts the parameter that the modules have between uses, if users have replaced or frozen it.
 
         Raises:
-            RuntimeError: it is none that this weight could be gathered from.
+            RuntimeError: this weight cannot be gathered from that parameter.
         """
         self._take_up_parameter()
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
@@ -314,18 +313,18 @@ class Weight(Trained):
 
     @property
     def has_copy(self) -> bool:
-        """Returns whether what is held at rest is a copy of what the parameter holds."""
+        """True if the shard to gather from is a copy, not the parameter itself."""
         return self._held is not None
 
     def note_contents(self) -> None:
-        """Notes what the parameter holds, for `was_written`; not in a capture, in which the host cannot wait."""
+        """Notes a fingerprint of the parameter for `was_written`. Not in a capture, where the host cannot wait."""
         is_captured = self._part_device_type not in ("cpu", "meta") and _runtime.is_capturing(self._part_device_type)
         is_readable = self.extension is None and not self.part.is_meta and not is_captured
         self._contents = _runtime.fingerprint_of(self.part) if is_readable else None
 
     @property
     def was_written(self) -> bool:
-        """True if the parameter differs from what copies were made of: by its version, or else by its contents."""
+        """True if the parameter was written since copies of it were made: its version or fingerprint has changed."""
         if self._held is not None and (
             self._held_from is None or differ([self._held_from], [(self.sharded, self.version)])
         ):
@@ -336,14 +335,14 @@ class Weight(Trained):
         self._held_from = None
 
     def watch_again(self) -> None:
-        """After another parameter was taken up, or another part put in its place."""
+        """Watches the parameter for writes after it or its local tensor was replaced. Pins it if it is on the host."""
         moves.watch(self.sharded)
         if self._host is not None and self.part.device.type == "cpu":
             self.sharded._local_tensor = self._host.hold(self.part)  # type: ignore[attr-defined]
 
     @property
     def description(self) -> str:
-        """A text that determines its messages; the same on all ranks."""
+        """A text of all properties that decide its messages, to compare ranks."""
         kept = self.layouts.kept
         layouts = {"store": self.store, "rest": self.rest, "use": self.use, "keep": kept and kept[0]}
         placed = ", ".join(f"{name} {layout.placements}" for name, layout in layouts.items() if layout is not None)
@@ -357,7 +356,7 @@ class Weight(Trained):
         )
 
     def start_refresh(self) -> None:
-        """Starts to bring what is held at rest up to date, if the parameter was written or replaced."""
+        """Starts to refresh the held shard if the parameter was written or replaced."""
         if self._held is None:
             return
         now = self.sharded, self.version
@@ -381,7 +380,7 @@ class Weight(Trained):
             self._refresh = None
 
     def start_gather(self, memory: torch.Tensor, offset_bytes: int, from_kept: bool) -> None:
-        """Starts to gather into memory that lives until `release`, from rest or from the kept copy."""
+        """Starts to gather, from the shards or the kept copy, into memory that the caller keeps until `release`."""
         self.finish_refresh()
         if self.is_held:
             return
@@ -391,7 +390,7 @@ class Weight(Trained):
             return
         if self.product is None:
             _runtime.borrow_memory(self.memory, memory, offset_bytes)
-        # `.data` has a version counter of its own: autograd should not take a gather for a change of what it saved.
+        # `.data` has its own version counter, so autograd does not see a gather as a change of saved tensors.
         if from_kept and self.kept is not None and self._copy is not None:
             self.carried.start_from_copy(*self._copy, self.kept, self.memory.data)
             return
@@ -408,7 +407,7 @@ class Weight(Trained):
         self.carried.start(self.use, part, self.memory.data, buffers)
 
     def finish_gather(self) -> None:
-        """Waits for it."""
+        """Waits for the gather."""
         if self.extension is not None:
             made = self.extension.finish(self.whole)
             if made is not None:
@@ -423,7 +422,7 @@ class Weight(Trained):
                 self._write_out()
 
     def read(self) -> nn.Parameter:
-        """The whole weight, written out where a product takes it as it has arrived: now, and from now on."""
+        """Returns the full weight, for a read other than by `product`. Decodes it now, and in all later gathers."""
         if not self._is_read:
             self._is_read = True
             self._write_out()
@@ -437,7 +436,7 @@ class Weight(Trained):
                 self.carried.format.decode(*self.carried.arrived, self.memory.data)
 
     def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
-        """Copies what is kept of the gathered weight to memory that lives until `drop_kept`."""
+        """Copies the kept part of the gathered weight to memory that the caller keeps until `drop_kept`."""
         if self.kept is not None and self._copy is not None:
             _runtime.borrow_memory(self.kept, memory, offset_bytes)
             layout, use = self._copy
@@ -469,7 +468,7 @@ class Weight(Trained):
 
 
 def differ(before: list[Version], now: list[Version]) -> bool:
-    """Returns whether parameters were replaced or written."""
+    """Returns true if parameters were replaced or written."""
     return len(before) != len(now) or any(a is not b or i != j for (a, i), (b, j) in zip(before, now))
 
 
@@ -478,7 +477,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _slice(local: torch.Tensor, layouts: Layouts, layout: Layout) -> torch.Tensor:
-    """Returns this rank's part of what is whole, without communication, in memory of its own."""
+    """Returns this rank's shard of a tensor in layout `use`, without communication, in memory of its own."""
     if extensions.is_subclass(local) or extensions.has_extension(local):
         return extensions.cut(local, layouts)
     if local.is_meta:
