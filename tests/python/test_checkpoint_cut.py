@@ -250,13 +250,13 @@ def _dtensors() -> None:
     assert sw.stats()["activations_cut"] == 0, "neither named, nor large enough"
     sharded = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
     assert isinstance(sharded, DTensor)
-    with pytest.raises(ValueError, match=r"tensors\[1\]: is placed as .* allowed are DTensors that are replicated"):
+    with pytest.raises(ValueError, match=r"tensors\[1\] must be a DTensor that is replicated over .*, got"):
         sw.fsdp.checkpoint_cut(b, plain, sharded)
     with pytest.raises(ValueError, match=r"tensors\[0\] must be a plain torch.Tensor, got a list"):
         sw.fsdp.checkpoint_cut(b, [plain])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="min_bytes: got -1"):
+    with pytest.raises(ValueError, match="min_bytes must be an integer of at least 0, got -1"):
         sw.fsdp.checkpoint_cut(b, min_bytes=-1)
-    with pytest.raises(ValueError, match="mesh: got None"):
+    with pytest.raises(ValueError, match=r"mesh must be a mesh that contains this rank \(\d\), got None"):
         sw.fsdp.checkpoint_cut(None)  # type: ignore[arg-type]
 
 

@@ -334,9 +334,9 @@ def _refusals() -> None:
     refuses("message_format must be torch.bfloat16, .* got 'int8'", message_format="int8")
     refuses("message_format must be .*, got torch.float64", message_format=torch.float64)
     refuses("message_format must be .*, got 'int8'", message_format=lambda p: "int8")
-    refuses("mp_policy: got a dtype", mp_policy=torch.bfloat16)
+    refuses("mp_policy must be a .*MixedPrecisionPolicy or None, got a dtype", mp_policy=torch.bfloat16)
     refuses(
-        r"message_format: got 'mxfp8' for weight of shape \(4, 66\), placed as S\(1\)",
+        r"message_format must not be 'mxfp8' .* blocks of 32 .*, got weight of shape \(4, 66\), placed as S\(1\)",
         message_format="mxfp8",
         shard_placement_fn=lambda p: Shard(p.ndim - 1),
     )

@@ -286,9 +286,7 @@ def _in_blocks(width: int, takes_blocks: bool) -> None:
         counted = 0 if takes_blocks else 4 * 8
         assert stats["product_fallbacks"] == counted
         for reason, count in stats["product_fallback_reasons"].items():
-            assert (
-                reason.startswith("MXFP8 weights as they arrive on cpu: torch._scaled_mm raises") and count == counted
-            )
+            assert reason.startswith("MXFP8 weights as received on cpu: torch._scaled_mm raises") and count == counted
         model: Any = shard(Mlp(width, tied=False), flat_fully_shard, get_mesh((dist.get_world_size(),)), **IN_BLOCKS)
         linear = model.layers[0][2]
         weight = next(w for w in model.layers[0]._shardwright_unit.unit.weights if w.places[0][0] is linear)

@@ -159,7 +159,7 @@ def _unshards() -> None:
         for p in layer.parameters():
             p.zero_() if isinstance(p, DTensor) else None
     model.reshard()
-    with pytest.raises(RuntimeError, match="reshard: layers.1 is in the middle"):
+    with pytest.raises(RuntimeError, match="reshard cannot release layers.1 in the middle"):
         handle = layer[2].register_forward_hook(lambda *_: layer.reshard())
         try:
             model(batch(0))
@@ -233,10 +233,13 @@ def _keeps() -> None:
     step(10)
     assert step(11) == plain
     for call, text in (
-        (lambda: model.set_modules_to_forward_prefetch([nn.Linear(1, 1)]), "forward_prefetch: got a Linear"),
-        (lambda: model.set_requires_gradient_sync(None), "requires_gradient_sync: got None"),
-        (lambda: model.set_reshard_after_backward(1), "reshard_after_backward: got 1"),
-        (lambda: model.set_gradient_divide_factor(0), "factor: got 0"),
+        (
+            lambda: model.set_modules_to_forward_prefetch([nn.Linear(1, 1)]),
+            "forward_prefetch must be under sw.fully_shard, got a Linear",
+        ),
+        (lambda: model.set_requires_gradient_sync(None), "requires_gradient_sync must be True or False, got None"),
+        (lambda: model.set_reshard_after_backward(1), "reshard_after_backward must be True or False, got 1"),
+        (lambda: model.set_gradient_divide_factor(0), "factor must be a number above 0, got 0"),
     ):
         with pytest.raises(ValueError, match=text):
             call()
@@ -298,7 +301,7 @@ def _ignores() -> None:
             assert torch.equal(*norms) and norms[0] > 0.01
             for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
                 assert torch.equal(part(p), part(q))
-    with pytest.raises(ValueError, match="ignored_params: got str"):
+    with pytest.raises(ValueError, match="ignored_params must be a set of parameters, got a str"):
         sw.fully_shard(nn.Linear(2, 2), mesh=mesh, ignored_params="bias")  # type: ignore[arg-type]
 
 

@@ -441,12 +441,13 @@ def _refusals() -> None:
             flat_fully_shard(module, **{"mesh": mesh, **options})
 
     linear = nn.Linear(2, 2)
-    refuses("module: a FSDPLinear is under FSDP2", stock_fully_shard(nn.Linear(2, 2), mesh=mesh))
-    refuses("module: a FSDPLinear is under FSDP2", nn.Sequential(stock_fully_shard(nn.Linear(2, 2), mesh=mesh)))
-    refuses("module: got a ModuleList", nn.ModuleList([linear]))
-    refuses("module: got str", "model")
-    refuses("module: a Linear was given", sw.fully_shard(nn.Linear(2, 2), mesh=mesh))
-    refuses("reshard_after_forward: got 3", linear, reshard_after_forward=3)
+    of_fsdp2 = "module must not be or contain a module under FSDP2, got a FSDPLinear"
+    refuses(of_fsdp2, stock_fully_shard(nn.Linear(2, 2), mesh=mesh))
+    refuses(of_fsdp2, nn.Sequential(stock_fully_shard(nn.Linear(2, 2), mesh=mesh)))
+    refuses("module must be a module with a forward, got a ModuleList", nn.ModuleList([linear]))
+    refuses("module must be a module or a list of at least one module, got a str", "model")
+    refuses("module must be passed to sw.fully_shard once, got a Linear", sw.fully_shard(nn.Linear(2, 2), mesh=mesh))
+    refuses("reshard_after_forward must be .* a divisor of 2, .*, got 3", linear, reshard_after_forward=3)
     refuses("memory_limit must be .*, got -1", linear, memory_limit=-1)
     refuses("prefetch must be .*, got 'all'", linear, prefetch="all")
     refuses(
@@ -456,15 +457,15 @@ def _refusals() -> None:
         shard_placement_fn=lambda p: None,
     )
     refuses("placements must be a list of .*, got 2", linear, placements=lambda p: [Shard(0), Replicate()])
-    refuses("shard_placement_fn: returned", linear, shard_placement_fn=lambda p: Shard(2))
+    refuses(r"shard_placement_fn must return .* in \[-2, 1\] .*, got", linear, shard_placement_fn=lambda p: Shard(2))
     refuses("mesh must be a torch DeviceMesh, got a str", linear, mesh="mesh")
     assert not isinstance(linear.weight, DTensor), "a refused module is left as it was"
     tied = Model()
     sw.fully_shard(tied.head, mesh=mesh)
-    refuses("embedding.weight: is tied", tied)
+    refuses("embedding.weight must belong to one unit, got", tied)
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(sw.fully_shard(nn.Linear(2, 2), mesh=mesh))
-    with pytest.raises(ValueError, match="that sw.fully_shard has not seen"):
+    with pytest.raises(ValueError, match="module must be a module under sw.fully_shard, got a Linear"):
         sw.fsdp.schedules(linear)
     inner = nn.Sequential(sw.fully_shard(nn.Linear(2, 2), mesh=mesh, options=sw.fsdp.Options(memory_limit=5)))
     with pytest.raises(ValueError, match="memory_limit must be set in the outermost call only, got 5 for 0"):

@@ -80,11 +80,11 @@ def _meshes_of_their_own() -> None:
 
     outside = _Result(placement=None, mesh_info=types.SimpleNamespace(mesh=_mesh_of_others(mesh), shard_mesh_dim=0))
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        (lambda p: 1, {}, "shard_placement_fn: returned 1 for weight; allowed is a Shard, None, or"),
-        (lambda p: _of_its_own(inner, 2), {}, r"returned Shard\(dim=2\) for weight of shape \(2, 2\)"),
-        (lambda p: outside, {}, "shard_placement_fn: returned .* for weight, which does not hold rank"),
-        (lambda p: _of_its_own(inner, 0), {"same_data_dims": [0]}, "a mesh of its own for weight besides same_data"),
-        (lambda p: _of_its_own(inner, 0), {"reshard_after_forward": 4}, "reshard_after_forward: got 4; .* divide 2"),
+        (lambda p: 1, {}, "shard_placement_fn must return a Shard, None or .* for weight, got 1"),
+        (lambda p: _of_its_own(inner, 2), {}, r"a Shard with dim in \[-2, 1\] for weight, got Shard\(dim=2\)"),
+        (lambda p: outside, {}, r"shard_placement_fn must return a mesh that contains .* \(\d\) for weight, got"),
+        (lambda p: _of_its_own(inner, 0), {"same_data_dims": [0]}, "must not return a mesh .* got one for weight"),
+        (lambda p: _of_its_own(inner, 0), {"reshard_after_forward": 4}, "must be .* a divisor of 2, .*, got 4"),
     ]
     for function, options, text in refused:
         with pytest.raises(ValueError, match=text):

@@ -166,7 +166,7 @@ def _refuses_double_backward() -> None:
     whole = Mlp()
     x = batch(0).requires_grad_()
     for step in range(3):
-        with pytest.raises(RuntimeError, match="Mlp: create_graph must be False, got True"):
+        with pytest.raises(RuntimeError, match="create_graph must be False in a backward of Mlp, got True"):
             torch.autograd.grad(loss_of(model, x), x, create_graph=True)
         loss_of(model, batch(step)).backward()
         whole_loss(whole, step).backward()

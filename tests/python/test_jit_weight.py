@@ -123,7 +123,7 @@ def _gathers() -> None:
     weight.prefetch()
     with torch.no_grad():
         weight.parameter.mul_(2)
-    with pytest.raises(RuntimeError, match="weight: was written between"):
+    with pytest.raises(RuntimeError, match="the weight was written between"):
         y.sum().backward()
     assert torch.equal(weight.materialize().cpu(), 2 * torch.ones(8, 8))
     # Frozen weights.
@@ -196,17 +196,18 @@ def _refusals() -> None:
             sw.fsdp.jit_weight(*args, **options)
 
     refuses("local must be a plain torch.Tensor, got a str", "local", rest, use)
-    refuses("local: has shape \\(4, 4\\)", torch.ones(4, 4), rest, use)
-    refuses("local: has .* dtype torch.float64", local.double(), rest, use)
-    refuses("rest: .* pending", local, pending, use)
-    refuses("use: .* pending", local, rest, pending)
+    refuses("local must have shape \\(2, 4\\) .*, got shape \\(4, 4\\)", torch.ones(4, 4), rest, use)
+    refuses("local must have .*, got .* dtype torch.float64", local.double(), rest, use)
+    refuses("rest must be a layout without pending reductions, got", local, pending, use)
+    refuses("use must be a layout without pending reductions, got", local, rest, pending)
     refuses("rest: ", local, "S(0)", use)
-    refuses("use: got .* allowed is a layout of the shape", local, rest, sw.Layout(mesh, (4, 5), ["R"]))
-    refuses("grad: got .* allowed is a layout of", local, rest, use, grad=sw.Layout(sw.Mesh({"b": 2}), (4, 4), ["R"]))
+    refuses("use must be a layout with the shape, .*, got", local, rest, sw.Layout(mesh, (4, 5), ["R"]))
+    other_mesh = sw.Layout(sw.Mesh({"b": 2}), (4, 4), ["R"])
+    refuses("grad must be a layout with the shape, .* mesh of rest .*, got", local, rest, use, grad=other_mesh)
     refuses("group must be a torch.distributed.ProcessGroup, got a str", local, rest, use, group="all")
     other = sw.Mesh({"a": 1}, [1 - dist.get_rank()])
     on_other = [sw.Layout(other, (2, 4), [p]) for p in ("S(0)", "R")]
-    refuses("rest: .* is on a mesh without rank", local, *on_other)
+    refuses(r"rest must be on a mesh that contains this rank \(\d\), got", local, *on_other)
 
 
 @pytest.mark.cpu_only("refusals are the same everywhere")

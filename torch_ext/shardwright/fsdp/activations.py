@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._native import _planner
+from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
 from ..runtime import argument_checks, checking, counters, executables, groups
 from ..runtime.agreement import MeshWords, Statement
@@ -66,9 +67,9 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         groups.check_initialised()
         argument_checks.check_device_mesh("mesh", mesh)
         if mesh is None or mesh.get_coordinate() is None:
-            raise ValueError(f"mesh: got {mesh}; allowed is a mesh that holds this rank, {dist.get_rank()}")
+            raise argument_error("mesh", f"a mesh that contains this rank ({dist.get_rank()})", mesh)
         if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
-            raise ValueError(f"min_bytes: got {min_bytes!r}; allowed is a number of bytes")
+            raise argument_error("min_bytes", "an integer of at least 0", repr(min_bytes))
         self._mesh = mesh
         self._min_bytes = min_bytes
         self._given = [span for number, tensor in enumerate(tensors) if (span := _named(number, tensor, mesh))]
@@ -162,10 +163,8 @@ def _named(number: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:
     name = f"tensors[{number}]"
     if isinstance(tensor, DTensor):
         if not is_equal_on(tensor.device_mesh, tuple(tensor.placements), mesh):
-            raise ValueError(
-                f"{name}: is placed as {tuple(tensor.placements)} on {tensor.device_mesh}, so its parts differ on "
-                f"{mesh}; allowed are DTensors that are replicated over it"
-            )
+            placed = f"{tuple(tensor.placements)} on {tensor.device_mesh}"
+            raise argument_error(name, f"a DTensor that is replicated over {mesh}", placed)
         return None  # `_span_of` recognizes it when it is saved, like all DTensors
     argument_checks.check_tensor(name, tensor)
     return _span(tensor)
@@ -328,7 +327,7 @@ class _OnMesh:
             return list(known)
         said = {"number of activations": str(len(seen)), "activations": ", ".join(seen)}
         differ = "have saved different activations"
-        remedy = "Allowed are the same blocks with the same tensors, in the same order, on all ranks of a mesh"
+        remedy = "Run the same blocks with the same tensors, in the same order, on all ranks of a mesh"
         MeshWords(self._mesh, device).compare(Statement("sw.fsdp.checkpoint_cut", said, differ=differ, remedy=remedy))
         if len(self.orders) >= _MAX_ORDERS:
             del self.orders[next(iter(self.orders))]

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._planner import StepSchedule
 from ..debug import explaining
+from ..layouts.errors import argument_error
 from ..runtime import groups
 from . import extensions, graphs, offload, scheduler
 from .arguments import (
@@ -182,9 +183,7 @@ def schedules(module: nn.Module) -> list[StepSchedule]:
     """
     state = getattr(module, ATTRIBUTE, None)
     if state is None:
-        raise ValueError(
-            f"module: got a {type(module).__name__} that sw.fully_shard has not seen; allowed is one it has"
-        )
+        raise argument_error("module", "a module under sw.fully_shard", f"a {type(module).__name__} that is not")
     return [] if state.runner is None else list(state.runner.schedules)
 
 
@@ -203,7 +202,7 @@ def schedule(module: nn.Module) -> StepSchedule:
     """
     found = schedules(module)
     if not found:
-        raise ValueError("module: no step of it has ended yet; allowed is one with a forward, and its backward if any")
+        raise ValueError("module must have ended a step, got none; run one training step first")
     return max(found, key=lambda each: (bool(each.reductions), len(each.uses)))
 
 
@@ -271,7 +270,7 @@ class _State:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{name}: a module under sw.fully_shard has no FSDPState of FSDP2; use the methods of sw.fsdp.ShardedModule"
+            f"a module under sw.fully_shard has no {name} of FSDP2's FSDPState; use methods of sw.fsdp.ShardedModule"
         )
 
     def take_up_conversions(self) -> None:
@@ -307,8 +306,8 @@ class _State:
         if converts and runner is not None and not runner.open and any(unit.is_converted for unit in runner.units):
             if waiting := _waiting(runner):
                 raise RuntimeError(
-                    f"{waiting[0]}: parameters were converted while its gradient waits for a reduction; run a backward "
-                    "that reduces gradients before, or finalize_backward()"
+                    f"parameters were converted while the gradient of {waiting[0]} waits for a reduction; before a "
+                    "conversion run a backward that reduces gradients, or call finalize_backward()"
                 )
             outermost = runner.units[0].modules[0]
             _drop_runner(runner)
@@ -372,7 +371,7 @@ def _runner_of(state: weakref.ref[_State], unit: weakref.ref[Unit]) -> Runner:
     its = unit()
     runner: Runner | None = None if its is None or its.runner is None else its.runner()
     if runner is None:
-        raise RuntimeError("a backward reaches weights of a model under sw.fully_shard that no longer exists")
+        raise RuntimeError("a backward needs a model under sw.fully_shard that was freed; keep it until backwards end")
     return runner
 
 
@@ -444,7 +443,7 @@ def _check_can_gather(outermost: nn.Module, states: list[_State]) -> None:
     if on_meta:  # FSDP2's error text, with the remedy added
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the following were still on "
-            f"meta device: {on_meta}. Call to_empty(device=...) on the model, then initialise the parameters by "
+            f"meta device: {on_meta}. Call to_empty(device=...) on the model, then initialize the parameters by "
             "reset_parameters() of each module or by load_state_dict"
         )
     for weight in (weight for state in states for weight in state.unit.weights):

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..runtime import argument_checks
 from .extensions import has_extension, is_subclass
 from .formats import Wire, check_message_format
@@ -93,13 +94,13 @@ class Options:
 
 def checked_options(options: Any) -> Options:
     if options is not None and not isinstance(options, Options):
-        raise ValueError(f"options must be a sw.fsdp.Options or None, got a {type(options).__name__}")
+        raise argument_error("options", "a sw.fsdp.Options or None", f"a {type(options).__name__}")
     return options or Options()
 
 
 def _check(options: Options, name: str, allowed: str, is_allowed: bool) -> None:
     if not is_allowed:
-        raise ValueError(f"{name} must be {allowed}, got {getattr(options, name)!r}")
+        raise argument_error(name, allowed, repr(getattr(options, name)))
 
 
 def _is_count(value: Any) -> bool:
@@ -126,9 +127,7 @@ class Placing(NamedTuple):
         shard, chosen = self._cut_of(name, parameter)
         takes_host = self.takes_host and parameter.device.type == "cpu"
         if parameter.device.type not in (chosen.mesh.device_type, "meta") and not takes_host:
-            raise ValueError(
-                f"{name}: is on {parameter.device}; allowed is the mesh's kind of device, {chosen.mesh.device_type}"
-            )
+            raise argument_error(name, f"on the device type of mesh ({chosen.mesh.device_type})", parameter.device)
         data = _own_data_of(chosen, name, parameter)
         count = len(data.data_dims)
         rest = self._chosen("placements", name, parameter, count)
@@ -140,7 +139,7 @@ class Placing(NamedTuple):
             if rest is not None:
                 raise ValueError(
                     f"reshard_after_forward must be True, False or None with Options.placements, got {keep_ranks}; "
-                    "Options.kept_placements says how the copy is sharded"
+                    "set the placements of the copy by Options.kept_placements"
                 )
             choice = choice._replace(keep_ranks=keep_ranks)
         return Layouts(parameter, data, choice)
@@ -154,28 +153,27 @@ class Placing(NamedTuple):
         shard = result if info is None else result.placement
         if shard is not None and not isinstance(shard, Shard):
             raise ValueError(
-                f"shard_placement_fn: returned {result!r} for {name}; allowed is a Shard, None, or torch's "
-                "ShardPlacementResult"
+                f"shard_placement_fn must return a Shard, None or torch's ShardPlacementResult for {name}, got "
+                f"{result!r}"
             )
         dim = 0 if shard is None else shard.dim
         if parameter.ndim > 0 and not -parameter.ndim <= dim < parameter.ndim:
-            raise ValueError(f"shard_placement_fn: returned {shard!r} for {name} of shape {tuple(parameter.shape)}")
+            dims = f"[{-parameter.ndim}, {parameter.ndim - 1}]"
+            raise ValueError(f"shard_placement_fn must return a Shard with dim in {dims} for {name}, got {shard!r}")
         return shard, data
 
     def _data_of(self, name: str, info: Any) -> DataMesh:
         """Returns the mesh of torch's FSDPMeshInfo."""
         if self.data.same:
             raise ValueError(
-                f"shard_placement_fn: returned a mesh of its own for {name} besides same_data_dims=, which names dims "
-                "of `mesh`; allowed is one of the two. Give such parameters in a call of their own"
+                "shard_placement_fn must not return a mesh if same_data_dims names dims of `mesh`, got one for "
+                f"{name}; shard such parameters in a separate call"
             )
         if getattr(info, "dp_mesh_dims", None) is not None:
             return _named_dims(info.spmd_mesh, info.dp_mesh_dims)
         if info.mesh.get_coordinate() is None:
-            raise ValueError(
-                f"shard_placement_fn: returned {info.mesh} for {name}, which does not hold rank {dist.get_rank()}; "
-                "allowed are meshes that do"
-            )
+            here = f"this rank ({dist.get_rank()}) for {name}"
+            raise ValueError(f"shard_placement_fn must return a mesh that contains {here}, got {info.mesh}")
         return DataMesh(info.mesh, (None,) * info.mesh.ndim, info.shard_mesh_dim)
 
     def _chosen(self, argument: str, name: str, parameter: nn.Parameter, count: int) -> list[Placement] | None:
@@ -195,27 +193,22 @@ def _own_data_of(data: DataMesh, name: str, parameter: nn.Parameter) -> DataMesh
     """Returns `data` with the mesh dims of a parameter that is a DTensor. Raises ValueError if they conflict."""
     if isinstance(parameter, DTensor):
         if any(placement.is_partial() for placement in parameter.placements):
-            raise ValueError(
-                f"{name}: is placed as {tuple(parameter.placements)}; allowed are parameters without pending reductions"
-            )
+            raise argument_error(name, "a DTensor without pending reductions", tuple(parameter.placements))
         if data.own_mesh is None:
             try:
                 return data.with_own(parameter.device_mesh)
             except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+                raise ValueError(f"{name} {error}") from error
     if data.own_mesh is None:
         return data
     if not isinstance(parameter, DTensor) or parameter.device_mesh != data.own_mesh:
-        raise ValueError(
-            f"{name}: is a {type(parameter).__name__}; allowed with dp_mesh_dims are DTensors on {data.own_mesh}"
-        )
+        given = f"a {type(parameter).__name__} on {getattr(parameter, 'device_mesh', parameter.device)}"
+        raise argument_error(name, f"a DTensor on {data.own_mesh} with dp_mesh_dims", given)
     others = {index for index in data.own if index is not None}
     for dim, placement in enumerate(parameter.placements):
         if dim not in others and not placement.is_replicate():
-            raise ValueError(
-                f"{name}: is placed as {tuple(parameter.placements)}; allowed is Replicate() on mesh dim {dim}, "
-                "which dp_mesh_dims names"
-            )
+            allowed = f"replicated over mesh dim {dim}, which is in dp_mesh_dims"
+            raise argument_error(name, allowed, tuple(parameter.placements))
     return data
 
 
@@ -231,7 +224,8 @@ def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type:
     if mesh is None:
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
     if mesh.get_coordinate() is None:
-        raise ValueError(f"mesh: {mesh} does not hold rank {dist.get_rank()}; all its ranks call, no others")
+        allowed = f"a mesh that contains this rank ({dist.get_rank()})"
+        raise argument_error("mesh", allowed, f"{mesh}; only ranks of the mesh call sw.fully_shard")
     if dp_mesh_dims is not None:
         data = _named_dims(mesh, dp_mesh_dims)
     else:
@@ -243,10 +237,8 @@ def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type:
     names, _, _ = argument_values.device_mesh_parts(data.mesh)
     same = frozenset(argument_values.mesh_dim_indices(names, same_data_dims, "same_data_dims"))
     if not same <= set(data.data_dims):
-        raise ValueError(
-            f"same_data_dims: got {same_data_dims!r}; allowed are mesh dims over which parameters are cut, of "
-            f"{[names[dim] for dim in data.data_dims]}"
-        )
+        allowed = f"data-parallel mesh dims, of {[names[dim] for dim in data.data_dims]}"
+        raise argument_error("same_data_dims", allowed, repr(same_data_dims))
     return data._replace(same=same)
 
 
@@ -254,25 +246,21 @@ def _named_dims(mesh: DeviceMesh, dims: Any) -> DataMesh:
     """Returns the mesh to shard DTensors on `mesh` over. As in FSDP2, several `shard` dims become one dim."""
     if not hasattr(dims, "shard") or not hasattr(dims, "replicate"):
         raise ValueError(
-            f"dp_mesh_dims: got a {type(dims).__name__}; allowed is torch's DataParallelMeshDims, or an object with "
-            "its attributes shard and replicate: None, the name of a mesh dim, or several"
+            "dp_mesh_dims must be torch's DataParallelMeshDims, or an object with its attributes shard and replicate "
+            f"(each None, a name of a mesh dim, or several names), got a {type(dims).__name__}"
         )
     shard, replicate = _names(dims.shard), _names(dims.replicate)
     names = mesh.mesh_dim_names or ()
     unknown = [name for name in (*shard, *replicate) if name not in names]
     if unknown or not (shard or replicate) or len({*shard, *replicate}) < len(shard) + len(replicate):
-        raise ValueError(
-            f"dp_mesh_dims: got shard={dims.shard!r} and replicate={dims.replicate!r}; allowed are names of the "
-            f"mesh's dims, {names}, each once and at least one"
-        )
+        given = f"shard={dims.shard!r} and replicate={dims.replicate!r}"
+        raise argument_error("dp_mesh_dims", f"at least one of the mesh dims {names}, each at most once", given)
     if len(shard) <= 1:
         own = tuple(None if name in (*shard, *replicate) else dim for dim, name in enumerate(names))
         return DataMesh(mesh, own, names.index(shard[0]) if shard else None, own_mesh=mesh)
     at = names.index(shard[0])
     if names[at : at + len(shard)] != shard:
-        raise ValueError(
-            f"dp_mesh_dims: got shard={dims.shard!r}; allowed are dims that are next to each other in {names}, in order"
-        )
+        raise argument_error("shard of dp_mesh_dims", f"adjacent dims of {names}, in order", repr(dims.shard))
     parts: list[tuple[DeviceMesh, int | None]] = []
     cut = 0
     for dim, name in enumerate(names):
@@ -302,10 +290,8 @@ def kept_ranks_of(reshard_after_forward: Any, data: DataMesh) -> int | None:
         return None
     size = 1 if data.cut is None else data.mesh.size(data.cut)
     if not isinstance(given, int) or given < 1 or size % given != 0:
-        raise ValueError(
-            f"reshard_after_forward: got {given!r}; allowed are True, False, None, and numbers of ranks that divide "
-            f"{size}, over which parameters are cut"
-        )
+        allowed = f"True, False, None or a divisor of {size}, the number of ranks that shard a parameter"
+        raise argument_error("reshard_after_forward", allowed, repr(given))
     return given
 
 
@@ -328,21 +314,16 @@ def device_type_of(parameters: list[nn.Parameter]) -> str:
 def checked_modules(given: Any) -> tuple[nn.Module, ...]:
     modules = tuple(given) if isinstance(given, list) else (given,)
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
-        raise ValueError(f"module: got {type(given).__name__}; allowed is a module, or a list of modules")
+        raise argument_error("module", "a module or a list of at least one module", f"a {type(given).__name__}")
     for module in modules:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-            raise ValueError(
-                f"module: got a {type(module).__name__}, which has no forward; allowed are modules that do"
-            )
+            raise argument_error("module", "a module with a forward", f"a {type(module).__name__}")
         if hasattr(module, ATTRIBUTE):
-            raise ValueError(
-                f"module: a {original_class(type(module)).__name__} was given to sw.fully_shard before; allowed is once"
-            )
+            given = f"a {original_class(type(module)).__name__} that was passed before"
+            raise argument_error("module", "passed to sw.fully_shard once", given)
         for inner in module.modules():
             if isinstance(inner, FSDPModule) and not isinstance(inner, ShardedModule):
-                raise ValueError(
-                    f"module: a {type(inner).__name__} is under FSDP2's fully_shard; allowed is one of the two"
-                )
+                raise ValueError(f"module must not be or contain a module under FSDP2, got a {type(inner).__name__}")
     return modules
 
 
@@ -354,7 +335,7 @@ def checked_ignored(given: Any) -> set[int]:
     if given is None:
         return set()
     if parameters is None or not all(isinstance(parameter, nn.Parameter) for parameter in parameters):
-        raise ValueError(f"ignored_params: got {type(given).__name__}; allowed is a set of parameters")
+        raise argument_error("ignored_params", "a set of parameters", f"a {type(given).__name__}")
     return {id(parameter) for parameter in parameters}
 
 
@@ -387,8 +368,8 @@ def parameters_of(modules: tuple[nn.Module, ...], ignored: set[int]) -> list[tup
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if hasattr(parameter, GIVEN):
         raise ValueError(
-            f"{name}: is tied to a weight of another unit; allowed is to give the modules that share it in one call, "
-            "as a list, or to leave both to the outermost one"
+            f"{name} must belong to one unit, got a parameter that is tied to a weight of another unit; pass the "
+            "modules that share it in one call, as a list, or leave both to the call for the outermost module"
         )
     data = parameter.detach()
     local = data._local_tensor if isinstance(data, DTensor) else data

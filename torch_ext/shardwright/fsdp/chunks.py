@@ -290,8 +290,8 @@ class UnitInChunks:
     def _check_calls(self) -> None:
         for mesh in dict.fromkeys(each.weight.mesh for each in self.weights):
             ours = [each for each in self.weights if each.weight.mesh == mesh]
-            said = {e.weight.name: f"{e.num_products} calls{', read otherwise' if e.was_read else ''}" for e in ours}
-            differ = "call modules whose gradients are reduced in chunks differently often in a step"
+            said = {e.weight.name: f"{e.num_products} calls{', read elsewhere' if e.was_read else ''}" for e in ours}
+            differ = "have called modules whose gradients are reduced in chunks a different number of times in a step"
             words = MeshWords(mesh, ours[0].weight.memory.device)
             words.compare(Statement("chunked", said, differ=differ))
 

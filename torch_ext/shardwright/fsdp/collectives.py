@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
 from .._native import _runtime
+from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
 from ..runtime import argument_checks, executables, groups
 
@@ -100,9 +101,8 @@ class ReduceScatter(_Allocating, _fsdp_api.ReduceScatter):
         placement = next((name for known, name in _PLACEMENTS.items() if op == known), None)
         if placement is None:
             raise ValueError(
-                f"op: got {op}; allowed are ReduceOp.SUM, AVG, MIN, MAX and PRODUCT. With a gradient divide factor of "
-                "its own, FSDP2 asks for a sum that is scaled before; "
-                "module.set_force_sum_reduction_for_comms(True) makes it scale afterwards"
+                f"op must be ReduceOp.SUM, AVG, MIN, MAX or PRODUCT, got {op}; with a gradient divide factor in FSDP2, "
+                "call module.set_force_sum_reduction_for_comms(True), so that FSDP2 scales gradients after the sum"
             )
         return _move(placement, "S(0)", input_tensor, output_tensor, group, async_op)
 
@@ -114,14 +114,14 @@ def _move(
     for name, tensor in (("input_tensor", given), ("output_tensor", out)):
         argument_checks.check_tensor(name, tensor)
         if not tensor.is_contiguous():
-            raise ValueError(f"{name}: has strides {tensor.stride()}; allowed are contiguous tensors")
+            raise argument_error(name, "contiguous", f"strides {tensor.stride()}")
     whole, part = (out, given) if dst == "R" else (given, out)
     size = group.size()
     if whole.numel() != part.numel() * size or given.dtype != out.dtype:
+        factor = f"{size} times" if dst == "R" else f"1/{size} of"
         raise ValueError(
-            f"output_tensor: has {out.numel()} elements of {out.dtype}, where input_tensor has {given.numel()} of "
-            f"{given.dtype} on each of {size} ranks; allowed is one dtype, and {size} times as many elements in the "
-            "tensor that is whole"
+            f"output_tensor must have {factor} the elements of input_tensor, and its dtype, got {out.numel()} elements "
+            f"of {out.dtype} for {given.numel()} of {given.dtype} on each of {size} ranks"
         )
     executable = _executable(whole.numel(), given.dtype, src, dst, given.device.type, group)
     with torch.no_grad():

@@ -34,7 +34,8 @@ def has_extension(local: torch.Tensor) -> bool:
     methods = "fsdp_pre_all_gather", "fsdp_post_all_gather"
     there = [hasattr(local, method) for method in methods]
     if there[0] != there[1]:
-        raise ValueError(f"a {type(local).__name__} must define both {methods[0]} and {methods[1]}, or none of them")
+        given = f"only {methods[there.index(True)]}"
+        raise ValueError(f"a {type(local).__name__} must define both {' and '.join(methods)} or neither, got {given}")
     return there[0]
 
 
@@ -77,13 +78,12 @@ def check(name: str, layouts: Layouts, is_plain_policy: bool) -> None:
     others = [p for i, p in enumerate(layouts.placements) if i in data.data_dims and i != data.cut]
     if layouts.store is not layouts.rest or layouts.kept is not None or any(p != Replicate() for p in others):
         raise ValueError(
-            f"{name}: its fsdp_pre_all_gather says what is gathered, from a part that is cut along one mesh dim; "
-            "Options.placements, store_placements and kept_placements, and numbers in reshard_after_forward, must be "
-            "left out"
+            f"{name} must be sharded along one mesh dim, because it has fsdp_pre_all_gather; leave out "
+            "Options.placements, store_placements and kept_placements, and numbers in reshard_after_forward"
         )
     if not is_plain_policy:
         raise ValueError(
-            f"message_format and matmul_format must be None for {name}, whose fsdp_pre_all_gather forms the messages"
+            f"message_format and matmul_format must be None for {name}, whose fsdp_pre_all_gather makes the messages"
         )
 
 
@@ -91,8 +91,8 @@ def check_protocol(name: str, part: torch.Tensor) -> None:
     """Raises RuntimeError if a tensor subclass does not have the protocol when it is about to be gathered."""
     if is_subclass(part) and not has_extension(part):
         raise RuntimeError(
-            f"{name}: a {type(part).__name__} must have the methods fsdp_pre_all_gather and fsdp_post_all_gather when "
-            "it is gathered"
+            f"{name} must have the methods fsdp_pre_all_gather and fsdp_post_all_gather when it is gathered, got a "
+            f"{type(part).__name__} without them"
         )
 
 
@@ -168,7 +168,7 @@ class Extension:
             return part.fsdp_pre_all_gather(mesh)
         if count != 5:
             raise ValueError(
-                f"{self._name}: fsdp_pre_all_gather must take (mesh, outer_size, outer_stride, module, mp_policy) or "
+                f"fsdp_pre_all_gather of {self._name} must take (mesh, outer_size, outer_stride, module, mp_policy) or "
                 f"(mesh), got {inspect.signature(part.fsdp_pre_all_gather)}"
             )
         shape = torch.Size(layouts.use.local_shape(dist.get_rank()))
@@ -180,12 +180,12 @@ class Extension:
         if self._sizes:
             if sizes != self._sizes:
                 raise RuntimeError(
-                    f"{self._name}: fsdp_pre_all_gather must return tensors of the same sizes and dtypes each time, "
-                    f"{self._sizes}, got {sizes}"
+                    f"fsdp_pre_all_gather of {self._name} must return tensors of the same sizes and dtypes in each "
+                    f"gather, {self._sizes}, got {sizes}"
                 )
             return
         differ = "get different tensors from fsdp_pre_all_gather"
-        remedy = "Allowed are the same sizes and dtypes; parts of dims that ranks do not divide must be padded"
+        remedy = "Return the same sizes and dtypes on all ranks; pad shards of dims that are not divisible by the ranks"
         mine = Statement("sw.fully_shard", {self._name: sizes}, differ=differ, remedy=remedy)
         MeshWords(self._layouts.mesh, self._device).compare(mine)
         self._sizes = sizes

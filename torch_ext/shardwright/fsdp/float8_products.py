@@ -145,7 +145,7 @@ class BlockProduct(Float8Product):
             its = weight.carried.arrived[1]
             return (y if scale is None or its is None else y.float() * (scale * its)).to(x.dtype)
         if reason is not None:
-            counters.count_product_fallback(f"{form.name} weights as they arrive on {x.device.type}: {reason}")
+            counters.count_product_fallback(f"{form.name} weights as received on {x.device.type}: {reason}")
         y = x.new_empty(x.size(0), number)
         for some in self.rows_at_a_time(weight):
             y[:, some] = x @ self.written(weight, some).to(x.dtype).t()
@@ -201,7 +201,7 @@ def _try_blocks(device_type: str, form: InBlocks) -> str | None:
     except Exception as error:  # a missing kernel may raise anything
         return f"torch._scaled_mm raises {_in_a_line(error)}"
     if not torch.equal(found.float(), 6 * given):
-        return "torch._scaled_mm gives another result than scales and factors have"
+        return "torch._scaled_mm returns wrong numbers"
     return None
 
 
@@ -277,7 +277,7 @@ def product_of(
         kind = "a scale for each row" if is_rowwise else "one scale for each weight"
         raise ValueError(
             f"matmul_format must be None for {name} with {kind} on {layouts.mesh.device_type}, got 'float8': {reason}; "
-            "with None, weights are converted to the dtype of mp_policy when they have arrived"
+            "with None, weights are converted to the dtype of mp_policy after the gather"
         )
     if layouts.kept is not None:
         raise ValueError(
@@ -304,5 +304,5 @@ def _why_not(device_type: str, is_rowwise: bool) -> str | None:
     except Exception as error:  # a missing kernel may raise anything
         return f"torch._scaled_mm raises {_in_a_line(error)}"
     if not torch.equal(found.float(), 4 * torch.eye(ROW_MULTIPLE, device=device_type)):
-        return "torch._scaled_mm gives another result than scales and factors have"
+        return "torch._scaled_mm returns wrong numbers"
     return None

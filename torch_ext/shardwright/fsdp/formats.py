@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._native import _planner
+from ..layouts.errors import argument_error
 from ..layouts.layout import Layout
 
 _DECODED_AT_A_TIME = 1 << 20  # elements decoded at a time; bounds temporary memory
@@ -49,9 +50,9 @@ def check_blocks(wire: str, name: str, rest: _planner.Layout, block: int) -> Non
         divided = any(begin % block for begin, _ in rest.region(rank)[-1])
         if divided or begins != blocks.region(rank)[-1]:
             raise ValueError(
-                f"message_format: got {wire!r} for {name} of shape {tuple(rest.shape)}, placed as "
-                f"{', '.join(rest.placements)}, which divides blocks of {block} elements along the last dim; allowed "
-                f"are shards of other dims, and shards of multiples of {block}"
+                f"message_format must not be {wire!r} if shards divide blocks of {block} elements along the last dim, "
+                f"got {name} of shape {tuple(rest.shape)}, placed as {', '.join(rest.placements)}; shard other dims, "
+                f"or in multiples of {block}"
             )
 
 
@@ -264,8 +265,8 @@ class Nvfp4(ScaledCodes, InBlocks):
         if reason is not None:
             others = [key for key in FORMATS if key != "nvfp4"]
             raise ValueError(
-                f"message_format: got 'nvfp4' for {name} on {device_type}, which needs torchao: {reason}; "
-                f"allowed without them are {', '.join(map(repr, others))}, torch.bfloat16 and torch.float16"
+                f"message_format must be one of {', '.join(map(repr, others))}, torch.bfloat16, torch.float16 and None "
+                f"for {name} on {device_type}, got 'nvfp4', which requires torchao's kernels: {reason}"
             )
         check_blocks("nvfp4", name, rest, _NV_BLOCK)
 
@@ -311,7 +312,7 @@ def _why_not(device_type: str) -> str | None:
     try:
         _torchao()
     except ImportError as error:
-        return f"it cannot be imported ({error})"
+        return f"torchao cannot be imported ({error})"
     try:
         given = torch.tensor([[0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0] * 2], device=device_type)
         found = torch.empty_like(given)
@@ -320,9 +321,9 @@ def _why_not(device_type: str) -> str | None:
     except torch.OutOfMemoryError:
         raise  # does not show whether the device has the kernels
     except Exception as error:  # a missing kernel may raise anything
-        return f"they raise {type(error).__name__} there: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"they raise {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if not torch.equal(found, given):
-        return f"they give {found.tolist()} for {given.tolist()}, which four bits can hold"
+        return f"they return {found.tolist()} for {given.tolist()}, which four bits represent exactly"
     return None
 
 
@@ -366,9 +367,8 @@ class Policy:
 
     def __init__(self, mp_policy: MixedPrecisionPolicy | None, given: Any) -> None:
         if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
-            raise ValueError(
-                f"mp_policy: got a {type(mp_policy).__name__}; allowed is a torch.distributed.fsdp.MixedPrecisionPolicy"
-            )
+            allowed = "a torch.distributed.fsdp.MixedPrecisionPolicy or None"
+            raise argument_error("mp_policy", allowed, f"a {type(mp_policy).__name__}")
         self._policy = mp_policy or MixedPrecisionPolicy()
         self._message_format: Callable[[nn.Parameter], Wire] = given if callable(given) else lambda parameter: given
 
@@ -385,7 +385,7 @@ class Policy:
         use = (override(parameter) if override is not None else None) or policy.param_dtype or own
         if use not in (own, policy.param_dtype):
             raise ValueError(
-                f"mp_policy: param_dtype_override_fn returned {use!r}; allowed are {own}, {policy.param_dtype} and None"
+                f"param_dtype_override_fn of mp_policy must return {own}, {policy.param_dtype} or None, got {use!r}"
             )
         reduce = policy.reduce_dtype or (use if _REDUCES_IN_PARAM_DTYPE else own)
         message = self._message_format(parameter)
@@ -423,4 +423,4 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 def check_message_format(given: Any) -> None:
     if given is not None and given not in (torch.bfloat16, torch.float16) and given not in FORMATS:
-        raise ValueError(f"message_format must be {_ALLOWED}, got {given!r}")
+        raise argument_error("message_format", _ALLOWED, repr(given))

@@ -90,8 +90,8 @@ class Gradients:
             self._whole = gradient.to(self.dtypes.reduce), layout
         elif self._whole[1] != layout:
             raise RuntimeError(
-                f"a gradient is placed as {layout.placements} where the one that it is added to is placed as "
-                f"{self._whole[1].placements}; allowed without gradient sync are gradients that are placed alike"
+                "gradients of a weight must have the same placements in all backwards without gradient sync, got "
+                f"{layout.placements} after {self._whole[1].placements}"
             )
         else:
             self._whole[0].add_(gradient)
@@ -185,8 +185,8 @@ class Gradients:
             kept, self._part = self._part, None
             if kept[1] != layout:
                 raise RuntimeError(
-                    f"a part of a gradient is placed as {layout.placements} where the one that it is added to is "
-                    f"placed as {kept[1].placements}; allowed without all-reduce are gradients that are placed alike"
+                    "gradients of a weight must have the same placements in all backwards without all-reduce, got "
+                    f"{layout.placements} after {kept[1].placements}"
                 )
             part += kept[0]
         if not over_replicas and layout != self._rest:
@@ -266,7 +266,7 @@ def _add(parameter: nn.Parameter, part: torch.Tensor) -> None:
         gradient = gradient if replaced is None else replaced
     if not isinstance(gradient, DTensor) or gradient.placements != spec.placements:
         raise RuntimeError(
-            f"register_hook: a hook of a parameter must return a gradient placed as {spec.placements}, got "
+            f"a hook of register_hook must return a gradient placed as {spec.placements}, got "
             f"{getattr(gradient, 'placements', type(gradient).__name__)}"
         )
     if parameter.grad is None:

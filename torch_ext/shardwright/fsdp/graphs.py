@@ -64,7 +64,7 @@ def number_of(given: InGraphs) -> int:
 def _found(number: int) -> tuple[Runner, Unit]:
     given = _known.get(number)
     if given is None:
-        raise RuntimeError(f"unit: {number} is none of a model that still exists in this process")
+        raise RuntimeError(f"unit must be the number of a unit of an existing model in this process, got {number}")
     return given.ready_runner(converts=False), given.unit
 
 
@@ -72,8 +72,8 @@ def _begin_forward(inputs: Sequence[torch.Tensor], unit: int, records: bool) -> 
     runner, its = _found(unit)
     if runner.gathers_in_chunks:
         raise RuntimeError(
-            f"chunked must be False for {runner.units[0].name}, which is in a graph, whose products take whole "
-            "weights, got True; or compile only the insides of units"
+            f"chunked must be False for {runner.units[0].name}, which is in a compiled graph and so multiplies by full "
+            "weights, got True; or compile only modules inside units"
         )
     if its is runner.units[0] and its.forwards and not is_in_backward():
         runner.abort()  # a graph has failed between its events
@@ -185,11 +185,11 @@ _AFTER = _ops.fsdp_after.default
 def why_not(unit: Unit) -> str | None:
     """Returns why the events of a unit cannot be in graphs, or None. Graphs need plain gathered weights."""
     if any(isinstance(weight.whole, DTensor) for weight in unit.weights):
-        return "weights are DTensors in use"
+        return "gathered weights are DTensors"
     if any(weight.product is not None for weight in unit.weights):
-        return "weights are multiplied by as they arrive (matmul_format)"
+        return "weights are multiplied in their message format (matmul_format)"
     if any(weight.extension is not None for weight in unit.weights):
-        return "weights are tensor subclasses that say what is gathered"
+        return "weights are tensor subclasses with fsdp_pre_all_gather"
     return None
 
 
@@ -212,7 +212,7 @@ def note_eager(unit: Unit, open_units: Iterable[Unit], is_compiled: bool, why: s
     if is_compiled or any(each.is_in_graph for each in open_units):
         known = "hooks run as eager code because the compiler left out code around them"
         reasons = "; ".join(text.partition("\n")[0] for text in torch._dynamo.utils.counters["graph_break"])
-        counters.count_graph_break(why or known, f"{unit.name} (breaks that Dynamo knows: {reasons or 'none'})")
+        counters.count_graph_break(why or known, f"{unit.name} (Dynamo's graph breaks: {reasons or 'none'})")
 
 
 class _Begin(torch.autograd.Function):

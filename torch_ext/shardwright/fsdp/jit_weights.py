@@ -11,6 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._native import _planner
+from ..layouts.errors import argument_error
 from ..layouts.layout import Layout
 from ..planning import check_layout
 from ..runtime import argument_checks, groups
@@ -54,22 +55,23 @@ def jit_weight(
     check_layout("use", use)
     for name, layout in (("rest", rest), ("use", use)):
         if layout.has_pending:
-            raise ValueError(f"{name}: {layout} has pending reductions; allowed are layouts without them")
+            raise argument_error(name, "a layout without pending reductions", layout)
     if grad is None:
         averages = ["P(avg)" if text == "R" else text for text in use.placements]
         grad = Layout(use.mesh, use.shape, averages, use.dtype, use.shard_order, "literal", use.flattened)
     check_layout("grad", grad)
     for name, layout in (("use", use), ("grad", grad)):
         if (layout.mesh, layout.shape, layout.dtype) != (rest.mesh, rest.shape, rest.dtype):
-            raise ValueError(f"{name}: got {layout}; allowed is a layout of the shape, dtype and mesh of rest, {rest}")
+            raise argument_error(name, f"a layout with the shape, dtype and mesh of rest ({rest})", layout)
     rank = dist.get_rank(group)
     if rest.mesh.coordinate(rank) is None:
-        raise ValueError(f"rest: {rest} is on a mesh without rank {rank}; all its ranks call, no others")
+        given = f"{rest}; only ranks of its mesh call sw.fsdp.jit_weight"
+        raise argument_error("rest", f"on a mesh that contains this rank ({rank})", given)
     shape = tuple(rest.local_shape(rank))
     if tuple(local.shape) != shape or str(local.dtype) != f"torch.{rest.dtype}":
         raise ValueError(
-            f"local: has shape {tuple(local.shape)} and dtype {local.dtype} on rank {rank}; allowed is {shape} and "
-            f"{rest.dtype}, as {rest} has"
+            f"local must have shape {shape} and dtype {rest.dtype} on rank {rank}, as rest ({rest}) has, got shape "
+            f"{tuple(local.shape)} and dtype {local.dtype}"
         )
     if parameter is None:
         parameter = nn.Parameter(local.detach(), requires_grad=local.is_floating_point() or local.is_complex())
@@ -210,8 +212,8 @@ class _Block:
             return reads.unpack(saved)
         if self._weight.parameter._version != self._version:
             raise RuntimeError(
-                "weight: was written between a forward and its backward, which needs what it was; allowed is to write "
-                "it after the backward"
+                "the weight was written between a forward and its backward, which needs the old values; write it after "
+                "the backward"
             )
         whole = self._weight._gather() if self._whole is None else self._whole
         if self._is_differentiated:

@@ -51,8 +51,8 @@ class DataMesh(NamedTuple):
             mesh = DeviceMesh._concatenate([self.mesh, own_mesh])
         except (RuntimeError, AssertionError) as error:  # AssertionError if mesh dims have no names
             raise ValueError(
-                f"lies on {own_mesh}, which does not go with mesh {self.mesh}: {error}; allowed are parameters on "
-                "other dims of the mesh of which `mesh` is a part, or dp_mesh_dims="
+                f"must be on other dims of the mesh that {self.mesh} is part of, got {own_mesh}: {error}; or pass "
+                "dp_mesh_dims for parameters on all dims of mesh"
             ) from error
         return self._replace(mesh=mesh, own=(*self.own, *range(own_mesh.ndim)), own_mesh=own_mesh)
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
 
+from ..layouts.errors import argument_error
 from .chunks import linear_forward
 from .reads import Recording
 from .runner import Runner
@@ -77,7 +78,7 @@ class ShardedModule(FSDPModule):
             raise
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("a module under sw.fully_shard cannot be copied; copy it before, or use its state_dict")
+        raise TypeError("a module under sw.fully_shard cannot be copied; copy it before that, or use its state_dict")
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's weights now, but not those of units within it.
@@ -115,7 +116,7 @@ class ShardedModule(FSDPModule):
         unit = _unit_of(self)
         if unit.is_open:
             raise RuntimeError(
-                f"reshard: {unit.name} is in the middle of a forward or backward; allowed is before and after them"
+                f"reshard cannot release {unit.name} in the middle of a forward or backward; call it before or after"
             )
         unit.is_unsharded = False
         if unit.is_resident:
@@ -194,7 +195,7 @@ class ShardedModule(FSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Makes gradients of this module's weights sums over ranks, divided by this factor, instead of averages."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
-            raise ValueError(f"factor: got {factor!r}; allowed are numbers above 0")
+            raise argument_error("factor", "a number above 0", repr(factor))
         _unit_of(self).wishes.divides_by = float(factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # FSDP2's older name
@@ -210,7 +211,7 @@ class ShardedModule(FSDPModule):
             stream: the stream on which the hook runs; default, the current one.
         """
         if not callable(hook):
-            raise ValueError(f"hook must be a function, got a {type(hook).__name__}")
+            raise argument_error("hook", "a function", f"a {type(hook).__name__}")
         _unit_of(self).wishes.gradient_hook = hook if stream is None else _on_stream(hook, stream)
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
@@ -300,14 +301,14 @@ _HINTS = (
 )
 # Unsupported methods, and the remedy.
 _REFUSED = {
-    "set_custom_all_gather": "to leave it out: transfers are shardwright's",
-    "set_custom_reduce_scatter": "to leave it out: transfers are shardwright's",
+    "set_custom_all_gather": "leave it out: transfers are shardwright's",
+    "set_custom_reduce_scatter": "leave it out: transfers are shardwright's",
 }
 
 
 def _refusing(name: str, instead: str) -> Callable[..., None]:
     def refuse(self: ShardedModule, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"{name}: modules under sw.fully_shard do not have it; allowed is {instead}")
+        raise NotImplementedError(f"modules under sw.fully_shard do not support {name}; {instead}")
 
     return refuse
 
@@ -383,13 +384,13 @@ def _wishes_of(module: Any, recurse: bool) -> Iterator[Wishes]:
 
 def _check_flag(argument: str, given: Any) -> None:
     if not isinstance(given, bool):
-        raise ValueError(f"{argument}: got {given!r}; allowed are True and False")
+        raise argument_error(argument, "True or False", repr(given))
 
 
 def _references(method: str, modules: Any) -> list[Any]:
     found = []
     for module in modules:
         if not isinstance(module, ShardedModule):
-            raise ValueError(f"{method}: got a {type(module).__name__}; allowed are modules under sw.fully_shard")
+            raise argument_error(f"modules of {method}", "under sw.fully_shard", f"a {type(module).__name__}")
         found.append(weakref.ref(_unit_of(module)))
     return found

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._native import _runtime
+from ..layouts.errors import argument_error
 
 
 class Leaving(NamedTuple):
@@ -138,10 +139,8 @@ def checked(offload_policy: Any) -> CPUOffloadPolicy | None:
     if offload_policy is None or type(offload_policy) is OffloadPolicy:
         return None
     if not isinstance(offload_policy, CPUOffloadPolicy):
-        raise ValueError(
-            f"offload_policy: got a {type(offload_policy).__name__}; allowed are torch.distributed.fsdp.OffloadPolicy()"
-            " and CPUOffloadPolicy(pin_memory=...)"
-        )
+        allowed = "None, or OffloadPolicy() or CPUOffloadPolicy(pin_memory=...) of torch.distributed.fsdp"
+        raise argument_error("offload_policy", allowed, f"a {type(offload_policy).__name__}")
     return offload_policy
 
 

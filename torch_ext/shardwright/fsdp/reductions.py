@@ -109,8 +109,8 @@ class Reductions:
         if is_captured and late:
             names = [self._weight((number, which)).name for number, several in late.items() for which in several]
             raise RuntimeError(
-                f"{', '.join(names)}: the captured backward must use the weights that the steps before used; run "
-                "such a step before the capture"
+                "the captured backward must use the same weights as the steps before the capture, got gradients also "
+                f"of {', '.join(names)}; run a step that uses them before the capture"
             )
         return late
 
@@ -144,7 +144,7 @@ class Reductions:
         pairs = zip(said[:_DIGEST_BYTES], said[_DIGEST_BYTES : 2 * _DIGEST_BYTES])
         if any(largest + complement != 255 for largest, complement in pairs):
             differ = "have reduced different gradients in this backward"
-            remedy = "Allowed are backwards of the same units, in the same order, on all ranks of a mesh"
+            remedy = "Run backwards of the same units, in the same order, on all ranks of a mesh"
             mine = Statement("sw.fully_shard", {"reduced": self._text(mesh)}, differ=differ, remedy=remedy)
             MeshWords(mesh, self._device).compare(mine)
 

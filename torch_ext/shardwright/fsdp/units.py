@@ -316,7 +316,7 @@ class Unit:
         if not is_in_backward():
             if self.is_resident:
                 return
-            raise RuntimeError(f"{self.name}: what a forward has saved of its weights can be read in a backward only")
+            raise RuntimeError(f"weights of {self.name} that a forward has saved can be read in a backward only")
         check_no_create_graph(self.name)
         self.ready_runner().begin_backward(self, forward)
 
@@ -374,8 +374,8 @@ def check_no_create_graph(name: str) -> None:
     """Raises RuntimeError in a backward that records a graph."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{name}: create_graph must be False, got True; the backward of such a backward would need weights that "
-            "sw.fully_shard has released by then"
+            f"create_graph must be False in a backward of {name}, got True; the second backward would need weights "
+            "that sw.fully_shard has released by then"
         )
 
 
@@ -409,7 +409,7 @@ def check_same(units: Sequence[Unit], options: Mapping[str, object], device: tor
         described = {f"unit {i}": f"{unit.name}: {unit.description}" for i, unit in enumerate(on_mesh)}
         fields = {"number of units": len(on_mesh), **{name: str(said) for name, said in options.items()}, **described}
         differ = "have different modules or arguments"
-        remedy = "Allowed are the same modules and arguments, in the same order, on all ranks of a mesh"
+        remedy = "Pass the same modules and arguments, in the same order, on all ranks of a mesh"
         MeshWords(mesh, device).compare(Statement("sw.fully_shard", fields, differ=differ, remedy=remedy))
 
 

@@ -279,9 +279,9 @@ class Weight(Trained):
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
         if part.dtype != self._dtype or part.device.type != self._part_device_type:
             raise RuntimeError(
-                f"{self.name}: has become {part.dtype} on {part.device} in the middle of a step; it must stay "
-                f"{self._dtype} on {self._part_device_type}. Convert parameters between steps, in compiled models "
-                "by to() of a module under sw.fully_shard"
+                f"{self.name} must stay {self._dtype} on {self._part_device_type} during a step, got {part.dtype} on "
+                f"{part.device}; convert parameters between steps, in compiled models by to() of a module under "
+                "sw.fully_shard"
             )
         if self.whole.requires_grad != self.sharded.requires_grad:
             self.whole.requires_grad_(self.sharded.requires_grad)
@@ -295,20 +295,19 @@ class Weight(Trained):
             fits = isinstance(found, DTensor) and found.shape == self.sharded.shape and found.device_mesh == self.mesh
             if not fits or tuple(found.placements) != placements:
                 raise RuntimeError(
-                    f"{self.name}: the module has another parameter than sw.fully_shard gave it, a "
-                    f"{type(found).__name__}; allowed is a DTensor parameter of shape "
-                    f"{tuple(self.sharded.shape)}, placed as {placements}"
+                    f"{self.name} must be a DTensor parameter of shape {tuple(self.sharded.shape)}, placed as "
+                    f"{placements}, on the mesh of sw.fully_shard, got another parameter, a {type(found).__name__}"
                 )
             if self.has_gradient:
-                what = "was replaced while its gradient waits for a reduction; reduce it in a backward before"
-                raise RuntimeError(f"{self.name}: the parameter {what}, or by finalize_backward()")
+                before = "before that, run a backward that reduces gradients, or call finalize_backward()"
+                raise RuntimeError(f"{self.name} was replaced while its gradient waits for a reduction; {before}")
             self.sharded = found
             self.watch_again()
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
         if part.device.type not in (self._place_type, "meta"):
             raise RuntimeError(
-                f"{self.name}: the module has it on {part.device}; allowed is {self._place_type}, where "
-                f"sw.fully_shard has put it{' as offload_policy says' if self._host is not None else ''}"
+                f"{self.name} must be on {self._place_type}, where sw.fully_shard has put it"
+                f"{' for offload_policy' if self._host is not None else ''}, got {part.device}"
             )
 
     @property
@@ -350,9 +349,9 @@ class Weight(Trained):
         weight, sent = type(dtypes.gathers).__name__, f"{dtypes.gathers.dtype}, {dtypes.gradients}"
         return (
             f"{self.name} of shape {tuple(self.rest.shape)} and dtype {self.rest.dtype}: {placed}; used as "
-            f"{dtypes.use}, sent as {weight} of {sent}, added up in {dtypes.reduce}"
-            + (", multiplied by as it arrives" if self.product is not None else "")
-            + (", on the host at rest" if self._host is not None else "")
+            f"{dtypes.use}, sent as {weight} of {sent}, summed in {dtypes.reduce}"
+            + (", multiplied in its message format" if self.product is not None else "")
+            + (", offloaded to the host" if self._host is not None else "")
         )
 
     def start_refresh(self) -> None:
