@@ -10,7 +10,7 @@
 namespace shardwright {
 namespace {
 
-// The rates are those of large products, about 70% of the data sheets' peaks.
+// Rates of large products: about 70% of the peaks in data sheets.
 const std::map<std::string, GemmModel>& known() {
   static const std::map<std::string, GemmModel> models{
       {"h100", {"h100", 132, 128, 256, 5'300'000, 4'000'000, 300, 20}},
@@ -47,7 +47,7 @@ void GemmModel::check() const {
 
 int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const {
   if (m == 0 || n == 0 || count == 0) return 0;
-  // The time of one tile and the number of tiles, by how often tiles are halved.
+  // The time of one tile and the number of tiles, by number of halvings.
   std::array<__int128, kMaxHalvings + 1> tile_ps;
   std::array<int64_t, kMaxHalvings + 1> tiles;
   int64_t rows = tile_rows;

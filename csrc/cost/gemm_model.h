@@ -1,9 +1,9 @@
-// Predicts how long a matrix product takes. The choice of chunks depends on it, so all ranks must use the same model.
+// Predicts the time of a matrix product. The choice of chunks depends on it, so all ranks must use the same model.
 //
-// A product is cut into tiles, and each processor computes one tile at a time. A product of few tiles leaves processors
-// idle in its last wave, or in its only one. That is the cost of cutting a product into chunks. Libraries then use
-// smaller tiles, which reuse less of what they load: each halving of a tile, up to kMaxHalvings, costs kHalvingPercent
-// more time per element. The last wave may use smaller tiles than the full waves before it.
+// A product is cut into tiles, and each processor computes one tile at a time. The last wave of tiles leaves processors
+// idle, which is the cost of cutting a product into chunks. Libraries then use smaller tiles, which reuse fewer of the
+// loaded values: each halving of a tile, up to kMaxHalvings, costs kHalvingPercent more time per element. The last wave
+// may use smaller tiles than the full waves before it.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,14 @@ constexpr int64_t kHalvingPercent = 15;
 
 struct GemmModel {
   std::string name;
-  int64_t num_processors = 1;  // SMs of a GPU; 1 for the cores of a CPU together
+  int64_t num_processors = 1;  // SMs of a GPU; 1 for all cores of a CPU
   int64_t tile_rows = 1;
   int64_t tile_columns = 1;
   int64_t flops_per_us = 1;        // of one processor, for operands of 16 bits
   int64_t launch_ps = 0;           // per product
   int64_t memory_ps_per_kib = 0;   // to read the operands and write the result
-  int64_t contention_percent = 0;  // how much longer a product takes while data travels
-  int64_t chunk_ps = 0;            // on hosts: how much later a chunk's transfer ends alongside products than alone
+  int64_t contention_percent = 0;  // extra time of a product while transfers run
+  int64_t chunk_ps = 0;            // on hosts: extra time of a chunk's transfer while products run
 
   bool operator==(const GemmModel&) const = default;
 
@@ -33,17 +33,17 @@ struct GemmModel {
   static GemmModel named(const std::string& name);
   static std::vector<std::string> names();
 
-  // Throws UserError if a figure is negative, or if one that is divided by is below 1.
+  // Throws UserError if num_processors, a tile size or flops_per_us is below 1, or if another number is negative.
   void check() const;
 
-  // The time of `count` products of m x k by k x n. Compared with 16-bit operands, 8-bit operands run twice as fast,
-  // 32-bit ones half and 64-bit ones a quarter as fast.
+  // Returns the time of `count` products of m x k by k x n. Compared with 16-bit operands, 8-bit operands run twice as
+  // fast, 32-bit operands half as fast and 64-bit operands a quarter as fast.
   int64_t picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const;
 
-  // The number of waves of whole tiles, including a last one that may be partial; at least 1.
+  // Returns the number of waves of full-size tiles, at least 1. The last wave may be partial.
   int64_t waves(int64_t m, int64_t n, int64_t count) const;
 
-  // The same model with this many processors fewer, but at least one.
+  // Returns the model with `processors` fewer processors, but at least one.
   GemmModel leaving(int64_t processors) const;
 };
 

@@ -11,23 +11,22 @@
 namespace shardwright {
 namespace {
 
-// A mesh dim gets a link of its own if that reduces the mean relative error by more than this.
-constexpr double kOwnLinkGain = 0.25;
+constexpr double kOwnLinkGain = 0.25;  // reduction of the mean relative error that justifies a mesh dim's own link
 
-// The number of passes of the fit. Each weights a point by 1 / (its error in the pass before); errors below the slack
-// count as the slack.
+// Each pass of the fit weights a point by 1 / max(its error in the pass before, kSlack).
 constexpr int kPasses = 20;
 constexpr double kSlack = 0.02;
 
 constexpr int kStep = 0, kMessage = 1, kByte = 2, kNumFigures = 3;
 using Figures = std::array<double, kNumFigures>;
 
-// A point divided by its measured time: the weighted sum of the three figures should be `target`.
+// The equation of one point, divided by its measured time: the sum of coefficient x cost should be `target`.
 struct Equation {
   Figures coefficients;
   double target;
   double weight = 1;
 
+  // Returns the absolute residual.
   double off(const Figures& figures) const {
     double sum = -target;
     for (int i = 0; i < kNumFigures; ++i) sum += coefficients[i] * figures[i];
@@ -35,7 +34,7 @@ struct Equation {
   }
 };
 
-// The mean error over the points, relative to the measured times.
+// Returns the mean error over the points, relative to the measured times.
 double mean_error(const std::vector<LinkPoint>& points, const LinkFit& fit) {
   double sum = 0;
   for (const LinkPoint& p : points) {
@@ -52,7 +51,8 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
-// The cost of a byte from the two largest sizes, as the median over the numbers of peers; 0 if it cannot be determined.
+// Returns the cost of a byte from the two largest sizes, as the median over the numbers of peers, or 0 if it cannot be
+// determined.
 double byte_of(const std::vector<LinkPoint>& points) {
   std::map<int64_t, std::vector<std::pair<int64_t, double>>> by_peers;
   for (const LinkPoint& p : points) by_peers[p.peers].emplace_back(p.sent_bytes, p.seconds);
@@ -67,10 +67,10 @@ double byte_of(const std::vector<LinkPoint>& points) {
   return slopes.empty() ? 0 : std::max(median(slopes), 0.0);
 }
 
-// Solves for the chosen figures by weighted least squares; the others are 0. Returns nothing if the equations do not
-// determine them.
+// Solves for the chosen costs by weighted least squares; other costs are 0. Returns nullopt if the equations do not
+// determine the chosen costs.
 std::optional<Figures> least_squares(const std::vector<Equation>& equations, const std::vector<int>& chosen) {
-  // Normal equations with columns scaled to length 1, because the figures differ by many orders of magnitude.
+  // Normal equations with columns scaled to length 1, because the costs differ by many orders of magnitude.
   const size_t n = chosen.size();
   std::vector<double> scale(n, 0);
   for (const Equation& e : equations) {
@@ -101,7 +101,7 @@ std::optional<Figures> least_squares(const std::vector<Equation>& equations, con
   return figures;
 }
 
-// Tries every set of free figures (at most seven) and returns the best solution in which no figure is negative.
+// Tries every non-empty set of free costs (at most seven) and returns the best solution in which no cost is negative.
 Figures least_squares_without_negatives(const std::vector<Equation>& equations,
                                         const std::array<bool, kNumFigures>& is_free) {
   Figures best{};

@@ -1,8 +1,8 @@
-// Fits the figures of a topology to measured times: what a step, a message and a byte cost over a link.
+// Fits the costs of a topology (of a step, a message and a byte over a link) to measured times.
 //
 // Ranks measure all-to-alls of several team sizes and lengths. The model `step + peers * message + bytes * byte` is
 // fitted to the times by least squares of relative errors, in passes that give outliers less and less weight. All times
-// are in seconds, and are those of the slowest rank.
+// are in seconds, measured on the slowest rank.
 #pragma once
 
 #include <cstdint>
@@ -28,14 +28,14 @@ struct LinkFit {
   double error = 0;  // mean relative error over the points
 };
 
-// Returns the non-negative figures that fit the points best. The fixed cost `step` may be given.
+// Returns the non-negative costs that fit the points best. `step` fixes the cost of a step.
 //
-// The cost of a byte comes from the difference between the two largest sizes, because buffers on the way absorb some of
-// every message at once, and all of a small one. The other figures are fitted to what remains, using the points whose
-// bytes take less than half of the time. If all points have the same number of peers and `step` is not given, the cost
-// of a message cannot be told apart from that of a step, and is 0.
+// The cost of a byte is computed from the two largest sizes, because buffers on the way absorb the first bytes of every
+// message, and small messages entirely. The other costs are fitted to the remaining time, with the points whose bytes
+// take less than half of the time. If all points have the same number of peers and `step` is not given, the costs of a
+// message and of a step cannot be told apart, and the cost of a message is 0.
 //
-// Throws UserError if there are no points, or if one took no time.
+// Throws UserError if there are no points, or if the time of a point is not positive.
 LinkFit fit_link(const std::vector<LinkPoint>& points, std::optional<double> step = std::nullopt);
 
 struct LinkFits {
@@ -44,10 +44,10 @@ struct LinkFits {
   std::map<std::string, LinkFit> mesh_dims;
 };
 
-// Fits all links of a job. `between` is empty on one node, and `inside` is empty if nodes have one rank; the link that
-// was not measured gets the other's figures. `crossing` names the mesh dims along which ranks are on different nodes.
-// The fixed cost of `inside` is used everywhere. A mesh dim gets a link of its own only if the link within or between
-// nodes fits its points much worse, so that noise does not change plans.
+// Fits all links of a job. `between` is empty on one node, and `inside` is empty if nodes have one rank; a link without
+// points gets the costs of the other. `crossing` names the mesh dims along which ranks are on different nodes. The step
+// cost of `inside` is used for all links. A mesh dim gets its own link only if the link within or between nodes fits
+// its points much worse, so that noise does not change plans.
 LinkFits fit_links(const std::vector<LinkPoint>& inside, const std::vector<LinkPoint>& between,
                    const std::map<std::string, std::vector<LinkPoint>>& mesh_dims,
                    const std::set<std::string>& crossing);

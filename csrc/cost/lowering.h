@@ -1,5 +1,5 @@
-// A Lowering says how the moves of a plan are carried out: what the transport behind a process group can do, and from
-// which sizes on another way is faster.
+// A Lowering determines how the moves of a plan are carried out. It lists the capabilities of the transport behind a
+// process group, and the sizes at which another way is faster.
 //
 // Code tests capabilities, never names, so another transport is just another value here. The lowering is part of every
 // plan, so all ranks compile the same instructions.
@@ -13,37 +13,36 @@
 namespace shardwright {
 
 // Gloo's all-to-all has a several times lower latency than its single messages, so small gathers are faster as an
-// all-to-all that sends every peer its own copy. Above this size the copies cost more than that saves.
+// all-to-all that sends every peer its own copy. Above this size, the copies cost more than the lower latency saves.
 constexpr int64_t kMaxCopiedGatherBytes = int64_t{1} << 20;
 
-// Gloo's all-to-all sends before it announces that it is ready to receive, and the announcement waits in the same
-// socket until the data is through. Where a message does not fit into the socket's buffers, a link then carries data in
-// one direction at a time. From this size on, exchanges are messages whose receives are posted first.
+// Gloo's all-to-all sends data before it announces that it is ready to receive, and the announcement queues behind the
+// data in the same socket. If a message does not fit into the socket's buffers, a link carries data in one direction at
+// a time. From this size on, exchanges are messages whose receives are posted first.
 constexpr int64_t kMinMessageBytes = int64_t{1} << 18;
 
 struct Lowering {
   std::string_view name;              // the name in APIs and files
-  std::string_view default_topology;  // the topology of plans for which no other is known
+  std::string_view default_topology;  // the topology of plans if none is given
 
-  // The transport's own reduce-scatter and all-reduce are used. Otherwise contributions are exchanged and summed here,
-  // in the order of positions.
+  // True: the transport's own reduce-scatter and all-reduce are used. False: contributions are exchanged, and the
+  // library sums them in the order of positions.
   bool reduces = true;
-  // The transport's own all-gather is used for parts of one size.
+  // The transport's own all-gather is used if all parts have the same size.
   bool gathers = true;
-  // Transfers read and write device memory, on the device's streams. Otherwise the host carries them out, in host
-  // memory.
+  // True: transfers use device memory and the device's streams. False: the host carries them out, in host memory.
   bool is_on_device = true;
-  // A sparse exchange may run in process groups made for the ranks that are connected by it, so that a rank waits for
-  // those alone.
+  // A sparse exchange may run in one process group per connected component, so that a rank waits only for the ranks of
+  // its own component.
   bool narrows_groups = false;
-  // Parts of up to this many bytes are gathered by an all-to-all of copies, larger ones by messages. Between two ranks,
-  // where nothing is copied twice, an all-to-all is always used. 0: always messages.
+  // Parts of up to this many bytes are gathered by an all-to-all of copies, larger parts by messages. Between two ranks
+  // an all-to-all is always used, because nothing is copied twice. 0: always messages.
   int64_t copied_gather_bytes = 0;
-  // Exchanges of at least this many bytes to each peer are sent as messages, smaller ones as an all-to-all. 0: always
+  // Exchanges of at least this many bytes per peer are sent as messages, smaller exchanges as an all-to-all. 0: always
   // an all-to-all.
   int64_t message_bytes = 0;
 
-  // Returns whether a gather of parts of at most `part_bytes` over `group_size` ranks is an all-to-all of copies.
+  // True if a gather of parts of at most `part_bytes` over `group_size` ranks is an all-to-all of copies.
   constexpr bool copies_gather(int64_t group_size, int64_t part_bytes) const {
     return copied_gather_bytes > 0 && (group_size == 2 || part_bytes <= copied_gather_bytes);
   }
@@ -53,14 +52,14 @@ struct Lowering {
 
   constexpr bool operator==(const Lowering&) const = default;
 
-  // NCCL, and transports that behave like it: their own collectives are used wherever they fit.
+  // NCCL and transports that behave like it: their own collectives are used wherever they apply.
   static const Lowering kNccl;
   // Gloo's own gathers and reductions make extra copies, so they are composed of other transfers.
   static const Lowering kGloo;
 
-  // "nccl" or "gloo"; throws UserError naming these.
+  // Returns the lowering "nccl" or "gloo". Throws UserError on other names.
   static const Lowering& named(std::string_view name);
-  // In a fixed order, because plans in files refer to lowerings by index.
+  // All lowerings in a fixed order: serialized plans refer to them by index.
   static const std::vector<Lowering>& all();
 };
 

@@ -8,13 +8,13 @@
 namespace shardwright {
 namespace {
 
-constexpr int64_t kMaxFigure = int64_t{1} << 40;  // about a second; sums of a few of these do not overflow
+constexpr int64_t kMaxFigure = int64_t{1} << 40;  // about a second; sums of a few do not overflow
 constexpr int64_t kMicrosecond = 1'000'000;       // picoseconds
 
-// The picoseconds that 1 KiB takes at this many GB/s.
+// Returns the picoseconds per KiB at this many GB/s.
 constexpr int64_t per_kib(int64_t gigabytes_per_second) { return 1'024'000 / gigabytes_per_second; }
 
-// These are orders of magnitude for the hardware in their names, not measurements.
+// Orders of magnitude for the hardware in the names, not measurements.
 const std::vector<Topology>& known() {
   static const std::vector<Topology> topologies{
       {"8xNVLink", 0, 12 * kMicrosecond, per_kib(1500), {kMicrosecond, per_kib(200)}, {kMicrosecond, per_kib(200)}, {}},
@@ -50,8 +50,8 @@ bool Topology::crosses_nodes(const Mesh& mesh, int mesh_dim) const {
   if (ranks_per_node <= 0 || size == 1) return false;
   if (mesh.ranks_are_positions()) {
     if (mesh.size() <= ranks_per_node) return false;
-    // A group lies within a block of stride * size consecutive ranks. Each block is within one node exactly if nodes
-    // consist of whole blocks.
+    // A group is within a block of stride * size consecutive ranks. All blocks are within one node exactly if a node is
+    // a multiple of a block.
     return ranks_per_node % (mesh.stride(mesh_dim) * size) != 0;
   }
   const auto node_at = [&](int64_t position) { return number(mesh.rank_at(Position{position})) / ranks_per_node; };

@@ -1,9 +1,9 @@
-// The links between the ranks of a mesh and what they cost. Every predicted time is computed from a Topology.
+// The links between the ranks of a mesh and their costs. Every predicted time is computed from a Topology.
 //
-// The model is latency plus bandwidth ("alpha-beta"), in integer picoseconds, so that ties break alike on every rank.
-// Ranks are on nodes of `ranks_per_node` consecutive ranks. A group whose ranks are on one node uses the inside link,
-// every other group the link between nodes. A mesh dim may have its own link, by name. A group over several mesh dims
-// has the worst latency and the worst bandwidth among theirs.
+// The model is latency plus bandwidth ("alpha-beta"). Times are integer picoseconds, so that all ranks break ties in
+// the same way. A node has `ranks_per_node` consecutive ranks. A group within one node uses the link `inside`, every
+// other group the link `between`. A mesh dim may have its own link, by name. A group over several mesh dims has the
+// worst latency and the worst bandwidth of their links.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,12 @@
 namespace shardwright {
 
 struct Link {
-  int64_t message_ps = 0;  // per message received, or sent in a crossing if those are more
-  int64_t ps_per_kib = 0;  // per rank: the larger of bytes sent and received; a shared NIC is counted in here
+  int64_t message_ps = 0;  // per message received, or per message sent in a crossing if that is more
+  int64_t ps_per_kib = 0;  // per rank, for the larger of bytes sent and received; includes sharing of a NIC
   bool operator==(const Link&) const = default;
 };
 
-// Combines the worse latency and the worse bandwidth of the two.
+// Returns the worse latency and the worse bandwidth of the two.
 Link slower(const Link& a, const Link& b);
 
 struct Topology {
@@ -32,7 +32,7 @@ struct Topology {
   int64_t memory_ps_per_kib = 0;
   Link inside;
   Link between;
-  std::map<std::string, Link> mesh_dims;  // by name; mesh dims that are not listed use inside or between
+  std::map<std::string, Link> mesh_dims;  // by name; other mesh dims use inside or between
 
   bool operator==(const Topology&) const = default;
 
@@ -41,20 +41,20 @@ struct Topology {
   static Topology named(std::string_view name);
   static std::vector<std::string> names();
 
-  // Throws UserError if a figure is negative or more than a second, or if a name is not UTF-8.
+  // Throws UserError if a number is not in [0, 2^40] (about a second in picoseconds), or if a name is not UTF-8.
   void check() const;
 
-  // The slowest link that some group over `mesh_dims` crosses.
+  // Returns the slowest link of any group over `mesh_dims`.
   Link link(const Mesh& mesh, MeshDimSet mesh_dims) const;
   Link link_of(const Mesh& mesh, int mesh_dim) const;
-  // Returns whether the link of a group over these mesh dims is that between nodes, so that its ranks on one node have
-  // a better one among themselves: `inside`.
+  // True if a group over these mesh dims uses the link `between`. Its ranks on the same node then have the better link
+  // `inside` among themselves.
   bool is_between_nodes(const Mesh& mesh, MeshDimSet mesh_dims) const;
-  // Returns whether any two ranks that differ only in this mesh dim are on different nodes.
+  // True if any two ranks that differ only in this mesh dim are on different nodes.
   bool crosses_nodes(const Mesh& mesh, int mesh_dim) const;
 };
 
-// Returns whether both meshes have equal topologies, or none.
+// True if both meshes have equal topologies, or if neither has one.
 bool same_topology(const Mesh& a, const Mesh& b);
 
 }  // namespace shardwright

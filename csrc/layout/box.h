@@ -1,4 +1,4 @@
-// A box: a block of elements at regular distances in two arrays, the unit of every local copy.
+// A box: the unit of every local copy, a strided block of elements in a source and a destination array.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,8 @@ struct Box {
   void simplify();
 };
 
-// Returns the number of places from the first element to the last one, both included, with strides that are not
-// negative; 0 if there is no element.
+// Returns the distance from the first element to the last in memory, both included, or 0 if there is no element.
+// Strides must not be negative.
 int64_t extent_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
 std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape);

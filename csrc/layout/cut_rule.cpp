@@ -27,7 +27,7 @@ void check_block(const char* name, int64_t block) {
              " elements; allowed are 1 to 2^31");
 }
 
-// Returns chunk `coordinate` of `n` elements, if all but the last have `chunk` of them.
+// Returns chunk `coordinate` of n elements. Chunks have `chunk` elements; the last ones may be short or empty.
 Interval chunk_at(int64_t n, int64_t chunk, int64_t coordinate) {
   return {std::min(coordinate * chunk, n), std::min((coordinate + 1) * chunk, n)};
 }
@@ -149,7 +149,7 @@ int64_t CutRule::chunk_of_blocks(int64_t n, int64_t k) const {
   return ceil_divide(ceil_divide(n, block), k) * block;
 }
 
-// The local positions that a coordinate gets, counted from `first` on, in their order.
+// Returns the local positions that a coordinate gets, in order. The first position of the list is `first`.
 IntervalList CutRule::positions(int64_t n, int64_t k, int64_t coordinate, int64_t first) const {
   IntervalList list;
   const auto chunk_of = [&](int64_t begin, int64_t length, int64_t chunk) {
@@ -198,7 +198,7 @@ IntervalList CutRule::part(const IntervalList& list, int64_t k, int64_t coordina
   if (!list.has_repeats() && list.kept().size() == 1) {
     const auto [begin, end] = list.front();
     if (!is_chunks()) return positions(end - begin, k, coordinate, begin);
-    // Most are: planning asks for very many.
+    // Fast path: most rules are chunks, and planning computes very many parts.
     const Interval range = chunk_at(end - begin, ceil_divide(end - begin, k), coordinate);
     if (range.begin == range.end) return {};
     return {{begin + range.begin, begin + range.end}};
@@ -339,7 +339,7 @@ std::optional<CutRule> CutRule::moved_after(const CutRule& later, int64_t k) con
   return CutRule(number_ / k);
 }
 
-// A strided cut's is its split factor, which is positive. Others begin with their kind, negative.
+// The name of a strided cut is its split factor, which is positive. Other names begin with the negated kind.
 void CutRule::append_name(std::vector<int64_t>& name) const {
   if (kind_ != Kind::kStrided) name.push_back(-static_cast<int64_t>(kind_));
   if (pieces_) {
@@ -356,7 +356,7 @@ void CutRule::append_name(std::vector<int64_t>& name) const {
   if (kind_ == Kind::kPacked && number_ > 1) name.push_back(number_);
 }
 
-// The lists of pieces from their name; nothing if it is none.
+// Returns the lists of pieces with this name, or nullopt if the name is malformed.
 std::optional<std::vector<std::vector<Interval>>> CutRule::lists_from_name(const std::vector<int64_t>& name) {
   std::vector<std::vector<Interval>> lists;
   for (size_t at = 1; at < name.size();) {

@@ -1,12 +1,13 @@
 // The rule by which one mesh dim divides a list of elements among its coordinates.
 //
-// A rule divides n local positions among k coordinates. Everything that depends on how a mesh dim cuts asks the rule,
-// so that another kind of rule can be added in one place.
+// A rule divides n local positions among k coordinates. All code that depends on how a mesh dim cuts calls CutRule, so
+// a new kind of rule is added in one place.
 //
-// Invariant of all rules but `pieces`: each position goes to exactly one coordinate, and a part is ascending as its
-// list is. A rule of pieces may break both; is_partition() says whether it does. Every position goes to some
-// coordinate, and to none of them twice. Layouts with a rule that is no partition are moved by rearrangements
-// (exchange/indexed_exchange.h).
+// Invariants:
+//   - Every position goes to at least one coordinate, and to no coordinate twice.
+//   - If is_partition(), every position goes to exactly one coordinate, and parts of an ascending list ascend. Only
+//     `pieces` may make another rule; layouts with such a rule are moved by rearrangements
+//     (exchange/indexed_exchange.h).
 #pragma once
 
 #include <cstddef>
@@ -27,95 +28,94 @@ class CutRule {
   // With a split factor f > 1, DTensor's _StridedShard: chunk into f pieces, chunk each piece into k, and take one
   // chunk of every piece.
   //     8 elements, k = 2, f = 2: [0,2)[4,6)  [2,4)[6,8)
-  CutRule(int64_t split_factor = 1) : number_(split_factor) {}  // a number alone is a rule: Cut{mesh_dim, 2}
+  // The constructor is implicit, so that Cut{mesh_dim, 2} has a strided rule.
+  CutRule(int64_t split_factor = 1) : number_(split_factor) {}
 
-  // Other rules. These functions throw UserError on numbers that are out of range.
+  // The functions below make the other rules. They throw UserError if a number is out of range.
   //
-  // Coordinate c gets the next sizes[c] elements. There is a size for each coordinate, and they sum to n.
+  // Coordinate c gets the next sizes[c] elements. `sizes` has one entry per coordinate and sums to n.
   static CutRule ragged(const std::vector<int64_t>& sizes);
-  // Chunks of whole blocks: torch.chunk of the list of blocks, the last of which may be short.
+  // Chunks of whole blocks, as torch.chunk of the list of blocks. The last block may be short.
   static CutRule blocks(int64_t block);
-  // Coordinate c gets blocks c, c + k, c + 2k, ...; the last may be short.
+  // Coordinate c gets blocks c, c + k, c + 2k, ... The last block may be short.
   static CutRule cyclic(int64_t block);
   // One coordinate gets everything.
   static CutRule owned(int64_t coordinate);
-  // The list is several components in one, of sizes that sum to n; each is cut into chunks by itself, and a coordinate
-  // gets a chunk of every one. With a unit, chunks are of whole units, as in `blocks`.
+  // The list is a concatenation of components whose sizes sum to n. Each component is cut into chunks by itself, and
+  // coordinate c gets chunk c of each. With a unit, chunks are of whole units, as in `blocks`.
   static CutRule packed(const std::vector<int64_t>& sizes, int64_t unit = 1);
-  // Coordinate c gets these intervals in this order. n is where the last one ends; several coordinates may have the
-  // same position, but some coordinate has each. Empty intervals are left out.
+  // Coordinate c gets the intervals lists[c], in this order. n is the largest end. Every position must be in some list,
+  // and may be in the lists of several coordinates. Empty intervals are dropped.
   static CutRule pieces(const std::vector<std::vector<Interval>>& lists);
 
   static constexpr int64_t kMaxBlock = int64_t{1} << 31;
-  // Parts of more runs are refused: their lists take too much memory.
-  static constexpr int64_t kMaxRuns = int64_t{1} << 20;
+  static constexpr int64_t kMaxRuns = int64_t{1} << 20;  // of a part; longer lists take too much memory
 
   bool is_strided_or_chunks() const { return kind_ == Kind::kStrided; }
   bool is_chunks() const { return is_strided_or_chunks() && number_ == 1; }
-  // Returns whether each position goes to one coordinate only, and parts ascend.
+  // True if each position goes to exactly one coordinate, and parts ascend.
   bool is_partition() const { return kind_ != Kind::kPieces || pieces_->is_partition; }
-  // The split factor of a strided cut; 1 for chunks. Other rules have none.
+  // Returns the split factor of a strided cut, 1 for chunks. Other rules have no split factor.
   int64_t split_factor() const { return number_; }
 
-  // Returns why the rule cannot cut a list of n elements over k coordinates, or an empty string if it can. The
-  // functions below may only be called if it can.
+  // Returns the reason if the rule cannot cut a list of n elements over k coordinates, else an empty string. The
+  // functions below may only be called if the string is empty.
   std::string why_not(int64_t n, int64_t k) const;
-  // Returns why the rule cannot cut any list over k coordinates, or an empty string if it can cut some.
+  // Returns the reason if the rule cannot cut any list over k coordinates, else an empty string.
   std::string why_not_over(int64_t k) const;
 
-  // ---- what a coordinate gets
+  // ---- The part of one coordinate
 
-  // Returns the part of a list that a coordinate gets. Its intervals ascend and do not touch, like those of the list;
-  // the part of a rule of pieces is in the order of its pieces.
+  // Returns the part of `list` that a coordinate gets. Its intervals ascend and do not touch, as in `list`. With a rule
+  // of pieces, they are in the order of the pieces.
   IntervalList part(const IntervalList& list, int64_t k, int64_t coordinate) const;
   // Returns the length of a coordinate's part of a list of n elements.
   int64_t length(int64_t n, int64_t k, int64_t coordinate) const;
-  // Returns the most runs that a part has, if the list of n elements has no gaps.
+  // Returns the maximum number of runs of a part, for a list of n elements without gaps.
   int64_t runs(int64_t n, int64_t k) const;
 
-  // ---- all coordinates together
+  // ---- The parts of all coordinates
 
   bool cuts_evenly(int64_t n, int64_t k) const {
     return is_strided_or_chunks() ? n % (number_ * k) == 0 : cuts_evenly_otherwise(n, k);
   }
-  // Return a coordinate whose part is no smaller than any other, and one whose part is no larger.
+  // Return a coordinate with a largest part, and a coordinate with a smallest part.
   int64_t largest(int64_t n, int64_t k) const;
   int64_t smallest(int64_t n, int64_t k) const;
-  // Returns whether no coordinate gets more than the coordinate before it.
+  // True if no coordinate gets more than the coordinate before it, whatever n and k are.
   bool descends() const { return kind_ != Kind::kRagged && kind_ != Kind::kOwned && kind_ != Kind::kPieces; }
-  // Returns whether the largest part of a list is at least as long as the largest part of any shorter list.
+  // True if the largest part of a list is at least as long as the largest part of any shorter list.
   bool longer_lists_have_larger_parts() const { return is_chunks() || !is_strided_or_chunks(); }
-  // Returns whether each part is one run of the list, with the runs in the order of the coordinates.
+  // True if each part is one run of the list, and the runs are in the order of the coordinates.
   bool makes_runs() const {
     return is_chunks() || kind_ == Kind::kRagged || kind_ == Kind::kBlocks || kind_ == Kind::kOwned;
   }
-  // Returns the coordinates that may get some position of a range, which must not be empty.
+  // Returns a range that contains all coordinates with a position in `range`, which must not be empty.
   Interval coordinates_of(Interval range, int64_t n, int64_t k) const;
-  // Returns the coordinates whose part looks different from the part before it: it has runs of other lengths or at
-  // other distances.
+  // Returns 0 and each coordinate whose part is not a shifted copy of the part of the coordinate before it.
   std::vector<int64_t> starts_of_like_parts(int64_t n, int64_t k) const;
 
-  // ---- its place among other cuts
+  // ---- Composition with other cuts
 
-  // If parts are equally long and some strided cut makes the same ones, returns the split factor of that cut. Digits
-  // (exchange/digits.h) and canonical names are made from it.
+  // Returns the split factor of the strided cut that makes the same parts, if these have equal lengths and there is
+  // such a cut. Digits (exchange/digits.h) and canonical names are made from it.
   std::optional<int64_t> equal_split_factor(int64_t n, int64_t k) const;
-  // Returns the rule that makes the same parts once the cut right before it, over k coordinates, is gathered; nothing
-  // if there is no such rule.
+  // Returns the rule that makes the same parts after the cut right before this one (`earlier`, over k coordinates) is
+  // gathered, or nullopt if there is none.
   std::optional<CutRule> with_gathered(const CutRule& earlier, int64_t k) const;
-  // Returns the rule that makes the same parts, all equally long, if the cut right after this one, over k coordinates,
-  // comes before it instead; nothing if there is no such rule.
+  // Returns the rule that makes the same parts, of equal lengths, after the cut right after this one (`later`, over k
+  // coordinates) is moved in front of it, or nullopt if there is none.
   std::optional<CutRule> moved_after(const CutRule& later, int64_t k) const;
 
-  // append_name appends numbers that identify the rule; no rule's numbers are the beginning of another's. from_name
-  // returns the rule that has these numbers.
+  // Appends numbers that identify the rule. No rule's numbers are a prefix of another's.
   void append_name(std::vector<int64_t>& name) const;
-  static CutRule from_name(const std::vector<int64_t>& name);  // throws UserError
+  // Returns the rule with these numbers. Throws UserError if there is none.
+  static CutRule from_name(const std::vector<int64_t>& name);
   size_t hash() const;
   bool operator==(const CutRule& other) const;
 
-  // Returns the name of a placement that cuts this way: "S(0)", "SS(0,2)", "Ragged(0,3:1:4)", "Blocks(0,128)",
-  // "Cyclic(0,2)", "Owned(0,1)", "Packed(0,8:4:4)", "Packed(0,8:4:4,2)", "Pieces(0,0-2+6-8:2-6)".
+  // Returns the placement of such a cut as text: "S(0)", "SS(0,2)", "Ragged(0,3:1:4)", "Blocks(0,128)", "Cyclic(0,2)",
+  // "Owned(0,1)", "Packed(0,8:4:4)", "Packed(0,8:4:4,2)", "Pieces(0,0-2+6-8:2-6)".
   std::string text(int64_t tensor_dim) const;
 
  private:
@@ -133,17 +133,17 @@ class CutRule {
   IntervalList positions(int64_t n, int64_t k, int64_t coordinate, int64_t first) const;
   bool cuts_evenly_otherwise(int64_t n, int64_t k) const;
   static std::optional<std::vector<std::vector<Interval>>> lists_from_name(const std::vector<int64_t>& name);
-  // The length of a whole chunk; for chunks, blocks and a packed component only.
+  // Returns the length of a full chunk. Only for chunks, blocks and one component of a packed rule.
   int64_t chunk_of_blocks(int64_t n, int64_t k) const;
-  // The begin and end of the elements of a coordinate (ragged) or component (packed).
+  // Returns the elements of coordinate i (ragged) or of component i (packed).
   Interval component(size_t i) const { return {i == 0 ? 0 : (*ends_)[i - 1], (*ends_)[i]}; }
-  // Of ragged and packed: how many each has; of pieces, how many each coordinate has.
+  // Returns the number of elements of each coordinate (ragged, pieces) or component (packed).
   std::vector<int64_t> sizes() const;
 
   Kind kind_ = Kind::kStrided;
-  int64_t number_ = 1;  // the split factor, the block, the owner or the unit
-  std::shared_ptr<const std::vector<int64_t>> ends_;
-  std::shared_ptr<const Pieces> pieces_;
+  int64_t number_ = 1;                                // split factor, block size, owner or unit
+  std::shared_ptr<const std::vector<int64_t>> ends_;  // prefix sums of sizes: only ragged and packed
+  std::shared_ptr<const Pieces> pieces_;              // only pieces
 };
 
 }  // namespace shardwright

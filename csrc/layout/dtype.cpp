@@ -14,7 +14,7 @@ struct Entry {
   DTypeKind kind;
 };
 
-// By id.
+// Indexed by id.
 constexpr std::array<Entry, 21> kTable{{
     {DType::kFloat32, "float32", 4, DTypeKind::kFloat},
     {DType::kFloat64, "float64", 8, DTypeKind::kFloat},

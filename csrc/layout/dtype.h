@@ -1,4 +1,4 @@
-// Element types under PyTorch's names ("float32", "bfloat16", ...), with the properties that moving and reducing need.
+// Element types with PyTorch's names ("float32", "bfloat16", ...) and the properties that moves and reductions need.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ class DType {
   constexpr DType(Id id) : id_(id) {}  // NOLINT: an Id is a DType
 
   // Accepts "float32", "torch.float32" and short names such as "fp32", "f32", "float", "bf16", "i64" and "long". Throws
-  // a UserError that lists the known types on other names.
+  // UserError that lists the known types on other names.
   static DType parse(const std::string& name);
   static std::vector<std::string> known_names();
 

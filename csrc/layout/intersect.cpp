@@ -1,4 +1,4 @@
-// The functions of region.h that relate two lists.
+// Implements the functions of region.h that take two lists.
 #include <algorithm>
 #include <span>
 #include <utility>
@@ -9,7 +9,7 @@
 namespace shardwright {
 namespace {
 
-// Hands out pieces one by one, those that follow each other on both sides as one.
+// Calls `visit` for pieces in order. Merges pieces that are adjacent on both sides.
 template <typename Visit>
 class Joined {
  public:
@@ -71,7 +71,7 @@ void visit_in_order_of_b(std::vector<Piece> pieces, const Visit& visit) {
   for (const Piece& piece : pieces) joined.add(piece);
 }
 
-// Of lists of which both ascend and neither has repetitions, or any others that do not both ascend.
+// Calls visit(piece) for the shared runs in the order of b. If both lists ascend, neither may have repetitions.
 template <typename Visit>
 void for_each_shared_run(const IntervalList& a, const IntervalList& b, const Visit& visit) {
   if (is_ascending(a) && is_ascending(b)) return for_each_shared_run_ascending(a.kept(), b.kept(), visit);
@@ -82,7 +82,7 @@ void for_each_shared_run(const IntervalList& a, const IntervalList& b, const Vis
 
 bool repeat(const IntervalList& a, const IntervalList& b) { return a.has_repeats() || b.has_repeats(); }
 
-// Appends the indices at ascending local positions, in one pass over both lists.
+// Appends the indices of `list` at `positions`, which ascend, in one pass over both.
 void append_at_positions(IntervalList& out, std::span<const Interval> list, std::span<const Interval> positions) {
   auto at = list.begin();
   int64_t begin = 0;  // the local position of *at
@@ -98,7 +98,7 @@ void append_at_positions(IntervalList& out, std::span<const Interval> list, std:
   }
 }
 
-// The places of the pieces on the side of a.
+// Returns the local positions of the pieces in list a.
 IntervalList at_a(const PieceList& pieces) {
   IntervalList out;
   std::vector<Interval> intervals;
@@ -110,11 +110,11 @@ IntervalList at_a(const PieceList& pieces) {
   return out;
 }
 
-// The part of an ascending list within a range, without listing repetitions: the length, the number of runs, and where
-// the first of them begins in the range (a) and in the list (b).
+// Summarizes the part of an ascending list within a range, without listing repetitions. Side a is the range, side b the
+// list.
 SharedRuns runs_within(const Interval& range, const IntervalList& list) {
   SharedRuns shared;
-  int64_t position = 0;  // of the block
+  int64_t position = 0;  // local position of the block
   list.for_each_block([&](const IntervalList::Block& block) {
     const auto& [intervals, count, period] = block;
     int64_t once = 0;
@@ -123,7 +123,7 @@ SharedRuns runs_within(const Interval& range, const IntervalList& list) {
     for (const Interval& one : intervals) {
       const int64_t before = position + within;
       within += one.extent();
-      // The repetitions [first, end) have something of the range.
+      // The repetitions [first, end) overlap the range.
       int64_t first = one.end <= range.begin ? 1 : 0;
       int64_t end = one.begin < range.end ? 1 : 0;
       if (count > 1) {
@@ -173,7 +173,7 @@ IntervalList shared_indices(const IntervalList& a, const IntervalList& b) {
 
 namespace {
 
-// Pieces of two ascending lists, from local positions in the second to those in the first.
+// Returns the map from local positions in list b to local positions in list a, for pieces of two ascending lists.
 std::vector<Stretch> from_b_to_a(const PieceList& pieces) {
   std::vector<Stretch> stretches;
   for (const auto& [block, count, shift] : pieces.blocks()) {
@@ -192,11 +192,11 @@ std::vector<Stretch> from_b_to_a(const PieceList& pieces) {
 }  // namespace
 
 PieceList intersect(const IntervalList& a, const IntervalList& b, const IntervalList& only) {
-  // Positions in `only` ascend as those in b do.
+  // Keys are local positions in `only`. They ascend together with the local positions in b.
   if ((repeat(a, b) || only.has_repeats()) && is_ascending(a) && is_ascending(b)) {
     return meet(from_b_to_a(intersect(a, only)), from_b_to_a(intersect(b, only)));
   }
-  // Local positions in `only`, which are those of the other list there, and those in `list`.
+  // Returns runs with local positions in `only` as keys and local positions in `list` as values.
   const auto runs_of = [&](const IntervalList& list) {
     std::vector<KeyRun> runs;
     for (const Piece& piece : intersect(list, only)) runs.push_back({piece.b_position, piece.length, piece.a_position});

@@ -21,7 +21,8 @@ void check_shape(const Mesh& mesh, const std::vector<int64_t>& shape, const DTyp
   }
 }
 
-// Normalises negative tensor dims and rejects placements that are impossible for this shape.
+// Returns the placements with negative tensor dims normalized. Throws UserError on placements that are impossible for
+// this shape.
 std::vector<Placement> checked_placements(const Mesh& mesh, const std::vector<int64_t>& shape, const DType& dtype,
                                           std::vector<Placement> placements) {
   check_user(static_cast<int>(placements.size()) == mesh.ndim(), "placements: got ", placements.size(),
@@ -54,7 +55,7 @@ std::vector<Placement> checked_placements(const Mesh& mesh, const std::vector<in
   return placements;
 }
 
-// Reductions with different ops do not commute, so their order would matter; sum and avg do.
+// Reductions with different ops do not commute, so their order would matter. Only sum and avg commute.
 void check_partials_mix(const std::vector<Placement>& placements) {
   const Placement* first = nullptr;
   for (const Placement& placement : placements) {
@@ -67,10 +68,10 @@ void check_partials_mix(const std::vector<Placement>& placements) {
   }
 }
 
-// DTensor encodes the order of cuts in split factors: the factor of a mesh dim is the product of the sizes of those
-// mesh dims that cut before it although they come later in the mesh. So this function walks the mesh dims from right to
+// DTensor encodes the order of cuts in split factors: the factor of a mesh dim is the product of the sizes of the mesh
+// dims that cut before it although they come later in the mesh. So this function visits the mesh dims from right to
 // left and inserts each at the place that gives its factor. Example: on mesh (2,2), [SS(0,2), S(0)] means that mesh dim
-// 1 cuts first (factor 1), and mesh dim 0 after it (factor 2).
+// 1 cuts first (factor 1), and mesh dim 0 after it (factor 2). Returns nullopt if the factors encode no order.
 std::optional<ShardOrder> decode_order(const Mesh& mesh, const std::vector<Placement>& placements) {
   ShardOrder order;
   for (int d = mesh.ndim() - 1; d >= 0; --d) {
@@ -107,13 +108,13 @@ void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int
   }
 }
 
-// Rules that cut some lists only must fit all that they are given: the parts of the cuts before them, at all
-// coordinates.
+// Throws UserError if a rule cannot cut one of the parts that the cuts before it make. Strided rules can cut every
+// list, so the last cuts are not checked if they are strided.
 void check_rules_fit(const Mesh& mesh, int64_t n, const std::vector<Cut>& cuts, int tensor_dim) {
   size_t end = cuts.size();
   while (end > 0 && cuts[end - 1].rule.is_strided_or_chunks()) --end;
   if (end == 0) return;
-  std::map<int64_t, int64_t> positions{{n, 0}};  // by length: one of those that hold as much
+  std::map<int64_t, int64_t> positions{{n, 0}};  // length of a part -> a position with such a part
   for (size_t i = 0; i < end; ++i) {
     const auto& [mesh_dim, rule] = cuts[i];
     const int64_t k = mesh.dim_size(mesh_dim);
@@ -180,12 +181,12 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
     for (int d = 0; d < mesh_->ndim(); ++d) {
       const bool is_known = std::find(mesh_dims.begin(), mesh_dims.end(), d) != mesh_dims.end();
       if (is_known || !placements_[d].is_shard_like() || placements_[d].dim != t) continue;
-      // An order may leave out mesh dims of size 1. What they cut is then not known, nor does it matter.
+      // An order may leave out mesh dims of size 1. Their place in it matters only if their rule is no partition.
       if (!has_order || !placements_[d].rule.is_partition()) mesh_dims.push_back(d);
     }
     for (const int d : mesh_dims) cuts_[t].push_back({d, placements_[d].rule});
     check_rules_fit(*mesh_, shape_[t], cuts_[t], t);
-    // Over one coordinate a rule changes nothing, but may have another order.
+    // Over one coordinate, a partition changes nothing. Another rule may reorder elements.
     std::erase_if(cuts_[t], [&](const Cut& c) { return mesh_->dim_size(c.mesh_dim) == 1 && c.rule.is_partition(); });
   }
   derive_dim_sets();
@@ -301,12 +302,12 @@ bool Layout::has_equal_parts() const {
   return true;
 }
 
-// The largest part lies in the largest parent, unless a later rule may make more of a shorter list: then parents of
-// every length are followed.
+// The largest part comes from the largest part of the cut before, unless a later rule may make larger parts of a
+// shorter list. In that case, parts of every length are followed.
 int64_t largest_position(const Mesh& mesh, int64_t n, std::span<const Cut> cuts) {
   size_t first_to_follow = cuts.size();
   while (first_to_follow > 0 && cuts[first_to_follow - 1].rule.longer_lists_have_larger_parts()) --first_to_follow;
-  std::map<int64_t, int64_t> positions{{n, 0}};  // by length: one of those that hold as much
+  std::map<int64_t, int64_t> positions{{n, 0}};  // length of a part -> a position with such a part
   for (size_t i = 0; i < cuts.size(); ++i) {
     const CutRule& rule = cuts[i].rule;
     const int64_t k = mesh.dim_size(cuts[i].mesh_dim);
@@ -325,7 +326,7 @@ int64_t largest_position(const Mesh& mesh, int64_t n, std::span<const Cut> cuts)
   return positions.rbegin()->second;
 }
 
-// Every mesh dim cuts one tensor dim at most, so the largest parts of all of them meet in one position.
+// Every mesh dim cuts at most one tensor dim, so one position has a largest part of every tensor dim.
 int64_t Layout::largest_position() const {
   int64_t position = 0;
   for (int t = 0; t < ndim(); ++t) {

@@ -1,7 +1,7 @@
 // A layout: which elements of a global tensor each rank of a mesh holds, and where in its local tensor.
 //
-// A layout lists the cuts of each tensor dim in shard order. A rank's part of a tensor dim is the result of these cuts,
-// one after the other, each by its rule and by local position (cut_rule.h).
+// A layout lists the cuts of each tensor dim in shard order. To get a rank's part of a tensor dim, the cuts are applied
+// one after the other. Each cuts local positions by its rule (cut_rule.h).
 #pragma once
 
 #include <cstdint>
@@ -19,21 +19,21 @@
 
 namespace shardwright {
 
-// One mesh dim cutting one tensor dim.
+// A cut of a tensor dim by a mesh dim.
 struct Cut {
   int mesh_dim = 0;
   CutRule rule;
   bool operator==(const Cut&) const = default;
 };
 
-// Returns the mesh dims that cut.
+// Returns the mesh dims of the cuts.
 inline MeshDimSet dims_of(std::span<const Cut> cuts) {
   MeshDimSet dims;
   for (const Cut& cut : cuts) dims.insert(cut.mesh_dim);
   return dims;
 }
 
-// {tensor dim: mesh dims, first cut first}
+// Maps a tensor dim to the mesh dims that cut it, first cut first.
 using ShardOrder = std::map<int64_t, std::vector<int>>;
 
 // The meaning of SS(d, f) (DTensorSpec.use_strided_shard_as_shard_order):
@@ -45,25 +45,25 @@ enum class StridedMeaning { kAuto, kOrder, kLiteral };
 // Returns the part of a tensor dim of n elements that the rank at `position` holds.
 IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position);
 
-// Returns whether every cut divides evenly, so that all ranks hold parts of the same length.
+// True if every cut divides evenly, so that all ranks hold parts of the same length.
 bool cuts_evenly(const Mesh& mesh, int64_t n, std::span<const Cut> cuts);
 
-// A position that holds no less than any other; its coordinates on mesh dims that do not cut are the first.
+// Returns a position with a largest part. Its coordinates on mesh dims that do not cut are 0.
 int64_t largest_position(const Mesh& mesh, int64_t n, std::span<const Cut> cuts);
 
 class Layout {
  public:
-  // Larger layouts are rejected, so that byte counts do not overflow and the pieces of a part fit into memory.
+  // The limit of bytes if every rank held the full tensor, so that byte counts do not overflow.
   static constexpr int64_t kMaxBytesOnAllRanks = int64_t{1} << 57;
-  static constexpr int64_t kMaxSplitFactor = int64_t{1} << 20;
+  static constexpr int64_t kMaxSplitFactor = int64_t{1} << 20;  // so that the pieces of a part fit into memory
 
-  // Negative tensor dims count from the end. An empty shard_order, or a missing entry, means mesh order. Its
-  // entries may leave out mesh dims of size 1.
+  // Negative tensor dims count from the end. An empty shard_order, or a missing entry, means mesh order. Entries may
+  // leave out mesh dims of size 1.
   // Throws UserError that names the argument: placements (wrong number, tensor dim out of range, reductions that
-  // cannot be combined, a dtype that cannot be reduced), shape or shard_order.
+  // cannot be combined, a dtype that cannot be reduced), shape, flattened or shard_order.
   //
-  // The first `flattened` tensor dims are seen as one of all their elements, row-major, here and in local tensors;
-  // tensor dims are then those of the flattened shape. So a cut may end in the middle of a row:
+  // The first `flattened` tensor dims are flattened into one, row-major, in shape() and in local tensors. Tensor dims
+  // are then numbered in the flattened shape. So a cut may end in the middle of a row:
   //     (4, 6, 8) with flattened = 2 is (24, 8), and Ragged(0,10:14) cuts it after 10 rows of 8
   Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vector<Placement> placements,
          const ShardOrder& shard_order = {}, StridedMeaning strided = StridedMeaning::kAuto, int flattened = 1);
@@ -71,56 +71,56 @@ class Layout {
   const Mesh& mesh() const { return *mesh_; }
   const MeshPtr& mesh_ptr() const { return mesh_; }
   const std::vector<int64_t>& shape() const { return shape_; }  // flattened
-  // The shape of the tensor, of which the first `flattened` dims are one in shape().
+  // Returns the shape before flattening.
   std::vector<int64_t> tensor_shape() const;
   int flattened() const { return leading_.empty() ? 1 : static_cast<int>(leading_.size()); }
   int ndim() const { return static_cast<int>(shape_.size()); }
   const DType& dtype() const { return dtype_; }
   const std::vector<Placement>& placements() const { return placements_; }
-  // Cuts of a tensor dim, first cut first. Mesh dims of size 1 are left out, unless they have pieces in another order.
+  // The cuts of a tensor dim in shard order. Mesh dims of size 1 are left out unless their rule is no partition.
   const std::vector<Cut>& cuts(int tensor_dim) const { return cuts_[tensor_dim]; }
   const std::vector<std::vector<Cut>>& cuts() const { return cuts_; }
   int64_t num_elements() const;
 
-  // Mesh dims larger than 1 that cut a tensor dim, that have a pending reduction, and that do neither.
+  // Mesh dims in cuts(), mesh dims of size above 1 with a pending reduction, and all other mesh dims of size above 1.
   MeshDimSet cut_dims() const { return cut_dims_; }
   MeshDimSet partial_dims() const { return partial_dims_; }
   MeshDimSet replicated_dims() const;
 
-  // The part of the rank at `position`; for P, the elements it holds a contribution to.
+  // Returns the part of the rank at `position`. With P, these are the elements to which the rank has a contribution.
   Region region(int64_t position) const;
-  // The indices of one tensor dim that the rank has.
+  // Returns the indices of one tensor dim in that part.
   IntervalList part(int tensor_dim, int64_t position) const;
-  // Returns whether all rules are partitions (cut_rule.h), so that on a mesh dim that cuts each element is on one
-  // coordinate.
+  // True if all rules are partitions (cut_rule.h). Then each element is on one coordinate of every mesh dim that cuts.
   bool is_partition() const;
-  // Returns whether all ranks' parts have the same shape.
+  // True if the parts of all ranks have the same shape.
   bool has_equal_parts() const;
   std::vector<int64_t> local_shape(int64_t position) const { return shape_of(region(position)); }
-  // A position that holds no less than any other.
+  // Returns a position with a largest part.
   int64_t largest_position() const;
   int64_t largest_part_elements() const { return shardwright::num_elements(region(largest_position())); }
   int64_t largest_part_bytes() const { return largest_part_elements() * dtype_.size_bytes(); }
-  // Ranks outside the mesh hold nothing: their local tensor has no elements, as in DTensor.
+  // Returns {0} for ranks outside the mesh, as in DTensor.
   std::vector<int64_t> local_shape_of_rank(Rank rank) const;
 
-  // The same tensor and mesh with other cuts and partials. `cuts` must name each mesh dim at most once.
+  // Returns the layout of the same tensor and mesh with other cuts and partials. `cuts` must name each mesh dim at most
+  // once.
   Layout with(std::vector<std::vector<Cut>> cuts, const std::vector<Placement>& partials) const;
 
-  // The same cuts of fewer elements: those with these indices on a tensor dim; the list ascends. Each rank has those
-  // elements of its part. Indices, shape() and cuts() stay those of the whole tensor, so what is known of its cuts says
-  // nothing about the lengths of parts. Regions and local shapes are those of what is left.
+  // Returns this layout restricted to some indices of a tensor dim, which ascend. Each rank keeps the elements of its
+  // part with these indices; regions and local shapes are those of the kept elements. Indices, shape() and cuts() stay
+  // those of the full tensor, so lengths of parts cannot be derived from the cuts.
   Layout restricted_to(int tensor_dim, IntervalList indices) const;
   bool is_restricted() const { return indices_ != nullptr; }
-  // Returns what is left of a list of indices of a tensor dim.
+  // Returns the indices of `list`, a list of a tensor dim, that the restriction keeps.
   IntervalList restricted(int tensor_dim, IntervalList list) const;
 
   // Returns "[S(0), R]", or with the order of cuts if it is not mesh order: "[S(0)#1, S(0)#0]".
   std::string placements_string() const;
-  // "float32[64, 64] on dp=2,tp=4 as [S(0), R]"
+  // Returns "float32[64, 64] on dp=2,tp=4 as [S(0), R]".
   std::string to_string() const;
 
-  // Returns whether mesh, tensor, cuts in their order and reductions due are equal, and so what every rank holds.
+  // True if mesh, tensor, cuts in order and pending reductions are equal. Then every rank holds the same in both.
   bool operator==(const Layout& other) const;
   size_t hash() const;
 
@@ -129,19 +129,19 @@ class Layout {
 
   MeshPtr mesh_;
   std::vector<int64_t> shape_;
-  std::vector<int64_t> leading_;  // the sizes of dims that are flattened; empty: none are
+  std::vector<int64_t> leading_;  // sizes of the flattened dims; empty if none are flattened
   DType dtype_;
   std::vector<Placement> placements_;
   std::vector<std::vector<Cut>> cuts_;
   MeshDimSet cut_dims_;
   MeshDimSet partial_dims_;
-  // If some elements are left out: the tensor dim and the indices that are left.
+  // The tensor dim and the kept indices of a restricted layout. indices_ is null if the layout is not restricted.
   int restricted_dim_ = 0;
   std::shared_ptr<const IntervalList> indices_;
 };
 
-// Returns whether a move between two layouts of one tensor is a rearrangement (exchange/indexed_exchange.h): where one
-// of them is no partition, or they flatten otherwise.
+// True if a move between two layouts of one tensor is a rearrangement (exchange/indexed_exchange.h): one of them is no
+// partition, or they flatten different numbers of dims.
 bool needs_rearrangement(const Layout& a, const Layout& b);
 
 }  // namespace shardwright

@@ -48,7 +48,7 @@ struct Topology;
 
 class Mesh {
  public:
-  // Up to this many ranks, a plan, its certificate and a rank's program take a few seconds and a GiB to make.
+  // Maximum number of ranks. At this size, a plan, its certificate and a rank's program take a few seconds and a GiB.
   static constexpr int64_t kMaxSize = int64_t{1} << 20;
 
   // `ranks` are in row-major order, one per position, distinct and not negative; empty means 0, 1, 2, ...
@@ -72,7 +72,7 @@ class Mesh {
   std::optional<Position> position_of(Rank rank) const;
 
   std::vector<int64_t> coordinate(int64_t position) const;
-  // Returns the coordinates on some mesh dims as one number, the last of them fastest.
+  // Returns the coordinates on some mesh dims as one row-major number: the last of these dims varies fastest.
   int64_t coordinate(int64_t position, const std::vector<int>& mesh_dims) const {
     int64_t number = 0;
     for (const int d : mesh_dims) number = number * dim_sizes_[d] + coordinate(position, d);
@@ -83,22 +83,21 @@ class Mesh {
   }
   int64_t stride(int mesh_dim) const { return strides_[mesh_dim]; }
 
-  // Returns the positions that differ from `position` only in `mesh_dims`, itself included, by ascending rank, which is
-  // the order of the members in every process group that this library makes.
+  // Returns the positions that differ from `position` only in `mesh_dims`, including itself, by ascending rank. All
+  // process groups of this library have their members in this order.
   std::vector<int64_t> group(int64_t position, MeshDimSet mesh_dims) const;
 
-  // The links between the ranks if the user gave them, else null. Geometry does not depend on them, so no function of
-  // meshes and layouts reads them, and layouts that differ only in them are equal. Plans do depend on them:
-  // planning/context.h reads them once, and they are part of every planning context. Python caches use layouts as keys,
-  // so there they are compared too (same_topology in cost/topology.h).
+  // The links between the ranks if the user gave them, else null. Geometry ignores the topology: layouts that differ
+  // only in it are equal. Plans depend on it: planning/context.h reads it once, and it is part of every planning
+  // context. Python caches with layouts as keys compare it too (same_topology in cost/topology.h).
   const std::shared_ptr<const Topology>& topology() const { return topology_; }
 
-  // "dp=2,tp=4"
+  // Returns "dp=2,tp=4".
   std::string to_string() const;
-  // Names joined by '+' in mesh order: "dp+tp".
+  // Returns the names joined by '+' in mesh order: "dp+tp".
   std::string names_of(MeshDimSet mesh_dims) const;
 
-  // Returns whether names, sizes and ranks are the same.
+  // True if names, sizes and ranks are equal.
   bool operator==(const Mesh& other) const;
 
  private:
@@ -112,7 +111,7 @@ class Mesh {
   int64_t size_ = 1;
 };
 
-// The ranks of either, ascending.
+// Returns the ranks of both meshes, ascending, each once.
 std::vector<Rank> ranks_of(const Mesh& a, const Mesh& b);
 
 using MeshPtr = std::shared_ptr<const Mesh>;

@@ -84,7 +84,7 @@ std::string without_keyword(const std::string& argument, const std::string& keyw
   return is_named ? argument.substr(equals + 1) : argument;
 }
 
-// "3:1:4"
+// Parses "3:1:4".
 std::vector<int64_t> parse_sizes(const std::string& sizes, const std::string& whole) {
   std::vector<int64_t> parsed;
   for (size_t begin = 0; begin <= sizes.size();) {
@@ -95,14 +95,14 @@ std::vector<int64_t> parse_sizes(const std::string& sizes, const std::string& wh
   return parsed;
 }
 
-// "8:4:4" or, in units, "8:4:4,2"
+// Parses "8:4:4", or "8:4:4,2" with units of 2.
 CutRule parse_packed(const std::string& numbers, const std::string& whole) {
   const size_t comma = numbers.find(',');
   const int64_t unit = comma == std::string::npos ? 1 : parse_integer(numbers.substr(comma + 1), whole);
   return CutRule::packed(parse_sizes(numbers.substr(0, comma), whole), unit);
 }
 
-// "0-2+6-8:2-6": for each coordinate the intervals in order; none for a coordinate that has nothing.
+// Parses "0-2+6-8:2-6": the intervals of each coordinate, in order. The text of a coordinate without elements is empty.
 CutRule parse_pieces(const std::string& text, const std::string& whole) {
   std::vector<std::vector<Interval>> lists(1);
   for (size_t begin = 0; begin <= text.size();) {
@@ -119,7 +119,7 @@ CutRule parse_pieces(const std::string& text, const std::string& whole) {
   return CutRule::pieces(lists);
 }
 
-// The text after the tensor dim says how it is cut.
+// Returns the rule named `head` with the arguments `numbers`, which follow the tensor dim; nullopt on other names.
 std::optional<CutRule> parse_rule(const std::string& head, const std::string& numbers, const std::string& whole) {
   if (head == "SS") return CutRule(parse_integer(without_keyword(numbers, "split_factor"), whole));
   if (head == "Ragged") return CutRule::ragged(parse_sizes(numbers, whole));
@@ -131,7 +131,7 @@ std::optional<CutRule> parse_rule(const std::string& head, const std::string& nu
   return std::nullopt;
 }
 
-// The fewest digits that read back as the same number.
+// Returns the shortest text that parses to the same number.
 std::string shortest(double value) {
   std::array<char, 32> digits;
   const auto result = std::to_chars(digits.data(), digits.data() + digits.size(), value);

@@ -29,8 +29,8 @@ enum class PlacementKind : uint8_t { kReplicate, kShard, kStridedShard, kPartial
 struct Placement {
   PlacementKind kind = PlacementKind::kReplicate;
   int64_t dim = -1;              // shards: the tensor dim
-  CutRule rule;                  // shards: how it is cut
-  ReduceOp op = ReduceOp::kSum;  // partials
+  CutRule rule;                  // shards: the rule of the cut
+  ReduceOp op = ReduceOp::kSum;  // partials: the pending reduction
   double norm_power = 0;         // P(norm p)
 
   static Placement replicate() { return {}; }
@@ -38,7 +38,7 @@ struct Placement {
   static Placement strided_shard(int64_t dim, int64_t split_factor) {
     return {PlacementKind::kStridedShard, dim, split_factor, ReduceOp::kSum, 0};
   }
-  // A cut of a tensor dim by its rule.
+  // Returns the placement that cuts a tensor dim by a rule.
   static Placement cut(int64_t dim, const CutRule& rule) {
     if (rule.is_chunks()) return shard(dim);
     if (rule.is_strided_or_chunks()) return strided_shard(dim, rule.split_factor());
@@ -50,7 +50,7 @@ struct Placement {
 
   bool is_replicate() const { return kind == PlacementKind::kReplicate; }
   bool is_shard_like() const { return !is_replicate() && !is_partial(); }
-  // Shard or StridedShard: those that torch knows.
+  // True for Shard and StridedShard, the shards that torch has.
   bool is_plain_shard() const { return is_shard_like() && kind != PlacementKind::kShardByRule; }
   bool is_partial() const { return kind == PlacementKind::kPartial; }
 
@@ -64,7 +64,7 @@ struct Placement {
 // Splits "S(0),R,SS(1,2)" at the commas outside parentheses and parses each part.
 std::vector<Placement> parse_placements(const std::string& text);
 
-// Returns why elements of `dtype` cannot be reduced with `op`, or an empty string if they can.
+// Returns the reason if elements of `dtype` cannot be reduced with `op`, else an empty string.
 std::string why_not_reducible(ReduceOp op, const DType& dtype);
 
 }  // namespace shardwright

@@ -1,4 +1,4 @@
-// The positions of a mesh that differ only in some of its dims.
+// Positions of a mesh that differ only in some mesh dims.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace shardwright {
 
-// Returns the positions whose coordinates on all other mesh dims are 0; row-major over the given ones, in their order.
-// Added to such a position for other mesh dims, they are offsets.
+// Returns the positions with coordinate 0 on all other mesh dims, row-major over `mesh_dims` in the given order. They
+// also serve as offsets from a position with coordinate 0 on `mesh_dims`.
 std::vector<int64_t> positions_along(const Mesh& mesh, const std::vector<int>& mesh_dims);
 
 }  // namespace shardwright

@@ -17,7 +17,7 @@ class Product {
         listed_(static_cast<int64_t>(columns.size())),
         ascends_(is_ascending(columns)) {}
 
-  // Append the columns of these rows, and return whether there were not too many.
+  // These functions append the elements of rows. They return false if `out` gets more than `most_` stored intervals.
   bool append_rows(IntervalList& out, const Interval& rows) const {
     if (is_whole_) {
       append(out, {rows.begin * size_, rows.end * size_});
@@ -52,7 +52,7 @@ class Product {
  private:
   bool fits(const IntervalList& list) const { return static_cast<int64_t>(list.kept().size()) <= most_; }
 
-  // Appends a list with its repetitions, again and again.
+  // Appends the list `times` times, first shifted by `first` and each time by `period` more.
   bool append_again(IntervalList& out, const IntervalList& list, int64_t times, int64_t period, int64_t first) const {
     for (int64_t i = 0; i < times; ++i) {
       const IntervalList moved = shifted(list, first + i * period);

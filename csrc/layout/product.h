@@ -1,4 +1,4 @@
-// Lists of the elements of a matrix.
+// Products of two interval lists: the elements in some rows and columns of a matrix.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,9 @@
 
 namespace shardwright {
 
-// Returns the elements that lie in some rows and some columns of a matrix with `size` columns, as indices of all its
-// elements, row by row: rows {0, 2} and columns {1, 2} of 3 x 4 elements are [1, 3) and [9, 11). What repeats in one of
-// the lists repeats in the product, where it ascends. Returns nullopt if the product would keep more than `most`
-// intervals.
+// Returns the row-major indices of the elements in these rows and columns of a matrix with `size` columns. Example:
+// rows {0, 2} and columns {1, 2} of a 3 x 4 matrix are [1, 3) and [9, 11). Repetitions in a list stay repetitions in
+// the product where it ascends. Returns nullopt if the product would store more than `most` intervals.
 std::optional<IntervalList> product_of(const IntervalList& rows, const IntervalList& columns, int64_t size,
                                        int64_t most);
 

@@ -1,4 +1,4 @@
-// Ranks and positions: the two numbers of a process, as types that cannot be confused.
+// Ranks and positions: the two numbers of a process, with types that cannot be confused.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ constexpr int64_t number(Rank rank) { return static_cast<int64_t>(rank); }
 
 inline std::ostream& operator<<(std::ostream& out, Rank rank) { return out << number(rank); }
 
-// For Python and for files.
+// Returns ranks as integers, for Python and for files.
 inline std::vector<int64_t> numbers(const std::vector<Rank>& ranks) {
   std::vector<int64_t> all;
   all.reserve(ranks.size());

@@ -1,15 +1,13 @@
-// The indices of a tensor dim that a rank holds, and their order: the geometry under every move.
+// Lists of the indices of a tensor dim that a rank holds, in the order of its local tensor: the geometry of all moves.
 //
-// Invariant: an IntervalList is disjoint, and no interval begins where the one before it ends. So two lists are equal
-// exactly if they have the same indices in the same order. The order is that of the local tensor. Lists ascend, unless
-// a rule of pieces (cut_rule.h) orders them otherwise. Cuts split by *local* position, as nested sharding does, and
-// keep the invariant.
+// Invariant: the intervals of an IntervalList are disjoint, and no interval begins where the one before it ends. So two
+// lists are equal exactly if they have the same indices in the same order. Lists ascend, unless a rule of pieces
+// (cut_rule.h) orders them otherwise. Cuts split by *local* position, as nested sharding does, and keep the invariant.
 //
-// Intervals that repeat at equal distances are kept once (repeating_list.h): every 8th of a million rows is [0, 1), a
-// hundred thousand times, 8 further each time. The functions below work on repetitions as such (layout/stretches.h).
-// For lists that repeat after p and q indices they take time in proportion to what lies within the least common
-// multiple of p and q, or to the intervals of one list, whichever is less: at most in proportion to the square root of
-// n where each repetition has one interval.
+// Intervals that repeat at equal distances are stored once (repeating_list.h): every 8th of a million rows is [0, 1)
+// with a count of 125,000 and a distance of 8. The functions below do not list repetitions (layout/stretches.h). For
+// lists with periods p and q, their time is proportional to the smaller of the intervals within lcm(p, q) and the
+// intervals of one list. With one interval per repetition, this is O(sqrt(n)).
 #pragma once
 
 #include <cstdint>
@@ -32,14 +30,14 @@ struct Interval {
   Interval shifted(int64_t by) const { return {begin + by, end + by}; }
 };
 
-// Blocks that repeat ascend.
+// Blocks with repetitions ascend.
 using IntervalList = RepeatingList<Interval>;
 bool operator==(const IntervalList& a, const IntervalList& b);
 
-// One list per tensor dim; the rank's part is their product.
+// One list per tensor dim. The part of a rank is the product of the lists.
 using Region = std::vector<IntervalList>;
 
-// Appends an interval to the end of a list, which has none of its indices. Empty intervals are left out.
+// Appends an interval, none of whose indices may be in the list. Does nothing if the interval is empty.
 inline void append(IntervalList& list, Interval interval) {
   if (interval.begin < interval.end) list.append(interval);
 }
@@ -55,13 +53,13 @@ std::vector<int64_t> shape_of(const Region& region);
 
 // Returns the indices at local positions [begin, end) of the list.
 IntervalList subrange(const IntervalList& list, int64_t begin, int64_t end);
-// Returns the indices at some local positions of the list, which ascend.
+// Returns the indices of `list` at the local positions `positions`, which ascend.
 IntervalList at_positions(const IntervalList& list, const IntervalList& positions);
 
 bool is_ascending(const IntervalList& list);
-// Returns the least interval with all indices of the list; [0, 0) if it is empty.
+// Returns the smallest interval that contains all indices of the list, or [0, 0) if the list is empty.
 Interval span_of(const IntervalList& list);
-// Returns the intervals by ascending beginnings.
+// Returns the intervals sorted by `begin`.
 std::vector<Interval> sorted_by_place(std::vector<Interval> intervals);
 std::vector<Interval> sorted_by_place(const IntervalList& list);
 
@@ -69,7 +67,7 @@ IntervalList shifted(const IntervalList& list, int64_t by);
 // Shifts the list so that it begins at 0. Lists that differ only by a shift become equal.
 IntervalList moved_to_zero(const IntervalList& list);
 
-// A run of local positions that are the same indices in two lists, with where it begins in each.
+// A run of indices that two lists share, as its length and its first local position in each list.
 struct Piece {
   int64_t length = 0;
   int64_t a_position = 0;
@@ -93,22 +91,23 @@ struct Piece {
 
 using PieceList = RepeatingList<Piece>;
 
-// Returns the indices that are in both of two ascending lists.
+// Returns the indices that two ascending lists share.
 IntervalList shared_indices(const IntervalList& a, const IntervalList& b);
 
-// Returns the shared runs in the order of b, those that follow each other in both lists as one. Sender and receiver
+// Returns the shared runs in the order of b. Runs that are adjacent in both lists are merged. Sender and receiver
 // compute the same runs in the same order, so a packed message has the same meaning on both sides.
 PieceList intersect(const IntervalList& a, const IntervalList& b);
-// The same for the indices of an ascending list `only`, all of which both lists have. Takes time in proportion to all
-// intervals if one of the lists does not ascend.
+// Returns the shared runs of the indices in `only`, an ascending list whose indices are all in a and in b. If a or b
+// does not ascend, the time is proportional to the number of all intervals.
 PieceList intersect(const IntervalList& a, const IntervalList& b, const IntervalList& only);
 
 int64_t length(const PieceList& pieces);
-// Returns the pieces [begin, end), counted in indices of the order of b; the first and the last may be parts of pieces.
+// Returns the pieces of the shared indices [begin, end), counted in the order of b. Cuts the first and last piece if
+// needed.
 PieceList subrange(const PieceList& pieces, int64_t begin, int64_t end);
 
 // A summary of the runs that two lists share: the total number of indices, the number of runs, and the local position
-// of the first one in each list.
+// of the first run in each list.
 struct SharedRuns {
   int64_t length = 0;
   int64_t runs = 0;

@@ -1,24 +1,24 @@
-// A list of which stretches repeat at equal distances, and which keeps such a stretch once: a block-cyclic part of a
-// million blocks is one interval that repeats. To a reader it is the list of all its items.
+// A list that stores items that repeat at equal distances once: a block-cyclic part of a million blocks is one stored
+// interval and a count. Iteration visits all items.
 //
-// An item is a run of something: it has a Shift, by which repetitions of it differ, and says what follows it.
+// An item is a run of consecutive numbers. Repetitions of an item differ by a multiple of a Shift.
 //
 //   struct Item {
-//     using Shift = ...;                             // may be multiplied by a number
-//     int64_t extent() const;                        // its length
-//     bool is_followed_by(const Item& next) const;   // whether the two are one item
-//     void lengthen(int64_t by);                     // at its end
-//     Item part(int64_t from, int64_t to) const;
+//     using Shift = ...;                             // may be multiplied by an integer
+//     int64_t extent() const;                        // the length of the run
+//     bool is_followed_by(const Item& next) const;   // true if `next` continues this item: both can be merged
+//     void lengthen(int64_t by);                     // moves the end of the run
+//     Item part(int64_t from, int64_t to) const;     // the part of the run at [from, to)
 //     Item shifted(const Shift& by) const;
 //   };
 //
 // Invariants:
-//   - No item is followed by the next one, also between repetitions. So a sequence of items has one list, whatever it
-//     was put together from, except for how much of it is kept as repetitions.
-//   - A stretch that is kept once repeats kLeastRepeats times or more, less one where something was appended to its
-//     last item. Items that repeat fewer times are simply listed, so most lists have no repetitions at all.
+//   - No item continues the item before it, also between repetitions. So the items of a list do not depend on the way
+//     in which it was built. Only the choice of the items that are stored as repetitions does.
+//   - Stored repetitions number at least kLeastRepeats, less one for each end at which an item was merged with an item
+//     outside. Fewer repetitions are listed, so most lists have none.
 //
-// Memory, and the time to copy, are those of the items that are kept. Iterating takes as long as all items together.
+// Memory and copies are O(stored items). Iteration is O(all items).
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ class RepeatingList {
   using Shift = typename Item::Shift;
   static constexpr int64_t kLeastRepeats = 4;
 
-  // Items that come `count` times in a row, each time shifted by `shift` more.
+  // Items that repeat `count` times, each time shifted by `shift` more.
   struct Block {
     std::span<const Item> items;
     int64_t count = 1;
@@ -53,7 +53,7 @@ class RepeatingList {
     }
   }
 
-  // Appends an item, as a part of the last one if it follows that.
+  // Appends an item. Lengthens the last item instead if `item` continues it.
   void append(const Item& item);
   // Appends a sequence of items `count` times, each time shifted by `shift` more.
   void append_repeated(std::span<const Item> sequence, const Shift& shift, int64_t count);
@@ -66,21 +66,21 @@ class RepeatingList {
   size_t size() const;
   Item front() const { return kept_.front(); }
   Item back() const;
-  // Takes time in proportion to the stretches that repeat.
+  // Time: O(blocks with repetitions).
   Item operator[](size_t i) const;
 
   // Returns the sum of the items' extents.
   int64_t extent() const;
-  // Returns what lies at [begin, end) if the items lie one after the other.
+  // Returns the part [begin, end) of the concatenated items, in units of extent().
   RepeatingList part(int64_t begin, int64_t end) const;
 
-  // The items that are kept. These are all if nothing repeats.
+  // Returns the stored items. These are all items if has_repeats() is false.
   std::span<const Item> kept() const { return kept_; }
-  // The list as blocks, in order; items between two stretches that repeat are one block. Blocks point into the list,
-  // so a list that is about to go has none to give.
+  // Returns the list as blocks, in order. Items between two blocks with repetitions are one block. Blocks point into
+  // the list, so the overload for temporary lists is deleted.
   std::vector<Block> blocks() const&;
   std::vector<Block> blocks() && = delete;
-  // Calls visit(block) for each of them.
+  // Calls visit(block) for each block.
   template <typename Visit>
   void for_each_block(const Visit& visit) const;
 
@@ -91,12 +91,11 @@ class RepeatingList {
   using const_iterator = Iterator;
   using iterator = Iterator;
 
-  // Returns whether the lists are equal and also keep the same. Lists that keep other repetitions of the same items are
-  // equal, but not identical.
+  // True if the lists are equal and store the same repetitions. Equal lists may store different repetitions.
   bool is_identical(const RepeatingList& other) const { return kept_ == other.kept_ && repeats_ == other.repeats_; }
 
  private:
-  // kept_[first, last) comes `count` times.
+  // kept_[first, last) repeats `count` times.
   struct Repeat {
     size_t first = 0;
     size_t last = 0;
@@ -105,14 +104,14 @@ class RepeatingList {
     bool operator==(const Repeat&) const = default;
   };
 
-  // Returns the items as the list has them: those that follow each other as one.
+  // Returns the sequence with items merged that continue the item before them.
   static std::vector<Item> joined(std::span<const Item> sequence);
   bool ends_with_repeat() const { return !repeats_.empty() && repeats_.back().last == kept_.size(); }
-  // Lists the last repetition by itself, so that the last item is kept as it is.
+  // If the list ends with repetitions, lists the last of them, so that kept_.back() is the last item.
   void unroll_last();
 
   SmallVector<Item> kept_;
-  std::vector<Repeat> repeats_;  // ascending
+  std::vector<Repeat> repeats_;  // by position in kept_, ascending
 };
 
 template <typename Item>
@@ -154,8 +153,8 @@ class RepeatingList<Item>::Iterator {
  private:
   const RepeatingList* list_ = nullptr;
   size_t at_ = 0;
-  size_t repeat_ = 0;  // the stretch that `at_` is in, or the next one
-  int64_t times_ = 0;  // the repetition
+  size_t repeat_ = 0;  // index of the Repeat that contains at_, or else of the next Repeat
+  int64_t times_ = 0;  // index of the repetition
 };
 
 template <typename Item>
@@ -205,8 +204,8 @@ void RepeatingList<Item>::append_repeated(std::span<const Item> sequence, const 
       items[0].lengthen((count - 1) * items[0].extent());
       return append(items[0]);
     }
-    // The last item of each repetition and the first one of the next are one: 0-1 4-6 | 6-7 10-12 | 12-13 16-18 is
-    // 0-1, then 4-7 | 10-13, then 16-18.
+    // The first item of each repetition continues the last item of the repetition before it, so both are merged:
+    // 0-1 4-6 | 6-7 10-12 | 12-13 16-18 is 0-1, then 4-7 | 10-13, then 16-18.
     append(items.front());
     const int64_t first_extent = items.front().extent();
     items.erase(items.begin());
@@ -243,7 +242,7 @@ Item RepeatingList<Item>::back() const {
 
 template <typename Item>
 Item RepeatingList<Item>::operator[](size_t i) const {
-  size_t added = 0;  // by repetitions before the item
+  size_t added = 0;  // items that repetitions before item i add
   for (const Repeat& repeat : repeats_) {
     const size_t first = repeat.first + added;
     const size_t items = repeat.last - repeat.first;

@@ -10,15 +10,15 @@
 namespace shardwright {
 namespace {
 
-// A number of repetitions, and their distances on both sides of a copy.
+// A number of repetitions, and the distance between them on both sides of a copy.
 struct Steps {
   int64_t count = 1;
   int64_t from = 0;
   int64_t to = 0;
 };
 
-// Pieces of one length at equal distances on both sides. All of them may repeat at equal distances once more, so a
-// block-cyclic part of a million blocks is one box.
+// Pieces of one length at equal distances on both sides (`steps`). The whole sequence may repeat at equal distances
+// (`repeats`), so a block-cyclic part of a million blocks is one box.
 struct EvenPieces {
   int64_t length = 0;
   int64_t from = 0;  // positions of the first piece
@@ -27,7 +27,7 @@ struct EvenPieces {
   Steps repeats;
 };
 
-// Appends pieces to a list of even pieces if they have its length and distances, and both sides ascend.
+// Appends `more` to `list` and returns true if their lengths and distances match and both sides ascend.
 bool joins(EvenPieces& list, const EvenPieces& more) {
   if (list.length != more.length || list.repeats.count > 1 || more.repeats.count > 1) return false;
   const Steps step{2, more.from - list.from - (list.steps.count - 1) * list.steps.from,
@@ -40,8 +40,7 @@ bool joins(EvenPieces& list, const EvenPieces& more) {
   return true;
 }
 
-// Joins as many pieces as possible, from the first on. Pieces at 0, 8, 16 and 17 make two lists, of three pieces and of
-// one.
+// Groups pieces greedily, from the first on. Pieces at 0, 8, 16 and 17 make two groups, with three pieces and with one.
 std::vector<EvenPieces> even_pieces(const PieceList& pieces) {
   std::vector<EvenPieces> lists;
   for (const auto& [block, count, shift] : pieces.blocks()) {
@@ -58,7 +57,7 @@ std::vector<EvenPieces> even_pieces(const PieceList& pieces) {
   return lists;
 }
 
-// Returns the pieces with their positions in the packed message on one side.
+// Returns the pieces with the positions of one side replaced by positions in the packed message.
 PieceList with_packed(const PieceList& pieces, int64_t Piece::* side) {
   PieceList packed;
   int64_t next = 0;
@@ -77,15 +76,15 @@ PieceList with_packed(const PieceList& pieces, int64_t Piece::* side) {
   return packed;
 }
 
-// Indices of an axis at equal distances in memory.
+// Consecutive positions of an axis that are at equal distances in memory.
 struct Run {
   int64_t length = 0;
   int64_t offset = 0;
   int64_t stride = 0;
 };
 
-// An axis in memory: the dims that hold it, outermost first, and their strides. Dims that follow each other without
-// gaps are one. Most axes are one dim, so only the others allocate.
+// An axis in memory: its dims, outermost first, with their strides. Adjacent dims without gaps are merged. Most axes
+// have one dim, so the innermost dim is stored without an allocation.
 class AxisInMemory {
  public:
   explicit AxisInMemory(int64_t stride) : inner_{0, stride} {}
@@ -108,7 +107,8 @@ class AxisInMemory {
 
   bool is_one_run() const { return outer_.empty(); }
 
-  // The number of positions for one index of the outermost dim, and the number left in it from a position on.
+  // A row is the positions of one index of the outermost dim. row() returns their number, left_in_row() the number of
+  // positions from `position` to the end of its row.
   int64_t row() const {
     if (outer_.empty()) return 1;
     int64_t positions = inner_.size;
@@ -117,14 +117,14 @@ class AxisInMemory {
   }
   int64_t left_in_row(int64_t position) const { return row() - (first_ + position) % row(); }
 
-  // The distance in memory of two positions that differ by `by`, if it is the same for all of them.
+  // Returns the distance in memory between positions that differ by `by`, or nullopt if it is not always the same.
   std::optional<int64_t> distance(int64_t by) const {
     if (outer_.empty()) return by * inner_.stride;
     if (by % row() != 0) return std::nullopt;
     return by / row() * outer_.front().stride;
   }
 
-  // The runs of positions [begin, begin + length), in order.
+  // Returns the runs of the positions [begin, begin + length), in order.
   std::vector<Run> runs(int64_t begin, int64_t length) const {
     if (outer_.empty()) return {{length, (first_ + begin) * inner_.stride, inner_.stride}};
     std::vector<Run> runs;
@@ -177,7 +177,7 @@ class BoxMaker {
   void make(int64_t src_offset, int64_t dst_offset) { add_axis({src_offset, dst_offset, {}, {}, {}}, 0); }
 
  private:
-  // Adds the boxes of all combinations of the axes from this one on to a box of the axes before it.
+  // Appends the boxes of this axis and all later axes. `box` has the dims of the axes before it.
   void add_axis(const Box& box, size_t axis) {
     if (axis == pieces_.size()) {
       boxes_.emplace_back(box).simplify();
@@ -186,7 +186,7 @@ class BoxMaker {
     for (const EvenPieces& some : pieces_[axis]) add_pieces(box, axis, some);
   }
 
-  // Repetitions are a dim of the boxes if all have one distance on both sides. Otherwise each is added by itself.
+  // Adds repetitions as a dim of the box if their distance is constant on both sides, else one by one.
   void add_pieces(Box box, size_t axis, EvenPieces some) {
     for (Steps EvenPieces::* const level : {&EvenPieces::repeats, &EvenPieces::steps}) {
       const Steps steps = std::exchange(some.*level, {});
@@ -208,7 +208,8 @@ class BoxMaker {
     if (!divided_into_rows(box, axis, some)) add_piece(box, axis, some);
   }
 
-  // Divides a piece of several rows into the part before the first whole row, whole rows, and the rest.
+  // Adds a piece with at least two full rows in three parts: the positions before the first full row, the full rows,
+  // and the rest. Returns false for other pieces.
   bool divided_into_rows(const Box& box, size_t axis, const EvenPieces& piece) {
     const bool of_src = !src_[axis].is_one_run();
     const AxisInMemory& side = of_src ? src_[axis] : dst_[axis];
@@ -226,7 +227,7 @@ class BoxMaker {
     return true;
   }
 
-  // Adds a piece in runs of both sides.
+  // Adds a piece, split where a run of either side ends.
   void add_piece(const Box& box, size_t axis, const EvenPieces& piece) {
     const std::vector<Run> src = src_[axis].runs(piece.from, piece.length);
     const std::vector<Run> dst = dst_[axis].runs(piece.to, piece.length);
@@ -293,7 +294,7 @@ void Selection::Block::narrow(size_t d, int64_t begin, int64_t end) {
 
 Selection Selection::slice(int64_t begin, int64_t end) const {
   Selection sliced;
-  int64_t at = 0;  // the first element of the block
+  int64_t at = 0;  // number of the block's first element
   for (const Block& block : blocks_) {
     add_slices(block, std::max(begin - at, int64_t{0}), std::min(end - at, block.count), sliced.blocks_);
     at += block.count;
@@ -302,8 +303,8 @@ Selection Selection::slice(int64_t begin, int64_t end) const {
   return sliced;
 }
 
-// Splits along the outermost dim of more than one index. Rows that are only partly in the range are sliced recursively,
-// the rows between them are taken whole.
+// Splits along the outermost dim with more than one index. Rows that are only partly in the range are sliced
+// recursively; the rows between them are taken whole.
 void Selection::add_slices(const Block& block, int64_t begin, int64_t end, std::vector<Block>& slices) {
   if (begin >= end) return;
   if (begin == 0 && end == block.count) {

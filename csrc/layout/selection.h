@@ -1,4 +1,4 @@
-// A selection: elements that a sender's and a receiver's local tensor have in common, and their places in memory.
+// A selection: elements that are in the local tensors of both a sender and a receiver, with their places in memory.
 //
 // Elements are ordered row-major over the common indices of each dim. A packed message holds them in this order.
 //
@@ -6,8 +6,8 @@
 //
 //   const Selection rows(sender, receiver);
 //   rows.count()                                     3: rows 1, 3 and 5
-//   rows.boxes(Place::local(), Place::packed())      one box: 3 elements, from 1, 3, 5 in the sender's tensor to 0, 1,
-//   2 rows.boxes(Place::packed(), Place::local())      one box: 3 elements, from 0, 1, 2 to 0, 1, 2 in the receiver's
+//   rows.boxes(Place::local(), Place::packed())      one box: 3 elements, from 1, 3, 5 of the sender to 0, 1, 2
+//   rows.boxes(Place::packed(), Place::local())      one box: 3 elements, from 0, 1, 2 to 0, 1, 2 of the receiver
 //   rows.contiguous_in_sender()                      -1: there are gaps
 //   rows.contiguous_in_receiver()                    0: one run from offset 0 on
 //   rows.slice(1, 3)                                 rows 3 and 5
@@ -21,15 +21,15 @@
 
 namespace shardwright {
 
-// The place of one axis in a local tensor: the dims that hold it, seen as one in row-major order. Position 0 of the
-// axis is position `first` there. An axis that the tensor lacks has no dims.
+// An axis in a local tensor: the dims of the tensor that form the axis, flattened row-major. Position 0 of the axis is
+// position `first` of the flattened dims. An axis that the tensor lacks has no dims.
 struct LocalAxis {
   std::vector<int> dims;
-  std::vector<int64_t> sizes;  // read only where there are several dims
+  std::vector<int64_t> sizes;  // of the dims; not read if there is only one
   int64_t first = 0;
 };
 
-// The memory that a copy of a selection reads or writes.
+// One side of a copy of a selection: the memory that it reads or writes.
 class Place {
  public:
   // A packed message.
@@ -55,38 +55,39 @@ class Place {
 class Selection {
  public:
   Selection() = default;  // no elements
-  // The common elements of two regions of one tensor.
+  // Selects the common elements of two regions of one tensor.
   Selection(const Region& sender, const Region& receiver);
-  // Of these, the elements of `only`, whose lists ascend. Both regions have all of them.
+  // Selects the elements of `only`, whose lists ascend. Both regions must contain all of them.
   Selection(const Region& sender, const Region& receiver, const Region& only);
 
   int64_t count() const { return count_; }
 
-  // The elements [begin, end) of this selection, in order.
+  // Returns the elements [begin, end) of this selection, in order.
   Selection slice(int64_t begin, int64_t end) const;
-  // Adds the elements of another selection of the same tensors behind those of this one.
+  // Appends the elements of another selection of the same tensors.
   void append(Selection other);
 
-  // As few boxes as possible that copy the elements, in order. At most one of the places is packed.
+  // Returns as few boxes as possible that copy the elements, in order. At most one of the places may be packed.
   std::vector<Box> boxes(const Place& from, const Place& to) const;
 
-  // The offset in the row-major local tensor if all elements are one run there, in order; else -1. A run that consists
-  // of several pieces of the other side counts as several.
+  // Return the offset in the row-major local tensor if all elements are one run there, in order, else -1. A run counts
+  // as several runs if it is several pieces on the other side.
   int64_t contiguous_in_sender() const { return contiguous(&Selection::sender_run); }
   int64_t contiguous_in_receiver() const { return contiguous(&Selection::receiver_run); }
 
-  // The indices of the elements, in any order, as the union of regions that share nothing. `sender` is the region that
-  // the selection was made from.
+  // Returns the indices of the elements as disjoint regions, in any order. `sender` is the region that was given to the
+  // constructor.
   std::vector<Region> indices(const Region& sender) const;
 
-  // ---- Only for a selection that was made from regions, or `share` of one.
+  // ---- Only for selections from the constructors with regions and from share()
 
-  // The common indices of each dim: the shape of the packed message.
+  // Returns the number of common indices of each dim: the shape of the packed message.
   const std::vector<int64_t>& shape() const { return blocks_.front().shape; }
-  // Share `index` of `shares` along a dim. If they do not divide it evenly, the first shares have one index more.
+  // Returns share `index` of `shares` along a dim. If the dim does not divide evenly, the first shares have one index
+  // more.
   Selection share(size_t dim, int64_t index, int64_t shares) const;
 
-  // A part without gaps in either tensor: its sizes, and its first index in both tensors and in the packed message.
+  // A part without gaps in either tensor: its sizes, and its first position in both tensors and in the packed message.
   struct Part {
     std::vector<int64_t> sizes;
     std::vector<int64_t> in_sender;
@@ -96,7 +97,7 @@ class Selection {
   std::vector<Part> parts() const;  // in order
 
  private:
-  // All combinations of the indices of each dim.
+  // The product of one list of pieces per dim.
   struct Block {
     std::vector<PieceList> pieces;  // by dim; side a is the sender
     std::vector<int64_t> sender_shape;

@@ -7,10 +7,9 @@
 namespace shardwright {
 namespace {
 
-// The least number of runs that a way visits as a set-up, so that short repetitions are rather listed.
-constexpr int64_t kSetUp = 4;
+constexpr int64_t kSetUp = 4;  // fixed cost of not listing, in runs: short repetitions are listed
 
-// Calls visit(run) for the runs of a stretch with keys in [begin, end), cut to these.
+// Calls visit(run) for the runs of a range with keys in [begin, end), clipped to these keys.
 template <typename Visit>
 void for_each_run(const Stretch& stretch, int64_t begin, int64_t end, const Visit& visit) {
   begin = std::max(begin, stretch.begin());
@@ -35,7 +34,7 @@ std::vector<KeyRun> listed(const Stretch& stretch, int64_t begin, int64_t end) {
   return runs;
 }
 
-// The overlap of stretches a and b, within a range of keys in which both have repetitions from end to end.
+// The intersection of two repeating ranges a and b, within the keys [begin_, end_) that both span.
 class Encounter {
  public:
   Encounter(const Stretch& a, const Stretch& b, PieceList& out)
@@ -71,7 +70,7 @@ class Encounter {
     return before(end_) - before(begin_) + 1;
   }
 
-  // The keys after which both repeat; 0 if there are none, or fewer than two such periods in the range.
+  // Returns the period in keys after which both repeat, or 0 if there is none or fewer than two of them in the overlap.
   int64_t common_period() const {
     if (a_.count == 1 || b_.count == 1) return 0;
     const int64_t times = b_.key_period / std::gcd(a_.key_period, b_.key_period);
@@ -109,7 +108,7 @@ class Encounter {
     list(begin_ + times * period);
   }
 
-  // Appends what lies within one run: some repetitions of the other stretch, and parts of one before and after them.
+  // Appends the intersection of one run with `other`: full repetitions, and partial ones before and after them.
   template <bool is_of_a>
   void take_run(const KeyRun& run, const Stretch& other) const {
     const int64_t end = run.key + run.length;
@@ -121,7 +120,7 @@ class Encounter {
       for_each_run(other, from, to, [&](const KeyRun& met) { out_.append(piece_of(met)); });
     };
     const int64_t period = other.key_period;
-    const int64_t first = (run.key - other.begin() + period - 1) / period;  // repetition that is whole
+    const int64_t first = (run.key - other.begin() + period - 1) / period;  // the first full repetition
     const int64_t times = std::min((end - other.begin()) / period, other.count) - first;
     if (times < PieceList::kLeastRepeats) return append_listed(run.key, end);
     const int64_t from = other.begin() + first * period;

@@ -1,4 +1,4 @@
-// Blocks of a tensor dim that have something in common, such as a scale, and are to stay on one rank each.
+// Checks that blocks of a tensor dim that share something, such as a scale, stay on one rank each.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace shardwright {
 
-// Throws UserError if some rank's part of a tensor dim begins or ends within a block of `unit` elements; only the last
-// block may be shorter. Rules with a unit cut the parts that earlier cuts leave at multiples of it, which are multiples
-// in the whole dim only if those parts begin at one.
+// Throws UserError if a rank's part of a tensor dim begins or ends within a block of `unit` elements. Only the last
+// block of the dim may be short. A rule with a unit does not ensure this: it cuts at multiples of the unit counted from
+// the start of the part that earlier cuts leave, which may itself be within a block.
 void check_blocks_are_whole(const Layout& layout, int tensor_dim, int64_t unit);
 
 }  // namespace shardwright

@@ -8,7 +8,7 @@
 namespace shardwright {
 
 std::string to_base64(std::string_view bytes);
-// Returns nothing if the text has other characters. Padding may be missing.
+// Returns nullopt if the text has other characters. Padding may be missing.
 std::optional<std::string> from_base64(std::string_view text);
 
 }  // namespace shardwright

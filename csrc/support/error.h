@@ -46,8 +46,8 @@ void append_text(std::string& text, const Value& value) {
   }
 }
 
-// Concatenates its arguments. Pass objects rather than their to_string() to the checks below: these make text only if
-// they fail.
+// Concatenates its arguments. Pass objects rather than their to_string() to the checks below, which build text only on
+// failure.
 template <typename... Parts>
 std::string concat(const Parts&... parts) {
   std::string text;

@@ -1,4 +1,4 @@
-// Macros of functions that kernels call and the host compiles too: tests run whole grids of them there.
+// Macros for functions that compile both for kernels and for the host, where tests run whole grids of them.
 #pragma once
 
 #ifdef __CUDACC__

@@ -8,8 +8,7 @@
 
 namespace shardwright {
 
-// Returns the value, from 0 to `last`, that has this name. If there is none, throws a UserError that names the argument
-// and the allowed names.
+// Returns the enumerator in [0, last] with this name. Throws UserError that lists the allowed names if there is none.
 template <typename Enum>
 Enum parse_name(const std::string& argument, const std::string& name, Enum last, const char* (*name_of)(Enum)) {
   std::vector<std::string> known;

@@ -1,4 +1,4 @@
-// A vector that keeps one item without allocating memory: most lists of intervals have one.
+// A vector that stores one item inline, without an allocation. Most interval lists have one interval.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,7 @@
 
 namespace shardwright {
 
-// As std::vector, for trivially copyable items. Pointers into it become invalid where those into a std::vector do, and
-// when it is moved.
+// Behaves like std::vector for trivially copyable items, except that a move also invalidates pointers to items.
 template <typename T>
 class SmallVector {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -79,8 +78,8 @@ class SmallVector {
     capacity_ = 1;
   }
 
-  T one_{};                    // where there is no more than one
-  std::unique_ptr<T[]> many_;  // else
+  T one_{};                    // storage while many_ is null
+  std::unique_ptr<T[]> many_;  // storage for more than one item
   uint32_t size_ = 0;
   uint32_t capacity_ = 1;
 };

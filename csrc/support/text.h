@@ -1,4 +1,4 @@
-// Formats figures for people.
+// Formats numbers for messages.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Names that come from outside must be UTF-8, because Python could not decode messages that contain them otherwise.
+// UTF-8 checks for names given by users. Python cannot decode a message that contains other bytes.
 #pragma once
 
 #include <string>
@@ -6,7 +6,7 @@
 
 namespace shardwright {
 
-// As in RFC 3629: no overlong forms, no surrogates, nothing beyond U+10FFFF.
+// True if the text is UTF-8 as in RFC 3629: no overlong forms, no surrogates, nothing beyond U+10FFFF.
 bool is_utf8(std::string_view text);
 
 // Throws a UserError that names `argument` and shows the text, with bytes that are not ASCII written as \xff.

@@ -2,13 +2,13 @@
 //
 //   "shardwright <kind> <version>\n", then the fields, then a checksum of everything before it
 //
-// The kind tells what the fields are ("plan", "matmul", "product"). Fields follow each other without names: integers of
-// eight bytes, lowest byte first, and text as its length and its bytes. Equal values give equal bytes in every process.
-// Graphs and operators take strings; for them the bytes are written as "label|base64" (to_text).
+// The kind ("plan", "matmul", "product") determines the fields. Fields have no names. Integers are eight bytes, lowest
+// byte first; text is its length and its bytes. Equal values give equal bytes in every process. Graphs and operators
+// take strings, so for them the bytes are written as "label|base64" (to_text).
 //
-// A Reader expects damaged or forged bytes: instead of reading past the end, allocating more than the bytes can hold or
-// returning a value out of range, its methods throw UserError that names the kind. The callers check whether fields
-// make sense together (planning/serialize.h, products/serialize.h).
+// A Reader handles damaged and forged bytes. Its methods throw UserError that names the kind instead of reading past
+// the end, allocating more than the bytes can hold or returning a value out of range. Callers check that fields are
+// consistent (planning/serialize.h, products/serialize.h).
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ class Writer {
   void enumerator(Enum value) {
     integer(static_cast<int64_t>(value));
   }
-  // Writes the number of items, then each item by `write`.
+  // Writes the number of items, then calls write(item) for each.
   template <typename Items, typename Write>
   void list(const Items& items, const Write& write) {
     integer(static_cast<int64_t>(items.size()));
@@ -41,38 +41,38 @@ class Writer {
   void integers(const std::vector<int64_t>& values) {
     list(values, [this](int64_t value) { integer(value); });
   }
-  // Writes whether there is a value, then the value by `write`.
+  // Writes a boolean (present or not), then calls write(*value) if present.
   template <typename T, typename Write>
   void optional(const std::optional<T>& value, const Write& write) {
     boolean(value.has_value());
     if (value) write(*value);
   }
 
-  // Returns everything that was written, followed by its checksum.
+  // Returns the written bytes with their checksum appended.
   std::string finish() &&;
 
  private:
   std::string bytes_;
 };
 
-// Views the bytes, which must outlive it.
+// Does not own the bytes, which must outlive it.
 class Reader {
  public:
   // Throws UserError if the bytes are truncated, changed, of another kind or of another version.
   Reader(std::string_view bytes, std::string_view kind);
 
   int64_t integer();
-  // Reads an integer from `least` to `most`.
+  // Reads an integer in [least, most].
   int64_t integer(int64_t least, int64_t most);
   double real();
   bool boolean() { return integer(0, 1) == 1; }
   std::string text();
-  // Enumerators count from 0 to `last`.
+  // Reads an enumerator in [0, last].
   template <typename Enum>
   Enum enumerator(Enum last) {
     return static_cast<Enum>(integer(0, static_cast<int64_t>(last)));
   }
-  // Reads the items of a list, each by `read`.
+  // Reads a list of at most `most` items. read() reads one item.
   template <typename Read>
   auto list(const Read& read, size_t most = SIZE_MAX) {
     std::vector<decltype(read())> items;
@@ -87,24 +87,24 @@ class Reader {
     return boolean() ? std::optional(read()) : std::nullopt;
   }
 
-  // Throws UserError if fields are left.
+  // Throws UserError if unread bytes remain.
   void finish() const;
 
  private:
   std::string_view raw(size_t count);
-  // Reads the number of items of a list: at most `most`, and at most one for each field that the rest can hold.
+  // Reads the length of a list. Throws UserError if it exceeds `most` or the number of fields in the remaining bytes.
   size_t count(size_t most);
 
   std::string kind_;
   std::string_view bytes_;  // the bytes not yet read, without the checksum
 };
 
-// Returns the kind in the first line of what a Writer wrote, empty for other bytes. The rest is not checked.
+// Returns the kind in the first line of bytes from a Writer, empty for other bytes. Checks nothing after that line.
 std::string_view kind_of(std::string_view bytes);
 
-// Returns "label|base64". Labels are for people to read, and contain no '|'.
+// Returns "label|base64". The label is for people to read and contains no '|'.
 std::string to_text(std::string_view label, std::string_view bytes);
-// Returns the bytes in such a text. Throws UserError that names the argument if it is not one.
+// Returns the bytes in a text from to_text. Throws UserError that names `argument` if the text has another form.
 std::string bytes_in(std::string_view text, std::string_view argument);
 
 }  // namespace shardwright

@@ -10,13 +10,13 @@
 namespace shardwright {
 namespace {
 
-constexpr size_t kMaxMeshDims = 6;  // orders of more mesh dims than these are not tried
+constexpr size_t kMaxMeshDims = 6;  // maximum number of mesh dims that cut one dim: all their orders are tried
 
 int64_t elements_of(const std::vector<int64_t>& dims, size_t begin) {
   return std::accumulate(dims.begin() + static_cast<int64_t>(begin), dims.end(), int64_t{1}, std::multiplies<>());
 }
 
-// The indices into two dims as one: [1, 3) of rows and [0, 2) of 4 columns are [4, 6) and [8, 10).
+// Returns the row-major indices into two dims: rows [1, 3) and columns [0, 2) of 4 are [4, 6) and [8, 10).
 IntervalList product_of(const IntervalList& rows, const IntervalList& inner, int64_t size) {
   IntervalList out;
   const bool has_whole_rows = inner.size() == 1 && inner.front() == Interval{0, size};
@@ -32,8 +32,8 @@ IntervalList product_of(const IntervalList& rows, const IntervalList& inner, int
   return out;
 }
 
-// Splits a list into rows of `size` elements, all of which have the same elements: the reverse of product_of. Returns
-// nothing if they differ.
+// The inverse of product_of: the rows of a list, and the columns (`inner`) that each of them has. Rows have `size`
+// elements. `of` returns nullopt if the rows have different columns.
 class Rows {
  public:
   IntervalList rows, inner;
@@ -74,8 +74,8 @@ class Rows {
     return is_like_others;
   }
 
-  int64_t row_ = -1;  // the one that is not whole yet, and its elements so far
-  IntervalList in_row_;
+  int64_t row_ = -1;     // the current row; -1 if none
+  IntervalList in_row_;  // the columns of the current row so far
 };
 
 using Parts = std::vector<IntervalList>;  // one per dim
@@ -92,7 +92,7 @@ std::optional<Parts> parts_of(IntervalList list, const std::vector<int64_t>& dim
   return parts;
 }
 
-// Local positions of `part`, which `whole` has all of, in the order of `part`.
+// Returns the local positions in `whole` of the indices of `part` that it contains, in the order of `part`.
 IntervalList positions_in(const IntervalList& whole, const IntervalList& part) {
   IntervalList positions;
   for (const Piece& piece : intersect(whole, part))
@@ -100,7 +100,7 @@ IntervalList positions_in(const IntervalList& whole, const IntervalList& part) {
   return positions;
 }
 
-// All indices of several lists, ascending; nothing if an index is in two of them.
+// Returns the union of the lists, ascending, or nullopt if an index is in two of them.
 std::optional<IntervalList> united(const std::vector<const IntervalList*>& lists) {
   std::vector<Interval> all;
   for (const IntervalList* list : lists) all.insert(all.end(), list->begin(), list->end());
@@ -114,15 +114,15 @@ std::optional<IntervalList> united(const std::vector<const IntervalList*>& lists
   return out;
 }
 
-// The indices of one dim that the coordinates on some mesh dims have.
+// The indices of one dim that each combination of coordinates on some mesh dims holds.
 struct OfOneDim {
   const Mesh& mesh;
   int64_t size;
-  std::vector<int64_t> positions;
-  std::vector<IntervalList> lists;  // by position
+  std::vector<int64_t> positions;   // one per combination
+  std::vector<IntervalList> lists;  // indices held at each position
 
-  // The cuts that make these lists, in this order of mesh dims. Each step divides what the cuts before it have left
-  // together, and must do so by one rule.
+  // Returns cuts by the mesh dims in this order that make these lists, or nullopt. Each mesh dim must cut all parts of
+  // the cuts before it by the same rule.
   std::optional<std::vector<Cut>> cuts_in(const std::vector<int>& order) const {
     struct Parent {
       IntervalList list;
@@ -168,7 +168,7 @@ struct OfOneDim {
   }
 };
 
-// Finds the cuts, given what each combination of coordinates holds of each dim.
+// Finds the cuts, given the part of each dim at each combination of coordinates.
 class Fit {
  public:
   Fit(const Holdings& held, const std::vector<int64_t>& dims, std::vector<std::optional<Parts>> parts)
@@ -190,17 +190,18 @@ class Fit {
     if (!torn.to_split.empty()) return torn;
     std::vector<std::vector<Cut>> cuts;
     if (assign_from(0, cuts)) return cuts;
-    // Elements that all coordinates hold alike may be in an order that only a cut can say.
+    // A mesh dim whose coordinates all hold the same elements may still need a cut, for the order of the elements.
     std::replace(cut_of_.begin(), cut_of_.end(), kNothing, kFree);
     if (assign_from(0, cuts)) return cuts;
     return NoFit{concat("no rules cut (", join(dims_), ") into parts of these lengths"), {}};
   }
 
  private:
-  static constexpr int kFree = -1;     // it only decides who holds nothing, so it may cut any dim
-  static constexpr int kNothing = -2;  // all its coordinates hold the same
+  static constexpr int kFree = -1;     // decides only which ranks hold nothing, so it may cut any dim
+  static constexpr int kNothing = -2;  // all coordinates hold the same, so it cuts no dim
 
-  // Calls visit(parts, parts) for pairs of combinations that differ in a mesh dim only; null: it holds nothing.
+  // Calls visit(a, b) with the parts of each two combinations that differ only in this mesh dim. Parts are nullopt if
+  // the combination holds nothing.
   template <typename Visit>
   void for_each_neighbours(int mesh_dim, const Visit& visit) const {
     const int64_t stride = held_.mesh.stride(mesh_dim);
@@ -232,13 +233,13 @@ class Fit {
     return is_same;
   }
 
-  // Assigns the mesh dims from x on that are free, and fits.
+  // Tries all assignments of the free mesh dims from x on. Returns true once cuts fit.
   bool assign_from(size_t x, std::vector<std::vector<Cut>>& cuts) {
     while (x < cut_of_.size() && cut_of_[x] != kFree) ++x;
     if (x == cut_of_.size()) return fit(cuts);
     std::vector<size_t> choices(dims_.size());
     std::iota(choices.begin(), choices.end(), size_t{0});
-    // A dim of one element shows plainly who holds it.
+    // Dims of size 1 come first: a cut of such a dim shows directly which coordinate holds elements.
     std::stable_sort(choices.begin(), choices.end(),
                      [&](size_t a, size_t b) { return dims_[a] == 1 && dims_[b] != 1; });
     for (const size_t j : choices) {
@@ -283,7 +284,7 @@ class Fit {
     return one;
   }
 
-  // Returns whether the cuts give each combination exactly what it holds, in this order.
+  // True if the cuts give each combination exactly its elements, in their order.
   bool make_what_is_held(const std::vector<std::vector<Cut>>& cuts) const {
     for (size_t i = 0; i < held_.positions.size(); ++i) {
       bool holds = true;
@@ -299,8 +300,8 @@ class Fit {
 
   const Holdings& held_;
   const std::vector<int64_t>& dims_;
-  std::vector<std::optional<Parts>> parts_;  // by combination; nothing where it holds nothing
-  std::vector<int> cut_of_;                  // by mesh dim: the dim that it cuts
+  std::vector<std::optional<Parts>> parts_;  // by combination; nullopt if it holds nothing
+  std::vector<int> cut_of_;                  // by index into held_.mesh_dims: the dim it cuts, kFree or kNothing
 };
 
 std::string shown(const IntervalList& list) {

@@ -1,7 +1,7 @@
-// Finds the cuts of a list of dims that give every rank the elements that it holds.
+// Finds cuts of given dims that give every rank exactly the elements that it holds.
 //
-// This is the general way to find the layout of a view: it looks at what each combination of coordinates holds, and
-// needs neither even cuts nor rules of one kind.
+// This is the general way to find the layout of a view. It compares the elements at each combination of coordinates, so
+// cuts may be uneven and of different rules.
 #pragma once
 
 #include <cstdint>
@@ -14,31 +14,30 @@
 
 namespace shardwright {
 
-// The elements that the ranks hold of a group of dims, seen as one list of all their elements.
+// The elements of a group of dims that each rank holds, as indices into the flattened group.
 struct Holdings {
   const Mesh& mesh;
-  std::vector<int> mesh_dims;       // those that cut it
-  std::vector<int64_t> positions;   // on the mesh, by coordinates on mesh_dims, row-major; the other coordinates are 0
-  std::vector<IntervalList> lists;  // what the rank at each of these positions holds
+  std::vector<int> mesh_dims;       // the mesh dims that cut the group
+  std::vector<int64_t> positions;   // one per coordinates on mesh_dims, row-major; the other coordinates are 0
+  std::vector<IntervalList> lists;  // the elements of the rank at each of these positions
 };
 
-// Lists of more intervals than this in all are not made.
-constexpr int64_t kMaxIntervalsCompared = int64_t{1} << 22;
+constexpr int64_t kMaxIntervalsCompared = int64_t{1} << 22;  // limit for all lists of Holdings together
 
-// Returns what the ranks hold of `dims` with these cuts, or nothing if that takes too many intervals.
+// Returns the holdings of `dims` with these cuts, or nullopt if they take more than kMaxIntervalsCompared intervals.
 std::optional<Holdings> holdings_of(const Mesh& mesh, const std::vector<int64_t>& dims,
                                     const std::vector<std::vector<Cut>>& cuts);
 
-// Why no cuts fit, and the mesh dims that would have to cut several dims: where these are split, some may.
+// The reason why no cuts fit.
 struct NoFit {
   std::string reason;
-  std::vector<int> to_split;
+  std::vector<int> to_split;  // mesh dims that would have to cut several dims; cuts may fit once these are split
 };
 
-// Returns the cuts of each of `dims` with which every rank holds the product of its parts, in the order of the list, or
-// why there are none. Tries all ways to assign mesh dims to dims, all orders of the mesh dims that cut one dim, and all
-// rules (layout/cut_rule.h); of these, chunks and strided ones first. A rule that is no partition is only found where
-// it alone cuts its dim.
+// Returns cuts of each of `dims` that give every rank exactly its elements in `held`, in their order, or the reason why
+// there are none. Tries all assignments of mesh dims to dims, all orders of the mesh dims that cut one dim, and all
+// rules (layout/cut_rule.h), chunks and strided rules first. A rule that is no partition is found only if it is the
+// only cut of its dim.
 std::variant<std::vector<std::vector<Cut>>, NoFit> fitting_cuts(const Holdings& held, const std::vector<int64_t>& dims);
 
 }  // namespace shardwright

@@ -6,8 +6,7 @@
 namespace shardwright {
 namespace {
 
-// Split factors and blocks are tried one after the other; more of them than this are not.
-constexpr int64_t kMaxTried = 4096;
+constexpr int64_t kMaxTried = 4096;  // maximum number of split factors, and of divisors of a chunk, that are tried
 
 bool divides_so(const CutRule& rule, const Division& division) {
   const auto k = static_cast<int64_t>(division.parts.size());
@@ -24,8 +23,8 @@ bool divides_all_so(const CutRule& rule, const std::vector<Division>& divisions)
   return std::all_of(divisions.begin(), divisions.end(), [&](const Division& one) { return divides_so(rule, one); });
 }
 
-// The first coordinate of a strided cut gets the beginning of each piece, so its second interval begins where the
-// second piece does.
+// Returns the strided cuts that fit coordinate 0. It gets the beginning of each piece, so its second interval begins
+// with the second piece.
 std::vector<CutRule> strided_cuts(const Division& largest) {
   const IntervalList& first = largest.parts[0];
   std::vector<CutRule> rules;
@@ -40,7 +39,7 @@ std::vector<CutRule> strided_cuts(const Division& largest) {
   return rules;
 }
 
-// Blocks of the largest size that all ends are multiples of.
+// Returns the rule with the largest blocks of which all interval bounds are multiples.
 std::vector<CutRule> cuts_in_common_blocks(const std::vector<Division>& divisions) {
   int64_t unit = 0;
   for (const Division& one : divisions) {
@@ -52,7 +51,7 @@ std::vector<CutRule> cuts_in_common_blocks(const std::vector<Division>& division
   return {CutRule::blocks(unit)};
 }
 
-// Blocks of which the chunk of the first coordinate is a multiple.
+// Returns the rules with blocks that divide the chunk of coordinate 0.
 std::vector<CutRule> cuts_in_blocks(const Division& largest) {
   const IntervalList& first = largest.parts[0];
   std::vector<CutRule> rules;
@@ -82,7 +81,7 @@ std::vector<CutRule> cyclic_cuts(const Division& largest) {
   return {CutRule::cyclic(first[0].end - first[0].begin)};
 }
 
-// Returns whether the parts have every position together.
+// True if the parts together have every position.
 bool covers(const Division& division) {
   std::vector<Interval> all;
   for (const IntervalList& part : division.parts) all.insert(all.end(), part.begin(), part.end());

@@ -1,4 +1,4 @@
-// The rule by which lists were divided, found from what each coordinate got.
+// Finds the rule that divides lists into given parts.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace shardwright {
 
-// A list of n elements, and the local positions of it that each coordinate got.
+// A division of a list of n elements.
 struct Division {
   int64_t n = 0;
-  std::vector<IntervalList> parts;
+  std::vector<IntervalList> parts;  // the local positions that each coordinate gets
 };
 
-// Returns a rule that divides all of these lists so, or nothing if there is none. Chunks are preferred, then strided
-// cuts, which DTensor has too; pieces come last.
+// Returns a rule that makes all of these divisions, or nullopt if there is none. Tries chunks first, then strided cuts,
+// because DTensor has both. Tries pieces last.
 std::optional<CutRule> matching_rule(const std::vector<Division>& divisions);
 
 }  // namespace shardwright

@@ -15,7 +15,7 @@ namespace {
 
 using Cuts = std::vector<std::vector<Cut>>;
 
-// A question: the view of a layout after a redistribute.
+// A request: the view of a layout after a redistribute.
 struct Wanted {
   const Layout& layout;
   const std::vector<int64_t>& shape;
@@ -26,7 +26,7 @@ struct Wanted {
   std::optional<Layout> view_after(const Layout& dst) const;
 };
 
-// Returns whether rules that cut lists of one length only still do where other cuts are gone.
+// True if rules that require lists of one length can still cut after other cuts were removed.
 bool is_possible(const Layout& layout) {
   for (int t = 0; t < layout.ndim(); ++t) {
     int64_t n = layout.shape()[static_cast<size_t>(t)];
@@ -47,8 +47,9 @@ std::optional<Layout> Wanted::view_after(const Layout& dst) const {
   return std::get<Layout>(std::move(view));
 }
 
-// Every way in which these mesh dims cut a dim into chunks or replicate, the others cutting as they do. What they cut
-// comes after what is cut already. Cuts after which the view needs a move where none of the others cuts are left out.
+// Returns the layouts in which each of `mesh_dims` cuts one dim into chunks or replicates. The other mesh dims keep
+// their cuts, which come first in the order. A cut is skipped if the view needs a move even with all others of
+// `mesh_dims` replicated.
 std::vector<Layout> destinations(const Wanted& wanted, MeshDimSet mesh_dims) {
   Cuts kept;
   for (const std::vector<Cut>& list : wanted.layout.cuts()) {
@@ -76,10 +77,10 @@ std::vector<Layout> destinations(const Wanted& wanted, MeshDimSet mesh_dims) {
 
 struct Candidate {
   Layout layout;
-  int64_t least_ps;  // of any plan to it
+  int64_t least_ps;  // lower bound on the time of any plan to the layout
 };
 
-// The destinations, those that may be nearest first.
+// Returns the possible destinations by ascending lower bound.
 std::vector<Candidate> candidates(const Wanted& wanted, MeshDimSet mesh_dims, const PlanningContext& context) {
   std::vector<Candidate> found;
   for (Layout& dst : destinations(wanted, mesh_dims)) {
@@ -93,7 +94,7 @@ std::vector<Candidate> candidates(const Wanted& wanted, MeshDimSet mesh_dims, co
   return found;
 }
 
-// The cheapest after which these mesh dims cut otherwise; nothing if none makes it a view.
+// Returns the cheapest move that changes the cuts of these mesh dims only, or nullopt if none leads to a view.
 std::optional<MoveFirst> cheapest_of(const Wanted& wanted, MeshDimSet mesh_dims, const ContextPtr& context) {
   std::optional<MoveFirst> best;
   std::tuple<int64_t, int64_t, int64_t> least;

@@ -14,12 +14,13 @@
 namespace shardwright {
 namespace {
 
-// Dims [src_begin, src_end) of the one shape have as many elements as [dst_begin, dst_end) of the other.
+// Dims [src_begin, src_end) of the source shape and [dst_begin, dst_end) of the destination shape, with equal numbers
+// of elements.
 struct Group {
   size_t src_begin, src_end, dst_begin, dst_end;
 };
 
-// A cut of a dim of the result. `part` numbers the pieces of a mesh dim that is split.
+// A cut of a dim of the result. `part` is an index into the parts of a mesh dim that is split, else 0.
 struct NewCut {
   int mesh_dim;
   size_t part;
@@ -28,10 +29,10 @@ struct NewCut {
 
 struct Result {
   std::vector<std::vector<NewCut>> cuts;       // by dim
-  std::map<int, std::vector<int64_t>> splits;  // sizes by mesh dim that is split
+  std::map<int, std::vector<int64_t>> splits;  // split mesh dim -> sizes of its parts
 };
 
-// The smallest groups, in order. Dims of one element that one side has more of join the group before them.
+// Returns the smallest groups, in order. Dims of size 1 without a counterpart join the group before them.
 std::vector<Group> groups_of(const std::vector<int64_t>& src, const std::vector<int64_t>& dst) {
   std::vector<Group> groups;
   size_t i = 0, j = 0;
@@ -80,7 +81,7 @@ class GroupView {
     return set;
   }
 
-  // Adds its cuts to the result, or returns why there are none.
+  // Adds the cuts of the group to the result. Returns the reason if there are none.
   std::optional<std::string> solve(Result& result) const {
     if (mesh_dims().empty() || keep(result) || move_digits(result)) return std::nullopt;
     const std::optional<Holdings> held = holdings_of(mesh_, src_, cuts_);
@@ -107,7 +108,7 @@ class GroupView {
     size_t part;
   };
 
-  // Fits with a mesh dim split in two. Positions on such a mesh are those on the mesh itself.
+  // Fits with mesh dim `split` split in two. Positions on such a mesh equal positions on the mesh itself.
   bool fit_split(const Holdings& held, int split, Result& result) const {
     const int64_t k = mesh_.dim_size(split);
     for (int64_t outer = 2; outer < k; ++outer) {
@@ -141,7 +142,7 @@ class GroupView {
     return false;
   }
 
-  // If both sides have the same dims but for some of one element, the cuts stay as they are.
+  // Keeps the cuts if both sides have the same dims apart from dims of size 1.
   bool keep(Result& result) const {
     std::vector<size_t> src, dst;
     for (size_t i = 0; i < src_.size(); ++i) {
@@ -151,7 +152,7 @@ class GroupView {
     for (size_t j = 0; j < dst_.size(); ++j) {
       if (dst_[j] != 1) dst.push_back(j);
     }
-    if (src_ == dst_) {  // then cut dims of one element stay, too
+    if (src_ == dst_) {  // then cut dims of size 1 stay, too
       src.resize(src_.size());
       std::iota(src.begin(), src.end(), size_t{0});
       dst = src;
@@ -166,7 +167,7 @@ class GroupView {
     return true;
   }
 
-  // Even cuts: writes the digits that they fix with the bounds of the new dims.
+  // If all cuts are even, distributes the digits that they fix among the new dims.
   bool move_digits(Result& result) const {
     std::vector<Digit> digits;
     int64_t inner = 1;
@@ -188,7 +189,9 @@ class GroupView {
     return true;
   }
 
-  // Places a digit, of an index into all dims of the group, in the dims. It is several where it lies across a bound.
+  // Places a digit of the index into the flattened group in the new dims. A digit that crosses a bound between dims is
+  // split: with (64) on tp=8 viewed as (4, 16), the digit of radix 8 becomes one of radix 4 and one of radix 2. Returns
+  // false if the radices do not divide.
   bool place(const Digit& digit, std::vector<std::vector<NewDigit>>& by_dim, std::vector<int64_t>& pieces) const {
     const int64_t begin = digit.weight;
     const int64_t end = digit.weight * digit.radix;
@@ -206,8 +209,8 @@ class GroupView {
     return true;
   }
 
-  // The cuts that fix these digits of a dim: plain ones, first digit first, if the digits follow each other from the
-  // first on; else strided ones in mesh order, which DTensor can say.
+  // Returns the cuts that fix these digits of a dim: chunks, first digit first, if the digits are the leading digits of
+  // the dim without gaps; else strided cuts in mesh order, which DTensor can express.
   static std::vector<NewCut> cuts_of(int64_t size, std::vector<NewDigit> digits) {
     std::vector<NewCut> cuts;
     int64_t top = size;
@@ -237,7 +240,8 @@ class GroupView {
   size_t first_;
 };
 
-// The mesh with these mesh dims split, and where each mesh dim of `mesh` begins on it; nothing if it has such names.
+// Returns the mesh with these mesh dims split, and the first mesh dim on it of each mesh dim of `mesh`. Returns nullopt
+// if a new name is taken or there are too many mesh dims.
 std::optional<std::pair<MeshPtr, std::vector<int>>> split_mesh(const MeshPtr& mesh,
                                                                const std::map<int, std::vector<int64_t>>& splits) {
   std::vector<int> begins;
@@ -265,7 +269,7 @@ std::optional<std::pair<MeshPtr, std::vector<int>>> split_mesh(const MeshPtr& me
   return std::pair(MeshPtr(std::make_shared<Mesh>(names, sizes, ranks, mesh->topology())), begins);
 }
 
-// The tensor's sizes as the layout sees them: the first `flattened` as one.
+// Returns the shape with the first `flattened` dims as one.
 std::vector<int64_t> seen(const std::vector<int64_t>& shape, int flattened) {
   check_user(flattened >= 1 && flattened <= std::max(1, static_cast<int>(shape.size())), "flattened: got ", flattened,
              " for a shape of ", shape.size(), " dims; allowed are 1 to their number");

@@ -1,5 +1,4 @@
-// Views: the layout of a tensor whose shape is read otherwise, where every rank keeps the elements that it holds, in
-// the order in which it holds them.
+// Views: the layout of a tensor in another shape. Every rank keeps its elements in their order, so nothing moves.
 //
 //     (4, 6) on a=2,b=3 as [S(0), S(1)]       seen as (24)          [S(0), SS(0,2)]
 //     (64) on tp=8 as [S(0)]                  seen as (4, 16)       [S(0), S(1)] on tp.0=4,tp.1=2
@@ -7,9 +6,9 @@
 //     (20) on a=10 as [S(0)]                  seen as (4, 5)        no layout: rank 2 holds the end of row 0 and the
 //                                                                   beginning of row 1
 //
-// Dims of both shapes fall into the smallest groups with as many elements; each group is solved by itself. Even cuts
-// are digits of an index (exchange/digits.h), and a view writes the same digits with other bounds between dims. All
-// others are solved by comparing what the ranks hold (views/fit.h).
+// The dims of both shapes are divided into the smallest groups with equal numbers of elements, and each group is solved
+// by itself. Even cuts are digits of an index (exchange/digits.h), and a view has the same digits with other bounds
+// between dims. Other cuts are solved by comparing the elements that ranks hold (views/fit.h).
 #pragma once
 
 #include <cstdint>
@@ -22,36 +21,36 @@
 
 namespace shardwright {
 
-// Why no layout of the other shape has the same parts.
+// The reason why a layout has no view of a shape.
 struct NoView {
-  std::string reason;  // as a whole sentence's part: "rank 2 holds the elements 4-6 of the 20 that become (4, 5), ..."
-  MeshDimSet mesh_dims;  // those that cut the dims in question: if none of them cut, the view moves nothing
-  std::optional<Layout> on_parts = std::nullopt;  // the view of plain parts, where only DTensor cannot say it
+  std::string reason;    // a clause: "rank 2 holds the elements 4-6 of the 20 that become (4, 5), ..."
+  MeshDimSet mesh_dims;  // the mesh dims that cut the dims without a view; without their cuts, the view moves nothing
+  std::optional<Layout> on_parts = std::nullopt;  // the view, if there is one that DTensor cannot express
 };
 
-// Returns the layout of shape `shape`, whose first `flattened` dims it sees as one, with the same elements at the same
-// local positions on every rank, in local tensors of its own shape. Pending reductions stay. Its mesh is that of
-// `layout`, or one on which mesh dims that would cut two tensor dims are split (search/split.h).
+// Returns the layout of shape `shape` that has the same elements at the same local positions on every rank. It flattens
+// the first `flattened` dims. Local tensors get the shape of its parts. Pending reductions stay. Its mesh is that of
+// `layout`, or a mesh on which mesh dims that would cut two tensor dims are split (search/split.h).
 //
-// Among the layouts with these parts, it is one whose cuts DTensor knows, if there is one; even ones come in mesh
-// order.
+// If several layouts have these parts, cuts that DTensor can express are preferred, and even cuts are in mesh order.
 //
-// Throws UserError if the sizes are negative or do not have as many elements as the layout.
+// Throws UserError if a size is negative, if the number of elements differs, or if `flattened` is out of range.
 std::variant<Layout, NoView> view_of(const Layout& layout, const std::vector<int64_t>& shape, int flattened = 1);
 
-// Returns whether DTensor's placements on the same mesh can say it, and its operators work with it: chunks in any order
-// of cuts if parts are equal, in mesh order otherwise; strided ones in mesh order with equal parts; dims that are not
-// seen as one.
+// True if DTensor's placements on the same mesh can express the layout, and DTensor's operators support it: chunks in
+// any order of cuts if parts are equal, else in mesh order; strided cuts in mesh order with equal parts; no flattened
+// dims.
 bool is_known_to_dtensor(const Layout& layout);
 
-// The same as view_of, but only views on the mesh of `layout` that DTensor can say.
+// Like view_of, but returns only views on the mesh of `layout` that DTensor can express.
 std::variant<Layout, NoView> dtensor_view_of(const Layout& layout, const std::vector<int64_t>& shape);
 
-// Replaces one -1 among the sizes by what is left. Throws UserError if there are several, or if nothing fits.
+// Replaces a -1 among the sizes by the size that gives the number of elements of the layout. Throws UserError if there
+// are several, or if there is no such size.
 std::vector<int64_t> inferred_shape(const Layout& layout, std::vector<int64_t> shape);
 
-// Returns the layout of the tensor with its dims in another order: dim i of the result is dim dims[i]. Local parts are
-// permuted alike. Throws UserError if `dims` is no permutation, or if it moves dims that the layout flattens.
+// Returns the layout of the tensor with its dims in another order: dim i of the result is dim dims[i]. Local tensors
+// are permuted in the same way. Throws UserError if `dims` is no permutation, or if it moves flattened dims.
 Layout permuted(const Layout& layout, const std::vector<int64_t>& dims);
 
 }  // namespace shardwright
