@@ -26,7 +26,9 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 GemmModel GemmModel::named(const std::string& name) {
   const auto found = known().find(name);
-  check_user(found != known().end(), "gemm_model: '", name, "'; known are ", join(names()));
+  if (found == known().end()) {
+    throw UserError(concat("gemm_model must be one of ", join(names()), ", got '", name, "'"));
+  }
   return found->second;
 }
 
@@ -37,12 +39,17 @@ std::vector<std::string> GemmModel::names() {
 }
 
 void GemmModel::check() const {
-  check_user(num_processors >= 1 && tile_rows >= 1 && tile_columns >= 1 && flops_per_us >= 1, "gemm_model: '", name,
-             "' has ", num_processors, " processors, tiles of ", tile_rows, " x ", tile_columns, " and ", flops_per_us,
-             " flops per us; allowed are 1 and more");
-  check_user(launch_ps >= 0 && memory_ps_per_kib >= 0 && contention_percent >= 0 && chunk_ps >= 0, "gemm_model: '",
-             name, "' has ", launch_ps, " ps per launch, ", memory_ps_per_kib, " ps per KiB, ", contention_percent,
-             " percent of contention and ", chunk_ps, " ps per chunk; allowed are 0 and more");
+  const auto check_one = [&](const char* field, int64_t value, int64_t least) {
+    check_user(value >= least, "gemm_model: ", field, " of '", name, "' must be at least ", least, ", got ", value);
+  };
+  check_one("num_processors", num_processors, 1);
+  check_one("tile_rows", tile_rows, 1);
+  check_one("tile_columns", tile_columns, 1);
+  check_one("flops_per_us", flops_per_us, 1);
+  check_one("launch_ps", launch_ps, 0);
+  check_one("memory_ps_per_kib", memory_ps_per_kib, 0);
+  check_one("contention_percent", contention_percent, 0);
+  check_one("chunk_ps", chunk_ps, 0);
 }
 
 int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const {

@@ -15,7 +15,7 @@ const Lowering& Lowering::named(std::string_view name) {
     if (lowering.name == name) return lowering;
     names.push_back(lowering.name);
   }
-  throw UserError(concat("backend: '", name, "' is not known; allowed are ", join(names)));
+  throw UserError(concat("backend must be one of ", join(names), ", got '", name, "'"));
 }
 
 }  // namespace shardwright

@@ -36,7 +36,7 @@ Topology Topology::named(std::string_view name) {
   for (const Topology& topology : known()) {
     if (topology.name == name) return topology;
   }
-  throw UserError(concat("topology: '", name, "' is not known; allowed are ", join(names())));
+  throw UserError(concat("topology must be one of ", join(names()), ", got '", name, "'"));
 }
 
 std::vector<std::string> Topology::names() {
@@ -66,8 +66,8 @@ void Topology::check() const {
   check_utf8(name, "topology: name");
   for (const auto& [mesh_dim, link] : mesh_dims) check_utf8(mesh_dim, "topology: mesh dim");
   const auto check_one = [&](int64_t value, const auto&... field) {
-    check_user(value >= 0 && value <= kMaxFigure, "topology: '", name, "' has ", field..., " ", value,
-               "; allowed are 0 to ", kMaxFigure);
+    check_user(value >= 0 && value <= kMaxFigure, "topology: ", field..., " of '", name, "' must be ",
+               InRange{0, kMaxFigure}, ", got ", value);
   };
   const auto check_link = [&](const Link& link, const auto&... field) {
     check_one(link.message_ps, field..., ".message_ps");

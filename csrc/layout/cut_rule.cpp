@@ -13,18 +13,18 @@ namespace {
 constexpr int64_t kMaxElements = int64_t{1} << 57;  // no tensor has more (Layout::kMaxBytesOnAllRanks)
 
 void check_sizes(const char* name, const std::vector<int64_t>& sizes) {
-  check_user(!sizes.empty(), "placements: ", name, " has no sizes; allowed is one or more");
+  check_user(!sizes.empty(), "placements: sizes of ", name, " must be a list of at least one integer, got none");
   int64_t left = kMaxElements;
   for (const int64_t size : sizes) {
-    check_user(size >= 0, "placements: ", name, " has the size ", size, "; allowed are 0 or more");
-    check_user(size <= left, "placements: the sizes of ", name, " sum to more than 2^57; allowed are fewer");
+    check_user(size >= 0, "placements: sizes of ", name, " must be at least 0, got ", size);
+    check_user(size <= left, "placements: sum of the sizes of ", name, " must be at most 2^57, got more");
     left -= size;
   }
 }
 
+// `name` is "block of Blocks" or another number of a rule.
 void check_block(const char* name, int64_t block) {
-  check_user(block >= 1 && block <= CutRule::kMaxBlock, "placements: ", name, " has blocks of ", block,
-             " elements; allowed are 1 to 2^31");
+  check_user(block >= 1 && block <= CutRule::kMaxBlock, "placements: ", name, " must be in [1, 2^31], got ", block);
 }
 
 // Returns chunk `coordinate` of n elements. Chunks have `chunk` elements; the last ones may be short or empty.
@@ -47,53 +47,53 @@ CutRule CutRule::ragged(const std::vector<int64_t>& sizes) {
 }
 
 CutRule CutRule::blocks(int64_t block) {
-  check_block("Blocks", block);
+  check_block("block of Blocks", block);
   return CutRule(Kind::kBlocks, block);
 }
 
 CutRule CutRule::cyclic(int64_t block) {
-  check_block("Cyclic", block);
+  check_block("block of Cyclic", block);
   return CutRule(Kind::kCyclic, block);
 }
 
 CutRule CutRule::owned(int64_t coordinate) {
-  check_user(coordinate >= 0, "placements: Owned has the coordinate ", coordinate, "; allowed are 0 or more");
+  check_argument(coordinate >= 0, "placements: coordinate of Owned", "at least 0", coordinate);
   return CutRule(Kind::kOwned, coordinate);
 }
 
 CutRule CutRule::packed(const std::vector<int64_t>& sizes, int64_t unit) {
   check_sizes("Packed", sizes);
-  check_block("Packed", unit);
-  check_user(static_cast<int64_t>(sizes.size()) <= kMaxRuns, "placements: Packed has ", sizes.size(),
-             " sizes; allowed are at most 2^20");
+  check_block("unit of Packed", unit);
+  check_argument(static_cast<int64_t>(sizes.size()) <= kMaxRuns, "placements: number of sizes of Packed",
+                 "at most 2^20", sizes.size());
   return CutRule(Kind::kPacked, unit, sizes);
 }
 
 CutRule CutRule::pieces(const std::vector<std::vector<Interval>>& lists) {
-  check_user(!lists.empty(), "placements: Pieces has no lists; allowed is one for each coordinate");
+  check_argument(!lists.empty(), "placements: lists of Pieces", "one per coordinate", "none");
   auto pieces = std::make_shared<Pieces>();
   std::vector<Interval> all;
   for (size_t c = 0; c < lists.size(); ++c) {
     IntervalList& list = pieces->lists.emplace_back();
     for (const Interval& one : lists[c]) {
-      check_user(one.begin >= 0 && one.begin <= one.end && one.end <= kMaxElements, "placements: Pieces has [",
-                 one.begin, ", ", one.end, ") for coordinate ", c,
-                 "; allowed are ends no less than beginnings, from 0 to 2^57");
+      check_user(one.begin >= 0 && one.begin <= one.end && one.end <= kMaxElements,
+                 "placements: intervals of Pieces must have 0 <= begin <= end <= 2^57, got [", one.begin, ", ", one.end,
+                 ") for coordinate ", c);
       append(list, one);
     }
     const auto is_later = [](const Interval& a, const Interval& b) { return a.end > b.begin; };
     const std::vector<Interval> sorted = sorted_by_place(list);
     const auto twice = std::adjacent_find(sorted.begin(), sorted.end(), is_later);
-    check_user(twice == sorted.end(), "placements: Pieces has element ", twice == sorted.end() ? 0 : (twice + 1)->begin,
-               " twice for coordinate ", c, "; allowed is once");
+    check_user(twice == sorted.end(), "placements: lists of Pieces must contain an element at most once, got element ",
+               twice == sorted.end() ? 0 : (twice + 1)->begin, " twice for coordinate ", c);
     pieces->is_partition = pieces->is_partition && is_ascending(list);
     all.insert(all.end(), sorted.begin(), sorted.end());
   }
-  check_user(static_cast<int64_t>(all.size()) <= kMaxRuns, "placements: Pieces has ", all.size(),
-             " intervals; allowed are at most 2^20");
+  check_argument(static_cast<int64_t>(all.size()) <= kMaxRuns, "placements: number of intervals of Pieces",
+                 "at most 2^20", all.size());
   for (const Interval& one : sorted_by_place(all)) {
-    check_user(one.begin <= pieces->n, "placements: Pieces has no coordinate for the elements [", pieces->n, ", ",
-               one.begin, "); allowed are lists that hold every element");
+    check_user(one.begin <= pieces->n, "placements: lists of Pieces must contain all elements, got none for [",
+               pieces->n, ", ", one.begin, ")");
     pieces->is_partition = pieces->is_partition && one.begin == pieces->n;
     pieces->n = std::max(pieces->n, one.end);
   }
@@ -115,31 +115,29 @@ std::vector<int64_t> CutRule::sizes() const {
 
 std::string CutRule::why_not_over(int64_t k) const {
   if (kind_ == Kind::kRagged && static_cast<int64_t>(ends_->size()) != k) {
-    return concat("has ", ends_->size(), " sizes for ", k, " coordinates; allowed is one for each");
+    return concat("number of sizes must be ", k, ", one per coordinate, got ", ends_->size());
   }
   if (pieces_ && static_cast<int64_t>(pieces_->lists.size()) != k) {
-    return concat("has ", pieces_->lists.size(), " lists for ", k, " coordinates; allowed is one for each");
+    return concat("number of lists must be ", k, ", one per coordinate, got ", pieces_->lists.size());
   }
   if (kind_ == Kind::kOwned && number_ >= k) {
-    return concat("names coordinate ", number_, " of ", k, "; allowed are 0 to ", k - 1);
+    return concat("coordinate must be ", InRange{0, k - 1}, ", got ", number_);
   }
   return "";
 }
 
 std::string CutRule::why_not(int64_t n, int64_t k) const {
   if (ends_ && ends_->back() != n) {
-    return concat("has sizes that sum to ", ends_->back(), " but cuts ", n, " elements; allowed are sizes that sum to ",
-                  n);
+    return concat("sum of the sizes must be ", n, ", the number of elements to cut, got ", ends_->back());
   }
   if (pieces_ && pieces_->n < n) {
-    return concat("has no coordinate for the elements [", pieces_->n, ", ", n, ") of ", n,
-                  "; allowed are lists that hold every element");
+    return concat("lists must contain all ", n, " elements to cut, got none for [", pieces_->n, ", ", n, ")");
   }
   if (pieces_ && pieces_->n > n) {
-    return concat("ends at ", pieces_->n, " but cuts ", n, " elements; allowed are ends up to ", n);
+    return concat("largest end must be ", n, ", the number of elements to cut, got ", pieces_->n);
   }
   if (kind_ == Kind::kCyclic && k > 1 && runs(n, k) > kMaxRuns) {
-    return concat("cuts ", n, " elements into parts of ", runs(n, k), " blocks; allowed are at most 2^20");
+    return concat("number of blocks per coordinate must be at most 2^20, got ", runs(n, k), " for ", n, " elements");
   }
   return why_not_over(k);
 }
@@ -190,7 +188,7 @@ IntervalList CutRule::positions(int64_t n, int64_t k, int64_t coordinate, int64_
     case Kind::kPieces:
       return shifted(pieces_->lists[static_cast<size_t>(coordinate)], first);
   }
-  throw InvariantError("unknown rule");
+  throw InvariantError("the kind of a cut rule is unknown");
 }
 
 IntervalList CutRule::part(const IntervalList& list, int64_t k, int64_t coordinate) const {
@@ -267,7 +265,7 @@ bool CutRule::cuts_evenly_otherwise(int64_t n, int64_t k) const {
       return std::all_of(all.begin(), all.end(), [&](int64_t size) { return size % (k * number_) == 0; });
     }
   }
-  throw InvariantError("unknown rule");
+  throw InvariantError("the kind of a cut rule is unknown");
 }
 
 int64_t CutRule::largest(int64_t, int64_t) const {
@@ -388,7 +386,7 @@ CutRule CutRule::from_name(const std::vector<int64_t>& name) {
     if (name[0] == -static_cast<int64_t>(Kind::kCyclic) && is_long(2)) return cyclic(name[1]);
     if (name[0] == -static_cast<int64_t>(Kind::kOwned) && is_long(2)) return owned(name[1]);
   }
-  throw UserError(concat("placements: (", join(name), ") names no way to cut"));
+  throw UserError(concat("placements: numbers of a cut must identify a cut rule, got (", join(name), ")"));
 }
 
 size_t CutRule::hash() const {
@@ -430,7 +428,7 @@ std::string CutRule::text(int64_t tensor_dim) const {
       return concat("Pieces(", tensor_dim, ",", join(texts, ":"), ")");
     }
   }
-  throw InvariantError("unknown rule");
+  throw InvariantError("the kind of a cut rule is unknown");
 }
 
 }  // namespace shardwright

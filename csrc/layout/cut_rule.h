@@ -58,8 +58,9 @@ class CutRule {
   // Returns the split factor of a strided cut, 1 for chunks. Other rules have no split factor.
   int64_t split_factor() const { return number_; }
 
-  // Returns the reason if the rule cannot cut a list of n elements over k coordinates, else an empty string. The
-  // functions below may only be called if the string is empty.
+  // Returns the reason if the rule cannot cut a list of n elements over k coordinates, else an empty string. A reason
+  // has the form "coordinate must be in [0, 1], got 2", with a number of the rule as its subject. The functions below
+  // may only be called if the string is empty.
   std::string why_not(int64_t n, int64_t k) const;
   // Returns the reason if the rule cannot cut any list over k coordinates, else an empty string.
   std::string why_not_over(int64_t k) const;

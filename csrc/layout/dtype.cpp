@@ -90,7 +90,7 @@ DType DType::parse(const std::string& name) {
   for (const Entry& entry : kTable) {
     if (bare == entry.name) return entry.id;
   }
-  throw UserError(concat("dtype: '", name, "' is not known; allowed are ", join(known_names())));
+  throw UserError(concat("dtype must be one of ", join(known_names()), ", got '", name, "'"));
 }
 
 std::vector<std::string> DType::known_names() {

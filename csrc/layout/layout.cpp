@@ -12,42 +12,48 @@ namespace {
 void check_shape(const Mesh& mesh, const std::vector<int64_t>& shape, const DType& dtype) {
   int64_t bytes = mesh.size() * dtype.size_bytes();
   for (const int64_t size : shape) {
-    if (size < 0) throw UserError(concat("shape: (", join(shape), ") has the negative size ", size));
+    if (size < 0) throw UserError(concat("shape must have sizes of at least 0, got (", join(shape), ")"));
     if (size > 0 && bytes > Layout::kMaxBytesOnAllRanks / size) {
-      throw UserError(concat("shape: (", join(shape), ") of ", dtype.name(), " on ", mesh.size(),
-                             " ranks is too large; allowed are 2^57 bytes if every rank held all of it"));
+      throw UserError(concat("shape must have at most 2^57 bytes if every rank holds the full tensor, got (",
+                             join(shape), ") of ", dtype.name(), " on ", mesh.size(), " ranks"));
     }
     bytes *= std::max(size, int64_t{1});
   }
+}
+
+// Returns the error for a placement. Inserts the placement into `reason` (CutRule::why_not):
+// "placements: coordinate of Owned(0,2) on mesh dim 'x' must be in [0, 1], got 2".
+UserError error_of(const std::string& reason, const std::string& placement, const std::string& mesh_dim) {
+  const size_t subject = reason.find(" must ");
+  return UserError(concat("placements: ", reason.substr(0, subject), " of ", placement, " on mesh dim '", mesh_dim, "'",
+                          reason.substr(subject)));
 }
 
 // Returns the placements with negative tensor dims normalized. Throws UserError on placements that are impossible for
 // this shape.
 std::vector<Placement> checked_placements(const Mesh& mesh, const std::vector<int64_t>& shape, const DType& dtype,
                                           std::vector<Placement> placements) {
-  check_user(static_cast<int>(placements.size()) == mesh.ndim(), "placements: got ", placements.size(),
-             " for a mesh of ", mesh.ndim(), " dims (", mesh, "); allowed is one per mesh dim");
+  check_user(static_cast<int>(placements.size()) == mesh.ndim(), "placements must have one item per mesh dim, ",
+             mesh.ndim(), " for the mesh ", mesh, ", got ", placements.size());
   const auto ndim = static_cast<int64_t>(shape.size());
   for (int d = 0; d < mesh.ndim(); ++d) {
     Placement& placement = placements[d];
     if (placement.is_shard_like()) {
-      check_user(ndim > 0, "placements: ", placement, " on mesh dim '", mesh.dim_names()[d],
-                 "' cuts a tensor without dims; allowed are R and P");
-      check_user(placement.dim >= -ndim && placement.dim < ndim, "placements: ", placement, " on mesh dim '",
-                 mesh.dim_names()[d], "' names tensor dim ", placement.dim, " of a tensor with ", ndim,
-                 " dims; allowed are ", -ndim, " to ", ndim - 1);
+      check_user(ndim > 0, "placements must be R or P for a tensor without dims, got ", placement, " on mesh dim '",
+                 mesh.dim_names()[d], "'");
+      check_user(placement.dim >= -ndim && placement.dim < ndim, "placements: tensor dim of ", placement,
+                 " on mesh dim '", mesh.dim_names()[d], "' must be ", InRange{-ndim, ndim - 1}, ", got ",
+                 placement.dim);
       const int64_t split_factor = placement.is_plain_shard() ? placement.rule.split_factor() : 1;
-      check_user(split_factor >= 1, "placements: ", placement, " has split factor ", split_factor,
-                 "; allowed is 1 or more");
-      check_user(split_factor <= Layout::kMaxSplitFactor, "placements: ", placement, " has split factor ", split_factor,
-                 "; allowed are at most ", Layout::kMaxSplitFactor);
+      check_user(split_factor >= 1 && split_factor <= Layout::kMaxSplitFactor, "placements: split factor of ",
+                 placement, " must be ", InRange{1, Layout::kMaxSplitFactor}, ", got ", split_factor);
       const std::string reason = placement.rule.why_not_over(mesh.dim_size(d));
-      check_user(reason.empty(), "placements: ", placement, " on mesh dim '", mesh.dim_names()[d], "' ", reason);
+      if (!reason.empty()) throw error_of(reason, placement.to_string(), mesh.dim_names()[d]);
       if (placement.dim < 0) placement.dim += ndim;
     } else if (placement.is_partial()) {
       check_user(placement.op != ReduceOp::kNorm || (std::isfinite(placement.norm_power) && placement.norm_power != 0),
-                 "placements: ", placement, " has norm power ", placement.norm_power,
-                 "; allowed is a finite number other than 0");
+                 "placements: norm power of ", placement, " must be a finite number other than 0, got ",
+                 placement.norm_power);
       const std::string reason = why_not_reducible(placement.op, dtype);
       check_user(reason.empty(), reason, " (placements: ", placement, " on mesh dim '", mesh.dim_names()[d], "')");
     }
@@ -63,8 +69,7 @@ void check_partials_mix(const std::vector<Placement>& placements) {
     if (first == nullptr) first = &placement;
     const auto is_linear = [](const Placement& p) { return p.op == ReduceOp::kSum || p.op == ReduceOp::kAvg; };
     const bool mixes = placement == *first || (is_linear(placement) && is_linear(*first));
-    check_user(mixes, "placements: ", *first, " and ", placement,
-               " cannot be pending together; allowed is one reduction, or sum with avg");
+    check_user(mixes, "placements must have one pending reduction, or sum and avg, got ", *first, " and ", placement);
   }
 }
 
@@ -91,8 +96,7 @@ std::optional<ShardOrder> decode_order(const Mesh& mesh, const std::vector<Place
 
 void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int ndim, const ShardOrder& order) {
   for (const auto& [tensor_dim, mesh_dims] : order) {
-    check_user(tensor_dim >= 0 && tensor_dim < ndim, "shard_order: tensor dim ", tensor_dim, " of a tensor with ", ndim,
-               " dims; allowed are 0 to ", ndim - 1);
+    check_argument(tensor_dim >= 0 && tensor_dim < ndim, "shard_order: tensor dim", InRange{0, ndim - 1}, tensor_dim);
     std::vector<int> expected;
     for (int d = 0; d < mesh.ndim(); ++d) {
       if (placements[d].is_shard_like() && placements[d].dim == tensor_dim) expected.push_back(d);
@@ -103,8 +107,9 @@ void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int
       if (mesh.dim_size(d) == 1 && std::find(given.begin(), given.end(), d) == given.end()) given.push_back(d);
     }
     std::sort(given.begin(), given.end());
-    check_user(given == expected, "shard_order: tensor dim ", tensor_dim, " lists mesh dims (", join(mesh_dims),
-               "); allowed is each of (", join(expected), ") once, as these cut it");
+    if (given == expected) continue;
+    throw UserError(concat("shard_order: mesh dims of tensor dim ", tensor_dim, " must be each of (", join(expected),
+                           ") once, got (", join(mesh_dims), ")"));
   }
 }
 
@@ -122,13 +127,12 @@ void check_rules_fit(const Mesh& mesh, int64_t n, const std::vector<Cut>& cuts, 
     for (const auto& [length, position] : positions) {
       const std::string reason = rule.why_not(length, k);
       if (!reason.empty()) {
-        std::string where = concat("of tensor dim ", tensor_dim);
+        std::string where = concat(" (tensor dim ", tensor_dim);
         for (size_t j = 0; j < i; ++j) {
           const int d = cuts[j].mesh_dim;
           where += concat(j == 0 ? ", the part at " : ", ", mesh.dim_names()[d], "=", mesh.coordinate(position, d));
         }
-        throw UserError(concat("placements: ", rule.text(tensor_dim), " on mesh dim '", mesh.dim_names()[mesh_dim],
-                               "' ", reason, " (", where, ")"));
+        throw error_of(concat(reason, where, ")"), rule.text(tensor_dim), mesh.dim_names()[mesh_dim]);
       }
       for (int64_t c = 0; c < k && i + 1 < end; ++c) {
         finer.try_emplace(rule.length(length, k, c), position + c * mesh.stride(mesh_dim));
@@ -144,8 +148,8 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
                const ShardOrder& shard_order, StridedMeaning strided, int flattened)
     : mesh_(std::move(mesh)), shape_(std::move(shape)), dtype_(std::move(dtype)) {
   check_shape(*mesh_, shape_, dtype_);
-  check_user(flattened == 1 || (flattened > 1 && flattened <= ndim()), "flattened: got ", flattened,
-             " for a tensor with ", ndim(), " dims; allowed are 1 to ", std::max(ndim(), 1));
+  check_argument(flattened == 1 || (flattened > 1 && flattened <= ndim()), "flattened", InRange{1, std::max(ndim(), 1)},
+                 flattened);
   if (flattened > 1) {
     leading_.assign(shape_.begin(), shape_.begin() + flattened);
     shape_.erase(shape_.begin(), shape_.begin() + flattened - 1);
@@ -161,8 +165,8 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
   if (has_strided && strided != StridedMeaning::kLiteral && order.empty()) {
     const std::optional<ShardOrder> decoded = decode_order(*mesh_, placements_);
     if (!decoded && strided != StridedMeaning::kAuto) {
-      throw UserError(concat("placements: the split factors of ", placements_string(), " on ", *mesh_,
-                             " encode no order of cuts; say strided=\"literal\" if they mean pieces"));
+      throw UserError(concat("placements must have split factors that encode an order of cuts, got ",
+                             placements_string(), " on ", *mesh_, "; pass strided=\"literal\" if they mean pieces"));
     }
     if (decoded) {
       order = *decoded;
@@ -197,13 +201,13 @@ Layout Layout::with(std::vector<std::vector<Cut>> cuts, const std::vector<Placem
   other.placements_.assign(mesh_->ndim(), Placement::replicate());
   for (int t = 0; t < ndim(); ++t) {
     for (const Cut& c : cuts[t]) {
-      check_invariant(other.placements_[c.mesh_dim].is_replicate(), "mesh dim ", c.mesh_dim, " cuts twice");
+      check_invariant(other.placements_[c.mesh_dim].is_replicate(), "mesh dim ", c.mesh_dim, " has two cuts");
       other.placements_[c.mesh_dim] = Placement::cut(t, c.rule);
     }
   }
   for (int d = 0; d < mesh_->ndim(); ++d) {
     if (!partials[d].is_partial()) continue;
-    check_invariant(other.placements_[d].is_replicate(), "mesh dim ", d, " cuts and is partial");
+    check_invariant(other.placements_[d].is_replicate(), "mesh dim ", d, " has both a cut and a pending reduction");
     other.placements_[d] = partials[d];
   }
   other.cuts_ = std::move(cuts);
@@ -273,7 +277,7 @@ Region Layout::region(int64_t position) const {
 }
 
 Layout Layout::restricted_to(int tensor_dim, IntervalList indices) const {
-  check_invariant(!is_restricted() && is_partition(), to_string(), " is restricted again, or has parts in any order");
+  check_invariant(!is_restricted() && is_partition(), "only an unrestricted partition can be restricted, not ", *this);
   Layout fewer = *this;
   fewer.restricted_dim_ = tensor_dim;
   fewer.indices_ = std::make_shared<IntervalList>(std::move(indices));

@@ -18,33 +18,34 @@ std::vector<int> MeshDimSet::to_vector() const {
 Mesh::Mesh(std::vector<std::string> dim_names, std::vector<int64_t> dim_sizes, const std::vector<int64_t>& ranks,
            std::shared_ptr<const Topology> topology)
     : dim_names_(std::move(dim_names)), dim_sizes_(std::move(dim_sizes)), topology_(std::move(topology)) {
-  check_user(!dim_sizes_.empty(), "mesh: needs at least one dim, got none");
-  check_user(ndim() <= MeshDimSet::kMaxDims, "mesh: has ", ndim(), " dims; allowed are at most ", MeshDimSet::kMaxDims);
-  check_user(dim_names_.size() == dim_sizes_.size(), "mesh: ", dim_names_.size(), " dim names (", join(dim_names_),
-             ") for ", dim_sizes_.size(), " dims");
+  check_user(!dim_sizes_.empty(), "mesh must have at least one dim, got none");
+  check_user(ndim() <= MeshDimSet::kMaxDims, "mesh must have at most ", MeshDimSet::kMaxDims, " dims, got ", ndim());
+  check_user(dim_names_.size() == dim_sizes_.size(), "mesh: number of dim names must be ", dim_sizes_.size(),
+             ", one per dim, got ", dim_names_.size());
   for (const std::string& name : dim_names_) check_utf8(name, "mesh: dim name");
   const std::set<std::string> distinct(dim_names_.begin(), dim_names_.end());
-  check_user(distinct.size() == dim_names_.size(), "mesh: dim names must differ, got (", join(dim_names_), ")");
-  check_user(distinct.count("") == 0, "mesh: dim names must not be empty, got (", join(dim_names_), ")");
+  if (distinct.size() != dim_names_.size() || distinct.count("") > 0) {
+    throw UserError(concat("mesh: dim names must be distinct and not empty, got ('", join(dim_names_, "', '"), "')"));
+  }
 
   strides_.assign(ndim(), 1);
   for (int d = ndim() - 1; d >= 0; --d) {
-    check_user(dim_sizes_[d] >= 1, "mesh: dim '", dim_names_[d], "' has size ", dim_sizes_[d],
-               "; allowed is 1 or more");
+    check_user(dim_sizes_[d] >= 1, "mesh: size of dim '", dim_names_[d], "' must be at least 1, got ", dim_sizes_[d]);
     strides_[d] = size_;
-    check_user(size_ <= kMaxSize / dim_sizes_[d], "mesh: (", join(dim_sizes_),
-               ") has too many ranks; allowed are at most ", kMaxSize);
+    if (size_ > kMaxSize / dim_sizes_[d]) {
+      throw UserError(concat("mesh must have at most ", kMaxSize, " ranks, got sizes (", join(dim_sizes_), ")"));
+    }
     size_ *= dim_sizes_[d];
   }
 
   if (ranks.empty()) return;
-  check_user(static_cast<int64_t>(ranks.size()) == size_, "mesh: ", ranks.size(), " ranks for ", size_, " positions (",
-             *this, ")");
+  check_user(static_cast<int64_t>(ranks.size()) == size_, "mesh: number of ranks must be ", size_,
+             ", one per position of ", *this, ", got ", ranks.size());
   bool is_iota = true;
   for (int64_t p = 0; p < size_; ++p) {
-    check_user(ranks[p] >= 0, "mesh: rank ", ranks[p], " at position ", p, " is negative");
+    check_argument(ranks[p] >= 0, "mesh: ranks", "at least 0", ranks[p], " at position ", p);
     const bool is_new = position_of_rank_.emplace(Rank{ranks[p]}, Position{p}).second;
-    check_user(is_new, "mesh: rank ", ranks[p], " appears twice");
+    check_argument(is_new, "mesh: ranks", "distinct", ranks[p], " twice");
     ranks_ascend_ = ranks_ascend_ && (p == 0 || ranks[p] > ranks[p - 1]);
     is_iota = is_iota && ranks[p] == p;
     ranks_.push_back(Rank{ranks[p]});

@@ -14,9 +14,9 @@ namespace {
 
 constexpr std::array<const char*, 9> kOpNames{"sum", "avg", "min", "max", "product", "band", "bor", "bxor", "norm"};
 constexpr const char* kAllowedForms =
-    "R, S(dim), SS(dim,split_factor), P, P(op) with op one of sum, avg, min, max, product, band, bor, bxor, 'norm p', "
-    "Ragged(dim,size:size:...), Blocks(dim,block), Cyclic(dim,block), Owned(coordinate) or Owned(dim,coordinate), "
-    "Packed(dim,size:size:...[,unit]), Pieces(dim,begin-end+begin-end:...), and what torch prints for its own, as "
+    "one of R, S(dim), SS(dim,split_factor), P, P(op) (op: sum, avg, min, max, product, band, bor, bxor or 'norm p'), "
+    "Ragged(dim,size:size:...), Blocks(dim,block), Cyclic(dim,block), Owned(coordinate), Owned(dim,coordinate), "
+    "Packed(dim,size:size:...[,unit]), Pieces(dim,begin-end+begin-end:...), or a placement as torch prints it, such as "
     "Shard(dim=0)";
 
 // The names that torch prints for placements (by str and by repr), and ours.
@@ -41,7 +41,7 @@ std::string without_spaces_at_ends(const std::string& text) {
 }
 
 [[noreturn]] void refuse(const std::string& text) {
-  throw UserError(concat("placements: '", text, "' is not a placement; allowed are ", kAllowedForms));
+  throw UserError(concat("placements must be ", kAllowedForms, ", got '", text, "'"));
 }
 
 int64_t parse_integer(const std::string& digits, const std::string& whole) {
@@ -59,8 +59,8 @@ double parse_power(const std::string& digits, const std::string& whole) {
   const char* end = trimmed.data() + trimmed.size();
   const auto result = std::from_chars(trimmed.data(), end, value);
   if (trimmed.empty() || result.ec != std::errc() || result.ptr != end) refuse(whole);
-  check_user(std::isfinite(value) && value != 0, "placements: '", whole, "' has norm power ", value,
-             "; allowed is a finite number other than 0");
+  check_user(std::isfinite(value) && value != 0, "placements: norm power of '", whole,
+             "' must be a finite number other than 0, got ", value);
   return value;
 }
 
@@ -206,21 +206,23 @@ std::vector<Placement> parse_placements(const std::string& text) {
 
 std::string why_not_reducible(ReduceOp op, const DType& dtype) {
   const DTypeKind kind = dtype.kind();
-  const std::string head =
-      concat("dtype: ", dtype.name(), " cannot be reduced with '", reduce_op_name(op), "'; allowed are ");
-  if (kind == DTypeKind::kOpaque) return concat(head, "types with arithmetic (cast to float32 or bfloat16 first)");
+  const auto must_be = [&](const char* allowed, const char* remedy = "") {
+    return concat("dtype must be ", allowed, " for a reduction with '", reduce_op_name(op), "', got ", dtype.name(),
+                  remedy);
+  };
+  if (kind == DTypeKind::kOpaque) return must_be("a type with arithmetic", "; cast to float32 or bfloat16 first");
   switch (op) {
     case ReduceOp::kBitAnd:
     case ReduceOp::kBitOr:
     case ReduceOp::kBitXor:
-      return kind == DTypeKind::kInteger || kind == DTypeKind::kBool ? "" : concat(head, "integers and bool");
+      return kind == DTypeKind::kInteger || kind == DTypeKind::kBool ? "" : must_be("an integer type or bool");
     case ReduceOp::kMin:
     case ReduceOp::kMax:
-      return kind != DTypeKind::kComplex ? "" : concat(head, "types with an order");
+      return kind != DTypeKind::kComplex ? "" : must_be("a type with an order");
     case ReduceOp::kAvg:
-      return kind == DTypeKind::kFloat || kind == DTypeKind::kComplex ? "" : concat(head, "floating and complex types");
+      return kind == DTypeKind::kFloat || kind == DTypeKind::kComplex ? "" : must_be("a floating or complex type");
     case ReduceOp::kNorm:
-      return kind == DTypeKind::kFloat ? "" : concat(head, "floating types");
+      return kind == DTypeKind::kFloat ? "" : must_be("a floating type");
     case ReduceOp::kSum:
     case ReduceOp::kProduct:
       return "";

@@ -11,9 +11,9 @@ void check_blocks_are_whole(const Layout& layout, int tensor_dim, int64_t unit) 
   for (const int64_t position : positions_along(mesh, dims_of(layout.cuts(tensor_dim)).to_vector())) {
     for (const Interval& one : layout.part(tensor_dim, position)) {
       const bool is_whole = one.begin % unit == 0 && (one.end % unit == 0 || one.end == n);
-      check_user(is_whole, "unit: ", layout, " gives rank ", mesh.rank_at(Position{position}), " elements ", one.begin,
-                 " to ", one.end, " of dim ", tensor_dim, ", within a unit of ", unit,
-                 "; allowed are layouts in which earlier cuts of the dim are at multiples of the unit too");
+      check_user(is_whole, "unit: parts of dim ", tensor_dim, " must begin and end at multiples of ", unit, ", got [",
+                 one.begin, ", ", one.end, ") on rank ", mesh.rank_at(Position{position}), " of ", layout,
+                 "; place earlier cuts of the dim at multiples of the unit too");
     }
   }
 }

@@ -16,7 +16,7 @@ Enum parse_name(const std::string& argument, const std::string& name, Enum last,
     known.push_back(name_of(static_cast<Enum>(i)));
     if (name == known.back()) return static_cast<Enum>(i);
   }
-  throw UserError(concat(argument, ": '", name, "' is not known; allowed are ", join(known)));
+  throw UserError(concat(argument, " must be one of ", join(known), ", got '", name, "'"));
 }
 
 }  // namespace shardwright

@@ -44,7 +44,7 @@ bool is_utf8(std::string_view text) {
 }
 
 void check_utf8(const std::string& text, const char* argument) {
-  check_user(is_utf8(text), argument, ": '", with_escapes(text), "' is not UTF-8; allowed is text");
+  if (!is_utf8(text)) throw UserError(concat(argument, " must be UTF-8 text, got '", with_escapes(text), "'"));
 }
 
 }  // namespace shardwright

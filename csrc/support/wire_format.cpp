@@ -1,5 +1,6 @@
 #include "support/wire_format.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "support/base64.h"
@@ -51,16 +52,17 @@ std::string Writer::finish() && {
 
 Reader::Reader(std::string_view bytes, std::string_view kind) : kind_(kind) {
   const std::string start = concat(kMark, kind, kVersion);
-  check_user(bytes.size() >= start.size() + kFieldBytes && bytes.starts_with(start), kind,
-             " bytes: do not begin with '", start.substr(0, start.size() - 1), "'");
+  check_user(bytes.size() >= start.size() + kFieldBytes && bytes.starts_with(start), kind, " bytes must begin with '",
+             std::string_view(start).substr(0, start.size() - 1), "', got other, older or truncated bytes");
   const std::string_view body = bytes.substr(0, bytes.size() - kFieldBytes);
   check_user(static_cast<uint64_t>(integer_in(bytes.substr(body.size()))) == checksum(body), kind,
-             " bytes: the checksum does not match");
+             " bytes must match their checksum, got damaged bytes");
   bytes_ = body.substr(start.size());
 }
 
 std::string_view Reader::raw(size_t count) {
-  check_user(count <= bytes_.size(), kind_, " bytes: end too early");
+  check_user(count <= bytes_.size(), kind_, " bytes must be complete, got a field of ", count, " bytes with only ",
+             bytes_.size(), " left");
   const std::string_view out = bytes_.substr(0, count);
   bytes_.remove_prefix(count);
   return out;
@@ -70,8 +72,8 @@ int64_t Reader::integer() { return integer_in(raw(kFieldBytes)); }
 
 int64_t Reader::integer(int64_t least, int64_t most) {
   const int64_t value = integer();
-  check_user(value >= least && value <= most, kind_, " bytes: ", value, " is out of range; allowed here are ", least,
-             " to ", most);
+  check_user(value >= least && value <= most, kind_, " bytes: an integer must be ", InRange{least, most}, ", got ",
+             value);
   return value;
 }
 
@@ -84,20 +86,22 @@ double Reader::real() {
 
 std::string Reader::text() {
   const int64_t length = integer();
-  check_user(length >= 0 && static_cast<uint64_t>(length) <= bytes_.size(), kind_, " bytes: text of ", length,
-             " bytes does not fit in what is left");
+  check_user(length >= 0 && static_cast<uint64_t>(length) <= bytes_.size(), kind_,
+             " bytes: the length of a text must be in [0, ", bytes_.size(), "], got ", length);
   return std::string(raw(static_cast<size_t>(length)));
 }
 
 size_t Reader::count(size_t most) {
   const int64_t n = integer();
-  check_user(n >= 0 && static_cast<uint64_t>(n) <= bytes_.size() / kFieldBytes, kind_, " bytes: a list of ", n,
-             " items does not fit in what is left");
-  check_user(static_cast<size_t>(n) <= most, kind_, " bytes: a list of ", n, " items; allowed are at most ", most);
+  const size_t limit = std::min(bytes_.size() / kFieldBytes, most);
+  check_user(n >= 0 && static_cast<uint64_t>(n) <= limit, kind_, " bytes: the length of a list must be in [0, ", limit,
+             "], got ", n);
   return static_cast<size_t>(n);
 }
 
-void Reader::finish() const { check_user(bytes_.empty(), kind_, " bytes: go on after their end"); }
+void Reader::finish() const {
+  check_user(bytes_.empty(), kind_, " bytes must end after the last field, got ", bytes_.size(), " bytes more");
+}
 
 std::string_view kind_of(std::string_view bytes) {
   const size_t end = bytes.find(kVersion);
@@ -111,8 +115,8 @@ std::string bytes_in(std::string_view text, std::string_view argument) {
   const size_t bar = text.rfind('|');
   const std::optional<std::string> bytes =
       bar == std::string_view::npos ? std::nullopt : from_base64(text.substr(bar + 1));
-  check_user(bytes.has_value(), argument, ": '", text.substr(0, 80), "' is no ", argument,
-             " as text; allowed is what shardwright wrote: a label, '|', and bytes in base64");
+  check_user(bytes.has_value(), argument, " must be a text made by shardwright (a label, '|' and base64), got '",
+             text.substr(0, 80), "'");
   return *bytes;
 }
 

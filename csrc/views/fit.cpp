@@ -349,7 +349,7 @@ std::variant<std::vector<std::vector<Cut>>, NoFit> fitting_cuts(const Holdings& 
     if (!parts.back()) {
       return NoFit{concat("rank ", held.mesh.rank_at(Position{held.positions[i]}), " holds the elements ",
                           shown(held.lists[i]), " of the ", elements_of(dims, 0), " that become (", join(dims),
-                          "), which are no product of parts of these dims"),
+                          "), which are not a product of parts of these dims"),
                    {}};
     }
   }

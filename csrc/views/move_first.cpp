@@ -129,7 +129,7 @@ MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape,
   const Wanted wanted{layout, shape, flattened, views_for};
   std::optional<MoveFirst> best = cheapest_of(wanted, why.mesh_dims, context);
   if (!best) best = cheapest_of(wanted, layout.cut_dims(), context);
-  check_invariant(best.has_value(), "no redistribute of ", layout.to_string(), " makes (", join(shape), ") a view");
+  check_invariant(best.has_value(), "no redistribute of ", layout, " makes (", join(shape), ") a view");
   return *best;
 }
 
@@ -137,12 +137,13 @@ std::string text_of(const Layout& layout, const std::vector<int64_t>& shape, con
                     const MoveFirst& first) {
   const Plan& plan = first.plan->plan();
   std::string text =
-      concat("shape: (", join(shape), ") of ", layout.to_string(), " needs a move, because ", why.reason,
-             "; allowed is this view after a redistribute to ", plan.dst.placements_string(), ", which takes ",
-             microseconds_text(predicted_picoseconds(plan)), " and ",
-             bytes_text(first.plan->traffic().received_bytes_max), " received by a rank (", plan.lowering.name, ")");
+      concat("shape must need no move, got (", join(shape), ") for ", layout, ": ", why.reason, "; redistribute to ",
+             plan.dst.placements_string(), " first, which takes ", microseconds_text(predicted_picoseconds(plan)),
+             " and ", bytes_text(first.plan->traffic().received_bytes_max), " received by a rank (", plan.lowering.name,
+             ")");
   if (why.on_parts) {
-    text += concat(", or the view of parts, which moves nothing: shardwright.views.view(x.to_local(), [", join(shape),
+    text += concat(", or view the local parts, which moves nothing: shardwright.views.view(x.to_local(), [",
+                   join(shape),
                    "], layout), where layout is a shardwright.Layout with the mesh, shape and placements of x");
   }
   return text;

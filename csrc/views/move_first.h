@@ -39,8 +39,8 @@ MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape,
                         const PlanOptions& options, ViewsFor views_for = ViewsFor::kAnyone);
 
 // Returns the error for a view that needs a move: the reason, the redistribute to do first, and its cost.
-// "shape: (3, 4) of float32[12] on a=2 as [S(0)] needs a move, because rank 0 holds ...; allowed is the view after a
-// redistribute to [R], which takes 4.3 us and 24 B received by a rank (nccl)".
+// "shape must need no move, got (3, 4) for float32[12] on a=2 as [S(0)]: rank 0 holds ...; redistribute to [R] first,
+// which takes 4.3 us and 24 B received by a rank (nccl)".
 std::string text_of(const Layout& layout, const std::vector<int64_t>& shape, const NoView& why, const MoveFirst& first);
 
 }  // namespace shardwright

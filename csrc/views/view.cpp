@@ -271,8 +271,8 @@ std::optional<std::pair<MeshPtr, std::vector<int>>> split_mesh(const MeshPtr& me
 
 // Returns the shape with the first `flattened` dims as one.
 std::vector<int64_t> seen(const std::vector<int64_t>& shape, int flattened) {
-  check_user(flattened >= 1 && flattened <= std::max(1, static_cast<int>(shape.size())), "flattened: got ", flattened,
-             " for a shape of ", shape.size(), " dims; allowed are 1 to their number");
+  const int most = std::max(1, static_cast<int>(shape.size()));
+  check_argument(flattened >= 1 && flattened <= most, "flattened", InRange{1, most}, flattened);
   if (flattened == 1) return shape;
   std::vector<int64_t> dims{1};
   for (size_t i = 0; i < shape.size(); ++i) {
@@ -289,7 +289,7 @@ void check_sizes(const Layout& layout, const std::vector<int64_t>& shape) {
   int64_t left = layout.num_elements();
   bool fits = true;
   for (const int64_t size : shape) {
-    check_user(size >= 0, "shape: (", join(shape), ") has the size ", size, "; allowed are 0 or more");
+    if (size < 0) throw UserError(concat("shape must have sizes of at least 0, got (", join(shape), ")"));
     fits = fits && (size == 0 || left % size == 0);
     if (fits && size > 0) left /= size;
   }
@@ -299,8 +299,9 @@ void check_sizes(const Layout& layout, const std::vector<int64_t>& shape) {
   } else {
     fits = fits && !is_empty && left == 1;
   }
-  check_user(fits, "shape: (", join(shape), ") does not have the ", layout.num_elements(), " elements of (",
-             join(layout.tensor_shape()), "); allowed are sizes with this product");
+  if (fits) return;
+  throw UserError(concat("shape must have the ", layout.num_elements(), " elements of (", join(layout.tensor_shape()),
+                         "), got (", join(shape), ")"));
 }
 
 Layout assembled(const Layout& layout, const std::vector<int64_t>& shape, int flattened, const Result& result,
@@ -325,14 +326,16 @@ Layout assembled(const Layout& layout, const std::vector<int64_t>& shape, int fl
 std::vector<int64_t> inferred_shape(const Layout& layout, std::vector<int64_t> shape) {
   const auto unknown = std::find(shape.begin(), shape.end(), -1);
   if (unknown == shape.end()) return shape;
-  check_user(std::count(shape.begin(), shape.end(), -1) == 1, "shape: (", join(shape), ") has -1 more than once; ",
-             "allowed is once");
+  if (std::count(shape.begin(), shape.end(), -1) != 1) {
+    throw UserError(concat("shape must have -1 at most once, got (", join(shape), ")"));
+  }
   int64_t known = 1;
   for (const int64_t size : shape) {
     if (size == -1) continue;
     if (size > 0) known = saturating_product(known, size);
-    check_user(size > 0 && layout.num_elements() % known == 0, "shape: (", join(shape), ") leaves no size for -1 of ",
-               layout.num_elements(), " elements");
+    if (size > 0 && layout.num_elements() % known == 0) continue;
+    throw UserError(concat("shape must have sizes next to -1 whose product divides the ", layout.num_elements(),
+                           " elements, got (", join(shape), ")"));
   }
   *unknown = layout.num_elements() / known;
   return shape;
@@ -353,8 +356,9 @@ std::variant<Layout, NoView> view_of(const Layout& layout, const std::vector<int
   if (!mesh) {
     MeshDimSet split;
     for (const auto& entry : result.splits) split.insert(entry.first);
-    return NoView{
-        concat("mesh dim '", layout.mesh().names_of(split), "' would be split, and its parts' names are taken"), split};
+    return NoView{concat("mesh dim '", layout.mesh().names_of(split),
+                         "' would have to be split, but the names of its parts are taken"),
+                  split};
   }
   return assembled(layout, shape, flattened, result, mesh->first, mesh->second);
 }
@@ -377,8 +381,7 @@ std::variant<Layout, NoView> dtensor_view_of(const Layout& layout, const std::ve
   auto found = view_of(layout, shape);
   const auto* view = std::get_if<Layout>(&found);
   if (view == nullptr || (view->mesh() == layout.mesh() && is_known_to_dtensor(*view))) return found;
-  return NoView{concat("its parts are those of ", view->to_string(), ", which DTensor cannot say"), layout.cut_dims(),
-                *view};
+  return NoView{concat("the view would be ", *view, ", which DTensor cannot express"), layout.cut_dims(), *view};
 }
 
 Layout permuted(const Layout& layout, const std::vector<int64_t>& dims) {
@@ -390,11 +393,12 @@ Layout permuted(const Layout& layout, const std::vector<int64_t>& dims) {
   std::sort(sorted.begin(), sorted.end());
   std::vector<int64_t> all(shape.size());
   std::iota(all.begin(), all.end(), 0);
-  check_user(sorted == all, "dims: (", join(dims), ") for a tensor of ", ndim, " dims; allowed is each of them once");
+  if (sorted != all) throw UserError(concat("dims must be each of ", ndim, " dims once, got (", join(dims), ")"));
   const int64_t flattened = layout.flattened();
   for (int64_t i = 0; i < flattened && flattened > 1; ++i) {
-    check_user(normal[i] == i, "dims: (", join(dims), ") moves dim ", i, ", which is one with others in ",
-               layout.to_string(), "; allowed are orders that begin with these dims");
+    if (normal[i] == i) continue;
+    throw UserError(concat("dims must begin with the ", flattened, " flattened dims in their order, got (", join(dims),
+                           ") for ", layout));
   }
   Result result;
   std::vector<int64_t> sizes;

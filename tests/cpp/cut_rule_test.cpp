@@ -258,14 +258,13 @@ TEST(CutRule, RulesOfOtherKindsAreNotTakenApart) {
 }
 
 TEST(CutRule, ListsThatDoNotFitAreNamed) {
-  EXPECT_EQ(CutRule::ragged({3, 1}).why_not(5, 2),
-            "has sizes that sum to 4 but cuts 5 elements; allowed are sizes that sum to 5");
-  EXPECT_EQ(CutRule::packed({3, 1}).why_not(5, 2),
-            "has sizes that sum to 4 but cuts 5 elements; allowed are sizes that sum to 5");
-  EXPECT_EQ(CutRule::ragged({3, 2}).why_not(5, 3), "has 2 sizes for 3 coordinates; allowed is one for each");
-  EXPECT_EQ(CutRule::owned(3).why_not(5, 3), "names coordinate 3 of 3; allowed are 0 to 2");
+  const std::string sum_is_four = "sum of the sizes must be 5, the number of elements to cut, got 4";
+  EXPECT_EQ(CutRule::ragged({3, 1}).why_not(5, 2), sum_is_four);
+  EXPECT_EQ(CutRule::packed({3, 1}).why_not(5, 2), sum_is_four);
+  EXPECT_EQ(CutRule::ragged({3, 2}).why_not(5, 3), "number of sizes must be 3, one per coordinate, got 2");
+  EXPECT_EQ(CutRule::owned(3).why_not(5, 3), "coordinate must be in [0, 2], got 3");
   EXPECT_EQ(CutRule::cyclic(1).why_not(int64_t{1} << 22, 2),
-            "cuts 4194304 elements into parts of 2097152 blocks; allowed are at most 2^20");
+            "number of blocks per coordinate must be at most 2^20, got 2097152 for 4194304 elements");
   EXPECT_EQ(CutRule::cyclic(4).why_not(int64_t{1} << 22, 2), "");
 }
 
@@ -280,12 +279,12 @@ void expect_refused(const std::function<void()>& make, const std::string& text) 
 
 TEST(CutRule, NumbersOutOfRangeAreRefused) {
   const int64_t huge = std::numeric_limits<int64_t>::max();
-  expect_refused([] { CutRule::ragged({}); }, "Ragged has no sizes");
-  expect_refused([] { CutRule::ragged({2, -1}); }, "Ragged has the size -1; allowed are 0 or more");
-  expect_refused([=] { CutRule::packed({huge, huge}); }, "the sizes of Packed sum to more than 2^57");
-  expect_refused([] { CutRule::blocks(0); }, "Blocks has blocks of 0 elements; allowed are 1 to 2^31");
-  expect_refused([=] { CutRule::cyclic(huge); }, "Cyclic has blocks of 9223372036854775807 elements");
-  expect_refused([] { CutRule::owned(-1); }, "Owned has the coordinate -1");
+  expect_refused([] { CutRule::ragged({}); }, "sizes of Ragged must be a list of at least one integer, got none");
+  expect_refused([] { CutRule::ragged({2, -1}); }, "sizes of Ragged must be at least 0, got -1");
+  expect_refused([=] { CutRule::packed({huge, huge}); }, "sum of the sizes of Packed must be at most 2^57");
+  expect_refused([] { CutRule::blocks(0); }, "block of Blocks must be in [1, 2^31], got 0");
+  expect_refused([=] { CutRule::cyclic(huge); }, "block of Cyclic must be in [1, 2^31], got 9223372036854775807");
+  expect_refused([] { CutRule::owned(-1); }, "coordinate of Owned must be at least 0, got -1");
   for (const Elements& name : {Elements{}, {0}, {-9, 1}, {-1, 3, 1}, {-2, 0}, {-1, huge}, {-5, -1}, {3, 3}}) {
     EXPECT_THROW(CutRule::from_name(name), UserError) << join(name);
   }

@@ -269,13 +269,13 @@ std::string error_of(const std::string& placement, const Shape& shape) {
 }
 
 TEST(Pieces, AreRefusedWithTheIntervalThatIsWrong) {
-  EXPECT_NE(error_of("Pieces(0,0-2:3-7)", {7}).find("no coordinate for the elements [2, 3)"), std::string::npos);
-  EXPECT_NE(error_of("Pieces(0,0-2:2-6)", {7}).find("no coordinate for the elements [6, 7) of 7"), std::string::npos);
-  EXPECT_NE(error_of("Pieces(0,0-2:2-8)", {7}).find("ends at 8 but cuts 7"), std::string::npos);
-  EXPECT_NE(error_of("Pieces(0,0-3+2-4:4-7)", {7}).find("element 2 twice for coordinate 0"), std::string::npos);
-  EXPECT_NE(error_of("Pieces(0,0-3:3-7:)", {7}).find("has 3 lists for 2 coordinates"), std::string::npos);
-  EXPECT_NE(error_of("Pieces(0,3-0:0-7)", {7}).find("has [3, 0) for coordinate 0"), std::string::npos);
-  EXPECT_NE(error_of("Pieces(0,x:0-7)", {7}).find("is not a placement"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,0-2:3-7)", {7}).find("got none for [2, 3)"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,0-2:2-6)", {7}).find("got none for [6, 7)"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,0-2:2-8)", {7}).find("the number of elements to cut, got 8"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,0-3+2-4:4-7)", {7}).find("got element 2 twice for coordinate 0"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,0-3:3-7:)", {7}).find("must be 2, one per coordinate, got 3"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,3-0:0-7)", {7}).find("got [3, 0) for coordinate 0"), std::string::npos);
+  EXPECT_NE(error_of("Pieces(0,x:0-7)", {7}).find("got 'Pieces(0,x:0-7)'"), std::string::npos);
 }
 
 TEST(Pieces, ThatAscendAndAreHeldOnceArePlainCuts) {

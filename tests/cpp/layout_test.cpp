@@ -114,28 +114,28 @@ TEST(Layout, NegativeDimsCountFromTheEnd) {
 
 TEST(Layout, RefusalsNameTheArgument) {
   const MeshPtr mesh = mesh_of({2, 2});
-  expect_refused([&] { layout_of(mesh, {4, 4}, "S(0)"); }, {"placements", "got 1", "2 dims"});
-  expect_refused([&] { layout_of(mesh, {4, 4}, "S(2),R"); }, {"placements", "S(2)", "'a'", "-2 to 1"});
+  expect_refused([&] { layout_of(mesh, {4, 4}, "S(0)"); }, {"placements must have one item per mesh dim, 2", "got 1"});
+  expect_refused([&] { layout_of(mesh, {4, 4}, "S(2),R"); }, {"placements", "S(2)", "'a'", "in [-2, 1], got 2"});
   expect_refused([&] { layout_of(mesh, {}, "S(0),R"); }, {"placements", "S(0)"});
   expect_refused([&] { layout_of(mesh, {4}, "P(sum),P(max)"); }, {"P(sum)", "P(max)"});
   expect_refused([&] { layout_of(mesh, {4}, "P(norm 2),P(sum)"); }, {"P(norm 2)", "P(sum)"});
   expect_refused([&] { layout_of(mesh, {4}, "P(sum),R", {}, "float8_e4m3fn"); }, {"dtype", "float8_e4m3fn", "sum"});
   expect_refused([&] { layout_of(mesh, {4}, "P(band),R"); }, {"dtype", "float32", "band"});
-  expect_refused([&] { layout_of(mesh, {4}, "SS(0,0),R"); }, {"split factor 0"});
-  expect_refused([&] { layout_of(mesh, {4}, "SS(0,4611686018427387904),R"); }, {"split factor 4611686018427387904"});
+  expect_refused([&] { layout_of(mesh, {4}, "SS(0,0),R"); }, {"split factor of SS(0,0)", "in [1, 1048576], got 0"});
+  expect_refused([&] { layout_of(mesh, {4}, "SS(0,4611686018427387904),R"); }, {"in [1, 1048576], got 4611686018"});
   expect_refused([&] { layout_of(mesh, {-4}, "R,R"); }, {"shape", "-4"});
   expect_refused([&] { layout_of(mesh, {1 << 30, 1 << 24}, "R,R"); }, {"shape", "float32 on 4 ranks", "2^57 bytes"});
   expect_refused([&] { Layout(mesh, {4}, DType::parse("float32"), {Placement::partial(ReduceOp::kNorm, 0), {}}); },
-                 {"placements", "norm power 0"});
+                 {"placements: norm power of", "got 0"});
   expect_refused([&] { layout_of(mesh, {4}, "S(0),S(0)", {{0, {0}}}); }, {"shard_order", "(0)", "(0, 1)"});
-  expect_refused([&] { layout_of(mesh, {4}, "S(0),R", {{1, {0}}}); }, {"shard_order", "tensor dim 1"});
+  expect_refused([&] { layout_of(mesh, {4}, "S(0),R", {{1, {0}}}); }, {"shard_order: tensor dim", "in [0, 0], got 1"});
   expect_refused([&] { layout_of(mesh, {4}, "Q,R"); }, {"'Q'", "SS(dim,split_factor)"});
   expect_refused([&] { layout_of(mesh, {4}, "P(mean),R"); }, {"P(mean)"});
   expect_refused([&] { layout_of(mesh, {4}, "R,R", {}, "float33"); }, {"dtype", "float33", "float32"});
-  expect_refused([] { mesh_of({2, 0}); }, {"mesh", "size 0"});
-  expect_refused([] { mesh_of({2}, {1, 1}); }, {"rank 1", "twice"});
-  expect_refused([] { mesh_of({2}, {1}); }, {"1 ranks", "2 positions"});
-  expect_refused([] { Mesh({"a", "a"}, {2, 2}); }, {"names must differ"});
+  expect_refused([] { mesh_of({2, 0}); }, {"mesh: size of dim 'b'", "at least 1, got 0"});
+  expect_refused([] { mesh_of({2}, {1, 1}); }, {"mesh: ranks must be distinct, got 1 twice"});
+  expect_refused([] { mesh_of({2}, {1}); }, {"mesh: number of ranks must be 2", "got 1"});
+  expect_refused([] { Mesh({"a", "a"}, {2, 2}); }, {"mesh: dim names must be distinct", "got ('a', 'a')"});
   expect_refused([] { Mesh({"a\xff"}, {2}); }, {"mesh: dim name", "'a\\xff'", "UTF-8"});
 }
 
@@ -143,7 +143,7 @@ TEST(Mesh, HasAMillionRanksAtMost) {
   EXPECT_EQ(mesh_of({1024, 1024})->size(), Mesh::kMaxSize);
   for (const std::vector<int64_t>& sizes :
        std::vector<std::vector<int64_t>>{{1024, 1025}, {Mesh::kMaxSize + 1}, {INT64_MAX}, {INT64_MAX, 2, INT64_MAX}}) {
-    expect_refused([&] { mesh_of(sizes); }, {"mesh", "too many ranks", "1048576"});
+    expect_refused([&] { mesh_of(sizes); }, {"mesh must have at most 1048576 ranks, got sizes ("});
   }
 }
 

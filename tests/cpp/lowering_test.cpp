@@ -21,7 +21,7 @@ TEST(Lowering, IsFoundByItsName) {
     Lowering::named("mpi");
     FAIL() << "took a name that nobody knows";
   } catch (const UserError& error) {
-    EXPECT_STREQ(error.what(), "backend: 'mpi' is not known; allowed are nccl, gloo");
+    EXPECT_STREQ(error.what(), "backend must be one of nccl, gloo, got 'mpi'");
   }
 }
 

@@ -316,7 +316,8 @@ TEST(View, KeepsTheOrderOfPieces) {
 
 TEST(View, SaysWhatIsInTheWay) {
   EXPECT_EQ(seen_as(layout_of(mesh_of({10}), {20}, "S(0)"), {4, 5}),
-            "rank 2 holds the elements 4-6 of the 20 that become (4, 5), which are no product of parts of these dims");
+            "rank 2 holds the elements 4-6 of the 20 that become (4, 5), which are not a product of parts of these "
+            "dims");
   EXPECT_EQ(seen_as(layout_of(mesh_of({10}), {20}, "S(0)"), {4, 5}, 2), "[S(0)] on a=10");  // both dims as one
 }
 
@@ -373,7 +374,7 @@ TEST(View, NamesTheCheapestMove) {
           predicted_picoseconds(plan_cache().get({src, other, PlanningContext::make(options)})->plan());
       EXPECT_GE(time, predicted_picoseconds(first.plan->plan())) << other.to_string();
     }
-    EXPECT_NE(text_of(src, dst, none, first).find("allowed is this view after a redistribute to ["), std::string::npos);
+    EXPECT_NE(text_of(src, dst, none, first).find("; redistribute to ["), std::string::npos);
   }
 }
 

@@ -176,7 +176,7 @@ def _refuses() -> None:
     (first,) = torch.autograd.grad(y.square().sum(), leaves[:1], create_graph=True)
     with pytest.raises(NotImplementedError, match="differentiable once"):
         torch.autograd.grad(first.square().sum(), leaves)
-    with pytest.raises(ValueError, match="product: 'nothing' is no product as text"):
+    with pytest.raises(ValueError, match="product must be a text made by shardwright .*, got 'nothing'"):
         torch.ops.shardwright.multiply(x, [weight], [], [], "nothing", dist.group.WORLD.group_name, 0)
 
 

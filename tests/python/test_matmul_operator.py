@@ -46,7 +46,7 @@ def _is_an_operator() -> None:
         torch.ops.shardwright.matmul([x], call.program, list(call.groups), call.rank)
     with pytest.raises(ValueError, match="input 1 must have dtype .*, got Int"):
         torch.ops.shardwright.matmul([x, weight.to(torch.int32)], call.program, list(call.groups), call.rank)
-    with pytest.raises(ValueError, match="plan bytes: do not begin with"):
+    with pytest.raises(ValueError, match="plan bytes must begin with 'shardwright plan"):
         torch.ops.shardwright.matmul([x], "gather|nonsense", [], 0)
 
 
@@ -113,7 +113,7 @@ def _refuses() -> None:
         ),
         (sw.matmul_reduce_scatter, (x, weight), {"scatter_dim": -3}, r"scatter_dim must be in \[-2, 1\], got -3"),
         (sw.linear, (x, dw), {}, "x must be a DTensor, got a Tensor"),
-        (sw.linear, (dx, dw), {"placements": [Replicate()] * 2}, "placements: got 2 for a mesh of 1"),
+        (sw.linear, (dx, dw), {"placements": [Replicate()] * 2}, "placements must have one item per .*, got 2"),
         (
             sw.linear,
             (dx, distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)])),

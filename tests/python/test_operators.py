@@ -146,7 +146,7 @@ def _bad_input() -> None:
     local, out = _part(before), torch.empty(SHAPE)
     with pytest.raises(ValueError, match=r"local tensor must have shape .* on rank ., got \[1\]"):
         operator(torch.zeros(1))
-    with pytest.raises(ValueError, match="plan: 'nonsense' is no plan as text"):
+    with pytest.raises(ValueError, match="plan must be a text made by shardwright .*, got 'nonsense'"):
         ops.redistribute_start(local, "nonsense", arguments["groups"], 0)
     with pytest.raises(ValueError, match="plan bytes"):
         ops.redistribute_start(local, "a|AAAA", arguments["groups"], 0)

@@ -114,7 +114,7 @@ def _random_layouts(
         try:
             return placements, sw.Layout(_mesh(mesh_shape), shape, placements, strided="literal")
         except ValueError as error:  # sizes that do not fit after another cut
-            assert re.search("sizes that sum to|for the elements|ends at", str(error))
+            assert re.search("sum of the sizes|must contain all|largest end", str(error))
 
 
 def _pairs(mesh_shape: tuple[int, ...], count: int) -> list[Any]:
@@ -227,19 +227,19 @@ def test_texts_and_what_python_shows() -> None:
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        (sw.placements.Ragged(0, (3, 2)), "Ragged(0,3:2) on mesh dim 'x' has sizes that sum to 5 but cuts 4 elements"),
-        (sw.placements.Ragged(0, (2, 1, 1)), "has 3 sizes for 2 coordinates; allowed is one for each"),
-        (sw.placements.Ragged(0, (5, -1)), "Ragged has the size -1; allowed are 0 or more"),
-        (sw.placements.Ragged(2, (2, 2)), "names tensor dim 2 of a tensor with 2 dims"),
-        (sw.placements.Blocks(0, 0), "Blocks has blocks of 0 elements; allowed are 1 to 2^31"),
-        ("Cyclic(0,1.5)", "'Cyclic(0,1.5)' is not a placement; allowed are R, S(dim)"),
-        (sw.placements.Owned(2), "Owned(0,2) on mesh dim 'x' names coordinate 2 of 2; allowed are 0 to 1"),
-        (sw.placements.Packed(0, (8, 4)), "Packed(0,8:4) on mesh dim 'x' has sizes that sum to 12 but cuts 4 elements"),
+        (sw.placements.Ragged(0, (3, 2)), r"placements: .*Ragged\(0,3:2\) on mesh dim 'x' must be 4, .*got 5"),
+        (sw.placements.Ragged(0, (2, 1, 1)), r"placements: number of sizes of Ragged.* must be 2, .*got 3"),
+        (sw.placements.Ragged(0, (5, -1)), "placements: sizes of Ragged must be at least 0, got -1"),
+        (sw.placements.Ragged(2, (2, 2)), r"placements: tensor dim of Ragged.* must be in \[-2, 1\], got 2"),
+        (sw.placements.Blocks(0, 0), r"placements: block of Blocks must be in \[1, 2\^31\], got 0"),
+        ("Cyclic(0,1.5)", r"placements must be one of R, S\(dim\).*, got 'Cyclic\(0,1\.5\)'"),
+        (sw.placements.Owned(2), r"placements: .*Owned\(0,2\) on mesh dim 'x' must be in \[0, 1\], got 2"),
+        (sw.placements.Packed(0, (8, 4)), r"placements: .*Packed\(0,8:4\) on mesh dim 'x' must be 4, .*got 12"),
     ],
     ids=str,
 )
 def test_what_does_not_fit_is_refused(placement: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         sw.Layout(_mesh((2,)), (4, 4), [placement])
 
 
@@ -257,12 +257,12 @@ def test_what_is_no_integer_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             make()
-    with pytest.raises(ValueError, match=re.escape("'x' cuts a tensor without dims; allowed are R and P")):
+    with pytest.raises(ValueError, match=r"placements must be R or P .*, got Owned\(0,0\) on mesh dim 'x'"):
         sw.Layout(_mesh((2,)), (), [sw.placements.Owned(0)])
 
 
 def test_behind_uneven_cuts_the_part_that_does_not_fit_is_named() -> None:
-    with pytest.raises(ValueError, match=re.escape("sum to 4 but cuts 3 elements")) as caught:
+    with pytest.raises(ValueError, match=r"placements: .*Ragged\(0,1:3\) on mesh dim 'y' must be 3, .*got 4") as caught:
         sw.Layout(_mesh((2, 2)), (7, 4), ["S(0)", sw.placements.Ragged(0, (1, 3))])
     assert "the part at x=1" in str(caught.value)
     units = sw.placements.Ragged(0, units=(1, 3))
@@ -374,11 +374,11 @@ def test_units_have_to_be_whole_shares() -> None:
         with pytest.raises(ValueError, match=re.escape(f"units: {units} sum to {sum(units)}, of 3 elements; allowed")):
             local_rows(units)
     for dim in (2, -3):
-        with pytest.raises(ValueError, match=f"names tensor dim {dim} of a tensor with 2 dims"):
+        with pytest.raises(ValueError, match=rf"placements: tensor dim of .* must be in \[-2, 1\], got {dim}"):
             sw.Layout(_mesh((2,)), (3, 4), [sw.placements.Ragged(dim, units=(1, 1))])
-    with pytest.raises(ValueError, match="placements: got 1 for a mesh of 2 dims"):
+    with pytest.raises(ValueError, match="placements must have one item per mesh dim, 2 .*, got 1"):
         sw.Layout(_mesh((2, 2)), (3, 4), [sw.placements.Ragged(0, units=(1, 2))])
-    with pytest.raises(ValueError, match="has 2 sizes for 3 coordinates; allowed is one for each"):
+    with pytest.raises(ValueError, match="placements: number of sizes of .* must be 3, .*got 2"):
         sw.Layout(_mesh((3,)), (3, 4), [sw.placements.Ragged(0, units=(1, 2))])
 
 

@@ -75,7 +75,7 @@ def test_json_names_relays() -> None:
         assert read.to_bytes() == plan.to_bytes()
         assert read.simulate() == plan.wire_bytes_sum
         table["relay_meshes"] = relay_meshes[:-1]
-        with pytest.raises(ValueError, match=r"sizes for (40|1) coordinates"):
+        with pytest.raises(ValueError, match=r"placements: number of sizes of .* must be (40|1), one per coordinate"):
             sw.planning.plan_from_json(json.dumps(table))
 
 
@@ -110,11 +110,11 @@ def test_figures_say_whether_they_hold_for_every_rank() -> None:
     [
         (lambda t: t.update(version=3), "version 3; allowed is 4"),
         (lambda t: t.pop("steps"), "missing"),
-        (lambda t: t["steps"][0].update(op="teleport"), "'teleport' is not known"),
+        (lambda t: t["steps"][0].update(op="teleport"), "op must be one of .*, got 'teleport'"),
         (lambda t: t["steps"][0].update(rounds=0), "rounds must be in .*, got 0"),
         (lambda t: t["steps"][0].update(mesh_dims=[]), "mesh dims of a step must be .*, got"),
         (lambda t: t["steps"][0].update(after=t["source"]), "plan"),
-        (lambda t: t["mesh"].update(dim_sizes=[2, 0]), "size 0"),
+        (lambda t: t["mesh"].update(dim_sizes=[2, 0]), "mesh: size of dim .* must be at least 1, got 0"),
         (lambda t: t["topology"].update(step_ps=-1), "step_ps"),
     ],
 )

@@ -55,12 +55,12 @@ def test_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([*COLUMN, "--x", "S(0)", "--weight", "R,S(0)"], "placements: got 1 for a mesh of 2 dims"),
+        ([*COLUMN, "--x", "S(0)", "--weight", "R,S(0)"], "placements must have one item per mesh dim, 2 "),
         ([*PLACED, "--cuts", "q,n"], "cuts must be axes of bsk,nk->bsn, or '-' for none, got 'qn'"),
         ([*PLACED, "--sizes", "b=8"], "sizes must have one size for each axis of bsk,nk->bsn, got none for 's'"),
         ([*PLACED, "--axes", "bsk->bsn"], "contraction must be an einsum of two operands"),
         ([*PLACED, "--sizes", "batch=8"], "each axis of sizes must be a single letter, got 'batch'"),
-        ([*PLACED, "--out", "R"], "placements: got 1 for a mesh of 2 dims"),
+        ([*PLACED, "--out", "R"], "placements must have one item per mesh dim, 2 "),
         (
             [*PLACED, "--bias", "R,R", "--bias", "R,R"],
             "axes, biases and results must have one entry for each of 1 weights, got 1, 2 and 1",
