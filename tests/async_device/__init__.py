@@ -1,8 +1,9 @@
-"""A device for tests that is as asynchronous as a GPU, in host memory (driver.h), with process groups that have NCCL's
-rules (process_group.h).
+"""A test device in host memory that is as asynchronous as a GPU (driver.h), with process groups that have NCCL's rules
+(process_group.h).
 
     import async_device
-    async_device.load()                       # builds it the first time; torch then knows the device "asyncdev"
+    async_device.build()                      # once, before any process loads it
+    async_device.load()                       # registers the device "asyncdev" with torch
     x = torch.ones(3, device="asyncdev")
     dist.init_process_group("cpu:gloo,asyncdev:strict", ...)
 """
@@ -47,12 +48,12 @@ def _environment(**changes: str) -> Iterator[None]:
 
 
 def build() -> Path:
-    """Builds the extension where it is older than its sources, and returns its path. Takes a minute or two."""
+    """Builds the extension if it is older than its sources, and returns its path. Takes a minute or two."""
     from torch.utils import cpp_extension
 
     folder = _build_directory()
     library = folder / f"{_NAME}.so"
-    # Copies of boxes are shardwright's own, on this device as on others.
+    # The device copies boxes with shardwright's own code.
     names = ("layout/box", "program/strided_copy", "program/copy_table")
     shared = [_CSRC / f"{name}.{suffix}" for name in names for suffix in ("cpp", "h")]
     sources = [*_HERE.glob("*.cpp"), *_HERE.glob("*.h"), *shared]
@@ -64,14 +65,14 @@ def build() -> Path:
         "MAX_JOBS": os.environ.get("MAX_JOBS", str(os.cpu_count() or 1)),
     }
     if ccache := shutil.which("ccache"):
-        compiler = folder / "ccache" / "c++"  # torch wants one program, and asks it what compiler it is
+        compiler = folder / "ccache" / "c++"  # torch requires a single program, and asks it for its compiler
         compiler.parent.mkdir(exist_ok=True)
         if not compiler.is_symlink():
             compiler.symlink_to(ccache)
         changes |= {"CXX": str(compiler), "CCACHE_BASEDIR": str(_HERE.parents[1]), "CCACHE_NOHASHDIR": "1"}
     with _environment(**changes), open(folder / "one_at_a_time", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)  # of a build that was killed, which torch would wait for
+        (folder / "lock").unlink(missing_ok=True)  # left by a killed build; torch would wait for it
         cpp_extension.load(
             name=_NAME,
             sources=sorted(str(source) for source in sources if source.suffix == ".cpp"),
@@ -85,7 +86,7 @@ def build() -> Path:
 
 @functools.cache
 def native() -> Any:
-    """The extension, built before."""
+    """Returns the extension, which must have been built."""
     path = _build_directory() / f"{_NAME}.so"
     if not path.exists():
         raise RuntimeError(f"{path} is not there; async_device.build() makes it")
@@ -98,7 +99,7 @@ def native() -> Any:
 
 @functools.cache
 def load() -> Any:
-    """Makes the device known to torch and to shardwright, and returns the extension."""
+    """Registers the device with torch and shardwright, and returns the extension."""
     module = native()
     torch.utils.rename_privateuse1_backend(DEVICE)
     torch._register_device_module(DEVICE, _device_module(module))
@@ -142,7 +143,7 @@ def _device_module(native_module: Any) -> types.ModuleType:
 
 @contextlib.contextmanager
 def captured() -> Iterator[Any]:
-    """Captures what the block gives to a stream of its own; yields the graph, whose ``replay()`` does it."""
+    """Captures the block's work on a new stream. Yields the graph, whose ``replay()`` runs it."""
     module = load()
     side = torch.Stream(device=DEVICE)
     side.wait_stream(torch.accelerator.current_stream())

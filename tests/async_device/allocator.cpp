@@ -70,7 +70,7 @@ class CachingAllocator final : public c10::Allocator {
     synchronize_device();
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     take_back();
-    synchronize_device();  // so that freed blocks are poisoned
+    synchronize_device();  // poisons freed blocks
     for (auto& [key, blocks] : free_) {
       if (key.first != nullptr) continue;
       for (auto& [bytes, block] : blocks) {
@@ -100,7 +100,7 @@ class CachingAllocator final : public c10::Allocator {
 
   static void release(void* context) { get().take(static_cast<Block*>(context)); }
 
-  // Take the smallest block that is large enough, if at most half of it stays unused.
+  // Takes the smallest block that is large enough, if at most half of it stays unused.
   Block* find(const Pool& pool, size_t bytes) {
     std::multimap<size_t, Block*>& blocks = free_[pool];
     const auto found = blocks.lower_bound(bytes);
@@ -114,7 +114,7 @@ class CachingAllocator final : public c10::Allocator {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     allocated_ -= static_cast<int64_t>(block->bytes);
     const bool is_captured = block->graph != nullptr;
-    // Work that must not be captured waits for the end of the capture.
+    // Work that must not be captured is delayed to the end of the capture.
     if (!block->other_streams.empty() || (!is_captured && is_capturing_anywhere())) {
       Returning returning{block, {}};
       if (!is_capturing_anywhere()) returning.record();
@@ -135,7 +135,7 @@ class CachingAllocator final : public c10::Allocator {
     free_[{block->graph, block->stream}].emplace(block->bytes, block);
   }
 
-  // Not under a capture.
+  // Must not be called during a capture.
   void take_back() {
     std::vector<Returning> left;
     for (Returning& returning : returning_) {
@@ -210,7 +210,7 @@ class PinnedAllocator final : public c10::Allocator {
   }
 
   std::mutex mutex_;
-  std::map<void*, void*> ends_;  // by begin
+  std::map<void*, void*> ends_;  // end addresses by begin address
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Checks the arguments of strict process groups, and the parts of their operations.
+// Argument checks of strict process groups, and the parts of their operations.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,10 +11,10 @@ namespace async_device {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Checks that a tensor is on this device, dense and contiguous; else throws c10::ValueError that names `what`, the
-// operation.
+// Checks that a tensor is on this device, dense and contiguous. Otherwise throws c10::ValueError that names the
+// operation `what`.
 void check_tensor(const at::Tensor& tensor, const char* what);
-// Checks the same, and that NCCL supports the dtype, and returns the tensor's memory.
+// Checks the same, and that NCCL supports the dtype. Returns the tensor's memory.
 Memory memory_of(const at::Tensor& tensor, const char* what);
 const at::Tensor& only(const Tensors& tensors, const char* what);
 void check_root(int64_t root, int size, const char* what);

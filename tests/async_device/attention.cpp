@@ -1,5 +1,5 @@
-// Fused attention on the test device: the CPU's, through the operators that PyTorch has for devices of others. Keys
-// have as many heads as queries.
+// Fused attention on the test device: the CPU's, through PyTorch's operators for PrivateUse1 devices. Keys have as many
+// heads as queries.
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <torch/library.h>

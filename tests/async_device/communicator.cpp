@@ -14,7 +14,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kPollEvery = Milliseconds(3);
-// How long a rank that gives up waits for the others to report where they are.
+// Time for which a rank that gives up waits for the others to report their operations.
 constexpr auto kAskOthersFor = Milliseconds(1000);
 constexpr int kHeaderTag = 0;
 constexpr int kDataTag = 1;
@@ -28,7 +28,8 @@ std::string joined(const std::vector<std::string>& parts, const char* separator)
   return all;
 }
 
-// Returns what ranks post under `key`/rank, once all have, or at the deadline; empty for ranks that have not posted.
+// Returns the values that ranks post under `key`/rank, once all have posted, or at the deadline. Ranks that have not
+// posted have an empty value.
 std::vector<std::string> collect(c10d::Store& store, const std::string& key, int size, Clock::time_point deadline) {
   std::vector<std::string> values(size);
   std::vector<bool> is_there(size);
@@ -56,8 +57,8 @@ void wait_until(const c10::intrusive_ptr<c10d::Work>& work, Clock::time_point de
 // Returns the first line of a Gloo error, without the location in its sources.
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
-// Destroying a process group made with Python may need Python's lock, for which no stream's thread may wait. So the few
-// that are still in use when their group is destroyed are leaked.
+// Destroying a process group made in Python may need Python's lock, for which no stream's thread may wait. So the few
+// Gloo groups still in use when their group is destroyed are leaked.
 void keep_forever(BackendPtr gloo) {
   static std::mutex mutex;
   static auto* kept = new std::vector<BackendPtr>;
@@ -74,7 +75,7 @@ const char* name_of(Kind kind) {
   return index < std::size(kNames) ? kNames[index] : "something unknown";
 }
 
-// ------------------------------------------------------------------------------------------------ ranks and meetings
+// ------------------------------------------------------------------------------------------------ ranks and rendezvous
 
 int64_t Place::global(int group_rank) const { return global_ranks.empty() ? group_rank : global_ranks.at(group_rank); }
 

@@ -1,5 +1,5 @@
-// What the ranks of a strict process group share once all of them have met: the order of their operations, and messages
-// for data, which are Gloo's. Everything else in process_group.h is built from these.
+// The shared state of a strict process group after its rendezvous: the order of its operations, and messages for data,
+// which are Gloo's. Everything else in process_group.h builds on these.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -50,8 +50,8 @@ struct Place {
 };
 
 // Blocks the host until all ranks of the group have called it with this `key`, once per key and store, and returns
-// their values by rank. Throws c10::DistBackendError that names the missing ranks after `timeout`, and one if the store
-// knows the key from before. `purpose` completes "... needs all ranks of the group".
+// their values by rank. After `timeout`, throws c10::DistBackendError that names the missing ranks. Throws one as well
+// if the store has the key from an earlier rendezvous. `purpose` completes "... needs all ranks of the group".
 std::vector<std::string> meet(const StorePtr& store, const Place& place, const std::string& key,
                               const std::string& value, const std::string& purpose, Milliseconds timeout);
 
@@ -64,7 +64,7 @@ struct Memory {
   static Memory of(const at::Tensor& tensor);
   int64_t bytes() const;
   Memory part(int64_t first, int64_t num) const;
-  at::Tensor as_cpu() const;  // the same memory
+  at::Tensor as_cpu() const;  // shares the memory
   at::Tensor as_bytes() const;
 };
 
@@ -73,7 +73,7 @@ struct Message {
   Memory memory;
 };
 
-// What one rank sends, receives and copies in one operation.
+// The messages and copies of one rank in one operation.
 struct Moves {
   std::vector<Message> sends;
   std::vector<Message> receives;
@@ -102,7 +102,7 @@ class Communicator {
   // kind, detail or bytes.
   void exchange(Kind kind, int64_t detail, const Moves& moves);
 
-  // Ends all operations. With `finish_first`, those that were launched are done first, else they are skipped.
+  // Ends all operations. With `finish_first`, launched operations finish first; otherwise they are skipped.
   void close(const std::string& reason, bool finish_first);
 
   uint64_t num_launched() const { return next_ - 1; }
@@ -119,7 +119,7 @@ class Communicator {
   std::condition_variable changed_;
   uint64_t done_ = 0;
   bool is_running_ = false;
-  std::string closed_;  // the reason; empty if it is not closed
+  std::string closed_;  // the reason; empty while the communicator is open
   std::string failed_;
   BackendPtr gloo_;
 };

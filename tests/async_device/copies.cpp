@@ -1,5 +1,5 @@
-// shardwright's copies of boxes on the test device, done like its CUDA kernel: every copy uses a table that is uploaded
-// and kept (program/copy_table.h), and finds words in blocks of numbers.
+// shardwright's copies of boxes on the test device, done like its CUDA kernel: every copy uses an uploaded, cached
+// table (program/copy_table.h), and finds words in blocks of numbers.
 #include <ATen/ops/empty.h>
 
 #include <cstring>
@@ -110,7 +110,7 @@ void copy(const shardwright::StridedCopy& copy, const at::Tensor& src, at::Tenso
 
 }  // namespace
 
-// The functions of shardwright's DeviceCopy.
+// Returns the functions of shardwright's DeviceCopy.
 uintptr_t copy_address() { return reinterpret_cast<uintptr_t>(&copy); }
 
 }  // namespace async_device

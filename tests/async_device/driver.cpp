@@ -27,7 +27,7 @@ struct Mark {
   std::condition_variable changed;
   bool is_done = false;
   Clock::time_point when;
-  // For a mark that was recorded in a capture:
+  // Only if the mark was recorded in a capture:
   std::weak_ptr<Graph> graph;
   bool is_captured = false;
   size_t number = 0;
@@ -151,7 +151,7 @@ class Worker {
   int64_t epoch_ = -1;
 };
 
-// Of each device. 0: each stream has a queue of its own.
+// Number of queues of each device. 0: each stream has its own queue.
 const int64_t num_queues = [] {
   const char* given = std::getenv("ASYNC_DEVICE_QUEUES");
   return given == nullptr ? 0 : std::atoll(given);
@@ -159,7 +159,7 @@ const int64_t num_queues = [] {
 
 Worker& worker_of(c10::StreamId id) {
   static std::mutex mutex;
-  static auto* workers = new std::map<c10::StreamId, Worker*>;  // outlive threads that run at exit
+  static auto* workers = new std::map<c10::StreamId, Worker*>;  // outlives threads that run at exit
   if (num_queues > 0) id = id / kFirstStream * kFirstStream + id % kFirstStream % num_queues;
   const std::lock_guard<std::mutex> lock(mutex);
   Worker*& worker = (*workers)[id];
@@ -173,11 +173,11 @@ thread_local c10::StreamId current_streams[kNumDevices] = {0, kFirstStream};
 std::atomic<int64_t> num_works{0};
 std::atomic<int64_t> num_events{0};
 std::atomic<int64_t> num_waits{0};
-std::atomic<int64_t> launches_until_refusal{0};  // 0: none is refused
+std::atomic<int64_t> launches_until_refusal{0};  // 0: refuses none
 
 thread_local int relaxed = 0;
 
-// All captures, and the order of the work given to streams in captures.
+// All captures, and the order of the work given to captured streams.
 std::recursive_mutex capture_mutex;
 std::vector<std::shared_ptr<Graph>> captures;
 std::atomic<int> num_captures{0};
@@ -383,7 +383,7 @@ void replay(const Graph& graph) {
   TORCH_CHECK(!graph.is_capturing && graph.spoiled_by.empty(), "async_device: the graph was not captured to its end");
   std::vector<std::shared_ptr<Mark>> marks;
   for (size_t i = 0; i < graph.num_marks; ++i) marks.push_back(std::make_shared<Mark>());
-  // Work of other streams begins after the work that the launching stream was given before.
+  // Work of other streams begins after all work that the launching stream received before.
   const c10::StreamId current = current_stream().id();
   const auto launched = std::make_shared<Mark>();
   worker_of(current).add([launched] { launched->set(); }, false);

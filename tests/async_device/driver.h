@@ -7,9 +7,9 @@
 // As on a GPU,
 // - work on a stream keeps no memory alive,
 // - only events order streams,
-// - a failure on a stream is raised by the next call that synchronises, and by every later one,
-// - while a graph is captured, the work of its streams is kept for the graph's replays and not done now; querying and
-//   synchronising are errors that end the capture, unless the thread has relaxed its rules.
+// - a failure on a stream is raised by the next call that synchronizes, and by every later one,
+// - while a graph is captured, the work of its streams is recorded for replays and not done now; querying and
+//   synchronizing are errors that end the capture, unless the thread has relaxed its rules.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -25,10 +25,10 @@ namespace async_device {
 constexpr c10::DeviceType kDeviceType = c10::DeviceType::PrivateUse1;
 constexpr int kNumDevices = 2;
 
-c10::Device device();                            // the current one of this thread
+c10::Device device();                            // the current device of this thread
 c10::Device set_device(c10::DeviceIndex index);  // returns the previous one
 
-// Makes a device current while it lives.
+// Makes a device current during its lifetime.
 class OnDevice {
  public:
   explicit OnDevice(c10::Device device) : before_(set_device(device.index())) {}
@@ -43,9 +43,9 @@ class OnDevice {
 using Work = std::function<void()>;
 
 // ---- streams. With ASYNC_DEVICE_QUEUES=n in the environment, the streams of a device share n queues, so that work
-// also waits for work of other streams that was given before it, as on a GPU with few connections. Numbers begin at
-// kFirstStream times the device; the first of each device is its default stream, which does not wait for the others,
-// nor they for it.
+// also waits for earlier work of other streams, as on a GPU with few connections. Stream numbers begin at kFirstStream
+// times the device. The first stream of each device is its default stream, which does not wait for the others, nor they
+// for it.
 
 constexpr c10::StreamId kFirstStream = 1000;
 inline c10::Stream stream_of(c10::StreamId id) {
@@ -55,37 +55,38 @@ inline c10::Stream stream_of(c10::StreamId id) {
 inline c10::Stream default_stream(c10::Device of) { return stream_of(of.index() * kFirstStream); }
 c10::Stream current_stream();  // the current stream of this thread, on its current device
 c10::Stream current_stream(c10::Device of);
-c10::Stream set_current_stream(c10::Stream to);       // of its device; returns the previous one
+c10::Stream set_current_stream(c10::Stream to);       // of the stream's device; returns the previous one
 c10::Stream stream_from_pool(bool is_high_priority);  // of the current device
 
-// Adds work after all that the stream was given before. `work` must not own tensors of this device.
+// Adds work after all earlier work of the stream. `work` must not own tensors of this device.
 void enqueue(c10::Stream stream, Work work);
 
-// The same for the work of a kernel, whose launch may be refused: the launch with this number from now on, counted from
-// 1, throws c10::Error and does nothing. 0: none. launches_before_refusal says whether it is still to come.
+// The same for the work of a kernel, whose launch may be refused: refuse_launch(number) makes the launch with this
+// number from now on, counted from 1, throw c10::Error and do nothing. 0 refuses none. launches_before_refusal returns
+// the number of launches up to it, or 0 if none will be refused.
 void launch(c10::Stream stream, Work work);
 void refuse_launch(int64_t number);
 int64_t launches_before_refusal();
 
-// The same for work that depends on when it is given to the stream: `at_launch` is called by the host at that moment,
-// which is now, or at every replay of the graph that is captured now, and returns the work.
+// The same for work that depends on the time of its launch: the host calls `at_launch` at that time, which is now, or
+// at every replay of the graph that is being captured. `at_launch` returns the work.
 void enqueue_at_launch(c10::Stream stream, std::function<Work()> at_launch);
 
 bool is_done(c10::Stream stream);
 void synchronize(c10::Stream stream);
 void synchronize_device();
 
-// Raises the failure of a stream as c10::Error, as all synchronisation does. Does nothing if there is none.
+// Raises the failure of a stream as c10::Error, as all synchronization does. Does nothing if there is none.
 void raise_failure();
 // Fails like work that throws.
 void fail(const std::string& reason);
 void forget_failure();
 
-// What this process has asked the driver for since the start.
+// Requests of this process to the driver since the start.
 struct Counts {
   int64_t works = 0;   // pieces of work, as launches of kernels and copies are
-  int64_t events = 0;  // recordings of events
-  int64_t waits = 0;   // of streams for events
+  int64_t events = 0;  // recorded events
+  int64_t waits = 0;   // waits of streams for events
 };
 Counts counts();
 
@@ -117,7 +118,7 @@ class Graph;
 
 // Captures the work of the current stream, and of streams that wait for it, until end_capture.
 std::shared_ptr<Graph> begin_capture();
-// Throws c10::Error if a rule was broken, or if a stream that joined the capture was not waited for.
+// Throws c10::Error if a rule was broken, or if no captured stream waits for a stream that joined the capture.
 void end_capture(const std::shared_ptr<Graph>& graph);
 // Replays the graph on the current stream.
 void replay(const Graph& graph);
@@ -129,7 +130,7 @@ bool is_capturing_anywhere();
 // If captures are under way and this thread's rules are not relaxed, invalidates them and throws.
 void forbid_in_capture(const char* what);
 
-// Relaxes the rules for this thread while it lives, as cudaStreamCaptureModeRelaxed does.
+// Relaxes the rules for this thread during its lifetime, as cudaStreamCaptureModeRelaxed does.
 class RelaxedRules {
  public:
   RelaxedRules();

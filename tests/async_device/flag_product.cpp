@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kTileRows = 128;
 constexpr std::chrono::microseconds kPause{50};
 
-std::atomic<int64_t> flags_until_loss{0};  // below 1: none is lost
+std::atomic<int64_t> flags_until_loss{0};  // below 1: loses none
 std::atomic<int64_t> products_running{0};
 
 at::Tensor matrix(void* data, at::IntArrayRef sizes, at::IntArrayRef strides) {
@@ -48,7 +48,7 @@ at::Tensor async_input_mm(const at::Tensor& a, const at::Tensor& b, const at::Te
     for (int64_t i = 0; i < chunks; ++i) {
       const int64_t chunk = (first + i) % chunks;
       while (std::atomic_ref(flag[chunk]).load() == 0) {
-        raise_failure();  // of what would have set it
+        raise_failure();  // if the stream that should set the flag failed
         std::this_thread::sleep_for(kPause);
       }
       const auto rows_of = [&](void* data, int64_t columns) {
@@ -71,7 +71,7 @@ at::Tensor stream_write_value(const at::Tensor& flags, int64_t index, int64_t va
   return flags;
 }
 
-// Boxed, because kernels of one operator must have the same C++ signature, and torch's versions differ in theirs.
+// Boxed, because kernels of one operator must have the same C++ signature, which differs between versions of torch.
 void boxed_product(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   const at::Tensor out =
       async_input_mm(stack->at(0).toTensor(), stack->at(1).toTensor(), stack->at(2).toTensor(), stack->at(3).toInt());

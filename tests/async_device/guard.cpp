@@ -1,4 +1,4 @@
-// The interface that c10 needs of a device: its guard, which handles streams and events, and its hooks.
+// The device interface of c10: a guard, which handles streams and events, and hooks.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -31,7 +31,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override { return is_done(stream); }
   void synchronizeStream(const c10::Stream& stream) const override { async_device::synchronize(stream); }
   void synchronizeDevice(const c10::DeviceIndex) const override { synchronize_device(); }
-  // An override from torch 2.15 on.
+  // Overrides a function of torch 2.15 and later.
   bool isStreamCapturing(const c10::Stream& stream) const { return is_capturing(stream); }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {

@@ -45,9 +45,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("replay", [](const CapturedGraph& captured) { replay(*captured.graph); }, without_gil);
   m.def("is_capturing", [] { return is_capturing(current_stream()); });
   m.def("copy_address", &copy_address);
-  // The functions of shardwright's CaptureQuery.
+  // Returns the functions of shardwright's CaptureQuery.
   m.def("capture_query_address", [] { return reinterpret_cast<uintptr_t>(&is_capturing); });
-  // Keeps the current stream busy for some milliseconds, for tests that need it to be late.
+  // Keeps the current stream busy for some milliseconds, for tests that need a late stream.
   m.def("sleep", [](int64_t milliseconds) {
     enqueue(current_stream(), [milliseconds] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
   });

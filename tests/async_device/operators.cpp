@@ -1,8 +1,8 @@
 // Operators on the test device: the CPU's kernels run on the same memory, on the thread of the current stream.
 //
-// One fallback serves nearly all operators. Those that write to their arguments are given to the stream as they are.
-// Those that return new tensors run on meta tensors first, which tell what to allocate. Others (with results that
-// depend on values, or without results) wait for the stream and run on the CPU. Views are made at once.
+// One fallback serves nearly all operators. Operators that write to their arguments are given to the stream as they
+// are. Operators that return new tensors run on meta tensors first, which give the sizes to allocate. Others (with
+// results that depend on values, or without results) wait for the stream and run on the CPU. Views are made at once.
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -100,7 +100,7 @@ void call(const c10::OperatorHandle& op, Stack& stack) {
 }
 
 std::set<std::string>& synchronous() {
-  static auto* names = new std::set<std::string>;  // operators whose results cannot be found by meta tensors
+  static auto* names = new std::set<std::string>;  // operators whose results meta tensors cannot give
   return *names;
 }
 std::mutex names_mutex;
@@ -111,7 +111,7 @@ void by_cpu(const c10::OperatorHandle& op, Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
 
-// Returns the result of a call on meta tensors, or nothing if it does not tell what to allocate.
+// Returns the result of a call on meta tensors, or nothing if it does not give the sizes to allocate.
 std::optional<std::vector<at::Tensor>> results_on_meta(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> args) {
   const std::string name = toString(op.operator_name());
   {
@@ -131,7 +131,7 @@ std::optional<std::vector<at::Tensor>> results_on_meta(const c10::OperatorHandle
       TORCH_CHECK(value.isTensor() && value.toTensor().defined(), "not only tensors");
       results.push_back(value.toTensor());
     }
-  } catch (const std::exception&) {  // if something else is wrong, the CPU's kernel reports it
+  } catch (const std::exception&) {  // the CPU's kernel reports other errors
     const std::lock_guard<std::mutex> lock(names_mutex);
     synchronous().insert(name);
     return std::nullopt;
@@ -139,7 +139,7 @@ std::optional<std::vector<at::Tensor>> results_on_meta(const c10::OperatorHandle
   return results;
 }
 
-// The device of the first argument on this device; the current one if there is none.
+// Returns the device of the first argument on this device, or the current device if there is none.
 c10::Device device_of(c10::ArrayRef<c10::IValue> args) {
   for (const c10::IValue& arg : args) {
     if (arg.isTensor() && is_ours(arg.toTensor())) return arg.toTensor().device();
@@ -239,7 +239,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
               "async_device: copies from one of its devices to another are not known");
   const OnDevice on_device(is_ours(to) ? to.device() : from.device());
   if (is_ours(to)) {
-    // Copies from pageable memory, which the caller may free or overwrite at once.
+    // Copies pageable memory first, which the caller may free or overwrite at once.
     const bool is_late = !is_ours(from) && may_stay_behind(from, non_blocking);
     if (!is_ours(from) && !is_late) forbid_in_capture("copying from memory of the host");
     const at::Tensor expanded = from.expand_as(to);

@@ -35,12 +35,12 @@ BackendPtr make_gloo(const StorePtr& store, const Place& place, Milliseconds tim
   return gloo_maker()(c10::make_intrusive<c10d::PrefixStore>("gloo", store), place.rank, place.size, timeout);
 }
 
-std::atomic<int64_t> messages_until_refusal{0};  // below 1: none is refused
+std::atomic<int64_t> messages_until_refusal{0};  // below 1: refuses none
 
 thread_local int64_t open_groups = 0;
 thread_local std::vector<std::function<void()>> held_back;  // until no group is open
 
-// Gives the device what was held back, at its own end, if no group is open then.
+// If no group is open at the end of its lifetime, launches the delayed operations.
 struct HeldBack {
   ~HeldBack() {
     if (open_groups > 0) return;
@@ -79,7 +79,7 @@ class StrictWork final : public c10d::Work {
   bool blocks_host_;
 };
 
-// A rank's messages to itself are copied locally. Throws if one has no counterpart, unless `is_broken`.
+// Copies a rank's messages to itself locally. Throws if one has no counterpart, unless `is_broken`.
 Moves without_own(Moves messages, int own, bool is_broken) {
   const auto take_own = [own](std::vector<Message>& all) {
     std::vector<Memory> taken;
@@ -193,7 +193,7 @@ void StrictGroup::setTimeout(Milliseconds timeout) {
 
 void StrictGroup::eagerConnectSingleDevice(at::Device) { connect(); }
 
-// Of its device: NCCL's groups have a communicator for each.
+// Returns the group's stream on the current device. Like NCCL's groups, a group has one communicator for each device.
 c10::Stream StrictGroup::own_stream() {
   std::optional<c10::Stream>& stream = own_streams_[device().index()];
   if (!stream) stream = stream_from_pool(rules_.is_high_priority);
@@ -246,7 +246,7 @@ WorkPtr StrictGroup::launch(const std::vector<c10::Stream>& streams, const std::
     given.record(other);
     given.block(stream);
   }
-  // The ticket and the place on the stream are taken together: several threads may launch.
+  // The ticket and the place on the stream are taken together, because several threads may launch.
   const std::lock_guard<std::mutex> lock(launching_);
   auto give = [stream, communicator = communicator_, what, body = std::move(body)] {
     enqueue_at_launch(stream, [communicator, what, body] {
@@ -257,7 +257,7 @@ WorkPtr StrictGroup::launch(const std::vector<c10::Stream>& streams, const std::
   const auto graph = graph_captured_on(stream);
   const auto is_it = [&](const std::weak_ptr<Graph>& known) { return known.lock() == graph; };
   if (graph && std::none_of(graphs_.begin(), graphs_.end(), is_it)) graphs_.push_back(graph);
-  // Events are recorded now, whether the operation is there or not, as on CUDA.
+  // As on CUDA, events are recorded now, also if the operation is delayed.
   if (open_groups > 0) {
     held_back.push_back(std::move(give));
   } else {
@@ -347,7 +347,7 @@ WorkPtr StrictGroup::endCoalescing() {
   Batch batch = std::move(*batch_);
   batch_.reset();
   if (rules_.holds_thread) --open_groups;
-  HeldBack others;  // which come after the batch itself
+  HeldBack others;  // launches the delayed operations after the batch itself
   if (batch.streams.empty()) return nullptr;
   count("batch");
   if (!batch.has_messages) {

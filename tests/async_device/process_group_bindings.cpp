@@ -12,7 +12,7 @@ namespace py = pybind11;
 void bind_process_group(py::module_& m) {
   using namespace async_device;
   using without_gil = py::call_guard<py::gil_scoped_release>;
-  py::module_::import("torch.distributed");  // which defines Backend
+  py::module_::import("torch.distributed");  // defines Backend
 
   py::class_<Rules>(m, "Rules")
       .def(py::init<>())
@@ -36,7 +36,7 @@ void bind_process_group(py::module_& m) {
       .def("connect", &StrictGroup::connect, without_gil())
       .def("split_off", &StrictGroup::split_off, py::arg("store"), py::arg("ranks"), py::arg("name"),
            py::arg("timeout"), py::arg("rules"), without_gil())
-      // PyTorch calls this on ranks that are not in a group that others split off.
+      // PyTorch calls this on ranks outside a group that others split off.
       .def(
           "perform_nocolor_split",
           [](StrictGroup& group, const py::object&) {
@@ -50,7 +50,7 @@ void bind_process_group(py::module_& m) {
   m.def("lose_flag", &lose_flag, py::arg("number"));
   m.def("set_gloo_maker", &set_gloo_maker);
   m.def("process_group_counters", &counters);
-  // The functions of shardwright's OpenGroupsQuery.
+  // Returns the functions of shardwright's OpenGroupsQuery.
   m.def("open_groups_query_address", [] { return reinterpret_cast<uintptr_t>(&open_groups_of_thread); });
   m.def("refuse_message", &refuse_message, py::arg("number"));
   m.def("reset_process_group_counters", &reset_counters);

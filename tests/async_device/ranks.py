@@ -1,9 +1,9 @@
-"""Runs a function of a test module on several ranks, each in a process of its own that ends as any other does, and what
-such functions need.
+"""Runs a function of a test module on several ranks, each in its own process that exits normally. Also helpers for such
+functions.
 
     values = ranks.run(function, 3, argument)          # function(rank, size, store_path, argument); values[rank]
 
-Raises AssertionError with the traceback of every rank that raised, and if a rank did not end, or not with exit code 0.
+Raises AssertionError with the traceback of every rank that raised, hung, or exited with a code other than 0.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def run(
     return values
 
 
-# ------------------------------------------------------------------------------------------ on the ranks
+# ------------------------------------------------------------------------------------- helpers on ranks
 
 
 def begin(
     rank: int, size: int, path: str, seconds: float = 20.0, *, bound: bool = False, alone: bool = False, **rules: bool
 ) -> Any:
-    """The default group, lazy and with null works unless `rules` say otherwise; returns the extension.
+    """Makes the default group and returns the extension. Unless `rules` say otherwise, it is lazy and has null works.
 
     `alone`: without Gloo for tensors on CPU, which needs all members when a group is made.
     """
@@ -106,7 +106,7 @@ def begin(
 
 
 def begin_on_gloo(rank: int, size: int, path: str) -> None:
-    """A default group of Gloo, for tensors on CPU and, by way of host memory, for those on the device."""
+    """Makes a default group of Gloo for tensors on CPU and, through host memory, for tensors on the device."""
     async_device.load()
     dist.init_process_group(
         f"cpu:gloo,{DEVICE}:gloo",
@@ -118,7 +118,7 @@ def begin_on_gloo(rank: int, size: int, path: str) -> None:
 
 
 def group_of(process_group: Any = None) -> Any:
-    """The backend itself, whose calls return what it returns."""
+    """Returns the backend itself, whose calls return its own works."""
     return (process_group or dist.group.WORLD)._get_backend(torch.device(DEVICE))
 
 

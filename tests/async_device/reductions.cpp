@@ -54,8 +54,8 @@ void write(const at::Tensor& from, const Memory& to) {
   if (to.bytes() > 0) std::memcpy(to.data, from.contiguous().const_data_ptr(), static_cast<size_t>(to.bytes()));
 }
 
-// Sends `to[r]` to rank r and returns what ranks sent here, in their order. Ranks other than `root` send only, if there
-// is a root.
+// Sends `to[r]` to rank r and returns the contributions of all ranks, in their order. If there is a root, other ranks
+// only send.
 std::vector<at::Tensor> contributions(Communicator& communicator, Kind kind, const std::vector<Memory>& to,
                                       const Reduction& reduction, int rank, int root = -1) {
   const int size = static_cast<int>(to.size());

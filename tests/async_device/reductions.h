@@ -16,7 +16,7 @@ struct Reduction {
   c10d::ReduceOp::RedOpType op = c10d::ReduceOp::SUM;
   double factor = 1;                  // of PREMUL_SUM
   at::ScalarType dtype = at::kFloat;  // the dtype of the arithmetic: real for complex numbers, uint8 for bool
-  int64_t per_element = 1;            // how many numbers of it make one element
+  int64_t per_element = 1;            // numbers of `dtype` per element
 };
 
 // Throws c10::TypeError or c10::ValueError if NCCL would. Complex numbers are treated as pairs if `allows_complex`.
@@ -24,7 +24,7 @@ Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType dtype, bool allo
 
 Communicator::Body all_reducing(const at::Tensor& tensor, const Reduction& reduction, int rank, int size);
 Communicator::Body reducing(const at::Tensor& tensor, const Reduction& reduction, int root, int rank, int size);
-// `parts[r]` is what this rank adds to the output of rank r.
+// `parts[r]` is this rank's contribution to the output of rank r.
 Communicator::Body reduce_scattering(const Memory& output, const std::vector<Memory>& parts, const Reduction& reduction,
                                      int rank);
 

@@ -5,9 +5,9 @@
     dist.init_process_group("cpu:gloo,asyncdev:strict", ...)   # device_id=torch.device("asyncdev", 0) binds it
     dist.new_group(ranks, pg_options=strict.rules(is_high_priority=True))
 
-Which calls split a communicator, and so need all ranks of the default group, is PyTorch's own decision: the group says
-that it can be split, as NCCL's does. In torch 2.15 PyTorch hands over what to split from; in 2.11 it does so for NCCL
-alone, and this file asks for it.
+PyTorch decides which calls split a communicator, and so need all ranks of the default group: the group reports that it
+can be split, as NCCL's does. Torch 2.15 passes the group to split from. Torch 2.11 does so only for NCCL, so this file
+looks it up.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _longest_wait: timedelta | None = None
 
 
 def rules(**changes: bool) -> Rules:
-    """The rules of groups made now, with these changes: for `pg_options`."""
+    """Returns the current rules with these changes, for `pg_options`."""
     return dataclasses.replace(_rules, **changes)
 
 
 def set_rules(**changes: bool) -> Rules:
-    """Changes the rules of groups made from now on, and returns those from before."""
+    """Changes the rules of groups made from now on, and returns the previous rules."""
     global _rules
     before, _rules = _rules, rules(**changes)
     return before
@@ -63,8 +63,8 @@ def restore_rules(before: Rules) -> None:
 
 
 def counters() -> dict[str, int]:
-    """Of this process since `reset_counters`: operations by name, "batch", "rendezvous", "split"; and the number of
-    "communicators" that are there."""
+    """Returns this process's counts since `reset_counters`: calls by name, "batch", "rendezvous", "split"; also the
+    number of "communicators" now."""
     assert _native is not None
     return dict(_native.process_group_counters())
 
@@ -75,7 +75,7 @@ def reset_counters() -> None:
 
 
 def register(native: types.ModuleType) -> None:
-    """Makes "strict" known to torch.distributed. Does nothing the second time."""
+    """Registers "strict" with torch.distributed. Does nothing the second time."""
     global _native
     if _native is not None:
         return
@@ -107,7 +107,8 @@ def _create(options: Any, backend_options: object) -> Any:
     native_rules.holds_thread = chosen.holds_thread
     native_rules.refuses_to_end = chosen.refuses_to_end
 
-    # The timeout of new_group is half an hour unless it is given; no test wants to wait longer than its default group.
+    # The default timeout of new_group is half an hour. No test should wait longer than the timeout of its default
+    # group.
     global _longest_wait
     is_default = not options.global_ranks_in_group
     timeout = options.timeout
@@ -138,7 +139,7 @@ def _create(options: Any, backend_options: object) -> Any:
 
 
 def _split_source(options: Any) -> Any:
-    """What PyTorch would split this group from if it were NCCL's: a group of all ranks, or None."""
+    """Returns the group that PyTorch would split this one from if it were NCCL's: a group of all ranks, or None."""
     if hasattr(options, "split_from"):
         return options.split_from
     if not dist.is_initialized() or not distributed_c10d._get_default_group().bound_device_id:

@@ -30,12 +30,12 @@ namespace symm = c10d::symmetric_memory;
 constexpr Milliseconds kRendezvousTimeout{20'000};
 constexpr std::chrono::microseconds kPause{50};
 
-std::atomic<int64_t> signals_until_loss{0};  // below 1: none is lost
+std::atomic<int64_t> signals_until_loss{0};  // below 1: loses none
 
-// Signals, then memory, of one rank.
+// One rank's signals, followed by its memory.
 class Mapping {
  public:
-  // Fresh memory of this process under a name, or that of another one.
+  // Creates memory under a name, or maps the memory of another process.
   Mapping(const std::string& name, size_t bytes, bool is_fresh) : bytes_(symm::get_signal_pad_size() + bytes) {
     const int file = shm_open(name.c_str(), is_fresh ? O_CREAT | O_EXCL | O_RDWR : O_RDWR, 0600);
     TORCH_CHECK(file >= 0, "symmetric memory ", name, ": ", std::strerror(errno));
@@ -50,7 +50,7 @@ class Mapping {
     try {
       synchronize_device();
     } catch (const std::exception&) {
-      // Whoever synchronises is told.
+      // Ignored: later synchronization raises it.
     }
     munmap(begin_, bytes_);
   }
@@ -105,7 +105,7 @@ class Shared final : public symm::SymmetricMemory {
     return ranks_.at(owner)->signals() + index;
   }
 
-  // Gives to the current stream: once the signal is `from`, it is made `to`.
+  // Adds to the current stream: once the signal is `from`, sets it to `to`.
   void give(uint32_t* signal, uint32_t from, uint32_t to, size_t timeout_ms, const char* what, int peer, int channel) {
     enqueue(current_stream(), [=, rank = rank_, broken = broken_] {
       if (to == 1 && signals_until_loss > 0 && --signals_until_loss == 0) return;

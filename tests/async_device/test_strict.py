@@ -1,6 +1,6 @@
-"""That strict process groups have NCCL's rules: each of them bites.
+"""Strict process groups enforce each of NCCL's rules.
 
-Needs the extension of async_device, which is built first where it is missing or old.
+Needs the extension of async_device, which is built first if it is missing or old.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _built() -> None:
     async_device.build()
 
 
-# ------------------------------------------------------------------------------------------- what runs on the ranks
+# ------------------------------------------------------------------------------------------- functions run on the ranks
 
 
 def batch(*operations: tuple[Callable[..., Any], torch.Tensor, int]) -> None:
@@ -72,21 +72,21 @@ def test_the_first_batch_of_a_lazy_group_needs_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_a_sparse_batch_works_once_the_communicator_is_there(bound: bool) -> None:
+def test_sparse_batch_works_once_the_communicator_exists(bound: bool) -> None:
     answers = ranks.run(first_message_of_two, 3, not bound, bound)
     assert [error for error, _ in answers] == ["nothing was raised"] * 2 + ["took no part"]
     assert all(counters["rendezvous"] == 1 and counters["communicators"] == 1 for _, counters in answers)
     assert [counters.get("batch", 0) for _, counters in answers] == [1, 1, 0]
 
 
-def eager_without_one(rank: int, size: int, path: str) -> str:
+def eager_without_rank_1(rank: int, size: int, path: str) -> str:
     return (
         "stayed away" if rank == 1 else error_of(lambda: begin(rank, size, path, SHORT_SECONDS, bound=True, alone=True))
     )
 
 
 def test_an_eager_group_needs_all_ranks_when_it_is_made() -> None:
-    first, _, third = ranks.run(eager_without_one, 3)
+    first, _, third = ranks.run(eager_without_rank_1, 3)
     assert "rank 1 did not come" in first and "rank 1 did not come" in third
 
 
@@ -109,13 +109,13 @@ def members_alone(rank: int, size: int, path: str, unbind: bool) -> tuple[str, d
     return error, strict.counters()
 
 
-def test_a_group_under_a_bound_one_needs_all_ranks_of_the_parent() -> None:
+def test_splitting_a_bound_group_needs_all_ranks_of_the_parent() -> None:
     for error, counters in ranks.run(members_alone, 3, False)[:2]:
         assert "splitting off a group" in error and "rank 2 did not come" in error
         assert "split" not in counters
 
 
-def test_members_alone_make_a_group_while_the_default_one_is_unbound() -> None:
+def test_members_alone_make_a_group_while_the_default_group_is_unbound() -> None:
     for error, counters in ranks.run(members_alone, 3, True)[:2]:
         assert error == "nothing was raised"
         assert "split" not in counters and counters["communicators"] == 2
@@ -141,7 +141,7 @@ def split_in_another_order(rank: int, size: int, path: str) -> str:
     return error_of(lambda: [dist.new_group(members) for members in order])
 
 
-def test_splits_in_different_orders_are_named() -> None:
+def test_splits_in_different_orders_raise() -> None:
     errors = ranks.run(split_in_another_order, 3)
     assert any("all ranks must make groups in the same order" in error for error in errors)
 
@@ -161,7 +161,7 @@ def name_used_twice(rank: int, size: int, path: str) -> str:
     return error_of(group)
 
 
-def test_a_name_that_the_store_knows_is_refused() -> None:
+def test_reused_group_name_raises() -> None:
     assert all("from before" in error for error in ranks.run(name_used_twice, 2))
 
 
@@ -169,7 +169,7 @@ def test_a_name_that_the_store_knows_is_refused() -> None:
 
 
 def late_peer(rank: int, size: int, path: str, blocks_host: bool) -> None:
-    """Rank 1 comes late. Rank 0's asynchronous collective holds up nobody but who waits for it."""
+    """Rank 1 is late. Rank 0's asynchronous collective blocks only the streams or hosts that wait for it."""
     begin(rank, size, path, has_real_work=True, waits_block_host=blocks_host)
     dist.all_reduce(numbers(1.0))
     x = numbers(rank + 1.0)
@@ -183,7 +183,7 @@ def late_peer(rank: int, size: int, path: str, blocks_host: bool) -> None:
     work = dist.all_reduce(x, async_op=True)
     after = torch.Event(device=DEVICE)
     after.record(torch.accelerator.current_stream())
-    after.synchronize()  # the current stream is not held up
+    after.synchronize()  # the current stream is not blocked
     assert not work.is_completed()
     if blocks_host:
         set_key("come")
@@ -198,7 +198,7 @@ def late_peer(rank: int, size: int, path: str, blocks_host: bool) -> None:
 
 
 @pytest.mark.parametrize("blocks_host", [False, True])
-def test_a_wait_holds_up_the_stream_and_the_host_only_if_asked(blocks_host: bool) -> None:
+def test_wait_blocks_the_stream_and_the_host_only_if_asked(blocks_host: bool) -> None:
     ranks.run(late_peer, 2, blocks_host)
 
 
@@ -210,7 +210,7 @@ def synchronous_on_current_stream(rank: int, size: int, path: str, has_real_work
     work = group_of().allreduce([x], options)
     assert (work is not None) == has_real_work
     assert x.item() == size
-    # On a side stream, while the default stream is held up.
+    # The same on a side stream, while the default stream is blocked.
     side = torch.Stream(device=DEVICE)
     native.synchronize()
     with side:
@@ -228,12 +228,12 @@ def synchronous_on_current_stream(rank: int, size: int, path: str, has_real_work
 
 
 @pytest.mark.parametrize("has_real_work", [False, True])
-def test_a_synchronous_collective_is_on_the_current_stream(has_real_work: bool) -> None:
+def test_synchronous_collective_runs_on_the_current_stream(has_real_work: bool) -> None:
     ranks.run(synchronous_on_current_stream, 2, has_real_work)
 
 
-def chained(rank: int, size: int, path: str) -> None:
-    """Two collectives on two streams of which the first is held up: they still meet in the order of the calls."""
+def two_streams(rank: int, size: int, path: str) -> None:
+    """Two collectives on two streams, the first of which is blocked, still match in the order of the calls."""
     native = begin(rank, size, path)
     dist.all_reduce(numbers(1.0))
     one, other = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
@@ -251,11 +251,11 @@ def chained(rank: int, size: int, path: str) -> None:
     assert x.tolist() == [size, 2.0 * size] and y.tolist() == [10.0 * size, 20.0 * size]
 
 
-def test_operations_meet_in_the_order_of_the_calls() -> None:
-    ranks.run(chained, 2)
+def test_operations_match_in_the_order_of_the_calls() -> None:
+    ranks.run(two_streams, 2)
 
 
-def in_another_order(rank: int, size: int, path: str) -> str:
+def mismatched_order(rank: int, size: int, path: str) -> str:
     native = begin(rank, size, path, 3.0)
     dist.all_reduce(numbers(1.0))
     calls = [
@@ -267,13 +267,13 @@ def in_another_order(rank: int, size: int, path: str) -> str:
     return failure_of(native)
 
 
-def test_operations_in_another_order_are_named() -> None:
-    first, second = ranks.run(in_another_order, 2)
+def test_errors_name_mismatched_operations() -> None:
+    first, second = ranks.run(mismatched_order, 2)
     assert "gave up in operation 2, all_reduce: rank 1 is in all_gather instead" in first
     assert "gave up in operation 2, all_gather: rank 0 is in all_reduce instead" in second
 
 
-def one_stays_away(rank: int, size: int, path: str) -> str:
+def missing_rank(rank: int, size: int, path: str) -> str:
     native = begin(rank, size, path)
     dist.all_reduce(numbers(1.0))
     native.synchronize()
@@ -288,8 +288,8 @@ def one_stays_away(rank: int, size: int, path: str) -> str:
     return error
 
 
-def test_who_does_not_come_to_a_collective_is_named() -> None:
-    first, _, third = ranks.run(one_stays_away, 3)
+def test_timeout_names_missing_ranks() -> None:
+    first, _, third = ranks.run(missing_rank, 3)
     for rank, error in ((0, first), (2, third)):
         assert f"rank {rank} in group" in error and "gave up in operation 2, all_reduce" in error
         assert "rank 1 did not come in 1000 ms" in error or f"rank {2 - rank} is gone" in error
@@ -297,7 +297,7 @@ def test_who_does_not_come_to_a_collective_is_named() -> None:
 
 
 def temporary_input(rank: int, size: int, path: str, rule: str, batched: bool) -> float:
-    """The input of an asynchronous operation goes before the peer comes."""
+    """The input of an asynchronous operation is freed before the peer starts the operation."""
     native = begin(rank, size, path, has_real_work=True, **({rule: True} if rule else {}))
     dist.all_reduce(numbers(1.0))
     output = numbers(*[0.0] * size)
@@ -314,7 +314,7 @@ def temporary_input(rank: int, size: int, path: str, rule: str, batched: bool) -
         works = [dist.all_gather_into_tensor(output, numbers(rank + 1.0), async_op=True)]
     if rank == 0:
         torch.Event(device=DEVICE).record(torch.accelerator.current_stream())
-        torch.accelerator.current_stream().synchronize()  # whatever the allocator does has been done
+        torch.accelerator.current_stream().synchronize()  # the allocator has finished its work on this stream
         set_key("come")
     for work in works:
         work.wait()
@@ -325,7 +325,7 @@ def temporary_input(rank: int, size: int, path: str, rule: str, batched: bool) -
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("rule", ["", "keeps_tensors", "records_streams"])
 def test_nothing_keeps_tensors_alive_unless_asked(rule: str, batched: bool) -> None:
-    value = ranks.run(temporary_input, 2, rule, batched)[1]  # what rank 0's input was when rank 1 came
+    value = ranks.run(temporary_input, 2, rule, batched)[1]  # rank 0's input as rank 1 received it
     if rule == "keeps_tensors" or (rule == "records_streams" and batched):
         assert value == 1.0
     else:
@@ -335,13 +335,13 @@ def test_nothing_keeps_tensors_alive_unless_asked(rule: str, batched: bool) -> N
 # -------------------------------------------------------------------------------------------------------- messages
 
 
-def messages(rank: int, size: int, path: str) -> None:
+def match_messages(rank: int, size: int, path: str) -> None:
     begin(rank, size, path)
     group = group_of()
     assert "outside of a batch" in error_of(group.send, [numbers(1.0)], 1 - rank, 0)
     assert "outside of a batch" in error_of(group.recv, [numbers(1.0)], 1 - rank, 0)
     assert "without startCoalescing" in error_of(group._end_coalescing)
-    # By order, whatever the tags; to itself; of no elements.
+    # Messages match by order whatever their tags, also those to the own rank and those without elements.
     own, first, second, nothing = numbers(0.0), numbers(0.0), numbers(0.0, 0.0), numbers()
     group._start_coalescing()
     group.recv([first], 1 - rank, 7)
@@ -361,10 +361,10 @@ def messages(rank: int, size: int, path: str) -> None:
 
 
 def test_messages_match_by_order() -> None:
-    ranks.run(messages, 2)
+    ranks.run(match_messages, 2)
 
 
-def message_sizes(rank: int, size: int, path: str) -> str:
+def mismatched_sizes(rank: int, size: int, path: str) -> str:
     native = begin(rank, size, path, 2.0)
     group = group_of()
     group._start_coalescing()
@@ -374,8 +374,8 @@ def message_sizes(rank: int, size: int, path: str) -> str:
     return failure_of(native)
 
 
-def test_messages_of_another_size_are_named() -> None:
-    assert "rank 0 sends 8 bytes where 12 are expected" in ranks.run(message_sizes, 2)[1]
+def test_errors_name_mismatched_message_sizes() -> None:
+    assert "rank 0 sends 8 bytes where 12 are expected" in ranks.run(mismatched_sizes, 2)[1]
 
 
 def left_open(rank: int, size: int, path: str) -> None:
@@ -389,7 +389,7 @@ def left_open(rank: int, size: int, path: str) -> None:
     group.send([x], peer, 0)
     assert "outside" not in error_of(group._start_coalescing)
     assert "left open or is nested" in error_of(group._start_coalescing)
-    # A collective that comes now may be anybody's.
+    # The current collective may not belong to the batch, so it raises.
     assert "left open" in error_of(dist.all_reduce, numbers(1.0))
     assert "endCoalescing" in error_of(group.send, [x], peer, 0)
     assert "endCoalescing" in error_of(dist.all_reduce, numbers(1.0))
@@ -399,9 +399,9 @@ def left_open(rank: int, size: int, path: str) -> None:
     group._start_coalescing()
     assert "allowed is 0 to 1" in error_of(group.send, [x], 5, 0)
     assert "call endCoalescing" in error_of(dist.all_reduce, numbers(1.0))
-    assert "allowed is 0 to 1" in error_of(group.recv, [x], peer, 0)  # it says why
+    assert "allowed is 0 to 1" in error_of(group.recv, [x], peer, 0)  # the error repeats the reason
     assert group._end_coalescing() is None
-    # A message to itself that nobody takes.
+    # A rank does not receive its message to itself.
     group._start_coalescing()
     group.send([x], rank, 0)
     assert "1 messages to its own rank and receives 0" in error_of(group._end_coalescing)
@@ -417,7 +417,7 @@ def test_a_batch_left_open_makes_the_group_unusable_until_it_is_ended() -> None:
 # ------------------------------------------------------------------------------------------------------- arguments
 
 
-def arguments(rank: int, size: int, path: str) -> None:
+def rejected_arguments(rank: int, size: int, path: str) -> None:
     native = begin(rank, size, path)
     group = group_of()
     for dtype in (torch.int16, torch.uint16, torch.complex64):
@@ -441,7 +441,7 @@ def arguments(rank: int, size: int, path: str) -> None:
     assert "expects" in error_of(dist.reduce_scatter_tensor, numbers(1.0), numbers(*range(size + 1)))
     assert "one dtype" in error_of(group._allgather_base, numbers(*range(size)), numbers(1, dtype=torch.int32))
     assert "strict.Rules" in error_of(lambda: dist.new_group(pg_options=object()))
-    # None of these has begun anything.
+    # None of these has started anything.
     assert "rendezvous" not in strict.counters()
     x = torch.tensor([1 + 2j, 3j]).to(DEVICE)
     group.allreduce([x], dist.AllreduceOptions()).wait()
@@ -456,14 +456,14 @@ def arguments(rank: int, size: int, path: str) -> None:
     native.synchronize()
 
 
-def test_what_nccl_refuses_is_refused_before_anything_begins() -> None:
-    ranks.run(arguments, 2)
+def test_arguments_that_nccl_rejects_raise_before_anything_starts() -> None:
+    ranks.run(rejected_arguments, 2)
 
 
 # --------------------------------------------------------------------------------------------------------- capture
 
 
-def captured(rank: int, size: int, path: str) -> None:
+def capture_and_replay(rank: int, size: int, path: str) -> None:
     native = begin(rank, size, path, has_real_work=True)
     dist.all_reduce(numbers(1.0))
     x, total, received = numbers(0.0), numbers(0.0), numbers(0.0)
@@ -484,8 +484,8 @@ def captured(rank: int, size: int, path: str) -> None:
         assert received.item() == step + 10 * ((rank - 1) % size)
 
 
-def test_captured_operations_are_done_by_each_replay() -> None:
-    ranks.run(captured, 3)
+def test_each_replay_runs_the_captured_operations() -> None:
+    ranks.run(capture_and_replay, 3)
 
 
 def in_capture(call: Callable[[], Any]) -> tuple[str, str]:
@@ -502,7 +502,7 @@ def forbidden_in_capture(rank: int, size: int, path: str) -> None:
     native = begin(rank, size, path, has_real_work=True)
     x = numbers(1.0)
     for call, name in (
-        (lambda: dist.all_reduce(x), "making the communicator"),  # the first one
+        (lambda: dist.all_reduce(x), "making the communicator"),  # the first operation
         (lambda: dist.new_group([0, 1], pg_options=strict.rules(is_eager=True)), "making the communicator"),
         (lambda: group_of().barrier(synchronous_barrier()), ""),
     ):
@@ -519,7 +519,7 @@ def forbidden_in_capture(rank: int, size: int, path: str) -> None:
     assert x.item() == size
 
 
-def test_what_may_not_be_captured_spoils_the_capture() -> None:
+def test_forbidden_operations_spoil_the_capture() -> None:
     ranks.run(forbidden_in_capture, 2)
 
 
@@ -529,7 +529,7 @@ def forbidden_split_in_capture(rank: int, size: int, path: str) -> None:
     assert "splitting off a process group" in inside and "spoiled" in after
 
 
-def test_a_split_may_not_be_captured() -> None:
+def test_a_split_spoils_the_capture() -> None:
     ranks.run(forbidden_split_in_capture, 2)
 
 
@@ -558,23 +558,23 @@ def destroyed_early(rank: int, size: int, path: str, peer_comes: bool) -> str:
     return error
 
 
-def test_a_group_that_is_destroyed_ends_what_is_under_way() -> None:
+def test_destroying_a_group_finishes_pending_operations() -> None:
     assert ranks.run(destroyed_early, 2, True) == ["nothing was raised"] * 2
 
 
-def test_a_group_that_is_destroyed_while_nobody_comes_gives_up() -> None:
+def test_destroying_a_group_gives_up_on_missing_ranks() -> None:
     assert "rank 1" in ranks.run(destroyed_early, 2, False)[0]
 
 
-def left_under_way(rank: int, size: int, path: str) -> None:
+def exit_with_pending_operation(rank: int, size: int, path: str) -> None:
     begin(rank, size, path, 5.0)
     dist.all_reduce(numbers(1.0))
     if rank == 0:
         dist.all_reduce(numbers(1.0), async_op=True)
 
 
-def test_a_process_may_end_with_work_under_way() -> None:
-    ranks.run(left_under_way, 2)
+def test_a_process_may_exit_with_pending_operations() -> None:
+    ranks.run(exit_with_pending_operation, 2)
 
 
 def aborted(rank: int, size: int, path: str) -> str:

@@ -1,4 +1,4 @@
-"""That right use of strict process groups gives right numbers, from several streams, with random delays."""
+"""Valid operations of strict process groups give correct results, from several streams, with random delays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.on_device
 NUM_OPERATIONS = 30
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64)
 
-# What an operation returned to be waited for, and pairs of a tensor on the device and what it is to be.
+# The works that an operation returned, and pairs of a tensor on the device and its expected value.
 Begun = tuple[list[Any], list[tuple[torch.Tensor, torch.Tensor]]]
 
 
@@ -28,13 +28,13 @@ def _built() -> None:
 
 
 class Operations:
-    """One method per kind of operation. All ranks draw the same numbers, so each knows what every rank puts in."""
+    """One method per kind of operation. All ranks draw the same numbers, so each can compute all ranks' inputs."""
 
     def __init__(self, rank: int, size: int, seed: int) -> None:
         self.rank, self.size = rank, size
         self.draw = random.Random(seed)
         self.values = torch.Generator().manual_seed(seed)
-        self.alive: list[Any] = []  # what was given to operations that nobody has waited for
+        self.alive: list[Any] = []  # tensors of operations that may not have finished
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         self.alive.append(tensor.to(DEVICE))
@@ -51,7 +51,7 @@ class Operations:
         self.is_async, self.root = self.draw.random() < 0.5, self.draw.randrange(self.size)
         self.inputs = self.of_all()
         self.mine = self.on_device(self.inputs[self.rank])
-        self.parts = [self.of_all() for _ in range(self.size)]  # parts[r][p]: from r to p
+        self.parts = [self.of_all() for _ in range(self.size)]  # parts[r][p]: sent by r to p
         self.pieces = [self.on_device(part) for part in self.parts[self.rank]]
         self.flat = self.on_device(torch.cat(self.parts[self.rank]))
         self.to_me = [parts[self.rank] for parts in self.parts]
@@ -127,7 +127,7 @@ class Operations:
         others = self.of_all()
         other = self.on_device(others[self.rank])
         outs = [self.zeros(self.size * self.count) for _ in range(2)]
-        device = torch.device(DEVICE) if self.draw.random() < 0.5 else None  # by the group, or by one call of c10d's
+        device = torch.device(DEVICE) if self.draw.random() < 0.5 else None  # coalesced by the group, or by c10d
         with dist.distributed_c10d._coalescing_manager(device=device, async_ops=self.is_async) as manager:
             for out, tensor in zip(outs, (self.mine, other)):
                 if device is None:
@@ -147,7 +147,7 @@ class Operations:
         return works, [(tensor, self.to_me[r]) for tensor, r in received]
 
 
-def random_use(rank: int, size: int, path: str, seed: int, rules: dict[str, bool]) -> None:
+def random_operations(rank: int, size: int, path: str, seed: int, rules: dict[str, bool]) -> None:
     native = begin(rank, size, path, 30.0, **rules)
     native.set_delays(seed * 100 + rank, 0.3, 3000)
     streams = [torch.Stream(device=DEVICE) for _ in range(3)]
@@ -159,7 +159,7 @@ def random_use(rank: int, size: int, path: str, seed: int, rules: dict[str, bool
             for work in works:
                 if work is not None:
                     work.wait()
-            # What comes after it on the stream sees it.
+            # Later work on the stream sees the result.
             doubled += [(tensor.add(tensor), value + value) for tensor, value in wanted]
             operations.alive.append(works)
     native.synchronize()
@@ -168,12 +168,12 @@ def random_use(rank: int, size: int, path: str, seed: int, rules: dict[str, bool
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_right_use_gives_right_numbers(size: int) -> None:
+def test_random_operations_give_correct_results(size: int) -> None:
     seed = random.randrange(10_000)
     print(f"seed {seed}")
     draw = random.Random(seed)
     rules = {name: draw.random() < 0.5 for name in ("is_eager", "has_real_work", "is_high_priority_stream")}
-    ranks.run(random_use, size, seed, rules)
+    ranks.run(random_operations, size, seed, rules)
 
 
 def averages(rank: int, size: int, path: str) -> None:
@@ -199,7 +199,7 @@ def averages(rank: int, size: int, path: str) -> None:
     assert strict.counters()["barrier"] == 1
 
 
-def test_averages_uneven_parts_and_barriers() -> None:
+def test_averages_uneven_parts_and_barriers_give_correct_results() -> None:
     ranks.run(averages, 3)
 
 
@@ -216,5 +216,5 @@ def on_a_mesh(rank: int, size: int, path: str) -> list[float]:
     return totals
 
 
-def test_the_groups_of_a_mesh_are_split_off_a_bound_group() -> None:
+def test_mesh_groups_are_split_off_a_bound_group() -> None:
     assert ranks.run(on_a_mesh, 4) == [[101.0, 11.0], [1010.0, 11.0], [101.0, 1100.0], [1010.0, 1100.0]]

@@ -1,4 +1,4 @@
-// Which method of attention is chosen, and what its predicted time counts.
+// The choice of a method of attention, and its predicted time.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kMicrosecond = 1'000'000;
 
-// Contiguous parts of one sequence of float32, not causal.
+// Attention with contiguous parts of one sequence of float32, not causal.
 Attention attention_of(int64_t ranks, int64_t length, int64_t heads = 8, int64_t depth = 64) {
   Attention a;
   a.mesh = std::make_shared<Mesh>(std::vector<std::string>{"cp"}, std::vector<int64_t>{ranks});
@@ -25,18 +25,18 @@ Attention attention_of(int64_t ranks, int64_t length, int64_t heads = 8, int64_t
   return a;
 }
 
-// Products, bytes and messages take no time.
+// A model and a topology in which products, bytes and messages take no time.
 const GemmModel kNothing{"host", 1, 16, 16, int64_t{1} << 60, 0, 0, 0};
 const Topology kNoLinks{"none", 0, 0, 0, {0, 0}, {0, 0}, {}};
 
-TEST(AttentionChoice, CountsAChunksTurnWhereProductsRunBesideTransfers) {
+TEST(AttentionChoice, CountsTheDelayOfChunksIfProductsOverlapTransfers) {
   GemmModel model = kNothing;
   model.chunk_ps = 1000;
   Topology nodes = kNoLinks;
   nodes.ranks_per_node = 2;
-  // In a forward and in a backward on 4 ranks. Rings send keys three times, and gradients of keys back as often, the
-  // last ones after all products. A gather sends keys once. The heads of ulysses travel before all products, and their
-  // gradients after them.
+  // Chunks of a forward and of a backward on 4 ranks. A ring sends keys three times, and gradients of keys back as
+  // often, the last ones after all products. A gather sends keys once. Ulysses sends heads before all products, and
+  // their gradients after them.
   const std::map<AttentionMethod, std::pair<int64_t, int64_t>> expected{{AttentionMethod::kSerial, {0, 0}},
                                                                         {AttentionMethod::kRing, {3, 5}},
                                                                         {AttentionMethod::kGather, {1, 1}},
@@ -50,7 +50,7 @@ TEST(AttentionChoice, CountsAChunksTurnWhereProductsRunBesideTransfers) {
   }
 }
 
-// Checks that the transfers that belong to a chunk are those between whose start and end there is a product.
+// Checks that a transfer belongs to a chunk exactly if a product lies between its start and its end.
 void check_chunks(const Program& program) {
   for (size_t i = 0; i < program.instructions.size(); ++i) {
     if (!std::holds_alternative<SendReceive>(program.instructions[i].operation)) continue;
@@ -66,7 +66,7 @@ void check_chunks(const Program& program) {
   }
 }
 
-TEST(AttentionChoice, TransfersBelongToAChunkWhereProductsRunBesideThem) {
+TEST(AttentionChoice, TransfersBelongToAChunkIfProductsOverlapThem) {
   for (const int64_t ranks : {2, 3, 4, 8}) {
     Attention attention = attention_of(ranks, 8 * ranks, /*heads=*/ranks);
     for (const AttentionMethod method : {AttentionMethod::kSerial, AttentionMethod::kRing, AttentionMethod::kGather,
@@ -83,9 +83,9 @@ TEST(AttentionChoice, TransfersBelongToAChunkWhereProductsRunBesideThem) {
   }
 }
 
-// As calibrate finds on four ranks of two cores: transfers beside products end milliseconds later. Where a transfer
-// takes less than that, nothing is gained by computing meanwhile; over slower links, and with more to send, there is.
-TEST(AttentionChoice, IsSerialWhereATurnTakesLongerThanTransfers) {
+// The model that calibrate finds on four ranks of two cores: transfers alongside products end milliseconds later. If a
+// transfer takes less than that, overlap gains nothing; over slower links, and with more to send, it does.
+TEST(AttentionChoice, IsSerialIfTheDelayOfAChunkExceedsTransfers) {
   GemmModel model = GemmModel::named("cpu");
   model.chunk_ps = 4'650 * kMicrosecond;
   Topology topology{"busy", 0, 630 * kMicrosecond, 110'000, {60 * kMicrosecond, kMicrosecond}, {}, {}};

@@ -1,5 +1,5 @@
-// Attention over ranks, on simulated ranks, against the definition: one query and one key at a time, of the whole
-// sequence.
+// Attention on simulated ranks against the definition, which handles one query and one key of the whole sequence at a
+// time.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -46,7 +46,7 @@ std::vector<IntervalList> zigzag(int64_t length, int64_t ranks) {
   return parts;
 }
 
-// Runs of random lengths, dealt to ranks at random.
+// Runs of random lengths, assigned to random ranks.
 std::vector<IntervalList> scattered(int64_t length, int64_t ranks, std::mt19937& random) {
   std::vector<Interval> runs;
   for (int64_t begin = 0; begin < length;) {
@@ -89,14 +89,14 @@ bool sees(const AttentionMask& mask, int64_t i, int64_t j) {
   return true;
 }
 
-// [batch, heads, length, depth], by element.
-struct Whole {
-  Whole(int64_t batch, int64_t num_heads, int64_t places, int64_t elements)
+// A full tensor of shape [batch, heads, length, depth].
+struct FullTensor {
+  FullTensor(int64_t batch, int64_t num_heads, int64_t places, int64_t elements)
       : heads(num_heads), length(places), depth(elements), values(batch * heads * length * depth) {}
 
   double& at(int64_t b, int64_t h, int64_t i, int64_t d) { return values[((b * heads + h) * length + i) * depth + d]; }
 
-  // Puts what part() returns back.
+  // Writes a part as returned by part().
   void set_part(const IntervalList& places, int64_t batch, const Values& local) {
     size_t next = 0;
     for (int64_t b = 0; b < batch; ++b) {
@@ -110,7 +110,7 @@ struct Whole {
     }
   }
 
-  // The rows of one rank.
+  // Returns the rows that one rank holds.
   Values part(const IntervalList& places, int64_t batch) {
     Values local;
     for (int64_t b = 0; b < batch; ++b) {
@@ -142,7 +142,7 @@ struct Oracle {
         dv(v),
         mask(a.batch, a.heads, a.length(), a.key_length()) {
     std::normal_distribution<double> normal;
-    for (Whole* whole : {&q, &k, &v, &dout}) {
+    for (FullTensor* whole : {&q, &k, &v, &dout}) {
       for (double& value : whole->values) value = normal(random);
     }
     if (a.mask_tensor) make_mask(*a.mask_tensor, random);
@@ -153,7 +153,7 @@ struct Oracle {
     }
   }
 
-  // Every third query sees nothing.
+  // Makes a mask that hides all keys from every third query.
   void make_mask(const MaskTensor& form, std::mt19937& random) {
     std::normal_distribution<double> normal;
     for (double& value : mask.values) value = form.dtype == DType::kBool ? random() % 2 : normal(random);
@@ -168,7 +168,7 @@ struct Oracle {
     }
   }
 
-  // As a rank gives it.
+  // Returns a rank's part of the mask in the form of the argument.
   Values mask_part(const MaskTensor& form, const IntervalList& places) {
     Values local;
     for (int64_t b = 0; b < form.batch; ++b) {
@@ -218,8 +218,8 @@ struct Oracle {
     }
   }
 
-  Whole q, k, v, out, dout, lse, dq, dk, dv;
-  Whole mask;  // of all pairs; the depth is the number of keys
+  FullTensor q, k, v, out, dout, lse, dq, dk, dv;
+  FullTensor mask;  // of all pairs; the depth is the number of keys
 };
 
 void expect_close(const Values& found, const Values& right, const std::string& what) {
@@ -233,7 +233,7 @@ void expect_close(const Values& found, const Values& right, const std::string& w
   }
 }
 
-// The results of all ranks together.
+// The results of all ranks.
 struct Results {
   explicit Results(const Attention& a)
       : out(a.batch, a.heads, a.length(), a.value_depth),
@@ -246,10 +246,10 @@ struct Results {
            dv.values == other.dv.values;
   }
 
-  Whole out, dq, dk, dv;
+  FullTensor out, dq, dk, dv;
 };
 
-// Runs both directions on all ranks.
+// Runs forward and backward on all ranks.
 Results run(Attention a, unsigned seed = 1) {
   std::mt19937 random(seed);
   Oracle whole(a, random);
@@ -257,9 +257,9 @@ Results run(Attention a, unsigned seed = 1) {
   Machine forward;
   Machine backward;
   const std::vector<IntervalList> key_parts = a.parts_of_keys();
-  const auto rows = [&](Whole& of, size_t r) { return of.part(a.parts[r], a.batch); };
-  const auto key_rows = [&](Whole& of, size_t r) { return of.part(key_parts[r], a.batch); };
-  // Ranks' masks differ in form.
+  const auto rows = [&](FullTensor& of, size_t r) { return of.part(a.parts[r], a.batch); };
+  const auto key_rows = [&](FullTensor& of, size_t r) { return of.part(key_parts[r], a.batch); };
+  // The forms of masks differ between ranks.
   const auto of_rank = [&](size_t r) {
     Attention mine = a;
     if (mine.mask_tensor && mine.mask_tensor->rows != 1) mine.mask_tensor->rows = a.rows(static_cast<int64_t>(r));
@@ -269,7 +269,7 @@ Results run(Attention a, unsigned seed = 1) {
     const Rank rank{static_cast<int64_t>(r)};
     std::vector<Values> inputs{rows(whole.q, r), key_rows(whole.k, r), key_rows(whole.v, r)};
     std::vector<Values> of_backward = inputs;
-    for (Whole* of : {&whole.out, &whole.dout, &whole.lse}) of_backward.push_back(rows(*of, r));
+    for (FullTensor* of : {&whole.out, &whole.dout, &whole.lse}) of_backward.push_back(rows(*of, r));
     if (a.mask_tensor) inputs.push_back(whole.mask_part(*a.mask_tensor, a.parts[r]));
     if (a.mask_tensor) of_backward.push_back(inputs.back());
     forward.add(rank, compile_attention(of_rank(r), rank), inputs);
@@ -295,7 +295,7 @@ Results run(Attention a, unsigned seed = 1) {
   return results;
 }
 
-TEST(Attention, EveryMethodComputesWhatTheDefinitionSays) {
+TEST(Attention, EveryMethodMatchesTheDefinition) {
   for (const AttentionMethod method : kAll) {
     for (const int64_t ranks : {1, 2, 3, 4}) {
       for (const AttentionMask& mask :
@@ -311,7 +311,7 @@ TEST(Attention, EveryMethodComputesWhatTheDefinitionSays) {
   }
 }
 
-TEST(Attention, PartsMayLieAnywhere) {
+TEST(Attention, RanksMayHoldAnyParts) {
   std::mt19937 random(7);
   for (int round = 0; round < 60; ++round) {
     const auto ranks = static_cast<int64_t>(random() % 5 + 1);
@@ -332,7 +332,7 @@ TEST(Attention, PartsMayLieAnywhere) {
   }
 }
 
-// Parts that begin and end at the cuts of chunks, in any layout. Heads of keys are fewer than ranks.
+// Parts that begin and end at the borders of chunks, in any layout. There are fewer heads of keys than ranks.
 TEST(Attention, ResultsAndGradientsAreBitwiseTheSameForAnyNumberOfRanksLayoutAndMethod) {
   for (const auto& [mask, num_keys] : {std::pair(AttentionMask{}, 12), std::pair(AttentionMask{true, 7}, 16)}) {
     std::optional<Results> first;
@@ -352,8 +352,8 @@ TEST(Attention, ResultsAndGradientsAreBitwiseTheSameForAnyNumberOfRanksLayoutAnd
   }
 }
 
-// Of blocks of 2 rows, a rank holds 2^n consecutive ones, so one sum of each block of keys is sent, as without chunks.
-TEST(Attention, GradientsSummedByPlaceTravelOnceWhereRanksHoldWholeNodes) {
+// Each rank holds 2^n consecutive blocks of 2 rows, so it sends one sum per block of keys, as without chunks.
+TEST(Attention, ChunkedKeyGradientsAreSentOnceIfRanksHoldWholeTreeNodes) {
   const auto received = [](int64_t chunks, const std::vector<IntervalList>& parts) {
     Attention a = attention_of(parts, {}, chunks);
     a.method = AttentionMethod::kRing;
@@ -363,11 +363,11 @@ TEST(Attention, GradientsSummedByPlaceTravelOnceWhereRanksHoldWholeNodes) {
     return bytes;
   };
   EXPECT_EQ(received(16, contiguous(32, 4)), received(0, contiguous(32, 4)));
-  // The two runs of a rank are no node, so both of their sums travel.
+  // The two runs of a rank are not one node of the tree, so both of their sums are sent.
   EXPECT_GT(received(16, zigzag(32, 4)), received(0, zigzag(32, 4)));
 }
 
-TEST(Attention, CountsTheProductsOfBlocks) {
+TEST(Attention, CountsBlockProductsPerRank) {
   for (const int64_t ranks : {1, 2, 3, 4, 8}) {
     const BlockProducts causal(attention_of(contiguous(16 * ranks, ranks), {true}));
     const BlockProducts balanced(attention_of(zigzag(16 * ranks, ranks), {true}, 2 * ranks));
@@ -378,7 +378,7 @@ TEST(Attention, CountsTheProductsOfBlocks) {
       EXPECT_EQ(mine.triangles, 1);
       EXPECT_EQ(mine.others, 0);
       all += mine.products();
-      // The r-th and the r-th from the end of 2 W blocks see r + 1 and 2 W - r blocks, one of them as a triangle.
+      // Of 2 W blocks, the r-th and the r-th from the end see r + 1 and 2 W - r blocks, one of them as a triangle.
       EXPECT_EQ(count_blocks(balanced, r).products(), 2 * ranks + 1);
       EXPECT_EQ(count_blocks(balanced, r).triangles, 2);
       EXPECT_EQ(count_blocks(balanced, r).pairs, count_blocks(balanced, 0).pairs);
@@ -387,7 +387,7 @@ TEST(Attention, CountsTheProductsOfBlocks) {
   }
 }
 
-TEST(Attention, BlocksMeetWhereSomePairDoes) {
+TEST(Attention, BlocksAreMultipliedIfSomePairIsVisible) {
   std::mt19937 random(3);
   for (int round = 0; round < 200; ++round) {
     AttentionMask mask;
@@ -434,7 +434,7 @@ TEST(Attention, WindowsMayBeOfAnyWidth) {
   }
 }
 
-// A ring of many ranks holds two parts of keys and values besides its own tensors, whatever the number of ranks.
+// Besides its own tensors, a rank of a ring holds two parts of keys and values, for any number of ranks.
 TEST(Attention, ARingNeverHoldsAllKeys) {
   for (const int64_t ranks : {4, 8}) {
     Attention a = attention_of(contiguous(64 * ranks, ranks), {});
@@ -454,7 +454,7 @@ TEST(Attention, ARingNeverHoldsAllKeys) {
   }
 }
 
-TEST(Attention, SendsOnlyKeysThatAreSeen) {
+TEST(Attention, SendsOnlyVisibleKeys) {
   Attention a = attention_of(contiguous(64, 4), {true, 5});
   a.method = AttentionMethod::kRing;
   a.chunks = 16;  // blocks of four rows
@@ -462,7 +462,7 @@ TEST(Attention, SendsOnlyKeysThatAreSeen) {
   std::mt19937 random(1);
   Oracle whole(a, random);
   for (int64_t r = 0; r < 4; ++r) {
-    const auto part = [&](Whole& of) { return of.part(a.parts[r], a.batch); };
+    const auto part = [&](FullTensor& of) { return of.part(a.parts[r], a.batch); };
     machine.add(Rank{r}, compile_attention(a, Rank{r}), {part(whole.q), part(whole.k), part(whole.v)});
   }
   machine.run();
@@ -477,7 +477,7 @@ Attention on_nodes(Attention a, int64_t ranks_per_node) {
   return a;
 }
 
-TEST(Attention, MasksMayBeTensorsOfEveryForm) {
+TEST(Attention, MasksMayBeTensorsOfAnyBroadcastableShape) {
   std::mt19937 random(11);
   for (const int64_t ranks : {1, 3}) {
     for (const auto& [batch, heads, rows] : {std::tuple(1, 1, 11), std::tuple(2, 1, 1), std::tuple(1, 4, 11)}) {
@@ -492,8 +492,8 @@ TEST(Attention, MasksMayBeTensorsOfEveryForm) {
   }
 }
 
-// Nothing travels but sums of gradients.
-TEST(Attention, EveryRankMayHoldAllKeys) {
+// Only sums of gradients are sent.
+TEST(Attention, KeysMayBeReplicatedOnEveryRank) {
   std::mt19937 random(13);
   for (const int64_t ranks : {1, 2, 3}) {
     for (const int64_t chunks : {0, 4}) {
@@ -510,8 +510,8 @@ TEST(Attention, EveryRankMayHoldAllKeys) {
   }
 }
 
-// A bias for blocks that are neither full nor triangles is bounded, and what it takes is counted; so is padding.
-TEST(Attention, CountsTheBiasOfATileAndPaddedOperands) {
+// The peak includes the bias of blocks that are neither full nor triangles, which is bounded, and padding.
+TEST(Attention, PeakMemoryIncludesTileBiasAndPaddedOperands) {
   const auto peak = [](int64_t rows, int64_t window, int64_t value_depth) {
     Attention a = attention_of({{{0, rows}}}, {true, window});
     a.dtype = DType::kFloat32;
@@ -529,7 +529,7 @@ TEST(Attention, CountsTheBiasOfATileAndPaddedOperands) {
   EXPECT_EQ(peak(rows, rows, 4), rows * (4 + 1 + 8) * 4);  // the result, its lse, and values with the depth of keys
 }
 
-TEST(Attention, TilesHoldEachVisiblePairOnce) {
+TEST(Attention, TilesCoverEachVisiblePairOnce) {
   std::mt19937 random(17);
   for (int round = 0; round < 40; ++round) {
     Attend product;
@@ -555,7 +555,7 @@ TEST(Attention, TilesHoldEachVisiblePairOnce) {
   }
 }
 
-TEST(Attention, TwoLevelsComputeWhatTheDefinitionSays) {
+TEST(Attention, TwoLevelMethodMatchesTheDefinition) {
   std::mt19937 random(5);
   for (const auto& [ranks, per_node] : {std::pair(4, 2), std::pair(8, 2), std::pair(8, 4), std::pair(6, 3)}) {
     for (const AttentionMask& mask :
@@ -571,7 +571,7 @@ TEST(Attention, TwoLevelsComputeWhatTheDefinitionSays) {
   }
 }
 
-TEST(Attention, TwoLevelsGiveTheBitsOfOne) {
+TEST(Attention, TwoLevelMethodIsBitwiseEqualToRing) {
   for (const AttentionMask& mask : {AttentionMask{}, AttentionMask{true}}) {
     Attention a = attention_of(zigzag(24, 4), mask, 12);
     a.batch = 1;
@@ -581,7 +581,7 @@ TEST(Attention, TwoLevelsGiveTheBitsOfOne) {
   }
 }
 
-// Elements that a rank receives in transfers along one dim of the mesh of programs.
+// Returns the number of elements that a rank receives in transfers along one dim of the mesh of programs.
 int64_t received_along(const Program& program, int mesh_dim) {
   int64_t count = 0;
   for (const Instruction& instruction : program.instructions) {
@@ -592,17 +592,17 @@ int64_t received_along(const Program& program, int mesh_dim) {
   return count;
 }
 
-TEST(Attention, WithTwoLevelsANodeReceivesKeysOnce) {
+TEST(Attention, TwoLevelMethodSendsKeysToEachNodeOnce) {
   Attention a = attention_of(contiguous(64, 8), {});
   a.heads = a.kv_heads = 4;
   const int64_t of_a_part = a.batch * a.kv_heads * 8 * (a.depth + a.value_depth);  // of k and v
   a.method = AttentionMethod::kRing;
   EXPECT_EQ(received_along(compile_attention(a, Rank{3}), 0), 7 * of_a_part);
-  // Of the four parts of the other node, each of its ranks receives a quarter of the heads.
+  // Each rank receives a quarter of the heads of the four parts of the other node.
   EXPECT_EQ(received_along(compile_attention(on_nodes(a, 4), Rank{3}), 0), of_a_part);
 }
 
-TEST(Attention, NodesAreNeighboursOfEqualNumber) {
+TEST(Attention, NodesAreEqualGroupsOfNeighboringRanks) {
   Topology topology = Topology::named("gloo-local");
   topology.ranks_per_node = 2;
   const auto per_node = [&](const std::vector<int64_t>& ranks) {
@@ -620,7 +620,7 @@ TEST(Attention, NodesAreNeighboursOfEqualNumber) {
   EXPECT_THROW(check(on_nodes(attention_of(contiguous(8, 4), {}), 4)), UserError);
 }
 
-TEST(Attention, RefusesWhatDoesNotFit) {
+TEST(Attention, RejectsInvalidArguments) {
   const auto message = [](Attention a) -> std::string {
     try {
       check(a);

@@ -1,4 +1,4 @@
-// What is predicted for a batch, against all ranks' programs and against lists of elements.
+// Compares the forecast of a batch with the programs of all ranks and with lists of elements.
 #include "batch/batch_forecast.h"
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@ using test::RandomPlacements;
 
 constexpr int64_t kWorld = 7;
 
-// What ranks need of each tensor and do not hold, and what they hold already, in elements.
+// Compares the elements that each rank needs and lacks, and those that it holds already, for each tensor.
 void expect_destinations(const BatchForecast& made, const std::vector<std::pair<Placed, Placed>>& pairs) {
   for (size_t i = 0; i < pairs.size(); ++i) {
     const int64_t item_bytes = pairs[i].second.layout.dtype().size_bytes();
@@ -56,7 +56,7 @@ BatchStrides row_major_in(const Batch& batch, Rank rank) {
   return strides;
 }
 
-// Bytes and messages of each pair of ranks, from the rounds of the receiver's program.
+// Compares bytes and messages of each pair of ranks with the rounds of the receiver's program.
 void expect_links(const BatchForecast& made, const BatchPlan& plan) {
   std::map<std::pair<Rank, Rank>, std::pair<int64_t, int64_t>> links;
   std::vector<std::pair<int, int>> rounds(plan.batch().destinations.size(), {-1, -1});
@@ -87,13 +87,13 @@ void expect_links(const BatchForecast& made, const BatchPlan& plan) {
   }
   for (size_t d = 0; d < rounds.size(); ++d) {
     if (rounds[d].first < 0) continue;
-    // A piece of a small message may be empty, at either end.
+    // The first or last piece of a small message may be empty.
     EXPECT_LE(made.destinations[d].first_round, rounds[d].first);
     EXPECT_GE(made.destinations[d].last_round, rounds[d].second);
   }
 }
 
-TEST(BatchForecast, CountsWhatProgramsMove) {
+TEST(BatchForecast, CountsBytesAndMessagesOfPrograms) {
   RandomPlacements random(5);
   for (int trial = 0; trial < 60; ++trial) {
     std::vector<std::pair<Placed, Placed>> pairs;
@@ -113,13 +113,13 @@ TEST(BatchForecast, CountsWhatProgramsMove) {
   }
 }
 
-TEST(BatchForecast, TimeIsThatOfTheBusiestRank) {
+TEST(BatchForecast, PredictedTimeIsThatOfTheBusiestRank) {
   Topology topology;
   topology.name = "by hand";
   topology.ranks_per_node = 2;
   topology.step_ps = 1000;
-  topology.inside = {10, 1024};   // a picosecond for each byte
-  topology.between = {50, 4096};  // four
+  topology.inside = {10, 1024};   // 1 ps per byte
+  topology.between = {50, 4096};  // 4 ps per byte
   // Rank 0 sends 400 bytes each to rank 1 on its node and to rank 2 on another.
   const Layout src = layout_of(mesh_of({1}), {100}, "R");
   const Layout dst = layout_of(mesh_of({2}, {1, 2}), {100}, "R");
@@ -129,11 +129,12 @@ TEST(BatchForecast, TimeIsThatOfTheBusiestRank) {
   EXPECT_EQ(made.links[0].predicted_ps, 10 + 400);
   EXPECT_EQ(made.links[1].predicted_ps, 50 + 1600);
   EXPECT_EQ(made.destinations[0].predicted_ps, 400 + 1600);
-  // The sender: a round and both messages' bytes. The receiver on the other node: a round, a message, 1600.
+  // The sender takes a round and the bytes of both messages. The receiver on the other node takes a round, a message
+  // and 1,600 ps of bytes.
   EXPECT_EQ(made.predicted_ps, 1000 + 2000);
 }
 
-TEST(BatchForecast, NothingMovesWhereAllStays) {
+TEST(BatchForecast, NothingMovesBetweenEqualLayouts) {
   const Layout layout = layout_of(mesh_of({2}), {4}, "S(0)");
   const BatchForecast made = forecast(BatchPlan(whole_tensors({{layout, layout}})), Topology::named("64x8"));
   EXPECT_TRUE(made.links.empty());
@@ -142,8 +143,8 @@ TEST(BatchForecast, NothingMovesWhereAllStays) {
   EXPECT_EQ(made.destinations[0].last_round, -1);
 }
 
-// Sums of two sources, by the plans that reduce them; nothing is left to move.
-TEST(BatchForecast, CountsTheTimeOfReductions) {
+// The plans that reduce two sources take all the time; nothing is left to move.
+TEST(BatchForecast, PredictedTimeIncludesReductions) {
   const MeshPtr mesh = mesh_of({4});
   const Layout src = layout_of(mesh, {1024, 1024}, "P");
   const Layout dst = layout_of(mesh, {1024, 1024}, "S(0)");

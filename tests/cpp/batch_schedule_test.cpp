@@ -1,4 +1,5 @@
-// Pieces of items by round: everything travels once, and no bucket overflows whatever messages a load consists of.
+// Checks pieces of items by round: everything is sent once, and no bucket overflows for any split of a load into
+// messages.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -12,7 +13,7 @@ namespace {
 
 constexpr int64_t kWhole = ItemPiece::kWhole;
 
-TEST(Scheduler, FillsRoundsAsInTheExampleOfItsHeader) {
+TEST(Scheduler, MatchesTheExampleOfTheHeader) {
   Scheduler scheduler(4, 100);
   EXPECT_EQ(scheduler.add(0, {{0, 60, 1}, {1, 60, 1}}, 1), (std::vector<ItemPiece>{{0, 0, kWhole}}));
   const std::vector<ItemPiece> second = scheduler.add(1, {{1, 60, 1}, {2, 60, 1}}, 1);
@@ -33,7 +34,7 @@ TEST(Scheduler, RoundsHoldElementsOfOneSize) {
   EXPECT_THROW(scheduler.add(2, {{0, 2, 1}, {1, 2, 1}}, 4), InvariantError);
 }
 
-TEST(Scheduler, NamesTheLeastBucketInWhichAnItemCanBeSplit) {
+TEST(Scheduler, ErrorNamesTheSmallestBucketThatSuffices) {
   Scheduler scheduler(2, 40);
   try {
     scheduler.add(7, {{0, 100, 6}, {1, 20, 1}}, 4);
@@ -45,7 +46,7 @@ TEST(Scheduler, NamesTheLeastBucketInWhichAnItemCanBeSplit) {
   EXPECT_GT(Scheduler(2, 48).add(7, {{0, 100, 6}, {1, 20, 1}}, 4).size(), 1u);
 }
 
-// Messages of a load, of any sizes.
+// Returns random sizes for the messages of a load.
 std::vector<int64_t> messages_of(const ItemLoad& load, std::mt19937& random) {
   std::vector<int64_t> messages(load.messages, 0);
   for (int64_t e = 0; e < load.elements; ++e) ++messages[random() % messages.size()];

@@ -1,4 +1,4 @@
-// Runs batches on all ranks in one process, and compares every element with the maps, walked index by index.
+// Runs batches on all ranks in one process, and compares every element with the maps, index by index.
 #include "batch/batch.h"
 
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ using test::RandomPlacements;
 
 constexpr double kUntouched = -1;
 
-// A rank's part of a tensor, in memory of its own with any strides.
+// A rank's part of a tensor in its own memory, with any strides.
 struct Local {
   std::vector<int64_t> shape;
   std::vector<int64_t> strides;
@@ -73,7 +73,7 @@ void for_each_element(const std::vector<std::vector<int64_t>>& lists, Local& loc
   }
 }
 
-// The index of an element in the tensor, from that in local dims, of which the first may be several that are flattened.
+// Converts an index in local dims, of which the first may stand for several flattened ones, to an index in the tensor.
 std::vector<int64_t> in_tensor(const Layout& layout, const std::vector<int64_t>& index) {
   std::vector<int64_t> all(index.begin() + (layout.flattened() > 1 ? 1 : 0), index.end());
   if (layout.flattened() == 1) return all;
@@ -98,7 +98,7 @@ double value_of(int source, const std::vector<int64_t>& index) {
   return static_cast<double>(value);
 }
 
-// The source's index of an element that an item writes, or nothing if it does not write this one.
+// Returns the index in the source of an element of the destination, or nothing if the item does not write this element.
 std::optional<std::vector<int64_t>> source_index(const IndexMap& map, size_t src_ndim,
                                                  const std::vector<int64_t>& dst_index) {
   std::vector<int64_t> index(src_ndim, 0);
@@ -134,7 +134,7 @@ BatchStrides strides_of(const std::vector<Local>& sources, const std::vector<Loc
   return strides;
 }
 
-// All ranks of a batch, in the machine that runs the programs of plans too.
+// All ranks of a batch, run by the machine that also runs the programs of plans.
 class Simulation {
  public:
   Simulation(const Problem& problem, RandomPlacements& random, int64_t world)
@@ -162,7 +162,7 @@ class Simulation {
   }
 
   const BatchPlan& plan() const { return plan_; }
-  // The ranks that take part in more than one round.
+  // Returns the number of ranks that take part in more than one round.
   int64_t ranks_in_rounds() const {
     return std::count_if(programs_.begin(), programs_.end(), [](const auto& one) {
       const std::vector<Instruction>& all = one.second.instructions;
@@ -185,8 +185,9 @@ class Simulation {
     }
   }
 
-  // What all ranks have sent and received, against the certificate and against what each needs and does not hold.
-  void expect_promised() {
+  // Compares the bytes that all ranks sent and received with the certificate, and with the elements that each rank
+  // needs and lacks.
+  void expect_certificate() {
     const BatchCertificate promised = certificate_of(plan_);
     BatchCertificate seen;
     for (const auto& [rank, program] : programs_) {
@@ -281,7 +282,7 @@ DType any_dtype(RandomPlacements& random) {
   return kIds[random.pick(0, 4)];
 }
 
-// A box of the source, with its dims in another order, as a box of a larger destination.
+// Adds a box of the source, with its dims in another order, as a box of a larger destination.
 void add_box(Problem& problem, RandomPlacements& random, int64_t world) {
   const std::vector<int64_t> shape = random.shape(9);
   std::vector<MapAxis> axes;
@@ -290,7 +291,7 @@ void add_box(Problem& problem, RandomPlacements& random, int64_t world) {
     axis.src_dim = static_cast<int>(d);
     axis.src_begin = random.pick(0, std::max<int64_t>(shape[d] - 1, 0));
     if (random.pick(0, 3) > 0 || shape[d] == 0) {
-      axis.dst_dim = 0;  // some dim, which is chosen below
+      axis.dst_dim = 0;  // any dim; chosen below
       axis.length = random.pick(0, shape[d] - axis.src_begin);
     }
     axes.push_back(axis);
@@ -325,7 +326,7 @@ void add_whole(Problem& problem, RandomPlacements& random, int64_t world) {
   }
 }
 
-// Tensors of one shape into a stack, or out of one.
+// Adds tensors of one shape that go into a stack, or out of one.
 void add_stack(Problem& problem, RandomPlacements& random, int64_t world) {
   const std::vector<int64_t> shape = random.shape(5);
   const int64_t height = random.pick(1, 3);
@@ -350,7 +351,7 @@ void add_stack(Problem& problem, RandomPlacements& random, int64_t world) {
 
 class RandomBatches : public testing::TestWithParam<unsigned> {};
 
-TEST_P(RandomBatches, EveryElementArrivesAndFiguresAreAsPromised) {
+TEST_P(RandomBatches, EveryElementArrivesAndCostsMatchTheCertificate) {
   RandomPlacements random(GetParam());
   for (int trial = 0; trial < 40; ++trial) {
     SCOPED_TRACE(testing::Message() << "seed " << GetParam() << ", trial " << trial);
@@ -367,14 +368,15 @@ TEST_P(RandomBatches, EveryElementArrivesAndFiguresAreAsPromised) {
     Simulation simulation(problem, random, world);
     simulation.run();
     simulation.expect_right();
-    simulation.expect_promised();
+    simulation.expect_certificate();
     if (HasFailure()) return;
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomBatches, testing::Range(1u, 11u));
 
-// A layout with what its own regions say each rank holds; region_test.cpp and indexed_exchange_test.cpp test these.
+// Returns a layout with the elements that its own regions give each rank. region_test.cpp and indexed_exchange_test.cpp
+// test regions.
 Placed placed_by_region(const Layout& layout) {
   Placed made{layout, {}};
   for (int64_t p = 0; p < layout.mesh().size(); ++p) {
@@ -389,7 +391,7 @@ Placed placed_by_region(const Layout& layout) {
   return made;
 }
 
-// Pieces in any order, several of them on more than one coordinate; or cuts of the flattened dims.
+// Returns pieces in any order, some of them on several coordinates, or cuts of flattened dims.
 Placed any_rearranged(RandomPlacements& random, const std::vector<int64_t>& shape, int64_t world) {
   const int64_t k = random.pick(1, std::min<int64_t>(world, 4));
   const int64_t first = random.pick(0, world - k);
@@ -433,7 +435,7 @@ Placed any_rearranged(RandomPlacements& random, const std::vector<int64_t>& shap
   return placed_by_region(Layout(mesh, shape, DType::kFloat32, placements, {}, StridedMeaning::kAuto, flattened));
 }
 
-// Blocks of some dim in turn, perhaps of several that are flattened.
+// Returns cyclic blocks of some dim, which may stand for several flattened ones.
 Placed any_cyclic(RandomPlacements& random, const std::vector<int64_t>& shape, int64_t world) {
   const int64_t k = random.pick(1, std::min<int64_t>(world, 4));
   const int64_t first = random.pick(0, world - k);
@@ -447,8 +449,8 @@ Placed any_cyclic(RandomPlacements& random, const std::vector<int64_t>& shape, i
       Layout(mesh_of({k}, ranks), shape, DType::kFloat32, placements, {}, StridedMeaning::kAuto, flattened));
 }
 
-// A box of one tensor, with its dims in another order, to a box of another; one side or both are rearranged. Long dims
-// are in cyclic blocks.
+// Adds a box of one tensor, with its dims in another order, that goes to a box of another tensor. One side or both are
+// rearranged. Long dims are in cyclic blocks.
 void add_rearranged(Problem& problem, RandomPlacements& random, int64_t world, bool are_long = false) {
   std::vector<int64_t> shape;
   for (int64_t d = 0, dims = random.pick(1, 3); d < dims; ++d) shape.push_back(random.pick(1, are_long ? 24 : 6));
@@ -481,7 +483,7 @@ void add_rearranged(Problem& problem, RandomPlacements& random, int64_t world, b
 
 class RearrangedBatches : public testing::TestWithParam<unsigned> {};
 
-TEST_P(RearrangedBatches, EveryElementArrivesAndFiguresAreAsPromised) {
+TEST_P(RearrangedBatches, EveryElementArrivesAndCostsMatchTheCertificate) {
   RandomPlacements random(GetParam());
   for (int trial = 0; trial < 60; ++trial) {
     SCOPED_TRACE(testing::Message() << "seed " << GetParam() << ", trial " << trial);
@@ -495,7 +497,7 @@ TEST_P(RearrangedBatches, EveryElementArrivesAndFiguresAreAsPromised) {
     Simulation simulation(problem, random, world);
     simulation.run();
     simulation.expect_right();
-    simulation.expect_promised();
+    simulation.expect_certificate();
     if (HasFailure()) {
       for (const BatchItem& item : problem.batch.items)
         ADD_FAILURE() << problem.batch.item_text(static_cast<int>(&item - problem.batch.items.data()));
@@ -506,8 +508,8 @@ TEST_P(RearrangedBatches, EveryElementArrivesAndFiguresAreAsPromised) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, RearrangedBatches, testing::Range(1u, 9u));
 
-// What ranks do with a million rows in cyclic blocks is a few boxes, also where local tensors have gaps, where a side
-// is transposed, and where dims are flattened.
+// Programs for a million rows in cyclic blocks have few boxes, also if local tensors have gaps, a side is transposed,
+// or dims are flattened.
 TEST(Batch, BoxesDoNotGrowWithTheNumberOfBlocks) {
   struct Case {
     std::vector<int64_t> shape;
@@ -559,8 +561,8 @@ TEST(Batch, BoxesDoNotGrowWithTheNumberOfBlocks) {
   }
 }
 
-// Holders share the sending of a large tensor of which all have a copy, in whatever order.
-TEST(Batch, RearrangedTensorsAreShared) {
+// All senders of a large tensor have a copy of it, in different orders, and share the load.
+TEST(Batch, SendersOfRearrangedTensorsAreBalanced) {
   const MeshPtr from = mesh_of({2});
   const MeshPtr to = mesh_of({2}, {2, 3});
   const Layout src = layout_of(from, {1 << 16}, "Pieces(0,0-65536:32768-65536+0-32768)");
@@ -572,8 +574,9 @@ TEST(Batch, RearrangedTensorsAreShared) {
   EXPECT_TRUE(certificate.sent_bound_is_exact);
 }
 
-// Small tensors from replicas: experts that are stacked, each by a map of its own; and large ones in turns with small.
-TEST(Batch, ReplicasTakeTurnsInAllItems) {
+// First, small replicated tensors are stacked, such as experts, each by its own map. Then large tensors alternate with
+// small ones.
+TEST(Batch, ReplicasAlternateAcrossItemsAndBatches) {
   const MeshPtr from = mesh_of({8});
   const MeshPtr to = mesh_of({8}, {8, 9, 10, 11, 12, 13, 14, 15});
   Batch stacked;
@@ -589,11 +592,11 @@ TEST(Batch, ReplicasTakeTurnsInAllItems) {
   }
   const BatchCertificate certificate = certificate_of(BatchPlan(whole_tensors(pairs)));
   EXPECT_LE(certificate.sent_bytes_max, certificate.sent_bytes_bound + 12000);  // a large tensor
-  // Batches that follow one another: each begins with the holder after the one before.
+  // Consecutive batches: each begins with the sender after that of the batch before.
   std::map<int64_t, int64_t> sent;
-  for (int64_t turn = 0; turn < 8; ++turn) {
+  for (int64_t sender = 0; sender < 8; ++sender) {
     Batch one = whole_tensors({{layout_of(from, {1000}, "R"), layout_of(to, {1000}, "Owned(0,0)")}});
-    one.first_turn = turn;
+    one.first_turn = sender;
     const BatchPlan plan(Batch::from_bytes(one.to_bytes()));
     for (int64_t r = 0; r < 8; ++r) {
       for (const Instruction& instruction : compile_batch(plan, Rank{r}, 16, {{{1}}, {{1}}}).instructions) {
@@ -605,8 +608,8 @@ TEST(Batch, ReplicasTakeTurnsInAllItems) {
   for (int64_t r = 0; r < 8; ++r) EXPECT_EQ(sent[r], 4000) << "rank " << r;
 }
 
-// Where several ranks hold a row and columns are cut too, a message of one item has several parts.
-TEST(Batch, MessagesOfSeveralPartsGoInRounds) {
+// If several ranks hold a row, and columns are cut too, a message of one item has several parts.
+TEST(Batch, MessagesOfSeveralPartsAreSentInRounds) {
   RandomPlacements random(3);
   test::RandomPieces pieces(3, 40);
   int64_t ranks_in_rounds = 0;
@@ -622,7 +625,7 @@ TEST(Batch, MessagesOfSeveralPartsGoInRounds) {
     Simulation simulation(problem, random, 11);
     simulation.run();
     simulation.expect_right();
-    simulation.expect_promised();
+    simulation.expect_certificate();
     const BatchCertificate certificate = certificate_of(simulation.plan());
     ASSERT_TRUE(certificate.sent_bound_is_exact);
     const ExchangeBound bound = exchange_bound(problem.batch.sources[0], problem.batch.destinations[0]);
@@ -638,7 +641,7 @@ TEST(Batch, MessagesOfSeveralPartsGoInRounds) {
   EXPECT_GT(above_the_mean, 5);
 }
 
-TEST(Batch, PendingReductionsAreReducedToWhatLeavesLeast) {
+TEST(Batch, PendingSumsAreReducedToTheLayoutThatLeavesTheFewestBytes) {
   const MeshPtr mesh = mesh_of({4});
   const MeshPtr other = mesh_of({2}, {4, 5});
   const auto reduced = [](const Layout& src, const Layout& dst) {
@@ -649,7 +652,7 @@ TEST(Batch, PendingReductionsAreReducedToWhatLeavesLeast) {
   EXPECT_EQ(reduced(layout_of(mesh, {8, 8}, "P"), layout_of(mesh, {8, 8}, "S(1)")), "[S(1)]");
   EXPECT_EQ(reduced(layout_of(mesh, {2, 64}, "P"), layout_of(other, {2, 64}, "R")), "[S(1)]");
   EXPECT_EQ(reduced(layout_of(mesh, {}, "P"), layout_of(other, {}, "R")), "[R]");
-  // Four tensors of 1 KiB, of which each rank keeps a quarter; nothing is left to move.
+  // Each rank keeps a quarter of four tensors of 1 KiB, and nothing is left to move.
   const Layout src = layout_of(mesh, {16, 16}, "P");
   const Layout dst = layout_of(mesh, {16, 16}, "S(0)");
   const BatchCertificate certificate =
@@ -658,11 +661,11 @@ TEST(Batch, PendingReductionsAreReducedToWhatLeavesLeast) {
   EXPECT_EQ(certificate.received_bytes_sum, 0);
   EXPECT_EQ(certificate.reduction_bytes_sum, 4 * 3 * 1024);
   EXPECT_EQ(certificate.reduced_bytes_max, 4 * 256);
-  EXPECT_GE(certificate.reducing_bytes_max, 3 * 256);  // contributions of three others
+  EXPECT_GE(certificate.reducing_bytes_max, 3 * 256);  // contributions of three other ranks
   EXPECT_EQ(certificate.memory_bytes, certificate.reduced_bytes_max + certificate.reducing_bytes_max);
 }
 
-TEST(Batch, ATensorLargerThanABucketGoesInRounds) {
+TEST(Batch, ATensorLargerThanABucketIsSentInRounds) {
   RandomPlacements random(1);
   const MeshPtr from = mesh_of({2}, {0, 1});
   const MeshPtr to = mesh_of({3}, {2, 3, 4});
@@ -674,14 +677,14 @@ TEST(Batch, ATensorLargerThanABucketGoesInRounds) {
   Simulation simulation(problem, random, 5);
   simulation.run();
   simulation.expect_right();
-  simulation.expect_promised();
+  simulation.expect_certificate();
   const BatchCertificate certificate = certificate_of(simulation.plan());
-  EXPECT_EQ(certificate.rounds_bound, 8);  // 512 bytes that each source sends, in buckets of 64
-  EXPECT_LE(certificate.rounds, 12);       // messages are rounded
+  EXPECT_EQ(certificate.rounds_bound, 8);  // each source sends 512 bytes in buckets of 64
+  EXPECT_LE(certificate.rounds, 12);       // messages are rounded up
   EXPECT_EQ(certificate.memory_bytes, 3 * 64);
 }
 
-TEST(Batch, BoundOfOneItemIsThatOfItsCrossing) {
+TEST(Batch, BoundOfOneItemEqualsItsExchangeBound) {
   RandomPlacements random(7);
   for (int trial = 0; trial < 200; ++trial) {
     const std::vector<int64_t> shape = random.shape(9);
@@ -692,24 +695,24 @@ TEST(Batch, BoundOfOneItemIsThatOfItsCrossing) {
     EXPECT_EQ(certificate_of(plan).received_bytes_max, bound.received_bytes_max);
     EXPECT_EQ(certificate_of(plan).received_bytes_sum, bound.received_bytes_sum);
     const int64_t in_bytes = (bound.direct_sent.numerator * 4 + bound.direct_sent.denominator - 1) /
-                             bound.direct_sent.denominator;  // elements may be shared here, in bytes
+                             bound.direct_sent.denominator;  // bytes; an element may be split here
     EXPECT_EQ(certificate_of(plan).sent_bytes_bound, in_bytes) << src.layout.to_string() << dst.layout.to_string();
   }
 }
 
-TEST(Batch, HoldersTakeTurnsWithSmallTensors) {
+TEST(Batch, SendersOfSmallTensorsAlternate) {
   const MeshPtr from = mesh_of({8});
   const MeshPtr to = mesh_of({1}, {8});
   std::vector<std::pair<Layout, Layout>> pairs;
   for (int i = 0; i < 80; ++i) pairs.emplace_back(layout_of(from, {16}, "R"), layout_of(to, {16}, "R"));
   const BatchPlan plan(whole_tensors(pairs));
   EXPECT_EQ(certificate_of(plan).kinds, 8);
-  EXPECT_EQ(certificate_of(plan).messages_sum, 8);  // all 80 tensors in one message from each holder
+  EXPECT_EQ(certificate_of(plan).messages_sum, 8);  // each sender has all its tensors in one message
   EXPECT_EQ(certificate_of(plan).sent_bytes_max, 10 * 16 * 4);
   EXPECT_EQ(certificate_of(plan).sent_bytes_bound, 10 * 16 * 4);
 }
 
-TEST(Batch, LargeTensorsAreSharedToTheElement) {
+TEST(Batch, LargeTensorsAreSplitEvenlyOverSenders) {
   const MeshPtr from = mesh_of({8});
   const MeshPtr to = mesh_of({1}, {8});
   const std::vector<int64_t> shape{8, 1 << 14};
@@ -718,8 +721,8 @@ TEST(Batch, LargeTensorsAreSharedToTheElement) {
   EXPECT_EQ(certificate_of(plan).sent_bytes_bound, 4 << 14);
 }
 
-TEST(Batch, EqualBatchesGiveEqualBytes) {
-  const auto batch = [] {  // with meshes of its own
+TEST(Batch, EqualBatchesSerializeToEqualBytes) {
+  const auto batch = [] {  // makes new meshes each time
     const MeshPtr from = mesh_of({2, 2});
     const MeshPtr to = mesh_of({3}, {1, 2, 5});
     return whole_tensors({{layout_of(from, {8}, "S(0),R"), layout_of(to, {8}, "R")},
@@ -740,7 +743,7 @@ std::string error_of(const Batch& batch) {
   return "";
 }
 
-TEST(Batch, ErrorsNameTheItemAndWhatIsAllowed) {
+TEST(Batch, ErrorsNameTheItemAndTheAllowedValues) {
   const MeshPtr mesh = mesh_of({2});
   const auto batch = [&](IndexMap map, const std::string& dst = "R") {
     return Batch{{layout_of(mesh, {4, 6}, "R")}, {layout_of(mesh, {12, 6}, dst)}, {{0, 0, std::move(map)}}};

@@ -1,4 +1,4 @@
-// Certificates: figures of plans, their bounds, and remarks.
+// Certificates: the costs of plans, their bounds, and remarks.
 #include "planning/certificate.h"
 
 #include <gtest/gtest.h>
@@ -19,10 +19,10 @@ bool mentions(const std::vector<std::string>& sentences, const std::string& word
                      [&](const std::string& sentence) { return sentence.find(words) != std::string::npos; });
 }
 
-// For every pair on a mesh: no figure is below its bound, and a sentence explains each figure that is above it.
-TEST(Certificate, NoFigureIsBelowItsBound) {
-  int64_t met = 0;
-  int64_t figures = 0;
+// Checks for every pair on a mesh that no value is below its bound, and that a remark explains each value above it.
+TEST(Certificate, NoValueIsBelowItsBound) {
+  int64_t num_at_bound = 0;
+  int64_t num_values = 0;
   for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
     for (const std::vector<int64_t>& shape : {std::vector<int64_t>{64, 64}, {7, 5}}) {
       const MeshPtr mesh = test::mesh_of({2, 4});
@@ -35,11 +35,11 @@ TEST(Certificate, NoFigureIsBelowItsBound) {
         const Certificate certificate = certify(plan, peak_bytes(plan));
         size_t missed = 0;
         for (const Figure& figure : figures_of(certificate)) {
-          // With a reduction the bound of the worst rank is a mean, which a plan may not reach but cannot go below.
+          // With a reduction, the bound of the worst rank is a mean. A plan may miss it but cannot go below it.
           ASSERT_GE(figure.value, figure.bound) << figure.name << " of " << to_string(plan);
           missed += figure.value > figure.bound;
-          met += figure.value == figure.bound;
-          ++figures;
+          num_at_bound += figure.value == figure.bound;
+          ++num_values;
         }
         ASSERT_EQ(remarks(plan, certificate).empty(), missed == 0 && certificate.replicas_are_bitwise_equal)
             << to_string(plan);
@@ -47,10 +47,10 @@ TEST(Certificate, NoFigureIsBelowItsBound) {
       }
     }
   }
-  EXPECT_GT(met, figures / 2);
+  EXPECT_GT(num_at_bound, num_values / 2);
 }
 
-TEST(Certificate, SaysWhatFewestBytesWouldTake) {
+TEST(Certificate, RemarksCompareWithThePlanOfFewestBytes) {
   Topology topology = Topology::named("64x8");
   topology.ranks_per_node = 4;
   const MeshPtr mesh = test::mesh_of({4, 4});
@@ -63,7 +63,7 @@ TEST(Certificate, SaysWhatFewestBytesWouldTake) {
   }
 }
 
-TEST(Certificate, KnowsWhichReplicasMayDiffer) {
+TEST(Certificate, ReportsWhetherReplicasAreBitwiseEqual) {
   const MeshPtr mesh = test::mesh_of({8, 8});
   const auto certificate_of = [&](const std::string& src, const std::string& dst, PlanOptions options) {
     const Plan plan =

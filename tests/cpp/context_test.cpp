@@ -1,4 +1,4 @@
-// Planning contexts: which are equal, and where the topology of a plan comes from.
+// Planning contexts: equality, and the source of a plan's topology.
 #include "planning/context.h"
 
 #include <gtest/gtest.h>
@@ -13,9 +13,9 @@ namespace {
 
 CertifiedPlanPtr certified(Plan plan) { return std::make_shared<const CertifiedPlan>(std::move(plan)); }
 
-TEST(PlanningContext, IsAValue) {
+TEST(PlanningContext, ComparesByValue) {
   const ContextPtr a = PlanningContext::make({});
-  const ContextPtr b = PlanningContext::make({.topology = Topology::named("64x8")});  // the default, spelled out
+  const ContextPtr b = PlanningContext::make({.topology = Topology::named("64x8")});  // the default, given explicitly
   EXPECT_TRUE(*a == *b);
   EXPECT_EQ(a->hash(), b->hash());
   EXPECT_EQ(a->topology().name, "64x8");
@@ -28,7 +28,7 @@ TEST(PlanningContext, IsAValue) {
   EXPECT_THROW(PlanningContext::make({.topology = broken}), UserError);
 }
 
-TEST(Pins, AreEqualWherePlansAre) {
+TEST(Pins, AreEqualIfTheirPlansAre) {
   const MeshPtr mesh = test::mesh_of({2, 2});
   const auto layout = [&](const char* placements) { return test::layout_of(mesh, {8, 8}, placements); };
   const CertifiedPlanPtr one = certified(make_plan(layout("S(0),R"), layout("R,R")));
@@ -44,7 +44,7 @@ TEST(Pins, AreEqualWherePlansAre) {
   EXPECT_EQ(a->without(one->plan())->without(two->plan())->hash(), Pins().hash());
   EXPECT_THROW(Pins().without(one->plan()), UserError);
 
-  // Another plan for the same pair replaces the first.
+  // A later plan for the same pair replaces the first.
   PlanOptions options{.topology = Topology::named("8xNVLink")};
   const CertifiedPlanPtr other = certified(make_plan(layout("S(0),R"), layout("R,R"), options));
   EXPECT_EQ(a->with(other)->size(), 2u);
@@ -96,7 +96,7 @@ TEST(PlanningContext, FindsTheTopologyOfTwoLayouts) {
   EXPECT_TRUE(same_topology(here.mesh(), on_mesh("here").mesh()));
 }
 
-TEST(PlanningTables, AreAValueWithASummary) {
+TEST(PlanningTables, CompareByValueAndHaveASummary) {
   PlanningTables a, b;
   EXPECT_EQ(a, b);
   EXPECT_EQ(a.hash(), b.hash());

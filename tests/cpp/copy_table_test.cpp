@@ -1,5 +1,5 @@
-// Tables of boxes on a device of plain memory, whose streams do nothing until they are run. Data that is read too early
-// or after it was freed is poison.
+// Tables of boxes on a device of plain memory, whose streams run only when told to. Data that is read before it is
+// written or after it is freed is poison.
 #include "program/copy_table.h"
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@ constexpr uint8_t kPoison = 0xCB;
 
 class FakeDevice final : public TableDevice {
  public:
-  int stream = 0;  // the current one
+  int stream = 0;  // the current stream
   bool captures = false;
   bool has_other_streams = true;
   std::vector<std::function<void()>> graph;
@@ -61,14 +61,14 @@ class FakeDevice final : public TableDevice {
 
   void note_use(const Upload& upload) override { static_cast<Block*>(upload.memory.get())->users.insert(stream); }
 
-  // A kernel that reads the table on the current stream, or in the graph.
+  // Adds a kernel that reads the table to the current stream, or to the graph.
   void launch(const BoxTable& table, size_t size, std::vector<uint8_t>& found) {
     const auto* begin = reinterpret_cast<const uint8_t*>(table.boxes);
     const auto read = [begin, size, &found] { found.assign(begin, begin + size); };
     captures ? graph.push_back(read) : enqueue(read);
   }
 
-  // Runs a stream's work up to an event that has not happened. Returns false if it stopped there.
+  // Runs a stream's work up to the first event that has not happened. Returns false if it stopped at one.
   bool run(int number) {
     std::deque<Work>& works = streams_[number];
     for (; !works.empty(); works.pop_front()) {
@@ -136,7 +136,7 @@ std::vector<Box> many_boxes(int64_t count) {
   return boxes;
 }
 
-// A copy on a device, and what its kernels found where the table should be.
+// A copy on a device, and the bytes that its kernels read from the table.
 struct Case {
   FakeDevice& device;
   std::unique_ptr<StridedCopy> copy = std::make_unique<StridedCopy>(many_boxes(50), 4);
@@ -154,7 +154,7 @@ struct Case {
   }
 };
 
-// A copy's last tables are kept for graphs, so they must be those of a device that stays.
+// The last tables of a copy are kept for graphs, so their device must outlive the test.
 FakeDevice& device_with_graphs() {
   static auto* device = new FakeDevice;
   device->stream = 0;
@@ -165,10 +165,10 @@ FakeDevice& device_with_graphs() {
 
 TEST(CopyTable, BlocksFindTheBoxesOfTheirWords) {
   std::mt19937 random(1);
-  for (int turn = 0; turn < 200; ++turn) {
+  for (int trial = 0; trial < 200; ++trial) {
     std::vector<Box> boxes;
     const auto up_to = [&](int64_t most) { return std::uniform_int_distribution<int64_t>(1, most)(random); };
-    const int64_t count = up_to(turn % 2 ? 3 : 60);
+    const int64_t count = up_to(trial % 2 ? 3 : 60);
     for (int64_t b = 0; b < count; ++b) boxes.push_back({400 * b, 200 * b, {up_to(9), up_to(20)}, {20, 1}, {20, 1}});
     const StridedCopy copy(boxes, 4);
     const int64_t per_block = up_to(40);
@@ -179,7 +179,7 @@ TEST(CopyTable, BlocksFindTheBoxesOfTheirWords) {
       int64_t box = 0;
       for (int64_t word = 0; word < some.words(); ++word) {
         while (word >= some.first_word[box + 1]) ++box;
-        ASSERT_EQ(table.box_in_block(word / per_block, word), box) << "turn " << turn << ", word " << word;
+        ASSERT_EQ(table.box_in_block(word / per_block, word), box) << "trial " << trial << ", word " << word;
         ASSERT_EQ(table.boxes[box].src_offset, some.boxes[box].src_offset);
       }
     }
@@ -197,7 +197,7 @@ TEST(CopyTable, OtherStreamsWaitForTheUpload) {
   EXPECT_TRUE(c.was_right());
   EXPECT_TRUE(device.run(1));
   EXPECT_TRUE(c.was_right());
-  device.stream = 2;  // on which the table is known to have arrived
+  device.stream = 2;  // this stream does not need to wait: the table is known to be uploaded
   c.launch();
   EXPECT_TRUE(device.run(2));
   EXPECT_TRUE(c.was_right());
@@ -206,7 +206,7 @@ TEST(CopyTable, OtherStreamsWaitForTheUpload) {
   EXPECT_EQ(device.num_alive(), 0U);
 }
 
-TEST(CopyTable, FreedMemoryIsNotUsedAgainWhileStreamsReadIt) {
+TEST(CopyTable, FreedMemoryIsNotReusedWhileStreamsReadIt) {
   FakeDevice device;
   Case c(device);
   c.launch();
@@ -214,13 +214,13 @@ TEST(CopyTable, FreedMemoryIsNotUsedAgainWhileStreamsReadIt) {
   EXPECT_TRUE(c.was_right());
   device.stream = 1;
   c.launch();
-  c.copy.reset();  // evicted while a kernel of stream 1 is still to run
+  c.copy.reset();  // evicted before a kernel of stream 1 has run
   EXPECT_TRUE(device.run(1));
   EXPECT_TRUE(c.was_right());
   EXPECT_EQ(device.num_alive(), 0U);
 }
 
-TEST(CopyTable, ACaptureMakesTheHostWaitForAnUploadUnderWay) {
+TEST(CopyTable, CaptureWaitsForAPendingUpload) {
   FakeDevice& device = device_with_graphs();
   Case c(device);
   c.launch();
@@ -231,7 +231,7 @@ TEST(CopyTable, ACaptureMakesTheHostWaitForAnUploadUnderWay) {
   EXPECT_TRUE(c.was_right());
 }
 
-TEST(CopyTable, AFirstUseInACaptureUploadsBesideIt) {
+TEST(CopyTable, FirstUseInACaptureUploadsOutsideTheGraph) {
   FakeDevice& device = device_with_graphs();
   Case c(device);
   device.captures = true;
@@ -249,7 +249,7 @@ TEST(CopyTable, AFirstUseInACaptureUploadsBesideIt) {
   EXPECT_TRUE(c.was_right());
 }
 
-TEST(CopyTable, WhatAGraphReadsOutlivesTheCopy) {
+TEST(CopyTable, TablesOfGraphsOutliveTheCopy) {
   FakeDevice& device = device_with_graphs();
   Case before(device);
   Case inside(device);
@@ -268,7 +268,7 @@ TEST(CopyTable, WhatAGraphReadsOutlivesTheCopy) {
   EXPECT_TRUE(inside.was_right());
 }
 
-TEST(CopyTable, AnUploadThatFailsLeavesNothing) {
+TEST(CopyTable, FailedUploadLeavesNoTable) {
   FakeDevice device;
   Case c(device);
   device.captures = true;
@@ -281,7 +281,7 @@ TEST(CopyTable, AnUploadThatFailsLeavesNothing) {
   c.copy.reset();
 }
 
-TEST(CopyTable, DevicesHaveTablesOfTheirOwn) {
+TEST(CopyTable, EachDeviceHasItsOwnTable) {
   FakeDevice device;
   Case c(device);
   c.launch();

@@ -27,7 +27,7 @@ Elements elements(const IntervalList& list) {
   return out;
 }
 
-// A rule, and what it must give a coordinate of a list, found element by element.
+// A rule, and an oracle that finds the part of a coordinate element by element.
 struct Case {
   std::string name;
   CutRule rule;
@@ -92,7 +92,7 @@ int64_t runs_of(const Elements& part) {
   return runs;
 }
 
-TEST(CutRule, PartsAreThoseOfAWalkOverElements) {
+TEST(CutRule, PartsMatchAnElementwiseOracle) {
   for_each_case(24, [](const CutRule& rule, int64_t n, int64_t k, const std::vector<Elements>& parts) {
     for (int64_t c = 0; c < k; ++c) {
       EXPECT_EQ(elements(rule.part(whole(n), k, c)), parts[c]);
@@ -102,7 +102,7 @@ TEST(CutRule, PartsAreThoseOfAWalkOverElements) {
   });
 }
 
-TEST(CutRule, PartsOfListsWithGapsGoByLocalPosition) {
+TEST(CutRule, PartsOfListsWithGapsUseLocalPositions) {
   for (const IntervalList& list : {IntervalList{{2, 5}, {7, 8}, {11, 17}, {20, 21}}, {{0, 3}, {4, 9}}}) {
     const Elements all = elements(list);
     for (const Case& one : cases()) {
@@ -112,7 +112,7 @@ TEST(CutRule, PartsOfListsWithGapsGoByLocalPosition) {
   }
 }
 
-TEST(CutRule, NestedCutsTakeLocalPositions) {
+TEST(CutRule, NestedCutsUseLocalPositions) {
   for (int64_t n = 0; n <= 25; ++n) {
     for (const Case& outer : cases()) {
       for (const Case& inner : cases()) {
@@ -126,7 +126,7 @@ TEST(CutRule, NestedCutsTakeLocalPositions) {
   }
 }
 
-TEST(CutRule, SaysWhichPartsAreEqualAndWhichIsLargest) {
+TEST(CutRule, ReportsEqualPartsAndTheLargestPart) {
   for_each_case(60, [](const CutRule& rule, int64_t n, int64_t k, const std::vector<Elements>& parts) {
     size_t most = 0;
     size_t least = parts[0].size();
@@ -149,7 +149,7 @@ TEST(CutRule, SaysWhichPartsAreEqualAndWhichIsLargest) {
   });
 }
 
-TEST(CutRule, EqualPartsAreThoseOfAStridedCut) {
+TEST(CutRule, RulesWithAnEqualSplitFactorMatchStridedCuts) {
   for_each_case(60, [](const CutRule& rule, int64_t n, int64_t k, const std::vector<Elements>& parts) {
     const std::optional<int64_t> factor = rule.equal_split_factor(n, k);
     EXPECT_TRUE(rule.cuts_evenly(n, k) || !factor);
@@ -159,7 +159,7 @@ TEST(CutRule, EqualPartsAreThoseOfAStridedCut) {
   });
 }
 
-TEST(CutRule, CoordinatesOfARangeAreAllThatHoldSomeOfIt) {
+TEST(CutRule, CoordinatesOfARangeIncludeEveryOneThatHoldsPartOfIt) {
   for_each_case(16, [](const CutRule& rule, int64_t n, int64_t k, const std::vector<Elements>& parts) {
     for (int64_t begin = 0; begin < n; ++begin) {
       for (int64_t end = begin + 1; end <= n; ++end) {
@@ -167,18 +167,18 @@ TEST(CutRule, CoordinatesOfARangeAreAllThatHoldSomeOfIt) {
         EXPECT_LE(0, found.begin);
         EXPECT_LE(found.end, k);
         for (int64_t c = 0; c < k; ++c) {
-          const bool meets = std::any_of(parts[c].begin(), parts[c].end(),
-                                         [&](int64_t element) { return begin <= element && element < end; });
+          const bool overlaps = std::any_of(parts[c].begin(), parts[c].end(),
+                                            [&](int64_t element) { return begin <= element && element < end; });
           const bool is_named = found.begin <= c && c < found.end;
-          EXPECT_TRUE(is_named || !meets);
-          EXPECT_TRUE(!is_named || meets || parts[c].empty() || !rule.makes_runs());
+          EXPECT_TRUE(is_named || !overlaps);
+          EXPECT_TRUE(!is_named || overlaps || parts[c].empty() || !rule.makes_runs());
         }
       }
     }
   });
 }
 
-TEST(CutRule, StretchesOfLikePartsBeginWherePartsLookDifferent) {
+TEST(CutRule, RangesOfEqualPartsBeginWhereThePartChanges) {
   for_each_case(40, [](const CutRule& rule, int64_t n, int64_t k, std::vector<Elements> parts) {
     for (Elements& part : parts) {
       const int64_t first = part.empty() ? 0 : part[0];
@@ -192,13 +192,13 @@ TEST(CutRule, StretchesOfLikePartsBeginWherePartsLookDifferent) {
   });
 }
 
-TEST(CutRule, GatheringTheCutBeforeKeepsWhatAllItsCoordinatesHold) {
-  int said = 0;
+TEST(CutRule, GatheringTheOuterCutUnitesThePartsOfItsCoordinates) {
+  int num_rules = 0;
   for (const Case& outer : strided_cases()) {
     for (const Case& inner : strided_cases()) {
       const std::optional<CutRule> rule = inner.rule.with_gathered(outer.rule, 3);
       if (!rule) continue;
-      ++said;
+      ++num_rules;
       const int64_t n = 2 * 3 * outer.rule.split_factor() * inner.rule.split_factor() * 2;
       for (int64_t c = 0; c < 2; ++c) {
         Elements held;
@@ -210,16 +210,16 @@ TEST(CutRule, GatheringTheCutBeforeKeepsWhatAllItsCoordinatesHold) {
       }
     }
   }
-  EXPECT_GE(said, 8);
+  EXPECT_GE(num_rules, 8);
 }
 
-TEST(CutRule, TakenBehindTheLaterCutItMakesTheSameParts) {
-  int said = 0;
+TEST(CutRule, MovingTheOuterCutInsideKeepsTheParts) {
+  int num_rules = 0;
   for (const Case& outer : strided_cases()) {
     for (const Case& inner : strided_cases()) {
       const std::optional<CutRule> rule = outer.rule.moved_after(inner.rule, 2);
       if (!rule) continue;
-      ++said;
+      ++num_rules;
       const int64_t n = 3 * outer.rule.split_factor() * 2 * inner.rule.split_factor();
       for (int64_t i = 0; i < 3; ++i) {
         for (int64_t j = 0; j < 2; ++j) {
@@ -229,10 +229,10 @@ TEST(CutRule, TakenBehindTheLaterCutItMakesTheSameParts) {
       }
     }
   }
-  EXPECT_GE(said, 3);
+  EXPECT_GE(num_rules, 3);
 }
 
-TEST(CutRule, NamesTellRulesApart) {
+TEST(CutRule, NamesAndHashesDistinguishRules) {
   const std::vector<Case> all = cases();
   for (size_t i = 0; i < all.size(); ++i) {
     for (size_t j = 0; j < all.size(); ++j) {
@@ -248,7 +248,7 @@ TEST(CutRule, NamesTellRulesApart) {
   }
 }
 
-TEST(CutRule, RulesOfOtherKindsAreNotTakenApart) {
+TEST(CutRule, OnlyStridedCutsAndChunksAreGatheredOrReordered) {
   for (const Case& one : cases()) {
     for (const Case& other : cases()) {
       const bool both = one.rule.is_strided_or_chunks() && other.rule.is_strided_or_chunks();
@@ -257,7 +257,7 @@ TEST(CutRule, RulesOfOtherKindsAreNotTakenApart) {
   }
 }
 
-TEST(CutRule, ListsThatDoNotFitAreNamed) {
+TEST(CutRule, ErrorsNameSizesThatDoNotMatchTheList) {
   const std::string sum_is_four = "sum of the sizes must be 5, the number of elements to cut, got 4";
   EXPECT_EQ(CutRule::ragged({3, 1}).why_not(5, 2), sum_is_four);
   EXPECT_EQ(CutRule::packed({3, 1}).why_not(5, 2), sum_is_four);
@@ -277,7 +277,7 @@ void expect_refused(const std::function<void()>& make, const std::string& text) 
   }
 }
 
-TEST(CutRule, NumbersOutOfRangeAreRefused) {
+TEST(CutRule, NumbersOutOfRangeAreRejected) {
   const int64_t huge = std::numeric_limits<int64_t>::max();
   expect_refused([] { CutRule::ragged({}); }, "sizes of Ragged must be a list of at least one integer, got none");
   expect_refused([] { CutRule::ragged({2, -1}); }, "sizes of Ragged must be at least 0, got -1");
@@ -300,7 +300,7 @@ bool fits(const Mesh& mesh, int64_t n, const std::vector<Cut>& cuts) {
   return true;
 }
 
-// A strided cut may make more of the shorter of two lists: 7 of 13, but 8 of 12.
+// A strided cut may give more of a shorter list: 7 of 13 elements, but 8 of 12.
 TEST(CutRule, NoRankHoldsMoreThanTheLargestPosition) {
   const MeshPtr mesh = test::mesh_of({3, 2, 4});
   for (int64_t n = 0; n <= 80; ++n) {

@@ -1,4 +1,4 @@
-// Whole tensors, their parts on ranks, and sums over axes, with which simulated products are compared.
+// Full tensors, their parts on ranks, and sums over axes, as references for simulated products.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -28,7 +28,7 @@ struct Dense {
   }
 };
 
-// Small integers, so that sums are exact whatever their order.
+// Draws small integers, so that sums are exact in any order.
 inline Dense random_dense(const std::vector<int64_t>& shape, std::mt19937& random) {
   int64_t count = 1;
   for (const int64_t size : shape) count *= size;
@@ -50,7 +50,7 @@ inline Payload part_of(const Dense& dense, const Layout& layout, int64_t positio
   return values;
 }
 
-// The rank at position 0 of those that differ along dims whose sums are due.
+// Returns the position of the first rank among those that differ only along dims with pending sums.
 inline int64_t first_of_sum(const Layout& layout, int64_t position) {
   for (const int d : layout.partial_dims().to_vector()) {
     position -= layout.mesh().coordinate(position, d) * layout.mesh().stride(d);
@@ -58,7 +58,7 @@ inline int64_t first_of_sum(const Layout& layout, int64_t position) {
   return position;
 }
 
-// By position; of sums that are due, contributions at random.
+// Returns the parts by position. Pending sums get random contributions.
 inline std::vector<Payload> parts_of(const Dense& dense, const Layout& layout, std::mt19937& random) {
   std::vector<Payload> parts;
   for (int64_t p = 0; p < layout.mesh().size(); ++p) {
@@ -88,7 +88,7 @@ inline void expect_parts(const std::vector<Payload>& parts, const Dense& dense, 
   }
 }
 
-// As einsum, with the sizes of the letters as the two tensors have them.
+// Computes an einsum. The two tensors give the sizes of the letters.
 inline Dense einsum(const std::string& a, const Dense& x, const std::string& b, const Dense& y,
                     const std::string& out) {
   std::map<char, int64_t> sizes;

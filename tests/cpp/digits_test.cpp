@@ -1,4 +1,4 @@
-// Compares the closed formulas for even cuts with a walk over the parts themselves.
+// Compares the closed formulas for even cuts with a walk over the parts.
 #include <gtest/gtest.h>
 
 #include "cost/cost.h"
@@ -47,7 +47,7 @@ std::vector<Layout> layouts_of(const Setting& setting) {
   return all;
 }
 
-TEST(Digits, SayWhatTwoLayoutsShare) {
+TEST(Digits, CountTheElementsThatTwoLayoutsShare) {
   int64_t closed = 0;
   int64_t pairs = 0;
   for (const Setting& setting : kSettings) {
@@ -71,8 +71,8 @@ TEST(Digits, SayWhatTwoLayoutsShare) {
   EXPECT_LT(closed, pairs);
 }
 
-// Every rank's traffic, message by message.
-TEST(Digits, SayWhatAnExchangeTravels) {
+// Compares the traffic of every rank, message by message.
+TEST(Digits, PredictTheTrafficOfAnExchange) {
   int64_t exchanges = 0;
   for (const Setting& setting : kSettings) {
     const std::vector<Layout> layouts = layouts_of(setting);
@@ -90,8 +90,8 @@ TEST(Digits, SayWhatAnExchangeTravels) {
   EXPECT_GT(exchanges, 500);
 }
 
-// Compares the planner's figures for an exchange whose sending replicas share with every rank's own count.
-TEST(Digits, SayWhatASharedExchangeTravels) {
+// Compares the planner's costs of an exchange whose replicas share the sending with a count on every rank.
+TEST(Digits, PredictTheTrafficOfASharedExchange) {
   int64_t shared = 0;
   for (const Setting& setting : kSettings) {
     const std::vector<Layout> layouts = layouts_of(setting);
@@ -122,19 +122,19 @@ TEST(Digits, SayWhatASharedExchangeTravels) {
   EXPECT_GT(shared, 50);
 }
 
-TEST(Digits, AreThoseOfTheIndex) {
+TEST(Digits, HaveStrideSizeAndMeshDimOfEachCut) {
   const MeshPtr mesh = test::mesh_of({4, 2});
   const auto digits = digits_of(*mesh, 64, std::vector<Cut>{{0, 1}, {1, 1}});
   ASSERT_TRUE(digits.has_value());
   EXPECT_EQ((*digits)[0], (Digit{16, 4, 0}));
   EXPECT_EQ((*digits)[1], (Digit{8, 2, 1}));
-  EXPECT_EQ(digits_of(*mesh, 64, std::vector<Cut>{{1, 4}, {0, 1}}), digits);  // other cuts that make the same parts
+  EXPECT_EQ(digits_of(*mesh, 64, std::vector<Cut>{{1, 4}, {0, 1}}), digits);  // different cuts that make the same parts
   EXPECT_FALSE(digits_of(*mesh, 65, std::vector<Cut>{{0, 1}}).has_value());
   EXPECT_FALSE(digits_of(*mesh, 0, std::vector<Cut>{{0, 1}}).has_value());
 }
 
-// Parts of one element or none: data moves in another group than that of the first rank, or between inner ranks.
-TEST(Digits, HaveAMessageInEveryExchange) {
+// Parts have one element or none: data moves in another group than the first rank's, or between inner ranks.
+TEST(Digits, CountAMessageInEveryExchange) {
   for (const auto& [sizes, from, to] : std::vector<std::tuple<std::vector<int64_t>, const char*, const char*>>{
            {{2, 2}, "R,S(0)", "S(0),S(0)"}, {{2, 3}, "R,SS(0,2)", "R,S(0)"}}) {
     const MeshPtr mesh = test::mesh_of(sizes);

@@ -39,7 +39,7 @@ Ratio by_all_sets(const std::map<uint32_t, int64_t>& work, int workers) {
   return most;
 }
 
-TEST(LeastWorstLoad, IsTheDensestSetOfWorkers) {
+TEST(LeastWorstLoad, EqualsTheLoadOfTheDensestSetOfWorkers) {
   std::mt19937 random(11);
   const auto pick = [&](int64_t a, int64_t b) { return std::uniform_int_distribution<int64_t>(a, b)(random); };
   for (int i = 0; i < 2000; ++i) {
@@ -94,7 +94,7 @@ Held held_by(const Layout& layout) {
   return held;
 }
 
-// By element, as bit masks.
+// The ranks that hold each element, as bit masks.
 struct Holders {
   std::map<int64_t, uint32_t> before;
   std::map<int64_t, uint32_t> after;
@@ -139,7 +139,7 @@ void check_ranks(const ExchangeBound& bound, const Holders& holders, int world) 
   ASSERT_LE(bound.forwarded_sent_bytes_max, bound.direct_sent_bytes_max);
 }
 
-// Nodes are `node` consecutive ranks each.
+// Nodes are `node` consecutive ranks.
 void check_nodes(const ExchangeBound& bound, const Holders& holders, int64_t node, int world) {
   std::map<int64_t, int64_t> into;
   std::map<int64_t, int64_t> out_of;
@@ -167,7 +167,7 @@ void check_nodes(const ExchangeBound& bound, const Holders& holders, int64_t nod
   ASSERT_EQ(bound.leaving_bytes_per_rank, most_per_rank(out_of) * kItemBytes);
 }
 
-TEST(ExchangeBound, IsWhatSetsOfRanksCannotGoBelow) {
+TEST(ExchangeBound, MatchesBruteForceOverSetsOfRanks) {
   const unsigned seed = 5;
   test::RandomPlacements random(seed);
   int64_t passing_on_helps = 0;
@@ -188,8 +188,8 @@ TEST(ExchangeBound, IsWhatSetsOfRanksCannotGoBelow) {
   EXPECT_GT(passing_on_helps, 50);
 }
 
-// The same where several coordinates may have an element.
-TEST(ExchangeBound, OfPiecesIsWhatSetsOfRanksCannotGoBelow) {
+// The same comparison for pieces, of which several coordinates may hold an element.
+TEST(ExchangeBound, OfPiecesMatchesBruteForceOverSetsOfRanks) {
   const unsigned seed = 6;
   test::RandomPieces random(seed);
   int64_t above_the_mean = 0;
@@ -233,7 +233,7 @@ TEST(ExchangeBound, IsReachedByCrossings) {
   }
 }
 
-// Chooses one of each of some sets so that their union has the fewest ranks, and returns their number.
+// Chooses one mask of each list so that their union has the fewest ranks, and returns that number of ranks.
 int64_t smallest_union(const std::vector<uint32_t>& choices, size_t next = 0, uint32_t taken = 0) {
   if (next == choices.size()) return std::popcount(taken);
   if ((choices[next] & taken) != 0) return smallest_union(choices, next + 1, taken);
@@ -244,7 +244,7 @@ int64_t smallest_union(const std::vector<uint32_t>& choices, size_t next = 0, ui
   return fewest;
 }
 
-// Returns the ranks that have an element, grouped by their coordinates on some mesh dims.
+// Returns the ranks that hold an element, grouped by their coordinates on the mesh dims in `apart`.
 std::vector<uint32_t> choices(const Layout& layout, MeshDimSet apart, int64_t element) {
   std::map<std::vector<int64_t>, uint32_t> ranks;
   for (int64_t p = 0; p < layout.mesh().size(); ++p) {
@@ -261,9 +261,9 @@ std::vector<uint32_t> choices(const Layout& layout, MeshDimSet apart, int64_t el
   return masks;
 }
 
-// If there are contributions, each element involves one rank for each of them and one for each replica of the result,
-// in the smallest possible set. If there are none, every replica without a holder among its ranks receives it.
-TEST(ExchangeBound, WithReductionsIsATransferForAllRanksOfAnElementButOne) {
+// With contributions, each element involves one rank per contribution and one per replica of the result, in the
+// smallest possible set. Without contributions, every replica receives the element unless one of its ranks holds it.
+TEST(ExchangeBound, WithReductionsIsATransferPerInvolvedRankButOne) {
   const std::vector<std::vector<int64_t>> ranks{{0, 1, 2, 3}, {2, 3, 4, 5}, {3, 1, 2, 0}, {4, 5, 6, 7}};
   const auto partial = Placement::partial(ReduceOp::kSum);
   int64_t checked = 0;
@@ -294,7 +294,7 @@ TEST(ExchangeBound, WithReductionsIsATransferForAllRanksOfAnElementButOne) {
 }
 
 // From 1,024 ranks to 2,048, where every part of one side overlaps every part of the other.
-TEST(ExchangeBound, TakesThousandsOfRanks) {
+TEST(ExchangeBound, SupportsThousandsOfRanks) {
   std::vector<int64_t> ranks;
   for (int64_t r = 0; r < 2048; ++r) ranks.push_back(512 + r);
   const Layout src = test::layout_of(test::mesh_of({1024}), {8192, 4096}, "S(0)");

@@ -1,4 +1,4 @@
-// Compares what a rank sends and receives in an exchange with a walk over all pairs of its group.
+// Compares the messages of a rank in an exchange with a walk over all pairs of its group.
 #include "moves/step_exchange.h"
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@ namespace shardwright {
 namespace {
 
 // A message of few elements is empty in some rounds.
-TEST(Exchange, CountsWhatPairsSayInAnyNumberOfRounds) {
+TEST(Exchange, TrafficMatchesAllPairsOfRanksInAnyNumberOfRounds) {
   struct Setting {
     std::vector<int64_t> mesh;
     std::vector<int64_t> shape;
@@ -30,7 +30,7 @@ TEST(Exchange, CountsWhatPairsSayInAnyNumberOfRounds) {
   for (const Setting& setting : settings) {
     const MeshPtr mesh = test::mesh_of(setting.mesh);
     std::vector<Layout> all = test::all_layouts(mesh, setting.shape, {});
-    for (size_t d = 0; d < setting.mesh.size(); ++d) {  // strided
+    for (size_t d = 0; d < setting.mesh.size(); ++d) {  // strided cuts
       std::vector<Placement> placements(setting.mesh.size(), Placement::replicate());
       placements[d] = Placement::strided_shard(0, 3);
       all.emplace_back(mesh, setting.shape, DType::parse("float32"), placements);
@@ -46,7 +46,7 @@ TEST(Exchange, CountsWhatPairsSayInAnyNumberOfRounds) {
           const Traffic walked = test::pair_by_pair(*step, position);
           ASSERT_EQ(counted, walked) << step->before.to_string() << " -> " << step->after.placements_string() << " in "
                                      << rounds << " rounds";
-          // The lists of messages say the same.
+          // The lists of messages agree.
           const Rank rank = mesh->rank_at(Position{position});
           if (position % 3 == 0) {
             ASSERT_EQ(exchange.Exchange::traffic(rank, rounds), counted);

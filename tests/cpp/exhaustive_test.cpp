@@ -1,4 +1,4 @@
-// Every pair of layouts, every order of cuts, every rank, every element: simulated and compared.
+// Simulates every pair of layouts, in every order of cuts, and compares every element on every rank.
 #include <gtest/gtest.h>
 
 #include <iostream>
@@ -31,10 +31,10 @@ void PrintTo(const Case& c, std::ostream* out) {
 
 class Exhaustive : public testing::TestWithParam<Case> {};
 
-TEST_P(Exhaustive, EveryPairIsRightAndCostsWhatItPromises) {
+TEST_P(Exhaustive, EveryPairIsCorrectAndCostsAsPredicted) {
   const std::vector<Layout> layouts =
       test::all_layouts(test::mesh_of(GetParam().mesh), GetParam().shape, {Placement::partial(ReduceOp::kSum)});
-  // The largest case takes longer than all others together: every third of its pairs, unless test::is_exhaustive().
+  // The largest case takes longer than all others together. Unless test::is_exhaustive(), it runs every third pair.
   const bool is_largest = GetParam().mesh.size() == 3 && GetParam().shape.size() == 3;
   const size_t stride = is_largest && !test::is_exhaustive() ? 3 : 1;
   const size_t first = std::random_device{}() % stride;
@@ -107,7 +107,7 @@ void simulate_all_with(const std::vector<Placement>& partials, const std::string
   }
 }
 
-TEST(Reductions, EveryOpIsRight) {
+TEST(Reductions, EveryOpIsCorrect) {
   for (const ReduceOp op :
        {ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct, ReduceOp::kBitAnd, ReduceOp::kBitOr, ReduceOp::kBitXor}) {
     simulate_all_with({Placement::partial(op)}, "int64");
@@ -117,7 +117,7 @@ TEST(Reductions, EveryOpIsRight) {
   simulate_all_with({Placement::partial(ReduceOp::kNorm, 3)}, "float64");
 }
 
-TEST(Reductions, SumAndAvgMix) {
+TEST(Reductions, SumAndAvgCombine) {
   const MeshPtr mesh = test::mesh_of({2, 3});
   for (const char* src : {"P(sum),P(avg)", "P(avg),P(sum)", "P(avg),P(avg)"}) {
     for (const char* dst : {"R,R", "S(0),R", "R,S(1)", "S(1),S(0)", "S(0),S(0)"}) {
@@ -131,7 +131,7 @@ TEST(Reductions, SumAndAvgMix) {
 }
 
 // Parts that only _StridedShard makes, and meshes with shuffled ranks.
-TEST(Strided, LiteralPiecesAndShuffledMeshesAreRight) {
+TEST(Strided, LiteralPartsAndShuffledMeshesAreCorrect) {
   const MeshPtr mesh = test::mesh_of({2, 2}, {6, 1, 4, 3});
   const std::vector<std::string> texts{"SS(0,3),R", "SS(0,2),S(0)", "S(0),SS(0,5)", "SS(1,3),S(0)", "R,SS(1,2)",
                                        "S(1),S(0)", "R,R",          "P,SS(0,3)",    "P,P",          "SS(0,3),P"};

@@ -1,4 +1,4 @@
-// Compares the figures of the worst rank, found by classes of ranks, with those of every rank.
+// Compares the costs of the worst rank, found by classes of ranks, with those of every rank.
 #include "moves/extremes.h"
 
 #include <gtest/gtest.h>
@@ -34,7 +34,7 @@ void check(const Plan& plan, bool compiles) {
   EXPECT_EQ(bound.bytes_sum, all.bytes_sum) << to_string(plan);
 }
 
-TEST(RankClasses, AnswerForEveryRankOnAllLayoutsOfSmallMeshes) {
+TEST(RankClasses, RepresentEveryRankOnAllLayoutsOfSmallMeshes) {
   int64_t plans = 0;
   for (const std::vector<int64_t>& sizes : std::vector<std::vector<int64_t>>{{2}, {3}, {2, 2}, {2, 3}, {2, 2, 2}}) {
     const size_t stride = sizes.size() == 3 ? 23 : 1;
@@ -53,8 +53,9 @@ TEST(RankClasses, AnswerForEveryRankOnAllLayoutsOfSmallMeshes) {
   EXPECT_GT(plans, 3000);
 }
 
-// Mesh dims long enough to have inner ranks; orders, strided shards, shuffled ranks, rounds, shared sending.
-TEST(RankClasses, AnswerForEveryRankOfRandomPlans) {
+// Mesh dims are long enough to have inner ranks. Plans have orders, strided shards, shuffled ranks, rounds and shared
+// sending.
+TEST(RankClasses, RepresentEveryRankOfRandomPlans) {
   const uint64_t seed = 20261122;
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
   std::mt19937_64 random(seed);
@@ -111,15 +112,15 @@ TEST(RankClasses, AnswerForEveryRankOfRandomPlans) {
   EXPECT_GT(with_classes, 500);
 }
 
-// If there are too many classes to examine, the result says so.
-TEST(RankClasses, SaysWhereOthersMayHaveMore) {
+// If there are too many classes to examine, the result is marked as inexact.
+TEST(RankClasses, ReportMaximaThatAreNotExact) {
   const MeshPtr mesh = test::mesh_of({32, 16, 16});
   const Layout src = test::layout_of(mesh, {10007, 3}, "S(0),S(0),S(0)");
   const Layout dst = test::layout_of(mesh, {10007, 3}, "S(0),S(0),S(0)", {{0, {2, 1, 0}}});
   const Plan plan = plan_through({src, dst});
   EXPECT_FALSE(totals(plan).maxima_are_exact);
   EXPECT_FALSE(worst_peak_bytes(plan).is_exact);
-  // With equal parts the same case is solved by digits, and no rank can need more.
+  // With equal parts, digits give exact maxima of the same case.
   const Layout even_src = test::layout_of(mesh, {65536, 3}, "S(0),S(0),S(0)");
   const Layout even_dst = test::layout_of(mesh, {65536, 3}, "S(0),S(0),S(0)", {{0, {2, 1, 0}}});
   const Plan even = plan_through({even_src, even_dst});
@@ -127,8 +128,8 @@ TEST(RankClasses, SaysWhereOthersMayHaveMore) {
   EXPECT_TRUE(worst_peak_bytes(even).is_exact);
 }
 
-// The invariant that the corners in extremes.h rely on.
-TEST(Layout, FirstCoordinatesHoldTheMost) {
+// The corners in extremes.h rely on this invariant.
+TEST(Layout, LargestPositionHoldsTheMost) {
   for (const int64_t n : {0, 1, 5, 7, 12, 30, 31}) {
     for (const char* placements : {"S(0),S(0)", "SS(0,3),S(0)", "S(0),SS(0,2)", "SS(0,5),SS(0,4)"}) {
       const MeshPtr mesh = test::mesh_of({3, 4});

@@ -1,4 +1,5 @@
-// Plans under a memory limit: right on every rank, within the limit, and refused only below the limit that errors name.
+// Plans under a memory limit are correct on every rank and within the limit. They are refused only below the limit that
+// the error names.
 #include "planning/fit.h"
 
 #include <gtest/gtest.h>
@@ -27,7 +28,7 @@ int64_t least_limit(const std::string& message) { return std::stoll(message.subs
 
 class Fit : public testing::TestWithParam<Lowering> {};
 
-TEST_P(Fit, KeepsToTheLimitOrSaysWhichOneItNeeds) {
+TEST_P(Fit, KeepsToTheLimitOrReportsTheRequiredOne) {
   int64_t kept = 0;
   int64_t refused = 0;
   int64_t in_rounds = 0;
@@ -63,8 +64,8 @@ TEST_P(Fit, KeepsToTheLimitOrSaysWhichOneItNeeds) {
   EXPECT_GT(refused, 100);
 }
 
-// Parts of several runs are packed once for each receiver, and shares of tensors of a few elements are rounded up.
-TEST_P(Fit, KeepsToTheLimitWhereMuchIsPacked) {
+// Parts of several runs are packed once per receiver, and shares of small tensors are rounded up.
+TEST_P(Fit, KeepsToTheLimitWithManyPackedParts) {
   const MeshPtr mesh = test::mesh_of({8});
   for (const int64_t n : {1, 13, 1000}) {
     const std::vector<std::string> all{"P",
@@ -98,8 +99,8 @@ TEST_P(Fit, KeepsToTheLimitWhereMuchIsPacked) {
 INSTANTIATE_TEST_SUITE_P(Program, Fit, testing::Values(Lowering::kNccl, Lowering::kGloo),
                          [](const auto& info) { return std::string(info.param.name); });
 
-// Going from cut rows to cut columns packs all that is sent and all that is received, which takes as much memory again
-// as source and destination.
+// Going from cut rows to cut columns packs all that is sent and received, which takes as much memory again as source
+// and destination.
 TEST(Fit, RoundsShrinkStaging) {
   const MeshPtr mesh = test::mesh_of({4});
   const Layout src = test::layout_of(mesh, {64, 64}, "S(0)");
@@ -116,8 +117,8 @@ TEST(Fit, RoundsShrinkStaging) {
   simulate(plan);
 }
 
-// A composed all-reduce: the second step of each round sends what the first reduced.
-TEST(Fit, SumsGoInRoundsToo) {
+// In a composed all-reduce, the second step of each round sends the results of the first.
+TEST(Fit, ReductionsAreSplitIntoRoundsToo) {
   for (const int64_t ranks : {2, 4}) {
     for (const char* pending : {"P(sum)", "P(avg)", "P(norm 2)"}) {
       const MeshPtr mesh = test::mesh_of({ranks});
@@ -140,8 +141,8 @@ TEST(Fit, SumsGoInRoundsToo) {
   }
 }
 
-// Temporaries of a large tensor take no more than the larger of source and destination, plus some staging.
-TEST(Fit, LimitsTemporariesByItself) {
+// Temporaries of a large tensor take at most as much as the larger of source and destination, plus some staging.
+TEST(Fit, LimitsTemporariesByDefault) {
   const MeshPtr mesh = test::mesh_of({4});
   const Layout src = test::layout_of(mesh, {64, 8192, 8192}, "S(1)");
   const Layout dst = test::layout_of(mesh, {64, 8192, 8192}, "S(2)");

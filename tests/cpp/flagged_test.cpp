@@ -1,5 +1,5 @@
-// Products that wait for flags: their programs on simulated ranks against sums over global indices, what is refused,
-// and what they are predicted to take.
+// Products that wait for flags: programs on simulated ranks against sums over global indices, unsupported products, and
+// predicted times.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -20,7 +20,7 @@ using Values = Machine::Payload;
 double x_at(int64_t i, int64_t k) { return static_cast<double>((i * 7 + k * 3) % 9 - 4); }
 double w_at(int64_t k, int64_t j) { return static_cast<double>((k * 5 + j * 11) % 7 - 3); }
 
-// x is `rows` x `summed`, cut by rows into equal parts; every rank has the columns [rank * columns, ...) of the weight.
+// x is `rows` x `summed`, cut into equal parts by rows. Every rank has columns [rank * columns, ...) of the weight.
 struct Problem {
   int64_t ranks = 2;
   int64_t rows = 1024;
@@ -87,7 +87,7 @@ void check_results(const Problem& problem, int64_t shares) {
   }
 }
 
-TEST(Flagged, MultipliesWhatOtherRanksOffer) {
+TEST(Flagged, MultipliesThePartsOfOtherRanks) {
   check_results({}, 1);
   check_results({}, 2);
   check_results({.is_weight_row_major = true, .keeps_gathered = true}, 2);
@@ -95,7 +95,7 @@ TEST(Flagged, MultipliesWhatOtherRanksOffer) {
   check_results({.ranks = 3, .rows = 1536, .columns = 16, .is_weight_row_major = true}, 2);
 }
 
-TEST(Flagged, StartsNothingBetweenTheProductAndItsFlags) {
+TEST(Flagged, StartsNothingBetweenFetchAndProduct) {
   const Program program = compile(Problem{}.matmul(), {Method::kFlags, 2}, Rank{1});
   std::vector<std::string> kinds;
   for (const Instruction& instruction : program.instructions) {
@@ -104,7 +104,7 @@ TEST(Flagged, StartsNothingBetweenTheProductAndItsFlags) {
   }
   EXPECT_EQ(kinds, (std::vector<std::string>{"offer", "copy", "fill", "wait", "fetch", "gemm", "wait"}));
   const auto& gemm = std::get<Gemm>(program.instructions[5].operation);
-  EXPECT_EQ(gemm.flags->first, 2);  // of four: this rank's own first
+  EXPECT_EQ(gemm.flags->first, 2);  // of four; the rank's own flag is the first
   EXPECT_NE(program.to_string().find("as flags b3[0:4] are set, from 2"), std::string::npos) << program.to_string();
 }
 
@@ -117,7 +117,7 @@ std::string why_not(const Matmul& matmul, const Schedule& schedule = {Method::kF
   return "";
 }
 
-TEST(Flagged, SaysWhatItDoesNotTake) {
+TEST(Flagged, ReportsWhyAProductIsUnsupported) {
   EXPECT_EQ(why_not(Problem{}.matmul()), "");
   EXPECT_NE(why_not(Problem{.rows = 1020}.matmul()).find("multiple of 1 x 256 rows, got 510"), std::string::npos);
   EXPECT_NE(why_not(Problem{.rows = 1023}.matmul()).find("uneven"), std::string::npos);
@@ -157,8 +157,8 @@ TEST(Flagged, SaysWhatItDoesNotTake) {
             std::string::npos);
 }
 
-// A product takes one ps a flop and processor, a byte one ps, and a transfer 100 ps.
-TEST(Flagged, TakesAsLongAsItsProductOrItsCopies) {
+// A product takes 1 ps per flop and processor, a byte 1 ps, and a transfer 100 ps.
+TEST(Flagged, PredictedTimeIsThatOfProductOrCopies) {
   const GemmModel model{"test", 10, 64, 64, 1'000'000, 0, 0, 50};
   const auto predicted = [&](int64_t ps_per_byte, int64_t shares) {
     const MeshPtr mesh = mesh_of({2});
@@ -174,17 +174,17 @@ TEST(Flagged, TakesAsLongAsItsProductOrItsCopies) {
   const Timeline fast = predicted(1, 1);
   const int64_t part = 2560 * 64 * 2;
   EXPECT_EQ(fast.communication_ps, 100 + 100 + part);
-  // The offer, then one product, which no copy slows down.
+  // The offer is followed by one product, which no copy slows down.
   ASSERT_GT(fast.gemm_ps / 2, part + 100);
   EXPECT_EQ(fast.total_ps, 100 + fast.gemm_ps);
-  // Where copies take longer, the last chunk is multiplied after the last copy.
+  // If copies take longer, the last chunk is multiplied after the last copy.
   const Timeline slow = predicted(100, 1);
   EXPECT_EQ(slow.total_ps, 100 + 100 + 100 * part + slow.gemm_ps / 2);
   EXPECT_EQ(predicted(100, 2).total_ps, 100 + 100 + 100 * part + slow.gemm_ps / 4);
   EXPECT_EQ(predicted(100, 1).gemm_ps, fast.gemm_ps);
 }
 
-TEST(Flagged, IsNotChosenUnlessAskedFor) {
+TEST(Flagged, IsNotChosenUnlessRequested) {
   const GemmModel model = GemmModel::named("h100");
   for (const Prediction& one : predictions(Problem{.rows = 65536, .summed = 4096, .columns = 4096}.matmul(), model)) {
     EXPECT_NE(one.schedule.method, Method::kFlags);

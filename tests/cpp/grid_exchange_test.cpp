@@ -1,4 +1,4 @@
-// Compares exchanges with lists of elements: who needs what and does not hold it, and who sends it.
+// Compares exchanges with lists of elements: what each rank needs and lacks, and which rank sends it.
 #include "exchange/grid_exchange.h"
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ struct Counted {
   int64_t largest_message = 0;
 };
 
-// Every element that a rank needs and does not hold comes from one rank that holds it, and nothing else is sent.
+// Every element that a rank needs and lacks is sent by one rank that holds it, and nothing else is sent.
 void expect_delivers(const GridExchange& exchange, const Placed& src, const Placed& dst, Counted& counted) {
   std::map<std::pair<Rank, Rank>, Interval> sent;
   for (const Rank rank : exchange.ranks()) {
@@ -62,7 +62,7 @@ void expect_delivers(const GridExchange& exchange, const Placed& src, const Plac
   ASSERT_EQ(messages, sent.size());
 }
 
-// For each set of ranks that hold the same part: what others need of it, divided evenly.
+// Divides the demand for each part evenly among the ranks that hold this part, and returns the maximum.
 int64_t least_worst_sender(const Placed& src, const Placed& dst) {
   std::map<std::vector<int64_t>, int64_t> holders;
   for (const auto& [rank, lists] : src.held) ++holders[elements_of(src, rank)];
@@ -84,13 +84,13 @@ int64_t most(const std::map<Rank, int64_t>& of_ranks) {
   return most;
 }
 
-TEST(GridExchange, DeliversEveryElementOnceAndSharesTheSending) {
+TEST(GridExchange, DeliversEveryElementOnceAndBalancesSenders) {
   const unsigned seed = 20261122;
   test::RandomPlacements random(seed);
   int64_t shared = 0;
   int64_t overlapping = 0;
   int64_t messages = 0;
-  int64_t messages_at_most = 0;
+  int64_t max_messages = 0;
   for (int i = 0; i < 1500; ++i) {
     const std::vector<int64_t> shape = random.shape(random.pick(1, 9));
     const int64_t world = random.pick(2, 14);
@@ -117,7 +117,7 @@ TEST(GridExchange, DeliversEveryElementOnceAndSharesTheSending) {
         ASSERT_GE(exchange.messages_at_most(rank, Direction::kReceive), received) << rank;
         if (sharing == Sharing::kBytes) {
           messages += received;
-          messages_at_most += exchange.messages_at_most(rank, Direction::kReceive);
+          max_messages += exchange.messages_at_most(rank, Direction::kReceive);
         } else {
           ASSERT_EQ(exchange.messages_at_most(rank, Direction::kReceive), received) << rank;
         }
@@ -136,7 +136,7 @@ TEST(GridExchange, DeliversEveryElementOnceAndSharesTheSending) {
   }
   EXPECT_GT(shared, 100);
   EXPECT_GT(overlapping, 1000);
-  EXPECT_LE(messages_at_most * 4, messages * 5);
+  EXPECT_LE(max_messages * 4, messages * 5);
 }
 
 TEST(GridExchange, CountsMessagesInRounds) {
@@ -166,7 +166,7 @@ TEST(GridExchange, CountsMessagesInRounds) {
 }
 
 // The table in the header.
-TEST(GridExchange, ServesStretchesOfALine) {
+TEST(GridExchange, MatchesTheExampleInTheHeader) {
   const Layout src = test::layout_of(test::mesh_of({2, 2}), {12}, "S(0),R");
   const Layout dst = test::layout_of(test::mesh_of({3}, {4, 5, 6}), {12}, "S(0)");
   const GridExchange exchange(src, dst, Sharing::kBytes);
@@ -178,15 +178,15 @@ TEST(GridExchange, ServesStretchesOfALine) {
   EXPECT_EQ(exchange.ranges(Rank{3}, Direction::kSend), (Ranges{{Rank{6}, {1, 4}}}));
   EXPECT_TRUE(exchange.ranges(Rank{4}, Direction::kSend).empty());
   EXPECT_TRUE(exchange.ranges(Rank{9}, Direction::kReceive).empty());
-  // No message is split, and each holder sends one.
+  // No message is split, and each candidate sender sends one.
   const GridExchange whole(src, dst, Sharing::kMessages);
   EXPECT_EQ(whole.ranges(Rank{0}, Direction::kSend), (Ranges{{Rank{4}, {0, 4}}}));
   EXPECT_EQ(whole.ranges(Rank{1}, Direction::kSend), (Ranges{{Rank{5}, {0, 2}}}));
 }
 
-// Holders take turns in mesh order, and needers stand in it. So where every node has a replica of either side, each
-// replica is served from its own node.
-TEST(GridExchange, StaysWithinNodesThatHoldAndNeedAll) {
+// Senders alternate in mesh order, and receivers are in mesh order too. So if every node has a replica of either side,
+// each replica is served from its own node.
+TEST(GridExchange, StaysWithinNodesIfEachNodeHasAReplica) {
   const Layout src = test::layout_of(test::mesh_of({4, 8}), {64, 64}, "R,S(0)");
   const Layout dst = test::layout_of(test::mesh_of({4, 2, 4}), {64, 64}, "R,S(1),S(0)");
   const Layout wider = test::layout_of(test::mesh_of({2, 16}), {64, 64}, "R,S(1)");
@@ -199,7 +199,7 @@ TEST(GridExchange, StaysWithinNodesThatHoldAndNeedAll) {
 }
 
 // From 1,024 ranks to 2,048: 2 Mi messages in all, computed rank by rank.
-TEST(GridExchange, TakesThousandsOfRanks) {
+TEST(GridExchange, SupportsThousandsOfRanks) {
   std::vector<int64_t> ranks;
   for (int64_t r = 0; r < 2048; ++r) ranks.push_back(1024 + r);
   const Layout src = test::layout_of(test::mesh_of({128, 8}), {8192, 4096}, "S(0),S(1)");

@@ -1,4 +1,4 @@
-// Layouts of ordered and repeated pieces, and of flattened dims: every pair planned, simulated on all ranks, and
+// Layouts of ordered and repeated pieces, and of flattened dims: every pair is planned, simulated on all ranks, and
 // compared with lists of elements.
 #include "exchange/indexed_exchange.h"
 
@@ -31,7 +31,7 @@ Layout flat(const MeshPtr& mesh, const Shape& shape, const std::string& placemen
   return Layout(mesh, shape, DType::kFloat32, parse_placements(placements), {}, StridedMeaning::kAuto, 2);
 }
 
-// The row-major numbers of the elements that a rank holds, whatever order they have there.
+// Returns the row-major numbers of the elements that a rank holds, regardless of their order there.
 std::set<int64_t> held_by(const Layout& layout, Rank rank) {
   std::set<int64_t> all;
   const std::optional<Position> position = layout.mesh().position_of(rank);
@@ -51,7 +51,7 @@ std::set<int64_t> held_by(const Layout& layout, Rank rank) {
   return all;
 }
 
-// What ranks must receive: all that they need and do not hold.
+// Returns the lower bound on what ranks receive: all that they need and lack.
 Bound naive_bound(const Layout& src, const Layout& dst) {
   Bound bound;
   for (const Rank rank : dst.mesh().ranks()) {
@@ -64,7 +64,7 @@ Bound naive_bound(const Layout& src, const Layout& dst) {
   return bound;
 }
 
-// Checks everything but that ranks receive no more than they must.
+// Checks everything except the bound on received bytes.
 void check_plan(const CertifiedPlan& certified) {
   const Plan& plan = certified.plan();
   SCOPED_TRACE(to_string(plan));
@@ -98,7 +98,7 @@ std::vector<Layout> some_layouts(const MeshPtr& mesh, const Shape& shape, const 
   return all;
 }
 
-// With the one objective and lowering, and with the others, in turn.
+// Checks all pairs. The given objective and lowering alternate with other ones.
 void check_all_pairs(const std::vector<Layout>& sources, const std::vector<Layout>& destinations) {
   int64_t pairs = 0;
   for (const Layout& src : sources) {
@@ -125,13 +125,13 @@ const std::vector<std::string> kOfSeven{"R",
                                         "Pieces(0,3-7+0-3:)",
                                         "Pieces(0,0-5:6-7+2-6)"};
 
-TEST(Pieces, GoBetweenAllLayoutsOfOneMeshDim) {
+TEST(Pieces, MoveBetweenAllLayoutsOfOneMeshDim) {
   const MeshPtr mesh = test::mesh_of({2});
   const std::vector<Layout> layouts = some_layouts(mesh, {7, 3}, kOfSeven);
   check_all_pairs(layouts, layouts);
 }
 
-TEST(Pieces, GoBetweenAllLayoutsOfTwoMeshDims) {
+TEST(Pieces, MoveBetweenAllLayoutsOfTwoMeshDims) {
   const MeshPtr mesh = test::mesh_of({2, 2}, {3, 1, 0, 2});
   std::vector<std::string> placements;
   for (const std::string a : {"R", "S(0)", "S(1)", "P", "Pieces(0,5-7+0-2:4-5+2-4)", "Pieces(0,0-5:6-7+2-6)"}) {
@@ -143,7 +143,7 @@ TEST(Pieces, GoBetweenAllLayoutsOfTwoMeshDims) {
   check_all_pairs(layouts, layouts);
 }
 
-TEST(Pieces, NestWithCutsBeforeAndBehindThem) {
+TEST(Pieces, NestWithOuterAndInnerCuts) {
   const MeshPtr mesh = test::mesh_of({2, 3});
   const std::vector<Layout> layouts{test::layout_of(mesh, {12}, "Pieces(0,8-12+0-4:4-8+2-4),S(0)"),
                                     test::layout_of(mesh, {12}, "S(0),Pieces(0,4-6:2-5+0-1:0-2)"),
@@ -160,7 +160,7 @@ TEST(Pieces, NestWithCutsBeforeAndBehindThem) {
   check_all_pairs(sources, layouts);
 }
 
-TEST(Pieces, GoBetweenMeshes) {
+TEST(Pieces, MoveBetweenMeshes) {
   const MeshPtr two = test::mesh_of({2}, {1, 0});
   const std::vector<Layout> sources = some_layouts(two, {7, 3}, kOfSeven);
   for (const std::vector<int64_t>& ranks : {std::vector<int64_t>{1, 2, 0}, {2, 3, 4}}) {
@@ -182,7 +182,7 @@ TEST(Pieces, AreRearrangedOnOneMeshBeforeTheyCross) {
   }
 }
 
-// Over groups of single mesh dims what is due is reduced dim by dim, and the way on to another mesh keeps these steps.
+// If groups span single mesh dims, pending sums are reduced dim by dim, and plans to another mesh keep these steps.
 TEST(Pieces, AreReducedOverGivenGroups) {
   const MeshPtr mesh = test::mesh_of({2, 2, 2});
   const Layout src = test::layout_of(mesh, {7, 4}, "P,Pieces(0,5-7+0-2:2-5),P");
@@ -200,7 +200,7 @@ TEST(Pieces, AreReducedOverGivenGroups) {
       EXPECT_EQ(plan.steps[i].op, StepOp::kAllReduce);
       EXPECT_EQ(mesh->group_size(plan.steps[i].mesh_dims), 2);
     }
-    // One group of both mesh dims is used where it may be.
+    // A group of both mesh dims is used if it is given.
     const std::vector<MeshDimSet> both{MeshDimSet::single(0) | MeshDimSet::single(2)};
     EXPECT_EQ(make_plan(src, reduced, {.lowering = lowering, .groups = both}).steps.size(), 1u);
   }
@@ -208,8 +208,8 @@ TEST(Pieces, AreReducedOverGivenGroups) {
   EXPECT_THROW(make_plan(src, test::layout_of(mesh, {7, 4}, "R,S(0),R"), {.groups = own}), UserError);
 }
 
-// Sums are scattered only where one move does it, which nobody knows of cuts behind uneven nested ones.
-TEST(Pieces, AreReducedWhereCutsAreNestedAndUneven) {
+// Sums are scattered only if one move does it, and no move is known for cuts behind uneven nested ones.
+TEST(Pieces, AreReducedBehindNestedUnevenCuts) {
   const MeshPtr mesh = test::mesh_of({2, 2, 2});
   for (const char* cut : {"Cyclic(0,1)", "SS(0,2)", "S(0)"}) {
     for (const int64_t n : {12, 16}) {
@@ -221,7 +221,7 @@ TEST(Pieces, AreReducedWhereCutsAreNestedAndUneven) {
   }
 }
 
-TEST(FlattenedDims, GoToAndFromAllLayouts) {
+TEST(FlattenedDims, MoveToAndFromAllLayouts) {
   const MeshPtr mesh = test::mesh_of({2, 2});
   const Shape shape{3, 4, 2};
   std::vector<Layout> flattened;
@@ -239,7 +239,7 @@ TEST(FlattenedDims, GoToAndFromAllLayouts) {
   check_all_pairs({flattened[0], flattened[1]}, flattened);
 }
 
-TEST(FlattenedDims, GoBetweenMeshes) {
+TEST(FlattenedDims, MoveBetweenMeshes) {
   const MeshPtr two = test::mesh_of({2});
   const MeshPtr three = test::mesh_of({3}, {1, 2, 3});
   const Shape shape{3, 4, 2};
@@ -268,7 +268,7 @@ std::string error_of(const std::string& placement, const Shape& shape) {
   return "";
 }
 
-TEST(Pieces, AreRefusedWithTheIntervalThatIsWrong) {
+TEST(Pieces, ErrorsNameTheWrongInterval) {
   EXPECT_NE(error_of("Pieces(0,0-2:3-7)", {7}).find("got none for [2, 3)"), std::string::npos);
   EXPECT_NE(error_of("Pieces(0,0-2:2-6)", {7}).find("got none for [6, 7)"), std::string::npos);
   EXPECT_NE(error_of("Pieces(0,0-2:2-8)", {7}).find("the number of elements to cut, got 8"), std::string::npos);
@@ -278,7 +278,7 @@ TEST(Pieces, AreRefusedWithTheIntervalThatIsWrong) {
   EXPECT_NE(error_of("Pieces(0,x:0-7)", {7}).find("got 'Pieces(0,x:0-7)'"), std::string::npos);
 }
 
-TEST(Pieces, ThatAscendAndAreHeldOnceArePlainCuts) {
+TEST(Pieces, AscendingDisjointPiecesArePartitions) {
   EXPECT_TRUE(Placement::parse("Pieces(0,0-2+5-7:2-5)").rule.is_partition());
   EXPECT_FALSE(Placement::parse("Pieces(0,5-7+0-2:2-5)").rule.is_partition());
   EXPECT_FALSE(Placement::parse("Pieces(0,0-3+5-7:2-5)").rule.is_partition());
@@ -286,16 +286,16 @@ TEST(Pieces, ThatAscendAndAreHeldOnceArePlainCuts) {
   EXPECT_EQ(Placement::parse(text).to_string(), text);
 }
 
-// 12 rows that ranks 0 and 1 both hold, for ranks 4 to 6, which need 4 each.
-TEST(IndexedExchange, SharesTheSendingAmongAllThatHoldAnElement) {
+// Ranks 0 and 1 both hold 12 rows. Ranks 4 to 6 need 4 each.
+TEST(IndexedExchange, BalancesAllSendersOfAnElement) {
   const Layout src = test::layout_of(test::mesh_of({2}), {12}, "Pieces(0,6-12+0-6:0-12)");
   const Layout dst = test::layout_of(test::mesh_of({3}, {4, 5, 6}), {12}, "S(0)");
   EXPECT_EQ(IndexedExchange(src, dst, Sharing::kBytes).worst().sent_bytes, 6 * 4);
   EXPECT_EQ(IndexedExchange(src, dst, Sharing::kMessages).worst().sent_bytes, 8 * 4);
 }
 
-// Experts held by ranks 3 and 11 go to rank 9 from rank 11, which is nearer.
-TEST(IndexedExchange, PrefersTheNearestHolder) {
+// Rank 9 needs experts that ranks 3 and 11 hold, and receives them from rank 11, which is nearer.
+TEST(IndexedExchange, PrefersTheNearestSender) {
   const Layout src = test::layout_of(test::mesh_of({2}, {3, 11}), {4}, "Pieces(0,2-4+0-2:0-4)");
   const Layout dst = test::layout_of(test::mesh_of({2}, {1, 9}), {4}, "R");
   const IndexedExchange exchange(src, dst, Sharing::kMessages);
@@ -305,7 +305,7 @@ TEST(IndexedExchange, PrefersTheNearestHolder) {
 }
 
 // Random pieces on random meshes, alone or with other cuts.
-TEST(Pieces, RandomOnesMoveRight) {
+TEST(Pieces, RandomPiecesMoveCorrectly) {
   test::RandomPieces random(20);
   for (int i = 0; i < 150; ++i) {
     const int64_t n = random.pick(1, 20);
@@ -314,9 +314,9 @@ TEST(Pieces, RandomOnesMoveRight) {
   }
 }
 
-// Where elements are on several coordinates of one mesh dim and another is cut too, who serves what is decided for both
-// together.
-TEST(Pieces, OfTwoCutDimsAreSentByRanksThatSendLeast) {
+// If several coordinates of one mesh dim hold an element and another mesh dim cuts too, senders are chosen for both
+// dims together.
+TEST(Pieces, SendersAreBalancedOverTwoCutDims) {
   test::RandomPieces random(21, 40);
   for (int i = 0; i < 100; ++i) {
     const int64_t n = random.pick(20, 100);
@@ -332,9 +332,9 @@ TEST(Pieces, OfTwoCutDimsAreSentByRanksThatSendLeast) {
   }
 }
 
-// Parts of a million blocks are few boxes.
-// Two ranks have a sequence in zigzag order, which eight others need whole, or in the same order and four times each.
-TEST(Pieces, ThatManyRanksNeedArriveInStripes) {
+// Two ranks have a sequence in zigzag order. Eight others need all of it, in order or in the same zigzag order and four
+// times each.
+TEST(Pieces, AreSentInStripesToManyReceivers) {
   const Layout src = test::layout_of(test::mesh_of({2}), {1 << 14}, "Pieces(0,0-4096+12288-16384:4096-12288)");
   const MeshPtr mesh = test::mesh_of({2, 4}, {2, 3, 4, 5, 6, 7, 8, 9});
   Topology quick = Topology::named("gloo-local");
@@ -353,8 +353,8 @@ TEST(Pieces, ThatManyRanksNeedArriveInStripes) {
   }
 }
 
-// The same between random pieces, some of which the receivers hold already.
-TEST(Pieces, InStripesMoveRight) {
+// Stripes between random pieces, some of which the receivers already hold.
+TEST(Pieces, StripesMoveCorrectly) {
   test::RandomPieces random(22, 40);
   Topology quick = Topology::named("gloo-local");
   quick.step_ps = quick.inside.message_ps = quick.between.message_ps = 1;

@@ -1,5 +1,5 @@
-// What threads of CUDA kernels do, run on the host over whole grids, block by block and thread by thread in an order
-// that no GPU keeps to, and compared with plain loops.
+// Runs the bodies of CUDA kernels on the host over whole grids, block by block and thread by thread in an order that no
+// GPU guarantees, and compares with plain loops.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
@@ -104,7 +104,7 @@ std::vector<Box> random_boxes(std::mt19937& random, int64_t count, int64_t& src_
   return boxes;
 }
 
-TEST(KernelBodies, CopiesOfBoxesAreThoseOfPlainLoops) {
+TEST(KernelBodies, CopiesMatchPlainLoops) {
   std::mt19937 random(3);
   for (const int64_t count : {1, 2, 9, 17, 33, 100, 145, 400}) {
     for (const int64_t item_bytes : {1, 2, 4, 8, 16}) {
@@ -127,7 +127,7 @@ TEST(KernelBodies, CopiesOfBoxesAreThoseOfPlainLoops) {
   }
 }
 
-// Memory that is larger than what 32 bits can address, of which only touched pages exist.
+// Memory beyond the range of 32-bit addresses, of which only touched pages exist.
 class SparseMemory {
  public:
   explicit SparseMemory(size_t bytes)
@@ -210,7 +210,7 @@ void check_sums(int64_t num_rows, int64_t num_sums, int64_t columns, int64_t wid
   }
 }
 
-TEST(KernelBodies, SumsOfRowsAreThoseOfPlainLoops) {
+TEST(KernelBodies, RowSumsMatchPlainLoops) {
   for (const bool has_weights : {false, true}) {
     check_sums<float>(5, 7, 3, 1000, has_weights);
     check_sums<double>(1, 3, 1, 1, has_weights);
@@ -248,7 +248,7 @@ void check_reduction(int num_parts, int64_t num_words, double divisor) {
   for (size_t i = numel; i < found.size(); ++i) ASSERT_EQ(found[i], Item(7)) << "written behind the result";
 }
 
-TEST(KernelBodies, ReductionsAreThoseOfPlainLoops) {
+TEST(KernelBodies, ReductionsMatchPlainLoops) {
   for (const int num_parts : {1, 2, 5, kMaxReducedParts}) {
     for (const int64_t num_words : {1, 255, 256, 513}) {
       check_reduction<float, 4, SumOfTwo>(num_parts, num_words, 1);

@@ -34,7 +34,7 @@ void expect_refused(const std::function<void()>& call, const std::vector<std::st
   }
 }
 
-TEST(Layout, RegionsOfAllLayoutsEqualTheNaiveOnes) {
+TEST(Layout, RegionsMatchAnElementwiseOracle) {
   for (const auto& sizes : std::vector<std::vector<int64_t>>{{2}, {3}, {2, 2}, {2, 3}, {2, 2, 2}, {1, 2}}) {
     for (const auto& shape : std::vector<std::vector<int64_t>>{{7, 5}, {5, 3}, {1, 1}, {0, 3}, {8, 8}}) {
       const MeshPtr mesh = mesh_of(sizes);
@@ -77,7 +77,7 @@ TEST(Layout, SplitFactorsDecodeToTheOrderOfCuts) {
   EXPECT_EQ(three, layout_of(mesh_of({4, 3, 2}), {48, 2}, "S(0),S(0),S(0)", {{0, {2, 0, 1}}}));
 }
 
-TEST(Layout, SplitFactorsThatEncodeNoOrderArePieces) {
+TEST(Layout, SplitFactorsThatEncodeNoOrderAreLiteral) {
   const Layout literal = layout_of(mesh_of({2}), {8, 1}, "SS(0,2)");
   EXPECT_EQ(elements(literal.region(1)[0]), (std::vector<int64_t>{2, 3, 6, 7}));
   expect_refused(
@@ -93,7 +93,7 @@ TEST(Layout, RanksOutsideTheMeshHoldNothing) {
   EXPECT_EQ(layout.local_shape_of_rank(Rank{0}), (std::vector<int64_t>{0}));
 }
 
-TEST(Layout, ZeroDimTensorsLieWhole) {
+TEST(Layout, EveryRankHoldsZeroDimTensors) {
   const Layout layout = layout_of(mesh_of({2, 2}), {}, "R,P");
   EXPECT_EQ(layout.local_shape(3), (std::vector<int64_t>{}));
   EXPECT_EQ(num_elements(layout.region(3)), 1);
@@ -112,7 +112,7 @@ TEST(Layout, NegativeDimsCountFromTheEnd) {
   EXPECT_EQ(layout_of(mesh_of({2}), {4, 2}, "S(-1)"), layout_of(mesh_of({2}), {4, 2}, "S(1)"));
 }
 
-TEST(Layout, RefusalsNameTheArgument) {
+TEST(Layout, ErrorsNameTheArgument) {
   const MeshPtr mesh = mesh_of({2, 2});
   expect_refused([&] { layout_of(mesh, {4, 4}, "S(0)"); }, {"placements must have one item per mesh dim, 2", "got 1"});
   expect_refused([&] { layout_of(mesh, {4, 4}, "S(2),R"); }, {"placements", "S(2)", "'a'", "in [-2, 1], got 2"});
@@ -147,12 +147,13 @@ TEST(Mesh, HasAMillionRanksAtMost) {
   }
 }
 
-TEST(Utf8, IsToldByTheStandard) {
+TEST(Utf8, FollowsTheStandard) {
   for (const std::string text :
        {"", "dp", "\u00e4", "\u20ac", "\U0001f600", "\u0080", "\u07ff", "\u0800", "\uffff", "\U0010ffff"}) {
     EXPECT_TRUE(is_utf8(text)) << text;
   }
-  // A lone continuation, ends too early, overlong forms of '/', a surrogate, beyond U+10FFFF, never a first byte.
+  // A lone continuation byte, a sequence that ends too early, overlong forms of '/', a surrogate, a code point beyond
+  // U+10FFFF, bytes that never begin a character.
   for (const std::string bytes :
        {"\x80", "a\xc3", "\xe2\x82", "\xf0\x9f\x98", "\xc0\xaf", "\xe0\x80\xaf", "\xf0\x80\x80\xaf", "\xed\xa0\x80",
         "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xff", "\xc3("}) {
@@ -160,7 +161,7 @@ TEST(Utf8, IsToldByTheStandard) {
   }
 }
 
-TEST(Placement, TorchsOwnTextsAreRead) {
+TEST(Placement, TextsOfTorchAreParsed) {
   const std::vector<std::pair<std::string, std::string>> pairs{{"Replicate()", "R"},
                                                                {" Replicate( ) ", "R"},
                                                                {"Shard(0)", "S(0)"},
@@ -180,7 +181,7 @@ TEST(Placement, TorchsOwnTextsAreRead) {
   }
 }
 
-TEST(DType, ShortNamesMeanTheLongOnes) {
+TEST(DType, ShortNamesAreAliasesOfLongNames) {
   const std::vector<std::pair<std::string, std::string>> pairs{
       {"bf16", "bfloat16"}, {"torch.half", "float16"}, {"f32", "float32"},     {"double", "float64"},
       {"i8", "int8"},       {"long", "int64"},         {"cfloat", "complex64"}};
@@ -188,7 +189,7 @@ TEST(DType, ShortNamesMeanTheLongOnes) {
   for (const std::string& name : DType::known_names()) EXPECT_EQ(DType::parse(name).name(), name);
 }
 
-TEST(Placement, TextsGoRoundTrip) {
+TEST(Placement, TextsRoundTrip) {
   for (const std::string text :
        {"R", "S(0)", "S(12)", "SS(1,4)", "P(sum)", "P(avg)", "P(min)", "P(max)", "P(product)", "P(band)", "P(bor)",
         "P(bxor)", "P(norm 2)", "P(norm 1.5)", "P(norm 0.1234567891)", "P(norm 1e-320)"}) {
@@ -199,7 +200,7 @@ TEST(Placement, TextsGoRoundTrip) {
 }
 
 // Rank and Position do not convert to each other, and plain numbers convert to neither.
-TEST(Mesh, RanksAndPositionsAreTypesOfTheirOwn) {
+TEST(Mesh, RanksAndPositionsAreDistinctTypes) {
   static_assert(!std::is_convertible_v<int64_t, Rank> && !std::is_convertible_v<Rank, int64_t>);
   static_assert(!std::is_convertible_v<int64_t, Position> && !std::is_convertible_v<Position, Rank>);
   const MeshPtr mesh = mesh_of({2}, {3, 5});
@@ -210,7 +211,7 @@ TEST(Mesh, RanksAndPositionsAreTypesOfTheirOwn) {
   EXPECT_EQ(concat(Rank{5}, " of ", join(mesh->ranks())), "5 of 3, 5");
 }
 
-TEST(Mesh, GroupsAscendByRankWhateverTheMesh) {
+TEST(Mesh, GroupsAscendByRankForAnyRankOrder) {
   const MeshPtr mesh = mesh_of({2, 2, 2}, {7, 6, 5, 4, 3, 2, 1, 0});
   MeshDimSet outer_and_inner;
   outer_and_inner.insert(0);

@@ -11,7 +11,7 @@
 
 namespace shardwright::test {
 
-// Returns true if the longest tests are to leave nothing out (`make test-cpp EXHAUSTIVE=1`).
+// Returns true if the longest tests must skip nothing (`make test-cpp EXHAUSTIVE=1`).
 inline bool is_exhaustive() { return std::getenv("SHARDWRIGHT_EXHAUSTIVE") != nullptr; }
 
 inline MeshPtr mesh_of(const std::vector<int64_t>& sizes, std::vector<int64_t> ranks = {}) {
@@ -25,7 +25,7 @@ inline Layout layout_of(const MeshPtr& mesh, const std::vector<int64_t>& shape, 
   return Layout(mesh, shape, DType::parse(dtype), parse_placements(placements), order);
 }
 
-// Every assignment of R, S(t) and the given partials to the mesh dims, with every order of cuts.
+// Returns every assignment of R, S(t) and the given partials to the mesh dims, with every order of cuts.
 inline std::vector<Layout> all_layouts(const MeshPtr& mesh, const std::vector<int64_t>& shape,
                                        const std::vector<Placement>& partials) {
   std::vector<Placement> choices{Placement::replicate()};

@@ -1,4 +1,4 @@
-// The lowerings of transports, and which lowering a backend gets.
+// The lowerings of transports, and the choice of a lowering for a backend.
 #include "cost/lowering.h"
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ TEST(Lowering, IsFoundByItsName) {
   }
 }
 
-TEST(Lowering, HasThresholds) {
+TEST(Lowering, AppliesSizeThresholds) {
   EXPECT_FALSE(Lowering::kNccl.copies_gather(2, 1));
   EXPECT_FALSE(Lowering::kNccl.goes_by_messages(int64_t{1} << 40));
   EXPECT_TRUE(Lowering::kGloo.copies_gather(2, int64_t{1} << 40));

@@ -40,7 +40,7 @@ class Checker {
     }
   }
 
-  // With as many rounds for every step that may have them.
+  // Gives every step that may have rounds this number of rounds.
   void check_in_rounds(Plan plan, int64_t rounds) {
     for (Step& step : plan.steps) {
       if (may_go_in_rounds(step, plan.lowering)) step.rounds = rounds;
@@ -48,7 +48,7 @@ class Checker {
     check(plan);
   }
 
-  // The one move between the plan's ends, if there is one, with every way of sharing.
+  // Checks the one move between the plan's ends, if there is one, with every replica policy.
   void check_shared(const Plan& plan) {
     if (!(plan.src.partial_dims() == plan.dst.partial_dims())) return;
     const std::optional<Step> move = move_between(plan.src, plan.dst);
@@ -73,7 +73,7 @@ class Checker {
 
 class Memory : public testing::TestWithParam<Lowering> {};
 
-TEST_P(Memory, IsThatOfTheProgramsOnAllLayoutsOfSmallMeshes) {
+TEST_P(Memory, MatchesProgramsOnAllLayoutsOfSmallMeshes) {
   struct Setting {
     std::vector<int64_t> mesh;
     std::vector<int64_t> shape;
@@ -96,8 +96,8 @@ TEST_P(Memory, IsThatOfTheProgramsOnAllLayoutsOfSmallMeshes) {
   EXPECT_GT(checker.programs(), 15'000);
 }
 
-// Strided and uneven cuts, shuffled ranks, rounds, shared sending, norms, sums in order, prescribed groups.
-TEST_P(Memory, IsThatOfTheProgramsOnRandomPlans) {
+// Strided and uneven cuts, shuffled ranks, rounds, shared sending, norms, ordered sums, given groups.
+TEST_P(Memory, MatchesProgramsOfRandomPlans) {
   const uint64_t seed = 20261122;
   std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
   std::mt19937_64 random(seed);
@@ -159,8 +159,8 @@ TEST_P(Memory, IsThatOfTheProgramsOnRandomPlans) {
   }
 }
 
-// Groups that are too large to examine every pair.
-TEST_P(Memory, IsThatOfTheProgramsOfLargeGroups) {
+// Groups are too large to examine every pair.
+TEST_P(Memory, MatchesProgramsOfLargeGroups) {
   const MeshPtr mesh = test::mesh_of({40, 16});
   Checker checker;
   for (const std::vector<int64_t>& shape : {std::vector<int64_t>{1280, 640}, {1283, 650}, {639, 3}}) {

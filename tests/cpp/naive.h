@@ -1,5 +1,5 @@
-// An oracle for layouts that shares no code with the library: it walks elements one by one, the way torch.chunk and
-// nested sharding are defined.
+// An oracle for layouts that shares no code with the library. It walks over single elements, as torch.chunk and nested
+// sharding are defined.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace naive {
 
-// Chunk `index` of `k` of a list, by torch.chunk.
+// Returns chunk `index` of `k` of a list, as torch.chunk does.
 inline std::vector<int64_t> chunk(const std::vector<int64_t>& list, int64_t k, int64_t index) {
   const auto n = static_cast<int64_t>(list.size());
   const int64_t size = n / k + (n % k != 0 ? 1 : 0);
@@ -19,7 +19,7 @@ inline std::vector<int64_t> chunk(const std::vector<int64_t>& list, int64_t k, i
   return out;
 }
 
-// DTensor's _StridedShard: chunk into split_factor pieces, take chunk `index` of each.
+// DTensor's _StridedShard: chunks the list into split_factor pieces, and takes chunk `index` of each.
 inline std::vector<int64_t> strided_chunk(const std::vector<int64_t>& list, int64_t split_factor, int64_t k,
                                           int64_t index) {
   std::vector<int64_t> out;
@@ -29,7 +29,7 @@ inline std::vector<int64_t> strided_chunk(const std::vector<int64_t>& list, int6
   return out;
 }
 
-// One size after the other.
+// Returns the part of a coordinate if parts have these sizes, in order.
 inline std::vector<int64_t> ragged(const std::vector<int64_t>& list, const std::vector<int64_t>& sizes, int64_t index) {
   std::vector<int64_t> out;
   size_t at = 0;
@@ -41,7 +41,7 @@ inline std::vector<int64_t> ragged(const std::vector<int64_t>& list, const std::
   return out;
 }
 
-// The number of the block that each element lies in, by chunk, or in turn.
+// Cuts a list in whole blocks: numbers the blocks, and chunks the numbers as torch.chunk does.
 inline std::vector<int64_t> blocks(const std::vector<int64_t>& list, int64_t block, int64_t k, int64_t index) {
   std::vector<int64_t> numbers;
   for (size_t i = 0; i < list.size(); i += block) numbers.push_back(static_cast<int64_t>(i) / block);
@@ -54,7 +54,7 @@ inline std::vector<int64_t> blocks(const std::vector<int64_t>& list, int64_t blo
   return out;
 }
 
-// Components in one list, each cut by itself, in whole units.
+// Several components in one list. Each is cut by itself, in whole units.
 inline std::vector<int64_t> packed(const std::vector<int64_t>& list, const std::vector<int64_t>& sizes, int64_t k,
                                    int64_t index, int64_t unit = 1) {
   std::vector<int64_t> out;
@@ -66,7 +66,7 @@ inline std::vector<int64_t> packed(const std::vector<int64_t>& list, const std::
   return out;
 }
 
-// "0-2+5-8:2-5": the intervals of each coordinate.
+// Pieces from text such as "0-2+5-8:2-5", which lists the intervals of each coordinate.
 inline std::vector<int64_t> pieces(const std::vector<int64_t>& list, const std::string& text, int64_t index) {
   std::vector<int64_t> out;
   int64_t at = 0;

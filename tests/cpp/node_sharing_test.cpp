@@ -1,4 +1,4 @@
-// Who serves whom where holders on the receiver's own node come first, compared with what no division can exceed.
+// Senders are chosen on the receiver's own node first. Compares the result with the optimum.
 #include "exchange/node_sharing.h"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@
 namespace shardwright {
 namespace {
 
-TEST(NodeSharing, ServesTheExampleInTheHeader) {
+TEST(NodeSharing, MatchesTheExampleInTheHeader) {
   std::map<std::pair<Rank, Rank>, int64_t> found;
   const std::vector<Need> needs{{Rank{1}, 10}, {Rank{3}, 10}, {Rank{5}, 10}, {Rank{7}, 10}};
   for (const auto& [from, to, range] : share_by_nodes({Rank{0}, Rank{2}}, needs, 2, 20)) {
@@ -29,9 +29,9 @@ TEST(NodeSharing, ServesTheExampleInTheHeader) {
   EXPECT_EQ(found, expected);
 }
 
-// Within a node no more can be served than its ranks need, and than its holders may; and the busiest holder cannot do
-// with less than all loads filled up to one level, found here one element after the other.
-TEST(NodeSharing, KeepsWithinNodesAllThatItCanAndSharesTheRest) {
+// Within a node, no more can be served than its ranks need and than its senders may send. The load of the busiest
+// sender is at least the level up to which all loads are filled, found here element by element.
+TEST(NodeSharing, ServesWithinNodesFirstAndBalancesTheRest) {
   std::mt19937 random(3);
   const auto pick = [&](int64_t a, int64_t b) { return std::uniform_int_distribution<int64_t>(a, b)(random); };
   for (int i = 0; i < 3000; ++i) {
@@ -98,7 +98,7 @@ TEST(NodeSharing, KeepsWithinNodesAllThatItCanAndSharesTheRest) {
   }
 }
 
-// Replicas on the receiver's own node serve it, and nothing goes between nodes.
+// Replicas on the receiver's own node serve it, and no data moves between nodes.
 TEST(NodeSharing, KeepsReplicasOnTheirNodes) {
   const Layout src = test::layout_of(test::mesh_of({4, 8}), {8192, 8192}, "R,S(0)");
   const Layout dst = test::layout_of(test::mesh_of({2, 16}), {8192, 8192}, "R,S(0)");

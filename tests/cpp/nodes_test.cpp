@@ -1,4 +1,4 @@
-// Compares what crosses nodes, counted rank by rank, with what no plan can avoid.
+// Compares the bytes that enter nodes, counted rank by rank, with the lower bound of any plan.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -40,7 +40,7 @@ struct Before {
   bool operator()(const Region& a, const Region& b) const { return flat(a) < flat(b); }
 };
 
-// Parts of one size are the same or have nothing in common.
+// Returns the distinct parts on a node. Parts of one size are equal or disjoint.
 std::set<Region, Before> parts_of(const Layout& layout, int64_t node) {
   std::set<Region, Before> parts;
   for (const int64_t p : ranks_of(node)) parts.insert(layout.region(p));
@@ -72,8 +72,8 @@ int64_t bytes_that_enter(const Plan& plan, int64_t node) {
 
 class Nodes : public testing::TestWithParam<Setting> {};
 
-// On 64 nodes of 8 ranks, where all ranks of a node need the same.
-TEST_P(Nodes, GathersToReplicasBringInNothingTwice) {
+// There are 64 nodes of 8 ranks, and all ranks of a node need the same part.
+TEST_P(Nodes, GathersToReplicasEnterEachNodeOnce) {
   const MeshPtr mesh = test::mesh_of(GetParam().mesh);
   ASSERT_EQ(mesh->size(), 512);
   const PlanOptions options{Lowering::kNccl, Objective::kTime, false, Topology::named("64x8")};

@@ -1,4 +1,4 @@
-// Compares the instructions that transfers must come after with the elements of memory that instructions touch.
+// Compares the instructions that each transfer waits for with the bytes of memory that instructions touch.
 #include "program/order.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ void add_bytes(Bytes& bytes, int64_t begin, int64_t end) {
   for (int64_t at = begin; at < end; ++at) bytes[at / 64] |= uint64_t{1} << (at % 64);
 }
 
-bool meet(const Bytes& a, const Bytes& b) {
+bool overlap(const Bytes& a, const Bytes& b) {
   for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
     if ((a[i] & b[i]) != 0) return true;
   }
@@ -36,11 +36,11 @@ struct Touched {
   Bytes written;
 
   bool is_ordered_with(const Touched& other) const {
-    return meet(written, other.written) || meet(written, other.read) || meet(read, other.written);
+    return overlap(written, other.written) || overlap(written, other.read) || overlap(read, other.written);
   }
 };
 
-// Reuses freed memory for the next request, like an allocator that knows only one stream.
+// An allocator that reuses freed memory for the next request, as if there were only one stream.
 class Allocator {
  public:
   int64_t take(int64_t size) {
@@ -64,7 +64,7 @@ class Allocator {
   std::map<int64_t, int64_t> free_;
 };
 
-// Returns the place of each buffer of a program if buffers are allocated and freed as their lives begin and end.
+// Returns the address of each buffer of a program if buffers are allocated and freed as their lifetimes begin and end.
 std::vector<int64_t> addresses_of(const Program& program) {
   std::vector<int64_t> addresses(program.buffers.size(), 0);
   Allocator allocator;
@@ -79,7 +79,7 @@ std::vector<int64_t> addresses_of(const Program& program) {
   return addresses;
 }
 
-// Element by element, by what the instructions say they do.
+// Finds the bytes that an instruction reads and writes, element by element, from its definition.
 class TouchedBytes {
  public:
   explicit TouchedBytes(const Program& program) : program_(program), addresses_(addresses_of(program)) {}
@@ -221,7 +221,7 @@ void check_order(const Program& program) {
     for (int j = order[i] + 1; j < waits[i]; ++j) {
       if (is_communication(program.instructions[j].operation)) continue;
       const auto* gemm = std::get_if<Gemm>(&program.instructions[j].operation);
-      if (gemm != nullptr && gemm->flags && gemm->flags->fetch == i) continue;  // the flags order these
+      if (gemm != nullptr && gemm->flags && gemm->flags->fetch == i) continue;  // flags order these
       ASSERT_FALSE(touched[i].is_ordered_with(touched[j]))
           << "transfer " << i << ", after " << order[i] << ", and instruction " << j << " of\n"
           << program.to_string();
@@ -237,7 +237,7 @@ void check_orders(const Matmul& matmul) {
   }
 }
 
-TEST(Order, NothingThatRunsBesideATransferMeetsItsMemory) {
+TEST(Order, NothingConcurrentTouchesTheMemoryOfATransfer) {
   for (unsigned seed = 1000; seed < 1080; ++seed) {
     RandomProduct product(seed);
     SCOPED_TRACE(concat("seed ", seed, ", ", product.text));
@@ -255,7 +255,7 @@ TEST(Order, NothingThatRunsBesideATransferMeetsItsMemory) {
   }
 }
 
-TEST(Order, OfPlansToo) {
+TEST(Order, NothingConcurrentTouchesTheMemoryOfPlanTransfers) {
   const MeshPtr mesh = mesh_of({2, 3});
   for (const auto& [src, dst] :
        std::vector<std::pair<std::vector<std::string>, std::vector<std::string>>>{{{"S(0)", "S(0)"}, {"R", "R"}},
@@ -269,7 +269,7 @@ TEST(Order, OfPlansToo) {
   }
 }
 
-TEST(Order, OfAttentionToo) {
+TEST(Order, NothingConcurrentTouchesTheMemoryOfAttentionTransfers) {
   for (const AttentionMethod method :
        {AttentionMethod::kSerial, AttentionMethod::kRing, AttentionMethod::kGather, AttentionMethod::kUlysses}) {
     for (const AttentionMask& mask : {AttentionMask{}, AttentionMask{true, 5}}) {
@@ -295,7 +295,7 @@ TEST(Order, OfAttentionToo) {
   }
 }
 
-// For each transfer, in order: the chunk whose product it comes after; -1 for none.
+// Returns, for each transfer in order, the chunk whose product it comes after; -1 if none.
 std::vector<int> chunks_in_front(const Program& program) {
   const std::vector<int> order = order_of_transfers(program);
   std::vector<int> chunks;
@@ -309,7 +309,7 @@ std::vector<int> chunks_in_front(const Program& program) {
   return chunks;
 }
 
-TEST(Order, AProductThatWaitsForFlagsMeetsItsFetchAlone) {
+TEST(Order, AFlaggedProductOverlapsOnlyItsFetch) {
   const MeshPtr mesh = mesh_of({2});
   const auto x = [&](const char* placement) { return layout_on(mesh, {1024, 8}, {placement}, "bfloat16"); };
   const Matmul gather =
@@ -321,7 +321,7 @@ TEST(Order, AProductThatWaitsForFlagsMeetsItsFetchAlone) {
   }
 }
 
-TEST(Order, TransfersOfAGatherWaitForTheirSlotAlone) {
+TEST(Order, GatherTransfersWaitOnlyForTheirSlot) {
   const MeshPtr mesh = mesh_of({6});
   for (const bool keeps : {false, true}) {
     const Matmul gather =
@@ -331,7 +331,7 @@ TEST(Order, TransfersOfAGatherWaitForTheirSlotAlone) {
     const auto of = [&](int64_t depth) {
       return chunks_in_front(compile(gather, {Method::kRing, 6, {}, depth}, Rank{2}));
     };
-    // Chunks that arrive in place conflict with nothing; otherwise chunk c + depth + 1 has the slot of chunk c. The
+    // Chunks received in place conflict with nothing. Otherwise chunk c + depth + 1 uses the slot of chunk c. The
     // rank's own part is chunk 0 of the products and has no slot.
     EXPECT_EQ(of(1), keeps ? std::vector<int>(5, -1) : (std::vector<int>{-1, -1, 1, 2, 3}));
     EXPECT_EQ(of(3), keeps ? std::vector<int>(5, -1) : (std::vector<int>{-1, -1, -1, -1, 1}));
@@ -339,7 +339,7 @@ TEST(Order, TransfersOfAGatherWaitForTheirSlotAlone) {
   }
 }
 
-TEST(Order, TransfersOfAScatterWaitForTheirProduct) {
+TEST(Order, ScatterTransfersWaitForTheirProduct) {
   const MeshPtr mesh = mesh_of({4});
   const Matmul scatter = MatmulScatter{
       make_plan(layout_on(mesh, {16, 5}, {"P"}), layout_on(mesh, {16, 5}, {"S(0)"}), {}),
@@ -348,7 +348,7 @@ TEST(Order, TransfersOfAScatterWaitForTheirProduct) {
   EXPECT_EQ(chunks_in_front(compile(scatter, {Method::kCollective, 3, {}, 2}, Rank{2})), (std::vector<int>{0, 1, 2}));
 }
 
-// Buffers made by hand: b0 is the input of 8 elements, b1 and b2 are temporaries, b3 is the result.
+// Returns a program with these buffers: b0 is the input of 8 elements, b1 and b2 are temporaries, b3 is the result.
 Program by_hand(std::vector<Operation> operations) {
   Program program;
   program.buffers = {
@@ -359,7 +359,7 @@ Program by_hand(std::vector<Operation> operations) {
   return program;
 }
 
-TEST(Order, ByHand) {
+TEST(Order, MatchesProgramsWrittenByHand) {
   const auto range = [](int buffer, int64_t begin, int64_t end) {
     return BufferRange{static_cast<BufferId>(buffer), begin, end - begin};
   };
@@ -371,7 +371,7 @@ TEST(Order, ByHand) {
     all.push_back(Wait{static_cast<Ticket>(operations.size() - 1)});
     return order_of_transfers(by_hand(all)).at(operations.size() - 1);
   };
-  // Reads what was written, writes what was read or written, or neither.
+  // The transfer reads written data, writes data that was read or written, or does neither.
   EXPECT_EQ(last_of({first, second, move(range(3, 0, 4), range(3, 4, 8))}), 1);
   EXPECT_EQ(last_of({first, move(range(0, 0, 4), range(3, 4, 8))}), -1);
   EXPECT_EQ(last_of({first, second, move(range(0, 0, 4), range(3, 3, 4))}), 0);
@@ -379,11 +379,11 @@ TEST(Order, ByHand) {
   EXPECT_EQ(last_of({Cast{range(3, 0, 2), range(1, 0, 2)}, second, move(range(0, 0, 4), range(3, 0, 4))}), 0);
   // Two reads do not conflict.
   EXPECT_EQ(last_of({first, Cast{range(3, 0, 2), range(1, 0, 2)}, move(range(3, 0, 2), range(1, 4, 8))}), 0);
-  // The first use of a buffer comes after all earlier instructions, Waits too; later uses do not.
+  // The first use of a buffer comes after all earlier instructions, Waits included; later uses do not.
   const Operation other = move(range(0, 0, 4), range(1, 0, 4));
   EXPECT_EQ(last_of({other, Wait{Ticket{0}}, move(range(0, 4, 8), range(2, 0, 4))}), 1);
   EXPECT_EQ(last_of({other, Wait{Ticket{0}}, move(range(0, 4, 8), range(1, 4, 8))}), -1);
-  // Data that another transfer received.
+  // The transfer reads data that another transfer received.
   EXPECT_EQ(last_of({other, Wait{Ticket{0}}, first, move(range(1, 0, 4), range(1, 4, 8))}), 1);
 }
 

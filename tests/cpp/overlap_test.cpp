@@ -1,4 +1,4 @@
-// Compares products in chunks, on simulated ranks, with sums over global indices.
+// Compares products in chunks on simulated ranks with sums over global indices.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ namespace {
 using Values = Machine::Payload;
 using Index = std::vector<int64_t>;
 
-// Small integers, so that sums are exact whatever their order.
+// Small integers, so that sums are exact in any order.
 double element(int tensor, const Index& index) {
   int64_t mixed = tensor * 31 + 7;
   for (const int64_t i : index) mixed = (mixed * 13 + i * 5 + i * i) % 101;
@@ -37,7 +37,8 @@ Values part_of(int tensor, const Layout& layout, int64_t position) {
   return values;
 }
 
-// The product of two tensors, for the part of the result in `out`, summed over what `lhs` holds of the summed axes.
+// Returns the product of two tensors for the part `out` of the result, summed over the part of the summed axes in
+// `lhs`.
 Values product_of(const Contraction& axes, int lhs_tensor, const Region& lhs, int rhs_tensor, const Region& out) {
   Region summed;
   std::vector<int> summed_axes;
@@ -77,8 +78,8 @@ Region out_region(const Contraction& axes, const Region& lhs, const Region& rhs)
   return out;
 }
 
-// Returns the scale of an operand's row, given its indices along the axes that are not summed over; {} for one scale of
-// the whole operand.
+// Returns the scale of an operand's row, given its indices along the axes that are not summed over. {} gives the scale
+// of the whole operand.
 double scale(int tensor, const Index& row) { return 1 + std::fabs(element(tensor + 90, row)); }
 
 Index row_at(const Contraction& axes, const std::vector<int>& operand, const Index& out) {
@@ -128,7 +129,7 @@ Layout layout_of_rows(const Contraction& axes, const std::vector<int>& operand, 
   return Layout(layout.mesh_ptr(), shape, DType::parse("float32"), placements);
 }
 
-// Runs without scales, or with both kinds of scales for operands of 8 bits.
+// Returns the kinds of scales to test: none, or both kinds for operands of 8 bits.
 std::vector<std::optional<bool>> kinds_of_scales(const DType& operands) {
   if (operands.size_bytes() > 1) return {std::nullopt};
   return {false, true};
@@ -139,7 +140,7 @@ struct Run {
   std::unique_ptr<Machine> machine;
 };
 
-// What is known of a program without compiling it.
+// Compares the tensors that are known without compiling with those of the program.
 void check_local_tensors(const Matmul& matmul, const Program& program, Rank rank) {
   const LocalTensors tensors = local_tensors(matmul, rank);
   ASSERT_EQ(tensors.inputs.size(), program.num_inputs());
@@ -180,7 +181,7 @@ std::vector<std::pair<bool, std::optional<bool>>> pairs_of(const std::vector<boo
   return pairs;
 }
 
-// Every schedule on every rank: results, what is kept, and bytes, which do not depend on the chunks.
+// Checks results, kept tensors and bytes of every schedule on every rank. Bytes do not depend on the chunks.
 void check_gather(const Layout& src, const Layout& dst, const std::vector<std::pair<std::string, Layout>>& others,
                   bool has_bias) {
   for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
@@ -289,7 +290,7 @@ void check_scatter(const Layout& src, const Layout& dst,
           expected.resize(part.size(), 0.0);
           for (size_t i = 0; i < part.size(); ++i) expected[i] += part[i];
         }
-        if (has_addend) {  // added once by every rank that is summed over
+        if (has_addend) {  // added once by every rank whose product is summed
           const auto times = static_cast<double>(src.mesh().group_size(src.partial_dims()));
           const Values added = part_of(77, dst, p);
           for (size_t i = 0; i < added.size(); ++i) expected[i] += times * added[i];
@@ -333,7 +334,7 @@ TEST(Overlap, GathersAnyDimOfManyAndSharesTheGather) {
       check_gather(
           src, dst,
           {{"bsk,nk->bsn", layout_on(mesh, {3, 6}, {"S(0)"})}, {"bsk,nk->bsn", layout_on(mesh, {4, 6}, {"R"})}}, false);
-      // The gradient of a weight: all but the last axis summed.
+      // The gradient of a weight: all axes but the last are summed.
       check_gather(
           src, dst,
           {{"bsn,nk->bsk", layout_on(mesh, {6, 4}, {"S(1)"})}, {"bsn,bsk->nk", layout_on(mesh, {2, 5, 4}, {"S(2)"})}},
@@ -436,7 +437,7 @@ TEST(Overlap, ScattersOnMeshesOfTwoDims) {
 
 constexpr const char* kE4m3 = "float8_e4m3fn";
 
-TEST(Overlap, MultipliesWhateverIsMoved) {
+TEST(Overlap, MultipliesRandomProducts) {
   for (unsigned seed = 0; seed < 150; ++seed) {
     RandomProduct product(seed);
     const char* dtype = seed % 3 == 0 ? kE4m3 : "bfloat16";
@@ -450,7 +451,7 @@ TEST(Overlap, MultipliesWhateverIsMoved) {
   }
 }
 
-TEST(Overlap, ScalesWhatItGathers) {
+TEST(Overlap, AppliesScalesToGatheredOperands) {
   for (const int64_t ranks : kRanks) {
     const MeshPtr mesh = mesh_of({ranks});
     for (const int64_t m : {8, 7, 3, 1, 0}) {
@@ -460,7 +461,7 @@ TEST(Overlap, ScalesWhatItGathers) {
                    false);
     }
     for (const char* cut : {"S(0)", "S(1)", "S(2)"}) {
-      // Rows in two dims, in either order; sums along the summed axis are sent in float32.
+      // Rows span two dims, in either order. Sums along the summed axis are sent in float32.
       for (const char* axes : {"bsk,nk->bsn", "bsk,nk->sbn"}) {
         check_gather(layout_on(mesh, {2, 5, 6}, {cut}, kE4m3), layout_on(mesh, {2, 5, 6}, {"R"}, kE4m3),
                      {{axes, layout_on(mesh, {3, 6}, {"R"}, kE4m3)}}, false);
@@ -468,7 +469,7 @@ TEST(Overlap, ScalesWhatItGathers) {
     }
     check_gather(layout_on(mesh, {7, 6}, {"S(0)"}, kE4m3), layout_on(mesh, {7, 6}, {"S(1)"}, kE4m3),
                  {{"mk,nk->mn", layout_on(mesh, {5, 6}, {"S(1)"}, kE4m3)}}, false);
-    // A weight.
+    // The gathered operand is a weight.
     check_gather(layout_on(mesh, {5, 6}, {"S(0)"}, kE4m3), layout_on(mesh, {5, 6}, {"R"}, kE4m3),
                  {{"nk,bsk->bsn", layout_on(mesh, {3, 2, 6}, {"S(0)"}, kE4m3)}}, false);
   }
@@ -482,7 +483,7 @@ TEST(Overlap, ScalesWhatItGathers) {
   }
 }
 
-TEST(Overlap, ScalesWhatItSums) {
+TEST(Overlap, AppliesScalesToScatteredSums) {
   for (const int64_t ranks : kRanks) {
     const MeshPtr mesh = mesh_of({ranks});
     for (const int64_t m : {8, 7, 1, 0}) {
@@ -499,7 +500,7 @@ TEST(Overlap, ScalesWhatItSums) {
   }
 }
 
-// A rank's own part is multiplied before the rank waits for scales or anything else.
+// A rank multiplies its own part before it waits for scales or anything else.
 TEST(Overlap, OwnPartsDoNotWaitForScales) {
   const MeshPtr mesh = mesh_of({4});
   const auto x = [&](const char* placement) { return layout_on(mesh, {8, 16}, {placement}, kE4m3); };
@@ -523,7 +524,8 @@ TEST(Overlap, OwnPartsDoNotWaitForScales) {
   }
 }
 
-// Calls visit with each product's chunk and the chunks under way then, which are started and not waited for.
+// Calls visit with the chunk of each product and the pending chunks at that time, which have started but have not been
+// waited for.
 void for_each_product(const Program& program, const std::function<void(int, const std::set<int>&)>& visit) {
   std::set<int> under_way;
   for (const Instruction& instruction : program.instructions) {
@@ -541,7 +543,7 @@ std::set<int> chunks_between(int begin, int end, int least, int most) {
   return chunks;
 }
 
-TEST(Overlap, ChunksTravelWhileOthersAreMultiplied) {
+TEST(Overlap, ChunksAreSentWhileOthersAreMultiplied) {
   const MeshPtr mesh = mesh_of({4});
   const GatherMatmul gather{make_plan(layout_on(mesh, {16, 6}, {"S(0)"}), layout_on(mesh, {16, 6}, {"R"}), {}),
                             {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 6}, {"R"}), false}},
@@ -551,7 +553,7 @@ TEST(Overlap, ChunksTravelWhileOthersAreMultiplied) {
       {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {16, 8}, {"S(1)"}), layout_on(mesh, {5, 8}, {"S(1)"})}}};
   for (const int depth : {1, 2, 3, 100}) {
     int products = 0;
-    // In a gather the own part is chunk 0, in a scatter the last chunk.
+    // The own part is chunk 0 of a gather, and the last chunk of a scatter.
     for_each_product(compile(Matmul(gather), {Method::kRing, 4, {}, depth}, Rank{1}),
                      [&](int chunk, const auto& under_way) {
                        EXPECT_EQ(chunk, products++);
@@ -579,7 +581,7 @@ TEST(Overlap, MultipliesBlocksOfManyRanksAtOnce) {
   const GatherMatmul gather{make_plan(layout_on(mesh, {16, 6}, {"S(0)"}), layout_on(mesh, {16, 6}, {"R"}), {}),
                             {{Contraction::parse("mk,nk->mn"), layout_on(mesh, {5, 6}, {"R"}), false}},
                             false};
-  // The own part, then one product per chunk; two where the own part lies in between.
+  // One product for the own part and one per chunk; two for a chunk with the own part in its middle.
   EXPECT_EQ(products_at(gather, 1, 0), 2);
   EXPECT_EQ(products_at(gather, 2, 0), 3);
   EXPECT_EQ(products_at(gather, 2, 1), 5);
@@ -590,7 +592,7 @@ TEST(Overlap, MultipliesBlocksOfManyRanksAtOnce) {
   EXPECT_EQ(products_at(scatter, 2, 2), 2);
 }
 
-TEST(Overlap, HoldsAsManyChunksOfTheGatheredOperandAsAreAskedFor) {
+TEST(Overlap, HoldsAsManyGatheredChunksAsRequested) {
   const MeshPtr mesh = mesh_of({8});
   const Layout src = layout_on(mesh, {64, 100}, {"S(0)"});
   const GatherMatmul gather{make_plan(src, layout_on(mesh, {64, 100}, {"R"}), {}),
@@ -604,7 +606,7 @@ TEST(Overlap, HoldsAsManyChunksOfTheGatheredOperandAsAreAskedFor) {
   EXPECT_EQ(compile(Matmul(gather), {Method::kSerial, 1}, Rank{0}).peak_bytes(), result + 8 * shard);
 }
 
-TEST(Overlap, RefusesWhatDoesNotFit) {
+TEST(Overlap, RejectsInvalidProducts) {
   const MeshPtr mesh = mesh_of({2});
   const Layout x = layout_on(mesh, {4, 6}, {"S(0)"});
   const Layout whole = layout_on(mesh, {4, 6}, {"R"});

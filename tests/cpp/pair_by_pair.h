@@ -1,4 +1,4 @@
-// The traffic of a step on one mesh without sharing, from the regions of every pair of ranks.
+// The traffic of a step on one mesh with aligned replicas, from the regions of every pair of ranks.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace shardwright::test {
 
-// The elements that `receiver` takes from `source`; 0 if it reads from another replica.
+// Returns the number of elements that `receiver` takes from `source`; 0 if it reads from another replica.
 inline int64_t transfer_elements(const Step& step, int64_t source, int64_t receiver) {
   if (!reads_from(step.before, step.mesh_dims, source, receiver)) return 0;
   return shared_elements(step.before.region(source), step.after.region(receiver));

@@ -1,4 +1,5 @@
-// Layouts of very many intervals that repeat: what is planned, certified and compiled must not grow with their number.
+// Layouts of very many repeating intervals. The sizes of plans, certificates and programs must not grow with their
+// number.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -29,7 +30,7 @@ struct Case {
   const char* src;
   std::vector<int64_t> dst_mesh;
   const char* dst;
-  int64_t first;  // rank of the destination; 0 with equal sizes is the same mesh
+  int64_t first;  // first rank of the destination; 0 with equal sizes means the same mesh
 };
 
 const std::vector<Case> kCases{
@@ -69,7 +70,7 @@ size_t boxes_of(const Plan& plan) {
   return boxes;
 }
 
-// Where a few thousand rows have been moved right, a million are moved by programs of about as many boxes.
+// Programs for a million rows have about as many boxes as those for a few thousand, which MovesEveryElement simulates.
 TEST(Periodic, ProgramsDoNotGrowWithTheNumberOfIntervals) {
   for (const Case& one : kCases) {
     const Plan large = plan_of(one, 1'000'003);
@@ -88,7 +89,7 @@ TEST(Periodic, MovesEveryElement) {
   }
 }
 
-// What a rank receives by the certificate is what a walk over rows says that it lacks.
+// The certificate's received bytes equal the rows that a rank lacks, found by a walk over rows.
 TEST(Periodic, CertificatesCountEveryRow) {
   constexpr int64_t n = 300'007;
   const std::vector<int64_t> rows = naive::iota(n);
@@ -101,8 +102,8 @@ TEST(Periodic, CertificatesCountEveryRow) {
   }
 }
 
-// Generous, because machines are busy and builds may have sanitizers. With lists of all intervals, four million rows
-// take more than ten times as long.
+// The limit is generous, because machines are busy and builds may have sanitizers. With lists of all intervals, four
+// million rows take more than ten times as long.
 TEST(Periodic, PlansOfMillionsOfRowsAreQuick) {
   for (const Case& one : kCases) {
     const auto begin = std::chrono::steady_clock::now();
@@ -113,7 +114,7 @@ TEST(Periodic, PlansOfMillionsOfRowsAreQuick) {
   }
 }
 
-// Moves of rows of four elements between layouts of which one flattens them.
+// Moves of rows of four elements between two layouts, one of which flattens them.
 struct Rearranged {
   std::vector<int64_t> src_mesh;
   const char* src;
@@ -144,8 +145,8 @@ Plan plan_of(const Rearranged& one, int64_t n) {
                    layout(one.dst_mesh, one.dst, one.dst_flattened, one.first));
 }
 
-// Rows of which the first ranks hold all, in another order, and the others every third: a list that does not ascend
-// beside some that repeat.
+// The first ranks hold all rows in another order, and the others every third row: a list that does not ascend next to
+// lists that repeat.
 Plan plan_from_pieces(int64_t n) {
   const std::string both = concat("Pieces(0,", n / 2, "-", n, "+0-", n / 2, ":0-", n, ")");
   return make_plan(layout_of(mesh_of({2, 3}), {n, 4}, both + ",Cyclic(0,1)"),
@@ -175,8 +176,8 @@ TEST(Periodic, RearrangementsDoNotGrowWithTheNumberOfIntervals) {
   }
 }
 
-// What several ranks hold each serves an equal share of, although each receiver needs one row of each repetition.
-TEST(Periodic, RearrangementsShareTheSendingOfWhatRepeats) {
+// All senders of a row serve an equal share, although each receiver needs one row of each repetition.
+TEST(Periodic, RearrangementsBalanceSendersOfRepeatingRows) {
   constexpr int64_t n = 1'000'003;
   for (const auto& [holders, receivers] : std::vector<std::pair<int64_t, int64_t>>{{2, 3}, {8, 9}}) {
     std::string pieces = concat("0-", n);
@@ -193,9 +194,9 @@ TEST(Periodic, RearrangementsShareTheSendingOfWhatRepeats) {
   }
 }
 
-// Neither of these is worked out in samples: the repetitions of the first coincide too seldom, and the second has parts
-// that do not ascend.
-TEST(Periodic, RearrangementsOfTooManyRunsAreRefusedAtOnce) {
+// Neither case can be computed in samples: repetitions of the first coincide too seldom, and the second has parts that
+// do not ascend.
+TEST(Periodic, RearrangementsOfTooManyRunsAreRejectedAtOnce) {
   constexpr int64_t n = 64'000'000;
   const auto layout = [&](const std::string& placements, int flattened) {
     return Layout(mesh_of({8}), {n, 8}, DType::kBFloat16, parse_placements(placements), {}, StridedMeaning::kAuto,
@@ -219,7 +220,7 @@ TEST(Periodic, RearrangementsOfTooManyRunsAreRefusedAtOnce) {
   }
 }
 
-// What a rank receives is what a walk over elements says that it lacks.
+// Received bytes equal the elements that a rank lacks, found by a walk over elements.
 TEST(Periodic, RearrangementsCountEveryElement) {
   constexpr int64_t n = 300'007;
   const Plan plan = plan_of(kRearranged[0], n);

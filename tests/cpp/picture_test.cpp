@@ -24,7 +24,7 @@ using test::all_layouts;
 using test::layout_of;
 using test::mesh_of;
 
-// ---- reading a picture back, with the part of XML that pictures use
+// ---- a parser for the subset of XML that pictures use
 
 struct Element {
   std::string name;
@@ -157,7 +157,7 @@ class Document {
   std::vector<int> open_;
 };
 
-// Areas of the rectangles of a path as rect_path writes them.
+// Returns the total area of the rectangles of a path written by rect_path.
 double area_of(const std::string& d) {
   double area = 0;
   for (size_t at = d.find('h'); at != std::string::npos; at = d.find('h', d.find('z', at))) {
@@ -167,7 +167,7 @@ double area_of(const std::string& d) {
   return area;
 }
 
-// The box of one rank in one state; boxes are written state by state, position by position.
+// The box of one rank in one state. Boxes are written state by state, position by position.
 struct Box {
   double filled_share = 0;
   std::vector<std::string> fills;
@@ -196,7 +196,7 @@ Plan plan_of(const std::vector<int64_t>& mesh_sizes, const std::vector<int64_t>&
   return make_plan(layout_of(mesh, shape, src), layout_of(mesh, shape, dst), options);
 }
 
-// A plan in which replicas share the sending, even if the planner would not choose it.
+// A plan whose replicas share the sending, even if the planner would not choose it.
 Plan shared_plan(Sharing sharing, const std::vector<int64_t>& shape) {
   Plan plan = plan_of({2, 3}, shape, "R,S(0)", "R,S(1)");
   plan.steps[0].op = StepOp::kExchange;
@@ -216,7 +216,7 @@ std::vector<int64_t> ranks_from(int64_t first, int64_t count) {
   return ranks;
 }
 
-// Twelve rows from four ranks to three others, each replica sending half of what is wanted of its part.
+// Twelve rows from four ranks to three others. Each replica sends half of the requested rows of its part.
 Plan crossing_plan(const std::vector<int64_t>& dst_ranks) {
   Plan plan = plan_between({2, 2}, "S(0),R", dst_ranks, {3}, "S(0)", {12, 2});
   plan.steps = {Step{StepOp::kCross, {}, plan.src, plan.dst, Sharing::kBytes}};
@@ -269,7 +269,7 @@ TEST(Picture, IsWellFormed) {
   }
 }
 
-TEST(Picture, ThisReaderRefusesWhatIsNotWellFormed) {
+TEST(Picture, ReaderOfThisTestRejectsMalformedXml) {
   EXPECT_THROW(Document("<a><b></a></b>"), std::runtime_error);
   EXPECT_THROW(Document("<a>1 & 2</a>"), std::runtime_error);
   EXPECT_THROW(Document("<a b=\"<\"/>"), std::runtime_error);
@@ -322,14 +322,14 @@ TEST(Picture, EscapesNames) {
   }
 }
 
-TEST(Picture, PageSaysThePlanInWordsToo) {
+TEST(Picture, PageContainsThePlanAsText) {
   const Plan plan = plan_of({2, 2}, {7, 5}, "S(0),S(1)", "S(1),S(0)");
   const Document page(to_html(plan));
   EXPECT_TRUE(page.has_text(to_string(plan)));
   EXPECT_FALSE(page.of_class("sw-box").empty());
 }
 
-TEST(Picture, ShowsAStep) {
+TEST(Picture, ShowsATrainingStep) {
   const StepSchedule step = make_schedule({{"<a>", 1, 512, 0, 512, 30'000'000, 20'000'000}},
                                           {{{0}, Pass::kForward, {}, 50'000'000}, {{0}, Pass::kBackward, {0}, 1}}, {});
   std::multiset<std::string> titles;
@@ -357,7 +357,7 @@ TEST(Picture, ShowsEveryRankStateAndStep) {
   EXPECT_EQ(picture.of_class("sw-box").size(), 4 * (plan.steps.size() + 1));
 }
 
-TEST(Picture, FillsWhatARankHolds) {
+TEST(Picture, FillsTheShareThatARankHolds) {
   const Document picture(to_svg(plan_of({2, 2}, {7, 5}, "S(0),S(1)", "S(1),S(0)")));
   const double before[] = {4 * 3, 4 * 2, 3 * 3, 3 * 2};
   const double after[] = {3 * 4, 3 * 3, 2 * 4, 2 * 3};
@@ -367,8 +367,8 @@ TEST(Picture, FillsWhatARankHolds) {
   }
 }
 
-// The parts that arrive add up to what is held, whoever sends them.
-TEST(Picture, FillsTheShareOfTheTensor) {
+// The received and kept parts add up to the held share.
+TEST(Picture, FilledShareIsTheHeldShareInEveryState) {
   for (const Plan& plan : many_plans()) {
     const int64_t num_ranks = plan.src.mesh().size();
     if (!(plan.src.mesh() == plan.dst.mesh())) continue;
@@ -387,7 +387,7 @@ TEST(Picture, FillsTheShareOfTheTensor) {
   }
 }
 
-TEST(Picture, StripesWhatIsPending) {
+TEST(Picture, StripesPendingSums) {
   const Document picture(to_svg(plan_of({2, 2}, {8, 8}, "P,S(0)", "R,S(0)")));
   for (size_t i = 0; i < 8; ++i) {
     const int box = picture.of_class("sw-box").at(i);
@@ -400,7 +400,7 @@ TEST(Picture, StripesWhatIsPending) {
   }
 }
 
-TEST(Picture, ColoursPartsByTheirSender) {
+TEST(Picture, ColorsPartsByTheirSender) {
   const Document picture(to_svg(plan_of({4}, {64, 64}, "S(0)", "R")));
   std::vector<std::string> senders;
   for (size_t p = 0; p < 4; ++p) senders.push_back(box_at(picture, p).fills.at(0));
@@ -444,21 +444,21 @@ TEST(Picture, JoinsTheGroupsOfAReduction) {
   EXPECT_EQ(picture.of_class("sw-takes").size(), 8u);
 }
 
-TEST(Picture, SaysThatNothingIsToDo) {
+TEST(Picture, LabelsPlansWithoutSteps) {
   const Document picture(to_svg(plan_of({4}, {64, 64}, "S(0)", "S(0)")));
   EXPECT_TRUE(picture.has_text("nothing to do"));
   EXPECT_EQ(picture.of_class("sw-box").size(), 8u);
   EXPECT_TRUE(picture.of_class("sw-sends").empty());
 }
 
-TEST(Picture, SaysWhatIsEmpty) {
+TEST(Picture, LabelsEmptyParts) {
   EXPECT_TRUE(Document(to_svg(plan_of({3}, {0, 3}, "S(0)", "R"))).has_text("no elements"));
   const Document picture(to_svg(plan_of({4}, {3, 8}, "S(0)", "R")));
   EXPECT_TRUE(picture.has_text("empty"));
   EXPECT_EQ(box_at(picture, 3).filled_share, 0);
 }
 
-TEST(Picture, DrawsPaleWhatHasTooManyPieces) {
+TEST(Picture, DrawsPartsOfTooManyPiecesPale) {
   const MeshPtr mesh = mesh_of({2});
   const Layout src(mesh, {800, 8}, DType::parse("float32"), parse_placements("SS(0,200)"), {},
                    StridedMeaning::kLiteral);
@@ -467,7 +467,7 @@ TEST(Picture, DrawsPaleWhatHasTooManyPieces) {
   EXPECT_TRUE(picture.has_text("pale: more than 128 pieces; drawn is the range they lie in"));
 }
 
-// Rank 0 has rows 6, 7, 0 and 1 of 32 bytes, and rank 1 the others.
+// Rank 0 has rows 6, 7, 0 and 1 of 32 bytes, and rank 1 has the others.
 TEST(Picture, DrawsARearrangement) {
   const Plan plan = plan_of({2}, {8, 8}, "Pieces(0,6-8+0-2:2-6)", "S(0)");
   ASSERT_EQ(plan.steps[0].op, StepOp::kRearrange);
@@ -485,8 +485,8 @@ TEST(Picture, DrawsARearrangement) {
 
 // ---- between two meshes
 
-// The crossing that exchange/grid_exchange.h describes, with rows of 8 bytes.
-TEST(Picture, DrawsWhatCrossesBetweenMeshes) {
+// The crossing in exchange/grid_exchange.h, with rows of 8 bytes.
+TEST(Picture, DrawsMessagesBetweenMeshes) {
   const Document picture(to_svg(crossing_plan({4, 5, 6})));
   std::set<std::string> titles;
   for (const int arrow : picture.of_class("sw-sends")) titles.insert(picture.elements()[arrow].title);
@@ -504,7 +504,7 @@ TEST(Picture, DrawsWhatCrossesBetweenMeshes) {
   for (const char* text : {"a=0 b=1", "a=2", "1. cross to a=3"}) EXPECT_TRUE(picture.has_text(text)) << text;
 }
 
-TEST(Picture, DrawsWhatStaysOnRanksOfBothMeshes) {
+TEST(Picture, DrawsDataThatStaysOnRanksOfBothMeshes) {
   const Document picture(to_svg(crossing_plan({9, 1, 2})));
   std::set<std::string> kept;
   for (const int arrow : picture.of_class("sw-stays")) kept.insert(picture.elements()[arrow].title);
@@ -512,7 +512,7 @@ TEST(Picture, DrawsWhatStaysOnRanksOfBothMeshes) {
   EXPECT_TRUE(picture.has_text("rank 9"));
 }
 
-TEST(Picture, AddsUpWhatBlocksOfManyRanksSend) {
+TEST(Picture, AddsUpMessagesOfBlocksOfRanks) {
   const Plan plan = plan_between({32}, "S(0)", ranks_from(32, 16), {16}, "S(0)", {64, 64});
   ASSERT_EQ(plan.steps.size(), 1u);
   const Document picture(to_svg(plan));
@@ -586,7 +586,7 @@ TEST(Svg, ShortensBetweenCharacters) {
   EXPECT_EQ(shortened("\xC3\xA4\xC3\xA4\xC3\xA4\xC3\xA4\xC3\xA4", 4), "\xC3\xA4...");
 }
 
-TEST(Svg, ReplacesWhatXmlForbids) {
+TEST(Svg, ReplacesCharactersThatXmlForbids) {
   EXPECT_EQ(escaped("a\nb"), "a\nb");
   EXPECT_EQ(escaped("\xF0\x9F\x98\x80"), "\xF0\x9F\x98\x80");
   for (const char* bad : {"\x01", "\x7F", "\xC0", "\xFF"}) EXPECT_EQ(escaped(bad), "\xEF\xBF\xBD");

@@ -1,4 +1,4 @@
-// The cache of plans: its key has everything that plans depend on, and its size is bounded.
+// The plan cache: its key has everything that plans depend on, and its size is bounded.
 #include "planning/plan_cache.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 namespace shardwright {
 namespace {
 
-TEST(PlanCache, KeepsWhatWasAskedForLast) {
+TEST(PlanCache, EvictsTheLeastRecentlyUsedPlan) {
   const MeshPtr mesh = test::mesh_of({2, 2});
   const ContextPtr context = PlanningContext::make({});
   const auto request = [&](const std::string& src) {
@@ -31,7 +31,7 @@ TEST(PlanCache, KeepsWhatWasAskedForLast) {
   EXPECT_EQ(cache.counts().misses, 4);
 }
 
-TEST(PlanCache, TellsApartWhatPlansDependOn) {
+TEST(PlanCache, KeyHasEverythingThatPlansDependOn) {
   const MeshPtr mesh = test::mesh_of({2, 2});
   Layout src = test::layout_of(mesh, {8, 8}, "S(0),R");
   const Layout dst = test::layout_of(mesh, {8, 8}, "R,S(1)");
@@ -66,7 +66,7 @@ TEST(PlanCache, TellsApartWhatPlansDependOn) {
   ask();
 }
 
-TEST(PlanCache, GivesWhatIsPinnedAndForgetsNothingForIt) {
+TEST(PlanCache, ReturnsPinnedPlansAndKeepsOthers) {
   const MeshPtr mesh = test::mesh_of({2, 2});
   const Layout src = test::layout_of(mesh, {8, 8}, "S(0),S(0)");
   const Layout dst = test::layout_of(mesh, {8, 8}, "R,R");

@@ -47,7 +47,7 @@ TEST(Planner, NamesTheNativeCollective) {
   EXPECT_EQ(ops(plan_of({4}, {64, 64}, "S(0)", "S(0)")), Names{});
 }
 
-TEST(Planner, OneCollectiveOverAllMeshDimsThatChange) {
+TEST(Planner, UsesOneCollectiveOverAllMeshDimsThatChange) {
   EXPECT_EQ(ops(plan_of({2, 2, 2}, {64, 64}, "S(0),R,S(0)", "R,R,R")), Names{"all_gather"});
   EXPECT_EQ(ops(plan_of({2, 2, 2}, {64, 64}, "S(0),S(0),S(0)", "S(1),S(1),S(1)")), Names{"all_to_all"});
   EXPECT_EQ(ops(plan_of({2, 2, 2}, {64, 64}, "P,S(0),P", "S(1),S(0),S(1)")), Names{"reduce_scatter"});
@@ -63,7 +63,7 @@ TEST(Planner, SwappedOrdersArePermutations) {
   EXPECT_EQ(ops(plan), Names{"permute"});
 }
 
-TEST(Planner, ReducesOnceThenShares) {
+TEST(Planner, ReducesOnceThenGathers) {
   const Plan plan = plan_of({2, 2, 2}, {1024, 1024}, "P,P,P", "R,S(0),R");
   EXPECT_EQ(ops(plan), (Names{"reduce_scatter", "all_gather"}));
   EXPECT_EQ(plan.steps[0].mesh_dims.count(), 3);
@@ -77,7 +77,8 @@ TEST(Planner, SlicesOverReplicasReducesOnceAndGathers) {
   EXPECT_EQ(totals(plan).received_bytes_sum, bound.bytes_sum) << "1.09 of the tensor a rank, not 1.75";
 }
 
-// 8 nodes of 4. A gather is bounded by what enters a node: all that its ranks together do not hold.
+// 8 nodes of 4 ranks. The time of a gather is bounded by the data that enters a node: all that its ranks together do
+// not hold.
 TEST(Planner, GathersAcrossNodesFirst) {
   const MeshPtr mesh = mesh_of({8, 4});
   Topology topology = Topology::named("64x8");
@@ -108,7 +109,7 @@ TEST(Planner, ReducesWithinNodesFirst) {
 }
 
 // There is one reduction, it is not native, and every program adds the contributions in the order of positions.
-TEST(Planner, ReducesInOrder) {
+TEST(Planner, OrderedReductionsAddInOrderOfPositions) {
   const MeshPtr mesh = mesh_of({8, 4});
   Topology topology = Topology::named("64x8");
   topology.ranks_per_node = 4;
@@ -138,7 +139,7 @@ TEST(Planner, ReducesInOrder) {
 }
 
 // Programs use global ranks, also if the ranks of a mesh differ from its positions.
-TEST(Planner, ProgramsAreForRanks) {
+TEST(Planner, ProgramsUseGlobalRanks) {
   const MeshPtr mesh = mesh_of({2, 2}, {9, 4, 7, 2});
   const Plan plan = make_plan(layout_of(mesh, {6, 5}, "S(0),P"), layout_of(mesh, {6, 5}, "R,S(1)"));
   EXPECT_EQ(numbers(ranks_of(plan)), (std::vector<int64_t>{2, 4, 7, 9}));
@@ -155,7 +156,7 @@ TEST(Planner, ProgramsAreForRanks) {
   EXPECT_THROW(compile(plan, Rank{0}), UserError);  // a position
 }
 
-TEST(Planner, KeepsToTheGroupsThatMayBeUsed) {
+TEST(Planner, UsesOnlyGivenGroups) {
   const MeshPtr mesh = mesh_of({2, 2, 2});
   PlanOptions options;
   options.groups = {MeshDimSet::single(0), MeshDimSet::single(1), MeshDimSet::single(2)};
@@ -172,7 +173,7 @@ TEST(Planner, KeepsToTheGroupsThatMayBeUsed) {
   EXPECT_THROW(make_plan(layout_of(mesh, {8, 12}, "S(0),R,R"), layout_of(mesh, {8, 12}, "R,R,R"), options), UserError);
 }
 
-TEST(Planner, TakesAGivenWay) {
+TEST(Planner, FollowsGivenLayouts) {
   const MeshPtr mesh = mesh_of({2, 2});
   const Layout src = layout_of(mesh, {8, 12}, "S(0),S(1)");
   const Layout middle = layout_of(mesh, {8, 12}, "S(0),R");
@@ -187,8 +188,8 @@ TEST(Planner, TakesAGivenWay) {
   EXPECT_THROW(plan_through({src}), UserError);
 }
 
-// Compares the figures that are computed without a walk over the group with those of a walk.
-TEST(Traffic, IsWhatEveryPairOfRanksSays) {
+// Compares traffic computed without a walk over the group with a walk.
+TEST(Traffic, MatchesEveryPairOfRanks) {
   int64_t compared = 0;
   for (const auto& sizes : std::vector<std::vector<int64_t>>{{4}, {2, 3}, {2, 2, 2}}) {
     const MeshPtr mesh = mesh_of(sizes);
@@ -210,9 +211,9 @@ TEST(Traffic, IsWhatEveryPairOfRanksSays) {
   EXPECT_GT(compared, 1000);
 }
 
-// Four ranks hold a row each, and all ranks need all rows. Each of the four sends its row to all others, which takes
-// as long as that, however few messages anyone receives.
-TEST(Traffic, CountsWhatFewHoldersSend) {
+// Four ranks hold a row each, and all ranks need all rows. Each of the four sends its row to all others. This
+// determines the time, however few messages each rank receives.
+TEST(Traffic, CountsMessagesOfFewSenders) {
   const MeshPtr mesh = mesh_of({1024});
   const Layout src = layout_of(mesh, {4}, "S(0)");
   const Layout dst = layout_of(mesh, {4}, "R");
@@ -224,8 +225,9 @@ TEST(Traffic, CountsWhatFewHoldersSend) {
   EXPECT_GE(predicted_picoseconds(plan), 1023 * plan.topology.inside.message_ps);
 }
 
-// In a reduce-scatter every rank sends to those that keep something; a part of few elements is not in every round.
-TEST(Traffic, CountsContributionsToThoseThatKeepSomething) {
+// In a reduce-scatter every rank sends to the ranks whose result is not empty. A part of few elements is not in every
+// round.
+TEST(Traffic, CountsContributionsToRanksWithResults) {
   int64_t differing = 0;
   for (const auto& [sizes, shape, after] :
        std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, const char*>>{{{8}, {5, 3}, "S(0)"},
@@ -253,8 +255,8 @@ TEST(Traffic, CountsContributionsToThoseThatKeepSomething) {
   EXPECT_GT(differing, 10);
 }
 
-// On a mesh too large for a walk, the sum equals what a walk over all ranks finds.
-TEST(Traffic, SumsWithoutAWalk) {
+// On a mesh too large for the planner to walk, its sum equals that of a walk over all ranks.
+TEST(Traffic, SumIsExactOnLargeMeshes) {
   const MeshPtr mesh = mesh_of({32, 16, 16});
   for (const auto& [src, dst] : std::vector<std::pair<const char*, const char*>>{
            {"S(0),S(0),R", "R,S(0),R"}, {"S(0),S(1),R", "S(0),R,S(1)"}, {"R,S(0),S(1)", "S(1),S(0),R"}}) {
@@ -289,15 +291,15 @@ TEST(Planner, KeepsTheTriangleInequality) {
   }
 }
 
-TEST(Planner, UnevenGatherOverMergedDimsIsRight) {
+TEST(Planner, UnevenGatherOverMergedDimsIsCorrect) {
   // PyTorch loses a row here.
   const Plan plan = plan_of({2, 2}, {5, 3}, "S(0),S(0)", "R,R");
   EXPECT_EQ(ops(plan), Names{"all_gather"});
   EXPECT_EQ(simulate(plan).received_bytes_sum, (4 * 5 - 5) * 3 * 4) << "no padding travels";
 }
 
-// The least that the worst rank can send, counted element by element: holders of an element can share the sending, and
-// two ranks hold either the same elements or none in common.
+// Returns the minimum that the worst rank must send, counted element by element. The ranks that hold an element can
+// share the sending, and two ranks hold either the same elements or none in common.
 int64_t least_worst_sent(const Layout& src, const Layout& dst) {
   const int64_t ranks = src.mesh().size();
   const auto owners = [&](const Layout& layout) {
@@ -339,7 +341,7 @@ void PrintTo(const ByteCase& c, std::ostream* out) {
 
 class FewestBytes : public testing::TestWithParam<ByteCase> {};
 
-TEST_P(FewestBytes, MeetTheBoundInAllAndBalanceWhatIsSent) {
+TEST_P(FewestBytes, ReachTheBoundAndBalanceSenders) {
   const MeshPtr mesh = mesh_of(GetParam().mesh);
   const std::vector<Layout> layouts = test::all_layouts(mesh, GetParam().shape, {});
   int64_t moving = 0;
@@ -396,7 +398,7 @@ TEST(Planner, MeshDimsOfSizeOneChangeNothing) {
   EXPECT_TRUE(plan_of({1}, {6, 6}, "R", "P").steps.empty());
 }
 
-TEST(Planner, RefusesWhatPyTorchDoesNotDefine) {
+TEST(Planner, RejectsRedistributesThatPyTorchDoesNotDefine) {
   EXPECT_THROW(plan_of({2}, {4}, "P(sum)", "P(max)"), UserError);
   EXPECT_THROW(plan_of({2}, {4}, "S(0)", "P(max)"), UserError);
   EXPECT_THROW(plan_of({2}, {4}, "R", "P(product)"), UserError);

@@ -21,7 +21,7 @@ GivenTensor placed(const std::string& name, const Layout& layout) {
   return {name, layout.shape(), layout.dtype(), "cpu", layout};
 }
 
-// x (3, 4) of (6, 4) on rank 1 of 2, a weight (4, 5) of (4, 10).
+// Rank 1 of 2 has x (3, 4) of (6, 4), and a weight (4, 5) of (4, 10).
 ProductArguments gather() {
   return {.function = ProductFunction::kGather,
           .x = plain("x", {3, 4}),
@@ -43,7 +43,7 @@ ProductArguments linear() {
           .num_ranks = 2};
 }
 
-TEST(ProductArguments, OfPlainTensorsAreCutAsTheFunctionSays) {
+TEST(ProductArguments, OfPlainTensorsHaveTheCutsOfTheFunction) {
   const MeshPtr group = std::make_shared<Mesh>(std::vector<std::string>{"group"}, std::vector<int64_t>{2});
   ProductArguments arguments = gather();
   arguments.biases = {plain("biases[0]", {5})};
@@ -59,7 +59,7 @@ TEST(ProductArguments, OfPlainTensorsAreCutAsTheFunctionSays) {
   EXPECT_EQ(problem_of(arguments).axes[0], "ak,nk->an");
   EXPECT_EQ(problem_of(arguments).weights[0], layout_on(group, {10, 4}, {"S(0)"}));
 
-  // k is cut: 7 is cut into 4 and 3, of which rank 1 has 3.
+  // k is cut: rank 1 has 3 of 7 elements.
   arguments = gather();
   arguments.x = plain("x", {2, 3});
   arguments.weights = {plain("weights[0]", {7, 5})};
@@ -87,7 +87,7 @@ TEST(ProductArguments, OfPlainTensorsAreCutAsTheFunctionSays) {
   EXPECT_EQ(problem_of(arguments).results[0], layout_on(group, {2, 6, 5}, {"R"}));
 }
 
-TEST(ProductArguments, OfDTensorsLieAsTheyDo) {
+TEST(ProductArguments, OfDTensorsKeepTheirLayouts) {
   const MeshPtr mesh = mesh_of({2, 2});
   ProductArguments arguments = linear();
   arguments.x = placed("x", layout_on(mesh, {6, 4}, {"S(0)", "S(1)"}));
@@ -110,7 +110,7 @@ TEST(ProductArguments, OfDTensorsLieAsTheyDo) {
   EXPECT_EQ(problem_of(arguments).results[0], layout_on(mesh, {6, 8}, {"S(0)", "S(1)"}));
 }
 
-TEST(ProductArguments, OfScaledOperandsHaveScalesOfRowsOrOne) {
+TEST(ProductArguments, OfScaledOperandsHaveScalesPerRowOrPerTensor) {
   const MeshPtr mesh = mesh_of({2});
   ProductArguments arguments = linear();
   arguments.x = placed("x", layout_on(mesh, {3, 4}, {"S(0)"}, "float8_e4m3fn"));
@@ -128,8 +128,9 @@ TEST(ProductArguments, OfScaledOperandsHaveScalesOfRowsOrOne) {
   EXPECT_EQ(*by_row.scales[1], layout_on(mesh, {5}, {"S(0)"}));
 }
 
-// As torch.chunk cuts: every other number of rows is refused, but where debug modes look at all ranks.
-TEST(ProductArguments, OfPlainTensorsAreThePartsThatChunkLeaves) {
+// Parts have the sizes of torch.chunk. Any other number of rows is an error, except in debug modes that compare all
+// ranks.
+TEST(ProductArguments, OfPlainTensorsMustHaveTheSizesOfTorchChunk) {
   for (int64_t ranks = 1; ranks <= 4; ++ranks) {
     for (int64_t rows = 0; rows <= 9; ++rows) {
       int64_t begin = 0;
@@ -157,18 +158,18 @@ TEST(ProductArguments, OfPlainTensorsAreThePartsThatChunkLeaves) {
 }
 
 // linear.weight is (n, k) and contiguous; its transpose is (k, n) with these strides.
-TEST(ProductArguments, AreTransposedByTheirStrides) {
+TEST(ProductArguments, StridesDecideWhetherTheyAreTransposed) {
   for (int64_t k = 0; k <= 3; ++k) {
     for (int64_t n = 0; n <= 3; ++n) {
       EXPECT_EQ(is_transposed({k, n}, {1, std::max<int64_t>(k, 1)}), k > 1) << k << " " << n;
     }
   }
   EXPECT_FALSE(is_transposed({3, 2}, {2, 1}));  // contiguous
-  EXPECT_FALSE(is_transposed({3, 2}, {1, 4}));  // of a wider matrix
+  EXPECT_FALSE(is_transposed({3, 2}, {1, 4}));  // part of a wider matrix
   EXPECT_FALSE(is_transposed({3}, {1}));
 }
 
-// What ranks must agree on, node by node: schedules, moves, operands.
+// Returns everything that ranks must agree on, node by node: schedules, moves, operands.
 std::vector<std::string> agreed(const Dataflow& flow) {
   std::vector<std::string> all;
   for (const Node& node : flow.nodes) {
@@ -183,7 +184,7 @@ std::vector<std::string> agreed(const Dataflow& flow) {
   return all;
 }
 
-// Of x (..., k) and a weight (k, n) on rank 0; the total length of k is `k`.
+// The same for x (..., k) and a weight (k, n) on rank 0; the total length of k is `k`.
 std::vector<std::string> agreed(ProductFunction function, std::vector<int64_t> rows, int64_t k, int64_t n,
                                 std::optional<int64_t> dim, int64_t ranks, bool is_transposed) {
   const bool is_gather = function == ProductFunction::kGather;
@@ -213,8 +214,8 @@ std::vector<std::string> agreed(ProductFunction function, std::vector<int64_t> r
   return all;
 }
 
-// Some ranks may give a weight as it is and others its transpose; of a single row, nobody can tell which it is.
-TEST(ProductArguments, OfWeightsTransposedOnSomeRanksAreAgreedOn) {
+// Some ranks may give a weight and others its transpose. The strides of a single row fit both.
+TEST(ProductArguments, WithWeightsTransposedOnSomeRanksAgreeOnAllRanks) {
   int64_t chunked = 0;
   for (const ProductFunction function : {ProductFunction::kGather, ProductFunction::kSum}) {
     for (const std::vector<int64_t>& rows : std::vector<std::vector<int64_t>>{{7}, {3, 4}, {2048}}) {
@@ -236,7 +237,7 @@ TEST(ProductArguments, OfWeightsTransposedOnSomeRanksAreAgreedOn) {
   EXPECT_GT(chunked, 50);
 }
 
-TEST(ProductArguments, OfLengthsNearTheLargestNumberAreRefused) {
+TEST(ProductArguments, OfLengthsThatOverflowAreRejected) {
   const int64_t most = std::numeric_limits<int64_t>::max();
   for (const int64_t ranks : {1, 2, 3, 1000}) {
     for (const bool checks_parts : {true, false}) {
@@ -264,7 +265,7 @@ struct Wrong {
   const char* said;
 };
 
-TEST(ProductArguments, ThatDoNotFitAreNamed) {
+TEST(ProductArguments, ErrorsNameTheArgument) {
   const DType e4m3 = DType::kFloat8E4M3FN;
   const MeshPtr other = std::make_shared<Mesh>(std::vector<std::string>{"z"}, std::vector<int64_t>{2});
   using A = ProductArguments;

@@ -11,7 +11,7 @@
 namespace shardwright {
 namespace {
 
-// For one weight without scales, with an independent implementation of all costs.
+// An independent implementation of all costs, for one weight without scales.
 int64_t cost_of(const ProductProblem& problem, const AxisCuts& cuts) {
   const auto [operand, weight, result] = AxisLetters::parse(problem.axes[0]);
   const Mesh& mesh = problem.operand.mesh();
@@ -46,7 +46,7 @@ int64_t cost_of(const ProductProblem& problem, const AxisCuts& cuts) {
   return total + problem.context.gemm_model(problem.operand.dtype()).picoseconds(m, n, k, 1, 4);
 }
 
-// Returns every choice, along each mesh dim, of no axis or one that some tensor is cut in along this mesh dim.
+// Returns all choices of one axis per mesh dim, or none. An axis qualifies if this mesh dim cuts some tensor along it.
 std::vector<AxisCuts> all_cuts(const ProductProblem& problem) {
   const auto [operand, weight, result] = AxisLetters::parse(problem.axes[0]);
   std::vector<AxisCuts> all{""};
@@ -91,7 +91,7 @@ TEST(ProductChoices, ChoosesTheCutsOfLeastPredictedTime) {
   EXPECT_GT(seen.size(), 5u);
 }
 
-TEST(ProductChoices, HidesTheLongestMoveThatCanGoInChunks) {
+TEST(ProductChoices, OverlapsTheLongestMoveThatCanBeChunked) {
   PlanCache cache;
   std::set<Lead> seen;
   for (unsigned seed = 0; seed < 300; ++seed) {

@@ -1,4 +1,4 @@
-// Product plans: forward and backward on simulated ranks against whole tensors, choices against brute force.
+// Product plans: forward and backward on simulated ranks against full tensors, and choices against brute force.
 #include <gtest/gtest.h>
 
 #include <set>
@@ -34,7 +34,7 @@ std::vector<Parts> run(const std::vector<Program>& programs, const std::vector<c
   return outputs;
 }
 
-// Runs every node on all ranks, and releases values when the list says so.
+// Runs every node on all ranks, and releases values at the nodes that the list names.
 class Runner {
  public:
   Runner(const Dataflow& flow, std::vector<Parts> inputs) : flow_(flow), values_(flow.values.size()) {
@@ -120,7 +120,7 @@ class Runner {
   std::vector<std::optional<Parts>> values_;
 };
 
-// The whole tensors of a problem.
+// The full tensors of a problem.
 struct Tensors {
   Dense operand;
   std::vector<Dense> weights;
@@ -149,7 +149,7 @@ Dense with_bias(Dense result, const Dense& bias) {
   return result;
 }
 
-// An operand's elements times its scales.
+// Returns an operand's elements times its scales.
 Dense scaled_by(const Dense& operand, const Dense& scale, const std::string& letters, const std::string& result) {
   std::string rows;
   for (const char letter : letters) rows += result.find(letter) == std::string::npos ? "" : std::string(1, letter);
@@ -239,7 +239,7 @@ void check_backward(const ProductPlan& plan, const Tensors& tensors, RandomProbl
 TEST(ProductPlan, RunsForwardAndBackwardOnAllRanks) {
   PlanCache cache;
   std::set<std::tuple<Lead, ScaledBy, bool>> seen;
-  int64_t by_rule = 0;  // problems whose operand is cut by another rule during the product
+  int64_t by_rule = 0;  // problems whose operand has cuts by other rules during the product
   for (unsigned seed = 0; seed < kProblems; ++seed) {
     RandomProblem source(seed, seed % 2 == 1);
     ProductProblem& problem = *source.problem;
@@ -271,7 +271,7 @@ TEST(ProductPlan, RunsForwardAndBackwardOnAllRanks) {
   }
 }
 
-TEST(ProductPlan, RefusesWhatDoesNotFit) {
+TEST(ProductPlan, RejectsInvalidProblems) {
   const MeshPtr mesh = mesh_of({2});
   const Layout x = layout_on(mesh, {4, 6}, {"S(0)"});
   const Layout w = layout_on(mesh, {6, 8}, {"R"});

@@ -26,7 +26,7 @@ inline Layout layout_on(const MeshPtr& mesh, std::vector<int64_t> shape, const s
   return Layout(mesh, std::move(shape), DType::parse(dtype), parsed);
 }
 
-// Every method with several numbers of chunks and several depths.
+// Returns every method with several numbers of chunks and several depths.
 inline std::vector<Schedule> schedules(const Matmul& matmul) {
   std::vector<Schedule> all{{Method::kSerial, 1}};
   if (why_only_serial(matmul)) return all;
@@ -41,7 +41,7 @@ inline std::vector<Schedule> schedules(const Matmul& matmul) {
   if (all_reduces) return all;
   all.push_back({.method = Method::kRing, .chunks = 2 * k, .depth = 3, .sms_left = 16});
   all.push_back({.method = Method::kRing, .chunks = k, .depth = k});
-  // Distances given by hand: the farthest first, then all others together.
+  // Custom distances: the farthest first, then all others together.
   Schedule backwards{Method::kRing, k, {}};
   backwards.depth = 2;
   Schedule together{Method::kRing, 3, {{}, {k - 1}}};
@@ -52,7 +52,7 @@ inline std::vector<Schedule> schedules(const Matmul& matmul) {
   return all;
 }
 
-// A random product: axes in any order, cut by any mesh dims, tensors moved from or to any layout.
+// A random product: axes in any order, cut by any mesh dims, with tensors moved from or to any layout.
 class RandomProduct {
  public:
   explicit RandomProduct(unsigned seed) : random_(seed) {
@@ -70,7 +70,7 @@ class RandomProduct {
     for (std::string* letters : {&lhs, &rhs, &out}) std::shuffle(letters->begin(), letters->end(), random_);
     text = lhs + "," + rhs + "->" + out;
     for (size_t d = 0; d < mesh_sizes.size(); ++d) {
-      // The product is cut along one axis, or along none.
+      // This mesh dim cuts the product along one axis, or along none.
       const int64_t axis = pick(-1, static_cast<int64_t>(sizes_.size()) - 1);
       cuts_.push_back(axis < 0 ? '-' : static_cast<char>('a' + axis));
     }

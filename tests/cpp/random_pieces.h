@@ -1,4 +1,4 @@
-// Random lists of pieces on random meshes, where several coordinates may have an element, in any order.
+// Random pieces on random meshes. Several coordinates may have an element, in any order.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ class RandomPieces {
 
   int64_t pick(int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random_); }
 
-  // Returns the text of pieces of `n` rows for `k` coordinates. Each row has a coordinate, and some have more.
+  // Returns the text of pieces of `n` rows for `k` coordinates. Each row has at least one coordinate.
   std::string pieces(int64_t n, int64_t k) {
     std::vector<std::string> lists(k);
     std::vector<Interval> cut;
@@ -53,7 +53,7 @@ class RandomPieces {
 
  private:
   std::mt19937 random_;
-  int64_t longest_;  // piece
+  int64_t longest_;  // maximum length of a piece
 };
 
 }  // namespace shardwright::test

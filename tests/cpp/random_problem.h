@@ -20,7 +20,7 @@ inline const ProductContext& context(const Lowering& lowering) {
 }
 
 // Returns a problem with any axes, sizes and placements, one to three weights, with or without given cuts and scales.
-// Placements may be of all rules if `has_rules`.
+// If `has_rules`, placements may have any rule.
 class RandomProblem {
  public:
   explicit RandomProblem(unsigned seed, bool has_rules = false) : random_(seed), has_rules_(has_rules) {
@@ -79,7 +79,7 @@ class RandomProblem {
     }
     try {
       return layout_on(mesh_, layout.shape(), placements, layout.dtype().name().c_str());
-    } catch (const UserError&) {  // sizes that do not fit behind another cut
+    } catch (const UserError&) {  // sizes that do not match behind another cut
       return elsewhere(layout, may_be_due);
     }
   }
@@ -87,7 +87,7 @@ class RandomProblem {
   std::unique_ptr<ProductProblem> problem;
 
  private:
-  // A cut of a tensor dim over k coordinates by any rule.
+  // Returns a cut of a tensor dim over k coordinates by any rule.
   std::string by_rule(char dim, const Layout& layout, int64_t k) {
     const int64_t n = layout.shape()[dim - '0'];
     const int64_t first = pick(0, n);

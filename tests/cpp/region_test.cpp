@@ -20,7 +20,7 @@ std::vector<int64_t> elements(const IntervalList& list) {
   return out;
 }
 
-// The same list without repetitions.
+// Returns the same list without repetitions.
 IntervalList listed(const IntervalList& list) {
   IntervalList out;
   for (const Interval& interval : list) append(out, interval);
@@ -32,7 +32,7 @@ struct Part {
   std::vector<int64_t> elements;  // by naive.h
 };
 
-// Parts of n indices by rules with repetitions, over some of the coordinates.
+// Cuts n indices by rules with repetitions, and returns the parts of some of the coordinates.
 std::vector<Part> parts_of(const Part& whole) {
   const int64_t n = length(whole.list);
   std::vector<Part> parts;
@@ -60,7 +60,7 @@ TEST(Region, ListsStayCanonical) {
   EXPECT_EQ(CutRule(2).part({{0, 8}}, 1, 0), (IntervalList{{0, 8}})) << "touching pieces are one interval";
 }
 
-TEST(Region, CutsOfListsThatRepeatTakeTheElementsOfTheRule) {
+TEST(Region, CutsOfRepeatingListsMatchAnElementwiseOracle) {
   for (const int64_t n : {0, 1, 7, 24, 61, 100}) {
     for (const Part& part : parts_of(whole_of(n))) {
       ASSERT_EQ(elements(part.list), part.elements);
@@ -77,7 +77,7 @@ TEST(Region, CutsOfListsThatRepeatTakeTheElementsOfTheRule) {
   }
 }
 
-// Also cuts three deep, so that sequences of several intervals repeat.
+// Also cuts three levels deep, so that sequences of several intervals repeat.
 std::vector<Part> many_parts(int64_t n) {
   std::vector<Part> parts = parts_of(whole_of(n));
   const size_t simple = parts.size();
@@ -132,7 +132,7 @@ TEST(Region, IntersectFindsEverySharedElementOnce) {
   }
 }
 
-TEST(Region, SharedIndicesAndSubrangesOfListsThatRepeat) {
+TEST(Region, SharedIndicesAndSubrangesOfRepeatingListsMatchAnOracle) {
   const std::vector<Part> parts = parts_of(whole_of(60));
   for (const Part& a : parts) {
     const auto size = static_cast<int64_t>(a.elements.size());
@@ -154,8 +154,8 @@ TEST(Region, SharedIndicesAndSubrangesOfListsThatRepeat) {
   }
 }
 
-// What a list keeps as repetitions does not matter to whether it is equal to another.
-TEST(Region, ListsAreEqualWhateverTheyKeep) {
+// Lists with the same elements are equal, however many repetitions they store.
+TEST(Region, EqualityOfListsIgnoresStoredRepetitions) {
   for (const Part& part : many_parts(75)) {
     const IntervalList plain = listed(part.list);
     EXPECT_EQ(plain, part.list);
@@ -167,29 +167,29 @@ TEST(Region, ListsAreEqualWhateverTheyKeep) {
   }
 }
 
-// Pieces that do not ascend are met one by one, in the order of the second list.
-TEST(Region, IntersectsListsThatRepeatWithListsThatDoNotAscend) {
+// Pieces that do not ascend are intersected one by one, in the order of the second list.
+TEST(Region, IntersectsRepeatingListsWithUnorderedLists) {
   const CutRule pieces = CutRule::pieces({{{40, 60}, {0, 25}}, {{25, 40}}});
-  const IntervalList turned = pieces.part({{0, 60}}, 2, 0);
+  const IntervalList unordered = pieces.part({{0, 60}}, 2, 0);
   const IntervalList cyclic = CutRule::cyclic(1).part({{0, 60}}, 4, 1);
   std::vector<int64_t> found;
-  for (const Piece& piece : intersect(cyclic, turned)) {
+  for (const Piece& piece : intersect(cyclic, unordered)) {
     for (int64_t x = 0; x < piece.length; ++x) {
-      EXPECT_EQ(elements(cyclic)[piece.a_position + x], elements(turned)[piece.b_position + x]);
+      EXPECT_EQ(elements(cyclic)[piece.a_position + x], elements(unordered)[piece.b_position + x]);
       found.push_back(elements(cyclic)[piece.a_position + x]);
     }
   }
   EXPECT_EQ(found, (std::vector<int64_t>{41, 45, 49, 53, 57, 1, 5, 9, 13, 17, 21}));
-  const IntervalList every_other = CutRule::cyclic(1).part(turned, 2, 1);
+  const IntervalList every_other = CutRule::cyclic(1).part(unordered, 2, 1);
   std::vector<int64_t> expected;
-  for (size_t i = 1; i < elements(turned).size(); i += 2) expected.push_back(elements(turned)[i]);
+  for (size_t i = 1; i < elements(unordered).size(); i += 2) expected.push_back(elements(unordered)[i]);
   EXPECT_EQ(elements(every_other), expected);
   EXPECT_EQ(intersection_length(every_other, cyclic),
             std::count_if(expected.begin(), expected.end(), [](int64_t i) { return i % 4 == 1; }));
 }
 
-// A billion rows: what is kept, and so what is visited, is of the order of the square root at most.
-TEST(Region, ListsOfABillionIndicesAreShort) {
+// For a billion rows, the number of stored and visited items is at most of the order of the square root.
+TEST(Region, ListsOfABillionIndicesStoreFewItems) {
   constexpr int64_t n = 1'000'000'007;
   const std::vector<CutRule> rules{CutRule::cyclic(1), CutRule::cyclic(3),  CutRule::cyclic(40'000),
                                    CutRule(1'000),     CutRule(30'000'000), CutRule()};

@@ -1,4 +1,4 @@
-// Relays between meshes: what they hold, and plans that go over them.
+// Relays between meshes: their parts, and plans over them.
 #include "search/relays.h"
 
 #include <gtest/gtest.h>
@@ -27,13 +27,13 @@
 namespace shardwright {
 namespace {
 
-using test::expect_as_promised;
+using test::expect_as_predicted;
 using test::layout_of;
 using test::mesh_of;
 using test::ranks_from;
 
 // Every message takes long, and bytes next to nothing.
-Topology of_slow_messages() {
+Topology topology_of_slow_messages() {
   Topology topology = Topology::named("64x8");
   topology.inside.message_ps = topology.between.message_ps = 1'000'000'000;
   topology.step_ps = 1'000'000;
@@ -54,8 +54,8 @@ std::vector<int64_t> elements_at(const Layout& layout, int64_t position) {
   return test::elements_of(lists, layout.shape());
 }
 
-// Of random layouts: each relay holds its own part, all relays together hold what all ranks do, and a relay holds no
-// more than the parts that one of so many ranks stands for.
+// Random layouts: each relay holds its own part, all relays together hold what all ranks do, and a relay holds no more
+// than the parts of the ranks in its block.
 TEST(Relays, HoldWhatTheirBlocksHold) {
   const unsigned seed = 53;
   test::RandomPlacements random(seed);
@@ -84,8 +84,8 @@ TEST(Relays, HoldWhatTheirBlocksHold) {
   EXPECT_GT(checked, 200);
 }
 
-// Of random layouts on nodes of two to four ranks: on the node of each rank is a relay that holds what the rank does.
-TEST(Relays, MayStandForRanksOfTheirNodeAlone) {
+// Random layouts on nodes of two to four ranks: the node of each rank has a relay that holds the rank's part.
+TEST(Relays, MayServeOnlyRanksOfTheirNode) {
   const unsigned seed = 61;
   test::RandomPlacements random(seed);
   int64_t checked = 0;
@@ -113,7 +113,7 @@ TEST(Relays, MayStandForRanksOfTheirNodeAlone) {
 }
 
 // From few ranks to many and back, in even and uneven parts.
-TEST(Relays, LetRanksReachManyOthersInFewMessages) {
+TEST(Relays, ReachManyRanksInFewMessages) {
   int64_t over_relays = 0;
   for (const auto& [few, many, rows] : std::vector<std::tuple<int64_t, int64_t, int64_t>>{
            {1, 36, 36}, {1, 40, 77}, {2, 64, 101}, {1, 49, 11}, {3, 50, 400}}) {
@@ -121,12 +121,12 @@ TEST(Relays, LetRanksReachManyOthersInFewMessages) {
       const Layout at_few = layout_of(mesh_of({few}), {rows, 2}, "S(0)");
       const Layout at_many = layout_of(mesh_of({many}, ranks_from(few, many)), {rows, 2}, placements);
       for (const auto& [src, dst] : {std::pair(at_few, at_many), std::pair(at_many, at_few)}) {
-        const Plan plan = make_plan(src, dst, {.topology = of_slow_messages()});
+        const Plan plan = make_plan(src, dst, {.topology = topology_of_slow_messages()});
         SCOPED_TRACE(to_string(plan));
-        expect_as_promised(plan);
+        expect_as_predicted(plan);
         if (!goes_over_relays(plan)) continue;
         ++over_relays;
-        const Plan straight = plan_through({src, dst}, {.topology = of_slow_messages()});
+        const Plan straight = plan_through({src, dst}, {.topology = topology_of_slow_messages()});
         const auto messages = [](const Plan& one) {
           const TrafficTotals traffic = totals(one);
           return std::max(traffic.messages_max, traffic.sent_messages_max);
@@ -140,17 +140,17 @@ TEST(Relays, LetRanksReachManyOthersInFewMessages) {
   EXPECT_GE(over_relays, 8);
 }
 
-// What is saved must be more than another step takes, on any number of ranks.
-TEST(Relays, AreForFewRanksTooWhereMessagesTakeLong) {
+// Relays pay if they save more than the time of another step, on any number of ranks.
+TEST(Relays, AreUsedForFewRanksIfMessagesAreSlow) {
   const Layout src = layout_of(mesh_of({1}), {21, 4}, "R");
   const Layout dst = layout_of(mesh_of({7}, ranks_from(1, 7)), {21, 4}, "S(0)");
-  const Plan plan = make_plan(src, dst, {.topology = of_slow_messages()});
+  const Plan plan = make_plan(src, dst, {.topology = topology_of_slow_messages()});
   ASSERT_TRUE(goes_over_relays(plan)) << to_string(plan);
-  EXPECT_EQ(levels_of_relays(plan), 2);  // two relays, which reach four, which reach seven
+  EXPECT_EQ(levels_of_relays(plan), 2);  // two relays reach four, which reach seven
   EXPECT_EQ(totals(plan).sent_messages_max, 2);
-  expect_as_promised(plan);
-  expect_as_promised(make_plan(dst, src, {.topology = of_slow_messages()}));
-  Topology of_slow_steps = of_slow_messages();
+  expect_as_predicted(plan);
+  expect_as_predicted(make_plan(dst, src, {.topology = topology_of_slow_messages()}));
+  Topology of_slow_steps = topology_of_slow_messages();
   of_slow_steps.step_ps = 2 * of_slow_steps.inside.message_ps;
   EXPECT_FALSE(goes_over_relays(make_plan(src, dst, {.topology = of_slow_steps})));
 }
@@ -168,16 +168,16 @@ TEST(Relays, MoveEveryElementOfRandomPairs) {
     if (small.mesh() == large.mesh()) continue;
     SCOPED_TRACE(concat("seed ", seed, ", pair ", i));
     for (const auto& [src, dst] : {std::pair(small, large), std::pair(large, small)}) {
-      const Plan plan = make_plan(src, dst, {.topology = of_slow_messages()});
-      expect_as_promised(plan);
+      const Plan plan = make_plan(src, dst, {.topology = topology_of_slow_messages()});
+      expect_as_predicted(plan);
       over_relays += goes_over_relays(plan);
     }
   }
   EXPECT_GE(over_relays, 4);
 }
 
-// 2,050 rows, and replicas, of which each rank must be reached.
-TEST(Relays, ReachThousands) {
+// 2,050 rows, cut or replicated; each rank must be reached.
+TEST(Relays, ReachThousandsOfRanks) {
   const Topology topology = Topology::named("64x8");
   for (const char* placements : {"S(0)", "R"}) {
     for (const int64_t few : {1, 8}) {
@@ -187,13 +187,14 @@ TEST(Relays, ReachThousands) {
       const TrafficTotals traffic = totals(plan);
       EXPECT_TRUE(goes_over_relays(plan) || few == 8) << to_string(plan);
       EXPECT_LE(std::max(traffic.messages_max, traffic.sent_messages_max), 130) << to_string(plan);
-      // In one crossing that is 2048 / few messages, and in stripes that are gathered, few times less and many more.
+      // One crossing takes 2048 / few messages. Gathered stripes divide this number by few, and add the many messages
+      // of the gather.
       EXPECT_LT(predicted_picoseconds(plan), 25 * least_picoseconds(plan)) << to_string(plan);
     }
   }
 }
 
-// The same crossings over relays in blocks of so many ranks, from those next to the many on.
+// The same crossings over relays in blocks of the given sizes, beginning with the relays next to the many ranks.
 Plan over_blocks(const Layout& src, const Layout& dst, const std::vector<int64_t>& blocks, const Topology& topology) {
   std::vector<Layout> stops{dst};
   for (const int64_t ranks : blocks) stops.push_back(relays_in_blocks(stops.back(), ranks).value());
@@ -207,8 +208,8 @@ Plan over_blocks(const Layout& src, const Layout& dst, const std::vector<int64_t
   return plan;
 }
 
-// One rank to 2,048 by a topology without nodes, with what a table in search/over_relays.h says of each number of
-// levels. Trees with fewer levels, of any blocks that are about as large as one another, take longer.
+// One rank to 2,048 by a topology without nodes, with the times of a table in search/over_relays.h for each number of
+// levels. Trees with fewer levels, of blocks of about equal size, take longer.
 TEST(TreesOfRelays, HaveAsManyLevelsAsPay) {
   const Topology topology{"one link", 0, 12'000'000, 0, {4'000'000, 0}, {4'000'000, 0}, {}};
   for (const char* placements : {"R", "S(0)"}) {
@@ -230,9 +231,9 @@ TEST(TreesOfRelays, HaveAsManyLevelsAsPay) {
   }
 }
 
-// The first rank of each node of eight to the first of the 256 others: no relays are ranks of one node, so the tree is
-// as good as by a topology that knows no nodes.
-TEST(TreesOfRelays, AreFoundWhereNodesHaveOneRankEach) {
+// The first rank of one node of eight sends to the first ranks of 256 others. No two relays are on one node, so the
+// tree is as good as by a topology without nodes.
+TEST(TreesOfRelays, AreFoundForNodesOfOneRank) {
   std::vector<int64_t> ranks;
   for (int64_t node = 1; node <= 256; ++node) ranks.push_back(node * 8);
   const Topology topology = Topology::named("64x8");
@@ -249,8 +250,8 @@ TEST(TreesOfRelays, AreFoundWhereNodesHaveOneRankEach) {
   }
 }
 
-// One of 2,048 ranks has half of all rows, and each other one has one: the tree is that of 2,048 parts.
-TEST(TreesOfRelays, HaveAsManyLevelsForPartsOfAnySize) {
+// One of 2,048 ranks has half of all rows, and each other rank has one row. The tree is that of 2,048 equal parts.
+TEST(TreesOfRelays, LevelsDoNotDependOnPartSizes) {
   const Topology topology{"one link", 0, 12'000'000, 0, {4'000'000, 0}, {4'000'000, 0}, {}};
   std::string sizes = "2048";
   for (int i = 1; i < 2048; ++i) sizes += ":1";
@@ -263,8 +264,8 @@ TEST(TreesOfRelays, HaveAsManyLevelsForPartsOfAnySize) {
   EXPECT_EQ(predicted_picoseconds(plan) / 1'000'000, 140) << to_string(plan);
 }
 
-// From 1 to 3 ranks to up to 90 and back, where one message takes as long as a thousand steps: replicas, stripes, both,
-// parts of one row and of none.
+// From 1 to 3 ranks to up to 90 and back. A message takes as long as a thousand steps. Destinations are replicas,
+// stripes, or both, with parts of one row or none.
 TEST(TreesOfRelays, MoveEveryElement) {
   size_t deepest = 0;
   for (const auto& [few, many, rows, placements] :
@@ -283,9 +284,9 @@ TEST(TreesOfRelays, MoveEveryElement) {
       for (const int64_t size : many) ranks *= size;
       const Layout large = layout_of(mesh_of(many, ranks_from(few, ranks)), {rows, 9}, placements);
       for (const auto& [src, dst] : {std::pair(small, large), std::pair(large, small)}) {
-        const Plan plan = make_plan(src, dst, {.topology = of_slow_messages()});
+        const Plan plan = make_plan(src, dst, {.topology = topology_of_slow_messages()});
         SCOPED_TRACE(to_string(plan));
-        expect_as_promised(plan);
+        expect_as_predicted(plan);
         check_steps(plan);
         deepest = std::max(deepest, levels_of_relays(plan));
         const Certificate certificate = certify(plan, peak_bytes(plan));
@@ -296,7 +297,7 @@ TEST(TreesOfRelays, MoveEveryElement) {
   EXPECT_GE(deepest, 4);
 }
 
-TEST(Relays, AreRefusedWhereTheyCannotBe) {
+TEST(Relays, AreRejectedIfInvalid) {
   const Layout src = layout_of(mesh_of({1}), {64}, "R");
   const Layout dst = layout_of(mesh_of({16}, ranks_from(1, 16)), {64}, "S(0)");
   const Layout outside = layout_of(mesh_of({4}, ranks_from(20, 4)), {64}, "S(0)");

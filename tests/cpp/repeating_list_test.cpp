@@ -10,7 +10,7 @@
 namespace shardwright {
 namespace {
 
-// The list that a plain vector makes of the same calls.
+// A plain vector with the same calls, as a reference.
 class Listed {
  public:
   void append(const Interval& interval) {
@@ -68,9 +68,8 @@ void expect_same(const IntervalList& list, const Listed& expected) {
   ASSERT_EQ(from_blocks, items);
 }
 
-// Any sequence of calls makes the list that listing everything makes, which also keeps no two items that follow each
-// other.
-TEST(RepeatingList, IsTheListOfAllItsItems) {
+// Any sequence of calls makes the same list as the plain vector, and no two stored items could be merged.
+TEST(RepeatingList, MatchesAPlainVector) {
   for (unsigned seed = 0; seed < 3000; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937 random(seed);
@@ -110,7 +109,7 @@ TEST(RepeatingList, IsTheListOfAllItsItems) {
   }
 }
 
-TEST(RepeatingList, KeepsWhatRepeatsOnce) {
+TEST(RepeatingList, StoresRepetitionsOnce) {
   IntervalList list;
   append_repeated(list, {0, 1}, 8, int64_t{1} << 40);
   EXPECT_EQ(list.size(), size_t{1} << 40);
@@ -121,7 +120,7 @@ TEST(RepeatingList, KeepsWhatRepeatsOnce) {
   EXPECT_LE(most.kept().size(), 3u);
 }
 
-TEST(RepeatingList, RepetitionsThatFollowEachOtherAreOne) {
+TEST(RepeatingList, MergesAdjacentRepetitions) {
   IntervalList list;
   append_repeated(list, {0, 8}, 8, 1000);
   EXPECT_EQ(list, (IntervalList{{0, 8000}}));

@@ -1,5 +1,5 @@
-// Layouts whose mesh dims cut by sizes, blocks, in turn or not at all, among plain ones: every pair planned, simulated
-// and compared with what a walk over elements says.
+// Layouts whose mesh dims cut by sizes, by blocks, cyclically, or not at all, among plain ones. Every pair is planned,
+// simulated and compared with a walk over elements.
 #include <gtest/gtest.h>
 
 #include <iostream>
@@ -38,7 +38,7 @@ std::vector<int64_t> numbers_in(const std::string& text) {
   return numbers;
 }
 
-// What one coordinate gets of a list, from the text of the placement.
+// Returns the part of a list for one coordinate, from the text of the placement.
 Elements naive_part(const std::string& placement, const Elements& list, int64_t k, int64_t c) {
   const std::string head = placement.substr(0, placement.find('('));
   std::vector<int64_t> numbers = numbers_in(placement);
@@ -59,7 +59,7 @@ Elements naive_part(const std::string& placement, const Elements& list, int64_t 
   throw std::logic_error(placement);
 }
 
-// By tensor dim.
+// Returns elements by tensor dim.
 std::vector<Elements> naive_region(const Layout& layout, int64_t position) {
   std::vector<Elements> region;
   for (int t = 0; t < layout.ndim(); ++t) {
@@ -73,7 +73,7 @@ std::vector<Elements> naive_region(const Layout& layout, int64_t position) {
   return region;
 }
 
-// Bytes that all ranks together, and the worst one, must receive, element by element.
+// Returns the bytes that all ranks together, and the worst rank, must receive, element by element.
 Bound naive_bound(const Layout& src, const Layout& dst) {
   Bound bound;
   for (int64_t p = 0; p < src.mesh().size(); ++p) {
@@ -115,12 +115,12 @@ void check_layout(const Layout& layout) {
   EXPECT_EQ(layout.largest_part_elements(), static_cast<int64_t>(most)) << layout.to_string();
 }
 
-void check_figures(const Plan& plan) {
+void check_counts(const Plan& plan) {
   test::check_traffic(plan);
   test::check_peak(plan, true);
 }
 
-void check_pair(const Layout& src, const Layout& dst, const PlanOptions& options, bool with_figures) {
+void check_pair(const Layout& src, const Layout& dst, const PlanOptions& options, bool with_counts) {
   const Plan plan = make_plan(src, dst, options);
   SimulationReport report;
   ASSERT_NO_THROW(report = simulate(plan)) << to_string(plan);
@@ -135,10 +135,10 @@ void check_pair(const Layout& src, const Layout& dst, const PlanOptions& options
   }
   EXPECT_GE(report.received_bytes_sum, lower_bound(src, dst).bytes_sum) << to_string(plan);
   EXPECT_EQ(to_string(from_bytes(to_bytes(plan))), to_string(plan));
-  if (with_figures) check_figures(plan);
+  if (with_counts) check_counts(plan);
 }
 
-// The layouts of these that the shape allows.
+// Returns the layouts of these placements that the shape allows.
 std::vector<Layout> layouts_of(const MeshPtr& mesh, const Shape& shape, const std::vector<std::string>& texts) {
   std::vector<Layout> layouts;
   for (const std::string& text : texts) {
@@ -153,13 +153,13 @@ std::vector<Layout> layouts_of(const MeshPtr& mesh, const Shape& shape, const st
   return layouts;
 }
 
-void check_all_pairs(const std::vector<Layout>& layouts, bool with_figures) {
+void check_all_pairs(const std::vector<Layout>& layouts, bool with_counts) {
   int64_t pairs = 0;
   for (const Layout& src : layouts) {
     for (const Layout& dst : layouts) {
       const Lowering lowering = pairs++ % 2 == 0 ? Lowering::kNccl : Lowering::kGloo;
       for (const Objective objective : {Objective::kTime, Objective::kBytes}) {
-        check_pair(src, dst, {lowering, objective}, with_figures);
+        check_pair(src, dst, {lowering, objective}, with_counts);
         if (testing::Test::HasFatalFailure()) return;
       }
     }
@@ -204,7 +204,7 @@ const std::vector<std::string> kOnOneDim{"R",
                                          "Packed(1,1:2)",
                                          "Packed(1,3:3)"};
 
-TEST(Rules, EveryPairOnOneMeshDimIsRightAndMovesNoMoreThanItMust) {
+TEST(Rules, EveryPairOnOneMeshDimIsCorrectAndMovesTheMinimum) {
   for (const int64_t size : {2, 3}) {
     for (const Shape& shape : std::vector<Shape>{{8, 6}, {5, 3}, {0, 3}, {8, 1}}) {
       const std::vector<Layout> layouts = layouts_of(test::mesh_of({size}), shape, kOnOneDim);
@@ -260,7 +260,7 @@ const std::vector<std::string> kOnTwoDims{"R,R",
                                           "Packed(0,3:4,2),P",
                                           "S(1),Packed(0,5:3)"};
 
-TEST(Rules, EveryPairOnTwoMeshDimsIsRightAndMovesNoMoreThanItMust) {
+TEST(Rules, EveryPairOnTwoMeshDimsIsCorrectAndMovesTheMinimum) {
   for (const Shape& mesh : std::vector<Shape>{{2, 2}, {2, 3}}) {
     for (const Shape& shape : std::vector<Shape>{{8, 6}, {7, 5}, {0, 3}}) {
       const std::vector<Layout> layouts = layouts_of(test::mesh_of(mesh), shape, kOnTwoDims);
@@ -271,7 +271,7 @@ TEST(Rules, EveryPairOnTwoMeshDimsIsRightAndMovesNoMoreThanItMust) {
   }
 }
 
-TEST(Rules, MeshesOfManyDimsAndShuffledRanksAreRight) {
+TEST(Rules, PlansOnManyMeshDimsAndShuffledRanksAreCorrect) {
   const std::vector<std::string> on_four{
       "Ragged(0,9:3),S(0),R,S(1)", "S(1),R,Ragged(0,2:10),S(0)", "R,R,R,R",
       "P,Owned(1),Cyclic(1,1),R",  "S(0),S(0),Packed(1,3:4),R",  "R,P,P,Ragged(0,1:11)",
@@ -295,8 +295,8 @@ TEST(Rules, OrdersOfCutsAreKept) {
   }
 }
 
-// A plan is read back though one layout on its way has a plain name for what the source cuts by a rule.
-TEST(Rules, ListsHaveOneNameWhetherUnequalCutsFollowOrNot) {
+// Reading back a plan works although an intermediate layout has a plain name for parts that the source cuts by a rule.
+TEST(Rules, EqualListsHaveOneNameWithAndWithoutLaterUnequalCuts) {
   const MeshPtr mesh = test::mesh_of({2, 4, 5});
   const Layout src = test::layout_of(mesh, {103, 20, 1}, "Cyclic(1,5),S(1),S(2)", {}, "int64");
   const Layout dst = test::layout_of(mesh, {103, 20, 1}, "R,R,S(0)", {}, "int64");
@@ -313,8 +313,8 @@ TEST(Rules, ListsHaveOneNameWhetherUnequalCutsFollowOrNot) {
   EXPECT_EQ(steps[0].mesh_dims, MeshDimSet::single(1));
 }
 
-// Where the rule of one mesh dim stays as it is, data moves along the other alone.
-TEST(Rules, MeshDimsWhoseCutStaysAreNotSpanned) {
+// If the rule of one mesh dim is unchanged, data moves only along the other one.
+TEST(Rules, MeshDimsWithUnchangedCutsAreNotSpanned) {
   const MeshPtr mesh = test::mesh_of({2, 3});
   const auto steps_of = [&](const std::string& src, const std::string& dst) {
     return make_plan(test::layout_of(mesh, {8, 6}, src), test::layout_of(mesh, {8, 6}, dst), {Lowering::kNccl}).steps;
@@ -328,8 +328,8 @@ TEST(Rules, MeshDimsWhoseCutStaysAreNotSpanned) {
   }
 }
 
-// S(0) in other words: nothing moves, and the fill of what becomes partial is local.
-TEST(Rules, EqualPartsByAnotherNameNeedNoMove) {
+// S(0) under other names: nothing moves, and zero-filling for partials is local.
+TEST(Rules, EqualPartsUnderAnotherNameNeedNoMove) {
   const MeshPtr mesh = test::mesh_of({2, 3});
   const auto plan_of = [&](const std::string& src, const std::string& dst) {
     return make_plan(test::layout_of(mesh, {12, 6}, src), test::layout_of(mesh, {12, 6}, dst), {Lowering::kNccl});
@@ -346,7 +346,7 @@ TEST(Rules, EqualPartsByAnotherNameNeedNoMove) {
   }
 }
 
-// A small part of one rank says nothing about what the others hold.
+// The first rank does not have the largest part.
 TEST(Rules, TheWorstRankIsFoundWhereverItIs) {
   const MeshPtr mesh = test::mesh_of({4, 2});
   const Layout owned = test::layout_of(mesh, {16, 4}, "Owned(2),R");
@@ -357,7 +357,7 @@ TEST(Rules, TheWorstRankIsFoundWhereverItIs) {
   for (const Layout& src : {owned, ragged}) {
     for (const Layout& dst : {owned, ragged, all}) {
       const Plan plan = make_plan(src, dst, {Lowering::kNccl});
-      check_figures(plan);
+      check_counts(plan);
       for (const Step& step : plan.steps) {
         const StepFigures found = figures(step, plan.lowering);
         const TrafficTotals all = totals(step, plan.lowering);
@@ -370,7 +370,7 @@ TEST(Rules, TheWorstRankIsFoundWhereverItIs) {
         EXPECT_EQ(figures(in_rounds, plan.lowering).touched_bytes, found.touched_bytes) << to_string(plan);
         Plan rounds = plan;
         rounds.steps = {in_rounds};
-        if (step.before == src && step.after == dst) check_figures(rounds);
+        if (step.before == src && step.after == dst) check_counts(rounds);
       }
     }
   }
@@ -385,7 +385,7 @@ std::string error_of(const MeshPtr& mesh, const Shape& shape, const std::string&
   return "";
 }
 
-TEST(Rules, WhatDoesNotFitIsNamed) {
+TEST(Rules, ErrorsNameTheRuleAndTheMeshDim) {
   const MeshPtr mesh = test::mesh_of({2, 3});
   EXPECT_EQ(
       error_of(mesh, {8, 6}, "R,Ragged(0,3:1:5)"),
@@ -410,7 +410,7 @@ TEST(Rules, WhatDoesNotFitIsNamed) {
   }
 }
 
-TEST(Rules, TextsAreReadBack) {
+TEST(Rules, TextsRoundTrip) {
   const std::map<std::string, std::string> texts{{"Ragged(0,3:1:4)", "Ragged(0,3:1:4)"},
                                                  {" Ragged( dim=-1, 3 : 5 ) ", "Ragged(-1,3:5)"},
                                                  {"Blocks(0,128)", "Blocks(0,128)"},
@@ -424,7 +424,7 @@ TEST(Rules, TextsAreReadBack) {
   }
 }
 
-TEST(Rules, LayoutsThatCutOtherwiseAreOthers) {
+TEST(Rules, LayoutsWithDifferentCutsAreDifferent) {
   const MeshPtr mesh = test::mesh_of({2});
   std::set<size_t> hashes;
   const std::vector<std::string> texts{
@@ -440,7 +440,7 @@ TEST(Rules, LayoutsThatCutOtherwiseAreOthers) {
   EXPECT_EQ(hashes.size(), layouts.size());
 }
 
-TEST(Rules, PlansBetweenMeshesAreRight) {
+TEST(Rules, PlansBetweenMeshesAreCorrect) {
   const MeshPtr four = test::mesh_of({2, 2});
   const MeshPtr three = test::mesh_of({3}, {2, 3, 4});
   const std::vector<Layout> sources = layouts_of(
@@ -460,7 +460,7 @@ TEST(Rules, PlansBetweenMeshesAreRight) {
   }
 }
 
-TEST(Rules, LayoutsThatHoldTheSameNeedNoStep) {
+TEST(Rules, LayoutsOfEqualPartsNeedNoStep) {
   const MeshPtr mesh = test::mesh_of({2, 2});
   const auto steps = [&](const std::vector<int64_t>& shape, const char* from, const char* to) {
     const Plan plan = make_plan(test::layout_of(mesh, shape, from), test::layout_of(mesh, shape, to));
@@ -478,7 +478,7 @@ TEST(Rules, LayoutsThatHoldTheSameNeedNoStep) {
   EXPECT_GT(steps({8}, "Pieces(0,4-8+0-4:0-8),R", "R,R"), 0u);
 }
 
-TEST(Rules, ProductsRefuseWhatIsRepeatedOrFlattened) {
+TEST(Rules, ProductsRejectRepeatedElements) {
   const MeshPtr mesh = test::mesh_of({2});
   const auto error_of_product = [](const Layout& operand, const Layout& weight, const Layout& result) {
     try {
@@ -501,7 +501,7 @@ TEST(Rules, ProductsRefuseWhatIsRepeatedOrFlattened) {
   }
 }
 
-// Larger than any list of all coordinates: figures come from the classes of ranks.
+// The mesh is too large to list all coordinates; classes of ranks give the costs.
 TEST(Rules, LargeMeshesArePlanned) {
   const MeshPtr mesh = test::mesh_of({8, 512});
   Elements sizes(512, 3);

@@ -1,4 +1,4 @@
-// Samples of lists that repeat, and products of lists, compared with lists of elements.
+// Compares samples of repeating lists, and products of lists, with lists of elements.
 #include "exchange/samples.h"
 
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ class RandomLists {
   explicit RandomLists(unsigned seed) : random_(seed) {}
   int64_t pick(int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random_); }
 
-  // What a coordinate has of n elements after one or two cuts.
+  // Returns the part of a coordinate of n elements after one or two cuts.
   IntervalList list(int64_t n) {
     IntervalList list{{0, n}};
     for (int64_t cuts = pick(1, 2); cuts > 0; --cuts) {
@@ -45,8 +45,8 @@ class RandomLists {
   std::mt19937 random_;
 };
 
-// What lists have in the samples, repeated, is what they have; and no interval is in two samples.
-TEST(Samples, AreEnoughToKnowLists) {
+// The samples of a list, repeated, make the list, and no interval spans two samples.
+TEST(Samples, RepeatToTheWholeLists) {
   const unsigned seed = 71;
   RandomLists random(seed);
   int64_t smaller = 0;
@@ -93,8 +93,8 @@ TEST(Product, HasTheElementsOfRowsAndColumns) {
   }
 }
 
-// A million rows of which the columns repeat, and rows that repeat of which the columns are one run.
-TEST(Product, KeepsWhatRepeatsOnce) {
+// Cases: a million rows whose columns repeat, and repeating rows whose columns are one run.
+TEST(Product, StoresRepetitionsOnce) {
   IntervalList few;
   append_repeated(few, {1, 2}, 8, 125'000);
   for (const auto& [rows, columns, size] :
@@ -112,8 +112,8 @@ TEST(Product, KeepsWhatRepeatsOnce) {
   EXPECT_FALSE(product_of(nothing_repeats, nothing_repeats, 9'000'000, CutRule::kMaxRuns).has_value());
 }
 
-// The columns of one row, listed, are more than allowed; those of all rows, each with its repetitions, are not.
-TEST(Product, IsRefusedForWhatItKeepsAlone) {
+// Listing the columns of one row exceeds the limit; those of all rows, stored with repetitions, do not.
+TEST(Product, IsLimitedByStoredItemsOnly) {
   const auto columns = [](int64_t count) {
     IntervalList list;
     append_repeated(list, {0, 1}, 2, count);

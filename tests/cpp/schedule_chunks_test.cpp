@@ -1,4 +1,4 @@
-// Steps with weights in chunks: the example by hand, and what must hold for random ones.
+// Steps with weights in chunks: examples by hand, and invariants of random steps.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ bool has_chunks(const StepSchedule& s) {
   return std::any_of(s.weights.begin(), s.weights.end(), [](const Weight& w) { return w.form_of >= 0; });
 }
 
-TEST(ScheduleChunks, TheExampleOfTheHeader) {
+TEST(ScheduleChunks, MatchTheExampleOfTheHeader) {
   const std::vector<Weight> weights = {{"a", 0, 100, 0, 0, 30, 0}, {"b", 0, 100, 0, 0, 10, 0}};
   const std::vector<Use> uses = {{{0}, F, {}, 50}, {{1}, F, {}, 50}};
   const std::vector<ChunkedForm> forms = {{0, 0, 0, 20, 30, 3}};
@@ -33,8 +33,8 @@ TEST(ScheduleChunks, TheExampleOfTheHeader) {
   EXPECT_EQ(s.peak_bytes(), 256 + 20);  // b, and the chunks
 }
 
-// The last reduction of a backward, of which one chunk of four stays exposed.
-TEST(ScheduleChunks, TheLastReduction) {
+// The last reduction of a backward; only one chunk of four stays exposed.
+TEST(ScheduleChunks, HideTheLastReduction) {
   std::vector<Weight> weights = {{"a", 0, 100, 0, 100, 30, 20}, {"b", 0, 100, 0, 100, 30, 20}};
   std::vector<Use> uses = {{{0}, F, {}, 50}, {{1}, F, {}, 50}, {{1}, B, {1}, 100}, {{0}, B, {0}, 100}};
   const ChunkedReduction reduction{{{20, 5}}, 0, 110};
@@ -66,8 +66,9 @@ TEST(ScheduleChunks, TheLastReduction) {
   EXPECT_THROW(plan(forms), UserError) << "its gradient is not complete";
 }
 
-// A unit around another one: its projection's gradient is made in the first use of the backward, others in the last.
-TEST(ScheduleChunks, TheReductionOfAUnitAroundAnother) {
+// A unit around another one: the gradient of its projection is made in the first use of the backward, others in the
+// last.
+TEST(ScheduleChunks, HideTheReductionOfAnOuterUnit) {
   const std::vector<Weight> weights = {{"r", 0, 100, 0, 100, 30, 40}, {"a", 0, 100, 0, 100, 10, 20}};
   std::vector<Use> uses;
   for (const Pass pass : {F, B}) {
@@ -99,8 +100,9 @@ TEST(ScheduleChunks, TheReductionOfAUnitAroundAnother) {
   EXPECT_FALSE(plan().reductions[1].in_chunks) << "no such use";
 }
 
-// Between forward and backward there is room for one weight, so each is gathered twice; nothing is computed before.
-TEST(ScheduleChunks, TheFirstGatherOfABackward) {
+// Memory has room for one weight between forward and backward, so each weight is gathered twice, and nothing is
+// computed before.
+TEST(ScheduleChunks, HideTheFirstGatherOfABackward) {
   const std::vector<Weight> weights = {{"a", 0, 100, 0, 0, 30, 0}, {"b", 0, 100, 0, 0, 30, 0}};
   const std::vector<Use> uses = {{{0}, F, {}, 50}, {{1}, F, {}, 50}, {{0}, B, {}, 100}};
   ScheduleOptions options;
@@ -119,8 +121,8 @@ TEST(ScheduleChunks, TheFirstGatherOfABackward) {
   EXPECT_EQ(predict(both).total_ps, 200 + 10 + 30 + 10) << to_text(both);
 }
 
-// Where no weight fits, a forward and the backward after it gather the same weight in chunks.
-TEST(ScheduleChunks, ForwardsAndBackwardsInLittleMemory) {
+// No unsharded weight fits, and a forward and the backward after it gather the same weight in chunks.
+TEST(ScheduleChunks, ServeForwardsAndBackwardsInLittleMemory) {
   const std::vector<Weight> weights = {{"a", 0, 100, 0, 10, 0, 0}, {"b", 0, 100, 0, 10, 0, 0}};
   std::vector<Use> uses = {{{0}, F, {}}, {{1}, F, {}}, {{1}, B, {1}}, {{0}, B, {0}}};
   std::vector<ChunkedForm> forms = {{0, 5, 0, 20, 30, 3, true, {}}, {1, 5, 0, 20, 30, 3, true, {}}};
@@ -145,7 +147,7 @@ TEST(ScheduleChunks, ForwardsAndBackwardsInLittleMemory) {
   EXPECT_THROW(schedule_with_chunks(weights, uses, forms, {options, false, false}), UserError);
 }
 
-TEST(ScheduleChunks, OnlyWhereItIsFasterOrNothingElseFits) {
+TEST(ScheduleChunks, AreUsedOnlyIfFasterOrIfNothingElseFits) {
   std::vector<Weight> weights = {{"a", 0, 100, 0, 0, 30, 0}, {"b", 0, 100, 0, 0, 10, 0}};
   std::vector<Use> uses = {{{0}, F, {}, 50}, {{1}, F, {}, 50}};
   const auto plan = [&](const ChunkedForm& form, std::optional<int64_t> budget, bool may_add) {
@@ -171,7 +173,7 @@ TEST(ScheduleChunks, OnlyWhereItIsFasterOrNothingElseFits) {
   EXPECT_FALSE(has_chunks(plan({0, 0, 0, 20, 30, 3}, {}, false))) << "two uses in a row";
 }
 
-TEST(ScheduleChunks, HoldsForRandomSteps) {
+TEST(ScheduleChunks, NeverSlowDownRandomSteps) {
   std::mt19937 random(7);
   int with_chunks = 0;
   int with_reductions = 0;
@@ -207,13 +209,13 @@ TEST(ScheduleChunks, HoldsForRandomSteps) {
     for (size_t i = 0; i < uses.size(); ++i) {
       const int used = s.uses[i].weights[0];
       EXPECT_EQ(s.weights[used].form_of < 0 ? used : s.weights[used].form_of, uses[i].weights[0]);
-      // At each use one of both is there, not the other.
-      int there = 0;
+      // At each use, either the weight or its chunked form exists, not both.
+      int num_buffers = 0;
       for (const WeightBuffer& b : s.buffers) {
         const bool is_it = b.weight == uses[i].weights[0] || s.weights[b.weight].form_of == uses[i].weights[0];
-        there += is_it && b.first <= static_cast<int>(i) && static_cast<int>(i) <= b.last ? 1 : 0;
+        num_buffers += is_it && b.first <= static_cast<int>(i) && static_cast<int>(i) <= b.last ? 1 : 0;
       }
-      EXPECT_EQ(there, 1);
+      EXPECT_EQ(num_buffers, 1);
     }
   }
   EXPECT_GT(with_chunks, 15);

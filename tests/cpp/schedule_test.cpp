@@ -1,4 +1,4 @@
-// Schedules of steps against brute force (the fewest gathers) and against what every schedule must hold.
+// Compares schedules of steps with brute force (the fewest gathers), and checks the invariants of every schedule.
 #include "schedule/schedule.h"
 
 #include <gtest/gtest.h>
@@ -45,7 +45,7 @@ int64_t gradients_at(const StepSchedule& s, int use) {
   return bytes;
 }
 
-// What holds for every schedule, whatever the budget.
+// Checks the invariants of every schedule, for any budget.
 void check_sound(const StepSchedule& s) {
   const auto n = static_cast<int>(s.uses.size());
   std::map<int, const Gather*> gather_of;
@@ -124,7 +124,7 @@ void check_reductions(const StepSchedule& s) {
   EXPECT_EQ(starts, complete);
 }
 
-// The weights that must be resident at each use of a step of weights of one byte.
+// Returns the weights that must be resident at each use of a step of weights of one byte.
 std::vector<unsigned> needed_of(const std::vector<Use>& uses, int limit, int prefetch) {
   std::vector<unsigned> sets;
   for (const Use& u : uses) {
@@ -145,7 +145,7 @@ std::vector<unsigned> needed_of(const std::vector<Use>& uses, int limit, int pre
   return needed;
 }
 
-// The fewest gathers of any choice of resident weights, by trying all of them.
+// Returns the fewest gathers of any choice of resident weights, by trying all of them.
 int fewest_gathers(const std::vector<Use>& uses, int num_weights, int limit, int prefetch) {
   const std::vector<unsigned> needed = needed_of(uses, limit, prefetch);
   std::map<unsigned, int> best{{0u, 0}};
@@ -185,7 +185,7 @@ TEST(Schedule, EvictionsAreOptimalForWeightsOfOneSize) {
   }
 }
 
-// Modules in modules: every use needs one or two of four weights.
+// Nested modules: every use needs one or two of four weights.
 TEST(Schedule, EvictionsAreOptimalWhereUsesNeedSeveralWeights) {
   for (unsigned seed = 0; seed < 1000; ++seed) {
     std::mt19937 random(seed);
@@ -205,7 +205,7 @@ TEST(Schedule, EvictionsAreOptimalWhereUsesNeedSeveralWeights) {
   }
 }
 
-// A model whose own weight is needed all the time, around those of its layers.
+// The weight of a model is needed all the time, around those of its layers.
 TEST(Schedule, PrefetchesAcrossUsesOfTheOutermostWeight) {
   std::vector<Use> uses{use(0, F)};
   for (int w = 1; w <= 3; ++w) {
@@ -220,7 +220,7 @@ TEST(Schedule, PrefetchesAcrossUsesOfTheOutermostWeight) {
   EXPECT_EQ(overlapping_budget_bytes(s.weights, uses, options_of(std::nullopt)), 300);
 }
 
-// The same backwards: a reduction runs alongside the backward of the next layer, not just until that begins.
+// The same in backward: a reduction runs alongside the backward of the next layer, not just until that begins.
 TEST(Schedule, ReducesAlongsideTheNextLayer) {
   std::vector<Use> uses;
   for (int w = 3; w >= 1; --w) {
@@ -238,7 +238,7 @@ TEST(Schedule, ReducesAlongsideTheNextLayer) {
   EXPECT_EQ(s.peak_gradient_bytes, 300);
 }
 
-TEST(Schedule, TheExampleOfTheHeader) {
+TEST(Schedule, MatchesTheExampleOfTheHeader) {
   const std::vector<Use> uses{use(0, F), use(1, F), use(1, B), use(0, B)};
   const std::vector<Weight> weights = equal_weights(2, 100, 100);
   struct Expected {
@@ -269,8 +269,7 @@ TEST(Schedule, TheExampleOfTheHeader) {
   }
 }
 
-// A deep model forwards and backwards: with room for two weights and more, each gather starts a use early, but the
-// first.
+// A deep model, forward and backward: if two or more weights fit, each gather but the first starts one use early.
 TEST(Schedule, PrefetchesWhereTheBudgetAllows) {
   constexpr int kLayers = 8;
   std::vector<Use> uses;
@@ -284,12 +283,12 @@ TEST(Schedule, PrefetchesWhereTheBudgetAllows) {
     for (const Gather& g : s.gathers) {
       EXPECT_EQ(g.start, buffers == 1 || g.needed == 0 ? g.needed : g.needed - 1) << to_text(s);
     }
-    // The tail of the forward stays for the backward: with k buffers, the last k layers are gathered once.
+    // The weights at the end of the forward stay for the backward: with k buffers, the last k layers are gathered once.
     EXPECT_EQ(s.gathers.size(), static_cast<size_t>(2 * kLayers - buffers)) << to_text(s);
   }
 }
 
-TEST(Schedule, WishesAskForMorePrefetch) {
+TEST(Schedule, GatherUntilExtendsPrefetch) {
   const std::vector<Use> uses{use(0, F), use(1, F), use(2, F), use(3, F)};
   ScheduleOptions options = options_of(std::nullopt, 0);
   options.gather_until = {2, 0, 0, 0};
@@ -304,7 +303,7 @@ TEST(Schedule, WishesAskForMorePrefetch) {
   EXPECT_EQ(starts(options), (std::vector<int>{0, 0, 2, 3})) << "as far as the budget allows";
 }
 
-TEST(Schedule, WhatIsHeldTakesFromTheBudget) {
+TEST(Schedule, HeldBytesReduceTheBudget) {
   const std::vector<Use> uses{use(0, F), use(1, F), use(1, B), use(0, B)};
   const StepSchedule without = make_schedule(equal_weights(2, 100, 100), uses, options_of(300));
   ScheduleOptions options = options_of(300);
@@ -320,7 +319,7 @@ TEST(Schedule, WhatIsHeldTakesFromTheBudget) {
   EXPECT_NE(to_text(with).find(", held 70 B; budget"), std::string::npos) << to_text(with);
 }
 
-// The same clock, picosecond by picosecond: whoever can go on does.
+// An independent simulation, picosecond by picosecond: each lane advances as soon as it can.
 int64_t ticked_total(const StepSchedule& s) {
   int64_t now = 0;
   std::vector<std::pair<char, int>> queue;  // transfers that have started, in order: 'g' or 'r', and the index
@@ -368,7 +367,7 @@ int64_t ticked_total(const StepSchedule& s) {
   return now;
 }
 
-TEST(Lanes, TheExampleOfTheHeader) {
+TEST(Lanes, MatchTheExampleOfTheHeader) {
   std::vector<Weight> weights = equal_weights(2, 1, 1);
   weights[0].gather_ps = weights[1].gather_ps = 30;
   weights[0].reduce_ps = weights[1].reduce_ps = 20;
@@ -381,10 +380,10 @@ TEST(Lanes, TheExampleOfTheHeader) {
   EXPECT_EQ(lanes.reductions[0].end_ps, 250);
 }
 
-// Two layers whose inputs are kept cut: 60 bytes of a's, 40 of b's.
+// Two layers whose inputs are kept sharded: 60 bytes of a's, 40 of b's.
 std::vector<Activation> inputs() { return {{"b's", 10, 40, 20, 1, 2, 2, 0}, {"a's", 15, 60, 30, 0, 3, 3, 1}}; }
 
-TEST(Activations, AreGatheredOneTurnAheadWhereTheyFit) {
+TEST(Activations, AreGatheredOneActivationAheadIfMemoryAllows) {
   const std::vector<Use> uses{use(0, F, 50), use(1, F, 50), use(1, B, 100), use(0, B, 100)};
   std::vector<Weight> weights = equal_weights(2, 100, 0);
   for (Weight& w : weights) w.gather_ps = 30;
@@ -423,8 +422,8 @@ TEST(Activations, AreGatheredOneTurnAheadWhereTheyFit) {
   EXPECT_NE(text.find("gradients 0 B, activations 100 B"), std::string::npos) << text;
 }
 
-// Several in one use, of which the first is needed until the turn of the third.
-TEST(Activations, TakeTurnsWithinAUse) {
+// Several activations in one use. The first is needed until the third has been used.
+TEST(Activations, AreGatheredInOrderWithinAUse) {
   const std::vector<Use> uses{use(0, F, 60), use(0, B, 90)};
   ScheduleOptions options = options_of(std::nullopt);
   options.activations = {{"x", 1, 10, 5, 0, 1, 1, 2}, {"y", 1, 20, 5, 0, 1, 1, 1}, {"z", 1, 40, 50, 0, 1, 1, 2}};
@@ -433,7 +432,7 @@ TEST(Activations, TakeTurnsWithinAUse) {
   weights[0].gather_ps = 10;
   const StepSchedule s = make_schedule(weights, uses, options);
   EXPECT_EQ(s.peak_activation_bytes, 70) << "x, y and z in the turn of y";
-  // The gather of z starts in the turn of y, at 70 + 5 + 30, and takes longer than that turn.
+  // The gather of z starts when y is used, at 70 + 5 + 30, and takes longer than that.
   const StepLanes lanes = predict(s);
   EXPECT_EQ(lanes.uses[1].begin_ps, 70);
   EXPECT_EQ(lanes.activations[2].begin_ps, 105);
@@ -444,13 +443,13 @@ TEST(Activations, TakeTurnsWithinAUse) {
   EXPECT_THROW(make_schedule(weights, uses, options), UserError) << "not in the order of their turns";
 }
 
-// Parts at rest on the host: gathers of 30 begin with copies of 10, reductions of 20 end with copies of 15.
+// Sharded parameters are on the host: gathers of 30 begin with copies of 10, reductions of 20 end with copies of 15.
 //
 //     from the host  ab
 //     transfers       aaabbb............BB........AA
 //     compute            aaaaabbbbbBBBBBBBBBBAAAAAAAAAA..
 //     to the host                                      b A.
-TEST(Lanes, CopiesFromAndToTheHost) {
+TEST(Lanes, HostCopiesExtendGathersAndReductions) {
   std::vector<Weight> weights = equal_weights(2, 1, 1);
   for (Weight& w : weights) {
     w.gather_ps = 30;
@@ -474,8 +473,8 @@ TEST(Lanes, CopiesFromAndToTheHost) {
   EXPECT_THROW(make_schedule(weights, uses, options_of(std::nullopt)), UserError);
 }
 
-// With gathers of a large weight before every fourth use, one change ahead is too late.
-TEST(Lanes, TheFastestIsAsFarAheadAsItMustBe) {
+// A large weight is gathered before every fourth use, so starting its gather one change of weights earlier is too late.
+TEST(Lanes, FastestScheduleUsesTheShortestSufficientPrefetch) {
   std::vector<Weight> weights = equal_weights(12, 10, 0);
   std::vector<Use> uses;
   for (int w = 0; w < 12; ++w) {
@@ -497,16 +496,16 @@ TEST(Lanes, TheFastestIsAsFarAheadAsItMustBe) {
   EXPECT_FALSE(has_times(fastest_schedule(weights, uses, options_of(std::nullopt))));
 }
 
-TEST(Schedule, WhatIsKept) {
+TEST(Schedule, KeepBytesKeepAWeightOrACopy) {
   const std::vector<Use> uses{use(0, F), use(1, F), use(2, F), use(2, B), use(1, B), use(0, B)};
   std::vector<Weight> weights = equal_weights(3, 100, 0);
-  weights[0].keep_bytes = 100;  // stays gathered although the budget is small and its next use the last
+  weights[0].keep_bytes = 100;  // stays gathered although the budget is small and its next use is the last
   StepSchedule s = make_schedule(weights, uses, options_of(200));
   check_sound(s);
   EXPECT_EQ(std::count_if(s.gathers.begin(), s.gathers.end(), [](const Gather& g) { return g.weight == 0; }), 1);
   EXPECT_THROW(make_schedule(weights, uses, options_of(199)), UserError);
 
-  weights[0].keep_bytes = 30;  // a copy stays, from which it is gathered again
+  weights[0].keep_bytes = 30;  // a copy stays, and the weight is gathered again from it
   s = make_schedule(weights, uses, options_of(230));
   check_sound(s);
   std::vector<bool> from_copy;
@@ -585,7 +584,7 @@ TEST(Schedule, RandomStepsAreSound) {
   }
 }
 
-TEST(Schedule, TextSaysWhatHappens) {
+TEST(Schedule, TextListsTheEventsOfEachUse) {
   std::vector<Use> uses{use(0, F), use(1, F), use(0, F), use(0, B), use(1, B), use(0, B)};
   uses[3].gradients = {};  // added up until the last use
   uses[4].weights = {1, 0};
@@ -611,7 +610,7 @@ TEST(Schedule, TextSaysWhatHappens) {
       << timed;
 }
 
-TEST(Schedule, RefusesWishesThatCannotBe) {
+TEST(Schedule, RejectsInvalidOptions) {
   ScheduleOptions options = options_of(std::nullopt);
   options.gather_until = {0, 0};
   EXPECT_THROW(make_schedule(equal_weights(1, 100, 0), {use(0, F)}, options), UserError);
@@ -622,7 +621,7 @@ TEST(Schedule, RefusesWishesThatCannotBe) {
   EXPECT_THROW(make_schedule(equal_weights(1, 100, 0), {use(0, F)}, options), UserError);
 }
 
-TEST(Schedule, RefusesWhatCannotBe) {
+TEST(Schedule, RejectsInvalidSteps) {
   const std::vector<Weight> weights = equal_weights(1, 8, 8);
   EXPECT_THROW(make_schedule(weights, {use(1, F)}, options_of(std::nullopt)), UserError);
   EXPECT_THROW(make_schedule(weights, {{{0, 0}, F, {}, 0}}, options_of(std::nullopt)), UserError);
@@ -639,7 +638,7 @@ TEST(Schedule, RefusesWhatCannotBe) {
   EXPECT_EQ(empty.peak_bytes(), 0);
 }
 
-TEST(Arena, BuffersOfOneSizeFillTheLeast) {
+TEST(Arena, BuffersOfOneSizeUseTheLeastMemory) {
   for (unsigned seed = 0; seed < 300; ++seed) {
     std::mt19937 random(seed);
     std::vector<Lifetime> buffers;

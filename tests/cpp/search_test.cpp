@@ -20,8 +20,8 @@ namespace {
 
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max() / 4;
 
-// Every layout, identified by its parts: every order of cuts, each cut with every split factor that gathered mesh dims
-// can leave. Layouts that differ only by name are one state.
+// Returns every layout, identified by its parts: every order of cuts, each cut with every split factor that gathered
+// mesh dims can leave. Layouts that differ only by name are one state.
 std::vector<Layout> all_states(const MeshPtr& mesh, const std::vector<int64_t>& shape) {
   std::vector<Layout> states;
   std::set<std::vector<int64_t>> seen;
@@ -76,7 +76,7 @@ struct Edge {
   std::optional<std::pair<Step, StepFigures>> sharing;
 };
 
-// Returns the step with its sending shared in whole messages, if parts have equal size and sharing helps.
+// Returns the step with whole messages shared among senders, if parts have equal size and this helps.
 std::optional<Step> sharing_messages(const Step& step) {
   if (!step.before.has_equal_parts() || !step.after.has_equal_parts()) return std::nullopt;
   const Step sharing = shared_if_it_helps(step, Sharing::kMessages, {});
@@ -107,7 +107,7 @@ class BruteForce {
     return states_.size();
   }
 
-  // Shortest distances between all states, by Floyd and Warshall.
+  // Computes shortest distances between all states by Floyd and Warshall.
   std::vector<std::vector<int64_t>> distances(const Topology& topology) {
     const size_t n = states_.size();
     const Mesh& mesh = states_[0].mesh();
@@ -143,7 +143,7 @@ class BruteForce {
     return distance;
   }
 
-  // Returns one shortest path as text.
+  // Returns one shortest path as a string.
   std::string route(const std::vector<std::vector<int64_t>>& distances, size_t from, size_t to) const {
     std::string text = "a shorter way: " + states_[from].placements_string();
     while (from != to) {
@@ -190,7 +190,7 @@ TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
   int64_t of_several_moves = 0;
   for (const std::string& name : Topology::names()) {
     Topology topology = Topology::named(name);
-    if (topology.ranks_per_node > 0) topology.ranks_per_node = setting.mesh.back();  // so that small meshes have nodes
+    if (topology.ranks_per_node > 0) topology.ranks_per_node = setting.mesh.back();  // gives small meshes nodes
     const auto distances = brute.distances(topology);
     for (size_t pair = 0; pair < ends.size() * ends.size(); pair += setting.stride) {
       const size_t a = pair / ends.size();
@@ -198,7 +198,8 @@ TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
       if (a == b || !ends[b].partial_dims().empty()) continue;
       const Plan plan = make_plan(ends[a], ends[b], {setting.lowering, Objective::kTime, false, topology});
       const int64_t fastest = distances[state_of[a]][state_of[b]];
-      // Names of mesh dims may decide whether unequal parts are one move apart. Brute force knows one choice of names.
+      // The names of mesh dims may decide whether unequal parts are one move apart. Brute force has one choice of
+      // names.
       const bool may_be_faster = !ends[a].has_equal_parts() || !ends[b].has_equal_parts();
       const bool is_as_fast = predicted_picoseconds(plan) == fastest;
       ASSERT_TRUE(is_as_fast || (may_be_faster && predicted_picoseconds(plan) < fastest))
@@ -217,8 +218,8 @@ TEST_P(AgainstBruteForce, NoSequenceOfMovesIsFaster) {
 // 16 KiB, 4 MiB and 1 GiB.
 const std::vector<std::vector<int64_t>> kShapes{{64, 64}, {1024, 1024}, {16384, 16384}};
 
-// The three shapes differ in the balance of latency and bandwidth alone, so one of them for each mesh is enough for a
-// change: the meshes take turns. All three with test::is_exhaustive().
+// The three shapes differ only in the balance of latency and bandwidth, so one shape per mesh is enough for each
+// change; meshes alternate. test::is_exhaustive() runs all three.
 std::vector<Setting> settings() {
   std::vector<Setting> all{{{3, 2}, {7, 5}, Lowering::kNccl, 1}};
   for (size_t s = 0; s < kShapes.size(); ++s) {
@@ -244,8 +245,8 @@ INSTANTIATE_TEST_SUITE_P(Search, AgainstBruteForce, testing::ValuesIn(settings()
          std::string(info.param.lowering.name);
 });
 
-// The figures of every move between the cuts of the two ends take long to compute, and a sum is pending.
-TEST(Search, FindsAPlanWhereUnequalPartsFallIntoVeryManyPieces) {
+// The costs of all moves between the cuts of the two ends take long to compute, and a sum is pending.
+TEST(Search, FindsAPlanForUnequalPartsInVeryManyPieces) {
   const MeshPtr mesh = test::mesh_of({64, 128, 128});
   for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
     for (const auto& [src, dst] : std::vector<std::pair<const char*, const char*>>{

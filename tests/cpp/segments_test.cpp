@@ -1,4 +1,4 @@
-// Plans between two meshes whose tensor goes in segments: every element, what ranks receive, their memory, and times.
+// Plans between two meshes whose tensor is sent in segments: every element, received bytes, memory and times.
 #include "moves/segments.h"
 
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ using test::ranks_from;
 using test::with_nodes;
 
 // The example in the header.
-TEST(InSegments, AreStretchesOfCells) {
+TEST(InSegments, AreRangesOfCells) {
   const Layout src = test::layout_of(test::mesh_of({4}), {16}, "S(0)");
   const Layout dst = test::layout_of(test::mesh_of({2}, {4, 5}), {16}, "S(0)");
   Plan plan = plan_through({src, dst}, {});
@@ -50,13 +50,13 @@ TEST(InSegments, AreStretchesOfCells) {
   uneven.segments = {0, 2};
   simulate(uneven);
   EXPECT_EQ(to_bytes(from_bytes(to_bytes(uneven))), to_bytes(uneven));
-  // Those that are cut again are not.
+  // Uneven parts that are cut again have no cells.
   const Layout again = test::layout_of(test::mesh_of({3, 2}, ranks_from(4, 6)), {16}, "S(0),S(0)");
   EXPECT_EQ(cell_length(plan_through({src, again}, {}), 0), 0);
 }
 
 // The other example in the header.
-TEST(InSegments, NeedNotBeAlike) {
+TEST(InSegments, MayBeNonUniform) {
   const Layout src = test::layout_of(test::mesh_of({2}), {7}, "S(0)");
   const Layout dst = test::layout_of(test::mesh_of({3}, {2, 3, 4}), {7}, "S(0)");
   Plan plan = plan_through({src, dst}, {});
@@ -75,7 +75,8 @@ TEST(InSegments, NeedNotBeAlike) {
   EXPECT_EQ(to_bytes(from_bytes(to_bytes(plan))), to_bytes(plan));
 }
 
-// Every index is in one segment, and of each run of indices that a part has, segments have equally many but for one.
+// Every index is in one segment. For each run of indices of a part, the sizes of its shares in the segments differ by
+// at most one.
 TEST(InSegments, HaveEqualSharesOfEveryRun) {
   const unsigned seed = 37;
   test::RandomPlacements random(seed);
@@ -121,7 +122,7 @@ TEST(InSegments, HaveEqualSharesOfEveryRun) {
 }
 
 // Rules that make equal parts have cells too, whatever sizes they name.
-TEST(InSegments, MayBeCutByRules) {
+TEST(InSegments, SupportRulesThatMakeEqualParts) {
   for (const char* placements :
        {"Cyclic(0,2)", "Cyclic(0,4)", "Blocks(0,4)", "Ragged(0,4:4:4:4)", "Ragged(0,2:8:0:6)", "Packed(0,8:8)"}) {
     for (const char* others : {"S(0),R", "Owned(0,0),S(0)", "S(1),Packed(0,8:8)"}) {
@@ -139,8 +140,8 @@ TEST(InSegments, MayBeCutByRules) {
   }
 }
 
-// Layouts that flatten dims have fewer of them.
-TEST(InSegments, AreNotOfFlattenedDims) {
+// Layouts that flatten dims have fewer dims than the tensor.
+TEST(InSegments, AreNotUsedForFlattenedDims) {
   const Layout src = test::layout_of(test::mesh_of({2}), {6, 4}, "P");
   const Layout dst(test::mesh_of({2}, {2, 3}), {6, 4}, src.dtype(), {Placement::parse("Ragged(0,4:20)")}, {},
                    StridedMeaning::kAuto, 2);
@@ -150,8 +151,7 @@ TEST(InSegments, AreNotOfFlattenedDims) {
   simulate(plan);
 }
 
-// Compares with what the instructions of the ranks' programs send and receive. In all-to-alls, those that have nothing
-// for each other count as messages too.
+// Compares with the transfers in the ranks' programs. In all-to-alls, empty messages count too.
 void expect_traffic_of_programs(const Plan& plan) {
   int64_t sent_max = 0;
   int64_t messages_max = 0;
@@ -179,13 +179,13 @@ void expect_traffic_of_programs(const Plan& plan) {
   }
 }
 
-// In all segments that are possible, ranks receive what they do without, and need the memory that is said.
+// With any valid number of segments, ranks receive the same bytes as without segments, and need the predicted memory.
 TEST(InSegments, MoveEveryElementOfRandomPairs) {
   const unsigned seed = 31;
   test::RandomPlacements random(seed);
   int64_t moved = 0;
   int64_t with_several_steps = 0;
-  int64_t unlike = 0;
+  int64_t num_non_uniform = 0;
   for (int i = 0; i < 70; ++i) {
     std::vector<int64_t> shape{16 * random.pick(1, 3), 8 * random.pick(1, 4)};
     if (random.pick(0, 1) == 0) shape = {random.pick(1, 40), random.pick(1, 20)};
@@ -222,18 +222,18 @@ TEST(InSegments, MoveEveryElementOfRandomPairs) {
         ASSERT_EQ(to_bytes(from_bytes(to_bytes(plan))), to_bytes(plan));
         expect_traffic_of_programs(plan);
         ++moved;
-        unlike += !are_alike(plan);
+        num_non_uniform += !are_alike(plan);
         with_several_steps += traffic.steps > count;
       }
     }
   }
   EXPECT_GT(moved, 150);
-  EXPECT_GT(unlike, 60);
+  EXPECT_GT(num_non_uniform, 60);
   EXPECT_GT(with_several_steps, 40);
 }
 
-// The time of segments that are not alike is that of their slots, each as long as its busiest rank needs, if what every
-// rank does in every segment is added up.
+// Non-uniform segments take the time of their pipeline stages, each as long as its busiest rank needs, if the work of
+// every rank in every segment is added up.
 TEST(InSegments, TakeAboutThePredictedTime) {
   const unsigned seed = 53;
   test::RandomPlacements random(seed);
@@ -275,8 +275,8 @@ TEST(InSegments, TakeAboutThePredictedTime) {
   EXPECT_LT(sum / static_cast<double>(compared), 1.1);
 }
 
-// Sums on the source's mesh, and zeros on the destination's, are steps like others.
-TEST(InSegments, MayReduceBeforeAndFillAfter) {
+// Sums on the source's mesh and zeros on the destination's are ordinary steps.
+TEST(InSegments, ReduceBeforeAndFillAfterTheCrossing) {
   const Layout src = test::layout_of(test::mesh_of({2, 2}), {16, 8}, "P,S(0)");
   const Layout dst = test::layout_of(test::mesh_of({4}, ranks_from(4, 4)), {16, 8}, "P");
   for (const Lowering& lowering : {Lowering::kGloo, Lowering::kNccl}) {
@@ -288,9 +288,9 @@ TEST(InSegments, MayReduceBeforeAndFillAfter) {
   }
 }
 
-// While stripes cross, those that have arrived are gathered. The busiest rank's bytes count once, and of what the first
-// and the last segment take alone, a segment's share.
-TEST(InSegments, TakeLittleMoreThanTheBusiestRank) {
+// While stripes cross, earlier ones are gathered. The busiest rank's bytes count once. The time that only the first and
+// the last segment take counts by a segment's share.
+TEST(InSegments, TakeLittleLongerThanTheBusiestRank) {
   const Layout src = test::layout_of(test::mesh_of({16}), {128, 1536, 4096}, "S(0)");
   const Layout dst = test::layout_of(test::mesh_of({8, 8}, ranks_from(16, 64)), {128, 1536, 4096}, "R,S(1)");
   Topology topology = with_nodes(8);
@@ -305,13 +305,13 @@ TEST(InSegments, TakeLittleMoreThanTheBusiestRank) {
   EXPECT_LE(static_cast<double>(predicted_picoseconds(plan)),
             (1 + depth / static_cast<double>(plan.segments.count)) *
                 static_cast<double>(scaled(busiest, topology.between.ps_per_kib)));
-  // Chosen where it is faster.
+  // Segments are chosen if they are faster.
   Plan whole = plan;
   whole.segments = {};
   EXPECT_LT(predicted_picoseconds(plan), predicted_picoseconds(whole));
 }
 
-// On few ranks, or on up to 96 of 120.
+// Returns a layout on few ranks, or on up to 96 of 120.
 Layout on_a_mesh(test::RandomPlacements& random, const std::vector<int64_t>& shape, bool is_large) {
   if (!is_large) return random.on_any_mesh(shape, 16).layout;
   const std::vector<std::vector<int64_t>> all{{8, 12}, {5, 3, 4}, {90}, {2, 33}};
@@ -321,7 +321,7 @@ Layout on_a_mesh(test::RandomPlacements& random, const std::vector<int64_t>& sha
   return random.on(test::mesh_of(sizes, ranks), ranks, shape).layout;
 }
 
-// Where nothing is cut, sometimes with sums that are pending.
+// Makes some uncut mesh dims pending sums.
 Layout with_some_sums(test::RandomPlacements& random, const Layout& layout) {
   std::vector<Placement> placements = layout.placements();
   for (Placement& placement : placements) {
@@ -330,12 +330,12 @@ Layout with_some_sums(test::RandomPlacements& random, const Layout& layout) {
   return layout.with(layout.cuts(), placements);
 }
 
-// The memory of every rank, without its program, and of the worst of all, however many there are.
-TEST(InSegments, TakeTheMemoryOfTheirPrograms) {
+// Compares the memory of every rank, computed without its program, and that of the worst rank, for any number of ranks.
+TEST(InSegments, PredictedMemoryMatchesPrograms) {
   const unsigned seed = 71;
   test::RandomPlacements random(seed);
-  int64_t unlike = 0;
-  int64_t alike = 0;
+  int64_t num_non_uniform = 0;
+  int64_t num_uniform = 0;
   int64_t on_many = 0;
   for (int i = 0; i < 80; ++i) {
     std::vector<int64_t> shape{random.pick(8, 60), random.pick(1, 24)};
@@ -367,17 +367,17 @@ TEST(InSegments, TakeTheMemoryOfTheirPrograms) {
         const ProgramMemory::Worst found = memory.worst_peak_bytes_by_step(kMaxRanksWalked);
         ASSERT_TRUE(found.is_exact);
         ASSERT_EQ(found.bytes, worst);
-        (are_alike(plan) ? alike : unlike) += 1;
+        (are_alike(plan) ? num_uniform : num_non_uniform) += 1;
         on_many += ranks_of(plan).size() > 64;
       }
     }
   }
-  EXPECT_GT(unlike, 60);
-  EXPECT_GT(alike, 60);
+  EXPECT_GT(num_non_uniform, 60);
+  EXPECT_GT(num_uniform, 60);
   EXPECT_GT(on_many, 20);
 }
 
-// Those that differ only in mesh dims that cut what is held serve each other.
+// Ranks that differ only in mesh dims that cut the held part serve each other.
 void expect_traffic_of_regions(const Step& step, Lowering lowering) {
   const StepTraffic traffic(step, lowering);
   const int64_t item = step.before.dtype().size_bytes();
@@ -397,15 +397,15 @@ void expect_traffic_of_regions(const Step& step, Lowering lowering) {
   }
 }
 
-// What ranks receive and send in each step of unlike segments, whose layouts have only some indices, counted over the
+// Counts received and sent bytes in each step of non-uniform segments, whose layouts have only some indices, over the
 // regions of all pairs of ranks.
-TEST(InSegments, HaveTheTrafficOfTheirRegions) {
+TEST(InSegments, TrafficMatchesTheRegionsOfRanks) {
   const unsigned seed = 83;
   test::RandomPlacements random(seed);
   int64_t steps = 0;
   for (int i = 0; i < 240; ++i) {
     std::vector<int64_t> shape{random.pick(8, 60), random.pick(1, 24)};
-    if (random.pick(0, 1) == 0) shape = {64, 24};  // often in equal parts, before some indices are left out
+    if (random.pick(0, 1) == 0) shape = {64, 24};  // often equal parts before some indices are left out
     const Layout src = on_a_mesh(random, shape, i % 6 == 0);
     const Layout dst = on_a_mesh(random, shape, i % 6 == 0);
     if (src.mesh() == dst.mesh()) continue;
@@ -424,8 +424,8 @@ TEST(InSegments, HaveTheTrafficOfTheirRegions) {
   EXPECT_GT(steps, 60);
 }
 
-// Temporaries are those of the segments under way, so more segments take less.
-TEST(InSegments, TakeTheMemoryOfThoseUnderWay) {
+// Only segments under way have temporaries, so more segments take less memory.
+TEST(InSegments, TemporariesShrinkWithMoreSegments) {
   const Layout src = test::layout_of(test::mesh_of({2}), {64, 64}, "S(0)");
   const Layout dst = test::layout_of(test::mesh_of({4}, ranks_from(2, 4)), {64, 64}, "R");
   const Layout stripes = test::layout_of(test::mesh_of({4}, ranks_from(2, 4)), {64, 64}, "S(0)");
@@ -441,7 +441,7 @@ TEST(InSegments, TakeTheMemoryOfThoseUnderWay) {
   }
 }
 
-// With a limit below what segments take, the plan goes without.
+// If segments exceed the memory limit, the plan has none.
 TEST(InSegments, KeepToTheMemoryLimit) {
   const Layout src = test::layout_of(test::mesh_of({16}), {128, 1536, 64}, "S(0)");
   const Layout dst = test::layout_of(test::mesh_of({8, 8}, ranks_from(16, 64)), {128, 1536, 64}, "R,S(1)");
@@ -452,7 +452,7 @@ TEST(InSegments, KeepToTheMemoryLimit) {
   }
 }
 
-TEST(InSegments, AreRefusedWhereTheyCannotBe) {
+TEST(InSegments, AreRejectedIfInvalid) {
   const Layout src = test::layout_of(test::mesh_of({4}), {16, 6}, "S(0)");
   const Layout dst = test::layout_of(test::mesh_of({2}, {4, 5}), {16, 6}, "S(0)");
   Plan plan = plan_through({src, dst}, {});

@@ -28,7 +28,7 @@ Plan plan_of(const std::vector<int64_t>& mesh_sizes, const std::string& src, con
   return make_plan(layout_of(mesh, {12, 7}, src), layout_of(mesh, {12, 7}, dst), options);
 }
 
-TEST(Serialize, GivesBackTheSamePlan) {
+TEST(Serialize, RoundTripsPlans) {
   for (const char* src : {"S(0),R", "P,S(1)", "P(norm 0.3),R", "SS(0,3),S(0)", "R,R"}) {
     for (const char* dst : {"R,R", "S(1),S(0)", "P,S(0)", "P(avg),R", "P(norm 0.3),S(1)"}) {
       for (const Objective objective : {Objective::kTime, Objective::kBytes}) {
@@ -36,7 +36,7 @@ TEST(Serialize, GivesBackTheSamePlan) {
         try {
           plan = plan_of({2, 3}, src, dst, {Lowering::kGloo, objective});
         } catch (const UserError&) {
-          continue;  // not defined, e.g. S(0) to P(avg)
+          continue;  // undefined, e.g. S(0) to P(avg)
         }
         const std::string bytes = to_bytes(*plan);
         const Plan again = from_bytes(bytes);
@@ -47,8 +47,9 @@ TEST(Serialize, GivesBackTheSamePlan) {
   }
 }
 
-// Steps may name their layouts otherwise than move_between() would, which finds less of some names than the search.
-TEST(Serialize, GivesBackPlansBetweenAllKindsOfCuts) {
+// Steps may have other names for their layouts than move_between() gives, which finds fewer moves for some names than
+// the search does.
+TEST(Serialize, RoundTripsPlansBetweenAllKindsOfCuts) {
   const unsigned seed = 12;
   std::mt19937 random(seed);
   const auto pick = [&](int64_t least, int64_t most) {
@@ -83,7 +84,7 @@ TEST(Serialize, GivesBackPlansBetweenAllKindsOfCuts) {
       src = Layout(mesh, shape, DType::kFloat32, parse_placements(any(true)), {}, StridedMeaning::kLiteral);
       dst = Layout(mesh, shape, DType::kFloat32, parse_placements(any(false)), {}, StridedMeaning::kLiteral);
     } catch (const UserError&) {
-      continue;  // Ragged or Packed of parts that differ
+      continue;  // Ragged or Packed of unequal parts
     }
     SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ": ", *src, " -> ", *dst));
     const Plan plan = make_plan(*src, *dst, {.lowering = i % 5 == 0 ? Lowering::kGloo : Lowering::kNccl});
@@ -104,7 +105,7 @@ void PrintTo(const Change& change, std::ostream* out) { *out << change.name; }
 class Refused : public testing::TestWithParam<Change> {};
 
 // A slice of P(sum) is reduced, and the replicas of the slice are gathered again: slice, all_reduce, all_gather.
-TEST_P(Refused, AsItsStepsDoNotLeadThere) {
+TEST_P(Refused, IfStepsDoNotLeadToTheDestination) {
   const MeshPtr mesh = mesh_of({8, 8});
   Plan plan = make_plan(layout_of(mesh, {1024, 1024}, "P,R"), layout_of(mesh, {1024, 1024}, "R,R"));
   ASSERT_EQ(plan.steps.size(), 3u);
@@ -138,7 +139,7 @@ INSTANTIATE_TEST_SUITE_P(
         Change{"EndlessLatency", [](Plan& p) { p.topology.step_ps = std::numeric_limits<int64_t>::max(); }}),
     [](const auto& info) { return info.param.name; });
 
-TEST(Serialize, RefusesStepsWithoutEnd) {
+TEST(Serialize, RejectsTooManySteps) {
   const MeshPtr mesh = mesh_of({4});
   Plan plan = make_plan(layout_of(mesh, {8, 8}, "R"), layout_of(mesh, {8, 8}, "R"));
   const Step slice = *move_between(layout_of(mesh, {8, 8}, "R"), layout_of(mesh, {8, 8}, "S(0)"));
@@ -150,7 +151,7 @@ TEST(Serialize, RefusesStepsWithoutEnd) {
 }
 
 // Ranks that hold different contributions cannot share the sending.
-TEST(Serialize, RefusesSharingAmongContributions) {
+TEST(Serialize, RejectsReplicaPoliciesForContributions) {
   const MeshPtr mesh = mesh_of({2, 2, 2});
   Plan plan = make_plan(layout_of(mesh, {8, 8}, "P,S(0),R"), layout_of(mesh, {8, 8}, "P,S(1),R"));
   ASSERT_EQ(plan.steps.size(), 1u);
@@ -173,8 +174,8 @@ std::string bytes_of(const Mesh& mesh) {
   return bytes;
 }
 
-// Over relays: with one mesh too many or too few, and with ranks that are on neither mesh.
-TEST(Serialize, RefusesMeshesThatStepsDoNotReach) {
+// Plans over relays with one mesh too many or too few, and with ranks that are on neither mesh.
+TEST(Serialize, RejectsMeshesThatStepsDoNotReach) {
   const Plan plan =
       make_plan(layout_of(mesh_of({1}), {64}, "R"), layout_of(mesh_of({256}, test::ranks_from(1, 256)), {64}, "R"));
   const std::vector<MeshPtr> relays = meshes_of_relays(plan);

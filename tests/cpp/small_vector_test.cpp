@@ -11,8 +11,8 @@ namespace {
 
 std::vector<int> items(const SmallVector<int>& some) { return {some.begin(), some.end()}; }
 
-// Two vectors that are appended to, copied and moved at random hold what two of the standard library hold.
-TEST(SmallVector, HoldsWhatAVectorHolds) {
+// Appends to, copies and moves two vectors at random, and compares with two of std::vector.
+TEST(SmallVector, MatchesStdVector) {
   const unsigned seed = 5;
   std::mt19937 random(seed);
   for (int round = 0; round < 200; ++round) {
@@ -56,8 +56,8 @@ TEST(SmallVector, HoldsWhatAVectorHolds) {
   }
 }
 
-// With no item, with the one that it keeps itself, and with more.
-TEST(SmallVector, IsEmptyAfterAMoveFromIt) {
+// Vectors with no item, with one inline item, and with more.
+TEST(SmallVector, IsEmptyAfterBeingMovedFrom) {
   for (int count = 0; count < 4; ++count) {
     for (const bool is_assigned : {false, true}) {
       SCOPED_TRACE(testing::Message() << count << " items, " << (is_assigned ? "assigned" : "constructed"));
@@ -80,7 +80,7 @@ TEST(SmallVector, IsEmptyAfterAMoveFromIt) {
   }
 }
 
-TEST(SmallVector, IsWhatItWasAfterAnAssignmentToItself) {
+TEST(SmallVector, IsUnchangedBySelfAssignment) {
   SmallVector<int> some;
   for (int i = 0; i < 3; ++i) some.push_back(i);
   const SmallVector<int>& same = some;

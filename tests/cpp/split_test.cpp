@@ -1,4 +1,4 @@
-// Mesh dims that are split in several: the same parts under other names, and plans that pass data on in several steps.
+// Mesh dims that are split in several: the same parts under other names, and plans that forward data in several steps.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,13 +24,13 @@
 namespace shardwright {
 namespace {
 
-using test::expect_as_promised;
+using test::expect_as_predicted;
 using test::layout_of;
 using test::mesh_of;
 using test::ranks_from;
 using test::with_nodes;
 
-TEST(Split, HoldsTheSameParts) {
+TEST(Split, KeepsTheParts) {
   std::vector<int64_t> ranks = ranks_from(0, 24);
   std::reverse(ranks.begin() + 3, ranks.end());
   const MeshPtr mesh = mesh_of({2, 6, 2}, ranks);
@@ -59,7 +59,7 @@ TEST(Split, KeepsFlattenedDims) {
   EXPECT_EQ(joined(*split(dst, 0, {2, 8}), dst.mesh_ptr()), dst);
 }
 
-TEST(Split, IsOnlyJoinedWhereNothingIsCut) {
+TEST(Split, IsJoinedOnlyIfNothingIsCut) {
   const Layout whole = layout_of(mesh_of({6}), {12}, "R");
   const Layout fine = *split(whole, 0, {3, 2});
   const Layout cut = fine.with({{{1, 1}}}, std::vector<Placement>(2, Placement::replicate()));
@@ -70,7 +70,7 @@ TEST(Split, IsOnlyJoinedWhereNothingIsCut) {
   EXPECT_THROW(split(layout_of(mesh_of({6}), {12}, "S(0)"), 0, {3, 2}), InvariantError);
 }
 
-TEST(Split, BeginsAtTheBordersOfNodes) {
+TEST(Split, AlignsWithNodes) {
   using Ways = std::vector<std::vector<int64_t>>;
   EXPECT_EQ(ways_to_split(*mesh_of({16}), 0, 8), (Ways{{2, 8}, {4, 4}}));
   EXPECT_EQ(ways_to_split(*mesh_of({16}, ranks_from(4, 16)), 0, 8), (Ways{{4, 4}}));
@@ -80,7 +80,7 @@ TEST(Split, BeginsAtTheBordersOfNodes) {
   EXPECT_EQ(ways_to_split(*mesh_of({2048}), 0, 8), (Ways{{256, 8}, {16, 16, 8}, {64, 32}}));
 }
 
-TEST(Split, PassesDataOnInSeveralSteps) {
+TEST(Split, ForwardsDataInSeveralSteps) {
   for (const auto& [shape, from, count] : std::vector<std::tuple<std::vector<int64_t>, int64_t, int64_t>>{
            {{48, 40}, 1, 24}, {{7, 5}, 2, 24}, {{24, 3, 5}, 3, 27}, {{50}, 1, 16}}) {
     const Layout src = layout_of(mesh_of({from}), shape, "R");
@@ -88,14 +88,14 @@ TEST(Split, PassesDataOnInSeveralSteps) {
     Topology slow_between = with_nodes(8);
     slow_between.between = {1000, 1'000'000'000};
     const Plan plan = make_plan(src, dst, {.topology = slow_between});
-    expect_as_promised(plan);
+    expect_as_predicted(plan);
     EXPECT_FALSE(mesh_reached(plan) == dst.mesh()) << to_string(plan);
     EXPECT_NE(to_json(plan, certify(plan, peak_bytes(plan)), {}).find("\"reached_mesh\""), std::string::npos);
   }
 }
 
-// 8 MiB to 2,048 ranks on nodes of 8: few messages, no rank sends a third more than the tensor, and what enters a node
-// from the crossing enters it once.
+// 8 MiB to 2,048 ranks on nodes of 8: few messages, no rank sends more than 4/3 of the tensor, and data of the crossing
+// enters a node once.
 TEST(Split, ReachesManyRanksInFewMessages) {
   const Layout src = layout_of(mesh_of({8}), {2048, 1024}, "R");
   const Layout dst = layout_of(mesh_of({2048}, ranks_from(8, 2048)), {2048, 1024}, "R");
@@ -106,12 +106,12 @@ TEST(Split, ReachesManyRanksInFewMessages) {
   EXPECT_LE(certificate.traffic.sent_messages_max, 60) << to_string(plan);
   const int64_t bound =
       std::max(certificate.crossing->received_bytes_max, certificate.crossing->forwarded_sent_bytes_max);
-  EXPECT_LE(certificate.traffic.sent_bytes_max, bound + bound / 3) << to_string(plan);  // relays send theirs again
+  EXPECT_LE(certificate.traffic.sent_bytes_max, bound + bound / 3) << to_string(plan);  // relays send their part again
   EXPECT_LE(certificate.traffic.received_bytes_max, bound + bound / 16) << to_string(plan);
   EXPECT_LT(certificate.predicted_ps, 7 * certificate.least_ps) << to_string(plan);
 }
 
-TEST(Split, SendsToEachNodeOnceWhereThatPays) {
+TEST(Split, SendsToEachNodeOnceIfThatPays) {
   const Layout src = layout_of(mesh_of({8}), {1024, 1024}, "S(0)");
   const Layout dst = layout_of(mesh_of({32}, ranks_from(8, 32)), {1024, 1024}, "R");
   const Plan plan = make_plan(src, dst, {.topology = with_nodes(8)});
@@ -127,11 +127,11 @@ TEST(Split, SendsToEachNodeOnceWhereThatPays) {
   for (const auto& [node, bytes] : entering) EXPECT_LE(bytes, 4 * 1024 * 1024) << to_string(plan);
 }
 
-TEST(Split, IsNotForDestinationsThatBecomePartial) {
+TEST(Split, IsNotUsedForPartialDestinations) {
   const Layout src = layout_of(mesh_of({1}), {64, 64}, "R");
   for (const char* wanted : {"P", "P(avg)"}) {
     const Layout dst = layout_of(mesh_of({24}, ranks_from(8, 24)), {64, 64}, wanted);
-    expect_as_promised(make_plan(src, dst, {.topology = with_nodes(8)}));
+    expect_as_predicted(make_plan(src, dst, {.topology = with_nodes(8)}));
   }
 }
 

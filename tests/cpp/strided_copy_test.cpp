@@ -1,4 +1,4 @@
-// Compares prepared copies with the plain ones of copy_boxes.h: in runs, as on CPU, and word by word, as on a GPU.
+// Compares prepared copies with the plain copies of copy_boxes.h: in runs, as on CPU, and word by word, as on a GPU.
 #include "program/strided_copy.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@ namespace {
 
 using Bytes = std::vector<unsigned char>;
 
-// With one thread, with several, and with threads that each copy very little.
+// Parallel loops with one thread, with several, and with threads that each copy very little.
 void serially(int64_t count, int64_t, const std::function<void(int64_t, int64_t)>& body) { body(0, count); }
 void one_by_one(int64_t count, int64_t, const std::function<void(int64_t, int64_t)>& body) {
   for (int64_t i = count; i-- > 0;) body(i, i + 1);
@@ -26,7 +26,7 @@ void in_thirds(int64_t count, int64_t, const std::function<void(int64_t, int64_t
   }
 }
 
-// Does what the CUDA kernel does, for all words of all boxes.
+// Does the work of the CUDA kernel for all words of all boxes.
 void word_by_word(const StridedCopy& copy, const unsigned char* src, unsigned char* dst) {
   for (const WordBoxes& boxes : copy.at(src, dst)) {
     const auto count = static_cast<int64_t>(boxes.boxes.size());
@@ -46,7 +46,7 @@ struct Arrays {
   int64_t dst_items = 0;
 };
 
-// Boxes of a row-major array, packed one after the other, with some elements before the first.
+// Returns boxes of a row-major array, packed one after the other, with some elements before the first.
 Arrays random_boxes(std::mt19937& random, size_t max_dims, int64_t max_boxes) {
   const auto up_to = [&](int64_t most) { return std::uniform_int_distribution<int64_t>(0, most)(random); };
   Arrays arrays;
@@ -93,15 +93,15 @@ void check(const Arrays& arrays, int64_t item, size_t src_shift, size_t dst_shif
   ASSERT_EQ(result, expected);
 }
 
-TEST(StridedCopy, CopiesWhatPlainCopiesDo) {
+TEST(StridedCopy, MatchesPlainCopies) {
   std::mt19937 random(7);
   int64_t bytes = 0;
   std::set<int> widths;
-  for (int turn = 0; turn < 3000; ++turn) {
-    const Arrays arrays = random_boxes(random, turn % 3 == 0 ? 9 : 4, turn % 7 == 0 ? 40 : 4);
-    const int64_t item = int64_t{1} << (turn % 5);
+  for (int trial = 0; trial < 3000; ++trial) {
+    const Arrays arrays = random_boxes(random, trial % 3 == 0 ? 9 : 4, trial % 7 == 0 ? 40 : 4);
+    const int64_t item = int64_t{1} << (trial % 5);
     const auto shift = [&] { return static_cast<size_t>(std::uniform_int_distribution<int>(0, 3)(random)) * item; };
-    ASSERT_NO_FATAL_FAILURE(check(arrays, item, turn % 2 ? shift() : 0, turn % 2 ? shift() : 0)) << turn;
+    ASSERT_NO_FATAL_FAILURE(check(arrays, item, trial % 2 ? shift() : 0, trial % 2 ? shift() : 0)) << trial;
     const StridedCopy copy(arrays.boxes, item);
     bytes += copy.bytes();
     for (const WordBoxes& boxes : copy.at(nullptr, nullptr)) widths.insert(boxes.word_bytes);
@@ -110,7 +110,7 @@ TEST(StridedCopy, CopiesWhatPlainCopiesDo) {
   EXPECT_EQ(widths, (std::set<int>{1, 2, 4, 8, 16}));
 }
 
-TEST(StridedCopy, TakesWordsAsWideAsItCan) {
+TEST(StridedCopy, UsesTheWidestPossibleWords) {
   alignas(64) static unsigned char memory[64];
   const auto width = [&](const Box& box, int64_t item, size_t shift = 0) {
     return StridedCopy({box}, item).at(memory + shift, memory).at(0).word_bytes;
@@ -133,11 +133,11 @@ TEST(StridedCopy, MergesDims) {
   EXPECT_EQ(boxes.first_run.back(), 1);
 }
 
-TEST(StridedCopy, DividesAsIntegersDo) {
+TEST(StridedCopy, DivisorMatchesIntegerDivision) {
   std::mt19937 random(3);
   std::uniform_int_distribution<uint32_t> any(0, std::numeric_limits<int32_t>::max());
-  for (int turn = 0; turn < 200000; ++turn) {
-    const uint32_t divisor = 1 + any(random) % (turn % 2 ? 1000 : std::numeric_limits<int32_t>::max());
+  for (int trial = 0; trial < 200000; ++trial) {
+    const uint32_t divisor = 1 + any(random) % (trial % 2 ? 1000 : std::numeric_limits<int32_t>::max());
     const Divisor by(divisor);
     for (const uint32_t n : {any(random), divisor - 1, divisor, divisor * (any(random) % 4), 0x7fffffffu}) {
       if (n > 0x7fffffffu) continue;
@@ -146,8 +146,8 @@ TEST(StridedCopy, DividesAsIntegersDo) {
   }
 }
 
-// Above 2^31 words a box is split; nothing is copied here.
-TEST(StridedCopy, SplitsWhatIsTooLarge) {
+// A box of more than 2^31 words is split; nothing is copied here.
+TEST(StridedCopy, SplitsBoxesOfTooManyWords) {
   const int64_t rows = int64_t{1} << 20;
   const StridedCopy copy({{0, 0, {rows, 4097}, {4099, 1}, {4097, 1}}}, 1);
   const WordBoxes& boxes = copy.at(nullptr, nullptr).at(0);

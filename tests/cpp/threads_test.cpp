@@ -47,7 +47,7 @@ TEST(Threads, ShareAPlanCacheAndCertificates) {
   std::vector<std::string> expected;
   for (const Layout& src : sources) expected.push_back(to_string(make_plan(src, dst)));
   const ContextPtr context = PlanningContext::make({});
-  PlanCache cache(3);  // fewer than the plans requested, so that some are evicted
+  PlanCache cache(3);  // fewer than the requested plans, so that some are evicted
   std::atomic<int64_t> asked{0};
   together([&](int t) {
     for (int turn = 0; turn < 40; ++turn) {
@@ -64,7 +64,7 @@ TEST(Threads, ShareAPlanCacheAndCertificates) {
   EXPECT_LE(cache.counts().size, 3);
 }
 
-TEST(Threads, CopyTogetherByOnePreparedCopy) {
+TEST(Threads, ShareAPreparedCopy) {
   const std::vector<Box> boxes{{0, 0, {64, 96}, {128, 1}, {96, 1}}, {96, 64 * 96, {64, 32}, {128, 1}, {32, 1}}};
   std::vector<float> src(64 * 128);
   for (size_t i = 0; i < src.size(); ++i) src[i] = static_cast<float>(i);
@@ -81,7 +81,7 @@ TEST(Threads, CopyTogetherByOnePreparedCopy) {
   };
   together([&](int t) {
     for (int turn = 0; turn < 10; ++turn) {
-      // Addresses of different alignment; whichever thread comes first makes the table.
+      // Addresses have different alignments, and the first thread makes the table.
       std::vector<float> dst(src.size() + 4);
       run(copy, src.data(), dst.data() + t % 4, by_threads);
       EXPECT_TRUE(std::equal(expected.begin(), expected.end(), dst.begin() + t % 4));
@@ -89,7 +89,7 @@ TEST(Threads, CopyTogetherByOnePreparedCopy) {
   });
 }
 
-TEST(Threads, CompileAndPredictTogether) {
+TEST(Threads, CompileAndPredictConcurrently) {
   const MeshPtr mesh = test::mesh_of({4});
   const Matmul matmul = GatherMatmul{make_plan(layout_on(mesh, "S(0)"), layout_on(mesh, "R")),
                                      {{Contraction::parse("mk,nk->mn"), layout_on(mesh, "R"), false}},

@@ -27,12 +27,12 @@ TEST(GemmModel, CountsWavesOfTiles) {
   EXPECT_EQ(kPlain.picoseconds(0, 64, 1000, 1, 2), 0);
 }
 
-TEST(GemmModel, TakesSmallerTilesForSmallProducts) {
+TEST(GemmModel, UsesSmallerTilesForSmallProducts) {
   // One tile of 64 x 64 would keep one processor busy; eight of 32 x 16 take an eighth, at 145% of the time.
   EXPECT_EQ(kPlain.picoseconds(64, 64, 1000, 1, 2), 2 * 16 * 32 * 1000 * 145 / 100);
 }
 
-TEST(GemmModel, HoldsMemoryAndLaunchesAgainstIt) {
+TEST(GemmModel, TimeIncludesMemoryTrafficAndLaunches) {
   GemmModel model = kPlain;
   model.launch_ps = 7;
   EXPECT_EQ(model.picoseconds(640, 64, 1000, 1, 2), 2 * 64 * 64 * 1000 + 7);
@@ -41,7 +41,7 @@ TEST(GemmModel, HoldsMemoryAndLaunchesAgainstIt) {
   EXPECT_GT(model.picoseconds(int64_t{1} << 40, int64_t{1} << 40, int64_t{1} << 40, 1, 2), int64_t{1} << 59);
 }
 
-TEST(GemmModel, NamesWhatItKnows) {
+TEST(GemmModel, FindsModelsByNameAndRejectsInvalidOnes) {
   for (const std::string& name : GemmModel::names()) GemmModel::named(name).check();
   EXPECT_THROW(GemmModel::named("abacus"), UserError);
   GemmModel wrong = kPlain;
@@ -60,10 +60,10 @@ TEST(GemmModel, CountsWavesOfWholeTilesAndLeavesProcessors) {
   EXPECT_EQ(kPlain.leaving(100).num_processors, 1);
 }
 
-// One processor with the same rate: a host, which does one thing after the other.
+// A host: one processor with the same rate, which runs one instruction after the other.
 const GemmModel kHost{"host", 1, 640, 64, 10'000'000, 0, 0, 0};
 
-// One byte takes one ps, and a transfer 100 ps; nothing else takes time.
+// A byte takes 1 ps, and a transfer 100 ps; nothing else takes time.
 Topology bytes_only(int64_t ps_per_byte = 1) {
   return {"test", 0, 100, 0, {0, 1024 * ps_per_byte}, {0, 1024 * ps_per_byte}, {}};
 }
@@ -80,7 +80,7 @@ Matmul gather_of(int64_t ranks, int64_t rows, int64_t k, int64_t columns, int64_
                       false};
 }
 
-constexpr int64_t kTile = 2 * 64 * 64 * 64;  // 640 rows by 64 columns over 64: one wave
+constexpr int64_t kTile = 2 * 64 * 64 * 64;  // one wave: 640 rows by 64 columns over 64
 constexpr int64_t kPart = 640 * 64 * 2;      // bytes
 
 GemmModel slowed_by_half(GemmModel model) {
@@ -88,7 +88,7 @@ GemmModel slowed_by_half(GemmModel model) {
   return model;
 }
 
-TEST(Timeline, AddsUpWhatIsSerialAndHidesWhatIsNot) {
+TEST(Timeline, AddsUpSerialTimesAndHidesOverlappedTransfers) {
   const Matmul matmul = gather_of(4, 2560, 64, 64);
   for (const GemmModel& model : {kPlain, kHost, slowed_by_half(kPlain), slowed_by_half(kHost)}) {
     const Timeline serial = predict(matmul, {Method::kSerial, 1}, model);
@@ -96,16 +96,16 @@ TEST(Timeline, AddsUpWhatIsSerialAndHidesWhatIsNot) {
     EXPECT_EQ(serial.gemm_ps, 4 * kTile);
     EXPECT_EQ(serial.communication_ps, 100 + 3 * kPart);
   }
-  // On a host each part travels while the one before it is multiplied, which takes longer.
+  // On a host, each part is sent while the one before it is multiplied, which takes longer.
   const int64_t transfer = 100 + kPart;
   ASSERT_GT(kTile, transfer);
   EXPECT_EQ(predict(matmul, {Method::kRing, 4}, kHost).total_ps, 4 * kTile);
   EXPECT_EQ(predict(matmul, {Method::kRing, 4}, slowed_by_half(kHost)).total_ps, 4 * kTile + 3 * (transfer / 2));
 }
 
-// The first rank of two nodes of two receives a part from its neighbour and two from the other node, and sends as many,
-// but in another order.
-TEST(Timeline, MessagesWithinANodeTakeTheLinkInside) {
+// The first rank of two nodes of two receives a part from its neighbor and two from the other node, and sends as many
+// in another order.
+TEST(Timeline, MessagesWithinANodeUseTheInnerLink) {
   const Matmul matmul = gather_of(4, 2560, 64, 64);
   const Schedule ring{Method::kRing, 4};
   const Plan& plan = plan_of(matmul);
@@ -115,15 +115,15 @@ TEST(Timeline, MessagesWithinANodeTakeTheLinkInside) {
   topology.inside.ps_per_kib = 512;
   EXPECT_EQ(predict(program, topology, plan.src.mesh(), kHost).communication_ps,
             3 * 100 + 4 + kPart / 2 + 2 * (70 + kPart));
-  // A link that a mesh dim has of its own is that of all its ranks, wherever they are.
+  // A mesh dim with its own link uses it for all its ranks, wherever they are.
   topology.mesh_dims["a"] = {70, 1024};
   EXPECT_EQ(predict(program, topology, plan.src.mesh(), kHost).communication_ps, 3 * (100 + 70 + kPart));
-  // On one node all messages are inside.
+  // On one node all messages use the inner link.
   topology = {"test", 4, 100, 0, {3, 512}, {70, 1024}, {}};
   EXPECT_EQ(predict(program, topology, plan.src.mesh(), kHost).communication_ps, 3 * (100 + 3 + kPart / 2));
 }
 
-// Two ranks, two chunks of half a part: while the own part is multiplied, both of them can arrive.
+// Two ranks, two chunks of half a part: both can be received while the own part is multiplied.
 TEST(Timeline, HostsGainFromTransfersStartedAhead) {
   const Matmul matmul = gather_of(2, 1280, 64, 64);
   GemmModel fast = kHost;
@@ -138,14 +138,14 @@ TEST(Timeline, HostsGainFromTransfersStartedAhead) {
   EXPECT_EQ(predict(matmul, {Method::kCollective, 2, {}, 2}, fast).total_ps, own + 2 * half);
 }
 
-TEST(Timeline, ChunksOnHostsWaitForTheirTurn) {
+TEST(Timeline, AddsADelayPerChunkOnHosts) {
   const auto waiting = [](GemmModel model, int64_t chunk_ps) {
     model.chunk_ps = chunk_ps;
     return model;
   };
-  // Transfers take longer than products, so each chunk's turn counts.
+  // Transfers take longer than products, so the delay of each chunk counts.
   const Matmul slow = gather_of(2, 1280, 64, 64, 100);
-  const int64_t all = 2 * kTile;  // of products
+  const int64_t all = 2 * kTile;  // time of all products
   for (const int64_t chunks : {1, 2, 4}) {
     const Schedule schedule{Method::kCollective, chunks};
     const Timeline before = predict(slow, schedule, kHost);
@@ -154,12 +154,12 @@ TEST(Timeline, ChunksOnHostsWaitForTheirTurn) {
     EXPECT_EQ(predict(slow, schedule, waiting(kPlain, 1000)).total_ps, predict(slow, schedule, kPlain).total_ps);
   }
   EXPECT_EQ(predict(slow, {}, waiting(kHost, 1000)).total_ps, predict(slow, {}, kHost).total_ps);
-  // With it, fewer chunks are chosen.
+  // With this delay, fewer chunks are chosen.
   ASSERT_GT(choose(slow, kHost).chunks, 2);
   EXPECT_LE(choose(slow, waiting(kHost, all / 4)).chunks, 2);
 }
 
-TEST(Timeline, ManyChunksAreTriedWhereDoublingPays) {
+TEST(Timeline, TriesManyChunksIfDoublingPays) {
   const auto counts = [](const Matmul& matmul, int64_t chunk_ps) {
     GemmModel model = kHost;
     model.chunk_ps = chunk_ps;
@@ -173,16 +173,16 @@ TEST(Timeline, ManyChunksAreTriedWhereDoublingPays) {
   EXPECT_GT(choose(matmul, kHost).chunks, 8);
 }
 
-TEST(Timeline, TransfersOnDevicesWaitForProductsThatLeaveNothing) {
+TEST(Timeline, DeviceTransfersWaitForProductsThatLeaveNoProcessors) {
   const Matmul matmul = gather_of(4, 2560, 64, 64);
   const int64_t transfer = 100 + kPart;
   // The first transfer is done before the own product. The second has its own slot, becomes ready while the own product
   // runs, and begins after it, together with the next product. The third needs the slot of the first, which the product
-  // over it only releases when the next product begins, so it comes after both, and is waited for alone.
+  // over it only releases when the next product begins, so it comes after both and overlaps with nothing.
   EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 1}, kPlain).total_ps, 4 * kTile + transfer);
   EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 1}, slowed_by_half(kPlain)).total_ps,
             4 * kTile + transfer + 2 * (transfer / 2));
-  // If there are slots for all, each transfer begins after the product before it.
+  // If all chunks have slots, each transfer begins after the product before it.
   EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 3}, kPlain).total_ps, 4 * kTile);
   EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 3}, slowed_by_half(kPlain)).total_ps,
             4 * kTile + 3 * (transfer / 2));
@@ -200,7 +200,7 @@ Matmul scatter_of_two() {
                        {{Contraction::parse("mk,nk->mn"), layout({1280, 128}, "S(1)"), layout({64, 128}, "S(1)")}}};
 }
 
-TEST(Timeline, TransfersOnDevicesBeginBesideProductsThatLeaveProcessors) {
+TEST(Timeline, DeviceTransfersOverlapProductsThatLeaveProcessors) {
   const Matmul matmul = scatter_of_two();
   // The block to send is ready when the own product begins, which takes all processors first.
   EXPECT_EQ(predict(matmul, {Method::kRing, 2}, kPlain).total_ps, 2 * kTile + 100 + kPart);
@@ -217,7 +217,7 @@ TEST(Timeline, TransfersOnDevicesBeginBesideProductsThatLeaveProcessors) {
   EXPECT_EQ(predict(matmul, {Method::kRing, 2, {}, 1, 2}, kHost).total_ps, 2 * kTile);
 }
 
-TEST(Timeline, WaitsWhereDataComesTooLate) {
+TEST(Timeline, WaitsForLateData) {
   const Matmul matmul = gather_of(4, 40, 640, 1);
   const int64_t part_bytes = 10 * 640 * 2;
   GemmModel fast = kPlain;
@@ -229,7 +229,7 @@ TEST(Timeline, WaitsWhereDataComesTooLate) {
   EXPECT_EQ(predict(matmul, {Method::kRing, 4, {}, 3}, fast).total_ps, 3 * (100 + part_bytes) + own);
 }
 
-TEST(Choice, IsSerialWhereChunksDoNotPayAndNeverPredictedWorse) {
+TEST(Choice, IsSerialIfChunksDoNotPayAndNeverPredictedSlower) {
   EXPECT_NE(choose(gather_of(4, 2560, 64, 64), kPlain).method, Method::kSerial);
   GemmModel costly = kPlain;
   costly.launch_ps = int64_t{1} << 40;
@@ -244,9 +244,9 @@ TEST(Choice, IsSerialWhereChunksDoNotPayAndNeverPredictedWorse) {
   }
 }
 
-// Every method and number of chunks, with the depth and the number of processors left that are predicted to be fastest
-// among those compared.
-TEST(Choice, TunesDepthAndWhatIsLeftToTransfers) {
+// Every method and number of chunks has the depth and the number of processors left to transfers that are predicted to
+// be fastest among those compared.
+TEST(Choice, TunesDepthAndProcessorsLeftToTransfers) {
   const GemmModel h100 = GemmModel::named("h100");
   const Matmul balanced = gather_of(8, 32768, 4096, 4096, 4);
   for (const Matmul& matmul : {balanced, gather_of(4, 100, 512, 512), scatter_of_two()}) {
@@ -279,7 +279,7 @@ TEST(Choice, TunesDepthAndWhatIsLeftToTransfers) {
 }
 
 // On hosts no processors are left to transfers. Rings of many ranks keep depth 1, as their messages would share a link.
-TEST(Choice, OfHosts) {
+TEST(Choice, LeavesNoProcessorsOnHostsAndKeepsLargeRingsAtDepthOne) {
   GemmModel fast = kHost;
   fast.flops_per_us *= 8;
   const auto deepest = [&](int64_t ranks, Method method) {

@@ -17,7 +17,7 @@ namespace {
 
 using Side = Messages::Side;
 
-// The number of an element is its row-major index in the global tensor, plus `first`.
+// Returns a number for each element: its row-major index in the global tensor, plus `first`.
 std::vector<double> numbers(const Layout& layout, int64_t position, double first) {
   std::vector<double> all;
   const Region region = layout.region(position);
@@ -38,7 +38,7 @@ struct Move {
   Layout after;
 };
 
-// All moves as one set, for the rank at a position; ranks equal positions.
+// Compiles all moves as one set, for the rank at a position; ranks equal positions.
 Program program_of(const std::vector<Move>& moves, Carrier carrier, bool own_may_travel, int64_t position) {
   const MeshPtr mesh = moves[0].before.mesh_ptr();
   ProgramBuilder b(DType::kFloat32, Lowering::kGloo, false, Rank{position});
@@ -130,7 +130,7 @@ class Placed : public testing::Test {
   Messages sends_{Side::kSent};
 };
 
-TEST_F(Placed, RunsStayAndOthersArePacked) {
+TEST_F(Placed, ContiguousPartsStayAndOthersArePacked) {
   EXPECT_EQ(sends_.staged_count({}), 8);
   sends_.place(b_, {});
   sends_.copy(b_);
@@ -139,7 +139,7 @@ TEST_F(Placed, RunsStayAndOthersArePacked) {
   EXPECT_EQ(num_copies(), 1);
 }
 
-TEST_F(Placed, InOneRunAllArePackedWhereOneIs) {
+TEST_F(Placed, OneRunPacksAllPartsIfOneNeedsPacking) {
   sends_.place(b_, {.is_one_run = true});
   sends_.copy(b_);
   expect_range(0, 1, 0, 12);
@@ -148,7 +148,7 @@ TEST_F(Placed, InOneRunAllArePackedWhereOneIs) {
   EXPECT_EQ(num_copies(), 1);
 }
 
-TEST_F(Placed, EachInABufferOfItsOwn) {
+TEST_F(Placed, EachPartHasItsOwnBuffer) {
   sends_.place(b_, {.memory = Staging::Memory::kApart, .may_stay = false});
   sends_.copy(b_);
   expect_range(0, 1, 0, 12);
@@ -156,7 +156,7 @@ TEST_F(Placed, EachInABufferOfItsOwn) {
   EXPECT_EQ(num_copies(), 2);
 }
 
-TEST_F(Placed, AlignedInGivenMemory) {
+TEST_F(Placed, PartsAreAlignedInGivenMemory) {
   const Staging staging{.memory = Staging::Memory::kGiven, .may_stay = false, .alignment = 16};
   EXPECT_EQ(sends_.staged_count(staging), 32);
   Staging given = staging;
@@ -166,8 +166,8 @@ TEST_F(Placed, AlignedInGivenMemory) {
   expect_range(1, 1, 64, 8);
 }
 
-// Compares the traffic that instructions report with what the simulator has delivered.
-TEST(TransferTraffic, IsWhatArrives) {
+// Compares the traffic that instructions report with the simulator's deliveries.
+TEST(TransferTraffic, MatchesDeliveredBytes) {
   const MeshPtr mesh = mesh_of({2, 3});
   const std::vector<std::vector<std::string>> placements{{"S(0)", "S(1)"}, {"S(1)", "S(0)"}, {"R", "S(0)"},
                                                          {"S(0)", "S(0)"}, {"P", "P"},       {"P", "S(1)"}};

@@ -1,4 +1,4 @@
-// What tests of plans between two meshes share: ranks, nodes, and whether a plan keeps what it promises.
+// Helpers for tests of plans between two meshes: ranks, nodes, and checks of predictions.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -29,8 +29,9 @@ inline Topology with_nodes(int64_t ranks_per_node) {
   return topology;
 }
 
-// Runs the plan on all ranks, as it is read from its bytes, and compares memory and bytes received.
-inline void expect_as_promised(const Plan& plan) {
+// Runs the plan on all ranks after a round trip through its bytes, and compares memory and received bytes with the
+// predictions.
+inline void expect_as_predicted(const Plan& plan) {
   const Plan read = from_bytes(to_bytes(plan));
   ASSERT_EQ(to_bytes(read), to_bytes(plan));
   const SimulationReport report = simulate(read);

@@ -50,7 +50,7 @@ std::vector<Layout> some_layouts(const MeshPtr& mesh, const std::vector<int64_t>
   return some;
 }
 
-// Runs it, and compares what it allocates with what its programs would.
+// Runs the plan, and compares the memory it allocates with that of its programs.
 void check(const Plan& plan) {
   const Plan read = from_bytes(to_bytes(plan));
   ASSERT_EQ(to_bytes(read), to_bytes(plan));
@@ -84,7 +84,7 @@ TEST(TwoMeshPlans, MoveEveryElementBetweenAllLayouts) {
   EXPECT_GT(plans, 1000);
 }
 
-TEST(TwoMeshPlans, ReduceWhatIsPendingAndMakePending) {
+TEST(TwoMeshPlans, ReducePendingSumsAndCreatePartials) {
   const std::vector<const char*> sources{"P,R", "P,P", "S(0),P", "P(avg),P(avg)", "R,P(max)"};
   for (const char* placements : sources) {
     for (const std::vector<int64_t>& ranks : {std::vector<int64_t>{2, 3, 4}, {7, 8, 9}}) {
@@ -98,8 +98,8 @@ TEST(TwoMeshPlans, ReduceWhatIsPendingAndMakePending) {
   }
 }
 
-// More ranks than one all-to-all is made for, shared sending, and rounds that a memory limit asks for.
-TEST(TwoMeshPlans, GoInRoundsWithinALimit) {
+// More ranks than the limit of one all-to-all, shared sending, and rounds under a memory limit.
+TEST(TwoMeshPlans, UseRoundsWithinAMemoryLimit) {
   std::vector<int64_t> ranks;
   for (int64_t rank = 6; rank < 12; ++rank) ranks.push_back(17 - rank);
   int64_t in_rounds = 0;
@@ -125,7 +125,7 @@ TEST(TwoMeshPlans, GoInRoundsWithinALimit) {
   EXPECT_GT(in_rounds, 0);
 }
 
-TEST(TwoMeshPlans, SayWhatTheyDo) {
+TEST(TwoMeshPlans, TextJsonAndPictureNameBothMeshes) {
   const Plan plan = make_plan(layout_of(mesh_of({2}), {8}, "S(0)"), layout_of(mesh_of({3}, {2, 3, 4}), {8}, "S(0)"));
   ASSERT_EQ(plan.steps.size(), 1u);
   EXPECT_EQ(numbers(ranks_of(plan)), (std::vector<int64_t>{0, 1, 2, 3, 4}));
@@ -140,8 +140,8 @@ TEST(TwoMeshPlans, SayWhatTheyDo) {
   EXPECT_THROW(compile(plan, Rank{5}), UserError);
 }
 
-// Where every rank holds what it needs, no group is made and nobody waits.
-TEST(TwoMeshPlans, OnlyCopyWhereNothingIsSent) {
+// If every rank holds what it needs, no group is made and no rank waits.
+TEST(TwoMeshPlans, OnlyCopyIfNothingIsSent) {
   for (const Lowering lowering : {Lowering::kNccl, Lowering::kGloo}) {
     for (const auto& [ranks, wanted] :
          std::vector<std::pair<std::vector<int64_t>, const char*>>{{{2, 0, 1}, "S(0)"}, {{1}, "R"}, {{0, 2}, "R"}}) {
@@ -158,8 +158,8 @@ TEST(TwoMeshPlans, OnlyCopyWhereNothingIsSent) {
   }
 }
 
-// 64 KiB that one rank has and eight need: it must send them once, or eight times if nobody forwards them.
-TEST(TwoMeshPlans, AreCertifiedByWhatRanksMustSend) {
+// One rank has 64 KiB that eight need. It must send them once if others forward them, else eight times.
+TEST(TwoMeshPlans, CertificatesHaveSendBounds) {
   const Layout src = layout_of(mesh_of({1}), {16384}, "R");
   const Layout dst = layout_of(mesh_of({8}, {1, 2, 3, 4, 5, 6, 7, 8}), {16384}, "R");
   const Plan plan = make_plan(src, dst, {.objective = Objective::kBytes});
@@ -170,15 +170,15 @@ TEST(TwoMeshPlans, AreCertifiedByWhatRanksMustSend) {
   EXPECT_EQ(certificate.crossing->forwarded_sent_bytes_max, 65536);
   EXPECT_EQ(certificate.least_sent_bytes, 65536);
   const std::vector<std::string> sentences = remarks(plan, certificate);
-  const auto speaks_of_senders = [](const std::string& sentence) {
+  const auto names_send_bounds = [](const std::string& sentence) {
     return sentence.find("if only ranks of the source send, the bound is 512 KiB") != std::string::npos &&
            sentence.find("if ranks forward what they receive, it is 64 KiB") != std::string::npos;
   };
-  EXPECT_TRUE(std::any_of(sentences.begin(), sentences.end(), speaks_of_senders));
+  EXPECT_TRUE(std::any_of(sentences.begin(), sentences.end(), names_send_bounds));
   EXPECT_NE(to_json(plan, certificate, sentences).find("\"direct_send_bytes_max\": 524288"), std::string::npos);
 }
 
-TEST(TwoMeshPlans, AreRefusedWhereStepsDoNotFit) {
+TEST(TwoMeshPlans, AreRejectedIfStepsAreInconsistent) {
   const Layout src = layout_of(mesh_of({2}), {8}, "S(0)");
   const Layout dst = layout_of(mesh_of({3}, {2, 3, 4}), {8}, "S(0)");
   const auto refuses = [](const Plan& plan, const std::string& text) {

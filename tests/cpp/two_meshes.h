@@ -1,5 +1,4 @@
-// Random layouts on pairs of meshes, and what their ranks hold element by element, computed without the library's
-// geometry.
+// Random layouts on pairs of meshes, and the elements of their ranks, computed without the library's geometry.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +17,7 @@
 
 namespace shardwright::test {
 
-// A layout without partials, and what each rank holds of each tensor dim, in local order.
+// A layout without partials, and the elements of each tensor dim that each rank holds, in local order.
 struct Placed {
   Layout layout;
   std::map<Rank, std::vector<std::vector<int64_t>>> held;
@@ -58,7 +57,7 @@ class RandomPlacements {
     return shape;
   }
 
-  // On 1 to 8 of the ranks 0 to `world` - 1.
+  // Returns a layout on 1 to 8 of the ranks 0 to `world` - 1.
   Placed on_any_mesh(const std::vector<int64_t>& shape, int64_t world, DType dtype = DType::kFloat32) {
     std::vector<int64_t> sizes;
     int64_t size = 1;
@@ -113,7 +112,7 @@ inline std::vector<int64_t> elements_of(const Placed& placed, Rank rank) {
   return found == placed.held.end() ? std::vector<int64_t>{} : elements_of(found->second, placed.layout.shape());
 }
 
-// Returns the elements that both have, in the order of the first.
+// Returns the elements in both lists, in the order of the first.
 inline std::vector<int64_t> in_common(const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
   const std::set<int64_t> of_b(b.begin(), b.end());
   std::vector<int64_t> both;

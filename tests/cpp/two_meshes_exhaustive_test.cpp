@@ -26,7 +26,7 @@ std::ostream& operator<<(std::ostream& out, const MeshPair& pair) { return out <
 
 class TwoMeshesExhaustive : public testing::TestWithParam<MeshPair> {};
 
-// Without pending reductions the plan of fewest bytes must reach all bounds.
+// Without pending reductions, the plan of fewest bytes must reach all bounds.
 TEST_P(TwoMeshesExhaustive, EveryElementArrivesWithinTheBounds) {
   const MeshPtr src_mesh = mesh_of(GetParam().src, GetParam().src_ranks);
   const MeshPtr dst_mesh = mesh_of(GetParam().dst, GetParam().dst_ranks);

@@ -24,7 +24,7 @@ class RandomRules {
 
   int64_t pick(int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random_); }
 
-  // n rows, on a mesh of two dims with the ranks from `first` on in any order.
+  // Returns n rows on a mesh of two dims, whose ranks begin at `first` and are in any order.
   Layout layout(int64_t n, int64_t first) {
     const std::vector<int64_t> sizes{pick(2, 3), pick(1, 3)};
     std::vector<int64_t> ranks;
@@ -40,7 +40,7 @@ class RandomRules {
     return cuts[pick(0, 4)];
   }
 
-  // Also those whose sizes are for all rows.
+  // Includes rules whose sizes add up to all rows.
   std::string first_cut(int64_t n, int64_t k) {
     const std::vector<std::string> cuts{any_cut(), concat("Ragged(0,", sizes(n, k), ")"),
                                         concat("Packed(0,", sizes(n, pick(1, 3)), ")"),

@@ -1,5 +1,4 @@
-// Plans from one mesh to another, compared with all ways of three legs on small meshes and what no plan can go
-// below.
+// Compares plans from one mesh to another with all plans of three legs on small meshes, and with lower bounds.
 #include "search/two_meshes.h"
 
 #include <gtest/gtest.h>
@@ -28,7 +27,7 @@ std::vector<StepOp> ops_of(const Plan& plan) {
   return ops;
 }
 
-// Each step begins where the one before it ended, and one of them crosses.
+// Checks that each step begins at the end of the one before it, and that one step crosses.
 void expect_connected(const Plan& plan) {
   int64_t crossings = 0;
   const Layout* at = &plan.src;
@@ -67,7 +66,7 @@ TEST(TwoMeshes, PlansOfFewestBytesReachTheBounds) {
   EXPECT_GE(plans, 1000);
 }
 
-TEST(TwoMeshes, NoPlanIsFasterThanProvedNorSlowerThanGoingStraight) {
+TEST(TwoMeshes, PlansAreNoFasterThanTheBoundAndNoSlowerThanADirectCrossing) {
   const unsigned seed = 23;
   test::RandomPlacements random(seed);
   for (int i = 0; i < 200; ++i) {
@@ -92,9 +91,9 @@ TEST(TwoMeshes, NoPlanIsFasterThanProvedNorSlowerThanGoingStraight) {
   }
 }
 
-// All layouts before the crossing with all after it, each by its cheapest moves. The search leaves out a few of them,
-// for which other orders of cuts would send fewer messages.
-TEST(TwoMeshes, FindsTheFastestOfAllWaysButFew) {
+// Tries all layouts before the crossing with all after it, each reached by its cheapest moves. The search skips a few
+// cases in which other orders of cuts would send fewer messages.
+TEST(TwoMeshes, FindsTheFastestPlanInAllButFewCases) {
   const std::vector<Placement> partials{Placement::partial(ReduceOp::kSum)};
   int64_t checked = 0;
   int64_t slower = 0;
@@ -138,15 +137,15 @@ TEST(TwoMeshes, ReducesBeforeAndGathersAfterTheCrossing) {
   const MeshPtr dst_mesh = test::mesh_of({32}, ranks_from(16, 32));
   const Plan large =
       make_plan(test::layout_of(src_mesh, {4096, 4096}, "P"), test::layout_of(dst_mesh, {4096, 4096}, "R"));
-  // The ranks of a node gather what they have of it last.
+  // The ranks of a node gather their parts last.
   EXPECT_EQ(ops_of(large),
             (std::vector<StepOp>{StepOp::kReduceScatter, StepOp::kCross, StepOp::kAllGather, StepOp::kAllGather}))
       << to_string(large);
-  // Of few bytes, no two messages to a rank come from another node.
+  // For few bytes, a rank receives at most one message from another node.
   const Plan small = make_plan(test::layout_of(src_mesh, {8}, "P"), test::layout_of(dst_mesh, {8}, "R"));
   EXPECT_EQ(ops_of(small), (std::vector<StepOp>{StepOp::kReduceScatter, StepOp::kCross, StepOp::kAllGather}))
       << to_string(small);
-  // A sum arrives in parts, which need not be gathered.
+  // The destination is a pending sum, so parts need not be gathered.
   const Plan sum =
       make_plan(test::layout_of(src_mesh, {4096, 4096}, "S(1)"), test::layout_of(dst_mesh, {4096, 4096}, "P"));
   EXPECT_EQ(ops_of(sum), (std::vector<StepOp>{StepOp::kCross, StepOp::kZeroFill})) << to_string(sum);
@@ -154,8 +153,8 @@ TEST(TwoMeshes, ReducesBeforeAndGathersAfterTheCrossing) {
   EXPECT_EQ(ops_of(mean), (std::vector<StepOp>{StepOp::kCross})) << to_string(mean);
 }
 
-// What a rank may hold in between is limited; what is due is reduced in any case.
-TEST(TwoMeshes, HoldsNoMoreThanAllowed) {
+// Limits the bytes that a rank may hold in between. Pending sums are reduced in any case.
+TEST(TwoMeshes, KeepsToTheLimitOfHeldBytes) {
   const MeshPtr mesh = test::mesh_of({4});
   const Layout dst = test::layout_of(test::mesh_of({6}, ranks_from(4, 6)), {64, 64}, "S(1)");
   const PlanOptions options{.topology = Topology::named("gloo-local"), .max_held = 1};
@@ -165,7 +164,7 @@ TEST(TwoMeshes, HoldsNoMoreThanAllowed) {
             (std::vector<StepOp>{StepOp::kAllReduce, StepOp::kCross}));
 }
 
-TEST(TwoMeshes, RefusesWhatCannotBe) {
+TEST(TwoMeshes, RejectsInvalidPairs) {
   const Layout src = test::layout_of(test::mesh_of({2}), {8}, "S(0)");
   const Layout dst = test::layout_of(test::mesh_of({3}), {8}, "R");
   EXPECT_THROW(make_plan(src, dst, {.groups = {MeshDimSet::single(0)}}), UserError);
@@ -174,7 +173,7 @@ TEST(TwoMeshes, RefusesWhatCannotBe) {
   EXPECT_THROW(plan_through({test::layout_of(test::mesh_of({2}), {8}, "P"), dst}), UserError);
 }
 
-TEST(TwoMeshes, GoesThroughGivenLayouts) {
+TEST(TwoMeshes, FollowsGivenLayouts) {
   const Layout src = test::layout_of(test::mesh_of({2}), {8}, "S(0)");
   const MeshPtr mesh = test::mesh_of({3}, {1, 2, 3});
   const Layout striped = test::layout_of(mesh, {8}, "S(0)");
@@ -183,7 +182,7 @@ TEST(TwoMeshes, GoesThroughGivenLayouts) {
   EXPECT_EQ(ops_of(plan), (std::vector<StepOp>{StepOp::kCross, StepOp::kAllGather}));
 }
 
-// A rank that serves many others one message each takes as long as it would to receive as many.
+// A rank that sends one message to each of many others takes as long as if it received as many.
 TEST(TwoMeshes, CountsMessagesSent) {
   const Layout src = test::layout_of(test::mesh_of({1}), {2048}, "R");
   const Layout dst = test::layout_of(test::mesh_of({2048}, ranks_from(1, 2048)), {2048}, "S(0)");
@@ -200,13 +199,13 @@ TEST(TwoMeshes, CountsMessagesSent) {
   EXPECT_NEAR(predicted_picoseconds(back), predicted_picoseconds(there), topology.step_ps);
 }
 
-// Each rank's figures are those of the steps it takes part in.
+// The traffic of a rank is that of the steps in which it takes part.
 TEST(TwoMeshes, CountsTheStepsOfEveryRank) {
   const Layout src = test::layout_of(test::mesh_of({2}), {8}, "P");
   const MeshPtr mesh = test::mesh_of({2}, {1, 2});
   const Plan plan = plan_through({src, test::layout_of(test::mesh_of({2}), {8}, "S(0)"),
                                   test::layout_of(mesh, {8}, "S(0)"), test::layout_of(mesh, {8}, "R")});
-  // Rank 0 gets a half and sends both; rank 1 gets a half, a half and a half; rank 2 gets two halves.
+  // Rank 0 receives a half and sends both; rank 1 receives three halves; rank 2 receives two halves.
   EXPECT_EQ(traffic_at(plan, Rank{0}), (Traffic{16, 32, 1, 2}));
   EXPECT_EQ(traffic_at(plan, Rank{1}), (Traffic{48, 48, 3, 3}));
   EXPECT_EQ(traffic_at(plan, Rank{2}), (Traffic{32, 16, 2, 1}));

@@ -1,5 +1,5 @@
-// Views that move nothing: every rank keeps its elements in their order, and wherever some layout has them, one is
-// found.
+// Views that move nothing: every rank keeps its elements in their order, and a view is found if some layout has these
+// parts.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ using test::layout_of;
 using test::mesh_of;
 using Shape = std::vector<int64_t>;
 
-// The elements that the rank at a position holds, by row-major index into the whole tensor, in local order.
+// Returns the elements of the rank at a position, as row-major indices into the full tensor, in local order.
 std::vector<int64_t> elements_at(const Layout& layout, int64_t position) {
   std::vector<int64_t> elements;
   for_each_index(layout.region(position), [&](const std::vector<int64_t>& index) {
@@ -36,7 +36,7 @@ std::vector<int64_t> elements_at(const Layout& layout, int64_t position) {
   return elements;
 }
 
-// What all ranks hold, by rank, as one list.
+// Returns the elements of all ranks, by rank, as one list.
 std::vector<int64_t> holdings(const Layout& layout) {
   std::vector<int64_t> all;
   for (int64_t position = 0; position < layout.mesh().size(); ++position) {
@@ -47,7 +47,7 @@ std::vector<int64_t> holdings(const Layout& layout) {
   return all;
 }
 
-// All shapes with n elements and up to three dims, without dims of one element.
+// Returns all shapes with n elements and up to three dims, without dims of one element.
 std::vector<Shape> shapes_of(int64_t n) {
   std::vector<Shape> shapes{{n}};
   for (int64_t a = 2; a < n; ++a) {
@@ -60,7 +60,7 @@ std::vector<Shape> shapes_of(int64_t n) {
   return shapes;
 }
 
-// Every way to place a shape on a mesh with rules that have a small number of forms, in every order of cuts.
+// Visits every layout of a shape on a mesh, with rules that have a small number of forms, in every order of cuts.
 void for_each_layout(const MeshPtr& mesh, const Shape& shape, bool with_all_rules,
                      const std::function<void(const Layout&)>& visit) {
   std::vector<Placement> placements(mesh->ndim());
@@ -103,7 +103,7 @@ void for_each_layout(const MeshPtr& mesh, const Shape& shape, bool with_all_rule
   place(0);
 }
 
-// Returns whether all dims that several mesh dims cut are cut in the order of the mesh.
+// Returns true if all dims that several mesh dims cut are cut in the order of the mesh.
 bool is_in_mesh_order(const Layout& layout) {
   for (const std::vector<Cut>& list : layout.cuts()) {
     for (size_t i = 1; i < list.size(); ++i) {
@@ -118,7 +118,7 @@ struct Count {
   int64_t free = 0;
 };
 
-// Compares with all layouts of the other shape, on this mesh and on those in which a mesh dim of 4 is 2 x 2.
+// Compares with all layouts of the other shape, on this mesh and on meshes in which a mesh dim of 4 is 2 x 2.
 class Exhaustive {
  public:
   explicit Exhaustive(const std::vector<int64_t>& sizes) : mesh_(mesh_of(sizes)) {}
@@ -178,7 +178,7 @@ TEST(View, IsFoundWhereverOneExistsFromChunks) {
   EXPECT_GT(uneven.free, 1000);
 }
 
-// Returns whether each rank's elements, read in this shape, are a product of one set of indices for each dim.
+// Returns true if the elements of each rank, read in this shape, are a product of one set of indices per dim.
 bool are_products(const Layout& layout, const Shape& shape) {
   for (int64_t position = 0; position < layout.mesh().size(); ++position) {
     const std::vector<int64_t> elements = elements_at(layout, position);
@@ -199,7 +199,7 @@ std::map<Rank, std::vector<int64_t>> elements_by_rank(const Layout& layout) {
   return all;
 }
 
-// Returns whether some layout on a mesh of the same six ranks, of other sizes or in another order, has the same parts.
+// Returns true if some layout on a mesh of the same six ranks, of other sizes or in another order, has the same parts.
 bool is_on_another_mesh(const Layout& layout, const Shape& shape) {
   const auto held = elements_by_rank(layout);
   bool is_found = false;
@@ -211,8 +211,8 @@ bool is_on_another_mesh(const Layout& layout, const Shape& shape) {
   return is_found;
 }
 
-// All even placements in chunks of all tensors of 12 to 24 elements. That each rank's elements are a product is
-// necessary for any layout to have them. Where they are and there is no view, another mesh would be needed.
+// All even chunks of all tensors of 12 to 24 elements. Any layout requires that each rank's elements are a product. If
+// they are and there is no view, another mesh is needed.
 TEST(View, MovesNothingOfSmallTensorsWhereRanksHoldProducts) {
   int64_t pairs = 0, free = 0, of_another_mesh = 0;
   const auto check = [&](const Layout& src, const Shape& dst) {
@@ -270,7 +270,7 @@ std::string seen_as(const Layout& layout, const Shape& shape, int flattened = 1)
   return concat(view.placements_string(), " on ", view.mesh().to_string());
 }
 
-TEST(View, SaysHowTheResultIsCut) {
+TEST(View, ReportsTheLayoutOfTheResult) {
   const MeshPtr two = mesh_of({2}), both = mesh_of({2, 3}), eight = mesh_of({8});
   EXPECT_EQ(seen_as(layout_of(both, {4, 6}, "S(0),S(1)"), {24}), "[S(0), SS(0,2)] on a=2,b=3");
   EXPECT_EQ(seen_as(layout_of(two, {4, 4}, "S(1)"), {2, 8}), "[SS(1,2)] on a=2");
@@ -286,7 +286,7 @@ TEST(View, SaysHowTheResultIsCut) {
   EXPECT_EQ(seen_as(layout_of(two, {8}, "Pieces(0,4-8:0-4)"), {2, 4}), "[Pieces(0,1-2:0-1)] on a=2");
 }
 
-// Also where all coordinates of a mesh dim hold the same, or there is only one.
+// Includes mesh dims of size 1, and mesh dims whose coordinates all hold the same.
 TEST(View, KeepsTheOrderOfPieces) {
   const MeshPtr four = mesh_of({4});
   EXPECT_EQ(seen_as(layout_of(mesh_of({1}), {4, 6}, "Pieces(0,3-4+0-1+2-3+1-2)"), {24}),
@@ -314,7 +314,7 @@ TEST(View, KeepsTheOrderOfPieces) {
   EXPECT_GT(found, 1000);
 }
 
-TEST(View, SaysWhatIsInTheWay) {
+TEST(View, ReportsWhyThereIsNoView) {
   EXPECT_EQ(seen_as(layout_of(mesh_of({10}), {20}, "S(0)"), {4, 5}),
             "rank 2 holds the elements 4-6 of the 20 that become (4, 5), which are not a product of parts of these "
             "dims");
@@ -329,7 +329,7 @@ TEST(View, KeepsTensorsWithoutElementsOrDims) {
   EXPECT_EQ(seen_as(layout_of(mesh, {1, 3}, "S(0)"), {3, 1}), "[S(1)] on a=2");
 }
 
-TEST(View, RefusesOtherSizes) {
+TEST(View, RejectsOtherSizes) {
   const Layout layout = layout_of(mesh_of({2}), {4, 6}, "S(0)");
   EXPECT_THROW(view_of(layout, {5, 5}), UserError);
   EXPECT_THROW(view_of(layout, {-4, -6}), UserError);
@@ -351,7 +351,7 @@ TEST(View, PermutesDims) {
   EXPECT_THROW(permuted(layout, {0, 0, 1}), UserError);
 }
 
-// The cheapest redistribute among all that leave other tensor dims as they are, found by planning each.
+// The cheapest redistribute among all that keep other tensor dims, found by planning each.
 TEST(View, NamesTheCheapestMove) {
   const PlanOptions options;
   for (const auto& [src, dst] :
@@ -378,14 +378,14 @@ TEST(View, NamesTheCheapestMove) {
   }
 }
 
-TEST(View, SeveralDimsThatNeedAMove) {
+TEST(View, CheapestMoveMayChangeSeveralDims) {
   const MeshPtr mesh = mesh_of({2, 2});
   const struct {
     Shape src, dst;
     ViewsFor views_for;
   } cases[] = {
       {{6, 6}, {3, 2, 3, 2}, ViewsFor::kAnyone},
-      {{6, 5, 4}, {3, 2, 20}, ViewsFor::kDTensor},  // the second mesh dim leaves blocks of 4, which DTensor has not
+      {{6, 5, 4}, {3, 2, 20}, ViewsFor::kDTensor},  // the second mesh dim leaves blocks of 4, which DTensor lacks
   };
   for (const auto& one : cases) {
     const Layout src = layout_of(mesh, one.src, "S(0),S(1)");
@@ -421,7 +421,7 @@ TEST(View, FindsTheCheapestMoveAmongManyWithFewPlans) {
   }
 }
 
-TEST(View, NamesTheViewOfPartsThatDTensorCannotSay) {
+TEST(View, NamesTheViewThatDTensorCannotExpress) {
   const Layout src = layout_of(mesh_of({8}), {64}, "S(0)");
   const auto found = dtensor_view_of(src, {4, 16});
   ASSERT_TRUE(std::holds_alternative<NoView>(found));
@@ -433,7 +433,7 @@ TEST(View, NamesTheViewOfPartsThatDTensorCannotSay) {
             std::string::npos);
 }
 
-TEST(View, SizesWhoseProductOverflows) {
+TEST(View, SizesMayOverflowTheirProduct) {
   const Layout empty = layout_of(mesh_of({2}), {0, 4}, "S(0)");
   const int64_t large = int64_t{1} << 32;
   EXPECT_EQ(inferred_shape(empty, {large, large, -1}), (Shape{large, large, 0}));

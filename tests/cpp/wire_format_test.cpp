@@ -22,7 +22,7 @@ using test::closed;
 using test::little_endian;
 using test::without_checksum;
 
-TEST(WireFormat, IsFieldsBetweenALineAndAChecksum) {
+TEST(WireFormat, HasAHeaderLineFieldsAndAChecksum) {
   Writer out("sample");
   out.integer(-2);
   out.text("ab");
@@ -31,7 +31,7 @@ TEST(WireFormat, IsFieldsBetweenALineAndAChecksum) {
                                             "ab" + little_endian(1) + little_endian(7)));
 }
 
-TEST(WireFormat, GivesBackEveryKindOfField) {
+TEST(WireFormat, RoundTripsEveryKindOfField) {
   const double values[] = {0.0, -0.0, 1.5, std::numeric_limits<double>::infinity(),
                            std::numeric_limits<double>::denorm_min()};
   Writer out("sample");
@@ -68,13 +68,13 @@ TEST(WireFormat, GivesBackEveryKindOfField) {
   EXPECT_THROW(in.integer(), UserError);
 }
 
-TEST(WireFormat, RefusesFieldsThatCannotBe) {
+TEST(WireFormat, RejectsInvalidFields) {
   const auto reads = [](const std::string& fields, const std::function<void(Reader&)>& read) {
     const std::string bytes = closed("shardwright sample 6\n" + fields);
     Reader in(bytes, "sample");
     read(in);
   };
-  const std::string much = little_endian(uint64_t{1} << 61);  // times eight bytes overflows to none
+  const std::string much = little_endian(uint64_t{1} << 61);  // times eight bytes overflows to 0
   for (const std::string& count : {much, little_endian(~uint64_t{0}), little_endian(2)}) {
     const std::string fields = count + little_endian(0);
     EXPECT_THROW(reads(fields, [](Reader& in) { in.integers(); }), UserError);
@@ -95,7 +95,7 @@ TEST(WireFormat, RefusesFieldsThatCannotBe) {
   EXPECT_EQ(kind_of("other things 5\n"), "");
 }
 
-TEST(WireFormat, IsBase64AfterALabelWhereTextIsNeeded) {
+TEST(WireFormat, TextIsALabelAndBase64) {
   std::set<std::string> texts;
   std::string bytes;
   for (int length = 0; length < 300; ++length) {
@@ -113,7 +113,8 @@ TEST(WireFormat, IsBase64AfterALabelWhereTextIsNeeded) {
 
 using Read = std::function<std::string(const std::string&)>;  // reads, and writes again
 
-// With the checksum of before a change is always noticed; with one that matches it is refused or means something.
+// A change with the old checksum is always detected. With a matching checksum, reading throws UserError or gives a
+// valid object.
 void expect_no_harm(const std::string& bytes, const Read& read_and_write, std::mt19937& random) {
   EXPECT_EQ(read_and_write(bytes), bytes);
   const auto pick = [&](size_t count) { return std::uniform_int_distribution<size_t>(0, count - 1)(random); };
@@ -134,7 +135,7 @@ void expect_no_harm(const std::string& bytes, const Read& read_and_write, std::m
   }
 }
 
-TEST(WireFormat, HoldsProblemsAndMatmulsAndRefusesDamage) {
+TEST(WireFormat, RoundTripsProblemsAndMatmulsAndDetectsDamage) {
   PlanCache cache;
   std::set<std::string> all;
   for (unsigned seed = 0; seed < 60; ++seed) {

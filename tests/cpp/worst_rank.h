@@ -1,5 +1,4 @@
-// The figures of a plan's worst rank and their sums, found by looking at every rank, and compared with those that the
-// library finds by looking at few.
+// Compares the library's worst ranks and sums, which it finds by looking at few ranks, with a walk over every rank.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -35,7 +34,7 @@ inline void check_traffic(const Plan& plan) {
   EXPECT_EQ(found.sent_messages_max, all.sent_messages_max) << to_string(plan);
 }
 
-// With `compiles`, the peaks of all ranks are those of their programs, otherwise what ProgramMemory says of each rank.
+// If `compiles`, the peaks of all ranks come from their programs, otherwise from ProgramMemory.
 inline void check_peak(const Plan& plan, bool compiles) {
   ProgramMemory memory(plan);
   std::vector<int64_t> worst(plan.steps.size(), 0);

@@ -35,7 +35,7 @@ TEST(WrittenProduct, HasTheShapesOfItsAxes) {
   EXPECT_EQ(problem.results[0], layout_on(mesh, {2, 6, 8}, {"S(2)"}, "bfloat16"));
 }
 
-TEST(WrittenProduct, LeavesResultsInPlaceAndBiasesOut) {
+TEST(WrittenProduct, DefaultsResultsAndOmitsBiases) {
   WrittenProduct written = a_linear();
   written.operand = "R";
   written.weights = {"S(0)", "S(1)"};
@@ -58,7 +58,7 @@ TEST(WrittenProduct, NamesAnAxisWithoutSize) {
   }
 }
 
-TEST(WrittenProduct, RefusesPlacementsThatDoNotFit) {
+TEST(WrittenProduct, RejectsInvalidPlacements) {
   WrittenProduct written = a_linear();
   written.operand = "S(3)";
   EXPECT_THROW(problem_of(written), UserError);

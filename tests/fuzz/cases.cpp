@@ -9,7 +9,7 @@
 namespace shardwright::fuzz {
 namespace {
 
-// Small numbers as often as large ones.
+// Draws small numbers as often as large ones.
 int64_t log_uniform(Input& in, int64_t high) {
   int bits = 0;
   while (bits < 62 && int64_t{1} << (bits + 1) <= high) ++bits;
@@ -17,7 +17,7 @@ int64_t log_uniform(Input& in, int64_t high) {
   return in.one_in(2) ? top : std::min(high, in.between(top, 2 * top - 1));
 }
 
-// `first` is the least rank.
+// `first` is the lowest rank.
 MeshPtr mesh(Input& in, const Size& size, int64_t first = 0) {
   std::vector<std::string> names;
   std::vector<int64_t> sizes;
@@ -48,7 +48,7 @@ std::vector<int64_t> shape(Input& in, const Size& size, const Mesh& mesh) {
     const int64_t most = size.max_elements / total;
     int64_t extent = 0;
     switch (in.between(0, 4)) {
-      case 0:  // as mesh dims divide it
+      case 0:  // sizes that mesh dims divide
         extent = 1;
         for (int d = 0; d < mesh.ndim(); ++d) extent *= in.one_in(2) ? mesh.dim_size(d) : 1;
         extent *= in.between(1, 4);
@@ -73,7 +73,7 @@ Placement partial(Input& in) {
   return Placement::partial(op, op == ReduceOp::kNorm ? in.one_of<double>({1, 2, 3, 0.5, -1}) : 0);
 }
 
-// One reduction for both ends, as those that are refused show little.
+// Both ends have the same reduction, because plans between different ones are always refused.
 struct Tensor {
   MeshPtr mesh;
   std::vector<int64_t> shape;
@@ -82,7 +82,7 @@ struct Tensor {
   bool has_strided_cuts = true;
 };
 
-// Sizes that sum to n, mostly.
+// Returns sizes that sum to n in most cases.
 std::vector<int64_t> sizes(Input& in, int64_t n, int64_t count) {
   std::vector<int64_t> sizes;
   for (int64_t left = n; count > 0; --count) {
@@ -92,7 +92,7 @@ std::vector<int64_t> sizes(Input& in, int64_t n, int64_t count) {
   return sizes;
 }
 
-// Pieces in any order, some of them on several coordinates.
+// Returns pieces in any order, some of them on several coordinates.
 CutRule pieces(Input& in, int64_t n, int64_t k) {
   std::vector<std::vector<Interval>> lists(static_cast<size_t>(k));
   std::vector<Interval> cut;
@@ -111,7 +111,7 @@ CutRule pieces(Input& in, int64_t n, int64_t k) {
   return CutRule::pieces(lists);
 }
 
-// A rule that torch does not have, for the first cut of a tensor dim, or for one after equal parts.
+// Returns a rule that torch lacks, for the first cut of a tensor dim, or for one after equal parts.
 CutRule rule(Input& in, int64_t n, int64_t k) {
   if (in.one_in(4) && n % 2 == 0) n /= 2;
   switch (in.between(0, 4)) {
@@ -140,7 +140,7 @@ Layout layout(Input& in, const Tensor& tensor) {
     } else if (choice == 4 && tensor.has_strided_cuts) {
       const int64_t t = in.between(0, ndim - 1);
       const int64_t k = tensor.mesh->dim_size(d);
-      const bool may_be_pieces = tensor.mesh->size() <= 64;  // rearrangements look at every pair of ranks
+      const bool may_be_pieces = tensor.mesh->size() <= 64;  // rearrangements examine every pair of ranks
       const bool is_pieces = may_be_pieces && in.one_in(4);
       placements.push_back(
           Placement::cut(t, is_pieces ? pieces(in, tensor.shape[t], k) : rule(in, tensor.shape[t], k)));
@@ -174,7 +174,7 @@ Tensor tensor(Input& in, const Size& size) {
           sums ? Placement::partial(ReduceOp::kSum) : partial(in), size.has_strided_cuts};
 }
 
-// The same tensor on another mesh, which may have other ranks, some or all ranks in common.
+// Returns the same tensor on another mesh, which may share no, some or all ranks.
 Tensor elsewhere(Input& in, const Size& size, Tensor what) {
   what.mesh = mesh(in, size, in.one_in(2) ? in.between(0, what.mesh->size()) : 0);
   return what;
@@ -217,7 +217,7 @@ Question question(Input& in, const Size& size) {
   const bool has_two_meshes = size.has_two_meshes && in.one_in(3);
   Layout dst = layout(in, has_two_meshes ? elsewhere(in, size, what) : what);
   PlanOptions how = options(in, *what.mesh);
-  if (has_two_meshes && !in.one_in(16)) how.groups.clear();  // which are for one mesh, and refused
+  if (has_two_meshes && !in.one_in(16)) how.groups.clear();  // groups are for one mesh, and refused on two
   return {std::move(src), std::move(dst), std::move(how)};
 }
 

@@ -1,4 +1,4 @@
-// Meshes, tensors, layouts and options by the choices of an input.
+// Meshes, tensors, layouts and options chosen by an input.
 #pragma once
 
 #include <optional>
@@ -22,11 +22,11 @@ struct Size {
 };
 
 constexpr Size kSmall{};
-// On one mesh, as crossings are looked at rank by rank. Without strided cuts and rules that torch does not have, whose
+// Only one mesh, because crossings examine every rank. No strided cuts and no rules that torch lacks, because their
 // unequal parts on many ranks take minutes to plan.
 constexpr Size kLarge{4, int64_t{1} << 20, int64_t{1} << 20, int64_t{1} << 34, false, false, false};
 
-// What is asked of the planner, on one mesh or on two. Throws UserError where a layout is refused.
+// A request to the planner, on one mesh or on two. Throws UserError if a layout is refused.
 struct Question {
   Layout src;
   Layout dst;
@@ -37,10 +37,10 @@ struct Question {
 
 Question question(Input& in, const Size& size);
 
-// Another layout of the same tensor on the same mesh. Throws UserError where it is refused.
+// Returns another layout of the same tensor on the same mesh. Throws UserError if it is refused.
 Layout layout_like(Input& in, const Layout& layout);
 
-// Not empty; perhaps with mesh dims of size 1.
+// Returns at least one mesh dim; some may have size 1.
 MeshDimSet mesh_dims(Input& in, const Mesh& mesh);
 
 }  // namespace shardwright::fuzz

@@ -1,7 +1,7 @@
-// Runs the fuzz target where the compiler brings no libFuzzer: inputs are drawn at random, or are earlier ones with
-// changes, from a seed that is printed.
+// Runs the fuzz target if the compiler has no libFuzzer. Inputs are drawn at random, or are earlier ones with changes,
+// from a seed that is printed.
 //
-//   shardwright_fuzz -max_total_time=60 [-seed=1]     for so many seconds
+//   shardwright_fuzz -max_total_time=60 [-seed=1]     for this many seconds
 //   shardwright_fuzz FILE...                          these inputs, each once
 //
 // An input that ends the process, or takes longer than kMaxSeconds, is written into the working folder.
@@ -21,7 +21,7 @@
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
-// A case that takes more memory than this is a failure too.
+// A case that takes more memory than this fails too.
 extern "C" const char* __asan_default_options() { return "hard_rss_limit_mb=3072:max_allocation_size_mb=2048"; }
 
 namespace shardwright::fuzz {
@@ -46,7 +46,7 @@ void save() {
   std::fprintf(stderr, "the input is in %s; give it as argument to run it again\n", name.c_str());
 }
 
-// When a sanitizer ends the process.
+// Called when a sanitizer ends the process.
 void on_death() {
   std::fprintf(stderr, "\ncase: %s\n", current_case.c_str());
   save();

@@ -1,11 +1,11 @@
-// The torch-free half against arbitrary input: what is refused must be refused with UserError, and what is not must be
-// right. One input is one case of one of five kinds:
+// Runs the torch-free half on arbitrary input. Invalid input must raise UserError, and results for valid input must be
+// correct. One input is one case of one of five kinds:
 //
 //   text    arbitrary text as placements, dtype, topology
-//   bytes   the serial form: arbitrary, and that of a real plan with changes, with a checksum that matches
-//   product the same of a product's problem, or of a matmul of its plan
-//   plans   a small question to the planner, on one mesh or from one to another, its plan simulated on every rank
-//   large   a question on a mesh of up to 2^20 ranks, answered soon and within the bounds
+//   bytes   the serial form: arbitrary, or a real plan's with changes, with a checksum that matches
+//   product the same for a product's problem, or for a matmul of its plan
+//   plans   a small request to the planner, on one mesh or from one to another, its plan simulated on every rank
+//   large   a request on a mesh of up to 2^20 ranks, answered soon and within the bounds
 //
 // A failure prints the case and aborts. SHARDWRIGHT_FUZZ_PRINT=1 in the environment prints every case before it runs.
 #include <algorithm>
@@ -43,7 +43,7 @@ namespace {
 constexpr double kSlowSeconds = 2;
 constexpr int64_t kMaxElements = 4096;
 constexpr int64_t kMaxRanksSimulated = 48;
-// A program names all ranks of its groups, which takes time where groups are large.
+// A program lists all ranks of its groups, which takes time if groups are large.
 constexpr int64_t kMaxGroupCompiled = int64_t{1} << 15;
 
 void begin_case(std::string text) {
@@ -62,7 +62,7 @@ void expect(bool ok, const Parts&... parts) {
   if (!ok) fail(concat(parts...));
 }
 
-// False where it is refused, as it may be.
+// Returns false if the action throws UserError, which is allowed.
 template <typename Action>
 bool is_accepted(const Action& action) {
   try {
@@ -73,7 +73,7 @@ bool is_accepted(const Action& action) {
   }
 }
 
-// Nothing may be thrown.
+// Fails if the action throws.
 template <typename Action>
 void must_do(const char* what, const Action& action) {
   try {
@@ -150,7 +150,7 @@ void check_compiling(Input& in, const Plan& plan) {
   must_do("the plan does not compile", [&] { compile(plan, mesh.rank_at(Position{position})).peak_bytes(); });
 }
 
-// Everything a plan must be able to say of itself, whoever made it.
+// Checks that any plan can be printed and read back, whatever its origin.
 void check_printing(const Plan& plan) {
   must_do("the plan cannot be printed", [&] {
     to_string(plan);
@@ -169,7 +169,7 @@ void check_bounds(const Plan& plan) {
   const Bound bound = lower_bound(plan.src, plan.dst);
   expect(bound.bytes_sum >= 0 && bound.bytes_max >= 0, "a bound is negative: ", bound.bytes_sum, " ", bound.bytes_max);
   expect(t.received_bytes_sum >= t.received_bytes_max, "all receive less than one does");
-  // Where it is not exact it is no less than what is received.
+  // If the bound is not exact, it is at most the received bytes.
   expect(t.received_bytes_sum >= bound.bytes_sum, "receives ", t.received_bytes_sum, ", less than the bound ",
          bound.bytes_sum, "\n", to_string(plan));
   const bool sees_all = std::max(plan.src.mesh().size(), plan.dst.mesh().size()) <= kMaxRanksWalked;
@@ -198,7 +198,7 @@ void check_plan(Input& in) {
   check_printing(*plan);
 }
 
-// Over layouts that somebody else chose.
+// Checks plans over arbitrary intermediate layouts.
 void check_plan_through(Input& in) {
   begin_case("a question whose layouts are refused");
   std::vector<Layout> layouts;
@@ -262,7 +262,7 @@ void change_bytes(Input& in, std::string& bytes) {
   }
 }
 
-// Steps that do not follow from one another, or are not what they say.
+// Makes steps that do not follow from one another, or whose fields contradict their layouts.
 void change_steps(Input& in, Plan& plan) {
   for (int64_t more = in.between(0, 3); more > 0; --more) {
     const int64_t choice = in.between(0, 10);
@@ -286,7 +286,7 @@ void change_steps(Input& in, Plan& plan) {
   }
 }
 
-// Powers that doubles can carry through a simulation.
+// Returns true if doubles can represent the plan's powers in a simulation.
 bool has_tame_powers(const Plan& plan) {
   for (const Layout* end : {&plan.src, &plan.dst}) {
     for (const Placement& placement : end->placements()) {
@@ -329,7 +329,7 @@ void check_bytes(Input& in) {
 
 // ---- products
 
-// Once read, they mean something that can be written again, and be planned or compiled, or refused.
+// A problem that can be read can be written again, and is either planned or refused.
 void check_problem(const std::string& bytes) {
   std::optional<ProductProblem> problem;
   if (!is_accepted([&] { problem = product_problem_from_bytes(bytes); })) return;

@@ -1,5 +1,5 @@
-// Choices read off the bytes of one input of a fuzzer. Bytes that have run out read as zeros, so every input says
-// something, and a short one says something simple.
+// Choices read from the bytes of one input of a fuzzer. Missing bytes read as zeros, so every input gives a case, and a
+// short input gives a simple one.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ class Input {
  public:
   Input(const uint8_t* data, size_t size) : at_(data), end_(data + size) {}
 
-  // low <= result <= high; takes only as many bytes as the range needs.
+  // low <= result <= high. Consumes only as many bytes as the range needs.
   int64_t between(int64_t low, int64_t high) {
     const uint64_t range = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
     uint64_t value = 0;

@@ -1,4 +1,4 @@
-"""Tests that need a GPU, run by tools/gpu_check; without one they are skipped."""
+"""Tests that need a GPU, run by tools/gpu_check. Without a GPU they are skipped."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def _no_host_sync() -> Iterator[None]:
 
 @pytest.fixture
 def no_host_sync() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A context in which torch raises wherever the host waits for the device."""
+    """A context in which torch raises if the host waits for the device."""
     return _no_host_sync

@@ -1,5 +1,5 @@
-"""What one of several ranks on one GPU does with whole models: attention over a cut sequence, weights that are gathered
-when they are used, many tensors at once. Started by test_models.py, over NCCL; on other devices: rank_device.py.
+"""Runs on each of several ranks that share a GPU, with models: attention over a sharded sequence, sharded weights, many
+tensors at once. test_models.py starts it over NCCL; rank_device.py lists other devices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Case(NamedTuple):
     is_causal: bool = False
     window: int | None = None
     documents: int = 1
-    tensor_mask: torch.dtype | None = None  # which hides all keys from some queries
+    tensor_mask: torch.dtype | None = None  # hides all keys from some queries
     depth: int = 64
     value_depth: int = 64
 
@@ -59,7 +59,7 @@ CASES = [
 def check_attention() -> None:
     """Checks each case by every method, in both layouts of the sequence."""
     world = dist.get_world_size()
-    length = 200 if world < 4 else 203  # multiples of 8, and uneven parts
+    length = 200 if world < 4 else 203  # parts of multiples of 8, and uneven parts
     for case, layout in itertools.product(CASES, ("contiguous", "zigzag")):
         check_attention_of(case, length, layout)
     if rank_device.IS_CUDA:
@@ -69,14 +69,14 @@ def check_attention() -> None:
 
 
 def check_attention_of(case: Case, length: int, layout: str) -> None:
-    """Errors of at most 2.5 times those of unsharded attention in the same dtype, plus a little; gradients too."""
+    """Errors are at most 2.5 times those of unsharded attention in the same dtype, plus a little. Gradients too."""
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(7)
     shapes = ((4, case.depth), (case.kv_heads, case.depth), (case.kv_heads, case.value_depth), (4, case.value_depth))
     whole = [torch.randn(2, n, length, d, generator=generator).to(DEVICE, case.dtype) for n, d in shapes]
     hidden = hidden_pairs(case, length, generator)
-    exact = whole_attention(whole, hidden, torch.float64)
-    usual = whole_attention(whole, hidden, case.dtype)
+    exact = unsharded_attention(whole, hidden, torch.float64)
+    usual = unsharded_attention(whole, hidden, case.dtype)
     places = torch.arange(length).chunk(world)[rank]
     if layout == "zigzag":
         places = torch.cat([torch.arange(a, b) for a, b in sw.placements.Pieces.zigzag(0, length, world).lists[rank]])
@@ -125,8 +125,8 @@ def hidden_pairs(case: Case, length: int, generator: torch.Generator) -> torch.T
     return hidden.to(DEVICE)
 
 
-def whole_attention(tensors: list[torch.Tensor], hidden: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The result and the gradients, by products of whole matrices; zeros for a query that sees nothing."""
+def unsharded_attention(tensors: list[torch.Tensor], hidden: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Returns the result and the gradients of unsharded attention; zeros for a query without visible keys."""
     q, k, v = (t.to(dtype, copy=True).requires_grad_() for t in tensors[:3])
     keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     blind = hidden.all(-1, keepdim=True)
@@ -135,7 +135,7 @@ def whole_attention(tensors: list[torch.Tensor], hidden: torch.Tensor, dtype: to
     return [out.detach(), *torch.autograd.grad(out, [q, k, v], tensors[3].to(dtype))]
 
 
-# ---- weights that are gathered when they are used
+# ---- sharded weights
 
 
 def make_model() -> torch.nn.Module:
@@ -145,7 +145,7 @@ def make_model() -> torch.nn.Module:
 
 
 def train(model: torch.nn.Module, step_alone: bool) -> list[float]:
-    """The sum over ranks of the losses of each step. Alone, a rank computes what all do."""
+    """Returns the mean of all ranks' losses for each step. With `step_alone`, this rank computes all of them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -201,7 +201,7 @@ def check_fully_shard() -> None:
 
 
 def check_many() -> None:
-    """From all ranks to the last ones and back, in small buckets."""
+    """Moves many tensors from all ranks to the second half of them and back, in small buckets."""
     rank, world = dist.get_rank(), dist.get_world_size()
     everywhere, last = sw.Mesh({"fsdp": world}), sw.Mesh({"tp": max(1, world // 2)}, tuple(range(world // 2, world)))
     shapes = [(33, 20), (7,), (128, 64), (5, 3, 2)]

@@ -1,7 +1,7 @@
-"""What one of several NCCL ranks on one GPU does: redistributes and products against the global tensors. Started by
-test_nccl.py, and by test_peers.py through arenas that peers copy from, on several GPUs where there are as many.
+"""Runs on each of several NCCL ranks on one GPU: compares redistributes and products with the global tensors.
+test_nccl.py starts it. test_peers.py starts it with arenas that peers copy from, on several GPUs if there are enough.
 
-NCCL refuses two ranks on one GPU, unless their NCCL_HOSTID differ (2.28: they then talk over sockets), or
+NCCL refuses two ranks on one GPU, unless their NCCL_HOSTID differ (2.28: they then communicate over sockets), or
 NCCL_MULTI_RANK_GPU_ENABLE=1 (2.30). On another device (rank_device.py) all but peers and flags runs too.
 """
 
@@ -24,14 +24,14 @@ PLACEMENTS = ("R", "S(0)", "S(1)", "P")
 
 
 def part(whole: torch.Tensor, layout: sw.Layout, rank: int) -> torch.Tensor:
-    """Cut from the global tensor; every contribution to a pending sum is the whole."""
+    """Returns a rank's part of the global tensor. Every contribution to a pending sum is the global tensor."""
     for dim, intervals in enumerate(layout.region(rank)):
         whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in intervals or [(0, 0)]], dim)
     return whole
 
 
 def check(mesh: sw.Mesh, src: tuple[str, ...], dst: tuple[str, ...], rank: int) -> None:
-    """Synchronous, asynchronous, and captured: the replay sees new input."""
+    """Checks a redistribute: synchronous, asynchronous, and captured, with replays that read new input."""
     before, after = (sw.Layout(mesh, SHAPE, list(p)) for p in (src, dst))
     sums = 1
     for placement, size in zip(src, mesh.shape, strict=True):
@@ -43,14 +43,14 @@ def check(mesh: sw.Mesh, src: tuple[str, ...], dst: tuple[str, ...], rank: int) 
     assert torch.equal(sw.redistribute_local(local, before, after, async_op=True) + 0, expected), name
     with rank_device.captured() as graph:
         result = sw.redistribute_local(local, before, after)
-    for turn in range(1, 4):
-        local.copy_(part(whole * turn, before, rank))
+    for step in range(1, 4):
+        local.copy_(part(whole * step, before, rank))
         graph.replay()
-        assert torch.equal(result, expected * turn), f"{name}, replay {turn}"
+        assert torch.equal(result, expected * step), f"{name}, replay {step}"
 
 
 def integers(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small enough that sums of products are exact; the same on all ranks."""
+    """Returns integers small enough that sums of products are exact, and the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).float().to(DEVICE).to(dtype)
 
@@ -61,10 +61,10 @@ def share(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
-    """A gather and a reduce-scatter alongside products, even and uneven, by every method; gradients without scales."""
+    """Checks products with a gather or a reduce-scatter, even and uneven, by every method; gradients without scales."""
     k, n = 64, 64
     x, weight = integers((rows, k), 1, dtype), integers((k, n), 2, dtype)
-    turned = weight.t().contiguous().t()
+    transposed = weight.t().contiguous().t()
     row_scales = 2.0 ** (torch.arange(rows, device=DEVICE) % 3 - 1).view(-1, 1)
     column_scales = 2.0 ** (torch.arange(n, device=DEVICE) % 2).view(1, -1)
     one = torch.tensor(0.5, device=DEVICE)
@@ -73,7 +73,7 @@ def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
     out_dtype = dtype
     if by is not None and w_by is not None:
         expected, out_dtype = expected * by * w_by, torch.bfloat16
-    for method, given in itertools.product(("serial", "ring", "collective"), (weight, turned)):
+    for method, given in itertools.product(("serial", "ring", "collective"), (weight, transposed)):
         where = f"{dtype}, {rows} rows, scales {scales}, {method}"
         how: dict = {"size": rows, "columns": n, "method": method}
         mine, ours = share(x, 0), share(given.t(), 0).t()
@@ -95,8 +95,8 @@ def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
 
 
 def check_flags() -> None:
-    """One product that waits for its chunks. It has so few tiles that copies which are kernels find a multiprocessor,
-    too, where ranks share a GPU."""
+    """Checks products that wait for the flags of their chunks. With few tiles, even copies by kernels
+    get a multiprocessor if ranks share a GPU."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if torch.cuda.get_device_capability() != (9, 0):
         return
@@ -127,13 +127,13 @@ def main() -> None:
     shapes = {1: [(1,)], 2: [(2,)], 4: [(2, 2), (4,)]}[world]
     for sizes in shapes:
         mesh = sw.Mesh({f"m{d}": size for d, size in enumerate(sizes)})
-        # Slots of 256 bytes and more: parts go in several rounds.
+        # Slots of at least 256 bytes, so parts are sent in several rounds.
         sw.prepare(mesh, peer_arena_bytes=512 * world if peers else None, peer_min_bytes=0)
         for src in itertools.product(PLACEMENTS, repeat=len(sizes)):
             for dst in itertools.product(PLACEMENTS[:-1], repeat=len(sizes)):
                 if src != dst:
                     check(mesh, src, dst, rank)
-    if world > 2 and rank in (0, world - 1):  # the others are not asked, though the default group is bound to a device
+    if world > 2 and rank in (0, world - 1):  # the others do not take part, though the default group is bound
         group = groups.find_or_make([0, world - 1])
         total = torch.ones(1, device=DEVICE)
         dist.all_reduce(total, group=group)

@@ -1,4 +1,4 @@
-"""The device of the ranks of nccl_ranks.py and model_ranks.py, and what the scripts need of it.
+"""The device of the ranks of nccl_ranks.py and model_ranks.py, and helpers for these scripts.
 
 SHARDWRIGHT_RANKS_DEVICE is "cuda" by default, over NCCL. With "asyncdev", the device of tests/async_device, over
 process groups with NCCL's rules, the scripts run where there is no GPU: CI does so. With "cpu", models run over Gloo.
@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 DEVICE = os.environ.get("SHARDWRIGHT_RANKS_DEVICE", "cuda")
 IS_CUDA = DEVICE == "cuda"
-# After this time a rank prints the stacks of its threads and ends, so that a hang is explained.
+# After this time a rank prints the stacks of its threads and exits, so that a hang is explained.
 LIMIT_SECONDS = float(os.environ.get("SHARDWRIGHT_RANKS_SECONDS", "100"))
 
 
 def begin(one_gpu_each: bool = False) -> torch.device:
-    """Makes the default process group; returns this rank's device."""
+    """Makes the default process group, and returns this rank's device."""
     faulthandler.dump_traceback_later(LIMIT_SECONDS, exit=True)
     timeout = timedelta(seconds=min(60.0, LIMIT_SECONDS))
     if DEVICE == "cpu":
@@ -53,7 +53,7 @@ def synchronize() -> None:
 
 @contextlib.contextmanager
 def captured() -> Iterator[Any]:
-    """Captures what the block gives to the current stream; yields the graph, whose ``replay()`` does it."""
+    """Captures the block's work on the current stream. Yields the graph, whose ``replay()`` runs it."""
     synchronize()
     if IS_CUDA:
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""The packing kernel against as_strided on CPU: any boxes, any number of them, captured and replayed."""
+"""Compares the packing kernel with as_strided on CPU: any boxes, any number of them, captured and replayed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 def _boxes(generator: random.Random, count: int) -> tuple[Boxes, int, int]:
-    """Boxes of a row-major array, packed with gaps; the elements of both sides."""
+    """Returns boxes of a row-major array, packed with gaps, and the number of elements of both sides."""
     shape = [generator.randint(1, 9) for _ in range(generator.randint(0, 5))]
     strides = [1] * len(shape)
     for d in range(len(shape) - 1, 0, -1):
@@ -51,13 +51,13 @@ def _source(count: int, item: int, shift: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("item", list(DTYPES))
 def test_random_boxes(item: int) -> None:
     generator = random.Random(item)
-    for turn in range(200):
+    for trial in range(200):
         boxes, src_count, dst_count = _boxes(generator, generator.choice([1, 3, 16, 17, 144, 145, 400]))
-        src = _source(src_count, item, turn % 3)
+        src = _source(src_count, item, trial % 3)
         dst = torch.zeros(dst_count * item, dtype=torch.uint8, device="cuda").view(DTYPES[item])
         expected = _expected(boxes, src, dst)
         _runtime.StridedCopy(boxes, item).run(src, dst)
-        assert torch.equal(dst.cpu().view(torch.uint8), expected.view(torch.uint8)), f"turn {turn}"
+        assert torch.equal(dst.cpu().view(torch.uint8), expected.view(torch.uint8)), f"trial {trial}"
 
 
 @pytest.mark.parametrize("count", [1, 100, 1000, 100_000])
@@ -68,7 +68,7 @@ def test_many_boxes(count: int) -> None:
     assert torch.equal(dst.view(-1, 8), src.view(-1, 16)[:, :8])
 
 
-def test_more_than_2_to_31_words() -> None:
+def test_copies_of_more_than_2_to_31_words() -> None:
     if torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("takes 9 GiB")
     rows, columns = (1 << 20) + 3, 2051
@@ -80,8 +80,8 @@ def test_more_than_2_to_31_words() -> None:
 
 
 @pytest.mark.parametrize("count", [4, 100, 400])
-def test_replayed(count: int) -> None:
-    """1,000 replays with inputs that change; a table of many boxes is there before the capture."""
+def test_graph_replays_read_new_inputs(count: int) -> None:
+    """1,000 replays with changing inputs. Tables of many boxes are uploaded before the capture."""
     boxes = [(16 * b, 8 * b, [2, 4], [8, 1], [4, 1]) for b in range(count)]
     copy = _runtime.StridedCopy(boxes, 4)
     src, dst = torch.zeros(16 * count, device="cuda"), torch.zeros(8 * count, device="cuda")
@@ -90,15 +90,15 @@ def test_replayed(count: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         copy.run(src, dst)
-    for turn in range(1000):
-        src.copy_(torch.arange(16 * count, device="cuda") + turn)
+    for trial in range(1000):
+        src.copy_(torch.arange(16 * count, device="cuda") + trial)
         graph.replay()
-        assert torch.equal(dst.view(-1, 2, 4), src.view(-1, 2, 8)[:, :, :4]), f"replay {turn}"
+        assert torch.equal(dst.view(-1, 2, 4), src.view(-1, 2, 8)[:, :, :4]), f"replay {trial}"
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_capture_reads_a_table_that_outlives_the_copy(is_first: bool) -> None:
-    """Uploaded in the capture, or just before it; and freed memory is written over between replays."""
+def test_captured_table_outlives_the_copy(is_first: bool) -> None:
+    """The table is uploaded in the capture, or just before it. Freed memory is overwritten between replays."""
     count = 400
     boxes = [(16 * b, 8 * b, [8], [1], [1]) for b in range(count)]
     copy = _runtime.StridedCopy(boxes, 4)
@@ -110,11 +110,11 @@ def test_a_capture_reads_a_table_that_outlives_the_copy(is_first: bool) -> None:
     with torch.cuda.graph(graph):
         copy.run(src, dst)
     del copy
-    for turn in range(10):
+    for trial in range(10):
         torch.full((1 << 20,), 0xCB, dtype=torch.uint8, device="cuda")
-        src.copy_(torch.arange(16 * count, device="cuda") + turn)
+        src.copy_(torch.arange(16 * count, device="cuda") + trial)
         graph.replay()
-        assert torch.equal(dst.view(-1, 8), src.view(-1, 16)[:, :8]), f"replay {turn}"
+        assert torch.equal(dst.view(-1, 8), src.view(-1, 16)[:, :8]), f"replay {trial}"
 
 
 @pytest.mark.parametrize("count", [1, 100, 400])

@@ -1,4 +1,4 @@
-"""Tokens to experts on a GPU: index arithmetic and rows as on the CPU, without a wait of the host; a graph of it."""
+"""Tokens to experts on a GPU: indices and rows as on the CPU, without host synchronization, and captured in a graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NoHostSync = Callable[[], AbstractContextManager[None]]
 
 
 @pytest.mark.parametrize("placement", routing.PLACEMENTS)
-def test_index_arithmetic(no_host_sync: NoHostSync, placement: str) -> None:
+def test_index_arithmetic_matches_cpu(no_host_sync: NoHostSync, placement: str) -> None:
     g = torch.Generator().manual_seed(3)
     held = _runtime.ExpertPlacement(12, routing.placement_of(placement, 12, WORLD, g))
     ids = torch.randint(-1, 12, (50, 3), generator=g)
@@ -38,7 +38,7 @@ def test_index_arithmetic(no_host_sync: NoHostSync, placement: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_rows(no_host_sync: NoHostSync, dtype: torch.dtype) -> None:
+def test_row_kernels_match_cpu(no_host_sync: NoHostSync, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(4)
     rows, others = (torch.randn(n, 33, generator=g).to(dtype) for n in (40, 25))
     table = torch.randint(-1, 40, (25, 3), generator=g)
@@ -68,7 +68,7 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_graph(one_rank: None) -> None:
+def test_graph_replays_route_new_tokens(one_rank: None) -> None:
     p = routing.problem(1, 2, dtype=torch.float32)
     x, ids, scores = (t.cuda() for t in (p.x[0], p.expert_ids[0], p.scores[0]))
     placement = [list(range(p.num_experts))]
@@ -82,9 +82,9 @@ def test_graph(one_rank: None) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = layer()
-    for turn in range(3):
-        ids.copy_((p.expert_ids[0] + turn).clamp_max(p.num_experts - 1))
-        scores.copy_(p.scores[0] * turn)
+    for step in range(3):
+        ids.copy_((p.expert_ids[0] + step).clamp_max(p.num_experts - 1))
+        scores.copy_(p.scores[0] * step)
         graph.replay()
         kept = (ids.cpu() >= 0).to(torch.float32) * scores.cpu()
         torch.testing.assert_close(out.cpu(), torch.sin(p.x[0]) * kept.sum(1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Products on buffers on the GPU: any strides, batches, sums and biases, 8-bit floats, against products in float64."""
+"""Compares products of buffers on the GPU with float64: any strides, batches, sums and biases, 8-bit floats."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import shardwright as sw
 from shardwright._native import _runtime
 
 Place = tuple[int, int, int]
-# How a matrix lies in its buffer. "slice" and "column slice" are parts of larger ones, by rows and by columns; "apart"
-# has no stride of 1; in "between" the matrices of a batch take turns, row by row.
+# Memory formats of a matrix in its buffer. "slice" and "column slice" are parts of larger ones, by rows and by columns;
+# "apart" has no stride of 1; "between" interleaves the rows of the matrices of a batch.
 KINDS = ["rows", "columns", "slice", "column slice", "apart", "between"]
 SIZES = [(33, 40, 24), (64, 128, 96), (1, 40, 24), (33, 1, 24), (5, 7, 1), (1, 1, 1)]
 MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
@@ -28,7 +28,7 @@ def _sms() -> int:
 
 
 def _place(kind: str, rows: int, columns: int, count: int, offset: int) -> tuple[Place, int, int]:
-    """Its place, the batch stride, and the elements of a buffer with some to spare."""
+    """Returns a matrix's place, its batch stride, and the elements of its buffer, with some to spare."""
     row, column, batch = {
         "rows": (columns, 1, rows * columns),
         "columns": (1, rows, rows * columns),
@@ -45,12 +45,12 @@ def _view(buffer: torch.Tensor, place: Place, batch: int, count: int, rows: int,
 
 
 def _integers(count: int, dtype: torch.dtype, low: int = -2, high: int = 3) -> torch.Tensor:
-    """Small enough that every sum of products is exact, also in TF32."""
+    """Returns integers small enough that every sum of products is exact, also in TF32."""
     return torch.randint(low, high, (count,), dtype=torch.float64, device="cuda").to(dtype)
 
 
 class Case:
-    """A product with its buffers, and what all of dst holds afterwards, by float64."""
+    """A product with its buffers, and the expected contents of dst, computed in float64."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Case:
         self.gemm.multiply(self.lhs, self.rhs, self.dst, self.bias, sms_left)
 
     def run_on_normals(self, sms_left: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result and the product in float64."""
+        """Returns the result for normal numbers, and the product in float64."""
         self.lhs.normal_()
         self.rhs.normal_()
         self.run(sms_left)
@@ -115,7 +115,7 @@ def _kernels(case: Case) -> list[str]:
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("to", KINDS)
-def test_strides(to: str, count: int) -> None:
+def test_products_of_any_strides(to: str, count: int) -> None:
     torch.manual_seed(0)
     for sizes, lhs, rhs, accumulates in itertools.product(SIZES, KINDS, KINDS, (False, True)):
         Case(sizes, (lhs, rhs, to), count, accumulates=accumulates).check()
@@ -123,7 +123,7 @@ def test_strides(to: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("dtypes", MIXED + SAME, ids=str)
-def test_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_products_of_all_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     torch.manual_seed(1)
     layouts = itertools.product(("rows", "columns"), ("rows", "columns"), ("rows", "columns", "slice"))
     for kinds, count, accumulates in itertools.product(layouts, (1, 4), (False, True)):
@@ -132,16 +132,16 @@ def test_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
 
 
 @pytest.mark.parametrize("offset", range(9))
-def test_alignments(offset: int) -> None:
-    """One algorithm after the other for the same shape, by where the matrices begin."""
+def test_products_at_any_alignment(offset: int) -> None:
+    """The alignment of the matrices decides which algorithms may run for one shape."""
     torch.manual_seed(2)
     for dtypes, kinds in itertools.product(MIXED + SAME, (("rows", "rows", "rows"), ("rows", "columns", "slice"))):
         Case((64, 64, 64), kinds, 2, dtypes, accumulates=True, offset=offset).check()
 
 
 @pytest.mark.parametrize("place", [(1, 0, 1), (0, 1, 0), (2, 0, 0), (1, 40, 1), (0, 0, 2)], ids=str)
-def test_bias(place: Place) -> None:
-    """Along columns, along rows, of one element, a whole matrix, and of every other element; for every product."""
+def test_bias_of_any_strides(place: Place) -> None:
+    """A bias along columns, along rows, of one element, of a full matrix, and of every other element."""
     torch.manual_seed(3)
     for to, count, dtypes in itertools.product(KINDS, (1, 3), MIXED + SAME):
         for sms_left in (0, 16):
@@ -150,7 +150,7 @@ def test_bias(place: Place) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sums_are_not_rounded_in_between(dtype: torch.dtype) -> None:
-    """Above 2048 not every integer is a float16, above 256 not every one is a bfloat16. Long enough to be split."""
+    """Not every integer above 2048 is a float16, nor above 256 a bfloat16. Sums are long enough to be split."""
     torch.manual_seed(4)
     for accumulates, kinds in itertools.product(
         (False, True), (("rows", "columns", "slice"), ("columns", "rows", "rows"))
@@ -161,8 +161,8 @@ def test_sums_are_not_rounded_in_between(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 7, 4), (5, 0, 4), (5, 7, 0), (0, 0, 0)], ids=str)
-def test_nothing_to_multiply(sizes: tuple[int, int, int]) -> None:
-    """If k is 0, the result is 0, the bias, or what was there before."""
+def test_empty_products(sizes: tuple[int, int, int]) -> None:
+    """If k is 0, the result is 0, the bias, or the previous contents."""
     torch.manual_seed(5)
     for to, count, dtypes in itertools.product(KINDS, (1, 3), MIXED + SAME):
         Case(sizes, ("rows", "columns", to), count, dtypes).check()
@@ -171,8 +171,8 @@ def test_nothing_to_multiply(sizes: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtypes", MIXED + SAME, ids=str)
-def test_large_products_of_any_numbers(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """Within the rounding of the result, and of sums of 2000 products; a bfloat16 in between would be 100 times off."""
+def test_large_products_stay_within_rounding(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Errors are within the rounding of the result and of 2000 summands. A bfloat16 partial sum exceeds it 100-fold."""
     torch.manual_seed(6)
     allowed = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-16, torch.float64: 2.0**-44}
     for sms_left in (0, _sms() // 2):
@@ -182,12 +182,12 @@ def test_large_products_of_any_numbers(dtypes: tuple[torch.dtype, torch.dtype]) 
 
 
 @pytest.mark.parametrize("dtypes", [*MIXED, (torch.bfloat16, torch.bfloat16)], ids=str)
-def test_a_batch_is_one_launch(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """And a reduction, where the sum is split."""
+def test_batch_is_one_launch(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """One launch, and a reduction if the sum is split."""
     for accumulates, bias in ((False, None), (True, None), (False, (0, 0, 1))):
         case = Case((256, 256, 256), ("rows", "columns", "between"), 16, dtypes, accumulates, bias)
         kernels = [name for name in _kernels(case) if "Memset" not in name]
-        # Of 16-bit floats into float32, the bias is turned into float32 first.
+        # From 16-bit floats into float32, the bias is converted to float32 first.
         assert len(kernels) <= (3 if bias and dtypes[0] != dtypes[1] else 2), kernels
 
 
@@ -198,7 +198,7 @@ def test_accumulating_in_place_copies_nothing() -> None:
 
 
 def test_streams_do_not_share_a_workspace() -> None:
-    """Long sums of small results are split, and their parts meet in a workspace."""
+    """Long sums of small results are split, and their parts are added in a workspace."""
     torch.manual_seed(7)
     streams = [torch.cuda.Stream() for _ in range(4)]
     cases = [Case((64, 64, 65536), ("rows", "columns", "rows"), low=0) for _ in streams]
@@ -213,7 +213,7 @@ def test_streams_do_not_share_a_workspace() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_replayed(count: int) -> None:
+def test_graph_replays_read_new_inputs(count: int) -> None:
     """Replays with changing inputs, while the stream that captured the graph multiplies too."""
     torch.manual_seed(8)
     sizes = (64, 64, 16384)
@@ -227,12 +227,12 @@ def test_replayed(count: int) -> None:
     with torch.cuda.graph(graph, stream=stream):
         case.run()
     result = case.views[2]
-    for turn in range(100):
+    for step in range(100):
         case.lhs.neg_()
         graph.replay()
         with torch.cuda.stream(stream):
             other.run()
-        assert torch.equal(result(case.dst).double(), result(case.expected) * (-1) ** (turn + 1)), f"replay {turn}"
+        assert torch.equal(result(case.dst).double(), result(case.expected) * (-1) ** (step + 1)), f"replay {step}"
     torch.cuda.synchronize()
     assert torch.equal(other.dst.double(), other.expected)
 
@@ -246,7 +246,7 @@ def test_no_host_sync(no_host_sync: Callable[[], AbstractContextManager[None]], 
             case.run(16)
 
 
-def test_tf32_is_as_torch_is_told() -> None:
+def test_tf32_follows_the_setting_of_torch() -> None:
     torch.manual_seed(9)
     errors = []
     before = torch.backends.cuda.matmul.allow_tf32
@@ -261,7 +261,7 @@ def test_tf32_is_as_torch_is_told() -> None:
     assert errors[0] < 1e-3 < errors[1] and errors[2] < 1e-3, errors
 
 
-def test_waves() -> None:
+def test_waves_grow_with_rows_and_reserved_processors() -> None:
     def waves(m: int, count: int = 1, sms_left: int = 0, k: int = 1024) -> float:
         sizes, strides = (m, 4096, k), (m * k, 4096 * k, m * 4096)
         gemm = _runtime.Gemm(sizes, (0, k, 1), (0, 1, k), (0, 4096, 1), count, strides)
@@ -270,7 +270,7 @@ def test_waves() -> None:
         return found
 
     assert 0 < waves(128) < waves(16384)
-    assert waves(4096) == waves(4096, count=8)  # cuBLASLt counts those of one matrix
+    assert waves(4096) == waves(4096, count=8)  # cuBLASLt counts the waves of one matrix
     assert waves(8192, sms_left=_sms() // 2) >= waves(8192)
     gemm = _runtime.Gemm((64, 64, 0), (0, 1, 1), (0, 64, 1), (0, 64, 1))
     assert gemm.waves(torch.empty(0), torch.empty(0, device="cuda")) is None
@@ -282,8 +282,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 @pytest.mark.parametrize("by_row", [False, True], ids=["by tensor", "by row"])
 @pytest.mark.parametrize("operands", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)], ids=str)
 @pytest.mark.parametrize("result", [torch.bfloat16, torch.float32], ids=str)
-def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], by_row: bool) -> None:
-    """Operands are small integers and scales powers of two, so that what is summed is exact."""
+def test_scaled_products(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], by_row: bool) -> None:
+    """Operands are small integers and scales are powers of two, so that sums are exact."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9) or (by_row and capability != (9, 0)):
         pytest.skip(f"not with compute capability {capability}")
@@ -306,7 +306,7 @@ def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], 
         torch.testing.assert_close(dst, expected.to(result), rtol=2.0**-7 if result == torch.bfloat16 else 0, atol=0)
 
 
-def test_scaled_batch() -> None:
+def test_scaled_products_of_a_batch() -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no 8-bit floats")
     torch.manual_seed(11)
@@ -318,8 +318,8 @@ def test_scaled_batch() -> None:
     assert torch.equal(dst.double().view(count, m, n), 2 * lhs.double().view(count, m, k) @ rhs.double().view(n, k).T)
 
 
-def test_scaled_by_casting() -> None:
-    """Operands that units for 8-bit floats do not support give right results too, and are counted."""
+def test_unsupported_scaled_products_fall_back_to_casting() -> None:
+    """Operands that hardware for 8-bit floats does not support give correct results too, and are counted."""
     torch.manual_seed(12)
     m, n, k = 32, 48, 24
     lhs, rhs = _integers(m * k, E4M3), _integers(n * k, E4M3)

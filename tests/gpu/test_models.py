@@ -1,5 +1,5 @@
-"""Attention, `sw.fully_shard` and `sw.redistribute_many` over NCCL: one rank, and several that share this GPU where
-this NCCL lets them."""
+"""Attention, `sw.fully_shard` and `sw.redistribute_many` over NCCL: one rank, and several that share this GPU if NCCL
+allows it."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ SCRIPT = Path(__file__).with_name("model_ranks.py")
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("task", ["attention", "fully_shard", "many"])
-def test_against_whole_tensors(task: str, world: int) -> None:
+def test_models_match_unsharded_tensors(task: str, world: int) -> None:
     test_nccl.check_on_one_gpu(task, world, SCRIPT)

@@ -1,4 +1,4 @@
-"""Redistributes and products over NCCL: one rank, and several that share this GPU where this NCCL lets them."""
+"""Redistributes and products over NCCL: one rank, and several that share this GPU if NCCL allows it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 SCRIPT = Path(__file__).with_name("nccl_ranks.py")
 LIMIT_SECONDS = 90
 REACH_SECONDS = 30
-GRACE_SECONDS = 10  # a rank that is at its limit says where it is, and ends
-# How several ranks get onto one GPU: by NCCL's version, see nccl_ranks.py.
+GRACE_SECONDS = 10  # a rank at its limit prints its position and exits
+# Settings that let several ranks share one GPU, depending on the version of NCCL; see nccl_ranks.py.
 WAYS = {"host ids": {"NCCL_HOSTID": "rank{rank}"}, "multi-rank": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}
 
 
@@ -28,7 +28,7 @@ def _free_port() -> int:
 
 
 def run(task: str, world: int, way: str, script: Path = SCRIPT, limit_seconds: float = LIMIT_SECONDS) -> str:
-    """Runs ranks to the end, on one GPU by a way, or without one; what the first failed one printed, or nothing."""
+    """Runs ranks to the end, and returns the output of the first failed one, or "". `way` lets them share a GPU."""
     deadline = time.monotonic() + limit_seconds + GRACE_SECONDS
     common = {
         **os.environ,
@@ -71,7 +71,7 @@ def way_that_works() -> tuple[str | None, str]:
 
 
 def check_on_one_gpu(task: str, world: int, script: Path = SCRIPT) -> None:
-    """Fails with what the first failed rank printed; skips where this NCCL takes one rank per GPU."""
+    """Fails with the output of the first failed rank. Skips if this NCCL allows only one rank per GPU."""
     way: str | None = "host ids"
     if world > 1:
         way, reason = way_that_works()
@@ -83,5 +83,5 @@ def check_on_one_gpu(task: str, world: int, script: Path = SCRIPT) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_against_the_global_tensors(world: int) -> None:
+def test_nccl_ranks_match_global_tensors(world: int) -> None:
     check_on_one_gpu("check", world)

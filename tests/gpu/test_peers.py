@@ -1,6 +1,6 @@
-"""Redistributes and products through arenas that peers copy from (`sw.prepare(peer_arena_bytes=...)`): a GPU for each
-rank where there are as many, else one that ranks share where NCCL and PyTorch let them. What they show is that results
-are right, and nothing about time: benchmarks/gpu_peers.py needs two GPUs."""
+"""Redistributes and products through arenas that peers copy from (`sw.prepare(peer_arena_bytes=...)`). Each rank has a
+GPU if there are enough; otherwise ranks share one if NCCL and PyTorch allow it. The tests check results, not time;
+benchmarks/gpu_peers.py measures time and needs two GPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_against_the_global_tensors(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_arenas_match_global_tensors(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     way: str | None = ""
     if torch.cuda.device_count() < world:
         way, reason = test_nccl.way_that_works()

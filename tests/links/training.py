@@ -1,15 +1,16 @@
-"""Trains a small model over links that lose, delay and fail: right results, or an error that says where it happened.
+"""Trains a small model over links that lose and delay frames, or fail. Results must be correct, or errors must name
+rank, plan, step and group.
 
     make test-links                                       # about five minutes
     make test-links ARGS="--short --only lossy cut"       # seconds
 
 A model of two layers is trained by tensor parallelism on ranks in network namespaces (tools/testnet; needs root and
 iproute2). After every few steps its weights are compared with those of the same training without any parallelism. The
-exit status is 1 if a scenario failed, 3 where there can be no links.
+exit status is 1 if a scenario failed, 3 if the machine does not allow links.
 
-    lossy       1% of all frames are lost, and all are held up by 1 ms, half a millisecond more or less
+    lossy       1% of all frames are lost, and all are delayed by 0.5 to 1.5 ms
     nodes       the same on two nodes of two ranks
-    interrupted the link of a node is down for a second, several times: training goes on where it was
+    interrupted the link of a node is down for a second, several times, and training continues each time
     cut         the link goes down for good: every rank raises within the timeout of its group, and its error names the
                 rank, the plan, the step and the group
 """
@@ -37,11 +38,11 @@ import shardwright as sw
 
 TESTNET = Path(__file__).resolve().parents[2] / "tools" / "testnet"
 
-ROWS, WIDTH, HIDDEN = 24, 20, 52  # HIDDEN and ROWS divide by four
+ROWS, WIDTH, HIDDEN = 24, 20, 52  # multiples of 4
 LEARNING_RATE = 0.05
 STEPS_BETWEEN_CHECKS = 10
 TIMEOUT_SECONDS = 5.0
-# Added to the timeout of one transfer: time to notice and to unwind, on a busy machine.
+# Added to the timeout of one transfer: time to detect the failure and unwind on a busy machine.
 SLACK_SECONDS = 25.0
 DOWN_SECONDS = 1.0
 
@@ -51,7 +52,7 @@ class Scenario(NamedTuple):
     steps: int
     short_steps: int
     down_at: tuple[int, ...] = ()  # steps at which a link goes down for a second
-    is_cut: bool = False  # at the middle step, for good
+    is_cut: bool = False  # at the middle step, permanently
 
 
 LOSSY = ["100mbit", "1ms", "--jitter", "500us", "--loss", "1%"]
@@ -87,12 +88,12 @@ def reference_step(model: list[torch.Tensor], step: int) -> None:
 
 
 def parallel_step(model: list[DTensor], mesh: DeviceMesh, step: int) -> float:
-    """Activations are cut in rows between the layers' products, and in columns between the layers."""
+    """Activations are sharded by rows between the layers' products, and by columns between the layers."""
     x, target = (distribute_tensor(part, mesh, [Shard(0)], src_data_rank=None) for part in batch(step))
     leaves = [weight.detach().requires_grad_() for weight in model]
     hidden = torch.relu(sw.linear(x, leaves[0], placements=[Shard(1)]))
     y = sw.linear(hidden, leaves[1], placements=[Shard(0)])
-    # The sum over this rank's rows; the redistribute adds up the sums of all ranks.
+    # The sum over this rank's rows; the redistribute adds the sums of all ranks.
     mine = ((y - target).to_local() ** 2).sum() / (ROWS * WIDTH)
     loss = DTensor.from_local(mine, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
     gradients = torch.autograd.grad(mine, leaves)
@@ -145,7 +146,7 @@ def train(scenario: Scenario, steps: int) -> None:
 
 
 def check_error(error: Exception, seconds: float) -> None:
-    """Raises SystemExit unless the error says where it happened, in time."""
+    """Raises SystemExit unless the error came in time and names rank, step, group and plan."""
     wanted = {
         "rank": rf"shardwright: rank {dist.get_rank()} failed",
         "step": r"step \d+ of \d+|the products",
@@ -159,9 +160,9 @@ def check_error(error: Exception, seconds: float) -> None:
         raise SystemExit(f"rank {dist.get_rank()}: raised after {seconds:.0f} s")
 
 
-def all_there() -> dict[str, Any]:
-    """Returns a store at which all ranks have arrived, because on a busy machine importing torch may take longer than
-    the timeout of a link that is cut."""
+def wait_for_all_ranks() -> dict[str, Any]:
+    """Waits until all ranks have started, and returns the arguments for their group. On a busy machine, importing torch
+    may take longer than the timeout in the scenario of a cut link."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*address, size, is_master=rank == 0, timeout=timedelta(seconds=120))
@@ -175,7 +176,7 @@ def run_rank(scenario: Scenario, steps: int) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
     timeout = TIMEOUT_SECONDS if scenario.is_cut else 120.0
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **all_there())
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout), **wait_for_all_ranks())
     begin = time.monotonic()
     try:
         with sw.enabled(strict=True):
@@ -194,7 +195,7 @@ def run_rank(scenario: Scenario, steps: int) -> None:
     dist.destroy_process_group()
 
 
-# ---- all of them
+# ---- all scenarios
 
 
 def run_scenario(name: str, is_short: bool) -> int:
