@@ -12,7 +12,7 @@
 
 #include "moves/plan.h"
 #include "planning/certificate.h"
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 #include "planning/plan_cache.h"
 #include "support/error.h"
 

@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "moves/describe.h"
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 #include "planning/plan_cache.h"
 #include "support/error.h"
 

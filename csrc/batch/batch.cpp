@@ -43,7 +43,7 @@ IndexMap map_of(const std::vector<int64_t>& words) {
 
 void Batch::check() const {
   check_argument(buckets >= 1, "buckets", "at least 1", buckets);
-  check_argument(first_turn >= 0, "first_turn", "at least 0", first_turn);
+  check_argument(first_sender >= 0, "first_sender", "at least 0", first_sender);
   for (size_t i = 0; i < destinations.size(); ++i) {
     check_user(destinations[i].partial_dims().empty(), "destination ", i,
                " must be a layout without pending reductions, got ", destinations[i]);
@@ -116,7 +116,7 @@ std::string Batch::to_bytes() const {
   Writer out(kKind);
   out.integer(bucket_bytes);
   out.integer(buckets);
-  out.integer(first_turn);
+  out.integer(first_sender);
   out.list(written_meshes, [&](const Mesh* mesh) { write(out, *mesh); });
   out.list(written, [&](const auto& one) {
     out.integer(one.first);
@@ -134,7 +134,7 @@ Batch Batch::from_bytes(std::string_view bytes) {
   Batch batch;
   batch.bucket_bytes = in.integer();
   batch.buckets = in.integer();
-  batch.first_turn = in.integer();
+  batch.first_sender = in.integer();
   const std::vector<MeshPtr> meshes = in.list([&] { return read_mesh(in); });
   const std::vector<Layout> layouts =
       in.list([&] { return read_layout(in, meshes.at(in.integer(0, static_cast<int64_t>(meshes.size()) - 1))); });
@@ -181,7 +181,7 @@ std::vector<uint64_t> Batch::digests() const {
     add(mesh->second);
     add(std::move(out).finish());
   };
-  add(concat(bucket_bytes, ",", buckets, ",", first_turn, ",", sources.size(), ",", destinations.size()));
+  add(concat(bucket_bytes, ",", buckets, ",", first_sender, ",", sources.size(), ",", destinations.size()));
   std::vector<uint64_t> digests{digest};
   for (const BatchItem& item : items) {
     add(concat(item.source, ",", item.destination, ",", item.map.to_string()));

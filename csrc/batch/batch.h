@@ -34,10 +34,10 @@ struct Batch {
   int64_t bucket_bytes = kDefaultBucketBytes;
   int64_t buckets = kDefaultBuckets;
   // Index of the first sender if candidate senders alternate. Consecutive batches vary it to balance the load.
-  int64_t first_turn = 0;
+  int64_t first_sender = 0;
 
   // Throws UserError that names the argument or the item's index: a destination with pending reductions, a map that
-  // contradicts the shapes, an unknown tensor, bucket_bytes below one element, buckets below 1, first_turn below 0.
+  // contradicts the shapes, an unknown tensor, bucket_bytes below one element, buckets below 1, first_sender below 0.
   void check() const;
 
   // The ranks of all meshes, ascending.

@@ -12,7 +12,7 @@
 #include "cost/lowering.h"
 #include "exchange/load.h"
 #include "planning/certified_plan.h"
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 #include "support/ceil_divide.h"
 #include "support/error.h"
 #include "support/text.h"
@@ -50,7 +50,7 @@ void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
 
 // Bytes that all receivers together need from each set of candidate senders.
 struct Wanted {
-  std::map<std::vector<Rank>, int64_t> of_holders;
+  std::map<std::vector<Rank>, int64_t> by_senders;
   bool is_all = true;  // false if some exchanges do not report their demand; these are left out
 };
 
@@ -62,8 +62,8 @@ Wanted wanted_of(const BatchPlan& plan) {
       wanted.is_all = false;
       continue;
     }
-    for (const auto& [holders, elements] : *of_kind) {
-      wanted.of_holders[holders] += elements * item_bytes(plan, kind) * kind.num_items;
+    for (const auto& [senders, elements] : *of_kind) {
+      wanted.by_senders[senders] += elements * item_bytes(plan, kind) * kind.num_items;
     }
   }
   return wanted;
@@ -72,7 +72,7 @@ Wanted wanted_of(const BatchPlan& plan) {
 // Computes the bound on sent bytes. Ranks that belong to the same sets of candidate senders form a team.
 void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
   const Wanted known = wanted_of(plan);
-  const std::map<std::vector<Rank>, int64_t>& wanted = known.of_holders;
+  const std::map<std::vector<Rank>, int64_t>& wanted = known.by_senders;
   const bool is_small = static_cast<int64_t>(wanted.size()) <= BatchCertificate::kMaxPools;
   certificate.sent_bound_is_exact = known.is_all && is_small;
   if (!known.is_all) {  // all source ranks send equal shares
@@ -84,18 +84,18 @@ void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
         ceil_divide(certificate.received_bytes_sum, std::max<int64_t>(static_cast<int64_t>(sources.size()), 1));
   }
   if (!is_small) {
-    for (const auto& [holders, bytes] : wanted) {
-      const int64_t of_each = ceil_divide(bytes, static_cast<int64_t>(holders.size()));
+    for (const auto& [senders, bytes] : wanted) {
+      const int64_t of_each = ceil_divide(bytes, static_cast<int64_t>(senders.size()));
       certificate.sent_bytes_bound = std::max(certificate.sent_bytes_bound, of_each);
     }
     return;
   }
   std::map<Rank, std::vector<int>> pools_of;
   SharedWork work;
-  for (const auto& [holders, bytes] : wanted) {
+  for (const auto& [senders, bytes] : wanted) {
     const auto pool = static_cast<int>(work.jobs.size());
     work.jobs.push_back({bytes, {pool}});
-    for (const Rank rank : holders) pools_of[rank].push_back(pool);
+    for (const Rank rank : senders) pools_of[rank].push_back(pool);
   }
   work.pools.resize(work.jobs.size());
   std::map<std::vector<int>, int> teams;
@@ -203,33 +203,32 @@ void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
 }
 
 // Costs of a reduction, each with the lowering for which it is highest.
-struct ReductionFigures {
+struct ReductionCosts {
   int64_t received_bytes = 0;  // by all ranks
   int64_t temporary_bytes = 0;
 };
 
-ReductionFigures figures_of(const BatchReduction& reduction) {
-  ReductionFigures figures;
+ReductionCosts costs_of(const BatchReduction& reduction) {
+  ReductionCosts costs;
   for (const Lowering& lowering : Lowering::all()) {
     PlanOptions options;
     options.lowering = lowering;
     const CertifiedPlan plan(make_plan_within(reduction.before, reduction.after, options, std::nullopt));
-    figures.received_bytes = std::max(figures.received_bytes, plan.traffic().received_bytes_sum);
-    figures.temporary_bytes =
-        std::max(figures.temporary_bytes, plan.peak_bytes() - reduction.after.largest_part_bytes());
+    costs.received_bytes = std::max(costs.received_bytes, plan.traffic().received_bytes_sum);
+    costs.temporary_bytes = std::max(costs.temporary_bytes, plan.peak_bytes() - reduction.after.largest_part_bytes());
   }
-  return figures;
+  return costs;
 }
 
 void count_reductions(const BatchPlan& plan, BatchCertificate& certificate) {
   LayoutNumbers layouts;
-  std::map<std::pair<int, int>, ReductionFigures> known;
+  std::map<std::pair<int, int>, ReductionCosts> known;
   std::map<int, int64_t> times;  // number of sources, by the number of their reduced layout
   std::map<int, const Layout*> reduced;
   for (const BatchReduction& one : plan.reductions()) {
     const int after = layouts.of(one.after);
     const auto [found, is_new] = known.try_emplace({layouts.of(one.before), after});
-    if (is_new) found->second = figures_of(one);
+    if (is_new) found->second = costs_of(one);
     certificate.reduction_bytes_sum += found->second.received_bytes;
     certificate.reducing_bytes_max = std::max(certificate.reducing_bytes_max, found->second.temporary_bytes);
     reduced[after] = &one.after;
@@ -278,7 +277,7 @@ std::string BatchCertificate::to_string() const {
                 bytes_text(received_bytes_sum), " by all; ", reductions == 0 ? "" : "once all is reduced, ",
                 "nothing can do with less. ", bytes_text(kept_bytes_sum), " stay on their ranks",
                 "\n  sent: ", bytes_text(sent_bytes_max), " by the worst rank, ",
-                sent_bound_is_exact ? "" : "at least ", bytes_text(sent_bytes_bound), " if only holders send",
+                sent_bound_is_exact ? "" : "at least ", bytes_text(sent_bytes_bound), " if only senders send",
                 "\n  rounds: ", rounds, ", at least ", rounds_bound, " with such buckets; messages: ", at_most,
                 messages_sum, ", ", at_most, messages_max, " to one rank", reduced,
                 "\n  extra memory: ", reductions == 0 ? "" : "at most ", bytes_text(memory_bytes), " on each rank, ",

@@ -7,8 +7,8 @@
 
 #include "batch/layout_numbers.h"
 #include "cost/cost.h"
-#include "moves/figures.h"
-#include "planning/fit.h"
+#include "moves/step_counts.h"
+#include "planning/memory_limit.h"
 
 namespace shardwright {
 namespace {
@@ -69,16 +69,15 @@ std::map<RankPair, LinkUse> uses_of(const BatchPlan& plan) {
 }
 
 // Returns the costs of a destination whose items have these kinds. Its rounds are not set.
-BatchForecast::OfDestination figures_of(const BatchPlan& plan, const std::vector<int>& kinds,
-                                        const Topology& topology) {
-  BatchForecast::OfDestination figures;
+BatchForecast::OfDestination costs_of(const BatchPlan& plan, const std::vector<int>& kinds, const Topology& topology) {
+  BatchForecast::OfDestination costs;
   std::map<Rank, int64_t> received;
   std::map<Rank, int64_t> receiving_ps;
   std::map<Rank, int64_t> sending_ps;
   for (const int k : kinds) {
     const Kind& kind = plan.kinds()[k];
     const int64_t bytes = plan.wire_dtype(kind.item).size_bytes();
-    figures.kept_bytes += kind.exchange->needed_by_all() * bytes;
+    costs.kept_bytes += kind.exchange->needed_by_all() * bytes;
     for (const ItemLoad& load : kind.loads) {
       const Rank rank = plan.ranks()[load.rank];
       for (const auto& [peer, elements] : kind.exchange->message_sizes(rank, Direction::kReceive)) {
@@ -91,14 +90,14 @@ BatchForecast::OfDestination figures_of(const BatchPlan& plan, const std::vector
     }
   }
   for (const auto& [rank, bytes] : received) {
-    figures.received_bytes += bytes;
-    figures.received_bytes_max = std::max(figures.received_bytes_max, bytes);
+    costs.received_bytes += bytes;
+    costs.received_bytes_max = std::max(costs.received_bytes_max, bytes);
   }
-  figures.kept_bytes -= figures.received_bytes;
+  costs.kept_bytes -= costs.received_bytes;
   for (const auto* times : {&receiving_ps, &sending_ps}) {
-    for (const auto& [rank, ps] : *times) figures.predicted_ps = std::max(figures.predicted_ps, ps);
+    for (const auto& [rank, ps] : *times) costs.predicted_ps = std::max(costs.predicted_ps, ps);
   }
-  return figures;
+  return costs;
 }
 
 void add_destinations(const BatchPlan& plan, const Topology& topology, BatchForecast& forecast) {
@@ -118,7 +117,7 @@ void add_destinations(const BatchPlan& plan, const Topology& topology, BatchFore
   std::map<std::vector<int>, BatchForecast::OfDestination> known;
   for (size_t d = 0; d < kinds.size(); ++d) {
     const auto [found, is_new] = known.try_emplace(kinds[d]);
-    if (is_new) found->second = figures_of(plan, kinds[d], topology);
+    if (is_new) found->second = costs_of(plan, kinds[d], topology);
     forecast.destinations.push_back(found->second);
     forecast.destinations.back().first_round = rounds[d].second < 0 ? -1 : rounds[d].first;
     forecast.destinations.back().last_round = rounds[d].second;

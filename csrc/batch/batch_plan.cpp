@@ -38,21 +38,21 @@ BatchPlan::Kind BatchPlan::make_kind(int item, ExchangePtr exchange) const {
 
 namespace {
 
-// Balances bytes over first senders. A turn is the number of a first sender. Sources on one mesh that replicate the
-// same mesh dims are balanced together, because a turn means the same replica for all of them.
-class Turns {
+// Balances bytes over first senders. A sender_group is the number of a first sender. Sources on one mesh that replicate
+// the same mesh dims are balanced together, because a sender_group means the same replica for all of them.
+class SenderRotation {
  public:
-  explicit Turns(int64_t first) : first_(first) {}
+  explicit SenderRotation(int64_t first) : first_(first) {}
 
-  // Returns the turn with the fewest bytes so far and adds `bytes` to it.
-  int64_t take(const Layout& src, int64_t turns, int64_t bytes) {
-    if (turns == 1) return 0;
-    std::vector<int64_t>& given = given_[{number_of(src.mesh()), src.replicated_dims().bits(), turns}];
-    given.resize(turns, 0);
-    int64_t least = first_ % turns;
-    for (int64_t i = 1; i < turns; ++i) {
-      const int64_t turn = (first_ + i) % turns;
-      if (given[turn] < given[least]) least = turn;
+  // Returns the sender_group with the fewest bytes so far and adds `bytes` to it.
+  int64_t take(const Layout& src, int64_t sender_groups, int64_t bytes) {
+    if (sender_groups == 1) return 0;
+    std::vector<int64_t>& given = given_[{number_of(src.mesh()), src.replicated_dims().bits(), sender_groups}];
+    given.resize(sender_groups, 0);
+    int64_t least = first_ % sender_groups;
+    for (int64_t i = 1; i < sender_groups; ++i) {
+      const int64_t sender_group = (first_ + i) % sender_groups;
+      if (given[sender_group] < given[least]) least = sender_group;
     }
     given[least] += bytes;
     return least;
@@ -74,16 +74,16 @@ class Turns {
 
 }  // namespace
 
-// Items with equal layouts and maps are a family. It has one kind for each turn that its items take.
+// Items with equal layouts and maps are a family. It has one kind for each sender_group that its items take.
 void BatchPlan::find_kinds() {
   struct Family {
     std::optional<ItemFamily> exchanges;
-    std::vector<int> kinds;  // by turn; -1 if not made yet
+    std::vector<int> kinds;  // by sender_group; -1 if not made yet
   };
   LayoutNumbers layouts;
   std::map<std::vector<int64_t>, int> maps;
   std::map<std::tuple<int, int, int>, Family> families;
-  Turns turns(batch_.first_turn);
+  SenderRotation sender_groups(batch_.first_sender);
   for (size_t i = 0; i < batch_.items.size(); ++i) {
     const BatchItem& item = batch_.items[i];
     const Layout& src = batch_.sources[item.source];
@@ -93,14 +93,14 @@ void BatchPlan::find_kinds() {
     Family& family = found->second;
     if (is_new) {
       family.exchanges.emplace(src, dst, item.map);
-      family.kinds.assign(family.exchanges->turns(), -1);
+      family.kinds.assign(family.exchanges->sender_groups(), -1);
     }
     const int64_t bytes = item.map.num_elements() * wire_dtype(static_cast<int>(i)).size_bytes();
-    const int64_t turn = turns.take(src, std::ssize(family.kinds), bytes);
-    int& kind = family.kinds[turn];
+    const int64_t sender_group = sender_groups.take(src, std::ssize(family.kinds), bytes);
+    int& kind = family.kinds[sender_group];
     if (kind < 0) {
       kind = static_cast<int>(kinds_.size());
-      kinds_.push_back(make_kind(static_cast<int>(i), family.exchanges->exchange(turn)));
+      kinds_.push_back(make_kind(static_cast<int>(i), family.exchanges->exchange(sender_group)));
     }
     kind_of_item_.push_back(kind);
     ++kinds_[kind].num_items;

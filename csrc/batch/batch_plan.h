@@ -7,7 +7,7 @@
 //              elements that it holds are copied locally. The candidate senders of a part share its elements evenly.
 //              If a share would be below ItemFamily::kLeastShareBytes, one candidate sends a whole message instead, and
 //              the items alternate the first sender. Sources with replicas of one shape are balanced together, over all
-//              kinds: an item takes the first sender with the fewest bytes so far, beginning with Batch::first_turn.
+//              kinds: an item takes the first sender with the fewest bytes so far, beginning with Batch::first_sender.
 //   rounds     schedule.h assigns the items to rounds.
 //   programs   compile_batch.h makes the instructions of one rank, proportional to its own messages.
 //

@@ -47,17 +47,18 @@ std::optional<IndexMap> map_of_local_dims(const Layout& src, const Layout& dst, 
 
 ExchangePtr indexed_exchange(const Layout& src, const Layout& dst, const IndexMap& map) {
   const AxisGrids grids = axis_grids(src, dst, map);
-  const auto shared_by = [&](Sharing sharing) {
-    return std::make_shared<const IndexedExchange>(grids, wire_dtype(src, dst).size_bytes(), sharing);
+  const auto with_policy = [&](ReplicaPolicy policy) {
+    return std::make_shared<const IndexedExchange>(grids, wire_dtype(src, dst).size_bytes(), policy);
   };
-  ExchangePtr by_bytes = shared_by(Sharing::kBytes);
-  return by_bytes->worst().sent_bytes < ItemFamily::kLeastShareBytes ? shared_by(Sharing::kMessages) : by_bytes;
+  ExchangePtr by_bytes = with_policy(ReplicaPolicy::kEvenBytes);
+  return by_bytes->worst().sent_bytes < ItemFamily::kLeastShareBytes ? with_policy(ReplicaPolicy::kWholeMessages)
+                                                                     : by_bytes;
 }
 
-GridExchange grid_exchange_of(const Layout& src, const Layout& dst, const IndexMap& map, Sharing sharing,
-                              int64_t first_turn) {
+GridExchange grid_exchange_of(const Layout& src, const Layout& dst, const IndexMap& map, ReplicaPolicy policy,
+                              int64_t first_sender) {
   return GridExchange(Grid(src, map.src_windows()), Grid(dst, map.dst_windows()), wire_dtype(src, dst).size_bytes(),
-                      sharing, first_turn);
+                      policy, first_sender);
 }
 
 }  // namespace
@@ -67,21 +68,21 @@ ItemFamily::ItemFamily(const Layout& src, const Layout& dst, const IndexMap& map
   only_ = in_local_dims_ ? grid_exchange(*in_local_dims_) : indexed_exchange(src, dst, map);
 }
 
-// Returns null and sets turns_ and replicas_each_ if first senders alternate.
+// Returns null and sets sender_groups_ and replicas_each_ if first senders alternate.
 ExchangePtr ItemFamily::grid_exchange(const IndexMap& map) {
-  auto by_bytes = std::make_shared<const GridExchange>(grid_exchange_of(src_, dst_, map, Sharing::kBytes, 0));
+  auto by_bytes = std::make_shared<const GridExchange>(grid_exchange_of(src_, dst_, map, ReplicaPolicy::kEvenBytes, 0));
   const int64_t replicas = by_bytes->src().replicas();
-  const bool shares = by_bytes->longest_stretch() * wire_dtype(src_, dst_).size_bytes() >= kLeastShareBytes;
+  const bool shares = by_bytes->largest_quota() * wire_dtype(src_, dst_).size_bytes() >= kLeastShareBytes;
   if (shares || replicas == 1) return by_bytes;
-  turns_ = std::min(replicas, kMaxTurns);
-  replicas_each_ = replicas / turns_;
+  sender_groups_ = std::min(replicas, kMaxSenderGroups);
+  replicas_each_ = replicas / sender_groups_;
   return nullptr;
 }
 
-ExchangePtr ItemFamily::exchange(int64_t turn) const {
+ExchangePtr ItemFamily::exchange(int64_t sender_group) const {
   if (only_) return only_;
   return std::make_shared<const GridExchange>(
-      grid_exchange_of(src_, dst_, *in_local_dims_, Sharing::kMessages, turn * replicas_each_));
+      grid_exchange_of(src_, dst_, *in_local_dims_, ReplicaPolicy::kWholeMessages, sender_group * replicas_each_));
 }
 
 int64_t received_by_all(const Layout& src, const Layout& dst, const IndexMap& map) {

@@ -32,11 +32,11 @@ struct BatchPlanView {
 
 Batch batch_of(const std::vector<std::shared_ptr<Layout>>& sources,
                const std::vector<std::shared_ptr<Layout>>& destinations, const std::vector<ItemParts>& items,
-               const Typed<int64_t>& bucket_bytes, const Typed<int64_t>& buckets, const Typed<int64_t>& first_turn) {
+               const Typed<int64_t>& bucket_bytes, const Typed<int64_t>& buckets, const Typed<int64_t>& first_sender) {
   Batch batch;
   batch.bucket_bytes = integer(bucket_bytes, "bucket_bytes");
   batch.buckets = integer(buckets, "buckets");
-  batch.first_turn = integer(first_turn, "first_turn");
+  batch.first_sender = integer(first_sender, "first_sender");
   for (const auto& layout : sources) batch.sources.push_back(*layout);
   for (const auto& layout : destinations) batch.destinations.push_back(*layout);
   for (const auto& [source, destination, axes] : items) {
@@ -57,7 +57,7 @@ Batch batch_of(const std::vector<std::shared_ptr<Layout>>& sources,
 }
 
 void define_plan_of_batch(py::module_& m) {
-  const auto figure = [](int64_t BatchCertificate::* member) {
+  const auto value_of = [](int64_t BatchCertificate::* member) {
     return [member](const BatchPlanView& v) { return v.certificate.*member; };
   };
   using Certificate = BatchCertificate;
@@ -69,37 +69,36 @@ void define_plan_of_batch(py::module_& m) {
            }),
            py::arg("batch"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("ranks", [](const BatchPlanView& v) { return numbers(v.plan->ranks()); })
-      .def_property_readonly("num_items", figure(&Certificate::items))
-      .def_property_readonly("num_kinds", figure(&Certificate::kinds),
+      .def_property_readonly("num_items", value_of(&Certificate::items))
+      .def_property_readonly("num_kinds", value_of(&Certificate::kinds),
                              "Number of kinds of items. Items of one kind have equal layouts and maps.")
-      .def_property_readonly("received_bytes_max", figure(&Certificate::received_bytes_max),
+      .def_property_readonly("received_bytes_max", value_of(&Certificate::received_bytes_max),
                              "Bytes received by the rank that receives most. No plan can have fewer.")
-      .def_property_readonly("received_bytes_sum", figure(&Certificate::received_bytes_sum))
-      .def_property_readonly("kept_bytes_sum", figure(&Certificate::kept_bytes_sum),
-                             "Bytes that are copied locally.")
-      .def_property_readonly("sent_bytes_max", figure(&Certificate::sent_bytes_max))
-      .def_property_readonly("sent_bytes_bound", figure(&Certificate::sent_bytes_bound),
+      .def_property_readonly("received_bytes_sum", value_of(&Certificate::received_bytes_sum))
+      .def_property_readonly("kept_bytes_sum", value_of(&Certificate::kept_bytes_sum), "Bytes that are copied locally.")
+      .def_property_readonly("sent_bytes_max", value_of(&Certificate::sent_bytes_max))
+      .def_property_readonly("sent_bytes_bound", value_of(&Certificate::sent_bytes_bound),
                              "A lower bound on `sent_bytes_max` if only ranks that hold the data send it.")
       .def_property_readonly("sent_bound_is_exact",
                              [](const BatchPlanView& v) { return v.certificate.sent_bound_is_exact; })
-      .def_property_readonly("num_rounds", figure(&Certificate::rounds))
-      .def_property_readonly("rounds_bound", figure(&Certificate::rounds_bound))
-      .def_property_readonly("messages_max", figure(&Certificate::messages_max),
+      .def_property_readonly("num_rounds", value_of(&Certificate::rounds))
+      .def_property_readonly("rounds_bound", value_of(&Certificate::rounds_bound))
+      .def_property_readonly("messages_max", value_of(&Certificate::messages_max),
                              "Messages received by the rank that receives most.")
-      .def_property_readonly("messages_sum", figure(&Certificate::messages_sum))
+      .def_property_readonly("messages_sum", value_of(&Certificate::messages_sum))
       .def_property_readonly("messages_are_exact",
                              [](const BatchPlanView& v) { return v.certificate.messages_are_exact; })
-      .def_property_readonly("reductions", figure(&Certificate::reductions),
+      .def_property_readonly("reductions", value_of(&Certificate::reductions),
                              "Number of sources with pending reductions, which are reduced before anything is sent.")
-      .def_property_readonly("reduction_bytes_sum", figure(&Certificate::reduction_bytes_sum),
+      .def_property_readonly("reduction_bytes_sum", value_of(&Certificate::reduction_bytes_sum),
                              "Bytes received by all ranks for these reductions.")
-      .def_property_readonly("reduced_bytes_max", figure(&Certificate::reduced_bytes_max),
+      .def_property_readonly("reduced_bytes_max", value_of(&Certificate::reduced_bytes_max),
                              "Bytes of the reduced parts on the rank that holds most of them.")
-      .def_property_readonly("reducing_bytes_max", figure(&Certificate::reducing_bytes_max),
+      .def_property_readonly("reducing_bytes_max", value_of(&Certificate::reducing_bytes_max),
                              "Temporary bytes of the reduction that needs most, besides its result.")
-      .def_property_readonly("bucket_bytes", figure(&Certificate::bucket_bytes))
-      .def_property_readonly("buckets", figure(&Certificate::buckets))
-      .def_property_readonly("memory_bytes", figure(&Certificate::memory_bytes),
+      .def_property_readonly("bucket_bytes", value_of(&Certificate::bucket_bytes))
+      .def_property_readonly("buckets", value_of(&Certificate::buckets))
+      .def_property_readonly("memory_bytes", value_of(&Certificate::memory_bytes),
                              "Extra bytes of memory on each rank: buckets * bucket_bytes. With reductions, an upper "
                              "bound that includes them.")
       .def("to_json", [](const BatchPlanView& v) { return v.certificate.to_json(); })
@@ -118,7 +117,7 @@ void define_batch(py::module_& m) {
                     "Axes of None mean the full tensor.")
       .def(py::init(&batch_of), py::arg("sources"), py::arg("destinations"), py::arg("items"),
            py::arg("bucket_bytes") = Batch::kDefaultBucketBytes, py::arg("buckets") = Batch::kDefaultBuckets,
-           py::arg("first_turn") = 0)
+           py::arg("first_sender") = 0)
       .def_property_readonly("num_items", [](const Batch& batch) { return batch.items.size(); })
       .def("digests", &Batch::digests, py::call_guard<py::gil_scoped_release>(),
            "Returns a digest of the settings, then one for each item, which covers all before it.")

@@ -11,7 +11,7 @@
 #include "bindings/arguments.h"
 #include "bindings/runtime_parts.h"
 #include "moves/traffic.h"
-#include "runtime/borrow.h"
+#include "runtime/arena_view.h"
 #include "runtime/c10d/process_groups.h"
 #include "runtime/executor.h"
 #include "runtime/operators.h"
@@ -23,7 +23,7 @@ namespace {
 
 namespace py = pybind11;
 
-// The classes that Python sees. They exist because pybind11 has no holder for const objects.
+// The classes that Python sees. They exist because pybind11 has no sender for const objects.
 struct CompiledView {
   std::shared_ptr<const CompiledProgram> compiled;
 };
@@ -120,13 +120,13 @@ void define_memory_of_peers(py::module_& m) {
   m.def(
       "record_use", [](const at::Tensor& tensor, const c10::Stream& stream) { record_use(tensor, stream); },
       py::arg("tensor"), py::arg("stream"),
-      "Keeps the tensor's memory until a stream has finished with it; see csrc/runtime/borrow.h.");
-  m.def("borrow_memory", &borrow_memory, py::arg("tensor"), py::arg("arena"), py::arg("offset_bytes"),
+      "Keeps the tensor's memory until a stream has finished with it; see csrc/runtime/arena_view.h.");
+  m.def("view_arena", &view_arena, py::arg("tensor"), py::arg("arena"), py::arg("offset_bytes"),
         "Makes `tensor` and all its views use the memory of `arena` from `offset_bytes` on; see "
-        "csrc/runtime/borrow.h.");
-  m.def("give_back_memory", &give_back_memory, py::arg("tensor"), py::arg("when_read"),
+        "csrc/runtime/arena_view.h.");
+  m.def("release_memory", &release_memory, py::arg("tensor"), py::arg("when_read"),
         "Takes the memory of the arena away from `tensor`. An operator that reads the tensor or a view of it before "
-        "the next `borrow_memory` raises RuntimeError with the message `when_read`.");
+        "the next `view_arena` raises RuntimeError with the message `when_read`.");
   m.def("fingerprint_of", &fingerprint_of, py::arg("tensor"), py::call_guard<py::gil_scoped_release>(),
         "Returns a hash of a tensor's contents; see csrc/runtime/writes.h.");
 }
@@ -202,8 +202,7 @@ void define_executable(py::module_& m) {
       .def_property_readonly(
           "communications", &communications_of,
           "For each step that communicates: op, reduce op, mesh dims, group size, gather dim, shard dim.")
-      .def_property_readonly("group_names", &group_names_of,
-                             "Registered names of the process groups.")
+      .def_property_readonly("group_names", &group_names_of, "Registered names of the process groups.")
       .def_property_readonly("communicates", [](const ExecutableView& v) { return v.compiled().communicates(); })
       .def_property_readonly("received_bytes", [](const ExecutableView& v) { return v.compiled().received_bytes(); })
       .def_property_readonly("rank", [](const ExecutableView& v) { return number(v.compiled().rank()); })

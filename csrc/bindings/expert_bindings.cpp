@@ -96,10 +96,9 @@ void define_index_arithmetic(py::module_& m) {
         return longs_of(count_by_replica(span_of<int32_t>(codes), num_replicas));
       },
       py::arg("codes"), py::arg("num_replicas"), ReleaseGil());
-  m.def(
-      "drop_beyond", &left_by_capacity, py::arg("codes"), py::arg("taken"), py::arg("capacity"), ReleaseGil(),
-      "Drops tokens beyond the capacity. A replica that has `taken` some tokens already takes `capacity` in all. "
-      "Returns the codes, in which dropped ones are 0, and the number of dropped ones.");
+  m.def("drop_beyond", &left_by_capacity, py::arg("codes"), py::arg("taken"), py::arg("capacity"), ReleaseGil(),
+        "Drops tokens beyond the capacity. A replica that has `taken` some tokens already takes `capacity` in all. "
+        "Returns the codes, in which dropped ones are 0, and the number of dropped ones.");
   m.def("route_rows", &routes_of, py::arg("codes"), py::arg("target_of_replica"), py::arg("num_ranks"), ReleaseGil(),
         "Returns `send_rows` and `returns` of a `RowExchange`, and the numbers of rows and of codes for each rank. A "
         "target of -1 is no rank.");

@@ -166,8 +166,7 @@ void define_parts(LayoutClass& layout) {
   layout
       .def("check_blocks_are_whole", &check_blocks_are_whole, py::arg("dim"), py::arg("unit"),
            "Raises ValueError if a part of `dim`, an index into `flattened_shape`, begins or ends within a unit.")
-      .def_property_readonly("has_equal_parts", &Layout::has_equal_parts,
-                             "True if all ranks hold parts of one shape.")
+      .def_property_readonly("has_equal_parts", &Layout::has_equal_parts, "True if all ranks hold parts of one shape.")
       .def_property_readonly("has_pending", &has_pending, "True if a reduction is pending along some mesh dim.")
       .def("without_pending", &without_sums, "Returns this layout with R instead of pending reductions.")
       .def(

@@ -7,7 +7,7 @@
 #include "bindings/arguments.h"
 #include "bindings/views.h"
 #include "moves/describe.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "picture/picture.h"
 #include "planning/json.h"
@@ -29,11 +29,11 @@ struct StepView {
 };
 
 // Wraps a property that may take long to compute the first time. The GIL is released meanwhile.
-template <typename Figure>
-auto patiently(Figure figure) {
-  return [figure](const PlanView& p) {
+template <typename Value>
+auto patiently(Value value) {
+  return [value](const PlanView& p) {
     const py::gil_scoped_release release;
-    return figure(*p.certified);
+    return value(*p.certified);
   };
 }
 
@@ -59,7 +59,7 @@ void define_step(py::module_& m) {
       .def_property_readonly("predicted_us",
                              [](const StepView& s) { return static_cast<double>(s.predicted_ps) / 1e6; })
       .def_property_readonly(
-          "sharing", [](const StepView& s) { return sharing_name(s.step.sharing); },
+          "replica_policy", [](const StepView& s) { return replica_policy_name(s.step.policy); },
           "The way in which ranks with equal data share its sending. ``\"none\"``: each receiver reads from one of "
           "these ranks. ``\"messages\"``: they divide the messages. ``\"bytes\"``: they divide the elements, which "
           "splits some messages. ``\"nodes\"``: they serve their own nodes first and divide the rest.")
@@ -93,7 +93,7 @@ void define_ends_and_steps(PlanClass& plan) {
       .def_property_readonly(
           "certificate",
           [](const PlanView& p) {
-            const auto all = patiently([](const CertifiedPlan& plan) { return figures_of(plan.certificate()); })(p);
+            const auto all = patiently([](const CertifiedPlan& plan) { return bounded_values(plan.certificate()); })(p);
             py::typing::Dict<py::str, std::pair<int64_t, int64_t>> figures;
             for (const auto& [name, value, bound] : all) {
               figures[py::str(name)] = py::make_tuple(value, bound);
@@ -124,7 +124,7 @@ void define_ends_and_steps(PlanClass& plan) {
 }
 
 // Costs of the worst rank, and sums over all ranks.
-void define_figures(PlanClass& plan) {
+void define_values(PlanClass& plan) {
   plan.def_property_readonly("wire_bytes_max",
                              patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_max; }),
                              "Bytes received from other ranks over all steps, by the rank that receives most.")
@@ -164,7 +164,7 @@ void define_figures(PlanClass& plan) {
                              "True if no rank allocates more than `peak_bytes`; see `maxima_are_exact`.");
 }
 
-void define_figures_of_ranks(PlanClass& plan) {
+void define_values_of_ranks(PlanClass& plan) {
   plan.def_property_readonly(
           "predicted_us", [](const PlanView& p) { return static_cast<double>(predicted_picoseconds(p.plan())) / 1e6; },
           "The predicted time with the plan's topology, in microseconds.")
@@ -219,8 +219,8 @@ void define_plan(py::module_& m) {
   PlanClass plan(m, "Plan",
                  "The moves from one layout to another, and their costs. ``str(plan)`` is one line per move.");
   define_ends_and_steps(plan);
-  define_figures(plan);
-  define_figures_of_ranks(plan);
+  define_values(plan);
+  define_values_of_ranks(plan);
   define_forms(plan);
 }
 

@@ -69,9 +69,9 @@ void define_making(py::module_& m) {
          int64_t segments) {
         Plan plan{src, dst, Lowering::named(backend), parse_objective(objective), topology, named_groups_only, {}};
         plan.segments = {segments_dim, segments};
-        for (const auto& [op, mesh_dims, before, after, sharing, rounds, ordered, ranks_per_node] : steps) {
+        for (const auto& [op, mesh_dims, before, after, policy, rounds, ordered, ranks_per_node] : steps) {
           plan.steps.push_back({parse_step_op(op), mesh_dim_set(mesh_dims, before.mesh()), before, after,
-                                parse_sharing(sharing), rounds, ordered, ranks_per_node});
+                                parse_replica_policy(policy), rounds, ordered, ranks_per_node});
         }
         return view_of(from_bytes(to_bytes(plan)));  // from_bytes rejects steps that do not form a plan
       },

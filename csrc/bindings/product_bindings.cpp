@@ -101,7 +101,7 @@ py::typing::Dict<py::str, py::object> timeline_of(const Matmul& matmul, const Sc
                                                py::arg("gemm_ps") = timeline.gemm_ps);
 }
 
-void define_figures(py::class_<GemmModel>& model) {
+void define_values(py::class_<GemmModel>& model) {
   model.def_readonly("name", &GemmModel::name)
       .def_readonly("num_processors", &GemmModel::num_processors)
       .def_readonly("tile_rows", &GemmModel::tile_rows)
@@ -301,7 +301,7 @@ Raises:
           "__eq__", [](const GemmModel& a, const GemmModel& b) { return a == b; }, py::is_operator())
       .def("__hash__", [](const GemmModel& model) { return py::hash(py::str(model.name)); })
       .def("__repr__", [](const GemmModel& model) { return concat("GemmModel(", model.name, ")"); });
-  define_figures(model);
+  define_values(model);
 }
 
 void define_matmul(py::module_& m) {

@@ -14,7 +14,7 @@
 #include "runtime/c10d/process_groups.h"
 #include "runtime/executor.h"
 #include "runtime/gemm.h"
-#include "runtime/lanes.h"
+#include "runtime/issue_order.h"
 #include "runtime/local_ops.h"
 #include "runtime/open_groups.h"
 #include "runtime/operators.h"
@@ -40,9 +40,8 @@ bool nothing_watches(bool in_backward) {
 
 // Defines functions that report the active modes of the calling thread, and its number.
 void define_watching(py::module_& m) {
-  m.def(
-      "nothing_watches", &nothing_watches, py::arg("in_backward"),
-      "True if no mode, trace or transform is active on this thread, and no backward (unless `in_backward`).");
+  m.def("nothing_watches", &nothing_watches, py::arg("in_backward"),
+        "True if no mode, trace or transform is active on this thread, and no backward (unless `in_backward`).");
   m.def("thread_id", &at::RecordFunction::currentThreadId, "Returns autograd's number of this thread.");
   m.def(
       "thread_of_current_node",
@@ -155,7 +154,7 @@ void define_settings(py::module_& m) {
       "tensor cores, about 14 bits, instead of being added to float32 accumulators at intervals, which is faster on "
       "Hopper. The setting is per process and initially False, as in torch; if ranks differ, so may the bits of their "
       "results. Returns the previous setting. Raises ValueError for anything but a bool.");
-  m.def("note_changed_tables", &note_changed_tables,
+  m.def("invalidate_sized_plans", &invalidate_sized_plans,
         "Must be called after `tables.current` changes. Operators with sizes then plan again.");
   m.def("compare_ranks", &compare_ranks, py::arg("on"),
         "Makes operators check that all ranks run the same (`check_ranks`).");
@@ -170,7 +169,7 @@ void define_programs_under_way(py::module_& m) {
   m.def(
       "drain",
       [](const std::vector<std::string>& groups) {
-        for (const std::string& name : groups) lane_of(*group_named(name)).drain();
+        for (const std::string& name : groups) issue_order_of(*group_named(name)).drain();
       },
       py::arg("groups"), py::call_guard<py::gil_scoped_release>(),
       "Makes every program on CPU that uses one of these process groups start all its communications.");

@@ -179,7 +179,7 @@ void define_arena(py::class_<StepSchedule>& schedule) {
           "which it is done, and whether it is in chunks (all but the part not in chunks, within these uses).");
 }
 
-void define_figures(py::class_<StepSchedule>& schedule) {
+void define_values(py::class_<StepSchedule>& schedule) {
   schedule
       .def(
           "to_svg", [](const StepSchedule& s) { return to_svg(s); },
@@ -217,8 +217,7 @@ void define_figures(py::class_<StepSchedule>& schedule) {
 
 void define_step_schedule(py::module_& m) {
   py::class_<StepSchedule> schedule(
-      m, "StepSchedule",
-      "The gathers and releases of weights within a training step; see csrc/schedule/schedule.h.");
+      m, "StepSchedule", "The gathers and releases of weights within a training step; see csrc/schedule/schedule.h.");
   schedule.def(py::init(&schedule_of), py::arg("weights"), py::arg("uses"), py::kw_only(),
                py::arg("budget_bytes") = std::nullopt, py::arg("prefetch") = std::optional(ScheduleOptions{}.prefetch),
                py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
@@ -253,7 +252,7 @@ Raises:
     ValueError: the budget is too small (the message names one that suffices), or the arguments are invalid.)");
   define_lists(schedule);
   define_arena(schedule);
-  define_figures(schedule);
+  define_values(schedule);
   m.def(
       "overlapping_budget_bytes",
       [](const std::vector<WeightParts>& weights, const std::vector<UseParts>& uses, int64_t prefetch,

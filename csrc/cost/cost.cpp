@@ -19,17 +19,17 @@ int64_t saturating_product(int64_t a, int64_t b) { return held_below_ceiling(sta
 
 int64_t saturating_sum(int64_t a, int64_t b) { return std::min(a + b, kCeiling); }
 
-int64_t predicted_picoseconds(bool local, const StepFigures& figures, const Link& link, const Topology& topology) {
-  const int64_t copies = scaled(figures.touched_bytes, topology.memory_ps_per_kib);
+int64_t predicted_picoseconds(bool local, const StepCounts& counts, const Link& link, const Topology& topology) {
+  const int64_t copies = scaled(counts.touched_bytes, topology.memory_ps_per_kib);
   if (local) return copies;
-  int64_t wire = scaled(std::max(figures.received_bytes, figures.sent_bytes), link.ps_per_kib);
-  if (figures.by_link) {
-    wire = std::min(wire, saturating_sum(scaled(figures.by_link->inside, topology.inside.ps_per_kib),
-                                         scaled(figures.by_link->between, topology.between.ps_per_kib)));
+  int64_t wire = scaled(std::max(counts.received_bytes, counts.sent_bytes), link.ps_per_kib);
+  if (counts.by_link) {
+    wire = std::min(wire, saturating_sum(scaled(counts.by_link->inside, topology.inside.ps_per_kib),
+                                         scaled(counts.by_link->between, topology.between.ps_per_kib)));
   }
-  const int64_t messages = std::max(figures.messages, figures.sent_messages);
+  const int64_t messages = std::max(counts.messages, counts.sent_messages);
   const int64_t latency =
-      saturating_sum(figures.collectives * topology.step_ps, saturating_product(messages, link.message_ps));
+      saturating_sum(counts.collectives * topology.step_ps, saturating_product(messages, link.message_ps));
   return saturating_sum(saturating_sum(copies, wire), latency);
 }
 

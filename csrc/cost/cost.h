@@ -24,7 +24,7 @@ struct Traffic {
 };
 
 // Counts of one step. Each is a maximum over all ranks; the maxima may be of different ranks.
-struct StepFigures {
+struct StepCounts {
   int64_t received_bytes = 0;
   int64_t sent_bytes = 0;
   int64_t messages = 0;       // received
@@ -42,7 +42,7 @@ struct StepFigures {
 
 // Returns the predicted time of a step: collectives x step latency + max(messages received, sent) x message latency +
 // max(bytes received, sent) over the slowest link of the group + local copies. A local step only copies.
-int64_t predicted_picoseconds(bool local, const StepFigures& figures, const Link& link, const Topology& topology);
+int64_t predicted_picoseconds(bool local, const StepCounts& counts, const Link& link, const Topology& topology);
 
 // Saturating arithmetic. The ceiling is 2^60, so that the sums of a plan do not overflow. `scaled` returns picoseconds.
 int64_t scaled(int64_t bytes, int64_t ps_per_kib);

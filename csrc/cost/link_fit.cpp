@@ -17,19 +17,19 @@ constexpr double kOwnLinkGain = 0.25;  // reduction of the mean relative error t
 constexpr int kPasses = 20;
 constexpr double kSlack = 0.02;
 
-constexpr int kStep = 0, kMessage = 1, kByte = 2, kNumFigures = 3;
-using Figures = std::array<double, kNumFigures>;
+constexpr int kStep = 0, kMessage = 1, kByte = 2, kNumParameters = 3;
+using Parameters = std::array<double, kNumParameters>;
 
 // The equation of one point, divided by its measured time: the sum of coefficient x cost should be `target`.
 struct Equation {
-  Figures coefficients;
+  Parameters coefficients;
   double target;
   double weight = 1;
 
   // Returns the absolute residual.
-  double off(const Figures& figures) const {
+  double off(const Parameters& parameters) const {
     double sum = -target;
-    for (int i = 0; i < kNumFigures; ++i) sum += coefficients[i] * figures[i];
+    for (int i = 0; i < kNumParameters; ++i) sum += coefficients[i] * parameters[i];
     return std::abs(sum);
   }
 };
@@ -69,7 +69,7 @@ double byte_of(const std::vector<LinkPoint>& points) {
 
 // Solves for the chosen costs by weighted least squares; other costs are 0. Returns nullopt if the equations do not
 // determine the chosen costs.
-std::optional<Figures> least_squares(const std::vector<Equation>& equations, const std::vector<int>& chosen) {
+std::optional<Parameters> least_squares(const std::vector<Equation>& equations, const std::vector<int>& chosen) {
   // Normal equations with columns scaled to length 1, because the costs differ by many orders of magnitude.
   const size_t n = chosen.size();
   std::vector<double> scale(n, 0);
@@ -96,26 +96,26 @@ std::optional<Figures> least_squares(const std::vector<Equation>& equations, con
       for (size_t j = i; j <= n; ++j) rows[k][j] -= factor * rows[i][j];
     }
   }
-  Figures figures{};
-  for (size_t i = 0; i < n; ++i) figures[chosen[i]] = rows[i][n] / rows[i][i] * scale[i];
-  return figures;
+  Parameters parameters{};
+  for (size_t i = 0; i < n; ++i) parameters[chosen[i]] = rows[i][n] / rows[i][i] * scale[i];
+  return parameters;
 }
 
 // Tries every non-empty set of free costs (at most seven) and returns the best solution in which no cost is negative.
-Figures least_squares_without_negatives(const std::vector<Equation>& equations,
-                                        const std::array<bool, kNumFigures>& is_free) {
-  Figures best{};
+Parameters least_squares_without_negatives(const std::vector<Equation>& equations,
+                                           const std::array<bool, kNumParameters>& is_free) {
+  Parameters best{};
   double least = std::numeric_limits<double>::infinity();
-  for (unsigned set = 1; set < (1U << kNumFigures); ++set) {
+  for (unsigned set = 1; set < (1U << kNumParameters); ++set) {
     std::vector<int> chosen;
     bool is_allowed = true;
-    for (int i = 0; i < kNumFigures; ++i) {
+    for (int i = 0; i < kNumParameters; ++i) {
       if ((set >> i & 1U) == 0) continue;
       chosen.push_back(i);
       is_allowed = is_allowed && is_free[i];
     }
-    const std::optional<Figures> found = is_allowed ? least_squares(equations, chosen) : std::nullopt;
-    if (!found || std::any_of(found->begin(), found->end(), [](double figure) { return figure < 0; })) continue;
+    const std::optional<Parameters> found = is_allowed ? least_squares(equations, chosen) : std::nullopt;
+    if (!found || std::any_of(found->begin(), found->end(), [](double parameter) { return parameter < 0; })) continue;
     double squares = 0;
     for (const Equation& e : equations) squares += e.weight * e.off(*found) * e.off(*found);
     if (squares < least) {
@@ -144,13 +144,13 @@ LinkFit fit_link(const std::vector<LinkPoint>& points, std::optional<double> ste
     if (byte_seconds < p.seconds / 2) short_ones.push_back(equation);
   }
   std::vector<Equation>& equations = byte > 0 && !short_ones.empty() ? short_ones : all;
-  const std::array<bool, kNumFigures> is_free{!step, step || has_several_team_sizes, byte == 0};
-  Figures figures{};
+  const std::array<bool, kNumParameters> is_free{!step, step || has_several_team_sizes, byte == 0};
+  Parameters parameters{};
   for (int pass = 0; pass < kPasses; ++pass) {
-    figures = least_squares_without_negatives(equations, is_free);
-    for (Equation& e : equations) e.weight = 1 / std::max(e.off(figures), kSlack);
+    parameters = least_squares_without_negatives(equations, is_free);
+    for (Equation& e : equations) e.weight = 1 / std::max(e.off(parameters), kSlack);
   }
-  LinkFit fit{step.value_or(figures[kStep]), figures[kMessage], byte > 0 ? byte : figures[kByte]};
+  LinkFit fit{step.value_or(parameters[kStep]), parameters[kMessage], byte > 0 ? byte : parameters[kByte]};
   fit.error = mean_error(points, fit);
   return fit;
 }

@@ -8,8 +8,8 @@
 namespace shardwright {
 namespace {
 
-constexpr int64_t kMaxFigure = int64_t{1} << 40;  // about a second; sums of a few do not overflow
-constexpr int64_t kMicrosecond = 1'000'000;       // picoseconds
+constexpr int64_t kMaxValue = int64_t{1} << 40;  // about a second; sums of a few do not overflow
+constexpr int64_t kMicrosecond = 1'000'000;      // picoseconds
 
 // Returns the picoseconds per KiB at this many GB/s.
 constexpr int64_t per_kib(int64_t gigabytes_per_second) { return 1'024'000 / gigabytes_per_second; }
@@ -66,8 +66,8 @@ void Topology::check() const {
   check_utf8(name, "topology: name");
   for (const auto& [mesh_dim, link] : mesh_dims) check_utf8(mesh_dim, "topology: mesh dim");
   const auto check_one = [&](int64_t value, const auto&... field) {
-    check_user(value >= 0 && value <= kMaxFigure, "topology: ", field..., " of '", name, "' must be ",
-               InRange{0, kMaxFigure}, ", got ", value);
+    check_user(value >= 0 && value <= kMaxValue, "topology: ", field..., " of '", name, "' must be ",
+               InRange{0, kMaxValue}, ", got ", value);
   };
   const auto check_link = [&](const Link& link, const auto&... field) {
     check_one(link.message_ps, field..., ".message_ps");

@@ -49,13 +49,13 @@ AxisGrid grid_of(const Layout& layout, MeshDimSet kept, int flattened_dims) {
       const std::vector<int64_t> sizes(layout.shape().begin() + t, layout.shape().begin() + end);
       found->second = parts.size() == 1 ? std::move(parts[0]) : flattened(parts, sizes);
     }
-    for (auto& [slot, list] : lists) axis.lists.push_back(std::move(list));
+    for (auto& [shard, list] : lists) axis.lists.push_back(std::move(list));
     grid.axes.push_back(std::move(axis));
   }
   for (int64_t p = 0; p < layout.mesh().size(); ++p) {
-    std::vector<int64_t> slots;
-    for (const AxisGrid::Axis& axis : grid.axes) slots.push_back(layout.mesh().coordinate(p, axis.mesh_dims));
-    grid.slots.push_back(std::move(slots));
+    std::vector<int64_t> shards;
+    for (const AxisGrid::Axis& axis : grid.axes) shards.push_back(layout.mesh().coordinate(p, axis.mesh_dims));
+    grid.shards.push_back(std::move(shards));
   }
   return grid;
 }
@@ -76,7 +76,7 @@ AxisGrids axis_grids(const Layout& src, const Layout& dst) {
 
 Region AxisGrid::region(int64_t position, std::vector<IntervalList> Axis::* lists) const {
   Region region;
-  for (size_t i = 0; i < axes.size(); ++i) region.push_back((axes[i].*lists)[slots[position][i]]);
+  for (size_t i = 0; i < axes.size(); ++i) region.push_back((axes[i].*lists)[shards[position][i]]);
   return region;
 }
 
@@ -87,7 +87,7 @@ Region AxisGrid::local_region(int64_t position) const {
 
 std::vector<LocalAxis> AxisGrid::local_axes(int64_t position) const {
   std::vector<LocalAxis> local;
-  for (size_t i = 0; i < axes.size(); ++i) local.push_back(axes[i].local[slots[position][i]]);
+  for (size_t i = 0; i < axes.size(); ++i) local.push_back(axes[i].local[shards[position][i]]);
   return local;
 }
 

@@ -29,7 +29,7 @@ struct AxisGrid {
 
   MeshPtr mesh;
   std::vector<Axis> axes;
-  std::vector<std::vector<int64_t>> slots;  // axis shards by position and axis
+  std::vector<std::vector<int64_t>> shards;  // axis shards by position and axis
 
   // Returns the elements that may move of the part at a position, by axis.
   Region region(int64_t position) const { return region(position, &Axis::lists); }

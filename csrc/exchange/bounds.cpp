@@ -23,18 +23,18 @@ class Bounds {
  public:
   Bounds(const Layout& src, const Layout& dst)
       : src_layout_(src), dst_layout_(dst), src_(without_partials(src)), dst_(without_partials(dst)) {
-    for (int t = 0; t < src.ndim(); ++t) meetings_.emplace_back(src_.lists(t), dst_.lists(t));
+    for (int t = 0; t < src.ndim(); ++t) overlaps_.emplace_back(src_.lists(t), dst_.lists(t));
     const std::vector<Rank> from = src_.ranks();
     for (size_t p = 0; p < from.size(); ++p) {
       Place& place = places_[from[p]];
       place.src_position = static_cast<int64_t>(p);
-      place.src_part = src_.seat_at(place.src_position).part;
+      place.src_part = src_.part_replica_at(place.src_position).part;
     }
     const std::vector<Rank> to = dst_.ranks();
     for (size_t p = 0; p < to.size(); ++p) {
       Place& place = places_[to[p]];
       place.dst_position = static_cast<int64_t>(p);
-      place.dst_part = dst_.seat_at(place.dst_position).part;
+      place.dst_part = dst_.part_replica_at(place.dst_position).part;
       if (place.src_part == kNone) continue;
       if (shared(place.src_part, place.dst_part) > 0) own_[{place.src_part, place.dst_part}].push_back(&place);
     }
@@ -65,8 +65,8 @@ class Bounds {
 
   ExchangeBound with_pending() const {
     const int64_t contributions = src_layout_.mesh().group_size(src_layout_.partial_dims());
-    const int64_t holders = dst_layout_.mesh().group_size(dst_layout_.replicated_dims());
-    int64_t transfers = src_layout_.num_elements() * (contributions + holders - 1);
+    const int64_t replicas = dst_layout_.mesh().group_size(dst_layout_.replicated_dims());
+    int64_t transfers = src_layout_.num_elements() * (contributions + replicas - 1);
     for (const auto& [cell, ranks] : own_) {
       std::set<int64_t> pending;
       std::set<int64_t> replicas;
@@ -117,20 +117,20 @@ class Bounds {
   void out_of_nodes(int64_t ranks_per_node, ExchangeBound& bound) const {
     if (ranks_per_node <= 0 || num_cells() > ExchangeBound::kMaxCells) return;
     std::map<int64_t, int64_t> ranks;
-    std::vector<std::set<int64_t>> holders(src_.parts());  // nodes, by part
-    std::vector<std::set<int64_t>> needers(dst_.parts());
+    std::vector<std::set<int64_t>> senders(src_.parts());  // nodes, by part
+    std::vector<std::set<int64_t>> receivers(dst_.parts());
     for (const auto& [rank, place] : places_) {
       const int64_t node = number(rank) / ranks_per_node;
       ++ranks[node];
-      if (place.src_part != kNone) holders[place.src_part].insert(node);
-      if (place.dst_part != kNone) needers[place.dst_part].insert(node);
+      if (place.src_part != kNone) senders[place.src_part].insert(node);
+      if (place.dst_part != kNone) receivers[place.dst_part].insert(node);
     }
     std::map<int64_t, int64_t> leaving;
     for (int64_t part = 0; part < src_.parts(); ++part) {
-      if (holders[part].size() > 1) continue;
-      const int64_t node = *holders[part].begin();
-      for_each_met(part, [&](int64_t other, int64_t elements) {
-        const bool leaves = needers[other].size() > 1 || *needers[other].begin() != node;
+      if (senders[part].size() > 1) continue;
+      const int64_t node = *senders[part].begin();
+      for_each_overlap(part, [&](int64_t other, int64_t elements) {
+        const bool leaves = receivers[other].size() > 1 || *receivers[other].begin() != node;
         leaving[node] += leaves ? elements : 0;
       });
     }
@@ -151,27 +151,27 @@ class Bounds {
   using Cell = std::pair<int64_t, int64_t>;  // parts of source and destination
 
   int64_t shared(int64_t src_part, int64_t dst_part) const {
-    const std::span<const int64_t> from = src_.slots_of(src_part);
-    const std::span<const int64_t> to = dst_.slots_of(dst_part);
+    const std::span<const int64_t> from = src_.shards_of(src_part);
+    const std::span<const int64_t> to = dst_.shards_of(dst_part);
     int64_t elements = 1;
-    for (size_t t = 0; t < meetings_.size() && elements > 0; ++t) {
-      const SlotMeetings::Met* met = meetings_[t].between(from[t], to[t]);
+    for (size_t t = 0; t < overlaps_.size() && elements > 0; ++t) {
+      const ShardOverlaps::Overlap* met = overlaps_[t].between(from[t], to[t]);
       elements *= met == nullptr ? 0 : met->elements;
     }
     return elements;
   }
 
   int64_t size_of_dst(int64_t part) const {
-    const std::span<const int64_t> slots = dst_.slots_of(part);
+    const std::span<const int64_t> shards = dst_.shards_of(part);
     int64_t elements = 1;
-    for (size_t t = 0; t < meetings_.size(); ++t) elements *= length(dst_.lists(static_cast<int>(t))[slots[t]]);
+    for (size_t t = 0; t < overlaps_.size(); ++t) elements *= length(dst_.lists(static_cast<int>(t))[shards[t]]);
     return elements;
   }
 
   int64_t size_of_src(int64_t part) const {
-    const std::span<const int64_t> slots = src_.slots_of(part);
+    const std::span<const int64_t> shards = src_.shards_of(part);
     int64_t elements = 1;
-    for (size_t t = 0; t < meetings_.size(); ++t) elements *= length(src_.lists(static_cast<int>(t))[slots[t]]);
+    for (size_t t = 0; t < overlaps_.size(); ++t) elements *= length(src_.lists(static_cast<int>(t))[shards[t]]);
     return elements;
   }
 
@@ -199,25 +199,26 @@ class Bounds {
 
   // Calls visit(part of the destination, elements in common) for every part that overlaps a part of the source.
   template <typename Visit>
-  void for_each_met(int64_t src_part, const Visit& visit, std::vector<int64_t> slots = {}, int64_t elements = 1) const {
-    if (slots.size() == meetings_.size()) return visit(dst_.part_of(slots), elements);
-    const size_t t = slots.size();
-    slots.push_back(0);
-    for (const SlotMeetings::Met& met : meetings_[t].of_src(src_.slots_of(src_part)[t])) {
-      slots[t] = met.slot;
-      for_each_met(src_part, visit, slots, elements * met.elements);
+  void for_each_overlap(int64_t src_part, const Visit& visit, std::vector<int64_t> shards = {},
+                        int64_t elements = 1) const {
+    if (shards.size() == overlaps_.size()) return visit(dst_.part_of(shards), elements);
+    const size_t t = shards.size();
+    shards.push_back(0);
+    for (const ShardOverlaps::Overlap& met : overlaps_[t].of_src(src_.shards_of(src_part)[t])) {
+      shards[t] = met.shard;
+      for_each_overlap(src_part, visit, shards, elements * met.elements);
     }
   }
 
   int64_t num_cells() const {
     int64_t cells = 1;
-    for (size_t t = 0; t < meetings_.size(); ++t) {
-      int64_t meetings = 0;
-      const auto slots = static_cast<int64_t>(src_.lists(static_cast<int>(t)).size());
-      for (int64_t slot = 0; slot < slots; ++slot) {
-        meetings += static_cast<int64_t>(meetings_[t].of_src(slot).size());
+    for (size_t t = 0; t < overlaps_.size(); ++t) {
+      int64_t overlaps = 0;
+      const auto shards = static_cast<int64_t>(src_.lists(static_cast<int>(t)).size());
+      for (int64_t shard = 0; shard < shards; ++shard) {
+        overlaps += static_cast<int64_t>(overlaps_[t].of_src(shard).size());
       }
-      cells *= meetings;
+      cells *= overlaps;
     }
     return cells;
   }
@@ -249,12 +250,12 @@ class Bounds {
     }
     for (int64_t part = 0; part < src_.parts(); ++part) {
       if (leaving[part] > 0) work.jobs.push_back({leaving[part], {static_cast<int>(part)}});
-      for_each_met(part, [&](int64_t other, int64_t elements) {
+      for_each_overlap(part, [&](int64_t other, int64_t elements) {
         const auto own = own_.find({part, other});
-        const int64_t needers = dst_.replicas() - (own == own_.end() ? 0 : static_cast<int64_t>(own->second.size()));
-        if (needers < 2) return;
+        const int64_t receivers = dst_.replicas() - (own == own_.end() ? 0 : static_cast<int64_t>(own->second.size()));
+        if (receivers < 2) return;
         work.jobs.push_back(
-            {elements * (needers - 1), {static_cast<int>(part), static_cast<int>(src_.parts() + other)}});
+            {elements * (receivers - 1), {static_cast<int>(part), static_cast<int>(src_.parts() + other)}});
       });
     }
     return work;
@@ -264,7 +265,7 @@ class Bounds {
   const Layout& dst_layout_;
   Grid src_;
   Grid dst_;
-  std::vector<SlotMeetings> meetings_;
+  std::vector<ShardOverlaps> overlaps_;
   std::map<Rank, Place> places_;
   std::map<Cell, std::vector<const Place*>> own_;  // by cell: the ranks that hold and need it
 };

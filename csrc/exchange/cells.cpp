@@ -72,14 +72,14 @@ struct Cells::Work {
 };
 
 Cells::Cells(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks) : num_ranks_(ranks.size()) {
-  using Slots = std::vector<int64_t>;
-  std::map<std::pair<Slots, Slots>, size_t> known;
+  using Shards = std::vector<int64_t>;
+  std::map<std::pair<Shards, Shards>, size_t> known;
   for (size_t i = 0; i < ranks.size(); ++i) {
-    const auto slots = [&](const AxisGrid& grid) {
+    const auto shards = [&](const AxisGrid& grid) {
       const std::optional<Position> position = grid.mesh->position_of(ranks[i]);
-      return position ? grid.slots[*position] : Slots();
+      return position ? grid.shards[*position] : Shards();
     };
-    const auto [team, is_new] = known.try_emplace({slots(src), slots(dst)}, teams_.size());
+    const auto [team, is_new] = known.try_emplace({shards(src), shards(dst)}, teams_.size());
     if (is_new) teams_.emplace_back();
     teams_[team->second].push_back(i);
     team_of_.push_back(team->second);
@@ -109,25 +109,25 @@ bool Cells::find_classes(const AxisGrid& src, const AxisGrid& dst, const std::ve
     }
   }
   std::map<std::vector<int64_t>, std::vector<Interval>> intervals;  // by the shards that have them: first the source's
-  for (Stretch& stretch : stretches(samples, lists)) {
-    intervals[std::move(stretch.lists)].push_back(stretch.interval);
+  for (SampleRange& sample_range : sample_ranges(samples, lists)) {
+    intervals[std::move(sample_range.lists)].push_back(sample_range.interval);
     if (static_cast<int64_t>(intervals.size()) > kMaxCells) return false;
   }
-  std::vector<RankSet> with_slot(lists.size(), RankSet(ranks.size()));
+  std::vector<RankSet> with_shard(lists.size(), RankSet(ranks.size()));
   const auto add_ranks = [&](const AxisGrid& grid, int64_t first) {
     for (size_t i = 0; i < ranks.size(); ++i) {
       const std::optional<Position> position = grid.mesh->position_of(ranks[i]);
-      if (position) with_slot[first + grid.slots[*position][axis]].add(i);
+      if (position) with_shard[first + grid.shards[*position][axis]].add(i);
     }
   };
   const auto num_before = static_cast<int64_t>(before.size());
   add_ranks(src, 0);
   add_ranks(dst, num_before);
   std::vector<Class>& classes = classes_.emplace_back();
-  for (const auto& [slots, some] : intervals) {
+  for (const auto& [shards, some] : intervals) {
     classes.push_back({samples.repeated(some), RankSet(ranks.size()), RankSet(ranks.size())});
-    for (const int64_t slot : slots) {
-      (slot < num_before ? classes.back().before : classes.back().after).add(with_slot[slot]);
+    for (const int64_t shard : shards) {
+      (shard < num_before ? classes.back().before : classes.back().after).add(with_shard[shard]);
     }
   }
   return true;
@@ -149,12 +149,12 @@ bool Cells::find_cells() {
       rest /= classes;
       const Class& one = of_axis[cell.classes.back()];
       cell.elements *= length(one.elements);
-      cell.holders.keep(one.before);
-      cell.needers.keep(one.after);
+      cell.senders.keep(one.before);
+      cell.receivers.keep(one.after);
     }
-    cell.needers.remove(cell.holders);
-    if (cell.elements == 0 || cell.needers.size() == 0) continue;
-    members += cell.holders.size() + cell.needers.size();
+    cell.receivers.remove(cell.senders);
+    if (cell.elements == 0 || cell.receivers.size() == 0) continue;
+    members += cell.senders.size() + cell.receivers.size();
     if (members > kMaxMembers) return false;
     cells_.push_back(std::move(cell));
   }
@@ -163,7 +163,7 @@ bool Cells::find_cells() {
 
 Cells::Work Cells::direct_work() const {
   Work work(*this);
-  for (const Cell& cell : cells_) work.add(cell.elements * cell.needers.size(), {&cell.holders});
+  for (const Cell& cell : cells_) work.add(cell.elements * cell.receivers.size(), {&cell.senders});
   return work;
 }
 
@@ -172,15 +172,15 @@ Ratio Cells::direct_load() const { return least_worst_load(direct_work().shared)
 Ratio Cells::forwarded_load() const {
   Work work(*this);
   for (const Cell& cell : cells_) {
-    work.add(cell.elements, {&cell.holders});
-    work.add(cell.elements * (cell.needers.size() - 1), {&cell.holders, &cell.needers});
+    work.add(cell.elements, {&cell.senders});
+    work.add(cell.elements * (cell.receivers.size() - 1), {&cell.senders, &cell.receivers});
   }
   return least_worst_load(work.shared);
 }
 
 Ratio Cells::leaving_load() const {
   Work work(*this);
-  for (const Cell& cell : cells_) work.add(cell.elements, {&cell.holders});
+  for (const Cell& cell : cells_) work.add(cell.elements, {&cell.senders});
   return least_worst_load(work.shared);
 }
 

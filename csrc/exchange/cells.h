@@ -51,8 +51,8 @@ class Cells {
   struct Cell {
     std::vector<size_t> classes;  // by axis
     int64_t elements = 0;
-    RankSet holders;
-    RankSet needers;  // at least one; ranks that do not hold the cell
+    RankSet senders;
+    RankSet receivers;  // at least one; ranks that do not hold the cell
   };
   const std::vector<Class>& classes(size_t axis) const { return classes_[axis]; }
   const std::vector<Cell>& all() const { return cells_; }

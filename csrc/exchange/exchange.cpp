@@ -59,8 +59,8 @@ Traffic Exchange::traffic(Rank rank, int64_t rounds) const {
   return traffic;
 }
 
-StepFigures Exchange::worst(int64_t rounds) const {
-  StepFigures worst;
+StepCounts Exchange::worst(int64_t rounds) const {
+  StepCounts worst;
   for (const Rank rank : ranks()) {
     const Traffic one = traffic(rank, rounds);
     worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);

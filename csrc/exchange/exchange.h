@@ -10,7 +10,7 @@
 //
 // Example: 12 rows move from ranks 0 to 3 on (a=2, b=2) with [S(0), R] to ranks 4 to 6 on (c=3) with [S(0)].
 //
-//   const GridExchange exchange(src, dst, Sharing::kBytes);
+//   const GridExchange exchange(src, dst, ReplicaPolicy::kEvenBytes);
 //   exchange.ranks()                                 ranks 0 to 6
 //   exchange.messages(Rank{1}, Direction::kSend)     row 3 to rank 4, rows 4 and 5 to rank 5
 //   exchange.messages(Rank{5}, Direction::kReceive)  rows 4 and 5 from rank 1, rows 6 and 7 from rank 2
@@ -80,7 +80,7 @@ class Exchange {
   // Returns a rank's traffic. A message counts once per round, but at most once per element.
   virtual Traffic traffic(Rank rank, int64_t rounds = 1) const;
   // Returns the largest value of each count over all ranks.
-  virtual StepFigures worst(int64_t rounds = 1) const;
+  virtual StepCounts worst(int64_t rounds = 1) const;
 
   // ---- Messages, by ascending peer, one per peer, none empty
 

@@ -56,8 +56,8 @@ Grid::Grid(const Layout& layout, const std::vector<Window>& windows) : mesh_(lay
       first_positions.push_back(0);
     } else {
       for (const Cut& cut : layout.cuts(t)) cutting.push_back(cut.mesh_dim);
-      for (int64_t slot = 0; slot < sizes_of(*mesh_, cutting); ++slot) {
-        IntervalList list = layout.part(t, Position{offset_of(*mesh_, cutting, slot)});
+      for (int64_t shard = 0; shard < sizes_of(*mesh_, cutting); ++shard) {
+        IntervalList list = layout.part(t, Position{offset_of(*mesh_, cutting, shard)});
         const bool is_whole = window.begin == 0 && window.length == layout.shape()[t];
         first_positions.push_back(is_whole ? 0 : intersection_length(list, {{0, window.begin}}));
         lists.push_back(is_whole ? std::move(list) : seen_through(window, list));
@@ -72,37 +72,37 @@ Grid::Grid(const Layout& layout, const std::vector<Window>& windows) : mesh_(lay
 }
 
 void Grid::number_parts() {
-  slots_.resize(parts() * lists_.size());
-  seats_.reserve(mesh_->size());
-  std::vector<int64_t> slots(lists_.size());
+  shards_.resize(parts() * lists_.size());
+  part_replicas_.reserve(mesh_->size());
+  std::vector<int64_t> shards(lists_.size());
   for (int64_t p = 0; p < mesh_->size(); ++p) {
-    for (size_t t = 0; t < slots.size(); ++t) slots[t] = mesh_->coordinate(p, cutting_[t]);
-    const Seat seat{part_of(slots), mesh_->coordinate(p, replicating_)};
-    std::copy(slots.begin(), slots.end(), slots_.begin() + seat.part * static_cast<int64_t>(slots.size()));
-    seats_.push_back(seat);
+    for (size_t t = 0; t < shards.size(); ++t) shards[t] = mesh_->coordinate(p, cutting_[t]);
+    const PartReplica replica_place{part_of(shards), mesh_->coordinate(p, replicating_)};
+    std::copy(shards.begin(), shards.end(), shards_.begin() + replica_place.part * static_cast<int64_t>(shards.size()));
+    part_replicas_.push_back(replica_place);
   }
 }
 
-std::optional<Grid::Seat> Grid::seat_of(Rank rank) const {
+std::optional<Grid::PartReplica> Grid::part_replica_of(Rank rank) const {
   const std::optional<Position> position = mesh_->position_of(rank);
-  return position ? std::optional<Seat>(seats_[*position]) : std::nullopt;
+  return position ? std::optional<PartReplica>(part_replicas_[*position]) : std::nullopt;
 }
 
-Rank Grid::rank_at(std::span<const int64_t> slots, int64_t replica) const {
+Rank Grid::rank_at(std::span<const int64_t> shards, int64_t replica) const {
   int64_t position = offset_of(*mesh_, replicating_, replica);
-  for (size_t t = 0; t < cutting_.size(); ++t) position += offset_of(*mesh_, cutting_[t], slots[t]);
+  for (size_t t = 0; t < cutting_.size(); ++t) position += offset_of(*mesh_, cutting_[t], shards[t]);
   return mesh_->rank_at(Position{position});
 }
 
-int64_t Grid::part_of(std::span<const int64_t> slots) const {
+int64_t Grid::part_of(std::span<const int64_t> shards) const {
   int64_t part = 0;
-  for (size_t t = 0; t < lists_.size(); ++t) part = part * static_cast<int64_t>(lists_[t].size()) + slots[t];
+  for (size_t t = 0; t < lists_.size(); ++t) part = part * static_cast<int64_t>(lists_[t].size()) + shards[t];
   return part;
 }
 
 Region Grid::region(int64_t part) const {
   Region region;
-  for (int t = 0; t < ndim(); ++t) region.push_back(lists_[t][slots_of(part)[t]]);
+  for (int t = 0; t < ndim(); ++t) region.push_back(lists_[t][shards_of(part)[t]]);
   return region;
 }
 
@@ -110,7 +110,7 @@ std::vector<LocalAxis> Grid::local_axes(int64_t part) const {
   std::vector<LocalAxis> axes;
   for (int t = 0; t < ndim(); ++t) {
     const int dim = tensor_dims_[t];
-    axes.push_back(dim == Window::kNoDim ? LocalAxis{} : LocalAxis{{dim}, {}, first_positions_[t][slots_of(part)[t]]});
+    axes.push_back(dim == Window::kNoDim ? LocalAxis{} : LocalAxis{{dim}, {}, first_positions_[t][shards_of(part)[t]]});
   }
   return axes;
 }
@@ -119,13 +119,13 @@ namespace {
 
 struct Owned {
   Interval interval;
-  int64_t slot;
+  int64_t shard;
 };
 
 std::vector<Owned> by_place(const std::vector<IntervalList>& lists) {
   std::vector<Owned> all;
-  for (size_t slot = 0; slot < lists.size(); ++slot) {
-    for (const Interval& interval : lists[slot]) all.push_back({interval, static_cast<int64_t>(slot)});
+  for (size_t shard = 0; shard < lists.size(); ++shard) {
+    for (const Interval& interval : lists[shard]) all.push_back({interval, static_cast<int64_t>(shard)});
   }
   std::sort(all.begin(), all.end(), [](const Owned& a, const Owned& b) { return a.interval.begin < b.interval.begin; });
   for (size_t i = 1; i < all.size(); ++i) {
@@ -146,7 +146,7 @@ Runs runs_met(const std::vector<Owned>& owned, const IntervalList& list) {
     for (; at != owned.end() && at->interval.begin < interval.end; ++at) {
       const int64_t begin = std::max(at->interval.begin, interval.begin);
       const int64_t end = std::min(at->interval.end, interval.end);
-      runs.emplace_back(at->slot, end - begin);
+      runs.emplace_back(at->shard, end - begin);
     }
   }
   std::sort(runs.begin(), runs.end());
@@ -156,9 +156,9 @@ Runs runs_met(const std::vector<Owned>& owned, const IntervalList& list) {
 Runs slots_met(const std::vector<IntervalList>& lists, const IntervalList& list) {
   Runs runs;
   int64_t total = 0;
-  for (size_t slot = 0; slot < lists.size(); ++slot) {
-    const int64_t elements = intersection_length(lists[slot], list);
-    if (elements > 0) runs.emplace_back(static_cast<int64_t>(slot), elements);
+  for (size_t shard = 0; shard < lists.size(); ++shard) {
+    const int64_t elements = intersection_length(lists[shard], list);
+    if (elements > 0) runs.emplace_back(static_cast<int64_t>(shard), elements);
     total += elements;
   }
   check_invariant(total <= length(list), "parts of the source overlap");
@@ -176,19 +176,19 @@ size_t num_intervals(const std::vector<IntervalList>& lists) {
 
 }  // namespace
 
-SlotMeetings::SlotMeetings(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst) {
+ShardOverlaps::ShardOverlaps(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst) {
   const bool by_pairs = num_intervals(src) + num_intervals(dst) > src.size() * dst.size() * kIntervalsPerPair;
   const std::vector<Owned> owned = by_pairs ? std::vector<Owned>() : by_place(src);
   of_src_.begins.assign(src.size() + 1, 0);
   for (const IntervalList& list : dst) {
     const size_t begin = of_dst_.all.size();
     of_dst_.begins.push_back(begin);
-    for (const auto& [slot, elements] : by_pairs ? slots_met(src, list) : runs_met(owned, list)) {
+    for (const auto& [shard, elements] : by_pairs ? slots_met(src, list) : runs_met(owned, list)) {
       const bool is_first = of_dst_.all.size() == begin;
-      if (is_first || of_dst_.all.back().slot != slot) {
+      if (is_first || of_dst_.all.back().shard != shard) {
         const int64_t before = is_first ? 0 : of_dst_.all.back().before + of_dst_.all.back().elements;
-        of_dst_.all.push_back({slot, 0, before, 0});
-        ++of_src_.begins[slot + 1];
+        of_dst_.all.push_back({shard, 0, before, 0});
+        ++of_src_.begins[shard + 1];
       }
       of_dst_.all.back().elements += elements;
     }
@@ -199,9 +199,9 @@ SlotMeetings::SlotMeetings(const std::vector<IntervalList>& src, const std::vect
   std::vector<size_t> next(of_src_.begins.begin(), of_src_.begins.end() - 1);
   for (size_t b = 0; b < dst.size(); ++b) {
     for (size_t i = of_dst_.begins[b]; i < of_dst_.begins[b + 1]; ++i) {
-      Met& met = of_dst_.all[i];
-      const size_t first = of_src_.begins[met.slot];
-      const size_t at = next[met.slot]++;
+      Overlap& met = of_dst_.all[i];
+      const size_t first = of_src_.begins[met.shard];
+      const size_t at = next[met.shard]++;
       const int64_t before = at == first ? 0 : of_src_.all[at - 1].before + of_src_.all[at - 1].elements;
       of_src_.all[at] = {static_cast<int64_t>(b), met.elements, before, static_cast<int64_t>(i - of_dst_.begins[b])};
       met.index = static_cast<int64_t>(at - first);
@@ -209,10 +209,11 @@ SlotMeetings::SlotMeetings(const std::vector<IntervalList>& src, const std::vect
   }
 }
 
-const SlotMeetings::Met* SlotMeetings::between(int64_t src_slot, int64_t dst_slot) const {
-  const std::span<const Met> met = of_src(src_slot);
-  const auto found = std::partition_point(met.begin(), met.end(), [&](const Met& one) { return one.slot < dst_slot; });
-  return found != met.end() && found->slot == dst_slot ? &*found : nullptr;
+const ShardOverlaps::Overlap* ShardOverlaps::between(int64_t src_shard, int64_t dst_shard) const {
+  const std::span<const Overlap> met = of_src(src_shard);
+  const auto found =
+      std::partition_point(met.begin(), met.end(), [&](const Overlap& one) { return one.shard < dst_shard; });
+  return found != met.end() && found->shard == dst_shard ? &*found : nullptr;
 }
 
 }  // namespace shardwright

@@ -41,22 +41,22 @@ class Grid {
   int64_t parts() const { return mesh_->size() / replicas_; }
 
   // A shard replica: the part that a rank holds, in [0, parts()), and the rank's index among the part's replicas.
-  struct Seat {
+  struct PartReplica {
     int64_t part = 0;
     int64_t replica = 0;
-    bool operator==(const Seat&) const = default;
+    bool operator==(const PartReplica&) const = default;
   };
-  Seat seat_at(int64_t position) const { return seats_[position]; }
+  PartReplica part_replica_at(int64_t position) const { return part_replicas_[position]; }
   // Returns nullopt if the rank is not part of the mesh.
-  std::optional<Seat> seat_of(Rank rank) const;
-  Rank rank_at(std::span<const int64_t> slots, int64_t replica) const;
+  std::optional<PartReplica> part_replica_of(Rank rank) const;
+  Rank rank_at(std::span<const int64_t> shards, int64_t replica) const;
   std::vector<Rank> ranks() const { return mesh_->ranks(); }  // by position
 
   // Returns the axis shards of a part, by tensor dim. The span is valid as long as the grid.
-  std::span<const int64_t> slots_of(int64_t part) const {
-    return std::span<const int64_t>(slots_).subspan(part * lists_.size(), lists_.size());
+  std::span<const int64_t> shards_of(int64_t part) const {
+    return std::span<const int64_t>(shards_).subspan(part * lists_.size(), lists_.size());
   }
-  int64_t part_of(std::span<const int64_t> slots) const;
+  int64_t part_of(std::span<const int64_t> shards) const;
   // Returns the indices of a part.
   Region region(int64_t part) const;
   // Returns the place of each dim of the grid in the local tensor of a part.
@@ -72,35 +72,35 @@ class Grid {
   std::vector<std::vector<IntervalList>> lists_;
   std::vector<int> tensor_dims_;                       // by dim of the grid
   std::vector<std::vector<int64_t>> first_positions_;  // by dim and shard: the window's offset in the local part
-  std::vector<int64_t> slots_;                         // by part and tensor dim
-  std::vector<Seat> seats_;                            // by position
+  std::vector<int64_t> shards_;                        // by part and tensor dim
+  std::vector<PartReplica> part_replicas_;             // by position
 };
 
 // The pairs of axis shards of two grids that have indices in common, on one tensor dim.
-class SlotMeetings {
+class ShardOverlaps {
  public:
   // Throws InvariantError if shards of `src` overlap.
-  SlotMeetings(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst);
+  ShardOverlaps(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst);
 
-  struct Met {
-    int64_t slot = 0;      // the shard of the other grid
+  struct Overlap {
+    int64_t shard = 0;     // the shard of the other grid
     int64_t elements = 0;  // number of common elements, above 0
     int64_t before = 0;    // the sum of `elements` of the earlier entries of the list
     int64_t index = 0;     // the index of the same pair in the other shard's list
   };
   // Returns the overlaps of one shard, ascending by the other grid's shard.
-  std::span<const Met> of_src(int64_t slot) const { return of_src_.of(slot); }
-  std::span<const Met> of_dst(int64_t slot) const { return of_dst_.of(slot); }
+  std::span<const Overlap> of_src(int64_t shard) const { return of_src_.of(shard); }
+  std::span<const Overlap> of_dst(int64_t shard) const { return of_dst_.of(shard); }
   // Returns null if the two shards have no index in common.
-  const Met* between(int64_t src_slot, int64_t dst_slot) const;
+  const Overlap* between(int64_t src_shard, int64_t dst_shard) const;
 
  private:
   // The lists of all shards, one after the other.
   struct Lists {
-    std::vector<Met> all;
+    std::vector<Overlap> all;
     std::vector<size_t> begins;  // by shard, and the end of the last list
-    std::span<const Met> of(int64_t slot) const {
-      return std::span<const Met>(all).subspan(begins[slot], begins[slot + 1] - begins[slot]);
+    std::span<const Overlap> of(int64_t shard) const {
+      return std::span<const Overlap>(all).subspan(begins[shard], begins[shard + 1] - begins[shard]);
     }
   };
   Lists of_src_;

@@ -3,116 +3,119 @@
 #include <algorithm>
 #include <utility>
 
-#include "exchange/node_sharing.h"
+#include "exchange/node_local.h"
 #include "support/error.h"
 
 namespace shardwright {
 namespace {
 
-using Met = SlotMeetings::Met;
+using Overlap = ShardOverlaps::Overlap;
 
-int64_t elements_of(std::span<const Met> met) { return met.empty() ? 0 : met.back().before + met.back().elements; }
+int64_t elements_of(std::span<const Overlap> met) { return met.empty() ? 0 : met.back().before + met.back().elements; }
 
 }  // namespace
 
-GridExchange::GridExchange(const Layout& src, const Layout& dst, Sharing sharing, int64_t ranks_per_node)
-    : GridExchange(Grid(src), Grid(dst), src.dtype().size_bytes(), sharing, 0, ranks_per_node) {
+GridExchange::GridExchange(const Layout& src, const Layout& dst, ReplicaPolicy policy, int64_t ranks_per_node)
+    : GridExchange(Grid(src), Grid(dst), src.dtype().size_bytes(), policy, 0, ranks_per_node) {
   check_invariant(src.shape() == dst.shape() && src.dtype() == dst.dtype(),
                   "the layouts of a crossing differ in shape or dtype: ", src, " and ", dst);
 }
 
-GridExchange::GridExchange(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int64_t first_turn,
+GridExchange::GridExchange(Grid src, Grid dst, int64_t item_bytes, ReplicaPolicy policy, int64_t first_sender,
                            int64_t ranks_per_node)
-    : GridExchange(std::make_shared<const Parties>(std::move(src), std::move(dst)), item_bytes, sharing, first_turn,
+    : GridExchange(std::make_shared<const Geometry>(std::move(src), std::move(dst)), item_bytes, policy, first_sender,
                    ranks_per_node) {}
 
-GridExchange::GridExchange(std::shared_ptr<const Parties> all, int64_t item_bytes, Sharing sharing, int64_t first_turn,
-                           int64_t ranks_per_node)
+GridExchange::GridExchange(std::shared_ptr<const Geometry> all, int64_t item_bytes, ReplicaPolicy policy,
+                           int64_t first_sender, int64_t ranks_per_node)
     : Exchange(item_bytes),
       all_(std::move(all)),
-      sharing_(sharing),
-      first_turn_(first_turn % all_->src.replicas()),
+      policy_(policy),
+      first_sender_(first_sender % all_->src.replicas()),
       ranks_per_node_(ranks_per_node) {
-  check_invariant(sharing != Sharing::kNone, "a crossing has Sharing::kNone");
-  if (sharing == Sharing::kNodes) share_among_nodes();
+  check_invariant(policy != ReplicaPolicy::kAligned, "a crossing has ReplicaPolicy::kAligned");
+  if (policy == ReplicaPolicy::kNodeLocal) assign_within_nodes_first();
 }
 
-GridExchange GridExchange::shared_by(Sharing sharing, int64_t ranks_per_node) const {
-  return GridExchange(all_, item_bytes(), sharing, first_turn_, ranks_per_node);
+GridExchange GridExchange::with_policy(ReplicaPolicy policy, int64_t ranks_per_node) const {
+  return GridExchange(all_, item_bytes(), policy, first_sender_, ranks_per_node);
 }
 
-GridExchange::Parties::Parties(Grid from, Grid to) : src(std::move(from)), dst(std::move(to)), ranks(src.ranks()) {
+GridExchange::Geometry::Geometry(Grid from, Grid to) : src(std::move(from)), dst(std::move(to)), ranks(src.ranks()) {
   check_invariant(src.ndim() == dst.ndim(), "the grids of a crossing have ", src.ndim(), " and ", dst.ndim(), " dims");
-  for (int t = 0; t < src.ndim(); ++t) meetings.emplace_back(src.lists(t), dst.lists(t));
+  for (int t = 0; t < src.ndim(); ++t) overlaps.emplace_back(src.lists(t), dst.lists(t));
   const std::vector<Rank> others = dst.ranks();
   ranks.insert(ranks.end(), others.begin(), others.end());
   std::sort(ranks.begin(), ranks.end());
   ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-  for (const Rank rank : ranks) ends.push_back({src.seat_of(rank), dst.seat_of(rank)});
+  for (const Rank rank : ranks) ends.push_back({src.part_replica_of(rank), dst.part_replica_of(rank)});
   find_absent();
   find_lines();
 }
 
-void GridExchange::Parties::find_absent() {
+void GridExchange::Geometry::find_absent() {
   absent.resize(src.parts());
   for (const auto& [holds, needs] : ends) {
     if (!holds || !needs) continue;
-    Absent one{0, 1, 0};
+    KeptPlace one{0, 1, 0};
     int64_t places = 1;
     for (int t = 0; t < src.ndim() && one.elements > 0; ++t) {
-      const int64_t held = src.slots_of(holds->part)[t];
-      const int64_t needed = dst.slots_of(needs->part)[t];
-      const Met* met = meetings[t].between(held, needed);
-      const auto choices = static_cast<int64_t>(meetings[t].of_src(held).size());
+      const int64_t held = src.shards_of(holds->part)[t];
+      const int64_t needed = dst.shards_of(needs->part)[t];
+      const Overlap* met = overlaps[t].between(held, needed);
+      const auto choices = static_cast<int64_t>(overlaps[t].of_src(held).size());
       places *= choices;
       one.place *= choices;
-      if (met != nullptr) one.place += meetings[t].of_dst(needed)[met->index].index;
+      if (met != nullptr) one.place += overlaps[t].of_dst(needed)[met->index].index;
       one.elements *= met != nullptr ? met->elements : 0;
     }
     if (one.elements == 0) continue;
     one.place += needs->replica * places;
     absent[holds->part].push_back(one);
   }
-  for (std::vector<Absent>& all : absent) {
-    std::sort(all.begin(), all.end(), [](const Absent& a, const Absent& b) { return a.place < b.place; });
+  for (std::vector<KeptPlace>& all : absent) {
+    std::sort(all.begin(), all.end(), [](const KeptPlace& a, const KeptPlace& b) { return a.place < b.place; });
     for (size_t i = 1; i < all.size(); ++i) all[i].before = all[i - 1].before + all[i - 1].elements;
   }
 }
 
-void GridExchange::Parties::find_lines() {
+void GridExchange::Geometry::find_lines() {
   lines.resize(src.parts());
   for (int64_t part = 0; part < src.parts(); ++part) {
     Line& line = lines[part];
     line.part = part;
     for (int t = 0; t < src.ndim(); ++t) {
-      const std::span<const Met> met = meetings[t].of_src(src.slots_of(part)[t]);
+      const std::span<const Overlap> met = overlaps[t].of_src(src.shards_of(part)[t]);
       line.places *= static_cast<int64_t>(met.size());
       line.elements *= elements_of(met);
     }
     line.length = line.elements * dst.replicas();
     if (!absent[part].empty()) line.length -= absent[part].back().before + absent[part].back().elements;
-    stretch = std::max(stretch, (line.length + src.replicas() - 1) / src.replicas());
+    quota = std::max(quota, (line.length + src.replicas() - 1) / src.replicas());
   }
-  least_stretch = stretch;
+  least_quota = quota;
   for (Line& line : lines) {
     const int64_t of_each = (line.length + dst.replicas() - 1) / dst.replicas();
     const int64_t replicas_each = (dst.replicas() + src.replicas() - 1) / src.replicas();
-    line.stretch = std::clamp<int64_t>(of_each * replicas_each, 1, stretch);
-    if (line.length > 0 && !absent[line.part].empty()) least_stretch = std::min(least_stretch, line.stretch);
+    line.quota = std::clamp<int64_t>(of_each * replicas_each, 1, quota);
+    if (line.length > 0 && !absent[line.part].empty()) least_quota = std::min(least_quota, line.quota);
   }
 }
 
-void GridExchange::share_among_nodes() {
-  check_invariant(ranks_per_node_ > 0, "a crossing with Sharing::kNodes has ", ranks_per_node_, " ranks per node");
+void GridExchange::assign_within_nodes_first() {
+  check_invariant(ranks_per_node_ > 0, "a crossing with ReplicaPolicy::kNodeLocal has ", ranks_per_node_,
+                  " ranks per node");
   for (const Line& line : all_->lines) {
-    std::vector<Rank> holders;
-    for (int64_t turn = 0; turn < src().replicas(); ++turn) holders.push_back(holder(line, turn));
+    std::vector<Rank> senders;
+    for (int64_t sender_index = 0; sender_index < src().replicas(); ++sender_index)
+      senders.push_back(sender(line, sender_index));
     std::vector<Need> needs;
     for (int64_t number = 0; number < num_places(line); ++number) {
       const int64_t elements = place(line, number).elements;
-      if (elements > 0) needs.push_back({needer(line, number), elements});
+      if (elements > 0) needs.push_back({receiver(line, number), elements});
     }
-    for (const auto& [from, to, range] : share_by_nodes(holders, needs, ranks_per_node_, kMostInside * all_->stretch)) {
+    for (const auto& [from, to, range] :
+         assign_within_nodes(senders, needs, ranks_per_node_, kMostInside * all_->quota)) {
       sends_[from].push_back({to, range});
       receives_[to].push_back({from, range});
     }
@@ -134,15 +137,16 @@ const std::vector<GridExchange::PeerRange>& GridExchange::listed(const Ranges& r
   return found == ranges.end() ? kNone : found->second;
 }
 
-int64_t GridExchange::num_meetings() const {
-  int64_t meetings = dst().replicas();
+int64_t GridExchange::num_overlaps() const {
+  int64_t overlaps = dst().replicas();
   for (int t = 0; t < src().ndim(); ++t) {
     int64_t of_dim = 0;
-    const auto slots = static_cast<int64_t>(src().lists(t).size());
-    for (int64_t slot = 0; slot < slots; ++slot) of_dim += static_cast<int64_t>(all_->meetings[t].of_src(slot).size());
-    meetings = saturating_product(meetings, of_dim);
+    const auto shards = static_cast<int64_t>(src().lists(t).size());
+    for (int64_t shard = 0; shard < shards; ++shard)
+      of_dim += static_cast<int64_t>(all_->overlaps[t].of_src(shard).size());
+    overlaps = saturating_product(overlaps, of_dim);
   }
-  return meetings;
+  return overlaps;
 }
 
 GridExchange::Inside GridExchange::inside(Rank rank) const {
@@ -156,12 +160,12 @@ GridExchange::Inside GridExchange::inside(Rank rank) const {
   return {bytes_of(receives_), bytes_of(sends_)};
 }
 
-Rank GridExchange::holder(const Line& line, int64_t turn) const {
-  return src().rank_at(src().slots_of(line.part), (turn + first_turn_) % src().replicas());
+Rank GridExchange::sender(const Line& line, int64_t sender_index) const {
+  return src().rank_at(src().shards_of(line.part), (sender_index + first_sender_) % src().replicas());
 }
 
-int64_t GridExchange::turn_of(const Grid::Seat& seat) const {
-  return (seat.replica + src().replicas() - first_turn_) % src().replicas();
+int64_t GridExchange::sender_index_of(const Grid::PartReplica& replica_place) const {
+  return (replica_place.replica + src().replicas() - first_sender_) % src().replicas();
 }
 
 // Within a replica, places are numbered by their overlap on each tensor dim, the last dim fastest. So the number of
@@ -169,94 +173,94 @@ int64_t GridExchange::turn_of(const Grid::Seat& seat) const {
 // the earlier dims, the elements of the earlier overlaps on this dim, and all elements on the later dims.
 GridExchange::Place GridExchange::place(const Line& line, int64_t number) const {
   if (number == num_places(line)) return {line.length, 0};
-  const std::span<const int64_t> slots = src().slots_of(line.part);
+  const std::span<const int64_t> shards = src().shards_of(line.part);
   Place found{0, 1};
   int64_t rest = number % line.places;
   int64_t all_after = 1;
   for (int t = src().ndim() - 1; t >= 0; --t) {
-    const std::span<const Met> met = all_->meetings[t].of_src(slots[t]);
+    const std::span<const Overlap> met = all_->overlaps[t].of_src(shards[t]);
     const auto choices = static_cast<int64_t>(met.size());
-    const Met& own = met[rest % choices];
+    const Overlap& own = met[rest % choices];
     rest /= choices;
     found.begin = own.before * all_after + own.elements * found.begin;
     found.elements *= own.elements;
     all_after *= elements_of(met);
   }
   found.begin += number / line.places * line.elements;
-  const std::vector<Absent>& all = all_->absent[line.part];
+  const std::vector<KeptPlace>& all = all_->absent[line.part];
   const auto absent =
-      std::partition_point(all.begin(), all.end(), [&](const Absent& one) { return one.place < number; });
+      std::partition_point(all.begin(), all.end(), [&](const KeptPlace& one) { return one.place < number; });
   if (absent != all.begin()) found.begin -= (absent - 1)->before + (absent - 1)->elements;
   if (absent != all.end() && absent->place == number) found.elements = 0;
   return found;
 }
 
-int64_t GridExchange::first_served(const Line& line, int64_t turn) const {
-  const int64_t begin = line.stretch * turn;
+int64_t GridExchange::first_served(const Line& line, int64_t sender_index) const {
+  const int64_t begin = line.quota * sender_index;
   int64_t low = 0;
   int64_t high = num_places(line);
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
     const Place at = place(line, middle);
     const bool is_before =
-        sharing_ == Sharing::kBytes ? at.begin + at.elements <= begin : 2 * at.begin + at.elements < 2 * begin;
+        policy_ == ReplicaPolicy::kEvenBytes ? at.begin + at.elements <= begin : 2 * at.begin + at.elements < 2 * begin;
     (is_before ? low : high) = is_before ? middle + 1 : middle;
   }
   return low;
 }
 
 // If messages are split, this sender and the next may share a place.
-int64_t GridExchange::end_served(const Line& line, int64_t turn) const {
-  const int64_t next = first_served(line, turn + 1);
-  const bool is_shared =
-      sharing_ == Sharing::kBytes && next < num_places(line) && place(line, next).begin < line.stretch * (turn + 1);
+int64_t GridExchange::end_served(const Line& line, int64_t sender_index) const {
+  const int64_t next = first_served(line, sender_index + 1);
+  const bool is_shared = policy_ == ReplicaPolicy::kEvenBytes && next < num_places(line) &&
+                         place(line, next).begin < line.quota * (sender_index + 1);
   return next + (is_shared ? 1 : 0);
 }
 
 int64_t GridExchange::num_present(const Line& line, int64_t first, int64_t end) const {
-  const std::vector<Absent>& all = all_->absent[line.part];
+  const std::vector<KeptPlace>& all = all_->absent[line.part];
   const auto before = [&](int64_t number) {
-    return std::partition_point(all.begin(), all.end(), [&](const Absent& one) { return one.place < number; });
+    return std::partition_point(all.begin(), all.end(), [&](const KeptPlace& one) { return one.place < number; });
   };
   return end - first - (before(end) - before(first));
 }
 
-Interval GridExchange::served(const Line& line, const Place& place, int64_t turn) const {
-  if (sharing_ == Sharing::kMessages) {
-    return {0, (2 * place.begin + place.elements) / (2 * line.stretch) == turn ? place.elements : 0};
+Interval GridExchange::served(const Line& line, const Place& place, int64_t sender_index) const {
+  if (policy_ == ReplicaPolicy::kWholeMessages) {
+    return {0, (2 * place.begin + place.elements) / (2 * line.quota) == sender_index ? place.elements : 0};
   }
-  const int64_t begin = std::max(line.stretch * turn, place.begin);
-  const int64_t end = std::min(line.stretch * (turn + 1), place.begin + place.elements);
+  const int64_t begin = std::max(line.quota * sender_index, place.begin);
+  const int64_t end = std::min(line.quota * (sender_index + 1), place.begin + place.elements);
   return begin < end ? Interval{begin - place.begin, end - place.begin} : Interval{0, 0};
 }
 
-Rank GridExchange::needer(const Line& line, int64_t number) const {
-  const std::span<const int64_t> from = src().slots_of(line.part);
-  std::vector<int64_t> slots(from.size());
+Rank GridExchange::receiver(const Line& line, int64_t number) const {
+  const std::span<const int64_t> from = src().shards_of(line.part);
+  std::vector<int64_t> shards(from.size());
   int64_t rest = number % line.places;
-  for (size_t t = slots.size(); t-- > 0;) {
-    const std::span<const Met> met = all_->meetings[t].of_src(from[t]);
+  for (size_t t = shards.size(); t-- > 0;) {
+    const std::span<const Overlap> met = all_->overlaps[t].of_src(from[t]);
     const auto choices = static_cast<int64_t>(met.size());
-    slots[t] = met[rest % choices].slot;
+    shards[t] = met[rest % choices].shard;
     rest /= choices;
   }
-  return dst().rank_at(slots, number / line.places);
+  return dst().rank_at(shards, number / line.places);
 }
 
 std::vector<GridExchange::PeerRange> GridExchange::ranges(Rank rank, Direction direction) const {
   const bool sends = direction == Direction::kSend;
-  if (sharing_ == Sharing::kNodes) return listed(sends ? sends_ : receives_, rank);
+  if (policy_ == ReplicaPolicy::kNodeLocal) return listed(sends ? sends_ : receives_, rank);
   std::vector<PeerRange> ranges;
   const Ends& ends = ends_of(rank);
   if (!sends) {
     for_each_received(rank, ends, [&](Rank from, Interval range) { ranges.push_back({from, range}); });
   } else if (ends.holds) {
     const Line& line = all_->lines[ends.holds->part];
-    const int64_t turn = turn_of(*ends.holds);
-    const int64_t end = end_served(line, turn);
-    for (int64_t number = first_served(line, turn); number < end; ++number) {
-      const Interval range = served(line, place(line, number), turn);
-      if (range.begin < range.end) ranges.push_back({needer(line, number), range});
+    const int64_t sender_index = sender_index_of(*ends.holds);
+    const int64_t end = end_served(line, sender_index);
+    for (int64_t number = first_served(line, sender_index); number < end; ++number) {
+      const Interval range = served(line, place(line, number), sender_index);
+      if (range.begin < range.end) ranges.push_back({receiver(line, number), range});
     }
   }
   std::ranges::sort(ranges, {}, &PeerRange::peer);
@@ -265,40 +269,41 @@ std::vector<GridExchange::PeerRange> GridExchange::ranges(Rank rank, Direction d
 
 template <typename Visit>
 void GridExchange::for_each_received(Rank rank, const Ends& ends, const Visit& visit) const {
-  if (sharing_ == Sharing::kNodes) {
+  if (policy_ == ReplicaPolicy::kNodeLocal) {
     for (const PeerRange& one : listed(receives_, rank)) visit(one.peer, one.range);
     return;
   }
   const auto& [holds, needs] = ends;
   if (!needs) return;
-  const std::span<const int64_t> needed = dst().slots_of(needs->part);
-  int64_t meetings = 1;
+  const std::span<const int64_t> needed = dst().shards_of(needs->part);
+  int64_t overlaps = 1;
   for (int t = 0; t < dst().ndim(); ++t) {
-    meetings *= static_cast<int64_t>(all_->meetings[t].of_dst(needed[t]).size());
+    overlaps *= static_cast<int64_t>(all_->overlaps[t].of_dst(needed[t]).size());
   }
-  for (int64_t meeting = 0; meeting < meetings; ++meeting) {
-    int64_t rest = meeting;
+  for (int64_t overlap = 0; overlap < overlaps; ++overlap) {
+    int64_t rest = overlap;
     int64_t part = 0;
     int64_t parts_after = 1;
     int64_t number = 0;
     int64_t places_after = 1;
     for (int t = src().ndim() - 1; t >= 0; --t) {
-      const std::span<const Met> met = all_->meetings[t].of_dst(needed[t]);
+      const std::span<const Overlap> met = all_->overlaps[t].of_dst(needed[t]);
       const auto choices = static_cast<int64_t>(met.size());
-      const Met& one = met[rest % choices];
+      const Overlap& one = met[rest % choices];
       rest /= choices;
-      part += one.slot * parts_after;
+      part += one.shard * parts_after;
       parts_after *= static_cast<int64_t>(src().lists(t).size());
       number += one.index * places_after;
-      places_after *= static_cast<int64_t>(all_->meetings[t].of_src(one.slot).size());
+      places_after *= static_cast<int64_t>(all_->overlaps[t].of_src(one.shard).size());
     }
     if (holds && holds->part == part) continue;
     const Line& line = all_->lines[part];
     const Place at = place(line, needs->replica * line.places + number);
-    const bool in_whole = sharing_ == Sharing::kMessages;
-    const int64_t first = in_whole ? (2 * at.begin + at.elements) / (2 * line.stretch) : at.begin / line.stretch;
-    const int64_t last = in_whole ? first : (at.begin + at.elements - 1) / line.stretch;
-    for (int64_t turn = first; turn <= last; ++turn) visit(holder(line, turn), served(line, at, turn));
+    const bool in_whole = policy_ == ReplicaPolicy::kWholeMessages;
+    const int64_t first = in_whole ? (2 * at.begin + at.elements) / (2 * line.quota) : at.begin / line.quota;
+    const int64_t last = in_whole ? first : (at.begin + at.elements - 1) / line.quota;
+    for (int64_t sender_index = first; sender_index <= last; ++sender_index)
+      visit(sender(line, sender_index), served(line, at, sender_index));
   }
 }
 
@@ -322,12 +327,12 @@ std::vector<Exchange::Message> GridExchange::messages(Rank rank, Direction direc
 }
 
 std::optional<Region> GridExchange::region(Rank rank, Direction side) const {
-  const std::optional<Grid::Seat> seat = grid(side).seat_of(rank);
-  return seat ? std::optional<Region>(grid(side).region(seat->part)) : std::nullopt;
+  const std::optional<Grid::PartReplica> replica_place = grid(side).part_replica_of(rank);
+  return replica_place ? std::optional<Region>(grid(side).region(replica_place->part)) : std::nullopt;
 }
 
 std::vector<LocalAxis> GridExchange::local_axes(Rank rank, Direction side) const {
-  return grid(side).local_axes(grid(side).seat_of(rank)->part);
+  return grid(side).local_axes(grid(side).part_replica_of(rank)->part);
 }
 
 int64_t GridExchange::needed_by_all() const {
@@ -344,10 +349,11 @@ std::optional<std::map<std::vector<Rank>, int64_t>> GridExchange::demand() const
   std::map<std::vector<Rank>, int64_t> demand;
   for (const Line& line : all_->lines) {
     if (line.length == 0) continue;
-    std::vector<Rank> holders;
-    for (int64_t turn = 0; turn < src().replicas(); ++turn) holders.push_back(holder(line, turn));
-    std::sort(holders.begin(), holders.end());
-    demand[std::move(holders)] += line.length;
+    std::vector<Rank> senders;
+    for (int64_t sender_index = 0; sender_index < src().replicas(); ++sender_index)
+      senders.push_back(sender(line, sender_index));
+    std::sort(senders.begin(), senders.end());
+    demand[std::move(senders)] += line.length;
   }
   return demand;
 }
@@ -363,9 +369,9 @@ int64_t GridExchange::received_elements(const Ends& ends) const {
   int64_t needed = 1;
   int64_t kept = holds ? 1 : 0;
   for (int t = 0; t < dst().ndim(); ++t) {
-    const int64_t slot = dst().slots_of(needs->part)[t];
-    needed *= elements_of(all_->meetings[t].of_dst(slot));
-    const Met* met = kept > 0 ? all_->meetings[t].between(src().slots_of(holds->part)[t], slot) : nullptr;
+    const int64_t shard = dst().shards_of(needs->part)[t];
+    needed *= elements_of(all_->overlaps[t].of_dst(shard));
+    const Overlap* met = kept > 0 ? all_->overlaps[t].between(src().shards_of(holds->part)[t], shard) : nullptr;
     kept *= met != nullptr ? met->elements : 0;
   }
   return needed - kept;
@@ -376,7 +382,7 @@ bool GridExchange::communicates() const {
 }
 
 GridExchange::Sent GridExchange::sent(Rank rank, const Ends& ends) const {
-  if (sharing_ == Sharing::kNodes) {
+  if (policy_ == ReplicaPolicy::kNodeLocal) {
     const std::vector<PeerRange>& ranges = listed(sends_, rank);
     Sent sent{0, static_cast<int64_t>(ranges.size())};
     for (const PeerRange& one : ranges) sent.elements += one.range.extent();
@@ -384,26 +390,26 @@ GridExchange::Sent GridExchange::sent(Rank rank, const Ends& ends) const {
   }
   if (!ends.holds) return {};
   const Line& line = all_->lines[ends.holds->part];
-  const int64_t turn = turn_of(*ends.holds);
-  const int64_t first = first_served(line, turn);
-  const int64_t end = end_served(line, turn);
+  const int64_t sender_index = sender_index_of(*ends.holds);
+  const int64_t first = first_served(line, sender_index);
+  const int64_t end = end_served(line, sender_index);
   const int64_t messages = num_present(line, first, end);
-  if (sharing_ == Sharing::kBytes) {
-    return {std::clamp<int64_t>(line.length - line.stretch * turn, 0, line.stretch), messages};
+  if (policy_ == ReplicaPolicy::kEvenBytes) {
+    return {std::clamp<int64_t>(line.length - line.quota * sender_index, 0, line.quota), messages};
   }
   return {place(line, end).begin - place(line, first).begin, messages};
 }
 
 int64_t GridExchange::messages_at_most(Rank rank, Direction direction) const {
   if (direction == Direction::kSend) return sent(rank, ends_of(rank)).messages;
-  if (sharing_ == Sharing::kNodes) return static_cast<int64_t>(listed(receives_, rank).size());
+  if (policy_ == ReplicaPolicy::kNodeLocal) return static_cast<int64_t>(listed(receives_, rank).size());
   const Ends& ends = ends_of(rank);
   const int64_t parts = parts_received(ends);
-  if (sharing_ == Sharing::kMessages) return parts;
-  // A place of e elements is served in at most 2 + (e - 2) / s ranges of s elements. If s < least_stretch, no rank is
+  if (policy_ == ReplicaPolicy::kWholeMessages) return parts;
+  // A place of e elements is served in at most 2 + (e - 2) / s ranges of s elements. If s < least_quota, no rank is
   // absent, so s >= e. Then the place is served in at most two ranges, or in one if e = 1.
   const int64_t elements = received_elements(ends);
-  const int64_t least = all_->least_stretch;
+  const int64_t least = all_->least_quota;
   const int64_t most = parts + (elements + (least - 2) * parts) / least;
   return std::min({most, elements, parts * src().replicas()});
 }
@@ -414,9 +420,9 @@ int64_t GridExchange::parts_received(const Ends& ends) const {
   int64_t parts = 1;
   bool holds_one = holds.has_value();
   for (int t = 0; t < dst().ndim(); ++t) {
-    const int64_t slot = dst().slots_of(needs->part)[t];
-    parts *= static_cast<int64_t>(all_->meetings[t].of_dst(slot).size());
-    holds_one = holds_one && all_->meetings[t].between(src().slots_of(holds->part)[t], slot) != nullptr;
+    const int64_t shard = dst().shards_of(needs->part)[t];
+    parts *= static_cast<int64_t>(all_->overlaps[t].of_dst(shard).size());
+    holds_one = holds_one && all_->overlaps[t].between(src().shards_of(holds->part)[t], shard) != nullptr;
   }
   return parts - (holds_one ? 1 : 0);
 }
@@ -426,7 +432,7 @@ Traffic GridExchange::traffic(Rank rank, int64_t rounds) const { return traffic(
 Traffic GridExchange::traffic(Rank rank, const Ends& ends, int64_t rounds) const {
   const Sent all_sent = sent(rank, ends);
   Traffic traffic{received_elements(ends) * item_bytes(), all_sent.elements * item_bytes(), 0, all_sent.messages};
-  if (rounds == 1 && sharing_ == Sharing::kMessages) {
+  if (rounds == 1 && policy_ == ReplicaPolicy::kWholeMessages) {
     traffic.messages = parts_received(ends);
     return traffic;
   }
@@ -460,10 +466,10 @@ GridExchange::Totals GridExchange::totals(int64_t rounds) const {
     totals.worst.messages = std::max(totals.worst.messages, one.messages);
     totals.worst.sent_messages = std::max(totals.worst.sent_messages, one.sent_messages);
     totals.received_bytes_sum += one.received_bytes;
-    if (sharing_ != Sharing::kNodes) continue;
+    if (policy_ != ReplicaPolicy::kNodeLocal) continue;
     const Inside within = inside(rank);
     if (!totals.worst.by_link) totals.worst.by_link.emplace();
-    StepFigures::ByLink& most = *totals.worst.by_link;
+    StepCounts::ByLink& most = *totals.worst.by_link;
     most.inside = std::max({most.inside, within.received_bytes, within.sent_bytes});
     most.between =
         std::max({most.between, one.received_bytes - within.received_bytes, one.sent_bytes - within.sent_bytes});
@@ -472,13 +478,13 @@ GridExchange::Totals GridExchange::totals(int64_t rounds) const {
   return totals;
 }
 
-StepFigures GridExchange::worst_at_least() const {
-  StepFigures worst;
+StepCounts GridExchange::worst_at_least() const {
+  StepCounts worst;
   for (const Ends& ends : all_->ends) {
     worst.received_bytes = std::max(worst.received_bytes, received_elements(ends) * item_bytes());
     worst.messages = std::max(worst.messages, parts_received(ends));
   }
-  if (worst.messages > 0) worst.sent_bytes = all_->stretch * item_bytes();
+  if (worst.messages > 0) worst.sent_bytes = all_->quota * item_bytes();
   worst.touched_bytes = largest_result_bytes();
   return worst;
 }

@@ -8,18 +8,19 @@
 // of the destination after the other, each in the order of its parts. The line is divided into *ranges* of equal
 // length, one for each sender, in mesh order. All lines use the length with which the longest line is covered: a
 // shorter one would split more messages and not relieve the busiest rank. If each sender's share can be whole replicas
-// of the destination within that length, the line is cut between replicas. With Sharing::kBytes a range may end
-// anywhere, and the busiest rank sends the least possible without forwarding, rounded up to elements. With
-// Sharing::kMessages a message is sent by the rank whose range has the middle of it, and the busiest rank sends less
-// than one message more.
+// of the destination within that length, the line is cut between replicas. With ReplicaPolicy::kEvenBytes a range may
+// end anywhere, and the busiest rank sends the least possible without forwarding, rounded up to elements. With
+// ReplicaPolicy::kWholeMessages a message is sent by the rank whose range has the middle of it, and the busiest rank
+// sends less than one message more.
 //
-// Example: 12 rows from ranks 0 to 3 on (a=2, b=2) as [S(0), R] to ranks 4 to 6 on (c=3) as [S(0)], by Sharing::kBytes:
+// Example: 12 rows from ranks 0 to 3 on (a=2, b=2) as [S(0), R] to ranks 4 to 6 on (c=3) as [S(0)], by
+// ReplicaPolicy::kEvenBytes:
 //
 //   part      senders    line                             ranges of 3 rows
 //   [0, 6)    0, 1       4: [0, 4)    5: [4, 6)           0 -> 4: [0, 3)    1 -> 4: [3, 4)    1 -> 5: [4, 6)
 //   [6, 12)   2, 3       5: [6, 8)    6: [8, 12)          2 -> 5: [6, 8)    2 -> 6: [8, 9)    3 -> 6: [9, 12)
 //
-// With Sharing::kNodes (exchange/node_sharing.h) senders first serve receivers on their own node, each up to
+// With ReplicaPolicy::kNodeLocal (exchange/node_local.h) senders first serve receivers on their own node, each up to
 // kMostInside times the longest range. The rest is divided evenly.
 //
 // Except for kNodes, which lists all messages, no function takes time proportional to ranks times ranks: places in a
@@ -35,7 +36,7 @@
 
 #include "exchange/exchange.h"
 #include "exchange/grid.h"
-#include "exchange/sharing.h"
+#include "exchange/replica_policy.h"
 #include "layout/layout.h"
 #include "layout/rank.h"
 
@@ -43,18 +44,18 @@ namespace shardwright {
 
 class GridExchange final : public Exchange {
  public:
-  // The layouts must have the same shape and dtype and no partials, and `sharing` must not be kNone; otherwise throws
+  // The layouts must have the same shape and dtype and no partials, and `policy` must not be kNone; otherwise throws
   // InvariantError. With kNodes, nodes are `ranks_per_node` consecutive ranks.
-  GridExchange(const Layout& src, const Layout& dst, Sharing sharing, int64_t ranks_per_node = 0);
+  GridExchange(const Layout& src, const Layout& dst, ReplicaPolicy policy, int64_t ranks_per_node = 0);
   // Makes the exchange of two grids with equal dims, which may be boxes of tensors with different shapes. The replica
-  // `first_turn` of a part sends the first range of the line; the next replicas follow in cyclic order.
-  GridExchange(Grid src, Grid dst, int64_t item_bytes, Sharing sharing, int64_t first_turn = 0,
+  // `first_sender` of a part sends the first range of the line; the next replicas follow in cyclic order.
+  GridExchange(Grid src, Grid dst, int64_t item_bytes, ReplicaPolicy policy, int64_t first_sender = 0,
                int64_t ranks_per_node = 0);
 
   // Returns the same exchange with another kind of sharing. Both use one copy of everything that does not depend on it.
-  GridExchange shared_by(Sharing sharing, int64_t ranks_per_node = 0) const;
+  GridExchange with_policy(ReplicaPolicy policy, int64_t ranks_per_node = 0) const;
 
-  Sharing sharing() const { return sharing_; }
+  ReplicaPolicy policy() const { return policy_; }
 
   // Within its node a sender sends at most this many times the longest range.
   static constexpr int64_t kMostInside = 4;
@@ -70,7 +71,7 @@ class GridExchange final : public Exchange {
   int64_t messages_at_most(Rank rank, Direction direction) const override;  // exact for kSend
   int64_t needed_by_all() const override;
   Traffic traffic(Rank rank, int64_t rounds = 1) const override;
-  StepFigures worst(int64_t rounds = 1) const override { return totals(rounds).worst; }
+  StepCounts worst(int64_t rounds = 1) const override { return totals(rounds).worst; }
   std::vector<MessageSize> message_sizes(Rank rank, Direction direction) const override;
   std::vector<Message> messages(Rank rank, Direction direction) const override;
   std::optional<Region> region(Rank rank, Direction side) const override;
@@ -88,12 +89,12 @@ class GridExchange final : public Exchange {
   std::vector<PeerRange> ranges(Rank rank, Direction direction) const;
 
   // Returns the maximum number of elements that a sender sends.
-  int64_t longest_stretch() const { return all_->stretch; }
+  int64_t largest_quota() const { return all_->quota; }
 
   // Returns a lower bound on the number of messages of all ranks together if every sender sends whole messages.
-  int64_t num_meetings() const;
+  int64_t num_overlaps() const;
 
-  // The part of a rank's traffic that stays within its node, in bytes. Only with Sharing::kNodes.
+  // The part of a rank's traffic that stays within its node, in bytes. Only with ReplicaPolicy::kNodeLocal.
   struct Inside {
     int64_t received_bytes = 0;
     int64_t sent_bytes = 0;
@@ -102,13 +103,13 @@ class GridExchange final : public Exchange {
 
   // The largest value of each count over all ranks, and the bytes that all ranks receive together.
   struct Totals {
-    StepFigures worst;
+    StepCounts worst;
     int64_t received_bytes_sum = 0;
   };
   Totals totals(int64_t rounds = 1) const;
   // Returns a lower bound of totals().worst without a walk over messages. It counts no sent messages. With kMessages
   // the sent bytes may be higher, with kBytes the number of messages.
-  StepFigures worst_at_least() const;
+  StepCounts worst_at_least() const;
 
  private:
   // A receiver's place in a line. A rank that holds the part itself has a place without elements.
@@ -117,7 +118,7 @@ class GridExchange final : public Exchange {
     int64_t elements = 0;
   };
   // The place without elements of a rank that holds the part itself.
-  struct Absent {
+  struct KeptPlace {
     int64_t place = 0;     // index of the place in the line
     int64_t elements = 0;  // number of elements that the place would have otherwise
     int64_t before = 0;    // sum of `elements` of the earlier absent places
@@ -128,48 +129,48 @@ class GridExchange final : public Exchange {
     int64_t places = 1;    // number of places per replica of the destination
     int64_t elements = 1;  // elements per replica if no rank is absent
     int64_t length = 0;    // elements of all places that are not absent
-    int64_t stretch = 1;   // elements of a sender's range
+    int64_t quota = 1;     // elements of a sender's range
   };
   // The parts that a rank holds and needs; nullopt if it is not on that mesh.
   struct Ends {
-    std::optional<Grid::Seat> holds;
-    std::optional<Grid::Seat> needs;
+    std::optional<Grid::PartReplica> holds;
+    std::optional<Grid::PartReplica> needs;
   };
   // Everything that does not depend on sharing.
-  struct Parties {
-    Parties(Grid from, Grid to);
+  struct Geometry {
+    Geometry(Grid from, Grid to);
     void find_absent();
     void find_lines();
 
     Grid src;
     Grid dst;
-    std::vector<SlotMeetings> meetings;  // by tensor dim
+    std::vector<ShardOverlaps> overlaps;  // by tensor dim
     std::vector<Rank> ranks;
-    std::vector<Ends> ends;                   // by index in `ranks`
-    std::vector<std::vector<Absent>> absent;  // by part of the source, each by place
-    std::vector<Line> lines;                  // by part of the source
-    int64_t stretch = 1;                      // elements of the longest range
-    int64_t least_stretch = 1;                // elements of the shortest range of a line with absent ranks
+    std::vector<Ends> ends;                      // by index in `ranks`
+    std::vector<std::vector<KeptPlace>> absent;  // by part of the source, each by place
+    std::vector<Line> lines;                     // by part of the source
+    int64_t quota = 1;                           // elements of the longest range
+    int64_t least_quota = 1;                     // elements of the shortest range of a line with absent ranks
   };
 
-  GridExchange(std::shared_ptr<const Parties> all, int64_t item_bytes, Sharing sharing, int64_t first_turn,
+  GridExchange(std::shared_ptr<const Geometry> all, int64_t item_bytes, ReplicaPolicy policy, int64_t first_sender,
                int64_t ranks_per_node);
-  void share_among_nodes();
+  void assign_within_nodes_first();
   const Ends& ends_of(Rank rank) const;
   int64_t num_places(const Line& line) const { return line.places * all_->dst.replicas(); }
   Place place(const Line& line, int64_t number) const;
   // Senders are numbered by their order: 0 sends the first range of the line. Returns the index of the first place that
   // is served by the sender of this order or a later one.
-  int64_t first_served(const Line& line, int64_t turn) const;
+  int64_t first_served(const Line& line, int64_t sender_index) const;
   // Returns the index after the last place that is served by the sender of this order.
-  int64_t end_served(const Line& line, int64_t turn) const;
+  int64_t end_served(const Line& line, int64_t sender_index) const;
   // Returns the number of places of [first, end) that have elements.
   int64_t num_present(const Line& line, int64_t first, int64_t end) const;
   // Returns the range of a place's elements that the sender of this order sends.
-  Interval served(const Line& line, const Place& place, int64_t turn) const;
-  Rank needer(const Line& line, int64_t number) const;
-  Rank holder(const Line& line, int64_t turn) const;
-  int64_t turn_of(const Grid::Seat& seat) const;
+  Interval served(const Line& line, const Place& place, int64_t sender_index) const;
+  Rank receiver(const Line& line, int64_t number) const;
+  Rank sender(const Line& line, int64_t sender_index) const;
+  int64_t sender_index_of(const Grid::PartReplica& replica_place) const;
   int64_t largest_result_bytes() const;
   // The counts of a rank that need no walk over its peers.
   struct Sent {
@@ -183,14 +184,14 @@ class GridExchange final : public Exchange {
   // Calls visit(sender, range) for each message that a rank receives.
   template <typename Visit>
   void for_each_received(Rank rank, const Ends& ends, const Visit& visit) const;
-  // The messages of each rank. Only with Sharing::kNodes.
+  // The messages of each rank. Only with ReplicaPolicy::kNodeLocal.
   using Ranges = std::map<Rank, std::vector<PeerRange>>;
   static const std::vector<PeerRange>& listed(const Ranges& ranges, Rank rank);
 
-  std::shared_ptr<const Parties> all_;
-  Sharing sharing_;
-  int64_t first_turn_ = 0;
-  // Only with Sharing::kNodes.
+  std::shared_ptr<const Geometry> all_;
+  ReplicaPolicy policy_;
+  int64_t first_sender_ = 0;
+  // Only with ReplicaPolicy::kNodeLocal.
   int64_t ranks_per_node_ = 0;
   Ranges sends_;
   Ranges receives_;

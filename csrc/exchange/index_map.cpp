@@ -23,8 +23,8 @@ void check_side(const std::vector<Window>& windows, const std::vector<int64_t>& 
     }
     const auto ndim = static_cast<int>(shape.size());
     if (window.tensor_dim < 0 || window.tensor_dim >= ndim) {
-      throw UserError(concat(argument, ": ", side, " dim must be a dim of the shape [", join(shape), "], got ",
-                             window.tensor_dim));
+      throw UserError(
+          concat(argument, ": ", side, " dim must be a dim of the shape [", join(shape), "], got ", window.tensor_dim));
     }
     ++times[window.tensor_dim];
     const int64_t size = shape[window.tensor_dim];

@@ -30,8 +30,8 @@ void bound_nodes(const Cells& cells, const std::vector<Rank>& ranks, int64_t ran
     return found;
   };
   for (const Cells::Cell& cell : cells.all()) {
-    const std::set<int64_t> holding = nodes_of(cell.holders);
-    const std::set<int64_t> needing = nodes_of(cell.needers);
+    const std::set<int64_t> holding = nodes_of(cell.senders);
+    const std::set<int64_t> needing = nodes_of(cell.receivers);
     for (const int64_t node : needing) {
       if (!holding.contains(node)) nodes[node].entering += cell.elements;
     }
@@ -76,7 +76,7 @@ ExchangeBound indexed_bound(const Layout& src, const Layout& dst, int64_t ranks_
     sum = transfers_with_pending(src, dst, kept);
     most = ceil_divide(sum, all);
   } else {
-    const IndexedExchange exchange(grids, item, Sharing::kMessages);
+    const IndexedExchange exchange(grids, item, ReplicaPolicy::kWholeMessages);
     for (const Rank rank : ranks) {
       const int64_t received = exchange.num_elements(rank, Direction::kReceive);
       sum += received;

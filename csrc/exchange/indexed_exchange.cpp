@@ -35,38 +35,38 @@ std::vector<Rank> united(std::vector<Rank> a, const std::vector<Rank>& b) {
 // Chooses, for one axis, the shard that sends each element to each receiver.
 class IndexedExchange::Choice {
  public:
-  Choice(const AxisGrid& src, const AxisGrid& dst, size_t axis, Sharing sharing)
+  Choice(const AxisGrid& src, const AxisGrid& dst, size_t axis, ReplicaPolicy policy)
       : src_(src),
         dst_(dst),
         axis_(axis),
-        sharing_(sharing),
+        policy_(policy),
         samples_({&src.axes[axis].lists, &dst.axes[axis].lists}),
         sent_(src.axes[axis].lists.size(), 0) {
     const int64_t runs = runs_to_list();
     ranks_.resize(sent_.size());
-    for (size_t p = 0; p < src.slots.size(); ++p) {
-      ranks_[src.slots[p][axis]].push_back(src.mesh->rank_at(Position{static_cast<int64_t>(p)}));
+    for (size_t p = 0; p < src.shards.size(); ++p) {
+      ranks_[src.shards[p][axis]].push_back(src.mesh->rank_at(Position{static_cast<int64_t>(p)}));
     }
-    make_stretches();
-    if (const int64_t servers = most_servers(); sharing_ == Sharing::kBytes && servers > 1) {
+    make_sample_ranges();
+    if (const int64_t servers = most_servers(); policy_ == ReplicaPolicy::kEvenBytes && servers > 1) {
       samples_ = Samples({&src.axes[axis].lists, &dst.axes[axis].lists},
                          std::clamp<int64_t>(CutRule::kMaxRuns / runs, 1, servers));
-      make_stretches();
+      make_sample_ranges();
     }
     for (const IntervalList& list : dst.axes[axis].lists) needed_.push_back(samples_.in(list));
   }
 
   std::map<int64_t, Shares> all() {
-    for (size_t to = 0; to < dst_.slots.size(); ++to) add_requests(static_cast<int64_t>(to));
+    for (size_t to = 0; to < dst_.shards.size(); ++to) add_requests(static_cast<int64_t>(to));
     std::stable_sort(requests_.begin(), requests_.end(), [&](const Request& a, const Request& b) {
-      return stretches_[a.stretch].lists.size() < stretches_[b.stretch].lists.size();
+      return sample_ranges_[a.sample_range].lists.size() < sample_ranges_[b.sample_range].lists.size();
     });
     for (const Request& request : requests_) serve(request);
     std::map<int64_t, Shares> shares;
     for (auto& [to, by_slot] : taken_) {
       Shares& own = shares[to];
-      for (auto& [slot, elements] : by_slot) {
-        own.push_back({slot, samples_.repeated(sorted_by_place(std::move(elements)))});
+      for (auto& [shard, elements] : by_slot) {
+        own.push_back({shard, samples_.repeated(sorted_by_place(std::move(elements)))});
       }
     }
     return shares;
@@ -75,7 +75,7 @@ class IndexedExchange::Choice {
  private:
   struct Request {
     int64_t to = 0;
-    size_t stretch = 0;
+    size_t sample_range = 0;
     Interval interval;
   };
 
@@ -101,57 +101,58 @@ class IndexedExchange::Choice {
   // cannot be divided within a sample, so each of these ranks needs samples of its own to send its share.
   int64_t most_servers() const {
     int64_t most = 1;
-    for (const Stretch& stretch : stretches_) {
-      if (stretch.lists.size() < 2 || stretch.count == 1) continue;
+    for (const SampleRange& sample_range : sample_ranges_) {
+      if (sample_range.lists.size() < 2 || sample_range.count == 1) continue;
       int64_t ranks = 0;
-      for (const int64_t slot : stretch.lists) ranks += num_ranks(slot);
+      for (const int64_t shard : sample_range.lists) ranks += num_ranks(shard);
       most = std::max(most, ranks);
     }
     return most;
   }
 
-  void make_stretches() {
+  void make_sample_ranges() {
     std::vector<const IntervalList*> lists;
     for (const IntervalList& list : src_.axes[axis_].lists) lists.push_back(&list);
-    stretches_ = stretches(samples_, lists);
+    sample_ranges_ = sample_ranges(samples_, lists);
   }
 
   void add_requests(int64_t to) {
     const Rank rank = dst_.mesh->rank_at(Position{to});
     const std::optional<Position> before = src_.mesh->position_of(rank);
-    const int64_t own = before ? src_.slots[*before][axis_] : -1;
+    const int64_t own = before ? src_.shards[*before][axis_] : -1;
     taken_[to];
-    for (const Interval& one : needed_[dst_.slots[to][axis_]]) {
-      auto at = std::partition_point(stretches_.begin(), stretches_.end(),
-                                     [&](const Stretch& stretch) { return stretch.interval.end <= one.begin; });
-      for (; at != stretches_.end() && at->interval.begin < one.end; ++at) {
+    for (const Interval& one : needed_[dst_.shards[to][axis_]]) {
+      auto at =
+          std::partition_point(sample_ranges_.begin(), sample_ranges_.end(),
+                               [&](const SampleRange& sample_range) { return sample_range.interval.end <= one.begin; });
+      for (; at != sample_ranges_.end() && at->interval.begin < one.end; ++at) {
         const Interval both{std::max(one.begin, at->interval.begin), std::min(one.end, at->interval.end)};
         if (std::binary_search(at->lists.begin(), at->lists.end(), own)) {
           taken_[to][own].push_back(both);  // kept by the rank, not sent
         } else {
-          requests_.push_back({to, static_cast<size_t>(at - stretches_.begin()), both});
+          requests_.push_back({to, static_cast<size_t>(at - sample_ranges_.begin()), both});
         }
       }
     }
   }
 
   void serve(const Request& request) {
-    const std::vector<int64_t>& slots = stretches_[request.stretch].lists;
-    if (slots.size() > 1 && sharing_ == Sharing::kBytes) return serve_from_all(request);
-    int64_t best = slots.front();
-    if (slots.size() > 1) {
+    const std::vector<int64_t>& shards = sample_ranges_[request.sample_range].lists;
+    if (shards.size() > 1 && policy_ == ReplicaPolicy::kEvenBytes) return serve_from_all(request);
+    int64_t best = shards.front();
+    if (shards.size() > 1) {
       const Rank to = dst_.mesh->rank_at(Position{request.to});
-      const auto nearest = [&](int64_t slot) {
+      const auto nearest = [&](int64_t shard) {
         int least = 64;
-        for (const Rank rank : ranks_[slot]) least = std::min(least, distance(rank, to));
+        for (const Rank rank : ranks_[shard]) least = std::min(least, distance(rank, to));
         return least;
       };
       int of_best = nearest(best);
-      for (const int64_t slot : slots) {
-        const int of_slot = nearest(slot);
-        if (of_slot > of_best || (of_slot == of_best && !sends_less(slot, best))) continue;
-        best = slot;
-        of_best = of_slot;
+      for (const int64_t shard : shards) {
+        const int of_shard = nearest(shard);
+        if (of_shard > of_best || (of_shard == of_best && !sends_less(shard, best))) continue;
+        best = shard;
+        of_best = of_shard;
       }
     }
     take(request, best, request.interval);
@@ -159,15 +160,15 @@ class IndexedExchange::Choice {
 
   // Divides a request among the shards that send least, so that they are filled up to a common level.
   void serve_from_all(const Request& request) {
-    std::vector<int64_t> slots = stretches_[request.stretch].lists;
-    std::stable_sort(slots.begin(), slots.end(), [&](int64_t a, int64_t b) { return sends_less(a, b); });
-    const int64_t count = stretches_[request.stretch].count;
+    std::vector<int64_t> shards = sample_ranges_[request.sample_range].lists;
+    std::stable_sort(shards.begin(), shards.end(), [&](int64_t a, int64_t b) { return sends_less(a, b); });
+    const int64_t count = sample_ranges_[request.sample_range].count;
     int64_t left = request.interval.extent();
     __int128 sum = static_cast<__int128>(left) * count;  // plus the elements that these shards send so far
     int64_t ranks = 0;
     size_t givers = 0;
-    while (givers < slots.size()) {
-      const int64_t next = slots[givers];
+    while (givers < shards.size()) {
+      const int64_t next = shards[givers];
       if (givers > 0 && static_cast<__int128>(sent_[next]) * ranks >= sum * num_ranks(next)) break;
       sum += sent_[next];
       ranks += num_ranks(next);
@@ -175,59 +176,59 @@ class IndexedExchange::Choice {
     }
     int64_t begin = request.interval.begin;
     for (size_t i = 0; i < givers; ++i) {
-      const auto level = static_cast<int64_t>((sum * num_ranks(slots[i]) + ranks - 1) / ranks);
-      const int64_t missing = std::max<int64_t>(level - sent_[slots[i]], 0);
+      const auto level = static_cast<int64_t>((sum * num_ranks(shards[i]) + ranks - 1) / ranks);
+      const int64_t missing = std::max<int64_t>(level - sent_[shards[i]], 0);
       const int64_t amount = i + 1 == givers ? left : std::min((missing + count - 1) / count, left);
-      if (amount > 0) take(request, slots[i], {begin, begin + amount});
+      if (amount > 0) take(request, shards[i], {begin, begin + amount});
       begin += amount;
       left -= amount;
     }
   }
 
-  int64_t num_ranks(int64_t slot) const { return static_cast<int64_t>(ranks_[slot].size()); }
+  int64_t num_ranks(int64_t shard) const { return static_cast<int64_t>(ranks_[shard].size()); }
 
   // Returns true if the average rank of shard `a` sends less so far than the average rank of shard `b`.
   bool sends_less(int64_t a, int64_t b) const {
     return static_cast<__int128>(sent_[a]) * num_ranks(b) < static_cast<__int128>(sent_[b]) * num_ranks(a);
   }
 
-  void take(const Request& request, int64_t slot, Interval interval) {
-    taken_[request.to][slot].push_back(interval);
-    sent_[slot] += interval.extent() * stretches_[request.stretch].count;
+  void take(const Request& request, int64_t shard, Interval interval) {
+    taken_[request.to][shard].push_back(interval);
+    sent_[shard] += interval.extent() * sample_ranges_[request.sample_range].count;
   }
 
   const AxisGrid& src_;
   const AxisGrid& dst_;
   size_t axis_;
-  Sharing sharing_;
+  ReplicaPolicy policy_;
   Samples samples_;
   std::vector<std::vector<Interval>> needed_;  // by shard of the destination, in the samples
-  std::vector<Stretch> stretches_;             // ranges of the shards of the source
+  std::vector<SampleRange> sample_ranges_;     // ranges of the shards of the source
   std::vector<std::vector<Rank>> ranks_;       // by shard
   std::vector<int64_t> sent_;                  // by shard
   std::vector<Request> requests_;
   std::map<int64_t, std::map<int64_t, std::vector<Interval>>> taken_;  // by receiver and shard
 };
 
-IndexedExchange::IndexedExchange(const Layout& src, const Layout& dst, Sharing sharing)
-    : IndexedExchange(axis_grids(src, dst), src.dtype().size_bytes(), sharing) {
+IndexedExchange::IndexedExchange(const Layout& src, const Layout& dst, ReplicaPolicy policy)
+    : IndexedExchange(axis_grids(src, dst), src.dtype().size_bytes(), policy) {
   const MeshDimSet kept = kept_partials(src, dst);
   check_invariant(src.partial_dims() == kept && dst.partial_dims() == kept,
                   "the pending reductions of a rearrangement differ: ", src, " -> ", dst);
 }
 
-IndexedExchange::IndexedExchange(AxisGrids grids, int64_t item_bytes, Sharing sharing)
+IndexedExchange::IndexedExchange(AxisGrids grids, int64_t item_bytes, ReplicaPolicy policy)
     : Exchange(item_bytes),
-      sharing_(sharing),
+      policy_(policy),
       src_(std::move(grids.src)),
       dst_(std::move(grids.dst)),
       ranks_(united(src_.mesh->ranks(), dst_.mesh->ranks())) {
-  check_invariant(sharing != Sharing::kNone, "a rearrangement has Sharing::kNone");
+  check_invariant(policy != ReplicaPolicy::kAligned, "a rearrangement has ReplicaPolicy::kAligned");
   check_invariant(src_.axes.size() == dst_.axes.size(), "the grids of a rearrangement have ", src_.axes.size(), " and ",
                   dst_.axes.size(), " axes");
-  for (size_t axis = 0; axis < src_.axes.size(); ++axis) shares_.push_back(Choice(src_, dst_, axis, sharing_).all());
+  for (size_t axis = 0; axis < src_.axes.size(); ++axis) shares_.push_back(Choice(src_, dst_, axis, policy_).all());
   deliver();
-  if (sharing_ == Sharing::kBytes) deliver_by_cells();
+  if (policy_ == ReplicaPolicy::kEvenBytes) deliver_by_cells();
   index_deliveries();
 }
 
@@ -247,10 +248,10 @@ Region IndexedExchange::elements_of(const Delivery& delivery) const {
 }
 
 void IndexedExchange::deliver() {
-  std::map<std::vector<int64_t>, std::vector<int64_t>> holders;  // positions, by part
+  std::map<std::vector<int64_t>, std::vector<int64_t>> senders;  // positions, by part
   std::map<std::vector<int64_t>, std::vector<Delivery>> wanted;  // by part
-  for (size_t p = 0; p < src_.slots.size(); ++p) holders[src_.slots[p]].push_back(static_cast<int64_t>(p));
-  for (int64_t to = 0; to < static_cast<int64_t>(dst_.slots.size()); ++to) {
+  for (size_t p = 0; p < src_.shards.size(); ++p) senders[src_.shards[p]].push_back(static_cast<int64_t>(p));
+  for (int64_t to = 0; to < static_cast<int64_t>(dst_.shards.size()); ++to) {
     const std::optional<Position> before = src_.mesh->position_of(dst_.mesh->rank_at(Position{to}));
     int64_t combinations = 1;
     for (size_t axis = 0; axis < src_.axes.size(); ++axis) {
@@ -264,23 +265,23 @@ void IndexedExchange::deliver() {
         const Shares& shares = shares_of(axis, to);
         const Share& share = shares[rest % static_cast<int64_t>(shares.size())];
         rest /= static_cast<int64_t>(shares.size());
-        part[axis] = share.slot;
+        part[axis] = share.shard;
         count *= length(share.elements);
       }
-      if (count == 0 || (before && src_.slots[*before] == part)) continue;
+      if (count == 0 || (before && src_.shards[*before] == part)) continue;
       wanted[part].push_back({0, to, number, {0, count}});
     }
   }
-  std::vector<int64_t> sent(src_.slots.size(), 0);
-  for (auto& [part, of_part] : wanted) divide_among(holders.at(part), std::move(of_part), sent);
+  std::vector<int64_t> sent(src_.shards.size(), 0);
+  for (auto& [part, of_part] : wanted) divide_among(senders.at(part), std::move(of_part), sent);
 }
 
 // The first division treats each axis as if all ranks with a shard had all elements of the other axes. So if elements
 // are on several shards of one axis and another axis is cut too, some rank may send more than the least. Then the
 // messages are recomputed by cells.
 void IndexedExchange::deliver_by_cells() {
-  std::vector<int64_t> sent(src_.slots.size(), 0);
-  std::vector<int64_t> received(dst_.slots.size(), 0);
+  std::vector<int64_t> sent(src_.shards.size(), 0);
+  std::vector<int64_t> received(dst_.shards.size(), 0);
   for (const Delivery& one : deliveries_) {
     sent[one.from] += one.range.extent();
     received[one.to] += one.range.extent();
@@ -314,8 +315,8 @@ void IndexedExchange::deliver_by_cells() {
     const Cells::Cell& cell = cells->all()[c];
     auto giver = shared[c].begin();
     int64_t left = giver->second;
-    for (const size_t needer : cell.needers.numbers()) {
-      const int64_t to = *dst_.mesh->position_of(ranks_[needer]);
+    for (const size_t receiver : cell.receivers.numbers()) {
+      const int64_t to = *dst_.mesh->position_of(ranks_[receiver]);
       int64_t number = 0;
       for (size_t axis = 0; axis < shares_.size(); ++axis) {
         number = number * static_cast<int64_t>(shares_[axis].at(to).size()) + numbers[axis][cell.classes[axis]].at(to);
@@ -348,16 +349,16 @@ void IndexedExchange::index_deliveries() {
 
 // Sends whole messages from the nearest candidate sender; or arranges all requests of one part in a line and divides
 // the line into one range for each candidate sender.
-void IndexedExchange::divide_among(const std::vector<int64_t>& holders, std::vector<Delivery> wanted,
+void IndexedExchange::divide_among(const std::vector<int64_t>& senders, std::vector<Delivery> wanted,
                                    std::vector<int64_t>& sent) {
-  if (holders.size() == 1 || sharing_ == Sharing::kMessages) {
+  if (senders.size() == 1 || policy_ == ReplicaPolicy::kWholeMessages) {
     for (Delivery& one : wanted) {
       const Rank to = receiver(one);
-      const auto order = [&](int64_t holder) {
-        return std::tuple(distance(src_.mesh->rank_at(Position{holder}), to), sent[holder], holder);
+      const auto order = [&](int64_t sender) {
+        return std::tuple(distance(src_.mesh->rank_at(Position{sender}), to), sent[sender], sender);
       };
       one.from =
-          *std::min_element(holders.begin(), holders.end(), [&](int64_t a, int64_t b) { return order(a) < order(b); });
+          *std::min_element(senders.begin(), senders.end(), [&](int64_t a, int64_t b) { return order(a) < order(b); });
       sent[one.from] += one.range.end;
       deliveries_.push_back(one);
     }
@@ -365,13 +366,13 @@ void IndexedExchange::divide_among(const std::vector<int64_t>& holders, std::vec
   }
   int64_t total = 0;
   for (const Delivery& one : wanted) total += one.range.end;
-  const auto count = static_cast<int64_t>(holders.size());
-  const int64_t stretch = (total + count - 1) / count;
+  const auto count = static_cast<int64_t>(senders.size());
+  const int64_t quota = (total + count - 1) / count;
   int64_t place = 0;
   for (const Delivery& one : wanted) {
     for (int64_t begin = place; begin < place + one.range.end;) {
-      const int64_t end = std::min(place + one.range.end, (begin / stretch + 1) * stretch);
-      deliveries_.push_back({holders[begin / stretch], one.to, one.number, {begin - place, end - place}});
+      const int64_t end = std::min(place + one.range.end, (begin / quota + 1) * quota);
+      deliveries_.push_back({senders[begin / quota], one.to, one.number, {begin - place, end - place}});
       begin = end;
     }
     place += one.range.end;
@@ -430,9 +431,9 @@ std::optional<std::map<std::vector<Rank>, int64_t>> IndexedExchange::demand() co
   if (!cells) return std::nullopt;
   std::map<std::vector<Rank>, int64_t> demand;
   for (const Cells::Cell& cell : cells->all()) {
-    std::vector<Rank> holders;
-    for (const size_t i : cell.holders.numbers()) holders.push_back(ranks_[i]);
-    demand[std::move(holders)] += cell.elements * cell.needers.size();
+    std::vector<Rank> senders;
+    for (const size_t i : cell.senders.numbers()) senders.push_back(ranks_[i]);
+    demand[std::move(senders)] += cell.elements * cell.receivers.size();
   }
   return demand;
 }

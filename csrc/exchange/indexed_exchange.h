@@ -1,16 +1,17 @@
 // The exchange of layouts in which an element may be stored on several coordinates of a mesh dim, or parts are in any
 // order, or only one side flattens the leading tensor dims. Both sides are parts of one grid of axes (exchange/axes.h).
 //
-// With Sharing::kMessages, an element that several shards have, or a part that several ranks hold, is sent by the
-// nearest: the rank whose number differs from the receiver's in the lowest bits only. On nodes of a power of two of
-// ranks this prefers the own node. Among equally near ranks, the one that sends least so far is chosen. With
-// Sharing::kBytes distance does not count, and elements with several candidate senders are divided so that these send
-// as equally as possible.
+// With ReplicaPolicy::kWholeMessages, an element that several shards have, or a part that several ranks hold, is sent
+// by the nearest: the rank whose number differs from the receiver's in the lowest bits only. On nodes of a power of two
+// of ranks this prefers the own node. Among equally near ranks, the one that sends least so far is chosen. With
+// ReplicaPolicy::kEvenBytes distance does not count, and elements with several candidate senders are divided so that
+// these send as equally as possible.
 //
-// The received bytes are the least possible. With Sharing::kBytes, the bytes sent by the busiest rank are within a
-// twentieth of the least (or of the most that a rank receives, if that is more). First, each axis is divided as if it
-// were the only one; requests with the fewest candidate senders are served first. If the result is not near enough, an
-// exact flow over cells (exchange/cells.h) divides all axes together. With too many cells the first division stays.
+// The received bytes are the least possible. With ReplicaPolicy::kEvenBytes, the bytes sent by the busiest rank are
+// within a twentieth of the least (or of the most that a rank receives, if that is more). First, each axis is divided
+// as if it were the only one; requests with the fewest candidate senders are served first. If the result is not near
+// enough, an exact flow over cells (exchange/cells.h) divides all axes together. With too many cells the first division
+// stays.
 //
 // Takes time and memory in proportion to the pairs of ranks that exchange data, and to the intervals that lists have in
 // samples of their repetitions (exchange/samples.h).
@@ -23,7 +24,7 @@
 
 #include "exchange/axes.h"
 #include "exchange/exchange.h"
-#include "exchange/sharing.h"
+#include "exchange/replica_policy.h"
 #include "layout/layout.h"
 
 namespace shardwright {
@@ -34,11 +35,11 @@ class IndexedExchange final : public Exchange {
   // two meshes there must be none. Otherwise throws InvariantError. Throws UserError if a flattened part has more than
   // CutRule::kMaxRuns runs (a repeating block counts once), or if all parts together have more than 2^24 runs of an
   // axis in samples, or in full if parts of the axis do not ascend.
-  IndexedExchange(const Layout& src, const Layout& dst, Sharing sharing);
+  IndexedExchange(const Layout& src, const Layout& dst, ReplicaPolicy policy);
 
   // Makes the exchange of two grids with equally many axes, where every element of the destination is on some shard of
   // the source.
-  IndexedExchange(AxisGrids grids, int64_t item_bytes, Sharing sharing);
+  IndexedExchange(AxisGrids grids, int64_t item_bytes, ReplicaPolicy policy);
 
   const std::vector<Rank>& ranks() const override { return ranks_; }
   bool communicates() const override { return !deliveries_.empty(); }
@@ -52,7 +53,7 @@ class IndexedExchange final : public Exchange {
  private:
   // Elements of an axis that one shard of the source sends; with cells, the elements of one class.
   struct Share {
-    int64_t slot = 0;       // index of the axis shard, or of the class
+    int64_t shard = 0;      // index of the axis shard, or of the class
     IntervalList elements;  // ascending
   };
   using Shares = std::vector<Share>;  // by ascending shard
@@ -75,9 +76,9 @@ class IndexedExchange final : public Exchange {
   void deliver();
   void deliver_by_cells();
   void index_deliveries();
-  void divide_among(const std::vector<int64_t>& holders, std::vector<Delivery> wanted, std::vector<int64_t>& sent);
+  void divide_among(const std::vector<int64_t>& senders, std::vector<Delivery> wanted, std::vector<int64_t>& sent);
 
-  Sharing sharing_;
+  ReplicaPolicy policy_;
   AxisGrid src_;
   AxisGrid dst_;
   std::vector<Rank> ranks_;

@@ -54,27 +54,27 @@ struct MeshExchange::Adjacency {
   }
 
   // Numbers that stand for the part that each member holds and the part that it needs. A member has elements for
-  // another only if the pair of its held number and the other's needed number is in `meeting`.
+  // another only if the pair of its held number and the other's needed number is in `overlap`.
   struct Numbers {
     std::vector<int> held;
     std::vector<int> needed;
-    std::vector<std::pair<int, int>> meeting;
+    std::vector<std::pair<int, int>> overlap;
     int num_held = 0;
     int num_needed = 0;
   };
   void keep(const Numbers& numbers) {
     const size_t k = receivers.size();
-    std::vector<MemberSet> holders(numbers.num_held, MemberSet(k));
-    std::vector<MemberSet> needers(numbers.num_needed, MemberSet(k));
+    std::vector<MemberSet> senders(numbers.num_held, MemberSet(k));
+    std::vector<MemberSet> receivers(numbers.num_needed, MemberSet(k));
     for (size_t m = 0; m < k; ++m) {
-      holders[numbers.held[m]].insert(m);
-      needers[numbers.needed[m]].insert(m);
+      senders[numbers.held[m]].insert(m);
+      receivers[numbers.needed[m]].insert(m);
     }
     std::vector<MemberSet> receivers_of(numbers.num_held, MemberSet(k));  // by held number
     std::vector<MemberSet> senders_of(numbers.num_needed, MemberSet(k));  // by needed number
-    for (const auto& [held, needed] : numbers.meeting) {
-      receivers_of[held].add(needers[needed]);
-      senders_of[needed].add(holders[held]);
+    for (const auto& [held, needed] : numbers.overlap) {
+      receivers_of[held].add(receivers[needed]);
+      senders_of[needed].add(senders[held]);
     }
     for (size_t m = 0; m < k; ++m) {
       receivers[m].keep(receivers_of[numbers.held[m]]);
@@ -108,7 +108,7 @@ MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
     places.needed.push_back(number_of(std::move(needed_ties), member));
   }
   places.num_held = places.num_needed = static_cast<int>(numbers.size());
-  for (int number = 0; number < places.num_held; ++number) places.meeting.emplace_back(number, number);
+  for (int number = 0; number < places.num_held; ++number) places.overlap.emplace_back(number, number);
   adjacency.keep(places);
   for (size_t t = 0; t < (is_regular_ ? 0 : ndim_); ++t) {
     Adjacency::Numbers parts;
@@ -129,7 +129,7 @@ MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
     parts.num_needed = static_cast<int>(needed.size());
     for (int h = 0; h < parts.num_held; ++h) {
       for (int n = 0; n < parts.num_needed; ++n) {
-        if (shared_runs(held[h], needed[n]).length > 0) parts.meeting.emplace_back(h, n);
+        if (shared_runs(held[h], needed[n]).length > 0) parts.overlap.emplace_back(h, n);
       }
     }
     adjacency.keep(parts);
@@ -191,11 +191,11 @@ bool MeshExchange::find_all_exchange(Group& group) const {
   int64_t exchanging = mesh.group_size(cutting_ - after_.cut_dims());
   for (int t = 0; t < static_cast<int>(ndim_); ++t) {
     const MeshDimSet cutting = dims_of(after_.cuts(t)) & group_dims_;
-    int64_t meeting = 0;
+    int64_t overlap = 0;
     for (const int64_t member : mesh.group(group.least, cutting)) {
-      for (const Overlap& one : overlaps(t, member, true)) meeting += one.times;
+      for (const Overlap& one : overlaps(t, member, true)) overlap += one.times;
     }
-    exchanging *= meeting;
+    exchanging *= overlap;
   }
   const int64_t k = group.size;
   if (exchanging < k * (k - 1)) return false;

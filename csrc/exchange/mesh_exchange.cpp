@@ -16,18 +16,18 @@ int64_t position_at(const Mesh& mesh, const Coordinates& coordinates) {
 
 }  // namespace
 
-bool reads_from(const Layout& before, MeshDimSet group_dims, int64_t holder, int64_t receiver) {
+bool reads_from(const Layout& before, MeshDimSet group_dims, int64_t sender, int64_t receiver) {
   const Mesh& mesh = before.mesh();
   const MeshDimSet replica = group_dims - before.cut_dims();
   for (int d = 0; d < mesh.ndim(); ++d) {
-    if (replica.contains(d) && mesh.coordinate(holder, d) != mesh.coordinate(receiver, d)) return false;
+    if (replica.contains(d) && mesh.coordinate(sender, d) != mesh.coordinate(receiver, d)) return false;
   }
   return true;
 }
 
-SharedSending::SharedSending(const Layout& before, const Layout& after, MeshDimSet group_dims, Sharing sharing,
+SharedSending::SharedSending(const Layout& before, const Layout& after, MeshDimSet group_dims, ReplicaPolicy policy,
                              const std::vector<int64_t>& group)
-    : sharing_(sharing) {
+    : policy_(policy) {
   const Mesh& mesh = before.mesh();
   const MeshDimSet replica = group_dims - before.cut_dims();
   replicas_ = mesh.group_size(replica);
@@ -35,9 +35,9 @@ SharedSending::SharedSending(const Layout& before, const Layout& after, MeshDimS
   for (const int64_t member : group) needed.push_back(after.region(member));
   line_.resize(group.size());
   for (size_t m = 0; m < group.size(); ++m) {
-    const std::vector<int64_t> holders = mesh.group(group[m], replica);
-    turn_.push_back(std::find(holders.begin(), holders.end(), group[m]) - holders.begin());
-    part_.push_back(std::find(group.begin(), group.end(), holders[0]) - group.begin());
+    const std::vector<int64_t> senders = mesh.group(group[m], replica);
+    sender_index_.push_back(std::find(senders.begin(), senders.end(), group[m]) - senders.begin());
+    part_.push_back(std::find(group.begin(), group.end(), senders[0]) - group.begin());
   }
   for (size_t m = 0; m < group.size(); ++m) {
     if (part_[m] != m) continue;
@@ -49,8 +49,8 @@ SharedSending::SharedSending(const Layout& before, const Layout& after, MeshDimS
       line_[m].push_back({last.elements + wanted, last.receivers + (wanted > 0)});
     }
     const Place& end = line_[m].back();
-    stretch_.elements = std::max(stretch_.elements, (end.elements + replicas_ - 1) / replicas_);
-    stretch_.receivers = std::max(stretch_.receivers, (end.receivers + replicas_ - 1) / replicas_);
+    quota_.elements = std::max(quota_.elements, (end.elements + replicas_ - 1) / replicas_);
+    quota_.receivers = std::max(quota_.receivers, (end.receivers + replicas_ - 1) / replicas_);
   }
 }
 
@@ -59,22 +59,22 @@ Interval SharedSending::range(size_t from, size_t to) const {
   const int64_t place = line[to].elements;
   const int64_t wanted = line[to + 1].elements - place;
   if (wanted == 0) return {0, 0};
-  if (sharing_ == Sharing::kMessages) {
-    return {0, line[to].receivers / stretch_.receivers == turn_[from] ? wanted : 0};
+  if (policy_ == ReplicaPolicy::kWholeMessages) {
+    return {0, line[to].receivers / quota_.receivers == sender_index_[from] ? wanted : 0};
   }
-  const int64_t begin = stretch_.elements * turn_[from];
+  const int64_t begin = quota_.elements * sender_index_[from];
   const int64_t first = std::max(begin, place);
-  const int64_t last = std::min(begin + stretch_.elements, place + wanted);
+  const int64_t last = std::min(begin + quota_.elements, place + wanted);
   return first < last ? Interval{first - place, last - place} : Interval{0, 0};
 }
 
-MeshExchange::MeshExchange(const Layout& before, const Layout& after, MeshDimSet group_dims, Sharing sharing,
+MeshExchange::MeshExchange(const Layout& before, const Layout& after, MeshDimSet group_dims, ReplicaPolicy policy,
                            int64_t rounds)
     : Exchange(before.dtype().size_bytes()),
       before_(before),
       after_(after),
       group_dims_(group_dims),
-      sharing_(sharing),
+      policy_(policy),
       rounds_(rounds),
       ndim_(before.ndim()),
       cutting_(group_dims & before.cut_dims()),
@@ -84,7 +84,7 @@ MeshExchange::MeshExchange(const Layout& before, const Layout& after, MeshDimSet
       common_(before, after),
       held_(before),
       needed_(after) {
-  is_regular_ = sharing == Sharing::kNone && !common_.matchings().empty();
+  is_regular_ = policy == ReplicaPolicy::kAligned && !common_.matchings().empty();
   needed_by_each_ = sent_ = after.largest_part_elements();
   for (const Matching& matching : common_.matchings()) {
     from_each_ *= matching.free();
@@ -182,7 +182,7 @@ const Coordinates& MeshExchange::coordinates(int64_t position) const {
 }
 
 Traffic MeshExchange::traffic_at(int64_t position) const {
-  if (sharing_ != Sharing::kNone) return pairwise_at(position);
+  if (policy_ != ReplicaPolicy::kAligned) return pairwise_at(position);
   if (!is_regular_) return walked_at(position);
   bool sends = true;
   for (const Matching::Common& tie : ties_with_replicas_) sends = sends && tie.agrees_at(mesh(), position);
@@ -289,7 +289,7 @@ int64_t MeshExchange::messages_with(const std::vector<const Peers*>& by_dim) con
 }
 
 int64_t MeshExchange::elements_between(int64_t from, int64_t to) const {
-  if (sharing_ != Sharing::kNone) {
+  if (policy_ != ReplicaPolicy::kAligned) {
     const Group& all = group(from);
     return all.sending->range(index_of(all, from), index_of(all, to)).extent();
   }
@@ -400,7 +400,7 @@ MeshExchange::Group& MeshExchange::group(int64_t position) const {
   Group& group = around(position);
   if (!group.positions.empty()) return group;
   group.positions = before_.mesh().group(position, group_dims_);
-  if (sharing_ != Sharing::kNone) group.sending.emplace(before_, after_, group_dims_, sharing_, group.positions);
+  if (policy_ != ReplicaPolicy::kAligned) group.sending.emplace(before_, after_, group_dims_, policy_, group.positions);
   return group;
 }
 

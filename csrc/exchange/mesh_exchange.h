@@ -25,7 +25,7 @@
 #include "exchange/digits.h"
 #include "exchange/exchange.h"
 #include "exchange/known_parts.h"
-#include "exchange/sharing.h"
+#include "exchange/replica_policy.h"
 
 namespace shardwright {
 
@@ -39,23 +39,23 @@ struct Extent {
   bool is_contiguous_needed = false;
 };
 
-// Returns true if `receiver` reads the part of `holder` from `holder` and not from another replica. Both are in one
+// Returns true if `receiver` reads the part of `sender` from `sender` and not from another replica. Both are in one
 // group.
-bool reads_from(const Layout& before, MeshDimSet group_dims, int64_t holder, int64_t receiver);
+bool reads_from(const Layout& before, MeshDimSet group_dims, int64_t sender, int64_t receiver);
 
 // The messages of a group whose replicas share the sending.
 class SharedSending {
  public:
-  SharedSending(const Layout& before, const Layout& after, MeshDimSet group_dims, Sharing sharing,
+  SharedSending(const Layout& before, const Layout& after, MeshDimSet group_dims, ReplicaPolicy policy,
                 const std::vector<int64_t>& group);
 
   // Returns the message from the `from`-th member to the `to`-th, as a range of the common elements in packed order.
   Interval range(size_t from, size_t to) const;
 
  private:
-  Sharing sharing_;
-  std::vector<size_t> part_;   // by member: the first member that holds the same part
-  std::vector<int64_t> turn_;  // by member: its index among the members that hold the same part
+  ReplicaPolicy policy_;
+  std::vector<size_t> part_;           // by member: the first member that holds the same part
+  std::vector<int64_t> sender_index_;  // by member: its index among the members that hold the same part
   int64_t replicas_ = 1;
   // By part and receiver: the receiver's place in the line, in elements and in receivers. A last entry has the end.
   struct Place {
@@ -63,7 +63,7 @@ class SharedSending {
     int64_t receivers = 0;
   };
   std::vector<std::vector<Place>> line_;
-  Place stretch_;
+  Place quota_;
 };
 
 class MeshExchange final : public Exchange {
@@ -72,8 +72,8 @@ class MeshExchange final : public Exchange {
   static constexpr int64_t kMaxSharingGroup = 64;
 
   // The layouts must be on one mesh and outlive the exchange. Messages are sent in `rounds` rounds.
-  MeshExchange(const Layout& before, const Layout& after, MeshDimSet group_dims, Sharing sharing = Sharing::kNone,
-               int64_t rounds = 1);
+  MeshExchange(const Layout& before, const Layout& after, MeshDimSet group_dims,
+               ReplicaPolicy policy = ReplicaPolicy::kAligned, int64_t rounds = 1);
 
   const std::vector<Rank>& ranks() const override;
   bool communicates() const override;
@@ -288,11 +288,11 @@ class MeshExchange final : public Exchange {
   const Layout& before_;
   const Layout& after_;
   const MeshDimSet group_dims_;
-  const Sharing sharing_;
+  const ReplicaPolicy policy_;
   const int64_t rounds_;
   const size_t ndim_;
-  const MeshDimSet cutting_;   // the group's mesh dims that cut `before`: members hold different parts there
-  const MeshDimSet replicas_;  // the group's other mesh dims
+  const MeshDimSet cutting_;        // the group's mesh dims that cut `before`: members hold different parts there
+  const MeshDimSet replicas_;       // the group's other mesh dims
   const std::vector<int> spanned_;  // the group's mesh dims
   const int64_t idle_receivers_;    // number of ranks that differ only in group dims that cut `before` and not `after`
   SharedElements common_;

@@ -283,7 +283,7 @@ const std::vector<MeshExchange::Overlap>& MeshExchange::overlaps(int tensor_dim,
 }
 
 std::optional<std::vector<int>> MeshExchange::profile(int64_t position) const {
-  if (rounds_ > 1 || sharing_ != Sharing::kNone) return std::nullopt;
+  if (rounds_ > 1 || policy_ != ReplicaPolicy::kAligned) return std::nullopt;
   if (profiles_.empty()) {
     for (int t = 0; t < static_cast<int>(ndim_); ++t) {
       profiles_.emplace_back(before_.mesh(), dims_of(before_.cuts(t)) | dims_of(after_.cuts(t)));
@@ -303,15 +303,15 @@ int MeshExchange::profile_in(int tensor_dim, int64_t position) const {
   const Part held = part(held_, tensor_dim, position);
   const Part needed = part(needed_, tensor_dim, position);
   const SharedRuns own = shared_runs(held, needed);
-  std::vector<int64_t> figures{held.length, needed.length, own.length, own.runs};
+  std::vector<int64_t> profile{held.length, needed.length, own.length, own.runs};
   for (const bool others_hold : {false, true}) {
-    figures.push_back(-1);
+    profile.push_back(-1);
     for (const Overlap& one : overlaps(tensor_dim, position, others_hold)) {
-      figures.insert(figures.end(), {one.times, one.part.length, one.shared.length, one.shared.runs});
+      profile.insert(profile.end(), {one.times, one.part.length, one.shared.length, one.shared.runs});
     }
   }
   std::map<std::vector<int64_t>, int>& known = known_profiles_[tensor_dim];
-  return known.try_emplace(std::move(figures), static_cast<int>(known.size())).first->second;
+  return known.try_emplace(std::move(profile), static_cast<int>(known.size())).first->second;
 }
 
 // Every mesh dim cuts at most one tensor dim, so parts of different tensor dims combine freely.

@@ -92,21 +92,21 @@ class Matched {
     }
     std::sort(ends.begin(), ends.end());
     ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
-    std::vector<std::vector<size_t>> holders(ends.size());  // by run
+    std::vector<std::vector<size_t>> ranks_of_run(ends.size());  // by run
     for (size_t r = 0; r < held.size(); ++r) {
       for (const Interval& one : held[r]) {
         auto run = std::lower_bound(ends.begin(), ends.end(), one.begin) - ends.begin();
-        for (; ends[run] < one.end; ++run) holders[run].push_back(r);
+        for (; ends[run] < one.end; ++run) ranks_of_run[run].push_back(r);
       }
     }
     std::map<std::vector<size_t>, size_t> kinds;
     has_.resize(held.size());
     for (size_t run = 0; run + 1 < ends.size(); ++run) {
-      const auto [found, is_new] = kinds.try_emplace(holders[run], kinds.size());
+      const auto [found, is_new] = kinds.try_emplace(ranks_of_run[run], kinds.size());
       const size_t kind = found->second;
       if (is_new) {
         left_.push_back(0);
-        for (const size_t rank : holders[run]) has_[rank].push_back(kind);
+        for (const size_t rank : ranks_of_run[run]) has_[rank].push_back(kind);
       }
       left_[kind] += ends[run + 1] - ends[run];
       runs_.push_back({{ends[run], ends[run + 1]}, kind});

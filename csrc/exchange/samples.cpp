@@ -159,7 +159,7 @@ IntervalList Samples::repeated(const std::vector<Interval>& intervals) const {
   return all;
 }
 
-std::vector<Stretch> stretches(const Samples& samples, const std::vector<const IntervalList*>& lists) {
+std::vector<SampleRange> sample_ranges(const Samples& samples, const std::vector<const IntervalList*>& lists) {
   std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // beginning and ending lists
   for (const Sample& sample : samples.all()) bounds[sample.first.begin], bounds[sample.first.end];
   for (size_t number = 0; number < lists.size(); ++number) {
@@ -168,7 +168,7 @@ std::vector<Stretch> stretches(const Samples& samples, const std::vector<const I
       bounds[one.end].second.push_back(static_cast<int64_t>(number));
     }
   }
-  std::vector<Stretch> all;
+  std::vector<SampleRange> all;
   std::vector<int64_t> open;
   for (auto at = bounds.begin(); at != bounds.end(); ++at) {
     for (const int64_t number : at->second.second) open.erase(std::find(open.begin(), open.end(), number));

@@ -46,13 +46,13 @@ class Samples {
 };
 
 // A range of indices within one sample that the same lists have.
-struct Stretch {
+struct SampleRange {
   Interval interval;
   std::vector<int64_t> lists;  // indices of the lists, ascending, at least one
   int64_t count = 1;           // number of the sample's repetitions
 };
 
 // Returns the ranges of lists whose indices are all in the samples, ascending.
-std::vector<Stretch> stretches(const Samples& samples, const std::vector<const IntervalList*>& lists);
+std::vector<SampleRange> sample_ranges(const Samples& samples, const std::vector<const IntervalList*>& lists);
 
 }  // namespace shardwright

@@ -3,8 +3,8 @@
 #include <span>
 #include <utility>
 
+#include "layout/periodic_runs.h"
 #include "layout/region.h"
-#include "layout/stretches.h"
 
 namespace shardwright {
 namespace {
@@ -174,19 +174,19 @@ IntervalList shared_indices(const IntervalList& a, const IntervalList& b) {
 namespace {
 
 // Returns the map from local positions in list b to local positions in list a, for pieces of two ascending lists.
-std::vector<Stretch> from_b_to_a(const PieceList& pieces) {
-  std::vector<Stretch> stretches;
+std::vector<PeriodicRuns> from_b_to_a(const PieceList& pieces) {
+  std::vector<PeriodicRuns> sequence;
   for (const auto& [block, count, shift] : pieces.blocks()) {
-    Stretch& stretch = stretches.emplace_back();
+    PeriodicRuns& periodic = sequence.emplace_back();
     for (const Piece& piece : block) {
-      stretch.runs.push_back({piece.b_position, piece.length, piece.a_position});
-      stretch.num_keys += piece.length;
+      periodic.runs.push_back({piece.b_position, piece.length, piece.a_position});
+      periodic.num_keys += piece.length;
     }
-    stretch.count = count;
-    stretch.key_period = shift.b;
-    stretch.value_period = shift.a;
+    periodic.count = count;
+    periodic.key_period = shift.b;
+    periodic.value_period = shift.a;
   }
-  return stretches;
+  return sequence;
 }
 
 }  // namespace

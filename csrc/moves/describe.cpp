@@ -1,6 +1,6 @@
 #include "moves/describe.h"
 
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "support/error.h"
 #include "support/text.h"
 
@@ -20,8 +20,8 @@ std::string to_string(const Plan& plan, const TrafficTotals* traffic) {
     text += concat("\n  ", i + 1, ". ", named(step), ": ", step.before.placements_string(), " -> ",
                    step.after.placements_string());
     if (step.ordered) text += ", in rank order";
-    if (step.sharing != Sharing::kNone && !is_crossing(step.op)) text += ", replicas share the sending";
-    if (step.sharing == Sharing::kNodes) text += ", from the own node first";
+    if (step.policy != ReplicaPolicy::kAligned && !is_crossing(step.op)) text += ", replicas share the sending";
+    if (step.policy == ReplicaPolicy::kNodeLocal) text += ", from the own node first";
     if (step.rounds > 1) text += concat(", in ", step.rounds, " rounds");
     if (is_local(step.op)) {
       text += ", local";

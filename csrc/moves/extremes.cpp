@@ -140,11 +140,11 @@ void RankClasses::add(const Layout& before, const Layout& after) {
   for (int t = 0; t < before.ndim(); ++t) add_tensor_dim(before.shape()[t], before.cuts(t), after.cuts(t));
 }
 
-void RankClasses::add(const Step& step, bool by_turn) {
+void RankClasses::add(const Step& step, bool by_order) {
   add(step.before, step.after);
   // The data that a replica sends depends on its index among the replicas.
-  if (step.sharing != Sharing::kNone) split_all(step.mesh_dims);
-  if (!by_turn) return;
+  if (step.policy != ReplicaPolicy::kAligned) split_all(step.mesh_dims);
+  if (!by_order) return;
   for (const int d : step.mesh_dims.to_vector()) {
     const std::set<int64_t> starts = starts_[d];
     split_at(d, 1);
@@ -207,10 +207,10 @@ void RankClasses::add_cuts(std::vector<IntervalList>& shapes, std::span<const Cu
   }
 }
 
-RanksSeen RankClasses::product(const std::vector<std::vector<int64_t>>& coordinates) const {
-  RanksSeen seen{{0}, {1}};
+RankSample RankClasses::product(const std::vector<std::vector<int64_t>>& coordinates) const {
+  RankSample seen{{0}, {1}};
   for (int d = 0; d < mesh_.ndim(); ++d) {
-    RanksSeen more;
+    RankSample more;
     for (size_t i = 0; i < seen.positions.size(); ++i) {
       for (size_t c = 0; c < coordinates[d].size(); ++c) {
         const int64_t next = c + 1 < coordinates[d].size() ? coordinates[d][c + 1] : mesh_.dim_size(d);
@@ -223,7 +223,7 @@ RanksSeen RankClasses::product(const std::vector<std::vector<int64_t>>& coordina
   return seen;
 }
 
-RanksSeen RankClasses::seen(int64_t at_most) const {
+RankSample RankClasses::seen(int64_t at_most) const {
   std::vector<std::vector<int64_t>> coordinates(mesh_.ndim());
   __int128 count = 1;
   for (int d = 0; d < mesh_.ndim(); ++d) {
@@ -252,8 +252,8 @@ RanksSeen RankClasses::seen(int64_t at_most) const {
     if (mesh_.dim_size(d) > 1 && 2 * count <= at_most) coordinates[d].push_back(mesh_.dim_size(d) - 1);
     count *= static_cast<int64_t>(coordinates[d].size());
   }
-  RanksSeen seen = product(coordinates);
-  seen.stand_for_all = false;
+  RankSample seen = product(coordinates);
+  seen.is_complete = false;
   return seen;
 }
 

@@ -71,10 +71,10 @@ bool ranks_ascend(const Mesh& mesh);
 constexpr int64_t kMaxRanksWalked = 4096;
 
 // Some positions, and the number of ranks that each of them represents (its weight).
-struct RanksSeen {
+struct RankSample {
   std::vector<int64_t> positions;
   std::vector<int64_t> weights;
-  bool stand_for_all = true;  // false if some ranks may not be represented; then weights have no meaning
+  bool is_complete = true;  // false if some ranks may not be represented; then weights have no meaning
 };
 
 // Classes of the ranks of a mesh that hold, send and receive the same amounts in some steps. The coordinates of each
@@ -89,14 +89,14 @@ class RankClasses {
 
   // Separates ranks that hold or exchange different amounts in a move between these layouts, which are on the mesh.
   void add(const Layout& before, const Layout& after);
-  // Does the same for a step. With `by_turn`, also separates the first, the last and the inner ranks of a group,
+  // Does the same for a step. With `by_order`, also separates the first, the last and the inner ranks of a group,
   // because the order of members decides what must be packed.
-  void add(const Step& step, bool by_turn = false);
+  void add(const Step& step, bool by_order = false);
   void split_all(MeshDimSet mesh_dims);
 
   // Returns one rank of each class. If there are more than `at_most` classes, returns the ranks at outermost and
   // boundary coordinates.
-  RanksSeen seen(int64_t at_most = kMaxRanksWalked) const;
+  RankSample seen(int64_t at_most = kMaxRanksWalked) const;
 
  private:
   void add_tensor_dim(int64_t n, std::span<const Cut> before, std::span<const Cut> after);
@@ -104,7 +104,7 @@ class RankClasses {
   // parts.
   void add_cuts(std::vector<IntervalList>& shapes, std::span<const Cut> cuts);
   void split_at(int mesh_dim, int64_t coordinate);
-  RanksSeen product(const std::vector<std::vector<int64_t>>& coordinates) const;
+  RankSample product(const std::vector<std::vector<int64_t>>& coordinates) const;
 
   const Mesh& mesh_;
   std::vector<std::set<int64_t>> starts_;  // starts of ranges, and the end of the last one, by mesh dim

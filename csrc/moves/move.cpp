@@ -60,11 +60,11 @@ std::optional<Step> move_between(const Layout& before, const Layout& after, cons
   return Step{move->op, move->mesh_dims, before, after};
 }
 
-Step shared_if_it_helps(Step step, Sharing sharing, const std::vector<MeshDimSet>& allowed) {
+Step with_policy_if_cheaper(Step step, ReplicaPolicy policy, const std::vector<MeshDimSet>& allowed) {
   if (step.op != StepOp::kExchange) return step;
   const Mesh& mesh = step.before.mesh();
   Step shared = step;
-  shared.sharing = sharing;
+  shared.policy = policy;
   shared.mesh_dims = step.mesh_dims | (step.before.replicated_dims() & step.after.cut_dims());
   if (shared.mesh_dims == step.mesh_dims || mesh.group_size(shared.mesh_dims) > MeshExchange::kMaxSharingGroup)
     return step;
@@ -83,7 +83,7 @@ Step shared_if_it_helps(Step step, Sharing sharing, const std::vector<MeshDimSet
 }
 
 Step named_by_collective(Step step) {
-  if (step.op == StepOp::kExchange && step.sharing == Sharing::kNone) step.op = data_move_op(step);
+  if (step.op == StepOp::kExchange && step.policy == ReplicaPolicy::kAligned) step.op = data_move_op(step);
   return step;
 }
 

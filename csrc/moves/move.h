@@ -26,6 +26,6 @@ Step named_by_collective(Step step);
 // that the worst rank sends. Otherwise returns the step unchanged. Does not change groups of more than
 // MeshExchange::kMaxSharingGroup ranks, whose pairs would have to be visited one by one, nor steps whose set of mesh
 // dims is not in `allowed`.
-Step shared_if_it_helps(Step step, Sharing sharing, const std::vector<MeshDimSet>& allowed);
+Step with_policy_if_cheaper(Step step, ReplicaPolicy policy, const std::vector<MeshDimSet>& allowed);
 
 }  // namespace shardwright

@@ -25,7 +25,7 @@ std::optional<MeshDimSet> allowed_span(MeshDimSet needed, const Mesh& mesh, cons
   return best;
 }
 
-void raise_to(StepFigures& worst, const Traffic& traffic) {
+void raise_to(StepCounts& worst, const Traffic& traffic) {
   worst.received_bytes = std::max(worst.received_bytes, traffic.received_bytes);
   worst.sent_bytes = std::max(worst.sent_bytes, traffic.sent_bytes);
   worst.messages = std::max(worst.messages, traffic.messages);
@@ -121,9 +121,9 @@ std::optional<MoveTable::Move> MoveTable::move(const State& before, const State&
   return Move{StepOp::kExchange, *span};
 }
 
-std::optional<MoveTable::Move> MoveTable::sharing_messages(const State& before, const State& after,
-                                                           const Move& exchange,
-                                                           const std::vector<MeshDimSet>& allowed) {
+std::optional<MoveTable::Move> MoveTable::sending_whole_messages(const State& before, const State& after,
+                                                                 const Move& exchange,
+                                                                 const std::vector<MeshDimSet>& allowed) {
   if (exchange.op != StepOp::kExchange || (after.cut_dims - before.cut_dims).empty()) return std::nullopt;
   MeshDimSet replicas;
   for (int t = 0; t < layout_.ndim(); ++t) {
@@ -138,7 +138,7 @@ std::optional<MoveTable::Move> MoveTable::sharing_messages(const State& before, 
   const MeshDimSet dims = exchange.mesh_dims | (after.cut_dims - before.cut_dims - before.partial_dims);
   if (mesh.group_size(dims) > MeshExchange::kMaxSharingGroup) return std::nullopt;
   if (!allowed.empty() && std::find(allowed.begin(), allowed.end(), dims) == allowed.end()) return std::nullopt;
-  return Move{StepOp::kExchange, dims, Sharing::kMessages};
+  return Move{StepOp::kExchange, dims, ReplicaPolicy::kWholeMessages};
 }
 
 bool MoveTable::takes_long(const State& before, const State& after) {
@@ -168,8 +168,8 @@ bool MoveTable::may_be_slice(const State& before, const State& after) const {
   return true;
 }
 
-StepFigures MoveTable::figures(const State& before, const State& after, const Move& move) {
-  StepFigures worst;
+StepCounts MoveTable::step_counts(const State& before, const State& after, const Move& move) {
+  StepCounts worst;
   worst.touched_bytes = after.elements * item_;
   if (is_local(move.op)) return worst;
   const int64_t k = layout_.mesh().group_size(move.mesh_dims);
@@ -185,7 +185,7 @@ StepFigures MoveTable::figures(const State& before, const State& after, const Mo
     }
     return worst;
   }
-  StepFigures exchange = exchange_figures(before, after, move);
+  StepCounts exchange = exchange_counts(before, after, move);
   exchange.touched_bytes = worst.touched_bytes;
   return exchange;
 }
@@ -197,7 +197,7 @@ bool MoveTable::has_equal_parts(const State& state) const {
   return true;
 }
 
-StepFigures MoveTable::exchange_figures(const State& before, const State& after, const Move& move) {
+StepCounts MoveTable::exchange_counts(const State& before, const State& after, const Move& move) {
   // If the costs follow from digits, a rank sends as much as it receives. The exception: digits that are already cut,
   // and that replicas will cut. Only the replicas with the matching coordinate send, so they send more.
   bool differs = false;
@@ -220,7 +220,7 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
       }
     }
   }
-  if (is_closed && move.sharing == Sharing::kMessages) {
+  if (is_closed && move.policy == ReplicaPolicy::kWholeMessages) {
     // When replicas share messages, a receiver's messages are one range, or one range for each of its sources.
     return {after.elements * item_, after.elements * item_, sources, 0, 1, sources};
   }
@@ -234,7 +234,7 @@ StepFigures MoveTable::exchange_figures(const State& before, const State& after,
             1,
             receivers - (sender_differs ? 0 : 1)};
   }
-  StepFigures worst;
+  StepCounts worst;
   const MeshDimSet varying = move.mesh_dims & before.cut_dims;
   for (const Corner corner : corners_.of(move.mesh_dims)) {
     raise_to(worst, exchange_traffic(before, after, varying, corner));
@@ -260,15 +260,15 @@ Traffic MoveTable::exchange_traffic(const State& before, const State& after, Mes
           all.receivers - itself};
 }
 
-std::optional<StepFigures> MoveTable::least_figures(const State& before, const State& after, const Move& move) {
+std::optional<StepCounts> MoveTable::least_counts(const State& before, const State& after, const Move& move) {
   if (move.op != StepOp::kExchange) return std::nullopt;
   bool is_closed = true;
   for (int t = 0; t < layout_.ndim() && is_closed; ++t) is_closed = pair(t, before.lists[t], after.lists[t]).is_closed;
   if (is_closed) return std::nullopt;
-  StepFigures figures;
-  figures.touched_bytes = after.elements * item_;
-  raise_to(figures, exchange_traffic(before, after, move.mesh_dims & before.cut_dims, Corner()));
-  return figures;
+  StepCounts counts;
+  counts.touched_bytes = after.elements * item_;
+  raise_to(counts, exchange_traffic(before, after, move.mesh_dims & before.cut_dims, Corner()));
+  return counts;
 }
 
 MoveTable::Distance MoveTable::distance(const State& before, const State& after) {

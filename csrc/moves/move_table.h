@@ -51,7 +51,7 @@ class MoveTable {
   struct Move {
     StepOp op = StepOp::kSlice;
     MeshDimSet mesh_dims;
-    Sharing sharing = Sharing::kNone;  // kBytes does not occur: the table has no costs for it
+    ReplicaPolicy policy = ReplicaPolicy::kAligned;  // kBytes does not occur: the table has no costs for it
   };
 
   // Returns true if the costs of a move would take so long to compute that the search should skip it.
@@ -61,14 +61,14 @@ class MoveTable {
   std::optional<Move> move(const State& before, const State& after, const std::vector<MeshDimSet>& allowed);
   // Returns the exchange with its sending shared among replicas, in whole messages, if that reduces what the worst rank
   // sends and the reduction follows from digits. Otherwise returns nullopt.
-  std::optional<Move> sharing_messages(const State& before, const State& after, const Move& exchange,
-                                       const std::vector<MeshDimSet>& allowed);
+  std::optional<Move> sending_whole_messages(const State& before, const State& after, const Move& exchange,
+                                             const std::vector<MeshDimSet>& allowed);
   // A quick test: false only if `move` would not return a slice.
   bool may_be_slice(const State& before, const State& after) const;
-  StepFigures figures(const State& before, const State& after, const Move& move);
+  StepCounts step_counts(const State& before, const State& after, const Move& move);
   // Returns lower bounds of an exchange's costs, from one corner. Returns nullopt if the exact costs are as quick to
   // compute.
-  std::optional<StepFigures> least_figures(const State& before, const State& after, const Move& move);
+  std::optional<StepCounts> least_counts(const State& before, const State& after, const Move& move);
 
   // Lower bounds for every sequence of moves from one state to another, including pending reductions.
   struct Distance {
@@ -132,7 +132,7 @@ class MoveTable {
   bool cuts_further(int tensor_dim, int before, int after);
   Pair make_pair(int tensor_dim, const List& before, const List& after) const;
   void close(Pair& pair, const Matching& matching) const;
-  StepFigures exchange_figures(const State& before, const State& after, const Move& move);
+  StepCounts exchange_counts(const State& before, const State& after, const Move& move);
   Traffic exchange_traffic(const State& before, const State& after, MeshDimSet varying, Corner corner);
   bool has_equal_parts(const State& state) const;
   int64_t length_at(int tensor_dim, int list, Corner corner);

@@ -65,7 +65,7 @@ std::vector<int64_t> borders_of(const Plan& plan, int tensor_dim) {
 }
 
 // Counts the indices of a range that are `remainder` modulo `count`.
-int64_t num_alike(Interval range, int64_t remainder, int64_t count) {
+int64_t num_in_segment(Interval range, int64_t remainder, int64_t count) {
   const auto below = [&](int64_t end) { return end > remainder ? (end - 1 - remainder) / count + 1 : 0; };
   return below(range.end) - below(range.begin);
 }
@@ -76,8 +76,8 @@ IntervalList indices_of(const std::vector<int64_t>& borders, int64_t segment, in
   for (size_t i = 1; i < borders.size(); ++i) {
     const Interval range{borders[i - 1], borders[i]};
     int64_t begin = range.begin;
-    for (int64_t before = 0; before < segment; ++before) begin += num_alike(range, before, count);
-    append(indices, {begin, begin + num_alike(range, segment, count)});
+    for (int64_t before = 0; before < segment; ++before) begin += num_in_segment(range, before, count);
+    append(indices, {begin, begin + num_in_segment(range, segment, count)});
   }
   return indices;
 }
@@ -160,12 +160,12 @@ bool may_go_in(const Plan& plan, const Segments& segments) {
   }
   const int64_t cell = cell_length(plan, segments.tensor_dim);
   if (cell > 0 && cell % segments.count == 0) return true;
-  if (segments.count > std::min(kMaxUnlikeSegments, plan.src.shape()[segments.tensor_dim])) return false;
+  if (segments.count > std::min(kMaxNonUniformSegments, plan.src.shape()[segments.tensor_dim])) return false;
   if (static_cast<int64_t>(ranks_of(plan).size()) > kMaxRanksInUnlikeSegments) return false;
   return !borders_of(plan, segments.tensor_dim).empty();
 }
 
-bool are_alike(const Plan& plan) {
+bool are_uniform(const Plan& plan) {
   const int64_t cell = cell_length(plan, plan.segments.tensor_dim);
   return cell > 0 && cell % plan.segments.count == 0;
 }
@@ -203,7 +203,7 @@ Plan with_layouts(const Plan& plan, const MakeLayout& make) {
 std::vector<Plan> plans_of_segments(const Plan& plan) {
   const Segments& segments = plan.segments;
   std::vector<Plan> plans;
-  if (are_alike(plan)) {
+  if (are_uniform(plan)) {
     plans.push_back(with_layouts(plan, [&](const Layout& one) { return layout_of_like_segment(one, segments); }));
     return plans;
   }

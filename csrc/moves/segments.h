@@ -36,7 +36,7 @@ constexpr int64_t kMaxSegments = 256;
 
 // Limits of non-uniform segments, which have a program each: their number, the borders of the tensor dim, and the
 // ranks.
-constexpr int64_t kMaxUnlikeSegments = 32;
+constexpr int64_t kMaxNonUniformSegments = 32;
 constexpr int64_t kMaxBorders = 4096;
 constexpr int64_t kMaxRanksInUnlikeSegments = 512;
 
@@ -50,7 +50,7 @@ int64_t cell_length(const Plan& plan, int tensor_dim);
 bool may_go_in(const Plan& plan, const Segments& segments);
 
 // Returns true if all segments of a plan are uniform.
-bool are_alike(const Plan& plan);
+bool are_uniform(const Plan& plan);
 
 // Returns the plan of each segment, as plans with one segment. Returns one plan for all segments if they are uniform.
 std::vector<Plan> plans_of_segments(const Plan& plan);

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "cost/lowering.h"
-#include "exchange/sharing.h"
+#include "exchange/replica_policy.h"
 #include "layout/layout.h"
 
 namespace shardwright {
@@ -40,14 +40,14 @@ struct Step {
   MeshDimSet mesh_dims;
   Layout before;
   Layout after;
-  Sharing sharing = Sharing::kNone;
+  ReplicaPolicy policy = ReplicaPolicy::kAligned;
   // For an exchange, reduction or crossing: the number of rounds. Each round sends an equal share of every message, so
   // staging buffers are `rounds` times smaller. Each round counts as a step.
   int64_t rounds = 1;
   // For a reduction: contributions are exchanged and summed by this library in the order of positions, never by a
   // native collective.
   bool ordered = false;
-  // For Sharing::kNodes: this many consecutive ranks form a node.
+  // For ReplicaPolicy::kNodeLocal: this many consecutive ranks form a node.
   int64_t ranks_per_node = 0;
 };
 

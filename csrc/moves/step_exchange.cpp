@@ -6,11 +6,11 @@
 namespace shardwright {
 
 GridExchange crossing_of(const Step& step) {
-  return GridExchange(step.before, step.after, step.sharing, step.ranks_per_node);
+  return GridExchange(step.before, step.after, step.policy, step.ranks_per_node);
 }
 
 MeshExchange mesh_exchange_of(const Step& step) {
-  return MeshExchange(step.before, step.after, step.mesh_dims, step.sharing, step.rounds);
+  return MeshExchange(step.before, step.after, step.mesh_dims, step.policy, step.rounds);
 }
 
 std::unique_ptr<const Exchange> exchange_of(const Step& step) {
@@ -18,7 +18,7 @@ std::unique_ptr<const Exchange> exchange_of(const Step& step) {
                   "exchange_of was called for a reduction");
   if (step.op == StepOp::kCross) return std::make_unique<const GridExchange>(crossing_of(step));
   if (step.op == StepOp::kRearrange) {
-    return std::make_unique<const IndexedExchange>(step.before, step.after, step.sharing);
+    return std::make_unique<const IndexedExchange>(step.before, step.after, step.policy);
   }
   // A local step sends nothing, even if other ranks hold elements that a rank fills with zeros.
   if (is_local(step.op)) return std::make_unique<const MeshExchange>(step.before, step.after, MeshDimSet());

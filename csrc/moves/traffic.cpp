@@ -96,7 +96,7 @@ Traffic StepTraffic::at(int64_t position) const {
   throw InvariantError(concat("StepTraffic was used for a step that is not on one mesh: ", step_op_name(step_.op)));
 }
 
-void StepTraffic::tell_apart(RankClasses& classes) const {
+void StepTraffic::split_classes(RankClasses& classes) const {
   classes.add(step_);
   if (step_.op != StepOp::kAllReduce || is_native_) return;
   // The flat range is divided into chunks, which differ in length if the range is not a multiple of ranks times rounds.
@@ -215,9 +215,9 @@ TrafficTotals totals(const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (is_local(step.op)) continue;
     steps.emplace_back(step, plan.lowering);
-    steps.back().tell_apart(classes);
+    steps.back().split_classes(classes);
   }
-  const RanksSeen seen = classes.seen();
+  const RankSample seen = classes.seen();
   TrafficTotals result;
   for (const StepTraffic& one : steps) result.steps += one.step().rounds;
   std::vector<TrafficTotals::OfStep> of_steps(steps.size());
@@ -234,8 +234,8 @@ TrafficTotals totals(const Plan& plan) {
     result.messages_max = std::max(result.messages_max, all.messages);
     result.sent_messages_max = std::max(result.sent_messages_max, all.sent_messages);
   }
-  if (seen.stand_for_all || steps.size() == 1) result.of_steps = by_step(plan, of_steps);
-  if (seen.stand_for_all) return result;
+  if (seen.is_complete || steps.size() == 1) result.of_steps = by_step(plan, of_steps);
+  if (seen.is_complete) return result;
   result.received_bytes_sum = 0;
   for (size_t s = 0; s < steps.size(); ++s) {
     const std::optional<int64_t> sum = received_by_all(steps[s].step(), plan.lowering);
@@ -263,7 +263,7 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
     const int64_t most = dst.largest_part_elements();
     RankClasses classes(mesh);
     classes.add(src, dst);
-    const RanksSeen seen = classes.seen();
+    const RankSample seen = classes.seen();
     KnownParts held(src);
     KnownParts needed(dst);
     const auto missing_at = [&](int64_t position) {
@@ -281,7 +281,7 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
       bound.bytes_max = std::max(bound.bytes_max, missing * item);
       bound.bytes_sum += missing * item * seen.weights[i];
     }
-    if (!seen.stand_for_all) {
+    if (!seen.is_complete) {
       const std::optional<int64_t> kept = shared.sum();
       bound.bytes_sum = kept ? (held_by_all(dst) - *kept) * item : bound.bytes_max;
     }
@@ -292,8 +292,8 @@ Bound lower_bound(const Layout& src, const Layout& dst) {
   const MeshDimSet kept = src.partial_dims() & dst.partial_dims();
   const int64_t slices = mesh.group_size(kept);
   const int64_t contributions = mesh.group_size(reduced);
-  const int64_t holders = mesh.group_size(dst.replicated_dims());
-  bound.bytes_sum = src.num_elements() * slices * (contributions - 1 + holders - 1) * item;
+  const int64_t replicas = mesh.group_size(dst.replicated_dims());
+  bound.bytes_sum = src.num_elements() * slices * (contributions - 1 + replicas - 1) * item;
   bound.bytes_max = (bound.bytes_sum + mesh.size() - 1) / mesh.size();
   return bound;
 }

@@ -21,7 +21,7 @@ class StepTraffic {
   StepTraffic(const Step& step, Lowering lowering);
   Traffic at(int64_t position) const;
   // Splits the classes of ranks by everything that at() depends on.
-  void tell_apart(RankClasses& classes) const;
+  void split_classes(RankClasses& classes) const;
   // Returns an upper bound for all ranks; nothing if parts are unequal.
   std::optional<Traffic> at_most() const;
   const Step& step() const { return step_; }

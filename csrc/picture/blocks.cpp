@@ -75,7 +75,7 @@ class BlockPicture {
   Flows flows_of(const Step& step) {
     Flows flows;
     const GridExchange crossing = crossing_of(step);
-    if (crossing.num_meetings() > kMaxMessagesCounted) {
+    if (crossing.num_overlaps() > kMaxMessagesCounted) {
       has_uncounted_ = true;
       return flows;
     }

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cost/cost.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "support/error.h"
 #include "support/text.h"
@@ -180,9 +180,9 @@ std::vector<std::string> PictureFrame::step_lines(const Plan& plan, size_t index
   lines.push_back(concat("a rank receives at most ", bytes_text(all.received_bytes_max)));
   lines.push_back(concat("in ", count_text(all.messages_max, "message")));
   if (step.ordered) lines.back() += ", in rank order";
-  if (step.sharing == Sharing::kNodes) {
+  if (step.policy == ReplicaPolicy::kNodeLocal) {
     lines.emplace_back("from the own node first");
-  } else if (step.sharing != Sharing::kNone && step.op != StepOp::kCross) {
+  } else if (step.policy != ReplicaPolicy::kAligned && step.op != StepOp::kCross) {
     lines.emplace_back("replicas share the sending");
   }
   if (step.rounds > 1) lines.push_back(concat("in ", step.rounds, " rounds"));

@@ -6,8 +6,8 @@
 #include "cost/cost.h"
 #include "exchange/bounds.h"
 #include "exchange/digits.h"
-#include "moves/figures.h"
 #include "moves/move.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "search/make_plan.h"
 #include "search/search.h"
@@ -64,7 +64,7 @@ std::string in_short(const Plan& plan, const TrafficTotals& traffic) {
 bool move_alike(const Plan& a, const Plan& b) {
   return a.lowering == b.lowering && a.segments == b.segments &&
          std::equal(a.steps.begin(), a.steps.end(), b.steps.begin(), b.steps.end(), [](const Step& x, const Step& y) {
-           return x.op == y.op && x.mesh_dims == y.mesh_dims && x.sharing == y.sharing && x.rounds == y.rounds &&
+           return x.op == y.op && x.mesh_dims == y.mesh_dims && x.policy == y.policy && x.rounds == y.rounds &&
                   x.ordered == y.ordered && x.before == y.before && x.after == y.after;
          });
 }
@@ -83,7 +83,7 @@ Leanest leanest_plan(const Plan& plan, const TrafficTotals& traffic_of_plan, con
   if (may_be_one_move && plan.src.partial_dims() == plan.dst.partial_dims()) {
     if (const std::optional<Step> step = move_between(plan.src, plan.dst)) {
       Plan direct{plan.src, plan.dst, plan.lowering, Objective::kBytes, plan.topology, false, {}};
-      direct.steps.push_back(named_by_collective(shared_if_it_helps(*step, Sharing::kBytes, {})));
+      direct.steps.push_back(named_by_collective(with_policy_if_cheaper(*step, ReplicaPolicy::kEvenBytes, {})));
       const TrafficTotals traffic = traffic_of(direct);
       if (traffic.maxima_are_exact && traffic.received_bytes_max <= bound.bytes_max) return {direct, traffic};
     }
@@ -153,7 +153,7 @@ Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound&
   return certificate;
 }
 
-std::vector<Figure> figures_of(const Certificate& certificate) {
+std::vector<BoundedValue> bounded_values(const Certificate& certificate) {
   const TrafficTotals& traffic = certificate.traffic;
   return {{"wire_bytes_max", traffic.received_bytes_max, certificate.received.bytes_max},
           {"wire_bytes_sum", traffic.received_bytes_sum, certificate.received.bytes_sum},

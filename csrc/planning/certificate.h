@@ -35,14 +35,14 @@ struct Certificate {
 };
 
 // A cost that has a lower bound, under the name that Python and JSON use.
-struct Figure {
+struct BoundedValue {
   const char* name;
   int64_t value;
   int64_t bound;
 };
-std::vector<Figure> figures_of(const Certificate& certificate);
+std::vector<BoundedValue> bounded_values(const Certificate& certificate);
 
-// Certifies a plan. `peak_bytes` is the peak memory of the worst rank's program (planning/fit.h).
+// Certifies a plan. `peak_bytes` is the peak memory of the worst rank's program (planning/memory_limit.h).
 Certificate certify(const Plan& plan, const PeakBytes& peak_bytes);
 // Does the same with totals and bound that are already computed.
 Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound& received, const PeakBytes& peak_bytes);

@@ -1,7 +1,7 @@
 #include "planning/certified_plan.h"
 
 #include "moves/describe.h"
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 
 namespace shardwright {
 

@@ -1,7 +1,7 @@
 #include "planning/json.h"
 
 #include "cost/cost.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "planning/validate.h"
 #include "support/error.h"
@@ -87,7 +87,7 @@ std::string json(const Topology& topology, const std::string& indent) {
                 indent, "}");
 }
 
-std::vector<std::string> figures(const TrafficTotals& t) {
+std::vector<std::string> traffic_fields(const TrafficTotals& t) {
   return {field("wire_bytes_max", t.received_bytes_max), field("wire_bytes_sum", t.received_bytes_sum),
           field("send_bytes_max", t.sent_bytes_max), field("messages_max", t.messages_max),
           field("sent_messages_max", t.sent_messages_max)};
@@ -98,20 +98,20 @@ std::string json(const Step& step, const Plan& plan) {
                                   field("mesh_dims", mesh_dim_names(step.before.mesh(), step.mesh_dims)),
                                   field("before", json(step.before)),
                                   field("after", json(step.after)),
-                                  field("sharing", quoted(sharing_name(step.sharing))),
+                                  field("replica_policy", quoted(replica_policy_name(step.policy))),
                                   field("rounds", step.rounds),
                                   flag("ordered", step.ordered)};
   if (step.ranks_per_node > 0) fields.push_back(field("ranks_per_node", step.ranks_per_node));
   if (step.op == StepOp::kRearrange) fields.push_back(flag("leads_to_another_mesh", leads_to_another_mesh(step)));
-  for (std::string& figure : figures(totals(step, plan.lowering))) fields.push_back(std::move(figure));
+  for (std::string& value : traffic_fields(totals(step, plan.lowering))) fields.push_back(std::move(value));
   fields.push_back(field("predicted_ps", predicted_picoseconds(step, plan.lowering, plan.topology)));
   return object(fields);
 }
 
 std::string json(const Certificate& certificate, const std::vector<std::string>& remarks) {
   std::vector<std::string> fields;
-  for (const Figure& figure : figures_of(certificate)) {
-    fields.push_back(field(figure.name, object({field("value", figure.value), field("bound", figure.bound)})));
+  for (const BoundedValue& bounded : bounded_values(certificate)) {
+    fields.push_back(field(bounded.name, object({field("value", bounded.value), field("bound", bounded.bound)})));
   }
   fields.push_back(field("sent_messages_max", certificate.traffic.sent_messages_max));
   if (const std::optional<ExchangeBound>& bound = certificate.crossing) {

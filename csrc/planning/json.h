@@ -9,7 +9,7 @@
 
 namespace shardwright {
 
-constexpr int kJsonVersion = 4;
+constexpr int kJsonVersion = 5;
 
 std::string to_json(const Plan& plan, const Certificate& certificate, const std::vector<std::string>& remarks);
 std::string to_json(const Topology& topology);

@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 
 namespace shardwright {
 

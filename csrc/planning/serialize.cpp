@@ -16,14 +16,14 @@ constexpr std::string_view kKind = "plan";
 
 // Returns pointers to the members that are written and read, in this order (to const for a const topology).
 template <typename TopologyLike>
-auto figures_of_topology(TopologyLike& t) {
+auto fields_of_topology(TopologyLike& t) {
   return std::array{&t.ranks_per_node,    &t.step_ps,           &t.memory_ps_per_kib,
                     &t.inside.message_ps, &t.inside.ps_per_kib, &t.between.message_ps,
                     &t.between.ps_per_kib};
 }
 
 template <typename ModelLike>
-auto figures_of_model(ModelLike& m) {
+auto fields_of_model(ModelLike& m) {
   return std::array{&m.num_processors, &m.tile_rows,         &m.tile_columns,       &m.flops_per_us,
                     &m.launch_ps,      &m.memory_ps_per_kib, &m.contention_percent, &m.chunk_ps};
 }
@@ -97,7 +97,7 @@ void write(Writer& out, const Step& step) {
   out.integer(step.mesh_dims.bits());
   write_placements(out, step.before);
   write_placements(out, step.after);
-  out.enumerator(step.sharing);
+  out.enumerator(step.policy);
   out.boolean(step.ordered);
   out.integer(step.rounds);
   out.integer(step.ranks_per_node);
@@ -112,13 +112,13 @@ Step read_step(Reader& in, const Layout& held, const MeshPtr& reached) {
                  "plan bytes: the mesh dims of a step", "dims of its mesh (none for a crossing)", "the bit set ", bits);
   Layout before = read_placements(in, held.mesh_ptr(), held.tensor_shape(), held.dtype());
   Layout after = read_placements(in, leads_away ? reached : held.mesh_ptr(), held.tensor_shape(), held.dtype());
-  const auto sharing = in.enumerator(Sharing::kNodes);
+  const auto policy = in.enumerator(ReplicaPolicy::kNodeLocal);
   const bool ordered = in.boolean();
   const int64_t rounds = in.integer();
   check_argument(rounds >= 1 && rounds <= kMaxRounds, "plan bytes: rounds", InRange{1, kMaxRounds}, rounds);
   const int64_t ranks_per_node = in.integer(0, std::numeric_limits<int64_t>::max());
   const auto mesh_dims = MeshDimSet::from_bits(static_cast<uint32_t>(bits));
-  return {op, mesh_dims, std::move(before), std::move(after), sharing, rounds, ordered, ranks_per_node};
+  return {op, mesh_dims, std::move(before), std::move(after), policy, rounds, ordered, ranks_per_node};
 }
 
 }  // namespace
@@ -148,7 +148,7 @@ const Lowering& read_lowering(Reader& in) {
 
 void write(Writer& out, const Topology& topology) {
   out.text(topology.name);
-  for (const int64_t* figure : figures_of_topology(topology)) out.integer(*figure);
+  for (const int64_t* value : fields_of_topology(topology)) out.integer(*value);
   out.list(topology.mesh_dims, [&](const auto& mesh_dim) {
     out.text(mesh_dim.first);
     out.integer(mesh_dim.second.message_ps);
@@ -159,7 +159,7 @@ void write(Writer& out, const Topology& topology) {
 Topology read_topology(Reader& in) {
   Topology topology;
   topology.name = in.text();
-  for (int64_t* figure : figures_of_topology(topology)) *figure = in.integer();
+  for (int64_t* value : fields_of_topology(topology)) *value = in.integer();
   const auto links = in.list([&] {
     std::string mesh_dim = in.text();
     const int64_t message_ps = in.integer();
@@ -172,13 +172,13 @@ Topology read_topology(Reader& in) {
 
 void write(Writer& out, const GemmModel& model) {
   out.text(model.name);
-  for (const int64_t* figure : figures_of_model(model)) out.integer(*figure);
+  for (const int64_t* value : fields_of_model(model)) out.integer(*value);
 }
 
 GemmModel read_gemm_model(Reader& in) {
   GemmModel model;
   model.name = in.text();
-  for (int64_t* figure : figures_of_model(model)) *figure = in.integer();
+  for (int64_t* value : fields_of_model(model)) *value = in.integer();
   model.check();
   return model;
 }

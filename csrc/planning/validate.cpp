@@ -24,7 +24,7 @@ bool holds_the_same_parts(const Layout& a, const Layout& b) {
 }
 
 // Returns true if mesh dims that are pending in both layouts have the same reduction.
-bool pends_alike(const Layout& a, const Layout& b) {
+bool same_pending_reductions(const Layout& a, const Layout& b) {
   const std::vector<int> both = (a.partial_dims() & b.partial_dims()).to_vector();
   return std::all_of(both.begin(), both.end(), [&](int d) { return a.placements()[d] == b.placements()[d]; });
 }
@@ -47,7 +47,7 @@ bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
     const ReduceOp op = after.placements()[d].op;
     if (op != ReduceOp::kSum && op != ReduceOp::kNorm) return false;
   }
-  return holds_the_same_parts(before, after) && pends_alike(before, after) &&
+  return holds_the_same_parts(before, after) && same_pending_reductions(before, after) &&
          (before.partial_dims() - after.partial_dims()).empty() && dims_to_scale(before, after) == scaled;
 }
 
@@ -55,7 +55,8 @@ bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
 bool fills(const Step& step) {
   const Layout& before = step.before;
   const Layout& after = step.after;
-  if (!((before.partial_dims() | step.mesh_dims) == after.partial_dims()) || !pends_alike(before, after)) return false;
+  if (!((before.partial_dims() | step.mesh_dims) == after.partial_dims()) || !same_pending_reductions(before, after))
+    return false;
   if (!(step.mesh_dims - before.cut_dims()).empty()) return false;
   for (const int d : step.mesh_dims.to_vector()) {
     if (after.placements()[d].op != ReduceOp::kSum) return false;
@@ -92,8 +93,9 @@ bool reduces_parts(const Step& step) {
 // Returns true if a step is a slice and each rank already has all that it needs.
 bool keeps_what_is_needed(const Step& step) {
   if (step.op != StepOp::kSlice || step.before.flattened() != step.after.flattened()) return false;
-  if (!(step.before.partial_dims() == step.after.partial_dims()) || !pends_alike(step.before, step.after)) return false;
-  return !IndexedExchange(step.before, step.after, Sharing::kMessages).communicates();
+  if (!(step.before.partial_dims() == step.after.partial_dims()) || !same_pending_reductions(step.before, step.after))
+    return false;
+  return !IndexedExchange(step.before, step.after, ReplicaPolicy::kWholeMessages).communicates();
 }
 
 // Returns true if an exchange has the name of the equivalent native collective, if there is one.
@@ -137,7 +139,7 @@ bool hold_together_what_they_need(const Layout& before, const Layout& after, Mes
 bool moves_parts(const Step& step) {
   const bool is_local = step.op == StepOp::kSlice;
   const bool pends =
-      !(step.before.partial_dims() == step.after.partial_dims()) || !pends_alike(step.before, step.after);
+      !(step.before.partial_dims() == step.after.partial_dims()) || !same_pending_reductions(step.before, step.after);
   if (pends || step.before.flattened() != step.after.flattened()) return false;
   if (!hold_together_what_they_need(step.before, step.after, is_local ? MeshDimSet() : step.mesh_dims)) return false;
   if (is_local) return true;
@@ -146,7 +148,7 @@ bool moves_parts(const Step& step) {
 
 bool moves_as_named(const Step& step) {
   const std::optional<Step> found = move_between(step.before, step.after);
-  if (!found || !pends_alike(step.before, step.after)) return false;
+  if (!found || !same_pending_reductions(step.before, step.after)) return false;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
   if (reduces || found->op == StepOp::kSlice)
     return step.op == found->op && (!reduces || step.mesh_dims == found->mesh_dims);
@@ -162,25 +164,26 @@ bool moves(const Step& step) {
 bool crosses(const Step& step) {
   const bool pends = !step.before.partial_dims().empty() || !step.after.partial_dims().empty();
   return !(step.before.mesh() == step.after.mesh()) && !pends && step.mesh_dims.empty() && !step.ordered &&
-         step.sharing != Sharing::kNone && (step.sharing == Sharing::kNodes) == (step.ranks_per_node > 0);
+         step.policy != ReplicaPolicy::kAligned &&
+         (step.policy == ReplicaPolicy::kNodeLocal) == (step.ranks_per_node > 0);
 }
 
 bool rearranges(const Step& step) {
   const MeshDimSet kept = step.before.mesh() == step.after.mesh() ? step.before.partial_dims() : MeshDimSet();
   return step.before.partial_dims() == kept && step.after.partial_dims() == kept &&
-         (kept.empty() || pends_alike(step.before, step.after)) && step.mesh_dims.empty() && !step.ordered &&
-         step.sharing != Sharing::kNone && step.sharing != Sharing::kNodes;
+         (kept.empty() || same_pending_reductions(step.before, step.after)) && step.mesh_dims.empty() &&
+         !step.ordered && step.policy != ReplicaPolicy::kAligned && step.policy != ReplicaPolicy::kNodeLocal;
 }
 
-bool is_what_it_says(const Step& step, Lowering lowering) {
+bool is_valid_move(const Step& step, Lowering lowering) {
   if (step.op == StepOp::kRearrange) return rearranges(step);
   if (step.op == StepOp::kCross) return crosses(step);
   if (!(step.before.mesh() == step.after.mesh())) return false;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
   if (step.ordered && !reduces) return false;
   if (step.rounds > 1 && !may_go_in_rounds(step, lowering)) return false;
-  if (step.sharing != Sharing::kNone) {
-    const bool can_share = step.op == StepOp::kExchange && step.sharing != Sharing::kNodes &&
+  if (step.policy != ReplicaPolicy::kAligned) {
+    const bool can_share = step.op == StepOp::kExchange && step.policy != ReplicaPolicy::kNodeLocal &&
                            (step.mesh_dims & step.before.partial_dims()).empty() &&
                            step.before.mesh().group_size(step.mesh_dims) <= MeshExchange::kMaxSharingGroup;
     if (!can_share) return false;
@@ -249,7 +252,7 @@ void check_steps(const Plan& plan) {
                at->mesh(), "), got (", step.before.mesh(), ")");
     check_user(partitions(*at, step.before, {}), "plan: step ", i + 1, " must begin with the placements ",
                PlacementsOf{*at}, " that the tensor has, got ", PlacementsOf{step.before});
-    check_user(is_what_it_says(step, plan.lowering), "plan: step ", i + 1, " must be a valid ", NameOf{step}, ", got ",
+    check_user(is_valid_move(step, plan.lowering), "plan: step ", i + 1, " must be a valid ", NameOf{step}, ", got ",
                PlacementsOf{step.before}, " -> ", PlacementsOf{step.after});
     const MeshDimSet reduced = step.before.partial_dims() - step.after.partial_dims();
     const bool is_kept = !crosses(plan) && !(reduced & plan.dst.partial_dims()).empty();
@@ -262,7 +265,7 @@ void check_steps(const Plan& plan) {
   check_user(at->mesh() == plan.dst.mesh() || whole, "plan must end on the mesh of its destination (", plan.dst.mesh(),
              "), got ", PlacementsOf{*at}, " on (", at->mesh(), ")");
   check_user(may_go_in(plan, plan.segments), "plan: segments must divide the cells of the cuts (at most ", kMaxSegments,
-             ") or be at most ", kMaxUnlikeSegments, " on at most ", kMaxRanksInUnlikeSegments,
+             ") or be at most ", kMaxNonUniformSegments, " on at most ", kMaxRanksInUnlikeSegments,
              " ranks, and need two meshes and steps that communicate at most once, got ", plan.segments.count,
              " segments of tensor dim ", plan.segments.tensor_dim);
   check_user(partitions(whole.value_or(*at), plan.dst, {}), "plan must end with the placements ",

@@ -235,7 +235,7 @@ class GatherCompiler {
       size_t message = 0;  // in set.receives
     };
     TransferSet set;
-    Carrier carrier = Carrier::kMessages;
+    TransferMethod transfer_method = TransferMethod::kMessages;
     std::vector<Arrival> arrivals;  // in the order in which they are multiplied
     Ticket ticket = kNoTicket;
   };
@@ -289,7 +289,7 @@ class GatherCompiler {
     const size_t num_slots = std::min(static_cast<size_t>(schedule_.depth) + 1, transfers.size());
     std::vector<int64_t> lengths(num_slots, 0);
     for (size_t c = 0; c < transfers.size(); ++c) {
-      const int64_t staged = transfers[c].set.receives.staged_count(staging_of_received(transfers[c].carrier));
+      const int64_t staged = transfers[c].set.receives.staged_count(staging_of_received(transfers[c].transfer_method));
       int64_t& length = lengths[c % num_slots];
       length = std::max(length, aligned(staged));
     }
@@ -302,8 +302,8 @@ class GatherCompiler {
   }
 
   // Messages may be received directly into the gathered operand if it is kept; the data of collectives is copied there.
-  Staging staging_of_received(Carrier carrier) const {
-    const bool by_messages = carrier == Carrier::kMessages;
+  Staging staging_of_received(TransferMethod transfer_method) const {
+    const bool by_messages = transfer_method == TransferMethod::kMessages;
     return {.memory = Staging::Memory::kGiven,
             .may_stay = by_messages,
             .is_one_run = !by_messages,
@@ -356,7 +356,7 @@ class GatherCompiler {
     const int64_t me = index_of(group);
     ChunkTransfer made;
     made.set.group = b_.group_index(step);
-    made.carrier = by_messages ? Carrier::kMessages : Carrier::kAllToAll;
+    made.transfer_method = by_messages ? TransferMethod::kMessages : TransferMethod::kAllToAll;
     const auto add_received = [&](int64_t member) {
       const auto block = received(step, group, chunk, member);
       if (!block) return;
@@ -394,7 +394,7 @@ class GatherCompiler {
     set.receives.insert(me, {{kMissingBuffer, elements}});
     const bool are_equal = static_cast<int64_t>(set.receives.size()) == k && set.receives.are_equally_long();
     if (!gathers_natively(b_.lowering(), are_equal)) return set.receives.remove(me);
-    transfer.carrier = Carrier::kAllGather;
+    transfer.transfer_method = TransferMethod::kAllGather;
     set.sends = Messages(Messages::Side::kSent);
     set.sends.add(me, {{current, elements}});
     for (ChunkTransfer::Arrival& arrival : transfer.arrivals) {
@@ -406,16 +406,16 @@ class GatherCompiler {
   // Starts the transfer of the c-th chunk.
   void start(ChunkTransfer& transfer, size_t c) {
     b_.begin_chunk(static_cast<int>(c) + 1);
-    Staging staging = staging_of_received(transfer.carrier);
+    Staging staging = staging_of_received(transfer.transfer_method);
     staging.given = {slots_, slot_offsets_[c % slot_offsets_.size()], 0};
     transfer.set.receives.place(b_, staging);
-    if (transfer.carrier == Carrier::kAllToAll) {
+    if (transfer.transfer_method == TransferMethod::kAllToAll) {
       transfer.set.sends.place(b_, {.may_stay = false, .is_one_run = true});
     } else {
       transfer.set.sends.place(b_, {.memory = Staging::Memory::kApart});
     }
     transfer.set.sends.copy(b_);
-    transfer.ticket = shardwright::start(b_, transfer.set, transfer.carrier);
+    transfer.ticket = shardwright::start(b_, transfer.set, transfer.transfer_method);
   }
 
   // Multiplies a received chunk, from its slot or from its place in the gathered operand.

@@ -225,7 +225,7 @@ std::optional<std::string> why_only_serial(const Matmul& matmul) {
   if (is_local(step->op)) return what + ", which moves nothing";
   const bool reduces = step->op == StepOp::kReduceScatter || step->op == StepOp::kAllReduce;
   if (gathers && reduces) return what + ", whose sums must be complete before the product";
-  if (step->sharing != Sharing::kNone) return what + " whose replicas share the sending";
+  if (step->policy != ReplicaPolicy::kAligned) return what + " whose replicas share the sending";
   if (step->rounds > 1) return what + " in rounds, to stay within a memory limit";
   if (!gathers && reduces && plan_of(matmul).src.dtype().kind() != DTypeKind::kFloat) return what + " of integers";
   return std::nullopt;

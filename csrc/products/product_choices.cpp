@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cost/cost.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "products/product_layouts.h"
 #include "products/timeline.h"
 #include "support/error.h"

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "support/error.h"
 
 namespace shardwright {

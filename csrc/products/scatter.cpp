@@ -191,7 +191,7 @@ class ScatterCompiler {
     for (size_t i = 0; i < set.receives.size() && reduces_; ++i) {
       contributions_[chunk.share][set.receives.peer(i)] = set.receives.range(i);
     }
-    return finish_by_unpacking(std::move(set), Carrier::kMessages);
+    return finish_by_unpacking(std::move(set), TransferMethod::kMessages);
   }
 
   // Adds a message whose content is computed directly in its staging memory.
@@ -207,8 +207,8 @@ class ScatterCompiler {
     }
   }
 
-  Finish finish_by_unpacking(TransferSet set, Carrier carrier) {
-    const Ticket ticket = start(b_, set, carrier);
+  Finish finish_by_unpacking(TransferSet set, TransferMethod transfer_method) {
+    const Ticket ticket = start(b_, set, transfer_method);
     return [this, ticket, receives = std::move(set.receives)] {
       b_.wait(ticket);
       receives.copy(b_);
@@ -263,7 +263,7 @@ class ScatterCompiler {
     multiply(set.sends, blocks);
     if (reduces_) return start_reduction(set, sent(me_, chunk));
     set.receives.place(b_, one_run);
-    return finish_by_unpacking(std::move(set), Carrier::kAllToAll);
+    return finish_by_unpacking(std::move(set), TransferMethod::kAllToAll);
   }
 
   // Starts the reduction of the staged contributions, one per rank in the group's order.

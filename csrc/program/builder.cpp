@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "program/carriers.h"
+#include "program/transfer_method.h"
 #include "support/error.h"
 
 namespace shardwright {

@@ -11,8 +11,8 @@
 #include "moves/collectives.h"
 #include "moves/step_exchange.h"
 #include "program/builder.h"
-#include "program/carriers.h"
 #include "program/step_memory.h"
+#include "program/transfer_method.h"
 #include "program/transfers.h"
 #include "support/error.h"
 
@@ -67,12 +67,12 @@ class RankPart {
 // The ranks that take part in a step with this rank, and the collective or messages that they use.
 struct Participants {
   std::vector<Rank> ranks;  // ascending, this one included
-  Carrier carrier;
+  TransferMethod transfer_method;
 };
 
 std::optional<Participants> participants_between_meshes(const ProgramBuilder& builder, const Exchange& exchange) {
   if (!exchange.communicates()) return std::nullopt;
-  return Participants{exchange.ranks(), carrier_between_meshes(exchange.ranks().size(), builder.lowering())};
+  return Participants{exchange.ranks(), transfer_method_between_meshes(exchange.ranks().size(), builder.lowering())};
 }
 
 std::optional<Participants> participants_on_mesh(const ProgramBuilder& builder, const Step& step,
@@ -81,13 +81,13 @@ std::optional<Participants> participants_on_mesh(const ProgramBuilder& builder, 
   MeshExchange::Group& group = exchange.group(here);
   const size_t me = MeshExchange::index_of(group, here);
   const DataMove move = data_move_of(step, exchange, group, me, builder.lowering(), builder.named_groups_only());
-  if (!move.carrier) return std::nullopt;
+  if (!move.transfer_method) return std::nullopt;
   std::vector<int64_t> partners = group.positions;
   if (!move.partners.empty()) {
     partners.clear();
     for (const size_t member : move.partners) partners.push_back(group.positions[member]);
   }
-  return Participants{step.before.mesh().ranks_at(partners), *move.carrier};
+  return Participants{step.before.mesh().ranks_at(partners), *move.transfer_method};
 }
 
 // Returns the number of elements of a selection, and the first index on each side if the selection is one run there.
@@ -102,7 +102,7 @@ class CrossingMemory : public StepMemory {
   CrossingMemory(const Step& step, const Plan& plan)
       : step_(step),
         exchange_(exchange_of(step)),
-        carrier_(carrier_between_meshes(exchange_->ranks().size(), plan.lowering)),
+        transfer_method_(transfer_method_between_meshes(exchange_->ranks().size(), plan.lowering)),
         communicates_(exchange_->communicates()) {}
 
   void write(Sketch& sketch, Rank rank, int current, int next) override {
@@ -113,7 +113,7 @@ class CrossingMemory : public StepMemory {
       return;
     }
     for (int64_t round = 0; round < step_.rounds; ++round) {
-      if (carrier_ == Carrier::kAllToAll) {
+      if (transfer_method_ == TransferMethod::kAllToAll) {
         write_all_to_all(sketch, loads_of(part, round), own_count, round, step_.rounds, current, next);
       } else {
         Packed packed;
@@ -124,7 +124,7 @@ class CrossingMemory : public StepMemory {
     }
   }
 
-  void tell_apart(RankClasses&) const override { throw InvariantError("ranks of a crossing have no classes"); }
+  void split_classes(RankClasses&) const override { throw InvariantError("ranks of a crossing have no classes"); }
   std::optional<Traffic> traffic_that_decides(Rank) const override { return std::nullopt; }
   std::optional<Traffic> traffic_at_most() const override { return std::nullopt; }
 
@@ -147,7 +147,7 @@ class CrossingMemory : public StepMemory {
 
   const Step& step_;
   std::unique_ptr<const Exchange> exchange_;
-  Carrier carrier_;
+  TransferMethod transfer_method_;
   bool communicates_;
 };
 
@@ -170,7 +170,7 @@ void compile(ProgramBuilder& builder, const Step& step, const Exchange& step_exc
     for (auto& [peer, elements] : part.receives(round)) set.receives.add(peer, {{next, std::move(elements)}});
     std::vector<OwnItem> own;  // copied in the first round
     if (const auto& kept = part.kept()) own.push_back({current, next, kept->slice(0, round == 0 ? kept->count() : 0)});
-    exchange(builder, std::move(set), with->carrier, own, step.rounds == 1);
+    exchange(builder, std::move(set), with->transfer_method, own, step.rounds == 1);
   }
 }
 

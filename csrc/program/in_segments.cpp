@@ -68,7 +68,7 @@ class Renumbered {
 class SegmentOfPart {
  public:
   SegmentOfPart(const std::vector<int64_t>& shape, const Segments& segments, int64_t cell)
-      : stretch_(cell / segments.count), cells_(shape[segments.tensor_dim] / cell) {
+      : length_(cell / segments.count), cells_(shape[segments.tensor_dim] / cell) {
     for (int t = 0; t < static_cast<int>(shape.size()); ++t) {
       if (t < segments.tensor_dim) before_ *= shape[t];
       if (t > segments.tensor_dim) after_ *= shape[t];
@@ -78,11 +78,11 @@ class SegmentOfPart {
 
   std::vector<Box> from_part(int64_t segment) const {
     if (before_ * cells_ * after_ == 0) return {};
-    Box box{segment * stretch_ * after_,
+    Box box{segment * length_ * after_,
             0,
-            {before_, cells_, stretch_ * after_},
+            {before_, cells_, length_ * after_},
             {cells_ * cell_ * after_, cell_ * after_, 1},
-            {cells_ * stretch_ * after_, stretch_ * after_, 1}};
+            {cells_ * length_ * after_, length_ * after_, 1}};
     box.simplify();
     return {std::move(box)};
   }
@@ -97,7 +97,7 @@ class SegmentOfPart {
   }
 
  private:
-  int64_t stretch_;
+  int64_t length_;
   int64_t cells_;
   int64_t cell_ = 1;
   int64_t before_ = 1;
@@ -105,14 +105,14 @@ class SegmentOfPart {
 };
 
 // Returns the pipeline stage of each instruction, counted from the segment's first stage.
-std::vector<int64_t> slots_of(const Program& segment) {
-  std::vector<int64_t> slots;
+std::vector<int64_t> stages_of(const Program& segment) {
+  std::vector<int64_t> stages;
   std::vector<bool> has_waited(segment.step_texts.size());
   for (const Instruction& instruction : segment.instructions) {
     if (std::holds_alternative<Wait>(instruction.operation)) has_waited[instruction.step] = true;
-    slots.push_back(instruction.step + (has_waited[instruction.step] ? 1 : 0));
+    stages.push_back(instruction.step + (has_waited[instruction.step] ? 1 : 0));
   }
-  return slots;
+  return stages;
 }
 
 class InSegments {
@@ -121,7 +121,7 @@ class InSegments {
       : plan_(plan), rank_(rank), num_segments_(plan.segments.count), plans_(plans_of_segments(plan)) {
     for (const Plan& segment : plans_) {
       Written& one = written_.emplace_back(Written{compile(segment, rank), {}, {}});
-      one.slots = slots_of(one.program);
+      one.stages = stages_of(one.program);
     }
   }
 
@@ -136,13 +136,13 @@ class InSegments {
     for (Written& one : written_) add_groups(one);
     make_buffers();
     const auto num_steps = static_cast<int>(plan_.steps.size());
-    for_each_slot(num_segments_, num_steps, [&](int64_t segment, int64_t slot) {
+    for_each_stage(num_segments_, num_steps, [&](int64_t segment, int64_t stage) {
       const Written& one = of(segment);
-      if (slot == 0) copy(plan_.src, kInputBuffer, buffers_[segment][kInputBuffer], segment, 0);
-      for (size_t i = 0; i < one.slots.size(); ++i) {
-        if (one.slots[i] == slot) emit(segment, i);
+      if (stage == 0) copy(plan_.src, kInputBuffer, buffers_[segment][kInputBuffer], segment, 0);
+      for (size_t i = 0; i < one.stages.size(); ++i) {
+        if (one.stages[i] == stage) emit(segment, i);
       }
-      if (slot == num_steps) {
+      if (stage == num_steps) {
         copy(plan_.dst, kOutputBuffer, buffers_[segment][one.program.outputs[0].buffer], segment, num_steps - 1);
       }
     });
@@ -155,12 +155,12 @@ class InSegments {
   // The program of one segment, or of all segments if they are uniform.
   struct Written {
     Program program;
-    std::vector<int64_t> slots;
+    std::vector<int64_t> stages;
     std::vector<int> groups;  // the index in the whole program of each of its groups
   };
 
-  const Written& of(int64_t segment) const { return written_[are_alike() ? 0 : segment]; }
-  bool are_alike() const { return plans_.size() == 1; }
+  const Written& of(int64_t segment) const { return written_[are_uniform() ? 0 : segment]; }
+  bool are_uniform() const { return plans_.size() == 1; }
 
   static int64_t count_of(const std::vector<int64_t>& shape) {
     return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
@@ -188,7 +188,7 @@ class InSegments {
 
   // Returns the boxes that copy from a rank's part to its part of the segment if `is_input`, otherwise back.
   std::vector<Box> boxes_of(const Layout& layout, int64_t segment, bool is_input) const {
-    if (are_alike()) {
+    if (are_uniform()) {
       const SegmentOfPart part(layout.local_shape_of_rank(rank_), plan_.segments,
                                cell_length(plan_, plan_.segments.tensor_dim));
       return is_input ? part.from_part(segment) : part.to_part(segment);

@@ -23,11 +23,11 @@ Program compile_in_segments(const Plan& plan, Rank rank);
 // Calls `visit(segment, stage)` in the order of the program, even for stages in which a segment does nothing. A stage
 // is counted from the segment's first. In the last one, number `num_steps`, the result is copied.
 template <typename Visit>
-void for_each_slot(int64_t num_segments, int64_t num_steps, Visit visit) {
-  for (int64_t slot = 0; slot < num_segments + num_steps; ++slot) {
-    const int64_t last = std::min(slot, num_segments - 1);
-    for (int64_t segment = std::max<int64_t>(slot - num_steps, 0); segment <= last; ++segment) {
-      visit(segment, slot - segment);
+void for_each_stage(int64_t num_segments, int64_t num_steps, Visit visit) {
+  for (int64_t stage = 0; stage < num_segments + num_steps; ++stage) {
+    const int64_t last = std::min(stage, num_segments - 1);
+    for (int64_t segment = std::max<int64_t>(stage - num_steps, 0); segment <= last; ++segment) {
+      visit(segment, stage - segment);
     }
   }
 }

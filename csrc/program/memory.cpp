@@ -9,7 +9,7 @@
 
 #include "moves/segments.h"
 #include "program/program.h"
-#include "program/slots.h"
+#include "program/stages.h"
 #include "program/step_memory.h"
 #include "support/error.h"
 
@@ -92,8 +92,8 @@ int ProgramMemory::write_all(Sketch& sketch, Rank rank) {
 // Of uniform segments, only as many are examined as can be in flight at once, because more need no more memory.
 std::vector<int64_t> ProgramMemory::peaks_in_segments(Rank rank) {
   const auto num_steps = static_cast<int64_t>(plan_.steps.size());
-  const bool are_alike = segments_.size() == 1;
-  const int64_t count = are_alike ? std::min(plan_.segments.count, num_steps + 2) : plan_.segments.count;
+  const bool are_uniform = segments_.size() == 1;
+  const int64_t count = are_uniform ? std::min(plan_.segments.count, num_steps + 2) : plan_.segments.count;
   std::vector<SketchedSegment> sketched;
   for (const std::unique_ptr<ProgramMemory>& segment : segments_) {
     SketchedSegment& one = sketched.emplace_back();
@@ -135,10 +135,10 @@ ProgramMemory::Seen ProgramMemory::seen_of(size_t step, int64_t at_most) const {
   }
   const Mesh& mesh = plan_.steps[step].before.mesh();
   RankClasses classes(mesh);
-  steps_[step]->tell_apart(classes);
-  if (looks_ahead) steps_[step + 1]->tell_apart(classes);
-  const RanksSeen seen = classes.seen(at_most);
-  return {mesh.ranks_at(seen.positions), seen.stand_for_all};
+  steps_[step]->split_classes(classes);
+  if (looks_ahead) steps_[step + 1]->split_classes(classes);
+  const RankSample seen = classes.seen(at_most);
+  return {mesh.ranks_at(seen.positions), seen.is_complete};
 }
 
 ProgramMemory::Worst ProgramMemory::worst_peak_bytes_by_step(int64_t at_most) {

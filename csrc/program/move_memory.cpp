@@ -8,8 +8,8 @@
 #include "moves/collectives.h"
 #include "moves/step_exchange.h"
 #include "program/builder.h"
-#include "program/carriers.h"
 #include "program/step_memory.h"
+#include "program/transfer_method.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -29,7 +29,7 @@ class MoveMemory : public StepMemory {
         group_size_(step.before.mesh().group_size(step.mesh_dims)),
         exchange_(mesh_exchange_of(step)) {}
 
-  void tell_apart(RankClasses& classes) const override {
+  void split_classes(RankClasses& classes) const override {
     const bool is_reduction = step_.op == StepOp::kReduceScatter || step_.op == StepOp::kAllReduce;
     const bool moves = !is_local(step_.op) && !is_reduction;
     const bool is_gather = step_.op == StepOp::kAllGather;
@@ -37,9 +37,9 @@ class MoveMemory : public StepMemory {
     const bool lists_members = is_gather || !group_is_large();
     classes.add(step_, moves && may_be_in_order && lists_members);
     // The connected components, and the order of their ranks, depend on what each rank sends to each peer.
-    const bool some_meet =
+    const bool some_connect =
         lowering_.narrows_groups && !named_groups_only_ && !is_gather && !exchange_.is_regular_and_full();
-    if (moves && some_meet && lists_members) classes.split_all(step_.mesh_dims);
+    if (moves && some_connect && lists_members) classes.split_all(step_.mesh_dims);
     // Without ascending ranks, each group may have its ranks in another order.
     if (!is_local(step_.op) && !ranks_ascend(step_.before.mesh())) classes.split_all(MeshDimSet::from_bits(~0u));
   }
@@ -60,7 +60,8 @@ class MoveMemory : public StepMemory {
     if (!exchanges || exchange_.is_regular()) return false;
     const Position position = position_of(rank);
     const std::optional<std::vector<int>> profile = exchange_.profile(position);
-    if (!profile || !(group_is_large() || move_of(position).second.carrier == Carrier::kMessages)) return false;
+    if (!profile || !(group_is_large() || move_of(position).second.transfer_method == TransferMethod::kMessages))
+      return false;
     return !profiles_seen_.insert(*profile).second;
   }
 
@@ -102,7 +103,7 @@ class MoveMemory : public StepMemory {
 
   // Members of a group are listed only if the instructions depend on single members.
   std::pair<Group&, DataMove> move_of(int64_t position) {
-    const bool lists_members = step_.op != StepOp::kAllGather || step_.sharing != Sharing::kNone;
+    const bool lists_members = step_.op != StepOp::kAllGather || step_.policy != ReplicaPolicy::kAligned;
     Group& group = lists_members && !group_is_large() ? exchange_.group(position) : exchange_.around(position);
     const size_t me = MeshExchange::index_of(group, position);
     return {group, data_move_of(step_, exchange_, group, me, lowering_, named_groups_only_)};
@@ -110,17 +111,17 @@ class MoveMemory : public StepMemory {
 
   void data_move(Sketch& sketch, int64_t position, int current, int next) {
     const auto& [group, move] = move_of(position);
-    if (!move.carrier) return copy_own(sketch, exchange_.own(position).count, current, next);
-    switch (*move.carrier) {
-      case Carrier::kAllGather:
+    if (!move.transfer_method) return copy_own(sketch, exchange_.own(position).count, current, next);
+    switch (*move.transfer_method) {
+      case TransferMethod::kAllGather:
         return native_all_gather(sketch, position, current, next);
-      case Carrier::kAllToAll: {
+      case TransferMethod::kAllToAll: {
         const Group& listed = exchange_.group(position);
         std::vector<int64_t> partners;
         for (const size_t member : move.partners) partners.push_back(listed.positions[member]);
         return all_to_all(sketch, listed, position, partners.empty() ? listed.positions : partners, current, next);
       }
-      case Carrier::kMessages:
+      case TransferMethod::kMessages:
         return messages(sketch, group, position, current, next);
     }
   }
@@ -138,11 +139,11 @@ class MoveMemory : public StepMemory {
     const Mesh& mesh = step_.before.mesh();
     if (exchange_.is_regular() && mesh.ranks_are_positions()) {
       // If parts are equal, the index of a part is linear in the coordinates of its rank.
-      int64_t turn = 1;
+      int64_t stride = 1;
       for (int d = mesh.ndim() - 1; d >= 0; --d) {
         if (!step_.mesh_dims.contains(d) || mesh.dim_size(d) == 1) continue;
-        found->second = found->second && lies_at(group.least + mesh.stride(d), turn * n);
-        turn *= mesh.dim_size(d);
+        found->second = found->second && lies_at(group.least + mesh.stride(d), stride * n);
+        stride *= mesh.dim_size(d);
       }
       return found->second;
     }
@@ -252,13 +253,13 @@ class MoveMemory : public StepMemory {
     const int64_t least = exchange_.around(position).least;
     const Extent first = exchange_.share(position, least).in_round(0);
     bool is_run = first.is_contiguous_held && first.count > 0;
-    int64_t turn = 1;
+    int64_t stride = 1;
     for (int d = mesh.ndim() - 1; d >= 0; --d) {
       if (!step_.mesh_dims.contains(d) || mesh.dim_size(d) == 1) continue;
       const Extent next = exchange_.share(position, least + mesh.stride(d)).in_round(0);
       if (next.count != first.count) return std::nullopt;
-      is_run = is_run && next.is_contiguous_held && next.first_held == first.first_held + turn * first.count;
-      turn *= mesh.dim_size(d);
+      is_run = is_run && next.is_contiguous_held && next.first_held == first.first_held + stride * first.count;
+      stride *= mesh.dim_size(d);
     }
     RunOfMessages run;
     run.add(first.count, first.first_held, is_run);
@@ -360,7 +361,7 @@ class MoveMemory : public StepMemory {
       if (own > 0) sketch.emit({next, staging});
       const Interval first = flat_chunk(length, k, 0);
       const int64_t chunk_bytes = (first.end - first.begin) * step_.before.dtype().size_bytes();
-      const bool copies = carrier_of_reduced_chunks(chunk_bytes) == Carrier::kAllToAll;
+      const bool copies = transfer_method_of_reduced_chunks(chunk_bytes) == TransferMethod::kAllToAll;
       const int gathered = copies ? sketch.new_buffer(own * k) : kNoBuffer;
       if (copies && own > 0) sketch.emit({next, gathered});
       sketch.emit({gathered, next});

@@ -77,7 +77,7 @@ Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, B
             TransferSet set{g};
             set.sends.add_placed(1 - me, contribution);
             set.receives.add_placed(1 - me, b.whole(staging));
-            *ticket = start(b, set, Carrier::kAllToAll);
+            *ticket = start(b, set, TransferMethod::kAllToAll);
           },
           [=, &b] {
             b.wait(*ticket);
@@ -93,9 +93,10 @@ Ticket start_gather(ProgramBuilder& b, int g, const std::vector<BufferRange>& ch
   const int64_t me = b.program().groups[g].index;
   const auto k = static_cast<int64_t>(chunks.size());
   const BufferRange own = chunks[me];
-  const Carrier carrier = carrier_of_reduced_chunks(chunks[0].count * b.program().dtype.size_bytes());
+  const TransferMethod transfer_method =
+      transfer_method_of_reduced_chunks(chunks[0].count * b.program().dtype.size_bytes());
   TransferSet set{g};
-  if (carrier == Carrier::kAllToAll) {
+  if (transfer_method == TransferMethod::kAllToAll) {
     const BufferId copies = b.new_buffer(own.count * k);
     if (own.count > 0) b.copy(own.buffer, copies, {Box{own.offset, 0, {k, own.count}, {0, 1}, {own.count, 1}}});
     for (int64_t m = 0; m < k; ++m) set.sends.add_placed(m, {copies, m * own.count, own.count});
@@ -107,7 +108,7 @@ Ticket start_gather(ProgramBuilder& b, int g, const std::vector<BufferRange>& ch
       set.receives.add_placed(m, chunks[m]);
     }
   }
-  return start(b, set, carrier);
+  return start(b, set, transfer_method);
 }
 
 // Rank m of the group reduces flat chunk m and sends it to all. Each element is summed once, so replicas are bitwise
@@ -132,7 +133,7 @@ Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction
               set.sends.add_placed(m, given[m]);
               set.receives.add_placed(m, {staging, m * own.count, own.count});
             }
-            *ticket = start(b, set, Carrier::kAllToAll);
+            *ticket = start(b, set, TransferMethod::kAllToAll);
           },
           [=, &b] {
             b.wait(*ticket);

@@ -23,7 +23,7 @@ class Sketch {
     buffers_.resize(1);
     buffers_[0] = {};
     steps_.clear();
-    slots_.clear();
+    stages_.clear();
     num_steps_ = 0;
   }
 
@@ -42,7 +42,7 @@ class Sketch {
       buffers_[buffer].last = static_cast<int>(steps_.size());
     }
     steps_.push_back(num_steps_ - 1);
-    slots_.push_back(num_steps_ - 1 + (has_waited_ ? 1 : 0));
+    stages_.push_back(num_steps_ - 1 + (has_waited_ ? 1 : 0));
   }
   // Ends a transfer. In segments, the following instructions are in the next pipeline stage.
   void wait(std::initializer_list<int> named) {
@@ -76,12 +76,12 @@ class Sketch {
   const std::vector<Buffer>& buffers() const { return buffers_; }
   // The step and the pipeline stage (program/in_segments.h) of each instruction, counted from the first. Both ascend.
   const std::vector<int>& steps() const { return steps_; }
-  const std::vector<int>& slots() const { return slots_; }
+  const std::vector<int>& stages() const { return stages_; }
 
  private:
   std::vector<Buffer> buffers_;
-  std::vector<int> steps_;  // indexed by instruction
-  std::vector<int> slots_;  // indexed by instruction
+  std::vector<int> steps_;   // indexed by instruction
+  std::vector<int> stages_;  // indexed by instruction
   int num_steps_ = 0;
   bool has_waited_ = false;  // in the current step
 };

@@ -14,7 +14,7 @@ void write_all_to_all(Sketch& sketch, const BothLoads& loads, int64_t own, int64
   const auto packed = [](const Loads& some) {
     return (some.sent.is_run() ? 0 : some.sent.total()) + (some.received.is_run() ? 0 : some.received.total());
   };
-  const bool carries_own = rounds == 1 && own_part_travels(packed(loads.with), packed(loads.without), own);
+  const bool carries_own = rounds == 1 && sends_own_part(packed(loads.with), packed(loads.without), own);
   const Loads& carried = carries_own ? loads.with : loads.without;
   const int from = carried.sent.is_run() ? current : sketch.new_buffer(carried.sent.total());
   const int to = carried.received.is_run() ? next : sketch.new_buffer(carried.received.total());

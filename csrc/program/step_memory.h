@@ -8,8 +8,8 @@
 #include "exchange/mesh_exchange.h"
 #include "moves/extremes.h"
 #include "moves/plan.h"
-#include "program/carriers.h"
 #include "program/sketch.h"
+#include "program/transfer_method.h"
 
 namespace shardwright {
 
@@ -26,7 +26,7 @@ class StepMemory {
   virtual void write(Sketch& sketch, Rank rank, int current, int next) = 0;
 
   // Separates the ranks of the step's mesh that need different amounts. Throws InvariantError for crossings.
-  virtual void tell_apart(RankClasses& classes) const = 0;
+  virtual void split_classes(RankClasses& classes) const = 0;
   // Returns a rank's traffic if its peak depends on nothing else, else nullopt.
   virtual std::optional<Traffic> traffic_that_decides(Rank rank) const = 0;
   virtual std::optional<Traffic> traffic_at_most() const = 0;

@@ -169,31 +169,32 @@ void Messages::copy(ProgramBuilder& builder, int64_t except) const {
 
 namespace {
 
-Ticket start(ProgramBuilder& builder, int group, const Messages& sends, const Messages& receives, Carrier carrier) {
+Ticket start(ProgramBuilder& builder, int group, const Messages& sends, const Messages& receives,
+             TransferMethod transfer_method) {
   const auto group_size = static_cast<int64_t>(builder.program().groups[group].ranks.size());
-  switch (carrier) {
-    case Carrier::kAllGather:
+  switch (transfer_method) {
+    case TransferMethod::kAllGather:
       return builder.emit(AllGather{group, sends.run(), receives.run()});
-    case Carrier::kAllToAll:
+    case TransferMethod::kAllToAll:
       return builder.emit(AllToAll{group, sends.run(), receives.run(), sends.counts(group_size),
                                    receives.counts(group_size), builder.exchanges_by_messages()});
-    case Carrier::kMessages:
+    case TransferMethod::kMessages:
       return builder.send_receive({group, sends.as_sent_or_received(), receives.as_sent_or_received()});
   }
-  throw InvariantError("no instruction implements this carrier");
+  throw InvariantError("no instruction implements this transfer_method");
 }
 
 }  // namespace
 
-Ticket start(ProgramBuilder& builder, const TransferSet& set, Carrier carrier) {
-  return start(builder, set.group, set.sends, set.receives, carrier);
+Ticket start(ProgramBuilder& builder, const TransferSet& set, TransferMethod transfer_method) {
+  return start(builder, set.group, set.sends, set.receives, transfer_method);
 }
 
 namespace {
 
 // Decides whether this rank's own part is sent along. If so, adds it to both sides.
-bool carries_own(TransferSet& set, Carrier carrier, const std::vector<OwnItem>& own, const Staging& staging,
-                 int64_t me) {
+bool carries_own(TransferSet& set, TransferMethod transfer_method, const std::vector<OwnItem>& own,
+                 const Staging& staging, int64_t me) {
   std::vector<TransferItem> sent;
   std::vector<TransferItem> received;
   int64_t own_count = 0;
@@ -206,7 +207,7 @@ bool carries_own(TransferSet& set, Carrier carrier, const std::vector<OwnItem>& 
   const int64_t staged_without = staged();
   set.sends.insert(me, std::move(sent));
   set.receives.insert(me, std::move(received));
-  if (carrier == Carrier::kAllGather || own_part_travels(staged(), staged_without, own_count)) return true;
+  if (transfer_method == TransferMethod::kAllGather || sends_own_part(staged(), staged_without, own_count)) return true;
   set.sends.remove(me);
   set.receives.remove(me);
   return false;
@@ -221,7 +222,7 @@ void gather(ProgramBuilder& builder, TransferSet& set, const std::vector<OwnItem
   set.receives.place(builder, {.is_one_run = true});
   Messages everything(Messages::Side::kSent);
   everything.add_placed(me, builder.whole(own[0].from));
-  const Ticket ticket = start(builder, set.group, everything, set.receives, Carrier::kAllGather);
+  const Ticket ticket = start(builder, set.group, everything, set.receives, TransferMethod::kAllGather);
   if (set.receives.is_any_staged()) copy_own(builder, own);
   builder.wait(ticket);
   set.receives.copy(builder, me);
@@ -229,17 +230,18 @@ void gather(ProgramBuilder& builder, TransferSet& set, const std::vector<OwnItem
 
 }  // namespace
 
-void exchange(ProgramBuilder& builder, TransferSet set, Carrier carrier, const std::vector<OwnItem>& own,
+void exchange(ProgramBuilder& builder, TransferSet set, TransferMethod transfer_method, const std::vector<OwnItem>& own,
               bool own_may_travel) {
   const int64_t me = builder.program().groups[set.group].index;
-  const Staging staging{.is_one_run = carrier != Carrier::kMessages};
-  const bool may_carry = carrier == Carrier::kAllGather || (carrier == Carrier::kAllToAll && own_may_travel);
-  const bool own_travels = may_carry && carries_own(set, carrier, own, staging, me);
-  if (carrier == Carrier::kAllGather) return gather(builder, set, own, me);
+  const Staging staging{.is_one_run = transfer_method != TransferMethod::kMessages};
+  const bool may_carry =
+      transfer_method == TransferMethod::kAllGather || (transfer_method == TransferMethod::kAllToAll && own_may_travel);
+  const bool own_travels = may_carry && carries_own(set, transfer_method, own, staging, me);
+  if (transfer_method == TransferMethod::kAllGather) return gather(builder, set, own, me);
   set.sends.place(builder, staging);
   set.receives.place(builder, staging);
   set.sends.copy(builder);
-  const Ticket ticket = start(builder, set, carrier);
+  const Ticket ticket = start(builder, set, transfer_method);
   if (!own_travels) copy_own(builder, own);
   builder.wait(ticket);
   set.receives.copy(builder);
@@ -259,7 +261,7 @@ std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int g
   const BufferId rows = builder.new_buffer(result.count * k);
   Messages received(Messages::Side::kReceived);
   for (int64_t m = 0; m < k; ++m) received.add_placed(m, {rows, m * result.count, result.count});
-  const Ticket ticket = start(builder, group, given, received, Carrier::kAllToAll);
+  const Ticket ticket = start(builder, group, given, received, TransferMethod::kAllToAll);
   return [&builder, ticket, reduction, result, rows, group] {
     builder.wait(ticket);
     if (result.count == 0) return;

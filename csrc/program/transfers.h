@@ -25,8 +25,8 @@
 
 #include "layout/selection.h"
 #include "program/builder.h"
-#include "program/carriers.h"
 #include "program/program.h"
+#include "program/transfer_method.h"
 
 namespace shardwright {
 
@@ -129,12 +129,12 @@ struct OwnItem {
 };
 
 // Starts the transfer of a placed set. Returns kNoTicket if it is sent as messages and there are none.
-Ticket start(ProgramBuilder& builder, const TransferSet& set, Carrier carrier);
+Ticket start(ProgramBuilder& builder, const TransferSet& set, TransferMethod transfer_method);
 
 // Lowers a set from tensors to tensors: starts it, copies the elements that stay on this rank (`own`) meanwhile, waits
 // and unpacks. An all-to-all also sends the own part if `own_may_travel` and that saves packing. An all-gather always
 // does: it has one own item, sends the whole buffer `from`, and ignores the set's sends.
-void exchange(ProgramBuilder& builder, TransferSet set, Carrier carrier, const std::vector<OwnItem>& own,
+void exchange(ProgramBuilder& builder, TransferSet set, TransferMethod transfer_method, const std::vector<OwnItem>& own,
               bool own_may_travel);
 
 // Starts a reduce-scatter among the members of a group. `given` has one part for each member, this rank included, all

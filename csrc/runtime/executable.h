@@ -73,7 +73,7 @@ class CompiledProgram {
   bool is_collective() const { return is_collective_; }
   int64_t received_bytes() const { return received_bytes_; }
   // True if the tensor is sent as bytes, because process groups do not support its dtype.
-  bool travels_as_bytes() const { return travels_as_bytes_; }
+  bool is_sent_as_bytes() const { return travels_as_bytes_; }
 
   // Returns the prepared copy of a Copy instruction; null if it casts, or copies between host and device.
   const StridedCopy* copy(int instruction) const {
@@ -83,7 +83,7 @@ class CompiledProgram {
   // Returns the instruction that a transfer must run after (order_of_transfers), or a negative number if none.
   int order_of(int transfer) const { return order_of_transfers_[transfer]; }
   // True if some transfer must run after this compute instruction.
-  bool is_asked_for(int instruction) const { return is_asked_for_[instruction]; }
+  bool orders_a_transfer(int instruction) const { return is_asked_for_[instruction]; }
 
   // The index of the product that waits for flags, and the buffer of its result; -1 and kMissingBuffer without one.
   int flagged_product() const { return flagged_product_; }

@@ -6,8 +6,8 @@
 #include <ATen/ops/pow.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "runtime/arena_view.h"
 #include "runtime/attend.h"
-#include "runtime/borrow.h"
 #include "runtime/flat.h"
 #include "runtime/local_ops.h"
 #include "runtime/record.h"
@@ -236,7 +236,7 @@ void Execution::step() {
   try {
     for (const BufferId b : compiled_.lifetimes().begins[index]) allocate(b);
     execute(program_.instructions[index].operation, index);
-    if (uses_side_stream_ && compiled_.is_asked_for(index)) marks_[index].emplace(current_stream(device_));
+    if (uses_side_stream_ && compiled_.orders_a_transfer(index)) marks_[index].emplace(current_stream(device_));
     if (is_in_rest_ && program_.num_destinations() > 0 && ends_step(index)) {
       step_ends_.emplace(index + 1, current_stream(device_));
     }

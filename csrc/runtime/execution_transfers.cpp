@@ -7,7 +7,7 @@
 namespace shardwright {
 
 at::Tensor Execution::wire(const BufferRange& range) const {
-  return compiled_.travels_as_bytes() ? flat_bytes(buffers_[range.buffer], range.offset, range.count)
+  return compiled_.is_sent_as_bytes() ? flat_bytes(buffers_[range.buffer], range.offset, range.count)
                                       : this->range(range);
 }
 
@@ -86,7 +86,7 @@ void Execution::all_to_all(const AllToAll& move, int index) {
   at::Tensor dst = wire(move.dst);
   std::vector<int64_t> send_counts = move.send_counts;
   std::vector<int64_t> receive_counts = move.receive_counts;
-  if (compiled_.travels_as_bytes()) {
+  if (compiled_.is_sent_as_bytes()) {
     const auto item_bytes = static_cast<int64_t>(buffers_[move.src.buffer].element_size());
     for (int64_t& count : send_counts) count *= item_bytes;
     for (int64_t& count : receive_counts) count *= item_bytes;

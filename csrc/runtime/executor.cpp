@@ -9,7 +9,7 @@
 #include <algorithm>
 
 #include "runtime/execution.h"
-#include "runtime/lanes.h"
+#include "runtime/issue_order.h"
 #include "runtime/progress.h"
 #include "runtime/record.h"
 #include "support/error.h"
@@ -102,9 +102,9 @@ void complete(const Executable& executable, const std::shared_ptr<Execution>& ex
   if (compiled.communicates()) {
     const auto advance = [&] { execution->start_all(); };
     if (execution->transfers_on_host()) {
-      Lane::issue_on(executable.groups(), execution, advance);
+      IssueOrder::issue_on(executable.groups(), execution, advance);
     } else {
-      lane_of(execution->device()).issue(execution, advance);
+      issue_order_of(execution->device()).issue(execution, advance);
     }
     counters().received_bytes += compiled.received_bytes();
   }
@@ -137,7 +137,7 @@ void start_on_host(const Executable& executable, const std::shared_ptr<Execution
   // Dispatch modes of this thread must see all communications.
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) until = executable.compiled().last_communication() + 1;
   execution->exchange_by_messages();
-  Lane::issue_on(executable.groups(), execution, [&] { execution->start_until(until); });
+  IssueOrder::issue_on(executable.groups(), execution, [&] { execution->start_until(until); });
   finish_on_progress_thread(execution);
 }
 
@@ -145,7 +145,7 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
                       const at::Tensor& output, bool input_may_change) {
   const int until =
       input_may_change ? std::max(compiled.first_wait(), compiled.end_of_input_reads()) : compiled.first_wait();
-  lane_of(execution->device()).issue_asynchronous(execution, output, [&] {
+  issue_order_of(execution->device()).issue_asynchronous(execution, output, [&] {
     execution->start_until(until);
     execution->start_rest_on_side_stream();
   });
@@ -264,7 +264,9 @@ std::shared_ptr<Execution> start_all(const ExecutablePtr& executable, c10::Array
   if (execution->transfers_on_host()) {
     start_on_host(*executable, execution, compiled.end_of_first_transfers());
   } else {
-    lane_of(execution->device()).issue_asynchronous(execution, token, [&] { execution->start_rest_on_side_stream(); });
+    issue_order_of(execution->device()).issue_asynchronous(execution, token, [&] {
+      execution->start_rest_on_side_stream();
+    });
   }
   ++counters().runs;
   counters().received_bytes += compiled.received_bytes();

@@ -8,7 +8,7 @@
 //                           thread that waits. The program finishes even if nobody waits.
 //
 // Order of collectives. Before a program starts its communications, all earlier programs that share a group with it (on
-// devices with streams: all earlier programs on the device) start all of theirs (lanes.h). So on every rank, our
+// devices with streams: all earlier programs on the device) start all of theirs (orders.h). So on every rank, our
 // collectives start on each group in the order in which programs were started, no matter when a rank waits. On CPU,
 // threads whose programs share no group do not wait for each other.
 //

@@ -9,7 +9,7 @@
 
 #include "runtime/executor.h"
 #include "runtime/expert_rows.h"
-#include "runtime/lanes.h"
+#include "runtime/issue_order.h"
 #include "runtime/staging.h"
 #include "support/error.h"
 
@@ -98,8 +98,8 @@ at::Tensor exchange_rows(RankGroup& group, const std::string& step, c10::DeviceT
   try {
     lease->connect(received.device());
     WorkPtr work;
-    Lane& lane = received.device().is_cpu() ? lane_of(group) : lane_of(received.device());
-    lane.issue([&] {
+    IssueOrder& order = received.device().is_cpu() ? issue_order_of(group) : issue_order_of(received.device());
+    order.issue([&] {
       work = lease->all_to_all(to_receive, to_send, times(receive_counts, row_bytes), times(send_counts, row_bytes));
     });
     if (work) work->wait();

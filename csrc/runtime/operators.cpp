@@ -333,7 +333,7 @@ ExecutablePtr executable_of(const std::string& plan, const std::vector<std::stri
   }
 }
 
-void note_changed_tables() { ++tables_number; }
+void invalidate_sized_plans() { ++tables_number; }
 
 void compare_ranks(bool on) { ranks_compare = on; }
 

@@ -25,7 +25,7 @@ std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank);
 
 // Must be called when the tables from which plans are made have changed. Operators with sizes then plan again.
-void note_changed_tables();
+void invalidate_sized_plans();
 
 // Turns on or off that ranks compare the programs of operators before anything is sent (sw.debug.check_ranks).
 void compare_ranks(bool on);

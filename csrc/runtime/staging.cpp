@@ -22,7 +22,7 @@ constexpr size_t kHugeTensorBytes = 4 * kHugePageBytes;
 
 // The cached memory, by size. A request takes the smallest block that is large enough, unless more than half of the
 // block would be unused.
-class Shelf {
+class StagingCache {
  public:
   c10::Storage take(int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -63,8 +63,8 @@ class Shelf {
   int64_t total_ = 0;
 };
 
-Shelf& shelf() {
-  static Shelf* instance = new Shelf;  // never destroyed: threads may still run at exit
+StagingCache& shelf() {
+  static StagingCache* instance = new StagingCache;  // never destroyed: threads may still run at exit
   return *instance;
 }
 

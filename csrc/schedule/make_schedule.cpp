@@ -350,11 +350,11 @@ StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, c
   if (overlapped && (!small || cost_bytes(*overlapped) <= cost_bytes(*small))) return *overlapped;
   if (small) return *small;
   const StepSchedule smallest = with_limit(at_once, least);
-  throw UserError(concat(
-      "budget_bytes must be at least ", smallest.peak_bytes(), ", got ", *options.budget_bytes, ": ",
-      smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes, " for gradients",
-      smallest.peak_activation_bytes > 0 ? concat(", ", smallest.peak_activation_bytes, " for activations") : "",
-      options.held_bytes > 0 ? concat(", ", options.held_bytes, " held all the time") : ""));
+  throw UserError(
+      concat("budget_bytes must be at least ", smallest.peak_bytes(), ", got ", *options.budget_bytes, ": ",
+             smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes, " for gradients",
+             smallest.peak_activation_bytes > 0 ? concat(", ", smallest.peak_activation_bytes, " for activations") : "",
+             options.held_bytes > 0 ? concat(", ", options.held_bytes, " held all the time") : ""));
 }
 
 StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vector<Use>& uses,

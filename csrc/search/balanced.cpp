@@ -84,7 +84,7 @@ Layout with_lengths(const Layout& stripes, const StripedDim& striped, const std:
 
 // Returns, by coordinate on `mesh_dim`, the elements that the busiest rank sends in the crossing.
 std::vector<int64_t> sent_by_coordinate(const Layout& before, const Layout& stripes, int mesh_dim) {
-  const GridExchange crossing(before, stripes, Sharing::kBytes);
+  const GridExchange crossing(before, stripes, ReplicaPolicy::kEvenBytes);
   const Mesh& mesh = stripes.mesh();
   std::vector<int64_t> sent(mesh.dim_size(mesh_dim), 0);
   for (int64_t p = 0; p < mesh.size(); ++p) {
@@ -131,16 +131,16 @@ constexpr size_t kMostRunsDivided = 1 << 12;
 
 // A receiver: the ranks that differ only in mesh dims that cut other tensor dims. They need the same part of the tensor
 // dim.
-struct Needer {
+struct Receiver {
   IntervalList part;
   int64_t position = 0;  // the rank with coordinate 0 on mesh dims that cut other tensor dims
 };
 
 // The receivers of a layout, in the order of the parts of a tensor dim that they need. Mesh dims that cut other tensor
 // dims stay mesh dims.
-class Needers {
+class Receivers {
  public:
-  Needers(const Layout& goal, int tensor_dim) : goal_(goal), tensor_dim_(tensor_dim) {
+  Receivers(const Layout& goal, int tensor_dim) : goal_(goal), tensor_dim_(tensor_dim) {
     const Mesh& mesh = goal.mesh();
     for (int t = 0; t < goal.ndim(); ++t) {
       if (t != tensor_dim) others_ = others_ | dims_of(goal.cuts(t));
@@ -153,9 +153,11 @@ class Needers {
       runs_ += all_.back().part.size();
     }
     // No two parts overlap, so parts with equal begins are equal. Empty parts come first.
-    const auto begin_of = [](const Needer& needer) { return needer.part.empty() ? -1 : needer.part.front().begin; };
+    const auto begin_of = [](const Receiver& receiver) {
+      return receiver.part.empty() ? -1 : receiver.part.front().begin;
+    };
     std::stable_sort(all_.begin(), all_.end(),
-                     [&](const Needer& a, const Needer& b) { return begin_of(a) < begin_of(b); });
+                     [&](const Receiver& a, const Receiver& b) { return begin_of(a) < begin_of(b); });
   }
 
   bool are_few_runs() const { return runs_ <= kMostRunsDivided; }
@@ -183,8 +185,8 @@ class Needers {
       placements.push_back(goal_.placements()[d]);
     }
     std::vector<int64_t> ranks;
-    for (const Needer& needer : all_) {
-      for (const int64_t p : positions_like(needer.position)) {
+    for (const Receiver& receiver : all_) {
+      for (const int64_t p : positions_like(receiver.position)) {
         ranks.push_back(shardwright::number(mesh.rank_at(Position{p})));
       }
     }
@@ -202,9 +204,9 @@ class Needers {
   // Returns, by receiver, the elements that its busiest rank sends.
   std::vector<int64_t> sent(const GridExchange& crossing) const {
     std::vector<int64_t> all;
-    for (const Needer& needer : all_) {
+    for (const Receiver& receiver : all_) {
       all.push_back(0);
-      for (const int64_t p : positions_like(needer.position)) {
+      for (const int64_t p : positions_like(receiver.position)) {
         all.back() = std::max(all.back(), crossing.num_elements(goal_.mesh().rank_at(Position{p}), Direction::kSend));
       }
     }
@@ -241,29 +243,29 @@ class Needers {
   const Layout& goal_;
   int tensor_dim_;
   MeshDimSet others_;
-  std::vector<Needer> all_;
+  std::vector<Receiver> all_;
   size_t runs_ = 0;
 };
 
 }  // namespace
 
 std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, int tensor_dim) {
-  const Needers needers(goal, tensor_dim);
+  const Receivers receivers(goal, tensor_dim);
   const int64_t n = goal.shape()[tensor_dim];
-  if (!needers.are_few_runs() || goal.num_elements() == 0 || goal.replicated_dims().empty()) return std::nullopt;
+  if (!receivers.are_few_runs() || goal.num_elements() == 0 || goal.replicated_dims().empty()) return std::nullopt;
   std::vector<std::vector<Cut>> without = goal.cuts();
   without[tensor_dim].clear();
   const int64_t others =
       goal.with(std::move(without), std::vector<Placement>(goal.mesh().ndim(), Placement::replicate()))
           .largest_part_elements() /
       n;
-  std::vector<int64_t> done(needers.size(), 0);
+  std::vector<int64_t> done(receivers.size(), 0);
   std::optional<Layout> best;
   for (int turn = 0; turn <= kMostTurns; ++turn) {
     std::vector<int64_t> lengths;
-    for (size_t i = 0; i < needers.size(); i += needers.alike(i)) {
-      const size_t count = needers.alike(i);
-      const int64_t length = shardwright::length(needers.part(i));
+    for (size_t i = 0; i < receivers.size(); i += receivers.alike(i)) {
+      const size_t count = receivers.alike(i);
+      const int64_t length = shardwright::length(receivers.part(i));
       const int64_t unit = length == 0 ? 1 : unit_of(length, static_cast<int64_t>(count));
       const std::vector<int64_t> own(done.begin() + static_cast<int64_t>(i),
                                      done.begin() + static_cast<int64_t>(i + count));
@@ -272,8 +274,8 @@ std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, 
                                               : std::vector<int64_t>(count, 1);
       for (const int64_t one : lengths_of(shares, length / unit)) lengths.push_back(one * unit);
     }
-    best = needers.with(lengths);
-    done = needers.sent(GridExchange(before, *best, Sharing::kBytes));
+    best = receivers.with(lengths);
+    done = receivers.sent(GridExchange(before, *best, ReplicaPolicy::kEvenBytes));
   }
   return best;
 }

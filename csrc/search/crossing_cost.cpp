@@ -2,33 +2,33 @@
 
 #include <algorithm>
 
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/step_exchange.h"
 
 namespace shardwright {
 
-Cost CrossingCost::of(const Step& step, const StepFigures& worst, int64_t picoseconds) const {
+Cost CrossingCost::of(const Step& step, const StepCounts& worst, int64_t picoseconds) const {
   const bool communicates = step.op == StepOp::kCross ? worst.messages > 0 : !is_local(step.op);
   return {is_for_time() ? picoseconds : worst.received_bytes, communicates ? 1 : 0, worst.messages, 1};
 }
 
-Cost CrossingCost::of(const Step& step, const GridExchange& crossing, const StepFigures& worst) const {
+Cost CrossingCost::of(const Step& step, const GridExchange& crossing, const StepCounts& worst) const {
   const Link link = link_of(crossing, topology_);
   return of(step, worst, predicted_picoseconds(worst.messages == 0, worst, link, topology_));
 }
 
 std::optional<std::pair<Step, Cost>> CrossingCost::cheapest(const Layout& before, const Layout& after,
                                                             const std::function<bool(const Cost&)>& is_worth) const {
-  Step step{StepOp::kCross, {}, before, after, Sharing::kMessages};
+  Step step{StepOp::kCross, {}, before, after, ReplicaPolicy::kWholeMessages};
   const GridExchange in_messages = crossing_of(step);
-  const GridExchange to_the_element = in_messages.shared_by(Sharing::kBytes);
-  const StepFigures least = in_messages.worst_at_least();  // lower bounds with either sharing
+  const GridExchange to_the_element = in_messages.with_policy(ReplicaPolicy::kEvenBytes);
+  const StepCounts least = in_messages.worst_at_least();  // lower bounds with either sharing
   if (!is_worth(of(step, in_messages, least)) && !is_worth(of(step, to_the_element, least))) return std::nullopt;
-  const StepFigures worst = in_messages.totals().worst;
+  const StepCounts worst = in_messages.totals().worst;
   const Cost of_messages = of(step, in_messages, worst);
   if (worst.sent_bytes <= worst.received_bytes) return std::pair(std::move(step), of_messages);
   const Cost of_elements = of(step, to_the_element, to_the_element.totals().worst);
-  if (of_elements < of_messages) step.sharing = Sharing::kBytes;
+  if (of_elements < of_messages) step.policy = ReplicaPolicy::kEvenBytes;
   return std::pair(std::move(step), std::min(of_messages, of_elements));
 }
 

@@ -19,12 +19,13 @@ class CrossingCost {
   bool is_for_time() const { return options_.objective == Objective::kTime; }
 
   // Returns the cost of any step, from the counts of its worst ranks and its predicted time.
-  Cost of(const Step& step, const StepFigures& worst, int64_t picoseconds) const;
+  Cost of(const Step& step, const StepCounts& worst, int64_t picoseconds) const;
   // Returns the cost of a crossing. If `worst` are lower bounds, so is the cost.
-  Cost of(const Step& step, const GridExchange& crossing, const StepFigures& worst) const;
+  Cost of(const Step& step, const GridExchange& crossing, const StepCounts& worst) const;
 
-  // Returns the cheaper of the crossings with Sharing::kMessages and Sharing::kBytes, and its cost. Returns nullopt if
-  // lower bounds show that is_worth is false for both. `is_worth` must be true of all costs below some limit.
+  // Returns the cheaper of the crossings with ReplicaPolicy::kWholeMessages and ReplicaPolicy::kEvenBytes, and its
+  // cost. Returns nullopt if lower bounds show that is_worth is false for both. `is_worth` must be true of all costs
+  // below some limit.
   std::optional<std::pair<Step, Cost>> cheapest(
       const Layout& before, const Layout& after,
       const std::function<bool(const Cost&)>& is_worth = [](const Cost&) { return true; }) const;

@@ -10,9 +10,9 @@
 
 #include <algorithm>
 
-#include "moves/figures.h"
 #include "moves/move.h"
 #include "moves/spans.h"
+#include "moves/step_counts.h"
 #include "search/rearrangements.h"
 #include "search/search.h"
 #include "search/two_meshes.h"
@@ -171,7 +171,7 @@ Plan plan_through(const std::vector<Layout>& layouts, const PlanOptions& options
       check_user(layouts[i].partial_dims().empty() && layouts[i + 1].partial_dims().empty(),
                  "through: neighbors on different meshes must be layouts without partials, got ", layouts[i], " -> ",
                  layouts[i + 1]);
-      plan.steps.push_back({StepOp::kCross, {}, layouts[i], layouts[i + 1], Sharing::kBytes});
+      plan.steps.push_back({StepOp::kCross, {}, layouts[i], layouts[i + 1], ReplicaPolicy::kEvenBytes});
       continue;
     }
     if (layouts[i].partial_dims() == layouts[i + 1].partial_dims() && same_parts(layouts[i], layouts[i + 1])) continue;

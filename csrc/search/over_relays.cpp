@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "exchange/grid_exchange.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "search/relays.h"
 #include "support/ceil_divide.h"
 
@@ -34,7 +34,7 @@ int64_t messages_of_relays(int64_t few, int64_t many, int64_t levels) {
 }
 
 // Returns the least block size with which blocks nested `levels` deep have at least `ranks` ranks.
-int64_t least_block(int64_t ranks, int64_t levels) {
+int64_t min_block_size(int64_t ranks, int64_t levels) {
   int64_t block = 2;
   const auto has_all = [&] {
     int64_t reached = 1;
@@ -65,7 +65,7 @@ int64_t RelayShapes::time(const Shape& shape, int64_t few) const {
     all = saturating_sum(all, saturating_sum(topology_.step_ps, saturating_product(messages, each)));
   };
   if (shape.levels_inside > 0) {
-    const int64_t block = least_block(topology_.ranks_per_node, shape.levels_inside);
+    const int64_t block = min_block_size(topology_.ranks_per_node, shape.levels_inside);
     const int64_t nodes = ceil_divide(members_, topology_.ranks_per_node);
     for (int64_t i = 0; i < shape.levels_inside; ++i) {
       add(block - 1, topology_.inside);
@@ -141,9 +141,9 @@ class RelaySearch {
 
   // Returns the number of ranks of few() that send to different ranks of many().
   int64_t num_senders(int64_t members) const {
-    const int64_t meetings = GridExchange(from_, to_, Sharing::kMessages).num_meetings();
+    const int64_t overlaps = GridExchange(from_, to_, ReplicaPolicy::kWholeMessages).num_overlaps();
     const int64_t size = few().mesh().size();
-    return std::clamp<int64_t>(members * size / std::max<int64_t>(meetings, 1), 1, size);
+    return std::clamp<int64_t>(members * size / std::max<int64_t>(overlaps, 1), 1, size);
   }
 
   // Returns the layouts of a shape's relays, in order from many() to few(); nullopt if there are none.
@@ -157,7 +157,7 @@ class RelaySearch {
     };
     for (int64_t i = shape.levels_inside; i > 0; --i) {
       const int64_t ranks = topology_.ranks_per_node;
-      if (!add(i > 1 ? least_block(ranks, shape.levels_inside) : ranks, ranks)) return std::nullopt;
+      if (!add(i > 1 ? min_block_size(ranks, shape.levels_inside) : ranks, ranks)) return std::nullopt;
     }
     const int64_t messages = messages_of_relays(few, all.empty() ? members : all.back().mesh().size(), shape.levels);
     for (int64_t i = 1; i < shape.levels; ++i) {

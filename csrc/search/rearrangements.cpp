@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "exchange/indexed_exchange.h"
-#include "moves/figures.h"
 #include "moves/move.h"
+#include "moves/step_counts.h"
 #include "search/search.h"
 #include "support/error.h"
 
@@ -57,13 +57,13 @@ std::vector<Layout> stripes_of(const Layout& goal) {
 }
 
 // Returns the one move between layouts with the same pending reductions; nullopt if they are equal.
-std::optional<Step> rearrangement(const Layout& before, const Layout& after, Sharing sharing) {
+std::optional<Step> rearrangement(const Layout& before, const Layout& after, ReplicaPolicy policy) {
   if (before == after) return std::nullopt;
-  const bool keeps_all = !IndexedExchange(before, after, sharing).communicates();
+  const bool keeps_all = !IndexedExchange(before, after, policy).communicates();
   if (keeps_all && before.mesh() == after.mesh() && before.flattened() == after.flattened()) {
     return Step{StepOp::kSlice, after.cut_dims() | before.cut_dims(), before, after};
   }
-  return Step{StepOp::kRearrange, {}, before, after, sharing};
+  return Step{StepOp::kRearrange, {}, before, after, policy};
 }
 
 class Ways {
@@ -71,7 +71,7 @@ class Ways {
   Ways(const PlanOptions& options, const Topology& topology) : options_(options), topology_(topology) {}
 
   void add(Way& way, Step step) const {
-    const StepFigures worst = figures(step, options_.lowering);
+    const StepCounts worst = step_counts(step, options_.lowering);
     way.picoseconds = saturating_sum(way.picoseconds, predicted_picoseconds(step, worst, topology_));
     way.received_bytes += worst.received_bytes;
     way.sent_bytes += worst.sent_bytes;
@@ -81,9 +81,9 @@ class Ways {
   // Returns the better of both kinds of sharing in the one move between layouts with the same pending reductions.
   Way rearranged(const Layout& before, const Layout& after) const {
     std::optional<Way> best;
-    for (const Sharing sharing : {Sharing::kMessages, Sharing::kBytes}) {
+    for (const ReplicaPolicy policy : {ReplicaPolicy::kWholeMessages, ReplicaPolicy::kEvenBytes}) {
       Way way;
-      if (std::optional<Step> step = rearrangement(before, after, sharing)) add(way, std::move(*step));
+      if (std::optional<Step> step = rearrangement(before, after, policy)) add(way, std::move(*step));
       if (!best || is_better(way, *best)) best = std::move(way);
     }
     return std::move(*best);
@@ -151,7 +151,7 @@ std::vector<Step> reductions_over_groups(const Layout& src, const Layout& goal, 
     steps.push_back(named_by_collective(std::move(*step)));
     at = std::move(next);
   }
-  if (std::optional<Step> last = rearrangement(at, goal, Sharing::kMessages)) {
+  if (std::optional<Step> last = rearrangement(at, goal, ReplicaPolicy::kWholeMessages)) {
     check_user(last->op == StepOp::kSlice, "groups must not be given for ", src, " -> ", goal,
                ", because all ranks together move pieces and flattened dims, got ", options.groups.size(),
                " sets of mesh dims");

@@ -134,8 +134,9 @@ class Blocks {
     std::vector<std::vector<int64_t>> nodes(size);
     if (ranks_per_node_ == 0) return nodes;
     for (int64_t p = 0; p < layout_.mesh().size(); ++p) {
-      const Grid::Seat seat = grid_.seat_at(p);
-      const int64_t member = axis.tensor_dim == kReplicas ? seat.replica : grid_.slots_of(seat.part)[axis.tensor_dim];
+      const Grid::PartReplica replica_place = grid_.part_replica_at(p);
+      const int64_t member =
+          axis.tensor_dim == kReplicas ? replica_place.replica : grid_.shards_of(replica_place.part)[axis.tensor_dim];
       nodes[member].push_back(number(layout_.mesh().rank_at(Position{p})) / ranks_per_node_);
     }
     return nodes;
@@ -162,7 +163,7 @@ class Blocks {
   // Returns the first rank of each block, the last axis fastest.
   std::vector<int64_t> first_ranks(int64_t count) const {
     std::vector<int64_t> ranks;
-    std::vector<int64_t> slots(layout_.ndim());
+    std::vector<int64_t> shards(layout_.ndim());
     for (int64_t relay = 0; relay < count; ++relay) {
       int64_t replica = 0;
       int64_t rest = relay;
@@ -170,10 +171,10 @@ class Blocks {
         const Axis& axis = axes_[i];
         const auto blocks = static_cast<int64_t>(axis.begins.size());
         const int64_t member = axis.members[axis.begins[rest % blocks]];
-        (axis.tensor_dim == kReplicas ? replica : slots[axis.tensor_dim]) = member;
+        (axis.tensor_dim == kReplicas ? replica : shards[axis.tensor_dim]) = member;
         rest /= blocks;
       }
-      ranks.push_back(number(grid_.rank_at(slots, replica)));
+      ranks.push_back(number(grid_.rank_at(shards, replica)));
     }
     return ranks;
   }

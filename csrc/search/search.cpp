@@ -41,14 +41,14 @@ class Latency {
   // some of them are on other nodes.
   int64_t least(int64_t steps, int64_t ranks, bool beyond_node) {
     const auto [found, is_new] = known_.emplace(std::tuple{steps, ranks, beyond_node}, 0);
-    if (is_new) found->second = work_out(steps, ranks, beyond_node);
+    if (is_new) found->second = compute(steps, ranks, beyond_node);
     return found->second;
   }
 
  private:
   // Data from other nodes may first be sent to another rank of the node. So only the product of the number of ranks
   // reached between nodes and the number reached within the node is known, and all factorizations are tried.
-  int64_t work_out(int64_t steps, int64_t ranks, bool beyond_node) const {
+  int64_t compute(int64_t steps, int64_t ranks, bool beyond_node) const {
     if (!beyond_node) return least_of_any(inside_, steps, ranks);
     int64_t best = least_of_any(between_, steps, ranks);
     for (int64_t inside = 2; inside <= std::min(node_size_, ranks); ++inside) {
@@ -126,7 +126,7 @@ class Search {
     while (true) {
       const int next = cheapest_open();
       if (next < 0 && !goes_the_long_way_) {
-        go_the_long_way();
+        allow_slow_moves();
         continue;
       }
       if (next < 0) {
@@ -184,7 +184,7 @@ class Search {
     return slowest;
   }
 
-  Cost cost(const MoveTable::Move& move, const StepFigures& worst) const {
+  Cost cost(const MoveTable::Move& move, const StepCounts& worst) const {
     const bool local = is_local(move.op);
     const int64_t first =
         is_for_time() ? predicted_picoseconds(local, worst, link(move.mesh_dims), topology_) : worst.received_bytes;
@@ -282,7 +282,7 @@ class Search {
     }
   }
 
-  // Moves whose counts take long to compute are skipped unless there is no other sequence (go_the_long_way). Then such
+  // Moves whose counts take long to compute are skipped unless there is no other sequence (allow_slow_moves). Then such
   // moves are allowed if they start with the source's cuts and lead to the goal or keep the cuts.
   bool is_left_out(int from, int to) {
     if (goes_the_long_way_ && holds_as_source(from) && (to == kGoal || holds_as_source(to))) return false;
@@ -293,7 +293,7 @@ class Search {
 
   // Called when no open node is left. Reopens the nodes with the source's cuts, and adds the node with these cuts and
   // all reductions done.
-  void go_the_long_way() {
+  void allow_slow_moves() {
     goes_the_long_way_ = true;
     MoveTable::State reduced = nodes_[kSource].state;
     reduced.partial_dims = pending_;
@@ -339,13 +339,13 @@ class Search {
   void try_move(int from, int to, const MoveTable::Move& move) {
     const MoveTable::State& before = nodes_[from].state;
     const MoveTable::State& after = nodes_[to].state;
-    if (const auto least = table_.least_figures(before, after, move)) {
+    if (const auto least = table_.least_counts(before, after, move)) {
       if (!may_improve(to, *nodes_[from].reached + cost(move, *least))) return;
     }
-    relax(from, to, move, cost(move, table_.figures(before, after, move)));
+    relax(from, to, move, cost(move, table_.step_counts(before, after, move)));
     if (!is_for_time()) return;
-    if (const auto sharing = table_.sharing_messages(before, after, move, options_.groups)) {
-      relax(from, to, *sharing, cost(*sharing, table_.figures(before, after, *sharing)));
+    if (const auto policy = table_.sending_whole_messages(before, after, move, options_.groups)) {
+      relax(from, to, *policy, cost(*policy, table_.step_counts(before, after, *policy)));
     }
   }
 
@@ -365,10 +365,10 @@ class Search {
     for (int at = kGoal; at != kSource; at = nodes_[at].from) {
       Layout before = nodes_[at].from == kSource ? src_ : layout(nodes_[nodes_[at].from].state);
       Step step{nodes_[at].by.op, nodes_[at].by.mesh_dims, before, std::move(after)};
-      step.sharing = nodes_[at].by.sharing;
+      step.policy = nodes_[at].by.policy;
       step.ordered = options_.ordered && (step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter);
       if (options_.objective == Objective::kBytes) {
-        step = shared_if_it_helps(std::move(step), Sharing::kBytes, options_.groups);
+        step = with_policy_if_cheaper(std::move(step), ReplicaPolicy::kEvenBytes, options_.groups);
       }
       steps.push_back(named_by_collective(std::move(step)));
       after = std::move(before);

@@ -13,8 +13,8 @@
 #include "cost/cost.h"
 #include "exchange/bounds.h"
 #include "exchange/grid_exchange.h"
-#include "moves/figures.h"
 #include "moves/segments.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "search/balanced.h"
 #include "search/choices.h"
@@ -42,7 +42,7 @@ constexpr int64_t kSegmentsAboveSteps = 8;      // the bound is at least this ma
 constexpr size_t kPairsInSegments = 6;          // maximum number of these pairs
 constexpr int64_t kMostRanksInSegments = 1024;  // there are no more ranks
 
-// With more messages, Sharing::kNodes is not tried, because it lists all messages.
+// With more messages, ReplicaPolicy::kNodeLocal is not tried, because it lists all messages.
 constexpr int64_t kMostListed = 1 << 16;
 
 // True if two meshes have ranks in common, and true if some node has ranks of both.
@@ -324,7 +324,7 @@ class Crossings {
     }
     leg.at_least = {};
     for (const Step& step : *leg.steps) {
-      const StepFigures worst = figures(step, options_.lowering);
+      const StepCounts worst = step_counts(step, options_.lowering);
       leg.sent_bytes += worst.sent_bytes;
       leg.received_bytes += worst.received_bytes;
       leg.at_least = leg.at_least + cost_.of(step, worst, predicted_picoseconds(step, worst, topology_));
@@ -382,7 +382,7 @@ class Crossings {
   // Returns a lower bound of a crossing's cost, from sizes alone. Ranks of both meshes may already hold what they need.
   Cost crossing_at_least(const Leg& first, const Leg& last) const {
     const int64_t item = src_.dtype().size_bytes();
-    StepFigures least;
+    StepCounts least;
     least.received_bytes = (last.elements - (encounter_.shares_ranks ? first.elements : 0)) * item;
     least.touched_bytes = last.elements * item;
     if (last.elements == 0 || least.received_bytes <= 0) {
@@ -414,29 +414,31 @@ class Crossings {
   // first, if nodes have ranks of both meshes. Under the other objective sharing does not change the cost, so senders
   // send as little as possible.
   void try_crossing(const Leg& first, const Leg& last) {
-    const GridExchange crossing(first.layout, last.layout, is_for_time() ? Sharing::kMessages : Sharing::kBytes);
-    if (try_sharing(first, last, crossing) && is_for_time()) {
-      try_sharing(first, last, crossing.shared_by(Sharing::kBytes));
+    const GridExchange crossing(first.layout, last.layout,
+                                is_for_time() ? ReplicaPolicy::kWholeMessages : ReplicaPolicy::kEvenBytes);
+    if (try_policy(first, last, crossing) && is_for_time()) {
+      try_policy(first, last, crossing.with_policy(ReplicaPolicy::kEvenBytes));
     }
     const bool has_replicas = first.layout.mesh().group_size(first.layout.replicated_dims()) > 1;
     const bool may_prefer_nodes =
         is_for_time() && has_replicas && encounter_.shares_nodes && topology_.ranks_per_node > 0;
-    if (may_prefer_nodes && crossing.num_meetings() <= kMostListed) {
-      try_sharing(first, last, crossing.shared_by(Sharing::kNodes, topology_.ranks_per_node));
+    if (may_prefer_nodes && crossing.num_overlaps() <= kMostListed) {
+      try_policy(first, last, crossing.with_policy(ReplicaPolicy::kNodeLocal, topology_.ranks_per_node));
     }
   }
 
   // Returns true if some rank sends more than any receives.
-  bool try_sharing(const Leg& first, const Leg& last, const GridExchange& crossing) {
-    const Sharing sharing = crossing.sharing();
-    Step step{StepOp::kCross, {}, first.layout, last.layout, sharing};
-    if (sharing == Sharing::kNodes) step.ranks_per_node = topology_.ranks_per_node;
+  bool try_policy(const Leg& first, const Leg& last, const GridExchange& crossing) {
+    const ReplicaPolicy policy = crossing.policy();
+    Step step{StepOp::kCross, {}, first.layout, last.layout, policy};
+    if (policy == ReplicaPolicy::kNodeLocal) step.ranks_per_node = topology_.ranks_per_node;
     const Cost around = first.at_least + last.at_least;
-    const StepFigures least = crossing.worst_at_least();
+    const StepCounts least = crossing.worst_at_least();
     // Bytes of kNodes take several links, so the bound does not apply, and its listed messages are counted quickly.
-    const bool is_hopeless = sharing != Sharing::kNodes && !may_improve(around + cost_.of(step, crossing, least));
+    const bool is_hopeless =
+        policy != ReplicaPolicy::kNodeLocal && !may_improve(around + cost_.of(step, crossing, least));
     if (is_hopeless) return least.sent_bytes > least.received_bytes;
-    const StepFigures worst = crossing.totals().worst;
+    const StepCounts worst = crossing.totals().worst;
     const Cost total = around + cost_.of(step, crossing, worst);
     if (may_improve(total)) {
       take(total, first, {std::move(step)}, last);
@@ -462,7 +464,7 @@ class Crossings {
   std::vector<Step> best_;
   // The best plan without relays: its crossing, and the sums over steps of the bytes that the busiest rank sends and
   // receives.
-  StepFigures best_crossing_;
+  StepCounts best_crossing_;
   Link best_link_;
   int64_t best_sent_bytes_ = 0;
   int64_t best_received_bytes_ = 0;

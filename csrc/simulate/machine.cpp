@@ -193,7 +193,7 @@ bool Machine::chunks_arrive(Process& process, const Flags& flags) {
   return true;
 }
 
-void Machine::give(Process& process, int instruction, int group_index, Given given) {
+void Machine::give(Process& process, int instruction, int group_index, Contribution given) {
   const Group& group = process.program.groups[group_index];
   const int64_t call = process.calls[group.ranks]++;
   process.call_of_ticket[instruction] = call;
@@ -272,7 +272,7 @@ void Machine::deliver(Process& process, const AllToAll& operation, const GivenBy
   const Group& group = process.program.groups[operation.group];
   Payload all;
   for (int64_t m = 0; m < static_cast<int64_t>(group.ranks.size()); ++m) {
-    const Given& part = given.at(group.ranks[m]);
+    const Contribution& part = given.at(group.ranks[m]);
     const int64_t count = operation.receive_counts[m];
     int64_t offset = 0;
     for (int64_t j = 0; j < group.index; ++j) offset += part.send_counts.at(j);

@@ -30,7 +30,7 @@ class Machine {
 
  private:
   // A member's contribution to a collective.
-  struct Given {
+  struct Contribution {
     Payload values;
     std::vector<int64_t> send_counts;  // for an all_to_all
   };
@@ -68,7 +68,7 @@ class Machine {
   void start(Process& process, int instruction, const SendReceive& operation);
   void start(Process& process, int instruction, const Offer& operation);
   void start(Process& process, int instruction, const Fetch& operation);
-  void give(Process& process, int instruction, int group_index, Given given);
+  void give(Process& process, int instruction, int group_index, Contribution given);
   static void execute(Process& process, const Copy& copy);
   static void execute(Process& process, const FillZero& fill);
   static void execute(Process& process, const Divide& divide);
@@ -92,7 +92,7 @@ class Machine {
   static Payload read(Process& process, const BufferRange& range);
   static void write(Process& process, const BufferRange& range, const Payload& payload);
   // Writes the rank's result of a collective, once all members have contributed.
-  using GivenByMember = std::map<Rank, Given>;
+  using GivenByMember = std::map<Rank, Contribution>;
   void deliver(Process& process, const AllGather& operation, const GivenByMember& given);
   void deliver(Process& process, const ReduceScatter& operation, const GivenByMember& given);
   void deliver(Process& process, const AllReduce& operation, const GivenByMember& given);

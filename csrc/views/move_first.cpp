@@ -4,7 +4,7 @@
 #include <tuple>
 #include <utility>
 
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "planning/context.h"
 #include "search/make_plan.h"
 #include "support/error.h"
@@ -136,15 +136,14 @@ MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape,
 std::string text_of(const Layout& layout, const std::vector<int64_t>& shape, const NoView& why,
                     const MoveFirst& first) {
   const Plan& plan = first.plan->plan();
-  std::string text =
-      concat("shape must need no move, got (", join(shape), ") for ", layout, ": ", why.reason, "; redistribute to ",
-             plan.dst.placements_string(), " first, which takes ", microseconds_text(predicted_picoseconds(plan)),
-             " and ", bytes_text(first.plan->traffic().received_bytes_max), " received by a rank (", plan.lowering.name,
-             ")");
+  std::string text = concat(
+      "shape must need no move, got (", join(shape), ") for ", layout, ": ", why.reason, "; redistribute to ",
+      plan.dst.placements_string(), " first, which takes ", microseconds_text(predicted_picoseconds(plan)), " and ",
+      bytes_text(first.plan->traffic().received_bytes_max), " received by a rank (", plan.lowering.name, ")");
   if (why.on_parts) {
-    text += concat(", or view the local parts, which moves nothing: shardwright.views.view(x.to_local(), [",
-                   join(shape),
-                   "], layout), where layout is a shardwright.Layout with the mesh, shape and placements of x");
+    text +=
+        concat(", or view the local parts, which moves nothing: shardwright.views.view(x.to_local(), [", join(shape),
+               "], layout), where layout is a shardwright.Layout with the mesh, shape and placements of x");
   }
   return text;
 }

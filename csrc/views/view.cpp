@@ -9,7 +9,7 @@
 #include "cost/cost.h"
 #include "exchange/digits.h"
 #include "support/error.h"
-#include "views/fit.h"
+#include "views/find_cuts.h"
 
 namespace shardwright {
 namespace {

@@ -8,7 +8,7 @@
 //
 // The dims of both shapes are divided into the smallest groups with equal numbers of elements, and each group is solved
 // by itself. Even cuts are digits of an index (exchange/digits.h), and a view has the same digits with other bounds
-// between dims. Other cuts are solved by comparing the elements that ranks hold (views/fit.h).
+// between dims. Other cuts are solved by comparing the elements that ranks hold (views/find_cuts.h).
 #pragma once
 
 #include <cstdint>

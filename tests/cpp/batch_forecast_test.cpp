@@ -11,7 +11,7 @@
 #include "batch/batch_certificate.h"
 #include "batch/compile_batch.h"
 #include "layouts.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "search/make_plan.h"
 #include "two_meshes.h"
 

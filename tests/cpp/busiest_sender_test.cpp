@@ -13,7 +13,7 @@
 #include "exchange/bounds.h"
 #include "layouts.h"
 #include "moves/describe.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "search/make_plan.h"
 #include "support/error.h"

@@ -7,7 +7,7 @@
 
 #include "layouts.h"
 #include "moves/describe.h"
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 #include "search/make_plan.h"
 #include "search/search.h"
 
@@ -34,11 +34,11 @@ TEST(Certificate, NoValueIsBelowItsBound) {
         const Plan plan = make_plan(src, dst, {lowering});
         const Certificate certificate = certify(plan, peak_bytes(plan));
         size_t missed = 0;
-        for (const Figure& figure : figures_of(certificate)) {
+        for (const BoundedValue& bounded : bounded_values(certificate)) {
           // With a reduction, the bound of the worst rank is a mean. A plan may miss it but cannot go below it.
-          ASSERT_GE(figure.value, figure.bound) << figure.name << " of " << to_string(plan);
-          missed += figure.value > figure.bound;
-          num_at_bound += figure.value == figure.bound;
+          ASSERT_GE(bounded.value, bounded.bound) << bounded.name << " of " << to_string(plan);
+          missed += bounded.value > bounded.bound;
+          num_at_bound += bounded.value == bounded.bound;
           ++num_values;
         }
         ASSERT_EQ(remarks(plan, certificate).empty(), missed == 0 && certificate.replicas_are_bitwise_equal)

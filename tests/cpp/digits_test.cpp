@@ -4,9 +4,9 @@
 #include "cost/cost.h"
 #include "exchange/digits.h"
 #include "layouts.h"
-#include "moves/figures.h"
 #include "moves/move.h"
 #include "moves/move_table.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "pair_by_pair.h"
 #include "support/error.h"
@@ -99,8 +99,8 @@ TEST(Digits, PredictTheTrafficOfASharedExchange) {
       const std::optional<Step> direct = move_between(layouts[pair / layouts.size()], layouts[pair % layouts.size()]);
       if (!direct || is_local(direct->op) || SharedElements(direct->before, direct->after).matchings().empty())
         continue;
-      const Step step = shared_if_it_helps(*direct, Sharing::kMessages, {});
-      if (step.sharing == Sharing::kNone) continue;
+      const Step step = with_policy_if_cheaper(*direct, ReplicaPolicy::kWholeMessages, {});
+      if (step.policy == ReplicaPolicy::kAligned) continue;
       ++shared;
       const MeshExchange exchange = mesh_exchange_of(step);
       Traffic worst;
@@ -111,12 +111,12 @@ TEST(Digits, PredictTheTrafficOfASharedExchange) {
         worst.messages = std::max(worst.messages, one.messages);
         worst.sent_messages = std::max(worst.sent_messages, one.sent_messages);
       }
-      const StepFigures figures = shardwright::figures(step, Lowering::kNccl);
+      const StepCounts counts = step_counts(step, Lowering::kNccl);
       const std::string which = concat(step.before.to_string(), " -> ", step.after.placements_string());
-      ASSERT_EQ(figures.received_bytes, worst.received_bytes) << which;
-      ASSERT_EQ(figures.sent_bytes, worst.sent_bytes) << which;
-      ASSERT_EQ(figures.messages, worst.messages) << which;
-      ASSERT_EQ(figures.sent_messages, worst.sent_messages) << which;
+      ASSERT_EQ(counts.received_bytes, worst.received_bytes) << which;
+      ASSERT_EQ(counts.sent_bytes, worst.sent_bytes) << which;
+      ASSERT_EQ(counts.messages, worst.messages) << which;
+      ASSERT_EQ(counts.sent_messages, worst.sent_messages) << which;
     }
   }
   EXPECT_GT(shared, 50);
@@ -140,7 +140,7 @@ TEST(Digits, CountAMessageInEveryExchange) {
     const MeshPtr mesh = test::mesh_of(sizes);
     const std::optional<Step> step = move_between(test::layout_of(mesh, {2}, from), test::layout_of(mesh, {2}, to));
     ASSERT_TRUE(step.has_value());
-    const StepFigures found = figures(*step, Lowering::kNccl);
+    const StepCounts found = step_counts(*step, Lowering::kNccl);
     const TrafficTotals exact = totals(*step, Lowering::kNccl);
     EXPECT_EQ(found.messages, exact.messages_max) << from;
     EXPECT_EQ(found.received_bytes, exact.received_bytes_max) << from;

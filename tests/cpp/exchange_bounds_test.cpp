@@ -120,12 +120,12 @@ void check_ranks(const ExchangeBound& bound, const Holders& holders, int world) 
   std::map<uint32_t, int64_t> forwarded;
   for (const auto& [element, mask] : holders.after) {
     const uint32_t holding = holders.before.at(element);
-    const uint32_t needers = mask & ~holding;
-    if (needers == 0) continue;
-    for (int r = 0; r < world; ++r) received[r] += needers >> r & 1u;
-    direct[holding] += std::popcount(needers);
+    const uint32_t receivers = mask & ~holding;
+    if (receivers == 0) continue;
+    for (int r = 0; r < world; ++r) received[r] += receivers >> r & 1u;
+    direct[holding] += std::popcount(receivers);
     forwarded[holding] += 1;
-    forwarded[holding | needers] += std::popcount(needers) - 1;
+    forwarded[holding | receivers] += std::popcount(receivers) - 1;
   }
   ASSERT_EQ(bound.received_bytes_max, *std::max_element(received.begin(), received.end()) * kItemBytes);
   ASSERT_EQ(bound.received_bytes_sum, std::accumulate(received.begin(), received.end(), int64_t{0}) * kItemBytes);
@@ -217,7 +217,7 @@ TEST(ExchangeBound, IsReachedByCrossings) {
     const std::vector<int64_t> shape = random.shape(40);
     const Placed src = random.on_any_mesh(shape, 20);
     const Placed dst = random.on_any_mesh(shape, 20);
-    const GridExchange crossing(src.layout, dst.layout, Sharing::kBytes);
+    const GridExchange crossing(src.layout, dst.layout, ReplicaPolicy::kEvenBytes);
     Traffic most;
     int64_t sum = 0;
     for (const Rank rank : crossing.ranks()) {

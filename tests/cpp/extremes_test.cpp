@@ -10,7 +10,7 @@
 #include "layouts.h"
 #include "moves/describe.h"
 #include "moves/traffic.h"
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 #include "search/make_plan.h"
 #include "support/error.h"
 #include "worst_rank.h"

@@ -98,10 +98,11 @@ TEST(GridExchange, DeliversEveryElementOnceAndBalancesSenders) {
     const Placed dst = random.on_any_mesh(shape, world);
     SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ": ", src.layout.to_string(), " -> ", dst.layout.to_string()));
     const int64_t ranks_per_node = random.pick(1, 5);
-    for (const Sharing sharing : {Sharing::kBytes, Sharing::kMessages, Sharing::kNodes}) {
-      const GridExchange exchange(src.layout, dst.layout, sharing, ranks_per_node);
+    for (const ReplicaPolicy policy :
+         {ReplicaPolicy::kEvenBytes, ReplicaPolicy::kWholeMessages, ReplicaPolicy::kNodeLocal}) {
+      const GridExchange exchange(src.layout, dst.layout, policy, ranks_per_node);
       const GridExchange other =
-          GridExchange(src.layout, dst.layout, Sharing::kBytes).shared_by(sharing, ranks_per_node);
+          GridExchange(src.layout, dst.layout, ReplicaPolicy::kEvenBytes).with_policy(policy, ranks_per_node);
       for (const Rank rank : exchange.ranks())
         ASSERT_EQ(other.ranges(rank, Direction::kSend), exchange.ranges(rank, Direction::kSend)) << rank;
       Counted counted;
@@ -115,7 +116,7 @@ TEST(GridExchange, DeliversEveryElementOnceAndBalancesSenders) {
                   static_cast<int64_t>(exchange.ranges(rank, Direction::kSend).size()))
             << rank;
         ASSERT_GE(exchange.messages_at_most(rank, Direction::kReceive), received) << rank;
-        if (sharing == Sharing::kBytes) {
+        if (policy == ReplicaPolicy::kEvenBytes) {
           messages += received;
           max_messages += exchange.messages_at_most(rank, Direction::kReceive);
         } else {
@@ -123,10 +124,10 @@ TEST(GridExchange, DeliversEveryElementOnceAndBalancesSenders) {
         }
       }
       const int64_t least = least_worst_sender(src, dst);
-      if (sharing == Sharing::kBytes) {
+      if (policy == ReplicaPolicy::kEvenBytes) {
         ASSERT_EQ(most(counted.sent), least);
         shared += least > 0 && least < counted.largest_message;
-      } else if (sharing == Sharing::kNodes) {
+      } else if (policy == ReplicaPolicy::kNodeLocal) {
         ASSERT_LE(most(counted.sent), (GridExchange::kMostInside + 1) * least);
       } else {
         ASSERT_LE(most(counted.sent), least + counted.largest_message);
@@ -145,8 +146,9 @@ TEST(GridExchange, CountsMessagesInRounds) {
     const std::vector<int64_t> shape = random.shape(7);
     const Placed src = random.on_any_mesh(shape, 8);
     const Placed dst = random.on_any_mesh(shape, 8);
-    for (const Sharing sharing : {Sharing::kBytes, Sharing::kMessages, Sharing::kNodes}) {
-      const GridExchange exchange(src.layout, dst.layout, sharing, 3);
+    for (const ReplicaPolicy policy :
+         {ReplicaPolicy::kEvenBytes, ReplicaPolicy::kWholeMessages, ReplicaPolicy::kNodeLocal}) {
+      const GridExchange exchange(src.layout, dst.layout, policy, 3);
       for (const Rank rank : exchange.ranks()) {
         for (const int64_t rounds : {1, 2, 5}) {
           Traffic expected;
@@ -169,7 +171,7 @@ TEST(GridExchange, CountsMessagesInRounds) {
 TEST(GridExchange, MatchesTheExampleInTheHeader) {
   const Layout src = test::layout_of(test::mesh_of({2, 2}), {12}, "S(0),R");
   const Layout dst = test::layout_of(test::mesh_of({3}, {4, 5, 6}), {12}, "S(0)");
-  const GridExchange exchange(src, dst, Sharing::kBytes);
+  const GridExchange exchange(src, dst, ReplicaPolicy::kEvenBytes);
   using Ranges = std::vector<GridExchange::PeerRange>;
   EXPECT_EQ(exchange.ranges(Rank{0}, Direction::kSend), (Ranges{{Rank{4}, {0, 3}}}));
   EXPECT_EQ(exchange.ranges(Rank{1}, Direction::kSend), (Ranges{{Rank{4}, {3, 4}}, {Rank{5}, {0, 2}}}));
@@ -179,7 +181,7 @@ TEST(GridExchange, MatchesTheExampleInTheHeader) {
   EXPECT_TRUE(exchange.ranges(Rank{4}, Direction::kSend).empty());
   EXPECT_TRUE(exchange.ranges(Rank{9}, Direction::kReceive).empty());
   // No message is split, and each candidate sender sends one.
-  const GridExchange whole(src, dst, Sharing::kMessages);
+  const GridExchange whole(src, dst, ReplicaPolicy::kWholeMessages);
   EXPECT_EQ(whole.ranges(Rank{0}, Direction::kSend), (Ranges{{Rank{4}, {0, 4}}}));
   EXPECT_EQ(whole.ranges(Rank{1}, Direction::kSend), (Ranges{{Rank{5}, {0, 2}}}));
 }
@@ -190,11 +192,11 @@ TEST(GridExchange, StaysWithinNodesIfEachNodeHasAReplica) {
   const Layout src = test::layout_of(test::mesh_of({4, 8}), {64, 64}, "R,S(0)");
   const Layout dst = test::layout_of(test::mesh_of({4, 2, 4}), {64, 64}, "R,S(1),S(0)");
   const Layout wider = test::layout_of(test::mesh_of({2, 16}), {64, 64}, "R,S(1)");
-  for (const Sharing sharing : {Sharing::kBytes, Sharing::kMessages}) {
-    EXPECT_FALSE(GridExchange(src, dst, sharing).crosses_nodes(8));
-    EXPECT_FALSE(GridExchange(src, wider, sharing).crosses_nodes(8));
-    EXPECT_TRUE(GridExchange(src, dst, sharing).crosses_nodes(4));
-    EXPECT_FALSE(GridExchange(src, dst, sharing).crosses_nodes(0));
+  for (const ReplicaPolicy policy : {ReplicaPolicy::kEvenBytes, ReplicaPolicy::kWholeMessages}) {
+    EXPECT_FALSE(GridExchange(src, dst, policy).crosses_nodes(8));
+    EXPECT_FALSE(GridExchange(src, wider, policy).crosses_nodes(8));
+    EXPECT_TRUE(GridExchange(src, dst, policy).crosses_nodes(4));
+    EXPECT_FALSE(GridExchange(src, dst, policy).crosses_nodes(0));
   }
 }
 
@@ -204,7 +206,7 @@ TEST(GridExchange, SupportsThousandsOfRanks) {
   for (int64_t r = 0; r < 2048; ++r) ranks.push_back(1024 + r);
   const Layout src = test::layout_of(test::mesh_of({128, 8}), {8192, 4096}, "S(0),S(1)");
   const Layout dst = test::layout_of(test::mesh_of({2, 1024}, ranks), {8192, 4096}, "R,S(1)");
-  const GridExchange exchange(src, dst, Sharing::kBytes);
+  const GridExchange exchange(src, dst, ReplicaPolicy::kEvenBytes);
   EXPECT_EQ(exchange.ranks().size(), 3072u);
   for (const Rank rank : exchange.ranks()) {
     const bool sends = number(rank) < 1024;

@@ -10,7 +10,7 @@
 #include "exchange/bounds.h"
 #include "layouts.h"
 #include "moves/describe.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "planning/certified_plan.h"
 #include "planning/json.h"
@@ -72,7 +72,8 @@ void check_plan(const CertifiedPlan& certified) {
   ASSERT_NO_THROW(report = simulate(plan));
   EXPECT_EQ(to_string(from_bytes(to_bytes(plan))), to_string(plan));
   const Certificate& certificate = certified.certificate();
-  for (const Figure& figure : figures_of(certificate)) EXPECT_GE(figure.value, figure.bound) << figure.name;
+  for (const BoundedValue& bounded : bounded_values(certificate))
+    EXPECT_GE(bounded.value, bounded.bound) << bounded.name;
   EXPECT_FALSE(to_json(plan, certificate, certified.remarks()).empty());
   EXPECT_EQ(certificate.traffic.received_bytes_sum, report.received_bytes_sum);
   int64_t peak = 0;
@@ -290,15 +291,15 @@ TEST(Pieces, AscendingDisjointPiecesArePartitions) {
 TEST(IndexedExchange, BalancesAllSendersOfAnElement) {
   const Layout src = test::layout_of(test::mesh_of({2}), {12}, "Pieces(0,6-12+0-6:0-12)");
   const Layout dst = test::layout_of(test::mesh_of({3}, {4, 5, 6}), {12}, "S(0)");
-  EXPECT_EQ(IndexedExchange(src, dst, Sharing::kBytes).worst().sent_bytes, 6 * 4);
-  EXPECT_EQ(IndexedExchange(src, dst, Sharing::kMessages).worst().sent_bytes, 8 * 4);
+  EXPECT_EQ(IndexedExchange(src, dst, ReplicaPolicy::kEvenBytes).worst().sent_bytes, 6 * 4);
+  EXPECT_EQ(IndexedExchange(src, dst, ReplicaPolicy::kWholeMessages).worst().sent_bytes, 8 * 4);
 }
 
 // Rank 9 needs experts that ranks 3 and 11 hold, and receives them from rank 11, which is nearer.
 TEST(IndexedExchange, PrefersTheNearestSender) {
   const Layout src = test::layout_of(test::mesh_of({2}, {3, 11}), {4}, "Pieces(0,2-4+0-2:0-4)");
   const Layout dst = test::layout_of(test::mesh_of({2}, {1, 9}), {4}, "R");
-  const IndexedExchange exchange(src, dst, Sharing::kMessages);
+  const IndexedExchange exchange(src, dst, ReplicaPolicy::kWholeMessages);
   const std::vector<Exchange::Message> messages = exchange.messages(Rank{9}, Direction::kReceive);
   ASSERT_EQ(messages.size(), 1u);
   EXPECT_EQ(messages[0].peer, Rank{11});
@@ -347,7 +348,7 @@ TEST(Pieces, AreSentInStripesToManyReceivers) {
     check_plan(straight);
     EXPECT_EQ(straight.plan().steps.size(), 1u);
     ASSERT_GE(fast.plan().steps.size(), 2u) << to_string(fast.plan());
-    EXPECT_LT(4 * figures(fast.plan().steps.front(), Lowering::kGloo).sent_bytes,
+    EXPECT_LT(4 * step_counts(fast.plan().steps.front(), Lowering::kGloo).sent_bytes,
               straight.traffic().sent_bytes_max + 64);
     EXPECT_EQ(fast.certificate().traffic.received_bytes_max, straight.certificate().traffic.received_bytes_max);
   }

@@ -35,7 +35,7 @@ class Checker {
     for (const Step& step : plan.steps) {
       ++seen_[step_op_name(step.op)];
       if (step.rounds > 1) ++seen_["rounds"];
-      if (step.sharing != Sharing::kNone) ++seen_["sharing"];
+      if (step.policy != ReplicaPolicy::kAligned) ++seen_["replica_policy"];
       if (step.ordered) ++seen_["ordered"];
     }
   }
@@ -53,10 +53,10 @@ class Checker {
     if (!(plan.src.partial_dims() == plan.dst.partial_dims())) return;
     const std::optional<Step> move = move_between(plan.src, plan.dst);
     if (!move || move->op != StepOp::kExchange) return;
-    for (const Sharing sharing : {Sharing::kMessages, Sharing::kBytes}) {
+    for (const ReplicaPolicy policy : {ReplicaPolicy::kWholeMessages, ReplicaPolicy::kEvenBytes}) {
       Plan shared = plan;
       shared.steps = {*move};
-      shared.steps[0].sharing = sharing;
+      shared.steps[0].policy = policy;
       shared.steps[0].mesh_dims = move->mesh_dims | (plan.src.replicated_dims() & plan.dst.cut_dims());
       check(shared);
       check_in_rounds(shared, 2);
@@ -154,7 +154,7 @@ TEST_P(Memory, MatchesProgramsOfRandomPlans) {
   }
   std::printf("%lld programs\n", static_cast<long long>(checker.programs()));
   for (const char* what : {"slice", "partition", "zero_fill", "all_gather", "all_to_all", "permute", "exchange",
-                           "reduce_scatter", "all_reduce", "rounds", "sharing", "ordered"}) {
+                           "reduce_scatter", "all_reduce", "rounds", "replica_policy", "ordered"}) {
     EXPECT_GT(checker.seen(what), 5) << what;
   }
 }

@@ -13,7 +13,7 @@
 #include "moves/traffic.h"
 #include "naive.h"
 #include "planning/certificate.h"
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 #include "program/program.h"
 #include "search/make_plan.h"
 #include "simulate/simulate.h"
@@ -184,7 +184,7 @@ TEST(Periodic, RearrangementsBalanceSendersOfRepeatingRows) {
     for (int64_t i = 1; i < holders; ++i) pieces += concat(":0-", n);
     const Layout from = layout_of(mesh_of({holders}), {n, 4}, concat("Pieces(0,", pieces, ")"));
     const Layout to = layout_of(mesh_of({receivers}, ranks_from(holders, receivers)), {n, 4}, "Cyclic(0,1)");
-    const IndexedExchange moved(from, to, Sharing::kBytes);
+    const IndexedExchange moved(from, to, ReplicaPolicy::kEvenBytes);
     int64_t sent = 0;
     for (int64_t rank = 0; rank < holders; ++rank) {
       sent += moved.traffic(Rank{rank}).sent_bytes;

@@ -197,11 +197,11 @@ Plan plan_of(const std::vector<int64_t>& mesh_sizes, const std::vector<int64_t>&
 }
 
 // A plan whose replicas share the sending, even if the planner would not choose it.
-Plan shared_plan(Sharing sharing, const std::vector<int64_t>& shape) {
+Plan shared_plan(ReplicaPolicy policy, const std::vector<int64_t>& shape) {
   Plan plan = plan_of({2, 3}, shape, "R,S(0)", "R,S(1)");
   plan.steps[0].op = StepOp::kExchange;
   plan.steps[0].mesh_dims = MeshDimSet::from_bits(3);
-  plan.steps[0].sharing = sharing;
+  plan.steps[0].policy = policy;
   return plan;
 }
 
@@ -219,7 +219,7 @@ std::vector<int64_t> ranks_from(int64_t first, int64_t count) {
 // Twelve rows from four ranks to three others. Each replica sends half of the requested rows of its part.
 Plan crossing_plan(const std::vector<int64_t>& dst_ranks) {
   Plan plan = plan_between({2, 2}, "S(0),R", dst_ranks, {3}, "S(0)", {12, 2});
-  plan.steps = {Step{StepOp::kCross, {}, plan.src, plan.dst, Sharing::kBytes}};
+  plan.steps = {Step{StepOp::kCross, {}, plan.src, plan.dst, ReplicaPolicy::kEvenBytes}};
   return plan;
 }
 
@@ -241,9 +241,9 @@ std::vector<Plan> many_plans() {
   for (const Layout& src : layouts) {
     for (const Layout& dst : layouts) plans.push_back(make_plan(src, dst));
   }
-  plans.push_back(shared_plan(Sharing::kMessages, {12, 10}));
-  plans.push_back(shared_plan(Sharing::kBytes, {12, 10}));
-  plans.push_back(shared_plan(Sharing::kBytes, {9, 10}));  // splits messages within a row
+  plans.push_back(shared_plan(ReplicaPolicy::kWholeMessages, {12, 10}));
+  plans.push_back(shared_plan(ReplicaPolicy::kEvenBytes, {12, 10}));
+  plans.push_back(shared_plan(ReplicaPolicy::kEvenBytes, {9, 10}));  // splits messages within a row
   plans.push_back(plan_of({4}, {64}, "S(0)", "R"));
   plans.push_back(plan_of({4}, {3, 8}, "S(0)", "S(1)"));
   plans.push_back(plan_of({4}, {}, "P(max)", "R"));

@@ -6,9 +6,9 @@
 #include "cost/cost.h"
 #include "layouts.h"
 #include "moves/describe.h"
-#include "moves/figures.h"
 #include "moves/move.h"
 #include "moves/plan.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "pair_by_pair.h"
 #include "program/program.h"
@@ -221,7 +221,7 @@ TEST(Traffic, CountsMessagesOfFewSenders) {
   const TrafficTotals found = totals(plan);
   EXPECT_EQ(found.messages_max, 4);
   EXPECT_EQ(found.sent_messages_max, 1023);
-  EXPECT_EQ(figures(plan.steps[0], plan.lowering).sent_messages, 1023);
+  EXPECT_EQ(step_counts(plan.steps[0], plan.lowering).sent_messages, 1023);
   EXPECT_GE(predicted_picoseconds(plan), 1023 * plan.topology.inside.message_ps);
 }
 
@@ -323,8 +323,8 @@ int64_t least_worst_sent(const Layout& src, const Layout& dst) {
     for (const int64_t p : receivers[e]) sent[holders[e]] += holders[e].count(p) == 0 ? 1 : 0;
   }
   int64_t worst = 0;
-  for (const auto& [sharing, elements] : sent) {
-    const auto k = static_cast<int64_t>(sharing.size());
+  for (const auto& [policy, elements] : sent) {
+    const auto k = static_cast<int64_t>(policy.size());
     worst = std::max(worst, (elements + k - 1) / k);
   }
   return worst * src.dtype().size_bytes();
@@ -345,7 +345,7 @@ TEST_P(FewestBytes, ReachTheBoundAndBalanceSenders) {
   const MeshPtr mesh = mesh_of(GetParam().mesh);
   const std::vector<Layout> layouts = test::all_layouts(mesh, GetParam().shape, {});
   int64_t moving = 0;
-  int64_t sharing = 0;
+  int64_t even = 0;
   for (const Layout& src : layouts) {
     for (const Layout& dst : layouts) {
       const Plan plan = make_plan(src, dst, {Lowering::kNccl, Objective::kBytes});
@@ -356,15 +356,15 @@ TEST_P(FewestBytes, ReachTheBoundAndBalanceSenders) {
       ASSERT_EQ(t.received_bytes_max, bound.bytes_max) << to_string(plan);
       ASSERT_LE(t.sent_bytes_max * 100, least_worst_sent(src, dst) * 105) << to_string(plan);
       moving += bound.bytes_sum > 0;
-      if (!plan.steps.empty() && plan.steps.back().sharing == Sharing::kBytes) {
-        ++sharing;
+      if (!plan.steps.empty() && plan.steps.back().policy == ReplicaPolicy::kEvenBytes) {
+        ++even;
         ASSERT_NO_THROW(simulate(plan)) << to_string(plan);
         ASSERT_NO_THROW(simulate(make_plan(src, dst, {Lowering::kGloo, Objective::kBytes}))) << to_string(plan);
       }
     }
   }
   std::printf("%lld pairs move data, replicas share the sending in %lld\n", static_cast<long long>(moving),
-              static_cast<long long>(sharing));
+              static_cast<long long>(even));
 }
 
 INSTANTIATE_TEST_SUITE_P(Planner, FewestBytes,

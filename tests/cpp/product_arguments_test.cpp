@@ -276,10 +276,7 @@ TEST(ProductArguments, ErrorsNameTheArgument) {
   const std::vector<Wrong> all{
       {gather, [](A& a) { a.weights.clear(); }, "weights must be a list of at least one weight, got none"},
       {gather, [](A& a) { a.biases.emplace_back(); }, "biases must have one entry for each of 1 weights, got 2"},
-      {gather,
-       [](A& a) {
-         a.weights[0].shape = {3, 5};
-       },
+      {gather, [](A& a) { a.weights[0].shape = {3, 5}; },
        "weights[0] must have shape (4, n) for x of shape (3, 4), got (3, 5)"},
       {gather, [](A& a) { a.weights[0].dtype = DType::kFloat64; },
        "weights[0] must be torch.float32 on cpu, like x, got torch.float64 on cpu"},
@@ -295,11 +292,7 @@ TEST(ProductArguments, ErrorsNameTheArgument) {
       {gather, [](A& a) { a.size = 9; },
        "size must be a total of which torch.chunk gives 3 to rank 1 of 2, got 9, of which it gives 4"},
       {gather, [](A& a) { a.columns.clear(); }, "columns must be the number of columns over all 2 ranks"},
-      {gather,
-       [](A& a) {
-         a.columns = {10, 10};
-       },
-       "columns must have one entry for each of 1 weights, got 2"},
+      {gather, [](A& a) { a.columns = {10, 10}; }, "columns must have one entry for each of 1 weights, got 2"},
       {gather, [](A& a) { a.biases = {plain("biases[0]", {4})}; },
        "biases[0] must have shape (5,) on rank 1, got (4,)"},
       {gather, [](A& a) { a.out_dtype = DType::kFloat32; },
@@ -321,32 +314,19 @@ TEST(ProductArguments, ErrorsNameTheArgument) {
       {gather, [&](A& a) { scale(a), a.requires_grad = true; }, "must be False with scales, got True"},
       {gather, [&](A& a) { scale(a), a.scales[1]->dtype = DType::kFloat64; },
        "weight_scales[0] must be torch.float32 on cpu, got torch.float64"},
-      {gather,
-       [&](A& a) {
-         scale(a), a.scales[1]->shape = {5, 1};
-       },
+      {gather, [&](A& a) { scale(a), a.scales[1]->shape = {5, 1}; },
        "weight_scales[0] must have shape () for all of the operand, or (1, 5) for its rows, got (5, 1)"},
       {linear, [](A& a) { a.x.layout.reset(); }, "x must be a DTensor, got a Tensor"},
       {linear, [](A& a) { a.weights[0].layout.reset(); }, "weight must be a DTensor, like x, got a Tensor"},
-      {linear,
-       [&](A& a) {
-         a.weights = {placed("weight", layout_on(other, {5, 4}, {"R"}))};
-       },
+      {linear, [&](A& a) { a.weights = {placed("weight", layout_on(other, {5, 4}, {"R"}))}; },
        "weight must be on the mesh of x"},
       {linear, [](A& a) { a.weights[0].dtype = DType::kFloat64; },
        "weight must have the dtype of x (torch.float32), got torch.float64"},
-      {linear,
-       [](A& a) {
-         a.weights[0].shape = {5, 3};
-       },
+      {linear, [](A& a) { a.weights[0].shape = {5, 3}; },
        "weight must have shape (out_features, 4) for x of shape (3, 4), got (5, 3)"},
       {linear, [](A& a) { a.biases = {placed("bias", layout_on(mesh_of({2}), {4}, {"R"}))}; },
        "bias must have shape (5,), got (4,)"},
-      {linear,
-       [](A& a) {
-         a.placements = {Placement::replicate(), Placement::replicate()};
-       },
-       "placements: got 2"},
+      {linear, [](A& a) { a.placements = {Placement::replicate(), Placement::replicate()}; }, "placements: got 2"},
       {linear, [](A& a) { a.x.shape = {}; }, "x must have 1 to 10 dims, got 0"},
   };
   for (const Wrong& wrong : all) {

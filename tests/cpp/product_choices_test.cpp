@@ -3,7 +3,7 @@
 
 #include <set>
 
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "products/product_choices.h"
 #include "random_problem.h"
 #include "search/make_plan.h"

@@ -10,11 +10,11 @@
 
 #include "layouts.h"
 #include "moves/describe.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "planning/certificate.h"
-#include "planning/fit.h"
 #include "planning/json.h"
+#include "planning/memory_limit.h"
 #include "planning/serialize.h"
 #include "planning/validate.h"
 #include "search/make_plan.h"
@@ -203,7 +203,7 @@ Plan over_blocks(const Layout& src, const Layout& dst, const std::vector<int64_t
   Plan plan = plan_through({src, dst}, {.topology = topology});
   plan.steps.clear();
   for (size_t i = 0; i + 1 < stops.size(); ++i) {
-    plan.steps.push_back({StepOp::kCross, {}, stops[i], stops[i + 1], Sharing::kMessages});
+    plan.steps.push_back({StepOp::kCross, {}, stops[i], stops[i + 1], ReplicaPolicy::kWholeMessages});
   }
   return plan;
 }
@@ -306,7 +306,7 @@ TEST(Relays, AreRejectedIfInvalid) {
     Plan plan = plan_through({src, dst}, {});
     plan.steps.clear();
     for (size_t i = 0; i + 1 < layouts.size(); ++i) {
-      plan.steps.push_back({StepOp::kCross, {}, layouts[i], layouts[i + 1], Sharing::kBytes});
+      plan.steps.push_back({StepOp::kCross, {}, layouts[i], layouts[i + 1], ReplicaPolicy::kEvenBytes});
     }
     return plan;
   };

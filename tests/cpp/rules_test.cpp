@@ -10,7 +10,7 @@
 #include "layouts.h"
 #include "moves/collectives.h"
 #include "moves/describe.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "naive.h"
 #include "planning/serialize.h"
@@ -359,15 +359,15 @@ TEST(Rules, TheWorstRankIsFoundWhereverItIs) {
       const Plan plan = make_plan(src, dst, {Lowering::kNccl});
       check_counts(plan);
       for (const Step& step : plan.steps) {
-        const StepFigures found = figures(step, plan.lowering);
+        const StepCounts found = step_counts(step, plan.lowering);
         const TrafficTotals all = totals(step, plan.lowering);
         EXPECT_EQ(found.received_bytes, all.received_bytes_max) << to_string(plan);
         EXPECT_EQ(found.sent_bytes, all.sent_bytes_max) << to_string(plan);
         EXPECT_EQ(found.touched_bytes, step.after.largest_part_bytes()) << to_string(plan);
         Step in_rounds = step;
         if (may_go_in_rounds(step, plan.lowering)) in_rounds.rounds = 2;
-        EXPECT_EQ(figures(in_rounds, plan.lowering).received_bytes, all.received_bytes_max) << to_string(plan);
-        EXPECT_EQ(figures(in_rounds, plan.lowering).touched_bytes, found.touched_bytes) << to_string(plan);
+        EXPECT_EQ(step_counts(in_rounds, plan.lowering).received_bytes, all.received_bytes_max) << to_string(plan);
+        EXPECT_EQ(step_counts(in_rounds, plan.lowering).touched_bytes, found.touched_bytes) << to_string(plan);
         Plan rounds = plan;
         rounds.steps = {in_rounds};
         if (step.before == src && step.after == dst) check_counts(rounds);

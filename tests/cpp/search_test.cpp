@@ -8,9 +8,9 @@
 #include "cost/cost.h"
 #include "layouts.h"
 #include "moves/describe.h"
-#include "moves/figures.h"
 #include "moves/move.h"
 #include "moves/plan.h"
+#include "moves/step_counts.h"
 #include "search/make_plan.h"
 #include "search/search.h"
 #include "support/error.h"
@@ -72,15 +72,15 @@ bool has_same_regions(const Layout& a, const Layout& b) {
 
 struct Edge {
   std::optional<Step> step;
-  StepFigures figures;
-  std::optional<std::pair<Step, StepFigures>> sharing;
+  StepCounts counts;
+  std::optional<std::pair<Step, StepCounts>> policy;
 };
 
 // Returns the step with whole messages shared among senders, if parts have equal size and this helps.
-std::optional<Step> sharing_messages(const Step& step) {
+std::optional<Step> sending_whole_messages(const Step& step) {
   if (!step.before.has_equal_parts() || !step.after.has_equal_parts()) return std::nullopt;
-  const Step sharing = shared_if_it_helps(step, Sharing::kMessages, {});
-  return sharing.sharing == Sharing::kNone ? std::nullopt : std::optional(sharing);
+  const Step shared = with_policy_if_cheaper(step, ReplicaPolicy::kWholeMessages, {});
+  return shared.policy == ReplicaPolicy::kAligned ? std::nullopt : std::optional(shared);
 }
 
 class BruteForce {
@@ -89,9 +89,9 @@ class BruteForce {
     for (size_t a = 0; a < states_.size(); ++a) {
       for (const Layout& after : states_) {
         Edge edge{move_between(states_[a], after), {}, {}};
-        if (edge.step) edge.figures = figures(*edge.step, lowering);
-        const std::optional<Step> sharing = edge.step ? sharing_messages(*edge.step) : std::nullopt;
-        if (sharing) edge.sharing = {*sharing, figures(*sharing, lowering)};
+        if (edge.step) edge.counts = step_counts(*edge.step, lowering);
+        const std::optional<Step> policy = edge.step ? sending_whole_messages(*edge.step) : std::nullopt;
+        if (policy) edge.policy = {*policy, step_counts(*policy, lowering)};
         edges_[a].push_back(std::move(edge));
       }
     }
@@ -124,10 +124,10 @@ class BruteForce {
         const MeshDimSet due = states_[a].partial_dims();
         const MeshDimSet reduced = due - states_[b].partial_dims();
         if (!reduced.empty() && !(reduced == due) && !(reduced == (due & inside))) continue;
-        distance[a][b] = predicted_picoseconds(*edge.step, edge.figures, topology);
-        if (edge.sharing) {
-          const auto& [step, figures] = *edge.sharing;
-          distance[a][b] = std::min(distance[a][b], predicted_picoseconds(step, figures, topology));
+        distance[a][b] = predicted_picoseconds(*edge.step, edge.counts, topology);
+        if (edge.policy) {
+          const auto& [step, counts] = *edge.policy;
+          distance[a][b] = std::min(distance[a][b], predicted_picoseconds(step, counts, topology));
         }
       }
     }
@@ -152,7 +152,7 @@ class BruteForce {
         const Edge& edge = edges_[from][via];
         text += concat("\n  ", step_op_name(edge.step->op), " over ", states_[0].mesh().names_of(edge.step->mesh_dims),
                        " to ", states_[via].placements_string(), ": ", direct_[from][via], " ps, ",
-                       edge.figures.received_bytes, " B, ", edge.figures.messages, " messages");
+                       edge.counts.received_bytes, " B, ", edge.counts.messages, " messages");
         from = via;
         break;
       }

@@ -10,9 +10,9 @@
 #include "exchange/bounds.h"
 #include "layouts.h"
 #include "moves/describe.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 #include "planning/serialize.h"
 #include "program/memory.h"
 #include "program/program.h"
@@ -37,7 +37,7 @@ TEST(InSegments, AreRangesOfCells) {
   EXPECT_EQ(cell_length(plan, 0), 4);
   plan.segments = {0, 2};
   EXPECT_TRUE(may_go_in(plan, plan.segments));
-  EXPECT_TRUE(are_alike(plan));
+  EXPECT_TRUE(are_uniform(plan));
   EXPECT_FALSE(may_go_in(plan, {1, 2}));
   ASSERT_EQ(plans_of_segments(plan).size(), 1u);
   EXPECT_EQ(plans_of_segments(plan).front().src.shape(), std::vector<int64_t>{8});
@@ -62,7 +62,7 @@ TEST(InSegments, MayBeNonUniform) {
   Plan plan = plan_through({src, dst}, {});
   plan.segments = {0, 2};
   ASSERT_TRUE(may_go_in(plan, plan.segments));
-  EXPECT_FALSE(are_alike(plan));
+  EXPECT_FALSE(are_uniform(plan));
   const std::vector<Plan> segments = plans_of_segments(plan);
   ASSERT_EQ(segments.size(), 2u);
   EXPECT_EQ(segments[0].src.region(0), (Region{{{0, 2}}}));
@@ -87,7 +87,7 @@ TEST(InSegments, HaveEqualSharesOfEveryRun) {
     if (src.mesh() == dst.mesh()) continue;
     Plan plan = plan_through({src, dst}, {});
     plan.segments = {0, random.pick(2, 9)};
-    if (!may_go_in(plan, plan.segments) || are_alike(plan)) continue;
+    if (!may_go_in(plan, plan.segments) || are_uniform(plan)) continue;
     SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ", ", plan.segments.count, " segments: ", src.to_string(), " -> ",
                         dst.to_string()));
     const std::vector<Plan> segments = plans_of_segments(plan);
@@ -222,7 +222,7 @@ TEST(InSegments, MoveEveryElementOfRandomPairs) {
         ASSERT_EQ(to_bytes(from_bytes(to_bytes(plan))), to_bytes(plan));
         expect_traffic_of_programs(plan);
         ++moved;
-        num_non_uniform += !are_alike(plan);
+        num_non_uniform += !are_uniform(plan);
         with_several_steps += traffic.steps > count;
       }
     }
@@ -247,14 +247,15 @@ TEST(InSegments, TakeAboutThePredictedTime) {
     if (src.mesh() == dst.mesh()) continue;
     Plan plan = make_plan(src, dst, {.topology = topology});
     plan.segments = {0, random.pick(2, 12)};
-    if (plan.steps.size() < 2 || !may_go_in(plan, plan.segments) || are_alike(plan)) continue;
+    if (plan.steps.size() < 2 || !may_go_in(plan, plan.segments) || are_uniform(plan)) continue;
     const std::vector<Plan> segments = plans_of_segments(plan);
     const auto num_steps = static_cast<int64_t>(plan.steps.size());
     int64_t exact = 0;
-    for (int64_t slot = 0; slot < plan.segments.count + num_steps - 1; ++slot) {
+    for (int64_t stage = 0; stage < plan.segments.count + num_steps - 1; ++stage) {
       std::map<Rank, Traffic> of_ranks;
-      for (int64_t s = std::max<int64_t>(slot - plan.segments.count + 1, 0); s <= std::min(slot, num_steps - 1); ++s) {
-        const TrafficOfRanks traffic(segments[slot - s].steps[s], plan.lowering);
+      for (int64_t s = std::max<int64_t>(stage - plan.segments.count + 1, 0); s <= std::min(stage, num_steps - 1);
+           ++s) {
+        const TrafficOfRanks traffic(segments[stage - s].steps[s], plan.lowering);
         for (const Rank rank : ranks_of(plan)) of_ranks[rank] = of_ranks[rank] + traffic.at(rank);
       }
       int64_t busiest = 0;
@@ -367,7 +368,7 @@ TEST(InSegments, PredictedMemoryMatchesPrograms) {
         const ProgramMemory::Worst found = memory.worst_peak_bytes_by_step(kMaxRanksWalked);
         ASSERT_TRUE(found.is_exact);
         ASSERT_EQ(found.bytes, worst);
-        (are_alike(plan) ? num_uniform : num_non_uniform) += 1;
+        (are_uniform(plan) ? num_uniform : num_non_uniform) += 1;
         on_many += ranks_of(plan).size() > 64;
       }
     }
@@ -411,11 +412,12 @@ TEST(InSegments, TrafficMatchesTheRegionsOfRanks) {
     if (src.mesh() == dst.mesh()) continue;
     Plan plan = make_plan(src, dst, {.topology = with_nodes(random.pick(1, 4))});
     plan.segments = {static_cast<int>(random.pick(0, 1)), random.pick(2, 8)};
-    if (!may_go_in(plan, plan.segments) || are_alike(plan)) continue;
+    if (!may_go_in(plan, plan.segments) || are_uniform(plan)) continue;
     SCOPED_TRACE(concat("seed ", seed, ", pair ", i, ": ", to_string(plan)));
     for (const Plan& segment : plans_of_segments(plan)) {
       for (const Step& step : segment.steps) {
-        if (step.before.mesh() != step.after.mesh() || is_local(step.op) || step.sharing != Sharing::kNone) continue;
+        if (step.before.mesh() != step.after.mesh() || is_local(step.op) || step.policy != ReplicaPolicy::kAligned)
+          continue;
         expect_traffic_of_regions(step, segment.lowering);
         ++steps;
       }

@@ -130,7 +130,7 @@ INSTANTIATE_TEST_SUITE_P(
         Change{"PartitionOfNothing", [](Plan& p) { p.steps[0].op = StepOp::kPartition; }},
         Change{"TooFewMeshDims", [](Plan& p) { p.steps[2].mesh_dims = MeshDimSet::single(0); }},
         Change{"TooManyMeshDims", [](Plan& p) { p.steps[1].mesh_dims.insert(1); }},
-        Change{"SharingOfAGather", [](Plan& p) { p.steps[2].sharing = Sharing::kBytes; }},
+        Change{"SharingOfAGather", [](Plan& p) { p.steps[2].policy = ReplicaPolicy::kEvenBytes; }},
         Change{"GatherInOrder", [](Plan& p) { p.steps[2].ordered = true; }},
         Change{"OtherSource", [](Plan& p) { p.src = p.dst; }},
         Change{"OtherDestination", [](Plan& p) { p.dst = layout_of(p.src.mesh_ptr(), {1024, 1024}, "S(0),R"); }},
@@ -156,7 +156,7 @@ TEST(Serialize, RejectsReplicaPoliciesForContributions) {
   Plan plan = make_plan(layout_of(mesh, {8, 8}, "P,S(0),R"), layout_of(mesh, {8, 8}, "P,S(1),R"));
   ASSERT_EQ(plan.steps.size(), 1u);
   plan.steps[0].op = StepOp::kExchange;
-  plan.steps[0].sharing = Sharing::kBytes;
+  plan.steps[0].policy = ReplicaPolicy::kEvenBytes;
   plan.steps[0].mesh_dims = MeshDimSet::from_bits(0b110);
   EXPECT_NO_THROW(from_bytes(to_bytes(plan)));
   plan.steps[0].mesh_dims = MeshDimSet::from_bits(0b011);

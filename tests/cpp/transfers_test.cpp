@@ -39,7 +39,8 @@ struct Move {
 };
 
 // Compiles all moves as one set, for the rank at a position; ranks equal positions.
-Program program_of(const std::vector<Move>& moves, Carrier carrier, bool own_may_travel, int64_t position) {
+Program program_of(const std::vector<Move>& moves, TransferMethod transfer_method, bool own_may_travel,
+                   int64_t position) {
   const MeshPtr mesh = moves[0].before.mesh_ptr();
   ProgramBuilder b(DType::kFloat32, Lowering::kGloo, false, Rank{position});
   std::vector<BufferId> from;
@@ -66,7 +67,7 @@ Program program_of(const std::vector<Move>& moves, Carrier carrier, bool own_may
     set.sends.add(peer, std::move(sent));
     set.receives.add(peer, std::move(received));
   }
-  exchange(b, std::move(set), carrier, own, own_may_travel);
+  exchange(b, std::move(set), transfer_method, own, own_may_travel);
   return b.program();
 }
 
@@ -76,12 +77,12 @@ TEST(Transfers, OfSeveralTensorsShareMessages) {
     const std::vector<Move> moves{{layout_on(mesh, {7, 5}, {"S(0)"}), layout_on(mesh, {7, 5}, {"S(1)"})},
                                   {layout_on(mesh, {4, 6}, {"S(1)"}), layout_on(mesh, {4, 6}, {"R"})},
                                   {layout_on(mesh, {8, 3}, {"S(0)"}), layout_on(mesh, {8, 3}, {"S(0)"})}};
-    for (const Carrier carrier : {Carrier::kAllToAll, Carrier::kMessages}) {
+    for (const TransferMethod transfer_method : {TransferMethod::kAllToAll, TransferMethod::kMessages}) {
       for (const bool own_may_travel : {false, true}) {
         std::vector<Program> programs;
         Machine machine;
         for (int64_t p = 0; p < ranks; ++p) {
-          programs.push_back(program_of(moves, carrier, own_may_travel, p));
+          programs.push_back(program_of(moves, transfer_method, own_may_travel, p));
           std::vector<Machine::Payload> inputs;
           for (size_t t = 0; t < moves.size(); ++t) inputs.push_back(numbers(moves[t].before, p, 1000.0 * t));
           machine.add(Rank{p}, programs.back(), inputs);
@@ -89,7 +90,8 @@ TEST(Transfers, OfSeveralTensorsShareMessages) {
           const auto transfers = std::count_if(all.begin(), all.end(), [](const Instruction& instruction) {
             return is_communication(instruction.operation);
           });
-          EXPECT_EQ(transfers, ranks == 1 && carrier == Carrier::kMessages ? 0 : 1) << programs.back().to_string();
+          EXPECT_EQ(transfers, ranks == 1 && transfer_method == TransferMethod::kMessages ? 0 : 1)
+              << programs.back().to_string();
         }
         machine.run();
         for (int64_t p = 0; p < ranks; ++p) {

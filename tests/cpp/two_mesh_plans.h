@@ -11,7 +11,7 @@
 #include "cost/topology.h"
 #include "moves/describe.h"
 #include "moves/traffic.h"
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 #include "planning/serialize.h"
 #include "simulate/simulate.h"
 

@@ -9,8 +9,8 @@
 #include "moves/traffic.h"
 #include "picture/picture.h"
 #include "planning/certificate.h"
-#include "planning/fit.h"
 #include "planning/json.h"
+#include "planning/memory_limit.h"
 #include "planning/serialize.h"
 #include "program/memory.h"
 #include "program/program.h"
@@ -190,7 +190,7 @@ TEST(TwoMeshPlans, AreRejectedIfStepsAreInconsistent) {
     }
   };
   Plan plan = make_plan(src, dst);
-  plan.steps[0].sharing = Sharing::kNone;
+  plan.steps[0].policy = ReplicaPolicy::kAligned;
   refuses(plan, "step 1 must be a valid cross to a=3, got");
   plan = make_plan(src, dst);
   plan.steps[0].ordered = true;

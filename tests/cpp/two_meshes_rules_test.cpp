@@ -9,7 +9,7 @@
 #include "exchange/bounds.h"
 #include "layouts.h"
 #include "moves/describe.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "search/make_plan.h"
 #include "simulate/simulate.h"

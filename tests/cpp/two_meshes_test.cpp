@@ -8,7 +8,7 @@
 #include "exchange/bounds.h"
 #include "layouts.h"
 #include "moves/describe.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "search/make_plan.h"
 #include "search/split.h"
@@ -82,9 +82,9 @@ TEST(TwoMeshes, PlansAreNoFasterThanTheBoundAndNoSlowerThanADirectCrossing) {
       expect_connected(plan);
       const int64_t predicted = predicted_picoseconds(plan);
       ASSERT_GE(predicted, least_picoseconds(plan)) << to_string(plan);
-      for (const Sharing sharing : {Sharing::kMessages, Sharing::kBytes}) {
+      for (const ReplicaPolicy policy : {ReplicaPolicy::kWholeMessages, ReplicaPolicy::kEvenBytes}) {
         Plan direct = plan;
-        direct.steps = {{StepOp::kCross, {}, src, dst, sharing}};
+        direct.steps = {{StepOp::kCross, {}, src, dst, policy}};
         ASSERT_LE(predicted, predicted_picoseconds(direct)) << to_string(plan);
       }
     }
@@ -115,9 +115,9 @@ TEST(TwoMeshes, FindsTheFastestPlanInAllButFewCases) {
           for (const Layout& after : targets) {
             if (first >= fastest) break;
             const int64_t around = first + predicted_picoseconds(make_plan(after, dst, options));
-            for (const Sharing sharing : {Sharing::kMessages, Sharing::kBytes}) {
+            for (const ReplicaPolicy policy : {ReplicaPolicy::kWholeMessages, ReplicaPolicy::kEvenBytes}) {
               if (around >= fastest) break;
-              const Step step{StepOp::kCross, {}, before, after, sharing};
+              const Step step{StepOp::kCross, {}, before, after, policy};
               fastest = std::min(fastest, around + predicted_picoseconds(step, plan.lowering, plan.topology));
             }
           }

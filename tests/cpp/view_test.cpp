@@ -12,7 +12,7 @@
 
 #include "indices.h"
 #include "layouts.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "random_pieces.h"
 #include "support/error.h"
 #include "views/move_first.h"

@@ -9,7 +9,7 @@
 
 #include "moves/describe.h"
 #include "moves/traffic.h"
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 #include "program/memory.h"
 #include "program/program.h"
 

@@ -278,7 +278,7 @@ void change_steps(Input& in, Plan& plan) {
     if (choice == 4) step.mesh_dims = mesh_dims(in, plan.src.mesh());
     if (choice == 5) step.before = layout_like(in, plan.src);
     if (choice == 6) step.after = layout_like(in, plan.src);
-    if (choice == 7) step.sharing = static_cast<Sharing>(in.between(0, 2));
+    if (choice == 7) step.policy = static_cast<ReplicaPolicy>(in.between(0, 2));
     if (choice == 7) step.rounds = in.between(1, 4);
     if (choice == 8) step.ordered = !step.ordered;
     if (choice == 9) plan.steps.erase(plan.steps.begin() + static_cast<int64_t>(at));

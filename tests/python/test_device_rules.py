@@ -414,20 +414,20 @@ def _borrowed(rank: int, size: int, path: str) -> None:
     move = _messages()
     arena = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
     borrower = torch.empty_like(move.local)
-    _runtime.borrow_memory(borrower, arena, 512)
+    _runtime.view_arena(borrower, arena, 512)
     move.local = borrower.copy_(move.local)
     for async_op in (False, True):
         move.check(move.start(async_op) + 0)
     # Two tensors that borrow from one arena have memory of their own.
     part, whole = torch.empty(4, device=DEVICE), torch.empty(8, device=DEVICE)
-    _runtime.borrow_memory(part, arena, 1024)
-    _runtime.borrow_memory(whole, arena, 2048)
+    _runtime.view_arena(part, arena, 1024)
+    _runtime.view_arena(whole, arena, 2048)
     part.copy_(torch.arange(8.0).chunk(2)[rank])
     flat = [sw.Layout(sw.Mesh({"a": 2}), (8,), [placement]) for placement in ("S(0)", "R")]
     sw.redistribute_local(part, *flat, out=whole)
     assert whole.tolist() == list(range(8))
-    _runtime.give_back_memory(part, "it was given back")
-    _runtime.give_back_memory(whole, "it was given back")
+    _runtime.release_memory(part, "it was given back")
+    _runtime.release_memory(whole, "it was given back")
     kept = borrower.cpu()
     side = torch.Stream(device=DEVICE)
     side.wait_stream(torch.accelerator.current_stream())
@@ -436,7 +436,7 @@ def _borrowed(rank: int, size: int, path: str) -> None:
         native.sleep(100)
         copy.copy_(borrower)
     _runtime.record_use(borrower, side)
-    _runtime.give_back_memory(borrower, "it was given back")
+    _runtime.release_memory(borrower, "it was given back")
     del arena
     gc.collect()
     noise = [torch.full((4096,), 7, dtype=torch.uint8, device=DEVICE) for _ in range(4)]

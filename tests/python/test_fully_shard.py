@@ -483,21 +483,21 @@ def test_borrowed_memory() -> None:
     tensor = torch.empty(4)
     view, version = tensor[1:], tensor._version
     for offset in (16, 0, 48):
-        _runtime.borrow_memory(tensor, arena, offset)
+        _runtime.view_arena(tensor, arena, offset)
         assert torch.equal(tensor.view(torch.uint8), arena[offset : offset + 16])
         assert view.data_ptr() == tensor.data_ptr() + 4 == arena.data_ptr() + offset + 4
     assert tensor._version == version
     for offset, text in ((-4, r"\[0, 48\], .*, got -4"), (52, "the arena 64, got 52"), (2, "a multiple of 4, got 2")):
         with pytest.raises(ValueError, match=text):
-            _runtime.borrow_memory(tensor, arena, offset)
+            _runtime.view_arena(tensor, arena, offset)
     with pytest.raises(ValueError, match="tensor must be contiguous and begin its storage, got strides"):
-        _runtime.borrow_memory(view, arena, 0)
+        _runtime.view_arena(view, arena, 0)
     with pytest.raises(ValueError, match="arena must be contiguous, of dtype Byte .* got strides"):
-        _runtime.borrow_memory(tensor, arena[::2], 0)
+        _runtime.view_arena(tensor, arena[::2], 0)
     expected = arena[48:].clone()
     del arena
     assert torch.equal(tensor.view(torch.uint8), expected)
-    _runtime.give_back_memory(tensor, "it was released")
+    _runtime.release_memory(tensor, "it was released")
     with pytest.raises(RuntimeError, match="it was released"):
         tensor.sum()
     with pytest.raises(RuntimeError, match="it was released"):

@@ -45,7 +45,7 @@ def test_topology_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fewest_bytes_share_the_sending() -> None:
     ends = _ends({"a": 4, "b": 4}, ["S(0)", "R"], ["R", "S(0)"], (64, 64))
     plan = sw.plan(*ends, objective="bytes")
-    assert [step.sharing for step in plan.steps] == ["bytes"]
+    assert [step.replica_policy for step in plan.steps] == ["even_bytes"]
     assert "replicas share the sending" in str(plan)
     assert plan.wire_bytes_sum == plan.bound_bytes_sum
     nearest = sw.plan(*ends, through=[])

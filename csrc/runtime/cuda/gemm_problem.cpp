@@ -10,7 +10,7 @@
 namespace shardwright::lt {
 namespace {
 
-bool lies_by_columns(const View& view) {
+bool is_column_major(const View& view) {
   return (view.place.row_stride == 1 || view.rows == 1) && (view.place.column_stride >= view.rows || view.columns == 1);
 }
 
@@ -19,9 +19,9 @@ bool lies_by_columns(const View& view) {
 //   1 x 6 with strides (0, 1): 6 x 1 column-major, transposed.  1 x 6 with strides (0, 4): column-major, leading dim 4
 std::optional<Layout> layout_of(const View& view, at::ScalarType dtype) {
   const View turned = view.transposed();
-  const bool is_transposed = lies_by_columns(turned) && (view.rows == 1 || !lies_by_columns(view));
+  const bool is_transposed = is_column_major(turned) && (view.rows == 1 || !is_column_major(view));
   const View& seen = is_transposed ? turned : view;
-  if (!lies_by_columns(seen)) return std::nullopt;
+  if (!is_column_major(seen)) return std::nullopt;
   Layout layout;
   layout.dtype = at::cuda::ScalarTypeToCudaDataType(dtype);
   layout.rows = seen.rows;

@@ -147,7 +147,7 @@ class Extension:
             self._outputs = [each.new_empty(each.numel() * count) for each in self._sent]
         else:
             for output, (memory, offset) in zip(self._outputs, places or self._own_places(), strict=True):
-                _runtime.borrow_memory(output, memory, offset)
+                _runtime.view_arena(output, memory, offset)
         self._works = []
         for sent, output in zip(self._sent, self._outputs, strict=True):
             # The plan moves bytes, so any dtype can be gathered.
@@ -231,4 +231,4 @@ class Extension:
 
     def _give_back(self) -> None:
         for output in self._outputs:
-            _runtime.give_back_memory(output, self.when_read)
+            _runtime.release_memory(output, self.when_read)

@@ -388,7 +388,7 @@ class Weight(Trained):
             self.extension.start(self.local_part, [(memory, offset) for _, offset in zip(self._buffer_bytes, offsets)])
             return
         if self.product is None:
-            _runtime.borrow_memory(self.memory, memory, offset_bytes)
+            _runtime.view_arena(self.memory, memory, offset_bytes)
         # `.data` has its own version counter, so autograd does not see a gather as a change of saved tensors.
         if from_kept and self.kept is not None and self._copy is not None:
             self.carried.start_from_copy(*self._copy, self.kept, self.memory.data)
@@ -431,26 +431,26 @@ class Weight(Trained):
         if self.carried.arrived is not None:
             with torch.no_grad():
                 memory = torch.empty(self.memory.nbytes, dtype=torch.uint8, device=self.memory.device)
-                _runtime.borrow_memory(self.memory, memory, 0)
+                _runtime.view_arena(self.memory, memory, 0)
                 self.carried.format.decode(*self.carried.arrived, self.memory.data)
 
     def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Copies the kept part of the gathered weight to memory that the caller keeps until `drop_kept`."""
         if self.kept is not None and self._copy is not None:
-            _runtime.borrow_memory(self.kept, memory, offset_bytes)
+            _runtime.view_arena(self.kept, memory, offset_bytes)
             layout, use = self._copy
             executables.run(self.moves.executable(use, layout), self.memory, False, self.kept)
 
     def drop_kept(self) -> None:
         if self.kept is not None and not self.kept.is_meta:
-            _runtime.give_back_memory(self.kept, self._when_read)
+            _runtime.release_memory(self.kept, self._when_read)
 
     def release(self) -> None:
         self.carried.arrived = self.place = None
         if self.extension is not None:
             self.extension.release()
         if not self.is_held and not self.memory.is_meta:
-            _runtime.give_back_memory(self.memory, self._when_read)
+            _runtime.release_memory(self.memory, self._when_read)
 
     @property
     def gather_ps(self) -> int:

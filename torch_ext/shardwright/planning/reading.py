@@ -10,7 +10,7 @@ from ..layouts import argument_values
 from ..layouts.layout import Layout, Mesh
 from ..layouts.topology import load_topology, read_json
 
-_VERSION = 4
+_VERSION = 5
 
 
 def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
@@ -68,7 +68,7 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
                 argument_values.mesh_dim_indices(names, step["mesh_dims"], "plan: mesh_dims of a step"),
                 before,
                 layout(here, step["after"]),
-                _text(step["sharing"], "sharing"),
+                _text(step["replica_policy"], "replica_policy"),
                 argument_values.integer(step["rounds"], "plan: rounds"),
                 _flag(step["ordered"], "ordered"),
                 argument_values.integer(step.get("ranks_per_node", 0), "plan: ranks_per_node"),

@@ -166,11 +166,12 @@ def count_misfit(description: str) -> None:
 
 
 def cause_of(error: Exception) -> str:
-    """Removes values, and all after a semicolon, from an error's text, so that all errors of one cause read the same.
+    """Returns an error's text without values, so that all errors of one cause have the same text.
 
-    "chunks must be in [1, 4], got 7 on mesh 'a'; pass fewer" becomes "chunks must be in ... got ... on mesh ...".
+    The text ends before ", got " and before a semicolon: "chunks must be in [1, 4], got 7 on mesh 'a'" becomes "chunks
+    must be in ...".
     """
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).partition(", got ")[0]
     while (shorter := _INNERMOST_BRACKETS.sub("...", text)) != text:
         text = shorter
     return _VALUES.sub("...", text.partition(";")[0]).strip()

@@ -26,9 +26,9 @@ MAX_EXECUTABLES = 8192
 # Caches of earlier tables are kept because pins and measurements change once or twice in a job, and sometimes back.
 MAX_EARLIER_TABLES = 3
 
-tables.when_changed.append(_runtime.note_changed_tables)
-groups.when_gone.append(_runtime.note_changed_tables)
-groups.when_any_gone.append(_runtime.note_changed_tables)
+tables.when_changed.append(_runtime.invalidate_sized_plans)
+groups.when_gone.append(_runtime.invalidate_sized_plans)
+groups.when_any_gone.append(_runtime.invalidate_sized_plans)
 
 # The time in seconds that the end of the process waits for asynchronous redistributes that nobody waited for.
 EXIT_SECONDS = 5.0

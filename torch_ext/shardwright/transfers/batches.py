@@ -52,7 +52,7 @@ class BoundBatch:
         bucket_bytes: int,
         buckets: int,
         group: dist.ProcessGroup | None,
-        first_turn: int = 0,
+        first_sender: int = 0,
     ) -> None:
         begin, end = (
             bisect.bisect_left(made.items, edge, key=lambda item: item.destination)
@@ -72,7 +72,7 @@ class BoundBatch:
                 [(number[item.source], item.destination - destinations.start, item.axes) for item in items],
                 bucket_bytes,
                 buckets,
-                first_turn,
+                first_sender,
             )
             self._executable = executables.bind_batch(self.batch, made.device.type, group) if items else None
         except ValueError as error:  # a bucket is too small

@@ -338,8 +338,8 @@ class Transfer:
         given = self._made.tensors.destination.given.get(name)
         return local if given is None or given.value is None else given.value
 
-    def _plan(self, destinations: range, buckets: int, first_turn: int = 0) -> BoundBatch:
-        return BoundBatch(self._made, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_turn)
+    def _plan(self, destinations: range, buckets: int, first_sender: int = 0) -> BoundBatch:
+        return BoundBatch(self._made, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_sender)
 
     def _complete(self, run: batches.Run) -> Exception | None:
         """Waits for each destination in the order of their arrival, and reports progress.

@@ -16,7 +16,7 @@
 
 namespace shardwright {
 
-enum class Carrier : uint8_t {
+enum class TransferMethod : uint8_t {
   kAllGather,  // the transport's all-gather: every rank sends its whole part, and all parts have one size
   kAllToAll,   // an all-to-all among all ranks of the group
   kMessages,   // messages between the ranks that exchange anything
@@ -24,8 +24,8 @@ enum class Carrier : uint8_t {
 
 // How one member of a group takes part in a step that moves data.
 struct DataMove {
-  std::optional<Carrier> carrier;  // if not set, the rank only copies and exchanges nothing
-  std::vector<size_t> partners;    // members of the group that take part, this one included; empty for all
+  std::optional<TransferMethod> transfer_method;  // if not set, the rank only copies and exchanges nothing
+  std::vector<size_t> partners;  // members of the group that take part, this one included; empty for all
 };
 
 // All members take part in an all-gather, with named_groups_only, or if the lowering does not narrow groups. Otherwise
@@ -35,11 +35,11 @@ DataMove data_move_of(const Step& step, const MeshExchange& exchange, MeshExchan
                       Lowering lowering, bool named_groups_only);
 
 // Returns the collective or messages for a crossing; the two meshes together have `num_ranks` ranks.
-Carrier carrier_between_meshes(size_t num_ranks, Lowering lowering);
+TransferMethod transfer_method_between_meshes(size_t num_ranks, Lowering lowering);
 
 // Returns true if an all-to-all should include the rank's own part of `own` elements: if that packs and unpacks fewer
 // elements than leaving it out and copying it.
-inline bool own_part_travels(int64_t packed_with_it, int64_t packed_without, int64_t own) {
+inline bool sends_own_part(int64_t packed_with_it, int64_t packed_without, int64_t own) {
   return packed_with_it < packed_without + own;
 }
 
@@ -71,7 +71,7 @@ class RunOfMessages {
 // Returns the collective or messages for the second half of a composed all-reduce, in which every rank receives the
 // other ranks' reduced chunks. An all-to-all sends a copy of a rank's chunk to each member. `chunk_bytes` is the size
 // of the largest chunk.
-Carrier carrier_of_reduced_chunks(int64_t chunk_bytes);
+TransferMethod transfer_method_of_reduced_chunks(int64_t chunk_bytes);
 
 // Returns true if a gather uses the transport's own all-gather.
 bool gathers_natively(Lowering lowering, bool parts_are_equal);

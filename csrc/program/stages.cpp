@@ -1,4 +1,4 @@
-#include "program/slots.h"
+#include "program/stages.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -10,14 +10,14 @@ namespace {
 
 // Visits the instructions of all segments in the order of the program, and records where the life of each buffer begins
 // and ends.
-class Slots {
+class Stages {
  public:
-  Slots(const std::vector<SketchedSegment>& segments, int64_t num_segments, int64_t num_steps)
+  Stages(const std::vector<SketchedSegment>& segments, int64_t num_segments, int64_t num_steps)
       : segments_(segments), num_segments_(num_segments), num_steps_(num_steps), at_(num_segments) {}
 
   std::vector<int64_t> peaks(int64_t num_needed) {
-    for_each_slot(num_segments_, num_steps_,
-                  [&](int64_t segment, int64_t slot) { take_slot(segment, slot, num_needed); });
+    for_each_stage(num_segments_, num_steps_,
+                   [&](int64_t segment, int64_t stage) { take_stage(segment, stage, num_needed); });
     std::vector<int64_t> peaks(num_steps_, 0);
     int64_t live = 0;
     for (const Change& change : changes_) {
@@ -43,20 +43,20 @@ class Slots {
 
   const SketchedSegment& of(int64_t segment) const { return segments_[segments_.size() == 1 ? 0 : segment]; }
 
-  void take_slot(int64_t segment, int64_t slot, int64_t num_needed) {
+  void take_stage(int64_t segment, int64_t stage, int64_t num_needed) {
     const SketchedSegment& one = of(segment);
     Progress& progress = at_[segment];
-    if (slot == 0 && one.num_given > 0) {
+    if (stage == 0 && one.num_given > 0) {
       progress.given = changes_.size();
       changes_.push_back({0, one.num_given, 0});
     }
-    const std::vector<int>& slots = one.sketch.slots();
-    while (progress.places.size() < slots.size() && slots[progress.places.size()] == slot) {
+    const std::vector<int>& stages = one.sketch.stages();
+    while (progress.places.size() < stages.size() && stages[progress.places.size()] == stage) {
       const int step = one.sketch.steps()[progress.places.size()];
       progress.places.push_back(changes_.size());
       changes_.push_back({step, 0, 0});
     }
-    if (slot == num_steps_) finish(one, progress, num_needed);
+    if (stage == num_steps_) finish(one, progress, num_needed);
   }
 
   // Called in the last pipeline stage of a segment, when the indices of all its instructions are known.
@@ -92,7 +92,7 @@ class Slots {
 
 std::vector<int64_t> peaks_in_slots(const std::vector<SketchedSegment>& segments, int64_t num_segments,
                                     int64_t num_steps, int64_t num_needed) {
-  return Slots(segments, num_segments, num_steps).peaks(num_needed);
+  return Stages(segments, num_segments, num_steps).peaks(num_needed);
 }
 
 }  // namespace shardwright

@@ -10,10 +10,10 @@ namespace shardwright {
 //   kNone      The sender with the receiver's own coordinates. Not for crossings (exchange/grid_exchange.h).
 //   kMessages  The senders divide the elements in whole messages.
 //   kBytes     All senders send equally many elements, which splits some messages.
-//   kNodes     A sender on the receiver's own node if there is one (exchange/node_sharing.h). Only for crossings.
-enum class Sharing : uint8_t { kNone, kMessages, kBytes, kNodes };
+//   kNodes     A sender on the receiver's own node if there is one (exchange/node_local.h). Only for crossings.
+enum class ReplicaPolicy : uint8_t { kAligned, kWholeMessages, kEvenBytes, kNodeLocal };
 
-const char* sharing_name(Sharing sharing);       // "none", "messages", "bytes" or "nodes"
-Sharing parse_sharing(const std::string& name);  // throws UserError
+const char* replica_policy_name(ReplicaPolicy policy);  // "aligned", "whole_messages", "even_bytes" or "node_local"
+ReplicaPolicy parse_replica_policy(const std::string& name);  // throws UserError
 
 }  // namespace shardwright

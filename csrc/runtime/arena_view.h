@@ -14,7 +14,7 @@ namespace shardwright {
 // follow, including those that autograd has saved; version counters do not change. The previous content is not copied.
 // The arena lives as long as one of its views. Throws c10::ValueError unless `tensor` is contiguous, begins its
 // storage, and fits into the arena at that offset; `arena` must be flat, of bytes and on the same device.
-void borrow_memory(const at::Tensor& tensor, const at::Tensor& arena, int64_t offset_bytes);
+void view_arena(const at::Tensor& tensor, const at::Tensor& arena, int64_t offset_bytes);
 
 // Returns an arena view as a tensor with the same elements on the arena's storage, and any other tensor unchanged. The
 // result keeps the arena alive. Transfers take the result, because process groups record streams, and an allocator has
@@ -30,6 +30,6 @@ void record_use(const at::Tensor& tensor, c10::Stream stream);
 // Takes the memory from `tensor`. Until it is an arena view again, an operator that reads its address, or the address
 // of a view of it, throws c10::Error with the text `when_read`. A tensor without elements has no memory and may still
 // be read.
-void give_back_memory(const at::Tensor& tensor, const std::string& when_read);
+void release_memory(const at::Tensor& tensor, const std::string& when_read);
 
 }  // namespace shardwright

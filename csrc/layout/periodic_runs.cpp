@@ -1,4 +1,4 @@
-#include "layout/stretches.h"
+#include "layout/periodic_runs.h"
 
 #include <algorithm>
 #include <numeric>
@@ -11,33 +11,33 @@ constexpr int64_t kSetUp = 4;  // fixed cost of not listing, in runs: short repe
 
 // Calls visit(run) for the runs of a range with keys in [begin, end), clipped to these keys.
 template <typename Visit>
-void for_each_run(const Stretch& stretch, int64_t begin, int64_t end, const Visit& visit) {
-  begin = std::max(begin, stretch.begin());
-  end = std::min(end, stretch.end());
+void for_each_run(const PeriodicRuns& periodic, int64_t begin, int64_t end, const Visit& visit) {
+  begin = std::max(begin, periodic.begin());
+  end = std::min(end, periodic.end());
   if (begin >= end) return;
-  const int64_t first = stretch.count == 1 ? 0 : (begin - stretch.begin()) / stretch.key_period;
-  for (int64_t i = first; i < stretch.count && stretch.begin() + i * stretch.key_period < end; ++i) {
-    const int64_t keys = i * stretch.key_period;
-    auto run = std::partition_point(stretch.runs.begin(), stretch.runs.end(),
+  const int64_t first = periodic.count == 1 ? 0 : (begin - periodic.begin()) / periodic.key_period;
+  for (int64_t i = first; i < periodic.count && periodic.begin() + i * periodic.key_period < end; ++i) {
+    const int64_t keys = i * periodic.key_period;
+    auto run = std::partition_point(periodic.runs.begin(), periodic.runs.end(),
                                     [&](const KeyRun& one) { return one.key + one.length + keys <= begin; });
-    for (; run != stretch.runs.end() && run->key + keys < end; ++run) {
+    for (; run != periodic.runs.end() && run->key + keys < end; ++run) {
       const int64_t from = std::max(run->key + keys, begin);
       const int64_t to = std::min(run->key + run->length + keys, end);
-      visit(KeyRun{from, to - from, run->value + i * stretch.value_period + from - run->key - keys});
+      visit(KeyRun{from, to - from, run->value + i * periodic.value_period + from - run->key - keys});
     }
   }
 }
 
-std::vector<KeyRun> listed(const Stretch& stretch, int64_t begin, int64_t end) {
+std::vector<KeyRun> listed(const PeriodicRuns& periodic, int64_t begin, int64_t end) {
   std::vector<KeyRun> runs;
-  for_each_run(stretch, begin, end, [&](const KeyRun& run) { runs.push_back(run); });
+  for_each_run(periodic, begin, end, [&](const KeyRun& run) { runs.push_back(run); });
   return runs;
 }
 
 // The intersection of two repeating ranges a and b, within the keys [begin_, end_) that both span.
-class Encounter {
+class PeriodicOverlap {
  public:
-  Encounter(const Stretch& a, const Stretch& b, PieceList& out)
+  PeriodicOverlap(const PeriodicRuns& a, const PeriodicRuns& b, PieceList& out)
       : a_(a), b_(b), begin_(std::max(a.begin(), b.begin())), end_(std::min(a.end(), b.end())), out_(out) {}
 
   void append_pieces() const {
@@ -60,11 +60,11 @@ class Encounter {
  private:
   static constexpr int64_t kNever = INT64_MAX;
 
-  int64_t runs_in_range(const Stretch& stretch) const {
-    const auto runs = static_cast<int64_t>(stretch.runs.size());
-    if (stretch.count > 1) return ((end_ - begin_) / stretch.key_period + 1) * runs;
+  int64_t runs_in_range(const PeriodicRuns& periodic) const {
+    const auto runs = static_cast<int64_t>(periodic.runs.size());
+    if (periodic.count > 1) return ((end_ - begin_) / periodic.key_period + 1) * runs;
     const auto before = [&](int64_t key) {
-      return std::partition_point(stretch.runs.begin(), stretch.runs.end(),
+      return std::partition_point(periodic.runs.begin(), periodic.runs.end(),
                                   [&](const KeyRun& run) { return run.key < key; });
     };
     return before(end_) - before(begin_) + 1;
@@ -85,7 +85,7 @@ class Encounter {
     return 2 * of_one + kSetUp;
   }
 
-  static int64_t runs_in_runs_of(const Stretch& one, int64_t runs_of_one, const Stretch& other) {
+  static int64_t runs_in_runs_of(const PeriodicRuns& one, int64_t runs_of_one, const PeriodicRuns& other) {
     if (other.count == 1) return kNever;
     const int64_t mean_length = one.num_keys / static_cast<int64_t>(one.runs.size());
     if (mean_length < 2 * other.key_period) return kNever;
@@ -110,7 +110,7 @@ class Encounter {
 
   // Appends the intersection of one run with `other`: full repetitions, and partial ones before and after them.
   template <bool is_of_a>
-  void take_run(const KeyRun& run, const Stretch& other) const {
+  void take_run(const KeyRun& run, const PeriodicRuns& other) const {
     const int64_t end = run.key + run.length;
     const auto piece_of = [&](const KeyRun& met) {
       const int64_t value = run.value + met.key - run.key;
@@ -132,52 +132,52 @@ class Encounter {
     append_listed(from + times * period, end);
   }
 
-  const Stretch& a_;
-  const Stretch& b_;
+  const PeriodicRuns& a_;
+  const PeriodicRuns& b_;
   int64_t begin_;
   int64_t end_;
   PieceList& out_;
 };
 
 template <typename MakeRun>
-std::vector<Stretch> stretches_of(const IntervalList& list, bool keys_are_positions, const MakeRun& make_run) {
-  std::vector<Stretch> stretches;
+std::vector<PeriodicRuns> periodic_runs_of(const IntervalList& list, bool keys_are_positions, const MakeRun& make_run) {
+  std::vector<PeriodicRuns> sequence;
   int64_t position = 0;
   for (const auto& [intervals, count, shift] : list.blocks()) {
-    Stretch& stretch = stretches.emplace_back();
-    stretch.runs.reserve(intervals.size());
+    PeriodicRuns& periodic = sequence.emplace_back();
+    periodic.runs.reserve(intervals.size());
     int64_t within = 0;
     for (const Interval& interval : intervals) {
-      stretch.runs.push_back(make_run(interval, position + within));
+      periodic.runs.push_back(make_run(interval, position + within));
       within += interval.extent();
     }
-    stretch.num_keys = within;
-    stretch.count = count;
-    stretch.key_period = keys_are_positions ? within : shift;
-    stretch.value_period = keys_are_positions ? shift : within;
+    periodic.num_keys = within;
+    periodic.count = count;
+    periodic.key_period = keys_are_positions ? within : shift;
+    periodic.value_period = keys_are_positions ? shift : within;
     position += count * within;
   }
-  return stretches;
+  return sequence;
 }
 
 }  // namespace
 
-std::vector<Stretch> positions_by_index(const IntervalList& list) {
-  return stretches_of(list, false, [](const Interval& interval, int64_t position) {
+std::vector<PeriodicRuns> positions_by_index(const IntervalList& list) {
+  return periodic_runs_of(list, false, [](const Interval& interval, int64_t position) {
     return KeyRun{interval.begin, interval.extent(), position};
   });
 }
 
-std::vector<Stretch> indices_by_position(const IntervalList& list) {
-  return stretches_of(list, true, [](const Interval& interval, int64_t position) {
+std::vector<PeriodicRuns> indices_by_position(const IntervalList& list) {
+  return periodic_runs_of(list, true, [](const Interval& interval, int64_t position) {
     return KeyRun{position, interval.extent(), interval.begin};
   });
 }
 
-PieceList meet(const std::vector<Stretch>& a, const std::vector<Stretch>& b) {
+PieceList meet(const std::vector<PeriodicRuns>& a, const std::vector<PeriodicRuns>& b) {
   PieceList pieces;
   for (auto i = a.begin(), j = b.begin(); i != a.end() && j != b.end();) {
-    Encounter(*i, *j, pieces).append_pieces();
+    PeriodicOverlap(*i, *j, pieces).append_pieces();
     i->end() <= j->end() ? void(++i) : void(++j);
   }
   return pieces;

@@ -1,4 +1,4 @@
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 
 #include <algorithm>
 #include <limits>
@@ -6,7 +6,7 @@
 #include "cost/cost.h"
 #include "moves/collectives.h"
 #include "moves/extremes.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "planning/serialize.h"
 #include "program/memory.h"
@@ -25,7 +25,7 @@ bool gathers_in_place(const Layout& before) {
 }
 
 // Returns an upper bound on the staging bytes of a step, in addition to the parts held before and after it.
-int64_t staging_at_most(const Step& step, const Lowering& lowering) {
+int64_t max_staging_bytes(const Step& step, const Lowering& lowering) {
   if (is_local(step.op)) return 0;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
   const int64_t held = step.before.largest_part_bytes();
@@ -42,7 +42,7 @@ int64_t staging_at_most(const Step& step, const Lowering& lowering) {
     }
     return raised + held + (is_native && step.after.has_equal_parts() ? 0 : received);
   }
-  const StepFigures wire = figures(step, lowering);
+  const StepCounts wire = step_counts(step, lowering);
   const int64_t own = step.op == StepOp::kAllGather ? held : 0;
   const bool is_sent_in_place = step.op == StepOp::kAllGather && lowering.gathers && gathers_in_place(step.before);
   return (is_sent_in_place ? 0 : wire.sent_bytes) + wire.received_bytes + own;
@@ -55,7 +55,7 @@ int64_t peak_at_most(const Plan& plan) {
   for (size_t i = 0; i < plan.steps.size(); ++i) {
     const Step& step = plan.steps[i];
     const int64_t before = i > 0 ? step.before.largest_part_bytes() : 0;
-    peak = std::max(peak, before + step.after.largest_part_bytes() + staging_at_most(step, plan.lowering));
+    peak = std::max(peak, before + step.after.largest_part_bytes() + max_staging_bytes(step, plan.lowering));
   }
   return peak;
 }

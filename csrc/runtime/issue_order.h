@@ -1,12 +1,12 @@
 // The order in which programs start their communications, the same on every rank.
 //
-// On CPU each group of ranks has a Lane: programs that share a group start their communications there in the order in
-// which the programs were started. Programs that share no group do not wait for each other, so a host that waits inside
-// one program does not keep another thread from starting a program on other groups.
+// On CPU each group of ranks has a IssueOrder: programs that share a group start their communications there in the
+// order in which the programs were started. Programs that share no group do not wait for each other, so a host that
+// waits inside one program does not keep another thread from starting a program on other groups.
 //
-// On devices with streams the host never waits, and each device has one Lane. There the device keeps the order too, for
-// all streams of callers: if the transfers of two communicators run in one order on a rank and in another order on its
-// peer, the two can deadlock.
+// On devices with streams the host never waits, and each device has one IssueOrder. There the device keeps the order
+// too, for all streams of callers: if the transfers of two communicators run in one order on a rank and in another
+// order on its peer, the two can deadlock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,10 +31,11 @@ namespace shardwright {
 class Execution;
 
 // Programs in the order in which they were started. A program starts its communications only after all earlier programs
-// have started all of theirs. While a function of the Lane runs, no other program of the Lane starts any. Thread-safe.
-class Lane {
+// have started all of theirs. While a function of the IssueOrder runs, no other program of the IssueOrder starts any.
+// Thread-safe.
+class IssueOrder {
  public:
-  explicit Lane(c10::Device device) : device_(device) {}
+  explicit IssueOrder(c10::Device device) : device_(device) {}
 
   // Makes the programs before `run` start all their communications. Then calls `advance`, which starts some
   // communications of `run`, on the current stream or on side streams.
@@ -79,8 +80,8 @@ class Lane {
   bool has_several_streams_ = false;
 };
 
-// Returns the Lane of a device with streams, and the Lane of a group on CPU.
-Lane& lane_of(const at::Device& device);
-Lane& lane_of(const RankGroup& group);
+// Returns the IssueOrder of a device with streams, and the IssueOrder of a group on CPU.
+IssueOrder& issue_order_of(const at::Device& device);
+IssueOrder& issue_order_of(const RankGroup& group);
 
 }  // namespace shardwright

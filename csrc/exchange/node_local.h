@@ -31,7 +31,7 @@ struct Service {
 // Nodes are `ranks_per_node` consecutive ranks each. No rank is in both lists, and there is at least one candidate
 // sender. A sender sends at most `most_inside` elements within its node, which must be at least an even share of all
 // needed elements. Returns at most one service for each pair of ranks.
-std::vector<Service> share_by_nodes(std::vector<Rank> holders, std::vector<Need> needs, int64_t ranks_per_node,
-                                    int64_t most_inside);
+std::vector<Service> assign_within_nodes(std::vector<Rank> senders, std::vector<Need> needs, int64_t ranks_per_node,
+                                         int64_t most_inside);
 
 }  // namespace shardwright

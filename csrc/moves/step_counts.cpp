@@ -1,4 +1,4 @@
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 
 #include <algorithm>
 #include <array>
@@ -35,15 +35,15 @@ bool is_uneven_by_rule(const Step& step) {
 }
 
 // Returns the maxima over one rank of each class, in position 0's group if that is enough, else in all groups.
-StepFigures figures_by_walking(const Step& step, Lowering lowering) {
-  StepFigures worst;
+StepCounts counts_by_walking(const Step& step, Lowering lowering) {
+  StepCounts worst;
   const StepTraffic traffic(step, lowering);
   const int64_t item = step.before.dtype().size_bytes();
   const Mesh& mesh = step.before.mesh();
   const bool one_group_is_enough =
       !is_uneven_by_rule(step) && first_hold_most(step.before) && first_hold_most(step.after);
   RankClasses classes(mesh);
-  traffic.tell_apart(classes);
+  traffic.split_classes(classes);
   for (const int64_t position : classes.seen().positions) {
     bool is_looked_at = true;
     for (int d = 0; d < mesh.ndim() && one_group_is_enough; ++d) {
@@ -73,26 +73,26 @@ Link link_of(const Step& step, const Topology& topology) {
   return topology.link(step.before.mesh(), step.mesh_dims);
 }
 
-StepFigures figures(const Step& step, Lowering lowering) {
+StepCounts step_counts(const Step& step, Lowering lowering) {
   if (is_crossing(step.op)) return exchange_of(step)->worst(step.rounds);
   const bool walks =
-      step.sharing == Sharing::kBytes || step.rounds > 1 || (!is_local(step.op) && is_uneven_by_rule(step));
-  if (walks) return figures_by_walking(step, lowering);
+      step.policy == ReplicaPolicy::kEvenBytes || step.rounds > 1 || (!is_local(step.op) && is_uneven_by_rule(step));
+  if (walks) return counts_by_walking(step, lowering);
   MoveTable table(step.before, lowering, step.ordered);
   const MoveTable::State before = table.state(step.before.cuts(), step.before.partial_dims());
   const MoveTable::State after = table.state(step.after.cuts(), step.after.partial_dims());
-  return table.figures(before, after, {step.op, step.mesh_dims, step.sharing});
+  return table.step_counts(before, after, {step.op, step.mesh_dims, step.policy});
 }
 
-int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology) {
-  if (is_crossing(step.op) && figures.messages == 0) return predicted_picoseconds(true, figures, {}, topology);
+int64_t predicted_picoseconds(const Step& step, const StepCounts& counts, const Topology& topology) {
+  if (is_crossing(step.op) && counts.messages == 0) return predicted_picoseconds(true, counts, {}, topology);
   const Link link = link_of(step, topology);
-  const int64_t first = predicted_picoseconds(is_local(step.op), figures, link, topology);
-  return saturating_sum(first, saturating_product((step.rounds - 1) * figures.collectives, topology.step_ps));
+  const int64_t first = predicted_picoseconds(is_local(step.op), counts, link, topology);
+  return saturating_sum(first, saturating_product((step.rounds - 1) * counts.collectives, topology.step_ps));
 }
 
 int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topology& topology) {
-  return predicted_picoseconds(step, figures(step, lowering), topology);
+  return predicted_picoseconds(step, step_counts(step, lowering), topology);
 }
 
 namespace {
@@ -108,7 +108,7 @@ struct Stage {
 
 Stage stage_of(const Step& step, const Plan& plan, const std::vector<Rank>& ranks) {
   Stage stage;
-  const StepFigures worst = figures(step, plan.lowering);
+  const StepCounts worst = step_counts(step, plan.lowering);
   if (is_local(step.op) || (is_crossing(step.op) && worst.messages == 0)) return stage;
   stage.communicates = true;
   const Topology& topology = plan.topology;
@@ -117,7 +117,7 @@ Stage stage_of(const Step& step, const Plan& plan, const std::vector<Rank>& rank
   stage.latency = saturating_sum(worst.collectives * topology.step_ps, saturating_product(messages, link.message_ps));
   const bool is_inside = link == topology.inside;
   std::optional<GridExchange> by_node;
-  if (step.sharing == Sharing::kNodes && !is_inside) by_node = crossing_of(step);
+  if (step.policy == ReplicaPolicy::kNodeLocal && !is_inside) by_node = crossing_of(step);
   const TrafficOfRanks traffic(step, plan.lowering);
   for (const Rank rank : ranks) {
     const Traffic all = traffic.at(rank);
@@ -148,7 +148,7 @@ class Pipeline {
     const std::vector<Rank> ranks = ranks_of(plan);
     for (const Step& step : plan.steps) {
       stages_.push_back(stage_of(step, plan, ranks));
-      copies_ += scaled(figures(step, plan.lowering).touched_bytes, plan.topology.memory_ps_per_kib);
+      copies_ += scaled(step_counts(step, plan.lowering).touched_bytes, plan.topology.memory_ps_per_kib);
     }
     copies_ += scaled(plan.src.largest_part_bytes() + plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
   }
@@ -159,8 +159,8 @@ class Pipeline {
     int64_t total = copies;
     std::optional<std::pair<int64_t, int64_t>> known;
     int64_t of_known = 0;
-    for (int64_t slot = 0; slot < count + last; ++slot) {
-      const std::pair<int64_t, int64_t> taken{std::max<int64_t>(slot - count + 1, 0), std::min(slot, last)};
+    for (int64_t stage = 0; stage < count + last; ++stage) {
+      const std::pair<int64_t, int64_t> taken{std::max<int64_t>(stage - count + 1, 0), std::min(stage, last)};
       if (known != taken) of_known = slot_picoseconds(taken.first, taken.second, shares);
       known = taken;
       total = saturating_sum(total, of_known);
@@ -204,9 +204,9 @@ class Pipeline {
 
 // The shares of non-uniform segments. A step's share is the largest fraction of the longest part, before or after the
 // step, that is in one segment.
-class UnlikeSegments {
+class NonUniformSegments {
  public:
-  UnlikeSegments(const Plan& plan, int tensor_dim) {
+  NonUniformSegments(const Plan& plan, int tensor_dim) {
     for (const Step& step : plan.steps) {
       parts_.emplace_back(PartsInSegments(step.before, tensor_dim), PartsInSegments(step.after, tensor_dim));
     }
@@ -232,8 +232,8 @@ class UnlikeSegments {
 int64_t predicted_picoseconds(const Plan& plan) {
   if (plan.segments.count > 1) {
     const int64_t count = plan.segments.count;
-    if (are_alike(plan)) return Pipeline(plans_of_segments(plan).front()).picoseconds_of(count);
-    return Pipeline(plan).picoseconds_in(count, UnlikeSegments(plan, plan.segments.tensor_dim).shares(count));
+    if (are_uniform(plan)) return Pipeline(plans_of_segments(plan).front()).picoseconds_of(count);
+    return Pipeline(plan).picoseconds_in(count, NonUniformSegments(plan, plan.segments.tensor_dim).shares(count));
   }
   int64_t total = 0;
   for (const Step& step : plan.steps) {
@@ -271,7 +271,7 @@ void try_unlike(const Plan& plan, const Pipeline& pipeline, TimedSegments& best)
   }
   for (int t = 0; t < plan.src.ndim() && !counts.empty(); ++t) {
     if (!may_go_in(plan, {t, counts.front()})) continue;
-    const UnlikeSegments unlike(plan, t);
+    const NonUniformSegments unlike(plan, t);
     for (const int64_t count : counts) {
       if (count > plan.src.shape()[t]) break;
       const int64_t time = pipeline.picoseconds_in(count, unlike.shares(count));

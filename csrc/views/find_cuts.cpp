@@ -1,4 +1,4 @@
-#include "views/fit.h"
+#include "views/find_cuts.h"
 
 #include <algorithm>
 #include <numeric>

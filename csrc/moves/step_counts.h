@@ -20,10 +20,10 @@ Link link_of(const Step& step, const Topology& topology);
 // corners of position 0's group (moves/extremes.h), where parts are largest, smallest and furthest apart. The result is
 // exact for equal parts and for crossings, and for other rules up to kMaxRanksWalked classes. Otherwise another rank
 // may do more (totals() in moves/traffic.h has the maxima), and times predicted from the result are estimates.
-StepFigures figures(const Step& step, Lowering lowering);
+StepCounts step_counts(const Step& step, Lowering lowering);
 
 // Returns predicted_picoseconds of cost/cost.h, plus the latency of the collectives of every further round.
-int64_t predicted_picoseconds(const Step& step, const StepFigures& figures, const Topology& topology);
+int64_t predicted_picoseconds(const Step& step, const StepCounts& counts, const Topology& topology);
 int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topology& topology);
 // Returns the predicted time of a plan: the sum over its steps, or with segments, the sum over pipeline stages
 // (moves/segments.h). In a pipeline stage, the latencies of the communicating steps add up. Bytes of all steps are

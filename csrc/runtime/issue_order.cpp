@@ -1,4 +1,4 @@
-#include "runtime/lanes.h"
+#include "runtime/issue_order.h"
 
 #include <c10/util/SmallVector.h>
 
@@ -11,27 +11,27 @@
 
 namespace shardwright {
 
-void Lane::issue(const std::shared_ptr<Execution>& run, const std::function<void()>& advance) {
+void IssueOrder::issue(const std::shared_ptr<Execution>& run, const std::function<void()>& advance) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   issue(advance);
   if (!run->all_started()) pending_.push_back(run);
 }
 
-void Lane::issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Execution>& run,
-                    const std::function<void()>& advance) {
-  c10::SmallVector<Lane*, 4> lanes;
-  for (const RankGroupPtr& group : groups) lanes.push_back(&lane_of(*group));
-  std::sort(lanes.begin(), lanes.end());  // locks are acquired in one order, so that threads cannot deadlock
-  lanes.erase(std::unique(lanes.begin(), lanes.end()), lanes.end());
+void IssueOrder::issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Execution>& run,
+                          const std::function<void()>& advance) {
+  c10::SmallVector<IssueOrder*, 4> orders;
+  for (const RankGroupPtr& group : groups) orders.push_back(&issue_order_of(*group));
+  std::sort(orders.begin(), orders.end());  // locks are acquired in one order, so that threads cannot deadlock
+  orders.erase(std::unique(orders.begin(), orders.end()), orders.end());
   c10::SmallVector<std::unique_lock<std::recursive_mutex>, 4> locks;
-  for (Lane* lane : lanes) locks.emplace_back(lane->mutex_);
-  for (Lane* lane : lanes) lane->drain();
+  for (IssueOrder* order : orders) locks.emplace_back(order->mutex_);
+  for (IssueOrder* order : orders) order->drain();
   advance();
   if (run->all_started()) return;
-  for (Lane* lane : lanes) lane->pending_.push_back(run);
+  for (IssueOrder* order : orders) order->pending_.push_back(run);
 }
 
-void Lane::issue(const std::function<void()>& start) {
+void IssueOrder::issue(const std::function<void()>& start) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   drain();
   if (device_.is_cpu()) return start();
@@ -42,8 +42,8 @@ void Lane::issue(const std::function<void()>& start) {
   note_last(current);
 }
 
-void Lane::issue_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output,
-                              const std::function<void()>& submit) {
+void IssueOrder::issue_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output,
+                                    const std::function<void()>& submit) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   drain();
   // Only the side stream waits, so that the caller's stream continues. In a capture the current stream waits instead,
@@ -55,7 +55,7 @@ void Lane::issue_asynchronous(const std::shared_ptr<Execution>& run, const at::T
   note_asynchronous(run, output);
 }
 
-void Lane::drain() {
+void IssueOrder::drain() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   while (!pending_.empty()) {
     const std::shared_ptr<Execution> run = pending_.front().lock();
@@ -65,7 +65,7 @@ void Lane::drain() {
 }
 
 // If only one of the two streams is in a capture, neither waits: a replay runs after all work before its launch.
-void Lane::put_after_last(c10::Stream stream) {
+void IssueOrder::put_after_last(c10::Stream stream) {
   const c10::Stream current = current_stream(device_);
   if (!last_ || *last_ == current) return;
   has_several_streams_ = true;
@@ -76,7 +76,7 @@ void Lane::put_after_last(c10::Stream stream) {
 }
 
 // All asynchronous programs end on one side stream. This stream must wait for it even if another stream already has.
-void Lane::put_after_asynchronous_runs(c10::Stream stream) {
+void IssueOrder::put_after_asynchronous_runs(c10::Stream stream) {
   int64_t& seen = seen_[stream.id()];
   if (seen == num_asynchronous_) return;
   const c10::Stream rest = side_stream(device_, SideStream::kRest);
@@ -86,13 +86,13 @@ void Lane::put_after_asynchronous_runs(c10::Stream stream) {
   if (!captures) seen = num_asynchronous_;
 }
 
-void Lane::note_last(c10::Stream current) {
+void IssueOrder::note_last(c10::Stream current) {
   last_ = current;
   end_of_last_.reset();
   if (has_several_streams_ && !is_capturing(current)) end_of_last_.emplace(current);
 }
 
-void Lane::note_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output) {
+void IssueOrder::note_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output) {
   ++num_asynchronous_;
   std::erase_if(asynchronous_, [](const AsynchronousRun& noted) {
     const std::shared_ptr<Execution> known = noted.run.lock();
@@ -104,24 +104,24 @@ void Lane::note_asynchronous(const std::shared_ptr<Execution>& run, const at::Te
   asynchronous_.push_back({run, c10::weak_intrusive_ptr<c10::TensorImpl>(output.getIntrusivePtr())});
 }
 
-Lane& lane_of(const at::Device& device) {
+IssueOrder& issue_order_of(const at::Device& device) {
   static std::mutex mutex;
   using Key = std::pair<c10::DeviceType, c10::DeviceIndex>;
-  static auto* lanes = new std::map<Key, std::unique_ptr<Lane>>;  // outlives threads
+  static auto* orders = new std::map<Key, std::unique_ptr<IssueOrder>>;  // outlives threads
   const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Lane>& lane = (*lanes)[{device.type(), device.index()}];
-  if (!lane) lane = std::make_unique<Lane>(device);
-  return *lane;
+  std::unique_ptr<IssueOrder>& order = (*orders)[{device.type(), device.index()}];
+  if (!order) order = std::make_unique<IssueOrder>(device);
+  return *order;
 }
 
-// A new group at the address of a destroyed one gets its Lane, on which nothing is pending any more.
-Lane& lane_of(const RankGroup& group) {
+// A new group at the address of a destroyed one gets its IssueOrder, on which nothing is pending any more.
+IssueOrder& issue_order_of(const RankGroup& group) {
   static std::mutex mutex;
-  static auto* lanes = new std::unordered_map<const RankGroup*, std::unique_ptr<Lane>>;  // outlives threads
+  static auto* orders = new std::unordered_map<const RankGroup*, std::unique_ptr<IssueOrder>>;  // outlives threads
   const std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Lane>& lane = (*lanes)[&group];
-  if (!lane) lane = std::make_unique<Lane>(c10::Device(c10::kCPU));
-  return *lane;
+  std::unique_ptr<IssueOrder>& order = (*orders)[&group];
+  if (!order) order = std::make_unique<IssueOrder>(c10::Device(c10::kCPU));
+  return *order;
 }
 
 }  // namespace shardwright

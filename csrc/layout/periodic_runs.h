@@ -1,8 +1,9 @@
 // Intersects lists with repetitions, without listing all repetitions.
 //
 // A list is viewed as a map from keys to values: from indices to local positions, to intersect two lists, or from local
-// positions to indices, to find the indices at some positions. A map is a sequence of repeating ranges (Stretch): runs
-// of keys that repeat `count` times. Two overlapping ranges with periods p and q are intersected in one of three ways:
+// positions to indices, to find the indices at some positions. A map is a sequence of repeating ranges (PeriodicRuns):
+// runs of keys that repeat `count` times. Two overlapping ranges with periods p and q are intersected in one of three
+// ways:
 //
 //   in common periods   The overlap within lcm(p, q) keys repeats, with a rest at the end.
 //   run by run          Within one run of one range, the other range repeats, with a rest at either end.
@@ -41,7 +42,7 @@ void for_each_shared_key_run(const std::vector<KeyRun>& a, const std::vector<Key
 }
 
 // A repeating range: runs with ascending keys that repeat. All keys of a repetition are within one period.
-struct Stretch {
+struct PeriodicRuns {
   std::vector<KeyRun> runs;  // of the first repetition
   int64_t num_keys = 0;      // of these runs together
   int64_t count = 1;
@@ -53,12 +54,12 @@ struct Stretch {
 };
 
 // Returns the map from indices to local positions of an ascending list.
-std::vector<Stretch> positions_by_index(const IntervalList& list);
+std::vector<PeriodicRuns> positions_by_index(const IntervalList& list);
 // Returns the map from local positions to indices of any list.
-std::vector<Stretch> indices_by_position(const IntervalList& list);
+std::vector<PeriodicRuns> indices_by_position(const IntervalList& list);
 
 // Returns the runs of keys that are in both maps, by ascending keys. The positions of a piece are the values of its
 // first key in map a and in map b.
-PieceList meet(const std::vector<Stretch>& a, const std::vector<Stretch>& b);
+PieceList meet(const std::vector<PeriodicRuns>& a, const std::vector<PeriodicRuns>& b);
 
 }  // namespace shardwright

@@ -1,6 +1,6 @@
 // Plans under a memory limit are correct on every rank and within the limit. They are refused only below the limit that
 // the error names.
-#include "planning/fit.h"
+#include "planning/memory_limit.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "exchange/node_sharing.h"
+#include "exchange/node_local.h"
 
 #include <algorithm>
 #include <numeric>
@@ -45,37 +45,37 @@ int64_t level_for(std::vector<int64_t> sent, int64_t elements) {
 
 }  // namespace
 
-std::vector<Service> share_by_nodes(std::vector<Rank> holders, std::vector<Need> needs, int64_t ranks_per_node,
-                                    int64_t most_inside) {
+std::vector<Service> assign_within_nodes(std::vector<Rank> senders, std::vector<Need> needs, int64_t ranks_per_node,
+                                         int64_t most_inside) {
   const auto node_of = [&](Rank rank) { return number(rank) / ranks_per_node; };
-  std::sort(holders.begin(), holders.end());
+  std::sort(senders.begin(), senders.end());
   std::sort(needs.begin(), needs.end(), [](const Need& a, const Need& b) { return a.rank < b.rank; });
   std::vector<Service> services;
-  std::vector<int64_t> sent(holders.size());
+  std::vector<int64_t> sent(senders.size());
   std::vector<Open> left;
-  size_t holder = 0;
+  size_t sender = 0;
   for (size_t need = 0; need < needs.size();) {
     const int64_t node = node_of(needs[need].rank);
     std::vector<Open> open;
     for (; need < needs.size() && node_of(needs[need].rank) == node; ++need) {
       open.push_back({needs[need].rank, {0, needs[need].elements}});
     }
-    while (holder < holders.size() && node_of(holders[holder]) < node) ++holder;
-    const size_t first = holder;
-    while (holder < holders.size() && node_of(holders[holder]) == node) ++holder;
-    const auto count = static_cast<int64_t>(holder - first);
+    while (sender < senders.size() && node_of(senders[sender]) < node) ++sender;
+    const size_t first = sender;
+    while (sender < senders.size() && node_of(senders[sender]) == node) ++sender;
+    const auto count = static_cast<int64_t>(sender - first);
     const int64_t elements = elements_of(open, 0);
     size_t next = 0;
-    for (size_t i = first; i < holder; ++i) {
+    for (size_t i = first; i < sender; ++i) {
       const int64_t before = elements_of(open, next);
-      serve(open, next, holders[i], std::min(most_inside, (elements + count - 1) / count), services);
+      serve(open, next, senders[i], std::min(most_inside, (elements + count - 1) / count), services);
       sent[i] = before - elements_of(open, next);
     }
     left.insert(left.end(), open.begin() + static_cast<int64_t>(next), open.end());
   }
   const int64_t level = level_for(sent, elements_of(left, 0));
   size_t next = 0;
-  for (size_t i = 0; i < holders.size(); ++i) serve(left, next, holders[i], level - sent[i], services);
+  for (size_t i = 0; i < senders.size(); ++i) serve(left, next, senders[i], level - sent[i], services);
   return services;
 }
 

@@ -1,4 +1,4 @@
-#include "program/carriers.h"
+#include "program/transfer_method.h"
 
 #include <algorithm>
 
@@ -13,42 +13,42 @@ constexpr size_t kMaxGroupForPairs = 512;
 constexpr size_t kMaxSparseAllToAll = 8;
 
 // `stalls` is true if single messages of the transport may stall.
-Carrier carrier_of_exchange(size_t num_ranks, bool all_pairs_exchange, bool stalls) {
+TransferMethod transfer_method_of_exchange(size_t num_ranks, bool all_pairs_exchange, bool stalls) {
   const bool suits_all_to_all = all_pairs_exchange || (stalls && num_ranks <= kMaxSparseAllToAll);
-  return suits_all_to_all ? Carrier::kAllToAll : Carrier::kMessages;
+  return suits_all_to_all ? TransferMethod::kAllToAll : TransferMethod::kMessages;
 }
 
-Carrier carrier_of_gather(const Step& step, const MeshExchange& exchange, MeshExchange::Group& group,
-                          Lowering lowering) {
-  if (gathers_natively(lowering, step.rounds == 1 && exchange.is_even(group))) return Carrier::kAllGather;
+TransferMethod transfer_method_of_gather(const Step& step, const MeshExchange& exchange, MeshExchange::Group& group,
+                                         Lowering lowering) {
+  if (gathers_natively(lowering, step.rounds == 1 && exchange.is_even(group))) return TransferMethod::kAllGather;
   const bool copies = lowering.copies_gather(group.size, step.before.largest_part_bytes());
-  return copies ? Carrier::kAllToAll : Carrier::kMessages;
+  return copies ? TransferMethod::kAllToAll : TransferMethod::kMessages;
 }
 
 }  // namespace
 
 DataMove data_move_of(const Step& step, const MeshExchange& exchange, MeshExchange::Group& group, size_t member,
                       Lowering lowering, bool named_groups_only) {
-  if (step.op == StepOp::kAllGather) return {carrier_of_gather(step, exchange, group, lowering), {}};
+  if (step.op == StepOp::kAllGather) return {transfer_method_of_gather(step, exchange, group, lowering), {}};
   const auto k = static_cast<size_t>(group.size);
-  if (k > kMaxGroupForPairs) return {Carrier::kMessages, {}};
+  if (k > kMaxGroupForPairs) return {TransferMethod::kMessages, {}};
   if (lowering.narrows_groups && !named_groups_only) {
     exchange.connect(group);
     const size_t number = group.component_of[member];
     const std::vector<size_t>& component = group.components[number];
     if (component.size() == 1) return {};
-    return {carrier_of_exchange(component.size(), group.all_pairs_exchange[number], true), component};
+    return {transfer_method_of_exchange(component.size(), group.all_pairs_exchange[number], true), component};
   }
   if (k == 1) return {};
-  return {carrier_of_exchange(k, exchange.all_exchange(group), false), {}};
+  return {transfer_method_of_exchange(k, exchange.all_exchange(group), false), {}};
 }
 
-Carrier carrier_between_meshes(size_t num_ranks, Lowering lowering) {
-  return carrier_of_exchange(num_ranks, false, lowering.narrows_groups);
+TransferMethod transfer_method_between_meshes(size_t num_ranks, Lowering lowering) {
+  return transfer_method_of_exchange(num_ranks, false, lowering.narrows_groups);
 }
 
-Carrier carrier_of_reduced_chunks(int64_t chunk_bytes) {
-  return chunk_bytes <= kMaxCopiedGatherBytes ? Carrier::kAllToAll : Carrier::kMessages;
+TransferMethod transfer_method_of_reduced_chunks(int64_t chunk_bytes) {
+  return chunk_bytes <= kMaxCopiedGatherBytes ? TransferMethod::kAllToAll : TransferMethod::kMessages;
 }
 
 bool gathers_natively(Lowering lowering, bool parts_are_equal) { return lowering.gathers && parts_are_equal; }

@@ -1,5 +1,5 @@
 // Senders are chosen on the receiver's own node first. Compares the result with the optimum.
-#include "exchange/node_sharing.h"
+#include "exchange/node_local.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 
 #include "exchange/grid_exchange.h"
 #include "layouts.h"
-#include "moves/figures.h"
+#include "moves/step_counts.h"
 #include "moves/traffic.h"
 #include "search/make_plan.h"
 #include "support/error.h"
@@ -21,7 +21,7 @@ namespace {
 TEST(NodeSharing, MatchesTheExampleInTheHeader) {
   std::map<std::pair<Rank, Rank>, int64_t> found;
   const std::vector<Need> needs{{Rank{1}, 10}, {Rank{3}, 10}, {Rank{5}, 10}, {Rank{7}, 10}};
-  for (const auto& [from, to, range] : share_by_nodes({Rank{0}, Rank{2}}, needs, 2, 20)) {
+  for (const auto& [from, to, range] : assign_within_nodes({Rank{0}, Rank{2}}, needs, 2, 20)) {
     found[{from, to}] = range.end - range.begin;
   }
   const std::map<std::pair<Rank, Rank>, int64_t> expected{
@@ -54,7 +54,7 @@ TEST(NodeSharing, ServesWithinNodesFirstAndBalancesTheRest) {
     std::map<Rank, int64_t> inside;
     std::map<Rank, int64_t> sent;
     std::map<std::pair<Rank, Rank>, int> pairs;
-    for (const auto& [from, to, range] : share_by_nodes(holders, needs, ranks_per_node, most_inside)) {
+    for (const auto& [from, to, range] : assign_within_nodes(holders, needs, ranks_per_node, most_inside)) {
       ASSERT_LT(range.begin, range.end);
       ASSERT_EQ(++pairs[std::pair(from, to)], 1);
       ASSERT_NE(std::find(holders.begin(), holders.end(), from), holders.end());
@@ -103,15 +103,15 @@ TEST(NodeSharing, KeepsReplicasOnTheirNodes) {
   const Layout src = test::layout_of(test::mesh_of({4, 8}), {8192, 8192}, "R,S(0)");
   const Layout dst = test::layout_of(test::mesh_of({2, 16}), {8192, 8192}, "R,S(0)");
   const Topology topology = Topology::named("64x8");
-  EXPECT_TRUE(GridExchange(src, dst, Sharing::kMessages).crosses_nodes(8));
-  EXPECT_FALSE(GridExchange(src, dst, Sharing::kNodes, 8).crosses_nodes(8));
+  EXPECT_TRUE(GridExchange(src, dst, ReplicaPolicy::kWholeMessages).crosses_nodes(8));
+  EXPECT_FALSE(GridExchange(src, dst, ReplicaPolicy::kNodeLocal, 8).crosses_nodes(8));
   const Plan plan = make_plan(src, dst, {.topology = topology});
   ASSERT_EQ(plan.steps.size(), 1u);
-  EXPECT_EQ(plan.steps[0].sharing, Sharing::kNodes);
+  EXPECT_EQ(plan.steps[0].policy, ReplicaPolicy::kNodeLocal);
   Plan other = plan;
   other.steps[0].ranks_per_node = 0;
-  for (const Sharing sharing : {Sharing::kMessages, Sharing::kBytes}) {
-    other.steps[0].sharing = sharing;
+  for (const ReplicaPolicy policy : {ReplicaPolicy::kWholeMessages, ReplicaPolicy::kEvenBytes}) {
+    other.steps[0].policy = policy;
     EXPECT_LT(predicted_picoseconds(plan), predicted_picoseconds(other));
   }
 }

@@ -1,4 +1,4 @@
-#include "runtime/borrow.h"
+#include "runtime/arena_view.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
@@ -15,7 +15,7 @@ namespace {
 
 void drop_arena(void* arena) { delete static_cast<c10::Storage*>(arena); }
 
-// Returns the memory of a tensor, which is null after give_back_memory.
+// Returns the memory of a tensor, which is null after release_memory.
 const c10::DataPtr& memory_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
 }
@@ -48,7 +48,7 @@ void clear_access_error(Storage& storage) {
 
 }  // namespace
 
-void borrow_memory(const at::Tensor& tensor, const at::Tensor& arena, int64_t offset_bytes) {
+void view_arena(const at::Tensor& tensor, const at::Tensor& arena, int64_t offset_bytes) {
   const auto size_bytes = static_cast<int64_t>(tensor.nbytes());
   TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.storage_offset() == 0,
                     "tensor must be contiguous and begin its storage, got strides ", tensor.strides(),
@@ -88,7 +88,7 @@ void record_use(const at::Tensor& tensor, c10::Stream stream) {
   c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(memory, stream);
 }
 
-void give_back_memory(const at::Tensor& tensor, const std::string& when_read) {
+void release_memory(const at::Tensor& tensor, const std::string& when_read) {
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(at::DataPtr(nullptr, tensor.device()));
   // The size stays, because an operator on a view checks the size before it reads the address.
