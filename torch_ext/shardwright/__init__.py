@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import _native as _native  # the first, so that a build that does not fit the installed torch is reported as one
+from . import _native as _native  # imported first: it reports a build for another torch
 from . import placements as placements
 from . import planning as planning
 from . import rules as rules

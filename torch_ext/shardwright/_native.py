@@ -1,7 +1,6 @@
 """The two compiled modules: `_planner`, which needs no torch, and `_runtime`, which is linked against torch.
 
-Modules of the package import them from here, so that a build that does not fit the installed torch is reported with the
-command that mends it.
+Modules import them from here. A build for another torch is then reported with the command that repairs it.
 """
 
 from __future__ import annotations

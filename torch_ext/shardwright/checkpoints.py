@@ -1,7 +1,7 @@
-"""Checkpoints of torch.distributed.checkpoint, read by exactly the parts that a rank needs.
+"""Readers of torch.distributed.checkpoint files that read only the slices that a rank needs.
 
-PyTorch's planner asks for slices of saved tensors, but its `FileSystemReader` reads each such tensor from beginning to
-end. `CheckpointReader` reads the slices alone, and `load_checkpoint` plans for any layout.
+PyTorch's planner requests slices of saved tensors, but its `FileSystemReader` reads each of these tensors from
+beginning to end. `CheckpointReader` reads only the slices, and `load_checkpoint` plans reads for any layout.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .transfers.declared import Given, Reader
 _MAX_GAP_BYTES = 4096
 _MAX_SPAN_BYTES = 8 << 20
 
-# Indices [begin, end) of a dim of what is read, and where they begin in that dim of the tensor that they are written
-# to. The runs of a dim follow each other there; what they read may be in any order.
+# A run (begin, end, to) of one dim: indices [begin, end) of the stored tensor are copied to the target from index `to`
+# on. The runs of a dim are contiguous in the target; in the stored tensor they may be in any order.
 _Run = tuple[int, int, int]
 
 
 class _Stored(NamedTuple):
-    """A saved tensor in its file."""
+    """Location and format of a saved tensor in its file."""
 
-    offset: int  # of its first element, in bytes
+    offset: int  # byte offset of the first element in the file
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -45,10 +45,10 @@ class _Stored(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The elements of a tensor, or of a part of it, that a rank needs: runs of each dim."""
+    """A box of elements of a tensor that a rank needs: the product of the runs of its dims."""
 
-    runs: list[torch.Tensor]  # of each dim, a row for each run, as in `_Run`
-    view: torch.Tensor  # of the local tensor, which they fill
+    runs: list[torch.Tensor]  # for each dim a matrix with one `_Run` per row
+    view: torch.Tensor  # the part of the local tensor that the runs fill
 
 
 class CheckpointReader(dcp.FileSystemReader):
@@ -56,10 +56,10 @@ class CheckpointReader(dcp.FileSystemReader):
 
     Args:
         path: the folder of the checkpoint.
-        max_gap_bytes: shorter gaps between the runs of a slice are read along with them. The default is a page, the
-            least that a file system reads; file systems with long latencies may want more.
+        max_gap_bytes: gaps of at most this size between the runs of a slice are read too, and discarded. The default is
+            a page, the smallest read of a file system; more may be faster on file systems with high latency.
 
-    ``bytes_read``: how many bytes of tensors were read so far, gaps included.
+    ``bytes_read``: number of bytes of tensors read so far, including gaps.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_gap_bytes: int = _MAX_GAP_BYTES) -> None:
@@ -75,7 +75,7 @@ class CheckpointReader(dcp.FileSystemReader):
         for item in plan.items:
             stored = self.storage_data[item.storage_index]
             if item.type == LoadItemType.BYTE_IO or stored.transform_descriptors:
-                whole.append(item)  # pickles, and what was compressed or encrypted
+                whole.append(item)  # pickles, and compressed or encrypted tensors
             else:
                 by_file.setdefault(stored.relative_path, []).append(item)
         for relative_path, items in by_file.items():
@@ -85,7 +85,7 @@ class CheckpointReader(dcp.FileSystemReader):
         return super().read_data(LoadPlan(whole), planner)
 
     def _read_items(self, file: Any, items: list[ReadItem], planner: LoadPlanner) -> None:
-        # A saved tensor may be asked for in many slices; its place in the file is looked up once.
+        # Several slices of a saved tensor may be requested; its location in the file is looked up once.
         for index, some in itertools.groupby(items, key=lambda item: item.storage_index):
             saved = self.storage_data[index]
             stored = _locate(self._slice_file(file, saved), saved.offset)
@@ -95,19 +95,22 @@ class CheckpointReader(dcp.FileSystemReader):
                     piece = target if direct else torch.empty(target.shape, dtype=stored.dtype)
                     self._read(file, stored, item.storage_offsets, runs, piece)
                     if direct:
-                        torch.autograd.graph.increment_version(target)  # autograd did not see what was read
+                        torch.autograd.graph.increment_version(target)  # the read bypassed autograd
                     else:
                         target.copy_(piece.conj() if stored.is_conj else piece)
 
     def _read(
         self, file: Any, stored: _Stored, offsets: Sequence[int], runs: Sequence[list[_Run]], piece: torch.Tensor
     ) -> None:
-        """Fills a tensor with runs of each dim of a stored one, counted from these offsets."""
+        """Reads the product of `runs` of a stored tensor into `piece`. Run indices are relative to `offsets`.
+
+        The innermost dims are read with one call per span, including gaps; the outer dims are iterated.
+        """
         if piece.numel() == 0:
             return
         span = stored.dtype.itemsize
         at = stored.offset + span * sum(o * s for o, s in zip(offsets, stored.strides))
-        # Dims from the widest stride to the narrowest: the last ones are read in one go, gaps included.
+        # Dims from the widest stride to the narrowest.
         order = sorted(range(piece.ndim), key=lambda dim: -stored.strides[dim])
         view, cuts = piece.permute(order), [runs[dim] for dim in order]
         strides = [stored.strides[dim] * span for dim in order]
@@ -115,7 +118,7 @@ class CheckpointReader(dcp.FileSystemReader):
             view, cuts, strides = piece.unsqueeze(0), [[(0, 1, 0)]], [span]
         outer = len(cuts)
         spans: list[list[_Run]] = []
-        groups: list[list[_Run]] = []  # by dim, from that of `spans` on
+        groups: list[list[_Run]] = []  # the runs of the first span of each inner dim
         while outer and len(spans) < 2:
             outer -= 1
             spans = list(_spans(cuts[outer], strides[outer], span, self._max_gap_bytes))
@@ -131,7 +134,7 @@ class CheckpointReader(dcp.FileSystemReader):
     def _read_span(
         self, file: Any, at: int, view: torch.Tensor, groups: Sequence[list[_Run]], strides: Sequence[int]
     ) -> None:
-        """Reads from the first run of each dim to the last."""
+        """Reads one span, from the first index of every dim to the last, and copies the runs in it to `view`."""
         item_bytes = view.dtype.itemsize
         at += sum(group[0][0] * stride for group, stride in zip(groups, strides))
         sizes = [group[-1][1] - group[0][0] for group in groups]
@@ -150,7 +153,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 def _targets(planner: LoadPlanner, item: ReadItem) -> Iterator[tuple[Sequence[list[_Run]], torch.Tensor]]:
-    """Yields the runs of each dim of an item that are read, and the tensors that they are written to."""
+    """Yields (runs per dim, target): the runs of an item to read, and the tensor that they fill."""
     if isinstance(planner, _Planner):
         yield from planner.targets(item)
         return
@@ -162,9 +165,11 @@ def _targets(planner: LoadPlanner, item: ReadItem) -> Iterator[tuple[Sequence[li
 
 
 def _spans(runs: Sequence[_Run], stride: int, span: int, max_gap_bytes: int) -> Iterator[list[_Run]]:
-    """Groups the runs of a dim, cut where they are long, into those that are read in one go.
+    """Groups the runs of a dim into spans that are each read with one call. Long runs are split.
 
-    Strides are in bytes, and `span` bytes are read at each index.
+    Args:
+        stride: bytes between two indices.
+        span: bytes to read at each index.
     """
     most = 1 if stride - span > max_gap_bytes else max(1, _MAX_SPAN_BYTES // max(stride, 1))
     group: list[_Run] = []
@@ -183,12 +188,12 @@ def _spans(runs: Sequence[_Run], stride: int, span: int, max_gap_bytes: int) -> 
 
 
 def _positions(runs: Sequence[_Run]) -> list[tuple[int, int]]:
-    """Returns each index that is read, and the one that it is written to."""
+    """Returns (stored index, target index) for each index of the runs."""
     return [(begin + i, to + i) for begin, end, to in runs for i in range(end - begin)]
 
 
 def _indices(runs: Sequence[_Run]) -> torch.Tensor:
-    """Returns the indices that are read, counted from the first."""
+    """Returns the stored indices of the runs, relative to the first one."""
     begins, ends, to = torch.tensor(runs).unbind(1)
     lengths = ends - begins
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(begins - begins[0] - to + to[0], lengths)
@@ -200,7 +205,7 @@ def _can_be_read_into(target: torch.Tensor, stored: _Stored) -> bool:
 
 
 def _locate(file_slice: Any, offset: int) -> _Stored:
-    """Finds a tensor that torch.save wrote to this part of a file, from its headers alone."""
+    """Returns the location of a tensor that torch.save wrote to `file_slice`. Reads only its headers."""
     tensor = torch.load(file_slice, map_location="meta", weights_only=True)
     storage_begin: int = tensor.untyped_storage()._checkpoint_offset
     begin = offset + storage_begin + tensor.storage_offset() * tensor.dtype.itemsize
@@ -208,7 +213,7 @@ def _locate(file_slice: Any, offset: int) -> _Stored:
 
 
 def _read_into(file: Any, at: int, tensor: torch.Tensor) -> None:
-    """Fills a contiguous tensor with bytes of a file."""
+    """Fills a contiguous tensor with the bytes of a file from offset `at` on."""
     left = memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
     while left:
         count = os.preadv(file.fileno(), [left], at)
@@ -225,15 +230,15 @@ def load_checkpoint(
     max_gap_bytes: int = _MAX_GAP_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Fills tensors of any layouts from a checkpoint of ``torch.distributed.checkpoint`` that was saved from others.
+    """Fills tensors of any layouts from a checkpoint of ``torch.distributed.checkpoint`` saved with any other layouts.
 
-    Each rank reads only the bytes of its own parts. All ranks of the group call; those without tensors pass None.
+    Each rank reads only the bytes of its own parts. All ranks of the group call; ranks without tensors pass None.
 
     Args:
         path: the folder of the checkpoint.
-        to: tensors by name, filled in place: DTensors, pairs of a local tensor and its `Layout`, or tensors that this
-            rank needs whole. The names are those of the checkpoint; dicts within it have their names joined by dots.
-            Where dtypes differ, elements are cast as by ``x.to``.
+        to: tensors by name, filled in place: DTensors, pairs of a local tensor and its `Layout`, or plain tensors,
+            which get all elements. Names are those of the checkpoint; names of nested dicts are joined by dots. If
+            dtypes differ, elements are cast as by ``x.to``.
         max_gap_bytes: as in `CheckpointReader`.
         group: the process group whose ranks take part; default, the default group.
 
@@ -241,26 +246,26 @@ def load_checkpoint(
         The number of bytes of tensors that this rank read.
 
     Raises:
-        torch.distributed.checkpoint.CheckpointException: on all ranks, with the errors of each: names that the
-            checkpoint lacks, other shapes, elements that it does not hold, local tensors that contradict their layout.
+        torch.distributed.checkpoint.CheckpointException: raised on all ranks, with the errors of each: names or
+            elements that the checkpoint lacks, different shapes, local tensors that do not match their layout.
     """
     reader = CheckpointReader(path, max_gap_bytes)
     planner = _Planner(to, group)
     dcp.load({"": to}, storage_reader=reader, planner=planner, process_group=group)
-    # A DTensor and its local tensor, which was written to, count their versions apart.
+    # The reader incremented the versions of local tensors. A DTensor has a version counter of its own.
     torch.autograd.graph.increment_version([one.value for one in planner.given.values() if one.value is not None])
     return reader.bytes_read
 
 
 class _Planner(LoadPlanner):
-    """Plans the reads of parts of any layouts."""
+    """A load planner for tensors of any layouts."""
 
     def __init__(self, to: Any, group: dist.ProcessGroup | None) -> None:
         self._to = to
         self._group = group
-        self.given: dict[str, Given] = {}  # what this rank passes
+        self.given: dict[str, Given] = {}  # this rank's tensors by name
         self._metadata: Metadata | None = None
-        self._parts: dict[tuple[str, int | None], _Part] = {}  # by name and number
+        self._parts: dict[tuple[str, int | None], _Part] = {}  # by name and index of the part
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         self._metadata = metadata
@@ -312,7 +317,7 @@ class _Planner(LoadPlanner):
         return [item for item, count in zip(items, counts) if count]
 
     def _runs(self, item: ReadItem) -> list[torch.Tensor]:
-        """Returns the runs of each dim that lie in an item, counted from its beginning."""
+        """Returns for each dim the runs within an item, relative to the item's beginning."""
         found = []
         place = item.dest_index
         for dim, runs in enumerate(self._parts[place.fqn, place.index].runs):
@@ -323,7 +328,7 @@ class _Planner(LoadPlanner):
         return found
 
     def targets(self, item: ReadItem) -> Iterator[tuple[Sequence[list[_Run]], torch.Tensor]]:
-        """Yields the runs of each dim of an item that this rank needs, and the views that they fill."""
+        """Yields (runs per dim, view that they fill) for the elements of an item that this rank needs."""
         for runs in itertools.product(*(_consecutive(runs.tolist()) for runs in self._runs(item))):
             target = self._parts[item.dest_index.fqn, item.dest_index.index].view
             for dim, some in enumerate(runs):
@@ -340,7 +345,7 @@ class _Planner(LoadPlanner):
         raise AssertionError("no bytes were asked for")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Returns a temporary, for what PyTorch's reader reads because it was compressed."""
+        """Returns a temporary tensor, into which PyTorch's reader reads compressed tensors."""
         view = self._parts[read_item.dest_index.fqn, read_item.dest_index.index].view
         return torch.empty(read_item.lengths, dtype=view.dtype)
 
@@ -353,7 +358,7 @@ class _Planner(LoadPlanner):
 
 
 def _parts(local: torch.Tensor, layout: _planner.Layout | None, rank: int) -> Iterator[_Part]:
-    """Yields what a rank needs of a tensor. Where dims are flattened, not all of it is made of runs of single dims."""
+    """Yields the parts of a tensor that a rank needs: one, or several boxes if the layout flattens dims."""
     if local.numel() == 0:
         return
     region = [[(0, size)] for size in local.shape] if layout is None else layout.region(rank)
@@ -370,7 +375,7 @@ def _parts(local: torch.Tensor, layout: _planner.Layout | None, rank: int) -> It
 
 
 def _in_order(intervals: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Returns runs that fill a dim in this order."""
+    """Returns the `_Run` rows of intervals that fill a dim one after the other."""
     begins, ends = torch.tensor(intervals).unbind(1)
     lengths = ends - begins
     return torch.stack((begins, ends, lengths.cumsum(0) - lengths), 1)
@@ -381,7 +386,7 @@ def _length(runs: Sequence[_Run]) -> int:
 
 
 def _consecutive(runs: Sequence[_Run]) -> list[list[_Run]]:
-    """Splits the runs of a dim where they do not follow each other in the tensor that they are written to."""
+    """Splits the runs of a dim into groups that are contiguous in the target."""
     groups: list[list[_Run]] = []
     expected = None
     for run in runs:
@@ -394,7 +399,10 @@ def _consecutive(runs: Sequence[_Run]) -> list[list[_Run]]:
 
 
 def _boxes_of_run(begin: int, end: int, sizes: Sequence[int]) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yields, in order, the boxes of a tensor of these sizes that are its elements [begin, end) in row-major order."""
+    """Yields, in order, the boxes that make up elements [begin, end) of a row-major tensor of these sizes.
+
+    Example: elements [2, 9) of 3 x 4 are [0:1, 2:4], [1:2, 0:4] and [2:3, 0:1].
+    """
     if len(sizes) == 1:
         yield ((begin, end),)
         return

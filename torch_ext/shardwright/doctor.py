@@ -23,14 +23,14 @@ def version() -> str:
 
 
 def check_torch(installed: str) -> None:
-    """Raises ImportError, with what to do, if the extension modules were built for another torch than this one."""
+    """Raises ImportError, with the remedy, if the extension modules were built for another torch than `installed`."""
     sentence = _about_torch(_build_info(), installed)
     if sentence:
         raise ImportError(f"shardwright was {sentence}")
 
 
 def import_error(module: str, error: ImportError) -> ImportError:
-    """Returns the error to raise if an extension module does not load. It says which one, why, and what to do."""
+    """Returns the error for an extension module that does not load: its name, the cause and the remedy."""
     why = str(error) if _file_of(module) else "it was not built for this Python"
     return ImportError(f"shardwright: {module} does not import ({why}); {_REBUILD}")
 
@@ -122,7 +122,7 @@ def _about_torch(build: dict[str, Any] | None, installed: str) -> str | None:
 
 
 def _release(version: str) -> str:
-    """Returns 2.15 for 2.15.0+cu132: binaries fit every patch release of the series they were built for."""
+    """Returns 2.15 for 2.15.0+cu132: binaries work with every patch release of a series."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 

@@ -33,14 +33,13 @@ def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False
 
     Args:
         strict: raise RuntimeError where a redistribute would be left to PyTorch.
-        make_groups: whether missing process groups may be made, at first use and by their members. If not, plans use
-            only the groups of the mesh's dims, its flattened ones and those made by `prepare`.
-        overlap: whether `linear`, `matmul` and ``@`` of DTensors gather their operand while they multiply, where
-            PyTorch would gather first (matmul/overlapping.py says which). The result is then cut in its last dim
-            along those mesh dims. This does not apply to compiled code.
-        views: whether DTensor's views (`view`, `reshape`, `flatten`, `unflatten`, ...) keep every rank's elements where
-            they are, wherever a layout that DTensor has says so (docs/views.md). The backward must run while this is
-            on.
+        make_groups: make missing process groups at first use, by their members. If false, plans use only the groups of
+            the mesh's dims, of its flattened dims, and those made by `prepare`.
+        overlap: gather the operand of `linear`, `matmul` and ``@`` of DTensors during the product, where PyTorch would
+            gather first (matmul/overlapping.py lists the cases). The result is then sharded in its last dim along those
+            mesh dims. Compiled code is not affected.
+        views: run DTensor's views (`view`, `reshape`, `flatten`, `unflatten`, ...) without communication wherever
+            DTensor can describe the result (docs/views.md). The backward must run while this is on.
     """
     with _lock:
         patch.install()
@@ -49,7 +48,7 @@ def enable(strict: bool = False, make_groups: bool = True, overlap: bool = False
 
 
 def disable() -> None:
-    """Gives PyTorch its own function back, unless a block of another thread still needs ours.
+    """Restores PyTorch's function, unless a block of another thread still needs shardwright's.
 
     Raises RuntimeError if shardwright is not enabled, by `enable` or by the block that this thread is in.
     """
@@ -67,10 +66,10 @@ def disable() -> None:
 def enabled(
     strict: bool = False, make_groups: bool = True, overlap: bool = False, views: bool = False
 ) -> Iterator[None]:
-    """Enables shardwright for a block. The backward of what ran inside uses it too, whenever it runs.
+    """Enables shardwright for a block, and for the backward of the operations in it, whenever that runs.
 
-    Like `enable`, this applies to all threads. Blocks of several threads may overlap: the one that began last decides,
-    and the end of a block undoes only that block.
+    Like `enable`, this applies to all threads. Blocks of several threads may overlap: the block that began last has
+    precedence, and the end of a block undoes only that block.
     """
     with _lock:
         patch.install()
@@ -89,7 +88,7 @@ def enabled(
 
 
 def _apply() -> None:
-    """Puts the mode that the blocks ask for into effect."""
+    """Applies the mode that the open blocks require."""
     mode = modes.wanted()
     if mode.overlap or modes.current().overlap:
         from .matmul import overlapping
@@ -116,18 +115,19 @@ def redistribute(
     Args:
         x: the DTensor; it is not changed.
         placements: one per mesh dim of the result.
-        mesh: the mesh of the result; default: `x`'s own. On another mesh the result is sharded or replicated, and all
-            ranks of both meshes call; a rank outside a mesh holds an empty part, as DTensor has it. When layouts are
-            first used, the ranks compare what they take `x` to be.
+        mesh: the mesh of the result; default: the mesh of `x`. On another mesh the result must be sharded or
+            replicated, and all ranks of both meshes call; ranks outside a mesh hold an empty part, as in DTensor. At
+            the first use of a pair of layouts, ranks check that they agree on the layout of `x`.
         async_op, forward_dtype, backward_dtype: as in ``DTensor.redistribute``.
 
     Returns:
         A DTensor with these placements; twice differentiable.
 
     Raises:
-        ValueError: the number of placements is wrong, they are partial on another mesh, a mesh is a slice such as
-            ``mesh["tp"]`` and another one on other ranks that take part, or an argument has the wrong type.
-        RuntimeError: shardwright cannot do this, or ranks differ in where `x` lies; the message has the reason.
+        ValueError: the number of placements is wrong, placements on another mesh are partial, a mesh is a slice such as
+            ``mesh["tp"]`` that differs between ranks, or an argument has the wrong type.
+        RuntimeError: shardwright does not support this redistribute, or ranks disagree on the layout of `x`; the
+            message has the reason.
     """
     if not isinstance(x, DTensor):
         raise ValueError(f"x: got a {type(x).__name__}; allowed is a DTensor (redistribute_local takes plain tensors)")

@@ -33,8 +33,8 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     """Like PyTorch's style; `method`, `chunks`, `depth` and `save` are those of `shardwright.linear`.
 
     With `shares_gather`, layers that get the same tensor object, such as query, key and value, gather it once: the
-    first one that runs gathers it while it multiplies. The others use the gathered tensor, and their gradients are
-    scattered together with its own. The gathered tensor then lives until the backward, as it does with PyTorch's
+    first layer that runs gathers it during its product. The others use the gathered tensor, and their gradients are
+    scattered together with the first layer's. The gathered tensor is kept until the backward, as with PyTorch's
     ``PrepareModuleInput``.
     """
 
@@ -63,10 +63,11 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
 class ContextParallel(torch_parallel.ParallelStyle):
     """Replaces ``scaled_dot_product_attention`` within a module by shardwright's, over a mesh of one dim.
 
-    The module gets and returns parts of the sequence. Everything else in it must work on single places of it.
+    Input and output of the module are shards of the sequence. All other operations in it must treat the positions of
+    the sequence independently.
 
     Args:
-        size: the length of the whole sequence; not needed where queries are DTensors.
+        size: the length of the full sequence; not needed if queries are DTensors.
         layout, method: as in `shardwright.attention.scaled_dot_product_attention`.
     """
 
@@ -145,9 +146,10 @@ def _annotate(
 def _uneven(
     module: nn.Module, x: torch.Tensor, layouts: tuple[Placement, ...], device_mesh: DeviceMesh
 ) -> dict[str, Any]:
-    """Returns the shape and strides of the whole tensor where `from_local`, which assumes even cuts, would be wrong.
+    """Returns shape and strides of the global tensor if its features are sharded unevenly.
 
-    Only the features can be cut so: their number is known from the weight. It decides alike on all ranks.
+    `from_local` alone would assume even shards. The number of features is known from the weight, so the result is equal
+    on all ranks. For other dims it is unknown.
     """
     features = module.weight.shape[1]  # type: ignore[union-attr, index]
     (layout,) = layouts
@@ -163,7 +165,7 @@ def _forward(module: nn.Linear, x: DTensor) -> DTensor:
 
 
 class _Gathered(NamedTuple):
-    """The gathered form of a tensor, stored on the tensor itself."""
+    """A gathered tensor, stored as an attribute of the tensor that was gathered."""
 
     whole: DTensor
     version: int  # the tensor's version when it was gathered
@@ -183,7 +185,7 @@ def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
     # The gradient of the gathered tensor, if there is one, is scattered together with the gradient of this layer.
     how = {**module._shardwright_how, "save": "gathered", "shares": True}  # type: ignore[dict-item]
     y, *gathered = tensors.multiply("linear", x, [module.weight], [module.bias], [None, None], **how)
-    # A leaf that requires gradients is left out: it would hold the graph, and the graph holds it.
+    # Not for leaves that require gradients: leaf and graph would refer to each other, and never be freed.
     if gathered and not (given.is_leaf and given.requires_grad):
         given._shardwright_gathered = _Gathered(gathered[0], *now)
     return y

@@ -1,9 +1,9 @@
-"""Placements that torch has no class for. Each is one mesh dim that cuts one tensor dim, or the leading ones as one.
+"""Placements that torch has no class for. Each cuts one tensor dim, or the flattened leading dims, along one mesh dim.
 
-They stand wherever `Layout` takes a placement, next to texts and torch's own objects, and nest with all of them.
+`Layout` accepts them next to strings and torch's placements. Several placements may cut the same tensor dim.
 
-All but `Owned` take a `unit`: cuts are then made at multiples of it only, counted within what earlier cuts leave, so
-that blocks with a scale stay whole.
+All but `Owned` take a `unit`: cuts are then at multiples of it, relative to the part that earlier cuts leave, so that
+blocks which share a scale are not split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Cut:
             raise ValueError(f"unit: {kind} has blocks of {block}, in units of {unit}; allowed are multiples of it")
 
     def __str__(self) -> str:
-        """Returns the placement as `Layout` spells it."""
+        """Returns the text that `Layout` accepts, such as ``Blocks(0,128)``."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -40,18 +40,18 @@ class _Cut:
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def text(self, length: int) -> str:
-        """The same for a tensor dim of this length, which it alone cuts."""
+        """Returns the text for a tensor dim of this length that no other placement cuts."""
         return str(self)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Shard(_Cut):
-    """``torch.chunk``, as DTensor's ``Shard``, but in whole units: ``Blocks`` with blocks of `unit`.
+    """DTensor's ``Shard`` in whole units. It is the same as ``Blocks`` with blocks of `unit` elements.
 
     Args:
         dim: the tensor dim.
-        unit: elements that stay together. A weight with ``unit=128`` next to ``Shard(dim)`` of its scales, one for each
-            128 elements, has its cuts where the scales have theirs.
+        unit: number of elements that stay together. Example: a weight has one scale per 128 elements. With ``unit=128``
+            it is cut where ``Shard(dim)`` cuts the scales.
     """
 
     dim: int
@@ -63,17 +63,18 @@ class Shard(_Cut):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ragged(_Cut):
-    """Coordinate c of the mesh dim holds the next ``sizes[c]`` elements, or its share by `units`.
+    """Uneven parts: coordinate c of the mesh dim holds the next ``sizes[c]`` elements, or its share by `units`.
 
     Args:
         dim: the tensor dim. Leave it out if `dims` is given.
-        sizes: one per coordinate, 0 allowed. They sum to the length of what they cut.
-        unit: sizes are multiples of it; only the last elements of all may be fewer.
-        dims: ``(0, 1, ...)``, the leading tensor dims, which are seen as one of all their elements: cuts may fall
-            within a row. The local tensor has one dim for them. This is veScale's and flex_shard's RaggedShard.
-        units: in place of sizes, the shares of what it cuts: ``(1, 2, 1)`` of 24 elements are 6, 12 and 6. Behind other
-            cuts of the same dim, what it cuts are the parts that they leave, which must then have one length. All
-            shares must be whole.
+        sizes: number of elements per coordinate, possibly 0. Their sum is the length of the part that earlier cuts
+            leave.
+        unit: sizes are multiples of it, except that the last elements of the dim may be fewer.
+        dims: ``(0, 1, ...)``: leading tensor dims to flatten into one, so that cuts may fall within a row. The local
+            tensor has one dim in their place. This is RaggedShard of veScale and flex_shard.
+        units: relative sizes instead of absolute ones: ``(1, 2, 1)`` of 24 elements are 6, 12 and 6. After other cuts
+            of the same dim they apply to the parts that these leave, which must have equal lengths. The resulting sizes
+            must be integers.
     """
 
     dim: int = 0
@@ -103,7 +104,7 @@ class Ragged(_Cut):
         return str(self.of_length(self.dim, length))
 
     def of_length(self, dim: int, length: int) -> Ragged:
-        """The same with sizes in place of units, where what it cuts is of this dim and length."""
+        """Returns the placement with `sizes` instead of `units`, for parts of this length along tensor dim `dim`."""
         if self.units is None:
             return self
         total = sum(self.units)
@@ -122,11 +123,11 @@ class Ragged(_Cut):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Blocks(_Cut):
-    """``Shard`` in whole blocks: the list of blocks is cut as ``torch.chunk`` does, and the last one may be short.
+    """``Shard`` in whole blocks: ``torch.chunk`` of the list of blocks. The last block may be short.
 
     Args:
         dim: the tensor dim.
-        block: elements of a block, e.g. those that share a scale.
+        block: number of elements per block, e.g. per scale.
         unit: the block is a multiple of it.
     """
 
@@ -144,7 +145,7 @@ class Cyclic(_Cut):
 
     Args:
         dim: the tensor dim.
-        block: elements of a block; the last one may be short.
+        block: number of elements per block; the last block may be short.
         unit: the block is a multiple of it.
     """
 
@@ -158,11 +159,11 @@ class Cyclic(_Cut):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Owned(_Cut):
-    """One coordinate of the mesh dim holds everything, the others hold nothing. It cuts nowhere, so it needs no unit.
+    """One coordinate of the mesh dim holds all elements, the others none. Nothing is cut, so there is no `unit`.
 
     Args:
-        coordinate: the one that holds it.
-        dim: the tensor dim along which the others' parts are empty.
+        coordinate: the coordinate that holds the elements.
+        dim: the tensor dim in which the parts of the other coordinates have size 0.
     """
 
     coordinate: int
@@ -178,8 +179,8 @@ class Packed(_Cut):
 
     Args:
         dim: the tensor dim along which the components are concatenated.
-        sizes: of the components. They sum to the length of what they cut.
-        unit: each component is cut in whole units; sizes are multiples of it, except the last.
+        sizes: lengths of the components. Their sum is the length of the part that earlier cuts leave.
+        unit: each component is cut in whole units; all sizes but the last are multiples of it.
     """
 
     dim: int
@@ -201,16 +202,16 @@ class Packed(_Cut):
 class Pieces(_Cut):
     """Coordinate c of the mesh dim holds the intervals ``lists[c]``, in this order.
 
-    Invariants: every element is held by some coordinate, and by none of them twice. Several coordinates may hold the
-    same elements, and the order within a list is that of the local tensor, whatever their order in the global one.
+    Invariants: every element is held by at least one coordinate, and at most once by each. The order within a list is
+    the order in the local tensor; it may differ from the global order.
 
-    Lists that ascend and share nothing are a cut like any other. Others are moved by one direct exchange between all
-    ranks, after reductions: see docs/architecture/exchange.md, "Rearrangements", for what is optimal in it.
+    Ascending, disjoint lists are handled like any other cut. Other lists are moved by one exchange between all ranks,
+    after reductions; docs/architecture/exchange.md, "Rearrangements", describes in which respects it is optimal.
 
     Args:
         dim: the tensor dim.
-        lists: one per coordinate, of ``(begin, end)``; empty ones are allowed.
-        unit: all ends are multiples of it; only the end of the tensor dim need not be.
+        lists: for each coordinate a list of ``(begin, end)``, possibly empty.
+        unit: interval ends are multiples of it, except the end of the tensor dim.
     """
 
     dim: int
@@ -226,7 +227,7 @@ class Pieces(_Cut):
 
     @classmethod
     def zigzag(cls, dim: int, size: int, count: int) -> Pieces:
-        """Balanced causal attention over context: coordinate c of `count` holds chunks c and 2 count - 1 - c.
+        """Balances causal attention: coordinate c of `count` holds chunks c and 2 count - 1 - c of the sequence.
 
         The chunks are those of ``torch.chunk`` into ``2 * count``; trailing ones may be short or empty.
         """
@@ -239,7 +240,7 @@ class Pieces(_Cut):
 
     @classmethod
     def items(cls, dim: int, lists: Sequence[Sequence[int]], size: int = 1) -> Pieces:
-        """Items of `size` elements each, such as experts: coordinate c holds items ``lists[c]``, in this order."""
+        """Places items such as experts: coordinate c holds items ``lists[c]``, each of `size` elements."""
         size = _at_least(size, "size", 1)
         try:
             numbers = [[operator.index(item) for item in one] for one in lists]
@@ -255,7 +256,7 @@ class Pieces(_Cut):
 
 
 def of_others(placement: object) -> object:
-    """The same placement in our terms for objects of other libraries, by class name and attributes; else as it is.
+    """Converts placements of other libraries, recognized by class name and attributes. Returns others unchanged.
 
     - ``RaggedShard(dims, local_units)`` of veScale and flex_shard, and veScale's ``_StridedRaggedShard``
     - ``BlockShard(blocks_per_rank, dim)`` and ``Owned(owner_rank)`` of flex_shard
@@ -273,17 +274,17 @@ def of_others(placement: object) -> object:
 
 
 def is_ragged_shard(placement: object) -> bool:
-    """Returns whether it is another library's RaggedShard, in the order of cuts or not (``_StridedRaggedShard``)."""
+    """True for RaggedShard and ``_StridedRaggedShard`` of other libraries."""
     return type(placement).__name__ in ("RaggedShard", "_StridedRaggedShard")
 
 
 def of_partition(parameter: Any, count: int) -> str | _Cut:
-    """The placement of a Megatron parameter over its tensor-parallel ranks, by the attributes that Megatron sets.
+    """Returns the placement of a Megatron parameter over its tensor-parallel ranks, from attributes that Megatron sets.
 
     Args:
-        parameter: with ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and perhaps
-            ``partition_sizes``, the components of a fused dim as one rank holds them.
-        count: the number of tensor-parallel ranks. Each of them holds as much of every component.
+        parameter: has ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and, for a fused dim,
+            optionally ``partition_sizes``: the sizes of one rank's shards of the components.
+        count: the number of tensor-parallel ranks. Their shards of a component have equal sizes.
 
     Returns:
         "R", a `Packed`, a strided shard, or `Shard`.
@@ -299,12 +300,12 @@ def of_partition(parameter: Any, count: int) -> str | _Cut:
 
 
 def is_cut(placement: object) -> bool:
-    """Returns whether it is of this module, so that torch has no class for it."""
+    """True for placements of this module."""
     return isinstance(placement, _Cut)
 
 
 def text_of(placement: object) -> str | None:
-    """The spelling of `Layout`; None for what is not of this module."""
+    """Returns the text that `Layout` accepts; None for placements that are not of this module."""
     if isinstance(placement, Ragged) and placement.units is not None:
         raise ValueError(f"placements: {placement!r} depends on a shape; allowed are sizes")
     return str(placement) if isinstance(placement, _Cut) else None

@@ -1,4 +1,4 @@
-"""Measures what plans depend on, on a live job: the latencies and bandwidths of a `Topology`, and times of products.
+"""Measures a running job for planning: the latencies and bandwidths of a `Topology`, and times of matrix products.
 
 All ranks take part in each measurement at the same time, because in a redistribute all groups of a mesh dim move data
 at once and share network, memory and cores. `job` describes the ranks, `links` measures links, `products` products.
@@ -38,9 +38,9 @@ def calibrate(
 ) -> Topology:
     """Measures the links and products of a job in a few seconds. Later plans use the result.
 
-    All ranks of the group must call this at the same point, while they do nothing else: once, after
-    ``init_process_group``. Process groups that it makes are kept for redistributes, like those of `prepare`. The first
-    rank logs what was measured, at level INFO.
+    All ranks of the group must call this at the same point, while they do nothing else; once, after
+    ``init_process_group``, is enough. Process groups that it makes are kept for redistributes, like those of `prepare`.
+    The first rank logs the measurements at level INFO.
 
     Later redistributes and products of this job over the same backend use the measurements until `forget`
     or the end of the default process group, unless they are given a topology (or their mesh has one) or a
@@ -54,11 +54,11 @@ def calibrate(
             else according to the host names of the ranks.
         name: the name of the topology, which plans show.
         mesh: a torch ``DeviceMesh`` within the group; each of its mesh dims gets a link of its own, by name.
-        quick: use fewer sizes and repeats, for rougher figures.
+        quick: use fewer sizes and repeats, for rougher results.
         dtypes: the dtypes of the products to measure: floating types of 16 bits and more. Other dtypes use these
             measurements, scaled by size. If empty, no products are measured.
-        apply: whether later plans and products use the measurements. Default: only if all ranks of the job were
-            measured, since tables have to be the same on all ranks.
+        apply: use the measurements for later plans and products. Default: only if all ranks of the job were measured,
+            since tables must be equal on all ranks.
 
     Returns:
         A `Topology`, equal on all ranks, with times in picoseconds per collective, per message and per KiB. On one node
@@ -67,8 +67,8 @@ def calibrate(
     Raises:
         RuntimeError: torch.distributed is not initialised.
         ValueError: there are fewer than 2 ranks, this rank is outside the group, the mesh reaches beyond the group or
-            is not a DeviceMesh, nodes do not hold the same number of consecutive ranks each, a dtype has no products,
-            or `apply` is True for a part of the job.
+            is not a DeviceMesh, nodes do not hold the same number of consecutive ranks each, a dtype cannot be
+            measured, or `apply` is True for a part of the job.
     """
     if argument_values.is_device_mesh(group) and mesh is None:
         group, mesh = None, group

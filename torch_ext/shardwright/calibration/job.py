@@ -1,4 +1,4 @@
-"""The ranks of a measurement: how they agree on times, and which nodes they are on."""
+"""The ranks of a measurement, their agreement on times, and their assignment to nodes."""
 
 from __future__ import annotations
 
@@ -31,15 +31,18 @@ class Ranks:
         return everyone
 
     def wait(self) -> None:
-        """Waits until all ranks have come here."""
+        """Waits for all ranks."""
         if not self.is_alone:
             dist.barrier(self.group)
 
     def slowest(self, turns: list[list[float]], quantile: float) -> list[float]:
-        """Combines `turns`, in each of which every rank timed the same things, into seconds for each thing.
+        """Returns the seconds of each measured call: a low quantile over rounds of the time on the slowest rank.
 
-        A turn counts as long as on its slowest rank, because ranks that share a core may run one after the other. Of
-        the turns a low quantile is taken, because disturbances only add time.
+        Args:
+            turns: turns[i][j] has the seconds of call j in round i on this rank.
+            quantile: in [0, 1]. It should be low, because disturbances only add time.
+
+        The slowest rank counts, because ranks that share a core may run one after the other.
         """
         by_turn = [[max(times) for times in zip(*turn)] for turn in zip(*self.from_all(turns))]
         return [sorted(times)[int(quantile * (len(times) - 1))] for times in zip(*by_turn)]
@@ -64,12 +67,12 @@ class Job(NamedTuple):
     ranks: Ranks
     members: list[int]  # global ranks
     device: torch.device
-    lowering: _planner.Lowering  # that plans are made for
+    lowering: _planner.Lowering  # the lowering of plans that use the measurements
     quick: bool
 
 
 def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, mesh: Any | None, quick: bool) -> Job:
-    """Checks the arguments of `calibrate`, and makes a job of them."""
+    """Checks the arguments of `calibrate`, and returns the job."""
     groups.check_initialised()
     argument_checks.check_group(group)
     carrier = group if group is not None else dist.group.WORLD
@@ -112,7 +115,7 @@ def ranks_per_node(job: Job, given: int | None) -> int:
 
 
 def nodes_of_hosts(ranks: list[int], hosts: list[str]) -> int:
-    """Returns the same from the host of each rank. Raises ValueError if hosts are not nodes of consecutive ranks."""
+    """Returns `ranks_per_node` from the host of each rank. Raises ValueError if hosts do not have consecutive ranks."""
     if len(set(hosts)) == 1:
         return 0
     largest = max(hosts.count(host) for host in hosts)

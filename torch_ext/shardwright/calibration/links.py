@@ -1,11 +1,11 @@
-"""Measures latencies and bandwidths with all-to-alls of several lengths, in teams of several sizes.
+"""Measures latencies and bandwidths with all-to-alls of several message sizes, in teams of several sizes.
 
     inside, step       teams of neighbours on a node: 2, 4, ..., all ranks of the node
-    between            teams across nodes, of the ranks that have the same place on their nodes
+    between            teams across nodes, of the ranks with the same index on their nodes
     a mesh dim         the mesh dim's own groups
     memory             copies of a large tensor into new memory, as for a result
 
-csrc/cost/link_fit.h says how the figures are fitted to the times.
+csrc/cost/link_fit.h describes how the parameters are fitted to the times.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ..runtime import groups
 from .job import Job, by_node, ranks_per_node, seconds_of
 from .products import Traffic
 
-# Bytes that a rank sends to all its peers together. The range is from latency-bound to bandwidth-bound.
+# Total bytes that a rank sends to its peers, from latency-bound to bandwidth-bound.
 _SIZES_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 _SIZES_BYTES_QUICK = (1 << 10, 1 << 16, 1 << 20)
 _MEMORY_BYTES = 1 << 23
 
-# Larger teams say nothing new about the cost of one more peer.
+# Larger teams add no information about the cost of one more peer.
 _MAX_TEAM = 16
 
 _MAX_TRAFFIC_BYTES = 1 << 27
 
-# Each team size and number of bytes is measured in short batches that take turns with all others, so that other load on
-# the machine affects all of them alike.
+# All combinations of team and size alternate (round robin) in short batches, so that other load on the machine
+# affects all of them equally.
 _ROUNDS, _ROUNDS_QUICK = 24, 6
 _BATCH_SECONDS, _BATCH_SECONDS_QUICK = 0.006, 0.002
 _MAX_CALLS = 32
@@ -46,7 +46,7 @@ _PS = 1e12
 
 
 class _Series(NamedTuple):
-    """Something to measure: this rank's team in it, if it has one, and the bytes to send."""
+    """One all-to-all to measure: this rank's team, None if it idles, and the bytes to send to all peers together."""
 
     name: str
     team: dist.ProcessGroup | None
@@ -58,7 +58,7 @@ _Points = list[tuple[int, int, float]]  # peers, sent bytes, seconds
 
 
 def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | None) -> tuple[Topology, list[str]]:
-    """Returns the topology and a report of what was measured, both the same on all ranks."""
+    """Returns the topology and a report of the measurements, both equal on all ranks."""
     if not isinstance(name, str):
         raise ValueError(f"name: got {name!r}; allowed is text")
     if given_per_node is not None:
@@ -90,13 +90,13 @@ def _link(found: LinkFit) -> Link:
     return Link(message_ps=round(found.message * _PS), ps_per_kib=max(1, round(found.byte * 1024 * _PS)))
 
 
-# ---- what to measure
+# ---- series to measure
 
 _ALONG = "mesh dim "
 
 
 def _in_teams(job: Job, name: str, lines: list[list[int]]) -> Iterable[_Series]:
-    """Yields teams of 2, 4, 8, ... consecutive ranks of a line, and the whole line; ranks that are left over idle."""
+    """Yields series in teams of 2, 4, 8, ... consecutive ranks of each line, and in full lines. Leftover ranks idle."""
     longest = min(max(map(len, lines)), _MAX_TEAM)
     for size in sorted({*(1 << n for n in range(1, longest.bit_length())), longest} - {1}):
         team = None
@@ -141,7 +141,7 @@ def _crossing(mesh: Any | None, per_node: int) -> set[str]:
 
 
 def _take_points(job: Job, series: list[_Series]) -> tuple[dict[str, _Points], float]:
-    """Returns points by the name of their series, and the seconds that a copy of `_MEMORY_BYTES` takes."""
+    """Returns points by the name of their series, and the seconds per copy of `_MEMORY_BYTES`."""
     large = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device=job.device)
     calls = [_all_to_all(job, one) for one in series] + [large.clone]
 
@@ -164,7 +164,7 @@ def _take_points(job: Job, series: list[_Series]) -> tuple[dict[str, _Points], f
 
 
 def _all_to_all(job: Job, one: _Series) -> Callable[[], object]:
-    """Returns the all-to-all, run as by the runtime: nothing is sent to oneself, and idle ranks do nothing."""
+    """Returns a function that runs the all-to-all as the runtime does, without own parts. Idle ranks do nothing."""
     if one.team is None:
         return lambda: None
     team = one.team
@@ -181,7 +181,7 @@ def _all_to_all(job: Job, one: _Series) -> Callable[[], object]:
 def _start_messages(
     team: dist.ProcessGroup, peers: Sequence[int], sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
 ) -> Callable[[], None]:
-    """Starts a message to each of these global ranks and one from each; the result waits for them.
+    """Starts a message to each of these global ranks and one from each. Returns a function that waits for them.
 
     Receives are posted first, so that data goes both ways at once.
     """

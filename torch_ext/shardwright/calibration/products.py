@@ -1,4 +1,4 @@
-"""Measures how long matrix products take, on all ranks at once, and makes one table for all of them."""
+"""Measures matrix products on all ranks at once, and makes one table for all of them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .job import Ranks, seconds_of
 
 _REPEATS, _REPEATS_QUICK = 9, 3
 _LOW_QUANTILE = 0.25
-_MAX_SECONDS = 0.25  # for a large product on CPU; if it takes longer, a smaller one is used
-_TRAFFIC_LASTS = 1.5  # times as long as the products that run at the same time
+_MAX_SECONDS = 0.25  # maximum for a large product on CPU; if it takes longer, a smaller one is used
+_TRAFFIC_LASTS = 1.5  # duration of messages, relative to the products that run at the same time
 _LARGE = {"cpu": 1024, "cuda": 8192}
 _SMALL = 16
-_LARGE_CALLS = 3  # per turn, so that ranks overlap even if they leave the barrier at different times
-_SHORT_CALLS = 10  # per turn, of which the fastest counts
-_CHUNKS = (2, 8)  # whose times are compared
-_CHUNKS_LAST = 2.0  # times as long as the products that run at the same time, so that each chunk's turn counts
+_LARGE_CALLS = 3  # per round, so that ranks overlap even if they leave the barrier at different times
+_SHORT_CALLS = 10  # per round; the fastest counts
+_CHUNKS = (2, 8)  # the two numbers of chunks that are compared
+_CHUNKS_LAST = 2.0  # duration of all messages, relative to the large product; long enough to see the cost per chunk
 # Rows and columns of the tiles of kernels for 16-bit operands.
 _TILES = ((64, 64), (64, 128), (128, 128), (128, 192), (128, 256), (256, 256))
 
-# Starts messages that last for the given seconds, the same on all ranks; the result waits for their end.
+# Starts messages that take the given seconds, equal on all ranks. Returns a function that waits for their end.
 Traffic = Callable[[float], Callable[[], None]]
 
 
@@ -94,10 +94,10 @@ def measure_products(
 
 
 def late_by_chunk(times: list[float], product: float, slowdown: float) -> float:
-    """Returns by how many seconds each chunk ends later than lanes say, from times of `_Products.times_in_chunks`.
+    """Returns the delay per chunk, in seconds, that the predicted timeline lacks, from `_Products.times_in_chunks`.
 
-    A message and a product in n chunks take as long as the lanes of csrc/products/timeline.h say, plus something for
-    each chunk, plus something that does not depend on n. The difference between two n leaves what one chunk takes.
+    Messages and products in n chunks take the time of the timeline in csrc/products/timeline.h, plus a delay per chunk,
+    plus a constant. The difference between two values of n gives the delay per chunk.
     """
     late = []
     for chunks, messages, together in zip(_CHUNKS, times[::2], times[1::2], strict=True):
@@ -131,7 +131,7 @@ class _Products:
             self.tiles = tile_of(self.n, waves, self.processors)
 
     def make(self, n: int) -> None:
-        """Makes operands of n x n. n has to be the same on all ranks."""
+        """Makes operands of n x n. n must be equal on all ranks."""
         self.n = n
         self.large = torch.randn(n, n, device=self.device).to(self.dtype)
         self.small = torch.randn(_SMALL, _SMALL, device=self.device).to(self.dtype)
@@ -209,7 +209,7 @@ def tile_of(n: int, waves: float, processors: int) -> tuple[int, int]:
 
 
 def report_of(dtype: torch.dtype, model: GemmModel) -> str:
-    """Returns a line that says what was measured."""
+    """Returns a line of text with the measurements."""
     rate = 1e-3 * model.num_processors * model.flops_per_us * 2 / dtype.itemsize
     return (
         f"  products of {dtype}: {rate:.1f} GFlop/s, {model.launch_ps * 1e-6:.1f} us each, "

@@ -1,1 +1,1 @@
-"""The command line: ``shardwright plan``, ``matmul``, ``transfer``, ``calibrate`` and ``doctor``."""
+"""The command line: ``shardwright plan``, ``product``, ``transfer``, ``calibrate`` and ``doctor``."""

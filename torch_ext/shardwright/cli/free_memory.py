@@ -1,4 +1,4 @@
-"""Finds out how much memory this process may still allocate."""
+"""Determines how much memory this process may still allocate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int | None:
-    """Returns the least of what the machine, the container and the process's limit leave; None if none is known."""
+    """Returns the smallest of the amounts that machine, container and process limit leave; None if none is known."""
     found = [limit for limit in (_of_machine(), _of_container(), _of_process()) if limit is not None]
     return max(min(found), 0) if found else None
 

@@ -239,7 +239,7 @@ def _load(path: str) -> Plan:
 
 @contextlib.contextmanager
 def _saying(what: str) -> Iterator[None]:
-    """Says on stderr what is being done, if it takes longer than about a second."""
+    """Prints a progress message to stderr if the block takes longer than about a second."""
     timer = threading.Timer(_PATIENCE_SECONDS, lambda: print(f"shardwright plan: {what} ...", file=sys.stderr))
     timer.daemon = True
     timer.start()
@@ -249,7 +249,7 @@ def _saying(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-# The figures of the certificate that can take long on large meshes, with what to say meanwhile.
+# Fields of the certificate that can take long on large meshes, with the progress message for each.
 _FIGURES = {
     "wire_bytes_max": "counting bytes and messages of all ranks",
     "bound_bytes_max": "computing the lower bound on the bytes received",
@@ -259,14 +259,14 @@ _FIGURES = {
 
 
 def _work_out(plan: Plan) -> None:
-    """Computes these figures, which the plan then keeps."""
+    """Computes the slow fields, with progress messages. The plan caches them."""
     for figure, what in _FIGURES.items():
         with _saying(what):
             getattr(plan, figure)
 
 
 def _certificate(plan: Plan) -> str:
-    """Returns a line per figure with its bound, and a sentence for each bound that is not met."""
+    """Returns a line per cost with its bound, and a sentence for each bound that is not met."""
     units = {"predicted_ps": (1e-6, "us")}
     lines = ["certificate:"]
     for name, (value, bound) in plan.certificate.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-MAX_RANKS = 1 << 20  # of a mesh
+MAX_RANKS = 1 << 20  # maximum number of ranks in a mesh
 
 
 def parse_integer(text: str, where: str) -> int:

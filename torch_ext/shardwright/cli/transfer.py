@@ -16,7 +16,7 @@ from ..rules.pieces import source_tensor
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what the transfer moves. Raises ValueError, with all that is wrong, if it cannot be planned."""
+    """Prints the plan of the transfer. Raises ValueError, with all problems, if it cannot be planned."""
     arguments = _parser().parse_args(argv)
     sources, destinations = files.read_layouts(arguments.source), files.read_layouts(arguments.destination)
     rules = files.read_rules(arguments.map) if arguments.map else []

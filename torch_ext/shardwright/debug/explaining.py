@@ -1,7 +1,4 @@
-"""Shows how long products and their moves were predicted to take, and how long they took: `explain`.
-
-So it does for steps of models under `fully_shard`.
-"""
+"""Shows predicted and measured times of products and their transfers, and of steps under `fully_shard`: `explain`."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ _NOTHING = "no products with anything to move, and no step of a sharded model"
 
 
 class Explained(NamedTuple):
-    """One program of products: how its schedule was chosen, and its lanes.
+    """One program of products: the choice of its schedule, and its timelines.
 
     ``predictions``: (method, chunks, depth, sms_left, microseconds) of each schedule that was compared: every method
     and number of chunks, with the depth and the multiprocessors left to transfers that are predicted to be fastest.
     ``method``, ``chunks``, ``depth``, ``sms_left``: the schedule that ran.
-    ``predicted``: events of the mesh's first rank, which has at least as much to do as any other. ``measured``: events
+    ``predicted``: events of the mesh's first rank, which has at least as much work as any other. ``measured``: events
     of this rank.
     """
 
@@ -42,10 +39,11 @@ class Explained(NamedTuple):
 
 
 class ExplainedStep(NamedTuple):
-    """One step of a model under `fully_shard`: its schedule, and its lanes.
+    """One step of a model under `fully_shard`: its schedule, and its timelines.
 
-    ``predicted``: empty if the step was not timed yet. ``measured``: how long uses took on this rank, and each transfer
-    in the meantime, also of others than weights. ``chunk`` is the number of a weight, -1 where it is not known.
+    ``predicted``: empty if the step was not timed yet. ``measured``: the uses on this rank, and all transfers between
+    the first and the last, also of tensors that are no weights. ``chunk`` is the index of a weight, -1 if it is
+    unknown.
     """
 
     what: str
@@ -55,16 +53,16 @@ class ExplainedStep(NamedTuple):
 
 
 class HeardStep(NamedTuple):
-    """A step that has ended: its schedule, and begin and end of its uses in seconds since it was listened to."""
+    """A finished step: its schedule, and (begin, end) of its uses in seconds since recording began."""
 
     schedule: StepSchedule
-    names: list[str]  # of the schedule's weights
+    names: list[str]  # names of the schedule's weights
     uses: list[tuple[float, float]]
-    # Copies between host and device: the weight, whether to the host, begin and end. Where parts at rest are there.
+    # Copies of offloaded weights between host and device: (weight, is to the host, begin, end).
     copies: list[tuple[str, bool, float, float]]
 
 
-# Listens to steps, for modules in later layers.
+# Context managers that record steps. Modules of later packages add theirs.
 step_listeners: list[Callable[[], contextlib.AbstractContextManager[list[HeardStep]]]] = []
 
 

@@ -1,4 +1,4 @@
-"""Converts torch's meshes, placements and dtypes to shardwright's, recognising them by class name.
+"""Converts torch's meshes, placements and dtypes to shardwright's, recognizing them by class name.
 
 Nothing here imports torch, so that planning works without it.
 """
@@ -20,8 +20,7 @@ ShardOrder = Mapping[int, Sequence["int | str"]]
 def placement_text(placement: Any) -> str:
     """Returns `S(0)` for "S(0)" and for torch's Shard(0). Raises ValueError for unknown placements.
 
-    The only subclasses accepted are those of Partial that reduce as Partial does, because others may mean something
-    else.
+    A subclass is accepted only if it reduces as Partial does; others may mean something else.
     """
     if isinstance(placement, str):
         return placement
@@ -55,7 +54,7 @@ def _reduces_as_partial(kind: type) -> bool:
 
 
 def dim(given: Any, argument: str, ndim: int) -> int:
-    """Returns a dim of a tensor of `ndim` dims, counted from 0; negative ones are counted from the end."""
+    """Returns the dim in [0, ndim); negative `given` counts from the end. Raises ValueError if it is out of range."""
     number = integer(given, argument)
     if not -ndim <= number < ndim:
         allowed = f"{-ndim} to {ndim - 1}" if ndim else "tensors that have dims"
@@ -64,7 +63,7 @@ def dim(given: Any, argument: str, ndim: int) -> int:
 
 
 def items(given: Any, argument: str, allowed: str) -> list[Any]:
-    """Makes a list of any iterable but text; otherwise raises ValueError with `argument` and what is allowed."""
+    """Returns a list of any iterable except text. Otherwise raises ValueError with `argument` and `allowed`."""
     if not isinstance(given, (str, bytes)):
         try:
             return list(given)
@@ -83,11 +82,11 @@ def placement_texts(placements: Any) -> list[str]:
 def placement_texts_of(
     mesh: _planner.Mesh, shape: Sequence[int], asked: list[Any], order: dict[int, list[int]], flattened: int
 ) -> tuple[list[str], dict[int, list[int]], int]:
-    """Reads the placements of a tensor, some of which depend on its shape or on what cuts before them.
+    """Returns the texts of a tensor's placements, some of which depend on its shape or on earlier cuts.
 
     Returns:
-        Their texts, the order of cuts, and how many leading dims are seen as one. Texts and order count tensor dims as
-        they are then.
+        The texts, the shard order, and the number of leading dims that are flattened. Texts and order count the tensor
+        dims after flattening.
     """
     read = [placements.of_others(p) for p in asked]
     ragged = {d: p for d, p in enumerate(read) if isinstance(p, placements.Ragged)}
@@ -99,16 +98,16 @@ def placement_texts_of(
         raise ValueError(
             f"placements: {ragged[odd[0]]!r} where the first {flattened} dims are seen as one; allowed are as many dims"
         )
-    sized = {d: placements.Ragged(p.dim, p.sizes or p.units) for d, p in ragged.items()}  # units are made sizes below
+    sized = {d: placements.Ragged(p.dim, p.sizes or p.units) for d, p in ragged.items()}  # units become sizes below
     texts = [placement_text(sized.get(d, p)) for d, p in enumerate(read)]
-    in_rows = flattened > 1 and bool(with_dims)  # what has no dims then names those of `shape`
+    in_rows = flattened > 1 and bool(with_dims)  # placements without `dims` count the dims of `shape`
     if in_rows:
         order = {_dim_behind(dim, flattened): mesh_dims for dim, mesh_dims in order.items()}
         texts = [
             text if d in with_dims else _with_dim_behind(text, flattened, len(shape)) for d, text in enumerate(texts)
         ]
     cuts = _Cuts(mesh, shape, texts, order, flattened)
-    if len(texts) == mesh.ndim:  # else no layout is made of them
+    if len(texts) == mesh.ndim:  # else Layout raises
         cuts.put_ragged_shards_last(asked)
         for dim, mesh_dim in cuts.in_order():
             if mesh_dim in ragged:
@@ -119,7 +118,7 @@ def placement_texts_of(
 
 
 def check_units(layout: _planner.Layout, given: list[Any]) -> None:
-    """Raises ValueError if a part of a layout begins or ends within a unit of one of the placements it was made of."""
+    """Raises ValueError if a part of a layout begins or ends within a unit of one of the given placements."""
     for text, placement in zip(layout.placements, given):
         unit = getattr(placement, "unit", 1) if placements.is_cut(placement) else 1
         if unit > 1 and (cut := _cut_in(text)) is not None:
@@ -127,7 +126,7 @@ def check_units(layout: _planner.Layout, given: list[Any]) -> None:
 
 
 def _cut_in(text: str) -> tuple[str, int, str] | None:
-    """Returns kind, tensor dim and the rest of the text of a cut; None for other placements."""
+    """Returns ("Blocks", 0, ",128") for "Blocks(0,128)"; None for placements that cut no dim."""
     found = re.fullmatch(r"(?!P\(|Partial|_Norm)(\w+)\((?:dim=)?\s*(-?\d+)(.*)\)", text.strip())
     if found is None:
         return None
@@ -137,7 +136,7 @@ def _cut_in(text: str) -> tuple[str, int, str] | None:
 
 
 def _dim_behind(dim: int, flattened: int) -> int:
-    """Counts a tensor dim of a shard order with the first dims as one."""
+    """Returns the index of a tensor dim of a shard order after the first dims are flattened."""
     if 0 < dim < flattened:
         raise ValueError(
             f"shard_order: tensor dim {dim} next to a Ragged that sees dims 0 to {flattened - 1} as one; allowed are "
@@ -147,7 +146,7 @@ def _dim_behind(dim: int, flattened: int) -> int:
 
 
 def _with_dim_behind(text: str, flattened: int, ndim: int) -> str:
-    """Counts the tensor dim of a placement with the first dims as one."""
+    """Returns the text of a placement with its tensor dim counted after the first dims are flattened."""
     cut = _cut_in(text)
     if cut is None:
         return text
@@ -163,7 +162,7 @@ def _with_dim_behind(text: str, flattened: int, ndim: int) -> str:
 
 
 class _Cuts:
-    """The cuts of a tensor, by texts that count its dims with the first `flattened` as one."""
+    """The cuts of a tensor. `texts` count its dims after the first `flattened` dims became one."""
 
     def __init__(
         self, mesh: _planner.Mesh, shape: Sequence[int], texts: list[str], order: dict[int, list[int]], flattened: int
@@ -180,13 +179,14 @@ class _Cuts:
         return given + [d for d in cutting if d not in given]
 
     def in_order(self) -> list[tuple[int, int]]:
-        """Returns tensor dim and mesh dim of all cuts, each behind those that it follows."""
+        """Returns (tensor dim, mesh dim) of all cuts, each after the earlier cuts of its tensor dim."""
         return [(dim, d) for dim in range(self.ndim) for d in self.of(dim)]
 
     def put_ragged_shards_last(self, asked: list[Any]) -> None:
-        """Lets veScale's ``_StridedRaggedShard`` cut what later mesh dims leave, as its split factor says.
+        """Orders veScale's ``_StridedRaggedShard`` after the cuts of later mesh dims, as its split factor requires.
 
-        A RaggedShard before other cuts is first by its place, but last in veScale's code, so the order has to be given.
+        By its position in the list a RaggedShard before other cuts would be first, but veScale applies it last. The
+        shard order must therefore be given.
         """
         for d, one in enumerate(asked):
             if not placements.is_ragged_shard(one):
@@ -209,7 +209,7 @@ class _Cuts:
                 self.order[0] = [*others, d]
 
     def lengths(self, mesh_dim: int, dim: int) -> list[int]:
-        """Returns the lengths of the parts that a mesh dim cuts, ascending."""
+        """Returns the distinct lengths, ascending, of the parts of a tensor dim that a mesh dim cuts."""
         before = self.of(dim)[: self.of(dim).index(mesh_dim)]
         texts = [text if d in before else "R" for d, text in enumerate(self.texts)]
         parts = _planner.Layout(self.mesh, self.shape, texts, "uint8", {dim: before}, "literal", self.flattened)
@@ -229,7 +229,7 @@ class _Cuts:
         return str(ragged.of_length(dim, lengths[0]))
 
     def check_rows(self, mesh_dim: int) -> None:
-        """Raises ValueError where S(0) is not the same in rows of the tensor and in elements of dims seen as one."""
+        """Raises ValueError if S(0) of rows differs from S(0) of elements of the flattened dims."""
         lengths = self.lengths(mesh_dim, 0)
         row, count = math.prod(self.shape[1 : self.flattened]), self.mesh.shape[mesh_dim]
         is_owned = self.texts[mesh_dim].startswith("Owned")
@@ -264,7 +264,7 @@ def dtype_text(dtype: Any) -> str:
 
 
 def is_device_mesh(mesh: Any) -> bool:
-    """Returns whether this is torch's DeviceMesh, recognised by its attributes."""
+    """True for torch's DeviceMesh, recognized by its attributes."""
     return hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "device_type")
 
 
@@ -272,7 +272,7 @@ def device_mesh_parts(mesh: Any) -> tuple[list[str], list[int], list[int]]:
     """Returns names, sizes and row-major ranks of a DeviceMesh; dims without names are called dim0, dim1, ..."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    with unset_fake_temporarily():  # compilers ask about tensors without values, but the mesh's ranks are values
+    with unset_fake_temporarily():  # the ranks must be real values, also while tensors are traced
         ranks = mesh.mesh
         names = mesh.mesh_dim_names or [f"dim{d}" for d in range(ranks.ndim)]
         return list(names), list(ranks.shape), ranks.flatten().tolist()
@@ -291,13 +291,13 @@ def mesh_dim_index(names: Sequence[str], mesh_dim: int | str, argument: str) -> 
 
 
 def mesh_dim_indices(names: Sequence[str], mesh_dims: Any, argument: str) -> list[int]:
-    """Returns `mesh_dim_index` of each item. Raises ValueError if this is not a list of mesh dims; text is not one."""
+    """Returns `mesh_dim_index` of each item. Raises ValueError if this is not a list of mesh dims, for example text."""
     allowed = "a list of mesh dims, by name or index"
     return [mesh_dim_index(names, d, argument) for d in items(mesh_dims, argument, allowed)]
 
 
 def order_dict(names: Sequence[str], shard_order: ShardOrder | Iterable[Any] | None) -> dict[int, list[int]]:
-    """Makes {tensor dim: mesh dim indices} from a mapping or from DTensorSpec's tuple of ShardOrderEntry."""
+    """Returns {tensor dim: mesh dim indices} from a mapping or from DTensorSpec's tuple of ShardOrderEntry."""
     if shard_order is None:
         return {}
     allowed = "{tensor dim: [mesh dims, first cut first]}"

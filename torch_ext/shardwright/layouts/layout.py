@@ -43,7 +43,7 @@ class Mesh(_planner.Mesh):
         self._made = True
 
     def __repr__(self) -> str:
-        # Debuggers print the objects in a traceback, also a mesh whose constructor raised.
+        # Debuggers also print a mesh whose constructor raised.
         return super().__repr__() if self._made else "<Mesh that was not made>"
 
 
@@ -54,21 +54,21 @@ class Layout(_planner.Layout):
         mesh: a `Mesh`, or a torch ``DeviceMesh``.
         shape: the shape of the global tensor, in elements.
         placements: one per mesh dim: ``"R"``, ``"S(0)"``, ``"SS(0,2)"`` (strided), ``"P"`` or ``"P(max)"``; torch's
-            placement objects, or what torch prints for them; `Shard` (with a unit), `Ragged`, `Blocks`, `Cyclic`,
-            `Owned`, `Packed`, `Pieces`, or their texts, such as ``"Ragged(0,3:1:4)"``; RaggedShard of veScale and of
-            flex_shard, veScale's _StridedRaggedShard, which is cut last, and flex_shard's BlockShard and Owned.
+            placement objects, or their printed form; `Shard` (with a unit), `Ragged`, `Blocks`, `Cyclic`, `Owned`,
+            `Packed`, `Pieces`, or their texts, such as ``"Ragged(0,3:1:4)"``; RaggedShard of veScale and of flex_shard,
+            veScale's _StridedRaggedShard, which cuts last, and flex_shard's BlockShard and Owned.
         dtype: by name, such as ``"bfloat16"`` or ``"bf16"``, or a ``torch.dtype``.
         shard_order: ``{tensor dim: [mesh dims, first cut first]}`` with mesh dims by index or name. A tensor dim
             that is not listed is cut in mesh order.
         strided: the meaning of strided shards. ``"order"``: they only encode the order of plain cuts. ``"literal"``:
-            the dim is split into pieces, each of which is chunked. ``"auto"``: an order where the split factors encode
-            one, else pieces. Compare ``DTensorSpec.use_strided_shard_as_shard_order``.
-        flattened: how many leading tensor dims are seen as one, row-major, in placements and in local tensors. A
-            `Ragged` with `dims` says so by itself; there, other placements and `shard_order` count tensor dims as
+            the dim is split into pieces, each of which is chunked. ``"auto"``: ``"order"`` if the split factors encode
+            an order, else ``"literal"``. Compare ``DTensorSpec.use_strided_shard_as_shard_order``.
+        flattened: number of leading tensor dims that are flattened into one, row-major, in placements and in local
+            tensors. A `Ragged` with `dims` implies it; other placements and `shard_order` then count tensor dims as
             `shape` does.
 
     Raises:
-        ValueError: names the argument, its value and what is allowed.
+        ValueError: an argument is invalid; the message has its name, the allowed values and the given value.
     """
 
     _made = False
@@ -96,19 +96,19 @@ class Layout(_planner.Layout):
 
     @classmethod
     def nearest(cls, src: _planner.Layout, ranks: Sequence[int]) -> Layout:
-        """The layout of the same tensor on these ranks to which least moves, e.g. after some ranks left.
+        """Returns the layout on these ranks to which the fewest bytes move, e.g. after some ranks left.
 
-        It is the best of those on a mesh of one dim, "ranks", that cut one tensor dim so that each of its rows lies on
-        one rank, and no rank has more than ``ceil(n / len(ranks))`` of n rows (`Pieces`). Within this family no layout
-        has fewer bytes to be received by all ranks together. It is not balanced further, and does not count messages.
-        A tensor without dims cannot be cut, so all ranks hold it.
+        Candidates have a mesh of one dim, "ranks", and cut one tensor dim by rows (`Pieces`): each row is on one rank,
+        and no rank has more than ``ceil(n / len(ranks))`` of n rows. No candidate has fewer bytes received by all ranks
+        together. Rows are not balanced further, and the number of messages is not minimized. A tensor without dims is
+        replicated.
 
         Args:
-            src: where the tensor is, without pending reductions. It may be on other ranks, and on more or fewer.
+            src: the current layout, without pending reductions, on any ranks.
             ranks: global ranks, each once.
 
         Raises:
-            ValueError: reductions are pending in `src`, or ranks repeat or are none.
+            ValueError: `src` has pending reductions, or `ranks` is empty or repeats a rank.
         """
         if not isinstance(src, _planner.Layout):
             raise ValueError(f"src: got a {type(src).__name__}; allowed is a Layout")
@@ -131,12 +131,12 @@ _MAX_RANKS = 16
 
 
 def layout_text(layout: _planner.Layout) -> str:
-    """Returns a layout as text, with all that ranks which use it must have in common."""
+    """Returns a layout and its mesh as text, with everything that must be equal on the ranks that use it."""
     return f"{layout}, {mesh_text(layout.mesh)}"
 
 
 def mesh_text(mesh: _planner.Mesh) -> str:
-    """Returns the ranks and the topology of a mesh. A hash stands for many ranks."""
+    """Returns the ranks and the topology of a mesh as text. Long lists of ranks are shortened, with a hash."""
     shown = str(mesh.ranks)
     if len(mesh.ranks) > _MAX_RANKS:
         first = ", ".join(map(str, mesh.ranks[:_MAX_RANKS]))

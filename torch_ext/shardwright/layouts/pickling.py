@@ -1,8 +1,8 @@
-"""Pickles layouts, meshes, topologies and plans, to copy them, save them by ``torch.save`` or send them to processes.
+"""Pickling of layouts, meshes, topologies and plans, for copies, ``torch.save`` and messages between processes.
 
-Layouts and meshes are written as the arguments that make them, and plans as ``Plan.to_bytes``. What is read passes the
-same checks as what a user makes. The types of the extension module are registered with `copyreg`, because plans hand
-them out too.
+Layouts and meshes are pickled as the arguments of their constructors, and plans as ``Plan.to_bytes``, so unpickling
+makes the same checks as a constructor. The types of the extension module are registered with `copyreg` too, because
+plans return them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def _plan(plan: _planner.Plan) -> tuple[Any, ...]:
 
 
 def plan_of(data: bytes) -> _planner.Plan:
-    """``Plan.from_bytes``, under a name that can be pickled."""
+    """Calls ``Plan.from_bytes``. Unlike a static method of the extension module, a function can be pickled."""
     return _planner.Plan.from_bytes(data)
 
 
 def register() -> None:
-    """Tells Python how to pickle them. Called when the package is imported."""
+    """Registers the functions above with `copyreg`. Called when the package is imported."""
     copyreg.pickle(Mesh, _mesh)
     copyreg.pickle(_planner.Mesh, _plain_mesh)
     copyreg.pickle(Layout, _layout)
@@ -60,7 +60,7 @@ def register() -> None:
 def wait_before(kind: Any) -> None:
     """Makes pickle, `torch.save` and `copy.deepcopy` wait for asynchronous results of this class.
 
-    PyTorch's class has no such methods, so the memory would be read while data still arrives.
+    PyTorch's class lacks these methods, so the memory would be read before the result is complete.
     """
     if "__reduce_ex__" not in vars(kind):
         kind.__reduce_ex__ = lambda self, protocol: _arrived(self).__reduce_ex__(protocol)
@@ -68,6 +68,6 @@ def wait_before(kind: Any) -> None:
 
 
 def _arrived(result: Any) -> Any:
-    """Returns the plain tensor of an asynchronous result, once its data is there."""
+    """Waits for an asynchronous result, and returns its plain tensor."""
     tensor = result.wait().detach()
     return tensor.requires_grad_() if result.requires_grad else tensor

@@ -1,9 +1,8 @@
-"""The defaults for plans and products: pinned plans, what `calibrate` measured, and the environment's topology.
+"""Defaults for plans and products: pinned plans, measurements of `calibrate`, and the environment's topology.
 
-All of them are one immutable value, `current`, which is replaced and never changed. Values made with it are cached
-under it (`executables.Kept`), so a change takes effect at once, whatever was planned before. It must be the same on all
-ranks: all of them pin or measure at the same point of their programs, and measurements are forgotten when the default
-process group ends.
+They form one immutable value, `current`, which is replaced on a change. It is part of the keys of caches
+(`executables.Kept`), so a change takes effect at once. It must be equal on all ranks: all ranks pin or measure at the
+same point of their programs. Measurements are dropped when the default process group ends.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ _log = logging.getLogger("shardwright")
 current = PlanningTables()
 _said = False
 
-# Called after each change of `current`.
+# Functions to call after each change of `current`.
 when_changed: list[Callable[[], None]] = []
 
 
 def change(tables: PlanningTables) -> None:
-    """Makes these the tables that plans and products use."""
+    """Replaces `current`."""
     global current
     if tables == current:
         return
@@ -55,12 +54,12 @@ def default_gemm_model(device_type: str) -> GemmModel:
 
 
 def notes_default() -> bool:
-    """Returns whether `note_default` would still log something."""
+    """True if `note_default` would still log."""
     return not _said and _log.isEnabledFor(logging.INFO)
 
 
 def note_default(table: str) -> None:
-    """Logs once in this process that choices are made with a default table."""
+    """Logs, once per process, that plans are chosen with a default table."""
     global _said
     if notes_default():
         _said = True

@@ -29,7 +29,7 @@ def load_topology(source: str | os.PathLike[str] | dict[str, Any]) -> Topology:
             per KiB.
 
     Raises:
-        ValueError: names the file, the field, its value and what is allowed.
+        ValueError: the file or a field is invalid; the message has its name, the allowed values and the given value.
     """
     if isinstance(source, dict):
         return _topology(source, "topology")
@@ -64,7 +64,7 @@ _environment_said: str | None = None
 
 
 def tables_now() -> PlanningTables:
-    """Returns the current tables, after taking up changes of the environment variable. Planning must get them here."""
+    """Updates the current tables from the environment variable, and returns them. Planning must call this."""
     global _environment_said
     said = os.environ.get(ENVIRONMENT_VARIABLE) or None
     if said != _environment_said:
@@ -74,7 +74,7 @@ def tables_now() -> PlanningTables:
 
 
 def named_topology(topology: Topology | str | None) -> Topology | None:
-    """Returns the topology that a name or a file stands for; a Topology or None is returned as it is."""
+    """Returns the topology of a name or of a file; a Topology or None is returned unchanged."""
     if topology is None or isinstance(topology, Topology):
         return topology
     if not isinstance(topology, str):

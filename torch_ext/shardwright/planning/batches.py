@@ -18,11 +18,11 @@ Pair = tuple[_planner.Layout, _planner.Layout]
 
 
 def plan_many(pairs: Sequence[Pair], *, bucket_bytes: int = BUCKET_BYTES, buckets: int = BUCKETS) -> _planner.BatchPlan:
-    """Plans the move of many tensors, as `redistribute_many` makes it, and says what it takes.
+    """Plans a `redistribute_many`, and returns the plan with its costs.
 
     Args:
-        pairs: the layouts of each tensor before and after, on any meshes, with any placements; the second may not be
-            partial.
+        pairs: (source, destination) layouts of each tensor, on any meshes, with any placements; destinations must not
+            be partial.
         bucket_bytes, buckets: as in `redistribute_many`.
 
     Returns:
@@ -30,7 +30,7 @@ def plan_many(pairs: Sequence[Pair], *, bucket_bytes: int = BUCKET_BYTES, bucket
         ``to_json()`` has them all.
 
     Raises:
-        ValueError: an argument is not allowed; the text names it.
+        ValueError: an argument is invalid.
     """
     return _planner.BatchPlan(batch_of(checked_layouts(pairs, "pairs", _PAIRS, 2), bucket_bytes, buckets))
 
@@ -51,7 +51,7 @@ def batch_of(pairs: Sequence[Pair], bucket_bytes: Any, buckets: Any) -> _planner
 
 
 def checked_layouts(given: Any, argument: str, allowed: str, length: int) -> list[Any]:
-    """Returns tuples whose last two entries are layouts."""
+    """Returns the items of `given` as tuples of `length` entries, the last two of which are layouts."""
     made = []
     for i, item in enumerate(argument_values.items(given, argument, allowed)):
         parts = item if type(item) is tuple else tuple(argument_values.items(item, f"{argument}: item {i}", allowed))

@@ -8,7 +8,7 @@ from .._planner import Plan
 
 
 def difference(a: Plan, b: Plan) -> str:
-    """Compares two plans as text: the moves as a diff, then each figure of both and the ratio of b to a.
+    """Compares two plans as text: the moves as a diff, then each cost of both and the ratio of b to a.
 
     Args:
         a, b: plans for the same layouts or for different ones; if they differ, the first lines show it.

@@ -24,15 +24,15 @@ def plan(
     through: Sequence[_planner.Layout] | None = None,
     memory_limit: int | None = None,
 ) -> Plan:
-    """Returns the cheapest moves from `src` to `dst` and their cost. Every rank gets the same, without communication.
+    """Returns the cheapest moves from `src` to `dst`. All ranks get the same plan, without communication.
 
     A few thousand plans are cached; repeated calls cost a lookup.
 
     Args:
-        src, dst: layouts of one tensor, on one mesh or on two. Two meshes may have other ranks, some or all ranks in
-            common, in another shape or order. All pending reductions of `src` are then carried out on its mesh.
+        src, dst: layouts of one tensor, on one mesh or on two. Two meshes may share all, some or no ranks, in any shape
+            and order; all pending reductions of `src` are then carried out on its mesh.
         objective: ``"time"``, the least predicted time; or ``"bytes"``, the fewest bytes received by the worst rank,
-            then steps, then messages. They differ: a small message costs more than its bytes.
+            then steps, then messages. They differ because a small message costs more than its bytes.
         reduce: ``"fast"``, ``"ordered"`` or ``"float32"``. With ``"ordered"``, contributions are exchanged and summed
             in rank order, in one reduction over all pending mesh dims, so that the result does not depend on plan,
             topology or collective. ``"float32"`` means ``"ordered"`` for sums, averages and norms of 16-bit types,
@@ -43,16 +43,16 @@ def plan(
             reductions and gathers from messages.
         topology: latencies and bandwidths: a `Topology`, the path of a JSON file that holds one (it must end in
             ``.json``), or a name: ``"8xNVLink"``, one node; ``"64x8"``, nodes of eight ranks; ``"gloo-local"``, one
-            machine over loopback. Default: the topology of the mesh of `src`, else of `dst`, else what `calibrate`
-            measured on this job, else the one that the environment variable ``SHARDWRIGHT_TOPOLOGY`` names, else
+            machine over loopback. Default: the topology of the mesh of `src`, else of `dst`, else the
+            measurement of `calibrate` on this job, else that of the environment variable ``SHARDWRIGHT_TOPOLOGY``, else
             ``"64x8"`` for nccl and ``"gloo-local"`` for gloo. It must be the same on all ranks.
         groups: the sets of mesh dims, by name or index, whose process groups the moves may use. Default: any. Not
-            between two meshes.
-        through: intermediate layouts to use instead of searching, with one move between each two. This serves to cost
-            or force a plan of your own. Only data moves and reductions are possible; ``[]`` asks for a single move.
-        memory_limit: bytes that a rank may allocate at once for its result and temporaries (``Plan.peak_bytes``).
-            To keep to it, exchanges are split into rounds, or smaller intermediate layouts are used. By default,
-            temporaries may take the larger of source and destination plus 256 MiB, wherever a plan does with that.
+            allowed between two meshes.
+        through: intermediate layouts to use instead of searching, with one move between each two. Use it to cost or
+            force a plan of your own. Moves can only send data or reduce; ``[]`` requires a single move.
+        memory_limit: maximum bytes that a rank allocates at once for its result and temporaries (``Plan.peak_bytes``).
+            To meet it, exchanges are split into rounds, or smaller intermediate layouts are used. Default: temporaries
+            may take the larger of source and destination plus 256 MiB, if some plan needs no more.
 
     Returns:
         A `Plan`. ``str(plan)`` is one line per move; bytes and messages are those received from other ranks;
@@ -60,8 +60,8 @@ def plan(
 
     Raises:
         ValueError: the layouts differ in shape or dtype, PyTorch defines no such redistribution, an argument is
-            not known, the groups do not suffice, or no plan fits `memory_limit`; the message then names the least
-            limit for which a plan was found.
+            invalid, the groups do not suffice, or no plan meets `memory_limit`; the message then has the smallest limit
+            for which a plan was found.
     """
     check_layout("src", src)
     check_layout("dst", dst)

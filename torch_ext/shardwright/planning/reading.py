@@ -16,11 +16,11 @@ _VERSION = 5
 def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
     """Reads a plan that ``Plan.to_json`` wrote, or one written by hand according to docs/plan.schema.json.
 
-    Figures are not read but computed again.
+    Costs are not read but computed again.
 
     Raises:
-        ValueError: the text is not JSON, the version is another one, a field is missing or not allowed, or steps do not
-            follow from one another.
+        ValueError: the text is not JSON, the version is not supported, a field is missing or invalid, or a step does
+            not begin with the layout in which the previous one ends.
     """
     if not isinstance(text, (str, bytes, bytearray)):
         raise ValueError(f"plan: got a {type(text).__name__}; allowed is JSON, as Plan.to_json gives")
@@ -39,7 +39,7 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
     destination_mesh = (
         _mesh(table["destination_mesh"], "destination_mesh") if "destination_mesh" in table else source_mesh
     )
-    older = [table["relay_mesh"]] if "relay_mesh" in table else []  # an older name, of one mesh alone
+    older = [table["relay_mesh"]] if "relay_mesh" in table else []  # an older name, for a single mesh
     relay_meshes = [_mesh(grid, "relay_meshes") for grid in _list(table.get("relay_meshes", older), "relay_meshes")]
     reached_mesh = _mesh(table["reached_mesh"], "reached_mesh") if "reached_mesh" in table else destination_mesh
 

@@ -1,4 +1,4 @@
-"""Rules that map tensors of one state dict to those of another: index arithmetic alone. Nothing here imports torch."""
+"""Rules that map tensors of one state dict to those of another: only index arithmetic. Nothing here imports torch."""
 
 from __future__ import annotations
 

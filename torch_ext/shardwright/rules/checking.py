@@ -29,12 +29,12 @@ def check(
     """Returns the names of the tensors that move, in the order of the destination, and a sentence for each problem.
 
     Args:
-        tensors: what the rules have made.
+        tensors: the tensors that the rules produced, by name.
         wanted: the tensors of the destination.
         unused: patterns of names in `tensors` that the destination may lack.
-        ignore: patterns of names in `wanted` that keep what they hold if no tensor has their name.
-        unknown, unknown_wanted: names of tensors of either side that an error has been reported of, so that they are
-            missing from `tensors` or `wanted`.
+        ignore: patterns of names in `wanted` that keep their values if no tensor has this name.
+        unknown, unknown_wanted: names for which an error was already reported, and which are therefore missing from
+            `tensors` or `wanted`.
     """
     names, problems = [], []
     for name, mapped in tensors.items():
@@ -80,7 +80,7 @@ def _differences(name: str, given: Mapped, there: Wanted) -> list[str]:
 
 
 def _intervals(given: tuple[int, ...], there: tuple[int, ...]) -> str:
-    """Says which indices one of them lacks, if they have as many dims."""
+    """Returns a text with the indices that one of two shapes lacks; empty if they differ in the number of dims."""
     if len(given) != len(there):
         return ""
     said = []

@@ -12,7 +12,7 @@ LIMIT = 20
 
 
 def with_names(error: ValueError, names: Sequence[str]) -> ValueError:
-    """Returns an error of a batch that says the names of destinations, one for each item, instead of numbers."""
+    """Returns the error of a batch with each "item 3" replaced by "destination <names[3]>"."""
     return ValueError(re.sub(r"\bitem (\d+)", lambda number: f"destination {names[int(number[1])]}", str(error)))
 
 

@@ -27,7 +27,7 @@ _RULES = {
 
 
 def read_layouts(path: str) -> dict[str, Layout]:
-    """Reads layouts by name. Raises ValueError with the file and the place in it that cannot be read."""
+    """Reads layouts by name. Raises ValueError with the file and the invalid entry."""
     table = _object(read_json(read_text(Path(path), path), path), path)
     meshes = {}
     for name, given in _object(table.get("meshes"), f"{path}: meshes").items():
@@ -75,7 +75,7 @@ def write_layouts(layouts: Mapping[str, _planner.Layout]) -> str:
 
 
 def read_rules(path: str) -> list[Rule]:
-    """Reads a list of rules, each an object of one name with its arguments."""
+    """Reads a list of rules. Each is an object with one key, the name of the rule, whose value is its arguments."""
     given = read_json(read_text(Path(path), path), path)
     if not isinstance(given, list):
         raise ValueError(f"{path} holds a {type(given).__name__}; allowed is a list of rules")

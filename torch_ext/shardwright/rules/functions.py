@@ -1,7 +1,7 @@
 """Rules from the tensors of one state dict to those of another: `fuse`, `split`, `stack`, `transpose`, and so on.
 
-Each is index arithmetic on pieces (pieces.py). Rules are applied in order, and each sees the names that the ones before
-it have made. Names may be patterns: ``*`` is text without dots, ``**`` any text, ``{}`` a number.
+A rule is index arithmetic on pieces (pieces.py). Rules are applied in order, each to the names that the previous rules
+produced. Names may be patterns: ``*`` is text without dots, ``**`` any text, ``{}`` a number.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ def fuse(name: str, parts: Sequence[str], dim: int = 0, *, groups: int = 1) -> R
     """Concatenates tensors along a dim, as ``torch.cat(parts, dim)`` does.
 
     Args:
-        name: of the result, such as ``"qkv"`` or ``"layers.*.qkv"``.
-        parts: names of what is concatenated, with the same wildcards as `name`.
-        dim: the dim along which the parts lie one after the other.
-        groups: into how many equal chunks each part is cut: the result has the first chunk of each part, then the
-            second of each, and so on, as in attention whose queries lie next to their keys and values.
+        name: name of the result, such as ``"qkv"`` or ``"layers.*.qkv"``.
+        parts: names of the tensors to concatenate, with the same wildcards as `name`.
+        dim: the dim of the concatenation.
+        groups: number of equal chunks per part. The result has the first chunk of each part, then the second chunk of
+            each, and so on. Grouped-query attention stores each group's queries next to its keys and values in this
+            way.
     """
     return kinds.Fuse(_pattern("name", name), _patterns("parts", parts, name), _integer("dim", dim), _positive(groups))
 
@@ -34,10 +35,10 @@ def split(
     """Cuts a tensor along a dim into parts, as ``torch.split`` does: the inverse of `fuse`.
 
     Args:
-        name: of what is cut, such as ``"qkv"`` or ``"layers.*.qkv"``.
+        name: name of the tensor to split, such as ``"qkv"`` or ``"layers.*.qkv"``.
         parts: names of the parts, with the same wildcards as `name`.
         dim: the dim that is cut.
-        sizes: of the parts in this dim, which sum to its length. Default: equal parts.
+        sizes: sizes of the parts in this dim; their sum is its length. Default: equal parts.
         groups: the number of groups of chunks, as in `fuse`; it divides every size.
     """
     given = _patterns("parts", parts, name)
@@ -63,7 +64,7 @@ def transpose(names: str, dims: Sequence[int]) -> Rule:
 
 
 def stack(names: str, dim: int = 0, *, into: str | None = None) -> Rule:
-    """Makes tensors with numbers in their names slices of one tensor, as ``torch.stack`` does.
+    """Stacks tensors with numbers in their names into one tensor, as ``torch.stack`` does.
 
     Args:
         names: a pattern with one ``{}``, which stands for the index: ``"layers.*.experts.{}.w1"``.
@@ -79,24 +80,24 @@ def stack(names: str, dim: int = 0, *, into: str | None = None) -> Rule:
 
 
 def unstack(names: str, into: str, dim: int = 0) -> Rule:
-    """Makes the slices of a tensor along a dim tensors of their own: the inverse of `stack`.
+    """Splits a tensor into its slices along a dim, as ``torch.unbind`` does: the inverse of `stack`.
 
     Args:
-        names: of what is cut, such as ``"layers.*.experts.w1"``.
+        names: name of the tensor, such as ``"layers.*.experts.w1"``.
         into: names of the slices, with one ``{}`` for the index and the wildcards of `names`:
             ``"layers.*.experts.{}.w1"``.
-        dim: the dim that goes away.
+        dim: the dim that is removed.
     """
     others = [wildcard for wildcard in patterns.wildcards(_numbered("into", into)) if wildcard != "{}"]
     return kinds.Unstack(_alike("names", names, others, into), into, _integer("dim", dim))
 
 
 def rename(names: str | Mapping[str, str] | Callable[[str], str], to: str | None = None) -> Rule:
-    """Gives tensors other names.
+    """Renames tensors.
 
     Args:
-        names: a name or pattern, with `to`; or a dict from old names to new ones, also of patterns; or a function from
-            every name to its new one. All names change at once, so they may be exchanged.
+        names: a name or pattern, with `to`; a dict from old names or patterns to new ones; or a function that returns
+            the new name of every name. All names change at once, so names can be swapped.
         to: the new name, with as many wildcards as `names`: ``rename("model.**", "**")``.
     """
     if callable(names):

@@ -1,4 +1,4 @@
-"""From mapped tensors to the items of a batch."""
+"""Converts mapped tensors to the items of a batch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from .pieces import Mapped, Piece
 
-# Source dim, destination dim, where the range begins in each, its length; -1 stands for no dim.
+# (source dim, destination dim, begin in the source, begin in the destination, length); -1 for no dim.
 Axis = tuple[int, int, int, int, int]
 
 
 class Item(NamedTuple):
-    """Elements of a source that move to a destination, both by their numbers."""
+    """A box of elements that moves from a source to a destination, both given by index."""
 
     source: int
     destination: int
@@ -20,7 +20,7 @@ class Item(NamedTuple):
 
 
 def items_of(tensors: Mapping[str, Mapped], names: Sequence[str]) -> tuple[list[str], list[Item]]:
-    """Returns the sources that these tensors are made of, numbered in this order, and what moves from each."""
+    """Returns the names of the sources of these tensors, in the order of their indices, and the items to move."""
     number: dict[str, int] = {}
     items = []
     for destination, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""The effect of each rule on tensors. rules.py has the functions that make rules, and says what they mean."""
+"""The effect of each rule on tensors. functions.py has the public functions that create rules."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .pieces import Mapped, Piece, Tensors
 
 
 class Rule:
-    """The methods of every rule; `fuse` and its like make them."""
+    """Base class of the rules that `fuse` and the other functions return."""
 
     def apply(self, tensors: Tensors, problems: list[str]) -> None:
-        """Changes the tensors. Appends a sentence to `problems` for whatever cannot be done, and goes on."""
+        """Applies the rule to `tensors` in place. Appends a sentence to `problems` for each error, and continues."""
         raise NotImplementedError
 
 
 def _dim_of(dim: int, ndim: int) -> int | None:
-    """Returns the dim from 0 up; None if there is no such dim."""
+    """Returns the non-negative dim, or None if it is out of range."""
     return dim + ndim if -ndim <= dim < 0 else dim if 0 <= dim < ndim else None
 
 
 def _put(tensors: Tensors, name: str, mapped: Mapped, rule: Rule, problems: list[str]) -> None:
-    """Adds a tensor. A second one of the same name gives its elements twice, which coverage reports."""
+    """Adds a tensor, or its pieces to a tensor of the same name. Coverage later reports elements that both have."""
     other = tensors.get(name)
     if other is None:
         tensors[name] = mapped
@@ -42,7 +42,10 @@ def _what(mapped: Mapped) -> str:
 def _sets(
     sets: Sequence[str], tensors: Tensors, rule: Rule, problems: list[str]
 ) -> Iterator[tuple[Captured, list[str]]]:
-    """Yields the tensors that patterns with the same wildcards name together; reports sets that are not whole."""
+    """Yields (texts of the wildcards, names) for each set of names that match the patterns `sets` with the same texts.
+
+    Incomplete sets are reported.
+    """
     found = [patterns.names(pattern, tensors) for pattern in sets]
     captured = dict.fromkeys(one for names in found for one in names)
     if not captured:
@@ -63,7 +66,7 @@ def _matching(pattern: str, tensors: Tensors, rule: Rule, problems: list[str]) -
 
 
 def _chunks(sizes: Sequence[int], groups: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (part, begin in the part, begin in the whole, length) of each chunk, in the order of the whole."""
+    """Yields (part, begin in the part, begin in the fused dim, length) of each chunk, in the order of the fused dim."""
     at = 0
     for group in range(groups):
         for part, size in enumerate(sizes):
@@ -247,7 +250,7 @@ class Unstack(Rule):
 
 
 def _slices(whole: Mapped, dim: int) -> list[list[Piece]]:
-    """Returns the pieces of each index of a dim, in time in proportion to their number."""
+    """Returns the pieces of each index of a dim. Time is linear in the number of returned pieces."""
     slices: list[list[Piece]] = [[] for _ in range(whole.shape[dim])]
     for piece in whole.pieces:
         begin, end = piece.box(len(whole.shape))[dim]
@@ -331,7 +334,7 @@ def apply_rules(tensors: Tensors, rules: Iterable[Rule], problems: list[str]) ->
 
 
 def renamed(names: Collection[str], rules: Iterable[Rule]) -> set[str]:
-    """Returns names of tensors, and the names that rules give them that do nothing else."""
+    """Returns the names, and the names that they have after all rules that only rename."""
     tensors = {name: Mapped((), "", ()) for name in names}
     apply_rules(tensors, [rule for rule in rules if isinstance(rule, (Rename, RenameBy))], [])
     return {*names, *tensors}

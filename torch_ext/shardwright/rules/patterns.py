@@ -28,13 +28,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def match(pattern: str, name: str) -> Captured | None:
-    """Returns what the wildcards stand for in a name; None if the name is not of this form."""
+    """Returns the texts of the wildcards in a name; None if the name does not match."""
     found = _compiled(pattern).fullmatch(name)
     return None if found is None else found.groups()
 
 
 def names(pattern: str, given: Iterable[str]) -> dict[Captured, str]:
-    """Returns the names of this form, by what the wildcards stand for. A pattern without wildcards is a name."""
+    """Returns the names that match, by the texts of the wildcards. A pattern without wildcards matches only itself."""
     if not wildcards(pattern):
         return {(): pattern} if pattern in given else {}
     matched = _compiled(pattern).fullmatch
@@ -42,11 +42,11 @@ def names(pattern: str, given: Iterable[str]) -> dict[Captured, str]:
 
 
 def put(pattern: str, captured: Sequence[str]) -> str:
-    """Puts text in place of the wildcards, in order. There must be as many."""
+    """Replaces the wildcards, in order, by the texts `captured`. Their numbers must be equal."""
     literals = _WILDCARD.split(pattern)
     return "".join(text for pair in zip(literals, [*captured, ""]) for text in pair)
 
 
 def is_listed(name: str, listed: Iterable[str]) -> bool:
-    """Returns whether one of these patterns matches."""
+    """True if one of these patterns matches."""
     return any(match(pattern, name) is not None for pattern in listed)

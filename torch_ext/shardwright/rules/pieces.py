@@ -4,7 +4,7 @@
         qkv, 8 x 8:    piece of q: dims (0 -> 0, 4 rows from 0 to 0), (1 -> 1, 8 columns from 0 to 0)
                        piece of k: dims (0 -> 0, 4 rows from 0 to 4), (1 -> 1, 8 columns from 0 to 0)
 
-Rules (rules.py) change pieces; no rule changes elements. A cast is noted with the piece.
+Rules (kinds.py) change pieces, never elements. A cast is recorded in the piece.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """Indices of a source dim, in order, that are indices of a dim of the tensor."""
+    """A range of indices of a source dim, which are a range of indices of a dim of the tensor, in the same order."""
 
     src_dim: int
     dim: int
@@ -24,10 +24,11 @@ class Run(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of the tensor: its source, and where each of its dims comes from.
+    """A box of the tensor, its source, and the mapping of its dims to dims of the source.
 
-    ``fixed`` are dims of the tensor in which the box has one index, as (dim, index); ``src_fixed`` are those of the
-    source. Every dim of either is in one run or fixed. ``cast`` is the dtype to which its elements are cast.
+    ``fixed``: (dim, index) for dims of the tensor in which the box has one index; ``src_fixed``: (dim, index) for such
+    dims of the source. Every dim of the tensor and of the source is in exactly one run or fixed. ``cast``: the dtype to
+    which the elements are cast, or None.
     """
 
     source: str
@@ -56,7 +57,7 @@ class Piece(NamedTuple):
         return self._replace(runs=runs, fixed=tuple((d, i + by if d == dim else i) for d, i in self.fixed))
 
     def cut(self, dim: int, begin: int, end: int) -> Piece | None:
-        """Returns what lies in [begin, end) of the dim; None if nothing does."""
+        """Returns the part with indices [begin, end) of the dim; None if it is empty."""
         for d, index in self.fixed:
             if d == dim:
                 return self if begin <= index < end else None
@@ -71,7 +72,7 @@ class Piece(NamedTuple):
         return self._replace(runs=tuple(runs))
 
     def with_dims(self, new_dim: Sequence[int]) -> Piece:
-        """Dim d becomes dim ``new_dim[d]``."""
+        """Returns the piece with dim d renumbered to ``new_dim[d]``."""
         runs = tuple(run._replace(dim=new_dim[run.dim]) for run in self.runs)
         return self._replace(runs=runs, fixed=tuple((new_dim[d], i) for d, i in self.fixed))
 
@@ -79,7 +80,7 @@ class Piece(NamedTuple):
         return self._replace(fixed=(*self.fixed, (dim, index)))
 
     def at(self, dim: int, index: int) -> Piece | None:
-        """Returns what has this index in the dim, without the dim, but with later dims still where they were."""
+        """Returns the slice at this index, or None if it is empty. Without the dim; later dims keep their numbers."""
         piece = self.cut(dim, index, index + 1)
         if piece is None:
             return None
@@ -92,7 +93,7 @@ class Piece(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """A tensor, and the pieces of sources that it consists of."""
+    """A tensor and the pieces of sources that it consists of."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -103,27 +104,28 @@ Tensors = dict[str, Mapped]
 
 
 def source_tensor(name: str, shape: Sequence[int], dtype: str) -> Mapped:
-    """Returns a source as a tensor that consists of itself."""
+    """Returns a source as a tensor that consists of one piece."""
     piece = Piece(name, tuple(Run(d, d, 0, 0, size) for d, size in enumerate(shape)))
     return Mapped(tuple(shape), dtype, (piece,) if piece.elements else ())
 
 
-# [begin, end) for each dim.
+# An interval [begin, end) for each dim.
 Box = tuple[tuple[int, int], ...]
 
 
 class Coverage(NamedTuple):
-    """Boxes of a tensor that no piece gives, and boxes that several give, with the numbers of these pieces."""
+    """Boxes of a tensor without a piece, and boxes with several pieces, together with the indices of these pieces."""
 
     missing: list[Box]
     repeated: list[tuple[Box, tuple[int, ...]]]
 
 
 def coverage(shape: Sequence[int], boxes: Sequence[Box]) -> Coverage:
-    """Compares boxes, within the shape, with the whole tensor.
+    """Finds the elements of a tensor that are in no box or in several. All boxes must be within the shape.
 
-    The first dim is cut wherever a box begins or ends. Between two cuts the same boxes are present, and these are
-    compared in the remaining dims. Boxes that follow one another in one dim take time in proportion to their number.
+    The first dim is cut wherever a box begins or ends. Between two cuts the set of boxes is constant, and is compared
+    in the remaining dims. Example: boxes [0:3] and [2:4] of shape (5,) give missing [4:5] and repeated [2:3]. Time is
+    linear in the number of boxes if they follow one another in one dim.
     """
     found = Coverage([], [])
     if 0 not in shape:
@@ -159,5 +161,5 @@ def _compare(shape: tuple[int, ...], boxes: Sequence[Box], present: Iterable[int
 
 
 def box_text(box: Box) -> str:
-    """``[0:4, 2:8]``; ``[]`` for a scalar."""
+    """Returns ``[0:4, 2:8]``; ``[]`` for a scalar."""
     return f"[{', '.join(f'{begin}:{end}' for begin, end in box)}]"

@@ -1,1 +1,1 @@
-"""State dicts from one set of layouts to another: `transfer`."""
+"""Moves state dicts from one set of layouts to another: `transfer`."""

@@ -15,14 +15,14 @@ from .setup import SetUp
 
 
 class Run:
-    """A batch under way. Every method may be called any number of times."""
+    """A running batch. Every method may be called any number of times."""
 
     def __init__(self, pending: _runtime.BatchHandle | None, num_destinations: int) -> None:
         self._pending = pending
         self._num_destinations = num_destinations
 
     def in_order(self) -> list[int]:
-        """Returns the destinations, by number, in the order in which this rank completes its part in them."""
+        """Returns the indices of the destinations, in the order in which this rank completes its part of them."""
         return self._pending.departures if self._pending is not None else list(range(self._num_destinations))
 
     def wait_for_sources(self) -> None:
@@ -30,7 +30,7 @@ class Run:
             self._pending.wait_for_sources()
 
     def wait_for(self, number: int) -> None:
-        """Waits until a destination is complete here, and until what other ranks need of it has left."""
+        """Waits until a destination is complete on this rank, and its elements for other ranks were sent."""
         if self._pending is not None:
             self._pending.wait_for_departure(number)
 
@@ -43,7 +43,7 @@ class Run:
 
 
 class BoundBatch:
-    """The destinations with these numbers, and what moves to them. Every rank of the group makes it alike."""
+    """The batch that fills a range of destinations. All ranks of the group make equal batches."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class BoundBatch:
             self._executable = executables.bind_batch(self.batch, made.device.type, group) if items else None
         except ValueError as error:  # a bucket is too small
             raise explaining.with_names(error, [made.names[item.destination] for item in items]) from None
-        # The layouts that sources with pending reductions are reduced to before the rest starts, by number.
+        # Layouts to which sources with pending reductions are reduced before the batch starts, by index.
         self._reduced = self.batch.reductions()
         self._group = groups.weakly(group)
 
@@ -86,7 +86,7 @@ class BoundBatch:
             return Run(None, len(destinations))
         sources = list(map(self._source, range(len(self._sources))))
         into = [one.detach() for one in destinations]
-        torch.autograd.graph.increment_version(into)  # so that autograd knows of what is written
+        torch.autograd.graph.increment_version(into)  # the writes bypass autograd
         return Run(self._executable.start(sources, into), len(into))
 
     def _source(self, number: int) -> torch.Tensor:

@@ -1,14 +1,15 @@
-"""The tensors that this rank passes to a transfer, as they are at each start.
+"""This rank's tensors of a transfer, which are read again at each start.
 
-A module may get other tensors after a transfer was planned: `model.to()` gives a DTensor another local tensor,
+A module's tensors may be replaced after a transfer was planned: `model.to()` gives a DTensor another local tensor,
 `load_state_dict(assign=True)` gives a module another parameter. Each start reads the tensors again:
 
     a DTensor                        its local tensor
     a function                       the state dict that it returns
     a weight under sw.fully_shard    the parameter that its module has (`owners`)
 
-Two checks find tensors that no module has any more. Hooks on modules see a parameter replaced, and a storage that
-others had when the transfer was planned is stale once the transfer alone has it: nobody can write to it or read it.
+Two checks find tensors that no module has any more. Hooks on modules record replaced parameters. And a storage that
+other tensors used when the transfer was planned is stale once only the transfer uses it: nobody else can read or write
+it.
 """
 
 from __future__ import annotations
@@ -50,13 +51,16 @@ class Owner(Protocol):
 
 owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 
-# Storage, offset, sizes and strides.
+# Location of a tensor in memory: storage, offset, sizes and strides.
 Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-_Overlaps = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], list[str]]  # of what is read and written
+_Overlaps = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], list[str]]  # of tensors to read, to write
 
 
 class Passed:
-    """This rank's tensors of one side of a transfer, by name. `layouts` are those of the tensors that move."""
+    """This rank's tensors of one side of a transfer, source or destination, by name.
+
+    `layouts` are the layouts of the tensors that move. `again` reads the tensors again if a function returned them.
+    """
 
     def __init__(
         self,
@@ -75,7 +79,7 @@ class Passed:
         self._device = device
         self._owners: dict[str, weakref.ref[Owner]] = {}
         self._storages = {storage_of(one.plain) for _, one in self.moving()}
-        # Modules that got another tensor for one with a storage, by that storage, the module's id and its name there.
+        # Modules in which a tensor was replaced, by its storage, the id of the module and the tensor's name in it.
         self._replaced: dict[tuple[int, int, str], weakref.ref[nn.Module]] = {}
         if again is None:
             owned = {place_of(owner.current): owner for owner in owners}
@@ -91,7 +95,7 @@ class Passed:
                 yield name, one
 
     def renew(self) -> list[str]:
-        """Reads the tensors again. Returns what is wrong."""
+        """Reads the tensors again. Returns the problems."""
         problems: list[str] = []
         again = None
         if self._again is not None:
@@ -138,7 +142,7 @@ class Passed:
         return now if isinstance(value, DTensor) else now._replace(layout=old.layout)
 
     def _check(self, name: str, old: Given, now: Given) -> None:
-        """Raises ValueError where a tensor does not fit the plan, or is one that no module has any more."""
+        """Raises ValueError if a tensor does not match the plan, or no module has it any more."""
         layout, local = self._layouts[name], now.plain
         if now.layout != old.layout:
             raise ValueError(f"is {now.layout}, and was {old.layout} when the transfer was planned; {_REMEDY}")
@@ -160,7 +164,7 @@ class Passed:
                 raise ValueError(f"{attribute} is another tensor than when the transfer was planned; {_REMEDY}")
 
     def note_replaced(self, storage: int, module: nn.Module, name: str) -> None:
-        """Notes that a module gets another tensor for one with this storage."""
+        """Records that a module's tensor with this storage is replaced."""
         if storage in self._storages:
             self._replaced[storage, id(module), name] = weakref.ref(module)
 
@@ -172,15 +176,15 @@ class Tensors:
         self.source = source
         self.destination = destination
         self._overlaps = overlaps
-        self._had_others: dict[int, bool] = {}  # storages, and whether other tensors had them at first
+        self._had_others: dict[int, bool] = {}  # by storage: true if other tensors used it at planning
         self._places = [place_of(one.plain) for _, _, one in self._moving()]
         self._stale({})
 
     def renew(self, kept: Mapping[int, int]) -> list[str]:
-        """Reads the tensors again, and returns what is wrong with them.
+        """Reads the tensors again, and returns the problems.
 
         Args:
-            kept: the number of tensors that the transfer has besides, by storage.
+            kept: the number of further tensors of the transfer itself, by storage.
         """
         problems = [*self.source.renew(), *self.destination.renew()]
         places = [place_of(one.plain) for _, _, one in self._moving()]
@@ -194,7 +198,7 @@ class Tensors:
         return [(passed, name, one) for passed in (self.source, self.destination) for name, one in passed.moving()]
 
     def _stale(self, kept: Mapping[int, int]) -> list[str]:
-        """Finds storages that other tensors had, and that the transfer alone has now."""
+        """Reports storages that other tensors used, and that only the transfer uses now."""
         tensors = self._moving()
         own: dict[int, set[int]] = {}
         for _, _, one in tensors:
@@ -204,7 +208,7 @@ class Tensors:
         for passed, name, one in tensors:
             storage = storage_of(one.plain)
             has_others = _num_tensors(one.plain) > len(own[storage]) + kept.get(storage, 0)
-            # Only the first look counts: later, the run before may still have tensors of its own.
+            # Only the first check counts: later, the previous run may still have tensors of its own.
             had_others[storage] = self._had_others.get(storage, has_others)
             if had_others[storage] and not has_others and _is_whole(one) and not isinstance(one.value, nn.Parameter):
                 problems.append(passed.said(name, _STALE))
@@ -213,7 +217,7 @@ class Tensors:
 
 
 def places_of(tensors: Sequence[torch.Tensor]) -> list[Place]:
-    """Returns where tensors are in memory, without those that have no elements."""
+    """Returns the places in memory of all tensors that have elements."""
     return [place_of(one) for one in tensors if one.numel()]
 
 
@@ -222,7 +226,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def _num_tensors(tensor: torch.Tensor) -> int:
-    """Returns the number of tensors that have the storage."""
+    """Returns the number of tensors that use the storage of `tensor`."""
     return _use_count(tensor) - _uses_of_one() + 1
 
 
@@ -237,7 +241,7 @@ def _uses_of_one() -> int:
 
 
 def _is_whole(one: Given) -> bool:
-    """Returns false for parts of a larger storage, such as rows of a tensor, whose other parts may go without harm."""
+    """False for a part of a larger storage, such as rows: tensors of its other parts may be freed without harm."""
     return isinstance(one.value, DTensor) or one.plain.nbytes == one.plain.untyped_storage().nbytes()
 
 
@@ -246,12 +250,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def place_of(tensor: torch.Tensor) -> Place:
-    """Returns where the local tensor is in memory."""
+    """Returns the place of the local tensor in memory."""
     local = _local(tensor)
     return storage_of(local), local.storage_offset(), tuple(local.shape), local.stride()
 
 
-# Sides of transfers that exist.
+# The objects to notify of replaced tensors.
 _watching: weakref.WeakSet[Passed] = weakref.WeakSet()
 _hooks: list[Any] = []
 
@@ -264,7 +268,7 @@ def _watch(passed: Passed) -> None:
 
 
 def _note(module: nn.Module, name: str, new: torch.Tensor | None) -> None:
-    """Called before a module gets a parameter or a buffer."""
+    """Hook that runs before a module gets a parameter or a buffer."""
     old = _tensor_of(module, name)
     if old is None or old is new or not _watching:
         return

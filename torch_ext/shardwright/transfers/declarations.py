@@ -1,11 +1,11 @@
-"""Declarations of the ranks of a transfer: all ranks get the same tensors from them, and raise the same errors.
+"""Agreement of the ranks of a transfer: all ranks get the same tensors, and raise the same errors.
 
-    1. Ranks tell each other a digest of what each declares, its options, and what is wrong with its arguments.
-    2. The declarations themselves follow, once for each digest: ranks of one mesh mostly declare the same.
-    3. After the map they tell each other a digest of what each has made of it, and its problems.
-    4. At each start they tell each other if their tensors still fit (`Starts`).
+    1. Ranks exchange digests of their declarations, their options, and the problems with their arguments.
+    2. Each distinct declaration is broadcast once. Ranks of one mesh mostly declare the same.
+    3. After the map, ranks exchange digests of its result, and its problems.
+    4. At each start, ranks exchange the problems with their current tensors (`Starts`).
 
-A rank whose arguments are wrong takes part in all of it, and all ranks raise the same error.
+A rank with invalid arguments takes part in all steps, and all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Agreed(NamedTuple):
 
     source: dict[str, _planner.Layout]
     destination: dict[str, _planner.Layout]
-    # Names that some rank passes and whose layout nobody knows. An error says why.
+    # Names that some rank passes and for which no layout could be read. An error was reported for each.
     unread_source: set[str]
     unread_destination: set[str]
 
@@ -51,7 +51,7 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def _joined_over_ranks(problems: Sequence[str]) -> list[str]:
-    """Says once what several ranks say."""
+    """Merges the equal problems of several ranks into one, such as "... (on ranks 0, 1)"."""
     ranks: dict[str, list[str]] = {}
     for problem in dict.fromkeys(problems):
         text, _, rank = problem.removesuffix(")").partition(" (on rank ")
@@ -63,7 +63,10 @@ def _joined_over_ranks(problems: Sequence[str]) -> list[str]:
 
 
 def _by_kind(lines: list[str]) -> list[str]:
-    """The first of each kind, then the second of each, ..., if there are too many. A kind is what is said of a name."""
+    """Reorders too many lines: the first of each kind, then the second of each, ...
+
+    Lines are of one kind if they differ only in the name and in numbers.
+    """
     if len(lines) <= _MAX_SHOWN:
         return lines
     seen: Counter[str] = Counter()
@@ -82,9 +85,9 @@ def digest(value: Any) -> str:
 def agree(
     mine: Declared, options: dict[str, Any], problems: Sequence[str], group: dist.ProcessGroup | None
 ) -> tuple[Agreed, list[str]]:
-    """Returns the tensors that all ranks declare, and the problems of all ranks. All ranks of the group call.
+    """Returns the tensors that all ranks declare, and the problems of all ranks, which include differing options.
 
-    Raises ValueError on all ranks where the ranks' options differ.
+    All ranks of the group must call this.
     """
     ranks = groups.ranks_in_meshes(group)
     heard = _gather((digest(mine), {name: str(value) for name, value in options.items()}, list(problems)), group)
@@ -111,19 +114,19 @@ def check_result(result: str, problems: Sequence[str], group: dist.ProcessGroup 
 
 
 class Starts:
-    """Ranks that start a planned transfer together, or raise together.
+    """Makes all ranks start a planned transfer, or all raise.
 
-    Each rank checks its tensors at each start, and what it finds is known to it alone. The ranks meet in the store of
-    their group, so that nothing is sent by the group and no device waits.
+    Each rank checks its own tensors at each start. Ranks exchange their problems by the store of the group, so that no
+    collective runs and no device waits.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
-        self._name = name  # the same on all ranks, and no other transfer's
+        self._name = name  # unique to this transfer, equal on all ranks
         self._group = groups.weakly(group)
         self._texts: StoreTexts | None = None
 
     def agree(self, problems: Sequence[str]) -> None:
-        """Waits for all ranks of the group to come, and raises ValueError on all of them if some have problems."""
+        """Waits for all ranks of the group. Raises ValueError on all of them if some have problems."""
         group = self._group.get()
         if dist.get_world_size(group) > 1:
             if self._texts is None:
@@ -143,7 +146,7 @@ def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def _broadcast(value: Any, number: int, group: dist.ProcessGroup | None) -> Any:
-    """From the rank with this number in the group."""
+    """Returns the value of the rank with index `number` in the group."""
     box = [value]
     dist.broadcast_object_list(box, group_src=number, group=group)
     return box[0]
@@ -156,13 +159,13 @@ def _differing(name: str, said: dict[int, str]) -> list[str]:
 def _merged(
     side: str, declarations: Sequence[tuple[list[int], Declared]], problems: list[str]
 ) -> tuple[dict[str, _planner.Layout], set[str]]:
-    """Returns what the ranks declare of one side, and the names of other tensors that some of them pass.
+    """Returns the layouts of one side, by name, and the names of other tensors that some ranks pass.
 
-    Reports tensors of which they say different things.
+    Appends a problem for each tensor that ranks declare differently.
     """
     said: dict[str, list[tuple[_planner.Layout, list[int]]]] = {}
-    kinds: dict[str, set[str]] = {}  # of the tensors that ranks pass, by name
-    unread: dict[str, list[int]] = {}  # ranks of which no layout is known, by name
+    kinds: dict[str, set[str]] = {}  # kinds of tensors that ranks pass, by name
+    unread: dict[str, list[int]] = {}  # ranks whose layout could not be read, by name
     everywhere = _ranks_of_plain_tensors(side, declarations)
     for ranks, theirs in declarations:
         known: dict[tuple[int, ...], Layouts] = {}
@@ -174,7 +177,7 @@ def _merged(
                 known[on] = Layouts(theirs, on)
             try:
                 read: _planner.Layout = known[on].of(description)
-            except ValueError as error:  # a dtype that no layout has
+            except ValueError as error:  # an unsupported dtype
                 problems += (f"{side} {name}: {error} (on rank {rank})" for rank in ranks)
                 unread.setdefault(name, []).extend(ranks)
                 continue
@@ -195,9 +198,9 @@ def _merged(
                 continue
             layout, ranks = replicated, sorted(rank for _, those in layouts for rank in those)
         merged[name] = layout
-        # If destinations are filled in place, a rank that forgot its own would go on with what it holds.
+        # A rank that forgets to pass a destination to fill in place would continue with its old values.
         if side == "source" or kinds[name] & {DTENSOR, PAIR}:
-            # Most tensors are declared by the same ranks, which are compared with a layout once.
+            # Cached, because most tensors are declared by the same ranks.
             key = layout, tuple(ranks)
             if key not in missing:
                 missing[key] = sorted(set(layout.mesh.ranks) - set(ranks))
@@ -211,7 +214,7 @@ def _merged(
 def _over_slices(
     layouts: list[_planner.Layout], known: dict[tuple[_planner.Layout, ...], _planner.Layout]
 ) -> _planner.Layout | None:
-    """Joins layouts that are equal on meshes of equal sizes without common ranks, the slices of a larger mesh.
+    """Joins equal layouts on slices of a larger mesh, which have equal sizes and no ranks in common.
 
     Returns a layout that is replicated over the slices; None if the layouts or meshes differ otherwise.
 
@@ -260,7 +263,7 @@ def _add(layouts: list[tuple[_planner.Layout, list[int]]], layout: _planner.Layo
 def _ranks_of_plain_tensors(
     side: str, declarations: Sequence[tuple[list[int], Declared]]
 ) -> dict[tuple[str, Description], tuple[int, ...]]:
-    """Returns the ranks that pass each tensor which is the same on all ranks that pass it."""
+    """Returns the ranks that pass each plain tensor, whose values are equal on all of them."""
     found: dict[tuple[str, Description], list[int]] = {}
     for ranks, theirs in declarations:
         for name, description in getattr(theirs, side).items():

@@ -1,4 +1,4 @@
-"""Reads what one rank passes to `transfer`: tensors with their layouts, from state dicts and specs."""
+"""Reads the arguments of `transfer` on one rank: tensors with their layouts, from state dicts and specs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from ..runtime import argument_checks, groups
 
 # Names, sizes and ranks of a mesh.
 MeshParts = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
-# Shape and dtype; then, unless the tensor is the same on all ranks that pass it, the number of its mesh, placements,
-# shard order, how many dims are flattened, and the kind of tensor that is passed with it: DTENSOR, PAIR or none ("").
+# (shape, dtype) of a plain tensor, whose values are equal on all ranks that pass it. Otherwise (shape, dtype, index
+# of the mesh, placements, shard order, number of flattened dims, kind), where kind is DTENSOR, PAIR or "" for no
+# tensor.
 Description = tuple[Any, ...]
 
 DTENSOR, PAIR = "DTensor", "pair"
@@ -31,11 +32,11 @@ _ALLOWED_SPEC = f"{_ALLOWED}, a Layout, or (placements, mesh, shape, dtype)"
 
 
 class Given(NamedTuple):
-    """A tensor as this rank passes it."""
+    """A tensor or layout that this rank passes."""
 
-    layout: _planner.Layout | None  # None: the tensor is the same on all ranks that pass it
-    local: torch.Tensor | None  # None: nothing was passed to read from or to write to
-    value: Any  # what the user passed, if it is a tensor
+    layout: _planner.Layout | None  # None: a plain tensor, equal on all ranks that pass it
+    local: torch.Tensor | None  # None: only a layout was passed
+    value: Any  # the tensor that the user passed, if any
 
     @property
     def plain(self) -> torch.Tensor:
@@ -44,12 +45,12 @@ class Given(NamedTuple):
 
 
 class Declared(NamedTuple):
-    """The tensors that a rank passes, as it tells other ranks. Meshes are written once."""
+    """The tensors that a rank passes, in the form that is sent to other ranks. Each mesh is stored once."""
 
     meshes: list[MeshParts]
     source: dict[str, Description]
     destination: dict[str, Description]
-    # Names of what could not be read. An error says why.
+    # Names of values that could not be read. An error was reported for each.
     unread_source: list[str]
     unread_destination: list[str]
 
@@ -100,19 +101,19 @@ class Layouts:
 
 
 class Reader:
-    """Reads the tensors of one rank, and collects what is wrong with them."""
+    """Reads the tensors of one rank, and collects the problems with them."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = groups.rank_in_meshes(group)
         self.problems: list[str] = []
         self.wrong: set[str] = set()  # names of tensors with problems
-        self.unread: dict[str, set[str]] = {"source": set(), "destination": set()}  # names of what could not be read
+        self.unread: dict[str, set[str]] = {"source": set(), "destination": set()}  # names of unreadable values
         self._in_group = set(groups.ranks_in_meshes(group))
         self._joins_jobs = groups.joins_jobs(group)
         self._layouts: dict[DTensorSpec, Layout] = {}
 
     def state_dict(self, given: Any, unused: Sequence[str]) -> dict[str, Given]:
-        """Reads what a rank of the source passes; None is an empty one."""
+        """Reads the argument `state_dict`; None is an empty dict."""
         if given is None:
             return {}
         found: dict[str, Given] = {}
@@ -125,7 +126,7 @@ class Reader:
         return found
 
     def destination(self, given: Any, ignore: Sequence[str] | None = None) -> dict[str, Given]:
-        """Reads `to`; None is an empty one. What is no tensor is passed over where `ignore` lists its name."""
+        """Reads the argument `to`; None is an empty dict. Skips names in `ignore` whose values are no tensors."""
         found: dict[str, Given] = {}
         for name, value in _flattened("to", given) if given is not None else ():
             if isinstance(value, (torch.Tensor, _planner.Layout)) or _is_pair(value) or _is_spec(value):
@@ -142,7 +143,7 @@ class Reader:
             self.problems.append(self.said(side, name, said))
             return
         try:
-            # A wrong tensor is declared too: that it is missing would be no news.
+            # An invalid tensor is declared too, so that it is not reported as missing as well.
             found[name] = self.read(value)
             self.check(side, found[name])
         except ValueError as error:
@@ -225,7 +226,7 @@ def _plain(local: torch.Tensor) -> torch.Tensor:
 
 
 def _flattened(argument: str, given: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields names and values; those of dicts within a dict are joined by dots."""
+    """Yields names and values. Names of nested dicts are joined by dots."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a dict from names to tensors")
     for key, value in given.items():

@@ -1,4 +1,4 @@
-"""Reports how far a transfer has come: to a function, or as a bar on rank 0."""
+"""Reports the progress of a transfer to a function, or as a bar on rank 0."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import torch
 
 from .setup import SetUp
 
-_LEAST_SECONDS = 0.2  # between two lines of the plain bar
+_LEAST_SECONDS = 0.2  # minimum time between two updates of the plain bar
 _WIDTH = 30
 
 
 class Progress:
-    """Counts destinations whose elements have arrived here or have left. Bytes are those of whole tensors, so that all
-    ranks count to the same total."""
+    """Counts the destinations whose elements this rank has received or sent, in bytes of global tensors.
+
+    The total is therefore equal on all ranks.
+    """
 
     def __init__(self, wanted: bool | Callable[[int, int, str], None], made: SetUp, rank: int) -> None:
         self._made = made
@@ -46,7 +48,7 @@ class Progress:
             self._bar.close()
 
     def __call__(self, destination: int) -> None:
-        """Notes that this rank has done its part in a destination."""
+        """Records that this rank has done its part of a destination."""
         if self._report is not None:
             self._done_bytes += self._bytes_of(destination)
             self._report(self._done_bytes, self._total, self._made.names[destination])
@@ -57,7 +59,7 @@ class Progress:
 
 
 class _Bar:
-    """A bar on stderr: tqdm's if it is installed, else a line that is written again and again."""
+    """A bar on stderr: tqdm's if it is installed, else a line that is rewritten."""
 
     def __init__(self, total_bytes: int) -> None:
         self._tqdm: Any = None

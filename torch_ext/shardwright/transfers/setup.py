@@ -1,4 +1,4 @@
-"""From what one rank passes to `transfer` to what all ranks move: tensors of both sides, items between them, order."""
+"""Turns the arguments of `transfer` on each rank into the tensors, items and order that all ranks use."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from .declared import Given, Reader, declare
 
 
 class SetUp(NamedTuple):
-    """The tensors that all ranks move, and this rank's parts. Layouts have ranks of the group."""
+    """The tensors that all ranks move, and this rank's parts. Layouts have ranks of the group, not global ranks."""
 
     sources: list[_planner.Layout]
     destinations: list[_planner.Layout]
     items: list[Item]
     source_names: list[str]
-    names: list[str]  # of the destinations
-    tensors: Tensors  # that this rank passes
+    names: list[str]  # names of the destinations
+    tensors: Tensors  # this rank's tensors
     starts: Starts
-    rank: int  # in the group
+    rank: int  # rank in the group
     device: torch.device
 
     def has_part(self, destination: int) -> bool:
         return self.destinations[destination].mesh.coordinate(self.rank) is not None
 
     def source(self, number: int) -> torch.Tensor:
-        """Returns this rank's part of a source, without elements where it has none."""
+        """Returns this rank's part of a source; an empty tensor if it has none."""
         return self._part(self.tensors.source, self.source_names[number], self.sources[number])
 
     def destination(self, number: int) -> torch.Tensor | None:
-        """Returns this rank's part of a destination if it passed one."""
+        """Returns this rank's part of a destination; None if it passed none."""
         given = self.tensors.destination.given.get(self.names[number])
         if given is None or given.local is None or not self.has_part(number):
             return None
@@ -54,7 +54,7 @@ class SetUp(NamedTuple):
         given = passed.given.get(name)
         if layout.mesh.coordinate(self.rank) is None or given is None or given.local is None:
             return torch.empty(0, dtype=getattr(torch, layout.dtype), device=self.device)
-        # A part without elements may have another shape than its layout says.
+        # An empty part may have another shape than in its layout.
         return given.local if given.local.numel() else given.local.new_empty(layout.local_shape(self.rank))
 
 
@@ -79,7 +79,7 @@ def set_up(
 ) -> SetUp:
     """Agrees with the other ranks of the group, applies the rules, and compares both sides.
 
-    Raises the same ValueError on all ranks if `problems`, this rank's or another's, are not empty, or more are found.
+    Raises the same ValueError on all ranks if `problems` of any rank are not empty, or more are found.
     """
     reader = Reader(group)
     reads = [
@@ -90,7 +90,7 @@ def set_up(
     given_rules = checked(lambda: _rules(rules), problems, reader.rank, [])
     device, kind = _device(given_device, source, destination, group, reader)
     mine = declare(source, destination, reader.unread)
-    # A rank that could not read its arguments has said so; what others miss of it would only hide that.
+    # Unread names are declared too, so that other ranks do not report them as missing.
     agreed, found = declarations.agree(mine, {**options._asdict(), **kind}, [*problems, *reader.problems], group)
     made, order, more = _map(agreed, given_rules, options, reader.rank)
     used = {piece.source for mapped in made.values() for piece in mapped.pieces} - reader.wrong
@@ -119,17 +119,17 @@ def _is_function(given: Any) -> bool:
 
 
 def _dict_of(given: Any) -> Any:
-    """Returns the state dict that a function returns, or that a module has; or what was given, if it is neither."""
+    """Returns the state dict of a module, or the result of a function; other values unchanged."""
     if isinstance(given, torch.nn.Module):
         return given.state_dict()
     return given() if _is_function(given) else given
 
 
 def checked(read: Callable[[], Any], problems: list[str], rank: int, otherwise: Any = None) -> Any:
-    """Returns what is read; or reports what is wrong with it, and returns something else."""
+    """Returns ``read()``. If it raises, appends a problem and returns `otherwise`."""
     try:
         return read()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # any error: the other ranks must raise too
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         problems.append(f"{kind}{error} (on rank {rank})")
         return otherwise
@@ -151,7 +151,10 @@ def _device(
     group: dist.ProcessGroup | None,
     reader: Reader,
 ) -> tuple[torch.device, dict[str, str]]:
-    """Returns this rank's device, and its kind as ranks compare it; of ranks without tensors only if they name it."""
+    """Returns this rank's device, and the option {"device": type}, which must be equal on all ranks that have it.
+
+    Ranks without tensors have the option only if they pass a device.
+    """
     first: dict[torch.device, str] = {}
     for found in (source, destination):
         for name, given in found.items():
@@ -171,9 +174,9 @@ def _device(
 def _overlaps(
     stages: bool, rank: int, read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """Destinations that this rank writes where it reads a source, or writes another destination."""
-    # With a second copy nothing is written where a source is, until both are exchanged, in the source too if it is the
-    # same tensor.
+    """Returns a problem for each destination that shares memory with a source or with another destination."""
+    # With a second copy, a destination may be the same tensor as a source: nothing is written to it before the
+    # exchange.
     found = [
         f"destination {to}: shares memory with source {of}; allowed is memory of its own"
         + (" or, with staging='double', the same tensor" if mine is into else "")
@@ -196,7 +199,7 @@ def _map(
     tensors = {name: source_tensor(name, layout.shape, layout.dtype) for name, layout in agreed.source.items()}
     try:
         apply_rules(tensors, rules, problems)
-    except Exception as error:  # of a user's function; the other ranks must hear of it
+    except Exception as error:  # from a user's function; the other ranks must raise too
         problems.append(f"map: a function raised {type(error).__name__}: {error} (on rank {rank})")
         return {}, [], problems
     wanted = {name: Wanted(tuple(layout.shape), layout.dtype) for name, layout in agreed.destination.items()}
@@ -208,7 +211,7 @@ def _map(
 
 
 class _GroupRanks:
-    """Layouts on ranks of a group instead of global ranks."""
+    """Converts layouts from global ranks to ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         ranks = groups.ranks_in_meshes(group)

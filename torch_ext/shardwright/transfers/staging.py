@@ -1,7 +1,7 @@
-"""A second copy of a destination, which is exchanged for the first by exchanging the memory of both.
+"""A second copy of a destination. Both copies are exchanged by swapping the memory of their storages.
 
-Modules use parameters, and state dicts hold detached tensors and views of them: other tensors of the same storages.
-Where these get other memory, all of those see it.
+The parameters of a module share storages with the detached tensors and views in its state dict. If a storage gets other
+memory, all of its tensors change.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from .._native import _runtime
 from .current import places_of, storage_of
 
-# Of bytes that no destination has: more runs than these are copied by a mask instead of one by one.
+# More runs than this of bytes outside the destinations are copied with a mask instead of one by one.
 _MAX_RUNS = 64
 
 
 def problems(read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Yields why the memory of some destinations cannot be exchanged."""
+    """Yields a problem for each destination whose memory cannot be exchanged."""
     own = {id(one) for one in written.values()}
     sources = {storage_of(one): name for name, one in read.items() if one.numel() and id(one) not in own}
     for name, one in written.items():
@@ -39,16 +39,16 @@ def problems(read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tenso
 
 
 class _Memory(NamedTuple):
-    """The memory of some destinations and as much beside it, as bytes, and what is kept when they are exchanged."""
+    """The bytes of a storage, a second buffer of the same size, and the bytes that an exchange keeps."""
 
     front: torch.Tensor
     back: torch.Tensor
-    kept: list[tuple[torch.Tensor, torch.Tensor]]  # the runs of bytes in both that no destination has
-    mask: torch.Tensor | None  # where they are, if they are many
+    kept: list[tuple[torch.Tensor, torch.Tensor]]  # (front, back) of each run of bytes outside the destinations
+    mask: torch.Tensor | None  # marks these bytes instead if they have many runs
 
 
 class SecondCopy:
-    """Tensors of the same sizes and strides as those of a destination, in as many storages of the same sizes."""
+    """Tensors with the sizes and strides of a destination's tensors, in new storages of the same sizes."""
 
     def __init__(self, front: Sequence[torch.Tensor]) -> None:
         self._front = front
@@ -68,11 +68,11 @@ class SecondCopy:
 
     @property
     def kept(self) -> dict[int, int]:
-        """The number of tensors here that have a storage of the destination, by storage."""
+        """The number of tensors of this object that use a storage of the destination, by storage."""
         return {storage_of(memory.front): 1 + len(memory.kept) for memory in self._memories}
 
     def exchange(self) -> None:
-        """Exchanges the two. What lies between the destinations stays as it is."""
+        """Exchanges the two copies. Bytes outside the destinations keep their values."""
         for memory in self._memories:
             for front, back in memory.kept:
                 back.copy_(front)
@@ -88,7 +88,7 @@ def _placed_like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(destinations: Sequence[torch.Tensor]) -> _Memory:
-    """Makes as much memory as the storage has in which these destinations lie."""
+    """Allocates a second buffer for the storage of these destinations."""
     first = destinations[0]
     front = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
     is_pinned = first.device.type == "cpu" and first.is_pinned()
@@ -104,7 +104,10 @@ def _memory(destinations: Sequence[torch.Tensor]) -> _Memory:
 
 
 def _left_over(destinations: Sequence[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, int]:
-    """Marks what no destination has of a storage, in units of as many bytes as possible. Returns that number too."""
+    """Returns a mask of a storage that marks the units outside the destinations, and the size of a unit in bytes.
+
+    Units are as large as possible.
+    """
     boxes: list[tuple[list[int], list[int], int]] = []  # sizes, strides and offset, in bytes
     for one in destinations:
         sizes, strides = ([], []) if one.is_contiguous() else (list(one.shape), list(one.stride()))

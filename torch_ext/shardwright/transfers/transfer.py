@@ -1,4 +1,4 @@
-"""State dicts from one set of layouts to another, planned once and run many times: `transfer`."""
+"""Moves state dicts from one set of layouts to another, planned once and run many times: `transfer`."""
 
 from __future__ import annotations
 
@@ -41,43 +41,41 @@ def transfer(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> Transfer:
-    """Plans the move of a state dict from the layouts that its tensors have to others, and checks all of it.
+    """Plans and checks the move of a state dict to other layouts.
 
-    All ranks of the group call, also those that hold nothing of either side. Each says what it has; the ranks tell each
-    other their layouts here, once.
+    All ranks of the group must call this, including those without tensors. Ranks exchange their layouts here, once.
 
     Args:
-        state_dict: this rank's tensors by name; None on ranks without any. Pending reductions are reduced at each
-            start, before it returns. Each is a DTensor, a pair of a local tensor
-            and its `Layout`, or a tensor that is the same on all ranks that pass it. Dicts within it have their names
-            joined by dots. Ranks may have different tensors, as stages of a pipeline do. A module, or a function
-            that returns the state dict and does not communicate, is allowed too. All are read at every start, as they
-            are then; no transfer changes them.
-        to: the tensors of the destination by name. A `Layout`, or (placements, mesh, shape, dtype), asks for a new
-            tensor on every rank of its mesh, and may be passed by some ranks alone. A DTensor, a pair of a local
-            tensor and its `Layout`, or a tensor that is the same on all ranks that pass it, is filled in place. A
-            module or a function is allowed as in `state_dict`.
-        map: rules that make the destination's tensors of those of the source, applied in order: `fuse`, `split`,
-            `stack`, `unstack`, `transpose`, `rename`, `cast`.
-        bucket_bytes, buckets: a run takes `buckets` buffers of `bucket_bytes` on each rank besides the destination, and
-            keeps `buckets` rounds of messages under way.
-        staging: None writes into the destination as elements arrive. ``"double"`` keeps a second copy of its storages,
-            writes into that, and exchanges both at once when a transfer is waited for, or at `Transfer.swap`.
-        unused: patterns of names, after the map, that the destination may lack; also of what is no tensor in
-            `state_dict`.
-        ignore: patterns of names in `to` that keep what they hold if no tensor of the source has their name; also of
-            what is no tensor there.
-        progress: a function of (done_bytes, total_bytes, name), which is called on this rank as tensors are complete;
-            True shows a bar on rank 0 (with tqdm, if it is installed).
-        group: the process group whose ranks take part; default, the default group. Meshes have global ranks, or those
-            in the group if `connect` made it; DTensors are not allowed there.
+        state_dict: this rank's tensors by name; None on ranks without any. A tensor is a DTensor, a pair of a local
+            tensor and its `Layout`, or a plain tensor that is equal on all ranks that pass it. Names of nested dicts
+            are joined by dots. Ranks may have different tensors, as stages of a pipeline do. A module, or a function
+            that returns the state dict without communication, is accepted too. Tensors are read again at each start,
+            and never changed. Pending reductions are reduced during `start`.
+        to: the tensors of the destination by name. A `Layout`, or (placements, mesh, shape, dtype), requires a new
+            tensor on every rank of its mesh; not all ranks need to pass it. A DTensor, a pair of a local tensor and its
+            `Layout`, or a plain tensor that is equal on all ranks that pass it, is filled in place. A module or a
+            function is accepted as in `state_dict`.
+        map: rules that convert the source's tensors to the destination's, applied in order: `fuse`, `split`, `stack`,
+            `unstack`, `transpose`, `rename`, `cast`.
+        bucket_bytes, buckets: each rank allocates `buckets` buffers of `bucket_bytes` in addition to the destination;
+            up to `buckets` rounds of messages are in flight.
+        staging: None writes to the destination as elements are received. ``"double"`` writes to a second copy of its
+            storages, which ``wait()`` or `Transfer.swap` exchanges for the first at once.
+        unused: patterns of names, after the map, that the destination may lack; and of values in `state_dict` that are
+            no tensors.
+        ignore: patterns of names in `to` that keep their values if no tensor of the source has this name; and of values
+            in `to` that are no tensors.
+        progress: a function of (done_bytes, total_bytes, name) that is called on this rank as tensors complete; True
+            shows a bar on rank 0 (with tqdm, if it is installed).
+        group: the process group whose ranks take part; default, the default group. Meshes have global ranks, or ranks
+            of the group if `connect` made it; DTensors are not supported in such groups.
         device: the device of all tensors, for ranks that pass none; default, the only one for which the group has a
-            backend. Such ranks must pass it if there are backends for the CPU and for an accelerator.
+            backend. It is required on such ranks if there are backends for the CPU and for an accelerator.
 
     Raises:
-        ValueError: on all ranks, with everything that is wrong anywhere: names that one side lacks, elements that no
-            source gives or that several give, shapes, dtypes without a cast, layouts that ranks disagree on, local
-            tensors that contradict their layout, arguments that differ. Nothing has been moved then.
+        ValueError: raised on all ranks, with the problems of all ranks: names that one side lacks, elements with no
+            source or with several, different shapes, different dtypes without a cast, layouts or arguments that ranks
+            disagree on, local tensors that do not match their layout. Nothing was moved.
         RuntimeError: torch.distributed is not initialised.
     """
     argument_checks.check_group(group)
@@ -115,12 +113,12 @@ def _patterns(argument: str, given: Any) -> list[str]:
     return [str(one) for one in argument_values.items(given, argument, "a list of patterns of names")]
 
 
-# Destinations that are received together: their numbers, the run, and this rank's tensors.
+# Destinations that are received together: their indices, the run, and this rank's tensors.
 _Group = tuple[range, batches.Run, list[torch.Tensor]]
 
 
 class SourceFree:
-    """Says when a transfer reads its sources no more."""
+    """Waits for the last read of a transfer's sources."""
 
     def __init__(self, run: batches.Run) -> None:
         self._run = run
@@ -131,23 +129,25 @@ class SourceFree:
 
 
 class TransferHandle:
-    """A transfer under way. A failure is raised by every wait."""
+    """A running transfer. Every wait raises its error."""
 
     def __init__(self, owner: Transfer, run: batches.Run, failure: Exception | None, places: list[Place]) -> None:
         self._owner = owner
         self._run = run
-        self._places = places  # of the destination
-        self._failure = failure  # of a progress function
+        self._places = places  # places of the destination's tensors
+        self._failure = failure  # error of a progress function, raised once
         self.is_waited_for = False
         self.source_free = SourceFree(run)
 
     def is_done(self) -> bool:
-        """Returns whether all has arrived, without waiting."""
+        """True if the transfer is complete. Does not wait."""
         return self._run.is_done()
 
     def wait(self, swap: bool = True) -> None:
-        """Waits until this rank's destination is complete. With ``staging="double"`` it is then exchanged for what was
-        there before, unless `swap` is False. What a `progress` function raises is raised at the end."""
+        """Waits until this rank's destination is complete. Raises an error of the `progress` function at the end.
+
+        With ``staging="double"`` it exchanges the copies afterwards, unless `swap` is False.
+        """
         if not self.is_waited_for:
             failure = self._owner._complete(self._run)
             self._failure = self._failure or failure
@@ -162,7 +162,7 @@ class TransferHandle:
 
 
 class Receiving(Generator[tuple[str, Any], None, None]):
-    """The result of `Transfer.receive`. `close` moves what is left."""
+    """The result of `Transfer.receive`. `close` completes the transfer."""
 
     def __init__(self, tensors: Generator[tuple[str, Any], None, None]) -> None:
         self._tensors = tensors
@@ -202,12 +202,12 @@ class Transfer:
         self._stages = options.staging == "double"
         self._under_way: TransferHandle | None = None
         self._receiving: weakref.ref[Receiving] | None = None
-        self._own: dict[int, torch.Tensor] = {}  # destinations that were made here, by number
+        self._own: dict[int, torch.Tensor] = {}  # tensors allocated here, by index of the destination
         self._copy: SecondCopy | None = None
-        # A bucket may be too small, on all ranks alike: found here, before anything moves.
+        # Raises on all ranks if a bucket is too small, before anything moves.
         self._batch = self._plan(range(len(made.names)), options.buckets)
         self._chunks: list[tuple[range, BoundBatch]] | None = None
-        self._most_groups = min(2, options.buckets)  # under way at a time in `receive`; they share the buckets
+        self._most_groups = min(2, options.buckets)  # groups in flight in `receive`, which share the buckets
 
     @property
     def names(self) -> list[str]:
@@ -216,22 +216,21 @@ class Transfer:
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """This rank's part of the destination by name: what was passed as `to`, else local tensors made here."""
+        """This rank's part of the destination by name: the tensors passed as `to`, or local tensors allocated here."""
         made = self._made
         front = self._destination()
         return {name: self._value(name, front[i]) for i, name in enumerate(made.names) if made.has_part(i)}
 
     def start(self) -> TransferHandle:
-        """Starts to move what the source holds now. All ranks of the group call, at the same point, and wait for each
-        other to come.
+        """Starts to move the current values of the source. All ranks of the group must call this at the same point.
 
         Sources must not be written to before ``source_free.wait()``, and the destination is complete after ``wait()``.
-        What was started or received before is completed first.
+        Earlier runs of this transfer are completed first. The call waits for all ranks.
 
         Raises:
-            ValueError: on all ranks, with nothing moved: a tensor that was passed has another layout, dtype or device
-                than when the transfer was planned, or is one that its module no longer has.
-            RuntimeError: other ranks did not come in time.
+            ValueError: raised on all ranks, before anything moves: a tensor has another layout, dtype or device than
+                when the transfer was planned, or its module no longer has it.
+            RuntimeError: other ranks did not call within the timeout.
         """
         failure = self._complete_all("start")
         self._renew()
@@ -247,30 +246,31 @@ class Transfer:
         return self._under_way
 
     def receive(self) -> Receiving:
-        """Starts to move the source, and yields (name, tensor) of this rank's parts as they are complete.
+        """Starts to move the source, and yields (name, tensor) of this rank's parts as they complete.
 
-        All ranks of the group call, and iterate to the end; those without a part get nothing. Sources must not be
-        written to before that end. Destinations that were passed as tensors are filled in place. For all others a
-        tensor is made when its turn comes and is the caller's from then on. They come in groups of about
-        `bucket_bytes`, of which two are under way at a time, the first from this call on, and share the buckets.
-        What was started or received before is completed first; an iterator that is not at its end then raises
-        RuntimeError. One that is closed or dropped moves what is left, also where it was never advanced.
+        All ranks of the group must call this and iterate to the end; ranks without a part get no items. Sources must
+        not be written to before the end. Destinations that were passed as tensors are filled in place. Other tensors
+        are allocated when their group starts, and belong to the caller once yielded. A group has about `bucket_bytes`.
+        Two groups are in flight at a time and share the buckets; the first ones start with this call.
+
+        Earlier runs of this transfer are completed first; an earlier iterator that is not at its end then raises
+        RuntimeError. An iterator that is closed or dropped completes the transfer, even if it was never advanced.
         """
         if self._stages:
             raise ValueError("receive: the transfer has staging='double'; allowed is start() there")
         failure = self._complete_all("receive")
         self._renew()
         tensors = self._receive(failure)
-        next(tensors)  # starts the first groups; from here on it is closed as every other place is
+        next(tensors)  # starts the first groups, so that `close` completes the transfer from here on
         receiving = Receiving(tensors)
         self._receiving = weakref.ref(receiving)
         return receiving
 
     def swap(self) -> None:
-        """Exchanges the destination for the one that the last transfer was written to, at once and on this rank alone.
+        """Exchanges the destination for the copy that the last transfer wrote, at once and on this rank only.
 
-        The storages of the tensors exchange their memory with others, so that views of them, and parameters whose
-        detached tensors were passed, see it too. What was captured in a graph goes on reading the same addresses.
+        The storages swap their memory, so views of the tensors, and parameters whose detached tensors were passed,
+        change too. A captured CUDA graph keeps reading the same addresses.
         """
         if self._copy is None:
             raise ValueError("swap: the transfer has no second copy; allowed with staging='double', after start()")
@@ -282,11 +282,11 @@ class Transfer:
         self._mark_given(range(len(self._made.names)))
 
     def explain(self, topology: Topology | str | None = None, limit: int = explaining.LIMIT) -> str:
-        """Returns bytes, rounds, memory and predicted time, also by tensor and by link, as text. Communicates nothing.
+        """Returns bytes, rounds, memory and predicted time, also by tensor and by link, as text. No communication.
 
         Args:
-            topology: as in `plan`; default, what `calibrate` measured, else the environment's, else a built-in one.
-            limit: how many tensors and links are shown, those with most bytes.
+            topology: as in `plan`; default, the result of `calibrate`, else the environment's, else a built-in one.
+            limit: maximum number of tensors and of links to show, those with most bytes first.
         """
         table = named_topology(topology)
         if table is None:
@@ -296,7 +296,7 @@ class Transfer:
         return explaining.explain(self._batch.batch, self._made.names, table, limit)
 
     def _destination(self) -> list[torch.Tensor]:
-        """Returns this rank's tensors of all destinations. Those made here are kept."""
+        """Returns this rank's tensors of all destinations. Missing ones are allocated once and kept."""
         found = map(self._made.destination, range(len(self._made.names)))
         return [one if one is not None else self._made_here(number) for number, one in enumerate(found)]
 
@@ -306,27 +306,27 @@ class Transfer:
         return self._own[number]
 
     def _check_places(self, by: str, places: list[Place]) -> None:
-        """Raises RuntimeError where this rank's destination is not where the last transfer took it to be."""
+        """Raises RuntimeError if this rank's destination is no longer at `places` in memory."""
         if self._made.tensors.destination.renew() or places_of(self._destination()) != places:
             raise RuntimeError(
                 f"{by}: tensors of the destination were given other storages; allowed after the next start()"
             )
 
     def _renew(self) -> None:
-        """Reads the tensors that ranks passed again. Raises on all ranks, with nothing sent, if some do not fit."""
+        """Reads all tensors again. Raises on all ranks, before anything is sent, if some no longer match the plan."""
         kept = self._copy.kept if self._copy is not None else {}
         problems: list[str] = []
         found = checked(lambda: self._made.tensors.renew(kept), problems, groups.rank_in_meshes(self._group.get()), [])
         self._made.starts.agree([*problems, *found])
 
     def _mark_given(self, numbers: range) -> None:
-        """Lets autograd know that given tensors are written to. A DTensor and its local tensor count apart."""
+        """Increments the versions of passed tensors. Those of a DTensor and its local tensor are separate."""
         found = (self._made.tensors.destination.given.get(self._made.names[number]) for number in numbers)
         values = [given.value for given in found if given is not None and given.value is not None]
         torch.autograd.graph.increment_version(values)
 
     def _local(self, number: int) -> torch.Tensor:
-        """Returns this rank's tensor of a destination, made here if none was passed."""
+        """Returns this rank's tensor of a destination. Allocates it if none was passed."""
         made = self._made
         layout = made.destinations[number]
         if (given := made.destination(number)) is not None:
@@ -342,9 +342,9 @@ class Transfer:
         return BoundBatch(self._made, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_sender)
 
     def _complete(self, run: batches.Run) -> Exception | None:
-        """Waits for each destination in the order of their arrival, and reports progress.
+        """Waits for the destinations in the order in which they complete, and reports progress.
 
-        Returns what the progress function raised, after which it is not called again.
+        Returns the error of the progress function, which is not called again after it.
         """
         failure = None
         with Progress(self._progress, self._made, groups.rank_in_meshes(self._group.get())) as report:
@@ -359,9 +359,10 @@ class Transfer:
         return failure
 
     def _complete_all(self, by: str) -> Exception | None:
-        """Completes what other ranks wait for, whatever this rank's caller does.
+        """Completes earlier runs, for which other ranks wait.
 
-        Returns what a progress function raised, for the next wait: raised now, it would keep others waiting.
+        Returns the error of a progress function, for the next wait to raise: raised here, it would leave other ranks
+        waiting.
         """
         receiving = self._receiving() if self._receiving is not None else None
         if receiving is not None:
@@ -405,7 +406,7 @@ class Transfer:
 
     @contextlib.contextmanager
     def _moving_all(self, under_way: list[_Group], left: Iterator[tuple[range, BoundBatch]]) -> Iterator[None]:
-        """Moves all that is left where the caller wants no more, or has failed: the other ranks go on."""
+        """Completes the transfer if the block raises or the iterator is closed, because other ranks continue."""
         try:
             yield
         except BaseException:
@@ -414,7 +415,7 @@ class Transfer:
             raise
 
     def _fill(self, under_way: list[_Group], left: Iterator[tuple[range, BoundBatch]]) -> bool:
-        """Starts groups until as many are under way as may be. Returns False if there are none any more."""
+        """Starts groups up to the maximum in flight. Returns False if no group is left."""
         while len(under_way) < self._most_groups and (following := next(left, None)) is not None:
             chunk, batch = following
             tensors = [self._local(i) for i in chunk]
@@ -423,7 +424,7 @@ class Transfer:
         return bool(under_way)
 
     def _chunked(self) -> Iterator[range]:
-        """Yields runs of destinations of about bucket_bytes on the rank that has most, the same on all ranks."""
+        """Yields ranges of destinations of about `bucket_bytes` on the rank that has most. Equal on all ranks."""
         begin, total = 0, 0
         for i, layout in enumerate(self._made.destinations):
             size = _largest_part_bytes(layout)

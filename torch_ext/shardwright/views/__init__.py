@@ -1,4 +1,4 @@
-"""Views of sharded tensors that move nothing; docs/views.md describes them."""
+"""Views of sharded tensors that need no communication; see docs/views.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Layouts are constants in code that is compiled: a graph is made for layouts that are equal to those it was made with.
+"""Registers layouts as constants of compiled code: a graph is reused only for equal layouts.
 
-Compilers must know this before they see the first layout, so the package imports this module as soon as torch is there.
+This must happen before the first layout is traced, so the package imports this module as soon as torch is loaded.
 """
 
 from __future__ import annotations

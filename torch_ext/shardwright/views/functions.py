@@ -1,7 +1,7 @@
-"""Views of sharded tensors that move nothing: `view`, `flatten`, `unflatten`, `squeeze`, `unsqueeze`, `permute`,
+"""Views of sharded tensors without communication: `view`, `flatten`, `unflatten`, `squeeze`, `unsqueeze`, `permute`,
 `transpose`.
 
-Each takes a DTensor, or this rank's part of a tensor and the `Layout` that says what the parts are. See docs/views.md.
+Each takes a DTensor, or this rank's part of a tensor and its `Layout`. See docs/views.md.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ def view(
     redistribute: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """``x.reshape(shape)`` in which every rank keeps its elements, in their order.
+    """Returns ``x.reshape(shape)``. Every rank keeps its elements, in their order.
 
-    Differentiable any number of times. The gradient takes the way back; where it comes in a layout that has no view,
-    it is redistributed first. The result may share its memory with `x`, as ``reshape`` does. Of DTensors, autograd
-    cannot follow writes in place to one of the two into the other: where a gradient would be wrong, it raises.
+    Differentiable any number of times. The gradient is viewed with the shape of `x`; if its layout allows no such view,
+    it is redistributed first. The result may share memory with `x`, as with ``reshape``. For DTensors, autograd cannot
+    track in-place writes to one of the two in the other: it raises where a gradient would be wrong.
 
     Args:
         x: a DTensor; or with `layout` this rank's part, of shape ``layout.local_shape(rank)``.
-        shape: of the whole tensor; one size may be -1.
-        layout: what the parts are, if `x` is one. All ranks pass the same.
-        redistribute: where something has to move, move it in the way that is predicted to be cheapest, instead of
-            raising; a DTensor then stays on its mesh. All ranks of the mesh call.
+        shape: the global shape of the result; one size may be -1.
+        layout: the layout of the tensor if `x` is a part; equal on all ranks.
+        redistribute: if elements have to move, run the redistribute that is predicted to be cheapest instead of
+            raising; a DTensor then stays on its mesh. All ranks of the mesh must call.
         group: the process group of the layout's mesh, as in `redistribute_local`; only with `layout`.
 
     Returns:
-        A DTensor, or with `layout` this rank's part of the result and its layout. Where only a mesh with a dim split
-        has the result, as for 64 over 8 seen as (4, 16), the DTensor lies on one, of the same ranks: on the dims that
-        its mesh was flattened from, or on a new mesh, for which all ranks call.
+        A DTensor, or with `layout` this rank's part of the result and its layout. Some results need a mesh with a split
+        dim: 64 elements over 8 ranks as (4, 16) need 4 x 2 ranks. The DTensor is then on a mesh of the same ranks: on
+        the dims that its mesh was flattened from, or else on a new mesh, for which all ranks must call.
 
     Raises:
-        ValueError: something has to move; the text says why, and names the cheapest redistribute with its cost. Or the
-            sizes do not fit, or `x` contradicts `layout`.
+        ValueError: elements have to move (the message has the reason, and the cheapest redistribute with its cost), the
+            sizes do not match, or `x` does not match `layout`.
     """
     return _viewed(x, lambda _: shape, layout, redistribute, group)
 
@@ -128,7 +128,7 @@ def unsqueeze(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """``x.unsqueeze(dim)``; see `view`. Nothing ever has to move."""
+    """``x.unsqueeze(dim)``; see `view`. Never needs communication."""
 
     def shape_of(shape: tuple[int, ...]) -> Sequence[int]:
         at = argument_values.dim(dim, "dim", len(shape) + 1)
@@ -144,10 +144,10 @@ def permute(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """``x.permute(dims)``: every rank permutes its part. Nothing ever has to move; see `view` for what it takes.
+    """``x.permute(dims)``: every rank permutes its part. Never needs communication; see `view` for the arguments.
 
     Raises:
-        ValueError: `dims` is no permutation, or `layout` sees some of the dims that move as one.
+        ValueError: `dims` is no permutation, or moves dims that `layout` flattens.
     """
     dims = [argument_values.integer(dim, "dims") for dim in argument_values.items(dims, "dims", "a list of dims")]
     if layout is None:
@@ -194,7 +194,7 @@ def _viewed(
 
 
 def _doing() -> Any:
-    """Returns the module that does it, here or in code that is being compiled. Both import torch."""
+    """Returns the implementing module: `parts`, or `graphs` while code is compiled. Both import torch."""
     import torch
 
     if torch.compiler.is_dynamo_compiling():

@@ -1,8 +1,8 @@
-"""Views in code that is compiled.
+"""Views in compiled code.
 
-A view of a DTensor is one node of Dynamo's graph, and what it does to parts is traced by AOTAutograd. For plain parts
-everything that depends on layouts is found while the graph is made, and the graph gets a reshape of the part, after
-`torch.ops.shardwright.redistribute` where something has to move.
+A view of a DTensor is one node of Dynamo's graph, and AOTAutograd traces its operations on local tensors. For plain
+parts, everything that depends on layouts is computed during tracing. The graph gets a reshape of the part, after
+`torch.ops.shardwright.redistribute` if elements have to move.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..dtensor import guards
 from ..runtime import executables
 from . import parts
 
-# Of DTensors.
+# Views of DTensors.
 viewed = torch._dynamo.allow_in_graph(parts.viewed)
 permuted = torch._dynamo.allow_in_graph(parts.permuted)
 
 
-# Compilers that gave up on a caller try to compile each function it calls. These are not to be compiled.
+# After Dynamo gave up on a caller, it tries to compile the functions that it calls. These must not be compiled.
 outside = types.SimpleNamespace(
     shape_of=parts.shape_of,
     **{
@@ -38,7 +38,7 @@ outside = types.SimpleNamespace(
 
 
 class _Layouts:
-    """The layouts of results, each an attribute: compilers can guard and return what has a place."""
+    """Holds the layouts of results as attributes: compiled code can guard and return attributes."""
 
 
 _layouts = _Layouts()
@@ -47,8 +47,10 @@ _numbers = itertools.count()
 
 
 def _place_of(layout: _planner.Layout) -> str:
-    """Returns the attribute of a layout. The ones asked for longest ago are dropped: graphs that return them are then
-    made again."""
+    """Returns the name of a layout's attribute.
+
+    The least recently used layouts are dropped; graphs that return them are then traced again.
+    """
     place = _places.pop(layout, None) or f"layout_{next(_numbers)}"
     _places[layout] = place
     setattr(_layouts, place, layout)
@@ -88,7 +90,7 @@ def permuted_part(
 
 
 def _integers(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns sizes as numbers: graphs are made for these."""
+    """Returns sizes as integers, which specializes the graph to them."""
     return tuple([operator.index(size) for size in sizes])
 
 
@@ -104,8 +106,7 @@ def _view(
     redistribute: bool,
     group: dist.ProcessGroup | None,
 ) -> tuple[str | None, tuple[Any, ...] | None, tuple[int, ...], str]:
-    """Returns what is wrong or None, the arguments of the redistribute or None, the part's shape, and its layout's
-    place."""
+    """Returns (error or None, arguments of the redistribute or None, shape of the part, attribute of its layout)."""
     from ..graph import operators
 
     guards.mark()

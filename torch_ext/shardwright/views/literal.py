@@ -1,7 +1,7 @@
-"""Keeps split factors literal where compilers take DTensors apart and put them together again.
+"""Keeps split factors literal when compilers flatten and unflatten DTensors.
 
-PyTorch's own methods forget what `DTensorSpec.use_strided_shard_as_shard_order` was. Then torch 2.15 raises for specs
-with literal factors, and 2.11 reads them as an order of cuts.
+PyTorch's methods lose `DTensorSpec.use_strided_shard_as_shard_order`. Torch 2.15 then raises for specs with literal
+factors, and 2.11 takes them for a shard order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..dtensor.specs import is_strided
 
 
 class _Literal(tuple[Any, ...]):
-    """Returns what PyTorch's method does besides the part, of a DTensor with literal split factors."""
+    """The context that PyTorch's method returns, for a DTensor with literal split factors."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Literal) and tuple.__eq__(self, other)

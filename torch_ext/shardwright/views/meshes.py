@@ -1,6 +1,6 @@
-"""DeviceMeshes in which a mesh dim of another one is split.
+"""DeviceMeshes in which a dim of another mesh is split.
 
-A view may need one: 64 over 8 ranks, seen as (4, 16), is [Shard(0), Shard(1)] on 4 x 2 of the same ranks.
+A view may need one: 64 elements over 8 ranks as (4, 16) are [Shard(0), Shard(1)] on 4 x 2 of the same ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..runtime import executables, groups
 
 
 def may_be_split(whole: DeviceMesh) -> bool:
-    """Returns whether PyTorch's collectives on a mesh made of its ranks have these in order.
+    """True if `split` keeps the order of this mesh's ranks.
 
-    The groups that `split` makes have ascending ranks. PyTorch keeps other orders only in groups of its own making.
+    The groups that `split` makes have ascending ranks. PyTorch keeps other orders only in groups that it makes itself.
     """
     ranks = whole.mesh.flatten().tolist()
     return not getattr(whole, "_preserve_rank_order", False) or ranks == sorted(ranks)
@@ -27,8 +27,8 @@ def may_be_split(whole: DeviceMesh) -> bool:
 def split(whole: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
     """Returns the DeviceMesh of `fine`, whose ranks are those of `whole` in the same order.
 
-    If `whole` was flattened from a mesh with such dims, these are the result. Otherwise one is made, with the names of
-    `fine`, of process groups that exist or that their members make here. All ranks of `whole` call.
+    If `whole` was flattened from a mesh with such dims, returns these dims. Otherwise makes a mesh with the names of
+    `fine`, from process groups that exist or that their members make here. All ranks of `whole` must call.
     """
     return _split(whole, groups.key_of_mesh(whole), whole._get_root_mesh(), fine)
 
@@ -49,7 +49,7 @@ def _split(whole: DeviceMesh, _: Hashable, root: DeviceMesh, fine: _planner.Mesh
 
 
 def sources(whole: DeviceMesh, fine: _planner.Mesh) -> list[int]:
-    """Returns for each dim of `fine` the dim of `whole` that it is, or is a part of."""
+    """Returns for each dim of `fine` the index of the dim of `whole` that contains it."""
     found: list[int] = []
     for mesh_dim, size in enumerate(whole.shape):
         covered = fine.shape[len(found)]

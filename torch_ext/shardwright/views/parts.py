@@ -1,4 +1,4 @@
-"""Views of DTensors and of plain parts: what `shardwright.views.view` and the functions next to it do."""
+"""The implementation of `shardwright.views`, for DTensors and for plain parts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from . import meshes
 
 
 class _Local(torch.autograd.Function):
-    """Something done to the local tensor of a DTensor, which then has another spec.
+    """Applies a function to the local tensor of a DTensor. The result has another spec.
 
-    If the results may share memory, autograd is told, and raises where either is written to in place and the other
-    would have to know.
+    If the result may share memory, it is registered as a view of the input. Autograd then raises for in-place writes to
+    either that it cannot track in the other.
     """
 
     @staticmethod
@@ -58,7 +58,7 @@ def _layout_of(x: DTensor) -> _planner.Layout:
 
 
 def _integers(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns sizes as numbers, for which a graph is made where they are symbols."""
+    """Returns sizes as integers. Symbolic sizes are specialized to them."""
     return tuple(map(operator.index, sizes))
 
 
@@ -74,7 +74,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _planning() -> contextlib.AbstractContextManager[None]:
-    """While tensors are traced: keeps what looks at layouts and meshes out of the trace."""
+    """Returns a context in which operations on layouts and meshes are not traced."""
     if _runtime.nothing_watches(True):
         return contextlib.nullcontext()
     guards.mark()
@@ -125,7 +125,7 @@ def _on_split_mesh(x: DTensor, layout: _planner.Layout, seen: _planner.Layout) -
 def _on_mesh(
     x: DTensor, src: _planner.Layout, seen: _planner.Layout, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> DTensor:
-    """Returns x as `seen` on another mesh of the same ranks, on which `placements` say what is pending."""
+    """Returns `x` with layout `seen` on another mesh of the same ranks. `placements` have its pending reductions."""
     with _planning():
         meta = TensorMeta(torch.Size(seen.shape), _contiguous(seen.shape), x.dtype)
         there = Layout(mesh, seen.shape, seen.placements, seen.dtype, seen.shard_order, "literal")
@@ -214,7 +214,7 @@ def view_of_part(
     device_type: str,
     group: dist.ProcessGroup | None,
 ) -> tuple[_planner.Layout, _planner.Layout | None]:
-    """Returns the layout of the view, and that to which the part must be moved first, or None."""
+    """Returns the layout of the view, and the layout to which the part must be moved first, or None."""
     seen = _planner.view_of(layout, shape)
     if not isinstance(seen, str):
         return seen, None
@@ -237,11 +237,11 @@ def permuted_part(
 def permutation_of_part(
     dims: Sequence[int], layout: _planner.Layout, rank: int
 ) -> tuple[tuple[int, ...], _planner.Layout]:
-    """Returns the order of the dims of a part, and its layout."""
+    """Returns the order of dims for ``part.permute``, and the layout of the result."""
     turned = layout.permute(dims)
     if layout.mesh.coordinate(rank) is None:
         return (0,), turned
-    first = layout.flattened - 1  # local tensors have one dim for the first dims, which do not move
+    first = layout.flattened - 1  # local tensors have one dim for the flattened dims, which do not move
     return tuple(dim % len(dims) - first for dim in dims[first:]), turned
 
 
@@ -253,7 +253,7 @@ def _checked(part: torch.Tensor, layout: _planner.Layout, group: dist.ProcessGro
 
 
 def checked_rank(shape: Sequence[int], layout: _planner.Layout, group: dist.ProcessGroup | None) -> int:
-    """Returns this rank. Raises ValueError if its part does not have this shape."""
+    """Returns this rank. Raises ValueError if its part of `layout` does not have this shape."""
     argument_checks.check_group(group)
     rank = dist.get_rank(group)
     if tuple(shape) != tuple(layout.local_shape(rank)):

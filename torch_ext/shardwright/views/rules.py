@@ -1,9 +1,9 @@
-"""DTensor's own views by the rules of `Layout.view`: ``sw.enable(views=True)``.
+"""Sharding rules for DTensor's views, based on `Layout.view`: ``sw.enable(views=True)``.
 
-DTensor asks its sharding propagator how the result of each operator is placed. While views are on, the propagator's
-answers for views, reorderings of dims, and products and sums of what is cut in strides come from here; all others come
-from PyTorch. An answer is asked for once for each operator with its placements and sizes, and then kept by DTensor, so
-its caches are emptied when views are turned on or off.
+DTensor's sharding propagator computes the placements of each operator's result. While views are on, this module has the
+rules for views and permutations of dims, and for products, sums and elementwise functions of tensors with strided
+shards. All other rules are PyTorch's. DTensor caches results by operator, placements and sizes, so its caches are
+emptied when views are turned on or off.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .strided import cut_along, is_cut, meta_of, of_local_shape, source, spec_li
 aten = torch.ops.aten
 
 _Rule = Callable[[OpSchema], OutputSharding | None]
-_original: Callable[[OpSchema], OutputSharding] | None = None  # PyTorch's, while ours replaces it
+_original: Callable[[OpSchema], OutputSharding] | None = None  # PyTorch's method, while ours replaces it
 
 
 def install() -> None:
@@ -54,7 +54,7 @@ def uninstall() -> None:
         literal.uninstall()
         strided.uninstall()
         del DTensor._op_dispatcher.redistribute_local_args
-        del propagator.propagate_op_sharding_non_cached  # the method of its class is back
+        del propagator.propagate_op_sharding_non_cached  # restores the method of its class
         _use(None)
 
 
@@ -62,13 +62,13 @@ def _use(ours: Callable[[OpSchema], OutputSharding] | None) -> None:
     propagator = DTensor._op_dispatcher.sharding_propagator
     if ours is not None:
         propagator.propagate_op_sharding_non_cached = ours
-    # A new cache, because each thread has its own, which only it can empty.
+    # A new cache, because caches are thread-local, and a thread can empty only its own.
     propagator.propagate_op_sharding = LocalLRUCache(propagator.propagate_op_sharding_non_cached)
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _viewable(original: Callable[..., None]) -> Callable[..., None]:
-    """Copies a part first if its strides do not allow the view. Its tensor's may: DTensor lets them differ."""
+    """Makes a local tensor contiguous if its strides do not allow the view. They may differ from the DTensor's."""
 
     def redistribute_local_args(op_info: Any, schema: OpSchema, *others: Any) -> None:
         original(op_info, schema, *others)
@@ -96,8 +96,8 @@ def _has_view(local: torch.Tensor, shape: Sequence[int]) -> bool:
 def _propagate(schema: OpSchema) -> OutputSharding:
     assert _original is not None
     if any(spec.mesh.size() == 1 for spec in schema.args_spec):
-        # There every placement holds everything. PyTorch asks about meshes of one rank to find out how an operator of
-        # others places its results on any mesh, so the answer must name cuts as it would there.
+        # On one rank all placements are equivalent. PyTorch derives the rules of composite operators from meshes of
+        # one rank, so the result must have the placements that it would have on larger meshes.
         return _literal(schema, _original(schema))
     if schema.op in _OF_OTHERS:
         raise NotImplementedError(f"{schema.op} is made of other operators")
@@ -112,7 +112,7 @@ def _propagate(schema: OpSchema) -> OutputSharding:
 
 
 def _by_torch(schema: OpSchema) -> OutputSharding:
-    """PyTorch's answer. To size strided cuts it computes with tensors, which must be real even while others are not."""
+    """Returns PyTorch's result. The sizes of strided shards are computed with tensors, which must not be fake."""
     assert _original is not None
     is_real = _runtime.nothing_watches(True) or not any(map(is_strided, schema.args_spec))
     if is_real or any(plans.is_symbolic(spec.shape) for spec in schema.args_spec):
@@ -122,7 +122,7 @@ def _by_torch(schema: OpSchema) -> OutputSharding:
 
 
 def _literal(schema: OpSchema, result: OutputSharding) -> OutputSharding:
-    """Marks split factors in PyTorch's answer as literal if those of all inputs are. Torch before 2.15 forgets it."""
+    """Marks split factors of a result as literal if those of all inputs are. Torch before 2.15 loses the mark."""
     strided = [spec for spec in schema.args_spec if is_strided(spec)]
     if not strided or any(spec.use_strided_shard_as_shard_order for spec in strided):
         return result
@@ -142,14 +142,14 @@ def _literal(schema: OpSchema, result: OutputSharding) -> OutputSharding:
 
 
 def _view(schema: OpSchema) -> OutputSharding | None:
-    spec = source(schema, or_empty=True)  # PyTorch's rule does not return for some tensors without elements
+    spec = source(schema, or_empty=True)  # PyTorch's rule does not terminate for some tensors without elements
     if spec is None:
         return None
     shape: Any = schema.args_schema[1]
     if plans.is_symbolic((*spec.shape, *shape)):
         if _keeps_cut_dims(spec, meta_of(schema).shape):
             return None  # PyTorch's rule is right whatever the sizes are
-        shape = plans.fixed(shape)  # whether each rank keeps its elements depends on the numbers
+        shape = plans.fixed(shape)  # numeric sizes decide if each rank keeps its elements
     assert spec.tensor_meta is not None
     try:
         layout = layout_of_spec(spec, plans.fixed(spec.shape), spec.tensor_meta.dtype)
@@ -167,9 +167,9 @@ def _view(schema: OpSchema) -> OutputSharding | None:
 
 
 def _keeps_cut_dims(spec: DTensorSpec, shape: Sequence[Any]) -> bool:
-    """Returns whether every dim that is cut is still there, with the same dims before or after it, symbols included.
+    """True if every sharded dim is kept, with all dims before it or all dims after it, symbolic sizes included.
 
-    A tensor without elements counts as one that does not keep them: PyTorch's rule does not return for some of these.
+    False for tensors without elements: PyTorch's rule does not terminate for some of these.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -186,7 +186,7 @@ def _keeps_cut_dims(spec: DTensorSpec, shape: Sequence[Any]) -> bool:
 def _moved_by_torch(
     schema: OpSchema, spec: DTensorSpec, layout: _planner.Layout, shape: Sequence[int], why: str
 ) -> OutputSharding:
-    """Leaves a view to PyTorch, which may redistribute first or refuse. Raises if it would do neither and be wrong."""
+    """Leaves a view to PyTorch, which may redistribute first or raise. Raises if its result would be wrong."""
     assert _original is not None and spec.tensor_meta is not None
     counters.count_view_fallback(counters.cause_of(ValueError(why)), f"{layout} as {tuple(shape)}: {why}")
     result = _by_torch(schema)
@@ -205,7 +205,7 @@ def _moved_by_torch(
 
 
 def _reordered(dims_of: Callable[..., Sequence[int]]) -> _Rule:
-    """PyTorch's rules are right unless something is cut in strides."""
+    """Returns a rule for permutations of dims with strided shards. PyTorch's rules are correct for all others."""
 
     def rule(schema: OpSchema) -> OutputSharding | None:
         spec = source(schema)
@@ -238,15 +238,17 @@ def _unsqueezed(schema: OpSchema) -> OutputSharding | None:
 
 
 def _is_plain(spec: DTensorSpec) -> bool:
-    """Returns whether placements alone say how a tensor is cut: in mesh order, or by their split factors."""
+    """True if placements alone determine the shards: cuts are in mesh order, or split factors encode it."""
     if spec.use_strided_shard_as_shard_order:
         return True
     return all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in spec.shard_order)
 
 
 def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
-    """Products of what is cut in strides, where nothing has to move: each mesh dim cuts the same of both operands, or
-    one of them is whole, so that every rank has the part that it needs."""
+    """Returns a rule for products with strided shards that need no communication.
+
+    Each mesh dim must shard the same axis of both operands equally, or one operand must be replicated.
+    """
 
     def rule(schema: OpSchema) -> OutputSharding | None:
         specs = schema.args_spec
@@ -277,9 +279,9 @@ def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
 def _of_product(
     operands: tuple[list[Any], list[Any]], mesh_dim: int, lhs_dims: str, rhs_dims: str, out_dims: str
 ) -> Placement | None:
-    """The placement of a product of what is placed so, or None if something has to move.
+    """Returns the placement of the product on a mesh dim, or None if elements have to move.
 
-    Of an operand that is whole, a rank takes the part that fits the other. That is changed in `operands`.
+    Of a replicated operand, each rank takes the part that matches the other operand; `operands` is updated accordingly.
     """
     a, b = (placements[mesh_dim] for placements in operands)
     if not (is_cut(a) or is_cut(b)):
@@ -293,7 +295,7 @@ def _of_product(
         return cut_along(mine, out_dims.index(letter)) if other.is_replicate() else None
     needed = cut_along(mine, its_dims.index(letter))
     if other != needed:
-        # Once a later mesh dim has cut it, what is left is another part.
+        # After a cut by a later mesh dim, this mesh dim would take another part.
         is_whole = not any(is_cut(one) and one.dim == its_dims.index(letter) for one in its[mesh_dim + 1 :])
         if not other.is_replicate() or not is_whole:
             return None
@@ -302,8 +304,10 @@ def _of_product(
 
 
 def _pointwise(schema: OpSchema) -> OutputSharding | None:
-    """Elementwise functions of what is cut in strides, and others for which PyTorch would move something: what else
-    cuts the result does so alike, or is whole."""
+    """The rule for elementwise functions with strided shards, and for those for which PyTorch would redistribute.
+
+    On each mesh dim, operands must be sharded equally or replicated.
+    """
     specs = [arg for arg in schema.args_schema if isinstance(arg, DTensorSpec)]
     is_simple = schema.op._schema.returns and not schema.is_out_variant_op() and len(specs) == len(schema.args_spec)
     if not is_simple or not all(map(_is_plain, specs)):
@@ -332,7 +336,7 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
             for now in needed:
                 now.append(given[0])
             continue
-        if schema.is_inplace_op():  # what it writes to stays, and others move
+        if schema.is_inplace_op():  # the written tensor keeps its placement; the others move
             out = given[0]
             if out.is_partial():
                 return None
@@ -355,23 +359,23 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
 def _broadcast_of(
     out: Any, given: Any, spec: DTensorSpec, mesh_dim: int, shape: Sequence[int], may_move: bool
 ) -> Placement | None:
-    """Returns how an operand must be placed for a result that is placed as `out`.
+    """Returns the placement that an operand needs for a result placed as `out`.
 
-    Returns None if that moves something, unless it may.
+    Returns None if elements would have to move and `may_move` is false.
     """
     dim = out.dim - (len(shape) - spec.ndim) if is_cut(out) else -1
-    if dim < 0 or spec.shape[dim] != shape[out.dim]:  # it is the same for all
+    if dim < 0 or spec.shape[dim] != shape[out.dim]:  # the operand is broadcast
         return Replicate() if may_move or given.is_replicate() else None
     wanted = cut_along(out, dim)
     if may_move:
         return wanted
-    # Once a later mesh dim has cut it, what is left is another part.
+    # After a cut by a later mesh dim, this mesh dim would take another part.
     is_whole = given.is_replicate() and not any(is_cut(p) and p.dim == dim for p in spec.placements[mesh_dim + 1 :])  # type: ignore[attr-defined]
     return wanted if given == wanted or is_whole else None
 
 
 def _fits(spec: DTensorSpec, placement: Any, out: Any, ndim: int) -> bool:
-    """Returns whether a tensor with these placements may be added to a product."""
+    """True if a bias with this placement can be added to a product placed as `out`."""
     if not is_cut(out):
         return bool(out.is_replicate() and placement.is_replicate())
     dim = out.dim - (ndim - spec.ndim)
@@ -381,7 +385,7 @@ def _fits(spec: DTensorSpec, placement: Any, out: Any, ndim: int) -> bool:
 
 
 def _summed(schema: OpSchema) -> OutputSharding | None:
-    """Sums of what is cut in strides."""
+    """The rule for sums of tensors with strided shards."""
     spec = source(schema)
     if spec is None or not is_strided(spec) or not _is_plain(spec):
         return None
@@ -401,7 +405,7 @@ def _summed(schema: OpSchema) -> OutputSharding | None:
     return OutputSharding(spec_like(spec, placements, meta_of(schema)))
 
 
-_LINEAR = (aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)  # sums of pending sums are pending
+_LINEAR = (aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor)  # linear: applicable to pending sums
 
 _RULES: dict[Any, _Rule] = {
     aten.view.default: _view,
@@ -438,8 +442,8 @@ _RULES: dict[Any, _Rule] = {
     ),
 }
 
-# In inference mode DTensor gets these whole. It takes them apart if it knows no rule for them; the rules that PyTorch
-# derives from their parts are wrong for some views.
+# Composite operators. In inference mode DTensor gets them undecomposed, and decomposes those without a rule. The
+# rules that PyTorch derives from the decompositions are wrong for some views.
 _OF_OTHERS = {
     aten.flatten.using_ints,
     aten.unflatten.int,

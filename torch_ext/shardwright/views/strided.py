@@ -1,9 +1,9 @@
-"""DTensor's operators on tensors that are cut in strides, beside the rules of rules.py.
+"""DTensor's operators on tensors with strided shards, in addition to rules.py.
 
-PyTorch's rules were written for plain cuts. Some take a strided cut for one, and return wrong numbers without an error
-(pytorch#178785). So PyTorch is asked about an operator with such inputs only where verified.py lists it for this torch.
-Otherwise its inputs are gathered along the mesh dims that cut them in strides. An operator that writes to such a tensor
-is refused, because a gathered copy would take the write.
+PyTorch's rules were written for plain shards. Some treat a strided shard as a plain one, and return wrong numbers
+without an error (pytorch#178785). PyTorch's rule is therefore used for such inputs only if verified.py lists the
+operator for this torch. Otherwise the inputs are gathered along the mesh dims with strided shards. An operator that
+writes to such a tensor raises, because it would write to the gathered copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import verified
 
 aten = torch.ops.aten
 
-# DTensor runs these without its rules. The first ones are right whatever cuts their inputs.
+# Operators that DTensor runs by handlers instead of rules, and that are correct for any shards.
 _SAFE_HANDLERS = ("is_same_size", "is_pinned", "_amp_foreach_non_finite_check_and_unscale_", "as_strided")
 
 _handlers: dict[Any, Any] | None = None  # PyTorch's, while ours replace them
@@ -53,7 +53,7 @@ def uninstall() -> None:
 
 
 def source(schema: OpSchema, or_empty: bool = False) -> DTensorSpec | None:
-    """The spec of the first argument, if something cuts it, or with `or_empty` if it has no elements."""
+    """Returns the spec of the first argument if it is sharded, or with `or_empty` if it has no elements; else None."""
     spec = schema.args_schema[0]
     if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
         return None
@@ -84,7 +84,7 @@ def spec_like(spec: DTensorSpec, placements: Sequence[Placement], meta: Any) -> 
 
 @functools.cache
 def is_pointwise(op: Any) -> bool:
-    """Returns whether an operator is elementwise, as its tags say, or those of its variant that is not in place."""
+    """True if an operator is elementwise, by its tags or those of its out-of-place variant."""
     tags = list(op.tags)
     name = op._schema.name.removeprefix("aten::")
     if name.endswith("_"):
@@ -94,18 +94,18 @@ def is_pointwise(op: Any) -> bool:
 
 
 def has_any(schema: OpSchema) -> bool:
-    """Returns whether something is cut in strides, lists and keyword arguments included."""
+    """True if some input has strided shards, lists and keyword arguments included."""
     return next(_strided(schema.args_schema, schema.kwargs_schema), None) is not None
 
 
 def may_ask(schema: OpSchema) -> bool:
-    """Returns whether PyTorch's rule for this operator was verified with inputs like these."""
+    """True if PyTorch's rule for this operator was verified with inputs like these."""
     name = schema.op.name().removeprefix("aten::")
     return name in verified.anywhere() or (name in verified.along_other_dims() and works_along_others(schema))
 
 
 def works_along_others(schema: OpSchema) -> bool:
-    """Returns whether an operator names the dims that it works along, and nothing is cut in strides there."""
+    """True if the arguments name the dims that the operator works along, and these have no strided shards."""
     dims = _dims(schema)
     return bool(dims) and not any(
         isinstance(p, _StridedShard) and p.dim in [dim % spec.ndim for dim in dims]
@@ -115,7 +115,7 @@ def works_along_others(schema: OpSchema) -> bool:
 
 
 def _dims(schema: OpSchema) -> list[int]:
-    """Returns the dims that an operator works along, as its arguments name them; none if they do not."""
+    """Returns the dims that an operator works along, by its arguments; empty if they name none."""
     dims: list[int] = []
     for argument, given in zip(schema.op._schema.arguments, schema.args_schema, strict=False):
         if argument.name in ("dim", "dims", "axis"):
@@ -126,9 +126,10 @@ def _dims(schema: OpSchema) -> list[int]:
 
 
 def gathered(schema: OpSchema, ask: Callable[[OpSchema], OutputSharding]) -> OutputSharding:
-    """Returns how PyTorch runs an operator whose inputs are first gathered where they are cut in strides.
+    """Returns PyTorch's result for inputs that are first gathered along the mesh dims with strided shards.
 
-    Raises RuntimeError if the operator writes to one of them, or takes it by a keyword, which DTensor does not move.
+    Raises RuntimeError if the operator writes to such an input, or takes it as a keyword argument, which DTensor does
+    not redistribute.
     """
     for argument, given in _named(schema):
         cut = next(_strided(given), None)
@@ -171,7 +172,7 @@ def _gathered_spec(spec: Any) -> Any:
 
 
 def _on_gathered(handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps one of DTensor's handlers of whole operators, such as convolutions, which call no rules."""
+    """Wraps a handler of DTensor, which uses no rules (e.g. for convolutions): strided shards are gathered first."""
 
     def gathered_one(x: Any) -> Any:
         if not isinstance(x, DTensor) or not is_strided(x._spec):
@@ -196,7 +197,7 @@ def squeezed(schema: OpSchema) -> OutputSharding | None:
         return None
     given: Any = schema.args_schema[1]
     dims = {dim % spec.ndim for dim in ([given] if isinstance(given, int) else given)}
-    if any(spec.shape[dim] != 1 for dim in dims):  # nothing is squeezed there, whatever the part's size is
+    if any(spec.shape[dim] != 1 for dim in dims):  # nothing is squeezed, whatever the size of the local dim
         return None
     moved = tuple(cut_along(p, p.dim - sum(d < p.dim for d in dims)) if is_cut(p) else p for p in spec.placements)
     return OutputSharding(spec_like(spec, moved, meta_of(schema)))
@@ -215,7 +216,7 @@ def expanded(schema: OpSchema) -> OutputSharding | None:
 
 
 def of_local_shape(schema: OpSchema, spec: DTensorSpec, target: DTensorSpec) -> OutputSharding:
-    """Returns the answer for an operator that is given the shape of its result, which on each rank is its part's."""
+    """Returns the result for an operator with a shape argument, which on each rank becomes the shape of its part."""
     assert target.tensor_meta is not None
     shape = layout_of_spec(target, target.shape, target.tensor_meta.dtype).local_shape(dist.get_rank())
     local = OpSchema(schema.op, (spec, shape, *schema.args_schema[2:]), schema.kwargs_schema)
@@ -223,7 +224,7 @@ def of_local_shape(schema: OpSchema, spec: DTensorSpec, target: DTensorSpec) -> 
 
 
 def alike(schema: OpSchema) -> OutputSharding | None:
-    """Results that are cut as the first argument is, with one result or several."""
+    """The rule for operators whose results, one or several, have the placements of the first argument."""
     spec = source(schema)
     if spec is None or not is_strided(spec) or (_is_pending(spec) and schema.op not in _KEEP_PENDING):
         return None
@@ -233,7 +234,7 @@ def alike(schema: OpSchema) -> OutputSharding | None:
     return OutputSharding(tuple(spec.shallow_copy_with_tensor_meta(one) for one in meta))
 
 
-# Functions for which parts of pending values may stand by themselves; ones, say, would be summed.
+# Functions that can be applied to each contribution of a pending sum. Others cannot: ones_like would be summed.
 _KEEP_PENDING = (aten.alias.default, aten.clone.default, aten.detach.default, aten.zero_.default)
 
 
@@ -242,7 +243,7 @@ def _is_pending(spec: DTensorSpec) -> bool:
 
 
 def created(schema: OpSchema) -> OutputSharding | None:
-    """New tensors that take only their type from an argument: cut as it is if they have its shape, else whole."""
+    """The rule for new tensors of an argument's type: sharded as it if they have its shape, else replicated."""
     spec = source(schema)
     if spec is None or not is_strided(spec) or plans.is_symbolic(spec.shape):
         return None
@@ -253,9 +254,10 @@ def created(schema: OpSchema) -> OutputSharding | None:
 
 
 def is_of_lists(schema: OpSchema) -> bool:
-    """Returns whether this is an elementwise function of lists of tensors, as optimizers call them.
+    """True for elementwise functions of lists of tensors, as optimizers call them.
 
-    PyTorch's rule places all tensors at an index of the lists as the first of them, which is right for all cuts.
+    PyTorch's rule gives all tensors at one index of the lists the placements of the first, which is correct for any
+    shards.
     """
     name = schema.op._schema.name.removeprefix("aten::")
     return name.startswith(("_foreach_", "_fused_ada", "_fused_sgd")) and not name.startswith(_REDUCING_LISTS)

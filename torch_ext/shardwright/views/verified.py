@@ -1,7 +1,7 @@
-"""ATen operators whose rules in PyTorch are right for inputs that are cut in strides, by torch version.
+"""ATen operators whose PyTorch rules are correct for inputs with strided shards, by torch version.
 
-``python tests/python/strided_operators.py`` compares them with the whole tensors and prints an entry, of which the list
-for 2.11 leaves out what 2.15 does not have. A torch without an entry has none that are known to be right.
+``python tests/python/strided_operators.py`` compares them with results on full tensors, and prints an entry. The entry
+for 2.11 omits operators that 2.15 does not have. Torch versions without an entry have no verified operators.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _version = ".".join(torch.__version__.split(".")[:2])
 
 @functools.cache
 def anywhere() -> frozenset[str]:
-    """Returns operators that are right whatever is cut in strides."""
+    """Returns operators that are correct for any strided shards."""
     return frozenset(_ANYWHERE.get(_version, "").split())
 
 
 @functools.cache
 def along_other_dims() -> frozenset[str]:
-    """Returns operators that are right unless a dim that they work along is cut in strides."""
+    """Returns operators that are correct unless a dim that they work along has strided shards."""
     return frozenset(_ALONG_OTHER_DIMS.get(_version, "").split())
