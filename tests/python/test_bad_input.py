@@ -135,7 +135,7 @@ def _local_calls() -> None:
     _refused(lambda: sw.redistribute_local(torch.ones(2, 6, 1), src, dst), "local", "(2, 6, 1)", "shape")
     _refused(lambda: sw.redistribute_local(good.double(), src, dst), "local", "float64", "float32")
     _refused(lambda: sw.redistribute_local([1.0], src, dst), "local", "list")
-    _refused(lambda: sw.redistribute_local(good, ["S(0)"], dst), "src", "list", "allowed is a Layout")
+    _refused(lambda: sw.redistribute_local(good, ["S(0)"], dst), "src must be a Layout, got a list")
     _refused(lambda: sw.redistribute_local(good, src, sw.Layout(mesh, (8, 7), ["S(1)"])), "shape", "7")
     other = sw.Layout(sw.Mesh({"a": 2, "b": 2}), (8, 7), ["R", "R"])
     _refused(lambda: sw.redistribute_local(good, src, other), "shape", "7")

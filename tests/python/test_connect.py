@@ -132,10 +132,10 @@ def _transfer(shared: Any, role: str, rank: int) -> None:
     assert len(calls) == 4
     with pytest.raises(ValueError) as raised:
         sw.transfer({"w": (torch.zeros(1), src)} if link.rank == 4 else state, {"w": dst}, group=link.group)
-    assert "source w: the local tensor has shape (1,)" in str(raised.value) and "(on rank 4)" in str(raised.value)
+    assert "source w: the local tensor must have shape" in str(raised.value) and "(on rank 4)" in str(raised.value)
     mesh = DeviceMesh("cpu", list(range(JOBS[role])))
     state = {"w": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)}
-    with pytest.raises(ValueError, match="source w: got a DTensor, whose mesh has ranks of its own job alone"):
+    with pytest.raises(ValueError, match="source w: .*must be a pair of a local tensor and a Layout.*, got a DTensor"):
         sw.transfer(state if role == "trainer" else None, {"w": dst}, group=link.group)
     link.close()
 

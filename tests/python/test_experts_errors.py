@@ -140,7 +140,7 @@ def _unknown_topology(given: dict[str, Any], rank: int) -> None:
 ON_ONE_RANK = {
     _too_few_lists: "placement must be a list for each of the group's 3 ranks, got 2 lists",
     _expert_on_no_rank: "placement: each of 10000000001 experts must be on at least one rank, got none for expert 4",
-    _no_placement: "placement: got 6 (of type int)",
+    _no_placement: "got 6 (of type int)",
     _unhashable_experts: "got [[[0]], [1], [2]]",
     _layout_that_cuts_experts: "cuts dim 1, so rank 0 holds parts of experts",
     _very_many_experts: "placement must be of at most 1048576 experts, got 10000000000 in",
@@ -269,8 +269,8 @@ def test_placements_on_groups(pool: Pool) -> None:
     *_, said = pool.run(_placements_of_tensors, WORLD)
     expected = [
         "placement must be a list for each of the group's 3 ranks, got 2 lists",
-        "placement: got 6 (of type int); allowed is a Layout of the experts' axis",
-        "placement: got 'a'",
+        "placement must be a Layout of the experts' axis, or a list of expert ids for each rank of the group, got 6",
+        "placement must be an integer, got 'a'",
         "cuts dim 1, so rank 0 holds parts of experts",
         "placement must be a layout without pending sums, got Layout(",
         "placement must be a layout whose first dim is the experts', got",
@@ -358,7 +358,7 @@ def test_fixed_rows(pool: Pool) -> None:
     expected = [
         "overflow must be 'drop' with rows_per_rank",
         "rows_per_rank must be None or at least 0, got -1",
-        "rows_per_rank: got 1.5",
+        "rows_per_rank must be an integer, got 1.5",
     ]
     for said in pool.run(_fixed_rows, WORLD):
         _assert_each_in(expected, said)

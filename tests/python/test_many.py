@@ -294,17 +294,17 @@ def _refused() -> list[str]:
 
 def test_errors_name_the_argument(pool: Pool) -> None:
     texts = (
-        "items: item 0 has 2 entries",
+        "got 2 entries in item 0",
         "items: item 0",
         "the local part of items[0] must be a tensor of shape ",
         "the local part of items[0] must be of dtype float32",
         "redistribute_local, which is differentiable",
         "destination 0 must be",
-        "allowed are two layouts of one shape",
+        "must have two layouts of one shape, got",
         "out must be a list of 1, one per item, got 0",
         "out[0] must be of shape ",
         "group must have rank 2 of the layouts' meshes, got 2 ranks",
-        "bucket_bytes: got 'big'",
+        "bucket_bytes must be an integer, got 'big'",
         "device must be cpu, where the tensors are, got cuda",
         "out[0] must be a tensor whose memory holds its elements, got a negated view",
         "out[0] must have an address for each element, got shape (4,) and strides (0,)",
@@ -505,5 +505,5 @@ def test_a_plan_says_what_it_takes() -> None:
     figures = json.loads(plan.to_json())
     assert figures["memory_bytes"] == plan.memory_bytes and figures["messages_max"] == plan.messages_max
     assert "extra memory: 32 KiB on each rank, 2 buckets of 16 KiB" in str(plan)
-    with pytest.raises(ValueError, match="pairs: item 0 has 1 entries"):
+    with pytest.raises(ValueError, match="pairs must be a list of pairs of layouts, .*, got 1 entries in item 0"):
         sw.plan_many([(pairs[0][0],)])  # type: ignore[list-item]

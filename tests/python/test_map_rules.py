@@ -104,7 +104,7 @@ def test_transpose_rename_cast() -> None:
     _check(state, [sw.rules.cast(torch.bfloat16)], cast)
     _check(state, [sw.rules.cast("fp16", ["m.b"])], {**state, "m.b": state["m.b"].half()})
     assert _mapped(state, [sw.rules.cast("fp16"), sw.rules.cast("float64", "m.b")])[1] == [
-        "cast('float64'): m.b is cast to float16 already; allowed is one cast of an element"
+        "cast('float64'): m.b must be cast only once, but is cast to float16 already"
     ]
 
 
@@ -169,9 +169,9 @@ def test_all_problems_are_reported_together() -> None:
     assert names == []
     found = "\n".join([*problems, *differences])
     for said in (
-        "fuse('qk'): parts must have one dtype and differ in dim 0 only; they are q (float32 of shape (4, 2)), k (",
+        "fuse('qk'): parts must have one dtype and differ in dim 0 only, got q (float32 of shape (4, 2)), k (",
         "fuse('l.*.qkv'): no tensor is called l.*.q or l.*.k",
-        "transpose('z', (1, 0)): these are not the dims of z of shape (3,), each once",
+        "transpose('z', (1, 0)): dims must be a permutation of those of z of shape (3,)",
         "e: no source gives [1:2, 0:2] of (3, 2)",
         "e.02: the map makes (2,) from e.02, and the destination has shape (3,): [2:3] of dim 0 has no source",
         "z: [0:3] of (3,) is given 2 times, by x and y",
@@ -187,17 +187,17 @@ def test_all_problems_are_reported_together() -> None:
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
-        (lambda: sw.rules.fuse("qkv", "q"), "parts: got 'q' (of type str); allowed is a list of names"),
-        (lambda: sw.rules.fuse("l.*.qkv", ["q"]), "parts: 'q' has other wildcards than 'l.*.qkv'"),
-        (lambda: sw.rules.fuse("qkv", ["q"], groups=0), "groups: got 0; allowed are 1 and more"),
-        (lambda: sw.rules.split("qkv", ["q", "k"], sizes=[1]), r"sizes: got [1] for 2 parts"),
-        (lambda: sw.rules.stack("experts.w1"), "names: got 'experts.w1'; allowed is a pattern with one {}"),
-        (lambda: sw.rules.stack("e.{}.*.w", into="w"), "into: 'w' has other wildcards"),
-        (lambda: sw.rules.rename("a"), "to: is missing"),
-        (lambda: sw.rules.rename("a.*", "b"), "to: 'b' has other wildcards than 'a.*'"),
-        (lambda: sw.rules.rename(3), "names: got 3"),  # type: ignore[arg-type]
+        (lambda: sw.rules.fuse("qkv", "q"), "parts must be a list of names, such as ['q', 'k', 'v'], got 'q'"),
+        (lambda: sw.rules.fuse("l.*.qkv", ["q"]), "the wildcards of 'l.*.qkv', in order, got 'q'"),
+        (lambda: sw.rules.fuse("qkv", ["q"], groups=0), "groups must be at least 1, got 0"),
+        (lambda: sw.rules.split("qkv", ["q", "k"], sizes=[1]), "sizes must be a list of 2 integers"),
+        (lambda: sw.rules.stack("experts.w1"), "names must be a pattern with one {}, "),
+        (lambda: sw.rules.stack("e.{}.*.w", into="w"), "into must be a name with the wildcards"),
+        (lambda: sw.rules.rename("a"), "to must be the new name of 'a', got None"),
+        (lambda: sw.rules.rename("a.*", "b"), "to must be a name with as many wildcards as 'a.*', got 'b'"),
+        (lambda: sw.rules.rename(3), "names must be a name or a pattern, such as 'layers.*.weight', got 3"),  # type: ignore[arg-type]
         (lambda: sw.rules.cast("float3"), "float3"),
-        (lambda: sw.rules.transpose("w", 1), "dims: got 1"),  # type: ignore[arg-type]
+        (lambda: sw.rules.transpose("w", 1), "dims must be a list of dims, such as (1, 0), got 1"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_arguments(rule: Callable[[], Rule], said: str) -> None:

@@ -139,7 +139,7 @@ def _calibrated() -> tuple[int, ...]:
     assert model.picoseconds(512, 512, 512, 1, 4) > model.picoseconds(64, 64, 64, 1, 4) > 0
     x, weight = _operands()
     sw.all_gather_matmul(x, weight, gemm_model=model, **SIZES)
-    with pytest.raises(ValueError, match="16 bits and more"):
+    with pytest.raises(ValueError, match="at least 16 bits"):
         sw.calibration.calibrate_gemm("cpu", dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="device must be .*, got 'nowhere'"):
         sw.calibration.calibrate_gemm("nowhere")

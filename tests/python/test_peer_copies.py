@@ -254,8 +254,8 @@ def test_what_is_refused_raises_on_every_rank() -> None:
 
     for errors in ranks.run(_refused, 2):
         assert "peer_arena_bytes must be at least 1024 for a group of 2 ranks, got 1023" in errors[0]
-        assert errors[1].startswith("ValueError: peer_arena_bytes: got '1 MiB'")
-        assert errors[2].startswith("ValueError: peer_min_bytes: got 0.5")
+        assert errors[1].startswith("ValueError: peer_arena_bytes must be an integer, got '1 MiB'")
+        assert errors[2].startswith("ValueError: peer_min_bytes must be an integer, got 0.5")
         assert errors[3].startswith("ValueError: peer_arena_bytes must be None for tensors on CPU, got 1048576")
         assert "while a graph is captured" in errors[4]
         assert "has an arena of 1048576 bytes on asyncdev:0, got 2097152 bytes" in errors[5]

@@ -247,11 +247,11 @@ def test_flattened_dims_are_named_as_in_the_tensor() -> None:
 @pytest.mark.parametrize(
     ("placements", "message"),
     [
-        ([sw.placements.Ragged(dims=(0, 1), units=(1, 4))], "units: (1, 4) sum to 5, of 24 elements"),
+        ([sw.placements.Ragged(dims=(0, 1), units=(1, 4))], "integer sizes, got (1, 4), whose sum is 5"),
         ([sw.placements.Ragged(dims=(0, 1, 2, 3), units=(1, 1))], "flattened must be in [1, 3], got 4"),
         (
             [sw.placements.Ragged(dims=(0, 1), units=(1, 1)), "S(1)"],
-            "S(1) names tensor dim 1 next to a Ragged that sees dims 0 to 1",
+            "tensor dim of S(1) must be at least 2 next to a Ragged that flattens dims 0 to 1, got 1",
         ),
     ],
     ids=str,
@@ -264,9 +264,9 @@ def test_flattened_dims_that_do_not_fit_are_refused(placements: list[Any], messa
 
 def test_dims_units_and_sizes_exclude_each_other() -> None:
     for wrong, message in (
-        ({"dims": (1,), "units": (1, 1)}, "dims: got (1,); allowed are the leading tensor dims"),
-        ({"dim": 0}, "sizes, units: got None and None; allowed is one of them"),
-        ({"dim": 1, "dims": (0,), "units": (1, 1)}, "dim: got 1 next to dims; allowed is to leave it out"),
+        ({"dims": (1,), "units": (1, 1)}, "dims must be the leading tensor dims, such as (0,) or (0, 1), got (1,)"),
+        ({"dim": 0}, "one of sizes and units must be given, got None and None"),
+        ({"dim": 1, "dims": (0,), "units": (1, 1)}, "dim must be left out if dims is given, got 1"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             sw.placements.Ragged(**wrong)  # type: ignore[arg-type]
@@ -301,13 +301,13 @@ def test_cuts_within_a_unit_are_refused() -> None:
     sw.placements.Ragged(0, (128, 256, 5), unit=128)
     sw.placements.Pieces(0, [[(128, 200), (0, 128)]], unit=128)
     for make, message in (
-        (lambda: sw.placements.Ragged(0, (100, 28), unit=128), "unit: Ragged cuts at 100, within a unit of 128"),
-        (lambda: sw.placements.Packed(0, (100, 156), unit=128), "unit: Packed cuts at 100, within a unit of 128"),
-        (lambda: sw.placements.Pieces(0, [[(0, 5), (5, 12)]], unit=4), "unit: Pieces cuts at 5, within a unit of 4"),
-        (lambda: sw.placements.Cyclic(0, 6, unit=4), "unit: Cyclic has blocks of 6, in units of 4"),
-        (lambda: sw.placements.Pieces.zigzag(0, 8, 1 << 62), f"count: got {1 << 62}; allowed are at most 2^20"),
-        (lambda: sw.placements.Pieces.items(0, 3), "lists: got 3; allowed is a list of numbers of items"),  # type: ignore[arg-type]
-        (lambda: sw.placements.Shard(0, unit=0), "unit: got 0 for Shard; allowed are 1 and more"),
+        (lambda: sw.placements.Ragged(0, (100, 28), unit=128), "must be at multiples of unit=128 or at 128, got 100"),
+        (lambda: sw.placements.Packed(0, (100, 156), unit=128), "must be at multiples of unit=128 or at 256, got 100"),
+        (lambda: sw.placements.Pieces(0, [[(0, 5), (5, 12)]], unit=4), "at multiples of unit=4 or at 12, got 5"),
+        (lambda: sw.placements.Cyclic(0, 6, unit=4), "block of Cyclic must be a multiple of unit=4, got 6"),
+        (lambda: sw.placements.Pieces.zigzag(0, 8, 1 << 62), "count must be at most 2^20, the maximum"),
+        (lambda: sw.placements.Pieces.items(0, 3), "lists must be a list of item numbers for each coordinate, got 3"),  # type: ignore[arg-type]
+        (lambda: sw.placements.Shard(0, unit=0), "unit of Shard must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             make()
@@ -365,15 +365,15 @@ def test_nearest_when_ranks_leave() -> None:
     found = sw.Layout.nearest(src, [0, 1, 3])
     assert _moved(src, found) == 256 * 8
     assert max(found.local_shape(rank)[0] for rank in (0, 1, 3)) == 342
-    with pytest.raises(ValueError, match="has pending reductions; allowed are layouts without them"):
+    with pytest.raises(ValueError, match="src must be a layout without pending reductions, got"):
         sw.Layout.nearest(sw.Layout(src.mesh, (4,), ["P"]), [0])
     without_dims = sw.Layout.nearest(sw.Layout(src.mesh, (), ["R"]), [5, 2])
     assert (without_dims.placements, without_dims.mesh.ranks) == (("R",), [5, 2])
-    with pytest.raises(ValueError, match="src: got a NoneType; allowed is a Layout"):
+    with pytest.raises(ValueError, match="src must be a Layout, got a NoneType"):
         sw.Layout.nearest(None, [0])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ranks: got none; allowed is one or more"):
+    with pytest.raises(ValueError, match="ranks must be a list of at least one rank, got none"):
         sw.Layout.nearest(src, [])
-    with pytest.raises(ValueError, match="ranks: got None .*; allowed is a list of ranks"):
+    with pytest.raises(ValueError, match="ranks must be a list of ranks, got None"):
         sw.Layout.nearest(src, None)  # type: ignore[arg-type]
 
 
@@ -482,7 +482,7 @@ def _refused(message: str, placements: list[Any], shape: tuple[int, ...] = (4, 6
 def test_ragged_shards_in_no_clear_order_are_refused() -> None:
     plain, strided = RaggedShard((0,), (1, 1)), _StridedRaggedShard((0,), (1, 1), 2)
     in_order = "{0: ['y', 'x']}"
-    _refused("before later mesh dims that cut the same into 2; allowed are _StridedRaggedShard", [plain, "S(0)"])
+    _refused("before mesh dims that cut the same into 2, a RaggedShard must have a shard_order", [plain, "S(0)"])
     _refused(in_order, [plain, "S(0)"])
     _refused(in_order, [_StridedRaggedShard((0,), (1, 1), 4), "S(0)"])
     _refused("split factor 1", [strided, "S(1)"])

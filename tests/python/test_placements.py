@@ -246,14 +246,14 @@ def test_what_does_not_fit_is_refused(placement: Any, message: str) -> None:
 def test_what_is_no_integer_is_refused() -> None:
     wrong: Any = None
     for make, message in (
-        (lambda: sw.placements.Cyclic(0, 1.5), "block: got 1.5 for Cyclic; allowed are integers"),  # type: ignore[arg-type]
-        (lambda: sw.placements.Blocks(0, wrong), "block: got None for Blocks; allowed are integers"),
-        (lambda: sw.placements.Owned("0"), "coordinate: got '0' for Owned; allowed are integers"),  # type: ignore[arg-type]
-        (lambda: sw.placements.Shard(wrong), "dim: got None for Shard; allowed are integers"),
-        (lambda: sw.placements.Pieces(0.0, [[(0, 4)]]), "dim: got 0.0 for Pieces; allowed are integers"),  # type: ignore[arg-type]
-        (lambda: sw.placements.Packed(0, [4], unit=wrong), "unit: got None for Packed; allowed are integers"),
-        (lambda: sw.placements.Packed(0, []), "sizes: got none; allowed is one or more"),
-        (lambda: sw.placements.Ragged(0, ()), "sizes: got none; allowed is one or more"),
+        (lambda: sw.placements.Cyclic(0, 1.5), "block of Cyclic must be an integer, got 1.5"),  # type: ignore[arg-type]
+        (lambda: sw.placements.Blocks(0, wrong), "block of Blocks must be an integer, got None"),
+        (lambda: sw.placements.Owned("0"), "coordinate of Owned must be an integer, got '0'"),  # type: ignore[arg-type]
+        (lambda: sw.placements.Shard(wrong), "dim of Shard must be an integer, got None"),
+        (lambda: sw.placements.Pieces(0.0, [[(0, 4)]]), "dim of Pieces must be an integer, got 0.0"),  # type: ignore[arg-type]
+        (lambda: sw.placements.Packed(0, [4], unit=wrong), "unit of Packed must be an integer, got None"),
+        (lambda: sw.placements.Packed(0, []), "sizes must be a list of at least one integer, got none"),
+        (lambda: sw.placements.Ragged(0, ()), "sizes must be a list of at least one integer, got none"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             make()
@@ -267,8 +267,8 @@ def test_behind_uneven_cuts_the_part_that_does_not_fit_is_named() -> None:
     assert "the part at x=1" in str(caught.value)
     units = sw.placements.Ragged(0, units=(1, 3))
     for first, parts in ((sw.placements.Shard(0, unit=8), "4 to 8"), (sw.placements.Ragged(0, (3, 9)), "3 to 9")):
-        _refused(f"units=(1, 3)) on mesh dim 'y' cuts parts of {parts} elements; allowed", [first, units], (12, 4))
-    with pytest.raises(ValueError, match="sizes: got 4; allowed is a list of integers"):
+        _refused(f"units=(1, 3)) on mesh dim 'y' must be of one length, got {parts}", [first, units], (12, 4))
+    with pytest.raises(ValueError, match="sizes must be a list of integers, got 4"):
         sw.placements.Ragged(0, 4)  # type: ignore[arg-type]
 
 
@@ -300,9 +300,9 @@ def test_units_of_flattened_dims_nest() -> None:
     outer, inner = (2, 1, 0), (1, 3)
     mesh = sw.Mesh({"x": 3, "y": 2})
     by_dims = [sw.placements.Ragged(dims=(0, 1), units=(1, 1, 2)), sw.placements.Ragged(dims=(0, 1), units=inner)]
-    with pytest.raises(ValueError, match=re.escape("units=(1, 3)) on mesh dim 'y' cuts parts of 6 to 12 elements")):
+    with pytest.raises(ValueError, match=re.escape("units=(1, 3)) on mesh dim 'y' must be of one length, got 6 to 12")):
         sw.Layout(mesh, (4, 6, 5), by_dims)
-    with pytest.raises(ValueError, match="cuts parts of 0 to 16 elements; allowed are units of parts of one length"):
+    with pytest.raises(ValueError, match="must be of one length, got 0 to 16"):
         sw.Layout(
             mesh, (4, 6, 5), [sw.placements.Ragged(0, units=outer), sw.placements.Ragged(0, units=inner)], flattened=2
         )
@@ -336,12 +336,10 @@ def test_what_stands_next_to_flattened_dims() -> None:
     # Rows 0 to 1 and 2 to 5 of 6: chunks of elements of the second are rows only for an even number of them.
     in_rows = sw.Layout(mesh, (6, 2), [sw.placements.Ragged(dims=(0, 1), sizes=(4, 8)), "S(0)"])
     assert [in_rows.local_shape(rank) for rank in range(4)] == [(2,), (2,), (4,), (4,)]
-    ambiguous = "S(0) on mesh dim 'y' cuts parts of 3 to 21 elements of dims 0 to 1, in rows of 6; allowed are"
+    ambiguous = "S(0) on mesh dim 'y' cuts must be multiples of 2 rows of 6 elements in dims 0 to 1, got 3 to 21"
     _refused(ambiguous, [sw.placements.Ragged(dims=(0, 1), sizes=(3, 21)), "S(0)"])
-    _refused("'Blocks(0,2)' into chunks of rows", [sw.placements.Ragged(dims=(0, 1), sizes=(2, 10)), "S(0)"], (6, 2))
-    _refused(
-        "S(0) on mesh dim 'y' cuts parts of 18 to 18 elements", [halves, "S(0)"], (3, 6), shard_order={0: ["y", "x"]}
-    )
+    _refused("'Blocks(0,2)' to cut into chunks", [sw.placements.Ragged(dims=(0, 1), sizes=(2, 10)), "S(0)"], (6, 2))
+    _refused("rows of 6 elements in dims 0 to 1, got 18 to 18", [halves, "S(0)"], (3, 6), shard_order={0: ["y", "x"]})
     for other in (
         sw.placements.Cyclic(0, 2),
         "SS(0,2)",
@@ -349,9 +347,9 @@ def test_what_stands_next_to_flattened_dims() -> None:
         sw.placements.Ragged(0, (2, 2)),
         "S(-1)",
     ):
-        _refused("next to a Ragged that sees dims 0 to 1 as one; allowed are dims from 2 on, S(0)", [sizes, other])
-    _refused("sizes=(2, 2), dims=(0,)) where the first 2 dims", [sizes, sw.placements.Ragged(dims=(0,), sizes=(2, 2))])
-    _refused("where the first 3 dims are seen as one; allowed are as many dims", [sizes, "R"], (4, 6, 2), flattened=3)
+        _refused("must be at least 2 next to a Ragged that flattens dims 0 to 1, got", [sizes, other])
+    _refused("dims of each Ragged must be the first 2 dims", [sizes, sw.placements.Ragged(dims=(0,), sizes=(2, 2))])
+    _refused("dims of each Ragged must be the first 3 dims", [sizes, "R"], (4, 6, 2), flattened=3)
 
 
 def test_shard_orders_count_dims_as_the_shape_does() -> None:
@@ -359,7 +357,7 @@ def test_shard_orders_count_dims_as_the_shape_does() -> None:
     ragged = sw.placements.Ragged(dims=(0, 1), units=(1, 1))
     layout = sw.Layout(mesh, (4, 6, 8), [ragged, "S(2)", "S(2)"], shard_order={2: ["z", "y"]})
     assert layout.region(2)[1] == [(2, 4)], "y=1 has the second half of z's first half"
-    with pytest.raises(ValueError, match="shard_order: tensor dim 1 next to a Ragged that sees dims 0 to 1 as one"):
+    with pytest.raises(ValueError, match="shard_order: tensor dim must be 0 or at least 2 .*, got 1"):
         sw.Layout(mesh, (4, 6, 8), [ragged, "S(2)", "S(2)"], shard_order={1: ["z", "y"]})
 
 
@@ -371,7 +369,7 @@ def test_units_have_to_be_whole_shares() -> None:
     assert local_rows((2, 4)) == [1, 2]
     assert local_rows((0, 7)) == [0, 3]
     for units in ((1, 1), (0, 0), (-1, 4)):
-        with pytest.raises(ValueError, match=re.escape(f"units: {units} sum to {sum(units)}, of 3 elements; allowed")):
+        with pytest.raises(ValueError, match=re.escape(f"got {units}, whose sum is {sum(units)}")):
             local_rows(units)
     for dim in (2, -3):
         with pytest.raises(ValueError, match=rf"placements: tensor dim of .* must be in \[-2, 1\], got {dim}"):

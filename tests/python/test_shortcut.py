@@ -247,7 +247,7 @@ def _pinned() -> None:
     assert by_two.wire_bytes_sum > sw.plan(src, dst, backend="gloo").wire_bytes_sum
     with pytest.raises(ValueError, match="plan must be one for whose layouts .* a plan is pinned, got"):
         sw.unpin(by_two)
-    with pytest.raises(ValueError, match="allowed is a Plan"):
+    with pytest.raises(ValueError, match="plan must be a Plan, got"):
         sw.pin("R")
 
 

@@ -90,7 +90,7 @@ def test_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["transfer", *given, "--bucket-bytes", "1"]) == 2
     assert "bucket_bytes must be at least 2, got 1: destination qk" in capsys.readouterr().err
     assert cli.main(["transfer", *given, "--limit", "-1"]) == 2
-    assert "shardwright transfer: limit: got -1; allowed are 0 and more" in capsys.readouterr().err
+    assert "shardwright transfer: limit must be at least 0, got -1" in capsys.readouterr().err
     assert cli.main(["transfer", *given, "--limit", "0"]) == 0
     assert "and 2 more with 106 B" in capsys.readouterr().out
     assert cli.main(["transfer", str(tmp_path / "none.json"), given[1]]) == 2
@@ -101,15 +101,15 @@ def test_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("content", "said"),
     [
         ("{", "is not JSON"),
-        ([], "got a list; allowed is an object"),
+        ([], "must be an object, got a list"),
         ({"meshes": {"a": {"dims": {"x": 0}}}}, "meshes.a: "),
-        ({"meshes": {"a": {"sizes": 2}}}, "meshes.a: got sizes; allowed are dims, ranks"),
-        ({"meshes": {}, "tensors": {"w": {"mesh": "b"}}}, "tensors.w.mesh: got 'b'"),
-        ({"meshes": {}, "tensors": {"w": {"mesh": ["b"]}}}, "tensors.w.mesh: got ['b']"),
+        ({"meshes": {"a": {"sizes": 2}}}, "meshes.a must have only the keys dims, ranks, got sizes"),
+        ({"meshes": {}, "tensors": {"w": {"mesh": "b"}}}, "tensors.w.mesh must be one of , got 'b'"),
+        ({"meshes": {}, "tensors": {"w": {"mesh": ["b"]}}}, "tensors.w.mesh must be one of , got ['b']"),
         ({"meshes": {"a": {"dims": {"x": 2}}}, "tensors": {"w": {"mesh": "a"}}}, "tensors.w: "),
         (
             {"meshes": {"a": {"dims": {"x": 2}}}, "tensors": {"w": {"mesh": "a", "shard_order": {"-1": ["x"]}}}},
-            "tensors.w.shard_order: got '-1'; allowed are tensor dims, from 0 on",
+            "tensors.w.shard_order: keys must be tensor dims, from 0 on, got '-1'",
         ),
         (
             {"meshes": {"a": {"dims": {"x": 2}}}, "tensors": {"w": {"mesh": "a", "shape": [2], "placements": ["T"]}}},
@@ -126,10 +126,10 @@ def test_layouts_that_cannot_be_read(tmp_path: Path, content: Any, said: str) ->
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({}, "holds a dict; allowed is a list of rules"),
-        ([{"fuze": {}}], "[0]: got"),
+        ({}, "must hold a list of rules, got a dict"),
+        ([{"fuze": {}}], "[0] must be one of fuse, "),
         ([{"fuse": {"name": "a"}}], "[0].fuse: "),
-        ([{"rename": {"names": "a", "into": "b"}}], "[0].rename: got into; allowed are names, to"),
+        ([{"rename": {"names": "a", "into": "b"}}], "[0].rename must have only the keys names, to, got into"),
         ([{"cast": {"dtype": "bf17"}}], "[0].cast: "),
     ],
 )

@@ -80,15 +80,15 @@ def test_everything_that_is_wrong_is_in_one_error(pool: Pool) -> None:
     assert len(set(said)) == 1
     assert said[0].startswith("transfer: nothing was moved, because\n")
     for text in (
-        "destination pending: Layout(float32[2] on b=2 as [P(sum)]) has pending reductions",
-        "as [S(0)]) has ranks [9], which are not in the group of 4",
-        "source number: got a int; allowed is a DTensor",
-        "source wrong: the local tensor has shape (5,), where Layout(float32[8] on a=2 as [S(0)]) has (4,) (on rank 1)",
-        "source disputed: the ranks declare different layouts: Layout(float32[4] on a=2 as [S(0)]) on ranks [0]; "
+        "destination pending: the layout must have no pending reductions, got Layout(float32[2] on b=2 as [P(sum)])",
+        "ranks of the mesh must be in the group of 4 ranks, got [9]",
+        "source number: must be a DTensor, ",
+        "source wrong: the local tensor must have shape (4,), as Layout(float32[8] on a=2 as [S(0)]), got (5,)",
+        "source disputed: the layout must be equal on all ranks, got Layout(float32[4] on a=2 as [S(0)]) on ranks [0]; "
         "Layout(float32[4] on a=2 as [R]) on ranks [1]",
-        "source only0: ranks [1] are on the mesh of Layout(float32[4] on a=2 as [S(0)]), and their state dicts lack it",
-        "destination a: the local tensor has shape (1,), where",
-        "destination half: got a str; allowed is",
+        "Layout(float32[4] on a=2 as [S(0)]) must pass it, got none on ranks [1]",
+        "destination a: the local tensor must have shape ",
+        "destination half: must be a DTensor, ",
         "fuse('q'): no tensor is called k",
         "e: no source gives [1:2, 0:2] of (3, 2)",
         "xy: [0:3] of (3,) is given 2 times, by x and y",
@@ -136,8 +136,8 @@ def _one_name_twice() -> list[str]:
 
 def test_every_tensor_has_a_name_of_its_own(pool: Pool) -> None:
     for joined, numbers in pool.run(_one_name_twice, 2):
-        assert "source a.b: two tensors have this name" in joined
-        assert "source 1: two tensors have this name" in numbers
+        assert "source a.b: the name must be unique" in joined
+        assert "source 1: the name must be unique" in numbers
 
 
 def _no_place_for_each() -> list[str]:
@@ -171,10 +171,10 @@ def test_many_problems_of_one_kind_hide_no_other(pool: Pool) -> None:
     for said in pool.run(_many_of_a_kind, 2):
         lines = said.splitlines()
         assert len(lines) == 42 and lines[-1].startswith("  and "), lines
-        assert any("source w0: the local tensor has shape (3,)" in one and "(on ranks 0, 1)" in one for one in lines)
-        assert any("source number: got a int" in one and one.endswith("(on ranks 0, 1)") for one in lines)
-        assert any("source other: the local tensor has dtype torch.float64" in one for one in lines)
-        assert any("source other: ranks [0] are on the mesh of" in one for one in lines)
+        assert any("source w0: the local tensor must have shape" in one and "(on ranks 0, 1)" in one for one in lines)
+        assert any("source number: must be" in one and one.endswith("got a int (on ranks 0, 1)") for one in lines)
+        assert any("source other: the local tensor must have dtype" in one for one in lines)
+        assert any("source other: all ranks of the mesh" in one and "got none on ranks [0]" in one for one in lines)
 
 
 def _destinations_in_one_place() -> str:
@@ -187,7 +187,7 @@ def _destinations_in_one_place() -> str:
 
 def test_destinations_have_memory_of_their_own(pool: Pool) -> None:
     for said in pool.run(_destinations_in_one_place, 2):
-        assert "shares memory with destination" in said and "(on rank 1)" in said
+        assert "got memory shared with destination" in said and "(on rank 1)" in said
 
 
 def _destination_forgotten() -> str:
@@ -203,7 +203,7 @@ def _destination_forgotten() -> str:
 
 def test_ranks_that_lack_what_others_fill_in_place(pool: Pool) -> None:
     for said in pool.run(_destination_forgotten, WORLD_SIZE):
-        assert "destination w: ranks [3] are on the mesh of" in said and "their state dicts lack it" in said
+        assert "destination w: all ranks of the mesh of" in said and "must pass it, got none on ranks [3]" in said
 
 
 def _arguments_that_differ() -> list[str]:
@@ -245,17 +245,17 @@ def test_arguments_that_differ_among_ranks(pool: Pool) -> None:
     for text, expected in zip(
         said[0],
         (
-            "bucket_bytes: got 100 on ranks [0, 1]; 101 on ranks [2, 3]",
-            "bucket_bytes: got 0; allowed are 1 and more (on rank 2)",
-            "staging: got 'triple'; allowed are None and 'double' (on rank 1)",
-            "ignore: got [] on ranks [0, 2, 3]; ['w'] on ranks [1]",
-            "map: got what has digest",
+            "bucket_bytes must be equal on all ranks, got 100 on ranks [0, 1]; 101 on ranks [2, 3]",
+            "bucket_bytes must be at least 1, got 0 (on rank 2)",
+            "staging must be None or 'double', got 'triple' (on rank 1)",
+            "ignore must be equal on all ranks, got [] on ranks [0, 2, 3]; ['w'] on ranks [1]",
+            "map must be equal on all ranks, got a result with digest",
             "map: a function raised KeyError: 'w' (on rank 2)",
-            "map: got a str; allowed are rules",
+            "map must have only rules, such as rename('model.**', '**'), got a str",
             "map: its items cannot be read: KeyError: 'layer 7' (on rank 2)",
             "unused: its items cannot be read: KeyError: 'layer 7' (on rank 1)",
-            "state_dict: got a list; allowed is a dict",
-            "progress: got a int; allowed are True, False or a function",
+            "state_dict must be a dict from names to tensors, got a list",
+            "progress must be True, False or a function, got a int",
             "the local tensor must have layout torch.strided, got torch.sparse_coo",
             "destination w: the local tensor must be a tensor whose memory holds its elements, got a negated view",
         ),

@@ -51,7 +51,7 @@ def _two_versions() -> None:
     start(2)
     start(3).wait()  # which waits for the one before, and exchanges it too
     holds(expected[3] if expected else torch.empty(0))
-    with pytest.raises(ValueError, match="receive: the transfer has staging='double'"):
+    with pytest.raises(ValueError, match="receive: staging must be None, got 'double'"):
         t.receive()
 
 
@@ -216,7 +216,7 @@ def _into_another_storage() -> None:
     """A tensor that was given another storage since the last transfer."""
     source, weight = torch.ones(4), nn.Parameter(torch.zeros(4))
     t = sw.transfer({"w": source}, {"w": weight}, staging="double")
-    with pytest.raises(ValueError, match=r"swap: the transfer has no second copy; allowed .* after start\(\)"):
+    with pytest.raises(ValueError, match=r"swap: there is no second copy; .* call start\(\) first"):
         t.swap()
     t.start().wait()
     weight.data = torch.full((4,), 7.0)
@@ -226,11 +226,11 @@ def _into_another_storage() -> None:
     t.swap()
     assert torch.equal(weight, torch.full((4,), 2.0))
     handle = t.start()
-    with pytest.raises(RuntimeError, match="swap: the last transfer has not been waited for"):
+    with pytest.raises(RuntimeError, match="swap: the last transfer was not waited for"):
         t.swap()
     handle.wait(swap=False)
     weight.data = torch.full((4,), 7.0)
-    with pytest.raises(RuntimeError, match="swap: tensors of the destination were given other storages"):
+    with pytest.raises(RuntimeError, match="swap: tensors of the destination got other storages"):
         t.swap()
 
 
@@ -247,8 +247,8 @@ def _refused(to: torch.Tensor, **sources: torch.Tensor) -> str:
 
 def _refusals() -> None:
     both, ones = torch.zeros(4), torch.ones(2)
-    assert "destination w: is in one storage with source v" in _refused(both[:2], v=both[2:], w=ones)
-    assert "destination w: is in memory that processes share" in _refused(torch.zeros(2).share_memory_(), w=ones)
+    assert "destination w: its storage must contain no source" in _refused(both[:2], v=both[2:], w=ones)
+    assert "destination w: its memory must be private" in _refused(torch.zeros(2).share_memory_(), w=ones)
     # Parts of one storage that are sources and destinations both
     parts = {"a": both[:2], "b": both[2:]}
     both.copy_(torch.arange(4.0))

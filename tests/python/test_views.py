@@ -109,9 +109,9 @@ def _other_functions() -> None:
             assert torch.equal(y.full_tensor(), there), function
             assert torch.equal(source.grad.full_tensor(), whole), function  # type: ignore[union-attr]
     for call, match in (
-        (lambda: sw.views.unflatten(x, 1, 6), "sizes: got 6 .*allowed is a list of sizes"),
-        (lambda: sw.views.view(x, (12, 4), group=dist.group.WORLD), "group: got one without a layout"),
-        (lambda: sw.views.permute(x, (0, 1, 2), group=dist.group.WORLD), "group: got one without a layout"),
+        (lambda: sw.views.unflatten(x, 1, 6), "sizes must be a list of sizes, got 6"),
+        (lambda: sw.views.view(x, (12, 4), group=dist.group.WORLD), "group must be left out for a DTensor"),
+        (lambda: sw.views.permute(x, (0, 1, 2), group=dist.group.WORLD), "group must be left out for a DTensor"),
     ):
         with pytest.raises(ValueError, match=match):
             call()
@@ -142,9 +142,9 @@ def _moves_when_asked() -> None:
     ]:
         with pytest.raises(ValueError, match=match):
             sw.views.view(source, wrong)
-    with pytest.raises(ValueError, match="x: got a Tensor"):
+    with pytest.raises(ValueError, match="x must be a DTensor, or a part together with its layout, got a Tensor"):
         sw.views.view(whole, (60,))
-    with pytest.raises(ValueError, match="x: has shape"):
+    with pytest.raises(ValueError, match="x must have shape"):
         sw.views.view(whole, (60,), sw.Layout(mesh_of((2, 2)), (5, 12), ["S(0)", "R"]))
 
 

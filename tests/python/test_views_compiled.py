@@ -163,7 +163,7 @@ def _wrong_parts() -> None:
     layout = sw.Layout(mesh_of((2,)), (4, 5), ["S(1)"])
     for shape, x, match in (
         ((10, 2), torch.zeros(4, 3 - dist.get_rank()), "shape must need no move, got"),
-        ((20,), torch.zeros(4, 5), "x: has shape"),
+        ((20,), torch.zeros(4, 5), "x must have shape"),
     ):
         with fresh_compilers(), pytest.raises(Exception, match=match):
             torch.compile(lambda x, shape=shape: sw.views.view(x, shape, layout)[0], backend="aot_eager")(x)

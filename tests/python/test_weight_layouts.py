@@ -585,7 +585,7 @@ def _refusals() -> None:
     for name in ("store_placements", "kept_placements"):
         refuses(f"{name} must return .* for weight", linear, **{name: lambda p: [Partial()]})
         refuses("placements must be a list of 1, .*, got 2", linear, **{name: lambda p: [Shard(0), Shard(0)]})
-    refuses("same_data_dims: there is no mesh dim 'c'", linear, same_data_dims=["c"])
+    refuses("same_data_dims: mesh dim must be one of .*, got 'c'", linear, same_data_dims=["c"])
     refuses("dp_mesh_dims: got a str", linear, dp_mesh_dims="a")
 
     def dims(shard: Any, replicate: Any = None) -> Any:

@@ -67,7 +67,7 @@ class CheckpointReader(dcp.FileSystemReader):
         self.bytes_read = 0
         self._max_gap_bytes = argument_values.integer(max_gap_bytes, "max_gap_bytes")
         if self._max_gap_bytes < 0:
-            raise ValueError(f"max_gap_bytes: got {max_gap_bytes}; allowed are 0 and more")
+            raise ValueError(f"max_gap_bytes must be at least 0, got {max_gap_bytes}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         whole = []
@@ -159,7 +159,7 @@ def _targets(planner: LoadPlanner, item: ReadItem) -> Iterator[tuple[Sequence[li
         return
     target = planner.resolve_tensor(item).detach()
     if tuple(target.shape) != tuple(item.lengths):
-        raise AssertionError(f"{item.storage_index}: {tuple(target.shape)} was asked for, and {item.lengths} is read")
+        raise AssertionError(f"{item.storage_index}: the planner gave shape {tuple(target.shape)} for {item.lengths}")
     yield [[(0, length, 0)] for length in item.lengths], target
     planner.commit_tensor(item, target)
 
@@ -218,7 +218,7 @@ def _read_into(file: Any, at: int, tensor: torch.Tensor) -> None:
     while left:
         count = os.preadv(file.fileno(), [left], at)
         if count == 0:
-            raise EOFError(f"{file.name}: ends at byte {at}, within a tensor")
+            raise EOFError(f"{file.name} ends at byte {at}, within a tensor")
         left = left[count:]
         at += count
 
@@ -276,7 +276,7 @@ class _Planner(LoadPlanner):
         items: list[ReadItem] = []
         written = {name: one.local for name, one in given.items() if name not in reader.wrong and one.local is not None}
         problems = reader.problems + [
-            f"{one}: shares memory with {other}; allowed is memory of its own (on rank {reader.rank})"
+            f"{one}: its memory must not be shared, got memory shared with {other} (on rank {reader.rank})"
             for other, one, _, _ in memory_spans.shared_memory({}, written, among_written=True)
         ]
         for name, one in given.items():
@@ -293,15 +293,15 @@ class _Planner(LoadPlanner):
         assert self._metadata is not None
         saved = self._metadata.state_dict_metadata.get(name)
         if not isinstance(saved, TensorStorageMetadata):
-            raise ValueError("the checkpoint has no such tensor" if saved is None else "the checkpoint has no tensor")
+            raise ValueError("is not in the checkpoint" if saved is None else "is no tensor in the checkpoint")
         if given.local is None:
             if given.layout is None or given.layout.mesh.coordinate(rank) is not None:
-                raise ValueError("got no tensor; allowed is one that is filled in place")
+                raise ValueError("the local tensor to fill must be given, got none")
             return []
         layout = given.layout
         shape = tuple(given.local.shape) if layout is None else tuple(layout.shape)
         if tuple(saved.size) != shape:
-            raise ValueError(f"has shape {shape}, and in the checkpoint {tuple(saved.size)}")
+            raise ValueError(f"shape must be {tuple(saved.size)}, as in the checkpoint, got {shape}")
         if layout is not None and layout.mesh.coordinate(rank) is None:
             return []
         chunks = []
@@ -313,7 +313,7 @@ class _Planner(LoadPlanner):
         items = create_read_items_for_chunk_list(name, saved, chunks)
         counts = [math.prod(int((runs[:, 1] - runs[:, 0]).sum()) for runs in self._runs(item)) for item in items]
         if sum(counts) != given.local.numel():
-            raise ValueError(f"this rank needs {given.local.numel()} elements, and the checkpoint gives {sum(counts)}")
+            raise ValueError(f"this rank needs {given.local.numel()} elements, but the checkpoint has {sum(counts)}")
         return [item for item, count in zip(items, counts) if count]
 
     def _runs(self, item: ReadItem) -> list[torch.Tensor]:
@@ -342,7 +342,7 @@ class _Planner(LoadPlanner):
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise AssertionError("no bytes were asked for")
+        raise AssertionError("load_bytes was called, but the plan reads no bytes")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Returns a temporary tensor, into which PyTorch's reader reads compressed tensors."""

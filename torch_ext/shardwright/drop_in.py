@@ -130,7 +130,7 @@ def redistribute(
             message has the reason.
     """
     if not isinstance(x, DTensor):
-        raise ValueError(f"x: got a {type(x).__name__}; allowed is a DTensor (redistribute_local takes plain tensors)")
+        raise ValueError(f"x must be a DTensor (redistribute_local takes plain tensors), got a {type(x).__name__}")
     argument_checks.check_device_mesh("mesh", mesh)
     placements = argument_checks.placements_of(placements, (x.device_mesh if mesh is None else mesh).ndim)
     argument_checks.check_dtype("forward_dtype", forward_dtype)

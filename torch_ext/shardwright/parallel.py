@@ -77,7 +77,7 @@ class ContextParallel(torch_parallel.ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if device_mesh.ndim != 1:
-            raise ValueError(f"device_mesh: has {device_mesh.ndim} dims; allowed is one, such as mesh['cp']")
+            raise ValueError(f"device_mesh must have one dim, such as mesh['cp'], got {device_mesh.ndim} dims")
         before = module.forward
         arguments = self._arguments
 

@@ -22,12 +22,12 @@ class _Cut:
         for field in dataclasses.fields(self):
             if field.type == "int":
                 given = getattr(self, field.name)
-                object.__setattr__(self, field.name, _integer(given, f"{field.name}: got {given!r} for {kind}"))
+                object.__setattr__(self, field.name, _integer(given, f"{field.name} of {kind}"))
         unit, block = getattr(self, "unit", 1), getattr(self, "block", 0)
         if unit < 1:
-            raise ValueError(f"unit: got {unit} for {kind}; allowed are 1 and more")
+            raise ValueError(f"unit of {kind} must be at least 1, got {unit}")
         if block % unit:
-            raise ValueError(f"unit: {kind} has blocks of {block}, in units of {unit}; allowed are multiples of it")
+            raise ValueError(f"block of {kind} must be a multiple of unit={unit}, got {block}")
 
     def __str__(self) -> str:
         """Returns the text that `Layout` accepts, such as ``Blocks(0,128)``."""
@@ -86,7 +86,7 @@ class Ragged(_Cut):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.sizes is None) == (self.units is None):
-            raise ValueError(f"sizes, units: got {self.sizes!r} and {self.units!r}; allowed is one of them")
+            raise ValueError(f"one of sizes and units must be given, got {self.sizes!r} and {self.units!r}")
         name = "sizes" if self.units is None else "units"
         given = _sizes(getattr(self, name), name)
         object.__setattr__(self, name, given)
@@ -95,10 +95,10 @@ class Ragged(_Cut):
         if self.dims is not None:
             dims = _sizes(self.dims, "dims")
             if dims != tuple(range(len(dims))):
-                raise ValueError(f"dims: got {dims}; allowed are the leading tensor dims, as (0,) or (0, 1)")
+                raise ValueError(f"dims must be the leading tensor dims, such as (0,) or (0, 1), got {dims}")
             object.__setattr__(self, "dims", dims)
             if self.dim != 0:
-                raise ValueError(f"dim: got {self.dim} next to dims; allowed is to leave it out")
+                raise ValueError(f"dim must be left out if dims is given, got {self.dim}")
 
     def text(self, length: int) -> str:
         return str(self.of_length(self.dim, length))
@@ -110,8 +110,8 @@ class Ragged(_Cut):
         total = sum(self.units)
         if min(self.units) < 0 or total == 0 or any(count * length % total for count in self.units):
             raise ValueError(
-                f"units: {self.units} sum to {total}, of {length} elements; allowed are 0 or more that give every "
-                "coordinate whole elements of what is cut"
+                f"units must be at least 0 and divide the {length} elements into integer sizes, got {self.units}, "
+                f"whose sum is {total}"
             )
         return Ragged(dim, [count * length // total for count in self.units], self.unit)
 
@@ -233,7 +233,7 @@ class Pieces(_Cut):
         """
         size, count = _at_least(size, "size", 0), _at_least(count, "count", 1)
         if count > 1 << 20:
-            raise ValueError(f"count: got {count}; allowed are at most 2^20, as many as a mesh has ranks")
+            raise ValueError(f"count must be at most 2^20, the maximum number of ranks, got {count}")
         chunk = -(-size // (2 * count))
         chunks = [(min(c * chunk, size), min((c + 1) * chunk, size)) for c in range(2 * count)]
         return cls(dim, [[chunks[c], chunks[2 * count - 1 - c]] for c in range(count)])
@@ -245,9 +245,7 @@ class Pieces(_Cut):
         try:
             numbers = [[operator.index(item) for item in one] for one in lists]
         except TypeError:
-            raise ValueError(
-                f"lists: got {lists!r}; allowed is a list of numbers of items for each coordinate"
-            ) from None
+            raise ValueError(f"lists must be a list of item numbers for each coordinate, got {lists!r}") from None
         return cls(dim, [[(item * size, (item + 1) * size) for item in one] for one in numbers], size)
 
     def __str__(self) -> str:
@@ -307,7 +305,7 @@ def is_cut(placement: object) -> bool:
 def text_of(placement: object) -> str | None:
     """Returns the text that `Layout` accepts; None for placements that are not of this module."""
     if isinstance(placement, Ragged) and placement.units is not None:
-        raise ValueError(f"placements: {placement!r} depends on a shape; allowed are sizes")
+        raise ValueError(f"placements must have sizes instead of units if there is no shape, got {placement!r}")
     return str(placement) if isinstance(placement, _Cut) else None
 
 
@@ -315,9 +313,9 @@ def _sizes(given: Any, name: str) -> tuple[int, ...]:
     try:
         sizes = tuple(operator.index(size) for size in given)
     except TypeError:
-        raise ValueError(f"{name}: got {given!r}; allowed is a list of integers") from None
+        raise ValueError(f"{name} must be a list of integers, got {given!r}") from None
     if not sizes:
-        raise ValueError(f"{name}: got none; allowed is one or more")
+        raise ValueError(f"{name} must be a list of at least one integer, got none")
     return sizes
 
 
@@ -325,7 +323,7 @@ def _intervals(given: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
     try:
         return tuple(tuple((operator.index(begin), operator.index(end)) for begin, end in one) for one in given)
     except (TypeError, ValueError):
-        raise ValueError(f"lists: got {given!r}; allowed is a list of (begin, end) for each coordinate") from None
+        raise ValueError(f"lists must be a list of (begin, end) for each coordinate, got {given!r}") from None
 
 
 def _at_least(given: Any, name: str, least: int) -> int:
@@ -334,7 +332,7 @@ def _at_least(given: Any, name: str, least: int) -> int:
     except TypeError:
         value = least - 1
     if value < least:
-        raise ValueError(f"{name}: got {given!r}; allowed are integers of {least} or more")
+        raise ValueError(f"{name} must be an integer of at least {least}, got {given!r}")
     return value
 
 
@@ -342,15 +340,13 @@ def _integer(given: Any, what: str) -> int:
     try:
         return operator.index(given)
     except TypeError:
-        raise ValueError(f"{what}; allowed are integers") from None
+        raise ValueError(f"{what} must be an integer, got {given!r}") from None
 
 
 def _check_multiples(name: str, cuts: Iterable[int], last: int, unit: int) -> None:
     for cut in cuts:
         if cut % unit and cut != last:
-            raise ValueError(
-                f"unit: {name} cuts at {cut}, within a unit of {unit}; allowed are multiples of the unit, and {last}"
-            )
+            raise ValueError(f"cuts of {name} must be at multiples of unit={unit} or at {last}, got {cut}")
 
 
 def _joined(sizes: Sequence[int]) -> str:

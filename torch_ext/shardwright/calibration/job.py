@@ -78,16 +78,16 @@ def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, m
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
     if dist.get_rank(carrier) < 0:
-        raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed is to call this on its ranks only")
+        raise ValueError(f"group must contain this rank, got a group without rank {dist.get_rank()}")
     members = dist.get_process_group_ranks(carrier)
     if len(members) < 2:
-        raise ValueError(f"group: it has {len(members)} rank; there is something to measure between at least 2 ranks")
+        raise ValueError(f"group must have at least 2 ranks, got {len(members)}")
     kinds = sorted(kind.type for kind in carrier._device_types)
     if device is None:
         device = getattr(mesh, "device_type", None) or _default_device(carrier, kinds)
     where = argument_checks.device_of("device", device)
     if where.type not in kinds:
-        raise ValueError(f"device: the group has no backend for {where.type}; allowed are {', '.join(kinds)}")
+        raise ValueError(f"device must be one of {', '.join(kinds)}, as the group's backends, got {where.type}")
     return Job(Ranks(carrier), members, where, executables.lowering(where.type, carrier), quick)
 
 
@@ -102,11 +102,11 @@ def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:
 def ranks_per_node(job: Job, given: int | None) -> int:
     """Returns the number of consecutive ranks on a node, or 0 if all ranks of the job are on one."""
     if given is not None and given < 0:
-        raise ValueError(f"ranks_per_node: {given}; allowed is 0, for all, or more")
+        raise ValueError(f"ranks_per_node must be at least 0 (0 for all ranks), got {given}")
     everyone = job.ranks.from_all((given, os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()))
     given_by_all, by_torchrun, hosts = map(list, zip(*everyone))
     if len(set(given_by_all)) > 1:
-        raise ValueError(f"ranks_per_node: ranks gave {given_by_all}; allowed is one value for all")
+        raise ValueError(f"ranks_per_node must be equal on all ranks, got {given_by_all}")
     if given is None and None not in by_torchrun and len(set(by_torchrun)) == 1:
         given = int(by_torchrun[0])
     if given is None:
@@ -122,8 +122,8 @@ def nodes_of_hosts(ranks: list[int], hosts: list[str]) -> int:
     nodes = [rank // largest for rank in ranks]
     if not len(set(zip(hosts, nodes))) == len(set(hosts)) == len(set(nodes)):
         raise ValueError(
-            f"ranks_per_node: ranks {ranks} are on the hosts {hosts}; allowed are nodes of equally many consecutive "
-            "ranks. Start the job so, or give ranks_per_node"
+            "ranks_per_node must be given unless each host has the same number of consecutive ranks, got ranks "
+            f"{ranks} on hosts {hosts}"
         )
     return largest
 

@@ -60,7 +60,7 @@ _Points = list[tuple[int, int, float]]  # peers, sent bytes, seconds
 def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | None) -> tuple[Topology, list[str]]:
     """Returns the topology and a report of the measurements, both equal on all ranks."""
     if not isinstance(name, str):
-        raise ValueError(f"name: got {name!r}; allowed is text")
+        raise ValueError(f"name must be text, got {name!r}")
     if given_per_node is not None:
         given_per_node = argument_values.integer(given_per_node, "ranks_per_node")
     per_node = ranks_per_node(job, given_per_node)
@@ -111,12 +111,10 @@ def _along(job: Job, mesh: Any | None) -> Iterable[_Series]:
     if mesh is None:
         return
     if not argument_values.is_device_mesh(mesh):
-        raise ValueError(f"mesh: got a {type(mesh).__name__}; allowed is a DeviceMesh")
+        raise ValueError(f"mesh must be a DeviceMesh, got a {type(mesh).__name__}")
     names, sizes, ranks = argument_values.device_mesh_parts(mesh)
     if outside := sorted(set(ranks) - set(job.members)):
-        raise ValueError(
-            f"mesh: its ranks {outside} are not in the group; allowed is a mesh of the ranks {job.members}"
-        )
+        raise ValueError(f"mesh must have only ranks of the group {job.members}, got {outside}")
     for mesh_dim, (name, size) in enumerate(zip(names, sizes)):
         if size > 1:
             team = mesh.get_group(mesh_dim) if dist.get_rank() in ranks else None

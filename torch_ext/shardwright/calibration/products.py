@@ -61,7 +61,7 @@ def calibrate_gemm(
 
 def check_dtype(argument: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
-        raise ValueError(f"{argument}: {dtype}; allowed are floating dtypes of 16 bits and more")
+        raise ValueError(f"{argument} must be floating-point with at least 16 bits, got {dtype}")
 
 
 def measure_products(

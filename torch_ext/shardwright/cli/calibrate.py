@@ -84,7 +84,7 @@ def _make_mesh(text: str | None, device: str) -> Any | None:
     dims = parse_mesh(text)
     if math.prod(dims.values()) != dist.get_world_size():
         raise ValueError(
-            f"--mesh: {text!r} has {math.prod(dims.values())} ranks; allowed is as many as the job has, "
-            f"{dist.get_world_size()}"
+            f"--mesh must have as many ranks as the job, {dist.get_world_size()}, got {math.prod(dims.values())} in "
+            f"{text!r}"
         )
     return init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))

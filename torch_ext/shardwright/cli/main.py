@@ -284,8 +284,8 @@ def _simulate(plan: Plan) -> None:
     needed, free = _planner.simulation_bytes(plan), free_memory.available_bytes()
     if free is not None and needed > free:
         raise ValueError(
-            f"--simulate: holds what all ranks hold, about {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are "
-            "free; a tensor or a mesh of smaller sizes shows the same moves"
+            f"--simulate needs about {needed / 2**30:,.1f} GiB for the data of all ranks, but only {free / 2**30:,.1f} "
+            "GiB are free; a smaller tensor or mesh has the same moves"
         )
     with _saying("running all ranks"):
         moved = plan.simulate()

@@ -13,7 +13,7 @@ MAX_RANKS = 1 << 20  # maximum number of ranks in a mesh
 
 def parse_integer(text: str, where: str) -> int:
     if not re.fullmatch(r"[+-]?[0-9]{1,19}", text.strip()):
-        raise ValueError(f"{where} is not an integer of 64 bits")
+        raise ValueError(f"{where} must be an integer of 64 bits, got {text!r}")
     return int(text)
 
 
@@ -22,19 +22,19 @@ def parse_mesh(text: str, option: str = "--mesh") -> dict[str, int]:
     dims: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")
-        name, where = name.strip(), f"{option}: {part!r} in {text!r} is not NAME=SIZE"
+        name = name.strip()
         if not equals:
-            raise ValueError(where)
+            raise ValueError(f"{option} must be NAME=SIZE,NAME=SIZE, got {part!r} in {text!r}")
         if name in dims:
-            raise ValueError(f"{option}: the name {name!r} appears twice in {text!r}")
-        dims[name] = parse_integer(size, f"{where}; {size!r}")
+            raise ValueError(f"{option} must have distinct names, got {name!r} twice in {text!r}")
+        dims[name] = parse_integer(size, f"{option}: size of {name!r} in {text!r}")
     return dims
 
 
 def parse_shape(text: str) -> list[int]:
     """Parses sizes such as ``64,64``; empty text is a scalar."""
     sizes = text.split(",") if text.strip() else []
-    return [parse_integer(size, f"--shape: {text!r} is not a list of sizes such as 64,64; {size!r}") for size in sizes]
+    return [parse_integer(size, f"--shape: each size in {text!r}") for size in sizes]
 
 
 def parse_ranks(option: str, text: str | None) -> list[int] | None:
@@ -43,12 +43,11 @@ def parse_ranks(option: str, text: str | None) -> list[int] | None:
         return None
     ranks: list[int] = []
     for part in text.split(","):
-        where = f"{option}: {part!r} in {text!r} is no rank and no range of ranks such as 4-7"
         first, dash, last = part.partition("-")
-        begin = parse_integer(first, where)
-        end = parse_integer(last, where) if dash else begin
+        begin = parse_integer(first, f"{option}: rank in {text!r}")
+        end = parse_integer(last, f"{option}: rank in {text!r}") if dash else begin
         if not 0 <= end - begin < MAX_RANKS:
-            raise ValueError(where)
+            raise ValueError(f"{option} must be ranks and ranges such as 0,1,4-7, got {part!r} in {text!r}")
         ranks += range(begin, end + 1)
     return ranks
 
@@ -65,12 +64,11 @@ def parse_order(option: str, text: str | None) -> dict[int, list[int | str]] | N
     order: dict[int, list[int | str]] = {}
     for entry in text.split(";"):
         dim, colon, mesh_dims = entry.partition(":")
-        where = f"{option}: {entry!r} is not TENSOR_DIM:MESH_DIM,MESH_DIM"
         if not colon:
-            raise ValueError(where)
-        tensor_dim = parse_integer(dim, f"{where}; {dim!r}")
+            raise ValueError(f"{option} must be TENSOR_DIM:MESH_DIM,MESH_DIM;..., got {entry!r}")
+        tensor_dim = parse_integer(dim, f"{option}: tensor dim of {entry!r}")
         if tensor_dim in order:
-            raise ValueError(f"{option}: tensor dim {tensor_dim} has two entries in {text!r}; allowed is one")
+            raise ValueError(f"{option} must have one entry per tensor dim, got two for {tensor_dim} in {text!r}")
         names = [name.strip() for name in mesh_dims.split(",")]
         order[tensor_dim] = [int(name) if re.fullmatch(r"[0-9]{1,9}", name) else name for name in names]
     return order

@@ -93,9 +93,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         args, kwargs: its arguments.
     """
     if not callable(function):
-        raise ValueError(
-            f"function: got a {type(function).__name__}; allowed is a function, such as shardwright.linear"
-        )
+        raise ValueError(f"function must be a function, such as shardwright.linear, got a {type(function).__name__}")
     function(*args, **kwargs)
     with contextlib.ExitStack() as stack:
         calls = stack.enter_context(running.listening())

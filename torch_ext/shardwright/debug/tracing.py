@@ -67,7 +67,7 @@ def trace() -> Iterator[Trace]:
         RuntimeError: another trace is being taken.
     """
     if not _one_at_a_time.acquire(blocking=False):
-        raise RuntimeError("trace: another trace is being taken in this process; allowed is one at a time")
+        raise RuntimeError("trace: another trace is running in this process; end it first")
     events = Trace()
     try:
         _runtime.begin_trace()

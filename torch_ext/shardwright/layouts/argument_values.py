@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import placements
 from .._native import _planner
+from .errors import argument_error
 
 ShardOrder = Mapping[int, Sequence["int | str"]]
 
@@ -40,11 +41,11 @@ def placement_text(placement: Any) -> str:
         return f"P(norm {placement.norm_type})"
     if _reduces_as_partial(type(placement)):
         return f"P({placement.reduce_op})"
-    raise ValueError(
-        f"placements: {placement!r} is a {kind}, which shardwright does not know; "
-        "allowed are Replicate, Shard, Partial, _StridedShard, _NormPartial, shardwright's Ragged, Blocks, Cyclic, "
-        "Owned, Packed and Pieces, and texts such as 'S(0)'"
+    allowed = (
+        "Replicate, Shard, Partial, _StridedShard, _NormPartial, Ragged, Blocks, Cyclic, Owned, Packed, Pieces or text "
+        "such as 'S(0)'"
     )
+    raise argument_error("placements", allowed, f"{placement!r}, a {kind}")
 
 
 def _reduces_as_partial(kind: type) -> bool:
@@ -57,8 +58,8 @@ def dim(given: Any, argument: str, ndim: int) -> int:
     """Returns the dim in [0, ndim); negative `given` counts from the end. Raises ValueError if it is out of range."""
     number = integer(given, argument)
     if not -ndim <= number < ndim:
-        allowed = f"{-ndim} to {ndim - 1}" if ndim else "tensors that have dims"
-        raise ValueError(f"{argument}: {number} for a tensor of {ndim} dims; allowed are {allowed}")
+        allowed = f"in [{-ndim}, {ndim - 1}]" if ndim else "a dim of the tensor, which has none"
+        raise argument_error(argument, allowed, number)
     return number % ndim
 
 
@@ -71,12 +72,12 @@ def items(given: Any, argument: str, allowed: str) -> list[Any]:
             pass
         except Exception as error:
             raise ValueError(f"{argument}: its items cannot be read: {type(error).__name__}: {error}") from error
-    raise ValueError(f"{argument}: got {_shown(given)}; allowed is {allowed}")
+    raise argument_error(argument, allowed, _shown(given))
 
 
 def placement_texts(placements: Any) -> list[str]:
     """Returns `placement_text` of each item. Raises ValueError if this is not a list of placements."""
-    return [placement_text(p) for p in items(placements, "placements", "a list of one per mesh dim")]
+    return [placement_text(p) for p in items(placements, "placements", "a list of one placement per mesh dim")]
 
 
 def placement_texts_of(
@@ -95,9 +96,7 @@ def placement_texts_of(
     with_dims = {d: len(p.dims) for d, p in ragged.items() if p.dims is not None}
     flattened = max([flattened, *with_dims.values()])
     if odd := [d for d, count in with_dims.items() if count != flattened]:
-        raise ValueError(
-            f"placements: {ragged[odd[0]]!r} where the first {flattened} dims are seen as one; allowed are as many dims"
-        )
+        raise argument_error("placements: dims of each Ragged", f"the first {flattened} dims", repr(ragged[odd[0]]))
     sized = {d: placements.Ragged(p.dim, p.sizes or p.units) for d, p in ragged.items()}  # units become sizes below
     texts = [placement_text(sized.get(d, p)) for d, p in enumerate(read)]
     in_rows = flattened > 1 and bool(with_dims)  # placements without `dims` count the dims of `shape`
@@ -138,10 +137,7 @@ def _cut_in(text: str) -> tuple[str, int, str] | None:
 def _dim_behind(dim: int, flattened: int) -> int:
     """Returns the index of a tensor dim of a shard order after the first dims are flattened."""
     if 0 < dim < flattened:
-        raise ValueError(
-            f"shard_order: tensor dim {dim} next to a Ragged that sees dims 0 to {flattened - 1} as one; allowed are "
-            f"0, for all of them, and dims from {flattened} on"
-        )
+        raise argument_error("shard_order: tensor dim", f"0 or at least {flattened} next to Ragged with dims", dim)
     return min(dim, max(dim - flattened + 1, 0))
 
 
@@ -154,9 +150,9 @@ def _with_dim_behind(text: str, flattened: int, ndim: int) -> str:
     dim += ndim if dim < 0 else 0
     if dim < flattened and not (kind == "Owned" and dim >= 0) and not (kind in ("S", "Shard") and dim == 0):
         raise ValueError(
-            f"placements: {text} names tensor dim {dim} next to a Ragged that sees dims 0 to {flattened - 1} as one; "
-            f"allowed are dims from {flattened} on, S(0) and Owned. Write other cuts with flattened={flattened}, where "
-            "dim 0 is these dims in all placements, next to Ragged(0, sizes)"
+            f"placements: tensor dim of {text} must be at least {flattened} next to a Ragged that flattens dims 0 to "
+            f"{flattened - 1}, got {dim}. S(0) and Owned may have any dim. Write other cuts with "
+            f"flattened={flattened}, where dim 0 is all of these dims in every placement, next to Ragged(0, sizes)"
         )
     return f"{kind}({max(dim - flattened + 1, 0)}{rest})"
 
@@ -201,9 +197,9 @@ class _Cuts:
             if not is_clear:
                 names = [self.mesh.dim_names[other] for other in (*others, d)]
                 raise ValueError(
-                    f"placements: {one!r} on mesh dim {names[-1]!r}, before later mesh dims that cut the same into "
-                    f"{count}; allowed are _StridedRaggedShard with split factor {count}, in the shard_order "
-                    f"{{0: {names}}}, and RaggedShard in any shard_order that is given"
+                    f"placements: on mesh dim {names[-1]!r}, before mesh dims that cut the same into {count}, a "
+                    f"RaggedShard must have a shard_order, and a _StridedRaggedShard split factor {count} in the "
+                    f"shard_order {{0: {names}}}, got {one!r}"
                 )
             if is_strided:
                 self.order[0] = [*others, d]
@@ -222,10 +218,8 @@ class _Cuts:
             return self.texts[mesh_dim]
         lengths = self.lengths(mesh_dim, dim)
         if len(lengths) > 1:
-            raise ValueError(
-                f"placements: {ragged!r} on mesh dim {self.mesh.dim_names[mesh_dim]!r} cuts parts of {lengths[0]} to "
-                f"{lengths[-1]} elements; allowed are units of parts of one length"
-            )
+            where = f"{ragged!r} on mesh dim {self.mesh.dim_names[mesh_dim]!r}"
+            raise argument_error(f"placements: parts for {where}", "of one length", f"{lengths[0]} to {lengths[-1]}")
         return str(ragged.of_length(dim, lengths[0]))
 
     def check_rows(self, mesh_dim: int) -> None:
@@ -235,10 +229,10 @@ class _Cuts:
         is_owned = self.texts[mesh_dim].startswith("Owned")
         if not is_owned and min(row, count) > 1 and any(length % (row * count) for length in lengths):
             raise ValueError(
-                f"placements: S(0) on mesh dim {self.mesh.dim_names[mesh_dim]!r} cuts parts of {lengths[0]} to "
-                f"{lengths[-1]} elements of dims 0 to {self.flattened - 1}, in rows of {row}; allowed are multiples of "
-                f"{count} rows. Else write flattened={self.flattened}, 'S(0)' to cut into chunks of elements or "
-                f"'Blocks(0,{row})' into chunks of rows, next to Ragged(0, sizes)"
+                f"placements: parts that S(0) on mesh dim {self.mesh.dim_names[mesh_dim]!r} cuts must be multiples of "
+                f"{count} rows of {row} elements in dims 0 to {self.flattened - 1}, got {lengths[0]} to {lengths[-1]} "
+                f"elements. Otherwise write flattened={self.flattened}, 'S(0)' to cut into chunks of elements or "
+                f"'Blocks(0,{row})' to cut into chunks of rows, next to Ragged(0, sizes)"
             )
 
 
@@ -247,9 +241,9 @@ def integer(given: Any, argument: str) -> int:
     try:
         value = operator.index(given)
     except TypeError:
-        raise ValueError(f"{argument}: got {_shown(given)}; allowed are integers") from None
+        raise argument_error(argument, "an integer", _shown(given)) from None
     if not -(1 << 63) <= value < 1 << 63:
-        raise ValueError(f"{argument}: got {value}; allowed are integers of 64 bits")
+        raise argument_error(argument, "an integer of 64 bits", value)
     return value
 
 
@@ -282,11 +276,11 @@ def mesh_dim_index(names: Sequence[str], mesh_dim: int | str, argument: str) -> 
     """Returns the index of a mesh dim given by index or name; raises a ValueError that names `argument` otherwise."""
     if isinstance(mesh_dim, str):
         if mesh_dim not in names:
-            raise ValueError(f"{argument}: there is no mesh dim {mesh_dim!r}; allowed are {', '.join(names)}")
+            raise argument_error(f"{argument}: mesh dim", f"one of {', '.join(names)}", repr(mesh_dim))
         return list(names).index(mesh_dim)
     index = integer(mesh_dim, argument)
     if not 0 <= index < len(names):
-        raise ValueError(f"{argument}: mesh dim {index} is out of range; allowed are 0 to {len(names) - 1}")
+        raise argument_error(f"{argument}: mesh dim", f"in [0, {len(names) - 1}]", index)
     return index
 
 
@@ -307,12 +301,12 @@ def order_dict(names: Sequence[str], shard_order: ShardOrder | Iterable[Any] | N
     else:
         given = items(shard_order, "shard_order", allowed)
         if not all(hasattr(entry, "tensor_dim") and hasattr(entry, "mesh_dims") for entry in given):
-            raise ValueError(f"shard_order: got {_shown(shard_order)}; allowed is {allowed}")
+            raise argument_error("shard_order", allowed, _shown(shard_order))
         entries = [(entry.tensor_dim, entry.mesh_dims) for entry in given]
     order: dict[int, list[int]] = {}
     for dim, mesh_dims in entries:
         tensor_dim = integer(dim, "shard_order: tensor dim")
         if tensor_dim in order:
-            raise ValueError(f"shard_order: tensor dim {tensor_dim} has two entries; allowed is one per tensor dim")
+            raise ValueError(f"shard_order must have one entry per tensor dim, got two for {tensor_dim}")
         order[tensor_dim] = mesh_dim_indices(names, mesh_dims, "shard_order")
     return order

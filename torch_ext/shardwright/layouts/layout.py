@@ -8,6 +8,7 @@ from typing import Any
 from .._native import _planner
 from ..placements import Pieces
 from . import argument_values
+from .errors import argument_error
 from .topology import Topology, named_topology
 
 
@@ -34,12 +35,12 @@ class Mesh(_planner.Mesh):
         table = named_topology(topology)
         if argument_values.is_device_mesh(dims):
             if ranks is not None:
-                raise ValueError("ranks: a DeviceMesh brings its own; leave it out")
+                raise argument_error("ranks", "left out if dims is a DeviceMesh, which has its own", ranks)
             super().__init__(*argument_values.device_mesh_parts(dims), table)
         elif isinstance(dims, Mapping):
             super().__init__(list(dims.keys()), list(dims.values()), ranks, table)
         else:
-            raise ValueError(f"dims: {dims!r} is neither a dict of names and sizes nor a DeviceMesh")
+            raise argument_error("dims", "a dict of names and sizes or a DeviceMesh", repr(dims))
         self._made = True
 
     def __repr__(self) -> str:
@@ -88,7 +89,7 @@ class Layout(_planner.Layout):
         sizes = argument_values.items(shape, "shape", "a list of integers")
         order = argument_values.order_dict(mesh.dim_names, shard_order)
         flattened = argument_values.integer(flattened, "flattened")
-        given = argument_values.items(placements, "placements", "a list of one per mesh dim")
+        given = argument_values.items(placements, "placements", "a list of one placement per mesh dim")
         texts, order, flattened = argument_values.placement_texts_of(mesh, sizes, given, order, flattened)
         super().__init__(mesh, sizes, texts, argument_values.dtype_text(dtype), order, strided, flattened)
         argument_values.check_units(self, given)
@@ -111,12 +112,12 @@ class Layout(_planner.Layout):
             ValueError: `src` has pending reductions, or `ranks` is empty or repeats a rank.
         """
         if not isinstance(src, _planner.Layout):
-            raise ValueError(f"src: got a {type(src).__name__}; allowed is a Layout")
+            raise argument_error("src", "a Layout", f"a {type(src).__name__}")
         if src.has_pending:
-            raise ValueError(f"src: {src} has pending reductions; allowed are layouts without them")
+            raise argument_error("src", "a layout without pending reductions", src)
         given = argument_values.items(ranks, "ranks", "a list of ranks")
         if not given:
-            raise ValueError("ranks: got none; allowed is one or more")
+            raise argument_error("ranks", "a list of at least one rank", "none")
         mesh = Mesh({"ranks": len(given)}, given)
         if not src.shape:
             return cls(mesh, (), ["R"], src.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 
 from .._planner import Link, PlanningTables, Topology
 from . import tables
+from .errors import argument_error
 
 __all__ = ["Link", "Topology", "load_topology"]
 
@@ -34,7 +35,7 @@ def load_topology(source: str | os.PathLike[str] | dict[str, Any]) -> Topology:
     if isinstance(source, dict):
         return _topology(source, "topology")
     if not isinstance(source, (str, os.PathLike)):
-        raise ValueError(f"topology: got a {type(source).__name__}; allowed is a path or a dict")
+        raise argument_error("topology", "a path or a dict", f"a {type(source).__name__}")
     path = Path(source)
     where = f"topology: {str(path)!r}"
     return _topology(read_json(read_text(path, where), where), where)
@@ -78,18 +79,18 @@ def named_topology(topology: Topology | str | None) -> Topology | None:
     if topology is None or isinstance(topology, Topology):
         return topology
     if not isinstance(topology, str):
-        raise ValueError(f"topology: got a {type(topology).__name__}; allowed is a Topology, a name or a file")
+        raise argument_error("topology", "a Topology, a name or a file", f"a {type(topology).__name__}")
     return load_topology(topology) if topology.endswith(".json") else Topology.named(topology)
 
 
 def _topology(table: Any, where: str) -> Topology:
     if not isinstance(table, dict):
-        raise ValueError(f"{where} holds a {type(table).__name__}; allowed is an object")
+        raise argument_error(where, "a JSON object", f"a {type(table).__name__}")
     if table.get("version") != _FILE_VERSION:
-        raise ValueError(f"{where}.version: {table.get('version')!r}; allowed is {_FILE_VERSION}")
+        raise argument_error(f"{where}.version", str(_FILE_VERSION), repr(table.get("version")))
     mesh_dims = table.get("mesh_dims", {})
     if not isinstance(mesh_dims, dict):
-        raise ValueError(f"{where}.mesh_dims: got a {type(mesh_dims).__name__}; allowed is an object")
+        raise argument_error(f"{where}.mesh_dims", "a JSON object", f"a {type(mesh_dims).__name__}")
     return Topology(
         str(table.get("name", "unnamed")),
         ranks_per_node=_integer(table, "ranks_per_node", where),
@@ -103,12 +104,12 @@ def _topology(table: Any, where: str) -> Topology:
 
 def _link(link: Any, where: str) -> Link:
     if not isinstance(link, dict):
-        raise ValueError(f"{where}: got a {type(link).__name__}; allowed is an object with {' and '.join(_LINK)}")
+        raise argument_error(where, f"an object with {' and '.join(_LINK)}", f"a {type(link).__name__}")
     return Link(*(_integer(link, name, where) for name in _LINK))
 
 
 def _integer(table: dict[str, Any], name: str, where: str) -> int:
     value = table.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 1 << 40:
-        raise ValueError(f"{where}.{name}: {value!r}; allowed are integers from 0 to 2**40")
+        raise argument_error(f"{where}.{name}", "an integer in [0, 2**40]", repr(value))
     return value

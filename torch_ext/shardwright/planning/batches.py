@@ -38,9 +38,9 @@ def plan_many(pairs: Sequence[Pair], *, bucket_bytes: int = BUCKET_BYTES, bucket
 def batch_of(pairs: Sequence[Pair], bucket_bytes: Any, buckets: Any) -> _planner.Batch:
     for i, (src, dst) in enumerate(pairs):
         if tuple(src.shape) != tuple(dst.shape):
-            raise ValueError(f"item {i} is from {src} to {dst}; allowed are two layouts of one shape")
+            raise ValueError(f"item {i} must have two layouts of one shape, got {src} and {dst}")
         if src.dtype != dst.dtype:
-            raise ValueError(f"item {i} is from {src} to {dst}; allowed are two layouts of one dtype")
+            raise ValueError(f"item {i} must have two layouts of one dtype, got {src} and {dst}")
     return _planner.Batch(
         [src for src, _ in pairs],
         [dst for _, dst in pairs],
@@ -56,7 +56,7 @@ def checked_layouts(given: Any, argument: str, allowed: str, length: int) -> lis
     for i, item in enumerate(argument_values.items(given, argument, allowed)):
         parts = item if type(item) is tuple else tuple(argument_values.items(item, f"{argument}: item {i}", allowed))
         if len(parts) != length:
-            raise ValueError(f"{argument}: item {i} has {len(parts)} entries; allowed is {allowed}")
+            raise ValueError(f"{argument} must be {allowed}, got {len(parts)} entries in item {i}")
         for layout in parts[-2:]:
             check_layout(f"{argument}: item {i}", layout)
         made.append(parts)

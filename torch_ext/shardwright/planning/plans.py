@@ -73,7 +73,7 @@ def plan(
     table = named_topology(topology)
     if through is not None:
         if memory_limit is not None:
-            raise ValueError("memory_limit: cannot be combined with `through`, which leaves nothing to choose")
+            raise ValueError(f"memory_limit must be left out if through is given, got {memory_limit}")
         layouts = [src, *argument_values.items(through, "through", "a list of Layouts"), dst]
         for layout in layouts:
             check_layout("through", layout)
@@ -105,9 +105,9 @@ def pinned(src: _planner.Layout, dst: _planner.Layout, backend: str) -> Plan | N
 def check_layout(argument: str, given: object) -> None:
     """Raises a ValueError that names `argument` unless a layout is given."""
     if not isinstance(given, _planner.Layout):
-        raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a Layout")
+        raise ValueError(f"{argument} must be a Layout, got a {type(given).__name__}")
 
 
 def _check_plan(given: object) -> None:
     if not isinstance(given, Plan):
-        raise ValueError(f"plan: got a {type(given).__name__}; allowed is a Plan")
+        raise ValueError(f"plan must be a Plan, got a {type(given).__name__}")

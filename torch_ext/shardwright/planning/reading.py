@@ -23,11 +23,11 @@ def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
             not begin with the layout in which the previous one ends.
     """
     if not isinstance(text, (str, bytes, bytearray)):
-        raise ValueError(f"plan: got a {type(text).__name__}; allowed is JSON, as Plan.to_json gives")
+        raise ValueError(f"plan must be JSON, as Plan.to_json returns, got a {type(text).__name__}")
     table = read_json(text, "plan: the text")
     if not isinstance(table, dict) or table.get("version") != _VERSION:
         found = table.get("version") if isinstance(table, dict) else type(table).__name__
-        raise ValueError(f"plan: version {found!r}; allowed is {_VERSION}")
+        raise ValueError(f"plan: version must be {_VERSION}, got {found!r}")
     try:
         return _plan(table)
     except (KeyError, TypeError, AttributeError) as error:
@@ -93,15 +93,13 @@ def _mesh(grid: dict[str, Any], field: str) -> Mesh:
     names = [_text(name, f"{field}.dim_names") for name in _list(grid["dim_names"], f"{field}.dim_names")]
     sizes = _list(grid["dim_sizes"], f"{field}.dim_sizes")
     if len(names) != len(sizes) or len(set(names)) != len(names):
-        raise ValueError(
-            f"plan: {field} has dim_names {names} and dim_sizes {sizes}; allowed are as many, and no name twice"
-        )
+        raise ValueError(f"plan: dim_names of {field} must be distinct, one per dim_size of {sizes}, got {names}")
     return Mesh(dict(zip(names, sizes, strict=True)), grid.get("ranks"))
 
 
 def _expect(kind: type, given: Any, field: str) -> Any:
     if not isinstance(given, kind):
-        raise ValueError(f"plan: {field} is a {type(given).__name__}; allowed is a {kind.__name__}")
+        raise ValueError(f"plan: {field} must be a {kind.__name__}, got a {type(given).__name__}")
     return given
 
 

@@ -75,7 +75,7 @@ def _differences(name: str, given: Mapped, there: Wanted) -> list[str]:
         found.append(f"{name}: {box_text(box)} of {given.shape} is given {len(numbers)} times, by {said}")
     left = len(missing) + len(repeated) - min(len(missing), _MAX_SHOWN) - min(len(repeated), _MAX_SHOWN)
     if left:
-        found.append(f"{name}: {left} more intervals are not given once")
+        found.append(f"{name}: {left} more boxes have no source or several")
     return found
 
 

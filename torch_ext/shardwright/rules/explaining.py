@@ -19,7 +19,7 @@ def with_names(error: ValueError, names: Sequence[str]) -> ValueError:
 def explain(batch: _planner.Batch, names: Sequence[str], topology: Topology, limit: int = LIMIT) -> str:
     """Returns the certificate, and tables of the tensors and links that move most bytes, `limit` of each."""
     if limit < 0:
-        raise ValueError(f"limit: got {limit}; allowed are 0 and more")
+        raise ValueError(f"limit must be at least 0, got {limit}")
     destinations, links, total_ps, reducing_ps = _planner.forecast_batch(batch.to_bytes(), topology)
     lines = [f"transfer of {len(names)} tensors", str(_planner.BatchPlan(batch))]
     reducing = f", {_time(reducing_ps)} of it to reduce sources before," if reducing_ps else ""

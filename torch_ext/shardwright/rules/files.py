@@ -39,12 +39,12 @@ def read_layouts(path: str) -> dict[str, Layout]:
         entry = dict(_object(given, where))
         mesh = entry.get("mesh")
         if not isinstance(mesh, str) or mesh not in meshes:
-            raise ValueError(f"{where}.mesh: got {mesh!r}; allowed are {', '.join(meshes)}")
+            raise ValueError(f"{where}.mesh must be one of {', '.join(meshes)}, got {mesh!r}")
         entry["mesh"] = meshes[mesh]
         if "shard_order" in entry:
             order = _object(entry["shard_order"], f"{where}.shard_order")
             if wrong := [dim for dim in order if not dim.isdecimal()]:
-                raise ValueError(f"{where}.shard_order: got {wrong[0]!r}; allowed are tensor dims, from 0 on")
+                raise ValueError(f"{where}.shard_order: keys must be tensor dims, from 0 on, got {wrong[0]!r}")
             entry["shard_order"] = {int(dim): mesh_dims for dim, mesh_dims in order.items()}
         allowed = ("mesh", "shape", "dtype", "placements", "shard_order", "strided", "flattened")
         layouts[name] = _made(where, Layout, entry, allowed)
@@ -78,14 +78,14 @@ def read_rules(path: str) -> list[Rule]:
     """Reads a list of rules. Each is an object with one key, the name of the rule, whose value is its arguments."""
     given = read_json(read_text(Path(path), path), path)
     if not isinstance(given, list):
-        raise ValueError(f"{path} holds a {type(given).__name__}; allowed is a list of rules")
+        raise ValueError(f"{path} must hold a list of rules, got a {type(given).__name__}")
     made = []
     for i, one in enumerate(given):
         where = f"{path}[{i}]"
         entries = list(_object(one, where).items())
         if len(entries) != 1 or entries[0][0] not in _RULES:
             raise ValueError(
-                f"{where}: got {json.dumps(one)[:80]}; allowed is one of {', '.join(_RULES)} with its arguments"
+                f"{where} must be one of {', '.join(_RULES)} with its arguments, got {json.dumps(one)[:80]}"
             )
         name, arguments = entries[0]
         rule: Rule = _made(f"{where}.{name}", _RULES[name], _object(arguments, where), None)
@@ -95,14 +95,14 @@ def read_rules(path: str) -> list[Rule]:
 
 def _object(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise ValueError(f"{where}: got a {type(given).__name__}; allowed is an object")
+        raise ValueError(f"{where} must be an object, got a {type(given).__name__}")
     return given
 
 
 def _made(where: str, maker: Any, arguments: dict[str, Any], allowed: tuple[str, ...] | None) -> Any:
     names = allowed if allowed is not None else tuple(inspect.signature(maker).parameters)
     if unknown := [name for name in arguments if name not in names]:
-        raise ValueError(f"{where}: got {', '.join(unknown)}; allowed are {', '.join(names)}")
+        raise ValueError(f"{where} must have only the keys {', '.join(names)}, got {', '.join(unknown)}")
     try:
         return maker(**arguments)
     except TypeError as error:  # an argument is missing

@@ -11,6 +11,7 @@ from typing import Any
 
 from .._native import _planner
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from . import kinds, patterns
 from .kinds import Rule
 
@@ -46,9 +47,7 @@ def split(
     if sizes is not None:
         numbers = tuple(_integer("sizes", size) for size in argument_values.items(sizes, "sizes", "a list of integers"))
         if len(numbers) != len(given) or min(numbers) < 0:
-            raise ValueError(
-                f"sizes: got {list(numbers)} for {len(given)} parts; allowed is one per part, none below 0"
-            )
+            raise argument_error("sizes", f"a list of {len(given)} integers of at least 0, one per part", list(numbers))
     return kinds.Split(_pattern("name", name), given, _integer("dim", dim), numbers, _positive(groups))
 
 
@@ -102,21 +101,21 @@ def rename(names: str | Mapping[str, str] | Callable[[str], str], to: str | None
     """
     if callable(names):
         if to is not None:
-            raise ValueError("to: goes with a name or a pattern; leave it out where `names` is a function")
+            raise argument_error("to", "left out if names is a function", repr(to))
         return kinds.RenameBy(names)
     if isinstance(names, Mapping):
         if to is not None:
-            raise ValueError("to: goes with a name or a pattern; leave it out where `names` is a dict")
+            raise argument_error("to", "left out if names is a dict", repr(to))
         pairs = list(names.items())
     else:
         if to is None:
-            raise ValueError(f"to: is missing; allowed is the new name of {_pattern('names', names)!r}")
+            raise argument_error("to", f"the new name of {_pattern('names', names)!r}", None)
         pairs = [(names, to)]
     made = []
     for old, new in pairs:
         count = len(patterns.wildcards(_pattern("names", old)))
         if len(patterns.wildcards(_pattern("to", new))) != count:
-            raise ValueError(f"to: {new!r} has other wildcards than {old!r}; allowed are as many")
+            raise argument_error("to", f"a name with as many wildcards as {old!r}", repr(new))
         made.append((old, new))
     return kinds.Rename(tuple(made))
 
@@ -141,27 +140,27 @@ def cast(dtype: Any, names: str | Sequence[str] | None = None) -> Rule:
 
 def _pattern(argument: str, given: Any) -> str:
     if not isinstance(given, str) or not given:
-        raise ValueError(f"{argument}: got {given!r}; allowed is a name or a pattern, such as 'layers.*.weight'")
+        raise argument_error(argument, "a name or a pattern, such as 'layers.*.weight'", repr(given))
     return given
 
 
 def _alike(argument: str, given: Any, wildcards: list[str], other: str) -> str:
     if patterns.wildcards(_pattern(argument, given)) != wildcards:
-        raise ValueError(f"{argument}: {given!r} has other wildcards than {other!r}; allowed are the same, in order")
+        raise argument_error(argument, f"a name with the wildcards of {other!r}, in order", repr(given))
     return str(given)
 
 
 def _patterns(argument: str, given: Any, name: str) -> tuple[str, ...]:
     items = argument_values.items(given, argument, "a list of names, such as ['q', 'k', 'v']")
     if not items:
-        raise ValueError(f"{argument}: got none; allowed is one name or more")
+        raise argument_error(argument, "a list of at least one name", "none")
     wildcards = patterns.wildcards(_pattern("name", name))
     return tuple(_alike(argument, item, wildcards, name) for item in items)
 
 
 def _numbered(argument: str, given: Any) -> str:
     if patterns.wildcards(_pattern(argument, given)).count("{}") != 1:
-        raise ValueError(f"{argument}: got {given!r}; allowed is a pattern with one {{}}, such as 'experts.{{}}.w1'")
+        raise argument_error(argument, "a pattern with one {}, such as 'experts.{}.w1'", repr(given))
     return str(given)
 
 
@@ -172,5 +171,5 @@ def _integer(argument: str, given: Any) -> int:
 def _positive(given: Any) -> int:
     groups = argument_values.integer(given, "groups")
     if groups < 1:
-        raise ValueError(f"groups: got {groups}; allowed are 1 and more")
+        raise argument_error("groups", "at least 1", groups)
     return groups

@@ -32,7 +32,7 @@ def _put(tensors: Tensors, name: str, mapped: Mapped, rule: Rule, problems: list
     elif (other.shape, other.dtype) == (mapped.shape, mapped.dtype):
         tensors[name] = other._replace(pieces=other.pieces + mapped.pieces)
     else:
-        problems.append(f"{rule}: makes {name}, {_what(mapped)}, which there is already as {_what(other)}")
+        problems.append(f"{rule}: makes {name} with {_what(mapped)}, but it exists already with {_what(other)}")
 
 
 def _what(mapped: Mapped) -> str:
@@ -111,7 +111,7 @@ class Fuse(Rule):
             refusal = f"dim {dim} of every part must be a multiple of {self.groups} groups"
         if refusal:
             said = ", ".join(f"{name} ({_what(part)})" for name, part in zip(names, parts))
-            problems.append(f"{self}: {refusal}; they are {said}")
+            problems.append(f"{self}: {refusal}, got {said}")
             return None
         pieces = []
         for part, begin, at, length in _chunks(sizes, self.groups):
@@ -147,7 +147,7 @@ class Split(Rule):
         if sum(sizes) != length or any(size % self.groups for size in sizes):
             said = f"sizes {list(sizes)}" if self.sizes is not None else f"{count} equal parts"
             problems.append(
-                f"{self}: {said} in {self.groups} groups do not make up the {length} of dim {dim} of {name}"
+                f"{self}: sizes of {name} must sum to {length} and be multiples of groups={self.groups}, got {said}"
             )
             return []
         pieces: list[list[Piece]] = [[] for _ in sizes]
@@ -172,7 +172,7 @@ class Transpose(Rule):
             ndim = len(mapped.shape)
             dims = [_dim_of(dim, ndim) for dim in self.dims]
             if sorted(dim for dim in dims if dim is not None) != list(range(ndim)) or len(dims) != ndim:
-                problems.append(f"{self}: these are not the dims of {name} of shape {mapped.shape}, each once")
+                problems.append(f"{self}: dims must be a permutation of those of {name} of shape {mapped.shape}")
                 continue
             order = [dim for dim in dims if dim is not None]
             new_dim = [order.index(dim) for dim in range(ndim)]
@@ -209,13 +209,13 @@ class Stack(Rule):
         for index, part in parts.items():
             if (part.shape, part.dtype) != (shape, dtype):
                 problems.append(
-                    f"{self}: slices must have one shape and dtype; {names[first]} is {_what(parts[first])} and "
-                    f"{names[index]} is {_what(part)}"
+                    f"{self}: slices must have one shape and dtype, got {names[first]} with {_what(parts[first])} and "
+                    f"{names[index]} with {_what(part)}"
                 )
                 return None
         dim = _dim_of(self.dim, len(shape) + 1)
         if dim is None:
-            problems.append(f"{self}: {names[first]} of shape {shape} can have no new dim {self.dim}")
+            problems.append(f"{self}: {names[first]} of shape {shape} cannot get a new dim {self.dim}")
             return None
         new_dim = [d + (d >= dim) for d in range(len(shape))]
         pieces = [
@@ -293,7 +293,7 @@ class RenameBy(Rule):
             if isinstance(renamed, str) and renamed:
                 new_name[name] = renamed
             else:
-                problems.append(f"{self}: returned {renamed!r} for {name}; allowed is a name")
+                problems.append(f"{self}: the result for {name} must be a name, got {renamed!r}")
         _rename_all(tensors, new_name, self, problems)
 
 
@@ -322,7 +322,7 @@ class Cast(Rule):
             if _planner.is_complex(mapped.dtype) and not _planner.is_complex(self.dtype):
                 problems.append(f"{self}: {name} is {mapped.dtype}, whose imaginary part would be lost")
             elif any(piece.cast is not None for piece in mapped.pieces):
-                problems.append(f"{self}: {name} is cast to {mapped.dtype} already; allowed is one cast of an element")
+                problems.append(f"{self}: {name} must be cast only once, but is cast to {mapped.dtype} already")
             elif mapped.dtype != self.dtype:
                 pieces = tuple(piece._replace(cast=self.dtype) for piece in mapped.pieces)
                 tensors[name] = mapped._replace(dtype=self.dtype, pieces=pieces)

@@ -31,12 +31,12 @@ from .._native import _planner
 from .declared import Given, Reader
 
 _REMEDY = (
-    "allowed is to plan the transfer again, or to pass a function that returns the state dict at each start, such as "
+    "plan the transfer again, or pass a function that returns the state dict at each start, such as "
     "model.state_dict"
 )
 _STALE = (
-    "other tensors had this memory when the transfer was planned, and none has it now: a model got other parameters, "
-    f"as by model.to() or load_state_dict(assign=True), or is gone; {_REMEDY}"
+    "other tensors used this memory when the transfer was planned, and none uses it now: a model got other parameters, "
+    f"for example by model.to() or load_state_dict(assign=True), or was deleted; {_REMEDY}"
 )
 
 
@@ -121,8 +121,8 @@ class Passed:
         problems = list(self._reader.problems)
         names = {name for name, _ in self.moving()}
         lost, new = (sorted(those) for those in (names - again.keys(), again.keys() - self.given.keys()))
-        for those, what in ((lost, "lacks it now, and had it"), (new, "has it now, and had it not")):
-            said = f"the state dict {what} when the transfer was planned; allowed is to plan the transfer again"
+        for those, what in ((lost, "lacks this name now, and had it"), (new, "has this name now, and lacked it")):
+            said = f"the state dict {what} when the transfer was planned; plan the transfer again"
             problems += [] if problems else [self.said(name, said) for name in those]
         return again, problems
 
@@ -135,7 +135,7 @@ class Passed:
         if owner is not None:
             current = owner.current
             if not isinstance(current, DTensor):
-                raise ValueError(f"the module has a {type(current).__name__} now, and had a DTensor; {_REMEDY}")
+                raise ValueError(f"its module must have a DTensor again, got a {type(current).__name__}; {_REMEDY}")
             if place_of(current) != place_of(old.plain):
                 value = current if isinstance(value, DTensor) else _local(current)
         now = self._reader.read(value)
@@ -145,15 +145,15 @@ class Passed:
         """Raises ValueError if a tensor does not match the plan, or no module has it any more."""
         layout, local = self._layouts[name], now.plain
         if now.layout != old.layout:
-            raise ValueError(f"is {now.layout}, and was {old.layout} when the transfer was planned; {_REMEDY}")
+            raise ValueError(f"the layout must be {old.layout}, as when planned, got {now.layout}; {_REMEDY}")
         self._reader.check(self._side, now)
         had, has = (tuple(layout.shape), layout.dtype), (tuple(local.shape), str(local.dtype).removeprefix("torch."))
         if now.layout is None and had != has:
             raise ValueError(
-                f"is {has[1]} of shape {has[0]}, and was {had[1]} of shape {had[0]} when planned; {_REMEDY}"
+                f"must be {had[1]} of shape {had[0]}, as when planned, got {has[1]} of shape {has[0]}; {_REMEDY}"
             )
         if local.numel() and local.device != self._device:
-            raise ValueError(f"is on {local.device}, and was on {self._device} when planned; {_REMEDY}")
+            raise ValueError(f"the device must be {self._device}, as when planned, got {local.device}; {_REMEDY}")
         if name in self._owners:
             return
         storage = storage_of(local)
@@ -161,7 +161,7 @@ class Passed:
             module = reference()
             if watched == storage and module is not None and _has_other(module, attribute, storage):
                 attribute = f"{type(module).__name__}.{attribute}"
-                raise ValueError(f"{attribute} is another tensor than when the transfer was planned; {_REMEDY}")
+                raise ValueError(f"{attribute} was replaced after the transfer was planned; {_REMEDY}")
 
     def note_replaced(self, storage: int, module: nn.Module, name: str) -> None:
         """Records that a module's tensor with this storage is replaced."""

@@ -108,7 +108,7 @@ def check_result(result: str, problems: Sequence[str], group: dist.ProcessGroup 
     ranks = groups.ranks_in_meshes(group)
     heard = _gather((result, list(problems), uuid.uuid4().hex), group)
     found = [problem for _, theirs, _ in heard for problem in theirs]
-    found += _differing("map", {rank: f"what has digest {said[:12]}" for rank, (said, _, _) in zip(ranks, heard)})
+    found += _differing("map", {rank: f"a result with digest {said[:12]}" for rank, (said, _, _) in zip(ranks, heard)})
     refuse(found)
     return Starts(heard[0][-1], group)
 
@@ -133,7 +133,7 @@ class Starts:
                 store = distributed_c10d._world.pg_map[group if group is not None else dist.group.WORLD][1]
                 self._texts = StoreTexts(dist.PrefixStore(f"shardwright/transfer/{self._name}", store))
             ranks, rank = tuple(groups.ranks_in_meshes(group)), groups.rank_in_meshes(group)
-            call = "the start of a transfer (nothing was moved; all ranks of the group call start() or receive())"
+            call = "the start of a transfer (nothing was moved; all ranks of the group must call start() or receive())"
             said = self._texts.exchange(call, json.dumps(list(problems)), ranks, rank, groups.default_timeout())
             problems = [problem for text in said.values() for problem in json.loads(text)]
         refuse(problems)
@@ -153,7 +153,7 @@ def _broadcast(value: Any, number: int, group: dist.ProcessGroup | None) -> Any:
 
 
 def _differing(name: str, said: dict[int, str]) -> list[str]:
-    return [f"{name}: got {who_said(said)}"] if len(set(said.values())) > 1 else []
+    return [f"{name} must be equal on all ranks, got {who_said(said)}"] if len(set(said.values())) > 1 else []
 
 
 def _merged(
@@ -191,7 +191,7 @@ def _merged(
         if len(layouts) > 1:
             replicated = _over_slices([one for one, _ in layouts], known_slices) if kinds[name] == {DTENSOR} else None
             if replicated is None:
-                problems.append(f"{side} {name}: the ranks declare different layouts: {_who_declares(layouts)}")
+                problems.append(f"{side} {name}: the layout must be equal on all ranks, got {_who_declares(layouts)}")
                 unread[name] = []
                 if len({(tuple(one.shape), one.dtype) for one, _ in layouts}) == 1:
                     merged[name] = layout  # the map can be checked with it
@@ -206,7 +206,7 @@ def _merged(
                 missing[key] = sorted(set(layout.mesh.ranks) - set(ranks))
             if lacking := [rank for rank in missing[key] if rank not in unread.get(name, ())]:
                 problems.append(
-                    f"{side} {name}: ranks {lacking} are on the mesh of {layout}, and their state dicts lack it"
+                    f"{side} {name}: all ranks of the mesh of {layout} must pass it, got none on ranks {lacking}"
                 )
     return merged, unread.keys() - merged.keys()
 
@@ -247,7 +247,7 @@ def _who_declares(layouts: Sequence[tuple[_planner.Layout, list[int]]]) -> str:
         return "; ".join(texts)
     meshes = [f"{text}, whose mesh has ranks {list(one.mesh.ranks)}" for text, (one, _) in zip(texts, layouts)]
     return (
-        f"{'; '.join(meshes)}. Allowed are one layout, or DTensors on slices of a mesh that have equal sizes and no "
+        f"{'; '.join(meshes)}. Declare one layout, or DTensors on slices of a mesh that have equal sizes and no "
         "rank in common, such as mesh['dp']"
     )
 

@@ -27,7 +27,7 @@ Description = tuple[Any, ...]
 
 DTENSOR, PAIR = "DTensor", "pair"
 
-_ALLOWED = "a DTensor, a tensor that is the same on all ranks that pass it, a pair of a local tensor and a Layout"
+_ALLOWED = "a DTensor, a tensor that is equal on all ranks that pass it, a pair of a local tensor and a Layout"
 _ALLOWED_SPEC = f"{_ALLOWED}, a Layout, or (placements, mesh, shape, dtype)"
 
 
@@ -121,7 +121,7 @@ class Reader:
             if isinstance(value, torch.Tensor) or _is_pair(value):
                 self._add(found, "source", name, value)
             elif not patterns.is_listed(name, unused):
-                said = f"got a {type(value).__name__}; allowed is {_ALLOWED}; anything, if unused= lists the name"
+                said = f"must be {_ALLOWED}, or listed in unused=, got a {type(value).__name__}"
                 self._refuse("source", name, said)
         return found
 
@@ -132,14 +132,14 @@ class Reader:
             if isinstance(value, (torch.Tensor, _planner.Layout)) or _is_pair(value) or _is_spec(value):
                 self._add(found, "destination", name, value)
             elif not patterns.is_listed(name, ignore or ()):
-                said = f"got a {type(value).__name__}; allowed is {_ALLOWED_SPEC}"
-                said += "; anything, if ignore= lists the name" if ignore is not None else ""
+                listed = ", or listed in ignore=" if ignore is not None else ""
+                said = f"must be {_ALLOWED_SPEC}{listed}, got a {type(value).__name__}"
                 self._refuse("destination", name, said)
         return found
 
     def _add(self, found: dict[str, Given], side: str, name: str, value: Any) -> None:
         if name in found:
-            said = "two tensors have this name, as names of dicts within dicts are joined by dots; allowed is one"
+            said = "the name must be unique after names of nested dicts are joined by dots, got two tensors"
             self.problems.append(self.said(side, name, said))
             return
         try:
@@ -161,8 +161,8 @@ class Reader:
         if isinstance(value, DTensor):
             if self._joins_jobs:
                 raise ValueError(
-                    "got a DTensor, whose mesh has ranks of its own job alone; allowed in a group of several jobs is a "
-                    "pair of a local tensor and a Layout on ranks of the group"
+                    "in a group of several jobs, must be a pair of a local tensor and a Layout on ranks of the group, "
+                    "got a DTensor, whose mesh has only ranks of one job"
                 )
             spec = value._spec
             layout = self._layouts.get(spec)
@@ -190,22 +190,22 @@ class Reader:
         outside = [rank for rank in layout.mesh.ranks if rank not in self._in_group]
         if outside:
             raise ValueError(
-                f"{layout} has ranks {outside[:8]}, which are not in the group of {len(self._in_group)} ranks"
+                f"ranks of the mesh must be in the group of {len(self._in_group)} ranks, got {outside[:8]} in {layout}"
             )
         if side == "destination" and layout.has_pending:
-            raise ValueError(f"{layout} has pending reductions; allowed are layouts without")
+            raise ValueError(f"the layout must have no pending reductions, got {layout}")
         if layout.mesh.coordinate(self.rank) is None:
             return
         if local is None:
             if side == "source":
-                raise ValueError(f"the rank is on the mesh of {layout}; allowed is its local tensor with the layout")
+                raise ValueError(f"the local tensor must be passed on ranks of the mesh, got only {layout}")
             return
         expected = tuple(layout.local_shape(self.rank))
         # FSDP2 gives ranks without rows a part of shape (0, 0) where the layout has (4, 0).
         if tuple(local.shape) != expected and (local.numel() > 0 or 0 not in expected):
-            raise ValueError(f"the local tensor has shape {tuple(local.shape)}, where {layout} has {expected}")
+            raise ValueError(f"the local tensor must have shape {expected}, as {layout}, got {tuple(local.shape)}")
         if argument_values.dtype_text(local.dtype) != layout.dtype:
-            raise ValueError(f"the local tensor has dtype {local.dtype}, where the layout has {layout.dtype}")
+            raise ValueError(f"the local tensor must have dtype {layout.dtype}, as the layout, got {local.dtype}")
 
 
 def _is_pair(value: Any) -> bool:
@@ -228,7 +228,7 @@ def _plain(local: torch.Tensor) -> torch.Tensor:
 def _flattened(argument: str, given: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields names and values. Names of nested dicts are joined by dots."""
     if not isinstance(given, Mapping):
-        raise ValueError(f"{argument}: got a {type(given).__name__}; allowed is a dict from names to tensors")
+        raise ValueError(f"{argument} must be a dict from names to tensors, got a {type(given).__name__}")
     for key, value in given.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

@@ -140,7 +140,7 @@ def _rules(given: Any) -> list[Rule]:
     rules = argument_values.items(rules, "map", "a list of rules, such as [fuse('qkv', ['q', 'k', 'v'])]")
     for rule in rules:
         if not isinstance(rule, Rule):
-            raise ValueError(f"map: got a {type(rule).__name__}; allowed are rules, such as rename('model.**', '**')")
+            raise ValueError(f"map must have only rules, such as rename('model.**', '**'), got a {type(rule).__name__}")
     return rules
 
 
@@ -162,7 +162,7 @@ def _device(
                 first.setdefault(given.local.device, name)
     if len(first) > 1:
         said = ", ".join(f"{name} on {device}" for device, name in first.items())
-        reader.problems.append(f"tensors are on several devices: {said}; allowed is one (on rank {reader.rank})")
+        reader.problems.append(f"all tensors must be on one device, got {said} (on rank {reader.rank})")
     try:
         device = plain_tensors.device_among_many(asked, next(iter(first), None), group)
     except ValueError as error:
@@ -178,12 +178,12 @@ def _overlaps(
     # With a second copy, a destination may be the same tensor as a source: nothing is written to it before the
     # exchange.
     found = [
-        f"destination {to}: shares memory with source {of}; allowed is memory of its own"
-        + (" or, with staging='double', the same tensor" if mine is into else "")
+        f"destination {to}: its memory must not be shared, got memory shared with source {of}"
+        + ("; with staging='double' both may be the same tensor" if mine is into else "")
         for of, to, mine, into in memory_spans.shared_memory(read, written)
         if not (stages and mine is into)
     ] + [
-        f"destination {to}: shares memory with destination {of}; allowed is memory of its own, or one of them"
+        f"destination {to}: its memory must not be shared, got memory shared with destination {of}"
         for of, to, _, _ in memory_spans.shared_memory({}, written, among_written=True)
     ]
     if stages and not found:

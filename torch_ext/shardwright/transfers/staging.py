@@ -28,13 +28,13 @@ def problems(read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tenso
             continue
         if (source := sources.get(storage_of(one))) is not None:
             yield (
-                f"destination {name}: is in one storage with source {source}, which staging='double' would exchange "
-                "too; allowed is a storage without sources"
+                f"destination {name}: its storage must contain no source with staging='double', which exchanges whole "
+                f"storages, got source {source}"
             )
         if one.device.type == "cpu" and one.untyped_storage().is_shared():
             yield (
-                f"destination {name}: is in memory that processes share, and staging='double' would exchange it in "
-                "this one alone; allowed is memory of this process"
+                f"destination {name}: its memory must be private with staging='double', which exchanges it in this "
+                "process only, got memory that processes share"
             )
 
 

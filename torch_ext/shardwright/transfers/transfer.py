@@ -81,7 +81,7 @@ def transfer(
     argument_checks.check_group(group)
     groups.check_initialised()
     if dist.get_rank(group) < 0:
-        raise ValueError(f"group: rank {dist.get_rank()} is not in it; allowed are calls by its ranks alone")
+        raise ValueError(f"group must contain this rank, got a group without rank {dist.get_rank()}")
     problems: list[str] = []
     rank = groups.rank_in_meshes(group)
     options = Options(
@@ -92,20 +92,20 @@ def transfer(
         ignore=checked(lambda: _patterns("ignore", ignore), problems, rank, []),
     )
     if not (isinstance(progress, bool) or callable(progress)):
-        problems.append(f"progress: got a {type(progress).__name__}; allowed are True, False or a function")
+        problems.append(f"progress must be True, False or a function, got a {type(progress).__name__}")
     return Transfer(set_up(state_dict, to, map, options, group, device, problems), options, progress, group)
 
 
 def _at_least(argument: str, given: Any, least: int) -> int:
     value = argument_values.integer(given, argument)
     if value < least:
-        raise ValueError(f"{argument}: got {value}; allowed are {least} and more")
+        raise ValueError(f"{argument} must be at least {least}, got {value}")
     return value
 
 
 def _staging(given: Any) -> str | None:
     if given is not None and given != "double":
-        raise ValueError(f"staging: got {given!r}; allowed are None and 'double'")
+        raise ValueError(f"staging must be None or 'double', got {given!r}")
     return None if given is None else "double"
 
 
@@ -170,7 +170,7 @@ class Receiving(Generator[tuple[str, Any], None, None]):
 
     def send(self, value: None) -> tuple[str, Any]:
         if self._completed_by:
-            raise RuntimeError(f"receive: {self._completed_by}() was called before its end, so what was left has moved")
+            raise RuntimeError(f"receive: {self._completed_by}() was called before the end, and completed the transfer")
         return self._tensors.send(value)
 
     def throw(self, *given: Any) -> tuple[str, Any]:
@@ -257,7 +257,7 @@ class Transfer:
         RuntimeError. An iterator that is closed or dropped completes the transfer, even if it was never advanced.
         """
         if self._stages:
-            raise ValueError("receive: the transfer has staging='double'; allowed is start() there")
+            raise ValueError("receive: staging must be None, got 'double'; call start() instead")
         failure = self._complete_all("receive")
         self._renew()
         tensors = self._receive(failure)
@@ -273,9 +273,9 @@ class Transfer:
         change too. A captured CUDA graph keeps reading the same addresses.
         """
         if self._copy is None:
-            raise ValueError("swap: the transfer has no second copy; allowed with staging='double', after start()")
+            raise ValueError("swap: there is no second copy; use staging='double', and call start() first")
         if self._under_way is not None and not self._under_way.is_waited_for:
-            raise RuntimeError("swap: the last transfer has not been waited for; allowed after its wait(swap=False)")
+            raise RuntimeError("swap: the last transfer was not waited for; call its wait(swap=False) first")
         self._check_places("swap", self._copy.places)
         self._copy.exchange()
         torch.autograd.graph.increment_version(self._destination())
@@ -309,7 +309,7 @@ class Transfer:
         """Raises RuntimeError if this rank's destination is no longer at `places` in memory."""
         if self._made.tensors.destination.renew() or places_of(self._destination()) != places:
             raise RuntimeError(
-                f"{by}: tensors of the destination were given other storages; allowed after the next start()"
+                f"{by}: tensors of the destination got other storages after the last start(); start again"
             )
 
     def _renew(self) -> None:

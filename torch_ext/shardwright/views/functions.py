@@ -73,7 +73,7 @@ def flatten(
         first = argument_values.dim(start_dim, "start_dim", len(shape))
         last = argument_values.dim(end_dim, "end_dim", len(shape))
         if first > last:
-            raise ValueError(f"start_dim, end_dim: got {start_dim} and {end_dim}; allowed is no end before the start")
+            raise ValueError(f"end_dim must not be before start_dim={start_dim}, got {end_dim}")
         size = 1
         for one in shape[first : last + 1]:
             size *= one
@@ -115,7 +115,7 @@ def squeeze(
     def shape_of(shape: tuple[int, ...]) -> Sequence[int]:
         at = argument_values.dim(dim, "dim", len(shape))
         if shape[at] != 1:
-            raise ValueError(f"dim: {dim} has {shape[at]} elements; allowed are dims of one")
+            raise ValueError(f"dim must be a dim of one element, got dim {dim} of {shape[at]} elements")
         return (*shape[:at], *shape[at + 1 :])
 
     return _viewed(x, shape_of, layout, redistribute, group)
@@ -175,7 +175,7 @@ def transpose(
 
 def _check_no_group(group: dist.ProcessGroup | None) -> None:
     if group is not None:
-        raise ValueError("group: got one without a layout; a DTensor brings its mesh, so leave it out")
+        raise ValueError("group must be left out for a DTensor, which has a mesh, got a group without a layout")
 
 
 def _viewed(

@@ -53,7 +53,7 @@ class _Local(torch.autograd.Function):
 
 def _layout_of(x: DTensor) -> _planner.Layout:
     if not isinstance(x, DTensor):
-        raise ValueError(f"x: got a {type(x).__name__}; allowed is a DTensor, or a part together with its layout")
+        raise ValueError(f"x must be a DTensor, or a part together with its layout, got a {type(x).__name__}")
     return layout_of_spec(x._spec, _integers(x.shape), x.dtype)
 
 
@@ -65,7 +65,7 @@ def _integers(sizes: Sequence[int]) -> tuple[int, ...]:
 def _target(x: DTensor, layout: _planner.Layout, stride: Sequence[int]) -> DTensorSpec:
     spec = spec_of_layout(layout, x._spec, TensorMeta(torch.Size(layout.shape), tuple(stride), x.dtype))
     if spec is None:
-        raise ValueError(f"x: its view {layout} is not one that DTensor has; allowed are parts and layouts")
+        raise ValueError(f"x must have a view that DTensor supports, got {layout}; pass the part and its layout")
     return spec
 
 
@@ -113,8 +113,8 @@ def viewed(x: DTensor, shape: Sequence[int], redistribute: bool) -> DTensor:
 def _on_split_mesh(x: DTensor, layout: _planner.Layout, seen: _planner.Layout) -> DTensor:
     if _are_we_tracing():
         raise ValueError(
-            f"x: its view {seen} lies on a split mesh, which compiled code cannot return; allowed are the same view "
-            "outside of compiled code, redistribute=True, and views of x.to_local() with its layout"
+            f"x must have a view on its own mesh in compiled code, got {seen} on a split mesh; use the view outside of "
+            "compiled code, redistribute=True, or a view of x.to_local() with its layout"
         )
     with _planning():
         mesh = meshes.split(x.device_mesh, seen.mesh)
@@ -258,6 +258,6 @@ def checked_rank(shape: Sequence[int], layout: _planner.Layout, group: dist.Proc
     rank = dist.get_rank(group)
     if tuple(shape) != tuple(layout.local_shape(rank)):
         raise ValueError(
-            f"x: has shape {tuple(shape)} on rank {rank}, where {layout} has {tuple(layout.local_shape(rank))}"
+            f"x must have shape {tuple(layout.local_shape(rank))} on rank {rank}, as {layout}, got {tuple(shape)}"
         )
     return rank

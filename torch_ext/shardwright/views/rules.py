@@ -199,7 +199,7 @@ def _moved_by_torch(
         ranks = layout.mesh.ranks
         if isinstance(known, str) or any(known.region(rank) != there.region(rank) for rank in ranks):
             raise RuntimeError(
-                f"view: {layout} as {tuple(shape)} would be wrong as {claimed.placements}, because {why}"
+                f"view: PyTorch's {claimed.placements} for {layout} as {tuple(shape)} would be wrong, because {why}"
             )
     return result
 
