@@ -64,17 +64,17 @@ struct MeshExchange::Adjacency {
   };
   void keep(const Numbers& numbers) {
     const size_t k = receivers.size();
-    std::vector<MemberSet> senders(numbers.num_held, MemberSet(k));
-    std::vector<MemberSet> receivers(numbers.num_needed, MemberSet(k));
+    std::vector<MemberSet> holding(numbers.num_held, MemberSet(k));
+    std::vector<MemberSet> needing(numbers.num_needed, MemberSet(k));
     for (size_t m = 0; m < k; ++m) {
-      senders[numbers.held[m]].insert(m);
-      receivers[numbers.needed[m]].insert(m);
+      holding[numbers.held[m]].insert(m);
+      needing[numbers.needed[m]].insert(m);
     }
     std::vector<MemberSet> receivers_of(numbers.num_held, MemberSet(k));  // by held number
     std::vector<MemberSet> senders_of(numbers.num_needed, MemberSet(k));  // by needed number
     for (const auto& [held, needed] : numbers.overlap) {
-      receivers_of[held].add(receivers[needed]);
-      senders_of[needed].add(senders[held]);
+      receivers_of[held].add(needing[needed]);
+      senders_of[needed].add(holding[held]);
     }
     for (size_t m = 0; m < k; ++m) {
       receivers[m].keep(receivers_of[numbers.held[m]]);
