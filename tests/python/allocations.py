@@ -1,4 +1,4 @@
-"""Memory allocations and frees as the profiler sees them."""
+"""Measures allocated memory with the profiler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def allocated_peak(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, int]:
-    """Runs a function and returns its result, and the most bytes that were allocated at once meanwhile."""
+    """Runs `function`. Returns its result and the peak of the bytes allocated during the call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = function(*args, **kwargs)
     live = peak = 0

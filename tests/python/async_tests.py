@@ -1,5 +1,5 @@
-"""How the tests get onto the asynchronous device of tests/async_device, which is as asynchronous as a GPU and has
-process groups with NCCL's rules."""
+"""Puts tests on the device of tests/async_device, which is as asynchronous as a GPU and has process groups with
+NCCL's rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import meshes
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for async_device
 
-# How often a piece of work on a stream is late, and by how many microseconds at most.
+# Probability that a piece of work on a stream is delayed, and the maximum delay in microseconds.
 DELAYS = (0.3, 300)
 
 
@@ -20,7 +20,7 @@ def use(seed: int) -> str:
     from async_device import strict
 
     native = async_device.load()
-    strict.set_rules(keeps_tensors=True)  # PyTorch's own functions rely on it
+    strict.set_rules(keeps_tensors=True)  # PyTorch's own functions rely on kept tensors
     native.set_delays(seed, *DELAYS)
     meshes.device = async_device.DEVICE
     return async_device.BACKEND

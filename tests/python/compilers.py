@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def fresh_compilers() -> Iterator[None]:
-    """Clears everything compiled before, in this process or another, except C++ kernels, which take the most time."""
+    """Resets Dynamo and disables the on-disk caches of graphs. Compiled C++ kernels stay cached: they take longest."""
     torch._dynamo.reset()
     kept_graphs = torch._functorch.config.patch(enable_autograd_cache=False)
     with kept_graphs, torch._inductor.config.patch(fx_graph_cache=False):
@@ -20,7 +20,7 @@ def fresh_compilers() -> Iterator[None]:
 
 
 def recording(graphs: list[str]) -> Callable[..., Any]:
-    """A backend that runs what AOTAutograd makes, forward and backward, and keeps the names of its operators."""
+    """Returns a backend that runs AOTAutograd's graphs and appends the operator names of each to `graphs`."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 

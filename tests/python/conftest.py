@@ -1,9 +1,9 @@
-"""The pools of worker processes that all tests share.
+"""Fixtures: the pools of worker processes that all tests share.
 
-`pytest --device asyncdev` gives tests that ask for `pool` one whose tensors are on the device of tests/async_device,
-and `--device cuda` one whose workers share a GPU, over NCCL.
-`pytest --one-in 3` runs every test function, but only every third of its sets of parameters; `--turn 1` takes others
-than `--turn 0` does. On other devices than the CPU, tests marked on_device run with all of them.
+`pytest --device asyncdev` puts the tensors of `pool` on the device of tests/async_device. With `--device cuda` the
+workers share one GPU, over NCCL.
+`pytest --one-in 3` runs every test function with one third of its parameter sets; `--turn` (0, 1 or 2) selects the
+third. On devices other than the CPU, tests marked on_device run with all their parameter sets.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _take_one_in(number: int, turn: int, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps one of each `number` sets of parameters of a test function, and at least one set."""
+    """Keeps one of every `number` parameter sets of a test function, and at least one."""
     if number < 1:
         raise pytest.UsageError(f"--one-in must be 1 or more, got {number}")
     total = Counter(item.nodeid.partition("[")[0] for item in items)
@@ -70,7 +70,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.fixture(scope="session")
 def async_pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
-    """Its tensors are on the asynchronous device."""
+    """A pool whose tensors are on the asynchronous device."""
     import async_device
 
     async_device.build()

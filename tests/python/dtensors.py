@@ -17,7 +17,7 @@ import oracle
 # PyTorch 2.15 made Shard -> Partial("sum") a public conversion; before that it is undefined.
 SHARD_TO_PARTIAL_IS_DEFINED = hasattr(Shard, "_to_partial_tensor")
 
-# One placement of each kind that PyTorch has, on one mesh dim.
+# One redistribute of each kind that PyTorch has, on one mesh dim.
 MOVES: list[tuple[Placement, Placement]] = [
     (Shard(0), Replicate()),
     (Shard(1), Replicate()),
@@ -85,7 +85,7 @@ def wrap(local: torch.Tensor, mesh: DeviceMesh, shape: Sequence[int], placements
 
 
 def my_local(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[str]) -> torch.Tensor:
-    """Returns this rank's part of a global tensor, by the oracle."""
+    """Returns this rank's part of a global tensor, computed by the oracle."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     return oracle.local(tensor, mesh.shape, placements, coordinate).to(meshes.device)

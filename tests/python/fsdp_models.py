@@ -1,4 +1,4 @@
-"""Models for tests of `sw.fully_shard`, and how they are trained."""
+"""Models and training helpers for tests of `sw.fully_shard`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import shardwright as sw
 
 
 class Mlp(nn.Module):
-    """Layers with uneven weights under weights of the model's own; the first and last share one."""
+    """Layers with uneven weights between two linear layers of the root, which share their weight if `tied`."""
 
     def __init__(self, width: int = 10, depth: int = 3, tied: bool = True) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Mlp(nn.Module):
 
 
 def flat_fully_shard(module: Any, options: sw.fsdp.Options | None = None, **arguments: Any) -> Any:
-    """`sw.fully_shard` with the fields of its options as keywords of their own, as tables of cases have them."""
+    """Calls `sw.fully_shard`. Takes the fields of its options as keywords, as tables of cases list them."""
     own = {field.name for field in dataclasses.fields(sw.fsdp.Options)} & arguments.keys()
     flat = {name: arguments.pop(name) for name in own}
     return sw.fully_shard(module, options=dataclasses.replace(options or sw.fsdp.Options(), **flat), **arguments)
@@ -61,7 +61,7 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def whole_loss(model: nn.Module, step: int) -> torch.Tensor:
-    """The average over the batches of all ranks, for a model that is not sharded."""
+    """Returns the mean loss over the batches of all ranks, for an unsharded model."""
     world = dist.get_world_size()
     losses = [loss_of(model, batch(step, rank)) for rank in range(world)]
     return torch.stack(losses).mean()
@@ -80,17 +80,17 @@ def gradients(model: nn.Module) -> list[Any]:
 
 
 def agreement_bytes(model: nn.Module) -> int:
-    """Bytes a rank receives at the end of a backward: by mesh dim, an all-reduce of two bytes a weight and 16 more."""
+    """Returns the bytes a rank receives after a backward: an all-reduce per mesh dim of 16 bytes and 2 per weight."""
     parameters: list[Any] = list(model.parameters())
     sizes = parameters[0].device_mesh.shape
     return sum(-(-2 * (size - 1) * (16 + 2 * len(parameters)) // size) for size in sizes if math.prod(sizes) > 1)
 
 
 def received_bytes(model: nn.Module, units: Sequence[nn.Module | Sequence[nn.Module]]) -> int:
-    """What this rank lacks of what a step gathers, in chunks or not, and of the gradients that it reduces, in float32.
+    """Returns the bytes this rank receives in a step: gathered weights, in chunks or not, and float32 gradients.
 
     Args:
-        units: by unit of the schedule, the modules with its parameters. Those of two dims are what may be in chunks.
+        units: for each unit of the schedule, the modules with its parameters. Only parameters of two dims are chunked.
     """
     schedule, world = sw.fsdp.schedule(model), dist.get_world_size()
     weights = [list((nn.ModuleList(unit) if isinstance(unit, Sequence) else unit).parameters()) for unit in units]

@@ -1,4 +1,4 @@
-"""Random redistributes: made from a seed, run on every rank of a world, checked with the oracle."""
+"""Random redistributes, drawn from a seed, run on every rank of a world and checked with the oracle."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DTYPES = (
 )
 DIFFERENTIABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
 
-# Which reductions PyTorch's Gloo backend defines for which dtypes.
+# Reductions that PyTorch's Gloo backend defines, by dtype.
 _FLOAT_OPS = ("P(sum)", "P(sum)", "P(avg)", "P(min)", "P(max)", "P(product)", "P(norm 2)", "P(norm 3)")
 _INTEGER_OPS = ("P(sum)", "P(min)", "P(max)", "P(product)", "P(band)", "P(bor)", "P(bxor)")
 _BOOL_OPS = ("P(sum)", "P(min)", "P(max)", "P(band)", "P(bor)", "P(bxor)")
@@ -58,7 +58,7 @@ REDUCTIONS: dict[torch.dtype, tuple[str, ...]] = {
     torch.complex64: ("P(sum)", "P(avg)"),
     torch.float8_e4m3fn: (),
 }
-# A replica can be split into contributions for these; for integers a sum would turn into floats.
+# Reductions for which a replica can be split into contributions. For integers a sum would turn into floats.
 SPLITTABLE = ("P(sum)", "P(avg)", "P(min)", "P(max)", "P(norm 2)", "P(norm 3)")
 
 _EXTENTS = (0, 1, 2, 3, 4, 5, 5, 6, 7, 7, 8, 8, 9, 11, 12, 16, 17)
@@ -70,7 +70,7 @@ def seed_from_environment() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One redistribute. What Case(...) prints can be pasted into run_cases([Case(...)], engine) to see it again."""
+    """One redistribute. Its repr can be pasted into run_cases([Case(...)], engine) to reproduce it."""
 
     seed: int
     mesh: tuple[int, ...]
@@ -80,8 +80,8 @@ class Case:
     dst: tuple[str, ...]
     flatten: tuple[tuple[str, ...], ...] = ()
     keep: tuple[str, ...] | None = None
-    # The rest: explicit shard orders, the meaning of split factors, the strides of the local tensor, whether the call
-    # is DTensor.redistribute or the function below it, and whether there is a backward.
+    # Explicit shard orders, the meaning of split factors, the strides of the local tensor, the function that is called
+    # (DTensor.redistribute or the one below it), and whether there is a backward.
     src_order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     dst_order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     strided: str = "order"
@@ -154,7 +154,7 @@ def _make_case(chance: random.Random, world_size: int) -> Case:
 
 
 def _has_backward(src: Sequence[str], dst: Sequence[str], entry: str, dtype: torch.dtype) -> bool:
-    # PyTorch's backward rule requires plain Shard here, so strided shards of a pending source have no backward.
+    # PyTorch's backward rule requires plain Shard here, so a pending source with strided destinations has no backward.
     undefined = any(oracle.is_strided(t) and oracle.reduce_op(s) for s, t in zip(src, dst))
     return entry == "dtensor" and dtype in DIFFERENTIABLE and (BACKWARD_KNOWS_STRIDED or not undefined)
 
@@ -163,7 +163,7 @@ def _random_placements(
     chance: random.Random, sizes: Sequence[int], ndim: int, op: str | None, dtype: torch.dtype, strided: bool
 ) -> tuple[str, ...]:
     placements = []
-    # Shard orders and split factors that encode one need several mesh dims to cut the same tensor dim.
+    # Shard orders, and split factors that encode one, need several mesh dims that cut the same tensor dim.
     dims = [chance.randrange(ndim)] if ndim and (strided or chance.random() < 0.3) else range(ndim)
     for _ in sizes:
         kind = chance.random()
@@ -180,7 +180,7 @@ def _random_placements(
 
 
 def _make_strided(chance: random.Random, placements: list[str], sizes: Sequence[int]) -> None:
-    """Turns some shards into strided ones: mostly ones that encode a shard order, else with any split factor."""
+    """Makes some shards strided: mostly with split factors that encode a shard order, else with any split factor."""
     encode = len(sizes) > 1 and chance.random() < 0.7
     order = dict(_random_order(chance, placements)) if encode else {}
     for mesh_dim, placement in enumerate(placements):
@@ -198,7 +198,7 @@ def _make_strided(chance: random.Random, placements: list[str], sizes: Sequence[
 
 
 def _destination(source: str, target: str, dtype: torch.dtype) -> str:
-    """Returns `target`, or a replica if PyTorch defines no way from `source` to a pending `target`."""
+    """Returns `target`, or a replica if PyTorch defines no conversion of `source` to a pending `target`."""
     if oracle.reduce_op(target) is None or source == target:
         return target
     if oracle.shard_dim(source) is not None:
@@ -235,7 +235,7 @@ def lay_out(tensor: torch.Tensor, memory: str) -> torch.Tensor:
 
 @dataclasses.dataclass
 class Report:
-    """What one rank found. Contributions of pending destinations are judged together, by judge_contributions."""
+    """Findings of one rank. judge_contributions checks the contributions of all ranks to pending destinations."""
 
     wrong: list[tuple[int, str]]
     contributions: dict[int, torch.Tensor]
@@ -271,7 +271,7 @@ def _run(cases: Sequence[Case]) -> Report:
 
 
 def _global_tensor(case: Case, rank: int) -> torch.Tensor:
-    """Gives each of the parallel submeshes of a sliced mesh its own tensor."""
+    """Returns a rank's global tensor. Each of the parallel submeshes of a sliced mesh has its own."""
     part = slice_index(case.mesh, case.keep or NAMES, rank)
     reducible = any(oracle.reduce_op(p) for p in case.src + case.dst)
     return oracle.global_tensor(case.shape, case.torch_dtype, case.seed + part, reducible)
@@ -297,7 +297,7 @@ def _run_case(case: Case) -> tuple[str | None, torch.Tensor | None]:
         given.requires_grad_(case.backward)
         source = dtensors.wrap(given, mesh, case.shape, case.src)
         actual = source.redistribute(mesh, dtensors.to_placements(case.dst)).to_local()
-        if not case.backward:  # the second call takes the shortcut
+        if not case.backward:  # the second call uses the shortcut of repeated calls
             again = source.redistribute(mesh, dtensors.to_placements(case.dst)).to_local()
             if (changed := oracle.difference(again, actual)) is not None:
                 return f"the second call returned something else than the first: {changed}", None
@@ -324,7 +324,7 @@ def _run_backward(case: Case, given: torch.Tensor, actual: torch.Tensor, coordin
 
 
 def judge_contributions(cases: Sequence[Case], reports: Sequence[Report]) -> list[tuple[int, str]]:
-    """Reduces what the ranks hold of each pending destination and compares the result with the global tensor."""
+    """Reduces the ranks' contributions to each pending destination and compares the result with the global tensor."""
     wrong = []
     for index in reports[0].contributions:
         case, groups = cases[index], {}

@@ -5,10 +5,10 @@
     python tests/python/hunt.py --seconds 60                     # a random seed, which is printed
     python tests/python/hunt.py --case "Case(seed=5, ...)"       # one case, as it was printed
 
-In each step gradients, weights, outputs and norms are compared. A case is right if all are equal, or if all ranks raise
-in the same step; the table at the end shows what was raised. All else is a failure: other values, an error on some
-ranks alone, a hang, a process that died. Each is run again alone, with fewer features, and the smallest case that still
-fails in this way is printed. hunt_models.py has the modules, hunt_cases.py draws, hunt_runs.py runs.
+In each step gradients, weights, outputs and norms are compared. A case passes if all are equal, or if all ranks raise
+in the same step; a table at the end lists these errors. Everything else is a failure: wrong values, an error on only
+some ranks, a hang, a process that died. A failing case is run again alone with fewer features, and the smallest case
+that fails in the same way is printed. hunt_models.py has the modules, hunt_cases.py draws cases, hunt_runs.py runs.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from hunt_runs import Run, difference
 from pool import Pool, _context
 
 CHUNK = 12
-# Seconds. An operation of a group gives up first, then the talk about it, then the call.
+# Timeouts in seconds: of a collective under test, of the exchange of findings about it, and of the whole call.
 COLLECTIVE_TIMEOUT, LINK_TIMEOUT, CALL_TIMEOUT = 25, 60, 120
 
-# Verdicts. The first two are right.
+# Kinds of verdicts. A case with one of the first two passes.
 EQUAL, REFUSED = "equal", "refused"
 WRONG, MIXED, HANG, DIED, INVALID = "WRONG", "ERROR ON SOME RANKS", "HANG", "DIED", "INVALID"
 
@@ -58,17 +58,17 @@ class Verdict:
         return self.kind in (EQUAL, REFUSED)
 
 
-Finding = tuple[str, str] | None  # of one rank: a kind and a text
+Finding = tuple[str, str] | None  # kind and text of what one rank found
 
 
 class Link:
-    """How ranks tell each other what they found, apart from the group under test."""
+    """Exchanges findings between ranks over a group of its own, apart from the group under test."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=LINK_TIMEOUT))
 
     def agree(self, finding: Finding, step: int) -> Verdict | None:
-        """Returns None if no rank found anything."""
+        """Combines the findings of all ranks into a verdict. Returns None if no rank found anything."""
         found: list[Finding] = [None] * dist.get_world_size()
         dist.all_gather_object(found, finding, group=self._group)
         if not any(found):
@@ -92,7 +92,7 @@ def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, Finding]:
 
 
 def _right(function: Callable[..., Any], *args: Any) -> tuple[Any, Finding]:
-    """What the whole model does; errors there are the generator's."""
+    """Calls a function of the unsharded model. An error there makes the case invalid: the generator is at fault."""
     value, finding = _attempt(function, *args)
     return value, finding and (INVALID, f"whole model: {finding[1]}")
 
@@ -145,7 +145,7 @@ def _stale(case: Case, index: int, run: Run, expected: Finding) -> Finding:
 
 
 def run_case(case: Case, engine: str, link: Link, folder: str) -> Verdict:
-    """Trains a model and a whole one. Stops at the first step in which a rank finds anything."""
+    """Trains a sharded and an unsharded model. Stops at the first step in which any rank has a finding."""
     is_rough = case.policy == "bfloat16" or any(step.context == "autocast" for step in case.steps)
     tolerance = 0.25 if is_rough else 2e-4  # bfloat16 alone is off by up to 0.16
     whole, invalid = _right(Run, case, "whole")
@@ -154,7 +154,7 @@ def run_case(case: Case, engine: str, link: Link, folder: str) -> Verdict:
         return verdict
     for index, step in enumerate(case.steps):
         right, invalid = _right(_train, case, index, whole)
-        if step.backward == "stale":  # ends the case: ranks of a whole model cannot take turns here
+        if step.backward == "stale":  # ends the case: the unsharded model cannot run the batches of several ranks here
             return link.agree(_stale(case, index, run, invalid), index) or Verdict(EQUAL)
         records, finding = (None, invalid) if invalid else _attempt(_train, case, index, run)
         if finding is None:
@@ -177,14 +177,14 @@ def run_case(case: Case, engine: str, link: Link, folder: str) -> Verdict:
 
 
 def run_cases(cases: Sequence[Case], engine: str, folder: str) -> None:
-    """Runs cases on this rank, and writes down each verdict when it is known."""
+    """Runs cases on this rank, and writes each verdict to a file as soon as it is known."""
     rank, world = dist.get_rank(), dist.get_world_size()
     path = os.path.join(folder, f"verdicts_{rank}")
 
     def begin(number: int) -> Link:
-        # What a case leaves on its way must not reach the next one.
+        # Messages that a case leaves in flight must not reach the next one.
         pool_worker._begin_life(world, f"{folder}/life_{number}", rank, COLLECTIVE_TIMEOUT)
-        if "torch._dynamo" in sys.modules:  # a case may have imported it, which takes long
+        if "torch._dynamo" in sys.modules:  # imported only if a case needed it, because that takes long
             torch._dynamo.reset()
         return Link()
 
@@ -202,7 +202,7 @@ def run_cases(cases: Sequence[Case], engine: str, folder: str) -> None:
 
 
 class Hunt:
-    """Runs cases in worker processes, which it replaces where one died or hangs."""
+    """Runs cases in worker processes. Replaces the processes if one died or hangs."""
 
     def __init__(self, pool: Pool, world: int) -> None:
         self._pool, self._world = pool, world
@@ -263,13 +263,13 @@ def _read(path: str) -> list[Verdict]:
 
 
 def plain(text: str) -> str:
-    """An error's text without the numbers and names that differ from case to case."""
+    """Returns an error's text without the numbers and names that differ from case to case."""
     text = re.sub(r"\(.*?\)", "(...)", text.splitlines()[0])
     return re.sub(r"\d+", "N", text)[:160]
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """What was refused, and how often."""
+    """Returns a table of the errors that were raised on all ranks, with counts."""
     counts = Counter(plain(verdict.text) for verdict in verdicts if verdict.kind == REFUSED)
     kinds = Counter(verdict.kind for verdict in verdicts)
     lines = [", ".join(f"{count} {kind}" for kind, count in kinds.most_common())]

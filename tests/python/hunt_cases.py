@@ -1,4 +1,4 @@
-"""Random cases of `hunt`: what a model is made of, and what is done to it in each of its steps."""
+"""Random cases of `hunt`: the blocks of a model, and the operations on it in each training step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hunt_models import CONTAINERS, INPUTS, KINDS
 
 
 def _text(value: Any) -> str:
-    """A constructor call with the fields that are not the default."""
+    """Returns a constructor call with the fields that differ from the default."""
     changed = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
     shown = ", ".join(f"{f.name}={given!r}" for f, given in changed if given != f.default)
     return f"{type(value).__name__}({shown})"
@@ -23,21 +23,22 @@ def _text(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Block:
-    """A block of a model. hunt_models.py says what the kinds and containers are."""
+    """A block of a model. hunt_models.py defines the kinds and containers."""
 
     kind: str = "linear"
     output: str = "tuple"
     input: str = "tuple"
-    unit: str = "own"  # or "none": of the model's unit; "nested": its core is another unit; "list": with the next block
-    reshard: bool | int | None = None  # reshard_after_forward
-    checkpoint: str = ""  # or "inside" the unit, "around" it, "reentrant" around it
-    calls: int = 1  # in each forward
+    unit: str = "own"  # "none": in the model's unit; "nested": unit in a unit; "list": shared with the next block
+    reshard: bool | int | None = None  # the argument reshard_after_forward
+    checkpoint: str = ""  # "inside" the unit, "around" it, or "reentrant" (around it)
+    calls: int = 1  # number of calls in each forward
     method: bool = False  # the model calls a method other than forward
-    # For a loss: "inside", a tensor that the output depends on; "aside", another one; a "weight"; a "view" of one.
+    # Attribute that a later loss reads: a tensor "inside" the graph of the output or "aside" from it, a "weight", or a
+    # "view" of one.
     stores: str = ""
-    frozen: str = ""  # or "all", "some"
-    tied: bool = False  # two weights of the core are one
-    hook: str = ""  # or of gradients "inside", "outside" of the block; "module", "pre", "backward", "parameter"
+    frozen: str = ""  # "all" or "some" of the weights
+    tied: bool = False  # two layers of the core share a weight
+    hook: str = ""  # of gradients "inside" or "outside" the block; or a "module", "pre", "backward" or "parameter" hook
     compiled: bool = False
 
     __repr__ = _text
@@ -45,47 +46,47 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Step:
-    """One step of training, in the order of the fields."""
+    """One training step. Its operations run in the order of the fields."""
 
-    toggles: int = -1  # the block whose weights are frozen from now on, or not any more
-    unshards: str = ""  # before the forward: "unshard", "async", "reshard"
-    stays: str = ""  # from now on: "stay" after backwards, "leave", "stay_forward", "leave_forward"
-    fails: str = ""  # in a pass before the others: in "forward", "backward", by an "interrupt"; or "caught" in them
-    evaluates: str = ""  # without gradients: "before" the forward, "between" it and the backward, in "inference" mode
-    accumulates: int = 0  # backwards without reductions before the last one
-    defers: bool = False  # nothing is reduced or compared until a later step does
-    context: str = ""  # around all this; hunt_passes.py has them
-    # Or the "method" registered with FSDP; "unsharded": forward without hooks, after `unshard`; "checkpoint": all in
-    # one; "part": the first block alone.
+    toggles: int = -1  # index of the block whose weights are frozen, or unfrozen, from this step on
+    unshards: str = ""  # call before the forward: "unshard", "async" or "reshard"
+    stays: str = ""  # from this step on: "stay" (unsharded after backward), "leave", "stay_forward", "leave_forward"
+    fails: str = ""  # a first pass that raises in "forward", in "backward", by an "interrupt", or is "caught" inside
+    evaluates: str = ""  # an evaluation "before" the forward, "between" it and the backward, or in "inference" mode
+    accumulates: int = 0  # number of backwards without reductions before the last one
+    defers: bool = False  # gradients are not reduced or compared until a later step
+    context: str = ""  # context manager around the passes: a key of hunt_passes.CONTEXTS
+    # "method": a method registered with FSDP; "unsharded": forward without hooks, after `unshard`; "checkpoint": the
+    # whole model in one checkpoint; "part": only the first block.
     entry: str = "forward"
-    expert: str = "same"  # or "by_rank", "none"
-    losses: str = "all"  # or "main", "aux", "hidden"; "by_rank": main and aux in turns
+    expert: str = "same"  # the expert that runs: the "same" on all ranks, one "by_rank", or "none"
+    losses: str = "all"  # "main", "aux" or "hidden"; "by_rank": main on even ranks, aux on odd ranks
     backward: str = "once"
-    clips: str = ""  # gradients: "norm", "value"; or "scale", by a factor
+    clips: str = ""  # gradients by "norm" or "value"; "scale": multiplies them by a factor
     optimises: bool = True
-    writes: str = ""  # to the weights, after the optimizer
-    zero: str = "none"  # or "zeros", "by_hand", "keep"; "model": by model.zero_grad()
+    writes: str = ""  # a write to the weights after the optimizer's step: one of WRITES
+    zero: str = "none"  # gradients at the end: "zeros", "by_hand", "keep", or "model" (model.zero_grad())
     reads_state: bool = False
-    remakes: bool = False  # the optimizer, from the parameters that the model has now
+    remakes: bool = False  # makes a new optimizer of the model's current parameters
 
     __repr__ = _text
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Case:
-    """One model and its steps. Its repr is the text that makes it again."""
+    """One model and its steps. Its repr is a constructor call that makes an equal case."""
 
     seed: int
     blocks: tuple[Block, ...] = (Block(),)
     steps: tuple[Step, ...] = (Step(), Step(), Step())
     input: str = "tuple"
     output: str = "tuple"
-    root: bool = True  # the model is a unit with weights of its own
-    tied: str = ""  # or weights of the "root", of the "blocks"
-    rows: str = "equal"  # or "uneven" over ranks, "empty" on some
+    root: bool = True  # the model itself is a unit and has weights
+    tied: str = ""  # a shared weight of the "root" or of the "blocks"
+    rows: str = "equal"  # "uneven" over ranks, or "empty" on some
     input_gradient: bool = False
-    policy: str = ""  # or param_dtype "float64", "float64_out": with float32 outputs; "bfloat16"
-    layout: str = ""  # of weights under sw.fully_shard: "store", "last" dim, "chunks", "offload"
+    policy: str = ""  # param_dtype: "float64", "float64_out" (with float32 outputs) or "bfloat16"
+    layout: str = ""  # of weights under sw.fully_shard: "store", "last" (dim), "chunks" or "offload"
     optimizer: str = "sgd"
     compiled: bool = False
 
@@ -96,7 +97,7 @@ BACKWARDS = (
     *("separate", "retained", "two_forwards", "swapped", "in_order", "input_gradient", "parameter_gradients"),
     *("regularised", "none", "gradient_argument", "inputs_argument", "thread", "stale"),
 )
-NOT_REDUCING = ("none", "inputs_argument", "parameter_gradients", "stale")  # gradients that wait may wait on
+NOT_REDUCING = ("none", "inputs_argument", "parameter_gradients", "stale")  # backwards that keep gradients deferred
 WRITES = (
     *("load_state_dict", "assign", "local_copy", "copy", "multiply", "data", "foreach", "foreach_local"),
     *("set_model_state_dict", "dcp"),
@@ -105,7 +106,7 @@ OPTIMIZERS = ("sgd", "momentum", "adamw", "adamw_foreach", "adamw_loop")
 
 
 class _Chance:
-    """Draws options that are mostly the default, so that what remains is not drowned in what fails."""
+    """Draws options that are mostly the default, so that known failures do not hide new ones."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -118,11 +119,11 @@ class _Chance:
 
 
 def draw(seed: int) -> Case:
-    """Returns the case of a seed; the same everywhere."""
+    """Returns the case of a seed, the same on every rank and machine."""
     chance = _Chance(seed)
     root = chance.true(0.85)
     blocks = tuple(_draw_block(chance, root) for _ in range(chance.random.choice((1, 1, 2, 2, 3))))
-    is_called = chance.true(0.2)  # in other ways than by its forward
+    is_called = chance.true(0.2)  # by entries other than its forward
     steps = tuple(_draw_step(chance, len(blocks), is_called, i == 2) for i in range(3))
     case = Case(
         seed=seed,
@@ -185,10 +186,10 @@ def _draw_step(chance: _Chance, blocks: int, is_called: bool, is_last: bool) -> 
 
 
 def valid(case: Case) -> Case:
-    """Changes what PyTorch itself refuses, or what no sharded model can be compared in."""
+    """Replaces options that PyTorch refuses, or with which a sharded model cannot be compared."""
     blocks = []
     for i, block in enumerate(case.blocks):
-        if block.checkpoint == "reentrant":  # takes tensors alone, and tells no gradients of inputs apart
+        if block.checkpoint == "reentrant":  # accepts only tensors, and does not select which inputs get gradients
             block = dataclasses.replace(
                 block, input="tensor", output=block.output if block.output in ("tensor", "tuple") else "tuple"
             )
@@ -225,7 +226,7 @@ def valid(case: Case) -> Case:
             step = dataclasses.replace(step, defers=False)
         if step.accumulates and step.backward in NOT_REDUCING:
             step = dataclasses.replace(step, accumulates=0)
-        if steps and steps[-1].defers:  # all gradients that wait are reduced in this step
+        if steps and steps[-1].defers:  # all deferred gradients are reduced in this step
             step = dataclasses.replace(step, toggles=-1, fails="", entry="forward", expert="same", losses="all")
             step = dataclasses.replace(step, backward="once" if step.backward in NOT_REDUCING else step.backward)
         steps.append(step)
@@ -233,7 +234,7 @@ def valid(case: Case) -> Case:
 
 
 def known_fault(case: Case) -> str:
-    """Returns the fault of `sw.fully_shard`, or of DTensor, that a case is known to meet; "" if there is none."""
+    """Returns the known fault of `sw.fully_shard` or DTensor that a case triggers, or ""."""
     backwards = {step.backward for step in case.steps}
     if "stale" in backwards and any(block.checkpoint or block.kind == "inner_checkpoint" for block in case.blocks):
         return "a checkpoint computes again with weights that were written since, as in a model that is not sharded"
@@ -253,7 +254,7 @@ def known_fault(case: Case) -> str:
 
 
 def without_known_faults(cases: Iterable[Case]) -> tuple[list[Case], Counter[str]]:
-    """Returns the cases that meet no known fault, and how many others meet each."""
+    """Returns the cases without a known fault, and the number of other cases by fault."""
     kept, left_out = [], Counter[str]()
     for case in cases:
         if fault := known_fault(case):
@@ -264,7 +265,7 @@ def without_known_faults(cases: Iterable[Case]) -> tuple[list[Case], Counter[str
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Yields cases with one thing less, for the search of the smallest one that fails."""
+    """Yields cases with one feature less, for the search for the smallest failing case."""
     for i in range(len(case.steps)):
         if len(case.steps) > 1:
             yield valid(dataclasses.replace(case, steps=case.steps[:i] + case.steps[i + 1 :]))
@@ -289,6 +290,6 @@ def _plainer(value: Any) -> Iterator[Any]:
 
 
 def parse(text: str) -> Case:
-    """Reads what a case prints as."""
+    """Returns the case of a repr."""
     found: Case = eval(text, {"Case": Case, "Block": Block, "Step": Step, "torch": torch})
     return found

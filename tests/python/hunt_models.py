@@ -1,4 +1,4 @@
-"""Small random modules for `hunt`: blocks of every kind, whose tensors pass through containers of every kind."""
+"""Small random modules for `hunt`: blocks of several kinds that pass tensors in containers of several kinds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Injected(Exception):
 
 
 class Interrupt(BaseException):
-    """An exception that is no Exception, as KeyboardInterrupt."""
+    """A BaseException that is not an Exception, like KeyboardInterrupt."""
 
 
 class NamedPair(NamedTuple):
@@ -61,7 +61,7 @@ class AttributeDict(dict):  # type: ignore[type-arg]
 
 @dataclasses.dataclass
 class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]
-    """As in transformers: fields are attributes and items."""
+    """Like ModelOutput of transformers: fields are attributes and items."""
 
     y: Any = None
     aux: Any = None
@@ -72,7 +72,7 @@ class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]
 
 
 class Registered:
-    """A class that PyTorch's pytrees know."""
+    """A class that is registered with PyTorch's pytrees."""
 
     def __init__(self, y: Any, aux: Any) -> None:
         self.y, self.aux = y, aux
@@ -108,7 +108,7 @@ def _of_set(pair: Any) -> tuple[Any, Any]:
 
 Container = tuple[Callable[[Any, Any], Any], Callable[[Any], tuple[Any, Any]]]
 
-# Names of containers; how one is made of two tensors, and how they are taken out.
+# By name of a container: a function that packs two tensors into it, and one that unpacks them.
 CONTAINERS: dict[str, Container] = {
     "tensor": (lambda y, aux: torch.cat([y, aux[:, None]], 1), lambda out: (out[:, :-1], out[:, -1])),
     "tuple": (lambda y, aux: (y, aux), tuple),
@@ -150,7 +150,7 @@ INPUTS = (
 
 
 class Remembers(torch.autograd.Function):
-    """A product whose backward reads a weight that no hook of saved tensors sees."""
+    """A product whose backward reads a weight that it did not pass to save_for_backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ class Remembers(torch.autograd.Function):
 
 
 class Core(nn.Module):
-    """Weights of one kind, from (rows, WIDTH) to (rows, WIDTH)."""
+    """A layer of one kind. Maps (rows, WIDTH) to (rows, WIDTH)."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ def _stop(*_: Any) -> None:
 
 
 class Block(nn.Module):
-    """A core, and a gate that only its second output needs."""
+    """A core, and a gate that only the second output depends on."""
 
     def __init__(self, spec: Any) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks with residual connections, between two layers of its own."""
+    """Blocks with residual connections, between two layers of the model."""
 
     def __init__(self, case: Any) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ class Model(nn.Module):
         return call(given, expert)
 
     def losses(self, y: torch.Tensor, aux: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The losses of a pass; those on hidden tensors must be taken before the next pass."""
+        """Returns the losses of a pass by name. Read losses of hidden tensors before the next pass."""
         found = {"main": y.square().sum() / 8, "aux": aux.square().sum() / 8}
         for i, block in enumerate(self.blocks):
             if block.spec.stores and block.hidden is not None and block.hidden.requires_grad:

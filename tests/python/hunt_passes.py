@@ -1,4 +1,4 @@
-"""The forwards and backwards of a case's steps, on any model: what a user's program does on one rank."""
+"""Forwards and backwards of a case's steps, sharded or not, as a user's program runs them on one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hunt_models import CONTAINERS, WIDTH, Injected, Interrupt
 
 ROWS = {"equal": (3, 3), "uneven": (2, 4), "empty": (3, 0)}
 
-# What is around the passes of a step.
+# Context managers around the passes of a step, by name.
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "": contextlib.nullcontext,
     "cpu": graph.save_on_cpu,
@@ -37,15 +37,15 @@ Losses = dict[str, torch.Tensor]
 class Pass:
     """One forward on the batch of a rank, and its losses."""
 
-    index: int  # of the step
+    index: int  # index of the step
     step: Step
     rank: int
-    scale: float  # of losses
+    scale: float  # factor of the losses
     x: torch.Tensor
     y: torch.Tensor
     aux: torch.Tensor
     losses: Losses
-    records: list[tuple[str, Any]]  # what is to be compared besides gradients
+    records: list[tuple[str, Any]]  # (name, value) pairs to compare besides gradients
 
     @property
     def total(self) -> Any:
@@ -61,7 +61,7 @@ class Passes:
     is_sharded: bool
 
     def syncs(self, flag: bool) -> None:
-        """Says whether the next backward reduces gradients."""
+        """Sets whether the next backward reduces gradients."""
 
     def one_pass(self, index: int, step: Step, rank: int, number: int, scale: float) -> Pass:
         case, model = self.case, self.model
@@ -83,7 +83,7 @@ class Passes:
         return Pass(index, step, rank, scale, x, y, aux, losses, [])
 
     def _call(self, entry: str, x: torch.Tensor, expert: int | None) -> tuple[Any, Any]:
-        """Returns the two tensors of an output."""
+        """Runs a forward and returns the two tensors of its output."""
         model, case = self.model, self.case
         for block in model.blocks:
             block.hidden = None
@@ -98,7 +98,7 @@ class Passes:
         return CONTAINERS[case.output][1](call(given, expert))
 
     def passes(self, index: int, step: Step, rank: int, scale: float) -> list[tuple[str, Any]]:
-        """The passes of a step. Returns what is to be compared besides gradients."""
+        """Runs the passes of a step. Returns (name, value) pairs to compare besides gradients."""
         with CONTEXTS[step.context]():
             for number in range(step.accumulates):
                 self.syncs(False)
@@ -120,7 +120,7 @@ class Passes:
         return records + found.records
 
     def fails(self, index: int, step: Step, rank: int) -> None:
-        """A pass that ends with an exception."""
+        """Runs a pass that ends with an exception."""
         failing = self.model.blocks[index % len(self.model.blocks)]
         if step.entry == "part":
             failing = self.model.blocks[0]
@@ -142,10 +142,10 @@ class Passes:
         records += [("y without gradients", found.y), ("aux without gradients", found.aux)]
 
     def _other(self, found: Pass) -> Any:
-        """The loss of another forward."""
+        """Runs another forward and returns its loss."""
         return self.one_pass(found.index, found.step, found.rank, 20, found.scale).total
 
-    # Backwards, by their names in a case.
+    # Backwards: the method `_name` is the backward `name` of a case.
 
     def _once(self, found: Pass) -> None:
         found.total.backward()
@@ -196,7 +196,7 @@ class Passes:
         pass
 
     def _stale(self, found: Pass) -> None:
-        """PyTorch refuses a backward that would read weights which were written since the forward."""
+        """Writes weights between forward and backward. PyTorch then refuses the backward."""
         with torch.no_grad():
             for p in self.parameters.values():
                 p.mul_(0.9)

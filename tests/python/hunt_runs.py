@@ -1,6 +1,6 @@
-"""The steps of a case, run on a model that is whole, or under FSDP2 or `sw.fully_shard`, and compared.
+"""Runs the steps of a case on a model that is unsharded ("whole"), or under FSDP2 or `sw.fully_shard`, and compares.
 
-A whole model sees the batches of all ranks, one after the other, with losses divided by their number.
+The unsharded model runs the batches of all ranks one after the other. Its losses are divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hunt_passes import Passes
 
 
 def part_of(full: torch.Tensor, like: Any) -> torch.Tensor:
-    """The part of a tensor that a rank has of a DTensor."""
+    """Returns this rank's part of `full`, cut as the DTensor `like`."""
     if not isinstance(like, DTensor):
         return full
     mesh = like.device_mesh
@@ -50,7 +50,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def difference(what: str, got: Any, right: Any, tolerance: float) -> str | None:
-    """Says how a local tensor differs from the right one, which is whole."""
+    """Describes how a local tensor differs from its part of the unsharded tensor `right`. Returns None if equal."""
     if got is None or right is None:
         if got is None and right is None:
             return None
@@ -66,7 +66,7 @@ def difference(what: str, got: Any, right: Any, tolerance: float) -> str | None:
 
 
 class Run(Passes):
-    """A model, its optimizer, and what a user's program does with them in each step."""
+    """A model and its optimizer, with the operations of a user's program on them in each step."""
 
     def __init__(self, case: Case, engine: str, folder: str = "") -> None:
         self.case, self.engine, self.folder = case, engine, folder
@@ -161,7 +161,7 @@ class Run(Passes):
         return [p for name, p in self.parameters.items() if name.startswith(f"blocks.{index}.")]
 
     def prepare(self, step: Step) -> None:
-        """What comes before the passes of a step."""
+        """Runs the operations before the passes of a step."""
         if step.toggles >= 0:
             for parameter in self.of_block(step.toggles):
                 parameter.requires_grad_(not parameter.requires_grad)
@@ -182,7 +182,7 @@ class Run(Passes):
                 unit.reshard()
 
     def fail(self, index: int, step: Step) -> None:
-        """A pass that ends with an exception, as all ranks', and what a user does next."""
+        """Runs a pass that raises on all ranks, and the user's cleanup after it."""
         if step.fails in ("", "caught"):
             return
         if self.engine != "whole":
@@ -191,7 +191,7 @@ class Run(Passes):
             parameter.grad = None
 
     def compute(self, index: int, step: Step) -> list[tuple[str, Any]]:
-        """The passes of a step; of all ranks on a whole model. Returns what is to be compared besides gradients."""
+        """Runs the passes of a step, or of all ranks if unsharded. Returns pairs to compare besides gradients."""
         if self.engine != "whole":
             return self.passes(index, step, self.rank, 1)
         return [self.passes(index, step, rank, 1 / self.world) for rank in range(self.world)][self.rank]
@@ -201,7 +201,7 @@ class Run(Passes):
             unit.set_requires_gradient_sync(flag, recurse=False)
 
     def clip(self, step: Step) -> Any:
-        """Changes gradients. Returns their norm, if there is one."""
+        """Clips or scales gradients. Returns their norm if it was computed."""
         trained = list(self.parameters.values())
         if step.clips == "norm":
             norm: Any = nn.utils.clip_grad_norm_(trained, 0.5)
@@ -215,7 +215,7 @@ class Run(Passes):
         return None
 
     def finish(self, index: int, step: Step) -> None:
-        """The optimizer's step, other writes, and gradients to zero."""
+        """Runs the optimizer's step, writes weights, and clears gradients."""
         if step.entry == "unsharded" and self.is_sharded and self.case.root:
             self.model.reshard()
         if step.optimises:
@@ -233,7 +233,7 @@ class Run(Passes):
             self.take_parameters()
 
     def _new(self, index: int, name: str) -> torch.Tensor:
-        """A new value of a weight."""
+        """Returns a new random value of a weight."""
         place = list(self.parameters).index(name)
         generator = torch.Generator().manual_seed(self.case.seed * 1013 + index * 137 + place)
         p = self.parameters[name]

@@ -1,7 +1,7 @@
 """Random moves between layouts of all kinds, on one mesh and between two, on real ranks, checked with the oracle.
 
-Meshes lie on any of the world's ranks in any order, so those of a pair are equal, overlap, or have no rank in common.
-Nothing here knows the library's geometry: parts are walked over element by element.
+A mesh has any of the world's ranks in any order, so the two meshes of a move are equal, overlap, or are disjoint.
+The expected parts do not depend on the library's geometry: they are computed element by element.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHAPES |= {7: [(7,)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """A mesh and the placements on it. Where several mesh dims cut a tensor dim, they do so in `order`."""
+    """A mesh and the placements on it. Mesh dims that cut the same tensor dim cut it in `order`."""
 
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -46,7 +46,7 @@ class End:
 
     @property
     def reductions(self) -> tuple[str, ...]:
-        """The placements with R in place of every cut."""
+        """Returns the placements with R in place of every cut."""
         return tuple(p if isinstance(p, str) and oracle.reduce_op(p) else "R" for p in self.placements)
 
     def reduced(self) -> End:
@@ -57,7 +57,7 @@ class End:
         return tuple(int(i) for i in torch.unravel_index(torch.tensor(self.ranks.index(rank)), self.sizes))
 
     def part(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """What a rank holds; nothing outside the mesh."""
+        """Returns a rank's part, which is empty outside the mesh."""
         if rank not in self.ranks:
             return tensor.new_empty(0)
         where = self.where(rank)
@@ -70,7 +70,7 @@ class End:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One move. What it prints can be pasted into run_cases([Case(...)]) on the world that it is for."""
+    """One move. Its repr can be pasted into run_cases([Case(...)]) on a world of the same size."""
 
     seed: int
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class Case:
     dst: End
     way: str = "plain"  # or "async", "out", "backward"
     memory: str = "contiguous"
-    passes_none: bool = False  # on ranks that hold nothing
+    passes_none: bool = False  # None as the local tensor on ranks outside the source mesh
 
     @property
     def layouts(self) -> tuple[sw.Layout, sw.Layout]:
@@ -94,7 +94,7 @@ class Case:
 
 
 def make_cases(seed: str, world_size: int, count: int) -> list[Case]:
-    """Returns the cases of a seed, the same everywhere. Layouts and plans that are refused are drawn again."""
+    """Returns the cases of a seed, the same on every rank. Draws again if a layout or plan is refused."""
     chance = random.Random(f"{seed} {world_size}")
     cases: list[Case] = []
     while len(cases) < count:
@@ -157,14 +157,14 @@ def _draw_end(
 
 @dataclasses.dataclass
 class Report:
-    """What one rank found. Contributions to pending destinations are judged together, by `judge`."""
+    """Findings of one rank. `judge` checks the contributions of all ranks to pending destinations."""
 
     wrong: list[tuple[int, str]]
     contributions: dict[int, torch.Tensor]
 
 
 def run_cases(cases: Sequence[Case]) -> Report:
-    """Runs cases on this rank; those whose meshes do not contain it call nothing."""
+    """Runs cases on this rank. Makes no call for a case whose meshes do not contain the rank."""
     report, rank = Report([], {}), dist.get_rank()
     for index, case in enumerate(cases):
         if rank not in case.src.ranks and rank not in case.dst.ranks:
@@ -210,12 +210,12 @@ def _run_case(case: Case, rank: int, index: int, report: Report) -> str | None:
 
 
 def _adds(tensor: torch.Tensor) -> bool:
-    """Returns whether torch adds numbers of this dtype and keeps it, which waits for what is on its way."""
+    """True if torch adds this dtype and keeps it. The addition waits for the result of an asynchronous call."""
     return tensor.dtype not in (torch.bool, torch.float8_e4m3fn)
 
 
 def _plain(case: Case, local: torch.Tensor | None) -> torch.Tensor:
-    """Called twice, as the second call takes another path; the bytes are those of the plan."""
+    """Redistributes twice, because the second call uses the cached program, and compares bytes with the plan's."""
     src, dst = case.layouts
     plan = sw.plan(src, dst, backend="gloo")
     sw.redistribute_local(local, src, dst)
@@ -240,7 +240,7 @@ def _run_backward(case: Case, given: torch.Tensor, rank: int) -> str | None:
 
 
 def judge(cases: Sequence[Case], reports: Sequence[Report]) -> list[str]:
-    """Returns what is wrong, after reducing what ranks hold of pending destinations."""
+    """Returns descriptions of all wrong results. Reduces the contributions to pending destinations first."""
     problems = [
         f"{cases[index]}\n    rank {rank}: {text}"
         for rank, report in enumerate(reports)
@@ -267,7 +267,7 @@ def judge(cases: Sequence[Case], reports: Sequence[Report]) -> list[str]:
 
 
 def relation(case: Case) -> str:
-    """How the two meshes lie to each other."""
+    """Returns the relation of the ranks of the two meshes."""
     src, dst = set(case.src.ranks), set(case.dst.ranks)
     if (case.src.sizes, case.src.ranks) == (case.dst.sizes, case.dst.ranks):
         return "one mesh"

@@ -1,4 +1,4 @@
-"""Random rules of transfers, and what torch makes of the same tensors."""
+"""Random transfer rules, and the results of the same operations in torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ State = dict[str, torch.Tensor]
 
 
 def random_rules(draw: random.Random, state: State) -> tuple[list[Rule], State]:
-    """A few rules in a row, on tensors x.0, x.1, ... of one shape, and what torch makes of these tensors."""
+    """Returns a few successive rules on tensors x.0, x.1, ... of one shape, and torch's result for these tensors."""
     rules: list[Rule] = []
     for _ in range(5):
         count, ndim = len(state), state["x.0"].ndim

@@ -1,4 +1,4 @@
-"""Device meshes for tests, made once per process group: making their groups costs more than the tests themselves."""
+"""Device meshes for tests, cached for each default process group: making their groups takes longer than most tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 NAMES = ("a", "b", "c")
 
-# Where the tests' tensors are: "cpu", or the asynchronous device of tests/async_device.
+# Device type of the tests' tensors: "cpu", "cuda", or the asynchronous device of tests/async_device.
 device = "cpu"
 
 IS_2_11 = torch.__version__.startswith("2.11.")
@@ -29,7 +29,7 @@ def begin_life(collective_timeout_seconds: float) -> None:
 
 
 def subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Returns all sets of at least two of the names, in order: the dims that can be flattened."""
+    """Returns all subsets of at least two names, in order: the dims that can be flattened."""
     return [chosen for count in range(2, len(names) + 1) for chosen in itertools.combinations(names, count)]
 
 
@@ -39,10 +39,10 @@ def get_mesh(
     flatten: Sequence[Sequence[str]] | str = (),
     keep: Sequence[str] | None = None,
 ) -> DeviceMesh:
-    """A mesh over all ranks with dims named a, b, c; every rank of the world must ask for the same meshes.
+    """Returns a mesh over all ranks with dims named a, b, c. Every rank of the world must request the same meshes.
 
     flatten: the sets of dims to flatten, such as [("a", "b")], or "all".
-    keep: with names of dims, returns the submesh of these dims that holds this rank. What is flattened must be kept.
+    keep: names of dims; returns the submesh of these dims that contains this rank. Flattened dims must be kept.
     """
     shape = tuple(shape)
     names = NAMES[: len(shape)]

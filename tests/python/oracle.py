@@ -1,4 +1,4 @@
-"""What every rank must hold, computed from the global tensor alone: no DTensor, no shardwright, no communication.
+"""Computes the local tensor of every rank from the global tensor, without DTensor, shardwright or communication.
 
 Placements are strings, one per mesh dim: "R", "S(0)", "SS(0,2)" (strided: tensor dim 0, split factor 2), "P(sum)",
 "P(avg)", "P(min)", "P(max)", "P(product)", "P(band)", "P(bor)", "P(bxor)", "P(norm 2)". A rank is its coordinate in
@@ -19,12 +19,12 @@ _STRIDED = re.compile(r"SS\((\d+),(\d+)\)$")
 _SHARD = re.compile(r"S\((\d+)\)$")
 _PARTIAL = re.compile(r"P\(([a-z]+)(?: ([0-9.]+))?\)$")
 
-# How many units in the last place a sum of a few terms may be off, relative to the largest of them.
+# Allowed error of a sum of a few terms, in units in the last place of its largest term.
 _ROUNDINGS = 8
 
 
 def shard_dim(placement: str) -> int | None:
-    """Returns the tensor dim that a placement cuts."""
+    """Returns the tensor dim that a placement cuts, or None."""
     match = _SHARD.match(placement) or _STRIDED.match(placement)
     return int(match.group(1)) if match else None
 
@@ -40,7 +40,7 @@ def is_strided(placement: str) -> bool:
 
 
 def reduce_op(placement: str) -> str | None:
-    """Returns the name of the pending reduction, "norm" for all norms."""
+    """Returns the name of the pending reduction ("norm" for all norms), or None."""
     match = _PARTIAL.match(placement)
     return match.group(1) if match else None
 
@@ -66,10 +66,10 @@ def strided_chunk(indices: Sequence[int], factor: int, count: int, which: int) -
 def decode_shard_order(placements: Sequence[str], mesh_shape: Sequence[int]) -> dict[int, list[int]] | None:
     """Returns the shard order that split factors encode, or None if they encode none.
 
-    A split factor says into how many parts mesh dims further right have cut the dim before this one does. From right
-    to left, each mesh dim takes the earliest place with this many parts before it.
+    A split factor is the number of parts into which mesh dims further right have cut the tensor dim before this one
+    cuts it. From right to left, each mesh dim gets the earliest position in the order with this many parts before it.
 
-    On a (2, 3) mesh ["SS(0,3)", "S(0)"] is {0: [1, 0]}: mesh dim 1 cuts first, in 3. "SS(0,2)" there is None.
+    On a (2, 3) mesh ["SS(0,3)", "S(0)"] is {0: [1, 0]}: mesh dim 1 cuts first, in 3. ["SS(0,2)", "S(0)"] is None.
     """
     order: dict[int, list[int]] = {}
     for mesh_dim in reversed(range(len(placements))):
@@ -95,8 +95,8 @@ def local_indices(
 ) -> list[list[int]]:
     """Returns, per tensor dim, the global indices that a rank holds, in local order.
 
-    strided: what split factors mean. "order": the shard order they encode, literally where they encode none.
-    "literal": mesh dims cut from left to right, a strided one as strided_chunk says.
+    strided: meaning of split factors. "order": the shard order that they encode, or "literal" if they encode none.
+    "literal": mesh dims cut from left to right, and a strided one cuts by strided_chunk.
     """
     indices = [list(range(extent)) for extent in shape]
     order = {dim: list(cutters) for dim, cutters in (shard_order or {}).items()}
@@ -130,7 +130,7 @@ def local(
     shard_order: ShardOrder | None = None,
     strided: str = "order",
 ) -> torch.Tensor:
-    """Returns the local tensor of a rank; with pending reductions its contribution, see contribution()."""
+    """Returns the local tensor of a rank; with pending reductions, the part of its contribution()."""
     mine = contribution(tensor, mesh_shape, placements, coordinate)
     return take(mine, local_indices(tensor.shape, mesh_shape, placements, coordinate, shard_order, strided))
 
@@ -163,8 +163,8 @@ def contribution(
 ) -> torch.Tensor:
     """Returns the contribution of the rank at `coordinate`, in global shape. Reducing over pending dims gives `tensor`.
 
-    The contributions differ from rank to rank and none is neutral everywhere, so a reduction that forgets a rank,
-    takes one twice or uses the wrong op shows. "sum" and "avg" may be pending together.
+    The contributions differ from rank to rank and none is neutral everywhere, so the result is wrong if a reduction
+    omits a rank, counts one twice or uses the wrong op. "sum" and "avg" may be pending together.
     """
     pending = [d for d, placement in enumerate(placements) if reduce_op(placement) is not None]
     if not pending:
@@ -184,7 +184,7 @@ def contribution(
 
 
 def _additive(tensor: torch.Tensor, factor: int, count: int, which: int) -> torch.Tensor:
-    """Returns a contribution to a sum of factor * tensor: small integers, and at rank 0 the remainder."""
+    """Returns a contribution to a sum of factor * tensor: small integers, and the remainder at rank 0."""
     if tensor.dtype is torch.bool:
         return _selective(tensor, "bor", count, which)
     others = [_random_integers(tensor.shape, -3, 3, 7919 * rank + 1) for rank in range(1, count)]
@@ -200,7 +200,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _selective(tensor: torch.Tensor, op: str, count: int, which: int) -> torch.Tensor:
-    """Returns a contribution to a reduction by min, max, product or bits."""
+    """Returns a contribution to a min, max, product or bitwise reduction."""
     if count == 1:
         return tensor
     holder = _random_integers(tensor.shape, 0, count - 1, 31) == which
@@ -210,7 +210,7 @@ def _selective(tensor: torch.Tensor, op: str, count: int, which: int) -> torch.T
         distance = _random_integers(tensor.shape, 1, 3, 37 + which).to(tensor.dtype)
         return torch.where(holder, tensor, tensor + distance if op == "min" else tensor - distance)
     if op == "product":
-        # The first two ranks also hold factors whose product is 1: 2 and 1/2, or -1 and -1.
+        # The first two ranks also multiply by factors whose product is 1: 2 and 1/2, or -1 and -1.
         pair = torch.where(_random_integers(tensor.shape, 0, 1, 41).bool(), 2.0, -1.0).double()
         if not tensor.dtype.is_floating_point:
             pair = torch.full_like(pair, -1.0)
@@ -236,7 +236,7 @@ def _selective(tensor: torch.Tensor, op: str, count: int, which: int) -> torch.T
 
 
 def reduce_all(contributions: Sequence[torch.Tensor], ops: Sequence[str], sizes: Sequence[int]) -> torch.Tensor:
-    """Reduces contributions, in row-major order of the pending mesh dims, with one placement and one size per dim."""
+    """Reduces contributions in row-major order of the pending mesh dims. `ops` and `sizes` have an item per dim."""
     if not ops:
         return contributions[0]
     step = len(contributions) // sizes[0]
@@ -262,7 +262,7 @@ def reduce_all(contributions: Sequence[torch.Tensor], ops: Sequence[str], sizes:
 
 
 def is_rounded(placements: Sequence[str], other: Sequence[str], dtype: torch.dtype) -> bool:
-    """Returns whether going from one to the other rounds even for global_tensor(reducible=True).
+    """True if a move from `placements` to `other` rounds even for global_tensor(reducible=True).
 
     Averages and norms divide or take roots, and a sum made from a replica divides by the number of ranks.
     """
@@ -273,7 +273,7 @@ def is_rounded(placements: Sequence[str], other: Sequence[str], dtype: torch.dty
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor, rounded: bool = False) -> str | None:
-    """Returns None if equal, else what differs. With `rounded`, the rounding of a few additions is allowed.
+    """Returns None if equal, else a description. With `rounded`, allows the rounding of a few additions.
 
     Bits are not compared: -0.0 equals 0.0, as it may in a sum. NaNs equal each other.
     """

@@ -1,4 +1,4 @@
-"""Pairs of placements, source and destination, that several tests use; shorter lists say what they select."""
+"""Pairs of placements (source, destination) that several tests use. Shorter lists name the pairs that they select."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def part_in_group(whole: torch.Tensor, placement: str) -> torch.Tensor:
 
 def part_of(whole: torch.Tensor, layout: sw.Layout, rank: int) -> torch.Tensor:
     """Returns the part of `whole` that `rank` holds by the cuts of `layout`."""
-    if whole.dtype.itemsize == 1 and whole.dtype.is_floating_point:  # which PyTorch cannot concatenate on CPU
+    if whole.dtype.itemsize == 1 and whole.dtype.is_floating_point:  # PyTorch cannot concatenate 8-bit floats on CPU
         return part_of(whole.float(), layout, rank).to(whole.dtype)
     for dim, intervals in enumerate(layout.region(rank)):
         whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in intervals or [(0, 0)]], dim)

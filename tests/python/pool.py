@@ -1,11 +1,11 @@
 """Runs test functions on process groups of 1 to 8 ranks, in worker processes that live for the whole test run.
 
     values = pool.run(function, 4, argument)     # function(argument) on ranks 0..3; values[rank]
-    outcomes = run_isolated(function, 4)         # the same in fresh processes, which may die
+    outcomes = run_isolated(function, 4)         # in fresh processes, which may die
 
-`function` must stand at the top level of a module. Inside it `torch.distributed` is initialised on Gloo with the
-world size asked for. Starting torch takes seconds, a new process group milliseconds: so the processes stay and the
-default group is made anew whenever the world size changes. Both functions return one item per rank, in rank order.
+`function` must be at the top level of a module. Inside it `torch.distributed` is initialized on Gloo with the
+requested world size. Starting torch takes seconds, a new process group milliseconds: so the processes stay, and a new
+default group is made whenever the world size changes. Both functions return one item per rank, in rank order.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import pool_worker
 MAX_WORLD_SIZE = 8
 EXIT_SECONDS = 60.0
 CALL_TIMEOUT_SECONDS = 120.0
-# A collective gives up before the call does, so that a hang is reported as a traceback of each rank.
+# Less than the timeout of the call, so that a hang is reported with a traceback of each rank.
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
-# How long the other ranks may go on after one has failed; most of them wait for it.
+# Time for the other ranks to finish after one has failed. Most of them wait for it.
 GRACE_SECONDS = 8.0
 STACK_LINES = 20
 
-# Workers are forked from one process that has imported torch: seconds once, then milliseconds per worker.
+# Workers are forked from one process that has imported torch, so only the first start takes seconds.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pytest", "torch.distributed.tensor.parallel", "torch.distributed.tensor.debug"])
 
@@ -82,7 +82,7 @@ class _Worker:
         return "no stack: the process does not react to signals"
 
     def exit_code(self) -> int | None:
-        # Its pipe is closed, but the kernel may hold on to it while its sockets still have something to send.
+        # The pipe is closed, but the kernel may keep the process while its sockets still have data to send.
         self.process.join(EXIT_SECONDS)
         return self.process.exitcode
 
@@ -99,10 +99,10 @@ def _job(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _collect(workers: list[_Worker], timeout_seconds: float, grace_seconds: float | None) -> list[Outcome | None]:
-    """Waits for one answer per worker; None for workers without one.
+    """Waits for one answer per worker. Returns None for workers without one.
 
-    With `grace_seconds` the wait ends that long after the first rank has failed. A worker that closes its pipe has
-    died: that is an answer.
+    With `grace_seconds` the wait ends that long after the first rank has failed. A closed pipe counts as an answer:
+    the worker has died.
     """
     outcomes: list[Outcome | None] = [None] * len(workers)
     begin = time.monotonic()
@@ -143,10 +143,10 @@ def _report(name: str, outcomes: list[Outcome | None], workers: list[_Worker], t
 
 
 class Pool:
-    """Worker processes, started when first needed. A failed call leaves no state behind for the next one.
+    """Worker processes, started on first use. A failed call does not affect later calls.
 
-    Their tensors are on `device`: "cpu", "cuda", where all workers share a GPU, or "asyncdev", the asynchronous device
-    of tests/async_device, which must have been built and whose delays follow from `async_seed`.
+    Their tensors are on `device`: "cpu", "cuda" (all workers share one GPU), or "asyncdev", the asynchronous device of
+    tests/async_device, which must have been built. `async_seed` determines its delays.
     """
 
     def __init__(self, device: str = "cpu", async_seed: int = 0) -> None:
@@ -166,8 +166,8 @@ class Pool:
     ) -> list[Any]:
         """Runs function(*args, **kwargs) on each rank of a world and returns the values in rank order.
 
-        Raises AssertionError with the tracebacks of all ranks if any raised, died, or did not answer in time; the
-        last two restart the workers.
+        Raises AssertionError with the tracebacks of all ranks if any raised, died, or did not answer in time. The
+        workers are restarted after a death or a timeout.
         """
         if not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ValueError(f"world_size must be between 1 and {MAX_WORLD_SIZE}, got {world_size}")
@@ -195,7 +195,7 @@ class Pool:
         raise AssertionError(message)
 
     def close(self) -> None:
-        """Ends all workers; a later run starts new ones."""
+        """Ends all workers. A later run starts new ones."""
         for worker in self._workers:
             worker.stop()
         self._workers = []
@@ -210,7 +210,7 @@ def run_isolated(
     collective_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
     **kwargs: Any,
 ) -> list[Outcome]:
-    """Runs a function in new processes, which may die, and returns what each rank did.
+    """Runs a function in new processes, which may die, and returns the outcome of each rank.
 
     Raises AssertionError naming the ranks that neither returned, raised nor died within `timeout_seconds`.
     """

@@ -28,9 +28,9 @@ Job = tuple[str, str, tuple[Any, ...], dict[str, Any]]
 
 
 def _begin_life(world_size: int, store_path: str, rank: int, collective_timeout_seconds: float) -> None:
-    """Replaces the default process group, and drops all that torch and the tests cached about the old one.
+    """Replaces the default process group, and drops everything that torch and the tests cached about the old one.
 
-    DTensor keys its caches by meshes that compare equal across process groups, so they would hand out dead groups.
+    DTensor keys its caches by meshes that compare equal across process groups, so they would return dead groups.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -46,12 +46,12 @@ def _begin_life(world_size: int, store_path: str, rank: int, collective_timeout_
         timeout=datetime.timedelta(seconds=collective_timeout_seconds),
     )
     if _backend == "gloo":
-        # A call that ends its group at once would close connections that slower ranks are still making.
+        # Without it, a call that ends its group at once would close connections that slower ranks are still making.
         dist.barrier()
 
 
 def _call(job: Job) -> Any:
-    torch.manual_seed(0)  # on all ranks, whichever tests they have run before
+    torch.manual_seed(0)  # the same on all ranks, independent of earlier tests
     module_name, qualified_name, args, kwargs = job
     function: Any = importlib.import_module(module_name)
     for name in qualified_name.split("."):
@@ -60,7 +60,7 @@ def _call(job: Job) -> Any:
 
 
 def note(text: str) -> None:
-    """Notes what this worker is about to do, for the report in case it hangs. Does nothing outside of workers."""
+    """Writes a note for the report of a hang: the next operation of this worker. Does nothing outside of workers."""
     if _note_path:
         with open(_note_path, "w") as file:
             file.write(text)
@@ -69,7 +69,7 @@ def note(text: str) -> None:
 def _share_gpu(index: int) -> str:
     """Puts the tensors of worker `index` on the GPU, and returns the backends of its default process group.
 
-    NCCL refuses two ranks on one GPU, unless it takes them for ranks of different machines.
+    NCCL refuses two ranks on one GPU unless their host ids differ.
     """
     os.environ |= {"NCCL_HOSTID": f"worker{index}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "4"}
     torch.cuda.set_device(0)
@@ -81,11 +81,11 @@ def serve(pipe: Connection, stacks_path: str, index: int, device: str, async_see
     """Answers calls until the other end of the pipe closes. SIGUSR1 writes the Python stacks to `stacks_path`.
 
     Args:
-        pipe: to the pool.
-        stacks_path: a file.
-        index: of this worker among those of its pool.
+        pipe: the connection to the pool.
+        stacks_path: the file for Python stacks.
+        index: this worker's index in its pool.
         device: the device of tensors; see `pool.Pool`.
-        async_seed: the delays on "asyncdev" follow from it.
+        async_seed: seed of the delays on "asyncdev".
     """
     global _note_path, _backend
     _note_path = stacks_path + ".note"
@@ -117,5 +117,5 @@ def serve(pipe: Connection, stacks_path: str, index: int, device: str, async_see
             except BaseException:
                 answer = pickle.dumps((None, traceback.format_exc()))
             pipe.send_bytes(answer)
-    # Skip the interpreter's teardown: a group whose peers are gone may block in it.
+    # Skips the interpreter's teardown, in which a group whose peers are gone may block.
     os._exit(0)

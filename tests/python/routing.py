@@ -1,7 +1,7 @@
-"""Problems of routing tokens to experts, and what an unsharded layer makes of them: written without shardwright.
+"""Random problems of routing tokens to experts, and the results of an unsharded layer, written without shardwright.
 
-Every rank knows the whole problem, from a seed. The first column of a token's hidden state is its number in the job, so
-that rows can be told apart wherever they arrive.
+Every rank makes the whole problem from a seed. The first column of a token's hidden state is its number in the job, so
+that rows can be identified on the receiver.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def problem(
     most_tokens: int = 9,
     dtype: torch.dtype = torch.float64,
 ) -> Problem:
-    """Of a random number of tokens for each rank, among them none; some tokens miss experts (-1)."""
+    """Returns a problem with a random number of tokens per rank, possibly none. Some tokens have fewer experts (-1)."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, most_tokens + 1, (world,), generator=g).tolist()
     tokens[seed % world] = 0 if seed % 2 else most_tokens
@@ -74,8 +74,8 @@ def problem(
         if load == "one":
             expert_ids[-1][:, 1:] = -1
         elif n > 2:
-            expert_ids[-1][1, 0] = -1  # one expert fewer
-            expert_ids[-1][2, :] = -1  # none
+            expert_ids[-1][1, 0] = -1  # a token with one expert fewer
+            expert_ids[-1][2, :] = -1  # a token without experts
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
@@ -99,7 +99,7 @@ def expert(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def layer(weights: torch.Tensor, x: torch.Tensor, expert_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The unsharded layer: every token through each of its experts."""
+    """Applies each token's experts and sums their outputs by score: the unsharded layer."""
     out = []
     for token, ids, own_scores in zip(x, expert_ids.tolist(), scores, strict=True):
         parts = [own_scores[j] * expert(weights[e], token) for j, e in enumerate(ids) if e >= 0]
@@ -108,7 +108,7 @@ def layer(weights: torch.Tensor, x: torch.Tensor, expert_ids: torch.Tensor, scor
 
 
 def unsharded(p: Problem) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """Outputs and the gradients of x and scores by rank, and the gradient of the weights."""
+    """Returns outputs, gradients of x and of scores (lists by rank), and the gradient of the weights."""
     weights = p.weights.clone().requires_grad_()
     x = [one.clone().requires_grad_() for one in p.x]
     scores = [one.clone().requires_grad_() for one in p.scores]
@@ -121,14 +121,14 @@ def unsharded(p: Problem) -> tuple[list[torch.Tensor], list[torch.Tensor], list[
 
 
 def destinations(p: Problem) -> list[set[int]]:
-    """For each token of the job the ranks of its experts, where every expert is on one rank."""
+    """Returns, for each token of the job, the ranks of its experts. Requires that every expert is on one rank."""
     rank_of = {e: rank for rank, experts in enumerate(p.placement) for e in experts}
     ids = [row for one in p.expert_ids for row in one.tolist()]
     return [{rank_of[e] for e in row if e >= 0} for row in ids]
 
 
 def fewest_foreign_ranks(p: Problem, own: int, ids: Sequence[int]) -> int:
-    """The least number of ranks besides `own` that hold all of these experts, by trying all sets."""
+    """Returns the fewest ranks besides `own` that together have all these experts, by trying all sets of ranks."""
     wanted = {e for e in ids if e >= 0} - set(p.placement[own])
     world = len(p.placement)
     best = world

@@ -1,4 +1,4 @@
-"""DTensor's operators on tensors that are cut in strides, against the same operators on the whole tensors.
+"""Compares DTensor's operators on strided shards with the same operators on the global tensors.
 
     python tests/python/strided_operators.py [NAME ...]      # prints this torch's lines for verified.py, in minutes
 
@@ -33,8 +33,8 @@ import shardwright as sw
 from shardwright.views import strided
 
 FACTOR = 2
-MOST_CALLS = 16  # of each ATen operator
-SIZES = {"L": 16, "M": 8, "S": 4, "XS": 4}  # of PyTorch's samples
+MOST_CALLS = 16  # recorded calls of each ATen operator
+SIZES = {"L": 16, "M": 8, "S": 4, "XS": 4}  # sizes of PyTorch's samples, by the names of its constants
 
 
 class Call(NamedTuple):
@@ -67,14 +67,14 @@ class _Recording(TorchDispatchMode):
 
 
 def _dims(tensor: torch.Tensor) -> list[int]:
-    """Returns the dims that two ranks cut evenly in strides."""
+    """Returns the dims that two ranks can cut evenly into strided shards."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
     is_small = is_plain and 0 < tensor.numel() <= 4096
     return [dim for dim, size in enumerate(tensor.shape) if size % (2 * FACTOR) == 0] if is_small else []
 
 
 def recorded(names: list[str]) -> dict[Any, list[Call]]:
-    """Returns calls of the ATen operators that PyTorch's samples lead to, or those of functions with these names."""
+    """Records the ATen calls of PyTorch's samples: of all functions, or only of those in `names`."""
     from torch.testing._internal import common_methods_invocations as samples
 
     for module in [one for name, one in sys.modules.items() if name.startswith("torch.testing._internal")]:
@@ -109,7 +109,7 @@ def _can_be_saved(call: Call) -> bool:
 
 
 def _call_lists() -> None:
-    """Calls functions of lists, as optimizers and gradient clipping do; PyTorch's samples leave them out."""
+    """Calls the foreach functions of optimizers and gradient clipping, which PyTorch's samples omit."""
     ones, twos, threes = ([torch.rand(4, 8) + i for _ in range(2)] for i in range(3))
     torch._foreach_norm(ones, 2.0)
     torch._foreach_sqrt(ones)
@@ -132,14 +132,14 @@ def _run(op: Any, sample: Any) -> None:
 
 
 class Case(NamedTuple):
-    """Placements of the tensors of a call, in order."""
+    """The placements of the tensors of a call, in order."""
 
     placements: list[tuple[Placement, ...]]
     dim: int
 
 
 def cases(call: Call, mesh: DeviceMesh) -> Iterator[Case]:
-    """Yields ways to cut a call's tensors in strides: one tensor alone, and it with all others of its shape."""
+    """Yields strided placements of a call: of one tensor alone, and of all tensors of the same shape."""
     tensors = [one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, torch.Tensor)]
     whole = (Replicate(),) * mesh.ndim
     for i, tensor in enumerate(tensors):
@@ -157,7 +157,7 @@ def _cuts(dim: int) -> list[tuple[Placement, ...]]:
 
 
 def distributed(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
-    """Cuts a tensor index by index. Split factors encode an order of cuts only where another dim cuts the same."""
+    """Cuts a tensor index by index. Split factors encode a shard order only if another mesh dim cuts the same dim."""
     is_order = len(placements) == 2 and type(placements[1]) is Shard
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     spec = DTensorSpec(mesh, placements, meta, use_strided_shard_as_shard_order=is_order)
@@ -172,7 +172,7 @@ def distributed(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placeme
 
 
 def outcome(func: Any, call: Call, case: Case, mesh: DeviceMesh) -> str:
-    """Returns "right", "wrong" or an error, of this rank. All ranks of the mesh call."""
+    """Returns "right", "wrong" or the error on this rank. All ranks of the mesh must call it."""
     try:
         expected = func(*copied(call.args), **copied(call.kwargs))
     except Exception as error:
@@ -189,7 +189,7 @@ def outcome(func: Any, call: Call, case: Case, mesh: DeviceMesh) -> str:
 
 
 def _agree(found: Any, expected: Any) -> Iterator[bool]:
-    """Compares this rank's parts with those of the whole results, after summing what is pending."""
+    """Reduces pending sums, then compares this rank's parts with parts of the global results."""
     mine, right = tree_leaves(found), tree_leaves(expected)
     yield len(mine) == len(right)
     for one, other in zip(mine, right, strict=False):
@@ -215,8 +215,8 @@ def _part(whole: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
 
 
 def verdicts(path: str, trusts: bool) -> dict[str, dict[str, list[str]]]:
-    """Returns outcomes of all ATen operators: of all cases ("all"), and of those that are cut along other dims than
-    the operator works along ("other"). With `trusts`, PyTorch's rules are used wherever there are none of ours."""
+    """Returns outcomes by ATen operator: of all cases ("all"), and of cases cut only along dims that the operator does
+    not work along ("other"). With `trusts`, PyTorch's rules are used for operators without a rule of ours."""
     found: dict[str, dict[str, list[str]]] = {}
     mesh = init_device_mesh("cpu", (2, 2))
     known = strided.may_ask

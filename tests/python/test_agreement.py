@@ -1,4 +1,4 @@
-"""Texts of differences between ranks, and rounds in a store."""
+"""Reports of differences between ranks, and the exchange of texts through a store."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_long_errors_are_cut() -> None:
 
 
 def _round(texts: list[StoreTexts], said: list[str]) -> list[dict[str, str]]:
-    """Returns what two processes hear in a round."""
+    """Returns the texts that each of two processes receives in one round."""
     heard: list[dict[str, str]] = [{}, {}]
 
     def exchange(own: int) -> None:

@@ -1,4 +1,4 @@
-"""async_op=True gives an AsyncCollectiveTensor wherever stock does, and for Shard to Shard; values are right."""
+"""With async_op=True a result is an AsyncCollectiveTensor wherever stock returns one, and for Shard to Shard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.on_device
 WORLD = 4
 Move = tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]
 
-# Pairs whose last action is communication, so that it can still be under way when the call returns.
+# Moves that end with communication, so that they can still be in flight when the call returns.
 ASYNCHRONOUS: list[Move] = [
     ((4,), ("S(0)",), ("R",)),
     ((4,), ("S(0)",), ("S(1)",)),
@@ -50,7 +50,7 @@ LOCAL: list[Move] = [
 
 
 def _start(move: Move, shape: Sequence[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Starts a move and returns the local result, which may be under way, with what it must become."""
+    """Starts a move. Returns the local result, which may be in flight, and its expected value."""
     mesh_shape, src, dst = move
     mesh = get_mesh(mesh_shape)
     reducible = any(map(oracle.reduce_op, src))
@@ -83,7 +83,7 @@ def test_under_way(pool: Pool, move: Move) -> None:
 
 @pytest.mark.cpu_only("on streams all ranks have something to wait for")
 def test_ranks_with_nothing_to_say_do_not_wait(pool: Pool) -> None:
-    """Swapping the mesh dims that cut rows and columns: ranks 0 and 3 keep their blocks, 1 and 2 trade theirs."""
+    """The mesh dims that cut rows and columns are swapped: ranks 0 and 3 keep their blocks, 1 and 2 exchange theirs."""
     found = pool.run(_types_and_values, WORLD, ((2, 2), ("S(0)", "S(1)"), ("S(1)", "S(0)")))
     assert [kinds[0] for kinds in found] == ["Tensor", "AsyncCollectiveTensor", "AsyncCollectiveTensor", "Tensor"]
 
@@ -95,7 +95,7 @@ def test_nothing_to_wait_for(pool: Pool, move: Move) -> None:
 
 
 def _used_without_wait(move: Move) -> None:
-    """An operator on the result waits by itself, and so does to_local()'s user."""
+    """Operators on the DTensor and on the result of to_local() wait without a call to wait()."""
     with sw.enabled(strict=True):
         local, expected = _start(move, (8, 8), seed=2)
         assert oracle.difference(local * 2, expected * 2, rounded="P(avg)" in move[1]) is None
@@ -121,7 +121,7 @@ def _in_flight_together(reverse_on_odd_ranks: bool) -> None:
 
 @pytest.mark.parametrize("reverse_on_odd_ranks", [False, True])
 def test_several_in_flight(pool: Pool, reverse_on_odd_ranks: bool) -> None:
-    """Ranks may wait in any order, each in its own: only the order of the calls must agree, as in stock."""
+    """Each rank may wait in any order. Only the order of the calls must be the same, as in stock."""
     pool.run(_in_flight_together, WORLD, reverse_on_odd_ranks)
 
 
@@ -143,9 +143,9 @@ def test_synchronous_calls_in_between(pool: Pool) -> None:
 
 
 def _seconds_to_start(move: Move, late_seconds: float) -> tuple[float, float]:
-    """How long the call and the wait take while rank 0 comes late."""
+    """Returns the seconds of the call and of the wait while rank 0 starts late."""
     with sw.enabled(strict=True):
-        _wait(_start(move, (64, 64), seed=7)[0])  # plans and groups are made here
+        _wait(_start(move, (64, 64), seed=7)[0])  # makes plans and groups
         dist.barrier()
         if dist.get_rank() == 0:
             time.sleep(late_seconds)
@@ -168,7 +168,7 @@ def test_the_call_does_not_wait_for_others(pool: Pool, move: Move) -> None:
 
 
 def _dropped() -> None:
-    """The last rank takes part only once the others have dropped theirs, so whoever waits for it there never ends."""
+    """The last rank joins only after the others have dropped their works, so a drop that waited for it would hang."""
     mesh, rank, store = sw.Mesh({"a": WORLD}), dist.get_rank(), dist.distributed_c10d._get_default_store()
     src, dst = sw.Layout(mesh, (WORLD, 6), ["S(0)"]), sw.Layout(mesh, (WORLD, 6), ["R"])
     executable = executables.bind(executables.make_plan(src, dst, "cpu"))
@@ -185,7 +185,7 @@ def _dropped() -> None:
     del work
     store.set(f"dropped by {rank}", "")
     dist.barrier()
-    executables.run(executable, tensor[rank : rank + 1], False)  # comes after all that was started
+    executables.run(executable, tensor[rank : rank + 1], False)  # runs after everything that was started
     assert rank < WORLD - 1 or torch.equal(out, tensor)
 
 
@@ -223,7 +223,7 @@ def test_copies_wait(pool: Pool) -> None:
 
 
 def _backward(shape: tuple[int, ...]) -> None:
-    """async_op holds in backward too."""
+    """The gradient is asynchronous too."""
     mesh = get_mesh((4,))
     tensor = oracle.global_tensor(shape, torch.float32, seed=9)
     gradient = oracle.global_tensor(shape, torch.float32, seed=10)

@@ -1,4 +1,4 @@
-"""Asynchronous redistributes whose input is written to while they run, and whose result nobody waits for."""
+"""Asynchronous redistributes whose input is overwritten while they run, and whose result is not waited for."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ MAX_IN_FLIGHT = 6
 DEADLINE_SECONDS = 30.0
 SHAPES = [(8, 8), (5, 7), (1, 3), (0, 3), (64, 33)]
 PLACEMENTS = ["R", "S(0)", "S(1)", "P(sum)"]
-# All-gathers from here on send the input's own memory on Gloo.
+# A size from which all-gathers on Gloo send directly from the input's memory.
 LARGE = (1100, 1024)
 
 
 def _pending(local: torch.Tensor) -> torch.Tensor:
-    """The memory of a result, without waiting for it."""
+    """Returns a result's tensor without waiting for it."""
     return local.elem if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _becomes(memory: torch.Tensor, expected: torch.Tensor, rounded: bool = False) -> bool:
-    """Returns whether memory gets its values although nobody waits for it."""
+    """True if the values arrive although nothing waits for the result."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while oracle.difference(memory, expected, rounded) is not None:
         if time.monotonic() > deadline:
@@ -47,7 +47,7 @@ def _becomes(memory: torch.Tensor, expected: torch.Tensor, rounded: bool = False
 def _start(
     mesh_shape: tuple[int, ...], shape: tuple[int, ...], src: list[str], dst: list[str], seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Starts a redistribute. Returns the local input, the local result and what that must become."""
+    """Starts a redistribute. Returns the local input, the local result and its expected value."""
     mesh = get_mesh(mesh_shape)
     tensor = oracle.global_tensor(shape, torch.float32, seed, any(map(oracle.reduce_op, src)))
     source = dtensors.distribute(tensor, mesh, src)
@@ -73,7 +73,7 @@ def test_the_input_may_be_written_to(pool: Pool, src: str, dst: str, pause_secon
 
 
 def _rounds() -> None:
-    """A plan that packs its input in rounds, after waits."""
+    """The plan packs its input in rounds. Later rounds read the input after a wait."""
     mesh = sw.Mesh({"x": WORLD})
     src, dst = sw.Layout(mesh, (1024, 512), ["S(0)"]), sw.Layout(mesh, (1024, 512), ["S(1)"])
     free = sw.plan(src, dst, backend="gloo")
@@ -113,7 +113,7 @@ def test_results_arrive_without_a_wait(pool: Pool, src: str, dst: str) -> None:
 
 
 def _collectives_beside(mesh_shape: tuple[int, ...], src: list[str], dst: list[str]) -> list[str]:
-    """Redistributes of several phases, which some ranks wait for at once and others late, amid others' collectives."""
+    """Runs redistributes of several phases and all-reduces in turn. Some ranks wait at once, others late."""
     own = random.Random(dist.get_rank())
     wrong = []
     group = get_mesh(mesh_shape).get_group(0)
@@ -144,12 +144,12 @@ def _collectives_beside(mesh_shape: tuple[int, ...], src: list[str], dst: list[s
 def test_collectives_of_others_do_not_meet_ours(
     pool: Pool, mesh_shape: tuple[int, ...], src: list[str], dst: list[str]
 ) -> None:
-    """Whenever a rank gets to the later phases of a redistribute, before or after somebody else's collective."""
+    """The later phases of a redistribute may start before or after a user's collective on the same group."""
     assert pool.run(_collectives_beside, WORLD, mesh_shape, src, dst) == [[]] * WORLD
 
 
 def _hammer(seed: int, times: int) -> list[str]:
-    """Random redistributes, the same on all ranks; what is done with input and result is each rank's own."""
+    """Runs the same random redistributes on all ranks. Each rank chooses how it uses inputs and results."""
     common, own = random.Random(seed), random.Random(seed * WORLD + dist.get_rank())
     wrong: list[str] = []
     in_flight: deque[tuple[str, torch.Tensor, torch.Tensor]] = deque()
@@ -185,7 +185,7 @@ def _hammer(seed: int, times: int) -> list[str]:
             if own.random() < 0.8 and result is not local:
                 local.fill_(-1)
             in_flight.append((name, result, expected))
-            if common.random() < 0.2:  # somebody else's collective on the same groups
+            if common.random() < 0.2:  # a user's collective on the same groups
                 mine = torch.full((3,), float(number))
                 dist.all_reduce(mine, group=get_mesh(mesh_shape).get_group(common.randrange(len(mesh_shape))))
                 if not bool((mine == mine[0]).all()) or mine[0] != number * get_mesh(mesh_shape).size(-1):
@@ -201,7 +201,7 @@ def _hammer(seed: int, times: int) -> list[str]:
 
 @pytest.mark.long
 def test_ten_thousand(pool: Pool) -> None:
-    """Written to or not, waited for here, on another thread, or not at all: no result is ever wrong."""
+    """Results are right whether inputs are overwritten, and whether this thread, another one or none waits."""
     for seed in range(4):
         for wrong in pool.run(_hammer, WORLD, seed, NUM_REDISTRIBUTES // 4):
             assert wrong == []

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut over ranks, against attention of the whole sequence in float64."""
+"""Compares attention over a sequence that is cut over ranks with unsharded attention in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ only_on_cpu = pytest.mark.cpu_only("others here show the same on the asynchronou
 
 
 def _inputs(batch: int, heads: int, kv_heads: int, length: int, depth: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the result."""
+    """Returns q, k, v and the gradient of the result."""
     generator = torch.Generator().manual_seed(length * 10 + heads)
     shapes = [(batch, heads), (batch, kv_heads), (batch, kv_heads), (batch, heads)]
     return [torch.randn(*shape, length, depth, generator=generator).to(dtype) for shape in shapes]
@@ -44,7 +44,7 @@ def _visible(length: int, is_causal: bool, mask: sw.attention.Mask | None) -> to
 
 
 def _whole(inputs: list[torch.Tensor], seen: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The result and the gradients of unsharded attention in this dtype, then the log-sum-exp in float64."""
+    """Returns result and gradients of unsharded attention in `dtype`, then the log-sum-exp in float64."""
     q, k, v = (t.to(dtype, copy=True).requires_grad_() for t in inputs[:3])
     times = q.shape[1] // k.shape[1]
     keys, values = (t.repeat_interleave(times, 1) for t in (k, v))
@@ -61,7 +61,7 @@ def _whole(inputs: list[torch.Tensor], seen: torch.Tensor, dtype: torch.dtype) -
 
 
 def _places(layout: Any, length: int) -> torch.Tensor:
-    """The places of the sequence that this rank holds, in local order."""
+    """Returns this rank's positions of the sequence, in local order."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if layout == "zigzag":
         layout = sw.placements.Pieces.zigzag(0, length, world)
@@ -99,7 +99,7 @@ def _agrees(
         )
         grads = torch.autograd.grad(out, mine, inputs[3][:, :, places].to(meshes.device))
         for name, found, right, stock in zip("oqkv", [out, *grads], exact, usual, strict=False):
-            # Rounding of float32 grows with the number of terms; that of bfloat16 is far above it.
+            # Rounding errors of float32 grow with the number of terms. Those of bfloat16 are much larger.
             slack = 2e-3 if dtype == torch.bfloat16 else 4e-6
             allowed = 2.5 * _worst(stock, right) + slack
             error = _worst(found, right[:, :, places])
@@ -141,7 +141,7 @@ def test_on_eight_ranks(pool: Pool) -> None:
 
 
 def _result(method: str, dtype: torch.dtype, is_causal: bool, layout: Any) -> list[torch.Tensor]:
-    """The whole result and gradients, in blocks of two places."""
+    """Returns the global result and gradients, computed in 24 chunks of two positions."""
     length = 48
     inputs = _inputs(2, 4, 2, length, 16, dtype)
     places = _places(layout, length)
@@ -179,7 +179,7 @@ def _on_nodes(per_node: int) -> None:
     tables.change(before.with_environment(topology))
     try:
         for sizes, is_causal, layout in (
-            ((2, 5, 1, 37, 8), True, "zigzag"),  # heads that no number of ranks divides
+            ((2, 5, 1, 37, 8), True, "zigzag"),  # neither number of ranks divides the heads
             ((1, 4, 4, 24, 8), False, None),
             ((1, 2, 2, 3, 8), True, None),
         ):
@@ -187,7 +187,7 @@ def _on_nodes(per_node: int) -> None:
         q, k, v, _ = _inputs(1, 4, 4, 64, 8, torch.float32)
         mine = [t[:, :, _places(None, 64)] for t in (q, k, v)]
         assert "two_level: forward" in sw.attention.explain(*mine, size=64)
-        # A group of neighbours on one node has no levels.
+        # The ranks of this group are on one node, so it has no two levels.
         mesh = meshes.get_mesh((dist.get_world_size() // per_node, per_node))
         with pytest.raises(ValueError, match="two_level"):
             sw.attention.scaled_dot_product_attention(*mine, size=32, group=mesh.get_group(1), method="two_level")
@@ -217,7 +217,7 @@ def test_keys_travel_while_others_are_attended_to(pool: Pool) -> None:
         attends = [event for event in events if event[1].startswith("attend")]
         transfers = [event for event in events if event[0] == "communication"]
         assert len(attends) == 4 and len(transfers) == 3
-        # Each transfer is under way when the product before it begins, and is waited for after that product.
+        # Each transfer begins before the product of the previous keys, and is waited for after that product.
         for (_, _, _, begin, end), (_, _, _, start, stop) in zip(transfers, attends, strict=False):
             assert begin <= start and stop <= end
     for events in pool.run(_traced, 4, "serial"):
@@ -305,7 +305,7 @@ def _disagree() -> list[str]:
     rank = dist.get_rank()
     q, k, v = (t.chunk(2, 2)[rank] for t in (q, k, v))
     calls: list[tuple[Any, dict[str, Any]]] = [
-        ([t[:, :, rank:] for t in (q, k, v)], {}),  # rank 1 lacks a row
+        ([t[:, :, rank:] for t in (q, k, v)], {}),  # one row is missing on rank 1
         ((q, k, v[:, rank:]), {}),
         ((q, k, v), {"is_causal": rank == 0}),
         ((q, k, v), {"chunks": 2 + rank}),
@@ -319,7 +319,7 @@ def _disagree() -> list[str]:
         said.append(str(raised.value))
     assert (
         sw.attention.scaled_dot_product_attention(q, k, v, size=8, method="ring").shape == q.shape
-    )  # nothing was left under way
+    )  # nothing is left in flight
     return said
 
 
@@ -333,7 +333,7 @@ def test_all_ranks_raise_where_one_does_not_fit_or_they_differ(pool: Pool) -> No
 
 
 def _heads_apart() -> None:
-    for q_heads, kv_heads in ((12, 3), (1, 1)):  # [0, 6) share heads 0 and 1, [0, 2) are held; a rank holds nothing
+    for q_heads, kv_heads in ((12, 3), (1, 1)):  # rank 0: q heads [0, 6) use k heads 0 and 1; or rank 1 has none
         given = [
             distribute_tensor(torch.randn(1, heads, 6, 4), meshes.get_mesh((2,)), [Shard(1)])
             for heads in (q_heads, kv_heads, kv_heads)
@@ -449,7 +449,7 @@ def _views_as_buffers() -> None:
     with pytest.raises(ValueError, match="gradient"), cut:
         pass
     assert tokens.shape == (2, 13)
-    # What autograd saved of a buffer is no longer that when the block is over.
+    # The end of the block writes to the buffer, so a tensor that autograd saved of it is no longer valid.
     scale, x = torch.ones(13), torch.ones(7 - dist.get_rank(), requires_grad=True)
     with sw.attention.context_parallel(mesh, buffers=[scale], buffer_seq_dims=[0], layout="contiguous"):
         product = x * scale
@@ -466,7 +466,7 @@ def _as_stock_hands_over() -> None:
     assert found.dtype == right.dtype == torch.bfloat16
     torch.testing.assert_close(found, right.chunk(2, 2)[dist.get_rank()], atol=2e-2, rtol=0)
     mesh = meshes.get_mesh((2,))
-    heads = [distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)]  # a rank would attend to its own part alone
+    heads = [distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)]  # a rank would attend only to its own part
     refused = pytest.raises(ValueError, match="query must be a DTensor whose sequence is cut over ranks")
     with sw.attention.context_parallel(mesh, size=16), refused:
         F.scaled_dot_product_attention(*heads)
@@ -505,7 +505,7 @@ def test_in_a_context_and_in_a_layer(pool: Pool) -> None:
 
 
 def _compiled() -> None:
-    """Graphs that are made before attention is first called."""
+    """Graphs are compiled before attention is called for the first time."""
     inputs = [t.to(meshes.device) for t in _inputs(1, 2, 2, 18, 8, torch.float32)[:3]]
     mine = [t[:, :, _places("zigzag", 18)].requires_grad_() for t in inputs]
     mesh = meshes.get_mesh((2,))
@@ -532,7 +532,7 @@ def _compiled() -> None:
 
 
 def _compiles_once() -> None:
-    """Each direction of an attention is one program, which is compiled when it is first asked for, and not again."""
+    """Forward and backward are one program each, compiled on first use and then cached."""
     places = _places(None, 22)
     mine = [t[:, :, places].requires_grad_() for t in _inputs(1, 2, 2, 22, 8, torch.float32)[:3]]
     counts = []

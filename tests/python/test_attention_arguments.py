@@ -1,4 +1,4 @@
-"""Errors of `sw.attention` about arguments that do not fit are the same on every rank."""
+"""Errors of `sw.attention` about invalid arguments are the same on every rank."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_refused(pool: Pool) -> None:
 
 
 def _layouts_as_texts() -> None:
-    """A layout of dim 2 may be a placement, or its text, and is that of another dim where the sequence is another."""
+    """A layout may be a placement of dim 2 or its string, and applies to the sequence dim if that is another dim."""
     whole = torch.arange(SIZE * 3, device=device).view(SIZE, 3)
     rank = dist.get_rank()
     mine = whole.chunk(2)[rank]

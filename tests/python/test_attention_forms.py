@@ -1,4 +1,4 @@
-"""Attention over ranks: values of another depth, keys of another sequence, masks that are tensors, and 3-D tensors."""
+"""Attention over ranks with values of another depth, keys of another sequence, tensor masks, and 3-D tensors."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ MOVES_KEYS = ("serial", "ring", "gather")
 
 class Case(NamedTuple):
     rows: int = 21
-    keys: int | None = None  # None: those of queries
-    depths: tuple[int, int] = (8, 8)  # of keys and of values
+    keys: int | None = None  # None: the keys are of the queries' sequence
+    depths: tuple[int, int] = (8, 8)  # depth of keys, depth of values
     heads: tuple[int, int] = (4, 2)
     layout: Any = None
     kv_layout: Any = None
     is_causal: bool = False
     window: int | None = None
     chunks: int | None = None
-    mask: str = ""  # see _mask
+    mask: str = ""  # kind of mask, see _mask
 
     @property
     def num_keys(self) -> int:
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 def _mask(case: Case, generator: torch.Generator) -> torch.Tensor | None:
-    """The mask of all queries. Some of them see nothing."""
+    """Returns the mask of all queries. Some queries see no key."""
     seen = torch.rand(2, case.heads[0], case.rows, case.num_keys, generator=generator) < 0.5
     if case.mask == "padding":
         return seen[:, :1, :1]
@@ -57,7 +57,7 @@ class Whole(NamedTuple):
     inputs: list[torch.Tensor]  # q, k, v and the gradient of the result
     mask: torch.Tensor | None
     right: list[torch.Tensor]  # in float64: result, gradients, log-sum-exp
-    stock: list[torch.Tensor]  # the result and gradients of PyTorch
+    stock: list[torch.Tensor]  # result and gradients of PyTorch
 
 
 def _whole(case: Case, dtype: torch.dtype) -> Whole:
@@ -79,7 +79,7 @@ def _whole(case: Case, dtype: torch.dtype) -> Whole:
     if mask is not None:
         bias = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
 
-    # A query that sees nothing gets zeros.
+    # The result of a query that sees no key is zeros.
     is_blind = bias.amax(-1, keepdim=True) == -math.inf if case.num_keys else torch.ones(case.rows, 1, dtype=torch.bool)
     bias = bias.masked_fill(is_blind, 0)
 
@@ -98,7 +98,7 @@ def _whole(case: Case, dtype: torch.dtype) -> Whole:
 
 
 def _placed(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of queries and of keys that this rank holds."""
+    """Returns this rank's positions of queries and of keys."""
     rows = _places(case.layout, case.rows)
     if case.kv_layout == "whole":
         return rows, torch.arange(case.num_keys)
@@ -161,9 +161,9 @@ def test_values_may_have_another_depth_than_keys(pool: Pool, world_size: int) ->
 CROSS = [
     Case(rows=21, keys=13, is_causal=True, layout="zigzag", kv_layout="zigzag"),
     Case(rows=5, keys=30, depths=(8, 12), is_causal=True, chunks=4),
-    Case(rows=17, keys=9, window=4),  # queries from place 12 on see nothing
+    Case(rows=17, keys=9, window=4),  # queries from position 12 on see no key
     Case(rows=9, keys=0),
-    Case(rows=16, kv_layout="zigzag", is_causal=True),  # of one length, cut in two ways
+    Case(rows=16, kv_layout="zigzag", is_causal=True),  # same length, different cuts
 ]
 PIECES = Case(
     rows=10, keys=8, layout=sw.placements.Pieces(2, [[(6, 10), (0, 1)], [], [(1, 6)]]), kv_layout="zigzag", window=5
@@ -194,7 +194,7 @@ def test_masks_may_be_tensors(pool: Pool, world_size: int) -> None:
 
 
 def _bias_is_bounded() -> None:
-    """One block with the edges of a window, or with a mask: all its pairs would take a bias of 100 MiB."""
+    """Attends in one block, with a window or a mask. A bias of all its pairs would take 100 MiB."""
     rows = 5120
     q, k, v = (torch.randn(1, 1, rows, 8, requires_grad=True) for _ in range(3))
     whole_mask = torch.ones(rows, rows, dtype=torch.bool)
@@ -202,7 +202,7 @@ def _bias_is_bounded() -> None:
     for arguments in ({"is_causal": True, "mask": sw.attention.Mask(window=rows // 2)}, {"mask": whole_mask}):
         out, forward = allocated_peak(scaled_dot_product_attention, q, k, v, method="serial", **arguments)
         _, backward = allocated_peak(torch.autograd.grad, out.sum(), [q, k, v])
-        # A bias of 16 MiB, and everything that is one row for each place.
+        # A bias of 16 MiB, and tensors with one row per position.
         assert 12 * 2**20 < forward < 20 * 2**20, forward
         assert 12 * 2**20 < backward < 20 * 2**20, backward
         text = sw.attention.explain(q, k, v, method="serial", **arguments)
@@ -325,7 +325,7 @@ def _in_a_context() -> None:
 
 
 def _forms_differ() -> None:
-    """Masks of two forms, which on rank 1 are one, as it has one row: no rank waits for another that plans again."""
+    """Two masks of different forms have the same shape on rank 1, which has one row. No rank waits for a new plan."""
     q, k, v = (torch.randn(1, 2, 4 - 3 * dist.get_rank(), 8, device=meshes.device) for _ in range(3))
     layout = sw.placements.Pieces(2, [[(0, 4)], [(4, 5)]])
     attend = functools.partial(scaled_dot_product_attention, q, k, v, size=5, layout=layout, method="ring")

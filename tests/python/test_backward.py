@@ -1,4 +1,4 @@
-"""Gradients through redistributes: once, twice, with other dtypes, and after the drop-in was disabled."""
+"""Gradients of redistributes: first and second order, with other dtypes, and after the drop-in was disabled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORLD = 4
 MESHES = [(4,), (2, 2)]
 Placements = tuple[str, ...]
 
-# Before 2.15 PyTorch drops the second derivative of a redistribute, with an error from autograd.
+# Before 2.15 PyTorch has no second derivative of a redistribute: autograd raises an error.
 STOCK_IS_TWICE_DIFFERENTIABLE = hasattr(_redistribute, "NestedRedistribute")
 
 
@@ -58,7 +58,7 @@ def test_every_pair(pool: Pool, mesh_shape: tuple[int, ...], shape: tuple[int, .
 
 
 def _second_gradient(src: str, dst: str) -> torch.Tensor:
-    """d/dx of the squared gradient of sum(x ** 3)."""
+    """Returns d/dx of the squared gradient of sum(x ** 3)."""
     mesh = get_mesh((4,))
     tensor = oracle.global_tensor((5, 7), torch.float32, 3, reducible=True)
     local = dtensors.my_local(tensor, mesh, [src]).requires_grad_()
@@ -70,7 +70,7 @@ def _second_gradient(src: str, dst: str) -> torch.Tensor:
 
 def _twice(src: str, dst: str) -> None:
     if not STOCK_IS_TWICE_DIFFERENTIABLE:
-        # As in stock, there is an error, never a wrong number. It is raised by stock, which strict mode would refuse.
+        # As in stock, autograd raises and never returns a wrong number. Strict mode would refuse the fallback to stock.
         with sw.enabled(), pytest.raises(RuntimeError, match="not have been used in the graph"):
             _second_gradient(src, dst)
         return
@@ -160,7 +160,7 @@ def test_full_tensor(pool: Pool, mesh_shape: tuple[int, ...], src: Placements) -
 
 
 def _count(call: Callable[[], object]) -> tuple[int, int]:
-    """Calls of the engine, and collectives of stock's kind, that `call` makes."""
+    """Returns the numbers of engine calls and of stock's collectives that `call` makes."""
     sw.reset_stats()
     with sw.debug.wire_meter() as meter:
         call()
@@ -175,7 +175,7 @@ def _moved(mesh_shape: tuple[int, ...]) -> tuple[torch.Tensor, DTensor]:
 
 
 def _decided_in_forward() -> None:
-    """A forward with the engine has a backward with it, wherever that runs; one without has none."""
+    """A forward with the engine has a backward with the engine, wherever that runs. Without it, neither has."""
     with sw.enabled(strict=True):
         local, moved = _moved((4,))
     calls, stock = _count(lambda: moved.to_local().sum().backward())
@@ -209,7 +209,7 @@ def test_backward_in_another_thread(pool: Pool) -> None:
 
 
 def _checkpointed() -> None:
-    """Recomputation runs the forward again inside the backward."""
+    """A checkpoint runs the forward again inside the backward."""
     mesh = get_mesh((4,))
     weight = torch.full((8, 8), 0.5, device=meshes.device, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""Mistakes get an error that names the argument and its value, at once and on every rank."""
+"""Invalid arguments raise an error that names the argument and its value, at once and on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ USER_ERRORS = (ValueError, TypeError, IndexError, RuntimeError, NotImplementedEr
 
 
 def _refused(call: Callable[[], object], *fragments: str) -> None:
-    """`call` must raise, with a message that has all the fragments, and not by an assertion or a crash."""
+    """Checks that `call` raises a user error whose message has all the fragments."""
     with pytest.raises(USER_ERRORS) as caught:
         call()
     missing = [fragment for fragment in fragments if fragment not in str(caught.value)]
@@ -91,7 +91,7 @@ def test_mesh(dims: Any, ranks: list[int] | None, fragments: list[str]) -> None:
     ],
 )
 def test_plan(src: dict[str, Any], dst: dict[str, Any], fragments: list[str]) -> None:
-    """Either the layout or the plan may raise the error."""
+    """The error may be raised by the layout or by the plan."""
     plain = {"placements": ["R", "R"]}
     _refused(lambda: sw.plan(_layout(**(plain | src)), _layout(**(plain | dst))), *fragments)
 
@@ -111,7 +111,7 @@ def _print_what_could_not_be_made() -> None:
             try:
                 repr(frame.tb_frame.f_locals)
             except TypeError as error:
-                assert "__init__" in str(error)  # "not initialized" is an answer, a crash is none
+                assert "__init__" in str(error)  # an error about __init__ is allowed, a crash is not
             frame = frame.tb_next
 
 
@@ -142,7 +142,7 @@ def _local_calls() -> None:
     large = sw.Mesh({"a": 8})
     large_src, large_dst = sw.Layout(large, (16, 6), ["S(0)"]), sw.Layout(large, (16, 6), ["R"])
     _refused(lambda: sw.redistribute_local(good, large_src, large_dst), "rank", "4")
-    # Nothing was left half done: the right call works.
+    # The errors left no state behind: a valid call works.
     assert tuple(sw.redistribute_local(good, src, dst).shape) == (8, 2 if dist.get_rank() < 3 else 0)
 
 
@@ -161,7 +161,7 @@ def _dtensor_calls() -> None:
         _refused(lambda: x.redistribute(other, [Replicate(), Partial()]), "placements", "another mesh")
         _refused(lambda: x.redistribute(mesh, [Replicate(), Replicate()]), "2")
         _refused(lambda: x.redistribute(mesh, [Shard(5)]), "5")
-        # A local tensor of other dims than the DTensor says; one of other sizes is taken (test_masks_and_misfits.py).
+        # A local tensor with more dims than the DTensor. Other sizes are allowed (test_masks_and_misfits.py).
         wrong = DTensor.from_local(
             torch.ones(2, 6, 2), mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 6)), stride=(6, 1)
         )

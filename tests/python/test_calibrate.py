@@ -1,4 +1,4 @@
-"""Topologies measured on a job are equal on all ranks, plausible, and used by plans. No test depends on speed."""
+"""Measured topologies are equal on all ranks, plausible, and used by plans. No test depends on speed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwright.layouts import tables
 from shardwright.matmul import running
 from shardwright.runtime import executables
 
-# More than any message or KiB takes, however busy the machine.
+# An upper bound of the time of a message or a KiB, even on a busy machine.
 SECOND_PS = 10**12
 
 
@@ -38,7 +38,7 @@ def _check_plausible(topology: sw.Topology) -> None:
 
 
 def _load(tables: list[str], folder: pathlib.Path) -> sw.Topology:
-    """The topology that all ranks returned, by way of a file."""
+    """Checks that all ranks returned the same topology, and loads it from a file."""
     assert len(set(tables)) == 1, "ranks that plan by different tables hang"
     path = folder / "topology.json"
     path.write_text(tables[0])
@@ -49,11 +49,11 @@ def _load(tables: list[str], folder: pathlib.Path) -> sw.Topology:
 
 
 def _links(*args: Any, **kwargs: Any) -> sw.Topology:
-    """Measures links only, without an effect on other tests of this process."""
+    """Measures only links, without effects on other tests in this process."""
     return calibrate(*args, quick=True, dtypes=(), apply=False, **kwargs)
 
 
-# ---- on a job
+# ---- measuring
 
 
 def _measured(mesh_shape: tuple[int, ...] | None, ranks_per_node: int | None) -> str:
@@ -117,7 +117,7 @@ def test_command_line(pool: Pool, tmp_path: pathlib.Path, capfd: pytest.CaptureF
     assert sorted(topology.mesh_dims) == ["dp", "tp"]
 
 
-# ---- what goes by it
+# ---- use of the measured tables
 
 
 def _names() -> tuple[str, str]:
@@ -161,9 +161,9 @@ def test_later_plans_and_products_go_by_it(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("message", "slowdown", "together"),
     [
-        (2.0, 0.0, lambda n: 2.0 + 1.0 / n),  # the last slice of the product comes after all messages
-        (2.0, 0.5, lambda n: 2.0 + 1.0 / n),  # also if the others are slowed: they are hidden
-        (0.5, 0.0, lambda n: 0.5 / n + 1.0),  # the first message comes before all slices
+        (2.0, 0.0, lambda n: 2.0 + 1.0 / n),  # the last slice of the product starts after all messages
+        (2.0, 0.5, lambda n: 2.0 + 1.0 / n),  # slower slices do not matter: the messages hide them
+        (0.5, 0.0, lambda n: 0.5 / n + 1.0),  # all slices start after the first message
         (0.5, 0.5, lambda n: 0.5 / n + 1.0 + 0.5 * 0.5 * (n - 1) / n),  # all slices but the last are slowed
     ],
 )
@@ -229,13 +229,13 @@ def _what_is_said(calibrates: bool) -> list[str]:
     with sw.enabled(strict=True):
         x.redistribute(placements=dtensors.to_placements(["S(1)"]))
         sw.linear(x, x, placements=dtensors.to_placements(["S(1)"]))
-        assert not said  # it is no warning
+        assert not said  # logged at level INFO, not WARNING
     log.setLevel(logging.INFO)
     if calibrates:
         calibrate(quick=True)
     with sw.enabled(strict=True):
         x.redistribute(placements=dtensors.to_placements(["R"]))
-        assert not said  # one gather, over whatever links
+        assert not said  # a single gather: the plan does not depend on the table
         for rows in (16, 24):
             x = dtensors.distribute(torch.ones(rows, 8), mesh, ["S(0)"])
             sw.linear(x, x, placements=dtensors.to_placements(["S(1)"]))
@@ -251,7 +251,7 @@ def test_default_tables_are_said_once(calibrates: bool) -> None:
     assert calibrates or first.value[0].startswith("plans are chosen with the default table 'cpu'; shardwright.calib")
 
 
-# ---- what is not allowed
+# ---- invalid arguments
 
 
 def _mistakes() -> None:
@@ -292,7 +292,7 @@ def test_command_line_outside_a_job(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "torchrun" in capsys.readouterr().err
 
 
-# ---- nodes
+# ---- ranks per node
 
 
 @pytest.mark.parametrize(

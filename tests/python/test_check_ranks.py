@@ -1,4 +1,4 @@
-"""`sw.debug.check_ranks`: ranks that run different redistributes all raise, name what differs, and send nothing."""
+"""`sw.debug.check_ranks`: if ranks call different redistributes, all raise, name the difference, and send nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_alike(pool: Pool) -> None:
 
 
 def _transposed_on_some() -> None:
-    """k of 5 is cut into 2, 2, 1 and 0. Nobody can tell whether a single row is transposed."""
+    """k = 5 is cut into 2, 2, 1 and 0. A part with a single row or none does not show whether it is transposed."""
     rank = dist.get_rank()
     x, weight = torch.arange(15.0).view(3, 5), torch.arange(30.0).view(5, 6)
     mine = slice(2 * rank, 2 * rank + 2)
@@ -118,7 +118,7 @@ def _wrong_everywhere(rank: int) -> None:
 
 
 def _differing(call: Callable[[int], None], is_known: bool) -> str:
-    """Returns what this rank raises; afterwards all ranks continue."""
+    """Returns the error on this rank. Later calls of all ranks work."""
     if is_known:
         _gather(0)
     with _checking(), pytest.raises(RuntimeError, match="shardwright: redistribute: ") as error:
@@ -155,7 +155,7 @@ def test_differing(pool: Pool, call: Callable[[int], None], expected: list[str],
 
 
 def _in_two_groups() -> None:
-    """Each half of the ranks runs redistributes of its own; both call their ranks 0 and 1."""
+    """Each half of the ranks runs different redistributes, over a mesh of ranks 0 and 1 of its own group."""
     rank = dist.get_rank()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group, place = halves[rank // 2], rank % 2

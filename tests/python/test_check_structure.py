@@ -1,4 +1,4 @@
-"""The check of the sources' structure, which `make lint` runs, finds the violations that it should find."""
+"""tools/check_structure.py, which `make lint` runs, finds violations of the sources' structure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "check_structure.py"
 
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The tool, on a package of its own."""
+    """Returns the tool, set up for a package in a temporary folder."""
     spec = importlib.util.spec_from_file_location("check_structure", TOOL)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -149,7 +149,7 @@ def test_lines_of_code(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("shared", "found"), [(10, 0), (11, 1), (14, 1)])
 def test_copies(tool: ModuleType, tmp_path: Path, shared: int, found: int) -> None:
-    """Indentation, comments and blank lines make no difference, and a copy is reported once."""
+    """Indentation, comments and blank lines are ignored, and a copy is reported once."""
     lines = [f"call({number})" for number in range(shared)]
     (tmp_path / "csrc").mkdir()
     (tmp_path / "csrc" / "a.cpp").write_text("\n".join(["first()", *lines, "last()"]))

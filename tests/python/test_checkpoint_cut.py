@@ -1,4 +1,4 @@
-"""`sw.fsdp.checkpoint_cut`: activations that are kept cut from a forward to its backward."""
+"""`sw.fsdp.checkpoint_cut`: saved activations are cut over a mesh between forward and backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYERS = 3
 
 
 class Layer(nn.Module):
-    """Saves its input as it is, as a view, and with other strides."""
+    """Saves its input directly, as a view, and with other strides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Recomputes its layers or not, and cuts their inputs over a mesh or not."""
+    """A stack of layers. Optionally recomputes them, and cuts their inputs over a mesh."""
 
     def __init__(self, mesh: Any = None, reentrant: bool | None = None, min_bytes: int = 0) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def _as_uncut(mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
             sw.reset_stats()
             loss = model(x).square().sum()
             with sw.debug.wire_meter() as meter:
-                # A second time through the same graph.
+                # Step 2 runs a second backward through the same graph.
                 loss.backward(retain_graph=step == 2)
                 if step == 2:
                     loss.backward()
@@ -98,7 +98,7 @@ def _as_uncut(mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
                 assert sw.stats()["activation_gathers"] == LAYERS * times
                 layout = sw.Layout(sw.Mesh(mesh), [x.numel()], ["S(0)"] * mesh.ndim)
                 lacks = x.numel() - layout.local_shape(dist.get_rank())[0]
-                if step > 0:  # before, ranks have compared what they saved
+                if step > 0:  # in step 0 the ranks also compare their saved activations
                     assert meter.received_bytes == LAYERS * times * 4 * lacks
         assert all(map(torch.equal, *results))
 
@@ -113,7 +113,7 @@ def test_bits_are_those_of_the_uncut_model(pool: Pool, mesh_shape: tuple[int, ..
 
 
 def kept_bytes(forward: Callable[[], Any]) -> int:
-    """What is allocated in a forward and not freed at its end, as the profiler sees it."""
+    """Returns the bytes that a forward allocates and keeps, measured by the profiler."""
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = forward()
@@ -123,7 +123,7 @@ def kept_bytes(forward: Callable[[], Any]) -> int:
 
 
 def _memory() -> None:
-    """With recomputation, what is left of a forward is the inputs of the layers: a part of them, where they are cut."""
+    """With recomputation a forward keeps only the inputs of the layers, or this rank's part if they are cut."""
     world = dist.get_world_size()
     rows = 1000
     found = {}
@@ -137,7 +137,7 @@ def _memory() -> None:
         found[name] = kept_bytes(forward)
     size = rows * 2 * WIDTH * 4
     assert found["uncut"] >= LAYERS * size
-    # The model's input is the caller's, and stays; so does the result, whose square was taken.
+    # The caller keeps the model's input. The result stays too, because its square was taken.
     saved = found["uncut"] - found["cut"]
     expected = LAYERS * size * (world - 1) / world - size
     assert abs(saved - expected) < 4096 or abs(saved - expected - size) < 4096, (found, size)
@@ -149,7 +149,7 @@ def test_memory_between_forward_and_backward(pool: Pool) -> None:
 
 
 def _order() -> None:
-    """The first backward gathers when it needs to, later ones gather one ahead, and another order is recorded."""
+    """The first backward gathers on demand and records the order. Later ones gather one activation ahead."""
     log: list[tuple[str, int]] = []
 
     class Logged(activations._Kept):
@@ -183,7 +183,7 @@ def _order() -> None:
         assert first == [f"{what} {i}" for i in order for what in ("need", "start")]
         ahead = [f"need {a}", f"start {a}", f"start {b}", f"need {b}", f"start {c}", f"need {c}", f"start {d}"]
         assert step() == [*ahead, f"need {d}"]
-        # Nothing is gathered that the backward does not come to but the one that was expected next.
+        # A backward in another order gathers only the activations that it needs.
         log.clear()
         xs = [batch(i).requires_grad_() for i in range(4)]
         with sw.fsdp.checkpoint_cut(mesh, *xs, min_bytes=0):
@@ -194,7 +194,7 @@ def _order() -> None:
         assert torch.equal(xs[a].grad, xs[a].detach().cos()), "later ones still come when needed"
     finally:
         activations._Kept = plain  # type: ignore[misc]
-    # Two forwards before their backwards, and forwards that have none.
+    # Two forwards before their backwards, and forwards without a backward.
     model, uncut = Model(mesh), Model()
     for _ in range(3):
         results = []
@@ -220,7 +220,7 @@ def test_gathers_one_ahead_in_the_recorded_order(pool: Pool) -> None:
 
 
 def _dtensors() -> None:
-    """DTensors are found by their placements; parameters and what differs between ranks stay."""
+    """Replicated DTensors are cut. Parameters and tensors that differ between ranks are kept."""
     mesh = get_mesh((2, 2))
     b = mesh["b"]
     whole = batch(0, 4)
@@ -238,7 +238,7 @@ def _dtensors() -> None:
             y = F.linear(x.sin(), w).sin() * F.linear(x, v).redistribute(placements=[Shard(0), Replicate()])
         cut = sw.stats()["activations_cut"]
         y.square().sum().backward()
-        # x, sin(x), the first product and its sine, the second product.
+        # Cut: x, sin(x), the first product and its sine, and the second product.
         assert cut == (5 if is_cut else 0) and sw.stats()["activation_gathers"] == cut
         results.append([g.to_local() for g in (y.detach(), x.grad, w.grad, v.grad)])
     assert all(map(torch.equal, *results))
@@ -265,7 +265,7 @@ def test_dtensors(pool: Pool) -> None:
 
 
 def _memory_as_it_is() -> None:
-    """Strides, dtypes and values of what was saved come back, also where the tensor was written since."""
+    """Saved tensors keep strides, dtype and values, even if the original was overwritten since."""
     mesh = get_mesh((3,))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         base = batch(1, 4, dtype).requires_grad_()
@@ -312,7 +312,7 @@ def test_memory_comes_back_as_it_was(pool: Pool) -> None:
 
 
 def _written_in_the_block(is_dtensor: bool) -> None:
-    """What is saved after a write in place is not what was saved before it."""
+    """A tensor saved after an in-place write is distinct from the one saved before."""
     mesh, whole = get_mesh((2,)), batch(0)
     x = distribute_tensor(whole.clone(), mesh, [Replicate()]) if is_dtensor else whole.clone()
     first, second = (torch.ones_like(x).requires_grad_() for _ in range(2))
@@ -357,7 +357,7 @@ def test_ranks_that_differ(pool: Pool) -> None:
 
 
 def _with_sharded_weights() -> None:
-    """Weights cut over one mesh dim, activations over the other, and layers that are recomputed."""
+    """Weights are cut over one mesh dim, activations over the other. Layers are recomputed."""
     mesh = get_mesh((2, 2))
     results = []
     for cut in (mesh["b"], None):

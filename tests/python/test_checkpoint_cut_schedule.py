@@ -1,4 +1,4 @@
-"""`sw.fsdp.checkpoint_cut` in models under `sw.fully_shard`: activations as events of their schedules."""
+"""`sw.fsdp.checkpoint_cut` in models under `sw.fully_shard`: schedules contain the gathers of activations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_checkpoint_cut import LAYERS, WIDTH, Model
 
 
 def sharded(mesh: Any, cuts: bool = True, reentrant: bool | None = None, min_bytes: int = 0, **options: Any) -> Any:
-    """Weights are cut over one mesh dim, activations over the other."""
+    """Returns a model whose weights are cut over one mesh dim and activations over the other."""
     model = Model(mesh["b"] if cuts else None, reentrant, min_bytes)
     for layer in model.layers:
         sw.fully_shard(layer, mesh=mesh["a"])
@@ -27,7 +27,7 @@ def sharded(mesh: Any, cuts: bool = True, reentrant: bool | None = None, min_byt
 
 
 def batch(step: int, of: int, more_rows: int = 0) -> torch.Tensor:
-    """The same on ranks with the same data; others have other numbers of rows."""
+    """Returns the batch of data-parallel rank `of`, which has `of * more_rows` more rows than rank 0."""
     generator = torch.Generator().manual_seed(10 * step + of)
     x = 0.3 * torch.randn(2 + of * more_rows, 2, WIDTH, generator=generator)
     return x.to(meshes.device).requires_grad_()
@@ -51,7 +51,7 @@ def _scheduled(mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
         if step == 0:
             assert not sw.fsdp.schedule(cut).activations, "the first step that follows a schedule finds them"
     schedule, without = sw.fsdp.schedule(cut), sw.fsdp.schedule(uncut)
-    # Inputs of the layers, as large as on the rank where they are largest, from the last layer to the first.
+    # The inputs of the layers, from the last to the first, with their size on the rank with most rows.
     rows = 2 + 3 * (mesh_shape[0] - 1)
     size = 4 * rows * 2 * WIDTH
     kinds = [kind for _, kind, *_ in schedule.uses]
@@ -63,7 +63,7 @@ def _scheduled(mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
         assert kinds[saved] == "forward" and {kinds[first], kinds[last]} <= {"backward", "recompute"}
     turns = [saved for *_, saved, _, _, _ in schedule.activations]
     assert turns == sorted(turns, reverse=True)
-    # The first one starts before the backward, the others in the turn before theirs.
+    # The first gather starts before the backward, each other one during the use before its own.
     starts = [trigger for _, trigger in schedule.activation_gathers]
     assert starts == [-1, *range(LAYERS - 1)]
     assert kinds[schedule.activation_gathers[0][0] - 1] == "forward"
@@ -93,7 +93,7 @@ def test_activations_are_in_the_schedule(pool: Pool, mesh_shape: tuple[int, ...]
 
 
 def _starts() -> None:
-    """What the schedule says is what is done: one turn ahead, or where memory is short, in its turn."""
+    """Gathers start as scheduled: one use ahead, or at their own use if the memory limit is low."""
     log: list[str] = []
 
     class Logged(activations._Kept):
@@ -117,7 +117,7 @@ def _starts() -> None:
                 run(model, batch(step, 0))
             schedule = sw.fsdp.schedule(model)
             if limit is None:
-                # With gathers in their turns, one activation less is whole at a time; see the error's figure.
+                # The minimum of the error assumes gathers at their own use, so one activation fewer is whole at a time.
                 limits["small"] = _least_limit(mesh)
             else:
                 assert schedule.peak_bytes <= limits["small"]
@@ -135,7 +135,7 @@ def _starts() -> None:
 
 
 def _least_limit(mesh: Any) -> int:
-    """Which the error names: for the first steps that alone of weights and gradients, then with activations."""
+    """Returns the least memory limit, as errors name it: at first for weights and gradients, later with activations."""
     limit = 1
     while True:
         model = sharded(mesh, memory_limit=limit)
@@ -153,7 +153,7 @@ def test_gathers_start_as_scheduled(pool: Pool) -> None:
 
 
 def _that_differ() -> None:
-    """Where data-parallel ranks cut different activations, schedules have none, and gathers go on as before."""
+    """If data-parallel ranks cut different activations, schedules have none. Activations are still gathered."""
     mesh = get_mesh((2, 2))
     of = mesh.get_local_rank("a")
     cut, uncut = sharded(mesh, min_bytes=4 * 3 * 2 * WIDTH), sharded(mesh, False)
@@ -170,7 +170,7 @@ def test_activations_that_differ(pool: Pool) -> None:
 
 
 def _other_backwards() -> None:
-    """Two forwards before their backwards, twice through one graph, and backwards in another order."""
+    """Two forwards before their backwards, two backwards through one graph, and backwards in another order."""
     mesh = get_mesh((1, 2))
     cut, uncut = sharded(mesh), sharded(mesh, False)
     for step in range(6):

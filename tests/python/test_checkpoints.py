@@ -1,4 +1,4 @@
-"""Checkpoints that were saved in one layout and are read into another: every element, and the bytes read."""
+"""Checkpoints that were saved in one layout are read into another: every element, and the bytes read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _save(folder: str, dtype: torch.dtype = torch.float32) -> None:
 
 
 def _load_dtensors(folder: str) -> int:
-    """With PyTorch's own planner, which asks for slices; only the reader is ours."""
+    """Loads with PyTorch's planner, which requests slices, and our reader. Returns the bytes that this rank needs."""
     _save(folder)
     mesh = get_mesh((2, 2))
     wholes = _globals()
@@ -81,7 +81,7 @@ def test_reader_reads_slices_alone(pool: Pool, folder: str) -> None:
 
 def _load_conjugated(folder: str) -> None:
     whole = oracle.global_tensor((6, 5), torch.complex64, 3)
-    imaginary = whole.conj().imag  # negated
+    imaginary = whole.conj().imag  # a view with the negative bit
     dcp.save({"conj": whole.conj(), "neg": imaginary, "plain": whole}, checkpoint_id=folder)
     expected = {"conj": whole.conj().resolve_conj(), "neg": imaginary.resolve_neg(), "plain": whole}
     loaded = {name: torch.zeros_like(x) for name, x in expected.items()}
@@ -119,7 +119,7 @@ def _load_layouts(folder: str) -> None:
     wholes["turned"] = oracle.global_tensor((12, 40), torch.bfloat16, 9).t()
     to: dict[str, Any] | None = None
     if rank in mesh.ranks:
-        # Into every other row of a larger tensor, and cast.
+        # Targets: every other row of a larger tensor, and a tensor of another dtype.
         to = {
             name: (torch.zeros(layout.local_shape(rank), dtype=torch.bfloat16), layout)
             for name, layout in layouts.items()
@@ -143,7 +143,7 @@ def test_any_layouts(pool: Pool, folder: str) -> None:
 
 
 def _load_many_runs(folder: str) -> None:
-    """Layouts of which each rank has many runs, also such as begin in one saved part and end in another."""
+    """Each rank has many runs of these layouts. Some runs begin in one saved part and end in another."""
     rank = dist.get_rank()
     wholes = {
         name: oracle.global_tensor(shape, torch.float32, i)
@@ -188,12 +188,12 @@ def _load_many_runs(folder: str) -> None:
             read = sw.checkpoints.load_checkpoint(folder, to, max_gap_bytes=max_gap_bytes)
             for name, (x, layout) in to.items():
                 assert oracle.difference(x, part_of(wholes[name], layout, rank).to(x.dtype)) is None, name
-            assert items.pop() <= 4 + 4 + 4 + 1  # one for each saved part
+            assert items.pop() <= 4 + 4 + 4 + 1  # one per saved part
             if max_gap_bytes == 0:
                 assert read == 4 * sum(x.numel() for x, _ in to.values())
             elif max_span_bytes > 500:
-                assert len(reads) <= 4 + 4 + 5 + 1  # one for each of these, and one where `moved` goes back
-    # What was compressed PyTorch's reader reads.
+                assert len(reads) <= 4 + 4 + 5 + 1  # one per item, and one more because `moved` goes back in the file
+    # PyTorch's reader accepts the compressed plan too.
     again: dict[str, Any] = {name: (torch.zeros_like(x), layout) for name, (x, layout) in to.items()}
     dcp.load({"": again}, storage_reader=dcp.FileSystemReader(folder), planner=checkpoints._Planner(again, None))
     for name, (x, _) in to.items():
@@ -205,7 +205,7 @@ def test_layouts_of_many_runs(pool: Pool, folder: str) -> None:
 
 
 def _count_versions(folder: str) -> None:
-    """Autograd hears of each way to write: bytes that are read into place, and copies after a cast."""
+    """Both ways to write bump version counters: bytes read in place, and copies after a cast."""
     _save(folder)
     mesh = get_mesh((4,))
     for load in (

@@ -1,4 +1,4 @@
-"""The command line: what it prints and when, and that a mistake gives one sentence on stderr and exit status 2."""
+"""The command line: its output, and one sentence on stderr with exit status 2 for invalid arguments."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ENDS = ["--shape", "8", "--src", "S(0)", "--dst", "R"]
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Returns the error sentence; fails if there is none, more than one, or a traceback."""
+    """Returns the error sentence. Fails if there is none, more than one, or a traceback."""
     try:
         status = cli.main(["plan", *arguments])
-    except SystemExit as left:  # by argparse, which prints its usage first
+    except SystemExit as left:  # raised by argparse, which prints its usage first
         assert isinstance(left.code, int)
         status = left.code
     said = capsys.readouterr().err
@@ -220,7 +220,7 @@ def test_memory_that_is_free() -> None:
 
 
 class _Slow:
-    """A plan whose peak memory takes a while."""
+    """A plan whose peak memory takes some seconds to compute."""
 
     certificate: dict[str, tuple[int, int]] = {"steps": (1, 1)}
     remarks: list[str] = []
@@ -250,7 +250,7 @@ def test_long_work_is_announced(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_the_plan_is_printed_before_its_certificate() -> None:
-    """Output is flushed at once: the plan is printed while the certificate is still being computed."""
+    """Output is flushed at once: the plan is printed before the certificate is computed."""
     code = (
         "import time, shardwright.cli.main as cli\n"
         "work_out = cli._work_out\n"
@@ -267,7 +267,7 @@ def test_the_plan_is_printed_before_its_certificate() -> None:
 
 
 def test_other_threads_go_on_while_figures_are_worked_out() -> None:
-    """A thread reports that something takes long, so computing peak memory must release the interpreter."""
+    """Another thread prints progress, so the computation of peak memory must release the interpreter lock."""
     code = (
         "import threading, time, shardwright as sw\n"
         "grid = sw.Mesh({'a': 1 << 20})\n"

@@ -1,4 +1,4 @@
-"""Graphs that torch.compile does not make, and PyTorch's on-disk cache of compiled code."""
+"""PyTorch's on-disk cache of compiled code, and graphs captured by tools other than torch.compile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pool import Pool, run_isolated
 
 
 def _again(folder: str) -> dict[str, int]:
-    """Ranks share the folder. What Dynamo sees is the same on all of them; what becomes of it is not."""
+    """Compiles with a cache folder that ranks share. Dynamo's graph is equal on all ranks, the compiled code is not."""
     mesh = get_mesh((2,))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     with sw.enabled(strict=True):
@@ -38,7 +38,7 @@ def test_ranks_do_not_take_each_others_graphs_from_the_disk(tmp_path: pathlib.Pa
     for run in range(2):
         for outcome in run_isolated(_again, 2, str(tmp_path), timeout_seconds=300):
             assert outcome.ok, outcome.error
-            if not outcome.value.get("autograd_cache_bypass"):  # torch 2.11 keeps no graphs with DTensors
+            if not outcome.value.get("autograd_cache_bypass"):  # torch 2.11 does not cache graphs with DTensors
                 assert outcome.value.get("autograd_cache_hit", 0) == run
 
 
@@ -50,7 +50,7 @@ def test_tag_is_taken_back() -> None:
 
 
 def test_tag_where_threads_take_turns() -> None:
-    """One thread enables, another disables: in torch 2.15 each has a tag of its own."""
+    """One thread enables, another disables. In torch 2.15 each thread has its own tag."""
 
     def tag_when_enabled() -> str:
         sw.enable()
@@ -63,7 +63,7 @@ def test_tag_where_threads_take_turns() -> None:
 
 
 def _captured() -> None:
-    """Whoever captures a graph looks for PyTorch's collectives in it."""
+    """Users of captured graphs expect PyTorch's collectives in them."""
     mesh = get_mesh((4,))
     graphs: list[str] = []
 

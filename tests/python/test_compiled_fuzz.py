@@ -1,9 +1,8 @@
-"""Random compiled programs, each called with several global sizes that leave some ranks the same part of all of them.
+"""Random compiled programs, each called with several global sizes. Some ranks have the same part of all sizes.
 
-Redistributes, elementwise functions, matrix products of DTensors and views of DTensors, forward and backward, are
-compared with the global
-tensor. In every other program the ranks also compare what they run, which finds graphs that differ and may raise for
-none that do not. SHARDWRIGHT_FUZZ_SEED chooses another seed, SHARDWRIGHT_FUZZ_SCALE multiplies the number of programs.
+Programs redistribute, view and multiply DTensors and apply elementwise functions. Results and gradients are compared
+with the global tensor. In every other program check_ranks is on: it raises if ranks run different graphs, and must not
+raise otherwise. SHARDWRIGHT_FUZZ_SEED selects another seed, SHARDWRIGHT_FUZZ_SCALE multiplies the number of programs.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ TIMEOUT_SECONDS = 600
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What Program(...) prints can be pasted into _run([Program(...)]) to see it again."""
+    """A random program. Its repr can be pasted into _run([Program(...)]) to reproduce it."""
 
     mesh: tuple[int, ...]
     placements: tuple[str, ...]

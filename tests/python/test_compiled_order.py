@@ -1,4 +1,4 @@
-"""If compiled graphs differ among ranks because their shards do, redistributes keep one order, and data is right."""
+"""Redistributes run in the same order on all ranks, even if uneven shards make compiled graphs differ."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def _whole(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def _pending(shape: tuple[int, ...], seed: int, mesh: Any) -> DTensor:
-    """A sum over ranks that is due, of parts that differ."""
+    """Returns a pending sum of parts that differ between ranks."""
     local = _whole(shape, seed) * (dist.get_rank() + 1)
     return DTensor.from_local(local, mesh, [Partial()], run_check=False)
 
 
 def _sums(a: DTensor, b: DTensor) -> tuple[DTensor, ...]:
-    """Reduces [1, 3000] and [2, 4000]: most ranks end with no rows of one of them, or of both."""
+    """Reduces [1, 3000] and [2, 4000]: most ranks get no rows of one or both results."""
     return (a + 1).redistribute(placements=[Shard(0)]).cos(), (b * 2).redistribute(placements=[Shard(0)]).sin()
 
 
 def _reduced_at_last(a: DTensor, b: DTensor) -> tuple[DTensor, ...]:
-    """The same, where nothing is left to do with what is empty."""
+    """Reduces as `_sums`. A rank with an empty result has nothing to compute from it."""
     return a.redistribute(placements=[Shard(0)]).sum(1), b.redistribute(placements=[Shard(0)]).sum(1)
 
 
 def _there_and_back(a: DTensor, b: DTensor) -> tuple[DTensor, ...]:
-    """Several in a row, and a product in which an empty part of one needs nothing of the other."""
+    """Several redistributes, and a product in which an empty part of one operand needs no part of the other."""
     rows, columns = a.redistribute(placements=[Shard(0)]), b.redistribute(placements=[Shard(1)])
     weight = columns.cos().redistribute(placements=[Replicate()])
     product = rows.sin().redistribute(placements=[Shard(1)]).redistribute(placements=[Shard(0)]) @ weight[:, :3000].t()
@@ -65,7 +65,7 @@ def _one_order(function: Callable[..., tuple[DTensor, ...]], with_gradients: boo
             gradients = torch.autograd.grad(loss, inputs)
         return [one.full_tensor().detach() for one in (*results, *gradients)]
 
-    expected = run(function)  # by PyTorch
+    expected = run(function)  # with PyTorch's redistributes
     with sw.enabled(strict=True), fresh_compilers():
         compiled = torch.compile(function, fullgraph=True)
         for _ in range(2):
@@ -88,7 +88,7 @@ def test_one_order_by_inductor(pool: Pool, function: Callable[..., Any], with_gr
 
 
 def _in_backward(rows: int) -> list[str]:
-    """Which starts the backward of a checkpointed function holds; its own is one of them."""
+    """Returns the starts of redistributes in the backward graph of a checkpointed function."""
     mesh = get_mesh((2,))
     graphs: list[str] = []
 

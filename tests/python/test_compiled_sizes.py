@@ -1,5 +1,5 @@
-"""Compiled code that is called with several sizes: every rank runs the plan of the size that it was given, whether its
-own part changes or not; with symbolic sizes one plan for each, and no more graphs than needed."""
+"""Compiled code that is called with several global sizes. Every rank runs the plan of the current size, even if its own
+part has not changed. With symbolic sizes each size has one plan, and no more graphs than needed are made."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def _dynamic(whole: torch.Tensor, mesh: Any, placements: list[str]) -> DTensor:
-    """Rows of any number."""
+    """Returns a DTensor whose number of rows is symbolic."""
     given = distribute(whole, mesh, placements).detach().requires_grad_()
     torch._dynamo.mark_dynamic(given, 0)
     return given
 
 
-# Placements on a mesh of 2 x 2 that rows of any number go through, each with a product of the sizes in between.
+# Sequences of placements on a 2 x 2 mesh. Each move is preceded by an elementwise function.
 WAYS = [
     [["S(0)", "R"], ["R", "R"], ["S(0)", "S(0)"]],
     [["S(0)", "S(0)"], ["S(1)", "R"], ["S(1)", "S(0)"]],
@@ -106,7 +106,7 @@ def test_sizes_are_planned_once(pool: Pool) -> None:
 
 
 def _automatic() -> None:
-    """Sizes that nobody marked: static at first, symbols from the second on."""
+    """Sizes that are not marked dynamic: the first is static, later ones are symbolic."""
     mesh = get_mesh((4,))
     weight = distribute(_values((6, 8), 3), mesh, ["S(1)"])
 
@@ -150,7 +150,7 @@ def test_strided_shards_get_a_graph_for_each_size(pool: Pool) -> None:
 
 
 def _same_part(dynamic: bool | None) -> None:
-    """Rank 0 holds 3 rows of 6 and of 5, on other ranks the part changes."""
+    """Rank 0 has 3 rows of both 6 and 5. The parts of other ranks change."""
     mesh = get_mesh((2, 2))
     for src, dst in ((["S(0)", "R"], ["R", "R"]), (["S(0)", "S(0)"], ["S(1)", "R"])):
         placements = to_placements(dst)
@@ -166,7 +166,7 @@ def _same_part(dynamic: bool | None) -> None:
                 check(result.detach(), whole * 2, dst)
                 result.backward(distribute(whole, mesh, dst))
                 assert x.grad is not None and x.grad.shape == whole.shape
-                # Torch 2.11 leaves the gradient of a graph with symbolic sizes as its forward has placed it.
+                # In torch 2.11 the gradient of a graph with symbolic sizes has the placements of the forward's result.
                 check(x.grad.redistribute(placements=to_placements(src)), whole * 2, src)
 
 
@@ -176,7 +176,7 @@ def test_every_rank_runs_the_plan_of_the_size_it_was_given(pool: Pool, dynamic: 
 
 
 def _without_enabling() -> None:
-    """Functions of ours in graphs of people who do not call `sw.enable`. Rank 0 holds the same part of two sizes."""
+    """Functions of ours in graphs without `sw.enable`. Rank 0 has the same part of two sizes."""
     mesh, rank = get_mesh((2,)), dist.get_rank()
     weight = _values((4, 6), 1)
     whole_weight = distribute(weight, mesh, ["R"])
@@ -218,7 +218,7 @@ def test_operators_without_enabling(pool: Pool) -> None:
 
 
 def _alone() -> None:
-    """A rank that compiles alone, at a time when other groups exist, runs what the other ranks run."""
+    """A rank that compiles alone, after other groups were made, runs the same plan as the other ranks."""
     mesh = get_mesh((2, 2))
     with sw.enabled(strict=True), fresh_compilers():
         function = torch.compile(
@@ -236,7 +236,7 @@ def test_a_rank_that_compiles_alone_runs_what_others_run(pool: Pool) -> None:
 
 
 def _lost() -> None:
-    """Dynamo is told to drop the guards of DTensors."""
+    """The guards on DTensors are dropped, so a rank can run a graph of another size."""
     mesh = get_mesh((2,))
 
     def keep(guards: Any) -> list[bool]:
@@ -270,7 +270,7 @@ def test_ranks_compare_what_graphs_run(pool: Pool) -> None:
 
 
 def _other_options() -> None:
-    """Code is compiled again for another mode of the drop-in, and for a mesh with groups of its own."""
+    """Code is compiled again for another mode of the drop-in, and for an equal mesh with other groups."""
     group = dist.new_group([0, 1])
     assert isinstance(group, dist.ProcessGroup)
     meshes = get_mesh((2,)), DeviceMesh.from_group(group, "cpu", mesh_dim_names=("a",))

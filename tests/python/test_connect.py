@@ -1,4 +1,4 @@
-"""Two jobs with worlds of their own make one group, move tensors between them, and report what they disagree on."""
+"""Two jobs with separate worlds make one group, move tensors between them, and report differences."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ import parts
 import shardwright as sw
 from shardwright import doctor
 
-JOBS = {"trainer": 2, "server": 3}  # the server's ranks come first: roles are in the order of their names
+JOBS = {"trainer": 2, "server": 3}  # the server's ranks come first, because roles are sorted by name
 SHAPE = (9, 7)
 _context = multiprocessing.get_context("forkserver")
 
 
 def _process(end: Connection, folder: str, role: str, rank: int, size: int, work: Callable[..., Any]) -> None:
-    """One rank of one job, whose world has a store of its own."""
+    """Runs one rank of one job. Each job's world has its own store."""
     try:
         torch.set_num_threads(1)
         own = dist.FileStore(f"{folder}/{role}", size)
@@ -41,7 +41,7 @@ def _process(end: Connection, folder: str, role: str, rank: int, size: int, work
 
 
 def _launch(folder: pathlib.Path, work: Callable[..., Any], jobs: dict[str, int]) -> dict[tuple[str, int], Any]:
-    """Runs a function on all ranks of both jobs, and returns what they return."""
+    """Runs a function on all ranks of all jobs. Returns the results by (role, rank)."""
     running = {}
     for role, size in jobs.items():
         for rank in range(size):
@@ -84,14 +84,14 @@ def _move(shared: Any, role: str, rank: int) -> None:
     if role == "trainer":
         assert held.grad is not None
         assert oracle.difference(held.grad, parts.part_of(gradient, src, link.rank)) is None
-    # Some ranks of each job, and a sum within one of them.
+    # A sum over the ranks of one job, sent to one rank of the other.
     pending = sw.Layout(sw.Mesh({"dp": 2}, link.ranks("trainer")), SHAPE, ["P(sum)"])
     one = sw.Layout(sw.Mesh({"one": 1}, link.ranks("server")[1:2]), SHAPE, ["R"])
     share = whole * (1 + rank) if role == "trainer" else None
     summed = sw.redistribute_local(share, pending, one, group=link.group) if role == "trainer" or rank == 1 else None
     if role == "server" and rank == 1:
         assert summed is not None and torch.equal(summed, whole * 3)
-    # Under debug mode, the ranks of all jobs compare.
+    # In debug mode the ranks of both jobs compare their calls.
     sw.debug.check_ranks(timeout_seconds=30)
     for _ in range(3):
         assert oracle.difference(sw.redistribute_local(held.detach(), src, dst, group=link.group), wanted) is None
@@ -99,7 +99,7 @@ def _move(shared: Any, role: str, rank: int) -> None:
         other = sw.Layout(dst.mesh, SHAPE, ["S(0)" if link.rank == 2 else "S(1)"])
         sw.redistribute_local(held.detach(), src, other, group=link.group)
     sw.debug.check_ranks(False)
-    # The job's own world works as before.
+    # Each job's own world still works.
     own = torch.ones(1)
     dist.all_reduce(own)
     assert own.item() == JOBS[role]
@@ -145,7 +145,7 @@ def test_transfers_between_jobs(tmp_path: pathlib.Path) -> None:
 
 
 def _come_late(shared: Any, role: str, rank: int) -> None:
-    """One rank comes after the others have given up; all try again at once, then once more."""
+    """One rank calls only after the others timed out. Then all connect twice."""
     if (role, rank) != ("server", 1):
         with pytest.raises(RuntimeError, match="waited 1 s for 5 ranks"):
             sw.connect(shared, role, 5, timeout_seconds=1)
@@ -169,7 +169,7 @@ def _message_of(call: Callable[[], Any]) -> str:
 
 
 def _disagree(shared: Any, role: str, rank: int) -> list[str]:
-    """Errors, one after the other, over one store."""
+    """Returns the errors of several connections over one store."""
     mesh = sw.Mesh({"tp": 3})
     shape = SHAPE if role == "server" else (9, 8)
     told = {"steps": 3, "weights": sw.Layout(mesh, shape, ["S(0)"])} | ({"extra": "x"} if role == "trainer" else {})
@@ -209,7 +209,7 @@ def test_all_ranks_say_what_differs(tmp_path: pathlib.Path) -> None:
 
 
 def _disagree_on_plans(shared: Any, role: str, rank: int) -> list[str]:
-    """What plans depend on, beside names, shapes and placements. Errors, one after the other, over one connection."""
+    """Returns errors about inputs of planning other than names, shapes and placements, over one connection."""
     is_server = role == "server"
     link = sw.connect(shared, f"{role}/one", 5, declared={"same": 1})
     mesh = sw.Mesh({"dp": 2}, link.ranks("trainer/one"))

@@ -1,5 +1,5 @@
-"""What plans depend on, and nothing else, decides what runs: a topology, a pin, a calibration changes it at once,
-whatever was planned before, and whatever was planned before on other ranks."""
+"""A plan depends only on its inputs. A change of topology, pinned plans or calibration takes effect at once, whatever
+this rank or others have planned before."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _topology(name: str, message_ps: int, ps_per_kib: int) -> sw.Topology:
     return sw.Topology(name, ranks_per_node=0, step_ps=1000, memory_ps_per_kib=1, inside=link, between=link)
 
 
-# If messages are expensive, a plan has fewer of them and more bytes; if bytes are expensive, the other way round.
+# With expensive messages a plan has fewer messages and more bytes; with expensive bytes, the reverse.
 FAR = _topology("far", 10**10, 1)
 THIN = _topology("thin", 1, 10**8)
 PLACEMENTS = (["S(0)", "S(0)"], ["S(1)", "S(1)"])
-BYTES = {"far": 64, "thin": 48, "detour": 192}  # that a rank receives; it holds 64 of 256
+BYTES = {"far": 64, "thin": 48, "detour": 192}  # bytes received by a rank, which has 64 of 256 itself
 
 
 def _ends(topology: sw.Topology | None = None) -> tuple[sw.Layout, sw.Layout]:
@@ -45,7 +45,7 @@ def _ends(topology: sw.Topology | None = None) -> tuple[sw.Layout, sw.Layout]:
 
 
 def _detour(topology: sw.Topology = THIN) -> sw.Plan:
-    """Returns a plan that gathers the whole tensor first."""
+    """Returns a plan that first gathers the whole tensor."""
     src, dst = _ends()
     return sw.plan(src, dst, backend="gloo", topology=topology, through=[sw.Layout(src.mesh, SHAPE, ["R", "R"])])
 
@@ -61,7 +61,7 @@ def _bytes_of(call: Callable[[], Any]) -> int:
 
 
 def _moved(src: sw.Layout, dst: sw.Layout) -> int:
-    """Bytes that a redistribute of plain tensors brings here, whose result must be right."""
+    """Returns the bytes received in a redistribute of plain tensors. Checks its result."""
     values = torch.arange(64.0).reshape(SHAPE)
 
     def redistribute() -> None:
@@ -83,7 +83,7 @@ def _moved_by_drop_in() -> int:
 
 
 def _moved_by_product() -> int:
-    """The same move before a product whose weight is placed so that otherwise only its sums move."""
+    """Returns the bytes received in a product whose input needs the same move. Without it only sums would move."""
     mesh = get_mesh((2, 2))
     x = dtensors.distribute(torch.eye(8), mesh, ["S(0)", "S(0)"])
     weight = dtensors.distribute(torch.arange(64.0).reshape(SHAPE), mesh, ["S(1)", "S(1)"])
@@ -115,7 +115,7 @@ def _pinned(plan: sw.Plan) -> Iterator[None]:
         sw.unpin(plan)
 
 
-# ---- what changes what runs
+# ---- changes that take effect
 
 
 def _other_topologies() -> None:
@@ -149,7 +149,7 @@ def _other_pins() -> None:
             assert _moved(*_ends()) == _moved_by_drop_in() == BYTES["thin"]
         with _pinned(detour):
             for _ in range(2):
-                # Also where the mesh says something else of what joins its ranks.
+                # The pin also applies to a mesh with another topology.
                 assert _moved(*_ends()) == _moved_by_drop_in() == _moved(*_ends(FAR)) == BYTES["detour"]
         assert _moved(*_ends(FAR)) == BYTES["far"]
 
@@ -159,7 +159,7 @@ def test_another_pin(pool: Pool) -> None:
 
 
 def _products_follow() -> list[int]:
-    """Bytes under each setting, twice in different orders."""
+    """Returns the bytes under each setting. Runs the settings twice, in different orders."""
     settings = [lambda: _measured(FAR), lambda: _measured(THIN), lambda: _pinned(_detour())]
     found = {}
     for order in ([0, 1, 2], [2, 0, 1, 0]):
@@ -171,7 +171,7 @@ def _products_follow() -> list[int]:
 
 
 def _product_with_pinned_gather() -> None:
-    """An operand is gathered during its product by the plan that is pinned for the gather."""
+    """A product gathers its operand by the plan that is pinned for the gather."""
     x = torch.arange(64.0).reshape(SHAPE)[2 * dist.get_rank() :][:2].contiguous()
     mesh = sw.Mesh({"group": WORLD})
     src, between, dst = (sw.Layout(mesh, SHAPE, [p]) for p in ("S(0)", "S(1)", "R"))
@@ -199,7 +199,7 @@ def test_products_depend_on_the_setting_alone(pool: Pool) -> None:
 
 
 def _operator_with_sizes() -> None:
-    """A graph whose sizes are symbols asks for a plan when they are numbers, and asks again when tables change."""
+    """A graph with symbolic sizes plans when the sizes are known, and plans again when tables change."""
     mesh = sw.Mesh({"a": WORLD})
     example = [sw.Layout(mesh, SHAPE, [p]) for p in ("S(0)", "R")]
     src, between, dst = (sw.Layout(mesh, (16, 8), [p]) for p in ("S(0)", "S(1)", "R"))
@@ -210,7 +210,7 @@ def _operator_with_sizes() -> None:
     local = _local(values, src)
 
     def run() -> int:
-        before = sw.stats()["bytes"]  # dispatch modes do not see into operators
+        before = sw.stats()["bytes"]  # dispatch modes do not see calls inside an operator
         handle = torch.ops.shardwright.redistribute_start(local, plan, names, rank, [16, 8])
         assert torch.equal(torch.ops.shardwright.redistribute_wait(handle, local, plan, rank, [16, 8]), values)
         received: int = sw.stats()["bytes"] - before
@@ -228,11 +228,11 @@ def test_operators_with_sizes_go_by_what_is_pinned(pool: Pool) -> None:
     pool.run(_operator_with_sizes, WORLD)
 
 
-# ---- ranks that planned other things before
+# ---- ranks with different earlier plans
 
 
 def _warmed_in_another_order(world_size: int) -> list[int]:
-    """First each rank plans with its own settings, without communication; then all run with the same settings."""
+    """Each rank first plans with its own settings, without communication. Then all run with the same settings."""
     mesh = sw.Mesh({"a": world_size // 2, "b": 2})
     ends = [sw.Layout(mesh, SHAPE, p) for p in PLACEMENTS]
     middle = sw.Layout(mesh, SHAPE, ["R", "R"])
@@ -260,7 +260,7 @@ def test_ranks_that_planned_other_things_before_run_the_same(pool: Pool, world_s
 
 
 def _differing_tables() -> list[str]:
-    """Returns what this rank raises if ranks have different tables, even if those give the same plan."""
+    """Returns this rank's errors if ranks have different tables. Here both tables give the same plan."""
     said = []
     elsewhere = [sw.Layout(sw.Mesh({"a": WORLD}), SHAPE, [p]) for p in ("S(0)", "R")]
     local = torch.ones(2, 8)
@@ -284,7 +284,7 @@ def test_ranks_with_other_tables_are_told(pool: Pool) -> None:
         assert "measured" not in pinned
 
 
-# ---- meshes and what joins their ranks
+# ---- meshes and topologies
 
 
 def test_layouts_built_apart() -> None:
@@ -317,7 +317,7 @@ def test_the_environment_is_heard_when_it_changes(monkeypatch: pytest.MonkeyPatc
     assert sw.plan(*_ends()).topology == "64x8"
 
 
-# ---- what is kept
+# ---- caches
 
 
 def test_many_layouts_leave_memory_bounded() -> None:

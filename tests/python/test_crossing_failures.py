@@ -1,4 +1,4 @@
-"""What goes wrong on the way from one mesh to another is said on every rank, in time, with inputs untouched."""
+"""Failures of redistributes between two meshes raise on every rank, in time, and leave inputs unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _expected(dst: Any, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _try(dst: Any, shape: tuple[int, ...]) -> Found:
-    """Returns what the move raised, after how many seconds, and whether the input is unchanged."""
+    """Returns the move's error, its seconds, and whether the input is unchanged."""
     local = _local(shape)
     before, begin, said = local.clone(), time.monotonic(), ""
     try:
@@ -62,7 +62,7 @@ def _try(dst: Any, shape: tuple[int, ...]) -> Found:
 
 
 def _good_run(dst: Any) -> None:
-    """Afterwards groups and connections exist."""
+    """Runs a move that works, so that groups and connections exist."""
     assert _try(dst, (4, 6))[0] == NOTHING
     dist.barrier()
 
@@ -75,7 +75,7 @@ def _dies_before(dst: Any, victim: int) -> Found:
 
 
 def _dies_in_the_middle(dst: Any, victim: int) -> Found:
-    """The victim takes part, but the crossing is too large to be over when it leaves."""
+    """The victim starts the move, which is too large to end before the victim exits."""
     _good_run(dst)
     shape = (4096, 4098)
     if dist.get_rank() == victim:
@@ -84,7 +84,7 @@ def _dies_in_the_middle(dst: Any, victim: int) -> Found:
     return _try(dst, shape)
 
 
-# Before: one all-to-all of all ranks, which all fail. In the middle: messages, so that a rank may have all of its own.
+# "before": one all-to-all, which fails on all ranks. "in the middle": messages; some ranks may have received all.
 @pytest.mark.parametrize(
     ("function", "dst", "victim"),
     [
@@ -119,7 +119,7 @@ def test_survivors_say_what_failed(function: Callable[..., Found], dst: Any, vic
 
 
 def _differs(dst: Any, change: str) -> list[str]:
-    """One rank asks for something else; then all ask for the same."""
+    """Rank 3 makes a different call. Then all make the same call."""
     shape, rank, said = (4, 6), dist.get_rank(), []
     src, wanted = _layouts(dst, shape)
     if rank == 3:

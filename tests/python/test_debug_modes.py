@@ -86,7 +86,7 @@ def test_debug_mode(pool: Pool) -> None:
 
 
 class _Names(TorchDispatchMode):
-    """Any other mode sees them too."""
+    """A dispatch mode that records operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,19 +130,19 @@ def _counts_of_both(shape: tuple[int, ...], src: str, dst: str) -> list[dict[str
 @pytest.mark.parametrize("shape", [(8, 8), (5, 7), (2048, 1024)], ids=str)
 @pytest.mark.parametrize(("src", "dst"), [("S(0)", "R"), ("S(1)", "R"), ("P(sum)", "R"), ("P(sum)", "S(0)")])
 def test_counted_as_stock_counts(pool: Pool, shape: tuple[int, ...], src: str, dst: str) -> None:
-    """One collective where PyTorch has one, whatever messages ours is made of."""
+    """Counts one collective where PyTorch counts one, even if ours consists of messages."""
     for stock, ours in pool.run(_counts_of_both, WORLD, shape, src, dst):
         assert ours == stock and sum(ours.values()) == 1
 
 
 def test_shard_to_shard_is_one_all_to_all(pool: Pool) -> None:
-    """PyTorch gathers here on CPU and counts that."""
+    """PyTorch gathers on CPU and counts that instead."""
     for _, ours in pool.run(_counts_of_both, WORLD, (8, 8), "S(0)", "S(1)"):
         assert ours == {"_dtensor.shard_dim_alltoall": 1}
 
 
 def _metered() -> tuple[int, int]:
-    """A meter for what travels, inside and outside of a mode that counts collectives."""
+    """Returns the received bytes as metered inside and outside of a mode that counts collectives."""
     source = dtensors.distribute(oracle.global_tensor((8, 8), torch.float32, 1), get_mesh((WORLD,)), ["S(0)"])
     with sw.enabled(strict=True):
         with sw.debug.wire_meter() as outer, CommDebugMode() as mode:
@@ -167,7 +167,7 @@ def _profiled(async_op: bool) -> list[str]:
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_profiler(pool: Pool, async_op: bool) -> None:
-    """The redistribute with its bytes, and its steps."""
+    """A profile has the redistribute with its bytes, and its steps."""
     for names in pool.run(_profiled, WORLD, async_op):
         assert "shardwright::redistribute [S(0)] -> [S(1)], 48 bytes received" in names, names
         assert any("all_to_all" in name for name in names), names

@@ -1,5 +1,5 @@
-"""Nothing in shardwright keeps a process group, and so its threads, alive after `destroy_process_group`; and what is
-cached for the next group stays when the last reference to a group goes."""
+"""shardwright keeps no process group or its threads alive after `destroy_process_group`. When the last reference to a
+group is released, entries cached for the next group stay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # before the groups that are counted: its defaults hold the group of its import
+import torch.distributed.nn.functional  # imported before threads are counted: its defaults keep the current group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -45,7 +45,7 @@ def _redistribute_local(mesh: sw.Mesh) -> None:
         waited_for = sw.redistribute_local(local, src, dst, async_op=True)
         assert waited_for.shape == tuple(dst.local_shape(rank))
         waited_for.add(0)
-        sw.redistribute_local(local, src, dst, async_op=True)  # nobody waits for this one
+        sw.redistribute_local(local, src, dst, async_op=True)  # never waited for
 
 
 def _calibrate(mesh: sw.Mesh) -> None:
@@ -58,7 +58,7 @@ def _operate(mesh: sw.Mesh) -> None:
 
 
 def _over_a_device_mesh(mesh: sw.Mesh) -> None:
-    """Uses what is kept for PyTorch's meshes; PyTorch's own caches keep the meshes of DTensors."""
+    """Uses our caches for DeviceMeshes. Without DTensors, because PyTorch's own caches keep their meshes."""
     device_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     rank = dist.get_rank()
     for src_placements, dst_placements in PAIRS:
@@ -78,7 +78,7 @@ def _multiply(mesh: sw.Mesh) -> None:
 
 
 def _grown(before: list[str]) -> list[str]:
-    """Threads that are there and were not; they get some time to end."""
+    """Returns the threads that are not in `before`, after waiting for them to end."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while True:
         gc.collect()
@@ -92,7 +92,7 @@ def _grown(before: list[str]) -> list[str]:
 
 
 def _left_after(what: str, scratch: str) -> list[list[str]]:
-    """Returns, for each life of the default process group, the threads that it started and left."""
+    """Returns the threads that survive each life of the default process group."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     left = []
@@ -109,7 +109,7 @@ def _left_after(what: str, scratch: str) -> list[list[str]]:
 
 
 def _let_go_late(scratch: str) -> None:
-    """One rank lets go of a default group while it plans with the next one: whenever Python collects garbage."""
+    """One rank releases a default group while it plans with the next one, as garbage collection may do."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(f"{scratch}/first", 4), rank=rank, world_size=4)
@@ -132,7 +132,7 @@ def _let_go_late(scratch: str) -> None:
 
 
 def test_ranks_let_go_of_a_group_at_different_times(tmp_path: pathlib.Path) -> None:
-    """They agree on a plan when they make it, so none may forget it alone."""
+    """Ranks agree on a plan when they make it, so no rank may drop it alone."""
     for outcome in run_isolated(_let_go_late, 4, str(tmp_path), collective_timeout_seconds=10):
         assert outcome.ok, outcome.error
 
@@ -160,7 +160,7 @@ if sys.argv[3] == "destroy":
 
 @pytest.mark.parametrize("end", ["destroy", "leave"])
 def test_exit_with_redistributes_under_way(end: str, tmp_path: pathlib.Path) -> None:
-    """A program neither aborts nor hangs at its end, whether or not it cleans up."""
+    """A program exits without abort or hang, with or without cleanup."""
     for number in range(EXITS):
         command = [sys.executable, "-c", _EXITING]
         ranks = [

@@ -1,6 +1,6 @@
-"""What must hold on devices with streams, each rule on the device of tests/async_device and its strict groups.
+"""Rules for devices with streams, tested on the device of tests/async_device with its strict process groups.
 
-Tests have their own processes, because a broken rule leaves groups unusable.
+Each test has its own processes, because a broken rule leaves groups unusable.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _threads_that_connect(rank: int, size: int, path: str) -> None:
         time.sleep(0.2)
     for thread in threads:
         thread.join()
-    assert len(found) == 2  # the second thread has waited until the communicator was there
+    assert len(found) == 2  # the second thread has waited for the communicator
     for result in found:
         move.check(result)
     return None
@@ -140,8 +140,8 @@ def test_nothing_starts_in_a_group_of_calls_that_a_user_has_open() -> None:
     ranks.run(_in_an_open_group, 2)
 
 
-# What a call may ask of the driver once its layouts are known: pieces of work, recordings of events, waits for them.
-# Redistributes of a few kilobytes take as long as these take.
+# Maximum driver calls of a redistribute whose program is cached: launches, event records, event waits. They determine
+# the time of redistributes of a few kilobytes.
 BUDGETS = {
     ("S(0)", "R", False): (2, 1, 0),
     ("P(sum)", "R", False): (3, 1, 0),
@@ -179,7 +179,7 @@ def test_calls_keep_to_their_budget() -> None:
     ranks.run(_counted, 2)
 
 
-# ---------------------------------------------------------------------------------------------- runs that have failed
+# -------------------------------------------------------------------------------------------------------- failed runs
 
 
 def _refused_batch(rank: int, size: int, path: str) -> None:
@@ -191,7 +191,7 @@ def _refused_batch(rank: int, size: int, path: str) -> None:
     move.check(sw.redistribute_many(items, bucket_bytes=1024)[0])
     for turn in range(4):
         if turn % 2 == rank:
-            time.sleep(0.05)  # the other rank's first round is under way when its second one is refused
+            time.sleep(0.05)  # the other rank's first round is in flight when its second one is refused
         native.refuse_message(3)
         with pytest.raises(RuntimeError, match="was refused"):
             sw.redistribute_many(items, bucket_bytes=1024)
@@ -208,7 +208,7 @@ def test_a_batch_that_fails_frees_its_buckets_behind_its_rounds() -> None:
 
 
 def _refused_in_the_rest(rank: int, size: int, path: str) -> None:
-    """A message of the second step is refused on rank 0, after the first one of the batch, which receives."""
+    """Refuses the second message of a batch of the second step on rank 0. The first one receives."""
     from async_device import ranks
 
     native = ranks.begin(rank, size, path, 2.0, alone=True)
@@ -222,14 +222,14 @@ def _refused_in_the_rest(rank: int, size: int, path: str) -> None:
     if rank == 1:
         native.sleep(300)
         executable.start(local)
-        ranks.failure_of(native)  # nothing comes from rank 0
+        ranks.failure_of(native)  # rank 0 sends nothing
         return
     native.refuse_message(2)
     with pytest.raises(RuntimeError, match="was refused"):
         executable.start(local)
     taken = []
     device_type = torch.accelerator.current_stream().device_type
-    for number in range(33, 65):  # one of the device's streams of high priority is that of the rest of programs
+    for number in range(33, 65):  # one of these high-priority streams runs the later steps of programs
         with torch.Stream(stream_id=number, device_index=0, device_type=device_type):
             taken += [torch.full((n,), -5.0, device=DEVICE) for n in (64 * 32, 64 * 33, 64 * 65)]
     native.synchronize()
@@ -244,7 +244,7 @@ def test_a_run_that_fails_beside_its_caller_frees_memory_behind_its_transfers() 
 
 
 def _refused_launches(rank: int, size: int, path: str) -> list[int]:
-    """Refuses each launch of each call in turn, on both ranks alike, and returns how many each call has."""
+    """Refuses each launch of each call in turn, on both ranks. Returns the number of launches of each call."""
     from async_device import ranks
 
     native = ranks.begin(rank, size, path, 20.0, alone=True)
@@ -304,7 +304,7 @@ def _on_two_streams(rank: int, size: int, path: str, async_op: bool) -> None:
     native = ranks.begin(rank, size, path, 20.0, alone=True)
     mesh = sw.Mesh({"a": 2, "b": 2})
     by_rows = Move(mesh, (8, 12), ("S(0)", "R"), ("R", "R"))
-    by_columns = Move(mesh, (8, 12), ("R", "S(1)"), ("R", "R"))  # in another group
+    by_columns = Move(mesh, (8, 12), ("R", "S(1)"), ("R", "R"))  # uses another group
     for move in (by_rows, by_columns):
         move.run()
     one, other = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
@@ -317,7 +317,7 @@ def _on_two_streams(rank: int, size: int, path: str, async_op: bool) -> None:
     with other:
         second = by_columns.start()
     other.synchronize()
-    time.sleep(0.1)  # what comes after the program on the first stream; less than that stream sleeps
+    time.sleep(0.1)  # time for the work after the program on the first stream; shorter than its sleep
     assert done.query(), "two communicators were used at the same time"
     by_rows.check(result)
     by_columns.check(second)
@@ -410,7 +410,7 @@ def _borrowed(rank: int, size: int, path: str) -> None:
     from async_device import ranks
 
     native = ranks.begin(rank, size, path, 20.0, alone=True, records_streams=True)
-    native.refuse_unknown_memory(True)  # as cudaMallocAsync
+    native.refuse_unknown_memory(True)  # like cudaMallocAsync
     move = _messages()
     arena = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
     borrower = torch.empty_like(move.local)
@@ -418,7 +418,7 @@ def _borrowed(rank: int, size: int, path: str) -> None:
     move.local = borrower.copy_(move.local)
     for async_op in (False, True):
         move.check(move.start(async_op) + 0)
-    # Two tensors that borrow from one arena have memory of their own.
+    # Two views of one arena have separate memory.
     part, whole = torch.empty(4, device=DEVICE), torch.empty(8, device=DEVICE)
     _runtime.view_arena(part, arena, 1024)
     _runtime.view_arena(whole, arena, 2048)
@@ -469,7 +469,7 @@ def _destroyed_before_its_graph(rank: int, size: int, path: str) -> None:
         dist.destroy_process_group()
     del graph
     gc.collect()
-    dist.destroy_process_group()  # nothing of ours keeps the graph
+    dist.destroy_process_group()  # shardwright does not keep the graph alive
 
 
 def test_a_group_ends_once_its_graphs_are_gone() -> None:

@@ -1,5 +1,5 @@
-"""What the documentation names exists: files, links, public names, signatures, command-line options, make targets. What
-it quotes of benchmarks is in their files."""
+"""Files, links, public names, signatures, command-line options and make targets in the documentation exist. Quoted
+benchmark results are in the result files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.any_torch
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 SUFFIXES = ("py", "cpp", "h", "cu", "json", "svg", "md", "toml", "txt")
 
-# Named as an example, or written by a reader of the page.
+# File names that are examples, or files that a reader of the page writes.
 NOT_OURS = {
     "topology.json",
     "before.json",
@@ -66,7 +66,7 @@ def backticked(page: Path) -> list[str]:
 
 @pages
 def test_files_exist(page: Path) -> None:
-    """A name with a known suffix, or with a slash after a known folder, ends the path of some file."""
+    """A name with a known suffix, or that begins with a known folder, is the end of some file's path."""
     folders = {name.partition("/")[0] for name in FILES}
     missing = []
     for name in backticked(page):
@@ -147,7 +147,7 @@ def test_api_page_has_every_public_name() -> None:
 
 
 def signatures() -> list[tuple[str, str]]:
-    """Name and arguments of every heading `sw.name(arguments)` of api.md."""
+    """Returns (name, arguments) of every heading `sw.name(arguments)` of api.md."""
     found = []
     for heading in re.findall(r"^### (.*)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE):
         found += re.findall(r"sw\.(\w+)\((.*?)\)(?= ->|:?`)", heading)
@@ -156,7 +156,7 @@ def signatures() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "written"), signatures(), ids=lambda value: value if value.isidentifier() else "")
 def test_api_page_has_the_arguments(name: str, written: str) -> None:
-    """Names, order, kinds and defaults are those that Python reports."""
+    """Names, order, kinds and defaults of arguments equal those that Python reports."""
     documented = ast.parse(f"def f({written}): pass").body[0]
     assert isinstance(documented, ast.FunctionDef)
     function = getattr(sw, name)
@@ -181,7 +181,7 @@ def test_api_page_has_the_arguments(name: str, written: str) -> None:
 
 @pages
 def test_examples_are_python(page: Path) -> None:
-    """Blocks compile, and what they import from the package is there."""
+    """Code blocks compile, and their imports from the package exist."""
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardwright"):
@@ -191,7 +191,7 @@ def test_examples_are_python(page: Path) -> None:
 
 @pytest.mark.parametrize("page", doc_tables.PAGES, ids=lambda page: page.name)
 def test_pages_quote_what_was_measured(page: Path) -> None:
-    """The parts that benchmarks/doc_tables.py writes are what it would write now."""
+    """The parts written by benchmarks/doc_tables.py are up to date."""
     text = page.read_text()
     assert text == doc_tables.with_parts(text), "run python benchmarks/doc_tables.py"
     assert (

@@ -1,4 +1,4 @@
-"""`torch.einsum` of DTensors while views are on: nothing moves that need not, forward and backward."""
+"""`torch.einsum` of DTensors with views=True moves no data that need not move, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Enabling and disabling the drop-in: what it replaces, how blocks nest, and that nothing is left behind."""
+"""Enabling and disabling the drop-in: the functions it replaces, nested blocks, and the restored state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshes import get_mesh
 from pool import Outcome, Pool, run_isolated
 
 WORLD = 2
-# Modules of PyTorch that hold the function under its own name.
+# Modules of PyTorch that have redistribute_local_tensor as an attribute.
 HOLDERS = (
     "torch.distributed.tensor._redistribute",
     "torch.distributed.tensor._api",
@@ -29,7 +29,7 @@ def _held() -> list[object]:
 
 
 def _calls(times: int = 1) -> int:
-    """How many of some redistributes the engine ran."""
+    """Runs some redistributes. Returns the number that the engine ran."""
     mesh = get_mesh((WORLD,))
     sw.reset_stats()
     for _ in range(times):
@@ -54,7 +54,7 @@ def _on_and_off() -> None:
 
 
 def test_on_and_off() -> None:
-    """Runs in new processes, where the drop-in has never been switched."""
+    """Runs in new processes, where the drop-in has never been enabled."""
     _all_good(run_isolated(_on_and_off, WORLD))
 
 
@@ -81,7 +81,7 @@ def test_blocks(pool: Pool) -> None:
 
 
 def _imported_by_name() -> None:
-    """A module of somebody else that took the function by name, and one that keeps it under another name."""
+    """A user's modules have imported the function, under its own name and under another one."""
     original = _redistribute.redistribute_local_tensor
     client = types.ModuleType("client_of_redistribute")
     client.redistribute_local_tensor = client.mover = original
@@ -100,7 +100,7 @@ def test_modules_that_imported_by_name() -> None:
 
 
 def _implicit() -> int:
-    """Operators redistribute their inputs, also once PyTorch has cached what they need."""
+    """Operators redistribute their inputs, also after PyTorch has cached the operator's sharding."""
     mesh = get_mesh((WORLD,))
     rows = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
     columns = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(1)], run_check=False)

@@ -1,4 +1,4 @@
-"""Several threads that enable and disable the drop-in, and the cost of doing so with thousands of modules loaded."""
+"""Several threads enable and disable the drop-in; the cost of a switch with thousands of modules loaded."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import shardwright as sw
 from shardwright.dtensor import mode as modes
 from shardwright.dtensor import patch
 
-# In a tuple, because the drop-in changes every name of a module that is the function.
+# In a tuple, because the drop-in replaces every module attribute that is the function.
 STOCK = (_redistribute.redistribute_local_tensor, DTensor.redistribute)
 
 
 def _is_bound() -> bool:
-    """Returns whether PyTorch's functions are replaced by ours; fails if only some of them are."""
+    """True if PyTorch's functions are replaced by ours. Fails if only one of them is."""
     bound = {_redistribute.redistribute_local_tensor is not STOCK[0], DTensor.redistribute is not STOCK[1]}
     assert len(bound) == 1, "one of two places is ours, the other is PyTorch's"
     return bound.pop()
@@ -36,14 +36,14 @@ def _mode() -> str:
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     yield
-    sw.enable()  # also where a block has ended: what was bound for it stays, for its backward
+    sw.enable()  # functions that a block replaced stay replaced after its end, for its backward
     sw.disable()
     assert not _is_bound()
     assert _mode() == "off"
 
 
 def _run(*bodies: Callable[[], None]) -> list[BaseException]:
-    """Runs these in threads that are switched as often as can be; what they raise."""
+    """Runs these in threads with the shortest switch interval. Returns their exceptions."""
     raised: list[BaseException] = []
 
     def guarded(body: Callable[[], None]) -> None:
@@ -99,7 +99,7 @@ def test_threads_in_blocks() -> None:
 
 
 class _Turns:
-    """Lets two threads do their steps in a fixed order."""
+    """Runs the steps of two threads in a fixed order."""
 
     def __init__(self) -> None:
         self._events: dict[int, threading.Event] = {}
@@ -116,7 +116,7 @@ class _Turns:
 
 
 def test_blocks_that_end_in_the_order_they_began() -> None:
-    """The first takes back only what it asked for, and the second does not bring it back."""
+    """The end of the first block undoes only its own mode, and the end of the second does not restore it."""
     turns, seen = _Turns(), []
 
     def first() -> None:
@@ -160,7 +160,7 @@ def test_a_thread_that_disables_beside_a_block() -> None:
 
     assert _run(in_block, in_other_thread) == []
     assert seen == [("on", True), "off"]
-    sw.enable()  # and all that was bound for the block is given back
+    sw.enable()  # disable() then restores everything that was replaced for the block
     sw.disable()
     assert not _is_bound()
 
@@ -208,7 +208,7 @@ def _module(name: str, **names: object) -> Iterator[types.ModuleType]:
 
 
 def test_modules_that_come_and_grow() -> None:
-    """Found however late a module takes the function, and under whatever name."""
+    """Finds the function in modules that take it at any time, under any name."""
     with _module("holds_early", mover=STOCK[0]) as early, _module("grows") as grows, _module("by_name") as by_name:
         by_name.redistribute_local_tensor = None
         for _ in range(2):
@@ -225,7 +225,7 @@ def test_modules_that_come_and_grow() -> None:
 
 
 def test_switching_is_quick() -> None:
-    """Apart from one look at every name of every module, which is what it took each time."""
+    """A switch is much faster than a scan of every attribute of every module."""
     with contextlib.ExitStack() as stack:
         for number in range(2000):
             stack.enter_context(_module(f"one_of_many_{number}", **{f"name_{n}": n for n in range(100)}))

@@ -22,7 +22,7 @@ PLACEMENTS = ["R", "S(0)", "S(1)", "P(sum)"]
 
 
 def _all_pairs(mesh_shape: tuple[int, ...], flatten: tuple[tuple[str, ...], ...]) -> tuple[int, list[str], set[int]]:
-    """How many redistributes ran, which were wrong, and the sizes of the groups that were made."""
+    """Returns the number of redistributes, the wrong ones, and the sizes of the groups that were made."""
     mesh = get_mesh(mesh_shape, flatten=flatten)
     tensor = oracle.global_tensor(SHAPE, torch.float32, 4, True)
     made_before = set(groups._made)
@@ -65,12 +65,12 @@ def _groups_that_are_there() -> list[list[tuple[int, ...]]]:
 
 def test_what_exists(pool: Pool) -> None:
     for before, after in pool.run(_groups_that_are_there, 8):
-        assert set(before) == {(0,), (1,), (2,), (1, 2)}  # not the default group, which is not the mesh's
+        assert set(before) == {(0,), (1,), (2,), (1, 2)}  # without the default group, which the mesh does not have
         assert set(after) == set(before) | {(0, 2)}
 
 
 def _plans_before_and_after() -> list[str]:
-    """The steps of one redistribute before the group that suits it best exists, after, and once it is gone again."""
+    """Returns the steps of one redistribute before its best group exists, with it, and after it was destroyed."""
     mesh = get_mesh((2, 2, 2))
     x = distribute_tensor(torch.arange(64.0), mesh, [Shard(0), Replicate(), Shard(0)])
     steps = []
@@ -118,7 +118,7 @@ def test_groups_that_do_not_suffice(pool: Pool) -> None:
 GIVEN: list[tuple[list[str], list[str], int]] = [
     (["S(0)", "R", "S(1)"], ["R", "R", "S(1)"], 1),
     (["P", "R", "P"], ["R", "S(0)", "R"], 2),
-    (["S(0)", "S(1)", "R"], ["S(1)", "S(0)", "R"], 2),  # among those of a group who have something to send
+    (["S(0)", "S(1)", "R"], ["S(1)", "S(0)", "R"], 2),  # groups of the ranks that send something
     (["S(0)", "S(0)", "S(0)"], ["S(1)", "R", "S(0)"], 4),
 ]
 
@@ -128,7 +128,7 @@ def _made_groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
 
 
 def _made_by_preparing(src: list[str], dst: list[str]) -> tuple[int, list[tuple[int, ...]]]:
-    """How many groups `prepare` makes for one redistribute, and which the redistribute and its gradient still make."""
+    """Returns the number of groups that `prepare` makes, and the groups that the redistribute and its gradient add."""
     mesh = sw.Mesh({"a": 2, "b": 2, "c": 2})
     before, after = sw.Layout(mesh, SHAPE, src), sw.Layout(mesh, SHAPE, dst)
     sw.prepare(mesh, redistributes=[(before, after)])
@@ -147,7 +147,7 @@ def _made_by_preparing_each() -> list[tuple[int, list[tuple[int, ...]]]]:
 
 
 def test_groups_of_given_redistributes_alone() -> None:
-    """If no redistributes were named, 6 groups besides the default one would be made on this mesh."""
+    """Without the argument `redistributes`, 6 groups besides the default one would be made on this mesh."""
     for outcome in run_isolated(_made_by_preparing_each, 8):
         assert outcome.ok, outcome.error
         for (src, dst, most), (count, late) in zip(GIVEN, outcome.value, strict=True):

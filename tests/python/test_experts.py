@@ -1,4 +1,4 @@
-"""`sw.experts.dispatch` and `combine` against an unsharded layer: values, gradients, order of rows, bytes, bits."""
+"""Compares `sw.experts.dispatch` and `combine` with an unsharded layer: values, gradients, row order, bytes, bits."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def _mine(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _apply_experts(p: routing.Problem, weights: torch.Tensor, rows: torch.Tensor, handle: object, counts: torch.Tensor):
-    """Each expert of this rank on its own rows."""
+    """Applies each expert of this rank to its rows."""
     parts = rows.split(counts.tolist())
     done = [routing.expert(weights[e], part) for e, part in zip(handle.experts, parts, strict=True)]  # type: ignore[attr-defined]
-    return torch.cat(done) if done else rows.new_zeros(rows.shape)  # which has no part in the backward
+    return torch.cat(done) if done else rows.new_zeros(rows.shape)  # no rows: takes no part in the backward
 
 
 def _close(found: torch.Tensor | None, expected: torch.Tensor, what: object) -> None:
@@ -34,7 +34,7 @@ def _close(found: torch.Tensor | None, expected: torch.Tensor, what: object) -> 
 
 
 def _check_layer(p: routing.Problem, what: object, **options: object) -> None:
-    """Forward and backward of one layer, compared with the unsharded one."""
+    """Compares forward and backward of one layer with the unsharded layer."""
     rank = dist.get_rank()
     outs, x_grads, score_grads, weight_grad = routing.unsharded(p)
     x, scores = (_mine(one[rank]).requires_grad_() for one in (p.x, p.scores))
@@ -89,7 +89,7 @@ def _rows_and_bytes() -> list[tuple[int, list[list[int]], int, int, int, int, in
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_rows_and_bytes(pool: Pool, world: int) -> None:
-    """Every token is where each of its experts is, once, in order; what travelled is the bound, exactly."""
+    """Every token is once, in order, on each rank of its experts. The bytes sent equal the lower bound."""
     ranks = pool.run(_rows_and_bytes, world)
     for case, (load, placement) in enumerate(CASES):
         p = routing.problem(world, 5, load=load, placement=placement)
@@ -100,7 +100,7 @@ def test_rows_and_bytes(pool: Pool, world: int) -> None:
         served: dict[tuple[int, int], int] = {}
         for rank in range(world):
             for expert, numbers in zip(p.placement[rank], ranks[rank][case][1], strict=True):
-                assert numbers == sorted(numbers)  # by rank, then by token
+                assert numbers == sorted(numbers)  # ordered by rank, then by token
                 for token in numbers:
                     at[token].add(rank)
                     served[token, expert] = served.get((token, expert), 0) + 1
@@ -110,7 +110,7 @@ def test_rows_and_bytes(pool: Pool, world: int) -> None:
             foreign = sum(rank in ranks_of and home[t] != rank for t, ranks_of in enumerate(at))
             assert payload == foreign * row_bytes, f"{load}, {placement}"
             assert going == payload + metadata
-            # The comparison before a combine takes 2 words for each other rank.
+            # The check of ranks before a combine sends 2 words to each other rank.
             compared = 2 * 8 * (world - 1)
             assert coming_sent == foreign * row_bytes + compared
             own = sum(len(at[t] - {rank}) for t in range(len(ids)) if home[t] == rank)
@@ -128,7 +128,7 @@ def _foreign_ranks(top_k: int) -> list[int]:
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_copies_of_experts_save_bytes(pool: Pool, top_k: int) -> None:
-    """Of ranks with copies of an expert, a token takes those that make the fewest ranks: always with two experts."""
+    """Among ranks with copies of its experts, a token is sent to the fewest ranks: always true for two experts."""
     world = 4
     p = routing.problem(world, 3, placement="copies", top_k=top_k, num_experts=9, most_tokens=40)
     least = sum(
@@ -142,7 +142,7 @@ def test_copies_of_experts_save_bytes(pool: Pool, top_k: int) -> None:
 
 
 def _bits(dtype: torch.dtype) -> None:
-    """The sum as documented: in float32 at each rank in the order of a token's experts, rounded, then by rank."""
+    """Checks the documented sum: in float32 on each rank in the order of a token's experts, rounded, then by rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 2, dtype=dtype, most_tokens=30, hidden=33)
     rank_of = {e: r for r, experts in enumerate(p.placement) for e in experts}
@@ -150,7 +150,7 @@ def _bits(dtype: torch.dtype) -> None:
     for turn in range(3):
         if turn == rank % 3:
             torch.manual_seed(turn)
-            torch.randn(300, 300) @ torch.randn(300, 300)  # later than the others
+            torch.randn(300, 300) @ torch.randn(300, 300)  # delays this rank
         rows, counts, handle = dispatch(_mine(p.x[rank]), _mine(p.expert_ids[rank]), _mine(p.scores[rank]), p.placement)
         factors = torch.tensor([3.0 + e for e in handle.experts]).repeat_interleave(counts.cpu())
         out = combine((rows.cpu() * factors.unsqueeze(1).to(dtype)).to(rows.device), handle).cpu()
@@ -192,7 +192,7 @@ def test_without_scores(pool: Pool) -> None:
 
 
 def _marked_only() -> None:
-    """Tensors that are not conjugated or negated in memory, but only marked so."""
+    """Tensors with the conjugate or negative bit, whose memory is neither conjugated nor negated."""
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 6)
     placement, ids = p.placement, p.expert_ids[rank]
@@ -254,7 +254,7 @@ def test_scales_travel_along(pool: Pool, dtype: torch.dtype) -> None:
 
 
 def _kept(p: routing.Problem, capacity: int) -> set[tuple[int, int]]:
-    """(token, which of its experts) that find room, one after the other."""
+    """Returns the (token, index of its expert) pairs within capacity, first come, first served."""
     taken: dict[int, int] = {}
     kept = set()
     for t, row in enumerate(row for one in p.expert_ids for row in one.tolist()):
@@ -325,7 +325,7 @@ def test_capacity_raises_on_all_ranks(pool: Pool) -> None:
 
 
 def _fixed(placement: str, rows_per_rank: int) -> None:
-    """The same rows and sums as with counts on the host, bit for bit, and the same gradients."""
+    """Rows, sums and gradients equal those with counts on the host, bit for bit."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for load in routing.LOADS:
         p = routing.problem(world, 7, load=load, placement=placement)
@@ -350,7 +350,7 @@ def test_fixed_rows_as_counted_ones(pool: Pool, placement: str) -> None:
 
 
 def _full_ranks() -> None:
-    """Every rank takes one row from each: later tokens miss the rank, and are counted."""
+    """Every rank receives one row from each rank. Later tokens for that rank are dropped and counted."""
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 8)
     rank_of = {e: r for r, experts in enumerate(p.placement) for e in experts}
@@ -399,14 +399,14 @@ def test_choice_of_copies_on_the_device(world: int) -> None:
 
 
 def _nodes(ranks_per_node: int) -> list[tuple[int, int]]:
-    """The same rows as without nodes; the bytes between and inside nodes."""
+    """Checks that rows equal those without nodes. Returns the bytes between and inside nodes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     topology = _topology(ranks_per_node)
     found = []
     for load, placement in CASES:
         p = routing.problem(world, 5, load=load, placement=placement)
         _check_layer(p, f"{load}, {placement}", topology=topology)
-        if placement != "copies":  # where nodes are known, other copies may be chosen
+        if placement != "copies":  # with nodes, other copies of an expert may be chosen
             tensors = (_mine(p.x[rank]), _mine(p.expert_ids[rank]), _mine(p.scores[rank]), p.placement)
             flat = dispatch(*tensors)
             with sw.debug.wire_meter() as meter:
@@ -424,7 +424,7 @@ def _topology(ranks_per_node: int) -> sw.Topology:
 
 @pytest.mark.parametrize("world, ranks_per_node", [(4, 2), (3, 2), (5, 3)])
 def test_nodes(pool: Pool, world: int, ranks_per_node: int) -> None:
-    """A token enters each foreign node once, and goes on from there to the ranks of its experts, once to each."""
+    """A token is sent once to each other node, and from there once to each rank of its experts."""
     ranks = pool.run(_nodes, world, ranks_per_node)
     node = [rank // ranks_per_node for rank in range(world)]
     members = {n: [r for r in range(world) if node[r] == n] for n in node}
@@ -442,7 +442,7 @@ def test_nodes(pool: Pool, world: int, ranks_per_node: int) -> None:
 
 
 def _nodes_with_all() -> None:
-    """Capacity and scales by way of nodes: rows and what is dropped as without."""
+    """With nodes, capacity and scales give the same rows and the same dropped tokens as without."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for load in routing.LOADS:
         p = routing.problem(world, 9, load=load, placement="uneven")
@@ -462,11 +462,11 @@ def test_nodes_with_capacity_and_scales(pool: Pool) -> None:
     pool.run(_nodes_with_all, 4)
 
 
-# --------------------------------------------------------------------------------------- what decides to communicate
+# --------------------------------------------------------------------------------------------- ranks without a part
 
 
 def _frozen(trains: str) -> None:
-    """Only some of it has gradients, and a rank without experts has no part in any of it."""
+    """Only one of the inputs has gradients, and only one rank has experts."""
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 1)
     p.placement = [[], list(range(p.num_experts)), *([] for _ in range(world - 2))]
@@ -537,7 +537,7 @@ def test_layouts(pool: Pool) -> None:
 
 
 def _groups() -> None:
-    """Two groups of two, each for itself: by DeviceMesh, by process group, by a layout on some of the ranks."""
+    """Two groups of two ranks work separately, given as a DeviceMesh, a process group, or a layout on some ranks."""
     rank = dist.get_rank()
     mesh = meshes.get_mesh((2, 2))
     half = mesh["b"]
@@ -567,7 +567,7 @@ def test_groups(pool: Pool) -> None:
 
 
 def _compiled() -> None:
-    """The graph breaks once for each call, and the rest is compiled."""
+    """The graph breaks once per call, and the rest is compiled."""
     torch._dynamo.reset()
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 4)
@@ -587,7 +587,7 @@ def _compiled() -> None:
         out = function(x, p.expert_ids[rank], scores)
         out.backward(p.gradients[rank])
         found.append((out.detach(), x.grad, scores.grad))
-    assert len(graphs) == 3  # before, between and after
+    assert len(graphs) == 3  # before, between and after the two calls
     assert all(map(torch.equal, *found))
 
 
@@ -600,7 +600,7 @@ def test_compiled(pool: Pool) -> None:
 
 
 def _train(sharded: bool) -> list[torch.Tensor]:
-    """Ten steps of a layer with a router and eight experts; the batch is cut by rank."""
+    """Trains a layer with a router and eight experts for ten steps. The batch is cut by rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     g = torch.Generator().manual_seed(0)
     batch = torch.randn(23, 8, generator=g, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What is wrong with a dispatch or a combine is said on every rank, in time, with nothing sent and inputs untouched."""
+"""Errors of a dispatch or combine raise on every rank, in time. Nothing is sent and inputs are unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOTHING = "nothing was raised"
 
 
 def _raised(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
-    """The message of the exception that a call raises; NOTHING if it raises none."""
+    """Returns the message of the exception that a call raises, or NOTHING."""
     try:
         call()
     except kind as error:
@@ -48,7 +48,7 @@ def _assert_each_in(expected: list[str], said: list[str]) -> None:
 
 
 def _failing(change: Callable[[dict[str, Any], int], None]) -> tuple[str, str]:
-    """What a dispatch raises whose arguments were changed, after which another one goes well."""
+    """Returns type and message of the error of a dispatch with changed arguments. A valid dispatch then works."""
     arguments = _arguments(dist.get_rank())
     change(arguments, dist.get_rank())
     before = [t.clone() for t in arguments.values() if isinstance(t, torch.Tensor)]
@@ -315,7 +315,7 @@ def test_combine(pool: Pool) -> None:
 
 
 def _failing_combine(change: str) -> tuple[str, str]:
-    """What a combine raises of which rank 2 does not get what the others get, after which another one goes well."""
+    """Returns the error of a combine in which rank 2 passes other arguments. A valid combine then works."""
     rows, _, handle = sw.experts.dispatch(**_arguments(dist.get_rank()))
     y: Any = rows
     if dist.get_rank() == 2:
@@ -379,7 +379,7 @@ def test_gradient_of_8_bit_floats(pool: Pool) -> None:
 
 
 def _out_of_step() -> str:
-    """One rank combines again where the others dispatch."""
+    """One rank calls combine while the others call dispatch."""
     rows, _, handle = sw.experts.dispatch(**_arguments(dist.get_rank()))
     sw.debug.check_ranks(timeout_seconds=30)
     try:

@@ -1,4 +1,4 @@
-"""Tokens to as many experts as models have: results of an unsharded layer, and bytes equal to the bound."""
+"""Tokens to as many experts as large models have: results of an unsharded layer, and bytes equal to the bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _problem(load: str, num_experts: int, placement: str) -> routing.Problem:
 
 
 def _layer(load: str, num_experts: int, placement: str) -> tuple[int, int]:
-    """Compares this rank's outputs and gradients; returns the bytes of tokens that it received and sent on the way."""
+    """Compares this rank's outputs and gradients. Returns its received token bytes and its number of experts."""
     rank = dist.get_rank()
     p = _problem(load, num_experts, placement)
     outs, x_grads, score_grads, _ = routing.unsharded(p)
@@ -53,7 +53,7 @@ def test_layer_and_bytes(pool: Pool, num_experts: int, load: str, placement: str
     received = pool.run(_layer, WORLD, load, num_experts, placement)
     assert [payload for payload, _ in received] == bound
     assert sum(held for _, held in received) == num_experts
-    # Naively, each token goes to each of its experts.
+    # A naive dispatch sends each token to each of its experts.
     rank_of = {e: rank for rank, experts in enumerate(p.placement) for e in experts}
     ids = [row for one in p.expert_ids for row in one.tolist()]
     naive = sum(rank_of[e] != home[t] for t, row in enumerate(ids) for e in row if e >= 0) * row_bytes

@@ -20,7 +20,7 @@ TOKENS = 9
 
 
 def _padded(tensor: torch.Tensor, value: float) -> torch.Tensor:
-    """To a number of tokens that is the same for all problems."""
+    """Pads to TOKENS tokens."""
     padding = tensor.new_full((TOKENS - len(tensor), tensor.shape[1]), value)
     return torch.cat([tensor, padding])
 
@@ -59,7 +59,7 @@ def _captured(placement: str, capacity: int | None) -> None:
         assert totals[0] == totals[1]
 
 
-# The replays see other tokens, routes and scores than the capture did.
+# Tokens, routes and scores of the replays differ from those of the capture.
 @pytest.mark.parametrize("capacity", [None, 2])
 @pytest.mark.parametrize("placement", routing.PLACEMENTS)
 def test_replays_with_other_tokens(async_pool: Pool, placement: str, capacity: int | None) -> None:
@@ -67,7 +67,7 @@ def test_replays_with_other_tokens(async_pool: Pool, placement: str, capacity: i
 
 
 def _forgotten_placement() -> None:
-    """A graph is replayed after everything that was cached about its placement is gone, and its memory used again."""
+    """Replays a graph after all cached tables of its placement are gone and their memory is reused."""
     import async_device
 
     rank = dist.get_rank()
@@ -118,7 +118,7 @@ def _over_gloo(rank: int, size: int, path: str) -> int:
 
 
 def test_over_gloo(async_pool: Pool) -> None:
-    """By host memory go rows and sums, forward and backward, for both; counts are there already."""
+    """Rows and sums pass through host memory, forward and backward, with both kinds of counts. Counts need no copy."""
     from async_device import ranks
 
     assert ranks.run(_over_gloo, 3) == [8] * 3

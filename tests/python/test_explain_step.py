@@ -1,4 +1,4 @@
-"""`sw.explain` of a training step of a model under `sw.fully_shard`."""
+"""`sw.explain` on a training step of a model under `sw.fully_shard`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _explained() -> None:
     def of(trace: Any, lane: str) -> list[Any]:
         return [event for event in trace if event.lane == lane]
 
-    # Predicted: what the schedule says, in the order in which it says it.
+    # The prediction has the events of the schedule, in its order.
     assert len(of(step.predicted, "compute")) == len(schedule.uses)
     transfers = [event.instruction.split()[0] for event in of(step.predicted, "communication")]
     assert transfers.count("gather") == len(schedule.gathers) and transfers.count("reduce") == len(schedule.reductions)
@@ -38,7 +38,7 @@ def _explained() -> None:
         assert all(before.end <= after.start for before, after in zip(uses, uses[1:]))
         late = [use for use in uses if use.instruction == "forward Mlp, layers.1"]
         assert len(late) == 1 and late[0].end - late[0].start >= SLEEP_SECONDS
-    # Measured transfers lie within the step, on the clock of its uses.
+    # Measured transfers are within the step, on the same clock as its uses.
     begin, end = of(step.measured, "compute")[0].start, of(step.measured, "compute")[-1].end
     moved = of(step.measured, "communication")
     assert moved and all(begin <= event.end and event.start <= end for event in moved)
@@ -47,7 +47,7 @@ def _explained() -> None:
     assert sum("compute " in line and "|" in line for line in lines) == 2
     names = {event["name"] for event in json.loads(found.to_chrome())["traceEvents"]}
     assert {"gather layers.0", "backward Mlp"} <= names
-    # What is listened to ends with the call.
+    # Nothing is recorded after the call.
     loss_of(model, batch(1)).backward()
     assert str(sw.explain(lambda: None)) == "no products with anything to move, and no step of a sharded model"
 

@@ -1,4 +1,4 @@
-"""`tools/testnet` for tests: ranks on network namespaces with links of a given rate between them."""
+"""Runs `tools/testnet` in tests: ranks in network namespaces, connected by links of a given rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMPOSSIBLE = 3
 def run(
     network: list[str], command: list[str], *, environment: dict[str, str] | None = None, timeout_seconds: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Returns what ranks on a network such as ``["2", "1", "1gbit"]`` printed, and the exit status."""
+    """Runs a command on a network such as ``["2", "1", "1gbit"]``. Returns its output and exit status."""
     return subprocess.run(
         [str(TESTNET), *network, "--", *command],
         capture_output=True,
@@ -34,7 +34,7 @@ def _why_not(network: tuple[str, ...]) -> str | None:
 
 
 def skip_without(*network: str) -> None:
-    """Skips the test, with the reason, if there is no such network."""
+    """Skips the test if such a network cannot be made, and gives the reason."""
     reason = _why_not(network or ("1", "1", "1gbit"))
     if reason is not None:
         pytest.skip(reason)

@@ -12,7 +12,7 @@ import shardwright as sw
 from dtensors import to_placements
 from meshes import NAMES
 
-# A mesh: its shape, and its ranks, row-major.
+# A mesh: its shape, and its ranks in row-major order.
 Grid = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -22,7 +22,7 @@ def mesh(grid: Grid) -> sw.Mesh:
 
 
 def part(tensor: torch.Tensor, grid: Grid, placements: tuple[str, ...], rank: int) -> torch.Tensor:
-    """What a rank holds; nothing outside the mesh."""
+    """Returns a rank's part, which is empty outside the mesh."""
     shape, ranks = grid
     if rank not in ranks:
         return tensor.new_empty(0)
@@ -36,7 +36,7 @@ def device_mesh(grid: Grid) -> DeviceMesh:
 
 
 def dtensor(tensor: torch.Tensor, mesh: DeviceMesh, grid: Grid, placements: tuple[str, ...]) -> DTensor:
-    """Not by distribute_tensor, which puts parts in the wrong places on meshes whose ranks do not ascend."""
+    """Makes a DTensor without distribute_tensor, which misplaces parts on meshes whose ranks do not ascend."""
     local = part(tensor, grid, placements, dist.get_rank())
     ends = {"shape": tensor.shape, "stride": tensor.stride()}
     return DTensor.from_local(local, mesh, to_placements(placements), run_check=False, **ends)
