@@ -127,8 +127,8 @@ def _make_case(chance: random.Random, world_size: int) -> Case:
     src = dst = _random_placements(chance, sizes, len(shape), op, dtype, strided)
     for _ in range(3):
         if dst == src:
-            wish = _random_placements(chance, sizes, len(shape), op, dtype, strided)
-            dst = tuple(_destination(source, target, dtype) for source, target in zip(src, wish))
+            drawn = _random_placements(chance, sizes, len(shape), op, dtype, strided)
+            dst = tuple(_destination(source, target, dtype) for source, target in zip(src, drawn))
     reaches_partial = any(oracle.reduce_op(p) for p in dst)
     any_strided = any(map(oracle.is_strided, src + dst))
     entry = "internal" if reaches_partial or chance.random() < 0.3 else "dtensor"

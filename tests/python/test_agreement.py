@@ -17,7 +17,7 @@ def _error(*statements: Statement) -> list[str]:
     return report(statements[0], {rank: one.to_json() for rank, one in enumerate(statements)}, " (here)").splitlines()
 
 
-def test_fields_that_differ() -> None:
+def test_report_lists_differing_fields() -> None:
     one, other = (Statement("move", {"size": size, "dtype": "float32", "async_op": True}) for size in (4, 8))
     any_mode = Statement("move", {"size": 4, "dtype": "float32", "async_op": None})
     assert not _error(one, one, any_mode)
@@ -28,14 +28,14 @@ def test_fields_that_differ() -> None:
     assert _error(one, fewer) == [head, "  dtype: float32 on ranks [0]; not given on ranks [1]"]
 
 
-def test_refusals() -> None:
+def test_report_lists_refused_arguments() -> None:
     fits, refusing = Statement("move", {"size": 4}, {"x": None}), Statement("move", refusals={"x": "is None"})
     head = "shardwright: move: on ranks [1] the arguments are not allowed, nothing was sent (here)"
     assert _error(fits, refusing) == [head, "  x: is None on ranks [1]"]
     assert _error(refusing, refusing)[1:] == ["  x: is None on ranks [0, 1]"]
 
 
-def test_long_errors_are_cut() -> None:
+def test_long_reports_are_truncated() -> None:
     texts = ["x" * 1000 + end + "y" * 1000 for end in "ab"]
     _, line = _error(*(Statement("move", {"text": text}) for text in texts))
     assert "xa" in line and "xb" in line and len(line) < 700
@@ -45,33 +45,33 @@ def test_long_errors_are_cut() -> None:
     assert line.endswith(", 15, 16, ... 39 in all]")
 
 
-def _round(texts: list[StoreTexts], said: list[str]) -> list[dict[str, str]]:
+def _exchange(texts: list[StoreTexts], said: list[str]) -> list[dict[str, str]]:
     """Returns the texts that each of two processes receives in one round."""
-    heard: list[dict[str, str]] = [{}, {}]
+    received: list[dict[str, str]] = [{}, {}]
 
     def exchange(own: int) -> None:
-        heard[own] = texts[own].exchange("a test", said[own], ("a", "b"), "ab"[own], WAIT)
+        received[own] = texts[own].exchange("a test", said[own], ("a", "b"), "ab"[own], WAIT)
 
     threads = [threading.Thread(target=exchange, args=(own,)) for own in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return heard
+    return received
 
 
-def test_rounds_leave_few_keys() -> None:
+def test_rounds_keep_few_store_keys() -> None:
     store = dist.HashStore()
     texts = [StoreTexts(store), StoreTexts(store)]
     counts = []
     for number in range(6):
         said = ["same", "same"] if number % 2 else [f"{number}", f"-{number}"]
-        assert _round(texts, said) == [dict(zip("ab", said, strict=True))] * 2
+        assert _exchange(texts, said) == [dict(zip("ab", said, strict=True))] * 2
         counts.append(store.num_keys())
     assert counts[1] == counts[-1] == 8
 
 
-def test_missing_ranks_are_named() -> None:
+def test_timeout_names_missing_ranks() -> None:
     store = dist.HashStore()
     for rank, missing in ((2, r"0, 1, 3"), (0, r"1, 3")):
         text = rf"rank {rank} waited 0.1 s for ranks \[{missing}\] to call move, number 1 on ranks \[0, 1, 2, 3\]"

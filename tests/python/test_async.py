@@ -76,25 +76,25 @@ def _types_and_values(move: Move) -> list[str]:
 
 
 @pytest.mark.parametrize("move", ASYNCHRONOUS, ids=str)
-def test_under_way(pool: Pool, move: Move) -> None:
+def test_communicating_moves_return_async_tensors(pool: Pool, move: Move) -> None:
     for found in pool.run(_types_and_values, WORLD, move):
         assert found[:2] == ["AsyncCollectiveTensor"] * 2
 
 
 @pytest.mark.cpu_only("on streams all ranks have something to wait for")
-def test_ranks_with_nothing_to_say_do_not_wait(pool: Pool) -> None:
+def test_ranks_without_messages_return_plain_tensors(pool: Pool) -> None:
     """The mesh dims that cut rows and columns are swapped: ranks 0 and 3 keep their blocks, 1 and 2 exchange theirs."""
     found = pool.run(_types_and_values, WORLD, ((2, 2), ("S(0)", "S(1)"), ("S(1)", "S(0)")))
     assert [kinds[0] for kinds in found] == ["Tensor", "AsyncCollectiveTensor", "AsyncCollectiveTensor", "Tensor"]
 
 
 @pytest.mark.parametrize("move", LOCAL, ids=str)
-def test_nothing_to_wait_for(pool: Pool, move: Move) -> None:
+def test_local_moves_return_plain_tensors(pool: Pool, move: Move) -> None:
     for found in pool.run(_types_and_values, WORLD, move):
         assert found == ["Tensor"] * 4
 
 
-def _used_without_wait(move: Move) -> None:
+def _operators_without_wait(move: Move) -> None:
     """Operators on the DTensor and on the result of to_local() wait without a call to wait()."""
     with sw.enabled(strict=True):
         local, expected = _start(move, (8, 8), seed=2)
@@ -104,8 +104,8 @@ def _used_without_wait(move: Move) -> None:
 
 
 @pytest.mark.parametrize("move", ASYNCHRONOUS, ids=str)
-def test_used_without_wait(pool: Pool, move: Move) -> None:
-    pool.run(_used_without_wait, WORLD, move)
+def test_operators_wait_for_async_results(pool: Pool, move: Move) -> None:
+    pool.run(_operators_without_wait, WORLD, move)
 
 
 def _in_flight_together(reverse_on_odd_ranks: bool) -> None:
@@ -120,7 +120,7 @@ def _in_flight_together(reverse_on_odd_ranks: bool) -> None:
 
 
 @pytest.mark.parametrize("reverse_on_odd_ranks", [False, True])
-def test_several_in_flight(pool: Pool, reverse_on_odd_ranks: bool) -> None:
+def test_several_async_redistributes_in_flight(pool: Pool, reverse_on_odd_ranks: bool) -> None:
     """Each rank may wait in any order. Only the order of the calls must be the same, as in stock."""
     pool.run(_in_flight_together, WORLD, reverse_on_odd_ranks)
 
@@ -138,7 +138,7 @@ def _synchronous_in_between() -> None:
         assert total.item() == WORLD
 
 
-def test_synchronous_calls_in_between(pool: Pool) -> None:
+def test_synchronous_redistribute_between_async_ones(pool: Pool) -> None:
     pool.run(_synchronous_in_between, WORLD)
 
 
@@ -161,13 +161,13 @@ def _seconds_to_start(move: Move, late_seconds: float) -> tuple[float, float]:
     [((4,), ("S(0)",), ("S(1)",)), ((4,), ("S(0)",), ("R",)), ((2, 2), ("S(0)", "S(0)"), ("S(1)", "S(1)"))],
     ids=str,
 )
-def test_the_call_does_not_wait_for_others(pool: Pool, move: Move) -> None:
+def test_async_call_returns_before_late_ranks(pool: Pool, move: Move) -> None:
     late_seconds = 1.0
     for call, wait in pool.run(_seconds_to_start, WORLD, move, late_seconds)[1:]:
         assert call < late_seconds / 2 < wait
 
 
-def _dropped() -> None:
+def _drop_works() -> None:
     """The last rank joins only after the others have dropped their works, so a drop that waited for it would hang."""
     mesh, rank, store = sw.Mesh({"a": WORLD}), dist.get_rank(), dist.distributed_c10d._get_default_store()
     src, dst = sw.Layout(mesh, (WORLD, 6), ["S(0)"]), sw.Layout(mesh, (WORLD, 6), ["R"])
@@ -190,8 +190,8 @@ def _dropped() -> None:
 
 
 @pytest.mark.cpu_only("on streams nobody waits on the host")
-def test_whoever_drops_a_work_does_not_wait(pool: Pool) -> None:
-    pool.run(_dropped, WORLD)
+def test_dropping_a_work_does_not_block(pool: Pool) -> None:
+    pool.run(_drop_works, WORLD)
 
 
 def _saved(given: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def _saved(given: torch.Tensor) -> torch.Tensor:
     return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
 
 
-def _copies_of_what_is_under_way() -> None:
+def _copies_of_async_results() -> None:
     mesh = get_mesh((WORLD,))
     tensor = oracle.global_tensor((64, 64), torch.float32, seed=11)
     local = dtensors.my_local(tensor, mesh, ["S(0)"])
@@ -218,8 +218,8 @@ def _copies_of_what_is_under_way() -> None:
 
 
 @pytest.mark.cpu_only("copies are pickled on the host")
-def test_copies_wait(pool: Pool) -> None:
-    pool.run(_copies_of_what_is_under_way, WORLD)
+def test_copies_wait_for_async_results(pool: Pool) -> None:
+    pool.run(_copies_of_async_results, WORLD)
 
 
 def _backward(shape: tuple[int, ...]) -> None:
@@ -239,5 +239,5 @@ def _backward(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 7)], ids=str)
-def test_backward(pool: Pool, shape: tuple[int, ...]) -> None:
+def test_backward_is_asynchronous(pool: Pool, shape: tuple[int, ...]) -> None:
     pool.run(_backward, WORLD, shape)

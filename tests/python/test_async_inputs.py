@@ -55,7 +55,7 @@ def _start(
     return source._local_tensor, result._local_tensor, dtensors.my_local(tensor, mesh, dst).clone()
 
 
-def _written_at_once(src: str, dst: str, pause_seconds: float, times: int) -> int:
+def _overwritten_inputs(src: str, dst: str, pause_seconds: float, times: int) -> int:
     wrong = 0
     with sw.enabled(strict=True):
         for seed in range(times):
@@ -68,11 +68,11 @@ def _written_at_once(src: str, dst: str, pause_seconds: float, times: int) -> in
 
 @pytest.mark.parametrize("pause_seconds", [0.0, 0.1])
 @pytest.mark.parametrize(("src", "dst"), [("S(1)", "R"), ("S(0)", "R"), ("P(sum)", "S(0)"), ("S(0)", "S(1)")])
-def test_the_input_may_be_written_to(pool: Pool, src: str, dst: str, pause_seconds: float) -> None:
-    assert pool.run(_written_at_once, WORLD, src, dst, pause_seconds, 4) == [0] * WORLD
+def test_input_may_be_overwritten_after_the_call(pool: Pool, src: str, dst: str, pause_seconds: float) -> None:
+    assert pool.run(_overwritten_inputs, WORLD, src, dst, pause_seconds, 4) == [0] * WORLD
 
 
-def _rounds() -> None:
+def _plan_in_rounds() -> None:
     """The plan packs its input in rounds. Later rounds read the input after a wait."""
     mesh = sw.Mesh({"x": WORLD})
     src, dst = sw.Layout(mesh, (1024, 512), ["S(0)"]), sw.Layout(mesh, (1024, 512), ["S(1)"])
@@ -91,8 +91,8 @@ def _rounds() -> None:
         sw.unpin(plan)
 
 
-def test_rounds(pool: Pool) -> None:
-    pool.run(_rounds, WORLD)
+def test_input_of_a_plan_in_rounds_may_be_overwritten(pool: Pool) -> None:
+    pool.run(_plan_in_rounds, WORLD)
 
 
 def _pickled(src: str, dst: str) -> None:
@@ -112,7 +112,7 @@ def test_results_arrive_without_a_wait(pool: Pool, src: str, dst: str) -> None:
     pool.run(_pickled, WORLD, src, dst)
 
 
-def _collectives_beside(mesh_shape: tuple[int, ...], src: list[str], dst: list[str]) -> list[str]:
+def _with_user_collectives(mesh_shape: tuple[int, ...], src: list[str], dst: list[str]) -> list[str]:
     """Runs redistributes of several phases and all-reduces in turn. Some ranks wait at once, others late."""
     own = random.Random(dist.get_rank())
     wrong = []
@@ -141,21 +141,21 @@ def _collectives_beside(mesh_shape: tuple[int, ...], src: list[str], dst: list[s
     ],
     ids=str,
 )
-def test_collectives_of_others_do_not_meet_ours(
+def test_user_collectives_do_not_mix_with_redistributes(
     pool: Pool, mesh_shape: tuple[int, ...], src: list[str], dst: list[str]
 ) -> None:
     """The later phases of a redistribute may start before or after a user's collective on the same group."""
-    assert pool.run(_collectives_beside, WORLD, mesh_shape, src, dst) == [[]] * WORLD
+    assert pool.run(_with_user_collectives, WORLD, mesh_shape, src, dst) == [[]] * WORLD
 
 
-def _hammer(seed: int, times: int) -> list[str]:
+def _random_redistributes(seed: int, times: int) -> list[str]:
     """Runs the same random redistributes on all ranks. Each rank chooses how it uses inputs and results."""
     common, own = random.Random(seed), random.Random(seed * WORLD + dist.get_rank())
     wrong: list[str] = []
     in_flight: deque[tuple[str, torch.Tensor, torch.Tensor]] = deque()
     threads: list[threading.Thread] = []
 
-    def look(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
+    def compare(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
         difference = oracle.difference(result + 0, expected)
         if difference is not None:
             wrong.append(f"{name}: {difference}")
@@ -163,12 +163,12 @@ def _hammer(seed: int, times: int) -> list[str]:
     def use(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
         kind = own.choice(["wait", "wait", "leave", "thread", "drop"])
         if kind == "wait":
-            look(name, result, expected)
+            compare(name, result, expected)
         elif kind == "leave":
             if not _becomes(_pending(result), expected):
                 wrong.append(f"{name}: never arrived")
         elif kind == "thread":
-            thread = threading.Thread(target=look, args=(name, result, expected))
+            thread = threading.Thread(target=compare, args=(name, result, expected))
             thread.start()
             threads.append(thread)
 
@@ -200,8 +200,8 @@ def _hammer(seed: int, times: int) -> list[str]:
 
 
 @pytest.mark.long
-def test_ten_thousand(pool: Pool) -> None:
+def test_ten_thousand_random_async_redistributes(pool: Pool) -> None:
     """Results are right whether inputs are overwritten, and whether this thread, another one or none waits."""
     for seed in range(4):
-        for wrong in pool.run(_hammer, WORLD, seed, NUM_REDISTRIBUTES // 4):
+        for wrong in pool.run(_random_redistributes, WORLD, seed, NUM_REDISTRIBUTES // 4):
             assert wrong == []

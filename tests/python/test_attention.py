@@ -60,7 +60,7 @@ def _whole(inputs: list[torch.Tensor], seen: torch.Tensor, dtype: torch.dtype) -
     return [out.detach(), *grads, lse.detach()]
 
 
-def _places(layout: Any, length: int) -> torch.Tensor:
+def _positions(layout: Any, length: int) -> torch.Tensor:
     """Returns this rank's positions of the sequence, in local order."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if layout == "zigzag":
@@ -76,7 +76,7 @@ def _worst(found: torch.Tensor, right: torch.Tensor) -> float:
     return float((found.cpu().double() - right).abs().max()) if found.numel() else 0.0
 
 
-def _agrees(
+def _check_case(
     sizes: tuple[int, int, int, int, int], is_causal: bool, mask: Any, layout: Any, dtype: torch.dtype, methods: Any
 ) -> None:
     inputs = _inputs(*sizes, dtype)
@@ -84,9 +84,9 @@ def _agrees(
     seen = _visible(length, is_causal, mask)
     exact = _whole(inputs, seen, torch.float64)
     usual = _whole(inputs, seen, dtype) if length else exact
-    places = _places(layout, length)
+    positions = _positions(layout, length)
     for method in methods:
-        mine = [t[:, :, places].to(meshes.device).requires_grad_() for t in inputs[:3]]
+        mine = [t[:, :, positions].to(meshes.device).requires_grad_() for t in inputs[:3]]
         out, lse = sw.attention.scaled_dot_product_attention(
             *mine,
             is_causal=is_causal,
@@ -97,15 +97,15 @@ def _agrees(
             size=length,
             layout=layout,
         )
-        grads = torch.autograd.grad(out, mine, inputs[3][:, :, places].to(meshes.device))
+        grads = torch.autograd.grad(out, mine, inputs[3][:, :, positions].to(meshes.device))
         for name, found, right, stock in zip("oqkv", [out, *grads], exact, usual, strict=False):
             # Rounding errors of float32 grow with the number of terms. Those of bfloat16 are much larger.
             slack = 2e-3 if dtype == torch.bfloat16 else 4e-6
             allowed = 2.5 * _worst(stock, right) + slack
-            error = _worst(found, right[:, :, places])
+            error = _worst(found, right[:, :, positions])
             assert error <= allowed, (name, method, error, allowed)
         torch.testing.assert_close(
-            lse.cpu().double(), exact[-1][:, :, places], atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0
+            lse.cpu().double(), exact[-1][:, :, positions], atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0
         )
 
 
@@ -122,45 +122,45 @@ CASES: list[tuple[tuple[int, int, int, int, int], bool, Any, Any]] = [
 
 def _all_cases(dtype: torch.dtype) -> None:
     for case in CASES:
-        _agrees(*case, dtype, METHODS)
+        _check_case(*case, dtype, METHODS)
     if dist.get_world_size() == 3:
-        _agrees(
+        _check_case(
             (1, 2, 2, 10, 8), True, None, sw.placements.Pieces(2, [[(6, 10), (0, 1)], [], [(1, 6)]]), dtype, METHODS
         )
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=only_on_cpu), 2, 3, pytest.param(4, marks=only_on_cpu)])
-def test_every_method_agrees_with_attention_of_the_whole(pool: Pool, world_size: int) -> None:
+def test_every_method_matches_unsharded_attention(pool: Pool, world_size: int) -> None:
     pool.run(_all_cases, world_size, torch.float32)
     pool.run(_all_cases, world_size, torch.bfloat16)
 
 
 @only_on_cpu
-def test_on_eight_ranks(pool: Pool) -> None:
-    pool.run(_agrees, 8, (1, 2, 2, 50, 8), True, None, "zigzag", torch.float32, ("ring", "ulysses", "auto"))
+def test_methods_on_eight_ranks(pool: Pool) -> None:
+    pool.run(_check_case, 8, (1, 2, 2, 50, 8), True, None, "zigzag", torch.float32, ("ring", "ulysses", "auto"))
 
 
 def _result(method: str, dtype: torch.dtype, is_causal: bool, layout: Any) -> list[torch.Tensor]:
     """Returns the global result and gradients, computed in 24 chunks of two positions."""
     length = 48
     inputs = _inputs(2, 4, 2, length, 16, dtype)
-    places = _places(layout, length)
-    mine = [t[:, :, places].to(meshes.device).requires_grad_() for t in inputs[:3]]
+    positions = _positions(layout, length)
+    mine = [t[:, :, positions].to(meshes.device).requires_grad_() for t in inputs[:3]]
     out = sw.attention.scaled_dot_product_attention(
         *mine, is_causal=is_causal, enable_gqa=True, method=method, chunks=24, size=length, layout=layout
     )
-    grads = torch.autograd.grad(out, mine, inputs[3][:, :, places].to(meshes.device))
+    grads = torch.autograd.grad(out, mine, inputs[3][:, :, positions].to(meshes.device))
     found = []
     for part, like in zip([out.detach(), *grads], [inputs[0], *inputs[:3]], strict=True):
         whole = torch.zeros_like(like)
-        whole[:, :, places] = part.cpu()
+        whole[:, :, positions] = part.cpu()
         dist.all_reduce(whole)
         found.append(whole)
     return found
 
 
 @only_on_cpu
-def test_results_and_gradients_are_bitwise_the_same_for_any_number_of_ranks(pool: Pool) -> None:
+def test_bits_do_not_depend_on_the_number_of_ranks(pool: Pool) -> None:
     for dtype, is_causal in ((torch.float32, True), (torch.bfloat16, False)):
         first = pool.run(_result, 1, "serial", dtype, is_causal, None)[0]
         for world_size in (2, 3, 4):
@@ -171,7 +171,7 @@ def test_results_and_gradients_are_bitwise_the_same_for_any_number_of_ranks(pool
                     assert all(same), (world_size, method, same)
 
 
-def _on_nodes(per_node: int) -> None:
+def _two_level_on_nodes(per_node: int) -> None:
     described = {"version": 1, "name": "nodes", "ranks_per_node": per_node, "step_ps": 0, "memory_ps_per_kib": 1}
     links = {"inside": {"message_ps": 1, "ps_per_kib": 1}, "between": {"message_ps": 1, "ps_per_kib": 100}}
     topology = sw.planning.load_topology({**described, **links, "mesh_dims": {}})
@@ -183,9 +183,9 @@ def _on_nodes(per_node: int) -> None:
             ((1, 4, 4, 24, 8), False, None),
             ((1, 2, 2, 3, 8), True, None),
         ):
-            _agrees(sizes, is_causal, None, layout, torch.float32, ("two_level",))
+            _check_case(sizes, is_causal, None, layout, torch.float32, ("two_level",))
         q, k, v, _ = _inputs(1, 4, 4, 64, 8, torch.float32)
-        mine = [t[:, :, _places(None, 64)] for t in (q, k, v)]
+        mine = [t[:, :, _positions(None, 64)] for t in (q, k, v)]
         assert "two_level: forward" in sw.attention.explain(*mine, size=64)
         # The ranks of this group are on one node, so it has no two levels.
         mesh = meshes.get_mesh((dist.get_world_size() // per_node, per_node))
@@ -196,9 +196,9 @@ def _on_nodes(per_node: int) -> None:
 
 
 @only_on_cpu
-def test_within_nodes_and_between_them(pool: Pool) -> None:
-    pool.run(_on_nodes, 4, 2)
-    pool.run(_on_nodes, 8, 4)
+def test_two_level_method_on_nodes(pool: Pool) -> None:
+    pool.run(_two_level_on_nodes, 4, 2)
+    pool.run(_two_level_on_nodes, 8, 4)
 
 
 def _traced(method: str) -> list[tuple[str, str, int, float, float]]:
@@ -212,7 +212,7 @@ def _traced(method: str) -> list[tuple[str, str, int, float, float]]:
 
 
 @only_on_cpu
-def test_keys_travel_while_others_are_attended_to(pool: Pool) -> None:
+def test_ring_overlaps_key_transfers_with_products(pool: Pool) -> None:
     for events in pool.run(_traced, 4, "ring"):
         attends = [event for event in events if event[1].startswith("attend")]
         transfers = [event for event in events if event[0] == "communication"]
@@ -241,11 +241,11 @@ def _with_dtensors() -> None:
             torch.testing.assert_close(one.cpu().double(), right, atol=2e-5, rtol=0)
 
 
-def test_dtensors_bring_their_placements(pool: Pool) -> None:
+def test_dtensor_placements_define_the_layout(pool: Pool) -> None:
     pool.run(_with_dtensors, 4)
 
 
-def _refusals() -> list[str]:
+def _invalid_arguments() -> list[str]:
     q, k, v, _ = _inputs(1, 4, 2, 8, 8, torch.float32)
     rank = dist.get_rank()
     q, k, v = (t.chunk(2, 2)[rank] for t in (q, k, v))
@@ -278,7 +278,7 @@ def _refusals() -> list[str]:
 
 
 @only_on_cpu
-def test_what_does_not_fit_is_named(pool: Pool) -> None:
+def test_errors_name_the_invalid_argument(pool: Pool) -> None:
     expected = [
         "k",
         "size",
@@ -297,10 +297,10 @@ def test_what_does_not_fit_is_named(pool: Pool) -> None:
         "q",
         "q",
     ]
-    assert pool.run(_refusals, 2) == [expected, expected]
+    assert pool.run(_invalid_arguments, 2) == [expected, expected]
 
 
-def _disagree() -> list[str]:
+def _differing_arguments() -> list[str]:
     q, k, v, _ = _inputs(1, 4, 4, 8, 8, torch.float32)
     rank = dist.get_rank()
     q, k, v = (t.chunk(2, 2)[rank] for t in (q, k, v))
@@ -324,8 +324,8 @@ def _disagree() -> list[str]:
 
 
 @only_on_cpu
-def test_all_ranks_raise_where_one_does_not_fit_or_they_differ(pool: Pool) -> None:
-    first, second = pool.run(_disagree, 2)
+def test_all_ranks_raise_if_arguments_are_invalid_or_differ(pool: Pool) -> None:
+    first, second = pool.run(_differing_arguments, 2)
     assert all("on ranks [1] the arguments are not allowed" in text for text in first[:2])
     assert second[0].startswith("q must be of 4 rows on rank 1") and second[1].startswith("v must be of the shape of k")
     for texts in (first, second):
@@ -343,11 +343,11 @@ def _heads_apart() -> None:
 
 
 @only_on_cpu
-def test_heads_of_keys_lie_with_the_queries_that_share_them(pool: Pool) -> None:
+def test_key_heads_must_be_on_the_ranks_of_their_query_heads(pool: Pool) -> None:
     pool.run(_heads_apart, 2)
 
 
-def _differs() -> None:
+def _differing_calls() -> None:
     q, k, v, _ = _inputs(1, 2, 2, 8, 8, torch.float32)
     mine = [t.chunk(2, 2)[dist.get_rank()] for t in (q, k, v)]
     sw.debug.check_ranks(True)
@@ -360,8 +360,8 @@ def _differs() -> None:
 
 
 @only_on_cpu
-def test_ranks_that_ask_for_different_things_are_told_in_debug_mode(pool: Pool) -> None:
-    pool.run(_differs, 2)
+def test_check_ranks_reports_differing_attention_calls(pool: Pool) -> None:
+    pool.run(_differing_calls, 2)
 
 
 def _explained() -> str:
@@ -371,7 +371,7 @@ def _explained() -> str:
 
 
 @only_on_cpu
-def test_explained(pool: Pool) -> None:
+def test_explain_attention(pool: Pool) -> None:
     texts = pool.run(_explained, 4)
     assert len(set(texts)) == 1
     for rank in range(4):
@@ -386,7 +386,7 @@ def _in_a_context() -> None:
     mesh = meshes.get_mesh((3,))
     before = [t.clone() for t in (q, k, v)]
     with sw.attention.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
-        assert torch.equal(q, before[0][:, :, _places("zigzag", length)])
+        assert torch.equal(q, before[0][:, :, _positions("zigzag", length)])
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         with pytest.raises(ValueError, match="dropout_p must be 0, got 0.5"):
             F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
@@ -394,7 +394,7 @@ def _in_a_context() -> None:
     (whole,) = sw.attention.context_parallel_unshard(mesh, [out], [2], size=length)
     torch.testing.assert_close(whole.double(), exact[0], atol=1e-5, rtol=0)
     again = sw.attention.redistribute_sequence(out, "zigzag", "contiguous", dim=2, size=length)
-    torch.testing.assert_close(again.double(), exact[0][:, :, _places(None, length)], atol=1e-5, rtol=0)
+    torch.testing.assert_close(again.double(), exact[0][:, :, _positions(None, length)], atol=1e-5, rtol=0)
 
 
 def _in_pytorchs_layers() -> None:
@@ -415,11 +415,11 @@ def _in_pytorchs_layers() -> None:
         torch.testing.assert_close(whole, right, atol=1e-5, rtol=0)
 
 
-def _computed_again() -> None:
+def _recomputed() -> None:
     mesh = meshes.get_mesh((2,))
     inputs = _inputs(1, 2, 2, 12, 8, torch.float32)
     right = _whole(inputs, _visible(12, True, None), torch.float64)[1]
-    places = _places("zigzag", 12)
+    positions = _positions("zigzag", 12)
     for use_reentrant in (False, True):
         for how in ("grad", "backward"):
             q, k, v, dout = (t.clone() for t in inputs)
@@ -433,16 +433,16 @@ def _computed_again() -> None:
                     out.backward(dout)
                     assert mine.grad is not None
                     found = mine.grad
-            torch.testing.assert_close(found.double(), right[:, :, places], atol=2e-5, rtol=0)
+            torch.testing.assert_close(found.double(), right[:, :, positions], atol=2e-5, rtol=0)
 
 
 def _views_as_buffers() -> None:
     mesh = meshes.get_mesh((2,))
     batch = torch.arange(2 * 14).view(2, 14)
     tokens, labels = batch[:, :-1], batch[:, 1:]
-    before, places = batch.clone(), _places("zigzag", 13)
+    before, positions = batch.clone(), _positions("zigzag", 13)
     with sw.attention.context_parallel(mesh, buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
-        assert torch.equal(tokens, before[:, :-1][:, places]) and torch.equal(labels, before[:, 1:][:, places])
+        assert torch.equal(tokens, before[:, :-1][:, positions]) and torch.equal(labels, before[:, 1:][:, positions])
     assert torch.equal(batch, before) and torch.equal(tokens, before[:, :-1]) and torch.equal(labels, before[:, 1:])
     weight = torch.nn.Parameter(torch.ones(13))
     cut = sw.attention.context_parallel(mesh, buffers=[tokens, weight], buffer_seq_dims=[1, 0])
@@ -457,7 +457,7 @@ def _views_as_buffers() -> None:
         product.sum().backward()
 
 
-def _as_stock_hands_over() -> None:
+def _dtypes_and_placements_like_stock() -> None:
     q, k, v, _ = _inputs(1, 4, 4, 8, 8, torch.float32)
     mine = [t.chunk(2, 2)[dist.get_rank()] for t in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
@@ -473,11 +473,11 @@ def _as_stock_hands_over() -> None:
 
 
 @only_on_cpu
-def test_what_stands_in_for_pytorchs_does_as_it(pool: Pool) -> None:
+def test_replaced_attention_behaves_like_pytorchs(pool: Pool) -> None:
     pool.run(_in_pytorchs_layers, 2)
-    pool.run(_computed_again, 2)
+    pool.run(_recomputed, 2)
     pool.run(_views_as_buffers, 2)
-    pool.run(_as_stock_hands_over, 2)
+    pool.run(_dtypes_and_placements_like_stock, 2)
 
 
 class _Layer(torch.nn.Module):
@@ -493,13 +493,13 @@ def _in_a_layer() -> None:
     q, k, v, dout = _inputs(1, 2, 2, 20, 8, torch.float32)
     exact = _whole([q, k, v, dout], _visible(20, False, None), torch.float64)
     layer = parallelize_module(_Layer(), meshes.get_mesh((3,)), ContextParallel(size=20, method="gather"))
-    places = _places(None, 20)
-    out = layer(*(t[:, :, places] for t in (q, k, v)))
-    torch.testing.assert_close(out.double(), exact[0][:, :, places], atol=1e-5, rtol=0)
+    positions = _positions(None, 20)
+    out = layer(*(t[:, :, positions] for t in (q, k, v)))
+    torch.testing.assert_close(out.double(), exact[0][:, :, positions], atol=1e-5, rtol=0)
 
 
 @only_on_cpu
-def test_in_a_context_and_in_a_layer(pool: Pool) -> None:
+def test_context_parallel_block_and_layer(pool: Pool) -> None:
     pool.run(_in_a_context, 3)
     pool.run(_in_a_layer, 3)
 
@@ -507,7 +507,7 @@ def test_in_a_context_and_in_a_layer(pool: Pool) -> None:
 def _compiled() -> None:
     """Graphs are compiled before attention is called for the first time."""
     inputs = [t.to(meshes.device) for t in _inputs(1, 2, 2, 18, 8, torch.float32)[:3]]
-    mine = [t[:, :, _places("zigzag", 18)].requires_grad_() for t in inputs]
+    mine = [t[:, :, _positions("zigzag", 18)].requires_grad_() for t in inputs]
     mesh = meshes.get_mesh((2,))
     placed = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in inputs]
 
@@ -533,8 +533,8 @@ def _compiled() -> None:
 
 def _compiles_once() -> None:
     """Forward and backward are one program each, compiled on first use and then cached."""
-    places = _places(None, 22)
-    mine = [t[:, :, places].requires_grad_() for t in _inputs(1, 2, 2, 22, 8, torch.float32)[:3]]
+    positions = _positions(None, 22)
+    mine = [t[:, :, positions].requires_grad_() for t in _inputs(1, 2, 2, 22, 8, torch.float32)[:3]]
     counts = []
     for _ in range(2):
         before = _runtime.counters()["compiled"]
@@ -544,12 +544,12 @@ def _compiles_once() -> None:
 
 
 @only_on_cpu
-def test_each_direction_is_compiled_once(pool: Pool) -> None:
+def test_forward_and_backward_programs_are_compiled_once(pool: Pool) -> None:
     pool.run(_compiles_once, 3)
 
 
-def _refused_in_a_graph() -> None:
-    mine = [t[:, :, _places(None, 8)] for t in _inputs(1, 2, 2, 8, 8, torch.float32)[:3]]
+def _invalid_argument_in_a_graph() -> None:
+    mine = [t[:, :, _positions(None, 8)] for t in _inputs(1, 2, 2, 8, 8, torch.float32)[:3]]
     attend = torch.compile(
         lambda *given, **how: sw.attention.scaled_dot_product_attention(*given, **how) + 1, backend="eager"
     )
@@ -558,6 +558,6 @@ def _refused_in_a_graph() -> None:
     assert torch.equal(attend(*mine, size=8), sw.attention.scaled_dot_product_attention(*mine, size=8) + 1)
 
 
-def test_compiled_as_one_operator_each_way(pool: Pool) -> None:
+def test_compiled_attention(pool: Pool) -> None:
     pool.run(_compiled, 2)
-    pool.run(_refused_in_a_graph, 2)
+    pool.run(_invalid_argument_in_a_graph, 2)

@@ -23,7 +23,7 @@ def _entered(mesh: Any, **arguments: Any) -> None:
         pass
 
 
-def _refused() -> None:
+def _invalid_arguments() -> None:
     mesh = get_mesh((2,))
     mine = torch.zeros(1, 2, SIZE // 2, 4, device=device)
     buffer = torch.arange(SIZE, device=device)
@@ -62,11 +62,11 @@ def _refused() -> None:
     assert torch.equal(buffer, torch.arange(SIZE, device=device))
 
 
-def test_refused(pool: Pool) -> None:
-    pool.run(_refused, 2)
+def test_invalid_arguments_raise_on_every_rank(pool: Pool) -> None:
+    pool.run(_invalid_arguments, 2)
 
 
-def _layouts_as_texts() -> None:
+def _layouts_as_strings() -> None:
     """A layout may be a placement of dim 2 or its string, and applies to the sequence dim if that is another dim."""
     whole = torch.arange(SIZE * 3, device=device).view(SIZE, 3)
     rank = dist.get_rank()
@@ -77,5 +77,5 @@ def _layouts_as_texts() -> None:
         assert torch.equal(sw.attention.redistribute_sequence(there, layout, "whole", dim=-2, size=SIZE), whole)
 
 
-def test_layouts_as_texts(pool: Pool) -> None:
-    pool.run(_layouts_as_texts, 2)
+def test_layouts_given_as_strings(pool: Pool) -> None:
+    pool.run(_layouts_as_strings, 2)

@@ -18,7 +18,7 @@ import shardwright as sw
 from allocations import allocated_peak
 from pool import Pool
 from shardwright.attention import scaled_dot_product_attention
-from test_attention import METHODS, _places, _worst, only_on_cpu
+from test_attention import METHODS, _positions, _worst, only_on_cpu
 
 MOVES_KEYS = ("serial", "ring", "gather")
 
@@ -97,19 +97,19 @@ def _whole(case: Case, dtype: torch.dtype) -> Whole:
     return Whole(inputs, mask, attend(False), attend(True))
 
 
-def _placed(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def _positions_of_case(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns this rank's positions of queries and of keys."""
-    rows = _places(case.layout, case.rows)
+    rows = _positions(case.layout, case.rows)
     if case.kv_layout == "whole":
         return rows, torch.arange(case.num_keys)
     if case.kv_layout is None and case.keys is None:
         return rows, rows
-    return rows, _places(case.kv_layout, case.num_keys)
+    return rows, _positions(case.kv_layout, case.num_keys)
 
 
-def _agrees(case: Case, dtype: torch.dtype, methods: Any) -> None:
+def _check_case(case: Case, dtype: torch.dtype, methods: Any) -> None:
     whole = _whole(case, dtype)
-    rows, keys = _placed(case)
+    rows, keys = _positions_of_case(case)
     cuts = [rows, keys, keys]
     local_mask = whole.mask
     if local_mask is not None:
@@ -140,10 +140,10 @@ def _agrees(case: Case, dtype: torch.dtype, methods: Any) -> None:
         torch.testing.assert_close(lse.cpu().double(), whole.right[-1][:, :, rows], atol=tolerance, rtol=0)
 
 
-def _all_agree(cases: list[Case], methods: Any) -> None:
+def _check_cases(cases: list[Case], methods: Any) -> None:
     for case in cases:
         for dtype in (torch.float32, torch.bfloat16):
-            _agrees(case, dtype, methods)
+            _check_case(case, dtype, methods)
 
 
 VALUES = [
@@ -155,7 +155,7 @@ VALUES = [
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=only_on_cpu), 3])
 def test_values_may_have_another_depth_than_keys(pool: Pool, world_size: int) -> None:
-    pool.run(_all_agree, world_size, VALUES, METHODS)
+    pool.run(_check_cases, world_size, VALUES, METHODS)
 
 
 CROSS = [
@@ -176,8 +176,8 @@ WHOLE = [
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=only_on_cpu), pytest.param(2, marks=only_on_cpu), 3])
 def test_keys_may_be_of_another_sequence(pool: Pool, world_size: int) -> None:
-    pool.run(_all_agree, world_size, [*CROSS, *([PIECES] if world_size == 3 else [])], METHODS)
-    pool.run(_all_agree, world_size, WHOLE, MOVES_KEYS)
+    pool.run(_check_cases, world_size, [*CROSS, *([PIECES] if world_size == 3 else [])], METHODS)
+    pool.run(_check_cases, world_size, WHOLE, MOVES_KEYS)
 
 
 MASKS = [
@@ -190,7 +190,7 @@ MASKS = [
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=only_on_cpu), 3])
 def test_masks_may_be_tensors(pool: Pool, world_size: int) -> None:
-    pool.run(_all_agree, world_size, MASKS, (*MOVES_KEYS, "auto"))
+    pool.run(_check_cases, world_size, MASKS, (*MOVES_KEYS, "auto"))
 
 
 def _bias_is_bounded() -> None:
@@ -241,16 +241,16 @@ def _with_dtensors() -> None:
         scaled_dot_product_attention(*given, mask=distribute_tensor(whole.mask, mesh, [Replicate(), Shard(1)]))
 
 
-def test_dtensors_bring_both_sequences(pool: Pool) -> None:
+def test_dtensors_of_two_sequences(pool: Pool) -> None:
     pool.run(_with_dtensors, 4)
 
 
-def _of_three_dims() -> None:
+def _three_dims() -> None:
     mesh = meshes.get_mesh((2,))
     whole = _whole(Case(rows=11, keys=7, heads=(1, 1), mask="rows"), torch.float32)
     assert whole.mask is not None
     q, k, v, dout = (t[:, 0] for t in whole.inputs)
-    rows, keys = _places(None, 11), _places(None, 7)
+    rows, keys = _positions(None, 11), _positions(None, 7)
     plain = [t[:, cut].to(meshes.device) for t, cut in ((q, rows), (k, keys), (v, keys))]
     placed = [distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)]
     mask = whole.mask[None, rows].to(meshes.device)
@@ -269,13 +269,13 @@ def _of_three_dims() -> None:
 
 
 def test_tensors_may_have_three_dims(pool: Pool) -> None:
-    pool.run(_of_three_dims, 2)
+    pool.run(_three_dims, 2)
 
 
 def _compiled() -> None:
     whole = _whole(Case(rows=12, keys=9, depths=(8, 12), heads=(2, 2), mask="float"), torch.float32)
     assert whole.mask is not None
-    rows, keys = _places(None, 12), _places("zigzag", 9)
+    rows, keys = _positions(None, 12), _positions("zigzag", 9)
     given = [
         t[:, :, cut].to(meshes.device).requires_grad_()
         for t, cut in zip(whole.inputs, (rows, keys, keys), strict=False)
@@ -306,7 +306,7 @@ def _compiled() -> None:
             assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (found, right)))
 
 
-def test_compiled(pool: Pool) -> None:
+def test_compiled_attention_with_masks(pool: Pool) -> None:
     pool.run(_compiled, 2)
 
 
@@ -314,7 +314,7 @@ def _in_a_context() -> None:
     mesh = meshes.get_mesh((2,))
     whole = _whole(Case(rows=14, heads=(2, 2), mask="rows"), torch.float32)
     assert whole.mask is not None
-    rows = _places("zigzag", 14)
+    rows = _positions("zigzag", 14)
     q, k, v = (t[:, :, rows].to(meshes.device) for t in whole.inputs[:3])
     mask = whole.mask[rows].to(meshes.device)
     with sw.attention.context_parallel(mesh, size=14):
@@ -336,7 +336,7 @@ def _forms_differ() -> None:
         attend(mask=torch.zeros(5, device=meshes.device, requires_grad=True))
 
 
-def _refused() -> None:
+def _invalid_forms() -> None:
     q = torch.zeros(2, 2, 4, 8, device=meshes.device)
     mask = torch.zeros(4, 8, device=meshes.device)
     cases: list[tuple[Any, dict[str, Any], str]] = [
@@ -380,7 +380,7 @@ def _refused() -> None:
 
 
 @only_on_cpu
-def test_in_a_context_and_what_is_refused(pool: Pool) -> None:
+def test_context_parallel_block_and_invalid_forms(pool: Pool) -> None:
     pool.run(_in_a_context, 2)
     pool.run(_forms_differ, 2)
-    pool.run(_refused, 2)
+    pool.run(_invalid_forms, 2)

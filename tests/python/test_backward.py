@@ -53,7 +53,7 @@ def _check_gradients(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> int
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 7)], ids=str)
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-def test_every_pair(pool: Pool, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_gradients_of_every_pair(pool: Pool, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
     assert pool.run(_check_gradients, WORLD, mesh_shape, shape)[0] >= 12
 
 
@@ -88,7 +88,7 @@ def _twice(src: str, dst: str) -> None:
     ("src", "dst"),
     [("S(0)", "R"), ("S(0)", "S(1)"), ("S(1)", "R"), ("R", "S(0)"), ("P(sum)", "R"), ("P(sum)", "S(0)")],
 )
-def test_twice(pool: Pool, src: str, dst: str) -> None:
+def test_twice_differentiable(pool: Pool, src: str, dst: str) -> None:
     pool.run(_twice, WORLD, src, dst)
 
 
@@ -125,7 +125,7 @@ def _dtypes(src: str, dst: str, forward: torch.dtype | None, backward: torch.dty
 
 @pytest.mark.parametrize("forward", [None, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("backward", [None, torch.bfloat16], ids=str)
-def test_dtype_arguments(pool: Pool, forward: torch.dtype | None, backward: torch.dtype | None) -> None:
+def test_gradients_with_dtype_arguments(pool: Pool, forward: torch.dtype | None, backward: torch.dtype | None) -> None:
     for src, dst in [("S(0)", "R"), ("S(0)", "S(1)"), ("P(sum)", "S(0)"), ("P(sum)", "R"), ("R", "S(1)")]:
         pool.run(_dtypes, WORLD, src, dst, forward, backward)
 
@@ -155,7 +155,7 @@ def _full_tensor(mesh_shape: tuple[int, ...], src: Placements) -> None:
     ],
     ids=str,
 )
-def test_full_tensor(pool: Pool, mesh_shape: tuple[int, ...], src: Placements) -> None:
+def test_gradients_of_full_tensor(pool: Pool, mesh_shape: tuple[int, ...], src: Placements) -> None:
     pool.run(_full_tensor, WORLD, mesh_shape, src)
 
 
@@ -174,7 +174,7 @@ def _moved(mesh_shape: tuple[int, ...]) -> tuple[torch.Tensor, DTensor]:
     return local, source.redistribute(placements=[Shard(1)])
 
 
-def _decided_in_forward() -> None:
+def _mode_of_forward() -> None:
     """A forward with the engine has a backward with the engine, wherever that runs. Without it, neither has."""
     with sw.enabled(strict=True):
         local, moved = _moved((4,))
@@ -189,8 +189,8 @@ def _decided_in_forward() -> None:
 
 
 @pytest.mark.cpu_only("meters do not see what runs on autograd's threads")
-def test_the_forward_decides(pool: Pool) -> None:
-    pool.run(_decided_in_forward, WORLD)
+def test_backward_uses_the_mode_of_its_forward(pool: Pool) -> None:
+    pool.run(_mode_of_forward, WORLD)
 
 
 def _in_another_thread() -> None:

@@ -48,7 +48,7 @@ def _layout(placements: list[str], shape: tuple[int, ...] = (4, 6), **more: Any)
         (["S(0)", "R"], {"shard_order": {0: ["pp"]}}, ["shard_order", "pp"]),
     ],
 )
-def test_layout(placements: list[str], more: dict[str, Any], fragments: list[str]) -> None:
+def test_invalid_layout_arguments(placements: list[str], more: dict[str, Any], fragments: list[str]) -> None:
     _refused(lambda: _layout(placements, **more), *fragments)
 
 
@@ -67,7 +67,7 @@ def test_foreign_placement_object() -> None:
         ([2, 2], None, ["dims", "[2, 2]"]),
     ],
 )
-def test_mesh(dims: Any, ranks: list[int] | None, fragments: list[str]) -> None:
+def test_invalid_mesh_arguments(dims: Any, ranks: list[int] | None, fragments: list[str]) -> None:
     _refused(lambda: sw.Mesh(dims, ranks=ranks), *fragments)
 
 
@@ -90,19 +90,19 @@ def test_mesh(dims: Any, ranks: list[int] | None, fragments: list[str]) -> None:
         ({"placements": ["P(sum)", "R"]}, {"placements": ["P(max)", "R"]}, ["P(sum)", "P(max)"]),
     ],
 )
-def test_plan(src: dict[str, Any], dst: dict[str, Any], fragments: list[str]) -> None:
+def test_invalid_plan_arguments(src: dict[str, Any], dst: dict[str, Any], fragments: list[str]) -> None:
     """The error may be raised by the layout or by the plan."""
     plain = {"placements": ["R", "R"]}
     _refused(lambda: sw.plan(_layout(**(plain | src)), _layout(**(plain | dst))), *fragments)
 
 
-def test_plan_between_meshes() -> None:
+def test_groups_of_a_plan_between_meshes() -> None:
     one = sw.Layout(sw.Mesh({"dp": 2}), (4,), ["R"])
     other = sw.Layout(sw.Mesh({"dp": 4}), (4,), ["R"])
     _refused(lambda: sw.plan(one, other, groups=[("dp",)]), "groups", "two meshes")
 
 
-def _print_what_could_not_be_made() -> None:
+def _print_failed_objects() -> None:
     for make in (lambda: _layout(["R", "R"], shard_order={0: ["pp"]}), lambda: sw.Mesh([2, 2])):
         with pytest.raises(USER_ERRORS) as caught:
             make()
@@ -115,13 +115,13 @@ def _print_what_could_not_be_made() -> None:
             frame = frame.tb_next
 
 
-def test_what_could_not_be_made_can_be_printed() -> None:
+def test_objects_of_failed_constructors_are_printable() -> None:
     """Debuggers and test runners print the objects they find in a traceback."""
-    (outcome,) = run_isolated(_print_what_could_not_be_made, 1)
+    (outcome,) = run_isolated(_print_failed_objects, 1)
     assert outcome.ok, outcome.error or f"died with exit code {outcome.exit_code}"
 
 
-def test_disabled_twice() -> None:
+def test_disable_without_enable_raises() -> None:
     sw.enable()
     sw.disable()
     _refused(sw.disable, "disable", "not enabled")
@@ -146,7 +146,7 @@ def _local_calls() -> None:
     assert tuple(sw.redistribute_local(good, src, dst).shape) == (8, 2 if dist.get_rank() < 3 else 0)
 
 
-def test_redistribute_local(pool: Pool) -> None:
+def test_invalid_redistribute_local_calls(pool: Pool) -> None:
     pool.run(_local_calls, 4)
 
 
@@ -169,7 +169,7 @@ def _dtensor_calls() -> None:
         assert x.redistribute(mesh, [Replicate()]).to_local().shape == (8, 6)
 
 
-def test_dtensor(pool: Pool) -> None:
+def test_invalid_redistribute_calls(pool: Pool) -> None:
     pool.run(_dtensor_calls, 4)
 
 
@@ -199,7 +199,7 @@ def _unreducible() -> None:
         _refused(lambda dtype=dtype, op=op: _layout([f"P({op})", "R"], dtype=dtype), *named)
 
 
-def test_pending_values_that_nobody_reduces(pool: Pool) -> None:
+def test_unsupported_reductions(pool: Pool) -> None:
     pool.run(_unreducible, 2)
 
 
@@ -211,6 +211,6 @@ def _without_process_group() -> None:
     _refused(lambda: sw.redistribute_local(torch.ones(4), src, dst), "not initialized", "init_process_group")
 
 
-def test_uninitialised_group() -> None:
+def test_missing_process_group_raises() -> None:
     (outcome,) = run_isolated(_without_process_group, 1)
     assert outcome.ok, outcome.error

@@ -62,7 +62,9 @@ def _measured(mesh_shape: tuple[int, ...] | None, ranks_per_node: int | None) ->
 
 
 @pytest.mark.parametrize(("world_size", "mesh_shape"), [(2, None), (4, (2, 2))])
-def test_one_node(pool: Pool, tmp_path: pathlib.Path, world_size: int, mesh_shape: tuple[int, ...] | None) -> None:
+def test_topology_of_one_node(
+    pool: Pool, tmp_path: pathlib.Path, world_size: int, mesh_shape: tuple[int, ...] | None
+) -> None:
     topology = _load(pool.run(_measured, world_size, mesh_shape, None), tmp_path)
     assert (topology.name, topology.ranks_per_node) == ("measured", 0)
     assert (topology.between.message_ps, topology.between.ps_per_kib) == (
@@ -73,12 +75,12 @@ def test_one_node(pool: Pool, tmp_path: pathlib.Path, world_size: int, mesh_shap
 
 
 @pytest.mark.parametrize(("ranks_per_node", "kept"), [(2, 2), (1, 1), (4, 0)])
-def test_as_if_on_nodes(pool: Pool, tmp_path: pathlib.Path, ranks_per_node: int, kept: int) -> None:
+def test_topology_with_given_ranks_per_node(pool: Pool, tmp_path: pathlib.Path, ranks_per_node: int, kept: int) -> None:
     topology = _load(pool.run(_measured, 4, (2, 2), ranks_per_node), tmp_path)
     assert topology.ranks_per_node == kept, "0 where one node holds all"
 
 
-def test_plans_go_by_it(pool: Pool, tmp_path: pathlib.Path) -> None:
+def test_plans_use_the_measured_topology(pool: Pool, tmp_path: pathlib.Path) -> None:
     topology = _load(pool.run(_measured, 4, (2, 2), None), tmp_path)
     mesh = sw.Mesh({"a": 2, "b": 2})
     src, dst = (sw.Layout(mesh, (64, 64), placements) for placements in (["S(0)", "S(0)"], ["R", "R"]))
@@ -89,7 +91,7 @@ def test_plans_go_by_it(pool: Pool, tmp_path: pathlib.Path) -> None:
     assert sw.plan(src, dst, backend="gloo", topology=str(tmp_path / "topology.json")).topology == "measured"
 
 
-def _part_of_the_job() -> str | None:
+def _measure_some_ranks() -> str | None:
     group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
         return _links(group).to_json()
@@ -98,19 +100,19 @@ def _part_of_the_job() -> str | None:
     return None
 
 
-def test_part_of_the_job(pool: Pool, tmp_path: pathlib.Path) -> None:
-    tables = pool.run(_part_of_the_job, 4)
+def test_topology_of_some_ranks(pool: Pool, tmp_path: pathlib.Path) -> None:
+    tables = pool.run(_measure_some_ranks, 4)
     _load([table for table in tables if table is not None], tmp_path)
     assert [table is None for table in tables] == [True, False, True, False]
 
 
-def _on_the_command_line(out: str) -> int:
+def _run_command(out: str) -> int:
     return command.main(["--out", out, "--device", "cpu", "--mesh", "dp=2,tp=2", "--name", "here", "--quick"])
 
 
-def test_command_line(pool: Pool, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_command(pool: Pool, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "measured.json"
-    assert pool.run(_on_the_command_line, 4, str(out)) == [0] * 4
+    assert pool.run(_run_command, 4, str(out)) == [0] * 4
     topology = sw.planning.load_topology(out)
     _check_plausible(topology)
     assert topology.name == "here"
@@ -120,7 +122,7 @@ def test_command_line(pool: Pool, tmp_path: pathlib.Path, capfd: pytest.CaptureF
 # ---- use of the measured tables
 
 
-def _names() -> tuple[str, str]:
+def _table_names() -> tuple[str, str]:
     """Returns the names of the tables that a redistribute and a product of this process use."""
     mesh = get_mesh((4,))
     src, dst = (sw.Layout(sw.Mesh(mesh), (8, 8), placements) for placements in (["S(0)"], ["R"]))
@@ -131,11 +133,11 @@ def _names() -> tuple[str, str]:
     return topology, heard[0].model.name
 
 
-def _takes_effect() -> list[Any]:
-    before = _names()
+def _table_names_around_calibrate() -> list[Any]:
+    before = _table_names()
     topology = calibrate(get_mesh((4,)), name="mine", quick=True, dtypes=[torch.float32])
     try:
-        after = _names()
+        after = _table_names()
         explicit = sw.plan(
             *(sw.Layout(sw.Mesh({"x": 4}), (8, 8), p) for p in (["S(0)"], ["R"])),
             backend="gloo",
@@ -146,11 +148,11 @@ def _takes_effect() -> list[Any]:
         said = repr([getattr(model, one) for one in ("flops_per_us", "launch_ps", "contention_percent", "chunk_ps")])
     finally:
         sw.calibration.forget()
-    return [before, after, explicit, _names(), topology.to_json() + said]
+    return [before, after, explicit, _table_names(), topology.to_json() + said]
 
 
-def test_later_plans_and_products_go_by_it(pool: Pool) -> None:
-    found = pool.run(_takes_effect, 4)
+def test_later_plans_and_products_use_the_measured_tables(pool: Pool) -> None:
+    found = pool.run(_table_names_around_calibrate, 4)
     default, measured = ("gloo-local", "cpu"), ("mine", "measured on cpu")
     for before, after, explicit, forgotten, _ in found:
         assert (before, after, explicit, forgotten) == (default, measured, "gloo-local", default)
@@ -167,27 +169,25 @@ def test_later_plans_and_products_go_by_it(pool: Pool) -> None:
         (0.5, 0.5, lambda n: 0.5 / n + 1.0 + 0.5 * 0.5 * (n - 1) / n),  # all slices but the last are slowed
     ],
 )
-def test_what_chunks_take_beyond_the_lanes(
-    message: float, slowdown: float, together: Callable[[int], float], late: float
-) -> None:
+def test_late_time_per_chunk(message: float, slowdown: float, together: Callable[[int], float], late: float) -> None:
     times = [time for n in (2, 8) for time in (message, together(n) + n * late + 0.01)]
     assert products.late_by_chunk(times, 1.0, slowdown) == pytest.approx(late, abs=1e-12)
 
 
-def _on_ranks_of_which_one_is_slow() -> str:
+def _calibrate_with_a_slow_rank() -> str:
     if dist.get_rank() == 1:
         products._MAX_SECONDS = 0.0
     model = sw.calibration.calibrate_gemm(dtype=torch.float32)
     return repr([getattr(model, one) for one in ("flops_per_us", "launch_ps", "memory_ps_per_kib")])
 
 
-def test_a_slow_rank_has_the_table_of_the_others() -> None:
-    outcomes = run_isolated(_on_ranks_of_which_one_is_slow, 3)
+def test_slow_rank_gets_the_same_table() -> None:
+    outcomes = run_isolated(_calibrate_with_a_slow_rank, 3)
     assert all(outcome.ok for outcome in outcomes), [outcome.error for outcome in outcomes]
     assert len({outcome.value for outcome in outcomes}) == 1
 
 
-def _of_a_part() -> None:
+def _calibrate_some_ranks() -> None:
     group = dist.new_group([0, 1])
     if dist.get_rank() in (0, 1):
         calibrate(group, quick=True, dtypes=[])
@@ -196,8 +196,8 @@ def _of_a_part() -> None:
     assert tables.measured_topology("gloo") is None
 
 
-def test_a_part_of_the_job_does_not_plan_by_its_own_table(pool: Pool) -> None:
-    pool.run(_of_a_part, 4)
+def test_calibrating_some_ranks_does_not_change_plans(pool: Pool) -> None:
+    pool.run(_calibrate_some_ranks, 4)
 
 
 def _next_job(folder: str) -> list[str]:
@@ -212,12 +212,12 @@ def _next_job(folder: str) -> list[str]:
     return found
 
 
-def test_it_ends_with_the_job(tmp_path: pathlib.Path) -> None:
+def test_measured_tables_end_with_the_job(tmp_path: pathlib.Path) -> None:
     for outcome in run_isolated(_next_job, 2, str(tmp_path)):
         assert outcome.value == ["measured", "default"], outcome.error
 
 
-def _what_is_said(calibrates: bool) -> list[str]:
+def _logged_messages(calibrates: bool) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -243,8 +243,8 @@ def _what_is_said(calibrates: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("calibrates", [False, True])
-def test_default_tables_are_said_once(calibrates: bool) -> None:
-    first, second = run_isolated(_what_is_said, 2, calibrates)
+def test_default_tables_are_logged_once(calibrates: bool) -> None:
+    first, second = run_isolated(_logged_messages, 2, calibrates)
     assert first.ok and second.ok, first.error or second.error
     assert second.value == []
     assert len(first.value) == (0 if calibrates else 1)
@@ -254,7 +254,7 @@ def test_default_tables_are_said_once(calibrates: bool) -> None:
 # ---- invalid arguments
 
 
-def _mistakes() -> None:
+def _invalid_arguments() -> None:
     with pytest.raises(ValueError, match="device must be cpu or cuda.*, got 'meta'"):
         calibrate(device="meta")
     with pytest.raises(ValueError, match="ranks_per_node must be at least 0 .*, got -1"):
@@ -268,25 +268,25 @@ def _mistakes() -> None:
     assert command.main(["--mesh", "dp=3", "--device", "cpu"]) == 2
 
 
-def test_mistakes(pool: Pool) -> None:
-    pool.run(_mistakes, 2)
+def test_invalid_calibrate_arguments(pool: Pool) -> None:
+    pool.run(_invalid_arguments, 2)
 
 
-def _alone() -> None:
+def _calibrate_on_one_rank() -> None:
     with pytest.raises(ValueError, match="group must have at least 2 ranks, got 1"):
         calibrate()
 
 
-def test_alone(pool: Pool) -> None:
-    pool.run(_alone, 1)
+def test_calibrate_needs_two_ranks(pool: Pool) -> None:
+    pool.run(_calibrate_on_one_rank, 1)
 
 
-def test_not_initialised() -> None:
+def test_calibrate_needs_a_process_group() -> None:
     with pytest.raises(RuntimeError, match="call torch.distributed.init_process_group first"):
         calibrate()
 
 
-def test_command_line_outside_a_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_command_outside_a_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert command.main([]) == 2
     assert "torchrun" in capsys.readouterr().err
@@ -305,12 +305,12 @@ def test_command_line_outside_a_job(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ([1, 2, 3], "abb", 2),
     ],
 )
-def test_nodes_of_hosts(ranks: list[int], hosts: str, expected: int) -> None:
+def test_ranks_per_node_of_hosts(ranks: list[int], hosts: str, expected: int) -> None:
     assert nodes_of_hosts(ranks, list(hosts)) == expected
 
 
 @pytest.mark.parametrize("hosts", ["abab", "abcc", "abbb"])
-def test_hosts_that_are_no_nodes(hosts: str) -> None:
+def test_hosts_with_irregular_nodes_raise(hosts: str) -> None:
     with pytest.raises(ValueError, match="ranks_per_node must be given unless each host"):
         nodes_of_hosts([0, 1, 2, 3], list(hosts))
 
@@ -323,7 +323,7 @@ def _by_torchrun() -> int:
         del os.environ["LOCAL_WORLD_SIZE"]
 
 
-def test_nodes_as_torchrun_says(pool: Pool) -> None:
+def test_ranks_per_node_from_torchrun(pool: Pool) -> None:
     assert pool.run(_by_torchrun, 4) == [2] * 4
 
 
@@ -336,5 +336,5 @@ def _by_host_name() -> int:
         socket.gethostname = original
 
 
-def test_nodes_by_host_name(pool: Pool) -> None:
+def test_ranks_per_node_by_host_name(pool: Pool) -> None:
     assert pool.run(_by_host_name, 4) == [2] * 4

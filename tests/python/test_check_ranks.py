@@ -36,7 +36,7 @@ def _gather(rank: int) -> None:
     sw.redistribute_local(torch.ones(2, 12), _layout("S(0)"), _layout("R"))
 
 
-def _alike() -> None:
+def _equal_calls() -> None:
     x = DTensor.from_local(torch.ones(2, 12), get_mesh((WORLD,)), [Shard(0)], run_check=False).requires_grad_()
     with _checking(), sw.enabled(strict=True):
         for _ in range(4):
@@ -45,8 +45,8 @@ def _alike() -> None:
             assert sw.redistribute_local(torch.ones(2, 12), _layout("S(0)"), _layout("R"), async_op=True).sum() == 96
 
 
-def test_alike(pool: Pool) -> None:
-    pool.run(_alike, WORLD)
+def test_equal_calls_pass(pool: Pool) -> None:
+    pool.run(_equal_calls, WORLD)
 
 
 def _transposed_on_some() -> None:
@@ -147,7 +147,7 @@ def _differing(call: Callable[[int], None], is_known: bool) -> str:
         (_wrong_everywhere, ["input: must be float32[2, 12], got float32[5, 5] on ranks [0, 1, 2, 3]"]),
     ],
 )
-def test_differing(pool: Pool, call: Callable[[int], None], expected: list[str], is_known: bool) -> None:
+def test_differing_calls_raise(pool: Pool, call: Callable[[int], None], expected: list[str], is_known: bool) -> None:
     for rank, message in enumerate(pool.run(_differing, WORLD, call, is_known)):
         assert f"this is rank {rank}" in message
         for line in expected:
@@ -178,11 +178,11 @@ def _in_two_groups() -> None:
                 sw.redistribute_local(whole.chunk(2)[place].clone(), rows, dst, group=group)
 
 
-def test_groups_compare_apart(pool: Pool) -> None:
+def test_groups_compare_separately(pool: Pool) -> None:
     pool.run(_in_two_groups, WORLD)
 
 
-def _absent() -> None:
+def _one_rank_missing() -> None:
     with _checking(timeout_seconds=0.5):
         if dist.get_rank() != 1:
             with pytest.raises(
@@ -192,16 +192,16 @@ def _absent() -> None:
     agreement.in_default_store("calls").rounds[tuple(range(WORLD))] += dist.get_rank() == 1
 
 
-def test_absent(pool: Pool) -> None:
-    pool.run(_absent, WORLD)
+def test_timeout_names_missing_rank(pool: Pool) -> None:
+    pool.run(_one_rank_missing, WORLD)
 
 
-def test_bad_timeout() -> None:
+def test_invalid_timeout() -> None:
     with pytest.raises(ValueError, match="timeout_seconds must be a number above 0, got 0"):
         check_ranks(timeout_seconds=0)
 
 
-def test_the_environment_says_0_or_1() -> None:
+def test_environment_variable_must_be_0_or_1() -> None:
     assert [checking._is_asked_for(said) for said in ("", "0", "1")] == [False, False, True]
     with pytest.raises(ValueError, match="SHARDWRIGHT_CHECK_RANKS must be 0 or 1 in the environment, got 'no'"):
         checking._is_asked_for("no")

@@ -32,7 +32,7 @@ def _write(folder: Path, **modules: str) -> None:
         path.write_text(text)
 
 
-def test_what_is_allowed(tool: ModuleType, tmp_path: Path) -> None:
+def test_allowed_imports(tool: ModuleType, tmp_path: Path) -> None:
     _write(tmp_path, low="from .lower import x", lower="", top="def f():\n    from . import part")
     _write(tmp_path / "part", __init__="from .. import low\nfrom . import a", a="")
     assert list(tool.check_python()) == []
@@ -47,39 +47,37 @@ def test_what_is_allowed(tool: ModuleType, tmp_path: Path) -> None:
         ("if x:\n    from shardwright import top", "low must not import top,"),
     ],
 )
-def test_an_arrow_up(tool: ModuleType, tmp_path: Path, low: str, said: str) -> None:
+def test_imports_of_higher_modules_are_refused(tool: ModuleType, tmp_path: Path, low: str, said: str) -> None:
     _write(tmp_path, low=low, top="")
     _write(tmp_path / "part", a="")
     (found,) = tool.check_python()
     assert said in found
 
 
-def test_imports_for_types_do_not_count(tool: ModuleType, tmp_path: Path) -> None:
+def test_type_checking_imports_are_ignored(tool: ModuleType, tmp_path: Path) -> None:
     _write(tmp_path, low="if TYPE_CHECKING:\n    from . import top", top="")
     assert list(tool.check_python()) == []
 
 
-def test_a_circle_by_way_of_a_function(tool: ModuleType, tmp_path: Path) -> None:
+def test_import_cycle_through_a_function(tool: ModuleType, tmp_path: Path) -> None:
     _write(tmp_path / "part", a="from . import b", b="def f():\n    from .a import x")
     _write(tmp_path)
     (found,) = tool.check_python()
     assert "circle: part.a, part.b" in found
 
 
-def test_imports_of_the_root_are_refused(tool: ModuleType, tmp_path: Path) -> None:
+def test_imports_of_the_root_package_are_refused(tool: ModuleType, tmp_path: Path) -> None:
     _write(tmp_path, low="from . import _planner", lower="from . import plan", _native="from . import _planner")
     assert [line.split(" must")[0] for line in tool.check_python()] == ["shardwright: low", "shardwright: lower"]
 
 
-def test_a_module_without_a_place_in_the_order(tool: ModuleType, tmp_path: Path) -> None:
+def test_module_missing_from_the_order(tool: ModuleType, tmp_path: Path) -> None:
     _write(tmp_path, other="")
     (found,) = tool.check_python()
     assert "'other' is not in ORDER" in found
 
 
-def test_the_folder_of_a_transport_is_its_own(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_transport_headers_are_private(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "CSRC", tmp_path)
     (tmp_path / "runtime" / "c10d").mkdir(parents=True)
     (tmp_path / "bindings").mkdir()
@@ -121,18 +119,18 @@ bool S::operator==(const T& other) const {
 """
 
 
-def test_functions_of_cpp(tool: ModuleType) -> None:
+def test_finds_functions_of_cpp(tool: ModuleType) -> None:
     assert list(tool.cpp_functions(CPP)) == [("get", 6), ("S::S", 7), ("S::operator==", 3)]
 
 
-def test_functions_of_python(tool: ModuleType) -> None:
+def test_finds_functions_of_python(tool: ModuleType) -> None:
     text = (
         'def f(\n    a,\n):\n    """Of\n    two lines."""\n    return a\n\n\nclass C:\n    def g(self):\n        pass\n'
     )
     assert sorted(tool.python_functions(text)) == [("f", 4), ("g", 2)]
 
 
-def test_lines_of_code(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_lines_of_code(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (
         '"""About\nthe module."""\n\n# a comment\ndef f():\n    """Docs."""\n    return """two\nlines"""  # of code\n'
     )
@@ -148,7 +146,7 @@ def test_lines_of_code(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("shared", "found"), [(10, 0), (11, 1), (14, 1)])
-def test_copies(tool: ModuleType, tmp_path: Path, shared: int, found: int) -> None:
+def test_finds_copied_code(tool: ModuleType, tmp_path: Path, shared: int, found: int) -> None:
     """Indentation, comments and blank lines are ignored, and a copy is reported once."""
     lines = [f"call({number})" for number in range(shared)]
     (tmp_path / "csrc").mkdir()

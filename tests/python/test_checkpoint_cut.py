@@ -108,7 +108,7 @@ def _as_uncut(mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
     [((1,), None), ((2,), True), ((3,), None), ((4,), False), ((2, 2), None), ((7,), False)],
     ids=str,
 )
-def test_bits_are_those_of_the_uncut_model(pool: Pool, mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
+def test_bits_equal_the_uncut_model(pool: Pool, mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
     pool.run(_as_uncut, torch.Size(mesh_shape).numel(), mesh_shape, reentrant)
 
 
@@ -148,7 +148,7 @@ def test_memory_between_forward_and_backward(pool: Pool) -> None:
     pool.run(_memory, 4)
 
 
-def _order() -> None:
+def _gather_order() -> None:
     """The first backward gathers on demand and records the order. Later ones gather one activation ahead."""
     log: list[tuple[str, int]] = []
 
@@ -216,7 +216,7 @@ def _order() -> None:
 
 
 def test_gathers_one_ahead_in_the_recorded_order(pool: Pool) -> None:
-    pool.run(_order, 2)
+    pool.run(_gather_order, 2)
 
 
 def _dtensors() -> None:
@@ -260,11 +260,11 @@ def _dtensors() -> None:
         sw.fsdp.checkpoint_cut(None)  # type: ignore[arg-type]
 
 
-def test_dtensors(pool: Pool) -> None:
+def test_replicated_dtensors_are_cut(pool: Pool) -> None:
     pool.run(_dtensors, 4)
 
 
-def _memory_as_it_is() -> None:
+def _restored_memory() -> None:
     """Saved tensors keep strides, dtype and values, even if the original was overwritten since."""
     mesh = get_mesh((3,))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -307,8 +307,8 @@ def _memory_as_it_is() -> None:
     assert torch.equal(scale.grad, before)
 
 
-def test_memory_comes_back_as_it_was(pool: Pool) -> None:
-    pool.run(_memory_as_it_is, 3)
+def test_strides_dtypes_and_values_are_restored(pool: Pool) -> None:
+    pool.run(_restored_memory, 3)
 
 
 def _written_in_the_block(is_dtensor: bool) -> None:
@@ -327,11 +327,11 @@ def _written_in_the_block(is_dtensor: bool) -> None:
 
 
 @pytest.mark.parametrize("is_dtensor", [False, True])
-def test_writes_in_the_block(pool: Pool, is_dtensor: bool) -> None:
+def test_writes_inside_the_block(pool: Pool, is_dtensor: bool) -> None:
     pool.run(_written_in_the_block, 2, is_dtensor)
 
 
-def _ranks_that_differ() -> None:
+def _differing_activations() -> None:
     mesh = get_mesh((2, 2))
     x = batch(0, 3 + (dist.get_rank() == 2)).requires_grad_()
     with sw.fsdp.checkpoint_cut(mesh, x, min_bytes=0):
@@ -352,8 +352,8 @@ def _ranks_that_differ() -> None:
         sw.debug.check_ranks(False)
 
 
-def test_ranks_that_differ(pool: Pool) -> None:
-    pool.run(_ranks_that_differ, 4)
+def test_differing_activations_raise(pool: Pool) -> None:
+    pool.run(_differing_activations, 4)
 
 
 def _with_sharded_weights() -> None:
@@ -375,5 +375,5 @@ def _with_sharded_weights() -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_with_sharded_weights(pool: Pool) -> None:
+def test_activations_and_weights_cut_over_different_dims(pool: Pool) -> None:
     pool.run(_with_sharded_weights, 4)

@@ -26,10 +26,10 @@ def sharded(mesh: Any, cuts: bool = True, reentrant: bool | None = None, min_byt
     return flat_fully_shard(model, mesh=mesh["a"], **options)
 
 
-def batch(step: int, of: int, more_rows: int = 0) -> torch.Tensor:
-    """Returns the batch of data-parallel rank `of`, which has `of * more_rows` more rows than rank 0."""
-    generator = torch.Generator().manual_seed(10 * step + of)
-    x = 0.3 * torch.randn(2 + of * more_rows, 2, WIDTH, generator=generator)
+def batch(step: int, data_rank: int, more_rows: int = 0) -> torch.Tensor:
+    """Returns the batch of a data-parallel rank. Each rank has `more_rows` more rows than the previous one."""
+    generator = torch.Generator().manual_seed(10 * step + data_rank)
+    x = 0.3 * torch.randn(2 + data_rank * more_rows, 2, WIDTH, generator=generator)
     return x.to(meshes.device).requires_grad_()
 
 
@@ -44,10 +44,10 @@ def run(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 def _scheduled(mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
     mesh = get_mesh(mesh_shape)
-    of = mesh.get_local_rank("a")
+    data_rank = mesh.get_local_rank("a")
     cut, uncut = (sharded(mesh, cuts, reentrant) for cuts in (True, False))
     for step in range(4):
-        assert all(map(torch.equal, run(cut, batch(step, of, 3)), run(uncut, batch(step, of, 3))))
+        assert all(map(torch.equal, run(cut, batch(step, data_rank, 3)), run(uncut, batch(step, data_rank, 3))))
         if step == 0:
             assert not sw.fsdp.schedule(cut).activations, "the first step that follows a schedule finds them"
     schedule, without = sw.fsdp.schedule(cut), sw.fsdp.schedule(uncut)
@@ -77,7 +77,7 @@ def _scheduled(mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
         assert all(
             begin <= lanes["uses"][each[5]][1] for each, (begin, _) in zip(schedule.activations, lanes["activations"])
         )
-        (explained,) = sw.explain(lambda: run(cut, batch(9, of, 3)))[-1:]
+        (explained,) = sw.explain(lambda: run(cut, batch(9, data_rank, 3)))[-1:]
         gathers = [event for event in explained.predicted if event.instruction.startswith("gather activation")]
         assert len(gathers) == LAYERS
     told: list[str] = [""] * dist.get_world_size()
@@ -92,7 +92,7 @@ def test_activations_are_in_the_schedule(pool: Pool, mesh_shape: tuple[int, ...]
     pool.run(_scheduled, torch.Size(mesh_shape).numel(), mesh_shape, reentrant)
 
 
-def _starts() -> None:
+def _gather_starts() -> None:
     """Gathers start as scheduled: one use ahead, or at their own use if the memory limit is low."""
     log: list[str] = []
 
@@ -149,27 +149,27 @@ def _least_limit(mesh: Any) -> int:
 
 
 def test_gathers_start_as_scheduled(pool: Pool) -> None:
-    pool.run(_starts, 2)
+    pool.run(_gather_starts, 2)
 
 
-def _that_differ() -> None:
+def _differing_activations() -> None:
     """If data-parallel ranks cut different activations, schedules have none. Activations are still gathered."""
     mesh = get_mesh((2, 2))
-    of = mesh.get_local_rank("a")
+    data_rank = mesh.get_local_rank("a")
     cut, uncut = sharded(mesh, min_bytes=4 * 3 * 2 * WIDTH), sharded(mesh, False)
     for step in range(4):
         sw.reset_stats()
-        assert all(map(torch.equal, run(cut, batch(step, of, 3)), run(uncut, batch(step, of, 3))))
-        assert sw.stats()["activation_gathers"] == (LAYERS if of else 0)
+        assert all(map(torch.equal, run(cut, batch(step, data_rank, 3)), run(uncut, batch(step, data_rank, 3))))
+        assert sw.stats()["activation_gathers"] == (LAYERS if data_rank else 0)
     assert not sw.fsdp.schedule(cut).activations
     assert sw.fsdp.schedule(cut).lanes is not None
 
 
-def test_activations_that_differ(pool: Pool) -> None:
-    pool.run(_that_differ, 4)
+def test_no_scheduled_activations_if_ranks_differ(pool: Pool) -> None:
+    pool.run(_differing_activations, 4)
 
 
-def _other_backwards() -> None:
+def _unusual_orders() -> None:
     """Two forwards before their backwards, two backwards through one graph, and backwards in another order."""
     mesh = get_mesh((1, 2))
     cut, uncut = sharded(mesh), sharded(mesh, False)
@@ -188,5 +188,5 @@ def _other_backwards() -> None:
         assert all(map(torch.equal, *results))
 
 
-def test_other_backwards(pool: Pool) -> None:
-    pool.run(_other_backwards, 2)
+def test_unusual_orders_of_backwards(pool: Pool) -> None:
+    pool.run(_unusual_orders, 2)

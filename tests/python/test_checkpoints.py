@@ -74,7 +74,7 @@ def _load_dtensors(folder: str) -> int:
     return needed
 
 
-def test_reader_reads_slices_alone(pool: Pool, folder: str) -> None:
+def test_reader_reads_only_requested_slices(pool: Pool, folder: str) -> None:
     needed = pool.run(_load_dtensors, WORLD_SIZE, folder)
     assert max(needed) < 4 * (64 * 96 + 7 * 5 * 3 + 10 + 1 + 12 * 40)
 
@@ -97,7 +97,7 @@ def _load_conjugated(folder: str) -> None:
         sw.checkpoints.load_checkpoint(folder, {"conj": both[:6], "plain": both[1:]})
 
 
-def test_conjugated_tensors(pool: Pool, folder: str) -> None:
+def test_loads_conjugated_tensors(pool: Pool, folder: str) -> None:
     pool.run(_load_conjugated, 1, folder)
 
 
@@ -138,7 +138,7 @@ def _load_layouts(folder: str) -> None:
     assert read == 2 + sum(to[name][0].nbytes for name in layouts)
 
 
-def test_any_layouts(pool: Pool, folder: str) -> None:
+def test_loads_into_any_layout(pool: Pool, folder: str) -> None:
     pool.run(_load_layouts, WORLD_SIZE, folder)
 
 
@@ -200,7 +200,7 @@ def _load_many_runs(folder: str) -> None:
         assert torch.equal(again[name][0], x), name
 
 
-def test_layouts_of_many_runs(pool: Pool, folder: str) -> None:
+def test_loads_layouts_of_many_runs(pool: Pool, folder: str) -> None:
     pool.run(_load_many_runs, WORLD_SIZE, folder)
 
 
@@ -221,11 +221,11 @@ def _count_versions(folder: str) -> None:
         assert torch.equal(plain, _globals()["v"])
 
 
-def test_versions_are_counted(pool: Pool, folder: str) -> None:
+def test_loading_bumps_version_counters(pool: Pool, folder: str) -> None:
     pool.run(_count_versions, WORLD_SIZE, folder)
 
 
-def _refusals(folder: str) -> str:
+def _invalid_loads(folder: str) -> str:
     _save(folder)
     rank = dist.get_rank()
     mesh = sw.Mesh({"a": 4})
@@ -245,7 +245,7 @@ def _refusals(folder: str) -> str:
 
 
 def test_errors_are_raised_on_all_ranks(pool: Pool, folder: str) -> None:
-    said = pool.run(_refusals, WORLD_SIZE, folder)
+    said = pool.run(_invalid_loads, WORLD_SIZE, folder)
     for text in said:
         assert "missing: is not in the checkpoint (on rank 2)" in text
         assert "step: is no tensor in the checkpoint (on rank 2)" in text

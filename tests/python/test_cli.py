@@ -70,7 +70,7 @@ def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--load", os.devnull], ["is not JSON"]),
     ],
 )
-def test_a_mistake_is_one_sentence(
+def test_invalid_arguments_print_one_sentence(
     arguments: list[str], fragments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sentence = _refused(capsys, *arguments)
@@ -108,7 +108,7 @@ def test_placements_as_torch_prints_them(printed: str, ours: str, capsys: pytest
     assert shown[0] == shown[1]
 
 
-def test_from_one_mesh_to_another(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_from_one_mesh_to_another(capsys: pytest.CaptureFixture[str]) -> None:
     ends = ["--mesh", "a=2,b=2", "--dst-mesh", "c=3", "--dst-ranks", "2,8-9", "--shape", "8,5", "--src", "S(0),P"]
     assert cli.main(["plan", *ends, "--dst", "S(1)", "--simulate", "--program", "9"]) == 0
     printed = capsys.readouterr().out
@@ -138,7 +138,7 @@ def _command(*arguments: str, **more: object) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("arguments", [["plan", *PAIR], ["--help"], ["plan", *PAIR, "--json"], ["doctor"]], ids=str)
-def test_a_reader_that_goes_away(arguments: list[str]) -> None:
+def test_closed_pipe_ends_quietly(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -149,7 +149,7 @@ def test_a_reader_that_goes_away(arguments: list[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_a_disk_that_is_full() -> None:
+def test_full_disk_is_reported() -> None:
     with open("/dev/full", "w") as full:
         process = _command("plan", *PAIR, stdout=full)
         said = process.communicate(timeout=60)[1]
@@ -157,7 +157,7 @@ def test_a_disk_that_is_full() -> None:
     assert said == "shardwright: the output cannot be written: No space left on device\n"
 
 
-def test_names_that_the_terminal_has_no_letters_for() -> None:
+def test_names_outside_the_terminal_encoding() -> None:
     arguments = ["plan", "--mesh", "\u00e4=2", *ENDS]
     process = _command(*arguments, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     shown, said = process.communicate(timeout=60)
@@ -165,9 +165,7 @@ def test_names_that_the_terminal_has_no_letters_for() -> None:
     assert "on \\xe4=2 as [S(0)]" in shown
 
 
-def test_simulating_is_refused_where_memory_is_short(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_simulation_needs_enough_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     huge = ["--mesh", "a=8", "--shape", "1048576,1048576", "--src", "S(0)", "--dst", "S(1)", "--simulate"]
     sentence = _refused(capsys, *huge)  # 2**40 elements, doubles, more than once
     assert "--simulate" in sentence and "GiB" in sentence
@@ -204,14 +202,14 @@ print(estimate, peak() - before)
     ],
     ids=str,
 )
-def test_the_estimate_of_what_simulating_takes(case: tuple) -> None:
+def test_estimate_of_simulation_memory(case: tuple) -> None:
     shown = subprocess.run([sys.executable, "-c", _PEAK, repr(case)], capture_output=True, text=True, check=True).stdout
     estimate, taken = map(int, shown.split())
     assert taken < 1.2 * estimate + 2**22, "too little is refused too late"
     assert estimate < 6 * taken + 2**22, "what fits is not to be refused"
 
 
-def test_memory_that_is_free() -> None:
+def test_available_bytes() -> None:
     free = free_memory.available_bytes()
     assert free is not None and 2**20 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     code = "import resource; from shardwright.cli import free_memory; b = 1 << 32; "
@@ -266,7 +264,7 @@ def test_the_plan_is_printed_before_its_certificate() -> None:
     assert process.wait() == 0
 
 
-def test_other_threads_go_on_while_figures_are_worked_out() -> None:
+def test_peak_memory_releases_the_interpreter_lock() -> None:
     """Another thread prints progress, so the computation of peak memory must release the interpreter lock."""
     code = (
         "import threading, time, shardwright as sw\n"

@@ -21,7 +21,7 @@ from meshes import get_mesh
 from pool import Pool, run_isolated
 
 
-def _again(folder: str) -> dict[str, int]:
+def _compile_and_count(folder: str) -> dict[str, int]:
     """Compiles with a cache folder that ranks share. Dynamo's graph is equal on all ranks, the compiled code is not."""
     mesh = get_mesh((2,))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
@@ -34,22 +34,22 @@ def _again(folder: str) -> dict[str, int]:
     return dict(counters["aot_autograd"])
 
 
-def test_ranks_do_not_take_each_others_graphs_from_the_disk(tmp_path: pathlib.Path) -> None:
+def test_ranks_do_not_share_graphs_cached_on_disk(tmp_path: pathlib.Path) -> None:
     for run in range(2):
-        for outcome in run_isolated(_again, 2, str(tmp_path), timeout_seconds=300):
+        for outcome in run_isolated(_compile_and_count, 2, str(tmp_path), timeout_seconds=300):
             assert outcome.ok, outcome.error
             if not outcome.value.get("autograd_cache_bypass"):  # torch 2.11 does not cache graphs with DTensors
                 assert outcome.value.get("autograd_cache_hit", 0) == run
 
 
-def test_tag_is_taken_back() -> None:
+def test_cache_tag_is_restored() -> None:
     before = torch.compiler.config.cache_key_tag
     with sw.enabled(), sw.enabled():
         assert torch.compiler.config.cache_key_tag.count("shardwright rank") == 1
     assert torch.compiler.config.cache_key_tag == before
 
 
-def test_tag_where_threads_take_turns() -> None:
+def test_cache_tag_with_two_threads() -> None:
     """One thread enables, another disables. In torch 2.15 each thread has its own tag."""
 
     def tag_when_enabled() -> str:

@@ -83,11 +83,11 @@ def _one_order(function: Callable[..., tuple[DTensor, ...]], with_gradients: boo
         (_checkpointed, True, 4),
     ],
 )
-def test_one_order_by_inductor(pool: Pool, function: Callable[..., Any], with_gradients: bool, world: int) -> None:
+def test_inductor_keeps_one_order(pool: Pool, function: Callable[..., Any], with_gradients: bool, world: int) -> None:
     pool.run(_one_order, world, function, with_gradients, timeout_seconds=400)
 
 
-def _in_backward(rows: int) -> list[str]:
+def _starts_in_backward(rows: int) -> list[str]:
     """Returns the starts of redistributes in the backward graph of a checkpointed function."""
     mesh = get_mesh((2,))
     graphs: list[str] = []
@@ -111,8 +111,8 @@ def _in_backward(rows: int) -> list[str]:
     return [word for word in backward.split() if "redistribute_start" in word]
 
 
-def test_checkpointing_redistributes_again_only_where_ranks_decide_alike(pool: Pool) -> None:
-    for even in pool.run(_in_backward, 2, 6):
+def test_checkpoints_recompute_redistributes_only_if_all_ranks_do(pool: Pool) -> None:
+    for even in pool.run(_starts_in_backward, 2, 6):
         assert sum("recomputable" in one for one in even) == 2
-    for uneven in pool.run(_in_backward, 2, 5):
+    for uneven in pool.run(_starts_in_backward, 2, 5):
         assert not any("recomputable" in one for one in uneven)

@@ -27,7 +27,7 @@ def _values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return oracle.global_tensor(shape, torch.float64, seed, True)
 
 
-def _dynamic(whole: torch.Tensor, mesh: Any, placements: list[str]) -> DTensor:
+def _with_symbolic_rows(whole: torch.Tensor, mesh: Any, placements: list[str]) -> DTensor:
     """Returns a DTensor whose number of rows is symbolic."""
     given = distribute(whole, mesh, placements).detach().requires_grad_()
     torch._dynamo.mark_dynamic(given, 0)
@@ -43,7 +43,7 @@ WAYS = [
 ]
 
 
-def _any_rows(way: list[list[str]], backend: str, rows: list[int], graphs: int) -> None:
+def _symbolic_rows(way: list[list[str]], backend: str, rows: list[int], graphs: int) -> None:
     mesh = get_mesh((2, 2))
     placements = [to_placements(one) for one in way]
 
@@ -57,7 +57,7 @@ def _any_rows(way: list[list[str]], backend: str, rows: list[int], graphs: int) 
         compiled = torch.compile(function, backend=counter, fullgraph=True)
         for count in rows:
             whole = _values((count, 6), count)
-            x = _dynamic(whole, mesh, way[0])
+            x = _with_symbolic_rows(whole, mesh, way[0])
             result = compiled(x)
             leaf = whole.clone().requires_grad_()
             expected = leaf
@@ -76,12 +76,12 @@ EVEN, MIXED = [8, 12, 16, 8], [8, 12, 7, 10, 5, 7, 16]
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("rows", "graphs"), [(EVEN, 1), (MIXED, 5)])
-def test_any_rows(pool: Pool, way: list[list[str]], rows: list[int], graphs: int) -> None:
-    pool.run(_any_rows, 4, way, "aot_eager", rows, graphs)
+def test_symbolic_rows(pool: Pool, way: list[list[str]], rows: list[int], graphs: int) -> None:
+    pool.run(_symbolic_rows, 4, way, "aot_eager", rows, graphs)
 
 
-def test_any_rows_by_inductor(pool: Pool) -> None:
-    pool.run(_any_rows, 4, WAYS[1], "inductor", [8, 12, 8], 1, timeout_seconds=300)
+def test_symbolic_rows_with_inductor(pool: Pool) -> None:
+    pool.run(_symbolic_rows, 4, WAYS[1], "inductor", [8, 12, 8], 1, timeout_seconds=300)
 
 
 def _planned_once() -> None:
@@ -95,13 +95,13 @@ def _planned_once() -> None:
         plans = []
         for count in (8, 12, 8, 12, 16, 8):
             whole = _values((count, 11), count)
-            assert torch.equal(compiled(_dynamic(whole, mesh, ["S(0)", "S(0)"])), whole * 2)
+            assert torch.equal(compiled(_with_symbolic_rows(whole, mesh, ["S(0)", "S(0)"])), whole * 2)
             plans.append(sw.stats()["plans"])
     first, *_, last = plans
     assert plans == [first, first + 1, first + 1, first + 1, last, last] and last == first + 2
 
 
-def test_sizes_are_planned_once(pool: Pool) -> None:
+def test_each_size_is_planned_once(pool: Pool) -> None:
     pool.run(_planned_once, 4)
 
 
@@ -171,11 +171,11 @@ def _same_part(dynamic: bool | None) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [None, False, True])
-def test_every_rank_runs_the_plan_of_the_size_it_was_given(pool: Pool, dynamic: bool | None) -> None:
+def test_every_rank_runs_the_plan_of_the_current_size(pool: Pool, dynamic: bool | None) -> None:
     pool.run(_same_part, 4, dynamic)
 
 
-def _without_enabling() -> None:
+def _without_enable() -> None:
     """Functions of ours in graphs without `sw.enable`. Rank 0 has the same part of two sizes."""
     mesh, rank = get_mesh((2,)), dist.get_rank()
     weight = _values((4, 6), 1)
@@ -213,11 +213,11 @@ def _without_enabling() -> None:
             assert torch.equal(plain(part, src), sw.views.view(part, (count * 6,), src, redistribute=True)[0])
 
 
-def test_operators_without_enabling(pool: Pool) -> None:
-    pool.run(_without_enabling, 2)
+def test_operators_without_enable(pool: Pool) -> None:
+    pool.run(_without_enable, 2)
 
 
-def _alone() -> None:
+def _compile_alone() -> None:
     """A rank that compiles alone, after other groups were made, runs the same plan as the other ranks."""
     mesh = get_mesh((2, 2))
     with sw.enabled(strict=True), fresh_compilers():
@@ -231,11 +231,11 @@ def _alone() -> None:
             check(function(distribute(whole, mesh, ["S(0)", "S(0)"])), whole * 2, ["R", "R"])
 
 
-def test_a_rank_that_compiles_alone_runs_what_others_run(pool: Pool) -> None:
-    pool.run(_alone, 4)
+def test_rank_that_compiles_alone_runs_the_same_plan(pool: Pool) -> None:
+    pool.run(_compile_alone, 4)
 
 
-def _lost() -> None:
+def _without_guards() -> None:
     """The guards on DTensors are dropped, so a rank can run a graph of another size."""
     mesh = get_mesh((2,))
 
@@ -265,8 +265,8 @@ def _lost() -> None:
         sw.debug.check_ranks(False)
 
 
-def test_ranks_compare_what_graphs_run(pool: Pool) -> None:
-    pool.run(_lost, 2)
+def test_check_ranks_compares_compiled_redistributes(pool: Pool) -> None:
+    pool.run(_without_guards, 2)
 
 
 def _other_options() -> None:
@@ -289,5 +289,5 @@ def _other_options() -> None:
     assert ["shardwright" in graph for graph in graphs] == [True, True, False, True]
 
 
-def test_code_is_compiled_for_the_groups_and_the_mode(pool: Pool) -> None:
+def test_other_groups_and_modes_recompile(pool: Pool) -> None:
     pool.run(_other_options, 2)

@@ -144,7 +144,7 @@ def test_transfers_between_jobs(tmp_path: pathlib.Path) -> None:
     _launch(tmp_path, _transfer, JOBS)
 
 
-def _come_late(shared: Any, role: str, rank: int) -> None:
+def _connect_with_a_late_rank(shared: Any, role: str, rank: int) -> None:
     """One rank calls only after the others timed out. Then all connect twice."""
     if (role, rank) != ("server", 1):
         with pytest.raises(RuntimeError, match="waited 1 s for 5 ranks"):
@@ -158,8 +158,8 @@ def _come_late(shared: Any, role: str, rank: int) -> None:
         link.close()
 
 
-def test_jobs_may_try_again(tmp_path: pathlib.Path) -> None:
-    _launch(tmp_path, _come_late, JOBS)
+def test_connect_may_be_retried(tmp_path: pathlib.Path) -> None:
+    _launch(tmp_path, _connect_with_a_late_rank, JOBS)
 
 
 def _message_of(call: Callable[[], Any]) -> str:
@@ -168,7 +168,7 @@ def _message_of(call: Callable[[], Any]) -> str:
     return str(raised.value)
 
 
-def _disagree(shared: Any, role: str, rank: int) -> list[str]:
+def _differing_connects(shared: Any, role: str, rank: int) -> list[str]:
     """Returns the errors of several connections over one store."""
     mesh = sw.Mesh({"tp": 3})
     shape = SHAPE if role == "server" else (9, 8)
@@ -187,8 +187,8 @@ def _disagree(shared: Any, role: str, rank: int) -> list[str]:
     return messages
 
 
-def test_all_ranks_say_what_differs(tmp_path: pathlib.Path) -> None:
-    said = _launch(tmp_path, _disagree, JOBS)
+def test_all_ranks_report_differences(tmp_path: pathlib.Path) -> None:
+    said = _launch(tmp_path, _differing_connects, JOBS)
     declared, world_size, role, late = zip(*said.values(), strict=True)
     assert len(set(declared)) == 1
     for text in (
@@ -208,7 +208,7 @@ def test_all_ranks_say_what_differs(tmp_path: pathlib.Path) -> None:
     assert all("waited 1 s for 7 ranks, but only 5 called: server 0, 1, 2; trainer 0, 1" in t for t in late), late
 
 
-def _disagree_on_plans(shared: Any, role: str, rank: int) -> list[str]:
+def _differing_planning_inputs(shared: Any, role: str, rank: int) -> list[str]:
     """Returns errors about inputs of planning other than names, shapes and placements, over one connection."""
     is_server = role == "server"
     link = sw.connect(shared, f"{role}/one", 5, declared={"same": 1})
@@ -240,8 +240,8 @@ def _disagree_on_plans(shared: Any, role: str, rank: int) -> list[str]:
     return messages
 
 
-def test_what_plans_depend_on_is_compared(tmp_path: pathlib.Path) -> None:
-    said = list(_launch(tmp_path, _disagree_on_plans, JOBS).values())
+def test_inputs_of_planning_are_compared(tmp_path: pathlib.Path) -> None:
+    said = list(_launch(tmp_path, _differing_planning_inputs, JOBS).values())
     assert all(messages == said[0] for messages in said)
     placed, long, environment, connecting, pins, version = said[0]
     assert "placed: " in placed and '"ps_per_kib": 3' in placed and '"ps_per_kib": 2' in placed, placed
@@ -254,7 +254,7 @@ def test_what_plans_depend_on_is_compared(tmp_path: pathlib.Path) -> None:
     assert "version of shardwright: 0.0.7 on server 0, " in version, version
 
 
-def test_arguments() -> None:
+def test_invalid_connect_arguments() -> None:
     store = dist.HashStore()
     for given, text in (
         ((None, "a", 2), "store must be a torch.distributed.Store, got a NoneType"),

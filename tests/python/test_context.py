@@ -39,14 +39,14 @@ PLACEMENTS = (["S(0)", "S(0)"], ["S(1)", "S(1)"])
 BYTES = {"far": 64, "thin": 48, "detour": 192}  # bytes received by a rank, which has 64 of 256 itself
 
 
-def _ends(topology: sw.Topology | None = None) -> tuple[sw.Layout, sw.Layout]:
+def _layouts(topology: sw.Topology | None = None) -> tuple[sw.Layout, sw.Layout]:
     src, dst = (sw.Layout(sw.Mesh({"a": 2, "b": 2}, topology=topology), SHAPE, p) for p in PLACEMENTS)
     return src, dst
 
 
 def _detour(topology: sw.Topology = THIN) -> sw.Plan:
     """Returns a plan that first gathers the whole tensor."""
-    src, dst = _ends()
+    src, dst = _layouts()
     return sw.plan(src, dst, backend="gloo", topology=topology, through=[sw.Layout(src.mesh, SHAPE, ["R", "R"])])
 
 
@@ -60,7 +60,7 @@ def _bytes_of(call: Callable[[], Any]) -> int:
     return meter.received_bytes
 
 
-def _moved(src: sw.Layout, dst: sw.Layout) -> int:
+def _moved_bytes(src: sw.Layout, dst: sw.Layout) -> int:
     """Returns the bytes received in a redistribute of plain tensors. Checks its result."""
     values = torch.arange(64.0).reshape(SHAPE)
 
@@ -70,7 +70,7 @@ def _moved(src: sw.Layout, dst: sw.Layout) -> int:
     return _bytes_of(redistribute)
 
 
-def _moved_by_drop_in() -> int:
+def _drop_in_bytes() -> int:
     values = torch.arange(64.0).reshape(SHAPE)
     src, dst = (dtensors.distribute(values, get_mesh((2, 2)), list(p)) for p in PLACEMENTS)
 
@@ -82,7 +82,7 @@ def _moved_by_drop_in() -> int:
         return _bytes_of(redistribute)
 
 
-def _moved_by_product() -> int:
+def _product_bytes() -> int:
     """Returns the bytes received in a product whose input needs the same move. Without it only sums would move."""
     mesh = get_mesh((2, 2))
     x = dtensors.distribute(torch.eye(8), mesh, ["S(0)", "S(0)"])
@@ -121,11 +121,11 @@ def _pinned(plan: sw.Plan) -> Iterator[None]:
 def _other_topologies() -> None:
     for _ in range(2):
         for topology in (FAR, THIN, FAR):
-            assert sw.plan(*_ends(topology), backend="gloo").wire_bytes(dist.get_rank()) == BYTES[topology.name]
-            assert _moved(*_ends(topology)) == BYTES[topology.name]
+            assert sw.plan(*_layouts(topology), backend="gloo").wire_bytes(dist.get_rank()) == BYTES[topology.name]
+            assert _moved_bytes(*_layouts(topology)) == BYTES[topology.name]
 
 
-def test_another_topology_of_the_mesh(pool: Pool) -> None:
+def test_plans_follow_the_topology_of_the_mesh(pool: Pool) -> None:
     pool.run(_other_topologies, WORLD)
 
 
@@ -134,11 +134,11 @@ def _other_calibrations() -> None:
         for topology in (FAR, THIN, FAR):
             with _measured(topology):
                 for _ in range(2):
-                    assert _moved(*_ends()) == BYTES[topology.name]
-                    assert _moved_by_drop_in() == BYTES[topology.name]
+                    assert _moved_bytes(*_layouts()) == BYTES[topology.name]
+                    assert _drop_in_bytes() == BYTES[topology.name]
 
 
-def test_another_calibration(pool: Pool) -> None:
+def test_redistributes_follow_the_calibration(pool: Pool) -> None:
     pool.run(_other_calibrations, WORLD)
 
 
@@ -146,26 +146,26 @@ def _other_pins() -> None:
     detour = _detour()
     for _ in range(2):
         with _measured(THIN):
-            assert _moved(*_ends()) == _moved_by_drop_in() == BYTES["thin"]
+            assert _moved_bytes(*_layouts()) == _drop_in_bytes() == BYTES["thin"]
         with _pinned(detour):
             for _ in range(2):
                 # The pin also applies to a mesh with another topology.
-                assert _moved(*_ends()) == _moved_by_drop_in() == _moved(*_ends(FAR)) == BYTES["detour"]
-        assert _moved(*_ends(FAR)) == BYTES["far"]
+                assert _moved_bytes(*_layouts()) == _drop_in_bytes() == _moved_bytes(*_layouts(FAR)) == BYTES["detour"]
+        assert _moved_bytes(*_layouts(FAR)) == BYTES["far"]
 
 
-def test_another_pin(pool: Pool) -> None:
+def test_redistributes_follow_pinned_plans(pool: Pool) -> None:
     pool.run(_other_pins, WORLD)
 
 
-def _products_follow() -> list[int]:
+def _product_bytes_by_setting() -> list[int]:
     """Returns the bytes under each setting. Runs the settings twice, in different orders."""
     settings = [lambda: _measured(FAR), lambda: _measured(THIN), lambda: _pinned(_detour())]
     found = {}
     for order in ([0, 1, 2], [2, 0, 1, 0]):
         for number in order:
             with settings[number]():
-                moved = _moved_by_product()
+                moved = _product_bytes()
             assert found.setdefault(number, moved) == moved, "the setting alone decides"
     return [found[number] for number in range(3)]
 
@@ -189,12 +189,12 @@ def _product_with_pinned_gather() -> None:
         assert _bytes_of(multiply) == straight
 
 
-def test_a_product_goes_by_what_is_pinned(pool: Pool) -> None:
+def test_product_uses_the_pinned_gather(pool: Pool) -> None:
     pool.run(_product_with_pinned_gather, WORLD)
 
 
-def test_products_depend_on_the_setting_alone(pool: Pool) -> None:
-    for far, thin, _ in pool.run(_products_follow, WORLD):
+def test_product_plans_depend_only_on_the_setting(pool: Pool) -> None:
+    for far, thin, _ in pool.run(_product_bytes_by_setting, WORLD):
         assert far > thin
 
 
@@ -224,14 +224,14 @@ def _operator_with_sizes() -> None:
         assert run() == straight
 
 
-def test_operators_with_sizes_go_by_what_is_pinned(pool: Pool) -> None:
+def test_operators_with_symbolic_sizes_use_pinned_plans(pool: Pool) -> None:
     pool.run(_operator_with_sizes, WORLD)
 
 
 # ---- ranks with different earlier plans
 
 
-def _warmed_in_another_order(world_size: int) -> list[int]:
+def _bytes_after_different_plans(world_size: int) -> list[int]:
     """Each rank first plans with its own settings, without communication. Then all run with the same settings."""
     mesh = sw.Mesh({"a": world_size // 2, "b": 2})
     ends = [sw.Layout(mesh, SHAPE, p) for p in PLACEMENTS]
@@ -247,14 +247,14 @@ def _warmed_in_another_order(world_size: int) -> list[int]:
     moved = []
     for setting in (*settings, *reversed(settings)):
         with setting():
-            moved.append(_moved(*ends))
+            moved.append(_moved_bytes(*ends))
     assert moved[: len(settings)] == moved[: len(settings) - 1 : -1]
     return moved
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_that_planned_other_things_before_run_the_same(pool: Pool, world_size: int) -> None:
-    by_rank = pool.run(_warmed_in_another_order, world_size, world_size)
+def test_earlier_plans_do_not_affect_later_ones(pool: Pool, world_size: int) -> None:
+    by_rank = pool.run(_bytes_after_different_plans, world_size, world_size)
     assert all(moved == by_rank[0] for moved in by_rank)
     assert len(set(by_rank[0])) > 1, "the settings differ"
 
@@ -276,7 +276,7 @@ def _differing_tables() -> list[str]:
     return said
 
 
-def test_ranks_with_other_tables_are_told(pool: Pool) -> None:
+def test_check_ranks_reports_differing_tables(pool: Pool) -> None:
     for measured, pinned in pool.run(_differing_tables, WORLD):
         assert "measured topologies: gloo: far with hash" in measured
         assert "gloo: thin with hash" in measured
@@ -287,10 +287,10 @@ def test_ranks_with_other_tables_are_told(pool: Pool) -> None:
 # ---- meshes and topologies
 
 
-def test_layouts_built_apart() -> None:
-    plain, far, thin = (_ends(topology) for topology in (None, FAR, THIN))
-    assert far == _ends(FAR)
-    assert hash(far[0]) == hash(_ends(FAR)[0])
+def test_equality_of_layouts_with_topologies() -> None:
+    plain, far, thin = (_layouts(topology) for topology in (None, FAR, THIN))
+    assert far == _layouts(FAR)
+    assert hash(far[0]) == hash(_layouts(FAR)[0])
     assert far[0] != thin[0] != plain[0] != far[0]
     assert far[0].mesh != plain[0].mesh
     assert far[0].mesh.has_same_ranks(plain[0].mesh)
@@ -305,16 +305,16 @@ def test_layouts_built_apart() -> None:
     assert read.src.mesh.has_same_ranks(far[0].mesh)
 
 
-def test_the_environment_is_heard_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sw.plan(*_ends()).topology == "64x8"
+def test_topology_follows_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sw.plan(*_layouts()).topology == "64x8"
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "8xNVLink")
-    assert sw.plan(*_ends()).topology == "8xNVLink"
+    assert sw.plan(*_layouts()).topology == "8xNVLink"
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "nowhere")
     for _ in range(2):
         with pytest.raises(ValueError, match="topology must be one of .*, got 'nowhere'"):
-            sw.plan(*_ends())
+            sw.plan(*_layouts())
     monkeypatch.delenv(ENVIRONMENT_VARIABLE)
-    assert sw.plan(*_ends()).topology == "64x8"
+    assert sw.plan(*_layouts()).topology == "64x8"
 
 
 # ---- caches
@@ -340,7 +340,7 @@ def test_many_layouts_leave_memory_bounded() -> None:
     assert grown_kib < 16 * 1024
 
 
-def test_what_is_kept_belongs_to_its_tables() -> None:
+def test_cache_entries_belong_to_their_tables() -> None:
     kept: executables.Kept[str] = executables.Kept()
     kept.get_or_make("key", lambda: "by default")
     for times in range(3):

@@ -23,7 +23,7 @@ def _losses() -> tuple[list[float], list[float]]:
 
 @pytest.mark.long
 @pytest.mark.cpu_only("its mesh is of CPU ranks")
-def test_trains_as_the_whole_model(pool: Pool) -> None:
+def test_trains_like_the_unsharded_model(pool: Pool) -> None:
     for found, right in pool.run(_losses, 4):
         assert found == pytest.approx(right, rel=1e-5)
         assert right[0] != right[1] != right[2]

@@ -95,7 +95,7 @@ def _dies_in_the_middle(dst: Any, victim: int) -> Found:
     ],
     ids=["source before", "destination before", "source in the middle", "both in the middle"],
 )
-def test_survivors_say_what_failed(function: Callable[..., Found], dst: Any, victim: int) -> None:
+def test_survivors_report_the_failed_step(function: Callable[..., Found], dst: Any, victim: int) -> None:
     outcomes = run_isolated(
         function,
         WORLD,
@@ -118,7 +118,7 @@ def test_survivors_say_what_failed(function: Callable[..., Found], dst: Any, vic
             assert fragment in error, f"rank {outcome.rank}: {error!r} does not name {fragment!r}"
 
 
-def _differs(dst: Any, change: str) -> list[str]:
+def _differing_calls(dst: Any, change: str) -> list[str]:
     """Rank 3 makes a different call. Then all make the same call."""
     shape, rank, said = (4, 6), dist.get_rank(), []
     src, wanted = _layouts(dst, shape)
@@ -140,8 +140,8 @@ def _differs(dst: Any, change: str) -> list[str]:
 
 @pytest.mark.parametrize("change", ["placements", "ranks"])
 @pytest.mark.parametrize("dst", [APART, IN_COMMON], ids=["apart", "in common"])
-def test_ranks_that_ask_for_something_else_raise_everywhere(pool: Pool, dst: Any, change: str) -> None:
-    for rank, (first, second) in enumerate(pool.run(_differs, WORLD, dst, change)):
+def test_differing_calls_raise_on_every_rank(pool: Pool, dst: Any, change: str) -> None:
+    for rank, (first, second) in enumerate(pool.run(_differing_calls, WORLD, dst, change)):
         assert "redistribute: the ranks differ, nothing was sent" in first and f"this is rank {rank}" in first
         assert re.search(r": .* on ranks \[0, 1, 2, 4\]; .* on ranks \[3\]", first), first
         assert second == NOTHING
@@ -155,7 +155,7 @@ def _limited(limit: int) -> tuple[str, int]:
         return str(error), 0
 
 
-def test_limits_that_are_too_small_name_the_least_on_every_rank(pool: Pool) -> None:
+def test_errors_name_the_least_memory_limit(pool: Pool) -> None:
     (text,) = {text for text, _ in pool.run(_limited, WORLD, 1)}
     found = re.search(r"memory_limit must be at least (\d+) bytes .*, got 1$", text)
     assert found is not None, text

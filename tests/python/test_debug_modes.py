@@ -44,7 +44,7 @@ def _counted(src: Sequence[str], dst: Sequence[str]) -> tuple[int, list[str]]:
         (["S(0)", "S(1)"], ["S(0)", "S(1)"], False),
     ],
 )
-def test_comm_debug_mode(pool: Pool, src: list[str], dst: list[str], communicates: bool) -> None:
+def test_comm_debug_mode_counts_steps(pool: Pool, src: list[str], dst: list[str], communicates: bool) -> None:
     for total, operators in pool.run(_counted, WORLD, src, dst):
         assert (total > 0) == communicates
         assert all("c10d" in operator or "_dtensor" in operator for operator in operators), operators
@@ -78,7 +78,7 @@ def _recorded() -> tuple[str, str]:
     return explicit.debug_string(), implicit.debug_string()
 
 
-def test_debug_mode(pool: Pool) -> None:
+def test_debug_mode_records_redistributes(pool: Pool) -> None:
     for explicit, implicit in pool.run(_recorded, WORLD):
         assert "redistribute_input [explicit]" in explicit, explicit
         assert "_c10d_functional::all_gather_into_tensor" in explicit and "c10d::" not in explicit, explicit
@@ -108,7 +108,7 @@ def _seen_by_any_mode(async_op: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_any_dispatch_mode(pool: Pool, async_op: bool) -> None:
+def test_dispatch_modes_see_collectives(pool: Pool, async_op: bool) -> None:
     for seen in pool.run(_seen_by_any_mode, WORLD, async_op):
         assert seen == ["_c10d_functional.all_gather_into_tensor.default"]
 
@@ -129,13 +129,13 @@ def _counts_of_both(shape: tuple[int, ...], src: str, dst: str) -> list[dict[str
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 7), (2048, 1024)], ids=str)
 @pytest.mark.parametrize(("src", "dst"), [("S(0)", "R"), ("S(1)", "R"), ("P(sum)", "R"), ("P(sum)", "S(0)")])
-def test_counted_as_stock_counts(pool: Pool, shape: tuple[int, ...], src: str, dst: str) -> None:
+def test_comm_debug_counts_equal_stock(pool: Pool, shape: tuple[int, ...], src: str, dst: str) -> None:
     """Counts one collective where PyTorch counts one, even if ours consists of messages."""
     for stock, ours in pool.run(_counts_of_both, WORLD, shape, src, dst):
         assert ours == stock and sum(ours.values()) == 1
 
 
-def test_shard_to_shard_is_one_all_to_all(pool: Pool) -> None:
+def test_shard_to_shard_counts_one_all_to_all(pool: Pool) -> None:
     """PyTorch gathers on CPU and counts that instead."""
     for _, ours in pool.run(_counts_of_both, WORLD, (8, 8), "S(0)", "S(1)"):
         assert ours == {"_dtensor.shard_dim_alltoall": 1}
@@ -154,7 +154,7 @@ def _metered() -> tuple[int, int]:
     return outer.received_bytes, inner.received_bytes
 
 
-def test_meters_see_what_travels(pool: Pool) -> None:
+def test_wire_meter_counts_bytes_under_debug_modes(pool: Pool) -> None:
     assert pool.run(_metered, WORLD) == [(8 * 8 * 4 * 3 // 4,) * 2] * WORLD
 
 
@@ -166,7 +166,7 @@ def _profiled(async_op: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_profiler(pool: Pool, async_op: bool) -> None:
+def test_profiler_shows_redistributes_and_steps(pool: Pool, async_op: bool) -> None:
     """A profile has the redistribute with its bytes, and its steps."""
     for names in pool.run(_profiled, WORLD, async_op):
         assert "shardwright::redistribute [S(0)] -> [S(1)], 48 bytes received" in names, names

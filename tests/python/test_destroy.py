@@ -77,7 +77,7 @@ def _multiply(mesh: sw.Mesh) -> None:
         sw.matmul_reduce_scatter(torch.ones(8, 4), torch.ones(4, 3), group=over, size=4 * WORLD)
 
 
-def _grown(before: list[str]) -> list[str]:
+def _new_threads(before: list[str]) -> list[str]:
     """Returns the threads that are not in `before`, after waiting for them to end."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while True:
@@ -91,7 +91,7 @@ def _grown(before: list[str]) -> list[str]:
         time.sleep(0.05)
 
 
-def _left_after(what: str, scratch: str) -> list[list[str]]:
+def _threads_left_after(use: str, scratch: str) -> list[list[str]]:
     """Returns the threads that survive each life of the default process group."""
     rank = dist.get_rank()
     dist.destroy_process_group()
@@ -100,15 +100,15 @@ def _left_after(what: str, scratch: str) -> list[list[str]]:
         before = _threads()
         store = dist.FileStore(f"{scratch}/life_{life}", WORLD)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-        globals()[what](sw.Mesh({"a": 2, "b": 2}))
+        globals()[use](sw.Mesh({"a": 2, "b": 2}))
         dist.barrier()
         dist.destroy_process_group()
         del store
-        left.append(_grown(before))
+        left.append(_new_threads(before))
     return left
 
 
-def _let_go_late(scratch: str) -> None:
+def _release_late(scratch: str) -> None:
     """One rank releases a default group while it plans with the next one, as garbage collection may do."""
     rank = dist.get_rank()
     dist.destroy_process_group()
@@ -131,16 +131,16 @@ def _let_go_late(scratch: str) -> None:
         sw.attention.scaled_dot_product_attention(x, x, x)
 
 
-def test_ranks_let_go_of_a_group_at_different_times(tmp_path: pathlib.Path) -> None:
+def test_ranks_release_a_group_at_different_times(tmp_path: pathlib.Path) -> None:
     """Ranks agree on a plan when they make it, so no rank may drop it alone."""
-    for outcome in run_isolated(_let_go_late, 4, str(tmp_path), collective_timeout_seconds=10):
+    for outcome in run_isolated(_release_late, 4, str(tmp_path), collective_timeout_seconds=10):
         assert outcome.ok, outcome.error
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
-@pytest.mark.parametrize("what", ["_redistribute_local", "_calibrate", "_operate", "_over_a_device_mesh", "_multiply"])
-def test_no_thread_survives(what: str, tmp_path: pathlib.Path) -> None:
-    for outcome in run_isolated(_left_after, WORLD, what, str(tmp_path)):
+@pytest.mark.parametrize("use", ["_redistribute_local", "_calibrate", "_operate", "_over_a_device_mesh", "_multiply"])
+def test_no_thread_survives_destroy(use: str, tmp_path: pathlib.Path) -> None:
+    for outcome in run_isolated(_threads_left_after, WORLD, use, str(tmp_path)):
         assert outcome.ok, outcome.error
         assert outcome.value == [[]] * LIVES
 
@@ -159,7 +159,7 @@ if sys.argv[3] == "destroy":
 
 
 @pytest.mark.parametrize("end", ["destroy", "leave"])
-def test_exit_with_redistributes_under_way(end: str, tmp_path: pathlib.Path) -> None:
+def test_exit_with_redistributes_in_flight(end: str, tmp_path: pathlib.Path) -> None:
     """A program exits without abort or hang, with or without cleanup."""
     for number in range(EXITS):
         command = [sys.executable, "-c", _EXITING]

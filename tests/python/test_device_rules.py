@@ -85,7 +85,7 @@ def _captured_first(rank: int, size: int, path: str, prepares: bool) -> None:
 
 
 @pytest.mark.parametrize("prepares", [True, False])
-def test_a_capture_needs_connected_groups(prepares: bool) -> None:
+def test_capture_needs_connected_groups(prepares: bool) -> None:
     from async_device import ranks
 
     ranks.run(_captured_first, 2, prepares)
@@ -113,13 +113,13 @@ def _threads_that_connect(rank: int, size: int, path: str) -> None:
     return None
 
 
-def test_a_second_thread_waits_until_the_group_is_connected() -> None:
+def test_second_thread_waits_until_the_group_is_connected() -> None:
     from async_device import ranks
 
     ranks.run(_threads_that_connect, 2)
 
 
-def _in_an_open_group(rank: int, size: int, path: str) -> None:
+def _in_an_open_group_call(rank: int, size: int, path: str) -> None:
     from async_device import ranks
 
     ranks.begin(rank, size, path, SHORT_SECONDS, alone=True, holds_thread=True)
@@ -134,10 +134,10 @@ def _in_an_open_group(rank: int, size: int, path: str) -> None:
     move.run()
 
 
-def test_nothing_starts_in_a_group_of_calls_that_a_user_has_open() -> None:
+def test_redistributes_inside_an_open_group_call_raise() -> None:
     from async_device import ranks
 
-    ranks.run(_in_an_open_group, 2)
+    ranks.run(_in_an_open_group_call, 2)
 
 
 # Maximum driver calls of a redistribute whose program is cached: launches, event records, event waits. They determine
@@ -173,7 +173,7 @@ def _counted(rank: int, size: int, path: str) -> None:
     )
 
 
-def test_calls_keep_to_their_budget() -> None:
+def test_calls_keep_their_launch_budget() -> None:
     from async_device import ranks
 
     ranks.run(_counted, 2)
@@ -201,13 +201,13 @@ def _refused_batch(rank: int, size: int, path: str) -> None:
             assert tensor.cpu().eq(-5.0).all(), "a round wrote to memory that the batch had freed"
 
 
-def test_a_batch_that_fails_frees_its_buckets_behind_its_rounds() -> None:
+def test_failed_batch_frees_buckets_after_its_rounds() -> None:
     from async_device import ranks
 
     ranks.run(_refused_batch, 2)
 
 
-def _refused_in_the_rest(rank: int, size: int, path: str) -> None:
+def _refused_in_a_later_step(rank: int, size: int, path: str) -> None:
     """Refuses the second message of a batch of the second step on rank 0. The first one receives."""
     from async_device import ranks
 
@@ -237,10 +237,10 @@ def _refused_in_the_rest(rank: int, size: int, path: str) -> None:
         assert tensor.cpu().eq(-5.0).all(), "a transfer wrote to memory that the run had freed"
 
 
-def test_a_run_that_fails_beside_its_caller_frees_memory_behind_its_transfers() -> None:
+def test_failed_async_run_frees_memory_after_its_transfers() -> None:
     from async_device import ranks
 
-    ranks.run(_refused_in_the_rest, 2)
+    ranks.run(_refused_in_a_later_step, 2)
 
 
 def _refused_launches(rank: int, size: int, path: str) -> list[int]:
@@ -288,7 +288,7 @@ def _refused_launches(rank: int, size: int, path: str) -> list[int]:
     return counts
 
 
-def test_calls_survive_a_refusal_of_each_of_their_launches() -> None:
+def test_calls_survive_refusal_of_each_launch() -> None:
     from async_device import ranks
 
     counts, of_other = ranks.run(_refused_launches, 2)
@@ -324,7 +324,7 @@ def _on_two_streams(rank: int, size: int, path: str, async_op: bool) -> None:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_programs_on_two_streams_take_turns(async_op: bool) -> None:
+def test_programs_on_two_streams_do_not_overlap(async_op: bool) -> None:
     from async_device import ranks
 
     ranks.run(_on_two_streams, 4, async_op)
@@ -345,7 +345,7 @@ def _events_made(rank: int, size: int, path: str) -> None:
     assert made[-1] == made[3] and made[-1] > 0
 
 
-def test_events_are_used_again() -> None:
+def test_events_are_reused() -> None:
     from async_device import ranks
 
     ranks.run(_events_made, 2)
@@ -397,7 +397,7 @@ def _capture_on_the_second_device(rank: int, size: int, path: str) -> None:
     assert not groups._is_capturing()
 
 
-def test_a_capture_on_another_device_is_noticed() -> None:
+def test_capture_on_another_device_is_detected() -> None:
     from async_device import ranks
 
     ranks.run(_capture_on_the_second_device, 1)
@@ -406,16 +406,16 @@ def test_a_capture_on_another_device_is_noticed() -> None:
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def _borrowed(rank: int, size: int, path: str) -> None:
+def _arena_views(rank: int, size: int, path: str) -> None:
     from async_device import ranks
 
     native = ranks.begin(rank, size, path, 20.0, alone=True, records_streams=True)
     native.refuse_unknown_memory(True)  # like cudaMallocAsync
     move = _messages()
     arena = torch.empty(4096, dtype=torch.uint8, device=DEVICE)
-    borrower = torch.empty_like(move.local)
-    _runtime.view_arena(borrower, arena, 512)
-    move.local = borrower.copy_(move.local)
+    view = torch.empty_like(move.local)
+    _runtime.view_arena(view, arena, 512)
+    move.local = view.copy_(move.local)
     for async_op in (False, True):
         move.check(move.start(async_op) + 0)
     # Two views of one arena have separate memory.
@@ -428,15 +428,15 @@ def _borrowed(rank: int, size: int, path: str) -> None:
     assert whole.tolist() == list(range(8))
     _runtime.release_memory(part, "it was given back")
     _runtime.release_memory(whole, "it was given back")
-    kept = borrower.cpu()
+    kept = view.cpu()
     side = torch.Stream(device=DEVICE)
     side.wait_stream(torch.accelerator.current_stream())
     copy = torch.empty_like(kept, device=DEVICE)
     with side:
         native.sleep(100)
-        copy.copy_(borrower)
-    _runtime.record_use(borrower, side)
-    _runtime.release_memory(borrower, "it was given back")
+        copy.copy_(view)
+    _runtime.record_use(view, side)
+    _runtime.release_memory(view, "it was given back")
     del arena
     gc.collect()
     noise = [torch.full((4096,), 7, dtype=torch.uint8, device=DEVICE) for _ in range(4)]
@@ -445,10 +445,10 @@ def _borrowed(rank: int, size: int, path: str) -> None:
     del noise
 
 
-def test_streams_are_recorded_for_the_arena_that_a_tensor_borrows_from() -> None:
+def test_streams_are_recorded_for_the_arena_of_a_view() -> None:
     from async_device import ranks
 
-    ranks.run(_borrowed, 2)
+    ranks.run(_arena_views, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------- end
@@ -472,7 +472,7 @@ def _destroyed_before_its_graph(rank: int, size: int, path: str) -> None:
     dist.destroy_process_group()  # shardwright does not keep the graph alive
 
 
-def test_a_group_ends_once_its_graphs_are_gone() -> None:
+def test_group_ends_once_its_graphs_are_gone() -> None:
     from async_device import ranks
 
     ranks.run(_destroyed_before_its_graph, 2)

@@ -87,7 +87,7 @@ def anchor(heading: str) -> str:
 
 
 @pages
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     wrong = []
     for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text):
@@ -180,7 +180,7 @@ def test_api_page_has_the_arguments(name: str, written: str) -> None:
 
 
 @pages
-def test_examples_are_python(page: Path) -> None:
+def test_examples_compile(page: Path) -> None:
     """Code blocks compile, and their imports from the package exist."""
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
         for node in ast.walk(ast.parse(block)):
@@ -190,7 +190,7 @@ def test_examples_are_python(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", doc_tables.PAGES, ids=lambda page: page.name)
-def test_pages_quote_what_was_measured(page: Path) -> None:
+def test_pages_match_the_benchmark_results(page: Path) -> None:
     """The parts written by benchmarks/doc_tables.py are up to date."""
     text = page.read_text()
     assert text == doc_tables.with_parts(text), "run python benchmarks/doc_tables.py"
@@ -201,12 +201,12 @@ def test_pages_quote_what_was_measured(page: Path) -> None:
     )
 
 
-def test_every_part_of_the_tables_is_on_some_page() -> None:
+def test_every_generated_table_is_on_some_page() -> None:
     pages = [page.read_text() for page in doc_tables.PAGES]
     assert [name for name in doc_tables.PARTS if not any(doc_tables.begin(name) in text for text in pages)] == []
 
 
-def test_changed_results_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_results_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     results = doc_tables.results
 
     def changed(name: str) -> object:

@@ -63,11 +63,11 @@ QUICK = ("bikc,bjkc->bijc", "bihn,hnj->bij", "bij,bij->", "bi,bj->bij")
 @pytest.mark.parametrize(
     "equation", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.long) for one in cases.EQUATIONS]
 )
-def test_one_cut(pool: Pool, equation: str) -> None:
+def test_operands_cut_by_one_mesh_dim(pool: Pool, equation: str) -> None:
     pool.run(_check_all, 2, equation, (2,))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("equation", cases.EQUATIONS)
-def test_two_cuts(pool: Pool, equation: str) -> None:
+def test_operands_cut_by_two_mesh_dims(pool: Pool, equation: str) -> None:
     pool.run(_check_all, 4, equation, (2, 2))

@@ -16,7 +16,7 @@ from pool import Outcome, Pool, run_isolated
 
 WORLD = 2
 # Modules of PyTorch that have redistribute_local_tensor as an attribute.
-HOLDERS = (
+MODULES = (
     "torch.distributed.tensor._redistribute",
     "torch.distributed.tensor._api",
     "torch.distributed.tensor._dispatch",
@@ -24,11 +24,11 @@ HOLDERS = (
 )
 
 
-def _held() -> list[object]:
-    return [importlib.import_module(name).redistribute_local_tensor for name in HOLDERS]
+def _bound_functions() -> list[object]:
+    return [importlib.import_module(name).redistribute_local_tensor for name in MODULES]
 
 
-def _calls(times: int = 1) -> int:
+def _engine_calls(times: int = 1) -> int:
     """Runs some redistributes. Returns the number that the engine ran."""
     mesh = get_mesh((WORLD,))
     sw.reset_stats()
@@ -44,39 +44,39 @@ def _all_good(outcomes: list[Outcome]) -> None:
 
 
 def _on_and_off() -> None:
-    before = _held()
-    assert _calls() == 0
+    before = _bound_functions()
+    assert _engine_calls() == 0
     sw.enable()
-    assert _calls(2) == 2
+    assert _engine_calls(2) == 2
     sw.disable()
-    assert _calls() == 0
-    assert all(now is then for now, then in zip(_held(), before, strict=True))
+    assert _engine_calls() == 0
+    assert all(now is then for now, then in zip(_bound_functions(), before, strict=True))
 
 
-def test_on_and_off() -> None:
+def test_enable_and_disable() -> None:
     """Runs in new processes, where the drop-in has never been enabled."""
     _all_good(run_isolated(_on_and_off, WORLD))
 
 
 def _blocks() -> None:
     with sw.enabled():
-        assert _calls() == 1
+        assert _engine_calls() == 1
         with sw.enabled(strict=True):
-            assert _calls() == 1
-        assert _calls() == 1
-    assert _calls() == 0
+            assert _engine_calls() == 1
+        assert _engine_calls() == 1
+    assert _engine_calls() == 0
     with pytest.raises(KeyError), sw.enabled():
         raise KeyError("of the user")
-    assert _calls() == 0, "an exception left the engine on"
+    assert _engine_calls() == 0, "an exception left the engine on"
     sw.enable()
     with sw.enabled(strict=True):
-        assert _calls() == 1
-    assert _calls() == 1, "the end of a block switched off what was on before it"
+        assert _engine_calls() == 1
+    assert _engine_calls() == 1, "the end of a block switched off what was on before it"
     sw.disable()
-    assert _calls() == 0
+    assert _engine_calls() == 0
 
 
-def test_blocks(pool: Pool) -> None:
+def test_nested_enabled_blocks(pool: Pool) -> None:
     pool.run(_blocks, WORLD)
 
 
@@ -95,7 +95,7 @@ def _imported_by_name() -> None:
         del sys.modules[client.__name__]
 
 
-def test_modules_that_imported_by_name() -> None:
+def test_enable_replaces_imported_names() -> None:
     _all_good(run_isolated(_imported_by_name, WORLD))
 
 
@@ -111,7 +111,7 @@ def _implicit() -> int:
     return int(sw.stats()["calls"])
 
 
-def test_implicit_redistributes(pool: Pool) -> None:
+def test_implicit_redistributes_use_the_engine(pool: Pool) -> None:
     for calls in pool.run(_implicit, WORLD):
         assert calls == 10, "an operator's redistribute or the full_tensor passed the engine by"
 

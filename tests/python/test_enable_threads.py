@@ -66,7 +66,7 @@ def _run(*bodies: Callable[[], None]) -> list[BaseException]:
     return raised
 
 
-def test_threads_that_toggle() -> None:
+def test_threads_enable_and_disable_concurrently() -> None:
     def toggle() -> None:
         for _ in range(60):
             with contextlib.suppress(RuntimeError):  # another thread has disabled it meanwhile
@@ -81,7 +81,7 @@ def test_threads_that_toggle() -> None:
     assert _is_bound(), "enable binds nothing any more"
 
 
-def test_threads_in_blocks() -> None:
+def test_concurrent_enabled_blocks() -> None:
     def block(seed: int) -> Callable[[], None]:
         def body() -> None:
             choices = random.Random(seed)
@@ -115,7 +115,7 @@ class _Turns:
         self._event(number).set()
 
 
-def test_blocks_that_end_in_the_order_they_began() -> None:
+def test_overlapping_blocks_of_two_threads() -> None:
     """The end of the first block undoes only its own mode, and the end of the second does not restore it."""
     turns, seen = _Turns(), []
 
@@ -139,7 +139,7 @@ def test_blocks_that_end_in_the_order_they_began() -> None:
     assert seen == ["strict", "off"]
 
 
-def test_a_thread_that_disables_beside_a_block() -> None:
+def test_disable_in_another_thread_keeps_a_block_enabled() -> None:
     turns, seen = _Turns(), []
     sw.enable(strict=True)
 
@@ -165,7 +165,7 @@ def test_a_thread_that_disables_beside_a_block() -> None:
     assert not _is_bound()
 
 
-def test_switching_within_a_block_ends_with_it() -> None:
+def test_switches_within_a_block_end_with_it() -> None:
     sw.enable(strict=True)
     with sw.enabled():
         assert _mode() == "on"
@@ -183,7 +183,7 @@ def test_switching_within_a_block_ends_with_it() -> None:
     assert _mode() == "off"
 
 
-def test_what_fails_half_way_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_enable_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(show: bool) -> None:
         raise ImportError("a piece of torch is missing")
 
@@ -207,7 +207,7 @@ def _module(name: str, **names: object) -> Iterator[types.ModuleType]:
         del sys.modules[name]
 
 
-def test_modules_that_come_and_grow() -> None:
+def test_modules_that_take_the_function_later() -> None:
     """Finds the function in modules that take it at any time, under any name."""
     with _module("holds_early", mover=STOCK[0]) as early, _module("grows") as grows, _module("by_name") as by_name:
         by_name.redistribute_local_tensor = None
@@ -224,7 +224,7 @@ def test_modules_that_come_and_grow() -> None:
         sw.disable()
 
 
-def test_switching_is_quick() -> None:
+def test_switching_is_fast() -> None:
     """A switch is much faster than a scan of every attribute of every module."""
     with contextlib.ExitStack() as stack:
         for number in range(2000):
@@ -232,7 +232,7 @@ def test_switching_is_quick() -> None:
         sw.enable()
         sw.disable()
 
-        def look() -> None:
+        def scan() -> None:
             for module in list(sys.modules.values()):
                 for _ in [name for name, value in list(vars(module).items()) if value is STOCK[0]]:
                     pass
@@ -241,7 +241,7 @@ def test_switching_is_quick() -> None:
             sw.enable()
             sw.disable()
 
-        assert _least(switch) < 0.7 * _least(look)
+        assert _least(switch) < 0.7 * _least(scan)
 
 
 def _least(call: Callable[[], object]) -> float:

@@ -55,7 +55,7 @@ def test_no_group_is_made(
         assert not made
 
 
-def _groups_that_are_there() -> list[list[tuple[int, ...]]]:
+def _existing_groups() -> list[list[tuple[int, ...]]]:
     mesh = get_mesh((2, 2, 2), flatten=(("b", "c"),))
     grid = sw.Mesh(mesh)
     before = groups.existing(grid, mesh)
@@ -63,8 +63,8 @@ def _groups_that_are_there() -> list[list[tuple[int, ...]]]:
     return [before, groups.existing(grid, mesh)]
 
 
-def test_what_exists(pool: Pool) -> None:
-    for before, after in pool.run(_groups_that_are_there, 8):
+def test_existing_groups_of_a_mesh(pool: Pool) -> None:
+    for before, after in pool.run(_existing_groups, 8):
         assert set(before) == {(0,), (1,), (2,), (1, 2)}  # without the default group, which the mesh does not have
         assert set(after) == set(before) | {(0, 2)}
 
@@ -101,7 +101,7 @@ def test_groups_made_later_are_used() -> None:
         assert before == again != after and "+" in after, outcome.value
 
 
-def _without_a_way() -> str:
+def _insufficient_groups() -> str:
     mesh = sw.Mesh({"a": 2, "b": 2})
     src, dst = sw.Layout(mesh, SHAPE, ["S(0)", "R"]), sw.Layout(mesh, SHAPE, ["R", "R"])
     with pytest.raises(ValueError, match="groups must allow a sequence of moves") as raised:
@@ -110,8 +110,8 @@ def _without_a_way() -> str:
     return str(raised.value)
 
 
-def test_groups_that_do_not_suffice(pool: Pool) -> None:
-    for text in pool.run(_without_a_way, 1):
+def test_insufficient_groups_raise(pool: Pool) -> None:
+    for text in pool.run(_insufficient_groups, 1):
         assert "[S(0), R]" in text and "[R, R]" in text
 
 
@@ -146,7 +146,7 @@ def _made_by_preparing_each() -> list[tuple[int, list[tuple[int, ...]]]]:
     return [_made_by_preparing(src, dst) for src, dst, _ in GIVEN]
 
 
-def test_groups_of_given_redistributes_alone() -> None:
+def test_prepare_makes_only_needed_groups() -> None:
     """Without the argument `redistributes`, 6 groups besides the default one would be made on this mesh."""
     for outcome in run_isolated(_made_by_preparing_each, 8):
         assert outcome.ok, outcome.error

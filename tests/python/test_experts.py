@@ -59,7 +59,7 @@ def _check_layers() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_layer_as_unsharded(pool: Pool, world: int) -> None:
+def test_layer_matches_unsharded(pool: Pool, world: int) -> None:
     pool.run(_check_layers, world)
 
 
@@ -88,7 +88,7 @@ def _rows_and_bytes() -> list[tuple[int, list[list[int]], int, int, int, int, in
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_rows_and_bytes(pool: Pool, world: int) -> None:
+def test_rows_are_in_order_and_bytes_equal_the_bound(pool: Pool, world: int) -> None:
     """Every token is once, in order, on each rank of its experts. The bytes sent equal the lower bound."""
     ranks = pool.run(_rows_and_bytes, world)
     for case, (load, placement) in enumerate(CASES):
@@ -127,7 +127,7 @@ def _foreign_ranks(top_k: int) -> list[int]:
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_copies_of_experts_save_bytes(pool: Pool, top_k: int) -> None:
+def test_replicated_experts_save_bytes(pool: Pool, top_k: int) -> None:
     """Among ranks with copies of its experts, a token is sent to the fewest ranks: always true for two experts."""
     world = 4
     p = routing.problem(world, 3, placement="copies", top_k=top_k, num_experts=9, most_tokens=40)
@@ -168,7 +168,7 @@ def _bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits(pool: Pool, dtype: torch.dtype) -> None:
+def test_combine_sums_in_the_documented_order(pool: Pool, dtype: torch.dtype) -> None:
     pool.run(_bits, 4, dtype)
 
 
@@ -184,14 +184,14 @@ def _without_scores() -> None:
     _close(x.grad, num.expand_as(x), "gradient")
 
 
-def test_without_scores(pool: Pool) -> None:
+def test_combine_without_scores(pool: Pool) -> None:
     pool.run(_without_scores, 3)
 
 
 # ------------------------------------------------------------------------------------------------- bytes with scales
 
 
-def _marked_only() -> None:
+def _lazy_bits() -> None:
     """Tensors with the conjugate or negative bit, whose memory is neither conjugated nor negated."""
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 6)
@@ -218,8 +218,8 @@ def _marked_only() -> None:
 
 
 @pytest.mark.cpu_only("the device has no complex numbers")
-def test_tensors_that_are_only_marked(pool: Pool) -> None:
-    pool.run(_marked_only, 3)
+def test_tensors_with_conjugate_or_negative_bit(pool: Pool) -> None:
+    pool.run(_lazy_bits, 3)
 
 
 def _with_scales(dtype: torch.dtype) -> None:
@@ -246,7 +246,7 @@ def _pairs(p: routing.Problem) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bfloat16], ids=str)
-def test_scales_travel_along(pool: Pool, dtype: torch.dtype) -> None:
+def test_scales_are_sent_with_their_tokens(pool: Pool, dtype: torch.dtype) -> None:
     pool.run(_with_scales, 3, dtype)
 
 
@@ -344,12 +344,12 @@ def _fixed(placement: str, rows_per_rank: int) -> None:
 
 
 @pytest.mark.parametrize("placement", routing.PLACEMENTS)
-def test_fixed_rows_as_counted_ones(pool: Pool, placement: str) -> None:
+def test_fixed_rows_equal_counted_rows(pool: Pool, placement: str) -> None:
     for world in (1, 3, 4):
         pool.run(_fixed, world, placement, 9)
 
 
-def _full_ranks() -> None:
+def _too_few_rows() -> None:
     """Every rank receives one row from each rank. Later tokens for that rank are dropped and counted."""
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 8)
@@ -375,12 +375,12 @@ def _full_ranks() -> None:
     assert int(handle.dropped) == dropped
 
 
-def test_fixed_rows_that_are_too_few(pool: Pool) -> None:
-    pool.run(_full_ranks, 3)
+def test_too_few_fixed_rows_drop_tokens(pool: Pool) -> None:
+    pool.run(_too_few_rows, 3)
 
 
 @pytest.mark.parametrize("world", [1, 4, 9])
-def test_choice_of_copies_on_the_device(world: int) -> None:
+def test_device_chooses_the_same_replicas_as_host(world: int) -> None:
     g = torch.Generator().manual_seed(world)
     for seed in range(20):
         experts = int(torch.randint(1, 20, (), generator=g))
@@ -423,7 +423,7 @@ def _topology(ranks_per_node: int) -> sw.Topology:
 
 
 @pytest.mark.parametrize("world, ranks_per_node", [(4, 2), (3, 2), (5, 3)])
-def test_nodes(pool: Pool, world: int, ranks_per_node: int) -> None:
+def test_tokens_enter_each_node_once(pool: Pool, world: int, ranks_per_node: int) -> None:
     """A token is sent once to each other node, and from there once to each rank of its experts."""
     ranks = pool.run(_nodes, world, ranks_per_node)
     node = [rank // ranks_per_node for rank in range(world)]
@@ -465,7 +465,7 @@ def test_nodes_with_capacity_and_scales(pool: Pool) -> None:
 # --------------------------------------------------------------------------------------------- ranks without a part
 
 
-def _frozen(trains: str) -> None:
+def _single_input(trains: str) -> None:
     """Only one of the inputs has gradients, and only one rank has experts."""
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 1)
@@ -486,8 +486,8 @@ def _frozen(trains: str) -> None:
 
 
 @pytest.mark.parametrize("trains", ["x", "scores", "experts"])
-def test_backward_of_parts(pool: Pool, trains: str) -> None:
-    pool.run(_frozen, 3, trains)
+def test_backward_of_a_single_input(pool: Pool, trains: str) -> None:
+    pool.run(_single_input, 3, trains)
 
 
 def _no_tokens() -> None:
@@ -532,7 +532,7 @@ def _layouts() -> None:
         assert torch.equal(*found)
 
 
-def test_layouts(pool: Pool) -> None:
+def test_layouts_as_placements(pool: Pool) -> None:
     pool.run(_layouts, 4)
 
 
@@ -559,7 +559,7 @@ def _check_in_group(p: routing.Problem, place: int, outs: list[torch.Tensor], pl
     _close(out, outs[place], placement)
 
 
-def test_groups(pool: Pool) -> None:
+def test_dispatch_within_groups(pool: Pool) -> None:
     pool.run(_groups, 4)
 
 
@@ -592,7 +592,7 @@ def _compiled() -> None:
 
 
 @pytest.mark.cpu_only("compiled code is compared on the CPU")
-def test_compiled(pool: Pool) -> None:
+def test_torch_compile_breaks_once_per_call(pool: Pool) -> None:
     pool.run(_compiled, 2)
 
 
@@ -639,5 +639,5 @@ def _train_both() -> None:
 
 
 @pytest.mark.cpu_only("the model is on the CPU")
-def test_small_model_trains_as_unsharded(pool: Pool) -> None:
+def test_small_model_trains_like_unsharded(pool: Pool) -> None:
     pool.run(_train_both, 3)

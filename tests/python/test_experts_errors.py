@@ -158,7 +158,7 @@ ON_ONE_RANK = {
 
 @pytest.mark.cpu_only("what is no tensor has no device")
 @pytest.mark.parametrize("change", ON_ONE_RANK, ids=lambda change: change.__name__.strip("_"))
-def test_wrong_on_one_rank(pool: Pool, change: Callable[..., None]) -> None:
+def test_invalid_argument_on_one_rank_raises_everywhere(pool: Pool, change: Callable[..., None]) -> None:
     assert len(routing.problem(WORLD, 8).x[2]) == 9 or change is _no_tensor
     for rank, (kind, text) in enumerate(pool.run(_failing, WORLD, change)):
         if rank == 2:
@@ -224,7 +224,7 @@ DIFFERING = {
 
 
 @pytest.mark.parametrize("change", DIFFERING, ids=lambda change: change.__name__.strip("_"))
-def test_ranks_that_differ(pool: Pool, change: Callable[..., None]) -> None:
+def test_differing_arguments_raise_everywhere(pool: Pool, change: Callable[..., None]) -> None:
     for rank, (kind, text) in enumerate(pool.run(_failing, WORLD, change)):
         assert kind == "ValueError" and DIFFERING[change] in text and f"this is rank {rank}" in text
 
@@ -232,7 +232,7 @@ def test_ranks_that_differ(pool: Pool, change: Callable[..., None]) -> None:
 # --------------------------------------------------------------------------------------------------------- placements
 
 
-def test_placements() -> None:
+def test_invalid_placements() -> None:
     for placement, text in [
         ([[0, 1], [3]], "placement: each of 4 experts must be on at least one rank, got none for expert 2"),
         ([[0, 1, 0], [2, 3]], "placement: .* at most once per rank, got expert 0 twice on rank 0 of the group"),
@@ -265,7 +265,7 @@ def _placements_of_tensors() -> list[str]:
     return [_raised(lambda: sw.experts.dispatch(**{**given, **change})) for change in changes]  # noqa: B023
 
 
-def test_placements_on_groups(pool: Pool) -> None:
+def test_invalid_placements_for_groups(pool: Pool) -> None:
     *_, said = pool.run(_placements_of_tensors, WORLD)
     expected = [
         "placement must be a list for each of the group's 3 ranks, got 2 lists",
@@ -285,7 +285,7 @@ def test_placements_on_groups(pool: Pool) -> None:
 # ------------------------------------------------------------------------------------------------------------ combine
 
 
-def _combines() -> list[str]:
+def _invalid_combines() -> list[str]:
     rows, _, handle = sw.experts.dispatch(**_arguments(dist.get_rank()))
     pairs: list[tuple[Any, Any]] = [
         (rows[:-1], handle),
@@ -301,7 +301,7 @@ def _combines() -> list[str]:
 
 
 @pytest.mark.cpu_only("conversions that the device lacks")
-def test_combine(pool: Pool) -> None:
+def test_invalid_combine_arguments(pool: Pool) -> None:
     expected = [
         "y must be of one row for each of the ",
         "y must be of one row for each of the ",
@@ -310,7 +310,7 @@ def test_combine(pool: Pool) -> None:
         "y must be a plain torch.Tensor, got a NoneType",
         "handle must be the handle that dispatch returned, got a Tensor",
     ]
-    for said in pool.run(_combines, WORLD):
+    for said in pool.run(_invalid_combines, WORLD):
         _assert_each_in(expected, said)
 
 
@@ -334,7 +334,7 @@ def _failing_combine(change: str) -> tuple[str, str]:
     ("change", "text"),
     [("rows", "y must be of one row for each of the"), ("dtype", "got torch.int64"), ("none", "got a NoneType")],
 )
-def test_combine_with_something_wrong_on_one_rank(pool: Pool, change: str, text: str) -> None:
+def test_combine_with_invalid_argument_on_one_rank(pool: Pool, change: str, text: str) -> None:
     for rank, (kind, said) in enumerate(pool.run(_failing_combine, WORLD, change)):
         if rank == 2:
             assert kind == "ValueError" and text in said
@@ -343,7 +343,7 @@ def test_combine_with_something_wrong_on_one_rank(pool: Pool, change: str, text:
 
 
 @pytest.mark.cpu_only("on devices only groups that have a backend in host memory compare")
-def test_combine_of_other_widths(pool: Pool) -> None:
+def test_combine_with_differing_widths(pool: Pool) -> None:
     for kind, said in pool.run(_failing_combine, WORLD, "width"):
         assert kind == "ValueError" and "size: 5 on ranks [0, 1]; 4 on ranks [2]" in said
 
@@ -354,7 +354,7 @@ def _fixed_rows() -> list[str]:
     return [_raised(lambda: sw.experts.dispatch(**{**given, **change})) for change in changes]  # noqa: B023
 
 
-def test_fixed_rows(pool: Pool) -> None:
+def test_invalid_fixed_rows(pool: Pool) -> None:
     expected = [
         "overflow must be 'drop' with rows_per_rank",
         "rows_per_rank must be None or at least 0, got -1",
@@ -370,7 +370,7 @@ def _gradient_of_bytes() -> str:
     return _raised(lambda: sw.experts.dispatch(**given))
 
 
-def test_gradient_of_8_bit_floats(pool: Pool) -> None:
+def test_8_bit_floats_have_no_gradient(pool: Pool) -> None:
     for text in pool.run(_gradient_of_bytes, WORLD):
         assert "with requires_grad, got torch.float8_e4m3fn" in text
 
@@ -399,7 +399,7 @@ def _other_result_size() -> str:
         sw.debug.check_ranks(False)
 
 
-def _alike() -> int:
+def _equal_calls() -> int:
     sw.reset_stats()
     sw.debug.check_ranks(timeout_seconds=30)
     try:
@@ -413,8 +413,8 @@ def _alike() -> int:
     return int(stats["dropped"])
 
 
-def test_check_ranks(pool: Pool) -> None:
-    dropped = sum(pool.run(_alike, WORLD))
+def test_check_ranks_compares_dispatch_and_combine(pool: Pool) -> None:
+    dropped = sum(pool.run(_equal_calls, WORLD))
     rows = [row for one in routing.problem(WORLD, 8).expert_ids for row in one.tolist()]
     asked = [sum(e in row for row in rows) for e in range(6)]
     assert dropped == 3 * sum(max(0, n - 2) for n in asked)
@@ -447,7 +447,7 @@ def _dies(where: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
-def test_rank_dies(where: str) -> None:
+def test_survivors_raise_if_rank_dies(where: str) -> None:
     outcomes = run_isolated(_dies, WORLD, where, collective_timeout_seconds=COLLECTIVE_TIMEOUT_SECONDS)
     assert outcomes[2].exit_code == 17
     for rank in (0, 1):

@@ -43,7 +43,7 @@ def _layer(load: str, num_experts: int, placement: str) -> tuple[int, int]:
     ("num_experts", "load", "placement"),
     [(128, "uniform", "even"), (128, "zipf", "uneven"), (256, "uniform", "uneven"), (256, "zipf", "even")],
 )
-def test_layer_and_bytes(pool: Pool, num_experts: int, load: str, placement: str) -> None:
+def test_layer_matches_unsharded_with_fewest_bytes(pool: Pool, num_experts: int, load: str, placement: str) -> None:
     p = _problem(load, num_experts, placement)
     home, row_bytes = p.rank_of_token(), SIZES["hidden"] * 8
     bound = [0] * WORLD

@@ -92,7 +92,7 @@ def _forgotten_placement() -> None:
     assert torch.equal(captured.cpu(), expected) and used_again
 
 
-def test_graphs_outlive_what_is_cached(async_pool: Pool) -> None:
+def test_graphs_outlive_cached_placement_tables(async_pool: Pool) -> None:
     async_pool.run(_forgotten_placement, WORLD)
 
 
@@ -117,7 +117,7 @@ def _over_gloo(rank: int, size: int, path: str) -> int:
     return int(sw.stats()["through_host"])
 
 
-def test_over_gloo(async_pool: Pool) -> None:
+def test_device_tensors_over_gloo(async_pool: Pool) -> None:
     """Rows and sums pass through host memory, forward and backward, with both kinds of counts. Counts need no copy."""
     from async_device import ranks
 

@@ -52,5 +52,5 @@ def _explained() -> None:
     assert str(sw.explain(lambda: None)) == "no products with anything to move, and no step of a sharded model"
 
 
-def test_a_step_is_drawn_as_predicted_and_as_measured(pool: Pool) -> None:
+def test_explain_shows_the_predicted_and_measured_step(pool: Pool) -> None:
     pool.run(_explained, 2)
