@@ -1,4 +1,4 @@
-"""PyTorch's fake backend for dry runs: nothing is moved, and users see what stock shows."""
+"""Dry runs on PyTorch's fake backend: no data moves, and results equal those of stock PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _dry_run() -> list[str]:
         stock = x.redistribute(mesh, [dst]).to_local()
         with sw.enabled():
             ours = x.redistribute(mesh, [dst]).to_local()
-        # In torch 2.11 the result of a reduce-scatter is uninitialised here.
+        # In torch 2.11 the fake backend does not initialize the result of a reduce-scatter.
         is_defined = not (src.is_partial() and dst.is_shard()) or torch.__version__ >= "2.15"
         if ours.shape != stock.shape or (is_defined and not torch.equal(ours, stock)):
             differs.append(f"{src} -> {dst}: {ours} where stock has {stock}")
@@ -36,7 +36,7 @@ def _dry_run() -> list[str]:
     return differs
 
 
-def test_a_dry_run_sees_what_stock_shows() -> None:
+def test_dry_run_equals_stock() -> None:
     (outcome,) = run_isolated(_dry_run, 1)
     assert outcome.ok, outcome.error or outcome.exit_code
     assert not outcome.value
@@ -57,6 +57,6 @@ def _compiled_dry_run() -> None:
     assert torch.equal(result, torch.cat([own[:, 2:4]] * WORLD))
 
 
-def test_a_compiled_dry_run_too() -> None:
+def test_dry_run_of_compiled_code() -> None:
     (outcome,) = run_isolated(_compiled_dry_run, 1)
     assert outcome.ok, outcome.error or outcome.exit_code

@@ -1,4 +1,4 @@
-"""What shardwright does not handle is left to PyTorch: counted with a reason, logged once, and an error if strict."""
+"""Fallbacks to PyTorch are counted with a reason and logged once; if strict, they raise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Lines(logging.Handler):
 
 
 def _counted(call: Callable[[], None]) -> tuple[dict[str, int], list[str]]:
-    """The reasons that two calls count, and what they log."""
+    """Returns the fallback reasons that two calls count, and the lines that they log."""
     log, lines = logging.getLogger("shardwright"), _Lines()
     log.addHandler(lines)
     sw.reset_stats()
@@ -53,7 +53,7 @@ def _counted(call: Callable[[], None]) -> tuple[dict[str, int], list[str]]:
 
 
 @pytest.mark.parametrize(("call", "named"), [(_subclass, "TwoTensor")])
-def test_counted_with_its_reason(pool: Pool, call: Callable[[], None], named: str) -> None:
+def test_fallback_is_counted_with_its_reason(pool: Pool, call: Callable[[], None], named: str) -> None:
     for reasons, lines in pool.run(_counted, WORLD, call):
         assert sum(reasons.values()) >= 2 and any(named in reason for reason in reasons), reasons
         about = [line for line in lines if named in line]
@@ -61,10 +61,10 @@ def test_counted_with_its_reason(pool: Pool, call: Callable[[], None], named: st
 
 
 class _Odd(Shard):
-    """A cut that only PyTorch knows."""
+    """A subclass of Shard that only PyTorch handles."""
 
 
-def _one_cause_many_cases() -> tuple[dict[str, int], list[str]]:
+def _unsupported_placement() -> tuple[dict[str, int], list[str]]:
     mesh = get_mesh((WORLD,))
     log, lines = logging.getLogger("shardwright"), _Lines()
     log.addHandler(lines)
@@ -81,9 +81,9 @@ def _one_cause_many_cases() -> tuple[dict[str, int], list[str]]:
     return sw.stats()["fallback_reasons"], lines.lines
 
 
-def test_one_cause_is_one_reason(pool: Pool) -> None:
-    """However many shapes and dims it meets; the first of them is logged in full."""
-    for reasons, lines in pool.run(_one_cause_many_cases, WORLD):
+def test_fallback_reason_does_not_depend_on_shapes_and_dims(pool: Pool) -> None:
+    """An unsupported placement counts as one reason for all shapes and dims. Its first case is logged in full."""
+    for reasons, lines in pool.run(_unsupported_placement, WORLD):
         ((reason, count),) = reasons.items()
         assert count == 6
         assert "_Odd" in reason and "placements must be" in reason and not any(c.isdigit() for c in reason), reason
@@ -106,5 +106,5 @@ def _counters() -> None:
     assert sw.stats()["calls"] == 3, "counted although disabled"
 
 
-def test_counters(pool: Pool) -> None:
+def test_stats_count_calls_plans_and_bytes(pool: Pool) -> None:
     pool.run(_counters, WORLD)

@@ -1,8 +1,8 @@
-"""Gathers multiplied by one product that waits for a flag of each chunk (``method="flags"``), on the device of
-tests/async_device. Its product reads a chunk as soon as the chunk's flag is set, and holds all multiprocessors, which
-signals between ranks need, for as long as it waits.
+"""Products with ``method="flags"`` on the device of tests/async_device: one product waits for a flag of each chunk.
 
-Each test has processes of its own, because arenas stay for the life of a group."""
+The device's product reads a chunk as soon as the chunk's flag is set. While it waits, it occupies all multiprocessors,
+which signals between ranks need too. Each test starts its own processes, because arenas live as long as their group.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import async_tests  # noqa: F401  (so that async_device is found)
 import shardwright as sw
 
-ROWS, INNER, COLUMNS = 256, 16, 8  # rows of a chunk, and the columns of a rank
+ROWS, INNER, COLUMNS = 256, 16, 8  # rows of a chunk, contracted dim, columns of a rank
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,7 +38,7 @@ def _begin(rank: int, size: int, path: str, seconds: float = 20.0, arena_bytes: 
 
 
 class _Product:
-    """One product of small integers, so that sums are exact, with what it must give."""
+    """A product of small integers, whose sums are exact, and a check of its result."""
 
     def __init__(self, seed: int, size: int, chunks: int, by_weight: bool, dims: int = 2) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -69,20 +69,20 @@ def _many_products(rank: int, size: int, path: str) -> int:
         _Product(seed, size, chunks, seed % 2 == 0, dims)
         for seed, (chunks, dims) in enumerate([(1, 2), (2, 2), (1, 3), (1, 2), (3, 2)])
     ]
-    for turn in range(2):  # the second time with flags and memory of the first
+    for repetition in range(2):  # the second pass reuses flags and memory of the first
         found = []
         for product in products:
             found.append(product.run(rank))
-            local = torch.full([4096], rank + turn, device="asyncdev").bfloat16()
-            whole = sw.redistribute_local(local, *layouts, async_op=turn == 1)  # through the same arenas
-            assert torch.equal((whole + 0).cpu(), torch.arange(size).repeat_interleave(4096).bfloat16() + turn)
+            local = torch.full([4096], rank + repetition, device="asyncdev").bfloat16()
+            whole = sw.redistribute_local(local, *layouts, async_op=repetition == 1)  # uses the same arenas
+            assert torch.equal((whole + 0).cpu(), torch.arange(size).repeat_interleave(4096).bfloat16() + repetition)
         for product, result in zip(products, found):
             product.check(result, rank)
     return sw.stats()["peer_bytes"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_products_give_what_whole_tensors_give(size: int) -> None:
+def test_flag_products_equal_products_of_global_tensors(size: int) -> None:
     from async_device import ranks
 
     chunks, gathers = 2 * (1 + 2 + 1 + 1 + 3), 2 * 5
@@ -105,13 +105,13 @@ def _with_gradients(rank: int, size: int, path: str) -> None:
     assert torch.equal(weight.grad.float().cpu(), w.grad.chunk(size, 1)[rank].bfloat16().float())
 
 
-def test_the_backward_takes_another_method() -> None:
+def test_gradients_use_another_method() -> None:
     from async_device import ranks
 
     ranks.run(_with_gradients, 2)
 
 
-def _refused(rank: int, size: int, path: str) -> list[str]:
+def _errors_of_invalid_calls(rank: int, size: int, path: str) -> list[str]:
     import async_device
     from async_device import ranks
 
@@ -144,7 +144,7 @@ def _refused(rank: int, size: int, path: str) -> list[str]:
     return list(errors.values())
 
 
-def test_what_is_refused_raises_on_every_rank() -> None:
+def test_invalid_calls_raise_on_every_rank() -> None:
     from async_device import ranks
 
     expected = [
@@ -159,7 +159,7 @@ def test_what_is_refused_raises_on_every_rank() -> None:
         "each part has 16384 bytes, but its group's arenas have 8192",
         "a graph is being captured",
     ]
-    for errors in ranks.run(_refused, 2):
+    for errors in ranks.run(_errors_of_invalid_calls, 2):
         for error, part in zip(errors, expected, strict=True):
             assert error.startswith("ValueError: ") and part in error, (part, error)
 
@@ -174,13 +174,13 @@ def _with_lost_flag(rank: int, size: int, path: str, folder: str) -> None:
     ranks.wait_for_key(f"first{1 - rank}")
     if rank == 1:
         os.dup2(os.open(f"{folder}/stderr", os.O_CREAT | os.O_WRONLY), 2)
-        native.lose_flag(2)  # the other rank's; the first is this rank's own
+        native.lose_flag(2)  # the flag of the other rank's chunk; the first flag is of this rank's own chunk
     product.run(rank)
     if rank == 1:
         native.synchronize()  # would wait forever
 
 
-def test_a_flag_that_nobody_sets_ends_the_process(tmp_path: Path) -> None:
+def test_lost_flag_ends_the_process(tmp_path: Path) -> None:
     from async_device import ranks
 
     with pytest.raises(AssertionError) as error:

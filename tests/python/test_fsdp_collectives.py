@@ -1,4 +1,4 @@
-"""FSDP2 with our all-gathers and reduce-scatters: the results of stock FSDP2, and only the bytes that must travel."""
+"""FSDP2 with our all-gather and reduce-scatter: results and bytes equal those of stock FSDP2."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _gathers() -> None:
-    """In place as FSDP2 calls it and into memory of its own, at once and later, in a group of some ranks."""
+    """Gathers in place, as FSDP2 does, and out of place, synchronously and asynchronously, in a subgroup."""
     group, rank = get_mesh((2, 2)).get_group("b"), dist.get_rank()
     gather = sw.fsdp.AllGather()
     for dtype in (*DTYPES, torch.uint8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
@@ -41,7 +41,7 @@ def _gathers() -> None:
                     assert torch.equal(given.view(torch.uint8), whole[mine].view(torch.uint8))
 
 
-def test_gathers(pool: Pool) -> None:
+def test_all_gather_in_place_and_out_of_place(pool: Pool) -> None:
     pool.run(_gathers, 4)
 
 
@@ -69,7 +69,7 @@ def _sums(world: int) -> None:
                     work.wait()
                 if meshes.device == "cpu":
                     assert torch.equal(out, expected), (dtype, op)
-                else:  # there the sum is the process group's own, which may round after each addition
+                else:  # on devices the process group reduces, and may round after each addition
                     tolerance = 0.05 if dtype.itemsize == 2 else 1e-5
                     torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
                 assert torch.equal(own.cpu(), given[rank]), "the input was written to"
@@ -78,12 +78,12 @@ def _sums(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_sums_are_in_the_order_of_ranks(pool: Pool, world: int) -> None:
+def test_reduce_scatter_sums_in_rank_order(pool: Pool, world: int) -> None:
     pool.run(_sums, world, world)
 
 
 def _model(exact: bool) -> nn.Module:
-    """Weights whose dim 0 no number of ranks above 1 divides, one of them empty on some ranks."""
+    """Returns a model whose weights are uneven on any world size above 1. Some ranks have none of one weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 11), nn.ReLU(), nn.Linear(11, 13), nn.ReLU(), nn.Linear(13, 1))
     if exact:  # sums of small integers are the same in every order
@@ -109,7 +109,7 @@ def _train(comms: bool, mesh_shape: tuple[int, ...], exact: bool, options: dict[
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
     results = []
     g = torch.Generator().manual_seed(100 + dist.get_rank())
-    for _ in range(1 if exact else 3):  # an average over three ranks is no integer
+    for _ in range(1 if exact else 3):  # later steps have fractions: averages over three ranks
         x = torch.randint(-1, 2, (4, 6), generator=g).float() if exact else torch.randn(4, 6, generator=g)
         loss = model(x).sum() if exact else model(x).square().mean()
         loss.backward()
@@ -125,7 +125,7 @@ def _same_as_stock(mesh_shape: tuple[int, ...], exact: bool, options: dict[str, 
     with sw.debug.wire_meter() as meter:
         ours = _train(True, mesh_shape, exact, dict(options))
     same = all(map(torch.equal, stock, ours))
-    # Two contributions have one sum; so have small integers.
+    # The order does not matter for sums of two contributions or of small integers.
     assert same or not (exact or mesh_shape[-1] <= 2), [
         float((a.detach().float() - b.detach().float()).abs().max()) for a, b in zip(stock, ours) if a.numel()
     ]
@@ -142,7 +142,7 @@ def _same_as_stock(mesh_shape: tuple[int, ...], exact: bool, options: dict[str, 
 @pytest.mark.cpu_only("stock FSDP2 needs streams that asyncdev does not register with it")
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "random"])
-def test_training_is_that_of_stock_fsdp(pool: Pool, mesh_shape: tuple[int, ...], exact: bool) -> None:
+def test_training_equals_stock_fsdp(pool: Pool, mesh_shape: tuple[int, ...], exact: bool) -> None:
     pool.run(_same_as_stock, torch.Size(mesh_shape).numel(), mesh_shape, exact, {})
 
 
@@ -154,13 +154,13 @@ def test_training_is_that_of_stock_fsdp(pool: Pool, mesh_shape: tuple[int, ...],
         {"reshard_after_forward": False},
         {"unshards_ahead": True},
     ],
-    ids=["mixed", "kept", "ahead"],
+    ids=["mixed precision", "no reshard after forward", "async unshard"],
 )
-def test_options_of_fsdp(pool: Pool, options: dict[str, Any]) -> None:
+def test_training_with_options_equals_stock_fsdp(pool: Pool, options: dict[str, Any]) -> None:
     pool.run(_same_as_stock, 2, (2,), False, options)
 
 
-def _refusals() -> None:
+def _bad_arguments() -> None:
     group = dist.group.WORLD
     assert group is not None
     whole, part = torch.zeros(8, device=meshes.device), torch.zeros(4, device=meshes.device)
@@ -184,8 +184,8 @@ def _refusals() -> None:
     assert not whole.any()
 
 
-def test_bad_arguments(pool: Pool) -> None:
-    pool.run(_refusals, 2)
+def test_collectives_reject_bad_arguments(pool: Pool) -> None:
+    pool.run(_bad_arguments, 2)
 
 
 def _different_sizes() -> None:
@@ -201,5 +201,5 @@ def _different_sizes() -> None:
         sw.debug.check_ranks(False)
 
 
-def test_ranks_that_differ_are_named(pool: Pool) -> None:
+def test_check_ranks_reports_different_sizes(pool: Pool) -> None:
     pool.run(_different_sizes, 2)

@@ -19,7 +19,7 @@ class Batch(dict):
 
 
 class Attributes(dict):
-    """Its attributes are its items."""
+    """A dict whose attributes are its items."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -52,7 +52,7 @@ class Derived:
 
 @dataclasses.dataclass
 class ModelOutput(collections.OrderedDict):
-    """As those of transformers: a dataclass whose fields are its items."""
+    """A dataclass whose fields are its items, as in transformers."""
 
     logits: Any = None
     loss: Any = None
@@ -113,7 +113,7 @@ def test_replaced_values_are_seen_as_items_and_as_attributes() -> None:
     assert output.logits is output["logits"] and list(output) == ["logits"]
 
 
-def test_what_fsdp2_does_not_open_is_left_as_it_is() -> None:
+def test_objects_that_fsdp2_does_not_open_are_unchanged() -> None:
     x = torch.randn(3)
     for cls in (collections.UserDict, types.SimpleNamespace, Plain):
         value = cls(a=x)

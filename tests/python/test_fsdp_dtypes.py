@@ -1,4 +1,4 @@
-"""`mp_policy=` and `Options.message_format` of `sw.fully_shard`: dtypes at rest, in use and in messages."""
+"""`mp_policy=` and `Options.message_format` of `sw.fully_shard`: dtypes of parameters, products and messages."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def _as_stock(mesh_shape: tuple[int, ...], micro_steps: int) -> None:
     mesh = get_mesh(mesh_shape)
     for name, policy in POLICIES.items():
         inner = dataclasses.replace(policy, output_dtype=None)
-        # Without tied weights: those of stock are added up in another dtype within some backwards.
+        # Weights are not tied: stock adds up gradients of tied weights in another dtype in some backwards.
         ours, stock = (
             train(shard(Mlp(tied=False), wrap, mesh, {"mp_policy": policy}, mp_policy=inner), 2, micro_steps)
             for wrap in (flat_fully_shard, stock_fully_shard)
         )
         for a, b in zip(ours, stock, strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape
-            # In the last policy ranks keep what is more precise than each contribution.
+            # Under the last policy, ranks accumulate gradients that are more precise than each contribution.
             if mesh_shape in [(1,), (2,)] and (micro_steps == 1 or name != "inputs as they are"):
                 assert torch.equal(part(a), part(b)), name
             else:
@@ -64,12 +64,12 @@ def _as_stock(mesh_shape: tuple[int, ...], micro_steps: int) -> None:
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
 @pytest.mark.parametrize(("mesh_shape", "micro_steps"), [((1,), 1), ((2,), 1), ((2,), 3), ((2, 2), 1)], ids=str)
-def test_mixed_precision_as_stock(pool: Pool, mesh_shape: tuple[int, ...], micro_steps: int) -> None:
+def test_mixed_precision_trains_as_stock(pool: Pool, mesh_shape: tuple[int, ...], micro_steps: int) -> None:
     pool.run(_as_stock, math.prod(mesh_shape), mesh_shape, micro_steps)
 
 
 def seen_weights(model: Any, step: int) -> dict[str, torch.Tensor]:
-    """The weights that forwards use, by name."""
+    """Returns the weights that forwards use, by name."""
     seen: dict[str, torch.Tensor] = {}
 
     def look(name: str) -> Any:
@@ -96,7 +96,7 @@ def float8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def mxfp8(x: torch.Tensor) -> torch.Tensor:
-    """Block by block, in Python's numbers."""
+    """Quantizes to MXFP8 and back, block by block, with scales computed as Python floats."""
     out = torch.empty_like(x)
     for row, begin in itertools.product(range(x.size(0)), range(0, x.size(1), 32)):
         block = x[row, begin : begin + 32]
@@ -117,8 +117,8 @@ def expected_of(wire: Any, x: torch.Tensor) -> torch.Tensor:
     return float8(x, torch.where(largest > 0, largest / 448, 1.0))
 
 
-class Cut(Mlp):
-    """With rows of weights that are zero, and small and large values."""
+class ExtremeWeights(Mlp):
+    """A model whose weights have rows of zeros, small values and large values."""
 
     def __init__(self) -> None:
         super().__init__(width=64)
@@ -132,11 +132,13 @@ class Cut(Mlp):
 WIRES = [torch.bfloat16, "float8", "float8_rowwise", "mxfp8"]
 
 
-def _wire(world: int, wire: Any) -> None:
-    """Quantised parts, gathered, are the quantised whole, bit for bit."""
+def _shards_by_rows(world: int, wire: Any) -> None:
+    """Gathered quantized shards equal the quantized full weight, bit for bit."""
     mesh = get_mesh((world,))
     for use in (F32, BF16):
-        model: Any = shard(Cut(), flat_fully_shard, mesh, message_format=wire, mp_policy=MixedPrecisionPolicy(use, F32))
+        model: Any = shard(
+            ExtremeWeights(), flat_fully_shard, mesh, message_format=wire, mp_policy=MixedPrecisionPolicy(use, F32)
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             now = {name: full(p.detach()) for name, p in model.named_parameters()}
@@ -149,9 +151,9 @@ def _wire(world: int, wire: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-        # Bytes: weights in eight bits, their scales, and one maximum for all weights of a unit.
+        # A unit's messages have weights of eight bits, their scales, and one maximum for all weights.
         received = []
-        for each in (model, shard(Cut(), flat_fully_shard, mesh)):
+        for each in (model, shard(ExtremeWeights(), flat_fully_shard, mesh)):
             with sw.debug.wire_meter() as meter:
                 for module in [each, *each.layers]:
                     module.unshard()
@@ -161,16 +163,16 @@ def _wire(world: int, wire: Any) -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
-def test_quantised_before_a_gather_as_after_it(pool: Pool, wire: Any) -> None:
-    pool.run(_wire, 3, 3, wire)
+def test_gathered_shards_equal_the_quantized_weight(pool: Pool, wire: Any) -> None:
+    pool.run(_shards_by_rows, 3, 3, wire)
 
 
 @pytest.mark.parametrize(("wire", "world"), [("float8_rowwise", 2), ("float8", 3), ("mxfp8", 2)], ids=str)
-def test_quantised_where_rows_are_cut(pool: Pool, wire: Any, world: int) -> None:
-    pool.run(_wire_columns, world, wire)
+def test_quantized_gather_if_shards_split_rows(pool: Pool, wire: Any, world: int) -> None:
+    pool.run(_shards_by_columns, world, wire)
 
 
-def _wire_columns(wire: Any) -> None:
+def _shards_by_columns(wire: Any) -> None:
     mesh = get_mesh((torch.distributed.get_world_size(),))
     torch.manual_seed(0)
     model: Any = nn.Linear(128, 10)
@@ -187,7 +189,7 @@ def _wire_columns(wire: Any) -> None:
 
 
 def _gradients(mesh_shape: tuple[int, ...]) -> None:
-    """Contributions travel in bfloat16 and are added up in float32, in the order of ranks."""
+    """Contributions are sent in bfloat16 and summed in float32, in rank order."""
     mesh = get_mesh(mesh_shape)
     world = math.prod(mesh_shape)
     model: Any = sw.fully_shard(
@@ -204,7 +206,7 @@ def _gradients(mesh_shape: tuple[int, ...]) -> None:
         for other in each[1:]:
             expected = expected + other.to(BF16).float()
         assert torch.equal(full(model.weight.grad), expected / world)
-    else:  # over the dim that cuts first, then over replicas
+    else:  # summed over the sharded mesh dim first, then over replicas
         torch.testing.assert_close(full(model.weight.grad), torch.stack([e.to(BF16).float() for e in each]).mean(0))
     assert isinstance(model.weight.grad, DTensor) and model.weight.grad.dtype == F32
     if len(mesh_shape) == 1:
@@ -213,12 +215,12 @@ def _gradients(mesh_shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
-def test_gradients_in_messages(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
+def test_bfloat16_gradients_are_summed_in_float32(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
     pool.run(_gradients, math.prod(mesh_shape), mesh_shape)
 
 
-def _collectives() -> None:
-    """One exchange, of one message between two ranks, finds the scales of all weights."""
+def _scale_exchanges() -> None:
+    """One exchange, with one message between two ranks, determines the scales of all weights."""
     mesh = get_mesh((2,))
     model: Any = shard(Mlp(), flat_fully_shard, mesh, message_format="float8")
     plain: Any = shard(Mlp(), flat_fully_shard, mesh, message_format=torch.bfloat16)
@@ -230,7 +232,7 @@ def _collectives() -> None:
             loss_of(each, batch(1)).backward()
         calls.append(meter.by_op["c10d.recv_"][0])
     assert calls[0] == calls[1] + 1, calls
-    # Where a part was written in between, scales are found again.
+    # After a write to a shard, scales are determined again.
     model.layers[0].unshard()
     with torch.no_grad():
         model.layers[0].reshard()
@@ -241,12 +243,12 @@ def _collectives() -> None:
     model.reshard()
 
 
-def test_one_collective_for_scales(pool: Pool) -> None:
-    pool.run(_collectives, 2)
+def test_one_exchange_determines_all_scales(pool: Pool) -> None:
+    pool.run(_scale_exchanges, 2)
 
 
 def _memory() -> None:
-    """What arrives with the gathered weight is part of what the schedule says, and may be all that a budget has."""
+    """The schedule counts received messages in addition to the gathered weight."""
     mesh = get_mesh((2,))
     sizes = {}
     for wire in (None, torch.bfloat16, "float8"):
@@ -260,12 +262,12 @@ def _memory() -> None:
     assert sizes[torch.bfloat16] - sizes[None] >= largest // 2
 
 
-def test_messages_are_part_of_the_peak(pool: Pool) -> None:
+def test_schedule_counts_received_messages(pool: Pool) -> None:
     pool.run(_memory, 2)
 
 
 def _other_layouts() -> None:
-    """Copies that are kept in part, and parameters that are stored in a finer layout, change nothing."""
+    """Partial resharding after the forward, and storage in a finer layout, do not change gradients."""
     mesh = get_mesh((4,))
     for options in (
         {"mp_policy": POLICIES["reduced in bfloat16"]},
@@ -292,12 +294,12 @@ def _other_layouts() -> None:
             assert all(map(torch.equal, gradients, found[i % 3])), (options, i)
 
 
-def test_mixed_precision_in_other_layouts(pool: Pool) -> None:
+def test_low_precision_gradients_do_not_depend_on_layouts(pool: Pool) -> None:
     pool.run(_other_layouts, 4)
 
 
 def _tensor_parallel() -> None:
-    """Scales are those of the whole weight, also where tensor parallelism cuts it; gradients too."""
+    """Scales are those of the full weight, also if tensor parallelism shards it; gradients are right as well."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     whole = torch.randn(9, 64) * torch.arange(1, 65)
@@ -319,11 +321,11 @@ def _tensor_parallel() -> None:
         )
 
 
-def test_tensor_parallel_weights_in_messages(pool: Pool) -> None:
+def test_tensor_parallel_weights_have_scales_of_the_full_weight(pool: Pool) -> None:
     pool.run(_tensor_parallel, 4)
 
 
-def _refusals() -> None:
+def _invalid_formats() -> None:
     mesh = get_mesh((2,))
     linear = nn.Linear(66, 4)
 
@@ -345,5 +347,5 @@ def _refusals() -> None:
     linear(torch.ones(1, 66)).sum().backward()
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(_refusals, 2)
+def test_invalid_formats_raise(pool: Pool) -> None:
+    pool.run(_invalid_formats, 2)

@@ -1,4 +1,4 @@
-"""`matmul_format="float8"` of `sw.fsdp.Options`: products of weights as they arrive, against those of their codes."""
+"""`matmul_format="float8"` of `sw.fsdp.Options`: products with received codes, compared with a model on one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEEDS_SCALES_OF_ROWS = pytest.mark.skipif(_MISSING is not None, reason=str(_MISS
 
 
 class _Quantized(torch.autograd.Function):
-    """A product of quantised factors. Gradients are those of a product with the quantised weight."""
+    """A product of quantized factors. Its gradients are those of a product of x and the quantized weight."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, wire: str) -> torch.Tensor:  # type: ignore[override]
@@ -47,7 +47,7 @@ class _Quantized(torch.autograd.Function):
 
 
 class Oracle(nn.Module):
-    """The whole model on one rank, with such products in place of its Linear modules'."""
+    """The full model on one rank, with `_Quantized` products in place of its Linear modules'."""
 
     def __init__(self, wire: str, width: int = 10) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Oracle(nn.Module):
 
 
 def _trains(wire: str, width: int = 10) -> None:
-    """With widths that are no multiples of 16, whatever is in memory that was released."""
+    """Trains as the oracle, with widths that are not multiples of 16 and with NaN in released memory."""
     world = dist.get_world_size()
     oracle = Oracle(wire, width)
     sent = wire.removesuffix(" written out")
@@ -85,11 +85,11 @@ def _trains(wire: str, width: int = 10) -> None:
         torch.testing.assert_close(loss, losses[dist.get_rank()], rtol=1e-4, atol=1e-5)
         for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
             assert theirs.grad is not None and ours.grad is not None
-            # Gradients travel in bfloat16.
+            # Gradients are sent in bfloat16.
             torch.testing.assert_close(
                 full(ours.grad), theirs.grad, rtol=0.02, atol=0.02 * float(theirs.grad.abs().max())
             )
-        with torch.no_grad():  # from the same weights again
+        with torch.no_grad():  # both steps apply the same gradients, so that weights stay equal
             for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
                 theirs.grad = full(ours.grad)
         for optimizer in optimizers:
@@ -101,12 +101,12 @@ def _trains(wire: str, width: int = 10) -> None:
 @pytest.mark.parametrize(
     ("wire", "world"), [("float8", 2), pytest.param("float8_rowwise", 3, marks=NEEDS_SCALES_OF_ROWS)]
 )
-def test_products_of_codes_and_scales(pool: Pool, wire: str, world: int) -> None:
+def test_float8_products_train_as_the_oracle(pool: Pool, wire: str, world: int) -> None:
     pool.run(_trains, world, wire)
 
 
 def _memory(wire: str) -> None:
-    """A weight takes a byte for each element, and what padding takes; its messages carry no more than before."""
+    """A gathered weight takes a byte for each element plus padding, and only padding is added to messages."""
     sizes, received = {}, {}
     for use in (None, "float8"):
         model: Any = shard(
@@ -125,12 +125,12 @@ def _memory(wire: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["float8", "mxfp8"])
-def test_memory_of_weights_as_they_arrive(pool: Pool, wire: str) -> None:
+def test_gathered_weights_take_a_byte_per_element(pool: Pool, wire: str) -> None:
     pool.run(_memory, 2, wire)
 
 
 def _read(wire: str) -> None:
-    """Who reads a weight during its use gets its numbers, and gradients reach it; its module is left as it was."""
+    """Hooks that read a weight in use get dequantized values, and gradients flow to it. Its module is unchanged."""
     model: Any = shard(Mlp(tied=False), flat_fully_shard, get_mesh((2,)), message_format=wire, matmul_format="float8")
     linear = model.layers[1][0]
     for step in range(4):
@@ -154,12 +154,12 @@ def _read(wire: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["float8", pytest.param("float8_rowwise", marks=NEEDS_SCALES_OF_ROWS), "mxfp8"])
-def test_weights_that_are_read(pool: Pool, wire: str) -> None:
+def test_hooks_read_dequantized_weights(pool: Pool, wire: str) -> None:
     pool.run(_read, 2, wire)
 
 
 def _linear_units() -> None:
-    """A unit that is a Linear module itself multiplies by what arrives too."""
+    """A unit that is itself a Linear module also multiplies by received codes."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 8))
     weights = [expected_of("mxfp8", layer.weight.detach()) for layer in model]
@@ -178,11 +178,11 @@ def _linear_units() -> None:
     assert sw.stats()["product_fallbacks"] == 3 * 2, "each was a product of what has arrived"
 
 
-def test_units_that_are_linear(pool: Pool) -> None:
+def test_linear_units_multiply_by_codes(pool: Pool) -> None:
     pool.run(_linear_units, 2)
 
 
-def _refusals() -> None:
+def _invalid_formats() -> None:
     mesh = get_mesh((2,))
     linear = nn.Linear(6, 4)
 
@@ -209,16 +209,16 @@ def _refusals() -> None:
     float8_products._why_not.cache_clear()
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(_refusals, 2)
+def test_invalid_matmul_formats_raise(pool: Pool) -> None:
+    pool.run(_invalid_formats, 2)
 
 
-# ------------------------------------------------------------------------------------------------- scales of blocks
+# ----------------------------------------------------------------------------------------------------- block scales
 
 
 @functools.cache
 def to_blocked() -> Any:
-    """PyTorch's own function for the order in which cuBLAS reads scales; its module needs packages besides."""
+    """Returns PyTorch's function that orders scales as cuBLAS reads them. Its module needs more packages to import."""
     source = Path(torch.__file__).with_name("testing") / "_internal" / "common_quantized.py"
     wanted = ("ceil_div", "to_blocked")
     found = [node for node in ast.parse(source.read_text()).body if getattr(node, "name", "") in wanted]
@@ -228,7 +228,7 @@ def to_blocked() -> Any:
 
 
 def by_row(scales: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
-    """Scales [rows, blocks] of those in the order in which cuBLAS reads them."""
+    """Returns scales [rows, blocks], given scales in the order in which cuBLAS reads them."""
     padded = [rows + -rows % 128, blocks + -blocks % 4]
     assert scales.numel() == padded[0] * padded[1]
     places = to_blocked()(torch.arange(scales.numel()).view(padded))
@@ -238,7 +238,7 @@ def by_row(scales: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
 
 
 def scaled_mm(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """What `torch._scaled_mm` computes on devices that take scales of blocks, with its conditions."""
+    """Computes as `torch._scaled_mm` on devices that take block scales, and checks the conditions of that operator."""
     assert a.size(1) == b.size(0) and a.size(1) % 16 == b.size(1) % 16 == 0
     written = []
     for codes, scale in zip((a, b.t()), scales, strict=True):
@@ -257,8 +257,8 @@ def scaled_mm(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, out_dtype
 
 
 @contextlib.contextmanager
-def standing_in() -> Iterator[None]:
-    """This rank's `torch._scaled_mm` takes scales of blocks."""
+def scaled_mm_replaced() -> Iterator[None]:
+    """Replaces this rank's `torch._scaled_mm` with one that takes block scales."""
     float8_products._reasons.clear()
     try:
         with mock.patch.object(torch, "_scaled_mm", scaled_mm):
@@ -268,7 +268,7 @@ def standing_in() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("rows, blocks", [(1, 1), (128, 4), (129, 4), (300, 9)])
-def test_the_order_of_scales(rows: int, blocks: int) -> None:
+def test_scales_are_ordered_as_cublas_reads_them(rows: int, blocks: int) -> None:
     scales = torch.randint(1, 255, (rows, blocks), dtype=torch.uint8)
     padded = torch.nn.functional.pad(scales, (0, -blocks % 4, 0, -rows % 128))
     ours = float8_products.in_tiles(padded).contiguous()
@@ -278,11 +278,11 @@ def test_the_order_of_scales(rows: int, blocks: int) -> None:
 
 
 def _in_blocks(width: int, takes_blocks: bool) -> None:
-    """As `_trains`; and while a module computes, the scales of the whole weight lie in their padded place."""
-    with standing_in() if takes_blocks else contextlib.nullcontext():
+    """Trains as `_trains`. While a module computes, the scales of the full weight are in their padded place."""
+    with scaled_mm_replaced() if takes_blocks else contextlib.nullcontext():
         _trains("mxfp8" if takes_blocks else "mxfp8 written out", width)
         stats = sw.stats()
-        # A product for each of the eight Linear modules in each of four steps.
+        # One product for each of the eight Linear modules in each of four steps.
         counted = 0 if takes_blocks else 4 * 8
         assert stats["product_fallbacks"] == counted
         for reason, count in stats["product_fallback_reasons"].items():
@@ -309,21 +309,21 @@ IN_BLOCKS: dict[str, Any] = {"message_format": "mxfp8", "matmul_format": "float8
 
 
 @pytest.mark.parametrize("world, width, takes_blocks", [(2, 10, True), (3, 70, True), (2, 70, False), (1, 10, False)])
-def test_products_of_codes_and_scales_of_blocks(pool: Pool, world: int, width: int, takes_blocks: bool) -> None:
+def test_mxfp8_products_train_as_the_oracle(pool: Pool, world: int, width: int, takes_blocks: bool) -> None:
     pool.run(_in_blocks, world, width, takes_blocks)
 
 
-def test_errors_without_text_are_reasons_too() -> None:
+def test_fallback_reason_names_an_error_without_text() -> None:
     with mock.patch.object(torch, "_scaled_mm", side_effect=NotImplementedError()):
         why = float8_products._try_blocks("cpu", formats.Mxfp8(pads=True))
     assert why == "torch._scaled_mm raises NotImplementedError"
     no_memory = mock.patch.object(torch, "_scaled_mm", side_effect=torch.OutOfMemoryError("no memory"))
-    with no_memory, pytest.raises(torch.OutOfMemoryError):  # which says nothing about the device
+    with no_memory, pytest.raises(torch.OutOfMemoryError):  # lack of memory is no reason against the device
         float8_products._try_blocks("cpu", formats.Mxfp8(pads=True))
 
 
 def _subclass_made_later() -> None:
-    """Somebody changes the class of a Linear module that is a unit, and calls what it had."""
+    """A user changes the class of a Linear unit to a subclass, which calls the unit's forward."""
     torch.manual_seed(0)
     plain, changed = (nn.Linear(32, 32) for _ in range(2))
     changed.load_state_dict(plain.state_dict())
@@ -347,5 +347,5 @@ def _subclass_made_later() -> None:
     assert torch.equal(full(changed.weight.grad), 2 * full(plain.weight.grad))
 
 
-def test_a_class_made_after_sharding(pool: Pool) -> None:
+def test_class_changed_after_sharding_trains(pool: Pool) -> None:
     pool.run(_subclass_made_later, 2)

@@ -1,4 +1,4 @@
-"""FSDP2's methods on modules under `sw.fully_shard`, against stock FSDP2 and the whole model."""
+"""FSDP2's methods on modules under `sw.fully_shard`, compared with stock FSDP2 and the unsharded model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 4
 
 
 def accumulate(model: Any, steps: int, micro_steps: int) -> list[Any]:
-    """Gradients at the end of each step; only its last micro-step reduces."""
+    """Returns the gradients at the end of each step. Only the last micro-step of a step reduces."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     found = []
     for step in range(steps):
@@ -52,7 +52,7 @@ def _accumulates(mesh_shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(part(a), part(b))
         torch.testing.assert_close(full(a), c)
 
-    # Steps without reductions have a schedule of their own, and whole gradients count.
+    # Steps without reductions have their own schedule, whose peak includes unsharded gradients.
     kept, last = sw.fsdp.schedules(model)
     assert not kept.reductions and len(last.reductions) == 4
     whole_bytes = sum(p.numel() * 4 for p in model.parameters())
@@ -60,7 +60,7 @@ def _accumulates(mesh_shape: tuple[int, ...]) -> None:
         assert f"held {whole_bytes / 1024:.3g}"[:7] in str(schedule) or "held" in str(schedule)
         assert schedule.peak_bytes >= schedule.arena_bytes + whole_bytes
 
-    # They receive nothing but weights.
+    # Steps without reductions receive only weights.
     model.set_requires_gradient_sync(False)
     with sw.debug.wire_meter() as meter:
         loss_of(model, batch(0)).backward()
@@ -69,7 +69,7 @@ def _accumulates(mesh_shape: tuple[int, ...]) -> None:
     lacking = [sum((p.numel() - p.to_local().numel()) * 4 for p in unit) for unit in units]
     assert meter.received_bytes == sum(lacking[unit] for unit, *_ in kept.gathers)
     assert all(p.grad is None for p in model.parameters())
-    # What backwards keep is reduced by the next one that does, also where it has no gradient of its own.
+    # The next backward that reduces also reduces accumulated gradients, even of units without a gradient in it.
     expected = Mlp()
     with torch.no_grad():
         for p, q in zip(expected.parameters(), model.parameters(), strict=True):
@@ -90,12 +90,12 @@ def _accumulates(mesh_shape: tuple[int, ...]) -> None:
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_accumulates_without_reductions(pool: Pool, world: int) -> None:
+def test_accumulation_without_reductions_equals_stock(pool: Pool, world: int) -> None:
     pool.run(_accumulates, world, (world,))
 
 
 def _accumulates_over_replicas() -> None:
-    """Without an all-reduce over replicas, which have other data: HSDP."""
+    """HSDP: gradients accumulate without an all-reduce over replicas, which have different data."""
     mesh = get_mesh((2, 2))
     found = []
     for wrap in (flat_fully_shard, stock_fully_shard):
@@ -120,7 +120,7 @@ def _accumulates_over_replicas() -> None:
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
-def test_accumulates_over_replicas(pool: Pool) -> None:
+def test_hsdp_accumulation_equals_stock(pool: Pool) -> None:
     pool.run(_accumulates_over_replicas, 4)
 
 
@@ -144,14 +144,14 @@ def _unshards() -> None:
         assert meter.received_bytes <= 2, "a byte, by which ranks agree that nothing was written"
         layer.reshard()
         assert isinstance(layer[0].weight, DTensor)
-        model.unshard()  # with a handle or without, steps that follow use it once
+        model.unshard()  # with a handle or without, the next step uses the unsharded weights
         layer.unshard(async_op=True)
         torch.testing.assert_close(loss_of(model, batch(step)), loss_of(reference, batch(step)))
         loss_of(model, batch(step)).backward()
         whole_loss(reference, step).backward()
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(full(p.grad), q.grad)
-    # Parts that are written are gathered again.
+    # Weights are gathered again after writes to their shards.
     layer.unshard()
     layer.reshard()
     layer.unshard()
@@ -173,8 +173,8 @@ def test_unshards_and_reshards(pool: Pool) -> None:
     pool.run(_unshards, 3)
 
 
-def _keeps() -> None:
-    """`set_reshard_after_*` and prefetch lists change what is gathered and when, not what comes out."""
+def _reshard_and_prefetch_settings() -> None:
+    """`set_reshard_after_*` and prefetch lists change which weights are gathered when, but not results."""
     mesh = get_mesh((2,))
     model: Any = shard(Mlp(), flat_fully_shard, mesh, {"prefetch": 0, "memory_limit": 8000})
     reference = shard(Mlp(), stock_fully_shard, mesh)
@@ -195,8 +195,8 @@ def _keeps() -> None:
     assert [unit for unit, *_ in schedule.gathers].count(1) == 2
 
     model.set_modules_to_forward_prefetch([model.layers[0], model.layers[1]])
-    (wished,) = sw.fsdp.schedules(model)
-    assert [start for unit, _, start, *_ in wished.gathers if unit in (1, 2)][:2] == [0, 0]
+    (prefetched,) = sw.fsdp.schedules(model)
+    assert [start for unit, _, start, *_ in prefetched.gathers if unit in (1, 2)][:2] == [0, 0]
     assert step(2) < plain, "what is gathered ahead stays"
     model.set_modules_to_forward_prefetch([])
     assert step(3) == plain
@@ -204,9 +204,9 @@ def _keeps() -> None:
     loss_of(free, batch(0)).backward()
     for modules in ([], [free.layers[1]]):
         free.layers[2].set_modules_to_backward_prefetch(modules)
-        (wished,) = sw.fsdp.schedules(free)
-        backwards = [i for i, line in enumerate(str(wished).splitlines()) if "backward Mlp, layers" in line]
-        starts = [start for unit, _, start, *_ in wished.gathers if unit == 2]
+        (prefetched,) = sw.fsdp.schedules(free)
+        backwards = [i for i, line in enumerate(str(prefetched).splitlines()) if "backward Mlp, layers" in line]
+        starts = [start for unit, _, start, *_ in prefetched.gathers if unit == 2]
         assert starts[-1] == backwards[1] if not modules else starts[-1] <= backwards[0], modules
     model.layers[0].set_reshard_after_forward(False)
     (stays,) = sw.fsdp.schedules(model)
@@ -223,7 +223,7 @@ def _keeps() -> None:
     assert ", held " in str(held)
     again = step(7)
     assert again < plain
-    for foreach in (True, False):  # what an optimizer has written is gathered again
+    for foreach in (True, False):  # weights that an optimizer wrote are gathered again
         for each in (model, reference):
             torch.optim.SGD(each.parameters(), lr=0.1, foreach=foreach).step()
         lacking = sum(p.numel() - p.to_local().numel() for p in model.layers[0].parameters())
@@ -246,8 +246,8 @@ def _keeps() -> None:
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
-def test_what_is_kept_and_gathered_ahead(pool: Pool) -> None:
-    pool.run(_keeps, 2)
+def test_reshard_and_prefetch_settings(pool: Pool) -> None:
+    pool.run(_reshard_and_prefetch_settings, 2)
 
 
 def _divides() -> None:
@@ -258,7 +258,7 @@ def _divides() -> None:
         for module in [*model.layers, model]:
             module.set_gradient_divide_factor(2.0)
             if wrap is stock_fully_shard:
-                module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
+                module.set_force_sum_reduction_for_comms(True)  # Gloo only sums
         loss_of(model, batch(0)).backward()
         found.append(gradients(model))
     for a, b in zip(*found, strict=True):
@@ -266,12 +266,12 @@ def _divides() -> None:
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
-def test_divides_by_a_factor(pool: Pool) -> None:
+def test_gradient_divide_factor_equals_stock(pool: Pool) -> None:
     pool.run(_divides, 3)
 
 
 def _ignores() -> None:
-    """Ignored parameters stay as they are; the rest trains with clipping as stock does, next to a second model."""
+    """Ignored parameters are not sharded. The others train with clipping as in stock, next to a second model."""
     mesh = get_mesh((2,))
     optimizers = [
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -329,5 +329,5 @@ def _frees() -> None:
     assert all(reference() is None for reference in gone)
 
 
-def test_deletion_frees(pool: Pool) -> None:
+def test_deleted_model_frees_its_memory(pool: Pool) -> None:
     pool.run(_frees, 2)

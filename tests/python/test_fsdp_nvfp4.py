@@ -20,7 +20,7 @@ from fsdp_models import Mlp, batch, flat_fully_shard, full, loss_of, shard
 from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp import formats
-from test_fsdp_float8_products import standing_in
+from test_fsdp_float8_products import scaled_mm_replaced
 from test_fully_shard_streams import poisoned
 
 _NAME = "torchao.prototype.mx_formats.nvfp4_tensor"
@@ -28,7 +28,7 @@ _MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # of float
 
 
 def codes_of(x: torch.Tensor) -> torch.Tensor:
-    """The nearest number of four bits; of two that are equally near, the one with the even code."""
+    """Returns the codes of the nearest four-bit floats. Ties go to the even code."""
     distances = (x.abs().unsqueeze(-1) - _MAGNITUDES).abs()
     ties = torch.arange(8) % 2 * 1e-9
     return (distances + ties).argmin(-1) + 8 * (torch.signbit(x)).long()
@@ -73,7 +73,7 @@ def torchao() -> Iterator[None]:
 
 
 def expected_of(x: torch.Tensor) -> torch.Tensor:
-    """The whole weight, quantised row by row."""
+    """Returns the full weight, quantized row by row and dequantized."""
     length = x.size(-1)
     padded = nn.functional.pad(x, (0, -length % 16))
     scale = x.abs().max() / (448 * 6)
@@ -103,14 +103,14 @@ def _gathered(width: int, dim: int, use: str | None) -> None:
 
 
 @pytest.mark.parametrize(("width", "dim", "use"), [(64, 0, None), (40, 0, None), (64, 1, None), (64, 0, "float8")])
-def test_quantised_before_a_gather_as_after_it(pool: Pool, width: int, dim: int, use: str | None) -> None:
-    """With `use="float8"` too, where somebody who reads the weight gets it written out."""
+def test_gathered_shards_equal_the_quantized_weight(pool: Pool, width: int, dim: int, use: str | None) -> None:
+    """With `use="float8"` too: reading such a weight dequantizes it."""
     pool.run(_gathered, 2, width, dim, use)
 
 
 def _multiplies(width: int, takes_blocks: bool) -> None:
-    """Products of codes and scales, or of rows that are written out from them; with NaN in what is released."""
-    with torchao(), standing_in() if takes_blocks else nullcontext():
+    """Products use codes and scales, or rows dequantized from them. Released memory is filled with NaN."""
+    with torchao(), scaled_mm_replaced() if takes_blocks else nullcontext():
         torch.manual_seed(0)
         linear = nn.Linear(width, 300)
         weight, bias = linear.weight.detach().clone(), linear.bias.detach().clone()
@@ -135,7 +135,7 @@ def _multiplies(width: int, takes_blocks: bool) -> None:
 
 
 @pytest.mark.parametrize("width, takes_blocks", [(40, True), (200, True), (200, False)])
-def test_products_of_codes_and_scales(pool: Pool, width: int, takes_blocks: bool) -> None:
+def test_nvfp4_products_equal_products_of_quantized_factors(pool: Pool, width: int, takes_blocks: bool) -> None:
     pool.run(_multiplies, 2, width, takes_blocks)
 
 
@@ -153,11 +153,11 @@ def _trains() -> None:
         assert losses[-1] < losses[0]
 
 
-def test_trains(pool: Pool) -> None:
+def test_nvfp4_training_reduces_the_loss(pool: Pool) -> None:
     pool.run(_trains, 2)
 
 
-def _refusals() -> None:
+def _unsupported() -> None:
     mesh = get_mesh((2,))
     linear = nn.Linear(72, 4)
 
@@ -183,5 +183,5 @@ def _refusals() -> None:
         )
 
 
-def test_refusals(pool: Pool) -> None:
-    pool.run(_refusals, 2)
+def test_unsupported_nvfp4_raises(pool: Pool) -> None:
+    pool.run(_unsupported, 2)

@@ -1,5 +1,5 @@
-"""Modules under `sw.fully_shard` in the place of FSDP2's: for PyTorch's functions, methods that are forwards, the meta
-device, conversions, and weights that say what is gathered."""
+"""`sw.fully_shard` as a replacement of FSDP2: PyTorch's own functions, registered forward methods, the meta device,
+conversions, and all-gather extensions of weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshes import get_mesh
 from pool import Pool
 
 
-def test_every_method_of_fsdp2_is_ours_or_refused() -> None:
+def test_every_method_of_fsdp2_exists() -> None:
     names = {name for name, value in vars(FSDPModule).items() if callable(value)}
     assert "reshard" in names and names <= set(vars(sw.fsdp.ShardedModule)), names - set(vars(sw.fsdp.ShardedModule))
 
@@ -49,7 +49,7 @@ class Encoder(nn.Module):
         return self.layers[1](self.embed(x).tanh())
 
 
-def _methods_are_forwards() -> None:
+def _registered_methods() -> None:
     mesh = get_mesh((2,))
     whole: Any = Encoder()
     ours: Any = Encoder()
@@ -76,11 +76,11 @@ def _methods_are_forwards() -> None:
 
 
 def test_registered_methods_train_and_may_fail(pool: Pool) -> None:
-    pool.run(_methods_are_forwards, 2)
+    pool.run(_registered_methods, 2)
 
 
-def _stands_beside_others() -> None:
-    """In torch's `replicate`, which leaves sharded modules alone, and not under stock FSDP2."""
+def _sharded_within_replicate() -> None:
+    """torch's `replicate` leaves sharded modules alone. Stock FSDP2 rejects models that contain them."""
     mesh = get_mesh((2,))
     whole, ours = (nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10)) for _ in range(2))
     ours.load_state_dict(whole.state_dict())
@@ -103,7 +103,7 @@ def _stands_beside_others() -> None:
 
 @pytest.mark.cpu_only("torch's replicate on Gloo")
 def test_replicate_leaves_sharded_modules_alone(pool: Pool) -> None:
-    pool.run(_stands_beside_others, 2)
+    pool.run(_sharded_within_replicate, 2)
 
 
 class Layers(nn.ModuleList):
@@ -115,8 +115,8 @@ class Layers(nn.ModuleList):
         return x
 
 
-def _weights_that_stay_are_read_after_the_forward() -> None:
-    """A loss that multiplies by the last weight itself, as fused losses do."""
+def _unsharded_weights_are_read_after_the_forward() -> None:
+    """The loss multiplies by the last weight itself, as fused losses do."""
     whole, ours = (Layers(nn.Linear(10, 10) for _ in range(3)) for _ in range(2))
     ours.load_state_dict(whole.state_dict())
     for p in (*ours.parameters(), *whole.parameters()):
@@ -142,17 +142,17 @@ def _weights_that_stay_are_read_after_the_forward() -> None:
         assert isinstance(ours[2].weight, DTensor)
 
 
-def test_weights_that_stay_are_read_after_the_forward(pool: Pool) -> None:
-    pool.run(_weights_that_stay_are_read_after_the_forward, 2)
+def test_unsharded_weights_are_read_after_the_forward(pool: Pool) -> None:
+    pool.run(_unsharded_weights_are_read_after_the_forward, 2)
 
 
-def _reduces_when_asked() -> None:
-    """As pipeline schedules of torch 2.15 do; a hook takes each reduced gradient."""
+def _reduces_on_request() -> None:
+    """Reduces on request, as pipeline schedules of torch 2.15 do. A hook receives each reduced gradient."""
     mesh = get_mesh((2,))
     ours: Any = shard(Mlp(), flat_fully_shard, mesh)
     whole, seen = Mlp(), []
     ours.set_manual_backward_finalization(True)
-    ours.set_post_optim_event(None)  # as streams of the CPU record
+    ours.set_post_optim_event(None)  # CPU streams record None
     ours.layers[0].set_all_reduce_hook(lambda gradient: seen.append(gradient.mul_(2).shape))
     for step in range(3):
         ours.set_requires_gradient_sync(False)
@@ -171,8 +171,8 @@ def _reduces_when_asked() -> None:
         seen.clear()
 
 
-def test_kept_gradients_are_reduced_on_request(pool: Pool) -> None:
-    pool.run(_reduces_when_asked, 2)
+def test_finalize_backward_reduces_accumulated_gradients(pool: Pool) -> None:
+    pool.run(_reduces_on_request, 2)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -210,11 +210,11 @@ def _from_the_meta_device() -> None:
             ours.leave.weight = ours.enter.weight
         reference: Any = Mlp()
         reference.load_state_dict(expected)
-        trains_alike(ours, reference, options)
+        assert_same_gradients(ours, reference, options)
 
 
-def trains_alike(ours: Any, whole: Any, options: dict[str, Any]) -> None:
-    """Compares gradients; in bfloat16 roughly."""
+def assert_same_gradients(ours: Any, whole: Any, options: dict[str, Any]) -> None:
+    """Asserts that gradients are close, with larger tolerances in bfloat16."""
     tolerance = {"rtol": 0.1, "atol": 0.05} if "mp_policy" in options else {"rtol": 1.3e-6, "atol": 1e-5}
     for step in range(2):
         loss_of(ours, batch(step)).backward()
@@ -226,11 +226,11 @@ def trains_alike(ours: Any, whole: Any, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.cpu_only("the whole model is on CPU")
-def test_meta_device(pool: Pool) -> None:
+def test_models_from_the_meta_device_train(pool: Pool) -> None:
     pool.run(_from_the_meta_device, 2)
 
 
-def _converted_at_any_time() -> None:
+def _converted_between_steps() -> None:
     mesh = get_mesh((2,))
     for options in OPTIONS:
         for foreach in (False, True):
@@ -243,7 +243,7 @@ def _converted_at_any_time() -> None:
                     x = batch(0).to(dtype)
                     assert ours(x).dtype == (use or dtype)
                     ours(x).float().square().mean().backward()
-                    whole(x).float().square().mean().backward()  # the same loss on all ranks but for their batches
+                    whole(x).float().square().mean().backward()  # for this rank's batch; averaged over ranks below
                     for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
                         dist.all_reduce(q.grad)
                         q.grad /= 2
@@ -261,8 +261,8 @@ def _converted_at_any_time() -> None:
 
 
 @pytest.mark.cpu_only("float64 and the whole model are on CPU")
-def test_conversions_between_steps(pool: Pool) -> None:
-    pool.run(_converted_at_any_time, 2)
+def test_dtype_conversions_between_steps(pool: Pool) -> None:
+    pool.run(_converted_between_steps, 2)
 
 
 @dataclasses.dataclass
@@ -274,7 +274,7 @@ class Items(dict):
     pass
 
 
-class Opens(nn.Linear):
+class ContainerLinear(nn.Linear):
     def forward(self, given: Any) -> Any:
         x = given.x if isinstance(given, Boxed) else given["x"]
         y = super().forward(x)
@@ -283,7 +283,7 @@ class Opens(nn.Linear):
 
 def _casts_in_containers() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    model = sw.fully_shard(Opens(4, 4), mesh=get_mesh((1,)), mp_policy=policy)
+    model = sw.fully_shard(ContainerLinear(4, 4), mesh=get_mesh((1,)), mp_policy=policy)
     x = torch.randn(2, 4)
     assert model(Boxed(x)).x.dtype == torch.float64
     found = model(Items(x=x))
@@ -295,7 +295,7 @@ def test_casts_reach_tensors_in_containers(pool: Pool) -> None:
 
 
 class SentInHalf(torch.Tensor):
-    """A weight in float32 that travels in bfloat16, with a second tensor of another dtype beside it."""
+    """A float32 weight that is gathered in bfloat16, together with a second tensor of another dtype."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> Any:
@@ -344,9 +344,9 @@ class Chain(nn.Sequential):
             layer.weight = nn.Parameter(SentInHalf(layer.weight.detach()))
 
 
-def _gathers_what_weights_say(mesh_shape: tuple[int, ...], width: int) -> None:
-    """As a model whose weights are rounded to bfloat16 in use, and as FSDP2, which takes even parts only for tensors of
-    other sizes beside the weight."""
+def _all_gather_extensions(mesh_shape: tuple[int, ...], width: int) -> None:
+    """Trains as a model whose weights are rounded to bfloat16 in use, and as FSDP2 if shards are even. FSDP2 rejects
+    uneven shards if an extension gathers tensors of other sizes beside the weight."""
     mesh, rounded = get_mesh(mesh_shape), Chain(width, wraps=False)
     sw.reset_stats()
     models: list[Any] = []
@@ -379,12 +379,12 @@ def _gathers_what_weights_say(mesh_shape: tuple[int, ...], width: int) -> None:
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
 @pytest.mark.parametrize(("mesh_shape", "width"), [((2,), 6), ((2, 2), 6), ((2,), 5)])
-def test_weights_say_what_is_gathered(pool: Pool, mesh_shape: tuple[int, ...], width: int) -> None:
-    pool.run(_gathers_what_weights_say, 2 * len(mesh_shape), mesh_shape, width)
+def test_all_gather_extensions_train_as_stock(pool: Pool, mesh_shape: tuple[int, ...], width: int) -> None:
+    pool.run(_all_gather_extensions, 2 * len(mesh_shape), mesh_shape, width)
 
 
-def _methods_of_parts_come_later() -> None:
-    """Methods given to the parts themselves, of a subclass that has none; gathered weights are of it, too."""
+def _extensions_of_shards() -> None:
+    """The shards, not their subclass, get the extension methods. Gathered weights have the subclass, too."""
 
     def post_all_gather(gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         return None if out is not None else (TwoTensor(*gathered), gathered)
@@ -410,11 +410,11 @@ def _methods_of_parts_come_later() -> None:
             p.grad = q.grad = None
 
 
-def test_methods_of_parts_may_come_later(pool: Pool) -> None:
-    pool.run(_methods_of_parts_come_later, 2)
+def test_all_gather_extensions_of_shards(pool: Pool) -> None:
+    pool.run(_extensions_of_shards, 2)
 
 
-def _refuses_for_extensions() -> None:
+def _options_with_extensions() -> None:
     mesh = get_mesh((1,))
     for options in (
         {"message_format": torch.bfloat16},
@@ -428,5 +428,5 @@ def _refuses_for_extensions() -> None:
         assert not isinstance(model[0].weight, DTensor)
 
 
-def test_extensions_refuse_what_is_for_plain_tensors(pool: Pool) -> None:
-    pool.run(_refuses_for_extensions, 1)
+def test_all_gather_extensions_reject_options_for_plain_tensors(pool: Pool) -> None:
+    pool.run(_options_with_extensions, 1)

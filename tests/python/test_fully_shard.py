@@ -1,4 +1,4 @@
-"""`sw.fully_shard` trains as stock FSDP2 and as the whole model do, and moves what its schedule says."""
+"""`sw.fully_shard` trains as stock FSDP2 and as the unsharded model do, and receives the bytes of its schedule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """A layer with uneven weights, one of them empty on some ranks, one without dims."""
+    """A layer with uneven weights. `scale` has one element, so all ranks but one have none of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Weights of its own around those of its layers, tied ones among them."""
+    """A model with its own weights around those of its layers; two of them are tied."""
 
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: nn.Module, steps: int, evaluate: bool = False) -> list[torch.Tensor]:
-    """Losses, gradients after each step, and parameters at the end; DTensors as this rank's parts."""
+    """Returns losses, gradients of each step, and parameters at the end; DTensors if the model is sharded."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     results = []
     for step in range(steps):
@@ -105,7 +105,7 @@ def train(model: nn.Module, steps: int, evaluate: bool = False) -> list[torch.Te
                 results.append(loss_of(model, tokens_of(100 + step)))
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # stock leaves the outermost one gathered after an evaluation
+            module.reshard()  # stock leaves the outermost module unsharded after an evaluation
     return [*results, *(p.detach().clone() for p in model.parameters())]
 
 
@@ -114,7 +114,7 @@ def parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def train_whole(kind: str, steps: int, evaluate: bool) -> list[torch.Tensor]:
-    """The same without any parallelism: gradients are averages over all ranks' batches."""
+    """Trains as `train`, without parallelism: gradients are averages over the batches of all ranks."""
     model = Model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     results: list[torch.Tensor] = []
@@ -135,7 +135,7 @@ def train_whole(kind: str, steps: int, evaluate: bool) -> list[torch.Tensor]:
 def _as_stock_and_whole(mesh_shape: tuple[int, ...], kind: str) -> None:
     mesh = get_mesh(mesh_shape)
     sw.reset_stats()
-    # CommDebugMode of torch 2.11 loses count of modules that keep its hooks.
+    # CommDebugMode of torch 2.11 miscounts if modules keep its hooks.
     with contextlib.nullcontext() if mesh.size() > 1 or IS_2_11 else CommDebugMode() as collectives:
         ours = train(shard(Model(kind), flat_fully_shard, mesh), 4, evaluate=True)
     assert collectives is None or collectives.get_total_counts() == 0
@@ -145,11 +145,11 @@ def _as_stock_and_whole(mesh_shape: tuple[int, ...], kind: str) -> None:
     for a, b in zip(ours, whole, strict=True):
         torch.testing.assert_close(full(a), b, rtol=1e-4, atol=1e-5)
     if kind == "checkpointed reentrant":
-        return  # with stock FSDP2 this model's weights are gone where the recomputation needs them
+        return  # stock FSDP2 has already resharded this model's weights when the recomputation needs them
     stock = train(shard(Model(kind), stock_fully_shard, mesh), 4, evaluate=True)
     for a, b in zip(parts(ours), parts(stock), strict=True):
         assert a.shape == b.shape
-        # With two ranks sums have one order.
+        # On one or two ranks the order of sums does not matter.
         assert torch.equal(a, b) if mesh_shape in [(1,), (2,)] else torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -168,8 +168,8 @@ def test_trains_as_stock_on_other_meshes(pool: Pool, mesh_shape: tuple[int, ...]
     pool.run(_as_stock_and_whole, torch.Size(mesh_shape).numel(), mesh_shape, "repeated")
 
 
-def _poisoned() -> None:
-    """What is released holds NaN before its memory goes."""
+def _released_weights_hold_nan() -> None:
+    """Fills weights with NaN before they are released."""
     mesh = get_mesh((2,))
     expected = train(shard(Model("repeated"), flat_fully_shard, mesh, memory_limit=9000), 3, evaluate=True)
     release = Unit.release
@@ -188,12 +188,12 @@ def _poisoned() -> None:
     assert all(map(torch.equal, parts(found), parts(expected)))
 
 
-def test_nothing_reads_what_was_released(pool: Pool) -> None:
-    pool.run(_poisoned, 2)
+def test_nothing_reads_released_weights(pool: Pool) -> None:
+    pool.run(_released_weights_hold_nan, 2)
 
 
 def _layouts() -> None:
-    """Other layouts at rest, among them ones that FSDP2 refuses: a dim that is uneven and not the first, two dims."""
+    """Trains with sharded layouts that FSDP2 rejects: an uneven dim that is not the first, and two dims."""
     one, two = get_mesh((4,)), get_mesh((2, 2))
 
     def by_columns(mesh: Any) -> Model:
@@ -218,16 +218,16 @@ def _layouts() -> None:
             torch.testing.assert_close(full(a), b, rtol=1e-4, atol=1e-5)
 
 
-def test_layouts_at_rest(pool: Pool) -> None:
+def test_trains_with_sharded_layouts_that_fsdp2_rejects(pool: Pool) -> None:
     pool.run(_layouts, 4)
 
 
 def _bytes_of(model: Model, schedule: Any) -> int:
-    """What a step receives: each gather what this rank lacks, each reduction one part from each other rank."""
+    """Returns the bytes that a step receives: missing elements of gathers, one shard per other rank of reductions."""
     world = dist.get_world_size()
     units = [[*layer.parameters()] for layer in model.layers]
     of_layers = {id(p) for unit in units for p in unit}
-    units.insert(0, [p for p in model.parameters() if id(p) not in of_layers])  # as modules() has them
+    units.insert(0, [p for p in model.parameters() if id(p) not in of_layers])  # in the order of modules()
 
     def own(p: torch.Tensor) -> int:
         return p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes
@@ -240,7 +240,7 @@ def _bytes_of(model: Model, schedule: Any) -> int:
     return received + sum(gather[unit] for unit, *_ in gathers) + sum(reduction[unit] for unit, *_ in reductions)
 
 
-def _moves_what_it_says() -> None:
+def _follows_its_schedule() -> None:
     mesh = get_mesh((3,))
     peaks = []
     for options in ({}, {"memory_limit": 1 << 20}, {"memory_limit": 4200, "prefetch": 0}, {"prefetch": 2}):
@@ -273,12 +273,12 @@ def _moves_what_it_says() -> None:
         train(model, 1)
 
 
-def test_bytes_and_addresses_are_those_of_the_schedule(pool: Pool) -> None:
-    pool.run(_moves_what_it_says, 3)
+def test_bytes_and_addresses_follow_the_schedule(pool: Pool) -> None:
+    pool.run(_follows_its_schedule, 3)
 
 
-def _leaves_the_sequence() -> None:
-    """Steps that differ from the recorded one, and exceptions in them."""
+def _steps_off_the_recorded_sequence() -> None:
+    """Runs steps that differ from the recorded sequence, and steps that raise."""
     mesh = get_mesh((2,))
     ours, stock = shard(Model(), flat_fully_shard, mesh), shard(Model(), stock_fully_shard, mesh)
 
@@ -293,7 +293,7 @@ def _leaves_the_sequence() -> None:
 
     sw.reset_stats()
     step(0)
-    step(1)  # gradients are added up
+    step(1)  # gradients accumulate
     assert sw.stats()["unplanned_steps"] == 0
     step(2, lambda model: setattr(model, "kind", "repeated"))
     assert sw.stats()["unplanned_steps"] == 1
@@ -321,7 +321,7 @@ def _leaves_the_sequence() -> None:
             loss_of(ours, tokens_of(6)).backward()
         handle.remove()
         assert all(isinstance(p, DTensor) for p in ours.parameters())
-        if where == "backward":  # what was reduced before the exception
+        if where == "backward":  # drops gradients that were reduced before the exception
             ours.zero_grad()
             stock.zero_grad()
         else:
@@ -338,12 +338,12 @@ def _leaves_the_sequence() -> None:
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
-def test_steps_that_leave_the_sequence(pool: Pool) -> None:
-    pool.run(_leaves_the_sequence, 2)
+def test_steps_off_the_recorded_sequence(pool: Pool) -> None:
+    pool.run(_steps_off_the_recorded_sequence, 2)
 
 
 def _several_graphs() -> None:
-    """Two forwards before their backwards, twice through one graph, a weight in two graphs."""
+    """Runs two forwards before their backwards, one graph twice, and one weight in two graphs."""
     mesh = get_mesh((2,))
     models = [shard(Model(), wrap, mesh) for wrap in (flat_fully_shard, stock_fully_shard)]
     gradients = []
@@ -362,12 +362,12 @@ def _several_graphs() -> None:
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
-def test_several_graphs(pool: Pool) -> None:
+def test_several_graphs_train_as_stock(pool: Pool) -> None:
     pool.run(_several_graphs, 2)
 
 
 class Branches(nn.Module):
-    """Keyword arguments, nested outputs, and two modules that make one unit."""
+    """A model with keyword arguments, nested outputs, and two modules that form one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ def _one_unit_of_two_modules() -> None:
     assert sw.fully_shard([ours.one, ours.two], reshard_after_forward=False) == [ours.one, ours.two]
     sw.fully_shard(ours, options=sw.fsdp.Options(prefetch=0))
     for step in range(3):
-        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(meshes.device)  # on all ranks alike
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(meshes.device)  # equal on all ranks
         gradients = []
         for model in (ours, whole):
             given = x.clone().requires_grad_()
@@ -402,7 +402,7 @@ def test_one_unit_of_two_modules(pool: Pool) -> None:
 
 
 def _state() -> None:
-    """State dicts are those of FSDP2, and load both ways; hooks of parameters see the averaged gradient."""
+    """State dicts equal those of FSDP2 and load in both directions. Parameter hooks see averaged gradients."""
     mesh = get_mesh((2,))
     ours, stock = shard(Model(), flat_fully_shard, mesh), shard(Model(), stock_fully_shard, mesh)
     train(ours, 2)
@@ -415,7 +415,7 @@ def _state() -> None:
     fresh.load_state_dict(stock.state_dict())
     with torch.no_grad():
         assert torch.equal(loss_of(fresh, tokens_of(0)), loss_of(ours, tokens_of(0)))
-    # Parameters that were replaced are gathered at once, also in units that a schedule gathers ahead.
+    # Replaced parameters take effect at once, also in units that the schedule prefetches.
     train(ours, 1)
     with torch.no_grad():
         assert not torch.equal(loss_of(fresh, tokens_of(0)), loss_of(ours, tokens_of(0)))
@@ -433,7 +433,7 @@ def test_state_dicts_and_hooks(pool: Pool) -> None:
     pool.run(_state, 2)
 
 
-def _refusals() -> None:
+def _invalid_arguments() -> None:
     mesh = get_mesh((2,))
 
     def refuses(text: str, module: Any, **options: Any) -> None:
@@ -473,12 +473,12 @@ def _refusals() -> None:
 
 
 @pytest.mark.cpu_only("refusals are the same everywhere")
-def test_refusals(pool: Pool) -> None:
-    pool.run(_refusals, 2)
+def test_invalid_arguments_raise(pool: Pool) -> None:
+    pool.run(_invalid_arguments, 2)
 
 
-def test_borrowed_memory() -> None:
-    """Views follow the tensor to other memory, which lives as long as it is borrowed."""
+def test_arena_views() -> None:
+    """Views follow their tensor to another place in the arena, which lives as long as the tensor refers to it."""
     arena = torch.arange(64, dtype=torch.uint8)
     tensor = torch.empty(4)
     view, version = tensor[1:], tensor._version

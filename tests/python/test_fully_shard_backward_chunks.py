@@ -1,4 +1,4 @@
-"""`sw.fsdp.Options(chunked=True)` in backwards: weights that arrive, and gradients that leave, in chunks."""
+"""`sw.fsdp.Options(chunked=True)` in backwards: weights are gathered, and gradients reduced, in chunks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHUNKS: dict[str, Any] = {"chunked": True, "prefetch": 0}
 
 
 class Layer(nn.Module):
-    """A linear layer that also uses its weight in other ways where it is odd."""
+    """A linear layer. If `is_odd`, it also calls its module a second time and reads its weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 
 class Chain(nn.Module):
-    """Layers that are recomputed or not."""
+    """A chain of layers, which the backward recomputes if `recomputes`."""
 
     def __init__(self, width: int, recomputes: bool = False, layer: type[Layer] = Layer) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def chain(mesh: Any, width: int, recomputes: bool = False, layer: type[Layer] = 
 
 
 def batch(step: int, rank: int, width: int) -> torch.Tensor:
-    """Ranks have different numbers of rows."""
+    """Returns the batch of a rank. Ranks have different numbers of rows."""
     x = torch.randn(3 + rank, width, generator=torch.Generator().manual_seed(100 * step + rank))
     return x.to(meshes.device).requires_grad_()
 
@@ -72,7 +72,7 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def assert_trains_as_whole(model: Any, whole: Chain, width: int, steps: int) -> None:
+def assert_trains_as_unsharded(model: Any, whole: Chain, width: int, steps: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, whole)]
     for step in range(steps):
@@ -90,7 +90,7 @@ def assert_trains_as_whole(model: Any, whole: Chain, width: int, steps: int) -> 
 
 
 class Timed(runner.Runner):
-    """Each use of a layer takes ten times as long as its gather; nothing is computed around layers."""
+    """A runner for which each use of a layer takes ten times as long as its gather, and other uses take 1 ns."""
 
     def _schedule(self, key: Any, uses: Any, timed: Any) -> Any:
         if timed is not None:
@@ -108,7 +108,7 @@ class timed:
 
 
 def gathered_in_chunks(schedule: Any) -> list[tuple[str, int]]:
-    """Passes and units of the uses in which a unit is."""
+    """Returns the pass (forward or backward) and the unit of each use that gathers a unit in chunks."""
     form_of = schedule.form_of
     return [(kind, form_of[w]) for weights, kind, *_ in schedule.uses for w in weights if form_of[w] >= 0]
 
@@ -117,24 +117,24 @@ def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
     mesh, width = get_mesh(mesh_shape), 512
     with timed():
         model = chain(mesh, width, recomputes, chunked=True, prefetch=0)
-        assert_trains_as_whole(model, Chain(width).to(meshes.device), width, 5)
+        assert_trains_as_unsharded(model, Chain(width).to(meshes.device), width, 5)
         schedule = sw.fsdp.schedule(model)
         if mesh.size() == 1:
             assert max(schedule.form_of) < 0 and not schedule.reductions[-1][4], "nothing is moved"
             return
         in_chunks = gathered_in_chunks(schedule)
         backwards = [unit for kind, unit in in_chunks if kind == "backward"]
-        # The last layer stays from its forward; those that are recomputed are there.
+        # The last layer stays unsharded from its forward; recomputation has unsharded the others.
         if len(mesh_shape) == 1:
             assert sorted(backwards) == ([] if recomputes else [1, 2]), str(schedule)
         if len(mesh_shape) > 1 and meshes.device != "cpu":
-            return  # one all-reduce over both mesh dims is predicted to be faster, and is not in chunks
+            return  # one all-reduce over both mesh dims, without chunks, is predicted to be faster
         last = schedule.reductions[-1]
         assert last[0] == 1 and last[4], str(schedule)
         assert "in chunks: reduce the gradient of layers.0" in str(schedule)
-        told: list[str] = [""] * mesh.size()
-        dist.all_gather_object(told, str(schedule))
-        assert len(set(told)) == 1, "ranks follow different schedules"
+        texts: list[str] = [""] * mesh.size()
+        dist.all_gather_object(texts, str(schedule))
+        assert len(set(texts)) == 1, "ranks follow different schedules"
         kinds = {(unit, is_reduction) for unit, _, is_reduction, _ in schedule.lanes["chunks"]}
         assert (1, True) in kinds and any(not is_reduction for _, is_reduction in kinds)
         if len(mesh_shape) == 1:
@@ -154,12 +154,12 @@ def _trains(mesh_shape: tuple[int, ...], recomputes: bool) -> None:
     [((1,), False), ((2,), False), ((2,), True), ((3,), False), ((4,), False), ((2, 2), False)],
     ids=str,
 )
-def test_trains_as_the_whole_model(pool: Pool, mesh_shape: tuple[int, ...], recomputes: bool) -> None:
+def test_trains_as_the_unsharded_model(pool: Pool, mesh_shape: tuple[int, ...], recomputes: bool) -> None:
     pool.run(_trains, torch.Size(mesh_shape).numel(), mesh_shape, recomputes)
 
 
 def _traced() -> tuple[list[Any], list[Any]]:
-    """Events of the first and the last product of a backward: lane, chunk, begin and end."""
+    """Returns the events of the first and the last product of a backward: lane, chunk, begin and end."""
     width = 512
     with timed():
         model = chain(get_mesh((dist.get_world_size(),)), width, chunked=True, prefetch=0)
@@ -182,8 +182,8 @@ def _traced() -> tuple[list[Any], list[Any]]:
 
 def _by_chunk(events: list[Any], lane: str) -> dict[int, tuple[float, float]]:
     found: dict[int, tuple[float, float]] = {}
-    for which, chunk, start, end in events:
-        if which == lane and chunk >= 0:
+    for event_lane, chunk, start, end in events:
+        if event_lane == lane and chunk >= 0:
             begin, until = found.get(chunk, (start, end))
             found[chunk] = min(begin, start), max(until, end)
     return found
@@ -191,22 +191,22 @@ def _by_chunk(events: list[Any], lane: str) -> dict[int, tuple[float, float]]:
 
 @pytest.mark.cpu_only("a host's program starts each transfer when it gets there")
 @pytest.mark.parametrize("world", [2, 4])
-def test_chunks_travel_beside_products(pool: Pool, world: int) -> None:
+def test_chunks_are_sent_during_products(pool: Pool, world: int) -> None:
     for first, last in pool.run(_traced, world):
-        travels, multiplied = _by_chunk(first, "communication"), _by_chunk(first, "compute")
-        assert len(travels) >= 4
-        for chunk in sorted(set(travels) - {min(travels)}):
+        moved, multiplied = _by_chunk(first, "communication"), _by_chunk(first, "compute")
+        assert len(moved) >= 4
+        for chunk in sorted(set(moved) - {min(moved)}):
             begin, end = multiplied[chunk - 1]
-            assert travels[chunk][0] <= begin and travels[chunk][1] >= end, f"{chunk} does not come during {chunk - 1}"
-        travels, multiplied = _by_chunk(last, "communication"), _by_chunk(last, "compute")
-        assert len(travels) >= 4
-        for chunk in travels:
+            assert moved[chunk][0] <= begin and moved[chunk][1] >= end, f"{chunk} does not come during {chunk - 1}"
+        moved, multiplied = _by_chunk(last, "communication"), _by_chunk(last, "compute")
+        assert len(moved) >= 4
+        for chunk in moved:
             begin, end = multiplied[chunk + 1]
-            assert travels[chunk][0] <= begin and travels[chunk][1] >= end, f"{chunk} does not go during {chunk + 1}"
+            assert moved[chunk][0] <= begin and moved[chunk][1] >= end, f"{chunk} does not go during {chunk + 1}"
 
 
 def _takes_less_memory() -> None:
-    """A step in less memory than a weight and its gradient take."""
+    """Runs a step in less memory than a weight and its gradient take."""
     mesh, width = get_mesh((2,)), 512
     weight = 4 * width * width
     limit = weight * 3 // 2
@@ -231,28 +231,28 @@ def _takes_less_memory() -> None:
     assert planned >= 2 * weight and in_chunks <= limit
     kinds = {kind for kind, _ in gathered_in_chunks(sw.fsdp.schedule(model))}
     assert kinds == {"forward", "backward"}
-    # Besides: reduced gradients, contributions that have arrived, and a gradient that a transfer has not let go of yet.
+    # Allocated besides: reduced gradients, received contributions, and a gradient that a transfer still holds.
     besides = DEPTH * weight // 2 + weight // 2 + weight + (1 << 19)
     assert whole >= planned and chunked <= in_chunks + besides, peaks
-    assert_trains_as_whole(model, Chain(width).to(meshes.device), width, 2)
+    assert_trains_as_unsharded(model, Chain(width).to(meshes.device), width, 2)
 
 
 @pytest.mark.cpu_only("the profiler counts the host's memory")
-def test_takes_less_memory(pool: Pool) -> None:
+def test_chunked_step_takes_less_memory(pool: Pool) -> None:
     pool.run(_takes_less_memory, 2)
 
 
 def _other_steps(recomputes: bool) -> None:
-    """Weights that are used otherwise, and backwards that are not what the schedule was made for."""
+    """Uses weights in other ways, and runs backwards that differ from those of the schedule."""
     mesh, width, rank = get_mesh((2,)), 512, dist.get_rank()
     whole = Chain(width).to(meshes.device)
     model = chain(mesh, width, recomputes, chunked=True, prefetch=0)
-    assert_trains_as_whole(model, whole, width, 4)
+    assert_trains_as_unsharded(model, whole, width, 4)
     assert recomputes or "backward" in {kind for kind, _ in gathered_in_chunks(sw.fsdp.schedule(model))}
     assert sw.fsdp.schedule(model).reductions[-1][4]
 
-    def same(ours: list[torch.Tensor], factor: float = 1.0) -> None:
-        """`ours` were this rank's losses, for batches 0, 1, ..."""
+    def assert_same_gradients(ours: list[torch.Tensor], factor: float = 1.0) -> None:
+        """Compares with gradients of the unsharded model. `ours` are this rank's losses of batches 0, 1, ..."""
         averaged = [loss_of(whole, batch(step, r, width)) for step in range(len(ours)) for r in range(2)]
         (torch.stack(averaged).sum() * factor / 2).backward()
         for p, q in zip(model.parameters(), whole.parameters(), strict=True):
@@ -263,10 +263,10 @@ def _other_steps(recomputes: bool) -> None:
     def forward(step: int) -> torch.Tensor:
         return loss_of(model, batch(step, rank, width))
 
-    # A forward whose backward comes together with that of the next one.
+    # Two forwards come before their backwards.
     losses = [forward(0), forward(1)]
     (losses[0] + losses[1]).backward()
-    same(losses)
+    assert_same_gradients(losses)
     for _ in range(3):
         first = forward(0)
         with torch.no_grad():
@@ -274,36 +274,36 @@ def _other_steps(recomputes: bool) -> None:
         losses = [first, forward(1)]
         losses[1].backward()
         losses[0].backward()
-        same(losses)
-    # Twice through one graph.
+        assert_same_gradients(losses)
+    # Two backwards run through one graph.
     loss = forward(0)
     loss.backward(retain_graph=True)
     loss.backward()
-    same([loss], 2.0)
-    # Gradients that are kept, and sums.
+    assert_same_gradients([loss], 2.0)
+    # Gradients are accumulated, then summed instead of averaged.
     model.set_requires_gradient_sync(False)
     losses = [forward(0)]
     losses[0].backward()
     model.set_requires_gradient_sync(True)
     losses.append(forward(1))
     losses[1].backward()
-    same(losses)
+    assert_same_gradients(losses)
     for layer in model.layers:
         layer.set_gradient_divide_factor(1.0)
     losses = [forward(0)]
     losses[0].backward()
-    same(losses, 2.0)
+    assert_same_gradients(losses, 2.0)
     for layer in model.layers:
         layer._shardwright_unit.unit.wishes.divides_by = None
-    # A weight that is read, and a module that is called twice.
+    # Layers read their weight, and call their module twice.
     for is_odd in (True, False):
         for each in (*model.layers, *whole.layers):
             each.is_odd = is_odd
         for _ in range(3):
             losses = [forward(0)]
             losses[0].backward()
-            same(losses)
-    # A backward that fails.
+            assert_same_gradients(losses)
+    # A backward raises.
     x = batch(0, rank, width)
     hidden = model.layers[0](x)
     hidden.register_hook(lambda _: 1 / 0)
@@ -311,7 +311,7 @@ def _other_steps(recomputes: bool) -> None:
         hidden.square().sum().backward()
     losses = [forward(0)]
     losses[0].backward()
-    same(losses)
+    assert_same_gradients(losses)
 
 
 def _other_steps_timed(recomputes: bool) -> None:
@@ -320,12 +320,12 @@ def _other_steps_timed(recomputes: bool) -> None:
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_steps_of_other_kinds(pool: Pool, recomputes: bool) -> None:
+def test_steps_that_differ_from_the_schedule(pool: Pool, recomputes: bool) -> None:
     pool.run(_other_steps_timed, 2, recomputes)
 
 
-class Within(Layer):
-    """Its product is run again in the backward, by a checkpoint within the unit."""
+class Recomputing(Layer):
+    """A layer whose product the backward recomputes, by a checkpoint within the unit."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -336,11 +336,11 @@ class Within(Layer):
 
 
 def _recomputes_within() -> None:
-    """The recomputation multiplies as the forward did, and its weight is gathered once more in all."""
+    """The recomputation multiplies as the forward did, and the backward gathers the weight only once."""
     width = 512
     with timed():
-        model, whole = chain(get_mesh((2,)), width, layer=Within, **CHUNKS), Chain(width, layer=Within)
-        assert_trains_as_whole(model, whole.to(meshes.device), width, 5)
+        model, whole = chain(get_mesh((2,)), width, layer=Recomputing, **CHUNKS), Chain(width, layer=Recomputing)
+        assert_trains_as_unsharded(model, whole.to(meshes.device), width, 5)
         schedule = sw.fsdp.schedule(model)
         assert "backward" in {kind for kind, _ in gathered_in_chunks(schedule)} and schedule.reductions[-1][4]
         with sw.debug.wire_meter() as meter:
@@ -349,5 +349,5 @@ def _recomputes_within() -> None:
         assert meter.received_bytes == expected, (meter.received_bytes, expected)
 
 
-def test_checkpoints_within_units(pool: Pool) -> None:
+def test_checkpoints_within_units_gather_weights_once(pool: Pool) -> None:
     pool.run(_recomputes_within, 2)

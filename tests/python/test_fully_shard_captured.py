@@ -1,4 +1,4 @@
-"""Steps of `sw.fully_shard` after two warm-up steps: weights at the same addresses, and steps that graphs can hold."""
+"""`sw.fully_shard` after two warm-up steps: weights keep their addresses, and graphs can capture steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) ->
 
 
 def _addresses(name: str) -> None:
-    """Of all weights, in each of their uses."""
+    """After the warm-up, all weights have the same addresses in each of their uses."""
     model, optimizer = _made(OPTIONS[name], "plain")
     seen: list[list[int]] = []
     for layer in model.layers:
@@ -62,12 +62,12 @@ def _addresses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_same_addresses_after_two_steps(pool: Pool, name: str) -> None:
+def test_weights_keep_their_addresses_after_warm_up(pool: Pool, name: str) -> None:
     pool.run(_addresses, 2, name)
 
 
 def _captured(name: str, kind: str) -> None:
-    """Replays train as steps do. The device raises for all that must not be in a capture."""
+    """Replays train as eager steps do. The device raises on every call that must not be captured."""
     import async_device
     from async_device import strict
 
@@ -98,18 +98,18 @@ def _captured(name: str, kind: str) -> None:
     assert sw.stats()["unplanned_steps"] == 0
 
 
-# Not in eight bits: the device has no operators of its own for that, and those of the host synchronise.
+# No 8-bit formats: the device has no operators for them, and operators of the host synchronize.
 CAPTURED = [(name, "plain") for name in ("plain", "little memory", "bfloat16", "ZeRO-1")]
 CAPTURED += [("plain", kind) for kind in ("repeated", "checkpointed")]
 
 
 @pytest.mark.parametrize(("name", "kind"), CAPTURED)
-def test_replays_of_a_captured_step(async_pool: Pool, name: str, kind: str) -> None:
+def test_replays_train_as_eager_steps(async_pool: Pool, name: str, kind: str) -> None:
     async_pool.run(_captured, 2, name, kind)
 
 
-def _mixed() -> None:
-    """Steps of which some are replays and others are not."""
+def _eager_steps_between_replays() -> None:
+    """Alternates replays and eager steps."""
     import async_device
 
     expected, optimizer = _made({}, "plain")
@@ -130,5 +130,5 @@ def _mixed() -> None:
         assert torch.equal(found.detach().to_local().cpu(), right.detach().to_local().cpu())
 
 
-def test_steps_between_replays(async_pool: Pool) -> None:
-    async_pool.run(_mixed, 2)
+def test_eager_steps_between_replays(async_pool: Pool) -> None:
+    async_pool.run(_eager_steps_between_replays, 2)

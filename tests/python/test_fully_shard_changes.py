@@ -1,4 +1,4 @@
-"""Modules under `sw.fully_shard` that users convert, load and ask for what cannot be, and ranks that differ."""
+"""Changes to modules under `sw.fully_shard`: conversions, loaded state, rejected settings, ranks that differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Result:
     others: list[Any]
 
 
-class Saying(nn.Linear):
+class ReturnsDataclass(nn.Linear):
     def forward(self, x: torch.Tensor | Result) -> Any:
         given = x.hidden if isinstance(x, Result) else x
         return Result(given + super().forward(given), [x, {"count": 3}])
@@ -35,7 +35,7 @@ def _returns_dataclasses() -> None:
 
     def chain() -> nn.Sequential:
         torch.manual_seed(0)
-        return nn.Sequential(*(Saying(10, 10) for _ in range(3)))
+        return nn.Sequential(*(ReturnsDataclass(10, 10) for _ in range(3)))
 
     ours, whole = chain(), chain()
     for layer in ours:
@@ -48,12 +48,12 @@ def _returns_dataclasses() -> None:
             torch.testing.assert_close(full(p.grad), q.grad)
 
 
-def test_outputs_may_be_dataclasses(pool: Pool) -> None:
+def test_dataclass_outputs_train(pool: Pool) -> None:
     pool.run(_returns_dataclasses, 2)
 
 
-def _freezes_what_comes_first() -> None:
-    """Backwards end early, in the middle of the schedule, once the first layers are frozen."""
+def _freezes_first_layers() -> None:
+    """Backwards end in the middle of the schedule once the first layers are frozen."""
     mesh = get_mesh((2,))
 
     def chain() -> nn.Sequential:
@@ -77,11 +77,11 @@ def _freezes_what_comes_first() -> None:
             p.grad = q.grad = None
 
 
-def test_gradients_are_there_when_a_backward_ends_early(pool: Pool) -> None:
-    pool.run(_freezes_what_comes_first, 2)
+def test_gradients_are_complete_if_a_backward_ends_early(pool: Pool) -> None:
+    pool.run(_freezes_first_layers, 2)
 
 
-def _says_which_ranks_differ() -> None:
+def _different_modules() -> None:
     mesh, rank = get_mesh((3,)), dist.get_rank()
     is_odd = rank == 1
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -93,7 +93,7 @@ def _says_which_ranks_differ() -> None:
     ]
     for options, outermost, name in cases:
         model = shard(Mlp(), flat_fully_shard, mesh, outermost, **options)
-        for _ in range(2):  # an error leaves no traces
+        for _ in range(2):  # the error leaves no state behind
             who = rf"  {name}: .* on ranks \[0, 2\]; .* on ranks \[1\]"
             with pytest.raises(ValueError, match=rf"(?s)different modules .*this is rank {rank}\).*{who}"):
                 model(batch(0))
@@ -106,8 +106,8 @@ def _says_which_ranks_differ() -> None:
         model(batch(0))
 
 
-def test_says_which_ranks_differ(pool: Pool) -> None:
-    pool.run(_says_which_ranks_differ, 3)
+def test_error_names_ranks_with_different_modules(pool: Pool) -> None:
+    pool.run(_different_modules, 3)
 
 
 def _state_dicts_between_uses() -> None:
@@ -120,7 +120,7 @@ def _state_dicts_between_uses() -> None:
     assert all(isinstance(value, DTensor) for value in states.values())
     for name, value in states.items():
         assert torch.equal(full(value), expected[name])
-    # What is loaded reaches uses, although weights are gathered already.
+    # Loaded values take effect although weights are already unsharded.
     for module in (model, *model.layers):
         module.unshard()
     model.load_state_dict({name: 2 * value for name, value in states.items()})
@@ -129,7 +129,7 @@ def _state_dicts_between_uses() -> None:
         reference.load_state_dict({name: 2 * value for name, value in expected.items()})
         assert torch.equal(model(batch(0)), reference(batch(0)))
 
-    # Parameters that were replaced outlive a conversion before their first use.
+    # Replaced parameters survive a conversion before their first use.
     replaced = {
         name: DTensor.from_local(3 * v.to_local(), v.device_mesh, v.placements, shape=v.shape, stride=v.stride())
         for name, v in model.state_dict().items()
@@ -144,14 +144,14 @@ def test_state_dicts_between_uses(pool: Pool) -> None:
     pool.run(_state_dicts_between_uses, 2)
 
 
-def _notices_steps_after_conversions() -> None:
-    """`nn.Module.to` leaves DTensor parameters without their attributes, and `foreach` leaves no trace in versions."""
+def _optimizer_steps_after_conversions() -> None:
+    """`nn.Module.to` drops attributes of DTensor parameters, and `foreach` optimizers do not change versions."""
     mesh = get_mesh((2,))
     for options in ({}, {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]}):
         model, whole = Mlp(tied=False), Mlp(tied=False)
         for layer in model.layers:
             flat_fully_shard(layer, mesh=mesh, **options)
-            layer.to("cpu")  # not taken by the outermost unit
+            layer.to("cpu")  # the outermost unit must not take the converted parameters
         flat_fully_shard(model, mesh=mesh, **options)
         model.set_reshard_after_backward(False)
         ours = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
@@ -168,11 +168,11 @@ def _notices_steps_after_conversions() -> None:
                 optimizer.zero_grad()
 
 
-def test_notices_steps_after_conversions(pool: Pool) -> None:
-    pool.run(_notices_steps_after_conversions, 2)
+def test_optimizer_steps_after_conversions_take_effect(pool: Pool) -> None:
+    pool.run(_optimizer_steps_after_conversions, 2)
 
 
-def _refused_wishes_change_nothing() -> None:
+def _rejected_settings_change_nothing() -> None:
     model = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     for step in range(2):
         loss_of(model, batch(step)).backward()
@@ -186,16 +186,16 @@ def _refused_wishes_change_nothing() -> None:
         with pytest.raises(ValueError, match="budget_bytes"):
             method(False)
         assert str(sw.fsdp.schedule(limited)) == before
-        limited.set_modules_to_forward_prefetch([])  # others can still be granted
+        limited.set_modules_to_forward_prefetch([])  # other settings still work
         loss_of(limited, batch(0)).backward()
 
 
-def test_refused_wishes_change_nothing(pool: Pool) -> None:
-    pool.run(_refused_wishes_change_nothing, 2)
+def test_rejected_settings_change_nothing(pool: Pool) -> None:
+    pool.run(_rejected_settings_change_nothing, 2)
 
 
-class _Learning(nn.Module):
-    """Runs a backward of its layer within its own forward."""
+class _BackwardInForward(nn.Module):
+    """A module whose forward runs a backward of its layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,9 +211,9 @@ class _Learning(nn.Module):
         return self.layer(x) * self.scale
 
 
-def _reduces_backwards_within_forwards() -> None:
+def _backwards_within_forwards() -> None:
     torch.manual_seed(0)
-    model = _Learning()
+    model = _BackwardInForward()
     weight = model.layer.weight.detach().clone().requires_grad_()
     sw.fully_shard(model.layer, mesh=get_mesh((2,)))
     sw.fully_shard(model, mesh=get_mesh((2,)))
@@ -227,5 +227,5 @@ def _reduces_backwards_within_forwards() -> None:
         torch.testing.assert_close(model.found[step], expected)
 
 
-def test_reduces_backwards_within_forwards(pool: Pool) -> None:
-    pool.run(_reduces_backwards_within_forwards, 2)
+def test_forwards_may_contain_backwards(pool: Pool) -> None:
+    pool.run(_backwards_within_forwards, 2)

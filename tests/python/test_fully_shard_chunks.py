@@ -1,4 +1,4 @@
-"""`sw.fsdp.Options(chunked=True)`: weights that are multiplied in chunks as they arrive."""
+"""`sw.fsdp.Options(chunked=True)`: weights are multiplied in chunks while they are gathered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwright.fsdp.methods import ATTRIBUTE
 
 
 class Timed(runner.Runner):
-    """Each use takes ten times as long as the gather of a layer."""
+    """A runner for which each use takes ten times as long as the gather of a layer."""
 
     def _agreed_times(self, *args: Any) -> Any:
         found = super()._agreed_times(*args)
@@ -51,9 +51,9 @@ def _trains(mesh_shape: tuple[int, ...]) -> None:
             for p, q in zip(model.parameters(), whole.parameters(), strict=True):
                 torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-5)
             if step >= 3:
-                # The last layer stays until its backward, and would have to be gathered a second time.
+                # The last layer is not in chunks: it stays unsharded until its backward, which would gather it again.
                 assert [i for i in sw.fsdp.schedule(model).form_of if i >= 0] == [1, 2]
-                if meshes.device == "cpu" or len(mesh_shape) == 1:  # else one all-reduce over both dims is faster
+                if meshes.device == "cpu" or len(mesh_shape) == 1:  # otherwise one all-reduce over both dims is faster
                     assert [unit for unit, *_, in_chunks in sw.fsdp.schedule(model).reductions if in_chunks] == [0]
                 if len(mesh_shape) == 1:
                     assert meter.received_bytes == received_bytes(model, [[model.enter, model.leave], *model.layers])
@@ -66,12 +66,12 @@ def _trains(mesh_shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
-def test_trains_as_the_whole_model(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
+def test_trains_as_the_unsharded_model(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
     pool.run(_trains, torch.Size(mesh_shape).numel(), mesh_shape)
 
 
 class Odd(nn.Module):
-    """Layers that use their weights in other ways than by calling a Linear with a plain tensor."""
+    """Layers that also use their weights other than by a call of a Linear with a plain tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,8 +99,8 @@ class Model(nn.Module):
         return x
 
 
-def _where_memory_is_short() -> None:
-    """Forwards in less memory than a unit takes; ranks with other batches, and weights that are used otherwise."""
+def _limit_below_one_unit() -> None:
+    """Runs forwards in less memory than a unit takes, with different batches on ranks and other uses of weights."""
     mesh = get_mesh((3,))
     models = [Model().to(meshes.device) for _ in range(3)]
     for model in models[1:]:
@@ -126,7 +126,7 @@ def _where_memory_is_short() -> None:
         ours.layers[1].fails = False
         assert [type(m) for m in ours.layers[1].children()] == [nn.Linear] * 3
         torch.testing.assert_close(ours(x).cpu(), whole(x).cpu(), rtol=2e-2, atol=2e-2)
-        # A step that leaves its sequence, and a unit that is made whole by hand.
+        # A step leaves the recorded sequence, and a unit is unsharded by hand.
         y = whole.layers[1](x)
         torch.testing.assert_close(ours.layers[2](y).cpu(), whole.layers[2](y).cpu())
         ours.layers[0].unshard()
@@ -139,8 +139,8 @@ def _where_memory_is_short() -> None:
         assert lacks <= meter.received_bytes <= lacks + again, "three weights of Odd are also needed whole"
 
 
-def test_where_memory_is_short(pool: Pool) -> None:
-    pool.run(_where_memory_is_short, 3)
+def test_forwards_run_in_less_memory_than_a_unit(pool: Pool) -> None:
+    pool.run(_limit_below_one_unit, 3)
 
 
 def _takes_less_memory() -> None:
@@ -167,12 +167,12 @@ def _takes_less_memory() -> None:
 
 
 @pytest.mark.cpu_only("the profiler counts the host's memory")
-def test_takes_less_memory(pool: Pool) -> None:
+def test_chunked_forward_takes_less_memory(pool: Pool) -> None:
     pool.run(_takes_less_memory, 2)
 
 
 def _linear_units() -> None:
-    """Units that are Linear modules themselves multiply in chunks too: nobody reads their weights whole."""
+    """Units that are themselves Linear modules also multiply in chunks: nothing reads their full weights."""
     mesh, limit = get_mesh((2,)), 15000  # each weight takes 16,384 bytes or more
     torch.manual_seed(2)
     whole = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 65)).to(meshes.device)
@@ -190,11 +190,11 @@ def _linear_units() -> None:
     assert [type(layer).__name__ for layer in ours] == ["ShardedLinear", "ShardedLinear"]
 
 
-def test_units_that_are_linear(pool: Pool) -> None:
+def test_linear_units_multiply_in_chunks(pool: Pool) -> None:
     pool.run(_linear_units, 2)
 
 
-def _refused() -> None:
+def _invalid_chunked() -> None:
     mesh = get_mesh((2,))
     with pytest.raises(ValueError, match="chunked must be True or False, got 1"):
         sw.fully_shard(Mlp().to(meshes.device), mesh=mesh, options=sw.fsdp.Options(chunked=1))  # type: ignore[arg-type]
@@ -203,5 +203,5 @@ def _refused() -> None:
         model(batch(0).to(meshes.device))
 
 
-def test_what_is_refused(pool: Pool) -> None:
-    pool.run(_refused, 2)
+def test_invalid_chunked_raises(pool: Pool) -> None:
+    pool.run(_invalid_chunked, 2)

@@ -1,4 +1,4 @@
-"""`torch.compile` and models under `sw.fully_shard`: what is compiled, and that results are those of eager code."""
+"""`torch.compile` of models under `sw.fully_shard`: its graphs, and results, which equal those of eager code."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Graphs:
 
 
 def _one_graph(backend: str) -> None:
-    """The whole model is one graph, with all events in it; what is read too early or too late holds NaN."""
+    """The model is one graph that contains all events. Weights that are read too early or too late hold NaN."""
     mesh = get_mesh((dist.get_world_size(),))
     eager = shard(Mlp(), flat_fully_shard, mesh)
     expected = train(eager, eager, 4)
@@ -116,10 +116,10 @@ def _one_graph(backend: str) -> None:
     ours, theirs = (sorted(sw.fsdp.schedules(each), key=lambda one: len(one.uses)) for each in (model, eager))
     for one, other in zip(ours, theirs, strict=True):
         if backend == "inductor" and torch.__version__ < "2.15":
-            continue  # it may begin a backward before it ends the one before, so reductions start a use later
+            continue  # it may begin a backward before it ends the previous one, so reductions start a use later
         assert len(one.gathers) == len(other.gathers) and len(one.reductions) == len(other.reductions)
         assert one.arena_bytes == other.arena_bytes
-    # Afterwards the module is as it was: it can be saved, and run without a compiler.
+    # Afterwards the module can be saved, and runs without a compiler.
     assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters())
     before = [part(p.detach()).clone() for p in model.parameters()]
     model.load_state_dict(model.state_dict())
@@ -128,16 +128,16 @@ def _one_graph(backend: str) -> None:
         torch.testing.assert_close(loss_of(model, batch(7)), loss_of(eager, batch(7)))
 
 
-# On one rank, because it takes long; memory is gathered and released there too.
+# Inductor takes long and so runs on one rank, which gathers and releases memory too.
 @pytest.mark.parametrize(("backend", "world"), [("aot_eager", 2), ("inductor", 1)])
 def test_compiled_as_one_graph(pool: Pool, backend: str, world: int) -> None:
     pool.run(_one_graph, world, backend)
 
 
-def _events(cuts: Callable[..., Any] | None) -> None:
-    """Two events for each forward and each backward of a unit, in the order of the units, on all ranks alike."""
+def _events(partition: Callable[..., Any] | None) -> None:
+    """Graphs have two events for each forward and backward of a unit, in the order of units, equal on all ranks."""
     torch._dynamo.reset()
-    graphs = Graphs(**({} if cuts is None else {"partition_fn": cuts}))
+    graphs = Graphs(**({} if partition is None else {"partition_fn": partition}))
     model = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     loss_of(torch.compile(model, backend=graphs.backend, fullgraph=True), batch(0)).backward()
     forward, backward = graphs.events
@@ -151,13 +151,13 @@ def _events(cuts: Callable[..., Any] | None) -> None:
     assert [(name, number[unit]) for name, unit in backward] == expected
 
 
-@pytest.mark.parametrize("cuts", [None, min_cut_rematerialization_partition])
-def test_events_in_graphs(pool: Pool, cuts: Callable[..., Any] | None) -> None:
-    pool.run(_events, 2, cuts)
+@pytest.mark.parametrize("partition", [None, min_cut_rematerialization_partition])
+def test_graphs_contain_the_events_of_units(pool: Pool, partition: Callable[..., Any] | None) -> None:
+    pool.run(_events, 2, partition)
 
 
 class Computed(nn.Module):
-    """A layer that computes with its weight before it multiplies by it, with keyword arguments and several outputs."""
+    """A layer that transforms its weight before the product, with keyword arguments and several outputs."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Deep(nn.Module):
 
 
 def _computed(backend: str) -> None:
-    """Nothing of a weight's size is saved for the backward but the weight itself, which is gathered again."""
+    """The only saved tensors of a weight's size are the weights, which the backward gathers again."""
     mesh = get_mesh((2,))
     for frozen in (False, True):
         models = [Deep(), Deep()]
@@ -216,12 +216,12 @@ def _computed(backend: str) -> None:
         assert saved
 
 
-def test_what_is_computed_from_weights(pool: Pool) -> None:
+def test_tensors_computed_from_weights_are_not_saved(pool: Pool) -> None:
     pool.run(_computed, 2, "aot_eager")
 
 
 def linear_units(width: int, **options: Any) -> tuple[nn.Sequential, nn.Sequential]:
-    """Two equal models of units that are Linear modules themselves."""
+    """Returns two equal models whose units are Linear modules."""
     mesh = get_mesh((2,))
     torch.manual_seed(0)
     eager = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
@@ -240,12 +240,12 @@ def _linear_units() -> None:
     _assert_close(train(model, torch.compile(model, backend="aot_eager", fullgraph=True), 3), expected)
 
 
-def test_linear_units(pool: Pool) -> None:
+def test_linear_units_in_graphs(pool: Pool) -> None:
     pool.run(_linear_units, 2)
 
 
 def _linear_units_in_float8() -> None:
-    """They multiply by weights as they arrive: nobody may read these whole."""
+    """Linear units multiply by received codes: nothing may read their full weights."""
     eager, model = linear_units(32, message_format="float8", matmul_format="float8")
     given = torch.randn(8, 32)
     expected = eager(given)
@@ -279,8 +279,8 @@ def test_compiled_with_mixed_precision(pool: Pool) -> None:
     pool.run(_mixed_precision, 2)
 
 
-class Again(nn.Module):
-    """Computes all that it holds again in the backward."""
+class Recomputed(nn.Module):
+    """Recomputes its inner module in the backward."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -291,8 +291,8 @@ class Again(nn.Module):
         return y
 
 
-class Around(Mlp):
-    """Computes units again."""
+class RecomputesUnits(Mlp):
+    """Recomputes its units in the backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.enter(x)
@@ -302,15 +302,15 @@ class Around(Mlp):
 
 
 def _checkpointed() -> None:
-    """Within units it is part of the one graph; around units it breaks graphs. Either gives what eager code gives."""
+    """Checkpoints within units are in the graph; checkpoints around units break graphs. Both train as eager code."""
     mesh = get_mesh((2,))
     plain = shard(Mlp(), flat_fully_shard, mesh)
     expected = train(plain, plain, 3)
     for is_within in (True, False):
-        eager, model = Mlp() if is_within else Around(), Mlp() if is_within else Around()
+        eager, model = Mlp() if is_within else RecomputesUnits(), Mlp() if is_within else RecomputesUnits()
         for each in (eager, model):
             if is_within:
-                each.layers = nn.ModuleList(Again(layer) for layer in each.layers)
+                each.layers = nn.ModuleList(Recomputed(layer) for layer in each.layers)
             shard(each, flat_fully_shard, mesh)
         _assert_close(train(eager, eager, 3), expected)
         torch._dynamo.reset()
@@ -318,28 +318,28 @@ def _checkpointed() -> None:
             run = torch.compile(model, backend="aot_eager", fullgraph=is_within)
             sw.reset_stats()
             _assert_close(train(model, run, 3), expected)
-        # Three steps, each with a forward for a backward, not counting recomputations, and one without.
+        # Each of three steps has a forward with gradients and one without; recomputations do not count.
         broken = 0 if is_within else 3 * 2 * len(model.layers)
         assert sw.stats()["graph_break_reasons"] == ({LEFT_OUT: broken} if broken else {})
 
 
-def test_checkpoints(pool: Pool) -> None:
+def test_checkpoints_within_and_around_units(pool: Pool) -> None:
     pool.run(_checkpointed, 2)
 
 
-def _refused_chunks() -> None:
+def _chunked_in_graph() -> None:
     torch._dynamo.reset()
     model = shard(Mlp(), flat_fully_shard, get_mesh((2,)), {"chunked": True})
     with pytest.raises(RuntimeError, match="chunked must be False for Mlp, .*, got True"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(batch(0))
 
 
-def test_chunks_are_refused_in_graphs(pool: Pool) -> None:
-    pool.run(_refused_chunks, 2)
+def test_chunked_is_rejected_in_graphs(pool: Pool) -> None:
+    pool.run(_chunked_in_graph, 2)
 
 
-def _not_in_graphs() -> None:
-    """Units whose weights are multiplied by as they arrive break graphs, and results stay what they are."""
+def _float8_units() -> None:
+    """Units that multiply by received codes break graphs. Results equal those of eager code."""
     mesh = get_mesh((2,))
     eager, model = (
         shard(Mlp(), flat_fully_shard, mesh, message_format="float8", matmul_format="float8") for _ in range(2)
@@ -348,7 +348,7 @@ def _not_in_graphs() -> None:
     torch._dynamo.reset()
     sw.reset_stats()
     _assert_close(train(model, torch.compile(model, backend="aot_eager"), 3), expected)
-    # In three steps, each with a forward for a backward and one without. The model's own weight is tied, not in float8.
+    # Each of three steps has a forward with gradients and one without. The model's own weight is tied, not in float8.
     broken = 3 * 2 * len(model.layers)
     assert sw.stats()["graph_breaks"] == broken
     reason = "weights are multiplied in their message format (matmul_format)"
@@ -358,8 +358,8 @@ def _not_in_graphs() -> None:
         loss_of(torch.compile(model, backend="aot_eager", fullgraph=True), batch(0))
 
 
-def test_units_that_break_graphs(pool: Pool) -> None:
-    pool.run(_not_in_graphs, 2)
+def test_units_with_matmul_format_break_graphs(pool: Pool) -> None:
+    pool.run(_float8_units, 2)
 
 
 class _Interrupted(RuntimeError):
@@ -367,7 +367,7 @@ class _Interrupted(RuntimeError):
 
 
 def _after_an_error() -> None:
-    """An event that fails leaves nothing behind, and a model that is gone is said to be."""
+    """An event that raises leaves no state behind."""
     mesh = get_mesh((2,))
     eager, model = (shard(Mlp(), flat_fully_shard, mesh) for _ in range(2))
     torch._dynamo.reset()
@@ -388,12 +388,12 @@ def _after_an_error() -> None:
     _assert_close(train(model, run, 3), train(eager, eager, 3))
 
 
-def test_after_an_error_in_a_graph(pool: Pool) -> None:
+def test_training_continues_after_an_error_in_a_graph(pool: Pool) -> None:
     pool.run(_after_an_error, 2)
 
 
 def _broken() -> None:
-    """Where a model's code breaks graphs, each piece is compiled, and results stay what they are."""
+    """If a model's code breaks graphs, each piece is compiled. Results equal those of eager code."""
 
     class Breaks(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -417,12 +417,12 @@ def _broken() -> None:
     assert Counter(type(p) for p in model.parameters()) == Counter(type(p) for p in eager.parameters())
 
 
-def test_around_graph_breaks(pool: Pool) -> None:
+def test_models_with_graph_breaks(pool: Pool) -> None:
     pool.run(_broken, 2)
 
 
 def _given_up() -> None:
-    """Once Dynamo has given up on a model, its units run as eager code, are counted, and give what they gave before."""
+    """Once Dynamo has given up on a model, its units run as eager code and are counted. Results do not change."""
     mesh = get_mesh((2,))
     eager, model = (shard(Mlp(), flat_fully_shard, mesh) for _ in range(2))
     torch._dynamo.reset()
@@ -438,12 +438,12 @@ def _given_up() -> None:
     assert sw.stats()["graph_breaks"] == 2 * (1 + len(model.layers)), "without a compiler nothing is counted"
 
 
-def test_models_that_the_compiler_gives_up(pool: Pool) -> None:
+def test_units_run_eagerly_after_the_recompile_limit(pool: Pool) -> None:
     pool.run(_given_up, 2)
 
 
 def _parallel() -> None:
-    """Units whose weights are DTensors in use."""
+    """Units whose unsharded weights are DTensors break graphs."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 10)) for _ in range(3)))
     plan = {f"{i}.{name}": style for i in range(3) for name, style in (("0", Colwise()), ("2", Rowwise()))}
@@ -458,5 +458,5 @@ def _parallel() -> None:
     assert sw.stats()["graph_break_reasons"] == {"gathered weights are DTensors": len(model)}
 
 
-def test_units_over_tensor_parallelism(pool: Pool) -> None:
+def test_units_with_tensor_parallelism_break_graphs(pool: Pool) -> None:
     pool.run(_parallel, 2)

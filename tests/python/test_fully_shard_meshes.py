@@ -1,5 +1,7 @@
-"""`shard_placement_fn` of `sw.fully_shard` that gives parameters meshes of their own, as torch's ShardPlacementResult
-does, against stock FSDP2 where it has that (torch 2.15), and against calls of their own."""
+"""`shard_placement_fn` of `sw.fully_shard` that selects meshes of parameters, as torch's ShardPlacementResult does.
+
+Results are compared with separate calls for each mesh, and with stock FSDP2 if it has this feature (torch 2.15).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _Result: Any = getattr(_fsdp_common, "ShardPlacementResult", types.SimpleNamespa
 
 
 class Experts(nn.Module):
-    """Weights that are replicated over one mesh dim besides some that are cut over both."""
+    """A model with experts, which are sharded over one mesh dim, and other weights, which are sharded over both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ def _trained(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def _meshes_of_their_own() -> None:
+def _parameters_on_different_meshes() -> None:
     mesh = get_mesh((2, 2), flatten=[("a", "b")])
     world, inner = mesh["a", "b"]._flatten("a_b"), mesh["b"]
 
@@ -100,9 +102,9 @@ def _meshes_of_their_own() -> None:
 
 
 def _mesh_of_others(mesh: Any) -> Any:
-    """One that does not hold this rank."""
+    """Returns a mesh without this rank."""
     return types.SimpleNamespace(get_coordinate=lambda: None, ranks=[(dist.get_rank() + 1) % mesh.size()])
 
 
-def test_meshes_of_their_own(pool: Pool) -> None:
-    pool.run(_meshes_of_their_own, 4)
+def test_parameters_on_different_meshes(pool: Pool) -> None:
+    pool.run(_parameters_on_different_meshes, 4)

@@ -1,4 +1,4 @@
-"""`sw.fsdp.Options(chunked=True)`: gradients of units around other units, which leave in chunks."""
+"""`sw.fsdp.Options(chunked=True)`: gradients of units around other units are reduced in chunks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Language(nn.Module):
 
 
 class Timed(runner.Runner):
-    """Each use takes much longer than any transfer."""
+    """A runner for which each use takes much longer than any transfer."""
 
     def _agreed_times(self, *args: Any) -> Any:
         found = super()._agreed_times(*args)
@@ -62,7 +62,7 @@ def make(recomputes: str = "", **options: Any) -> Any:
 
 
 def loss_of(model: nn.Module, step: int, rank: int | None = None) -> torch.Tensor:
-    """Ranks have different numbers of tokens."""
+    """Returns the loss of a rank's tokens. Ranks have different numbers of tokens."""
     rank = dist.get_rank() if rank is None else rank
     tokens = torch.randint(VOCABULARY, (5 + rank,), generator=torch.Generator().manual_seed(100 * step + rank))
     tokens = tokens.to(meshes.device)
@@ -84,7 +84,7 @@ def received_by(model: Any) -> int:
 
 
 def reduced_in_chunks(schedule: Any) -> list[tuple[int, int]]:
-    """Units, and uses within which chunks of their gradients travel."""
+    """Returns pairs of a unit and a use during which chunks of the unit's gradient are sent."""
     return sorted({(unit, use) for unit, use, is_reduction, _ in schedule.lanes["chunks"] if is_reduction})
 
 
@@ -110,11 +110,11 @@ def _trains(recomputes: str) -> None:
             return  # links are predicted to be so fast that more chunks take longer
         backwards = [use for use, (_, kind, *_) in enumerate(schedule.uses) if kind == "backward"]
         assert [unit for unit, *_, in_chunks in schedule.reductions if in_chunks] == [0], str(schedule)
-        # The projection's in the first use of the backward, and that of what enters in the last.
+        # The gradient of `project` is reduced in the first use of the backward, that of `enter` in the last one.
         assert reduced_in_chunks(schedule) == [(0, backwards[0]), (0, backwards[-1])], str(schedule)
-        told = str(schedule).splitlines()
+        lines = str(schedule).splitlines()
         for use in (backwards[0], backwards[-1]):
-            assert "in chunks: reduce the gradient of Language" in told[use], told[use]
+            assert "in chunks: reduce the gradient of Language" in lines[use], lines[use]
         if recomputes != "projection":
             with sw.debug.wire_meter() as meter:
                 loss_of(model, 8).backward()
@@ -126,12 +126,12 @@ def _trains(recomputes: str) -> None:
 @pytest.mark.parametrize(
     "world, recomputes", [(1, ""), (2, ""), (2, "layers"), (2, "projection"), (3, ""), (4, "layers")]
 )
-def test_trains_as_the_whole_model(pool: Pool, world: int, recomputes: str) -> None:
+def test_trains_as_the_unsharded_model(pool: Pool, world: int, recomputes: str) -> None:
     pool.run(_trains, world, recomputes)
 
 
 def _accumulates() -> None:
-    """Gradients that wait for a later step, and steps of other kinds in between."""
+    """Accumulates gradients over several backwards, with steps of other kinds in between."""
     with timed():
         model, whole = make(), Language().to(meshes.device)
         for step in range(4):
@@ -147,17 +147,17 @@ def _accumulates() -> None:
             assert_same_gradients(model, whole, [0, 1, 2])
             loss_of(model, 3).backward()
             assert_same_gradients(model, whole, [3])
-        # Added to gradients that are reduced already.
+        # Gradients are added to gradients that are already reduced.
         for step in (0, 1):
             loss_of(model, step).backward()
         assert_same_gradients(model, whole, [0, 1])
-        # Two forwards before their backwards, and one without.
+        # Two forwards run before their backward, and one without gradients.
         losses = [loss_of(model, 0), loss_of(model, 1)]
         with torch.no_grad():
             loss_of(model, 2)
         (losses[0] + losses[1]).backward()
         assert_same_gradients(model, whole, [0, 1])
-        # A gradient that is a sum is reduced once.
+        # The gradient of a module that is called twice is reduced once.
         for each in (model, whole):
             each.is_twice = True
         for step in range(4):
@@ -168,7 +168,7 @@ def _accumulates() -> None:
         assert schedule.reductions[-1][4] and meter.received_bytes == received_by(model), str(schedule)
         for each in (model, whole):
             each.is_twice = False
-        # A projection that is frozen makes no gradient.
+        # A frozen projection has no gradient.
         for each in (model, whole):
             each.project.requires_grad_(False)
         for step in range(3):
@@ -177,12 +177,12 @@ def _accumulates() -> None:
             assert_same_gradients(model, whole, [step])
 
 
-def test_accumulation_and_other_steps(pool: Pool) -> None:
+def test_accumulates_in_steps_of_different_kinds(pool: Pool) -> None:
     pool.run(_accumulates, 2)
 
 
 def _traced() -> tuple[list[tuple[str, int, float, float]], list[str]]:
-    """Events of the projection's gradient, the first product of a backward that moves anything; and later uses."""
+    """Returns events of the projection's gradient, the first product of a backward with transfers, and all runs."""
     with timed():
         model = make()
         for step in range(4):
@@ -202,14 +202,14 @@ def _traced() -> tuple[list[tuple[str, int, float, float]], list[str]]:
 
 @pytest.mark.cpu_only("a host's program starts each transfer when it gets there")
 @pytest.mark.parametrize("world", [2, 3])
-def test_chunks_leave_during_the_product(pool: Pool, world: int) -> None:
+def test_chunks_are_sent_during_the_product(pool: Pool, world: int) -> None:
     for events, runs in pool.run(_traced, world):
         assert len(runs) == 2, "the projection, and what enters"
-        leaves = sorted((start, end) for lane, chunk, start, end in events if lane == "communication" and chunk >= 0)
+        sent = sorted((start, end) for lane, chunk, start, end in events if lane == "communication" and chunk >= 0)
         multiplied = sorted((start, end) for lane, _, start, end in events if lane == "compute")
-        assert len(leaves) >= 4 and len(multiplied) >= 8
-        assert leaves[0][0] < multiplied[-1][0], "the first chunk is on its way when the last one is computed"
-        assert leaves[-1][1] > multiplied[-1][1], "the last one is reduced afterwards"
+        assert len(sent) >= 4 and len(multiplied) >= 8
+        assert sent[0][0] < multiplied[-1][0], "the first chunk is on its way when the last one is computed"
+        assert sent[-1][1] > multiplied[-1][1], "the last one is reduced afterwards"
 
 
 def _calls_differ() -> None:
@@ -231,5 +231,5 @@ def _calls_differ() -> None:
             sw.debug.check_ranks(False)
 
 
-def test_ranks_that_call_a_module_more_often_are_named(pool: Pool) -> None:
+def test_check_ranks_names_ranks_with_more_calls(pool: Pool) -> None:
     pool.run(_calls_differ, 2)

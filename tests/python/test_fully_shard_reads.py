@@ -1,4 +1,4 @@
-"""Gradients and weights that reach a backward by paths which no hook on an output sees, under `sw.fully_shard`."""
+"""Gradients and weights under `sw.fully_shard` that reach a backward on paths that no hook of an output sees."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Plain:
 
 
 class _Hidden:
-    """An object whose tensor nobody finds."""
+    """An object that hides its tensor in a closure."""
 
     def __init__(self, y: torch.Tensor) -> None:
         self.get = lambda: y
@@ -67,7 +67,7 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch
 
 
 class Block(nn.Module):
-    """Its backward reads weights: a matrix, a norm and a number."""
+    """A block whose backward reads its weights: a matrix, a norm and a scalar."""
 
     def __init__(self, container: str) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def _train_with_containers(is_checkpointed: bool) -> None:
         torch.manual_seed(0)
         whole = Chain(container, is_checkpointed)
         model = _sharded(whole)
-        for step in range(3):  # a schedule is followed from the second one on
+        for step in range(3):  # steps follow a schedule from the second one on
             opened(model(_batches()[dist.get_rank()])).square().mean().backward()
             sum(opened(whole(x)).square().mean() / 2 for x in _batches()).backward()
             _check_gradients(model, whole, f"{container}, step {step}")
@@ -126,7 +126,7 @@ def test_outputs_in_any_container_train(pool: Pool, is_checkpointed: bool) -> No
 
 
 def _train_with_checkpoints_by_hooks() -> None:
-    """torch's composable checkpoint, whose hooks for saved tensors begin within the forward of the unit."""
+    """Trains with torch's composable checkpoint, whose saved-tensor hooks begin within the forward of the unit."""
     container = next(iter(CONTAINERS))
     opened = CONTAINERS[container][1]
     whole, model = Chain(container), Chain(container)
@@ -142,12 +142,12 @@ def _train_with_checkpoints_by_hooks() -> None:
         _check_gradients(model, whole, f"step {step}")
 
 
-def test_checkpoints_by_hooks_train(pool: Pool) -> None:
+def test_composable_checkpoints_train(pool: Pool) -> None:
     pool.run(_train_with_checkpoints_by_hooks, 2)
 
 
-class Leaving(nn.Module):
-    """Leaves a tensor that is no output."""
+class StoresHidden(nn.Module):
+    """A module that stores a tensor that is not an output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def _losses_without_outputs() -> None:
     torch.manual_seed(0)
     for loss in (_loss_on_hidden, _loss_on_both, _loss_of_method):
         for needs_gradient in (False, True):
-            whole = Leaving()
+            whole = StoresHidden()
             model = _sharded(whole)
             for step in range(2):
                 inputs = [x.requires_grad_(needs_gradient) for x in _batches()]
@@ -192,7 +192,7 @@ def _losses_without_outputs() -> None:
             model.reshard()
 
 
-def test_losses_on_tensors_that_are_no_outputs_train(pool: Pool) -> None:
+def test_losses_on_tensors_that_are_not_outputs_train(pool: Pool) -> None:
     pool.run(_losses_without_outputs, 2)
 
 
@@ -207,7 +207,7 @@ class Experts(nn.Module):
         return x
 
 
-# Experts by step and rank: the same, different ones, a different number, none in common, all.
+# Experts that ranks 0 and 1 use in each step.
 ROUTES = [([0], [1]), ([0, 2], [1]), ([3], [3]), ([0, 1], [2, 3]), ([0], [0]), ([0, 1, 2, 3], [0]), ([1, 1], [2, 0])]
 
 
@@ -238,23 +238,23 @@ def test_ranks_may_use_different_weights(pool: Pool, unused: bool, accumulates: 
 
 def _reads_after_release() -> None:
     torch.manual_seed(0)
-    model: Any = _sharded(Leaving())
+    model: Any = _sharded(StoresHidden())
     model.unshard()
     loss = model.encode(_batches()[0].requires_grad_()).sum()
     model.reshard()
     with pytest.raises(RuntimeError, match="was read after it was released"):
         loss.backward()
-    model(_batches()[0]).sum().backward()  # the next step is right
+    model(_batches()[0]).sum().backward()  # the next step works
     assert model.a.weight.grad is not None
 
 
-def test_released_weights_are_not_read(pool: Pool) -> None:
+def test_reading_a_released_weight_raises(pool: Pool) -> None:
     pool.run(_reads_after_release, 2)
 
 
 def _writes_in_place() -> None:
     torch.manual_seed(0)
-    model = _sharded(Leaving())
+    model = _sharded(StoresHidden())
     seen: list[torch.Tensor] = []
     model.register_forward_hook(lambda module, args, output: seen.append(module.hidden))
     y = model(_batches()[0])
@@ -264,13 +264,13 @@ def _writes_in_place() -> None:
         y.sum().backward()
 
 
-def test_saved_activations_that_were_written_are_refused(pool: Pool) -> None:
+def test_writing_a_saved_activation_raises(pool: Pool) -> None:
     pool.run(_writes_in_place, 2)
 
 
 def _writes_before_backward() -> None:
     torch.manual_seed(0)
-    model = _sharded(Leaving())
+    model = _sharded(StoresHidden())
     for stays in (False, True):
         model.set_reshard_after_forward(not stays)  # type: ignore[operator]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -281,12 +281,12 @@ def _writes_before_backward() -> None:
             second.backward()
 
 
-def test_weights_that_were_written_before_the_backward_are_refused(pool: Pool) -> None:
+def test_writing_a_weight_before_the_backward_raises(pool: Pool) -> None:
     pool.run(_writes_before_backward, 2)
 
 
 def _forwards_without_backwards() -> None:
-    """Nothing that autograd has saved is in a circle of references."""
+    """No reference cycle contains tensors that autograd saved."""
     torch.manual_seed(0)
     model = _sharded(Chain("plain object"))
     gc.collect()

@@ -1,4 +1,4 @@
-"""`sw.fully_shard` after exceptions of all kinds, when models are let go, and what does not grow."""
+"""`sw.fully_shard` after exceptions of all kinds, deletion of models, and bounds of recorded state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwright.fsdp.units import Unit
 
 
 class Stop(BaseException):
-    """Not an Exception, as KeyboardInterrupt: hooks of modules do not see it."""
+    """Not an Exception, like KeyboardInterrupt: module hooks do not see it."""
 
 
 def _stop(*_: Any) -> None:
@@ -37,8 +37,8 @@ def _in_backward(model: Any) -> Callable[[], None]:
     return model.layers[1][1].register_full_backward_hook(_stop).remove
 
 
-def _in_ours(name: str) -> Callable[[Any], Callable[[], None]]:
-    """In the middle of what a hook of ours does, the fourth time."""
+def _in_unit(name: str) -> Callable[[Any], Callable[[], None]]:
+    """Returns a function that makes the fourth call of a method of Unit raise Stop."""
 
     def begin(model: Any) -> Callable[[], None]:
         before = getattr(Unit, name)
@@ -58,7 +58,7 @@ def _in_ours(name: str) -> Callable[[Any], Callable[[], None]]:
 
 
 def _survives() -> None:
-    interrupts = (_in_forward, _in_backward, _in_ours("put_whole"), _in_ours("release"), _in_ours("finish_gather"))
+    interrupts = (_in_forward, _in_backward, _in_unit("put_whole"), _in_unit("release"), _in_unit("finish_gather"))
     for interrupt in interrupts:
         model, whole = shard(Mlp(), flat_fully_shard, get_mesh((2,))), Mlp()
         state = {name: full(value).clone() for name, value in model.state_dict().items()}
@@ -68,7 +68,7 @@ def _survives() -> None:
                 with pytest.raises(Stop):
                     loss_of(model, batch(100 + step)).backward()
                 end()
-                if step == 2:  # what a user who has pressed Ctrl-C does next
+                if step == 2:  # calls that a user makes after Ctrl-C
                     for name, value in model.state_dict().items():
                         assert isinstance(value, DTensor) and torch.equal(full(value), state[name])
                     model.layers[1].unshard()
@@ -88,7 +88,7 @@ def test_survives_exceptions_of_all_kinds(pool: Pool) -> None:
 
 
 def _frees(is_interrupted: bool) -> None:
-    """At once, without a collection of circles."""
+    """A deleted model frees its memory at once, without a collection of reference cycles."""
     model: Any = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
@@ -118,11 +118,11 @@ def _frees(is_interrupted: bool) -> None:
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_a_model_that_is_let_go_frees_its_memory(pool: Pool, is_interrupted: bool) -> None:
+def test_deleted_model_frees_its_memory(pool: Pool, is_interrupted: bool) -> None:
     pool.run(_frees, 2, is_interrupted)
 
 
-def _does_not_grow() -> None:
+def _recorded_state() -> None:
     model: Any = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     whole = Mlp()
 
@@ -138,14 +138,14 @@ def _does_not_grow() -> None:
     with mock.patch.multiple(runner, MAX_USES=20, MAX_PLANS=3):
         model(batch(0))
         outputs = []
-        for turn in range(30):  # forwards that no backward has followed so far
-            outputs.append(model.layers[turn % 2](batch(turn)))
+        for number in range(30):  # forwards without a backward so far
+            outputs.append(model.layers[number % 2](batch(number)))
             assert len(getattr(model, ATTRIBUTE).runner._uses) <= 20
         sum(out.sum() for out in outputs).backward()
-        for turn in range(30):
-            (sum(whole.layers[turn % 2](batch(turn, rank)).sum() for rank in range(2)) / 2).backward()
+        for number in range(30):
+            (sum(whole.layers[number % 2](batch(number, rank)).sum() for rank in range(2)) / 2).backward()
         check()
-        for count in range(6):  # kinds of steps
+        for count in range(6):  # steps of different kinds
             for i, layer in enumerate(model.layers):
                 layer.set_requires_gradient_sync(bool(count >> i & 1))
             loss_of(model, batch(count)).backward()
@@ -157,11 +157,11 @@ def _does_not_grow() -> None:
         check()
 
 
-def test_what_is_recorded_does_not_grow(pool: Pool) -> None:
-    pool.run(_does_not_grow, 2)
+def test_recorded_state_is_bounded(pool: Pool) -> None:
+    pool.run(_recorded_state, 2)
 
 
-def _refuses_double_backward() -> None:
+def _double_backward() -> None:
     model = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
     whole = Mlp()
     x = batch(0).requires_grad_()
@@ -174,5 +174,5 @@ def _refuses_double_backward() -> None:
             torch.testing.assert_close(full(p.grad), q.grad)
 
 
-def test_refuses_double_backward(pool: Pool) -> None:
-    pool.run(_refuses_double_backward, 2)
+def test_double_backward_raises(pool: Pool) -> None:
+    pool.run(_double_backward, 2)

@@ -1,6 +1,6 @@
-"""Streams, overlap and memory of `sw.fully_shard`: what runs alongside what, and what may be read when.
+"""Streams, overlap and lifetimes of memory of `sw.fully_shard`.
 
-Run with ``--device asyncdev``, these are tests of waits and events; on CPU, of the order of calls.
+With ``--device asyncdev`` these tests check waits and events; on CPU they check the order of calls.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def replaced(owner: type, **functions: Callable[..., Any]) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-# ---------------------------------------------------------------------- the same bits, whatever is in unused memory
+# ----------------------------------------------------------------------------- equal bits with NaN in unused memory
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What is released holds NaN, parts at rest hold NaN once they are gathered, reduced gradients hold 1e30."""
-    rest: dict[int, list[torch.Tensor]] = {}  # the values of a unit's parts, while they are poisoned
+    """Fills released weights and gathered shards with NaN, and sent gradients with 1e30 after their reduction."""
+    values_of: dict[int, list[torch.Tensor]] = {}  # by id of a unit: values of its shards while these hold NaN
     start_gather, finish_gather, release, finish = (
         Unit.start_gather,
         Unit.finish_gather,
@@ -57,7 +57,7 @@ def poisoned() -> Iterator[None]:
     )
 
     def restore(unit: Unit) -> None:
-        for weight, value in zip(unit.weights, rest.pop(id(unit), []), strict=False):
+        for weight, value in zip(unit.weights, values_of.pop(id(unit), []), strict=False):
             weight.part.data.copy_(value)
 
     def start_and_restore(unit: Unit, *memory: Any, **where: Any) -> None:
@@ -68,7 +68,7 @@ def poisoned() -> Iterator[None]:
         was_under_way = unit._is_arriving
         finish_gather(unit)
         if was_under_way:
-            rest[id(unit)] = [weight.part.clone() for weight in unit.weights]
+            values_of[id(unit)] = [weight.part.clone() for weight in unit.weights]
             for weight in unit.weights:
                 weight.part.data.fill_(torch.nan)
 
@@ -77,10 +77,10 @@ def poisoned() -> Iterator[None]:
         for weight in unit.weights:
             for message in weight.carried.arrived[0] if weight.carried.arrived is not None else ():
                 message.fill_(torch.nan if message.is_floating_point() else 0x7F)  # NaN of float8_e4m3fn
-            with contextlib.suppress(RuntimeError):  # it has no memory
+            with contextlib.suppress(RuntimeError):  # the weight has no memory
                 weight.memory.data.fill_(torch.nan)
         release(unit)
-        restore(unit)  # an optimizer may follow
+        restore(unit)  # an optimizer may be next
 
     def finish_and_fill(reduction: Reduction) -> None:
         gradients = [arriving.sent for _, arriving in reduction.under_way]
@@ -95,7 +95,7 @@ def poisoned() -> Iterator[None]:
         yield
 
 
-def _same_bits(kind: str, memory_limit: int | None) -> None:
+def _equal_bits(kind: str, memory_limit: int | None) -> None:
     mesh = get_mesh((2,))
 
     def trained() -> list[torch.Tensor]:
@@ -108,27 +108,27 @@ def _same_bits(kind: str, memory_limit: int | None) -> None:
 
 
 @pytest.mark.parametrize("kind, memory_limit", [("repeated", 9000), ("checkpointed", None)])
-def test_same_bits_with_poison(pool: Pool, kind: str, memory_limit: int | None) -> None:
-    pool.run(_same_bits, 2, kind, memory_limit)
+def test_nothing_reads_poisoned_memory(pool: Pool, kind: str, memory_limit: int | None) -> None:
+    pool.run(_equal_bits, 2, kind, memory_limit)
 
 
-def _as_whole(kind: str) -> None:
+def _as_unsharded(kind: str) -> None:
     ours = train(shard(Model(kind), flat_fully_shard, get_mesh((3,))), 3, evaluate=True)
     for a, b in zip(ours, train_whole(kind, 3, evaluate=True), strict=True):
         torch.testing.assert_close(full(a), b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["repeated", "checkpointed reentrant"])
-def test_trains_as_the_whole_model(pool: Pool, kind: str) -> None:
-    """On CPU, test_fully_shard.py compares with stock as well; it does not run on other devices."""
-    pool.run(_as_whole, 3, kind)
+def test_trains_as_the_unsharded_model(pool: Pool, kind: str) -> None:
+    """test_fully_shard.py also compares with stock FSDP2, but only on CPU."""
+    pool.run(_as_unsharded, 3, kind)
 
 
-# --------------------------------------------------------------------------------------- what runs alongside what
+# --------------------------------------------------------------------------------- overlap of transfers and products
 
 
 def _is_done(works: list[Any]) -> bool:
-    """Returns whether transfers end without anybody waiting for them."""
+    """Returns true if the transfers end although nothing waits for them."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not all(work is None or work.is_completed() for work in works):
         if time.monotonic() > deadline:
@@ -143,11 +143,11 @@ def _works_of(unit: Unit) -> list[Any]:
 
 
 def _overlap(prefetch: int | str, overlaps: bool) -> None:
-    """In the product of a layer, before it is even submitted, the next gather and the last reduction come to an end."""
+    """The next gather and the previous reduction end before the product of a layer is submitted."""
     model = shard(Model(), flat_fully_shard, get_mesh((2,)), prefetch=prefetch)
     train(model, 2)
     units: list[Unit] = [layer._shardwright_unit.unit for layer in model.layers]
-    reduced: dict[int, list[Any]] = {}  # by unit: what its reduction is waited for
+    reduced: dict[int, list[Any]] = {}  # by id of a unit: transfers of its reduction
     start_reduction = Unit.start_reduction
     seen: list[tuple[str, int, bool]] = []
 
@@ -189,7 +189,7 @@ def _overlap(prefetch: int | str, overlaps: bool) -> None:
 
 
 @pytest.mark.parametrize("prefetch, overlaps", [("auto", True), (0, False)])
-def test_gathers_and_reductions_run_alongside_products(pool: Pool, prefetch: int | str, overlaps: bool) -> None:
+def test_gathers_and_reductions_overlap_with_products(pool: Pool, prefetch: int | str, overlaps: bool) -> None:
     pool.run(_overlap, 2, prefetch, overlaps)
 
 
@@ -200,7 +200,7 @@ SLEEP_MS = 30
 
 
 class Branch(nn.Module):
-    """A linear layer whose product is late."""
+    """A linear layer whose product starts late if `sleeps`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Branch(nn.Module):
 
 
 def _two_streams() -> None:
-    """Weights of one branch are still read on a stream when those of the next are gathered from another one."""
+    """A stream still reads the weights of one branch when another stream gathers those of the next branch."""
     torch.manual_seed(0)
     branches = nn.ModuleList(Branch() for _ in range(4))
     weights = [branch.linear.weight.detach().cpu().clone() for branch in branches]

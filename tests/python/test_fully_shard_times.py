@@ -1,4 +1,4 @@
-"""How long uses take decides how far ahead `sw.fully_shard` gathers, on all ranks alike."""
+"""Measured times of uses determine how far ahead `sw.fully_shard` gathers, equally on all ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.on_device
 USE_PS = 1000
 
 
-def _as_far_as_it_must() -> None:
-    """With slow gathers of the last layer, it is gathered two changes ahead; with equal ones, one."""
+def _prefetch_distance() -> None:
+    """The last layer is gathered two changes ahead if its gather is slow, and one if all gathers take equally long."""
     mesh = get_mesh((2,))
     rank = dist.get_rank()
 
-    def stretches(clock: Clock) -> list[int]:
+    def durations(clock: Clock) -> list[int]:
         return [USE_PS * (1 + (i + rank) % 2) for i in range(len(clock._marks) // 2)]
 
     expected = parts(train(shard(Model(), flat_fully_shard, mesh, prefetch=1), 4))
@@ -39,24 +39,24 @@ def _as_far_as_it_must() -> None:
             return USE_PS * (slow if unit.name == "layers.2" else 1)
 
         replacements = {"gather_ps": property(gather_ps), "reduce_ps": property(lambda unit: USE_PS)}
-        with replaced(Clock, stretches_ps=stretches), replaced(Unit, **replacements):  # type: ignore[arg-type]
+        with replaced(Clock, stretches_ps=durations), replaced(Unit, **replacements):  # type: ignore[arg-type]
             model = shard(Model(), flat_fully_shard, mesh, memory_limit=limit)
             found = parts(train(model, 4))
         assert all(map(torch.equal, found, expected))
         schedule = sw.fsdp.schedule(model)
-        told: list[str] = [""] * 2
-        dist.all_gather_object(told, str(schedule))
-        assert told[0] == told[1], "ranks follow different schedules"
+        texts: list[str] = [""] * 2
+        dist.all_gather_object(texts, str(schedule))
+        assert texts[0] == texts[1], "ranks follow different schedules"
         assert schedule.lanes is not None and all(end - begin == 2 * USE_PS for begin, end in schedule.lanes["uses"])
         assert schedule.prefetch == ahead, f"{slow}, {limit}: {schedule}"
         assert limit is None or schedule.peak_bytes <= limit
 
 
-def test_as_far_ahead_as_times_ask_for(pool: Pool) -> None:
-    pool.run(_as_far_as_it_must, 2)
+def test_prefetch_distance_follows_from_times(pool: Pool) -> None:
+    pool.run(_prefetch_distance, 2)
 
 
-def _measured() -> None:
+def _timed() -> None:
     model = shard(Model(), flat_fully_shard, get_mesh((3,)))
     with pytest.raises(ValueError, match="module must be a module under sw.fully_shard, got a Linear"):
         sw.fsdp.schedule(nn.Linear(2, 2))
@@ -81,5 +81,5 @@ def _measured() -> None:
     assert sw.fsdp.schedule(model).to_json() == schedule.to_json(), "only one step is timed"
 
 
-def test_one_step_is_measured(pool: Pool) -> None:
-    pool.run(_measured, 3)
+def test_one_step_is_timed(pool: Pool) -> None:
+    pool.run(_timed, 3)

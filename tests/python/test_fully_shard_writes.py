@@ -1,4 +1,4 @@
-"""Writes to parameters between steps that leave no trace in version counters, where gathered copies live on."""
+"""Writes to parameters between steps that do not change version counters, while gathered copies are kept."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _foreach(model: nn.Module, parameters: list[Any], folder: str) -> None:
 
 
 def _write_on_one_rank(model: nn.Module, parameters: list[Any], folder: str) -> None:
-    """Rank 0 alone writes: what it holds must reach the other rank all the same."""
+    """Only rank 0 writes. Its values must reach the other rank too."""
     for parameter in parameters if dist.get_rank() == 0 else ():
         parameter.data.neg_()
 
@@ -54,7 +54,7 @@ ZERO_1: dict[str, Any] = {"placements": lambda p: [Replicate()], "store_placemen
 
 
 def _expected(parameters: list[Any], x: torch.Tensor) -> torch.Tensor:
-    """The output of a plain module with the values that the parameters have now."""
+    """Returns the output of a plain module with the current values of the parameters."""
     weight, bias = (parameter.full_tensor() for parameter in parameters)
     return nn.functional.linear(x, weight, bias)
 
@@ -88,5 +88,5 @@ def _write_between_uses(write: Callable[[nn.Module, list[Any], str], None], fold
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__.strip("_"))
-def test_writes_are_seen(pool: Pool, tmp_path: Path, write: Callable[[nn.Module, list[Any], str], None]) -> None:
+def test_writes_take_effect(pool: Pool, tmp_path: Path, write: Callable[[nn.Module, list[Any], str], None]) -> None:
     pool.run(_write_between_uses, 2, write, str(tmp_path))

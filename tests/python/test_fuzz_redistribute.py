@@ -1,4 +1,4 @@
-"""Random redistributes on real process groups: every element right, no hang, no fallback.
+"""Random redistributes on real process groups: every element is right, nothing hangs, nothing falls back.
 
 SHARDWRIGHT_FUZZ_SEED chooses another seed, SHARDWRIGHT_FUZZ_SCALE multiplies the number of cases.
 """
@@ -66,7 +66,7 @@ def test_fuzz(pool: Pool, world_size: int) -> None:
         reports = pool.run(fuzz.run_cases, world_size, batch)
         found = [(f"rank {rank}", *wrong) for rank, report in enumerate(reports) for wrong in report.wrong]
         found += [("all ranks", *wrong) for wrong in fuzz.judge_contributions(batch, reports)]
-        problems += [f"{batch[index]}\n    {who}: {text}" for who, index, text in found]
+        problems += [f"{batch[index]}\n    {ranks}: {text}" for ranks, index, text in found]
         for rank, report in enumerate(reports):
             if report.stats["fallbacks"]:
                 problems.append(f"rank {rank} fell back: {report.stats['fallback_reasons']}")

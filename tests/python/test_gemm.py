@@ -1,4 +1,4 @@
-"""Products on buffers in this process, with any strides, batches, sums and biases, against products in float64."""
+"""Products on local buffers with any strides, batches, accumulation and biases, compared with products in float64."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import shardwright as sw
 from shardwright._native import _runtime
 
 Place = tuple[int, int, int]
-# How a matrix lies in its buffer. "slice" and "column slice" are parts of larger ones, by rows and by columns; "apart"
-# has no stride of 1; in "between" the matrices of a batch take turns, row by row.
+# Storage of a matrix in its buffer. "slice" and "column slice" are parts of a larger row-major or column-major matrix;
+# "apart" has no stride of 1; "between" interleaves the matrices of a batch by rows.
 KINDS = ["rows", "columns", "slice", "column slice", "apart", "between"]
 SIZES = [(5, 7, 4), (1, 6, 3), (6, 1, 3), (4, 5, 1), (1, 1, 1)]
 
 
 def _place(kind: str, rows: int, columns: int, count: int) -> tuple[Place, int, int]:
-    """Its place, the batch stride, and the elements of a buffer with some to spare."""
+    """Returns the place of a matrix, its batch stride, and the number of elements of a large enough buffer."""
     offset, row, column, batch = {
         "rows": (0, columns, 1, rows * columns),
         "columns": (1, 1, rows, rows * columns),
@@ -36,12 +36,12 @@ def _view(buffer: torch.Tensor, place: Place, batch: int, count: int, rows: int,
 
 
 def _integers(count: int, dtype: torch.dtype, low: int = -2, high: int = 3) -> torch.Tensor:
-    """Small enough that every sum of products is exact."""
+    """Returns integers that are small enough for exact sums of products."""
     return torch.randint(low, high, (count,), dtype=torch.float64).to(dtype)
 
 
 class Case:
-    """A product with its buffers, and what all of dst holds afterwards, by float64."""
+    """A product, its buffers, and the expected contents of all of dst, computed in float64."""
 
     def __init__(
         self,
@@ -84,14 +84,14 @@ class Case:
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("to", KINDS)
-def test_strides(to: str, count: int) -> None:
+def test_all_strides(to: str, count: int) -> None:
     torch.manual_seed(0)
     for sizes, lhs, rhs, accumulates in itertools.product(SIZES, KINDS, KINDS, (False, True)):
         Case(sizes, (lhs, rhs, to), count, accumulates=accumulates).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_dtypes(dtype: torch.dtype) -> None:
+def test_all_dtypes(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     results = [dtype, torch.float32] if dtype.itemsize == 2 else [dtype]
     for result, count, accumulates in itertools.product(results, (1, 2), (False, True)):
@@ -100,8 +100,8 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("place", [(1, 0, 1), (0, 1, 0), (2, 0, 0), (1, 7, 1), (0, 0, 2)], ids=str)
-def test_bias(place: Place) -> None:
-    """Along columns, along rows, of one element, a whole matrix, and of every other element; for every product."""
+def test_biases(place: Place) -> None:
+    """Biases along columns, along rows, of one element, of a full matrix, and of every other element."""
     torch.manual_seed(2)
     for to, count in itertools.product(KINDS, (1, 3)):
         Case((5, 7, 4), ("rows", "columns", to), count, bias=place).check()
@@ -116,7 +116,7 @@ def test_one_rhs_for_a_batch() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sums_are_not_rounded_in_between(dtype: torch.dtype) -> None:
-    """Above 2048 not every integer is a float16, above 256 not every one is a bfloat16."""
+    """float16 does not have every integer above 2048, bfloat16 not every integer above 256."""
     torch.manual_seed(4)
     case = Case((6, 5, 3000), ("rows", "columns", "slice"), 2, (dtype, torch.float32), accumulates=True, low=0)
     assert (case.expected.to(dtype).double() != case.expected).any()
@@ -124,8 +124,8 @@ def test_sums_are_not_rounded_in_between(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 7, 4), (5, 0, 4), (5, 7, 0), (0, 0, 0)], ids=str)
-def test_nothing_to_multiply(sizes: tuple[int, int, int]) -> None:
-    """If k is 0, the result is 0, the bias, or what was there before."""
+def test_empty_matrices(sizes: tuple[int, int, int]) -> None:
+    """If k is 0, the result is 0, the bias, or the previous contents."""
     torch.manual_seed(5)
     for to, count in itertools.product(KINDS, (1, 3)):
         for dtypes in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32)):
@@ -147,7 +147,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 @pytest.mark.parametrize("by_row", [False, True], ids=["by tensor", "by row"])
 @pytest.mark.parametrize("operands", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)], ids=str)
 @pytest.mark.parametrize("result", [torch.bfloat16, torch.float32], ids=str)
-def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], by_row: bool) -> None:
+def test_scaled_products(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], by_row: bool) -> None:
     """Scales are powers of two, so that sums are exact."""
     torch.manual_seed(10)
     m, n, k, count = 5, 7, 4, 1 if by_row else 3
@@ -169,8 +169,8 @@ def test_scaled(result: torch.dtype, operands: tuple[torch.dtype, torch.dtype], 
         assert torch.equal(case.dst, expected.to(result)), (kinds, accumulates)
 
 
-def test_scales_of_other_rows() -> None:
-    """Scales of rows that are not dense, like those of one dim of several, with one scale for all columns."""
+def test_row_scales_with_a_stride() -> None:
+    """Row scales with a stride, and one scale for all columns."""
     lhs, rhs = _integers(6, torch.float32).to(E4M3), _integers(8, torch.float32).to(E4M3)
     row_scales = torch.tensor([2.0, 9.0, 0.5, 9.0, 4.0, 9.0])[::2]
     dst = torch.zeros(12)
@@ -192,7 +192,7 @@ def _operands(dtypes: tuple[torch.dtype, ...] = (E4M3, E5M2, torch.bfloat16)) ->
     ],
     ids=str,
 )
-def test_scaled_products_refuse(dtypes: tuple[torch.dtype, ...], scale: torch.dtype, said: str) -> None:
+def test_scaled_products_reject_dtypes(dtypes: tuple[torch.dtype, ...], scale: torch.dtype, said: str) -> None:
     lhs, rhs, dst = _operands(dtypes)
     gemm = _runtime.Gemm((32, 48, 64), (0, 64, 1), (0, 1, 64), (0, 48, 1))
     with pytest.raises(ValueError, match=said):
@@ -217,7 +217,7 @@ def test_scaled_products_refuse(dtypes: tuple[torch.dtype, ...], scale: torch.dt
     ],
     ids=str,
 )
-def test_why_not_scaled(given: dict[str, Any], said: str | None) -> None:
+def test_why_not_scaled_gives_the_reason(given: dict[str, Any], said: str | None) -> None:
     """Shapes and strides that units for 8-bit floats do not support; operands are cast instead."""
     how: dict[str, Any] = {"lhs": (0, 64, 1), "rhs": (0, 1, 64), "dst": (0, 48, 1), "k": 64, **given}
     lhs, rhs, dst = _operands()
@@ -226,13 +226,13 @@ def test_why_not_scaled(given: dict[str, Any], said: str | None) -> None:
     assert why is None if said is None else why is not None and said in why
 
 
-def test_waves_are_not_known_on_cpu() -> None:
+def test_waves_are_none_on_cpu() -> None:
     gemm = _runtime.Gemm((64, 64, 64), (0, 64, 1), (0, 64, 1), (0, 64, 1))
     assert gemm.waves(torch.empty(0), torch.empty(0)) is None
 
 
-def test_fast_accumulation_is_off_until_it_is_asked_for() -> None:
-    """A wish that CPU ignores; by the process, or by product."""
+def test_fast_accumulation_is_off_by_default() -> None:
+    """CPU ignores fast accumulation, set for the process or for one product."""
     lhs, rhs = (torch.randint(-2, 3, (16 * 32,)).to(torch.float8_e4m3fn) for _ in range(2))
     gemm = _runtime.Gemm((16, 16, 32), (0, 32, 1), (0, 1, 32), (0, 16, 1))
     one = torch.ones(())

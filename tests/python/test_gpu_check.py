@@ -1,4 +1,4 @@
-"""tools/gpu_check, with a fake nvidia-smi and a fake interpreter: which parts run, in which order, and what is left."""
+"""tools/gpu_check with a fake nvidia-smi and a fake interpreter: its parts, their order, and their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.any_torch
 TOOLS = pathlib.Path(__file__).parents[2] / "tools"
 
 NVIDIA_SMI = '#!/usr/bin/env bash\necho "GPU 0: Fake"\n'
-# Writes down what it is asked to run, fails where it is told to, and runs the summary for real.
+# Logs its arguments, fails if they match $FAIL, and runs the real summary.
 PYTHON = r"""#!/usr/bin/env bash
 echo "$*" >>"$LOG"
 case "$*" in
@@ -102,8 +102,8 @@ def test_chosen_parts_add_to_the_summary(checkout: Checkout) -> None:
     assert sum("-m pip install" in line for line in checkout.log()) == 1
 
 
-def test_a_summary_is_there_after_each_part(checkout: Checkout) -> None:
-    """Results survive an abrupt end of the call; here the machine goes away in the second part."""
+def test_summary_is_written_after_each_part(checkout: Checkout) -> None:
+    """Results survive an abrupt end of the call: the second part kills the script."""
     script = checkout.root / "bin" / "python"
     script.write_text(PYTHON + '\ncase "$*" in *test_gemm*) kill -9 $PPID ;; esac\n')
     assert checkout.run("copies", "gemm").returncode != 0
@@ -119,7 +119,7 @@ def test_nothing_runs_without_a_build(checkout: Checkout, fail: str, last: str) 
     assert f"needs {last}" in done.stderr
 
 
-def test_a_failed_test_keeps_nothing_from_running(checkout: Checkout) -> None:
+def test_other_parts_run_after_a_failed_part(checkout: Checkout) -> None:
     assert checkout.run(fail="test_copies").returncode == 1
     assert checkout.summary() | {"copies": 0, "memcheck": 0} == dict.fromkeys(checkout.summary(), 0)
     assert checkout.summary()["copies"] == 3 and checkout.summary()["gpu_calls"] == 0
@@ -132,7 +132,7 @@ exec "$@"
 """
 
 
-def test_memcheck_sees_every_allocation(checkout: Checkout) -> None:
+def test_memcheck_turns_caching_of_memory_off(checkout: Checkout) -> None:
     checkout.script("compute-sanitizer", SANITIZER)
     assert "memcheck: ok" in checkout.run("memcheck").stdout
     assert "sanitizer, caching off: 1" in checkout.log()
@@ -147,11 +147,11 @@ def test_skipped_tests_are_counted(checkout: Checkout) -> None:
     assert [(part["passed"], part["skipped"]) for part in parts] == [(3, 1), (0, 4)]
 
 
-def test_memcheck_without_a_sanitizer_has_run_nothing(checkout: Checkout) -> None:
+def test_memcheck_without_a_sanitizer_runs_nothing(checkout: Checkout) -> None:
     assert "memcheck: NOTHING RAN" in checkout.run("memcheck").stdout
 
 
-def test_calls_hold_every_part_once_and_few_results(checkout: Checkout) -> None:
+def test_calls_run_every_part_once_and_write_few_files(checkout: Checkout) -> None:
     tests = [path.stem.removeprefix("test_") for path in (TOOLS.parent / "tests/gpu").glob("test_*.py")]
     # Two GPUs are needed for gpu_peers.
     benchmarks = [path.stem for path in (TOOLS.parent / "benchmarks").glob("gpu_*.py") if path.stem != "gpu_peers"]
@@ -167,27 +167,27 @@ def test_calls_hold_every_part_once_and_few_results(checkout: Checkout) -> None:
     assert sorted(found) == sorted(["preflight", "build", "ranks", "memcheck", *tests, *benchmarks])
 
 
-def test_a_call_ends_at_its_limit(checkout: Checkout) -> None:
+def test_call_ends_at_its_time_limit(checkout: Checkout) -> None:
     checkout.script("python", PYTHON + '\ncase "$*" in *test_copies*) sleep 30 ;; esac\n')
     assert checkout.run("copies", "gemm", LIMIT_SECONDS="1").returncode == 1
     assert checkout.summary() == {"copies": 124, "gemm": 124}
 
 
-def test_unknown_parts_are_named(checkout: Checkout) -> None:
+def test_unknown_parts_are_rejected(checkout: Checkout) -> None:
     done = checkout.run("build", "copie")
     assert done.returncode == 2 and not checkout.log()
     assert "no part is called copie; allowed are" in done.stderr and "copies gemm gpu_calls" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi", path="/usr/bin:/bin") is not None, reason="there is a real nvidia-smi")
-def test_without_a_gpu(checkout: Checkout) -> None:
+def test_nothing_runs_without_a_gpu(checkout: Checkout) -> None:
     done = checkout.run(without="nvidia-smi")
     assert done.returncode == 0 and "Nothing was run" in done.stdout
     assert not checkout.log()
 
 
-def test_memcheck_selects_what_it_means() -> None:
-    """An expression such as `many_boxes and 100` takes 100000 boxes too, which takes minutes under the sanitizer."""
+def test_memcheck_selects_exactly_its_tests() -> None:
+    """`many_boxes and 100` would also select 100000 boxes, which take minutes under the sanitizer."""
     script = (TOOLS / "gpu_check").read_text()
     expression = script.split("-k '")[1].split("'")[0]
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/gpu/test_copies.py", "-k", expression]
@@ -220,7 +220,7 @@ def test_preflight_names_each_header_that_is_missing(
     said = capsys.readouterr().out
     assert f"missing: {header}: apt-get install" in said
     assert not any(f"missing: {other}" in said for other in set(preflight.HEADERS) - {header})
-    # In a package of pip, a compiler is told where.
+    # If a pip package has the header, CPATH names its folder.
     (pip / header).parent.mkdir(parents=True, exist_ok=True)
     (pip / header).touch()
     folders.append(pip)
@@ -230,7 +230,7 @@ def test_preflight_names_each_header_that_is_missing(
 
 
 @pytest.mark.parametrize("library", ["libcublasLt.so", "libcublasLt.so.13", None])
-def test_preflight_finds_what_the_linker_needs(
+def test_preflight_finds_libraries_for_the_linker(
     library: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "cuda"

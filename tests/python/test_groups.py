@@ -1,4 +1,4 @@
-"""Members that make process groups on demand agree on the groups' names, whatever each rank has made before."""
+"""Members of process groups made on demand agree on the groups' names, whatever groups each rank has made before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 def _gather_over(ranks: list[int]) -> None:
-    """Members gather over a mesh of just these ranks; the others do nothing."""
+    """Gathers over a mesh of `ranks`. Other ranks do nothing."""
     rank = dist.get_rank()
     mesh = sw.Mesh({"m": len(ranks)}, ranks)
     src, dst = sw.Layout(mesh, (len(ranks),), ["S(0)"]), sw.Layout(mesh, (len(ranks),), ["R"])
@@ -28,7 +28,7 @@ def _gather_over(ranks: list[int]) -> None:
         assert result.tolist() == [float(r) for r in ranks]
 
 
-def _uneven_histories() -> float:
+def _different_histories() -> float:
     _gather_over([1, 2])
     _gather_over([1, 3])  # rank 3 makes its first group here, rank 1 its second
     _gather_over([0, 1, 2])
@@ -38,12 +38,12 @@ def _uneven_histories() -> float:
     return total.item()
 
 
-def test_members_with_uneven_histories_meet(pool: Pool) -> None:
-    assert pool.run(_uneven_histories, WORLD, timeout_seconds=40) == [WORLD] * WORLD
+def test_members_with_different_histories_agree_on_groups(pool: Pool) -> None:
+    assert pool.run(_different_histories, WORLD, timeout_seconds=40) == [WORLD] * WORLD
 
 
 class _SplitsLikeNccl:
-    """Makes PyTorch take the default group for one bound to a device, and its splitting for collective."""
+    """Binds the default group to a device, and makes its split collective, as NCCL's is."""
 
     def __init__(self, seconds: float) -> None:
         world = dist.group.WORLD
@@ -59,7 +59,7 @@ class _SplitsLikeNccl:
         store.add(key, 1)
         store.set(f"{key} {dist.get_rank()}", "here")
         wanted = [f"{key} {rank}" for rank in range(dist.get_world_size())]
-        store.wait(wanted, timedelta(seconds=self.seconds))  # raises where ncclCommSplit would wait for ever
+        store.wait(wanted, timedelta(seconds=self.seconds))  # raises, while ncclCommSplit would wait forever
 
     def __enter__(self) -> _SplitsLikeNccl:
         self.original = distributed_c10d._get_split_source
@@ -87,7 +87,7 @@ def _made_while_bound() -> dict[str, object]:
         with pytest.raises(ValueError, match="already"):
             groups._make((rank,), bound.world.group_name)
         found["default after an error"] = bound.world.bound_device_id
-        if rank == 0:  # PyTorch's own way does wait for all
+        if rank == 0:  # PyTorch's own function waits for all ranks
             with pytest.raises(RuntimeError, match="[Tt]imeout"):
                 dist.new_group([0], use_local_synchronization=True)
     dist.barrier()
@@ -95,15 +95,15 @@ def _made_while_bound() -> dict[str, object]:
 
 
 @pytest.mark.cpu_only("test_nccl_rules.py has it on strict groups")
-def test_members_alone_make_a_group_where_the_default_group_is_bound_to_a_device(pool: Pool) -> None:
-    """Which PyTorch would split, and wait for all ranks of the default group."""
+def test_members_alone_make_a_group_if_the_default_group_is_bound(pool: Pool) -> None:
+    """PyTorch would split the default group, and wait for all its ranks."""
     for rank, found in enumerate(pool.run(_made_while_bound, WORLD, timeout_seconds=40)):
         made = {"device": DEVICE, "sum": 2.0} if rank in (0, 3) else {}
         assert found == {**made, "default": DEVICE, "default after an error": DEVICE}
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
-def test_options_are_those_of_the_default_group_with_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_have_options_of_the_default_group_with_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     given = dist.ProcessGroupNCCL.Options()
     given._timeout = timedelta(seconds=7)
     given.config.max_ctas = 3
@@ -129,7 +129,7 @@ def _options_beside(other: object | None) -> bool:
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
-def test_options_are_given_to_backends_that_are_known_to_take_them(pool: Pool) -> None:
+def test_unknown_backends_get_no_options(pool: Pool) -> None:
     nccl = types.SimpleNamespace(options=None)
     assert pool.run(_options_beside, 1, None) == [False]
     assert pool.run(_options_beside, 1, nccl) == [False]

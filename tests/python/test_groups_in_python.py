@@ -18,7 +18,7 @@ from pool import run_isolated
 WORLD = 4
 
 
-def _full(x: torch.Tensor, placement: Placement, rank: int, world: int) -> torch.Tensor:
+def _local_part(x: torch.Tensor, placement: Placement, rank: int, world: int) -> torch.Tensor:
     """Returns this rank's part of a global tensor."""
     if isinstance(placement, Shard):
         return x.chunk(world, placement.dim)[rank].contiguous()
@@ -31,9 +31,9 @@ def _on_a_thread(world: int) -> list[str]:
     whole = torch.arange(64.0).view(8, 8)
     wrong = []
     for src, dst in dtensors.MOVES:
-        x = DTensor.from_local(_full(whole, src, rank, world), mesh, [src], run_check=False)
+        x = DTensor.from_local(_local_part(whole, src, rank, world), mesh, [src], run_check=False)
         result = x.redistribute(mesh, [dst]).to_local()
-        if not torch.equal(result, _full(whole, dst, rank, world)):
+        if not torch.equal(result, _local_part(whole, dst, rank, world)):
             wrong.append(f"rank {rank}: {src} -> {dst}: {result}")
     return wrong
 
@@ -69,7 +69,7 @@ def _threads_as_ranks() -> dict[str, object]:
     return stats
 
 
-def test_a_group_written_in_python_is_left_to_pytorch() -> None:
+def test_groups_written_in_python_fall_back_to_pytorch() -> None:
     (outcome,) = run_isolated(_threads_as_ranks, 1)
     assert outcome.ok, outcome.error or outcome.exit_code
     for world in (1, WORLD):
@@ -79,7 +79,7 @@ def test_a_group_written_in_python_is_left_to_pytorch() -> None:
         assert counted["fallbacks"] == world * len(dtensors.MOVES)
 
 
-def _called_by_name() -> None:
+def _redistribute_local() -> None:
     dist.destroy_process_group()
     multi_threaded_pg._install_threaded_pg()
     dist.init_process_group("threaded", rank=0, world_size=1, store=dist.HashStore())
@@ -89,6 +89,6 @@ def _called_by_name() -> None:
         sw.redistribute_local(torch.ones(4), layout, sw.Layout(mesh, (4,), ["R"]))
 
 
-def test_a_group_written_in_python_is_refused_where_nothing_else_can_be_done() -> None:
-    (outcome,) = run_isolated(_called_by_name, 1)
+def test_redistribute_local_rejects_groups_written_in_python() -> None:
+    (outcome,) = run_isolated(_redistribute_local, 1)
     assert outcome.ok, outcome.error or outcome.exit_code

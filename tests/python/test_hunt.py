@@ -1,4 +1,4 @@
-"""Random small models under `sw.fully_shard`; `make hunt` runs more of them, for as long as wanted.
+"""Random small models under `sw.fully_shard`. `make hunt` runs more of them, for any time.
 
 SHARDWRIGHT_FUZZ_SEED chooses another seed, SHARDWRIGHT_FUZZ_SCALE multiplies the number of cases.
 """
@@ -16,9 +16,9 @@ from hunt_cases import Block, Case, Step
 from pool import Pool
 
 CASES = 60
-# Each was wrong once.
+# Cases that were wrong once.
 FOUND = [
-    # A checkpoint leaves a method by an exception, whose unit stayed whole: `model.zero_grad()` did not find its parts.
+    # A checkpoint leaves a method by an exception. Its unit stayed unsharded: `model.zero_grad()` missed its shards.
     Case(0, (Block(checkpoint="around", method=True),), (Step(zero="model"), Step())),
 ]
 
@@ -36,7 +36,7 @@ def test_every_step_is_right_or_raises_on_all_ranks(pool: Pool) -> None:
     for begin in range(0, len(cases), hunt.CHUNK):
         chunk = cases[begin : begin + hunt.CHUNK]
         for case, verdict in zip(chunk, hunt.Hunt(pool, 2).run(chunk, "shardwright"), strict=True):
-            if verdict.kind == hunt.INVALID:  # the whole model fails too
+            if verdict.kind == hunt.INVALID:  # the unsharded model fails too
                 continue
             assert verdict.is_right, f"{verdict.kind} in step {verdict.step}: {case}\n{verdict.text}"
             verdicts.append(verdict)

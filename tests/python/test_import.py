@@ -1,4 +1,4 @@
-"""`import shardwright`: what it provides, and its errors for another torch or for modules that were not built."""
+"""`import shardwright`: its names, and its errors for another torch or for modules that were not built."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_planning_imports_no_torch() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the package, to be spoilt."""
+    """A copy of the package for tests that damage it."""
     shutil.copytree(PACKAGE, tmp_path / "shardwright", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path / "shardwright"
 
@@ -56,8 +56,8 @@ IMPORTS = (
 
 
 @pytest.mark.parametrize("use", IMPORTS)
-def test_built_for_another_torch(copy: Path, use: str) -> None:
-    """Told by the versions, before a library is loaded that may crash."""
+def test_error_names_the_torch_of_the_build(copy: Path, use: str) -> None:
+    """Versions are compared before a library, which might crash, is loaded."""
     info = copy / "_build_info.py"
     series = ".".join(torch.__version__.split(".")[:2])
     info.write_text(info.read_text().replace(f"'torch': '{series}.", "'torch': '2.99."))
@@ -68,7 +68,7 @@ def test_built_for_another_torch(copy: Path, use: str) -> None:
     assert f"but torch {torch.__version__} is installed; run: pip install --no-build-isolation ." in last
 
 
-def test_an_undefined_symbol(copy: Path) -> None:
+def test_undefined_symbol_is_reported(copy: Path) -> None:
     """The versions agree but the libraries do not, as with a torch that was built from other sources."""
     module = _module_file(copy, "_runtime")
     binary = module.read_bytes()
@@ -82,7 +82,7 @@ def test_an_undefined_symbol(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["_planner", "_runtime"])
-def test_a_module_that_was_not_built(copy: Path, module: str) -> None:
+def test_missing_module_is_reported(copy: Path, module: str) -> None:
     _module_file(copy, module).unlink()
     ran = _run("import shardwright; shardwright.enable", copy.parent)
     last = ran.stderr.strip().splitlines()[-1]
@@ -91,7 +91,7 @@ def test_a_module_that_was_not_built(copy: Path, module: str) -> None:
     )
 
 
-def test_names_that_are_not_there() -> None:
+def test_unknown_names_raise() -> None:
     with pytest.raises(AttributeError, match="module 'shardwright' has no attribute 'nothing'"):
         _ = sw.nothing
     assert not hasattr(sw, "__wrapped__")

@@ -27,7 +27,7 @@ def batch_of(rank: int) -> torch.Tensor:
 
 
 def part(whole: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
-    """This rank's part, cut by torch.chunk as the placements S say, one mesh dim after the other."""
+    """Returns this rank's shard, made by torch.chunk for each placement S, one mesh dim after the other."""
     coordinate = layout.mesh.coordinate(dist.get_rank())
     assert coordinate is not None
     for placement, size, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
@@ -39,7 +39,7 @@ def part(whole: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
 
 
 def loss_of(weight: Any, x: torch.Tensor) -> torch.Tensor:
-    """Uses the weight in two blocks, once in two operations, and views of it."""
+    """Uses the weight in two blocks: in two operations of the first, as a view in the second."""
     with weight as whole:
         y = F.linear(torch.tanh(x), whole) + F.linear(x.square(), whole)
     with weight as whole:
@@ -47,8 +47,8 @@ def loss_of(weight: Any, x: torch.Tensor) -> torch.Tensor:
     return z.square().mean()
 
 
-class Whole:
-    """The same interface around a weight that is never cut."""
+class Unsharded:
+    """The interface of a jit_weight around an unsharded weight."""
 
     def __init__(self) -> None:
         self.parameter = nn.Parameter(whole_weight())
@@ -65,7 +65,7 @@ def _trains(mesh_shape: tuple[int, ...], placements: list[str]) -> None:
     rest = sw.Layout(mesh, (ROWS, COLUMNS), placements)
     use = sw.Layout(mesh, (ROWS, COLUMNS), ["R"] * len(mesh_shape))
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours, expected = sw.fsdp.jit_weight(part(whole_weight(), rest), rest, use), Whole()
+    ours, expected = sw.fsdp.jit_weight(part(whole_weight(), rest), rest, use), Unsharded()
     for step in range(3):
         for weight, ranks in ((ours, [rank]), (expected, range(world))):
             weight.parameter.grad = None
@@ -89,12 +89,12 @@ def _trains(mesh_shape: tuple[int, ...], placements: list[str]) -> None:
     [((1,), ["S(0)"]), ((2,), ["R"]), ((3,), ["S(1)"]), ((2, 2), ["R", "S(0)"]), ((2, 2), ["S(0)", "S(1)"])],
     ids=str,
 )
-def test_trains_as_a_whole_weight(pool: Pool, mesh_shape: tuple[int, ...], placements: list[str]) -> None:
+def test_trains_as_an_unsharded_weight(pool: Pool, mesh_shape: tuple[int, ...], placements: list[str]) -> None:
     pool.run(_trains, torch.Size(mesh_shape).numel(), mesh_shape, placements)
 
 
 def _gathers() -> None:
-    """One gather for each block, forward and backward; nothing where ranks have the same data; the memory is free."""
+    """Gathers once for each block and backward, reduces nothing if ranks have the same data, and frees the memory."""
     mesh = sw.Mesh({"a": 2})
     rest, use = (sw.Layout(mesh, (8, 8), [p]) for p in ("S(0)", "R"))
     x = torch.ones(2, 8, device=meshes.device, requires_grad=True)
@@ -117,7 +117,7 @@ def _gathers() -> None:
         assert weight.materialize() is weight._held
         weight.release()
         assert weight._held is None
-    # Written between a forward and its backward; written after it was prefetched.
+    # The weight is written between a forward and its backward, and after it was prefetched.
     with weight as whole:
         y = F.linear(x, whole)
     weight.prefetch()
@@ -140,7 +140,7 @@ def test_gathers_once_per_block(pool: Pool) -> None:
 
 @runtime_checkable
 class DistributedWeight(Protocol):
-    """TransformerEngine's protocol, as it states it."""
+    """A copy of TransformerEngine's protocol."""
 
     is_distributed_weight: bool
 
@@ -181,11 +181,11 @@ def _protocol() -> None:
     torch.testing.assert_close(parameter.grad, part(whole.grad / 3, rest))
 
 
-def test_protocol_of_transformer_engine(pool: Pool) -> None:
+def test_weights_have_the_protocol_of_transformer_engine(pool: Pool) -> None:
     pool.run(_protocol, 3)
 
 
-def _refusals() -> None:
+def _invalid_arguments() -> None:
     mesh = sw.Mesh({"a": 2})
     rest, use = (sw.Layout(mesh, (4, 4), [p]) for p in ("S(0)", "R"))
     pending = sw.Layout(mesh, (4, 4), ["P(sum)"])
@@ -211,5 +211,5 @@ def _refusals() -> None:
 
 
 @pytest.mark.cpu_only("refusals are the same everywhere")
-def test_refusals(pool: Pool) -> None:
-    pool.run(_refusals, 2)
+def test_invalid_arguments_raise(pool: Pool) -> None:
+    pool.run(_invalid_arguments, 2)

@@ -1,9 +1,9 @@
 """Cases that PyTorch's own path gets silently wrong.
 
-Merging gathers over a flattened mesh loses rows of uneven shards. On meshes whose ranks do not ascend, parts are taken
-in the order of ranks instead of positions. Over Gloo, minima and maxima drop NaN, and scattered products of complex
-numbers multiply real and imaginary parts separately. Views of inner shards are read as if they were cut otherwise. When
-stock PyTorch fixes one of these, test_stock_is_wrong and similar tests fail.
+Merging gathers over a flattened mesh loses rows of uneven shards. On meshes whose ranks do not ascend, shards are
+ordered by rank instead of by mesh position. Over Gloo, minima and maxima drop NaN, and scattered products of complex
+numbers multiply real and imaginary parts separately. Views of inner shards get a wrong sharding. When stock PyTorch
+fixes one of these, test_stock_is_wrong and similar tests fail.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def _is_right(mesh_shape: tuple[int, ...], shape: tuple[int, ...], src: Placemen
     return oracle.difference(result.to_local(), dtensors.my_local(tensor, mesh, dst)) is None
 
 
-def _is_right_with_us(*case: object) -> bool:
+def _is_right_with_shardwright(*case: object) -> bool:
     with sw.enabled(strict=True):
         return _is_right(*case)
 
 
 @pytest.mark.parametrize("case", WRONG, ids=str)
-def test_right_with_us(pool: Pool, case: tuple) -> None:
-    assert all(pool.run(_is_right_with_us, torch.Size(case[0]).numel(), *case))
+def test_right_with_shardwright(pool: Pool, case: tuple) -> None:
+    assert all(pool.run(_is_right_with_shardwright, torch.Size(case[0]).numel(), *case))
 
 
 @pytest.mark.parametrize("case", WRONG, ids=str)
@@ -62,7 +62,7 @@ def _rows() -> list[list[float]]:
         return source.full_tensor().tolist()
 
 
-def test_no_row_is_lost(pool: Pool) -> None:
+def test_full_tensor_loses_no_row(pool: Pool) -> None:
     assert pool.run(_rows, 4) == [torch.arange(15.0).view(5, 3).tolist()] * 4
 
 
@@ -85,22 +85,22 @@ def _is_right_not_ascending(src: Placements, dst: Placements) -> bool:
 
 
 def _min_of_nan(op: str) -> bool:
-    """Returns whether NaN on any one rank is in the result, as in `torch.amin` over all ranks."""
+    """Returns true if NaN on any one rank is in the result, as in `torch.amin` over all ranks."""
     mesh, rank = get_mesh((4,)), torch.distributed.get_rank()
     found = []
     for bad in range(4):
         local = torch.tensor([float("nan") if rank == bad else float(rank)])
-        due = DTensor.from_local(local, mesh, [Partial(op)], run_check=False)
-        found.append(due.redistribute(mesh, [Replicate()]).to_local().isnan().item())
+        pending = DTensor.from_local(local, mesh, [Partial(op)], run_check=False)
+        found.append(pending.redistribute(mesh, [Replicate()]).to_local().isnan().item())
     return all(found)
 
 
 def _complex_product() -> bool:
-    """Scattered; 1+i, 2+i, 3+i and 4+i give -10+40i."""
+    """Returns true if a scattered product is right: 1+i, 2+i, 3+i and 4+i give -10+40i."""
     mesh, rank = get_mesh((4,)), torch.distributed.get_rank()
     local = torch.full((4,), complex(rank + 1, 1))
-    due = DTensor.from_local(local, mesh, [Partial("product")], run_check=False)
-    return due.redistribute(mesh, [Shard(0)]).to_local().tolist() == [complex(-10, 40)]
+    pending = DTensor.from_local(local, mesh, [Partial("product")], run_check=False)
+    return pending.redistribute(mesh, [Shard(0)]).to_local().tolist() == [complex(-10, 40)]
 
 
 OTHERS: list[tuple[Callable[..., bool], tuple[object, ...]]] = [
@@ -111,19 +111,19 @@ OTHERS: list[tuple[Callable[..., bool], tuple[object, ...]]] = [
 ]
 
 
-def _with_us(call: Callable[..., bool], *case: object) -> bool:
+def _with_shardwright(call: Callable[..., bool], *case: object) -> bool:
     with sw.enabled(strict=True):
         return call(*case)
 
 
 @pytest.mark.parametrize(("call", "case"), OTHERS, ids=str)
-def test_others_are_right_with_us(pool: Pool, call: Callable[..., bool], case: tuple) -> None:
-    assert all(pool.run(_with_us, 4, call, *case))
+def test_other_cases_are_right_with_shardwright(pool: Pool, call: Callable[..., bool], case: tuple) -> None:
+    assert all(pool.run(_with_shardwright, 4, call, *case))
 
 
 @pytest.mark.cpu_only("Gloo's minimum of NaN")
 @pytest.mark.parametrize(("call", "case"), OTHERS, ids=str)
-def test_stock_is_wrong_in_others(pool: Pool, call: Callable[..., bool], case: tuple) -> None:
+def test_stock_is_wrong_in_other_cases(pool: Pool, call: Callable[..., bool], case: tuple) -> None:
     assert not all(pool.run(call, 4, *case)), "stock is right now: update the documents"
 
 
@@ -138,8 +138,8 @@ REFUSED_BY_STOCK = [
 
 def _reduce(dtype: torch.dtype, op: str) -> complex:
     mesh, rank = get_mesh((4,)), torch.distributed.get_rank()
-    due = DTensor.from_local(torch.tensor([rank + 1]).to(dtype), mesh, [Partial(op)], run_check=False)
-    return due.redistribute(mesh, [Replicate()]).to_local().item()
+    pending = DTensor.from_local(torch.tensor([rank + 1]).to(dtype), mesh, [Partial(op)], run_check=False)
+    return pending.redistribute(mesh, [Replicate()]).to_local().item()
 
 
 def _stock_raises(dtype: torch.dtype, op: str) -> bool:
@@ -155,11 +155,11 @@ def _stock_raises(dtype: torch.dtype, op: str) -> bool:
 def test_reductions_that_stock_refuses(pool: Pool, case: tuple) -> None:
     dtype, op, expected = case
     assert all(pool.run(_stock_raises, 4, dtype, op)), "stock takes it now: update the documents"
-    assert pool.run(_with_us, 4, _reduce, dtype, op) == [expected] * 4
+    assert pool.run(_with_shardwright, 4, _reduce, dtype, op) == [expected] * 4
 
 
-def _seen_otherwise(views: bool) -> bool:
-    """Returns whether two views of an inner shard are right, in which nothing has to move."""
+def _views_are_right(views: bool) -> bool:
+    """Returns true if two views of an inner shard, which need no transfer, are right."""
     tensor = torch.arange(16.0).view(4, 4)
     with sw.enabled(views=True) if views else contextlib.nullcontext():
         try:
@@ -171,5 +171,5 @@ def _seen_otherwise(views: bool) -> bool:
 
 @pytest.mark.cpu_only("stock communicates by itself")
 def test_views_of_inner_shards(pool: Pool) -> None:
-    assert all(pool.run(_seen_otherwise, 2, True))
-    assert not any(pool.run(_seen_otherwise, 2, False)), "stock is right now: update the documents"
+    assert all(pool.run(_views_are_right, 2, True))
+    assert not any(pool.run(_views_are_right, 2, False)), "stock is right now: update the documents"

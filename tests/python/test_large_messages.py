@@ -1,4 +1,4 @@
-"""Large exchanges over Gloo are sent as messages, on all ranks alike, with the same results as small ones."""
+"""Large exchanges over Gloo are sent as messages on all ranks, with right results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pairs import ONE_DIM
 from pool import Pool
 
 MOVES = [ONE_DIM[name] for name in ("S->R", "S->S", "P->S", "P->R")]
-LARGE, SMALL = (2050, 600), (66, 60)  # rows do not divide; parts of the large one have more than 1 MiB
+LARGE, SMALL = (2050, 600), (66, 60)  # rows are uneven; parts of the large tensor exceed 1 MiB
 
 
 def _programs(src: list[str], dst: list[str], shape: tuple[int, int], num_ranks: int, backend: str) -> list[str]:
@@ -24,7 +24,7 @@ def _programs(src: list[str], dst: list[str], shape: tuple[int, int], num_ranks:
 
 @pytest.mark.parametrize(("src", "dst"), MOVES, ids=str)
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_which_go_by_messages(src: list[str], dst: list[str], num_ranks: int) -> None:
+def test_only_large_exchanges_over_gloo_use_messages(src: list[str], dst: list[str], num_ranks: int) -> None:
     for program in _programs(src, dst, LARGE, num_ranks, "gloo"):
         exchanges = program.count("all_to_all ") - program.count("all_to_all by messages ")
         assert exchanges == 0, program
@@ -46,7 +46,7 @@ def _results(src: list[str], dst: list[str], async_op: bool) -> None:
 
 
 @pytest.mark.parametrize(("src", "dst"), MOVES, ids=str)
-def test_results(pool: Pool, src: list[str], dst: list[str]) -> None:
+def test_large_redistributes_are_right(pool: Pool, src: list[str], dst: list[str]) -> None:
     for async_op in (False, True):
         pool.run(_results, 4, src, dst, async_op)
 
@@ -67,5 +67,5 @@ def _product(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["serial", "collective"])
-def test_products(pool: Pool, method: str) -> None:
+def test_large_products_are_right(pool: Pool, method: str) -> None:
     pool.run(_product, 2, method)

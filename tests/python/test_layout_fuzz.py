@@ -1,4 +1,4 @@
-"""Random moves between layouts of all kinds on real ranks; `tools/fuzz_gloo` runs more of them, for as long as wanted.
+"""Random moves between layouts of all kinds on real ranks. `tools/fuzz_gloo` runs more of them, for any time.
 
 SHARDWRIGHT_FUZZ_SEED chooses another seed, SHARDWRIGHT_FUZZ_SCALE multiplies the number of cases.
 """

@@ -13,7 +13,7 @@ from meshes import get_mesh
 from pool import Pool
 
 Placements = tuple[str, ...]
-CASES: list[tuple[Placements, Placements, Placements]] = [  # of x, weight and bias, on 2 x 2
+CASES: list[tuple[Placements, Placements, Placements]] = [  # placements of x, weight and bias on 2 x 2 ranks
     (("S(0)", "R"), ("R", "S(0)"), ("P(sum)", "S(0)")),
     (("S(0)", "R"), ("R", "R"), ("P(sum)", "P(sum)")),
     (("S(0)", "S(1)"), ("R", "S(1)"), ("R", "P(sum)")),
@@ -49,5 +49,5 @@ def _linear(x_placements: Placements, weight_placements: Placements, bias_placem
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_bias_with_pending_sums(pool: Pool, case: tuple) -> None:
+def test_bias_with_pending_reductions(pool: Pool, case: tuple) -> None:
     pool.run(_linear, 4, *case)

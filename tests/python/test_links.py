@@ -16,7 +16,7 @@ TRAINING = pathlib.Path(__file__).parents[1] / "links" / "training.py"
 
 @pytest.mark.long
 @pytest.mark.parametrize("scenario", ["lossy", "nodes", "interrupted", "cut"])
-def test_training(scenario: str) -> None:
+def test_training_over_bad_links(scenario: str) -> None:
     testnets.skip_without("2", "1", "100mbit")
     command = [sys.executable, str(TRAINING), "--short", "--only", scenario]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=dict(os.environ))

@@ -1,4 +1,4 @@
-"""Local sums are taken in the order of the parts and rounded once, by our loops and by ATen's operators alike."""
+"""Local reductions take parts in order, and round sums once, in our loops and with ATen's operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def _parts(count: int, size: int, dtype: torch.dtype, lie: str) -> list[torch.Tensor]:
-    """Makes parts of eighths, which float32 sums exactly: rows of one tensor, in order or reversed, or apart."""
+    """Makes parts of multiples of 1/8, which float32 sums exactly: rows of a tensor, in order, reversed, or copied."""
     generator = torch.Generator().manual_seed(count * 1000 + size)
     rows = (torch.randint(-99, 100, (count, size), generator=generator) / 8).to(dtype)
     if lie == "apart":
@@ -36,7 +36,7 @@ def test_sums_are_rounded_once(dtype: torch.dtype, with_aten: bool) -> None:
 
 @pytest.mark.parametrize("with_aten", [False, True])
 @pytest.mark.parametrize("op", list(COMBINE))
-def test_parts_are_taken_in_order(op: str, with_aten: bool) -> None:
+def test_parts_are_reduced_in_order(op: str, with_aten: bool) -> None:
     generator = torch.Generator().manual_seed(7)
     for count, size in itertools.product((1, 2, 3, 8), (1, 7, 5000)):
         parts = [torch.randn(size, generator=generator) for _ in range(count)]
@@ -50,7 +50,7 @@ def test_parts_are_taken_in_order(op: str, with_aten: bool) -> None:
 
 
 @pytest.mark.parametrize("with_aten", [False, True])
-def test_whole_numbers(with_aten: bool) -> None:
+def test_integer_reductions(with_aten: bool) -> None:
     parts = [torch.tensor([1, 6, 3]), torch.tensor([2, 3, 3]), torch.tensor([4, 2, 1])]
     for op, expected in (("sum", [7, 11, 7]), ("band", [0, 2, 1]), ("bor", [7, 7, 3]), ("bxor", [7, 7, 1])):
         found = torch.empty(3, dtype=torch.int64)

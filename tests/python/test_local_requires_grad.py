@@ -1,4 +1,4 @@
-"""DTensor's operators run below autograd, also if the local part itself requires grad, as after `from_local`."""
+"""DTensor's operators run below autograd, also if the local tensor requires grad, as after `from_local`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ WORLD = 4
 
 
 def _step(ours: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sum for which a replicated parameter is sliced, and the parameter's gradient.
+    """Returns a sum for which a replicated parameter is sliced, and the parameter's gradient.
 
-    The local part is a view that was made without autograd, of a parameter that changes, as by an optimizer: autograd
-    would refuse to make a graph on it.
+    The local tensor is a view of a parameter, made without autograd. The parameter is then written, as by an
+    optimizer, so autograd would refuse to make a graph on the view.
     """
     mesh = get_mesh((WORLD,))
     parameter = torch.nn.Parameter(torch.arange(64.0).view(8, 8))
@@ -40,5 +40,5 @@ def _as_stock() -> None:
         assert torch.equal(one, other)
 
 
-def test_as_stock(pool: Pool) -> None:
+def test_gradients_of_local_parameters_equal_stock(pool: Pool) -> None:
     pool.run(_as_stock, WORLD)

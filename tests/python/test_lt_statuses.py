@@ -1,5 +1,7 @@
-"""Every status that cuBLASLt may return, at every call, has an answer: csrc/runtime/cuda/lt_calls.h. A stub of
-cuBLASLt, loaded before the real one, returns them. No GPU is needed."""
+"""csrc/runtime/cuda/lt_calls.h handles every status that every call of cuBLASLt may return.
+
+A stub of cuBLASLt, loaded before the real one, returns the statuses. No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 
 from shardwright._native import _runtime
 
-# The values of cublasStatus_t.
+# Results of shardwright_try_lt_product, and the expected one for each value of cublasStatus_t.
 DONE, DECLINED, FAILED = 1, 0, -1
 ANSWERS = {0: DONE, 7: DECLINED, 8: DECLINED, 15: DECLINED} | dict.fromkeys((1, 3, 11, 13, 14, 16), FAILED)
 
@@ -84,7 +86,7 @@ CALLS = [
 
 
 @pytest.mark.skipif(not _runtime.has_cuda or shutil.which("gcc") is None, reason="needs a build with CUDA, and gcc")
-def test_every_status_has_an_answer(tmp_path: pathlib.Path) -> None:
+def test_every_status_is_handled(tmp_path: pathlib.Path) -> None:
     (tmp_path / "stub.c").write_text(STUB)
     stub = str(tmp_path / "stub.so")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", stub, str(tmp_path / "stub.c")], check=True)
@@ -101,5 +103,5 @@ def test_every_status_has_an_answer(tmp_path: pathlib.Path) -> None:
     assert found.returncode == 0, found.stderr
     for (call, status), line in zip(cases, found.stdout.splitlines(), strict=True):
         expected = DECLINED if call == "none" else ANSWERS[status]
-        again = DECLINED if expected == DECLINED else DONE  # what declined is not asked again; a failure is no answer
+        again = DECLINED if expected == DECLINED else DONE  # a declined product is not tried again, a failed one is
         assert line.split() == [call, str(status), str(expected), str(again)]

@@ -1,4 +1,4 @@
-"""Many tensors at once: every element, bytes and messages as promised, strided outputs, errors on all ranks."""
+"""Many tensors at once: every element, planned bytes and messages, strided outputs, errors on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshes import NAMES
 from pool import Pool
 from shardwright.runtime import executables, many
 
-# A mesh: its shape, and its ranks, row-major.
+# A mesh: its shape, and its ranks in row-major order.
 Grid = tuple[tuple[int, ...], tuple[int, ...]]
 Case = tuple[tuple[int, ...], torch.dtype, Grid, tuple[str, ...], Grid, tuple[str, ...]]
 
@@ -62,7 +62,7 @@ def _part(tensor: torch.Tensor, grid: Grid, placements: tuple[str, ...], rank: i
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements with gaps, and with the dims of the memory in reverse order."""
+    """Returns a copy with gaps between elements, and with the dims of its memory in reverse order."""
     wide = tensor.new_zeros((*reversed([2 * n for n in tensor.shape]), 1))
     view = wide.permute(*reversed(range(wide.dim())))[0]
     view = view[tuple(slice(0, 2 * n, 2) for n in tensor.shape)]
@@ -71,7 +71,7 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _items(cases: list[Case], rank: int, strided: bool = False) -> tuple[list[Any], list[torch.Tensor]]:
-    """This rank's arguments, and its expected results."""
+    """Returns this rank's arguments, and its expected results."""
     items, expected = [], []
     for number, (shape, dtype, src, src_placements, dst, dst_placements) in enumerate(cases):
         tensor = oracle.global_tensor(shape, dtype, number).to(meshes.device)
@@ -108,10 +108,10 @@ def _move(seed: int, bucket_bytes: int, buckets: int, strided: bool) -> tuple[in
     sent = [event for event in events if event.instruction.startswith("send_receive")]
     assert {event.lane for event in sent} == {"communication"}
     assert 1 <= len(sent) <= plan.num_rounds
-    assert meter.received_bytes < first or dist.get_world_size() == 1  # ranks do not compare again
+    assert meter.received_bytes < first or dist.get_world_size() == 1  # ranks compare layouts in the first call only
     assert meter.received_bytes <= plan.received_bytes_max
 
-    # Into views with gaps, whose addresses stay.
+    # Results are written to views with gaps, which keep their addresses.
     out = [_strided(torch.zeros_like(right)).to(meshes.device) if right.numel() else None for right in expected]
     out = [
         torch.empty_like(right, device=meshes.device) if one is None and rank in case[4][1] else one
@@ -146,13 +146,13 @@ def _move(seed: int, bucket_bytes: int, buckets: int, strided: bool) -> tuple[in
     ("seed", "bucket_bytes", "buckets", "strided"),
     [(1, 64 << 20, 3, False), (2, 700, 2, True), (3, 900, 1, False), (4, 2000, 4, True)],
 )
-def test_every_element_arrives(pool: Pool, seed: int, bucket_bytes: int, buckets: int, strided: bool) -> None:
+def test_every_element_is_right(pool: Pool, seed: int, bucket_bytes: int, buckets: int, strided: bool) -> None:
     counted = pool.run(_move, WORLD_SIZE, seed, bucket_bytes, buckets, strided)
     assert sum(received for received, _ in counted) == counted[0][1]
 
 
 def _memory(bucket_bytes: int, buckets: int) -> tuple[int, int, int]:
-    """What one call allocates besides its results, and what is promised."""
+    """Returns the bytes that a call allocates besides its results, the planned bytes, and the number of rounds."""
     rank = dist.get_rank()
     train, serve = sw.Mesh({"a": 2}), sw.Mesh({"b": 2}, [1, 2])
     pairs = [
@@ -160,7 +160,7 @@ def _memory(bucket_bytes: int, buckets: int) -> tuple[int, int, int]:
         for dtype in ("float32", "bf16")
         for to in ("S(1)", "R")
     ]
-    # Every other column, so that packing meets gaps.
+    # Every other column, so that packing reads memory with gaps.
     items = [
         (None if rank == 2 else torch.ones(250, 80, dtype=getattr(torch, src.dtype))[:, ::2], src, dst)
         for src, dst in pairs
@@ -174,9 +174,9 @@ def _memory(bucket_bytes: int, buckets: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(("bucket_bytes", "buckets"), [(4096, 3), (20000, 1), (1 << 20, 8)])
-def test_memory_is_what_was_promised(pool: Pool, bucket_bytes: int, buckets: int) -> None:
+def test_memory_is_as_planned(pool: Pool, bucket_bytes: int, buckets: int) -> None:
     taken = pool.run(_memory, 3, bucket_bytes, buckets)
-    # A bucket is as large as a rank's own rounds.
+    # A rank's bucket is only as large as its own rounds.
     assert max(peak for peak, _, _ in taken) > 0.9 * taken[0][1] or taken[0][2] < buckets
     for peak, promised, rounds in taken:
         assert peak <= promised
@@ -184,7 +184,7 @@ def test_memory_is_what_was_promised(pool: Pool, bucket_bytes: int, buckets: int
         assert promised > 0.9 * bucket_bytes * buckets or rounds < buckets
 
 
-def test_one_rank_alone(pool: Pool) -> None:
+def test_redistribute_many_on_one_rank(pool: Pool) -> None:
     pool.run(_alone, 1)
 
 
@@ -213,7 +213,7 @@ def _reductions() -> None:
     for result, right in zip(moved, expected, strict=True):  # type: ignore[arg-type]
         assert oracle.difference(result, right) is None
     local, same, _ = items[0]
-    largest = _layout(grid, shape, ("P(max)", "P(max)"), torch.float32)  # no gradient, but nothing moves
+    largest = _layout(grid, shape, ("P(max)", "P(max)"), torch.float32)  # it has no gradient, but does not move
     unmoved = sw.redistribute_many([(local, same, same), (local, largest, largest)], device=meshes.device)
     assert all(one is local for one in unmoved) or rank not in grid[1]  # type: ignore[union-attr]
 
@@ -243,7 +243,7 @@ def _disagreements() -> list[str]:
     errors.append(_error(lambda: sw.redistribute_many(wrong if rank == 2 else items)))
     errors.append(_error(lambda: sw.redistribute_many(items, bucket_bytes=1)))
     errors.append(_error(lambda: sw.redistribute_many(items, buckets=0)))
-    _check(sw.redistribute_many(items), expected, cases)  # nothing was left behind
+    _check(sw.redistribute_many(items), expected, cases)  # errors leave no state behind
     return errors
 
 
@@ -264,7 +264,7 @@ def test_ranks_that_disagree_all_raise(pool: Pool) -> None:
         assert none.startswith("ValueError: buckets must be at least 1, got 0"), none
 
 
-def _refused() -> list[str]:
+def _invalid_arguments() -> list[str]:
     mesh = sw.Mesh({"a": 2})
     cut, whole = sw.Layout(mesh, (4,), ["S(0)"]), sw.Layout(mesh, (4,), ["R"])
     partial = sw.Layout(mesh, (4,), ["P"])
@@ -310,13 +310,13 @@ def test_errors_name_the_argument(pool: Pool) -> None:
         "out[0] must have an address for each element, got shape (4,) and strides (0,)",
         "out[0] must be a tensor with memory of its own, got one that shares items[1]'s",
     )
-    for errors in pool.run(_refused, 2):
+    for errors in pool.run(_invalid_arguments, 2):
         for error, text in zip(errors, texts, strict=True):
             assert error.startswith("ValueError") and text in error, f"{error!r} lacks {text!r}"
 
 
-def _later_refusals() -> list[str]:
-    """Rank 1 passes what is not allowed with layouts that all ranks know, so it raises alone; then all go on."""
+def _invalid_arguments_on_one_rank() -> list[str]:
+    """Rank 1 passes invalid arguments with layouts that all ranks have compared. It raises alone, and all continue."""
     twice, one = torch.zeros(4, 1), torch.zeros(1)
     mesh = sw.Mesh({"a": 2})
     src, dst = sw.Layout(mesh, (4, 2), ["S(0)"]), sw.Layout(mesh, (4, 2), ["S(1)"])
@@ -333,8 +333,8 @@ def _later_refusals() -> list[str]:
     return errors
 
 
-def test_known_layouts_are_not_compared_where_arguments_are_not_allowed(pool: Pool) -> None:
-    lengths, kind, device, memory, expanded = pool.run(_later_refusals, 2)[1]
+def test_invalid_arguments_with_known_layouts_raise_on_one_rank(pool: Pool) -> None:
+    lengths, kind, device, memory, expanded = pool.run(_invalid_arguments_on_one_rank, 2)[1]
     assert lengths.startswith("ValueError: out must be a list of 2, one per item, got 3"), lengths
     assert kind.startswith("ValueError: out: "), kind
     assert device.startswith("ValueError: device must be cpu or cuda") and device.endswith("got 'moon'"), device
@@ -343,7 +343,7 @@ def test_known_layouts_are_not_compared_where_arguments_are_not_allowed(pool: Po
 
 
 def _conjugated(transfers: bool) -> None:
-    """Sources whose memory holds the conjugates or negatives of their elements, also in asynchronous runs."""
+    """Moves views whose memory has the conjugates or negatives of their elements, also in asynchronous runs."""
     rank = dist.get_rank()
     z = torch.complex(torch.arange(8.0), torch.arange(8.0) + 1).view(4, 2)
     mesh = sw.Mesh({"a": 2})
@@ -411,12 +411,12 @@ def _saved_for_backward() -> None:
 
 
 @pytest.mark.cpu_only("versions are counted alike on all devices")
-def test_autograd_knows_what_was_written(pool: Pool) -> None:
+def test_autograd_detects_writes_to_outputs(pool: Pool) -> None:
     pool.run(_saved_for_backward, 2)
 
 
 def _unknown_device() -> list[str]:
-    """Rank 1 passes no tensors, and the group has backends for CPU and CUDA, as Gloo has where there is a GPU."""
+    """Rank 1 passes no tensors, and the group has backends for CPU and CUDA, as Gloo has on machines with a GPU."""
     rank = dist.get_rank()
     here, there = (sw.Layout(sw.Mesh({"a": 1}, [owner]), (4,), ["R"]) for owner in range(2))
     items = [(torch.ones(4) if rank == 0 else None, here, there)]
@@ -427,7 +427,7 @@ def _unknown_device() -> list[str]:
         errors = [_error(lambda: sw.redistribute_many(items))]
         sw.redistribute_many(items, device="cpu")
         assert sw.redistribute_many([]) == []
-        if rank == 1:  # all ranks know the layouts now
+        if rank == 1:  # all ranks have compared the layouts
             errors.append(_error(lambda: sw.redistribute_many(items)))
         moved = sw.redistribute_many(items, device="cpu")
         state = {"w": (torch.ones(4), here)} if rank == 0 else None
@@ -441,7 +441,7 @@ def _unknown_device() -> list[str]:
 
 
 @pytest.mark.cpu_only("has its own device")
-def test_where_the_device_is_not_known_all_ranks_raise(pool: Pool) -> None:
+def test_unknown_device_raises_on_all_ranks(pool: Pool) -> None:
     first, second = pool.run(_unknown_device, 2)
     said = "device must be the device of the other ranks' tensors, got None on rank 1, which passes no tensors"
     assert "on ranks [1] the arguments are not allowed" in first[0], first
@@ -450,7 +450,7 @@ def test_where_the_device_is_not_known_all_ranks_raise(pool: Pool) -> None:
     assert "device must be cpu or cuda, got 'moon' (on ranks 0, 1)" in first[2], first
 
 
-def _keeps_compared() -> list[int]:
+def _cached_layouts() -> list[int]:
     mesh = sw.Mesh({"a": 2})
     items = [(torch.zeros(2), sw.Layout(mesh, (4,), ["S(0)"]), sw.Layout(mesh, (4,), ["R"]))] * 3
     sw.reset_stats()
@@ -462,15 +462,15 @@ def _keeps_compared() -> list[int]:
     return [*sizes, stats["batches"], stats["batched_tensors"], stats["bytes"]]
 
 
-def test_calls_are_counted_and_kept(pool: Pool) -> None:
-    for first, second, third, batches, tensors, received in pool.run(_keeps_compared, 2):
+def test_calls_are_counted_and_cached(pool: Pool) -> None:
+    for first, second, third, batches, tensors, received in pool.run(_cached_layouts, 2):
         assert first == second == third
         assert (batches, tensors) == (3, 9)
         assert received >= 3 * 3 * 2 * 4
 
 
 def _busy_in_another_group() -> None:
-    """Rank 0 runs more batches in a group of its own than are kept; its peers still know the one of all ranks."""
+    """Rank 0 runs more batches in its own group than are cached. The batch of all ranks stays cached."""
     rank = dist.get_rank()
     own = [dist.new_group([r]) for r in range(2)]
     cut, whole = (sw.Layout(sw.Mesh({"a": 2}), (4,), [kind]) for kind in ("S(0)", "R"))
@@ -487,11 +487,11 @@ def _busy_in_another_group() -> None:
 
 
 @pytest.mark.cpu_only("groups of some ranks are Gloo's here")
-def test_batches_of_other_groups_are_kept_apart(pool: Pool) -> None:
+def test_batches_are_cached_by_group(pool: Pool) -> None:
     pool.run(_busy_in_another_group, 2)
 
 
-def test_a_plan_says_what_it_takes() -> None:
+def test_plan_reports_its_costs() -> None:
     train, serve = sw.Mesh({"dp": 4, "tp": 2}), sw.Mesh({"tp": 4}, range(8, 12))
     pairs = [(sw.Layout(train, (256, 64), ["S(0)", "S(1)"]), sw.Layout(serve, (256, 64), ["S(0)"]))] * 6
     plan = sw.plan_many(pairs, bucket_bytes=16384, buckets=2)
@@ -500,10 +500,10 @@ def test_a_plan_says_what_it_takes() -> None:
     assert plan.received_bytes_sum == 6 * 256 * 64 * 4
     assert plan.sent_bytes_max == plan.sent_bytes_bound == 6 * 256 * 64 * 4 // 8
     assert plan.num_rounds == plan.rounds_bound == 6
-    assert plan.messages_sum == 8 * 6  # each rank of train has something for one of serve
+    assert plan.messages_sum == 8 * 6  # each rank of train sends to one rank of serve
     assert plan.memory_bytes == 2 * 16384
-    figures = json.loads(plan.to_json())
-    assert figures["memory_bytes"] == plan.memory_bytes and figures["messages_max"] == plan.messages_max
+    costs = json.loads(plan.to_json())
+    assert costs["memory_bytes"] == plan.memory_bytes and costs["messages_max"] == plan.messages_max
     assert "extra memory: 32 KiB on each rank, 2 buckets of 16 KiB" in str(plan)
     with pytest.raises(ValueError, match="pairs must be a list of pairs of layouts, .*, got 1 entries in item 0"):
         sw.plan_many([(pairs[0][0],)])  # type: ignore[list-item]

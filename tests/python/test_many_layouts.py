@@ -1,4 +1,4 @@
-"""Many tensors in layouts that torch does not have, with pending reductions, and in memory that is in use."""
+"""Many tensors in layouts that torch does not have, with pending reductions, and in shared memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwright.runtime import argument_checks
 
 WORLD_SIZE = 4
 SHAPE = (6, 4, 3)
-# Ranks, and what is on them.
+# Ranks, and the placement over them.
 Side = tuple[tuple[int, ...], Any]
 SIDES: list[Side] = [
     ((0, 1), sw.placements.Pieces(0, [[(4, 6), (0, 2)], [(1, 5)]])),
@@ -38,8 +38,8 @@ def _layout(side: Side, shape: tuple[int, ...], dtype: str) -> sw.Layout:
     return sw.Layout(sw.Mesh({"a": len(side[0])}, side[0]), shape, [side[1]], dtype)
 
 
-def _held(tensor: torch.Tensor, side: Side) -> torch.Tensor:
-    """This rank's part."""
+def _local_part(tensor: torch.Tensor, side: Side) -> torch.Tensor:
+    """Returns this rank's part."""
     ranks, placement = side
     if dist.get_rank() not in ranks:
         return tensor.new_empty(0)
@@ -66,10 +66,10 @@ def _rearranged(bucket_bytes: int, strided: bool) -> None:
     for number, (src, dst) in enumerate(itertools.product(SIDES, SIDES)):
         dtype = "float32" if number % 3 else "int64"
         tensor = oracle.global_tensor(SHAPE, getattr(torch, dtype), number).to(meshes.device)
-        local = _held(tensor, src) if dist.get_rank() in src[0] else None
+        local = _local_part(tensor, src) if dist.get_rank() in src[0] else None
         local = _gaps(local) if strided and local is not None else local
         items.append((local, _layout(src, SHAPE, dtype), _layout(dst, SHAPE, dtype)))
-        expected.append(_held(tensor, dst))
+        expected.append(_local_part(tensor, dst))
     out = [_gaps(torch.zeros_like(one)) for one in expected] if strided else None
     plan = sw.plan_many([(src, dst) for _, src, dst in items], bucket_bytes=bucket_bytes)
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_pieces_and_flattened_dims(pool: Pool, bucket_bytes: int, strided: bool)
 
 
 def _fuzzed(seed: str) -> int:
-    """All other kinds, nested, with pending reductions on the way."""
+    """Moves random layouts of all other kinds, nested and pending. Returns the number of reductions."""
     rank = dist.get_rank()
     drawn = layout_fuzz.make_cases(seed, dist.get_world_size(), 80)
     cases = [case for case in drawn if not case.is_rounded and set(case.dst.reductions) <= {"R"}]
@@ -105,7 +105,7 @@ def _fuzzed(seed: str) -> int:
 
 
 @pytest.mark.cpu_only("tensors are made on the CPU")
-def test_other_cuts_and_reductions(pool: Pool) -> None:
+def test_random_layouts_and_reductions(pool: Pool) -> None:
     seed = str(fuzz.seed_from_environment())
     assert pool.run(_fuzzed, WORLD_SIZE, seed)[0] >= 3, f"SHARDWRIGHT_FUZZ_SEED={seed}"
 
@@ -125,13 +125,13 @@ def _memory_of_reductions() -> tuple[int, int]:
     assert plan.reduction_bytes_sum == 3 * 2 * 96 * 1000 * 4
     assert plan.memory_bytes == plan.reduced_bytes_max + max(plan.reducing_bytes_max, 2 * 40000)
     assert "reduced before: 3 tensors" in str(plan)
-    # Gloo's threads may still hold what the two reductions before have received.
+    # Gloo's threads may still hold the received data of the previous two reductions.
     assert peak - sum(one.nbytes for one in moved) <= plan.memory_bytes + 2 * plan.reducing_bytes_max
     return peak - sum(one.nbytes for one in moved), plan.memory_bytes
 
 
 @pytest.mark.cpu_only("counts what the CPU's allocator hands out")
-def test_reduced_parts_are_counted(pool: Pool) -> None:
+def test_plan_counts_memory_of_reductions(pool: Pool) -> None:
     measured = pool.run(_memory_of_reductions, WORLD_SIZE)
     assert max(peak for peak, _ in measured) > 0.5 * measured[0][1]
 
@@ -149,7 +149,7 @@ def _transferred() -> None:
     state: dict[str, Any] = {}
     for name, placement in cuts.items():
         layout = sw.Layout(on, shape, [placement], "float32")
-        local = whole[name] if placement == "P(sum)" else _held(whole[name], ((0, 1), placement))
+        local = whole[name] if placement == "P(sum)" else _local_part(whole[name], ((0, 1), placement))
         state[name] = (local.clone(), layout)
     to = sw.Layout(
         sw.Mesh({"b": 3}, [1, 2, 3]), (18, 4), [sw.placements.Ragged(dims=(0, 1), units=(4, 1, 4))], "bfloat16"
@@ -163,7 +163,7 @@ def _transferred() -> None:
     for factor in (1, 3):
         t.start().wait()
         fused = torch.cat([whole["q"], whole["k"], 2 * whole["v"]]) * factor
-        right = _held(fused.bfloat16(), ((1, 2, 3), sw.placements.Ragged(dims=(0, 1), units=(4, 1, 4))))
+        right = _local_part(fused.bfloat16(), ((1, 2, 3), sw.placements.Ragged(dims=(0, 1), units=(4, 1, 4))))
         assert rank == 0 or torch.equal(t.tensors["qkv"], right)
         for name, tensor in t.receive():
             assert torch.equal(tensor, right), name
@@ -173,12 +173,12 @@ def _transferred() -> None:
 
 
 @pytest.mark.cpu_only("tensors are made on the CPU")
-def test_transfers_of_such_layouts(pool: Pool) -> None:
+def test_transfers_of_pieces_ragged_and_pending_layouts(pool: Pool) -> None:
     pool.run(_transferred, WORLD_SIZE)
 
 
 def _flattened_in_groups() -> None:
-    """Both sides of a transfer, also on ranks in another order than the group's."""
+    """Either side of a transfer has flattened dims, also in a group whose ranks are in another order."""
     rank = dist.get_rank()
     group = dist.new_group([3, 2], use_local_synchronization=True) if rank > 1 else None
     whole = sw.Layout(sw.Mesh({"a": 1}, [3]), (4, 6), ["R"])
@@ -191,7 +191,7 @@ def _flattened_in_groups() -> None:
             t.start().wait()
             if rank in dst.mesh.ranks:
                 assert torch.equal(t.tensors["w"], tensor.view(dst.local_shape(rank)))
-    pending = sw.Layout(sw.Mesh({"a": 1}, [2]), (4, 6), ["P"], flattened=2)  # over one rank: nothing is due
+    pending = sw.Layout(sw.Mesh({"a": 1}, [2]), (4, 6), ["P"], flattened=2)  # over one rank: nothing is reduced
     moved: Any = sw.redistribute_many([(tensor.flatten() if rank == 2 else None, pending, whole)])
     assert rank != 3 or torch.equal(moved[0], tensor)
 
@@ -201,8 +201,8 @@ def test_flattened_dims_in_groups(pool: Pool) -> None:
     pool.run(_flattened_in_groups, WORLD_SIZE)
 
 
-def _forgotten() -> bool:
-    """Whether a run that was waited for keeps its results, while the progress thread is busy with the one before."""
+def _frees_results() -> bool:
+    """Returns true if a finished run has freed its results while the progress thread is busy with an earlier run."""
     rank = dist.get_rank()
     mesh = sw.Mesh({"a": 2})
     cut, whole = (sw.Layout(mesh, (4,), [kind]) for kind in ("S(0)", "R"))
@@ -229,8 +229,8 @@ def _forgotten() -> bool:
 
 
 @pytest.mark.cpu_only("the progress thread finishes runs on the CPU")
-def test_a_run_that_is_over_keeps_no_memory(pool: Pool) -> None:
-    assert pool.run(_forgotten, 2) == [True, True]
+def test_finished_run_keeps_no_memory(pool: Pool) -> None:
+    assert pool.run(_frees_results, 2) == [True, True]
 
 
 def _unreadable() -> str:
@@ -247,33 +247,33 @@ def _unreadable() -> str:
     return said
 
 
-def test_a_rank_whose_items_cannot_be_read_does_not_wait(pool: Pool) -> None:
+def test_invalid_items_raise_without_waiting(pool: Pool) -> None:
     assert pool.run(_unreadable, 2)[1].endswith("got 2 entries in item 0")
 
 
-def _refused(state: Any, to: Any, **options: Any) -> str:
+def _transfer_error(state: Any, to: Any, **options: Any) -> str:
     with pytest.raises(ValueError) as raised:
         sw.transfer(state, to, **options)
     return str(raised.value)
 
 
 def _shared_memory() -> list[str]:
-    """Rank 1 passes sources that lie in the memory of destinations."""
+    """Rank 1 passes sources that share memory with destinations."""
     rank = dist.get_rank()
     layout = sw.Layout(sw.Mesh({"a": 2}), (8,), ["S(0)"])
     memory = torch.arange(12.0).view(4, 3)
     column, other = memory[:, 0], memory[:, 1]  # these interleave
     source, to = (column, other) if rank == 0 else (memory.view(12)[:4], memory.view(12)[2:6])
-    errors = [_refused({"w": (source, layout)}, {"w": (to, layout)})]
+    errors = [_transfer_error({"w": (source, layout)}, {"w": (to, layout)})]
     apart = column if rank == 0 else torch.zeros(4)
     sw.transfer({"w": (apart, layout)}, {"w": (other, layout)}).start().wait()
     same = torch.full((4,), float(rank))
-    errors.append(_refused({"w": (same, layout)}, {"w": (same, layout)}))
+    errors.append(_transfer_error({"w": (same, layout)}, {"w": (same, layout)}))
     other_side = sw.Layout(sw.Mesh({"b": 2}, [1, 0]), (8,), ["S(0)"])
     t = sw.transfer({"w": (same, layout)}, {"w": (same, other_side)}, staging="double")
-    for turn in (1, 0):  # the halves change places each time
+    for is_swapped in (1, 0):  # each transfer swaps the halves
         t.start().wait()
-        assert torch.equal(same, torch.full((4,), float(rank if turn == 0 else 1 - rank)))
+        assert torch.equal(same, torch.full((4,), float(rank if is_swapped == 0 else 1 - rank)))
     two = sw.Layout(sw.Mesh({"a": 2}), (8,), ["R"])
     many = memory.view(12)
     if rank == 1:
@@ -287,7 +287,7 @@ def _shared_memory() -> list[str]:
 
 
 @pytest.mark.cpu_only("tensors are made on the CPU")
-def test_sources_in_the_memory_of_destinations_are_refused(pool: Pool) -> None:
+def test_sources_that_share_memory_with_destinations_raise(pool: Pool) -> None:
     first, second = pool.run(_shared_memory, 2)
     assert first[:2] == second[:2]
     assert "destination w: its memory must not be shared, got memory shared with source w (on rank 1)" in first[0]
@@ -302,11 +302,11 @@ def _devices() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argument_checks, "DEVICE_TYPES", ["cpu", "cuda", "meta"])
         local = torch.zeros(4, device="meta" if rank else "cpu")
-        return _refused({"w": (local, layout)}, {"w": sw.Layout(sw.Mesh({"a": 2}), (8,), ["R"])})
+        return _transfer_error({"w": (local, layout)}, {"w": sw.Layout(sw.Mesh({"a": 2}), (8,), ["R"])})
 
 
 @pytest.mark.cpu_only("has devices of its own")
-def test_kinds_of_devices_are_compared(pool: Pool) -> None:
+def test_ranks_compare_device_types(pool: Pool) -> None:
     said = pool.run(_devices, 2)
     assert said[0] == said[1] and "device: got cpu on ranks [0]; meta on ranks [1]" in said[0]
 
@@ -322,7 +322,7 @@ def _other_cuts_of_dtensors() -> None:
     ):
         with pytest.raises(ValueError, match="placements must be torch's placements, got"):
             sw.redistribute(x, [cut])  # type: ignore[list-item]
-    # There and back by the local tensors, with gradients.
+    # `redistribute_local` moves local tensors, and their gradients back.
     src, dst = (sw.Layout(mesh, (8, 4), [placement]) for placement in (Shard(0), sw.placements.Cyclic(0, 1)))
     local = sw.redistribute_local(x.to_local(), src, dst)
     assert torch.equal(local, tensor[dist.get_rank() :: 2])
@@ -331,7 +331,7 @@ def _other_cuts_of_dtensors() -> None:
 
 
 @pytest.mark.cpu_only("tensors are made on the CPU")
-def test_dtensors_refuse_other_cuts(pool: Pool) -> None:
+def test_dtensors_reject_placements_that_torch_does_not_have(pool: Pool) -> None:
     pool.run(_other_cuts_of_dtensors, 2)
 
 
@@ -352,12 +352,12 @@ def _progress_raises() -> None:
             with pytest.raises(KeyError):
                 handle.wait()
             assert len(calls) == round  # once in each run
-        handle.wait()  # is complete, on all ranks
+        handle.wait()  # the run is complete on all ranks
         assert all(torch.equal(one, torch.tensor([0.0, 0.0, 1.0, 1.0])) for one in t.tensors.values())
 
 
 @pytest.mark.cpu_only("tensors are made on the CPU")
-def test_a_progress_function_that_raises_ends_nothing(pool: Pool) -> None:
+def test_transfer_completes_although_progress_raises(pool: Pool) -> None:
     pool.run(_progress_raises, 2)
 
 
@@ -374,7 +374,7 @@ def _waits_for_items() -> None:
 
 
 @pytest.mark.cpu_only("tensors are made on the CPU")
-def test_waits_for_items_by_their_numbers(pool: Pool) -> None:
+def test_waits_for_items_by_number(pool: Pool) -> None:
     pool.run(_waits_for_items, 2)
 
 
@@ -388,5 +388,5 @@ def _outputs_in_one_buffer() -> None:
 
 
 @pytest.mark.cpu_only("tensors are made on the CPU")
-def test_outputs_have_memory_of_their_own(pool: Pool) -> None:
+def test_outputs_that_share_memory_raise(pool: Pool) -> None:
     pool.run(_outputs_in_one_buffer, 2)

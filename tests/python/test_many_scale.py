@@ -1,4 +1,4 @@
-"""A state dict of a large model, planned for thousands of ranks, with figures that can be counted by hand."""
+"""A state dict of a large model, planned for thousands of ranks, with costs that can be counted by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shardwright as sw
 
 TRAIN = sw.Mesh({"pp": 8, "dp": 16, "tp": 8}, range(1024))
 SERVE = sw.Mesh({"dp": 64, "tp": 32}, range(1024, 3072))
-# Shapes, placements on either side, and into how many equal parts the destination is cut.
+# Shape, placements of source and destination, and number of equal parts at the destination.
 KINDS = [
     ((4096, 4096), ["R", "S(0)", "S(1)"], ["R", "S(0)"], 32),
     ((14336, 4096), ["R", "R", "S(0)"], ["R", "S(0)"], 32),
@@ -31,14 +31,14 @@ def test_twenty_thousand_tensors_on_thousands_of_ranks() -> None:
         for shape, src, dst, _ in KINDS
     ]
     plan = sw.plan_many([kinds[i % len(kinds)] for i in range(COUNT)])
-    figures = json.loads(plan.to_json())
+    costs = json.loads(plan.to_json())
     print(f"planned and certified in {time.perf_counter() - begin:.2f} s\n{plan}")
     per_rank = sum(2 * math.prod(shape) // parts for shape, _, _, parts in KINDS) * COUNT // len(KINDS)
     everything = sum(2 * math.prod(shape) for shape, _, _, _ in KINDS) * COUNT // len(KINDS)
     assert plan.received_bytes_max == per_rank
     assert plan.received_bytes_sum == per_rank * SERVE.size
-    # Replicas share what is sent, and no rank can send less than its share of everything that is received.
-    assert figures["sent_bytes_bound"] * TRAIN.size >= plan.received_bytes_sum >= everything
-    assert plan.sent_bytes_max <= 1.05 * figures["sent_bytes_bound"]
+    # Replicas share the sending. The busiest rank sends at least an equal share of all received bytes.
+    assert costs["sent_bytes_bound"] * TRAIN.size >= plan.received_bytes_sum >= everything
+    assert plan.sent_bytes_max <= 1.05 * costs["sent_bytes_bound"]
     assert plan.memory_bytes == plan.buckets * plan.bucket_bytes <= 3 * (64 << 20)
     assert plan.num_kinds <= 16 * len(KINDS)

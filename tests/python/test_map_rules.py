@@ -1,4 +1,4 @@
-"""Rules of transfers: their pieces, copied by plain indexing, against torch.cat, split, permute, stack and to."""
+"""Rules of transfers: their pieces, copied by plain indexing, compared with torch.cat, split, permute, stack and to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _mapped(state: State, rules: list[Rule]) -> tuple[Tensors, list[str]]:
 
 
 def _build(state: State, mapped: Mapped) -> torch.Tensor:
-    """Copies every piece by plain indexing into a tensor of NaN, or of 99."""
+    """Returns a tensor of NaN or 99 into which every piece is copied by plain indexing."""
     dtype = getattr(torch, mapped.dtype)
     result = torch.full(mapped.shape, float("nan") if dtype.is_floating_point else 99, dtype=dtype)
     for piece in mapped.pieces:
@@ -40,7 +40,7 @@ def _build(state: State, mapped: Mapped) -> torch.Tensor:
             src_index[dim] = at
         for dim, at in piece.fixed:
             index[dim] = at
-        # What is left are the dims of runs: in the order of the source on one side, of the tensor on the other.
+        # The remaining dims are those of runs: in the order of the source on one side, of the tensor on the other.
         dims_by_src = [run.dim for run in sorted(piece.runs, key=lambda run: run.src_dim)]
         order = [dims_by_src.index(dim) for dim in sorted(dims_by_src)]
         result[tuple(index)] = source[tuple(src_index)].permute(order)
@@ -116,7 +116,7 @@ def test_rules_compose() -> None:
         _check(state, *random_rules(draw, state))
 
 
-def test_coverage_against_counts() -> None:
+def test_coverage_equals_counts() -> None:
     draw = random.Random(5)
     for _ in range(300):
         shape = tuple(draw.randrange(5) for _ in range(draw.randrange(4)))
@@ -200,7 +200,7 @@ def test_all_problems_are_reported_together() -> None:
         (lambda: sw.rules.transpose("w", 1), "dims must be a list of dims, such as (1, 0), got 1"),  # type: ignore[arg-type]
     ],
 )
-def test_wrong_arguments(rule: Callable[[], Rule], said: str) -> None:
+def test_wrong_arguments_of_rules_raise(rule: Callable[[], Rule], said: str) -> None:
     with pytest.raises(ValueError) as raised:
         rule()
     assert said in str(raised.value)

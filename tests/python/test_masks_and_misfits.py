@@ -1,4 +1,4 @@
-"""Unusual DTensors that PyTorch makes: `_MaskPartial`, subclasses of Partial, parts that contradict their spec."""
+"""Unusual DTensors that PyTorch makes: `_MaskPartial`, subclasses of Partial, tensors that contradict their spec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY = 10  # uneven on four ranks
 
 
 def _embedding(mesh_shape: tuple[int, ...], ids: tuple[str, ...], dst: tuple[str, ...]) -> tuple[int, dict[str, int]]:
-    """Forward and backward of an embedding whose table is cut by rows along the last mesh dim."""
+    """Runs an embedding whose table is sharded by rows over the last mesh dim, and its backward. Returns fallbacks."""
     mesh = get_mesh(mesh_shape)
     table = oracle.global_tensor((VOCABULARY, 6), torch.float32, seed=1)
     indices = torch.randint(0, VOCABULARY, (8, 5), generator=torch.Generator().manual_seed(2))
@@ -53,7 +53,7 @@ def _embedding(mesh_shape: tuple[int, ...], ids: tuple[str, ...], dst: tuple[str
     ],
     ids=str,
 )
-def test_embedding(pool: Pool, mesh_shape: tuple[int, ...], ids: tuple[str, ...], dst: tuple[str, ...]) -> None:
+def test_sharded_embedding(pool: Pool, mesh_shape: tuple[int, ...], ids: tuple[str, ...], dst: tuple[str, ...]) -> None:
     assert pool.run(_embedding, WORLD, mesh_shape, ids, dst) == [(0, {})] * WORLD
 
 
@@ -80,11 +80,11 @@ def test_loss_parallel(pool: Pool) -> None:
 
 
 class _NamedPartial(Partial):
-    """Reduces as Partial does."""
+    """A subclass that reduces as Partial does."""
 
 
 class _HalvedPartial(Partial):
-    """Does not, and so is equal to no other placement."""
+    """A subclass that halves sums, and so equals no other placement."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _HalvedPartial)
@@ -110,7 +110,7 @@ def _subclasses() -> list[int]:
     return fallbacks
 
 
-def test_subclasses_of_partial(pool: Pool) -> None:
+def test_subclasses_of_partial_fall_back_unless_they_are_equal(pool: Pool) -> None:
     assert pool.run(_subclasses, WORLD) == [[0, 1]] * WORLD
 
 
@@ -133,8 +133,8 @@ def _gradient(function: str, with_ours: bool) -> tuple[torch.Tensor, int]:
 
 
 @pytest.mark.parametrize("function", ["amax", "vector_norm"])
-def test_parts_that_contradict_their_spec(pool: Pool, function: str) -> None:
-    """PyTorch's backward makes [1, 1] parts on all ranks under the spec S(0)S(1): all ranks go on, as stock's do."""
+def test_local_tensors_that_contradict_their_spec(pool: Pool, function: str) -> None:
+    """PyTorch's backward makes [1, 1] parts on all ranks under the spec S(0)S(1). All ranks continue, as in stock."""
     stock = pool.run(_gradient, WORLD, function, False)
     ours = pool.run(_gradient, WORLD, function, True)
     for (expected, _), (found, _) in zip(stock, ours, strict=True):
@@ -143,7 +143,7 @@ def test_parts_that_contradict_their_spec(pool: Pool, function: str) -> None:
 
 
 def _cut_and_filled() -> int:
-    """Rank 1 holds a row too many, rank 2 one too few; the others what the spec says."""
+    """Rank 1 has one row too many, rank 2 one too few. Other ranks follow the spec."""
     mesh = get_mesh((WORLD,))
     rank = mesh.get_rank()
     rows = {1: 3, 2: 1}.get(rank, 2)
@@ -157,12 +157,12 @@ def _cut_and_filled() -> int:
     return sw.stats()["misfits"]
 
 
-def test_misfits_are_counted(pool: Pool) -> None:
+def test_misfits_are_cut_or_padded_and_counted(pool: Pool) -> None:
     assert pool.run(_cut_and_filled, WORLD) == [0, 2, 2, 0]
 
 
 def _products_of_a_vector() -> None:
-    """torch 2.15 ends them with `squeeze_(0)` of the part alone: it has shape (3,) where the DTensor says (1, 3)."""
+    """torch 2.15 ends them with `squeeze_(0)` of the local tensor only: shape (3,), but the DTensor has (1, 3)."""
     mesh = get_mesh((WORLD,))
     x, w = torch.arange(8.0), torch.arange(24.0).view(3, 8)
     cut, columns = (distribute_tensor(t, mesh, [Shard(t.ndim - 1)], src_data_rank=None) for t in (x, w))
@@ -198,5 +198,5 @@ def _sparse() -> None:
             assert sw.stats()["fallback_reasons"] == {"local tensor is torch.sparse_coo": 1}
 
 
-def test_sparse_parts_go_to_pytorch(pool: Pool) -> None:
+def test_sparse_tensors_fall_back_to_pytorch(pool: Pool) -> None:
     pool.run(_sparse, WORLD)

@@ -1,4 +1,4 @@
-"""Products that overlap with redistributes, on real ranks, against the global product; gradients against autograd's."""
+"""Products that overlap with redistributes on real ranks, compared with the global product and autograd's gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACEMENTS = {"S(0)": Shard(0), "S(1)": Shard(1), "S(2)": Shard(2), "R": Replica
 
 
 def _integers(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Small enough that every sum of products is exact, in bfloat16 too."""
+    """Returns integers that are small enough for exact sums of products, in bfloat16 too."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
 
@@ -45,11 +45,11 @@ def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtype: 
     products = [x.float() @ w.float() for w in weights]
     products[0] += offset.float()
     expected = [_part(product, f"S({len(shape) - 1})").to(dtype) for product in products]
-    for schedule, save, turned in itertools.product(SCHEDULES, ("shard", "gathered"), (False, True)):
+    for schedule, save, transposed in itertools.product(SCHEDULES, ("shard", "gathered"), (False, True)):
         mine = _part(x, f"S({dim})").requires_grad_()
-        # Cut along the summed axis, the operand is gathered for weights that are whole there.
+        # Weights have all rows, also if x is sharded along the contracted dim.
         ours = [_part(w, "S(1)").requires_grad_() for w in weights]
-        given = [w.t().contiguous().t() for w in ours] if turned else ours
+        given = [w.t().contiguous().t() for w in ours] if transposed else ours
         found = sw.all_gather_matmul(
             mine,
             given,
@@ -97,12 +97,12 @@ def _sums(shape: tuple[int, ...], columns: int, dim: int | None, dtype: torch.dt
     bias = _integers((columns,), 3, dtype)
     last = f"S({len(shape) - 1})"
     to = "R" if dim is None else f"S({dim})"
-    for schedule, turned in itertools.product(SCHEDULES, (False, True)):
+    for schedule, transposed in itertools.product(SCHEDULES, (False, True)):
         if dim is None and schedule.get("method") == "ring":
             continue
         mine = _part(x, last).requires_grad_()
         ours = _part(weight, "S(0)").requires_grad_()
-        given = ours.t().contiguous().t() if turned else ours
+        given = ours.t().contiguous().t() if transposed else ours
         offset = bias.clone().to(meshes.device).requires_grad_()
         how = {"size": shape[-1], **schedule}
         if dim is None:
@@ -171,7 +171,7 @@ def test_linear_of_dtensors(pool: Pool, sizes: tuple[int, ...], shape: tuple[int
     pool.run(_linears, math.prod(sizes), sizes, shape)
 
 
-def _by_hand() -> None:
+def _explicit_chunks() -> None:
     x, weight = _integers((9, 6), 1), _integers((6, 8), 2)
     mine = _part(x, "S(0)").requires_grad_()
     found = sw.all_gather_matmul(mine, _part(weight, "S(1)"), size=9, columns=8, chunks=[[3], [1, 2]])
@@ -183,12 +183,12 @@ def _by_hand() -> None:
             sw.all_gather_matmul(mine, _part(weight, "S(1)"), size=9, columns=8, chunks=chunks)
 
 
-def test_ring_by_hand(pool: Pool) -> None:
-    pool.run(_by_hand, 4)
+def test_ring_with_explicit_chunks(pool: Pool) -> None:
+    pool.run(_explicit_chunks, 4)
 
 
-def _under_way() -> None:
-    """Operands and gradients that asynchronous redistributes have not brought yet."""
+def _pending_operands() -> None:
+    """Operands and gradients are results of asynchronous redistributes that are still running."""
     mesh = get_mesh((4,))
     x, weight = _integers((9, 6), 1), _integers((8, 6), 2)
     whole = [t.clone().requires_grad_() for t in (x, weight)]
@@ -203,12 +203,12 @@ def _under_way() -> None:
             assert torch.equal(mine.full_tensor(), expected)
 
 
-def test_operands_under_way(pool: Pool) -> None:
-    pool.run(_under_way, 4)
+def test_operands_of_asynchronous_redistributes(pool: Pool) -> None:
+    pool.run(_pending_operands, 4)
 
 
 def _lengths_by_rank(lengths: list[int]) -> None:
-    """Rows of the gathered operand, and the summed axis, cut into parts of any length."""
+    """Shards the rows of the gathered operand, and the contracted dim, into parts of any length."""
     rank = torch.distributed.get_rank()
     rows = sum(lengths)
     x, weight = _integers((rows, 5), 1), _integers((5, 8), 2)

@@ -1,4 +1,4 @@
-"""Products in code that torch.compile compiles as one graph: the same numbers and gradients as without it."""
+"""Products in code that torch.compile compiles as one graph: results and gradients equal those of eager code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _run(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Results, then gradients."""
+    """Returns results, then gradients."""
     results = function(*inputs)
     results = list(results) if isinstance(results, (list, tuple)) else [results]
     leaves = [t for t in inputs if t.requires_grad]
@@ -55,7 +55,7 @@ def _plain_tensors() -> None:
     rows, columns = 4, 5
     sizes: dict[str, Any] = {"size": WORLD * rows, "columns": WORLD * columns}
     x, weight, bias = _leaf(rows, 8), _leaf(8, columns, seed=1), _leaf(columns, seed=2)
-    turned = _leaf(columns, 8, seed=3)
+    transposed = _leaf(columns, 8, seed=3)
 
     _agrees(lambda x, w, b: sw.all_gather_matmul(x * 2, w, b, **sizes).relu(), x, weight, bias)
     _agrees(lambda x, w, b: sw.all_gather_matmul(x * 2, w, b, **sizes).relu(), x, weight, bias, backend="inductor")
@@ -65,10 +65,10 @@ def _plain_tensors() -> None:
     for save in ("shard", "gathered"):
         _agrees(
             lambda x, w, v, b, save=save: sw.all_gather_matmul(x, [w, v.t()], [None, b], save=save, **sizes),
-            *(x, weight, turned, bias),
+            *(x, weight, transposed, bias),
         )
     _agrees(lambda x, w: sw.matmul_reduce_scatter(x * 2, w, size=8) + 1, _leaf(6, rows), _leaf(rows, 5))
-    shared = torch.ones(5).requires_grad_()  # whole on every rank
+    shared = torch.ones(5).requires_grad_()  # replicated
     _agrees(lambda x, w, b: sw.matmul_all_reduce(x, w, b, size=8), _leaf(6, rows), _leaf(rows, 5), shared)
     with torch.autocast("cpu", torch.bfloat16):
         _agrees(lambda x, w: sw.all_gather_matmul(x, w, **sizes), x, weight)
@@ -81,7 +81,7 @@ def _plain_tensors() -> None:
     )
 
 
-def test_plain_tensors(pool: Pool) -> None:
+def test_products_of_plain_tensors(pool: Pool) -> None:
     pool.run(_plain_tensors, WORLD)
 
 
@@ -106,7 +106,7 @@ def _dtensors() -> None:
     _agrees(lambda x, w, s, t: sw.linear(x, w, x_scale=s, weight_scale=t) * 2, x, weight, *scales)
 
 
-def test_dtensors(pool: Pool) -> None:
+def test_products_of_dtensors(pool: Pool) -> None:
     pool.run(_dtensors, WORLD)
 
 
@@ -122,12 +122,12 @@ def _styles() -> None:
     _agrees(lambda x, *_: model(x), _leaf(4, 8), *model.parameters())
 
 
-def test_parallel_styles(pool: Pool) -> None:
+def test_modules_with_parallel_styles(pool: Pool) -> None:
     pool.run(_styles, WORLD)
 
 
 def _other_sizes() -> None:
-    """A graph is of one size; another size has another graph."""
+    """Each size has its own graph."""
     torch._dynamo.reset()
     weight = _leaf(8, 4)
     compiled = torch.compile(
@@ -141,11 +141,11 @@ def _other_sizes() -> None:
         assert len(calls) == 1
 
 
-def test_other_sizes(pool: Pool) -> None:
+def test_each_size_has_its_own_graph(pool: Pool) -> None:
     pool.run(_other_sizes, WORLD)
 
 
-def _refuses() -> None:
+def _errors() -> None:
     def compute(x: torch.Tensor, weight: torch.Tensor) -> Any:
         return sw.all_gather_matmul(x, weight, size=6, columns=10)
 
@@ -180,12 +180,12 @@ def _refuses() -> None:
         torch.ops.shardwright.multiply(x, [weight], [], [], "nothing", dist.group.WORLD.group_name, 0)
 
 
-def test_refuses(pool: Pool) -> None:
-    pool.run(_refuses, WORLD)
+def test_errors_in_compiled_code(pool: Pool) -> None:
+    pool.run(_errors, WORLD)
 
 
-def _left_by_overlap() -> None:
-    """``sw.enable(overlap=True)`` leaves compiled code alone: Dynamo asks DTensor on fake tensors, and not always."""
+def _overlap_enabled() -> None:
+    """``sw.enable(overlap=True)`` does not affect compiled code: Dynamo may run DTensor on fake tensors."""
     mesh = get_mesh((WORLD,))
     x, weight = (distribute_tensor(torch.randn(n, 8), mesh, [Shard(0)]).requires_grad_() for n in (7, 9))
     bias = distribute_tensor(torch.randn(9), mesh, [Shard(0)]).requires_grad_()
@@ -201,11 +201,11 @@ def _left_by_overlap() -> None:
         sw.disable()
 
 
-def test_left_by_overlap(pool: Pool) -> None:
-    pool.run(_left_by_overlap, WORLD)
+def test_overlap_does_not_affect_compiled_code(pool: Pool) -> None:
+    pool.run(_overlap_enabled, WORLD)
 
 
-def _is_an_operator() -> None:
+def _opcheck() -> None:
     x, weight, bias = _leaf(4, 8), _leaf(8, 5), _leaf(5)
     names = []
 
@@ -225,12 +225,12 @@ def _is_an_operator() -> None:
     torch.library.opcheck(torch.ops.shardwright.multiply_backward.default, backward, test_utils=tests[::2])
 
 
-def test_operators(pool: Pool) -> None:
-    pool.run(_is_an_operator, WORLD)
+def test_multiply_passes_opcheck(pool: Pool) -> None:
+    pool.run(_opcheck, WORLD)
 
 
-def _before_anything_ran() -> None:
-    """Runs on a new mesh whose process groups do not exist yet."""
+def _without_groups() -> None:
+    """The mesh is new: its process groups do not exist yet."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fresh_rows", "fresh_columns"))
     torch.manual_seed(0)
     x, weight = torch.randn(8, 8), torch.randn(12, 8)
@@ -247,12 +247,12 @@ def _before_anything_ran() -> None:
         assert_close(mine.full_tensor(), right)
 
 
-def test_before_anything_ran(pool: Pool) -> None:
-    pool.run(_before_anything_ran, 4)
+def test_compiles_before_groups_exist(pool: Pool) -> None:
+    pool.run(_without_groups, 4)
 
 
 def _uneven() -> None:
-    """Stays out of graphs: a compiler would order it among collectives by sizes, which differ among ranks."""
+    """Uneven products stay out of graphs: a compiler orders collectives by sizes, which differ by rank."""
     rank = dist.get_rank()
     x, weight = _leaf((4, 3)[rank], 8), _leaf(8, 5)
 
@@ -268,5 +268,5 @@ def _uneven() -> None:
         torch.compile(compute, backend="aot_eager", fullgraph=True)(x, weight)
 
 
-def test_uneven(pool: Pool) -> None:
+def test_uneven_products_stay_out_of_graphs(pool: Pool) -> None:
     pool.run(_uneven, WORLD)

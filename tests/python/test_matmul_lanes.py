@@ -1,4 +1,4 @@
-"""Transfers and products really run at the same time, and hold only the memory that they should."""
+"""Transfers and products run at the same time, in the expected memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORLD = 4
 ROWS, K, COLUMNS = 512, 256, 384
 
 
-# The global sizes.
+# Global sizes.
 SIZES = {"size": WORLD * ROWS, "columns": WORLD * COLUMNS}
 
 
@@ -36,14 +36,14 @@ def _traced_ring() -> list[tuple[str, int, float, float]]:
     return [(event.lane, event.chunk, event.start, event.end) for event in events]
 
 
-def test_next_chunk_travels_while_one_is_multiplied(pool: Pool) -> None:
+def test_next_chunk_is_received_during_a_product(pool: Pool) -> None:
     for events in pool.run(_traced_ring, WORLD):
-        travels = {chunk: (start, end) for lane, chunk, start, end in events if lane == "communication"}
+        received = {chunk: (start, end) for lane, chunk, start, end in events if lane == "communication"}
         multiplied = {chunk: (start, end) for lane, chunk, start, end in events if lane == "compute"}
-        assert sorted(multiplied) == list(range(WORLD)) and sorted(travels) == list(range(1, WORLD))
+        assert sorted(multiplied) == list(range(WORLD)) and sorted(received) == list(range(1, WORLD))
         for chunk in range(WORLD - 1):
             begin, end = multiplied[chunk]
-            next_begin, next_end = travels[chunk + 1]
+            next_begin, next_end = received[chunk + 1]
             assert next_begin <= begin and next_end >= end, f"chunk {chunk + 1} was not under way during {chunk}"
             assert multiplied[chunk + 1][0] >= next_end
 
@@ -61,7 +61,7 @@ def test_one_trace_at_a_time(pool: Pool) -> None:
 
 
 def _peak(method: str, save: str, depth: int = 1) -> int:
-    """Returns the most bytes that a call allocates at once."""
+    """Returns the peak of the bytes that a call allocates."""
     x, weight = torch.randn(2048, 512), torch.randn(512, 8)
     x.requires_grad_(save == "gathered")
     arguments: dict[str, Any] = {"method": method, "chunks": 1 if method == "serial" else WORLD, "depth": depth}
@@ -71,7 +71,7 @@ def _peak(method: str, save: str, depth: int = 1) -> int:
     return int(allocated_peak(sw.all_gather_matmul, x, weight, **arguments)[1])
 
 
-def test_gathered_operand_does_not_exist(pool: Pool) -> None:
+def test_gathered_operand_is_not_allocated(pool: Pool) -> None:
     shard = 2048 * 512 * 4
     result = WORLD * 2048 * 8 * 4
     room = 1 << 20
@@ -128,7 +128,7 @@ def test_products_leave_multiprocessors_to_transfers(pool: Pool) -> None:
     pool.run(_carves_out, WORLD)
 
 
-def test_tiles_are_as_large_as_waves_say() -> None:
+def test_tile_sizes_follow_from_waves() -> None:
     for rows, columns in ((64, 64), (128, 128), (128, 256)):
         waves = 8192 * 8192 / (rows * columns) / 132
         assert tile_of(8192, waves, 132) == (rows, columns)
@@ -148,5 +148,5 @@ def _calibrated() -> tuple[int, ...]:
     return model.flops_per_us, model.launch_ps, model.memory_ps_per_kib
 
 
-def test_all_ranks_have_the_first_one_s_table(pool: Pool) -> None:
+def test_all_ranks_have_the_model_of_rank_0(pool: Pool) -> None:
     assert len(set(pool.run(_calibrated, WORLD))) == 1

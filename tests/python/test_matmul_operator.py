@@ -25,7 +25,7 @@ def _call() -> tuple[running.Call, torch.Tensor, torch.Tensor]:
     return calls[0], x, weight
 
 
-def _is_an_operator() -> None:
+def _operator() -> None:
     call, x, weight = _call()
     arguments: tuple[Any, ...] = ([x, weight], call.program, list(call.groups), call.rank)
     torch.library.opcheck(
@@ -50,11 +50,11 @@ def _is_an_operator() -> None:
         torch.ops.shardwright.matmul([x], "gather|nonsense", [], 0)
 
 
-def test_operator(pool: Pool) -> None:
-    pool.run(_is_an_operator, WORLD)
+def test_matmul_is_an_operator(pool: Pool) -> None:
+    pool.run(_operator, WORLD)
 
 
-def _refuses() -> None:
+def _bad_input() -> None:
     mesh = get_mesh((WORLD,))
     x, weight = torch.randn(3, 4), torch.randn(4, 5)
     dx, dw = (distribute_tensor(t, mesh, [Shard(0)]) for t in (x, torch.randn(5, 4)))
@@ -137,11 +137,11 @@ def _refuses() -> None:
         grad.sum().backward()
 
 
-def test_bad_input(pool: Pool) -> None:
-    pool.run(_refuses, WORLD)
+def test_bad_input_raises(pool: Pool) -> None:
+    pool.run(_bad_input, WORLD)
 
 
-def _compared(rank_differs: bool) -> str:
+def _error_of_compared_chunks(rank_differs: bool) -> str:
     sw.debug.check_ranks(timeout_seconds=10)
     try:
         chunks = 2 + (torch.distributed.get_rank() if rank_differs else 0)
@@ -153,13 +153,13 @@ def _compared(rank_differs: bool) -> str:
     return ""
 
 
-def test_ranks_compare_what_they_multiply(pool: Pool) -> None:
-    assert pool.run(_compared, WORLD, False) == [""] * WORLD
-    for message in pool.run(_compared, WORLD, True):
+def test_check_ranks_compares_products(pool: Pool) -> None:
+    assert pool.run(_error_of_compared_chunks, WORLD, False) == [""] * WORLD
+    for message in pool.run(_error_of_compared_chunks, WORLD, True):
         assert "chunks: " in message and "4" in message and "6" in message
 
 
-def _judged() -> str:
+def _error_of_compared_shapes() -> str:
     sw.debug.check_ranks(timeout_seconds=10)
     try:
         rows = 3 if torch.distributed.get_rank() == 0 else 2
@@ -171,8 +171,8 @@ def _judged() -> str:
     return ""
 
 
-def test_all_ranks_hear_of_one_that_holds_too_little(pool: Pool) -> None:
-    for message in pool.run(_judged, WORLD):
+def test_wrong_shape_on_one_rank_raises_on_all(pool: Pool) -> None:
+    for message in pool.run(_error_of_compared_shapes, WORLD):
         assert "input: " in message and "float32[2, 4]" in message
 
 
@@ -180,7 +180,7 @@ def _seen_by_modes() -> tuple[int, int]:
     mesh = get_mesh((WORLD,))
     x = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])
     weight = distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)])
-    sw.enable()  # adds messages to what CommDebugMode counts
+    sw.enable()  # CommDebugMode then counts messages as well
     try:
         with CommDebugMode() as mode, sw.debug.wire_meter() as meter:
             sw.linear(x, weight, method="ring")

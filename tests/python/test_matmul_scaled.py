@@ -37,7 +37,7 @@ def _scales(shape: Sequence[int], seed: int) -> torch.Tensor:
 
 
 def _kinds(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """One scale each; one by row; of the one kind and of the other."""
+    """Returns scales of x and of weights: one each, one by row or column, and mixtures."""
     one = torch.tensor(0.5)
     ones = [torch.tensor([2.0]) for _ in weights]
     if x.ndim == 1:
@@ -56,14 +56,14 @@ def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtypes:
     for x_scale, w_scales in _kinds(x, weights):
         right = [(x.float() @ w.float()) * x_scale * s for w, s in zip(weights, w_scales, strict=True)]
         right[0] = right[0] + bias.float()
-        # A row that is cut has one scale.
+        # All parts of a row that is split have its scale.
         cut_x = _part(x_scale, f"S({dim})") if x_scale.ndim > 1 and dim < len(shape) - 1 else x_scale.to(meshes.device)
         cut_w = [_part(s, "S(1)") if s.ndim > 1 else s.to(meshes.device) for s in w_scales]
-        for (method, chunks), turned in itertools.product(SCHEDULES, (False, True)):
+        for (method, chunks), transposed in itertools.product(SCHEDULES, (False, True)):
             ours = [_part(w, "S(1)") for w in weights]
             found = sw.all_gather_matmul(
                 _part(x, f"S({dim})"),
-                [w.t().contiguous().t() for w in ours] if turned else ours,
+                [w.t().contiguous().t() for w in ours] if transposed else ours,
                 [_part(bias, "S(0)"), *[None] * (len(columns) - 1)],
                 gather_dim=dim,
                 size=shape[dim],
@@ -98,7 +98,7 @@ def test_all_gather_matmul(pool: Pool, world: int) -> None:
 
 
 def _sums(shape: tuple[int, ...], columns: int, dim: int | None, out_dtype: torch.dtype) -> None:
-    """Scales are those of this rank's parts: other ranks have others."""
+    """Each rank has its own scales for its parts."""
     world, rank = dist.get_world_size(), dist.get_rank()
     x, weight = _integers(shape, 1, E4M3), _integers((shape[-1], columns), 2, E4M3)
     bias = _integers((columns,), 3, out_dtype)
@@ -167,7 +167,7 @@ def _linears(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
         given_scales: tuple[torch.Tensor, torch.Tensor] = (x_scale.to(meshes.device), w_scale.to(meshes.device))
         if by_row:
             on_x = ["R" if p == f"S({len(shape) - 1})" else p for p in from_x]
-            on_w = ["R" if p == "S(1)" or number % 4 == 1 else p for p in from_w]  # also where its operand is not
+            on_w = ["R" if p == "S(1)" or number % 4 == 1 else p for p in from_w]  # even if its operand is not
             given_scales = (_distributed(x_scale, mesh, on_x), _distributed(w_scale, mesh, on_w))
         found = sw.linear(
             _distributed(x, mesh, from_x),
@@ -187,7 +187,7 @@ def test_linear_of_dtensors(pool: Pool, sizes: tuple[int, ...], shape: tuple[int
     pool.run(_linears, math.prod(sizes), sizes, shape)
 
 
-def _refuses() -> None:
+def _invalid_scales() -> None:
     mesh = get_mesh((2,))
     x, weight = _integers((4, 6), 1, E4M3), _integers((6, 3), 2, E4M3)
     whole_x, whole_weight = _integers((8, 6), 1, E4M3), _integers((6, 6), 2, E4M3)
@@ -270,12 +270,12 @@ def _refuses() -> None:
 
 
 @pytest.mark.cpu_only("what is refused does not depend on the device")
-def test_refuses(pool: Pool) -> None:
-    pool.run(_refuses, 2)
+def test_invalid_scales_raise(pool: Pool) -> None:
+    pool.run(_invalid_scales, 2)
 
 
-def _is_an_operator() -> None:
-    """Fake tensors learn the dtype of results; autocast leaves operands alone; scales travel once."""
+def _operator() -> None:
+    """Fake tensors get the dtype of results, autocast does not cast operands, and scales are sent once."""
     x, weight = _integers((3, 4), 1, E4M3), _integers((4, 5), 2, E4M3)
     rows, columns = _scales((3, 1), 3), _scales((1, 5), 4)
     how: dict[str, Any] = {"size": 6, "columns": 10, "x_scale": rows, "weight_scales": columns}
@@ -283,7 +283,7 @@ def _is_an_operator() -> None:
     with running.listening() as calls, torch.autocast("cpu", torch.bfloat16):
         found = sw.all_gather_matmul(x, weight, method="ring", chunks=2, **how)
     assert found.dtype == torch.bfloat16
-    assert sw.stats()["bytes"] == 3 * 4 + 3 * 4  # of the other rank: elements of one byte, and a scale of four per row
+    assert sw.stats()["bytes"] == 3 * 4 + 3 * 4  # of the other rank: elements of one byte, four bytes of scale per row
     assert sw.stats()["product_fallbacks"] == 0
     call = calls[0]
     inputs = [x, weight, rows[:, 0], columns[0]]
@@ -299,5 +299,5 @@ def _is_an_operator() -> None:
         )
 
 
-def test_operator(pool: Pool) -> None:
-    pool.run(_is_an_operator, 2)
+def test_matmul_is_an_operator_with_scales(pool: Pool) -> None:
+    pool.run(_operator, 2)

@@ -1,4 +1,4 @@
-"""Plans under a memory limit on real ranks: in rounds, and right; and replicas that share the sending."""
+"""Plans with a memory limit run in rounds on real ranks, with right results. Replicas share the sending."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_shared_sending_on_real_ranks(pool: Pool, objective: str) -> None:
     assert all(is_right for is_right, _ in outcomes)
 
 
-def test_a_limit_that_is_too_small() -> None:
+def test_error_of_a_small_limit_names_the_least_limit() -> None:
     mesh = sw.Mesh({"a": 4})
     src, dst = (sw.Layout(mesh, SHAPE, [placement]) for placement in ("S(1)", "S(2)"))
     with pytest.raises(ValueError, match="memory_limit must be at least .*, got 100") as error:

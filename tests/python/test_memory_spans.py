@@ -1,4 +1,4 @@
-"""Which tensors have bytes in common, against the sets of their addresses."""
+"""Tensors that have bytes in common, compared with the sets of their addresses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _any_view(base: torch.Tensor, rng: random.Random) -> torch.Tensor:
     return view.transpose(0, -1) if rng.random() < 0.3 else view
 
 
-def test_tensors_share_memory_where_their_addresses_do() -> None:
+def test_shared_memory_equals_shared_addresses() -> None:
     rng = random.Random(3)
     base = torch.zeros(512, dtype=torch.uint8)
     by_strides = sharing = 0
@@ -48,7 +48,7 @@ def test_tensors_share_memory_where_their_addresses_do() -> None:
     assert 500 < sharing < 2500 and by_strides > 1000, (sharing, by_strides)
 
 
-def test_columns_of_one_tensor_are_told_apart_by_their_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strides_separate_columns_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object) -> bool:
         raise AssertionError("strides alone tell")
 

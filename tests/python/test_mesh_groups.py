@@ -1,4 +1,4 @@
-"""Meshes of the same ranks with process groups of their own share no group, although they compare equal."""
+"""Meshes of the same ranks with different process groups share no group, although they compare equal."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _redistribute_all(mesh: DeviceMesh, of_all: dist.ProcessGroup, seed: int) ->
 
 
 def _raised_by(*bodies: Callable[[], None]) -> list[BaseException]:
-    """Starts threads in an order that differs between ranks; what they raise."""
+    """Runs threads, started in an order that differs between ranks. Returns the errors that they raise."""
     raised: list[BaseException] = []
 
     def guarded(body: Callable[[], None]) -> None:
@@ -107,7 +107,7 @@ def _in_threads() -> list[str]:
 
 
 @pytest.mark.cpu_only("on one device two threads must start their redistributes in one order")
-def test_threads_with_groups_of_their_own_do_not_mix(pool: Pool) -> None:
+def test_threads_with_their_own_groups_do_not_interfere(pool: Pool) -> None:
     """Ranks start the threads in different orders, so groups for both mesh dims are made in different orders too."""
     for wrong in pool.run(_in_threads, WORLD, timeout_seconds=60):
         assert not wrong
@@ -171,7 +171,7 @@ def _after_destruction() -> None:
                 found = redistribute.find(local, x._spec, y._spec)
                 assert found is not None and found.group_names == [group.group_name]
                 used.append(found)
-                held += [group] * (rank == 0)  # a rank that still holds the group does as the others
+                held += [group] * (rank == 0)  # rank 0 keeps a reference to the group
                 dist.destroy_process_group(group)
             del group
         assert rank >= 2 or len({id(one) for one in used}) == 3
@@ -186,7 +186,7 @@ def _after_destruction() -> None:
             del made
 
 
-def test_groups_made_after_others_were_destroyed_are_used(pool: Pool) -> None:
+def test_new_groups_replace_destroyed_ones(pool: Pool) -> None:
     pool.run(_after_destruction, WORLD)
 
 
@@ -217,5 +217,5 @@ def _slices() -> None:
         assert _names_over_all(flattened) == [of_all]
 
 
-def test_slices_share_executables_and_flattened_meshes_bring_groups(pool: Pool) -> None:
+def test_slices_share_executables_and_flattened_meshes_have_groups(pool: Pool) -> None:
     pool.run(_slices, WORLD)

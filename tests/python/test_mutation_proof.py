@@ -1,4 +1,4 @@
-"""The mutation proof finds what it removes: each of its texts stands once in the sources."""
+"""The mutation proof finds the text of each mutation exactly once in the sources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.any_torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_each_text_stands_once_in_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_text_occurs_once_in_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     loader = importlib.machinery.SourceFileLoader("mutation_proof", str(ROOT / "tools" / "mutation_proof"))
     spec = importlib.util.spec_from_loader("mutation_proof", loader)
