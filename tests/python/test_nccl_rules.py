@@ -1,6 +1,6 @@
-"""Rules of NCCL's process groups that Gloo's do not have, on the strict groups of tests/async_device.
+"""Tests of rules that NCCL's process groups have and Gloo's lack, on the strict groups of tests/async_device.
 
-Their communicators need all their ranks. Each test has its own processes, because a broken rule leaves groups unusable.
+An NCCL communicator needs all its ranks. Each test has its own processes, because a broken rule leaves groups unusable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _built() -> None:
 
 
 def _move(mesh: sw.Mesh, shape: tuple[int, ...], src: tuple[str, ...], dst: tuple[str, ...], seed: int = 1) -> None:
-    """One redistribute on the ranks of a mesh, against the global tensor."""
+    """Runs one redistribute on the ranks of a mesh and compares the result with the global tensor."""
     tensor = oracle.global_tensor(shape, torch.float32, seed, reducible=True)
     coordinate = mesh.coordinate(dist.get_rank())
     layouts = [sw.Layout(mesh, shape, dtensors.to_placements(placements)) for placements in (src, dst)]
@@ -45,23 +45,23 @@ def _sparse_exchange_first(rank: int, size: int, path: str) -> dict[str, int]:
 
     ranks.begin(rank, size, path, SHORT_SECONDS, alone=True)
     mesh = sw.Mesh({"a": 2, "b": 2})
-    # Ranks 0 and 3 keep their parts and have no message for anybody.
+    # Ranks 0 and 3 keep their parts and send no message.
     _move(mesh, (8, 12), ("S(0)", "S(1)"), ("S(1)", "S(0)"))
     _move(mesh, (8, 12), ("S(0)", "S(1)"), ("S(1)", "S(0)"), seed=2)
     return strict.counters()
 
 
-def test_a_sparse_exchange_may_be_the_first_operation_of_a_group() -> None:
+def test_sparse_exchange_can_be_first_operation_of_group() -> None:
     from async_device import ranks
 
     for counters in ranks.run(_sparse_exchange_first, 4):
-        assert counters["all_reduce"] == 1  # once, and not with every call
+        assert counters["all_reduce"] == 1  # once per group, not once per call
 
 
 # -------------------------------------------------------------------------------------- a default group with a device
 
 
-def _a_row_alone(rank: int, size: int, path: str, real_work: bool) -> str:
+def _one_row_makes_its_group(rank: int, size: int, path: str, real_work: bool) -> str:
     from async_device import ranks
 
     ranks.begin(rank, size, path, SHORT_SECONDS, bound=True, alone=True, has_real_work=real_work)
@@ -75,10 +75,10 @@ def _a_row_alone(rank: int, size: int, path: str, real_work: bool) -> str:
 
 
 @pytest.mark.parametrize("real_work", [False, True])
-def test_ranks_may_make_a_group_alone_under_a_default_group_with_a_device(real_work: bool) -> None:
+def test_some_ranks_can_make_group_under_device_bound_default_group(real_work: bool) -> None:
     from async_device import ranks
 
-    assert set(ranks.run(_a_row_alone, 3, real_work)) == {"asyncdev:0"}
+    assert set(ranks.run(_one_row_makes_its_group, 3, real_work)) == {"asyncdev:0"}
 
 
 # ------------------------------------------------------------------------------------------------- refused messages
@@ -90,7 +90,7 @@ def _refused_message(rank: int, size: int, path: str) -> str:
 
     ranks.begin(rank, size, path, 20.0, alone=True)
     mesh = sw.Mesh({"a": 2})
-    uneven = ((5, 4), ("S(0)",), ("R",))  # by messages, as parts differ in size
+    uneven = ((5, 4), ("S(0)",), ("R",))  # sent as messages, because parts differ in size
     _move(mesh, *uneven)
     async_device.native().refuse_message(1)
     with pytest.raises(RuntimeError) as raised:
@@ -99,23 +99,23 @@ def _refused_message(rank: int, size: int, path: str) -> str:
     return str(raised.value)
 
 
-def test_a_group_is_of_use_after_a_message_was_refused() -> None:
+def test_group_is_usable_after_refused_message() -> None:
     from async_device import ranks
 
     for rank, error in enumerate(ranks.run(_refused_message, 2)):
         assert f"rank {rank} failed in" in error and "was refused" in error
 
 
-def _refused_beside_products(rank: int, size: int, path: str) -> float:
+def _refused_during_products(rank: int, size: int, path: str) -> float:
     from async_device import ranks
 
     native = ranks.begin(rank, size, path, 20.0, alone=True)
     x, weight = torch.ones(4, 6, device="asyncdev"), torch.ones(6, 4, device="asyncdev")
     how = {"size": 8, "columns": 8, "method": "ring", "chunks": 4, "depth": 3}
     expected = sw.all_gather_matmul(x, weight, **how).sum().item()
-    for turn in range(4):
-        # The other rank comes late: the first transfer is under way when the second one is refused.
-        if turn % 2 == rank:
+    for attempt in range(4):
+        # The other rank starts late, so the first transfer is still under way when the second one is refused.
+        if attempt % 2 == rank:
             time.sleep(0.05)
         native.refuse_message(3)
         with pytest.raises(RuntimeError, match="was refused"):
@@ -127,13 +127,13 @@ def _refused_beside_products(rank: int, size: int, path: str) -> float:
     return sw.all_gather_matmul(x, weight, **how).sum().item() - expected
 
 
-def test_a_run_that_fails_frees_its_memory_behind_its_transfers() -> None:
+def test_failed_run_frees_memory_after_its_transfers() -> None:
     from async_device import ranks
 
-    assert ranks.run(_refused_beside_products, 2) == [0.0, 0.0]
+    assert ranks.run(_refused_during_products, 2) == [0.0, 0.0]
 
 
-# ------------------------------------------------------------------------------------------- Gloo for tensors elsewhere
+# ----------------------------------------------------------------------------------------------- device tensors on Gloo
 
 
 def _over_gloo(rank: int, size: int, path: str) -> dict[str, object]:
@@ -153,7 +153,7 @@ def _over_gloo(rank: int, size: int, path: str) -> dict[str, object]:
     return dict(sw.stats())
 
 
-def test_tensors_elsewhere_go_through_host_memory_on_gloo() -> None:
+def test_gloo_sends_device_tensors_through_host_memory() -> None:
     from async_device import ranks
 
     for stats in ranks.run(_over_gloo, 4):

@@ -1,7 +1,7 @@
-"""`offload_policy` of `sw.fully_shard`: parts at rest on the host, gathered from there.
+"""Tests of `offload_policy` of `sw.fully_shard`, which keeps sharded parts in host memory and gathers from there.
 
-On CPU they are there anyway. Copies are tested on the asynchronous device, where pinned memory is read and written when
-a stream gets to it, memory that was not written yet is NaN, and streams are late at random.
+On CPU the parts are in host memory anyway. The copies are tested on the asynchronous device: a stream reads and writes
+pinned memory when it reaches the copy, unwritten memory is NaN, and streams are delayed at random.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import shardwright as sw
 import shardwright.parallel as sw_styles
 from meshes import get_mesh
 from pool import Pool
-from test_weight_layouts import Model, Named, assert_equals_whole, local, tensor_parallel, train, wrapped
+from test_weight_layouts import Model, Named, assert_equals_unsharded, local, tensor_parallel, train, wrapped
 
 pytestmark = pytest.mark.on_device
 
@@ -31,8 +31,8 @@ WIDTH = 16
 LATE_MS = 30
 
 
-def _as_stock() -> None:
-    """On CPU: state dicts and results of stock FSDP2, bit for bit."""
+def _equals_stock() -> None:
+    """Compares state dicts and results on CPU with those of stock FSDP2, bit for bit."""
     mesh = get_mesh((2,))
     stock = wrapped(Model(), stock_fully_shard, mesh=mesh, offload_policy=PAGED)
     expected = train(stock, 3, [dist.get_rank()])
@@ -48,8 +48,8 @@ def _as_stock() -> None:
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
-def test_on_cpu_as_stock(pool: Pool) -> None:
-    pool.run(_as_stock, 2)
+def test_offload_on_cpu_equals_stock(pool: Pool) -> None:
+    pool.run(_equals_stock, 2)
 
 
 def _model(offloads: bool, given: Model | None = None, **options: Any) -> Model:
@@ -62,7 +62,7 @@ def _is_on_host(model: nn.Module) -> bool:
 
 
 def _accumulated(model: Any, mesh: Any) -> Named:
-    """Without reductions, then added to gradients that are there already."""
+    """Returns gradients accumulated without reductions, then gradients added to existing ones."""
     found = {}
     for step in range(2):
         for micro_step in range(2):
@@ -77,8 +77,8 @@ def _accumulated(model: Any, mesh: Any) -> Named:
     return found | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _combinations() -> None:
-    """Each has the bits of the same model whose parts are on the device."""
+def _combined_options() -> None:
+    """Compares each offloaded model bit for bit with the same model whose parts are on the device."""
     mesh = get_mesh((2,))
     cases: list[dict[str, Any]] = [
         {},
@@ -93,7 +93,7 @@ def _combinations() -> None:
         for offloads in (False, True):
             policy = {"offload_policy": options.get("offload_policy", PINNED) if offloads else OffloadPolicy()}
             given = Model()
-            if "mp_policy" in options:  # its backward is only on CPU for such dtypes
+            if "mp_policy" in options:  # the backward of LayerNorm has these dtypes on CPU only
                 for layer in given.layers:
                     layer.inner.norm = nn.Identity()
             model = wrapped(given, mesh=mesh, **{**options, **policy})
@@ -110,31 +110,31 @@ def _assert_same(on_device: Named, on_host: Named) -> None:
         assert torch.equal(local(value).cpu(), local(on_host[name]).cpu()), name
 
 
-def test_combinations(async_pool: Pool) -> None:
-    async_pool.run(_combinations, 2)
+def test_offload_with_other_options(async_pool: Pool) -> None:
+    async_pool.run(_combined_options, 2)
 
 
-def _over_other_dims() -> None:
+def _tensor_parallel_and_kept_copies() -> None:
     mesh = get_mesh((2, 2))
     results = []
     for offloads in (False, True):
         model = tensor_parallel(sw_styles, mesh["b"])
         results.append(train(_model(offloads, model, mesh=mesh["a"]), 2, [mesh.get_local_rank("a")]))
     _assert_same(*results)
-    # Copies that are kept stay on the device; parameters may come from the host.
+    # Kept copies stay on the device. Parameters may be created in host memory.
     with mock.patch.object(meshes, "device", "cpu"):
         given = Model()
     model = _model(True, given, mesh=mesh, reshard_after_forward=2, outermost={"prefetch": 0})
     assert _is_on_host(model)
-    assert_equals_whole(train(model, 2, [dist.get_rank()]), 4, 2)
+    assert_equals_unsharded(train(model, 2, [dist.get_rank()]), 4, 2)
 
 
-def test_over_other_dims(async_pool: Pool) -> None:
-    async_pool.run(_over_other_dims, 4)
+def test_offload_with_tensor_parallelism_and_kept_copies(async_pool: Pool) -> None:
+    async_pool.run(_tensor_parallel_and_kept_copies, 4)
 
 
-def _in_lanes() -> None:
-    """Copies are timed once, with the uses, and all ranks agree on them."""
+def _copies_in_lanes() -> None:
+    """Checks that copies are timed once, together with the units' uses, and that all ranks agree on the schedule."""
     world = dist.get_world_size()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=meshes.device) for _ in range(3)))
     for layer in [*model, model]:
@@ -160,9 +160,9 @@ def _in_lanes() -> None:
     assert lanes["copy_ps"] == sum(end - begin for begin, end in copies)
     assert lanes["total_ps"] >= max(end for _, end in copies)
     assert "|\n  from the host        |" in str(schedule) and "to the host" in schedule.to_svg()
-    told: list[str] = [""] * world
-    dist.all_gather_object(told, str(schedule))
-    assert len(set(told)) == 1, "ranks follow different schedules"
+    texts: list[str] = [""] * world
+    dist.all_gather_object(texts, str(schedule))
+    assert len(set(texts)) == 1, "ranks follow different schedules"
     (explained,) = sw.explain(step)
     for trace in (explained.predicted, explained.measured):
         for lane in ("from the host", "to the host"):
@@ -172,12 +172,12 @@ def _in_lanes() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_copies_are_in_the_predicted_lanes(async_pool: Pool, world: int) -> None:
-    async_pool.run(_in_lanes, world)
+def test_predicted_lanes_contain_copies(async_pool: Pool, world: int) -> None:
+    async_pool.run(_copies_in_lanes, world)
 
 
 class Late(nn.Module):
-    """A linear layer whose stream is late, in forwards or in backwards, when the host is done with them."""
+    """A linear layer whose stream lags behind the host, in forwards and in backwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ class Late(nn.Module):
             async_device.native().sleep(LATE_MS)
 
 
-def _in_order() -> None:
-    """The host writes parts and reads gradients as soon as it gets to do so."""
+def _host_access_in_order() -> None:
+    """Writes parts and reads gradients on the host as early as possible."""
     torch.manual_seed(0)
     layers = nn.ModuleList(Late() for _ in range(3))
     whole = [layer.linear.weight.detach().cpu().clone().requires_grad_() for layer in layers]
@@ -254,8 +254,8 @@ def _in_order() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_host_and_streams_are_in_order(async_pool: Pool, world: int) -> None:
-    async_pool.run(_in_order, world)
+def test_host_access_is_ordered_with_streams(async_pool: Pool, world: int) -> None:
+    async_pool.run(_host_access_in_order, world)
 
 
 def _hooks_and_errors() -> None:
@@ -281,12 +281,12 @@ def _hooks_and_errors() -> None:
         other(torch.ones(1, 4, device=meshes.device))
 
 
-def test_hooks_and_errors(async_pool: Pool) -> None:
+def test_offload_hooks_and_errors(async_pool: Pool) -> None:
     async_pool.run(_hooks_and_errors, 2)
 
 
-def _runs_beside_products() -> None:
-    """While a stream is late, before a product, the part of the next layer comes to the device."""
+def _copies_during_products() -> None:
+    """Checks that the next layer's part is copied to the device while the stream is still before a product."""
     layers = [nn.Linear(WIDTH, WIDTH, device=meshes.device) for _ in range(3)]
     model = nn.Sequential(*layers)
     for layer in [*layers, model]:
@@ -314,5 +314,5 @@ def _runs_beside_products() -> None:
     assert seen == [True, True]
 
 
-def test_copies_run_beside_products(async_pool: Pool) -> None:
-    async_pool.run(_runs_beside_products, 1)
+def test_copies_overlap_with_products(async_pool: Pool) -> None:
+    async_pool.run(_copies_during_products, 1)

@@ -1,6 +1,6 @@
-"""Waits, memory and order among streams, on the device of tests/async_device.
+"""Tests of waits, memory and order among streams, on the device of tests/async_device.
 
-Its work runs later than the host submits it, and whatever is read too early or too late is poison.
+The device runs work later than the host submits it. A read that is too early or too late returns poison.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pool import Pool
 Placements = tuple[str, ...]
 DEVICE = "asyncdev"
 
-# One transfer; several; packed and in place; sums; rounds come from a memory limit.
+# Moves with one transfer and with several, packed and in place, and with sums. Without a memory limit none has rounds.
 MOVES: list[tuple[tuple[int, ...], Placements, Placements]] = [
     ((4,), ("S(0)",), ("R",)),
     ((4,), ("S(1)",), ("R",)),
@@ -40,7 +40,7 @@ def _device() -> type:
 
 
 def _arguments(sizes: Sequence[int], shape: Sequence[int], src: Placements, dst: Placements, seed: int):
-    """Local tensor, layouts and expected result of one move."""
+    """Returns the local tensor, the layouts and the expected result of one move."""
     mesh = get_mesh(sizes)
     tensor = oracle.global_tensor(shape, torch.float32, seed, reducible=True)
     layouts = [sw.Layout(sw.Mesh(mesh), shape, dtensors.to_placements(p)) for p in (src, dst)]
@@ -52,7 +52,7 @@ def _check(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
     assert wrong is None, f"{what}: {wrong}"
 
 
-# ---------------------------------------------------------------------- started here, waited for there
+# ----------------------------------------------------------------------------- waits on another stream
 
 
 def _waited_for_on_another_stream(rounds: int) -> None:
@@ -72,7 +72,7 @@ def _waited_for_on_another_stream(rounds: int) -> None:
         del noise, more, local
 
 
-def test_an_asynchronous_redistribute_may_be_waited_for_on_another_stream(async_pool: Pool) -> None:
+def test_redistribute_can_be_waited_for_on_another_stream(async_pool: Pool) -> None:
     async_pool.run(_waited_for_on_another_stream, 4, 4)
 
 
@@ -100,21 +100,21 @@ def _batch_waited_for_on_another_stream(rounds: int) -> None:
     assert sw.stats()["through_host"] == through_host
 
 
-def test_a_tensor_of_a_batch_may_be_waited_for_on_another_stream(async_pool: Pool) -> None:
+def test_tensor_of_batch_can_be_waited_for_on_another_stream(async_pool: Pool) -> None:
     async_pool.run(_batch_waited_for_on_another_stream, 4, 6)
 
 
-# ------------------------------------------------------------------------------------ never waited for
+# -------------------------------------------------------------------------------------- without a wait
 
 
-def _never_waited_for(rounds: int) -> None:
+def _unawaited(rounds: int) -> None:
     native = _device()
     kept = []
     for turn, ((sizes, src, dst), shape) in itertools.product(range(rounds), itertools.product(MOVES, SHAPES)):
         local, layouts, _ = _arguments(sizes, shape, src, dst, turn)
         sw.redistribute_local(local, *layouts, async_op=True)
         del local
-        # In the memory of inputs, results and temporaries that a transfer may still read or write.
+        # These tensors reuse memory that was freed while a transfer still reads or writes it, if any.
         kept.append([torch.full((size,), float(turn), device=DEVICE) for size in (4, 16, 64, 96, 256)])
         if len(kept) > 4:
             for tensor in kept.pop(0):
@@ -126,11 +126,11 @@ def _never_waited_for(rounds: int) -> None:
     native.empty_cache()
 
 
-def test_what_nobody_waits_for_harms_nobody(async_pool: Pool) -> None:
-    async_pool.run(_never_waited_for, 4, 6)
+def test_unawaited_redistribute_does_not_corrupt_memory(async_pool: Pool) -> None:
+    async_pool.run(_unawaited, 4, 6)
 
 
-def _memory_of_what_nobody_waits_for() -> tuple[int, int]:
+def _memory_of_unawaited() -> tuple[int, int]:
     native = _device()
     used = []
     for _ in range(12):
@@ -142,12 +142,12 @@ def _memory_of_what_nobody_waits_for() -> tuple[int, int]:
     return used[3], used[-1]
 
 
-def test_what_nobody_waits_for_does_not_leak(async_pool: Pool) -> None:
-    for early, late in async_pool.run(_memory_of_what_nobody_waits_for, 4):
+def test_unawaited_redistribute_does_not_leak(async_pool: Pool) -> None:
+    for early, late in async_pool.run(_memory_of_unawaited, 4):
         assert late <= early
 
 
-# ------------------------------------------------------------------------------------------- in graphs
+# ---------------------------------------------------------------------------------- in captured graphs
 
 
 def _captured(sizes: Sequence[int], async_op: bool) -> None:
@@ -181,7 +181,7 @@ def test_captured_redistributes_see_new_input(async_pool: Pool, sizes: tuple[int
     async_pool.run(_captured, size, sizes, async_op)
 
 
-def _across_the_edge_of_a_capture() -> None:
+def _wait_across_capture() -> None:
     import async_device
 
     local, layouts, expected = _arguments((2,), (8, 12), ("S(0)",), ("S(1)",), 1)
@@ -196,8 +196,8 @@ def _across_the_edge_of_a_capture() -> None:
     _check(sw.redistribute_local(local, *layouts), expected, "after")
 
 
-def test_a_wait_across_the_edge_of_a_capture_says_so(async_pool: Pool) -> None:
-    async_pool.run(_across_the_edge_of_a_capture, 2)
+def test_wait_across_capture_boundary_raises(async_pool: Pool) -> None:
+    async_pool.run(_wait_across_capture, 2)
 
 
 def _traced() -> int:
@@ -213,6 +213,6 @@ def _traced() -> int:
     return len(trace)
 
 
-def test_a_trace_leaves_out_what_is_captured(async_pool: Pool) -> None:
+def test_trace_omits_captured_redistributes(async_pool: Pool) -> None:
     for events in async_pool.run(_traced, 2):
         assert events > 0

@@ -1,5 +1,7 @@
-"""PyTorch's count of the NCCL groups that a thread has open, which csrc/runtime/open_groups.cpp reads, where torch has
-NCCL's process groups. No GPU is needed."""
+"""Tests of csrc/runtime/open_groups.cpp, which reads PyTorch's count of the NCCL groups that a thread has open.
+
+Torch must have NCCL's process groups. No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +36,6 @@ def _open_group() -> None:
 
 
 @pytest.mark.skipif(not (_runtime.has_cuda and LIBRARY.exists()), reason="torch or shardwright is built without CUDA")
-def test_a_group_that_nccl_has_open_is_noticed() -> None:
+def test_open_nccl_group_is_detected() -> None:
     (outcome,) = run_isolated(_open_group, 1)
     assert outcome.ok, outcome.error

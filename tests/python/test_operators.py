@@ -1,4 +1,4 @@
-"""`torch.ops.shardwright`: values, gradients, PyTorch's requirements for operators, and compiled code."""
+"""Tests of `torch.ops.shardwright`: values, gradients, PyTorch's requirements for operators, and compiled code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _mesh() -> sw.Mesh:
 
 
 def _part(layout: sw.Layout) -> torch.Tensor:
-    """Returns this rank's part of a global tensor; for a pending sum, rank + 1 times that."""
+    """Returns this rank's part of a global tensor, times coordinate + 1 for each mesh dim that has a pending sum."""
     rank = dist.get_rank()
     part = part_of(oracle.global_tensor(SHAPE, torch.float32, 5, True), layout, rank)
     pending = [d for d, placement in enumerate(layout.placements) if placement.startswith("P")]
@@ -45,7 +45,7 @@ def _arguments(operator: Any, names: tuple[str, ...] = ("plan", "groups", "rank"
     return {name: operator.keywords[name] for name in names}
 
 
-def _values(src: list[str], dst: list[str]) -> None:
+def _operator_values(src: list[str], dst: list[str]) -> None:
     before, after = _layouts(src, dst)
     operator = sw.graph.operator(before, after)
     local = _part(before)
@@ -68,11 +68,11 @@ def _values(src: list[str], dst: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
-def test_values(pool: Pool, src: list[str], dst: list[str]) -> None:
-    pool.run(_values, WORLD, src, dst)
+def test_operator_values(pool: Pool, src: list[str], dst: list[str]) -> None:
+    pool.run(_operator_values, WORLD, src, dst)
 
 
-def _gradients(src: list[str], dst: list[str]) -> None:
+def _operator_gradients(src: list[str], dst: list[str]) -> None:
     before, after = _layouts(src, dst)
     operator = sw.graph.operator(before, after)
     grads = []
@@ -91,8 +91,8 @@ def _gradients(src: list[str], dst: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
-def test_gradients(pool: Pool, src: list[str], dst: list[str]) -> None:
-    pool.run(_gradients, WORLD, src, dst)
+def test_operator_gradients_equal_redistribute_local(pool: Pool, src: list[str], dst: list[str]) -> None:
+    pool.run(_operator_gradients, WORLD, src, dst)
 
 
 def _opcheck() -> None:
@@ -103,7 +103,7 @@ def _opcheck() -> None:
     torch.library.opcheck(ops.redistribute.default, (local,), operator.keywords)
     torch.library.opcheck(ops.redistribute.default, (local.clone().requires_grad_(),), operator.keywords)
     torch.library.opcheck(ops.redistribute_out.default, (local,), {**arguments, "out": out})
-    # Every start has a handle of its own, good for one wait, which the one check that is left out does not know.
+    # Each start returns its own handle, valid for one wait. The omitted check test_aot_dispatch_dynamic ignores that.
     first = ops.redistribute_start(local, **arguments)
     for check in ("test_schema", "test_autograd_registration", "test_faketensor"):
         for more in ({}, {"sizes": list(SHAPE)}):
@@ -116,7 +116,7 @@ def _opcheck() -> None:
 
 
 def _other_sizes() -> None:
-    """A plan's layouts, for a tensor of another size."""
+    """Runs a plan's layouts on a tensor of another size."""
     before, after = _layouts(["S(0)", "S(1)"], ["S(1)", "R"])
     operator = sw.graph.operator(before, after)
     ops, arguments = torch.ops.shardwright, _arguments(operator)
@@ -131,7 +131,7 @@ def _other_sizes() -> None:
         ops.redistribute_start(local[:1], arguments["plan"], groups, dist.get_rank(), sizes=[90, 4])
 
 
-def test_other_sizes(pool: Pool) -> None:
+def test_operators_take_other_sizes(pool: Pool) -> None:
     pool.run(_other_sizes, WORLD)
 
 
@@ -182,7 +182,7 @@ def _compiled(kind: str) -> None:
     weight = distribute_tensor(oracle.global_tensor((6, 4), torch.float32, 2, True), mesh, [Replicate(), Shard(0)])
 
     def block(x: DTensor, weight: DTensor) -> DTensor:
-        hidden = torch.relu(x @ weight)  # a pending sum, reduced by itself
+        hidden = torch.relu(x @ weight)  # the product is a pending sum, which relu reduces
         return hidden.redistribute(placements=[Shard(1), Replicate()]).cos().redistribute(placements=[Shard(0)] * 2)
 
     def checkpointed(x: DTensor, weight: DTensor) -> DTensor:
@@ -210,7 +210,7 @@ def _compiled(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointed"])
-def test_compiled(pool: Pool, kind: str) -> None:
+def test_compiled_dtensors(pool: Pool, kind: str) -> None:
     pool.run(_compiled, WORLD, kind)
 
 
@@ -226,7 +226,7 @@ class _Mlp(torch.nn.Module):
 
 
 def _tensor_parallel_block() -> None:
-    """Inductor, on uneven shards: 10 columns over 2 ranks' 5, 7 rows in sequence parallel."""
+    """Runs a tensor-parallel block under Inductor: 10 columns and 8 rows over 2 ranks."""
     torch._dynamo.reset()
     mesh = get_mesh((2,))
     torch.manual_seed(0)
@@ -258,7 +258,7 @@ def _tensor_parallel_block() -> None:
 
 
 @pytest.mark.cpu_only("Inductor does not know the device")
-def test_tensor_parallel_block_by_inductor(pool: Pool) -> None:
+def test_inductor_compiles_tensor_parallel_block(pool: Pool) -> None:
     pool.run(_tensor_parallel_block, 2)
 
 

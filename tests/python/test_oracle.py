@@ -1,4 +1,4 @@
-"""The oracle itself: against examples worked out by hand, and against stock DTensor where that is known to be right."""
+"""Tests of the oracle against examples worked out by hand, and against stock DTensor where it is known to be right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pool import Pool
 
 
 def _rows(size: int, mesh: tuple[int, ...], placements: list[str], **kwargs: object) -> list[list[int]]:
-    """Returns what each rank holds of a 1-D tensor, ranks in row-major order."""
+    """Returns the indices of a 1-D tensor that each rank holds, in row-major order of the ranks."""
     coordinates = itertools.product(*map(range, mesh))
     return [oracle.local_indices((size,), mesh, placements, where, **kwargs)[0] for where in coordinates]
 
@@ -31,18 +31,18 @@ def _rows(size: int, mesh: tuple[int, ...], placements: list[str], **kwargs: obj
         # Cutting twice in two is not cutting once in four: 2/1/1/1 rows, not 2/2/1/0.
         (5, (2, 2), ["S(0)", "S(0)"], [[0, 1], [2], [3], [4]]),
         (4, (2, 2), ["R", "S(0)"], [[0, 1], [2, 3], [0, 1], [2, 3]]),
-        # Both meanings agree here: mesh dim 1 cuts first.
+        # Both meanings of the split factor agree here: mesh dim 1 cuts first.
         (8, (2, 2), ["SS(0,2)", "S(0)"], [[0, 1], [4, 5], [2, 3], [6, 7]]),
         # A split factor that encodes no order.
         (6, (2,), ["SS(0,3)"], [[0, 2, 4], [1, 3, 5]]),
         (9, (4,), ["SS(0,2)"], [[0, 1, 5], [2, 3, 6], [4, 7], [8]]),
     ],
 )
-def test_by_hand(size: int, mesh: tuple[int, ...], placements: list[str], expected: list[list[int]]) -> None:
+def test_examples_by_hand(size: int, mesh: tuple[int, ...], placements: list[str], expected: list[list[int]]) -> None:
     assert _rows(size, mesh, placements) == expected
 
 
-def test_shard_order() -> None:
+def test_indices_follow_shard_order() -> None:
     assert _rows(7, (2, 2), ["S(0)", "S(0)"], shard_order={0: [1, 0]}) == [[0, 1], [4, 5], [2, 3], [6]]
 
 
@@ -99,7 +99,7 @@ def test_contributions_reduce_to_the_tensor(dtype: torch.dtype) -> None:
             assert wrong is None, f"{op} on {mesh}: {wrong}"
 
 
-def test_difference_tells_what_is_wrong() -> None:
+def test_difference_reports_shape_dtype_and_element() -> None:
     tensor = torch.arange(6.0).view(2, 3)
     assert oracle.difference(tensor.clone(), tensor) is None
     assert "shape (3, 2), expected (2, 3)" in (oracle.difference(tensor.t(), tensor) or "")
@@ -111,13 +111,13 @@ def test_difference_tells_what_is_wrong() -> None:
 
 
 def _right_in_stock(case: fuzz.Case) -> bool:
-    """Compares cases that PyTorch's own path does right: plain shards, no flattened mesh, a dtype Gloo can send."""
+    """Returns true if PyTorch's own path is right: plain shards, no flattened mesh, a dtype that Gloo can send."""
     plain = not any(map(oracle.is_strided, case.src + case.dst))
     return plain and not case.flatten and case.dtype != "float8_e4m3fn"
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8])
-def test_agrees_with_stock_dtensor(pool: Pool, world_size: int) -> None:
+def test_oracle_agrees_with_stock_dtensor(pool: Pool, world_size: int) -> None:
     cases = [case for case in fuzz.make_cases(7, world_size, 120) if _right_in_stock(case)]
     assert len(cases) > 30
     reports = pool.run(fuzz.run_cases, world_size, cases, "stock")
@@ -126,8 +126,8 @@ def test_agrees_with_stock_dtensor(pool: Pool, world_size: int) -> None:
     assert not wrong, "\n".join(f"rank {rank}: {cases[index]}: {text}" for rank, index, text in wrong)
 
 
-def _finds_a_planted_error() -> list[tuple[int, str]]:
-    """One rank's result is spoiled by replacing the function under test."""
+def _run_with_planted_error() -> list[tuple[int, str]]:
+    """Replaces the function under test so that one rank's result is wrong."""
     from torch.distributed.tensor import _redistribute
 
     case = fuzz.Case(seed=1, mesh=(2,), shape=(6,), dtype="float32", src=("S(0)",), dst=("R",), entry="internal")
@@ -146,7 +146,7 @@ def _finds_a_planted_error() -> list[tuple[int, str]]:
         _redistribute.redistribute_local_tensor = original
 
 
-def test_finds_a_planted_error(pool: Pool) -> None:
-    first, second = pool.run(_finds_a_planted_error, 2)
+def test_oracle_finds_planted_error(pool: Pool) -> None:
+    first, second = pool.run(_run_with_planted_error, 2)
     assert first == []
     assert len(second) == 1 and "1 of 6 elements wrong, first at (4,)" in second[0][1]

@@ -14,13 +14,13 @@ SHAPE = (37, 11)
 
 
 def _contribution(rank: int) -> torch.Tensor:
-    """Values whose sum depends on the order."""
+    """Returns a rank's values. Their sum over ranks depends on the order."""
     generator = torch.Generator().manual_seed(100 + rank)
     return torch.randn(SHAPE, generator=generator) * 10.0 ** torch.randint(-6, 6, SHAPE, generator=generator)
 
 
 def _sums() -> list[torch.Tensor]:
-    """The sum of all ranks' contributions, replicated: on two meshes, and on one of them by a longer plan."""
+    """Returns the replicated sum of all contributions on two meshes, and by a longer plan on one of them."""
     results = []
     for sizes, middle in (({"a": 4}, None), ({"a": 2, "b": 2}, None), ({"a": 2, "b": 2}, ["S(1)", "S(0)"])):
         mesh = sw.Mesh(sizes)
@@ -36,7 +36,7 @@ def _sums() -> list[torch.Tensor]:
     return results
 
 
-def test_same_bits_everywhere(pool: Pool) -> None:
+def test_ordered_sums_have_same_bits_on_all_meshes(pool: Pool) -> None:
     in_order = _contribution(0)
     for rank in range(1, WORLD):
         in_order = in_order + _contribution(rank)
@@ -72,7 +72,7 @@ def test_narrow_sums_are_rounded_once(pool: Pool, pending: str, divisor: int) ->
         assert torch.equal(result, expected)
 
 
-def test_float32_is_for_narrow_sums_only() -> None:
+def test_reduce_float32_applies_to_narrow_sums_only() -> None:
     mesh = sw.Mesh({"a": 8})
     for dtype, pending, is_ordered in (("bfloat16", "P", True), ("float16", "P(avg)", True), ("float32", "P", False),
                                        ("bfloat16", "P(max)", False)):  # fmt: skip
@@ -82,7 +82,7 @@ def test_float32_is_for_narrow_sums_only() -> None:
         assert plan.wire_bytes_max == sw.plan(src, dst).wire_bytes_max
 
 
-def test_unknown_way_to_reduce() -> None:
+def test_unknown_reduce_raises() -> None:
     layout = sw.Layout(sw.Mesh({"a": 2}), (4,), ["P"])
     with pytest.raises(ValueError, match="reduce must be one of fast, float32, ordered, got 'slow'"):
         sw.plan(layout, layout, reduce="slow")

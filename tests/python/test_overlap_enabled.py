@@ -65,12 +65,12 @@ def _linear_and_matmul(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [8, 7])
-def test_linear_and_matmul(pool: Pool, rows: int) -> None:
+def test_gathers_of_linear_and_matmul_overlap(pool: Pool, rows: int) -> None:
     pool.run(_linear_and_matmul, WORLD, rows)
 
 
 def _under_torchs_styles() -> tuple[int, list[str]]:
-    """PyTorch's styles gather by a redistribute of their own, in front of the linear."""
+    """Runs PyTorch's styles, which gather with their own redistribute before the linear layer."""
     mesh = get_mesh((WORLD,))
     overlapping._warned = False
     torch.manual_seed(4)
@@ -95,7 +95,7 @@ def _under_torchs_styles() -> tuple[int, list[str]]:
     return sw.stats()["products"] - before, [line for line in lines if line.startswith("enable(overlap=True)")]
 
 
-def test_torchs_own_styles_are_told(pool: Pool) -> None:
+def test_torch_styles_log_one_warning(pool: Pool) -> None:
     for products, lines in pool.run(_under_torchs_styles, WORLD):
         assert products == 0
         assert len(lines) == 1 and "shardwright.parallel" in lines[0], lines

@@ -49,6 +49,6 @@ def _trains() -> int:
     return received
 
 
-def test_trains_as_unsharded_and_moves_what_it_must(pool: Pool) -> None:
+def test_pair_block_trains_as_unsharded_in_needed_bytes(pool: Pool) -> None:
     for received in pool.run(_trains, 4):
         assert received <= pair_block.needed_bytes(SHAPE, (2, 2))

@@ -30,7 +30,7 @@ WORLD = 4
 STEPS = 10
 BATCH, WIDTH, HEADS = 2, 16, 8
 
-# Losses and full gradients of every step.
+# The loss and the full gradients of each step.
 History = list[tuple[float, dict[str, torch.Tensor]]]
 
 
@@ -46,7 +46,10 @@ class Mlp(nn.Module):
 
 
 class Attention(nn.Module):
-    """Inputs are (length, batch, width): PyTorch 2.11 cannot view what it gathers from uneven shards of a later dim."""
+    """Causal attention over inputs of shape (length, batch, width).
+
+    Length comes first because PyTorch 2.11 cannot view a tensor that it gathered from uneven shards of a later dim.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +57,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Works on plain local heads; the projections come back as local tensors."""
+        """Computes with plain local heads: the projections return local tensors."""
         length = x.shape[0]
         query, key, value = (
             projection(x).view(length, BATCH, -1, WIDTH // HEADS).permute(1, 2, 0, 3)
@@ -67,7 +70,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Sequence parallel between the two halves, tensor parallel inside them."""
+    """A transformer block: sequence parallel between its two halves, tensor parallel inside them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,30 +190,30 @@ def _block_of_own_styles(length: int, shares_gather: bool) -> list[float]:
     return _train_both(Block(), _styles(), torch.randn(length, BATCH, WIDTH), ["S(0)"], _own_styles(shares_gather))
 
 
-def _same_and_falling(losses: list[list[float]]) -> None:
+def _assert_same_and_falling(losses: list[list[float]]) -> None:
     assert all(other == losses[0] for other in losses), "ranks disagree about the loss"
     assert len(losses[0]) == STEPS and losses[0][-1] < losses[0][0]
 
 
-def test_mlp(pool: Pool) -> None:
-    _same_and_falling(pool.run(_mlp, WORLD))
+def test_mlp_trains_as_stock(pool: Pool) -> None:
+    _assert_same_and_falling(pool.run(_mlp, WORLD))
 
 
 @pytest.mark.parametrize("length", [8, 10, 7], ids=["even", "3+3+3+1", "2+2+2+1"])
-def test_attention_block(pool: Pool, length: int) -> None:
-    """Sequence lengths that do not divide leave the last rank fewer positions."""
-    _same_and_falling(pool.run(_block, WORLD, length))
+def test_attention_block_trains_as_stock(pool: Pool, length: int) -> None:
+    """Sequence lengths that 4 ranks do not divide leave the last rank fewer positions."""
+    _assert_same_and_falling(pool.run(_block, WORLD, length))
 
 
 @pytest.mark.parametrize("shares_gather", [False, True])
 @pytest.mark.parametrize("length", [8, 7], ids=["even", "2+2+2+1"])
-def test_attention_block_under_our_styles(pool: Pool, length: int, shares_gather: bool) -> None:
+def test_attention_block_trains_as_stock_under_our_styles(pool: Pool, length: int, shares_gather: bool) -> None:
     """With our styles, gathers and scatters overlap with products; PyTorch's styles cannot do that."""
-    _same_and_falling(pool.run(_block_of_own_styles, WORLD, length, shares_gather))
+    _assert_same_and_falling(pool.run(_block_of_own_styles, WORLD, length, shares_gather))
 
 
 def _bytes_of_three_layers(shares_gather: bool, plain: bool) -> tuple[int, int]:
-    """Received in the forward and in the backward of three layers on one tensor."""
+    """Returns the bytes received in the forward and in the backward of three layers on one tensor."""
     mesh = get_mesh((WORLD,))
     torch.manual_seed(4)
     whole = torch.randint(-2, 3, (8, WIDTH)).float()
@@ -223,7 +226,7 @@ def _bytes_of_three_layers(shares_gather: bool, plain: bool) -> tuple[int, int]:
     style = sw_parallel.ColwiseParallel(input_layouts=Shard(0), use_local_output=False, shares_gather=shares_gather)
     sharded = [parallelize_module(copy.deepcopy(layer), mesh, style) for layer in layers]
     leaf = dtensors.distribute(whole, mesh, ["S(0)"]).requires_grad_()
-    for _ in range(2):  # plans and groups are made in the first
+    for _ in range(2):  # the first iteration makes plans and groups
         leaf.grad = None
         x = (leaf * 1).to_local() if plain else leaf * 1
         with sw.debug.wire_meter() as forward:
@@ -247,11 +250,11 @@ def test_layers_share_a_gather(pool: Pool, plain: bool) -> None:
         strict=True,
     ):
         assert alone[0] == 3 * 3 * part and shared[0] == 3 * part
-        # The backward moves the operand's gradient; without sharing, each layer also gathers again for its weight's.
+        # The backward moves the operand's gradient. Without sharing, each layer gathers again for its weight gradient.
         assert alone[1] == 2 * 3 * 3 * part and shared[1] == 3 * part
 
 
-def _keeps_what_modules_have() -> None:
+def _deepcopy_and_autocast() -> None:
     mesh = get_mesh((WORLD,))
     layer = parallelize_module(nn.Linear(WIDTH, 2 * WIDTH), mesh, sw_parallel.ColwiseParallel(input_layouts=Shard(0)))
     twin = copy.deepcopy(layer)
@@ -269,12 +272,12 @@ def _keeps_what_modules_have() -> None:
 
 
 @pytest.mark.cpu_only("autocast is per kind of device")
-def test_modules_under_our_styles(pool: Pool) -> None:
-    pool.run(_keeps_what_modules_have, WORLD)
+def test_our_styles_support_deepcopy_and_autocast(pool: Pool) -> None:
+    pool.run(_deepcopy_and_autocast, WORLD)
 
 
 def _uneven_features(local: bool) -> None:
-    """A hidden size of 5 on 4 ranks: 2, 2, 1 and none. Plain tensors between the layers do not say so."""
+    """Splits a hidden size of 5 over 4 ranks: 2, 2, 1 and none. Plain tensors between layers lack that size."""
     mesh = get_mesh((WORLD,))
     torch.manual_seed(5)
     whole = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4)).to(device)
@@ -290,5 +293,5 @@ def _uneven_features(local: bool) -> None:
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_row_parallel_layers_know_their_features(pool: Pool, local: bool) -> None:
+def test_row_parallel_layers_take_uneven_features(pool: Pool, local: bool) -> None:
     pool.run(_uneven_features, WORLD, local)

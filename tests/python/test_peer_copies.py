@@ -1,7 +1,8 @@
-"""Transfers as copies between the memory of peers (`sw.prepare(peer_arena_bytes=...)`), on the device of
-tests/async_device: its symmetric memory is shared by processes, and its signals wait on streams, as CUDA's do.
+"""Tests of transfers by copies between the memory of peers (`sw.prepare(peer_arena_bytes=...)`).
 
-Each test has processes of its own, because arenas stay for the life of a group."""
+They run on the device of tests/async_device: processes share its symmetric memory, and its signals wait on streams, as
+CUDA's do. Each test has its own processes, because arenas live as long as their group.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import dtensors
 import oracle
 import shardwright as sw
 
-# Slots of 256 bytes on four ranks: parts of some hundred bytes go in several rounds, and the last piece is short.
+# Slots of 256 bytes on four ranks: parts of several hundred bytes are sent in several rounds, the last one short.
 ARENA_BYTES = 4 * 2 * 256
 KINDS = ("R", "S(0)", "S(1)", "P(sum)")
 
@@ -37,7 +38,7 @@ def _layouts(mesh: sw.Mesh, shape: Sequence[int], *placements: Sequence[str]) ->
 
 
 class _Move:
-    """One redistribute, with what it must give."""
+    """One redistribute and its expected result."""
 
     def __init__(self, mesh: sw.Mesh, shape: Sequence[int], src: Sequence[str], dst: Sequence[str]) -> None:
         self.mesh, self.shape, self.src, self.dst = mesh, shape, src, dst
@@ -67,7 +68,7 @@ def _begin(rank: int, size: int, path: str, sizes: dict[str, int], seconds: floa
 
 
 def _end() -> None:
-    """What this rank has for others is in its arena, also where its own last result was empty and nobody waited."""
+    """Waits until this rank's data for others is in its arena. A wait for an empty result does not ensure that."""
     import async_device
 
     async_device.native().synchronize()
@@ -94,7 +95,7 @@ def _many_redistributes(
 
 
 @pytest.mark.parametrize("sizes", [{"a": 2}, {"a": 3}, {"a": 2, "b": 2}], ids=str)
-def test_redistributes_give_what_the_layouts_say(sizes: dict[str, int]) -> None:
+def test_redistributes_by_peer_copies_are_right(sizes: dict[str, int]) -> None:
     from async_device import ranks
 
     size = 1
@@ -103,7 +104,7 @@ def test_redistributes_give_what_the_layouts_say(sizes: dict[str, int]) -> None:
     for stats, counters in ranks.run(_many_redistributes, size, sizes):
         assert stats["peer_bytes"] > 0
         assert "all_gather" not in counters and "all_to_all" not in counters and "batch" not in counters
-        assert counters["all_reduce"] > 0  # reductions are the process group's
+        assert counters["all_reduce"] > 0  # the process group runs the reductions
 
 
 def _captured(rank: int, size: int, path: str) -> None:
@@ -115,17 +116,17 @@ def _captured(rank: int, size: int, path: str) -> None:
             continue
         local = move.part(0, move.src).to("asyncdev")
         for async_op in (False, True):
-            with async_device.captured() as graph:  # the first run of all, before any on the host's order
+            with async_device.captured() as graph:  # the first run of the move, before any eager one
                 result = sw.redistribute_local(local, *move.layouts, async_op=async_op) + 0
             for turn in range(1, 4):
                 local.copy_(move.part(turn, move.src))
                 graph.replay()
                 move.check(result, turn, "replay")
-                move.run(turn + 9)  # between replays: both leave all slots free
+                move.run(turn + 9)  # an eager run between replays; both leave all slots free
     _end()
 
 
-def test_captured_redistributes_may_be_replayed_among_others() -> None:
+def test_captured_redistributes_can_be_replayed_between_eager_ones() -> None:
     from async_device import ranks
 
     ranks.run(_captured, 2)
@@ -166,7 +167,7 @@ def _products(rank: int, size: int, path: str) -> int:
     return sw.stats()["peer_bytes"]
 
 
-def test_rings_of_products_go_by_copies() -> None:
+def test_products_use_peer_copies() -> None:
     from async_device import ranks
 
     assert all(copied > 0 for copied in ranks.run(_products, 4))
@@ -184,7 +185,7 @@ def _small_and_large(rank: int, size: int, path: str) -> tuple[int, dict[str, in
     return sw.stats()["peer_bytes"], strict.counters()
 
 
-def test_small_messages_stay_with_the_process_group() -> None:
+def test_process_group_sends_small_messages() -> None:
     from async_device import ranks
 
     for rank, (copied, counters) in enumerate(ranks.run(_small_and_large, 3)):
@@ -192,7 +193,7 @@ def test_small_messages_stay_with_the_process_group() -> None:
         assert counters["batch"] == 3
 
 
-def _late(rank: int, size: int, path: str, loses_signal: bool) -> str:
+def _missing_peer(rank: int, size: int, path: str, loses_signal: bool) -> str:
     import async_device
     from async_device import ranks
 
@@ -210,21 +211,21 @@ def _late(rank: int, size: int, path: str, loses_signal: bool) -> str:
     return error
 
 
-def test_a_peer_that_does_not_come_is_named() -> None:
+def test_timeout_names_missing_peer() -> None:
     from async_device import ranks
 
-    errors = ranks.run(_late, 2, False)
+    errors = ranks.run(_missing_peer, 2, False)
     assert "rank 0 failed to receive a signal from rank 1" in errors[0] and "3000 ms" in errors[0]
     assert errors[1] == "nothing was raised"
 
 
-def test_a_signal_that_is_lost_ends_the_wait_for_it() -> None:
+def test_lost_signal_times_out() -> None:
     from async_device import ranks
 
-    assert "rank 0 failed to receive a signal from rank 1" in ranks.run(_late, 2, True)[0]
+    assert "rank 0 failed to receive a signal from rank 1" in ranks.run(_missing_peer, 2, True)[0]
 
 
-def _refused(rank: int, size: int, path: str) -> list[str]:
+def _wrong_arena_arguments(rank: int, size: int, path: str) -> list[str]:
     import async_device
     from async_device import ranks
 
@@ -249,10 +250,10 @@ def _refused(rank: int, size: int, path: str) -> list[str]:
     return errors
 
 
-def test_what_is_refused_raises_on_every_rank() -> None:
+def test_wrong_arena_arguments_raise_on_every_rank() -> None:
     from async_device import ranks
 
-    for errors in ranks.run(_refused, 2):
+    for errors in ranks.run(_wrong_arena_arguments, 2):
         assert "peer_arena_bytes must be at least 1024 for a group of 2 ranks, got 1023" in errors[0]
         assert errors[1].startswith("ValueError: peer_arena_bytes must be an integer, got '1 MiB'")
         assert errors[2].startswith("ValueError: peer_min_bytes must be an integer, got 0.5")
@@ -262,7 +263,7 @@ def test_what_is_refused_raises_on_every_rank() -> None:
 
 
 def _arenas() -> int:
-    """How many arenas, of this rank and of others, are mapped into this process."""
+    """Returns the number of arenas, of this rank and of others, that are mapped into this process."""
     return sum("/asyncdev_" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -284,9 +285,9 @@ def _after_groups_are_destroyed(rank: int, size: int, path: str) -> tuple[int, i
     return before, _arenas()
 
 
-def test_arenas_go_with_their_groups() -> None:
+def test_arenas_are_freed_with_their_groups() -> None:
     from async_device import ranks
 
     for before, after in ranks.run(_after_groups_are_destroyed, 4):
-        assert before == 2 + 2 + 4  # of the groups of a, of b and of both
+        assert before == 2 + 2 + 4  # in the groups of mesh dims a, b and both
         assert after == 4

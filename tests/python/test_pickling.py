@@ -45,7 +45,7 @@ COPIES = {
 
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name: str, way: str) -> None:
+def test_layouts_survive_copies(name: str, way: str) -> None:
     layout = LAYOUTS[name]
     again = COPIES[way](layout)
     assert type(again) is sw.Layout
@@ -59,7 +59,7 @@ def test_layouts(name: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_plans_and_what_they_hand_out(way: str) -> None:
+def test_plans_and_their_steps_survive_copies(way: str) -> None:
     plan = sw.plan(LAYOUTS["order"], sw.Layout(MESH, (8, 12), ["R", "S(1)", "R"], "bfloat16"), memory_limit=4096)
     again = COPIES[way](plan)
     assert again.to_bytes() == plan.to_bytes()
@@ -69,7 +69,7 @@ def test_plans_and_what_they_hand_out(way: str) -> None:
         assert COPIES[way](step.before.mesh) == step.before.mesh
 
 
-def test_meshes_and_topologies() -> None:
+def test_meshes_and_topologies_survive_copies() -> None:
     for way in COPIES.values():
         assert type(way(MESH)) is sw.Mesh
         assert way(MESH) == MESH
@@ -80,8 +80,7 @@ def test_meshes_and_topologies() -> None:
         assert way(own).to_json() == own.to_json()
 
 
-def test_another_process_reads_them() -> None:
-    """It needs no torch for that."""
+def test_another_process_unpickles_without_torch() -> None:
     data = pickle.dumps([LAYOUTS["pieces"], sw.plan(LAYOUTS["literal"], LAYOUTS["literal"])])
     code = "import pickle, sys; print(*pickle.load(sys.stdin.buffer), 'torch' in sys.modules)"
     read = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=True)

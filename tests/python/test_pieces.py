@@ -1,4 +1,4 @@
-"""Ordered and repeated pieces, flattened dims, units, the nearest layout and other libraries' placements."""
+"""Tests of ordered and repeated pieces, flattened dims, units, the nearest layout and other libraries' placements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _mesh(ranks: tuple[int, ...]) -> sw.Mesh:
 
 
 def _random_pieces(chance: random.Random, size: int, count: int) -> sw.placements.Pieces:
-    """In any order, most of them held once."""
+    """Returns pieces in random order. Most of them are held by one coordinate."""
     cuts = sorted({0, size, *(chance.randint(0, size) for _ in range(5))})
     pieces = list(zip(cuts, cuts[1:], strict=False))
     chance.shuffle(pieces)
@@ -43,14 +43,14 @@ def _random_pieces(chance: random.Random, size: int, count: int) -> sw.placement
 
 
 def _held(tensor: torch.Tensor, ranks: tuple[int, ...], placement: Any, rank: int) -> torch.Tensor:
-    """What a rank holds, row by row."""
+    """Returns the part of a tensor that a rank holds, taken row by row."""
     if rank not in ranks:
         return tensor.new_empty(0)
     which = ranks.index(rank)
     if isinstance(placement, sw.placements.Pieces):
         rows = [row for begin, end in placement.lists[which] for row in range(begin, end)]
         return tensor[rows]
-    if isinstance(placement, sw.placements.Ragged):  # with dims
+    if isinstance(placement, sw.placements.Ragged):  # flattens dims 0 and 1
         flat = tensor.flatten(0, 1)
         unit = flat.shape[0] // sum(placement.units or ())
         begin = sum(placement.units[:which]) * unit  # type: ignore[index]
@@ -59,7 +59,7 @@ def _held(tensor: torch.Tensor, ranks: tuple[int, ...], placement: Any, rank: in
 
 
 def _pairs(count: int) -> list[Any]:
-    """The same on every rank."""
+    """Returns random pairs of layouts, the same on every rank."""
     chance = random.Random(11)
     pairs = []
     for _ in range(count):
@@ -99,7 +99,7 @@ def _move_all(count: int) -> list[int]:
     return received
 
 
-def test_values_and_bytes_on_real_ranks(pool: Pool) -> None:
+def test_values_and_bytes_of_pieces_on_real_ranks(pool: Pool) -> None:
     count = 60
     by_rank = pool.run(_move_all, WORLD_SIZE, count)
     for index, (shape, (src_ranks, src), (dst_ranks, dst)) in enumerate(_pairs(count)):
@@ -126,7 +126,7 @@ def _reductions() -> None:
         layout = sw.Layout(mesh, (9, 2), placements)
         contribution = oracle.contribution(tensor, (2, 2), ("P(sum)", "P(sum)"), (rank // 2, rank % 2))
         moved = sw.redistribute_local(contribution, whole[0], layout)
-        # What is still due is summed at the end; each piece is there in its place.
+        # The second move sums pending contributions; each piece must be in its place.
         assert oracle.difference(sw.redistribute_local(moved, layout, whole[1]), tensor) is None, str(placements)
     gradient = oracle.global_tensor((9, 2), torch.float32, 5)
     local = tensor.clone().requires_grad_()
@@ -137,11 +137,11 @@ def _reductions() -> None:
     assert local.grad is not None and oracle.difference(local.grad, gradient) is None
 
 
-def test_reductions_and_gradients(pool: Pool) -> None:
+def test_reductions_and_gradients_of_pieces(pool: Pool) -> None:
     pool.run(_reductions, WORLD_SIZE)
 
 
-def test_named_ways_to_make_pieces() -> None:
+def test_zigzag_and_items_make_pieces() -> None:
     zigzag = sw.placements.Pieces.zigzag(0, 16, 2)
     assert zigzag.lists == (((0, 4), (12, 16)), ((4, 8), (8, 12)))
     layout = sw.Layout(sw.Mesh({"cp": 2}), (16, 3), [zigzag])
@@ -158,7 +158,7 @@ def test_named_ways_to_make_pieces() -> None:
 
 
 def _over_one_coordinate() -> None:
-    """Nothing is cut there, and the order is another all the same."""
+    """Moves pieces over a mesh dim of size one, which cuts nothing but changes the order."""
     for dims, others in (({"ep": 1}, []), ({"ep": 1, "tp": 2}, ["S(1)"]), ({"tp": 2, "ep": 1}, ["S(1)"])):
         mesh = sw.Mesh(dims)
         experts = sw.placements.Pieces.items(0, [[3, 0, 2, 1]], 2)
@@ -186,7 +186,7 @@ def _over_one_coordinate() -> None:
             )
 
 
-def test_pieces_over_one_coordinate_are_in_their_order(pool: Pool) -> None:
+def test_pieces_over_one_coordinate_keep_their_order(pool: Pool) -> None:
     pool.run(_over_one_coordinate, 2)
 
 
@@ -199,7 +199,7 @@ def test_pieces_over_one_coordinate_are_in_their_order(pool: Pool) -> None:
     ],
     ids=str,
 )
-def test_cuts_over_one_coordinate_fit_too(cut: Any, message: str) -> None:
+def test_cuts_over_one_coordinate_are_checked(cut: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sw.Layout(sw.Mesh({"x": 1}), (8,), [cut])
     assert sw.Layout(sw.Mesh({"x": 1}), (1 << 21,), [sw.placements.Cyclic(0, 1)]).local_shape(0) == (1 << 21,)
@@ -225,7 +225,7 @@ def test_pieces_that_do_not_fit_are_refused(lists: Any, message: str) -> None:
         sw.Layout(sw.Mesh({"x": 2}), (8, 4), [sw.placements.Pieces(0, lists)])
 
 
-def test_flattened_dims_are_named_as_in_the_tensor() -> None:
+def test_flattened_layouts_accept_dims_of_the_tensor() -> None:
     mesh = sw.Mesh({"x": 2, "y": 2})
     layout = sw.Layout(mesh, (4, 6, 8), [sw.placements.Ragged(dims=(0, 1), units=(1, 2)), "S(2)"])
     assert (layout.shape, layout.flattened, layout.flattened_shape) == ((4, 6, 8), 2, (24, 8))
@@ -278,7 +278,7 @@ def _cuts(layout: sw.Layout) -> set[int]:
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 640, 1000])
 @pytest.mark.parametrize("count", [2, 3, 8])
-def test_scales_lie_with_the_weights_that_they_scale(rows: int, count: int) -> None:
+def test_scales_are_placed_with_their_weights(rows: int, count: int) -> None:
     mesh = sw.Mesh({"x": count})
     blocks = -(-rows // 128)
     fused = [0, 256, 128, rows - 384] if rows >= 640 else [rows]
@@ -314,7 +314,7 @@ def test_cuts_within_a_unit_are_refused() -> None:
 
 
 def _moved(src: sw.Layout, dst: sw.Layout) -> int:
-    """Elements that ranks need and do not hold."""
+    """Returns the number of elements that ranks need and do not hold."""
     total = 0
     for rank in dst.mesh.ranks:
         cells = [
@@ -327,7 +327,7 @@ def _moved(src: sw.Layout, dst: sw.Layout) -> int:
     return total
 
 
-def test_no_layout_of_its_family_is_nearer() -> None:
+def test_nearest_layout_is_optimal_in_its_family() -> None:
     chance = random.Random(5)
     for _ in range(25):
         shape = (chance.randint(1, 6), chance.randint(1, 3))
@@ -352,15 +352,15 @@ def test_no_layout_of_its_family_is_nearer() -> None:
         assert sw.plan(src, found).wire_bytes_sum == 4 * _moved(src, found)
 
 
-def test_nearest_of_many_blocks() -> None:
-    """Rows that the same ranks hold are looked at together, or this would not end."""
+def test_nearest_layout_of_many_blocks() -> None:
+    """The search must treat rows with the same holders together, or it would not end in time."""
     src = sw.Layout(sw.Mesh({"a": 8}), (200_000, 2), ["Cyclic(0,1)"])
     found = sw.Layout.nearest(src, range(6))
     assert max(found.local_shape(rank)[0] for rank in range(6)) <= -(-200_000 // 6)
     assert sw.plan(src, found).wire_bytes_sum == 2 * 25_000 * 2 * 4, "the rows of the two ranks that left"
 
 
-def test_nearest_when_ranks_leave() -> None:
+def test_nearest_layout_when_ranks_leave() -> None:
     src = sw.Layout(sw.Mesh({"dp": 4}), (1024, 8), ["S(0)"])
     found = sw.Layout.nearest(src, [0, 1, 3])
     assert _moved(src, found) == 256 * 8
@@ -378,14 +378,14 @@ def test_nearest_when_ranks_leave() -> None:
 
 
 class RaggedShard:
-    """As veScale and flex_shard define it."""
+    """RaggedShard as veScale and flex_shard define it."""
 
     def __init__(self, dims: tuple[int, ...], local_units: tuple[int, ...]) -> None:
         self.dims, self.local_units = dims, local_units
 
 
 class _StridedRaggedShard(RaggedShard):
-    """As veScale defines it."""
+    """_StridedRaggedShard as veScale defines it."""
 
     def __init__(self, dims: tuple[int, ...], local_units: tuple[int, ...], split_factor: int) -> None:
         super().__init__(dims, local_units)
@@ -393,14 +393,14 @@ class _StridedRaggedShard(RaggedShard):
 
 
 class BlockShard:
-    """As flex_shard defines it."""
+    """BlockShard as flex_shard defines it."""
 
     def __init__(self, blocks_per_rank: tuple[int, ...], dim: int = 0) -> None:
         self.blocks_per_rank, self.dim = blocks_per_rank, dim
 
 
 class Owned:
-    """As flex_shard defines it."""
+    """Owned as flex_shard defines it."""
 
     def __init__(self, owner_rank: int) -> None:
         self.owner_rank = owner_rank
@@ -408,7 +408,7 @@ class Owned:
 
 @dataclasses.dataclass
 class Parameter:
-    """What Megatron sets on a parameter."""
+    """The attributes that Megatron sets on a parameter."""
 
     tensor_model_parallel: bool = True
     partition_dim: int = 0
@@ -438,7 +438,7 @@ def test_placements_of_other_libraries() -> None:
 
 
 def _as_vescale_cuts(tensor: torch.Tensor, dims: tuple[int, ...], units: tuple[int, ...], chunk: int) -> torch.Tensor:
-    """What veScale's tests expect on "fsdp" coordinate 1: the chunk's elements in a row, shared out by the units."""
+    """Returns the part that veScale's tests expect on "fsdp" coordinate 1: its units of the chunk's flat elements."""
     flat = tensor.chunk(2)[chunk].flatten()
     unit = flat.numel() // sum(units)
     mine = flat[units[0] * unit : (units[0] + units[1]) * unit]
@@ -452,12 +452,12 @@ def _as_vescale_cuts(tensor: torch.Tensor, dims: tuple[int, ...], units: tuple[i
         ((8, 3), (0, 1), (1, 3, 8)),
         ((4, 6, 5), (0, 1), (1, 3, 0)),
         ((4, 6, 5), (0, 1, 2), (2, 1, 3)),
-        ((6, 4), (0,), (4, 8, 0)),  # units are elements here, whose shares are whole rows
+        ((6, 4), (0,), (4, 8, 0)),  # a unit is one element here, and shares are whole rows
         ((8,), (0,), (0, 1, 0)),
     ],
     ids=str,
 )
-def test_vescale_shares_out_what_shard_leaves(
+def test_strided_ragged_shard_cuts_as_vescale(
     shape: tuple[int, ...], dims: tuple[int, ...], units: tuple[int, ...]
 ) -> None:
     mesh = sw.Mesh({"fsdp": 3, "ep": 2})
@@ -479,7 +479,7 @@ def _refused(message: str, placements: list[Any], shape: tuple[int, ...] = (4, 6
         sw.Layout(sw.Mesh({"x": 2, "y": 2}), shape, placements, **options)
 
 
-def test_ragged_shards_in_no_clear_order_are_refused() -> None:
+def test_ragged_shards_in_ambiguous_order_are_refused() -> None:
     plain, strided = RaggedShard((0,), (1, 1)), _StridedRaggedShard((0,), (1, 1), 2)
     in_order = "{0: ['y', 'x']}"
     _refused("before mesh dims that cut the same into 2, a RaggedShard must have a shard_order", [plain, "S(0)"])

@@ -33,7 +33,7 @@ def _move(mesh: DeviceMesh, shape: Sequence[int], src: Placements, dst: Placemen
 
 
 def _two_stages() -> None:
-    """Two stages of two ranks; each has a mesh of its own and its own work, and hands results to the other."""
+    """Runs two stages of two ranks. Each has its own mesh and work, and stage 0 sends results to stage 1."""
     mesh = get_mesh((2, 2))
     stage, inside = mesh.get_local_rank("a"), get_mesh((2, 2), keep=("b",))
     peer = (dist.get_rank() + 2) % 4
@@ -50,16 +50,16 @@ def _two_stages() -> None:
                 assert received.tolist() == [round_] * 3
                 time.sleep(0.05)
                 _move(inside, (3, 9), ["P(sum)"], ["S(1)"], seed=round_ + 30)
-        # All ranks together again, over a set of mesh dims that only now is used.
+        # All ranks together again, over mesh dims that are used for the first time.
         _move(mesh, (9, 5), ["S(0)", "S(0)"], ["R", "R"], seed=50)
 
 
-def test_two_stages(pool: Pool) -> None:
+def test_two_stages_move_different_tensors(pool: Pool) -> None:
     pool.run(_two_stages, 4)
 
 
 def _groups_made_at_different_times(slow_stage: int) -> None:
-    """Merging both mesh dims of a stage needs a group that nobody has made; stages come to it at different times."""
+    """Merging both mesh dims of a stage needs a new group. The stages reach that step at different times."""
     whole = get_mesh((2, 2, 2))
     inside = get_mesh((2, 2, 2), keep=("b", "c"))
     with sw.enabled(strict=True):
@@ -69,18 +69,18 @@ def _groups_made_at_different_times(slow_stage: int) -> None:
             _move(inside, (5, 7), ["P(sum)", "P(sum)"], ["R", "S(0)"], seed=2)
         _move(inside, (5, 3), ["S(0)", "S(0)"], ["R", "R"], seed=3)
         _move(inside, (8, 8), ["S(0)", "S(1)"], ["S(1)", "S(0)"], seed=4)
-        # Sets of mesh dims that cross the stages, also ones that are not adjacent.
+        # Mesh dims that cross the stages, adjacent and not adjacent.
         _move(whole, (9, 4), ["P(sum)", "S(0)", "P(sum)"], ["R", "S(0)", "R"], seed=5)
         _move(whole, (9, 4), ["S(0)", "R", "S(0)"], ["R", "R", "R"], seed=6)
 
 
-def test_groups_made_at_different_times(pool: Pool) -> None:
+def test_stages_make_groups_at_different_times(pool: Pool) -> None:
     for slow_stage in (0, 1):
         pool.run(_groups_made_at_different_times, 8, slow_stage)
 
 
 def _rows_then_columns() -> None:
-    """Overlapping groups: rows on some ranks, columns on others are never in use at once, but follow each other."""
+    """Uses overlapping groups one after the other: ranks 0 and 1 move over rows before columns, the others after."""
     rows, columns = get_mesh((2, 2), keep=("b",)), get_mesh((2, 2), keep=("a",))
     with sw.enabled(strict=True):
         for seed in range(4):
@@ -91,12 +91,12 @@ def _rows_then_columns() -> None:
                 _move(rows, (2, 2), ["P(sum)"], ["S(0)"], seed)
 
 
-def test_rows_then_columns(pool: Pool) -> None:
+def test_overlapping_groups_do_not_hang(pool: Pool) -> None:
     pool.run(_rows_then_columns, 4)
 
 
 def _only_some_ranks_branch() -> None:
-    """A branch that one submesh takes and the other does not, in the backward as well."""
+    """Only one submesh takes a branch, in the forward and in the backward."""
     mesh, inside = get_mesh((2, 2)), get_mesh((2, 2), keep=("b",))
     gradient = torch.ones(4, 6)
     with sw.enabled(strict=True):
@@ -108,5 +108,5 @@ def _only_some_ranks_branch() -> None:
     assert torch.equal(local.grad, torch.ones(2, 6))
 
 
-def test_branches(pool: Pool) -> None:
+def test_one_submesh_takes_branch(pool: Pool) -> None:
     pool.run(_only_some_ranks_branch, 4)

@@ -1,4 +1,4 @@
-"""Cuts that torch does not have, on real process groups: every element against the global tensor, and bytes."""
+"""Tests of cuts that torch does not have, on real process groups: every element and all bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _mesh(shape: tuple[int, ...]) -> sw.Mesh:
 
 
 def _part(placement: Any, indices: list[int], count: int, which: int) -> list[int]:
-    """What a coordinate holds of a list, one element at a time."""
+    """Returns the elements of a list that a coordinate holds, cut one element at a time."""
     if isinstance(placement, sw.placements.Ragged):
         units = placement.units
         sizes = placement.sizes or [len(indices) * share // sum(units) for share in units]
@@ -80,7 +80,7 @@ def _random_sizes(chance: random.Random, total: int, count: int) -> list[int]:
 
 
 def _random_lists(chance: random.Random, total: int, count: int) -> list[list[tuple[int, int]]]:
-    """Pieces in any order, some of them held more than once."""
+    """Returns pieces in random order. Some of them are held more than once."""
     ends = sorted({0, total, *(chance.randint(0, total) for _ in range(4))})
     pieces = list(zip(ends, ends[1:], strict=False))
     chance.shuffle(pieces)
@@ -118,7 +118,7 @@ def _random_layouts(
 
 
 def _pairs(mesh_shape: tuple[int, ...], count: int) -> list[Any]:
-    """The same on every rank."""
+    """Returns random pairs of layouts, the same on every rank."""
     chance = random.Random(f"{fuzz.seed_from_environment()} {mesh_shape}")
     pairs: list[Any] = []
     while len(pairs) < count:
@@ -140,7 +140,7 @@ def _move_all(mesh_shape: tuple[int, ...], count: int) -> list[tuple[int, int]]:
             result = sw.redistribute_local(local, src_layout, dst_layout)
         bytes_of.append((meter.received_bytes, meter.sent_bytes))
         if "P(sum)" in dst:
-            # Contributions may be any that sum to the value, so the values are compared after a reduction.
+            # Any contributions that sum to the value are right, so values are compared after a reduction.
             reduced = ["R" if p == "P(sum)" else p for p in dst]
             result = sw.redistribute_local(
                 result, dst_layout, sw.Layout(_mesh(mesh_shape), shape, reduced, strided="literal")
@@ -152,7 +152,7 @@ def _move_all(mesh_shape: tuple[int, ...], count: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2), (2, 3)], ids=str)
-def test_values_and_bytes_on_real_ranks(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
+def test_values_and_bytes_of_random_layouts(pool: Pool, mesh_shape: tuple[int, ...]) -> None:
     count = 60
     by_rank = pool.run(_move_all, torch.Size(mesh_shape).numel(), mesh_shape, count)
     kinds = set()
@@ -163,7 +163,7 @@ def test_values_and_bytes_on_real_ranks(pool: Pool, mesh_shape: tuple[int, ...])
         assert sum(received) == plan.wire_bytes_sum == sum(rank[index][1] for rank in by_rank)
         assert max(received) == plan.wire_bytes_max
         if "P(sum)" not in src + dst:
-            assert sw.plan(src_layout, dst_layout, objective="bytes").wire_bytes_sum == _must_travel(
+            assert sw.plan(src_layout, dst_layout, objective="bytes").wire_bytes_sum == _needed_bytes(
                 src_layout, dst_layout
             )
         kinds |= {type(p) for p in src + dst}
@@ -178,7 +178,7 @@ def test_values_and_bytes_on_real_ranks(pool: Pool, mesh_shape: tuple[int, ...])
     }
 
 
-def _must_travel(src: sw.Layout, dst: sw.Layout) -> int:
+def _needed_bytes(src: sw.Layout, dst: sw.Layout) -> int:
     total = 0
     for rank in range(src.mesh.size):
         held, needed = (
@@ -202,11 +202,11 @@ def _gradients() -> None:
         assert oracle.difference(local.grad, _local(gradient, (3,), back, rank)) is None, f"{src} -> {dst}"
 
 
-def test_gradients_flow_back(pool: Pool) -> None:
+def test_gradients_return_to_source_layout(pool: Pool) -> None:
     pool.run(_gradients, 3)
 
 
-def test_texts_and_what_python_shows() -> None:
+def test_str_and_repr_of_placements() -> None:
     shown = {
         sw.placements.Ragged(0, [3, 1]): ("Ragged(0,3:1)", "Ragged(dim=0, sizes=(3, 1))"),
         sw.placements.Blocks(1, 4): ("Blocks(1,4)", "Blocks(dim=1, block=4)"),
@@ -238,12 +238,12 @@ def test_texts_and_what_python_shows() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(placement: Any, message: str) -> None:
+def test_placements_that_do_not_fit_are_refused(placement: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sw.Layout(_mesh((2,)), (4, 4), [placement])
 
 
-def test_what_is_no_integer_is_refused() -> None:
+def test_non_integer_arguments_are_refused() -> None:
     wrong: Any = None
     for make, message in (
         (lambda: sw.placements.Cyclic(0, 1.5), "block of Cyclic must be an integer, got 1.5"),  # type: ignore[arg-type]
@@ -261,7 +261,7 @@ def test_what_is_no_integer_is_refused() -> None:
         sw.Layout(_mesh((2,)), (), [sw.placements.Owned(0)])
 
 
-def test_behind_uneven_cuts_the_part_that_does_not_fit_is_named() -> None:
+def test_error_names_part_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"placements: .*Ragged\(0,1:3\) on mesh dim 'y' must be 3, .*got 4") as caught:
         sw.Layout(_mesh((2, 2)), (7, 4), ["S(0)", sw.placements.Ragged(0, (1, 3))])
     assert "the part at x=1" in str(caught.value)
@@ -285,7 +285,7 @@ SIXTEEN_IN_TWO: list[Any] = [
 
 
 @pytest.mark.parametrize("first", SIXTEEN_IN_TWO, ids=str)
-def test_units_share_out_what_earlier_cuts_leave(first: Any) -> None:
+def test_units_divide_parts_of_earlier_cuts(first: Any) -> None:
     units = sw.placements.Ragged(0, units=(1, 0, 3))
     in_mesh_order = sw.Layout(sw.Mesh({"x": 2, "y": 3}), (16, 4), [first, units])
     otherwise = sw.Layout(sw.Mesh({"x": 3, "y": 2}), (16, 4), [units, first], shard_order={0: ["y", "x"]})
@@ -323,7 +323,7 @@ def _refused(message: str, placements: list[Any], shape: tuple[int, ...] = (4, 6
         sw.Layout(_mesh((2, 2)), shape, placements, **options)
 
 
-def test_what_stands_next_to_flattened_dims() -> None:
+def test_placements_beside_flattened_dims() -> None:
     mesh = sw.Mesh({"x": 2, "y": 2})
     sizes, halves = sw.placements.Ragged(dims=(0, 1), sizes=(3, 9)), sw.placements.Ragged(dims=(0, 1), units=(1, 1))
     layout = sw.Layout(mesh, (4, 6), [sizes, "S(0)"], shard_order={0: ["y", "x"]})
@@ -333,7 +333,7 @@ def test_what_stands_next_to_flattened_dims() -> None:
     for owned in ("Owned(1)", "Owned(0,1)", sw.placements.Owned(1), sw.placements.Owned(1, dim=1)):
         held = sw.Layout(mesh, (4, 6, 2), [sw.placements.Ragged(dims=(0, 1), units=(1, 3)), owned])
         assert [held.local_shape(rank)[0] for rank in range(4)] == [0, 6, 0, 18]
-    # Rows 0 to 1 and 2 to 5 of 6: chunks of elements of the second are rows only for an even number of them.
+    # Rows 0 to 1 and 2 to 5 of 6. Chunks of elements are chunks of rows only if they have an even number of elements.
     in_rows = sw.Layout(mesh, (6, 2), [sw.placements.Ragged(dims=(0, 1), sizes=(4, 8)), "S(0)"])
     assert [in_rows.local_shape(rank) for rank in range(4)] == [(2,), (2,), (4,), (4,)]
     ambiguous = "S(0) on mesh dim 'y' cuts must be multiples of 2 rows of 6 elements in dims 0 to 1, got 3 to 21"
@@ -352,7 +352,7 @@ def test_what_stands_next_to_flattened_dims() -> None:
     _refused("dims of each Ragged must be the first 3 dims", [sizes, "R"], (4, 6, 2), flattened=3)
 
 
-def test_shard_orders_count_dims_as_the_shape_does() -> None:
+def test_shard_order_uses_dims_of_the_shape() -> None:
     mesh = sw.Mesh({"x": 2, "y": 2, "z": 2})
     ragged = sw.placements.Ragged(dims=(0, 1), units=(1, 1))
     layout = sw.Layout(mesh, (4, 6, 8), [ragged, "S(2)", "S(2)"], shard_order={2: ["z", "y"]})
@@ -361,7 +361,7 @@ def test_shard_orders_count_dims_as_the_shape_does() -> None:
         sw.Layout(mesh, (4, 6, 8), [ragged, "S(2)", "S(2)"], shard_order={1: ["z", "y"]})
 
 
-def test_units_have_to_be_whole_shares() -> None:
+def test_units_must_divide_the_dim() -> None:
     def local_rows(units: tuple[int, int]) -> list[int]:
         layout = sw.Layout(_mesh((2,)), (3, 4), [sw.placements.Ragged(0, units=units)])
         return [layout.local_shape(rank)[0] for rank in range(2)]
@@ -380,8 +380,8 @@ def test_units_have_to_be_whole_shares() -> None:
         sw.Layout(_mesh((3,)), (3, 4), [sw.placements.Ragged(0, units=(1, 2))])
 
 
-def test_layouts_of_different_cuts_differ_and_may_hold_the_same() -> None:
-    """What docs/api.md says of `==` and of plans without steps."""
+def test_layouts_of_different_cuts_are_unequal_even_with_equal_regions() -> None:
+    """Checks the statements of docs/api.md about `==` and about plans without steps."""
     mesh = _mesh((2,))
     plain = sw.Layout(mesh, (8,), ["S(0)"])
     cuts = [
@@ -413,7 +413,7 @@ def test_plans_are_printed_and_read_back() -> None:
     assert "Ragged(0,2:7)" in plan.to_svg()
 
 
-def test_command_line() -> None:
+def test_command_line_plans_cuts() -> None:
     command = [sys.executable, "-m", "shardwright", "plan", "--mesh", "tp=2", "--shape", "16,4", "--simulate"]
     command += ["--src", "Packed(0,8:4:4)", "--dst", "Ragged(0,13:3)"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

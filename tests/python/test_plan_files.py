@@ -1,4 +1,4 @@
-"""Plans and topologies as JSON, in Python and on the command line."""
+"""Tests of plans and topologies as JSON, in Python and on the command line."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def _plans() -> list[sw.Plan]:
 
 
 @pytest.mark.parametrize("plan", _plans(), ids=str)
-def test_json_goes_there_and_back(plan: sw.Plan) -> None:
+def test_json_round_trip(plan: sw.Plan) -> None:
     again = sw.planning.plan_from_json(plan.to_json())
     assert again.to_bytes() == plan.to_bytes()
     assert again.to_json() == plan.to_json()
     again.simulate()
 
 
-def test_json_names_segments() -> None:
+def test_json_contains_segments() -> None:
     src = sw.Layout(sw.Mesh({"a": 16}), (128, 1536, 4096), ["S(0)"])
     dst = sw.Layout(sw.Mesh({"b": 8, "c": 8}, range(16, 80)), (128, 1536, 4096), ["R", "S(1)"])
     plan = sw.plan(src, dst)
@@ -52,14 +52,14 @@ def test_json_names_segments() -> None:
     assert table["segments"]["count"] == plan.segments > 1
     jsonschema.validate(table, SCHEMA)
     assert sw.planning.plan_from_json(json.dumps(table)).to_bytes() == plan.to_bytes()
-    table["pieces"] = table.pop("segments")  # as they were called before
+    table["pieces"] = table.pop("segments")  # the older name of segments
     assert sw.planning.plan_from_json(json.dumps(table)).to_bytes() == plan.to_bytes()
     table["pieces"]["count"] = 33
     with pytest.raises(ValueError, match="segments must be .*, got 33 segments of tensor dim 2"):
         sw.planning.plan_from_json(json.dumps(table))
 
 
-def test_json_names_relays() -> None:
+def test_json_contains_relay_meshes() -> None:
     slow = sw.planning.Link(1_000_000_000, 1000)
     topology = sw.Topology("slow messages", 8, 1000, 100, slow, slow)
     src = sw.Layout(sw.Mesh({"a": 1}), (77,), ["R"])
@@ -79,7 +79,7 @@ def test_json_names_relays() -> None:
             sw.planning.plan_from_json(json.dumps(table))
 
 
-def test_json_has_read_one_mesh_of_relays_by_an_older_name() -> None:
+def test_json_accepts_older_name_of_relay_meshes() -> None:
     slow = sw.planning.Link(1_000_000_000, 1000)
     topology = sw.Topology("slow messages and steps", 8, 3_000_000_000, 100, slow, slow)
     src = sw.Layout(sw.Mesh({"a": 1}), (16,), ["R"])
@@ -91,11 +91,11 @@ def test_json_has_read_one_mesh_of_relays_by_an_older_name() -> None:
 
 
 @pytest.mark.parametrize("plan", _plans(), ids=str)
-def test_json_is_what_the_schema_says(plan: sw.Plan) -> None:
+def test_json_matches_schema(plan: sw.Plan) -> None:
     jsonschema.validate(json.loads(plan.to_json()), SCHEMA)
 
 
-def test_figures_say_whether_they_hold_for_every_rank() -> None:
+def test_certificate_tells_whether_maxima_are_exact() -> None:
     mesh = sw.Mesh({"a": 32, "b": 16, "c": 16})
     for rows, is_exact in ((10007, False), (65536, True)):
         ends = [sw.Layout(mesh, (rows, 3), ["S(0)"] * 3, shard_order={0: order}) for order in ([0, 1, 2], [2, 1, 0])]
@@ -118,14 +118,14 @@ def test_figures_say_whether_they_hold_for_every_rank() -> None:
         (lambda t: t["topology"].update(step_ps=-1), "step_ps"),
     ],
 )
-def test_hostile_json_is_refused(change, message: str) -> None:
+def test_malformed_json_is_refused(change, message: str) -> None:
     table = json.loads(_plans()[0].to_json())
     change(table)
     with pytest.raises(ValueError, match=message):
         sw.planning.plan_from_json(json.dumps(table))
 
 
-def test_a_topology_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topology_is_read_from_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = sw.Topology(
         "slow tp", 0, 1000, 10, sw.planning.Link(5, 7), sw.planning.Link(5, 7), {"tp": sw.planning.Link(1000, 10**9)}
     )
@@ -152,7 +152,7 @@ def test_a_topology_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ('{"version": 1, "inside": {}}', "ranks_per_node must be an integer in \\[0, 2\\*\\*40\\], got None"),
     ],
 )
-def test_hostile_topologies_are_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_malformed_topologies_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "broken.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
@@ -161,7 +161,7 @@ def test_hostile_topologies_are_refused(tmp_path: Path, text: str, message: str)
         sw.planning.load_topology(tmp_path / "absent.json")
 
 
-def test_the_command_line_compares_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_compares_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = ["--mesh", "a=64,b=8", "--shape", "4096,4096", "--src", "S(0),S(0)", "--dst", "R,R"]
     for name, objective in (("time", "time"), ("bytes", "bytes")):
         assert cli.main(["plan", *pair, "--objective", objective, "--json"]) == 0
@@ -175,7 +175,7 @@ def test_the_command_line_compares_plans(tmp_path: Path, capsys: pytest.CaptureF
     assert cli.main(["plan", "--load", str(tmp_path / "absent.json")]) == 2
 
 
-def test_the_command_line_draws_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_draws_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = ["--mesh", "a=2,b=2", "--shape", "8,8", "--src", "S(0),R", "--dst", "R,S(1)"]
     svg, html = tmp_path / "plan.svg", tmp_path / "plan.html"
     assert cli.main(["plan", *pair, "--svg", str(svg), "--html", str(html)]) == 0
@@ -183,7 +183,7 @@ def test_the_command_line_draws_plans(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "<svg" in html.read_text() and "</html>" in html.read_text()
 
 
-def test_the_cache_counts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_cache_counts_hits_and_misses(capsys: pytest.CaptureFixture[str]) -> None:
     mesh = sw.Mesh({"a": 3})
     ends = [sw.Layout(mesh, (17, 3), placements) for placements in (["S(0)"], ["R"])]
     before = sw.stats()
@@ -194,7 +194,7 @@ def test_the_cache_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert after["plan_cache_misses"] - before["plan_cache_misses"] == 1
 
 
-def test_cuts_over_mesh_dims_of_size_one_come_back_from_json() -> None:
+def test_cuts_over_mesh_dims_of_size_one_survive_json() -> None:
     mesh = sw.Mesh({"a": 2, "b": 1, "c": 1})
     for placements, order in (
         (["S(0)", "Packed(0,5:3)", "R"], ["b", "a"]),

@@ -1,4 +1,4 @@
-"""The options of `sw.plan`, and what it refuses."""
+"""Tests of the options of `sw.plan` and of their errors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def _ends(
     return [sw.Layout(grid, shape, placements) for placements in (src, dst)]
 
 
-def _spans(plan: sw.Plan) -> list[tuple[str, tuple[int, ...]]]:
+def _ops_and_dims(plan: sw.Plan) -> list[tuple[str, tuple[int, ...]]]:
     return [(step.op, step.mesh_dims) for step in plan.steps]
 
 
-def test_topology_decides() -> None:
+def test_topology_changes_plan() -> None:
     ends = _ends(NODES, ["S(0)", "S(0)"], ["R", "R"])
-    assert _spans(sw.plan(*ends, topology="64x8")) == [("all_gather", (0,)), ("all_gather", (1,))]
+    assert _ops_and_dims(sw.plan(*ends, topology="64x8")) == [("all_gather", (0,)), ("all_gather", (1,))]
     plan = sw.plan(*ends, topology="8xNVLink", objective="bytes")
-    assert _spans(plan) == [("all_gather", (0, 1))]
+    assert _ops_and_dims(plan) == [("all_gather", (0, 1))]
     assert (plan.topology, plan.objective, plan.backend) == ("8xNVLink", "bytes", "nccl")
 
 
@@ -42,7 +42,7 @@ def test_topology_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         sw.plan(*ends)
 
 
-def test_fewest_bytes_share_the_sending() -> None:
+def test_bytes_objective_shares_sending_among_replicas() -> None:
     ends = _ends({"a": 4, "b": 4}, ["S(0)", "R"], ["R", "S(0)"], (64, 64))
     plan = sw.plan(*ends, objective="bytes")
     assert [step.replica_policy for step in plan.steps] == ["even_bytes"]
@@ -56,20 +56,20 @@ def test_fewest_bytes_share_the_sending() -> None:
     assert str(again) == str(plan) and again.send_bytes_max == plan.send_bytes_max
 
 
-def test_groups_by_name() -> None:
+def test_groups_limit_mesh_dims_of_steps() -> None:
     ends = _ends({"a": 2, "b": 2, "c": 2}, ["S(0)", "S(0)", "S(0)"], ["R", "R", "R"])
-    spans = _spans(sw.plan(*ends, groups=[("a",), ("b", "c")]))
-    assert sorted(spans) == [("all_gather", (0,)), ("all_gather", (1, 2))]
+    found = _ops_and_dims(sw.plan(*ends, groups=[("a",), ("b", "c")]))
+    assert sorted(found) == [("all_gather", (0,)), ("all_gather", (1, 2))]
     with pytest.raises(ValueError, match="groups must allow a sequence of moves"):
         sw.plan(*ends, groups=[])
     with pytest.raises(ValueError, match="groups: mesh dim must be one of .*, got 'd'"):
         sw.plan(*ends, groups=[("d",)])
 
 
-def test_through() -> None:
+def test_plan_goes_through_given_layouts() -> None:
     src, dst = _ends({"a": 2, "b": 2}, ["S(0)", "S(1)"], ["R", "R"], (8, 8))
     middle = sw.Layout(src.mesh, (8, 8), ["R", "S(1)"])
-    assert _spans(sw.plan(src, dst, through=[middle])) == [("all_gather", (0,)), ("all_gather", (1,))]
+    assert _ops_and_dims(sw.plan(src, dst, through=[middle])) == [("all_gather", (0,)), ("all_gather", (1,))]
     pending = sw.Layout(src.mesh, (8, 8), ["P", "R"])
     with pytest.raises(ValueError, match="through: neighbors must be at most one move apart, got"):
         sw.plan(src, dst, through=[pending])
@@ -86,6 +86,6 @@ def test_through() -> None:
         ({"reduce": "twice"}, "reduce must be one of fast, float32, ordered, got 'twice'"),
     ],
 )
-def test_unknown_words(arguments: dict[str, str], text: str) -> None:
+def test_unknown_option_values_raise(arguments: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         sw.plan(*_ends({"a": 2}, ["S(0)"], ["R"]), **arguments)  # type: ignore[arg-type]

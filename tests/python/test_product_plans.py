@@ -1,4 +1,4 @@
-"""Product plans as users see them: printed, affected at once by pins, the same on every rank, and in graphs."""
+"""Tests of product plans as users see them: printed, changed at once by pins, the same on every rank, and in graphs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SUMMED = [
 PLACED = [*COLUMN, "--x", "S(0),S(1)", "--weight", "R,S(0)"]
 
 
-def test_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_prints_product_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """A column-parallel layer gathers its sequence during its product, and scatters its gradient during another."""
     assert cli.main(["product", *PLACED]) == 0
     text = capsys.readouterr().out
@@ -69,14 +69,14 @@ def test_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ([*SUMMED, "--method", "ring"], "method must be one of serial, collective, got 'ring'"),
     ],
 )
-def test_a_mistake_is_one_sentence(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_errors_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["product", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"shardwright product: {said}") and error.count("\n") == 1, error
 
 
-def test_cuts_differ_where_mesh_dims_of_size_one_cut_too() -> None:
-    """Such a mesh dim cuts nothing; the layouts of gradients name it all the same."""
+def test_gradient_layouts_keep_mesh_dims_of_size_one() -> None:
+    """A mesh dim of size one cuts nothing, but the layouts of gradients name it."""
     mesh = sw.Mesh({"one": 1, "two": 2})
     x, w = sw.Layout(mesh, (4, 6), ["S(0)", "S(0)"]), sw.Layout(mesh, (6, 8), ["R", "R"])
     plan = _planner.ProductPlan(
@@ -98,7 +98,7 @@ def _linear() -> tuple[DTensor, Any, torch.Tensor]:
 
 
 def _moves(x: DTensor, weight: DTensor) -> list[str]:
-    """The steps of the plan that a product runs."""
+    """Returns the steps of the plan that a product runs."""
     with running.listening() as calls:
         sw.linear(x, weight, placements=[Shard(1)])
     matmul, _ = _planner.Matmul.parse(calls[-1].program)
@@ -120,13 +120,13 @@ def _follows_pins() -> list[list[str]]:
     return found
 
 
-def test_follow_what_is_pinned(pool: Pool) -> None:
+def test_products_follow_pinned_plans(pool: Pool) -> None:
     for before, pinned, after in pool.run(_follows_pins, WORLD):
         assert len(before) == 1 and len(pinned) == 2 and after == before
 
 
-def _in_another_process() -> tuple[str, int]:
-    """A graph says all that its products need: those that made it may be gone."""
+def _run_without_caches() -> tuple[str, int]:
+    """A graph's text contains all that its products need, so it runs after the caches that made it are cleared."""
     x, weight, expected = _linear()
     texts: list[str] = []
 
@@ -146,7 +146,7 @@ def _in_another_process() -> tuple[str, int]:
     return text, len(graphs._products)
 
 
-def test_graphs_run_where_they_were_not_made(pool: Pool) -> None:
-    found = pool.run(_in_another_process, WORLD)
+def test_graphs_run_in_other_processes(pool: Pool) -> None:
+    found = pool.run(_run_without_caches, WORLD)
     assert found == [found[0]] * WORLD and found[0][1] == 1, "the same text on every rank"
     assert _planner.ProductPlan.parse(found[0][0]).to_text() == found[0][0], "and in a process without ranks"

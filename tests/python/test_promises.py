@@ -20,13 +20,13 @@ Sample = tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]
 NUM_SAMPLES = 60
 MAX_RUNS = 10
 SEED = 20
-# ATen puts a number that it divides by into a tensor of its own.
+# ATen allocates a tensor for a scalar divisor.
 SCALAR_BYTES = 16
 SHAPES = [(64, 64), (7, 5), (5, 3), (2, 3, 5)]
 
 
 def _samples(mesh_shape: Sequence[int]) -> list[Sample]:
-    """Random pairs of layouts, with and without pending sums."""
+    """Returns random pairs of layouts, with and without pending sums."""
     generator = random.Random(SEED)
     samples = []
     while len(samples) < NUM_SAMPLES:
@@ -38,8 +38,8 @@ def _samples(mesh_shape: Sequence[int]) -> list[Sample]:
     return samples
 
 
-def _kept_and_promised(mesh_shape: tuple[int, ...], samples: list[Sample]) -> list[str]:
-    """Runs every sample on this rank; returns what was not as promised."""
+def _broken_promises(mesh_shape: tuple[int, ...], samples: list[Sample]) -> list[str]:
+    """Runs every sample on this rank and returns the broken promises."""
     rank = dist.get_rank()
     mesh = sw.Mesh({f"m{d}": size for d, size in enumerate(mesh_shape)})
     broken = []
@@ -52,7 +52,7 @@ def _kept_and_promised(mesh_shape: tuple[int, ...], samples: list[Sample]) -> li
         sw.redistribute_local(local, src_layout, dst_layout)  # plans, groups and caches are made here
         with sw.debug.wire_meter() as meter:
             sw.redistribute_local(local, src_layout, dst_layout)
-        # Gloo's threads let go of what they sent a little after the wait, so the least of some runs is what it takes.
+        # Gloo's threads free sent tensors shortly after the wait, so the smallest peak of several runs counts.
         promised = plan.rank_peak_bytes(rank)
         result, peak = allocated_peak(sw.redistribute_local, local, src_layout, dst_layout)
         for _ in range(MAX_RUNS):
@@ -75,5 +75,5 @@ def _kept_and_promised(mesh_shape: tuple[int, ...], samples: list[Sample]) -> li
 
 @pytest.mark.parametrize(("world", "mesh_shape"), [(4, (2, 2)), (3, (3,)), (8, (2, 2, 2))])
 def test_bytes_and_peak_are_as_promised(pool: Pool, world: int, mesh_shape: tuple[int, ...]) -> None:
-    broken = itertools.chain(*pool.run(_kept_and_promised, world, mesh_shape, _samples(mesh_shape)))
+    broken = itertools.chain(*pool.run(_broken_promises, world, mesh_shape, _samples(mesh_shape)))
     assert not list(broken)

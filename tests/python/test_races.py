@@ -1,4 +1,4 @@
-"""Redistributes in flight together, on inputs that they share, waited for in an order that differs by rank."""
+"""Tests of concurrent redistributes that share inputs and are waited for in an order that differs by rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPE = (9, 10)
 IN_FLIGHT = [pair for pair in TWO_DIMS.values() if pair[0] in (["S(0)", "R"], ["S(0)", "S(1)"], ["P(sum)", "P(sum)"])]
 
 
-def _together() -> None:
+def _concurrent() -> None:
     """Runs all pairs at once; pairs with the same source layout share it, and it is overwritten after the last wait."""
     mesh, rank = sw.Mesh({"a": 2, "b": 2}), dist.get_rank()
     pairs = [tuple(sw.Layout(mesh, SHAPE, p) for p in pair) for pair in IN_FLIGHT]
@@ -39,12 +39,12 @@ def _together() -> None:
             assert torch.equal(results[i] + 0, expected[i] * (turn + 1)), f"{IN_FLIGHT[i]} on turn {turn}"
 
 
-def test_in_flight_together(pool: Pool) -> None:
-    pool.run(_together, WORLD)
+def test_concurrent_redistributes_share_inputs(pool: Pool) -> None:
+    pool.run(_concurrent, WORLD)
 
 
-def _waited_for_elsewhere() -> None:
-    """Started here, waited for by other threads at the same time, while the next are started."""
+def _other_threads_wait() -> None:
+    """Other threads wait for redistributes while this thread starts the next ones."""
     mesh = sw.Mesh({"a": WORLD})
     src, dst = (sw.Layout(mesh, SHAPE, [p]) for p in ("P", "R"))
     wrong: list[float] = []
@@ -64,5 +64,5 @@ def _waited_for_elsewhere() -> None:
     assert not wrong
 
 
-def test_waited_for_elsewhere(pool: Pool) -> None:
-    pool.run(_waited_for_elsewhere, WORLD)
+def test_other_threads_wait_for_redistributes(pool: Pool) -> None:
+    pool.run(_other_threads_wait, WORLD)

@@ -1,4 +1,4 @@
-"""If a rank dies or stops responding, the others raise in time and say which plan and step they were in."""
+"""If a rank dies or stops responding, the others raise in time and name the plan and the step."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WORLD = 4
 VICTIM = 2
 EXIT_CODE = 17
 COLLECTIVE_TIMEOUT_SECONDS = 4.0
-# Added to the timeout of one collective: time to notice and to unwind, on a busy machine.
+# Time beyond the timeout of one collective to detect the failure and to unwind, on a busy machine.
 SLACK_SECONDS = 8.0
 
 Found = tuple[str, float, bool]
 
 
 def _try(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Found:
-    """Returns what the move raised, after how many seconds, and whether the input is unchanged."""
+    """Returns the error of the move, its duration in seconds, and true if the input is unchanged."""
     mesh = get_mesh(mesh_shape)
     tensor = oracle.global_tensor(shape, torch.float32, seed=1, reducible=True)
     local = dtensors.my_local(tensor, mesh, src)
@@ -41,7 +41,7 @@ def _try(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tup
 
 
 def _prepare(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """One good run, after which groups and connections exist."""
+    """Runs the move once so that groups and connections exist."""
     with sw.enabled(strict=True):
         error = _try(src, dst, mesh_shape, shape)[0]
     assert error == "nothing was raised", error
@@ -56,8 +56,8 @@ def _dies_before(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], sh
         return _try(src, dst, mesh_shape, shape)
 
 
-def _dies_in_the_middle(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Found:
-    """The victim takes part, but the collective is too large to be over when it leaves."""
+def _dies_during(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Found:
+    """The victim starts the collective, which is too large to be complete when the victim exits."""
     _prepare(src, dst, mesh_shape, (4, 4))
     mesh = get_mesh(mesh_shape)
     with sw.enabled(strict=True):
@@ -69,7 +69,7 @@ def _dies_in_the_middle(src: list[str], dst: list[str], mesh_shape: tuple[int, .
         return _try(src, dst, mesh_shape, shape)
 
 
-def _falls_silent(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Found:
+def _stops_responding(src: list[str], dst: list[str], mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> Found:
     _prepare(src, dst, mesh_shape, shape)
     if dist.get_rank() == VICTIM:
         time.sleep(COLLECTIVE_TIMEOUT_SECONDS + SLACK_SECONDS)
@@ -110,16 +110,16 @@ def _check(survivors: list[Outcome], src: list[str], dst: list[str]) -> None:
     [(["S(0)"], ["S(1)"], (4,)), (["S(0)"], ["R"], (4,)), (["P(sum)", "P(sum)"], ["R", "S(0)"], (2, 2))],
     ids=str,
 )
-def test_dies_before(src: list[str], dst: list[str], mesh_shape: tuple[int, ...]) -> None:
+def test_survivors_raise_if_rank_dies_before_move(src: list[str], dst: list[str], mesh_shape: tuple[int, ...]) -> None:
     _check(_run(_dies_before, src, dst, mesh_shape, (64, 64)), src, dst)
 
 
-def test_dies_in_the_middle() -> None:
+def test_survivors_raise_if_rank_dies_during_move() -> None:
     src, dst = ["S(0)"], ["S(1)"]
-    _check(_run(_dies_in_the_middle, src, dst, (4,), (4096, 4096)), src, dst)
+    _check(_run(_dies_during, src, dst, (4,), (4096, 4096)), src, dst)
 
 
 @pytest.mark.long
-def test_falls_silent() -> None:
+def test_survivors_raise_if_rank_stops_responding() -> None:
     src, dst = ["S(0)"], ["S(1)"]
-    _check(_run(_falls_silent, src, dst, (4,), (8, 8)), src, dst)
+    _check(_run(_stops_responding, src, dst, (4,), (8, 8)), src, dst)

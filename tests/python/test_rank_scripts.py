@@ -1,5 +1,4 @@
-"""The scripts of tests/gpu that several ranks run, on the asynchronous device: what they do must be right before a GPU
-is there to run it."""
+"""Runs the multi-rank scripts of tests/gpu on the asynchronous device, so that they are tested without a GPU."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ def test_scripts_run_without_a_gpu(task: str) -> None:
     assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
 
 
-def test_no_script_names_a_device_by_itself() -> None:
-    """Flags and peers alone need CUDA."""
+def test_scripts_do_not_hardcode_cuda() -> None:
+    """Only flags and peer memory may name CUDA."""
     allowed = ("get_device_capability", "make_arenas", "device_count", "ProcessGroupNCCL")
     for script in ("nccl_ranks.py", "model_ranks.py"):
         lines = (FOLDER / script).read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Plain tensors and layouts, without DTensor: values, shapes, and bytes as promised by plans."""
+"""Tests of plain tensors and layouts without DTensor: values, shapes, and bytes as promised by plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _pairs(ndim: int) -> list[tuple[Placements, Placements]]:
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 7), (1, 0)], ids=str)
 @pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 3), (2, 2, 2)], ids=str)
-def test_local_shapes(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_local_shapes_equal_oracle(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
     kinds = ("R", "S(0)", "S(1)", "SS(0,2)", "P(max)")
     for placements in itertools.product(kinds, repeat=len(mesh_shape)):
         layout = sw.Layout(_mesh(mesh_shape), shape, placements)
@@ -63,7 +63,7 @@ def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], with_groups: 
 def _check_bytes(
     counted: list[list[tuple[str, int, int]]], mesh_shape: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
-    """The bytes that plans promise are those received, by the worst rank and by all."""
+    """Checks that the received bytes, of the worst rank and of all, are those that plans promise."""
     for index, (src, dst) in enumerate(_pairs(len(mesh_shape))):
         layouts = [sw.Layout(_mesh(mesh_shape), shape, placements) for placements in (src, dst)]
         plan = sw.plan(*layouts, backend="gloo")
@@ -77,17 +77,17 @@ def _check_bytes(
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 7), (1, 1), (0, 3)], ids=str)
 @pytest.mark.parametrize("mesh_shape", [(3,), (4,), (2, 2), (2, 3)], ids=str)
-def test_every_pair(pool: Pool, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_values_and_bytes_of_every_pair(pool: Pool, mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
     world_size = torch.Size(mesh_shape).numel()
     _check_bytes(pool.run(_move_all, world_size, mesh_shape, shape, False), mesh_shape, shape)
 
 
-def test_with_the_groups_of_a_device_mesh(pool: Pool) -> None:
+def test_every_pair_on_device_mesh(pool: Pool) -> None:
     pool.run(_move_all, 4, (2, 2), (9, 5), True)
 
 
 def _ranks_outside() -> None:
-    """A mesh over some of the ranks, in an order of its own."""
+    """Redistributes on a mesh of ranks 2 and 1, in this order."""
     mesh = sw.Mesh({"x": 2}, ranks=[2, 1])
     src, dst = sw.Layout(mesh, (5, 3), ["S(0)"]), sw.Layout(mesh, (5, 3), ["S(1)"])
     tensor = oracle.global_tensor((5, 3), torch.float32, 2)
@@ -100,12 +100,12 @@ def _ranks_outside() -> None:
         assert sw.redistribute_local(other, src, dst) is other
 
 
-def test_ranks_outside_the_mesh(pool: Pool) -> None:
+def test_ranks_outside_the_mesh_keep_their_tensor(pool: Pool) -> None:
     pool.run(_ranks_outside, 4)
 
 
-def _other_memory() -> None:
-    """Transposed, strided and offset inputs, and dtypes that no collective knows."""
+def _memory_orders_and_dtypes() -> None:
+    """Redistributes transposed, strided and offset inputs, and dtypes that no collective supports."""
     mesh = _mesh((4,))
     for dtype in (torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int64, torch.bfloat16):
         tensor = oracle.global_tensor((6, 9), dtype, 3)
@@ -118,8 +118,8 @@ def _other_memory() -> None:
                 assert wrong is None, f"{dtype}, {laid_out}: {src} -> {dst}: {wrong}"
 
 
-def test_other_memory_and_dtypes(pool: Pool) -> None:
-    pool.run(_other_memory, 4)
+def test_memory_orders_and_dtypes(pool: Pool) -> None:
+    pool.run(_memory_orders_and_dtypes, 4)
 
 
 def _gradients() -> None:
@@ -143,12 +143,12 @@ def _gradients() -> None:
         assert wrong is None, f"gradient of {src} -> {dst}: {wrong}"
 
 
-def test_gradients(pool: Pool) -> None:
+def test_gradients_of_redistribute_local(pool: Pool) -> None:
     pool.run(_gradients, 4)
 
 
 def _gradient_with_a_mesh_dim_of_size_one() -> None:
-    """It cuts the same tensor dim as others do, and nothing."""
+    """The mesh dim of size one has the same placement as the others and cuts nothing."""
     mesh = _mesh((2, 1, 2))
     where = coordinates((2, 1, 2), dist.get_rank())
     tensor, gradient = (oracle.global_tensor((6, 9), torch.float32, seed) for seed in (6, 7))
@@ -164,7 +164,7 @@ def test_gradient_with_a_mesh_dim_of_size_one(pool: Pool) -> None:
 
 
 def _lazy_views() -> None:
-    """A conjugate and a negative that torch has not written yet."""
+    """Redistributes lazy conjugate and negative views."""
     mesh = sw.Mesh({"a": 4})
     whole = torch.randn(8, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     local = whole.chunk(4)[dist.get_rank()].contiguous()
@@ -177,12 +177,12 @@ def _lazy_views() -> None:
     assert torch.equal(sw.redistribute_local(negative, src, dst), -whole.imag)
 
 
-def test_lazy_views(pool: Pool) -> None:
+def test_lazy_views_are_resolved(pool: Pool) -> None:
     pool.run(_lazy_views, 4)
 
 
 class _Wrapper(torch.Tensor):
-    """A tensor whose memory is somewhere else."""
+    """A wrapper subclass, which has no memory of its own."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> _Wrapper:
@@ -202,14 +202,14 @@ def _subclasses() -> None:
     assert torch.equal(sw.redistribute_local(torch.nn.Parameter(torch.ones(2, 3), False), src, dst), torch.ones(8, 3))
 
 
-def test_subclasses(pool: Pool) -> None:
+def test_supported_tensor_subclasses(pool: Pool) -> None:
     pool.run(_subclasses, 4)
 
 
 def _saved_for_backward() -> None:
     src, dst = (sw.Layout(sw.Mesh({"a": 2}), (4,), [p]) for p in ("S(0)", "R"))
     weight = torch.ones(4, requires_grad=True)
-    for source, local in ((src, torch.ones(2)), (dst, torch.ones(4))):  # sent, and copied
+    for source, local in ((src, torch.ones(2)), (dst, torch.ones(4))):  # the first is sent, the second copied
         out = torch.zeros(4)
         loss = (weight * out).sum()
         assert sw.redistribute_local(local, source, dst, out=out) is out
@@ -218,7 +218,7 @@ def _saved_for_backward() -> None:
             loss.backward()
 
 
-def test_autograd_knows_what_was_written(pool: Pool) -> None:
+def test_out_bumps_version_for_autograd(pool: Pool) -> None:
     pool.run(_saved_for_backward, 2)
 
 
@@ -235,9 +235,9 @@ def _tangents() -> None:
             with pytest.raises(ValueError, match=r"items\[0\] must be without a forward-mode tangent"):
                 sw.redistribute_many([(dual, src, dst)])
             assert torch.equal(sw.redistribute_local(local, src, dst), torch.ones(4))
-        sw.redistribute_local(local, src, dst)  # these are known the second time
+        sw.redistribute_local(local, src, dst)  # the second iteration finds these in the cache
         sw.redistribute_many([(local, src, dst)])
 
 
-def test_tangents_are_refused(pool: Pool) -> None:
+def test_forward_mode_tangents_are_refused(pool: Pool) -> None:
     pool.run(_tangents, 2)

@@ -56,7 +56,7 @@ def _moved(
 
 
 def _true_result(contributions: list[torch.Tensor], mesh_shape: Mesh, src: Placements) -> torch.Tensor:
-    """The reduction in double precision, over one rank for every coordinate of the pending mesh dims."""
+    """Returns the reduction in double precision, over one rank for each coordinate of the pending mesh dims."""
     grid = torch.arange(len(contributions)).view(mesh_shape)
     index = tuple(slice(None) if oracle.reduce_op(p) else 0 for p in src)
     ranks = grid[index].flatten().tolist()
@@ -83,7 +83,7 @@ def _check(found: list[tuple[torch.Tensor, torch.Tensor]], mesh_shape: Mesh, src
 
 @pytest.mark.parametrize("flattened", [False, True], ids=["plain", "flattened"])
 @pytest.mark.parametrize(("mesh_shape", "src", "dst"), MOVES, ids=str)
-def test_replicas(pool: Pool, mesh_shape: Mesh, src: Placements, dst: Placements, flattened: bool) -> None:
+def test_replica_bits_match(pool: Pool, mesh_shape: Mesh, src: Placements, dst: Placements, flattened: bool) -> None:
     flatten = tuple(subsets("abc"[: len(mesh_shape)])) if flattened else ()
     world_size = torch.Size(mesh_shape).numel()
     for shape, dtype in [((64, 48), torch.float32), ((7, 5), torch.float32), ((37, 3), torch.bfloat16)]:
@@ -92,7 +92,7 @@ def test_replicas(pool: Pool, mesh_shape: Mesh, src: Placements, dst: Placements
 
 
 def _gradient_norm() -> float:
-    """As in gradient clipping, all ranks must agree on a scalar norm, or their weights drift apart."""
+    """Returns the norm that gradient clipping uses. If ranks disagree about it, their weights drift apart."""
     mesh = get_mesh((2, 2, 2), flatten="all")
     generator = torch.Generator().manual_seed(dist.get_rank())
     gradient = dtensors.wrap(torch.randn(3, 5, generator=generator), mesh, (12, 10), ["S(0)", "S(1)", "S(0)"])
@@ -101,7 +101,7 @@ def _gradient_norm() -> float:
         return norm.full_tensor().item()
 
 
-def test_gradient_norm(pool: Pool) -> None:
+def test_gradient_norm_is_equal_on_all_ranks(pool: Pool) -> None:
     norms = pool.run(_gradient_norm, 8)
     parts = [torch.randn(3, 5, generator=torch.Generator().manual_seed(rank)).double() for rank in range(8)]
     expected = torch.stack([part * factor for part in parts for factor in (1, 2)]).norm().item()

@@ -1,4 +1,4 @@
-"""The named moves of docs/resharding_cases.md: schemes deliver every element, and the page shows what was recorded."""
+"""Tests of the named moves of docs/resharding_cases.md: schemes deliver every element, the page shows results."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _ranks(case: Case) -> int:
 
 
 def held(numbers: torch.Tensor, end: End) -> dict[int, torch.Tensor]:
-    """The numbers of the elements that each rank holds, by torch.chunk."""
+    """Returns the numbers of the elements that each rank holds, as torch.chunk cuts them."""
     return {rank: oracle.local(numbers, end.sizes, end.placements, where) for rank, where in end.coordinates()}
 
 
 @pytest.mark.parametrize("case", CHUNKS, ids=lambda case: case.name)
 def test_schemes_deliver_every_element(case: Case) -> None:
-    """Message after message, ranks read what they hold and write what they receive; at the end nothing is missing."""
+    """Simulates each message: its sender must hold the elements, and at the end no receiver lacks any."""
     numbers = torch.arange(torch.Size(case.small).numel()).reshape(case.small)
     src, dst = held(numbers, case.src), held(numbers, case.dst)
     delivered = 0
@@ -56,7 +56,7 @@ def test_schemes_deliver_every_element(case: Case) -> None:
         for rank, part in dst.items():
             assert torch.equal(got[rank][part.flatten()], part.flatten()), f"{name}: rank {rank} lacks something"
         delivered += 1
-    assert delivered >= 2  # NeMo-RL's and TorchStore's take any shards
+    assert delivered >= 2  # the schemes of NeMo-RL and TorchStore support all shards
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if _ranks(case) < 200], ids=lambda case: case.name)
@@ -65,7 +65,7 @@ def test_plans_deliver_every_element(case: Case) -> None:
     assert plan.simulate() == plan.wire_bytes_sum
 
 
-def test_the_page_shows_what_was_recorded() -> None:
+def test_page_shows_recorded_results() -> None:
     page = reshard_cases.PAGE.read_text()
     assert reshard_cases.with_tables(page, ROWS) == page
     assert [row["name"] for row in ROWS] == [case.name for case in CASES]
@@ -73,7 +73,7 @@ def test_the_page_shows_what_was_recorded() -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if _ranks(case) < 96], ids=lambda case: case.name)
-def test_recorded_figures_of_schemes_are_those_of_the_code(case: Case) -> None:
+def test_recorded_costs_equal_computed_costs(case: Case) -> None:
     recorded = next(row["schemes"] for row in ROWS if row["name"] == case.name)
     for name, scheme in SCHEMES.items():
         try:
@@ -83,8 +83,8 @@ def test_recorded_figures_of_schemes_are_those_of_the_code(case: Case) -> None:
             assert recorded[name] == str(reason)
 
 
-def test_times_follow_the_formula_of_plans() -> None:
-    """Where a scheme sends what a plan's only step sends, both are predicted to take the same time."""
+def test_predicted_times_of_schemes_and_plans_agree() -> None:
+    """A scheme that sends the same bytes and messages as a plan of one step has the same predicted time."""
     compared = 0
     for row in ROWS:
         ours = row["schemes"][reshard_cases.OURS]

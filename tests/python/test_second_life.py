@@ -20,28 +20,28 @@ from shardwright.runtime import groups
 WORLD = 4
 
 
-def _new_life(scratch: str, number: int, rank: int, world: int) -> None:
+def _reinitialize(scratch: str, number: int, rank: int, world: int) -> None:
     dist.destroy_process_group()
     store = dist.FileStore(str(pathlib.Path(scratch) / str(number)), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=40))
 
 
-def _second_life(scratch: str, compiles: bool) -> None:
+def _use_meshes_after_reinitialization(scratch: str, compiles: bool) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
     expected = torch.softmax(whole, 0) + torch.softmax(whole, 1)
 
     def gather(x: DTensor) -> torch.Tensor:
-        softened = torch.softmax(x, 0) + torch.softmax(x, 1)  # DTensor redistributes for them by itself, and caches how
+        softened = torch.softmax(x, 0) + torch.softmax(x, 1)  # DTensor redistributes implicitly and caches how
         return softened.redistribute(x.device_mesh, [Replicate(), Replicate()]).to_local()
 
     call = torch.compile(gather, backend="aot_eager", fullgraph=True) if compiles else gather
     first: DeviceMesh | None = None
     with sw.enabled(strict=True):
         for number in range(3):
-            _new_life(scratch, number, rank, world)
+            _reinitialize(scratch, number, rank, world)
             mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b"))
-            mesh._flatten("a_b")  # the default group, which graphs of an earlier life find by its name
+            mesh._flatten("a_b")  # the default group, which graphs of an earlier iteration find by name
             assert first is None or first == mesh
             for src in ([Shard(0), Shard(1)], [Shard(1), Shard(0)]):
                 a, b = mesh.get_coordinate()
@@ -50,7 +50,7 @@ def _second_life(scratch: str, compiles: bool) -> None:
                 torch.testing.assert_close(call(x), expected)
             if first is None:
                 first = mesh
-            # PyTorch's caches may return a mesh of the first life that equals the current one.
+            # PyTorch's caches may return a mesh of the first process group that equals the current one.
             grid = sw.Mesh(first)
             for is_compiling in (False, True):
                 with mock.patch("torch.compiler.is_compiling", return_value=is_compiling):
@@ -65,7 +65,7 @@ def _second_life(scratch: str, compiles: bool) -> None:
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_a_mesh_of_an_earlier_life(compiles: bool) -> None:
+def test_mesh_outlives_process_group(compiles: bool) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        outcomes = run_isolated(_second_life, WORLD, scratch, compiles)
+        outcomes = run_isolated(_use_meshes_after_reinitialization, WORLD, scratch, compiles)
     assert all(outcome.ok for outcome in outcomes), "\n".join(str(o.error or o.exit_code) for o in outcomes)

@@ -1,4 +1,4 @@
-"""What a repeated `DTensor.redistribute` returns from its shortcut is what PyTorch's method returned the first time."""
+"""The shortcut of a repeated `DTensor.redistribute` returns what PyTorch's method returned the first time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwright.dtensor import shortcut
 
 WORLD = 4
 SHAPE = (7, 5)
-# Pairs for which stock is right.
+# Pairs that stock gets right.
 PAIRS = two_dims("gather one", "gather both", "swap", "sum and cut", "cut one", "cut both", "hand over", "nothing")
 
 
@@ -45,7 +45,7 @@ def _look(result: DTensor, source: DTensor) -> dict[str, Any]:
 
 
 def _repeated(src: list[str], dst: list[str]) -> list[dict[str, Any]]:
-    """Stock, then three times ours, of which the last two come from the shortcut."""
+    """Looks at results of stock, of three of our calls (the last two by the shortcut), and of stock again."""
     source, placements = _source(src), dtensors.to_placements(dst)
     looks = [_look(source.redistribute(placements=placements), source)]
     sw.reset_stats()
@@ -58,12 +58,12 @@ def _repeated(src: list[str], dst: list[str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
-def test_same_as_stock(pool: Pool, src: list[str], dst: list[str]) -> None:
+def test_repeated_redistributes_equal_stock(pool: Pool, src: list[str], dst: list[str]) -> None:
     for looks in pool.run(_repeated, WORLD, src, dst):
         assert all(look == looks[0] for look in looks[1:])
 
 
-def _ways_to_ask() -> None:
+def _argument_forms() -> None:
     source = _source(["S(0)", "S(1)"])
     mesh = source.device_mesh
     expected = source.redistribute(mesh, [Shard(1), Replicate()])._local_tensor
@@ -86,8 +86,8 @@ def _ways_to_ask() -> None:
                 source.redistribute(mesh)
 
 
-def test_ways_to_ask(pool: Pool) -> None:
-    pool.run(_ways_to_ask, WORLD)
+def test_argument_forms_give_same_result(pool: Pool) -> None:
+    pool.run(_argument_forms, WORLD)
 
 
 def _gradients() -> None:
@@ -110,12 +110,12 @@ def _gradients() -> None:
             assert torch.equal(leaf.grad.full_tensor(), expected)
 
 
-def test_autograd_still_sees_its_calls(pool: Pool) -> None:
+def test_autograd_records_repeated_redistributes(pool: Pool) -> None:
     pool.run(_gradients, WORLD)
 
 
 def _look_at_backward(src: list[str], dst: list[str], **kwargs: Any) -> dict[str, Any]:
-    """A redistribute with gradients, what hooks see of it, its backward, and the backward of that."""
+    """Looks at a redistribute, at the gradient in a hook, at its backward and at the second backward."""
     leaf = _source(src).detach().requires_grad_()
     seen = []
     moved = leaf.redistribute(placements=dtensors.to_placements(dst), **kwargs)
@@ -135,7 +135,7 @@ def _look_at_backward(src: list[str], dst: list[str], **kwargs: Any) -> dict[str
         "hook": seen,
         "with graph": (gradient._spec, gradient._local_tensor.tolist()),
     }
-    if hasattr(torch_redistribute, "NestedRedistribute"):  # before torch 2.12 its collectives cut the graph here
+    if hasattr(torch_redistribute, "NestedRedistribute"):  # before torch 2.12 collectives of stock cut the graph here
         leaf.grad = None
         gradient.sum().backward()
         assert leaf.grad is not None
@@ -153,7 +153,7 @@ def _gradients_repeated(src: list[str], dst: list[str], kwargs: dict[str, Any]) 
 
 @pytest.mark.parametrize(("src", "dst"), [pair for pair in PAIRS if "P(sum)" not in pair[0]])
 @pytest.mark.parametrize("kwargs", [{}, {"async_op": True}, {"backward_dtype": torch.bfloat16}])
-def test_gradients_are_those_of_stock(pool: Pool, src: list[str], dst: list[str], kwargs: dict[str, Any]) -> None:
+def test_repeated_gradients_equal_stock(pool: Pool, src: list[str], dst: list[str], kwargs: dict[str, Any]) -> None:
     for looks, hits in pool.run(_gradients_repeated, WORLD, src, dst, kwargs):
         for look in looks[1:]:
             assert look == looks[0]
@@ -161,7 +161,7 @@ def test_gradients_are_those_of_stock(pool: Pool, src: list[str], dst: list[str]
 
 
 def _gradients_of_sums() -> None:
-    """P goes back as R: gradients of a sum are not sums."""
+    """The gradient of a pending source is replicated, not pending."""
     source = _source(["P(sum)", "S(0)"])
     grads = []
     for engine in (contextlib.nullcontext(), sw.enabled(strict=True)):
@@ -175,12 +175,12 @@ def _gradients_of_sums() -> None:
     assert grads[0][0].placements == (Replicate(), Shard(0))
 
 
-def test_gradients_of_sums(pool: Pool) -> None:
+def test_gradients_of_pending_sums_are_replicated(pool: Pool) -> None:
     pool.run(_gradients_of_sums, WORLD)
 
 
 def _mode_of_the_call() -> None:
-    """A node keeps the mode of its own forward, not of the first one like it."""
+    """An autograd node keeps the mode of its own forward, not that of an earlier equal call."""
     leaf = _source(["S(0)", "S(1)"]).detach().requires_grad_()
     for strict in (False, False, True, True, False):
         with sw.enabled(strict=strict):
@@ -188,7 +188,7 @@ def _mode_of_the_call() -> None:
         assert moved.grad_fn._shardwright_mode.strict == strict  # type: ignore[union-attr]
 
 
-def test_mode_of_the_call(pool: Pool) -> None:
+def test_backward_keeps_mode_of_its_forward(pool: Pool) -> None:
     pool.run(_mode_of_the_call, WORLD)
 
 
@@ -210,19 +210,19 @@ def _switched_off_before_backward() -> None:
     assert leaf.grad is not None and leaf.grad._spec == stock.grad._spec
 
 
-def test_switched_off_before_backward(pool: Pool) -> None:
+def test_backward_after_disable_is_stock(pool: Pool) -> None:
     pool.run(_switched_off_before_backward, WORLD)
 
 
 def _other_process_group() -> None:
-    """A shortcut to executables of a process group that is gone would hang or fail."""
+    """A shortcut to executables of a destroyed process group would hang or fail."""
     source = _source(["S(0)", "R"])
     with sw.enabled(strict=True):
         source.redistribute(placements=[Replicate(), Replicate()])
     assert len(shortcut._known) == 1, "what belonged to the earlier process group is forgotten"
 
 
-def test_forgotten_with_the_process_group(pool: Pool) -> None:
+def test_shortcuts_are_dropped_with_process_group(pool: Pool) -> None:
     pool.run(_gradients, WORLD)
     pool.run(dist.get_rank, 2)  # in a process group of its own
     pool.run(_other_process_group, WORLD)
@@ -232,10 +232,10 @@ def _pinned() -> None:
     mesh = get_mesh((2, 2))
     source = _source(["S(0)", "S(1)"])
     src, dst = (sw.Layout(mesh, SHAPE, p) for p in (["S(0)", "S(1)"], ["R", "R"]))
-    by_two = sw.plan(src, dst, backend="gloo", through=[sw.Layout(mesh, SHAPE, ["S(1)", "S(0)"])])  # a detour
+    detour = sw.plan(src, dst, backend="gloo", through=[sw.Layout(mesh, SHAPE, ["S(1)", "S(0)"])])
     received = []
     with sw.enabled(strict=True):
-        for change in (lambda: None, lambda: sw.pin(by_two), lambda: sw.unpin(by_two)):
+        for change in (lambda: None, lambda: sw.pin(detour), lambda: sw.unpin(detour)):
             change()
             for _ in range(2):
                 with sw.debug.wire_meter() as meter:
@@ -243,14 +243,14 @@ def _pinned() -> None:
                 received.append(meter.received_bytes)
                 assert torch.equal(result._local_tensor, oracle.global_tensor(SHAPE, torch.float32, 3, True))
     assert received[0] == received[1] == received[4] == received[5]
-    assert by_two.wire_bytes(dist.get_rank()) == received[2] == received[3]
-    assert by_two.wire_bytes_sum > sw.plan(src, dst, backend="gloo").wire_bytes_sum
+    assert detour.wire_bytes(dist.get_rank()) == received[2] == received[3]
+    assert detour.wire_bytes_sum > sw.plan(src, dst, backend="gloo").wire_bytes_sum
     with pytest.raises(ValueError, match="plan must be one for whose layouts .* a plan is pinned, got"):
-        sw.unpin(by_two)
+        sw.unpin(detour)
     with pytest.raises(ValueError, match="plan must be a Plan, got"):
         sw.pin("R")
 
 
 @pytest.mark.cpu_only("counts what Gloo's lowering sends")
-def test_pinned_plans_are_used(pool: Pool) -> None:
+def test_shortcut_uses_pinned_plans(pool: Pool) -> None:
     pool.run(_pinned, WORLD)

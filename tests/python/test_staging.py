@@ -20,7 +20,7 @@ def _layouts(src: list[str], dst: list[str]) -> tuple[sw.Layout, sw.Layout]:
     return sw.Layout(mesh, SHAPE, src), sw.Layout(mesh, SHAPE, dst)
 
 
-def _kept_and_given_back() -> None:
+def _kept_and_released() -> None:
     rank = dist.get_rank()
     src, dst = _layouts(["P", "P"], ["S(1)", "S(1)"])
     coordinate = src.mesh.coordinate(rank)
@@ -42,8 +42,8 @@ def _kept_and_given_back() -> None:
     assert sw.stats()["staging_bytes"] == 0
 
 
-def test_kept_and_given_back(pool: Pool) -> None:
-    pool.run(_kept_and_given_back, WORLD)
+def test_staging_is_kept_and_released(pool: Pool) -> None:
+    pool.run(_kept_and_released, WORLD)
 
 
 def _several_in_flight() -> None:
@@ -59,5 +59,5 @@ def _several_in_flight() -> None:
             assert oracle.difference(result + 0, expected) is None
 
 
-def test_runs_in_flight_do_not_share(pool: Pool) -> None:
+def test_concurrent_runs_do_not_share_staging(pool: Pool) -> None:
     pool.run(_several_in_flight, WORLD)

@@ -27,7 +27,7 @@ Look = dict[str, Any]
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
-    """Strides that matter: those of dims with more than one element."""
+    """Returns the strides of dims with more than one element. The others do not matter."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and tensor.numel()]
 
 
@@ -145,7 +145,7 @@ KINDS = ("R", "S(0)", "S(1)", "P(sum)")
 
 @pytest.mark.parametrize("memory", ["contiguous", "transposed", "strided"])
 @pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_single_moves(pool: Pool, world_size: int, memory: str) -> None:
+def test_moves_over_one_mesh_dim_equal_stock(pool: Pool, world_size: int, memory: str) -> None:
     shapes = [(8, 8), (5, 7), (1, 3), (0, 3), ()]
     _assert_same(pool.run(_all_moves, world_size, (world_size,), shapes, KINDS, memory))
 
@@ -154,7 +154,7 @@ def test_single_moves(pool: Pool, world_size: int, memory: str) -> None:
     ("mesh_shape", "memory"),
     [((2, 2), "contiguous"), ((2, 2), "transposed"), ((1, 4), "contiguous"), ((4, 1), "transposed")],
 )
-def test_moves_over_two_mesh_dims(pool: Pool, mesh_shape: tuple[int, ...], memory: str) -> None:
+def test_moves_over_two_mesh_dims_equal_stock(pool: Pool, mesh_shape: tuple[int, ...], memory: str) -> None:
     _assert_same(pool.run(_all_moves, 4, mesh_shape, [(8, 8), (5, 7)], KINDS, memory))
 
 
@@ -171,14 +171,14 @@ def _other_dtypes() -> list[str]:
 
 
 @pytest.mark.cpu_only("strict groups refuse what stock asks of them")
-def test_other_dtypes_and_reductions(pool: Pool) -> None:
+def test_dtypes_and_reductions_equal_stock(pool: Pool) -> None:
     _assert_same(pool.run(_other_dtypes, 4))
 
 
 def _internal(
     mesh_shape: tuple[int, ...], dtype: torch.dtype, src: Sequence[str], dst: Sequence[str]
 ) -> Callable[[], Look]:
-    """The function below DTensor.redistribute, which alone turns replicas into contributions."""
+    """Calls the function below DTensor.redistribute. Only this function turns replicas into contributions."""
     mesh = get_mesh(mesh_shape)
 
     def call() -> Look:
@@ -221,13 +221,13 @@ def _to_partial() -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_replicas_to_contributions(pool: Pool, world_size: int) -> None:
-    """sum divides, also integers, which become floats; avg, min and max keep the very tensor; the rest raises."""
+def test_replicas_to_contributions_equal_stock(pool: Pool, world_size: int) -> None:
+    """P(sum) divides and turns integers into floats. P(avg), P(min) and P(max) keep the tensor. The others raise."""
     _assert_same(pool.run(_to_partial, world_size))
 
 
 def _stock_rules() -> None:
-    """Anchors for the comparison above: what it must have found in stock, so that it cannot pass by seeing nothing."""
+    """Checks that stock behaves as the comparisons above assume, so that they cannot pass by comparing nothing."""
     integers = _internal((4,), torch.int64, ["R"], ["P(sum)"])()
     assert integers["dtype"] is torch.float32 and integers["aliasing"] == "memory of its own"
     assert _internal((4,), torch.float32, ["R"], ["P(max)"])()["aliasing"] == "the same tensor"
@@ -271,7 +271,7 @@ def _errors() -> list[str]:
     ]
 
 
-def test_errors(pool: Pool) -> None:
+def test_errors_equal_stock(pool: Pool) -> None:
     _assert_same(pool.run(_errors, 4))
 
 
@@ -291,5 +291,5 @@ def _in_other_modes() -> list[str]:
     return different
 
 
-def test_gradient_modes(pool: Pool) -> None:
+def test_gradient_modes_equal_stock(pool: Pool) -> None:
     _assert_same(pool.run(_in_other_modes, 4))

@@ -17,7 +17,7 @@ from pool import Pool
 
 Run = Callable[[Any], Any]
 
-# Of a tensor [12, 5] whose first dim is cut in strides.
+# Operators on a tensor [12, 5] whose first dim is cut in strides.
 OPERATORS: dict[str, Run] = {
     "softmax(0)": lambda a: a.softmax(0),
     "softmax(1)": lambda a: a.softmax(1),
@@ -34,8 +34,8 @@ OPERATORS: dict[str, Run] = {
     "cat": lambda a: torch.cat((a, a)),
     "cat(1)": lambda a: torch.cat((a, 2 * a), 1),
     "stack": lambda a: torch.stack((a, a)),
-    "a[[3, 0]]": lambda a: a[_whole(torch.tensor([3, 0]), a)],
-    "index_select": lambda a: a.index_select(1, _whole(torch.tensor([3, 0]), a)),
+    "a[[3, 0]]": lambda a: a[_replicated(torch.tensor([3, 0]), a)],
+    "index_select": lambda a: a.index_select(1, _replicated(torch.tensor([3, 0]), a)),
     "norm": lambda a: a.norm(dim=0),
     "sum": lambda a: a.sum(0),
     "mean": lambda a: a.mean(),
@@ -47,23 +47,23 @@ OPERATORS: dict[str, Run] = {
     "roll": lambda a: a.roll(1, 0),
     "tril": lambda a: a.tril(),
     "layer_norm": lambda a: F.layer_norm(a, (5,)),
-    "cross_entropy": lambda a: F.cross_entropy(a, _whole(torch.arange(12) % 5, a)),
+    "cross_entropy": lambda a: F.cross_entropy(a, _replicated(torch.arange(12) % 5, a)),
     "masked_fill": lambda a: a.masked_fill(a > 0, 2.0),
     "squeeze": lambda a: a.unsqueeze(1).squeeze(1) * 2,
     "expand": lambda a: a.unsqueeze(0).expand(3, -1, -1) * 1,
-    "add_": lambda a: (1 * a).add_(_whole(torch.arange(60.0).view(12, 5), a)),
-    "conv1d": lambda a: F.conv1d(a.unsqueeze(0), _whole(torch.ones(2, 12, 3), a)),
+    "add_": lambda a: (1 * a).add_(_replicated(torch.arange(60.0).view(12, 5), a)),
+    "conv1d": lambda a: F.conv1d(a.unsqueeze(0), _replicated(torch.ones(2, 12, 3), a)),
 }
 
 
-# torch 2.11 has no rules for these, or for what their backwards call (flip, index_add, scatter of a plain tensor), and
-# raises; it refuses most convolutions.
+# torch 2.11 raises for these. It has no rules for them or for the operators of their backwards (flip, index_add,
+# scatter of a plain tensor), and refuses most convolutions.
 UNKNOWN_TO_2_11 = {"flip", "roll", "conv1d"}
 NO_BACKWARD_IN_2_11 = {"cumsum(0)", "cumsum(1)", "index_select", "max", "sort", "topk"}
 
 
-def _whole(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, as a DTensor on every rank if `like` is one."""
+def _replicated(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, as a replicated DTensor if `like` is a DTensor."""
     tensor = tensor.to(device)
     if not isinstance(like, DTensor):
         return tensor
@@ -90,7 +90,7 @@ def _compare(name: str, compiles: bool) -> None:
         return
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(device)
     (expected * weights).sum().backward()
-    (found * _whole(weights, found)).sum().backward()
+    (found * _replicated(weights, found)).sum().backward()
     assert plain.grad is not None and source.grad is not None
     torch.testing.assert_close(_full(source.grad), plain.grad)
 
@@ -140,20 +140,20 @@ def _writes() -> None:
     with sw.enabled(strict=True, views=True):
         a = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None).flatten(0, 1)
         assert any(isinstance(placement, _StridedShard) for placement in a.placements)
-        rows = _whole(torch.tensor([3, 0]), a)
+        rows = _replicated(torch.tensor([3, 0]), a)
         with pytest.raises(RuntimeError, match=r"self must not be cut in strides, got .*index_fill_.* writes to it"):
             a.index_fill_(0, rows, 1.0)
         assert torch.equal(a.full_tensor(), whole.flatten(0, 1))
-        # Optimizers write to lists of parameters, each of them like its gradient or not.
+        # Optimizers write to lists of parameters, whose gradients may have other placements.
         for foreach in (True, False):
             cut, plain = torch.nn.Parameter(a.detach().clone()), torch.nn.Parameter(whole.flatten(0, 1).clone())
             optimizers = [torch.optim.AdamW([one], lr=0.1, foreach=foreach) for one in (cut, plain)]
-            for gradient in (_whole(torch.ones(12, 5), a), a.detach() * 2):
+            for gradient in (_replicated(torch.ones(12, 5), a), a.detach() * 2):
                 cut.grad, plain.grad = gradient, _full(gradient)
                 for optimizer in optimizers:
                     optimizer.step()
             torch.testing.assert_close(_full(cut.detach()), plain.detach())
 
 
-def test_writes_to_what_views_cut(pool: Pool) -> None:
+def test_writes_to_strided_tensors(pool: Pool) -> None:
     pool.run(_writes, 2)

@@ -1,4 +1,4 @@
-"""The stubs of the compiled modules say what the modules say."""
+"""The stubs of the compiled modules match the modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tools/testnet`: what ranks see, links that limit, lose and delay, and that nothing is left afterwards."""
+"""Tests of `tools/testnet`: the environment of ranks, links that limit, lose and delay, and the cleanup."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _namespaces() -> set[str]:
     return {line.split()[0] for line in listed.stdout.splitlines() if line.startswith("testnet")}
 
 
-def _of(net: str) -> set[str]:
+def _namespaces_of(net: str) -> set[str]:
     return {name for name in _namespaces() if name.startswith(f"{net}-")}
 
 
@@ -31,7 +31,7 @@ def _has_ended(pid: int) -> bool:
         state = pathlib.Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return True
-    return state == "Z"  # nobody has asked yet how it ended
+    return state == "Z"  # a zombie, which its parent has not waited for
 
 
 def _lines(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -39,12 +39,12 @@ def _lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(done.stdout.split("\n")[:-1])
 
 
-# ---- what ranks see
+# ---- environment and links
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
 
 
-def test_ranks_are_told_who_they_are() -> None:
+def test_ranks_get_environment_variables() -> None:
     testnets.skip_without()
     code = f"import os; os.write(1, (' '.join(os.environ[name] for name in {VARIABLES}) + chr(10)).encode())"
     assert _lines(testnets.run(["2", "2", "1gbit"], testnets.python(code))) == [
@@ -55,7 +55,7 @@ def test_ranks_are_told_who_they_are() -> None:
     ]
 
 
-# Every other rank sends to rank 0; what each finds its node's interface to have sent meanwhile.
+# Each other rank sends to rank 0 and prints whether its node's interface sent as many bytes meanwhile.
 TRANSFER = r"""
 import os, pathlib, socket, time
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -85,17 +85,17 @@ else:
 """
 
 
-def test_only_what_leaves_a_node_is_limited() -> None:
+def test_only_traffic_between_nodes_is_limited() -> None:
     testnets.skip_without()
     lines = _lines(testnets.run(["2", "2", "20mbit"], testnets.python(TRANSFER)))
     went_out = {rank: out for rank, out, _ in map(str.split, lines)}
     assert went_out == {"1": "False", "2": "True", "3": "True"}
 
 
-def test_a_link_is_no_faster_than_its_rate() -> None:
+def test_link_is_no_faster_than_its_rate() -> None:
     testnets.skip_without()
     ((_, _, seconds),) = map(str.split, _lines(testnets.run(["2", "1", "20mbit"], testnets.python(TRANSFER))))
-    at_once = 1 << 17  # what may go in one burst
+    at_once = 1 << 17  # the largest burst in bytes
     assert float(seconds) >= ((1 << 20) - at_once) * 8 / 20e6
 
 
@@ -154,7 +154,7 @@ def test_delay_and_jitter_keep_the_order() -> None:
 
 
 @pytest.mark.long
-def test_loss() -> None:
+def test_link_loses_messages() -> None:
     testnets.skip_without()
     done = testnets.run(["2", "1", "1gbit", "--loss", "30%"], testnets.python(ECHO))
     ((answers, _, _),) = map(str.split, _lines(done))
@@ -181,15 +181,15 @@ else:
 """
 
 
-def test_a_rank_takes_a_link_down_and_up() -> None:
+def test_rank_takes_link_down_and_up() -> None:
     testnets.skip_without()
     assert testnets.run(["2", "1", "1gbit"], testnets.python(LINK)).returncode == 0
 
 
-# ---- how it ends
+# ---- termination
 
 
-def test_status_is_that_of_the_rank_that_fails_and_others_are_ended() -> None:
+def test_exit_status_is_that_of_failed_rank_and_others_are_stopped() -> None:
     testnets.skip_without()
     code = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(1000)"
     done = testnets.run(["2", "1", "1gbit", "--grace", "0.2"], testnets.python(code))
@@ -199,9 +199,9 @@ def test_status_is_that_of_the_rank_that_fails_and_others_are_ended() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 @pytest.mark.parametrize("relayed", [[], ["1ms", "--loss", "1%"]], ids=["bridge", "relay"])
-def test_nothing_is_left_after_a_signal(number: signal.Signals, relayed: list[str], tmp_path: pathlib.Path) -> None:
+def test_signal_leaves_nothing_behind(number: signal.Signals, relayed: list[str], tmp_path: pathlib.Path) -> None:
     testnets.skip_without()
-    # The rank's child ignores what asks it to end.
+    # The rank's child ignores termination signals.
     code = (
         "import os, pathlib, subprocess; "
         "child = subprocess.Popen(['bash', '-c', 'trap \"\" TERM INT HUP; while true; do sleep 1; done']); "
@@ -214,16 +214,16 @@ def test_nothing_is_left_after_a_signal(number: signal.Signals, relayed: list[st
     while not all(child.exists() and child.read_text() for child in children):
         assert time.monotonic() < until and running.poll() is None, running.communicate()[1]
         time.sleep(0.05)
-    assert len(_of(f"testnet{running.pid}")) == 3
+    assert len(_namespaces_of(f"testnet{running.pid}")) == 3
     running.send_signal(number)
     said = running.communicate(timeout=60)[1]
     assert running.returncode == 128 + number, said
-    assert _of(f"testnet{running.pid}") == set()
+    assert _namespaces_of(f"testnet{running.pid}") == set()
     for child in children:
         assert _has_ended(int(child.read_text()))
 
 
-def test_nothing_is_left_of_a_setup_that_fails(tmp_path: pathlib.Path) -> None:
+def test_failed_setup_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
     testnets.skip_without()
     (tmp_path / "tc").write_text("#!/bin/sh\necho 'no such qdisc' >&2\nexit 2\n")
     (tmp_path / "tc").chmod(0o755)
@@ -233,21 +233,21 @@ def test_nothing_is_left_of_a_setup_that_fails(tmp_path: pathlib.Path) -> None:
     said = running.communicate(timeout=60)[1]
     assert running.returncode == IMPOSSIBLE
     assert "tc -n testnet" in said and "no such qdisc" in said
-    assert _of(f"testnet{running.pid}") == set()
+    assert _namespaces_of(f"testnet{running.pid}") == set()
 
 
-# ---- where it cannot be had
+# ---- missing requirements and wrong arguments
 
 
-def test_without_iproute2(tmp_path: pathlib.Path) -> None:
+def test_missing_iproute2_is_reported(tmp_path: pathlib.Path) -> None:
     (tmp_path / "python3").symlink_to(sys.executable)
     done = testnets.run(["2", "1", "1gbit"], ["true"], environment={"PATH": str(tmp_path)})
     assert (done.returncode, done.stdout) == (IMPOSSIBLE, "")
     assert "there is no `ip` here; install iproute2" in done.stderr
 
 
-def test_without_root() -> None:
-    testnets.skip_without()  # there is iproute2
+def test_missing_root_is_reported() -> None:
+    testnets.skip_without()  # iproute2 is installed
     command = [str(TESTNET), "2", "1", "1gbit", "--", "true"]
     done = subprocess.run(command, capture_output=True, text=True, user=65534, timeout=60)
     if done.returncode == 126 or "Permission denied" in done.stderr:
@@ -273,7 +273,7 @@ def test_without_root() -> None:
         (["link", "0", "up"], "--net: not given, and this is not a rank of a testnet"),
     ],
 )
-def test_mistakes(arguments: list[str], error: str) -> None:
+def test_wrong_arguments_are_reported(arguments: list[str], error: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TESTNET"}
     done = subprocess.run([str(TESTNET), *arguments], capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 2

@@ -40,7 +40,7 @@ def test_forks():
 
 
 @pytest.mark.long
-def test_outcomes(tmp_path: pathlib.Path) -> None:
+def test_all_outcomes_are_recorded(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "source" / "test" / "distributed" / "tensor"
     folder.mkdir(parents=True)
     (folder / "test_some.py").write_text(TESTS.replace("SEEN", str(tmp_path / "seen")))
@@ -87,7 +87,7 @@ def test_outcomes(tmp_path: pathlib.Path) -> None:
     assert "4 pass stock and fail with shardwright" in done.stdout
 
 
-def test_a_stopped_run_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
+def test_stopped_run_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "source" / "test" / "distributed" / "tensor"
     folder.mkdir(parents=True)
     number = tmp_path / "pid"
@@ -104,6 +104,6 @@ def test_a_stopped_run_leaves_nothing_behind(tmp_path: pathlib.Path) -> None:
     assert not pathlib.Path(f"/proc/{number.read_text()}").exists()
 
 
-def test_a_folder_without_tests(tmp_path: pathlib.Path) -> None:
+def test_folder_without_tests_is_refused(tmp_path: pathlib.Path) -> None:
     done = subprocess.run([sys.executable, str(RUN), str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "test/distributed" in done.stderr

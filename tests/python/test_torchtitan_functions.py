@@ -1,4 +1,4 @@
-"""The linear layers of examples/torchtitan_functions.py, on four ranks: against unsharded ones, and gradients too."""
+"""Compares the linear layers of examples/torchtitan_functions.py and their gradients with unsharded ones on 4 ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
 import torchtitan_functions as functions
 
 WORLD = 4
-# Shape of x, the dim that is cut, out_features. Uneven ones leave ranks with less, or with nothing.
+# Shape of x, the sharded dim, out_features. Uneven sizes leave some ranks with less, or with nothing.
 CASES = [
     ((8, 12), 0, (8, 4)),
     ((10, 12), 0, (8, 12)),
@@ -43,7 +43,7 @@ def _part(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _leaf(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Returns this rank's part, or the whole, detached from its graph."""
+    """Returns this rank's part, or the full tensor, detached from its graph."""
     tensor = tensor.detach()
     return (tensor.clone() if dim is None else _part(tensor, dim)).requires_grad_()
 

@@ -1,4 +1,4 @@
-"""State dicts from one set of layouts to another, on Gloo ranks: every element, replays and streams."""
+"""Tests of transfers of state dicts between layouts, on Gloo ranks: every element, repeated starts and streams."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _layouts(state: State, mesh: sw.Mesh, draw: random.Random) -> dict[str, sw.L
 
 
 def _parts(state: State, layouts: dict[str, sw.Layout]) -> dict[str, tuple[torch.Tensor, sw.Layout]] | None:
-    """What this rank passes as a state dict; None where it holds nothing."""
+    """Returns this rank's state dict, or None if the rank holds nothing."""
     rank = dist.get_rank()
     mine = {n: (part_of(state[n], y, rank).to(meshes.device), y) for n, y in layouts.items() if rank in y.mesh.ranks}
     return mine or None
@@ -109,12 +109,12 @@ def _train_to_serve() -> None:
         assert addresses == {name: x.data_ptr() for name, x in t.tensors.items()}
 
 
-def test_train_to_serve_again_and_again(pool: Pool) -> None:
+def test_transfer_can_be_started_repeatedly(pool: Pool) -> None:
     pool.run(_train_to_serve, WORLD_SIZE)
 
 
 def _in_place() -> None:
-    """Into a DTensor, into every other column of a tensor, and into a tensor that two ranks have whole."""
+    """Transfers into a DTensor, into every other column of a tensor, and into a tensor that two ranks hold in full."""
     rank = dist.get_rank()
     state = {name: oracle.global_tensor((6, 8), torch.float32, i) for i, name in enumerate("abcd")}
     mesh = meshes.get_mesh((2, 3))
@@ -129,7 +129,7 @@ def _in_place() -> None:
         to["b"] = (kept[:, ::2], layouts["b"])
     if rank in (1, 4):
         to["c"] = torch.zeros(6, 8, device=meshes.device)
-    if rank == 2:  # for all ranks of the mesh
+    if rank == 2:  # declares it for all ranks of the mesh
         to["d"] = ([Shard(1), Replicate()], mesh, (6, 8), torch.float32)
     replicated = DTensor.from_local(state["a"].to(meshes.device), mesh, [Replicate(), Replicate()])
     given: dict[str, Any] = {"a": replicated, "nested": {name: state[name].to(meshes.device) for name in "bd"}}
@@ -156,7 +156,7 @@ def _stream(early: bool) -> list[str]:
     state = _trained(4)
     served = _served(state)
     layouts = _layouts(served, SERVE, draw)
-    # As if each rank were its own stage of a pipeline: a tensor is on one rank alone.
+    # Each tensor is on one rank only, as if each rank were a pipeline stage.
     owners = {name: sw.Mesh({"one": 1}, [i % 4]) for i, name in enumerate(state)}
     sources = {name: sw.Layout(owners[name], x.shape, ["R"], str(x.dtype)) for name, x in state.items()}
     t = sw.transfer(_parts(state, sources), layouts if dist.get_rank() == 5 else {}, RULES, bucket_bytes=300)
@@ -176,7 +176,7 @@ def _stream(early: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_receive_yields_what_is_complete(pool: Pool, early: bool) -> None:
+def test_receive_yields_complete_tensors(pool: Pool, early: bool) -> None:
     names = pool.run(_stream, WORLD_SIZE, early)
     assert names[:3] == [[], [], []]
     assert len(names[4]) == (1 if early else 6)
@@ -184,7 +184,7 @@ def test_receive_yields_what_is_complete(pool: Pool, early: bool) -> None:
 
 
 def _failing_caller(how: str) -> None:
-    """The progress function of rank 0, or what it does with the tensors, raises; rank 1 receives all the same."""
+    """On rank 0 the progress function or the loop over tensors raises. Rank 1 receives every tensor."""
     rank = dist.get_rank()
     src, dst = (sw.Layout(sw.Mesh({"a": 2}), (4, 8), [kind]) for kind in ("S(0)", "S(1)"))
 
@@ -205,12 +205,12 @@ def _failing_caller(how: str) -> None:
 
 @pytest.mark.cpu_only("what the caller does is the same on all devices")
 @pytest.mark.parametrize("how", ["progress", "throw"])
-def test_other_ranks_receive_where_a_caller_fails(pool: Pool, how: str) -> None:
+def test_other_ranks_receive_if_caller_fails(pool: Pool, how: str) -> None:
     pool.run(_failing_caller, 2, how)
 
 
 def _stream_memory(buckets: int) -> None:
-    """24 tensors of 64 KiB, of which rank 1 needs all, in groups of two: those that exist at any time are counted."""
+    """Counts the tensors that exist at once while rank 1 receives 24 tensors of 64 KiB in groups of two."""
     size = 64 << 10
     names = [f"w{i}" for i in range(24)]
     src, dst = (sw.Layout(sw.Mesh({"a": 1}, [rank]), (128, 128), ["R"]) for rank in range(2))
@@ -236,7 +236,7 @@ def _stream_memory(buckets: int) -> None:
     for i, (name, x) in enumerate(t.receive()):
         assert name == names[i]
         assert bool((x == i).all())
-        # The thread that ran a batch lets go of its tensors shortly after it has said that they are complete.
+        # The thread that ran a batch frees its tensors shortly after it has reported them complete.
         end = time.monotonic() + 5
         while count() > allowed and time.monotonic() < end:
             time.sleep(0.001)
@@ -274,7 +274,7 @@ def test_progress_counts_to_the_total(pool: Pool) -> None:
 
 
 def _interrupted() -> None:
-    """What one rank's caller does between two starts keeps no other rank waiting."""
+    """A caller that restarts a transfer on one rank does not block the other ranks."""
     rank = dist.get_rank()
     src, dst = (sw.Layout(sw.Mesh({"a": 2}), (4, 8), [kind]) for kind in ("S(0)", "S(1)"))
     state = {f"w{i}": (torch.full((2, 8), float(i)), src) for i in range(12)}
@@ -318,7 +318,7 @@ def _interrupted() -> None:
 
 
 @pytest.mark.cpu_only("what the caller does is the same on all devices")
-def test_other_ranks_go_on_where_a_caller_starts_anew(pool: Pool) -> None:
+def test_restart_on_one_rank_does_not_block_others(pool: Pool) -> None:
     pool.run(_interrupted, 2)
 
 
@@ -329,7 +329,7 @@ def _never_advanced(how: str) -> None:
     names = [f"w{i}" for i in range(12)]
     sources = {name: torch.full((8,), float(i)) for i, name in enumerate(names)} if rank == 0 else {}
     given = {name: (x, src) for name, x in sources.items()}
-    # In buckets of 64 bytes there are six groups; in larger ones there is one, which is under way from the call on.
+    # Buckets of 64 bytes make six groups. Larger buckets make one group, which starts with the call.
     t = sw.transfer(given, dict.fromkeys(names, dst), bucket_bytes=1 << 20 if how == "later" else 64)
     received: Any = t.receive()
     added = 0
@@ -354,7 +354,7 @@ def _never_advanced(how: str) -> None:
 
 @pytest.mark.cpu_only("what the caller does is the same on all devices")
 @pytest.mark.parametrize("how", ["later", "start", "close", "drop"])
-def test_other_ranks_receive_where_an_iterator_is_not_advanced(pool: Pool, how: str) -> None:
+def test_other_ranks_receive_if_iterator_is_not_advanced(pool: Pool, how: str) -> None:
     pool.run(_never_advanced, 2, how)
 
 
@@ -376,7 +376,7 @@ def _random_transfers(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_random_rules_and_layouts(pool: Pool, seed: int) -> None:
+def test_transfers_with_random_rules_and_layouts(pool: Pool, seed: int) -> None:
     pool.run(_random_transfers, WORLD_SIZE, seed)
 
 
@@ -393,7 +393,7 @@ def _subgroup() -> None:
 
 
 @pytest.mark.cpu_only("groups of some ranks are Gloo's here")
-def test_group(pool: Pool) -> None:
+def test_transfer_within_subgroup(pool: Pool) -> None:
     pool.run(_subgroup, WORLD_SIZE)
 
 
@@ -406,13 +406,13 @@ def _alone() -> None:
     )
     t.start().wait()
     assert torch.equal(t.tensors["w"], whole.t())
-    assert [name for name, _ in t.receive()] == ["e", "w"]  # nothing is copied for an empty tensor
+    assert [name for name, _ in t.receive()] == ["e", "w"]  # an empty tensor needs no copy and is complete first
     t = sw.transfer(None, None)
     t.start().wait()
     assert list(t.receive()) == []
 
 
-def test_world_of_one(pool: Pool) -> None:
+def test_transfer_on_one_rank(pool: Pool) -> None:
     pool.run(_alone, 1)
 
 
@@ -431,12 +431,12 @@ def _fsdp() -> None:
 
 
 @pytest.mark.cpu_only("FSDP2 needs a device that it knows")
-def test_state_dicts_of_fsdp(pool: Pool) -> None:
+def test_transfer_of_fsdp2_state_dicts(pool: Pool) -> None:
     pool.run(_fsdp, WORLD_SIZE)
 
 
 class _Training:
-    """A model on some ranks, which all see the same batches, so that the number of ranks changes no gradient."""
+    """A model on some ranks. All ranks use the same batches, so gradients do not depend on the number of ranks."""
 
     def __init__(self, ranks: list[int], seed: int) -> None:
         mesh = DeviceMesh("cpu", ranks)
@@ -481,5 +481,5 @@ def _restart() -> None:
 
 
 @pytest.mark.cpu_only("FSDP2 needs a device that it knows")
-def test_training_goes_on_after_a_restart_on_other_ranks(pool: Pool) -> None:
+def test_training_continues_after_transfer_to_other_ranks(pool: Pool) -> None:
     pool.run(_restart, 5)

@@ -1,4 +1,4 @@
-"""`shardwright transfer`, and the files that it reads."""
+"""Tests of `shardwright transfer` and of the files that it reads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _files(folder: Path) -> list[str]:
     return [source, destination, "--map", _written(folder, "rules.json", rules)]
 
 
-def test_written_layouts_are_read_again(tmp_path: Path) -> None:
+def test_layout_files_round_trip(tmp_path: Path) -> None:
     mesh = sw.Mesh({"a": 2})
     layouts = {
         "flat": sw.Layout(mesh, (4, 6), ["S(0)"], flattened=2),
@@ -58,10 +58,10 @@ def test_written_layouts_are_read_again(tmp_path: Path) -> None:
     assert files.read_layouts(str(tmp_path / "layouts.json")) == layouts
 
 
-def test_prints_what_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_moved_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["transfer", *_files(tmp_path), "--backend", "gloo"]) == 0
     printed = capsys.readouterr().out
-    # 48 elements and 5, of two bytes; no rank of one side is on the other.
+    # 48 + 5 elements of two bytes. No rank is on both sides.
     assert "106 B by all; nothing can do with less" in printed
     assert "with topology 'gloo-local'" in printed
     tensors, links = printed.split("\n\n")[1:]
@@ -72,7 +72,7 @@ def test_prints_what_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert sum(int(line.split()[3]) for line in links.splitlines()[1:]) == 106
 
 
-def test_long_tables_are_cut_short() -> None:
+def test_long_tables_are_truncated() -> None:
     src, dst = sw.Layout(TRAIN, (64,), ["S(0)", "R"]), sw.Layout(SERVE, (64,), ["S(0)"])
     batch = _planner.Batch([src] * 5, [dst] * 5, [(i, i, None) for i in range(5)])
     text = explain(batch, [f"t{i}" for i in range(5)], sw.Topology.named("64x8"), limit=2)
@@ -80,7 +80,7 @@ def test_long_tables_are_cut_short() -> None:
     assert "and 3 more with 768 B" in text
 
 
-def test_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = _files(tmp_path)
     assert cli.main(["transfer", *given[:2]]) == 2
     said = capsys.readouterr().err
@@ -117,7 +117,7 @@ def test_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ),
     ],
 )
-def test_layouts_that_cannot_be_read(tmp_path: Path, content: Any, said: str) -> None:
+def test_invalid_layout_files_are_refused(tmp_path: Path, content: Any, said: str) -> None:
     with pytest.raises(ValueError) as raised:
         files.read_layouts(_written(tmp_path, "layouts.json", content))
     assert said in str(raised.value)
@@ -133,7 +133,7 @@ def test_layouts_that_cannot_be_read(tmp_path: Path, content: Any, said: str) ->
         ([{"cast": {"dtype": "bf17"}}], "[0].cast: "),
     ],
 )
-def test_rules_that_cannot_be_read(tmp_path: Path, content: Any, said: str) -> None:
+def test_invalid_rule_files_are_refused(tmp_path: Path, content: Any, said: str) -> None:
     with pytest.raises(ValueError) as raised:
         files.read_rules(_written(tmp_path, "rules.json", content))
     assert said in str(raised.value)

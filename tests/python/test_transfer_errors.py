@@ -1,4 +1,4 @@
-"""Transfers that cannot be: one error with all that is wrong, the same on all ranks, before anything moves."""
+"""Impossible transfers raise one error with all problems, the same on all ranks, before anything moves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _mine(layout: sw.Layout) -> torch.Tensor:
     return torch.zeros(layout.local_shape(dist.get_rank()), dtype=getattr(torch, layout.dtype))
 
 
-def _everything_at_once() -> str:
+def _all_problems_at_once() -> str:
     rank = dist.get_rank()
     layouts = {
         "a": _layout(4),
@@ -75,8 +75,8 @@ def _everything_at_once() -> str:
     return _refused(state, to, rules)
 
 
-def test_everything_that_is_wrong_is_in_one_error(pool: Pool) -> None:
-    said = pool.run(_everything_at_once, WORLD_SIZE)
+def test_one_error_lists_all_problems(pool: Pool) -> None:
+    said = pool.run(_all_problems_at_once, WORLD_SIZE)
     assert len(set(said)) == 1
     assert said[0].startswith("transfer: nothing was moved, because\n")
     for text in (
@@ -126,7 +126,7 @@ def test_one_fault_gives_one_line(pool: Pool, fault: str) -> None:
         assert ("destination w" if fault.endswith("destination") else "source w") in lines[0]
 
 
-def _one_name_twice() -> list[str]:
+def _duplicate_names() -> list[str]:
     whole = torch.arange(4.0)
     return [
         _refused({"a": {"b": whole}, "a.b": whole + 1}, {"a.b": torch.zeros(4)}),
@@ -134,14 +134,14 @@ def _one_name_twice() -> list[str]:
     ]
 
 
-def test_every_tensor_has_a_name_of_its_own(pool: Pool) -> None:
-    for joined, numbers in pool.run(_one_name_twice, 2):
+def test_duplicate_names_raise(pool: Pool) -> None:
+    for joined, numbers in pool.run(_duplicate_names, 2):
         assert "source a.b: the name must be unique" in joined
         assert "source 1: the name must be unique" in numbers
 
 
-def _no_place_for_each() -> list[str]:
-    interleaved = torch.zeros(8).as_strided((2, 3), (3, 2))  # every element has a place of its own
+def _overlapping_elements() -> list[str]:
+    interleaved = torch.zeros(8).as_strided((2, 3), (3, 2))  # no two elements share memory
     sw.transfer({"b": torch.arange(6.0).view(2, 3)}, {"b": interleaved}).start().wait()
     assert torch.equal(interleaved, torch.arange(6.0).view(2, 3))
     return [
@@ -150,8 +150,8 @@ def _no_place_for_each() -> list[str]:
     ]
 
 
-def test_destinations_have_a_place_for_each_element(pool: Pool) -> None:
-    for expanded, sliding in pool.run(_no_place_for_each, 2):
+def test_destinations_with_overlapping_elements_raise(pool: Pool) -> None:
+    for expanded, sliding in pool.run(_overlapping_elements, 2):
         text = "destination b: the local tensor must have an address for each element, got shape"
         assert f"{text} (4,) and strides (0,)" in expanded
         assert f"{text} (9, 2) and strides (1, 1)" in sliding
@@ -177,7 +177,7 @@ def test_many_problems_of_one_kind_hide_no_other(pool: Pool) -> None:
         assert any("source other: all ranks of the mesh" in one and "got none on ranks [0]" in one for one in lines)
 
 
-def _destinations_in_one_place() -> str:
+def _destinations_that_share_memory() -> str:
     tied = torch.zeros(4)
     state = {"a": torch.arange(4.0), "b": torch.ones(4)}
     said = _refused(state, {"a": tied, "b": tied} if dist.get_rank() == 1 else None)
@@ -185,24 +185,24 @@ def _destinations_in_one_place() -> str:
     return said
 
 
-def test_destinations_have_memory_of_their_own(pool: Pool) -> None:
-    for said in pool.run(_destinations_in_one_place, 2):
+def test_destinations_that_share_memory_raise(pool: Pool) -> None:
+    for said in pool.run(_destinations_that_share_memory, 2):
         assert "got memory shared with destination" in said and "(on rank 1)" in said
 
 
-def _destination_forgotten() -> str:
+def _missing_destination() -> str:
     rank = dist.get_rank()
     layout = _layout(4, mesh=SERVE)
     to = {"w": (torch.zeros(2), layout)} if rank == 2 else None
     state = {"w": torch.arange(4.0)} if rank == 0 else None
-    made = sw.transfer(state, {"w": layout} if rank == 2 else None)  # tensors are made for all
+    made = sw.transfer(state, {"w": layout} if rank == 2 else None)  # the transfer makes tensors on all ranks
     made.start().wait()
     assert rank not in SERVE.ranks or made.tensors["w"].tolist() == [2.0 * rank - 4, 2.0 * rank - 3]
     return _refused(state, to)
 
 
-def test_ranks_that_lack_what_others_fill_in_place(pool: Pool) -> None:
-    for said in pool.run(_destination_forgotten, WORLD_SIZE):
+def test_destination_missing_on_one_rank_raises(pool: Pool) -> None:
+    for said in pool.run(_missing_destination, WORLD_SIZE):
         assert "destination w: all ranks of the mesh of" in said and "must pass it, got none on ranks [3]" in said
 
 
@@ -238,7 +238,7 @@ def _arguments_that_differ() -> list[str]:
     return cases
 
 
-def test_arguments_that_differ_among_ranks(pool: Pool) -> None:
+def test_arguments_that_differ_between_ranks_raise(pool: Pool) -> None:
     said = pool.run(_arguments_that_differ, WORLD_SIZE)
     for texts in zip(*said):
         assert len(set(texts)) == 1
@@ -265,15 +265,15 @@ def test_arguments_that_differ_among_ranks(pool: Pool) -> None:
 
 def _too_small_buckets() -> list[str]:
     names = ("small", "w", "other")
-    cut, turns = (sw.Layout(sw.Mesh({"a": 4}), (64,), [kind]) for kind in ("S(0)", "Cyclic(0,1)"))
+    cut, cyclic = (sw.Layout(sw.Mesh({"a": 4}), (64,), [kind]) for kind in ("S(0)", "Cyclic(0,1)"))
     both = {name: sw.Layout(cut.mesh, (4,), ["S(0)"], "uint8") for name in names}
     state = {name: (_mine(layout), layout) for name, layout in {**both, "w": cut}.items()}
     return [
-        _refused(state, {**dict.fromkeys(names, both["small"]), "w": turns}, bucket_bytes=given) for given in (3, 4)
+        _refused(state, {**dict.fromkeys(names, both["small"]), "w": cyclic}, bucket_bytes=given) for given in (3, 4)
     ]
 
 
-def test_buckets_that_are_too_small_for_a_tensor(pool: Pool) -> None:
+def test_too_small_buckets_raise(pool: Pool) -> None:
     for alone, messages in pool.run(_too_small_buckets, WORLD_SIZE):
         assert alone.startswith("bucket_bytes must be at least 4, got 3: destination w")
         assert "got 4: destination w must be split" in messages and messages.startswith("bucket_bytes must be")
@@ -285,7 +285,7 @@ def _unknown_dtype() -> str:
     return _refused({"w": four, "v": torch.ones(2)} if dist.get_rank() == 0 else None, to)
 
 
-def test_dtypes_that_no_layout_has(pool: Pool) -> None:
+def test_unsupported_dtypes_raise(pool: Pool) -> None:
     for said in pool.run(_unknown_dtype, 2):
         assert said.startswith("transfer: nothing was moved, because\n")
         lines = said.splitlines()
@@ -295,6 +295,6 @@ def test_dtypes_that_no_layout_has(pool: Pool) -> None:
         assert any(one.startswith("  v: the map makes (2,) from v") for one in lines), lines
 
 
-def test_without_process_group() -> None:
+def test_transfer_without_process_group_raises() -> None:
     with pytest.raises(RuntimeError, match=r"torch.distributed is not initialized"):
         sw.transfer(None, None)

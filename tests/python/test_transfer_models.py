@@ -1,4 +1,4 @@
-"""Transfers from and to models that change after planning, on slices of meshes, and with empty parts."""
+"""Tests of transfers from and to models that change after planning, on slices of meshes, and with empty parts."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def _model(kind: str) -> nn.Linear:
 
 
 def _given(model: nn.Linear, what: str) -> Any:
-    """Returns what is passed, and keeps no other reference to it."""
+    """Returns the argument for a transfer and keeps no other reference to it."""
     if what == "parameters":
         return {"weight": model.weight}
     return model.state_dict() if what == "state_dict()" else model.state_dict
 
 
-def _is_read_anew(kind: str, what: str, change: Callable[[nn.Linear], None]) -> bool:
+def _follows_change(kind: str, what: str, change: Callable[[nn.Linear], None]) -> bool:
     return kind == "sw.fully_shard" or what == "state_dict" or (what == "parameters" and change is _converted)
 
 
@@ -89,7 +89,7 @@ def _from_changed_models(kind: str) -> None:
                 change(model)
                 with torch.no_grad():
                     model.weight.copy_(torch.ones_like(model.weight) * (version + 2))
-                if not _is_read_anew(kind, what, change):
+                if not _follows_change(kind, what, change):
                     with pytest.raises(ValueError, match=_GONE):
                         t.start()
                     continue
@@ -99,7 +99,7 @@ def _from_changed_models(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sw.fully_shard", "fully_shard", "plain"])
-def test_start_reads_parameters_as_they_are(pool: Pool, kind: str) -> None:
+def test_start_reads_current_parameters(pool: Pool, kind: str) -> None:
     pool.run(_from_changed_models, 2, kind)
 
 
@@ -113,7 +113,7 @@ def _into_changed_models(kind: str, staging: str | None) -> None:
                 source.fill_(version + 7)
                 if version == 1:
                     change(model)
-                if version == 1 and not _is_read_anew(kind, what, change):
+                if version == 1 and not _follows_change(kind, what, change):
                     with pytest.raises(ValueError, match=_GONE):
                         t.start()
                     continue
@@ -123,7 +123,7 @@ def _into_changed_models(kind: str, staging: str | None) -> None:
 
 @pytest.mark.parametrize("staging", [None, "double"])
 @pytest.mark.parametrize("kind", ["sw.fully_shard", "fully_shard", "plain"])
-def test_start_writes_parameters_that_the_model_has(pool: Pool, kind: str, staging: str | None) -> None:
+def test_start_writes_current_parameters(pool: Pool, kind: str, staging: str | None) -> None:
     pool.run(_into_changed_models, 2, kind, staging)
 
 
@@ -176,7 +176,7 @@ def test_change_on_one_rank_raises_on_every_rank(pool: Pool) -> None:
 
 
 def _temporaries() -> None:
-    """What only the transfer has from the beginning, and parts of larger tensors, move as often as is asked for."""
+    """Starts a transfer repeatedly whose tensors nothing else references, some of them parts of larger tensors."""
     t = sw.transfer(
         {"a": torch.ones(4), "b": torch.arange(8.0)[2:6]}, {"a": torch.zeros(4), "b": torch.zeros(9)[::2][:4]}
     )
@@ -186,12 +186,12 @@ def _temporaries() -> None:
     assert t.tensors["b"].tolist() == [2, 3, 4, 5]
 
 
-def test_tensors_that_only_the_transfer_has(pool: Pool) -> None:
+def test_transfer_keeps_its_tensors_alive(pool: Pool) -> None:
     pool.run(_temporaries, 1)
 
 
 def _norms_on_slices(folder: str, dims: tuple[int, int], uses_fsdp: bool) -> None:
-    """A norm without a style of tensor parallelism lies on mesh["dp"], or is replicated by hand on mesh["tp"]."""
+    """A norm without a tensor-parallel style is a DTensor on mesh["dp"] under FSDP2, and a plain tensor without it."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(dims), mesh_dim_names=("dp", "tp"))
     net = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 6))
     parallelize_module(net, mesh["tp"], {"1": ColwiseParallel()})
@@ -232,11 +232,11 @@ def _slices_that_differ() -> list[str]:
     said = []
     cases: list[tuple[list[int], int]] = [
         ([0, 1] if rank < 2 else [1, 2], 4),  # a rank in two slices; rank 3 is in none
-        ([0] if rank == 0 else [1, 2, 3], 4),  # other sizes
-        ([0, 1] if rank < 2 else [2, 3], 4 + rank // 2),  # other shapes
+        ([0] if rank == 0 else [1, 2, 3], 4),  # the sizes differ
+        ([0, 1] if rank < 2 else [2, 3], 4 + rank // 2),  # the shapes differ
     ]
     for ranks, rows in cases:
-        # Without communication, and without groups: a rank outside the mesh passes nothing.
+        # The mesh makes no groups and does not communicate. A rank outside the mesh passes no state dict.
         mesh = DeviceMesh("cpu", ranks, _init_backend=False)
         layout = sw.Layout(sw.Mesh({"a": len(ranks)}, ranks), (rows,), ["S(0)"])
         state = None
@@ -249,7 +249,7 @@ def _slices_that_differ() -> list[str]:
     return said
 
 
-def test_slices_that_are_no_replicas(pool: Pool) -> None:
+def test_slices_that_are_not_replicas_raise(pool: Pool) -> None:
     said = pool.run(_slices_that_differ, 4)
     assert said[0] == said[1] == said[2] == said[3]
     for text in said[0]:
@@ -260,7 +260,7 @@ def test_slices_that_are_no_replicas(pool: Pool) -> None:
 
 
 def _parts_without_elements(folder: str) -> None:
-    """The second rank of tp has no column of a matrix with one. FSDP2 gives it a part of shape (0, 0)."""
+    """The second rank of tp has no column of a one-column matrix. FSDP2 gives it a part of shape (0, 0)."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
     net = nn.Sequential(nn.Linear(1, 7))
     parallelize_module(net, mesh["tp"], {"0": RowwiseParallel()})
@@ -292,5 +292,5 @@ def _parts_without_elements(folder: str) -> None:
         assert isinstance(moved, list) and torch.equal(moved[0], torch.ones(2, 1))
 
 
-def test_empty_parts_have_any_empty_shape(pool: Pool, folder: str) -> None:
+def test_empty_parts_may_have_any_empty_shape(pool: Pool, folder: str) -> None:
     pool.run(_parts_without_elements, 4, folder)

@@ -1,4 +1,4 @@
-"""`staging="double"`: two versions that are exchanged, also where a module computes with what is written to."""
+"""Tests of `staging="double"`, which swaps two versions, also while a module computes with the destination."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def _two_versions() -> None:
     t.swap()
     holds(expected[1] if expected else torch.empty(0))
     start(2)
-    start(3).wait()  # which waits for the one before, and exchanges it too
+    start(3).wait()  # waits for the previous transfer and swaps it too
     holds(expected[3] if expected else torch.empty(0))
     with pytest.raises(ValueError, match="receive: staging must be None, got 'double'"):
         t.receive()
 
 
-def test_double_staging_exchanges_versions(pool: Pool) -> None:
+def test_double_staging_swaps_versions(pool: Pool) -> None:
     pool.run(_two_versions, 6)
 
 
@@ -98,14 +98,14 @@ def _serve(plain: nn.Module, output: Callable[[], torch.Tensor], x: torch.Tensor
     t.swap()
     gives(1)
     start(3).source_free.wait()
-    handle = start(4)  # which waits for the one before, and exchanges it
+    handle = start(4)  # waits for the previous transfer and swaps it
     gives(3)
     handle.wait()
     gives(4)
 
 
 class _Model(nn.Module):
-    """The sizes of dim 0 of its weights divide no number of ranks."""
+    """A model whose weights have 7 and 4 rows, which 3 ranks do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def _into_state_dict() -> None:
 
 
 @pytest.mark.cpu_only("the module is on the CPU")
-def test_a_module_uses_what_its_state_dict_received(pool: Pool) -> None:
+def test_module_uses_received_state_dict(pool: Pool) -> None:
     pool.run(_into_state_dict, 2)
 
 
@@ -145,7 +145,7 @@ def _into_tensor_parallel() -> None:
 
 
 @pytest.mark.cpu_only("the module is on the CPU")
-def test_tensor_parallel_weights(pool: Pool) -> None:
+def test_staging_of_tensor_parallel_weights(pool: Pool) -> None:
     pool.run(_into_tensor_parallel, 3)
 
 
@@ -175,12 +175,12 @@ def _into_fsdp() -> None:
 
 
 @pytest.mark.cpu_only("FSDP2 needs a device that it knows")
-def test_weights_of_fsdp_in_uneven_parts(pool: Pool) -> None:
+def test_staging_of_uneven_fsdp2_weights(pool: Pool) -> None:
     pool.run(_into_fsdp, 3)
 
 
 def _into_slices(rows: int) -> None:
-    """Two columns and a run of bytes of larger tensors; what is next to them is written to in the meantime."""
+    """Transfers into columns and a contiguous range of larger tensors while their neighbors are written to."""
     torch.manual_seed(rows)
     base = torch.randn(rows, 5).to(meshes.device)
     line = torch.randn(rows, dtype=torch.float16).to(meshes.device)
@@ -208,12 +208,12 @@ def _into_slices(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [8, 200])
-def test_slices_of_larger_tensors(pool: Pool, rows: int) -> None:
+def test_staging_of_slices_of_larger_tensors(pool: Pool, rows: int) -> None:
     pool.run(_into_slices, 1, rows)
 
 
 def _into_another_storage() -> None:
-    """A tensor that was given another storage since the last transfer."""
+    """Transfers into a tensor that got another storage after the last transfer."""
     source, weight = torch.ones(4), nn.Parameter(torch.zeros(4))
     t = sw.transfer({"w": source}, {"w": weight}, staging="double")
     with pytest.raises(ValueError, match=r"swap: there is no second copy; .* call start\(\) first"):
@@ -235,7 +235,7 @@ def _into_another_storage() -> None:
 
 
 @pytest.mark.cpu_only("the tensors are on the CPU")
-def test_tensors_that_get_other_storages(pool: Pool) -> None:
+def test_swap_after_change_of_storage(pool: Pool) -> None:
     pool.run(_into_another_storage, 1)
 
 
@@ -245,22 +245,22 @@ def _refused(to: torch.Tensor, **sources: torch.Tensor) -> str:
     return str(raised.value)
 
 
-def _refusals() -> None:
+def _storages_that_cannot_be_swapped() -> None:
     both, ones = torch.zeros(4), torch.ones(2)
     assert "destination w: its storage must contain no source" in _refused(both[:2], v=both[2:], w=ones)
     assert "destination w: its memory must be private" in _refused(torch.zeros(2).share_memory_(), w=ones)
-    # Parts of one storage that are sources and destinations both
+    # Parts of one storage are sources and destinations.
     parts = {"a": both[:2], "b": both[2:]}
     both.copy_(torch.arange(4.0))
     t = sw.transfer(parts, parts, sw.rules.rename({"a": "b", "b": "a"}), staging="double")
-    for turned in ([2.0, 3.0, 0.0, 1.0], [0.0, 1.0, 2.0, 3.0]):
+    for swapped in ([2.0, 3.0, 0.0, 1.0], [0.0, 1.0, 2.0, 3.0]):
         t.start().wait()
-        assert both.tolist() == turned
+        assert both.tolist() == swapped
 
 
 @pytest.mark.cpu_only("the tensors are on the CPU")
-def test_storages_that_are_not_exchanged(pool: Pool) -> None:
-    pool.run(_refusals, 1)
+def test_storages_that_cannot_be_swapped(pool: Pool) -> None:
+    pool.run(_storages_that_cannot_be_swapped, 1)
 
 
 def _versions_of_autograd() -> None:
@@ -277,7 +277,7 @@ def _versions_of_autograd() -> None:
 
 
 @pytest.mark.cpu_only("versions are counted alike on all devices")
-def test_autograd_knows_what_was_exchanged(pool: Pool) -> None:
+def test_swap_bumps_version_for_autograd(pool: Pool) -> None:
     pool.run(_versions_of_autograd, 2)
 
 

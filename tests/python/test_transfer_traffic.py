@@ -1,4 +1,4 @@
-"""What transfers send, and who sends it, by what ranks put on the wire."""
+"""Tests of the bytes that transfers send and of the ranks that send them, counted on the wire."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pool import Pool
 
 
 def _casts(source: torch.dtype, destination: torch.dtype) -> int:
-    """Moves a tensor from rank 0 to rank 1 in other dtypes, and returns what this rank receives."""
+    """Moves a tensor from rank 0 to rank 1 with a cast, and returns the bytes that this rank receives."""
     rank = dist.get_rank()
     here, there = (sw.Mesh({"one": 1}, [one]) for one in (0, 1))
     whole = oracle.global_tensor((300, 200), source, 5)
@@ -21,7 +21,7 @@ def _casts(source: torch.dtype, destination: torch.dtype) -> int:
     state = {"w": (whole.to(meshes.device), layout)} if rank == 0 else None
     to = {"w": sw.Layout(there, whole.shape, ["R"], destination)}
     t = sw.transfer(state, to, sw.rules.cast(destination, "w"), bucket_bytes=10_000, device=meshes.device)
-    t.start().wait()  # ranks compare nothing from here on
+    t.start().wait()  # later starts compare nothing between ranks
     with sw.debug.wire_meter() as meter:
         t.start().wait()
     if rank == 1:
@@ -40,14 +40,14 @@ def _casts(source: torch.dtype, destination: torch.dtype) -> int:
     ],
     ids=str,
 )
-def test_elements_travel_in_the_smaller_dtype(
+def test_elements_are_sent_in_smaller_dtype(
     pool: Pool, source: torch.dtype, destination: torch.dtype, item_bytes: int
 ) -> None:
     assert pool.run(_casts, 2, source, destination) == [0, 300 * 200 * item_bytes]
 
 
 def _experts(streams: bool) -> int:
-    """Stacks experts of three replicas on a fourth rank, and returns what this rank sends."""
+    """Stacks experts of three replicas on a fourth rank, and returns the bytes that this rank sends."""
     rank = dist.get_rank()
     train, serve = sw.Mesh({"dp": 3}, [0, 1, 2]), sw.Mesh({"tp": 1}, [3])
     layout = sw.Layout(train, (32, 16), ["R"])
@@ -68,5 +68,5 @@ def _experts(streams: bool) -> int:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_replicas_send_equally_much_where_experts_are_stacked(pool: Pool, streams: bool) -> None:
+def test_replicas_send_equal_bytes_of_stacked_experts(pool: Pool, streams: bool) -> None:
     assert pool.run(_experts, 4, streams) == [9 * 8 * 32 * 16 * 4 // 3] * 3 + [0]

@@ -1,4 +1,4 @@
-"""From one mesh to another: every element, bytes as promised, gradients, and errors that leave nothing waiting."""
+"""Tests of moves between meshes: every element, promised bytes, gradients, and errors without a hang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _layouts(ndim: int, kinds: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def _move_all(shape: tuple[int, ...]) -> list[tuple[str, int, int]]:
-    """Some of all pairs: the values are checked here, the bytes received and promised are returned."""
+    """Runs a sample of all pairs, checks the values, and returns the bytes received and promised."""
     rank = dist.get_rank()
     draw = random.Random(3)  # the same on all ranks
     tensor = oracle.global_tensor(shape, torch.float32, 1, reducible=True)
@@ -65,14 +65,14 @@ def _move_all(shape: tuple[int, ...]) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("shape", [(8, 6), (5, 7), (0, 3)], ids=str)
-def test_layouts_on_two_meshes(pool: Pool, shape: tuple[int, ...]) -> None:
+def test_values_and_bytes_between_meshes(pool: Pool, shape: tuple[int, ...]) -> None:
     counted = pool.run(_move_all, WORLD_SIZE, shape)
     for of_plan in zip(*counted, strict=True):
         assert sum(received for _, received, _ in of_plan) == of_plan[0][2], of_plan[0][0]
         assert len({text for text, _, _ in of_plan}) == 1
 
 
-def test_plans_simulate() -> None:
+def test_plans_between_meshes_simulate() -> None:
     for src_grid, dst_grid in PAIRS:
         for src, dst in itertools.product(
             _layouts(len(src_grid[0]), ("R", "S(0)", "P(sum)")), _layouts(len(dst_grid[0]), ("R", "S(1)", "P(sum)"))
@@ -106,7 +106,7 @@ def _gradients() -> None:
             assert wrong is None, f"{src} -> {dst} on rank {rank}: {wrong}"
 
 
-def test_gradients_take_the_way_back(pool: Pool) -> None:
+def test_gradients_return_to_source_mesh(pool: Pool) -> None:
     pool.run(_gradients, WORLD_SIZE)
 
 
@@ -134,7 +134,7 @@ def _dtensors() -> None:
             assert wrong is None, f"gradient of {src_grid} {src} -> {dst_grid} {dst}: {wrong}"
 
 
-def test_dtensors(pool: Pool) -> None:
+def test_dtensors_move_between_meshes(pool: Pool) -> None:
     pool.run(_dtensors, WORLD_SIZE)
 
 
@@ -143,7 +143,7 @@ MANY = 1 << 18
 
 
 def _gathers_on_the_destination() -> None:
-    """The source's mesh has no groups on the ranks that gather, and one rank's part contradicts its spec."""
+    """The ranks that gather have no groups of the source's mesh, and one rank's part contradicts its spec."""
     rank = dist.get_rank()
     src_mesh, dst_mesh = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3, 4, 5])
     src, dst = sw.Layout(src_mesh, (MANY,), ["S(0)"]), sw.Layout(dst_mesh, (MANY,), ["R"])
@@ -160,11 +160,11 @@ def _gathers_on_the_destination() -> None:
         sw.redistribute(x, [Replicate()], DeviceMesh("meta", [2, 3, 4, 5]))
 
 
-def test_gathers_on_the_destination(pool: Pool) -> None:
+def test_destination_mesh_gathers(pool: Pool) -> None:
     pool.run(_gathers_on_the_destination, 6)
 
 
-def _passed_on() -> None:
+def _gathered_within_nodes() -> None:
     """Three nodes of two ranks, with a slow link between them: each node receives every byte once."""
     rank, shape = dist.get_rank(), (48, 40)
     fast, slow = sw.planning.Link(1000, 100), sw.planning.Link(1000, 1_000_000_000)
@@ -189,7 +189,7 @@ def _passed_on() -> None:
 
 
 def test_nodes_receive_every_byte_once(pool: Pool) -> None:
-    pool.run(_passed_on, 8)
+    pool.run(_gathered_within_nodes, 8)
 
 
 def _there_and_back(src: sw.Layout, dst: sw.Layout, ends: tuple[tuple[Grid, str], tuple[Grid, str]]) -> list[sw.Plan]:
@@ -210,7 +210,7 @@ def _there_and_back(src: sw.Layout, dst: sw.Layout, ends: tuple[tuple[Grid, str]
 
 
 def _over_relays() -> None:
-    """Where messages take long, one rank reaches seven over two ranks and then four, and they reach it the same way."""
+    """With slow messages, one rank sends to seven over two relays and then four, and the seven send back likewise."""
     link = sw.planning.Link(1_000_000_000, 1000)
     slow = sw.Topology("slow messages", 0, 1_000_000, 100, link, link)
     few, many = ((1,), (0,)), ((7,), (1, 2, 3, 4, 5, 6, 7))
@@ -227,7 +227,7 @@ def test_relays_on_gloo(pool: Pool) -> None:
 
 
 def _in_unequal_segments() -> None:
-    """Sizes without a common divisor: each segment has a program of its own."""
+    """Sizes without a common divisor: each segment has its own program."""
     link = sw.planning.Link(0, 1_000_000_000)
     bytes_alone = sw.Topology("bytes alone", 0, 0, 0, link, link)
     few, many = ((2,), (0, 1)), ((6,), (2, 3, 4, 5, 6, 7))
@@ -241,7 +241,7 @@ def test_unequal_segments_on_gloo(pool: Pool) -> None:
     pool.run(_in_unequal_segments, 8)
 
 
-def test_plans_cross_once() -> None:
+def test_plans_change_mesh_once() -> None:
     here, there = sw.Mesh({"a": 2}, [0, 1]), sw.Mesh({"b": 2}, [2, 3])
     a, b = sw.Layout(here, (8,), ["S(0)"]), sw.Layout(there, (8,), ["S(0)"])
     with pytest.raises(ValueError, match="changes to another mesh must be 0, got 2"):
@@ -251,7 +251,7 @@ def test_plans_cross_once() -> None:
 
 
 def _mistakes() -> None:
-    """Everything that all ranks can see raises on all of them, and nothing is left waiting."""
+    """Mistakes that all ranks can detect raise on all of them, and no rank hangs."""
     rank = dist.get_rank()
     src = sw.Layout(mesh(PAIRS[0][0]), (4, 3), ["S(0)"])
     dst_mesh = mesh(PAIRS[0][1])
@@ -286,12 +286,12 @@ def _mistakes() -> None:
         x.redistribute(device_mesh=there)
 
 
-def test_mistakes_raise_everywhere(pool: Pool) -> None:
+def test_mistakes_raise_on_all_ranks(pool: Pool) -> None:
     pool.run(_mistakes, WORLD_SIZE)
 
 
-def _overlapping_in_flight() -> None:
-    """Asynchronous moves there and back, checked under debug mode too."""
+def _concurrent() -> None:
+    """Runs concurrent moves there and back, with and without check_ranks."""
     rank = dist.get_rank()
     tensor = oracle.global_tensor((9, 4), torch.float32, 8)
     src_grid, dst_grid = PAIRS[2]
@@ -308,5 +308,5 @@ def _overlapping_in_flight() -> None:
             sw.debug.check_ranks(False)
 
 
-def test_in_flight_together(pool: Pool) -> None:
-    pool.run(_overlapping_in_flight, WORLD_SIZE)
+def test_concurrent_moves_between_meshes(pool: Pool) -> None:
+    pool.run(_concurrent, WORLD_SIZE)

@@ -1,4 +1,4 @@
-"""What ranks must have in common before a DTensor moves to another mesh, and errors on all ranks where they differ."""
+"""Ranks must agree on layouts before a DTensor moves to another mesh. Differences raise on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _whole(seed: int = 1) -> torch.Tensor:
     return oracle.global_tensor(SHAPE, torch.float32, seed, reducible=True)
 
 
-def _differ() -> str:
+def _different_layouts() -> str:
     rank = dist.get_rank()
     here, there = device_mesh(HERE), device_mesh(THERE)
     x = dtensor(_whole(), here, HERE, ("P(sum)",) if rank < 2 else ("R",))
@@ -34,15 +34,15 @@ def _differ() -> str:
     return str(raised.value)
 
 
-def test_ranks_must_agree_where_x_lies(pool: Pool) -> None:
-    for rank, text in enumerate(pool.run(_differ, 4)):
+def test_ranks_must_agree_on_layout_of_x(pool: Pool) -> None:
+    for rank, text in enumerate(pool.run(_different_layouts, 4)):
         assert f"this is rank {rank}" in text
         assert "[P(sum)]), ranks [0, 1] on ranks [0, 1]; " in text and "[R]), ranks [0, 1] on ranks [2, 3]" in text
         assert "x.redistribute(placements=...) on the mesh of x" in text
 
 
 def _result_of_operators() -> None:
-    """On other ranks than the mesh's, PyTorch takes moves to cost nothing, and so may say that these results are R."""
+    """On ranks outside the mesh PyTorch assumes that moves cost nothing, so these results may be R there."""
     rank = dist.get_rank()
     here, there = device_mesh(HERE), device_mesh(THERE)
     square = oracle.global_tensor((6, 6), torch.float32, 2, reducible=True)
@@ -51,7 +51,7 @@ def _result_of_operators() -> None:
     x = cut @ rows + dtensor(_whole(), here, HERE, ("R",))
     y = sw.redistribute(x.redistribute(placements=[Shard(1)]), [Shard(0)], there)
     assert oracle.difference(y.to_local(), part(expected, THERE, ("S(0)",), rank)) is None
-    # As it is, it is moved rightly or not at all.
+    # Without an explicit redistribute on its mesh, x is moved correctly or an error is raised.
     try:
         y = sw.redistribute(x, [Shard(0)], there)
     except RuntimeError as error:
@@ -60,7 +60,7 @@ def _result_of_operators() -> None:
     assert oracle.difference(y.to_local(), part(expected, THERE, ("S(0)",), rank)) is None
 
 
-def test_results_of_operators(pool: Pool) -> None:
+def test_results_of_operators_move_or_raise(pool: Pool) -> None:
     pool.run(_result_of_operators, 4)
 
 
@@ -84,7 +84,7 @@ def _compare_once() -> None:
         _compared_once(monkeypatch)
 
 
-def test_layouts_are_compared_when_first_used(pool: Pool) -> None:
+def test_ranks_compare_layouts_at_first_use(pool: Pool) -> None:
     pool.run(_compare_once, 4)
 
 
@@ -93,16 +93,16 @@ def _slices() -> None:
     whole = _whole()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh["dp"], mesh["tp"]
-    alike = device_mesh(((4,), (0, 1, 2, 3)))
+    all_ranks = device_mesh(((4,), (0, 1, 2, 3)))
     on_mesh = distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=None)
     on_slice = DTensor.from_local(whole.chunk(2)[tp.get_local_rank()], tp, [Shard(0)], run_check=False)
-    on_all = distribute_tensor(whole, alike, [Shard(0)], src_data_rank=None)
+    on_all = distribute_tensor(whole, all_ranks, [Shard(0)], src_data_rank=None)
     for x, there, argument, name in (
         (on_mesh, tp, r"mesh \(device_mesh\)", "tp"),
         (on_all, dp, r"mesh \(device_mesh\)", "dp"),
         (on_slice, dp, r"mesh \(device_mesh\)", "dp"),
         (on_slice, mesh, "the mesh of x", "tp"),
-        (on_slice, alike, "the mesh of x", "tp"),
+        (on_slice, all_ranks, "the mesh of x", "tp"),
     ):
         text = rf"{argument} must be .*, got Mesh\({name}=2\), a slice of .* whose ranks differ from rank to rank"
         with pytest.raises(ValueError, match=text):
@@ -111,12 +111,12 @@ def _slices() -> None:
             x.redistribute(there, [Replicate()] * there.ndim)
 
 
-def test_slices_that_differ_between_ranks(pool: Pool) -> None:
+def test_slices_that_differ_between_ranks_raise(pool: Pool) -> None:
     pool.run(_slices, 4)
 
 
-def _slices_alike() -> None:
-    """Slices without a second one; slices with the same ranks; and meshes of the ranks of one slice."""
+def _slices_with_known_ranks() -> None:
+    """Moves between slices that are the only one, slices with the same ranks, and meshes of the ranks of one slice."""
     rank, whole = dist.get_rank(), _whole()
     tall = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     column = tall["dp"]
@@ -140,12 +140,12 @@ def _slices_alike() -> None:
     assert oracle.difference(y.to_local(), part(whole * (1 + rank // 2), turned, ("S(1)",), rank)) is None
 
 
-def test_slices_that_are_alike(pool: Pool) -> None:
-    pool.run(_slices_alike, 4)
+def test_slices_with_known_ranks_move(pool: Pool) -> None:
+    pool.run(_slices_with_known_ranks, 4)
 
 
 def _masks() -> None:
-    """A table of 10 rows, cut: what is looked up is pending with a mask."""
+    """Looks up rows of a sharded table of 10 rows. The result is pending with a mask."""
     rank = dist.get_rank()
     here, there = device_mesh(HERE), device_mesh(((2,), (1, 0)))
     table = oracle.global_tensor((10, 6), torch.float32, 3, reducible=True)
@@ -165,5 +165,5 @@ def _masks() -> None:
         sw.redistribute(x, [Partial()], there)
 
 
-def test_masks_are_applied_before_a_crossing(pool: Pool) -> None:
+def test_masks_are_applied_before_change_of_mesh(pool: Pool) -> None:
     pool.run(_masks, 4)

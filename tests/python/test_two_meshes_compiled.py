@@ -20,7 +20,7 @@ FURTHER: Grid = ((2,), (1, 3))
 
 
 def _compiled() -> None:
-    """Rank 0 is on the source's mesh alone."""
+    """Rank 0 is only on the source's mesh."""
     rank = dist.get_rank()
     here, there = device_mesh(HERE), device_mesh(THERE)
     graphs: list[str] = []
@@ -30,7 +30,7 @@ def _compiled() -> None:
 
     with sw.enabled(), fresh_compilers():
         compiled = torch.compile(move, backend=recording(graphs), fullgraph=True)
-        for rows in (6, 9, 7):  # from the second on with symbolic sizes
+        for rows in (6, 9, 7):  # sizes are symbolic from the second call on
             whole = oracle.global_tensor((rows, 5), torch.float32, rows)
             gradient = oracle.global_tensor((rows, 5), torch.float32, rows + 1)
             x = dtensor(whole, here, HERE, ("S(0)",)).requires_grad_()
@@ -43,12 +43,12 @@ def _compiled() -> None:
     assert any("redistribute_start" in graph for graph in graphs), graphs
 
 
-def test_compiled(pool: Pool) -> None:
+def test_compiled_move_between_meshes(pool: Pool) -> None:
     pool.run(_compiled, 3)
 
 
-def _not_compiled() -> None:
-    """Rank 3 has no part of the source, so nothing would tell PyTorch there that sizes have changed."""
+def _move_to_other_ranks() -> None:
+    """Rank 3 has no part of the source, so PyTorch could not detect changed sizes there."""
     here, there = device_mesh(HERE), device_mesh(FURTHER)
     x = dtensor(torch.ones(6, 5), here, HERE, ("S(0)",))
     with sw.enabled(), fresh_compilers():
@@ -57,8 +57,8 @@ def _not_compiled() -> None:
             compiled(x)
 
 
-def test_compiled_code_stays_on_the_ranks_of_the_source(pool: Pool) -> None:
-    pool.run(_not_compiled, 4)
+def test_compiled_move_to_other_ranks_raises(pool: Pool) -> None:
+    pool.run(_move_to_other_ranks, 4)
 
 
 def _traced_by_make_fx() -> None:
@@ -76,5 +76,5 @@ def _traced_by_make_fx() -> None:
     assert oracle.difference(graph(x.to_local()), part(whole, FURTHER, ("R",), rank)) is None
 
 
-def test_make_fx(pool: Pool) -> None:
+def test_make_fx_traces_move_between_meshes(pool: Pool) -> None:
     pool.run(_traced_by_make_fx, 4)

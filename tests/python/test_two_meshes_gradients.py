@@ -22,14 +22,14 @@ PAIRS: list[tuple[Grid, Grid]] = [
     (((2,), (0, 1)), ((3,), (2, 3, 4))),
     (((3,), (0, 1, 2)), ((2,), (2, 4))),
     (((2, 2), (0, 1, 2, 3)), ((1,), (1,))),
-    # Operators run on meshes whose ranks ascend: on others PyTorch's own redistributes, which they start, are wrong.
+    # Operators run on meshes whose ranks ascend, because the redistributes that PyTorch starts are wrong on others.
     (((2,), (4, 0)), ((2, 2), (0, 1, 2, 3))),
     (((2, 2), (3, 1, 2, 0)), ((2, 2), (0, 1, 2, 3))),
 ]
 
 
 def _values() -> torch.Tensor:
-    """Small integers of both signs, so that all sums are exact."""
+    """Returns small integers of both signs, so that all sums are exact."""
     return oracle.global_tensor(SHAPE, torch.float32, 1, reducible=True) - 4
 
 
@@ -78,8 +78,8 @@ def test_ordinary_losses(pool: Pool, src_grid: Grid, dst_grid: Grid) -> None:
     pool.run(_ordinary_losses, WORLD, src_grid, dst_grid)
 
 
-def _twice(src_grid: Grid, dst_grid: Grid) -> None:
-    """A penalty on the gradient, whose own gradient moves there and back once more."""
+def _second_derivatives(src_grid: Grid, dst_grid: Grid) -> None:
+    """Differentiates a penalty on the gradient, so that gradients move there and back twice."""
     rank = dist.get_rank()
     here, there = device_mesh(src_grid), device_mesh(dst_grid)
     for src_kind, dst_kind in itertools.product(("S(0)", "R"), ("S(1)", "R")):
@@ -89,14 +89,14 @@ def _twice(src_grid: Grid, dst_grid: Grid) -> None:
         (slope,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
         (slope * slope).sum().backward()
         assert isinstance(x.grad, DTensor)
-        expected = part(36 * _values() ** 3, src_grid, src, rank)  # of (3 x^2)^2
+        expected = part(36 * _values() ** 3, src_grid, src, rank)  # the gradient of (3 x^2)^2
         wrong = oracle.difference(x.grad.to_local(), expected, rounded=True)
         assert wrong is None, f"{src} -> {dst} on rank {rank}: {wrong}"
 
 
 @pytest.mark.parametrize(("src_grid", "dst_grid"), PAIRS[:4], ids=str)
-def test_twice_between_meshes(pool: Pool, src_grid: Grid, dst_grid: Grid) -> None:
-    pool.run(_twice, WORLD, src_grid, dst_grid)
+def test_second_derivatives_between_meshes(pool: Pool, src_grid: Grid, dst_grid: Grid) -> None:
+    pool.run(_second_derivatives, WORLD, src_grid, dst_grid)
 
 
 class _GivesNone(torch.autograd.Function):
@@ -109,8 +109,8 @@ class _GivesNone(torch.autograd.Function):
         return None
 
 
-def _other_gradients_outside() -> None:
-    """What a rank outside the destination's mesh has for a gradient does not matter: nothing, or zeros."""
+def _gradients_outside_destination() -> None:
+    """The gradient on a rank outside the destination's mesh does not matter. It may be None or zeros."""
     rank = dist.get_rank()
     (src_grid, dst_grid), whole = PAIRS[0], _values()
     here, there = device_mesh(src_grid), device_mesh(dst_grid)
@@ -125,7 +125,7 @@ def _other_gradients_outside() -> None:
             (y * 0).sum().backward()
         assert isinstance(x.grad, DTensor) and x.grad.dtype == torch.float32
         assert oracle.difference(x.grad.to_local(), part(2 * whole, src_grid, ("S(0)",), rank)) is None, outside
-    # A whole mesh without a gradient takes part with zeros.
+    # A destination mesh without any gradient sends zeros.
     x = dtensor(whole, here, src_grid, ("S(0)",)).requires_grad_()
     y = sw.redistribute(x, [Shard(1)], there)
     (_GivesNone.apply(y) if rank in dst_grid[1] else y).sum().backward()  # type: ignore[no-untyped-call]
@@ -133,8 +133,8 @@ def _other_gradients_outside() -> None:
     assert oracle.difference(x.grad.to_local(), part(0 * whole, src_grid, ("S(0)",), rank)) is None
 
 
-def _unfinished() -> None:
-    """Gradients that still arrive, from an asynchronous redistribute on the destination's mesh, large enough to."""
+def _incomplete_gradients() -> None:
+    """Moves large gradients that an asynchronous redistribute on the destination's mesh has not completed yet."""
     rank, (src_grid, dst_grid) = dist.get_rank(), PAIRS[0]
     here, there = device_mesh(src_grid), device_mesh(dst_grid)
     whole = oracle.global_tensor((600, 500), torch.float32, 3, reducible=True)
@@ -147,12 +147,12 @@ def _unfinished() -> None:
     assert oracle.difference(x.grad.to_local() + 0, part(2 * whole, src_grid, ("S(0)",), rank)) is None
 
 
-def test_unfinished_gradients(pool: Pool) -> None:
-    pool.run(_unfinished, WORLD)
+def test_incomplete_gradients_are_waited_for(pool: Pool) -> None:
+    pool.run(_incomplete_gradients, WORLD)
 
 
-def test_gradients_outside_do_not_matter(pool: Pool) -> None:
-    pool.run(_other_gradients_outside, WORLD)
+def test_gradients_outside_destination_are_ignored(pool: Pool) -> None:
+    pool.run(_gradients_outside_destination, WORLD)
 
 
 def _dtypes() -> None:
@@ -173,5 +173,5 @@ def _dtypes() -> None:
         assert wrong is None, f"{forward}, {backward}: {wrong}"
 
 
-def test_dtypes_of_gradients(pool: Pool) -> None:
+def test_gradients_use_backward_dtype(pool: Pool) -> None:
     pool.run(_dtypes, WORLD)

@@ -1,4 +1,4 @@
-"""Process groups of moves between two meshes, what dispatch modes see of them, and what gradients lie in."""
+"""Tests of moves between two meshes: process groups, collectives in dispatch modes, and layouts of gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from two_meshes import Grid, device_mesh, dtensor, mesh, part
 HERE: Grid = ((2,), (0, 1))
 THERE: Grid = ((3,), (1, 2, 3))
 ALL: Grid = ((3,), (2, 3, 4))
-APART: Grid = ((2,), (1, 3))  # with HERE, ranks for which no other test makes a group
+APART: Grid = ((2,), (1, 3))  # no other test makes a group for the ranks of HERE and APART together
 SHAPE = (6, 5)
 
 
@@ -33,7 +33,7 @@ def _layout(grid: Grid, *placements: str) -> sw.Layout:
 
 
 def _nothing_to_send() -> None:
-    """Rank 1 never calls, and rank 0 does not wait for it."""
+    """Rank 1 does not call redistribute, and rank 0 does not wait for it."""
     src, dst = _layout(HERE, "R"), _layout(((2,), (1, 0)), "S(0)")
     assert sw.plan(src, dst, backend="gloo").steps[0].op == "cross"
     if dist.get_rank() == 0:
@@ -45,7 +45,7 @@ def _nothing_to_send() -> None:
         assert sw.plan(src, dst, backend="gloo").messages_max == 0
 
 
-def test_a_crossing_that_sends_nothing_needs_no_group(pool: Pool) -> None:
+def test_move_without_messages_needs_no_group(pool: Pool) -> None:
     pool.run(_nothing_to_send, 3)
 
 
@@ -95,12 +95,12 @@ def _without_new_groups() -> None:
     assert oracle.difference(y.to_local().detach(), part(whole, APART, ("S(0)",), rank)) is None
 
 
-def test_make_groups_false_holds_between_meshes(pool: Pool) -> None:
+def test_make_groups_false_applies_between_meshes(pool: Pool) -> None:
     pool.run(_without_new_groups, 5)
 
 
 class _Seen(TorchDispatchMode):
-    """The ranks of the group of each collective."""
+    """Records the name and the group's ranks of each collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class _Seen(TorchDispatchMode):
 
 
 def _watched() -> None:
-    """Both meshes call their dim `a`, and have rank 1 in common."""
+    """Both meshes have a dim `a` and share rank 1."""
     rank, size = dist.get_rank(), 1 << 18
     here, there = sw.Mesh({"a": 2}), sw.Mesh({"a": 4}, [1, 2, 3, 4])
     src, dst = sw.Layout(here, (size,), ["P(sum)"]), sw.Layout(there, (size,), ["R"])
@@ -129,11 +129,11 @@ def _watched() -> None:
     assert seen.ranks == expected
 
 
-def test_modes_see_the_group_of_each_mesh(pool: Pool) -> None:
+def test_dispatch_modes_see_group_of_each_mesh(pool: Pool) -> None:
     pool.run(_watched, 5)
 
 
-def test_none_stands_for_one_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_as_local_needs_unique_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwright.runtime import plain_tensors
 
     where = {"cpu", "cuda"}
@@ -152,8 +152,8 @@ GRID: Grid = ((2, 2), (0, 1, 2, 3))
 OTHER: Grid = ((3,), (1, 2, 4))
 
 
-def _gradients_lie_as_their_sources() -> None:
-    """Orders of cuts, strided cuts in both meanings, and dims counted from the end."""
+def _gradients_have_layout_of_source() -> None:
+    """Covers shard orders, strided shards in both meanings, and dims counted from the end."""
     rank, shape = dist.get_rank(), (12, 7)
     whole = oracle.global_tensor(shape, torch.float32, 3)
     gradient = oracle.global_tensor(shape, torch.float32, 4)
@@ -179,7 +179,7 @@ def _gradients_lie_as_their_sources() -> None:
         assert oracle.difference(y.to_local().detach(), expected) is None, f"{spec}"
         part_of_gradient = parts.part_of(gradient, target, rank) if rank in OTHER[1] else torch.empty(0)
         given = DTensor(part_of_gradient, y._spec, requires_grad=False)  # type: ignore[call-arg]
-        (back,) = torch.autograd.grad(y, x, given)  # PyTorch's accumulation of gradients loses orders of cuts
+        (back,) = torch.autograd.grad(y, x, given)  # PyTorch's accumulation of gradients loses shard orders
         assert isinstance(back, DTensor)
         assert layout_of_spec(back._spec, shape, torch.float32) == layout, f"{back._spec} for {spec}"
         assert back._spec.use_strided_shard_as_shard_order == spec.use_strided_shard_as_shard_order
@@ -187,5 +187,5 @@ def _gradients_lie_as_their_sources() -> None:
         assert oracle.difference(back.to_local(), expected) is None, f"{spec}"
 
 
-def test_gradients_lie_as_their_sources(pool: Pool) -> None:
-    pool.run(_gradients_lie_as_their_sources, 5)
+def test_gradients_have_layout_of_source(pool: Pool) -> None:
+    pool.run(_gradients_have_layout_of_source, 5)

@@ -1,5 +1,4 @@
-"""Views of DTensors that need a mesh dim split: where the result lies, what moves, and gradients, against the global
-tensor."""
+"""Tests of views of DTensors that split a mesh dim: mesh and placements of the result, communication, gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from pool import Pool
 from shardwright.runtime import groups
 from test_views import _layout, part
 
-# Mesh, shape, placements, and what it is seen as; then the mesh and the placements of the result.
+# Mesh, shape, placements and shape of the view; then the mesh and the placements of the result.
 CASES: list[Any] = [
     ((4,), (16, 3), ["S(0)"], (2, 8, 3), (2, 2), ["S(0)", "S(1)"]),
     ((4,), (2, 8, 3), ["S(1)"], (4, 4, 3), (2, 2), ["SS(0,2)", "S(1)"]),
@@ -56,7 +55,7 @@ def _split(
     if not any(is_sum):
         assert torch.equal(y.to_local(), part(whole.view(other), _layout(y)))
         is_strided = any(text.startswith("SS") for text in expected)
-        if torch.__version__ >= "2.15" or not is_strided:  # older ones cannot gather such tensors
+        if torch.__version__ >= "2.15" or not is_strided:  # older versions cannot gather strided tensors
             assert torch.equal(y.detach().full_tensor(), whole.view(other))  # by PyTorch's collectives
     for placed in (["R" if text == "P" else text for text in expected], ["R"] * len(fine)):
         there = dtensors.distribute(weights.view(other), y.device_mesh, placed)
@@ -68,12 +67,12 @@ def _split(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_split(pool: Pool, case: Any) -> None:
+def test_views_split_mesh_dims(pool: Pool, case: Any) -> None:
     pool.run(_split, math.prod(case[0]), *case)
 
 
-def _used() -> None:
-    """Operators and second gradients of the result, and the way back to its shape."""
+def _operators_and_gradients() -> None:
+    """Applies operators to the result, takes second gradients, and views it in the original shape."""
     mesh = get_mesh((4,))
     whole = torch.randn(16, 3, generator=torch.Generator().manual_seed(0)).to(device)
     plain = whole.clone().requires_grad_()
@@ -97,18 +96,18 @@ def _used() -> None:
         y.mul_(2)
 
 
-def test_used(pool: Pool) -> None:
-    pool.run(_used, 4)
+def test_operators_and_gradients_on_split_mesh(pool: Pool) -> None:
+    pool.run(_operators_and_gradients, 4)
 
 
-def _stays() -> None:
-    """With redistribute=True, and for DTensor's own views, results lie on the mesh of their source."""
+def _keeps_mesh_of_source() -> None:
+    """With redistribute=True, and for DTensor's own views, results are on the mesh of their source."""
     mesh = get_mesh((4,))
     whole = torch.arange(48.0, device=device).view(16, 3)
     x = dtensors.distribute(whole, mesh, ["S(0)"]).requires_grad_()
     y = sw.views.view(x, (2, 8, 3), redistribute=True)
     assert y.device_mesh is mesh and torch.equal(y.full_tensor(), whole.view(2, 8, 3))
-    # A gradient that only a split mesh could see in the shape of the source comes back on the source's mesh.
+    # In the shape of the source this gradient would need a split mesh. It is returned on the source's mesh.
     source = dtensors.distribute(whole.view(2, 8, 3), mesh, ["R"]).requires_grad_()
     cut = dtensors.distribute(whole, mesh, ["S(0)"])
     (gradient,) = torch.autograd.grad(sw.views.view(source, (16, 3)), source, cut)
@@ -117,29 +116,29 @@ def _stays() -> None:
         try:
             found = x.detach().view(2, 8, 3)
         except RuntimeError:
-            return  # as stock
+            return  # stock raises too
         assert found.device_mesh is mesh and torch.equal(found.full_tensor(), whole.view(2, 8, 3))
 
 
-def test_stays_where_asked(pool: Pool) -> None:
-    pool.run(_stays, 4)
+def test_redistribute_keeps_mesh_of_source(pool: Pool) -> None:
+    pool.run(_keeps_mesh_of_source, 4)
 
 
-def _of_a_root() -> None:
+def _flattened_dims_of_root() -> None:
     root = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
     x = dtensors.distribute(torch.arange(16.0, device=device), root._flatten("all"), ["S(0)"]).requires_grad_()
     y = sw.views.view(x, (2, 8))
     assert y.device_mesh is root and y.placements == (Shard(0), Shard(1))
     y.sum().backward()
     assert x.grad is not None and x.grad.device_mesh is x.device_mesh and x.grad.placements == x.placements
-    # Where the dims of the root are others, the mesh is a new one.
+    # If the root has other dims, the mesh is a new one.
     wide = init_device_mesh(device, (1, 4), mesh_dim_names=("dp", "tp"))
     x = dtensors.distribute(torch.arange(16.0, device=device), wide, ["R", "S(0)"])
     assert tuple(sw.views.view(x, (2, 8)).device_mesh.shape) == (1, 2, 2)
 
 
-def test_dims_that_were_flattened_are_found(pool: Pool) -> None:
-    pool.run(_of_a_root, 4)
+def test_views_reuse_root_mesh_of_flattened_dims(pool: Pool) -> None:
+    pool.run(_flattened_dims_of_root, 4)
 
 
 def _on_some_ranks() -> None:
@@ -155,12 +154,12 @@ def _on_some_ranks() -> None:
         assert torch.equal(y.to_local(), expected)
 
 
-def test_on_some_ranks(pool: Pool) -> None:
+def test_views_on_mesh_of_some_ranks(pool: Pool) -> None:
     pool.run(_on_some_ranks, 8)
 
 
-def _orders_that_pytorch_keeps() -> None:
-    """PyTorch keeps the order of a mesh's ranks in groups of its own making, which those of a split mesh are not."""
+def _preserved_rank_order() -> None:
+    """PyTorch keeps the order of ranks only in groups that it makes itself, which excludes those of a split mesh."""
     mesh = DeviceMesh(device, torch.tensor([3, 1, 2, 0]), preserve_rank_order=True)
     whole = torch.arange(16.0, device=device)
     x = DTensor.from_local(dtensors.my_local(whole, mesh, ["S(0)"]), mesh, [Shard(0)], run_check=False)
@@ -175,8 +174,8 @@ def _orders_that_pytorch_keeps() -> None:
     "preserve_rank_order" not in inspect.signature(DeviceMesh.__init__).parameters,
     reason="this torch has no such meshes",
 )
-def test_orders_that_pytorch_keeps(pool: Pool) -> None:
-    pool.run(_orders_that_pytorch_keeps, 4)
+def test_meshes_with_preserved_rank_order_are_not_split(pool: Pool) -> None:
+    pool.run(_preserved_rank_order, 4)
 
 
 def _compiled() -> None:
@@ -188,12 +187,12 @@ def _compiled() -> None:
 
 
 @pytest.mark.cpu_only("compiled code is compared on the CPU")
-def test_compiled_code_refuses(pool: Pool) -> None:
+def test_compiled_code_refuses_split_mesh(pool: Pool) -> None:
     pool.run(_compiled, 4)
 
 
 def _pending() -> None:
-    """Other reductions than sums stay what they are."""
+    """Views keep pending reductions other than sums."""
     mesh = get_mesh((2, 4))
     local = torch.full((4, 5), float(dist.get_rank()), device=device)
     x = DTensor.from_local(local, mesh, [Partial("max"), Shard(0)], run_check=False)
@@ -203,5 +202,5 @@ def _pending() -> None:
     assert torch.equal(y.full_tensor(), expected)
 
 
-def test_pending_reductions_are_kept(pool: Pool) -> None:
+def test_views_keep_pending_reductions(pool: Pool) -> None:
     pool.run(_pending, 8)

@@ -1,4 +1,4 @@
-"""Views of sharded tensors: what every rank holds afterwards, what moves, and gradients, against the global tensor."""
+"""Tests of views of sharded tensors against the global tensor: parts of every rank, communication and gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = ("a", "b")
 
 
 def part(whole: torch.Tensor, layout: Any) -> torch.Tensor:
-    """This rank's part of a tensor, taken index by index."""
+    """Returns this rank's part of a tensor, taken index by index."""
     whole = whole.reshape(layout.flattened_shape)
     if layout.mesh.coordinate(dist.get_rank()) is None:
         return whole.new_empty(0)
@@ -45,10 +45,10 @@ def mesh_of(sizes: tuple[int, ...]) -> sw.Mesh:
     return sw.Mesh(dict(zip(NAMES, sizes, strict=False)))
 
 
-# Mesh, shape, placements, and what it is seen as.
+# Mesh, shape, placements and shape of the view.
 PARTS: list[tuple[tuple[int, ...], tuple[int, ...], list[str], tuple[int, ...]]] = [
     ((2, 2), (4, 6, 5), ["S(0)", "S(1)"], (24, 5)),
-    ((4,), (16, 3), ["S(0)"], (2, 8, 3)),  # on 2 x 2
+    ((4,), (16, 3), ["S(0)"], (2, 8, 3)),  # the result is on a 2 x 2 mesh
     ((2,), (5, 4), ["S(0)"], (20,)),
     ((2,), (4, 5), ["S(1)"], (10, 2)),  # needs a move
     ((4,), (3, 4), ["S(0)"], (12,)),  # a rank without elements
@@ -77,11 +77,11 @@ def _parts(sizes: tuple[int, ...], shape: tuple[int, ...], placements: list[str]
 
 
 @pytest.mark.parametrize("case", PARTS, ids=str)
-def test_parts(pool: Pool, case: tuple[Any, ...]) -> None:
+def test_views_of_local_parts(pool: Pool, case: tuple[Any, ...]) -> None:
     pool.run(_parts, 4, *case)
 
 
-def _other_functions() -> None:
+def _view_functions() -> None:
     mesh = mesh_of((2, 2))
     shape = (2, 6, 4)
     layout = sw.Layout(mesh, shape, ["S(1)", "S(2)"])
@@ -121,11 +121,11 @@ def _other_functions() -> None:
     assert torch.equal(squeezed, mine)
 
 
-def test_other_functions(pool: Pool) -> None:
-    pool.run(_other_functions, 4)
+def test_view_functions_equal_torch(pool: Pool) -> None:
+    pool.run(_view_functions, 4)
 
 
-def _moves_when_asked() -> None:
+def _redistribute_allows_moves() -> None:
     whole = torch.arange(60.0, device=device).view(5, 12)
     source = dtensors.distribute(whole, get_mesh((2, 2)), ["S(0)", "R"]).requires_grad_()
     with pytest.raises(ValueError, match=r"shape must need no move, got \(60\) .*Blocks.*DTensor cannot express; "):
@@ -148,8 +148,8 @@ def _moves_when_asked() -> None:
         sw.views.view(whole, (60,), sw.Layout(mesh_of((2, 2)), (5, 12), ["S(0)", "R"]))
 
 
-def test_moves_when_asked(pool: Pool) -> None:
-    pool.run(_moves_when_asked, 4)
+def test_redistribute_allows_moves(pool: Pool) -> None:
+    pool.run(_redistribute_allows_moves, 4)
 
 
 def _strided(whole: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]) -> DTensor:
@@ -160,7 +160,7 @@ def _strided(whole: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]) 
 
 
 def _own_views(sizes: tuple[int, ...]) -> tuple[int, int]:
-    """Returns how many views DTensor did without communication, and how many it need not have moved anything for."""
+    """Returns the number of views that DTensor did without communication, and of those that need none."""
     mesh = get_mesh(sizes)
     free = needless = 0
     whole = torch.arange(24.0, device=device)
@@ -193,7 +193,7 @@ def test_dtensors_own_views_move_nothing(pool: Pool, sizes: tuple[int, ...]) -> 
 
 
 def _pairs_flattened() -> None:
-    """A pair tensor of a model like AlphaFold, cut along both axes."""
+    """Flattens a pair tensor, as models like AlphaFold have, that is sharded along both axes."""
     mesh = get_mesh((2, 4))
     shape = (1, 16, 32, 8)
     numbers = torch.Generator().manual_seed(0)
@@ -219,7 +219,7 @@ def _pairs_flattened() -> None:
             assert one.placements == x.placements and torch.equal(one.to_local(), x.to_local())
 
 
-def test_pair_tensor_flattened(pool: Pool) -> None:
+def test_flattened_pair_tensor_moves_nothing(pool: Pool) -> None:
     pool.run(_pairs_flattened, 8)
 
 
@@ -249,7 +249,7 @@ def _written_in_place() -> None:
     assert mine.grad is not None and bool((mine.grad == 3).all())
 
 
-def test_writes_in_place_raise_where_gradients_would_be_wrong(pool: Pool) -> None:
+def test_in_place_writes_raise_if_gradients_would_be_wrong(pool: Pool) -> None:
     pool.run(_written_in_place, 4)
 
 
@@ -270,7 +270,7 @@ def _linear(compiled: bool) -> None:
         layer = torch.compile(F.linear, backend=recording(graphs), fullgraph=True) if compiled else F.linear
         with sw.enabled(strict=True, views=True):
             sw.reset_stats()
-            # Nothing is compiled while a mode watches.
+            # Nothing is compiled under a dispatch mode.
             with CommDebugMode() if not compiled else contextlib.nullcontext() as communication:
                 y = layer(*ours)
                 y.relu().square().sum().backward()
@@ -283,7 +283,7 @@ def _linear(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_linear_of_an_inner_shard(pool: Pool, compiled: bool) -> None:
+def test_linear_of_inner_shard_moves_nothing(pool: Pool, compiled: bool) -> None:
     pool.run(_linear, 2, compiled)
 
 
@@ -302,8 +302,8 @@ def _in_inference_mode() -> None:
             assert torch.equal(found.full_tensor(), expected)
 
 
-def _compiled_first() -> None:
-    """Nothing was asked of this mesh before."""
+def _compiled_on_unused_mesh() -> None:
+    """Compiles before any other use of the mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("first", "second"))
     whole = torch.arange(4 * 6 * 8.0).view(4, 6, 8)
     x = distribute_tensor(whole, mesh, [Shard(0), Replicate()])
@@ -313,15 +313,15 @@ def _compiled_first() -> None:
 
 
 @pytest.mark.cpu_only("compiled code is compared on the CPU")
-def test_compiled_first(pool: Pool) -> None:
-    pool.run(_compiled_first, 4)
+def test_compiled_view_on_unused_mesh(pool: Pool) -> None:
+    pool.run(_compiled_on_unused_mesh, 4)
 
 
-def test_in_inference_mode(pool: Pool) -> None:
+def test_views_in_inference_mode(pool: Pool) -> None:
     pool.run(_in_inference_mode, 4)
 
 
-def _undone() -> None:
+def _disable_restores_stock() -> None:
     mesh = get_mesh((2,))
     whole = torch.arange(16.0, device=device).view(4, 4)
     x = dtensors.distribute(whole, mesh, ["S(1)"])
@@ -353,8 +353,8 @@ def _undone() -> None:
         assert y.reshape(2, 8).placements == (Shard(0),)
 
 
-def test_undone_by_disable(pool: Pool) -> None:
-    pool.run(_undone, 2)
+def test_disable_restores_stock_views(pool: Pool) -> None:
+    pool.run(_disable_restores_stock, 2)
 
 
 def _without_elements() -> None:
@@ -362,7 +362,7 @@ def _without_elements() -> None:
     with sw.enabled(views=True):
         y = source.view(2, 0)
         assert y.full_tensor().shape == (2, 0)
-        y.sum().backward()  # back from a tensor that nothing cuts, for which PyTorch's rule loops forever
+        y.sum().backward()  # PyTorch's rule for this gradient, which is not sharded, loops forever
     assert source.grad is not None and source.grad.shape == (0, 4)
 
 

@@ -1,4 +1,4 @@
-"""Views in compiled code: values, gradients, what moves, and that a graph is made once, against the global tensor."""
+"""Tests of views in compiled code against the global tensor: values, gradients, moves, and one compilation."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def _dtensors() -> None:
                 torch.testing.assert_close(y.to_local(), part(expected.detach(), _layout(y)))
                 assert x.grad is not None
                 torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
-                # Graphs of torch 2.11 lose what a gradient's split factor stands for, so that it is gathered.
+                # Graphs of torch 2.11 lose the meaning of a gradient's split factor, so the gradient is gathered.
                 assert x.grad.placements == x.placements or IS_2_11
             assert len(graphs) == 2
             assert IS_2_11 or not any("c10d" in graph or "redistribute" in graph for graph in graphs)
 
 
-def test_dtensors(pool: Pool) -> None:
+def test_dtensor_views_compile_once(pool: Pool) -> None:
     pool.run(_dtensors, 4)
 
 
-def _moved() -> None:
-    """A view that needs a move, there and back, and one that the gradient needs."""
+def _needs_move() -> None:
+    """Compiles a view that needs a move in the forward and in the backward."""
     mesh = get_mesh((2, 2))
     whole = torch.arange(60.0).view(5, 12)
 
@@ -84,11 +84,11 @@ def _moved() -> None:
             torch.compile(lambda x: sw.views.view(x, (60,)), backend="aot_eager", fullgraph=True)(x)
 
 
-def test_a_view_that_needs_a_move(pool: Pool) -> None:
-    pool.run(_moved, 4)
+def test_views_that_need_a_move_compile_once(pool: Pool) -> None:
+    pool.run(_needs_move, 4)
 
 
-# Mesh, shape, placements, what it is seen as; the last two need a move.
+# Mesh, shape, placements and shape of the view. The last two need a move.
 PARTS: list[tuple[tuple[int, ...], tuple[int, ...], list[str], tuple[int, ...]]] = [
     ((2, 2), (4, 6, 5), ["S(0)", "S(1)"], (24, 5)),
     ((4,), (16, 3), ["S(0)"], (2, 8, 3)),
@@ -120,19 +120,19 @@ def _parts() -> None:
                 torch.testing.assert_close(y, part(expected, seen))
                 assert mine.grad is not None
                 torch.testing.assert_close(mine.grad, part(whole.cos(), layout))
-            # Other layouts have other graphs.
+            # Another layout has another graph.
             replicated = sw.Layout(mesh_of(sizes), shape, ["R"] * len(sizes))
             y, seen = compiled(part(whole, replicated), replicated)
             torch.testing.assert_close(y, part(expected, seen))
         assert seen_outside[0] == seen_outside[1]
 
 
-def test_parts(pool: Pool) -> None:
+def test_views_of_local_parts_compile_once(pool: Pool) -> None:
     pool.run(_parts, 4)
 
 
 def _dropped_layouts() -> None:
-    """A graph whose layouts were dropped is made again, and says the same."""
+    """A graph whose layouts were dropped is compiled again and returns the same."""
     layout = sw.Layout(mesh_of((2,)), (8, 4), ["S(0)"])
     whole = torch.arange(32.0).view(8, 4)
     made: list[str] = []
@@ -155,7 +155,7 @@ def _dropped_layouts() -> None:
     assert len(made) > 4, "a graph that returns a dropped layout was not made again"
 
 
-def test_dropped_layouts(pool: Pool) -> None:
+def test_graphs_of_dropped_layouts_are_recompiled(pool: Pool) -> None:
     pool.run(_dropped_layouts, 2)
 
 
@@ -169,5 +169,5 @@ def _wrong_parts() -> None:
             torch.compile(lambda x, shape=shape: sw.views.view(x, shape, layout)[0], backend="aot_eager")(x)
 
 
-def test_wrong_parts(pool: Pool) -> None:
+def test_wrong_parts_raise_in_compiled_code(pool: Pool) -> None:
     pool.run(_wrong_parts, 2)

@@ -1,4 +1,4 @@
-"""Layouts of weights under `sw.fully_shard`: tensor parallelism underneath, kept copies, stores, dims of one data."""
+"""Tests of weight layouts under `sw.fully_shard`: tensor parallelism, kept copies, stores, dims with equal data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meshes import get_mesh
 from pool import Pool
 from shardwright.fsdp.moves import Moves
 
-WIDTH, HIDDEN, ROWS = 18, 30, 4  # uneven over four ranks, and over two data-parallel ones besides two others
+WIDTH, HIDDEN, ROWS = 18, 30, 4  # uneven over 4 ranks, and over 2 data-parallel by 2 tensor-parallel ranks
 
 
 class Inner(nn.Module):
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Three layers of which one is called twice, a tied weight, and one that nothing uses."""
+    """A model of three layers, one of them called twice, with a tied weight and an unused module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ Named = dict[str, torch.Tensor]
 
 
 def train(model: nn.Module, steps: int, data_ranks: list[int], foreach: bool = False) -> Named:
-    """Losses, gradients and evaluations by step, and parameters at the end. The loss is the mean over `data_ranks`."""
+    """Returns losses, gradients and evaluations by step, and parameters. The loss is the mean over `data_ranks`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=foreach)
     results = {}
     for step in range(steps):
@@ -120,7 +120,7 @@ def assert_close(name: str, found: torch.Tensor, expected: torch.Tensor) -> None
     torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
 
 
-def assert_equals_whole(found: Named, num_data_ranks: int, steps: int = 3) -> None:
+def assert_equals_unsharded(found: Named, num_data_ranks: int, steps: int = 3) -> None:
     expected = train(Model(), steps, list(range(num_data_ranks)))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -137,11 +137,11 @@ def wrapped(
     return model
 
 
-# Tensor parallelism underneath
+# Tensor parallelism
 
 
 def tensor_parallel(styles: Any, mesh: Any) -> Model:
-    """Cuts rows between norms and products, heads between the products; what is outside of that stays plain."""
+    """Shards rows between norms and products, and features between the products. Other modules stay plain."""
     model = Model()
     for layer in model.layers:
         plan = {
@@ -166,7 +166,7 @@ def data_parallel(model: Model, mesh: Any, wrap: Callable[..., Any] = flat_fully
 
 
 def _over_tensor_parallelism(shape: tuple[int, ...], own: bool) -> None:
-    """With PyTorch's styles and with ours; against stock FSDP2 and the whole model."""
+    """Compares PyTorch's styles or ours with stock FSDP2 and with the unsharded model."""
     mesh = get_mesh(shape)
     names = mesh.mesh_dim_names
     dp, tp = (mesh[names[:-1]] if len(shape) > 2 else mesh[names[0]]), mesh[names[-1]]
@@ -186,17 +186,17 @@ def _over_tensor_parallelism(shape: tuple[int, ...], own: bool) -> None:
     for name, value in expected.items():
         assert local(found[name]).shape == local(value).shape
         assert_close(name, local(found[name]), local(value))
-    assert_equals_whole(found, num_data_ranks)
+    assert_equals_unsharded(found, num_data_ranks)
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
 @pytest.mark.parametrize("shape, own", [((2, 2), True), ((2, 2), False), ((1, 2), True), ((2, 2, 2), True)], ids=str)
-def test_over_tensor_parallelism(pool: Pool, shape: tuple[int, ...], own: bool) -> None:
+def test_weights_over_tensor_parallelism_equal_stock(pool: Pool, shape: tuple[int, ...], own: bool) -> None:
     pool.run(_over_tensor_parallelism, torch.Size(shape).numel(), shape, own)
 
 
 def _checkpoints(folder: str) -> None:
-    """What either saves the other loads, also on another mesh."""
+    """Stock FSDP2 and ours load each other's checkpoints, also on another mesh."""
     mesh, other = get_mesh((2, 2)), get_mesh((4, 1))
     grid = [mesh[name] for name in mesh.mesh_dim_names]
     makers = [
@@ -224,7 +224,7 @@ def test_checkpoints_over_tensor_parallelism(pool: Pool, tmp_path: pathlib.Path)
 
 
 def on_whole_mesh(mesh: Any, is_cut: bool) -> Model:
-    """All parameters as DTensors on all of a mesh of two dims."""
+    """Returns a model whose parameters are DTensors on both dims of a mesh."""
     model = Model()
     for module in model.modules():
         for name, p in list(module._parameters.items()):
@@ -237,11 +237,11 @@ def on_whole_mesh(mesh: Any, is_cut: bool) -> Model:
 
 
 def _named_dims(stock_dims: bool) -> None:
-    """Parameters on the whole mesh, of which `dp_mesh_dims` names the data-parallel dims: parts are FSDP2's.
+    """Compares parameters on a whole mesh, whose data-parallel dims `dp_mesh_dims` names, with those of FSDP2.
 
-    As there, gradients are averaged over these dims, also where DTensor has computed shares of a sum on each rank.
+    As in FSDP2, gradients are averaged over these dims, also if DTensor has computed a share of a sum on each rank.
     """
-    # A mesh of its own, because a mesh with flattened dims makes PyTorch's full_tensor() wrong for uneven parts.
+    # A new mesh, because flattened dims of a shared mesh make PyTorch's full_tensor() wrong for uneven parts.
     mesh = init_device_mesh(meshes.device, (2, 2), mesh_dim_names=("x", "y"))
     x = distribute_tensor(batch_of(0, 0), mesh, [Replicate(), Replicate()])
     for shard, replicate in (("x", None), (("x", "y"), None), ("y", "x"), (None, ("x", "y"))):
@@ -274,7 +274,7 @@ def _named_dims(stock_dims: bool) -> None:
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
-def test_named_data_parallel_dims(pool: Pool) -> None:
+def test_dp_mesh_dims_equal_stock(pool: Pool) -> None:
     pool.run(_named_dims, 4, hasattr(torch.distributed.fsdp, "DataParallelMeshDims"))
 
 
@@ -288,8 +288,8 @@ def received_bytes(model: nn.Module, step: int = 0) -> int:
     return int(meter.received_bytes)
 
 
-def largest_limit_with(model_of: Callable[[int | None], Model], wanted: Callable[[Any], bool]) -> Model:
-    """A model after its first step, with so little memory that its schedule is as wanted."""
+def model_with_schedule(model_of: Callable[[int | None], Model], wanted: Callable[[Any], bool]) -> Model:
+    """Lowers the memory limit until the schedule after one step is as wanted, and returns that model."""
     model = model_of(None)
     train(model, 1, [dist.get_rank()])
     limit = sw.fsdp.schedules(model)[0].peak_bytes
@@ -302,7 +302,7 @@ def largest_limit_with(model_of: Callable[[int | None], Model], wanted: Callable
 
 
 def _kept_copies() -> None:
-    """Between two uses a copy stays, and the group that shares it gathers again; nothing else changes."""
+    """A copy stays between two uses, and the ranks that share it gather again. Nothing else changes."""
     one, two = get_mesh((4,)), get_mesh((2, 2))
     by_number = {"mesh": one, "reshard_after_forward": 2}
     by_layout = {
@@ -315,15 +315,15 @@ def _kept_copies() -> None:
         def model_of(limit: int | None, options: dict[str, Any] = options) -> Model:
             return wrapped(Model(), **options, outermost={"memory_limit": limit, "prefetch": 0})
 
-        model = largest_limit_with(model_of, lambda s: sum(g[4] for g in s.gathers) >= 3)
-        assert_equals_whole(train(model_of(sw.fsdp.schedules(model)[0].peak_bytes), 3, [dist.get_rank()]), 4)
+        model = model_with_schedule(model_of, lambda s: sum(g[4] for g in s.gathers) >= 3)
+        assert_equals_unsharded(train(model_of(sw.fsdp.schedules(model)[0].peak_bytes), 3, [dist.get_rank()]), 4)
         schedule = sw.fsdp.schedules(model)[0]
         units = [[*layer.parameters()] for layer in model.layers]
         of_layers = {id(p) for unit in units for p in unit}
         units.insert(0, [p for p in model.parameters() if id(p) not in of_layers])
 
         def kept_numel(p: DTensor, options: dict[str, Any] = options) -> int:
-            """What this rank keeps: of dim 0, the half that `torch.chunk` gives it; or of the last."""
+            """Returns the number of elements that this rank keeps: its `torch.chunk` half of dim 0 or the last."""
             dim = 0 if options is by_number else p.ndim - 1
             chunks = p.full_tensor().chunk(2, dim)
             index = dist.get_rank() % 2
@@ -335,7 +335,7 @@ def _kept_copies() -> None:
         gathered = sum((missing_of_copy if g[4] else missing)[g[0]] for g in schedule.gathers)
         total = received_bytes(model)
         reductions = total - gathered
-        # Each reduction is that of a model that keeps no copies.
+        # The reductions are those of a model that keeps no copies.
         plain = wrapped(
             Model(), mesh=options["mesh"], placements=options.get("placements"), outermost={"memory_limit": 1 << 20}
         )
@@ -345,12 +345,12 @@ def _kept_copies() -> None:
         assert reductions == received_bytes(plain) - sum(missing[g[0]] for g in simple.gathers)
 
 
-def test_kept_copies(pool: Pool) -> None:
+def test_kept_copies_save_gathered_bytes(pool: Pool) -> None:
     pool.run(_kept_copies, 4)
 
 
 def _kept_over_tensor_parallelism() -> None:
-    """The least memory: the first layer is gathered again from a copy that two of four data-parallel ranks share."""
+    """With least memory, the first layer is gathered again from a copy that two of four data-parallel ranks share."""
     mesh = get_mesh((4, 2))
 
     def model_of(limit: int) -> nn.Module:
@@ -382,7 +382,7 @@ def test_kept_copies_over_tensor_parallelism(pool: Pool) -> None:
     pool.run(_kept_over_tensor_parallelism, 8)
 
 
-# What optimizers see, and dims along which data is the same
+# Stores for optimizers, and mesh dims with equal data
 
 
 @contextlib.contextmanager
@@ -401,7 +401,7 @@ def logged_moves() -> Iterator[list[str]]:
 
 
 def _stores() -> None:
-    """ZeRO-1 and others: gradients go to the store, rest is refreshed from it once a step."""
+    """ZeRO-1 and other stores: gradients are reduced to the store, which refreshes the weights once per step."""
     one, two = get_mesh((4,)), get_mesh((2, 2))
     cases: list[tuple[Any, Callable[[Any], list[Any]], Callable[[Any], list[Any]]]] = [
         (one, lambda p: [Replicate()], lambda p: [Shard(0)]),
@@ -412,11 +412,11 @@ def _stores() -> None:
         model = wrapped(Model(), mesh=mesh, placements=rest, store_placements=store)
         weight = model.layers[0].inner.up.weight
         assert list(weight.placements) == store(weight)
-        assert_equals_whole(train(model, 3, [dist.get_rank()], foreach=True), 4)
+        assert_equals_unsharded(train(model, 3, [dist.get_rank()], foreach=True), 4)
         schedule = sw.fsdp.schedules(model)[0]
         assert (schedule.arena_bytes == 0) == (rest(weight)[-1] == Replicate()), "what is whole at rest is not copied"
         received_bytes(model)
-        without = received_bytes(model, 1)  # nothing was written
+        without = received_bytes(model, 1)  # no weight was written in between
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(2)
@@ -432,32 +432,32 @@ def _stores() -> None:
 
 
 def _stores_over_tensor_parallelism() -> None:
-    """ZeRO-1 of tensor-parallel parts: modules compute with what is held, optimizers see its shards."""
+    """ZeRO-1 of tensor-parallel parts: modules compute with the parts, optimizers see shards of them."""
     mesh = get_mesh((2, 2))
     model = tensor_parallel(sw_styles, mesh["b"])
     wrapped(model, mesh=mesh["a"], placements=lambda p: [Replicate()], store_placements=lambda p: [Shard(0)])
     up = model.layers[0].inner.up.weight  # type: ignore[union-attr]
     assert isinstance(up, DTensor) and up.to_local().numel() <= 8 * WIDTH
-    assert_equals_whole(train(model, 3, [mesh.get_local_rank("a")]), 2)
+    assert_equals_unsharded(train(model, 3, [mesh.get_local_rank("a")]), 2)
     assert sw.fsdp.schedules(model)[0].arena_bytes == 0
 
 
-def test_stores_over_tensor_parallelism(pool: Pool) -> None:
+def test_stores_of_tensor_parallel_parts(pool: Pool) -> None:
     pool.run(_stores_over_tensor_parallelism, 4)
 
 
-def test_stores(pool: Pool) -> None:
+def test_stores_refresh_weights_once_per_step(pool: Pool) -> None:
     pool.run(_stores, 4)
 
 
 def _same_data() -> None:
-    """Along a mesh dim with one data gradients are cut, not reduced: what travels is the reduction over the others."""
+    """Gradients are sliced along a mesh dim with equal data. Only the reduction over the other dims is sent."""
     mesh = get_mesh((2, 2))
     options: dict[str, Any] = {"mesh": mesh, "same_data_dims": ["b"]}
     rank = mesh.get_local_rank("a")
     for cuts in ([Shard(0), Shard(0)], [Shard(0), Replicate()], [Replicate(), Shard(0)]):
         model = wrapped(Model(), **options, placements=lambda p, cuts=cuts: cuts)
-        assert_equals_whole(train(model, 3, [rank]), 2)
+        assert_equals_unsharded(train(model, 3, [rank]), 2)
     linear = nn.Linear(4, 8, bias=False, device=meshes.device)
     flat_fully_shard(
         linear, **options, options=sw.fsdp.Options(placements=lambda p: [Replicate(), Shard(0)], prefetch=0)
@@ -478,12 +478,12 @@ def _same_data() -> None:
     assert torch.equal(alone.weight.grad.full_tensor().cpu(), torch.ones(8, 4))
 
 
-def test_dims_of_one_data(pool: Pool) -> None:
+def test_same_data_dims_reduce_nothing(pool: Pool) -> None:
     pool.run(_same_data, 4)
 
 
 class Odd(nn.Module):
-    """Weights without dims, without elements, and with fewer rows than ranks."""
+    """A module with weights without dims, without elements, and with fewer rows than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -519,18 +519,18 @@ def _odd_weights() -> None:
             assert_close(name, full(p.grad), q.grad)
 
 
-def test_odd_weights(pool: Pool) -> None:
+def test_scalar_empty_and_single_row_weights(pool: Pool) -> None:
     pool.run(_odd_weights, 3)
 
 
-def _edges() -> None:
-    """What FSDP2 has no tests for, in the new layouts: empty parts, several graphs, replaced and written weights."""
+def _empty_parts_and_replaced_weights() -> None:
+    """Covers cases that FSDP2 does not test: empty parts, several graphs, replaced and written weights."""
     mesh = get_mesh((3,))
     rank = dist.get_rank()
     zero_one = {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]}
     for options in ({"reshard_after_forward": 3}, {"reshard_after_forward": 1}, zero_one):
         model = wrapped(Model(), mesh=mesh, **options)
-        assert_equals_whole(train(model, 2, [rank]), 3, 2)
+        assert_equals_unsharded(train(model, 2, [rank]), 3, 2)
         whole = Model()
         whole.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
         for each in (model, whole):
@@ -546,7 +546,7 @@ def _edges() -> None:
             assert (p.grad is None) == (q.grad is None), name
             if p.grad is not None:
                 assert_close(name, full(p.grad), q.grad)
-        # Replaced and written weights are taken up.
+        # Replaced and written weights are used.
         model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
         whole.load_state_dict({name: value * 0.5 for name, value in whole.state_dict().items()})
         with torch.no_grad():
@@ -557,11 +557,11 @@ def _edges() -> None:
             torch.testing.assert_close(model(batch_of(8, 0)), whole(batch_of(8, 0)))
 
 
-def test_edges_of_layouts(pool: Pool) -> None:
-    pool.run(_edges, 3)
+def test_layouts_with_empty_parts_and_replaced_weights(pool: Pool) -> None:
+    pool.run(_empty_parts_and_replaced_weights, 3)
 
 
-def _refusals() -> None:
+def _wrong_layouts() -> None:
     mesh, one = get_mesh((2, 2)), get_mesh((4,))
 
     def refuses(text: str, module: nn.Module, **options: Any) -> None:
@@ -599,5 +599,5 @@ def _refusals() -> None:
 
 
 @pytest.mark.cpu_only("refusals are the same everywhere")
-def test_refusals_of_layouts(pool: Pool) -> None:
-    pool.run(_refusals, 4)
+def test_wrong_layouts_raise(pool: Pool) -> None:
+    pool.run(_wrong_layouts, 4)

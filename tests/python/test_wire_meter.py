@@ -66,7 +66,7 @@ def _plain_collectives() -> dict[str, Count]:
     }
 
 
-def test_plain_collectives(pool: Pool) -> None:
+def test_meter_counts_plain_collectives(pool: Pool) -> None:
     for rank, counts in enumerate(pool.run(_plain_collectives, WORLD)):
         own, others = 6 * BYTES, (WORLD - 1) * 6 * BYTES
         root = rank == 1
@@ -119,7 +119,7 @@ def _functional_collectives() -> dict[str, Count]:
     }
 
 
-def test_functional_collectives(pool: Pool) -> None:
+def test_meter_counts_functional_collectives(pool: Pool) -> None:
     for rank, counts in enumerate(pool.run(_functional_collectives, WORLD)):
         own, others = 6 * BYTES, (WORLD - 1) * 6 * BYTES
         others_of_two = others + (WORLD - 1) * 2 * BYTES
@@ -158,7 +158,7 @@ def _sub_group_and_async() -> tuple[Count, Count, Count]:
     return in_group, asynchronous, functional
 
 
-def test_sub_groups_and_asynchronous_calls(pool: Pool) -> None:
+def test_meter_counts_subgroups_and_asynchronous_calls(pool: Pool) -> None:
     for rank, (in_group, asynchronous, functional) in enumerate(pool.run(_sub_group_and_async, WORLD)):
         received, sent = [(3, 2), (2, 3)][rank % 2]
         assert in_group == (received * BYTES, sent * BYTES, "c10d.alltoall_base_")
@@ -180,7 +180,7 @@ def _stock_dtensor() -> dict[str, tuple[int, list[str]]]:
 
 
 @pytest.mark.cpu_only("stock has other collectives on CPU")
-def test_stock_dtensor(pool: Pool) -> None:
+def test_stock_dtensor_bytes(pool: Pool) -> None:
     total = 8 * 8 * BYTES
     for moved in pool.run(_stock_dtensor, WORLD):
         # On CPU a Shard -> Shard gathers everything and keeps a slice: four times what an all-to-all moves.
@@ -204,7 +204,7 @@ def _backward_and_nesting() -> tuple[int, int]:
     return outer.received_bytes, inner.received_bytes
 
 
-def test_backward_and_nested_meters(pool: Pool) -> None:
+def test_meters_count_backward_and_nest(pool: Pool) -> None:
     gather = 8 * 8 * BYTES * 3 // 4
     for outer, inner in pool.run(_backward_and_nesting, WORLD):
         assert (outer, inner) == (2 * gather, gather)

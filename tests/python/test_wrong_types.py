@@ -1,4 +1,4 @@
-"""Arguments of the wrong type or size: a ValueError that names the argument, no signatures and no internal messages."""
+"""Arguments of the wrong type or size raise a ValueError that names the argument, without internal messages."""
 
 from __future__ import annotations
 
@@ -150,12 +150,12 @@ class _Entry:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments(name: str) -> None:
+def test_wrong_arguments_are_named(name: str) -> None:
     call, fragments = WRONG[name]
     _refused(name, call, *fragments)
 
 
-def test_what_counts_as_an_integer_is_taken() -> None:
+def test_integer_like_arguments_are_accepted() -> None:
     """Anything that Python accepts as an index, and any iterable, is accepted."""
     numbers = numpy.array([3, 1, 0, 2])
     mesh = sw.Mesh({"a": numpy.int64(2), "b": torch.tensor(2)}, ranks=numbers)
@@ -166,7 +166,7 @@ def test_what_counts_as_an_integer_is_taken() -> None:
 
 
 def _with_checksum(body: bytes) -> bytes:
-    """Returns FNV-1a, as in csrc/support/wire_format.cpp."""
+    """Returns the body and its FNV-1a checksum, as in csrc/support/wire_format.cpp."""
     hash = 14695981039346656037
     for byte in body:
         hash = (hash ^ byte) * 1099511628211 % (1 << 64)
@@ -175,7 +175,7 @@ def _with_checksum(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("bad", [b"\xff\xfe", b"\xc0\x80", b"\xed\xa0", b"a\x80"], ids=repr)
 @pytest.mark.parametrize("which", ["mesh dim", "topology", "mesh dim of the topology", "dtype"])
-def test_names_in_bytes_that_are_not_text(which: str, bad: bytes) -> None:
+def test_plan_bytes_with_invalid_utf8_raise(which: str, bad: bytes) -> None:
     mesh = sw.Mesh({"zz": 2})
     topology = sw.Topology("tt", 0, 1, 1, LINK, LINK, {"qq": LINK})
     ends = [sw.Layout(mesh, (8,), [placement], "float32") for placement in ("S(0)", "R")]
@@ -212,7 +212,7 @@ def test_names_in_bytes_that_are_not_text(which: str, bad: bytes) -> None:
         (lambda t: t["source"].update(shard_order=[]), "a field is missing or of the wrong type"),
     ],
 )
-def test_json_of_the_wrong_types(change: Callable[[dict[str, Any]], None], message: str) -> None:
+def test_json_with_wrong_types_raises(change: Callable[[dict[str, Any]], None], message: str) -> None:
     table = json.loads(PLAN.to_json())
     change(table)
     with pytest.raises(ValueError, match=message) as caught:
@@ -220,8 +220,8 @@ def test_json_of_the_wrong_types(change: Callable[[dict[str, Any]], None], messa
     assert not [inside for inside in INTERNAL[:2] if inside in str(caught.value)]
 
 
-def _tensors() -> dict[str, torch.Tensor]:
-    """Kinds of tensors, of the right shape where they have one, and a word that their refusal has."""
+def _unsupported_tensors() -> dict[str, torch.Tensor]:
+    """Returns unsupported tensors by a word of their error. Those that have a shape have the right one."""
     ones = torch.ones(2, 6)
     return {
         "sparse": ones.to_sparse(),
@@ -241,12 +241,12 @@ def _calls_on_tensors() -> None:
     arguments = {name: move.keywords[name] for name in ("plan", "groups", "rank")}
     shardwright = torch.ops.shardwright
     out = torch.empty(4, 6)
-    for attempt in ("before", "after"):  # a call that went well is kept, and must not answer for these
-        for word, tensor in _tensors().items():
+    for attempt in ("before", "after"):  # a cached good call must not serve these
+        for word, tensor in _unsupported_tensors().items():
             name = f"{word} {attempt}"
             _refused(name, lambda: sw.redistribute_local(tensor, src, dst), "local", word)  # noqa: B023
             if word == "meta":
-                continue  # operators have a meaning there: shapes
+                continue  # operators compute shapes of meta tensors
             _refused(f"operator, {name}", lambda: move(tensor), "input", word)  # noqa: B023
             _refused(f"start, {name}", lambda: shardwright.redistribute_start(tensor, **arguments), "input", word)  # noqa: B023
             _refused(
@@ -270,7 +270,7 @@ def _calls_on_tensors() -> None:
     assert torch.equal(shardwright.redistribute_wait(handle, good, **rest), torch.ones(4, 6))
 
 
-def test_kinds_of_tensors(pool: Pool) -> None:
+def test_unsupported_tensors_are_refused(pool: Pool) -> None:
     pool.run(_calls_on_tensors, 2)
 
 
@@ -324,5 +324,5 @@ def _calls_with_wrong_arguments() -> None:
     dist.barrier()
 
 
-def test_calls_with_wrong_arguments(pool: Pool) -> None:
+def test_calls_with_wrong_arguments_raise(pool: Pool) -> None:
     pool.run(_calls_with_wrong_arguments, 2)
