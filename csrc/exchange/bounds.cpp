@@ -76,7 +76,7 @@ class Bounds {
       }
       // A rank in both sets saves one transfer: it has one contribution, and is one replica. Without pending
       // reductions, every replica that holds the value saves one.
-      auto saved = static_cast<int64_t>(replicas.size());
+      auto saved = static_cast<int64_t>(replicas_of_cell.size());
       if (contributions > 1) saved = std::min(saved, static_cast<int64_t>(pending.size()));
       transfers -= shared(cell.first, cell.second) * saved;
     }
