@@ -1,10 +1,10 @@
-"""Writes those parts of the documentation that quote a file of results, so that they quote it exactly.
+"""Writes the parts of the documentation that quote result files.
 
     python benchmarks/doc_tables.py                           # after a benchmark wrote its file
-    python benchmarks/doc_tables.py --check                   # changes nothing; says what would change
+    python benchmarks/doc_tables.py --check                   # changes nothing; reports the pages that would change
 
-What it writes stands between two comments, `<!-- begin: name (python benchmarks/doc_tables.py) -->` and
-`<!-- end -->`. The names are those of `PARTS`. It needs no torch.
+Each part is written between two comments, `<!-- begin: name (python benchmarks/doc_tables.py) -->` and
+`<!-- end -->`. `PARTS` has the names. The script does not need torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "links.md", ROOT / "docs" / "views.md"]
+PAGES = [ROOT / "docs" / name for name in ("supported.md", "benchmarks.md", "links.md", "views.md")]
 END = "<!-- end -->"
 WIDTH = 120
 
@@ -36,7 +36,7 @@ def results(name: str) -> Any:
 
 
 def number(value: float) -> str:
-    """Two digits, or all of them before the point: 0.10, 8.9, 52, 5,245."""
+    """Returns the number with two significant digits, or with all digits of its integer part: 0.10, 8.9, 52, 5,245."""
     digits = max(1 - math.floor(math.log10(value)), 0) if value > 0 else 0
     return f"{value:,.{digits}f}"
 
@@ -272,7 +272,7 @@ STEPS = {
     "by hand": "pipeline written by hand on PyTorch's collectives",
     "by hand, ours": "pipeline written by hand on our transfers",
     "ours": "`sw.fully_shard`",
-    "ours, no prefetch": "`sw.fully_shard(prefetch=0)`",
+    "ours, no prefetch": "`sw.fully_shard` with `Options(prefetch=0)`",
 }
 
 
@@ -355,12 +355,12 @@ PARTS: dict[str, Callable[[], list[str]]] = {
 
 
 def with_parts(page: str) -> str:
-    """Returns the page with what its parts quote now."""
+    """Returns the page with each of its parts written anew from the results."""
     for name, write in PARTS.items():
         before, mark, rest = page.partition(begin(name))
         if not mark:
             continue
-        apart = [] if name == "planning in short" else [""]  # an item of a list
+        apart = [] if name == "planning in short" else [""]  # this part is a list item
         lines = [before + mark, *apart, *write(), *apart, END]
         page = "\n".join(lines) + rest.partition(END)[2]
     return page
