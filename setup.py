@@ -1,16 +1,16 @@
-"""Builds the two extension modules of shardwright; everything declarative is in pyproject.toml.
+"""Builds the two extension modules of shardwright. pyproject.toml has the declarative settings.
 
-    shardwright._planner   layout, planner, program, simulator. Knows nothing of torch.
+    shardwright._planner   layout, planner, program, simulator. Independent of torch.
     shardwright._runtime   the same core and the executor over c10d. Linked against the installed torch.
 
 The core is compiled once, with the flags of `_planner`, and its object files are linked into both modules. With ninja
-only what changed is compiled again, headers included.
+only files affected by a change, in a source or a header, are compiled again.
 
 Environment variables:
     SHARDWRIGHT_CUDA        unset: build the CUDA half if it can be built; 1: fail if it cannot; 0: leave it out
-    SHARDWRIGHT_BUILD_DIR   where objects and logs go (default: one folder under build/ per torch and interpreter)
+    SHARDWRIGHT_BUILD_DIR   folder of objects and logs (default: one folder under build/ per torch and interpreter)
     TORCH_CUDA_ARCH_LIST    GPU architectures (default: 8.0;9.0+PTX)
-    MAX_JOBS                compilers at a time (default: one per core)
+    MAX_JOBS                concurrent compilers (default: one per core)
     CXX                     the C++ compiler
 """
 
@@ -39,21 +39,21 @@ MIN_SETUPTOOLS = 77
 DEFAULT_CUDA_ARCH_LIST = "8.0;9.0+PTX"
 
 CXX_FLAGS = ["-std=c++20", "-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
-# at::parallel_for is compiled here. Not for the linker: its functions are those of the OpenMP that torch has loaded.
+# For at::parallel_for, which is compiled here. Not a linker flag: torch has already loaded an OpenMP library.
 OPENMP = ["-fopenmp"]
 NVCC_FLAGS = ["-std=c++20", "-O3", "-Xcompiler=-fvisibility=hidden"]
 
 
-# ---------------------------------------------------------------------------------------------- what is installed
+# ---------------------------------------------------------------------------------------------- the environment
 
 
 def fail(message: str) -> None:
-    """Ends the build with a message that says what to do."""
+    """Ends the build with a message that includes a remedy."""
     sys.exit(f"\nshardwright cannot be built: {message}\n")
 
 
 def find_torch_version() -> str:
-    """The installed torch's version, read without importing it; ends the build if it will not do."""
+    """Returns the installed torch's version without importing torch. Ends the build if it is not supported."""
     supported = "{}.{} to {}.{}".format(*MIN_TORCH, *MAX_TORCH)
     remedy = (
         f"Supported are torch {supported}. In the environment that is to use shardwright, run\n\n"
@@ -84,7 +84,7 @@ def check_tools() -> None:
 
 
 def check_compiler() -> None:
-    """Ends the build if there is no C++ compiler, or no header of this Python."""
+    """Ends the build if the C++ compiler or the headers of this Python are missing."""
     cxx = os.environ.get("CXX", "c++").split()[0]
     if not shutil.which(cxx):
         fail(f"the C++ compiler {cxx!r} is not on PATH. Install one (Debian: apt-get install g++) or set CXX.")
@@ -96,7 +96,7 @@ def check_compiler() -> None:
 
 
 def build_dir(torch_version: str) -> str:
-    """Relative path of the build folder: its own for every torch and interpreter, so that they can share a checkout."""
+    """Returns the relative path of the build folder, which is different for each torch and interpreter."""
     if chosen := os.environ.get("SHARDWRIGHT_BUILD_DIR"):
         return chosen
     environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:6]
@@ -107,7 +107,7 @@ def build_dir(torch_version: str) -> str:
 
 
 def glob(*patterns: str) -> list[str]:
-    """Sources below csrc/ matching any of the patterns, relative to this folder, in a fixed order."""
+    """Returns the sources below csrc/ that match any of the patterns, relative to this folder, in a fixed order."""
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in (ROOT / "csrc").glob(pattern))
 
 
@@ -129,7 +129,7 @@ HEADERS = glob("**/*.h", "**/*.cuh")
 
 
 class Cuda(NamedTuple):
-    """Whether the CUDA half is built, and why."""
+    """The decision to build the CUDA half, with its reason."""
 
     enabled: bool
     reason: str
@@ -138,10 +138,10 @@ class Cuda(NamedTuple):
 
 
 def decide_cuda() -> Cuda:
-    """SHARDWRIGHT_CUDA, then what this machine can do. Needs torch; ends the build if CUDA is forced and impossible."""
+    """Decides by SHARDWRIGHT_CUDA, then by this machine. Ends the build if CUDA is forced and impossible."""
     requested = os.environ.get("SHARDWRIGHT_CUDA", "")
     if requested not in ("", "0", "1"):
-        fail(f"SHARDWRIGHT_CUDA={requested!r}; allowed are 0 (off), 1 (on, or fail) and unset (detect).")
+        fail(f"SHARDWRIGHT_CUDA must be 0 (off), 1 (on, or fail) or unset (detect), got {requested!r}.")
     if requested == "0":
         return Cuda(False, "switched off by SHARDWRIGHT_CUDA=0")
     cuda = detect_cuda()
@@ -176,7 +176,7 @@ def detect_cuda() -> Cuda:
 
 
 def bundled_pybind11(folder: Path) -> str:
-    """An include folder that shows torch's own pybind11, and nothing else of torch, to the torch-free half."""
+    """Returns an include folder for the torch-free half that contains torch's pybind11 and nothing else of torch."""
     from torch.utils.cpp_extension import include_paths
 
     target = Path(include_paths()[0], "pybind11")
@@ -189,11 +189,11 @@ def bundled_pybind11(folder: Path) -> str:
 
 
 def make_extensions(cuda: Cuda, pybind11_include: str) -> list[Extension]:
-    """Both modules. `_planner` comes first: `_runtime` links the core objects that its build leaves."""
+    """Returns both modules. `_planner` comes first, because `_runtime` links its core objects."""
     from torch.utils.cpp_extension import CppExtension, CUDAExtension, include_paths
 
     def system_includes(*folders: str) -> list[str]:
-        """-isystem beside the -I that torch and setuptools add: headers that are not ours give no warnings."""
+        """Returns -isystem flags, next to the -I of torch and setuptools, so that foreign headers give no warnings."""
         return [flag for folder in folders for flag in ("-isystem", folder)]
 
     python_include = sysconfig.get_path("include")
@@ -211,7 +211,7 @@ def make_extensions(cuda: Cuda, pybind11_include: str) -> list[Extension]:
         RUNTIME_SOURCES + RUNTIME_MODULE + (CUDA_SOURCES if cuda.enabled else []),
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[("SHARDWRIGHT_CUDA", "1")] if cuda.enabled else [],
-        libraries=["cublasLt"] if cuda.enabled else [],  # at run time the one that torch has loaded
+        libraries=["cublasLt"] if cuda.enabled else [],  # at run time the library that torch has loaded
         extra_compile_args={"cxx": [*CXX_FLAGS, *OPENMP, *torch_includes], "nvcc": NVCC_FLAGS + torch_includes},
         depends=HEADERS,
     )
@@ -219,11 +219,10 @@ def make_extensions(cuda: Cuda, pybind11_include: str) -> list[Extension]:
 
 
 def use_ccache(folder: Path, nvcc: str | None) -> bool:
-    """Puts ccache before the compilers if it is on PATH.
+    """Runs the compilers through ccache if it is on PATH.
 
-    The compiler is called through a link that bears its name, because torch's build code wants a single program in CXX
-    (and, in its newer versions, puts ccache before it unless told not to). A CXX with a path or with arguments is left
-    as the user set it.
+    The compiler is called through a link with its name, because torch's build code expects a single program in CXX
+    (and, in newer versions, adds ccache itself by default). A CXX with a path or with arguments is not changed.
     """
     ccache = shutil.which("ccache")
     cxx = os.environ.get("CXX", "c++")
@@ -238,7 +237,7 @@ def use_ccache(folder: Path, nvcc: str | None) -> bool:
     os.environ["TORCH_NO_COMPILER_WRAPPER"] = "1"
     if nvcc:
         os.environ.setdefault("PYTORCH_NVCC", f"{ccache} {nvcc}")
-    # Clones of the repository in other folders share what they compiled.
+    # Clones of the repository in other folders share the cache.
     os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))
     os.environ.setdefault("CCACHE_NOHASHDIR", "1")
     return True
@@ -256,7 +255,7 @@ def first_line(*command: str) -> str:
 
 
 class Build(BuildCommand):
-    """Starts from an empty tree, so that a module deleted from the sources does not live on in the wheel."""
+    """Starts from an empty tree, so that the wheel does not contain modules that were deleted from the sources."""
 
     def run(self) -> None:
         shutil.rmtree(self.build_lib, ignore_errors=True)
@@ -274,12 +273,12 @@ def make_build_ext(base: Path) -> type:
             compiler = first_line(*os.environ.get("CXX", "c++").split(), "--version")
             ccache = use_ccache(base / "ccache", CUDA.nvcc)
             self.parallel = None  # the order of the extensions matters, and ninja is parallel within each
-            self.build_temp = str(base / "objects")  # kept also by an editable install, which would use a temporary one
+            self.build_temp = str(base / "objects")  # also for editable installs, whose default is a temporary folder
             super().run()
             self.write_summary(compiler, ccache)
 
         def build_extension(self, ext: Extension) -> None:
-            """Each extension has its own folder and ninja log; `_runtime` takes the core objects from `_planner`'s."""
+            """Builds an extension in its own folder, with its own ninja log. `_runtime` links the core objects."""
             build_temp = self.build_temp
             planner_temp = os.path.abspath(os.path.join(build_temp, "_planner"))
             try:
@@ -292,7 +291,7 @@ def make_build_ext(base: Path) -> type:
                 self.build_temp = build_temp
 
         def write_summary(self, compiler: str, ccache: bool) -> None:
-            """Prints what was built and leaves it in _build_info.py, for `shardwright doctor`."""
+            """Prints a summary of the build and writes it to _build_info.py, for `shardwright doctor`."""
             info = {
                 "version": self.distribution.get_version(),
                 "python": platform.python_version(),
@@ -330,7 +329,7 @@ def make_build_ext(base: Path) -> type:
 
 
 def check_sources() -> None:
-    """Ends the build if sources are missing, or if two would write the same object file."""
+    """Ends the build if sources are missing, or if two sources would write the same object file."""
     stems = [os.path.splitext(source)[0] for source in CUDA_SOURCES]
     if twins := sorted({stem for stem in stems if stems.count(stem) > 1}):
         fail(f"{twins[0]}.cpp and {twins[0]}.cu would write the same object file: rename one.")
@@ -345,7 +344,7 @@ options = {"build": {"build_base": BUILD_DIR}}
 torch_series = ".".join(TORCH_VERSION.split(".")[:2])
 arguments: dict = {"install_requires": [f"torch=={torch_series}.*"], "options": options}
 
-# Questions about metadata are answered without importing torch: pip asks twice before it builds.
+# Metadata commands do not import torch: pip runs two of them before it builds.
 if not {"egg_info", "dist_info", "sdist", "--version", "--name"} & set(sys.argv[1:]):
     check_sources()
     os.chdir(ROOT)

@@ -1,14 +1,14 @@
-"""Times attention over a cut sequence by every method, over links of a given rate between network namespaces.
+"""Times context-parallel attention by every method, over links of a given rate between network namespaces.
 
     make bench-attention                                          # results/attention-torch<version>.json
     make bench-attention ARGS="--quick --out /tmp/attention.json"
     make bench-attention ARGS="--networks '2 x 2' --out /tmp/attention.json"
     make bench-attention ARGS="--lengths 64,256,1024 --networks '4 x 1' --out /tmp/attention.json"
 
-Needs root and iproute2 (tools/testnet). Ranks have one thread each. "attention" is what a rank computes, alone. What is
-hidden of a method is 1 - (its time - attention) / (serial - attention). "stock" is PyTorch's context_parallel, where it
-runs on CPU: not causal, without a backward, by products of matrices (docs/attention.md). The exit status is 1 if a
-method returned a wrong result, and 3 if links cannot be made.
+Needs root and iproute2 (tools/testnet). Ranks have one thread each. "attention" is the compute of a rank alone. The
+hidden share of a method is 1 - (its time - attention) / (serial - attention). "stock" is PyTorch's context_parallel in
+the case that runs on CPU: non-causal, without a backward, as matrix products (docs/attention.md). The exit status is 1
+if a method returned a wrong result, and 3 if links cannot be made.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from report import say  # noqa: E402
 from shardwright.attention import functions, problem  # noqa: E402
 
 METHODS = ("serial", "ring", "gather", "ulysses")
-TWO_LEVEL = "two_level"  # where there are several nodes of several ranks
+TWO_LEVEL = "two_level"  # with several nodes of several ranks
 ROUNDS, QUICK_ROUNDS = 7, 3
 
 
@@ -66,7 +66,7 @@ CASES = [
 
 
 def alone(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
-    """What this rank computes of the whole keys and values, forward, without anything that moves."""
+    """Computes this rank's queries with the global keys and values, forward, without communication."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     runs = problem.parts_of(layout_of(case), case.length, dist.get_world_size())[dist.get_rank()]
 
@@ -86,12 +86,12 @@ def alone(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call
 
 
 def stock(parts: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """PyTorch's context_parallel of this rank's parts."""
+    """Runs PyTorch's context_parallel on this rank's parts."""
     experimental._attention._cp_options.enable_load_balance = False
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def call() -> torch.Tensor:
-        some = [torch.zeros(dist.get_world_size())]  # it does not go without a buffer
+        some = [torch.zeros(dist.get_world_size())]  # it requires a buffer
         with sdpa_kernel(SDPBackend.MATH), experimental.context_parallel(mesh, buffers=some, buffer_seq_dims=[0]):
             return F.scaled_dot_product_attention(*parts)
 
@@ -152,7 +152,7 @@ def measure(case: Case, rounds: int, per_node: int) -> dict[str, Any]:
 
 
 def cases_of(lengths: str) -> list[Case]:
-    """The cases with these lengths instead of their own, forward alone and with the backward; `CASES` if none."""
+    """Returns the cases with these lengths, forward alone and with the backward; `CASES` without lengths."""
     if not lengths:
         return CASES
     kinds = [(case, backward) for case in CASES[:3] for backward in (False, True)]

@@ -1,11 +1,11 @@
-"""Compares this version with an older one: call overhead and planning time, by the scripts of each version, in turns.
+"""Compares this version with an older one: call overhead and planning time, by each version's scripts, alternately.
 
     make bench-before-after ARGS="9ef52e1"                # half an hour; results/before_after-torch<version>.json
     make bench-before-after ARGS="9ef52e1 --turns 1 --out /tmp/some.json"
 
 Both versions are built for the torch of this interpreter: the older one in a git worktree, build/before. Each turn runs
 `call_overhead.py` and the binary of `planning.cpp`, first of one version, then of the other, so that both see the same
-load. Of each figure the least of all turns counts. With `--all`, each turn also runs `gloo_redistribute.py` and
+load. The minimum over all turns counts. With `--all`, each turn also runs `gloo_redistribute.py` and
 `gloo_matmul.py`, whose ratios to stock are listed by turn.
 
 `--instructions` times nothing. It counts the instructions that planning executes (with valgrind), which does not depend
@@ -37,7 +37,7 @@ PLANNING = "shardwright::make_plan_within"  # the function whose instructions ar
 
 
 class Tree:
-    """The sources of one version, and what is built of them in its own build folder."""
+    """The sources of one version, with its own build folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class Tree:
         return self._run("git", "rev-parse", "--short", "HEAD").strip()
 
     def benchmark(self, script: str, *arguments: str) -> Any:
-        """Returns what a Python benchmark of this version writes."""
+        """Returns the results of a Python benchmark of this version."""
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             self._run(sys.executable, f"benchmarks/{script}.py", "--out", str(out), *arguments)
@@ -80,7 +80,7 @@ class Tree:
         return {entry["name"]: entry for entry in json.loads(output)["benchmarks"]}
 
     def instructions(self) -> dict[str, int]:
-        """Returns how many instructions planning executes in each benchmark, by the benchmark's name."""
+        """Returns the number of instructions that planning executes in each benchmark, by the benchmark's name."""
         binary = str(self.binaries / "shardwright_planning")
         names = self._run(binary, "--benchmark_list_tests").splitlines()
         found = {}
@@ -108,13 +108,13 @@ def checked_out(commit: str) -> Path:
 
 
 def least(turns: Iterable[dict[Any, float]]) -> dict[Any, float]:
-    """Returns the least of each figure."""
+    """Returns the minimum of each value."""
     first, *others = turns
     return {name: min(us, *(turn[name] for turn in others)) if others else us for name, us in first.items()}
 
 
 def plain(pair: str) -> str:
-    """A pair as every version writes it: "[S0,R]->[R,R]" and "S(0) R -> R R" are the same."""
+    """Returns the name of a pair in one form for all versions: "[S0,R]->[R,R]" and "S(0) R -> R R" are the same."""
     return re.sub(r"[^A-Za-z0-9>]+", "", pair)
 
 
@@ -158,7 +158,7 @@ def look_up_ns(turns: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def count_instructions(trees: dict[str, Tree], out: Path) -> None:
-    """Adds to the file how many instructions planning executes in each version."""
+    """Adds the number of instructions that planning executes in each version to the file."""
     for tree in trees.values():
         tree.build_planning()
     counts = {when: tree.instructions() for when, tree in trees.items()}

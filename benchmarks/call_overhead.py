@@ -4,12 +4,12 @@
     python benchmarks/call_overhead.py --rounds 20 --out some.json
 
 Tensors are 64x64 float32 on a (4, 4, 4) mesh of 64 ranks, of which this process is rank 0; nothing is sent. Every set
-of mesh dims has its flattened submesh, which stock PyTorch needs to merge collectives. Stock and shardwright take turns
-in one process, some calls at a time. A figure is the lower quartile of these turns, so that other load on the machine
-matters little.
+of mesh dims has its flattened submesh, which stock PyTorch needs to merge collectives. Stock and shardwright alternate
+in one process, some calls at a time. The lower quartile of these turns is reported, which reduces the effect of other
+load on the machine.
 
-These are timed: `DTensor.redistribute` without gradients (explicit) and with `requires_grad` (forward alone, and with
-its backward); operators whose redistributes DTensor starts by itself (implicit, the operator included); the function
+The benchmark times `DTensor.redistribute` without gradients (explicit) and with `requires_grad` (forward alone, and
+with its backward); operators with implicit redistributes (including the operator); the function
 `redistribute_local_tensor`, through which implicit redistributes pass; and, for shardwright alone,
 `sw.redistribute_local`, and the executor compared with the bare collectives of its program, called on the process group
 from Python on existing tensors. Shapes, strides and placements of results are compared with stock's, and every plan is
@@ -48,7 +48,7 @@ from cases import THREE_DIMS, as_torch, placements  # noqa: E402
 
 SIZES = (4, 4, 4)
 SHAPE = (64, 64)
-# Operators whose arguments DTensor redistributes.
+# Operators with arguments that DTensor redistributes.
 OPERATORS: dict[str, tuple[Callable[..., torch.Tensor], list[str]]] = {
     "softmax over a cut dim": (lambda x: torch.softmax(x, 0), ["S(0) R R"]),
     "relu of a pending sum": (torch.relu, ["P P P"]),
@@ -72,13 +72,13 @@ def engine(ours: bool):
 
 
 def side_by_side(call: Callable[[], object], rounds: int, calls: int) -> dict[str, float]:
-    """Returns microseconds per call of stock and ours, which take turns."""
+    """Returns microseconds per call of stock and ours, which alternate."""
     turns = timing.Turns({"stock": call, "ours": call}, around=lambda name: engine(name == "ours"), settles=True)
     return {name: round(1e6 * seconds, 2) for name, seconds in turns.of_count(rounds, calls).low.items()}
 
 
 def look(x: torch.Tensor) -> tuple:
-    """Returns everything that a caller sees of a result except its values."""
+    """Returns all visible properties of a result except its values."""
     assert isinstance(x, DTensor)
     return x.placements, x.shape, x.stride(), x.requires_grad, x._local_tensor.shape, x._local_tensor.stride()
 

@@ -21,7 +21,7 @@ def placements(text: str) -> tuple[str, ...]:
 
 
 def as_torch(text: str) -> tuple:
-    """Returns the same as PyTorch's placement objects."""
+    """Returns the text's placements as PyTorch's objects."""
     return torch_placements(placements(text))
 
 
@@ -31,7 +31,7 @@ ONE_DIM = (("S(0)", "R"), ("S(0)", "S(1)"), ("P", "R"))
 
 # ---- overhead of calls, without moving data: a (4, 4, 4) mesh
 
-THREE_DIMS = (  # stock PyTorch does the first with one collective and the others with several moves
+THREE_DIMS = (  # stock PyTorch runs the first with one collective and the others with several moves
     ("S(0) R R", "R R R"),
     ("S(0) S(0) S(0)", "R R R"),
     ("P P P", "R S(0) R"),
@@ -51,14 +51,14 @@ MOVES = (
     ("R S(0)", "S(0) R"),
 )
 
-# Layouts in between, one move each: all at once, and within nodes first or last.
+# Intermediate layouts, one move each: all at once, and within nodes first or last.
 FORCED = {
     ("S(0) S(0)", "R R"): {"flat": [], "between, then within": ["R SS(0,2)"], "within, then between": ["S(0) R"]},
     ("P P", "R R"): {"flat": [], "within, then between": ["P R"], "scatter first": ["P S(0)", "R S(0)"]},
     ("P P", "S(0) S(0)"): {"flat": [], "within, then between": ["P SS(0,2)"]},
 }
 
-# ---- whether the plan that is predicted to be fastest really is
+# ---- accuracy of the predicted ranking
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ PAIRS = (
     Pair("S(0) S(1) R", "R S(0) S(1)", 1024, ("", "S(0) S(1) S(1)", "R S(1) R", "R R R"), (2, 2, 2)),
 )
 
-# ---- products: the global rows, k and columns of a layer; in the last ones the ranks do not divide the rows
+# ---- products: the global rows, k and columns of a layer; in the last ones the rows are uneven
 
 HOST_PRODUCTS = ((256, 256, 1024), (1024, 512, 2048), (2048, 1024, 1024), (4096, 512, 512), (1022, 512, 2048))
 LINK_PRODUCTS = ((2048, 1024, 2048), (4096, 1024, 1024), (1022, 512, 3000))

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What `torch.einsum` of DTensors moves, forward and backward, where nothing has to: stock and ``views=True``.
+"""Counts the communication of `torch.einsum` of DTensors in cases that need none: stock and ``views=True``.
 
     python benchmarks/einsum_table.py                     # results/einsum-torch<version>.json; minutes
     python benchmarks/doc_tables.py                       # writes docs/views.md from it
 
-The cases are all ways in which one or two mesh dims cut letters of these equations, in all operands
-that have the letter, so that every rank can compute its part of the result, or its summand, from what it holds. One
-process stands for all ranks: it uses torch's fake process group, and counts what collectives would receive.
+The cases are all ways in which one or two mesh dims cut letters of these equations, in all operands with the letter,
+such that every rank can compute its part of the result, or its summand, from its own parts. Forward and backward are
+counted. One process represents all ranks: it uses torch's fake process group, and counts the bytes that collectives
+would receive.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def terms_of(equation: str) -> tuple[list[str], str]:
 
 
 def cuts(equation: str, mesh_ndim: int) -> Iterator[Cut]:
-    """What each mesh dim cuts: a letter, or nothing."""
+    """Yields the letter, or None, that each mesh dim cuts."""
     letters = sorted({letter for term in terms_of(equation)[0] for letter in term})
     for chosen in itertools.product([None, *letters], repeat=mesh_ndim):
         if any(letter is not None for letter in chosen):
@@ -60,7 +61,7 @@ def cuts(equation: str, mesh_ndim: int) -> Iterator[Cut]:
 
 
 def placements(cut: Cut, term: str) -> list[Placement]:
-    """How an operand, or the gradient of the result, is placed."""
+    """Returns the placements of an operand, or of the gradient of the result."""
     return [Shard(term.index(letter)) if letter is not None and letter in term else Replicate() for letter in cut]
 
 
@@ -69,7 +70,7 @@ def placements_of_result(cut: Cut, out: str) -> list[Placement]:
     return [Partial() if is_sum else one for is_sum, one in zip(sums, placements(cut, out), strict=True)]
 
 
-# How often a rank receives the other ranks' share of the larger of what goes in and what comes out.
+# Factors of the bytes that a rank receives: the other ranks' share of the larger of input and output.
 TIMES_RECEIVED = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_to_all_single": 1, "all_reduce": 2}
 
 
@@ -82,7 +83,7 @@ class Received(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again with the parts
+            return NotImplemented  # it is dispatched again with the parts
         result = func(*args, **(kwargs or {}))
         _, _, name = str(func).partition("_c10d_functional.")
         for collective, times in TIMES_RECEIVED.items():
@@ -95,7 +96,7 @@ class Received(TorchDispatchMode):
 class Outcome(NamedTuple):
     what: str  # "free", "moves" or "refuses"
     received_bytes: int = 0
-    error: str = ""  # its first sentence, where it refuses
+    error: str = ""  # first sentence of the error, if it refuses
 
 
 def outcome(equation: str, cut: Cut, mesh: DeviceMesh) -> Outcome:
@@ -123,7 +124,7 @@ def outcome(equation: str, cut: Cut, mesh: DeviceMesh) -> Outcome:
 
 
 def count(equation: str) -> dict[str, Any]:
-    """How many cases end how, the bytes that rank 0 receives in all, and by error the cuts that raise it."""
+    """Returns the number of cases by outcome, the total bytes that rank 0 receives, and the cuts by error."""
     outcomes: collections.Counter[str] = collections.Counter(free=0, moves=0, refuses=0)
     received_bytes = 0
     errors: dict[str, list[str]] = {}

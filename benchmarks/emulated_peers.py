@@ -1,9 +1,9 @@
 """Runs one rank on one GPU with emulated peers, and times it.
 
 The programs are the same as on many ranks. Their process groups are "fake" ones whose transfers are replaced here: one
-copy engine reads what a peer would send from pinned host memory, and another one writes what is sent there at the same
-time. So the link is PCIe, copies take no SMs (NCCL's kernels would), peers are never late, and a separate kernel sums
-what a reduce-scatter receives afterwards.
+copy engine reads the peers' data from pinned host memory, while another one writes outgoing data there. So the link is
+PCIe, copies take no SMs (NCCL's kernels would), peers are never late, and a separate kernel sums the received parts of
+a reduce-scatter.
 
 `AsyncTP` runs PyTorch's own decomposition of fused products on the same peers.
 """
@@ -30,7 +30,7 @@ RANK = 1  # this process's rank, neither the first nor the last
 REPEATS, WARM_UPS = 9, 2
 LINK_BYTES = 64 << 20
 
-# What a peer holds, in host memory; for 8-bit floats with the scales of its rows.
+# Data of a peer in host memory; for 8-bit floats with the scales of its rows.
 Held = Mapping[torch.dtype, torch.Tensor]
 
 
@@ -44,9 +44,9 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 class EmulatedPeers:
     """Takes over the transfers of all "fake" process groups of this process, in which it is rank `RANK`.
 
-    What comes from a peer is the next of that peer's bytes in `parts`, by rank, and the first again after the last:
-    tensors whose rows go one after another. What is sent goes to host memory, by a stream of its own. State: `_at`,
-    bytes taken of each part; `_is_receiving`, whether the last message was a receive. The engine enqueues receives
+    Data of a peer is read sequentially from `parts[rank]`, and from its beginning again after the end. Sent data is
+    copied to host memory on a separate stream. State: `_at`, bytes read of each part; `_is_receiving`, true if the last
+    message was a receive. The engine enqueues receives
     before sends, so a receive that follows a send begins a transfer.
     """
 
@@ -73,7 +73,7 @@ class EmulatedPeers:
                 self._library.impl(name, kernel, "CUDA" if self.is_cuda else "CPU", allow_override=True)
 
     def hold(self, parts: Sequence[torch.Tensor]) -> None:
-        """Sets what peers hold: contiguous host tensors by rank; that of `RANK` is not read."""
+        """Sets the peers' data: contiguous host tensors by rank; that of `RANK` is not read."""
         self.parts = [bytes_of(part) for part in parts]
         self._at = [0] * len(parts)
 
@@ -88,7 +88,7 @@ class EmulatedPeers:
         self._is_receiving = False
 
     def pull(self, data: torch.Tensor, held: torch.Tensor, leaving: torch.Tensor) -> torch.cuda.Event | None:
-        """Copies what a peer holds, on the current stream, while as much of `leaving` is sent; returns its end."""
+        """Copies a peer's data on the current stream, while as much of `leaving` is sent; returns its end."""
         self._fork()
         bytes_of(data).copy_(bytes_of(held), non_blocking=True)
         self._give(bytes_of(leaving)[: data.nbytes])
@@ -162,7 +162,7 @@ class EmulatedPeers:
             receives[RANK].copy_(sends[RANK])
 
 
-# ---- PyTorch's own way
+# ---- PyTorch's AsyncTP
 
 
 class HeldTensor(torch.Tensor):
@@ -191,15 +191,16 @@ class NoStream(contextlib.nullcontext):
 class AsyncTP:
     """PyTorch's fused products, as torch.distributed._symmetric_memory decomposes them, on emulated peers.
 
-    Its code is run as it is: two streams take turns to copy a peer's part and to multiply it, or to multiply for a peer
-    and to copy what a peer has for this rank; then the sum. Only the symmetric memory is ours. This rank's is a buffer
-    on the device. A peer's is what it holds in pinned host memory, of an exchange always its one partial result. While
-    this rank copies from a peer, as much leaves from its buffer, since a peer copies from it too.
+    PyTorch's code runs unchanged: two streams alternate between copying a peer's part and multiplying it, or between
+    multiplying for a peer and copying the peer's result for this rank; then the sum. Only the symmetric memory is
+    replaced. This rank's memory is a buffer on the device. A peer's memory is its data in pinned host memory; in an
+    exchange this is always its one partial result. While this rank copies from a peer, as many bytes are sent from its
+    buffer, because a peer copies from it too.
 
-    Barriers cost nothing: no peer is late, and no kernel is launched for them. A stream only waits there until what
-    peers read of this rank's buffer has left. That favours AsyncTP.
+    Barriers cost nothing: no peer is late, and no kernel is launched for them. A stream only waits there until peers
+    have read this rank's buffer. This favors AsyncTP.
 
-    State: `_buffer`, this rank's memory; `_leaving`, by stream, when the last of what it let out will have left.
+    State: `_buffer`, this rank's memory; `_leaving`, by stream, the time at which its last outgoing data was sent.
     """
 
     def __init__(self, peers: EmulatedPeers, group: dist.ProcessGroup, held: Sequence[Held]) -> None:
@@ -271,7 +272,7 @@ class AsyncTP:
         return self
 
     def barrier(self, channel: int = 0) -> None:
-        """Waits until peers have read what this stream let them read."""
+        """Waits until peers have read the data that this stream released."""
         if self._peers.is_cuda:
             stream = torch.cuda.current_stream()
             left = self._leaving.pop(stream.cuda_stream, None)

@@ -1,15 +1,15 @@
-"""Times tokens to experts and back on Gloo ranks of this machine: `dispatch` and `combine`, and two common ways.
+"""Times `dispatch` and `combine` on Gloo ranks of this machine, against two common schemes.
 
     make bench-experts                                    # results/expert_dispatch-torch<version>.json
     make bench-experts ARGS="--quick --out /tmp/quick.json"
 
     ours        one row to each rank that has experts of a token, one sum back from each
-    repeated    each token top-k times, sorted by expert, in one all-to-all of rows; the same back. What torchtitan's
-                AllToAllTokenDispatcher does
+    repeated    each token top-k times, sorted by expert, in one all-to-all of rows; the same back, as in torchtitan's
+                AllToAllTokenDispatcher
     by_expert   one all-to-all for each expert, each way
 
-They take turns, batch by batch; README.md says how a time is made from the batches. The experts do nothing, so what is
-timed is the routing. The exit status is 1 if a result is wrong or the bytes of ours are not the bound.
+They alternate batch by batch; README.md describes the statistics of batches. The experts do nothing, so only the
+routing is timed. The exit status is 1 if a result is wrong or our bytes differ from the bound.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ HIDDEN = 2048
 DTYPE = torch.bfloat16
 EXPERTS = (128, 256)
 LOADS = ("uniform", "zipf")
-TOKENS = (64, 1024)  # of a rank
+TOKENS = (64, 1024)  # tokens of a rank
 MAX_CALLS_PER_BATCH = 20
 
 Result = tuple[torch.Tensor, int]  # sums, and bytes of rows that reached this rank
 
 
 def route(load: str, num_experts: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, expert ids and scores of this rank: experts without replacement, with chances 1 or 1 / (1 + rank)."""
+    """Returns tokens, expert ids and scores of this rank: experts without replacement, weighted 1 or 1 / (1 + rank)."""
     g = torch.Generator().manual_seed(dist.get_rank())
     chances = torch.ones(num_experts) if load == "uniform" else 1 / torch.arange(1.0, num_experts + 1)
     noise = -torch.log(-torch.log(torch.rand(tokens, num_experts, generator=g)))
@@ -73,7 +73,7 @@ def repeated(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, placement
     receive = theirs.view(world, local).sum(1).tolist()
     arrived = x.new_empty(sum(receive), HIDDEN)
     dist.all_to_all_single(arrived, x[tokens], receive, send)
-    # From rank-major to expert-major, and back after the experts.
+    # Permutation from rank-major to expert-major, and back after the experts.
     experts = torch.arange(local).repeat(world).repeat_interleave(theirs)
     by_expert = torch.argsort(experts, stable=True)
     rows = arrived[by_expert]
@@ -112,14 +112,14 @@ CONTENDERS: dict[str, Callable[..., Result]] = {"ours": ours, "repeated": repeat
 
 
 def bound_bytes(ids: torch.Tensor, local: int) -> int:
-    """Of all ranks: a row for each token and each other rank that has experts of it."""
+    """Returns the bound over all ranks: one row for each token and each other rank with experts of it."""
     ranks = torch.zeros(len(ids), NUM_RANKS, dtype=torch.bool).scatter_(1, ids // local, True)
     ranks[:, dist.get_rank()] = False
     return int(over_ranks([float(ranks.sum())], dist.ReduceOp.SUM)[0]) * HIDDEN * DTYPE.itemsize
 
 
 def cpu_ms(call: Callable[[], object], calls: int = 3) -> float:
-    """Processor time of a call, of all ranks together: what other work on the machine changes least."""
+    """Returns the processor time of a call over all ranks, which other work on the machine affects least."""
     dist.barrier()
     start = time.process_time()
     for _ in range(calls):
@@ -128,7 +128,7 @@ def cpu_ms(call: Callable[[], object], calls: int = 3) -> float:
 
 
 def measure(load: str, num_experts: int, tokens: int, seconds: float) -> dict:
-    """The same row on every rank."""
+    """Returns one row, the same on every rank."""
     x, ids, scores = route(load, num_experts, tokens)
     placement = [part.tolist() for part in torch.arange(num_experts).tensor_split(NUM_RANKS)]
     expected = x.float() * scores.sum(1, keepdim=True)
@@ -163,7 +163,7 @@ def measure(load: str, num_experts: int, tokens: int, seconds: float) -> dict:
 
 
 def run_rank(quick: bool, seconds: float, out: str, head: dict) -> None:
-    """What every rank does; rank 0 prints and writes."""
+    """Runs everything on one rank; rank 0 prints and writes."""
     cases = [(load, e, t) for t in TOKENS for e in EXPERTS for load in LOADS]
     rows = []
     say(

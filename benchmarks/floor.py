@@ -47,7 +47,7 @@ class Rectangle:
 
 
 def rectangle(case: Case, shape: Sequence[int], placements: Sequence[str], coordinate: Coordinate) -> Rectangle:
-    """Returns what the rank at `coordinate` holds; "P" counts as a replica."""
+    """Returns the rectangle of the rank at `coordinate`; "P" counts as a replica."""
     bounds = []
     for tensor_dim, extent in enumerate(shape):
         indices = torch.arange(extent)
@@ -83,7 +83,7 @@ class _Transfer:
         sends: dict[int, torch.Tensor],
         receives: dict[int, int],
     ) -> None:
-        """`sends` has what each rank gets, as views that are read at each call; `receives` has counts by rank."""
+        """`sends` has the views to send by rank, which are read at each call; `receives` has counts by rank."""
         self._group = groups.get(ranks)
         self._send_counts = [sends[r].numel() if r in sends else 0 for r in ranks]
         self._receive_counts = [receives.get(r, 0) for r in ranks]

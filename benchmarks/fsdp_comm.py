@@ -1,4 +1,4 @@
-"""Times what FSDP2 communicates on Gloo ranks of this machine: with its own collectives, and with shardwright's.
+"""Times FSDP2's communication on Gloo ranks of this machine: with its own collectives, and with shardwright's.
 
     make bench-fsdp                                       # results/fsdp_comm-torch<version>.json
     make bench-fsdp ARGS="--quick --out /tmp/quick.json"
@@ -7,9 +7,9 @@
     reduce_scatter    of flat gradients, the sum and the average
     step, width N     forward and backward of two linear layers of N x N under stock FSDP2, with either
 
-Stock and ours take turns, batch by batch; README.md says how a time is made from the batches. The exit status is 1 if
-a result is wrong, or if ours receives more bytes than stock by the wire meter. The meter counts the bytes that must
-travel; Gloo's own reduce-scatter really sends twice as many.
+Stock and ours alternate batch by batch; README.md describes the statistics of batches. The exit status is 1 if a result
+is wrong, or if ours receives more bytes than stock by the wire meter. The meter counts the necessary bytes; Gloo's own
+reduce-scatter actually sends twice as many.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ranks import launch, over_ranks  # noqa: E402
 from report import say  # noqa: E402
 
 RANKS = (2, 4)
-PART_KIB = (4, 64, 1024, 8192)  # of one rank
+PART_KIB = (4, 64, 1024, 8192)  # size on one rank
 WIDTHS, DEPTH, TOKENS = (512, 2048), 2, 64
 MAX_CALLS_PER_BATCH = 50
 
@@ -102,7 +102,7 @@ def steps(width: int) -> Calls:
 
 
 def measure(what: str, kib: int, calls: Calls, seconds: float) -> dict:
-    """The same row on every rank."""
+    """Returns one row, the same on every rank."""
     results, received = {}, {}
     for name, call in calls.items():
         with sw.debug.wire_meter() as meter:
@@ -124,7 +124,7 @@ def measure(what: str, kib: int, calls: Calls, seconds: float) -> dict:
 
 
 def run_rank(quick: bool, seconds: float, out: str) -> None:
-    """What every rank does; rank 0 prints, and adds its rows to the file."""
+    """Runs everything on one rank; rank 0 prints, and adds its rows to the file."""
     rows = []
     cases: list[tuple[str, int, Calls]] = []
     for kib in PART_KIB:

@@ -1,15 +1,15 @@
-"""Times training steps with weights that are gathered when they are used, over links of 300 Mbit/s between namespaces.
+"""Times fully sharded training steps over links of 300 Mbit/s between network namespaces.
 
     make bench-fully-shard                                            # results/fully_shard-torch<version>.json
     make bench-fully-shard ARGS="--quick --out /tmp/fully_shard.json"
 
 Needs root and iproute2 (tools/testnet). One rank on each of two nodes, with one thread; layers of D x D without bias.
-The number of tokens is a quarter of T*, T* and four times T*, where at T* the compute of a step takes as long as its
-communication. What is compared, in turns:
+The number of tokens is T*/4, T* and 4 T*; at T* the compute of a step takes as long as its communication. These
+contenders alternate:
 
     compute            the whole model on this rank, without communication
     communication      the gathers and reductions of a step, one after the other
-    FSDP2              stock, as it comes
+    FSDP2              stock, with default settings
     FSDP2, tuned       stock with asynchronous gathers, explicit prefetching in both directions, and a reduce-scatter
                        that sends each rank its part once
     by hand            a pipeline over two buffers for weights, with gradients written out, on PyTorch's collectives
@@ -17,9 +17,9 @@ communication. What is compared, in turns:
     ours               sw.fully_shard
     ours, no prefetch  the same with prefetch=0
 
-`hidden` is the part of min(compute, communication) by which a step is shorter than the two after one another.
-`possible` is that of a step in which only the first gather and the last reduction have nothing to run alongside. The
-exit status is 1 if a way gave wrong gradients, and 3 if links cannot be made.
+`hidden` is (compute + communication - step) / min(compute, communication). `possible` is that of a step in which
+everything except the first gather and the last reduction overlaps. The exit status is 1 if a contender gave wrong
+gradients, and 3 if links cannot be made.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NETWORK = Network(2, 1, 0.3)
 WIDTH, DEPTH = 1024, 6
 ROUNDS, QUICK_ROUNDS = 7, 2
 TRIAL_TOKENS = 256
-WARM_UP = 3  # steps until schedules are made
+WARM_UP = 3  # steps until schedules are final
 
 Step = Callable[[], list[torch.Tensor]]  # returns this rank's rows of each layer's averaged gradient
 
@@ -82,11 +82,11 @@ def step_of(model: nn.Sequential, x: torch.Tensor) -> Step:
     return step
 
 
-# ---- ways to train
+# ---- contenders
 
 
 class AllToAllReduceScatter(sw.fsdp.ReduceScatter):
-    """Each rank sends each other rank its part, and sums. PyTorch's own on Gloo sends twice as much."""
+    """A reduce-scatter by all-to-all: each rank sends each peer its part, and sums. Gloo's own sends twice as much."""
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
         received = torch.empty_like(input_tensor)
@@ -118,7 +118,7 @@ def ours(mesh: Any, options: sw.fsdp.Options | None = None) -> nn.Sequential:
 
 
 class ByHand:
-    """What one would write for this model alone: forward and backward, with two buffers for weights."""
+    """A pipeline written for this model: forward and backward, with two buffers for weights."""
 
     def __init__(self, x: torch.Tensor, has_our_transfers: bool) -> None:
         self.x = x
@@ -147,7 +147,7 @@ class ByHand:
         upper = torch.ones_like(activations[-1])
         reduction: tuple[int, torch.Tensor, Any] | None = None
         for i in reversed(range(DEPTH)):
-            if i < DEPTH - 2:  # the last two are still there
+            if i < DEPTH - 2:  # the last two are still gathered
                 work.wait()
             if 0 < i < DEPTH - 1:
                 work = self.gather(i - 1)
@@ -178,7 +178,7 @@ class ByHand:
 
 
 def communication(num_gathers: int) -> Callable[[], None]:
-    """The transfers of a step alone: gathers of a layer, and a reduction for each."""
+    """Runs the transfers of a step alone: the gathers and the reduction of each layer."""
     part = torch.ones(WIDTH * WIDTH // dist.get_world_size())
     whole = torch.ones(WIDTH * WIDTH)
     gather, scatter, group = sw.fsdp.AllGather(), sw.fsdp.ReduceScatter(), dist.group.WORLD
@@ -206,7 +206,7 @@ def expected_gradients(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def ways_of(x: torch.Tensor, mesh: Any) -> tuple[dict[str, Step], nn.Sequential]:
-    """Each after its warm-up; and ours."""
+    """Returns the contenders after their warm-up, and our model."""
     model = ours(mesh)
     ways = {
         "FSDP2": step_of(stock(mesh, False), x),
@@ -228,7 +228,7 @@ def is_right(step: Step, expected: list[torch.Tensor]) -> float:
 
 
 def possible_ms(compute_ms: float, gather_ms: float, reduction_ms: float, num_gathers: int) -> float:
-    """A step on two lanes: only the first gather, and the last reduction, run alongside nothing."""
+    """Returns the time of a step in which everything except the first gather and the last reduction overlaps."""
     forward = max(compute_ms / 3, (DEPTH - 1) * gather_ms)
     in_backward = (num_gathers - DEPTH) * gather_ms + (DEPTH - 1) * reduction_ms
     return gather_ms + forward + max(compute_ms * 2 / 3, in_backward) + reduction_ms

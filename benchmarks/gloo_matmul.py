@@ -1,10 +1,10 @@
-"""Times products that overlap with moves on Gloo, and products after moves: four ranks, stock DTensor and shardwright.
+"""Times overlapping and serial products on four Gloo ranks: stock DTensor and shardwright.
 
     make bench-matmul                                     # about two minutes; results/gloo_matmul-torch<version>.json
     make bench-matmul ARGS="--seconds 1 --out /tmp/matmul.json"
 
 On CPU, transfers and products share the cores, so only waiting can be hidden. Every variant is checked against the
-global product. Then they take turns in batches; a batch counts as long as on its slowest rank, and the lower quartile
+global product. Then they alternate in batches. The time of a batch is that of its slowest rank, and the lower quartile
 of the batches is reported. The exit status is 1 if a variant returned a wrong result.
 """
 
@@ -35,7 +35,7 @@ MIN_BATCHES = 5
 
 
 def ways(kind: str, x: torch.Tensor, weight: torch.Tensor, mesh: DeviceMesh) -> dict[str, Callable[[], DTensor]]:
-    """Returns everything that is timed, by name. `weight` has shape (columns, k)."""
+    """Returns the timed functions by name. `weight` has shape (columns, k)."""
     if kind == "all-gather-matmul":
         placed = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(weight, mesh, [Shard(0)])
         before, after = [Replicate()], [Shard(1)]

@@ -1,10 +1,10 @@
-"""Times redistributes on four Gloo ranks of this machine: stock DTensor, shardwright, and a floor written by hand.
+"""Times redistributes on four Gloo ranks of this machine: stock DTensor, shardwright, and a hand-written floor.
 
     make bench                                          # everything; results/gloo_redistribute-torch<version>.json
     make bench ARGS="--quick --sizes 64,1024 --out /tmp/quick.json"
 
-The three take turns, batch by batch, in one run; README.md says how a time is computed from the batches. The exit
-status is 1 if shardwright or the floor returned a wrong result. Missed speed goals are reported but are not failures.
+The three alternate batch by batch in one run; README.md describes the statistics of batches. The exit status is 1 if
+shardwright or the floor returned a wrong result. Missed speed goals are reported but are not failures.
 """
 
 import argparse
@@ -39,19 +39,19 @@ from redistribute_cases import TWELVE, Case, global_tensor, local_shard, source_
 from report import say  # noqa: E402
 
 SIZES = (64, 256, 1024, 4096, 8192)  # 16 KiB to 256 MiB
-LARGE_N = 8192  # from this size on sums are left out: four ranks need over 24 GiB for contributions and buffers
+LARGE_N = 8192  # from this size on sums are skipped: four ranks need over 24 GiB for contributions and buffers
 NUM_RANKS = 4
 CONTENDERS = ("floor", "stock", "ours")
 
-BATCH_SECONDS = 0.012  # what a batch of one contender takes, if a single call does not take longer
+BATCH_SECONDS = 0.012  # time of a batch of one contender, unless a single call takes longer
 MAX_CALLS_PER_BATCH = 50
 ROUNDS = (5, 40)
 
 MIN_OF_FLOOR = 0.9
-MIN_OF_STOCK = 0.95  # less is slower beyond noise
-MIN_GAIN, MIN_GAIN_N = 5.0, 1024  # of an all-to-all, against stock's gather and slice
+MIN_OF_STOCK = 0.95  # a lower ratio is slower beyond noise
+MIN_GAIN, MIN_GAIN_N = 5.0, 1024  # goal for an all-to-all, against stock's gather and slice
 
-# In a dict, because `sw.enable` replaces the function in every module that holds it under some name.
+# Stored in a dict, because `sw.enable` replaces the function in every module that references it by name.
 _STOCK = {
     "redistribute_local_tensor": (torch_redistribute, torch_redistribute.redistribute_local_tensor),
     "redistribute": (DTensor, DTensor.redistribute),
@@ -78,7 +78,7 @@ ENGINES = {"floor": contextlib.nullcontext, "stock": stock_engine, "ours": conte
 
 
 def measure(case: Case, n: int, mesh: DeviceMesh, groups: Groups, row_seconds: float, quick: bool) -> dict:
-    """Checks and times the three. Returns the same row on every rank."""
+    """Checks and times the three contenders. Returns the same row on every rank."""
     here = coordinate(mesh)
     shape = torch.Size(case.shape(n))
     local, src, dst = source_local(case, n, here), torch_placements(case.src), torch_placements(case.dst)
@@ -218,7 +218,7 @@ def summarise(rows: list[dict]) -> dict:
 
 
 def _check(rows: list[dict], key: str, holds: Callable[[dict], bool]) -> dict:
-    """A claim; `holds` is None if no row that it is about was measured."""
+    """Returns the verdict on a claim; `holds` is None if none of its rows was measured."""
     missed = [_brief(row, key) for row in rows if not holds(row)]
     return {"holds": not missed if rows else None, "rows": len(rows), "missed": missed}
 

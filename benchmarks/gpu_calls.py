@@ -2,10 +2,10 @@
 
     make gpu                                              # with everything else that needs a GPU
 
-It times the host during a call, without waiting for the device, and PyTorch's own collectives beside it.
-With one rank every group has one member, so collectives are as short as NCCL's can be; packing, launches and
-shardwright's own time are as with many ranks. Layouts are on a mesh of one rank per dim; cases that pack are made by
-cutting beforehand.
+It times the host during a call, without waiting for the device, and PyTorch's own collectives for comparison.
+With one rank every group has one member, so collectives take the minimum time of NCCL; packing, launches and
+shardwright's own time are the same as with many ranks. Layouts are on a mesh of one rank per dim; cases with packing
+are made by cutting beforehand.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CALLS, REPEATS = 200, 15
 
 
 def host_us(calls: dict[str, Callable[[], object]], **more: Any) -> dict[str, float]:
-    """Times each call by the host's clock, in turns; the host waits for the device outside of the timed region."""
+    """Times calls alternately by the host's clock; the host waits for the device outside of the timed region."""
     turns = timing.Turns(calls, barrier=torch.cuda.synchronize, settles=True, **more)
     return {name: round(1e6 * seconds, 2) for name, seconds in turns.of_count(REPEATS, CALLS).low.items()}
 

@@ -6,7 +6,7 @@
 Rows are gathered from a tensor twice as large into a packed one, with one box of many rows and with many boxes. GB/s
 count bytes read and written; "of copy" is the ratio to the device's own copy of as many bytes in the same run. torch's
 functions are `copy_` from a strided view, `index_select` of rows, and `cat` of slices if there are few. Every result is
-compared. On a GPU, buffers take turns so that the cache does not help, and events around graph replays measure time.
+compared. On a GPU, buffers rotate so that the cache does not help, and events around graph replays measure time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import timing  # noqa: E402
 
 RUN_BYTES = (4, 16, 32, 64, 256, 1024, 16384)
 NUM_BOXES = (1, 100, 10_000, 100_000)
-MAX_SLICES = 1000  # the most for which torch.cat is timed
+MAX_SLICES = 1000  # maximum for which torch.cat is timed
 REPEATS = 15
 Boxes = list[tuple[int, int, list[int], list[int], list[int]]]
 
 
 def rows_as_boxes(num_rows: int, run: int, num_boxes: int) -> Boxes:
-    """Makes boxes with equally many rows each, of every other row of `run` words of the source."""
+    """Returns boxes with equal numbers of rows, from every other row of `run` words of the source."""
     boxes, begin = [], 0
     for b in range(num_boxes):
         end = num_rows * (b + 1) // num_boxes

@@ -1,13 +1,13 @@
-"""Measures how much communication products hide on one GPU with emulated peers: one rank's schedules of Llama-3 layers.
+"""Measures hidden communication on one GPU with emulated peers, for one rank's schedules of Llama-3 layers.
 
     make gpu                                              # with everything else that needs a GPU; below four minutes
-    python benchmarks/gpu_overlap.py --device cpu --quick # the same code on tiny tensors, to see that it works
+    python benchmarks/gpu_overlap.py --device cpu --quick # the same code on tiny tensors, as a check
 
 Operands are bfloat16, and float8_e4m3fn with scales by row into bfloat16 (on CPU float32 and float8_e4m3fn).
-emulated_peers.py explains what is emulated, and how. All results are compared with products of what the peers hold.
+emulated_peers.py explains the emulation. All results are compared with products of the peers' data.
 
 Every schedule of shardwright is compared with PyTorch's AsyncTP: its own code, decomposed into products and copies of
-one rank's part each, on the same emulated peers. Its barriers cost nothing here, which favours it.
+one rank's part each, on the same emulated peers. Its barriers cost nothing here, which favors it.
 
 The link is measured first and used for predictions; products are predicted with the model "h100". Times are medians of
 device times: the device is kept busy until the host has enqueued a call, so that host time does not count. Operands may
@@ -50,13 +50,13 @@ from shardwright._planner import (
 MODEL = overlap_model.MODEL
 FP8 = "float8_e4m3fn"
 DTYPES = {"cuda": ("bfloat16", FP8), "cpu": ("float32", FP8)}
-MOST_ERROR = {"bfloat16": 1e-2, "float32": 1e-5}  # of the norm, by the dtype of results
+MOST_ERROR = {"bfloat16": 1e-2, "float32": 1e-5}  # tolerance relative to the norm, by dtype of results
 CONTENTION_TOKENS, CONTENTION_PRODUCTS = 8192, 10
 SCHEDULE_FIGURES = ("emulated_us", "predicted_us", "emulated_e", "predicted_e")
-CLOSE = 1.05  # times within this of each other count as equal
+CLOSE = 1.05  # times within this factor count as equal
 
 QUICK_SHAPES = tuple(dataclasses.replace(shape, k=shape.k // 16, n=shape.n // 16) for shape in SHAPES[::3])
-QUICK_TOKENS = (128,)  # with fewer, chunks would cut columns too, which emulated peers cannot send
+QUICK_TOKENS = (128,)  # with fewer rows, chunks would cut columns too, which emulated peers cannot send
 
 
 # ---- operands
@@ -67,24 +67,24 @@ def result_of(dtype: str) -> str:
 
 
 def powers_of_two(count: int, around: int = 0) -> torch.Tensor:
-    """Scales, on the host."""
+    """Returns scales on the host."""
     return 2.0 ** torch.randint(around - 1, around + 2, (count,))
 
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Of one product. Of 8-bit floats the weight is the view of (n, k), and scales are of shapes (m, 1) and (1, n)."""
+    """Operands of a product. For 8-bit floats, the weight is a view of (n, k); scales have shapes (m, 1), (1, n)."""
 
     x: torch.Tensor  # (m, k)
     weight: torch.Tensor  # (k, n)
     scales: tuple[torch.Tensor, ...] = ()
 
     def as_inputs(self) -> list[torch.Tensor]:
-        """Of a program."""
+        """Returns the operands as inputs of a program."""
         return [self.x, self.weight.t() if self.scales else self.weight, *(scale.view(-1) for scale in self.scales)]
 
     def product(self) -> torch.Tensor:
-        """By PyTorch; with scales of what they stand for, in float32."""
+        """Computes the product by PyTorch; with scales, from the dequantized operands in float32."""
         if not self.scales:
             return self.x @ self.weight
         return (self.x.float() @ self.weight.float()).mul_(self.scales[0]).mul_(self.scales[1])
@@ -93,7 +93,7 @@ class Operands:
 def multiply_scaled(
     x: torch.Tensor, weight: torch.Tensor, *, scale_a: torch.Tensor, scale_b: torch.Tensor, out: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    """Ours, called as torch.ops.aten._scaled_mm.out is."""
+    """Runs our product with the interface of torch.ops.aten._scaled_mm.out."""
     (m, k), n = x.shape, weight.shape[1]
     gemm = _runtime.Gemm((m, n, k), (0, k, 1), (0, 1, k), (0, n, 1))
     flat = [t.view(-1) for t in (x, weight.t(), scale_a, scale_b, out)]
@@ -106,16 +106,16 @@ class Bench:
     device: torch.device
     peers: EmulatedPeers
     clock: Clock
-    arenas: dict[str, torch.Tensor]  # by dtype, bytes on the host: what peers hold
+    arenas: dict[str, torch.Tensor]  # peers' data by dtype, as bytes on the host
     groups: dict[int, dist.ProcessGroup]  # by number of ranks
     topology: sw.Topology
-    multiplies_8_bits: bool  # the device does, with scales by row
+    multiplies_8_bits: bool  # true if the device multiplies them, with scales by row
 
     def random(self, *shape: int, dtype: str, scale: float = 1.0) -> torch.Tensor:
         return (scale * torch.randn(shape, device=self.device)).to(getattr(torch, dtype))
 
     def operands(self, m: int, n: int, k: int, dtype: str) -> Operands:
-        """The product's elements are about 1."""
+        """Returns random operands such that the product's elements are about 1."""
         if dtype != FP8:
             return Operands(self.random(m, k, dtype=dtype), self.random(k, n, dtype=dtype, scale=k**-0.5))
         x_scale, weight_scale = powers_of_two(m), powers_of_two(n, round(-math.log2(k) / 2))
@@ -123,9 +123,9 @@ class Bench:
         return Operands(x, weight.t(), (x_scale[:, None].to(self.device), weight_scale[None].to(self.device)))
 
     def hold(self, num_ranks: int, shape: tuple[int, int], dtype: str) -> list[Held]:
-        """Gives every peer a tensor of this shape; of 8-bit floats scales go ahead of it. Returns them.
+        """Gives every peer a tensor of this shape; for 8-bit floats, scales precede it. Returns them.
 
-        Where an earlier case had scales are elements now: no byte of a power of two as float32 is a NaN of 8 bits.
+        Bytes of an earlier case's scales may become elements: no byte of a float32 power of two is an 8-bit NaN.
         """
         rows, elements = shape[0], getattr(torch, dtype)
         scale_bytes = 4 * rows if dtype == FP8 else 0
@@ -147,13 +147,13 @@ class Bench:
 
 @dataclasses.dataclass
 class Case:
-    """Operands of this rank, and what comes of them."""
+    """Operands of this rank, and their results."""
 
     own: Operands
-    whole: Operands  # of the unsplit product
+    whole: Operands  # result of the unsplit product
     expected: torch.Tensor
     held: list[Held]
-    communicate: Callable[[], object]  # alone
+    communicate: Callable[[], object]  # transfer alone
 
 
 def make_case(bench: Bench, shape: Shape, num_ranks: int, tokens: int, dtype: str) -> Case:
@@ -186,7 +186,7 @@ def make_case(bench: Bench, shape: Shape, num_ranks: int, tokens: int, dtype: st
 
 
 def join(part: torch.Tensor, held: Sequence[Held]) -> torch.Tensor:
-    """This rank's part and its peers'."""
+    """Returns this rank's part joined with its peers' parts."""
     whole = part.new_empty(len(held) * part.shape[0], part.shape[1])
     for r, place in enumerate(whole.chunk(len(held))):
         place.copy_(part if r == RANK else held[r][part.dtype])
@@ -203,9 +203,9 @@ def judge(result: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
 
 
 def gemm_us(bench: Bench, whole: Operands) -> dict[str, float]:
-    """By who multiplies."""
+    """Returns the time of the unsplit product by implementation."""
     if not whole.scales:
-        turned = whole.weight.t().contiguous().t()  # the faster one of both ways that the weight may lie
+        turned = whole.weight.t().contiguous().t()  # the faster of both storage orders of the weight
         return {"torch": min(bench.clock.us(lambda w=w: torch.mm(whole.x, w)) for w in (whole.weight, turned))}
     a, b = whole.scales
     out = torch.empty(whole.x.shape[0], whole.weight.shape[1], dtype=torch.bfloat16, device=bench.device)
@@ -225,7 +225,7 @@ def e_of(total: float, gemm: float, serial: float) -> float | None:
 
 
 def time_schedules(bench: Bench, matmul: Matmul, case: Case, num_ranks: int, gemm: float) -> list[dict]:
-    """Every schedule there is a prediction for, serial first; `gemm` is the unsplit product's time."""
+    """Times every schedule with a prediction, serial first; `gemm` is the unsplit product's time."""
     model = sw.planning.GemmModel.named(MODEL)
     forecasts = matmul.predictions(model)
     predicted_gemm, predicted_serial = matmul.timeline(Schedule("serial"), model)["gemm_ps"], forecasts[0][1]
@@ -267,7 +267,7 @@ def time_async_tp(bench: Bench, kind: str, case: Case, num_ranks: int, gemm: flo
     try:
         verdict = judge(call(), case.expected)
         us = round(bench.clock.us(call), 1)
-    except Exception as exception:  # PyTorch's code is private and may be another one: what it says is the reason
+    except Exception as exception:  # PyTorch's code is private and may differ: its error is the reason
         reason = f"{type(exception).__name__}: {exception}"
         return {"async_tp_us": None, "async_tp_e": None, "async_tp_right": None, "async_tp_not_run": reason}
     return {
@@ -279,7 +279,7 @@ def time_async_tp(bench: Bench, kind: str, case: Case, num_ranks: int, gemm: flo
 
 
 def measure(bench: Bench, shape: Shape, num_ranks: int, tokens: int, dtype: str) -> dict:
-    """A row of the results; times in microseconds."""
+    """Returns a row of the results; times in microseconds."""
     model = sw.planning.GemmModel.named(MODEL)
     casts = sw.stats()["product_fallbacks"]
     scaled_to = result_of(dtype) if dtype == FP8 else None
@@ -324,7 +324,7 @@ def measure(bench: Bench, shape: Shape, num_ranks: int, tokens: int, dtype: str)
 
 
 def slow_down(bench: Bench, shape: Shape, num_ranks: int, tokens: int) -> dict:
-    """By how much unsplit products take longer while copy engines are busy in both directions; CUDA only."""
+    """Returns the slowdown of unsplit products while copy engines are busy in both directions; CUDA only."""
     m, n, k = shape.product(num_ranks, tokens)
     dtype = DTYPES["cuda"][0]
     x, weight, out = (bench.random(*sizes, dtype=dtype) for sizes in ((m, k), (k, n), (m, n)))
@@ -373,7 +373,7 @@ def slow_downs(bench: Bench, shapes: Sequence[Shape], tokens: int) -> list[dict]
 
 
 def check_public_functions(bench: Bench, dtype: str) -> None:
-    """The functions for plain tensors, in every method. Raises AssertionError where a result is wrong."""
+    """Checks the functions for plain tensors, with every method. Raises AssertionError if a result is wrong."""
     for num_ranks, group in bench.groups.items():
         for kind in KINDS:
             shape = Shape(kind, "small", 64 * num_ranks, 32 * num_ranks)
@@ -394,7 +394,7 @@ def check_public_functions(bench: Bench, dtype: str) -> None:
 
 
 def summarise(rows: list[dict]) -> list[dict]:
-    """By kind, dtype and number of ranks."""
+    """Summarizes the rows by kind, dtype and number of ranks."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         groups.setdefault((row["kind"], row["dtype"], row["ranks"]), []).append(row)
@@ -436,7 +436,7 @@ def summary_of(rows: list[dict]) -> dict:
 
 
 def complaints(bench: Bench, rows: list[dict], summary: list[dict]) -> list[str]:
-    """Why this run has failed, if it has."""
+    """Returns the reasons why this run has failed, if any."""
     found = []
     wrong = sum(line["wrong_results"] for line in summary)
     if wrong:
@@ -445,7 +445,7 @@ def complaints(bench: Bench, rows: list[dict], summary: list[dict]) -> list[str]
     if casts and bench.multiplies_8_bits:
         found.append(f"{casts} products of 8-bit floats were cast: {sw.stats()['product_fallback_reasons']}")
     reasons = {row["async_tp_not_run"] for row in rows} - {None}
-    if reasons and bench.device.type == "cpu":  # where the code is checked
+    if reasons and bench.device.type == "cpu":  # quick runs only check the code
         found.append(f"AsyncTP has not run: {reasons}")
     return found
 
@@ -458,7 +458,7 @@ COLUMNS = (
 
 
 def say_row(row: dict) -> None:
-    """As a line of a Markdown table."""
+    """Returns the row as a line of a Markdown table."""
     wrong = "" if all(schedule["right"] for schedule in row["schedules"]) else " WRONG"
     wrong += " ASYNC_TP WRONG" if row["async_tp_right"] is False else ""
     print("| " + " | ".join(str(row[key]) for key in COLUMNS) + wrong + " |", flush=True)
@@ -467,7 +467,7 @@ def say_row(row: dict) -> None:
 
 
 def make_bench(device: torch.device, shapes: Sequence[Shape], tokens: Sequence[int]) -> tuple[Bench, dict]:
-    """The groups, what peers hold, and the measured link."""
+    """Returns the groups, the peers' data, and the measured link."""
     dist.init_process_group("fake", rank=RANK, world_size=max(RANKS), store=FakeStore())
     groups = {n: dist.new_group(list(range(n))) for n in RANKS}
     is_cuda = device.type == "cuda"
@@ -486,7 +486,7 @@ def make_bench(device: torch.device, shapes: Sequence[Shape], tokens: Sequence[i
 
 
 def run(bench: Bench, shapes: Sequence[Shape], tokens: Sequence[int], until: float) -> tuple[list[dict], int]:
-    """Rows, and how many cases are left out because `until` has come; those of most tokens come first."""
+    """Returns rows, and the number of cases that were skipped after `until`; cases with the most tokens run first."""
     print("\nPeers are emulated.\n\n| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     dtypes = DTYPES[bench.device.type]
     rows, left_out = [], 0
@@ -508,7 +508,7 @@ def main() -> None:
     parser.add_argument("--json", help="default: results/gpu_overlap.json")
     options = parser.parse_args()
     if options.device == "cpu" and not options.quick:
-        parser.error("--device cpu: times there say nothing; allowed is --device cpu --quick")
+        parser.error("--device cpu must be given together with --quick, because times on CPU are meaningless")
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu_overlap: no GPU here. Nothing was run.")
         return

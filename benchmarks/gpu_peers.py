@@ -1,10 +1,9 @@
-"""Gathers and ring products over NCCL, against the same through arenas that peers copy from, and there against products
-that wait on flags, on all GPUs of a machine.
+"""Times gathers and ring products over NCCL and through peer arenas, and products that wait for flags, on all GPUs.
 
     make gpu                                              # with everything else that needs a GPU
 
-Needs two GPUs that see each other's memory; with fewer it says so and measures nothing. E is the share of the shorter
-of product and transfer that is hidden: (g + c - T) / min(g, c).
+Needs two GPUs that can access each other's memory; otherwise it prints a message and measures nothing. E is the hidden
+share of the shorter of product and transfer: (g + c - T) / min(g, c).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ REPEATS, CALLS = 7, 5
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
-    """The lower quartile of batches, each as long as on the slowest rank."""
+    """Returns the lower quartile of batches, with the time of the slowest rank for each batch."""
     call()
     times = []
     for _ in range(REPEATS):

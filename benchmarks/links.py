@@ -1,4 +1,4 @@
-"""Times products that overlap with moves, and redistributes, over links of a given rate between network namespaces.
+"""Times overlapping products and redistributes over links of a given rate between network namespaces.
 
     make bench-links                                      # about twelve minutes; results/links-torch<version>.json
     make bench-links ARGS="--quick --out /tmp/links.json" # a minute
@@ -54,11 +54,11 @@ METHODS = [("serial", 1)] + [(method, chunks) for method in ("ring", "collective
 MOVED = (2048, 1024)  # shape of the tensor that is redistributed
 
 ROUNDS, QUICK_ROUNDS = 7, 3
-AGAIN = 3  # times as many turns for what is compared again
-RIVALS = 2  # the number of methods, fastest first, that the chosen one is compared with again
-COMPUTES_LONGER = 1.5  # times as long as the transfer alongside it
-LEAST_HIDDEN = 0.1  # if less of the shorter one can be hidden, its share says nothing
-LONG_SECONDS = 0.020  # if product and transfer take at least this long, what is hidden is judged
+AGAIN = 3  # factor of turns for the second comparison
+RIVALS = 2  # number of the fastest methods that the chosen one is compared with again
+COMPUTES_LONGER = 1.5  # length relative to the concurrent transfer
+LEAST_HIDDEN = 0.1  # below this share of the shorter one, `hidden_of_possible` is meaningless
+LONG_SECONDS = 0.020  # rows with at least this time of product and transfer count as long
 
 
 # ---- on every rank
@@ -97,10 +97,10 @@ def product_calls(kind: str, operands: tuple[DTensor, DTensor], gathered: torch.
 
 
 def cpu_seconds_of_transfer(product: Callable, transfer: Callable, seconds: dict[str, float], rounds: int) -> float:
-    """Returns by how much longer a fixed amount of products takes on all ranks if the transfer is under way meanwhile.
+    """Returns the slowdown of a fixed amount of products on all ranks during the transfer.
 
-    A transfer costs time on the core of its rank: the process's own, and that of the kernel, which no account of the
-    process shows. Products take so long that the transfer ends before they do.
+    A transfer takes time on the core of its rank: that of the process, and that of the kernel, which is not accounted
+    to the process. The products take longer than the transfer.
     """
     times = math.ceil(COMPUTES_LONGER * seconds["transfer"] / seconds["product"])
 
@@ -120,7 +120,7 @@ def cpu_seconds_of_transfer(product: Callable, transfer: Callable, seconds: dict
 def compared_again(calls: dict[str, Callable], chosen: str, seconds: dict[str, float], rounds: int) -> dict[str, float]:
     """Times the chosen method and its fastest rivals again, in turns.
 
-    The fastest of many timings is rather one that had luck. So it only says which methods are compared.
+    The fastest of many timings is biased by chance. So the first timings only select the methods to compare.
     """
     others = [f"{method} {chunks}" for method, chunks in METHODS if f"{method} {chunks}" != chosen]
     rivals = sorted(others, key=seconds.__getitem__)[:RIVALS]
@@ -128,10 +128,10 @@ def compared_again(calls: dict[str, Callable], chosen: str, seconds: dict[str, f
 
 
 def hidden_of_possible(product: float, transfer: float, cpu: float, took: float) -> float | None:
-    """Returns the share of what can be hidden that is, or None if nothing can be.
+    """Returns the hidden share of the time that can be hidden, or None if nothing can be hidden.
 
-    The product loses the processor time of the transfer, however well they overlap. So nothing ends before the longer
-    one of the transfer and of the product with that time.
+    The product loses the processor time of the transfer, however well they overlap. So the minimum time is the maximum
+    of the transfer, and of the product plus this processor time.
     """
     most = product + transfer - max(transfer, product + cpu)
     return round((product + transfer - took) / most, 3) if most > LEAST_HIDDEN * min(product, transfer) else None
@@ -195,7 +195,7 @@ def _due(calls: dict[str, Callable], mesh: DeviceMesh) -> DTensor:
 
 
 def sent_by_nodes(call: Callable[[], Any]) -> int:
-    """Returns the bytes that the busiest node sent, by its interface's counter, with headers and barriers."""
+    """Returns the bytes that the busiest node sent, by its interface's counter, including headers and barriers."""
     dist.barrier()
     before = int(SENT.read_text())
     dist.barrier()
@@ -206,7 +206,7 @@ def sent_by_nodes(call: Callable[[], Any]) -> int:
 
 
 def measure_move(src: str, dst: str, mesh: DeviceMesh, network: Network, rounds: int) -> dict[str, Any]:
-    """Returns one row: stock, ours and forced plans, with what left a node and the time for that at the rate."""
+    """Returns one row: stock, ours and forced plans, with the bytes that left a node and their time at the rate."""
     generator = torch.Generator().manual_seed(2)
     whole = torch.randint(-3, 4, MOVED, generator=generator).float()
     num_ranks = network.nodes * network.per_node
@@ -256,7 +256,7 @@ def _waited(moved: DTensor) -> torch.Tensor:
 def run_rank(network: Network, is_quick: bool, out: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
-    for module in ("tensor._redistribute", "tensor._collective_utils"):  # warnings about slow ways
+    for module in ("tensor._redistribute", "tensor._collective_utils"):  # performance warnings
         logging.getLogger(f"torch.distributed.{module}").setLevel(logging.ERROR)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     num_ranks = network.nodes * network.per_node

@@ -28,7 +28,7 @@ def describe(*packages: str, date: str | None = None) -> dict:
 
 
 def write(path: str | Path, results: dict) -> None:
-    """Writes results as JSON, a row of a list on a line, and prints where."""
+    """Writes results as JSON, with a line for each list item, and prints the path."""
     path = Path(path).resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_text(results) + "\n")

@@ -1,4 +1,4 @@
-"""Times many tensors on Gloo ranks of this machine: `sw.redistribute_many`, and one `sw.redistribute_local` for each.
+"""Times many tensors on Gloo ranks of this machine: `sw.redistribute_many`, and one `sw.redistribute_local` per tensor.
 
     make bench-many                                       # results/many_tensors-torch<version>.json
     make bench-many ARGS="--quick --out /tmp/quick.json"
@@ -6,8 +6,7 @@
     many        one call for all tensors
     each        one call of redistribute_local per tensor, one after the other
 
-They take turns, batch by batch; README.md says how a time is made from the batches. The exit status is 1 if a result is
-wrong.
+They alternate batch by batch; README.md describes the statistics of batches. The exit status is 1 if a result is wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def layouts(where: str, rows: int) -> tuple[sw.Layout, sw.Layout]:
 
 
 def measure(where: str, count: int, rows: int, seconds: float) -> dict:
-    """The same row on every rank."""
+    """Returns one row, the same on every rank."""
     rank = dist.get_rank()
     src, dst = layouts(where, rows)
     whole = torch.arange(rows * 256).view(rows, 256).to(torch.bfloat16)
@@ -82,7 +81,7 @@ def measure(where: str, count: int, rows: int, seconds: float) -> dict:
 
 
 def run_rank(quick: bool, seconds: float, out: str, head: dict) -> None:
-    """What every rank does; rank 0 prints and writes."""
+    """Runs everything on one rank; rank 0 prints and writes."""
     cases = [(where, *case) for where in MESHES for case in CASES]
     rows = []
     say(f"{'meshes':<12}{'tensors':>8}{'rows':>7}{'many us':>10}{'each / many':>13}{'messages':>10}")

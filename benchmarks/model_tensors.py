@@ -1,9 +1,9 @@
-"""The tensors of published models, with how a trainer and a server cut them: names, shapes and placements, no values.
+"""The tensors of published models: names, shapes, and placements on a trainer and a server, without values.
 
 Shapes are those of the models' configurations on the Hugging Face hub (meta-llama/Llama-3.1-8B, Qwen/Qwen3-30B-A3B),
 with every width divided by the same number. A trainer cuts dim 0 of every tensor (FSDP2). A server is tensor-parallel:
 columns of q, k, v, gate and up, rows of o and down, the vocabulary; norms and routers on every rank. It holds whole
-experts, by turns.
+experts, round robin.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLUMNS, ROWS, EVERYWHERE = "S(0)", "S(1)", "R"
 class Weight:
     name: str
     shape: tuple[int, ...]
-    served: str  # its placement on the server's ranks; that of the trainer is TRAINED
+    served: str  # placement on the server's ranks; the trainer's is TRAINED
 
     @property
     def elements(self) -> int:
@@ -30,7 +30,7 @@ class Weight:
 
 
 def llama_8b(divide: int = 8) -> list[Weight]:
-    """291 tensors."""
+    """Returns 291 tensors."""
     hidden, ffn, kv, vocab = (n // divide for n in (4096, 14336, 1024, 128256))
     layers: list[Weight] = []
     for i in range(32):
@@ -41,7 +41,7 @@ def llama_8b(divide: int = 8) -> list[Weight]:
 
 
 def qwen3_moe(divide: int = 16, servers: int = 2) -> list[Weight]:
-    """18,867 tensors, 18,432 of them of experts."""
+    """Returns 18,867 tensors, of which 18,432 belong to experts."""
     hidden, expert, q, kv, head, vocab = (n // divide for n in (2048, 768, 4096, 512, 128, 151936))
     layers: list[Weight] = []
     for i in range(48):

@@ -1,4 +1,4 @@
-"""Runs a benchmark on ranks over limited links (tools/testnet) and brings its figures back."""
+"""Runs a benchmark on ranks over limited links (tools/testnet) and returns its results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Network(NamedTuple):
 
     @staticmethod
     def parse(numbers: Sequence[str]) -> Network:
-        """Reads what `run` passes."""
+        """Parses the arguments that `run` passes."""
         nodes, per_node, gbit = numbers
         return Network(int(nodes), int(per_node), float(gbit))
 

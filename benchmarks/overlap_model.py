@@ -1,4 +1,4 @@
-"""Predicts how much communication products hide: tables and a picture. Nothing is run or measured.
+"""Predicts the communication that products hide: tables and a picture. Nothing is run or measured.
 
     python benchmarks/overlap_model.py                    # a few seconds; needs neither torch nor a GPU
 
@@ -38,7 +38,7 @@ RANKS = (4, 8)
 BANDWIDTHS = (50, 200, 450)  # GB/s
 STEP_PS = 12_000_000
 MESSAGE_PS = {50: 4_000_000, 200: 1_000_000, 450: 1_000_000}
-MEMORY_PS_PER_KIB = 682  # of local copies, as in the tables
+MEMORY_PS_PER_KIB = 682  # rate of local copies, as in the tables
 MODEL = "h100"
 GALLERY = Path(__file__).resolve().parent.parent / "docs" / "gallery"
 
@@ -83,10 +83,10 @@ def matmul_of(
     dtype: str = "bfloat16",
     scaled_to: str | None = None,
 ) -> Matmul:
-    """Makes the product on a mesh of one dim, as NCCL carries it out.
+    """Makes the product on a mesh of one dim, with NCCL's lowering.
 
-    `scaled_to`: of 8-bit floats with scales by row, the dtype of the product. Their weight is stored (n, k), as units
-    for them want it.
+    `scaled_to`: for 8-bit floats with scales by row, the dtype of the product. Their weight is stored (n, k), the order
+    that the hardware requires.
     """
     mesh = sw.Mesh({"tp": num_ranks})
     letters = "kn" if scaled_to is None else "nk"
@@ -123,7 +123,7 @@ def one_node(gb_per_second: int) -> sw.Topology:
 
 
 def predict(shape: Shape, num_ranks: int, tokens: int, gb_per_second: int) -> dict:
-    """A row of the results; times in microseconds."""
+    """Returns a row of the results; times in microseconds."""
     model = sw.planning.GemmModel.named(MODEL)
     matmul = matmul_of(shape, num_ranks, tokens, one_node(gb_per_second))
     serial = matmul.timeline(Schedule("serial"), model)
@@ -154,7 +154,7 @@ def predict(shape: Shape, num_ranks: int, tokens: int, gb_per_second: int) -> di
 
 
 def summarise(rows: list[dict]) -> list[dict]:
-    """Summarises the rows by kind and bandwidth."""
+    """Summarizes the rows by kind and bandwidth."""
     summary = []
     for kind in KINDS:
         for gb_per_second in BANDWIDTHS:

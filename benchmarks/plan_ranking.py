@@ -38,11 +38,11 @@ from shardwright.runtime import executables  # noqa: E402
 
 DIM_NAMES = ("a", "b", "c")
 
-BATCH_SECONDS = 0.01  # what a batch of one plan takes, if a single call does not take longer
+BATCH_SECONDS = 0.01  # time of a batch of one plan, unless a single call takes longer
 MAX_CALLS_PER_BATCH = 30
 ROUNDS = (5, 60)
 
-CLOSE = 1.1  # times within this of each other count as equal
+CLOSE = 1.1  # times within this factor count as equal
 CHOSEN, AGAIN = "chosen", "chosen, again"
 
 
@@ -80,7 +80,7 @@ def _steps(plan: sw.Plan) -> tuple:
 
 
 def measure(pair: Pair, mesh: DeviceMesh, topology: sw.Topology, pair_seconds: float) -> dict:
-    """Runs the plans of a pair in turns. Returns the same row on every rank."""
+    """Runs the plans of a pair alternately. Returns the same row on every rank."""
     here = coordinate(mesh)
     local, expected = source_local(pair.case, pair.n, here), expected_local(pair.case, pair.n, here)
     plans = plans_for(pair, mesh, topology)
@@ -90,7 +90,7 @@ def measure(pair: Pair, mesh: DeviceMesh, topology: sw.Topology, pair_seconds: f
         executable = executables.bind(plan, device_mesh=mesh)
         calls[name] = lambda executable=executable: executable.run(local)
         right[name] = bool(over_ranks([float(torch.equal(calls[name](), expected))], dist.ReduceOp.MIN)[0])
-    calls[AGAIN] = calls[CHOSEN]  # timed twice: differences between plans only count if they exceed its own
+    calls[AGAIN] = calls[CHOSEN]  # timed twice: the difference of its two times is the noise
     times = timing.among_ranks(calls).of_length(pair_seconds, BATCH_SECONDS, ROUNDS, MAX_CALLS_PER_BATCH)
     us = times.us()
     again = us.pop(AGAIN)
@@ -176,7 +176,7 @@ def run_rank(pairs: tuple[Pair, ...], seconds: float, out: str) -> None:
 
 
 def summarise(rows: list[dict]) -> dict:
-    """Counts how often the chosen plan is as good as the fastest, and how often two plans are in the right order."""
+    """Counts pairs whose chosen plan is as good as the fastest, and pairs of plans in the right order."""
     apart = right_order = 0
     for row in rows:
         for i, one in enumerate(row["plans"]):

@@ -1,7 +1,7 @@
 // Times planning with Google Benchmark. benchmarks/planning.py runs it and adds Python and PyTorch.
 //
 // An iteration plans one pair of layouts with empty caches and computes the certificate except for peak memory.
-// median_us and p90_us are over pairs, each with its least time.
+// median_us and p90_us are over pairs, with the shortest time of each pair.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -23,10 +23,10 @@ struct Setting {
   std::vector<int64_t> mesh;
   std::vector<int64_t> shape;
   bool sums;      // sources have pending reductions too
-  size_t stride;  // every how many-th pair
+  size_t stride;  // stride over the pairs
 };
 
-constexpr size_t kRepeats = 3;  // of a pair, one after the other
+constexpr size_t kRepeats = 3;  // consecutive repetitions of a pair
 
 // planning.py draws the same pairs.
 const std::vector<Setting> kSettings{

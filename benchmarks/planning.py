@@ -50,7 +50,7 @@ def pairs(mesh: Sequence[int], shape: Sequence[int], sums: bool, stride: int) ->
 
 
 def cold_us(plan: Callable[[], sw.Plan]) -> float:
-    """Returns the shortest of some cold runs, which compute the same figures of the certificate as planning.cpp."""
+    """Returns the shortest of some cold runs, which compute the same part of the certificate as planning.cpp."""
 
     def with_figures() -> None:
         made = plan()

@@ -1,4 +1,4 @@
-// Searches for plans and certificates that take long: CPU seconds of each on random pairs of layouts, and the slowest.
+// Searches for slow plans and certificates: CPU seconds on random pairs of layouts, and the slowest pairs.
 //
 //   shardwright_planning_hunt [--seed N] [--cases N] [--ranks N] [--list]
 //   shardwright_planning_hunt --on-meshes [--seed N] [--cases N] [--list] [--json FILE]
@@ -91,7 +91,7 @@ MeshPtr mesh_of(const Case& one) {
   return std::make_shared<Mesh>(names, one.mesh);
 }
 
-// As parse_placements, with "S(0)#1" for the shard that is second to cut tensor dim 0.
+// Like parse_placements, with "S(0)#1" for the second shard that cuts tensor dim 0.
 Layout layout_of(const Case& one, const MeshPtr& mesh, const std::string& text) {
   std::string plain;
   std::vector<std::pair<int, int64_t>> places;  // by mesh dim
@@ -120,7 +120,7 @@ class Draw {
  public:
   Draw(uint64_t seed, int64_t most_ranks) : random_(seed), most_ranks_(most_ranks) {}
 
-  // On one of kMeshes, with every part of one size or some not; orders of cuts and strided shards now and then.
+  // Draws a pair on one of kMeshes, with equal or unequal parts, sometimes with orders of cuts and strided shards.
   Case on(const std::vector<int64_t>& mesh, bool is_even) {
     while (true) {
       Case one;
@@ -159,7 +159,7 @@ class Draw {
   }
 
  private:
-  // By hand, because the distributions of the standard library differ between implementations.
+  // Written by hand, because the distributions of the standard library differ between implementations.
   size_t below(size_t count) { return random_() % count; }
 
   template <typename T>
@@ -177,7 +177,7 @@ class Draw {
     }
   }
 
-  // Batches, sequences, heads, hidden sizes and vocabularies, some with a few more or less.
+  // Sizes of batches, sequences, heads, hidden layers and vocabularies, some slightly larger or smaller.
   std::vector<int64_t> shape() {
     const std::vector<int64_t> sizes{1,     2,     4,     8,     16,    32,     64,     128,    512,    1024,   2048,
                                      2560,  4096,  5120,  7168,  8192,  11008,  14336,  16384,  18432,  28672,  32000,
@@ -194,7 +194,7 @@ class Draw {
     }
   }
 
-  // Now and then alike on all mesh dims: all of them cut one tensor dim, or all are pending.
+  // Sometimes the same on all mesh dims: all cut one tensor dim, or all are pending.
   std::string placements(const std::vector<std::string>& choices, size_t mesh_dims) {
     const bool is_alike = below(4) == 0;
     std::vector<std::string> all{of(choices)};
@@ -209,7 +209,7 @@ class Draw {
     return shape;
   }
 
-  // R, shards and sums for each mesh dim; of four, one has its shards in some other order, and one a strided shard.
+  // Draws R, shards and sums for each mesh dim. One of four layouts has another shard order, and one a strided shard.
   std::string ordered_placements(const std::vector<int64_t>& mesh, size_t tensor_dims, bool with_sums) {
     std::vector<std::string> all;
     std::vector<std::vector<size_t>> cutting(tensor_dims);

@@ -1,10 +1,10 @@
-"""What named moves between meshes cost: shardwright's plans, and other libraries' schemes as simulated.
+"""Computes the cost of named moves between meshes: shardwright's plans, and simulated schemes of other libraries.
 
     make bench-reshard                                    # seconds; results/reshard_cases.json and the page's tables
 
-Nothing is sent: figures are computed from layouts, and times are predicted with one table of latencies and bandwidths
-for all. reshard_schemes.py holds the schemes. docs/resharding_cases.md shows the results, and the lines between its
-markers are written by this script.
+Nothing is sent: costs are computed from layouts, and times are predicted with one table of latencies and bandwidths for
+all. reshard_schemes.py has the schemes. docs/resharding_cases.md shows the results; this script writes the lines
+between its markers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Case:
     src: End
     dst: End
     dtype: str = "bfloat16"
-    small: tuple[int, ...] = ()  # a shape of the same kind whose elements tests can look at one by one
+    small: tuple[int, ...] = ()  # a small shape of the same kind for element-wise tests
     ranks_per_node: int = 8
     experts: bool = False
 
@@ -43,7 +43,7 @@ class Case:
 
 
 def at(sizes: str, placements: str, first: int = 0, ranks: list[int] | None = None) -> End:
-    """at("2x4", "S(0) R", 8): a mesh of ranks from 8 on."""
+    """Returns an end: at("2x4", "S(0) R", 8) is on a mesh of ranks from 8 on."""
     shape = tuple(map(int, sizes.split("x")))
     count = 1
     for size in shape:
@@ -196,7 +196,7 @@ CHANGING_RANKS = [
     Case("gradients of DP 8, summed, to 8 replicas", (8192, 8192), at("8", "P"), at("8", "R", 8), "float32", (16, 4)),
 ]
 
-# Layouts that are no torch.chunk of the tensor.
+# Layouts with cuts other than torch.chunk.
 OTHER_LAYOUTS = [
     Case(
         "fused QKV: TP 8 to 2 x TP 4",
@@ -232,7 +232,7 @@ CASES = [*ALPA, *LLAMA, *EXPERTS, *SAME_RANKS, *CHANGING_RANKS, *OTHER_LAYOUTS]
 
 
 def topology_of(case: Case) -> sw.Topology:
-    """The built-in topology 64x8, with as many ranks on a node as the case has."""
+    """Returns the built-in topology 64x8, with the case's number of ranks per node."""
     known, nodes = sw.Topology.named("64x8"), case.ranks_per_node
     links = known.inside, known.between
     return sw.Topology(f"64x{nodes}", nodes, known.step_ps, known.memory_ps_per_kib, *links)
@@ -260,7 +260,7 @@ def ours(case: Case, shape: tuple[int, ...] | None = None) -> tuple[sw.Plan, dic
 
 
 def compare(case: Case) -> dict:
-    """A row of results: the case, no plan's bounds, and figures of each scheme or why it cannot do it."""
+    """Returns a row of results: the case, lower bounds, and the costs of each scheme or the reason why it fails."""
     plan, figures_of_ours = ours(case)
     schemes: dict[str, dict | str] = {OURS: figures_of_ours}
     for name, scheme in SCHEMES.items():
@@ -298,7 +298,7 @@ def _us(time: float) -> str:
 
 
 def tables(rows: list[dict]) -> list[str]:
-    """The page's lines: predicted times, and then every figure of every scheme."""
+    """Returns the page's lines: predicted times, then all costs of every scheme."""
     names = [OURS, *SCHEMES]
     lines = ["### Predicted time", "", f"| case | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
     for row in rows:
@@ -335,7 +335,7 @@ def tables(rows: list[dict]) -> list[str]:
 
 
 def _faster_than_ours(rows: list[dict]) -> list[str]:
-    """A sentence, and a line for each case in which another scheme is predicted to be faster."""
+    """Returns a sentence, and a line for each case in which another scheme is predicted to be faster."""
     lines = []
     for row in rows:
         ours = row["schemes"][OURS]["predicted_us"]
@@ -353,7 +353,7 @@ def _mean_over_ours(rows: list[dict], name: str) -> str:
 
 
 def with_tables(page: str, rows: list[dict]) -> str:
-    """The page with the lines between its markers replaced."""
+    """Returns the page with the lines between its markers replaced."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n\n" + "\n".join(tables(rows)) + f"\n\n{END}{rest.split(END)[1]}"
 

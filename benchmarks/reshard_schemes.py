@@ -1,9 +1,9 @@
-"""How other libraries move a tensor between two layouts, simulated from their public sources.
+"""Schemes of other libraries that move a tensor between two layouts, simulated from their public sources.
 
-Each scheme is a function from a `Problem` to a `Schedule`: the messages of each step, in an order in which they can be
-carried out, and the memory that buffers take. A scheme that cannot do a problem raises `CannotDo` with the reason.
+Each scheme is a function from a `Problem` to a `Schedule`: the messages of each step in an executable order, and the
+memory of buffers. A scheme that does not support a problem raises `CannotDo` with the reason.
 docs/resharding_cases.md names the source of every rule here. Messages are boxes of the global tensor, so that tests can
-carry them out element by element.
+execute them element by element.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Box = tuple[tuple[int, int], ...]  # begin and end of each tensor dim
 
 
 class CannotDo(Exception):
-    """The scheme does not support this problem; the text says why."""
+    """The scheme does not support this problem; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class End:
-    """A mesh, and how the tensor lies on it."""
+    """A mesh, and the tensor's placements on it."""
 
     sizes: tuple[int, ...]
     placements: tuple[str, ...]
@@ -36,11 +36,11 @@ class End:
         return sw.Layout(mesh, shape, self.placements, dtype)
 
     def coordinates(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Ranks and their places, row-major."""
+        """Yields ranks and their coordinates, row-major."""
         return zip(self.ranks, itertools.product(*map(range, self.sizes)), strict=True)
 
     def cut_by(self) -> list[tuple[int, int]]:
-        """(mesh dim, tensor dim) of each mesh dim of more than one rank that cuts."""
+        """Returns (mesh dim, tensor dim) for each mesh dim of more than one rank that cuts."""
         pairs = enumerate(zip(self.sizes, self.placements, strict=True))
         return [(d, int(text[2:-1])) for d, (size, text) in pairs if size > 1 and text.startswith("S(")]
 
@@ -52,10 +52,10 @@ class Problem:
     dst: End
     item_bytes: int = 2
     ranks_per_node: int = 8
-    experts: bool = False  # tensor dim 0 counts experts, which frameworks keep as tensors of their own
+    experts: bool = False  # tensor dim 0 counts experts, which frameworks store as separate tensors
 
     def boxes(self, end: End) -> dict[int, Box]:
-        """What each rank holds. For plain shards and replicas alone, whose parts are one box."""
+        """Returns the box of each rank. Only for plain shards and replicas, whose parts are one box."""
         for text in end.placements:
             if text != "R" and not text.startswith("S("):
                 raise CannotDo(f"no {text.partition('(')[0]} placements")
@@ -70,8 +70,8 @@ class Message:
     sender: int
     receiver: int
     box: Box
-    forwarded: bool = False  # read from what the sender has received, not from the source
-    wire_elements: int | None = None  # if more than the box travels
+    forwarded: bool = False  # the sender reads received data instead of the source
+    wire_elements: int | None = None  # if more than the box is sent
 
     @property
     def elements(self) -> int:
@@ -81,7 +81,7 @@ class Message:
 @dataclass
 class Step:
     messages: list[Message]
-    hops: int = 1  # messages that must follow one another until the last rank has its first piece
+    hops: int = 1  # number of sequential messages until the last rank has its first piece
     is_pipelined: bool = False  # links within nodes and between them are busy at the same time
 
 
@@ -108,11 +108,10 @@ def is_one_run(box: Box, part: Box) -> bool:
 
 
 def figures(problem: Problem, schedule: Schedule, topology: sw.Topology) -> dict[str, float]:
-    """What the schedule costs the worst rank, with the formula that shardwright plans with.
+    """Returns the costs of the schedule for the worst rank, by shardwright's cost formula.
 
-    A step costs its latency, a message's latency for each message that a rank receives or sends, whichever is most, the
-    bytes that the busiest rank receives or sends over the links that they take, and a copy of what the worst rank then
-    holds.
+    A step costs its latency, the latency of each message that a rank receives or sends (whichever are more), the bytes
+    that the busiest rank receives or sends over their links, and a copy of the worst rank's data after the step.
     """
     received: Counter[int] = Counter()
     sent: Counter[int] = Counter()
@@ -170,7 +169,7 @@ def _links(topology: sw.Topology) -> list[tuple[bool, sw.planning.Link]]:
 
 
 def m2n_direct(problem: Problem) -> Schedule:
-    """Every source rank puts into every destination rank that it serves; ranks are divided evenly."""
+    """Each source rank puts into each destination rank that it serves; ranks are divided evenly."""
     src, dst = _m2n_side(problem, problem.src), _m2n_side(problem, problem.dst)
     messages = []
     for (replica, _), (receiver, need) in dst.items():
@@ -206,7 +205,7 @@ def m2n_ring(problem: Problem) -> Schedule:
 
 
 def _m2n_side(problem: Problem, end: End) -> dict[tuple[int, int], tuple[int, Box]]:
-    """{(replica, shard): (rank, box)}, after checking what the library asks for."""
+    """Returns {(replica, shard): (rank, box)} after checking the library's requirements."""
     boxes = problem.boxes(end)
     if set(problem.src.ranks) & set(problem.dst.ranks):
         raise CannotDo("meshes must be disjoint")
@@ -240,7 +239,7 @@ def _replicas(side: dict[tuple[int, int], tuple[int, Box]]) -> int:
 
 
 def _m2n_even(replica: int, of: int, servers: int) -> int:
-    """Which of the source's replicas serves one of the destination's."""
+    """Returns the source replica that serves a destination replica."""
     few, many = min(of, servers), max(of, servers)
     each, more = divmod(many, few)
     if servers >= of:
@@ -249,7 +248,7 @@ def _m2n_even(replica: int, of: int, servers: int) -> int:
 
 
 def _m2n_node_ranges(nodes: int, servers: int) -> Iterator[tuple[int, int, int]]:
-    """(replica of the source, first node, end of its nodes)."""
+    """Yields (replica of the source, first node, end of its nodes)."""
     if servers >= nodes:
         yield from ((node, node, node + 1) for node in range(nodes))
         return
@@ -277,7 +276,7 @@ def _m2n_limits(problem: Problem, messages: list[Message], fan_in: int, fan_out:
 
 
 def nemo(problem: Problem) -> Schedule:
-    """Stripes to the replicas and an all-gather where dim 0 divides, else all to one replica and a broadcast."""
+    """Stripes to the replicas and an all-gather if dim 0 divides, else everything to one replica and a broadcast."""
     src, dst = problem.boxes(problem.src), problem.boxes(problem.dst)
     holders: dict[Box, list[int]] = defaultdict(list)
     for rank in problem.src.ranks:
@@ -343,7 +342,7 @@ def _nemo_striped(
 
 
 def _packing(messages: Iterable[Message], src: dict[int, Box], dst: dict[int, Box]) -> dict[int, int]:
-    """Buffers for what is not one run in the source, or in the destination."""
+    """Returns the bytes of buffers for boxes that are not one run in the source, or in the destination."""
     extra: Counter[int] = Counter()
     for message in messages:
         if message.sender == message.receiver:
@@ -359,7 +358,7 @@ def _packing(messages: Iterable[Message], src: dict[int, Box], dst: dict[int, Bo
 
 
 def megatron(problem: Problem) -> Schedule:
-    """Each destination rank picks a replica of the source and receives from its ranks; everything at once."""
+    """Each destination rank picks a source replica and receives everything from its ranks at once."""
     src, dst = problem.boxes(problem.src), problem.boxes(problem.dst)
     pieces = _megatron_pieces(problem)
     replicas = _megatron_replicas(problem.src, problem.experts)
@@ -389,7 +388,7 @@ def _megatron_cuts(end: End, experts: bool) -> list[tuple[int, int]]:
 
 
 def _megatron_pieces(problem: Problem) -> list[Box]:
-    """The boxes that are sent one by one: experts, and tiles of the least common multiple of both cuts."""
+    """Returns the boxes of single messages: experts, and tiles of the least common multiple of both cuts."""
     src, dst = (_megatron_cuts(end, problem.experts) for end in (problem.src, problem.dst))
     for end in (problem.src, problem.dst):
         for d, t in _megatron_cuts(end, problem.experts):
@@ -415,7 +414,7 @@ def _megatron_pieces(problem: Problem) -> list[Box]:
 
 
 def _megatron_replicas(end: End, experts: bool) -> list[list[int]]:
-    """The ranks of each replica of the source; with experts, of each expert's weights."""
+    """Returns the ranks of each replica of the source; with experts, of each expert's weights."""
     cut = {d for d, t in end.cut_by() if not (experts and t == 0)}
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, where in end.coordinates():
@@ -424,7 +423,7 @@ def _megatron_replicas(end: End, experts: bool) -> list[list[int]]:
 
 
 def _megatron_choice(groups: list[list[int]], receiver: int) -> list[int]:
-    """One of its replicas by turns; the first for all where a replica is a single rank."""
+    """Returns a source replica, round robin; always the first if a replica is a single rank."""
     shards = len(groups[0])
     return groups[0] if shards == 1 else groups[receiver // shards % len(groups)]
 
@@ -433,7 +432,7 @@ def _megatron_choice(groups: list[list[int]], receiver: int) -> list[int]:
 
 
 def torchstore(problem: Problem) -> Schedule:
-    """Each destination rank reads whole parts of the source that it needs something of, from their first holder."""
+    """Each destination rank reads overlapping source parts in full, from the first rank that holds each."""
     src, dst = problem.boxes(problem.src), problem.boxes(problem.dst)
     messages, extra = [], Counter[int]()
     for receiver in problem.dst.ranks:

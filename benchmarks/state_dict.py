@@ -5,20 +5,21 @@
     make bench-state-dict ARGS="--links 0.5,1"            # only over links of these rates (root, iproute2)
 
 Ranks 0 and 1 train (every tensor cut along dim 0), ranks 2 and 3 serve (tensor-parallel, with whole experts): the
-tensors are those of model_tensors.py, in bfloat16. Three ways take turns, and the results of each are compared on every
+tensors are those of model_tensors.py, in bfloat16. Three contenders alternate, and their results are compared on every
 rank with tensors that torch.chunk cuts:
 
     many        one sw.redistribute_many for all, in buckets (if the installed shardwright has it)
     each        one sw.redistribute_local for each tensor
-    broadcast   each tensor is gathered by the trainer and broadcast to the server by its first rank; servers take parts
+    broadcast   the trainer gathers each tensor, and its first rank broadcasts it to the server; servers take parts
 
-A way's time is that of its slowest rank. Bytes are what reaches ranks, by sw.debug.wire_meter; memory is the most that
-PyTorch's allocator holds at once on the worst rank, results included; messages are those that the plans promise to the
-worst rank. For many, the plan's rounds, messages and buffers are recorded too. The exit status is 1 if a
-result is wrong, or if many or each receives more than the bound.
+A time is that of the slowest rank. Bytes are the bytes received, by sw.debug.wire_meter. Memory is the peak of
+PyTorch's allocator on the worst rank, results included. Messages are those that the plans predict for the worst rank.
+For many, the plan's rounds, messages and buffers are recorded too. The exit status is 1 if a result is wrong, or if
+many or each receives more than the bound.
 
-With --links, trainers are one node and servers another, and everything crosses one link between them (tools/testnet),
-which takes almost no processor time. There the time is also compared with what the link takes for every tensor once.
+With --links, trainers are one node and servers another, and all data crosses one link between them (tools/testnet),
+which takes almost no processor time. There the time is also compared with the time that the link needs to carry every
+tensor once.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class StateDict:
         return self._part(index, SERVERS, self.weights[index].served)
 
     def _part(self, index: int, ranks: tuple[int, ...], placement: str) -> torch.Tensor:
-        """By torch.chunk alone; nothing on ranks that hold nothing of it."""
+        """Returns this rank's part by torch.chunk; None on ranks without a part."""
         if self.rank not in ranks:
             return torch.empty(0, dtype=DTYPE)
         weight, place = self.weights[index], ranks.index(self.rank)
@@ -93,7 +94,7 @@ def part_of(whole: torch.Tensor, placement: str, place: int, count: int) -> torc
     return whole.chunk(count, int(placement[2:-1]))[place].contiguous()
 
 
-# ---- the ways
+# ---- contenders
 
 
 def each(state: StateDict) -> Results:
@@ -129,11 +130,11 @@ if hasattr(sw, "redistribute_many"):
     WAYS = {"many": many, **WAYS}
 
 
-# ---- what is measured
+# ---- measurements
 
 
 def promised_messages(state: StateDict) -> dict[str, int]:
-    """Messages to the worst rank. A broadcast is one message to each server, whatever it sends in between."""
+    """Returns the messages to the worst rank. A broadcast counts as one message to each server."""
     plans: dict[tuple[sw.Layout, sw.Layout], int] = {}
     for ends in state.ends:
         if ends not in plans:
@@ -145,7 +146,7 @@ def promised_messages(state: StateDict) -> dict[str, int]:
 
 
 def batch_figures(state: StateDict) -> dict[str, int]:
-    """What the batch promises. With all pairs of ranks in all rounds it would send the last of these messages."""
+    """Returns the batch's planned costs. The last one is the number of messages of all pairs of ranks in all rounds."""
     if "many" not in WAYS:
         return {}
     plan = sw.plan_many(state.ends, bucket_bytes=BUCKET_BYTES)
@@ -159,7 +160,7 @@ def is_right(state: StateDict, results: Results) -> bool:
 
 
 def allocated_peak(call: Callable[[], object]) -> float:
-    """The most bytes that PyTorch's allocator held at once for a call on this rank, results included."""
+    """Returns the peak bytes of PyTorch's allocator for a call on this rank, results included."""
     sw.runtime.release_staging()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -173,11 +174,11 @@ def allocated_peak(call: Callable[[], object]) -> float:
 
 
 def measure(name: str, weights: list[Weight], rounds: int) -> dict:
-    """The same row on every rank."""
+    """Returns one row, the same on every rank."""
     state = StateDict(weights)
     right, received, worst, peak = {}, {}, {}, {}
     for way, function in WAYS.items():
-        function(state)  # the first call makes plans, and ranks compare in it
+        function(state)  # the first call makes plans and compares them between ranks
         with sw.debug.wire_meter() as meter:
             results = function(state)
         right[way] = bool(over_ranks([float(is_right(state, results))], dist.ReduceOp.MIN)[0])
@@ -206,7 +207,7 @@ def measure(name: str, weights: list[Weight], rounds: int) -> dict:
 
 
 def run_rank(models: list[str], ways: list[str], rounds: int, quick: bool, out: str) -> None:
-    """What every rank does; rank 0 prints and writes the rows."""
+    """Runs everything on one rank; rank 0 prints and writes the rows."""
     for way in set(WAYS) - set(ways):
         del WAYS[way]
     made = {"llama-3.1-8b": llama_8b(32 if quick else 8), "qwen3-30b-a3b": qwen3_moe(64 if quick else 16)}

@@ -1,7 +1,7 @@
-"""The clock of the benchmarks: the calls to be compared take turns, and the lower quartile of the turns counts.
+"""The clock of the benchmarks: the compared calls alternate, and the lower quartile of the turns counts.
 
-Other load on the machine only adds to a time, and taking turns spreads it over all calls. The order is reversed with
-every turn. With several ranks, a batch of calls begins after a barrier and lasts as long as on its slowest rank.
+Other load on the machine only adds to a time, and alternating spreads it over all calls. The order is reversed in every
+turn. With several ranks, a batch of calls begins after a barrier, and its time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def seconds_of(call: Call, calls: int = 1) -> float:
 
 
 def least_us(call: Call, before: Call, repeats: int = 3) -> float:
-    """Returns the microseconds of a cold call: the least of some, each after a call of `before`."""
+    """Returns the microseconds of a cold call: the shortest of several, each after a call of `before`."""
     times = []
     for _ in range(repeats):
         before()
@@ -52,14 +52,14 @@ def least_us(call: Call, before: Call, repeats: int = 3) -> float:
 
 
 class Turns:
-    """What is compared, by name.
+    """The compared calls, by name.
 
     Args:
         calls: each is called once before anything is timed.
-        around: the context that a batch of this name runs in; what it takes to enter and leave is not timed.
-        settles: whether a call within that context goes untimed before each batch.
-        slowest: the largest over ranks of each of some values, the same on all; None where there is one rank.
-        barrier: called in front of each batch.
+        around: the context of a batch of this name; entering and leaving it is not timed.
+        settles: if true, an untimed call within that context precedes each batch.
+        slowest: returns the maximum over ranks of each of some values, the same on all ranks; None with one rank.
+        barrier: called before each batch.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What DTensor does with views of small tensors: stock, and with ``sw.enable(views=True)``.
+"""Counts the outcomes of DTensor views of small tensors: stock, and with ``sw.enable(views=True)``.
 
     python benchmarks/view_table.py
 
 Prints Markdown. All views of tensors of 12 to 24 elements between shapes of up to three dims are made on meshes of
-(2,), (4,), (2, 2) and (2, 3), from every placement that cuts evenly. One process stands for all ranks: it uses torch's
-fake process group, and compares what DTensor says that each rank holds with what each rank held before. So it needs no
-time for communication, and finds wrong results on every rank.
+(2,), (4,), (2, 2) and (2, 3), from every even placement. One process represents all ranks: it uses torch's fake process
+group, and compares the part of each rank according to DTensor with its part before the view. So it needs no
+communication, and detects wrong results on every rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def shapes(size: int) -> list[tuple[int, ...]]:
 
 
 def sources(mesh: DeviceMesh, shape: tuple[int, ...], strided: bool) -> Iterator[tuple[Placement, ...]]:
-    """All placements that cut something, and evenly: chunks only, or with at least one strided cut."""
+    """Returns all even placements that cut something: chunks only, or with at least one strided cut."""
     choices: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
     if strided:
         choices += [_StridedShard(d, split_factor=f) for d, n in enumerate(shape) for f in range(2, n) if n % f == 0]
@@ -61,7 +61,7 @@ def sources(mesh: DeviceMesh, shape: tuple[int, ...], strided: bool) -> Iterator
 
 
 def elements(layout: sw.Layout, rank: int) -> list[int]:
-    """Row-major indices of the elements that the rank holds, in local order."""
+    """Returns the row-major indices of the rank's elements, in local order."""
     whole = torch.arange(math.prod(layout.shape)).view(layout.shape)
     for dim, intervals in enumerate(layout.region(rank)):
         whole = whole.index_select(dim, torch.tensor([i for begin, end in intervals for i in range(begin, end)]))
@@ -81,7 +81,7 @@ def outcome(x: DTensor, held: list[list[int]], shape: tuple[int, ...], mesh: Dev
 
 
 def count(strided: bool) -> dict[str, collections.Counter[str]]:
-    """Outcomes of all views, by whether a layout that DTensor has needs no move, some other layout, or none."""
+    """Returns the outcomes of all views by kind: no move with a DTensor layout, with another layout, or with none."""
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for mesh_shape in MESHES:
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b")[: len(mesh_shape)])

@@ -3,7 +3,7 @@
     make bench-planner                                    # both meshes; results/vs_torch_planner-torch<version>.json
     .venv/bin/python benchmarks/vs_torch_planner.py --mesh 2,2,2 --shape 1024,1024
 
-PyTorch has two planners, a greedy one and Dijkstra's algorithm. Each may also merge neighbouring collectives into one
+PyTorch has two planners, a greedy one and Dijkstra's algorithm. Each may also merge neighboring collectives into one
 over a flattened mesh, which exists here for every set of mesh dims. Their moves are read from
 `DTensorRedistributePlanner`, turned into a sequence of layouts, and given to `sw.plan(..., through=...)`, which costs
 them like our own. Nothing is sent: the process group is a fake one.
@@ -40,7 +40,7 @@ Placements = tuple[str, ...]
 Order = dict[int, list[int]]
 
 FIGURES = ("wire_bytes_max", "wire_bytes_sum", "messages_max", "steps", "peak_bytes", "predicted_us")
-WIDEST = 10  # rows that are listed; the others are in the summary
+WIDEST = 10  # number of listed rows; the others are in the summary
 
 
 def spec(mesh: DeviceMesh, placements: Placements, shape: Sequence[int]) -> DTensorSpec:
@@ -113,7 +113,7 @@ def planning_us(plan: Callable[[], object]) -> float:
 
 
 def compare(mesh: DeviceMesh, shape: Sequence[int], topology: str) -> list[dict]:
-    """Returns a row per pair of layouts that moves data: the figures of ours and of each planner of PyTorch."""
+    """Returns a row per pair of layouts that moves data: the costs of ours and of each PyTorch planner."""
     grid = sw.Mesh(mesh)
     planners = {"torch greedy": TorchPlanner(False), "torch dijkstra": TorchPlanner(True)}
     cuts = ["R", *(f"S({t})" for t in range(len(shape)))]

@@ -1,4 +1,4 @@
-"""Compares shardwright's plans with XLA's, on the same pairs of layouts: what JAX's compiled programs receive.
+"""Compares shardwright's plans with XLA's, on the same pairs of layouts, by the bytes that compiled programs receive.
 
     make bench-xla                                        # about five minutes; results/vs_xla.json
     .venv/bin/python benchmarks/vs_xla.py --mesh 2,4 --shapes 64,64
@@ -35,7 +35,7 @@ from shardwright._native import _planner  # noqa: E402
 FIGURES = ("wire_bytes_max", "wire_bytes_sum", "messages_max", "send_bytes_max", "steps")
 PLANNERS = ("ours", "ours, bytes", "xla")
 PACKAGES = ("jax", "jaxlib", "shardwright")
-FURTHEST = 10  # rows that are listed; the others are in the summary
+FURTHEST = 10  # number of listed rows; the others are in the summary
 
 INSTRUCTION = re.compile(r"  +(?:ROOT )?%?[\w.-]+ = (?P<result>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<rest>.*)")
 # The opcodes that XLA computes on one device. An opcode that is neither here nor below is an error.
@@ -62,8 +62,8 @@ EXAMPLES = (  # an instruction, and the bytes that each of eight ranks receives 
 def received(hlo: str, num_ranks: int) -> list[list[list[int]]]:
     """Returns for each collective of a program the bytes and messages that each rank receives, and the bytes it sends.
 
-    Collectives may stand in the entry computation alone, and loops are not among the opcodes, so each runs once.
-    ValueError on what is not understood.
+    Collectives may occur only in the entry computation, and loops are not among the opcodes, so each runs once. Raises
+    ValueError for unknown instructions.
     """
     before, entry = hlo.split("\nENTRY ")
     steps = []
@@ -174,7 +174,7 @@ def figures_of_xla(steps: list[list[list[int]]]) -> dict[str, float]:
 
 
 def summarise(rows: list[dict]) -> dict:
-    """Returns for each planner how close it is to the bound, and the pairs where XLA's figures are below ours."""
+    """Returns the distance of each planner to the bound, and the pairs where XLA's costs are below ours."""
     summary: dict = {"pairs": len(rows)}
     for name in PLANNERS:
         over = [row[name]["wire_bytes_max"] / row["bound_bytes_max"] for row in rows]

@@ -39,7 +39,7 @@ class Outcome:
 
 
 def compare(move: Move, expected: list[torch.Tensor], rounds: int = 5, repeats: int = 3) -> dict[str, Outcome]:
-    """Runs a move with both engines in turns: `rounds` times `repeats` runs each.
+    """Runs a move with both engines alternately: `rounds` times `repeats` runs each.
 
     A run takes as long as its slowest rank; the median over runs is reported. Both must accept the same arguments on
     every rank: an engine that raises is expected to raise everywhere, before it communicates.
@@ -91,13 +91,13 @@ def least_bytes(mesh: DeviceMesh, shape: tuple[int, ...], src: tuple[str, ...], 
 
 
 def say_header(label: str) -> None:
-    """Prints the head of a table of `say_row`s."""
+    """Prints the head of the table."""
     say(f"  {'':44}{'--- stock ---':>22}   {'--- shardwright ---':>23}")
     say(f"  {label:44}{'':6}{'MiB':>8}{'ms':>8}   {'':6}{'MiB':>7}{'ms':>7}{'bound':>7}{'times':>8}")
 
 
 def say_row(label: str, outcomes: dict[str, Outcome], bound_bytes: float) -> None:
-    """Prints one move: verdicts, MiB received by all ranks, ms, the bound in MiB, and how many times faster we are."""
+    """Prints one move: verdicts, MiB received by all ranks, ms, the bound in MiB, and our speedup."""
     stock, ours = outcomes.values()
     cells = f"  {label:44}"
     if stock.ran:

@@ -10,7 +10,7 @@ The mesh has four dims:
                everything else works on single tokens
     tp         the ranks that share heads and hidden units
 
-Trains for a few steps and prints losses next to those of the whole model on one rank.
+Trains for a few steps and prints losses next to those of the unsharded model on one rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Attention(nn.Module):
 
 
 def rotary_table(length: int) -> torch.Tensor:
-    """cos and sin of the angles of each place: [length, depth of a head]."""
+    """Returns cos and sin of the angles of each position: [length, depth of a head]."""
     half = WIDTH // HEADS // 2
     angles = torch.arange(length)[:, None] * 1000.0 ** (-torch.arange(half) / half)
     return torch.cat([angles.cos(), angles.sin()], 1)
@@ -95,16 +95,17 @@ def parallelize(model: Model, mesh: DeviceMesh, length: int) -> None:
 
 
 def part_of(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
-    """This rank's places of a sequence that all ranks have."""
+    """Returns this rank's part of a sequence that all ranks have."""
     return sw.attention.redistribute_sequence(
         whole, "whole", "zigzag", dim=dim, size=whole.shape[dim], group=mesh.get_group("cp")
     )
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """What this rank contributes to the mean loss of the whole batch, [samples, places + 1]: contributions sum to it.
+    """Returns this rank's contribution to the mean loss of the global batch, [samples, positions + 1].
 
-    The gradient of the sum is the average of this rank's loss times the number of ranks, which `fully_shard` takes.
+    Contributions sum to the mean loss. `fully_shard` averages gradients, so the caller multiplies by the number of
+    data-parallel ranks.
     """
     ways = mesh["replicate"].size() * mesh["shard"].size()
     index = mesh.get_local_rank("replicate") * mesh["shard"].size() + mesh.get_local_rank("shard")
@@ -116,7 +117,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, mesh: DeviceMesh) -> torch.T
 
 
 def train(mesh: DeviceMesh, length: int, steps: int) -> tuple[list[float], list[float]]:
-    """Returns the losses of each step, of the parallel model and of the whole one."""
+    """Returns the losses of each step, of the parallel and of the unsharded model."""
     torch.manual_seed(0)
     whole, model = Model(), Model()
     model.load_state_dict(whole.state_dict())
@@ -146,7 +147,7 @@ def main() -> None:
     torch.set_num_threads(1)
     world = dist.get_world_size()
     if world % 4:
-        raise SystemExit(f"{world} ranks; allowed are multiples of 4: two for cp and two for tp")
+        raise SystemExit(f"the number of ranks must be a multiple of 4 (two for cp and two for tp), got {world}")
     mesh = init_device_mesh("cpu", (1, world // 4, 2, 2), mesh_dim_names=DIMS)
     mine, whole = train(mesh, length=45, steps=5)
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""What shardwright does, on four processes of this machine, in about a minute: `python examples/demo.py`.
+"""Demonstrates shardwright on four processes of this machine, in about a minute: `python examples/demo.py`.
 
 1. A small Llama trains with tensor, sequence and data parallelism, alternating between stock DTensor and shardwright.
 2. Moves over several mesh dims: the trained weights into a serving layout, strided shards, gradients.

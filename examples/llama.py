@@ -1,4 +1,4 @@
-"""A small Llama: RMSNorm, rotary attention, SwiGLU; its tensor and sequence parallel plan; and the text it reads."""
+"""A small Llama (RMSNorm, rotary attention, SwiGLU), its tensor- and sequence-parallel plan, and its training text."""
 
 import importlib
 import sysconfig
@@ -38,7 +38,7 @@ class Config:
 
 
 def read_text() -> str:
-    """The Python language reference and licence that ship with the running Python."""
+    """Returns the Python language reference and license that ship with the running Python."""
     parts = []
     licence = Path(sysconfig.get_path("stdlib")) / "LICENSE.txt"
     if licence.is_file():
@@ -54,7 +54,7 @@ def read_text() -> str:
 
 
 def encode(text: str) -> torch.Tensor:
-    """The text as indices into ALPHABET: int64, one per character."""
+    """Returns the text as indices into ALPHABET: int64, one per character."""
     index_of = {character: index for index, character in enumerate(ALPHABET)}
     return torch.tensor([index_of.get(character, len(ALPHABET) - 1) for character in text])
 
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(sequence, batch, dim) to the same; q, k and v are plain tensors of this rank's heads."""
+        """Maps (sequence, batch, dim) to the same shape; q, k and v are plain tensors of this rank's heads."""
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).permute(1, 2, 0, 3) for w in (self.wq, self.wk, self.wv))
         heads = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         return self.wo(heads.permute(2, 0, 1, 3).flatten(2))
@@ -136,7 +136,7 @@ def parallelize(model: Llama, tp_mesh: DeviceMesh) -> None:
     """Tensor and sequence parallelism with PyTorch's own styles.
 
     Between the matrices, activations are DTensors cut along the sequence, evenly or not. The sequence is
-    tensor dim 0, as in Megatron: what torch 2.11 gathers unevenly along dim 1, its own nn.Linear does not accept.
+    tensor dim 0, as in Megatron: nn.Linear of torch 2.11 does not accept the result of an uneven gather along dim 1.
     """
     cut_sequence = Shard(0)
     gather_sequence = PrepareModuleInput(

@@ -1,10 +1,10 @@
-"""A block on pairs of residues, as in AlphaFold, whose pair tensor is cut along both of its axes.
+"""A pair block as in AlphaFold, whose pair tensor is sharded along both axes.
 
     torchrun --nproc-per-node 4 examples/pair_block.py
 
 The pair tensor [batch, i, j, channels] is `[Shard(1), Shard(2)]` on a mesh of two dims. Every layer flattens it, which
-moves nothing with ``sw.enable(views=True)``. What has to move is what the sums over k of the triangle multiplications
-need: each operand is gathered along one mesh dim. Prints bytes and collectives of a training step, stock and ours.
+moves nothing with ``sw.enable(views=True)``. Only the sums over k of the triangle multiplications need communication:
+each operand is gathered along one mesh dim. Prints bytes and collectives of a training step, stock and ours.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def replicate(block: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def needed_bytes(shape: tuple[int, ...], mesh: tuple[int, int], item: int = 4) -> int:
-    """The most that a rank must receive in a step: both operands of both multiplications, forward and back.
+    """Returns the bytes that the busiest rank must receive in a step: both operands of both multiplications, both ways.
 
     Forward: `a` is gathered over the second mesh dim. `b` is exchanged, and a rank off the diagonal has none of the
-    rows that it needs. Backward: their gradients, of the same sizes, are reduced and cut.
+    rows that it needs. Backward: their gradients, of the same sizes, are reduced and scattered.
     """
     batch, n, _, channels = shape
     rows, columns = mesh

@@ -50,7 +50,7 @@ def over_ranks(values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
 def _run_rank(rank: int, world_size: int, store_path: str, body: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
-    for module in ("_collective_utils", "_redistribute"):  # stock's warnings about slow ways would break the tables
+    for module in ("_collective_utils", "_redistribute"):  # stock's performance warnings would break the tables
         logging.getLogger(f"torch.distributed.tensor.{module}").setLevel(logging.ERROR)
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,7 +1,7 @@
-"""The redistributes that the demo and the benchmarks measure, and what each rank must hold before and after.
+"""The redistributes of the demo and the benchmarks, with the part of each rank before and after.
 
 Nothing here calls DTensor to cut a tensor: `local_shard` cuts with `torch.chunk`, one mesh dim after the other in
-shard order, so it can tell whether an engine is right. Placements are written as strings:
+shard order, so its results are an independent reference. Placements are written as strings:
 
     "R"        a copy on every rank of the mesh dim
     "S(0)"     tensor dim 0 cut along the mesh dim
@@ -144,12 +144,12 @@ def global_tensor(case: Case, n: int, dtype: torch.dtype = torch.float32) -> tor
 
 
 def source_local(case: Case, n: int, coordinate: Coordinate, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns what the rank at `coordinate` holds before."""
+    """Returns the source part of the rank at `coordinate`."""
     return local_shard(_contribution(case, n, coordinate, dtype), case.src, case.mesh_shape, coordinate)
 
 
 def expected_local(case: Case, n: int, coordinate: Coordinate, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns what the rank at `coordinate` must hold afterwards."""
+    """Returns the expected destination part of the rank at `coordinate`."""
     return local_shard(global_tensor(case, n, dtype), case.dst, case.mesh_shape, coordinate)
 
 

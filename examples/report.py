@@ -48,7 +48,7 @@ class ProgressBar:
             print(f"  {label} [", end="", flush=True)
 
     def advance(self, note: str = "") -> None:
-        """Marks one more of `total` as done."""
+        """Counts one more of `total` as done."""
         marks_before = self.done * self.MARKS // self.total
         self.done += 1
         marks = self.done * self.MARKS // self.total

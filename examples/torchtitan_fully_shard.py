@@ -7,7 +7,7 @@ Only two of torchtitan's dependencies are imported here, spmd_types==0.2.3 and t
 install torchtitan with --no-deps.
 
 torchtitan's own `apply_fsdp_to_decoder` shards the model, once with the `fully_shard` that it imports from PyTorch and
-once with ours under the same name. Both train for a few steps, and so does the model in one piece. The losses of each
+once with ours under the same name. Both train for a few steps, and so does the unsharded model. The losses of each
 step are compared: without and with tied embeddings, with 16-bit messages, and on top of tensor parallelism with the
 styles of shardwright.parallel. The vocabulary and the sequence have lengths that the ranks do not divide.
 """
@@ -159,9 +159,9 @@ def sharded(case: Case, fully_shard: Callable[..., Any]) -> tuple[nn.Module, Dev
 
 @contextlib.contextmanager
 def replaced(fully_shard: Callable[..., Any]) -> Iterator[None]:
-    """In the block, torchtitan calls this function, and leaves gradients averaged.
+    """In the block, torchtitan calls this function, and gradients are averaged.
 
-    By itself it asks for sums and divides losses by the number of tokens, which FSDP2 cannot do on Gloo.
+    By default it requires sums and divides losses by the number of tokens, which FSDP2 cannot do on Gloo.
     """
     own = fsdp.fully_shard, fsdp.disable_fsdp_gradient_division
     fsdp.fully_shard, fsdp.disable_fsdp_gradient_division = fully_shard, lambda model: None
@@ -175,7 +175,7 @@ def replaced(fully_shard: Callable[..., Any]) -> Iterator[None]:
 
 
 def losses(model: nn.Module, mesh: DeviceMesh | None, case: Case) -> list[float]:
-    """Trains on one batch, and returns the mean loss before each step. `mesh` is None for the model in one piece."""
+    """Trains on one batch, and returns the mean loss before each step. `mesh` is None for the unsharded model."""
     torch.manual_seed(1)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
     if mesh is not None:

@@ -1,7 +1,7 @@
 """torchtitan 0.3.0's linear layers with a collective inside, built on shardwright: any device, any length, any dim.
 
 `torchtitan.distributed.linear` holds three autograd functions for sequence and tensor parallelism. The functions here
-take the same arguments in the same order, followed by options for what the three cannot do:
+take the same arguments in the same order, followed by options that the three do not have:
 
     AllGatherLinear.apply(x, weight, bias, group, group_name)         all_gather_linear
     AllGatherLinearMulti.apply(x, weight, weight, group, group_name)  all_gather_linear_multi, all_gather_linears
@@ -40,9 +40,9 @@ def all_gather_linears(
         group: the ranks that hold the parts.
         biases: of shape (out_features,), cut as the weights are, or None.
         gather_dim: any dim of `x` but the last.
-        size: total length of `gather_dim`. All ranks must give it where their parts differ in length, which the three
-            functions do not support. Without it, all ranks are assumed to have as much as this one.
-        out_features: total of each weight; must be given where ranks' parts differ.
+        size: total length of `gather_dim`. All ranks must pass it if their parts differ in length, which the three
+            functions do not support. Without it, all parts are assumed to have the length of this rank's part.
+        out_features: total of each weight; required if ranks' parts differ.
 
     Returns:
         One tensor of shape (..., out_features) per weight, whole in `gather_dim` and cut in the last dim.
@@ -116,7 +116,7 @@ def linear_reduce_scatter(
         group: the ranks that hold the parts.
         group_name: not used.
         scatter_dim: any dim of `x` but the last; ranks' parts of the result may differ in length.
-        in_features: the total; must be given where ranks' parts differ.
+        in_features: the total; required if ranks' parts differ.
 
     Returns:
         This rank's part of shape (..., out_features).

@@ -9,7 +9,7 @@ install torchtitan with --no-deps.
 torchtitan hides the communication of tensor parallelism behind products (`tp_gemm_backend="dist_gemm"`) with three
 autograd functions. They run only on GPUs, and only for lengths that the number of ranks divides. Here its modules run
 
-1. as they are, with the three functions replaced by those of torchtitan_functions.py;
+1. unchanged, with the three functions replaced by those of torchtitan_functions.py;
 2. with forwards that take any sequence length and hidden size, and leave (batch, sequence, dim) in that order.
 
 Results and all gradients are compared with those of the same torchtitan modules, unsharded.

@@ -26,10 +26,10 @@ STEPS_PER_BLOCK = 5
 
 
 class Weight:
-    """One parameter: sharded over dp and tp between uses, whole over dp while the model uses it (as FSDP with TP).
+    """One parameter: sharded over dp and tp between uses, unsharded over dp in use (as in FSDP with TP).
 
-    `resting_layout` are the placements on (dp, tp) between steps: tensor parallelism's own on tp, and on dp the tensor
-    dim that tp leaves alone.
+    `resting_layout` has the placements on (dp, tp) between steps: tensor parallelism's placement on tp, and on dp a
+    shard of the tensor dim that tp does not cut.
     """
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, mesh: DeviceMesh):
@@ -63,7 +63,7 @@ class Weight:
 
 
 class Trainer:
-    """A model, its weights at rest, and their optimizer. The same seed gives the same weights."""
+    """A model, its sharded weights, and their optimizer. The same seed gives the same weights."""
 
     def __init__(self, mesh: DeviceMesh, config: Config, seed: int = 0):
         torch.manual_seed(seed)
@@ -74,7 +74,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW([weight.local for weight in self.weights], lr=2e-3)
 
     def step(self, characters: torch.Tensor) -> torch.Tensor:
-        """One step on int64 (sequence + 1, batch); returns the mean loss of this replica's batch."""
+        """Runs one step on int64 (sequence + 1, batch); returns the mean loss of this replica's batch."""
         for weight in self.weights:
             weight.gather()
         logits = self.model(characters[:-1])
@@ -112,7 +112,7 @@ class Record:
 
 
 def train(mesh: DeviceMesh) -> Trainer:
-    """Trains on this rank with both engines in turns; rank 0 prints. Returns the trainer that shardwright ran."""
+    """Trains on this rank with both engines alternately; rank 0 prints. Returns the trainer of shardwright."""
     config, text = Config(), read_text()
     say_text(
         f"A language model of {config.num_layers} Llama blocks (dim {config.dim}, hidden {config.hidden}, "

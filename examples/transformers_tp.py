@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/transformers_tp.py
 
 Runs on CPU with Gloo: five steps under ``strict=True``, once with ``tp_plan="auto"`` and once with a DistributedConfig,
-next to the same steps of the whole model on each rank. Prints the losses of both and what shardwright counted. Exits
-with 1 if the losses differ or anything went to PyTorch's own path. Tested with transformers 5.23.
+next to the same steps of the unsharded model on each rank. Prints the losses of both and shardwright's counters. Exits
+with 1 if the losses differ or any redistribute fell back to PyTorch. Tested with transformers 5.23.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 """Checks the structure of the sources. `make lint` runs it.
 
-C++ (csrc/): a folder includes only itself and folders before it in FOLDERS, and no files include each other in a
-circle, where a header and the source of the same name count as one. A transport is known to its own folder, and to
-those who bind programs to groups. Python (torch_ext/shardwright): a module imports only from its own package and from
-those before it in ORDER, never from the root, and no modules import each other in a circle; imports within functions
-count like all others. No file is longer than MAX_FILE_LINES and no function longer than MAX_FUNCTION_LINES, its
-docstring not counted. The parts of the Python package have limits too (MAX_CODE_LINES). No two places outside the tests
-share more than MAX_SHARED_LINES lines of code.
+- C++ (csrc/): a folder includes only itself and folders before it in FOLDERS. There are no circular includes; a header
+  and the source of the same name count as one file. Only a transport's own folder, and the code that binds programs to
+  groups, may include the transport.
+- Python (torch_ext/shardwright): a module imports only from its own package and from packages before it in ORDER, never
+  from the root. There are no circular imports; imports within functions count.
+- No file is longer than MAX_FILE_LINES, and no function longer than MAX_FUNCTION_LINES without its docstring. The parts
+  of the Python package have limits (MAX_CODE_LINES).
+- No two places outside the tests share more than MAX_SHARED_LINES lines of code.
 
-Prints every violation; exits with 1 if there are any.
+Prints every violation. The exit status is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ FOLDERS = (
 # The simulator is an oracle, so the code that it checks must not use it. (_runtime is built without picture.)
 FORBIDDEN = {("picture", "simulate"), ("runtime", "simulate"), ("runtime", "picture")}
 
-# Folders of transports. All else in runtime knows them by runtime/transport.h, except what finds groups by their names.
+# Folders of transports. Other code of runtime uses them through runtime/transport.h; code that finds groups by their
+# names is an exception.
 TRANSPORTS = ("runtime/c10d", "runtime/peers")
 MAY_FIND_GROUPS = ("runtime/operators.cpp",)
 
@@ -82,13 +84,13 @@ ORDER = (
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-MAX_SHARED_LINES = 10  # one after the other; comments, blank lines and imports do not count
-SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # what they are looked for in
+MAX_SHARED_LINES = 10  # consecutive lines; comments, blank lines and imports do not count
+SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # folders that are searched for shared lines
 
 # Lines of code of each sub-package, and of the modules next to them ("."). Python only checks arguments and connects
-# C++ to torch: whatever plans, decides or computes belongs in csrc/, where it is tested without torch and is the same
-# for both modules. Code that does not fit under a limit should first be looked at for parts that belong there.
-# Docstrings, comments and blank lines do not count, so that nobody saves on those.
+# C++ to torch. Code that plans, decides or computes belongs in csrc/, where it is tested without torch and is the same
+# for both modules. Before raising a limit, look for code that belongs there. Docstrings, comments and blank lines do
+# not count.
 MAX_CODE_LINES = {
     ".": 920,
     "attention": 787,
@@ -114,7 +116,7 @@ Graph = dict[str, set[str]]
 
 
 def circles(graph: Graph) -> list[list[str]]:
-    """The strongly connected components of more than one node, by Tarjan's algorithm."""
+    """Returns the strongly connected components of more than one node, by Tarjan's algorithm."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -146,7 +148,7 @@ def included(path: Path) -> list[str]:
 
 
 def may_know(name: str, other: str) -> bool:
-    """Returns whether a file of csrc/runtime may include another: a transport's folder is its own."""
+    """Returns whether a file of csrc/runtime may include another: transports are private to their folders."""
     home = Path(other).parent.as_posix()
     return home not in TRANSPORTS or Path(name).parent.as_posix() == home or name in MAY_FIND_GROUPS
 
@@ -187,7 +189,7 @@ def is_for_types(node: ast.AST) -> bool:
 
 
 def statements(tree: ast.AST) -> Iterable[ast.AST]:
-    """All that runs, however deep."""
+    """Yields all statements, nested ones included."""
     for child in ast.iter_child_nodes(tree):
         if not is_for_types(child):
             yield child
@@ -195,7 +197,7 @@ def statements(tree: ast.AST) -> Iterable[ast.AST]:
 
 
 def imported(path: Path, modules: set[str]) -> set[str]:
-    """The modules of the package that a file imports, within functions too."""
+    """Returns the modules of the package that a file imports, also within functions."""
     own = module_name(path)
     package = own if path.name == "__init__.py" else own.rpartition(".")[0]
     found = set()
@@ -239,7 +241,7 @@ def check_python() -> Iterable[str]:
 
 
 def python_functions(text: str) -> Iterable[tuple[str, int]]:
-    """Name and lines of each function, decorators and docstring not counted."""
+    """Returns name and number of lines of each function, without decorators and docstring."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -249,7 +251,7 @@ def python_functions(text: str) -> Iterable[tuple[str, int]]:
             yield node.name, lines
 
 
-# Comments, texts and characters, whose braces do not count; a 1'000 is no text.
+# Comments, strings and characters, whose braces do not count. The quote in 1'000 is not a character.
 _NOT_CODE = re.compile(
     r"""//[^\n]*|/\*.*?\*/|R"(\w*)\(.*?\)\1"|"(?:\\.|[^"\\\n])*"|(?<!\w)'(?:\\.|[^'\\\n])*'|^\#(?:\\\n|[^\n])*""",
     re.DOTALL | re.MULTILINE,
@@ -257,9 +259,9 @@ _NOT_CODE = re.compile(
 
 
 def cpp_functions(text: str) -> Iterable[tuple[str, int]]:
-    """Name and lines of each function, from the line of its name to its closing brace, lambdas within it included."""
+    """Returns name and number of lines of each function, from its name to its closing brace, including lambdas."""
     code = _NOT_CODE.sub(lambda found: "\n" * found[0].count("\n"), text)
-    begin = 0  # of what stands in front of the next brace
+    begin = 0  # start of the text before the next brace
     at = 0
     while (at := _next(code, at)) < len(code):
         head = code[begin:at].strip()
@@ -304,10 +306,10 @@ def check_lengths() -> Iterable[str]:
         name, text = path.relative_to(ROOT).as_posix(), path.read_text()
         lines = len(text.splitlines())
         if lines > MAX_FILE_LINES:
-            yield f"{name}: {lines} lines; allowed are {MAX_FILE_LINES}"
+            yield f"{name}: {lines} lines, must be at most {MAX_FILE_LINES}"
         for function, lines in python_functions(text) if path.suffix == ".py" else cpp_functions(text):
             if lines > MAX_FUNCTION_LINES:
-                yield f"{name}: {function} has {lines} lines; allowed are {MAX_FUNCTION_LINES}"
+                yield f"{name}: {function} has {lines} lines, must have at most {MAX_FUNCTION_LINES}"
 
 
 def docstring_lines(text: str) -> set[int]:
@@ -324,7 +326,7 @@ _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 
 def code_lines(text: str) -> int:
-    """Lines with code on them: not docstrings, comments or blank lines."""
+    """Returns the number of lines with code: no docstrings, comments or blank lines."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in _NO_CODE:
@@ -341,11 +343,11 @@ def check_code_lines() -> Iterable[str]:
         if part not in MAX_CODE_LINES:
             yield f"shardwright/{part}: has no limit in MAX_CODE_LINES of tools/check_structure.py"
         elif count > MAX_CODE_LINES[part]:
-            yield f"shardwright/{part}: {count} lines of code; allowed are {MAX_CODE_LINES[part]}"
+            yield f"shardwright/{part}: {count} lines of code, must be at most {MAX_CODE_LINES[part]}"
 
 
 def lines_to_compare(text: str) -> list[tuple[int, str]]:
-    """Number and code of each line that counts."""
+    """Returns number and code of each line that counts."""
     stripped = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
     return [
         (number, line) for number, line in stripped if line and not line.startswith(("//", "#", "import ", "from "))
@@ -367,7 +369,7 @@ def check_copies(root: Path = ROOT) -> Iterable[str]:
             reported = shared[-1][0]
             yield (
                 f"{path.relative_to(root).as_posix()}: line {shared[0][0]} and what follows is also in "
-                f"{other.relative_to(root).as_posix()}, line {number}; allowed are {MAX_SHARED_LINES} equal lines"
+                f"{other.relative_to(root).as_posix()}, line {number}; at most {MAX_SHARED_LINES} lines may be equal"
             )
 
 

@@ -1,7 +1,7 @@
-"""Checks within seconds for everything that a build with CUDA and the GPU tests need: gpu_preflight.py FOLDER
+"""Checks within seconds for all requirements of a build with CUDA and of the GPU tests: gpu_preflight.py FOLDER
 
-For each thing that is missing it says how to get it, and exits with 1. It writes FOLDER/preflight.env with shell
-variables for things that exist but not where a compiler looks: folders with headers of pip's CUDA packages, and
+For each missing requirement it prints a remedy; then it exits with 1. It writes FOLDER/preflight.env with shell
+variables for files that exist outside of a compiler's search paths: folders with headers of pip's CUDA packages, and
 libcublasLt if only its versioned name exists.
 """
 
@@ -31,7 +31,7 @@ HEADERS = {
 
 
 def site_folders(name: str) -> list[Path]:
-    """Folders of this name in pip's CUDA packages."""
+    """Returns the folders of this name in pip's CUDA packages."""
     roots = [Path(entry, "nvidia") for entry in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))]
     return sorted({folder for root in roots for folder in root.glob(f"*/{name}")})
 

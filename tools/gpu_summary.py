@@ -1,8 +1,7 @@
 """Adds a part to the summary of tools/gpu_check and prints it: gpu_summary.py FILE NAME STATUS SECONDS.
 
-Of a part that runs tests, it counts those that passed, failed and were skipped, from the test_NAME.xml next to FILE: a
-part whose tests were all skipped has shown nothing. It does not import torch, so that writing a summary after each part
-costs little time.
+For a part with tests, it counts passed, failed and skipped tests, from test_NAME.xml next to FILE; a part whose tests
+were all skipped counts as not run. It does not import torch, so a summary after each part takes little time.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def version_of(*packages: str) -> str | None:
 
 
 def count_tests(report: Path) -> dict[str, int]:
-    """Returns the tests of a JUnit report by outcome; nothing if there is none, or if its writer was cut short."""
+    """Returns the number of tests of a JUnit report by outcome; nothing if the report is missing or incomplete."""
     try:
         suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
     except (OSError, ElementTree.ParseError):
@@ -67,7 +66,7 @@ def main(file: Path, name: str, status: int, seconds: int) -> None:
             "nccl": version_of("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
             "parts": [],
         }
-    # A part that is run again, in a later call, takes the place of what it was.
+    # A part that runs again in a later call replaces its earlier entry.
     summary["parts"] = [part for part in summary["parts"] if part["name"] != name]
     tests = count_tests(file.parent / f"test_{name}.xml")
     outcome = outcome_of(status, tests)

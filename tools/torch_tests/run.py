@@ -2,16 +2,16 @@
 
     python tools/torch_tests/run.py SRC [--files GLOB ...] [-k EXPRESSION] [--modes stock ours]
 
-In tests of FSDP2 (_composable/fsdp), and in all others with --fully-shard, `sw.fully_shard` takes the place of FSDP2's
-function, and tests that ask for GPUs run without.
+In tests of FSDP2 (_composable/fsdp), and in all others with --fully-shard, `sw.fully_shard` replaces FSDP2's function,
+and tests that require GPUs run without them.
 
 SRC is a PyTorch source tree, or any folder that contains its test/distributed. The tests should be of about the
-installed torch: tests that do not import, or that fail with stock PyTorch, show nothing. Every file runs in its own
+installed torch: tests that do not import, or that fail with stock PyTorch, are ignored. Every file runs in its own
 interpreter for each mode. A test that hangs or kills its process counts as an outcome; the tests after it run in a new
 process.
 
 It prints the tests that pass with stock PyTorch and fail with shardwright, each after a second try, with the first line
-of the error, and the sum over all processes of what `sw.stats()` counted. The complete results go to results.json in
+of the error, and the counters of `sw.stats()` summed over all processes. The complete results go to results.json in
 `--out`, next to the full texts of failures.
 
 Exit status: 0 if nothing differs, 1 if something does, 2 for wrong arguments.
@@ -40,12 +40,12 @@ FOLDERS = ("tensor", "checkpoint", "_composable")
 INSIDE = pathlib.Path(__file__).resolve().parent / "inside"
 POLL_SECONDS = 0.5
 MAX_JOBS = 2
-# For imports, before the first test.
+# Time limit of imports, before the first test.
 START_SECONDS = 120
 MAX_ERROR_LENGTH = 240
-# Of ranks that were forked from a process in which a test before them ran a backward.
+# Error of ranks that were forked from a process in which an earlier test ran a backward.
 FORKED_TOO_LATE = "Unable to handle autograd's threading in combination with fork-based multiprocessing"
-# What a test waits for its ranks before it fails by itself; the watch over a silent process comes after.
+# Time that a test waits for its ranks before it fails by itself. The limit for silent processes is longer.
 RANKS_SECONDS = 150
 _ERROR_LINE = re.compile(r"^(?:E\s+)?((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Failure|Unsupported|Exit)(?::.*)?)$")
 _WRAPPER = re.compile(r"RuntimeError: (Process|Thread) \d+ exited|RuntimeError: Exception thrown from")
@@ -67,7 +67,7 @@ class Outcome:
 
 @dataclasses.dataclass
 class FileRun:
-    """One test file in one mode."""
+    """The run of one test file in one mode."""
 
     tests: dict[str, Outcome]
     stats: collections.Counter[str]
@@ -76,9 +76,9 @@ class FileRun:
 
 
 def first_error_line(text: str) -> str:
-    """The first line of a failure that names an error, and where in the tests.
+    """Returns the first line of a failure that names an error, and its location in the tests.
 
-    PyTorch's test classes wrap the errors of their ranks in one of their own, which says nothing.
+    PyTorch's test classes wrap the errors of their ranks in a generic error.
     """
     where = ""
     for line in text.splitlines():
@@ -91,7 +91,7 @@ def first_error_line(text: str) -> str:
 
 
 def test_files(source: pathlib.Path, patterns: list[str]) -> list[pathlib.Path]:
-    """Test files below `source` that end in one of the patterns, with or without .py: test_api, debug/*."""
+    """Returns test files below `source` that end in one of the patterns, with or without .py: test_api, debug/*."""
     root = source / "test" / "distributed"
     files = sorted(f for folder in FOLDERS for f in (root / folder).rglob("test_*.py"))
 
@@ -109,7 +109,7 @@ class Runner:
         self.stopped = threading.Event()
 
     def run(self, file: pathlib.Path, mode: str, folder: str, only: list[str] | None = None) -> FileRun:
-        """All tests of a file, or those named; as many processes as it takes."""
+        """Runs all tests of a file, or the named ones, in as many processes as necessary."""
         name = str(file.relative_to(self.root))
         out = self.options.out / mode / name.removesuffix(".py").replace("/", ".") / folder
         shutil.rmtree(out, ignore_errors=True)
@@ -141,7 +141,7 @@ class Runner:
     def _run_process(
         self, file: pathlib.Path, mode: str, out: pathlib.Path, only: list[str] | None, deadline: float
     ) -> str:
-        """`done`, `died`, `hung` (no outcome for too long) or `late`."""
+        """Runs one process. Returns `done`, `died`, `hung` (no outcome for too long) or `late`."""
         which = [str(self.root / test) for test in only] if only else [str(file)]
         arguments = [sys.executable, "-m", "pytest", "-q", "-p", "torch_tests_outcomes", "-p", "no:cacheprovider"]
         arguments += ["--noconftest", "-c", os.devnull, "--rootdir", str(self.root), *which]
@@ -167,7 +167,7 @@ class Runner:
                         return "hung"
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # its session: ranks that outlive it included
+                    os.killpg(process.pid, signal.SIGKILL)  # its session, including ranks that outlive it
                 process.wait()
         return "done" if process.returncode in range(6) else "died"  # pytest's own codes
 
@@ -183,7 +183,7 @@ class Runner:
             "SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS": "1" if self.options.without_gpus or is_fsdp else "0",
             "SHARDWRIGHT_TORCH_TESTS_FULLY_SHARD": "1" if self.options.fully_shard or is_fsdp else "0",
             "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",  # a forked rank would wait for threads that only its parent has
+            "OMP_NUM_THREADS": "1",  # a forked rank would wait for threads that exist only in its parent
             "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(RANKS_SECONDS),
         }
 
@@ -193,14 +193,14 @@ def size_of(path: pathlib.Path) -> int:
 
 
 def read_outcomes(path: pathlib.Path, ended: str) -> dict[str, Outcome]:
-    """What is known of each test; one that began and did not end is the one that `ended` the process."""
+    """Returns the outcome of each test. A test that began and did not end is the one that `ended` the process."""
     tests: dict[str, Outcome] = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         entry = json.loads(line)
         known = tests.get(entry["test"])
         if known is None or known.outcome == "started" or entry["outcome"] == "failed":
             tests[entry["test"]] = Outcome(entry["outcome"], entry["text"])
-    with path.open("a") as file:  # so that it is not taken for the one that ends the next process
+    with path.open("a") as file:  # so that it is not mistaken for the test that ends the next process
         for test, outcome in tests.items():
             if outcome.outcome == "started":
                 outcome.outcome = {"hung": "hung", "late": "not run"}.get(ended, "died")
@@ -209,7 +209,7 @@ def read_outcomes(path: pathlib.Path, ended: str) -> dict[str, Outcome]:
 
 
 def read_stats(folder: pathlib.Path) -> tuple[collections.Counter[str], collections.Counter[str]]:
-    """The sums over all processes, and of the reasons for fallbacks."""
+    """Returns the sums of counters, and of the reasons for fallbacks, over all processes."""
     sums: collections.Counter[str] = collections.Counter()
     reasons: collections.Counter[str] = collections.Counter()
     for file in folder.glob("*.json"):
@@ -220,7 +220,7 @@ def read_stats(folder: pathlib.Path) -> tuple[collections.Counter[str], collecti
 
 
 def differing(runs: dict[str, FileRun]) -> list[str]:
-    """Tests that pass stock and do not pass with shardwright."""
+    """Returns tests that pass with stock PyTorch and do not pass with shardwright."""
     stock, ours = runs.get("stock"), runs.get("ours")
     if stock is None or ours is None:
         return []
@@ -233,9 +233,9 @@ def differing(runs: dict[str, FileRun]) -> list[str]:
 
 
 def confirm(runner: Runner, file: pathlib.Path, runs: dict[str, FileRun]) -> dict[str, Outcome]:
-    """Those that differ a second time: alone, or else after the other tests of their file.
+    """Returns the tests that differ a second time, alone or after the other tests of their file.
 
-    On a loaded machine tests also fail by their time limits.
+    On a loaded machine tests may also exceed their time limits.
     """
     candidates = differing(runs)
     if not candidates:
@@ -271,7 +271,7 @@ def main() -> int:
     if not files:
         parser.error(f"--files: nothing below {options.source} matches {options.files}")
     if not 1 <= options.jobs <= MAX_JOBS:
-        parser.error(f"--jobs: got {options.jobs}; allowed are 1 to {MAX_JOBS}, each starts up to 8 ranks")
+        parser.error(f"--jobs must be in [1, {MAX_JOBS}] (each starts up to 8 ranks), got {options.jobs}")
     import torch
 
     options.out = (options.out or pathlib.Path("build") / "torch-tests" / torch.__version__).resolve()
@@ -316,7 +316,7 @@ def report(options: argparse.Namespace, files: list[pathlib.Path], torch_version
 
 @contextlib.contextmanager
 def stopping_at_the_first_error(runner: Runner, threads: concurrent.futures.Executor) -> Iterator[None]:
-    """So that an interrupt, or SIGTERM, leaves no test behind."""
+    """Stops all tests at the first error, so that an interrupt or SIGTERM leaves no test running."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

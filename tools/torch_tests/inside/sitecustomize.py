@@ -1,10 +1,12 @@
-"""Imported by every Python process of a run of PyTorch's own tests, the workers they start included.
+"""Imported by every Python process of a run of PyTorch's own tests, including their workers.
 
-Once a process loads PyTorch's test base classes, this turns shardwright on (SHARDWRIGHT_TORCH_TESTS=ours), makes the
-tests fork their ranks instead of starting an interpreter for each (SHARDWRIGHT_TORCH_TESTS_FORK=1), lets tests that ask
-for GPUs run without (SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS=1), puts `sw.fully_shard` in the place of FSDP2's function
-(SHARDWRIGHT_TORCH_TESTS_FULLY_SHARD=1), and leaves what `sw.stats()` says in
-$SHARDWRIGHT_TORCH_TESTS_OUT/stats, one file per process.
+Once a process loads PyTorch's test base classes, this module
+
+- turns shardwright on (SHARDWRIGHT_TORCH_TESTS=ours);
+- makes the tests fork their ranks instead of starting an interpreter for each (SHARDWRIGHT_TORCH_TESTS_FORK=1);
+- runs tests that require GPUs without them (SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS=1);
+- replaces FSDP2's function by `sw.fully_shard` (SHARDWRIGHT_TORCH_TESTS_FULLY_SHARD=1);
+- writes `sw.stats()` to $SHARDWRIGHT_TORCH_TESTS_OUT/stats, one file per process.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _replace_fully_shard(package):
-    """Before other modules import the function from its package, and tests from those."""
+    """Replaces the function before other modules import it from its package, and tests from those modules."""
     stock = package.fully_shard
 
     @functools.wraps(stock)
@@ -68,7 +70,7 @@ def _prepare(bases):
         bases.MultiProcessTestCase._spawn_processes = lambda test: test._start_processes(fork)
     if os.environ.get("SHARDWRIGHT_TORCH_TESTS_WITHOUT_GPUS") == "1":
         bases.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
-        for devices in (torch.accelerator, torch.cuda, torch.cpu):  # tests take as many ranks as there are devices
+        for devices in (torch.accelerator, torch.cuda, torch.cpu):  # tests use as many ranks as there are devices
             devices.device_count = lambda: 4
         torch.cpu.current_device = lambda: None  # `torch.device("cpu", ...)` refuses the "cpu" that it returns
         torch.cuda.can_device_access_peer = lambda *_: False
@@ -82,7 +84,7 @@ def _prepare(bases):
 
 
 def _drop_device_ids(parallel):
-    """DistributedDataParallel refuses `device_ids` for modules on CPU."""
+    """Removes `device_ids`, which DistributedDataParallel refuses for modules on CPU."""
     ddp = parallel.DistributedDataParallel
     init = ddp.__init__
 
@@ -94,7 +96,7 @@ def _drop_device_ids(parallel):
 
 
 def _count_ranks_apart(test_case):
-    """A forked rank starts with its parent's counts, and ends without running what is registered at exit."""
+    """Resets the counts that a forked rank inherits, and writes them at its end, where exit handlers do not run."""
     import shardwright
 
     run_test = test_case.run_test
@@ -115,17 +117,17 @@ def _write_stats():
 
     folder = _OUT / "stats"
     folder.mkdir(parents=True, exist_ok=True)
-    written = folder / f"{os.getpid()}.part"  # a process that is ended while it writes leaves no half of a file
+    written = folder / f"{os.getpid()}.part"  # a killed process leaves no partial file
     written.write_text(json.dumps(shardwright.stats()))
     written.replace(folder / f"{os.getpid()}.json")
 
 
 def _prepare_fsdp(fsdp_bases):
-    """FSDP2's tests take one rank on machines without GPUs, and threads as ranks, which have no groups of Gloo."""
+    """Makes FSDP2's tests use processes as ranks; without GPUs they use one rank, or threads without Gloo groups."""
     import torch
 
     fsdp_bases.DEVICE_COUNT = 4
-    torch.accelerator.device_count = lambda: 8  # some take eight ranks
+    torch.accelerator.device_count = lambda: 8  # some use eight ranks
 
     class RanksAreProcesses(fsdp_bases.FSDPTest):
         def run_test(self, *args):

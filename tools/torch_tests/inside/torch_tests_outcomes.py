@@ -1,7 +1,7 @@
-"""A pytest plugin that writes each test's outcome as it comes, so that a run which hangs or dies keeps what it has.
+"""A pytest plugin that writes each test's outcome at once, so that a run that hangs or dies keeps its outcomes.
 
 One JSON object per line in $SHARDWRIGHT_TORCH_TESTS_OUT/outcomes.jsonl: {"test", "outcome", "text"}; the outcome is
-`started`, `passed`, `failed`, `skipped` or `uncollectable`. Tests named in the file `done` there are left out.
+`started`, `passed`, `failed`, `skipped` or `uncollectable`. Tests named in the file `done` there are skipped.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def pytest_runtest_logstart(nodeid):
 
 
 def pytest_runtest_logreport(report):
-    # Set-up and tear-down speak only where they fail or skip.
+    # Set-up and tear-down report only failures and skips.
     if report.when == "call" or not report.passed:
         _write(report.nodeid, report.outcome, report.longreprtext)
