@@ -20,7 +20,7 @@ comma := ,
 LINT_VENV := .venv-lint
 TORCH_REQUIREMENT := $(if $(TORCH),torch==$(TORCH),torch>=2.11$(comma)<2.16)
 
-# The first of these that runs and is new enough is used. It is looked for only when an environment is made.
+# The first candidate that runs and is new enough is used. The search runs only when an environment is made.
 PYTHON_CANDIDATES := python3.12 python3.11 python3.10 python3
 IS_NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10))
 ifndef PYTHON
@@ -39,7 +39,7 @@ SOURCES := setup.py pyproject.toml \
   $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh') \
   $(shell find torch_ext/shardwright -name '*.pyi' -o -name '*.py' -not -name _build_info.py)
 
-# The names of stamps contain what they depend on, so that a changed request is noticed.
+# The names of stamps contain their settings, so that changed settings cause a rebuild.
 ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
@@ -50,42 +50,42 @@ help:
 	@echo 'make build      make the environment, build shardwright and install it there'
 	@echo 'make demo       train a small transformer on four processes, with stock PyTorch and with shardwright'
 	@echo 'make test       C++ and Python tests (also: test-cpp, test-python, test-async; ARGS=... goes to pytest)'
-	@echo 'make test QUICK=1  a part of every suite; make test-cpp EXHAUSTIVE=1 leaves out nothing of the longest C++ tests'
-	@echo 'make bench      redistributes of shardwright and of stock PyTorch (ARGS=... goes to the benchmark)'
-	@echo 'make bench-planner  costs of our plans and of those that PyTorch makes'
+	@echo 'make test QUICK=1  a part of every suite; make test-cpp EXHAUSTIVE=1 runs the longest C++ tests in full'
+	@echo 'make bench      redistributes: shardwright against stock PyTorch (ARGS=... goes to the benchmark)'
+	@echo 'make bench-planner  costs of our plans against PyTorch'"'"'s plans'
 	@echo 'make bench-planning  planning time: C++, Python, PyTorch (needs libbenchmark-dev)'
-	@echo 'make bench-reshard  what named moves between meshes cost, with other libraries'"'"' schemes; measures nothing'
+	@echo 'make bench-reshard  predicted costs of named moves between meshes, against other libraries; measures nothing'
 	@echo 'make bench-state-dict  whole state dicts from a trainer to a server on Gloo, against broadcasts'
 	@echo 'make bench-hunt  the slowest of random plans and certificates (ARGS="--on-meshes --cases 150" on four meshes; needs libbenchmark-dev)'
-	@echo 'make bench-before-after ARGS=COMMIT  calls and planning of this version and of an older one, in turns'
-	@echo 'make bench-xla  our plans against what XLA compiles (installs jax; Python >= 3.12)'
-	@echo 'make bench-ranking  whether the plan predicted to be fastest is fastest, on Gloo ranks'
+	@echo 'make bench-before-after ARGS=COMMIT  calls and planning of this version against an older one'
+	@echo 'make bench-xla  our plans against XLA'"'"'s collectives (installs jax; Python >= 3.12)'
+	@echo 'make bench-ranking  accuracy of the predicted ranking of plans, on Gloo ranks'
 	@echo 'make bench-overhead  overhead per call, without moving data: stock PyTorch and shardwright'
-	@echo 'make bench-matmul  products that overlap with moves on Gloo, against stock and serial'
-	@echo 'make bench-experts  tokens to experts and back on Gloo, against two common ways'
-	@echo 'make bench-many  many tensors at once on Gloo, against one call for each'
-	@echo 'make bench-fsdp  what FSDP2 communicates on Gloo, with its own collectives and with ours'
-	@echo 'make bench-fully-shard  steps with weights gathered as they are used, over links of 300 Mbit/s (root, iproute2)'
-	@echo 'make bench-links  overlapping products, and redistributes, over links of 0.5 to 4 Gbit/s (root, iproute2)'
-	@echo 'make bench-attention  attention over ranks by every method, over such links (root, iproute2)'
-	@echo 'make test-links  training over links that lose packets, delay and fail (root, iproute2)'
+	@echo 'make bench-matmul  products that overlap with communication on Gloo, against stock and serial'
+	@echo 'make bench-experts  expert dispatch and combine on Gloo, against two common schemes'
+	@echo 'make bench-many  many tensors in one call on Gloo, against one call per tensor'
+	@echo 'make bench-fsdp  FSDP2 on Gloo, with its own collectives and with ours'
+	@echo 'make bench-fully-shard  fully sharded training steps over links of 300 Mbit/s (root, iproute2)'
+	@echo 'make bench-links  overlapping products and redistributes over links of 0.5 to 4 Gbit/s (root, iproute2)'
+	@echo 'make bench-attention  every method of context-parallel attention over such links (root, iproute2)'
+	@echo 'make test-links  training over lossy, slow and failing links (root, iproute2)'
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
-	@echo 'make lint       clang-format, ruff, mypy; make format fixes what can be fixed automatically'
+	@echo 'make lint       clang-format, ruff, mypy, structure, wording; make format fixes formatting'
 	@echo 'make stubs      write the .pyi files of the compiled modules from their bindings'
-	@echo 'make sanitize   the C++ tests under address and undefined-behaviour sanitizers'
+	@echo 'make sanitize   the C++ tests under address and undefined-behavior sanitizers'
 	@echo 'make tsan       the C++ tests with threads under the thread sanitizer'
 	@echo 'make fuzz       arbitrary input under the same sanitizers, for SECONDS=60 (CXX=clang++ for libFuzzer)'
 	@echo 'make fuzz-gloo  random moves between layouts on Gloo ranks, for SECONDS=60'
-	@echo 'make hunt       random small models under sw.fully_shard and FSDP2, against whole ones, for SECONDS=60'
-	@echo 'make mutation-proof  remove waits from the executor, one by one, to check that tests notice (an hour)'
-	@echo 'make gpu        everything that needs a GPU; without one it says so and does nothing'
+	@echo 'make hunt       random small models under sw.fully_shard and FSDP2, against unsharded ones, for SECONDS=60'
+	@echo 'make mutation-proof  remove waits from the executor, one by one, and check that a test fails (an hour)'
+	@echo 'make gpu        everything that needs a GPU; without one it prints a message and does nothing'
 	@echo 'make clean      remove build results; make distclean also removes the environments'
 	@echo
 	@echo 'TORCH=2.11.0 selects a torch (2.11 to 2.15; its own environment), PYTHON=... an interpreter, JOBS=... the'
 	@echo 'number of processes, SHARDWRIGHT_CUDA=0|1 the CUDA half (default: detect).'
 
-# $(call make-venv,folder): a new virtual environment, or a sentence about what is missing.
+# $(call make-venv,folder): makes a virtual environment, or prints the missing prerequisite.
 define make-venv
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo 'No Python >= 3.10 was found; tried: $(PYTHON_CANDIDATES). Set PYTHON=...'; exit 1; }
@@ -165,7 +165,7 @@ bench-links: build
 bench-attention: build
 	$(HERE) $(PY) benchmarks/attention.py $(ARGS)
 
-# A thousand steps over a bad link, and what happens when it fails. The test suite has a short form of this.
+# A thousand training steps over a lossy link, and link failures. The test suite has a short form of this.
 test-links: build
 	$(HERE) $(PY) tests/links/training.py $(ARGS)
 
@@ -195,13 +195,13 @@ $(TORCH_TESTS_STAMP): $(ENV_STAMP) requirements/torch-tests.txt
 TESTS ?= cpp python async
 test: $(addprefix test-,$(TESTS))
 
-# With QUICK=1 every function that is not marked long runs, most with one set of parameters.
+# With QUICK=1, every function that is not marked long runs, mostly with one set of parameters.
 QUICK_ARGS := $(if $(QUICK),-m 'not long' --one-in 20)
 test-python: build
 	$(HERE) $(PY) -m pytest -q tests/python $(QUICK_ARGS) $(ARGS)
 
 # Tests on the device of tests/async_device, which is as asynchronous as a GPU and has process groups with NCCL's rules.
-# ASYNC_TESTS=tests/python runs all tests there; those meant for CPU alone are skipped.
+# ASYNC_TESTS=tests/python runs all tests there; CPU-only tests are skipped.
 ASYNC_NAMES := $(if $(QUICK),operators races,async attention attention_forms backward checkpoint_cut \
   checkpoint_cut_schedule fsdp_collectives fully_shard fully_shard_backward_chunks fully_shard_chunks \
   fully_shard_outer_chunks fully_shard_streams fully_shard_times fuzz_redistribute jit_weight many masks_and_misfits \
@@ -211,7 +211,7 @@ ASYNC_TESTS ?= tests/async_device $(patsubst %,tests/python/test_%.py,$(ASYNC_NA
 test-async: build
 	$(HERE) $(PY) -m pytest -q --device asyncdev -c pyproject.toml $(ASYNC_TESTS) $(QUICK_ARGS) $(ARGS)
 
-# Removes each wait and event of the executor in turn; some test must notice. Takes an hour.
+# Removes each wait and event of the executor in turn and checks that a test fails. Takes an hour.
 mutation-proof: build
 	$(HERE) $(PY) tools/mutation_proof $(ARGS)
 
@@ -229,20 +229,20 @@ define ctest
 	  { cat $(1)/ctest.log; exit 1; }; tail -n 4 $(1)/ctest.log
 endef
 
-# The tests link the core objects that are in the modules, which are compiled once. EXHAUSTIVE=1: no test is cut down.
+# The tests link the modules' core objects, which are compiled once. EXHAUSTIVE=1 runs all tests in full.
 test-cpp: build
 	$(call ctest,build/cmake,-DSHARDWRIGHT_CORE_OBJECTS=$(abspath $(BUILD_DIR))/objects/_planner,$(if \
 	  $(QUICK),-E 'AgainstBruteForce|Exhaustive'))
 
-# Leaves out the longest tests, which run the same code as the others.
+# Skips the longest tests, which run the same code as the others.
 sanitize: venv
 	$(call ctest,build/cmake-sanitize,-DSHARDWRIGHT_SANITIZE=address$(comma)undefined,-E 'AgainstBruteForce|Exhaustive.*mesh_2x2x2')
 
-# Tests of plans, certificates, prepared copies and compilers that many threads share.
+# Multithreaded tests of shared plans, certificates, prepared copies and compilers.
 tsan: venv
 	$(call ctest,build/cmake-tsan,-DSHARDWRIGHT_SANITIZE=thread,-R Threads)
 
-# An input that fails is left in build/cmake-fuzz; `make fuzz ARGS=crash-...` runs it again.
+# A failing input is kept in build/cmake-fuzz; `make fuzz ARGS=crash-...` runs it again.
 fuzz: fuzz-build
 	cd build/cmake-fuzz && ./shardwright_fuzz -max_total_time=$(SECONDS) $(ARGS)
 
@@ -265,6 +265,7 @@ $(LINT_STAMP): requirements/lint.txt
 
 lint: $(LINT_STAMP)
 	PATH="$(abspath $(LINT_VENV))/bin:$$PATH" pre-commit run --all-files --show-diff-on-failure
+	$(LINT_VENV)/bin/python tools/check_words
 
 format: $(LINT_STAMP)
 	git ls-files -z --cached --others --exclude-standard -- '*.h' '*.cpp' '*.cu' '*.cuh' | \
@@ -272,7 +273,7 @@ format: $(LINT_STAMP)
 	$(LINT_VENV)/bin/ruff check --fix --exit-zero .
 	$(LINT_VENV)/bin/ruff format .
 
-# The stubs depend on no version of torch. `make build` installs them.
+# The stubs do not depend on the version of torch. `make build` installs them.
 stubs: build
 	$(HERE) $(PY) tools/stubs $(ARGS)
 
