@@ -259,18 +259,24 @@ def test_missing_root_is_reported() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["2", "1", "1gbit"], "COMMAND: there is none"),
-        (["2", "1", "1gbit", "--"], "COMMAND: there is none"),
-        (["2", "0", "1gbit", "--", "true"], "PER_NODE: '0'; allowed are 1 to 256"),
-        (["x", "1", "1gbit", "--", "true"], "NODES: 'x'; allowed are 1 to 64"),
-        (["2", "1", "fast", "--", "true"], "RATE: 'fast'; allowed is a number and one of bit, kbit, mbit, gbit"),
-        (["2", "1", "1bit", "--", "true"], "RATE: '1bit'; allowed are 10kbit to 100gbit"),
-        (["2", "1", "1gbit", "5", "--", "true"], "DELAY: '5'; allowed is a number and one of us, ms, s"),
-        (["2", "1", "1gbit", "--loss", "100%", "--", "true"], "--loss: '100%'; allowed are 0% to less than 100%"),
-        (["2", "1", "1gbit", "1ms", "--jitter", "2ms", "--", "true"], "--jitter: 0.002 s around a delay of 0.001 s"),
-        (["64", "16", "1gbit", "--", "true"], "NODES x PER_NODE: 1024 ranks; allowed are up to 256"),
+        (["2", "1", "1gbit"], "COMMAND must be given after --"),
+        (["2", "1", "1gbit", "--"], "COMMAND must be given after --"),
+        (["2", "0", "1gbit", "--", "true"], "PER_NODE: must be in [1, 256], got '0'"),
+        (["x", "1", "1gbit", "--", "true"], "NODES: must be in [1, 64], got 'x'"),
+        (["2", "1", "fast", "--", "true"], "RATE: must be a number and one of bit, kbit, mbit, gbit"),
+        (["2", "1", "1bit", "--", "true"], "RATE: must be in [10kbit, 100gbit], got '1bit'"),
+        (["2", "1", "1gbit", "5", "--", "true"], "DELAY: must be a number and one of us, ms, s"),
+        (
+            ["2", "1", "1gbit", "--loss", "100%", "--", "true"],
+            "--loss: must be at least 0% and less than 100%, got '100%'",
+        ),
+        (
+            ["2", "1", "1gbit", "1ms", "--jitter", "2ms", "--", "true"],
+            "--jitter must be at most DELAY (0.001 s), got 0.002 s",
+        ),
+        (["64", "16", "1gbit", "--", "true"], "NODES x PER_NODE must be at most 256, got 1024"),
         (["link", "0", "sideways"], "invalid choice: 'sideways'"),
-        (["link", "0", "up"], "--net: not given, and this is not a rank of a testnet"),
+        (["link", "0", "up"], "--net must be the name that testnet prints, got none"),
     ],
 )
 def test_wrong_arguments_are_reported(arguments: list[str], error: str) -> None:
