@@ -76,7 +76,9 @@ def plans_for(pair: Pair, mesh: DeviceMesh, topology: sw.Topology) -> dict[str, 
 
 
 def _steps(plan: sw.Plan) -> tuple:
-    return tuple((s.op, tuple(s.mesh_dims), s.before, s.after, s.replica_policy, s.rounds, s.ordered) for s in plan.steps)
+    return tuple(
+        (s.op, tuple(s.mesh_dims), s.before, s.after, s.replica_policy, s.rounds, s.ordered) for s in plan.steps
+    )
 
 
 def measure(pair: Pair, mesh: DeviceMesh, topology: sw.Topology, pair_seconds: float) -> dict:

@@ -103,21 +103,18 @@ void GridExchange::Geometry::find_lines() {
 }
 
 void GridExchange::assign_within_nodes_first() {
-  check_invariant(ranks_per_node_ > 0, "a crossing with ReplicaPolicy::kNodeLocal has ", ranks_per_node_,
-                  " ranks per node");
+  check_invariant(ranks_per_node_ > 0, "a crossing with kNodeLocal has ", ranks_per_node_, " ranks per node");
   for (const Line& line : all_->lines) {
-    std::vector<Rank> senders;
-    for (int64_t sender_index = 0; sender_index < src().replicas(); ++sender_index)
-      senders.push_back(sender(line, sender_index));
+    std::vector<Rank> group;
+    for (int64_t index = 0; index < src().replicas(); ++index) group.push_back(sender(line, index));
     std::vector<Need> needs;
     for (int64_t number = 0; number < num_places(line); ++number) {
       const int64_t elements = place(line, number).elements;
       if (elements > 0) needs.push_back({receiver(line, number), elements});
     }
-    for (const auto& [from, to, range] :
-         assign_within_nodes(senders, needs, ranks_per_node_, kMostInside * all_->quota)) {
-      sends_[from].push_back({to, range});
-      receives_[to].push_back({from, range});
+    for (const auto& [from, to, part] : assign_within_nodes(group, needs, ranks_per_node_, kMostInside * all_->quota)) {
+      sends_[from].push_back({to, part});
+      receives_[to].push_back({from, part});
     }
   }
   for (auto* all : {&sends_, &receives_}) {
@@ -142,8 +139,7 @@ int64_t GridExchange::num_overlaps() const {
   for (int t = 0; t < src().ndim(); ++t) {
     int64_t of_dim = 0;
     const auto shards = static_cast<int64_t>(src().lists(t).size());
-    for (int64_t shard = 0; shard < shards; ++shard)
-      of_dim += static_cast<int64_t>(all_->overlaps[t].of_src(shard).size());
+    for (int64_t s = 0; s < shards; ++s) of_dim += static_cast<int64_t>(all_->overlaps[t].of_src(s).size());
     overlaps = saturating_product(overlaps, of_dim);
   }
   return overlaps;
@@ -160,8 +156,8 @@ GridExchange::Inside GridExchange::inside(Rank rank) const {
   return {bytes_of(receives_), bytes_of(sends_)};
 }
 
-Rank GridExchange::sender(const Line& line, int64_t sender_index) const {
-  return src().rank_at(src().shards_of(line.part), (sender_index + first_sender_) % src().replicas());
+Rank GridExchange::sender(const Line& line, int64_t index) const {
+  return src().rank_at(src().shards_of(line.part), (index + first_sender_) % src().replicas());
 }
 
 int64_t GridExchange::sender_index_of(const Grid::PartReplica& replica_place) const {
@@ -195,8 +191,8 @@ GridExchange::Place GridExchange::place(const Line& line, int64_t number) const 
   return found;
 }
 
-int64_t GridExchange::first_served(const Line& line, int64_t sender_index) const {
-  const int64_t begin = line.quota * sender_index;
+int64_t GridExchange::first_served(const Line& line, int64_t index) const {
+  const int64_t begin = line.quota * index;
   int64_t low = 0;
   int64_t high = num_places(line);
   while (low < high) {
@@ -210,10 +206,10 @@ int64_t GridExchange::first_served(const Line& line, int64_t sender_index) const
 }
 
 // If messages are split, this sender and the next may share a place.
-int64_t GridExchange::end_served(const Line& line, int64_t sender_index) const {
-  const int64_t next = first_served(line, sender_index + 1);
+int64_t GridExchange::end_served(const Line& line, int64_t index) const {
+  const int64_t next = first_served(line, index + 1);
   const bool is_shared = policy_ == ReplicaPolicy::kEvenBytes && next < num_places(line) &&
-                         place(line, next).begin < line.quota * (sender_index + 1);
+                         place(line, next).begin < line.quota * (index + 1);
   return next + (is_shared ? 1 : 0);
 }
 
@@ -225,12 +221,12 @@ int64_t GridExchange::num_present(const Line& line, int64_t first, int64_t end) 
   return end - first - (before(end) - before(first));
 }
 
-Interval GridExchange::served(const Line& line, const Place& place, int64_t sender_index) const {
+Interval GridExchange::served(const Line& line, const Place& place, int64_t index) const {
   if (policy_ == ReplicaPolicy::kWholeMessages) {
-    return {0, (2 * place.begin + place.elements) / (2 * line.quota) == sender_index ? place.elements : 0};
+    return {0, (2 * place.begin + place.elements) / (2 * line.quota) == index ? place.elements : 0};
   }
-  const int64_t begin = std::max(line.quota * sender_index, place.begin);
-  const int64_t end = std::min(line.quota * (sender_index + 1), place.begin + place.elements);
+  const int64_t begin = std::max(line.quota * index, place.begin);
+  const int64_t end = std::min(line.quota * (index + 1), place.begin + place.elements);
   return begin < end ? Interval{begin - place.begin, end - place.begin} : Interval{0, 0};
 }
 
@@ -256,10 +252,10 @@ std::vector<GridExchange::PeerRange> GridExchange::ranges(Rank rank, Direction d
     for_each_received(rank, ends, [&](Rank from, Interval range) { ranges.push_back({from, range}); });
   } else if (ends.holds) {
     const Line& line = all_->lines[ends.holds->part];
-    const int64_t sender_index = sender_index_of(*ends.holds);
-    const int64_t end = end_served(line, sender_index);
-    for (int64_t number = first_served(line, sender_index); number < end; ++number) {
-      const Interval range = served(line, place(line, number), sender_index);
+    const int64_t index = sender_index_of(*ends.holds);
+    const int64_t end = end_served(line, index);
+    for (int64_t number = first_served(line, index); number < end; ++number) {
+      const Interval range = served(line, place(line, number), index);
       if (range.begin < range.end) ranges.push_back({receiver(line, number), range});
     }
   }
@@ -302,8 +298,7 @@ void GridExchange::for_each_received(Rank rank, const Ends& ends, const Visit& v
     const bool in_whole = policy_ == ReplicaPolicy::kWholeMessages;
     const int64_t first = in_whole ? (2 * at.begin + at.elements) / (2 * line.quota) : at.begin / line.quota;
     const int64_t last = in_whole ? first : (at.begin + at.elements - 1) / line.quota;
-    for (int64_t sender_index = first; sender_index <= last; ++sender_index)
-      visit(sender(line, sender_index), served(line, at, sender_index));
+    for (int64_t index = first; index <= last; ++index) visit(sender(line, index), served(line, at, index));
   }
 }
 
@@ -350,8 +345,7 @@ std::optional<std::map<std::vector<Rank>, int64_t>> GridExchange::demand() const
   for (const Line& line : all_->lines) {
     if (line.length == 0) continue;
     std::vector<Rank> senders;
-    for (int64_t sender_index = 0; sender_index < src().replicas(); ++sender_index)
-      senders.push_back(sender(line, sender_index));
+    for (int64_t index = 0; index < src().replicas(); ++index) senders.push_back(sender(line, index));
     std::sort(senders.begin(), senders.end());
     demand[std::move(senders)] += line.length;
   }
@@ -390,12 +384,12 @@ GridExchange::Sent GridExchange::sent(Rank rank, const Ends& ends) const {
   }
   if (!ends.holds) return {};
   const Line& line = all_->lines[ends.holds->part];
-  const int64_t sender_index = sender_index_of(*ends.holds);
-  const int64_t first = first_served(line, sender_index);
-  const int64_t end = end_served(line, sender_index);
+  const int64_t index = sender_index_of(*ends.holds);
+  const int64_t first = first_served(line, index);
+  const int64_t end = end_served(line, index);
   const int64_t messages = num_present(line, first, end);
   if (policy_ == ReplicaPolicy::kEvenBytes) {
-    return {std::clamp<int64_t>(line.length - line.quota * sender_index, 0, line.quota), messages};
+    return {std::clamp<int64_t>(line.length - line.quota * index, 0, line.quota), messages};
   }
   return {place(line, end).begin - place(line, first).begin, messages};
 }

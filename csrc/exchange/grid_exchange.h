@@ -161,15 +161,15 @@ class GridExchange final : public Exchange {
   Place place(const Line& line, int64_t number) const;
   // Senders are numbered by their order: 0 sends the first range of the line. Returns the index of the first place that
   // is served by the sender of this order or a later one.
-  int64_t first_served(const Line& line, int64_t sender_index) const;
+  int64_t first_served(const Line& line, int64_t index) const;
   // Returns the index after the last place that is served by the sender of this order.
-  int64_t end_served(const Line& line, int64_t sender_index) const;
+  int64_t end_served(const Line& line, int64_t index) const;
   // Returns the number of places of [first, end) that have elements.
   int64_t num_present(const Line& line, int64_t first, int64_t end) const;
   // Returns the range of a place's elements that the sender of this order sends.
-  Interval served(const Line& line, const Place& place, int64_t sender_index) const;
+  Interval served(const Line& line, const Place& place, int64_t index) const;
   Rank receiver(const Line& line, int64_t number) const;
-  Rank sender(const Line& line, int64_t sender_index) const;
+  Rank sender(const Line& line, int64_t index) const;
   int64_t sender_index_of(const Grid::PartReplica& replica_place) const;
   int64_t largest_result_bytes() const;
   // The counts of a rank that need no walk over its peers.

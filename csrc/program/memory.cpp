@@ -89,7 +89,7 @@ int ProgramMemory::write_all(Sketch& sketch, Rank rank) {
   return current;
 }
 
-// Of uniform segments, only as many are examined as can be in flight at once, because more need no more memory.
+// Examines only as many uniform segments as can be in flight at once, because more need no more memory.
 std::vector<int64_t> ProgramMemory::peaks_in_segments(Rank rank) {
   const auto num_steps = static_cast<int64_t>(plan_.steps.size());
   const bool are_uniform = segments_.size() == 1;

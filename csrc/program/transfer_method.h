@@ -22,7 +22,7 @@ enum class TransferMethod : uint8_t {
   kMessages,   // messages between the ranks that exchange anything
 };
 
-// How one member of a group takes part in a step that moves data.
+// The part of one member of a group in a step that moves data.
 struct DataMove {
   std::optional<TransferMethod> transfer_method;  // if not set, the rank only copies and exchanges nothing
   std::vector<size_t> partners;  // members of the group that take part, this one included; empty for all

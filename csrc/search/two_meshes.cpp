@@ -262,8 +262,7 @@ class Crossings {
     return saturating_product(messages - 2 * root, best_link_.message_ps) > topology_.step_ps;
   }
 
-  // Returns true if relays between source and goal are estimated, from sizes alone, to be much faster than the best
-  // plan.
+  // Returns true if relays from source to goal are estimated, from sizes alone, to be much faster than the best plan.
   bool is_far_above_relays(bool fans_out) const {
     const Layout& many = fans_out ? goal_ : before_.front().layout;
     const Layout& few = fans_out ? before_.front().layout : goal_;
@@ -332,8 +331,7 @@ class Crossings {
   }
 
   // Returns layouts before the crossing. Each mesh dim may stay as it is, cut a tensor dim, or cut nothing, which saves
-  // messages but no bytes. Replicas are only sliced if a reduction is pending; otherwise sharing the sending has the
-  // same effect.
+  // messages but no bytes. Replicas are sliced only if a reduction is pending; else sharing has the same effect.
   std::vector<Layout> ends_on_source() const {
     const MeshDimSet due = src_.partial_dims();
     Choices choices(without_partials(src_), tensor_dims_);

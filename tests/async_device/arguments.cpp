@@ -29,7 +29,7 @@ const at::Tensor& only(const Tensors& tensors, const char* what) {
 }
 
 void check_root(int64_t root, int size, const char* what) {
-  TORCH_CHECK_VALUE(root >= 0 && root < size, "strict: ", what, " has root ", root, ", allowed is 0 to ", size - 1);
+  TORCH_CHECK_VALUE(root >= 0 && root < size, "strict: root of ", what, " must be in [0, ", size - 1, "], got ", root);
 }
 
 Communicator::Body moving(Kind kind, int64_t detail, Moves moves) {

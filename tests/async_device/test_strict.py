@@ -397,9 +397,9 @@ def left_open(rank: int, size: int, path: str) -> None:
     assert y.item() == peer + 1.0
     # An error of the batch itself does the same.
     group._start_coalescing()
-    assert "allowed is 0 to 1" in error_of(group.send, [x], 5, 0)
+    assert "must be in [0, 1]" in error_of(group.send, [x], 5, 0)
     assert "call endCoalescing" in error_of(dist.all_reduce, numbers(1.0))
-    assert "allowed is 0 to 1" in error_of(group.recv, [x], peer, 0)  # the error repeats the reason
+    assert "must be in [0, 1]" in error_of(group.recv, [x], peer, 0)  # the error repeats the reason
     assert group._end_coalescing() is None
     # A rank does not receive its message to itself.
     group._start_coalescing()

@@ -378,7 +378,8 @@ TEST(Attention, CountsBlockProductsPerRank) {
       EXPECT_EQ(mine.triangles, 1);
       EXPECT_EQ(mine.others, 0);
       all += mine.products();
-      // Of 2 W blocks, the r-th and the r-th from the end see r + 1 and 2 W - r blocks, one of them as a triangle.
+      // The r-th block and the r-th from the end, of 2 W blocks, see r + 1 and 2 W - r blocks, one of them as a
+      // triangle.
       EXPECT_EQ(count_blocks(balanced, r).products(), 2 * ranks + 1);
       EXPECT_EQ(count_blocks(balanced, r).triangles, 2);
       EXPECT_EQ(count_blocks(balanced, r).pairs, count_blocks(balanced, 0).pairs);

@@ -59,7 +59,7 @@ class RandomProduct {
     std::vector<int64_t> mesh_sizes;
     for (int64_t d = 0, dims = pick(1, 2); d < dims; ++d) mesh_sizes.push_back(pick(1, dims == 1 ? 4 : 3));
     mesh_ = mesh_of(mesh_sizes);
-    // Of the axes a to f, about two are free in lhs, one or two are free in rhs, and one or two are summed.
+    // Two or so of the axes a to f are free in lhs, one or two are free in rhs, and one or two are summed.
     std::string lhs;
     std::string rhs;
     std::string out;

@@ -147,7 +147,7 @@ int main(int argc, char** argv) {
     } else if (const char* value = value_of("-seed=")) {
       seed = std::stoull(value);
     } else if (argument[0] == '-') {
-      std::fprintf(stderr, "%s is not known; allowed are -max_total_time=SECONDS, -seed=NUMBER and files\n", argv[i]);
+      std::fprintf(stderr, "arguments must be -max_total_time=SECONDS, -seed=NUMBER or files, got %s\n", argv[i]);
       return 2;
     } else {
       files.push_back(argument);

@@ -104,7 +104,9 @@ def check_attention_of(case: Case, length: int, layout: str) -> None:
             least = 2e-3 if case.dtype.itemsize == 2 else 1e-5
             allowed = 2.5 * (plain.double() - right).abs().max().item() + least
             name = f"attention by {method}, {case}, {layout}: {what}"
-            assert error <= allowed, f"{name} is wrong by {error:.2e}; allowed is {allowed:.2e}"
+            assert error <= allowed, (
+                f"{name} must be within {allowed:.2e} of the exact result, got an error of {error:.2e}"
+            )
 
 
 def document_lengths(case: Case, length: int) -> list[int]:

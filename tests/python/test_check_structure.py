@@ -141,7 +141,7 @@ def test_counts_lines_of_code(tool: ModuleType, tmp_path: Path, monkeypatch: pyt
     assert list(tool.check_code_lines()) == []
     monkeypatch.setattr(tool, "MAX_CODE_LINES", {".": 2})
     high, none = tool.check_code_lines()
-    assert high == "shardwright/.: 3 lines of code; allowed are 2"
+    assert high == "shardwright/.: 3 lines of code, must be at most 2"
     assert none.startswith("shardwright/part: has no limit")
 
 

@@ -56,8 +56,8 @@ def _scheduled(mesh_shape: tuple[int, ...], reentrant: bool | None) -> None:
     size = 4 * rows * 2 * WIDTH
     kinds = [kind for _, kind, *_ in schedule.uses]
     assert len(schedule.activations) == LAYERS and not without.activations
-    for name, kept_bytes, whole_bytes, gather_ps, saved, first, last, _ in schedule.activations:
-        assert name.startswith("float32[") and whole_bytes == size
+    for name, kept_bytes, full_bytes, gather_ps, saved, first, last, _ in schedule.activations:
+        assert name.startswith("float32[") and full_bytes == size
         assert kept_bytes == 4 * -(-size // 4 // mesh_shape[1])
         assert (gather_ps > 0) == (mesh_shape[1] > 1)
         assert kinds[saved] == "forward" and {kinds[first], kinds[last]} <= {"backward", "recompute"}

@@ -55,10 +55,10 @@ def _accumulates(mesh_shape: tuple[int, ...]) -> None:
     # Steps without reductions have their own schedule, whose peak includes unsharded gradients.
     kept, last = sw.fsdp.schedules(model)
     assert not kept.reductions and len(last.reductions) == 4
-    whole_bytes = sum(p.numel() * 4 for p in model.parameters())
+    full_bytes = sum(p.numel() * 4 for p in model.parameters())
     for schedule in (kept, last):
-        assert f"held {whole_bytes / 1024:.3g}"[:7] in str(schedule) or "held" in str(schedule)
-        assert schedule.peak_bytes >= schedule.arena_bytes + whole_bytes
+        assert f"held {full_bytes / 1024:.3g}"[:7] in str(schedule) or "held" in str(schedule)
+        assert schedule.peak_bytes >= schedule.arena_bytes + full_bytes
 
     # Steps without reductions receive only weights.
     model.set_requires_gradient_sync(False)

@@ -294,7 +294,7 @@ def _other_steps(recomputes: bool) -> None:
     losses[0].backward()
     assert_same_gradients(losses, 2.0)
     for layer in model.layers:
-        layer._shardwright_unit.unit.wishes.divides_by = None
+        layer._shardwright_unit.unit.unit_options.divides_by = None
     # Layers read their weight, and call their module twice.
     for is_odd in (True, False):
         for each in (*model.layers, *whole.layers):

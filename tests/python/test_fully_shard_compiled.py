@@ -375,15 +375,15 @@ def _after_an_error() -> None:
     loss_of(run, batch(0)).backward()
     model.zero_grad()
     unit = model.layers[1]._shardwright_unit.unit
-    gather = unit.take_up_changes
+    gather = unit.adopt_changes
 
     def fail() -> None:
         raise _Interrupted
 
-    unit.take_up_changes = fail
+    unit.adopt_changes = fail
     with pytest.raises(_Interrupted):
         loss_of(run, batch(0))
-    unit.take_up_changes = gather
+    unit.adopt_changes = gather
     assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters())
     _assert_close(train(model, run, 3), train(eager, eager, 3))
 

@@ -65,7 +65,7 @@ def poisoned() -> Iterator[None]:
         start_gather(unit, *memory, **where)
 
     def finish_and_poison(unit: Unit) -> None:
-        was_under_way = unit._is_arriving
+        was_under_way = unit._is_gathering
         finish_gather(unit)
         if was_under_way:
             values_of[id(unit)] = [weight.part.clone() for weight in unit.weights]

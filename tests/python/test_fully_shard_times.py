@@ -39,7 +39,7 @@ def _prefetch_distance() -> None:
             return USE_PS * (slow if unit.name == "layers.2" else 1)
 
         replacements = {"gather_ps": property(gather_ps), "reduce_ps": property(lambda unit: USE_PS)}
-        with replaced(Clock, stretches_ps=durations), replaced(Unit, **replacements):  # type: ignore[arg-type]
+        with replaced(Clock, intervals_ps=durations), replaced(Unit, **replacements):  # type: ignore[arg-type]
             model = shard(Model(), flat_fully_shard, mesh, memory_limit=limit)
             found = parts(train(model, 4))
         assert all(map(torch.equal, found, expected))

@@ -215,7 +215,7 @@ def test_cuts_over_one_coordinate_are_checked(cut: Any, message: str) -> None:
         ([[(0, 8)]], "placements: number of lists of .* must be 2, .*got 1"),
         (
             [[(0, 8, 2)], []],
-            re.escape("lists: got [[(0, 8, 2)], []]; allowed is a list of (begin, end) for each coordinate"),
+            re.escape("lists must be a list of (begin, end) for each coordinate, got [[(0, 8, 2)], []]"),
         ),
     ],
     ids=str,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 class GemmModel:
-    """Predicts how long a matrix product takes. Chunks are chosen with it, so it must be the same on every rank.
+    """Predicts the time of matrix products. Chunks are chosen with it, so it must be the same on every rank.
 
     A product is cut into tiles, and each processor computes one at a time: a product of few tiles leaves processors
     idle.
@@ -14,14 +14,14 @@ class GemmModel:
         name: shown in messages.
         num_processors: the SMs of a GPU; 1 for all cores of a CPU together.
         tile_rows, tile_columns: the size of a tile of the result.
-        flops_per_us: of one processor, for 16-bit operands; 8 bits run twice, 32 half, 64 a quarter as fast.
+        flops_per_us: rate of one processor for 16-bit operands. 8 bits run twice, 32 half, 64 a quarter as fast.
         launch_ps: picoseconds per product.
         memory_ps_per_kib: picoseconds per KiB to read operands and write results.
-        contention_percent: how much longer a product takes while data travels.
-        chunk_ps: on CPU, by how many picoseconds a chunk's transfer ends later alongside products than alone.
+        contention_percent: slowdown of a product during transfers, in percent.
+        chunk_ps: on CPU, picoseconds by which a chunk's transfer ends later alongside products than alone.
 
     Raises:
-        ValueError: a figure is negative, or one that is divided by is below 1.
+        ValueError: a value is negative, or a divisor is below 1.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Topology:
     ) -> None: ...
     @staticmethod
     def named(name: str) -> Topology:
-        """Returns a built-in topology. Raises a ValueError that lists them on other names."""
+        """Returns a built-in topology. Raises ValueError that lists them on other names."""
 
     @staticmethod
     def names() -> list[str]: ...
@@ -132,15 +132,15 @@ class Lowering:
 
     @staticmethod
     def named(name: str) -> Lowering:
-        """Returns that of ``"nccl"`` or ``"gloo"``. Raises a ValueError that lists these on other names."""
+        """Returns the lowering ``"nccl"`` or ``"gloo"``. Raises ValueError that lists these on other names."""
 
     @staticmethod
     def of_backend(backend: str, device_type: str) -> Lowering:
-        """Returns that for the name of a process group's backend (csrc/cost/backend.h)."""
+        """Returns the lowering for a process group's backend, given its name (csrc/cost/backend.h)."""
 
     @staticmethod
     def of_device(device_type: str) -> Lowering:
-        """Returns that of what one rank does alone."""
+        """Returns the lowering for programs of a single rank."""
 
     @staticmethod
     def names() -> list[str]: ...
@@ -152,10 +152,10 @@ class Lowering:
     def default_products(self) -> GemmModel: ...
     @property
     def is_on_device(self) -> bool:
-        """Returns whether transfers read and write the memory of the device; otherwise that of the host."""
+        """True if transfers read and write device memory; otherwise they use host memory."""
 
     def goes_by_messages(self, bytes_to_each_peer: int) -> bool:
-        """Returns whether such an exchange is sent as messages. Otherwise it is one all-to-all."""
+        """True if an exchange of this size is sent as messages. Otherwise it is one all-to-all."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
@@ -183,7 +183,7 @@ class Mesh:
     @property
     def ranks(self) -> list[int]: ...
     def coordinate(self, rank: int) -> list[int] | None:
-        """Returns a rank's coordinate; None for a rank that is not on the mesh."""
+        """Returns a rank's coordinate; None if the rank is not on the mesh."""
 
     def group_ranks(self, rank: int, mesh_dims: Sequence[int]) -> list[int]:
         """Returns the ranks that differ from `rank` only in `mesh_dims`, itself included, ascending."""
@@ -191,12 +191,13 @@ class Mesh:
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
     def has_same_ranks(self, other: Mesh) -> bool:
-        """Returns whether names, sizes and ranks are the same; topologies may differ."""
+        """True if names, sizes and ranks are equal. Topologies may differ."""
 
 class Layout:
-    """A global tensor's shape and dtype, and how it is placed on a mesh.
+    """A global tensor's shape, dtype, and placements on a mesh.
 
-    Layouts are equal if they are of one tensor on equal meshes with the same cuts in the same order; they share plans.
+    Layouts are equal if shape and dtype are equal, the meshes are equal, and the cuts are the same in the same order.
+    Equal layouts share plans.
     """
 
     def __init__(
@@ -215,21 +216,21 @@ class Layout:
     def shape(self) -> tuple[int, ...]: ...
     @property
     def flattened(self) -> int:
-        """The number of leading tensor dims that are seen as one, in placements and in local tensors; 1 if none are."""
+        """Number of leading tensor dims that placements and local tensors count as one; 1 if none are flattened."""
 
     @property
     def flattened_shape(self) -> tuple[int, ...]:
-        """The shape with these dims as one. Placements, local shapes and regions are of it."""
+        """The shape with the flattened dims as one. Placements, local shapes and regions refer to it."""
 
     @property
     def is_partition(self) -> bool:
-        """True if along each mesh dim every element lies on one coordinate, in ascending order; see `Pieces`."""
+        """True if along each mesh dim every element is on one coordinate, in ascending order; see `Pieces`."""
 
     @property
     def dtype(self) -> str: ...
     @property
     def placements(self) -> tuple[str, ...]:
-        """One per mesh dim. Strided shards that encode an order of cuts appear as plain ones; see `shard_order`."""
+        """One per mesh dim. Strided shards that encode a shard order appear as plain ones; see `shard_order`."""
 
     @property
     def shard_order(self) -> dict[int, list[int]]:
@@ -238,53 +239,55 @@ class Layout:
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
     def check_blocks_are_whole(self, dim: int, unit: int) -> None:
-        """Raises ValueError if a part of the dim, as `flattened_shape` counts, begins or ends within a unit."""
+        """Raises ValueError if a part of `dim`, an index into `flattened_shape`, begins or ends within a unit."""
 
     @property
     def has_equal_parts(self) -> bool:
-        """Returns whether all ranks hold parts of one shape."""
+        """True if all ranks hold parts of one shape."""
 
     @property
     def has_pending(self) -> bool:
-        """Returns whether a reduction is pending along some mesh dim."""
+        """True if a reduction is pending along some mesh dim."""
 
     def without_pending(self) -> Layout:
-        """Returns the same layout with R where reductions are pending."""
+        """Returns this layout with R instead of pending reductions."""
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Returns the shape of this rank's part; (0,) for a rank that is not on the mesh."""
+        """Returns the shape of this rank's part; (0,) if the rank is not on the mesh."""
 
     def region(self, rank: int) -> list[list[tuple[int, int]]]:
         """Returns, per tensor dim, the [begin, end) intervals of global indices that the rank holds, in local order."""
 
     def view(self, shape: Sequence[int], flattened: int = 1) -> Layout:
-        """The layout of this shape in which every rank keeps its elements in their order, so that nothing moves.
+        """Returns the layout of this shape in which every rank keeps its elements in their order. Nothing moves.
 
-        Its mesh is this one, or one with mesh dims split where one of them cuts what becomes several tensor dims.
+        A mesh dim that cuts what becomes several tensor dims is split. Otherwise the mesh is the same.
 
         Args:
             shape: as for ``torch.reshape``; one size may be -1.
-            flattened: how many leading dims of the result are seen as one, in its placements and in local tensors.
+            flattened: number of leading dims of the result that its placements and local tensors count as one.
 
         Raises:
-            ValueError: no layout has these parts. The text says why, and names the cheapest redistribute after which
+            ValueError: no layout has these parts. The message gives the reason and the cheapest redistribute after
+            which
                 the view moves nothing, with its cost over NCCL on the mesh's topology, by default ``"64x8"``.
         """
 
     def permute(self, dims: Sequence[int]) -> Layout:
-        """The layout with dim i being dim ``dims[i]`` of this one; local parts are permuted alike."""
+        """Returns the layout whose dim i is dim ``dims[i]`` of this one. Local parts are permuted in the same way."""
 
 def nearest_cut(src: Layout, ranks: Sequence[int]) -> tuple[int, list[list[tuple[int, int]]]]:
-    """Returns the tensor dim to cut and the intervals of each rank so that least has to move."""
+    """Returns the tensor dim to cut and the intervals of each rank for which the fewest elements move."""
 
 def has_gradient(layout: Layout) -> bool:
-    """Returns whether all reductions that are due can be differentiated."""
+    """True if all pending reductions can be differentiated."""
 
 def gradient_layout(layout: Layout, argument: str) -> Layout:
-    """The layout of a gradient: R where the value is partial. Raises ValueError, naming `argument`, where none is."""
+    """Returns the layout of a gradient: R instead of P. Raises ValueError that names `argument` if a pending reduction
+    cannot be differentiated."""
 
 def is_floating(dtype: str) -> bool:
-    """Returns whether it is a floating dtype of 16 bits or more."""
+    """True if it is a floating dtype of 16 bits or more."""
 
 def is_complex(dtype: str) -> bool: ...
 
@@ -298,7 +301,7 @@ class Step:
 
     @property
     def mesh_dims(self) -> tuple[int, ...]:
-        """Indices of the mesh dims that it spans."""
+        """Indices of the mesh dims that the step spans."""
 
     @property
     def before(self) -> Layout: ...
@@ -306,19 +309,19 @@ class Step:
     def after(self) -> Layout: ...
     @property
     def ordered(self) -> bool:
-        """Returns whether contributions are exchanged and summed in rank order, never by a native collective."""
+        """True if contributions are exchanged and summed in rank order, never by a native collective."""
 
     @property
     def rounds(self) -> int:
-        """The number of rounds in which the move is carried out, to need less staging; each counts as a step."""
+        """Number of rounds of the move. More rounds need less staging; each round counts as a step."""
 
     @property
     def predicted_us(self) -> float: ...
     @property
-    def sharing(self) -> str:
-        """The way in which ranks with equal data share its sending. ``"none"``: each receiver reads from one of them.
-        ``"messages"``: whole messages are shared out. ``"bytes"``: elements are, which splits some messages.
-        ``"nodes"``: holders serve their own node first, and what is left is shared by all."""
+    def replica_policy(self) -> str:
+        """The way in which ranks with equal data share its sending. ``"none"``: each receiver reads from one of these
+        ranks. ``"messages"``: they divide the messages. ``"bytes"``: they divide the elements, which splits some
+        messages. ``"nodes"``: they serve their own nodes first and divide the rest."""
 
     @property
     def wire_bytes_max(self) -> int:
@@ -339,7 +342,7 @@ class Step:
         """Messages sent by the rank that sends most."""
 
 class Plan:
-    """The moves from one layout to another, and what they cost. ``str(plan)`` is one line per move."""
+    """The moves from one layout to another, and their costs. ``str(plan)`` is one line per move."""
 
     @property
     def src(self) -> Layout: ...
@@ -355,12 +358,12 @@ class Plan:
 
     @property
     def certificate(self) -> dict[str, tuple[int, int]]:
-        """Figures with a lower bound for any plan: ``wire_bytes_max`` and ``wire_bytes_sum`` received,
+        """{name: (value, lower bound for any plan)} of ``wire_bytes_max`` and ``wire_bytes_sum`` received,
         ``send_bytes_max``, ``messages_max``, ``steps`` that communicate, ``peak_bytes``, ``predicted_ps``."""
 
     @property
     def remarks(self) -> list[str]:
-        """A sentence for each bound that the plan does not meet, and for each property that it cannot guarantee."""
+        """One sentence for each bound that the plan does not meet and each property that it cannot guarantee."""
 
     @property
     def replicas_are_bitwise_equal(self) -> bool:
@@ -369,7 +372,7 @@ class Plan:
 
     @property
     def segments(self) -> int:
-        """In how many segments the tensor takes the steps, each one step behind the one before it; 1 on one mesh."""
+        """Number of segments of the tensor, each one step behind the one before it; 1 on one mesh."""
 
     @property
     def steps(self) -> list[Step]: ...
@@ -387,10 +390,10 @@ class Plan:
 
     @property
     def maxima_are_exact(self) -> bool:
-        """Returns whether the maxima of bytes and messages, received and sent, hold for every rank.
+        """True if the maxima of bytes and messages, received and sent, hold for every rank.
 
-        If not, they are those of the outermost ranks of a mesh with too many kinds of ranks to look at each. Always so
-        up to 4,096 ranks.
+        Otherwise the mesh has too many kinds of ranks to look at each, and the maxima are those of its outermost ranks.
+        Always True up to 4,096 ranks.
         """
 
     @property
@@ -421,7 +424,7 @@ class Plan:
 
     @property
     def peak_bytes_is_exact(self) -> bool:
-        """Returns whether no rank allocates more than `peak_bytes`; see `maxima_are_exact`."""
+        """True if no rank allocates more than `peak_bytes`; see `maxima_are_exact`."""
 
     @property
     def predicted_us(self) -> float:
@@ -437,19 +440,19 @@ class Plan:
         """Returns the instructions of one rank, as text."""
 
     def simulate(self) -> int:
-        """Runs all ranks in this process. Returns the bytes moved; raises RuntimeError if an element is wrong, or if
-        bytes or memory differ from what the plan says."""
+        """Runs all ranks in this process. Returns the bytes moved. Raises RuntimeError if an element is wrong, or if
+        bytes or memory differ from the plan's."""
 
     def to_bytes(self) -> bytes: ...
     @staticmethod
     def from_bytes(data: bytes) -> Plan:
-        """Raises ValueError on bytes that are not a plan."""
+        """Raises ValueError if the bytes are not a plan."""
 
     def to_json(self) -> str:
         """Returns JSON as described in docs/plan.schema.json; `plan_from_json` reads it."""
 
     def to_svg(self) -> str:
-        """Returns a picture of who holds what and who sends what to whom: by rank up to 16 ranks, else by mesh dim."""
+        """Returns an SVG picture of the ranks' parts and messages: by rank up to 16 ranks, otherwise by mesh dim."""
 
     def to_html(self) -> str:
         """Returns an HTML page with the picture and the plan's text."""
@@ -466,16 +469,16 @@ class PlanningTables:
     def with_measured(
         self, backend: str, topology: Topology, gemm_models: Mapping[tuple[str, str], GemmModel]
     ) -> PlanningTables:
-        """`gemm_models` by device type and dtype."""
+        """`gemm_models`: {(device type, dtype): model}."""
 
     def without_measured(self) -> PlanningTables: ...
     def with_environment(self, topology: Topology | None) -> PlanningTables: ...
     def measured_topology(self, backend: str) -> Topology | None: ...
     def measured_gemm_model(self, device_type: str, dtype: str) -> GemmModel | None:
-        """Returns what was measured for products of this dtype, or else of another."""
+        """Returns the model measured for this dtype, or else one measured for another; None if there is none."""
 
     def gemm_model(self, device_type: str, dtype: str) -> GemmModel:
-        """Returns what was measured, or else the default of the device."""
+        """Returns the measured model, or else the device's default one."""
 
     @property
     def environment(self) -> Topology | None: ...
@@ -517,36 +520,36 @@ def plan_of_steps(
     segments: int,
 ) -> Plan: ...
 def plan_text(plan: Plan) -> str:
-    """Returns a plan as operators take it: a label, ``"|"``, and its bytes in base64."""
+    """Returns a plan in the text form that operators take: a label, ``"|"``, and its bytes in base64."""
 
 def parse_plan(text: str) -> Plan:
-    """Parses what `plan_text` wrote. Raises ValueError on other text."""
+    """Parses the result of `plan_text`. Raises ValueError on other text."""
 
 def simulation_bytes(plan: Plan) -> int:
-    """Estimates how much memory ``plan.simulate()`` takes."""
+    """Returns an estimate of the bytes that ``plan.simulate()`` takes."""
 
 def plan_cache_counts() -> dict[str, int]: ...
 def reset_plan_cache_counts() -> None: ...
 def clear_plan_cache() -> None: ...
 def view_of(layout: Layout, shape: Sequence[int], for_dtensor: bool = False) -> Layout | str:
-    """Returns ``layout.view(shape)``, or why there is none; `for_dtensor`: none that DTensor can say."""
+    """Returns ``layout.view(shape)``, or the reason why there is none that, if `for_dtensor`, DTensor can express."""
 
 def move_before_view(
     layout: Layout, shape: Sequence[int], for_dtensor: bool, backend: str, tables: PlanningTables
 ) -> tuple[Plan, Layout, str] | None:
-    """Returns the cheapest plan after which the view moves nothing, that view, and a text that says so and why.
+    """Returns the cheapest plan after which the view moves nothing, the view's layout, and a message with the reason.
 
-    None: the view moves nothing as it is.
+    Returns None if the view moves nothing as it is.
     """
 
 def is_known_to_dtensor(layout: Layout) -> bool:
-    """Returns whether DTensor's placements can say it."""
+    """True if DTensor's placements can express the layout."""
 
 class Batch:
-    """Many tensors that move together.
+    """Tensors that are moved together.
 
-    Each item is (number of a source, number of a destination, axes). An axis is (source dim, destination dim, first
-    index in each, length), with -1 for a dim that is not there; None is the whole tensor.
+    An item is (index of a source, index of a destination, axes). An axis is (source dim, destination dim, first index
+    in each, length), with -1 for an absent dim. Axes of None mean the full tensor.
     """
 
     def __init__(
@@ -556,21 +559,22 @@ class Batch:
         items: Sequence[tuple[int, int, Sequence[tuple[int, int, int, int, int]] | None]],
         bucket_bytes: int = 67108864,
         buckets: int = 3,
-        first_turn: int = 0,
+        first_sender: int = 0,
     ) -> None: ...
     @property
     def num_items(self) -> int: ...
     def digests(self) -> list[int]:
-        """A number for the settings, then one for each item, which depends on all before it."""
+        """Returns a digest of the settings, then one for each item, which covers all before it."""
 
     def reductions(self) -> dict[int, Layout]:
-        """The layout that each source with pending reductions, by its number, is reduced to before anything moves."""
+        """Returns {index of a source with pending reductions: layout to which it is reduced before anything is
+        sent}."""
 
     def item_text(self, item: int) -> str: ...
     def to_bytes(self) -> bytes: ...
 
 class BatchPlan:
-    """The plan of a batch and its figures. ``print`` shows it."""
+    """The plan of a batch and its costs. ``print`` shows it."""
 
     def __init__(self, batch: Batch) -> None: ...
     @property
@@ -579,23 +583,23 @@ class BatchPlan:
     def num_items(self) -> int: ...
     @property
     def num_kinds(self) -> int:
-        """Kinds of items that are planned alike."""
+        """Number of kinds of items. Items of one kind have equal layouts and maps."""
 
     @property
     def received_bytes_max(self) -> int:
-        """The bytes that the worst rank receives; no plan can do with less."""
+        """Bytes received by the rank that receives most. No plan can have fewer."""
 
     @property
     def received_bytes_sum(self) -> int: ...
     @property
     def kept_bytes_sum(self) -> int:
-        """The bytes that are copied locally."""
+        """Bytes that are copied locally."""
 
     @property
     def sent_bytes_max(self) -> int: ...
     @property
     def sent_bytes_bound(self) -> int:
-        """The least bytes that the worst rank sends if only holders send."""
+        """A lower bound on `sent_bytes_max` if only ranks that hold the data send it."""
 
     @property
     def sent_bound_is_exact(self) -> bool: ...
@@ -605,7 +609,7 @@ class BatchPlan:
     def rounds_bound(self) -> int: ...
     @property
     def messages_max(self) -> int:
-        """Messages to one rank."""
+        """Messages received by the rank that receives most."""
 
     @property
     def messages_sum(self) -> int: ...
@@ -613,19 +617,19 @@ class BatchPlan:
     def messages_are_exact(self) -> bool: ...
     @property
     def reductions(self) -> int:
-        """The number of tensors with pending reductions, which are reduced before anything moves."""
+        """Number of sources with pending reductions, which are reduced before anything is sent."""
 
     @property
     def reduction_bytes_sum(self) -> int:
-        """The bytes that all ranks receive for that."""
+        """Bytes received by all ranks for these reductions."""
 
     @property
     def reduced_bytes_max(self) -> int:
-        """The bytes of the reduced parts on the rank that has most of them."""
+        """Bytes of the reduced parts on the rank that holds most of them."""
 
     @property
     def reducing_bytes_max(self) -> int:
-        """The bytes that the reduction that needs most memory takes besides its result."""
+        """Temporary bytes of the reduction that needs most, besides its result."""
 
     @property
     def bucket_bytes(self) -> int: ...
@@ -633,21 +637,22 @@ class BatchPlan:
     def buckets(self) -> int: ...
     @property
     def memory_bytes(self) -> int:
-        """Extra memory on each rank: buckets * bucket_bytes. With reductions, at most so much."""
+        """Extra bytes of memory on each rank: buckets * bucket_bytes. With reductions, an upper bound that includes
+        them."""
 
     def to_json(self) -> str: ...
 
 class Schedule:
-    """The plan of a `Matmul` (csrc/products/matmul.h).
+    """The schedule of a `Matmul` (csrc/products/matmul.h).
 
     Args:
         method: ``"serial"``, ``"ring"``, ``"collective"`` or ``"flags"``.
-        chunks: their number, or for a ring the distances of each.
-        depth: the most transfers that are under way during a product.
+        chunks: the number of chunks, or for a ring the distances of each chunk.
+        depth: the maximum number of transfers under way during a product.
         sms_left: multiprocessors that products leave to transfers under way.
 
     Raises:
-        ValueError: the method is unknown. `Matmul.check` tells whether a schedule fits a product.
+        ValueError: the method is unknown. `Matmul.check` checks that a schedule is possible for a product.
     """
 
     def __init__(
@@ -674,10 +679,10 @@ class Matmul:
         keeps_gathered: bool = False,
         scaling: tuple[bool, str, Plan | None] | None = None,
     ) -> Matmul:
-        """Moves an operand by a plan and multiplies it. `products` has, for each product, the axes (with the operand
-        that moves first), the other operand, and whether a bias is added. `scaling` of 8-bit operands is whether scales
-        are by row, the dtype of the result, and, if by row, the plan of the moved operand's scales. Raises ValueError
-        if these do not fit together."""
+        """Returns a matmul that moves an operand by a plan and multiplies it. `products` has, for each product, the
+        axes (the moved operand first), the other operand, and whether a bias is added. `scaling` of 8-bit operands is
+        (whether scales are by row, dtype of the result, plan of the moved operand's scales if they are by row). Raises
+        ValueError if the arguments contradict each other."""
 
     @staticmethod
     def scatter(
@@ -686,13 +691,13 @@ class Matmul:
         has_addend: bool = False,
         scaling: tuple[bool, str, Plan | None] | None = None,
     ) -> Matmul:
-        """Sums products, and with `has_addend` one more tensor in the layout of the plan's source, and moves the result
-        by a plan. `terms` has the axes and both operands of each product; `scaling` is as in `gather`, without a
-        plan."""
+        """Returns a matmul that sums products, and with `has_addend` one more tensor in the layout of the plan's
+        source, and moves the result by a plan. `terms` has the axes and both operands of each product. `scaling` is as
+        in `gather`, without a plan."""
 
     @staticmethod
     def parse(text: str) -> tuple[Matmul, Schedule]:
-        """Parses what `to_text` wrote."""
+        """Parses the result of `to_text`."""
 
     @property
     def plan(self) -> Plan: ...
@@ -702,23 +707,23 @@ class Matmul:
     def communicates(self) -> bool: ...
     @property
     def why_only_serial(self) -> str | None:
-        """Why nothing of it can be chunked; None if something can."""
+        """The reason why no part of it can be chunked; None if some part can."""
 
     def check(self, schedule: Schedule) -> None:
         """Raises ValueError if the schedule is not possible."""
 
     def predictions(self, model: GemmModel, depth: int | None = None) -> list[tuple[Schedule, int]]:
-        """Returns schedules with their picoseconds: serial first, then every method and number of chunks, each with the
+        """Returns (schedule, picoseconds) pairs: serial first, then every method and number of chunks, each with the
         depth (unless it is given) and the processors left to transfers that are predicted to be fastest."""
 
     def choose(self, model: GemmModel, depth: int | None = None) -> Schedule:
-        """Returns the schedule that is predicted to be fastest; serial unless another one saves 2%."""
+        """Returns the schedule predicted to be fastest; serial unless another one saves 2%."""
 
     def tuned(self, schedule: Schedule, model: GemmModel, depth: int | None = None) -> Schedule:
         """Returns the schedule with the depth and the processors left to transfers that `predictions` would choose."""
 
     def timeline(self, schedule: Schedule, model: GemmModel) -> dict[str, Any]:
-        """Returns the prediction for the first rank: ``spans`` with lane, instruction, chunk, start and end in
+        """Returns the predicted timeline of the first rank: ``spans`` with lane, instruction, chunk, start and end in
         picoseconds; ``total_ps``, ``communication_ps`` and ``gemm_ps``."""
 
     def program(self, schedule: Schedule, rank: int) -> str: ...
@@ -733,18 +738,19 @@ class ProductPlan:
 
     Args:
         axes: one text per weight, as in einsum: ``"bsk,nk->bsn"``.
-        operand, weights, biases, results: the layouts of the given tensors, and those requested for the results.
-        cuts: the axis that is cut along each mesh dim during the product, or ``"-"``; default: the cuts predicted to be
-            fastest.
+        operand, weights, biases, results: the layouts of the given tensors, and the requested layouts of the results.
+        cuts: the axis that is cut along each mesh dim during the product, or ``"-"`` for none. Default: the cuts
+        predicted
+            to be fastest.
         scaled_by: how operands of 8-bit floats are scaled: ``"tensor"`` or ``"row"``.
         scales: if by row, the layouts of scales of operand and weights that are not placed like their operand's rows.
         keeps_gathered: whether the forward also returns the gathered operand, for the backward.
         method, chunks, depth: as in `shardwright.linear`.
         backend, topology, tables: as in `shardwright.plan`.
-        gemm_models: how long products take, by the dtype of the tensor that is moved.
+        gemm_models: the models that predict products, by the dtype of the moved tensor.
 
     Raises:
-        ValueError: the arguments do not fit together, or the schedule is not possible.
+        ValueError: the arguments contradict each other, or the schedule is not possible.
     """
 
     def __init__(
@@ -789,11 +795,11 @@ class ProductPlan:
     def keeps_gathered(self) -> bool: ...
     @property
     def has_equal_parts(self) -> bool:
-        """Whether, for every tensor, all ranks hold parts of one size."""
+        """True if, for every tensor, all ranks hold parts of one size."""
 
     @property
     def chooses_schedules(self) -> bool:
-        """Returns whether methods or numbers of chunks were left to be chosen by predicted time."""
+        """True if the method or the number of chunks is chosen by predicted time."""
 
     @property
     def moved_operand(self) -> Layout:
@@ -809,10 +815,10 @@ class ProductPlan:
 
     @staticmethod
     def parse(text: str) -> ProductPlan:
-        """Makes the plan from what `to_text` wrote. Raises ValueError on other text."""
+        """Makes the plan from the result of `to_text`. Raises ValueError on other text."""
 
     def to_text(self) -> str:
-        """Returns everything that the plan depends on, as operators take it; the same in every process."""
+        """Returns all that the plan depends on, as operators take it. The text is the same in every process."""
 
     def to_json(self) -> str: ...
     def gemm_model(self, dtype: str) -> GemmModel: ...
@@ -829,9 +835,9 @@ class ProductPlan:
         operand's gradient if there is one. Outputs: gradients of operand, weights and biases.
 
         Args:
-            given: the layouts of the results' gradients, None for the usual ones (`result_gradients`). If there is one
-                more, it is the layout of the addend, or None.
-            needs: whether the gradients of operand, weights and biases are requested; biases by weight.
+            given: the layouts of the results' gradients, None for the usual ones (`result_gradients`). One more item is
+                the layout of the addend, or None.
+            needs: flags for the gradients of the operand, each weight, and the bias of each weight.
         """
 
 class ProductNode:
@@ -858,7 +864,7 @@ class ProductNode:
     @property
     def schedule(self) -> Schedule | None: ...
     def adds_bias(self, plan: ProductPlan, rank: int) -> bool:
-        """Returns whether this rank adds the bias. Where sums stay due, only one rank along their mesh dims does."""
+        """True if this rank adds the bias. If sums stay pending, only one rank along their mesh dims adds it."""
 
 class ProductDataflow:
     """Nodes in execution order. Values are numbered, inputs first; an output of -1 was not requested."""
@@ -899,10 +905,10 @@ def plan_product(
     save: str = "shard",
     gemm_model: GemmModel | None = None,
 ) -> ProductPlan:
-    """The plan of a product of tensors, from the arguments of the function (``"linear"``, ``"gather"`` or ``"sum"``)
-    that multiplies them: csrc/products/product_arguments.h says more. Tensors come with the layouts of DTensors;
-    `scales` are those of x and of the weights. Without a `gemm_model`, that of the tables for the type of device is
-    taken. Raises ValueError for arguments that do not fit."""
+    """Returns the plan of a product of tensors, from the arguments of the function (``"linear"``, ``"gather"`` or
+    ``"sum"``) that multiplies them; see csrc/products/product_arguments.h. A DTensor is given with its layout; `scales`
+    are those of x and of the weights. Without a `gemm_model`, the tables' model for the device type is used. Raises
+    ValueError if the arguments are invalid."""
 
 def product_layouts(
     mesh: Mesh,
@@ -916,8 +922,8 @@ def product_layouts(
 ) -> tuple[Layout, list[Layout], list[Layout | None], list[Layout]]:
     """Returns the layouts that `ProductPlan` takes, from axes as in einsum, their sizes, and placements as text.
 
-    Without `biases` there are none; without `results`, they are placed so that no move of them is needed. Raises
-    ValueError if an axis has no size, or if placements do not fit a tensor.
+    Empty `biases` mean no biases. Empty `results` are placed so that they need no move. Raises ValueError if an axis
+    has no size, or if placements do not fit a tensor.
     """
 
 class Attention:
@@ -940,16 +946,18 @@ class Attention:
         chunks: int,
         lowering: Lowering,
     ) -> None:
-        """Takes a mesh of one dim; batch, heads, heads of keys, depth and depth of values; and by position the [begin,
-        end) intervals of the sequence that a rank holds, in local order. `key_parts`: those of keys, None for the same.
-        `mask`: the dtype and shape of this rank's mask tensor. `chunks`: 0 for blocks as ranks hold them. The method is
-        serial at first. Raises ValueError if these do not fit together."""
+        """`mesh` has one dim. `sizes`: batch, heads, heads of keys, depth, and depth of values. `parts`: by position,
+        the [begin, end) intervals of the sequence that a rank holds, in local order. `key_parts`: the intervals for
+        keys, or None if they are equal. `mask`: the dtype and shape of this rank's mask tensor. `chunks`: 0 for blocks
+        as ranks hold them. The method is serial at first. Raises ValueError if the arguments contradict each other."""
 
     def with_method(self, method: str, topology: Topology | None) -> Attention:
-        """For two_level, nodes are those of the topology. Raises ValueError if it has none."""
+        """Returns this attention with another method. ``"two_level"`` takes the nodes of the topology. Raises
+        ValueError if it has none."""
 
     def with_mask(self, mask: tuple[str, tuple[int, int, int, int]]) -> Attention:
-        """For a mask tensor of another form. Raises ValueError as the constructor does."""
+        """Returns this attention for a mask tensor of another dtype or shape. Raises ValueError if it is not
+        possible."""
 
     @property
     def method(self) -> str: ...
@@ -958,35 +966,35 @@ class Attention:
     @property
     def lowering(self) -> Lowering: ...
     def rows(self, rank: int) -> int:
-        """Returns how many places of the sequence of queries a rank holds."""
+        """Returns the number of query positions that a rank holds."""
 
     def key_rows(self, rank: int) -> int:
-        """Returns how many places of the sequence of keys a rank holds."""
+        """Returns the number of key positions that a rank holds."""
 
     def as_on_all_ranks(self) -> Attention:
-        """Returns the same without what may differ between ranks: the form of the mask tensor."""
+        """Returns this attention without the form of the mask tensor, which may differ between ranks."""
 
     def counts(self, rank: int) -> tuple[int, int, int, int]:
-        """Returns the products of blocks that are full, triangles and others, and the pairs that see each other."""
+        """Returns the numbers of full, triangular and other block products, and of unmasked (query, key) pairs."""
 
     def program(self, rank: int, backward: bool = False) -> str: ...
     def peak_bytes(self, rank: int, backward: bool = False) -> int: ...
     def to_text(self, backward: bool) -> str:
-        """Returns one direction of it as the text that operators take."""
+        """Returns the forward or the backward in the text form that operators take."""
 
     def choose(self, topology: Topology | None, model: GemmModel, with_backward: bool) -> str:
-        """Returns the method predicted to be fastest. Without a topology: with the lowering's default one."""
+        """Returns the method predicted to be fastest. A topology of None is the lowering's default one."""
 
     def forecasts(
         self, topology: Topology | None, model: GemmModel, with_backward: bool = True
     ) -> list[tuple[str, int, int, int, int, int]]:
-        """Returns for each method the picoseconds of forward, backward, and the forward's compute alone, and bytes
-        received and allocated by the worst rank."""
+        """Returns for each method its name, the picoseconds of forward, backward, and the forward's compute alone, and
+        the bytes received and allocated by the worst rank."""
 
     def describe(self, topology: Topology | None, model: GemmModel) -> str: ...
 
 class StepSchedule:
-    """When weights are gathered, kept and released within a training step; see csrc/schedule/schedule.h."""
+    """The gathers and releases of weights within a training step; see csrc/schedule/schedule.h."""
 
     def __init__(
         self,
@@ -1007,45 +1015,55 @@ class StepSchedule:
         """Plans a step.
 
         Args:
-            weights: name; bytes at rest, in use, kept from first to last use, and of the gradient; picoseconds of a
-                gather and of a reduction, and of the copies from and to the host that belong to them, or 0.
-            uses: weights that are needed, by index; "forward", "recompute" or "backward"; weights whose gradients are
+            weights: name; bytes of the sharded part, gathered, kept from first to last use, and of the gradient;
+                picoseconds of a gather, of a reduction, and of their copies from and to the host, or 0.
+            uses: indices of the weights that are needed; "forward", "recompute" or "backward"; weights whose gradients
+            are
                 complete afterwards; picoseconds of the compute, or 0.
-            budget_bytes: for gathered weights, kept copies and gradients.
-            prefetch: for how many changes of weights ahead they are gathered. None: as few as it takes to be within 1%
-                of the fastest predicted step within the budget.
-            alignment_bytes: of addresses in the arena.
-            held_bytes: of the budget, what is in use all the time outside of the arena.
-            gather_until: by use, the last use whose weights should have begun to be gathered at it; below it: no wish.
-            forms: of weights that may be gathered in chunks: index; bytes and picoseconds of what is gathered before
-                the use all the same; bytes of the chunks that exist at a time, picoseconds of all and their number;
-                whether in backwards too; and of the reduction of the gradient in chunks, products (none: not in
-                chunks), each with picoseconds of all chunks and of one, and the use that it is in (-1: that which
-                completes the gradient), picoseconds of what is reduced afterwards, and bytes of the gradient meanwhile.
-            may_add_chunks: whether their bytes may be added to the budget.
-            activations: of which parts are kept, in the order in which they are needed: name; bytes that are kept, and
-                gathered; picoseconds of a gather, or 0; the use that saves it, the first and last that need it, and the
+            budget_bytes: memory limit for gathered weights, kept copies, gathered activations, gradients and
+            `held_bytes`.
+            prefetch: number of weight changes by which gathers are ahead. None: the least number whose predicted step
+            is
+                within 1% of the fastest within the budget.
+            alignment_bytes: alignment of addresses in the arena.
+            held_bytes: part of the budget that is always in use outside of the arena.
+            gather_until: by use, the last use whose weights should be gathered or being gathered at it; a value below
+            the
+                use requires nothing.
+            forms: weights that may be gathered in chunks: index; bytes and picoseconds of the part that is gathered
+            before
+                the use; bytes of the chunks that exist at a time, picoseconds of all chunks, and their number; whether
+                backwards are allowed too; and the chunked reduction of the gradient: its products (none: not in
+                chunks),
+                each with picoseconds of all chunks, picoseconds of one chunk, and its use (-1: the one that completes
+                the
+                gradient), picoseconds of the rest, and bytes of the gradient meanwhile.
+            may_add_chunks: adds the bytes of chunks to the budget.
+            activations: activations of which parts are kept, in the order in which they are needed: name; bytes kept
+            and
+                gathered; picoseconds of a gather, or 0; the use that saves it, the first and last use that need it, and
+                the
                 activation in whose turn it is needed last.
 
         Raises:
-            ValueError: the budget is too small, and the text names one that is not; or the arguments contradict.
+            ValueError: the budget is too small (the message names one that suffices), or the arguments are invalid.
         """
 
     @property
     def form_of(self) -> list[int]:
-        """By weight, those of `forms` that are used last: the weight that it is in chunks, or -1."""
+        """By weight: for a form, the weight that it gathers in chunks; otherwise -1. Forms come last."""
 
     @property
     def prefetch(self) -> int: ...
     @property
     def lanes(self) -> dict[str, Any] | None:
-        """Begin and end in picoseconds of "uses", "gathers" and "reductions" as predicted; "chunks" within uses, each
-        as weight, use, whether it is a reduction, and begin and end; "fetches" from the host by gather and "sends" to
-        it by reduction; "activations"; "compute_ps", "transfer_ps", "copy_ps", "total_ps". None without times."""
+        """Predicted (begin, end) in picoseconds of "uses", "gathers", "reductions" and "activations", of "fetches" from
+        the host by gather, and of "sends" to the host by reduction; "chunks" within uses, each as weight, use, whether
+        it is a reduction, and (begin, end); "compute_ps", "transfer_ps", "copy_ps", "total_ps". None without times."""
 
     @property
     def uses(self) -> list[tuple[list[int], str, list[int], int]]:
-        """Weights, pass, weights whose gradients are complete afterwards, and picoseconds of the compute or 0."""
+        """Weights, pass, weights whose gradients are complete afterwards, and picoseconds of the compute, or 0."""
 
     @property
     def buffers(self) -> list[tuple[int, bool, int, int, int, int]]:
@@ -1053,19 +1071,19 @@ class StepSchedule:
 
     @property
     def gathers(self) -> list[tuple[int, int, int, int, bool]]:
-        """Weight, buffer, the use before which it starts, the use that needs it, whether it is from the kept copy."""
+        """Weight, buffer, the use before which it starts, the use that needs it, and whether it reads the kept copy."""
 
     @property
     def chunk_gathers(self) -> list[tuple[int, int]]:
-        """Weight, and a use within which all its chunks are gathered; what is not in chunks is one of `gathers`."""
+        """Weight, and a use within which all its chunks are gathered. The part not in chunks is one of `gathers`."""
 
     @property
     def reductions(self) -> list[tuple[int, int, int, int, bool]]:
-        """Weight; the uses from which its gradient exists, after which it is reduced, and after which that is done;
-        whether in chunks within these uses, all but what is not in chunks."""
+        """Weight, the first use in which its gradient exists, the use after which the reduction starts, the use after
+        which it is done, and whether it is in chunks (all but the part not in chunks, within these uses)."""
 
     def to_svg(self) -> str:
-        """The step as a standalone picture: compute, transfers, and what lies where in the arena."""
+        """Returns the step as a standalone SVG picture: compute, transfers, and the buffers in the arena."""
 
     @property
     def arena_bytes(self) -> int: ...
@@ -1079,7 +1097,8 @@ class StepSchedule:
     def activations(self) -> list[tuple[str, int, int, int, int, int, int, int]]: ...
     @property
     def activation_gathers(self) -> list[tuple[int, int]]:
-        """By activation: the use in which its gather starts, and the activation in whose turn; -1: before the use."""
+        """By activation: the use in which its gather starts, and the activation at the beginning of whose turn it
+        starts (-1: before the use)."""
 
     @property
     def peak_bytes(self) -> int: ...
@@ -1095,7 +1114,8 @@ def overlapping_budget_bytes(
     gather_until: Sequence[int] = (),
     activations: Sequence[tuple[str, int, int, int, int, int, int, int]] = (),
 ) -> int:
-    """The least budget with which gathers are as far ahead as wanted and reductions run alongside the next backward."""
+    """Returns the least budget with which gathers are as far ahead as required and reductions run alongside the next
+    backward."""
 
 class LinkFit:
     """The costs of a step, a message and a byte over a link, in seconds, and the mean relative error of the fit."""
@@ -1115,11 +1135,16 @@ def fit_links(
     mesh_dims: Mapping[str, Sequence[tuple[int, int, float]]],
     crossing: Set[str],
 ) -> tuple[LinkFit, LinkFit, dict[str, LinkFit]]:
-    """Fits links to all-to-alls, given as (peers, bytes sent, seconds): within nodes, between them, by mesh dim."""
+    """Fits links to measured all-to-alls, given as (peers, bytes sent, seconds): within nodes, between nodes, and by
+    mesh dim. `crossing` names the mesh dims along which ranks are on different nodes."""
 
 def forecast_batch(
     batch_bytes: bytes, topology: Topology
 ) -> tuple[list[tuple[int, int, int, int, int, int]], list[tuple[int, int, int, int, int]], int, int]:
-    """Predicts a batch, in bytes and picoseconds: for each destination what all ranks receive, what the worst one
-    receives, what is copied locally, first and last round (-1 for none), time; for each link sender, receiver, bytes,
-    messages at most, time; the time of all; and how much of that is for reducing sources before."""
+    """Predicts the traffic and times of a batch, in bytes and picoseconds.
+
+    Returns (destinations, links, total time, time of reductions). A destination is (bytes received by all ranks, bytes
+    received by the worst rank, bytes copied locally, first round, last round, time), with rounds of -1 if nothing is
+    sent. A link is (sender, receiver, bytes, upper bound on messages, time). The total time includes the reductions of
+    sources.
+    """

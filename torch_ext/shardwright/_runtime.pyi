@@ -13,20 +13,21 @@ def use_peer_copies(group_name: str, device: str, arena_bytes: int, min_bytes: i
     """Gives the group an arena; see csrc/runtime/peers/peer_transport.h. Collective among its ranks."""
 
 def connect_group(group_name: str, device: str) -> None:
-    """Makes the group's communicator on a device; see csrc/runtime/transport.h. Collective among its ranks."""
+    """Creates the group's communicator on a device; see csrc/runtime/transport.h. Collective among its ranks."""
 
 def record_use(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Keeps the tensor's memory until a stream is done with it; see csrc/runtime/borrow.h."""
+    """Keeps the tensor's memory until a stream has finished with it; see csrc/runtime/arena_view.h."""
 
-def borrow_memory(tensor: torch.Tensor, arena: torch.Tensor, offset_bytes: int) -> None:
-    """Makes the memory of `arena` from a byte on that of `tensor` and of all its views; see csrc/runtime/borrow.h."""
+def view_arena(tensor: torch.Tensor, arena: torch.Tensor, offset_bytes: int) -> None:
+    """Makes `tensor` and all its views use the memory of `arena` from `offset_bytes` on; see
+    csrc/runtime/arena_view.h."""
 
-def give_back_memory(tensor: torch.Tensor, when_read: str) -> None:
-    """Takes the memory away. An operator that reads the tensor, or a view of it, before it borrows again raises
-    RuntimeError with the text `when_read`."""
+def release_memory(tensor: torch.Tensor, when_read: str) -> None:
+    """Takes the memory of the arena away from `tensor`. An operator that reads the tensor or a view of it before the
+    next `view_arena` raises RuntimeError with the message `when_read`."""
 
 def fingerprint_of(tensor: torch.Tensor) -> int:
-    """Returns a number that differs, but for chance, between contents of a tensor; see csrc/runtime/writes.h."""
+    """Returns a hash of a tensor's contents; see csrc/runtime/writes.h."""
 
 class Executable:
     """A program bound to process groups, which it does not keep alive."""
@@ -43,7 +44,7 @@ class Executable:
     def output_shape(self) -> list[int]: ...
     @property
     def is_identity(self) -> bool:
-        """Returns whether the result is the input itself."""
+        """True if the result is the input itself."""
 
     @property
     def communications(self) -> list[tuple[str, str, list[int], list[int], int, int, int]]:
@@ -51,7 +52,7 @@ class Executable:
 
     @property
     def group_names(self) -> list[str]:
-        """Registered names of the process groups that it is bound to."""
+        """Registered names of the process groups."""
 
     @property
     def communicates(self) -> bool: ...
@@ -63,23 +64,23 @@ class Executable:
     def mesh_ranks(self) -> list[int]: ...
     @property
     def signature(self) -> dict[str, str]:
-        """The fields that must be equal on all ranks that run the same redistribute, by name."""
+        """The fields that must be equal on all ranks of a redistribute, by name."""
 
     def run(self, input: torch.Tensor) -> torch.Tensor: ...
     def run_into(self, input: torch.Tensor, out: torch.Tensor) -> None: ...
     def check_out(self, input: torch.Tensor, out: torch.Tensor) -> None:
-        """Raises what `run_into` would raise because of `out`."""
+        """Raises the error that `run_into` would raise for `out`."""
 
     def start(self, input: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Returns the result and whether it is still being computed; if so it is registered for `wait_tensor`."""
+        """Returns the result and whether it is still being computed; if so, it is registered for `wait_tensor`."""
 
     def start_into(self, input: torch.Tensor, out: torch.Tensor) -> torch.distributed.distributed_c10d.Work | None:
-        """Starts to write the result to `out`; returns what to wait for, or None if nothing is pending."""
+        """Starts to write the result to `out`. Returns a work to wait for, or None if nothing is pending."""
 
     def run_all(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 
 class CompiledProgram:
-    """One rank's program for a plan, or for what `compiled` is given."""
+    """One rank's program for a plan, or for an operator's text (`compiled`)."""
 
     def __init__(self, plan_bytes: bytes, rank: int) -> None: ...
     @property
@@ -87,18 +88,18 @@ class CompiledProgram:
         """(mesh dims, ranks ascending) of each group the program communicates in."""
 
     def bind(self, group_names: Sequence[str]) -> Executable:
-        """Binds the program to process groups; `group_names` has the registered name of one for each of `groups`."""
+        """Binds the program to process groups. `group_names` has a registered name for each of `groups`."""
 
 def compiled(text: str, rank: int) -> CompiledProgram:
-    """Compiles an operator's text for a rank, once: later calls, and those of `executable`, find the program."""
+    """Compiles an operator's text for a rank and caches the program. `executable` uses the same cache."""
 
 def executable(text: str, group_names: Sequence[str], rank: int) -> Executable:
-    """Returns the cached executable for an operator's text, bound to these groups."""
+    """Returns the executable for an operator's text, bound to these groups. It is cached."""
 
 class StridedCopy:
     """The copy that packs and unpacks, for tests and benchmarks.
 
-    Boxes are ``(src_offset, dst_offset, sizes, src_strides, dst_strides)``, in elements of `item_bytes`, outermost dim
+    A box is ``(src_offset, dst_offset, sizes, src_strides, dst_strides)``, in elements of `item_bytes`, outermost dim
     first. Nothing is checked.
     """
 
@@ -162,17 +163,17 @@ class Gemm:
         """
 
     def why_not_scaled(self, lhs: torch.Tensor, rhs: torch.Tensor, dst: torch.Tensor) -> str | None:
-        """Returns why the device's units for 8-bit floats cannot do a scaled product of these; None if they can."""
+        """Returns the reason why the device's 8-bit float units cannot compute this scaled product, or None."""
 
     def waves(self, lhs: torch.Tensor, dst: torch.Tensor, sms_left: int = 0) -> float | None:
-        """Returns in how many waves dst's device computes the product, given the dtypes; None if that is not known."""
+        """Returns the number of waves in which dst's device computes the product, given the dtypes; None if unknown."""
 
 class ExpertPlacement:
-    """The ranks that hold each expert. A replica is one expert on one rank; they are numbered by rank. A code is the
-    number of a replica plus 1, or 0 for none."""
+    """The ranks that hold each expert. A replica is one expert on one rank, numbered in the order of ranks. A code is a
+    replica's number plus 1, or 0 for none."""
 
     def __init__(self, num_experts: int, experts_of_rank: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError where an expert is on no rank, out of range or twice on one rank."""
+        """Raises ValueError if an expert is on no rank, is out of range, or is listed twice for one rank."""
 
     @property
     def num_experts(self) -> int: ...
@@ -180,36 +181,40 @@ class ExpertPlacement:
     def num_replicas(self) -> int: ...
     @property
     def first_replica(self) -> list[int]:
-        """By rank, and one more after the last."""
+        """First replica of each rank, then the number of replicas."""
 
     @property
     def rank_of_replica(self) -> list[int]: ...
     @property
     def hash(self) -> int: ...
     def choose(self, expert_ids: torch.Tensor, rank: int, node_of_rank: Sequence[int]) -> torch.Tensor:
-        """Codes, int32, for the int64 ids of `rank`, in host memory. Raises ValueError on ids out of range."""
+        """Returns int32 codes for the int64 ids of `rank`, in host memory. Raises ValueError if an id is out of
+        range."""
 
 def count_by_replica(codes: torch.Tensor, num_replicas: int) -> torch.Tensor: ...
 def drop_beyond(codes: torch.Tensor, taken: torch.Tensor, capacity: int) -> tuple[torch.Tensor, int]:
-    """The codes that are left where replicas have `taken` so many and take `capacity` in all, and how many are not."""
+    """Drops tokens beyond the capacity. A replica that has `taken` some tokens already takes `capacity` in all. Returns
+    the codes, in which dropped ones are 0, and the number of dropped ones."""
 
 def route_rows(
     codes: torch.Tensor, target_of_replica: Sequence[int], num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
-    """send_rows and returns of a `RowExchange`, and rows and codes for each rank. -1 is no rank."""
+    """Returns `send_rows` and `returns` of a `RowExchange`, and the numbers of rows and of codes for each rank. A
+    target of -1 is no rank."""
 
 def expand_rows(
     codes: torch.Tensor, first_replica: int, num_local: int, origins: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pairs of a row and a code by expert, then by origin; places of pairs by row; pairs of each expert."""
+    """Returns the pairs of a row and a code, ordered by expert, then by origin; the places of pairs by row; and the
+    number of pairs of each expert."""
 
 class DevicePlacement:
-    """The same as tables on a device, whose functions do not wait for it."""
+    """The tables of an `ExpertPlacement` on a device. Its methods do not wait for the device."""
 
     def __init__(self, placement: ExpertPlacement, device: str) -> None: ...
     def choose(self, expert_ids: torch.Tensor, rank: int) -> torch.Tensor: ...
     def route(self, codes: torch.Tensor, rows_per_rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """send_rows and returns of a `RowExchange`, and how many codes have no row."""
+        """Returns `send_rows` and `returns` of a `RowExchange`, and the number of codes without a row."""
 
 def expand_rows_on_device(
     codes: torch.Tensor,
@@ -219,12 +224,13 @@ def expand_rows_on_device(
     capacity: int,
     num_places: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same for `num_places` pairs at most and `capacity` of each expert, and how many are too many."""
+    """Does what `expand_rows` does for at most `num_places` pairs and `capacity` pairs of each expert. Also returns the
+    number of dropped pairs."""
 
 class RowExchange:
-    """The rows that travel between the ranks of a group, and the places where their answers are summed.
+    """The rows that ranks of a group send each other, and the places at which returned rows are summed.
 
-    `wire`: the kind of device whose tensors the group takes.
+    `wire` is the device type of the tensors that the group transfers.
     """
 
     def __init__(
@@ -248,16 +254,16 @@ class RowExchange:
     def send_back(self, step: str, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 
 def exchange_words(group_name: str, step: str, words: torch.Tensor, device: str) -> torch.Tensor:
-    """An all-to-all of rows of int64 from and to host memory, by way of a device."""
+    """All-to-all of int64 rows from and to host memory, staged on a device."""
 
 def record_bytes(parts: Sequence[torch.Tensor]) -> int:
-    """Bytes of a row whose parts travel together."""
+    """Returns the bytes of a row whose parts are sent together."""
 
 def take_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Row index[i] as row i; zeros for -1."""
+    """Returns a tensor whose row i is row ``index[i]`` of `rows`, or zeros for -1."""
 
 def sum_rows(rows: torch.Tensor, table: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """Sums of the rows that each row of a table names, in the order of its columns."""
+    """Returns the sums of the rows that each row of `table` names, added in the order of its columns."""
 
 def take_weighted_rows(rows: torch.Tensor, pairs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
 def dot_rows(rows: torch.Tensor, table: torch.Tensor, others: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
@@ -268,18 +274,18 @@ class BatchHandle:
     def wait_for_sources(self) -> None: ...
     def wait_for_destination(self, destination: int) -> None: ...
     def wait_for_departure(self, destination: int) -> None:
-        """Waits until a destination is complete here, and until what other ranks get of the same has left."""
+        """Waits until a destination is complete on this rank and its elements for other ranks are sent."""
 
     def wait(self) -> None: ...
     def is_done(self) -> bool: ...
     @property
     def departures(self) -> list[int]:
-        """The destinations, by number, in the order in which `wait_for_departure` ends."""
+        """Indices of the destinations, in the order in which `wait_for_departure` returns."""
 
 class BoundBatch:
-    """A rank's part in a batch, bound to the group whose ranks the batch names. It does not keep the group alive.
+    """One rank's part of a batch, bound to the group whose ranks the batch names. It does not keep the group alive.
 
-    `wire` is the type of device whose tensors the group takes.
+    `wire` is the device type of the tensors that the group transfers.
     """
 
     def __init__(self, batch_bytes: bytes, rank: int, group_name: str, wire: str) -> None: ...
@@ -287,25 +293,25 @@ class BoundBatch:
     def start(self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]) -> BatchHandle: ...
 
 def nothing_watches(in_backward: bool) -> bool:
-    """Returns whether no mode, trace or transform watches this thread, and, unless `in_backward`, no backward runs."""
+    """True if no mode, trace or transform is active on this thread, and no backward (unless `in_backward`)."""
 
 def thread_id() -> int:
     """Returns autograd's number of this thread."""
 
 def thread_of_current_node() -> int:
-    """Returns autograd's number of the thread that made the node whose backward is running. It is not this thread for
-    devices other than CPU, whose backwards run on threads of autograd."""
+    """Returns autograd's number of the thread that created the node whose backward is running. For devices other than
+    CPU it is not this thread, because their backwards run on threads of autograd."""
 
 def as_view(base: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Makes `part`, which must be new and not require a gradient, a view of `base` for autograd. Autograd cannot follow
     writes in place to such a view: they raise where the gradient of the other tensor would be wrong."""
 
 def exchange_memory(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Exchanges the memory of two storages of as many bytes, whatever other tensors read it."""
+    """Swaps the memory of two storages of equal size. All tensors that share these storages see the swap."""
 
 def begin_trace() -> None: ...
 def end_trace() -> list[tuple[str, str, int, int, float, float]]:
-    """Returns lane, instruction, chunk, run, start and end in seconds of everything since `begin_trace`."""
+    """Returns the events since `begin_trace`: lane, instruction, chunk, run, and start and end in seconds."""
 
 def register_capture_query(device_type: str, address: int) -> None:
     """Registers a CaptureQuery by its address, for torch before 2.15."""
@@ -335,11 +341,11 @@ def set_fast_accumulation(enabled: bool) -> bool:
     setting. Raises ValueError for anything but a bool.
     """
 
-def note_changed_tables() -> None:
-    """Must be called when `tables.current` has changed. Operators with sizes then ask for plans again."""
+def invalidate_sized_plans() -> None:
+    """Must be called after `tables.current` changes. Operators with sizes then plan again."""
 
 def compare_ranks(on: bool) -> None:
-    """Makes operators compare between ranks what they run (`check_ranks`)."""
+    """Makes operators check that all ranks run the same (`check_ranks`)."""
 
 def kept_staging_bytes() -> int: ...
 def release_staging() -> None:

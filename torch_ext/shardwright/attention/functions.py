@@ -93,9 +93,9 @@ def scaled_dot_product_attention(
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
     _check_no_dropout(dropout_p)
-    asked = ask(is_causal, mask, scale, enable_gqa, method, chunks, save, merge, size, layout, kv_size, kv_layout)
+    options = ask(is_causal, mask, scale, enable_gqa, method, chunks, save, merge, size, layout, kv_size, kv_layout)
     tensors, is_3d = _of_four_dims(_as_autocast(q, k, v), mask)
-    call = call_for(asked, tensors, group)
+    call = call_for(options, tensors, group)
     q, k, v = tensors[:3]
     out, lse = _attend(call, *(t.to_local() if isinstance(t, DTensor) else t for t in tensors))
     if isinstance(q, DTensor):
@@ -117,8 +117,8 @@ def explain(
         raise TypeError(f"explain() got an unexpected keyword argument {unknown[0]!r}")
     arguments.pop("return_lse", None)
     _check_no_dropout(arguments.pop("dropout_p", 0.0))
-    asked = ask(**{**_DEFAULTS, **arguments})
-    attention = plan(asked, tensors, group).attention
+    options = ask(**{**_DEFAULTS, **arguments})
+    attention = plan(options, tensors, group).attention
     return attention.describe(*tables_of(attention, tensors[0].device.type))
 
 

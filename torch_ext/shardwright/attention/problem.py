@@ -81,7 +81,7 @@ class _Keys(NamedTuple):
     are_whole: bool = False
 
 
-class _Where(NamedTuple):
+class SequenceShards(NamedTuple):
     """The ranks that share a sequence: their mesh, their group, and the positions of queries and keys on each rank.
 
     Ranks are global ranks, because topologies derive nodes from them; in a group of separate jobs, the group's ranks.
@@ -98,17 +98,19 @@ _planned: executables.Kept[dict[Hashable, Planned]] = executables.Kept()
 MAX_PLANNED = 1024
 
 
-def call_for(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Call:
+def call_for(options: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Call:
     """Returns the operators' arguments for a call, planned by `plan`, also while a graph is traced."""
     if not torch.compiler.is_compiling():
-        return uncompiled(plan, _disabled_plan)(asked, tensors, group).call
+        return uncompiled(plan, _disabled_plan)(options, tensors, group).call
     _check_are_tensors(tensors)
     # Compilers make constants of tuples and strings, not of our classes.
-    if hasattr(asked.layout, "text"):
-        asked = asked._replace(layout=asked.layout.text(asked.size))
-    if hasattr(asked.kv_layout, "text"):
-        asked = asked._replace(kv_layout=asked.kv_layout.text(asked.size if asked.kv_size is None else asked.kv_size))
-    refusal, call = _find_out(tuple(asked), tuple(meta_of(tensor) for tensor in tensors), group)
+    if hasattr(options.layout, "text"):
+        options = options._replace(layout=options.layout.text(options.size))
+    if hasattr(options.kv_layout, "text"):
+        options = options._replace(
+            kv_layout=options.kv_layout.text(options.size if options.kv_size is None else options.kv_size)
+        )
+    refusal, call = _find_out(tuple(options), tuple(meta_of(tensor) for tensor in tensors), group)
     if refusal is not None:
         raise ValueError(refusal)
     return call
@@ -116,12 +118,12 @@ def call_for(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessG
 
 @torch._dynamo.assume_constant_result
 def _find_out(
-    asked: tuple[Any, ...], metas: tuple[tuple[Any, ...], ...], group: dist.ProcessGroup | None
+    options: tuple[Any, ...], metas: tuple[tuple[Any, ...], ...], group: dist.ProcessGroup | None
 ) -> tuple[str | None, Any]:
     """Returns an error message or None, and the operators' arguments."""
     guards.mark()
     try:
-        return None, on_stand_ins(metas, lambda *given: plan(Asked(*asked), given, group)).call
+        return None, on_stand_ins(metas, lambda *given: plan(Asked(*options), given, group)).call
     except ValueError as error:
         return str(error), ()
 
@@ -132,7 +134,7 @@ def _check_are_tensors(tensors: Sequence[torch.Tensor]) -> None:
             raise argument_error(name, "a tensor", f"a {type(tensor).__name__}")
 
 
-def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Planned:
+def plan(options: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Planned:
     """Returns the plan of a call from a cache. Making it is collective among the ranks that share the sequence.
 
     `tensors` are q, k and v, then the mask if that is a tensor, of four dims.
@@ -144,14 +146,14 @@ def plan(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup
         for t in tensors[:3]
     )
     masks = tensors[3:]
-    needs_grad = asked.method == "auto" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors[:3])
+    needs_grad = options.method == "auto" and torch.is_grad_enabled() and any(t.requires_grad for t in tensors[:3])
     sharers = tensors[0].device_mesh if isinstance(tensors[0], DTensor) else None
-    key = (asked, described, len(masks), needs_grad)  # ranks may differ in the shapes of masks
+    key = (options, described, len(masks), needs_grad)  # ranks may differ in the shapes of masks
     of_mesh = None if sharers is None else groups.key_of_mesh(sharers)
     kept = _planned.get_or_make((sharers, of_mesh, None if group is None else groups.weakly(group)), dict)
     planned = kept.get(key)
     if planned is None:
-        planned = _make(asked, tensors, group, needs_grad)
+        planned = _make(options, tensors, group, needs_grad)
         executables.keep(kept, key, planned, MAX_PLANNED)
     return planned._replace(call=_call_with(planned, tensors)) if masks else planned
 
@@ -174,32 +176,34 @@ def _form_of(mask: torch.Tensor) -> Any:
 _disabled_plan = torch._dynamo.disable(plan)
 
 
-def _make(asked: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, needs_grad: bool) -> Planned:
+def _make(
+    options: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, needs_grad: bool
+) -> Planned:
     q = tensors[0]
     attention = refusal = None
     if isinstance(q, DTensor):  # errors found here are the same on all ranks
         if group is not None:
             raise argument_error("group", "None with DTensors, whose mesh has groups", "a group")
-        check_tensors(asked, tensors)
-        where = _of_dtensor(asked, q, tensors[1])
+        check_tensors(options, tensors)
+        where = _of_dtensor(options, q, tensors[1])
     carrier = where.group if isinstance(q, DTensor) else _carrier(group)
     mine = 0 if carrier is None else dist.get_rank(carrier if carrier in groups.makers else None)
     try:
         if not isinstance(q, DTensor):
-            check_tensors(asked, tensors)
-            where = _of_group(asked, q, tensors[1], group)
-        attention = _with_method(_problem(asked, tensors, where, mine), asked.method, q.device.type, needs_grad)
+            check_tensors(options, tensors)
+            where = _of_group(options, q, tensors[1], group)
+        attention = _with_method(_problem(options, tensors, where, mine), options.method, q.device.type, needs_grad)
     except ValueError as error:
         refusal = error
     if carrier is not None and dist.get_world_size(carrier) > 1 and not checking.is_on():
-        _agree(asked, attention, refusal, carrier, q.device.type)
+        _agree(options, attention, refusal, carrier, q.device.type)
     if attention is None:
         assert refusal is not None
         raise refusal
     return bind(attention, mine, where.group)
 
 
-def _problem(asked: Asked, tensors: Sequence[torch.Tensor], where: _Where, mine: int) -> _planner.Attention:
+def _problem(options: Asked, tensors: Sequence[torch.Tensor], where: SequenceShards, mine: int) -> _planner.Attention:
     local_q, local_k, local_v = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors[:3])
     batch, heads, rows, depth = local_q.shape
     kind = local_q.device.type
@@ -211,12 +215,12 @@ def _problem(asked: Asked, tensors: Sequence[torch.Tensor], where: _Where, mine:
         where.parts,
         key_parts=where.keys.parts,
         keys_are_whole=where.keys.are_whole,
-        is_causal=asked.is_causal,
-        window=asked.window,
-        documents=list(asked.documents),
+        is_causal=options.is_causal,
+        window=options.window,
+        documents=list(options.documents),
         mask=_form_of(tensors[3]) if tensors[3:] else None,
-        scale=1 / math.sqrt(max(depth, 1)) if asked.scale is None else asked.scale,
-        chunks=asked.chunks,
+        scale=1 / math.sqrt(max(depth, 1)) if options.scale is None else options.scale,
+        chunks=options.chunks,
         lowering=executables.lowering(kind, where.group) if is_shared else _planner.Lowering.of_device(kind),
     )
     if not checking.is_on():  # the debug mode reports errors on all ranks
@@ -242,7 +246,7 @@ def _carrier(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _agree(
-    asked: Asked,
+    options: Asked,
     attention: _planner.Attention | None,
     refusal: ValueError | None,
     carrier: dist.ProcessGroup,
@@ -256,8 +260,8 @@ def _agree(
     if attention is not None and bool((heard != digest).any()):
         mine = attention.describe(*tables_of(attention, device_type)).splitlines()[0]
         said = (
-            f"{mine}, with scale={asked.scale}, chunks={asked.chunks}, layout={asked.layout}, "
-            f"kv_layout={asked.kv_layout} (digest {digest & 0xFFFFFFFF:08x})"
+            f"{mine}, with scale={options.scale}, chunks={options.chunks}, layout={options.layout}, "
+            f"kv_layout={options.kv_layout} (digest {digest & 0xFFFFFFFF:08x})"
         )
         words.compare(Statement("attention", {"arguments": said}))
 
@@ -287,7 +291,7 @@ def bind(attention: _planner.Attention, rank: int, group: dist.ProcessGroup | No
     return Planned(attention, (*texts, tuple(names[0]), tuple(names[1]), rank), {})
 
 
-def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
+def check_tensors(options: Asked, tensors: Sequence[torch.Tensor]) -> None:
     """Raises ValueError, naming the argument, if q, k, v and mask do not match."""
     q, k, v, *masks = tensors
     for name, tensor in zip("qkv", tensors[:3], strict=True):
@@ -314,7 +318,7 @@ def check_tensors(asked: Asked, tensors: Sequence[torch.Tensor]) -> None:
         raise argument_error("k", f"of the batch and depth of q, {tuple(q.shape)}", f"shape {tuple(k.shape)}")
     for mask in masks:
         check_mask(q, mask)
-    if q.shape[1] != k.shape[1] and not asked.enable_gqa:
+    if q.shape[1] != k.shape[1] and not options.enable_gqa:
         raise argument_error("k", f"of {q.shape[1]} heads, as q, without enable_gqa=True", k.shape[1])
     if isinstance(q, DTensor) and isinstance(k, DTensor):
         _check_heads(q, k)
@@ -353,26 +357,26 @@ def _check_heads(q: DTensor, k: DTensor) -> None:
             )
 
 
-def _of_group(asked: Asked, q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup | None) -> _Where:
+def _of_group(options: Asked, q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup | None) -> SequenceShards:
     count = dist.get_world_size(group)
-    if asked.size is None and count > 1:
+    if options.size is None and count > 1:
         raise argument_error("size", f"the length of the full sequence on {count} ranks", None)
-    size = q.shape[SEQUENCE_DIM] if asked.size is None else asked.size
+    size = q.shape[SEQUENCE_DIM] if options.size is None else options.size
     members = None if group in groups.makers else dist.get_process_group_ranks(_carrier(group))
-    parts = parts_of(asked.layout, size, count)
-    kv_size = asked.kv_size
+    parts = parts_of(options.layout, size, count)
+    kv_size = options.kv_size
     if kv_size is None:
         kv_size = k.shape[SEQUENCE_DIM] if count == 1 else size
-    return _Where(Mesh({"sequence": count}, members), parts, _keys(asked, parts, size, kv_size, None), group)
+    return SequenceShards(Mesh({"sequence": count}, members), parts, _keys(options, parts, size, kv_size, None), group)
 
 
-def _keys(asked: Asked, parts: Parts, size: int, kv_size: int, placed: Parts | None) -> _Keys:
+def _keys(options: Asked, parts: Parts, size: int, kv_size: int, placed: Parts | None) -> _Keys:
     """Returns the positions of keys: by `kv_layout`, else as `placed`, else as queries of the same length."""
-    if asked.kv_layout == "whole":
+    if options.kv_layout == "whole":
         return _Keys([[(0, kv_size)] if kv_size else []] * len(parts), len(parts) > 1)
     found = placed
-    if asked.kv_layout is not None or (placed is None and kv_size != size):
-        found = parts_of(asked.kv_layout, kv_size, len(parts), "kv_layout")
+    if options.kv_layout is not None or (placed is None and kv_size != size):
+        found = parts_of(options.kv_layout, kv_size, len(parts), "kv_layout")
     return _Keys(None if found == parts else found)
 
 
@@ -412,7 +416,7 @@ def sequence_dims(q: DTensor) -> list[int]:
     ]
 
 
-def _of_dtensor(asked: Asked, q: DTensor, k: DTensor) -> _Where:
+def _of_dtensor(options: Asked, q: DTensor, k: DTensor) -> SequenceShards:
     for placement in q.placements:
         if placement.is_partial():
             raise argument_error("q", "placed without pending reductions", q.placements)
@@ -425,11 +429,11 @@ def _of_dtensor(asked: Asked, q: DTensor, k: DTensor) -> _Where:
             f"{len(cut)}. A mesh with these dims flattened into one has the same parts"
         )
     size = q.shape[SEQUENCE_DIM]
-    if asked.size is not None and asked.size != size:
-        raise argument_error("size", f"None with DTensors, or {size}, as q has", asked.size)
+    if options.size is not None and options.size != size:
+        raise argument_error("size", f"None with DTensors, or {size}, as q has", options.size)
     kv_size = k.shape[SEQUENCE_DIM]
-    if asked.kv_size is not None and asked.kv_size != kv_size:
-        raise argument_error("kv_size", f"None with DTensors, or {kv_size}, as k has", asked.kv_size)
+    if options.kv_size is not None and options.kv_size != kv_size:
+        raise argument_error("kv_size", f"None with DTensors, or {kv_size}, as k has", options.kv_size)
     if any(k.device_mesh.size(mesh_dim) > 1 and mesh_dim not in cut for mesh_dim in sequence_dims(k)):
         raise ValueError(
             f"k must be cut along the mesh dim that cuts the sequence of q, or not at all, got {k.placements} where q "
@@ -437,8 +441,8 @@ def _of_dtensor(asked: Asked, q: DTensor, k: DTensor) -> _Where:
         )
     if not cut or q.device_mesh.size(cut[0]) == 1:
         parts: Parts = [[(0, size)]] if size else [[]]
-        return _Where(
-            Mesh({"sequence": 1}), parts, _keys(asked._replace(kv_layout=None), parts, size, kv_size, None), None
+        return SequenceShards(
+            Mesh({"sequence": 1}), parts, _keys(options._replace(kv_layout=None), parts, size, kv_size, None), None
         )
     mesh_dim = cut[0]
     group = q.device_mesh.get_group(mesh_dim)
@@ -446,20 +450,20 @@ def _of_dtensor(asked: Asked, q: DTensor, k: DTensor) -> _Where:
     assert coordinate is not None
     along = q.device_mesh.mesh[tuple(slice(None) if d == mesh_dim else c for d, c in enumerate(coordinate))]
     members = [int(rank) for rank in along]
-    parts = _placed(q, members) if asked.layout is None else parts_of(asked.layout, size, len(members))
+    parts = _placed(q, members) if options.layout is None else parts_of(options.layout, size, len(members))
     if k.placements[mesh_dim].is_replicate():
-        if asked.kv_layout not in (None, "whole"):
+        if options.kv_layout not in (None, "whole"):
             raise ValueError(
-                f"kv_layout must be 'whole' or None where k is placed as {k.placements}, got {asked.kv_layout!r}"
+                f"kv_layout must be 'whole' or None where k is placed as {k.placements}, got {options.kv_layout!r}"
             )
-        asked = asked._replace(kv_layout="whole")
-    elif asked.kv_layout == "whole":
+        options = options._replace(kv_layout="whole")
+    elif options.kv_layout == "whole":
         raise argument_error("kv_layout", f"a layout that cuts k, which is placed as {k.placements}", "'whole'")
-    is_like_q = asked.layout is not None and kv_size == size and k.placements == q.placements
-    keys = _keys(asked, parts, size, kv_size, parts if is_like_q else _placed(k, members))
+    is_like_q = options.layout is not None and kv_size == size and k.placements == q.placements
+    keys = _keys(options, parts, size, kv_size, parts if is_like_q else _placed(k, members))
     names = q.device_mesh.mesh_dim_names
     name = names[mesh_dim] if names else "sequence"
-    return _Where(Mesh({name: len(members)}, members), parts, keys, group)
+    return SequenceShards(Mesh({name: len(members)}, members), parts, keys, group)
 
 
 def _placed(tensor: DTensor, ranks: Sequence[int]) -> Parts:

@@ -60,7 +60,7 @@ def _take_function(undo: contextlib.ExitStack) -> None:
     _holders.replace(original, ours, by_ours=True)
 
 
-class _Holders:
+class FunctionReferences:
     """The names in all loaded modules that refer to either of two functions: the original or its replacement.
 
     Searching the names of all modules takes tens of milliseconds, so each module is searched once. It is searched again
@@ -103,7 +103,7 @@ class _Holders:
             self._places += [(names, name) for name in found if (id(names), name) not in known]
 
 
-_holders = _Holders()
+_holders = FunctionReferences()
 
 
 def tell_compile_caches_apart(on: bool, views: bool) -> None:

@@ -299,10 +299,10 @@ def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatch
         receive, copies, words = exchange_counts(ranks.group_name, routes[2:], ranks.words.device)
         words_bytes += more + words
     counts.dropped += dropped
-    journey = _Journey(given, ranks, words_bytes, knows_origins=nodes is not None)
-    journey.travel(_exchange(ranks.group_name, wire, routes, receive, device), codes.to(device))
+    journey = DispatchState(given, ranks, words_bytes, knows_origins=nodes is not None)
+    journey.exchange(_exchange(ranks.group_name, wire, routes, receive, device), codes.to(device))
     if nodes is not None:
-        copies = journey.travel_inside(nodes)
+        copies = journey.forward_in_node(nodes)
     arrived = journey.arrive(journey.expand(sum(copies)), dropped)
     arrived.handle._compares = ranks.words.device.type == "cpu"
     return arrived
@@ -324,9 +324,9 @@ def _dispatch_fixed(given: Given, ranks: ExpertRanks) -> Dispatched:
     codes = tables.choose(given.expert_ids.detach().to(torch.int64), ranks.rank)
     send_rows, returns, dropped = tables.route(codes, rows_per_rank)
     each = [rows_per_rank] * ranks.size
-    journey = _Journey(given, ranks, 0, knows_origins=False)
+    journey = DispatchState(given, ranks, 0, knows_origins=False)
     wire = ranks.wire(given.x.device).type
-    journey.travel(_runtime.RowExchange(ranks.group_name, wire, send_rows, returns, each, each), codes)
+    journey.exchange(_runtime.RowExchange(ranks.group_name, wire, send_rows, returns, each, each), codes)
     num_local = len(ranks.experts)
     capacity = _NO_CAPACITY if given.capacity is None else given.capacity
     # A token may name one expert several times.
@@ -337,7 +337,7 @@ def _dispatch_fixed(given: Given, ranks: ExpertRanks) -> Dispatched:
     return journey.arrive(tuple(expansion), dropped + beyond)
 
 
-class _Journey:
+class DispatchState:
     """The state of a dispatch on this rank: its tokens and their data after each exchange."""
 
     def __init__(self, given: Given, ranks: ExpertRanks, words_bytes: int, *, knows_origins: bool) -> None:
@@ -354,7 +354,7 @@ class _Journey:
         self.payload_bytes = 0
         self.metadata_bytes = words_bytes
 
-    def travel(self, exchange: _runtime.RowExchange, codes: torch.Tensor) -> None:
+    def exchange(self, exchange: _runtime.RowExchange, codes: torch.Tensor) -> None:
         """Runs an exchange: sends the tokens and receives others. `codes` must be on the device of x."""
         others = [self.scales, codes]
         if self.origins is not None:
@@ -369,14 +369,14 @@ class _Journey:
         self.origins = origins[0].reshape(-1).contiguous() if origins else None
         self.exchanges.append(exchange)
 
-    def travel_inside(self, nodes: Nodes) -> list[int]:
+    def forward_in_node(self, nodes: Nodes) -> list[int]:
         """Forwards tokens within the node to the ranks of their experts. Returns the copies received from each rank."""
         device = self.x.device
         wire = self.ranks.wire(device)
         routes = _runtime.route_rows(self.codes.cpu().contiguous(), nodes.target_inside, nodes.size_inside)
         receive, copies, words_bytes = exchange_counts(nodes.inside_name, routes[2:], wire)
         self.metadata_bytes += words_bytes
-        self.travel(_exchange(nodes.inside_name, wire, routes, receive, device), self.codes)
+        self.exchange(_exchange(nodes.inside_name, wire, routes, receive, device), self.codes)
         return copies
 
     def expand(self, num_copies: int) -> tuple[torch.Tensor, ...]:

@@ -73,7 +73,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         self._mesh = mesh
         self._min_bytes = min_bytes
         self._given = [span for number, tensor in enumerate(tensors) if (span := _named(number, tensor, mesh))]
-        self._made: dict[_Span, tuple[_Kept, _Sequence]] = {}
+        self._made: dict[_Span, tuple[_ShardedActivation, _Sequence]] = {}
         super().__init__(self._pack, _unpack)
 
     def __exit__(self, *details: Any) -> None:
@@ -110,7 +110,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         span = _span(tensor)
         return None if span is None else next((given for given in self._given if given.holds(span)), None)
 
-    def _kept(self, local: torch.Tensor, span: _Span) -> _Kept:
+    def _kept(self, local: torch.Tensor, span: _Span) -> _ShardedActivation:
         memory = local.detach().as_strided((span.numel,), (1,), span.begin)
         whole, cut = _layouts(self._mesh, span.numel, span.dtype)
         if checking.is_on():
@@ -119,7 +119,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         if part.numel() and part.untyped_storage()._cdata == memory.untyped_storage()._cdata:
             part = part.clone()
         counters.counts.activations_cut += 1
-        return _Kept(part, cut, whole, self._mesh)
+        return _ShardedActivation(part, cut, whole, self._mesh)
 
 
 class _Span(NamedTuple):
@@ -195,7 +195,7 @@ def _compare_values(mesh: DeviceMesh, local: torch.Tensor) -> None:
     checking.compare_calls(Statement("cut of an activation", said), Mesh(mesh).ranks, dist.get_rank())
 
 
-class _Kept:
+class _ShardedActivation:
     """An activation of which this rank keeps a shard."""
 
     def __init__(self, part: torch.Tensor, cut: _planner.Layout, whole: _planner.Layout, mesh: DeviceMesh) -> None:
@@ -224,7 +224,7 @@ class _Kept:
         ahead: list[Any] = []
         if self._num_unpacked == 0:
             following = sequence.reach(self, self._part.device)
-            planned = None if step is None else step.take_turn(self._number)
+            planned = None if step is None else step.begin_turn(self._number)
             ahead = planned if planned is not None else [] if following is None else [following]
         self.start_gather()
         for other in ahead:
@@ -243,7 +243,7 @@ class _Kept:
 class _Saved(NamedTuple):
     """The object that autograd holds for a saved tensor: a view of a sharded activation."""
 
-    kept: _Kept
+    kept: _ShardedActivation
     sequence: _Sequence  # kept alive while any tensor of it can be unpacked
     size: torch.Size
     stride: tuple[int, ...]
@@ -270,12 +270,12 @@ class _Sequence:
         # Activations that are not gathered yet. They are held here so that a rank takes part in a gather even if its
         # autograd has freed the activation. Sequences longer than any that a backward has unpacked hold none, so
         # forwards without backwards do not accumulate memory.
-        self._held: dict[int, _Kept] = {}
+        self._held: dict[int, _ShardedActivation] = {}
         self._reached: list[int] = []  # numbers in the order in which this backward needs them
         # Numbers in the order of the last backward. None once this backward differs from it; `_reached` replaces it.
         self._planned: list[int] | None = []
 
-    def add(self, kept: _Kept) -> None:
+    def add(self, kept: _ShardedActivation) -> None:
         kept.number = len(self._seen)
         self._seen.append(kept.looks)
         if len(self._seen) <= self._on.longest:
@@ -283,7 +283,7 @@ class _Sequence:
         else:
             self._held.clear()
 
-    def reach(self, kept: _Kept, device: torch.device) -> _Kept | None:
+    def reach(self, kept: _ShardedActivation, device: torch.device) -> _ShardedActivation | None:
         """Notes that the backward needs this activation. Returns the next one, to gather ahead, or None."""
         if not self.is_closed:
             self.is_closed = True
@@ -310,7 +310,7 @@ class _OnMesh:
         self.orders: dict[tuple[str, ...], list[int]] = {}  # by sequence: the order in which it was unpacked
         self.longest = 0  # length of the longest sequence in `orders`
 
-    def add(self, kept: _Kept) -> _Sequence:
+    def add(self, kept: _ShardedActivation) -> _Sequence:
         """Adds an activation to the sequence that is being packed, or to a new one. Returns the sequence."""
         if self._current.is_closed or self._current.is_in_backward != is_in_backward():
             self._current = _Sequence(self, is_in_backward())

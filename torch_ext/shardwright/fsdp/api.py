@@ -162,7 +162,7 @@ def _watch_state_dicts(state: _State) -> None:
 def _dtypes_by(policy: Policy, matmul_format: str | None) -> DtypesOf:
     def dtypes_of(name: str, parameter: nn.Parameter, owners: Any, placed: Layouts) -> Any:
         in_dtypes = policy.of(parameter)
-        in_dtypes.gathers.check(name, placed.rest, placed.mesh.device_type)
+        in_dtypes.gathers.check(name, placed.shards, placed.mesh.device_type)
         if extensions.has_extension(getattr(parameter, "_local_tensor", parameter)):
             extensions.check(name, placed, in_dtypes.are_plain and matmul_format is None)
         if matmul_format is None:

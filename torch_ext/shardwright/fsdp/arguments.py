@@ -130,13 +130,13 @@ class Placing(NamedTuple):
             raise argument_error(name, f"on the device type of mesh ({chosen.mesh.device_type})", parameter.device)
         data = _own_data_of(chosen, name, parameter)
         count = len(data.data_dims)
-        rest = self._chosen("placements", name, parameter, count)
+        shards = self._chosen("placements", name, parameter, count)
         keep = self._chosen("kept_placements", name, parameter, count)
         store = self._chosen("store_placements", name, parameter, count)
-        choice = Choice(_placed(shard, parameter, data) if rest is None else rest, store, keep)
+        choice = Choice(_placed(shard, parameter, data) if shards is None else shards, store, keep)
         keep_ranks = kept_ranks_of(self.reshard_after_forward, data)
         if keep is None and keep_ranks is not None:
-            if rest is not None:
+            if shards is not None:
                 raise ValueError(
                     f"reshard_after_forward must be True, False or None with Options.placements, got {keep_ranks}; "
                     "set the placements of the copy by Options.kept_placements"

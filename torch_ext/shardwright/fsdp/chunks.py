@@ -150,7 +150,7 @@ class ChunkedWeight:
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if is_in_backward():  # recomputation of a checkpoint in the unit: the gradient needs the full weight later
-            self.make_whole()
+            self.gather_full()
         else:
             self.num_products += 1
         if not self.comes_in_chunks:
@@ -178,21 +178,21 @@ class ChunkedWeight:
     def read(self) -> nn.Parameter:
         """Returns the full weight, for a read other than a matmul. If absent, gathers it until the unit is released."""
         self.was_read = True
-        self.make_whole()
+        self.gather_full()
         return self.weight.whole
 
-    def make_whole(self) -> None:
+    def gather_full(self) -> None:
         if self.comes_in_chunks:
             self._is_whole = True
             weight = self.weight
             with torch.no_grad():
                 memory = torch.empty(weight.gathered_bytes, dtype=torch.uint8, device=weight.memory.device)
                 weight.start_gather(memory, 0, False)
-                weight.carried.finish(weight.memory.data)
+                weight.gather.finish(weight.memory.data)
 
     def _part(self) -> torch.Tensor:
         self.weight.finish_refresh()
-        return self.weight._at_rest.to(self.weight.whole.dtype)
+        return self.weight._gather_source.to(self.weight.whole.dtype)
 
 
 class UnitInChunks:
@@ -212,8 +212,8 @@ class UnitInChunks:
             reduces: the gradients of each backward are reduced right after it, with none kept from earlier backwards.
             made: index into `weights`, and the use that computes its gradient, as far as known.
         """
-        wishes = self.unit.wishes
-        if not self.weights or wishes.stays or wishes.stays_between_steps or self.unit.keep_bytes:
+        unit_options = self.unit.unit_options
+        if not self.weights or unit_options.keep_gathered or unit_options.keep_between_steps or self.unit.keep_bytes:
             return None
         others = [weight for weight in self.unit.weights if not self.has(weight)]
         return (
@@ -246,8 +246,8 @@ class UnitInChunks:
     @property
     def may_reduce(self) -> bool:
         """True if a reduction in chunks gives the same gradients as a reduction after the backward."""
-        wishes = self.unit.wishes
-        is_usual = wishes.reduces and wishes.reduces_over_replicas and wishes.divides_by is None
+        unit_options = self.unit.unit_options
+        is_usual = unit_options.reduces and unit_options.reduces_over_replicas and unit_options.divides_by is None
         return is_usual and not any(weight.gradients.wait for weight in self.unit.weights)
 
     def begin(self) -> None:
@@ -263,11 +263,11 @@ class UnitInChunks:
         for each in self.weights:
             each.set_absent(is_absent)
 
-    def make_whole(self, which_were_read: bool = False) -> None:
+    def gather_full(self, which_were_read: bool = False) -> None:
         """Gathers the absent weights in full; with `which_were_read`, only those that were read in this step."""
         for each in self.weights:
             if each.was_read or not which_were_read:
-                each.make_whole()
+                each.gather_full()
 
     def begin_step(self) -> None:
         for each in self.weights:
@@ -330,11 +330,11 @@ def _chunked(weight: Weight) -> ChunkedWeight | None:
     if len(weight.places) > 1 or name != "weight" or not is_linear(module):
         return None
     is_plain = not isinstance(weight.whole, DTensor) and not weight.is_held and weight.kept is None
-    if not is_plain or weight.extension is not None or weight.carried.buffers(weight.use):
+    if not is_plain or weight.extension is not None or weight.gather.buffers(weight.use):
         return None
-    if weight._at_rest.device != weight.memory.device or set(weight.rest.placements) - {"R", "S(0)"}:
+    if weight._gather_source.device != weight.memory.device or set(weight.shards.placements) - {"R", "S(0)"}:
         return None
-    (src,), (dst,) = weight.carried.format.layouts(weight.rest), weight.carried.format.layouts(weight.use)
+    (src,), (dst,) = weight.gather.format.layouts(weight.shards), weight.gather.format.layouts(weight.use)
     plan = executables.make_plan(src, dst, weight.memory.device.type)
     return None if _forward(plan, 1, False).why_only_serial is not None else ChunkedWeight(weight, plan)
 

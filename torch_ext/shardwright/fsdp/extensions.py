@@ -76,7 +76,7 @@ def check(name: str, layouts: Layouts, is_plain_policy: bool) -> None:
     """Raises ValueError for arguments that only plain tensors support."""
     data = layouts.data
     others = [p for i, p in enumerate(layouts.placements) if i in data.data_dims and i != data.cut]
-    if layouts.store is not layouts.rest or layouts.kept is not None or any(p != Replicate() for p in others):
+    if layouts.store is not layouts.shards or layouts.kept is not None or any(p != Replicate() for p in others):
         raise ValueError(
             f"{name} must be sharded along one mesh dim, because it has fsdp_pre_all_gather; leave out "
             "Options.placements, store_placements and kept_placements, and numbers in reshard_after_forward"

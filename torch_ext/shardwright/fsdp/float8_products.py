@@ -65,7 +65,7 @@ class Float8Product:
     def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Returns x @ weight.T. Quantizes `x`, of any dtype, like the weight: with one scale, or one for each row."""
         codes, scales = self._arrived(weight)
-        written_as = weight.carried.format
+        written_as = weight.gather.format
         scale = written_as.scale_of(written_as.largest(x))
         code = written_as.encode(x, scale)[0].view(torch.float8_e4m3fn)
         out = torch.bfloat16 if self.is_rowwise and x.device.type != "cpu" else x.dtype
@@ -92,8 +92,8 @@ class Float8Product:
 
     def _arrived(self, weight: Weight) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns views of the received codes and scales, including the padding after the last row."""
-        assert weight.carried.arrived is not None
-        (_, *scales), scale = weight.carried.arrived
+        assert weight.gather.arrived is not None
+        (_, *scales), scale = weight.gather.arrived
         codes = self._codes(weight).view(torch.float8_e4m3fn)
         if not self.is_rowwise:
             assert scale is not None
@@ -101,8 +101,8 @@ class Float8Product:
         return codes, scales[0].as_strided((1, codes.size(0)), (codes.size(0), 1))
 
     def _codes(self, weight: Weight) -> torch.Tensor:
-        assert weight.carried.arrived is not None
-        code = weight.carried.arrived[0][0]
+        assert weight.gather.arrived is not None
+        code = weight.gather.arrived[0][0]
         number = code.size(0) + -code.size(0) % ROW_MULTIPLE
         return code.as_strided((number, code.size(1)), code.stride())
 
@@ -127,14 +127,14 @@ class BlockProduct(Float8Product):
         self.place_bytes = _TILE * self._tiles[0] * scales_in_row
 
     def land(self, weight: Weight) -> None:
-        if weight.carried.arrived is not None:
-            scales = weight.carried.arrived[0][1]
+        if weight.gather.arrived is not None:
+            scales = weight.gather.arrived[0][1]
             rows = scales.as_strided((self._tiles[0] * _TILE, scales.size(1)), scales.stride())
             self._place(weight).copy_(in_tiles(rows))
 
     def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        form, number = weight.carried.format, weight.whole.size(0)
-        assert isinstance(form, InBlocks) and weight.carried.arrived is not None
+        form, number = weight.gather.format, weight.whole.size(0)
+        assert isinstance(form, InBlocks) and weight.gather.arrived is not None
         reason = _why_no_blocks(x.device.type, form)
         if reason is None and x.size(0) > 0:
             scale = form.scale_of(form.largest(x)) if form.needs_largest else None
@@ -142,7 +142,7 @@ class BlockProduct(Float8Product):
             y = _scaled_mm(form, (code, _in_place(rows)), (self._codes(weight), self._place(weight)), x.dtype)[
                 :, :number
             ]
-            its = weight.carried.arrived[1]
+            its = weight.gather.arrived[1]
             return (y if scale is None or its is None else y.float() * (scale * its)).to(x.dtype)
         if reason is not None:
             counters.count_product_fallback(f"{form.name} weights as received on {x.device.type}: {reason}")
@@ -155,11 +155,11 @@ class BlockProduct(Float8Product):
         return super().rows_at_a_time(weight, multiple)
 
     def written(self, weight: Weight, some: slice) -> torch.Tensor:
-        assert weight.carried.arrived is not None
+        assert weight.gather.arrived is not None
         tiles = self._place(weight)[some.start // _TILE : -(-some.stop // _TILE)]
         scales = tiles.permute(0, 3, 2, 1, 4).reshape(-1, SCALES_TOGETHER * self._tiles[1])[: some.stop - some.start]
         out = torch.empty(scales.size(0), weight.whole.size(1), device=scales.device)
-        weight.carried.format.decode([self._codes(weight)[some], scales], weight.carried.arrived[1], out)
+        weight.gather.format.decode([self._codes(weight)[some], scales], weight.gather.arrived[1], out)
         return out
 
     def _place(self, weight: Weight) -> torch.Tensor:
@@ -267,7 +267,9 @@ def product_of(
     """
     module, own_name = places[0]
     is_weight = own_name == "weight" and is_linear(module)
-    is_plain = len(places) == 1 and not isinstance(given, DTensor) and not set(layouts.rest.placements) - {"R", "S(0)"}
+    is_plain = (
+        len(places) == 1 and not isinstance(given, DTensor) and not set(layouts.shards.placements) - {"R", "S(0)"}
+    )
     if not (is_weight and is_plain and isinstance(dtypes.gathers, (Float8, InBlocks))) or given.numel() == 0:
         return dtypes, None
     is_rowwise = isinstance(dtypes.gathers, RowwiseFloat8)

@@ -42,16 +42,16 @@ def in_blocks(layout: _planner.Layout, block: int, size: int) -> Layout:
     return Layout(layout.mesh, shape, layout.placements, torch.uint8, order, "literal", layout.flattened)
 
 
-def check_blocks(wire: str, name: str, rest: _planner.Layout, block: int) -> None:
+def check_blocks(wire: str, name: str, shards: _planner.Layout, block: int) -> None:
     """Raises ValueError if shards divide a block."""
-    blocks = in_blocks(rest, block, 1)
-    for rank in rest.mesh.ranks:
-        begins = [(begin // block, -(-end // block)) for begin, end in rest.region(rank)[-1]]
-        divided = any(begin % block for begin, _ in rest.region(rank)[-1])
+    blocks = in_blocks(shards, block, 1)
+    for rank in shards.mesh.ranks:
+        begins = [(begin // block, -(-end // block)) for begin, end in shards.region(rank)[-1]]
+        divided = any(begin % block for begin, _ in shards.region(rank)[-1])
         if divided or begins != blocks.region(rank)[-1]:
             raise ValueError(
                 f"message_format must not be {wire!r} if shards divide blocks of {block} elements along the last dim, "
-                f"got {name} of shape {tuple(rest.shape)}, placed as {', '.join(rest.placements)}; shard other dims, "
+                f"got {name} of shape {tuple(shards.shape)}, placed as {', '.join(shards.placements)}; shard other dims, "
                 f"or in multiples of {block}"
             )
 
@@ -64,8 +64,8 @@ class Format:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def check(self, name: str, rest: _planner.Layout, device_type: str) -> None:
-        """Raises ValueError if the format does not support a weight with layout `rest`, or this device type."""
+    def check(self, name: str, shards: _planner.Layout, device_type: str) -> None:
+        """Raises ValueError if the format does not support a weight with layout `shards`, or this device type."""
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
         """Returns the layouts of the tensors that are sent for a weight with this layout."""
@@ -75,7 +75,7 @@ class Format:
         """Returns the largest magnitudes in a shard. `scale_of` takes their maximum over all shards."""
         raise NotImplementedError
 
-    def largest_layout(self, rest: _planner.Layout) -> Layout | None:
+    def largest_layout(self, shards: _planner.Layout) -> Layout | None:
         """Returns the layout of `largest`; None if it is one number, which is reduced together with other weights'."""
         return None
 
@@ -133,8 +133,8 @@ class RowwiseFloat8(Float8):
     def largest(self, part: torch.Tensor) -> torch.Tensor:
         return part.abs().amax(-1).float() if part.size(-1) else part.new_zeros(part.shape[:-1], dtype=torch.float32)
 
-    def largest_layout(self, rest: _planner.Layout) -> Layout:
-        return _without_last_dim(rest, "P(max)")
+    def largest_layout(self, shards: _planner.Layout) -> Layout:
+        return _without_last_dim(shards, "P(max)")
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
         return [*super().layouts(layout), _without_last_dim(layout, "R")]
@@ -171,8 +171,8 @@ class Mxfp8(InBlocks):
         super().__init__(torch.uint8)
         self.pads = pads
 
-    def check(self, name: str, rest: _planner.Layout, device_type: str) -> None:
-        check_blocks("mxfp8", name, rest, _MX_BLOCK)
+    def check(self, name: str, shards: _planner.Layout, device_type: str) -> None:
+        check_blocks("mxfp8", name, shards, _MX_BLOCK)
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
         if self.pads:
@@ -260,7 +260,7 @@ class Nvfp4(ScaledCodes, InBlocks):
         super().__init__()
         self._together = SCALES_TOGETHER if pads else 1  # rows are padded to a multiple of so many blocks
 
-    def check(self, name: str, rest: _planner.Layout, device_type: str) -> None:
+    def check(self, name: str, shards: _planner.Layout, device_type: str) -> None:
         reason = _why_not(device_type)
         if reason is not None:
             others = [key for key in FORMATS if key != "nvfp4"]
@@ -268,7 +268,7 @@ class Nvfp4(ScaledCodes, InBlocks):
                 f"message_format must be one of {', '.join(map(repr, others))}, torch.bfloat16, torch.float16 and None "
                 f"for {name} on {device_type}, got 'nvfp4', which requires torchao's kernels: {reason}"
             )
-        check_blocks("nvfp4", name, rest, _NV_BLOCK)
+        check_blocks("nvfp4", name, shards, _NV_BLOCK)
 
     def layouts(self, layout: _planner.Layout) -> list[Layout]:
         unit = self._together * _NV_BLOCK
@@ -357,7 +357,7 @@ class Dtypes:
         """True if the weight is sent in the dtype of its use."""
         return type(self.gathers) is Format and self.gathers.dtype == self.use
 
-    def is_as_at_rest(self, own: torch.dtype) -> bool:
+    def is_shard_dtype(self, own: torch.dtype) -> bool:
         """Returns true if a weight that is held unsharded in dtype `own` can be used without a conversion."""
         return self.use == own and type(self.gathers) is Format and self.gathers.dtype == own
 

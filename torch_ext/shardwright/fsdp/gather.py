@@ -16,7 +16,7 @@ from .formats import Format
 Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
 
 
-class _Arriving(NamedTuple):
+class _PendingGather(NamedTuple):
     """A gather in progress. It keeps the sent tensors alive until it ends."""
 
     in_place: bool
@@ -26,7 +26,7 @@ class _Arriving(NamedTuple):
     works: list[dist.Work | None]
 
 
-class Carried:
+class WeightGather:
     """The gathers of one weight.
 
     If the message format is the dtype of the use, the weight is gathered into its own memory. Otherwise messages are
@@ -34,16 +34,16 @@ class Carried:
     """
 
     def __init__(
-        self, format: Format, use_dtype: torch.dtype, rest: _planner.Layout, move: Move, device: torch.device
+        self, format: Format, use_dtype: torch.dtype, shards: _planner.Layout, move: Move, device: torch.device
     ) -> None:
         self.format = format
-        self.rest = rest
+        self.shards = shards
         self.move = move
         self._device = device
         self.scale: torch.Tensor | None = None
         self._is_direct = type(format) is Format and format.dtype == use_dtype
         self._measured_at: object = None
-        self._arriving: _Arriving | None = None
+        self._arriving: _PendingGather | None = None
         # The received messages of the last gather, and the scale, if a matmul uses them without decoding.
         self.arrived: tuple[list[torch.Tensor], torch.Tensor | None] | None = None
         self._layouts: dict[int, tuple[_planner.Layout, list[Layout]]] = {}  # `format.layouts`, by id of a layout
@@ -77,20 +77,20 @@ class Carried:
         """Starts to gather from this rank's shard. `buffers`: one tensor of bytes for each layout of `buffers(use)`."""
         if self._is_direct:
             part = part.to(self.format.dtype)
-            (source,), (target,) = self._layouts_of(self.rest), self._layouts_of(use)
-            self._arriving = _Arriving(True, None, [part], [whole], [self.move(source, target, part, whole)])
+            (source,), (target,) = self._layouts_of(self.shards), self._layouts_of(use)
+            self._arriving = _PendingGather(True, None, [part], [whole], [self.move(source, target, part, whole)])
             return
         sent = self.format.encode(part, self.scale)
-        sources, targets = self._layouts_of(self.rest), self._layouts_of(use)
+        sources, targets = self._layouts_of(self.shards), self._layouts_of(use)
         received = [self._as(layout, buffer) for buffer, layout in zip(buffers, targets, strict=True)]
         works = [self.move(*each) for each in zip(sources, targets, sent, received, strict=True)]
-        self._arriving = _Arriving(False, self.scale, sent, received, works)
+        self._arriving = _PendingGather(False, self.scale, sent, received, works)
 
     def start_from_copy(
         self, src: _planner.Layout, dst: _planner.Layout, part: torch.Tensor, whole: torch.Tensor
     ) -> None:
         """Starts to gather from a kept copy, which has the dtype of the use."""
-        self._arriving = _Arriving(True, None, [part], [whole], [self.move(src, dst, part, whole)])
+        self._arriving = _PendingGather(True, None, [part], [whole], [self.move(src, dst, part, whole)])
 
     def _as(self, layout: Layout, buffer: torch.Tensor) -> torch.Tensor:
         shape = torch.Size(layout.local_shape(self._rank))
@@ -112,7 +112,7 @@ class Carried:
 
 
 class Measured(NamedTuple):
-    carried: Carried
+    gather: WeightGather
     part: torch.Tensor
     source: object
 
@@ -124,27 +124,27 @@ def measure(found: Iterable[Measured]) -> None:
     """
     single: list[list[Measured]] = []  # by mesh
     for item in found:
-        if not item.carried.format.needs_largest:
+        if not item.gather.format.needs_largest:
             continue
-        layout = item.carried.format.largest_layout(item.carried.rest)
+        layout = item.gather.format.largest_layout(item.gather.shards)
         if layout is not None:
-            largest = _reduced(item.carried.move, layout, item.carried.largest(item.part))
-            item.carried.set_scale(largest, item.source)
+            largest = _reduced(item.gather.move, layout, item.gather.largest(item.part))
+            item.gather.set_scale(largest, item.source)
             continue
         for others in single:
-            if others[0].carried.rest.mesh == item.carried.rest.mesh:
+            if others[0].gather.shards.mesh == item.gather.shards.mesh:
                 others.append(item)
                 break
         else:
             single.append([item])
     for items in single:
-        rests = [item.carried.rest for item in items]
-        cuts = {dim for rest in rests for dim, text in enumerate(rest.placements) if text != "R"}
-        placements = ["P(max)" if dim in cuts else "R" for dim in range(rests[0].mesh.ndim)]
-        layout = Layout(rests[0].mesh, [len(items)], placements, torch.float32)
-        each = torch.stack([item.carried.largest(item.part) for item in items])
-        for item, largest in zip(items, _reduced(items[0].carried.move, layout, each).unbind()):
-            item.carried.set_scale(largest, item.source)
+        shard_layouts = [item.gather.shards for item in items]
+        cuts = {dim for shards in shard_layouts for dim, text in enumerate(shards.placements) if text != "R"}
+        placements = ["P(max)" if dim in cuts else "R" for dim in range(shard_layouts[0].mesh.ndim)]
+        layout = Layout(shard_layouts[0].mesh, [len(items)], placements, torch.float32)
+        each = torch.stack([item.gather.largest(item.part) for item in items])
+        for item, largest in zip(items, _reduced(items[0].gather.move, layout, each).unbind()):
+            item.gather.set_scale(largest, item.source)
 
 
 def _reduced(move: Move, layout: Layout, largest: torch.Tensor) -> torch.Tensor:

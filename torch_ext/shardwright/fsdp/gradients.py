@@ -25,7 +25,7 @@ Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torc
 
 
 @dataclasses.dataclass
-class Arriving:
+class PendingReduction:
     """A reduction in progress. It keeps the sent tensor alive until it ends."""
 
     sent: torch.Tensor
@@ -34,7 +34,7 @@ class Arriving:
     finish: Callable[[torch.Tensor], torch.Tensor | None]
 
 
-class _Way(NamedTuple):
+class _ReductionLayouts(NamedTuple):
     """The layouts of a reduction, for gradients of one layout. Except `src` and `dst`, they have the sum's dtype."""
 
     partial: _planner.Layout  # the full gradient before the reduction
@@ -53,14 +53,18 @@ class Gradients:
     shards that are not reduced over the replicas yet.
     """
 
-    def __init__(self, dtypes: Dtypes, rest: _planner.Layout, move: Move) -> None:
+    def __init__(self, dtypes: Dtypes, shards: _planner.Layout, move: Move) -> None:
         self.dtypes = dtypes
         self._whole: tuple[torch.Tensor, _planner.Layout] | None = None
         self._part: tuple[torch.Tensor, _planner.Layout] | None = None
         self._reduced: torch.Tensor | None = None
-        self._rest, self._move = with_dtype(rest, dtypes.reduce), move
-        self._ways: dict[tuple[_planner.Layout, bool], _Way] = {}
-        self._latest: tuple[Any, bool, Any] = (None, True, None)  # latest entry of `_ways`: layout, averages, _Way
+        self._rest, self._move = with_dtype(shards, dtypes.reduce), move
+        self._reduction_layouts: dict[tuple[_planner.Layout, bool], _ReductionLayouts] = {}
+        self._latest: tuple[Any, bool, Any] = (
+            None,
+            True,
+            None,
+        )  # latest entry of `_reduction_layouts`: layout, averages, _ReductionLayouts
         self._rank = dist.get_rank()
 
     @property
@@ -100,16 +104,16 @@ class Gradients:
         """Adds a shard that a matmul of the running backward has reduced in chunks. `take_reduced` returns the sum."""
         self._reduced = part if self._reduced is None else self._reduced.add_(part)
 
-    def take_reduced(self) -> list[Arriving]:
+    def take_reduced(self) -> list[PendingReduction]:
         reduced, self._reduced = self._reduced, None
-        return [] if reduced is None else [Arriving(reduced, reduced, None, lambda part: part)]
+        return [] if reduced is None else [PendingReduction(reduced, reduced, None, lambda part: part)]
 
     def drop(self) -> None:
         self._whole = self._part = self._reduced = None
 
     def start(
         self, gradient: tuple[torch.Tensor, _planner.Layout] | None, over_replicas: bool, divide_by: float | None
-    ) -> Arriving | None:
+    ) -> PendingReduction | None:
         """Starts to reduce the sum of the waiting gradients and this one. Returns None if there are none.
 
         Args:
@@ -139,32 +143,32 @@ class Gradients:
             part = received if way.src is None else self._added_up(received, way)
             return self._finish(part, target, over_replicas, divide_by)
 
-        return Arriving(sent, received, work, finish)
+        return PendingReduction(sent, received, work, finish)
 
-    def _way(self, layout: _planner.Layout, averages: bool) -> _Way:
+    def _way(self, layout: _planner.Layout, averages: bool) -> _ReductionLayouts:
         if self._latest[0] is layout and self._latest[1] == averages:
-            latest: _Way = self._latest[2]
+            latest: _ReductionLayouts = self._latest[2]
             return latest
-        way = self._ways.get((layout, averages))
+        way = self._reduction_layouts.get((layout, averages))
         if way is None:
             operation = "P(avg)" if averages else "P(sum)"
             placements = [operation if text == "P(avg)" else text for text in layout.placements]
             partial = _like(layout, layout.shape, placements, layout.shard_order, self.dtypes.reduce)
-            rest = self._rest
-            pairs = list(zip(partial.placements, rest.placements))
+            shards = self._rest
+            pairs = list(zip(partial.placements, shards.placements))
             placements = [p if r == "R" and p.startswith("P(") else r for p, r in pairs]
-            between = _like(rest, rest.shape, placements, rest.shard_order, self.dtypes.reduce)
-            way = _Way(partial, between)
+            between = _like(shards, shards.shape, placements, shards.shard_order, self.dtypes.reduce)
+            way = _ReductionLayouts(partial, between)
             if self.dtypes.gradients != self.dtypes.reduce:
                 pairs = list(zip(partial.placements, between.placements))
                 apart = [dim for dim, (p, q) in enumerate(pairs) if p.startswith("P(") and p != q]
                 src, dst = (_side_by_side(each, apart, self.dtypes.gradients) for each in (partial, between))
-                way = _Way(partial, between, apart, src, dst)
-            self._ways[layout, averages] = way
+                way = _ReductionLayouts(partial, between, apart, src, dst)
+            self._reduction_layouts[layout, averages] = way
         self._latest = (layout, averages, way)
         return way
 
-    def _added_up(self, contributions: torch.Tensor, way: _Way) -> torch.Tensor:
+    def _added_up(self, contributions: torch.Tensor, way: _ReductionLayouts) -> torch.Tensor:
         """Returns the sum or average over the leading dims, which hold the contributions, in the order of ranks."""
         each = contributions.flatten(0, len(way.apart) - 1) if way.apart else contributions[None]
         part = each[0].to(self.dtypes.reduce, copy=True)
@@ -230,7 +234,7 @@ def _like(
 # ---- write-back of reduced gradients to sharded parameters
 
 
-class Landing:
+class GradientWriteBack:
     """Adds reduced gradients to the gradient of a sharded parameter, and calls the parameter's hooks.
 
     If the parameter is on the host, the gradient is copied there first. `finish` waits for the copy and adds it; if
@@ -284,9 +288,9 @@ def _hooks_of(parameter: nn.Parameter) -> list[Any]:
 
 @dataclasses.dataclass
 class Reduction:
-    """A reduction of gradients of a unit in progress: for each, a function that adds the result, and its `Arriving`."""
+    """A reduction of gradients of a unit in progress: for each, a function that adds the result, and its `PendingReduction`."""
 
-    under_way: list[tuple[Callable[[torch.Tensor], None], Arriving]]
+    under_way: list[tuple[Callable[[torch.Tensor], None], PendingReduction]]
 
     def finish(self) -> None:
         for add, arriving in self.under_way:
@@ -319,9 +323,9 @@ class Trained:
 
     def __init__(self, host: offload.Host | None) -> None:
         self.is_expected = True  # some rank had a gradient in the latest backward that reduced its unit
-        self.has_arrived = False  # this rank had a gradient since the last write-back to the sharded parameter
+        self.had_gradient = False  # this rank had a gradient since the last write-back to the sharded parameter
         self._undecided: list[torch.Tensor] = []  # reduced sums to which this rank has contributed zeros
-        self._landing = Landing(host)
+        self._write_back = GradientWriteBack(host)
         self._note_gradient: Callable[[torch.Tensor], None] | None = None
         self._watched: nn.Parameter | None = None  # the full parameter whose hook calls `_note_gradient`
 
@@ -349,14 +353,14 @@ class Trained:
         """True if a gradient of this rank waits for a reduction."""
         return self.whole.grad is not None or self.gradients.are_kept
 
-    def start_reduction(self, over_replicas: bool, divide_by: float | None) -> list[Arriving]:
+    def start_reduction(self, over_replicas: bool, divide_by: float | None) -> list[PendingReduction]:
         """Starts to reduce the gradient from autograd and the kept gradients, or zeros if there are none.
 
         Returns these reductions, and those that matmuls have done in chunks.
         """
         there = self.gradients.take_reduced()
         has_any = self.has_gradient or bool(there)
-        self.has_arrived = self.has_arrived or has_any
+        self.had_gradient = self.had_gradient or has_any
         taken = self._taken_gradient()
         if not has_any and self.sharded.requires_grad:
             taken = self._zeros()
@@ -387,8 +391,8 @@ class Trained:
 
         A sum to which this rank has contributed zeros waits for `decide`.
         """
-        if self.has_arrived:
-            self._landing.add(self.sharded, part)
+        if self.had_gradient:
+            self._write_back.add(self.sharded, part)
         else:
             self._undecided.append(part)
 
@@ -396,16 +400,16 @@ class Trained:
         """Ends a backward: adds the sums that wait if some rank had a gradient (`is_used`); otherwise drops them."""
         undecided, self._undecided = self._undecided, []
         for part in undecided if is_used else ():
-            self._landing.add(self.sharded, part)
+            self._write_back.add(self.sharded, part)
         if not is_used:
             self.gradients.drop()  # zeros that wait for a reduction over replicas
-        self.has_arrived = self.gradients.wait
+        self.had_gradient = self.gradients.wait
 
     def drop_gradient(self) -> None:
         self.whole.grad = None
         self.gradients.drop()
         self._undecided = []
-        self.has_arrived = False
+        self.had_gradient = False
 
     def finish_gradients(self) -> None:
-        self._landing.finish(self.sharded)
+        self._write_back.finish(self.sharded)

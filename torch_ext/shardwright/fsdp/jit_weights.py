@@ -21,7 +21,7 @@ from . import reads
 
 def jit_weight(
     local: torch.Tensor,
-    rest: _planner.Layout,
+    shards: _planner.Layout,
     use: _planner.Layout,
     *,
     grad: _planner.Layout | None = None,
@@ -30,14 +30,14 @@ def jit_weight(
 ) -> JitWeight:
     """Makes a weight that is sharded between uses, and gathered for each use.
 
-        weight = sw.fsdp.jit_weight(local, rest, use)
+        weight = sw.fsdp.jit_weight(local, shards, use)
         with weight as whole:                       # gathered
             y = F.linear(x, whole)
-        y.sum().backward()                          # gathered again; weight.parameter.grad is reduced to `rest`
+        y.sum().backward()                          # gathered again; weight.parameter.grad is reduced to `shards`
 
     Args:
         local: this rank's shard: a parameter, or a tensor that becomes one.
-        rest: the layout of the weight between uses, without pending reductions.
+        shards: the layout of the weight between uses, without pending reductions.
         use: the layout of the gathered weight on the same mesh, without pending reductions.
         grad: the layout of the gradient that a backward computes. Default: a pending average over the mesh dims over
             which `use` is replicated, for ranks with different data. For mesh dims along which all ranks have the same
@@ -45,15 +45,15 @@ def jit_weight(
         group, device_mesh: as in `redistribute_local`.
 
     Raises:
-        ValueError: the tensor does not match `rest`, layouts do not match each other, or an argument has a wrong type.
+        ValueError: the tensor does not match `shards`, layouts do not match each other, or an argument has a wrong type.
     """
     parameter = local if isinstance(local, nn.Parameter) else None
     argument_checks.check_tensor("local", local.detach() if isinstance(local, torch.Tensor) else local)
     argument_checks.check_group(group)
     argument_checks.check_device_mesh("device_mesh", device_mesh)
-    check_layout("rest", rest)
+    check_layout("shards", shards)
     check_layout("use", use)
-    for name, layout in (("rest", rest), ("use", use)):
+    for name, layout in (("shards", shards), ("use", use)):
         if layout.has_pending:
             raise argument_error(name, "a layout without pending reductions", layout)
     if grad is None:
@@ -61,21 +61,21 @@ def jit_weight(
         grad = Layout(use.mesh, use.shape, averages, use.dtype, use.shard_order, "literal", use.flattened)
     check_layout("grad", grad)
     for name, layout in (("use", use), ("grad", grad)):
-        if (layout.mesh, layout.shape, layout.dtype) != (rest.mesh, rest.shape, rest.dtype):
-            raise argument_error(name, f"a layout with the shape, dtype and mesh of rest ({rest})", layout)
+        if (layout.mesh, layout.shape, layout.dtype) != (shards.mesh, shards.shape, shards.dtype):
+            raise argument_error(name, f"a layout with the shape, dtype and mesh of shards ({shards})", layout)
     rank = dist.get_rank(group)
-    if rest.mesh.coordinate(rank) is None:
-        given = f"{rest}; only ranks of its mesh call sw.fsdp.jit_weight"
-        raise argument_error("rest", f"on a mesh that contains this rank ({rank})", given)
-    shape = tuple(rest.local_shape(rank))
-    if tuple(local.shape) != shape or str(local.dtype) != f"torch.{rest.dtype}":
+    if shards.mesh.coordinate(rank) is None:
+        given = f"{shards}; only ranks of its mesh call sw.fsdp.jit_weight"
+        raise argument_error("shards", f"on a mesh that contains this rank ({rank})", given)
+    shape = tuple(shards.local_shape(rank))
+    if tuple(local.shape) != shape or str(local.dtype) != f"torch.{shards.dtype}":
         raise ValueError(
-            f"local must have shape {shape} and dtype {rest.dtype} on rank {rank}, as rest ({rest}) has, got shape "
+            f"local must have shape {shape} and dtype {shards.dtype} on rank {rank}, as shards ({shards}) has, got shape "
             f"{tuple(local.shape)} and dtype {local.dtype}"
         )
     if parameter is None:
         parameter = nn.Parameter(local.detach(), requires_grad=local.is_floating_point() or local.is_complex())
-    return JitWeight(parameter, rest, use, grad, group, device_mesh)
+    return JitWeight(parameter, shards, use, grad, group, device_mesh)
 
 
 class JitWeight:
@@ -96,14 +96,14 @@ class JitWeight:
     def __init__(
         self,
         parameter: nn.Parameter,
-        rest: _planner.Layout,
+        shards: _planner.Layout,
         use: _planner.Layout,
         grad: _planner.Layout,
         group: dist.ProcessGroup | None,
         device_mesh: DeviceMesh | None,
     ) -> None:
         self.parameter = parameter
-        self.rest, self.use, self.grad = rest, use, grad
+        self.shards, self.use, self.grad = shards, use, grad
         self._group = groups.weakly(group)
         self._device_mesh = device_mesh
         self._ahead: tuple[torch.Tensor, int] | None = None  # prefetched weight, and the version it is gathered from
@@ -122,7 +122,7 @@ class JitWeight:
     def prefetch(self) -> None:
         """Starts to gather for the next use, and returns before the gather ends."""
         if self._ahead is None or self._ahead[1] != self.parameter._version:
-            self._ahead = self._move(self.parameter.detach(), self.rest, self.use, True), self.parameter._version
+            self._ahead = self._move(self.parameter.detach(), self.shards, self.use, True), self.parameter._version
 
     def materialize(self) -> torch.Tensor:
         """Returns the gathered weight, without autograd, and holds it until `release`. A second call gathers again."""
@@ -144,12 +144,12 @@ class JitWeight:
     def _gather(self) -> torch.Tensor:
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[1] != self.parameter._version:
-            return self._move(self.parameter.detach(), self.rest, self.use, False)
+            return self._move(self.parameter.detach(), self.shards, self.use, False)
         whole = ahead[0]
         return whole.wait() if isinstance(whole, AsyncCollectiveTensor) else whole
 
     def _reduce(self, gradient: torch.Tensor) -> torch.Tensor:
-        return self._move(gradient.detach(), self.grad, self.rest, False)
+        return self._move(gradient.detach(), self.grad, self.shards, False)
 
     def _grad_buffer(self) -> torch.Tensor:
         return self.parameter.new_empty(self.use.local_shape(dist.get_rank(self._group.get())))

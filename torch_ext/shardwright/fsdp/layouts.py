@@ -1,15 +1,15 @@
 """The layouts of a weight, from the sharded parameter to its use and back.
 
-    store   the sharded parameter that optimizers and state dicts see; equal to rest unless `store_placements` is given
-    rest    the shards that are held between steps, from which the weight is gathered
+    store   the sharded parameter that optimizers and state dicts see; equal to shards unless `store_placements` is given
+    shards    the shards that are held between steps, from which the weight is gathered
     use     the gathered weight; parameters that were DTensors keep their own (such as tensor-parallel) placements
-    keep    an optional copy that is kept between a forward and its backward, to gather from instead of from rest
+    keep    an optional copy that is kept between a forward and its backward, to gather from instead of from shards
     grad    the gradient that a backward computes: a pending average over data-parallel mesh dims, or replicated over
             those along which all ranks have the same data; over a parameter's own mesh dims as autograd returns it
 
 All are on one mesh, except that `keep` may be on the mesh with one mesh dim split in two. Each arrow is a plan:
 
-    store -> rest -> use -> keep -> use          grad -> store
+    store -> shards -> use -> keep -> use          grad -> store
 
 """
 
@@ -60,10 +60,10 @@ class DataMesh(NamedTuple):
 class Choice(NamedTuple):
     """The chosen placements of a parameter on its data-parallel mesh dims."""
 
-    rest: Sequence[Placement]
+    shards: Sequence[Placement]
     store: Sequence[Placement] | None = None
     keep: Sequence[Placement] | None = None
-    keep_ranks: int | None = None  # instead of `keep`: shard as `rest`, but over groups of so many consecutive ranks
+    keep_ranks: int | None = None  # instead of `keep`: shard as `shards`, but over groups of so many consecutive ranks
 
 
 class Layouts:
@@ -90,18 +90,18 @@ class Layouts:
         data, choice = self.data, self._choice
         sizes = tuple(data.mesh.shape)
         uncut: list[Placement] = [Replicate()] * len(data.data_dims)
-        self.placements = self._placements(choice.rest if choice.store is None else choice.store, data.own, sizes)
+        self.placements = self._placements(choice.shards if choice.store is None else choice.store, data.own, sizes)
         mesh = Mesh(data.mesh)
         self._on = mesh
         self.use = self._layout(mesh, self._placements(uncut, data.own, sizes))
-        self.rest = self._layout(mesh, self._placements(choice.rest, data.own, sizes))
-        self.store = self.rest if choice.store is None else self._layout(mesh, self.placements)
+        self.shards = self._layout(mesh, self._placements(choice.shards, data.own, sizes))
+        self.store = self.shards if choice.store is None else self._layout(mesh, self.placements)
         # `keep`, and `use` on the mesh of `keep`.
         self.kept: tuple[Layout, Layout] | None = None
         if choice.keep is not None:
             self.kept = self._layout(mesh, self._placements(choice.keep, data.own, sizes)), self.use
         elif choice.keep_ranks is not None:
-            self.kept = self._kept_by(choice.keep_ranks, choice.rest)
+            self.kept = self._kept_by(choice.keep_ranks, choice.shards)
         self._gradients: dict[tuple[Placement, ...], Layout] = {}
 
     def as_parameter(self, part: torch.Tensor, host: Host | None) -> DTensor:
@@ -177,7 +177,7 @@ class Layouts:
                 all_placements[i] = _StridedShard(placement.dim, split_factor=factor)
         return tuple(all_placements)
 
-    def _kept_by(self, ranks: int, rest: Sequence[Placement]) -> tuple[Layout, Layout]:
+    def _kept_by(self, ranks: int, shards: Sequence[Placement]) -> tuple[Layout, Layout]:
         """Returns `keep` and `use` on the mesh whose dim `cut` is split in two; `keep` is sharded over the inner."""
         cut = self.data.cut
         assert cut is not None
@@ -186,10 +186,10 @@ class Layouts:
         own = list(self.data.own)
         own.insert(cut, None)
         mesh = Mesh({f"dim{i}": size for i, size in enumerate(sizes)}, self.mesh.mesh.flatten().tolist())
-        chosen: list[Placement] = [Replicate()] * len(rest)
+        chosen: list[Placement] = [Replicate()] * len(shards)
         uncut = [*chosen, Replicate()]
         at = self.data.data_dims.index(cut)
-        chosen[at] = rest[at]
+        chosen[at] = shards[at]
         chosen.insert(at, Replicate())
         kept = self._layout(mesh, self._placements(chosen, own, sizes))
         return kept, self._layout(mesh, self._placements(uncut, own, sizes))

@@ -16,7 +16,7 @@ from ..layouts.errors import argument_error
 from .chunks import linear_forward
 from .reads import Recording
 from .runner import Runner
-from .units import Unit, Wishes, forget_written_copies
+from .units import Unit, UnitOptions, forget_written_copies
 
 # Attribute of a module: the state of its unit, an object with attributes `unit` and `runner` (or None).
 ATTRIBUTE = "_shardwright_unit"
@@ -34,7 +34,7 @@ class UnshardHandle(fsdp.UnshardHandle):
         if unit is not None and unit.is_resident:
             with torch.no_grad():
                 unit.finish_gather()
-            unit.put_whole()
+            unit.put_full()
 
 
 class ReductionHandle(getattr(fsdp, "GradientReductionHandle", object)):  # type: ignore[misc]  # since torch 2.15
@@ -92,7 +92,7 @@ class ShardedModule(FSDPModule):
         unit = _unit_of(self)
         if not unit.is_open:
             getattr(self, ATTRIBUTE).take_up_conversions()
-            unit.take_up_changes()
+            unit.adopt_changes()
             with torch.no_grad():
                 forget_written_copies([unit], unit.device)
                 if unit.is_resident and (unit.is_stale or unit.chunks is not None):
@@ -130,8 +130,8 @@ class ShardedModule(FSDPModule):
         Schedules count their memory. An exception in a backward discards them.
         """
         _check_flag("requires_gradient_sync", requires_gradient_sync)
-        for wishes in _wishes_of(self, recurse):
-            wishes.reduces = wishes.reduces_over_replicas = requires_gradient_sync
+        for unit_options in _unit_options_of(self, recurse):
+            unit_options.reduces = unit_options.reduces_over_replicas = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sets whether backwards reduce gradients over mesh dims on which a weight is replicated.
@@ -139,8 +139,8 @@ class ShardedModule(FSDPModule):
         If not, gradients are reduced to shards, which are kept and summed until the next backward that does.
         """
         _check_flag("requires_all_reduce", requires_all_reduce)
-        for wishes in _wishes_of(self, recurse):
-            wishes.reduces_over_replicas = requires_all_reduce
+        for unit_options in _unit_options_of(self, recurse):
+            unit_options.reduces_over_replicas = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, value: bool = True, *, recurse: bool = True) -> None:
         """Sets whether weights that no rank has used in a backward get a gradient of zeros. By default they get none.
@@ -148,8 +148,8 @@ class ShardedModule(FSDPModule):
         Ranks may use different weights in either case: each weight gets the average of its own gradients.
         """
         _check_flag("value", value)
-        for wishes in _wishes_of(self, recurse):
-            wishes.reduces_unused = value
+        for unit_options in _unit_options_of(self, recurse):
+            unit_options.reduces_unused = value
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Does nothing: reductions end before the backward does, so gradients can always be read after it."""
@@ -162,7 +162,9 @@ class ShardedModule(FSDPModule):
             ValueError: `memory_limit` is too small for the weights that stay gathered.
         """
         _check_flag("reshard_after_forward", reshard_after_forward)
-        self._wish(recurse, lambda wishes: setattr(wishes, "stays", not reshard_after_forward))
+        self._change_options(
+            recurse, lambda unit_options: setattr(unit_options, "keep_gathered", not reshard_after_forward)
+        )
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """False keeps weights gathered after a step, for the next one, until they are written or `reshard` is called.
@@ -174,7 +176,9 @@ class ShardedModule(FSDPModule):
             ValueError: `memory_limit` is too small for the weights that stay gathered.
         """
         _check_flag("reshard_after_backward", reshard_after_backward)
-        self._wish(recurse, lambda wishes: setattr(wishes, "stays_between_steps", not reshard_after_backward))
+        self._change_options(
+            recurse, lambda unit_options: setattr(unit_options, "keep_between_steps", not reshard_after_backward)
+        )
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Makes gathers of these modules start no later than a forward of this module begins.
@@ -185,18 +189,18 @@ class ShardedModule(FSDPModule):
             ValueError: a module is not under `sw.fully_shard`, or `memory_limit` is too small.
         """
         units = _references("set_modules_to_forward_prefetch", modules)
-        self._wish(False, lambda wishes: setattr(wishes, "forward_prefetch", units))
+        self._change_options(False, lambda unit_options: setattr(unit_options, "forward_prefetch", units))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Like `set_modules_to_forward_prefetch`, for backwards."""
         units = _references("set_modules_to_backward_prefetch", modules)
-        self._wish(False, lambda wishes: setattr(wishes, "backward_prefetch", units))
+        self._change_options(False, lambda unit_options: setattr(unit_options, "backward_prefetch", units))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Makes gradients of this module's weights sums over ranks, divided by this factor, instead of averages."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise argument_error("factor", "a number above 0", repr(factor))
-        _unit_of(self).wishes.divides_by = float(factor)
+        _unit_of(self).unit_options.divides_by = float(factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # FSDP2's older name
 
@@ -212,7 +216,7 @@ class ShardedModule(FSDPModule):
         """
         if not callable(hook):
             raise argument_error("hook", "a function", f"a {type(hook).__name__}")
-        _unit_of(self).wishes.gradient_hook = hook if stream is None else _on_stream(hook, stream)
+        _unit_of(self).unit_options.gradient_hook = hook if stream is None else _on_stream(hook, stream)
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Makes the current stream wait for an event that was recorded after the optimizer's step.
@@ -259,17 +263,17 @@ class ShardedModule(FSDPModule):
         """Returns the replacement of FSDP2's internal state. `register_fsdp_forward_method` calls its hooks."""
         return getattr(self, ATTRIBUTE)
 
-    def _wish(self, recurse: bool, change: Callable[[Wishes], None]) -> None:
-        before = [(wishes, dataclasses.replace(wishes)) for wishes in _wishes_of(self, recurse)]
-        for wishes, _ in before:
-            change(wishes)
-        if all(wishes == was for wishes, was in before):
+    def _change_options(self, recurse: bool, change: Callable[[UnitOptions], None]) -> None:
+        before = [(unit_options, dataclasses.replace(unit_options)) for unit_options in _unit_options_of(self, recurse)]
+        for unit_options, _ in before:
+            change(unit_options)
+        if all(unit_options == was for unit_options, was in before):
             return
         try:
             self._reschedule(recurse)
         except ValueError:
-            for wishes, was in before:
-                vars(wishes).update(vars(was))
+            for unit_options, was in before:
+                vars(unit_options).update(vars(was))
             self._reschedule(recurse)
             raise
 
@@ -377,9 +381,9 @@ def _modules_of(module: Any, recurse: bool) -> Iterator[nn.Module]:
             yield each
 
 
-def _wishes_of(module: Any, recurse: bool) -> Iterator[Wishes]:
+def _unit_options_of(module: Any, recurse: bool) -> Iterator[UnitOptions]:
     for each in _modules_of(module, recurse):
-        yield _unit_of(each).wishes
+        yield _unit_of(each).unit_options
 
 
 def _check_flag(argument: str, given: Any) -> None:

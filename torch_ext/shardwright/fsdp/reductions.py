@@ -75,7 +75,7 @@ class Reductions:
         Raises:
             ValueError: on all ranks of a mesh, if they have reduced different weights.
         """
-        reducing = [unit for unit in self._units if unit.wishes.reduces]
+        reducing = [unit for unit in self._units if unit.unit_options.reduces]
         if not any(weight.sharded.requires_grad for unit in reducing for weight in unit.weights):
             return
         for number, late in self._agree().items():
@@ -86,7 +86,7 @@ class Reductions:
         for number in dict.fromkeys(number for number, _ in self._started):
             unit = self._units[number]
             for which, weight in enumerate(unit.weights):
-                weight.is_expected = (number, which) in self._used or unit.wishes.reduces_unused
+                weight.is_expected = (number, which) in self._used or unit.unit_options.reduces_unused
                 weight.decide(weight.is_expected)
         self._started = []
 
@@ -120,7 +120,7 @@ class Reductions:
     def _flags(self, place: Place) -> tuple[bool, bool]:
         """Returns two flags: this rank had a gradient of the weight; it has one that must still be reduced."""
         weight = self._weight(place)
-        return weight.has_arrived, weight.has_gradient and self._units[place[0]].wishes.reduces
+        return weight.had_gradient, weight.has_gradient and self._units[place[0]].unit_options.reduces
 
     def _text(self, mesh: DeviceMesh) -> str:
         """Returns a text of the reductions that were started in this backward."""

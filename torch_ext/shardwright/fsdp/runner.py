@@ -100,16 +100,16 @@ class Runner:
         unit.forwards.append(self._num_forwards)
         if not was_open:
             bisect.insort(self.open, self._index[id(unit)])
-            unit.take_up_changes()
+            unit.adopt_changes()
             self._next("recompute" if in_backward else "forward")
         elif in_backward:
             self._recomputed.add(self._index[id(unit)])
-        self._put_whole(unit, in_backward)
+        self._put_full(unit, in_backward)
         return self._num_forwards
 
-    def _put_whole(self, unit: Unit, in_backward: bool) -> None:
+    def _put_full(self, unit: Unit, in_backward: bool) -> None:
         if not self._in_chunks:
-            unit.put_whole()
+            unit.put_full()
             return
         # A recomputation multiplies as the latest forward whose backward runs.
         begun = [forward for each in self.units for forward in each.backwards] if in_backward else []
@@ -119,8 +119,8 @@ class Runner:
         is_ours = self._has_our_products(self._index[id(unit)], forward)
         if unit.chunks is not None and not is_ours:
             with torch.no_grad():
-                unit.chunks.make_whole()
-        unit.put_whole(self._in_chunks[self._index[id(unit)]] if is_ours else None)
+                unit.chunks.gather_full()
+        unit.put_full(self._in_chunks[self._index[id(unit)]] if is_ours else None)
 
     def _has_our_products(self, unit: int, forward: int) -> bool:
         at = bisect.bisect_right(self._multiplies, forward, key=lambda each: each[0])
@@ -235,7 +235,7 @@ class Runner:
         for unit in self.units:
             if unit.backwards:
                 self._start_reduction(unit)
-            elif not unit.wishes.reduces:
+            elif not unit.unit_options.reduces:
                 unit.keep_gradients()
             unit.backwards.clear()
             if not unit.forwards:
@@ -249,8 +249,8 @@ class Runner:
             self._end_sequence()
 
     def _key_of(self, units: tuple[int, ...], kind: str) -> Key:
-        reduces = tuple(unit.wishes.reduces for unit in self.units)
-        keeps = tuple(not unit.wishes.reduces or unit.keeps_gradients for unit in self.units)
+        reduces = tuple(unit.unit_options.reduces for unit in self.units)
+        keeps = tuple(not unit.unit_options.reduces or unit.keeps_gradients for unit in self.units)
         return Key(units, kind, torch.is_grad_enabled() or is_in_backward(), reduces, keeps)
 
     def _end_sequence(self) -> None:
@@ -293,9 +293,9 @@ class Runner:
     def _schedule(self, key: Key, uses: list[Use], timed: Times | None) -> StepSchedule:
         weights = []
         for number, unit in enumerate(self.units):
-            in_arena = (0, 0) if unit.wishes.stays_between_steps else (unit.use_bytes, unit.keep_bytes)
+            in_arena = (0, 0) if unit.unit_options.keep_between_steps else (unit.use_bytes, unit.keep_bytes)
             lasts = (0, 0, 0, 0) if timed is None else (unit.gather_ps, unit.reduce_ps, *timed.copies[number])
-            weights.append((unit.name, unit.rest_bytes, *in_arena, unit.gradient_bytes, *lasts))
+            weights.append((unit.name, unit.sharded_bytes, *in_arena, unit.gradient_bytes, *lasts))
         all_ps = [0] * len(uses) if timed is None else timed.uses
         parts = [(use.units, use.kind, use.gradients, ps) for use, ps in zip(uses, all_ps, strict=True)]
         options: dict[str, Any] = {
@@ -392,13 +392,13 @@ class Runner:
             del self._multiplies[:-MAX_USES]
         for unit in self.units:
             if not unit.forwards:  # `begin_forward` has done this for the unit that opens
-                unit.take_up_changes()
+                unit.adopt_changes()
         forget_written_copies(self.units, self.device)
-        measured = [unit for unit in self.units if any(w.carried.format.needs_largest for w in unit.weights)]
+        measured = [unit for unit in self.units if any(w.gather.format.needs_largest for w in unit.weights)]
         for unit in measured:
             unit.start_refresh()
         weights = (weight for unit in measured for weight in unit.weights)
-        measure(weight.measured for weight in weights if weight.carried.format.needs_largest)
+        measure(weight.measured for weight in weights if weight.gather.format.needs_largest)
 
     def _enter(self, index: int) -> None:
         use = self._uses[index]
@@ -416,7 +416,7 @@ class Runner:
             for number in use.units if self._in_chunks else ():
                 self._in_chunks[number].begin_backward(number in reduces)
                 if self.units[number].chunks is not None:
-                    self._in_chunks[number].make_whole(which_were_read=True)
+                    self._in_chunks[number].gather_full(which_were_read=True)
         if self._clock is not None:
             self._clock.mark()
 
@@ -425,8 +425,8 @@ class Runner:
             return  # gathered by `unshard`, or in the previous step
         if unit.is_resident:
             unit.release()
-        unit.come_in_chunks(chunks)
-        if unit.wishes.stays_between_steps:
+        unit.set_chunks(chunks)
+        if unit.unit_options.keep_between_steps:
             unit.start_gather_alone()
         else:
             unit.start_gather(self._arena, offset_bytes)
@@ -461,7 +461,7 @@ class Runner:
             self.reductions.finish(index)
         else:
             for unit in self.units:
-                if unit.is_resident and not (unit.is_open or unit.is_held or unit.is_left_whole):
+                if unit.is_resident and not (unit.is_open or unit.is_held or unit.is_left_full):
                     unit.release()
 
     def _note_gradients(self, unit: int) -> None:
@@ -473,7 +473,7 @@ class Runner:
         number = self._index[id(unit)]
         self._note_gradients(number)
         with torch.no_grad():
-            if not unit.wishes.reduces:
+            if not unit.unit_options.reduces:
                 unit.keep_gradients()
                 return
             reduction = self.reductions.start(number)

@@ -28,7 +28,7 @@ class Event(NamedTuple):
     number: int  # index in the order of saving
     name: str
     kept_bytes: int  # size of this rank's shard
-    whole_bytes: int  # size of the gathered activation
+    full_bytes: int  # size of the gathered activation
     gather_ps: int  # predicted time of the gather
     saved: int  # use that saves it
     first: int  # first use that needs it
@@ -65,7 +65,7 @@ class Clock:
         """Begins an interval, or ends the current one."""
         self._marks.append(_mark(self._device))
 
-    def stretches_ps(self) -> list[int]:
+    def intervals_ps(self) -> list[int]:
         """Waits for the last interval to end. Returns the length of each interval, at least a nanosecond."""
         begins, ends = self._marks[::2], self._marks[1::2]
         if self._device.type == "cpu":
@@ -74,7 +74,7 @@ class Clock:
             ends[-1].synchronize()
         return [max(1000, round(1e9 * a.elapsed_time(b))) for a, b in zip(begins, ends, strict=True)]
 
-    def stretches_since(self, origins: dict[str, Any]) -> list[tuple[float, float]]:
+    def intervals_since(self, origins: dict[str, Any]) -> list[tuple[float, float]]:
         """Returns begin and end of each interval, in seconds since `origins`, which has a mark for each device type."""
         origin = origins[self._device.type]
         if self._device.type == "cpu":
@@ -103,13 +103,13 @@ class Listener:
 
     def hear(self, schedule: StepSchedule, names: list[str], clock: Clock, copies: Sequence[Sequence[Copy]]) -> None:
         """Adds a step that has ended. `names` and `copies` by unit."""
-        clock.stretches_ps()  # waits for the last interval
+        clock.intervals_ps()  # waits for the last interval
         heard = [
             (name, copy.is_outward, *copy.seconds_since(self._origins))
             for name, all_copies in zip(names, copies, strict=True)
             for copy in all_copies
         ]
-        self.steps.append(HeardStep(schedule, names, clock.stretches_since(self._origins), heard))
+        self.steps.append(HeardStep(schedule, names, clock.intervals_since(self._origins), heard))
 
 
 listener: Listener | None = None
@@ -139,7 +139,7 @@ def measured(clock: Clock, copies: Sequence[Sequence[Copy]], schedule: StepSched
         return sum(lengths) // max(1, num_copied[is_outward, unit])
 
     each = [(length_ps(unit, False), length_ps(unit, True)) for unit in range(len(copies))]
-    return Times(clock.stretches_ps(), each)
+    return Times(clock.intervals_ps(), each)
 
 
 def agreed_times(found: Times, meshes: set[DeviceMesh], device: torch.device) -> Times:
@@ -204,7 +204,7 @@ class StepActivations:
         for kept in self._starting(-1):
             kept.start_gather()
 
-    def take_turn(self, number: int) -> list[Any] | None:
+    def begin_turn(self, number: int) -> list[Any] | None:
         """Notes that the backward needs an activation for the first time.
 
         Returns the activations whose gathers the schedule starts in this turn; None if no schedule is followed.
@@ -244,8 +244,8 @@ class StepActivations:
             about, saved = self._about[number], self._saved[number][1]
             plan = executables.make_plan(about.cut, about.whole, about.device_type)
             gather_ps = round(1e6 * plan.predicted_us)
-            whole_bytes = int(about.whole.shape[0]) * getattr(torch, about.whole.dtype).itemsize
-            figures = about.kept_bytes, whole_bytes, gather_ps, saved, first, max(first, last), until
+            full_bytes = int(about.whole.shape[0]) * getattr(torch, about.whole.dtype).itemsize
+            figures = about.kept_bytes, full_bytes, gather_ps, saved, first, max(first, last), until
             events.append(Event(number, about.name, *figures))
         return events
 
@@ -275,9 +275,9 @@ def agreed_events(events: list[Event], meshes: set[DeviceMesh], device: torch.de
     count, least_count, most, least = words.largest([len(events), -len(events), digest, -digest])
     if count != -least_count or most != -least or count == 0:
         return []
-    figures = words.largest([figure for e in events for figure in (e.kept_bytes, e.whole_bytes, e.gather_ps)])
+    figures = words.largest([figure for e in events for figure in (e.kept_bytes, e.full_bytes, e.gather_ps)])
     return [
-        event._replace(kept_bytes=kept, whole_bytes=whole, gather_ps=ps)
+        event._replace(kept_bytes=kept, full_bytes=whole, gather_ps=ps)
         for event, kept, whole, ps in zip(events, figures[::3], figures[1::3], figures[2::3], strict=True)
     ]
 
@@ -316,7 +316,7 @@ def gather_until(units: Sequence[Unit], uses: Sequence[Use]) -> list[int]:
         for opened in use.units:
             if use.kind == "recompute" or (i > 0 and opened in uses[i - 1].units):
                 continue
-            for wished in units[opened].wishes.prefetch(use.kind):
+            for wished in units[opened].unit_options.prefetch(use.kind):
                 number = index.get(id(wished))
                 following = (j for j in range(i + 1, len(uses)) if number in uses[j].units)
                 until[i] = max(until[i], next(following, i))
@@ -361,7 +361,7 @@ class Plan:
 
 def held_bytes(units: Sequence[Unit], key: Key, uses: list[Use]) -> int:
     """Returns the bytes held outside the arena: weights that stay between steps, and full gradients that are kept."""
-    held = sum(unit.use_bytes for unit in units if unit.wishes.stays_between_steps)
+    held = sum(unit.use_bytes for unit in units if unit.unit_options.keep_between_steps)
     held += sum(unit.kept_gradient_bytes for unit, keeps in zip(units, key.keeps) if keeps)
     arriving = (  # gradients from autograd, until they are added to the kept gradients
         sum(units[unit].gradient_bytes for unit in use.units if not key.reduces[unit])

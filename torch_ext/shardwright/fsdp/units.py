@@ -22,11 +22,11 @@ from .weights import DtypesOf, Version, Weight, aligned, differ
 
 
 @dataclasses.dataclass
-class Wishes:
+class UnitOptions:
     """Options of a unit that users set through the methods of its modules."""
 
-    stays: bool  # keep it gathered from the first use of a step to the last
-    stays_between_steps: bool = False  # keep it gathered after a step
+    keep_gathered: bool  # keep it gathered from the first use of a step to the last
+    keep_between_steps: bool = False  # keep it gathered after a step
     reduces: bool = True  # reduce gradients in backwards
     reduces_over_replicas: bool = True  # if so, also over mesh dims on which weights are replicated
     reduces_unused: bool = False  # give weights without a gradient on any rank a gradient of zeros
@@ -72,13 +72,13 @@ class Unit:
         self.backwards: set[int] = set()  # numbers of forwards whose backward has begun and not ended
         self.is_resident = False  # gathered, or being gathered
         self.is_in_graph = False  # the events of the running forward are operators in a compiled graph
-        self.wishes = Wishes(stays)
+        self.unit_options = UnitOptions(stays)
         self.chunks: Any = None  # a UnitInChunks (fsdp/chunks.py) while some weights are gathered in chunks
         self.products: Any = None  # a UnitInChunks while modules have the class that multiplies in chunks
         self._in_arena = False  # its gathered storage is in the shared arena; the next step overwrites it
         self.is_unsharded = False  # gathered by `unshard`, and not used since
-        self._is_arriving = False  # a gather is in progress
-        self.is_left_whole = False  # modules keep the full parameters between a forward and its backward
+        self._is_gathering = False  # a gather is in progress
+        self.is_left_full = False  # modules keep the full parameters between a forward and its backward
         # Sharded parameters and their versions: those of the latest gather, and those that the kept copy was made from.
         self._gathered_from: list[Version] = []
         self._kept_from: list[Version] = []
@@ -104,15 +104,15 @@ class Unit:
     @property
     def is_held(self) -> bool:
         """True if it stays gathered between steps, in memory of its own."""
-        return (self.is_unsharded or self.wishes.stays_between_steps) and not self._in_arena
+        return (self.is_unsharded or self.unit_options.keep_between_steps) and not self._in_arena
 
     @property
     def use_bytes(self) -> int:
         return sum(weight.gathered_bytes for weight in self.weights)
 
     @property
-    def rest_bytes(self) -> int:
-        return sum(weight.rest_bytes for weight in self.weights)
+    def sharded_bytes(self) -> int:
+        return sum(weight.sharded_bytes for weight in self.weights)
 
     @property
     def gradient_bytes(self) -> int:
@@ -131,12 +131,16 @@ class Unit:
     @property
     def keep_bytes(self) -> int:
         """The bytes that must stay from the first use of a step to the last: gathered weights, or kept copies."""
-        return self.use_bytes if self.wishes.stays else sum(aligned(weight.kept_bytes) for weight in self.weights)
+        return (
+            self.use_bytes
+            if self.unit_options.keep_gathered
+            else sum(aligned(weight.kept_bytes) for weight in self.weights)
+        )
 
     @property
     def description(self) -> str:
         """A text of all properties that decide its messages, to compare ranks."""
-        stays = "stays gathered after forwards; " if self.wishes.stays else ""
+        stays = "stays gathered after forwards; " if self.unit_options.keep_gathered else ""
         return stays + "; ".join(weight.description for weight in self.weights)
 
     @property
@@ -161,9 +165,9 @@ class Unit:
         from_kept = bool(self._kept_from) and not differ(self._kept_from, now)
         self._gathered_from = now
         self._in_arena = True
-        self._is_arriving = True
-        scaled = (weight for weight in self.weights if weight.carried.format.needs_largest)
-        measure(weight.measured for weight in scaled if weight.carried.needs_measure(weight.source))
+        self._is_gathering = True
+        scaled = (weight for weight in self.weights if weight.gather.format.needs_largest)
+        measure(weight.measured for weight in scaled if weight.gather.needs_measure(weight.source))
         with contextlib.nullcontext() if self.host is None else self.host.fetching():
             for weight in self._ahead:
                 weight.start_gather(memory, offset_bytes, from_kept)
@@ -173,7 +177,7 @@ class Unit:
         """Starts to gather into memory of its own, outside the arena."""
         self.start_gather(torch.empty(self.use_bytes, dtype=torch.uint8, device=self.device))
         self._in_arena = False
-        if self.wishes.stays_between_steps:
+        if self.unit_options.keep_between_steps:
             self.note_contents()
 
     def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
@@ -208,23 +212,23 @@ class Unit:
             self.host.wait()
 
     def finish_gather(self) -> None:
-        if not self._is_arriving:
+        if not self._is_gathering:
             return
         if self.host is not None:
             self.host.join()
         for weight in self.weights:
             weight.finish_gather()
-        self._is_arriving = False
+        self._is_gathering = False
 
     @property
     def is_stale(self) -> bool:
         """True if a parameter was written or replaced after it was gathered."""
         return differ(self._gathered_from, [(weight.sharded, weight.version) for weight in self.weights])
 
-    def take_up_changes(self) -> None:
+    def adopt_changes(self) -> None:
         """Adopts parameters that users have replaced or frozen between uses."""
         for weight in self.weights:
-            weight.take_up_changes()
+            weight.adopt_changes()
 
     @property
     def is_converted(self) -> bool:
@@ -253,16 +257,16 @@ class Unit:
             weight.watch_again()
 
     def release(self) -> None:
-        if self.is_left_whole:
+        if self.is_left_full:
             self.put_sharded()
         self.finish_gather()
         for weight in self.weights:
             weight.release()
         self.is_resident = False
         self._leave_chunks()
-        self.come_in_chunks(None)
+        self.set_chunks(None)
 
-    def come_in_chunks(self, chunks: Any) -> None:
+    def set_chunks(self, chunks: Any) -> None:
         """Sets the weights that are gathered in chunks from now on; None: no weights."""
         if self.chunks is not None:
             self.chunks.set_absent(False)
@@ -275,13 +279,13 @@ class Unit:
             self.products.end()
             self.products = None
 
-    def put_whole(self, products: Any = None) -> None:
+    def put_full(self, products: Any = None) -> None:
         """Gives the modules their full parameters; those in `products` (a UnitInChunks) are multiplied in chunks."""
         if products is not self.products:
             self._leave_chunks()
         for weight in self.weights:
             if products is None or not products.has(weight):
-                weight.put_whole()
+                weight.put_full()
         if products is not None:
             self.products = products
             products.begin()
@@ -289,14 +293,19 @@ class Unit:
     def put_sharded(self) -> None:
         """Gives the modules their sharded parameters. Parameters that users have replaced stay."""
         self._leave_chunks()
-        self.is_left_whole = False
+        self.is_left_full = False
         for weight in self.weights:
             weight.put_sharded()
 
     def put_after_forward(self) -> None:
         """Gives the modules their sharded parameters, unless the unit stays gathered until its backward."""
-        if self.wishes.stays and torch.is_grad_enabled() and not is_in_backward() and not self._is_other_in_use:
-            self.is_left_whole = True
+        if (
+            self.unit_options.keep_gathered
+            and torch.is_grad_enabled()
+            and not is_in_backward()
+            and not self._is_other_in_use
+        ):
+            self.is_left_full = True
         else:
             self.put_sharded()
 
@@ -326,10 +335,10 @@ class Unit:
         All ranks pass the same weights.
         """
         reduction = Reduction([])
-        wishes = self.wishes
+        unit_options = self.unit_options
         for weight in weights:
-            for arriving in weight.start_reduction(wishes.reduces_over_replicas, wishes.divides_by):
-                reduction.under_way.append((wishes.hooked(weight.add_gradient), arriving))
+            for arriving in weight.start_reduction(unit_options.reduces_over_replicas, unit_options.divides_by):
+                reduction.under_way.append((unit_options.hooked(weight.add_gradient), arriving))
         return reduction if reduction.under_way else None
 
     def keep_gradients(self) -> None:

@@ -18,7 +18,7 @@ from ..runtime import executables, plain_tensors
 from ..transfers.current import owners
 from . import extensions, moves, offload
 from .formats import Dtypes, with_dtype
-from .gather import Carried, Measured
+from .gather import Measured, WeightGather
 from .gradients import Gradients, Trained
 from .layouts import Layouts, most_bytes
 from .moves import Moves
@@ -58,7 +58,7 @@ class Weight(Trained):
     memory only while the weight is gathered, or always if the weight is held unsharded (`is_held`). `memory` is its
     local tensor.
 
-    If the parameter has other placements (`layouts.store`) than the shards to gather from (`layouts.rest`), `_held` has
+    If the parameter has other placements (`layouts.store`) than the shards to gather from (`layouts.shards`), `_held` has
     these shards. It is refreshed from `sharded` after a write.
     """
 
@@ -92,7 +92,7 @@ class Weight(Trained):
         part = _slice(local, layouts, layouts.store)
         self.sharded = nn.Parameter(layouts.as_parameter(part, host), requires_grad=given.requires_grad)
         moves.watch(self.sharded)
-        held = None if layouts.store is layouts.rest else _slice(local, layouts, layouts.rest)
+        held = None if layouts.store is layouts.shards else _slice(local, layouts, layouts.shards)
         self._set_up(layouts, dtypes, product, held)
         self.put(self.sharded)
         owners.add(self)
@@ -104,13 +104,13 @@ class Weight(Trained):
             held: the shard to gather from, if it differs from `sharded`.
         """
         self.layouts, self.mesh = layouts, layouts.mesh
-        self.store, self.rest, self.use = layouts.store, layouts.rest, layouts.use
+        self.store, self.shards, self.use = layouts.store, layouts.shards, layouts.use
         self.moves = Moves(layouts)
         self._part_device_type, self._dtype = self.part.device.type, self.part.dtype
         device = self.part.device if self.part.is_meta else self._device
-        self.carried = Carried(dtypes.gathers, dtypes.use, self.rest, self.moves, device)
+        self.gather = WeightGather(dtypes.gathers, dtypes.use, self.shards, self.moves, device)
         self.gradients = Gradients(dtypes, self.store, self.moves)
-        self.is_held = self.store is not self.rest and self.rest == self.use and dtypes.is_as_at_rest(self._dtype)
+        self.is_held = self.store is not self.shards and self.shards == self.use and dtypes.is_shard_dtype(self._dtype)
         self._held = held
         self._held_from: Version | None = (self.sharded, self.version)
         self._contents: int | None = None  # fingerprint of the parameter when copies of it were made
@@ -123,11 +123,11 @@ class Weight(Trained):
         else:
             whole = layouts.as_used(held if self.is_held and held is not None else _empty(self.use, dtypes.use, device))
             self.memory = _local(whole.detach())
-        self._set_whole(whole)
+        self._set_full(whole)
         self.product = product  # if given, `memory` has storage only after another read
         self._is_staged = self._host is not None and held is None and self.extension is None
         self._set_sizes(dtypes)
-        self.rest_bytes = self.part.nbytes + (0 if held is None else held.nbytes)
+        self.sharded_bytes = self.part.nbytes + (0 if held is None else held.nbytes)
         self.kept: torch.Tensor | None = None
         self._copy: tuple[Layout, Layout] | None = None  # layouts of `kept` and of the weight gathered from it
         if layouts.kept is not None:
@@ -140,7 +140,7 @@ class Weight(Trained):
         if self.has_copy:
             self.note_contents()
 
-    def _set_whole(self, whole: torch.Tensor) -> None:
+    def _set_full(self, whole: torch.Tensor) -> None:
         self.whole = nn.Parameter(whole, self.sharded.requires_grad)
         if not self.is_held:  # the memory of a held weight is never released
             by_storage[self.memory.untyped_storage()._cdata] = self
@@ -188,7 +188,7 @@ class Weight(Trained):
         layouts = self.layouts if self.part.dtype == self._dtype else self.layouts.with_dtype(self.part.dtype)
         dtypes, product = dtypes_of(self.name, self.sharded, self.places, layouts)
         device = self.part.device if self.part.is_meta else self._device
-        held = None if layouts.store is layouts.rest else _empty(layouts.rest, self.part.dtype, device)
+        held = None if layouts.store is layouts.shards else _empty(layouts.shards, self.part.dtype, device)
         self._set_up(layouts, dtypes, product, held)
         self._held_from = self.sharded, ()  # an invalid version, so that the next use refreshes it
 
@@ -201,13 +201,13 @@ class Weight(Trained):
         padding = 0 if self.product is None else self.product.padding_bytes
         # A weight that is held unsharded, multiplied as received, or made by an extension needs no memory of its own.
         has_none = self.is_held or self.product is not None or self.extension is not None
-        self.whole_bytes = 0 if has_none else most_bytes(in_use)
-        arriving = [] if self.is_held or self.extension is not None else self.carried.buffers(self.use)
+        self.full_bytes = 0 if has_none else most_bytes(in_use)
+        arriving = [] if self.is_held or self.extension is not None else self.gather.buffers(self.use)
         self._buffer_bytes = [most_bytes(layout) + padding for layout in arriving]
         if self.product is not None and self.product.place_bytes > 0:
             self._buffer_bytes.append(self.product.place_bytes)
-        self._buffer_bytes += [most_bytes(self.rest)] * self._is_staged
-        self.gathered_bytes = sum(map(aligned, (self.whole_bytes, *self._buffer_bytes)))
+        self._buffer_bytes += [most_bytes(self.shards)] * self._is_staged
+        self.gathered_bytes = sum(map(aligned, (self.full_bytes, *self._buffer_bytes)))
 
     @property
     def places(self) -> list[tuple[nn.Module, str]]:
@@ -246,10 +246,10 @@ class Weight(Trained):
     @property
     def measured(self) -> Measured:
         self.finish_refresh()
-        return Measured(self.carried, self._at_rest, self.source)
+        return Measured(self.gather, self._gather_source, self.source)
 
     @property
-    def _at_rest(self) -> torch.Tensor:
+    def _gather_source(self) -> torch.Tensor:
         return self.part if self._held is None else self._held
 
     def put(self, parameter: nn.Parameter) -> None:
@@ -257,7 +257,7 @@ class Weight(Trained):
         for parameters, name in self._slots:
             parameters[name] = parameter
 
-    def put_whole(self) -> None:
+    def put_full(self) -> None:
         self.put(self.whole)
         if self.product is not None:
             self.product.begin(self)
@@ -269,7 +269,7 @@ class Weight(Trained):
             if parameters[name] is self.whole:
                 parameters[name] = self.sharded
 
-    def take_up_changes(self) -> None:
+    def adopt_changes(self) -> None:
         """Adopts the parameter that the modules have between uses, if users have replaced or frozen it.
 
         Raises:
@@ -343,12 +343,12 @@ class Weight(Trained):
     def description(self) -> str:
         """A text of all properties that decide its messages, to compare ranks."""
         kept = self.layouts.kept
-        layouts = {"store": self.store, "rest": self.rest, "use": self.use, "keep": kept and kept[0]}
+        layouts = {"store": self.store, "shards": self.shards, "use": self.use, "keep": kept and kept[0]}
         placed = ", ".join(f"{name} {layout.placements}" for name, layout in layouts.items() if layout is not None)
         dtypes = self.gradients.dtypes
         weight, sent = type(dtypes.gathers).__name__, f"{dtypes.gathers.dtype}, {dtypes.gradients}"
         return (
-            f"{self.name} of shape {tuple(self.rest.shape)} and dtype {self.rest.dtype}: {placed}; used as "
+            f"{self.name} of shape {tuple(self.shards.shape)} and dtype {self.shards.dtype}: {placed}; used as "
             f"{dtypes.use}, sent as {weight} of {sent}, summed in {dtypes.reduce}"
             + (", multiplied in its message format" if self.product is not None else "")
             + (", offloaded to the host" if self._host is not None else "")
@@ -364,11 +364,11 @@ class Weight(Trained):
             self._held_from = now
             self.note_contents()
             if self._host is None:
-                self._refresh = self.moves(self.store, self.rest, self.part, self._held.data)
+                self._refresh = self.moves(self.store, self.shards, self.part, self._held.data)
                 return
             with self._host.fetching():
                 self._refreshed_from = self.part.to(self._host.device, non_blocking=True)
-                self._refresh = self.moves(self.store, self.rest, self._refreshed_from, self._held.data)
+                self._refresh = self.moves(self.store, self.shards, self._refreshed_from, self._held.data)
 
     def finish_refresh(self) -> None:
         if self._refreshed_from is not None and self._host is not None:
@@ -391,30 +391,30 @@ class Weight(Trained):
             _runtime.view_arena(self.memory, memory, offset_bytes)
         # `.data` has its own version counter, so autograd does not see a gather as a change of saved tensors.
         if from_kept and self.kept is not None and self._copy is not None:
-            self.carried.start_from_copy(*self._copy, self.kept, self.memory.data)
+            self.gather.start_from_copy(*self._copy, self.kept, self.memory.data)
             return
-        offset_bytes += aligned(self.whole_bytes)
+        offset_bytes += aligned(self.full_bytes)
         buffers = []
         for size_bytes in self._buffer_bytes:
             buffers.append(memory[offset_bytes : offset_bytes + size_bytes])
             offset_bytes += aligned(size_bytes)
-        part = self._at_rest
+        part = self._gather_source
         if self._is_staged and self._host is not None:
             part = self._host.fetch(self.part, buffers.pop())
         if self.product is not None and self.product.place_bytes > 0:
             self.place = buffers.pop()
-        self.carried.start(self.use, part, self.memory.data, buffers)
+        self.gather.start(self.use, part, self.memory.data, buffers)
 
     def finish_gather(self) -> None:
         """Waits for the gather."""
         if self.extension is not None:
             made = self.extension.finish(self.whole)
             if made is not None:
-                self._set_whole(self.layouts.as_used(made))
+                self._set_full(self.layouts.as_used(made))
                 self._buffer_bytes = self.extension.output_bytes
                 self.gathered_bytes = sum(map(aligned, self._buffer_bytes))
             return
-        self.carried.finish(self.memory.data if self.product is None else None)
+        self.gather.finish(self.memory.data if self.product is None else None)
         if self.product is not None:
             self.product.land(self)
             if self._is_read:
@@ -428,11 +428,11 @@ class Weight(Trained):
         return self.whole
 
     def _write_out(self) -> None:
-        if self.carried.arrived is not None:
+        if self.gather.arrived is not None:
             with torch.no_grad():
                 memory = torch.empty(self.memory.nbytes, dtype=torch.uint8, device=self.memory.device)
                 _runtime.view_arena(self.memory, memory, 0)
-                self.carried.format.decode(*self.carried.arrived, self.memory.data)
+                self.gather.format.decode(*self.gather.arrived, self.memory.data)
 
     def keep(self, memory: torch.Tensor, offset_bytes: int) -> None:
         """Copies the kept part of the gathered weight to memory that the caller keeps until `drop_kept`."""
@@ -446,7 +446,7 @@ class Weight(Trained):
             _runtime.release_memory(self.kept, self._when_read)
 
     def release(self) -> None:
-        self.carried.arrived = self.place = None
+        self.gather.arrived = self.place = None
         if self.extension is not None:
             self.extension.release()
         if not self.is_held and not self.memory.is_meta:
@@ -457,8 +457,8 @@ class Weight(Trained):
         """The predicted time of a gather."""
         if self.is_held:
             return 0
-        sent = self.carried.format
-        return sum(map(self.moves.predicted_ps, sent.layouts(self.rest), sent.layouts(self.use)))
+        sent = self.gather.format
+        return sum(map(self.moves.predicted_ps, sent.layouts(self.shards), sent.layouts(self.use)))
 
     @property
     def reduce_ps(self) -> int:

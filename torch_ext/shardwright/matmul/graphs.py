@@ -168,19 +168,19 @@ def _find_out(function: str, weights: int, scales: int, metas: Sequence[Any], op
         return planned(ask(function, x, **options), weights, (x, *others[:end]), others[end:])
 
     try:
-        product, are_turned, specs = on_stand_ins(metas, plan)
+        product, transposed, specs = on_stand_ins(metas, plan)
     except ValueError as error:
         return str(error), None, (), (), ()
     results = tuple((s.placements, s.shape, s.stride, s.tensor_meta.dtype) for s in specs if s.tensor_meta)
     if product is None:
-        return None, None, are_turned, results, ()
+        return None, None, transposed, results, ()
     if not product.plan.has_equal_parts:
         # Compilers take it for an ordinary operator, not a collective, and order it relative to collectives by size. If
         # sizes differ among ranks, the order would too, and ranks would wait for each other.
         return None, _UNEVEN, (), (), ()
     of_operand = specs and product.operand_gradient
     placements = gradient_placements(metas[0][-1], of_operand) if of_operand else ()
-    return None, _name_of(product), are_turned, results, placements
+    return None, _name_of(product), transposed, results, placements
 
 
 _outside = torch._dynamo.disable(
@@ -203,14 +203,14 @@ def multiply(
         given = autocast(given)
     metas = [None if one is None else meta_of(one) for one in (*given, *scales)]
     constants = {name: constant(value) for name, value in options.items()}
-    wrong, name, are_turned, results, operand = _find_out(function, len(weights), len(scales), metas, constants)
+    wrong, name, transposed, results, operand = _find_out(function, len(weights), len(scales), metas, constants)
     if wrong is not None:
         raise ValueError(wrong)
     if name == _UNEVEN:
         return _outside(function, x, weights, biases, scales, **options)
     x, weights, biases = given[0], given[1 : 1 + len(weights)], given[1 + len(weights) :]
-    if are_turned:
-        weights = [weight.t() if turned else weight for weight, turned in zip(weights, are_turned, strict=True)]
+    if transposed:
+        weights = [weight.t() if turned else weight for weight, turned in zip(weights, transposed, strict=True)]
     if name:
         part = x.to_local(grad_placements=operand) if operand else _local(x)
         parts = [[_local(one) for one in listed if one is not None] for listed in (weights, biases, scales)]

@@ -20,7 +20,7 @@ from ..runtime import checking, counters, executables, groups
 from .running import Product, Where
 
 
-class Asked(NamedTuple):
+class ProductCall(NamedTuple):
     """The arguments of a product except its tensors, hashable."""
 
     function: str  # "linear", "gather" or "sum"
@@ -37,7 +37,7 @@ def ask(
     group: dist.ProcessGroup | None = None,
     shares: bool = False,
     **options: Any,
-) -> Asked:
+) -> ProductCall:
     """Returns the arguments in a hashable form. Raises RuntimeError if torch.distributed is not initialized."""
     groups.check_initialised()
     if placements is not None:  # with dims that count from the front
@@ -45,7 +45,7 @@ def ask(
         placements = tuple(Shard(p.dim % rank) if type(p) is Shard and p.dim < 0 else p for p in placements)
     mesh = x.device_mesh if isinstance(x, DTensor) else None
     where = Where(x.device.type, groups.weakly(group), mesh, None if mesh is None else groups.key_of_mesh(mesh))
-    return Asked(function, where, placements, shares, tuple((name, _hashable(options[name])) for name in options))
+    return ProductCall(function, where, placements, shares, tuple((name, _hashable(options[name])) for name in options))
 
 
 def _hashable(option: Any) -> Any:
@@ -56,7 +56,7 @@ class Planned(NamedTuple):
     """A planned product and how its tensors are passed."""
 
     product: Product | None  # None on a rank that holds no part of it
-    are_turned: tuple[bool, ...]  # by weight: True if it is passed transposed
+    transposed: tuple[bool, ...]  # by weight: True if it is passed transposed
     specs: tuple[DTensorSpec, ...]  # of the results, if they are DTensors
 
 
@@ -87,17 +87,17 @@ def multiply(
     """
     is_scaled = any(scale is not None for scale in scales)
     tensors = [x, *weights, *biases] if is_scaled else autocast([x, *weights, *biases])
-    product, are_turned, specs = planned(ask(function, x, **options), len(weights), tensors, scales)
+    product, transposed, specs = planned(ask(function, x, **options), len(weights), tensors, scales)
     if product is None:
         nothing = tensors[0]._local_tensor.new_empty(0, dtype=specs[0].tensor_meta.dtype)  # type: ignore[union-attr]
         return [_new_dtensor(nothing, spec, requires_grad=x.requires_grad) for spec in specs]
-    for j, is_turned in enumerate(are_turned, 1):
+    for j, is_turned in enumerate(transposed, 1):
         if is_turned:
             tensors[j] = tensors[j].t()
     return list(_Multiply.apply(product, specs, _locals(scales), *tensors))  # type: ignore[no-untyped-call]
 
 
-def planned(asked: Asked, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any]) -> Planned:
+def planned(asked: ProductCall, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any]) -> Planned:
     """Returns the planned product of `tensors`: the operand, weights, biases. Computes and sends nothing."""
     is_scaled = any(scale is not None for scale in scales)
     needs_grad = is_scaled and torch.is_grad_enabled()
@@ -113,7 +113,9 @@ def _described(given: Any) -> Any:
     return (given.shape, given.stride(), given.dtype, given.device) if isinstance(given, torch.Tensor) else given
 
 
-def _plan(asked: Asked, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any], needs_grad: bool) -> Planned:
+def _plan(
+    asked: ProductCall, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any], needs_grad: bool
+) -> Planned:
     where, x = asked.where, tensors[0]
     layout = layout_of(x._spec) if isinstance(x, DTensor) else None
     find = executables.lowering if layout is None else functools.partial(executables.lowering_on, layout.mesh)

@@ -99,8 +99,8 @@ def _object(given: Any, where: str) -> dict[str, Any]:
     return given
 
 
-def _made(where: str, maker: Any, arguments: dict[str, Any], allowed: tuple[str, ...] | None) -> Any:
-    names = allowed if allowed is not None else tuple(inspect.signature(maker).parameters)
+def _made(where: str, maker: Any, arguments: dict[str, Any], keys: tuple[str, ...] | None) -> Any:
+    names = keys if keys is not None else tuple(inspect.signature(maker).parameters)
     if unknown := [name for name in arguments if name not in names]:
         raise ValueError(f"{where} must have only the keys {', '.join(names)}, got {', '.join(unknown)}")
     try:

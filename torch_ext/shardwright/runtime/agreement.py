@@ -64,12 +64,12 @@ class Statement(NamedTuple):
         return json.dumps([self.call, fields, {name: why for name, why in self.refusals.items() if why is not None}])
 
 
-def report(mine: Statement, said: Mapping[R, str], where: str) -> str:
-    """Returns the text of an error, or "" if all statements agree. `said` maps ranks to their statements as JSON."""
-    parts = {text: json.loads(text) for text in set(said.values())}
+def report(mine: Statement, statements: Mapping[R, str], where: str) -> str:
+    """Returns the text of an error, or "" if all statements agree. `statements` maps ranks to their statements as JSON."""
+    parts = {text: json.loads(text) for text in set(statements.values())}
 
     def each(part: int) -> dict[R, Any]:
-        return {rank: parts[text][part] for rank, text in said.items() if parts[text][part]}
+        return {rank: parts[text][part] for rank, text in statements.items() if parts[text][part]}
 
     calls, fields, refusals = each(0), each(1), each(2)
     if len(set(calls.values())) > 1:  # other calls have other fields
@@ -83,30 +83,30 @@ def report(mine: Statement, said: Mapping[R, str], where: str) -> str:
     return "\n".join([f"shardwright: {mine.call}: {found}{where}", *lines, mine.remedy]).rstrip() if lines else ""
 
 
-def _lines(said: Mapping[R, Mapping[str, str | None]], otherwise: str | None, least: int) -> list[str]:
+def _lines(statements: Mapping[R, Mapping[str, str | None]], otherwise: str | None, least: int) -> list[str]:
     """Returns a line for each name with at least `least` different values.
 
     Ranks without the name have the value `otherwise`, or none if that is None.
     """
     lines = []
-    for name in dict.fromkeys(name for one in said.values() for name in one):
-        values = {rank: value for rank, one in said.items() if (value := one.get(name, otherwise)) is not None}
+    for name in dict.fromkeys(name for one in statements.values() for name in one):
+        values = {rank: value for rank, one in statements.items() if (value := one.get(name, otherwise)) is not None}
         if len(set(values.values())) >= least:
             lines.append(f"  {name}: {who_said(values)}")
     return lines
 
 
-def by_value(said: Mapping[R, V]) -> dict[V, list[R]]:
+def by_value(statements: Mapping[R, V]) -> dict[V, list[R]]:
     """Returns the ranks of each value, ordered by their first ranks."""
     found: dict[V, list[R]] = {}
-    for rank, value in said.items():
+    for rank, value in statements.items():
         found.setdefault(value, []).append(rank)
     return found
 
 
-def who_said(said: Mapping[R, str]) -> str:
+def who_said(statements: Mapping[R, str]) -> str:
     """Returns a text such as "4 on ranks [0, 2]; 8 on ranks [1]". Long values are cut around the first difference."""
-    texts = by_value(said)
+    texts = by_value(statements)
     first = len(os.path.commonprefix(list(texts)))
     return "; ".join(f"{_around(text, first)} on {ranks_text(ranks)}" for text, ranks in texts.items())
 
@@ -165,17 +165,17 @@ class _Words(ABC):
         head = torch.tensor([digest, len(text)])
         sent = head if more is None else torch.cat([head.expand(*more.shape[:-1], HEAD_WORDS), more], -1)
         step = f"{mine.call}, comparing arguments"
-        heard = self.exchange(step, sent)
-        if refusal is None and bool((heard[:, 0] == digest).all()):
-            return heard[:, HEAD_WORDS:]
-        size = -(-int(heard[:, 1].max()) // _WORD_BYTES) * _WORD_BYTES
+        received = self.exchange(step, sent)
+        if refusal is None and bool((received[:, 0] == digest).all()):
+            return received[:, HEAD_WORDS:]
+        size = -(-int(received[:, 1].max()) // _WORD_BYTES) * _WORD_BYTES
         padded = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.int64)
         texts = [bytes(row.view(torch.uint8).tolist()).decode() for row in self.exchange(step, padded)]
         if refusal is not None:
             raise refusal
-        said = dict(zip(self.ranks, texts, strict=True))
+        statements = dict(zip(self.ranks, texts, strict=True))
         kind = RuntimeError if any(json.loads(text)[2] for text in texts) else ValueError
-        raise kind(report(mine, said, f" (this is rank {self.ranks[self.own]})"))
+        raise kind(report(mine, statements, f" (this is rank {self.ranks[self.own]})"))
 
 
 class GroupWords(_Words):
@@ -213,22 +213,22 @@ class MeshWords(_Words):
     def largest(self, mine: bytes | Sequence[int]) -> list[int]:
         """Returns the elementwise maximum over the ranks. All ranks must call, with equally many values."""
         is_bytes = isinstance(mine, bytes)
-        said = torch.tensor(list(mine), dtype=torch.uint8 if is_bytes else torch.int64)
-        found: list[int] = self._all_reduce(said, dist.ReduceOp.MAX).tolist()
+        statements = torch.tensor(list(mine), dtype=torch.uint8 if is_bytes else torch.int64)
+        found: list[int] = self._all_reduce(statements, dist.ReduceOp.MAX).tolist()
         return found
 
-    def _all_reduce(self, said: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    def _all_reduce(self, statements: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """Reduces over all dims of the mesh. The host does not wait for the device if the groups have a CPU backend."""
         mesh = self._mesh
         if mesh.size() == 1:
-            return said
+            return statements
         # Programs in flight first start all of their transfers, so that the order is the same on all ranks.
         _runtime.drain([group.group_name for group in mesh.get_all_groups()])
         for group in mesh.get_all_groups():
-            sent = said if _has_cpu(group) else said.to(self._device)
+            sent = statements if _has_cpu(group) else statements.to(self._device)
             dist.all_reduce(sent, op, group=group)
-            said = sent.cpu()
-        return said
+            statements = sent.cpu()
+        return statements
 
 
 def _has_cpu(group: dist.ProcessGroup) -> bool:
@@ -274,19 +274,19 @@ class StoreTexts:
                     f"{call}, number {number + 1} on {ranks_text(ranks)}"
                 ) from error
         are_same = store.get(f"{number}/all") == b"1"
-        said = [mine] * len(ranks) if are_same else [text.decode() for text in store.multi_get(keys)]
+        statements = [mine] * len(ranks) if are_same else [text.decode() for text in store.multi_get(keys)]
         for key in (f"/{own}", *(("", "/all") if own == ranks[0] else ())) if number >= 2 else ():
             store.delete_key(f"{number - 2}{key}")
-        return dict(zip(ranks, said, strict=True))
+        return dict(zip(ranks, statements, strict=True))
 
     def compare(
         self, mine: Statement, ranks: tuple[int, ...], own: int, timeout: timedelta | None = None, about: str = ""
     ) -> None:
         """Raises RuntimeError on all of these ranks if statements differ or have refusals. All ranks must call."""
         call = f"{mine.call} ({about})" if about else mine.call
-        said = self.exchange(call, mine.to_json(), ranks, own, timeout or groups.default_timeout())
+        statements = self.exchange(call, mine.to_json(), ranks, own, timeout or groups.default_timeout())
         where = f" (number {self.rounds[ranks]} on {ranks_text(ranks)}; this is rank {own})"
-        if error := report(mine, said, where):
+        if error := report(mine, statements, where):
             raise RuntimeError(error)
 
 

@@ -30,11 +30,11 @@ class _Setting(NamedTuple):
     timeout_seconds: float
 
 
-def _is_asked_for(said: str) -> bool:
+def _is_asked_for(statements: str) -> bool:
     """Returns True if the environment variable turns the mode on."""
-    if said not in ("", "0", "1"):
-        raise argument_error("SHARDWRIGHT_CHECK_RANKS", "0 or 1 in the environment", repr(said))
-    return said == "1"
+    if statements not in ("", "0", "1"):
+        raise argument_error("SHARDWRIGHT_CHECK_RANKS", "0 or 1 in the environment", repr(statements))
+    return statements == "1"
 
 
 _setting = _Setting(_is_asked_for(os.environ.get("SHARDWRIGHT_CHECK_RANKS", "")), DEFAULT_TIMEOUT_SECONDS)
@@ -108,7 +108,7 @@ def compare(
     have operands of different sizes, because no transfer of the product depends on them.
     """
     fields = {
-        **{field: said for field, said in executable.signature.items() if field != "operands" or not rows_are_own},
+        **{field: value for field, value in executable.signature.items() if field != "operands" or not rows_are_own},
         **tables.current.summary(),
         "async_op": async_op,
     }

@@ -48,7 +48,9 @@ class Connection:
         world_size: the number of ranks in `group`.
     """
 
-    def __init__(self, meeting: _Meeting, members: dict[tuple[str, int], dict[str, Any]], timeout: timedelta) -> None:
+    def __init__(
+        self, meeting: JobExchange, members: dict[tuple[str, int], dict[str, Any]], timeout: timedelta
+    ) -> None:
         self._meeting = meeting
         self._timeout = timeout
         self._members = sorted(members)
@@ -161,7 +163,7 @@ def connect(
     texts = _texts({} if declared is None else declared)
     groups.check_initialised()
     timeout = groups.default_timeout() if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    meeting = _Meeting(store, role, dist.get_rank(), name, world_size)
+    meeting = JobExchange(store, role, dist.get_rank(), name, world_size)
     members = meeting.gather(timeout)
     meeting.compare(texts, sorted(members), timeout)
     return Connection(meeting, members, timeout)
@@ -179,7 +181,7 @@ def _maker_of(connection: weakref.ref[Connection]) -> groups.Maker:
     return find_or_make
 
 
-class _Meeting:
+class JobExchange:
     """The exchange of texts among the processes of all jobs, through the store."""
 
     def __init__(self, store: dist.Store, role: str, rank: int, name: str, world_size: int) -> None:
@@ -211,16 +213,18 @@ class _Meeting:
         }
         self.store.set(f"{self.everyone}/member {self.place}", json.dumps(mine))
         keys = [f"{self.everyone}/member {self.first_place + i}" for i in range(self.world_size)]
-        said: dict[str, Any] = {}
+        statements: dict[str, Any] = {}
         end = time.monotonic() + timeout.total_seconds()
-        while len({one["world_size"] for one in said.values()} | {self.world_size}) == 1:
-            said |= {
-                key: json.loads(self.store.get(key)) for key in keys if key not in said and self.store.check([key])
+        while len({one["world_size"] for one in statements.values()} | {self.world_size}) == 1:
+            statements |= {
+                key: json.loads(self.store.get(key))
+                for key in keys
+                if key not in statements and self.store.check([key])
             }
-            if len(said) == len(keys) or time.monotonic() > end:
+            if len(statements) == len(keys) or time.monotonic() > end:
                 break
             time.sleep(_POLL_SECONDS)
-        here = [said[key] for key in keys if key in said]
+        here = [statements[key] for key in keys if key in statements]
         self._check_alike(here, "world_size", "world_size")
         if len(here) < self.world_size:
             self.store.set(self._given_up(), self.me)
@@ -247,7 +251,7 @@ class _Meeting:
 
     def compare(self, texts: dict[str, str], members: Sequence[tuple[str, int]], timeout: timedelta) -> None:
         """Raises RuntimeError on all members unless all have the same texts and planning tables."""
-        tables = {name: said for name, said in tables_now().summary().items() if name not in _NOT_COMPARED}
+        tables = {name: statements for name, statements in tables_now().summary().items() if name not in _NOT_COMPARED}
         declared = {f"declared {name}": text for name, text in texts.items()}
         fields = {**declared, "version of shardwright": doctor.version(), **tables}
         mine = Statement("connect", fields, differ="differ in declarations or planning tables", remedy=_REMEDY)

@@ -163,8 +163,8 @@ def make_plan(
     backend = lowering_on(src.mesh, device_type, group).name
     if dst.mesh is not src.mesh:
         lowering_on(dst.mesh, device_type, group)  # checks its ranks
-    allowed = None if existing_groups_of is None else allowed_groups(src, dst, existing_groups_of)
-    return plan_over(src, dst, backend, allowed)
+    usable = None if existing_groups_of is None else allowed_groups(src, dst, existing_groups_of)
+    return plan_over(src, dst, backend, usable)
 
 
 def allowed_groups(src: _planner.Layout, dst: _planner.Layout, device_mesh: Any) -> list[tuple[int, ...]]:
@@ -173,18 +173,18 @@ def allowed_groups(src: _planner.Layout, dst: _planner.Layout, device_mesh: Any)
 
 
 def plan_over(
-    src: _planner.Layout, dst: _planner.Layout, backend: str, allowed: list[tuple[int, ...]] | None
+    src: _planner.Layout, dst: _planner.Layout, backend: str, usable: list[tuple[int, ...]] | None
 ) -> _planner.Plan:
-    """Makes the plan for a backend. If `allowed` is given, moves use only the groups of these sets of mesh dims."""
+    """Makes the plan for a backend. If `usable` is given, moves use only the groups of these sets of mesh dims."""
     kept = planning.pinned(src, dst, backend)
     if kept is not None:
         return kept
-    if allowed is not None and not src.mesh.has_same_ranks(dst.mesh):
-        plan, allowed = plan_over_own_dims(src, dst, backend), None
+    if usable is not None and not src.mesh.has_same_ranks(dst.mesh):
+        plan, usable = plan_over_own_dims(src, dst, backend), None
     else:
-        plan = planning.plan(src, dst, backend=backend, groups=allowed)
+        plan = planning.plan(src, dst, backend=backend, groups=usable)
     counters.counts.plans += 1
-    note_default_topology(plan, allowed)
+    note_default_topology(plan, usable)
     return plan
 
 
@@ -201,10 +201,10 @@ def plan_over_own_dims(src: _planner.Layout, dst: _planner.Layout, backend: str)
     return planning.plan(src, dst, backend=backend, through=through)
 
 
-def note_default_topology(plan: _planner.Plan, allowed: Sequence[Sequence[int]] | None = None) -> None:
+def note_default_topology(plan: _planner.Plan, usable: Sequence[Sequence[int]] | None = None) -> None:
     """Logs once that plans use a default topology, if this plan does and another topology could change it.
 
-    `allowed` are the sets of mesh dims whose groups the plan may use; None allows all.
+    `usable` are the sets of mesh dims whose groups the plan may use; None allows all.
     """
     if plan.messages_max == 0 or not (tables.notes_default() and _is_first_rank()):
         return
@@ -212,7 +212,7 @@ def note_default_topology(plan: _planner.Plan, allowed: Sequence[Sequence[int]] 
     if given is not None or tables.measured_topology(plan.backend) is not None:
         return
     ends = plan.src, plan.dst
-    plans = [planning.plan(*ends, backend=plan.backend, groups=allowed, topology=extreme) for extreme in _EXTREMES]
+    plans = [planning.plan(*ends, backend=plan.backend, groups=usable, topology=extreme) for extreme in _EXTREMES]
     if len({tuple((step.op, step.mesh_dims, step.after) for step in one.steps) for one in (plan, *plans)}) > 1:
         tables.note_default(plan.topology)
 

@@ -245,8 +245,8 @@ class _Given:
         digests = [digest >> 1 for digest in (batch.digests() if batch is not None else [0])]  # 63 bits fit int64
 
         def are_same(digest: int, fields: Mapping[str, object]) -> bool:
-            heard = words.compare(Statement("redistribute_many", fields), self.refusal, torch.tensor([digest]))
-            return bool((heard == digest).all())
+            received = words.compare(Statement("redistribute_many", fields), self.refusal, torch.tensor([digest]))
+            return bool((received == digest).all())
 
         same = are_same(digests[-1], fields)
         assert batch is not None
@@ -256,8 +256,8 @@ class _Given:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if are_same(digests[middle], {}) else (low, middle)
-        said = f"{batch.item_text(low)} (digest {digests[high] & 0xFFFFFFFF:08x})"
-        words.compare(Statement("redistribute_many", {f"item {low}, the first that differs": said}))
+        statements = f"{batch.item_text(low)} (digest {digests[high] & 0xFFFFFFFF:08x})"
+        words.compare(Statement("redistribute_many", {f"item {low}, the first that differs": statements}))
         raise AssertionError("digests differ, so compare has raised")
 
     def _check_tensors(self) -> None:

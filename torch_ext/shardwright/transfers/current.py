@@ -31,8 +31,7 @@ from .._native import _planner
 from .declared import Given, Reader
 
 _REMEDY = (
-    "plan the transfer again, or pass a function that returns the state dict at each start, such as "
-    "model.state_dict"
+    "plan the transfer again, or pass a function that returns the state dict at each start, such as model.state_dict"
 )
 _STALE = (
     "other tensors used this memory when the transfer was planned, and none uses it now: a model got other parameters, "

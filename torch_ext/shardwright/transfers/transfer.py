@@ -339,7 +339,9 @@ class Transfer:
         return local if given is None or given.value is None else given.value
 
     def _plan(self, destinations: range, buckets: int, first_sender: int = 0) -> BoundBatch:
-        return BoundBatch(self._made, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_sender)
+        return BoundBatch(
+            self._made, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_sender
+        )
 
     def _complete(self, run: batches.Run) -> Exception | None:
         """Waits for the destinations in the order in which they complete, and reports progress.
