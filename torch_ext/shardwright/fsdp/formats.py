@@ -51,8 +51,8 @@ def check_blocks(wire: str, name: str, shards: _planner.Layout, block: int) -> N
         if divided or begins != blocks.region(rank)[-1]:
             raise ValueError(
                 f"message_format must not be {wire!r} if shards divide blocks of {block} elements along the last dim, "
-                f"got {name} of shape {tuple(shards.shape)}, placed as {', '.join(shards.placements)}; shard other dims, "
-                f"or in multiples of {block}"
+                f"got {name} of shape {tuple(shards.shape)}, placed as {', '.join(shards.placements)}; shard other "
+                f"dims, or in multiples of {block}"
             )
 
 

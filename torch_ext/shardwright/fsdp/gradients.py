@@ -288,7 +288,7 @@ def _hooks_of(parameter: nn.Parameter) -> list[Any]:
 
 @dataclasses.dataclass
 class Reduction:
-    """A reduction of gradients of a unit in progress: for each, a function that adds the result, and its `PendingReduction`."""
+    """The reductions of a unit that are in flight, each with the function that adds its result to the gradient."""
 
     under_way: list[tuple[Callable[[torch.Tensor], None], PendingReduction]]
 

@@ -45,7 +45,7 @@ def jit_weight(
         group, device_mesh: as in `redistribute_local`.
 
     Raises:
-        ValueError: the tensor does not match `shards`, layouts do not match each other, or an argument has a wrong type.
+        ValueError: the tensor does not match `shards`, layouts do not match each other, or a type is wrong.
     """
     parameter = local if isinstance(local, nn.Parameter) else None
     argument_checks.check_tensor("local", local.detach() if isinstance(local, torch.Tensor) else local)
@@ -70,8 +70,8 @@ def jit_weight(
     shape = tuple(shards.local_shape(rank))
     if tuple(local.shape) != shape or str(local.dtype) != f"torch.{shards.dtype}":
         raise ValueError(
-            f"local must have shape {shape} and dtype {shards.dtype} on rank {rank}, as shards ({shards}) has, got shape "
-            f"{tuple(local.shape)} and dtype {local.dtype}"
+            f"local must have shape {shape} and dtype {shards.dtype} on rank {rank}, as shards ({shards}) has, got "
+            f"shape {tuple(local.shape)} and dtype {local.dtype}"
         )
     if parameter is None:
         parameter = nn.Parameter(local.detach(), requires_grad=local.is_floating_point() or local.is_complex())

@@ -1,11 +1,11 @@
 """The layouts of a weight, from the sharded parameter to its use and back.
 
-    store   the sharded parameter that optimizers and state dicts see; equal to shards unless `store_placements` is given
-    shards    the shards that are held between steps, from which the weight is gathered
-    use     the gathered weight; parameters that were DTensors keep their own (such as tensor-parallel) placements
-    keep    an optional copy that is kept between a forward and its backward, to gather from instead of from shards
-    grad    the gradient that a backward computes: a pending average over data-parallel mesh dims, or replicated over
-            those along which all ranks have the same data; over a parameter's own mesh dims as autograd returns it
+    store    the sharded parameter that optimizers and state dicts see; equal to `shards` without `store_placements`
+    shards   the shards that are held between steps, from which the weight is gathered
+    use      the gathered weight; parameters that were DTensors keep their own (such as tensor-parallel) placements
+    keep     an optional copy that is kept between a forward and its backward, to gather from instead of from shards
+    grad     the gradient that a backward computes: a pending average over data-parallel mesh dims, or replicated over
+             those along which all ranks have the same data; over a parameter's own mesh dims as autograd returns it
 
 All are on one mesh, except that `keep` may be on the mesh with one mesh dim split in two. Each arrow is a plan:
 

@@ -58,8 +58,8 @@ class Weight(Trained):
     memory only while the weight is gathered, or always if the weight is held unsharded (`is_held`). `memory` is its
     local tensor.
 
-    If the parameter has other placements (`layouts.store`) than the shards to gather from (`layouts.shards`), `_held` has
-    these shards. It is refreshed from `sharded` after a write.
+    If the parameter has other placements (`layouts.store`) than the shards to gather from (`layouts.shards`), `_held`
+    has these shards. It is refreshed from `sharded` after a write.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from ..runtime import checking, counters, executables, groups
 from .running import Product, Where
 
 
-class ProductCall(NamedTuple):
+class ProductKey(NamedTuple):
     """The arguments of a product except its tensors, hashable."""
 
     function: str  # "linear", "gather" or "sum"
@@ -37,7 +37,7 @@ def ask(
     group: dist.ProcessGroup | None = None,
     shares: bool = False,
     **options: Any,
-) -> ProductCall:
+) -> ProductKey:
     """Returns the arguments in a hashable form. Raises RuntimeError if torch.distributed is not initialized."""
     groups.check_initialised()
     if placements is not None:  # with dims that count from the front
@@ -45,7 +45,7 @@ def ask(
         placements = tuple(Shard(p.dim % rank) if type(p) is Shard and p.dim < 0 else p for p in placements)
     mesh = x.device_mesh if isinstance(x, DTensor) else None
     where = Where(x.device.type, groups.weakly(group), mesh, None if mesh is None else groups.key_of_mesh(mesh))
-    return ProductCall(function, where, placements, shares, tuple((name, _hashable(options[name])) for name in options))
+    return ProductKey(function, where, placements, shares, tuple((name, _hashable(options[name])) for name in options))
 
 
 def _hashable(option: Any) -> Any:
@@ -97,13 +97,13 @@ def multiply(
     return list(_Multiply.apply(product, specs, _locals(scales), *tensors))  # type: ignore[no-untyped-call]
 
 
-def planned(asked: ProductCall, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any]) -> Planned:
+def planned(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any]) -> Planned:
     """Returns the planned product of `tensors`: the operand, weights, biases. Computes and sends nothing."""
     is_scaled = any(scale is not None for scale in scales)
     needs_grad = is_scaled and torch.is_grad_enabled()
     needs_grad = needs_grad and any(getattr(t, "requires_grad", False) for t in (*tensors, *scales))
-    key = (asked, num_weights, needs_grad, checking.is_on(), *map(_described, tensors), *map(_described, scales))
-    return _products.get_or_make(key, lambda: _plan(asked, num_weights, tensors, scales, needs_grad))
+    cache_key = (key, num_weights, needs_grad, checking.is_on(), *map(_described, tensors), *map(_described, scales))
+    return _products.get_or_make(cache_key, lambda: _plan(key, num_weights, tensors, scales, needs_grad))
 
 
 def _described(given: Any) -> Any:
@@ -113,34 +113,32 @@ def _described(given: Any) -> Any:
     return (given.shape, given.stride(), given.dtype, given.device) if isinstance(given, torch.Tensor) else given
 
 
-def _plan(
-    asked: ProductCall, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any], needs_grad: bool
-) -> Planned:
-    where, x = asked.where, tensors[0]
+def _plan(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any], grads: bool) -> Planned:
+    where, x = key.where, tensors[0]
     layout = layout_of(x._spec) if isinstance(x, DTensor) else None
     find = executables.lowering if layout is None else functools.partial(executables.lowering_on, layout.mesh)
     counters.counts.plans += 1
     given = list(map(_given, tensors))
     plan = _planner.plan_product(
-        asked.function,
+        key.function,
         given[0],
         given[1 : 1 + num_weights],
         given[1 + num_weights :],
         list(map(_given, scales)),
-        requires_grad=needs_grad,
-        placements=None if asked.placements is None else placement_texts(asked.placements),
+        requires_grad=grads,
+        placements=None if key.placements is None else placement_texts(key.placements),
         rank=where.rank,
         num_ranks=dist.get_world_size(where.group),
         checks_parts=not checking.is_on(),  # the debug mode reports errors on all ranks
         backend=find(where.device_type, where.group).name,
         tables=tables_now(),
         device_type=where.device_type,
-        **dict(asked.options),
+        **dict(key.options),
     )
     if layout is None:
         return Planned(Product(plan, where), tuple(",nk->" in axes for axes in plan.axes), ())
-    specs = [row_major_spec(x.device_mesh, layout, asked.placements) for layout in plan.results]
-    if asked.shares and plan.keeps_gathered:
+    specs = [row_major_spec(x.device_mesh, layout, key.placements) for layout in plan.results]
+    if key.shares and plan.keeps_gathered:
         specs.append(row_major_spec(x.device_mesh, plan.moved_operand))
     holds_any = x.device_mesh.get_coordinate() is not None
     return Planned(Product(plan, where) if holds_any else None, (), tuple(specs))

@@ -65,7 +65,7 @@ class Statement(NamedTuple):
 
 
 def report(mine: Statement, statements: Mapping[R, str], where: str) -> str:
-    """Returns the text of an error, or "" if all statements agree. `statements` maps ranks to their statements as JSON."""
+    """Returns the text of an error, or "" if all statements agree. `statements` has the JSON of each rank's."""
     parts = {text: json.loads(text) for text in set(statements.values())}
 
     def each(part: int) -> dict[R, Any]:
