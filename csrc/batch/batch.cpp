@@ -149,7 +149,7 @@ Batch Batch::from_bytes(std::string_view bytes) {
   check_argument(words.size() % 3 == 0, "batch: the number of integers of items", "a multiple of 3", words.size());
   for (size_t i = 0; i < words.size(); i += 3) {
     const auto number = [&](size_t j, size_t count, const char* what) {
-      check_user(words[j] >= 0 && words[j] < static_cast<int64_t>(count), "batch: ", what, " must be ",
+      check_user(words[j] >= 0 && words[j] < static_cast<int64_t>(count), "batch: ", what, " of an item must be ",
                  InRange{0, static_cast<int64_t>(count) - 1}, ", got ", words[j]);
       return static_cast<int>(words[j]);
     };

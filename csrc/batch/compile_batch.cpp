@@ -230,6 +230,7 @@ class BatchCompiler {
     emit(copies.take());
   }
 
+  // Writes the end of a round: a Wait, and copies from the bucket to destinations.
   void write_end(const Round& round, size_t bucket, Ticket ticket) {
     emit(Wait{ticket});
     for (const auto& [peer, fragments] : round.sends) {

@@ -95,7 +95,7 @@ void define_predictions(py::class_<Attention>& attention) {
             return std::string(method_name(choose(a, topology_of(a, topology), model, with_backward)));
           },
           py::arg("topology"), py::arg("model"), py::arg("with_backward"),
-          "Returns the method predicted to be fastest. A topology of None is the lowering's default one.")
+          "Returns the method predicted to be fastest. A topology of None is the backend's default.")
       .def(
           "forecasts",
           [](const Attention& a, const std::optional<Topology>& topology, const GemmModel& model, bool with_backward) {

@@ -50,7 +50,7 @@ void define_mesh(py::module_& m) {
                        const Typed<std::optional<std::vector<int64_t>>>& ranks, std::shared_ptr<Topology> topology) {
              std::vector<int64_t> given = ranks.is_none() ? std::vector<int64_t>{} : integers(ranks, "ranks");
              check_argument(ranks.is_none() || !given.empty(), "ranks",
-                            "a list of at least one rank, or None for 0, 1, 2, ...", "none");
+                            "a list of at least one rank, or None for 0, 1, 2, ...", "an empty list");
              return std::make_shared<Mesh>(texts(dim_names, "dim_names"), integers(dim_sizes, "dim_sizes"),
                                            std::move(given), std::move(topology));
            }),

@@ -28,7 +28,7 @@ struct StepView {
   int64_t predicted_ps;
 };
 
-// Wraps a property that may take long to compute the first time. The GIL is released meanwhile.
+// Wraps a property whose first computation may take long. Releases the GIL meanwhile.
 template <typename Value>
 auto patiently(Value value) {
   return [value](const PlanView& p) {
@@ -100,19 +100,19 @@ void define_ends_and_steps(PlanClass& plan) {
             }
             return figures;
           },
-          "{name: (value, lower bound for any plan)} of ``wire_bytes_max`` and ``wire_bytes_sum`` received, "
-          "``send_bytes_max``, ``messages_max``, ``steps`` that communicate, ``peak_bytes``, ``predicted_ps``.")
+          "{name: (value, lower bound for any plan)}. The names are ``wire_bytes_max`` and ``wire_bytes_sum`` "
+          "(received), ``send_bytes_max``, ``messages_max``, ``steps`` (those that communicate), ``peak_bytes``, "
+          "``predicted_ps``.")
       .def_property_readonly(
           "remarks", patiently([](const CertifiedPlan& plan) { return plan.remarks(); }),
           "One sentence for each bound that the plan does not meet and each property that it cannot guarantee.")
       .def_property_readonly("replicas_are_bitwise_equal", patiently([](const CertifiedPlan& plan) {
                                return plan.certificate().replicas_are_bitwise_equal;
                              }),
-                             "True if ranks that end with the same part hold the same bits of what was reduced, "
-                             "whichever library does the reduction.")
+                             "True if replicas are bitwise equal after reductions, whichever library reduces.")
       .def_property_readonly(
           "segments", [](const PlanView& p) { return p.plan().segments.count; },
-          "Number of segments of the tensor, each one step behind the one before it; 1 on one mesh.")
+          "Number of segments in which the tensor passes through the steps as a pipeline; 1 on one mesh.")
       .def_property_readonly("steps", [](const PlanView& p) {
         std::vector<StepView> views;
         for (const Step& step : p.plan().steps) {

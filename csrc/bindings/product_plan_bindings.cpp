@@ -210,7 +210,8 @@ std::vector<std::optional<GivenTensor>> given_tensors(std::span<const std::optio
 // Returns the scale of x, then the scales by weight.
 std::vector<std::optional<GivenTensor>> given_scales(const std::vector<std::optional<TensorAndLayout>>& given,
                                                      ProductFunction function) {
-  check_argument(!given.empty(), "scales", "a list of one for x (or None) and one for each weight", "none");
+  check_argument(!given.empty(), "scales", "a list of the scale of x (or None) and the scale of each weight",
+                 "an empty list");
   auto scales = given_tensors(std::span(given).subspan(1), "weight_scale", "weight_scales", function);
   scales.emplace(scales.begin());
   if (given[0]) scales[0] = given_tensor(*given[0], "x_scale");
@@ -233,7 +234,7 @@ void read_size(const py::object& given, ProductArguments& arguments) {
     arguments.size = optional_integer(given, "size");
   } else {
     arguments.sizes = integers(given, "size");
-    check_argument(!arguments.sizes.empty(), "size", "a length or a list of one length for each rank", "none");
+    check_argument(!arguments.sizes.empty(), "size", "a length or a list of one length for each rank", "an empty list");
   }
 }
 

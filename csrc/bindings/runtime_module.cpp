@@ -150,10 +150,10 @@ void define_settings(py::module_& m) {
       },
       py::arg("enabled"),
       "Sets whether scaled products of 8-bit floats accumulate fast, like ``use_fast_accum=True`` of torch's "
-      "scaled_mm.\n\nThis applies to products that cuBLASLt computes on CUDA. Sums then keep the precision of the "
-      "tensor cores, about 14 bits, instead of being added to float32 accumulators at intervals, which is faster on "
-      "Hopper. The setting is per process and initially False, as in torch; if ranks differ, so may the bits of their "
-      "results. Returns the previous setting. Raises ValueError for anything but a bool.");
+      "scaled_mm.\n\nThis applies to products that cuBLASLt computes on CUDA. With True, sums keep the precision of "
+      "the tensor cores, about 14 bits, which is faster on Hopper. With False, they are added to float32 accumulators "
+      "at intervals. The setting is per process and initially False, as in torch; if ranks differ, so may the bits of "
+      "their results. Returns the previous setting. Raises ValueError for anything but a bool.");
   m.def("invalidate_sized_plans", &invalidate_sized_plans,
         "Must be called after `tables.current` changes. Operators with sizes then plan again.");
   m.def("compare_ranks", &compare_ranks, py::arg("on"),

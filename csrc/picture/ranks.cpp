@@ -239,7 +239,7 @@ class RankPicture {
     svg_.path(d, concat("fill=\"", colour, "\" ", attributes), title);
   }
 
-  // Returns the range that encloses a part. It is drawn instead of too many pieces.
+  // Returns the range that encloses a part. It is drawn if the part has too many pieces.
   Region range_of(const Region& part) const {
     Region range;
     for (const IntervalList& list : part) range.push_back({span_of(list)});
@@ -275,7 +275,7 @@ class RankPicture {
 
   // ---- messages
 
-  // Returns the width of an arrow. It grows with the bytes, but leaves space between arrows if many end at one box.
+  // Returns the width of an arrow. It grows with the bytes, but leaves space between arrows at the same box.
   double arrow_width(int64_t bytes, size_t neighbours) const {
     const double share = static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(widest_bytes_, 1));
     return std::min(1.1 + 2.4 * share, 0.45 * box_.h / static_cast<double>(neighbours));
@@ -286,7 +286,7 @@ class RankPicture {
     return row(row_number) + box_.h * (static_cast<double>(index) + 0.5) / static_cast<double>(count);
   }
 
-  // Arrows are ordered by their other ends, so that the arrows of one rank do not cross.
+  // Draws the arrows of a step. Its messages are sorted, so the arrows at one side of a box do not cross.
   void draw_arrows(size_t index) {
     const std::vector<DrawnMessage>& messages = messages_[index];
     std::vector<size_t> leaving(num_rows_, 0);

@@ -48,10 +48,10 @@ struct Output {
   std::vector<int64_t> shape;
 };
 
-// Two points of a program for one destination, as instruction indices. The instructions before index ...
+// Two indices of instructions, for one destination.
 struct DestinationEnd {
-  int complete = 0;  // ... include all that write the destination
-  int departed = 0;  // ... also include all transfers that send other ranks their parts of it
+  int complete = 0;  // one past the last instruction that writes the destination
+  int departed = 0;  // one past the last Wait for a send to another rank's part of it; at least `complete`
 };
 
 struct Program {

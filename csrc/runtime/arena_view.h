@@ -16,10 +16,10 @@ namespace shardwright {
 // storage, and fits into the arena at that offset; `arena` must be flat, of bytes and on the same device.
 void view_arena(const at::Tensor& tensor, const at::Tensor& arena, int64_t offset_bytes);
 
-// Returns an arena view as a tensor with the same elements on the arena's storage, and any other tensor unchanged. The
-// result keeps the arena alive. Transfers take the result, because process groups record streams, and an allocator has
-// only the arena's first address: recording a stream for an address inside does nothing with PyTorch's own allocator,
-// and raises with cudaMallocAsync.
+// If `tensor` is an arena view, returns a tensor of the same elements whose storage is the whole arena; otherwise
+// returns `tensor`. The result keeps the arena alive. Transfers use the result, because process groups record streams
+// by the address of the storage, and allocators know only the arena's first address. With any other address, recording
+// does nothing in PyTorch's own allocator and raises in cudaMallocAsync.
 at::Tensor on_arena(const at::Tensor& tensor);
 
 // Keeps a tensor's memory (for an arena view: the arena's) from being reused before `stream` has done the work that it

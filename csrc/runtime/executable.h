@@ -106,7 +106,8 @@ class CompiledProgram {
   // already holds the input at that offset.
   std::optional<int64_t> place_of_input() const { return place_of_input_; }
 
-  // Throws c10::ValueError for the first input or destination whose shape, dtype or device differs from the program's.
+  // Throws c10::ValueError for the first input or destination with a wrong shape, dtype or device. Tensors of the
+  // program's own dtype may have another dtype of its size, if all have the same.
   void check_tensors(c10::ArrayRef<at::Tensor> tensors) const;
   // Returns the options for buffers of the program's own dtype, in a run with these tensors.
   at::TensorOptions options_like(c10::ArrayRef<at::Tensor> tensors) const;

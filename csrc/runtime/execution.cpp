@@ -115,8 +115,8 @@ void Execution::copy_input(const at::Tensor& input) {
 void Execution::start_until(int instruction) {
   const BelowAutograd guard;
   const c10::OptionalDeviceGuard on_device(is_on_cpu_ ? std::nullopt : std::optional(device_));
-  // Recorded here and not in the constructor, because only now this stream waits for transfers of earlier programs
-  // (lanes.h).
+  // Not recorded in the constructor: there the home stream does not wait yet for transfers of earlier programs
+  // (issue_order.h).
   if (uses_side_stream_ && !begin_) begin_.emplace(*home_);
   StepRecord record;
   // The lock is held to the end of a step, because passing it to another thread takes longer than a small copy.

@@ -30,7 +30,7 @@ void Execution::check_flags() const {
   const auto ranks = static_cast<int64_t>(program_.groups[fetch.group].ranks.size());
   std::optional<std::string> why = group->why_no_offers(device_, program_.size_bytes(fetch.dst.buffer) / ranks);
   if (!why) why = why_no_flag_products(device_);
-  if (!why && is_capturing(device_)) why = "a graph is being captured, where setting a flag may need a multiprocessor";
+  if (!why && is_capturing(device_)) why = "a graph is being captured, where setting a flag may launch a kernel";
   check_user(!why, "method must be one of 'serial', 'ring', 'collective' here, got 'flags': ", why.value_or(""));
 }
 

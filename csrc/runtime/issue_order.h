@@ -1,6 +1,6 @@
 // The order in which programs start their communications, the same on every rank.
 //
-// On CPU each group of ranks has a IssueOrder: programs that share a group start their communications there in the
+// On CPU each group of ranks has an IssueOrder: programs that share a group start their communications there in the
 // order in which the programs were started. Programs that share no group do not wait for each other, so a host that
 // waits inside one program does not keep another thread from starting a program on other groups.
 //
@@ -41,7 +41,7 @@ class IssueOrder {
   // communications of `run`, on the current stream or on side streams.
   void issue(const std::shared_ptr<Execution>& run, const std::function<void()>& advance);
 
-  // Like `issue`, for the Lanes of all these groups.
+  // Like `issue`, for the IssueOrders of all these groups.
   static void issue_on(c10::ArrayRef<RankGroupPtr> groups, const std::shared_ptr<Execution>& run,
                        const std::function<void()>& advance);
 

@@ -30,10 +30,10 @@ bool register_device_copy(at::DeviceType device, DeviceCopy copy);
 // dst is not one of the parts. float16 and bfloat16 are accumulated and divided in float32 and rounded once. Only
 // floating and complex dtypes are divided. Throws c10::TypeError on dtypes without the op.
 //
-// On CPU, and on devices with their own reduction, every part is read once and the result is written once. So does ATen
-// for two parts, and for 16-bit sums of parts that are the rows of one tensor; other parts it adds to the result one
-// after the other. It needs a float32 tensor of the result's size to divide 16-bit sums. To sum more than two 16-bit
-// parts that are not rows of one tensor, it also needs a copy of the parts.
+// On CPU, and on devices with their own reduction, every part is read once and the result is written once. The same
+// holds for ATen with two parts, and with 16-bit sums of parts that are the rows of one tensor; it adds other parts to
+// the result one by one. To divide 16-bit sums, ATen needs a float32 tensor of the result's size. To sum more than two
+// 16-bit parts that are not rows of one tensor, it also needs a copy of the parts.
 void reduce_parts(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);
 // Like reduce_parts, but always with ATen.
 void reduce_parts_with_aten(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst);

@@ -65,10 +65,10 @@ class Transport {
   virtual std::vector<WorkPtr> send_receive(std::vector<Message>& sends, std::vector<Message>& receives) = 0;
 
   // An all-gather in two halves (Offer and Fetch in program/instructions.h), which few transports support.
-  // why_no_offers returns why this one does not, for parts of so many bytes, or nothing if it does; only then may the
-  // others be called. Nothing else is started between the halves. `fetch` copies the other ranks' parts and sets each
-  // chunk's flag after its data. It needs no multiprocessor to do so, because a product that waits for the flags may
-  // hold all of them.
+  // why_no_offers returns why this transport does not support parts of this many bytes. `offer` and `fetch` may be
+  // called only if it returns nothing. Nothing else is started between the halves. `fetch` copies the other ranks'
+  // parts and sets each chunk's flag after its data. It needs no multiprocessor to do so, because a product that waits
+  // for the flags may hold all of them.
   virtual std::optional<std::string> why_no_offers(c10::Device, int64_t) const {
     return "its group has no arenas; make them with shardwright.prepare(peer_arena_bytes=...)";
   }

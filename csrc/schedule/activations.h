@@ -1,4 +1,4 @@
-// Plans the gathers of activations of which ranks keep parts from a forward to its backward (`sw.fsdp.checkpoint_cut`).
+// Plans the gathers of activations that are kept sharded from forward to backward (`sw.fsdp.checkpoint_cut`).
 //
 // A backward needs its activations one after the other. The turn of an activation begins when it is first needed and
 // ends when the next activation is first needed. An activation is gathered when its turn begins, or at the beginning of
@@ -13,11 +13,11 @@
 
 namespace shardwright {
 
-// Returns the start of each activation's gather, `ahead` turns before its own.
+// Returns the start of each activation's gather: `ahead` turns before the activation's turn.
 std::vector<ActivationGather> plan_activations(const std::vector<Use>& uses, const std::vector<Activation>& activations,
                                                int64_t ahead);
 
-// Returns by use the most bytes that gathered activations take at a time.
+// Returns the peak bytes of gathered activations, by use.
 std::vector<int64_t> activation_bytes(size_t num_uses, const std::vector<Activation>& activations,
                                       const std::vector<ActivationGather>& gathers);
 

@@ -236,7 +236,7 @@ def _lengths_by_rank(lengths: list[int]) -> None:
         (lengths[:-1], "size must have one length for each of 4 ranks, got 3"),
         ([*lengths[:-1], -1], "size must have lengths of at least 0, got -1"),
         ([n + 1 for n in lengths], rf"part of rank {rank} \({lengths[rank]}\), got {lengths[rank] + 1}"),
-        ([], "size must be .*, got none"),
+        ([], "size must be .*, got an empty list"),
     ):
         with pytest.raises(ValueError, match=message):
             sw.all_gather_matmul(x[own], _part(weight, "S(1)"), size=wrong, columns=8)

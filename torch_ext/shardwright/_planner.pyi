@@ -358,8 +358,9 @@ class Plan:
 
     @property
     def certificate(self) -> dict[str, tuple[int, int]]:
-        """{name: (value, lower bound for any plan)} of ``wire_bytes_max`` and ``wire_bytes_sum`` received,
-        ``send_bytes_max``, ``messages_max``, ``steps`` that communicate, ``peak_bytes``, ``predicted_ps``."""
+        """{name: (value, lower bound for any plan)}. The names are ``wire_bytes_max`` and ``wire_bytes_sum``
+        (received), ``send_bytes_max``, ``messages_max``, ``steps`` (those that communicate), ``peak_bytes``,
+        ``predicted_ps``."""
 
     @property
     def remarks(self) -> list[str]:
@@ -367,12 +368,11 @@ class Plan:
 
     @property
     def replicas_are_bitwise_equal(self) -> bool:
-        """True if ranks that end with the same part hold the same bits of what was reduced, whichever library does the
-        reduction."""
+        """True if replicas are bitwise equal after reductions, whichever library reduces."""
 
     @property
     def segments(self) -> int:
-        """Number of segments of the tensor, each one step behind the one before it; 1 on one mesh."""
+        """Number of segments in which the tensor passes through the steps as a pipeline; 1 on one mesh."""
 
     @property
     def steps(self) -> list[Step]: ...
@@ -983,7 +983,7 @@ class Attention:
         """Returns the forward or the backward in the text form that operators take."""
 
     def choose(self, topology: Topology | None, model: GemmModel, with_backward: bool) -> str:
-        """Returns the method predicted to be fastest. A topology of None is the lowering's default one."""
+        """Returns the method predicted to be fastest. A topology of None is the backend's default."""
 
     def forecasts(
         self, topology: Topology | None, model: GemmModel, with_backward: bool = True

@@ -335,10 +335,10 @@ def set_sm_carveout(sms: int) -> None:
 def set_fast_accumulation(enabled: bool) -> bool:
     """Sets whether scaled products of 8-bit floats accumulate fast, like ``use_fast_accum=True`` of torch's scaled_mm.
 
-    This applies to products that cuBLASLt computes on CUDA. Sums then keep the precision of the tensor cores, about 14
-    bits, instead of being added to float32 accumulators at intervals, which is faster on Hopper. The setting is per
-    process and initially False, as in torch; if ranks differ, so may the bits of their results. Returns the previous
-    setting. Raises ValueError for anything but a bool.
+    This applies to products that cuBLASLt computes on CUDA. With True, sums keep the precision of the tensor cores,
+    about 14 bits, which is faster on Hopper. With False, they are added to float32 accumulators at intervals. The
+    setting is per process and initially False, as in torch; if ranks differ, so may the bits of their results. Returns
+    the previous setting. Raises ValueError for anything but a bool.
     """
 
 def invalidate_sized_plans() -> None:

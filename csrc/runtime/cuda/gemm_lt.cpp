@@ -1,5 +1,5 @@
-// Products by cuBLASLt that ATen does less well: 16-bit operands into float32, and batches, in place with one launch
-// each; products on some of the multiprocessors; products of 8-bit floats.
+// Products that cuBLASLt does better than ATen: 16-bit operands into float32, and batches, each in place with one
+// launch; products that leave multiprocessors to transfers; products of 8-bit floats.
 //
 // An algorithm is requested once per kind of product and then cached. The host never waits.
 #include <ATen/Context.h>
@@ -84,8 +84,8 @@ bool is_ours(at::ScalarType operands, at::ScalarType dst) {
   return (is_16_bit && (dst == operands || dst == at::kFloat)) || (is_wide && dst == operands);
 }
 
-// Returns the bias as the epilogue adds it to the columns of d: one value per row of d, dense, in d's dtype. Returns an
-// undefined tensor if the bias differs between columns. Usually a view of the buffer.
+// Returns the bias vector for cuBLASLt's epilogue: one value per row of d, contiguous, in d's dtype. It is a view of
+// the buffer where possible. Returns an undefined tensor if the bias differs between columns.
 at::Tensor bias_of_rows(const Gemm& gemm, const at::Tensor& buffer, bool swaps, at::ScalarType dtype) {
   const View given{*gemm.bias, gemm.m, gemm.n};
   const View bias = swaps ? given.transposed() : given;

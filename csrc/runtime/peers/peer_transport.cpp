@@ -95,7 +95,7 @@ void use_peer_copies(RankGroup& group, c10::Device device, const PeerSettings& s
   check_user(static_cast<bool>(lease), "mesh must have existing process groups, got one that was destroyed");
   if (const auto* before = dynamic_cast<const PeerTransport*>(lease.operator->())) {
     check_user(before->settings() == settings && before->device() == device,
-               "peer_arena_bytes and the other settings must be equal in all calls for a group: the group of ",
+               "peer_arena_bytes, peer_min_bytes and the timeout must be equal in all calls for a group: the group of ",
                group.size(), " ranks has an arena of ", before->settings().arena_bytes, " bytes on ",
                before->device().str(), ", got ", settings.arena_bytes, " bytes on ", device.str());
     return;

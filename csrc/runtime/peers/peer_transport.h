@@ -15,8 +15,8 @@
 //   full(slot)  the owner, when it has filled the slot   the reader, before it reads
 //   free(slot)  the reader, when it has read the slot    the owner, before it fills the slot again
 //
-// Between transfers all slots are free and none is full. So signals are no counters, every transfer begins with slot 0,
-// and a captured graph may be replayed any number of times.
+// Between transfers all slots are free and none is full. So signals need no counters, every transfer begins with slot
+// 0, and a captured graph may be replayed any number of times.
 //
 // There is no deadlock. A rank runs the transfers of one group on one stream, in the order in which they were started,
 // which is the same on all ranks. In each transfer a rank fills slots for round 0; then in each round j it first fills
@@ -56,7 +56,7 @@ struct PeerSettings {
   bool operator==(const PeerSettings&) const = default;
 };
 
-// Gives the group an arena on the device, for its later transfers there. Collective among its ranks, which must pass
+// Gives the group an arena on the device, for later transfers on it. Collective among its ranks, which must pass
 // the same settings; blocks the host. Does nothing for a group of one rank, or if the group has such an arena. Throws
 // UserError if the device has no memory that peers can read, if the arena is too small for the number of ranks, if the
 // group has an arena with other settings, or while a graph is captured.
@@ -73,8 +73,8 @@ class PeerTransport final : public Transport {
   PeerTransport(Transport* other, at::Tensor arena, c10::intrusive_ptr<SymmetricMemory> memory, PeerSettings settings);
 
   // All ranks must call this once, before any transfer. Frees all slots, and blocks the host until every peer has
-  // signaled. So unreachable peers are found here, and CUDA loads the waiting kernels now, not while the host must go
-  // on.
+  // signaled. So unreachable peers are found here. CUDA also loads the waiting kernels here; a later load could block
+  // the host.
   void begin();
 
   const PeerSettings& settings() const { return settings_; }
