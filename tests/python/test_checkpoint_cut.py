@@ -152,7 +152,7 @@ def _gather_order() -> None:
     """The first backward gathers on demand and records the order. Later ones gather one activation ahead."""
     log: list[tuple[str, int]] = []
 
-    class Logged(activations._Kept):
+    class Logged(activations._ShardedActivation):
         def start_gather(self) -> None:
             if self._gathered is None:
                 log.append(("start", self.number))
@@ -163,8 +163,8 @@ def _gather_order() -> None:
             return super().unpack(sequence)
 
     mesh = get_mesh((2,))
-    plain = activations._Kept
-    activations._Kept = Logged  # type: ignore[misc]
+    plain = activations._ShardedActivation
+    activations._ShardedActivation = Logged  # type: ignore[misc]
 
     def step() -> list[str]:
         log.clear()
@@ -193,7 +193,7 @@ def _gather_order() -> None:
         ys[a].sum().backward()
         assert torch.equal(xs[a].grad, xs[a].detach().cos()), "later ones still come when needed"
     finally:
-        activations._Kept = plain  # type: ignore[misc]
+        activations._ShardedActivation = plain  # type: ignore[misc]
     # Two forwards before their backwards, and forwards without a backward.
     model, uncut = Model(mesh), Model()
     for _ in range(3):

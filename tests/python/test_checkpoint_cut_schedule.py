@@ -96,7 +96,7 @@ def _gather_starts() -> None:
     """Gathers start as scheduled: one use ahead, or at their own use if the memory limit is low."""
     log: list[str] = []
 
-    class Logged(activations._Kept):
+    class Logged(activations._ShardedActivation):
         def start_gather(self) -> None:
             if self._gathered is None:
                 log.append(f"start {self._number}")
@@ -108,7 +108,7 @@ def _gather_starts() -> None:
             return super().unpack(sequence)
 
     mesh = get_mesh((1, 2))
-    plain, activations._Kept = activations._Kept, Logged  # type: ignore[misc]
+    plain, activations._ShardedActivation = activations._ShardedActivation, Logged  # type: ignore[misc]
     try:
         limits = {}
         for limit in (None, "small"):
@@ -131,7 +131,7 @@ def _gather_starts() -> None:
             else:
                 assert log == ["need 2", "start 2", "need 1", "start 1", "need 0", "start 0"]
     finally:
-        activations._Kept = plain  # type: ignore[misc]
+        activations._ShardedActivation = plain  # type: ignore[misc]
 
 
 def _least_limit(mesh: Any) -> int:

@@ -75,7 +75,7 @@ def poisoned() -> Iterator[None]:
     def poison_and_release(unit: Unit) -> None:
         unit.finish_gather()
         for weight in unit.weights:
-            for message in weight.carried.arrived[0] if weight.carried.arrived is not None else ():
+            for message in weight.gather.arrived[0] if weight.gather.arrived is not None else ():
                 message.fill_(torch.nan if message.is_floating_point() else 0x7F)  # NaN of float8_e4m3fn
             with contextlib.suppress(RuntimeError):  # the weight has no memory
                 weight.memory.data.fill_(torch.nan)
@@ -138,7 +138,7 @@ def _is_done(works: list[Any]) -> bool:
 
 
 def _works_of(unit: Unit) -> list[Any]:
-    arriving = [weight.carried._arriving for weight in unit.weights]
+    arriving = [weight.gather._arriving for weight in unit.weights]
     return [work for each in arriving if each is not None for work in each.works]
 
 

@@ -392,7 +392,7 @@ def logged_moves() -> Iterator[list[str]]:
     start = Moves.__call__
 
     def log(each: Moves, src: sw.Layout, dst: sw.Layout, *tensors: torch.Tensor) -> Any:
-        is_refresh = src == each.layouts.store and dst == each.layouts.rest
+        is_refresh = src == each.layouts.store and dst == each.layouts.shards
         moves.append("refresh" if is_refresh else "gather" if dst == each.layouts.use else "reduce")
         return start(each, src, dst, *tensors)
 

@@ -166,12 +166,11 @@ def count_misfit(description: str) -> None:
 
 
 def cause_of(error: Exception) -> str:
-    """Returns an error's text without values, so that all errors of one cause have the same text.
+    """Returns an error's text without values and remedy, so that all errors of one cause have the same text.
 
-    The text ends before ", got " and before a semicolon: "chunks must be in [1, 4], got 7 on mesh 'a'" becomes "chunks
-    must be in ...".
+    "chunks must be in [1, 4], got 7 on mesh 'a'; pass fewer" becomes "chunks must be in ..., got ... on mesh ...".
     """
-    text = " ".join(str(error).split()).partition(", got ")[0]
+    text = " ".join(str(error).split())
     while (shorter := _INNERMOST_BRACKETS.sub("...", text)) != text:
         text = shorter
     return _VALUES.sub("...", text.partition(";")[0]).strip()
