@@ -269,11 +269,11 @@ def test_invalid_placements_for_groups(pool: Pool) -> None:
     *_, said = pool.run(_placements_of_tensors, WORLD)
     expected = [
         "placement must be a list for each of the group's 3 ranks, got 2 lists",
-        "placement must be a Layout of the experts' axis, or a list of expert ids for each rank of the group, got 6",
+        "placement must be a Layout with experts in dim 0, or a list of expert ids for each rank of the group, got 6",
         "placement must be an integer, got 'a'",
         "cuts dim 1, so rank 0 holds parts of experts",
         "placement must be a layout without pending sums, got Layout(",
-        "placement must be a layout whose first dim is the experts', got",
+        "placement must be a layout with experts in dim 0, got",
         "placement must be on ranks with rank 2, which calls, got [0, 1]",
         "group must be a ProcessGroup or a DeviceMesh, got a str",
         "group must be a group with this rank, got one without rank 2",

@@ -348,8 +348,8 @@ def test_placements_beside_flattened_dims() -> None:
         "S(-1)",
     ):
         _refused("must be at least 2 next to a Ragged that flattens dims 0 to 1, got", [sizes, other])
-    _refused("dims of each Ragged must be the first 2 dims", [sizes, sw.placements.Ragged(dims=(0,), sizes=(2, 2))])
-    _refused("dims of each Ragged must be the first 3 dims", [sizes, "R"], (4, 6, 2), flattened=3)
+    _refused("each Ragged must be equal: the first 2 dims", [sizes, sw.placements.Ragged(dims=(0,), sizes=(2, 2))])
+    _refused("each Ragged must be equal: the first 3 dims", [sizes, "R"], (4, 6, 2), flattened=3)
 
 
 def test_shard_order_uses_dims_of_the_shape() -> None:

@@ -55,7 +55,7 @@ def attend(
     backward_groups: Sequence[str],
     rank: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the result, with the shape of q and the depth of v, and the log-sum-exp of its scores."""
+    """Returns the output, of q's shape but v's head dim, and the log-sum-exp of the scores."""
     out, lse = _run([q, k, v, *([] if mask is None else [mask])], forward, forward_groups, rank)
     return out, lse
 

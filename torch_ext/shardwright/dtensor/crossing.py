@@ -50,7 +50,7 @@ def redistribute(
     While code is traced, our operators are recorded. Without `make_groups`, process groups must exist, also for the
     backward.
 
-    Raises ValueError for a mesh of another device type, for a slice of a mesh whose ranks differ from rank to rank, and
+    Raises ValueError for a mesh of another device type, for a slice of a mesh that is not the same on all ranks, and
     for placements that are partial or not one per mesh dim. Raises RuntimeError if ranks differ in the layout of `x`,
     and in compiled code if some rank of `mesh` is not on the mesh of `x`.
     """
@@ -75,9 +75,9 @@ def redistribute(
 
 
 def _check_meshes(here: DeviceMesh, there: DeviceMesh) -> None:
-    """Raises ValueError, without communication, if one of the meshes has other ranks on other participating ranks.
+    """Raises ValueError, without communication, if one of the meshes differs between the participating ranks.
 
-    A proper slice of a mesh, such as ``mesh["tp"]``, has, unless all participating ranks are on it.
+    A proper slice of a mesh, such as ``mesh["tp"]``, differs unless it contains all participating ranks.
     """
     for argument, mesh, other in (("mesh (device_mesh)", there, here), ("the mesh of x", here, there)):
         root = mesh._get_root_mesh()

@@ -121,7 +121,7 @@ def dispatch(
         x: ``[tokens, hidden]``, this rank's tokens; any dtype.
         expert_ids: ``[tokens, top-k]``, integers; -1 is no expert.
         scores: ``[tokens, top-k]``, weights by which `combine` multiplies the experts' rows; None means 1.
-        placement: the experts of each rank: a `Layout` that cuts only its first dim, which is the experts' dim, or a
+        placement: the experts of each rank: a `Layout` with experts in dim 0 that cuts only this dim, or a
             list of expert ids for each rank of the group. Ranks may hold any number of experts. An expert may be on
             several ranks; a token then prefers a rank to which it is sent anyway.
         capacity: the maximum number of tokens of an expert, on each rank that holds it, in the order of ranks, then
@@ -168,7 +168,7 @@ def dispatch(
 
 
 def _refuse(ranks: ExpertGroup, error: ValueError, rows_per_rank: Any) -> NoReturn:
-    """Raises the error, after sending it to the other ranks if they compare."""
+    """Reports the error to ranks that compare arguments, then raises it."""
     if checking.is_on():
         _compare("dispatch", ranks, {}, error)
     if rows_per_rank is None:

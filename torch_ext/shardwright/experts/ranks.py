@@ -17,7 +17,7 @@ from ..runtime.agreement import GroupWords
 
 Group = Any  # a ProcessGroup, a DeviceMesh, or None for the default group
 _MOST_EXPERTS = 1 << 20
-_ALLOWED = "a Layout of the experts' axis, or a list of expert ids for each rank of the group"
+_ALLOWED = "a Layout with experts in dim 0, or a list of expert ids for each rank of the group"
 
 
 # Tables that a captured graph reads at every replay, even after the placement is gone. They are never freed.
@@ -231,7 +231,7 @@ def _of_lists(placement: Any, size: int) -> tuple[list[list[int]], int]:
 def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[list[int]], int]:
     """Returns global ranks, the experts of each, and how many experts there are."""
     if not layout.shape:
-        raise argument_error("placement", "a layout whose first dim is the experts'", f"{layout} without dims")
+        raise argument_error("placement", "a layout with experts in dim 0", f"{layout} without dims")
     if layout.shape[0] > _MOST_EXPERTS:
         raise argument_error("placement", f"of at most {_MOST_EXPERTS} experts", f"{layout.shape[0]} in {layout}")
     experts = []

@@ -147,7 +147,7 @@ def fully_shard(
 
 
 def _register(module: nn.Module, state: _State) -> None:
-    """Registers a module as torch registers FSDP2's: `replicate` skips it, and `fully_shard.state` finds its state."""
+    """Adds FSDP2's registry entries to a module: `replicate` then skips it, and `fully_shard.state` returns `state`."""
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(stock_fully_shard)] = state
 
@@ -371,7 +371,7 @@ def _runner_of(state: weakref.ref[_State], unit: weakref.ref[Unit]) -> Runner:
     its = unit()
     runner: Runner | None = None if its is None or its.runner is None else its.runner()
     if runner is None:
-        raise RuntimeError("a backward needs a model under sw.fully_shard that was freed; keep it until backwards end")
+        raise RuntimeError("a model of sw.fully_shard was freed before its backward; keep it until its backwards end")
     return runner
 
 

@@ -163,7 +163,7 @@ class Placing(NamedTuple):
         return shard, data
 
     def _data_of(self, name: str, info: Any) -> DataMesh:
-        """Returns the mesh of torch's FSDPMeshInfo."""
+        """Returns the mesh of an FSDPMeshInfo that `shard_placement_fn` chose. Raises ValueError if it is invalid."""
         if self.data.same:
             raise ValueError(
                 "shard_placement_fn must not return a mesh if same_data_dims names dims of `mesh`, got one for "
@@ -230,7 +230,7 @@ def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type:
         data = _named_dims(mesh, dp_mesh_dims)
     else:
         if mesh.ndim > 2 and not has_placements:
-            raise ValueError(f"mesh must have 1 or 2 dims without Options.placements, got {mesh.ndim}")
+            raise ValueError(f"mesh must have 1 or 2 dims if Options.placements is None, got {mesh.ndim}")
         data = DataMesh(mesh, (None,) * mesh.ndim, mesh.ndim - 1)
     if same_data_dims is None:
         return data

@@ -61,7 +61,7 @@ class Product:
     """A matmul of which one operand or the result is transferred in chunks.
 
     Its program depends on the number of rows of the input, but its transfers do not. So ranks may have different
-    numbers of rows.
+    numbers of rows. `make(rows, has_bias)` returns the matmul for a number of rows.
     """
 
     def __init__(self, mesh: DeviceMesh, device_type: str, make: Callable[[int, bool], _planner.Matmul]) -> None:

@@ -57,10 +57,11 @@ class Float8Product:
             module.__dict__.update({_WEIGHT: weight, OWN_PRODUCT: _LinearInFloat8.forward})
 
     def end(self, weight: Weight) -> None:
+        """Undoes `begin`: gives the modules their own classes back."""
         for module, _ in weight.places:
             module.__dict__.pop(OWN_PRODUCT, None)
             if module.__dict__.pop(_WEIGHT, None) is not None:
-                module.__class__ = type(module).__mro__[2]
+                module.__class__ = type(module).__mro__[2]  # after the subclass and _LinearInFloat8
 
     def multiply(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Returns x @ weight.T. Quantizes `x`, of any dtype, like the weight: with one scale, or one for each row."""
@@ -117,13 +118,18 @@ def in_tiles(scales: torch.Tensor) -> torch.Tensor:
 
 
 class BlockProduct(Float8Product):
-    """A matmul by a weight with block scales. Decodes the weight if `torch._scaled_mm` takes no block scales."""
+    """A matmul by a weight with block scales. Decodes the weight if `torch._scaled_mm` takes no block scales.
+
+    The weight has shape [number, columns], and one scale for each `block` elements of a row.
+    """
 
     def __init__(self, number: int, columns: int, block: int) -> None:
         super().__init__(columns, False)
         self._tiles = -(-number // _TILE), -(-columns // (SCALES_TOGETHER * block))
         scales_in_row = SCALES_TOGETHER * self._tiles[1]
+        # Codes are read in multiples of 16 rows, scales in tiles of 128 rows.
         self.padding_bytes = max(ROW_MULTIPLE * block, _TILE) * scales_in_row
+        # Buffer for the scales in the order that cuBLAS reads.
         self.place_bytes = _TILE * self._tiles[0] * scales_in_row
 
     def land(self, weight: Weight) -> None:

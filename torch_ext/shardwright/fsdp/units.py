@@ -205,7 +205,7 @@ class Unit:
         self.finish_copies()
 
     def finish_copies(self) -> None:
-        """Makes the host wait until gradients are in host memory, and until parameters there may be written."""
+        """Blocks the host until gradients are in host memory and parameters in host memory may be written."""
         if self.host is not None:
             for weight in self.weights:
                 weight.finish_gradients()

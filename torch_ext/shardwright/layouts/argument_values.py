@@ -96,7 +96,7 @@ def placement_texts_of(
     with_dims = {d: len(p.dims) for d, p in ragged.items() if p.dims is not None}
     flattened = max([flattened, *with_dims.values()])
     if odd := [d for d, count in with_dims.items() if count != flattened]:
-        raise argument_error("placements: dims of each Ragged", f"the first {flattened} dims", repr(ragged[odd[0]]))
+        raise argument_error("dims of each Ragged", f"equal: the first {flattened} dims", repr(ragged[odd[0]]))
     sized = {d: placements.Ragged(p.dim, p.sizes or p.units) for d, p in ragged.items()}  # units become sizes below
     texts = [placement_text(sized.get(d, p)) for d, p in enumerate(read)]
     in_rows = flattened > 1 and bool(with_dims)  # placements without `dims` count the dims of `shape`

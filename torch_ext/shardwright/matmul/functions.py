@@ -97,7 +97,7 @@ def all_gather_matmul(
     weight_scales: torch.Tensor | Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Gathers `x`, and multiplies it by one or several weights meanwhile. The gathered `x` need not exist at one time.
+    """Gathers `x`, and multiplies each received chunk by one or several weights. The full `x` need not exist.
 
     Plain tensors belong to a process group: `x` is cut in `gather_dim`, weights and results in their columns, as
     torch.chunk cuts them by rank. DTensors have their own placements: `x` is gathered along the mesh dims that cut `x`
@@ -108,7 +108,7 @@ def all_gather_matmul(
         weights: one of shape (k, n), or a list of them, which share the gather; transposed views are not copied. Plain:
             this rank's columns.
         biases: of shape (n,), one per weight, or None; cut like the columns.
-        gather_dim: for plain tensors: the dim of `x` that is cut; the last dim is the summed one.
+        gather_dim: for plain tensors: the dim of `x` that is cut; the last dim is the contracted one.
         size: for plain tensors on several ranks: the total length of `gather_dim`, which is cut as torch.chunk cuts,
             or the length on each rank. It is required, because a rank cannot see the lengths of others.
         columns: for plain tensors on several ranks: the total number of columns of each weight.
@@ -150,7 +150,7 @@ def matmul_reduce_scatter(
     weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Multiplies operands that are cut along the summed axis, and reduces and scatters the result meanwhile.
+    """Multiplies operands that are cut along the contracted dim, and reduce-scatters the result during the matmul.
 
     Args:
         x: shape (..., k). Plain: this rank's part, cut in the last dim.

@@ -27,7 +27,7 @@ _RULES = {
 
 
 def read_layouts(path: str) -> dict[str, Layout]:
-    """Reads layouts by name. Raises ValueError with the file and the invalid entry."""
+    """Returns the layouts of a JSON file by name. A ValueError names the file and the invalid entry."""
     table = _object(read_json(read_text(Path(path), path), path), path)
     meshes = {}
     for name, given in _object(table.get("meshes"), f"{path}: meshes").items():

@@ -336,7 +336,7 @@ def _read(key: str, rank: int) -> str:
         if time.monotonic() > end:
             raise RuntimeError(
                 f"group: rank {dist.get_rank()} waited {timeout.total_seconds():g} s for rank {rank} to redistribute "
-                "on their mesh. All ranks of a process group over several mesh dims must redistribute on that mesh"
+                "on the same mesh. All ranks along several mesh dims must call a redistribute over these dims"
             )
         time.sleep(_POLL_SECONDS)
     return bytes(store.get(key)).decode()

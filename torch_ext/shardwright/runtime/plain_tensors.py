@@ -31,8 +31,8 @@ def redistribute_local(
 
     Args:
         local: this rank's part in `src`: shape ``src.local_shape(rank)``, any strides. It is not changed. A rank
-            outside the mesh of `src` has an empty tensor on the device of the others' tensors, or None, which means
-            an empty one on the device of `device_mesh`, else on the device for which the group has a backend.
+            outside the mesh of `src` passes an empty tensor on the device type of the other ranks, or None. None means
+            an empty tensor on the device of `device_mesh`, or without it, on the device of the group's backend.
         src, dst: layouts on one mesh or on two. The meshes' ranks are global ranks, or ranks of `group` if one is
             given. All ranks of both meshes must call.
         out: the tensor to write the result to: contiguous, of the result's shape and dtype. Not allowed with gradients
@@ -43,7 +43,7 @@ def redistribute_local(
 
     Returns:
         A new tensor of shape ``dst.local_shape(rank)``, or `local` itself if the layouts are equal; `out` if given.
-        On a rank outside both meshes, `local` itself, and outside the mesh of `dst` alone an empty tensor of shape
+        On a rank outside both meshes, `local` itself, and outside only the mesh of `dst` an empty tensor of shape
         ``(0,)``, as in DTensor. The result is differentiable if the pending reductions are sums or averages: the
         gradient moves back from `dst` to `src`, with R in place of P, as in DTensor. With gradients, ranks outside the
         mesh of `src` pass an empty tensor that requires them too, and all ranks of both meshes call backward.

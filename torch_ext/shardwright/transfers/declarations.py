@@ -214,9 +214,9 @@ def _merged(
 def _over_slices(
     layouts: list[_planner.Layout], known: dict[tuple[_planner.Layout, ...], _planner.Layout]
 ) -> _planner.Layout | None:
-    """Joins equal layouts on slices of a larger mesh, which have equal sizes and no ranks in common.
+    """Joins layouts that differ only in their ranks, on slices of a larger mesh without common ranks.
 
-    Returns a layout that is replicated over the slices; None if the layouts or meshes differ otherwise.
+    Returns a layout that is replicated over the slices; None for other layouts. `known` caches results.
 
         float32[4] on dp=2 as [S(0)], ranks 0 and 2;  the same, ranks 1 and 3
         float32[4] on slice=2, dp=2 as [R, S(0)], ranks 0, 2, 1 and 3

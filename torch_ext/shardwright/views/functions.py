@@ -194,7 +194,7 @@ def _viewed(
 
 
 def _doing() -> Any:
-    """Returns the implementing module: `parts`, or `graphs` while code is compiled. Both import torch."""
+    """Returns `parts`; in compiled code `graphs`; in other code under a compiler `graphs.outside`. All import torch."""
     import torch
 
     if torch.compiler.is_dynamo_compiling():

@@ -65,7 +65,7 @@ def _integers(sizes: Sequence[int]) -> tuple[int, ...]:
 def _target(x: DTensor, layout: _planner.Layout, stride: Sequence[int]) -> DTensorSpec:
     spec = spec_of_layout(layout, x._spec, TensorMeta(torch.Size(layout.shape), tuple(stride), x.dtype))
     if spec is None:
-        raise ValueError(f"x must have a view that DTensor supports, got {layout}; pass the part and its layout")
+        raise ValueError(f"the view of x must be one that DTensor supports, got {layout}; pass x.to_local() and layout")
     return spec
 
 
