@@ -18,7 +18,7 @@ constexpr int64_t kMaxAllCoordinates = 64;
 constexpr size_t kMaxShapes = 24;
 constexpr int64_t kMaxPiecesCompared = 4096;
 
-// Returns the mesh dims of the digits that one rank may have fixed to different values before and after.
+// Returns the mesh dims of ties: digits that both layouts fix, by different coordinates.
 MeshDimSet dims_of_ties(const Matching& matching) {
   MeshDimSet dims;
   for (const Matching::Common& digit : matching.digits()) {

@@ -89,8 +89,8 @@ class RankClasses {
 
   // Separates ranks that hold or exchange different amounts in a move between these layouts, which are on the mesh.
   void add(const Layout& before, const Layout& after);
-  // Does the same for a step. With `by_order`, also separates the first, the last and the inner ranks of a group,
-  // because the order of members decides what must be packed.
+  // Separates ranks that hold or exchange different amounts in a step. With `by_order`, also separates the first, the
+  // last and the inner ranks of a group, because the order of members decides what must be packed.
   void add(const Step& step, bool by_order = false);
   void split_all(MeshDimSet mesh_dims);
 
@@ -99,6 +99,7 @@ class RankClasses {
   RankSample seen(int64_t at_most = kMaxRanksWalked) const;
 
  private:
+  // Separates ranks that hold or exchange different amounts of one tensor dim, which has n elements.
   void add_tensor_dim(int64_t n, std::span<const Cut> before, std::span<const Cut> after);
   // Splits by the shapes of parts (their lengths and gaps). Replaces the shapes of the parents by the shapes of the
   // parts.

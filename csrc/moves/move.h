@@ -9,11 +9,11 @@
 
 namespace shardwright {
 
-// Returns the step, or nothing if the layouts are equal or more than one move is needed. If `allowed` is not empty, the
-// step must span one of these sets of mesh dims.
+// Returns the step, or nullopt if the layouts are equal or need several moves. If `allowed` is not empty, a step that
+// communicates must span one of these sets of mesh dims.
 //
-//   no reduction        slice, if each rank holds what it needs; else exchange, along the mesh dims that cut `before`
-//                       and must be spanned
+//   no reduction        slice, if each rank holds what it needs; else exchange, along the mesh dims that data moves
+//                       along, or the smallest allowed set that includes them
 //   some reductions     all_reduce, if nothing else changes; reduce_scatter, if the reduced mesh dims become cuts and
 //                       nothing else changes
 std::optional<Step> move_between(const Layout& before, const Layout& after,

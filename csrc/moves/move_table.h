@@ -66,8 +66,8 @@ class MoveTable {
   // A quick test: false only if `move` would not return a slice.
   bool may_be_slice(const State& before, const State& after) const;
   StepCounts step_counts(const State& before, const State& after, const Move& move);
-  // Returns lower bounds of an exchange's costs, from one corner. Returns nullopt if the exact costs are as quick to
-  // compute.
+  // Returns lower bounds of an exchange's costs: the costs of the rank at the first coordinates. Returns nullopt if the
+  // exact costs are as quick to compute.
   std::optional<StepCounts> least_counts(const State& before, const State& after, const Move& move);
 
   // Lower bounds for every sequence of moves from one state to another, including pending reductions.

@@ -2,10 +2,10 @@
 // step before it. So a rank forwards what it has while it receives more, and links within nodes and between nodes are
 // in use at the same time.
 //
-// A segment consists of some indices of one tensor dim; every rank has those elements of its part. The *borders* of the
-// tensor dim are the indices where some part of some layout of the plan begins or ends. Between two borders, each
-// segment has one range. Example: 16 rows that are S(0) over 4 ranks before and over 2 after have borders at 0, 4, 8,
-// 12 and 16. In two segments, the first has rows 0, 1, 4, 5, 8, 9, 12 and 13.
+// A segment is a set of indices of one tensor dim; each rank has the elements of its part at these indices. The
+// *borders* of the tensor dim are the indices where some part of some layout of the plan begins or ends. Between two
+// borders, each segment has one range. Example: 16 rows that are S(0) over 4 ranks before and over 2 after have borders
+// at 0, 4, 8, 12 and 16. In two segments, the first has rows 0, 1, 4, 5, 8, 9, 12 and 13.
 //
 // Segments are *uniform* if all mesh dims, on both meshes and in every step, cut the tensor dim at multiples of a cell,
 // and the number of segments divides the cell (4 rows in the example). Then every segment is a tensor with the same

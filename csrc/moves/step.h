@@ -21,7 +21,7 @@ enum class StepOp : uint8_t {
   kReduceScatter,  // reduce, each rank keeps a part
   kAllReduce,      // reduce, each rank keeps all
   kCross,      // from one mesh to another, every rank sends each peer what that peer needs (exchange/grid_exchange.h)
-  kRearrange,  // the same for pieces and flattened dims, on one mesh or between two (exchange/indexed_exchange.h)
+  kRearrange,  // an exchange of pieces or flattened dims, on one mesh or between two (exchange/indexed_exchange.h)
 };
 
 const char* step_op_name(StepOp op);

@@ -22,8 +22,8 @@ bool first_hold_most(const Layout& layout) {
   });
 }
 
-// Returns true if parts are unequal and some cut's rule is neither strided nor chunks. Then inner ranks of a group may
-// send or receive more than its corners.
+// Returns true if parts are unequal and some cut is neither chunked nor strided. Then ranks between the first and the
+// last coordinates of a group may send or receive the most.
 bool is_uneven_by_rule(const Step& step) {
   if (step.before.has_equal_parts() && step.after.has_equal_parts()) return false;
   const auto has_rule = [](const Layout& layout) {

@@ -109,7 +109,8 @@ Step read_step(Reader& in, const Layout& held, const MeshPtr& reached) {
   const bool leads_away = op == StepOp::kRearrange ? in.boolean() : op == StepOp::kCross;
   const int64_t bits = in.integer();
   check_argument(is_crossing(op) ? bits == 0 : bits > 0 && bits < int64_t{1} << held.mesh().ndim(),
-                 "plan bytes: the mesh dims of a step", "dims of its mesh (none for a crossing)", "the bit set ", bits);
+                 "plan bytes: mesh dims of a step", "dims of its mesh (none for cross and rearrange)", "bit set ",
+                 bits);
   Layout before = read_placements(in, held.mesh_ptr(), held.tensor_shape(), held.dtype());
   Layout after = read_placements(in, leads_away ? reached : held.mesh_ptr(), held.tensor_shape(), held.dtype());
   const auto policy = in.enumerator(ReplicaPolicy::kNodeLocal);

@@ -227,7 +227,7 @@ std::vector<MeshPtr> meshes_of_relays(const Plan& plan) {
 
 namespace {
 
-// Between two meshes there may be meshes of relays, which must consist of ranks of the two.
+// A plan between two meshes may pass through meshes of relays. Relays must be ranks of the two meshes.
 void check_meshes(const Plan& plan) {
   const auto crossings = std::count_if(plan.steps.begin(), plan.steps.end(), leads_to_another_mesh);
   check_user(crossings == 0 || crosses(plan), "plan must stay on the mesh of its source and destination, got ",
@@ -264,9 +264,9 @@ void check_steps(const Plan& plan) {
   if (!(at->mesh() == plan.dst.mesh())) whole = joined(*at, plan.dst.mesh_ptr());
   check_user(at->mesh() == plan.dst.mesh() || whole, "plan must end on the mesh of its destination (", plan.dst.mesh(),
              "), got ", PlacementsOf{*at}, " on (", at->mesh(), ")");
-  check_user(may_go_in(plan, plan.segments), "plan: segments must divide the cells of the cuts (at most ", kMaxSegments,
-             ") or be at most ", kMaxNonUniformSegments, " on at most ", kMaxRanksInUnlikeSegments,
-             " ranks, and need two meshes and steps that communicate at most once, got ", plan.segments.count,
+  check_user(may_go_in(plan, plan.segments), "plan: segments must be a divisor of all range lengths in shards (up to ",
+             kMaxSegments, ") or at most ", kMaxNonUniformSegments, " on at most ", kMaxRanksInUnlikeSegments,
+             " ranks, between two meshes, with at most one collective per step, got ", plan.segments.count,
              " segments of tensor dim ", plan.segments.tensor_dim);
   check_user(partitions(whole.value_or(*at), plan.dst, {}), "plan must end with the placements ",
              PlacementsOf{plan.dst}, " of its destination, got ", PlacementsOf{*at});

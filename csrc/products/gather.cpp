@@ -190,7 +190,7 @@ class GatherCompiler {
 
   void finish_scales() { b_.put_back(std::exchange(awaited_scales_, {})); }
 
-  // Returns the scales of a part: the given ones for the rank's own part, which need no wait, else the gathered ones.
+  // Returns the scales of a part: the input scales for the rank's own part, which need no wait, else gathered scales.
   std::optional<TensorView> scales_of(const Selection::Part& part, const Contraction& axes, bool are_own) const {
     if (!matmul_.scaling) return std::nullopt;
     if (!matmul_.scaling->by_row) return scales_view(axes, axes.lhs, scales_, {});

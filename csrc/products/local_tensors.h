@@ -14,13 +14,14 @@ struct LocalTensor {
   DType dtype;
 };
 
-// The tensors in the order of matmul.h.
+// Inputs and outputs in the order that matmul.h documents.
 struct LocalTensors {
   std::vector<LocalTensor> inputs;
   std::vector<LocalTensor> outputs;
 };
 
-// Returns the tensors of a rank, for any schedule. Throws UserError if the rank is not on the mesh.
+// Returns a rank's inputs and outputs. They do not depend on the schedule. Throws UserError if the rank is not on the
+// mesh.
 LocalTensors local_tensors(const Matmul& matmul, Rank rank);
 LocalTensors local_tensors(const GatherMatmul& matmul, Rank rank);
 LocalTensors local_tensors(const MatmulScatter& matmul, Rank rank);

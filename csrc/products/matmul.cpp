@@ -98,7 +98,7 @@ void check_kind(const GatherMatmul& matmul) {
     check_argument(!product.has_bias || !product.axes.out.empty(), "bias", "absent for a result without dims", "one");
   }
   check_user(matmul.plan.dst.partial_dims().empty(),
-             "operand must be multiplied in a layout of S and R, without pending reductions, got ", matmul.plan.dst);
+             "operand must be gathered to a layout without pending reductions, got ", matmul.plan.dst);
   if (matmul.scaling) check_scales(matmul);
 }
 

@@ -66,7 +66,7 @@ struct Schedule {
 };
 
 // The value of an operand's element is the element times its scale, in float32. A tensor has one scale, or one scale
-// for each row, that is, for each place along the axes that are not summed over.
+// for each row, that is, for each index along the axes that are not summed over.
 struct Scaling {
   bool by_row = false;
   DType result;  // the dtype of the products
@@ -75,7 +75,7 @@ struct Scaling {
   std::optional<Plan> plan = std::nullopt;
 };
 
-// Inputs of its program: the operand that moves, then each product's other operand, then each bias, then the scales of
+// Inputs of the program: the operand that moves, then each product's other operand, then each bias, then the scales of
 // the operands in the same order. Outputs: each product's result, then the gathered operand if it is kept.
 struct GatherMatmul {
   struct Product {
@@ -89,8 +89,8 @@ struct GatherMatmul {
   std::optional<Scaling> scaling = std::nullopt;
 };
 
-// Inputs of its program: both operands of each term, then the addend, if there is one, which is added to their sum on
-// this rank and has the layout of the plan's source, then the operands' scales. Output: the moved result.
+// Inputs of the program: both operands of each term, then the addend, if there is one, then the operands' scales.
+// Each rank adds the addend to its sum of terms; its layout is the source of the plan. Output: the moved result.
 struct MatmulScatter {
   struct Term {
     Contraction axes;

@@ -232,8 +232,8 @@ class ProblemMaker {
     return bias->layout;
   }
 
-  // Returns the requested placements. The default is the placements in which the product leaves the result, or for a
-  // sum those that `dim` determines.
+  // Returns the requested placements. By default, the result stays where the product computes it; a sum reduces partial
+  // placements to Shard(dim), or to Replicate() without `dim`.
   std::vector<Placement> placements_of_result(const std::string& letters, const Layout& weight) const {
     if (given_.placements) return *given_.placements;
     std::vector<Placement> placements = placements_in_place(letters, *given_.x.layout, weight);
@@ -244,7 +244,7 @@ class ProblemMaker {
     return placements;
   }
 
-  // Returns the layout, without the summed dim of size 1, of a scale by row that is a DTensor in any placements.
+  // Returns the layout of a scale by row, without its summed dim of size 1, or nullopt for plain tensors and vectors.
   std::optional<Layout> layout_of_rows(size_t i) const {
     const GivenTensor& scale = *given_.scales[i];
     if (!scale.layout || scale.shape.size() < 2) return std::nullopt;
@@ -258,6 +258,7 @@ class ProblemMaker {
 
   // ---- plain tensors
 
+  // Describes plain tensors as layouts on a mesh of one dim, "group".
   ProductProblem of_plain_tensors() const {
     const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{"group"}, std::vector<int64_t>{given_.num_ranks});
     const auto lie = [&](std::vector<int64_t> shape, const DType& dtype, std::optional<int64_t> cut,

@@ -23,7 +23,7 @@ struct AxisLetters {
   std::string weight;
   std::string result;
 
-  // Throws UserError as Contraction::parse does.
+  // Splits "operand,weight->result". Throws UserError if the axes are invalid.
   static AxisLetters parse(const std::string& axes);
 };
 

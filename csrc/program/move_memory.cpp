@@ -52,8 +52,7 @@ class MoveMemory : public StepMemory {
   }
   std::optional<Traffic> traffic_at_most() const override { return exchange_.at_most(); }
 
-  // The memory of a rank that sends messages depends only on its profile: the lengths of its messages, and which are
-  // runs.
+  // A sending rank's memory depends only on its profile: the number, lengths and contiguity of its messages.
   bool is_like_an_earlier_one(Rank rank) override {
     const bool exchanges =
         step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
@@ -238,8 +237,7 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // The messages of a reduce-scatter. They are the same for all members of a group, because these hold the same
-  // elements.
+  // The messages of a reduce-scatter. Members of a group hold the same elements, so they send the same messages.
   struct Scattering {
     std::vector<RunOfMessages> rounds;
     std::vector<bool> is_even;
@@ -266,7 +264,7 @@ class MoveMemory : public StepMemory {
     return run;
   }
 
-  // Adds members until no round's parts can be one run any more. The totals are known without that.
+  // Adds the members' parts in order, until no round's parts are one run. The caller sets the totals.
   void add_parts_in_order(std::vector<RunOfMessages>& rounds, int64_t position) {
     for (const int64_t member : exchange_.group(position).positions) {
       const Transfer part = exchange_.share(position, member);

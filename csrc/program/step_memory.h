@@ -18,8 +18,8 @@ class StepMemory {
  public:
   virtual ~StepMemory() = default;
 
-  // Returns true if a rank for which this was called before needs the same memory in this step. Not valid for ranks
-  // that are also examined together with a later step.
+  // Returns true if a rank of an earlier call needs the same memory in this step. Must return false for steps of
+  // several rounds, whose peak also depends on the next step.
   virtual bool is_like_an_earlier_one(Rank /*rank*/) { return false; }
 
   // Emits the instructions of a rank that takes part in the step.
