@@ -51,7 +51,7 @@ void define_mesh(py::module_& m) {
              std::vector<int64_t> given = ranks.is_none() ? std::vector<int64_t>{} : integers(ranks, "ranks");
              check_argument(ranks.is_none() || !given.empty(), "ranks",
                             "a list of at least one rank, or None for 0, 1, 2, ...", "an empty list");
-             return std::make_shared<Mesh>(texts(dim_names, "dim_names"), integers(dim_sizes, "dim_sizes"),
+             return std::make_shared<Mesh>(texts(dim_names, "mesh dim names"), integers(dim_sizes, "mesh dim sizes"),
                                            std::move(given), std::move(topology));
            }),
            py::arg("dim_names"), py::arg("dim_sizes"), py::arg("ranks") = py::none(), py::arg("topology") = nullptr)

@@ -62,10 +62,10 @@ class Unsharded:
 
 def _trains(mesh_shape: tuple[int, ...], placements: list[str]) -> None:
     mesh = sw.Mesh(dict(zip("ab", mesh_shape)))
-    rest = sw.Layout(mesh, (ROWS, COLUMNS), placements)
+    shards = sw.Layout(mesh, (ROWS, COLUMNS), placements)
     use = sw.Layout(mesh, (ROWS, COLUMNS), ["R"] * len(mesh_shape))
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours, expected = sw.fsdp.jit_weight(part(whole_weight(), rest), rest, use), Unsharded()
+    ours, expected = sw.fsdp.jit_weight(part(whole_weight(), shards), shards, use), Unsharded()
     for step in range(3):
         for weight, ranks in ((ours, [rank]), (expected, range(world))):
             weight.parameter.grad = None
@@ -76,7 +76,7 @@ def _trains(mesh_shape: tuple[int, ...], placements: list[str]) -> None:
             gradient = weight.parameter.grad
             assert gradient is not None
             if weight is expected:
-                gradient = part(gradient, rest)
+                gradient = part(gradient, shards)
                 torch.testing.assert_close(ours.parameter.grad, gradient, rtol=1e-4, atol=1e-5)
             with torch.no_grad():
                 weight.parameter -= 0.1 * weight.parameter.grad
@@ -96,10 +96,10 @@ def test_trains_as_an_unsharded_weight(pool: Pool, mesh_shape: tuple[int, ...], 
 def _gathers() -> None:
     """Gathers once for each block and backward, reduces nothing if ranks have the same data, and frees the memory."""
     mesh = sw.Mesh({"a": 2})
-    rest, use = (sw.Layout(mesh, (8, 8), [p]) for p in ("S(0)", "R"))
+    shards, use = (sw.Layout(mesh, (8, 8), [p]) for p in ("S(0)", "R"))
     x = torch.ones(2, 8, device=meshes.device, requires_grad=True)
     for grad, reduction in ((None, 128), (use, 0)):
-        weight = sw.fsdp.jit_weight(torch.ones(4, 8, device=meshes.device), rest, use, grad=grad)
+        weight = sw.fsdp.jit_weight(torch.ones(4, 8, device=meshes.device), shards, use, grad=grad)
         with sw.debug.wire_meter() as meter:
             with weight as whole:
                 y = F.linear(F.linear(x, whole), whole)
@@ -168,8 +168,8 @@ class Linear(torch.autograd.Function):
 
 def _protocol() -> None:
     mesh = sw.Mesh({"a": 3})
-    rest, use = (sw.Layout(mesh, (ROWS, COLUMNS), [p]) for p in ("S(0)", "R"))
-    weight = sw.fsdp.jit_weight(nn.Parameter(part(whole_weight(), rest)), rest, use)
+    shards, use = (sw.Layout(mesh, (ROWS, COLUMNS), [p]) for p in ("S(0)", "R"))
+    weight = sw.fsdp.jit_weight(nn.Parameter(part(whole_weight(), shards)), shards, use)
     parameter = weight.parameter
     assert isinstance(parameter, DistributedWeight) and isinstance(parameter, torch.Tensor)
     assert not isinstance(nn.Parameter(torch.ones(2)), DistributedWeight)
@@ -178,7 +178,7 @@ def _protocol() -> None:
     whole = nn.Parameter(whole_weight())
     sum(F.linear(batch_of(rank), whole).square().sum() for rank in range(3)).backward()
     assert whole.grad is not None
-    torch.testing.assert_close(parameter.grad, part(whole.grad / 3, rest))
+    torch.testing.assert_close(parameter.grad, part(whole.grad / 3, shards))
 
 
 def test_weights_have_the_protocol_of_transformer_engine(pool: Pool) -> None:
@@ -187,7 +187,7 @@ def test_weights_have_the_protocol_of_transformer_engine(pool: Pool) -> None:
 
 def _invalid_arguments() -> None:
     mesh = sw.Mesh({"a": 2})
-    rest, use = (sw.Layout(mesh, (4, 4), [p]) for p in ("S(0)", "R"))
+    shards, use = (sw.Layout(mesh, (4, 4), [p]) for p in ("S(0)", "R"))
     pending = sw.Layout(mesh, (4, 4), ["P(sum)"])
     local = torch.ones(2, 4)
 
@@ -195,19 +195,19 @@ def _invalid_arguments() -> None:
         with pytest.raises(ValueError, match=text):
             sw.fsdp.jit_weight(*args, **options)
 
-    refuses("local must be a plain torch.Tensor, got a str", "local", rest, use)
-    refuses("local must have shape \\(2, 4\\) .*, got shape \\(4, 4\\)", torch.ones(4, 4), rest, use)
-    refuses("local must have .*, got .* dtype torch.float64", local.double(), rest, use)
-    refuses("rest must be a layout without pending reductions, got", local, pending, use)
-    refuses("use must be a layout without pending reductions, got", local, rest, pending)
-    refuses("rest: ", local, "S(0)", use)
-    refuses("use must be a layout with the shape, .*, got", local, rest, sw.Layout(mesh, (4, 5), ["R"]))
+    refuses("local must be a plain torch.Tensor, got a str", "local", shards, use)
+    refuses("local must have shape \\(2, 4\\) .*, got shape \\(4, 4\\)", torch.ones(4, 4), shards, use)
+    refuses("local must have .*, got .* dtype torch.float64", local.double(), shards, use)
+    refuses("shards must be a layout without pending reductions, got", local, pending, use)
+    refuses("use must be a layout without pending reductions, got", local, shards, pending)
+    refuses("shards", local, "S(0)", use)
+    refuses("use must be a layout with the shape, .*, got", local, shards, sw.Layout(mesh, (4, 5), ["R"]))
     other_mesh = sw.Layout(sw.Mesh({"b": 2}), (4, 4), ["R"])
-    refuses("grad must be a layout with the shape, .* mesh of rest .*, got", local, rest, use, grad=other_mesh)
-    refuses("group must be a torch.distributed.ProcessGroup, got a str", local, rest, use, group="all")
+    refuses("grad must be a layout with the shape, .* mesh of shards .*, got", local, shards, use, grad=other_mesh)
+    refuses("group must be a torch.distributed.ProcessGroup, got a str", local, shards, use, group="all")
     other = sw.Mesh({"a": 1}, [1 - dist.get_rank()])
     on_other = [sw.Layout(other, (2, 4), [p]) for p in ("S(0)", "R")]
-    refuses(r"rest must be on a mesh that contains this rank \(\d\), got", local, *on_other)
+    refuses(r"shards must be on a mesh that contains this rank \(\d\), got", local, *on_other)
 
 
 @pytest.mark.cpu_only("refusals are the same everywhere")

@@ -336,7 +336,7 @@ def _invalid_arguments_on_one_rank() -> list[str]:
 def test_invalid_arguments_with_known_layouts_raise_on_one_rank(pool: Pool) -> None:
     lengths, kind, device, memory, expanded = pool.run(_invalid_arguments_on_one_rank, 2)[1]
     assert lengths.startswith("ValueError: out must be a list of 2, one per item, got 3"), lengths
-    assert kind.startswith("ValueError: out: "), kind
+    assert kind.startswith("ValueError: out must be "), kind
     assert device.startswith("ValueError: device must be cpu or cuda") and device.endswith("got 'moon'"), device
     assert memory.startswith("ValueError: out[1] must be a tensor with memory of its own") and "out[0]'s" in memory
     assert expanded.startswith("ValueError: out[0] must have an address for each element"), expanded

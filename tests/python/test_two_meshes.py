@@ -271,7 +271,7 @@ def _mistakes() -> None:
     else:
         with pytest.raises(ValueError, match="local must be of shape"):
             sw.redistribute_local(torch.ones(2), src, dst)
-    with pytest.raises(ValueError, match="out: "):
+    with pytest.raises(ValueError, match="out must be a contiguous tensor"):
         sw.redistribute_local(local, src, dst, out=torch.empty(9, 9))
     with pytest.raises(ValueError, match="out must be None with gradients or async_op=True"):
         sw.redistribute_local(local, src, dst, out=torch.empty(2), async_op=True)

@@ -574,8 +574,8 @@ def _wrong_layouts() -> None:
         linear.weight = nn.Parameter(DTensor.from_local(local, on, [placement], run_check=False))
         return linear
 
-    refuses("weight: lies on", over(Shard(0), mesh["b"]))
-    refuses("weight: lies on", over(Shard(0), mesh["b"]), mesh=mesh)
+    refuses("weight must be on other dims", over(Shard(0), mesh["b"]))
+    refuses("weight must be on other dims", over(Shard(0), mesh["b"]), mesh=mesh)
     refuses("weight: is placed as .*pending", over(Partial(), mesh["b"]), mesh=mesh["a"])
     linear = nn.Linear(2, 2)
     refuses("reshard_after_forward: got 3; .* divide 4", linear, reshard_after_forward=3)
