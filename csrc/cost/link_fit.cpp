@@ -129,12 +129,12 @@ Parameters least_squares_without_negatives(const std::vector<Equation>& equation
 }  // namespace
 
 LinkFit fit_link(const std::vector<LinkPoint>& points, std::optional<double> step) {
-  check_argument(!points.empty(), "points", "a list of at least one exchange", "none");
+  check_argument(!points.empty(), "points", "a list of at least one measured all-to-all", "none");
   const double byte = byte_of(points);
   std::vector<Equation> all, short_ones;
   bool has_several_team_sizes = false;
   for (const LinkPoint& p : points) {
-    check_argument(p.seconds > 0, "points: seconds of an exchange", "above 0", p.seconds);
+    check_argument(p.seconds > 0, "points: seconds of an all-to-all", "above 0", p.seconds);
     has_several_team_sizes = has_several_team_sizes || p.peers != points.front().peers;
     const double byte_seconds = byte * static_cast<double>(p.sent_bytes);
     const Equation equation{

@@ -42,7 +42,7 @@ std::vector<size_t> RankSet::numbers() const {
   return numbers;
 }
 
-// Jobs for sets of ranks. Every set consists of complete teams.
+// Builds SharedWork from jobs that the ranks of some sets may do. Every set consists of complete teams.
 struct Cells::Work {
   explicit Work(const Cells& cells) : cells(cells) {
     for (const std::vector<size_t>& team : cells.teams_) {

@@ -17,8 +17,9 @@ void check_side(const std::vector<Window>& windows, const std::vector<int64_t>& 
   std::vector<int> times(shape.size(), 0);
   for (const Window& window : windows) {
     if (window.tensor_dim == Window::kNoDim) {
-      check_user(window.begin == 0 && window.length == 1, argument, ": range of an axis without a ", side,
-                 " dim must be [0, 1), got [", window.begin, ", ", window.begin + window.length, ")");
+      check_user(window.begin == 0 && window.length == 1, argument, ": axis without a ", side,
+                 " dim must have the range [0, 1) on that side, got [", window.begin, ", ",
+                 window.begin + window.length, ")");
       continue;
     }
     const auto ndim = static_cast<int>(shape.size());
@@ -77,7 +78,7 @@ void IndexMap::check(const std::vector<int64_t>& src_shape, const std::vector<in
     check_user(axis.src_dim != MapAxis::kNoDim || axis.dst_dim != MapAxis::kNoDim, argument,
                ": axis must have a source dim or a destination dim, got neither");
     check_user(axis.length == 1 || (axis.src_dim != MapAxis::kNoDim && axis.dst_dim != MapAxis::kNoDim), argument,
-               ": length of an axis with only one dim must be 1, got ", axis.length);
+               ": length of an axis that lacks a source or destination dim must be 1, got ", axis.length);
   }
   check_side(src_windows(), src_shape, "source", argument);
   check_side(dst_windows(), dst_shape, "destination", argument);

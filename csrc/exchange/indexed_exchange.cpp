@@ -90,8 +90,9 @@ class IndexedExchange::Choice {
     for (const std::vector<IntervalList>* lists : sides) {
       for (const IntervalList& list : *lists) {
         runs += ascend ? samples_.most_in(list) : static_cast<int64_t>(list.size());
-        check_user(runs <= kMaxListed, "placements: a change of element order must take at most 2^24 runs, got ", runs,
-                   " or more, because ", ascend ? "repetitions coincide too seldom" : "parts do not ascend");
+        check_user(runs <= kMaxListed, "placements: number of runs to rearrange must be at most 2^24, got ", runs,
+                   " or more, because ",
+                   ascend ? "source and destination share no short period" : "parts are not ascending");
       }
     }
     return runs;

@@ -242,7 +242,8 @@ class MeshExchange final : public Exchange {
   const Coordinates& coordinates(int64_t position) const;
 
   // Counts (mesh_exchange.cpp)
-  Traffic closed_form(int64_t own, bool sends) const;  // for a rank that keeps `own` elements
+  // Returns the traffic of a rank that keeps `own` elements. `sends`: false if other replicas send its part.
+  Traffic closed_form(int64_t own, bool sends) const;
   Traffic walked_at(int64_t position) const;
   Traffic walked_in_rounds(const Coordinates& at) const;
   Traffic pairwise_at(int64_t position) const;
@@ -298,14 +299,14 @@ class MeshExchange final : public Exchange {
   SharedElements common_;
 
   bool is_regular_ = false;
-  std::vector<Matching::Common> ties_;
-  // Counts of a regular exchange: the elements that every rank needs, the ranks that it receives from, the elements of
-  // each message, and the elements that a rank sends if it sends any. A rank whose coordinates differ in a tie with
-  // replicas sends nothing.
-  int64_t needed_by_each_ = 0;
-  int64_t sources_ = 1;
-  int64_t from_each_ = 1;
-  int64_t sent_ = 0;
+  std::vector<Matching::Common> ties_;  // digits that both layouts fix, by different coordinates
+  // Counts of a regular exchange. They include what a rank keeps.
+  int64_t needed_by_each_ = 0;  // elements that every rank needs
+  int64_t sources_ = 1;         // ranks that a rank receives from
+  int64_t from_each_ = 1;       // elements of each message
+  int64_t sent_ = 0;            // elements that a sender sends
+  // Ties in which the mesh dim of `after` replicates `before`. A rank that disagrees in one sends nothing, because
+  // receivers read from other replicas.
   std::vector<Matching::Common> ties_with_replicas_;
 
   // Caches. Each is filled on first use.

@@ -199,6 +199,7 @@ MeshExchange::Transfer MeshExchange::in_rounds(const PartsOfRank& held, const Pa
   return {whole, &found->second};
 }
 
+// Adds the overlap of `with.mine` with `times` parts like `theirs`, or counts it with an equal overlap.
 void MeshExchange::add_overlap(const IntervalList& theirs, int64_t times, Overlaps& with) const {
   const Layout& layout = with.others_hold ? before_ : after_;
   const IntervalList& list = lists_.emplace_back(layout.restricted(with.tensor_dim, theirs));
@@ -219,8 +220,8 @@ void MeshExchange::add_overlap(const IntervalList& theirs, int64_t times, Overla
   with.found.push_back({other, times, shared, std::move(pieces)});
 }
 
-// Adds the overlaps of `with.mine` with the parts into which the cuts of other ranks divide a list. If the part covers
-// a run completely, all chunks of the run but the last have equal length.
+// Adds the overlaps of `with.mine` with the parts of other ranks, into which `cuts` divide a list. If `with.mine`
+// covers a run completely, all chunks of the run but the last have equal length.
 void MeshExchange::overlap_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times,
                                  Overlaps& with) const {
   const Part& mine = with.mine;

@@ -26,7 +26,7 @@ struct Box {
   void simplify();
 };
 
-// Returns the distance from the first element to the last in memory, both included, or 0 if there is no element.
+// Returns the length of the memory range from the first element to the last, in elements, or 0 if there is no element.
 // Strides must not be negative.
 int64_t extent_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 

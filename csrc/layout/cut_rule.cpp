@@ -337,7 +337,7 @@ std::optional<CutRule> CutRule::moved_after(const CutRule& later, int64_t k) con
   return CutRule(number_ / k);
 }
 
-// The name of a strided cut is its split factor, which is positive. Other names begin with the negated kind.
+// A strided cut is encoded as its split factor, which is positive. Other encodings begin with the negated kind.
 void CutRule::append_name(std::vector<int64_t>& name) const {
   if (kind_ != Kind::kStrided) name.push_back(-static_cast<int64_t>(kind_));
   if (pieces_) {
@@ -354,7 +354,7 @@ void CutRule::append_name(std::vector<int64_t>& name) const {
   if (kind_ == Kind::kPacked && number_ > 1) name.push_back(number_);
 }
 
-// Returns the lists of pieces with this name, or nullopt if the name is malformed.
+// Returns the lists of an encoded rule of pieces, or nullopt if the encoding is malformed.
 std::optional<std::vector<std::vector<Interval>>> CutRule::lists_from_name(const std::vector<int64_t>& name) {
   std::vector<std::vector<Interval>> lists;
   for (size_t at = 1; at < name.size();) {
@@ -386,7 +386,7 @@ CutRule CutRule::from_name(const std::vector<int64_t>& name) {
     if (name[0] == -static_cast<int64_t>(Kind::kCyclic) && is_long(2)) return cyclic(name[1]);
     if (name[0] == -static_cast<int64_t>(Kind::kOwned) && is_long(2)) return owned(name[1]);
   }
-  throw UserError(concat("placements: numbers of a cut must identify a cut rule, got (", join(name), ")"));
+  throw UserError(concat("placements: numbers of a cut must encode a cut rule, got (", join(name), ")"));
 }
 
 size_t CutRule::hash() const {

@@ -108,9 +108,9 @@ class CutRule {
   // coordinates) is moved in front of it, or nullopt if there is none.
   std::optional<CutRule> moved_after(const CutRule& later, int64_t k) const;
 
-  // Appends numbers that identify the rule. No rule's numbers are a prefix of another's.
+  // Appends integers that encode the rule. No encoding is a prefix of another.
   void append_name(std::vector<int64_t>& name) const;
-  // Returns the rule with these numbers. Throws UserError if there is none.
+  // Returns the rule that append_name() encoded. Throws UserError if the encoding is malformed.
   static CutRule from_name(const std::vector<int64_t>& name);
   size_t hash() const;
   bool operator==(const CutRule& other) const;

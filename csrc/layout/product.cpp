@@ -17,7 +17,7 @@ class Product {
         listed_(static_cast<int64_t>(columns.size())),
         ascends_(is_ascending(columns)) {}
 
-  // These functions append the elements of rows. They return false if `out` gets more than `most_` stored intervals.
+  // Appends the elements of a range of rows. Returns false if `out` then stores more than `most_` intervals.
   bool append_rows(IntervalList& out, const Interval& rows) const {
     if (is_whole_) {
       append(out, {rows.begin * size_, rows.end * size_});
@@ -32,6 +32,8 @@ class Product {
     return append_again(out, columns_, rows.extent(), size_, rows.begin * size_);
   }
 
+  // Appends the elements of a list of rows. Repeating rows are stored once if that takes fewer intervals. Returns false
+  // as append_rows() does.
   bool append_all(IntervalList& out, const IntervalList& rows) const {
     for (const auto& [some, count, shift] : rows.blocks()) {
       IntervalList once;

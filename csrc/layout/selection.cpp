@@ -27,7 +27,7 @@ struct EvenPieces {
   Steps repeats;
 };
 
-// Appends `more` to `list` and returns true if their lengths and distances match and both sides ascend.
+// Appends `more` to `list` if lengths and distances match and both sides ascend. Returns true if it did.
 bool joins(EvenPieces& list, const EvenPieces& more) {
   if (list.length != more.length || list.repeats.count > 1 || more.repeats.count > 1) return false;
   const Steps step{2, more.from - list.from - (list.steps.count - 1) * list.steps.from,
@@ -40,7 +40,8 @@ bool joins(EvenPieces& list, const EvenPieces& more) {
   return true;
 }
 
-// Groups pieces greedily, from the first on. Pieces at 0, 8, 16 and 17 make two groups, with three pieces and with one.
+// Groups pieces of equal lengths and distances greedily. Pieces at 0, 8, 16 and 17 make a group of three and a group of
+// one. A repeating block of several pieces is grouped by itself, and each of its groups repeats.
 std::vector<EvenPieces> even_pieces(const PieceList& pieces) {
   std::vector<EvenPieces> lists;
   for (const auto& [block, count, shift] : pieces.blocks()) {

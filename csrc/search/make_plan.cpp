@@ -54,14 +54,14 @@ PartialWork partial_work(const Layout& src, const Layout& dst) {
     const Placement& to = dst.placements()[d];
     const std::string& mesh_dim = src.mesh().dim_names()[d];
     if (src.partial_dims().contains(d)) {
-      check_user(from == to, "placements: partial destination of ", from, " on mesh dim '", mesh_dim, "' must be ",
-                 from, ", got ", to, "; reduce it to R first");
+      check_user(from == to, "placements: destination of ", from, " -> P on mesh dim '", mesh_dim, "' must be ", from,
+                 ", got ", to, "; reduce to R first");
     } else if (src.cut_dims().contains(d)) {
-      check_user(to.op == ReduceOp::kSum, "placements: partial destination of ", from, " on mesh dim '", mesh_dim,
-                 "' must be P(sum), got ", to, "; the other ranks' shares are zeros");
+      check_user(to.op == ReduceOp::kSum, "placements: destination of ", from, " -> P on mesh dim '", mesh_dim,
+                 "' must be P(sum), got ", to, "; the other ranks contribute zeros");
       work.zero_filled.insert(d);
     } else {
-      check_user(is_divisible(to.op), "placements: partial destination of R on mesh dim '", mesh_dim,
+      check_user(is_divisible(to.op), "placements: destination of R -> P on mesh dim '", mesh_dim,
                  "' must be one of P(sum), P(avg), P(min), P(max), P(norm p), got ", to);
       work.partitioned.insert(d);
     }

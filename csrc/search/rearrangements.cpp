@@ -153,8 +153,7 @@ std::vector<Step> reductions_over_groups(const Layout& src, const Layout& goal, 
   }
   if (std::optional<Step> last = rearrangement(at, goal, ReplicaPolicy::kWholeMessages)) {
     check_user(last->op == StepOp::kSlice, "groups must not be given for ", src, " -> ", goal,
-               ", because all ranks together move pieces and flattened dims, got ", options.groups.size(),
-               " sets of mesh dims");
+               ", because its rearrangement involves all ranks, got ", options.groups.size(), " sets of mesh dims");
     steps.push_back(std::move(*last));
   }
   return steps;

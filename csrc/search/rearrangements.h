@@ -8,11 +8,11 @@
 
 namespace shardwright {
 
-// Returns the moves to `goal`, whose pending reductions must also be pending in `src`. Reductions come first: into
-// parts of the source's own, innermost on its longest tensor dim, or to all ranks, whichever is predicted to be faster.
-// One rearrangement follows, or a slice if ranks have all elements that they need. If that is predicted to be faster,
-// ranks that need the same elements receive a stripe each in the rearrangement and gather the stripes: over each mesh
-// dim that replicates the goal, or over all of them.
+// Returns the moves to `goal`, whose pending reductions must also be pending in `src`. Reductions come first: a
+// reduce-scatter into chunks of the longest tensor dim, innermost, or an all-reduce, whichever is predicted to be
+// faster. One rearrangement follows, or a slice if ranks have all elements that they need. If that is predicted to be
+// faster, ranks that need the same elements receive a stripe each in the rearrangement and gather the stripes: over
+// each mesh dim that replicates the goal, or over all of them.
 //
 // Other intermediate layouts are not searched.
 //

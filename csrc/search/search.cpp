@@ -46,8 +46,8 @@ class Latency {
   }
 
  private:
-  // Data from other nodes may first be sent to another rank of the node. So only the product of the number of ranks
-  // reached between nodes and the number reached within the node is known, and all factorizations are tried.
+  // Data from another node may be forwarded within the node. So all factorizations of `ranks` are tried: ranks reached
+  // between nodes, times ranks reached within the node.
   int64_t compute(int64_t steps, int64_t ranks, bool beyond_node) const {
     if (!beyond_node) return least_of_any(inside_, steps, ranks);
     int64_t best = least_of_any(between_, steps, ranks);

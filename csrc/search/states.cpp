@@ -53,7 +53,7 @@ class States {
   }
 
  private:
-  // Chooses the tensor dims that the source or the goal cuts, and the largest other one. Cutting another of the others
+  // Chooses the tensor dims that the source or the goal cuts, and the largest of the rest. A cut of another tensor dim
   // would give an equivalent state.
   void choose_tensor_dims() {
     int other = -1;
@@ -193,6 +193,7 @@ class States {
     return std::any_of(cuts.begin(), cuts.end(), [&](const Cut& c) { return c.mesh_dim == mesh_dim; });
   }
 
+  // Adds a list of cuts for each choice of roles for the mesh dims from `mesh_dim` on.
   void choose_roles(int t, const std::vector<std::vector<Role>>& choices, std::vector<Role>& roles, size_t mesh_dim) {
     if (mesh_dim == choices.size()) return add_by_roles(t, roles);
     for (const Role role : choices[mesh_dim]) {

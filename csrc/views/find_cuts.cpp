@@ -284,7 +284,7 @@ class Fit {
     return one;
   }
 
-  // True if the cuts give each combination exactly its elements, in their order.
+  // Returns true if the cuts give the rank at each position exactly the elements that it holds, in order.
   bool make_what_is_held(const std::vector<std::vector<Cut>>& cuts) const {
     for (size_t i = 0; i < held_.positions.size(); ++i) {
       bool holds = true;

@@ -26,7 +26,7 @@ struct Wanted {
   std::optional<Layout> view_after(const Layout& dst) const;
 };
 
-// True if rules that require lists of one length can still cut after other cuts were removed.
+// Returns true if the rule of every cut allows the length of its list, which changes if other cuts are removed.
 bool is_possible(const Layout& layout) {
   for (int t = 0; t < layout.ndim(); ++t) {
     int64_t n = layout.shape()[static_cast<size_t>(t)];
@@ -47,9 +47,9 @@ std::optional<Layout> Wanted::view_after(const Layout& dst) const {
   return std::get<Layout>(std::move(view));
 }
 
-// Returns the layouts in which each of `mesh_dims` cuts one dim into chunks or replicates. The other mesh dims keep
-// their cuts, which come first in the order. A cut is skipped if the view needs a move even with all others of
-// `mesh_dims` replicated.
+// Returns the layouts in which each mesh dim of `mesh_dims` cuts one tensor dim into chunks or replicates. All other
+// mesh dims keep their cuts, outermost. A cut is skipped if it prevents the view even with the rest of `mesh_dims`
+// replicated.
 std::vector<Layout> destinations(const Wanted& wanted, MeshDimSet mesh_dims) {
   Cuts kept;
   for (const std::vector<Cut>& list : wanted.layout.cuts()) {

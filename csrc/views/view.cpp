@@ -189,9 +189,9 @@ class GroupView {
     return true;
   }
 
-  // Places a digit of the index into the flattened group in the new dims. A digit that crosses a bound between dims is
-  // split: with (64) on tp=8 viewed as (4, 16), the digit of radix 8 becomes one of radix 4 and one of radix 2. Returns
-  // false if the radices do not divide.
+  // Assigns a digit of the flattened group's index to the new dims. A digit that crosses a dim boundary is split: with
+  // (64) on tp=8 viewed as (4, 16), the digit of radix 8 becomes digits of radix 4 and 2. Returns false if the radices
+  // do not divide.
   bool place(const Digit& digit, std::vector<std::vector<NewDigit>>& by_dim, std::vector<int64_t>& pieces) const {
     const int64_t begin = digit.weight;
     const int64_t end = digit.weight * digit.radix;
