@@ -308,7 +308,9 @@ def _devices() -> str:
 @pytest.mark.cpu_only("has devices of its own")
 def test_ranks_compare_device_types(pool: Pool) -> None:
     said = pool.run(_devices, 2)
-    assert said[0] == said[1] and "device must be equal on all ranks, got cpu on ranks [0]; meta on ranks [1]" in said[0]
+    assert (
+        said[0] == said[1] and "device must be equal on all ranks, got cpu on ranks [0]; meta on ranks [1]" in said[0]
+    )
 
 
 def _other_cuts_of_dtensors() -> None:
