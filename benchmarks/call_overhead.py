@@ -173,7 +173,7 @@ def bare_collectives(program: str, executable: Any) -> list[tuple[Callable[..., 
     return calls
 
 
-def summarise(rows: list[dict]) -> dict:
+def summarize(rows: list[dict]) -> dict:
     summary = {}
     for kind in dict.fromkeys(row["call"] for row in rows):
         of_kind = [row for row in rows if row["call"] == kind]
@@ -215,7 +215,7 @@ def main() -> None:
         bare = "-" if row["bare"] is None else f"{row['bare']:.1f}"
         figures = f"{row['redistribute_local']:20.1f}{row['executor']:10.1f}{bare:>8}"
         print(f"{row['pair']:40}{figures}  {row['collectives']}")
-    summary = summarise(rows)
+    summary = summarize(rows)
     for kind, figures in summary.items():
         print(f"{kind:28} stock/ours {figures['stock_over_ours']:.2f}, worst {figures['worst']:.2f}")
     head = {**machine.describe("torch"), "mesh": SIZES, "shape": SHAPE, "quantile": timing.QUANTILE}

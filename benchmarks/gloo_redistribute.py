@@ -174,12 +174,12 @@ def run_rank(sizes: tuple[int, ...], seconds: float, quick: bool, out: str, head
     sw.disable()
     if dist.get_rank() != 0:
         return
-    result = {**head, "summary": summarise(rows), "rows": rows}
+    result = {**head, "summary": summarize(rows), "rows": rows}
     say_summary(result["summary"])
     machine.write(out, result)
 
 
-def summarise(rows: list[dict]) -> dict:
+def summarize(rows: list[dict]) -> dict:
     """Returns geometric means, worst cases, and the answers to the benchmark's three questions."""
     turned = [row for row in rows if row["changes_every_shard"] and row["n"] >= MIN_GAIN_N]
     return {

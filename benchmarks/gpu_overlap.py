@@ -393,7 +393,7 @@ def check_public_functions(bench: Bench, dtype: str) -> None:
 # ---- all of them
 
 
-def summarise(rows: list[dict]) -> list[dict]:
+def summarize(rows: list[dict]) -> list[dict]:
     """Summarizes the rows by kind, dtype and number of ranks."""
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
@@ -524,7 +524,7 @@ def main() -> None:
         check_public_functions(bench, dtype)
     contention = slow_downs(bench, shapes, min(CONTENTION_TOKENS, max(tokens))) if device.type == "cuda" else []
     rows, left_out = run(bench, shapes, tokens, begin + options.seconds)
-    summary = summarise(rows)
+    summary = summarize(rows)
     print("\n" + "\n".join(map(str, summary)))
     if left_out:
         print(f"! {left_out} cases left out after {options.seconds:.0f} s")

@@ -310,7 +310,7 @@ def run_rank(network: Network, is_quick: bool, out: str) -> None:
 # ---- all networks
 
 
-def summarise(networks: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(networks: list[dict[str, Any]]) -> dict[str, Any]:
     rows = [row for network in networks for row in network["products_behind_moves"]]
     long = [row for row in rows if row["is_long"]]
     possible = [share for row in long if (share := row["hidden_of_possible"]["chosen"]) is not None]
@@ -352,7 +352,7 @@ def main() -> None:
         return
     chosen = QUICK_NETWORKS if options.quick else NETWORKS
     networks = [run(__file__, network, ["--quick"] * options.quick) for network in chosen]
-    summary = summarise(networks)
+    summary = summarize(networks)
     say(json.dumps(summary, indent=1))
     machine.write(options.out, {**machine.describe("torch", "shardwright"), "summary": summary, "networks": networks})
     if not summary["all_right"]:

@@ -153,7 +153,7 @@ def predict(shape: Shape, num_ranks: int, tokens: int, gb_per_second: int) -> di
     }
 
 
-def summarise(rows: list[dict]) -> list[dict]:
+def summarize(rows: list[dict]) -> list[dict]:
     """Summarizes the rows by kind and bandwidth."""
     summary = []
     for kind in KINDS:
@@ -203,7 +203,7 @@ def print_table(rows: list[dict], summary: list[dict]) -> None:
 
 # ---- the picture
 
-COLOURS = ("#0077BB", "#EE7733", "#009988", "#AA3377")
+COLORS = ("#0077BB", "#EE7733", "#009988", "#AA3377")
 PAPER, INK, SOFT, GRID = "#FFFFFF", "#111111", "#555555", "#DDDDDD"
 PANEL_WIDTH, PANEL_HEIGHT = 264, 132
 LEFT, TOP, GAP_X, GAP_Y = 96, 112, 42, 30
@@ -223,15 +223,15 @@ class Picture:
         where = f'x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{more}'
         self.pieces.append(f"<text {where}>{escape(text)}</text>")
 
-    def line(self, points: list[tuple[float, float]], colour: str, width: float, more: str = "") -> None:
+    def line(self, points: list[tuple[float, float]], color: str, width: float, more: str = "") -> None:
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
-        self.pieces.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"{more}/>')
+        self.pieces.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width:g}"{more}/>')
 
     def mark(self, x: float, y: float, which: int, is_hollow: bool) -> None:
         """Adds a circle, square, triangle or diamond."""
-        colour = COLOURS[which]
-        fill = PAPER if is_hollow else colour
-        style = f'fill="{fill}" stroke="{colour}" stroke-width="1.5"'
+        color = COLORS[which]
+        fill = PAPER if is_hollow else color
+        style = f'fill="{fill}" stroke="{color}" stroke-width="1.5"'
         corners = (
             None,
             ((-3.5, -3.5), (3.5, -3.5), (3.5, 3.5), (-3.5, 3.5)),
@@ -273,9 +273,9 @@ def draw_panel(picture: Picture, rows: list[dict], shapes: list[Shape], left: fl
         mine = [row for row in rows if row["shape"] == shape.name]
         for row in mine:
             x, y = x_of(row["tokens"], which), y_of(row["bound_of_e"])
-            picture.line([(x - 3.5, y), (x + 3.5, y)], COLOURS[which], 2, ' stroke-opacity="0.65"')
+            picture.line([(x - 3.5, y), (x + 3.5, y)], COLORS[which], 2, ' stroke-opacity="0.65"')
         points = [(x_of(row["tokens"], which), y_of(row["predicted_e_chosen"])) for row in mine]
-        picture.line(points, COLOURS[which], 1.5, ' stroke-opacity="0.8"')
+        picture.line(points, COLORS[which], 1.5, ' stroke-opacity="0.8"')
     for which, shape in enumerate(shapes):  # over all lines
         for row in rows:
             if row["shape"] == shape.name:
@@ -303,7 +303,7 @@ def draw(rows: list[dict]) -> str:
         picture.text(20, top - 8, kind, 14, more=' font-weight="bold"')
         for which, shape in enumerate(shapes):
             at = 236 + 165 * which
-            picture.line([(at - 14, top - 12), (at + 14, top - 12)], COLOURS[which], 1.5)
+            picture.line([(at - 14, top - 12), (at + 14, top - 12)], COLORS[which], 1.5)
             picture.mark(at, top - 12, which, False)
             picture.text(at + 20, top - 8, shape.name)
         top += 28
@@ -342,7 +342,7 @@ def main() -> None:
         for gb_per_second in BANDWIDTHS
         for tokens in TOKENS
     ]
-    summary = summarise(rows)
+    summary = summarize(rows)
     print_table(rows, summary)
     svg = Path(options.svg).resolve()
     svg.write_text(draw(rows))

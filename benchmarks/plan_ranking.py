@@ -177,7 +177,7 @@ def run_rank(pairs: tuple[Pair, ...], seconds: float, out: str) -> None:
         Path(out).write_text(json.dumps(results, indent=1) + "\n")
 
 
-def summarise(rows: list[dict]) -> dict:
+def summarize(rows: list[dict]) -> dict:
     """Counts pairs whose chosen plan is as good as the fastest, and pairs of plans in the right order."""
     apart = right_order = 0
     for row in rows:
@@ -248,7 +248,7 @@ def main() -> None:
         pairs = tuple(pair for pair in PAIRS if math.prod(pair.mesh_shape) == num_ranks)
         launch(num_ranks, run_rank, pairs, options.seconds * len(pairs) / len(PAIRS), str(out))
     results = json.loads(out.read_text())
-    summary = summarise(results["rows"])
+    summary = summarize(results["rows"])
     say_summary(summary)
     machine.write(out, {**head, "summary": summary, **{k: results[k] for k in ("topologies", "rows")}})
     say(f"took {time.perf_counter() - start:.0f} s")

@@ -143,7 +143,7 @@ def compare(mesh: DeviceMesh, shape: Sequence[int], topology: str) -> list[dict]
     return rows
 
 
-def summarise(rows: list[dict]) -> dict:
+def summarize(rows: list[dict]) -> dict:
     """Returns for each planner of PyTorch geometric means of theirs over ours, and the pairs where ours is worse."""
     summary: dict = {"pairs": len(rows)}
     without_sums = [row for row in rows if "P" not in row["src"]]
@@ -211,7 +211,7 @@ def main() -> None:
     for text in options.shapes.split(";"):
         shape = tuple(map(int, text.split(",")))
         rows = compare(mesh, shape, options.topology)
-        results[text] = {"summary": summarise(rows), "furthest behind": _widest(rows)}
+        results[text] = {"summary": summarize(rows), "furthest behind": _widest(rows)}
         print(f"\nfloat32[{text}] on {options.mesh}, {options.topology}: {len(rows)} pairs")
         for name, values in results[text]["summary"].items():
             if isinstance(values, dict):

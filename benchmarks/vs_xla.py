@@ -173,7 +173,7 @@ def figures_of_xla(steps: list[list[list[int]]]) -> dict[str, float]:
     return dict(zip(FIGURES, (max(wire_bytes), sum(wire_bytes), max(messages), max(sent), len(steps))))
 
 
-def summarise(rows: list[dict]) -> dict:
+def summarize(rows: list[dict]) -> dict:
     """Returns the distance of each planner to the bound, and the pairs where XLA's costs are below ours."""
     summary: dict = {"pairs": len(rows)}
     for name in PLANNERS:
@@ -225,7 +225,7 @@ def main() -> None:
     for text in options.shapes.split(";"):
         rows = compare(grid, mesh, tuple(map(int, text.split(","))), options.topology)
         furthest = sorted(rows, key=lambda row: row["bound_bytes_max"] / row["xla"]["wire_bytes_max"])[:FURTHEST]
-        results[text] = {"summary": summarise(rows), "furthest behind": furthest}
+        results[text] = {"summary": summarize(rows), "furthest behind": furthest}
         print(f"\nfloat32[{text}] on {options.mesh}, {options.topology}: {len(rows)} pairs")
         for name, values in results[text]["summary"].items():
             if isinstance(values, dict):

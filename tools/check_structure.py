@@ -274,8 +274,8 @@ def cpp_functions(text: str) -> Iterable[tuple[str, int]]:
             continue
         end = _closing(code, at)
         named = re.search(r"((?:\w+::)*~?(?:operator\s*[^\s\w(]+|operator\s*\(\)|\w+))\s*\(", head)
-        is_initialiser = not named or head.endswith("=") or bool(re.search(r"\)\s*:[^:].*\w$", head, re.DOTALL))
-        if is_initialiser:
+        is_initializer = not named or head.endswith("=") or bool(re.search(r"\)\s*:[^:].*\w$", head, re.DOTALL))
+        if is_initializer:
             at = end
             continue
         assert named is not None

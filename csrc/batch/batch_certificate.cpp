@@ -277,11 +277,11 @@ std::string BatchCertificate::to_string() const {
                 bytes_text(received_bytes_sum), " by all; ", reductions == 0 ? "" : "once all is reduced, ",
                 "nothing can do with less. ", bytes_text(kept_bytes_sum), " stay on their ranks",
                 "\n  sent: ", bytes_text(sent_bytes_max), " by the worst rank, ",
-                sent_bound_is_exact ? "" : "at least ", bytes_text(sent_bytes_bound), " if only senders send",
-                "\n  rounds: ", rounds, ", at least ", rounds_bound, " with such buckets; messages: ", at_most,
-                messages_sum, ", ", at_most, messages_max, " to one rank", reduced,
-                "\n  extra memory: ", reductions == 0 ? "" : "at most ", bytes_text(memory_bytes), " on each rank, ",
-                count_text(buckets, "bucket"), " of ", bytes_text(bucket_bytes),
+                sent_bound_is_exact ? "" : "at least ", bytes_text(sent_bytes_bound),
+                " if only ranks of the sources send", "\n  rounds: ", rounds, ", at least ", rounds_bound,
+                " with such buckets; messages: ", at_most, messages_sum, ", ", at_most, messages_max, " to one rank",
+                reduced, "\n  extra memory: ", reductions == 0 ? "" : "at most ", bytes_text(memory_bytes),
+                " on each rank, ", count_text(buckets, "bucket"), " of ", bytes_text(bucket_bytes),
                 reductions == 0 ? ", and nothing else" : ", and what is reduced");
 }
 

@@ -106,18 +106,18 @@ class BlockPicture {
     const std::string holds = concat(is_pending ? "each contributes to " : "each holds ", bytes_text(most));
     svg_.open_group("class=\"sw-block\"", concat(name_of(mesh, block), ": ", holds, " at most"));
     svg_.path(rect_path(box), "fill=\"#F6F6F6\" stroke=\"#AAAAAA\"");
-    svg_.path(rect_path({box.x, box.y, 6, box.h}), concat("fill=\"", colour_of(block), "\""));
+    svg_.path(rect_path({box.x, box.y, 6, box.h}), concat("fill=\"", color_of(block), "\""));
     svg_.text(box.x + 14, box.y + 17, name_of(mesh, block), {12, "start", "#111111", true});
     svg_.text(box.x + 14, box.y + 32, holds, {11, "start", "#555555", false});
     svg_.close_group();
   }
 
-  void draw_arrow(size_t step, double y0, double y1, const char* kind, const char* colour, double width,
+  void draw_arrow(size_t step, double y0, double y1, const char* kind, const char* color, double width,
                   const std::string& title) {
     const double x0 = frame_.column(step) + kBlockWidth / 2 + 3;
     const double x1 = frame_.column(step + 1) - kBlockWidth / 2 - 3;
     svg_.open_group(
-        concat("class=\"", kind, "\" stroke=\"", colour, "\" fill=\"", colour, "\" stroke-width=\"", px(width), "\""),
+        concat("class=\"", kind, "\" stroke=\"", color, "\" fill=\"", color, "\" stroke-width=\"", px(width), "\""),
         title);
     svg_.path(curve_path(x0, y0, x1 - kTip + 1, y1), "fill=\"none\"");
     svg_.tip(x1, y1, kTip);
@@ -143,7 +143,7 @@ class BlockPicture {
       const double y0 = berth(from, left[from]++, leaving[from]);
       const double y1 = berth(to, arrived[to]++, arriving[to]);
       const double width = 1 + 3 * static_cast<double>(flow.bytes) / static_cast<double>(widest_bytes_);
-      draw_arrow(index, y0, y1, "sw-flow", colour_of(from), width,
+      draw_arrow(index, y0, y1, "sw-flow", color_of(from), width,
                  concat(name_of(step.before.mesh(), from), " -> ", name_of(step.after.mesh(), to), ": ",
                         bytes_text(flow.bytes), " in ", count_text(flow.messages, "message")));
     }
@@ -161,9 +161,9 @@ class BlockPicture {
     frame_.explain(
         "A box is a block of ranks, in the order of their mesh; \"each holds\" is the most that one of them does.");
     frame_.explain(
-        concat("An arrow is all messages from one block to another, in its sender's colour, the thicker the "
+        concat("An arrow is all messages from one block to another, in its sender's color, the thicker the "
                "more bytes (at most ",
-               bytes_text(widest_bytes_), "); grey: a step among the ranks of one mesh."));
+               bytes_text(widest_bytes_), "); gray: a step among the ranks of one mesh."));
     if (has_uncounted_) frame_.explain("Too many pairs of ranks exchange something for arrows.");
   }
 

@@ -24,7 +24,7 @@ constexpr TextStyle kNote{11, "start", "#555555", false};
 constexpr TextStyle kCaption{11, "middle", "#555555", false};
 constexpr size_t kMaxNameChars = 20;
 
-const char* colour_of_dim(int64_t tensor_dim) { return colour_of(tensor_dim % 2 == 0 ? tensor_dim : tensor_dim + 6); }
+const char* color_of_dim(int64_t tensor_dim) { return color_of(tensor_dim % 2 == 0 ? tensor_dim : tensor_dim + 6); }
 
 // Returns "2nd" for 2.
 std::string ordinal(size_t n) { return concat(n, n == 1 ? "st" : n == 2 ? "nd" : n == 3 ? "rd" : "th"); }
@@ -92,9 +92,9 @@ class MeshDimPicture {
   }
 
   void draw_wire(double x0, double x1, double y, bool is_spanned) {
-    const char* colour = is_spanned ? kSpans : kWire;
+    const char* color = is_spanned ? kSpans : kWire;
     svg_.open_group(
-        concat("stroke=\"", colour, "\" fill=\"", colour, "\" stroke-width=\"", is_spanned ? "3" : "1.2", "\""));
+        concat("stroke=\"", color, "\" fill=\"", color, "\" stroke-width=\"", is_spanned ? "3" : "1.2", "\""));
     svg_.path(concat("M", px(x0 + 4), " ", px(y), "H", px(x1 - 10)), "fill=\"none\"");
     svg_.tip(x1 - 4, y, 9);
     svg_.close_group();
@@ -129,7 +129,7 @@ class MeshDimPicture {
       const double size = kIcon / slices;
       d += rect_path(is_down ? Rect{icon.x, icon.y + from, kIcon, size} : Rect{icon.x + from, icon.y, size, kIcon});
     }
-    svg_.path(d, concat("fill=\"", colour_of_dim(placement.dim), "\""));
+    svg_.path(d, concat("fill=\"", color_of_dim(placement.dim), "\""));
     std::string lines;
     for (double line = 1; line < slices; ++line) {
       const double at = kIcon * line / slices;
@@ -157,8 +157,8 @@ class MeshDimPicture {
 
   void draw_tensor(size_t state) {
     const Layout& layout = frame_.states()[state];
-    const double centre = frame_.column(state);
-    const Rect box{centre - box_.w / 2, tensor_top(), box_.w, box_.h};
+    const double center = frame_.column(state);
+    const Rect box{center - box_.w / 2, tensor_top(), box_.w, box_.h};
     svg_.path(rect_path(box), "fill=\"#F6F6F6\" stroke=\"#AAAAAA\"");
     draw_lines(layout, box);
     const Region part = layout.region(0);
@@ -170,12 +170,12 @@ class MeshDimPicture {
       d += rect_path(rect);
     }
     const bool is_pending = !layout.partial_dims().empty();
-    const char* colour = is_pending ? kPending : colour_of(0);
-    if (!d.empty()) svg_.path(d, concat("class=\"sw-part\" fill=\"", colour, "\""), indices_text(part));
+    const char* color = is_pending ? kPending : color_of(0);
+    if (!d.empty()) svg_.path(d, concat("class=\"sw-part\" fill=\"", color, "\""), indices_text(part));
     if (!d.empty() && is_pending) svg_.stripes(d);
     const std::vector<std::string> lines = captions(layout, part);
     for (size_t i = 0; i < lines.size(); ++i) {
-      svg_.text(centre, box.y + box.h + 16 + 15 * static_cast<double>(i), lines[i], kCaption);
+      svg_.text(center, box.y + box.h + 16 + 15 * static_cast<double>(i), lines[i], kCaption);
     }
   }
 
@@ -214,7 +214,7 @@ class MeshDimPicture {
   void explain() {
     frame_.explain("A row is a mesh dim: how the tensor lies along it before and after each step.");
     frame_.explain("mesh dims that a step spans, joined: its groups are the ranks that differ only in these", kSpans);
-    frame_.explain("cut: filled is the slice of the first rank; of many slices few are drawn", colour_of_dim(0));
+    frame_.explain("cut: filled is the slice of the first rank; of many slices few are drawn", color_of_dim(0));
     frame_.explain("replicated: all ranks along the mesh dim hold the same", kReplicated);
     bool has_pending = false;
     for (const Layout& layout : frame_.states()) has_pending = has_pending || !layout.partial_dims().empty();

@@ -137,7 +137,7 @@ class RankPicture {
 
   void draw_label(int64_t row_number) {
     const double y = row(row_number) + box_.h / 2;
-    svg_.path(rect_path({20, y - 13, 6, 28}), concat("fill=\"", colour_of(row_number), "\""));
+    svg_.path(rect_path({20, y - 13, 6, 28}), concat("fill=\"", color_of(row_number), "\""));
     const std::string coordinate = coordinate_text(row_number);
     svg_.text(32, coordinate.empty() ? y + 5 : y - 1, name_of(row_number), kRank);
     if (!coordinate.empty()) svg_.text(32, y + 13, coordinate, kCoordinate);
@@ -202,12 +202,12 @@ class RankPicture {
     return false;
   }
 
-  void draw_part(const Rect& box, const DrawnMessage& message, int64_t colour, const std::string& words) {
+  void draw_part(const Rect& box, const DrawnMessage& message, int64_t color, const std::string& words) {
     std::vector<Rect> all;
     for (const Region& part : message.parts) {
       const std::vector<Rect> some = rects(part, box);
       all.insert(all.end(), some.begin(), some.end());
-      if (some.empty() && num_elements(part) > 0) draw_pale(part, box, colour);
+      if (some.empty() && num_elements(part) > 0) draw_pale(part, box, color);
     }
     if (all.empty()) return;
     const std::string more = message.parts.size() > 1 ? " and more" : "";
@@ -215,10 +215,10 @@ class RankPicture {
                                   ? ""
                                   : concat(name_of(message.to), " has ", indices_text(message.parts[0]), more, " from ",
                                            name_of(message.from), ", ", bytes_text(message.bytes));
-    fill(all, colour_of(colour), "class=\"sw-part\" stroke=\"#FFFFFF\" stroke-width=\"0.7\"", title);
+    fill(all, color_of(color), "class=\"sw-part\" stroke=\"#FFFFFF\" stroke-width=\"0.7\"", title);
     write_into(
         *std::max_element(all.begin(), all.end(), [](const Rect& a, const Rect& b) { return a.w * a.h < b.w * b.h; }),
-        words, ink_on(colour));
+        words, ink_on(color));
   }
 
   // Writes the words if there is room.
@@ -232,11 +232,11 @@ class RankPicture {
     return rects_of(part, plan_.src.shape(), drawn_, box);
   }
 
-  void fill(const std::vector<Rect>& rects, const char* colour, const char* attributes, const std::string& title) {
+  void fill(const std::vector<Rect>& rects, const char* color, const char* attributes, const std::string& title) {
     if (rects.empty()) return;
     std::string d;
     for (const Rect& rect : rects) d += rect_path(rect);
-    svg_.path(d, concat("fill=\"", colour, "\" ", attributes), title);
+    svg_.path(d, concat("fill=\"", color, "\" ", attributes), title);
   }
 
   // Returns the range that encloses a part. It is drawn if the part has too many pieces.
@@ -246,9 +246,9 @@ class RankPicture {
     return range;
   }
 
-  void draw_pale(const Region& part, const Rect& box, int64_t colour) {
+  void draw_pale(const Region& part, const Rect& box, int64_t color) {
     has_pale_ = true;
-    fill(rects(range_of(part), box), colour_of(colour), "class=\"sw-pale\" fill-opacity=\"0.35\"", "");
+    fill(rects(range_of(part), box), color_of(color), "class=\"sw-pale\" fill-opacity=\"0.35\"", "");
   }
 
   void draw_stripes(const Region& held, const Rect& box) {
@@ -276,9 +276,9 @@ class RankPicture {
   // ---- messages
 
   // Returns the width of an arrow. It grows with the bytes, but leaves space between arrows at the same box.
-  double arrow_width(int64_t bytes, size_t neighbours) const {
+  double arrow_width(int64_t bytes, size_t neighbors) const {
     const double share = static_cast<double>(bytes) / static_cast<double>(std::max<int64_t>(widest_bytes_, 1));
-    return std::min(1.1 + 2.4 * share, 0.45 * box_.h / static_cast<double>(neighbours));
+    return std::min(1.1 + 2.4 * share, 0.45 * box_.h / static_cast<double>(neighbors));
   }
 
   // Returns the y at which the `index`-th of `count` arrows ends at the side of a box.
@@ -302,16 +302,16 @@ class RankPicture {
     for (const DrawnMessage& message : messages) {
       const double y0 = berth(message.from, left[message.from]++, leaving[message.from]);
       const double y1 = berth(message.to, arrived[message.to]++, arriving[message.to]);
-      const size_t neighbours = std::max(leaving[message.from], arriving[message.to]);
-      draw_arrow(message, arrow_width(message.bytes, neighbours), {x0, y0, x1 - x0, y1 - y0});
+      const size_t neighbors = std::max(leaving[message.from], arriving[message.to]);
+      draw_arrow(message, arrow_width(message.bytes, neighbors), {x0, y0, x1 - x0, y1 - y0});
     }
   }
 
   // Draws the arrow from one corner of `span` to the opposite one.
   void draw_arrow(const DrawnMessage& message, double width, const Rect& span) {
     const bool stays = message.from == message.to;
-    const char* colour = stays ? kStays : colour_of(message.from);
-    open_arrow(stays ? "sw-stays" : "sw-arrow sw-sends", colour, stays ? 1.1 : width,
+    const char* color = stays ? kStays : color_of(message.from);
+    open_arrow(stays ? "sw-stays" : "sw-arrow sw-sends", color, stays ? 1.1 : width,
                stays ? concat(name_of(message.to), " keeps ", bytes_text(message.bytes))
                      : concat(name_of(message.from), " -> ", name_of(message.to), ": ", bytes_text(message.bytes)));
     const double tip = stays || width < 1.6 ? 5 : kTip;
@@ -320,9 +320,9 @@ class RankPicture {
     svg_.close_group();
   }
 
-  void open_arrow(const char* kind, const char* colour, double width, const std::string& title) {
+  void open_arrow(const char* kind, const char* color, double width, const std::string& title) {
     svg_.open_group(
-        concat("class=\"", kind, "\" stroke=\"", colour, "\" fill=\"", colour, "\" stroke-width=\"", px(width), "\""),
+        concat("class=\"", kind, "\" stroke=\"", color, "\" fill=\"", color, "\" stroke-width=\"", px(width), "\""),
         title);
   }
 
@@ -356,12 +356,12 @@ class RankPicture {
       const double side = row(r) + box_.h / 2;
       const Traffic traffic = traffic_at(step, plan_.lowering, ranks_[r]);
       if (num_elements(step.before.region(member)) > 0) {
-        open_arrow("sw-arrow sw-gives", colour_of(r), 2, concat(name_of(r), " sends ", bytes_text(traffic.sent_bytes)));
+        open_arrow("sw-arrow sw-gives", color_of(r), 2, concat(name_of(r), " sends ", bytes_text(traffic.sent_bytes)));
         svg_.path(curve_path(x0, side, middle, y), "fill=\"none\"");
         svg_.close_group();
       }
       if (num_elements(step.after.region(member)) > 0) {
-        open_arrow("sw-arrow sw-takes", colour_of(r), 2,
+        open_arrow("sw-arrow sw-takes", color_of(r), 2,
                    concat(name_of(r), " receives ", bytes_text(traffic.received_bytes)));
         svg_.path(curve_path(middle, y, x1 - kTip + 1, side), "fill=\"none\"");
         svg_.tip(x1, side, kTip);
@@ -395,13 +395,13 @@ class RankPicture {
 
   void explain() {
     frame_.explain(box_text());
-    frame_.explain("What a rank holds is filled in the colour, and has the number, of the rank it came from.");
+    frame_.explain("What a rank holds is filled in the color, and has the number, of the rank it came from.");
     if (has_hidden_) {
-      frame_.explain("Where parts from several ranks cover one another, all are in the holder's own colour.");
+      frame_.explain("Where parts from several ranks cover one another, all are in the holder's own color.");
     }
     if (widest_bytes_ > 0) {
-      frame_.explain(concat("An arrow is a message in its sender's colour, the thicker the more bytes (at most ",
-                            bytes_text(widest_bytes_), "); grey: what stays where it is."));
+      frame_.explain(concat("An arrow is a message in its sender's color, the thicker the more bytes (at most ",
+                            bytes_text(widest_bytes_), "); gray: what stays where it is."));
     }
     const std::vector<Step>& steps = frame_.steps();
     if (std::any_of(steps.begin(), steps.end(), reduces)) {
@@ -415,7 +415,7 @@ class RankPicture {
     for (const Step& step : steps) has_zeros = has_zeros || step.op == StepOp::kZeroFill;
     if (!pending.empty()) {
       frame_.explain(concat("striped: a contribution; the value is the ", pending, " over the ranks that hold one"),
-                     colour_of(0), true);
+                     color_of(0), true);
     }
     if (has_zeros) frame_.explain("zeros", kZeros, true);
     if (has_pale_) {

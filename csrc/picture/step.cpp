@@ -68,10 +68,10 @@ class StepPicture {
 
   void draw(const Rect& rect, int weight, bool is_striped, const std::string& words, const std::string& title) {
     const std::string path = rect_path(rect);
-    const int64_t colour = std::max(weight, 0);
-    svg_.path(path, concat("fill=\"", colour_of(colour), "\" stroke=\"#ffffff\" stroke-width=\"0.5\""), title);
+    const int64_t color = std::max(weight, 0);
+    svg_.path(path, concat("fill=\"", color_of(color), "\" stroke=\"#ffffff\" stroke-width=\"0.5\""), title);
     if (is_striped) svg_.stripes(path);
-    const TextStyle style{.size = 10, .anchor = "middle", .fill = ink_on(colour)};
+    const TextStyle style{.size = 10, .anchor = "middle", .fill = ink_on(color)};
     if (!is_striped && rect.h >= style.size + 2 && text_width(words, style) + 4 <= rect.w) {
       svg_.text(rect.x + rect.w / 2, rect.y + rect.h / 2 + 3.5, words, style, title);
     }

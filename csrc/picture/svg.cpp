@@ -41,17 +41,17 @@ std::vector<std::string> characters(std::string_view text) {
 }
 
 // Paul Tol's muted and vibrant schemes, ordered so that neighbors differ in lightness.
-struct Colour {
+struct Color {
   const char* fill;
   const char* ink;
 };
-constexpr Colour kColours[] = {
+constexpr Color kColors[] = {
     {"#0077BB", "#FFFFFF"}, {"#EE8844", "#000000"}, {"#117733", "#FFFFFF"}, {"#DD88B4", "#000000"},
     {"#443399", "#FFFFFF"}, {"#DDAA33", "#000000"}, {"#882255", "#FFFFFF"}, {"#66BBDD", "#000000"},
     {"#BB3311", "#FFFFFF"}, {"#55BBA5", "#000000"}, {"#993388", "#FFFFFF"}, {"#AAAA44", "#000000"},
     {"#5566CC", "#FFFFFF"}, {"#BB9977", "#000000"}, {"#664411", "#FFFFFF"}, {"#88CC66", "#000000"},
 };
-constexpr int64_t kNumColours = std::size(kColours);
+constexpr int64_t kNumColors = std::size(kColors);
 
 std::string title_element(const std::string& title) {
   return title.empty() ? "" : concat("<title>", escaped(title), "</title>");
@@ -116,9 +116,9 @@ double widest(const std::vector<std::string>& lines, const TextStyle& style) {
   return width;
 }
 
-const char* colour_of(int64_t index) { return kColours[index % kNumColours].fill; }
+const char* color_of(int64_t index) { return kColors[index % kNumColors].fill; }
 
-const char* ink_on(int64_t index) { return kColours[index % kNumColours].ink; }
+const char* ink_on(int64_t index) { return kColors[index % kNumColors].ink; }
 
 void Svg::text(double x, double y, const std::string& words, const TextStyle& style, const std::string& title) {
   body_ += concat("<text x=\"", px(x), "\" y=\"", px(y), "\" font-size=\"", px(style.size), "\" fill=\"", style.fill,

@@ -42,7 +42,7 @@ double text_width(const std::string& text, const TextStyle& style = {});
 double widest(const std::vector<std::string>& lines, const TextStyle& style = {});
 
 // Returns one of 16 colors, which repeat. Colors whose hues color-blind people cannot distinguish differ in lightness.
-const char* colour_of(int64_t index);
+const char* color_of(int64_t index);
 // Returns black or white, whichever is easier to read on that color.
 const char* ink_on(int64_t index);
 

@@ -203,7 +203,7 @@ class Fit {
   // Calls visit(a, b) with the parts of each two combinations that differ only in this mesh dim. Parts are nullopt if
   // the combination holds nothing.
   template <typename Visit>
-  void for_each_neighbours(int mesh_dim, const Visit& visit) const {
+  void for_each_neighbors(int mesh_dim, const Visit& visit) const {
     const int64_t stride = held_.mesh.stride(mesh_dim);
     std::map<int64_t, size_t> index_of;
     for (size_t i = 0; i < held_.positions.size(); ++i) index_of[held_.positions[i]] = i;
@@ -218,7 +218,7 @@ class Fit {
     std::vector<size_t> depending;
     for (size_t j = 0; j < dims_.size(); ++j) {
       bool differs = false;
-      for_each_neighbours(mesh_dim, [&](const std::optional<Parts>& a, const std::optional<Parts>& b) {
+      for_each_neighbors(mesh_dim, [&](const std::optional<Parts>& a, const std::optional<Parts>& b) {
         differs = differs || (a && b && (*a)[j] != (*b)[j]);
       });
       if (differs) depending.push_back(j);
@@ -228,7 +228,7 @@ class Fit {
 
   bool is_same_at_all(int mesh_dim) const {
     bool is_same = true;
-    for_each_neighbours(
+    for_each_neighbors(
         mesh_dim, [&](const std::optional<Parts>& a, const std::optional<Parts>& b) { is_same = is_same && a == b; });
     return is_same;
   }

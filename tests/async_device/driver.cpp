@@ -257,7 +257,7 @@ bool is_done(c10::Stream stream) {
 }
 
 void synchronize(c10::Stream stream) {
-  forbid_in_capture("synchronising a stream");
+  forbid_in_capture("synchronizing a stream");
   const auto mark = std::make_shared<Mark>();
   worker_of(stream.id()).add([mark] { mark->set(); }, false);
   mark->wait();
@@ -334,9 +334,9 @@ bool Event::query() const {
 }
 
 void Event::synchronize() const {
-  forbid_in_capture("synchronising an event");
+  forbid_in_capture("synchronizing an event");
   if (!mark_) return;
-  TORCH_CHECK(!mark_->is_captured, "async_device: an event that was recorded in a capture cannot be synchronised");
+  TORCH_CHECK(!mark_->is_captured, "async_device: an event that was recorded in a capture cannot be synchronized");
   mark_->wait();
   raise_failure();
 }

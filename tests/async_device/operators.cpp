@@ -106,7 +106,7 @@ std::set<std::string>& synchronous() {
 std::mutex names_mutex;
 
 void by_cpu(const c10::OperatorHandle& op, Stack* stack) {
-  const std::string what = toString(op.operator_name()) + ", which synchronises,";
+  const std::string what = toString(op.operator_name()) + ", which synchronizes,";
   forbid_in_capture(what.c_str());
   at::native::cpu_fallback(op, stack);
 }

@@ -63,7 +63,7 @@ class Step:
     losses: str = "all"  # "main", "aux" or "hidden"; "by_rank": main on even ranks, aux on odd ranks
     backward: str = "once"
     clips: str = ""  # gradients by "norm" or "value"; "scale": multiplies them by a factor
-    optimises: bool = True
+    optimizes: bool = True
     writes: str = ""  # a write to the weights after the optimizer's step: one of WRITES
     zero: str = "none"  # gradients at the end: "zeros", "by_hand", "keep", or "model" (model.zero_grad())
     reads_state: bool = False
@@ -177,7 +177,7 @@ def _draw_step(chance: _Chance, blocks: int, is_called: bool, is_last: bool) -> 
         losses=chance.one("all", ("main", "aux", "hidden", "by_rank"), 0.15),
         backward=chance.one("once", BACKWARDS, 0.3),
         clips="" if defers else chance.one("", ("norm", "norm", "value", "scale"), 0.15),
-        optimises=not defers and chance.true(0.85),
+        optimizes=not defers and chance.true(0.85),
         writes=chance.one("", WRITES, 0.15),
         zero="keep" if defers else chance.one("none", ("zeros", "by_hand", "keep", "model"), 0.25),
         reads_state=chance.true(0.1),
@@ -222,7 +222,7 @@ def valid(case: Case) -> Case:
             step = dataclasses.replace(step, clips="norm")
         if step.entry == "part" and (blocks[0].unit == "none" or blocks[0].compiled):
             step = dataclasses.replace(step, entry="forward")
-        if step.defers and (index + 1 == len(case.steps) or step.zero != "keep" or step.optimises or step.clips):
+        if step.defers and (index + 1 == len(case.steps) or step.zero != "keep" or step.optimizes or step.clips):
             step = dataclasses.replace(step, defers=False)
         if step.accumulates and step.backward in NOT_REDUCING:
             step = dataclasses.replace(step, accumulates=0)

@@ -218,7 +218,7 @@ class Run(Passes):
         """Runs the optimizer's step, writes weights, and clears gradients."""
         if step.entry == "unsharded" and self.is_sharded and self.case.root:
             self.model.reshard()
-        if step.optimises:
+        if step.optimizes:
             self.optimizer.step()
         if step.writes:
             self._write(index, step.writes)

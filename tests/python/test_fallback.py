@@ -87,7 +87,7 @@ def test_fallback_reason_does_not_depend_on_shapes_and_dims(pool: Pool) -> None:
         ((reason, count),) = reasons.items()
         assert count == 6
         assert "_Odd" in reason and "placements must be" in reason and not any(c.isdigit() for c in reason), reason
-        assert len(lines) == 1 and "got _Odd(dim=0)" in lines[0], lines
+        assert len(lines) == 1 and "got Shard(dim=0), a _Odd" in lines[0], lines
 
 
 def _counters() -> None:

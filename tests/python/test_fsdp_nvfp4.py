@@ -174,8 +174,8 @@ def _unsupported() -> None:
         refuses(f"{needs}.* cannot be imported")
     with torchao():
         wrong = mock.patch.object(sys.modules.get(_NAME) or formats._torchao(), "nvfp4_quantize")
-        with wrong as quantised:
-            quantised.side_effect = NotImplementedError("no kernel for 4 bits")
+        with wrong as quantized:
+            quantized.side_effect = NotImplementedError("no kernel for 4 bits")
             refuses(f"{needs}.* raise NotImplementedError: no kernel for 4 bits")
         refuses(
             "message_format must not be 'nvfp4' .* blocks of 16 elements along the last dim, got weight",

@@ -1,4 +1,4 @@
-"""Modules parallelised with PyTorch's own styles train the same with shardwright as without it."""
+"""Modules parallelized with PyTorch's own styles train the same with shardwright as without it."""
 
 from __future__ import annotations
 

@@ -576,7 +576,7 @@ def _wrong_layouts() -> None:
 
     refuses("weight must be on other dims", over(Shard(0), mesh["b"]))
     refuses("weight must be on other dims", over(Shard(0), mesh["b"]), mesh=mesh)
-    refuses("weight: is placed as .*pending", over(Partial(), mesh["b"]), mesh=mesh["a"])
+    refuses("weight must be a DTensor without pending reductions, got", over(Partial(), mesh["b"]), mesh=mesh["a"])
     linear = nn.Linear(2, 2)
     refuses("reshard_after_forward: got 3; .* divide 4", linear, reshard_after_forward=3)
     refuses("reshard_after_forward: got '2'", linear, reshard_after_forward="2")

@@ -49,7 +49,7 @@ def redistribute_sequence(
     """
     argument_checks.check_tensor("local", local)
     argument_checks.check_group(group)
-    groups.check_initialised()
+    groups.check_initialized()
     count = dist.get_world_size(group)
     size = argument_values.integer(size, "size")
     dim = argument_values.dim(dim, "dim", local.ndim)

@@ -237,7 +237,7 @@ def _check_rows(name: str, rows: int, expected: int, parts: Parts, rank: int) ->
 
 def _carrier(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Returns the process group of plain tensors. Raises ValueError if this rank is not in it."""
-    groups.check_initialised()
+    groups.check_initialized()
     if dist.get_rank(group) < 0:
         raise argument_error("group", "a group with this rank", f"one without rank {dist.get_rank()}")
     carrier = group if group is not None else dist.group.WORLD

@@ -65,7 +65,7 @@ def calibrate(
         `between` is `inside`. Rates are at least 1; latencies are 0 if they cannot be told from noise.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
         ValueError: there are fewer than 2 ranks, this rank is outside the group, the mesh reaches beyond the group or
             is not a DeviceMesh, nodes do not hold the same number of consecutive ranks each, a dtype cannot be
             measured, or `apply` is True for a part of the job.

@@ -50,15 +50,15 @@ class Ranks:
 
 def seconds_of(device: torch.device, call: Callable[[], object], repeats: int = 1) -> float:
     """Returns the seconds per call on this rank."""
-    _synchronise(device)
+    _synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
         call()
-    _synchronise(device)
+    _synchronize(device)
     return (time.perf_counter() - start) / repeats
 
 
-def _synchronise(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -73,7 +73,7 @@ class Job(NamedTuple):
 
 def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, mesh: Any | None, quick: bool) -> Job:
     """Checks the arguments of `calibrate`, and returns the job."""
-    groups.check_initialised()
+    groups.check_initialized()
     argument_checks.check_group(group)
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None

@@ -1,6 +1,6 @@
 """Measures latencies and bandwidths with all-to-alls of several message sizes, in teams of several sizes.
 
-    inside, step       teams of neighbours on a node: 2, 4, ..., all ranks of the node
+    inside, step       teams of neighbors on a node: 2, 4, ..., all ranks of the node
     between            teams across nodes, of the ranks with the same index on their nodes
     a mesh dim         the mesh dim's own groups
     memory             copies of a large tensor into new memory, as for a result

@@ -146,7 +146,7 @@ def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) 
 
     Collective if the group of a Layout's ranks must be made. Raises ValueError for invalid arguments.
     """
-    groups.check_initialised()
+    groups.check_initialized()
     topology = named_topology(topology)
     if topology is None and isinstance(placement, _planner.Layout):
         topology = placement.mesh.topology

@@ -64,7 +64,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self, mesh: DeviceMesh, *tensors: torch.Tensor, min_bytes: int = 1 << 16) -> None:
-        groups.check_initialised()
+        groups.check_initialized()
         argument_checks.check_device_mesh("mesh", mesh)
         if mesh is None or mesh.get_coordinate() is None:
             raise argument_error("mesh", f"a mesh that contains this rank ({dist.get_rank()})", mesh)

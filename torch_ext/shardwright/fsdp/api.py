@@ -108,7 +108,7 @@ def fully_shard(
             The first forward raises it if ranks gave different arguments. The end of the first step raises it if
             `memory_limit` is too small; with activations of `checkpoint_cut`, the end of the second step.
     """
-    groups.check_initialised()
+    groups.check_initialized()
     modules = checked_modules(module)
     options = checked_options(options)
     if shard_placement_fn is not None and options.placements is not None:

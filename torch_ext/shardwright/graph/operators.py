@@ -69,7 +69,7 @@ def operator(
     device_type = argument_checks.device_of("device_type", device_type).type
     argument_checks.check_group(group)
     argument_checks.check_device_mesh("device_mesh", device_mesh)
-    groups.check_initialised()
+    groups.check_initialized()
     plan = executables.make_plan(src, dst, device_type, group)
     arguments = arguments_of(plan, group=group, device_mesh=device_mesh)
     backward = {"plan": "", "groups": []}

@@ -54,7 +54,7 @@ def _product(name: _Name, x: torch.Tensor) -> Product:
 def _parsed(name: _Name, device_type: str) -> Product:
     where, plan = _places.get(name), _planner.ProductPlan.parse(name[0])
     if where is None:
-        groups.check_initialised()
+        groups.check_initialized()
         if name[1].startswith(_OF_MESH):
             names, flattened = map(tuple, json.loads(name[1]))
             return Product(plan, Where(device_type, device_mesh=groups.Owner(names, flattened, plan.operand.mesh)))

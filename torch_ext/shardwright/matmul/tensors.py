@@ -39,7 +39,7 @@ def ask(
     **options: Any,
 ) -> ProductKey:
     """Returns the arguments in a hashable form. Raises RuntimeError if torch.distributed is not initialized."""
-    groups.check_initialised()
+    groups.check_initialized()
     if placements is not None:  # with dims that count from the front
         rank = max(x.ndim, 1)
         placements = tuple(Shard(p.dim % rank) if type(p) is Shard and p.dim < 0 else p for p in placements)

@@ -161,7 +161,7 @@ def connect(
     if world_size < 2:
         raise argument_error("world_size", "the number of ranks of all jobs, at least 2", world_size)
     texts = _texts({} if declared is None else declared)
-    groups.check_initialised()
+    groups.check_initialized()
     timeout = groups.default_timeout() if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     meeting = JobExchange(store, role, dist.get_rank(), name, world_size)
     members = meeting.gather(timeout)

@@ -405,7 +405,7 @@ def _fitted(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tenso
 @torch._disable_dynamo  # Dynamo takes process groups for objects without methods
 def lowering_on(mesh: _planner.Mesh, device_type: str, group: dist.ProcessGroup | None) -> _planner.Lowering:
     """Returns the lowering of a group. Raises ValueError if the mesh has ranks that are not in the group."""
-    groups.check_initialised()
+    groups.check_initialized()
     world_size = dist.get_world_size(group)
     last_rank = max(mesh.ranks)
     if last_rank >= world_size:
@@ -440,7 +440,7 @@ def _backend_name(device_type: str, group: dist.ProcessGroup | None) -> str | No
 
     Ranks of a group without one may be threads, which share this module's caches.
     """
-    groups.check_initialised()
+    groups.check_initialized()
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
     try:

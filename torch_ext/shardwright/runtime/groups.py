@@ -131,7 +131,7 @@ def weakly(group: dist.ProcessGroup | None) -> WeakGroup:
     return DEFAULT if group is None else WeakGroup(group)
 
 
-def check_initialised() -> None:
+def check_initialized() -> None:
     """Raises RuntimeError if there is no default process group. Drops everything that belongs to an earlier one."""
     if not dist.is_available() or not dist.is_initialized():
         text = "group: torch.distributed is not initialized; call torch.distributed.init_process_group first"

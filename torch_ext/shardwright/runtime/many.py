@@ -101,7 +101,7 @@ def redistribute_many(
         RuntimeError: the arguments of another rank are not allowed; torch.distributed is not initialized.
         torch.distributed.DistBackendError: a transfer failed or timed out.
     """
-    groups.check_initialised()
+    groups.check_initialized()
     argument_checks.check_group(group)
     if dist.get_rank(group) < 0:
         raise argument_error("group", "a group with this rank", f"one without rank {dist.get_rank()}")

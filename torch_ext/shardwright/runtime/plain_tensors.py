@@ -143,7 +143,7 @@ def _checked_rank(
     check_layout("dst", dst)
     argument_checks.check_group(group)
     argument_checks.check_device_mesh("device_mesh", device_mesh)
-    groups.check_initialised()
+    groups.check_initialized()
     return dist.get_rank(group)
 
 

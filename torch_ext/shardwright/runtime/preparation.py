@@ -60,7 +60,7 @@ def prepare(
             on `mesh`; the device type is neither CPU nor CUDA; an arena is on CPU, is too small for the number of
             ranks, or differs in its settings from the group's existing arena.
     """
-    groups.check_initialised()
+    groups.check_initialized()
     device_mesh = mesh if argument_values.is_device_mesh(mesh) else None
     grid = mesh if isinstance(mesh, _planner.Mesh) else Mesh(mesh)
     pairs = _pairs_of_layouts(grid, redistributes)

@@ -76,10 +76,10 @@ def transfer(
         ValueError: raised on all ranks, with the problems of all ranks: names that one side lacks, elements with no
             source or with several, different shapes, different dtypes without a cast, layouts or arguments that ranks
             disagree on, local tensors that do not match their layout. Nothing was moved.
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
     """
     argument_checks.check_group(group)
-    groups.check_initialised()
+    groups.check_initialized()
     if dist.get_rank(group) < 0:
         raise ValueError(f"group must contain this rank, got a group without rank {dist.get_rank()}")
     problems: list[str] = []

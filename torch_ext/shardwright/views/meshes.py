@@ -42,7 +42,7 @@ def _split(whole: DeviceMesh, _: Hashable, root: DeviceMesh, fine: _planner.Mesh
     rank = dist.get_rank()
     if fine.coordinate(rank) is None:
         return DeviceMesh(whole.device_type, ranks, mesh_dim_names=tuple(fine.dim_names), _init_backend=False)
-    groups.check_initialised()
+    groups.check_initialized()
     owner = groups.owner_of(whole)
     along = [groups.find_or_make(fine.group_ranks(rank, (dim,)), owner) for dim in range(fine.ndim)]
     return DeviceMesh.from_group(along, whole.device_type, ranks, mesh_dim_names=tuple(fine.dim_names))
