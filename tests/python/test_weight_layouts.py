@@ -578,23 +578,23 @@ def _wrong_layouts() -> None:
     refuses("weight must be on other dims", over(Shard(0), mesh["b"]), mesh=mesh)
     refuses("weight must be a DTensor without pending reductions, got", over(Partial(), mesh["b"]), mesh=mesh["a"])
     linear = nn.Linear(2, 2)
-    refuses("reshard_after_forward: got 3; .* divide 4", linear, reshard_after_forward=3)
-    refuses("reshard_after_forward: got '2'", linear, reshard_after_forward="2")
+    refuses("reshard_after_forward must be .* a divisor of 4.*, got 3", linear, reshard_after_forward=3)
+    refuses("reshard_after_forward must be .*, got '2'", linear, reshard_after_forward="2")
     rest = {"placements": lambda p: [Shard(0)]}
     refuses("reshard_after_forward must be .*, got 2", linear, reshard_after_forward=2, **rest)
     for name in ("store_placements", "kept_placements"):
         refuses(f"{name} must return .* for weight", linear, **{name: lambda p: [Partial()]})
         refuses("placements must be a list of 1, .*, got 2", linear, **{name: lambda p: [Shard(0), Shard(0)]})
     refuses("same_data_dims: mesh dim must be one of .*, got 'c'", linear, same_data_dims=["c"])
-    refuses("dp_mesh_dims: got a str", linear, dp_mesh_dims="a")
+    refuses("dp_mesh_dims must be .*, got a str", linear, dp_mesh_dims="a")
 
     def dims(shard: Any, replicate: Any = None) -> Any:
         return types.SimpleNamespace(shard=shard, replicate=replicate)
 
-    refuses("dp_mesh_dims: got shard='c'", linear, mesh=mesh, dp_mesh_dims=dims("c"))
-    refuses("dp_mesh_dims: got shard=None and replicate=None", linear, mesh=mesh, dp_mesh_dims=dims(None))
-    refuses("next to each other", linear, mesh=mesh, dp_mesh_dims=dims(("b", "a")))
-    refuses("weight: is a Parameter; allowed with dp_mesh_dims", linear, mesh=mesh, dp_mesh_dims=dims("a"))
+    refuses("dp_mesh_dims must be .*, got shard='c'", linear, mesh=mesh, dp_mesh_dims=dims("c"))
+    refuses("dp_mesh_dims must be .*, got shard=None and replicate=None", linear, mesh=mesh, dp_mesh_dims=dims(None))
+    refuses("adjacent dims", linear, mesh=mesh, dp_mesh_dims=dims(("b", "a")))
+    refuses("weight must be a DTensor on .* with dp_mesh_dims, got", linear, mesh=mesh, dp_mesh_dims=dims("a"))
     assert not isinstance(linear.weight, DTensor), "a refused module is left as it was"
 
 
