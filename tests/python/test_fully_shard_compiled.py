@@ -330,7 +330,7 @@ def test_checkpoints_within_and_around_units(pool: Pool) -> None:
 def _chunked_in_graph() -> None:
     torch._dynamo.reset()
     model = shard(Mlp(), flat_fully_shard, get_mesh((2,)), {"chunked": True})
-    with pytest.raises(RuntimeError, match="chunked must be False for Mlp, .*, got True"):
+    with pytest.raises(RuntimeError, match="chunked must be False for Mlp .*, got True"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(batch(0))
 
 

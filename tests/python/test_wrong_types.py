@@ -196,7 +196,7 @@ def test_plan_bytes_with_invalid_utf8_raise(which: str, bad: bytes) -> None:
         (lambda t: t["mesh"].update(dim_names=["a", "a"]), "must be distinct"),
         (lambda t: t["mesh"].update(dim_names=["a"]), "one per dim_size"),
         (lambda t: t["mesh"].update(dim_names="ab"), "mesh.dim_names must be a list, got a str"),
-        (lambda t: t["mesh"].update(dim_sizes=[2, 2.0]), "dim_sizes must be an integer, got 2.0"),
+        (lambda t: t["mesh"].update(dim_sizes=[2, 2.0]), "mesh dim sizes must be an integer, got 2.0"),
         (lambda t: t.update(shape=[8, 1e30]), "shape must be an integer, got 1e\\+30"),
         (lambda t: t.update(shape={}), "placements"),
         (lambda t: t.update(dtype=5), "dtype must be a str, got a int"),
