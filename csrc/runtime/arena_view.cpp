@@ -13,6 +13,7 @@
 namespace shardwright {
 namespace {
 
+// The deleter of arena views' memory: drops the reference to the arena. Its address also identifies arena views.
 void drop_arena(void* arena) { delete static_cast<c10::Storage*>(arena); }
 
 // Returns the memory of a tensor, which is null after release_memory.
@@ -37,6 +38,7 @@ void end_access_error(c10::StorageImpl& storage);
 template struct Private<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 #endif
 
+// Ends the error that release_memory makes each read raise.
 template <typename Storage>
 void clear_access_error(Storage& storage) {
   if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {

@@ -34,8 +34,10 @@ struct RowsOfHeads {
   int64_t rows = 0;
 };
 
+// Returns all query rows.
 RowsOfHeads all_rows(const AttendSizes& s) { return {s.heads, 0, s.rows}; }
 
+// Returns a view of queries, keys, values or results: [batch, heads, rows, depth].
 at::Tensor view(const Heads& heads, const Buffers& buffers, int64_t batch, const RowsOfHeads& of, int64_t depth) {
   const at::Tensor& buffer = buffers[heads.buffer];
   return buffer.as_strided({batch, of.heads, of.rows, depth},
@@ -43,17 +45,20 @@ at::Tensor view(const Heads& heads, const Buffers& buffers, int64_t batch, const
                            buffer.storage_offset() + heads.offset + of.first_row * heads.row_stride);
 }
 
+// Returns a view of the lse of some rows: [batch, heads, rows].
 at::Tensor view(const HeadRows& lse, const Buffers& buffers, const AttendSizes& s, int64_t first_row, int64_t rows) {
   const at::Tensor& buffer = buffers[lse.buffer];
   return buffer.as_strided({s.batch, s.heads, rows}, {lse.batch_stride, lse.head_stride, 1},
                            buffer.storage_offset() + lse.offset + first_row);
 }
 
+// Pads the last dim of [batch, heads, rows, depth] with zeros to this depth.
 at::Tensor padded(const at::Tensor& tensor, int64_t depth) {
   const int64_t missing = depth - tensor.size(3);
   return missing == 0 ? tensor : at::constant_pad_nd(tensor, {0, missing}, 0);
 }
 
+// Returns the first `depth` elements of each row.
 at::Tensor without_padding(const at::Tensor& tensor, int64_t depth) {
   return tensor.size(3) == depth ? tensor : tensor.narrow(3, 0, depth);
 }
@@ -77,12 +82,14 @@ struct Bias {
   at::Tensor blind;  // masks only: rows that see no key; they get a bias of 0 instead
 };
 
+// Returns a tensor of these sizes whose rows begin at multiples of kBiasAlignment elements.
 at::Tensor empty_bias(at::IntArrayRef sizes, const at::TensorOptions& options) {
   std::vector<int64_t> aligned = sizes.vec();
   aligned.back() = (aligned.back() + kBiasAlignment - 1) / kBiasAlignment * kBiasAlignment;
   return at::empty(aligned, options).narrow(-1, 0, sizes.back());
 }
 
+// Returns a bias [rows, columns] of 0 where the band lets a query see a key, else minus infinity.
 Bias bias_of_band(const Band& band, int64_t rows, int64_t columns, const at::TensorOptions& options) {
   // Row i sees columns from i - most to i - least.
   at::Tensor bias = empty_bias({rows, columns}, options).fill_(-kInfinity);
@@ -93,6 +100,8 @@ Bias bias_of_band(const Band& band, int64_t rows, int64_t columns, const at::Ten
   return {bias, {}};
 }
 
+// Returns the bias of a mask: a boolean mask becomes 0 and minus infinity, a mask of numbers is copied. `options`:
+// those of the queries.
 Bias bias_of_mask(const at::Tensor& mask, const at::TensorOptions& options) {
   const bool stays_float32 = mask.scalar_type() == at::kFloat && options.device().is_cpu();
   at::Tensor bias = empty_bias(mask.sizes(), stays_float32 ? options.dtype(at::kFloat) : options);
@@ -112,12 +121,15 @@ bool is_half(const at::Tensor& tensor) {
 
 // One tile of a product, in the form that kernels use.
 struct Operands {
+  // True if kernels shall apply the triangle themselves.
   bool is_causal() const { return !bias && shape == BlockShape::kTriangle; }
 
+  // True if flash attention on CUDA supports this tile.
   bool is_for_flash() const {
     const int64_t depth = q.size(3);
     return is_half(q) && !bias && depth == v.size(3) && depth % 8 == 0 && depth <= 256;
   }
+  // Returns the bias, with one element in dims that repeat.
   std::optional<at::Tensor> added() const { return bias ? std::optional(bias->added) : std::nullopt; }
   // Returns the bias for kernels that need it for each head.
   std::optional<at::Tensor> expanded_bias() const {
@@ -125,20 +137,24 @@ struct Operands {
     return bias->added.expand({q.size(0), q.size(1), q.size(2), k.size(2)});
   }
 
-  at::Tensor q, k, v;
-  BlockShape shape;
-  std::optional<Bias> bias;
-  int64_t per_kv;
-  double scale;
+  at::Tensor q, k, v;        // [batch, heads, rows or columns, depth]
+  BlockShape shape;          // the pairs of query and key that are visible
+  std::optional<Bias> bias;  // set for masks and for shapes that kernels lack
+  int64_t per_kv;            // query heads per head of keys and values
+  double scale;              // factor of the scores
 };
 
+// Returns the bytes per element of operands and bias, from which the sizes of tiles follow. A float32 mask may need a
+// float32 bias.
 AttendItems items_of(const at::Tensor& operand, const std::optional<PairMask>& mask, const Buffers& buffers) {
   const int64_t bytes = operand.element_size();
   const bool is_in_float32 = mask && buffers[mask->buffer].scalar_type() == at::kFloat;
   return {bytes, is_in_float32 ? std::max<int64_t>(bytes, 4) : bytes};
 }
 
-// The tiles of a product. Operands are views, or padded copies if the kernel needs equal depths.
+// The tiles of a product. Each is a range of rows with the columns that these rows see, small enough for its bias
+// (program/attend_tiles.h). Operands are views, or padded copies if the kernel needs equal depths. `Product` is Attend
+// or AttendBackward.
 template <typename Product>
 class Tiles {
  public:
@@ -158,6 +174,7 @@ class Tiles {
 
   const std::vector<VisiblePart>& tiles() const { return tiles_; }
 
+  // Returns the operands of a tile, with the bias if it needs one.
   Operands at(const VisiblePart& tile) const {
     Operands made;
     made.q = q_.narrow(2, tile.first_row, tile.rows);
@@ -202,6 +219,7 @@ at::Tensor repeated(const at::Tensor& keys, int64_t times) {
   return keys.unsqueeze(2).expand({-1, -1, times, -1, -1}).reshape({keys.size(0), -1, keys.size(2), keys.size(3)});
 }
 
+// The gradient of `repeated`: sums each `times` consecutive heads, in float32.
 at::Tensor summed(const at::Tensor& gradient, int64_t times) {
   if (times == 1) return gradient;
   return gradient.unflatten(1, {-1, times}).to(at::kFloat).sum(2);
@@ -219,6 +237,7 @@ at::Tensor padded_lse(const at::Tensor& lse) {
 // expects those of its own forward, [batch, rows, heads, depth].
 at::Tensor rows_before_heads(const at::Tensor& out) { return out.transpose(1, 2).contiguous().transpose(1, 2); }
 
+// Returns the result and the lse of a tile, by the kernel of the device (attend.h).
 std::tuple<at::Tensor, at::Tensor> forward(const Operands& o) {
   if (o.q.is_cpu()) {
     return at::_scaled_dot_product_flash_attention_for_cpu(o.q, o.k, o.v, 0.0, o.is_causal(), o.added(), o.scale);
@@ -239,8 +258,9 @@ std::tuple<at::Tensor, at::Tensor> forward(const Operands& o) {
   return {std::get<0>(made), std::get<1>(made).narrow(2, 0, o.q.size(2))};
 }
 
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // of q, k and v
 
+// Returns the gradients of a tile. `out` and `lse` are the result over all keys, not only over this tile.
 Gradients backward(const Operands& o, const at::Tensor& dout, const at::Tensor& out, const at::Tensor& lse) {
   if (o.q.is_cpu()) {
     return at::_scaled_dot_product_flash_attention_for_cpu_backward(dout, o.q, o.k, o.v, out, lse, 0.0, o.is_causal(),
@@ -286,6 +306,8 @@ struct Rows {
   const Partial& partial;
 };
 
+// out = (out_left * exp(lse_left - most) + out_right * exp(lse_right - most)) / total, where `most` is the larger lse
+// and `total` the sum of both exponentials; lse = most + log(total).
 template <typename T>
 void merge_on_cpu(const Merge& o, const Buffers& buffers) {
   const Rows<T> left(o.left, buffers);
@@ -312,6 +334,7 @@ void merge_on_cpu(const Merge& o, const Buffers& buffers) {
   });
 }
 
+// Like merge_on_cpu. Where neither side sees a key, the exponentials are 0 and the divisor is a tiny positive number.
 void merge_with_aten(const Merge& o, const Buffers& buffers) {
   const AttendSizes& s = o.sizes;
   at::Tensor left = view(o.left.lse, buffers, s, 0, s.rows);

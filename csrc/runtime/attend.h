@@ -10,7 +10,8 @@
 // shallower operands are padded with zeros, which changes neither scores nor results. Memory-efficient attention on
 // CUDA needs no padding.
 //
-// `buffers` are the program's flat tensors, by BufferId.
+// `buffers` are the program's flat tensors, by BufferId. program/attend.h defines partial results and lse (the
+// logarithm of the sum of the exponentials of a query's scores).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,12 +24,14 @@ namespace shardwright {
 
 using Buffers = std::vector<at::Tensor>;
 
+// Computes the partial result of a block product. Queries that see no key get zeros and an lse of minus infinity.
 void attend(const Attend& attend, const Buffers& buffers);
+// Adds the gradients of a block product to dq, dk and dv.
 void attend_backward(const AttendBackward& attend, const Buffers& buffers);
 
-// Merges two partial results. On CPU every row is merged by scalar functions in one order, so the bits of a row depend
-// on that row alone.
+// Merges the partial result `right` into `left`. On CPU every row is merged by scalar functions in one order, so the
+// bits of a row depend on that row alone.
 void merge(const Merge& merge, const Buffers& buffers);
-void accumulate(const Accumulate& accumulate, const Buffers& buffers);  // dst += src
+void accumulate(const Accumulate& accumulate, const Buffers& buffers);  // dst += src, for gradients
 
 }  // namespace shardwright

@@ -15,6 +15,7 @@
 namespace shardwright {
 namespace {
 
+// The origin of a batch, which has no plans.
 class BatchOrigin : public Origin {
  public:
   explicit BatchOrigin(std::shared_ptr<const BatchPlan> plan) : plan_(std::move(plan)) {}
@@ -42,6 +43,7 @@ bool fits(const Program& program, const std::vector<at::Tensor>& tensors) {
   return true;
 }
 
+// Returns the sources, then the destinations, in the order of the program's buffers.
 std::vector<at::Tensor> joined(std::vector<at::Tensor> sources, const std::vector<at::Tensor>& destinations) {
   sources.insert(sources.end(), destinations.begin(), destinations.end());
   return sources;

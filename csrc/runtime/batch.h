@@ -1,4 +1,5 @@
-// Batches of many tensors (batch/batch.h), bound to a group of ranks.
+// Batches of many tensors (batch/batch.h), bound to a group of ranks. A batch moves elements from source tensors to
+// destination tensors in rounds of messages. Its program is described in batch/compile_batch.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +15,8 @@
 
 namespace shardwright {
 
-// A batch under way. Any thread may call any method, any number of times. Every wait raises the batch's failure. On
-// devices with streams, a wait makes the current stream wait.
+// A batch under way. Any thread may call any method, any number of times. Every wait raises the batch's failure. On CPU
+// a wait blocks the host; on devices with streams it makes the current stream wait.
 class BatchHandle {
  public:
   BatchHandle(std::shared_ptr<Execution> execution, at::Tensor token);
@@ -24,6 +25,7 @@ class BatchHandle {
   void wait_for_destination(int destination) const;  // until the destination is complete
   void wait_for_departure(int destination) const;    // also until its elements are sent to other ranks
   void wait() const;                                 // until everything is done
+  // True once everything is done, without a wait.
   bool is_done() const;
   // Returns the indices of destinations in the order in which wait_for_departure ends.
   std::vector<int> departures() const;
@@ -49,8 +51,10 @@ class BoundBatch {
   BatchHandle start(std::vector<at::Tensor> sources, const std::vector<at::Tensor>& destinations) const;
 
  private:
-  // Returns a program for tensors with these strides, on the host or on a device. The last one is cached.
+  // Returns a program for tensors with the strides of these, on the host or on a device. The last program is cached.
   ExecutablePtr executable(const std::vector<at::Tensor>& tensors) const;
+  // Compiles a program for tensors with the strides of these. Throws c10::ValueError if one has a wrong shape.
+  // `through_host`: the tensors are on a device, and messages are in host memory.
   ExecutablePtr compiled(const std::vector<at::Tensor>& tensors, bool through_host) const;
 
   std::shared_ptr<const BatchPlan> plan_;
@@ -58,7 +62,7 @@ class BoundBatch {
   RankGroupPtr group_;
   c10::DeviceType wire_;
   mutable std::mutex mutex_;
-  mutable ExecutablePtr executable_;
+  mutable ExecutablePtr executable_;  // the last program
 };
 
 }  // namespace shardwright

@@ -16,6 +16,7 @@
 namespace shardwright {
 namespace {
 
+// Describes a step that communicates. The group of a crossing has the ranks of both meshes.
 Communication communication_of(const Step& step) {
   Communication found;
   found.op = step_op_name(step.op);
@@ -32,12 +33,14 @@ Communication communication_of(const Step& step) {
   return found;
 }
 
+// Returns the ranks of a layout's mesh as text: as a range for large meshes whose ranks are 0, 1, 2, ...
 std::string ranks_text(const Layout& layout) {
   const Mesh& mesh = layout.mesh();
   if (mesh.size() > 64 && mesh.ranks_are_positions()) return concat("0 to ", mesh.size() - 1);
   return concat("[", join(mesh.ranks()), "]");
 }
 
+// Returns the signature of a redistribute (see Signature).
 Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
   std::vector<std::string> steps;
   for (const Step& step : plan.steps) {
@@ -59,6 +62,8 @@ Signature signature_of(const Plan& plan, const std::string& plan_bytes) {
           {"plan bytes", concat(plan_bytes.size(), " with hash ", bytes)}};
 }
 
+// Computes CompiledProgram::place_of_input: finds the interval of the destination that contains the input's only
+// interval.
 std::optional<int64_t> place_of_input_in(const Plan& plan, Rank rank) {
   const std::optional<int64_t> from = plan.src.mesh().position_of(rank);
   const std::optional<int64_t> to = plan.dst.mesh().position_of(rank);
@@ -76,6 +81,7 @@ std::optional<int64_t> place_of_input_in(const Plan& plan, Rank rank) {
   return std::nullopt;
 }
 
+// The origin of a redistribute. It keeps the plan as bytes, and decodes them on each call.
 class PlanOrigin : public Origin {
  public:
   explicit PlanOrigin(std::string plan_bytes) : plan_bytes_(std::move(plan_bytes)) {}
@@ -191,6 +197,8 @@ void CompiledProgram::note_instructions() {
   }
 }
 
+// Takes the options of the first input of the program's own dtype. Without such an input, it takes the device of the
+// first tensor.
 at::TensorOptions CompiledProgram::options_like(c10::ArrayRef<at::Tensor> tensors) const {
   if (tensors.empty()) return at::TensorOptions().device(at::kCPU).dtype(scalar_type_of(program_.dtype));
   const bool is_usual = usual_input_ >= 0;
@@ -307,6 +315,7 @@ c10::SmallVector<GroupLease, 4> Executable::lease_groups() const {
   return leases;
 }
 
+// In a capture, the device is not noted as connected, so that a later call connects the groups.
 void Executable::connect(const at::Device& device) const {
   if (device.is_cpu() || !compiled_->lowering().is_on_device) return;
   if (compiled_->is_collective()) check_no_open_group(device);
@@ -315,6 +324,7 @@ void Executable::connect(const at::Device& device) const {
   if (!is_capturing(device)) connected_device_ = device.index();
 }
 
+// Programs that stage tensors on the host themselves (Program::stages_on_host) need no copy.
 bool Executable::goes_through_host(const at::Device& device) const {
   return !compiled_->lowering().is_on_device && !program().stages_on_host && !device.is_cpu() && !groups_.empty();
 }

@@ -1,5 +1,7 @@
 // A rank's compiled program, unbound (CompiledProgram) and bound to groups of ranks (Executable). Both are immutable,
 // so any thread may use them.
+//
+// A program's *own dtype* is that of the tensor that is moved (Program::dtype). Single buffers may have other dtypes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,34 +22,37 @@
 
 namespace shardwright {
 
-// A step that communicates, independent of the messages that implement it.
+// A plan step that communicates, as Executable::communications reports it, independent of the messages that implement
+// it.
 struct Communication {
-  std::string op;         // from step_op_name
-  std::string reduce_op;  // for reductions
-  std::vector<int> mesh_dims;
-  int64_t group_size = 0;
+  std::string op;              // the kind of step, from step_op_name
+  std::string reduce_op;       // for reductions; else empty
+  std::vector<int> mesh_dims;  // the mesh dims in which the communicating ranks differ
+  int64_t group_size = 0;      // number of ranks that communicate with each other
   // For an all_to_all between two cuts: the tensor dims that are cut before and after.
   int64_t gather_dim = 0;
   int64_t shard_dim = 0;
 };
 
-// Fields by name. They must be equal on all ranks that run the same redistribute.
+// (name, value) of each property of a program that must be equal on all ranks that run it.
 using Signature = std::vector<std::pair<std::string, std::string>>;
 
-// The plans or arguments that a program was compiled from. Used only for errors, profiles and comparisons of ranks.
+// The plan or the arguments that a program was compiled from. Used only for errors, profiles and comparisons of ranks.
 class Origin {
  public:
   virtual ~Origin() = default;
-  virtual const char* kind() const = 0;  // "redistribute", "matmul" or "attention"
-  virtual std::vector<Plan> plans() const = 0;
+  virtual const char* kind() const = 0;         // "redistribute", "matmul", "attention" or "batch"
+  virtual std::vector<Plan> plans() const = 0;  // empty for attention and batches
   // The title in profilers, and the participating ranks; by default those of the first plan.
   virtual std::string title() const;
   virtual std::vector<Rank> ranks() const;
+  // The description in error messages.
   virtual std::string text() const = 0;
+  // The properties that must be equal on all ranks.
   virtual Signature signature() const = 0;
 };
 
-// The program of one rank.
+// The program of one rank, with all properties of its instructions that a run needs.
 class CompiledProgram {
  public:
   // Compiles a plan from its bytes. Throws UserError if they are not a plan, or if the rank is not on the mesh.
@@ -61,36 +66,43 @@ class CompiledProgram {
   CompiledProgram(Program program, Lowering lowering, bool is_collective, std::unique_ptr<Origin> origin, Rank rank);
 
   const Program& program() const { return program_; }
+  // The buffers that are allocated and freed at each instruction.
   const Program::Lifetimes& lifetimes() const { return lifetimes_; }
   const Origin& origin() const { return *origin_; }
   Rank rank() const { return rank_; }
+  // The capabilities of the transport that the program was compiled for.
   const Lowering& lowering() const { return lowering_; }
 
+  // True if the result is the input itself, so that nothing has to run.
   bool returns_input() const { return program_.is_input(program_.outputs[0].buffer); }
   // True if this rank communicates.
   bool communicates() const { return last_communication_ >= 0; }
   // True if any rank communicates.
   bool is_collective() const { return is_collective_; }
+  // Bytes that this rank receives from other ranks in a run.
   int64_t received_bytes() const { return received_bytes_; }
   // True if the tensor is sent as bytes, because process groups do not support its dtype.
   bool is_sent_as_bytes() const { return travels_as_bytes_; }
 
-  // Returns the prepared copy of a Copy instruction; null if it casts, or copies between host and device.
+  // Returns the prepared copy of a Copy instruction; null if the copy casts, or is between host and device.
   const StridedCopy* copy(int instruction) const {
     const std::optional<StridedCopy>& found = copies_[instruction];
     return found ? &*found : nullptr;
   }
-  // Returns the instruction that a transfer must run after (order_of_transfers), or a negative number if none.
+  // Returns the index of the compute instruction or Wait that a transfer must run after (order_of_transfers); negative
+  // if there is none.
   int order_of(int transfer) const { return order_of_transfers_[transfer]; }
-  // True if some transfer must run after this compute instruction.
+  // True if some transfer must run after this compute instruction or Wait.
   bool orders_a_transfer(int instruction) const { return is_asked_for_[instruction]; }
 
-  // The index of the product that waits for flags, and the buffer of its result; -1 and kMissingBuffer without one.
+  // The index of the product that waits for flags (Gemm::flags), and the buffer of its result; -1 and kMissingBuffer
+  // without such a product.
   int flagged_product() const { return flagged_product_; }
   BufferId flagged_result() const { return flagged_result_; }
 
-  // Indices of instructions. If there is no communication, -1; if there is no Wait, the number of instructions.
+  // The index of the last transfer; -1 if there is none.
   int last_communication() const { return last_communication_; }
+  // The index of the first Wait; the number of instructions if there is none.
   int first_wait() const { return first_wait_; }
   // One past the last transfer before the first Wait.
   int end_of_first_transfers() const { return end_of_first_transfers_; }
@@ -111,25 +123,26 @@ class CompiledProgram {
   void check_tensors(c10::ArrayRef<at::Tensor> tensors) const;
   // Returns the options for buffers of the program's own dtype, in a run with these tensors.
   at::TensorOptions options_like(c10::ArrayRef<at::Tensor> tensors) const;
+  // Returns the options of a buffer. `usual`: the result of options_like.
   at::TensorOptions options_of(int buffer, const at::TensorOptions& usual) const {
     return dtypes_[buffer] == at::ScalarType::Undefined ? usual : usual.dtype(dtypes_[buffer]);
   }
 
  private:
-  void note_order();
-  void note_dtypes();
-  void note_instructions();
+  void note_order();         // fills order_of_transfers_ and is_asked_for_
+  void note_dtypes();        // fills dtypes_, usual_input_ and travels_as_bytes_
+  void note_instructions();  // fills copies_ and all indices of instructions
 
   Program program_;
   Program::Lifetimes lifetimes_;
   std::unique_ptr<Origin> origin_;
   Rank rank_;
   Lowering lowering_;
-  std::vector<int> order_of_transfers_;  // empty if the host carries out transfers
-  std::vector<bool> is_asked_for_;
-  std::vector<std::optional<StridedCopy>> copies_;  // by instruction
+  std::vector<int> order_of_transfers_;             // by instruction; empty if the host carries out transfers
+  std::vector<bool> is_asked_for_;                  // by instruction: see orders_a_transfer
+  std::vector<std::optional<StridedCopy>> copies_;  // by instruction: see copy
   std::vector<at::ScalarType> dtypes_;              // by buffer; Undefined for the program's own dtype
-  int usual_input_ = -1;                            // the first input of the program's own dtype
+  int usual_input_ = -1;                            // the first input of the program's own dtype; -1: none
   int64_t received_bytes_ = 0;
   std::optional<int64_t> place_of_input_;
   int flagged_product_ = -1;
@@ -141,7 +154,7 @@ class CompiledProgram {
   int end_of_collectives_ = 0;
   bool reads_input_after_start_ = false;
   bool is_collective_ = false;
-  bool travels_as_bytes_ = false;
+  bool travels_as_bytes_ = false;  // see is_sent_as_bytes
 };
 
 // A program bound to groups of ranks. Its runs keep it alive (std::shared_ptr). It does not keep the groups alive.
@@ -154,8 +167,9 @@ class Executable {
   const CompiledProgram& compiled() const { return *compiled_; }
   const Program& program() const { return compiled_->program(); }
 
-  // Throws UserError if one of the groups was destroyed.
+  // Returns a lease of each group, in the order of program().groups. Throws UserError if a group was destroyed.
   c10::SmallVector<GroupLease, 4> lease_groups() const;
+  // The groups in the order of program().groups.
   const std::vector<RankGroupPtr>& groups() const { return groups_; }
 
   // Connects the groups once per device (Transport::connect). Collective among the ranks of all groups, in their order.
@@ -177,6 +191,7 @@ class Executable {
 
 using ExecutablePtr = std::shared_ptr<const Executable>;
 
+// Returns torch's dtype for a DType.
 at::ScalarType scalar_type_of(DType dtype);
 
 // Throws c10::ValueError that names `argument` if the tensor is undefined or has no strides (nested, sparse, MKL-DNN).

@@ -29,9 +29,10 @@ at::Tensor dense(const at::Tensor& input) {
   return flat_view(plain, 0, plain.numel());
 }
 
-// Shows the current step of the plan to profilers.
+// Shows the plan step of the current instruction to profilers.
 class StepRecord {
  public:
+  // Shows the step of an instruction, unless that step is already shown.
   void at(const Program& program, int instruction) {
     const int step = program.instructions[instruction].step;
     if (step == step_ || !Record::is_wanted()) return;
@@ -252,6 +253,7 @@ void Execution::step() {
   next_ = index + 1;
 }
 
+// Also ends the run: no later instruction is executed.
 void Execution::fail(int index, const std::string& reason) {
   const Instruction& instruction = program_.instructions[index];
   const std::string text =
@@ -287,6 +289,7 @@ void Execution::allocate(BufferId buffer) {
                                   program_.buffers[buffer].is_on_host ? options.device(at::kCPU) : options);
 }
 
+// Returns the buffer itself for a range that covers it, because making a view takes time.
 at::Tensor Execution::range(const BufferRange& range) const {
   const at::Tensor& buffer = buffers_[range.buffer];
   const bool is_whole = range.offset == 0 && range.count == program_.buffers[range.buffer].count;
@@ -341,7 +344,7 @@ void Execution::execute(const Operation& operation, int index) {
   is_on_cpu_ ? span.stop() : span.stop_at(record_current(device_, true));
 }
 
-// Compares addresses: all views of an arena have the same storage, wherever they are in it.
+// Compares addresses, not storages: all views of an arena have the same storage, wherever they are in it.
 bool Execution::has_input_in_place(BufferId dst) const {
   const std::optional<int64_t> place = compiled_.place_of_input();
   const at::Tensor& input = buffers_[kInputBuffer];
@@ -350,6 +353,7 @@ bool Execution::has_input_in_place(BufferId dst) const {
   return input.const_data_ptr() == begin + *place * static_cast<int64_t>(input.element_size());
 }
 
+// Divides a range in place. Integers become floating-point instead, in a new output.
 void Execution::divide(const Divide& divide) {
   const DTypeKind kind = program_.dtype.kind();
   if (kind == DTypeKind::kFloat || kind == DTypeKind::kComplex) {
@@ -366,6 +370,7 @@ at::Tensor Execution::elements(BufferId buffer, DType dtype) const {
   return dtype == program_.dtype_of(buffer) ? found : flat_elements(found, scalar_type_of(dtype));
 }
 
+// A copy on CPU needs no dtypes: it moves bytes.
 void Execution::copy(const Copy& copy, int index) {
   if (copy.src == kInputBuffer && has_input_in_place(copy.dst)) return;
   const StridedCopy* prepared = compiled_.copy(index);

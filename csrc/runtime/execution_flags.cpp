@@ -1,4 +1,5 @@
-// The products of an Execution that wait for flags.
+// The products of an Execution that wait for flags. A flag tells the product that a chunk of its left operand has
+// arrived (Offer and Fetch in program/instructions.h).
 #include <ATen/ops/as_strided.h>
 
 #include <cstdint>
@@ -12,8 +13,9 @@
 namespace shardwright {
 namespace {
 
-constexpr uintptr_t kAlignmentBytes = 16;
+constexpr uintptr_t kAlignmentBytes = 16;  // of the operands of the product's kernel
 
+// Returns a matrix in a buffer as a view, or as a copy if the view is not aligned.
 at::Tensor matrix_of(const at::Tensor& buffer, const Matrix& matrix, int64_t rows, int64_t columns) {
   const at::Tensor view = at::as_strided(buffer, {rows, columns}, {matrix.row_stride, matrix.column_stride},
                                          buffer.storage_offset() + matrix.offset);
@@ -22,7 +24,8 @@ at::Tensor matrix_of(const at::Tensor& buffer, const Matrix& matrix, int64_t row
 
 }  // namespace
 
-// All checks have the same result on all ranks: they depend on arenas, sizes, and the kind of device and torch.
+// All checks have the same result on all ranks, because they depend only on arenas, sizes, and the kind of device and
+// torch.
 void Execution::check_flags() const {
   const auto& product = std::get<Gemm>(program_.instructions[compiled_.flagged_product()].operation);
   const auto& fetch = std::get<Fetch>(program_.instructions[product.flags->fetch].operation);

@@ -11,7 +11,8 @@ at::Tensor Execution::wire(const BufferRange& range) const {
                                       : this->range(range);
 }
 
-// Makes the stream on which the transfer is started wait for it, whatever stream the backend uses.
+// On devices with streams, the stream that starts the transfer also waits for it, because the backend may use another
+// stream. If the transfer is started on a side stream, compute waits for it only at the Wait (Execution::wait).
 void Execution::start_transfer(const Operation& operation, int index) {
   ++num_under_way_;
   const bool traces = takes_spans();
@@ -32,9 +33,9 @@ void Execution::start_transfer(const Operation& operation, int index) {
   if (traces) spans_[index].stop_at(record_current(device_, true));
 }
 
-// Makes the side stream current, after the instructions that touch the transfer's memory (program/order.h). Memory that
-// is allocated only now may still be in use by work of the current stream, also of other programs, so then the transfer
-// runs after all of that work.
+// The side stream first waits for the instructions that touch the transfer's memory (program/order.h). If the
+// transfer's memory is allocated only now, work of the current stream, also of other programs, may still use it. Then
+// the side stream waits for all of that work.
 void Execution::go_to_side_stream(std::optional<SideStreamGuard>& side, int transfer) const {
   const bool allocates = !compiled_.lifetimes().begins[transfer].empty();
   const int order = compiled_.order_of(transfer);
@@ -45,6 +46,7 @@ void Execution::go_to_side_stream(std::optional<SideStreamGuard>& side, int tran
   }
 }
 
+// Groups get flat views of the buffers. Message::peer and the counts are in the order of the group's ranks.
 void Execution::transfer(const Operation& operation, int index) {
   match(
       operation,
@@ -81,6 +83,7 @@ void Execution::transfer(const Operation& operation, int index) {
       [](const Wait&) { check_invariant(false, "a Wait is run as a transfer"); });
 }
 
+// Counts become bytes if the data is sent as bytes.
 void Execution::all_to_all(const AllToAll& move, int index) {
   at::Tensor src = wire(move.src);
   at::Tensor dst = wire(move.dst);
@@ -94,6 +97,8 @@ void Execution::all_to_all(const AllToAll& move, int index) {
   works_[index] = {groups_[move.group]->all_to_all(dst, src, std::move(receive_counts), std::move(send_counts))};
 }
 
+// The parts of all ranks are next to each other in src and dst, in the order of the group. Empty parts are not sent,
+// and this rank's own part is copied.
 void Execution::send_all_to_all(const AllToAll& move, int index) {
   std::vector<Message> sends;
   std::vector<Message> receives;

@@ -17,7 +17,8 @@
 namespace shardwright {
 namespace {
 
-// The Work of an asynchronous program, for AsyncCollectiveTensor. It is completed at the end of the program.
+// The Work of an asynchronous program, for AsyncCollectiveTensor. It is complete at the end of the program. Warns if
+// the program has failed and nobody waited.
 class ExecutionWork : public c10d::Work {
  public:
   ExecutionWork(std::shared_ptr<Execution> execution, const at::Tensor& output)
@@ -52,17 +53,20 @@ class ExecutionWork : public c10d::Work {
   c10::weak_intrusive_ptr<c10::TensorImpl> output_;
 };
 
+// Returns the device of the first tensor; the CPU without tensors.
 at::Device device_of(c10::ArrayRef<at::Tensor> tensors) {
   return tensors.empty() ? at::Device(at::kCPU) : tensors[0].device();
 }
 
+// Returns a tensor on another device, without a gradient.
 at::Tensor copied_to(const at::Tensor& tensor, at::Device device) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return tensor.to(device);
 }
 
-// Returns a clone of the program's box of the input, in the memory order of the input, as PyTorch slices. It is divided
-// once per mesh dim.
+// Computes the result of a program whose result is one box of the input (Program::box_of_input), perhaps divided. The
+// result keeps the memory order of the input, as PyTorch's slices do. The box is divided once per instruction with a
+// divisor.
 at::Tensor take_box(const Program& program, const at::Tensor& input) {
   const c10::NoGradGuard no_grad;
   at::Tensor box = input.detach();
@@ -82,14 +86,16 @@ at::Tensor take_box(const Program& program, const at::Tensor& input) {
   return divided ? box : box.clone();
 }
 
-// Returns the name that profilers show.
+// Returns the name of a run that profilers show.
 std::string title_of(const Executable& executable) {
   const CompiledProgram& compiled = executable.compiled();
   return concat("shardwright::", compiled.origin().title(), ", ", compiled.received_bytes(), " bytes received");
 }
 
+// Shows a run to profilers until the Record is destroyed. Makes no title if no profiler runs.
 Record record_of(const Executable& executable) { return Record::is_wanted() ? Record(title_of(executable)) : Record(); }
 
+// Counts a run on copies of device tensors in host memory, and warns once.
 void count_way_through_host(const at::Device& device) {
   ++counters().through_host;
   TORCH_WARN_ONCE("shardwright: tensors on ", device,
@@ -97,6 +103,7 @@ void count_way_through_host(const at::Device& device) {
                   "because their process groups use Gloo; sw.stats()['through_host'] counts them");
 }
 
+// Runs a program to its end, with its transfers in the issue order (issue_order.h), and counts the run.
 void complete(const Executable& executable, const std::shared_ptr<Execution>& execution) {
   const CompiledProgram& compiled = executable.compiled();
   if (compiled.communicates()) {
@@ -113,6 +120,7 @@ void complete(const Executable& executable, const std::shared_ptr<Execution>& ex
   if (compiled.program().stages_on_host) ++counters().through_host;
 }
 
+// Throws c10::ValueError if `out` does not meet the requirements of run_into.
 void check_out(const CompiledProgram& compiled, const at::Tensor& input, const at::Tensor& out) {
   const std::vector<int64_t>& shape = compiled.program().outputs[0].shape;
   check_strided(out, "out");
@@ -132,7 +140,7 @@ void check_out(const CompiledProgram& compiled, const at::Tensor& input, const a
                     "the input is this rank's part of out, got another overlap");
 }
 
-// Starts transfers up to an instruction, and leaves the rest to the progress thread.
+// On CPU: runs the instructions before `until` on this thread, and leaves the rest to the progress thread.
 void start_on_host(const Executable& executable, const std::shared_ptr<Execution>& execution, int until) {
   // Dispatch modes of this thread must see all communications.
   if (c10::impl::TorchDispatchModeTLS::any_modes_set()) until = executable.compiled().last_communication() + 1;
@@ -141,6 +149,8 @@ void start_on_host(const Executable& executable, const std::shared_ptr<Execution
   finish_on_progress_thread(execution);
 }
 
+// On devices with streams: submits the whole program. The current stream gets the instructions up to the first Wait,
+// and up to the last one that reads the input if the input may change. A side stream gets the rest.
 void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Execution>& execution,
                       const at::Tensor& output, bool input_may_change) {
   const int until =
@@ -151,15 +161,17 @@ void start_on_streams(const CompiledProgram& compiled, const std::shared_ptr<Exe
   });
 }
 
-// True if an asynchronous call would have nothing to wait for. On devices with streams it has if any rank communicates,
-// even if this rank does not: a reader on another stream must not read the result too early.
+// True if an asynchronous call would have nothing to wait for, so that it can run as a synchronous one. On devices with
+// streams there is something to wait for if any rank communicates, even if this rank does not: a reader on another
+// stream must not read the result too early.
 bool is_done_at_once(const Executable& executable, const at::Tensor& input) {
   const CompiledProgram& compiled = executable.compiled();
   return !compiled.is_collective() || (input.device().is_cpu() && !compiled.communicates()) ||
          executable.goes_through_host(input.device());
 }
 
-// `out` may be null.
+// Starts a program asynchronously. Returns the output and its Work. `out`: the tensor to write to, or null for a new
+// one.
 std::pair<at::Tensor, WorkPtr> start_execution(const ExecutablePtr& executable, const at::Tensor& input,
                                                const at::Tensor* out, bool input_may_change) {
   const CompiledProgram& compiled = executable->compiled();

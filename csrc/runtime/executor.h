@@ -1,5 +1,5 @@
 // Runs a rank's program over groups of ranks (transport.h). docs/architecture/runtime.md tabulates the states of a
-// program.
+// program. An Execution (execution.h) is one run; it defines home stream, destination and the rest of a program.
 //
 // The threads that run the instructions of a program
 //   Synchronous:            the calling thread, to the end.
@@ -8,7 +8,7 @@
 //                           thread that waits. The program finishes even if nobody waits.
 //
 // Order of collectives. Before a program starts its communications, all earlier programs that share a group with it (on
-// devices with streams: all earlier programs on the device) start all of theirs (orders.h). So on every rank, our
+// devices with streams: all earlier programs on the device) start all of theirs (issue_order.h). So on every rank, our
 // collectives start on each group in the order in which programs were started, no matter when a rank waits. On CPU,
 // threads whose programs share no group do not wait for each other.
 //
@@ -24,9 +24,9 @@
 //
 // Streams. A program computes on the caller's stream, its home stream. Asynchronous calls and programs with products
 // run transfers on the device's transfer stream (side_stream.h). Other programs run them on the home stream, after
-// asynchronous programs that nobody has waited for. Instructions that an asynchronous call has left after its first
-// transfers run on a second side stream; a wait makes the waiting thread's current stream wait for their end. The host
-// never waits.
+// asynchronous programs that nobody has waited for. The instructions that remain after the first transfers of an
+// asynchronous call run on a second side stream; a wait makes the waiting thread's current stream wait for the end of
+// these instructions. The host never waits.
 //
 // Memory is allocated on the home stream. It is freed once the home stream waits for everything that used it. If nobody
 // waits, the allocator is told which streams used it.
@@ -59,7 +59,7 @@ at::Tensor run(const ExecutablePtr& executable, const at::Tensor& input);
 // that holds the same elements afterwards (CompiledProgram::place_of_input). Throws c10::ValueError otherwise.
 void run_into(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out);
 
-// Checks `out` as run_into does. Throws c10::ValueError if it is invalid.
+// Throws c10::ValueError if `out` does not meet the requirements of run_into.
 void check_out(const ExecutablePtr& executable, const at::Tensor& input, const at::Tensor& out);
 
 // Runs a program with any number of inputs, destinations and outputs, and returns the outputs. `tensors` are the
@@ -85,11 +85,12 @@ WorkPtr start_into(const ExecutablePtr& executable, const at::Tensor& input, con
 
 // Counts since the start of the process or the last reset.
 struct Counters {
-  std::atomic<int64_t> runs{0};
-  std::atomic<int64_t> received_bytes{0};
-  std::atomic<int64_t> compiled{0};      // programs compiled from an operator's text
-  std::atomic<int64_t> through_host{0};  // runs on tensors that were copied to host memory for Gloo
+  std::atomic<int64_t> runs{0};            // programs that were run or started
+  std::atomic<int64_t> received_bytes{0};  // from other ranks
+  std::atomic<int64_t> compiled{0};        // programs compiled from an operator's text
+  std::atomic<int64_t> through_host{0};    // runs on tensors that were copied to host memory for Gloo
 };
+// Returns the counters of this process.
 Counters& counters();
 
 }  // namespace shardwright

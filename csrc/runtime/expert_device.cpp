@@ -17,8 +17,10 @@
 namespace shardwright {
 namespace {
 
+// Returns the options of an int64 tensor.
 at::TensorOptions longs(c10::Device device) { return at::TensorOptions(at::kLong).device(device); }
 
+// Returns an int64 tensor of the values.
 at::Tensor as_tensor(const std::vector<int64_t>& values, c10::Device device) {
   at::Tensor tensor = at::empty({static_cast<int64_t>(values.size())}, at::kLong);
   std::copy(values.begin(), values.end(), tensor.mutable_data_ptr<int64_t>());

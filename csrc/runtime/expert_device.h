@@ -13,8 +13,8 @@
 
 namespace shardwright {
 
-// The tables of a placement on a device. Make them before a capture, and keep them as long as the graph that reads
-// them.
+// The tables of a placement (experts.h) on a device. Make them before a capture, and keep them as long as the graph
+// that reads them.
 struct DevicePlacement {
   DevicePlacement(const ExpertPlacement& placement, c10::Device device);
 
@@ -27,24 +27,27 @@ struct DevicePlacement {
 // Like choose_replicas without nodes. `expert_ids`: [tokens, per token], int64.
 at::Tensor choose_replicas_on_device(const DevicePlacement& placement, const at::Tensor& expert_ids, int rank);
 
+// RowRoutes with a fixed number of rows for each rank; entries without a row are -1.
 struct DeviceRoutes {
   at::Tensor send_rows;  // [ranks * rows_per_rank]
   at::Tensor returns;    // [tokens, columns]
   at::Tensor dropped;    // [], int64: number of codes without a row, because the rows of their rank are full
 };
 
-// Like route_rows, with exactly `rows_per_rank` rows for every rank. Later tokens have no row.
+// Like route_rows, with exactly `rows_per_rank` rows for every rank. Once the rows of a rank are full, later tokens get
+// no row there.
 DeviceRoutes route_rows_on_device(const DevicePlacement& placement, const at::Tensor& codes, int64_t rows_per_rank);
 
+// Expansion with a fixed number of places for copies of rows.
 struct DeviceExpansion {
   at::Tensor pairs;    // [num_places], -1 after the last one
-  at::Tensor places;   // [rows, per row]
-  at::Tensor counts;   // [num_local]
-  at::Tensor dropped;  // []
+  at::Tensor places;   // [rows, codes per row]: index into `pairs`, or -1
+  at::Tensor counts;   // [num_local]: number of copies for each local expert
+  at::Tensor dropped;  // []: number of copies beyond the capacity
 };
 
-// Like expand_rows, with at most `capacity` rows for each expert. `num_places` must be large enough for the rows that
-// remain.
+// Like expand_rows, with at most `capacity` copies for each expert. `num_places` must be at least the number of copies
+// that remain.
 DeviceExpansion expand_rows_on_device(const at::Tensor& codes, int64_t first_replica, int64_t num_local,
                                       const std::optional<at::Tensor>& origins, int64_t capacity, int64_t num_places);
 

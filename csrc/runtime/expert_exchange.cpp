@@ -19,10 +19,13 @@ namespace {
 // Alignment in bytes of records and their parts, so that any dtype can be read there.
 constexpr int64_t kPartAlignment = 16;
 
+// Rounds up to a multiple of kPartAlignment.
 int64_t aligned(int64_t bytes) { return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment; }
 
+// Returns the bytes of one row of a part.
 int64_t width_bytes(const at::Tensor& part) { return part.size(1) * static_cast<int64_t>(part.element_size()); }
 
+// Raises the error of an exchange, which names rank, step and group.
 [[noreturn]] void fail(const RankGroup& group, const std::string& step, const std::string& reason) {
   const std::string text = concat("shardwright: rank ", group.rank(), " of a group of ", group.size(), " ('",
                                   group.name(), "') failed in ", step, "\n", reason);
@@ -35,23 +38,28 @@ at::Tensor bytes_of(const at::Tensor& part) { return part.resolve_conj().resolve
 // Returns the device from which rows on `device` are sent: the CPU, or the same device.
 c10::Device device_for(c10::DeviceType wire, c10::Device device) { return wire == at::kCPU ? at::kCPU : device; }
 
+// Returns the counts, each multiplied by a factor.
 std::vector<int64_t> times(std::vector<int64_t> counts, int64_t factor) {
   for (int64_t& count : counts) count *= factor;
   return counts;
 }
 
-// Rows of several tensors in one byte tensor. A record is the parts of one row, next to each other.
+// Records of several parts in one byte tensor: [number of records, record_bytes]. A record is the parts of one row,
+// next to each other.
 class Records {
  public:
+  // Allocates records without content. `parts` give widths and dtypes, and must outlive this.
   Records(const std::vector<at::Tensor>& parts, int64_t num_records) : parts_(parts) {
     const int64_t bytes = record_bytes(parts);
     bytes_ = take_staging(num_records * bytes, parts.front().options().dtype(at::kByte)).view({num_records, bytes});
   }
+  // Uses existing bytes as records.
   Records(const std::vector<at::Tensor>& parts, at::Tensor bytes) : parts_(parts), bytes_(std::move(bytes)) {}
 
   const at::Tensor& bytes() const { return bytes_; }
 
-  // Returns the memory to the staging cache. Only for records that were allocated here and have been sent.
+  // Returns the memory to the staging cache. Call it only for records that the first constructor allocated, once they
+  // have been sent.
   void release() const {
     at::Tensor memory = bytes_.view({-1});
     give_staging(memory);

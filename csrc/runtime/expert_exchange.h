@@ -1,4 +1,7 @@
 // Sends rows to other ranks and receives their results: one all-to-all in each direction.
+//
+// A *part* is a tensor with a row of values for each row that is sent, such as tokens or codes. A *record* has the
+// bytes of one row of all parts, and is sent as a unit.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,7 +33,9 @@ class RowExchange {
   RowExchange(RankGroupPtr group, c10::DeviceType wire, at::Tensor send_rows, at::Tensor returns,
               std::vector<int64_t> send_counts, std::vector<int64_t> receive_counts);
 
+  // Number of rows of the parts that `send` takes.
   int64_t num_rows() const { return returns_.size(0); }
+  // Number of rows that this rank receives, from itself included.
   int64_t num_received() const { return num_received_; }
   int64_t num_sent_to_others() const;
   int64_t num_received_from_others() const;
@@ -39,19 +44,20 @@ class RowExchange {
   // part, sorted by sending rank. All parts of a row are sent in one record.
   std::vector<at::Tensor> send(const std::string& step, const std::vector<at::Tensor>& parts) const;
 
-  // Sends results back: each part is [num_received, width]. Returns [num_rows, width], the sum of the results for each
-  // row in the order of ranks.
+  // Sends results back to the ranks that sent the rows. Each part is [num_received, width]. Returns [num_rows, width]
+  // for each part: the sum of a row's results in the order of ranks.
   std::vector<at::Tensor> send_back(const std::string& step, const std::vector<at::Tensor>& parts) const;
 
  private:
+  // Exchanges rows of bytes, in the direction of `send`, or of `send_back` if `is_way_back`.
   at::Tensor travel(const std::string& step, const at::Tensor& rows, bool is_way_back) const;
 
   RankGroupPtr group_;
   c10::DeviceType wire_;
-  at::Tensor send_rows_;
-  at::Tensor returns_;
-  std::vector<int64_t> send_counts_;
-  std::vector<int64_t> receive_counts_;
+  at::Tensor send_rows_;                 // by sent row: the number of the row in the parts
+  at::Tensor returns_;                   // by row of the parts: its indices into send_rows_
+  std::vector<int64_t> send_counts_;     // by receiving rank
+  std::vector<int64_t> receive_counts_;  // by sending rank
   int64_t num_received_;
 };
 

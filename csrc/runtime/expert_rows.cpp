@@ -21,7 +21,7 @@
 namespace shardwright {
 namespace {
 
-constexpr int64_t kBytesPerTask = 1 << 16;
+constexpr int64_t kBytesPerTask = 1 << 16;  // minimum per task of a thread
 
 // Returns the rows, each dense, with pending conjugation and negation applied.
 at::Tensor with_dense_rows(const at::Tensor& given) {
@@ -47,6 +47,7 @@ at::ScalarType words_of(const at::Tensor& rows, const at::Tensor& out) {
   return divides(8) ? at::kLong : divides(4) ? at::kInt : divides(2) ? at::kShort : at::kByte;
 }
 
+// Copies rows as integers of the widest type. Rows with index -1 are read from row 0, then zeroed.
 void take_rows_with_aten(const at::Tensor& rows, const at::Tensor& index, at::Tensor out) {
   if (rows.size(0) == 0) {
     out.zero_();
@@ -66,6 +67,7 @@ at::Tensor column_of(const at::Tensor& rows, const at::Tensor& table, const std:
   return at::where(index.ge(0).unsqueeze(1), column, at::zeros({}, column.options()));
 }
 
+// Adds the columns one by one, in the dtype in which sums are accumulated.
 at::Tensor sum_rows_with_aten(const at::Tensor& rows, const at::Tensor& table,
                               const std::optional<at::Tensor>& weights) {
   const at::ScalarType dtype = at::toOpMathType(rows.scalar_type());
@@ -75,11 +77,13 @@ at::Tensor sum_rows_with_aten(const at::Tensor& rows, const at::Tensor& table,
   return sum.to(rows.scalar_type());
 }
 
+// The registered functions, by type of device; null if none.
 std::array<DeviceSumRows, at::COMPILE_TIME_MAX_DEVICE_TYPES>& device_sums() {
   static std::array<DeviceSumRows, at::COMPILE_TIME_MAX_DEVICE_TYPES> sums{};
   return sums;
 }
 
+// Calls the device's registered function, or ATen without one or without elements.
 at::Tensor sum_rows_on_device(const at::Tensor& rows, const at::Tensor& table,
                               const std::optional<at::Tensor>& weights) {
   const DeviceSumRows device_sum = device_sums()[static_cast<size_t>(rows.device().type())];
@@ -93,6 +97,7 @@ at::Tensor sum_rows_on_device(const at::Tensor& rows, const at::Tensor& table,
   return out;
 }
 
+// Computes sum_rows with threads over the result's rows. Without weights, `weights` is null.
 template <typename Item, typename Weight>
 void sum_rows_on_cpu(const at::Tensor& rows, const at::Tensor& table, const Weight* weights, at::Tensor& out) {
   using Sum = at::opmath_type<Item>;
@@ -125,6 +130,7 @@ void sum_rows_on_cpu(const at::Tensor& rows, const at::Tensor& table, const Weig
   });
 }
 
+// Computes dot_rows with threads over the table's rows. A pair is an entry of the table.
 template <typename Item, typename Result>
 void dot_rows_on_cpu(const at::Tensor& rows, const at::Tensor& table, const at::Tensor& others, at::Tensor& out) {
   using Sum = at::opmath_type<Item>;

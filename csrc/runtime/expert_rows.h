@@ -12,8 +12,9 @@
 
 namespace shardwright {
 
-// out[i] = rows[index[i]], for any dtype; `out` has the same width and dtype.
+// out[i] = rows[index[i]], for any dtype; `out` has the width and dtype of `rows`.
 void take_rows_into(const at::Tensor& rows, const at::Tensor& index, const at::Tensor& out);
+// Like take_rows_into, but returns a new tensor.
 at::Tensor take_rows(const at::Tensor& rows, const at::Tensor& index);
 
 // result[m] = sum over j of weights[m, j] * rows[table[m, j]]; without weights, all are 1.
@@ -26,7 +27,8 @@ using DeviceSumRows = void (*)(const at::Tensor& rows, const at::Tensor& table,
                                const std::optional<at::Tensor>& weights, at::Tensor& out);
 bool register_device_sum_rows(at::DeviceType device, DeviceSumRows sum_rows);
 
-// result[p] = weights.flat[pairs[p]] * rows[pairs[p] / number of columns of weights].
+// result[p] = weights.flat[pairs[p]] * rows[pairs[p] / number of columns of weights]. `weights`: [rows, per row]; a
+// pair is an index into its flat elements, or -1 for a row of zeros.
 at::Tensor take_weighted_rows(const at::Tensor& rows, const at::Tensor& pairs, const at::Tensor& weights);
 
 // result[m, j] = the dot product of rows[table[m, j]] and others[m], in `dtype`.

@@ -21,7 +21,8 @@ class Hash {
   uint64_t value_ = 0xcbf29ce484222325ULL;
 };
 
-// Chooses the replicas for a token (choose_replicas). Its memory is reused from token to token.
+// Chooses the replicas for one token after the other, in the order of preference of choose_replicas. To *visit* a rank
+// is to note that the current token is sent there. The memory is reused from token to token.
 class ReplicaChoice {
  public:
   ReplicaChoice(const ExpertPlacement& placement, int rank, std::span<const int32_t> node_of_rank)
@@ -33,6 +34,7 @@ class ReplicaChoice {
         node_stamp_(node_of_rank.empty() ? 0 : *std::max_element(node_of_rank.begin(), node_of_rank.end()) + 1, -1),
         lacking_(num_ranks_, 0) {}
 
+  // Writes a code for each expert id of a token.
   void choose(int64_t token, std::span<const int64_t> expert_ids, std::span<int32_t> codes) {
     token_ = token;
     visit(rank_);
@@ -57,17 +59,19 @@ class ReplicaChoice {
   }
 
  private:
+  // Notes that the current token is sent to a rank, and so to the rank's node.
   void visit(int rank) {
     rank_stamp_[rank] = token_;
     if (!node_of_rank_.empty()) node_stamp_[node_of_rank_[rank]] = token_;
   }
 
+  // Returns the number of steps from one rank to another in cyclic order.
   int distance(int64_t from, int rank) const {
     return static_cast<int>((rank - from % num_ranks_ + num_ranks_) % num_ranks_);
   }
 
-  // Returns the code of the replica on the first rank, in cyclic order from this rank on, that the token is sent to
-  // anyway.
+  // Returns the code of an expert's replica on a visited rank, or 0. Of several, it takes the first rank in cyclic
+  // order from this rank on.
   int32_t nearest_visited(int64_t expert) const {
     int32_t code = 0;
     int least = std::numeric_limits<int>::max();
@@ -80,6 +84,7 @@ class ReplicaChoice {
     return code;
   }
 
+  // Returns the code of an expert's replica on a rank, or 0 if the rank does not hold the expert.
   int32_t code_on(int rank, int64_t expert) const {
     for (const int32_t replica : placement_.replicas_of(expert)) {
       if (placement_.rank_of_replica()[replica] == rank) return replica + 1;
@@ -87,6 +92,8 @@ class ReplicaChoice {
     return 0;
   }
 
+  // Returns the rank that holds most pending experts. Ties go to a visited node, then to the first rank in cyclic order
+  // from this rank + token on. The score orders ranks by these three criteria.
   int most_useful(std::span<const int64_t> expert_ids) {
     const auto for_all = [&](const auto& use) {
       for (const size_t j : pending_) {
@@ -114,11 +121,12 @@ class ReplicaChoice {
   std::span<const int32_t> node_of_rank_;
   int64_t token_ = -1;
   std::vector<int64_t> rank_stamp_;  // by rank: the last token that was sent there
-  std::vector<int64_t> node_stamp_;
-  std::vector<int64_t> lacking_;  // by rank: the number of pending experts it holds; all 0 between uses
-  std::vector<size_t> pending_;   // indices of the token's experts without a code
+  std::vector<int64_t> node_stamp_;  // by node: the last token that was sent there
+  std::vector<int64_t> lacking_;     // by rank: the number of pending experts it holds; all 0 between uses
+  std::vector<size_t> pending_;      // indices of the token's experts without a code
 };
 
+// Throws UserError if an expert id is out of range.
 void check_ids(const ExpertPlacement& placement, PerToken<int64_t> ids, int rank) {
   for (int64_t i = 0; i < ids.num_tokens * ids.per_token; ++i) {
     check_user(ids.data[i] >= -1 && ids.data[i] < placement.num_experts(), "expert_ids must be in [-1, ",
@@ -133,7 +141,8 @@ void insert(std::vector<int32_t>& ranks, int32_t rank) {
   if (at == ranks.end() || *at != rank) ranks.insert(at, rank);
 }
 
-// Checks ids before memory is allocated for `num_experts`, which a mistyped id can make very large.
+// Throws UserError unless every expert is listed. Runs before memory is allocated for `num_experts`, which a mistyped
+// id can make very large.
 void check_all_are_held(int64_t num_experts, const std::vector<std::vector<int64_t>>& experts_of_rank) {
   std::vector<int64_t> listed;
   for (size_t rank = 0; rank < experts_of_rank.size(); ++rank) {
@@ -151,6 +160,7 @@ void check_all_are_held(int64_t num_experts, const std::vector<std::vector<int64
              " experts must be on at least one rank, got none for expert ", missing);
 }
 
+// Returns the sum of the counts before each entry.
 std::vector<int64_t> starts_of(const std::vector<int64_t>& counts) {
   std::vector<int64_t> starts(counts.size());
   std::exclusive_scan(counts.begin(), counts.end(), starts.begin(), int64_t{0});
@@ -223,6 +233,7 @@ int64_t drop_beyond(std::span<int32_t> codes, std::vector<int64_t> taken, int64_
   return dropped;
 }
 
+// Two passes over the tokens: the first one counts rows, the second one assigns places.
 RowRoutes route_rows(PerToken<int32_t> codes, std::span<const int32_t> target_of_replica, int num_ranks) {
   RowRoutes routes;
   routes.row_counts.assign(num_ranks, 0);
@@ -256,6 +267,7 @@ RowRoutes route_rows(PerToken<int32_t> codes, std::span<const int32_t> target_of
   return routes;
 }
 
+// A counting sort of the codes by local expert, with rows in the order of their origins.
 Expansion expand_rows(PerToken<int32_t> codes, int64_t first_replica, int64_t num_local,
                       std::span<const int64_t> origins) {
   std::vector<int64_t> order(codes.num_tokens);

@@ -13,6 +13,7 @@
 
 namespace shardwright {
 
+// The experts that each rank of a group holds. An expert may be on several ranks. Immutable.
 class ExpertPlacement {
  public:
   // experts_of_rank[r]: the experts of rank r of the group, in that rank's order; may be empty. Throws UserError if an
@@ -23,23 +24,25 @@ class ExpertPlacement {
   int64_t num_experts() const { return static_cast<int64_t>(begin_of_expert_.size()) - 1; }
   int num_ranks() const { return static_cast<int>(first_replica_.size()) - 1; }
   int64_t num_replicas() const { return static_cast<int64_t>(rank_of_replica_.size()); }
+  // True if some expert is on several ranks.
   bool has_copies() const { return num_replicas() > num_experts(); }
   // The first replica of each rank, then the number of replicas.
   const std::vector<int32_t>& first_replica() const { return first_replica_; }
+  // The rank that holds each replica.
   const std::vector<int32_t>& rank_of_replica() const { return rank_of_replica_; }
-  // Returns replicas in ascending order, which is also the order of their ranks.
+  // Returns the replicas of an expert in ascending order, which is also the order of their ranks.
   std::span<const int32_t> replicas_of(int64_t expert) const {
     const auto begin = static_cast<size_t>(begin_of_expert_[expert]);
     return {replicas_.data() + begin, static_cast<size_t>(begin_of_expert_[expert + 1]) - begin};
   }
-  // Equal on all ranks that have equal placements.
+  // A hash of the constructor's arguments. It is equal on all ranks that have equal placements.
   int64_t hash() const { return hash_; }
 
  private:
-  std::vector<int32_t> first_replica_;
-  std::vector<int32_t> rank_of_replica_;
-  std::vector<int32_t> begin_of_expert_;  // index into replicas_
-  std::vector<int32_t> replicas_;
+  std::vector<int32_t> first_replica_;    // by rank, then the number of replicas
+  std::vector<int32_t> rank_of_replica_;  // by replica
+  std::vector<int32_t> begin_of_expert_;  // by expert, then the end: index into replicas_
+  std::vector<int32_t> replicas_;         // the replicas of expert 0, of expert 1, ...
   int64_t hash_ = 0;
 };
 
@@ -48,7 +51,7 @@ template <typename T>
 struct PerToken {
   const T* data = nullptr;
   int64_t num_tokens = 0;
-  int64_t per_token = 0;
+  int64_t per_token = 0;  // values per token
 
   std::span<const T> of(int64_t token) const { return {data + token * per_token, static_cast<size_t>(per_token)}; }
 };
@@ -67,8 +70,8 @@ std::vector<int32_t> choose_replicas(const ExpertPlacement& placement, PerToken<
 // Returns the number of codes for each replica.
 std::vector<int64_t> count_by_replica(std::span<const int32_t> codes, int64_t num_replicas);
 
-// Sets codes beyond a replica's capacity to 0, in token order, and returns their number. A replica keeps `capacity`
-// tokens in all; taken[replica] of them were assigned before.
+// Sets codes beyond a replica's capacity to 0, in token order, and returns the number of these codes. Over all calls a
+// replica keeps `capacity` tokens; taken[replica] tokens were assigned before this call.
 int64_t drop_beyond(std::span<int32_t> codes, std::vector<int64_t> taken, int64_t capacity);
 
 // The rows that a rank sends. Each row goes to one rank.
@@ -80,17 +83,20 @@ struct RowRoutes {
   std::vector<int64_t> returns;  // [num_tokens, width]: a token's indices into send_rows by ascending rank, then -1
 };
 
-// Routes each token once to each rank that `target_of_replica` gives for one of its codes; -1 means no rank.
+// Routes each token once to each rank that holds a replica of one of its codes. target_of_replica[replica] is the rank
+// to send to; -1 means none.
 RowRoutes route_rows(PerToken<int32_t> codes, std::span<const int32_t> target_of_replica, int num_ranks);
 
-// Received rows, copied once for each local expert that they are meant for.
+// An index from received rows to copies: one copy of a row for each local expert (an expert of this rank) that the row
+// is meant for. The copies of one expert are consecutive.
 struct Expansion {
-  std::vector<int64_t> pairs;   // row * per_token + index of the code, sorted by expert, then by row
-  std::vector<int64_t> places;  // [rows, per_token]: index into `pairs`, or -1
-  std::vector<int64_t> counts;  // copies for each local expert
+  std::vector<int64_t> pairs;   // by copy: row * per_token + index of the code, sorted by expert, then by row
+  std::vector<int64_t> places;  // [rows, per_token]: index of the code's copy in `pairs`, or -1
+  std::vector<int64_t> counts;  // number of copies for each local expert
 };
 
-// `origins`: sort keys of the rows; empty if the rows are in order.
+// Expands received rows for the replicas first_replica to first_replica + num_local - 1. `codes` has the codes of each
+// row. The rows of an expert are sorted by origins[row]; if `origins` is empty, they stay in the order of arrival.
 Expansion expand_rows(PerToken<int32_t> codes, int64_t first_replica, int64_t num_local,
                       std::span<const int64_t> origins);
 

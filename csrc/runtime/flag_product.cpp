@@ -9,6 +9,7 @@
 namespace shardwright {
 namespace {
 
+// Operators of PyTorch.
 constexpr const char* kProduct = "symm_mem::_async_input_mm";
 constexpr const char* kSetFlag = "symm_mem::stream_write_value32_";
 
@@ -22,6 +23,7 @@ std::optional<c10::OperatorHandle> operator_named(const char* name) {
   return c10::Dispatcher::singleton().findSchema({name, ""});
 }
 
+// True if this torch has an operator for a type of device.
 bool has_kernel(const char* name, c10::Device device) {
   const auto key = device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::PrivateUse1;
   const auto op = operator_named(name);

@@ -25,6 +25,7 @@ at::Tensor multiply_as_flagged(const at::Tensor& lhs, const at::Tensor& rhs, con
 
 // The functions of one type of device, in a file that is built only with its toolkit.
 struct FlagSupport {
+  // Returns why a device has no products that wait for flags, or nothing if it has them.
   std::optional<std::string> (*why_not)(c10::Device device) = nullptr;
   // Queries an event, on any thread, also while another thread captures a graph.
   bool (*is_done)(const c10::Event& event) = nullptr;

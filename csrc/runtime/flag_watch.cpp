@@ -16,6 +16,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// The products under watch, and the thread that checks each one at its deadline.
 class Watch {
  public:
   void add(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> what) {
@@ -30,10 +31,11 @@ class Watch {
   struct Product {
     c10::Event end;
     Clock::time_point deadline;
-    std::chrono::milliseconds timeout;
-    std::function<std::string()> what;
+    std::chrono::milliseconds timeout;  // for the message
+    std::function<std::string()> what;  // returns the message
   };
 
+  // True if the device has finished a product, or has failed.
   static bool has_ended(const Product& product) {
     try {
       return is_done(product.end);
@@ -46,6 +48,7 @@ class Watch {
     products_.remove_if([](const Product& product) { return has_ended(product); });
   }
 
+  // The thread: sleeps until the next deadline, and never ends.
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {

@@ -13,8 +13,8 @@
 
 namespace shardwright {
 
-// `end` is an event recorded after the product. A timeout of 0 means none. `what` returns the message; it is called at
-// most once.
+// Checks a product once `timeout` has passed; a timeout of 0 means no check. `end`: an event recorded after the
+// product. `what`: returns the message for a product that has not ended; it is called at most once.
 void watch_product(c10::Event end, std::chrono::milliseconds timeout, std::function<std::string()> what);
 
 }  // namespace shardwright

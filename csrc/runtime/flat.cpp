@@ -7,6 +7,8 @@
 namespace shardwright {
 namespace {
 
+// Returns a flat tensor of `count` elements on the storage of `base`. `offset`: in elements of `dtype`, from the start
+// of the storage.
 at::Tensor view(const at::Tensor& base, caffe2::TypeMeta dtype, int64_t offset, int64_t count) {
   auto impl =
       c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), dtype);

@@ -17,6 +17,7 @@
 namespace shardwright {
 namespace {
 
+// Returns the native products of a type of device; their functions are null unless registered.
 DeviceGemms& device_gemms(at::DeviceType device) {
   static std::array<DeviceGemms, at::COMPILE_TIME_MAX_DEVICE_TYPES> gemms{};
   return gemms[static_cast<size_t>(device)];
@@ -41,12 +42,15 @@ at::Tensor view(const at::Tensor& buffer, const Matrix& matrix, int64_t rows, in
   return at::as_strided(buffer, {rows, columns}, {row_stride, column_stride}, buffer.storage_offset() + matrix.offset);
 }
 
+// Returns a batch of matrices in a buffer: [count, rows, columns].
 at::Tensor batch_view(const at::Tensor& buffer, const Matrix& matrix, int64_t count, int64_t batch_stride, int64_t rows,
                       int64_t columns) {
   return at::as_strided(buffer, {count, rows, columns}, {batch_stride, matrix.row_stride, matrix.column_stride},
                         buffer.storage_offset() + matrix.offset);
 }
 
+// dst = lhs x rhs + bias, or dst += lhs x rhs if `accumulates`. The bias may be undefined. Operands of another dtype
+// than dst are cast if ATen has no such product.
 void multiply_matrices(const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor dst, bool accumulates,
                        const at::Tensor& bias) {
   const at::Tensor& added = accumulates ? dst : bias;
@@ -68,10 +72,11 @@ void multiply_matrices(const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor 
   }
 }
 
-constexpr int64_t kScaledUnit = 16;
+constexpr int64_t kScaledUnit = 16;  // alignment that hardware for 8-bit floats needs, in elements and in bytes
 
 bool is_8_bit_float(at::ScalarType dtype) { return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2; }
 
+// Throws c10::ValueError for dtypes that multiply_scaled does not support.
 void check_scaled_dtypes(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
                          const at::Tensor& rhs_scale, const at::Tensor& dst) {
   const bool both_are_e5m2 = lhs.scalar_type() == at::kFloat8_e5m2 && rhs.scalar_type() == at::kFloat8_e5m2;
@@ -85,7 +90,9 @@ void check_scaled_dtypes(const at::Tensor& lhs, const at::Tensor& rhs, const at:
                     rhs_scale.scalar_type());
 }
 
-// Returns what is wrong with a matrix of `num_lines` dense lines of `size` elements, or nothing.
+// Returns why a matrix is not aligned for scaled products, or nothing if it is. A line is a row or a column whose
+// elements are next to each other: the matrix has `num_lines` lines of `size` elements. `count` matrices are
+// `batch_stride` elements apart.
 std::optional<std::string> why_not_aligned(const char* name, const at::Tensor& buffer, int64_t offset, int64_t size,
                                            int64_t num_lines, int64_t line_stride, int64_t count,
                                            int64_t batch_stride) {
@@ -99,7 +106,8 @@ std::optional<std::string> why_not_aligned(const char* name, const at::Tensor& b
   return std::nullopt;
 }
 
-// Returns one scale, or one for each row, dense and aligned to 16 bytes. Usually this is a view of the buffer.
+// Returns one scale for all rows, or one per row, dense and aligned to 16 bytes. Usually the result is a view of the
+// buffer.
 at::Tensor dense_scales(const at::Tensor& buffer, const Scale& scale, int64_t rows) {
   const bool is_one = scale.stride == 0;
   at::Tensor view =
@@ -119,6 +127,7 @@ Gemm one_of(const Gemm& gemm, int64_t i) {
   return one;
 }
 
+// Computes a scaled product in float32. The scales have one element, or m and n elements.
 void multiply_by_casting(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
                          const at::Tensor& rhs_scale, at::Tensor& dst) {
   for (int64_t i = 0; i < gemm.count; ++i) {
@@ -132,6 +141,7 @@ void multiply_by_casting(const Gemm& gemm, const at::Tensor& lhs, const at::Tens
   }
 }
 
+// Numbers of scaled products that were cast, by reason.
 struct CastProducts {
   std::mutex mutex;
   std::map<std::string, int64_t> by_reason;
@@ -142,6 +152,7 @@ CastProducts& cast_products_so_far() {
   return instance;
 }
 
+// Counts a product that is cast. Warns at the first one for each reason.
 void count_cast(const std::string& reason) {
   CastProducts& so_far = cast_products_so_far();
   const std::lock_guard<std::mutex> lock(so_far.mutex);
@@ -150,14 +161,14 @@ void count_cast(const std::string& reason) {
   }
 }
 
-// Computes a product with k = 0.
+// Computes a product with k = 0: zeros, or the bias.
 void sum_nothing(const Gemm& gemm, at::Tensor& dst, const at::Tensor& bias) {
   if (gemm.accumulates) return;
   at::Tensor all = batch_view(dst, gemm.dst, gemm.count, gemm.dst_batch_stride, gemm.m, gemm.n);
   gemm.bias ? all.copy_(view(bias, *gemm.bias, gemm.m, gemm.n).expand(all.sizes())) : all.zero_();
 }
 
-// Loops over the products, except for batches that ATen's batched products support.
+// Computes the products of a batch one by one, unless ATen's batched products support the batch.
 void multiply_with_aten(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst,
                         const at::Tensor& bias) {
   const at::Tensor added = gemm.bias ? view(bias, *gemm.bias, gemm.m, gemm.n) : at::Tensor();

@@ -1,5 +1,6 @@
-// Matrix products on buffers, on the current stream. ATen computes them, unless the device registers a function: for
-// cases in which ATen would copy, would launch one product after the other, or has no such product.
+// Matrix products on buffers, on the current stream. Gemm (program/instructions.h) describes a product and the places
+// of its matrices in the buffers. ATen computes products, unless the device registers a function: for cases in which
+// ATen would copy, would launch one product after the other, or has no such product.
 #pragma once
 
 #include <ATen/core/Tensor.h>

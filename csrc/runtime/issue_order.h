@@ -38,7 +38,8 @@ class IssueOrder {
   explicit IssueOrder(c10::Device device) : device_(device) {}
 
   // Makes the programs before `run` start all their communications. Then calls `advance`, which starts some
-  // communications of `run`, on the current stream or on side streams.
+  // communications of `run` on the current stream or on side streams. The remaining communications of `run` start
+  // before those of later programs.
   void issue(const std::shared_ptr<Execution>& run, const std::function<void()>& advance);
 
   // Like `issue`, for the IssueOrders of all these groups.
@@ -48,8 +49,9 @@ class IssueOrder {
   // Like `issue`, for transfers that start at once and belong to no program.
   void issue(const std::function<void()>& start);
 
-  // Like `issue`, on devices with streams, for a program that `submit` gives to side streams, so that the caller's
-  // stream continues. Somebody may wait for the program as long as `output` exists.
+  // Like `issue`, for a program that `submit` gives to side streams of a device, so that the caller's stream continues.
+  // A caller may still wait for the program as long as `output` exists; once it does not, the program's memory is
+  // released (Execution::abandon).
   void issue_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output,
                           const std::function<void()>& submit);
 
@@ -57,27 +59,31 @@ class IssueOrder {
   void drain();
 
  private:
+  // A program on side streams, and its output. Neither is kept alive.
   struct AsynchronousRun {
     std::weak_ptr<Execution> run;
     c10::weak_intrusive_ptr<c10::TensorImpl> output;
   };
 
-  // Makes `stream` wait for the transfers that the last program of `issue` gave to its caller's stream, unless that is
-  // the current stream.
+  // Makes `stream` wait for the last program that `issue` ran, if that program's caller used a stream other than the
+  // current one.
   void put_after_last(c10::Stream stream);
+  // Makes `stream` wait for all programs of issue_asynchronous so far.
   void put_after_asynchronous_runs(c10::Stream stream);
+  // Notes that `current` is the caller's stream of the last program of `issue`.
   void note_last(c10::Stream current);
+  // Adds a program of issue_asynchronous, and abandons those that nobody can wait for any more.
   void note_asynchronous(const std::shared_ptr<Execution>& run, const at::Tensor& output);
 
   const c10::Device device_;
   std::recursive_mutex mutex_;
   std::deque<std::weak_ptr<Execution>> pending_;  // programs with communications left to start
   std::vector<AsynchronousRun> asynchronous_;     // in the order in which they were started
-  int64_t num_asynchronous_ = 0;
-  std::map<c10::StreamId, int64_t> seen_;   // by stream: the number of asynchronous runs it has waited for
-  std::optional<c10::Stream> last_;         // the caller's stream of the last program of `issue`
-  std::optional<StreamEvent> end_of_last_;  // recorded once there are several streams, and not in captures
-  bool has_several_streams_ = false;
+  int64_t num_asynchronous_ = 0;                  // programs of issue_asynchronous so far
+  std::map<c10::StreamId, int64_t> seen_;         // by stream: the number of asynchronous runs it has waited for
+  std::optional<c10::Stream> last_;               // the caller's stream of the last program of `issue`
+  std::optional<StreamEvent> end_of_last_;        // recorded once there are several streams, and not in captures
+  bool has_several_streams_ = false;              // callers have used different streams
 };
 
 // Returns the IssueOrder of a device with streams, and the IssueOrder of a group on CPU.

@@ -11,14 +11,14 @@
 
 namespace shardwright {
 
-// Copies the boxes. src and dst are tensors of one dtype on one device; boxes begin at their first elements. src and
-// dst must not overlap. On CPU the dtype does not matter.
+// Copies the boxes of a prepared copy from src to dst, which are tensors of one dtype on one device and must not
+// overlap. The boxes' offsets count from the tensors' first elements. On CPU the dtype does not matter.
 void run(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst);
 
-// Copies box by box with ATen's copy_, between any dtypes and devices.
+// Copies box by box with ATen's copy_, between any dtypes and devices. Elements are cast if the dtypes differ.
 void copy_with_aten(const std::vector<Box>& boxes, const at::Tensor& src, at::Tensor& dst);
 
-// Copies box by box with ATen and divides each element. Floating and complex dtypes only.
+// Copies box by box with ATen and divides each element by `divisor`. Floating and complex dtypes only.
 void run_divided(const StridedCopy& copy, double divisor, const at::Tensor& src, at::Tensor& dst);
 
 // The copy function of one type of device, in a separate file that is built only if the device's toolkit is installed.

@@ -27,6 +27,7 @@
 namespace shardwright {
 namespace {
 
+// Maximum number of entries of each cache in this file.
 constexpr size_t kMaxExecutables = 8192;
 
 // Returns `output`, cloned if it aliases `input`: operators must not return their inputs.
@@ -34,17 +35,22 @@ at::Tensor fresh(const at::Tensor& output, const at::Tensor& input) {
   return output.is_alias_of(input) ? output.clone(at::MemoryFormat::Contiguous) : output;
 }
 
+// Returns a row-major tensor of the same content. Throws c10::ValueError that names `argument` for nested and sparse
+// tensors.
 at::Tensor row_major(const at::Tensor& input, const std::string& argument) {
   check_strided(input, argument);
   return input.contiguous();
 }
 
+// Set by compare_ranks().
 std::atomic<bool> ranks_compare{false};
 
+// The signature of the operator compare_ranks.
 using Compare = void(const at::Tensor&, const std::string&, const std::vector<std::string>&, int64_t,
                      const std::optional<at::Tensor>&);
 
-// Returns the executable that is about to run on `input`. Under sw.debug.check_ranks the ranks first compare it.
+// Returns the executable of a program that will run on `input` next. Under sw.debug.check_ranks the ranks first compare
+// the program.
 ExecutablePtr about_to_run(const at::Tensor& input, const std::string& program, const std::vector<std::string>& groups,
                            int64_t rank, const std::optional<at::Tensor>& out = std::nullopt) {
   if (ranks_compare) {
@@ -55,6 +61,7 @@ ExecutablePtr about_to_run(const at::Tensor& input, const std::string& program, 
   return executable_of(program, groups, rank);
 }
 
+// The backward arguments are only for autograd (RedistributeFunction).
 at::Tensor redistribute(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                         int64_t rank, const std::string& /*backward_plan*/,
                         const std::vector<std::string>& /*backward_groups*/) {
@@ -82,12 +89,14 @@ class UnderWay {
     WorkPtr work;  // null if nothing is pending
   };
 
+  // Stores a transfer and returns its number.
   int64_t add(Transfer transfer) {
     const std::lock_guard<std::mutex> lock(mutex_);
     transfers_.emplace(next_, std::move(transfer));
     return next_++;
   }
 
+  // Removes a transfer and returns it. Throws c10::ValueError if it is not under way.
   Transfer take(int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = transfers_.find(number);
@@ -109,20 +118,23 @@ UnderWay& under_way() {
   return *instance;
 }
 
-// Returns the plan for these sizes, followed by the names of the groups that it needs.
+// The signature of the operator plan_for_sizes, which returns the plan for these sizes, followed by the names of the
+// groups that the plan needs.
 using PlanForSizes = std::vector<std::string>(const std::string&, const std::vector<std::string>&, int64_t,
                                               c10::IntArrayRef, bool);
 
 // Incremented with every change of the tables from which plans are made.
 std::atomic<int64_t> tables_number{0};
 
+// Returns the cache key of a program bound to groups.
 std::string key_of(const std::string& text, const std::vector<std::string>& groups, int64_t rank) {
   std::string key = text;
   for (const std::string& name : groups) key += '\n' + name;
   return key += '\n' + std::to_string(rank);
 }
 
-// Planning is done in Python, which has the tables. Results are cached here, unless they depend on which groups exist.
+// Returns the plan for these sizes, then the names of its groups. Planning is done in Python, which has the tables.
+// Results are cached here, unless they depend on which groups exist (`make_groups` is false).
 std::vector<std::string> plan_for_sizes(const std::string& plan, const std::vector<std::string>& groups, int64_t rank,
                                         c10::IntArrayRef sizes, bool make_groups) {
   static auto* kept = new BoundedCache<std::string, std::vector<std::string>>(kMaxExecutables);
@@ -136,7 +148,7 @@ std::vector<std::string> plan_for_sizes(const std::string& plan, const std::vect
   return kept->get_or_make(key, [&] { return handle.call(plan, groups, rank, sizes, make_groups); });
 }
 
-// `after` only orders starts (see the schema).
+// Returns the handle of the transfer (see the schema). `after` only orders starts.
 at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, const std::vector<std::string>& groups,
                               int64_t rank, at::OptionalIntArrayRef sizes, const std::optional<at::Tensor>& /*after*/,
                               bool make_groups) {
@@ -157,7 +169,8 @@ at::Tensor redistribute_start(const at::Tensor& input, const std::string& plan, 
   return handle.expand({size});
 }
 
-// `input` is an argument so that compilers do not reuse its memory before the wait.
+// Waits for the transfer of a handle and returns its output. `input` is an argument so that compilers do not reuse its
+// memory before the wait.
 at::Tensor redistribute_wait(const at::Tensor& handle, const at::Tensor& input, const std::string& /*plan*/,
                              int64_t /*rank*/, at::OptionalIntArrayRef /*sizes*/) {
   check_strided(handle, "handle");
@@ -182,6 +195,8 @@ std::vector<at::Tensor> matmul(const std::vector<at::Tensor>& inputs, const std:
   return outputs;
 }
 
+// The origin of matrix products in chunks. It keeps the product and its schedule as bytes, and decodes them on each
+// call.
 class MatmulOrigin : public Origin {
  public:
   explicit MatmulOrigin(std::string matmul_bytes) : matmul_bytes_(std::move(matmul_bytes)) {}
@@ -234,6 +249,7 @@ const c10::TypedOperatorHandle<Redistribute>& redistribute_handle() {
   return handle;
 }
 
+// True if neither the source nor the destination of a plan has pending reductions.
 bool is_without_sums(const std::string& text) {
   const Plan plan = from_bytes(bytes_of(text));
   return plan.src.partial_dims().empty() && plan.dst.partial_dims().empty();
@@ -302,6 +318,7 @@ std::string bytes_of(const std::string& text) {
 
 namespace {
 
+// Compiles the plan, matmul or attention in a string for a rank.
 std::shared_ptr<const CompiledProgram> compile_text(const std::string& text, Rank rank) {
   ++counters().compiled;
   const std::string bytes = bytes_of(text);

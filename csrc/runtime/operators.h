@@ -24,10 +24,12 @@ std::shared_ptr<const CompiledProgram> compiled_of(const std::string& text, Rank
 // bound again if a name now refers to another group. Throws c10::ValueError if the string is not a plan.
 ExecutablePtr executable_of(const std::string& plan, const std::vector<std::string>& groups, int64_t rank);
 
-// Must be called when the tables from which plans are made have changed. Operators with sizes then plan again.
+// Discards the plans of operators with sizes, so that they are planned again. Must be called after each change of the
+// tables from which plans are made.
 void invalidate_sized_plans();
 
-// Turns on or off that ranks compare the programs of operators before anything is sent (sw.debug.check_ranks).
+// Turns the comparison of ranks on or off (sw.debug.check_ranks): if it is on, all ranks compare the program of an
+// operator before anything is sent.
 void compare_ranks(bool on);
 
 // Returns the bytes in a plan string. Throws c10::ValueError for other strings.

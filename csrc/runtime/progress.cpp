@@ -17,6 +17,7 @@ namespace {
 // Idle time after which the progress thread ends. Creating a thread costs more than a small redistribute.
 constexpr std::chrono::milliseconds kLinger{50};
 
+// The queue of programs, and the progress thread that runs them. docs/architecture/runtime.md has its states.
 class Progress {
  public:
   void add(std::shared_ptr<Execution> one) {
@@ -29,6 +30,7 @@ class Progress {
     changed_.notify_all();
   }
 
+  // Returns true if all programs were finished in time. After that no program is run.
   bool stop(double timeout_seconds) {
     std::unique_lock<std::mutex> lock(mutex_);
     const bool is_done = changed_.wait_for(lock, std::chrono::duration<double>(timeout_seconds),
@@ -39,6 +41,7 @@ class Progress {
   }
 
  private:
+  // The progress thread. It ends after stop(), or once the queue has been empty for kLinger.
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (changed_.wait_for(lock, kLinger, [this] { return !queue_.empty() || is_stopped_.load(); })) {
@@ -56,6 +59,7 @@ class Progress {
     is_running_ = false;
   }
 
+  // Runs a program to its end, its failure, or stop().
   void finish(Execution& run) const {
     try {
       while (!run.finished() && !is_stopped_) run.run_next();

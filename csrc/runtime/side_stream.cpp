@@ -17,7 +17,7 @@ namespace {
 constexpr int kMaxDevices = 128;         // device indices are of 8 bits
 constexpr size_t kMaxKeptEvents = 1024;  // per device; more are in use at a time only by very long programs
 
-// Events that no StreamEvent uses, by device.
+// Device events for reuse, by device: those that no StreamEvent owns now.
 class EventPool {
  public:
   std::unique_ptr<c10::Event> take(c10::Device device) {
@@ -53,12 +53,14 @@ EventPool& event_pool() {
   return *pool;
 }
 
+// The registered functions, by type of device.
 std::array<CaptureQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& capture_queries() {
   static std::array<CaptureQuery, c10::COMPILE_TIME_MAX_DEVICE_TYPES> queries{};
   return queries;
 }
 
-// Captures on the devices of a type that have a context; asking the others would make one there.
+// True if a graph is being captured on the current stream of a device of this type. Skips devices without a context,
+// because a query would create one.
 bool is_capturing_on_any(c10::DeviceType type) {
   const auto& hooks = at::globalContext().getAcceleratorHooksInterface(type);
   const c10::DeviceIndex count = c10::impl::VirtualGuardImpl(type).deviceCount();

@@ -16,9 +16,10 @@
 
 namespace shardwright {
 
+// kTransfers: for transfers. kRest: for the instructions that remain when an asynchronous call returns.
 enum class SideStream : uint8_t { kTransfers, kRest };
 
-// Returns a stream of high priority. There is one of each kind per device. `device` must not be the CPU.
+// Returns a device's side stream of a kind, a stream of high priority. `device` must not be the CPU.
 c10::Stream side_stream(c10::Device device, SideStream which);
 
 // A point in the work of a stream, without a timestamp. Device events are reused, because the driver takes longer to
@@ -44,8 +45,8 @@ class StreamEvent {
 // Returns the number of device events that this process has created for StreamEvents.
 int64_t num_stream_events_made();
 
-// Makes a side stream current until the guard is destroyed. Work given to it then runs after `after`, or by default
-// after all work that the previous current stream was given.
+// Makes a side stream current until the guard is destroyed. Work given to the side stream then runs after the event
+// `after`, or by default after all work that the previous current stream was given.
 class SideStreamGuard {
  public:
   SideStreamGuard(c10::Device device, SideStream which);
@@ -59,6 +60,7 @@ class SideStreamGuard {
   std::optional<c10::StreamGuard> guard_;
 };
 
+// Returns the stream of a device to which this thread gives work.
 c10::Stream current_stream(c10::Device device);
 
 // Makes the current stream of a device wait for an event of that device.
@@ -68,7 +70,7 @@ void wait_for(const StreamEvent& event, c10::Device device);
 c10::Event record_current(c10::Device device, bool with_time);
 
 // True if a graph is being captured on a stream, or on the current stream of a device. False on CPU. A device without
-// an index stands for all devices of its type that are in use.
+// an index stands for all devices of its type that have a context.
 bool is_capturing(c10::Stream stream);
 bool is_capturing(c10::Device device);
 

@@ -20,10 +20,11 @@ constexpr size_t kHugePageBytes = size_t{2} << 20;
 // Minimum size of tensors for which huge pages are requested.
 constexpr size_t kHugeTensorBytes = 4 * kHugePageBytes;
 
-// The cached memory, by size. A request takes the smallest block that is large enough, unless more than half of the
-// block would be unused.
+// The cached blocks of memory, by size. A request takes the smallest block that is large enough, unless the block is
+// more than twice as large.
 class StagingCache {
  public:
+  // Removes a block for a request and returns it; null if none fits.
   c10::Storage take(int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = kept_.lower_bound(bytes);
@@ -34,7 +35,7 @@ class StagingCache {
     return taken;
   }
 
-  // Makes room by dropping the smallest blocks.
+  // Adds a block. Makes room by freeing the smallest blocks.
   void give(c10::Storage storage) {
     const auto size = static_cast<int64_t>(storage.nbytes());
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -63,6 +64,7 @@ class StagingCache {
   int64_t total_ = 0;
 };
 
+// The cache of this process.
 StagingCache& shelf() {
   static StagingCache* instance = new StagingCache;  // never destroyed: threads may still run at exit
   return *instance;

@@ -11,9 +11,8 @@
 
 namespace shardwright {
 
-// Smaller temporaries are allocated by malloc and freed.
-constexpr int64_t kMinKeptBytes = int64_t{1} << 20;
-constexpr int64_t kMaxKeptBytes = int64_t{256} << 20;
+constexpr int64_t kMinKeptBytes = int64_t{1} << 20;    // smaller temporaries are not cached
+constexpr int64_t kMaxKeptBytes = int64_t{256} << 20;  // maximum size of the cache
 
 // Returns a flat tensor of `count` elements with undefined content. All functions here are thread-safe.
 at::Tensor take_staging(int64_t count, const at::TensorOptions& options);
@@ -21,6 +20,7 @@ at::Tensor take_staging(int64_t count, const at::TensorOptions& options);
 // Returns a tensor of take_staging to the cache. Nothing, including transfers, may read or write it any more.
 void give_staging(const at::Tensor& staging);
 
+// Returns the size of the cached memory that is not in use.
 int64_t kept_staging_bytes();
 void release_staging();  // frees the cached memory; memory in use is cached again later
 

@@ -9,6 +9,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// A recorded span. If it has device events, their times replace those of `event`.
 struct Recorded {
   TraceEvent event;
   std::shared_ptr<c10::Event> device_start;
@@ -16,14 +17,16 @@ struct Recorded {
 };
 
 std::mutex mutex;
-std::vector<Recorded> recorded;
-Clock::time_point began;
-std::atomic<int64_t> current{0};  // number of the trace; 0: none
-int64_t last = 0;
-std::atomic<int64_t> runs{0};
+std::vector<Recorded> recorded;   // spans of the current trace
+Clock::time_point began;          // start of the current trace
+std::atomic<int64_t> current{0};  // number of the current trace; 0: none
+int64_t last = 0;                 // number of the last trace
+std::atomic<int64_t> runs{0};     // run numbers given so far
 
+// Returns the seconds since the current trace began.
 double now() { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
+// Stores a span, unless its trace has ended.
 void keep(int64_t trace, Recorded one) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (trace == current) recorded.push_back(std::move(one));

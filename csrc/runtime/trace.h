@@ -1,4 +1,5 @@
-// Records the times of the instructions of all programs, while a trace is being taken.
+// Records the times of the instructions of all programs, while a trace is being taken (sw.debug.trace). At most one
+// trace is taken at a time.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -22,8 +23,8 @@ struct TraceEvent {
   double end = 0;
 };
 
-bool is_tracing();
-void begin_trace();
+bool is_tracing();   // true while a trace is being taken
+void begin_trace();  // drops the events of a trace that was not ended
 // Ends the trace and returns its events. Waits for everything that still runs on GPUs. Transfers that nobody has waited
 // for are left out.
 std::vector<TraceEvent> end_trace();
@@ -34,8 +35,9 @@ class TraceSpan {
   TraceSpan() = default;
   TraceSpan(const char* lane, std::string instruction, int64_t chunk, int64_t run);
 
+  // Records the span, with the host's time as its end.
   void stop();
-  // On a GPU, the times of these events replace the host's.
+  // Set the device's start and end instead of the host's. stop_at also records the span.
   void start_at(c10::Event event) { device_start_ = std::make_shared<c10::Event>(std::move(event)); }
   void stop_at(c10::Event event);
 
@@ -45,6 +47,7 @@ class TraceSpan {
   int64_t trace_ = 0;  // number of the trace; 0: none
 };
 
+// Returns 1, 2, 3, ... in the order of calls.
 int64_t next_run_number();
 
 }  // namespace shardwright

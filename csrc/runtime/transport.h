@@ -28,11 +28,14 @@ namespace shardwright {
 // PyTorch's handle of a transfer under way. `wait` throws if the transfer failed.
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+// Data that is sent to one other rank, or received from it.
 struct Message {
   int64_t peer = -1;  // rank in the group
   at::Tensor data;    // contiguous
 };
 
+// The transfers of one group of ranks.
+//
 // Each method starts a transfer in which all ranks of the group take part, in the same order on all of them. It returns
 // handles to wait for, or null if nothing is left to wait for. Tensors must be contiguous, and must stay alive until
 // the transfer was waited for.
@@ -53,11 +56,14 @@ class Transport {
   // now: in a capture, or while a group of calls is open (runtime/open_groups.h).
   virtual void connect(c10::Device device) = 0;
 
-  // Every rank contributes the same number of elements; results are in the order of ranks.
+  // Every rank contributes `input`, of the same number of elements. `output` has the inputs in the order of ranks.
   virtual WorkPtr all_gather(at::Tensor& output, at::Tensor& input) = 0;
+  // Rank r receives part r, of equally many parts as ranks, of the reduction of all inputs.
   virtual WorkPtr reduce_scatter(at::Tensor& output, at::Tensor& input, ReduceOp op) = 0;
+  // Reduces `data` over all ranks, in place.
   virtual WorkPtr all_reduce(at::Tensor& data, ReduceOp op) = 0;
-  // The counts are elements received from and sent to each rank, this rank included.
+  // Sends part r of `input` to rank r, and receives part r of `output` from it. The counts are the elements of each
+  // part, in the order of ranks; the parts for and from this rank are included.
   virtual WorkPtr all_to_all(at::Tensor& output, at::Tensor& input, std::vector<int64_t> output_counts,
                              std::vector<int64_t> input_counts) = 0;
   // Starts a batch of at least one message between this rank and other ranks of the group. Messages between two ranks
@@ -72,15 +78,17 @@ class Transport {
   virtual std::optional<std::string> why_no_offers(c10::Device, int64_t) const {
     return "its group has no arenas; make them with shardwright.prepare(peer_arena_bytes=...)";
   }
+  // Lets the other ranks read this part.
   virtual void offer(const at::Tensor&) { check_invariant(false, "the transport does not support Offer and Fetch"); }
+  // Copies the parts of the other ranks into the first tensor, and sets the flags of all chunks in the second one.
   virtual void fetch(at::Tensor&, const at::Tensor&) {
     check_invariant(false, "the transport does not support Offer and Fetch");
   }
-  // Returns the time that a rank waits for the others, if the transport itself enforces it; else 0.
+  // Returns the time that a rank waits for the other ranks, if the transport itself enforces it; else 0.
   virtual std::chrono::milliseconds timeout() const { return {}; }
 };
 
-// Keeps a group alive and gives access to its transport.
+// Keeps a group alive and gives access to its transport. False if the group was destroyed.
 class GroupLease {
  public:
   GroupLease(c10::intrusive_ptr<c10::intrusive_ptr_target> owner, Transport* transport)
@@ -109,6 +117,7 @@ class RankGroup {
   int64_t rank() const { return rank_; }
   int64_t size() const { return size_; }
 
+  // True if the underlying group was destroyed.
   bool is_gone() const { return owner_.expired(); }
   // Returns a lease, which is false if the group was destroyed.
   GroupLease lease() const { return {owner_.lock(), transport_}; }

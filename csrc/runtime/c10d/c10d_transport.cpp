@@ -18,6 +18,7 @@ namespace {
 // Tag of our messages. A user's own sends on the group have tags from 0 on, so they do not match.
 constexpr int kMessageTag = 0x5357;
 
+// Returns c10d's name of a reduction. Reductions without a native collective are an error of the compiled program.
 c10d::ReduceOp to_c10d(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
@@ -33,8 +34,8 @@ c10d::ReduceOp to_c10d(ReduceOp op) {
   }
 }
 
-// Returns options for a collective. Backends with streams run one that is not asynchronous on the current stream;
-// others would block until it is done.
+// Returns options for a collective. A collective that is not asynchronous runs on the current stream of a device with
+// streams; on CPU it would block until it is done.
 template <typename Options>
 Options options_for(const at::Tensor& data) {
   Options options;
@@ -46,8 +47,9 @@ Options options_for(const at::Tensor& data) {
 // stream, whose wait would record an event after the collective and query it.
 WorkPtr left_of(WorkPtr work, const at::Tensor& data) { return data.device().is_cpu() ? work : nullptr; }
 
-// A batch of messages, which is ended even if a message was refused: a group with an open batch cannot be used. The
-// earlier messages are then under way on the backend's own stream, and the current stream waits for them.
+// A batch of messages. The destructor ends it if a message was refused, because a group with an open batch cannot be
+// used. The messages before the refused one are then under way on the backend's own stream, and the current stream
+// waits for them.
 class Batch {
  public:
   Batch(c10d::ProcessGroup* group, c10::DeviceType device) : group_(group), device_(device) {
@@ -64,6 +66,7 @@ class Batch {
   Batch(const Batch&) = delete;
   Batch& operator=(const Batch&) = delete;
 
+  // Ends the batch and returns the Work of all its messages.
   WorkPtr end() {
     is_ended_ = true;
     return group_->endCoalescing(device_);
@@ -75,7 +78,8 @@ class Batch {
   bool is_ended_ = false;
 };
 
-// Runs below the dispatcher, so that dispatch modes see only the collectives of redistributes.
+// Makes a group create its communicator on a device. Runs below the dispatcher, so that dispatch modes see only the
+// collectives of redistributes.
 void run_tiny_collective(c10d::ProcessGroup* group, c10::Device device) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard below_modes(

@@ -39,7 +39,7 @@ class C10dTransport final : public Transport {
  private:
   c10d::ProcessGroup* const group_;
   std::mutex mutex_;
-  std::set<c10::DeviceIndex> connected_;
+  std::set<c10::DeviceIndex> connected_;  // devices on which `connect` has run its collective
 };
 
 }  // namespace shardwright

@@ -12,6 +12,7 @@
 
 namespace shardwright {
 
+// Entries of destroyed groups are removed when a new group is added.
 RankGroupPtr group_named(const std::string& name) {
   static std::mutex mutex;
   static auto* known = new std::map<c10d::ProcessGroup*, RankGroupPtr>;  // never destroyed: threads may outlive it

@@ -28,6 +28,7 @@ namespace {
 constexpr int kDriverForLargeArguments = 12010;
 
 #if CUDART_VERSION >= 12010 && defined(__CUDA_ARCH_LIST__)
+// True if the code is built only for architectures from `least` on.
 constexpr bool all_at_least(int least) {
   for (const int arch : {__CUDA_ARCH_LIST__}) {
     if (arch < least) return false;
@@ -110,6 +111,7 @@ class CudaTables final : public TableDevice {
  private:
   c10::cuda::CUDAStream current_stream() const { return c10::cuda::getCurrentCUDAStream(device_.index()); }
 
+  // Returns a stream of the pool that is not being captured. `num_bytes` is for the error message.
   c10::cuda::CUDAStream uncaptured_stream(size_t num_bytes) const {
     constexpr int kStreamsOfPool = 32;
     for (int i = 0; i < kStreamsOfPool; ++i) {
@@ -126,6 +128,7 @@ class CudaTables final : public TableDevice {
   at::Device device_;
 };
 
+// True if driver and device support kernel arguments of more than 4 KiB.
 bool takes_large_arguments() {
   static const bool has_driver = [] {
     int driver = 0;
@@ -135,6 +138,7 @@ bool takes_large_arguments() {
   return has_driver && at::cuda::getCurrentDeviceProperties()->major >= 7;
 }
 
+// Returns the boxes as a kernel argument.
 template <int kBoxes>
 InlineTable<kBoxes> inline_table(const WordBoxes& boxes) {
   InlineTable<kBoxes> table;
@@ -143,6 +147,7 @@ InlineTable<kBoxes> inline_table(const WordBoxes& boxes) {
   return table;
 }
 
+// Launches the copy of boxes whose words have the width of `Word`.
 template <typename Word>
 void launch(const StridedCopy& copy, const WordBoxes& boxes, const void* src, void* dst, at::Device device) {
   const auto num_boxes = static_cast<int64_t>(boxes.boxes.size());
@@ -183,6 +188,7 @@ void launch(const StridedCopy& copy, const WordBoxes& boxes, const void* src, vo
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// The DeviceCopy of CUDA.
 void copy_on_cuda(const StridedCopy& copy, const at::Tensor& src, at::Tensor& dst) {
   const c10::cuda::CUDAGuard guard(dst.device());
   const void* from = src.const_data_ptr();

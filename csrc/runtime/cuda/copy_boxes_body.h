@@ -18,10 +18,12 @@ inline constexpr int kWarpThreads = 32;
 inline constexpr int kWordsPerThread = 4;
 inline constexpr int kWordsPerBlock = kCopyThreads * kWordsPerThread;
 
+// Returns the number of thread blocks for this many words.
 inline int64_t copy_blocks(int64_t words) { return (words + kWordsPerBlock - 1) / kWordsPerBlock; }
 
-// Copies the words of one thread. The words of the block are in boxes `first` to `last`. The words of a warp are
-// consecutive, so most warps are in one box, whose dims they then read once.
+// Copies the words of one thread. The words of the block are in boxes `first` to `last`; `words` is the number of words
+// of the copy, and first_word[b] the number of the first word of box b. The words of a warp are consecutive, so most
+// warps are in one box, and read its dims once.
 template <typename Word>
 SHARDWRIGHT_HOST_DEVICE void copy_words(int64_t block, int thread, const WordBox* boxes, const int64_t* first_word,
                                         int64_t words, int64_t first, int64_t last, const Word* __restrict__ src,

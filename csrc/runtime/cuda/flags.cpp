@@ -15,6 +15,7 @@ std::optional<std::string> why_not_here(c10::Device device) {
                 ", but the kernel requires 9.0");
 }
 
+// Queries an event in this thread's relaxed capture mode: another thread may be capturing a graph.
 bool has_ended(const c10::Event& event) {
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   return event.query();

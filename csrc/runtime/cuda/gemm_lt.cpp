@@ -35,9 +35,10 @@ size_t workspace_limit_bytes() {
   return at::cuda::getCurrentDeviceProperties()->major >= 9 ? size_t{32} << 20 : size_t{4} << 20;
 }
 
+// Scratch memory for a product.
 struct Workspace {
   void* data = nullptr;
-  c10::DataPtr own;  // empty if the workspace is the stream's
+  c10::DataPtr own;  // owns `data` in a capture; else empty, because the stream's workspace is never freed
 };
 
 // Returns the workspace of a stream. Products of one stream run one after the other and share it. Products that run at
@@ -65,6 +66,7 @@ Workspace workspace_for(const Algorithm& algorithm, c10::cuda::CUDAStream stream
 
 // ---------------------------------------------------------------------------------------------------- products
 
+// Returns the handle and the current stream for a problem's device.
 Device device_of(const Problem& problem) {
   return {at::cuda::getCurrentCUDABlasLtHandle(), c10::cuda::getCurrentCUDAStream(problem.device).stream(),
           workspace_limit_bytes()};
@@ -78,6 +80,8 @@ bool multiply(const Problem& problem, const Pointers& pointers, bool accumulates
   });
 }
 
+// True if this file supports the dtypes: 16-bit operands into the same dtype or float32, and float32 or float64 into
+// the same dtype.
 bool is_ours(at::ScalarType operands, at::ScalarType dst) {
   const bool is_16_bit = operands == at::kHalf || operands == at::kBFloat16;
   const bool is_wide = operands == at::kFloat || operands == at::kDouble;
@@ -95,6 +99,8 @@ at::Tensor bias_of_rows(const Gemm& gemm, const at::Tensor& buffer, bool swaps, 
       .contiguous();
 }
 
+// DeviceGemms::multiply of CUDA. Leaves a single product into the operands' dtype to ATen, unless multiprocessors must
+// be left to transfers.
 bool multiply_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, at::Tensor& dst,
                       const at::Tensor& bias, const GemmHints& hints) {
   const at::ScalarType operands = lhs.scalar_type();
@@ -159,6 +165,7 @@ bool multiply_scaled_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::
   return multiply(*problem, pointers, gemm.accumulates);
 }
 
+// DeviceGemms::waves_of of CUDA. Requests an algorithm for buffers at address 0, which has the best alignment.
 std::optional<double> waves_on_cuda(const Gemm& gemm, at::ScalarType operands, at::ScalarType dst, at::Device device,
                                     const GemmHints& hints) {
   if (gemm.m == 0 || gemm.n == 0 || gemm.k == 0 || gemm.count == 0 || !is_ours(operands, dst)) return std::nullopt;

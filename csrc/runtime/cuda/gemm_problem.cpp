@@ -10,6 +10,7 @@
 namespace shardwright::lt {
 namespace {
 
+// True if cuBLASLt can read a view as a column-major matrix.
 bool is_column_major(const View& view) {
   return (view.place.row_stride == 1 || view.rows == 1) && (view.place.column_stride >= view.rows || view.columns == 1);
 }
@@ -32,6 +33,7 @@ std::optional<Layout> layout_of(const View& view, at::ScalarType dtype) {
   return layout;
 }
 
+// Returns the name of a dtype for error messages.
 const char* name_of(cudaDataType_t dtype) {
   switch (dtype) {
     case CUDA_R_16F:
@@ -60,6 +62,7 @@ cublasComputeType_t compute_type(at::ScalarType operands) {
   return is_tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
 }
 
+// Returns the ways to add partial sums along k that PyTorch's settings allow for a dtype.
 uint32_t reduction_schemes(at::ScalarType operands) {
   at::CuBLASReductionOption option = at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
   if (operands == at::kHalf) option = at::globalContext().allowFP16ReductionCuBLAS();

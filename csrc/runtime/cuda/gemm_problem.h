@@ -21,10 +21,10 @@ namespace shardwright::lt {
 
 // A matrix, or a batch of matrices, in a buffer.
 struct View {
-  Matrix place;
+  Matrix place;  // buffer, offset and strides of the first matrix
   int64_t rows = 0;
   int64_t columns = 0;
-  int64_t batch_stride = 0;
+  int64_t batch_stride = 0;  // elements; 0 for one matrix
 
   View transposed() const {
     return {{place.buffer, place.offset, place.column_stride, place.row_stride}, columns, rows, batch_stride};
@@ -36,8 +36,8 @@ struct Layout {
   cudaDataType_t dtype = CUDA_R_32F;
   int64_t rows = 0;
   int64_t columns = 0;
-  int64_t leading_dim = 0;
-  int64_t batch_stride = 0;
+  int64_t leading_dim = 0;   // elements from one column to the next
+  int64_t batch_stride = 0;  // elements from one matrix to the next
   uint32_t alignment_bytes = 0;
   bool is_transposed = false;
 
@@ -48,6 +48,7 @@ struct Layout {
 // distinguishes.
 uint32_t alignment_of(const void* address, int64_t stride_bytes = 0);
 
+// The scales of 8-bit operands: none, one factor per operand, or one per row of lhs and per column of rhs.
 enum class Scales : int8_t { kNone, kByTensor, kByRow };
 
 // The key of cached algorithms: everything that the choice of an algorithm depends on. If dst is row-major (`swaps`),
@@ -56,21 +57,23 @@ struct Problem {
   Layout a;
   Layout b;
   Layout d;
-  int64_t count = 1;
+  int64_t count = 1;  // products in the batch
   cublasComputeType_t compute = CUBLAS_COMPUTE_32F;
-  uint32_t reduction_schemes = CUBLASLT_REDUCTION_SCHEME_MASK;
-  int num_sms = 0;
+  uint32_t reduction_schemes = CUBLASLT_REDUCTION_SCHEME_MASK;  // allowed ways to add partial sums along k
+  int num_sms = 0;                                              // multiprocessors to use; 0: all
   at::DeviceIndex device = 0;
-  bool swaps = false;
+  bool swaps = false;                 // see above
   uint32_t bias_alignment_bytes = 0;  // 0: no bias
   Scales scales = Scales::kNone;
   bool fast_accumulation = false;
 
   auto operator<=>(const Problem&) const = default;
 
+  // The dtype of cuBLASLt's factors alpha and beta.
   cudaDataType_t scalar_type() const { return compute == CUBLAS_COMPUTE_64F ? CUDA_R_64F : CUDA_R_32F; }
 };
 
+// The addresses of a problem's operands and result. Null: not used.
 struct Pointers {
   const void* a = nullptr;
   const void* b = nullptr;

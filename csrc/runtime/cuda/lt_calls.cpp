@@ -10,6 +10,7 @@ namespace {
 
 // ------------------------------------------------------------------------------------------------ descriptors
 
+// A deleter that calls a function of cuBLASLt.
 template <auto kDestroy>
 struct Destroyer {
   template <typename T>
@@ -40,6 +41,7 @@ void set(const Preference& desc, cublasLtMatmulPreferenceAttributes_t attribute,
         "cublasLtMatmulPreferenceSetAttribute", problem);
 }
 
+// Returns cuBLASLt's descriptor of a matrix.
 LayoutDesc describe(const Layout& layout, const Problem& problem) {
   cublasLtMatrixLayout_t made = nullptr;
   check(cublasLtMatrixLayoutCreate(&made, layout.dtype, layout.rows, layout.columns, layout.leading_dim),
@@ -65,6 +67,7 @@ void set_kind_of_scales(const MatmulDesc& desc, const Problem& problem) {
 void set_kind_of_scales(const MatmulDesc&, const Problem&) {}
 #endif
 
+// Returns cuBLASLt's descriptor of a product. It includes the addresses of bias and scales.
 MatmulDesc describe(const Problem& problem, const Pointers& pointers) {
   cublasLtMatmulDesc_t made = nullptr;
   check(cublasLtMatmulDescCreate(&made, problem.compute, problem.scalar_type()), "cublasLtMatmulDescCreate", problem);
@@ -86,6 +89,7 @@ MatmulDesc describe(const Problem& problem, const Pointers& pointers) {
   return desc;
 }
 
+// All descriptors of a product.
 struct Descriptors {
   MatmulDesc matmul;
   LayoutDesc a;
@@ -101,7 +105,7 @@ struct Descriptors {
 
 // ------------------------------------------------------------------------------------------------- algorithms
 
-// Throws Unsupported if cuBLASLt has no algorithm.
+// Requests the best algorithm from cuBLASLt. Throws Unsupported if cuBLASLt has none.
 Algorithm ask_for_algorithm(const Device& device, const Problem& problem, const Descriptors& descriptors) {
   cublasLtMatmulPreference_t made = nullptr;
   check(cublasLtMatmulPreferenceCreate(&made), "cublasLtMatmulPreferenceCreate", problem);
@@ -160,6 +164,7 @@ std::optional<Algorithm> algorithm_for(const Device& device, const Problem& prob
   return algorithm;
 }
 
+// Launches a product: d = a x b, or d += a x b if `accumulates`. Throws Unsupported if cuBLASLt declines.
 void launch(const Device& device, const Problem& problem, const Pointers& pointers, const Descriptors& descriptors,
             const Algorithm& algorithm, bool accumulates, void* workspace) {
   const double doubles[] = {0, 1};

@@ -17,10 +17,11 @@
 
 namespace shardwright::lt {
 
+// An algorithm that cuBLASLt has chosen for a product.
 struct Algorithm {
   cublasLtMatmulAlgo_t algorithm{};
   size_t workspace_bytes = 0;
-  double waves = 0;
+  double waves = 0;  // tiles of the product per tiles that the device runs at once
 };
 
 // The handle and stream for a product.

@@ -14,7 +14,7 @@
 namespace shardwright {
 namespace {
 
-constexpr int kWordBytes = 16;
+constexpr int kWordBytes = 16;  // the widest load of a thread
 
 template <typename Item, int kItems, typename Combine>
 __global__ void __launch_bounds__(kReduceThreads)
@@ -24,6 +24,7 @@ __global__ void __launch_bounds__(kReduceThreads)
                                                       num_words, divisor, dst);
 }
 
+// Reduces `num_words` words of kItems elements each.
 template <typename Item, int kItems, typename Combine>
 void launch(const ReducedParts<Item>& parts, int num_parts, int64_t num_words, double divisor, Item* dst) {
   if (num_words == 0) return;
@@ -53,6 +54,7 @@ void reduce_items(const std::vector<at::Tensor>& given, double divisor, at::Tens
   launch<Item, 1, Combine>(parts, num_parts, dst.numel() - done, divisor, to + done);
 }
 
+// The DeviceReduce of CUDA: sums, products, minima and maxima of floating dtypes.
 bool reduce_on_cuda(ReduceOp op, const std::vector<at::Tensor>& parts, double divisor, at::Tensor& dst) {
   const bool is_known =
       op == ReduceOp::kSum || op == ReduceOp::kProduct || op == ReduceOp::kMin || op == ReduceOp::kMax;

@@ -11,11 +11,13 @@ namespace shardwright {
 inline constexpr int kReduceThreads = 256;    // threads per block, one word each
 inline constexpr int kMaxReducedParts = 256;  // 2 KiB of the 4 KiB of kernel arguments that every GPU supports
 
+// The addresses of the parts, as a kernel argument.
 template <typename Item>
 struct ReducedParts {
   const Item* at[kMaxReducedParts];
 };
 
+// Elements that a thread loads and stores at once.
 template <typename Item, int kItems>
 struct alignas(sizeof(Item) * kItems) ItemWord {
   Item items[kItems];
@@ -50,9 +52,11 @@ struct MaxOfTwo {
   }
 };
 
+// Returns the number of thread blocks for this many words.
 inline int64_t reduce_blocks(int64_t words) { return (words + kReduceThreads - 1) / kReduceThreads; }
 
-// Reduces one thread's word over all parts, in order, in `Accumulator`, and divides the result.
+// Reduces one thread's word (kItems elements) over all parts, in their order, accumulated in the type `Accumulator`,
+// and divides the result.
 template <typename Accumulator, int kItems, typename Combine, typename Item>
 SHARDWRIGHT_HOST_DEVICE void reduce_word(int64_t block, int thread, const ReducedParts<Item>& parts, int num_parts,
                                          int64_t num_words, double divisor, Item* dst) {

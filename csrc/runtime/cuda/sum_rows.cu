@@ -33,6 +33,7 @@ void launch(const at::Tensor& rows, const at::Tensor& table, const Weight* weigh
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// The DeviceSumRows of CUDA.
 void sum_rows_on_cuda(const at::Tensor& rows, const at::Tensor& table, const std::optional<at::Tensor>& weights,
                       at::Tensor& out) {
   const c10::cuda::CUDAGuard guard(out.device());

@@ -16,10 +16,10 @@ struct RowSums {
   const int64_t* table = nullptr;
   const Weight* weights = nullptr;
   Item* out = nullptr;
-  int64_t num_sums = 0;
-  int64_t columns = 0;
-  int64_t width = 0;
-  int64_t stride = 0;
+  int64_t num_sums = 0;  // rows of `out` and of `table`
+  int64_t columns = 0;   // of `table`: rows in each sum
+  int64_t width = 0;     // elements per row
+  int64_t stride = 0;    // elements from one row of `rows` to the next
 
   static constexpr int kThreads = 256;  // threads per block, one element each
 

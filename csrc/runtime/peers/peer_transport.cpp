@@ -20,18 +20,20 @@ namespace {
 
 namespace symmetric_memory = c10d::symmetric_memory;
 
-// One slot is read while the next one is filled.
-constexpr int kSlots = 2;
-constexpr int kChannels = 2 * kSlots;
-constexpr int64_t kSlotAlignment = 256;
+constexpr int kSlots = 2;                // per row of an arena: one slot is read while the other one is filled
+constexpr int kChannels = 2 * kSlots;    // signals for each pair of ranks
+constexpr int64_t kSlotAlignment = 256;  // bytes
 
+// Numbers of the signals of the slot that a round uses.
 int full(size_t round) { return static_cast<int>(round % kSlots); }
 int free(size_t round) { return kSlots + static_cast<int>(round % kSlots); }
 
+// Returns the size of a slot: an arena has `ranks` rows of kSlots slots.
 int64_t slot_bytes_of(int64_t arena_bytes, int64_t ranks) {
   return arena_bytes / (ranks * kSlots) / kSlotAlignment * kSlotAlignment;
 }
 
+// Returns a contiguous tensor as flat bytes.
 at::Tensor bytes_of(const at::Tensor& tensor) { return flat_bytes(tensor, 0, tensor.numel()); }
 
 // Makes a stream current, behind the work of the current stream. At the end, also after an exception, the previous
@@ -59,6 +61,7 @@ class StreamBetween {
   std::optional<c10::StreamGuard> guard_;
 };
 
+// Throws UserError if the arena is too small for the group, or the group too large for PyTorch's signal pads.
 void check_arena(const RankGroup& group, const PeerSettings& settings) {
   const int64_t least = group.size() * kSlots * kSlotAlignment;
   check_user(settings.arena_bytes >= least, "peer_arena_bytes must be at least ", least, " for a group of ",
@@ -69,6 +72,7 @@ void check_arena(const RankGroup& group, const PeerSettings& settings) {
              " ranks; torch.distributed._symmetric_memory.set_signal_pad_size raises it");
 }
 
+// Throws UserError if the device has no memory that peers can copy from, or if a graph is captured.
 void check_device(c10::Device device) {
   check_user(!device.is_cpu() && symmetric_memory::has_allocator(device.type()),
              "peer_arena_bytes: tensors must be on a CUDA device, which has symmetric memory, got ", device.str());
@@ -186,7 +190,8 @@ WorkPtr PeerTransport::all_to_all(at::Tensor& output, at::Tensor& input, std::ve
 }
 
 std::vector<WorkPtr> PeerTransport::send_receive(std::vector<Message>& sends, std::vector<Message>& receives) {
-  // Both ends of a message choose the same transport, because both have its size.
+  // `take` removes the messages of this transport from a list; the others are for the previous transport. Sender and
+  // receiver of a message make the same choice, because it depends on the message's size.
   const auto take = [this](std::vector<Message>& messages) {
     const auto is_other = [this](const Message& message) { return !takes(message.data); };
     const auto own = std::stable_partition(messages.begin(), messages.end(), is_other);

@@ -2,6 +2,10 @@
 // other ranks into its own arena, which is in PyTorch's symmetric memory, and they copy the data from there. On NVLink,
 // copy engines do such copies, which take no multiprocessors from a product.
 //
+// An *arena* is a buffer of each rank that all ranks of the group can read. A *slot* is a range of an arena that holds
+// one piece of a message. A transfer runs in *rounds*, each with at most one piece per sender and
+// receiver.
+//
 // None of this has run on a GPU. `shardwright.prepare(peer_arena_bytes=...)` turns it on for gathers and messages. The
 // group's previous transport keeps reductions and small transfers.
 //
@@ -48,10 +52,11 @@
 
 namespace shardwright {
 
+// The settings of a group's arenas; equal on all of its ranks.
 struct PeerSettings {
-  int64_t arena_bytes = 0;  // per rank
-  int64_t min_bytes = 0;    // smaller messages and parts use the other transport
-  std::chrono::milliseconds timeout{0};
+  int64_t arena_bytes = 0;               // per rank
+  int64_t min_bytes = 0;                 // smaller messages and parts use the group's previous transport
+  std::chrono::milliseconds timeout{0};  // for signals of a peer
 
   bool operator==(const PeerSettings&) const = default;
 };
@@ -65,11 +70,13 @@ void use_peer_copies(RankGroup& group, c10::Device device, const PeerSettings& s
 // Returns the number of bytes copied from peers since the start of the process or the last reset.
 std::atomic<int64_t>& peer_bytes();
 
+// A group's transport by copies between arenas. It passes reductions, small transfers and other devices on to `other`.
 class PeerTransport final : public Transport {
  public:
   using SymmetricMemory = c10d::symmetric_memory::SymmetricMemory;
 
-  // `other` must outlive this.
+  // `other`: the group's previous transport, which must outlive this one. `arena`: this rank's arena, as bytes.
+  // `memory`: PyTorch's handle of the arenas of all ranks.
   PeerTransport(Transport* other, at::Tensor arena, c10::intrusive_ptr<SymmetricMemory> memory, PeerSettings settings);
 
   // All ranks must call this once, before any transfer. Frees all slots, and blocks the host until every peer has
@@ -98,23 +105,32 @@ class PeerTransport final : public Transport {
   // The pieces of messages by round, as bytes, each at most one slot long.
   using Rounds = std::vector<std::vector<Message>>;
 
+  // True if this transport carries out the transfer of a tensor; if not, the previous transport does.
   bool takes(const at::Tensor& tensor) const;
+  // Cuts messages into pieces. The pieces of one message are in consecutive rounds.
   Rounds rounds_of(const std::vector<Message>& messages) const;
+  // Runs the rounds of messages, with the stream of this group as the current stream.
   void exchange(const Rounds& sends, const Rounds& receives);
+  // Runs an all-gather: each round fills a slot of the rank's own row, which all other ranks read.
   void gather(at::Tensor& output, at::Tensor& input);
+  // Copies a piece into this rank's slot for a peer, once the slot is free.
   void fill(const Message& message, size_t round);
+  // Copies a piece from a row of a peer's arena, once its slot is full. `message.data` is the destination.
   void read(const Message& message, size_t round, int64_t row);
+  // Returns the first `bytes` bytes of the slot for a round, in a row of the arena of rank `owner`.
   at::Tensor slot(int64_t owner, int64_t row, size_t round, int64_t bytes) const;
+  // Make the current stream wait for a signal from a peer and reset it, or send a signal to a peer. `channel`: the
+  // number of the signal, from full() or free().
   void wait_for(int64_t peer, int channel);
   void signal(int64_t peer, int channel);
 
-  Transport* const other_;
+  Transport* const other_;  // the group's previous transport
   const at::Tensor arena_;
   const c10::intrusive_ptr<SymmetricMemory> memory_;
   const PeerSettings settings_;
   const int64_t rank_;
   const int64_t size_;
-  const int64_t slot_bytes_;
+  const int64_t slot_bytes_;        // size of a slot
   const c10::Stream stream_;        // runs all transfers of this group
   std::vector<at::Tensor> arenas_;  // the arenas of all ranks, mapped into this process
   std::mutex mutex_;                // held while a transfer is submitted
