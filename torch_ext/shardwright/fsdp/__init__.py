@@ -1,4 +1,7 @@
-"""Weights that are sharded between steps and gathered when they are used."""
+"""Weights that are sharded between steps and gathered when they are used.
+
+Start with api.py (hooks of modules), units.py (terms), runner.py (execution of a schedule) and layouts.py.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,10 @@ A *sequence* is a list of tensors that were packed without an unpack in between,
 The first backward of a sequence gathers each activation when it is needed, and records the order. Later backwards of
 equal sequences gather one activation ahead. Ranks compare a sequence when they see it for the first time. Gathers
 depend only on counts that are equal on all ranks, never on the time at which a rank frees memory.
+
+In a step with a schedule of `fully_shard`, the schedule decides instead when gathers start (scheduler.py). A *span* is
+the memory of an activation; several saved tensors may be views of one span. `cut` and `whole` are the layouts of a span
+that is sharded and gathered.
 """
 
 from __future__ import annotations
@@ -73,7 +77,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         self._mesh = mesh
         self._min_bytes = min_bytes
         self._given = [span for number, tensor in enumerate(tensors) if (span := _named(number, tensor, mesh))]
-        self._made: dict[_Span, tuple[_ShardedActivation, _Sequence]] = {}
+        self._made: dict[_Span, tuple[_ShardedActivation, _Sequence]] = {}  # activations that the block has sharded
         super().__init__(self._pack, _unpack)
 
     def __exit__(self, *details: Any) -> None:
@@ -81,6 +85,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         self._made.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        """Hook: returns a `_Saved` if the tensor is to be sharded; otherwise packs it in full."""
         found = self._span_of(tensor)
         if found is None or found.size_bytes < self._min_bytes:
             return reads.pack(tensor)
@@ -111,6 +116,7 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         return None if span is None else next((given for given in self._given if given.holds(span)), None)
 
     def _kept(self, local: torch.Tensor, span: _Span) -> _ShardedActivation:
+        """Returns a new sharded activation, from the tensor's full memory."""
         memory = local.detach().as_strided((span.numel,), (1,), span.begin)
         whole, cut = _layouts(self._mesh, span.numel, span.dtype)
         if checking.is_on():
@@ -127,15 +133,16 @@ class _Span(NamedTuple):
 
     storage: StorageWeakRef
     dtype: torch.dtype
-    begin: int
+    begin: int  # in elements
     numel: int
-    version: tuple[int, ...]
+    version: tuple[int, ...]  # changes when the memory is written
 
     @property
     def size_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
     def holds(self, other: _Span) -> bool:
+        """Returns true if the other range is a part of this one, at the same version."""
         return (
             self.storage == other.storage
             and (self.dtype, self.version) == (other.dtype, other.version)
@@ -154,12 +161,14 @@ def _span(tensor: torch.Tensor) -> _Span | None:
 
 
 def _local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the local tensor of a DTensor, after its collective has ended; a plain tensor as it is."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     waited: torch.Tensor = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     return waited
 
 
 def _named(number: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:
+    """Returns the memory of argument `tensors[number]`; None for a DTensor. Raises ValueError if it is unsuitable."""
     name = f"tensors[{number}]"
     if isinstance(tensor, DTensor):
         if not is_equal_on(tensor.device_mesh, tuple(tensor.placements), mesh):
@@ -172,7 +181,7 @@ def _named(number: int, tensor: Any, mesh: DeviceMesh) -> _Span | None:
 
 @executables.kept
 def is_equal_on(of: DeviceMesh, placements: tuple[Any, ...], over: DeviceMesh) -> bool:
-    """Returns true if DTensors with this spec have equal shards on all ranks of another mesh."""
+    """Returns true if DTensors with `placements` on mesh `of` have equal shards on all ranks of mesh `over`."""
     mesh = Mesh(of)
     places = [mesh.coordinate(rank) for rank in Mesh(over).ranks]
     if any(place is None for place in places):
@@ -189,6 +198,7 @@ def _layouts(mesh: DeviceMesh, numel: int, dtype: torch.dtype) -> tuple[_planner
 
 
 def _compare_values(mesh: DeviceMesh, local: torch.Tensor) -> None:
+    """Raises an error if the tensor's bits differ between the ranks of the mesh (sw.debug.check_ranks)."""
     bits = local.detach().contiguous().cpu().flatten().view(torch.uint8)
     digest = hashlib.sha256(bytes(bits.tolist())).hexdigest()[:16]
     said = {"tensor": f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}", "values": digest}
@@ -201,17 +211,18 @@ class _ShardedActivation:
     def __init__(self, part: torch.Tensor, cut: _planner.Layout, whole: _planner.Layout, mesh: DeviceMesh) -> None:
         self._part, self._cut, self._whole, self._mesh = part, cut, whole, mesh
         self._gathered: torch.Tensor | None = None  # the full activation, gathered or being gathered
-        self._num_unpacked = 0
+        self._num_unpacked = 0  # number of its saved tensors that this backward has unpacked
         self.num_saved = 0  # number of saved tensors that are views of it
         self.number = 0  # its index in its sequence
         self.was_needed = False  # a backward has unpacked it
         self.looks = f"{str(part.dtype).removeprefix('torch.')}[{whole.shape[0]}]"  # dtype and size, to compare ranks
-        # The running step, if any.
+        # The running step of `fully_shard`, if any, and the activation's number in it.
         self._step = scheduler.current_activations
         about = scheduler.About(self.looks, part.nbytes, part.device.type, cut, whole)
         self._number = 0 if self._step is None else self._step.save(self, about)
 
     def start_gather(self) -> None:
+        """Starts to gather, unless the activation is gathered or being gathered."""
         if self._gathered is None:
             counters.counts.activation_gathers += 1
             self._gathered = redistribute_local(
@@ -247,11 +258,12 @@ class _Saved(NamedTuple):
     sequence: _Sequence  # kept alive while any tensor of it can be unpacked
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # in elements, from the start of the activation
     spec: Any  # the DTensor's spec; None for a plain tensor
 
 
 def _unpack(saved: Any) -> torch.Tensor:
+    """Hook: returns a saved tensor, after a gather if it was sharded."""
     if type(saved) is not _Saved:
         return reads.unpack(saved)
     with torch.no_grad():
@@ -276,6 +288,7 @@ class _Sequence:
         self._planned: list[int] | None = []
 
     def add(self, kept: _ShardedActivation) -> None:
+        """Adds an activation that was packed, and numbers it."""
         kept.number = len(self._seen)
         self._seen.append(kept.looks)
         if len(self._seen) <= self._on.longest:
@@ -335,5 +348,5 @@ class _OnMesh:
         return []
 
 
-_MAX_ORDERS = 1024
+_MAX_ORDERS = 1024  # maximum number of recorded orders for each mesh (FIFO)
 _meshes: executables.Kept[_OnMesh] = executables.Kept()

@@ -1,4 +1,9 @@
-"""`fully_shard`: weights that are sharded between uses and gathered when they are used."""
+"""`fully_shard`: weights that are sharded between uses and gathered when they are used.
+
+A *unit* is the weights of one call of `fully_shard`. A *use* is a range of compute, of a forward or a backward, with
+the units that it needs. The *runner* (runner.py) of a model gathers and releases all units of the model. This file has
+the hooks that tell the runner when uses begin and end.
+"""
 
 from __future__ import annotations
 
@@ -153,6 +158,7 @@ def _register(module: nn.Module, state: _State) -> None:
 
 
 def _watch_state_dicts(state: _State) -> None:
+    """Adds hooks: state dicts see sharded parameters, and loaded ones may have other dtypes or devices."""
     for owner in {owner: None for weight in state.unit.weights for owner, _ in weight.places}:
         owner.register_state_dict_pre_hook(state.before_state_dict)
         owner.register_load_state_dict_pre_hook(state.before_state_dict)
@@ -160,6 +166,8 @@ def _watch_state_dicts(state: _State) -> None:
 
 
 def _dtypes_by(policy: Policy, matmul_format: str | None) -> DtypesOf:
+    """Returns a function that checks a parameter and returns its dtypes and its matmul (weights.py: DtypesOf)."""
+
     def dtypes_of(name: str, parameter: nn.Parameter, owners: Any, placed: Layouts) -> Any:
         in_dtypes = policy.of(parameter)
         in_dtypes.gathers.check(name, placed.shards, placed.mesh.device_type)
@@ -207,7 +215,7 @@ def schedule(module: nn.Module) -> StepSchedule:
 
 
 class _State:
-    """The hooks of one unit, and the runner that all units of the model share."""
+    """The hooks of one unit. `runner` is shared by all units of the model; None before the first forward."""
 
     def __init__(self, unit: Unit, policy: Policy, dtypes_of: DtypesOf, options: Options) -> None:
         self.unit = unit
@@ -219,11 +227,12 @@ class _State:
         self._comm_ctx = object()  # torch's `share_comm_ctx` sets it; unused, as all units share their streams
         self._fsdp_param_groups = ()  # `share_comm_ctx` reads it
         self._state_ctx = SimpleNamespace(all_states=())  # pipeline stages of torch 2.11 read it
-        self._number = graphs.number_of(self)
+        self._number = graphs.number_of(self)  # operators in compiled graphs refer to the unit by it
         unit.ready_runner = functools.partial(_runner_of, weakref.ref(self), weakref.ref(unit))
-        self._why_not_in_graphs = graphs.why_not(unit)
+        self._why_not_in_graphs = graphs.why_not(unit)  # None: graphs may contain the unit's events
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Hook: casts the inputs, opens the unit and gathers it. Returns the inputs."""
         if self.policy.casts_inputs:
             args, kwargs = mapped(self.policy.cast_inputs, args), mapped(self.policy.cast_inputs, kwargs)
         is_traced = torch.compiler.is_compiling()
@@ -232,13 +241,14 @@ class _State:
         return self._begin_forward(module, args, kwargs, is_traced or graphs.compiler_is_on())
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Hook: closes the unit. Returns the output, cast to output_dtype."""
         if torch.compiler.is_compiling() and self._why_not_in_graphs is None:
             output = graphs.end_forward(self._number, self.unit, output)
         else:
             self._end_forward(output)
         return mapped(self.policy.cast_output, output) if self.policy.casts_outputs else output
 
-    # torch's `register_fsdp_forward_method` calls these two hooks, by FSDP2's names, around a method.
+    # torch's `register_fsdp_forward_method` calls `_pre_forward` and `_post_forward`, FSDP2's names, around a method.
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -252,13 +262,14 @@ class _State:
         return output
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduces gradients. Pipeline stages of torch 2.11 call it."""
+        """Reduces gradients and releases weights. Pipeline stages of torch 2.11 call it."""
         if self.runner is not None:
             self.runner.settle()
             finalize_backward(self.runner)
 
     @torch._disable_dynamo
     def _begin_method(self, frame: FrameType) -> None:
+        """Records a call of a registered forward method. `frame`: torch's wrapper of the method."""
         runner = self.ready_runner()
         runner.calls.end_failed(runner.end_forward)
         runner.calls.begin(frame, self.unit)
@@ -317,6 +328,7 @@ class _State:
 
     @torch._disable_dynamo
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, is_compiled: bool) -> Any:
+        """Opens the unit. Returns the inputs; once their gradients are computed, the backward of this forward ends."""
         runner, unit = self.ready_runner(module), self.unit
         runner.calls.end_failed(runner.end_forward)
         is_within_backward = bool(unit.backwards)
@@ -350,6 +362,7 @@ class _State:
 
     @torch._disable_dynamo
     def _end_forward(self, output: Any) -> None:
+        """Closes the unit. Gradients of tensors in `output` will open it for the backward."""
         runner, unit = self.runner, self.unit
         if runner is None or not unit.forwards:
             return  # the hook before the forward has failed
@@ -365,6 +378,7 @@ class _State:
 
 
 def _runner_of(state: weakref.ref[_State], unit: weakref.ref[Unit]) -> Runner:
+    """Returns the runner, also of a model that was freed. Raises RuntimeError if the runner was freed too."""
     if (found := state()) is not None:
         return found.ready_runner()
     # The model was freed, but its autograd graph still exists.
@@ -376,12 +390,13 @@ def _runner_of(state: weakref.ref[_State], unit: weakref.ref[Unit]) -> Runner:
 
 
 def _begin_backward(runner: Runner, unit: Unit, forward: int, gradient: torch.Tensor) -> None:
+    """Hook: a gradient has reached an output of the unit's forward number `forward`."""
     check_no_create_graph(unit.name)
     runner.begin_backward(unit, forward)
 
 
 class _AtInputs(torch.autograd.Function):
-    """Calls a function when gradients have reached the inputs of a forward."""
+    """Returns the tensors, which are inputs of a forward. Its backward calls `end`, and passes their gradients on."""
 
     @staticmethod
     def forward(ctx: Any, end: Callable[[], None], *tensors: torch.Tensor) -> Any:  # type: ignore[override]
@@ -400,13 +415,19 @@ def _waiting(runner: Runner) -> list[str]:
 
 
 def _drop_runner(runner: Runner) -> None:
+    """Aborts the running step, and removes the runner from all its units."""
     runner.abort()
     for unit in runner.units:
         getattr(unit.modules[0], ATTRIBUTE).runner = None
 
 
 def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
-    """Makes the runner of all units in a module: the module whose forward is called first."""
+    """Makes the runner of all units in `outermost`, and compares the units between ranks.
+
+    Args:
+        outermost: the module whose forward is called first.
+        converts: adopt dtypes and devices that parameters were converted to.
+    """
     states: list[_State] = []
     for name, module in outermost.named_modules():
         state = getattr(module, ATTRIBUTE, None)
@@ -432,6 +453,7 @@ def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
 
 
 def _check_can_gather(outermost: nn.Module, states: list[_State]) -> None:
+    """Raises RuntimeError if a weight is on meta, or lacks the extension protocol that it needs."""
     prefixes = {module: name for name, module in outermost.named_modules()}
     on_meta = [
         ".".join(part for part in (prefixes.get(module), name) if part)

@@ -1,4 +1,8 @@
-"""The arguments of `sw.fully_shard`: `Options`, meshes, placements, modules and parameters, checked."""
+"""The arguments of `sw.fully_shard`: `Options`, meshes, placements, modules and parameters, checked.
+
+Data-parallel mesh dims are those that `sw.fully_shard` shards or replicates over. Parameters that are DTensors already
+may have further mesh dims of their own (layouts.py: DataMesh).
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,14 @@ from .formats import Wire, check_message_format
 from .layouts import Choice, DataMesh, Layouts
 from .methods import ATTRIBUTE, ShardedModule, original_class
 
-# `Options`: the settings of `fully_shard` that FSDP2 does not have.
+# A function of a parameter that returns its placements on all data-parallel mesh dims, or None for the default.
 
 Placer = Callable[[nn.Parameter], Sequence[Placement] | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Settings of one call of `fully_shard`. All ranks pass equal ones.
+    """Settings of one call of `fully_shard` that FSDP2 does not have. All ranks pass equal options.
 
     ``memory_limit``, ``prefetch`` and ``chunked`` describe a whole model, so only the outermost call may set them.
 
@@ -93,17 +97,20 @@ class Options:
 
 
 def checked_options(options: Any) -> Options:
+    """Returns the options, by default `Options()`. Raises ValueError for another type."""
     if options is not None and not isinstance(options, Options):
         raise argument_error("options", "a sw.fsdp.Options or None", f"a {type(options).__name__}")
     return options or Options()
 
 
 def _check(options: Options, name: str, allowed: str, is_allowed: bool) -> None:
+    """Raises ValueError unless the option `name` is allowed; the message has its value."""
     if not is_allowed:
         raise argument_error(name, allowed, repr(getattr(options, name)))
 
 
 def _is_count(value: Any) -> bool:
+    """Returns true for integers of at least 0, except bools."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -120,7 +127,7 @@ class Placing(NamedTuple):
     shard_placement_fn: ShardPlacer | None
     options: Options
     reshard_after_forward: Any
-    takes_host: bool = False  # accept parameters on the host for a mesh of another device type
+    takes_host: bool = False  # accept parameters in host memory for a mesh of another device type
 
     def layouts_of(self, name: str, parameter: nn.Parameter) -> Layouts:
         """Returns the layouts of a parameter. Raises ValueError if the arguments do not fit it."""
@@ -177,6 +184,11 @@ class Placing(NamedTuple):
         return DataMesh(info.mesh, (None,) * info.mesh.ndim, info.shard_mesh_dim)
 
     def _chosen(self, argument: str, name: str, parameter: nn.Parameter, count: int) -> list[Placement] | None:
+        """Returns the placements that the function `argument` of the options chooses; None if it chooses none.
+
+        Args:
+            count: number of data-parallel mesh dims.
+        """
         function: Placer | None = getattr(self.options, argument)
         chosen = None if function is None else function(parameter)
         if chosen is None:
@@ -213,6 +225,7 @@ def _own_data_of(data: DataMesh, name: str, parameter: nn.Parameter) -> DataMesh
 
 
 def _placed(shard: Shard | None, parameter: nn.Parameter, data: DataMesh) -> list[Placement]:
+    """Returns the default placements: sharded over mesh dim `data.cut`, replicated over other data-parallel dims."""
     cuts = [parameter.ndim > 0 and mesh_dim == data.cut for mesh_dim in data.data_dims]
     dim = (0 if shard is None else shard.dim) % max(parameter.ndim, 1)
     return [Shard(dim) if cut else Replicate() for cut in cuts]
@@ -243,7 +256,7 @@ def data_mesh_of(mesh: Any, dp_mesh_dims: Any, same_data_dims: Any, device_type:
 
 
 def _named_dims(mesh: DeviceMesh, dims: Any) -> DataMesh:
-    """Returns the mesh to shard DTensors on `mesh` over. As in FSDP2, several `shard` dims become one dim."""
+    """Returns the mesh for DTensors on `mesh` with dp_mesh_dims. As in FSDP2, several `shard` dims are flattened."""
     if not hasattr(dims, "shard") or not hasattr(dims, "replicate"):
         raise ValueError(
             "dp_mesh_dims must be torch's DataParallelMeshDims, or an object with its attributes shard and replicate "
@@ -276,15 +289,17 @@ def _named_dims(mesh: DeviceMesh, dims: Any) -> DataMesh:
 
 
 def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Returns a tuple of names, from None, one name or several."""
     return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
 def _as_one(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Returns the submesh of these mesh dims, flattened to one dim."""
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 def kept_ranks_of(reshard_after_forward: Any, data: DataMesh) -> int | None:
-    """Returns the number of ranks that share a kept copy; None for True, False, None. Raises ValueError otherwise."""
+    """Returns the number of ranks that share a kept copy; None for True, False and None. Raises ValueError else."""
     given = reshard_after_forward
     if given is None or isinstance(given, bool):
         return None
@@ -312,6 +327,7 @@ def device_type_of(parameters: list[nn.Parameter]) -> str:
 
 
 def checked_modules(given: Any) -> tuple[nn.Module, ...]:
+    """Returns the modules. Raises ValueError if a module has no forward, is under FSDP2 or was passed before."""
     modules = tuple(given) if isinstance(given, list) else (given,)
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
         raise argument_error("module", "a module or a list of at least one module", f"a {type(given).__name__}")
@@ -331,6 +347,7 @@ Place = tuple[nn.Module, str, str]  # owning module, name in it, full name
 
 
 def checked_ignored(given: Any) -> set[int]:
+    """Returns the ids of the parameters to leave unsharded. Raises ValueError for other types."""
     parameters = list(given) if isinstance(given, (set, frozenset, list, tuple)) else None
     if given is None:
         return set()
@@ -366,6 +383,7 @@ def parameters_of(modules: tuple[nn.Module, ...], ignored: set[int]) -> list[tup
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    """Raises ValueError if a parameter is tied to a weight of another unit, or is not supported."""
     if hasattr(parameter, GIVEN):
         raise ValueError(
             f"{name} must belong to one unit, got a parameter that is tied to a weight of another unit; pass the "

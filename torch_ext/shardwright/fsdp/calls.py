@@ -21,7 +21,7 @@ from .units import Unit, is_in_backward
 
 # ---- tensors in any containers
 
-Function: TypeAlias = Callable[[torch.Tensor], Any]
+Function: TypeAlias = Callable[[torch.Tensor], Any]  # makes the value that replaces a tensor
 
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 # Types that are not searched. They hold no tensors, or tensors that are no output, such as a module's weights.
@@ -56,6 +56,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
+    """Yields the items and attributes of a value, also those in `__slots__`."""
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, _SEQUENCES):
@@ -92,10 +93,12 @@ def mapped(function: Function, value: Any) -> Any:
 
 
 def _differ(before: Iterable[Any], after: Iterable[Any]) -> bool:
+    """Returns true if any item is another object."""
     return any(a is not b for a, b in zip(before, after))
 
 
 def _with_parts(value: Any, parts: list[Any]) -> Any:
+    """Returns a list, tuple or set of the class of `value`, with other items."""
     is_namedtuple = isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_asdict")
     return type(value)(*parts) if is_namedtuple else type(value)(parts)
 
@@ -117,6 +120,7 @@ def _with_items(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _mapped_dataclass(function: Function, value: Any) -> Any:
+    """Returns a copy in which `function` was applied to the fields; the value itself if none changed."""
     changed: dict[str, Any] = {}
     is_all_given = True  # all changed fields are constructor arguments
     for field in dataclasses.fields(value):
@@ -146,7 +150,7 @@ def _mapped_dataclass(function: Function, value: Any) -> Any:
 
 class _Call(NamedTuple):
     frame: FrameType  # frame of torch's wrapper
-    thread: int
+    thread: int  # identifier of the thread that called the method
     is_in_backward: bool  # a checkpoint recomputes it, and may leave it early by an exception
     unit: Unit
     depth: int  # number of forwards of the unit that were running before this call
@@ -159,9 +163,11 @@ class MethodCalls:
         self._running: list[_Call] = []
 
     def begin(self, frame: FrameType, unit: Unit) -> None:
+        """Adds a call that begins. `frame`: see `_Call`."""
         self._running.append(_Call(frame, threading.get_ident(), is_in_backward(), unit, len(unit.forwards)))
 
     def end(self) -> None:
+        """Removes the innermost call, which has returned."""
         if self._running:
             self._running.pop()
 

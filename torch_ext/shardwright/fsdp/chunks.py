@@ -8,6 +8,9 @@ In backwards, an autograd function does the same. The gradient of the input is a
 received in chunks. The gradient of the weight is a matmul whose result rows are sent in chunks, to be reduced. So in
 steps whose backward has chunks, the modules have that class in forwards too.
 
+An *absent* weight has no full tensor when the use begins, because its chunks are gathered during matmuls. A *form* is
+the additional weight that stands in a schedule for a unit in chunks (csrc/schedule/chunks.h).
+
 A unit whose modules contain other units is not gathered in chunks, because its weights are needed in many uses with
 other uses in between. Its gradients are still reduced in chunks, each in the use that computes it.
 """
@@ -65,15 +68,15 @@ class Product:
     """
 
     def __init__(self, mesh: DeviceMesh, device_type: str, make: Callable[[int, bool], _planner.Matmul]) -> None:
-        self._where = Where(device_type, device_mesh=mesh)
+        self._where = Where(device_type, device_mesh=mesh)  # the ranks that run it
         self._make = make
-        one = make(1, False)
-        ranks = one.num_partners
+        one = make(1, False)  # for one row; transfers are the same for any number of rows
+        ranks = one.num_partners  # number of ranks that exchange chunks
         self.schedule = _planner.Schedule("ring", ranks * -(-_LEAST_CHUNKS // ranks))
         self._model = tables.current.gemm_model(device_type, one.plan.src.dtype)
-        self.transfer_ps = int(one.timeline(self.schedule, self._model)["communication_ps"])  # all chunks together
+        self.transfer_ps = int(one.timeline(self.schedule, self._model)["communication_ps"])  # time of all chunks
         self.result_bytes = one.peak_bytes(self.schedule, one.plan.src.mesh.ranks[0])  # on the rank that needs most
-        self._calls: dict[tuple[int, bool], Call] = {}
+        self._calls: dict[tuple[int, bool], Call] = {}  # by number of rows and has_bias
 
     @property
     def num_chunks(self) -> int:
@@ -97,15 +100,15 @@ class ChunkedWeight:
     def __init__(self, weight: Weight, plan: _planner.Plan) -> None:
         device_type = weight.memory.device.type
         self.weight = weight
-        self.plan = plan
+        self.plan = plan  # the gather of the weight
         self.gathered = Product(weight.mesh, device_type, functools.partial(_forward, plan))
         self.gathered_backwards = Product(weight.mesh, device_type, functools.partial(_backward, plan))
         reduced = _reduction_of(weight)
         self.reduced = (
             None if reduced is None else Product(weight.mesh, device_type, functools.partial(_gradient, reduced))
         )
-        self.is_absent = False  # the running use gathers it in chunks
-        self.was_read = False  # since the step began, it was read other than by a matmul
+        self.is_absent = False  # it is gathered in chunks during matmuls, not before the use
+        self.was_read = False  # a module has read it other than by a matmul in this step
         self.num_products = 0  # number of matmuls in forwards since the step began
         self.reduces = False  # the running backward reduces its gradient in chunks
         self._is_whole = False  # it was gathered in full although `is_absent`
@@ -116,7 +119,7 @@ class ChunkedWeight:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of two chunks, on the rank with the largest chunks."""
+        """Bytes of two chunks, which exist at a time, on the rank with the largest chunks."""
         rows, columns = self.plan.src.local_shape(self.plan.src.mesh.ranks[0])
         shares = self.gathered.num_chunks * rows // self.plan.src.shape[0] if rows else 1
         return int(2 * -(-rows // max(shares, 1)) * columns * self.weight.whole.itemsize)
@@ -129,6 +132,7 @@ class ChunkedWeight:
             self.module.__dict__.update({"_chunks": self, OWN_PRODUCT: _LinearInChunks.forward})
 
     def end(self) -> None:
+        """Undoes `begin`."""
         self.module.__dict__.pop(OWN_PRODUCT, None)
         if self.module.__dict__.pop("_chunks", None) is not None:
             self.module.__class__ = type(self.module).__mro__[2]
@@ -139,6 +143,7 @@ class ChunkedWeight:
 
     @property
     def comes_in_chunks(self) -> bool:
+        """True if matmuls receive the weight in chunks, because it was not gathered in full."""
         return self.is_absent and not self._is_whole
 
     def multiplies(self, x: Any, bias: Any) -> bool:
@@ -149,6 +154,7 @@ class ChunkedWeight:
         return fit and x.dim() > 0 and x.shape[-1] == whole.shape[1] and not torch.is_autocast_enabled(x.device.type)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Returns x @ weight.T + bias."""
         if is_in_backward():  # recomputation of a checkpoint in the unit: the gradient needs the full weight later
             self.gather_full()
         else:
@@ -161,6 +167,7 @@ class ChunkedWeight:
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def input_gradient(self, dy: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """Returns dy @ weight. `whole`: the full weight, read only if it was gathered in full."""
         if not self.comes_in_chunks:
             return dy.matmul(whole)
         rows = _rows(dy)
@@ -182,6 +189,7 @@ class ChunkedWeight:
         return self.weight.whole
 
     def gather_full(self) -> None:
+        """Gathers an absent weight in full, into newly allocated memory."""
         if self.comes_in_chunks:
             self._is_whole = True
             weight = self.weight
@@ -191,6 +199,7 @@ class ChunkedWeight:
                 weight.gather.finish(weight.memory.data)
 
     def _part(self) -> torch.Tensor:
+        """Returns this rank's shard in the dtype of the use."""
         self.weight.finish_refresh()
         return self.weight._gather_source.to(self.weight.whole.dtype)
 
@@ -209,8 +218,8 @@ class UnitInChunks:
 
         Args:
             in_backwards: weights may be gathered in chunks in backwards.
-            reduces: the gradients of each backward are reduced right after it, with none kept from earlier backwards.
-            made: index into `weights`, and the use that computes its gradient, as far as known.
+            reduces: each backward reduces its gradients, and none are kept from earlier backwards.
+            made: pairs of an index into `weights` and a use that computes the gradient of that weight, as far as known.
         """
         unit_options = self.unit.unit_options
         if not self.weights or unit_options.keep_gathered or unit_options.keep_between_steps or self.unit.keep_bytes:
@@ -227,8 +236,8 @@ class UnitInChunks:
         )
 
     def _reduction(self, made: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], int, int]:
-        """Returns for each matmul the time of all chunks, the time of one chunk and the use (-1: unknown); then the
-        time to reduce the other gradients, and the bytes of all."""
+        """Returns three values: for each matmul the time of all chunks, the time of one chunk, and the use or -1 if it
+        is unknown; the time to reduce the gradients that are not in chunks; the bytes of all gradients."""
         reduced = {i: e.reduced for i, e in enumerate(self.weights) if e.weight.sharded.requires_grad and e.reduced}
         ours = [self.weights[i].weight for i in reduced]
         trained = [weight for weight in self.unit.weights if weight.sharded.requires_grad]
@@ -251,15 +260,17 @@ class UnitInChunks:
         return is_usual and not any(weight.gradients.wait for weight in self.unit.weights)
 
     def begin(self) -> None:
+        """Makes the Linear modules multiply in chunks from now on."""
         for each in self.weights:
             each.begin()
 
     def end(self) -> None:
+        """Gives the Linear modules their former class back."""
         for each in self.weights:
             each.end()
 
     def set_absent(self, is_absent: bool) -> None:
-        """Sets for all weights whether they are gathered in chunks from now on."""
+        """Sets for all weights whether they are gathered in chunks, and not in full, from now on."""
         for each in self.weights:
             each.set_absent(is_absent)
 
@@ -270,6 +281,7 @@ class UnitInChunks:
                 each.gather_full()
 
     def begin_step(self) -> None:
+        """Resets the counts and flags of a step."""
         for each in self.weights:
             each.was_read = each.reduces = False
             each.num_products = 0
@@ -288,6 +300,7 @@ class UnitInChunks:
             each.reduces = reduces and self.may_reduce and not is_sum
 
     def _check_calls(self) -> None:
+        """Raises an error if ranks have called the modules a different number of times in this step."""
         for mesh in dict.fromkeys(each.weight.mesh for each in self.weights):
             ours = [each for each in self.weights if each.weight.mesh == mesh]
             said = {e.weight.name: f"{e.num_products} calls{', read elsewhere' if e.was_read else ''}" for e in ours}
@@ -296,36 +309,41 @@ class UnitInChunks:
             words.compare(Statement("chunked", said, differ=differ))
 
     def has(self, weight: Weight) -> bool:
+        """Returns true if the unit may transfer this weight in chunks."""
         return any(each.weight is weight for each in self.weights)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a matrix whose rows are the vectors along the last dim."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-# Matmuls whose weight is gathered, or whose weight gradient is reduced, by a plan. `rows`: rows of the other operand.
+# Matmuls whose weight [n, k] is gathered, or whose weight gradient is reduced, by a plan. `rows`: rows m of the input.
 
 
 def _forward(plan: _planner.Plan, rows: int, has_bias: bool) -> _planner.Matmul:
+    """y = x @ weight.T: chunks of the weight give columns of y."""
     return _planner.Matmul.gather(plan, [("nk,mk->mn", _uncut(plan, rows, 1), has_bias)])
 
 
 def _backward(plan: _planner.Plan, rows: int, _: bool) -> _planner.Matmul:
+    """dx = dy @ weight: chunks of the weight give summands of dx."""
     return _planner.Matmul.gather(plan, [("nk,mn->mk", _uncut(plan, rows, 0), False)])
 
 
 def _gradient(plan: _planner.Plan, rows: int, _: bool) -> _planner.Matmul:
+    """dw = dy.T @ x: each chunk of rows of dw is sent once it is computed."""
     return _planner.Matmul.scatter(plan, [("mn,mk->nk", _uncut(plan, rows, 0), _uncut(plan, rows, 1))])
 
 
 def _uncut(plan: _planner.Plan, rows: int, dim: int) -> Layout:
-    """Returns the layout of `rows` rows whose length is the weight's size along `dim`. Each rank has its own rows."""
+    """Returns the layout of [rows, weight size along `dim`], replicated in form; each rank has rows of its own."""
     mesh = plan.src.mesh
     return Layout(mesh, [rows, plan.src.shape[dim]], ["R"] * mesh.ndim, plan.src.dtype)
 
 
 def _chunked(weight: Weight) -> ChunkedWeight | None:
-    """Returns None unless one `nn.Linear` alone has the weight, its rows are sharded, and it is gathered in place."""
+    """Returns None unless a single `nn.Linear` has the weight, its rows are sharded, and it is gathered in place."""
     module, name = weight.places[0]
     if len(weight.places) > 1 or name != "weight" or not is_linear(module):
         return None
@@ -340,7 +358,7 @@ def _chunked(weight: Weight) -> ChunkedWeight | None:
 
 
 def _reduction_of(weight: Weight) -> _planner.Plan | None:
-    """Returns the plan that reduces a weight's gradient in chunks, each computed just before it is sent, or None."""
+    """Returns the plan that reduces a weight's gradient in chunks; None if only a full gradient can be reduced."""
     dtypes = weight.gradients.dtypes
     if not dtypes.use == dtypes.reduce == dtypes.gradients:
         return None
@@ -369,6 +387,7 @@ class _LinearInChunks(nn.Linear):
 
 @functools.cache
 def _in_chunks(original: type) -> type:
+    """Returns the subclass of a module's class that multiplies in chunks."""
     return type(original.__name__, (_LinearInChunks, original), {})
 
 

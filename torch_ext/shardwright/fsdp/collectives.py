@@ -14,7 +14,7 @@ from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
 from ..runtime import argument_checks, executables, groups
 
-_PLACEMENTS = {
+_PLACEMENTS = {  # pending placements of a gradient, by operation
     dist.ReduceOp.SUM: "P(sum)",
     dist.ReduceOp.AVG: "P(avg)",
     dist.ReduceOp.MIN: "P(min)",
@@ -110,7 +110,7 @@ class ReduceScatter(_Allocating, _fsdp_api.ReduceScatter):
 def _move(
     src: str, dst: str, given: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
-    """Moves a flat tensor over a group from one placement to another, into `out`."""
+    """Moves `given`, as a flat tensor, over a group from placement `src` to `dst`, into `out`."""
     for name, tensor in (("input_tensor", given), ("output_tensor", out)):
         argument_checks.check_tensor(name, tensor)
         if not tensor.is_contiguous():
@@ -135,6 +135,8 @@ def _move(
 def _executable(
     numel: int, dtype: torch.dtype, src: str, dst: str, device_type: str, group: dist.ProcessGroup
 ) -> _runtime.Executable:
+    """Returns the compiled move of `numel` elements between two placements, from the cache if possible."""
+
     def build() -> _runtime.Executable:
         mesh = Mesh({"shard": group.size()})
         plan = executables.make_plan(

@@ -7,6 +7,8 @@
 Ranks gather the tensors along their dim 0. The first gather makes the full weight. Later gathers write the memory of
 the same tensors, because autograd keeps them. The gathered tensors are stored in the arena once their sizes are known.
 Other tensors that `fsdp_post_all_gather` makes have their own memory, which schedules do not count.
+
+Below, an *extension* is a pair of these two methods, and a *part* is this rank's shard, a tensor that has them.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from ..layouts.layout import Layout
 from ..runtime.agreement import MeshWords, Statement
 from .layouts import Layouts
 
+# A function of (source layout, target layout, tensor, output) that starts a move. It returns a Work, or None if done.
 Move = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
 
 
@@ -97,15 +100,15 @@ def check_protocol(name: str, part: torch.Tensor) -> None:
 
 
 class Extension:
-    """The gathers of one weight."""
+    """The gathers of one weight whose shard has an extension. `start` and `finish` make a gather."""
 
     def __init__(
         self,
         name: str,
         module: nn.Module,
         layouts: Layouts,
-        move: Move,
-        dtype: torch.dtype,
+        move: Move,  # starts the moves of the gather
+        dtype: torch.dtype,  # passed to fsdp_post_all_gather as param_dtype
         mp_policy: Any,
         device: torch.device,
     ) -> None:
@@ -120,9 +123,9 @@ class Extension:
         self._inner: list[torch.Tensor] = []  # other tensors that the full weight consists of, in their own memory
         self._sizes: list[tuple[torch.Size, torch.dtype]] = []  # sizes and dtypes of the tensors that each rank sends
         self._part: torch.Tensor | None = None  # the shard, while it is gathered
-        self._sent: list[torch.Tensor] = []
-        self._metadata: Any = None
-        self._works: list[dist.Work | None] = []
+        self._sent: list[torch.Tensor] = []  # the tensors that this rank sends in the running gather
+        self._metadata: Any = None  # result of fsdp_pre_all_gather, for fsdp_post_all_gather
+        self._works: list[dist.Work | None] = []  # by output: its move in progress; None if done
         self._is_made = False  # the first gather has made the full weight
         self.when_read = ""  # the text of the error that a read of released memory raises
 
@@ -132,7 +135,7 @@ class Extension:
         return [output.numel() * output.itemsize for output in self._outputs]
 
     def start(self, part: torch.Tensor, places: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Starts to gather.
+        """Calls fsdp_pre_all_gather, and starts to gather the tensors that it returns.
 
         Args:
             part: this rank's shard.
@@ -158,9 +161,11 @@ class Extension:
             self._works.append(self._move(src, dst, sent.view(-1).view(torch.uint8), output.data.view(torch.uint8)))
 
     def _own_places(self) -> list[tuple[torch.Tensor, int]]:
+        """Returns newly allocated memory for each gathered tensor, outside the arena."""
         return [(torch.empty(size, dtype=torch.uint8, device=self._device), 0) for size in self.output_bytes]
 
     def _pre_all_gather(self, part: Any) -> Any:
+        """Returns the tensors to send and the metadata. Raises ValueError if the method has another signature."""
         data, layouts = self._layouts.data, self._layouts
         mesh = data.mesh if data.mesh.ndim == 1 else data.mesh[(data.mesh.mesh_dim_names or ())[data.cut or 0]]
         count = len(inspect.signature(part.fsdp_pre_all_gather).parameters)
@@ -191,7 +196,7 @@ class Extension:
         self._sizes = sizes
 
     def finish(self, whole: nn.Parameter) -> torch.Tensor | None:
-        """Waits for the gather, and writes the full weight to `whole`. The first gather returns a new weight."""
+        """Waits for the gather, and writes the full weight to `whole`. The first gather returns a new one instead."""
         part: Any = self._part
         if part is None:
             return None
@@ -225,10 +230,12 @@ class Extension:
         return made if made.shape == shape else made.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
 
     def release(self) -> None:
+        """Frees the gathered tensors and the full weight's other tensors."""
         self._give_back()
         for tensor in self._inner:
             tensor.untyped_storage().resize_(0)
 
     def _give_back(self) -> None:
+        """Frees the memory of the gathered tensors."""
         for output in self._outputs:
             _runtime.release_memory(output, self.when_read)

@@ -12,6 +12,8 @@ blocks:
 
     scales   [N / 128, blocks / 4, 32, 4, 4]; of row r and block b: [r // 128, b // 4, r % 32, r % 128 // 32, b % 4]
 
+N and K are the rows and columns of the weight. The *place* of a weight (weights.py) has its scales in that order.
+
 While the weight is in use, its module has a subclass of its class. The first read of the weight other than by a matmul
 decodes it, in this use and in all later ones.
 """
@@ -41,7 +43,7 @@ class Float8Product:
 
     def __init__(self, columns: int, is_rowwise: bool) -> None:
         self.is_rowwise = is_rowwise
-        self.place_bytes = 0
+        self.place_bytes = 0  # no place: received scales are used as they are
         # A matmul reads bytes beyond the last row. They only affect result columns that are dropped.
         self.padding_bytes = ROW_MULTIPLE * max(columns + -columns % ROW_MULTIPLE, torch.float32.itemsize)
 
@@ -81,6 +83,7 @@ class Float8Product:
         return dx.to(dy.dtype)
 
     def rows_at_a_time(self, weight: Weight, multiple: int = 1) -> Iterator[slice]:
+        """Returns slices of the rows to decode at a time; they begin at multiples of `multiple`."""
         number, length = weight.whole.shape
         step = max(1, _ELEMENTS_AT_A_TIME // max(1, length) // multiple) * multiple
         return (slice(begin, min(begin + step, number)) for begin in range(0, number, step))
@@ -102,6 +105,7 @@ class Float8Product:
         return codes, scales[0].as_strided((1, codes.size(0)), (codes.size(0), 1))
 
     def _codes(self, weight: Weight) -> torch.Tensor:
+        """Returns a view of the received codes, as bytes, including the padding after the last row."""
         assert weight.gather.arrived is not None
         code = weight.gather.arrived[0][0]
         number = code.size(0) + -code.size(0) % ROW_MULTIPLE
@@ -133,6 +137,7 @@ class BlockProduct(Float8Product):
         self.place_bytes = _TILE * self._tiles[0] * scales_in_row
 
     def land(self, weight: Weight) -> None:
+        """Copies the received scales to the place, in the order that cuBLAS reads."""
         if weight.gather.arrived is not None:
             scales = weight.gather.arrived[0][1]
             rows = scales.as_strided((self._tiles[0] * _TILE, scales.size(1)), scales.stride())
@@ -169,11 +174,13 @@ class BlockProduct(Float8Product):
         return out
 
     def _place(self, weight: Weight) -> torch.Tensor:
+        """Returns the scales in tiles (shape: see `in_tiles`), as bytes."""
         assert weight.place is not None
         return weight.place[: self.place_bytes].view(*self._tiles, 32, 4, SCALES_TOGETHER)
 
 
 def _in_place(scales: torch.Tensor) -> torch.Tensor:
+    """Returns scales as a contiguous tensor in tiles, with rows padded with zeros to a multiple of 128."""
     return in_tiles(torch.nn.functional.pad(scales, (0, 0, 0, -scales.size(0) % _TILE))).contiguous()
 
 
@@ -181,7 +188,7 @@ _Factor: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # codes of rows, and the
 
 
 def _scaled_mm(form: InBlocks, a: _Factor, b: _Factor, dtype: torch.dtype) -> torch.Tensor:
-    """Multiplies rows [M, K] by the transpose of rows [N, K]."""
+    """Returns a @ b.T for rows `a` [M, K] and `b` [N, K]; in bfloat16 on devices, in `dtype` on CPU."""
     codes = a[0].view(form.code_dtype), b[0].view(form.code_dtype).t()
     scales = (each[1].view(form.scale_dtype).flatten() for each in (a, b))
     return torch._scaled_mm(*codes, *scales, out_dtype=dtype if a[0].device.type == "cpu" else torch.bfloat16)
@@ -198,6 +205,7 @@ def _why_no_blocks(device_type: str, form: InBlocks) -> str | None:
 
 
 def _try_blocks(device_type: str, form: InBlocks) -> str | None:
+    """Returns why a matmul with block scales fails on a device type, or None if its result is exact."""
     given = 6 * torch.eye(_TILE, device=device_type)
     try:
         code, scales = form.encode(given, given.new_ones(()))
@@ -212,6 +220,7 @@ def _try_blocks(device_type: str, form: InBlocks) -> str | None:
 
 
 def _in_a_line(error: Exception) -> str:
+    """Returns the type of an error and the first line of its text."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
@@ -219,7 +228,7 @@ _WEIGHT = "_shardwright_float8"  # attribute of a module: the Weight that its fo
 
 
 class _LinearInFloat8(nn.Linear):
-    """The class of a Linear module while its weight is in use."""
+    """The class of a Linear module while its weight is in use: multiplies by the received codes."""
 
     @torch._disable_dynamo
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -235,6 +244,7 @@ class _LinearInFloat8(nn.Linear):
 
 @functools.cache
 def _in_float8(original: type) -> type:
+    """Returns the subclass of a module's class that multiplies by received codes."""
     return type(original.__name__, (_LinearInFloat8, original), {})
 
 
@@ -262,7 +272,7 @@ class _Multiply(torch.autograd.Function):
 def product_of(
     name: str, given: nn.Parameter, places: Sequence[tuple[nn.Module, str]], layouts: Layouts, dtypes: Dtypes
 ) -> tuple[Dtypes, Float8Product | None]:
-    """Returns the dtypes of a weight with padded formats, and its matmul; for unsuitable weights `dtypes` and None.
+    """Returns dtypes with a padded message format, and the matmul of a weight; `dtypes` and None if it is unsuitable.
 
     A weight is suitable if only one `nn.Linear` has it, its columns are not sharded, and it is sent in float8, MXFP8 or
     NVFP4.

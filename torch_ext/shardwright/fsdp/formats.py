@@ -2,6 +2,10 @@
 
 Quantizing before a gather gives the same bits as quantizing after it, because all ranks use the same scales. The scale
 of a tensor or row is computed from all of its shards (`largest`); a block is never divided between shards.
+
+    codes               quantized elements, sent as bytes; element = code * scale
+    block               consecutive elements along the last dim of a weight that share a scale
+    dtype of the use    dtype of the gathered weight that modules compute with (param_dtype)
 """
 
 from __future__ import annotations
@@ -36,14 +40,14 @@ def with_dtype(layout: _planner.Layout, dtype: torch.dtype) -> Layout:
 
 
 def in_blocks(layout: _planner.Layout, block: int, size: int) -> Layout:
-    """Returns the layout of `size` bytes for each block of `block` elements along the last dim."""
+    """Returns the layout of a byte tensor that has `size` bytes for each `block` elements along the last dim."""
     shape = [*layout.shape[:-1], -(-layout.shape[-1] // block) * size]
     order = layout.shard_order
     return Layout(layout.mesh, shape, layout.placements, torch.uint8, order, "literal", layout.flattened)
 
 
 def check_blocks(wire: str, name: str, shards: _planner.Layout, block: int) -> None:
-    """Raises ValueError if shards divide a block."""
+    """Raises ValueError if shards divide a block. `wire`: the message format, `name`: the weight, for the message."""
     blocks = in_blocks(shards, block, 1)
     for rank in shards.mesh.ranks:
         begins = [(begin // block, -(-end // block)) for begin, end in shards.region(rank)[-1]]
@@ -57,7 +61,7 @@ def check_blocks(wire: str, name: str, shards: _planner.Layout, block: int) -> N
 
 
 class Format:
-    """Messages in a dtype."""
+    """The format of a weight in messages: the weight in a dtype. Subclasses quantize."""
 
     needs_largest = False  # `encode` and `decode` take a `scale`, which `scale_of` computes from `largest`
 
@@ -80,12 +84,15 @@ class Format:
         return None
 
     def scale_of(self, largest: torch.Tensor) -> torch.Tensor:
+        """Returns the scale with which the largest magnitude gets the largest code."""
         return torch.where(largest > 0, largest / LARGEST_FLOAT8, torch.ones_like(largest))
 
     def encode(self, part: torch.Tensor, scale: torch.Tensor | None) -> list[torch.Tensor]:
+        """Returns the messages of a shard, one for each of `layouts`."""
         return [part.to(self.dtype)]
 
     def decode(self, messages: Sequence[torch.Tensor], scale: torch.Tensor | None, out: torch.Tensor) -> None:
+        """Writes the weight to `out`, from the gathered messages."""
         out.copy_(messages[0])
 
 
@@ -120,6 +127,7 @@ class Float8(ScaledCodes):
         return [self._padded(_to_float8(part.float() / scale))]
 
     def _padded(self, codes: torch.Tensor) -> torch.Tensor:
+        """Pads rows with zeros as `pads` requires."""
         return torch.nn.functional.pad(codes, (0, -codes.size(-1) % ROW_MULTIPLE)) if self.pads else codes
 
     def decode(self, messages: Sequence[torch.Tensor], scale: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -150,10 +158,10 @@ class RowwiseFloat8(Float8):
 class InBlocks(Format):
     """Codes with a scale for each block of elements along the last dim."""
 
-    name: str
-    block: int
+    name: str  # for error texts
+    block: int  # number of elements of a block
     elements_in_byte: int
-    code_dtype: torch.dtype
+    code_dtype: torch.dtype  # as `torch._scaled_mm` takes codes
     scale_dtype: torch.dtype
 
 
@@ -202,6 +210,7 @@ class Mxfp8(InBlocks):
 
 
 def _to_float8(scaled: torch.Tensor) -> torch.Tensor:
+    """Returns float8_e4m3fn codes as bytes. Larger magnitudes become the largest code."""
     return scaled.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
@@ -301,6 +310,7 @@ class Nvfp4(ScaledCodes, InBlocks):
 
 
 def _torchao() -> Any:
+    """Returns torchao's module with the NVFP4 functions. Raises ImportError without torchao."""
     from torchao.prototype.mx_formats import nvfp4_tensor  # type: ignore[import-not-found, unused-ignore]
 
     return nvfp4_tensor
@@ -334,7 +344,7 @@ FORMATS["nvfp4"] = Nvfp4
 
 # Dtypes of weights and gradients: sharded, in use, and in messages (`mp_policy`, `Options.message_format`).
 
-Wire: TypeAlias = torch.dtype | str | None
+Wire: TypeAlias = torch.dtype | str | None  # a `message_format` for one parameter; None: dtypes of mp_policy
 
 # If reduce_dtype is None, FSDP2 reduces gradients in param_dtype (torch up to 2.14) or in the parameter's dtype (2.15).
 _REDUCES_IN_PARAM_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15)
@@ -350,7 +360,7 @@ class Dtypes:
     gathers: Format  # format of the weight in messages
     reduce: torch.dtype  # dtype in which gradients are summed
     gradients: torch.dtype  # dtype of gradients in messages
-    mp_policy: MixedPrecisionPolicy | None = None
+    mp_policy: MixedPrecisionPolicy | None = None  # passed to the extension protocol (extensions.py)
 
     @property
     def are_plain(self) -> bool:
@@ -404,6 +414,7 @@ class Policy:
         return _cast(value, self._policy.param_dtype if self._policy.cast_forward_inputs else None)
 
     def cast_output(self, value: Any) -> Any:
+        """Returns an output of a forward, cast to output_dtype if the policy has one."""
         return _cast(value, self._policy.output_dtype)
 
     @property
@@ -416,11 +427,13 @@ class Policy:
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """Casts floating-point tensors. Returns other values, and all values if `dtype` is None, as they are."""
     if dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     return value.to(dtype)
 
 
 def check_message_format(given: Any) -> None:
+    """Raises ValueError unless `given` is a message format for one parameter, or None."""
     if given is not None and given not in (torch.bfloat16, torch.float16) and given not in FORMATS:
         raise argument_error("message_format", _ALLOWED, repr(given))

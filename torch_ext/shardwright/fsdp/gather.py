@@ -1,4 +1,9 @@
-"""Gathers weights from their shards, in the format of their messages."""
+"""Gathers weights from their shards, in the format of their messages (formats.py).
+
+Some formats need a scale, computed from the largest magnitudes of the entire weight. To *measure* a weight is to take
+the maximum over ranks of these magnitudes and to set the scale. A *source* is a value that changes with each write to
+the parameter (Weight.source).
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,15 @@ from .._native import _planner
 from ..layouts.layout import Layout
 from .formats import Format
 
-# A function that starts a move from one layout to another into a tensor.
+# A function of (source layout, target layout, tensor, output) that starts a move. It returns a Work, or None if done.
 Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
 
 
 class _PendingGather(NamedTuple):
     """A gather in progress. It keeps the sent tensors alive until it ends."""
 
-    in_place: bool
-    scale: torch.Tensor | None
+    in_place: bool  # received into the weight's memory, so nothing is to be decoded
+    scale: torch.Tensor | None  # scale that `sent` was encoded with
     sent: list[torch.Tensor]
     received: list[torch.Tensor]
     works: list[dist.Work | None]
@@ -40,10 +45,10 @@ class WeightGather:
         self.shards = shards
         self.move = move
         self._device = device
-        self.scale: torch.Tensor | None = None
+        self.scale: torch.Tensor | None = None  # set by `measure`; None if the format has no scale
         self._is_direct = type(format) is Format and format.dtype == use_dtype
-        self._measured_at: object = None
-        self._arriving: _PendingGather | None = None
+        self._measured_at: object = None  # source for which `scale` was set
+        self._arriving: _PendingGather | None = None  # the gather in progress
         # The received messages of the last gather, and the scale, if a matmul uses them without decoding.
         self.arrived: tuple[list[torch.Tensor], torch.Tensor | None] | None = None
         self._layouts: dict[int, tuple[_planner.Layout, list[Layout]]] = {}  # `format.layouts`, by id of a layout
@@ -54,6 +59,7 @@ class WeightGather:
         return [] if self._is_direct else self._layouts_of(use)
 
     def _layouts_of(self, layout: _planner.Layout) -> list[Layout]:
+        """Returns the layouts of the messages for a weight with this layout. Cached."""
         found = self._layouts.get(id(layout))
         if found is None or found[0] is not layout:
             found = self._layouts[id(layout)] = (layout, self.format.layouts(layout))
@@ -68,6 +74,7 @@ class WeightGather:
         return self.format.largest(part).to(self._device)
 
     def set_scale(self, largest: torch.Tensor, source: object) -> None:
+        """Sets the scale from the maximum over ranks of `largest`."""
         self.scale = self.format.scale_of(largest)
         self._measured_at = source
 
@@ -93,6 +100,7 @@ class WeightGather:
         self._arriving = _PendingGather(True, None, [part], [whole], [self.move(src, dst, part, whole)])
 
     def _as(self, layout: Layout, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns the beginning of a buffer of bytes as this rank's tensor of a layout."""
         shape = torch.Size(layout.local_shape(self._rank))
         dtype: torch.dtype = getattr(torch, layout.dtype)
         return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -112,13 +120,15 @@ class WeightGather:
 
 
 class Measured(NamedTuple):
+    """A weight whose scale is to be set."""
+
     gather: WeightGather
-    part: torch.Tensor
+    part: torch.Tensor  # this rank's shard
     source: object
 
 
 def measure(found: Iterable[Measured]) -> None:
-    """Sets the scales of weights. Weights with a single scale share one collective for each mesh.
+    """Sets the scales of weights whose format needs them. Weights with a single scale share a collective for each mesh.
 
     Collective among the ranks of the weights' meshes.
     """
@@ -148,7 +158,7 @@ def measure(found: Iterable[Measured]) -> None:
 
 
 def _reduced(move: Move, layout: Layout, largest: torch.Tensor) -> torch.Tensor:
-    """Returns the maximum over ranks, for this rank's rows."""
+    """Returns the maximum over the mesh dims on which `layout` is pending (P(max))."""
     placements = ["R" if text == "P(max)" else text for text in layout.placements]
     if list(layout.placements) == placements:
         return largest

@@ -1,4 +1,10 @@
-"""Gradients of a weight: taken from autograd, reduced, and added to the sharded parameter's gradient."""
+"""Gradients of a weight: taken from autograd, reduced, and added to the sharded parameter's gradient.
+
+    full gradient    the gradient that a backward computes on this rank (layout `grad` of layouts.py)
+    part             this rank's shard of the reduced gradient (layout `store`)
+    replicas         the ranks of the mesh dims over which `store` is replicated
+A gradient *waits* if it is kept here until a later backward reduces it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ from .formats import Dtypes, with_dtype
 from .layouts import Layouts
 from .offload import Host, Leaving
 
-# A function that starts a move from one layout to another into a tensor.
+# A function of (source layout, target layout, tensor, output) that starts a move. It returns a Work, or None if done.
 Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torch.Tensor], "dist.Work | None"]
 
 
@@ -28,10 +34,10 @@ Move: TypeAlias = Callable[[_planner.Layout, _planner.Layout, torch.Tensor, torc
 class PendingReduction:
     """A reduction in progress. It keeps the sent tensor alive until it ends."""
 
-    sent: torch.Tensor
-    received: torch.Tensor
-    work: dist.Work | None
-    finish: Callable[[torch.Tensor], torch.Tensor | None]
+    sent: torch.Tensor  # the gradient in the dtype of messages
+    received: torch.Tensor  # written until `work` ends
+    work: dist.Work | None  # None: already done
+    finish: Callable[[torch.Tensor], torch.Tensor | None]  # returns the part, from `received`; None: the part waits
 
 
 class _ReductionLayouts(NamedTuple):
@@ -39,8 +45,8 @@ class _ReductionLayouts(NamedTuple):
 
     partial: _planner.Layout  # the full gradient before the reduction
     between: _planner.Layout  # the sharded gradient, with the sum over replicas still pending
-    # If messages have another dtype, contributions are moved without a sum and added up after that. `apart`: mesh dims
-    # whose contributions are added; `src`, `dst`: layouts with a leading tensor dim for each of them.
+    # If messages have another dtype than the sum, ranks exchange contributions, and each rank adds up its shard.
+    # `apart`: mesh dims to add up over; `src`, `dst`: layouts with a leading tensor dim for each dim of `apart`.
     apart: Sequence[int] = ()
     src: _planner.Layout | None = None
     dst: _planner.Layout | None = None
@@ -55,9 +61,9 @@ class Gradients:
 
     def __init__(self, dtypes: Dtypes, shards: _planner.Layout, move: Move) -> None:
         self.dtypes = dtypes
-        self._whole: tuple[torch.Tensor, _planner.Layout] | None = None
-        self._part: tuple[torch.Tensor, _planner.Layout] | None = None
-        self._reduced: torch.Tensor | None = None
+        self._whole: tuple[torch.Tensor, _planner.Layout] | None = None  # full gradient that waits
+        self._part: tuple[torch.Tensor, _planner.Layout] | None = None  # shard that waits for a sum over replicas
+        self._reduced: torch.Tensor | None = None  # part that was reduced in chunks in this backward
         self._rest, self._move = with_dtype(shards, dtypes.reduce), move
         self._reduction_layouts: dict[tuple[_planner.Layout, bool], _ReductionLayouts] = {}
         self._latest: tuple[Any, bool, Any] = (
@@ -75,6 +81,7 @@ class Gradients:
 
     @property
     def are_kept(self) -> bool:
+        """True if a full gradient waits for a reduction."""
         return self._whole is not None
 
     @property
@@ -105,10 +112,12 @@ class Gradients:
         self._reduced = part if self._reduced is None else self._reduced.add_(part)
 
     def take_reduced(self) -> list[PendingReduction]:
+        """Takes the sum from `add_reduced`, as a finished reduction. Returns an empty list if there is none."""
         reduced, self._reduced = self._reduced, None
         return [] if reduced is None else [PendingReduction(reduced, reduced, None, lambda part: part)]
 
     def drop(self) -> None:
+        """Discards all gradients that wait."""
         self._whole = self._part = self._reduced = None
 
     def start(
@@ -146,6 +155,7 @@ class Gradients:
         return PendingReduction(sent, received, work, finish)
 
     def _way(self, layout: _planner.Layout, averages: bool) -> _ReductionLayouts:
+        """Returns the layouts of the reduction of a full gradient in `layout`. `averages`: average, not sum."""
         if self._latest[0] is layout and self._latest[1] == averages:
             latest: _ReductionLayouts = self._latest[2]
             return latest
@@ -169,7 +179,7 @@ class Gradients:
         return way
 
     def _added_up(self, contributions: torch.Tensor, way: _ReductionLayouts) -> torch.Tensor:
-        """Returns the sum or average over the leading dims, which hold the contributions, in the order of ranks."""
+        """Returns the sum or average of contributions that are stacked along leading dims, in the order of ranks."""
         each = contributions.flatten(0, len(way.apart) - 1) if way.apart else contributions[None]
         part = each[0].to(self.dtypes.reduce, copy=True)
         for other in each[1:]:
@@ -183,7 +193,7 @@ class Gradients:
     ) -> torch.Tensor | None:
         """Completes a reduced shard: adds the shard that waited, and reduces over replicas.
 
-        Returns None if `over_replicas` is False and the shard must wait for that reduction.
+        Returns the part; None if `over_replicas` is False and the shard waits for the sum over replicas.
         """
         if self._part is not None:
             kept, self._part = self._part, None
@@ -228,6 +238,7 @@ def _like(
     order: dict[int, list[int]],
     dtype: torch.dtype,
 ) -> Layout:
+    """Returns a layout on the mesh of `layout` with other properties."""
     return Layout(layout.mesh, shape, placements, dtype, order, "literal", layout.flattened)
 
 
@@ -243,9 +254,10 @@ class GradientWriteBack:
 
     def __init__(self, host: Host | None) -> None:
         self._host = host
-        self._leaving: list[Leaving] = []
+        self._leaving: list[Leaving] = []  # copies to the host in progress
 
     def add(self, parameter: nn.Parameter, part: torch.Tensor) -> None:
+        """Adds a part to `parameter.grad`, or starts to copy it to the host."""
         part = part.to(parameter.dtype)
         if self._host is None:
             _add(parameter, part)
@@ -262,6 +274,7 @@ class GradientWriteBack:
 
 
 def _add(parameter: nn.Parameter, part: torch.Tensor) -> None:
+    """Adds a part to `parameter.grad`, with the parameter's hooks before and after, as autograd calls them."""
     # `from_local` would check its arguments, which takes most of the time of a step with small weights.
     spec = parameter._spec  # type: ignore[attr-defined]
     gradient = DTensor(part, spec, requires_grad=False)  # type: ignore[call-arg]
@@ -282,6 +295,7 @@ def _add(parameter: nn.Parameter, part: torch.Tensor) -> None:
 
 
 def _hooks_of(parameter: nn.Parameter) -> list[Any]:
+    """Returns the hooks of `register_post_accumulate_grad_hook`."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return list(hooks.values()) if hooks else []
 
@@ -293,6 +307,7 @@ class Reduction:
     under_way: list[tuple[Callable[[torch.Tensor], None], PendingReduction]]
 
     def finish(self) -> None:
+        """Waits for the reductions, and adds their results to the gradients of the sharded parameters."""
         for add, arriving in self.under_way:
             if arriving.work is not None:
                 arriving.work.wait()
@@ -302,7 +317,7 @@ class Reduction:
         self.under_way = []
 
     def discard(self) -> None:
-        """Waits for the reduction, but adds no gradients."""
+        """Waits for the reductions, but drops their results."""
         for _, arriving in self.under_way:
             if arriving.work is not None:
                 arriving.work.wait()
@@ -315,9 +330,9 @@ class Reduction:
 class Trained:
     """The part of `Weight` that handles gradients."""
 
-    sharded: nn.Parameter
-    whole: nn.Parameter
-    memory: torch.Tensor
+    sharded: nn.Parameter  # the parameter between uses; gets the reduced gradient
+    whole: nn.Parameter  # the parameter in use; autograd writes its gradient
+    memory: torch.Tensor  # the local tensor of `whole`
     layouts: Layouts
     gradients: Gradients
 
@@ -335,6 +350,7 @@ class Trained:
         self._watch()
 
     def _watch(self) -> None:
+        """Registers the hook on `whole`, once for each tensor, if it requires gradients."""
         if self._note_gradient is not None and self.whole.requires_grad and self._watched is not self.whole:
             self.whole.register_post_accumulate_grad_hook(self._note_gradient)
             self._watched = self.whole
@@ -380,6 +396,7 @@ class Trained:
             self.gradients.keep(*taken)
 
     def _taken_gradient(self) -> tuple[torch.Tensor, _planner.Layout] | None:
+        """Takes the gradient away from `whole`. Returns its local tensor and layout; None without a gradient."""
         gradient, self.whole.grad = self.whole.grad, None
         if gradient is None:
             return None
@@ -387,9 +404,9 @@ class Trained:
         return extensions.as_plain(gradient), layout
 
     def add_gradient(self, part: torch.Tensor) -> None:
-        """Adds a reduced gradient to that of the sharded parameter; on the host, `finish_gradients` completes it.
+        """Adds a reduced gradient to that of the sharded parameter. On the host, `finish_gradients` completes this.
 
-        A sum to which this rank has contributed zeros waits for `decide`.
+        If this rank has contributed zeros to the reduced gradient, `decide` adds or drops it.
         """
         if self.had_gradient:
             self._write_back.add(self.sharded, part)
@@ -397,7 +414,7 @@ class Trained:
             self._undecided.append(part)
 
     def decide(self, is_used: bool) -> None:
-        """Ends a backward: adds the sums that wait if some rank had a gradient (`is_used`); otherwise drops them."""
+        """Ends a backward: adds the undecided sums if some rank had a gradient (`is_used`), otherwise drops them."""
         undecided, self._undecided = self._undecided, []
         for part in undecided if is_used else ():
             self._write_back.add(self.sharded, part)
@@ -406,10 +423,12 @@ class Trained:
         self.had_gradient = self.gradients.wait
 
     def drop_gradient(self) -> None:
+        """Discards all gradients that were not added to the sharded parameter's."""
         self.whole.grad = None
         self.gradients.drop()
         self._undecided = []
         self.had_gradient = False
 
     def finish_gradients(self) -> None:
+        """Waits for copies to the host, and adds them to the sharded parameter's gradient."""
         self._write_back.finish(self.sharded)

@@ -13,7 +13,9 @@ the same transfers in the same order, however a compiler reorders independent op
 `fsdp_after` returns a tensor, such as a weight, that may be read only after an event: it is the same tensor, but its
 readers depend on the event. The schema declares an alias, so compilers do not reuse its memory.
 
-`unit` is a number in this process; `forward`, which `fsdp_end_forward` returns, holds the number of a forward.
+`unit` is a number in this process. The first four operators are *events*. Those that return a tensor return the number
+of a forward, in a CPU tensor, which is `event` of `fsdp_after` and `forward` of later events. `records` is true if
+autograd records the forward.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class InGraphs(Protocol):
 
 
 _numbers = itertools.count()
-_known: weakref.WeakValueDictionary[int, InGraphs] = weakref.WeakValueDictionary()
+_known: weakref.WeakValueDictionary[int, InGraphs] = weakref.WeakValueDictionary()  # units by number
 
 
 def number_of(given: InGraphs) -> int:
@@ -62,6 +64,7 @@ def number_of(given: InGraphs) -> int:
 
 
 def _found(number: int) -> tuple[Runner, Unit]:
+    """Returns the runner and the unit of a number. Raises RuntimeError if the model was freed."""
     given = _known.get(number)
     if given is None:
         raise RuntimeError(f"unit must be the number of a unit of an existing model in this process, got {number}")
@@ -69,6 +72,7 @@ def _found(number: int) -> tuple[Runner, Unit]:
 
 
 def _begin_forward(inputs: Sequence[torch.Tensor], unit: int, records: bool) -> torch.Tensor:
+    """Runs fsdp_begin_forward. `inputs` only order it after the operators that compute them."""
     runner, its = _found(unit)
     if runner.gathers_in_chunks:
         raise RuntimeError(
@@ -84,6 +88,7 @@ def _begin_forward(inputs: Sequence[torch.Tensor], unit: int, records: bool) -> 
 
 
 def _end_forward(outputs: Sequence[torch.Tensor], unit: int) -> torch.Tensor:
+    """Runs fsdp_end_forward. `outputs` only order it after the forward."""
     runner, its = _found(unit)
     forward = its.forwards[-1]
     with _undone_on_error(runner):
@@ -93,6 +98,7 @@ def _end_forward(outputs: Sequence[torch.Tensor], unit: int) -> torch.Tensor:
 
 
 def _begin_backward(gradients: Sequence[torch.Tensor], forward: torch.Tensor, unit: int) -> torch.Tensor:
+    """Runs fsdp_begin_backward. `gradients`, of the outputs, only order it."""
     runner, its = _found(unit)
     with _undone_on_error(runner):
         runner.begin_backward(its, int(forward))
@@ -106,6 +112,7 @@ def _end_backward(
     forward: torch.Tensor,
     unit: int,
 ) -> None:
+    """Runs fsdp_end_backward: adds the gradients `of_weights` to the weights with these indices in the unit."""
     runner, its = _found(unit)
     with _undone_on_error(runner):
         for index, gradient in zip(indices, of_weights, strict=True):
@@ -116,6 +123,7 @@ def _end_backward(
 
 @contextlib.contextmanager
 def _undone_on_error(runner: Runner) -> Iterator[None]:
+    """Aborts the step if the block raises."""
     try:
         yield
     except BaseException:
@@ -128,11 +136,13 @@ def _as_tensor(number: int) -> torch.Tensor:
 
 
 def _after(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
+    """Runs fsdp_after."""
     alias: torch.Tensor = torch.ops.aten.alias(tensor)
     return alias
 
 
 def _fake_event(*_: Any) -> torch.Tensor:
+    """Returns the result of an event for tracing, without running it."""
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
@@ -216,7 +226,10 @@ def note_eager(unit: Unit, open_units: Iterable[Unit], is_compiled: bool, why: s
 
 
 class _Begin(torch.autograd.Function):
-    """Returns the inputs, and aliases of the full weights that depend on the begin of the forward."""
+    """Records fsdp_begin_forward, and fsdp_end_backward in its backward.
+
+    Returns the inputs, and aliases of the full weights that depend on fsdp_begin_forward.
+    """
 
     @staticmethod
     def forward(ctx: Any, unit: int, records: bool, num_inputs: int, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
@@ -238,7 +251,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """Returns the outputs, and records the end of the forward and the begin of the backward."""
+    """Records fsdp_end_forward, and fsdp_begin_backward in its backward. Returns the outputs."""
 
     @staticmethod
     def forward(ctx: Any, unit: int, *outputs: torch.Tensor) -> Any:  # type: ignore[override]
@@ -268,7 +281,7 @@ def _end(unit: int, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def begin_forward(number: int, unit: Unit, arguments: Any) -> Any:
-    """Returns the arguments of a forward, and gives the modules their full weights."""
+    """Records the beginning of a forward. Returns its arguments, and gives the modules their full weights."""
     flat, spec = tree_flatten(arguments)
     where = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor) and value.requires_grad]
     inputs = [flat[i] for i in where]
@@ -282,7 +295,7 @@ def begin_forward(number: int, unit: Unit, arguments: Any) -> Any:
 
 
 def end_forward(number: int, unit: Unit, output: Any) -> Any:
-    """Returns the output of a forward, and gives the modules their sharded parameters back."""
+    """Records the end of a forward. Returns its output, and gives the modules their sharded parameters back."""
     tensors: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -300,7 +313,7 @@ def end_forward(number: int, unit: Unit, output: Any) -> Any:
     return tree_unflatten(flat, spec)
 
 
-# ---- joint graphs
+# ---- joint graphs: forward and backward in one graph, before a partitioner makes two of it
 
 
 def _event(node: Node) -> Any:
@@ -338,10 +351,12 @@ def _backward_events(nodes: list[Node]) -> dict[Node, Node]:
 
 
 def _is_backward(node: Node) -> bool:
+    """Returns true for nodes that AOTAutograd has marked as a part of the backward."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 def _is_random(node: Node) -> bool:
+    """Returns true for operators whose result depends on a random seed."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

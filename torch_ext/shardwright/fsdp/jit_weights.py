@@ -107,8 +107,8 @@ class JitWeight:
         self._group = groups.weakly(group)
         self._device_mesh = device_mesh
         self._ahead: tuple[torch.Tensor, int] | None = None  # prefetched weight, and the version it is gathered from
-        self._held: torch.Tensor | None = None
-        self._blocks: list[_Block] = []
+        self._held: torch.Tensor | None = None  # the weight that `materialize` gathered
+        self._blocks: list[_Block] = []  # open `with` blocks, innermost last
         protocol = {
             "is_distributed_weight": True,
             "materialize_group_for_forward": self._gather,
@@ -142,6 +142,7 @@ class JitWeight:
         self._blocks.pop().exit()
 
     def _gather(self) -> torch.Tensor:
+        """Returns the gathered weight: the prefetched one, unless the parameter was written since."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[1] != self.parameter._version:
             return self._move(self.parameter.detach(), self.shards, self.use, False)
@@ -149,9 +150,11 @@ class JitWeight:
         return whole.wait() if isinstance(whole, AsyncCollectiveTensor) else whole
 
     def _reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns the shard of the gradient, from a full gradient in layout `grad`."""
         return self._move(gradient.detach(), self.grad, self.shards, False)
 
     def _grad_buffer(self) -> torch.Tensor:
+        """Returns uninitialized memory for a full gradient of this rank."""
         return self.parameter.new_empty(self.use.local_shape(dist.get_rank(self._group.get())))
 
     def _move(self, given: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, async_op: bool) -> torch.Tensor:
@@ -170,16 +173,17 @@ class _View(NamedTuple):
 
 
 class _Block:
-    """One use of a weight, from a forward to its backward."""
+    """One `with` block of a weight, and the backward of the forward in it."""
 
     def __init__(self, weight: JitWeight, whole: torch.Tensor) -> None:
         self._weight = weight
-        self._whole: torch.Tensor | None = whole
-        self._version = weight.parameter._version
+        self._whole: torch.Tensor | None = whole  # the gathered weight: in the block, and in the backward
+        self._version = weight.parameter._version  # to detect writes before the backward
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._is_differentiated = torch.is_grad_enabled() and weight.parameter.requires_grad
 
     def enter(self) -> torch.Tensor:
+        """Returns the weight for the block, as a result of `parameter` for autograd."""
         whole = self._whole
         assert whole is not None
         if self._is_differentiated:
@@ -197,6 +201,7 @@ class _Block:
         return self._weight._reduce(gradient)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        """Hook: saves views of the weight without their memory."""
         whole = self._whole
         is_view = (
             whole is not None
@@ -208,6 +213,7 @@ class _Block:
         return _View(tensor.size(), tensor.stride(), tensor.storage_offset()) if is_view else reads.pack(tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
+        """Hook: returns a saved tensor. For a view of the weight, gathers the weight again unless it is held."""
         if type(saved) is not _View:
             return reads.unpack(saved)
         if self._weight.parameter._version != self._version:
@@ -222,6 +228,8 @@ class _Block:
 
 
 class _Use(torch.autograd.Function):
+    """Returns a view of the gathered weight. Its backward reduces the gradient to the parameter's shard."""
+
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, block: _Block, whole: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.block = block

@@ -43,6 +43,7 @@ class DataMesh(NamedTuple):
 
     @property
     def data_dims(self) -> list[int]:
+        """The data-parallel dims of `mesh`."""
         return [dim for dim, own in enumerate(self.own) if own is None]
 
     def with_own(self, own_mesh: DeviceMesh) -> DataMesh:
@@ -61,13 +62,13 @@ class Choice(NamedTuple):
     """The chosen placements of a parameter on its data-parallel mesh dims."""
 
     shards: Sequence[Placement]
-    store: Sequence[Placement] | None = None
-    keep: Sequence[Placement] | None = None
+    store: Sequence[Placement] | None = None  # None: as `shards`
+    keep: Sequence[Placement] | None = None  # None: no kept copy, unless `keep_ranks` is given
     keep_ranks: int | None = None  # instead of `keep`: shard as `shards`, but over groups of so many consecutive ranks
 
 
 class Layouts:
-    """The layouts of one parameter."""
+    """The layouts of one parameter: `store`, `shards`, `use` and `kept`. `placements`: those of `store`."""
 
     def __init__(self, given: torch.Tensor, data: DataMesh, choice: Choice) -> None:
         self.data = data
@@ -87,6 +88,7 @@ class Layouts:
         return made
 
     def _make(self) -> None:
+        """Sets all layouts from the choice and the dtype."""
         data, choice = self.data, self._choice
         sizes = tuple(data.mesh.shape)
         uncut: list[Placement] = [Replicate()] * len(data.data_dims)
@@ -96,16 +98,16 @@ class Layouts:
         self.use = self._layout(mesh, self._placements(uncut, data.own, sizes))
         self.shards = self._layout(mesh, self._placements(choice.shards, data.own, sizes))
         self.store = self.shards if choice.store is None else self._layout(mesh, self.placements)
-        # `keep`, and `use` on the mesh of `keep`.
+        # Layout `keep`, and layout `use` on the mesh of `keep`; None without a kept copy.
         self.kept: tuple[Layout, Layout] | None = None
         if choice.keep is not None:
             self.kept = self._layout(mesh, self._placements(choice.keep, data.own, sizes)), self.use
         elif choice.keep_ranks is not None:
             self.kept = self._kept_by(choice.keep_ranks, choice.shards)
-        self._gradients: dict[tuple[Placement, ...], Layout] = {}
+        self._gradients: dict[tuple[Placement, ...], Layout] = {}  # results of `_gradient_layout`
 
     def as_parameter(self, part: torch.Tensor, host: Host | None) -> DTensor:
-        """Returns a shard in layout `store` as a DTensor, on the host if `host` is given."""
+        """Returns a shard in layout `store` as the DTensor that modules have; in host memory if `host` is given."""
         shape = torch.Size(self._shape)
         stride = tuple(torch.empty(shape, device="meta").stride())
         whole = DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
@@ -140,6 +142,7 @@ class Layouts:
         return self._gradient_layout(self._own_placements)
 
     def _gradient_layout(self, own: tuple[Placement, ...]) -> Layout:
+        """Returns layout `grad`. `own`: the gradient's placements on the parameter's own mesh dims."""
         layout = self._gradients.get(own)
         if layout is None:
             pending: list[Placement] = []
@@ -152,12 +155,15 @@ class Layouts:
         return layout
 
     def _layout(self, mesh: Mesh, placements: Sequence[Placement]) -> Layout:
+        """Returns a layout with the parameter's shape and dtype."""
         return Layout(mesh, self._shape, placements, self._dtype)
 
     def _placements(
         self, chosen: Sequence[Placement], own: Sequence[int | None], sizes: Sequence[int]
     ) -> tuple[Placement, ...]:
-        """Returns placements on all mesh dims. The parameter's own shards are sharded further.
+        """Returns placements on all mesh dims: `chosen` on data-parallel dims, the parameter's own on its own dims.
+
+        If both shard a tensor dim, the parameter's own shards are sharded further.
 
         DTensor expresses this by a strided shard. Its split factor is the number of shards that later mesh dims make
         before it. Example: Shard(0) over dp of a weight that is Shard(0) over tp, on a mesh (dp, tp) of 2 x 4, is
@@ -178,7 +184,7 @@ class Layouts:
         return tuple(all_placements)
 
     def _kept_by(self, ranks: int, shards: Sequence[Placement]) -> tuple[Layout, Layout]:
-        """Returns `keep` and `use` on the mesh whose dim `cut` is split in two; `keep` is sharded over the inner."""
+        """Returns `keep` and `use` on the mesh with dim `cut` split in two; `keep` is sharded over the second part."""
         cut = self.data.cut
         assert cut is not None
         sizes = list(self.mesh.shape)

@@ -38,7 +38,7 @@ class UnshardHandle(fsdp.UnshardHandle):
 
 
 class ReductionHandle(getattr(fsdp, "GradientReductionHandle", object)):  # type: ignore[misc]  # since torch 2.15
-    """The result of `ShardedModule.finalize_backward`, which waits itself."""
+    """The result of `ShardedModule.finalize_backward`, which returns only after its reductions have ended."""
 
     def wait(self) -> None:
         """Does nothing."""
@@ -264,6 +264,7 @@ class ShardedModule(FSDPModule):
         return getattr(self, ATTRIBUTE)
 
     def _change_options(self, recurse: bool, change: Callable[[UnitOptions], None]) -> None:
+        """Changes options of units, and makes schedules again. Undoes both if a schedule raises ValueError."""
         before = [(unit_options, dataclasses.replace(unit_options)) for unit_options in _unit_options_of(self, recurse)]
         for unit_options, _ in before:
             change(unit_options)
@@ -278,6 +279,7 @@ class ShardedModule(FSDPModule):
             raise
 
     def _reschedule(self, recurse: bool) -> None:
+        """Makes the schedules of the runners of these modules again."""
         runners: dict[int, Runner] = {}
         for module in _modules_of(self, recurse):
             runner: Runner | None = getattr(module, ATTRIBUTE).runner
@@ -287,6 +289,7 @@ class ShardedModule(FSDPModule):
             runner.reschedule()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Applies `fn` to the sharded parameters, as `to` and `cuda` do, and adopts their dtypes and devices."""
         unit = _unit_of(self)
         if not unit.is_open:
             self.reshard()  # `fn` applies to sharded parameters
@@ -311,6 +314,8 @@ _REFUSED = {
 
 
 def _refusing(name: str, instead: str) -> Callable[..., None]:
+    """Returns a method that raises NotImplementedError. `instead`: the remedy."""
+
     def refuse(self: ShardedModule, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"modules under sw.fully_shard do not support {name}; {instead}")
 
@@ -327,11 +332,11 @@ for _name, _instead in _REFUSED.items():
     setattr(ShardedModule, _name, _refusing(_name, _instead))
 
 
-_sharded_classes: dict[type, type] = {}
+_sharded_classes: dict[type, type] = {}  # by original class
 
 
 def sharded_class(original: type) -> type:
-    """Returns the subclass of a module's class and of `ShardedModule`."""
+    """Returns the class that a module of class `original` gets: a subclass of it and of `ShardedModule`. Cached."""
     if original not in _sharded_classes:
         members = {"forward": linear_forward} if original.forward is nn.Linear.forward else {}  # type: ignore[attr-defined]
         _sharded_classes[original] = type(f"Sharded{original.__name__}", (ShardedModule, original), members)
@@ -357,6 +362,8 @@ def finalize_backward(runner: Runner) -> None:
 
 
 def _on_stream(hook: Callable[[torch.Tensor], None], stream: torch.Stream) -> Callable[[torch.Tensor], None]:
+    """Returns a function that runs a gradient hook on `stream`, ordered after and before the current stream."""
+
     def run(gradient: torch.Tensor) -> None:
         current = torch.accelerator.current_stream(gradient.device)
         stream.wait_stream(current)
@@ -368,6 +375,7 @@ def _on_stream(hook: Callable[[torch.Tensor], None], stream: torch.Stream) -> Ca
 
 
 def _unit_of(module: Any) -> Unit:
+    """Returns the unit of a module. First aborts a step that has failed (`Runner.settle`)."""
     state = getattr(module, ATTRIBUTE)
     if state.runner is not None:
         state.runner.settle()
@@ -376,6 +384,7 @@ def _unit_of(module: Any) -> Unit:
 
 
 def _modules_of(module: Any, recurse: bool) -> Iterator[nn.Module]:
+    """Yields the modules under `sw.fully_shard`: the module itself and, with `recurse`, those in it."""
     for each in module.modules() if recurse else [module]:
         if isinstance(each, ShardedModule):
             yield each
@@ -392,6 +401,7 @@ def _check_flag(argument: str, given: Any) -> None:
 
 
 def _references(method: str, modules: Any) -> list[Any]:
+    """Returns weak references to the units of modules. Raises ValueError if one is not under `sw.fully_shard`."""
     found = []
     for module in modules:
         if not isinstance(module, ShardedModule):

@@ -1,4 +1,4 @@
-"""Moves of one weight between its layouts, and detection of writes to its parameter."""
+"""Moves of one weight between its layouts (layouts.py), and detection of writes to its parameter."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def version_of(parameter: Any) -> tuple[int, ...]:
 
 
 def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Hook after each optimizer step: gives the optimizer's watched parameters new numbers."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if hasattr(parameter, _WRITTEN):
@@ -50,7 +51,7 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class Moves:
-    """A function that starts moves of a weight. Gathers and reductions refer to it instead of to the weight itself."""
+    """A function that starts moves of one weight. Gathers and reductions refer to it instead of to the weight."""
 
     def __init__(self, layouts: Layouts) -> None:
         self.layouts = layouts
@@ -59,10 +60,11 @@ class Moves:
     def __call__(
         self, src: _planner.Layout, dst: _planner.Layout, given: torch.Tensor, out: torch.Tensor
     ) -> dist.Work | None:
-        """Starts a move into `out`. Returns a Work to wait for, or None if nothing is pending."""
+        """Starts to move this rank's tensor `given` into `out`. Returns a Work to wait for, or None if done."""
         return executables.start_into(self.executable(src, dst), given, out)
 
     def executable(self, src: _planner.Layout, dst: _planner.Layout) -> _runtime.Executable:
+        """Returns the compiled move, from the cache if it was made before."""
         device_type = self._device_type
         mesh = self.layouts.mesh  # also for kept copies, which may be on another mesh of the same ranks
 
@@ -74,4 +76,5 @@ class Moves:
         return executable
 
     def predicted_ps(self, src: _planner.Layout, dst: _planner.Layout) -> int:
+        """Returns the predicted time of a move in picoseconds."""
         return round(1e6 * executables.make_plan(src, dst, self._device_type).predicted_us)

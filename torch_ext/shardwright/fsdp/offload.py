@@ -30,8 +30,8 @@ from ..layouts.errors import argument_error
 class Leaving(NamedTuple):
     """A copy to the host in progress."""
 
-    on_host: torch.Tensor
-    copied: torch.Event
+    on_host: torch.Tensor  # must not be read before `wait`
+    copied: torch.Event  # end of the copy
 
     def wait(self) -> torch.Tensor:
         """Makes the host wait for the copy. Returns the tensor on the host."""
@@ -42,15 +42,17 @@ class Leaving(NamedTuple):
 class Copy(NamedTuple):
     """The events around a copy that was timed."""
 
-    is_outward: bool
+    is_outward: bool  # to the host
     begin: torch.Event
     end: torch.Event
 
     @property
     def length_ps(self) -> int:
+        """Duration in picoseconds, at least a nanosecond."""
         return max(1000, round(1e9 * self.begin.elapsed_time(self.end)))
 
     def seconds_since(self, origins: dict[str, Any]) -> tuple[float, float]:
+        """Returns begin and end in seconds since the event of the device type in `origins`."""
         origin = origins[self.begin.device.type]
         begin, end = (origin.elapsed_time(event) / 1e3 for event in (self.begin, self.end))
         return begin, end
@@ -61,7 +63,7 @@ class Host:
 
     def __init__(self, device: torch.device, pins: bool) -> None:
         self.device = device
-        self._pins = pins
+        self._pins = pins  # use pinned host memory
         self._inward, self._outward = _streams(device)
         self._fetched: torch.Event | None = None  # end of the latest inward copy, if the host has not waited for it
         self._timed: list[Copy] | None = None  # copies since `begin_timing`; None if copies are not timed
@@ -112,10 +114,11 @@ class Host:
         self._timed.append(Copy(is_outward, begin, end))
 
     def begin_timing(self) -> None:
+        """Starts to time copies."""
         self._timed = []
 
     def end_timing(self) -> list[Copy]:
-        """Returns the copies since `begin_timing`, after they have ended."""
+        """Stops to time copies. Waits for the copies since `begin_timing`, and returns them."""
         timed, self._timed = self._timed or [], None
         for copy in timed:
             copy.end.synchronize()
@@ -145,13 +148,14 @@ def checked(offload_policy: Any) -> CPUOffloadPolicy | None:
 
 
 def host_of(policy: CPUOffloadPolicy | None, device_type: str) -> Host | None:
-    """Returns None if nothing is copied: without a policy, and on CPU, where all tensors are on the host."""
+    """Returns the copies of a new unit; None without a policy, and on CPU, where all tensors are on the host."""
     if policy is None or device_type == "cpu":
         return None
     return Host(current_device(device_type), policy.pin_memory)
 
 
 def current_device(device_type: str) -> torch.device:
+    """Returns the current device of a type, with its index."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
@@ -159,6 +163,7 @@ def current_device(device_type: str) -> torch.device:
 
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.Stream, torch.Stream]:
+    """Returns the inward and the outward stream of a device. All units share them."""
     return torch.Stream(device), torch.Stream(device)
 
 
@@ -176,5 +181,6 @@ def _watch(host: Host) -> None:
 
 
 def _wait_for_all(*_: Any) -> None:
+    """Hook of optimizers: blocks the host until inward copies end, so that their sources may be written."""
     for host in _hosts:
         host.wait()

@@ -5,6 +5,9 @@ as in an attribute of a module or in an object that is not searched, and those h
 view of a weight, that autograd saves in a forward is packed as a `_Read`. A backward that unpacks it first gathers the
 unit's weights if they are not gathered.
 
+To *pack* is to replace a tensor that autograd saves, and to *unpack* is to return it to a backward. Versions are
+PyTorch's counters of writes, by which an unpack detects a write since the pack.
+
 Other hooks for saved tensors that are active around the forward, such as those of a checkpoint or of
 `torch.autograd.graph.save_on_cpu`, get all saved tensors except weights. Hooks that become active within the forward,
 such as those of torch's composable `checkpoint`, get weights too.
@@ -44,7 +47,7 @@ class _Read(NamedTuple):
 
 
 class _Activation(NamedTuple):
-    """Any other saved tensor."""
+    """A saved tensor that is not in the storage of a weight."""
 
     tensor: torch.Tensor
     version: int
@@ -58,6 +61,7 @@ class Recording:
         self._module = module
 
     def __enter__(self) -> None:
+        """Pushes the hooks, unless outer hooks of this library pack weights already."""
         self._is_pushed = False
         if self._is_recomputed_from_within or not torch._C._autograd._saved_tensors_hooks_is_enabled():
             return
@@ -92,6 +96,7 @@ class Recording:
 
 
 def _weight_of(tensor: torch.Tensor) -> Weight | None:
+    """Returns the weight in whose storage a tensor is; None for other tensors."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if type(local) not in _PLAIN or local.layout is not torch.strided:
         return None
@@ -115,6 +120,7 @@ def pack(tensor: torch.Tensor) -> Any:
 
 
 def unpack(saved: Any) -> torch.Tensor:
+    """Returns a tensor that `pack` has packed, and gathers its weight. Raises RuntimeError if it was written."""
     if type(saved) is _Read:
         if saved.weight.version != saved.version:
             raise RuntimeError(

@@ -44,7 +44,10 @@ class Reductions:
                 self._on_mesh.setdefault(weight.mesh, []).append((number, which))
 
     def start(self, number: int, which: Sequence[int] | None = None) -> Reduction | None:
-        """Starts to reduce gradients of these weights of a unit; default: the weights that had gradients last time."""
+        """Starts to reduce gradients of unit number `number`. Returns None if there is nothing to reduce.
+
+        `which`: indices of weights; default: weights of which some rank had a gradient in the latest backward.
+        """
         unit = self._units[number]
         if which is None:
             which = [i for i, weight in enumerate(unit.weights) if weight.is_expected and weight.sharded.requires_grad]
@@ -52,7 +55,7 @@ class Reductions:
         return unit.start_reduction([unit.weights[i] for i in which])
 
     def add(self, last_use: int, reduction: Reduction) -> None:
-        """Adds a reduction to wait for after use `last_use`."""
+        """Adds a reduction in progress that `finish` waits for after use `last_use`."""
         self._under_way.append((last_use, reduction))
 
     def finish(self, use: int | None = None) -> None:
@@ -63,7 +66,7 @@ class Reductions:
         self._under_way = [] if use is None else [each for each in self._under_way if each[0] > use]
 
     def discard(self) -> None:
-        """Waits for all reductions, but adds no gradients."""
+        """Waits for all reductions, but drops their results."""
         under_way, self._under_way, self._started = self._under_way, [], []
         for _, reduction in under_way:
             reduction.discard()
@@ -91,9 +94,9 @@ class Reductions:
         self._started = []
 
     def _agree(self) -> dict[int, list[int]]:
-        """Returns, by unit, the weights that have an unreduced gradient on some rank."""
+        """Returns, by unit, the weights that have an unreduced gradient on some rank. Collective; sets `_used`."""
         is_captured = self._device.type != "cpu" and _runtime.is_capturing(self._device.type)
-        late: dict[int, list[int]] = {}
+        late: dict[int, list[int]] = {}  # by unit: weights that were not reduced yet
         self._used = set()
         for mesh, places in self._on_mesh.items():
             said = self._digest(mesh) + bytes(flag for place in places for flag in self._flags(place))
@@ -118,12 +121,12 @@ class Reductions:
         return self._units[place[0]].weights[place[1]]
 
     def _flags(self, place: Place) -> tuple[bool, bool]:
-        """Returns two flags: this rank had a gradient of the weight; it has one that must still be reduced."""
+        """Returns two flags for this rank: it had a gradient of the weight; that gradient must still be reduced."""
         weight = self._weight(place)
         return weight.had_gradient, weight.has_gradient and self._units[place[0]].unit_options.reduces
 
     def _text(self, mesh: DeviceMesh) -> str:
-        """Returns a text of the reductions that were started in this backward."""
+        """Returns a text of the reductions that were started on a mesh in this backward, for an error."""
         said = []
         for number, which in self._started:
             unit = self._units[number]
@@ -132,7 +135,7 @@ class Reductions:
         return "; ".join(said) or "none"
 
     def _digest(self, mesh: DeviceMesh) -> bytes:
-        """Returns a digest of the started reductions and its complement.
+        """Returns a digest of the reductions that were started on a mesh, followed by its bytewise complement.
 
         Ranks agree if and only if the maximum of each byte over ranks and that of its complement sum to 255.
         """
@@ -141,6 +144,7 @@ class Reductions:
         return digest + bytes(255 - byte for byte in digest)
 
     def _check(self, mesh: DeviceMesh, said: bytes) -> None:
+        """Raises ValueError on all ranks if digests differ. `said`: begins with the maxima over ranks of `_digest`."""
         pairs = zip(said[:_DIGEST_BYTES], said[_DIGEST_BYTES : 2 * _DIGEST_BYTES])
         if any(largest + complement != 255 for largest, complement in pairs):
             differ = "have reduced different gradients in this backward"

@@ -10,11 +10,8 @@ forward until they have left its inputs.
     following   as scheduled        as scheduled            recording, at a use that differs from the schedule
 
 The first step that follows a schedule is timed, and all ranks agree on the times. They decide how far ahead later steps
-gather, unless the user has set `prefetch`.
-
-A sequence is identified by its first use and by how gradients are treated. So steps with gradients, without gradients,
-and with gradients that are reduced later have different schedules. All ranks see the same uses, so they start the same
-transfers.
+gather, unless the user has set `prefetch`. The key of a sequence, its first use and the treatment of gradients, selects
+the schedule. All ranks see the same uses, so they start the same transfers. Terms of units: see units.py.
 """
 
 from __future__ import annotations
@@ -60,8 +57,8 @@ class Runner:
         self._index = {id(unit): index for index, unit in enumerate(units)}
         for unit in units:
             unit.runner = weakref.ref(self)
-        self._plans: dict[Key, Plan] = {}
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._plans: dict[Key, Plan] = {}  # schedules, oldest first
+        self._arena = torch.empty(0, dtype=torch.uint8)  # memory of scheduled gathers; grows with the schedules
         self.open: list[int] = []  # indices of open units, ascending
         self._uses: list[Use] = []  # uses of the running sequence
         self._is_used = False  # the last of `_uses` has not ended
@@ -72,10 +69,9 @@ class Runner:
         self.reductions = Reductions(units, self.device)
         self._end: weakref.ref[object] | None = None  # callback that the running backward holds until its end
         self._recomputed: set[int] = set()  # units whose forward is recomputed within their own backward
-        self._activations = scheduler.StepActivations(None)
-        self._num_forwards = 0
-        # By sequence, latest last: the number of its first forward, and the units that multiply in chunks in it.
-        self._multiplies: list[tuple[int, frozenset[int]]] = []
+        self._activations = scheduler.StepActivations(None)  # sharded activations (`checkpoint_cut`) of the sequence
+        self._num_forwards = 0  # forwards so far; numbers them from 1
+        self._multiplies: list[tuple[int, frozenset[int]]] = []  # by sequence, in order: first forward, units in chunks
         self._stream: torch.Stream | None = None  # stream of the last use
         self._is_captured = False  # the last use was captured in a graph
         self.calls = MethodCalls()
@@ -108,14 +104,15 @@ class Runner:
         return self._num_forwards
 
     def _put_full(self, unit: Unit, in_backward: bool) -> None:
+        """Gives the modules full weights. A recomputation multiplies as the latest forward whose backward runs."""
         if not self._in_chunks:
             unit.put_full()
             return
-        # A recomputation multiplies as the latest forward whose backward runs.
         begun = [forward for each in self.units for forward in each.backwards] if in_backward else []
         self._put_for(unit, max(begun, default=self._num_forwards))
 
     def _put_for(self, unit: Unit, forward: int) -> None:
+        """Gives the modules full weights, or matmuls in chunks if the sequence of this forward has them."""
         is_ours = self._has_our_products(self._index[id(unit)], forward)
         if unit.chunks is not None and not is_ours:
             with torch.no_grad():
@@ -127,6 +124,7 @@ class Runner:
         return at > 0 and unit in self._multiplies[at - 1][1]
 
     def end_forward(self, unit: Unit) -> None:
+        """Closes the unit after a forward, unless another one or a backward of it runs."""
         unit.forwards.pop()
         if not unit.is_open or (self._in_chunks and not unit.forwards):
             unit.put_after_forward()
@@ -139,16 +137,12 @@ class Runner:
             self._end_sequence()
 
     def fail_forward(self, unit: Unit, depth: int, error: BaseException) -> None:
-        """Aborts the step after a forward has raised, if its hooks did not run, as for a KeyboardInterrupt.
-
-        Args:
-            depth: number of forwards of the unit that were running before this forward.
-            error: the exception that the forward raised.
-        """
+        """Aborts the step if no hook has ended a forward that raised. `depth`: the unit's forwards before that one."""
         if not isinstance(error, Exception) or len(unit.forwards) > depth:
             self.abort()
 
     def begin_backward(self, unit: Unit, forward: int) -> None:
+        """Opens the unit for the backward of forward number `forward`, and gathers its weights."""
         self._note_backward()
         was_open = unit.is_open
         unit.backwards.add(forward)
@@ -158,6 +152,7 @@ class Runner:
         self._put_for(unit, forward)  # checkpoints within the unit recompute parts of its forward
 
     def end_backward(self, unit: Unit, forward: int) -> None:
+        """Ends the backward of a forward. The unit's last one starts the reduction and closes the unit."""
         if forward not in unit.backwards:
             return  # no gradient reached the outputs, so `begin_backward` was not called
         if len(unit.backwards) == 1:
@@ -231,6 +226,7 @@ class Runner:
 
     @torch.no_grad()
     def _end_backward(self) -> None:
+        """Reduces the gradients that are left when autograd has finished, and ends the sequence."""
         self.calls.end_failed(self.end_forward, backward_ends=True)
         for unit in self.units:
             if unit.backwards:
@@ -249,11 +245,13 @@ class Runner:
             self._end_sequence()
 
     def _key_of(self, units: tuple[int, ...], kind: str) -> Key:
+        """Returns the key of a sequence that begins now with a use of these units."""
         reduces = tuple(unit.unit_options.reduces for unit in self.units)
         keeps = tuple(not unit.unit_options.reduces or unit.keeps_gradients for unit in self.units)
         return Key(units, kind, torch.is_grad_enabled() or is_in_backward(), reduces, keeps)
 
     def _end_sequence(self) -> None:
+        """Ends the sequence. Schedules it if it differed from its schedule, or if times are new."""
         key, uses, plan, clock, is_too_long = self._key, self._uses, self._plan, self._clock, self._is_too_long
         is_as_planned = plan is not None and are_same(plan.uses, uses)
         activations = self._activations
@@ -272,7 +270,7 @@ class Runner:
             scheduler.listener.hear(self._plans[key].schedule, [unit.name for unit in self.units], clock, copies)
 
     def reschedule(self) -> None:
-        """Makes all schedules again with the current unit options. They apply from the next sequence on."""
+        """Makes all schedules again with the current unit options, for the sequences that begin after this call."""
         for key, plan in self._plans.items():
             self._follow(key, plan.uses, plan.timed)
 
@@ -291,6 +289,7 @@ class Runner:
         return found._replace(activations=scheduler.agreed_events(activations.events(), meshes, self.device))
 
     def _schedule(self, key: Key, uses: list[Use], timed: Times | None) -> StepSchedule:
+        """Returns the schedule of a sequence. To StepSchedule, a unit is one weight. `timed`: None before times."""
         weights = []
         for number, unit in enumerate(self.units):
             in_arena = (0, 0) if unit.unit_options.keep_between_steps else (unit.use_bytes, unit.keep_bytes)
@@ -305,7 +304,7 @@ class Runner:
             "activations": [] if timed is None else [event.parts for event in timed.activations],
         }
         budget = self.memory_limit
-        if budget is None:  # without times, so that the memory limit does not depend on them
+        if budget is None:  # computed without times, so that the memory limit does not depend on them
             ahead = 1 if self.prefetch is None else self.prefetch
             budget = overlapping_budget_bytes(weights, parts, prefetch=ahead, **options)
         trains = key.records and key.kind == "forward"
@@ -375,6 +374,7 @@ class Runner:
         self._stream = current
 
     def _begin_sequence(self, key: Key) -> None:
+        """Finds the schedule of the key, and makes units whose parameters were written gather again."""
         self._uses = []
         self._key = key
         self._plan = self._plans.get(key)
@@ -401,6 +401,7 @@ class Runner:
         measure(weight.measured for weight in weights if weight.gather.format.needs_largest)
 
     def _enter(self, index: int) -> None:
+        """Begins a use: starts the gathers that the schedule assigns to it, and waits for those it needs."""
         use = self._uses[index]
         if self._plan is not None:
             planned = self._plan.uses[index] if index < len(self._plan.uses) else None
@@ -421,6 +422,7 @@ class Runner:
             self._clock.mark()
 
     def _gather_ahead(self, unit: Unit, offset_bytes: int, chunks: UnitInChunks | None) -> None:
+        """Starts a scheduled gather. `chunks`: the weights that the use itself gathers in chunks."""
         if unit.is_resident and not unit.is_stale:
             return  # gathered by `unshard`, or in the previous step
         if unit.is_resident:
@@ -444,6 +446,7 @@ class Runner:
             unit.finish_gather()
 
     def _leave(self, index: int) -> None:
+        """Ends a use: releases weights, and waits for the reductions that must end by then."""
         if self._clock is not None:
             self._clock.end()
         for number in self._uses[index].units:
@@ -470,6 +473,7 @@ class Runner:
             self._uses[-1].made.extend((unit, which) for which in self._in_chunks[unit].new_gradients())
 
     def _start_reduction(self, unit: Unit) -> None:
+        """Starts to reduce the unit's gradients after its backward, or keeps them if it does not reduce."""
         number = self._index[id(unit)]
         self._note_gradients(number)
         with torch.no_grad():
@@ -484,7 +488,6 @@ class Runner:
                 self._uses[index].gradients.append(number)
             if self._plan is None:
                 self.reductions.finish(index)  # without a schedule, one reduction runs at a time
-            # Without a schedule, the next reduction waits for this one before it starts.
             finish = index if self._plan is None else self._plan.finishes.get((number, index), index)
             self.reductions.add(finish, reduction)
 

@@ -1,4 +1,9 @@
-"""Schedules of steps, and the times they are made from: measured in one step, and agreed on by all ranks."""
+"""Schedules of steps, and the times they are made from: measured in one step, and agreed on by all ranks.
+
+A *sequence* is the list of *uses* of a step: ranges of compute, each with the open units (runner.py). The native
+`StepSchedule` (csrc/schedule/schedule.h) calls a unit a weight. Times are in picoseconds. "By unit" and "by use" mean a
+list whose index is the unit's or the use's number.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +38,16 @@ class Event(NamedTuple):
     saved: int  # use that saves it
     first: int  # first use that needs it
     last: int  # last use that needs it
-    until: int  # turn in which it is freed
+    until: int  # turn in which it is freed (turns: see below, before `About`)
 
     @property
     def parts(self) -> tuple[str, int, int, int, int, int, int, int]:
-        """The fields as a tuple, as `StepSchedule` takes them: all except `number`."""
+        """All fields except `number`, as `StepSchedule` takes them."""
         return self[1:]
 
 
 class Times(NamedTuple):
-    """The times of a step in picoseconds, the same on all ranks."""
+    """The times of a step in picoseconds. Ranks use equal times, so that they make the same schedule."""
 
     uses: list[int]  # compute of each use
     copies: list[tuple[int, int]]  # by unit: copies from the host for a gather, and to the host for a reduction
@@ -75,7 +80,7 @@ class Clock:
         return [max(1000, round(1e9 * a.elapsed_time(b))) for a, b in zip(begins, ends, strict=True)]
 
     def intervals_since(self, origins: dict[str, Any]) -> list[tuple[float, float]]:
-        """Returns begin and end of each interval, in seconds since `origins`, which has a mark for each device type."""
+        """Returns begin and end of each interval, in seconds since the mark of the device type in `origins`."""
         origin = origins[self._device.type]
         if self._device.type == "cpu":
             seconds = [(mark - origin) / 1e9 for mark in self._marks]
@@ -102,7 +107,7 @@ class Listener:
         self._origins = {device.type: _mark(device) for device in devices if device is not None}
 
     def hear(self, schedule: StepSchedule, names: list[str], clock: Clock, copies: Sequence[Sequence[Copy]]) -> None:
-        """Adds a step that has ended. `names` and `copies` by unit."""
+        """Adds a step that has ended. `names` and `copies` are lists by unit."""
         clock.intervals_ps()  # waits for the last interval
         heard = [
             (name, copy.is_outward, *copy.seconds_since(self._origins))
@@ -112,7 +117,7 @@ class Listener:
         self.steps.append(HeardStep(schedule, names, clock.intervals_since(self._origins), heard))
 
 
-listener: Listener | None = None
+listener: Listener | None = None  # active in a block of `listening`; None outside
 
 
 @contextlib.contextmanager
@@ -129,7 +134,7 @@ def listening() -> Iterator[list[HeardStep]]:
 def measured(clock: Clock, copies: Sequence[Sequence[Copy]], schedule: StepSchedule) -> Times:
     """Returns the times of this rank in a step that has followed a schedule.
 
-    `copies` by unit. A unit's copies in one direction get their average time.
+    `copies`: by unit, its copies between host and device. The result has their average time in each direction.
     """
     num_copied = Counter((False, weight) for weight, _, _, _, from_copy in schedule.gathers if not from_copy)
     num_copied.update((True, weight) for weight, *_ in schedule.reductions)
@@ -143,7 +148,7 @@ def measured(clock: Clock, copies: Sequence[Sequence[Copy]], schedule: StepSched
 
 
 def agreed_times(found: Times, meshes: set[DeviceMesh], device: torch.device) -> Times:
-    """Returns the largest times over all ranks of the mesh; zeros if there are several meshes. Collective."""
+    """Returns each time's maximum over the ranks of the mesh; zeros if there are several meshes. Collective."""
     if len(meshes) != 1:
         return Times([0] * len(found.uses), [(0, 0)] * len(found.copies))
     (mesh,) = meshes
@@ -198,6 +203,7 @@ class StepActivations:
         return len(self._saved) - 1
 
     def begin_use(self, use: int, as_planned: bool) -> None:
+        """Begins a use, and starts the gathers that the schedule has before it. `as_planned`: follow the schedule."""
         self.use = use
         if not as_planned:
             self._plan = None
@@ -216,9 +222,11 @@ class StepActivations:
         return None if self._plan is None else self._starting(turn)
 
     def let_go(self, number: int) -> None:
+        """Notes that the backward has freed an activation."""
         self._let_go[number] = len(self._turns) - 1, self.use
 
     def _starting(self, turn: int) -> list[Any]:
+        """Returns the living activations whose gathers start in a turn; for turn -1, before the running use."""
         if self._plan is None:
             return []
         numbers = [
@@ -230,6 +238,7 @@ class StepActivations:
         return [kept for kept in found if kept is not None]
 
     def end(self) -> None:
+        """Ends the step: later unpacks of its activations do not follow the schedule."""
         global current_activations
         self.is_over = True
         if current_activations is self:
@@ -254,14 +263,14 @@ current_activations: StepActivations | None = None  # activations of the running
 
 
 def begin_activations(plan: ActivationPlan | None) -> StepActivations:
-    """Begins a step. Returns its activations."""
+    """Begins a step that follows `plan`, or no plan. Returns its activations."""
     global current_activations
     current_activations = StepActivations(plan)
     return current_activations
 
 
 def agreed_events(events: list[Event], meshes: set[DeviceMesh], device: torch.device) -> list[Event]:
-    """Returns the events with the largest sizes and times over all ranks of the mesh. Collective.
+    """Returns the events with each size's and time's maximum over the ranks of the mesh. Collective.
 
     Returns an empty list if there are several meshes, or if ranks differ in the number, uses or turns of activations.
     They may differ because the size of an activation depends on a rank's batch, and small ones are not sharded.
@@ -292,7 +301,7 @@ class Key(NamedTuple):
     kind: str  # kind of the first use
     records: bool  # autograd records it for a backward
     reduces: tuple[bool, ...]  # by unit: its backward reduces gradients
-    keeps: tuple[bool, ...]  # by unit: full gradients wait for a reduction before or after the step
+    keeps: tuple[bool, ...]  # by unit: full gradients wait, from an earlier step or for a later one
 
 
 class Use(NamedTuple):
@@ -301,15 +310,16 @@ class Use(NamedTuple):
     units: tuple[int, ...]  # indices of the open units
     kind: str  # "forward", "recompute" or "backward"
     gradients: list[int]  # indices of units whose reduction starts in it
-    made: list[tuple[int, int]]  # full gradients it computes, if noted: unit, and index into UnitInChunks.weights
+    made: list[tuple[int, int]]  # full gradients that it computes: unit, index into UnitInChunks.weights
 
 
 def are_same(uses: Sequence[Use], others: Sequence[Use]) -> bool:
+    """Returns true if the uses have the same units, kinds and reductions."""
     return len(uses) == len(others) and all(a[:3] == b[:3] for a, b in zip(uses, others))
 
 
 def gather_until(units: Sequence[Unit], uses: Sequence[Use]) -> list[int]:
-    """Returns for each use the last use whose gathers users want to start by then (`set_modules_to_*_prefetch`)."""
+    """Returns, by use, the last use whose gathers must have started by then (`set_modules_to_*_prefetch`)."""
     index = {id(unit): number for number, unit in enumerate(units)}
     until = list(range(len(uses)))
     for i, use in enumerate(uses):
@@ -324,18 +334,19 @@ def gather_until(units: Sequence[Unit], uses: Sequence[Use]) -> list[int]:
 
 
 class Plan:
-    """A schedule, with its actions by use."""
+    """A schedule, and the actions that the runner takes in each use."""
 
     def __init__(self, uses: list[Use], schedule: _planner.StepSchedule, timed: Times | None) -> None:
-        self.uses = uses
+        self.uses = uses  # the recorded sequence
         self.schedule = schedule
         self.timed = timed  # the times it was made from; None if no step was timed
         self.gathers: dict[int, list[tuple[int, int, bool]]] = {}  # by use: unit, arena offset in bytes, in chunks
         self.releases: dict[int, list[int]] = {}  # by use after which they are released: units
         self.finishes: dict[tuple[int, int], int] = {}  # by unit and use in which a reduction starts: the use it ends
         buffers, form_of = schedule.buffers, schedule.form_of
+        # By use: units gathered in chunks. Each has a form, an additional weight of the schedule (chunks.py).
         self.in_chunks = [{form_of[w] for w in use[0] if form_of[w] >= 0} for use in schedule.uses]
-        self.reduces_in_chunks: list[set[int]] = [set() for _ in schedule.uses]
+        self.reduces_in_chunks: list[set[int]] = [set() for _ in schedule.uses]  # by use: units
         for weight, buffer, start, _, _ in schedule.gathers:
             is_form = form_of[weight] >= 0
             unit = form_of[weight] if is_form else weight
@@ -360,7 +371,7 @@ class Plan:
 
 
 def held_bytes(units: Sequence[Unit], key: Key, uses: list[Use]) -> int:
-    """Returns the bytes held outside the arena: weights that stay between steps, and full gradients that are kept."""
+    """Returns bytes outside the arena: weights that stay gathered between steps, and full gradients that wait."""
     held = sum(unit.use_bytes for unit in units if unit.unit_options.keep_between_steps)
     held += sum(unit.kept_gradient_bytes for unit, keeps in zip(units, key.keeps) if keeps)
     arriving = (  # gradients from autograd, until they are added to the kept gradients

@@ -1,4 +1,15 @@
-"""Groups of weights that are gathered together."""
+"""Units: groups of weights that are gathered together.
+
+Terms of this file and of its users:
+
+    open             a forward or a backward of one of the unit's modules runs
+    resident         the gathered weights have memory; a gather may still be in progress
+    arena            the buffer of the model's Runner in which the schedule gives gathered weights addresses
+    held             gathered outside the arena, and not released when a step ends
+    kept copy        a copy in layout `keep` (layouts.py) that a release leaves, for the next gather of the same step
+    kept gradients   full gradients of a backward that does not reduce; a later backward reduces their sum
+    in chunks        gathered chunk by chunk during matmuls, not before the use (chunks.py)
+"""
 
 from __future__ import annotations
 
@@ -28,7 +39,7 @@ class UnitOptions:
     keep_gathered: bool  # keep it gathered from the first use of a step to the last
     keep_between_steps: bool = False  # keep it gathered after a step
     reduces: bool = True  # reduce gradients in backwards
-    reduces_over_replicas: bool = True  # if so, also over mesh dims on which weights are replicated
+    reduces_over_replicas: bool = True  # reduce them also over mesh dims on which weights are replicated
     reduces_unused: bool = False  # give weights without a gradient on any rank a gradient of zeros
     divides_by: float | None = None  # divisor of summed gradients; None: average
     gradient_hook: Callable[[torch.Tensor], None] | None = None  # called with each reduced gradient
@@ -37,11 +48,12 @@ class UnitOptions:
     backward_prefetch: list[weakref.ref[Any]] = dataclasses.field(default_factory=list)
 
     def prefetch(self, kind: str) -> list[Any]:
+        """Returns the units to gather when a use of this kind ("forward" or "backward") of this unit begins."""
         found = self.backward_prefetch if kind == "backward" else self.forward_prefetch
         return [unit for unit in (reference() for reference in found) if unit is not None]
 
     def hooked(self, add: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-        """Returns a function that calls the hook for gradients, if there is one, before `add`."""
+        """Returns a function that calls `gradient_hook`, if there is one, with a reduced gradient, and then `add`."""
         hook = self.gradient_hook
         if hook is None:
             return add
@@ -61,11 +73,11 @@ class Unit:
         name: str,
         modules: tuple[nn.Module, ...],
         weights: list[Weight],
-        stays: bool,
+        stays: bool,  # initial value of `UnitOptions.keep_gathered`
         host: offload.Host | None = None,
     ) -> None:
         self.name = name
-        self.host = host
+        self.host = host  # copies between host and device; None without offload
         self._modules = [weakref.ref(module) for module in modules]
         self.weights = weights
         self.forwards: list[int] = []  # numbers of the forwards that are running, innermost last
@@ -99,28 +111,32 @@ class Unit:
 
     @property
     def is_open(self) -> bool:
+        """True while a forward or a backward of one of its modules runs."""
         return bool(self.forwards or self.backwards)
 
     @property
     def is_held(self) -> bool:
-        """True if it stays gathered between steps, in memory of its own."""
+        """True if the unit stays gathered between steps, in memory outside the arena."""
         return (self.is_unsharded or self.unit_options.keep_between_steps) and not self._in_arena
 
     @property
     def use_bytes(self) -> int:
+        """Bytes that a gather takes, message buffers included, on the rank with the largest shards."""
         return sum(weight.gathered_bytes for weight in self.weights)
 
     @property
     def sharded_bytes(self) -> int:
+        """Bytes of the shards that this rank has at all times."""
         return sum(weight.sharded_bytes for weight in self.weights)
 
     @property
     def gradient_bytes(self) -> int:
+        """Bytes of the full gradients of one backward, their copies in the dtype of messages included."""
         return sum(weight.gradient_bytes for weight in self.weights if weight.sharded.requires_grad)
 
     @property
     def keeps_gradients(self) -> bool:
-        """True if full gradients wait for a reduction."""
+        """True if full gradients of an earlier backward wait for a reduction."""
         return any(weight.gradients.are_kept for weight in self.weights)
 
     @property
@@ -139,17 +155,18 @@ class Unit:
 
     @property
     def description(self) -> str:
-        """A text of all properties that decide its messages, to compare ranks."""
+        """A text of all properties that decide the unit's messages, to compare ranks."""
         stays = "stays gathered after forwards; " if self.unit_options.keep_gathered else ""
         return stays + "; ".join(weight.description for weight in self.weights)
 
     @property
     def gather_ps(self) -> int:
-        """The predicted time of a gather."""
+        """The predicted time of a gather, in picoseconds."""
         return sum(weight.gather_ps for weight in self.weights)
 
     @property
     def reduce_ps(self) -> int:
+        """The predicted time to reduce all gradients of the unit, in picoseconds."""
         return sum(weight.reduce_ps for weight in self.weights if weight.sharded.requires_grad)
 
     @property
@@ -174,7 +191,7 @@ class Unit:
                 offset_bytes += weight.gathered_bytes
 
     def start_gather_alone(self) -> None:
-        """Starts to gather into memory of its own, outside the arena."""
+        """Starts to gather into newly allocated memory, outside the arena."""
         self.start_gather(torch.empty(self.use_bytes, dtype=torch.uint8, device=self.device))
         self._in_arena = False
         if self.unit_options.keep_between_steps:
@@ -189,6 +206,7 @@ class Unit:
             self._kept_from = self._gathered_from
 
     def drop_kept(self) -> None:
+        """Frees the kept copies; the next gather reads the shards."""
         for weight in self.weights:
             weight.drop_kept()
         self._kept_from = []
@@ -199,6 +217,7 @@ class Unit:
             weight.start_refresh()
 
     def end_step(self) -> None:
+        """Waits for refreshes and for copies between host and device, and frees the kept copies."""
         for weight in self.weights:
             weight.finish_refresh()
         self.drop_kept()
@@ -212,6 +231,7 @@ class Unit:
             self.host.wait()
 
     def finish_gather(self) -> None:
+        """Waits for the gather, if one is in progress."""
         if not self._is_gathering:
             return
         if self.host is not None:
@@ -241,7 +261,7 @@ class Unit:
         return all(weight.has_place for weight in self.weights)
 
     def convert(self, dtypes_of: DtypesOf) -> None:
-        """Adopts other dtypes and devices of parameters, between steps."""
+        """Sets up the weights again whose parameters have another dtype or device. Must be called between steps."""
         changed = [weight for weight in self.weights if weight.is_converted or weight.has_other_extension]
         if changed:
             self.put_sharded()
@@ -257,6 +277,7 @@ class Unit:
             weight.watch_again()
 
     def release(self) -> None:
+        """Frees the gathered weights. Modules that still have full parameters get their sharded ones."""
         if self.is_left_full:
             self.put_sharded()
         self.finish_gather()
@@ -275,6 +296,7 @@ class Unit:
             chunks.set_absent(True)
 
     def _leave_chunks(self) -> None:
+        """Gives modules that multiply in chunks their former class back."""
         if self.products is not None:
             self.products.end()
             self.products = None
@@ -342,10 +364,12 @@ class Unit:
         return reduction if reduction.under_way else None
 
     def keep_gradients(self) -> None:
+        """Adds the gradients from autograd to the kept gradients."""
         for weight in self.weights:
             weight.keep_gradient()
 
     def drop_gradients(self) -> None:
+        """Discards all gradients that were not added to the sharded parameters' yet."""
         for weight in self.weights:
             weight.drop_gradient()
 
@@ -353,7 +377,7 @@ class Unit:
 
     @property
     def has_copies(self) -> bool:
-        """True if it holds copies of parameters, which a write would make stale. Equal on all ranks."""
+        """True if a write to parameters would make gathered weights or copied shards stale. Equal on all ranks."""
         return bool(self.weights) and (self.is_resident or any(weight.has_copy for weight in self.weights))
 
     def note_contents(self) -> None:
@@ -366,7 +390,7 @@ class Unit:
         return (self.is_resident and self.is_stale) or any(weight.was_written for weight in self.weights)
 
     def forget_copies(self) -> None:
-        """Makes the next use gather again."""
+        """Marks gathered weights and copied shards as stale, so that the next use gathers again."""
         self._gathered_from = []
         for weight in self.weights:
             weight.forget_copy()
@@ -423,6 +447,7 @@ def check_same(units: Sequence[Unit], options: Mapping[str, object], device: tor
 
 
 def _by_mesh(units: Sequence[Unit]) -> dict[DeviceMesh, list[Unit]]:
+    """Returns the units of each mesh. A unit whose weights are on several meshes is listed for each."""
     found: dict[DeviceMesh, list[Unit]] = {}
     for unit in units:
         for mesh in dict.fromkeys(weight.mesh for weight in unit.weights):

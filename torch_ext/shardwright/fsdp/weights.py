@@ -1,4 +1,12 @@
-"""Weights: sharded between uses, gathered in use."""
+"""Weights: parameters that are sharded between uses and gathered in use.
+
+    part           this rank's shard of the parameter that the module has between uses (layout `store` of layouts.py)
+    held shard     a separate shard in layout `shards`, if `store` is another layout; gathers read it, not the part
+    kept copy      a shard in layout `keep`, copied from the full weight before a release; later gathers may read it
+    product        a matmul that reads the received messages, so that they need not be decoded (float8_products.py)
+    place          a buffer of a product, for scales in the order that the matmul reads
+A *slot* is a module's `_parameters` and the name under which it has the parameter.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +36,14 @@ class Product(Protocol):
     """A matmul by the received messages of a weight, in the module that has the weight."""
 
     padding_bytes: int  # padding after each received tensor
-    place_bytes: int  # size of `Weight.place`, its own buffer
+    place_bytes: int  # size of `Weight.place`; 0: none
 
-    def land(self, weight: Weight) -> None: ...
-    def begin(self, weight: Weight) -> None: ...
-    def end(self, weight: Weight) -> None: ...
+    def land(self, weight: Weight) -> None: ...  # prepares received messages for matmuls
+    def begin(self, weight: Weight) -> None: ...  # makes the module multiply by received messages
+    def end(self, weight: Weight) -> None: ...  # undoes `begin`
 
 
-# Weights by the address of the storage that they have while they are gathered.
+# Weights by the address of the StorageImpl of their `memory`, which does not change between gathers.
 by_storage: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
 
 Version: TypeAlias = tuple[nn.Parameter, tuple[int, ...]]  # a sharded parameter and its version
@@ -48,6 +56,7 @@ ALIGNMENT = 256  # bytes, of each buffer of a weight in the arena
 
 
 def aligned(size_bytes: int) -> int:
+    """Rounds up to a multiple of ALIGNMENT."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -55,21 +64,18 @@ class Weight(Trained):
     """A parameter: `sharded`, the DTensor that the module has between uses, and `whole`, the full one it has in use.
 
     `whole` is the same tensor for the weight's life: autograd keeps it and views of it from forward to backward. It has
-    memory only while the weight is gathered, or always if the weight is held unsharded (`is_held`). `memory` is its
-    local tensor.
-
-    If the parameter has other placements (`layouts.store`) than the shards to gather from (`layouts.shards`), `_held`
-    has these shards. It is refreshed from `sharded` after a write.
+    memory only while the weight is gathered, or always if the held shard is the full weight (`is_held`). `memory` is
+    its local tensor. The held shard (`_held`) is refreshed from `sharded` after a write to `sharded`.
     """
 
     def __init__(
         self,
         name: str,
-        given: nn.Parameter,
-        places: Sequence[tuple[nn.Module, str]],
+        given: nn.Parameter,  # the parameter to shard, full on each rank or a DTensor
+        places: Sequence[tuple[nn.Module, str]],  # modules that own the parameter, and its name in each
         layouts: Layouts,
         dtypes: Dtypes,
-        host: offload.Host | None = None,
+        host: offload.Host | None = None,  # None: the part stays on the device
         product: Product | None = None,
     ) -> None:
         self.name = name
@@ -98,11 +104,7 @@ class Weight(Trained):
         owners.add(self)
 
     def _set_up(self, layouts: Layouts, dtypes: Dtypes, product: Product | None, held: torch.Tensor | None) -> None:
-        """Prepares gathers and reductions for the current dtype and device of the parameter.
-
-        Args:
-            held: the shard to gather from, if it differs from `sharded`.
-        """
+        """Prepares gathers and reductions for the current dtype and device of the parameter. `held`: the held shard."""
         self.layouts, self.mesh = layouts, layouts.mesh
         self.store, self.shards, self.use = layouts.store, layouts.shards, layouts.use
         self.moves = Moves(layouts)
@@ -114,8 +116,8 @@ class Weight(Trained):
         self._held = held
         self._held_from: Version | None = (self.sharded, self.version)
         self._contents: int | None = None  # fingerprint of the parameter when copies of it were made
-        self._refresh: dist.Work | None = None  # the refresh of `_held` in progress
-        self._refreshed_from: torch.Tensor | None = None  # its source, held until it ends
+        self._refresh: dist.Work | None = None  # the move from the part to the held shard, in progress
+        self._refreshed_from: torch.Tensor | None = None  # the device copy of the part that the refresh reads
         self.extension: extensions.Extension | None = None
         if extensions.has_extension(self.local_part):
             self.extension = self._extension(dtypes, device)
@@ -124,7 +126,7 @@ class Weight(Trained):
             whole = layouts.as_used(held if self.is_held and held is not None else _empty(self.use, dtypes.use, device))
             self.memory = _local(whole.detach())
         self._set_full(whole)
-        self.product = product  # if given, `memory` has storage only after another read
+        self.product = product  # if given, `memory` has storage only after `read`
         self._is_staged = self._host is not None and held is None and self.extension is None
         self._set_sizes(dtypes)
         self.sharded_bytes = self.part.nbytes + (0 if held is None else held.nbytes)
@@ -141,6 +143,7 @@ class Weight(Trained):
             self.note_contents()
 
     def _set_full(self, whole: torch.Tensor) -> None:
+        """Makes a tensor in layout `use` the parameter `whole`, and watches its gradients."""
         self.whole = nn.Parameter(whole, self.sharded.requires_grad)
         if not self.is_held:  # the memory of a held weight is never released
             by_storage[self.memory.untyped_storage()._cdata] = self
@@ -196,8 +199,8 @@ class Weight(Trained):
         """Sets sizes in bytes: those of the rank with the largest shard, so that all ranks make the same schedule."""
         in_use = with_dtype(self.use, dtypes.use)
         numel = most_bytes(in_use) // dtypes.use.itemsize
-        self.gradient_bytes = numel * self.gradients.bytes_per_element
-        self.kept_gradient_bytes = numel * dtypes.reduce.itemsize
+        self.gradient_bytes = numel * self.gradients.bytes_per_element  # a full gradient and its copy for messages
+        self.kept_gradient_bytes = numel * dtypes.reduce.itemsize  # a full gradient that waits, in reduce_dtype
         padding = 0 if self.product is None else self.product.padding_bytes
         # A weight that is held unsharded, multiplied as received, or made by an extension needs no memory of its own.
         has_none = self.is_held or self.product is not None or self.extension is not None
@@ -207,7 +210,7 @@ class Weight(Trained):
         if self.product is not None and self.product.place_bytes > 0:
             self._buffer_bytes.append(self.product.place_bytes)
         self._buffer_bytes += [most_bytes(self.shards)] * self._is_staged
-        self.gathered_bytes = sum(map(aligned, (self.full_bytes, *self._buffer_bytes)))
+        self.gathered_bytes = sum(map(aligned, (self.full_bytes, *self._buffer_bytes)))  # arena bytes of a gather
 
     @property
     def places(self) -> list[tuple[nn.Module, str]]:
@@ -250,19 +253,21 @@ class Weight(Trained):
 
     @property
     def _gather_source(self) -> torch.Tensor:
-        return self.part if self._held is None else self._held
+        return self.part if self._held is None else self._held  # the tensor that gathers read
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Makes this the parameter that the modules have."""
+        """Sets the parameter of the modules that own this weight."""
         for parameters, name in self._slots:
             parameters[name] = parameter
 
     def put_full(self) -> None:
+        """Gives the modules the full parameter; with a product, also the class that multiplies by messages."""
         self.put(self.whole)
         if self.product is not None:
             self.product.begin(self)
 
     def put_sharded(self) -> None:
+        """Gives the modules the sharded parameter, unless users have replaced the full one."""
         if self.product is not None:
             self.product.end(self)
         for parameters, name in self._slots:
@@ -270,11 +275,7 @@ class Weight(Trained):
                 parameters[name] = self.sharded
 
     def adopt_changes(self) -> None:
-        """Adopts the parameter that the modules have between uses, if users have replaced or frozen it.
-
-        Raises:
-            RuntimeError: this weight cannot be gathered from that parameter.
-        """
+        """Adopts a parameter that users have replaced or frozen. Raises RuntimeError if it cannot be gathered."""
         self._take_up_parameter()
         part: torch.Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
         if part.dtype != self._dtype or part.device.type != self._part_device_type:
@@ -288,6 +289,7 @@ class Weight(Trained):
             self._watch()
 
     def _take_up_parameter(self) -> None:
+        """Makes the module's current parameter `sharded`. Raises RuntimeError if its layout or device differs."""
         parameters, name = self._slots[0]
         found: Any = parameters[name]
         if found is not self.whole and found is not self.sharded:
@@ -341,7 +343,7 @@ class Weight(Trained):
 
     @property
     def description(self) -> str:
-        """A text of all properties that decide its messages, to compare ranks."""
+        """A text of all properties that decide the messages of this weight, to compare ranks."""
         kept = self.layouts.kept
         layouts = {"store": self.store, "shards": self.shards, "use": self.use, "keep": kept and kept[0]}
         placed = ", ".join(f"{name} {layout.placements}" for name, layout in layouts.items() if layout is not None)
@@ -406,7 +408,7 @@ class Weight(Trained):
         self.gather.start(self.use, part, self.memory.data, buffers)
 
     def finish_gather(self) -> None:
-        """Waits for the gather."""
+        """Waits for the gather. With a product, messages are decoded to the full weight only after a `read`."""
         if self.extension is not None:
             made = self.extension.finish(self.whole)
             if made is not None:
@@ -428,6 +430,7 @@ class Weight(Trained):
         return self.whole
 
     def _write_out(self) -> None:
+        """Decodes the received messages to the full weight, in newly allocated memory."""
         if self.gather.arrived is not None:
             with torch.no_grad():
                 memory = torch.empty(self.memory.nbytes, dtype=torch.uint8, device=self.memory.device)
@@ -446,6 +449,7 @@ class Weight(Trained):
             _runtime.release_memory(self.kept, self._when_read)
 
     def release(self) -> None:
+        """Takes the memory of the full weight away. A read before the next gather raises an error."""
         self.gather.arrived = self.place = None
         if self.extension is not None:
             self.extension.release()
@@ -454,7 +458,7 @@ class Weight(Trained):
 
     @property
     def gather_ps(self) -> int:
-        """The predicted time of a gather."""
+        """The predicted time of a gather, in picoseconds."""
         if self.is_held:
             return 0
         sent = self.gather.format
