@@ -11,7 +11,7 @@
 namespace shardwright {
 namespace {
 
-// Returns the list of an axis of several tensor dims, from their lists.
+// Returns the list of an axis of several tensor dims, from the list and the size of each dim.
 IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector<int64_t>& sizes) {
   IntervalList all{{0, 1}};
   for (size_t t = 0; t < lists.size(); ++t) {
@@ -24,6 +24,8 @@ IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector
   return all;
 }
 
+// Returns the grid of a layout. The first axes are the mesh dims `kept`, whose reductions stay pending. The first
+// `flattened_dims` tensor dims form one axis, every other tensor dim an axis of its own.
 AxisGrid grid_of(const Layout& layout, MeshDimSet kept, int flattened_dims) {
   AxisGrid grid{layout.mesh_ptr(), {}, {}};
   for (const int d : kept.to_vector()) {

@@ -4,8 +4,8 @@
 // An *axis* is a tensor dim. Tensor dims that one side flattens form one axis of all their elements on both sides. A
 // mesh dim whose reduction is pending before and after is an axis that this mesh dim cuts, because each of its
 // coordinates has a tensor of its own. An *axis shard* is one combination of coordinates on the mesh dims that cut the
-// axis. It has the list of the elements that these ranks store, in local order. A part is one shard of each axis. Its
-// *candidate senders* are the ranks that have these shards.
+// axis. It has the list of the elements that the ranks with these coordinates store, in local order. A part is one
+// shard of each axis. The *candidate senders* of a part of the source are the ranks that have its shards.
 #pragma once
 
 #include <cstdint>
@@ -17,30 +17,35 @@
 
 namespace shardwright {
 
+// One layout of a move, as parts of a grid of axes.
 struct AxisGrid {
+  // An axis. Axis shards are numbered by the coordinates on its mesh dims, row-major.
   struct Axis {
     std::vector<int> mesh_dims;       // the mesh dims that cut the axis, in order of the cuts
-    std::vector<IntervalList> lists;  // by axis shard: the indices that may move
-    // Only with a map, by axis shard: all elements of the local tensor along the axis, in local order. Elements that do
-    // not move have indices that no other list has.
+    std::vector<IntervalList> lists;  // by axis shard: its indices that may move, in local order
+    // Only with an index map, by axis shard: all elements of the local tensor along the axis, in local order. Elements
+    // that do not move have indices that no other list has.
     std::vector<IntervalList> placed;
-    std::vector<LocalAxis> local;
+    std::vector<LocalAxis> local;  // only with an index map, by axis shard: its dims in the local tensor
   };
 
   MeshPtr mesh;
   std::vector<Axis> axes;
-  std::vector<std::vector<int64_t>> shards;  // axis shards by position and axis
+  std::vector<std::vector<int64_t>> shards;  // by position and axis: the index of the rank's axis shard in Axis::lists
 
-  // Returns the elements that may move of the part at a position, by axis.
+  // Returns, by axis, the indices that the rank at a position holds and that may move.
   Region region(int64_t position) const { return region(position, &Axis::lists); }
-  // Returns all elements of the part. The local tensor is the row-major product of the lists.
+  // Returns, by axis, all indices that the rank at a position holds. Its local tensor is the row-major product of these
+  // lists.
   Region local_region(int64_t position) const;
+  // Returns, by axis, the dims that form the axis in the local tensor at a position. Only with an index map.
   std::vector<LocalAxis> local_axes(int64_t position) const;
 
  private:
   Region region(int64_t position, std::vector<IntervalList> Axis::* lists) const;
 };
 
+// Both layouts of a move, on the same axes.
 struct AxisGrids {
   AxisGrid src;
   AxisGrid dst;

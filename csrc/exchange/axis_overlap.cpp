@@ -6,7 +6,8 @@ namespace shardwright {
 namespace {
 
 // Calls visit(length, times) for the parts into which cuts divide a list of n elements. Parts of equal length are
-// counted together, and empty parts are left out. Mesh dims in `all` take every coordinate, others that of `position`.
+// counted together, and empty parts are left out. Mesh dims in `all` take every coordinate, other mesh dims the
+// coordinate of `position`.
 template <typename Visit>
 void for_each_part(const Mesh& mesh, int64_t position, MeshDimSet all, int64_t n, std::span<const Cut> cuts,
                    int64_t times, const Visit& visit) {
@@ -81,7 +82,8 @@ bool visited_without_parts(int64_t k, Interval coordinates, Interval list, const
     return true;
   }
   if (!rule.is_strided_or_chunks() || target.size() != 1) return false;
-  // The target covers some pieces and perhaps parts of the pieces before and after these.
+  // A strided cut divides the list into pieces, and each piece among the coordinates. The target covers consecutive
+  // pieces, the first and the last perhaps in part.
   const Interval range{std::max(target[0].begin, list.begin) - list.begin,
                        std::min(target[0].end, list.end) - list.begin};
   const int64_t piece = (n + rule.split_factor() - 1) / rule.split_factor();

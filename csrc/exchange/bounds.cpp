@@ -15,10 +15,13 @@
 namespace shardwright {
 namespace {
 
+// Returns the layout with replicas in place of pending reductions.
 Layout without_partials(const Layout& layout) {
   return layout.with(layout.cuts(), std::vector<Placement>(layout.mesh().ndim(), Placement::replicate()));
 }
 
+// Computes the bounds for layouts that are partitions. Cells and their senders and receivers are defined in
+// exchange_bound.h.
 class Bounds {
  public:
   Bounds(const Layout& src, const Layout& dst)
@@ -40,6 +43,7 @@ class Bounds {
     }
   }
 
+  // Returns the bounds of ranks if neither layout has partials.
   ExchangeBound without_pending() const {
     ExchangeBound bound;
     int64_t received_max = 0;
@@ -63,6 +67,7 @@ class Bounds {
     return bound;
   }
 
+  // Returns the bounds of ranks if a layout has partials: the least number of transfers of all ranks, and its mean.
   ExchangeBound with_pending() const {
     const int64_t contributions = src_layout_.mesh().group_size(src_layout_.partial_dims());
     const int64_t replicas = dst_layout_.mesh().group_size(dst_layout_.replicated_dims());
@@ -92,7 +97,8 @@ class Bounds {
     return bound;
   }
 
-  // Parts of the destination are disjoint, so the ranks of a node need the sum of the sizes of their parts.
+  // Sets the bounds on bytes that enter nodes. Parts of the destination are disjoint, so the ranks of a node need the
+  // sum of the sizes of their parts.
   void into_nodes(int64_t ranks_per_node, ExchangeBound& bound) const {
     if (ranks_per_node <= 0 || ranks_per_node > ExchangeBound::kMaxNode) return;
     const int64_t item = src_layout_.dtype().size_bytes();
@@ -115,6 +121,7 @@ class Bounds {
     }
   }
 
+  // Sets the bound on bytes that leave nodes: elements of parts that only one node holds and another node needs.
   void out_of_nodes(int64_t ranks_per_node, ExchangeBound& bound) const {
     if (ranks_per_node <= 0 || num_cells() > ExchangeBound::kMaxCells) return;
     std::map<int64_t, int64_t> ranks;
@@ -143,6 +150,7 @@ class Bounds {
 
  private:
   static constexpr int64_t kNone = -1;
+  // The position and part of a rank on each side; kNone if the rank is not on that mesh.
   struct Place {
     int64_t src_position = kNone;
     int64_t src_part = kNone;  // index of the part in the grid
@@ -151,6 +159,7 @@ class Bounds {
   };
   using Cell = std::pair<int64_t, int64_t>;  // parts of source and destination
 
+  // Returns the number of elements of a cell.
   int64_t shared(int64_t src_part, int64_t dst_part) const {
     const std::span<const int64_t> from = src_.shards_of(src_part);
     const std::span<const int64_t> to = dst_.shards_of(dst_part);
@@ -162,6 +171,7 @@ class Bounds {
     return elements;
   }
 
+  // Return the number of elements of a part.
   int64_t size_of_dst(int64_t part) const {
     const std::span<const int64_t> shards = dst_.shards_of(part);
     int64_t elements = 1;
@@ -211,6 +221,7 @@ class Bounds {
     }
   }
 
+  // Returns the number of cells, those without receivers included.
   int64_t num_cells() const {
     int64_t cells = 1;
     for (size_t t = 0; t < overlaps_.size(); ++t) {
@@ -224,6 +235,7 @@ class Bounds {
     return cells;
   }
 
+  // Sets the bounds for algorithms that forward data. `received_sum` is the number of elements that all ranks receive.
   void forward(int64_t received_sum, ExchangeBound& bound) const {
     const std::vector<int64_t> leaving = leaving_of_parts();
     const Ratio mean{received_sum, static_cast<int64_t>(places_.size())};
@@ -234,8 +246,9 @@ class Bounds {
     bound.forwarded_sent = bound.forwarded_is_exact ? least_worst_load(forwarded_work(leaving)) : any;
   }
 
-  // A team is the ranks with the same part of the source and the same part of the destination. A pool is all ranks with
-  // one part of the source, or all ranks with one part of the destination.
+  // Returns the work of the bound `forwarded`, as teams, pools and jobs (exchange/load.h). A team is the ranks with the
+  // same part of the source and the same part of the destination. A pool is all ranks with one part of the source, or
+  // all ranks with one part of the destination.
   SharedWork forwarded_work(const std::vector<int64_t>& leaving) const {
     SharedWork work;
     work.pools.resize(src_.parts() + dst_.parts());

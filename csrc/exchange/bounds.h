@@ -8,7 +8,8 @@
 
 namespace shardwright {
 
-// A node is `ranks_per_node` consecutive ranks. With 0, all ranks are on one node.
+// Returns the bounds for two layouts of one tensor. A node is `ranks_per_node` consecutive ranks. With 0, all ranks are
+// on one node.
 ExchangeBound exchange_bound(const Layout& src, const Layout& dst, int64_t ranks_per_node = 0);
 
 }  // namespace shardwright

@@ -50,6 +50,7 @@ struct Cells::Work {
     }
   }
 
+  // Adds a job that any ranks of these sets may do.
   void add(int64_t amount, const std::vector<const RankSet*>& sets) {
     if (amount == 0) return;
     SharedWork::Job job{amount, {}};
@@ -68,9 +69,10 @@ struct Cells::Work {
 
   const Cells& cells;
   SharedWork shared;
-  std::map<RankSet, int> pools;
+  std::map<RankSet, int> pools;  // index in shared.pools of each known set
 };
 
+// Makes the teams. Classes and cells are found later.
 Cells::Cells(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks) : num_ranks_(ranks.size()) {
   using Shards = std::vector<int64_t>;
   std::map<std::pair<Shards, Shards>, size_t> known;
@@ -95,6 +97,7 @@ std::optional<Cells> Cells::of(const AxisGrid& src, const AxisGrid& dst, const s
   return cells;
 }
 
+// Divides an axis into ranges within samples, and collects the ranges of the same shards in one class.
 bool Cells::find_classes(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks, size_t axis) {
   const std::vector<IntervalList>& before = src.axes[axis].lists;
   const std::vector<IntervalList>& after = dst.axes[axis].lists;
@@ -133,6 +136,7 @@ bool Cells::find_classes(const AxisGrid& src, const AxisGrid& dst, const std::ve
   return true;
 }
 
+// Tries every combination of classes. A rank holds a cell if it has the classes of all axes.
 bool Cells::find_cells() {
   int64_t combinations = 1;
   for (const std::vector<Class>& of_axis : classes_) {

@@ -4,6 +4,8 @@
 // A *class* is the set of elements of an axis that are on the same axis shards on both sides. A *cell* is one class of
 // each axis. All elements of a cell have the same candidate senders and the same receivers. So the number of cells is
 // the number of different overlaps of shards, whatever the number of elements.
+//
+// Axes, axis shards and candidate senders are defined in exchange/axes.h.
 #pragma once
 
 #include <cstdint>
@@ -20,67 +22,72 @@ namespace shardwright {
 // A subset of a list of ranks, by index in the list.
 class RankSet {
  public:
+  // The set of none or all of `ranks` ranks. With `has_all`, bits beyond the last rank are set too, until keep() clears
+  // them.
   explicit RankSet(size_t ranks, bool has_all = false)
       : words_((ranks + 63) / 64, has_all ? ~uint64_t{0} : uint64_t{0}) {}
 
   void add(size_t i) { words_[i / 64] |= uint64_t{1} << (i % 64); }
-  void add(const RankSet& other);
-  void keep(const RankSet& other);
+  void add(const RankSet& other);   // union
+  void keep(const RankSet& other);  // intersection
   void remove(const RankSet& other);
   int64_t size() const;
-  std::vector<size_t> numbers() const;  // ascending
+  std::vector<size_t> numbers() const;  // indices of the ranks, ascending
   auto operator<=>(const RankSet&) const = default;
 
  private:
   std::vector<uint64_t> words_;
 };
 
+// The cells that some rank needs and does not hold.
 class Cells {
  public:
   static constexpr int64_t kMaxCells = 4096;
 
   // Returns nullopt if there are more than kMaxCells cells, or if listing them takes too long. `ranks` are the ranks of
-  // both meshes.
+  // both meshes; all rank sets of the result have indices in this list.
   static std::optional<Cells> of(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks);
 
+  // A class: elements of one axis.
   struct Class {
     IntervalList elements;  // ascending
     RankSet before;         // ranks with these elements on their shard of the source
-    RankSet after;
+    RankSet after;          // ranks with these elements on their shard of the destination
   };
   struct Cell {
-    std::vector<size_t> classes;  // by axis
+    std::vector<size_t> classes;  // by axis: index in classes(axis)
     int64_t elements = 0;
-    RankSet senders;
-    RankSet receivers;  // at least one; ranks that do not hold the cell
+    RankSet senders;    // ranks that hold the cell
+    RankSet receivers;  // ranks that need the cell and do not hold it; at least one
   };
   const std::vector<Class>& classes(size_t axis) const { return classes_[axis]; }
-  const std::vector<Cell>& all() const { return cells_; }
+  const std::vector<Cell>& all() const { return cells_; }  // only cells that have receivers
 
-  // The least load of the busiest sender, in elements: if only candidate senders send, if receivers pass on data too,
-  // and counting only the one copy of each cell that must leave its candidate senders. See ExchangeBound.
-  Ratio direct_load() const;
-  Ratio forwarded_load() const;
-  Ratio leaving_load() const;
+  // Return the least load of the busiest sender, in elements (exchange/exchange_bound.h).
+  Ratio direct_load() const;     // only candidate senders send
+  Ratio forwarded_load() const;  // receivers pass on data too
+  Ratio leaving_load() const;    // counts only the one copy of each cell that must leave its candidate senders
 
-  // Returns, by cell, the senders and the number of elements that each sends to all receivers together. No rank sends
-  // more than `most` elements, plus up to one element for each cell if ranks have the same shards on both sides. `most`
-  // must be at least direct_load().
+  // Returns, by cell, the index of each sender and the number of elements that it sends to all receivers together. No
+  // rank sends more than `most` elements, plus up to one element for each cell if ranks have the same shards on both
+  // sides. `most` must be at least direct_load().
   std::vector<std::vector<std::pair<size_t, int64_t>>> shared_directly(int64_t most) const;
 
  private:
   struct Work;
 
   Cells(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks);
+  // Find the classes of an axis, and all cells. Return false if there are too many.
   bool find_classes(const AxisGrid& src, const AxisGrid& dst, const std::vector<Rank>& ranks, size_t axis);
   bool find_cells();
+  // Returns one job for each cell: one copy for each receiver, sent by any candidate senders.
   Work direct_work() const;
 
   size_t num_ranks_;
   // A team is the ranks that have equal shards on both sides: they are candidate senders and receivers of the same
   // cells.
   std::vector<std::vector<size_t>> teams_;
-  std::vector<size_t> team_of_;              // by rank
+  std::vector<size_t> team_of_;              // by rank: index in teams_
   std::vector<std::vector<Class>> classes_;  // by axis
   std::vector<Cell> cells_;
 };

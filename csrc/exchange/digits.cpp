@@ -33,6 +33,7 @@ std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::sp
   return digits;
 }
 
+// The ends of the digits of both lists divide the index into common digits.
 std::optional<Matching> Matching::of(int64_t n, std::span<const Digit> before, std::span<const Digit> after) {
   std::array<int64_t, 2 * kMaxDigits> ends;
   if (2 * (before.size() + after.size()) > ends.size()) return std::nullopt;
@@ -157,7 +158,7 @@ std::optional<int64_t> sum_by_walking(const Layout& a, const Layout& b) {
 // that must be equal have one free value together.
 class Ties {
  public:
-  // Returns false if the digit compares a piece of a part that another tie compares.
+  // Adds a tie. Returns false if it compares a part that overlaps a part of another tie without being equal.
   bool add(const Matching::Common& digit) {
     const std::optional<size_t> before = find(digit.before, digit.radix);
     const std::optional<size_t> after = find(digit.after, digit.radix);
@@ -169,15 +170,19 @@ class Ties {
     return true;
   }
 
+  // The ranks that satisfy all ties are 1 / fraction() of the mesh.
   int64_t fraction() const { return fraction_; }
 
  private:
+  // A part of a coordinate. Parts that must be equal form a tree (union-find).
   struct Part {
     Matching::Owner owner;
     int64_t radix;
-    size_t parent;
+    size_t parent;  // index in parts_; a root is its own parent
   };
 
+  // Returns the index of a part, which is added if it is new; nullopt if it overlaps a known part without
+  // being equal.
   std::optional<size_t> find(const Matching::Owner& owner, int64_t radix) {
     for (size_t i = 0; i < parts_.size(); ++i) {
       const Part& part = parts_[i];
@@ -190,6 +195,7 @@ class Ties {
     return parts_.size() - 1;
   }
 
+  // Returns the root of a part's tree. Parts with one root must be equal.
   size_t root(size_t part) const {
     while (parts_[part].parent != part) part = parts_[part].parent;
     return part;

@@ -5,7 +5,7 @@
 // the second by b; SS(0, 4) over b alone fixes the second. So two lists of cuts hold the same parts exactly if they fix
 // the same digits by the same mesh dims, and the number of common elements is a product over digits.
 //
-// The cost of everything here is independent of the sizes of the mesh and the tensor.
+// The cost of all functions on digits is independent of the sizes of the mesh and the tensor.
 #pragma once
 
 #include <array>
@@ -33,7 +33,7 @@ std::optional<std::vector<Digit>> digits_of(const Mesh& mesh, int64_t n, std::sp
 // Two lists of digits of n elements, refined into common digits that express both lists.
 class Matching {
  public:
-  static constexpr int kMaxDigits = 24;
+  static constexpr int kMaxDigits = 24;  // maximum number of common digits
 
   // The part of a coordinate that fixes a digit: coordinate / below % radix.
   struct Owner {
@@ -41,28 +41,32 @@ class Matching {
     int64_t below = 1;
     bool operator==(const Owner&) const = default;
   };
+  // A common digit, and the coordinates that fix it in the first list (`before`) and the second (`after`).
   struct Common {
     int64_t radix = 1;
     Owner before;
     Owner after;
-    // Returns true if both lists fix the digit, by different coordinates.
+    // Returns true if the digit is a *tie*: both lists fix it, by different coordinates.
     bool is_tie() const { return before.mesh_dim >= 0 && after.mesh_dim >= 0 && !(before == after); }
     // Returns true if the rank at `position` has the same value of the digit in both lists, or if one list does not fix
     // it.
     bool agrees_at(const Mesh& mesh, int64_t position) const;
   };
 
-  // Returns nullopt if the digits of one list straddle those of the other.
+  // Returns nullopt if a digit of one list straddles a digit of the other list (sizes 2 and 3, for example), or if
+  // there are more than kMaxDigits common digits.
   static std::optional<Matching> of(int64_t n, std::span<const Digit> before, std::span<const Digit> after);
 
+  // Returns the common digits that at least one list fixes, smallest weight first.
   std::span<const Common> digits() const { return {digits_.data(), static_cast<size_t>(count_)}; }
-  // Returns the number of values of the digits that neither list fixes.
+  // Returns the number of combinations of values of the digits that neither list fixes.
   int64_t free() const { return free_; }
 
   // Returns the number of parts of the first list that one part of the second intersects.
   int64_t sources() const;
 
-  // Returns true if the rank at `position` holds elements in both lists. Their number is then free().
+  // Returns true if the two parts of the rank at `position`, one by each list, intersect. They then share free()
+  // elements.
   bool agrees_at(const Mesh& mesh, int64_t position) const;
 
  private:
@@ -76,6 +80,7 @@ class SharedElements {
  public:
   SharedElements(const Layout& before, const Layout& after);
 
+  // Returns the number of shared elements of the rank at `position`.
   int64_t at(int64_t position) const;
   // Returns the sum over all ranks without visiting them, or nullopt if that would take too long.
   std::optional<int64_t> sum() const;

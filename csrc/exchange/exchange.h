@@ -8,6 +8,8 @@
 //   3. The messages depend only on the constructor's arguments, so all ranks compute the same ones without
 //      communication.
 //
+// A *message* is the elements that one rank sends another. The sender and the receiver are each other's *peer*.
+//
 // Example: 12 rows move from ranks 0 to 3 on (a=2, b=2) with [S(0), R] to ranks 4 to 6 on (c=3) with [S(0)].
 //
 //   const GridExchange exchange(src, dst, ReplicaPolicy::kEvenBytes);
@@ -44,20 +46,21 @@ namespace shardwright {
 
 enum class Direction : uint8_t { kSend, kReceive };
 
-// Returns the part of a range that is sent in one of several rounds.
+// Returns the part of a message's range that is sent in round `round` of `rounds`. Parts differ by at most one element.
 Interval in_round(Interval range, int64_t round, int64_t rounds);
 
 class Exchange {
  public:
   struct Message {
     Rank peer{};
-    Selection elements;
+    Selection elements;  // with their places in the local tensors of sender and receiver
   };
   struct MessageSize {
     Rank peer{};
     int64_t elements = 0;
   };
 
+  // `item_bytes` is the size of an element.
   explicit Exchange(int64_t item_bytes) : item_bytes_(item_bytes) {}
   virtual ~Exchange() = default;
 
@@ -71,7 +74,7 @@ class Exchange {
   // Returns true if some message is sent from one node to another. A node is `ranks_per_node` consecutive ranks; with 0
   // there is only one node.
   virtual bool crosses_nodes(int64_t ranks_per_node) const;
-  // Returns the number of elements that a rank sends or receives.
+  // Returns the number of elements that a rank sends to all peers, or receives from all peers.
   virtual int64_t num_elements(Rank rank, Direction direction) const;
   // Returns an upper bound on the number of messages that a rank sends or receives.
   virtual int64_t messages_at_most(Rank rank, Direction direction) const;
@@ -84,6 +87,7 @@ class Exchange {
 
   // ---- Messages, by ascending peer, one per peer, none empty
 
+  // Return the messages that a rank sends or receives.
   virtual std::vector<MessageSize> message_sizes(Rank rank, Direction direction) const = 0;
   virtual std::vector<Message> messages(Rank rank, Direction direction) const = 0;
   // Returns the elements that a rank has before and needs after; nullopt if it is not on both meshes.
@@ -94,11 +98,11 @@ class Exchange {
   // Returns the indices of each axis in a rank's local tensor, in local order; nullopt if the rank is not on that
   // side's mesh. An axis is a tensor dim, or several that one side flattens.
   virtual std::optional<Region> region(Rank rank, Direction side) const = 0;
-  // Returns the place of each axis in the local tensor of a rank, which must be on that side's mesh.
+  // Returns, for each axis, the dims of a rank's local tensor that form the axis. The rank must be on that side's mesh.
   virtual std::vector<LocalAxis> local_axes(Rank rank, Direction side) const = 0;
 
-  // Returns, for each set of candidate senders that have the same elements, the number of these elements that receivers
-  // need, summed over receivers. Returns nullopt if that is not known.
+  // Returns the number of elements that must be sent, keyed by the ranks that hold them before the exchange (the
+  // candidate senders). An element counts once for each receiver. Returns nullopt if the numbers are not known.
   virtual std::optional<std::map<std::vector<Rank>, int64_t>> demand() const { return std::nullopt; }
 
  protected:

@@ -18,8 +18,8 @@ namespace shardwright {
 // direct_is_exact and forwarded_is_exact are false.
 struct ExchangeBound {
   // A rank must receive the elements that it needs and does not hold.
-  int64_t received_bytes_max = 0;
-  int64_t received_bytes_sum = 0;
+  int64_t received_bytes_max = 0;  // of the rank that must receive the most
+  int64_t received_bytes_sum = 0;  // of all ranks together
 
   // The bytes that the busiest sender must send, for three kinds of algorithms; any <= forwarded <= direct.
   //   direct     Only candidate senders send. If no rank holds two parts, the bound is the maximum, over parts, of the
@@ -50,8 +50,8 @@ struct ExchangeBound {
   // known, or with more than kMaxCells cells.
   int64_t leaving_bytes_per_rank = 0;
 
-  static constexpr int64_t kMaxCells = 4096;
-  static constexpr int64_t kMaxNode = 256;
+  static constexpr int64_t kMaxCells = 4096;  // with more cells, some bounds are not exact or are 0 (see the fields)
+  static constexpr int64_t kMaxNode = 256;    // with more ranks per node, bounds of nodes may be 0
 };
 
 }  // namespace shardwright

@@ -9,6 +9,7 @@
 namespace shardwright {
 namespace {
 
+// Returns the product of the sizes of these mesh dims.
 int64_t sizes_of(const Mesh& mesh, const std::vector<int>& mesh_dims) {
   int64_t size = 1;
   for (const int d : mesh_dims) size *= mesh.dim_size(d);
@@ -25,6 +26,7 @@ int64_t offset_of(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t n
   return offset;
 }
 
+// Returns one window for each tensor dim, over all its indices.
 std::vector<Window> whole(const Layout& layout) {
   std::vector<Window> windows;
   for (int t = 0; t < layout.ndim(); ++t) windows.push_back({t, 0, layout.shape()[t]});
@@ -117,11 +119,13 @@ std::vector<LocalAxis> Grid::local_axes(int64_t part) const {
 
 namespace {
 
+// An interval of a shard of the source.
 struct Owned {
   Interval interval;
   int64_t shard;
 };
 
+// Returns the intervals of all shards, ascending. Throws InvariantError if they overlap.
 std::vector<Owned> by_place(const std::vector<IntervalList>& lists) {
   std::vector<Owned> all;
   for (size_t shard = 0; shard < lists.size(); ++shard) {
@@ -138,6 +142,7 @@ std::vector<Owned> by_place(const std::vector<IntervalList>& lists) {
 // Pairs of a shard of src and a number of common elements. A shard may occur several times.
 using Runs = std::vector<std::pair<int64_t, int64_t>>;
 
+// Returns the overlaps of a list with the source's intervals, sorted by shard.
 Runs runs_met(const std::vector<Owned>& owned, const IntervalList& list) {
   Runs runs;
   for (const Interval& interval : list) {
@@ -153,6 +158,7 @@ Runs runs_met(const std::vector<Owned>& owned, const IntervalList& list) {
   return runs;
 }
 
+// Returns the overlaps of a list with each shard of the source, intersecting pairs of lists.
 Runs slots_met(const std::vector<IntervalList>& lists, const IntervalList& list) {
   Runs runs;
   int64_t total = 0;

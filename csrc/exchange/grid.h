@@ -2,7 +2,7 @@
 //
 // An *axis shard* is a part of one tensor dim: one combination of coordinates on the mesh dims that cut it. A part of
 // the tensor has one shard of each tensor dim. The ranks that hold the part differ in the other mesh dims. They are its
-// replicas, numbered in mesh order.
+// replicas, numbered in mesh order. Parts are numbered too: by their shards, row-major, the last tensor dim fastest.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +26,7 @@ struct Window {
   int64_t length = 1;
 };
 
+// The parts of a layout, and the ranks that hold each part.
 class Grid {
  public:
   explicit Grid(const Layout& layout);
@@ -37,6 +38,7 @@ class Grid {
   // Returns the indices of each shard of a tensor dim. With windows, dims are windows, and indices count from the
   // window's beginning.
   const std::vector<IntervalList>& lists(int tensor_dim) const { return lists_[tensor_dim]; }
+  // Returns the number of replicas of each part.
   int64_t replicas() const { return replicas_; }
   int64_t parts() const { return mesh_->size() / replicas_; }
 
@@ -49,6 +51,7 @@ class Grid {
   PartReplica part_replica_at(int64_t position) const { return part_replicas_[position]; }
   // Returns nullopt if the rank is not part of the mesh.
   std::optional<PartReplica> part_replica_of(Rank rank) const;
+  // Returns the rank that holds the part with these axis shards and is its replica of this index.
   Rank rank_at(std::span<const int64_t> shards, int64_t replica) const;
   std::vector<Rank> ranks() const { return mesh_->ranks(); }  // by position
 
@@ -56,20 +59,21 @@ class Grid {
   std::span<const int64_t> shards_of(int64_t part) const {
     return std::span<const int64_t>(shards_).subspan(part * lists_.size(), lists_.size());
   }
+  // Returns the part with these axis shards.
   int64_t part_of(std::span<const int64_t> shards) const;
-  // Returns the indices of a part.
+  // Returns the indices of a part, by tensor dim.
   Region region(int64_t part) const;
-  // Returns the place of each dim of the grid in the local tensor of a part.
+  // Returns, for each dim of the grid, the tensor dim and the local position of its first index in the part.
   std::vector<LocalAxis> local_axes(int64_t part) const;
 
  private:
-  void number_parts();
+  void number_parts();  // fills shards_ and part_replicas_
 
   MeshPtr mesh_;
   std::vector<std::vector<int>> cutting_;  // by tensor dim: the mesh dims that cut it, in order
   std::vector<int> replicating_;           // mesh dims that cut nothing
   int64_t replicas_ = 1;
-  std::vector<std::vector<IntervalList>> lists_;
+  std::vector<std::vector<IntervalList>> lists_;       // by tensor dim and shard: its indices
   std::vector<int> tensor_dims_;                       // by dim of the grid
   std::vector<std::vector<int64_t>> first_positions_;  // by dim and shard: the window's offset in the local part
   std::vector<int64_t> shards_;                        // by part and tensor dim
@@ -79,19 +83,20 @@ class Grid {
 // The pairs of axis shards of two grids that have indices in common, on one tensor dim.
 class ShardOverlaps {
  public:
-  // Throws InvariantError if shards of `src` overlap.
+  // `src` and `dst` are Grid::lists() of the two grids. Throws InvariantError if shards of `src` overlap.
   ShardOverlaps(const std::vector<IntervalList>& src, const std::vector<IntervalList>& dst);
 
+  // An entry in the list of a shard: a shard of the other grid that has indices in common with it.
   struct Overlap {
     int64_t shard = 0;     // the shard of the other grid
     int64_t elements = 0;  // number of common elements, above 0
     int64_t before = 0;    // the sum of `elements` of the earlier entries of the list
-    int64_t index = 0;     // the index of the same pair in the other shard's list
+    int64_t index = 0;     // index of the mirrored entry in the other shard's list
   };
   // Returns the overlaps of one shard, ascending by the other grid's shard.
   std::span<const Overlap> of_src(int64_t shard) const { return of_src_.of(shard); }
   std::span<const Overlap> of_dst(int64_t shard) const { return of_dst_.of(shard); }
-  // Returns null if the two shards have no index in common.
+  // Returns the entry of of_src(src_shard) for `dst_shard`; null if the two shards have no index in common.
   const Overlap* between(int64_t src_shard, int64_t dst_shard) const;
 
  private:

@@ -5,13 +5,13 @@
 // part is a *receiver* of the part.
 //
 // The senders of a part share the sending. The elements that its receivers need are arranged in a *line*: one replica
-// of the destination after the other, each in the order of its parts. The line is divided into *ranges* of equal
-// length, one for each sender, in mesh order. All lines use the length with which the longest line is covered: a
-// shorter one would split more messages and not relieve the busiest rank. If each sender's share can be whole replicas
-// of the destination within that length, the line is cut between replicas. With ReplicaPolicy::kEvenBytes a range may
-// end anywhere, and the busiest rank sends the least possible without forwarding, rounded up to elements. With
-// ReplicaPolicy::kWholeMessages a message is sent by the rank whose range has the middle of it, and the busiest rank
-// sends less than one message more.
+// of the destination after the other, each in the order of its parts. The elements of one receiver are its *place* in
+// the line. The line is divided into *ranges* of equal length, one for each sender, in mesh order. All lines use the
+// length with which the longest line is covered: a shorter one would split more messages and not relieve the busiest
+// rank. If each sender's share can be whole replicas of the destination within that length, the line is cut between
+// replicas. With ReplicaPolicy::kEvenBytes a range may end anywhere, and the busiest rank sends the least possible
+// without forwarding, rounded up to elements. With ReplicaPolicy::kWholeMessages a message is sent by the rank whose
+// range has the middle of it, and the busiest rank sends less than one message more.
 //
 // Example: 12 rows from ranks 0 to 3 on (a=2, b=2) as [S(0), R] to ranks 4 to 6 on (c=3) as [S(0)], by
 // ReplicaPolicy::kEvenBytes:
@@ -23,8 +23,8 @@
 // With ReplicaPolicy::kNodeLocal (exchange/node_local.h) senders first serve receivers on their own node, each up to
 // kMostInside times the longest range. The rest is divided evenly.
 //
-// Except for kNodes, which lists all messages, no function takes time proportional to ranks times ranks: places in a
-// line are computed tensor dim by tensor dim, and the messages of one rank take time in proportion to their number.
+// Except with kNodeLocal, which lists all messages, no function takes time proportional to ranks times ranks: places in
+// a line are computed tensor dim by tensor dim, and the messages of one rank take time in proportion to their number.
 #pragma once
 
 #include <cstdint>
@@ -44,15 +44,16 @@ namespace shardwright {
 
 class GridExchange final : public Exchange {
  public:
-  // The layouts must have the same shape and dtype and no partials, and `policy` must not be kNone; otherwise throws
-  // InvariantError. With kNodes, nodes are `ranks_per_node` consecutive ranks.
+  // The layouts must have the same shape and dtype and no partials, and `policy` must not be kAligned; otherwise throws
+  // InvariantError. With kNodeLocal, nodes are `ranks_per_node` consecutive ranks.
   GridExchange(const Layout& src, const Layout& dst, ReplicaPolicy policy, int64_t ranks_per_node = 0);
   // Makes the exchange of two grids with equal dims, which may be boxes of tensors with different shapes. The replica
   // `first_sender` of a part sends the first range of the line; the next replicas follow in cyclic order.
   GridExchange(Grid src, Grid dst, int64_t item_bytes, ReplicaPolicy policy, int64_t first_sender = 0,
                int64_t ranks_per_node = 0);
 
-  // Returns the same exchange with another kind of sharing. Both use one copy of everything that does not depend on it.
+  // Returns the exchange of these layouts with another policy. Both exchanges share the data that does not depend on
+  // the policy.
   GridExchange with_policy(ReplicaPolicy policy, int64_t ranks_per_node = 0) const;
 
   ReplicaPolicy policy() const { return policy_; }
@@ -88,13 +89,13 @@ class GridExchange final : public Exchange {
   // Returns the messages of a rank by ascending peer, one per peer, none empty.
   std::vector<PeerRange> ranges(Rank rank, Direction direction) const;
 
-  // Returns the maximum number of elements that a sender sends.
+  // Returns the length of the longest range, in elements. With kEvenBytes the busiest sender sends this many.
   int64_t largest_quota() const { return all_->quota; }
 
   // Returns a lower bound on the number of messages of all ranks together if every sender sends whole messages.
   int64_t num_overlaps() const;
 
-  // The part of a rank's traffic that stays within its node, in bytes. Only with ReplicaPolicy::kNodeLocal.
+  // The part of a rank's traffic that stays within its node. Only with ReplicaPolicy::kNodeLocal.
   struct Inside {
     int64_t received_bytes = 0;
     int64_t sent_bytes = 0;
@@ -107,28 +108,28 @@ class GridExchange final : public Exchange {
     int64_t received_bytes_sum = 0;
   };
   Totals totals(int64_t rounds = 1) const;
-  // Returns a lower bound of totals().worst without a walk over messages. It counts no sent messages. With kMessages
-  // the sent bytes may be higher, with kBytes the number of messages.
+  // Returns a lower bound of totals().worst without a walk over messages. It counts no sent messages. With
+  // kWholeMessages more bytes may be sent, with kEvenBytes more messages may be received.
   StepCounts worst_at_least() const;
 
  private:
-  // A receiver's place in a line. A rank that holds the part itself has a place without elements.
+  // A receiver's place in a line. A rank that holds the part itself is *absent*: its place has no elements.
   struct Place {
     int64_t begin = 0;  // the number of earlier elements in the line
     int64_t elements = 0;
   };
-  // The place without elements of a rank that holds the part itself.
+  // The place of an absent rank.
   struct KeptPlace {
     int64_t place = 0;     // index of the place in the line
-    int64_t elements = 0;  // number of elements that the place would have otherwise
-    int64_t before = 0;    // sum of `elements` of the earlier absent places
+    int64_t elements = 0;  // number of elements that the rank needs of the part, and holds
+    int64_t before = 0;    // sum of `elements` of the earlier absent ranks of the line
   };
   // The line of one part of the source.
   struct Line {
     int64_t part = 0;
     int64_t places = 1;    // number of places per replica of the destination
     int64_t elements = 1;  // elements per replica if no rank is absent
-    int64_t length = 0;    // elements of all places that are not absent
+    int64_t length = 0;    // elements of the places of all ranks that are not absent
     int64_t quota = 1;     // elements of a sender's range
   };
   // The parts that a rank holds and needs; nullopt if it is not on that mesh.
@@ -136,11 +137,11 @@ class GridExchange final : public Exchange {
     std::optional<Grid::PartReplica> holds;
     std::optional<Grid::PartReplica> needs;
   };
-  // Everything that does not depend on sharing.
+  // All data that does not depend on the policy.
   struct Geometry {
     Geometry(Grid from, Grid to);
-    void find_absent();
-    void find_lines();
+    void find_absent();  // fills `absent`
+    void find_lines();   // fills `lines`, `quota` and `least_quota`
 
     Grid src;
     Grid dst;
@@ -155,37 +156,43 @@ class GridExchange final : public Exchange {
 
   GridExchange(std::shared_ptr<const Geometry> all, int64_t item_bytes, ReplicaPolicy policy, int64_t first_sender,
                int64_t ranks_per_node);
-  void assign_within_nodes_first();
-  const Ends& ends_of(Rank rank) const;
+  void assign_within_nodes_first();      // fills sends_ and receives_
+  const Ends& ends_of(Rank rank) const;  // both nullopt for a rank on neither mesh
   int64_t num_places(const Line& line) const { return line.places * all_->dst.replicas(); }
+  // In all functions below, `number` is the index of a place in its line, and `index` the order of a sender: the sender
+  // of order 0 sends the first range of the line.
+
+  // Returns the place with this number. With num_places(line), it begins at the end of the line and has no elements.
   Place place(const Line& line, int64_t number) const;
-  // Senders are numbered by their order: 0 sends the first range of the line. Returns the index of the first place that
-  // is served by the sender of this order or a later one.
+  // Returns the number of the first place that is served by the sender of this order or a later one.
   int64_t first_served(const Line& line, int64_t index) const;
-  // Returns the index after the last place that is served by the sender of this order.
+  // Returns the number after the last place that is served by the sender of this order.
   int64_t end_served(const Line& line, int64_t index) const;
   // Returns the number of places of [first, end) that have elements.
   int64_t num_present(const Line& line, int64_t first, int64_t end) const;
   // Returns the range of a place's elements that the sender of this order sends.
   Interval served(const Line& line, const Place& place, int64_t index) const;
+  // Return the rank whose place this is, and the rank of the sender of this order.
   Rank receiver(const Line& line, int64_t number) const;
   Rank sender(const Line& line, int64_t index) const;
+  // Returns the order of a sender from its replica of the part.
   int64_t sender_index_of(const Grid::PartReplica& replica_place) const;
-  int64_t largest_result_bytes() const;
-  // The counts of a rank that need no walk over its peers.
+  int64_t largest_result_bytes() const;  // size of the largest part of the destination
+  // The elements and messages that a rank sends.
   struct Sent {
     int64_t elements = 0;
     int64_t messages = 0;
   };
   Sent sent(Rank rank, const Ends& ends) const;
-  int64_t received_elements(const Ends& ends) const;
-  int64_t parts_received(const Ends& ends) const;
+  int64_t received_elements(const Ends& ends) const;  // number of elements that a rank needs and does not hold
+  int64_t parts_received(const Ends& ends) const;  // number of parts of the source from which a rank receives elements
   Traffic traffic(Rank rank, const Ends& ends, int64_t rounds) const;
   // Calls visit(sender, range) for each message that a rank receives.
   template <typename Visit>
   void for_each_received(Rank rank, const Ends& ends, const Visit& visit) const;
-  // The messages of each rank. Only with ReplicaPolicy::kNodeLocal.
+  // The messages of each rank, by ascending peer.
   using Ranges = std::map<Rank, std::vector<PeerRange>>;
+  // Returns a rank's messages, or an empty list.
   static const std::vector<PeerRange>& listed(const Ranges& ranges, Rank rank);
 
   std::shared_ptr<const Geometry> all_;

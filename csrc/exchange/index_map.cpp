@@ -7,11 +7,12 @@
 namespace shardwright {
 namespace {
 
+// Returns the text of one side of an axis: "0[3]" if the dim is fixed, else "0[4:8]".
 std::string side(int dim, int64_t begin, int64_t length, bool is_fixed) {
   return is_fixed ? concat(dim, "[", begin, "]") : concat(dim, "[", begin, ":", begin + length, "]");
 }
 
-// Checks one side of all axes.
+// Checks one side of all axes: every dim of `shape` must be on one axis, and every range within its dim.
 void check_side(const std::vector<Window>& windows, const std::vector<int64_t>& shape, const std::string& side,
                 const std::string& argument) {
   std::vector<int> times(shape.size(), 0);

@@ -25,6 +25,7 @@
 
 namespace shardwright {
 
+// An axis of a map: [src_begin, src_begin + length) of dim src_dim matches [dst_begin, dst_begin + length) of dst_dim.
 struct MapAxis {
   static constexpr int kNoDim = Window::kNoDim;
 
@@ -43,10 +44,10 @@ class IndexMap {
   static IndexMap identity(const std::vector<int64_t>& shape);
 
   const std::vector<MapAxis>& axes() const { return axes_; }
-  // Return one side of each axis.
+  // Return the source side and the destination side of each axis.
   std::vector<Window> src_windows() const;
   std::vector<Window> dst_windows() const;
-  int64_t num_elements() const;
+  int64_t num_elements() const;  // number of elements that the map moves
   // Returns five numbers for each axis, in the order of MapAxis' members. Equal maps have equal words.
   std::vector<int64_t> words() const;
 

@@ -9,6 +9,9 @@
 
 namespace shardwright {
 
+// Returns the bounds for two layouts of one tensor. A node is `ranks_per_node` consecutive ranks; with 0, all ranks are
+// on one node.
+//
 // With too many cells (exchange/cells.h) or pending reductions, the sent bytes are means: over the ranks of the source
 // if only candidate senders send (over all ranks with pending reductions), and over all ranks otherwise. With pending
 // reductions the bounds of nodes are 0.

@@ -23,6 +23,7 @@ constexpr int64_t kSentAboveFraction = 20;
 // Returns the number of bits up to the highest bit in which two ranks differ.
 int distance(Rank a, Rank b) { return std::bit_width(static_cast<uint64_t>(number(a) ^ number(b))); }
 
+// Returns the ranks of both lists, ascending, each once.
 std::vector<Rank> united(std::vector<Rank> a, const std::vector<Rank>& b) {
   a.insert(a.end(), b.begin(), b.end());
   std::sort(a.begin(), a.end());
@@ -32,7 +33,8 @@ std::vector<Rank> united(std::vector<Rank> a, const std::vector<Rank>& b) {
 
 }  // namespace
 
-// Chooses, for one axis, the shard that sends each element to each receiver.
+// Chooses, for one axis, the axis shard of the source that sends each element to each receiver. Works on samples
+// (exchange/samples.h) of the indices, so that repetitions are not listed. A shard's ranks share its sending.
 class IndexedExchange::Choice {
  public:
   Choice(const AxisGrid& src, const AxisGrid& dst, size_t axis, ReplicaPolicy policy)
@@ -56,6 +58,7 @@ class IndexedExchange::Choice {
     for (const IntervalList& list : dst.axes[axis].lists) needed_.push_back(samples_.in(list));
   }
 
+  // Returns the shares of each receiver, by its position.
   std::map<int64_t, Shares> all() {
     for (size_t to = 0; to < dst_.shards.size(); ++to) add_requests(static_cast<int64_t>(to));
     std::stable_sort(requests_.begin(), requests_.end(), [&](const Request& a, const Request& b) {
@@ -73,10 +76,11 @@ class IndexedExchange::Choice {
   }
 
  private:
+  // Elements that a receiver needs and does not hold.
   struct Request {
-    int64_t to = 0;
-    size_t sample_range = 0;
-    Interval interval;
+    int64_t to = 0;           // position of the receiver
+    size_t sample_range = 0;  // index in sample_ranges_
+    Interval interval;        // within the sample range
   };
 
   // Returns an upper bound on the number of runs that are listed, here or by the exchange: the runs in the samples, or
@@ -111,12 +115,14 @@ class IndexedExchange::Choice {
     return most;
   }
 
+  // Fills sample_ranges_ from the shards of the source.
   void make_sample_ranges() {
     std::vector<const IntervalList*> lists;
     for (const IntervalList& list : src_.axes[axis_].lists) lists.push_back(&list);
     sample_ranges_ = sample_ranges(samples_, lists);
   }
 
+  // Adds the requests of the receiver at position `to`. Elements that it holds are taken from its own shard.
   void add_requests(int64_t to) {
     const Rank rank = dst_.mesh->rank_at(Position{to});
     const std::optional<Position> before = src_.mesh->position_of(rank);
@@ -137,6 +143,7 @@ class IndexedExchange::Choice {
     }
   }
 
+  // Takes a request from one shard, the nearest, or divides it with kEvenBytes.
   void serve(const Request& request) {
     const std::vector<int64_t>& shards = sample_ranges_[request.sample_range].lists;
     if (shards.size() > 1 && policy_ == ReplicaPolicy::kEvenBytes) return serve_from_all(request);
@@ -186,6 +193,7 @@ class IndexedExchange::Choice {
     }
   }
 
+  // Returns the number of ranks that hold a shard of the source.
   int64_t num_ranks(int64_t shard) const { return static_cast<int64_t>(ranks_[shard].size()); }
 
   // Returns true if the average rank of shard `a` sends less so far than the average rank of shard `b`.
@@ -193,6 +201,7 @@ class IndexedExchange::Choice {
     return static_cast<__int128>(sent_[a]) * num_ranks(b) < static_cast<__int128>(sent_[b]) * num_ranks(a);
   }
 
+  // Lets a shard send a part of a request.
   void take(const Request& request, int64_t shard, Interval interval) {
     taken_[request.to][shard].push_back(interval);
     sent_[shard] += interval.extent() * sample_ranges_[request.sample_range].count;
@@ -205,8 +214,8 @@ class IndexedExchange::Choice {
   Samples samples_;
   std::vector<std::vector<Interval>> needed_;  // by shard of the destination, in the samples
   std::vector<SampleRange> sample_ranges_;     // ranges of the shards of the source
-  std::vector<std::vector<Rank>> ranks_;       // by shard
-  std::vector<int64_t> sent_;                  // by shard
+  std::vector<std::vector<Rank>> ranks_;       // by shard of the source: the ranks that hold it
+  std::vector<int64_t> sent_;                  // by shard of the source: elements that its ranks send so far
   std::vector<Request> requests_;
   std::map<int64_t, std::map<int64_t, std::vector<Interval>>> taken_;  // by receiver and shard
 };
@@ -248,6 +257,8 @@ Region IndexedExchange::elements_of(const Delivery& delivery) const {
   return region;
 }
 
+// A part of the source is one axis shard on each axis. Every combination of a receiver's shares is wanted from one
+// part. divide_among() then chooses among the part's candidate senders.
 void IndexedExchange::deliver() {
   std::map<std::vector<int64_t>, std::vector<int64_t>> senders;  // positions, by part
   std::map<std::vector<int64_t>, std::vector<Delivery>> wanted;  // by part
@@ -277,9 +288,9 @@ void IndexedExchange::deliver() {
   for (auto& [part, of_part] : wanted) divide_among(senders.at(part), std::move(of_part), sent);
 }
 
-// The first division treats each axis as if all ranks with a shard had all elements of the other axes. So if elements
-// are on several shards of one axis and another axis is cut too, some rank may send more than the least. Then the
-// messages are recomputed by cells.
+// deliver() treats each axis as if all ranks with a shard had all elements of the other axes. So if elements are on
+// several shards of one axis and another axis is cut too, some rank may send more than the least. Then the messages are
+// recomputed by cells.
 void IndexedExchange::deliver_by_cells() {
   std::vector<int64_t> sent(src_.shards.size(), 0);
   std::vector<int64_t> received(dst_.shards.size(), 0);

@@ -1,5 +1,6 @@
 // The exchange of layouts in which an element may be stored on several coordinates of a mesh dim, or parts are in any
-// order, or only one side flattens the leading tensor dims. Both sides are parts of one grid of axes (exchange/axes.h).
+// order, or only one side flattens the leading tensor dims. Both sides are parts of one grid of axes. exchange/axes.h
+// defines axis, axis shard and candidate sender.
 //
 // With ReplicaPolicy::kWholeMessages, an element that several shards have, or a part that several ranks hold, is sent
 // by the nearest: the rank whose number differs from the receiver's in the lowest bits only. On nodes of a power of two
@@ -47,7 +48,7 @@ class IndexedExchange final : public Exchange {
   std::vector<MessageSize> message_sizes(Rank rank, Direction direction) const override;
   std::vector<Message> messages(Rank rank, Direction direction) const override;
   std::optional<Region> region(Rank rank, Direction side) const override;
-  std::vector<LocalAxis> local_axes(Rank rank, Direction side) const override;  // only with a map
+  std::vector<LocalAxis> local_axes(Rank rank, Direction side) const override;  // only with an index map
   std::optional<std::map<std::vector<Rank>, int64_t>> demand() const override;
 
  private:
@@ -60,22 +61,29 @@ class IndexedExchange final : public Exchange {
   // A message, or a part of one: a range of the elements of a combination of shares, in the order in which the receiver
   // has them.
   struct Delivery {
-    int64_t from = 0;  // position of the sender
-    int64_t to = 0;
+    int64_t from = 0;    // position of the sender on the source's mesh
+    int64_t to = 0;      // position of the receiver on the destination's mesh
     int64_t number = 0;  // index of the combination of shares, the last axis fastest
     Interval range;
   };
   class Choice;
 
+  // Returns the shares of an axis that the receiver at position `to` needs or keeps.
   const Shares& shares_of(size_t axis, int64_t to) const;
+  // Returns the elements of a delivery's combination of shares, by axis. The delivery's range is a part of them.
   Region elements_of(const Delivery& delivery) const;
   using Numbers = std::map<Rank, std::vector<size_t>>;  // indices in deliveries_
+  // Returns the deliveries that a rank sends or receives, as indices in deliveries_, by ascending peer.
   const std::vector<size_t>& deliveries_of(Rank rank, Direction direction) const;
   Rank sender(const Delivery& delivery) const { return src_.mesh->rank_at(Position{delivery.from}); }
   Rank receiver(const Delivery& delivery) const { return dst_.mesh->rank_at(Position{delivery.to}); }
+  // Computes the messages from the shares of each axis.
   void deliver();
+  // Replaces the messages by those of an exact flow over cells, if the busiest rank sends too much.
   void deliver_by_cells();
-  void index_deliveries();
+  void index_deliveries();  // fills sent_by_ and received_by_
+  // Divides what receivers want of one part among its candidate senders, given by position. `sent` has the elements of
+  // whole messages that each position sends so far, and is updated.
   void divide_among(const std::vector<int64_t>& senders, std::vector<Delivery> wanted, std::vector<int64_t>& sent);
 
   ReplicaPolicy policy_;
@@ -84,8 +92,8 @@ class IndexedExchange final : public Exchange {
   std::vector<Rank> ranks_;
   std::vector<std::map<int64_t, Shares>> shares_;  // by axis and position of the receiver
   std::vector<Delivery> deliveries_;
-  Numbers sent_by_;  // by ascending peer
-  Numbers received_by_;
+  Numbers sent_by_;      // by sender, each by ascending receiver
+  Numbers received_by_;  // by receiver, each by ascending sender
 };
 
 }  // namespace shardwright

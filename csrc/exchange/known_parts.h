@@ -15,6 +15,7 @@ namespace shardwright {
 // Coordinates by mesh dim. Only the entries of the mesh's dims are set.
 using Coordinates = std::array<int64_t, MeshDimSet::kMaxDims>;
 
+// Writes the coordinates of a position to `coordinates`.
 inline void coordinates_at(const Mesh& mesh, int64_t position, Coordinates& coordinates) {
   for (int d = mesh.ndim(); d-- > 0; position /= mesh.dim_size(d)) coordinates[d] = position % mesh.dim_size(d);
 }
@@ -46,27 +47,28 @@ class ByCoordinates {
   }
 
  private:
-  static constexpr int64_t kMaxInTable = 4096;
-  static constexpr size_t kFew = 8;  // fewer values are hashed: a table costs more than it saves
+  static constexpr int64_t kMaxInTable = 4096;  // maximum number of combinations for a table
+  static constexpr size_t kFew = 8;             // fewer values are hashed: a table costs more than it saves
 
-  int64_t count_ = 1;
+  int64_t count_ = 1;                             // number of combinations of coordinates
   std::vector<std::pair<int, int64_t>> factors_;  // mesh dim and size
   std::vector<std::optional<Value>> table_;
   std::unordered_map<int64_t, std::optional<Value>> hashed_;
 };
 
-// The indices that each rank of a layout has of each tensor dim.
+// The indices that each rank of a layout holds of each tensor dim. The layout must outlive the object.
 class KnownParts {
  public:
   struct Part {
-    IntervalList list;
-    int64_t length = 0;
+    IntervalList list;   // the indices, in local order
+    int64_t length = 0;  // number of indices
   };
 
   explicit KnownParts(const Layout& layout) : layout_(layout) {
     for (int t = 0; t < layout.ndim(); ++t) parts_.emplace_back(layout.mesh(), dims_of(layout.cuts(t)));
   }
 
+  // Returns the part of a tensor dim that the rank at these coordinates holds.
   const Part& at(int tensor_dim, const Coordinates& coordinates) {
     return parts_[tensor_dim].at(coordinates, [&] {
       const int64_t n = layout_.shape()[tensor_dim];
@@ -81,6 +83,7 @@ class KnownParts {
     });
   }
 
+  // Returns the size of the local tensor of the rank at these coordinates.
   int64_t num_elements(const Coordinates& coordinates) {
     int64_t total = 1;
     for (int t = 0; t < layout_.ndim(); ++t) total *= at(t, coordinates).length;

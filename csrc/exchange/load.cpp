@@ -11,17 +11,18 @@ namespace {
 
 using Amount = __int128;
 
+// Returns a fraction in lowest terms.
 Ratio reduced(int64_t numerator, int64_t denominator) {
   const int64_t divisor = std::max<int64_t>(std::gcd(numerator, denominator), 1);
   return {numerator / divisor, denominator / divisor};
 }
 
-// Dinic's algorithm: blocking flows along shortest paths.
+// A flow network. max_flow() is Dinic's algorithm: blocking flows along shortest paths.
 class Network {
  public:
   explicit Network(int nodes) : out_(nodes) {}
 
-  // Returns the edge's number.
+  // Adds an edge and returns its number.
   int add_edge(int from, int to, Amount capacity) {
     const auto number = static_cast<int>(edges_.size());
     out_[from].push_back(number);
@@ -40,6 +41,7 @@ class Network {
     return total;
   }
 
+  // Returns the flow along an edge.
   Amount flow(int edge) const { return edges_[edge ^ 1].left; }
 
   // Returns true if a node is on the source's side of the minimum cut.
@@ -49,10 +51,11 @@ class Network {
 
  private:
   struct Edge {
-    int to;
-    Amount left;
+    int to;       // node
+    Amount left;  // remaining capacity
   };
 
+  // Computes the distance of each node from the source, along edges with remaining capacity; -1 if there is no path.
   void find_levels(int source) {
     level_.assign(out_.size(), -1);
     level_[source] = 0;
@@ -88,11 +91,12 @@ class Network {
 
   std::vector<std::vector<int>> out_;  // edges by node; an edge and its reverse are neighbors in edges_
   std::vector<Edge> edges_;
-  std::vector<int> level_;
-  std::vector<size_t> next_;
+  std::vector<int> level_;    // by node: result of find_levels()
+  std::vector<size_t> next_;  // by node: index in out_ of the first edge that may carry more
 };
 
-// The flow network of shared work: a source, jobs, the pools that may do them, their teams, a sink.
+// The flow network of shared work: a source, jobs, the pools that may do them, their teams, a sink. Teams have as much
+// capacity as their workers do at this load. Capacities are multiplied by the load's denominator.
 class WorkNetwork {
  public:
   WorkNetwork(const SharedWork& work, const Ratio& load)
@@ -118,6 +122,7 @@ class WorkNetwork {
     flow_ = network_.max_flow(source_, source_ + 1);
   }
 
+  // Returns the maximum flow. It carries all jobs if and only if the load is possible.
   Amount flow() const { return flow_; }
 
   // Returns the load of the jobs that the minimum cut separates from the sink.
@@ -155,10 +160,11 @@ class WorkNetwork {
   }
 
  private:
+  // An edge between a pool and a job or a team.
   struct Arc {
     int pool;
     int other;  // the job or the team
-    int edge;
+    int edge;   // its number in the network
   };
 
   const SharedWork& work_;
@@ -171,6 +177,7 @@ class WorkNetwork {
   Amount flow_ = 0;
 };
 
+// Returns the sum of the amounts of all jobs.
 int64_t all_amounts(const SharedWork& work) {
   int64_t all = 0;
   for (const SharedWork::Job& job : work.jobs) all += job.amount;

@@ -14,7 +14,8 @@ struct Ratio {
   int64_t rounded_up() const { return (numerator + denominator - 1) / denominator; }
 };
 
-// Teams of interchangeable workers, and jobs that may be divided among the workers of some teams.
+// Jobs that may be divided among the workers of some teams. A *team* is a number of interchangeable workers, and a
+// *pool* a list of teams. The load of a worker is the sum of the amounts that it does.
 //
 // By max-flow min-cut, the least load of the busiest worker is the maximum, over sets of jobs, of (amount of the jobs)
 // / (number of workers in the teams that may do any of them). least_worst_load() starts with the load of the set of all
@@ -23,11 +24,11 @@ struct Ratio {
 struct SharedWork {
   struct Job {
     int64_t amount = 0;
-    std::vector<int> pools;  // every team of these pools may do the job
+    std::vector<int> pools;  // indices of pools; every team of these pools may do the job
   };
   std::vector<Job> jobs;
   std::vector<std::vector<int>> pools;  // indices of teams
-  std::vector<int64_t> team_sizes;      // above 0
+  std::vector<int64_t> team_sizes;      // number of workers of each team, above 0
 };
 
 // Returns the least load of the busiest worker. Every job with a positive amount must have a team, and the amounts must
@@ -36,7 +37,7 @@ Ratio least_worst_load(const SharedWork& work);
 
 // The share of a job that a team does.
 struct TeamShare {
-  int team = 0;
+  int team = 0;  // index in SharedWork::team_sizes
   int64_t amount = 0;
 };
 

@@ -1,4 +1,8 @@
 // The axes of an index map, and the elements of each of their shards.
+//
+// Words: an axis *of the map* is a MapAxis (exchange/index_map.h). An axis *of the grids* (exchange/axes.h) is a group
+// of such axes. A *local dim* is a dim of Layout::shape(): one tensor dim, or the flattened ones together. An *item* is
+// the move that the map describes.
 #include <algorithm>
 #include <iterator>
 #include <map>
@@ -17,9 +21,9 @@ using Group = std::vector<int>;
 
 // A tensor dim of a group: the range of its indices that the map moves, and their place in the group.
 struct Dim {
-  int64_t size = 1;
-  int64_t begin = 0;  // first index of the range
-  int64_t length = 1;
+  int64_t size = 1;    // of the tensor dim
+  int64_t begin = 0;   // first index of the range
+  int64_t length = 1;  // of the range
   int64_t stride = 1;  // in indices of the group
 
   bool is_whole() const { return begin == 0 && length == size; }
@@ -27,8 +31,8 @@ struct Dim {
 
 // A dim of local tensors: one tensor dim, or several flattened ones.
 struct LocalDim {
-  int number = 0;  // index in Layout::shape()
-  std::vector<Dim> dims;
+  int number = 0;         // index in Layout::shape()
+  std::vector<Dim> dims;  // the tensor dims of the group, merged where possible, outermost first
 };
 
 // The elements of a shard of an axis. `placed` has all elements, in local order, so an index in it is an index in the
@@ -45,6 +49,8 @@ struct SideOfItem {
   bool is_source = true;
 };
 
+// Returns the groups of a map. Axes that the source flattens are one group, and so are axes that the destination
+// flattens. Both are one group together if some axis is in both.
 std::vector<Group> groups_of(const IndexMap& map, const Layout& src, const Layout& dst) {
   const auto is_flattened = [](int dim, const Layout& layout) {
     return layout.flattened() > 1 && dim >= 0 && dim < layout.flattened();
@@ -77,6 +83,7 @@ std::vector<Group> groups_of(const IndexMap& map, const Layout& src, const Layou
   return groups;
 }
 
+// Returns the number of indices of a group.
 int64_t num_elements(const Group& group, const SideOfItem& side) {
   int64_t elements = 1;
   for (const int a : group) elements *= side.windows[a].length;
@@ -120,6 +127,7 @@ class Lister {
   Lister(const std::vector<LocalDim>& dims, std::vector<IntervalList> lists, int64_t whole, bool is_source)
       : dims_(dims), lists_(std::move(lists)), whole_(whole), is_source_(is_source) {}
 
+  // Lists all elements. Call once.
   Held held() {
     if (dims_.empty()) return {{{0, 1}}, {{0, 1}}};
     visit(0, 0, true);
@@ -135,6 +143,8 @@ class Lister {
     bool is_moved = true;
   };
 
+  // Lists the elements of the local dims from `d` on. `index` is the contribution of the dims before `d` to the group
+  // index. `is_moved` is false if the item does not move their indices.
   void visit(size_t d, int64_t index, bool is_moved) {
     const std::vector<Dim>& dims = dims_[d].dims;
     for (const auto& [items, count, shift] : lists_[d].blocks()) {
@@ -149,6 +159,7 @@ class Lister {
     }
   }
 
+  // Lists the elements with these intervals, shifted by `shift`, of local dim `d`.
   void visit_items(size_t d, std::span<const Interval> items, int64_t shift, int64_t index, bool is_moved) {
     for (const Interval& item : items) {
       for (const Run& run : runs_of(dims_[d].dims, item.shifted(shift))) {
@@ -216,6 +227,8 @@ class Lister {
     return runs;
   }
 
+  // Appends a run of the last local dim. Elements that are not moved get indices outside [0, whole_) that are different
+  // on the two sides.
   void add(const Run& run) {
     if (!run.is_moved) {
       const Interval elsewhere = is_source_ ? Interval{whole_ + position_, whole_ + position_ + run.length}
@@ -232,6 +245,7 @@ class Lister {
     position_ += run.length;
   }
 
+  // Throws UserError if there are too many runs.
   void check_runs() const {
     check_user(std::ssize(held_.placed.kept()) <= CutRule::kMaxRuns,
                "placements: a part of the flattened dims must have at most 2^20 runs (a block that repeats at equal "
@@ -245,8 +259,8 @@ class Lister {
   std::vector<IntervalList> lists_;
   int64_t whole_;
   bool is_source_;
-  int64_t position_ = 0;
-  Held held_;
+  int64_t position_ = 0;  // number of elements listed so far
+  Held held_;             // the result
 };
 
 // Merges the last dim into the one before it while the rows of the last dim are contiguous, so that they are one
@@ -272,6 +286,7 @@ void join_whole_rows(std::vector<LocalDim>& dims, std::vector<IntervalList>& lis
   }
 }
 
+// Returns the axis of a group on one side, with the elements of each of its shards.
 AxisGrid::Axis axis_of(const Group& group, const SideOfItem& from) {
   const Layout& layout = from.layout;
   const Mesh& mesh = layout.mesh();
@@ -300,6 +315,7 @@ AxisGrid::Axis axis_of(const Group& group, const SideOfItem& from) {
   return axis;
 }
 
+// Returns the grid of one side.
 AxisGrid grid_of(const SideOfItem& from, const std::vector<Group>& groups) {
   const Mesh& mesh = from.layout.mesh();
   AxisGrid grid{from.layout.mesh_ptr(), {}, std::vector<std::vector<int64_t>>(mesh.size())};

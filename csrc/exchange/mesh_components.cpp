@@ -20,10 +20,10 @@ class MemberSet {
 
   void insert(size_t member) { words_[member / 64] |= 1ull << member % 64; }
   void erase(size_t member) { words_[member / 64] &= ~(1ull << member % 64); }
-  void add(const MemberSet& others) {
+  void add(const MemberSet& others) {  // union
     for (size_t i = 0; i < words_.size(); ++i) words_[i] |= others.words_[i];
   }
-  void keep(const MemberSet& others) {
+  void keep(const MemberSet& others) {  // intersection
     for (size_t i = 0; i < words_.size(); ++i) words_[i] &= others.words_[i];
   }
   size_t count() const {
@@ -62,6 +62,7 @@ struct MeshExchange::Adjacency {
     int num_held = 0;
     int num_needed = 0;
   };
+  // Removes the pairs of members in which the first has no elements for the second, by these numbers.
   void keep(const Numbers& numbers) {
     const size_t k = receivers.size();
     std::vector<MemberSet> holding(numbers.num_held, MemberSet(k));
@@ -151,6 +152,7 @@ MeshExchange::Adjacency MeshExchange::adjacency_by_pairs(const Group& group) con
   return adjacency;
 }
 
+// Breadth-first search from the first member of each component.
 void MeshExchange::connect(Group& group) const {
   if (!group.components.empty()) return;
   const size_t k = group.positions.size();

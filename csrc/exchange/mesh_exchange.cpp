@@ -8,6 +8,7 @@
 namespace shardwright {
 namespace {
 
+// The inverse of coordinates_at().
 int64_t position_at(const Mesh& mesh, const Coordinates& coordinates) {
   int64_t position = 0;
   for (int d = 0; d < mesh.ndim(); ++d) position += coordinates[d] * mesh.stride(d);
@@ -189,6 +190,7 @@ Traffic MeshExchange::traffic_at(int64_t position) const {
   return closed_form(common_.at(position), sends);
 }
 
+// A rank needs the same number of elements from each source, in one message per round but at most one per element.
 Traffic MeshExchange::closed_form(int64_t own, bool sends) const {
   const int64_t messages_each = std::min(rounds_, from_each_);
   const int64_t itself = own > 0 ? 1 : 0;
@@ -206,6 +208,7 @@ std::optional<Traffic> MeshExchange::at_most() const {
   return closed_form(some_share_nothing ? 0 : common_.at(0), true);
 }
 
+// Computes the traffic of all members of the group at once, from every pair.
 Traffic MeshExchange::pairwise_at(int64_t position) const {
   if (!pairwise_.contains(position)) {
     const Group& all = group(position);
@@ -274,6 +277,8 @@ Traffic MeshExchange::walked_in_rounds(const Coordinates& at) const {
           messages_with(sources) - to_itself, messages_with(receivers) * idle_receivers_ - to_itself};
 }
 
+// Multiplies the counts of peers by length, tensor dim by tensor dim. A peer with e elements has min(e, rounds)
+// messages.
 int64_t MeshExchange::messages_with(const std::vector<const Peers*>& by_dim) const {
   ByLength all{{1, 1}};
   for (const Peers* peers : by_dim) {
@@ -370,6 +375,7 @@ bool MeshExchange::hold_equally(int64_t position) const {
   return all_alike;
 }
 
+// Multiplies the counts of members by length, tensor dim by tensor dim.
 std::map<int64_t, int64_t> MeshExchange::members_by_need(int64_t position) const {
   const Layout& layout = after_;
   const Mesh& mesh = layout.mesh();

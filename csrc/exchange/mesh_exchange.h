@@ -1,15 +1,17 @@
 // The exchange on one mesh, within groups of ranks that differ only in some mesh dims.
 //
 // If several ranks of a group hold the same part (the group has mesh dims that do not cut the layout before), a
-// receiver reads from the replica with its own coordinates on those mesh dims. Alternatively the replicas share the
-// sending: the elements that the receivers need of a part are arranged in a line by receiver position, and every
-// replica sends one range of the line. All ranges of a group have the same length, the least with which every line is
-// covered: shorter ones would split more messages and not relieve the busiest rank.
+// receiver reads from the replica that has the receiver's coordinates on these *replica dims*. Alternatively the
+// replicas share the sending: the elements that the receivers need of a part are arranged in a line by receiver
+// position, and every replica sends one range of the line. All ranges of a group have the same length, the least with
+// which every line is covered: shorter ones would split more messages and not relieve the busiest rank.
 //
 // Tensor dims are cut by different mesh dims, so the common elements of two ranks are a product over tensor dims. The
 // factors are cached by the coordinates on which they depend, and groups are cached too. If digits describe both
 // layouts (digits.h), the exchange is *regular*: all messages are equal except for peers and offsets, and counts are
-// closed forms.
+// closed forms. In names, `held` is the part of a rank by the layout before the move, `needed` its part by the layout
+// after. A *tie* is a digit that both layouts fix, by different coordinates: two ranks can exchange data only if they
+// agree on its value.
 //
 // Thread safety: an exchange caches results and must be used by one thread.
 #pragma once
@@ -46,6 +48,7 @@ bool reads_from(const Layout& before, MeshDimSet group_dims, int64_t sender, int
 // The messages of a group whose replicas share the sending.
 class SharedSending {
  public:
+  // `group` has the positions of the members. The policy is kWholeMessages or kEvenBytes.
   SharedSending(const Layout& before, const Layout& after, MeshDimSet group_dims, ReplicaPolicy policy,
                 const std::vector<int64_t>& group);
 
@@ -63,7 +66,7 @@ class SharedSending {
     int64_t receivers = 0;
   };
   std::vector<std::vector<Place>> line_;
-  Place quota_;
+  Place quota_;  // length of a range: in elements with kEvenBytes, in receivers with kWholeMessages
 };
 
 class MeshExchange final : public Exchange {
@@ -94,23 +97,25 @@ class MeshExchange final : public Exchange {
   // Return the number of elements that a rank holds before, and that it needs after.
   int64_t num_held(int64_t position) const { return held_.num_elements(coordinates(position)); }
   int64_t num_needed(int64_t position) const { return needed_.num_elements(coordinates(position)); }
-  // Returns the number of messages that a rank sends in a reduce-scatter: to all others of its group that keep
-  // elements.
+  // Returns the number of messages that a rank sends in a reduce-scatter: to each other member of its group that needs
+  // some of its elements.
   int64_t messages_to_keepers(int64_t position) const;
   // Returns true if all members of the group around a rank hold equally many elements.
   bool hold_equally(int64_t position) const;
-  // Returns the number of members of the group around a rank for each number of needed elements, without visiting
+  // Returns, keyed by a number of elements, how many members of the group around a rank need that many. Does not visit
   // members.
   std::map<int64_t, int64_t> members_by_need(int64_t position) const;
   // Returns the number of elements that one member of a group sends another.
   int64_t elements_between(int64_t from, int64_t to) const;
   // Returns true if all messages are equal except for offsets.
   bool is_regular() const { return is_regular_; }
-  // Returns true if in addition all pairs on one replica exchange data.
+  // Returns true if the exchange is regular and all pairs of members with equal coordinates on the replica dims
+  // exchange data.
   bool is_regular_and_full() const { return is_regular_ && ties_.empty(); }
 
   // ---- Groups
 
+  // A group, with facts about it that are computed on first use. Members are numbered by ascending rank.
   struct Group {
     int64_t least = 0;  // the member whose coordinates on the group's mesh dims are 0
     int64_t size = 1;
@@ -119,15 +124,17 @@ class MeshExchange final : public Exchange {
     // Set by connect(): the connected components of "exchanges data with", each by ascending rank, and the component of
     // each member.
     std::vector<std::vector<size_t>> components;
-    std::vector<bool> all_pairs_exchange;  // by component
+    std::vector<bool> all_pairs_exchange;  // by component: each member has elements for each other member
     std::vector<size_t> component_of;
-    std::optional<bool> all_exchange;  // set on first use, like is_even
-    std::optional<bool> is_even;
+    std::optional<bool> all_exchange;  // result of all_exchange()
+    std::optional<bool> is_even;       // result of is_even()
   };
 
-  // Return the group that contains this position. Groups are cached. group() also lists the members, around() does not.
+  // Return the group that contains this position. Groups are cached. group() also fills `positions` and `sending`,
+  // around() does not.
   Group& group(int64_t position) const;
   Group& around(int64_t position) const;
+  // Returns the number of the member at a position.
   static size_t index_of(const Group& group, int64_t position);
   // Computes the connected components. Visits every pair.
   void connect(Group& group) const;
@@ -150,7 +157,7 @@ class MeshExchange final : public Exchange {
    public:
     Transfer() = default;
     Transfer(const Extent& whole, const std::vector<Extent>* rounds) : whole_(whole), rounds_(rounds) {}
-    int64_t count() const { return whole_.count; }
+    int64_t count() const { return whole_.count; }  // elements of all rounds
     Extent in_round(int64_t round) const;
     bool has_runs() const;  // true if elements are contiguous in some round, on some side
 
@@ -165,13 +172,15 @@ class MeshExchange final : public Exchange {
   Transfer share(int64_t from, int64_t to) const;
   // Returns the elements that a rank holds before and needs after.
   Extent own(int64_t position) const;
-  // Returns any one transfer of a rank, in either direction, of a regular exchange. The rank must have one.
+  // Returns one transfer of a rank, sent or received, in a regular exchange. All others have the same sizes. The rank
+  // must have a transfer.
   const Transfer& any_transfer(int64_t position) const;
 
-  // Equal messages that a rank sends or receives, without elements that it keeps.
+  // Equal messages that a rank sends or receives. A class may count the elements that the rank keeps as a message; then
+  // a last class with `times` = -1 takes them away.
   struct MessageClass {
     Transfer transfer;
-    int64_t times = 0;
+    int64_t times = 0;  // number of these messages
   };
   // Return all messages of a rank by class. The result is valid until the next call.
   const std::vector<MessageClass>& sends(const Group& group, int64_t position) const;
@@ -185,30 +194,31 @@ class MeshExchange final : public Exchange {
  private:
   // The indices that a rank has of one tensor dim.
   struct Part {
-    int64_t begin = 0;
-    int64_t end = 0;
-    int64_t length = 0;
+    int64_t begin = 0;   // smallest index
+    int64_t end = 0;     // largest index + 1
+    int64_t length = 0;  // number of indices
     const IntervalList* list = nullptr;
-    bool has_gaps = false;
+    bool has_gaps = false;  // the list has several intervals
   };
   using PartsOfRank = std::vector<Part>;  // by tensor dim
+  // The last result of parts_at().
   struct PartsAt {
     int64_t position = -1;
     PartsOfRank parts;
   };
 
-  // Parts of other ranks that intersect one part in the same way.
+  // Parts of other ranks that intersect one rank's part in equal numbers of indices and runs.
   struct Overlap {
     Part part;          // one of these parts
     int64_t times = 0;  // number of these parts
-    SharedRuns shared;
-    PieceList pieces;  // only if rounds need slices and there are gaps
+    SharedRuns shared;  // summary of the indices that are in both parts
+    PieceList pieces;   // only if rounds need slices and there are gaps
   };
   // The overlaps with one part of a tensor dim: the part that the rank at a position needs (if `others_hold`) or holds.
   struct Overlaps {
     int tensor_dim;
     int64_t position;
-    bool others_hold;
+    bool others_hold;  // true: the position receives, other ranks hold. false: the position sends, other ranks need
     Part mine;
     std::vector<Overlap> found;
   };
@@ -224,12 +234,13 @@ class MeshExchange final : public Exchange {
   };
   // The contribution of a tensor dim to a rank's traffic: a factor of each count.
   struct Factors {
-    int64_t own = 1;
-    int64_t needed = 1;
-    int64_t sent = 1;
-    int64_t sources = 1;
-    int64_t receivers = 1;
+    int64_t own = 1;        // elements that the rank both holds and needs
+    int64_t needed = 1;     // elements that the rank needs
+    int64_t sent = 1;       // elements that ranks need of this rank's part, summed over ranks, itself included
+    int64_t sources = 1;    // ranks that hold elements that this rank needs, itself included
+    int64_t receivers = 1;  // ranks that need elements that this rank holds, itself included
   };
+  // Caches of the peers of all ranks on one tensor dim.
   struct PeersOfDim {
     ByCoordinates<Peers> sources;
     ByCoordinates<Peers> receivers;
@@ -239,22 +250,27 @@ class MeshExchange final : public Exchange {
   struct Adjacency;  // which members of a group have elements for which (mesh_components.cpp)
 
   const Mesh& mesh() const { return before_.mesh(); }
+  // Returns the coordinates of a position. Valid until the next call.
   const Coordinates& coordinates(int64_t position) const;
 
   // Counts (mesh_exchange.cpp)
   // Returns the traffic of a rank that keeps `own` elements. `sends`: false if other replicas send its part.
   Traffic closed_form(int64_t own, bool sends) const;
+  // Return the traffic of a rank without digits, from its peers on each tensor dim: in one round, and in several.
   Traffic walked_at(int64_t position) const;
   Traffic walked_in_rounds(const Coordinates& at) const;
+  // Returns the traffic of a rank whose group shares the sending, from all pairs of members.
   Traffic pairwise_at(int64_t position) const;
   PeersOfDim& peers_of_dim(int tensor_dim) const;
+  // Returns the factors of a tensor dim for the rank at these coordinates.
   Factors factors_at(int tensor_dim, const Coordinates& at) const;
+  // Return the ranks that hold elements of `needed`, and the ranks that need elements of `held`, on one tensor dim.
   const Peers& sources_at(int tensor_dim, const Coordinates& at, const IntervalList& needed) const;
   const Peers& receivers_at(int tensor_dim, const Coordinates& at, const IntervalList& held) const;
   // Returns the ranks whose parts of a layout intersect a list, among ranks that differ only in `varying`.
   Peers peers_in(const Layout& layout, int tensor_dim, const Coordinates& at, MeshDimSet varying,
                  const IntervalList& list) const;
-  // Returns the number of messages of all rounds to or from these ranks.
+  // Returns the number of messages, in all rounds together, to or from the peers with these parts of each tensor dim.
   int64_t messages_with(const std::vector<const Peers*>& by_dim) const;
   std::map<int64_t, int64_t> lengths(const Layout& layout, int tensor_dim, int64_t position) const;
   template <typename Visit>
@@ -266,23 +282,34 @@ class MeshExchange final : public Exchange {
   bool find_all_exchange(Group& group) const;
 
   // Extents (mesh_pairs.cpp)
+  // Returns a summary of the indices that are in both parts.
   static SharedRuns shared_runs(const Part& held, const Part& needed);
   Part part(KnownParts& parts, int tensor_dim, int64_t position) const;
   // Returns a rank's parts. The result is valid until the next call with another position.
   const PartsOfRank& parts_at(KnownParts& parts, PartsAt& at, int64_t position) const;
+  // Return the parts that the rank holds before the move and needs after it.
   const PartsOfRank& held(int64_t position) const { return parts_at(held_, held_at_, position); }
   const PartsOfRank& needed(int64_t position) const { return parts_at(needed_, needed_at_, position); }
+  // Returns false if `to` reads from another replica than `from`.
   bool may_send(int64_t from, int64_t to) const { return reads_from(before_, group_dims_, from, to); }
+  // Return the common elements of two parts. `runs_of(tensor_dim)` returns the common runs of a tensor dim.
   Extent shared(const PartsOfRank& held, const PartsOfRank& needed) const;
-  // Returns the common elements of two parts. `runs_of(tensor_dim)` returns the common runs of a tensor dim.
   template <typename RunsOf>
   Extent shared(const PartsOfRank& held, const PartsOfRank& needed, const RunsOf& runs_of) const;
+  // Returns a message, divided into rounds. `whole` is the extent of all common elements of the two parts, and `range`
+  // the part of them that the message has.
   Transfer in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Extent& whole, Interval range) const;
+  // Returns the overlaps of the rank's part of a tensor dim with the parts of the members of its group that have its
+  // coordinates on the replica dims, itself included.
   const std::vector<Overlap>& overlaps(int tensor_dim, int64_t position, bool others_hold) const;
+  // Returns an empty cache for overlaps().
   ByCoordinates<std::vector<Overlap>> no_overlaps_yet(int tensor_dim, bool others_hold) const;
+  // Adds to `with.found` the overlaps with the parts into which `cuts` divide a list, each counted `times` times.
   void overlap_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times, Overlaps& with) const;
   void add_overlap(const IntervalList& theirs, int64_t times, Overlaps& with) const;
   int profile_in(int tensor_dim, int64_t position) const;
+  // Return the messages that a rank receives (if `others_hold`) or sends: by class without sharing, and one by one for
+  // each other member with sharing.
   const std::vector<MessageClass>& classes_of(int64_t position, bool others_hold) const;
   const std::vector<MessageClass>& one_by_one(const Group& group, int64_t position, bool others_hold) const;
 
@@ -296,7 +323,7 @@ class MeshExchange final : public Exchange {
   const MeshDimSet replicas_;       // the group's other mesh dims
   const std::vector<int> spanned_;  // the group's mesh dims
   const int64_t idle_receivers_;    // number of ranks that differ only in group dims that cut `before` and not `after`
-  SharedElements common_;
+  SharedElements common_;           // elements in both parts of each rank
 
   bool is_regular_ = false;
   std::vector<Matching::Common> ties_;  // digits that both layouts fix, by different coordinates
@@ -323,13 +350,13 @@ class MeshExchange final : public Exchange {
   mutable std::optional<Transfer> any_;                           // the transfer of any pair of a regular exchange
   mutable std::vector<MessageClass> classes_;                     // result of the last sends() or receives()
   mutable std::vector<const std::vector<Overlap>*> overlapping_;  // scratch of classes_of(), by tensor dim
-  mutable std::vector<size_t> combination_;
-  mutable PartsOfRank others_;
-  mutable std::deque<IntervalList> lists_;                                 // lists of overlaps
+  mutable std::vector<size_t> combination_;                       // scratch of classes_of()
+  mutable PartsOfRank others_;                                    // scratch of classes_of()
+  mutable std::deque<IntervalList> lists_;                        // lists of overlaps
   mutable std::map<std::vector<int64_t>, std::vector<Extent>> in_rounds_;  // keys have everything that rounds depend on
   mutable std::vector<ByCoordinates<std::vector<Overlap>>> overlaps_;  // two per tensor dim: receivers, then senders
   mutable std::vector<ByCoordinates<int>> profiles_;                   // by tensor dim
-  mutable std::vector<std::map<std::vector<int64_t>, int>> known_profiles_;
+  mutable std::vector<std::map<std::vector<int64_t>, int>> known_profiles_;  // by tensor dim: number of each profile
 };
 
 }  // namespace shardwright

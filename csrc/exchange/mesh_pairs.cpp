@@ -1,4 +1,5 @@
-// The extents of messages between pairs of ranks.
+// The extents of messages between pairs of ranks: number of elements, offsets, and contiguity (Extent in
+// mesh_exchange.h).
 #include <algorithm>
 #include <set>
 #include <utility>
@@ -24,6 +25,7 @@ std::vector<int64_t> name_of(const PieceList& pieces) {
   return name;
 }
 
+// Returns true if two piece lists are equal except for a shift.
 bool lie_equally(const PieceList& a, const PieceList& b) { return name_of(a) == name_of(b); }
 
 }  // namespace
@@ -36,6 +38,7 @@ SharedRuns MeshExchange::shared_runs(const Part& held, const Part& needed) {
   return {end - begin, 1, begin - held.begin, begin - needed.begin};
 }
 
+// Returns the rank's part of a tensor dim, with the values that comparisons need.
 MeshExchange::Part MeshExchange::part(KnownParts& parts, int tensor_dim, int64_t position) const {
   const auto& [list, length] = parts.at(tensor_dim, coordinates(position));
   const Interval span = span_of(list);
@@ -317,7 +320,7 @@ int MeshExchange::profile_in(int tensor_dim, int64_t position) const {
 
 // Every mesh dim cuts at most one tensor dim, so parts of different tensor dims combine freely.
 const std::vector<MeshExchange::MessageClass>& MeshExchange::classes_of(int64_t position, bool others_hold) const {
-  // Receivers that differ only in mesh dims that cut nothing after the step need the same elements.
+  // Receivers that differ only in mesh dims that cut nothing after the move need equal parts.
   const MeshDimSet idle = others_hold ? MeshDimSet() : cutting_ - after_.cut_dims();
   const int64_t idle_times = before_.mesh().group_size(idle);
   const PartsOfRank& mine = others_hold ? needed(position) : held(position);

@@ -14,7 +14,7 @@ namespace {
 // An optimal assignment of rows to ranks. The rows that ranks keep are a matching between rows and places: each rank
 // has `most_` places, and a place is worth the elements that the rank has of each of its rows. Sets of places that can
 // be matched are a matroid. So it is exact to fill places in descending order of worth, as many of each rank as still
-// can be matched. Runs of rows that the same ranks hold are of one kind.
+// can be matched. Runs of rows that the same ranks hold are of one *kind*.
 class Matched {
  public:
   Matched(int64_t rows, const std::vector<IntervalList>& held, std::vector<int64_t> worth)
@@ -27,6 +27,7 @@ class Matched {
     for (const size_t rank : order) give_rows(rank);
   }
 
+  // Returns the number of elements that stay on their rank.
   int64_t kept_elements() const {
     int64_t elements = 0;
     for (size_t r = 0; r < kept_.size(); ++r) elements += worth_[r] * num_kept(r);
@@ -36,6 +37,7 @@ class Matched {
   // Divides the runs among the ranks that keep rows of their kind. Rows that no rank keeps go to the first ranks with
   // room.
   std::vector<std::vector<Interval>> lists() const {
+    // A rank, and the number of rows that it may still take.
     struct Keeper {
       size_t rank = 0;
       int64_t rows = 0;
@@ -65,6 +67,7 @@ class Matched {
   }
 
  private:
+  // Consecutive rows of one kind.
   struct Run {
     Interval rows;
     size_t kind = 0;
@@ -75,6 +78,7 @@ class Matched {
     size_t kind = 0;
   };
 
+  // Returns the number of rows that a rank keeps.
   int64_t num_kept(size_t rank) const {
     int64_t rows = 0;
     for (const auto& [kind, count] : kept_[rank]) rows += count;
@@ -85,6 +89,7 @@ class Matched {
     return found != kept_[rank].end() && found->second > 0;
   }
 
+  // Fills runs_, left_ and has_. `held` has the rows that each rank holds.
   void find_runs(int64_t rows, const std::vector<IntervalList>& held) {
     std::vector<int64_t> ends{0, rows};
     for (const IntervalList& list : held) {
@@ -113,6 +118,7 @@ class Matched {
     }
   }
 
+  // Assigns as many rows to a rank as possible, along augmenting paths. Ranks that keep rows already keep as many.
   void give_rows(size_t rank) {
     for (int64_t room = worth_[rank] > 0 ? most_ : 0; room > 0;) {
       const std::vector<Link> path = path_from(rank);
@@ -152,9 +158,9 @@ class Matched {
     return {};
   }
 
-  std::vector<int64_t> worth_;
-  int64_t most_;  // maximum number of rows of a rank
-  std::vector<Run> runs_;
+  std::vector<int64_t> worth_;                   // by rank: number of elements that it holds of each of its rows
+  int64_t most_;                                 // maximum number of rows of a rank
+  std::vector<Run> runs_;                        // all rows, ascending
   std::vector<int64_t> left_;                    // by kind: rows that no rank keeps yet
   std::vector<std::vector<size_t>> has_;         // by rank: the kinds that it holds
   std::vector<std::map<size_t, int64_t>> kept_;  // by rank: kept rows of each kind

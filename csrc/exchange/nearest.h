@@ -9,9 +9,10 @@
 
 namespace shardwright {
 
+// A cut of one tensor dim by rows. A row is one index of the dim, with all indices of the other dims.
 struct NearestCut {
-  int dim = 0;
-  std::vector<std::vector<Interval>> lists;  // by rank, each ascending
+  int dim = 0;                               // the tensor dim that is cut
+  std::vector<std::vector<Interval>> lists;  // by index of the rank in `ranks`: its rows of the dim, ascending
 };
 
 // Returns, among the cuts of one dim that give each row to one rank and no rank more than ceil(n / number of ranks) of

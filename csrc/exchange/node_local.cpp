@@ -13,7 +13,8 @@ struct Open {
   Interval range;
 };
 
-// Takes up to `amount` elements from the beginning of the open ranges, and adds the services of `from`.
+// Takes up to `amount` elements from the open ranges, beginning with open[next], and adds the services of `from`. Sets
+// `next` to the first range that is still open.
 void serve(std::vector<Open>& open, size_t& next, Rank from, int64_t amount, std::vector<Service>& services) {
   while (amount > 0 && next < open.size()) {
     Interval& left = open[next].range;
@@ -25,13 +26,15 @@ void serve(std::vector<Open>& open, size_t& next, Rank from, int64_t amount, std
   }
 }
 
+// Returns the number of elements of the open ranges from index `first` on.
 int64_t elements_of(const std::vector<Open>& open, size_t first) {
   int64_t elements = 0;
   for (size_t i = first; i < open.size(); ++i) elements += open[i].range.end - open[i].range.begin;
   return elements;
 }
 
-// Returns the lowest level such that senders that fill up their sent elements to it send `elements` more.
+// Returns the lowest level with this property: if every sender sends until it has sent `level` elements in all, senders
+// send at least `elements` more than in `sent`.
 int64_t level_for(std::vector<int64_t> sent, int64_t elements) {
   std::sort(sent.begin(), sent.end());
   int64_t sum = elements;

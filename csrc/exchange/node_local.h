@@ -17,15 +17,17 @@
 
 namespace shardwright {
 
+// The elements that a receiver needs of the part.
 struct Need {
   Rank rank{};
   int64_t elements = 0;  // above 0
 };
 
+// A message.
 struct Service {
   Rank from{};
   Rank to{};
-  Interval range;  // of the elements that the receiver needs
+  Interval range;  // within [0, Need::elements) of the receiver
 };
 
 // Nodes are `ranks_per_node` consecutive ranks each. No rank is in both lists, and there is at least one candidate

@@ -7,10 +7,12 @@
 namespace shardwright {
 
 // The sender of an element that several ranks hold.
-//   kNone      The sender with the receiver's own coordinates. Not for crossings (exchange/grid_exchange.h).
-//   kMessages  The senders divide the elements in whole messages.
-//   kBytes     All senders send equally many elements, which splits some messages.
-//   kNodes     A sender on the receiver's own node if there is one (exchange/node_local.h). Only for crossings.
+//   kAligned        The rank that has the receiver's own coordinates on the mesh dims that replicate the element. Only
+//                   for moves on one mesh (exchange/mesh_exchange.h).
+//   kWholeMessages  The ranks that hold the element share the sending, and no message is split.
+//   kEvenBytes      The ranks that hold the element send equally much, as far as possible. Some messages are split.
+//   kNodeLocal      A rank on the receiver's node, up to a limit per sender (exchange/node_local.h). Only for crossings
+//                   (exchange/grid_exchange.h).
 enum class ReplicaPolicy : uint8_t { kAligned, kWholeMessages, kEvenBytes, kNodeLocal };
 
 const char* replica_policy_name(ReplicaPolicy policy);  // "aligned", "whole_messages", "even_bytes" or "node_local"

@@ -10,6 +10,7 @@
 namespace shardwright {
 namespace {
 
+// Returns the smallest interval that contains all items.
 Interval span_of_items(std::span<const Interval> items) {
   Interval span = items.front();
   for (const Interval& item : items) span = {std::min(span.begin, item.begin), std::max(span.end, item.end)};
@@ -23,6 +24,7 @@ struct Border {
   std::vector<int64_t> end;    // periods of the blocks that end here
 };
 
+// Returns the borders of all lists, by index.
 std::map<int64_t, Border> borders_of(const std::vector<const std::vector<IntervalList>*>& lists) {
   std::map<int64_t, Border> borders;
   for (const std::vector<IntervalList>* some : lists) {

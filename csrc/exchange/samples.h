@@ -13,6 +13,7 @@
 
 namespace shardwright {
 
+// A range of indices that repeats `count` times without gaps, or once.
 struct Sample {
   Interval first;     // first repetition; its length is the period
   int64_t count = 1;  // number of repetitions
@@ -20,8 +21,8 @@ struct Sample {
 
 class Samples {
  public:
-  // The samples cover all indices of the lists. A repeating range is divided into `divisions` consecutive samples with
-  // about equally many repetitions.
+  // `lists` are the lists of one or more layouts. The samples cover all their indices. A repeating range is divided
+  // into `divisions` consecutive samples with about equally many repetitions.
   explicit Samples(const std::vector<const std::vector<IntervalList>*>& lists, int64_t divisions = 1);
 
   const std::vector<Sample>& all() const { return all_; }  // ascending
@@ -36,6 +37,7 @@ class Samples {
   IntervalList repeated(const std::vector<Interval>& intervals) const;
 
  private:
+  // Adds the samples of a range that repeats with this period (0: does not repeat).
   void add(Interval range, int64_t period, int64_t divisions);
   // Calls visit(block, first, last, range) for each block of a list and each sample. Repetitions [first, last) of the
   // block are at least partly in the sample's first repetition, `range`.
@@ -45,14 +47,14 @@ class Samples {
   std::vector<Sample> all_;
 };
 
-// A range of indices within one sample that the same lists have.
+// A range of indices within one sample, and the lists that have all of them. Other lists have none of them.
 struct SampleRange {
   Interval interval;
   std::vector<int64_t> lists;  // indices of the lists, ascending, at least one
   int64_t count = 1;           // number of the sample's repetitions
 };
 
-// Returns the ranges of lists whose indices are all in the samples, ascending.
+// Returns the sample ranges of these lists, ascending. All indices of the lists must be in the samples.
 std::vector<SampleRange> sample_ranges(const Samples& samples, const std::vector<const IntervalList*>& lists);
 
 }  // namespace shardwright

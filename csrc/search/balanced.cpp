@@ -16,14 +16,16 @@ namespace {
 
 // Maximum number of times that stripes are recomputed from the elements that ranks send.
 constexpr int kMostTurns = 3;
-constexpr int64_t kLeastUnits = 24;
+constexpr int64_t kLeastUnits = 24;  // minimum number of units per stripe; see unit_of()
 
-// The cut whose lengths may change.
+// The cut that makes the stripes, whose lengths may change.
 struct StripedDim {
-  int tensor_dim = 0;
-  int64_t list = 0;  // length of the lists that the cut divides
+  int tensor_dim = 0;  // the tensor dim that it cuts
+  int64_t list = 0;    // length of the lists that the cut divides
 };
 
+// Returns the cut by a mesh dim; nullopt unless it is the last cut of its tensor dim, into chunks, of lists of one
+// length.
 std::optional<StripedDim> striped_dim(const Layout& stripes, int mesh_dim) {
   for (int t = 0; t < stripes.ndim(); ++t) {
     const std::vector<Cut>& cuts = stripes.cuts(t);
@@ -76,6 +78,7 @@ std::vector<int64_t> lengths_of(const std::vector<int64_t>& shares, int64_t leng
   return lengths;
 }
 
+// Returns the layout in which the stripes have these lengths, by coordinate.
 Layout with_lengths(const Layout& stripes, const StripedDim& striped, const std::vector<int64_t>& lengths) {
   std::vector<std::vector<Cut>> cuts = stripes.cuts();
   cuts[striped.tensor_dim].back().rule = CutRule::ragged(lengths);
@@ -162,9 +165,9 @@ class Receivers {
 
   bool are_few_runs() const { return runs_ <= kMostRunsDivided; }
   size_t size() const { return all_.size(); }
-  const IntervalList& part(size_t i) const { return all_[i].part; }
+  const IntervalList& part(size_t i) const { return all_[i].part; }  // indices that the i-th receiver needs
 
-  // Returns the number of receivers from the i-th on that need the same part.
+  // Returns the number of consecutive receivers, from the i-th on, that need the part of the i-th.
   size_t alike(size_t i) const {
     size_t end = i;
     while (end < all_.size() && all_[end].part == all_[i].part) ++end;
@@ -242,9 +245,9 @@ class Receivers {
 
   const Layout& goal_;
   int tensor_dim_;
-  MeshDimSet others_;
-  std::vector<Receiver> all_;
-  size_t runs_ = 0;
+  MeshDimSet others_;          // mesh dims that cut other tensor dims
+  std::vector<Receiver> all_;  // sorted by part
+  size_t runs_ = 0;            // number of runs of all parts together
 };
 
 }  // namespace

@@ -1,5 +1,8 @@
 // Stripes of unequal lengths, so that ranks that also send in the crossing have less to send in the gather.
 //
+// A *crossing* is a move from a layout on one mesh to a layout on another. If several ranks need one part, each
+// receives a *stripe* of the part in the crossing, and then they gather the stripes.
+//
 // Example: of 56 rows, ranks 0 to 3 hold 14 each, and ranks 0 to 7 need all. Each receives a stripe and sends it to the
 // seven others. With equal stripes of 7 rows, each of ranks 0 to 3 sends 7 or 14 of its rows to the ranks with their
 // stripes, and its own stripe seven times: 63 rows. With stripes of 6 rows for ranks 0 to 3 and of 8 for the others,

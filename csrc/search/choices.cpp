@@ -7,6 +7,7 @@ namespace {
 
 using Cuts = std::vector<std::vector<Cut>>;
 
+// Returns the layout with these cuts and no partials.
 Layout with_cuts(const Layout& layout, Cuts cuts) {
   return layout.with(std::move(cuts), std::vector<Placement>(layout.mesh().ndim(), Placement::replicate()));
 }
@@ -33,6 +34,7 @@ void Choices::may_cut(int mesh_dim) {
   for (const int t : tensor_dims_) others_[mesh_dim].push_back(t);
 }
 
+// Breadth-first: layouts with one changed mesh dim, then with two, and so on.
 std::vector<Layout> Choices::all() const {
   std::vector<std::map<int, int>> chosen{{}};
   for (size_t i = 0; i < chosen.size() && chosen.size() < kMaxLayouts; ++i) {

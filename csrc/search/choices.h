@@ -8,8 +8,8 @@
 
 namespace shardwright {
 
-// Returns the tensor dims that `src` or `goal` cuts, and the longest other one. Cutting another of the others would
-// give an equivalent layout.
+// Returns the tensor dims that `src` or `goal` cuts, and the longest tensor dim that neither cuts. A cut of a shorter
+// uncut tensor dim would give an equivalent layout.
 std::vector<int> tensor_dims_of(const Layout& src, const Layout& goal);
 
 // Returns the layout with the same cuts and no partials.
@@ -21,8 +21,9 @@ class Choices {
  public:
   Choices(const Layout& layout, const std::vector<int>& tensor_dims) : layout_(layout), tensor_dims_(tensor_dims) {}
 
-  // Allows a mesh dim to cut any of the tensor dims instead.
+  // Allows a mesh dim to cut any of `tensor_dims` instead of what it cuts in the layout.
   void may_cut(int mesh_dim);
+  // Allows a mesh dim to cut nothing.
   void may_be_replicated(int mesh_dim) { others_[mesh_dim].push_back(kReplicated); }
 
   std::vector<Layout> all() const;
@@ -31,12 +32,15 @@ class Choices {
   static constexpr int kReplicated = -1;
   static constexpr size_t kMaxLayouts = 64;
 
+  // Returns true if the rules of the remaining cuts still cut what they cut in the layout. `chosen` has the new tensor
+  // dim, or kReplicated, of each changed mesh dim.
   bool leaves_rules_alone(const std::map<int, int>& chosen) const;
+  // Returns the layout with these changes.
   Layout with(const std::map<int, int>& chosen) const;
 
   const Layout layout_;
   const std::vector<int>& tensor_dims_;
-  std::map<int, std::vector<int>> others_;
+  std::map<int, std::vector<int>> others_;  // by mesh dim: the tensor dims that it may cut instead, or kReplicated
 };
 
 }  // namespace shardwright

@@ -1,4 +1,4 @@
-// The cost of crossings under the objective of a search.
+// The cost of crossings (moves from a layout on one mesh to a layout on another) under the objective of a search.
 #pragma once
 
 #include <functional>
@@ -12,6 +12,7 @@
 
 namespace shardwright {
 
+// Computes costs with one set of options and one topology. Both must outlive the object.
 class CrossingCost {
  public:
   CrossingCost(const PlanOptions& options, const Topology& topology) : options_(options), topology_(topology) {}
@@ -20,12 +21,12 @@ class CrossingCost {
 
   // Returns the cost of any step, from the counts of its worst ranks and its predicted time.
   Cost of(const Step& step, const StepCounts& worst, int64_t picoseconds) const;
-  // Returns the cost of a crossing. If `worst` are lower bounds, so is the cost.
+  // Returns the cost of a crossing; `crossing` has its messages. If `worst` are lower bounds, so is the cost.
   Cost of(const Step& step, const GridExchange& crossing, const StepCounts& worst) const;
 
   // Returns the cheaper of the crossings with ReplicaPolicy::kWholeMessages and ReplicaPolicy::kEvenBytes, and its
-  // cost. Returns nullopt if lower bounds show that is_worth is false for both. `is_worth` must be true of all costs
-  // below some limit.
+  // cost. Returns nullopt if lower bounds show that is_worth is false for both. `is_worth(cost)` must be true exactly
+  // for costs below some limit.
   std::optional<std::pair<Step, Cost>> cheapest(
       const Layout& before, const Layout& after,
       const std::function<bool(const Cost&)>& is_worth = [](const Cost&) { return true; }) const;

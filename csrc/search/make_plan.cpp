@@ -30,6 +30,7 @@ struct PartialWork {
   MeshDimSet zero_filled;  // S -> P
 };
 
+// Throws UserError if the layouts differ in shape or dtype.
 void check_same_tensor(const Layout& src, const Layout& dst) {
   if (src.tensor_shape() != dst.tensor_shape()) {
     throw UserError(concat("destination must have the shape of the source, (", join(src.tensor_shape()), "), got (",
@@ -41,11 +42,13 @@ void check_same_tensor(const Layout& src, const Layout& dst) {
   }
 }
 
+// Returns true if a value can be divided into contributions that this reduction turns back into the value.
 bool is_divisible(ReduceOp op) {
   return op == ReduceOp::kSum || op == ReduceOp::kAvg || op == ReduceOp::kMin || op == ReduceOp::kMax ||
          op == ReduceOp::kNorm;
 }
 
+// Returns the partial work on one mesh. Throws UserError if PyTorch does not define the redistribution.
 PartialWork partial_work(const Layout& src, const Layout& dst) {
   PartialWork work;
   work.reduced = src.partial_dims() - dst.partial_dims();
@@ -69,6 +72,7 @@ PartialWork partial_work(const Layout& src, const Layout& dst) {
   return work;
 }
 
+// Returns the layout with these cuts and without the partials on `dims`.
 Layout without_partials(const Layout& layout, MeshDimSet dims, Cuts cuts) {
   std::vector<Placement> partials(layout.mesh().ndim(), Placement::replicate());
   for (const int d : (layout.partial_dims() - dims).to_vector()) partials[d] = layout.placements()[d];
@@ -128,6 +132,7 @@ bool only_reduces(const Layout& from, const Layout& to) {
          !(from.partial_dims() - to.partial_dims()).empty();
 }
 
+// Returns a plan without steps. Throws UserError if the arguments of a plan are invalid.
 Plan empty_plan(const Layout& src, const Layout& dst, const PlanOptions& options) {
   check_same_tensor(src, dst);
   check_user(src.mesh() == dst.mesh() || options.groups.empty(), "groups must not be given between two meshes, got ",

@@ -15,8 +15,8 @@ namespace shardwright {
 bool is_ordered(const std::string& reduce, const Layout& src);
 
 struct PlanOptions {
-  Lowering lowering = Lowering::kNccl;
-  Objective objective = Objective::kTime;
+  Lowering lowering = Lowering::kNccl;     // the backend that executes the plan (cost/lowering.h)
+  Objective objective = Objective::kTime;  // the quantity that the plan minimizes (moves/plan.h)
   // If true, all pending mesh dims are reduced at once: contributions are exchanged, then summed locally in rank order,
   // 16-bit types in float32. So results do not depend on plan, topology or algorithm, and are rounded once.
   bool ordered = false;

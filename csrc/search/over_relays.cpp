@@ -17,7 +17,8 @@ constexpr int64_t kMostLevels = 12;
 constexpr int64_t kMostLevelsInside = 3;
 
 // Returns the number of messages that each rank sends in every crossing but the first, such that the messages of all
-// crossings together are fewest. In the first crossing `few` ranks reach the rest.
+// crossings together are fewest. `many` is the number of ranks to reach. In the first crossing `few` ranks reach the
+// first relays.
 int64_t messages_of_relays(int64_t few, int64_t many, int64_t levels) {
   int64_t best = 1;
   int64_t least = many + levels;
@@ -100,6 +101,8 @@ std::vector<RelayShapes::Shape> RelayShapes::all(int64_t few) const {
 
 namespace {
 
+// Tries relays between two layouts. The *many* side is the layout whose ranks the relays stand for, the *few* side the
+// other layout.
 class RelaySearch {
  public:
   RelaySearch(const Layout& from, const Layout& to, bool fans_out, const PlanOptions& options, const Topology& topology,
@@ -134,7 +137,9 @@ class RelaySearch {
  private:
   const Layout& many() const { return fans_out_ ? to_ : from_; }
   const Layout& few() const { return fans_out_ ? from_ : to_; }
+  // Returns true if crossings of this cost are worth it and the cheapest so far.
   bool improves(const Cost& cost) const { return is_worth_(cost) && (!best_ || cost < best_->cost); }
+  // Returns true if no relay holds more than options.max_held.
   bool is_allowed(const Layout& relays) const {
     return options_.max_held == 0 || relays.largest_part_elements() <= options_.max_held;
   }

@@ -1,4 +1,5 @@
-// Chooses relays (search/relays.h) between two layouts, and the number of levels of relays.
+// Chooses relays (search/relays.h) between two layouts, and the number of levels. A level is one crossing: a move from
+// a layout on one mesh to a layout on another. With n levels, data passes n - 1 sets of relays.
 //
 // If `few` ranks send `first` messages each, and in every later crossing each reached rank sends m, the number of
 // reached ranks is few * first * (m + 1)^(levels - 1), because a relay is one of the ranks that it stands for. From one
@@ -30,14 +31,15 @@ struct OverRelays {
 // The numbers of levels of relays to try for the ranks of a layout, from sizes alone.
 class RelayShapes {
  public:
+  // Relays stand for blocks of the ranks of `many`.
   RelayShapes(const Layout& many, const Topology& topology);
 
   // Numbers of crossings. Crossings within nodes come last; the other crossings are between nodes, or between any ranks
   // if nodes are not known.
   struct Shape {
-    int64_t picoseconds = 0;  // estimated time of all crossings
-    int64_t levels = 2;
-    int64_t levels_inside = 0;
+    int64_t picoseconds = 0;    // estimated time of all crossings
+    int64_t levels = 2;         // number of crossings between nodes, or between any ranks
+    int64_t levels_inside = 0;  // number of crossings within nodes
     auto operator<=>(const Shape&) const = default;
   };
 
@@ -48,7 +50,7 @@ class RelayShapes {
   int64_t members() const { return members_; }
 
  private:
-  int64_t time(const Shape& shape, int64_t few) const;
+  int64_t time(const Shape& shape, int64_t few) const;  // estimated picoseconds of all crossings
 
   const Topology& topology_;
   int64_t parts_ = 1;  // number of different parts
@@ -57,7 +59,7 @@ class RelayShapes {
 };
 
 // Returns the cheapest crossings found over relays of `to` if `fans_out`, else over relays of `from`. Returns nullopt
-// if is_worth is false for all of them. `is_worth` must be true of all costs below some limit.
+// if is_worth is false for all of them. `is_worth(cost)` must be true exactly for costs below some limit.
 std::optional<OverRelays> cheapest_over_relays(const Layout& from, const Layout& to, bool fans_out,
                                                const PlanOptions& options, const Topology& topology,
                                                const std::function<bool(const Cost&)>& is_worth);

@@ -18,8 +18,8 @@ namespace {
 struct Way {
   std::vector<Step> steps;
   int64_t picoseconds = 0;
-  int64_t received_bytes = 0;  // sum over steps of the worst rank's bytes
-  int64_t sent_bytes = 0;
+  int64_t received_bytes = 0;  // sum over steps of the bytes that the worst rank receives
+  int64_t sent_bytes = 0;      // sum over steps of the bytes that the worst rank sends
 };
 
 // Returns the longest dim of the largest part.
@@ -66,10 +66,12 @@ std::optional<Step> rearrangement(const Layout& before, const Layout& after, Rep
   return Step{StepOp::kRearrange, {}, before, after, policy};
 }
 
+// Makes ways, and compares them under one set of options and one topology.
 class Ways {
  public:
   Ways(const PlanOptions& options, const Topology& topology) : options_(options), topology_(topology) {}
 
+  // Appends a step and adds its predicted cost.
   void add(Way& way, Step step) const {
     const StepCounts worst = step_counts(step, options_.lowering);
     way.picoseconds = saturating_sum(way.picoseconds, predicted_picoseconds(step, worst, topology_));
@@ -78,7 +80,8 @@ class Ways {
     way.steps.push_back(std::move(step));
   }
 
-  // Returns the better of both kinds of sharing in the one move between layouts with the same pending reductions.
+  // Returns the better of kWholeMessages and kEvenBytes in the one move between layouts with the same pending
+  // reductions.
   Way rearranged(const Layout& before, const Layout& after) const {
     std::optional<Way> best;
     for (const ReplicaPolicy policy : {ReplicaPolicy::kWholeMessages, ReplicaPolicy::kEvenBytes}) {
@@ -97,6 +100,7 @@ class Ways {
     return way;
   }
 
+  // Returns one way and then another.
   static Way joined(Way way, const Way& next) {
     way.steps.insert(way.steps.end(), next.steps.begin(), next.steps.end());
     way.picoseconds = saturating_sum(way.picoseconds, next.picoseconds);

@@ -64,7 +64,8 @@ IntervalList together(const std::vector<Interval>& all) {
 // The tensor dim of an axis of replicas. Other axes have the shards of a tensor dim.
 constexpr int kReplicas = -1;
 
-// Divides the ranks of a layout into blocks.
+// Divides the ranks of a layout into blocks, each of which gets a relay. An *axis* is all replicas, or all shards of
+// one tensor dim. A block is a range of the members of each axis.
 class Blocks {
  public:
   Blocks(const Layout& layout, int64_t ranks, int64_t ranks_per_node)
@@ -73,6 +74,7 @@ class Blocks {
     for (int t = layout.ndim(); t-- > 0;) divide(t, ranks);
   }
 
+  // Returns the layout on the relays; see relays_in_blocks() for nullopt.
   std::optional<Layout> relays() const {
     int64_t count = 1;
     bool is_divided = false;
@@ -99,6 +101,7 @@ class Blocks {
   }
 
  private:
+  // An axis, divided into blocks of consecutive members.
   struct Axis {
     int tensor_dim = kReplicas;
     std::vector<int64_t> members;  // replicas, or shards with elements
@@ -142,6 +145,8 @@ class Blocks {
     return nodes;
   }
 
+  // Returns the placement of the relays on an axis: a relay has the union of its block's shards. Returns nullopt if the
+  // shards have too many runs.
   std::optional<Placement> placement_on(const Axis& axis) const {
     if (axis.tensor_dim == kReplicas) return Placement::replicate();
     size_t runs = 0;

@@ -1,4 +1,4 @@
-// Relays: ranks that send or receive on behalf of others, so that no rank sends or receives very many messages.
+// Relays: ranks that send or receive on behalf of other ranks, so that no rank sends or receives very many messages.
 //
 //   from one rank to 2,048 as [S(0)]     the rank sends 2,048 messages
 //   over 45 relays                       the rank sends 45, and each relay sends 45 or 46
@@ -16,8 +16,8 @@
 
 namespace shardwright {
 
-// Returns the cut rule that gives the coordinates these lists: chunks, runs of any lengths, or pieces. The lists must
-// be ascending and disjoint.
+// Returns the cut rule that gives the indices lists[c] to coordinate c of a mesh dim: chunks, runs of any lengths, or
+// pieces. The lists must be ascending and disjoint.
 CutRule rule_of(const std::vector<std::vector<Interval>>& lists);
 
 // Returns the number of ranks of a layout without partials that hold elements.

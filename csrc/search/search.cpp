@@ -20,13 +20,14 @@
 namespace shardwright {
 namespace {
 
+// A node of the search, with the cheapest known path to it.
 struct Node {
   MoveTable::State state;
   Cost to_go;                   // lower bound on the cost from here to the goal
   std::optional<Cost> reached;  // cheapest known cost to reach the node; its last move is `by`, from the node `from`
   MoveTable::Move by{};
   int from = -1;
-  bool closed = false;
+  bool closed = false;  // expanded: its successors have been tried
 };
 
 // A lower bound on the latency of moves after which a rank has data of some number of ranks. After steps of m1, m2, ...
@@ -59,6 +60,7 @@ class Latency {
     return best;
   }
 
+  // Returns the bound for `steps` or more steps over one kind of link.
   int64_t least_of_any(const Link& link, int64_t steps, int64_t ranks) const {
     int64_t best = of(link, steps, ranks);
     // More steps than are needed with one message each cannot help.
@@ -92,6 +94,7 @@ class Latency {
   std::map<std::tuple<int64_t, int64_t, bool>, int64_t> known_;
 };
 
+// One search. Source and goal are its first nodes. Others are made only if the direct move is not proved optimal.
 class Search {
  public:
   Search(const Layout& src, const Layout& goal, const PlanOptions& options, const Topology& topology)
@@ -113,8 +116,10 @@ class Search {
     nodes_[kSource].reached = Cost();
   }
 
+  // Returns a lower bound on the picoseconds from source to goal.
   int64_t least() { return least_to_goal(nodes_[kSource].state).first; }
 
+  // Returns the cheapest sequence of steps.
   std::vector<Step> run() {
     if (nodes_[kSource].state == nodes_[kGoal].state) return {};
     if (const auto direct = table_.move(nodes_[kSource].state, nodes_[kGoal].state, options_.groups)) {
@@ -143,6 +148,7 @@ class Search {
   static constexpr int kSource = 0;
   static constexpr int kGoal = 1;
 
+  // Returns the mesh dims along which all ranks are on different nodes.
   static MeshDimSet dims_between_nodes(const Mesh& mesh, const Topology& topology) {
     MeshDimSet dims;
     for (int d = 0; d < mesh.ndim(); ++d) {
@@ -157,7 +163,8 @@ class Search {
     return links;
   }
 
-  // Returns the best latency and the best bandwidth of these mesh dims. No move over some of them has better values.
+  // Returns the best latency and the best bandwidth of these mesh dims. A move over any subset of them has no better
+  // values.
   Link fastest_of(MeshDimSet mesh_dims) const {
     std::optional<Link> fastest;
     for (size_t d = 0; d < links_.size(); ++d) {
@@ -171,11 +178,14 @@ class Search {
 
   void add_node(MoveTable::State state) { nodes_.push_back({std::move(state), {}, {}, {}, -1, false}); }
 
+  // Returns the pending reductions that must be done before the goal.
   MeshDimSet due(const MoveTable::State& state) const { return state.partial_dims - pending_; }
   bool is_for_time() const { return options_.objective == Objective::kTime; }
+  // Return the picoseconds of a local copy, and of a transfer over a link.
   int64_t copying(int64_t elements) const { return scaled(elements * item_, topology_.memory_ps_per_kib); }
   int64_t sending(int64_t elements, const Link& link) const { return scaled(elements * item_, link.ps_per_kib); }
 
+  // Returns the slowest link of these mesh dims.
   Link link(MeshDimSet mesh_dims) const {
     Link slowest;
     for (size_t d = 0; d < links_.size(); ++d) {
@@ -184,6 +194,7 @@ class Search {
     return slowest;
   }
 
+  // Returns the cost of a move from the counts of its worst ranks.
   Cost cost(const MoveTable::Move& move, const StepCounts& worst) const {
     const bool local = is_local(move.op);
     const int64_t first =
@@ -223,6 +234,7 @@ class Search {
     return {saturating_sum(std::min(once, several), copies), 1, 0, 0};
   }
 
+  // Makes the nodes other than source and goal, the bounds of all nodes, and the queue of open nodes.
   void make_nodes() {
     const MeshDimSet all_due = due(nodes_[kSource].state);
     const std::vector<MeshDimSet> lefts = left_after_some(all_due);
@@ -257,6 +269,7 @@ class Search {
     return all;
   }
 
+  // Removes and returns the open node with the least bound on the total cost, or -1 if no node is open.
   int cheapest_open() {
     while (!open_.empty()) {
       const auto [total, node] = open_.top();
@@ -266,6 +279,7 @@ class Search {
     return -1;
   }
 
+  // Tries the moves from a node to all other nodes that may be on a cheaper path.
   void expand(int from) {
     nodes_[from].closed = true;
     const MoveTable::State& state = nodes_[from].state;
@@ -289,6 +303,7 @@ class Search {
     return table_.takes_long(nodes_[from].state, nodes_[to].state);
   }
 
+  // Returns true if a node has the source's cuts.
   bool holds_as_source(int node) const { return nodes_[node].state.lists == nodes_[kSource].state.lists; }
 
   // Called when no open node is left. Reopens the nodes with the source's cuts, and adds the node with these cuts and
@@ -335,7 +350,8 @@ class Search {
     return (from.cut_dims - to.cut_dims).empty() && (added.empty() || added == reduced);
   }
 
-  // Under the objective "bytes", path() chooses the sharing, because here it would not change the cost.
+  // Tries a move between two nodes, for time also with whole messages. Under the objective "bytes" the policy does not
+  // change the cost here, so path() chooses it.
   void try_move(int from, int to, const MoveTable::Move& move) {
     const MoveTable::State& before = nodes_[from].state;
     const MoveTable::State& after = nodes_[to].state;
@@ -349,6 +365,7 @@ class Search {
     }
   }
 
+  // Records a move if it makes the cheapest known path to node `to`.
   void relax(int from, int to, const MoveTable::Move& move, const Cost& cost) {
     const Cost total = *nodes_[from].reached + cost;
     Node& target = nodes_[to];
@@ -359,6 +376,7 @@ class Search {
     open_.push({total + target.to_go, to});
   }
 
+  // Returns the steps of the cheapest known path to the goal.
   std::vector<Step> path() const {
     std::vector<Step> steps;
     Layout after = goal_;
@@ -377,6 +395,7 @@ class Search {
     return steps;
   }
 
+  // Returns the layout of a state.
   Layout layout(const MoveTable::State& state) const {
     std::vector<Placement> partials(src_.mesh().ndim(), Placement::replicate());
     for (const int d : state.partial_dims.to_vector()) partials[d] = src_.placements()[d];
@@ -387,18 +406,18 @@ class Search {
   const Layout& goal_;
   const PlanOptions& options_;
   const Topology& topology_;
-  MeshDimSet between_nodes_;
+  MeshDimSet between_nodes_;  // mesh dims that lead to other nodes
   MoveTable table_;
   MeshDimSet pending_;       // reductions that are pending in the goal too
   std::vector<Link> links_;  // by mesh dim
-  Link fastest_;
-  Link fastest_between_;
+  Link fastest_;             // best latency and bandwidth of all mesh dims
+  Link fastest_between_;     // best latency and bandwidth of the mesh dims that lead to other nodes
   Latency latency_;
-  int64_t item_;
+  int64_t item_;  // size of an element in bytes
   std::vector<Node> nodes_;
-  bool goes_the_long_way_ = false;
-  std::vector<int> nearest_first_;  // all nodes but the source, by ascending to_go
-  using Open = std::pair<Cost, int>;
+  bool goes_the_long_way_ = false;    // allow_slow_moves() has been called
+  std::vector<int> nearest_first_;    // all nodes but the source, by ascending to_go
+  using Open = std::pair<Cost, int>;  // bound on the total cost, node
   std::priority_queue<Open, std::vector<Open>, std::greater<>> open_;
 };
 

@@ -11,10 +11,10 @@ namespace shardwright {
 //   kTime    predicted picoseconds, steps that communicate, messages, all steps
 //   kBytes   bytes received by the worst rank, steps that communicate, messages, all steps
 struct Cost {
-  int64_t first = 0;
-  int64_t steps = 0;
-  int64_t messages = 0;
-  int64_t all_steps = 0;
+  int64_t first = 0;      // picoseconds or bytes
+  int64_t steps = 0;      // steps that communicate
+  int64_t messages = 0;   // sum over steps of the messages that the worst rank receives
+  int64_t all_steps = 0;  // local steps included
   auto operator<=>(const Cost&) const = default;
   Cost operator+(const Cost& other) const;
 };

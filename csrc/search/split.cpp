@@ -9,7 +9,8 @@
 namespace shardwright {
 namespace {
 
-// A smaller mesh dim is only split at node borders, because gathers over it have few messages.
+// Minimum size of a mesh dim that is split evenly. A smaller mesh dim is only split at node borders, because gathers
+// over it have few messages.
 constexpr int64_t kLeastSize = 9;
 // Maximum number of ranks of a mesh that is searched for node borders.
 constexpr int64_t kMostRanks = 65536;

@@ -18,12 +18,12 @@ namespace shardwright {
 // and a number. Returns nullopt if the mesh already has such names.
 std::optional<Layout> split(const Layout& layout, int mesh_dim, const std::vector<int64_t>& sizes);
 
-// Returns the layout on `mesh` with the same parts as `layout`, whose mesh must be `mesh` with split dims. Returns
-// nullopt if it is not, or if a split dim is not replicated.
+// The inverse of split(): returns the layout on `mesh` with the same parts as `layout`. Returns nullopt unless the mesh
+// of `layout` is `mesh` with split dims, all of which are replicated.
 std::optional<Layout> joined(const Layout& layout, const MeshPtr& mesh);
 
-// Returns the ways to split a mesh dim: first so that ranks on one node, of `ranks_per_node` consecutive ranks, have a
-// mesh dim of their own, then evenly.
+// Returns the ways to split a mesh dim, each as a list of sizes, outermost first: first so that ranks on one node, of
+// `ranks_per_node` consecutive ranks, have a mesh dim of their own, then evenly.
 std::vector<std::vector<int64_t>> ways_to_split(const Mesh& mesh, int mesh_dim, int64_t ranks_per_node);
 
 }  // namespace shardwright

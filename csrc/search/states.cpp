@@ -9,15 +9,17 @@
 namespace shardwright {
 namespace {
 
-constexpr int kMaxDimsWithAllLists = 3;
+constexpr int kMaxDimsWithAllLists = 3;  // maximum number of mesh dims for which all lists of cuts are tried
 // With more mesh dims, no mesh dim cuts innermost unless the source or the goal does so.
 constexpr int kMaxDimsWithInnermostCuts = 4;
-constexpr size_t kMaxStates = 20'000;
+constexpr size_t kMaxStates = 20'000;  // no more states are made
 // Maximum pieces of a strided cut, because packing more takes long. Without digits analysis takes long too, so there
 // the limit is kMaxWalkedPieces pieces of all ranks.
 constexpr int64_t kMaxPieces = 1024;
 constexpr int64_t kMaxWalkedPieces = 256;
 
+// Makes the states of one search: lists of cuts for each tensor dim, then combinations of lists. An *end* is the source
+// or the goal.
 class States {
  public:
   States(const Layout& src, const Layout& goal, MeshDimSet free, MoveTable& table)
@@ -53,8 +55,8 @@ class States {
   }
 
  private:
-  // Chooses the tensor dims that the source or the goal cuts, and the largest of the rest. A cut of another tensor dim
-  // would give an equivalent state.
+  // Chooses the tensor dims that the source or the goal cuts, and the largest tensor dim that neither cuts. A cut of a
+  // smaller uncut tensor dim would give an equivalent state.
   void choose_tensor_dims() {
     int other = -1;
     for (int t = 0; t < src_.ndim(); ++t) {
@@ -96,6 +98,7 @@ class States {
     return true;
   }
 
+  // Returns false if a list with a strided cut makes more than kMaxWalkedPieces pieces over all ranks.
   bool has_few_pieces(int64_t n, const std::vector<Cut>& cuts) const {
     int64_t pieces = 1;
     bool is_strided = false;
@@ -177,6 +180,7 @@ class States {
   // The role of a mesh dim in the cuts of a tensor dim.
   enum class Role { kNone, kAsSource, kAsGoal, kInnermost };
 
+  // Adds the lists of a tensor dim that are derived from the cuts of source and goal.
   void list_those_of_ends(int t) {
     std::vector<std::vector<Role>> choices(mesh_.ndim(), {Role::kNone});
     for (const int d : mesh_dims_) {
@@ -188,6 +192,7 @@ class States {
     choose_roles(t, choices, roles, 0);
   }
 
+  // Returns true if a mesh dim cuts this tensor dim.
   static bool cuts_by(const Layout& layout, int t, int mesh_dim) {
     const std::vector<Cut>& cuts = layout.cuts(t);
     return std::any_of(cuts.begin(), cuts.end(), [&](const Cut& c) { return c.mesh_dim == mesh_dim; });
@@ -202,6 +207,8 @@ class States {
     }
   }
 
+  // Adds the lists in which every mesh dim has its role: the source's cuts, the goal's cuts (in both orders), then the
+  // innermost cuts.
   void add_by_roles(int t, const std::vector<Role>& roles) {
     const auto has = [&](Role role) { return std::find(roles.begin(), roles.end(), role) != roles.end(); };
     const bool order_matters = has(Role::kAsSource) && has(Role::kAsGoal);

@@ -36,7 +36,7 @@ constexpr int64_t kRelaysAboveFraction = 4;
 constexpr int64_t kRelaysAboveRatio = 4;
 constexpr size_t kPairsWithRelays = 4;  // maximum number of pairs of layouts that are tried with relays
 
-// Pairs of layouts are tried for plans in segments if these hold.
+// Conditions under which pairs of layouts are tried as plans in segments.
 constexpr int64_t kSegmentsAboveFraction = 20;  // sent exceeds received, and time the bound, by more than 1/20
 constexpr int64_t kSegmentsAboveSteps = 8;      // the bound is at least this many step latencies: each segment has them
 constexpr size_t kPairsInSegments = 6;          // maximum number of these pairs
@@ -45,10 +45,9 @@ constexpr int64_t kMostRanksInSegments = 1024;  // there are no more ranks
 // With more messages, ReplicaPolicy::kNodeLocal is not tried, because it lists all messages.
 constexpr int64_t kMostListed = 1 << 16;
 
-// True if two meshes have ranks in common, and true if some node has ranks of both.
 struct Encounter {
-  bool shares_ranks = false;
-  bool shares_nodes = false;
+  bool shares_ranks = false;  // the two meshes have ranks in common
+  bool shares_nodes = false;  // some node has ranks of both meshes
 };
 
 Encounter encounter(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
@@ -108,12 +107,12 @@ class Crossings {
     int64_t received_bytes = 0;  // sum over steps of the bytes that the busiest rank receives
   };
 
-  // Tries all pairs of a leg before the crossing and a leg after it, from index `first` of the latter on.
+  // Tries all pairs of a leg before the crossing and a leg after it. Skips the first `first` legs after it.
   void try_pairs(size_t first) {
-    struct Pair {
+    struct Pair {  // one leg of each side
       Cost at_least;
-      size_t before;
-      size_t after;
+      size_t before;  // index in before_
+      size_t after;   // index in after_
       auto operator<=>(const Pair&) const = default;
     };
     std::vector<Pair> pairs;
@@ -183,8 +182,8 @@ class Crossings {
     }
   }
 
-  // Returns a lower bound on the time of moves in segments. The longest move takes all of its time, and the others one
-  // segment's share of theirs, but all latencies occur once per segment. So more segments are not always faster.
+  // Returns a lower bound on the time of moves in segments. The longest move takes its full time, every other
+  // move the time of one segment, but all latencies occur once per segment. So more segments are not always faster.
   static int64_t in_segments_at_least(std::span<const int64_t> times, int64_t latencies) {
     int64_t longest = 0;
     int64_t all = 0;
@@ -213,7 +212,7 @@ class Crossings {
     return in_segments_at_least(times, latencies);
   }
 
-  bool may_go_in_segments() const {
+  bool may_go_in_segments() const {  // false if there are too many ranks
     const Plan plan{src_, goal_, options_.lowering, Objective::kTime, topology_, false, {}};
     const auto ranks = static_cast<int64_t>(ranks_of(plan).size());
     if (ranks <= kMaxRanksInUnlikeSegments) return true;
@@ -254,6 +253,7 @@ class Crossings {
     for (const auto& [estimate, i, j] : pairs) try_relays_between(before_[i], after_[j], fans_out);
   }
 
+  // The first case of kRelaysAboveFraction. `fewer` and `messages`: most sent and most received, the lower first.
   bool may_relays_pay(int64_t fewer, int64_t messages) const {
     const int64_t latency = saturating_product(messages, best_link_.message_ps);
     if (messages < kRelaysAboveRatio * fewer || latency < best_cost_->first / kRelaysAboveFraction) return false;
@@ -278,8 +278,7 @@ class Crossings {
     return whole && *whole == goal_;
   }
 
-  // Tries relays between two legs. They stand for blocks of the side with more ranks: the one after the crossing if
-  // `fans_out`.
+  // Tries relays between two legs. Relays stand for ranks of `last` if `fans_out`, else for ranks of `first`.
   void try_relays_between(Leg& first, Leg& last, bool fans_out) {
     find_steps(first);
     find_steps(last);
@@ -290,6 +289,7 @@ class Crossings {
     if (found) take(around + found->cost, first, std::move(found->crossings), last);
   }
 
+  // Makes these legs and crossings the best plan.
   void take(const Cost& total, const Leg& first, std::vector<Step> crossings, const Leg& last) {
     best_cost_ = total;
     best_ = joined_steps(first, std::move(crossings), last);
@@ -304,7 +304,7 @@ class Crossings {
 
   bool is_for_time() const { return cost_.is_for_time(); }
 
-  // Adds a leg, unless a rank would hold more than is allowed or the layout is known. The first leg is always added.
+  // Adds a leg, unless a rank would hold more than options.max_held or the layout is known. Always adds the first leg.
   void add(std::vector<Leg>& legs, const Layout& layout, const Layout& from, const Layout& to) {
     const int64_t elements = layout.largest_part_elements();
     if (!legs.empty() && options_.max_held > 0 && elements > options_.max_held) return;
@@ -315,6 +315,7 @@ class Crossings {
     legs.push_back({layout, from, to, elements, {least, 0, 0, 0}, std::nullopt});
   }
 
+  // Computes the steps of a leg and its exact cost, on the first call.
   void find_steps(Leg& leg) const {
     if (leg.steps) return;
     leg.steps.emplace();
@@ -391,7 +392,7 @@ class Crossings {
     return {predicted_picoseconds(false, least, fastest_link(), topology_), 0, 0, 0};
   }
 
-  Link fastest_link() const {
+  Link fastest_link() const {  // best latency and best bandwidth of all links that a crossing may use
     if (!encounter_.shares_nodes) return topology_.between;
     return {std::min(topology_.inside.message_ps, topology_.between.message_ps),
             std::min(topology_.inside.ps_per_kib, topology_.between.ps_per_kib)};
@@ -399,7 +400,7 @@ class Crossings {
 
   bool may_improve(const Cost& at_least) const { return !best_cost_ || at_least < *best_cost_; }
 
-  void try_pair(Leg& first, Leg& last) {
+  void try_pair(Leg& first, Leg& last) {  // does nothing once lower bounds show that the pair is not cheaper
     const Cost crossing = crossing_at_least(first, last);
     find_steps(first);
     if (!may_improve(first.at_least + crossing + last.at_least)) return;
@@ -432,7 +433,7 @@ class Crossings {
     if (policy == ReplicaPolicy::kNodeLocal) step.ranks_per_node = topology_.ranks_per_node;
     const Cost around = first.at_least + last.at_least;
     const StepCounts least = crossing.worst_at_least();
-    // Bytes of kNodes take several links, so the bound does not apply, and its listed messages are counted quickly.
+    // Bytes of kNodeLocal take several links, so the bound does not apply, and its listed messages are counted quickly.
     const bool is_hopeless =
         policy != ReplicaPolicy::kNodeLocal && !may_improve(around + cost_.of(step, crossing, least));
     if (is_hopeless) return least.sent_bytes > least.received_bytes;
@@ -460,12 +461,11 @@ class Crossings {
   std::vector<Leg> after_;
   std::optional<Cost> best_cost_;
   std::vector<Step> best_;
-  // The best plan without relays: its crossing, and the sums over steps of the bytes that the busiest rank sends and
-  // receives.
-  StepCounts best_crossing_;
-  Link best_link_;
-  int64_t best_sent_bytes_ = 0;
-  int64_t best_received_bytes_ = 0;
+  // The best plan without relays.
+  StepCounts best_crossing_;         // counts of its crossing
+  Link best_link_;                   // link of its crossing
+  int64_t best_sent_bytes_ = 0;      // sum over steps of the bytes that the busiest rank sends
+  int64_t best_received_bytes_ = 0;  // sum over steps of the bytes that the busiest rank receives
 };
 
 }  // namespace

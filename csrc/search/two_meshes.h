@@ -7,9 +7,9 @@
 
 namespace shardwright {
 
-// Returns the cheapest steps of three legs: moves on the mesh of `src`, one crossing, moves on the mesh of `goal`. The
-// layouts at both ends of the crossing are chosen together. At these ends each mesh dim may do what it does in `src` or
-// `goal`, cut another tensor dim, or cut nothing:
+// Returns the cheapest steps of three legs: moves on the mesh of `src`, one *crossing* (the move from one mesh to the
+// other), moves on the mesh of `goal`. The layouts at both ends of the crossing are chosen together. At these ends each
+// mesh dim may do what it does in `src` or `goal`, cut another tensor dim, or cut nothing:
 //
 //   before    All pending reductions are done, into cuts or replicas, and replicas may reduce a part each. Cuts may be
 //             gathered or exchanged, so that fewer messages cross.
