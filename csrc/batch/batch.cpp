@@ -14,7 +14,7 @@
 namespace shardwright {
 namespace {
 
-constexpr std::string_view kKind = "batch";
+constexpr std::string_view kKind = "batch";  // kind in the first line of the wire format
 
 // Numbers distinct strings in the order of their first appearance.
 class Numbers {
@@ -28,6 +28,7 @@ class Numbers {
   std::unordered_map<std::string, int> numbers_;
 };
 
+// Returns the map for which IndexMap::words() returns these words.
 IndexMap map_of(const std::vector<int64_t>& words) {
   check_argument(words.size() % 5 == 0, "batch: the number of integers of a map", "a multiple of 5", words.size());
   std::vector<MapAxis> axes;
@@ -83,6 +84,7 @@ std::string Batch::to_bytes() const {
   Numbers meshes;
   Numbers layouts;
   std::vector<std::pair<int, const Layout*>> written;  // mesh number and layout
+  // Returns the number of a layout in the list of written layouts, and appends it to the list if it is new.
   const auto number_of = [&](const Layout& layout) {
     const auto [mesh, is_new_mesh] = number_of_mesh.try_emplace(&layout.mesh(), 0);
     if (is_new_mesh) {
@@ -102,8 +104,8 @@ std::string Batch::to_bytes() const {
   for (const Layout& layout : sources) numbers_of_sources.push_back(number_of(layout));
   for (const Layout& layout : destinations) numbers_of_destinations.push_back(number_of(layout));
   std::map<std::vector<int64_t>, int64_t> number_of_map;
-  std::vector<std::vector<int64_t>> maps;
-  std::vector<int64_t> words;  // source, destination and map of each item
+  std::vector<std::vector<int64_t>> maps;  // distinct maps, as words
+  std::vector<int64_t> words;              // source, destination and map of each item
   for (const BatchItem& item : items) {
     std::vector<int64_t> map = item.map.words();
     const auto [found, is_new] = number_of_map.try_emplace(map, static_cast<int64_t>(maps.size()));
@@ -138,6 +140,7 @@ Batch Batch::from_bytes(std::string_view bytes) {
   const std::vector<MeshPtr> meshes = in.list([&] { return read_mesh(in); });
   const std::vector<Layout> layouts =
       in.list([&] { return read_layout(in, meshes.at(in.integer(0, static_cast<int64_t>(meshes.size()) - 1))); });
+  // Reads a list of tensors, each the number of a layout.
   const auto tensors = [&] {
     return in.list([&] { return layouts.at(in.integer(0, static_cast<int64_t>(layouts.size()) - 1)); });
   };
@@ -148,6 +151,7 @@ Batch Batch::from_bytes(std::string_view bytes) {
   in.finish();
   check_argument(words.size() % 3 == 0, "batch: the number of integers of items", "a multiple of 3", words.size());
   for (size_t i = 0; i < words.size(); i += 3) {
+    // Returns words[j], checked to be an index below `count`.
     const auto number = [&](size_t j, size_t count, const char* what) {
       check_user(words[j] >= 0 && words[j] < static_cast<int64_t>(count), "batch: ", what, " of an item must be ",
                  InRange{0, static_cast<int64_t>(count) - 1}, ", got ", words[j]);
@@ -168,7 +172,7 @@ std::vector<uint64_t> Batch::digests() const {
   const auto add = [&](std::string_view bytes) {
     for (const char c : bytes) digest = (digest ^ static_cast<uint8_t>(c)) * kPrime;
   };
-  std::unordered_map<const Mesh*, std::string> meshes;
+  std::unordered_map<const Mesh*, std::string> meshes;  // hash of each mesh, as text
   const auto add_layout = [&](const Layout& layout) {
     const auto [mesh, is_new] = meshes.try_emplace(&layout.mesh());
     if (is_new) {

@@ -22,8 +22,10 @@ namespace {
 
 using Kind = BatchPlan::Kind;
 
+// Returns the bytes of one element of a kind, as it is sent.
 int64_t item_bytes(const BatchPlan& plan, const Kind& kind) { return plan.wire_dtype(kind.item).size_bytes(); }
 
+// Sets the fields of received, kept and sent bytes, and rounds_bound.
 void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
   std::vector<int64_t> received(plan.ranks().size(), 0);
   std::vector<int64_t> sent(plan.ranks().size(), 0);
@@ -51,9 +53,10 @@ void count_bytes(const BatchPlan& plan, BatchCertificate& certificate) {
 // Bytes that all receivers together need from each set of candidate senders.
 struct Wanted {
   std::map<std::vector<Rank>, int64_t> by_senders;
-  bool is_all = true;  // false if some exchanges do not report their demand; these are left out
+  bool is_all = true;  // false if exchanges that do not report their demand were left out
 };
 
+// Returns the bytes wanted by the receivers of all items.
 Wanted wanted_of(const BatchPlan& plan) {
   Wanted wanted;
   for (const Kind& kind : plan.kinds()) {
@@ -69,7 +72,8 @@ Wanted wanted_of(const BatchPlan& plan) {
   return wanted;
 }
 
-// Computes the bound on sent bytes. Ranks that belong to the same sets of candidate senders form a team.
+// Sets sent_bytes_bound by dividing work (exchange/load.h): the bytes wanted from each set of candidate senders are a
+// job. Ranks that belong to the same sets form a team, and the teams that belong to one set form its pool.
 void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
   const Wanted known = wanted_of(plan);
   const std::map<std::vector<Rank>, int64_t>& wanted = known.by_senders;
@@ -124,6 +128,7 @@ struct Flow {
   int64_t elements = 0;
 };
 
+// Returns the rounds of each kind.
 std::vector<Travel> travels_of(const BatchPlan& plan) {
   std::vector<Travel> travels(plan.kinds().size());
   for (Travel& travel : travels) travel.whole.resize((plan.num_rounds() + 63) / 64, 0);
@@ -140,6 +145,7 @@ std::vector<Travel> travels_of(const BatchPlan& plan) {
   return travels;
 }
 
+// Returns the flows of all kinds, by ascending receiver, then sender.
 std::vector<Flow> flows_of(const BatchPlan& plan) {
   std::vector<Flow> flows;
   for (size_t k = 0; k < plan.kinds().size(); ++k) {
@@ -156,6 +162,8 @@ std::vector<Flow> flows_of(const BatchPlan& plan) {
   return flows;
 }
 
+// Sets the fields of messages. If there are few flows, the rounds of all flows between two ranks are united; otherwise
+// every item's messages are counted separately, capped at one message per round from each other rank.
 void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
   const std::vector<Travel> travels = travels_of(plan);
   int64_t item_messages = 0;
@@ -208,6 +216,7 @@ struct ReductionCosts {
   int64_t temporary_bytes = 0;
 };
 
+// Returns the costs of a reduction.
 ReductionCosts costs_of(const BatchReduction& reduction) {
   ReductionCosts costs;
   for (const Lowering& lowering : Lowering::all()) {
@@ -220,6 +229,7 @@ ReductionCosts costs_of(const BatchReduction& reduction) {
   return costs;
 }
 
+// Sets the fields of reductions, and memory_bytes. Costs are computed once for each pair of layouts.
 void count_reductions(const BatchPlan& plan, BatchCertificate& certificate) {
   LayoutNumbers layouts;
   std::map<std::pair<int, int>, ReductionCosts> known;

@@ -14,9 +14,10 @@ namespace shardwright {
 namespace {
 
 using Kind = BatchPlan::Kind;
-using Rounds = std::vector<uint64_t>;  // one bit per round
+using Rounds = std::vector<uint64_t>;  // a set of rounds, one bit per round of the plan
 using RankPair = std::pair<Rank, Rank>;
 
+// Returns the link between two ranks: `inside` if they are on one node.
 const Link& link_between(const Topology& topology, Rank a, Rank b) {
   const auto node = [&](Rank rank) {
     return topology.ranks_per_node == 0 ? 0 : number(rank) / topology.ranks_per_node;
@@ -34,22 +35,26 @@ std::vector<Rounds> rounds_of_kinds(const BatchPlan& plan) {
   return rounds;
 }
 
+// Returns the number of rounds in a set.
 int64_t count(const Rounds& rounds) {
   int64_t total = 0;
   for (const uint64_t word : rounds) total += std::popcount(word);
   return total;
 }
 
+// Adds all rounds of a set to `into`.
 void merge(Rounds& into, const Rounds& rounds) {
   into.resize(rounds.size(), 0);
   for (size_t w = 0; w < rounds.size(); ++w) into[w] |= rounds[w];
 }
 
+// The bytes that one rank sends another, and the rounds in which it does.
 struct LinkUse {
   int64_t bytes = 0;
   Rounds rounds;
 };
 
+// Returns the use of each link, by sender and receiver.
 std::map<RankPair, LinkUse> uses_of(const BatchPlan& plan) {
   const std::vector<Rounds> rounds = rounds_of_kinds(plan);
   std::map<RankPair, LinkUse> uses;
@@ -100,6 +105,7 @@ BatchForecast::OfDestination costs_of(const BatchPlan& plan, const std::vector<i
   return costs;
 }
 
+// Fills forecast.destinations.
 void add_destinations(const BatchPlan& plan, const Topology& topology, BatchForecast& forecast) {
   std::vector<std::vector<int>> kinds(plan.batch().destinations.size());
   std::vector<std::pair<int, int>> rounds(kinds.size(), {plan.num_rounds(), -1});
@@ -133,6 +139,7 @@ struct RankUse {
   Rounds rounds;
 };
 
+// Returns the predicted time of a rank, without reductions.
 int64_t time_of(const RankUse& use, const BatchPlan& plan, const Topology& topology) {
   const int64_t rounds = count(use.rounds);
   const int64_t moving = std::max(use.sending_ps, use.receiving_ps);
@@ -144,6 +151,7 @@ int64_t time_of(const RankUse& use, const BatchPlan& plan, const Topology& topol
   return saturating_sum(latency, saturating_sum(alongside, std::min(moving, copying) / std::max<int64_t>(rounds, 1)));
 }
 
+// Returns the time of one reduction with the slowest lowering.
 int64_t reducing_time(const BatchReduction& one, const Topology& topology) {
   int64_t longest = 0;
   for (const Lowering& lowering : Lowering::all()) {
@@ -153,6 +161,7 @@ int64_t reducing_time(const BatchReduction& one, const Topology& topology) {
   return longest;
 }
 
+// Returns the time of all reductions, one after the other.
 int64_t reducing_time(const BatchPlan& plan, const Topology& topology) {
   LayoutNumbers layouts;
   std::map<std::pair<int, int>, int64_t> known;

@@ -1,4 +1,5 @@
-// Predicted traffic and time of a batch, by destination and by link from one rank to another.
+// Predicted traffic and time of a batch, by destination and by link from one rank to another. Times are in picoseconds
+// (ps) and follow the cost model of cost/topology.h.
 #pragma once
 
 #include <cstdint>
@@ -10,20 +11,22 @@
 namespace shardwright {
 
 struct BatchForecast {
+  // The traffic of all items with one destination.
   struct OfDestination {
     int64_t received_bytes = 0;      // by all ranks
     int64_t received_bytes_max = 0;  // by one rank
     int64_t kept_bytes = 0;          // copied locally, by all ranks
-    int first_round = -1;            // -1 if nothing is sent
-    int last_round = -1;
-    int64_t predicted_ps = 0;  // busiest rank, for this destination alone, without latencies
+    int first_round = -1;            // first round that sends elements of it; -1 if nothing is sent
+    int last_round = -1;             // last such round; -1 if nothing is sent
+    int64_t predicted_ps = 0;        // transfers of the busiest rank for this destination alone, without latencies
   };
+  // The traffic from one rank to another.
   struct OfLink {
     Rank from{};
     Rank to{};
     int64_t bytes = 0;
-    int64_t messages = 0;  // upper bound: a piece of a small message may be empty
-    int64_t predicted_ps = 0;
+    int64_t messages = 0;  // one per round that uses the link; an upper bound, as a piece may have none of its elements
+    int64_t predicted_ps = 0;  // latencies of the messages plus their transfers
   };
 
   std::vector<OfDestination> destinations;  // in the order of Batch::destinations
@@ -36,7 +39,8 @@ struct BatchForecast {
   int64_t predicted_ps = 0;
 };
 
-// Takes time proportional to the messages of all kinds. Destinations whose items have equal kinds are computed once.
+// Returns the forecast of a plan. Takes time proportional to the number of messages of all kinds. Destinations whose
+// items have equal kinds are computed once.
 BatchForecast forecast(const BatchPlan& plan, const Topology& topology);
 
 }  // namespace shardwright

@@ -38,13 +38,14 @@ BatchPlan::Kind BatchPlan::make_kind(int item, ExchangePtr exchange) const {
 
 namespace {
 
-// Balances bytes over first senders. A sender_group is the number of a first sender. Sources on one mesh that replicate
-// the same mesh dims are balanced together, because a sender_group means the same replica for all of them.
+// Chooses the sender groups (item_family.h) of items such that all groups send about equally many bytes. Sources on one
+// mesh that replicate the same mesh dims are balanced together, because a sender group means the same replica for all
+// of them.
 class SenderRotation {
  public:
   explicit SenderRotation(int64_t first) : first_(first) {}
 
-  // Returns the sender_group with the fewest bytes so far and adds `bytes` to it.
+  // Returns the sender group with the fewest bytes so far and adds `bytes` to it. `sender_groups` is their number.
   int64_t take(const Layout& src, int64_t sender_groups, int64_t bytes) {
     if (sender_groups == 1) return 0;
     std::vector<int64_t>& given = given_[{number_of(src.mesh()), src.replicated_dims().bits(), sender_groups}];
@@ -59,6 +60,7 @@ class SenderRotation {
   }
 
  private:
+  // Returns the number of a mesh. Equal meshes have one number.
   int64_t number_of(const Mesh& mesh) {
     const auto known = std::find_if(meshes_.begin(), meshes_.end(),
                                     [&](const Mesh* other) { return other == &mesh || *other == mesh; });
@@ -69,16 +71,17 @@ class SenderRotation {
 
   int64_t first_;
   std::vector<const Mesh*> meshes_;
+  // Bytes so far, by sender group. Keys: number of the mesh, replicated mesh dims, number of sender groups.
   std::map<std::tuple<int64_t, uint32_t, int64_t>, std::vector<int64_t>> given_;
 };
 
 }  // namespace
 
-// Items with equal layouts and maps are a family. It has one kind for each sender_group that its items take.
+// Items with equal layouts and maps are a family. It has one kind for each sender group that its items take.
 void BatchPlan::find_kinds() {
   struct Family {
     std::optional<ItemFamily> exchanges;
-    std::vector<int> kinds;  // by sender_group; -1 if not made yet
+    std::vector<int> kinds;  // by sender group; -1 if not made yet
   };
   LayoutNumbers layouts;
   std::map<std::vector<int64_t>, int> maps;
@@ -107,6 +110,7 @@ void BatchPlan::find_kinds() {
   }
 }
 
+// Items with larger elements come first, as the scheduler requires; otherwise items keep the order of the batch.
 void BatchPlan::schedule() {
   const auto size = [&](int item) { return wire_dtype(item).size_bytes(); };
   order_.resize(batch_.items.size());

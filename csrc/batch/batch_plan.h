@@ -2,12 +2,14 @@
 //
 //   reductions Sources with pending reductions are first reduced, each by a plan of its own, to a layout that cuts the
 //              tensor further (reductions.h). Everything below is about the reduced sources.
-//   kinds      Items with equal layouts and equal maps are of one kind and share one Exchange. A state dict of 20,000
-//              tensors has some dozens of kinds. Each element that a rank needs and does not hold is sent to it once;
-//              elements that it holds are copied locally. The candidate senders of a part share its elements evenly.
-//              If a share would be below ItemFamily::kLeastShareBytes, one candidate sends a whole message instead, and
-//              the items alternate the first sender. Sources with replicas of one shape are balanced together, over all
-//              kinds: an item takes the first sender with the fewest bytes so far, beginning with Batch::first_sender.
+//   kinds      Items with equal layouts, maps and first senders are of one kind and share one Exchange, which has the
+//              messages between ranks (exchange/exchange.h). A state dict of 20,000 tensors has some dozens of kinds.
+//              Each element that a rank needs and does not hold is sent to it once; elements that it holds are copied
+//              locally. The candidate senders of a part, the ranks that hold it, share its elements evenly. If a share
+//              would be below ItemFamily::kLeastShareBytes, one candidate sends a whole message instead, and the items
+//              alternate the first sender (item_family.h): an item takes the first sender with the fewest bytes so far,
+//              beginning with Batch::first_sender. Sources on one mesh that are replicated over the same mesh dims are
+//              balanced together, over all kinds.
 //   rounds     schedule.h assigns the items to rounds.
 //   programs   compile_batch.h makes the instructions of one rank, proportional to its own messages.
 //
@@ -30,7 +32,7 @@ namespace shardwright {
 
 class BatchPlan {
  public:
-  // Throws UserError as Batch::check and Scheduler::add do.
+  // Plans the batch. Throws UserError as Batch::check and Scheduler::add do.
   explicit BatchPlan(Batch batch);
 
   // The batch with each pending source replaced by its reduced layout.
@@ -43,6 +45,7 @@ class BatchPlan {
   int64_t bucket_bytes() const { return bucket_bytes_; }
   int64_t buckets() const { return buckets_; }
 
+  // Returns the dtype in which the elements of an item are sent.
   DType wire_dtype(int item) const {
     return shardwright::wire_dtype(batch_.sources[batch_.items[item].source],
                                    batch_.destinations[batch_.items[item].destination]);
@@ -50,20 +53,24 @@ class BatchPlan {
 
   // Items with equal layouts, maps and first senders.
   struct Kind {
-    int item = 0;  // index of one such item
-    ExchangePtr exchange;
-    std::vector<ItemLoad> loads;  // largest first
-    int64_t num_items = 0;
+    int item = 0;                 // index of one such item
+    ExchangePtr exchange;         // the messages of one item
+    std::vector<ItemLoad> loads;  // of each rank that sends or receives; largest first
+    int64_t num_items = 0;        // number of items of this kind
   };
   const std::vector<Kind>& kinds() const { return kinds_; }
   int kind_of(int item) const { return kind_of_item_[item]; }
-  // The items in the order in which they are sent, and the pieces of each item.
+  // The items in the order in which they are sent, and the pieces of each item (schedule.h). An item whose elements all
+  // stay on their ranks has no pieces.
   const std::vector<int>& order() const { return order_; }
   const std::vector<ItemPiece>& pieces(int item) const { return pieces_[item]; }
 
  private:
+  // Sets kinds_ and kind_of_item_.
   void find_kinds();
+  // Returns a kind with its loads, and with 0 items.
   Kind make_kind(int item, ExchangePtr exchange) const;
+  // Sets order_, pieces_, num_rounds_, bucket_bytes_ and buckets_.
   void schedule();
 
   Batch batch_;

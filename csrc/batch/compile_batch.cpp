@@ -18,11 +18,12 @@ namespace {
 struct RankPart {
   std::vector<Exchange::Message> sends;
   std::vector<Exchange::Message> receives;
-  std::optional<Selection> kept;  // nullopt if nothing stays on the rank
-  std::vector<LocalAxis> src_axes;
-  std::vector<LocalAxis> dst_axes;
+  std::optional<Selection> kept;    // nullopt if nothing stays on the rank
+  std::vector<LocalAxis> src_axes;  // places of the axes in the local source; only set if it is read
+  std::vector<LocalAxis> dst_axes;  // places of the axes in the local destination; only set if it is written
 };
 
+// Returns a rank's part of an exchange.
 RankPart part_of(const Exchange& exchange, Rank rank) {
   RankPart part{exchange.messages(rank, Direction::kSend),
                 exchange.messages(rank, Direction::kReceive),
@@ -38,11 +39,12 @@ RankPart part_of(const Exchange& exchange, Rank rank) {
 // The elements [begin, end) of a message of one item.
 struct Fragment {
   int item = 0;
-  const Selection* message = nullptr;
+  const Selection* message = nullptr;  // all elements of the message
   int64_t begin = 0;
   int64_t end = 0;
 };
 
+// Returns the number of elements of all fragments.
 int64_t elements_of(const std::vector<Fragment>& fragments) {
   return std::transform_reduce(fragments.begin(), fragments.end(), int64_t{0}, std::plus<>(),
                                [](const Fragment& one) { return one.end - one.begin; });
@@ -50,9 +52,9 @@ int64_t elements_of(const std::vector<Fragment>& fragments) {
 
 // The messages between this rank and each peer in one round.
 struct Round {
-  using Messages = std::map<Rank, std::vector<Fragment>>;
+  using Messages = std::map<Rank, std::vector<Fragment>>;  // the fragments of each message, in its order
 
-  int64_t element_bytes = 1;
+  int64_t element_bytes = 1;  // all elements of a round have the same size
   Messages sends;
   Messages receives;
 
@@ -67,7 +69,7 @@ struct Round {
   }
 };
 
-// Consecutive copies. Those between the same buffers and dtypes are merged into one instruction.
+// A list of copies. Copies with equal buffers and dtypes are merged into one instruction.
 class Copies {
  public:
   void add(Copy copy) {
@@ -88,6 +90,7 @@ class Copies {
   std::map<std::tuple<int, int, int, int>, size_t> known_;
 };
 
+// Writes the program of one rank. `rounds_` has only the rounds in which the rank sends or receives.
 class BatchCompiler {
  public:
   BatchCompiler(const BatchPlan& plan, Rank rank, const BatchStrides& strides, bool through_host)
@@ -113,6 +116,7 @@ class BatchCompiler {
   }
 
  private:
+  // Adds a buffer for the local part of each tensor.
   void add_tensors(const std::vector<Layout>& layouts, const std::vector<std::vector<int64_t>>& strides,
                    BufferRole role) {
     for (size_t i = 0; i < layouts.size(); ++i) {
@@ -121,12 +125,15 @@ class BatchCompiler {
       program_.buffers.push_back({count, layouts[i].dtype(), role, std::move(shape), strides[i]});
     }
   }
+  // Return the buffers of an item's source and destination.
   BufferId source(int item) const { return BufferId{batch_.items[item].source}; }
   BufferId destination(int item) const {
     return BufferId{static_cast<int>(batch_.sources.size()) + batch_.items[item].destination};
   }
+  // Returns the entry of an item's destination in Program::destination_ends.
   DestinationEnd& end_of(int item) { return program_.destination_ends[batch_.items[item].destination]; }
 
+  // Fills parts_ and rounds_.
   void find_rounds() {
     for (const BatchPlan::Kind& kind : plan_.kinds()) parts_.push_back(part_of(*kind.exchange, rank_));
     for (const int item : plan_.order()) {
@@ -143,6 +150,7 @@ class BatchCompiler {
     }
   }
 
+  // Adds a piece of each of an item's messages, on one side, to the round of the piece.
   void add_fragments(int item, const ItemPiece& piece, const std::vector<Exchange::Message>& messages,
                      Round::Messages Round::* side) {
     for (const Exchange::Message& message : messages) {
@@ -156,7 +164,8 @@ class BatchCompiler {
     }
   }
 
-  // A bucket is as large as the largest round that it is used for.
+  // Adds the buckets. Each is as large as the largest round that uses it. If messages are staged in host memory, each
+  // bucket also gets a buffer of its size there.
   void add_buckets() {
     const size_t count = std::min<size_t>(plan_.buckets(), rounds_.size());
     std::vector<int64_t> sizes(count, 0);
@@ -174,6 +183,7 @@ class BatchCompiler {
     for (size_t b = 0; program_.stages_on_host && b < count; ++b) wires_[b] = add(sizes[b], true);
   }
 
+  // Writes all instructions, in the order given in the header.
   void write_instructions() {
     const size_t under_way = buckets_.size();
     std::vector<const std::pair<const int, Round>*> rounds;
@@ -194,6 +204,7 @@ class BatchCompiler {
     for (DestinationEnd& end : program_.destination_ends) end.departed = std::max(end.departed, end.complete);
   }
 
+  // Writes the start of a round: copies from sources to the bucket, and the transfer. Returns the transfer's ticket.
   Ticket write_start(const Round& round, size_t bucket) {
     SendReceive move{0, {}, {}};
     Copies copies;
@@ -218,6 +229,7 @@ class BatchCompiler {
     return Ticket{static_cast<int>(program_.instructions.size()) - 1};
   }
 
+  // Writes the copies of elements that stay on the rank.
   void write_keep() {
     Copies copies;
     for (int item = 0; item < std::ssize(batch_.items); ++item) {
@@ -252,16 +264,18 @@ class BatchCompiler {
     emit(copies.take());
   }
 
-  // Copies a range of a bucket to or from its copy in host memory, if it has one.
+  // Copies a range of a bucket between the device and host memory. Does nothing if messages are not staged on the host.
   void copy_between(BufferId src, BufferId dst, const BufferRange& range) {
     if (src == dst || range.count == 0) return;
     emit(Copy{src, dst, {{range.offset, range.offset, {range.count}, {1}, {1}}}});
   }
 
+  // Returns the byte range of a message in a bucket. `position` is the element at which it begins.
   static BufferRange range_of(const std::vector<Fragment>& fragments, const Round& round, BufferId bucket,
                               int64_t position) {
     return {bucket, position * round.element_bytes, elements_of(fragments) * round.element_bytes};
   }
+  // Returns the boxes that copy the elements of a fragment.
   static std::vector<Box> boxes_of(const Fragment& one, const Place& from, const Place& to) {
     return one.message->slice(one.begin, one.end).boxes(from, to);
   }
@@ -271,8 +285,10 @@ class BatchCompiler {
     return strides_.destinations[batch_.items[item].destination];
   }
 
+  // Returns the index of the next instruction.
   int now() const { return static_cast<int>(program_.instructions.size()); }
   void emit(Operation operation) { program_.instructions.push_back({std::move(operation), step_}); }
+  // Emits copies. Sets `complete` of each destination that they write to the index after the copy.
   void emit(std::vector<Copy> copies) {
     const auto first_destination = static_cast<int>(batch_.sources.size());
     for (Copy& copy : copies) {
@@ -293,7 +309,7 @@ class BatchCompiler {
   std::vector<BufferId> buckets_;
   std::vector<BufferId> wires_;  // by bucket: the buffer of its messages, in host memory if staged there
   Program program_;
-  int step_ = 0;
+  int step_ = 0;  // step of the instructions that are emitted next
 };
 
 }  // namespace

@@ -8,7 +8,8 @@
 //     keep          copies from sources to destinations of all elements that stay on the rank
 //     round ends    a Wait, and copies from the bucket to destinations
 //
-// Here rounds are only those in which this rank takes part. b of them (BatchPlan::buckets) are under way at a time.
+// Rounds in which this rank sends and receives nothing are left out; the remaining rounds are numbered from 0. At a
+// time, b rounds (BatchPlan::buckets) are under way.
 // Both sides order the items of a message by BatchPlan::order(). Copies into or out of a bucket cast elements if the
 // dtypes differ. Step 0 of the program has the local copies, and step 1 + r has round r of the plan.
 #pragma once
@@ -28,9 +29,9 @@ struct BatchStrides {
   bool operator==(const BatchStrides&) const = default;
 };
 
-// The only group has ranks 0 to `group_size` - 1, which must include all ranks of the batch. A rank that is on none of
-// the meshes gets a program without work. With `through_host`, messages are sent from and received in buckets in host
-// memory (Program::stages_on_host).
+// Returns the program of a rank. Its only group has ranks 0 to `group_size` - 1, which must include all ranks of the
+// batch. A rank that is on none of the meshes gets a program without work. With `through_host`, messages are sent from
+// and received in buckets in host memory (Program::stages_on_host).
 Program compile_batch(const BatchPlan& plan, Rank rank, int64_t group_size, const BatchStrides& strides,
                       bool through_host = false);
 

@@ -45,6 +45,8 @@ std::optional<IndexMap> map_of_local_dims(const Layout& src, const Layout& dst, 
   return IndexMap(std::move(axes));
 }
 
+// Returns an exchange in which candidate senders send equally many elements, or whole messages if even the busiest
+// sender would send less than kLeastShareBytes.
 ExchangePtr indexed_exchange(const Layout& src, const Layout& dst, const IndexMap& map) {
   const AxisGrids grids = axis_grids(src, dst, map);
   const auto with_policy = [&](ReplicaPolicy policy) {
@@ -55,6 +57,7 @@ ExchangePtr indexed_exchange(const Layout& src, const Layout& dst, const IndexMa
                                                                      : by_bytes;
 }
 
+// Returns the exchange of the boxes that the map reads and writes.
 GridExchange grid_exchange_of(const Layout& src, const Layout& dst, const IndexMap& map, ReplicaPolicy policy,
                               int64_t first_sender) {
   return GridExchange(Grid(src, map.src_windows()), Grid(dst, map.dst_windows()), wire_dtype(src, dst).size_bytes(),
@@ -68,7 +71,8 @@ ItemFamily::ItemFamily(const Layout& src, const Layout& dst, const IndexMap& map
   only_ = in_local_dims_ ? grid_exchange(*in_local_dims_) : indexed_exchange(src, dst, map);
 }
 
-// Returns null and sets sender_groups_ and replicas_each_ if first senders alternate.
+// Returns the only exchange of the family. If first senders alternate, returns null and sets sender_groups_ and
+// replicas_each_ instead.
 ExchangePtr ItemFamily::grid_exchange(const IndexMap& map) {
   auto by_bytes = std::make_shared<const GridExchange>(grid_exchange_of(src_, dst_, map, ReplicaPolicy::kEvenBytes, 0));
   const int64_t replicas = by_bytes->src().replicas();

@@ -1,8 +1,11 @@
 // Makes the exchanges of the items of a batch.
 //
 // An item whose layouts are partitions and flatten the same dims has a GridExchange of boxes; all other items have an
-// IndexedExchange. Items of one family have equal layouts and maps, and share exchanges. If one candidate sender sends
-// a whole message, the items of a family alternate the first sender (their sender_group).
+// IndexedExchange. Items of one family have equal layouts and maps, and share exchanges.
+//
+// The *first sender* is the replica of the source that sends the first messages of a part (exchange/grid_exchange.h).
+// If messages are too small to be shared by replicas, the items of a family alternate between up to kMaxSenderGroups
+// first senders, evenly spaced over the replicas. A *sender group* is the index of one of these first senders.
 #pragma once
 
 #include <cstdint>
@@ -15,17 +18,20 @@
 
 namespace shardwright {
 
-// Elements are sent in the smaller dtype of source and destination, so the cast is before or after the exchange. If
-// both have one size, elements are sent in the destination's dtype.
+// Returns true if elements are sent in the source's dtype and cast afterwards, false if they are cast to the
+// destination's dtype and then sent. Elements are sent in the smaller of the two dtypes; if both have one size, in the
+// destination's.
 inline bool travels_as_source(const Layout& src, const Layout& dst) {
   return src.dtype().size_bytes() < dst.dtype().size_bytes();
 }
+// Returns the dtype in which elements are sent.
 inline DType wire_dtype(const Layout& src, const Layout& dst) {
   return travels_as_source(src, dst) ? src.dtype() : dst.dtype();
 }
 
 using ExchangePtr = std::shared_ptr<const Exchange>;
 
+// The exchanges of all items with two given layouts and a given map: one exchange for each sender group.
 class ItemFamily {
  public:
   // If the shares of candidate senders would be below this, one of them sends a whole message instead.
@@ -36,7 +42,9 @@ class ItemFamily {
   // flattened part.
   ItemFamily(const Layout& src, const Layout& dst, const IndexMap& map);
 
+  // Returns the number of sender groups; 1 if first senders do not alternate.
   int64_t sender_groups() const { return sender_groups_; }
+  // Returns the exchange of items that take this sender group, in [0, sender_groups()).
   ExchangePtr exchange(int64_t sender_group) const;
 
  private:
@@ -44,10 +52,10 @@ class ItemFamily {
 
   const Layout& src_;
   const Layout& dst_;
-  std::optional<IndexMap> in_local_dims_;
-  ExchangePtr only_;  // set if there is only one sender_group
+  std::optional<IndexMap> in_local_dims_;  // the map between dims of Layout::shape(); set with a GridExchange
+  ExchangePtr only_;                       // set if there is only one sender group
   int64_t sender_groups_ = 1;
-  int64_t replicas_each_ = 1;  // replicas per sender_group
+  int64_t replicas_each_ = 1;  // distance between consecutive first senders, in replicas
 };
 
 // Returns the number of elements that all ranks together receive if the item is moved from `src`.

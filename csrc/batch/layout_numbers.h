@@ -10,6 +10,7 @@ namespace shardwright {
 // Stores pointers to the layouts, which must outlive it and not move.
 class LayoutNumbers {
  public:
+  // Returns the number of a layout. The first distinct layout has number 0, the next one 1, and so on.
   int of(const Layout& layout) {
     return numbers_.try_emplace(&layout, static_cast<int>(numbers_.size())).first->second;
   }

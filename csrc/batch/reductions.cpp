@@ -41,10 +41,11 @@ std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
 
 using ItemsOfSource = std::vector<const BatchItem*>;
 
+// Returns the candidate that leaves the fewest elements to receive, and among equal ones the smallest largest part.
 Layout best_reduced(const Batch& batch, const Layout& src, const ItemsOfSource& items) {
   const Layout* dst = items.empty() ? nullptr : &batch.destinations[items.front()->destination];
   std::optional<Layout> best;
-  std::pair<int64_t, int64_t> least;
+  std::pair<int64_t, int64_t> least;  // cost of `best`: elements received by all ranks, size of the largest part
   for (const Layout& one : candidates(src, dst)) {
     std::pair<int64_t, int64_t> cost{0, one.largest_part_elements()};
     for (const BatchItem* item : items) {

@@ -17,10 +17,11 @@
 
 namespace shardwright {
 
+// The reduction of one source.
 struct BatchReduction {
-  int source = 0;
-  Layout before;
-  Layout after;
+  int source = 0;  // index into Batch::sources
+  Layout before;   // layout of the source, with pending reductions
+  Layout after;    // the layout to which it is reduced, on the same mesh
 };
 
 // Returns the reductions of a batch, in the order of sources.

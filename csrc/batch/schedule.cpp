@@ -7,6 +7,7 @@
 namespace shardwright {
 namespace {
 
+// A mark is a position in a message, in units of 1/kWhole of its length. Bounds of pieces are marks.
 constexpr int64_t kWhole = ItemPiece::kWhole;
 
 // Returns a * b / c, rounded down. The product may exceed 64 bits.
@@ -80,12 +81,14 @@ std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loa
     }
     return end;
   };
+  // Tries the first open round in which the item fits unsplit.
   for (size_t r = 0; r < open_.size() && busiest <= bucket; ++r) {
     if (mark_in(open_[r], 0, true) < kWhole) continue;
     const ItemPiece whole{first_open_ + static_cast<int>(r), 0, kWhole};
     take(open_[r], loads, whole);
     return {whole};
   }
+  // Otherwise splits it over all open rounds with room, then new rounds.
   std::vector<ItemPiece> pieces;
   int64_t begin = 0;
   for (int round = first_open_; begin < kWhole; ++round) {

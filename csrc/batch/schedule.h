@@ -34,7 +34,8 @@ struct ItemPiece {
   int64_t end = kWhole;
   bool operator==(const ItemPiece&) const = default;
 
-  // Returns how many elements of a message come before `mark`, which is a `begin` or `end`.
+  // Returns the number of elements of a message before a mark, which is a piece's `begin` or `end`. `elements` is the
+  // length of the message.
   static int64_t before(int64_t mark, int64_t elements);
 };
 
@@ -45,9 +46,10 @@ struct ItemLoad {
   int64_t messages = 0;  // sent and received together; an upper bound
 };
 
+// Assigns items to rounds, one item after the other. A round is *open* while items may still be added to it.
 class Scheduler {
  public:
-  // Maximum number of open rounds. Earlier rounds take no more items.
+  // Maximum number of open rounds. A new round closes the earliest open one.
   static constexpr int kOpenRounds = 64;
 
   Scheduler(int64_t num_ranks, int64_t bucket_bytes);
@@ -64,14 +66,16 @@ class Scheduler {
  private:
   using Used = std::vector<int64_t>;  // elements in the bucket, by rank
 
+  // Appends a round.
   void open_round();
+  // Adds a piece to a round: adds its elements to `used`, and updates largest_round_bytes_.
   void take(Used& used, const std::vector<ItemLoad>& loads, const ItemPiece& piece);
 
   int64_t num_ranks_;
   int64_t bucket_bytes_;
-  int64_t element_bytes_ = 0;  // of the open rounds
-  int first_open_ = 0;
-  std::deque<Used> open_;  // rounds from first_open_ on
+  int64_t element_bytes_ = 0;  // size of the elements of the open rounds
+  int first_open_ = 0;         // number of the first open round
+  std::deque<Used> open_;      // the open rounds, from first_open_ on
   int64_t largest_round_bytes_ = 0;
 };
 

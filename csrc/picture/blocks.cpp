@@ -13,14 +13,15 @@
 namespace shardwright {
 namespace {
 
-constexpr int64_t kMaxBlocks = 8;
+constexpr int64_t kMaxBlocks = 8;                          // maximum number of blocks of a mesh
 constexpr int64_t kMaxMessagesCounted = int64_t{1} << 20;  // a crossing with more messages has no arrows
 constexpr double kBlockWidth = 170;
 constexpr double kBlockHeight = 40;
-constexpr double kPitch = 56;
-constexpr double kTip = 7;
-constexpr const char* kOnOneMesh = "#BBBBBB";
+constexpr double kPitch = 56;                  // distance between the tops of blocks
+constexpr double kTip = 7;                     // size of an arrow's tip
+constexpr const char* kOnOneMesh = "#BBBBBB";  // color of arrows of steps on one mesh
 
+// Draws one plan. Positions of a mesh are divided into blocks.
 class BlockPicture {
  public:
   explicit BlockPicture(const Plan& plan) : frame_(plan, 0, kBlockWidth) {
@@ -46,6 +47,7 @@ class BlockPicture {
   }
 
  private:
+  // All messages from one block to another.
   struct Flow {
     int64_t bytes = 0;
     int64_t messages = 0;
@@ -59,6 +61,7 @@ class BlockPicture {
   static int64_t num_blocks(const Mesh& mesh) { return (mesh.size() + block_size(mesh) - 1) / block_size(mesh); }
   static int64_t block_of(const Mesh& mesh, Rank rank) { return *mesh.position_of(rank) / block_size(mesh); }
 
+  // Returns the name of a block: its rank or range of ranks.
   static std::string name_of(const Mesh& mesh, int64_t block) {
     const int64_t first = block * block_size(mesh);
     const int64_t last = std::min(first + block_size(mesh), mesh.size()) - 1;
@@ -72,6 +75,7 @@ class BlockPicture {
     return concat(last - first + 1, " ranks from ", from, " on");
   }
 
+  // Returns the flows of a crossing; none if it has too many messages to count.
   Flows flows_of(const Step& step) {
     Flows flows;
     const GridExchange crossing = crossing_of(step);
@@ -91,8 +95,10 @@ class BlockPicture {
 
   // ---- drawing
 
+  // Returns the y of a block's top.
   double y_of(int64_t block) const { return frame_.top() + kPitch * static_cast<double>(block); }
 
+  // Draws a block, with the most bytes that one of its ranks holds.
   void draw_block(size_t state, int64_t block) {
     const Layout& layout = frame_.states()[state];
     const Mesh& mesh = layout.mesh();
@@ -112,6 +118,7 @@ class BlockPicture {
     svg_.close_group();
   }
 
+  // Draws an arrow across the gap of a step. `kind` is its CSS class.
   void draw_arrow(size_t step, double y0, double y1, const char* kind, const char* color, double width,
                   const std::string& title) {
     const double x0 = frame_.column(step) + kBlockWidth / 2 + 3;
@@ -133,6 +140,7 @@ class BlockPicture {
       ++leaving[blocks.first];
       ++arriving[blocks.second];
     }
+    // Returns the y of arrow number `at` of `count` at a block.
     const auto berth = [&](int64_t block, int64_t at, int64_t count) {
       return y_of(block) + kBlockHeight * (static_cast<double>(at) + 0.5) / static_cast<double>(count);
     };
@@ -149,6 +157,7 @@ class BlockPicture {
     }
   }
 
+  // Draws an arrow from each block to the same block after the step.
   void draw_on_one_mesh(size_t index) {
     const Mesh& mesh = frame_.steps()[index].before.mesh();
     for (int64_t b = 0; b < num_blocks(mesh); ++b) {
@@ -157,6 +166,7 @@ class BlockPicture {
     }
   }
 
+  // Adds the legend.
   void explain() {
     frame_.explain(
         "A box is a block of ranks, in the order of their mesh; \"each holds\" is the most that one of them does.");

@@ -12,6 +12,7 @@
 namespace shardwright {
 namespace {
 
+// Collects the messages of one step.
 class MessageList {
  public:
   MessageList(const Step& step, const std::map<Rank, int64_t>& rows) : step_(step), rows_(rows) {}
@@ -24,13 +25,14 @@ class MessageList {
   }
 
  private:
-  // `sender` is the region that the elements were selected from.
+  // Adds a message, unless it is empty. `sender` is the region that the elements were selected from.
   void add(Rank from, Rank to, const Selection& elements, const Region& sender) {
     if (elements.count() == 0) return;
     const int64_t bytes = elements.count() * step_.before.dtype().size_bytes();
     messages_.push_back({rows_.at(from), rows_.at(to), bytes, elements.indices(sender)});
   }
 
+  // Adds all messages and kept elements of a step that moves data.
   void add_exchange() {
     const std::unique_ptr<const Exchange> exchange = exchange_of(step_);
     for (const Rank from : exchange->ranks()) {
@@ -45,6 +47,7 @@ class MessageList {
     }
   }
 
+  // Adds the elements that each rank holds both before and after the step.
   void add_kept() {
     const Mesh& mesh = step_.before.mesh();
     for (const Rank rank : mesh.ranks()) {

@@ -12,9 +12,9 @@ namespace shardwright {
 namespace {
 
 constexpr double kMargin = 20;
-constexpr double kHeadsTop = 88;
+constexpr double kHeadsTop = 88;  // y of the first line above the columns
 constexpr double kLineHeight = 16;
-constexpr double kMinGap = 190;
+constexpr double kMinGap = 190;  // least width of the gap for a step
 constexpr double kMaxGap = 300;
 constexpr TextStyle kTitle{16, "start", "#111111", true};
 constexpr TextStyle kSubtitle{12, "start", "#555555", false};
@@ -39,6 +39,7 @@ const char* explanation_of(StepOp op) {
   }
 }
 
+// Returns a line with the plan's costs and the options it was planned with.
 std::string subtitle_of(const Plan& plan) {
   const std::string how =
       concat(plan.lowering.name, ", least ", objective_name(plan.objective), " on ", plan.topology.name);
@@ -53,8 +54,10 @@ std::string subtitle_of(const Plan& plan) {
 // Returns the size of a dim. A dim that the tensor does not have (-1) is drawn as one element.
 int64_t extent(const std::vector<int64_t>& shape, int dim) { return dim < 0 ? 1 : shape[dim]; }
 
+// Returns the intervals of a part on a dim; [0, 1) for a dim that the tensor does not have.
 IntervalList intervals(const Region& part, int dim) { return dim < 0 ? IntervalList{{0, 1}} : part[dim]; }
 
+// Returns "0:4+8:12"; at most kMaxIntervals intervals.
 std::string interval_text(const IntervalList& list) {
   constexpr size_t kMaxIntervals = 4;
   if (list.empty()) return "none";

@@ -1,5 +1,6 @@
 // The frame that all kinds of picture share: a title, a column for each state with its placements, a gap for each step
-// with its description and costs, and a legend.
+// with its description and costs, and a legend. A *state* is a layout of the tensor before, between or after steps. A
+// *box* is the rectangle that shows the full tensor in one state. Lengths are in pixels.
 #pragma once
 
 #include <string>
@@ -10,21 +11,21 @@
 
 namespace shardwright {
 
-// Draws a row per rank, for up to kMaxRanksDrawn ranks.
+// Returns an SVG document with a row per rank, for up to kMaxRanksDrawn ranks.
 std::string picture_by_rank(const Plan& plan);
-// Draws a row per mesh dim, for any number of ranks of one mesh.
+// Returns an SVG document with a row per mesh dim, for any number of ranks of one mesh.
 std::string picture_by_mesh_dim(const Plan& plan);
-// Draws blocks of ranks and the messages between them, for any number of ranks on two meshes.
+// Returns an SVG document with blocks of ranks and the messages between them, for any number of ranks on two meshes.
 std::string picture_by_block(const Plan& plan);
 
-// The tensor dims that a box shows: `down` and `across`, -1 if the tensor has too few dims. Dims that some state cuts
-// come first; cut dims that do not fit are in `strips`.
+// The tensor dims that a box shows, -1 if the tensor has too few dims. Dims that some state cuts come first.
 struct DrawnDims {
-  int down = -1;
-  int across = -1;
-  std::vector<int> strips;
+  int down = -1;            // from the top to the bottom
+  int across = -1;          // from the left to the right
+  std::vector<int> strips;  // cut dims that the box has no place for; each is a strip below it
 };
 
+// Returns the dims to draw in all of these states.
 DrawnDims drawn_dims(const std::vector<Layout>& states);
 
 // Returns the size of the box that shows a tensor, at most `height` high. It has the tensor's proportions, within
@@ -40,9 +41,10 @@ std::vector<Rect> rects_of(const Region& part, const std::vector<int64_t>& shape
 // Returns the indices of a part, such as "[0:4, 2:5]".
 std::string indices_text(const Region& part);
 
-// Returns the source, the layouts between steps, and the destination. There are two without steps.
+// Returns the source, the layouts between steps, and the destination; without steps, only source and destination.
 std::vector<Layout> states_of(const Plan& plan);
 
+// The frame of one plan. Rows are drawn by its owner, from top() down.
 class PictureFrame {
  public:
   // `labels_width` is kept free to the left of the first column; columns are at least `column_width` wide.
@@ -56,6 +58,7 @@ class PictureFrame {
   double top() const { return top_; }                            // y at which rows begin
   double right() const { return right_; }                        // x of the end of the last column
 
+  // Draws the title, and the texts above columns and gaps.
   void draw_heads(Svg& svg) const;
 
   // Adds a line to the legend, preceded by a swatch of this fill unless it is empty.
@@ -64,6 +67,7 @@ class PictureFrame {
   std::string page(Svg& svg, double right, double bottom) const;
 
  private:
+  // Returns the lines of text about a step.
   std::vector<std::string> step_lines(const Plan& plan, size_t index) const;
 
   std::string title_;

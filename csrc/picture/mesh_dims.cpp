@@ -10,25 +10,27 @@
 namespace shardwright {
 namespace {
 
-constexpr double kIcon = 34;
+constexpr double kIcon = 34;  // side of the square that shows a placement
 constexpr double kCellWidth = 150;
-constexpr double kRow = 56;
+constexpr double kRow = 56;  // height of a row
 constexpr double kTensorHeight = 90;
 constexpr int64_t kMaxPartsDrawn = 16;  // along each side of the tensor
 constexpr const char* kWire = "#BBBBBB";
-constexpr const char* kSpans = "#BB3311";
+constexpr const char* kSpans = "#BB3311";  // color of the mesh dims that a step spans
 constexpr const char* kReplicated = "#9AA5B1";
 constexpr const char* kPending = "#EE8844";
 constexpr TextStyle kName{13, "start", "#111111", true};
 constexpr TextStyle kNote{11, "start", "#555555", false};
 constexpr TextStyle kCaption{11, "middle", "#555555", false};
-constexpr size_t kMaxNameChars = 20;
+constexpr size_t kMaxNameChars = 20;  // of the name of a mesh dim
 
+// Returns the color of a tensor dim.
 const char* color_of_dim(int64_t tensor_dim) { return color_of(tensor_dim % 2 == 0 ? tensor_dim : tensor_dim + 6); }
 
 // Returns "2nd" for 2.
 std::string ordinal(size_t n) { return concat(n, n == 1 ? "st" : n == 2 ? "nd" : n == 3 ? "rd" : "th"); }
 
+// Draws one plan.
 class MeshDimPicture {
  public:
   explicit MeshDimPicture(const Plan& plan)
@@ -54,7 +56,9 @@ class MeshDimPicture {
  private:
   // ---- places
 
+  // Returns the y of the line of a mesh dim.
   double wire(int mesh_dim) const { return frame_.top() + kRow * mesh_dim + kRow / 2; }
+  // Returns the y at which the boxes of the tensor begin, below all rows.
   double tensor_top() const { return frame_.top() + kRow * mesh_.ndim() + 20; }
 
   double labels_width() const {
@@ -74,6 +78,7 @@ class MeshDimPicture {
 
   // ---- steps
 
+  // Draws a step: a line for each mesh dim, and a bar that joins the mesh dims that the step spans.
   void draw_step(size_t index) {
     const Step& step = frame_.steps()[index];
     const double x0 = frame_.column(index) + kCellWidth / 2;
@@ -102,6 +107,7 @@ class MeshDimPicture {
 
   // ---- a placement
 
+  // Draws the placement of one mesh dim in one state: an icon and a note.
   void draw_cell(size_t state, int mesh_dim) {
     const Layout& layout = frame_.states()[state];
     const Placement& placement = layout.placements()[mesh_dim];
@@ -139,6 +145,7 @@ class MeshDimPicture {
     svg_.path(lines, "fill=\"none\" stroke=\"#AAAAAA\" stroke-width=\"0.7\"");
   }
 
+  // Returns a text about a placement, such as "cut in 4, 2nd" (the second cut of its tensor dim).
   std::string note(const Layout& layout, int mesh_dim) const {
     const int64_t size = mesh_.dim_size(mesh_dim);
     const Placement& placement = layout.placements()[mesh_dim];
@@ -155,6 +162,7 @@ class MeshDimPicture {
 
   // ---- the tensor
 
+  // Draws the box of the tensor in one state, with the part of the rank at position 0, and a caption.
   void draw_tensor(size_t state) {
     const Layout& layout = frame_.states()[state];
     const double center = frame_.column(state);
@@ -179,10 +187,12 @@ class MeshDimPicture {
     }
   }
 
+  // Returns the number of parts into which a tensor dim is cut.
   int64_t num_parts(const Layout& layout, int tensor_dim) const {
     return tensor_dim < 0 ? 1 : mesh_.group_size(dims_of(layout.cuts(tensor_dim)));
   }
 
+  // Draws lines between parts, at most kMaxPartsDrawn parts along each side.
   void draw_lines(const Layout& layout, const Rect& box) {
     std::string d;
     const int64_t rows = std::min(num_parts(layout, drawn_.down), kMaxPartsDrawn);
@@ -198,6 +208,7 @@ class MeshDimPicture {
     if (!d.empty()) svg_.path(d, "fill=\"none\" stroke=\"#C4C4C4\" stroke-width=\"0.7\"");
   }
 
+  // Returns the lines below the tensor: number and size of parts, and number of copies and contributions.
   std::vector<std::string> captions(const Layout& layout, const Region& part) const {
     std::vector<int64_t> parts;
     for (int t = 0; t < layout.ndim(); ++t) parts.push_back(num_parts(layout, t));
@@ -211,6 +222,7 @@ class MeshDimPicture {
     return lines;
   }
 
+  // Adds the legend.
   void explain() {
     frame_.explain("A row is a mesh dim: how the tensor lies along it before and after each step.");
     frame_.explain("mesh dims that a step spans, joined: its groups are the ranks that differ only in these", kSpans);

@@ -14,9 +14,9 @@
 namespace shardwright {
 namespace {
 
-constexpr const char* kZeros = "#D8D8D8";
-constexpr const char* kStays = "#BBBBBB";
-constexpr const char* kStrip = "#777777";
+constexpr const char* kZeros = "#D8D8D8";  // zeros amid a rank's own part
+constexpr const char* kStays = "#BBBBBB";  // arrows of elements that stay on their rank
+constexpr const char* kStrip = "#777777";  // parts in strips
 constexpr TextStyle kRank{13, "start", "#111111", true};
 constexpr TextStyle kCoordinate{10, "start", "#555555", false};
 constexpr TextStyle kRankAgain{11, "start", "#555555", false};
@@ -25,7 +25,7 @@ constexpr size_t kMaxCoordinateChars = 30;
 constexpr double kStripHeight = 6;  // strip for a cut dim that the box does not show
 constexpr double kTip = 7;
 
-// Returns the pending reduction over some of these mesh dims, such as "sum"; empty if there is none.
+// Returns the operation of a pending reduction over some of `mesh_dims`, such as "sum"; empty if there is none.
 std::string op_text(const Layout& layout, MeshDimSet mesh_dims) {
   for (const int d : (mesh_dims & layout.partial_dims()).to_vector()) {
     return reduce_op_name(layout.placements()[d].op);
@@ -42,6 +42,7 @@ std::vector<Rank> rows_of(const Plan& plan) {
   return ranks;
 }
 
+// Draws one plan. Rows are numbered from the top; `ranks_` has the rank of each row.
 class RankPicture {
  public:
   explicit RankPicture(const Plan& plan)
@@ -84,6 +85,7 @@ class RankPicture {
   }
 
  private:
+  // Returns the height of a box, which is smaller if there are more rows.
   static double box_height(int64_t num_ranks) {
     return std::clamp(760.0 / static_cast<double>(num_ranks) - 14, 58.0, 104.0);
   }
@@ -97,10 +99,12 @@ class RankPicture {
     return {frame_.column(state) - box_.w / 2, row(row_number), box_.w, box_.h};
   }
 
+  // Returns the position of a row's rank; nullopt if the rank is not on the layout's mesh.
   std::optional<Position> position_in(const Layout& layout, int64_t row_number) const {
     return layout.mesh().position_of(ranks_[row_number]);
   }
 
+  // Return the rank of a row as text, without and with "rank".
   std::string number(int64_t row_number) const { return concat(ranks_[row_number]); }
   std::string name_of(int64_t row_number) const { return concat("rank ", number(row_number)); }
 
@@ -127,8 +131,10 @@ class RankPicture {
     return width + 44;
   }
 
+  // Returns the x of the labels to the right of the last column.
   double right_labels() const { return frame_.column(frame_.steps().size()) + box_.w / 2 + 12; }
 
+  // Returns the x of the right end of the picture.
   double right() const {
     double width = 0;
     for (int64_t r = 0; r < num_rows_; ++r) width = std::max(width, text_width(name_of(r), kRankAgain));
@@ -145,6 +151,7 @@ class RankPicture {
 
   // ---- parts of ranks
 
+  // Draws the box of one rank in one state.
   void draw_box(size_t state, int64_t row_number, Position position) {
     const Rect box = box_at(state, row_number);
     const Layout& layout = frame_.states()[state];
@@ -165,6 +172,7 @@ class RankPicture {
     svg_.close_group();
   }
 
+  // Fills the rank's part with the elements that it received or kept in the step before, each in its sender's color.
   void draw_parts(size_t state, int64_t row_number, const Rect& box, const Region& held) {
     const Layout& layout = frame_.states()[state];
     const bool is_pending = !layout.partial_dims().empty();
@@ -185,7 +193,7 @@ class RankPicture {
     }
   }
 
-  // True if some parts overlap in the picture because they differ only in dims that are not drawn.
+  // Returns true if some parts overlap in the picture because they differ only in dims that are not drawn.
   bool lie_behind_one_another(const std::vector<DrawnMessage>& messages) const {
     const auto meet = [](const Region& a, const Region& b, int dim) {
       return dim < 0 || intersection_length(a[dim], b[dim]) > 0;
@@ -202,6 +210,7 @@ class RankPicture {
     return false;
   }
 
+  // Fills the elements of a message in the color of a row, and writes `words` into the largest rectangle.
   void draw_part(const Rect& box, const DrawnMessage& message, int64_t color, const std::string& words) {
     std::vector<Rect> all;
     for (const Region& part : message.parts) {
@@ -221,17 +230,19 @@ class RankPicture {
         words, ink_on(color));
   }
 
-  // Writes the words if there is room.
+  // Writes the words in the middle of a rectangle if there is room.
   void write_into(const Rect& rect, const std::string& words, const char* ink) {
     const TextStyle style{std::clamp(rect.h - 1.5, 8.0, 11.0), "middle", ink, false};
     if (words.empty() || rect.h < style.size + 1 || rect.w < text_width(words, style) + 2) return;
     svg_.text(rect.x + rect.w / 2, rect.y + rect.h / 2 + style.size * 0.36, words, style);
   }
 
+  // Returns the rectangles of a part in a box; none if there would be too many.
   std::vector<Rect> rects(const Region& part, const Rect& box) const {
     return rects_of(part, plan_.src.shape(), drawn_, box);
   }
 
+  // Fills rectangles. `title` is shown on hover.
   void fill(const std::vector<Rect>& rects, const char* color, const char* attributes, const std::string& title) {
     if (rects.empty()) return;
     std::string d;
@@ -239,18 +250,21 @@ class RankPicture {
     svg_.path(d, concat("fill=\"", color, "\" ", attributes), title);
   }
 
-  // Returns the range that encloses a part. It is drawn if the part has too many pieces.
+  // Returns the bounding range of a part: in each dim, from its first to its last index. It is drawn instead of a part
+  // with too many pieces.
   Region range_of(const Region& part) const {
     Region range;
     for (const IntervalList& list : part) range.push_back({span_of(list)});
     return range;
   }
 
+  // Fills the range of a part that has too many pieces.
   void draw_pale(const Region& part, const Rect& box, int64_t color) {
     has_pale_ = true;
     fill(rects(range_of(part), box), color_of(color), "class=\"sw-pale\" fill-opacity=\"0.35\"", "");
   }
 
+  // Draws stripes over a part: it is a contribution to a pending reduction.
   void draw_stripes(const Region& held, const Rect& box) {
     if (num_elements(held) == 0) return;
     std::vector<Rect> all = rects(held, box);
@@ -320,12 +334,14 @@ class RankPicture {
     svg_.close_group();
   }
 
+  // Opens a group for the paths of an arrow. `kind` is its CSS class.
   void open_arrow(const char* kind, const char* color, double width, const std::string& title) {
     svg_.open_group(
         concat("class=\"", kind, "\" stroke=\"", color, "\" fill=\"", color, "\" stroke-width=\"", px(width), "\""),
         title);
   }
 
+  // Draws the reductions of a step, one for each group of ranks.
   void draw_reductions(size_t index) {
     const Step& step = frame_.steps()[index];
     const Mesh& mesh = step.before.mesh();
@@ -379,6 +395,7 @@ class RankPicture {
 
   // ---- legend
 
+  // Returns the legend's line about boxes.
   std::string box_text() const {
     const auto dim_text = [&](int t) { return concat("dim ", t, " (", plan_.src.shape()[t], ")"); };
     if (drawn_.across < 0) return "A box is the whole tensor, one element.";
@@ -393,6 +410,7 @@ class RankPicture {
     return text + ".";
   }
 
+  // Adds the legend.
   void explain() {
     frame_.explain(box_text());
     frame_.explain("What a rank holds is filled in the color, and has the number, of the rank it came from.");
@@ -427,14 +445,14 @@ class RankPicture {
   std::vector<Rank> ranks_;  // by row
   int64_t num_rows_;
   DrawnDims drawn_;
-  Rect box_;
+  Rect box_;  // size of a box
   PictureFrame frame_;
   Svg svg_;
-  double pitch_ = 0;
+  double pitch_ = 0;                                 // distance between the tops of rows
   std::vector<std::vector<DrawnMessage>> messages_;  // by step
-  int64_t widest_bytes_ = 0;
-  bool has_pale_ = false;
-  bool has_hidden_ = false;
+  int64_t widest_bytes_ = 0;                         // bytes of the largest message
+  bool has_pale_ = false;                            // some part was drawn by draw_pale()
+  bool has_hidden_ = false;                          // some parts lie behind one another
 };
 
 }  // namespace

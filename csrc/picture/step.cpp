@@ -10,13 +10,14 @@
 namespace shardwright {
 namespace {
 
-constexpr double kLeft = 110;
-constexpr double kWidth = 960;
+constexpr double kLeft = 110;   // x at which lanes begin, after their labels
+constexpr double kWidth = 960;  // width of the lanes
 constexpr double kLaneHeight = 34;
 constexpr double kArenaHeight = 240;
-constexpr double kGap = 14;
-constexpr double kTop = 64;
+constexpr double kGap = 14;  // between lanes
+constexpr double kTop = 64;  // y of the first lane
 
+// Draws one schedule. Without times, every use takes one unit of time, and there are no other lanes.
 class StepPicture {
  public:
   explicit StepPicture(const StepSchedule& schedule) : s_(schedule), has_times_(has_times(schedule)) {
@@ -61,11 +62,13 @@ class StepPicture {
                   "; ", memory);
   }
 
+  // Returns the x of a time.
   double x(int64_t ps) const {
     const auto all = static_cast<double>(std::max<int64_t>(lanes_.total_ps, 1));
     return kLeft + static_cast<double>(ps) / all * kWidth;
   }
 
+  // Draws a rectangle in the color of a weight, with `words` if there is room. `title` is shown on hover.
   void draw(const Rect& rect, int weight, bool is_striped, const std::string& words, const std::string& title) {
     const std::string path = rect_path(rect);
     const int64_t color = std::max(weight, 0);
@@ -97,6 +100,7 @@ class StepPicture {
     }
   }
 
+  // Draws gathers, reductions, activations and chunks in the lane of transfers.
   void draw_transfers(double y) {
     label(y, "transfers");
     for (size_t g = 0; g < s_.gathers.size(); ++g) {
@@ -124,6 +128,7 @@ class StepPicture {
     }
   }
 
+  // Draws the lane of copies in one direction. `spans` has the copy of each transfer, empty if it has none.
   template <typename Transfers>
   void draw_copies(double y, const char* direction, const Transfers& transfers, const std::vector<LaneSpan>& spans) {
     label(y, direction);
@@ -135,6 +140,7 @@ class StepPicture {
     }
   }
 
+  // Draws each buffer as a rectangle: time from left to right, addresses from top to bottom.
   void draw_arena(double y) {
     label(y, "arena");
     svg_.text(12, y + kLaneHeight / 2 + 20, bytes_text(s_.arena_bytes));
@@ -152,6 +158,7 @@ class StepPicture {
     }
   }
 
+  // Returns the time at which a buffer's gather begins, or its first use if it has no gather.
   int64_t begin_of(int buffer) const {
     for (size_t g = 0; g < lanes_.gathers.size(); ++g) {
       if (s_.gathers[g].buffer == buffer) return lanes_.gathers[g].begin_ps;
@@ -159,6 +166,7 @@ class StepPicture {
     return lanes_.uses[s_.buffers[buffer].first].begin_ps;
   }
 
+  // Returns ", 30 us"; nothing for an unknown time.
   static std::string time_text(int64_t ps) { return ps > 0 ? concat(", ", microseconds_text(ps)) : ""; }
 
   const StepSchedule& s_;

@@ -9,7 +9,7 @@
 namespace shardwright {
 namespace {
 
-constexpr const char* kReplacement = "\xEF\xBF\xBD";
+constexpr const char* kReplacement = "\xEF\xBF\xBD";  // U+FFFD
 
 // Returns the number of bytes of the character at the beginning of `text`; 0 if XML does not allow it.
 size_t character_bytes(std::string_view text) {
@@ -53,6 +53,7 @@ constexpr Color kColors[] = {
 };
 constexpr int64_t kNumColors = std::size(kColors);
 
+// Returns a title, which viewers show on hover; nothing for an empty title.
 std::string title_element(const std::string& title) {
   return title.empty() ? "" : concat("<title>", escaped(title), "</title>");
 }

@@ -24,11 +24,13 @@ struct Rect {
   double h = 0;
 };
 
+// Returns the data of a path (the attribute "d") around a rectangle.
 std::string rect_path(const Rect& rect);
 
-// Returns a curve that begins and ends horizontally.
+// Returns the data of a path: a curve that begins and ends horizontally.
 std::string curve_path(double x0, double y0, double x1, double y1);
 
+// The style of a text. `anchor` is the point of the text that is at x: "start", "middle" or "end".
 struct TextStyle {
   double size = 12;
   const char* anchor = "start";
@@ -39,6 +41,7 @@ struct TextStyle {
 // Returns an estimate of the width of text that common sans-serif fonts do not exceed by much. The font depends on the
 // viewer, and pieces of text must not run into each other.
 double text_width(const std::string& text, const TextStyle& style = {});
+// Returns the width of the widest line.
 double widest(const std::vector<std::string>& lines, const TextStyle& style = {});
 
 // Returns one of 16 colors, which repeat. Colors whose hues color-blind people cannot distinguish differ in lightness.
@@ -46,6 +49,7 @@ const char* color_of(int64_t index);
 // Returns black or white, whichever is easier to read on that color.
 const char* ink_on(int64_t index);
 
+// A document while it is being written. Shapes are drawn in the order of the calls.
 class Svg {
  public:
   // `title` is shown on hover. Words and titles are escaped; attributes are written as they are.
@@ -54,7 +58,7 @@ class Svg {
   void circle(double x, double y, double radius, const std::string& attributes, const std::string& title = {});
   void open_group(const std::string& attributes, const std::string& title = {});
   void close_group();
-  // An arrow tip that points to (x, y), in the fill of its group.
+  // Draws an arrow tip that points right, to (x, y), in the fill of its group.
   void tip(double x, double y, double size);
 
   // Draws white stripes over a path.

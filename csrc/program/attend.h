@@ -14,7 +14,7 @@
 namespace shardwright {
 
 // A block of rows of a tensor of heads: element (batch, head, row, i) is at
-// offset + batch * batch_stride + head * head_stride + row * row_stride + i.
+// offset + batch * batch_stride + head * head_stride + row * row_stride + i. Offsets and strides are in elements.
 struct Heads {
   BufferId buffer = kMissingBuffer;
   int64_t offset = 0;
@@ -31,6 +31,7 @@ struct HeadRows {
   int64_t head_stride = 0;
 };
 
+// The sizes of a block product.
 struct AttendSizes {
   int64_t batch = 0;
   int64_t heads = 0;        // number of query heads; a multiple of kv_heads
@@ -46,14 +47,15 @@ struct Band {
   static constexpr int64_t kMin = std::numeric_limits<int64_t>::min() / 4;
   static constexpr int64_t kMax = std::numeric_limits<int64_t>::max() / 4;
 
-  int64_t least = kMin;
-  int64_t most = kMax;
+  int64_t least = kMin;  // kMin: no lower bound
+  int64_t most = kMax;   // kMax: no upper bound
 
   bool sees(int64_t i, int64_t j) const { return least <= i - j && i - j <= most; }
   bool operator==(const Band&) const = default;
 };
 
-// The smallest rectangle with all visible pairs of a block product, and the band within it.
+// The smallest rectangle with all visible pairs of a block product (queries are rows, keys are columns), and the band
+// relative to its first row and column.
 struct VisiblePart {
   int64_t first_row = 0;
   int64_t rows = 0;
@@ -100,7 +102,7 @@ struct PairMask {
 struct Attend {
   AttendSizes sizes;
   Band band;
-  double scale = 1;
+  double scale = 1;  // factor of all scores
   Heads q;
   Heads k;
   Heads v;

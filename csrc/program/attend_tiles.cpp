@@ -7,8 +7,8 @@
 namespace shardwright {
 namespace {
 
-// Returns the bytes of a bias per (row, column). A mask may differ by batch and head. A band is the same for all of
-// them; its bias is the sum of two halves, one for each side.
+// Returns the bytes of a bias per pair of row and column. A mask may differ by batch and head. A band has one bias for
+// all batches and heads, which is the sum of two halves, one for each side.
 template <typename Product>
 int64_t bytes_per_pair(const Product& o, const AttendItems& items) {
   if (!o.mask) return 2 * items.of_bias;
@@ -16,6 +16,7 @@ int64_t bytes_per_pair(const Product& o, const AttendItems& items) {
          (o.mask->head_stride == 0 ? 1 : o.sizes.heads);
 }
 
+// Returns the length of a bias's row in memory.
 int64_t aligned(int64_t columns) { return ceil_divide(columns, kBiasAlignment) * kBiasAlignment; }
 
 // Returns the largest number of rows whose bias has at most `pairs` elements. If a band is bounded on both sides, a
@@ -34,6 +35,8 @@ int64_t rows_of_tile(const VisiblePart& part, int64_t pairs) {
   return fitting;
 }
 
+// Returns the tiles of a product. Divides it into rows only if its bias has rows: with a mask that differs by row, or a
+// band that is neither full nor a triangle.
 template <typename Product>
 std::vector<VisiblePart> tiles(const Product& o, const AttendItems& items) {
   const std::optional<VisiblePart> all = visible_part(o.band, o.sizes.rows, o.sizes.columns);
@@ -54,6 +57,7 @@ std::vector<VisiblePart> tiles(const Product& o, const AttendItems& items) {
   return found;
 }
 
+// Returns the bytes of the largest bias of a tile.
 template <typename Product>
 int64_t bias_bytes(const Product& o, const AttendItems& items) {
   int64_t most = 0;
@@ -65,7 +69,8 @@ int64_t bias_bytes(const Product& o, const AttendItems& items) {
   return most;
 }
 
-// Returns the elements of padded copies: of v and `num_results` tensors shaped like the result, or of q and k.
+// Returns the elements of operands padded to equal depths: of v and `num_results` tensors shaped like the result if
+// values are shallower than keys, or of q and k if they are deeper.
 int64_t padded_elements(const AttendSizes& s, int64_t num_results) {
   const int64_t of_queries = s.batch * s.heads * s.rows * std::max(s.depth, s.value_depth);
   const int64_t of_keys = s.batch * s.kv_heads * s.columns * std::max(s.depth, s.value_depth);

@@ -14,10 +14,11 @@ constexpr BufferId kMissingBuffer{-1};  // no buffer
 enum Ticket : int {};
 constexpr Ticket kNoTicket{-1};  // no transfer was started
 
+// A contiguous range of the elements of a buffer.
 struct BufferRange {
   BufferId buffer = kMissingBuffer;
-  int64_t offset = 0;
-  int64_t count = 0;  // elements
+  int64_t offset = 0;  // index of the first element
+  int64_t count = 0;   // number of elements
 };
 
 }  // namespace shardwright

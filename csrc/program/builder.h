@@ -12,8 +12,8 @@
 
 namespace shardwright {
 
-// The program of one rank while it is being written. The layouts of a step determine its meshes and the rank's
-// positions on them; the rank may be on neither.
+// The program of one rank while it is being written. A step leads from one mesh to another or stays on one mesh; the
+// rank may be on none of them.
 class ProgramBuilder {
  public:
   // With named_groups_only, all ranks of a step's group take part in it; otherwise only the ranks that send or receive.
@@ -42,11 +42,12 @@ class ProgramBuilder {
   // Creates a buffer of the dtype last given to begin_dtype, or of the program's dtype.
   BufferId new_buffer(int64_t count) { return new_buffer(count, dtype_); }
   BufferId new_buffer(int64_t count, DType dtype);
-  // Creates the next input. All inputs must be created before any other buffer.
+  // Creates the next input, row-major. All inputs must be created before any other buffer.
   BufferId new_input(std::vector<int64_t> shape) { return new_input(std::move(shape), dtype_); }
   BufferId new_input(std::vector<int64_t> shape, DType dtype);
   // Declares a buffer the next result. It may be an input.
   void add_output(BufferId buffer, std::vector<int64_t> shape);
+  // Returns the number of elements of a buffer.
   int64_t count_of(BufferId buffer) const { return program_.buffers[buffer].count; }
   BufferRange whole(BufferId buffer) const { return {buffer, 0, count_of(buffer)}; }
 
@@ -54,7 +55,8 @@ class ProgramBuilder {
   Ticket emit(Operation operation);
   // Returns the last instruction if it belongs to the current step and chunk, else null.
   Instruction* last_of_chunk();
-  // These emit nothing if there is nothing to do. In that case send_receive returns kNoTicket, which wait accepts.
+  // The following functions emit nothing if there is nothing to do. In that case send_receive returns kNoTicket, which
+  // wait accepts.
   Ticket send_receive(SendReceive move);
   void wait(Ticket ticket);
   void copy(BufferId src, BufferId dst, std::vector<Box> boxes);
@@ -62,9 +64,9 @@ class ProgramBuilder {
   // Copies the elements that the rank holds both before and after a step.
   void copy_shared(const Step& step, BufferId current, BufferId next);
 
-  // Removes and returns the last Wait and all instructions after it. Returns none if there is no Wait at or after index
-  // `first`, or if an instruction after it communicates. The caller emits instructions that need not wait, then calls
-  // put_back.
+  // Removes and returns the last Wait and all instructions after it, so that the caller can emit others before it and
+  // then call put_back. Returns none if there is no Wait at or after index `first`, or if an instruction after it
+  // communicates.
   std::vector<Instruction> take_last_wait(int first);
   void put_back(std::vector<Instruction> instructions);
 
@@ -77,15 +79,17 @@ class ProgramBuilder {
   Lowering lowering_;
   bool named_groups_only_;
   Rank rank_;
-  DType dtype_;
-  int chunk_ = -1;
-  bool exchanges_by_messages_ = false;
+  DType dtype_;                         // of buffers that are created without a dtype
+  int chunk_ = -1;                      // chunk of the instructions that are emitted next
+  bool exchanges_by_messages_ = false;  // AllToAll::by_messages of the following all-to-alls
   Program program_;
 };
 
+// Moves all boxes of `more` to the end of `boxes`.
 void append(std::vector<Box>& boxes, std::vector<Box> more);
 
-// A pending reduction: values are raised to `power`, reduced with `op`, divided, and the root is taken.
+// A pending reduction: values are raised to `power`, reduced with `op`, divided, and the root is taken. An average is a
+// sum with a divisor, a norm a sum with a power.
 struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   double divisor = 1;
@@ -93,14 +97,16 @@ struct Reduction {
   const Mesh* mesh = nullptr;  // contributions are added in the order of its positions
 };
 
+// Returns the reduction that a step carries out.
 Reduction reduction_of(const Step& step);
 
-// Reorders ranges from the order of a group's members to that of ascending positions. So replicas add in the same order
-// on meshes with shuffled ranks, too.
+// Reorders ranges, one for each member of a group by ascending rank, to ascending positions. So replicas add in the
+// same order on meshes with shuffled ranks, too.
 std::vector<BufferRange> by_position(const Mesh& mesh, const std::vector<Rank>& group,
                                      const std::vector<BufferRange>& by_index);
 
-// Returns the rows of a staging buffer, one per rank of the group, in the order in which a reduction adds them.
+// Returns the ranges of a staging buffer (a temporary that received contributions), each of `row` elements, one for
+// each rank of the group, in the order in which a reduction adds them.
 std::vector<BufferRange> rows_of(const ProgramBuilder& builder, const Reduction& reduction, BufferId staging,
                                  int64_t row, int group);
 
@@ -111,11 +117,13 @@ void reduce_parts(ProgramBuilder& builder, const Reduction& reduction, std::vect
 // Applies the division and the root after a native collective, which does neither.
 void finish_native(ProgramBuilder& builder, const Reduction& reduction, BufferRange result);
 
-// A move in stages, between which other work can be emitted. Each stage but the last ends with transfers in flight, and
-// each stage but the first begins by waiting for them.
+// A transfer or reduction as a list of functions that emit its stages one after the other; other work can be emitted in
+// between. Each stage but the last ends with transfers in flight, and each stage but the first begins by waiting for
+// them.
 using Stages = std::vector<std::function<void()>>;
 
-// result = the sum of `contribution` over the group, on all its ranks. This library sends the messages and sums.
+// result = the reduction of `contribution` over the group, on all its ranks. Contributions are exchanged and summed by
+// this library.
 Stages composed_all_reduce(ProgramBuilder& builder, int group, const Reduction& reduction, BufferRange contribution,
                            BufferRange result);
 // Reduces `data` in place with the backend's own collective.
@@ -132,6 +140,7 @@ std::string step_text(const Plan& plan, size_t index);
 BufferId compile_steps(ProgramBuilder& builder, const Plan& plan, size_t begin, size_t end, BufferId current,
                        const std::string& of_what = "");
 
+// Emit a step of one kind, as compile_step does; compile_exchange all steps that move data without reducing it.
 void compile_reduce_scatter(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 void compile_all_reduce(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);
 void compile_exchange(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next);

@@ -10,8 +10,8 @@
 namespace shardwright {
 namespace {
 
-// Returns one divisor per mesh dim, in mesh order. PyTorch divides once per mesh dim, and two divisions round
-// differently than one.
+// Returns the divisors that turn a value into equal contributions to a pending reduction: one per mesh dim, in mesh
+// order. PyTorch divides once per mesh dim, and two divisions round differently than one.
 std::vector<double> partition_divisors(const Step& step) {
   std::vector<double> divisors;
   for (const int d : step.mesh_dims.to_vector()) {
@@ -22,8 +22,8 @@ std::vector<double> partition_divisors(const Step& step) {
   return divisors;
 }
 
-// Divides by each divisor separately, as PyTorch does, so that results are rounded in the same way. The copy does the
-// first division if the dtype has fractions.
+// Emits a partition (R -> P). Divides by each divisor separately, as PyTorch does, so that results are rounded in the
+// same way. The copy does the first division if the dtype has fractions.
 void partition(ProgramBuilder& builder, const Step& step, BufferId current, BufferId next) {
   std::vector<double> divisors = partition_divisors(step);
   std::vector<Box> boxes =

@@ -5,11 +5,13 @@
 namespace shardwright {
 namespace {
 
+// Copies `count` elements. Strides are in elements.
 template <typename Item>
 void copy_run(const Item* src, int64_t src_stride, Item* dst, int64_t dst_stride, int64_t count) {
   for (int64_t i = 0; i < count; ++i) dst[i * dst_stride] = src[i * src_stride];
 }
 
+// Copies the innermost dim of a box, of `count` elements of `item` bytes. Strides are in elements.
 void copy_innermost(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t count, int64_t item) {
   if (src_stride == 1 && dst_stride == 1) {
     std::memcpy(dst, src, static_cast<size_t>(count * item));
@@ -34,6 +36,7 @@ void copy_innermost(const char* src, int64_t src_stride, char* dst, int64_t dst_
   }
 }
 
+// Copies dim `dim` of a box and all dims inside it. `src` and `dst` are the addresses of its first element.
 void copy_dims(const Box& box, size_t dim, const char* src, char* dst, int64_t item) {
   if (box.sizes.empty()) {
     std::memcpy(dst, src, static_cast<size_t>(item));

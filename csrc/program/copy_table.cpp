@@ -6,6 +6,7 @@
 namespace shardwright {
 namespace {
 
+// A table that is kept with its copy.
 struct Kept {
   TableDevice::Upload upload;
   bool is_there = false;     // the upload is known to be complete
@@ -24,6 +25,7 @@ std::vector<std::shared_ptr<void>>& tables_in_graphs() {
   return *tables;
 }
 
+// Makes the table readable by the graph that is being captured, from now on and in all replays.
 void ready_for_capture(TableDevice& device, Kept& kept) {
   if (!kept.is_there) device.wait(kept.upload.event.get());
   kept.is_there = true;
@@ -31,12 +33,14 @@ void ready_for_capture(TableDevice& device, Kept& kept) {
   kept.is_captured = true;
 }
 
+// Makes the current stream wait until the table is uploaded.
 void ready_for_stream(TableDevice& device, Kept& kept) {
   kept.is_there = kept.is_there || device.is_done(kept.upload.event.get());
   if (!kept.is_there) device.block(kept.upload.event.get());
   if (!kept.is_captured) device.note_use(kept.upload);
 }
 
+// Appends the bytes of the items.
 template <typename T>
 void append(std::vector<uint8_t>& bytes, const std::vector<T>& items) {
   const size_t at = bytes.size();

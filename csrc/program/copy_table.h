@@ -1,4 +1,5 @@
-// Tables of boxes in device memory, for copies with more boxes than fit into a kernel's arguments. A table is packed,
+// Tables of boxes in device memory, for copies with more boxes than fit into a kernel's arguments. A box is divided
+// into words, which are copied one by one (strided_copy.h). A table is packed,
 // uploaded once and stored with the copy, and captured graphs may read it. This file depends on no device; operations
 // are passed in.
 //
@@ -54,7 +55,7 @@ constexpr int inline_boxes_for(int64_t num_boxes, int most) {
   return 0;
 }
 
-// Returns the bytes of the three arrays, one after the other.
+// Returns the bytes of a BoxTable's three arrays in a row: boxes, first_word, first_box.
 std::vector<uint8_t> pack_table(const WordBoxes& boxes, int64_t words_per_block);
 
 // Returns the table whose bytes pack_table made; they begin at `begin`, a multiple of 8.
@@ -66,7 +67,7 @@ class TableDevice {
   // Owned device memory, and the event at the end of the upload into it. The event is null if the upload is complete.
   struct Upload {
     std::shared_ptr<void> memory;
-    const void* begin = nullptr;
+    const void* begin = nullptr;  // first byte of the table, in `memory`
     std::shared_ptr<void> event;
   };
 
@@ -82,7 +83,8 @@ class TableDevice {
   // impossible.
   virtual Upload upload_beside_capture(const std::vector<uint8_t>& bytes) = 0;
 
-  // Both may be called while some stream of the process is capturing.
+  // Return true once the event has happened, and let the host wait for it. Both may be called while some stream of the
+  // process is capturing.
   virtual bool is_done(void* event) = 0;
   virtual void wait(void* event) = 0;
 
@@ -94,8 +96,8 @@ class TableDevice {
   virtual void note_use(const Upload& upload) = 0;
 };
 
-// Returns the table of these boxes, a result of copy.at(), for device number `device_index`. Thread-safe. The work
-// given to the current stream next may read the table, which lives as long as the copy.
+// Returns the table of `boxes`, a result of copy.at(), on device number `device_index`; uploads it on first use.
+// Thread-safe. The work given to the current stream next may read the table, which lives as long as the copy.
 BoxTable table_on(TableDevice& device, int device_index, const StridedCopy& copy, const WordBoxes& boxes,
                   int64_t words_per_block);
 

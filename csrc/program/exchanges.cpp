@@ -19,7 +19,7 @@
 namespace shardwright {
 namespace {
 
-// One rank's sends, receives and copies in an exchange that is carried out in rounds.
+// One rank's sends, receives and local copies in a step's exchange, by round.
 class RankPart {
  public:
   // `participants` are this rank and all ranks that may exchange something with it, ascending.
@@ -43,10 +43,12 @@ class RankPart {
   int64_t index() const { return index_of(rank_); }
 
  private:
+  // Returns the index of a rank among the participants.
   int64_t index_of(Rank rank) const {
     return std::lower_bound(participants_.begin(), participants_.end(), rank) - participants_.begin();
   }
 
+  // Returns the parts of full messages that are sent in a round.
   std::vector<Message> in_round_of(const std::vector<Exchange::Message>& whole, int64_t round) const {
     std::vector<Message> messages;
     for (const auto& [peer, elements] : whole) {
@@ -70,6 +72,7 @@ struct Participants {
   TransferMethod transfer_method;
 };
 
+// Return the participants of a step; nullopt if this rank exchanges nothing with other ranks.
 std::optional<Participants> participants_between_meshes(const ProgramBuilder& builder, const Exchange& exchange) {
   if (!exchange.communicates()) return std::nullopt;
   return Participants{exchange.ranks(), transfer_method_between_meshes(exchange.ranks().size(), builder.lowering())};
@@ -90,13 +93,14 @@ std::optional<Participants> participants_on_mesh(const ProgramBuilder& builder, 
   return Participants{step.before.mesh().ranks_at(partners), *move.transfer_method};
 }
 
-// Returns the number of elements of a selection, and the first index on each side if the selection is one run there.
+// Returns the size of a message, and its place on each side if it is one run there.
 Extent load_of(const Selection& elements) {
   const int64_t held = elements.contiguous_in_sender();
   const int64_t needed = elements.contiguous_in_receiver();
   return {elements.count(), std::max<int64_t>(held, 0), std::max<int64_t>(needed, 0), held >= 0, needed >= 0};
 }
 
+// The memory of a crossing or rearrangement.
 class CrossingMemory : public StepMemory {
  public:
   CrossingMemory(const Step& step, const Plan& plan)
@@ -129,6 +133,7 @@ class CrossingMemory : public StepMemory {
   std::optional<Traffic> traffic_at_most() const override { return std::nullopt; }
 
  private:
+  // Returns the messages of a rank in a round of an all-to-all, by ascending peer.
   static BothLoads loads_of(const RankPart& part, int64_t round) {
     std::map<int64_t, std::pair<Extent, Extent>> by_index;  // by index of the peer: sent to it, received from it
     for (const auto& message : part.sends(round)) by_index[message.peer].first = load_of(message.elements);
@@ -155,6 +160,7 @@ class CrossingMemory : public StepMemory {
 
 namespace {
 
+// Emits the exchange of a step: only local copies if there are no participants, otherwise one transfer per round.
 void compile(ProgramBuilder& builder, const Step& step, const Exchange& step_exchange,
              const std::optional<Participants>& with, BufferId current, BufferId next) {
   if (!with) {

@@ -12,7 +12,8 @@
 namespace shardwright {
 namespace {
 
-// Replaces every buffer and every group that an operation names.
+// Replaces the numbers of all buffers and groups that an operation of a segment's program names by their numbers in the
+// full program.
 class Renumbered {
  public:
   Renumbered(const std::vector<BufferId>& to, const std::vector<int>& groups) : to_(to), groups_(groups) {}
@@ -64,7 +65,7 @@ class Renumbered {
   const std::vector<int>& groups_;
 };
 
-// The boxes of a uniform segment in a rank's part: the same range of every cell of one dim.
+// The boxes that copy a uniform segment out of a rank's part or back: the same range of every cell of one tensor dim.
 class SegmentOfPart {
  public:
   SegmentOfPart(const std::vector<int64_t>& shape, const Segments& segments, int64_t cell)
@@ -76,6 +77,7 @@ class SegmentOfPart {
     cell_ = cell;
   }
 
+  // Return the boxes of a segment: from the part to the segment's own tensor, and back.
   std::vector<Box> from_part(int64_t segment) const {
     if (before_ * cells_ * after_ == 0) return {};
     Box box{segment * length_ * after_,
@@ -97,11 +99,11 @@ class SegmentOfPart {
   }
 
  private:
-  int64_t length_;
-  int64_t cells_;
-  int64_t cell_ = 1;
-  int64_t before_ = 1;
-  int64_t after_ = 1;
+  int64_t length_;      // indices of a segment in each cell
+  int64_t cells_;       // number of cells in the part
+  int64_t cell_ = 1;    // length of a cell
+  int64_t before_ = 1;  // product of the dims before the tensor dim
+  int64_t after_ = 1;   // product of the dims after it
 };
 
 // Returns the pipeline stage of each instruction, counted from the segment's first stage.
@@ -115,6 +117,7 @@ std::vector<int64_t> stages_of(const Program& segment) {
   return stages;
 }
 
+// Writes the program of a plan in segments from the programs of its segments.
 class InSegments {
  public:
   InSegments(const Plan& plan, Rank rank)
@@ -166,6 +169,7 @@ class InSegments {
     return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
   }
 
+  // Adds the groups of a segment's program that the full program lacks.
   void add_groups(Written& one) {
     for (const Group& group : one.program.groups) {
       const auto is_same = [&](const Group& known) { return known.ranks == group.ranks; };
@@ -175,6 +179,7 @@ class InSegments {
     }
   }
 
+  // Adds the buffers of every segment. The input and result of a segment become temporaries.
   void make_buffers() {
     for (int64_t segment = 0; segment < num_segments_; ++segment) {
       std::vector<BufferId>& numbers = buffers_.emplace_back();
@@ -186,7 +191,8 @@ class InSegments {
     }
   }
 
-  // Returns the boxes that copy from a rank's part to its part of the segment if `is_input`, otherwise back.
+  // Returns the boxes that copy a rank's part of the source to the segment (`is_input`), or the segment to the rank's
+  // part of the result.
   std::vector<Box> boxes_of(const Layout& layout, int64_t segment, bool is_input) const {
     if (are_uniform()) {
       const SegmentOfPart part(layout.local_shape_of_rank(rank_), plan_.segments,
@@ -201,7 +207,7 @@ class InSegments {
                     : Selection(of_segment, of_all).boxes(Place::local(), Place::local());
   }
 
-  // Emits the copy of a segment from the input, or to the result.
+  // Emits the copy of a segment from the input, or to the result. `step` is the step to which the copy is attributed.
   void copy(const Layout& layout, BufferId whole, BufferId of_segment, int64_t segment, int step) {
     if (!layout.mesh().position_of(rank_)) return;
     const bool is_input = whole == kInputBuffer;
@@ -211,6 +217,7 @@ class InSegments {
     all_.instructions.push_back({std::move(copy), step});
   }
 
+  // Emits an instruction of a segment's program, with the numbers of the full program.
   void emit(int64_t segment, size_t index) {
     Instruction instruction = of(segment).program.instructions[index];
     if (auto* wait = std::get_if<Wait>(&instruction.operation)) {

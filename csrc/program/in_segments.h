@@ -1,4 +1,5 @@
-// Programs of plans in segments (moves/segments.h).
+// Programs of plans in segments (moves/segments.h): parts of the tensor that pass through the steps of a plan one after
+// the other, so that several steps run at once.
 #pragma once
 
 #include <algorithm>

@@ -5,8 +5,10 @@
 namespace shardwright {
 namespace {
 
+// Returns "b2[0:8]" for elements 0 to 7 of buffer 2.
 std::string text(const BufferRange& r) { return concat("b", r.buffer, "[", r.offset, ":", r.offset + r.count, "]"); }
 
+// Returns "peer:range" for each message.
 std::string text(const std::vector<SendReceive::Message>& messages) {
   std::vector<std::string> parts;
   for (const auto& m : messages) parts.push_back(concat(m.peer, ":", text(m.range)));
@@ -18,6 +20,7 @@ std::string text(const AttendSizes& s) {
                 s.columns, "x", s.depth, s.value_depth == s.depth ? "" : concat(" to ", s.value_depth));
 }
 
+// Returns the words before "pairs" in the text of a block product.
 const char* name_of(BlockShape shape) {
   switch (shape) {
     case BlockShape::kSkip:
@@ -34,6 +37,7 @@ const char* name_of(BlockShape shape) {
 
 std::string text(const Heads& h) { return concat("b", h.buffer, "[", h.offset, "]"); }
 
+// Returns the text of a block product, without its result.
 template <typename Product>
 std::string text_of_product(const char* verb, const Product& o) {
   return concat(verb, " ", text(o.sizes), " ", text(o.q), " to ",

@@ -24,6 +24,7 @@
 
 namespace shardwright {
 
+// Copies the elements of the boxes from `src` to `dst`.
 struct Copy {
   BufferId src = kMissingBuffer;
   BufferId dst = kMissingBuffer;
@@ -35,6 +36,7 @@ struct Copy {
   std::optional<DType> dst_dtype = std::nullopt;
 };
 
+// dst = 0
 struct FillZero {
   BufferRange dst;
 };
@@ -84,7 +86,7 @@ struct Scale {
 // Flags for a product that begins while its lhs is still being fetched (see Fetch).
 struct Flags {
   BufferRange range;         // one flag per chunk: lhs is divided into as many chunks of equally many rows
-  int64_t first = 0;         // the chunk that is multiplied first; the others follow cyclically
+  int64_t first = 0;         // the chunk that is multiplied first; the following chunks are taken in cyclic order
   Ticket fetch = kNoTicket;  // the Fetch that sets them
 };
 
@@ -96,8 +98,8 @@ struct Gemm {
   int64_t m = 0;
   int64_t n = 0;
   int64_t k = 0;
-  int64_t count = 1;
-  int64_t lhs_batch_stride = 0;
+  int64_t count = 1;             // number of products
+  int64_t lhs_batch_stride = 0;  // elements from one product's lhs to the next one's
   int64_t rhs_batch_stride = 0;
   int64_t dst_batch_stride = 0;
   bool accumulates = false;                   // dst = dst + lhs x rhs
@@ -112,12 +114,14 @@ struct Gemm {
 
 // In transfers, `group` is an index into Program::groups. Data is in the group's order, by ascending rank.
 
+// dst = `src` of all ranks of the group.
 struct AllGather {
   int group = -1;
   BufferRange src;
   BufferRange dst;
 };
 
+// `src` has one equal part for each rank of the group. dst = op over the ranks' contributions to this rank's part.
 struct ReduceScatter {
   int group = -1;
   ReduceOp op = ReduceOp::kSum;
@@ -125,18 +129,20 @@ struct ReduceScatter {
   BufferRange dst;
 };
 
-struct AllReduce {  // in place
+// data = op over `data` of all ranks of the group.
+struct AllReduce {
   int group = -1;
   ReduceOp op = ReduceOp::kSum;
   BufferRange data;
 };
 
+// `src` has a part for each rank of the group. dst = the parts that all ranks have for this rank.
 struct AllToAll {
   int group = -1;
   BufferRange src;
   BufferRange dst;
-  std::vector<int64_t> send_counts;
-  std::vector<int64_t> receive_counts;
+  std::vector<int64_t> send_counts;     // elements to each rank of the group
+  std::vector<int64_t> receive_counts;  // elements from each rank of the group
   bool by_messages = false;  // sent as one message per peer, not by the backend's all-to-all; the same on all ranks
 };
 
@@ -153,7 +159,7 @@ struct SendReceive {
 
 // Offer and Fetch are the two halves of an all-gather. Between them, nothing else communicates in the group.
 
-// Lets the other ranks of the group read `src`. Complete once all of them have offered as well.
+// Lets all other ranks of the group read `src`. Complete once every rank of the group has started its Offer.
 struct Offer {
   int group = -1;
   BufferRange src;
@@ -172,10 +178,12 @@ struct Fetch {
   int64_t chunk_count() const { return dst.count / flags.count; }  // elements
 };
 
+// Completes the transfer that the instruction with this number started.
 struct Wait {
   Ticket ticket = kNoTicket;
 };
 
+// An instruction without its place in the program (Instruction in program.h).
 using Operation =
     std::variant<Copy, FillZero, Divide, Power, Reduce, Cast, Gemm, Attend, AttendBackward, Merge, Accumulate,
                  AllGather, ReduceScatter, AllReduce, AllToAll, SendReceive, Offer, Fetch, Wait>;

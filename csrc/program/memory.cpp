@@ -16,6 +16,7 @@
 namespace shardwright {
 namespace {
 
+// Returns the number of elements that a rank holds; 0 if it is not on the layout's mesh.
 int64_t elements_of(const Layout& layout, KnownParts& parts, Rank rank) {
   const std::optional<Position> position = layout.mesh().position_of(rank);
   if (!position) return 0;
@@ -26,7 +27,7 @@ int64_t elements_of(const Layout& layout, KnownParts& parts, Rank rank) {
 
 struct SomeRanks {
   std::vector<Rank> ranks;
-  bool are_all = true;
+  bool are_all = true;  // false if some ranks were left out
 };
 
 // Returns up to `at_most` evenly spaced ranks, including the first.
@@ -38,6 +39,7 @@ SomeRanks evenly_spaced(std::vector<Rank> ranks, int64_t at_most) {
   return {std::move(some), false};
 }
 
+// Returns true if the rank is on one of the meshes of the step.
 bool takes_part(const Step& step, Rank rank) {
   return step.before.mesh().position_of(rank) || step.after.mesh().position_of(rank);
 }
@@ -59,7 +61,7 @@ ProgramMemory::ProgramMemory(const Plan& plan) : plan_(plan), sketch_(std::make_
 
 ProgramMemory::~ProgramMemory() = default;
 
-// Returns the buffer that holds the result of the step.
+// A rank that is on neither mesh of the step gets a result without elements.
 int ProgramMemory::write(Sketch& sketch, size_t step, Rank rank, int current) {
   const Step& of_plan = plan_.steps[step];
   const int next = sketch.new_buffer(elements_of(of_plan.after, after_[step], rank));

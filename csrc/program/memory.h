@@ -1,4 +1,5 @@
-// Computes the memory that programs allocate, without writing the programs.
+// Computes the memory that programs allocate, without writing the programs: from sketches (program/sketch.h), which
+// have the sizes of buffers and the instructions that use them.
 #pragma once
 
 #include <cstdint>
@@ -36,30 +37,33 @@ class ProgramMemory {
   // The maximum over all ranks, by step. One rank of each class (moves/extremes.h) is examined; if there are more than
   // `at_most` classes, only the outermost and boundary ones. is_exact is false if other ranks might need more.
   struct Worst {
-    std::vector<int64_t> bytes;
+    std::vector<int64_t> bytes;  // by step
     bool is_exact = true;
   };
   Worst worst_peak_bytes_by_step(int64_t at_most);
 
  private:
-  // Writes all steps, and returns the buffer that holds the result.
+  // Writes all steps of a rank, and returns the buffer that holds the result.
   int write_all(Sketch& sketch, Rank rank);
+  // Returns the peak of each step, in elements, of a plan in segments.
   std::vector<int64_t> peaks_in_segments(Rank rank);
+  // The ranks to examine for the worst peak.
   struct Seen {
     std::vector<Rank> ranks;
     bool are_all = true;  // true if all ranks, or one of each class, are examined
   };
   Seen seen_of(size_t step, int64_t at_most) const;
+  // Writes one step, starting from the buffer `current`. Returns the buffer that holds the step's result.
   int write(Sketch& sketch, size_t step, Rank rank, int current);
-  // Returns the peak as if the plan had only this step. The part held before the step is a buffer, except in the first
-  // step.
+  // Returns the peak bytes of a rank in one step, as if the plan had only this step. The part held before the step is a
+  // buffer, except in the first step, where it is the input.
   int64_t peak_of_step(size_t step, Rank rank);
 
   const Plan& plan_;
-  std::vector<std::unique_ptr<StepMemory>> steps_;
-  std::vector<KnownParts> before_;  // indexed by step
-  std::vector<KnownParts> after_;
-  std::unique_ptr<Sketch> sketch_;  // reused for each step
+  std::vector<std::unique_ptr<StepMemory>> steps_;  // by step
+  std::vector<KnownParts> before_;                  // the ranks' parts before each step
+  std::vector<KnownParts> after_;                   // the ranks' parts after each step
+  std::unique_ptr<Sketch> sketch_;                  // reused for each step
   // For plans in segments, which leave the fields above empty: the plan of each segment, or one for all if they are
   // uniform.
   std::vector<Plan> plans_;

@@ -15,10 +15,12 @@
 namespace shardwright {
 namespace {
 
-// Members of larger groups are not listed: each member sends messages to the ranks for which it has data
+// In larger groups members are not listed, because each member sends messages only to the ranks for which it has data
 // (exchange/mesh_exchange.h).
 constexpr int64_t kMaxGroupListed = 512;
 
+// The memory of a move on one mesh. An exchange is *regular* if all of its messages have one size and counts are closed
+// forms.
 class MoveMemory : public StepMemory {
  public:
   MoveMemory(const Step& step, const Plan& plan)
@@ -52,7 +54,8 @@ class MoveMemory : public StepMemory {
   }
   std::optional<Traffic> traffic_at_most() const override { return exchange_.at_most(); }
 
-  // A sending rank's memory depends only on its profile: the number, lengths and contiguity of its messages.
+  // A rank's memory in an exchange by messages depends only on its profile: the number, lengths and contiguity of its
+  // messages.
   bool is_like_an_earlier_one(Rank rank) override {
     const bool exchanges =
         step_.op == StepOp::kAllToAll || step_.op == StepOp::kPermute || step_.op == StepOp::kExchange;
@@ -96,11 +99,13 @@ class MoveMemory : public StepMemory {
   bool group_is_large() const { return group_size_ > kMaxGroupListed; }
   Position position_of(Rank rank) const { return *step_.before.mesh().position_of(rank); }
 
+  // Emits the copy of the elements that stay on the rank, if there are any.
   static void copy_own(Sketch& sketch, int64_t own, int current, int next) {
     if (own > 0) sketch.emit({current, next});
   }
 
-  // Members of a group are listed only if the instructions depend on single members.
+  // Returns the rank's group and the way in which the group moves data. Members are listed only if instructions depend
+  // on single members.
   std::pair<Group&, DataMove> move_of(int64_t position) {
     const bool lists_members = step_.op != StepOp::kAllGather || step_.policy != ReplicaPolicy::kAligned;
     Group& group = lists_members && !group_is_large() ? exchange_.group(position) : exchange_.around(position);
@@ -108,6 +113,7 @@ class MoveMemory : public StepMemory {
     return {group, data_move_of(step_, exchange_, group, me, lowering_, named_groups_only_)};
   }
 
+  // Emits a step that moves data without reducing it.
   void data_move(Sketch& sketch, int64_t position, int current, int next) {
     const auto& [group, move] = move_of(position);
     if (!move.transfer_method) return copy_own(sketch, exchange_.own(position).count, current, next);
@@ -125,8 +131,8 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // Returns true if the parts of the group's members are consecutive, in the group's order, in what each member needs.
-  // Then the gather can write to the result directly.
+  // Returns true if each member's part of `n` elements is one run of the result, and the runs follow each other in the
+  // group's order. Then an all-gather can write to the result directly.
   bool gathers_in_place(int64_t position, int64_t n) {
     const Group& group = exchange_.around(position);
     const auto [found, is_new] = gathers_in_place_.try_emplace(group.least, true);
@@ -153,6 +159,7 @@ class MoveMemory : public StepMemory {
     return found->second;
   }
 
+  // Emits an all-gather by the transport: into the result, or into a staging buffer followed by a copy.
   void native_all_gather(Sketch& sketch, int64_t position, int current, int next) {
     const int64_t n = exchange_.num_held(position);
     const int64_t k = exchange_.around(position).size;
@@ -167,8 +174,8 @@ class MoveMemory : public StepMemory {
     if (k > 1) sketch.emit({staging, next});
   }
 
-  // With one round the totals are known from the rank's traffic. So peers are added only until it is known which loads
-  // are runs.
+  // Returns the messages of an all-to-all in one round. With one round the totals are known from the rank's traffic, so
+  // peers are added only until it is known which loads are runs.
   BothLoads loads_in_order(const Group& group, int64_t position, const std::vector<int64_t>& partners, int64_t round) {
     const bool is_gather = step_.op == StepOp::kAllGather;  // a rank sends the same data to all members
     BothLoads loads;
@@ -194,6 +201,7 @@ class MoveMemory : public StepMemory {
     return loads;
   }
 
+  // Emits all rounds of an exchange by all-to-alls.
   void all_to_all(Sketch& sketch, const Group& group, int64_t position, const std::vector<int64_t>& partners,
                   int current, int next) {
     const Extent own = exchange_.own(position);
@@ -203,6 +211,7 @@ class MoveMemory : public StepMemory {
     }
   }
 
+  // Emits all rounds of an exchange by messages.
   void messages(Sketch& sketch, const Group& group, int64_t position, int current, int next) {
     std::vector<Packed> rounds(step_.rounds);
     if (exchange_.is_regular()) {
@@ -223,8 +232,8 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // If all counts follow from digits, all pairs of ranks that exchange anything have transfers of one size and number
-  // of runs.
+  // Adds the messages of a regular exchange to each round: all pairs of ranks that exchange anything have transfers of
+  // one size and number of runs.
   void add_equal_shares(std::vector<Packed>& rounds, int64_t position) {
     const Traffic traffic = exchange_.traffic_at(position);
     if (traffic.received_bytes == 0 && traffic.sent_bytes == 0) return;
@@ -239,12 +248,12 @@ class MoveMemory : public StepMemory {
 
   // The messages of a reduce-scatter. Members of a group hold the same elements, so they send the same messages.
   struct Scattering {
-    std::vector<RunOfMessages> rounds;
-    std::vector<bool> is_even;
+    std::vector<RunOfMessages> rounds;  // the messages of each round
+    std::vector<bool> is_even;          // by round: all members receive equally many elements
   };
 
-  // Returns the run of all parts if parts are equal. The index of a part is then linear in the coordinates of its rank,
-  // so a few members determine whether all parts are consecutive.
+  // Returns the run of all parts, without their total, if parts are equal, else nullopt. The index of a part is then
+  // linear in the coordinates of its rank, so a few members determine whether all parts are consecutive.
   std::optional<RunOfMessages> run_of_equal_parts(int64_t position) {
     const Mesh& mesh = step_.before.mesh();
     if (step_.rounds > 1 || !exchange_.is_regular() || !mesh.ranks_are_positions()) return std::nullopt;
@@ -278,6 +287,7 @@ class MoveMemory : public StepMemory {
     }
   }
 
+  // Returns the messages of the rank's group, from a cache.
   const Scattering& scattering(int64_t position) {
     const auto [found, is_new] = scatterings_.try_emplace(exchange_.around(position).least);
     Scattering& scattering = found->second;
@@ -303,6 +313,7 @@ class MoveMemory : public StepMemory {
     return scattering;
   }
 
+  // Emits all rounds of a reduce-scatter.
   void reduce_scatter(Sketch& sketch, int64_t position, int current, int next) {
     const int64_t held = exchange_.num_held(position);
     if (held == 0) return;
@@ -330,6 +341,7 @@ class MoveMemory : public StepMemory {
     }
   }
 
+  // Emits all rounds of an all-reduce: natively, as an exchange of two ranks, or in chunks (reductions.cpp).
   void all_reduce(Sketch& sketch, int64_t position, int current, int next) {
     const int64_t n = sketch.count_of(next);
     if (n == 0) return;
@@ -367,7 +379,7 @@ class MoveMemory : public StepMemory {
     }
   }
 
-  // Returns a new buffer for the powers if a norm is pending, else `current`.
+  // Emits the powers of a pending norm. Returns the new buffer with the powers, or `current` if no norm is pending.
   int raised(Sketch& sketch, int current, int64_t count) const {
     if (reduction_of(step_).power == 1) return current;
     const int raised = sketch.new_buffer(count);

@@ -5,6 +5,7 @@
 namespace shardwright {
 namespace {
 
+// The list of accesses of one operation.
 class Accesses {
  public:
   void read(const BufferRange& range) { add({range.buffer, range.offset, range.offset + range.count, false}); }
@@ -82,6 +83,7 @@ struct HeadsDims {
   int64_t depth = 0;
 };
 
+// Add the accesses of one operand of an attention instruction, as one range.
 void add(Accesses& accesses, const Heads& heads, int64_t batch, const HeadsDims& dims, bool writes) {
   accesses.add_box(heads.buffer, heads.offset, {batch, dims.heads, dims.rows, dims.depth},
                    {heads.batch_stride, heads.head_stride, heads.row_stride, 1}, writes);
@@ -103,6 +105,7 @@ void add(Accesses& accesses, const std::optional<PairMask>& mask, const AttendSi
                    {mask->batch_stride, mask->head_stride, mask->row_stride, mask->column_stride}, false);
 }
 
+// Add the accesses of all operands of an attention instruction.
 void add(Accesses& accesses, const Attend& o) {
   const AttendSizes& s = o.sizes;
   add(accesses, o.q, s.batch, {s.heads, s.rows, s.depth}, false);
@@ -148,11 +151,14 @@ struct Touch {
   int64_t end = 0;
 };
 
+// All earlier accesses of a buffer by compute instructions and Waits.
 struct History {
   std::vector<Touch> reads;
   std::vector<Touch> writes;
 };
 
+// Returns the last of the instructions later than `after` that touched elements of the access; `after` if there is
+// none.
 int last_meeting(const std::vector<Touch>& touches, const Access& access, int after) {
   for (auto touch = touches.rbegin(); touch != touches.rend() && touch->instruction > after; ++touch) {
     if (touch->begin < access.end && access.begin < touch->end) return touch->instruction;

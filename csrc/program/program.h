@@ -23,13 +23,14 @@ struct Instruction {
   int chunk = -1;  // the chunk of a product that it belongs to, or -1
 };
 
-// The ranks of a group of the mesh, or the subset of them that exchanges data.
+// Ranks that communicate: the ranks of a group of the mesh, or some of them.
 struct Group {
   MeshDimSet mesh_dims;
   std::vector<Rank> ranks;  // ascending
-  int64_t index = -1;       // index of this rank
+  int64_t index = -1;       // index of this rank in `ranks`
 };
 
+// See the head of this file. kTemporary: neither a result nor the caller's.
 enum class BufferRole : uint8_t { kInput, kDestination, kOutput, kTemporary };
 
 struct Buffer {
@@ -57,7 +58,7 @@ struct DestinationEnd {
 struct Program {
   DType dtype = DType::kFloat32;                 // of the tensor that is moved
   std::vector<Buffer> buffers;                   // by BufferId; inputs first
-  std::vector<Output> outputs;                   // the results, in order
+  std::vector<Output> outputs;                   // results, in the order in which the caller receives them
   std::vector<DestinationEnd> destination_ends;  // by destination
   std::vector<Instruction> instructions;
   std::vector<Group> groups;
@@ -85,15 +86,16 @@ struct Program {
   DType src_dtype(const Copy& copy) const { return copy.src_dtype.value_or(dtype_of(copy.src)); }
   DType dst_dtype(const Copy& copy) const { return copy.dst_dtype.value_or(dtype_of(copy.dst)); }
 
-  // The buffers whose life begins, and those whose life ends, with each instruction. Outputs do not end; buffers of the
-  // caller neither begin nor end.
+  // For each instruction, the buffers whose life begins with it, and the buffers whose life ends with it. Outputs do
+  // not end; buffers of the caller neither begin nor end.
   struct Lifetimes {
     std::vector<std::vector<BufferId>> begins;
     std::vector<std::vector<BufferId>> ends;
   };
   Lifetimes lifetimes() const;
 
-  // Returns the operation whose memory an instruction uses: its own, or the transfer of a Wait.
+  // Returns the operation whose memory an instruction uses: for a Wait, the transfer that it waits for; otherwise the
+  // operation itself.
   const Operation& operation_in_effect(const Operation& operation) const;
 
   // Returns the bytes that the runtime allocates besides buffers while an instruction runs (attend_tiles.h).
@@ -104,6 +106,7 @@ struct Program {
   // The most bytes allocated at once, by step.
   std::vector<int64_t> peak_bytes_by_step() const;
 
+  // Returns a listing of groups, buffers and instructions.
   std::string to_string() const;
 };
 

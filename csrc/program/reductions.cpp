@@ -44,6 +44,7 @@ std::vector<BufferRange> rows_of(const ProgramBuilder& builder, const Reduction&
 
 namespace {
 
+// Takes the root of a norm in place.
 void take_root(ProgramBuilder& builder, BufferRange result, double power) {
   if (power != 1 && result.count > 0) builder.emit(Power{result, result, 1.0 / power});
 }
@@ -66,8 +67,8 @@ void finish_native(ProgramBuilder& builder, const Reduction& reduction, BufferRa
 
 namespace {
 
-// Two ranks exchange everything and both add it in the same order. That sends as many bytes as all_reduce_in_chunks, in
-// one transfer instead of two.
+// Two ranks send each other their contributions, and both add them in the same order. That sends as many bytes as
+// all_reduce_in_chunks, in one transfer instead of two.
 Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
                          BufferRange result) {
   const int64_t me = b.program().groups[g].index;
@@ -87,8 +88,9 @@ Stages all_reduce_of_two(ProgramBuilder& b, int g, const Reduction& reduction, B
           }};
 }
 
-// Sends this rank's chunk to all other ranks, and receives theirs. An all-to-all sends from one run, so it gets a copy
-// of the chunk for each rank.
+// Sends this rank's reduced chunk to all other ranks, and receives the chunks of the other ranks. `chunks` has the
+// ranges of all ranks' chunks in the result. An all-to-all sends from one run, so it gets a copy of the chunk for each
+// rank.
 Ticket start_gather(ProgramBuilder& b, int g, const std::vector<BufferRange>& chunks) {
   const int64_t me = b.program().groups[g].index;
   const auto k = static_cast<int64_t>(chunks.size());
@@ -111,13 +113,13 @@ Ticket start_gather(ProgramBuilder& b, int g, const std::vector<BufferRange>& ch
   return start(b, set, transfer_method);
 }
 
-// Rank m of the group reduces flat chunk m and sends it to all. Each element is summed once, so replicas are bitwise
-// equal.
+// Rank m of the group receives chunk m of all contributions, reduces it, and sends the result to all ranks. Each
+// element is summed once, so replicas are bitwise equal.
 Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
                             BufferRange result) {
   const auto k = static_cast<int64_t>(b.program().groups[g].ranks.size());
-  std::vector<BufferRange> given;
-  std::vector<BufferRange> reduced;
+  std::vector<BufferRange> given;    // chunks of the contribution
+  std::vector<BufferRange> reduced;  // chunks of the result
   for (int64_t m = 0; m < k; ++m) {
     const Interval chunk = flat_chunk(result.count, k, m);
     const int64_t length = chunk.end - chunk.begin;
@@ -163,6 +165,7 @@ Stages native_all_reduce(ProgramBuilder& builder, int group, const Reduction& re
 
 namespace {
 
+// Emits the reductions of a step, round by round.
 class PendingReduction {
  public:
   explicit PendingReduction(ProgramBuilder& builder) : b_(builder) {}
@@ -175,6 +178,7 @@ class PendingReduction {
     for (int64_t round = 0; round < step.rounds; ++round) reduce_scatter(step, g, current, next, round);
   }
 
+  // Emits one round. `g` is the group.
   void reduce_scatter(const Step& step, int g, BufferId current, BufferId next, int64_t round) {
     const Region held = b_.region_in(step.before);
     // All members hold the same region, so either all of them have messages or none has.

@@ -8,17 +8,20 @@
 
 namespace shardwright {
 
-constexpr int kNoBuffer = -1;
+constexpr int kNoBuffer = -1;  // stands for no buffer in emit() and wait()
 
-// A program reduced to the sizes of its buffers and the buffers that each instruction names.
+// A program reduced to the sizes of its buffers and the buffers that each instruction names. Buffers are numbered; the
+// input is number 0.
 class Sketch {
  public:
   Sketch() : buffers_(1) {}  // the input, which belongs to the caller
 
+  // Begins a step. The following instructions belong to it.
   void begin_step() {
     ++num_steps_;
     has_waited_ = false;
   }
+  // Removes everything but the input.
   void clear() {
     buffers_.resize(1);
     buffers_[0] = {};
@@ -27,6 +30,7 @@ class Sketch {
     num_steps_ = 0;
   }
 
+  // Adds a buffer of `count` elements, and returns its number.
   int new_buffer(int64_t count) {
     buffers_.push_back({count});
     return static_cast<int>(buffers_.size()) - 1;
@@ -35,6 +39,7 @@ class Sketch {
   void hold_from_start(int buffer) { buffers_[buffer].first = 0; }
   int64_t count_of(int buffer) const { return buffers_[buffer].count; }
 
+  // Adds an instruction that uses these buffers. A buffer exists from the first instruction that uses it to the last.
   void emit(std::initializer_list<int> named) {
     for (const int buffer : named) {
       if (buffer == kNoBuffer) continue;
@@ -44,13 +49,15 @@ class Sketch {
     steps_.push_back(num_steps_ - 1);
     stages_.push_back(num_steps_ - 1 + (has_waited_ ? 1 : 0));
   }
-  // Ends a transfer. In segments, the following instructions are in the next pipeline stage.
+  // Adds a Wait for a transfer that uses these buffers. In segments, it and the following instructions of the step are
+  // in the next pipeline stage.
   void wait(std::initializer_list<int> named) {
     has_waited_ = true;
     emit(named);
   }
 
-  // Returns the peak of each step, in elements. `output` lives to the end.
+  // Returns the most elements that exist at once in each step, without the input. The buffer `output` exists to the
+  // end.
   std::vector<int64_t> peaks(int output) const {
     std::vector<int64_t> changes(steps_.size() + 1, 0);
     for (size_t b = 1; b < buffers_.size(); ++b) {

@@ -43,6 +43,7 @@ class Stages {
 
   const SketchedSegment& of(int64_t segment) const { return segments_[segments_.size() == 1 ? 0 : segment]; }
 
+  // Appends the instructions of one pipeline stage of a segment to changes_.
   void take_stage(int64_t segment, int64_t stage, int64_t num_needed) {
     const SketchedSegment& one = of(segment);
     Progress& progress = at_[segment];
@@ -59,7 +60,8 @@ class Stages {
     if (stage == num_steps_) finish(one, progress, num_needed);
   }
 
-  // Called in the last pipeline stage of a segment, when the indices of all its instructions are known.
+  // Adds the lives of the segment's buffers to changes_. Called in the last pipeline stage of a segment, when the
+  // indices of all its instructions are known.
   void finish(const SketchedSegment& one, const Progress& progress, int64_t num_needed) {
     const std::vector<Sketch::Buffer>& buffers = one.sketch.buffers();
     if (one.num_given > 0) {

@@ -3,6 +3,7 @@
 namespace shardwright {
 namespace {
 
+// Emits the copy of the elements that stay on the rank, in the first round.
 void copy_own(Sketch& sketch, int64_t own, int64_t round, int current, int next) {
   if (own > 0 && round == 0) sketch.emit({current, next});
 }

@@ -1,4 +1,4 @@
-// The memory of one step of a program, for every rank.
+// The memory of one step of a program, for every rank, as a sketch (program/sketch.h).
 #pragma once
 
 #include <cstdint>
@@ -18,17 +18,19 @@ class StepMemory {
  public:
   virtual ~StepMemory() = default;
 
-  // Returns true if a rank of an earlier call needs the same memory in this step. Must return false for steps of
-  // several rounds, whose peak also depends on the next step.
+  // Returns true if the rank needs the same memory in this step as the rank of an earlier call. Must return false for
+  // steps of several rounds, whose peak also depends on the next step.
   virtual bool is_like_an_earlier_one(Rank /*rank*/) { return false; }
 
-  // Emits the instructions of a rank that takes part in the step.
+  // Emits the instructions of a rank that takes part in the step. `current` and `next` are the buffers before and after
+  // the step.
   virtual void write(Sketch& sketch, Rank rank, int current, int next) = 0;
 
-  // Separates the ranks of the step's mesh that need different amounts. Throws InvariantError for crossings.
+  // Splits the classes of ranks so that all ranks of a class need the same memory. Throws InvariantError for crossings.
   virtual void split_classes(RankClasses& classes) const = 0;
   // Returns a rank's traffic if its peak depends on nothing else, else nullopt.
   virtual std::optional<Traffic> traffic_that_decides(Rank rank) const = 0;
+  // Returns an upper bound on the traffic of every rank; nullopt if there is none.
   virtual std::optional<Traffic> traffic_at_most() const = 0;
 };
 
@@ -36,13 +38,14 @@ class StepMemory {
 std::unique_ptr<StepMemory> memory_of_move(const Step& step, const Plan& plan);
 std::unique_ptr<StepMemory> memory_of_crossing(const Step& step, const Plan& plan);
 
-// The messages of one rank in one round, in the order of the group's members.
+// The messages that one rank sends and receives in one round, in the order of the group's members.
 struct Loads {
   RunOfMessages sent;
   RunOfMessages received;
 };
 
-// The loads without and with the rank's own part.
+// The loads without and with the rank's own part. An Extent has the size and place of a message
+// (exchange/mesh_exchange.h).
 struct BothLoads {
   Loads without;
   Loads with;
@@ -81,12 +84,13 @@ struct BothLoads {
   }
 };
 
-// The elements that a rank packs in one round, and the number of messages that need no packing.
+// The numbers of elements that a rank packs and unpacks in one round, and of messages that need no packing because they
+// are one run in the tensor.
 struct Packed {
-  int64_t sent = 0;
-  int64_t received = 0;
-  int64_t sent_runs = 0;
-  int64_t received_runs = 0;
+  int64_t sent = 0;           // elements
+  int64_t received = 0;       // elements
+  int64_t sent_runs = 0;      // messages
+  int64_t received_runs = 0;  // messages
 
   void add_sent(const Extent& load, int64_t times) {
     if (!load.is_contiguous_held) sent += load.count * times;
@@ -98,7 +102,8 @@ struct Packed {
   }
 };
 
-// Emit one round as `exchange` in transfers.h lowers it. `own` elements stay on the rank; the first round copies them.
+// Emit one round as `exchange` in transfers.h lowers it, as an all-to-all or as messages. `own` is the number of
+// elements that stay on the rank; the first round copies them.
 void write_all_to_all(Sketch& sketch, const BothLoads& loads, int64_t own, int64_t round, int64_t rounds, int current,
                       int next);
 void write_messages(Sketch& sketch, const Packed& packed, int64_t own, int64_t round, int current, int next);

@@ -17,10 +17,11 @@ constexpr int64_t kMaxWords = int64_t{1} << 31;  // a box must have fewer words
 // Minimum bytes for each thread.
 constexpr int64_t kGrainBytes = int64_t{1} << 18;
 
+// A dim of a box. Strides are in elements.
 struct Dim {
   int64_t size;
   int64_t src;  // stride in the source
-  int64_t dst;
+  int64_t dst;  // stride in the destination
 };
 
 // Returns the simplified dims of a box. The last dim is a run on both sides. Returns nothing for an empty box.
@@ -33,7 +34,7 @@ std::optional<std::vector<Dim>> merged(Box box) {
   return dims;
 }
 
-// Returns the largest power of two up to `most` that divides all of `bytes`.
+// Returns the largest power of two up to `most` that divides all of `bytes`: the widest possible word.
 int common_width(int most, std::initializer_list<int64_t> bytes) {
   int64_t width = most;
   for (const int64_t b : bytes) {
@@ -42,6 +43,7 @@ int common_width(int most, std::initializer_list<int64_t> bytes) {
   return static_cast<int>(width);
 }
 
+// Turns boxes into boxes of words, by the width of words. `alignment` is that of both addresses, in bytes.
 class Preparation {
  public:
   Preparation(int64_t item_bytes, int alignment) : item_(item_bytes), alignment_(alignment) {}
@@ -57,6 +59,7 @@ class Preparation {
   }
 
  private:
+  // Adds a box with these offsets and dims. Splits it if it has too many dims or words.
   void add(int64_t src, int64_t dst, std::vector<Dim> dims) {
     int64_t items = 1;
     for (const Dim& dim : dims) items *= dim.size;
@@ -106,12 +109,14 @@ class Preparation {
   std::map<int, WordBoxes> by_width_;
 };
 
+// Copies `count` runs of kBytes bytes. Strides are in bytes.
 template <int kBytes>
 void copy_runs_of(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t count) {
   for (int64_t i = 0; i < count; ++i) std::memcpy(dst + i * dst_stride, src + i * src_stride, kBytes);
 }
 
-// Copies the runs of a dim. Short runs, which fit into a register or two, are copied without a call for each.
+// Copies `count` runs of `bytes` bytes, whose strides are in bytes. Short runs, which fit into a register or two, are
+// copied without a call for each.
 void copy_runs(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t count, int64_t bytes) {
   switch (bytes) {
     case 1:
@@ -155,6 +160,7 @@ void copy_box_runs(const WordBox& box, int word_bytes, const char* src, char* ds
 // Returns true if the copy is a single run, which is divided among threads by words.
 bool is_one_run(const WordBoxes& boxes) { return boxes.first_run.back() == 1; }
 
+// Copies boxes, divided among threads: by runs, or by words if there is only one run.
 void run_boxes(const WordBoxes& boxes, const char* src, char* dst, const ParallelFor& parallel_for) {
   if (is_one_run(boxes)) {
     const WordBox& box = boxes.boxes.front();
@@ -178,6 +184,7 @@ void run_boxes(const WordBoxes& boxes, const char* src, char* dst, const Paralle
   parallel_for(num_runs, std::max<int64_t>(kGrainBytes / run_bytes, 1), copy_some);
 }
 
+// Returns the largest power of two, up to kMaxWordBytes, that divides both addresses.
 int alignment_of(const void* src, const void* dst) {
   const auto bits = reinterpret_cast<uintptr_t>(src) | reinterpret_cast<uintptr_t>(dst) | kMaxWordBytes;
   return static_cast<int>(bits & -bits);
@@ -192,6 +199,7 @@ Divisor::Divisor(uint32_t n) : divisor(n) {
   shift = log - 1;
 }
 
+// The results that are kept: boxes by alignment of the addresses, and tables by boxes and device.
 struct StridedCopy::State {
   std::mutex mutex;
   std::map<int, std::unique_ptr<std::vector<WordBoxes>>> by_alignment;

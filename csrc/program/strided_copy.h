@@ -16,8 +16,8 @@
 
 namespace shardwright {
 
-constexpr int kMaxCopyDims = 7;
-constexpr int kMaxWordBytes = 16;
+constexpr int kMaxCopyDims = 7;    // maximum number of dims of a WordBox; boxes with more are split
+constexpr int kMaxWordBytes = 16;  // maximum width of a word
 
 // Computes n / divisor, for n below 2^31, with a multiplication: the high half of n * multiplier, shifted. See Granlund
 // and Montgomery, "Division by Invariant Integers using Multiplication", 1994.
@@ -35,8 +35,8 @@ struct Divisor {
   }
 };
 
-// A box in words, outermost dim first; the last dim is the run, which is contiguous on both sides. A box has fewer than
-// 2^31 words.
+// A box with offsets, sizes and strides in words, outermost dim first; the last dim is the run, which is contiguous on
+// both sides. A box has fewer than 2^31 words.
 struct WordBox {
   int64_t src_offset = 0;
   int64_t dst_offset = 0;
@@ -45,10 +45,10 @@ struct WordBox {
   int64_t src_strides[kMaxCopyDims];
   int64_t dst_strides[kMaxCopyDims];
 
-  // Computes the source and destination of word `i` of the box.
+  // Computes the source and destination of word `i` of the box, as indices of words in the two arrays.
   SHARDWRIGHT_HOST_DEVICE void locate(uint32_t i, int64_t& src, int64_t& dst) const { locate(&i, &src, &dst); }
 
-  // Does the same for kCount words, one per element of the three arrays. Overwrites `i`.
+  // Computes source and destination of kCount words, one per element of the three arrays. Overwrites `i`.
   template <int kCount = 1>
   SHARDWRIGHT_HOST_DEVICE void locate(uint32_t* i, int64_t* src, int64_t* dst) const {
     SHARDWRIGHT_UNROLL
@@ -83,16 +83,18 @@ SHARDWRIGHT_HOST_DEVICE int64_t box_of(const int64_t* first, int64_t count, int6
   return low;
 }
 
-// Boxes with words of one width.
+// The boxes of a copy that have words of one width. Words and runs are numbered over all boxes.
 struct WordBoxes {
   int word_bytes = 1;
   std::vector<WordBox> boxes;
-  std::vector<int64_t> first_word;  // by box, plus one entry for the end
-  std::vector<int64_t> first_run;   // by box, in runs instead of words
+  std::vector<int64_t> first_word;  // number of each box's first word, plus one entry for the end
+  std::vector<int64_t> first_run;   // number of each box's first run, plus one entry for the end
 
+  // Returns the number of words of all boxes.
   int64_t words() const { return first_word.back(); }
 };
 
+// The boxes of a copy. Their words are computed and kept for each alignment of addresses that occurs.
 class StridedCopy {
  public:
   StridedCopy(const std::vector<Box>& boxes, int64_t item_bytes);
@@ -101,9 +103,11 @@ class StridedCopy {
   const std::vector<WordBoxes>& at(const void* src, const void* dst) const;
 
   const std::vector<Box>& boxes() const { return boxes_; }
+  // Returns the bytes that the copy writes.
   int64_t bytes() const { return bytes_; }
 
-  // Returns the place in which device number `device` may store its table of these boxes, a result of at().
+  // Returns the place for the table of these boxes, a result of at(), on device number `device`. It is null until the
+  // caller (copy_table.h) stores a table there.
   std::shared_ptr<void>& device_table(const WordBoxes& boxes, int device) const;
 
  private:

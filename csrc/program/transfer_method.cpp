@@ -12,12 +12,14 @@ constexpr size_t kMaxGroupForPairs = 512;
 // even if some pairs exchange nothing.
 constexpr size_t kMaxSparseAllToAll = 8;
 
+// Returns the method among `num_ranks` ranks. `all_pairs_exchange` is true if every rank has a message for every other.
 // `stalls` is true if single messages of the transport may stall.
 TransferMethod transfer_method_of_exchange(size_t num_ranks, bool all_pairs_exchange, bool stalls) {
   const bool suits_all_to_all = all_pairs_exchange || (stalls && num_ranks <= kMaxSparseAllToAll);
   return suits_all_to_all ? TransferMethod::kAllToAll : TransferMethod::kMessages;
 }
 
+// Returns the method of an all-gather within a group.
 TransferMethod transfer_method_of_gather(const Step& step, const MeshExchange& exchange, MeshExchange::Group& group,
                                          Lowering lowering) {
   if (gathers_natively(lowering, step.rounds == 1 && exchange.is_even(group))) return TransferMethod::kAllGather;

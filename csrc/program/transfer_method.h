@@ -1,8 +1,9 @@
 // Chooses the collective or messages for a transfer, the ranks that take part, and the data that needs no packing.
-// `start` and `exchange` (transfers.h) turn the choice into instructions, and move_memory.cpp counts the memory that
-// these allocate.
+// `start` and `exchange` (transfers.h) turn the choice into instructions, and move_memory.cpp counts the memory of
+// these instructions.
 //
-// Choices depend only on what all participating ranks have: layouts, the lowering, and which ranks exchange anything.
+// A choice depends only on information that all participating ranks have: layouts, the lowering, and the pairs of ranks
+// that exchange anything. So all ranks make the same choice.
 #pragma once
 
 #include <cstddef>
@@ -28,17 +29,19 @@ struct DataMove {
   std::vector<size_t> partners;  // members of the group that take part, this one included; empty for all
 };
 
-// All members take part in an all-gather, with named_groups_only, or if the lowering does not narrow groups. Otherwise
-// only this member's connected component takes part: the members connected to it by what they exchange. Computes the
-// connected components of the group on first use.
+// Returns the part of one member (an index into the group's members) in a step that moves data. All members take part
+// in an all-gather, with named_groups_only, or if the lowering does not narrow groups. Otherwise only this member's
+// connected component takes part: the members connected to it by what they exchange. Computes the connected components
+// of the group on first use.
 DataMove data_move_of(const Step& step, const MeshExchange& exchange, MeshExchange::Group& group, size_t member,
                       Lowering lowering, bool named_groups_only);
 
 // Returns the collective or messages for a crossing; the two meshes together have `num_ranks` ranks.
 TransferMethod transfer_method_between_meshes(size_t num_ranks, Lowering lowering);
 
-// Returns true if an all-to-all should include the rank's own part of `own` elements: if that packs and unpacks fewer
-// elements than leaving it out and copying it.
+// Returns true if an all-to-all should include the rank's own part, which has `own` elements: if that packs and unpacks
+// fewer elements than leaving it out and copying it. The first two arguments are the elements to pack and unpack in
+// either case.
 inline bool sends_own_part(int64_t packed_with_it, int64_t packed_without, int64_t own) {
   return packed_with_it < packed_without + own;
 }
@@ -55,9 +58,10 @@ class RunOfMessages {
     next_ = first + count;
     total_ += count;
   }
+  // Returns true if the messages added so far are one run.
   bool is_run() const { return is_run_; }
   int64_t first() const { return first_; }  // first element of the run, if there is a message
-  int64_t total() const { return total_; }
+  int64_t total() const { return total_; }  // number of elements of all messages
   // For callers that stop adding messages once is_run() is false.
   void set_total(int64_t total) { total_ = total; }
 

@@ -5,6 +5,7 @@
 namespace shardwright {
 namespace {
 
+// Counts the traffic of one rank in each kind of transfer.
 class Counter {
  public:
   explicit Counter(const Program& program) : program_(program) {}
@@ -59,12 +60,15 @@ class Counter {
   }
 
  private:
+  // Returns the traffic of a rank that sends as much as it receives.
   static TransferTraffic both_ways(int64_t bytes, int64_t messages) { return {bytes, bytes, messages, messages}; }
 
+  // Returns the number of other ranks in the group.
   int64_t others(const IsTransfer auto& transfer) const {
     return static_cast<int64_t>(program_.groups[transfer.group].ranks.size()) - 1;
   }
 
+  // Returns the bytes of a range.
   int64_t bytes(const BufferRange& range) const { return range.count * program_.dtype_of(range.buffer).size_bytes(); }
 
   const Program& program_;

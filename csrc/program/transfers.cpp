@@ -143,6 +143,7 @@ void Messages::copy(ProgramBuilder& builder, int64_t except) const {
   std::vector<Box> boxes;
   BufferId tensor = kMissingBuffer;
   BufferId staging = kMissingBuffer;
+  // Emits the boxes collected so far, which copy between `tensor` and `staging`.
   const auto emit = [&] {
     side_ == Side::kSent ? builder.copy(tensor, staging, std::move(boxes))
                          : builder.copy(staging, tensor, std::move(boxes));
@@ -192,7 +193,8 @@ Ticket start(ProgramBuilder& builder, const TransferSet& set, TransferMethod tra
 
 namespace {
 
-// Decides whether this rank's own part is sent along. If so, adds it to both sides.
+// Decides whether this rank's own part is sent along, as a message to itself. If so, adds it to both sides of the set.
+// `me` is this rank's index in the group.
 bool carries_own(TransferSet& set, TransferMethod transfer_method, const std::vector<OwnItem>& own,
                  const Staging& staging, int64_t me) {
   std::vector<TransferItem> sent;
@@ -213,10 +215,13 @@ bool carries_own(TransferSet& set, TransferMethod transfer_method, const std::ve
   return false;
 }
 
+// Emits the local copies of elements that stay on this rank.
 void copy_own(ProgramBuilder& builder, const std::vector<OwnItem>& own) {
   for (const OwnItem& item : own) builder.copy(item.from, item.to, item.elements.boxes(Place::local(), Place::local()));
 }
 
+// Lowers an all-gather. Every rank sends its whole buffer; the messages are received in the result or in staging
+// memory.
 void gather(ProgramBuilder& builder, TransferSet& set, const std::vector<OwnItem>& own, int64_t me) {
   check_invariant(own.size() == 1, "an all-gather has ", own.size(), " tensors instead of one");
   set.receives.place(builder, {.is_one_run = true});

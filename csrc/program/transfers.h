@@ -10,8 +10,8 @@
 //   3. start            emits one instruction that starts the transfer;
 //   4. after a Wait, Messages::copy unpacks messages that were received into staging memory.
 //
-// Composed reductions place their messages themselves (Messages::add_placed), and only start them. carriers.h chooses
-// the collective of a set. `start` emits all gathers, all-to-alls and messages of all programs.
+// Composed reductions place their messages themselves (Messages::add_placed), and only start them. transfer_method.h
+// chooses the collective or messages of a set. `start` emits all gathers, all-to-alls and messages of all programs.
 //
 // Example: this rank holds a 4 x 6 tensor in b0, and sends its rows [0, 2) to one peer and its columns [1, 3) to
 // another. The rows are the run b0[0:12] and stay there. The columns are not a run, and are packed into a new buffer
@@ -32,7 +32,7 @@ namespace shardwright {
 
 // Elements of one tensor that are sent or received. `tensor` is the buffer with this rank's part of the tensor.
 struct TransferItem {
-  BufferId tensor = kMissingBuffer;  // if missing, the caller writes or reads the staged elements
+  BufferId tensor = kMissingBuffer;  // if missing, the caller packs and unpacks the elements itself
   Selection elements;
 };
 
@@ -69,11 +69,13 @@ class Messages {
   // Adds a message whose memory is already `range`. Either all messages of one side are added this way or none; if all,
   // `place` and `copy` have nothing to do.
   void add_placed(int64_t peer, BufferRange range);
+  // Removes the message of a peer, if there is one.
   void remove(int64_t peer);
 
   size_t size() const { return messages_.size(); }
   int64_t peer(size_t i) const { return messages_[i].peer; }
   int64_t count(size_t i) const { return messages_[i].count; }
+  // Returns the number of elements of all messages.
   int64_t total_count() const;
   bool are_equally_long() const;
 
@@ -88,6 +90,7 @@ class Messages {
   bool is_staged(size_t i) const { return messages_[i].is_staged; }
   bool is_any_staged() const;
   BufferRange run() const;  // all messages, which must be one run
+  // Returns the placed messages as operands of a SendReceive, without empty ones.
   std::vector<SendReceive::Message> as_sent_or_received() const;
   std::vector<int64_t> counts(int64_t group_size) const;  // by index in the group
 
@@ -105,16 +108,19 @@ class Messages {
     bool is_staged = false;
   };
 
+  // Returns the message with its length and run.
   Message message(int64_t peer, std::vector<TransferItem> items) const;
+  // Return the range of some items, or of all messages, in the tensor; nullopt if they are not one run there.
   std::optional<BufferRange> run_of(const std::vector<TransferItem>& items) const;
   std::optional<BufferRange> run_of_all() const;
 
   Side side_;
   BufferId tensor_;
   std::vector<Message> messages_;
-  BufferRange empty_run_;
+  BufferRange empty_run_;  // result of run() without messages or with empty ones; set by place() and add_placed()
 };
 
+// All messages of one rank in one transfer.
 struct TransferSet {
   int group = -1;  // index into Program::groups
   Messages sends{Messages::Side::kSent};

@@ -13,6 +13,7 @@ std::vector<ActivationGather> plan_activations(const std::vector<Use>& uses, con
     const Activation& a = activations[k];
     int begin = a.first;  // first use of the backward, but after the activation is saved
     while (begin - 1 > a.saved && uses[begin - 1].pass != Pass::kForward) --begin;
+    // The gather starts in the turn of this activation if it is in the same backward, otherwise before the backward.
     const int turn = k - static_cast<int>(ahead);
     if (turn >= 0 && activations[turn].first >= begin) {
       gathers.push_back({activations[turn].first, turn});
@@ -30,6 +31,7 @@ std::vector<int64_t> activation_bytes(size_t num_uses, const std::vector<Activat
   std::vector<int64_t> most(num_uses, 0);
   int turn = -1;  // latest activation whose turn has begun
   for (int use = 0; use < static_cast<int>(num_uses); ++use) {
+    // Counts at the beginning of the use and at the beginning of each turn within it.
     while (true) {
       int64_t bytes = 0;
       for (size_t k = 0; k < activations.size(); ++k) {

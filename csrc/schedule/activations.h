@@ -17,7 +17,7 @@ namespace shardwright {
 std::vector<ActivationGather> plan_activations(const std::vector<Use>& uses, const std::vector<Activation>& activations,
                                                int64_t ahead);
 
-// Returns the peak bytes of gathered activations, by use.
+// Returns the peak bytes of gathered activations during each use. `gathers` has one item per activation.
 std::vector<int64_t> activation_bytes(size_t num_uses, const std::vector<Activation>& activations,
                                       const std::vector<ActivationGather>& gathers);
 

@@ -9,6 +9,7 @@
 namespace shardwright {
 namespace {
 
+// Returns true if both buffers exist during some event.
 bool share_an_event(const Lifetime& a, const Lifetime& b) { return a.first <= b.last && b.first <= a.last; }
 
 // Returns the offset of the smallest gap between `taken`, pairs of begin and end in ascending order, that holds `size`
@@ -28,6 +29,7 @@ int64_t smallest_gap(const std::vector<std::pair<int64_t, int64_t>>& taken, int6
   return found >= 0 ? found : end;
 }
 
+// Places buffers one by one in this order, as described in the header. `sizes` are aligned.
 ArenaLayout place_in_order(const std::vector<Lifetime>& buffers, const std::vector<int64_t>& sizes,
                            const std::vector<size_t>& order) {
   ArenaLayout layout;
@@ -47,6 +49,7 @@ ArenaLayout place_in_order(const std::vector<Lifetime>& buffers, const std::vect
   return layout;
 }
 
+// Returns the most bytes that exist during one event.
 int64_t most_at_one_event(const std::vector<Lifetime>& buffers, const std::vector<int64_t>& sizes) {
   std::map<int64_t, int64_t> changes;
   for (size_t b = 0; b < buffers.size(); ++b) {
@@ -72,6 +75,7 @@ ArenaLayout lay_out(const std::vector<Lifetime>& buffers, int64_t alignment_byte
 
   ArenaLayout best;
   best.size_bytes = std::numeric_limits<int64_t>::max();
+  // Places the buffers by ascending key, and keeps the layout if its arena is the smallest so far.
   const auto attempt = [&](const auto& key) {
     std::vector<size_t> order(buffers.size());
     std::iota(order.begin(), order.end(), size_t{0});

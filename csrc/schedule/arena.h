@@ -6,7 +6,7 @@
 
 namespace shardwright {
 
-// A buffer that exists during the events first, ..., last.
+// A buffer that exists during the events first, ..., last. Events are consecutive numbers; a schedule has one per use.
 struct Lifetime {
   int64_t first = 0;
   int64_t last = 0;

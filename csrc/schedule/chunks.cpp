@@ -11,7 +11,8 @@
 namespace shardwright {
 namespace {
 
-// Uses in which a form may be gathered in chunks, or the use in which its gradient may be reduced in chunks.
+// A gather or reduction that may be in chunks: the uses in which a form may be gathered in chunks, or the use in which
+// its gradient may be reduced in chunks.
 struct Place {
   int form = 0;               // index of the form
   int use = 0;                // first use
@@ -20,6 +21,7 @@ struct Place {
   auto operator<=>(const Place&) const = default;
 };
 
+// Chooses the places that are in chunks, as described in the header. `possible_` has all places to choose from.
 class Chunking {
  public:
   Chunking(const std::vector<Weight>& weights, const std::vector<Use>& uses, const std::vector<ChunkedForm>& forms,
@@ -64,6 +66,7 @@ class Chunking {
   }
 
  private:
+  // Returns true if the reduction has products with known durations.
   static bool takes_time(const ChunkedReduction& reduction) {
     return std::any_of(reduction.products.begin(), reduction.products.end(),
                        [](const ReducingProduct& p) { return p.transfer_ps > 0; });
@@ -84,8 +87,8 @@ class Chunking {
     return last;
   }
 
-  // True if the form may be gathered in uses first, ..., last. With `in_backwards`, its backward may directly follow
-  // the forward, but not a recomputation, which has already gathered the weight.
+  // Returns true if the form may be gathered in uses first, ..., last. With `in_backwards`, its backward may directly
+  // follow the forward, but not a recomputation, which has already gathered the weight.
   bool may_gather(const ChunkedForm& form, int first, int last) const {
     const Pass pass = uses_[first].pass;
     if (pass != Pass::kForward && (pass != Pass::kBackward || !form.in_backwards)) return false;
@@ -95,11 +98,14 @@ class Chunking {
     return !is_there(first - 1) && !is_there(last + 1);
   }
 
+  // Returns true if the use exists and needs the weight.
   bool needs(int use, int weight) const {
     return 0 <= use && use < static_cast<int>(uses_.size()) &&
            std::count(uses_[use].weights.begin(), uses_[use].weights.end(), weight) > 0;
   }
 
+  // Returns the schedule with exactly these places in chunks: forms replace weights in the chosen uses, and the memory
+  // of their chunks counts as held. Throws UserError if the budget is too small.
   StepSchedule planned(const std::set<Place>& chosen) const {
     std::vector<Weight> weights = weights_;
     std::vector<Use> uses = uses_;
@@ -134,6 +140,7 @@ class Chunking {
                                      : make_schedule(std::move(weights), std::move(uses), options);
   }
 
+  // Returns planned(chosen), or nullopt on UserError. Lets the error pass if no place may be in chunks.
   std::optional<StepSchedule> without_error(const std::set<Place>& chosen) const {
     try {
       return planned(chosen);
@@ -143,6 +150,8 @@ class Chunking {
     }
   }
 
+  // Returns the schedule with all possible gathers in chunks, and adds them to `chosen`. If that does not fit into the
+  // budget either, or gathers a weight twice, throws the error of the plan without chunks.
   StepSchedule smallest(std::set<Place>& chosen) const {
     for (const Place& place : possible_) {
       if (!place.is_reduction) chosen.insert(place);  // a reduction takes as much memory in chunks
@@ -151,7 +160,7 @@ class Chunking {
     return found && never_both(*found) ? *found : planned({});  // throws the error of the plan without chunks
   }
 
-  // Returns unchunked possible places that compute waits for, with their waits, longest first.
+  // Returns the possible places that compute waits for, with their waits, longest first; at most kMostUsesTried.
   std::vector<std::pair<int64_t, Place>> by_wait(const StepSchedule& s) const {
     const StepLanes lanes = predict(s);
     std::vector<std::pair<int64_t, Place>> found;
@@ -164,7 +173,8 @@ class Chunking {
     return found;
   }
 
-  // Returns the wait of compute for this gather alone, without earlier transfers.
+  // Returns how long compute waits for the gather of a place, without the delay by earlier transfers; 0 if the schedule
+  // does not have the gather.
   int64_t wait_before(const StepSchedule& s, const StepLanes& lanes, const Place& place) const {
     const auto is_its = [&](const Gather& g) { return g.needed == place.use && g.weight == forms_[place.form].weight; };
     if (std::none_of(s.gathers.begin(), s.gathers.end(), is_its)) return 0;
@@ -172,6 +182,7 @@ class Chunking {
     return std::min(lanes.uses[place.use].begin_ps - before_ps, weights_[forms_[place.form].weight].gather_ps);
   }
 
+  // Returns how long compute waits for the reduction of a place, without the delay by earlier transfers.
   int64_t wait_after(const StepSchedule& s, const StepLanes& lanes, const Place& place) const {
     for (size_t r = 0; r < s.reductions.size(); ++r) {
       if (s.reductions[r].start != place.last || s.reductions[r].weight != forms_[place.form].weight) continue;
@@ -181,6 +192,7 @@ class Chunking {
     return 0;
   }
 
+  // Returns true if no weight is resident both with and without chunks at one use.
   bool never_both(const StepSchedule& s) const {
     for (const WeightBuffer& form : s.buffers) {
       const int whole = s.weights[form.weight].form_of;

@@ -28,13 +28,13 @@ namespace shardwright {
 // The chunked gather of a weight.
 struct ChunkedForm {
   int weight = 0;           // index of the weight
-  int64_t use_bytes = 0;    // gathered before the use, not in chunks
-  int64_t gather_ps = 0;    // duration of that gather; 0 if unknown
-  int64_t chunk_bytes = 0;  // chunks that exist at a time; counted as held all the time
-  int64_t transfer_ps = 0;  // duration of all chunks, one after the other
+  int64_t use_bytes = 0;    // bytes of the form: the part that is gathered before the use, not in chunks
+  int64_t gather_ps = 0;    // duration of gathering the form; 0 if unknown
+  int64_t chunk_bytes = 0;  // bytes of chunks that exist at a time; counted as held all the time
+  int64_t transfer_ps = 0;  // duration of the transfers of all chunks, one after the other
   int64_t num_chunks = 1;
-  bool in_backwards = false;        // also allowed in backwards
-  ChunkedReduction reduction = {};  // of the gradient; without products, never in chunks
+  bool in_backwards = false;        // true: also gathered in chunks in backwards, not only in forwards
+  ChunkedReduction reduction = {};  // of the weight's gradient; without products, never in chunks
 };
 
 constexpr int64_t kLeastChunkingPercent = 25;  // least saving by chunks, relative to the wait of compute for a transfer

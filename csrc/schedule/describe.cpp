@@ -32,6 +32,7 @@ Pass parse_pass(const std::string& name) {
 
 namespace {
 
+// Returns the indices of the items that satisfy a condition.
 template <typename Items, typename Condition>
 std::vector<int> indices(const Items& items, const Condition& condition) {
   std::vector<int> found;
@@ -41,7 +42,7 @@ std::vector<int> indices(const Items& items, const Condition& condition) {
   return found;
 }
 
-// Returns the names of the weights of the chosen items, as "a, b".
+// Returns the names of the weights of the chosen items (gathers or reductions, by index), as "a, b".
 template <typename Items>
 std::string names(const StepSchedule& s, const Items& items, const std::vector<int>& chosen) {
   std::vector<std::string> found;
@@ -49,6 +50,7 @@ std::string names(const StepSchedule& s, const Items& items, const std::vector<i
   return join(found);
 }
 
+// Returns the names of weights, as "a, b".
 std::string names(const StepSchedule& s, const std::vector<int>& weights) {
   std::vector<std::string> found;
   for (const int w : weights) found.push_back(s.weights[w].name);
@@ -72,7 +74,8 @@ std::vector<int> reduced_before(const StepSchedule& s, int use) {
   return found;
 }
 
-// True if `use` is the longest of the consecutive uses of a weight in one pass, or the first of equally long ones.
+// Returns true if `use` is the longest of the consecutive uses of a weight in one pass, or the first of equally long
+// ones.
 bool is_longest(const std::vector<Use>& uses, int use, int weight) {
   const auto is_one = [&](int i) {
     return 0 <= i && i < static_cast<int>(uses.size()) && uses[i].pass == uses[use].pass &&
@@ -87,6 +90,7 @@ bool is_longest(const std::vector<Use>& uses, int use, int weight) {
   return true;
 }
 
+// Returns the line of a use. `number` is the number of earlier uses with the same weights and pass.
 std::string use_text(const StepSchedule& s, int use, int number) {
   const Use& u = s.uses[use];
   std::string line = concat(use, ". ", pass_name(u.pass), " ", u.weights.empty() ? "nothing" : names(s, u.weights));
@@ -117,6 +121,7 @@ std::string use_text(const StepSchedule& s, int use, int number) {
   return line;
 }
 
+// Returns the duration of the transfers of all chunks.
 int64_t transfer_ps(const ChunkedReduction& reduction) {
   int64_t sum_ps = 0;
   for (const ReducingProduct& p : reduction.products) sum_ps += p.transfer_ps;
@@ -162,6 +167,7 @@ std::string json_of(const Reduction& r) {
                 ", \"finish\": ", r.finish, "}");
 }
 
+// Returns a JSON member: a list with one item per line.
 template <typename Items>
 std::string json_list(const char* name, const Items& items) {
   std::vector<std::string> lines;

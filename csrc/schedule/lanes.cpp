@@ -21,6 +21,7 @@ bool has_times(const StepSchedule& s) {
 
 namespace {
 
+// Simulates a step use by use. `now_` is the time on the lane of compute, `free_` on the lane of transfers.
 class Lanes {
  public:
   explicit Lanes(const StepSchedule& schedule) : s_(schedule), there_(schedule.weights.size(), 0) {
@@ -45,6 +46,7 @@ class Lanes {
   }
 
  private:
+  // Adds a transfer to its lane: after all earlier transfers, and not before `from_ps`.
   LaneSpan transfer(int64_t from_ps, int64_t length_ps) {
     LaneSpan span;
     span.begin_ps = std::max(free_, from_ps);
@@ -53,7 +55,7 @@ class Lanes {
     return span;
   }
 
-  // Adds a copy to the lane of one direction, which is free from `free_ps` on.
+  // Adds a copy to the lane of one direction, which is free from `free_ps` on. Returns an empty span without a copy.
   LaneSpan copy(int64_t& free_ps, int64_t length_ps) {
     if (length_ps == 0) return {now_, now_};
     const int64_t begin_ps = std::max(free_ps, now_);
@@ -62,6 +64,7 @@ class Lanes {
     return {begin_ps, free_ps};
   }
 
+  // Starts the gathers of weights and activations that the schedule starts before use i.
   void start_gathers(int i) {
     for (; gather_ < s_.gathers.size() && s_.gathers[gather_].start == i; ++gather_) {
       const int w = s_.gathers[gather_].weight;
@@ -83,7 +86,8 @@ class Lanes {
     }
   }
 
-  // Returns the end of the compute of a use that begins at `begin_ps`, with the waits for its activations.
+  // Returns the end of the compute of a use that begins at `begin_ps`. Compute is divided into one equal range for each
+  // activation whose turn is in this use, and a range waits for its activation.
   int64_t stretches(int use, int64_t begin_ps) {
     const std::vector<Activation>& activations = s_.options.activations;
     const int first = turn_;
@@ -100,6 +104,7 @@ class Lanes {
     return end_ps;
   }
 
+  // Runs a use once its weights are gathered, and the chunks that are gathered and reduced within it.
   void compute(int i) {
     const Use& use = s_.uses[i];
     for (const int w : use.weights) now_ = std::max(now_, there_[w]);
@@ -123,6 +128,7 @@ class Lanes {
     now_ = span.end_ps;
   }
 
+  // Starts the reductions that follow use i, and waits for those that must be done after it.
   void reduce(int i) {
     for (; reduction_ < s_.reductions.size() && s_.reductions[reduction_].start == i; ++reduction_) {
       const Reduction& r = s_.reductions[reduction_];
@@ -140,15 +146,15 @@ class Lanes {
 
   const StepSchedule& s_;
   StepLanes lanes_;
-  int64_t now_ = 0;             // current time on the lane of compute
-  int64_t free_ = 0;            // end of the last transfer
-  int64_t fetched_ = 0;         // end of the last copy from the host
-  int64_t sent_ = 0;            // end of the last copy to the host
-  std::vector<int64_t> there_;  // by weight: end of its latest gather
-  int turn_ = 0;                // index of the next activation
-  size_t gather_ = 0;
-  size_t reduction_ = 0;
-  std::vector<size_t> under_way_;  // indices of reductions
+  int64_t now_ = 0;                // current time on the lane of compute
+  int64_t free_ = 0;               // end of the last transfer
+  int64_t fetched_ = 0;            // end of the last copy from the host
+  int64_t sent_ = 0;               // end of the last copy to the host
+  std::vector<int64_t> there_;     // by weight: end of its latest gather
+  int turn_ = 0;                   // index of the next activation
+  size_t gather_ = 0;              // index of the next gather
+  size_t reduction_ = 0;           // index of the next reduction
+  std::vector<size_t> under_way_;  // indices of reductions that are not waited for yet
 };
 
 }  // namespace
@@ -161,6 +167,7 @@ std::string lanes_text(const StepSchedule& s, int width) {
   std::string transfers(width, ' ');
   std::string fetches(width, ' ');
   std::string sends(width, ' ');
+  // Fills the columns of a span with the last digit of `number`, or with * if it is negative.
   const auto mark = [&](std::string& row, const LaneSpan& span, int number) {
     if (lanes.total_ps == 0 || span.end_ps == span.begin_ps) return;
     const auto column = [&](int64_t ps) {

@@ -34,6 +34,7 @@
 
 namespace shardwright {
 
+// The time of an event, from the beginning of the step.
 struct LaneSpan {
   int64_t begin_ps = 0;
   int64_t end_ps = 0;
@@ -47,15 +48,16 @@ struct ChunksSpan {
   LaneSpan span;
 };
 
+// The predicted times of a step. Uses, gathers, reductions and activations have the indices of the schedule's lists.
 struct StepLanes {
   std::vector<LaneSpan> uses;         // compute of each use
-  std::vector<LaneSpan> gathers;      // as in the schedule
-  std::vector<LaneSpan> reductions;   // as in the schedule; for reductions in chunks, the rest
+  std::vector<LaneSpan> gathers;      // by gather
+  std::vector<LaneSpan> reductions;   // by reduction; for reductions in chunks, only the part that is not in chunks
   std::vector<ChunksSpan> chunks;     // in the order in which they begin
   std::vector<LaneSpan> fetches;      // by gather: the copy from the host
   std::vector<LaneSpan> sends;        // by reduction: the copy to the host
-  std::vector<LaneSpan> activations;  // gather of each activation
-  int64_t compute_ps = 0;             // sum over uses
+  std::vector<LaneSpan> activations;  // by activation: its gather
+  int64_t compute_ps = 0;             // sum of the compute of all uses
   int64_t transfer_ps = 0;            // sum over transfers
   int64_t copy_ps = 0;                // sum over copies from and to the host
   int64_t total_ps = 0;
@@ -65,10 +67,12 @@ struct StepLanes {
 // True if the durations of all uses, and of the gathers of all weights with bytes, are known.
 bool has_times(const StepSchedule& schedule);
 
+// Returns the predicted lanes of a step. Unknown durations count as 0.
 StepLanes predict(const StepSchedule& schedule);
 
-// Returns two rows of `width` characters, compute and transfers. Compute shows the last digit of the use's number, a
-// gather or reduction the last digit of the weight's number, an activation *. With copies, there are two more rows.
+// Returns the lanes as a diagram: two rows of `width` characters, compute and transfers. Compute shows the last digit
+// of the use's number, a gather or reduction the last digit of the weight's number, an activation *. With copies from
+// or to the host, there are two more rows.
 std::string lanes_text(const StepSchedule& schedule, int width = 72);
 
 }  // namespace shardwright

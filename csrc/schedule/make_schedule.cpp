@@ -1,3 +1,4 @@
+// Plans a step: residency of weights, reductions, addresses. The steps of the algorithm are in schedule.h.
 #include <algorithm>
 #include <iterator>
 #include <limits>
@@ -15,6 +16,7 @@
 namespace shardwright {
 namespace {
 
+// Returns true if no value is negative and all uses exist.
 bool is_possible(const ChunkedReduction& reduction, int num_uses) {
   const auto is_good = [&](const ReducingProduct& p) {
     return p.transfer_ps >= 0 && p.last_chunk_ps >= 0 && -1 <= p.use && p.use < num_uses;
@@ -23,6 +25,7 @@ bool is_possible(const ChunkedReduction& reduction, int num_uses) {
          std::all_of(reduction.products.begin(), reduction.products.end(), is_good);
 }
 
+// Throws UserError on the arguments that make_schedule rejects, except for budgets that are too small.
 void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, const ScheduleOptions& options) {
   for (const Weight& w : weights) {
     check_user(w.rest_bytes >= 0 && w.use_bytes >= 0 && w.gradient_bytes >= 0 && w.gather_ps >= 0 && w.reduce_ps >= 0 &&
@@ -71,7 +74,7 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
   check_argument(a > 0 && (a & (a - 1)) == 0, "alignment_bytes", "a power of two", a);
 }
 
-// True if a use needs a weight that the previous use does not need.
+// Returns true if use i needs a weight that the previous use does not need: a *weight change*.
 bool changes_weights(const std::vector<Use>& uses, int i) {
   const auto is_new = [&](int w) {
     return i == 0 || std::count(uses[i - 1].weights.begin(), uses[i - 1].weights.end(), w) == 0;
@@ -96,6 +99,7 @@ class Residency {
     }
   }
 
+  // Fills the schedule's buffers, without addresses, and its gathers.
   void plan() {
     for (int i = 0; i < num_uses(); ++i) {
       const int last = last_needed_at(i);
@@ -109,7 +113,8 @@ class Residency {
     }
   }
 
-  // Return the least limits with which single uses fit, and with which weights are gathered as far ahead as required.
+  // Return the least limits within which the weights of each single use fit, and within which weights are gathered as
+  // far ahead as required.
   int64_t least_limit_bytes() const {
     int64_t least = 0;
     for (int i = 0; i < num_uses(); ++i) least = std::max(least, bytes_at(i, i));
@@ -127,15 +132,19 @@ class Residency {
 
  private:
   int num_uses() const { return static_cast<int>(s_.uses.size()); }
+  // Returns the aligned bytes of the gathered weight.
   int64_t size(int weight) const { return aligned(s_.weights[weight].use_bytes, s_.options.alignment_bytes); }
+  // Returns true if the weight must stay gathered from its first use to its last.
   bool must_stay(int weight) const {
     const Weight& w = s_.weights[weight];
     return w.keep_bytes > 0 && w.keep_bytes == w.use_bytes;
   }
+  // Returns true if a kept copy of the weight exists from its first use to its last.
   bool has_copy(int weight) const {
     const Weight& w = s_.weights[weight];
     return w.keep_bytes > 0 && w.keep_bytes < w.use_bytes && uses_of_[weight].size() > 1;
   }
+  // Returns true if use i is one of the uses from the weight's first to its last.
   bool is_between_uses(int weight, int i) const {
     return !uses_of_[weight].empty() && uses_of_[weight].front() <= i && i <= uses_of_[weight].back();
   }
@@ -160,7 +169,7 @@ class Residency {
     return bytes;
   }
 
-  // True if the weights of uses i, ..., j, gathered from use i on, fit at each of these uses.
+  // Returns true if the weights of uses i, ..., j, gathered from use i on, fit at each of these uses.
   bool fits(int i, int j) const {
     for (int t = i; t <= j; ++t) {
       if (bytes_at(t, j) > limit_bytes_) return false;
@@ -168,7 +177,7 @@ class Residency {
     return true;
   }
 
-  // True if gathers for use j should have started by use i.
+  // Returns true if gathers for use j should have started by use i, as `prefetch` or gather_until requires.
   bool is_wanted(int i, int j) const {
     if (i == j || (!s_.options.gather_until.empty() && j <= s_.options.gather_until[i])) return true;
     if (s_.options.prefetch == 0) return false;
@@ -182,6 +191,7 @@ class Residency {
     return last;
   }
 
+  // Releases weights that uses i, ..., last do not need until the rest fits, the latest next use first.
   void evict_for(int i, int last) {
     const std::set<int> stays = resident_at(i, last);
     int64_t bytes = bytes_at(i, last);
@@ -199,6 +209,8 @@ class Residency {
     }
   }
 
+  // Gathers weight w for a use, starting before use i, unless it is resident. Its first gather also begins its kept
+  // copy.
   void gather(int i, int use, int w) {
     const bool is_first = uses_of_[w].front() == use;
     if (!resident_.contains(w)) {
@@ -212,6 +224,7 @@ class Residency {
     }
   }
 
+  // Ends the life of the weight's buffer after a use.
   void release(int weight, int after) {
     s_.buffers[resident_.at(weight)].last = after;
     resident_.erase(weight);
@@ -221,7 +234,7 @@ class Residency {
   int64_t limit_bytes_;
   std::vector<std::vector<int>> uses_of_;  // by weight
   std::vector<int> changes_until_;         // by use: number of weight changes up to and including it
-  std::map<int, int> resident_;
+  std::map<int, int> resident_;            // index of the buffer, by weight
 };
 
 // Plans reductions, which are waited for after the next weight change (`overlaps`) or at once, and the gathers of
@@ -268,6 +281,7 @@ void plan_reductions(StepSchedule& schedule, bool overlaps) {
   }
 }
 
+// Sets the offsets of all buffers and the sizes of the arena.
 void place(StepSchedule& schedule) {
   std::vector<Lifetime> lifetimes;
   for (const WeightBuffer& b : schedule.buffers) lifetimes.push_back({b.first, b.last, b.size_bytes});
@@ -277,7 +291,8 @@ void place(StepSchedule& schedule) {
   schedule.live_buffer_bytes = layout.live_bytes;
 }
 
-// Returns a schedule within a limit on buffer bytes, which must hold single uses. Its arena may be larger.
+// Returns the schedule with its buffers and gathers planned within a limit on buffer bytes, which must hold the weights
+// of each single use. Because of gaps, its arena may be larger than the limit.
 StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
   Residency(schedule, limit_bytes).plan();
   std::stable_sort(schedule.gathers.begin(), schedule.gathers.end(), [](const Gather& a, const Gather& b) {
@@ -288,6 +303,7 @@ StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
 }
 
 // Returns the schedule with the largest limit whose arena and memory beside it fit into the budget, or nullopt.
+// `reduced` has its reductions planned, but no buffers.
 std::optional<StepSchedule> within(int64_t budget_bytes, const StepSchedule& reduced, int64_t least_limit_bytes) {
   const int64_t available = budget_bytes - reduced.peak_beside_bytes - reduced.options.held_bytes;
   for (int64_t limit = available; limit >= least_limit_bytes;) {
@@ -338,6 +354,7 @@ int64_t activations_ahead_within(const std::vector<Weight>& weights, const std::
 
 StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, const ScheduleOptions& options) {
   check(weights, uses, options);
+  // `ahead` waits for reductions after the next weight change, `at_once` right after their start.
   StepSchedule ahead{std::move(weights), std::move(uses), options, {}, {}, {}};
   StepSchedule at_once = ahead;
   plan_reductions(ahead, true);

@@ -6,6 +6,12 @@
 // prefetched and kept, without heuristics about modules.
 //
 // The same arguments give the same schedule on every rank and in every step, because communication depends on it.
+// Durations are in picoseconds (`_ps`).
+//
+// Terms: a *resident* weight is gathered, in a buffer of the arena. A *kept copy* is a copy of a weight that is cut
+// less than the sharded weight, and from which later gathers read. A transfer *in chunks* is divided, and runs within
+// the use that needs or computes its data (schedule/chunks.h). The *turn* of an activation is the part of a backward
+// that needs it (schedule/activations.h).
 //
 // Example: weights a and b of 100 bytes, forward uses of a, b and backward uses of b, a, gradients of 100 bytes.
 //
@@ -29,10 +35,11 @@ enum class Pass : uint8_t { kForward, kRecompute, kBackward };
 const char* pass_name(Pass pass);          // "forward", "recompute", "backward"
 Pass parse_pass(const std::string& name);  // throws UserError
 
-// A product that computes a weight's gradient, or a part of it. Each chunk is sent while the next one is computed.
+// A matrix product that computes a weight's gradient, or a part of it, in chunks. Each chunk is sent to be reduced
+// while the next one is computed.
 struct ReducingProduct {
-  int64_t transfer_ps = 0;    // duration of all chunks, one after the other
-  int64_t last_chunk_ps = 0;  // duration of one chunk
+  int64_t transfer_ps = 0;    // duration of the transfers of all chunks, one after the other
+  int64_t last_chunk_ps = 0;  // duration of the transfer of one chunk
   int use = -1;               // use of the product; -1: the use that completes the gradient
 };
 
@@ -40,27 +47,28 @@ struct ReducingProduct {
 // other modules gets its gradient in several uses.
 struct ChunkedReduction {
   std::vector<ReducingProduct> products = {};  // empty: not in chunks
-  int64_t rest_ps = 0;                         // duration of the rest after the last use, such as biases
-  int64_t gradient_bytes = 0;                  // replaces Weight::gradient_bytes
+  int64_t rest_ps = 0;         // duration of reducing what is not in chunks, such as biases, after the last use
+  int64_t gradient_bytes = 0;  // takes the place of Weight::gradient_bytes
 };
 
-// A weight. Bytes are those of the rank that has most.
+// A weight, or a group of tensors that are gathered together. Bytes are those of the rank that has most.
 struct Weight {
   std::string name;
   int64_t rest_bytes = 0;  // sharded part, held all the time; not part of any budget
-  int64_t use_bytes = 0;   // gathered
+  int64_t use_bytes = 0;   // gathered weight
   // Bytes that must stay from the weight's first use to its last. 0: the weight may be gathered again from sharded
-  // parts. `use_bytes`: it must stay gathered. In between: the size of a copy that is cut less than the sharded weight.
+  // parts. `use_bytes`: it must stay gathered. In between: the size of its kept copy.
   int64_t keep_bytes = 0;
   int64_t gradient_bytes = 0;  // unreduced gradient of one backward; 0 for a frozen weight
   int64_t gather_ps = 0;       // duration of a gather; 0 if unknown
   int64_t reduce_ps = 0;       // duration of the reduction of a gradient; 0 if unknown
-  // For the form of another weight, which is gathered in chunks within its uses (schedule/chunks.h): the index of that
-  // weight, and the durations of all chunks and of the first. Otherwise form_of is -1.
+  // Set only for a form: an additional weight that stands for another weight in uses that gather it in chunks
+  // (schedule/chunks.h). Index of the other weight, and durations of the transfers of all chunks and of the first one.
+  // -1: not a form.
   int form_of = -1;
   int64_t chunks_ps = 0;
   int64_t first_chunk_ps = 0;
-  ChunkedReduction in_chunks = {};  // applies where Use::in_chunks has the weight
+  ChunkedReduction in_chunks = {};  // used where Use::in_chunks has the weight
   // If sharded parts are offloaded to the host: duration of the copy to the device that begins a gather from sharded
   // parts, and of the copy to the host that ends a reduction.
   int64_t fetch_ps = 0;
@@ -69,7 +77,7 @@ struct Weight {
 
 // A range of compute.
 struct Use {
-  std::vector<int> weights;  // indices, each once; several if modules with weights contain others
+  std::vector<int> weights;  // indices of the weights it needs, each once; several if modules are nested
   Pass pass = Pass::kForward;
   std::vector<int> gradients;  // weights whose gradients are complete after this use
   int64_t compute_ps = 0;      // duration of the compute; 0 if unknown
@@ -77,16 +85,16 @@ struct Use {
   std::vector<int> in_chunks = {};
 };
 
-// A tensor that a backward needs in full, and of which each rank keeps a part since a forward.
+// A tensor that a backward needs in full, and of which each rank keeps a part since a forward. Uses are given by index.
 struct Activation {
   std::string name;
   int64_t kept_bytes = 0;  // kept part; not part of any budget
-  int64_t bytes = 0;       // gathered
+  int64_t bytes = 0;       // gathered tensor
   int64_t gather_ps = 0;   // duration of a gather; 0 if unknown
   int saved = 0;           // use that computes it
   int first = 0;           // first use that needs it, in which its turn begins
   int last = 0;            // last use that needs it
-  int until = 0;           // number of the activation in whose turn it is needed last: itself or a later one
+  int until = 0;           // index of the activation in whose turn this one is needed last: itself or a later one
 };
 
 struct ScheduleOptions {
@@ -101,8 +109,9 @@ struct ScheduleOptions {
   // Part of the budget that is always in use outside of the arena: unsharded gradients of earlier steps that are
   // accumulated, and weights that stay gathered between steps.
   int64_t held_bytes = 0;
-  // Earlier gathers than `prefetch` requires, if the budget allows it. By use: the last use whose weights should be
-  // resident or being gathered at this use. A value below the use itself requires nothing. Empty: none required.
+  // Requires earlier gathers than `prefetch` does, if the budget allows it. By use: the index of the last use whose
+  // weights should be resident or being gathered at this use. An index below the use itself requires nothing. Empty:
+  // none required.
   std::vector<int> gather_until = {};
   // Activations of the step in the order of their turns, and the number of turns by which their gathers are ahead.
   std::vector<Activation> activations = {};
@@ -111,7 +120,7 @@ struct ScheduleOptions {
 
 // A range of the arena that is in use from before use `first` until after use `last`.
 struct WeightBuffer {
-  int weight = 0;
+  int weight = 0;             // index of the weight
   bool is_kept_copy = false;  // holds the copy of keep_bytes, not the gathered weight
   int first = 0;
   int last = 0;
@@ -119,34 +128,35 @@ struct WeightBuffer {
   int64_t offset_bytes = 0;
 };
 
+// A gather of a weight into a buffer. It starts before use `start` and is done before use `needed`.
 struct Gather {
   int weight = 0;
   int buffer = 0;          // index of the WeightBuffer
-  int start = 0;           // starts before this use
-  int needed = 0;          // done before this use
+  int start = 0;           // index of a use
+  int needed = 0;          // index of a use
   bool from_copy = false;  // from the kept copy instead of the sharded parts
 };
 
-// The reduction of a gradient. A weight has at most one at a time.
+// The reduction of a gradient, relative to uses, which are given by index. A weight has at most one at a time.
 struct Reduction {
   int weight = 0;
   int first = 0;           // the gradient exists from this use on: the first backward use since the last reduction
   int start = 0;           // starts after this use
   int finish = 0;          // done and the gradient released after this use; no overlap if equal to `start`
-  bool in_chunks = false;  // all but the part not in chunks is reduced within uses up to `start`
+  bool in_chunks = false;  // reduced within uses up to `start`, except for the part that is not in chunks
 };
 
-// The start of an activation's gather.
+// The start of an activation's gather: at the beginning of the turn of activation `trigger`, within use `start`.
 struct ActivationGather {
-  int start = 0;     // starts within this use,
-  int trigger = -1;  // at the beginning of this activation's turn; -1: before the use
+  int start = 0;     // index of a use
+  int trigger = -1;  // index of an activation; -1: before the use begins
 };
 
 // The part of a weight's gradient that is reduced by the products of one use.
 struct ReducedWithin {
   int weight = 0;
-  int64_t transfer_ps = 0;
-  int64_t last_chunk_ps = 0;
+  int64_t transfer_ps = 0;    // sum over the products
+  int64_t last_chunk_ps = 0;  // maximum over the products
 };
 
 // A planned step. Lists are in the order of events.
@@ -167,16 +177,17 @@ struct StepSchedule {
   int64_t peak_beside_bytes = 0;      // most bytes of gradients and activations together at one use
   int64_t peak_bytes() const { return arena_bytes + peak_beside_bytes + options.held_bytes; }
 
-  // Return indices: gathers that start before a use, buffers released after it, reductions that start after it, and
-  // reductions waited for after it.
+  // Return indices into the lists above: gathers that start before a use, buffers released after it, reductions that
+  // start after it, and reductions waited for after it.
   std::vector<int> gathers_before(int use) const;
   std::vector<int> released_after(int use) const;
   std::vector<int> reductions_started_after(int use) const;
   std::vector<int> reductions_finished_after(int use) const;
-  // Returns the forms whose chunks are gathered within this use. Of several consecutive uses in one pass, the longest
-  // has them (the first of equally long ones), because the product is assumed to be there. A form that stays from one
-  // pass to another is gathered in chunks in both.
+  // Returns the indices of the forms (in `weights`) whose chunks are gathered within this use. Of several consecutive
+  // uses in one pass, the longest gathers them (the first of equally long ones), because the product is assumed to be
+  // there. A form that stays from one pass to another is gathered in chunks in both.
   std::vector<int> gathered_within(int use) const;
+  // Returns the gradients that are reduced in chunks within this use, in the order of reductions.
   std::vector<ReducedWithin> reduced_within(int use) const;
 };
 
@@ -217,8 +228,8 @@ int64_t activations_ahead_within(const std::vector<Weight>& weights, const std::
 int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                                  const ScheduleOptions& options);
 
-// Returns a line for each use, the peak, each buffer's range of the arena and, with times, the predicted lanes. JSON
-// has the same and the arguments.
+// Return the schedule as text and as JSON. The text has a line for each use, the peak, each buffer's range of the arena
+// and, with times, the predicted lanes. JSON has all lists, the arguments and the predicted time.
 std::string to_text(const StepSchedule& schedule);
 std::string to_json(const StepSchedule& schedule);
 

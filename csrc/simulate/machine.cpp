@@ -10,7 +10,7 @@
 namespace shardwright {
 namespace {
 
-constexpr double kUnwritten = std::numeric_limits<double>::quiet_NaN();
+constexpr double kUnwritten = std::numeric_limits<double>::quiet_NaN();  // value of memory that was not written yet
 
 // Converts one side of a box from elements of the dtype `counted` to elements of the buffer. An element is stored at
 // the index of its first byte.

@@ -1,5 +1,5 @@
-// The simulated ranks: memory, instructions, and messages, which are matched in the same way as process groups match
-// them.
+// The simulated ranks: memory, instructions, and messages. Sends are matched with receives, and calls of collectives
+// with each other, in the order in which a process group matches them.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,21 @@
 
 namespace shardwright {
 
+// The simulated ranks, each a Process with its own program. An element of any dtype is stored as one double.
 class Machine {
  public:
-  using Payload = std::vector<double>;
+  using Payload = std::vector<double>;  // the elements of a buffer, message or contribution
 
-  // Adds a process for the rank. It runs the program on these inputs, which are followed by the destinations.
+  // Adds a process that runs the program of a rank. `inputs` has the elements of its inputs, then of its destinations.
   void add(Rank rank, Program program, std::vector<Payload> inputs);
 
   // Runs all ranks to the end. Throws InvariantError on a deadlock: all unfinished ranks wait.
   void run();
 
+  // Return the elements of a rank's output or destination after run().
   const Payload& output(Rank rank, size_t index = 0) const;
   const Payload& destination(Rank rank, size_t index) const;
+  // Return the bytes that a rank received, and the most bytes that it allocated at once for buffers and scratch.
   int64_t received_bytes(Rank rank) const { return processes_.at(rank).received_bytes; }
   int64_t peak_bytes(Rank rank) const { return processes_.at(rank).peak_bytes; }
 
@@ -35,32 +38,36 @@ class Machine {
     std::vector<int64_t> send_counts;  // for an all_to_all
   };
 
-  // The ranks of the group, the sender, the receiver.
+  // Identifies a channel for messages: the ranks of the group, the sender, the receiver.
   using Route = std::tuple<std::vector<Rank>, Rank, Rank>;
 
+  // The state of one rank.
   struct Process {
     Rank rank;
     Program program;
     std::vector<Payload> buffers;
-    std::vector<bool> alive;
+    std::vector<bool> alive;  // by buffer: it exists now
     size_t next_instruction = 0;
     int64_t live_bytes = 0;
     int64_t peak_bytes = 0;
     int64_t received_bytes = 0;
     Program::Lifetimes lifetimes;
-    // Number of collectives started so far, by the ranks of the group. The n-th calls of all members match.
+    // Number of collectives started so far, by the ranks of the group. Call number n of a group is the n-th collective
+    // of each of its members.
     std::map<std::vector<Rank>, int64_t> calls;
-    std::map<int, int64_t> call_of_ticket;
-    std::set<int> fetched;  // tickets of complete fetches
+    std::map<int, int64_t> call_of_ticket;  // number of the call of each collective started
+    std::set<int> fetched;                  // tickets of fetches whose data has been written
     // Number of messages sent and expected so far, by route.
     std::map<Route, int64_t> sent;
     std::map<Route, int64_t> expected;
-    std::map<int, std::vector<int64_t>> messages_of_ticket;
+    std::map<int, std::vector<int64_t>> messages_of_ticket;  // numbers, on their routes, of expected messages
   };
 
+  // Runs the next instruction. Returns false if there is none or if it must wait for another rank.
   bool advance(Process& process);
-  // Returns false if the transfer cannot complete yet.
+  // Writes the data of a transfer, given by its ticket. Returns false if another rank has not sent or contributed yet.
   bool finish_wait(Process& process, int ticket);
+  // Start a transfer: record what the rank sends or contributes, and what it expects.
   void start(Process& process, int instruction, const AllGather& operation);
   void start(Process& process, int instruction, const ReduceScatter& operation);
   void start(Process& process, int instruction, const AllReduce& operation);
@@ -68,7 +75,9 @@ class Machine {
   void start(Process& process, int instruction, const SendReceive& operation);
   void start(Process& process, int instruction, const Offer& operation);
   void start(Process& process, int instruction, const Fetch& operation);
+  // Records the rank's contribution to its next collective in a group.
   void give(Process& process, int instruction, int group_index, Contribution given);
+  // Carry out a compute instruction.
   static void execute(Process& process, const Copy& copy);
   static void execute(Process& process, const FillZero& fill);
   static void execute(Process& process, const Divide& divide);
@@ -76,30 +85,36 @@ class Machine {
   static void execute(Process& process, const Cast& cast);
   static void execute(Process& process, const Reduce& reduce);
   static void execute(Process& process, const Gemm& gemm);
-  // Receives the chunks that a product waits for, if possible. Returns true if all of them are received.
+  // Completes the Fetch that a product waits for. Returns false if another rank has not offered its data yet.
   bool chunks_arrive(Process& process, const Flags& flags);
   static void execute(Process& process, const Attend& attend);          // machine_attend.cpp
   static void execute(Process& process, const AttendBackward& attend);  // machine_attend.cpp
   static void execute(Process& process, const Merge& merge);            // machine_attend.cpp
   static void execute(Process& process, const Accumulate& accumulate);  // machine_attend.cpp
+  // Return an element of batch b, head h and a row: element i of the row, or the row's only number.
   static double& element(Process& process, const Heads& heads, int64_t b, int64_t h, int64_t row, int64_t i);
   static double& element(Process& process, const HeadRows& rows, int64_t b, int64_t h, int64_t row);
   // Returns the score plus the mask's bias; minus infinity if the query does not see the key.
   static double masked(Process& process, const std::optional<PairMask>& mask, int64_t b, int64_t h, int64_t i,
                        int64_t j, double score);
+  // Returns the bytes of an element in the program's dtype of the buffer.
   static int64_t item_bytes(const Process& process, const BufferRange& range);
+  // Return or replace the elements of a range. Throw InvariantError if the buffer does not exist or is too small, or on
+  // writing an input.
   static double* data(Process& process, const BufferRange& range);
   static Payload read(Process& process, const BufferRange& range);
   static void write(Process& process, const BufferRange& range, const Payload& payload);
-  // Writes the rank's result of a collective, once all members have contributed.
   using GivenByMember = std::map<Rank, Contribution>;
+  // Write the rank's result of a collective, once all members have contributed.
   void deliver(Process& process, const AllGather& operation, const GivenByMember& given);
   void deliver(Process& process, const ReduceScatter& operation, const GivenByMember& given);
   void deliver(Process& process, const AllReduce& operation, const GivenByMember& given);
   void deliver(Process& process, const AllToAll& operation, const GivenByMember& given);
   void deliver(Process&, const Offer&, const GivenByMember&) {}
   void deliver(Process& process, const Fetch& operation, const GivenByMember& given);
+  // Returns the reduction of elements [offset, offset + count) of all contributions, in the order of ranks.
   static Payload reduced(const Group& group, ReduceOp op, const GivenByMember& given, int64_t offset, int64_t count);
+  // Writes all messages of a transfer. Returns false, without writing any, if one has not been sent yet.
   bool receive_messages(Process& process, const SendReceive& operation, int ticket);
 
   std::map<Rank, Process> processes_;

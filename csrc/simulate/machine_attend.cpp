@@ -8,9 +8,9 @@
 namespace shardwright {
 namespace {
 
-constexpr double kNothing = -std::numeric_limits<double>::infinity();
+constexpr double kNothing = -std::numeric_limits<double>::infinity();  // score of a key that the query does not see
 
-// Calls each(batch, query head, key head).
+// Calls each(batch, query head, head of keys and values) for all query heads.
 template <typename Each>
 void for_each_head(const AttendSizes& s, const Each& each) {
   for (int64_t b = 0; b < s.batch; ++b) {

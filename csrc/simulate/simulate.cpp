@@ -14,6 +14,7 @@
 namespace shardwright {
 namespace {
 
+// Throws an InvariantError with the plan and a message.
 template <typename... Parts>
 [[noreturn]] void fail(const Plan& plan, const Parts&... parts) {
   throw InvariantError(concat("the simulation disagrees with the plan ", to_string(plan), "\n", parts...));
@@ -72,8 +73,8 @@ class Expectation {
     return share(coordinate_over(mesh_, position, kept_), coordinate_over(mesh_, position, reduced_), element);
   }
 
-  // Returns the expected value of an element after the plan's reductions, given the rank's coordinates on the dims that
-  // stay partial.
+  // Returns the value that an element should have after the plan's reductions, on the rank at a position. Of its
+  // coordinates, only those on the dims that stay partial matter.
   double due(int64_t position, int64_t element) const {
     if (partial_.empty()) return static_cast<double>(element + 1);
     const int64_t kept = coordinate_over(mesh_, position, kept_);
@@ -89,21 +90,23 @@ class Expectation {
     return static_cast<double>(1 + (element * 7 + kept * 5 + reduced * 3 + element / 11) % 13);
   }
 
+  // Returns a contribution as it is summed: raised to the power of a pending norm.
   double raised_share(int64_t kept, int64_t reduced, int64_t element) const {
     const double value = share(kept, reduced, element);
     return power_ != 0 ? std::pow(value, power_) : value;
   }
 
   const Mesh& mesh_;
-  MeshDimSet partial_;
-  MeshDimSet kept_;
-  MeshDimSet reduced_;
-  int64_t num_reduced_ = 1;
+  MeshDimSet partial_;       // mesh dims with pending reductions before the plan
+  MeshDimSet kept_;          // mesh dims whose reductions are still pending after the plan
+  MeshDimSet reduced_;       // mesh dims that the plan reduces
+  int64_t num_reduced_ = 1;  // contributions to each reduced element
   ReduceOp op_ = ReduceOp::kSum;
-  double power_ = 0;
-  double divisor_ = 1;
+  double power_ = 0;    // power of a norm; 0: no norm
+  double divisor_ = 1;  // of an average
 };
 
+// Returns true if the values are equal up to rounding.
 bool close(double a, double b) { return a == b || std::fabs(a - b) <= 1e-9 * std::max(std::fabs(a), std::fabs(b)); }
 
 // Checks mesh dims that become partial: the values of the ranks along them must reduce to the expected value. Values
@@ -116,6 +119,7 @@ class NewPartials {
 
   bool any() const { return !dims_.empty(); }
 
+  // Adds the value that one rank holds of an element. `due` is the value to which all ranks' values must reduce.
   void add(int64_t position, int64_t element, double value, double due) {
     const Mesh& mesh = plan_.dst.mesh();
     int64_t base = position;
@@ -129,6 +133,7 @@ class NewPartials {
     ++entry.count;
   }
 
+  // Throws InvariantError unless the values of each element reduce to its expected value.
   void check() const {
     const Mesh& mesh = plan_.dst.mesh();
     const int64_t n = mesh.group_size(dims_);
@@ -151,9 +156,9 @@ class NewPartials {
 
  private:
   struct Entry {
-    double value = 0;
-    double due = 0;
-    int64_t count = 0;
+    double value = 0;   // reduction of the values added so far
+    double due = 0;     // expected value
+    int64_t count = 0;  // number of values added so far
   };
 
   const Plan& plan_;
@@ -163,6 +168,7 @@ class NewPartials {
   std::map<int64_t, std::vector<Entry>> entries_;
 };
 
+// Returns the elements of the rank's input.
 Machine::Payload held_by(const Plan& plan, const Expectation& expectation, Rank rank) {
   const std::optional<Position> position = plan.src.mesh().position_of(rank);
   Machine::Payload values;
@@ -173,7 +179,7 @@ Machine::Payload held_by(const Plan& plan, const Expectation& expectation, Rank 
   return values;
 }
 
-// Returns the number of elements that the rank holds at the end.
+// Compares a rank's result with the expectation, or adds it to `new_partials`. Returns the number of its elements.
 int64_t check_result(const Plan& plan, const Expectation& expectation, Rank rank, const Machine::Payload& output,
                      NewPartials& new_partials) {
   const std::optional<Position> position = plan.dst.mesh().position_of(rank);

@@ -12,11 +12,12 @@
 
 namespace shardwright {
 
+// The measured costs of a simulated plan.
 struct SimulationReport {
   std::map<Rank, int64_t> received_bytes;
   std::map<Rank, int64_t> peak_bytes;
   int64_t received_bytes_sum = 0;
-  int64_t elements_checked = 0;
+  int64_t elements_checked = 0;  // elements of all ranks' results, all of which were correct
 };
 
 // Throws an InvariantError that names plan, rank and element if a result is wrong. Also throws if the bytes moved or
