@@ -26,9 +26,11 @@ from .layouts import argument_values
 from .runtime import memory_spans
 from .transfers.declared import Given, Reader
 
-_MAX_GAP_BYTES = 4096
-_MAX_SPAN_BYTES = 8 << 20
+_MAX_GAP_BYTES = 4096  # default of `max_gap_bytes`: a page
+_MAX_SPAN_BYTES = 8 << 20  # maximum bytes of one read call along a dim
 
+# A span is a range of a file that is read with one call; gaps in it are discarded. An item is a box of a saved tensor.
+#
 # A run (begin, end, to) of one dim: indices [begin, end) of the stored tensor are copied to the target from index `to`
 # on. The runs of a dim are contiguous in the target; in the stored tensor they may be in any order.
 _Run = tuple[int, int, int]
@@ -70,6 +72,7 @@ class CheckpointReader(dcp.FileSystemReader):
             raise ValueError(f"max_gap_bytes must be at least 0, got {max_gap_bytes}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads slices of tensors. Leaves pickles and compressed or encrypted tensors to PyTorch's reader."""
         whole = []
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -85,6 +88,7 @@ class CheckpointReader(dcp.FileSystemReader):
         return super().read_data(LoadPlan(whole), planner)
 
     def _read_items(self, file: Any, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """Reads the items of one file, in the order of their offsets, into the planner's tensors."""
         # Several slices of a saved tensor may be requested; its location in the file is looked up once.
         for index, some in itertools.groupby(items, key=lambda item: item.storage_index):
             saved = self.storage_data[index]
@@ -200,6 +204,7 @@ def _indices(runs: Sequence[_Run]) -> torch.Tensor:
 
 
 def _can_be_read_into(target: torch.Tensor, stored: _Stored) -> bool:
+    """Returns True if bytes of the file can be read into the target without a conversion."""
     is_alike = target.dtype == stored.dtype and not stored.is_conj
     return target.device.type == "cpu" and is_alike and not target.is_conj() and not target.is_neg()
 
@@ -271,6 +276,7 @@ class _Planner(LoadPlanner):
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
+        """Returns the items that this rank reads. Raises ValueError with all problems of its arguments."""
         reader = Reader(self._group)
         given = self.given = reader.destination(self._to)
         items: list[ReadItem] = []
@@ -290,6 +296,10 @@ class _Planner(LoadPlanner):
         return LoadPlan(items)
 
     def _items(self, name: str, given: Given, rank: int) -> list[ReadItem]:
+        """Returns the items to read for this rank's part of a tensor.
+
+        Raises ValueError if the checkpoint lacks some.
+        """
         assert self._metadata is not None
         saved = self._metadata.state_dict_metadata.get(name)
         if not isinstance(saved, TensorStorageMetadata):
@@ -350,6 +360,7 @@ class _Planner(LoadPlanner):
         return torch.empty(read_item.lengths, dtype=view.dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Copies what this rank needs of an item, which PyTorch's reader read in full, into its local tensor."""
         for runs, target in self.targets(read_item):
             needed = tensor
             for dim, some in enumerate(runs):
@@ -382,6 +393,7 @@ def _in_order(intervals: Sequence[tuple[int, int]]) -> torch.Tensor:
 
 
 def _length(runs: Sequence[_Run]) -> int:
+    """Returns the number of indices in the runs."""
     return sum(end - begin for begin, end, _ in runs)
 
 

@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _build_info() -> dict[str, Any] | None:
+    """Returns what setup.py wrote when it built the extension modules, or None if they were never built."""
     try:
         module = importlib.import_module("shardwright._build_info")
     except ImportError:
@@ -79,6 +80,7 @@ def _build_info() -> dict[str, Any] | None:
 
 
 def _version_of(package: str) -> str | None:
+    """Returns the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -93,6 +95,7 @@ def _file_of(module: str) -> str | None:
 
 
 def _import_error(module: str) -> str | None:
+    """Returns the error of importing an extension module, or None if it imports."""
     try:
         importlib.import_module(f"shardwright.{module}")
     except ImportError as error:
@@ -101,6 +104,7 @@ def _import_error(module: str) -> str | None:
 
 
 def _problems(facts: dict[str, Any]) -> list[str]:
+    """Returns a sentence for each problem that the facts show."""
     found = []
     if facts["build"] is None:
         found.append(f"the extension modules were never built; {_REBUILD}")
@@ -116,6 +120,7 @@ def _problems(facts: dict[str, Any]) -> list[str]:
 
 
 def _about_torch(build: dict[str, Any] | None, installed: str) -> str | None:
+    """Returns a sentence if the modules were built for another torch than `installed`, else None."""
     if build is None or _release(build["torch"]) == _release(installed):
         return None
     return f"built for torch {build['torch']}, but torch {installed} is installed; {_REBUILD}"
@@ -127,6 +132,7 @@ def _release(version: str) -> str:
 
 
 def _as_text(facts: dict[str, Any]) -> str:
+    """Returns the facts as lines of text."""
     build, planner = facts["build"] or {}, facts["planner"]
     cuda = "unknown"
     if build:

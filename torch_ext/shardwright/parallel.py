@@ -118,6 +118,7 @@ class SequenceParallel(torch_parallel.SequenceParallel):
 def _distribute(
     style: Any, module: nn.Linear, device_mesh: DeviceMesh, how: dict[str, Any], shares_gather: bool = False
 ) -> nn.Module:
+    """Shards the weights of a linear layer as PyTorch's style does, and replaces its forward by ours."""
     distribute_module(
         module,
         device_mesh,
@@ -135,6 +136,7 @@ def _distribute(
 def _annotate(
     layouts: tuple[Placement, ...], module: nn.Module, inputs: tuple[Any, ...], device_mesh: DeviceMesh
 ) -> Any:
+    """Returns the layer's input as a DTensor with the placements `layouts`, which holds the given tensor too."""
     x = inputs[0]
     if isinstance(x, DTensor):
         return x
@@ -161,6 +163,7 @@ def _uneven(
 
 
 def _forward(module: nn.Linear, x: DTensor) -> DTensor:
+    """The forward of a layer without a shared gather."""
     return linear(x, module.weight, module.bias, **module._shardwright_how)  # type: ignore[arg-type]
 
 
@@ -173,6 +176,7 @@ class _Gathered(NamedTuple):
 
 
 def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
+    """The forward of a layer that shares its gather with other layers of the same input."""
     if torch.compiler.is_compiling():  # tensors in graphs cannot hold attributes
         how = module._shardwright_how
         return linear(x, module.weight, module.bias, **how)  # type: ignore[arg-type]
@@ -192,4 +196,5 @@ def _forward_sharing(module: nn.Linear, x: DTensor) -> DTensor:
 
 
 def _hand_out(use_local_output: bool, module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> torch.Tensor:
+    """Returns the layer's output, as this rank's part if `use_local_output`."""
     return output.to_local() if use_local_output else output

@@ -17,6 +17,8 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Cut:
+    """Base class. Checks that fields of type int are integers, and that `block` is a multiple of `unit`."""
+
     def __post_init__(self) -> None:
         kind = type(self).__name__
         for field in dataclasses.fields(self):
@@ -310,6 +312,7 @@ def text_of(placement: object) -> str | None:
 
 
 def _sizes(given: Any, name: str) -> tuple[int, ...]:
+    """Returns a nonempty list of integers as a tuple. Raises ValueError for anything else."""
     try:
         sizes = tuple(operator.index(size) for size in given)
     except TypeError:
@@ -320,6 +323,7 @@ def _sizes(given: Any, name: str) -> tuple[int, ...]:
 
 
 def _intervals(given: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Returns the lists of `Pieces` as tuples. Raises ValueError for anything else."""
     try:
         return tuple(tuple((operator.index(begin), operator.index(end)) for begin, end in one) for one in given)
     except (TypeError, ValueError):
@@ -327,6 +331,7 @@ def _intervals(given: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def _at_least(given: Any, name: str, least: int) -> int:
+    """Returns an int. Raises ValueError if it is below `least`."""
     try:
         value = operator.index(given)
     except TypeError:
@@ -344,10 +349,12 @@ def _integer(given: Any, what: str) -> int:
 
 
 def _check_multiples(name: str, cuts: Iterable[int], last: int, unit: int) -> None:
+    """Raises ValueError if a cut is neither at a multiple of `unit` nor at `last`."""
     for cut in cuts:
         if cut % unit and cut != last:
             raise ValueError(f"cuts of {name} must be at multiples of unit={unit} or at {last}, got {cut}")
 
 
 def _joined(sizes: Sequence[int]) -> str:
+    """Returns a text such as "3:1:4"."""
     return ":".join(map(str, sizes))

@@ -61,6 +61,7 @@ def redistribute_sequence(
 
 
 def _placement(given: Any, dim: int, size: int, count: int, argument: str) -> Any:
+    """Returns the placement of tensor dim `dim` for the argument src or dst of `redistribute_sequence`."""
     if isinstance(given, str) and given == "whole":
         return Replicate()
     (text,) = sequence_layout(given, size, count, argument).placements
@@ -115,6 +116,7 @@ class Attending(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        """Runs our attention with the arguments of PyTorch's."""
         arguments = dict(self._arguments)
         if isinstance(query, DTensor):
             del arguments["size"]
@@ -134,6 +136,7 @@ class Attending(TorchFunctionMode):
 
 
 def _check_cut_over(query: DTensor, group: dist.ProcessGroup) -> None:
+    """Raises ValueError unless the query's sequence is cut over the ranks of the group."""
     ranks = sorted(dist.get_process_group_ranks(group))
     of_dims = (query.device_mesh.get_group(dim) for dim in sequence_dims(query))
     if len(ranks) > 1 and all(sorted(dist.get_process_group_ranks(one)) != ranks for one in of_dims):

@@ -122,6 +122,7 @@ def explain(
     return attention.describe(*tables_of(attention, tensors[0].device.type))
 
 
+# Default arguments of `ask`, for `explain`.
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("mask", "scale", "chunks", "size", "layout", "kv_size", "kv_layout")),
     "is_causal": False,
@@ -192,11 +193,13 @@ def _check_no_dropout(dropout_p: Any) -> None:
 
 
 def check_method(method: Any) -> None:
+    """Raises ValueError unless `method` is one of METHODS."""
     if method not in METHODS:
         raise argument_error("method", f"one of {', '.join(METHODS)}", repr(method))
 
 
 def _scale(given: Any) -> float:
+    """Returns the argument scale as a float. Raises ValueError for other types."""
     try:
         return float(given)
     except (TypeError, ValueError, RuntimeError):
@@ -257,6 +260,7 @@ def _attend(
 
 
 def _as_dtensor(local: torch.Tensor, like: DTensor, shape: tuple[int, ...]) -> DTensor:
+    """Returns the DTensor of this global shape, placed like `like`, of which `local` is this rank's part."""
     stride = torch.empty(shape, device="meta").stride()
     size = torch.Size(shape)
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=size, stride=stride)

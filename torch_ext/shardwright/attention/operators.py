@@ -18,6 +18,7 @@ from ..runtime.agreement import Statement
 
 
 def _run(inputs: list[torch.Tensor], text: str, groups: Sequence[str], rank: int) -> list[torch.Tensor]:
+    """Runs an attention of either direction, given as text, on this rank. Returns its outputs."""
     executable = _runtime.executable(text, list(groups), rank)
     if checking.is_on():
         _compare(executable, inputs)
@@ -26,6 +27,7 @@ def _run(inputs: list[torch.Tensor], text: str, groups: Sequence[str], rank: int
 
 
 def _compare(executable: _runtime.Executable, inputs: list[torch.Tensor]) -> None:
+    """Raises on all ranks, in the debug mode, if ranks run different attentions or an input has a wrong shape."""
     refusals = {}
     for name, given, shape in zip(("q", "k"), inputs, executable.input_shapes, strict=False):
         text = f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)}"
@@ -102,6 +104,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    """The backward of `attend`."""
     if dlse is not None:
         raise NotImplementedError("attention: lse has no gradient; detach it before it is used in a loss")
     if dout is None:

@@ -1,4 +1,7 @@
-"""Plans attention from the arguments of `scaled_dot_product_attention`, and binds it to process groups."""
+"""Plans attention from the arguments of `scaled_dot_product_attention`, and binds it to process groups.
+
+A position is an index into the full sequence. A method is an order of transfers and products, such as ``"ring"``.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ from ..placements import Pieces
 from ..runtime import argument_checks, checking, executables, groups
 from ..runtime.agreement import GroupWords, Statement
 
-SEQUENCE_DIM = 2
+SEQUENCE_DIM = 2  # of tensors [batch, heads, sequence, depth]
 
-Parts = list[list[tuple[int, int]]]
+Parts = list[list[tuple[int, int]]]  # by rank: the intervals [begin, end) of positions that it holds
 
 
 class Mask(NamedTuple):
@@ -48,11 +51,11 @@ class Asked(NamedTuple):
 
     is_causal: bool
     window: int | None
-    documents: tuple[int, ...]
+    documents: tuple[int, ...]  # (): not given
     scale: float | None
     enable_gqa: bool
     method: str
-    chunks: int
+    chunks: int  # 0: not given
     size: int | None
     layout: Any
     kv_size: int | None
@@ -63,7 +66,7 @@ class Asked(NamedTuple):
 Call = tuple[str, str, tuple[str, ...], tuple[str, ...], int]
 
 
-_Form = tuple[str, tuple[int, ...]]
+_Form = tuple[str, tuple[int, ...]]  # dtype and shape of a mask
 
 
 class Planned(NamedTuple):
@@ -78,7 +81,7 @@ class _Keys(NamedTuple):
     """The positions of keys that each rank holds. `parts` is None if they equal the positions of its queries."""
 
     parts: Parts | None = None
-    are_whole: bool = False
+    are_whole: bool = False  # True if every one of several ranks holds all keys
 
 
 class SequenceShards(NamedTuple):
@@ -170,6 +173,7 @@ def _call_with(planned: Planned, tensors: Sequence[torch.Tensor]) -> Call:
 
 
 def _form_of(mask: torch.Tensor) -> Any:
+    """Returns dtype and shape of a mask tensor."""
     return argument_values.dtype_text(mask.dtype), tuple(mask.shape)
 
 
@@ -179,6 +183,7 @@ _disabled_plan = torch._dynamo.disable(plan)
 def _make(
     options: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, needs_grad: bool
 ) -> Planned:
+    """Plans and binds a call, without the cache. Collective among the ranks that share the sequence."""
     q = tensors[0]
     attention = refusal = None
     if isinstance(q, DTensor):  # errors found here are the same on all ranks
@@ -204,6 +209,7 @@ def _make(
 
 
 def _problem(options: Asked, tensors: Sequence[torch.Tensor], where: SequenceShards, mine: int) -> _planner.Attention:
+    """Returns the attention without a method. `mine` is this rank, as in the mesh of `where`."""
     local_q, local_k, local_v = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors[:3])
     batch, heads, rows, depth = local_q.shape
     kind = local_q.device.type
@@ -230,6 +236,7 @@ def _problem(options: Asked, tensors: Sequence[torch.Tensor], where: SequenceSha
 
 
 def _check_rows(name: str, rows: int, expected: int, parts: Parts, rank: int) -> None:
+    """Raises ValueError unless this rank's q or k has as many rows as its part of the sequence."""
     if rows != expected:
         size = max(end for part in parts for _, end in [*part, (0, 0)])
         raise argument_error(name, f"of {expected} rows on rank {rank}, for a sequence of {size}", rows)
@@ -267,6 +274,7 @@ def _agree(
 
 
 def _with_method(attention: _planner.Attention, method: str, device_type: str, needs_grad: bool) -> _planner.Attention:
+    """Returns the attention with this method; for "auto", with the one predicted to be fastest."""
     if method not in ("auto", "two_level"):
         return attention.with_method(method, None)
     topology, model = tables_of(attention, device_type)
@@ -358,6 +366,7 @@ def _check_heads(q: DTensor, k: DTensor) -> None:
 
 
 def _of_group(options: Asked, q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup | None) -> SequenceShards:
+    """Returns the sequence's shards for plain tensors in a process group."""
     count = dist.get_world_size(group)
     if options.size is None and count > 1:
         raise argument_error("size", f"the length of the full sequence on {count} ranks", None)
@@ -417,6 +426,7 @@ def sequence_dims(q: DTensor) -> list[int]:
 
 
 def _of_dtensor(options: Asked, q: DTensor, k: DTensor) -> SequenceShards:
+    """Returns the sequence's shards for DTensors. Raises ValueError for unsupported placements."""
     for placement in q.placements:
         if placement.is_partial():
             raise argument_error("q", "placed without pending reductions", q.placements)

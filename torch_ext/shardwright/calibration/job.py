@@ -64,6 +64,8 @@ def _synchronize(device: torch.device) -> None:
 
 
 class Job(NamedTuple):
+    """A measurement: its ranks, this rank's device, and the settings."""
+
     ranks: Ranks
     members: list[int]  # global ranks
     device: torch.device
@@ -92,6 +94,7 @@ def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, m
 
 
 def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:
+    """Returns CUDA if the group sends from CUDA memory, else CPU if the group has a backend for it, else any other."""
     # Gloo accepts CUDA tensors too, but calibrating it for them is rarely wanted.
     has_cuda = "cuda" in kinds and torch.cuda.is_available()
     if has_cuda and executables.lowering("cuda", carrier).is_on_device:

@@ -5,7 +5,8 @@
     a mesh dim         the mesh dim's own groups
     memory             copies of a large tensor into new memory, as for a result
 
-csrc/cost/link_fit.h describes how the parameters are fitted to the times.
+A team is a group of ranks that run an all-to-all. csrc/cost/link_fit.h describes how the parameters are fitted to the
+times.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from .products import Traffic
 # Total bytes that a rank sends to its peers, from latency-bound to bandwidth-bound.
 _SIZES_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 _SIZES_BYTES_QUICK = (1 << 10, 1 << 16, 1 << 20)
-_MEMORY_BYTES = 1 << 23
+_MEMORY_BYTES = 1 << 23  # of the tensor that is copied
 
 # Larger teams add no information about the cost of one more peer.
 _MAX_TEAM = 16
 
-_MAX_TRAFFIC_BYTES = 1 << 27
+_MAX_TRAFFIC_BYTES = 1 << 27  # of one message during products
 
 # All combinations of team and size alternate (round robin) in short batches, so that other load on the machine
 # affects all of them equally.
 _ROUNDS, _ROUNDS_QUICK = 24, 6
 _BATCH_SECONDS, _BATCH_SECONDS_QUICK = 0.006, 0.002
-_MAX_CALLS = 32
-_LOW_QUANTILE = 0.1
+_MAX_CALLS = 32  # of one all-to-all, or of the copy, per batch
+_LOW_QUANTILE = 0.1  # of the times of all rounds
 
-_PS = 1e12
+_PS = 1e12  # picoseconds per second
 
 
 class _Series(NamedTuple):
@@ -87,12 +88,13 @@ def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | N
 
 
 def _link(found: LinkFit) -> Link:
+    """Returns the fitted link with times in picoseconds."""
     return Link(message_ps=round(found.message * _PS), ps_per_kib=max(1, round(found.byte * 1024 * _PS)))
 
 
 # ---- series to measure
 
-_ALONG = "mesh dim "
+_ALONG = "mesh dim "  # prefix of the names of series along a mesh dim
 
 
 def _in_teams(job: Job, name: str, lines: list[list[int]]) -> Iterable[_Series]:
@@ -108,6 +110,7 @@ def _in_teams(job: Job, name: str, lines: list[list[int]]) -> Iterable[_Series]:
 
 
 def _along(job: Job, mesh: Any | None) -> Iterable[_Series]:
+    """Yields series in the process groups of each mesh dim."""
     if mesh is None:
         return
     if not argument_values.is_device_mesh(mesh):
@@ -122,6 +125,7 @@ def _along(job: Job, mesh: Any | None) -> Iterable[_Series]:
 
 
 def _at_all_sizes(job: Job, name: str, team: dist.ProcessGroup | None, peers: int) -> Iterable[_Series]:
+    """Yields a series for each message size."""
     for size in _SIZES_BYTES_QUICK if job.quick else _SIZES_BYTES:
         yield _Series(name, team, peers, size // peers * peers)
 
@@ -213,6 +217,7 @@ def traffic_of(job: Job, topology: Topology) -> Traffic | None:
     buffers: list[torch.Tensor] = []
 
     def start(seconds: float) -> Callable[[], None]:
+        """Starts one message in each direction that takes about `seconds`. Returns a function that waits for both."""
         size = min(max(int(seconds * _PS / link.ps_per_kib) * 1024, 1 << 16), _MAX_TRAFFIC_BYTES)
         if not buffers or buffers[0].shape[1] < size:
             buffers[:] = [torch.zeros(2, size, dtype=torch.uint8)]
@@ -226,6 +231,7 @@ def traffic_of(job: Job, topology: Topology) -> Traffic | None:
 
 
 def _report(job: Job, fits: dict[str, LinkFit], points: dict[str, _Points], copy_seconds: float) -> list[str]:
+    """Returns lines of text: the fitted values of each series, and the rate of copies."""
     backend = dist.get_backend(job.ranks.group)
     lines = [f"calibrated {len(job.members)} ranks on {job.device.type} over {backend}"]
     for where, taken in points.items():
@@ -239,4 +245,5 @@ def _report(job: Job, fits: dict[str, LinkFit], points: dict[str, _Points], copy
 
 
 def _rate(seconds_per_byte: float) -> str:
+    """Returns a rate as text in GB/s."""
     return f"{1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte > 0 else "more GB/s than can be told"

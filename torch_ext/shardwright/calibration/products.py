@@ -60,6 +60,7 @@ def calibrate_gemm(
 
 
 def check_dtype(argument: str, dtype: object) -> None:
+    """Raises ValueError unless the dtype is floating-point with at least 16 bits."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
         raise ValueError(f"{argument} must be floating-point with at least 16 bits, got {dtype}")
 
@@ -173,6 +174,7 @@ class _Products:
     def _in_chunks(
         self, traffic: Traffic, lasts: float, chunks: int, slices: list[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
+        """Exchanges messages in chunks. After each chunk, starts the next one and multiplies one slice, if any."""
         finish = traffic(lasts / chunks)
         for number in range(chunks):
             finish()

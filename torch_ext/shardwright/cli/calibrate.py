@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _calibrate_job(arguments: argparse.Namespace) -> None:
+    """Measures the job, and prints or writes the topology on rank 0."""
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -69,6 +70,7 @@ def _calibrate_job(arguments: argparse.Namespace) -> None:
 
 
 def _show(table: str, path: str | None) -> None:
+    """Writes a topology to a file, or prints it without one. Prints it and raises ValueError if writing fails."""
     if path:
         try:
             write_file("--out", path, table + "\n")
@@ -79,6 +81,7 @@ def _show(table: str, path: str | None) -> None:
 
 
 def _make_mesh(text: str | None, device: str) -> Any | None:
+    """Returns the mesh of the option --mesh, or None. Raises ValueError if it is not as large as the job."""
     if text is None:
         return None
     dims = parse_mesh(text)

@@ -32,6 +32,7 @@ def _of_container() -> int | None:
 
 
 def _of_process() -> int | None:
+    """Returns the bytes that the limit of the address space leaves, or None without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
@@ -40,6 +41,7 @@ def _of_process() -> int | None:
 
 
 def _field(path: Path, name: str, unit: int) -> int | None:
+    """Returns a number from a file of lines "name number", multiplied by `unit` bytes, or None."""
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
             words = line.split()

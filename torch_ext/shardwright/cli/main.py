@@ -16,7 +16,7 @@ from .options import parse_mesh, parse_order, parse_ranks, parse_shape, split_pl
 if TYPE_CHECKING:
     from .._planner import Plan
 
-_PATIENCE_SECONDS = 1.0
+_PATIENCE_SECONDS = 1.0  # before a progress message
 _INTERRUPTED, _CLOSED_PIPE = 128 + 2, 128 + 13  # the exit statuses that shells use for SIGINT and SIGPIPE
 
 
@@ -49,11 +49,13 @@ def _forget_output() -> None:
 
 
 def _refuse(sentence: str) -> int:
+    """Prints a sentence to stderr. Returns the exit status 2."""
     print(sentence, file=sys.stderr)
     return 2
 
 
 def _run(given: list[str]) -> int:
+    """Runs the command that the first argument names. Returns its exit status."""
     if given[:1] == ["calibrate"]:
         from . import calibrate as command
 
@@ -99,6 +101,7 @@ def _transfer(given: list[str]) -> int:
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """Returns the parser of the command line, and that of `plan`."""
     from .. import doctor
 
     parser = argparse.ArgumentParser(prog="shardwright", description="Plans tensor redistributions on device meshes.")
@@ -135,7 +138,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     return parser, plan_parser
 
 
-_ENDS = ("mesh", "shape", "src", "dst")
+_ENDS = ("mesh", "shape", "src", "dst")  # required options
+# Options that describe what to plan; `_SHOWN` has those that say what to do with the plan.
 _ASKED = (
     *_ENDS,
     "dst_mesh",
@@ -157,6 +161,7 @@ def _check_together(arguments: argparse.Namespace, plan_parser: argparse.Argumen
     """Exits with an error if options contradict each other or required ones are missing."""
 
     def given(names: Sequence[str]) -> str:
+        """Returns the given ones of these options, as text."""
         values = {name: getattr(arguments, name) for name in names}
         return ", ".join("--" + name.replace("_", "-") for name in names if values[name] not in (None, False))
 
@@ -175,6 +180,7 @@ def _check_together(arguments: argparse.Namespace, plan_parser: argparse.Argumen
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    """Runs `shardwright plan`. Returns its exit status."""
     if arguments.diff:
         from ..planning.comparing import difference
 
@@ -202,6 +208,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _make(arguments: argparse.Namespace) -> Plan:
+    """Plans as the options say."""
     from ..layouts.layout import Layout, Mesh
     from ..planning import plan
 
@@ -231,6 +238,7 @@ def _make(arguments: argparse.Namespace) -> Plan:
 
 
 def _load(path: str) -> Plan:
+    """Returns the plan of a JSON file."""
     from ..layouts.topology import read_text
     from ..planning.reading import plan_from_json
 
@@ -278,6 +286,7 @@ def _certificate(plan: Plan) -> str:
 
 
 def _simulate(plan: Plan) -> None:
+    """Simulates the plan. Raises ValueError if there is too little memory."""
     from .._native import _planner
     from . import free_memory
 

@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _make(arguments: argparse.Namespace) -> _planner.ProductPlan:
+    """Plans the product as the options say."""
     default_model = _planner.Lowering.named(arguments.backend).default_products
     named = arguments.gemm_model
     layouts = _planner.product_layouts(

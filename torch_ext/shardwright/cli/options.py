@@ -12,6 +12,7 @@ MAX_RANKS = 1 << 20  # maximum number of ranks in a mesh
 
 
 def parse_integer(text: str, where: str) -> int:
+    """Parses an integer of at most 19 digits. Errors begin with `where`."""
     if not re.fullmatch(r"[+-]?[0-9]{1,19}", text.strip()):
         raise ValueError(f"{where} must be an integer of 64 bits, got {text!r}")
     return int(text)
@@ -75,6 +76,7 @@ def parse_order(option: str, text: str | None) -> dict[int, list[int | str]] | N
 
 
 def write_file(option: str, path: str, text: str) -> None:
+    """Writes text to the file of an option."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

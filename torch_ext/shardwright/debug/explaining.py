@@ -11,7 +11,7 @@ from .._planner import Matmul, StepSchedule
 from ..matmul import running
 from .tracing import Trace, TraceEvent, trace
 
-_WIDTH = 72
+_WIDTH = 72  # characters of a lane
 _LANES = ("communication", "compute")
 _COPIES = ("from the host", "to the host")
 _NOTHING = "no products with anything to move, and no step of a sharded model"
@@ -113,10 +113,12 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
 
 def _is_product(event: TraceEvent) -> bool:
+    """Returns True if the event is a matrix product."""
     return event.instruction.startswith("gemm")
 
 
 def _explained(call: running.Call, measured: Trace) -> Explained:
+    """Returns choice and timelines of a program of products. `measured` has its events."""
     matmul, schedule = Matmul.parse(call.program)
     lanes = matmul.timeline(schedule, call.model)
     predicted = Trace(
@@ -136,7 +138,9 @@ def _explained(call: running.Call, measured: Trace) -> Explained:
 
 
 def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
+    """Returns the timelines of a step. `events` are all events of the trace."""
     schedule = step.schedule
+    # A form of a weight (`StepSchedule.form_of`) is shown under the weight's name.
     unit_of = [number if form_of < 0 else form_of for number, form_of in enumerate(schedule.form_of)]
     named = [(kind, [unit_of[weight] for weight in weights]) for weights, kind, *_ in schedule.uses]
     uses = [(f"{kind} {', '.join(step.names[unit] for unit in units)}", units) for kind, units in named]
@@ -186,6 +190,7 @@ def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
 
 
 def _paragraph(one: Explained | ExplainedStep) -> str:
+    """Returns the text of a program or step: its schedule, predictions and timelines."""
     if isinstance(one, ExplainedStep):
         return "\n".join([one.what, *_bars("predicted", one.predicted), *_bars("measured", one.measured)])
     chunks = f"{one.chunks} chunk{'s' if one.chunks != 1 else ''}"
@@ -200,6 +205,7 @@ def _paragraph(one: Explained | ExplainedStep) -> str:
 
 
 def _depth_text(depth: int, sms_left: int) -> str:
+    """Returns the text of a depth other than 1, and of the multiprocessors that are left to transfers, if any."""
     text = f", {depth} under way" if depth != 1 else ""
     return f"{text}, {sms_left} SMs left to them" if sms_left else text
 

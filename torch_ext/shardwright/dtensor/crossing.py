@@ -32,6 +32,7 @@ from .specs import layout_of_spec
 
 
 def leads_to_another_mesh(x: DTensor, mesh: DeviceMesh | None) -> bool:
+    """Returns True if the mesh is given and differs from the mesh of `x`."""
     return mesh is not None and mesh is not x.device_mesh and mesh != x.device_mesh
 
 
@@ -128,7 +129,7 @@ def _agree(src: _planner.Layout, dst: _planner.Layout) -> None:
 
 
 class _Crossing(torch.autograd.Function):
-    """Moves x from one spec to another, on the same mesh or on another one. All ranks have both specs."""
+    """Moves x from a source spec to a target spec, whose meshes may be equal. All ranks pass the same two specs."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -182,6 +183,7 @@ def _with_dtype(spec: DTensorSpec, dtype: torch.dtype, placements: tuple[Placeme
 
 
 def _same_placement(a: DTensorSpec, b: DTensorSpec) -> bool:
+    """Returns True if two specs have the same placements and shard order."""
     kinds = [(s.placements, s.shard_order, s.use_strided_shard_as_shard_order) for s in (a, b)]
     return kinds[0] == kinds[1]
 

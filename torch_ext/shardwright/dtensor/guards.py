@@ -39,10 +39,13 @@ def mark() -> None:
 
 
 def _is_marked() -> bool:
+    """Returns True if the graph being compiled has an operator of ours."""
     return CompileContext.current_compile_id() in _marks
 
 
 def _create(original: Callable[[Guard, Any], Any]) -> Callable[[Guard, Any], Any]:
+    """Wraps `Guard.create`: after PyTorch's guard for a DTensor or for the global state, adds ours."""
+
     @functools.wraps(original)
     def create(self: Guard, builder: Any) -> Any:
         created = original(self, builder)
@@ -60,6 +63,7 @@ def _create(original: Callable[[Guard, Any], Any]) -> Callable[[Guard, Any], Any
 
 
 def _add(guard: Guard, manager: Any, is_same: Callable[[Any], bool], text: str) -> None:
+    """Adds a guard that fails unless `is_same` returns True. `text` shows in logs of recompilations."""
     from torch._dynamo.guards import get_verbose_code_parts
 
     manager.add_lambda_guard(is_same, get_verbose_code_parts(f"{text}  # shardwright", guard), guard.user_stack)
@@ -74,6 +78,7 @@ def _is_first(builder: Any, what: object) -> bool:
 
 
 def _guard_mode(guard: Guard, builder: Any) -> None:
+    """Guards the graph on the drop-in's options, once per graph."""
     if _is_first(builder, "mode"):
         decided = mode.decided_in_graphs()
         _add(
@@ -82,6 +87,7 @@ def _guard_mode(guard: Guard, builder: Any) -> None:
 
 
 def _guard_tables(guard: Guard, builder: Any) -> None:
+    """Guards the graph on the planning tables: pins, measurements and the environment's topology."""
     planned_with = tables.current
     _add(guard, builder.guard_manager.root, lambda _: tables.current == planned_with, "the same tables of plans")
 
@@ -124,6 +130,7 @@ def _numbers(sizes: Sequence[Any]) -> tuple[int | None, ...]:
 
 
 def _fits(given: Sequence[int], wanted: tuple[int | None, ...]) -> bool:
+    """Returns True if sizes equal the guarded ones, of which None matches any size."""
     return given == wanted or (
         len(given) == len(wanted) and all(b is None or a == b for a, b in zip(given, wanted, strict=True))
     )

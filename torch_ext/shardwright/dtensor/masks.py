@@ -32,6 +32,7 @@ class Unmasked(NamedTuple):
 
 
 def is_masked(placement: Placement) -> bool:
+    """Returns True for `_MaskPartial`."""
     return hasattr(placement, "mask_buffer")
 
 

@@ -1,5 +1,8 @@
 """The mode of the drop-in: for the process, within the blocks of its threads, and for a backward.
 
+The drop-in is the replacement of PyTorch's functions by `sw.enable` (drop_in.py). A block is the body of a
+``with sw.enabled(...)`` statement, or the rest of the process.
+
 Outside of autograd, the current mode decides. A backward uses the mode of its forward. The node of an explicit
 redistribute stores the mode; for an implicit one, the node's sequence number tells when it was made. Sequence numbers
 are counted per thread, so if several threads changed the mode, a backward uses the changes of its own thread.
@@ -20,12 +23,14 @@ import torch
 
 from .._native import _runtime
 
-_MAX_CHANGES = 4096
-_REMEMBERED = "_shardwright_mode"
+_MAX_CHANGES = 4096  # mode changes stored per thread; the older half is dropped
+_REMEMBERED = "_shardwright_mode"  # attribute of autograd nodes that holds their mode
 
 
 class Mode(NamedTuple):
-    on: bool
+    """The options of `sw.enable`, which documents them."""
+
+    on: bool  # False: all redistributes are left to PyTorch
     strict: bool = False
     make_groups: bool = True
     overlap: bool = False
@@ -49,12 +54,14 @@ _blocks = [Block(None, OFF)]
 
 
 def begin(mode: Mode) -> Block:
+    """Opens a block of this thread. Its mode takes effect at the next `apply(wanted())`."""
     block = Block(threading.get_ident(), mode)
     _blocks.append(block)
     return block
 
 
 def end(block: Block) -> None:
+    """Closes a block. Takes effect at the next `apply(wanted())`."""
     _blocks.remove(block)
 
 
@@ -73,10 +80,11 @@ class _Changes:
     """The mode changes of one thread, each with the sequence number of the thread's next autograd node."""
 
     def __init__(self) -> None:
-        self.numbers = [-1]
-        self.modes = [_current]
+        self.numbers = [-1]  # sequence numbers, ascending
+        self.modes = [_current]  # modes[i] holds for nodes from numbers[i] on
 
     def add(self, mode: Mode) -> None:
+        """Records that the mode applies to all nodes that this thread makes from now on."""
         number = torch.autograd._get_sequence_nr()
         if self.numbers[-1] >= number:
             self.modes[-1] = mode
@@ -88,6 +96,7 @@ class _Changes:
             del self.modes[: _MAX_CHANGES // 2]
 
     def mode_at(self, number: int) -> Mode:
+        """Returns the mode in which the thread made the autograd node with this sequence number."""
         return self.modes[max(bisect.bisect_right(self.numbers, number) - 1, 0)]
 
 

@@ -20,6 +20,7 @@ _OUR_TAG = re.compile(r" ?shardwright rank (of process )?\S+( with views)?$")
 
 
 def install() -> None:
+    """Replaces PyTorch's functions by ours. Does nothing if they are replaced already."""
     global _undo
     if _undo is not None:
         return
@@ -31,6 +32,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
+    """Restores PyTorch's functions. Does nothing if none is replaced."""
     global _undo
     if _undo is not None:
         undo, _undo = _undo, None
@@ -38,6 +40,7 @@ def uninstall() -> None:
 
 
 def _take_method(undo: contextlib.ExitStack) -> None:
+    """Replaces `DTensor.redistribute` by the fast path of shortcut.py. `undo` restores it."""
     original = DTensor.redistribute
     undo.callback(shortcut.forget)
     DTensor.redistribute = shortcut.method(original)  # type: ignore[method-assign]
@@ -45,6 +48,7 @@ def _take_method(undo: contextlib.ExitStack) -> None:
 
 
 def _take_forwards(undo: contextlib.ExitStack) -> None:
+    """Makes the nodes of PyTorch's autograd functions remember the mode (mode.py)."""
     nested = getattr(torch_redistribute, "NestedRedistribute", None)  # came with torch 2.12
     for function in filter(None, (torch_redistribute.Redistribute, nested, shortcut.Redistribute)):
         original = function.forward
@@ -53,6 +57,7 @@ def _take_forwards(undo: contextlib.ExitStack) -> None:
 
 
 def _take_function(undo: contextlib.ExitStack) -> None:
+    """Replaces `redistribute_local_tensor` under all of its names in loaded modules."""
     original, ours = torch_redistribute.redistribute_local_tensor, redistribute.redistribute_local_tensor
     undo.callback(redistribute.stand_in_for, None)
     redistribute.stand_in_for(original)
@@ -71,7 +76,7 @@ class FunctionReferences:
     def __init__(self) -> None:
         self._pair: tuple[object, object] | None = None
         self._sizes: dict[int, int] = {}  # number of names searched, by id of a module's namespace
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._places: list[tuple[dict[str, Any], str]] = []  # (namespace of a module, name in it)
 
     def replace(self, original: Any, ours: Any, *, by_ours: bool) -> None:
         """Replaces `original` by `ours`, or the reverse, under any name, except in the module that defines `ours`."""
@@ -82,6 +87,7 @@ class FunctionReferences:
                 names[name] = new
 
     def _look_for(self, original: Any, ours: Any) -> None:
+        """Adds the names that refer to either function in modules that were not searched yet."""
         if self._pair is None or self._pair[0] is not original or self._pair[1] is not ours:
             self._pair = (original, ours)
             self._sizes.clear()

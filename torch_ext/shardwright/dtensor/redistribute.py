@@ -49,6 +49,7 @@ def stand_in_for(original: Callable[..., torch.Tensor] | None) -> None:
 
 
 def is_in_place() -> bool:
+    """Returns True while our function replaces PyTorch's."""
     return _original is not None
 
 
@@ -112,12 +113,12 @@ def redistribute_local_tensor(
 class _Asked(NamedTuple):
     """A redistribute that is not in the cache."""
 
-    local: torch.Tensor
-    current: DTensorSpec
-    target: DTensorSpec
-    mode: Mode
+    local: torch.Tensor  # this rank's part
+    current: DTensorSpec  # the spec before the redistribute
+    target: DTensorSpec  # the spec after it
+    mode: Mode  # the options of `sw.enable` that apply
     async_op: bool
-    is_explicit: bool
+    is_explicit: bool  # passed to DebugMode
 
     def layouts(self, shape: Sequence[int]) -> tuple[Layout, Layout]:
         """Returns source and destination for a tensor of this shape. Raises ValueError for unknown placements."""
@@ -126,7 +127,7 @@ class _Asked(NamedTuple):
 
 
 def _unmasked(asked: _Asked) -> torch.Tensor | Refusal:
-    """Runs a redistribute with masks as one without, and handles the masks before or after it."""
+    """Runs a redistribute with masked placements (masks.py). Applies their masks before it, or makes them after it."""
     plain = masks.unmask(asked.local, asked.current, asked.target)
     if isinstance(plain, str):
         return Refusal(plain)
@@ -233,11 +234,12 @@ def _is_captured() -> bool:
     return get_proxy_mode() is not None and CompileContext.current_compile_id() is None
 
 
+# The results of `_trace_arguments` by redistribute.
 _arguments: executables.Kept[dict[str, Any] | Refusal] = executables.Kept(is_local=True)
 
 
 def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
-    """Records our operators for a redistribute in a trace."""
+    """Records our operators for a redistribute in a trace. Returns a Refusal if it is left to PyTorch."""
     from ..graph import operators
 
     local, current, target = asked[:3]
@@ -280,6 +282,7 @@ def _trace_arguments(asked: _Asked, is_symbolic: bool) -> dict[str, Any] | Refus
 
 
 def _plan(asked: _Asked, shape: Sequence[int]) -> Plan | Refusal:
+    """Returns the plan for a tensor of this global shape, or the reason to leave the redistribute to PyTorch."""
     device_type = asked.local.device.type
     reason = executables.why_not_over_groups(device_type)
     if reason is not None:
@@ -313,6 +316,7 @@ def _check_reducible(asked: _Asked, why: ValueError) -> None:
 
 @functools.cache
 def _is_reducible(placement: Placement, dtype: torch.dtype) -> bool:
+    """Returns True if a layout may have this pending reduction with this dtype."""
     try:
         Layout(Mesh({"ranks": 2}), (2,), [placement], dtype)
     except ValueError:

@@ -38,13 +38,14 @@ class _Known:
     def __init__(
         self, target: DTensorSpec, executable: _runtime.Executable, local: torch.Tensor, node: dict[str, Any]
     ) -> None:
-        self.target = target
+        self.target = target  # spec of the result
         self.executable = executable
         self.dtype = local.dtype
         self.device = local.device
         self.node = node  # with gradients: attributes that PyTorch's autograd function saved
 
     def answers(self, local: torch.Tensor) -> bool:
+        """Returns True if the executable may run on this local tensor."""
         return (
             type(local) is torch.Tensor
             and local.dtype is self.dtype
@@ -110,6 +111,7 @@ def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
 
 
 def forget() -> None:
+    """Empties the cache."""
     _known.clear()
 
 

@@ -1,4 +1,4 @@
-"""Layouts of DTensors."""
+"""Conversions between the specs of DTensors (`DTensorSpec`) and layouts."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ def row_major_spec(
 def _row_major_spec(
     mesh: DeviceMesh, _: Hashable, layout: _planner.Layout, placements: tuple[Placement, ...] | None
 ) -> DTensorSpec:
+    """`row_major_spec`, cached by the mesh's process groups too (`_`)."""
     stride = make_contiguous_strides_for(layout.shape)
     meta = TensorMeta(torch.Size(layout.shape), tuple(stride), getattr(torch, layout.dtype))
     return DTensorSpec(mesh, placements or tuple(map(placement_of, layout.placements)), tensor_meta=meta)
 
 
-_CUT = re.compile(r"S\((\d+)\)|SS\((\d+),(\d+)\)")
+_CUT = re.compile(r"S\((\d+)\)|SS\((\d+),(\d+)\)")  # S(dim) or SS(dim,split factor)
 
 
 def placement_of(text: str) -> Placement:
@@ -86,4 +87,5 @@ def spec_of_layout(layout: _planner.Layout, like: DTensorSpec, meta: TensorMeta 
 
 
 def is_strided(spec: DTensorSpec) -> bool:
+    """Returns True if some placement is a strided shard."""
     return any(isinstance(placement, _StridedShard) for placement in spec.placements)

@@ -64,4 +64,5 @@ def exchange_capacity(
 
 
 def _received_bytes(num_ranks: int, num_words: int) -> int:
+    """Returns the bytes received from other ranks if each rank sends `num_words` words to each."""
     return (num_ranks - 1) * num_words * _WORD_BYTES

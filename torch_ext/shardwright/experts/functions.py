@@ -6,7 +6,7 @@
 
 A token is sent once to each rank that has any of its experts, and one sum is returned from each of these ranks. The
 backward of either function is the other: gradients of rows are summed on the token's rank, gradients of sums are sent
-once to each rank. docs/experts.md has the details.
+once to each rank. docs/experts.md has the details, ranks.py defines replicas and codes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .ranks import ExpertGroup, ExpertRanks, Group, Nodes, expert_ranks, group_a
 
 _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OVERFLOWS = ("raise", "drop")
-_NO_CAPACITY = (1 << 63) - 1
+_NO_CAPACITY = (1 << 63) - 1  # for `expand_rows_on_device`: any number of tokens per expert
 
 # The result of `_runtime.route_rows`: rows to send, return map, rows by rank, pairs by rank.
 Routes = tuple[torch.Tensor, torch.Tensor, list[int], list[int]]
@@ -75,6 +75,7 @@ class DispatchHandle:
         self._exchanges = exchanges
         self._expansion = expansion
         self._scores = scores
+        # An empty tensor. `combine` passes it to `Collect`, so that all ranks take part in the backward.
         self._anchor = anchor
         self.experts = ranks.experts
         self.scales: torch.Tensor | None = None
@@ -177,6 +178,7 @@ def _refuse(ranks: ExpertGroup, error: ValueError, rows_per_rank: Any) -> NoRetu
 
 
 def _waited(given: Any) -> Any:
+    """Returns the tensor, after waiting for it if it is in flight; other values unchanged."""
     return given.wait() if isinstance(given, AsyncCollectiveTensor) else given
 
 
@@ -195,6 +197,7 @@ class Given(NamedTuple):
     def checked(
         x: Any, expert_ids: Any, scores: Any, scales: Any, capacity: Any, overflow: Any, rows_per_rank: Any
     ) -> Given:
+        """Returns the arguments of `dispatch`. Raises ValueError for invalid ones."""
         argument_checks.check_tensor("x", x)
         if x.ndim != 2:
             raise argument_error("x", "of shape [tokens, hidden]", tuple(x.shape))
@@ -234,7 +237,7 @@ class Given(NamedTuple):
         return on and self.x.requires_grad, on and self.scores is not None and self.scores.requires_grad
 
     def chosen(self, ranks: ExpertRanks) -> torch.Tensor:
-        """Returns the replica that serves each expert id, on the host. Raises ValueError on ids out of range."""
+        """Returns the codes of the expert ids, on the host. Raises ValueError for ids out of range."""
         ids = self.expert_ids.detach().to(device="cpu", dtype=torch.int64).contiguous()
         return ranks.placement.choose(ids, ranks.rank, ranks.node_of_rank)
 
@@ -268,6 +271,7 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def _check_per_token(argument: str, given: Any, x: torch.Tensor) -> None:
+    """Checks that a tensor has one row per token and is on the device of x."""
     argument_checks.check_tensor(argument, given)
     if given.ndim != 2 or given.shape[0] != x.shape[0]:
         raise argument_error(argument, f"of one row for each of {len(x)} tokens", f"shape {tuple(given.shape)}")
@@ -276,6 +280,7 @@ def _check_per_token(argument: str, given: Any, x: torch.Tensor) -> None:
 
 
 def _compare(call: str, ranks: ExpertGroup, fields: dict[str, Any], refusal: Exception | None) -> None:
+    """Compares a call among ranks in the debug mode. `refusal` is this rank's error, if any."""
     refusals = {"arguments": None if refusal is None else str(refusal)}
     checking.compare_calls(Statement(call, fields, refusals), ranks.ranks, ranks.ranks[ranks.rank])
 
@@ -311,6 +316,7 @@ def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatch
 def _exchange(
     group_name: str, wire: torch.device, routes: Routes, receive: list[int], device: torch.device
 ) -> _runtime.RowExchange:
+    """Returns the exchange that sends rows by `routes` and receives `receive[r]` rows from rank r."""
     send_rows, returns, send, _ = routes
     return _runtime.RowExchange(group_name, wire.type, send_rows.to(device), returns.to(device), send, receive)
 
@@ -387,6 +393,7 @@ class DispatchState:
         return _runtime.expand_rows_on_device(self.codes, first, num_local, self.origins, _NO_CAPACITY, num_copies)[:3]
 
     def arrive(self, expansion: tuple[torch.Tensor, ...], dropped: int | torch.Tensor) -> Dispatched:
+        """Returns the result of the dispatch. `expansion` is (pairs, places, tokens per expert); see `Expansion`."""
         pairs, places, tokens_per_expert = expansion
         rows = torch.div(pairs, self.given.top_k, rounding_mode="floor")
         arrived = Expansion(pairs, rows, places)
@@ -399,6 +406,7 @@ class DispatchState:
         return Dispatched(Expand.apply(arrived, self.x), tokens_per_expert, handle)  # type: ignore[no-untyped-call]
 
     def _origins_here(self) -> torch.Tensor:
+        """Returns the origin of each of this rank's tokens: rank * 2**40 + index of the token."""
         first = self.ranks.rank << 40
         return torch.arange(first, first + self.x.shape[0], device=self.x.device)
 
@@ -449,6 +457,7 @@ def combine(y: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
 
 
 def _refusal_of(y: Any, handle: DispatchHandle) -> ValueError | None:
+    """Returns the error if `y` does not match the handle's dispatch, or None."""
     try:
         argument_checks.check_tensor("y", y)
     except ValueError as error:

@@ -1,5 +1,7 @@
 """The four autograd functions of dispatch and combine.
 
+A row is a token and its data. `exchange` is a `RowExchange` of csrc, `step` the name of the exchange in errors.
+
 In a dispatch, `Send` sends rows to ranks, and `Expand` copies them for experts. In a combine, `Contract` sums the
 experts' results of each row, and `Collect` returns the sums. The backward of `Send` returns sums, the backward of
 `Collect` sends rows. Both communicate on all ranks or on none.
@@ -55,7 +57,7 @@ class Send(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Returns one sum per row to the row's rank, and adds them there. The second tensor only serves the backward."""
+    """Returns one sum per row to the row's rank, and adds them there. `anchor` is empty; only the backward needs it."""
 
     @staticmethod
     def forward(ctx: Any, exchange: Any, step: str, sums: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -1,4 +1,8 @@
-"""The ranks of each expert, and the routes of tokens to them."""
+"""The ranks of each expert, and the routes of tokens to them.
+
+A replica is one expert on one rank; replicas are numbered by rank, then in the rank's order of experts. A code selects
+the replica for one expert of a token: the replica's number plus 1, or 0 for no expert (csrc/runtime/experts.h).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from ..runtime import executables, groups
 from ..runtime.agreement import GroupWords
 
 Group = Any  # a ProcessGroup, a DeviceMesh, or None for the default group
-_MOST_EXPERTS = 1 << 20
+_MOST_EXPERTS = 1 << 20  # of a Layout
 _ALLOWED = "a Layout with experts in dim 0, or a list of expert ids for each rank of the group"
 
 
@@ -30,8 +34,8 @@ class ExpertGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group_name: str = group.group_name
         self._group = groups.weakly(group)
-        self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.rank = dist.get_rank(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))  # global ranks
+        self.rank = dist.get_rank(group)  # this rank in the group
         self.size = len(self.ranks)
         self._wires: dict[torch.device, torch.device] = {}
         self._words: GroupWords | None = None
@@ -80,17 +84,20 @@ class ExpertRanks(ExpertGroup):
         self.first_replica = self.placement.first_replica[self.rank]
         # By replica of an expert: the rank to which a row is sent if nodes are not known.
         self.targets: list[int] = list(self.placement.rank_of_replica)
-        self.nodes: Nodes | None = None
+        self.nodes: Nodes | None = None  # None if nodes are not known, or make no difference
         self._on_device: dict[torch.device, _runtime.DevicePlacement] = {}
 
     @property
     def node_of_rank(self) -> list[int]:
+        """Returns the node of each rank of the group; [] if nodes are not known."""
         return [] if self.nodes is None else self.nodes.node_of_rank
 
     def expert_of(self, replica: int) -> int:
+        """Returns the expert of a replica."""
         return self._expert_of_replica[replica]
 
     def on_device(self, device: torch.device) -> _runtime.DevicePlacement:
+        """Returns the placement's tables on a device, from a cache."""
         if device not in self._on_device:
             self._on_device[device] = _runtime.DevicePlacement(self.placement, str(device))
         tables = self._on_device[device]
@@ -120,10 +127,11 @@ class Nodes:
         self._ranks = ranks.ranks
         self._owner = ranks.owner()
         self._rank_of_replica = ranks.placement.rank_of_replica
+        # By replica: the relay to which this rank sends its rows, as a rank in the group.
         self.relay_of_replica = [relays[self.node_of_rank[rank]] for rank in self._rank_of_replica]
-        self.inside_name = ""
+        self.inside_name = ""  # name of the node's process group
         self.size_inside = len(self._ranks_inside)
-        self.target_inside: list[int] = []
+        self.target_inside: list[int] = []  # by replica: its rank in the node's group, -1 on other nodes
 
     def connect(self) -> None:
         """Finds or makes the group of this rank's node. Collective on the ranks of the node at the first call."""
@@ -169,6 +177,7 @@ def group_alone(placement: Any, group: Group) -> ExpertGroup | None:
 
 
 def _placement_key(placement: Any) -> Hashable:
+    """Returns the placement in a hashable form. Raises ValueError for other types."""
     if isinstance(placement, _planner.Layout):
         return placement
     lists = argument_values.items(placement, "placement", _ALLOWED)
@@ -176,6 +185,7 @@ def _placement_key(placement: Any) -> Hashable:
 
 
 def _group_key(group: Group) -> Hashable:
+    """Returns a cache key for the group. Raises ValueError for other types."""
     if argument_values.is_device_mesh(group):
         return group, groups.key_of_mesh(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -186,6 +196,7 @@ def _group_key(group: Group) -> Hashable:
 
 
 def _make(placement: Any, group: Group, topology: Topology | None) -> ExpertRanks:
+    """Returns the `ExpertRanks`, without the cache. Raises ValueError for invalid arguments."""
     if isinstance(placement, _planner.Layout):
         members, experts, num_experts = _of_layout(placement, group)
     else:
@@ -212,6 +223,7 @@ def _members(group: Group) -> list[int]:
 
 
 def _process_group(members: Sequence[int], group: Group) -> dist.ProcessGroup:
+    """Finds or makes the process group of these global ranks. Collective among them if it must be made."""
     wanted = sorted(members)
     if isinstance(group, dist.ProcessGroup) and sorted(dist.get_process_group_ranks(group)) == wanted:
         return group
@@ -221,6 +233,7 @@ def _process_group(members: Sequence[int], group: Group) -> dist.ProcessGroup:
 
 
 def _of_lists(placement: Any, size: int) -> tuple[list[list[int]], int]:
+    """Returns the experts of each rank, and the number of experts, of a placement by lists."""
     lists = list(placement)
     if len(lists) != size:
         raise argument_error("placement", f"a list for each of the group's {size} ranks", f"{len(lists)} lists")
@@ -229,7 +242,7 @@ def _of_lists(placement: Any, size: int) -> tuple[list[list[int]], int]:
 
 
 def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[list[int]], int]:
-    """Returns global ranks, the experts of each, and how many experts there are."""
+    """Returns the global ranks of a placement by Layout, the experts of each, and the number of experts."""
     if not layout.shape:
         raise argument_error("placement", "a layout with experts in dim 0", f"{layout} without dims")
     if layout.shape[0] > _MOST_EXPERTS:

@@ -8,8 +8,8 @@ Importing this module registers their fake kernels.
                        bool make_groups) -> Tensor
     redistribute_wait(Tensor handle, Tensor input, str plan, int rank, SymInt[]? sizes) -> Tensor
 
-`operator` makes their arguments. With the drop-in enabled, `torch.compile` records start and wait in place of each
-redistribute of a DTensor.
+A handle is the result of `redistribute_start`, for one `redistribute_wait`. `operator` makes the operators' arguments.
+With the drop-in enabled, `torch.compile` records start and wait in place of each redistribute of a DTensor.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def _ends(plan: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], str]:
 
 
 def _result_shape(input: torch.Tensor, plan: str, rank: int, sizes: Sequence[Any] | None = None) -> Sequence[Any]:
+    """Returns the shape of an operator's result. Raises ValueError if the input contradicts the plan."""
     before, after, dtype = _ends(plan, rank)
     if sizes is not None and not plans.is_symbolic(sizes):
         before = tuple(plans.local_shape(plan_of(plan).src, sizes, rank))
@@ -179,6 +180,8 @@ def _fake_start(
     after: torch.Tensor | None = None,
     make_groups: bool = True,
 ) -> torch.Tensor:
+    """Returns a fake handle, of more bytes than input and output have, so that compilers do not save it for a backward.
+    """
     numel = torch.sym_max(input.numel(), math.prod(_result_shape(input, plan, rank, sizes)))
     return torch.empty(1, dtype=torch.int64, device="cpu").expand(numel * input.element_size() // 8 + 1)
 
@@ -196,6 +199,7 @@ for _overload in ("", ".recomputable"):
 
 @functools.lru_cache(maxsize=4096)
 def _matmul_shapes(program: str, rank: int) -> tuple[list[list[int]], list[tuple[list[int], str]]]:
+    """Returns the shapes of a rank's inputs, and the shapes and dtypes of its outputs."""
     matmul, _ = _planner.Matmul.parse(program)
     return matmul.shapes(rank)
 

@@ -28,7 +28,7 @@ from . import plans
 _ops = torch.ops.shardwright
 _START, _WAIT = _ops.redistribute_start, _ops.redistribute_wait
 _RECOMPUTABLE = {_START.default: _START.recomputable, _WAIT.default: _WAIT.recomputable}
-_HANDLES = "_shardwright_handles"
+_HANDLES = "_shardwright_handles"  # attribute of a tracer: the last handle of each chain
 
 for _operator in _RECOMPUTABLE:
     torch.fx.node.has_side_effect(_operator)
@@ -51,6 +51,7 @@ def start(local: torch.Tensor, make_groups: bool, *arguments: Any) -> torch.Tens
 
 
 def _is_even(node: torch.fx.Node) -> bool:
+    """Returns True if all ranks hold equally large parts before and after the redistribute of this start or wait."""
     plan = plans.plan_of(node.args[1 if node.target is _START.default else 2])  # type: ignore[arg-type]
     return plan.src.has_equal_parts and plan.dst.has_equal_parts
 
@@ -75,6 +76,8 @@ before_cutting: list[Callable[[torch.fx.GraphModule], None]] = [_settle]
 
 
 def _before_cutting(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps PyTorch's function so that it first runs the functions of `before_cutting`."""
+
     @functools.wraps(original)
     def force_save_collectives(joint_module: torch.fx.GraphModule) -> None:
         for prepare in before_cutting:

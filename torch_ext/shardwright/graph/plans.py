@@ -23,6 +23,7 @@ from ..runtime import executables, groups
 
 Size = Any  # int or SymInt
 
+# The results of `_plan_for_sizes`.
 _made: executables.Kept[list[str]] = executables.Kept(is_local=True)
 
 
@@ -33,6 +34,7 @@ def plan_of(text: str) -> _planner.Plan:
 
 
 def is_symbolic(sizes: Sequence[Size]) -> bool:
+    """Returns True if some size is a symbol."""
     return not all(isinstance(size, int) for size in sizes)
 
 
@@ -69,6 +71,7 @@ def local_shape(placed: _planner.Layout, sizes: Sequence[Size], rank: int) -> li
 
 
 def _chunk(size: Size, count: int, index: int) -> Size:
+    """Returns the size of part `index` of a dim that `torch.chunk` cuts into `count` parts. Guards on divisibility."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     if guard_or_false(size % count == 0):
@@ -78,6 +81,7 @@ def _chunk(size: Size, count: int, index: int) -> Size:
 
 
 def _with_sizes(example: _planner.Layout, sizes: Sequence[int]) -> _planner.Layout:
+    """Returns the layout `example` for other global sizes."""
     if list(example.shape) == list(sizes):
         return example
     order, flattened = example.shard_order, example.flattened
@@ -93,6 +97,7 @@ def _plan_for_sizes(
 
 
 def _make_plan(plan: str, group_names: Sequence[str], rank: int, sizes: Sequence[int], make_groups: bool) -> list[str]:
+    """Returns the result of `_plan_for_sizes`, not from the cache. Makes missing groups if `make_groups`."""
     tables_now()
     example = plan_of(plan)
     mesh = example.src.mesh

@@ -53,6 +53,7 @@ def on_stand_ins(metas: Sequence[tuple[Any, ...] | None], plan: Callable[..., T]
 
 
 def _stand_in(meta: tuple[Any, ...]) -> torch.Tensor:
+    """Returns an uninitialized tensor or DTensor that fits a description of `meta_of`."""
     shape, stride, dtype, device, requires_grad, *placed = meta
     if not placed:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)

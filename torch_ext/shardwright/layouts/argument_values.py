@@ -49,6 +49,7 @@ def placement_text(placement: Any) -> str:
 
 
 def _reduces_as_partial(kind: type) -> bool:
+    """Returns True for a subclass of torch's Partial that overrides none of its reductions."""
     base = next((b for b in kind.__mro__[1:] if b.__name__ == "Partial" and b.__module__.startswith("torch.")), None)
     methods = ("_reduce_value", "_reduce_shard_value", "_partition_value")
     return base is not None and all(getattr(kind, name) is getattr(base, name) for name in methods)
@@ -166,6 +167,7 @@ class _Cuts:
         self.mesh, self.shape, self.texts, self.order, self.flattened = mesh, shape, texts, order, flattened
         self.ndim = len(shape) - flattened + 1
         found = map(_cut_in, texts)
+        # The tensor dim that each mesh dim cuts, or None.
         self.dims = [None if cut is None else cut[1] + (self.ndim if cut[1] < 0 else 0) for cut in found]
 
     def of(self, dim: int) -> list[int]:
@@ -248,6 +250,7 @@ def integer(given: Any, argument: str) -> int:
 
 
 def _shown(given: Any) -> str:
+    """Returns a value and its type as text for errors, shortened."""
     text = ascii(given)
     return f"{text if len(text) <= 80 else text[:80] + '...'} (of type {type(given).__name__})"
 

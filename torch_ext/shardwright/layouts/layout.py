@@ -128,7 +128,7 @@ class Layout(_planner.Layout):
         return super().__repr__() if self._made else "<Layout that was not made>"
 
 
-_MAX_RANKS = 16
+_MAX_RANKS = 16  # ranks shown in a text
 
 
 def layout_text(layout: _planner.Layout) -> str:

@@ -2,7 +2,7 @@
 
 Layouts and meshes are pickled as the arguments of their constructors, and plans as ``Plan.to_bytes``, so unpickling
 makes the same checks as a constructor. The types of the extension module are registered with `copyreg` too, because
-plans return them.
+plans return them. Each `_<type>` function returns (constructor, its arguments) of an object.
 """
 
 from __future__ import annotations

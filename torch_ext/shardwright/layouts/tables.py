@@ -15,7 +15,7 @@ from .._planner import GemmModel, Lowering, PlanningTables, Topology
 _log = logging.getLogger("shardwright")
 
 current = PlanningTables()
-_said = False
+_said = False  # True once `note_default` has logged
 
 # Functions to call after each change of `current`.
 when_changed: list[Callable[[], None]] = []
@@ -42,14 +42,17 @@ def forget_measured() -> None:
 
 
 def measured_topology(backend: str) -> Topology | None:
+    """Returns the topology that `calibrate` measured over a backend, or None."""
     return current.measured_topology(backend)
 
 
 def measured_gemm_model(device_type: str, dtype: str) -> GemmModel | None:
+    """Returns the times of products that `calibrate` measured, or None."""
     return current.measured_gemm_model(device_type, dtype)
 
 
 def default_gemm_model(device_type: str) -> GemmModel:
+    """Returns the built-in times of products of a device type."""
     return Lowering.of_device(device_type).default_products
 
 

@@ -61,7 +61,7 @@ def read_json(text: str | bytes | bytearray, where: str) -> Any:
         raise ValueError(f"{where} has lists and objects that are nested too deeply") from None
 
 
-_environment_said: str | None = None
+_environment_said: str | None = None  # the variable's value when the tables were updated
 
 
 def tables_now() -> PlanningTables:
@@ -84,6 +84,7 @@ def named_topology(topology: Topology | str | None) -> Topology | None:
 
 
 def _topology(table: Any, where: str) -> Topology:
+    """Returns the topology of a JSON object. Errors begin with `where`."""
     if not isinstance(table, dict):
         raise argument_error(where, "a JSON object", f"a {type(table).__name__}")
     if table.get("version") != _FILE_VERSION:
@@ -103,12 +104,14 @@ def _topology(table: Any, where: str) -> Topology:
 
 
 def _link(link: Any, where: str) -> Link:
+    """Returns the link of a JSON object. Errors begin with `where`."""
     if not isinstance(link, dict):
         raise argument_error(where, f"an object with {' and '.join(_LINK)}", f"a {type(link).__name__}")
     return Link(*(_integer(link, name, where) for name in _LINK))
 
 
 def _integer(table: dict[str, Any], name: str, where: str) -> int:
+    """Returns a field of a JSON object. Raises ValueError unless it is an integer in [0, 2**40]."""
     value = table.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 1 << 40:
         raise argument_error(f"{where}.{name}", "an integer in [0, 2**40]", repr(value))

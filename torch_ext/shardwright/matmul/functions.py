@@ -19,7 +19,7 @@ from .graphs import multiply
 
 __all__ = ["all_gather_matmul", "linear", "matmul_all_reduce", "matmul_reduce_scatter"]
 
-Chunks = int | Sequence[Sequence[int]] | None
+Chunks = int | Sequence[Sequence[int]] | None  # see `chunks` of `linear`
 
 
 def linear(
@@ -199,4 +199,5 @@ def matmul_all_reduce(
 
 
 def _listed(given: Any) -> list[Any]:
+    """Returns a list of several given items, or of the one item given: a tensor or None."""
     return list(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else [given]

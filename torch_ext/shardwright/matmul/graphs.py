@@ -30,7 +30,7 @@ from .tensors import Planned, ask, autocast, gradient_placements, planned
 # A product's text, the name of its process group or names of its mesh's groups, and the rank, because shapes differ
 # between ranks.
 _Name = tuple[str, str, int]
-_OF_MESH = "[["
+_OF_MESH = "[["  # beginning of JSON of the groups of a mesh, instead of one group's name
 _products: executables.Kept[Product] = executables.Kept(is_local=True)
 # The mesh or process group of each traced product.
 _places: dict[_Name, Where] = {}
@@ -38,6 +38,7 @@ groups.when_gone.append(_places.clear)
 
 
 def _name_of(product: Product) -> _Name:
+    """Returns the operators' arguments that name a product, and stores the product's mesh or group by them."""
     mesh, group = product.where.device_mesh, product.where.group or dist.group.WORLD
     assert group is not None
     owner = groups.owner_of(mesh)
@@ -48,10 +49,12 @@ def _name_of(product: Product) -> _Name:
 
 
 def _product(name: _Name, x: torch.Tensor) -> Product:
+    """Returns the bound product of a name. Parses and binds it when first used in this process."""
     return _products.get_or_make(name, lambda: _parsed(name, x.device.type))
 
 
 def _parsed(name: _Name, device_type: str) -> Product:
+    """Returns the product of a name, made from its text and from the names of its process groups."""
     where, plan = _places.get(name), _planner.ProductPlan.parse(name[0])
     if where is None:
         groups.check_initialized()
@@ -107,6 +110,7 @@ def _(x: torch.Tensor, weights: Tensors, dys: Tensors, needs: Flags, *name: Any)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    """Saves the operand (gathered if the product keeps it) and the weights, for `_backward`."""
     x, weights, _, _, *name = inputs
     ctx.name = tuple(name)
     made = _product(ctx.name, x)
@@ -115,6 +119,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Ten
 
 
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    """Returns the gradients of operand, weights and biases: the backward of the operator `multiply`."""
     x, *weights = ctx.saved_tensors
     made = _product(ctx.name, x)
     needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
@@ -227,4 +232,5 @@ def multiply(
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of a DTensor; a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

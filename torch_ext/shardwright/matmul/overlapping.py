@@ -62,6 +62,7 @@ def note_explicit_gather(current_spec: DTensorSpec, target_spec: DTensorSpec) ->
 
 
 def _torch_function(cls: type, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Replaces `DTensor.__torch_function__`: calls the function of `_OURS`, or PyTorch's if that returns None."""
     with torch._C.DisableTorchFunctionSubclass():
         ours = _OURS.get(function)
         result = None if ours is None else ours(*args, **(kwargs or {}))
@@ -107,6 +108,7 @@ def _gathers(x: Any, weight: Any, column: int) -> bool:
     )
 
 
+# The function that replaces each function of PyTorch. It returns None for arguments that it leaves to PyTorch.
 _OURS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.linear: _linear,
     torch.matmul: _matmul,

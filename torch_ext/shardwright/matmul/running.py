@@ -1,4 +1,8 @@
-"""Binds product plans to process groups and runs them node by node."""
+"""Binds product plans to process groups and runs them node by node.
+
+A node is one operation of a product plan: a move, a product that overlaps with its transfers, or a sum
+(csrc/products/dataflow.h).
+"""
 
 from __future__ import annotations
 
@@ -42,9 +46,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 class Call:
     """A program of products, bound to its process groups."""
 
-    program: str
-    groups: tuple[str, ...]
-    rank: int
+    program: str  # product and schedule as text, the argument of the operator `matmul`
+    groups: tuple[str, ...]  # names of the process groups
+    rank: int  # in the group
     model: GemmModel  # the model by which the schedule was chosen
     executable: _runtime.Executable
     rows_are_own: bool = False  # True if ranks may have different numbers of rows of the other operand
@@ -81,7 +85,7 @@ def listening() -> Iterator[list[Call]]:
         _listeners.remove(heard)
 
 
-Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]  # runs a node on its inputs, returns its outputs
 
 
 class Flow:
@@ -101,6 +105,7 @@ class Flow:
         return [values.get(i) for i in self._outputs]
 
     def _bound(self, node: _planner.ProductNode) -> Run:
+        """Returns the function that runs a node. Makes missing process groups."""
         where = self._where
         if node.matmul is not None and node.schedule is not None:
             model = self._plan.gemm_model(node.matmul.plan.src.dtype)

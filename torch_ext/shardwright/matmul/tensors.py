@@ -49,6 +49,7 @@ def ask(
 
 
 def _hashable(option: Any) -> Any:
+    """Returns the option with tuples in place of lists."""
     return tuple(map(_hashable, option)) if isinstance(option, (list, tuple)) else option
 
 
@@ -63,7 +64,7 @@ class Planned(NamedTuple):
 # DTensor's own __init__ does nothing, slowly.
 _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
-# By everything that plans depend on, except pins and measurements, which `Kept` tracks.
+# Planned products by everything that plans depend on, except pins and measurements, which `Kept` tracks.
 _products: executables.Kept[Planned] = executables.Kept(is_local=True)
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -114,6 +115,7 @@ def _described(given: Any) -> Any:
 
 
 def _plan(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any], grads: bool) -> Planned:
+    """Plans a product, without the cache. `grads` is True for scaled operands that require a gradient."""
     where, x = key.where, tensors[0]
     layout = layout_of(x._spec) if isinstance(x, DTensor) else None
     find = executables.lowering if layout is None else functools.partial(executables.lowering_on, layout.mesh)
@@ -150,6 +152,8 @@ def _given(tensor: Any) -> Any:
 
 
 class _Multiply(torch.autograd.Function):
+    """The product for autograd. `specs` are those of the results if they are DTensors, else empty."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, product: Product, specs: tuple[DTensorSpec, ...], scales: list[torch.Tensor], *tensors: Any
@@ -206,5 +210,6 @@ def _gradient_spec(spec: DTensorSpec | None, names: tuple[str, ...] = ()) -> DTe
 
 @executables.kept
 def _gradient_spec_on(spec: DTensorSpec, _: Hashable, names: tuple[str, ...]) -> DTensorSpec:
+    """`_gradient_spec`, cached by the mesh's process groups too (`_`)."""
     placements = gradient_placements(spec.placements, names)
     return spec if placements == spec.placements else row_major_spec(spec.mesh, layout_of(spec), placements)

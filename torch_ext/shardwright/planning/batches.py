@@ -9,12 +9,12 @@ from .._native import _planner
 from ..layouts import argument_values
 from .plans import check_layout
 
-BUCKET_BYTES = 64 << 20
-BUCKETS = 3
+BUCKET_BYTES = 64 << 20  # default size of a buffer
+BUCKETS = 3  # default number of buffers
 
 _PAIRS = "a list of pairs of layouts, such as [(src, dst)]"
 
-Pair = tuple[_planner.Layout, _planner.Layout]
+Pair = tuple[_planner.Layout, _planner.Layout]  # source, destination
 
 
 def plan_many(pairs: Sequence[Pair], *, bucket_bytes: int = BUCKET_BYTES, buckets: int = BUCKETS) -> _planner.BatchPlan:
@@ -36,6 +36,7 @@ def plan_many(pairs: Sequence[Pair], *, bucket_bytes: int = BUCKET_BYTES, bucket
 
 
 def batch_of(pairs: Sequence[Pair], bucket_bytes: Any, buckets: Any) -> _planner.Batch:
+    """Returns the batch that moves these pairs. Raises ValueError if a pair differs in shape or dtype."""
     for i, (src, dst) in enumerate(pairs):
         if tuple(src.shape) != tuple(dst.shape):
             raise ValueError(f"item {i} must have two layouts of one shape, got {src} and {dst}")

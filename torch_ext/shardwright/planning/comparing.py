@@ -25,8 +25,10 @@ def difference(a: Plan, b: Plan) -> str:
 
 
 def _heading(plan: Plan) -> str:
+    """Returns the first line of the plan's text, which has both layouts."""
     return str(plan).splitlines()[0]
 
 
 def _moves(plan: Plan) -> list[str]:
+    """Returns the lines of the plan's text after the first, one per move."""
     return [line.strip() for line in str(plan).splitlines()[1:]]

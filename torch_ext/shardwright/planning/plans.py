@@ -109,5 +109,6 @@ def check_layout(argument: str, given: object) -> None:
 
 
 def _check_plan(given: object) -> None:
+    """Raises ValueError unless a plan is given."""
     if not isinstance(given, Plan):
         raise ValueError(f"plan must be a Plan, got a {type(given).__name__}")

@@ -10,7 +10,7 @@ from ..layouts import argument_values
 from ..layouts.layout import Layout, Mesh
 from ..layouts.topology import load_topology, read_json
 
-_VERSION = 5
+_VERSION = 5  # of the JSON format
 
 
 def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
@@ -35,7 +35,8 @@ def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
 
 
 def _plan(table: dict[str, Any]) -> _planner.Plan:
-    here = source_mesh = _mesh(table["mesh"], "mesh")
+    """Returns the plan of a JSON object. Raises KeyError, TypeError, AttributeError or ValueError if it is invalid."""
+    here = source_mesh = _mesh(table["mesh"], "mesh")  # `here`: mesh on which the next step begins
     destination_mesh = (
         _mesh(table["destination_mesh"], "destination_mesh") if "destination_mesh" in table else source_mesh
     )
@@ -90,6 +91,7 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
 
 
 def _mesh(grid: dict[str, Any], field: str) -> Mesh:
+    """Returns the mesh of a JSON object. `field` names it in errors."""
     names = [_text(name, f"{field}.dim_names") for name in _list(grid["dim_names"], f"{field}.dim_names")]
     sizes = _list(grid["dim_sizes"], f"{field}.dim_sizes")
     if len(names) != len(sizes) or len(set(names)) != len(names):
@@ -98,6 +100,7 @@ def _mesh(grid: dict[str, Any], field: str) -> Mesh:
 
 
 def _expect(kind: type, given: Any, field: str) -> Any:
+    """Returns `given`. Raises ValueError if it is not of this type."""
     if not isinstance(given, kind):
         raise ValueError(f"plan: {field} must be a {kind.__name__}, got a {type(given).__name__}")
     return given

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from . import patterns
 from .pieces import Mapped, Tensors, box_text, coverage
 
-_MAX_SHOWN = 4
+_MAX_SHOWN = 4  # names or boxes in a text
 
 
 class Wanted(NamedTuple):
@@ -54,6 +54,7 @@ def check(
 
 
 def _differences(name: str, given: Mapped, there: Wanted) -> list[str]:
+    """Returns a problem for each difference of a mapped tensor from the destination."""
     found = []
     if given.shape != there.shape:
         found.append(
@@ -92,6 +93,7 @@ def _intervals(given: tuple[int, ...], there: tuple[int, ...]) -> str:
 
 
 def _sources(mapped: Mapped) -> str:
+    """Returns the names of a tensor's sources as text, shortened."""
     names = list(dict.fromkeys(piece.source for piece in mapped.pieces))
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
     return (", ".join(names[:_MAX_SHOWN]) or "sources without elements") + more

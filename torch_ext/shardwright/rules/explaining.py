@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from .._native import _planner
 from ..layouts.topology import Topology
 
-LIMIT = 20
+LIMIT = 20  # default number of tensors and of links shown
 
 
 def with_names(error: ValueError, names: Sequence[str]) -> ValueError:
@@ -44,6 +44,7 @@ def explain(batch: _planner.Batch, names: Sequence[str], topology: Topology, lim
 
 
 def _table(header: list[str], rows: Iterable[tuple[int, list[str]]], limit: int) -> list[str]:
+    """Returns the lines of a table. `rows` are (bytes, cells); the `limit` rows with most bytes are shown."""
     found = sorted(rows, key=lambda row: -row[0])
     cells = [header, *(row for _, row in found[:limit])]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
@@ -57,6 +58,7 @@ def _table(header: list[str], rows: Iterable[tuple[int, list[str]]], limit: int)
 
 
 def _rounds(first: int, last: int) -> str:
+    """Returns a range of rounds as text; -1 means none."""
     return "-" if first < 0 else str(first) if first == last else f"{first} to {last}"
 
 
@@ -70,6 +72,7 @@ def _bytes(count: int) -> str:
 
 
 def _time(ps: int) -> str:
+    """Returns picoseconds as text in us or ms."""
     if ps < 1e8:
         return f"{ps / 1e6:.1f} us"
     return f"{ps / 1e6:,.0f} us" if ps < 1e10 else f"{ps / 1e9:,.1f} ms"

@@ -94,12 +94,17 @@ def read_rules(path: str) -> list[Rule]:
 
 
 def _object(given: Any, where: str) -> dict[str, Any]:
+    """Returns a JSON object. Raises ValueError that begins with `where` for other values."""
     if not isinstance(given, dict):
         raise ValueError(f"{where} must be an object, got a {type(given).__name__}")
     return given
 
 
 def _made(where: str, maker: Any, arguments: dict[str, Any], keys: tuple[str, ...] | None) -> Any:
+    """Returns ``maker(**arguments)``. Its errors, and the error about unknown keys, begin with `where`.
+
+    `keys` are the allowed keys; None means the parameters of `maker`.
+    """
     names = keys if keys is not None else tuple(inspect.signature(maker).parameters)
     if unknown := [name for name in arguments if name not in names]:
         raise ValueError(f"{where} must have only the keys {', '.join(names)}, got {', '.join(unknown)}")

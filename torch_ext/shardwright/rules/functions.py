@@ -139,18 +139,21 @@ def cast(dtype: Any, names: str | Sequence[str] | None = None) -> Rule:
 
 
 def _pattern(argument: str, given: Any) -> str:
+    """Returns a nonempty text. Raises ValueError for anything else."""
     if not isinstance(given, str) or not given:
         raise argument_error(argument, "a name or a pattern, such as 'layers.*.weight'", repr(given))
     return given
 
 
 def _alike(argument: str, given: Any, wildcards: list[str], other: str) -> str:
+    """Returns a pattern. Raises ValueError unless it has these wildcards, which are those of `other`."""
     if patterns.wildcards(_pattern(argument, given)) != wildcards:
         raise argument_error(argument, f"a name with the wildcards of {other!r}, in order", repr(given))
     return str(given)
 
 
 def _patterns(argument: str, given: Any, name: str) -> tuple[str, ...]:
+    """Returns a nonempty list of patterns with the wildcards of `name`. Raises ValueError for anything else."""
     items = argument_values.items(given, argument, "a list of names, such as ['q', 'k', 'v']")
     if not items:
         raise argument_error(argument, "a list of at least one name", "none")
@@ -159,6 +162,7 @@ def _patterns(argument: str, given: Any, name: str) -> tuple[str, ...]:
 
 
 def _numbered(argument: str, given: Any) -> str:
+    """Returns a pattern with exactly one {}. Raises ValueError for anything else."""
     if patterns.wildcards(_pattern(argument, given)).count("{}") != 1:
         raise argument_error(argument, "a pattern with one {}, such as 'experts.{}.w1'", repr(given))
     return str(given)
@@ -169,6 +173,7 @@ def _integer(argument: str, given: Any) -> int:
 
 
 def _positive(given: Any) -> int:
+    """Returns the argument groups. Raises ValueError if it is below 1."""
     groups = argument_values.integer(given, "groups")
     if groups < 1:
         raise argument_error("groups", "at least 1", groups)

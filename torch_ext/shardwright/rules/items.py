@@ -30,6 +30,7 @@ def items_of(tensors: Mapping[str, Mapped], names: Sequence[str]) -> tuple[list[
 
 
 def _axes_of(piece: Piece) -> tuple[Axis, ...]:
+    """Returns the axes of a piece: its runs, then dims of the source and of the tensor with one index."""
     runs = ((run.src_dim, run.dim, run.src_start, run.start, run.length) for run in piece.runs)
     taken = ((dim, -1, index, 0, 1) for dim, index in piece.src_fixed)
     put = ((-1, dim, 0, index, 1) for dim, index in piece.fixed)

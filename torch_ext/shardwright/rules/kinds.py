@@ -1,4 +1,8 @@
-"""The effect of each rule on tensors. functions.py has the public functions that create rules."""
+"""The effect of each rule on tensors. functions.py has the public functions that create rules.
+
+Except for renames, the fields of a rule are the arguments of the function of the same name. pieces.py defines pieces
+and mapped tensors, patterns.py patterns and the captured texts of their wildcards.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +40,7 @@ def _put(tensors: Tensors, name: str, mapped: Mapped, rule: Rule, problems: list
 
 
 def _what(mapped: Mapped) -> str:
+    """Returns dtype and shape as text."""
     return f"{mapped.dtype} of shape {mapped.shape}"
 
 
@@ -59,6 +64,7 @@ def _sets(
 
 
 def _matching(pattern: str, tensors: Tensors, rule: Rule, problems: list[str]) -> dict[Captured, str]:
+    """Returns the names that match a pattern, by captured texts. Reports a pattern that matches none."""
     found = patterns.names(pattern, tensors)
     if not found:
         problems.append(f"{rule}: no tensor is called {pattern}")
@@ -97,6 +103,7 @@ class Fuse(Rule):
             _put(tensors, name, mapped, self, problems)
 
     def _fused(self, names: list[str], tensors: Tensors, problems: list[str]) -> Mapped | None:
+        """Returns the concatenation of the tensors with these names, or None after reporting why there is none."""
         parts = [tensors[name] for name in names]
         first = parts[0]
         dim = _dim_of(self.dim, len(first.shape))
@@ -138,6 +145,7 @@ class Split(Rule):
                 _put(tensors, patterns.put(pattern, captured), mapped, self, problems)
 
     def _cut(self, name: str, whole: Mapped, problems: list[str]) -> list[Mapped]:
+        """Returns the parts of a tensor, or no parts after reporting why it cannot be cut."""
         dim = _dim_of(self.dim, len(whole.shape))
         if dim is None:
             problems.append(f"{self}: {name} of shape {whole.shape} has no dim {self.dim}")
@@ -193,6 +201,7 @@ class Stack(Rule):
 
     def apply(self, tensors: Tensors, problems: list[str]) -> None:
         index_at = patterns.wildcards(self.names).index("{}")
+        # Names by the texts of the other wildcards, then by the number that {} stands for.
         slices: dict[Captured, dict[int, str]] = {}
         for captured, name in _matching(self.names, tensors, self, problems).items():
             rest = (*captured[:index_at], *captured[index_at + 1 :])
@@ -204,6 +213,10 @@ class Stack(Rule):
                 _put(tensors, patterns.put(self.into, rest), stacked, self, problems)
 
     def _stacked(self, names: dict[int, str], parts: dict[int, Mapped], problems: list[str]) -> Mapped | None:
+        """Returns the stacked tensor, or None after reporting why there is none.
+
+        Arguments are by index in the new dim.
+        """
         first = next(iter(parts))
         shape, dtype = parts[first].shape, parts[first].dtype
         for index, part in parts.items():
@@ -298,6 +311,7 @@ class RenameBy(Rule):
 
 
 def _rename_all(tensors: Tensors, new_name: dict[str, str], rule: Rule, problems: list[str]) -> None:
+    """Gives tensors new names, all at once."""
     before = list(tensors.items())
     tensors.clear()
     for name, mapped in before:
@@ -329,6 +343,7 @@ class Cast(Rule):
 
 
 def apply_rules(tensors: Tensors, rules: Iterable[Rule], problems: list[str]) -> None:
+    """Applies the rules in order, in place. Appends to `problems` as `Rule.apply` does."""
     for rule in rules:
         rule.apply(tensors, problems)
 

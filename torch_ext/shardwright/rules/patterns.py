@@ -10,18 +10,20 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 
-Captured = tuple[str, ...]
+Captured = tuple[str, ...]  # the texts that stand for the wildcards, in order
 
 _WILDCARD = re.compile(r"\*\*|\*|\{\}")
 _MEANING = {"**": "(.*)", "*": "([^.]+)", "{}": "(0|[1-9][0-9]*)"}
 
 
 def wildcards(pattern: str) -> list[str]:
+    """Returns the wildcards of a pattern, in order."""
     return _WILDCARD.findall(pattern)
 
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
+    """Returns the regular expression of a pattern, with one group per wildcard."""
     literals = map(re.escape, _WILDCARD.split(pattern))
     meanings = [_MEANING[wildcard] for wildcard in wildcards(pattern)]
     return re.compile("".join(text for pair in zip(literals, [*meanings, ""]) for text in pair))

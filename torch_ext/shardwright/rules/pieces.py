@@ -18,8 +18,8 @@ class Run(NamedTuple):
 
     src_dim: int
     dim: int
-    src_start: int
-    start: int
+    src_start: int  # first index in the source dim
+    start: int  # first index in the dim of the tensor
     length: int
 
 
@@ -39,12 +39,14 @@ class Piece(NamedTuple):
 
     @property
     def elements(self) -> int:
+        """Returns the number of elements."""
         count = 1
         for run in self.runs:
             count *= run.length
         return count
 
     def box(self, ndim: int) -> Box:
+        """Returns the box of the tensor, which has `ndim` dims, that the piece fills."""
         sides = [(0, 0)] * ndim
         for run in self.runs:
             sides[run.dim] = (run.start, run.start + run.length)
@@ -53,6 +55,7 @@ class Piece(NamedTuple):
         return tuple(sides)
 
     def moved(self, dim: int, by: int) -> Piece:
+        """Returns the piece with indices of a dim increased by `by`."""
         runs = tuple(run._replace(start=run.start + by) if run.dim == dim else run for run in self.runs)
         return self._replace(runs=runs, fixed=tuple((d, i + by if d == dim else i) for d, i in self.fixed))
 
@@ -77,6 +80,7 @@ class Piece(NamedTuple):
         return self._replace(runs=runs, fixed=tuple((new_dim[d], i) for d, i in self.fixed))
 
     def with_fixed(self, dim: int, index: int) -> Piece:
+        """Returns the piece with one index in a further dim of the tensor."""
         return self._replace(fixed=(*self.fixed, (dim, index)))
 
     def at(self, dim: int, index: int) -> Piece | None:
@@ -100,6 +104,7 @@ class Mapped(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
+# Mapped tensors by name.
 Tensors = dict[str, Mapped]
 
 
@@ -134,6 +139,7 @@ def coverage(shape: Sequence[int], boxes: Sequence[Box]) -> Coverage:
 
 
 def _compare(shape: tuple[int, ...], boxes: Sequence[Box], present: Iterable[int], at: Box, found: Coverage) -> None:
+    """Compares the boxes `present` within the region `at` of the first dims, and adds the result to `found`."""
     present = tuple(present)
     dim = len(at)
     if not present:

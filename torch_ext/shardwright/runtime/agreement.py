@@ -41,7 +41,7 @@ _CHARACTERS_BEFORE = 100  # shown before the first character that differs
 _WORD_BYTES = 8
 HEAD_WORDS = 2  # words of a statement: the digest and the length of its text
 
-V = TypeVar("V")
+V = TypeVar("V")  # the type of a value that ranks may differ in
 # The type of a rank; str for the name of a process among several jobs.
 R = TypeVar("R", bound=int | str)
 
@@ -53,13 +53,14 @@ class Statement(NamedTuple):
     why this rank cannot make the call, or to None. The error reads "the ranks <differ>", and ends with the remedy.
     """
 
-    call: str
+    call: str  # name of the call, for errors
     fields: Mapping[str, object] = {}
     refusals: Mapping[str, str | None] = {}
     differ: str = "differ, nothing was sent"
     remedy: str = ""
 
     def to_json(self) -> str:
+        """Returns [call, fields, refusals] as JSON, without refusals that are None."""
         fields = {name: None if value is None else str(value) for name, value in self.fields.items()}
         return json.dumps([self.call, fields, {name: why for name, why in self.refusals.items() if why is not None}])
 
@@ -69,6 +70,7 @@ def report(mine: Statement, statements: Mapping[R, str], where: str) -> str:
     parts = {text: json.loads(text) for text in set(statements.values())}
 
     def each(part: int) -> dict[R, Any]:
+        """Returns one part of the statements by rank: 0 calls, 1 fields, 2 refusals. Leaves out empty ones."""
         return {rank: parts[text][part] for rank, text in statements.items() if parts[text][part]}
 
     calls, fields, refusals = each(0), each(1), each(2)
@@ -119,6 +121,7 @@ def ranks_text(ranks: Sequence[R]) -> str:
 
 
 def _around(text: str, place: int) -> str:
+    """Returns a long text cut to _MAX_CHARACTERS characters, from shortly before index `place` on."""
     begin = max(place - _CHARACTERS_BEFORE, 0) if len(text) > _MAX_CHARACTERS else 0
     end = begin + _MAX_CHARACTERS
     return f"{'... ' if begin else ''}{text[begin:end]}{' ...' if end < len(text) else ''}"
@@ -140,7 +143,10 @@ class _Words(ABC):
 
     @abstractmethod
     def exchange(self, step: str, mine: torch.Tensor) -> torch.Tensor:
-        """Returns a row of words from each rank. `mine` has one row for all receivers, or one row for each."""
+        """Returns a matrix with the row of words that each rank sent here. `step` names the exchange in errors.
+
+        `mine` is one row, sent to every rank, or (not for `MeshWords`) a matrix with one row per receiver.
+        """
 
     def compare(
         self, mine: Statement, refusal: Exception | None = None, more: torch.Tensor | None = None
@@ -232,6 +238,7 @@ class MeshWords(_Words):
 
 
 def _has_cpu(group: dist.ProcessGroup) -> bool:
+    """Returns True if the group has a backend for tensors on CPU."""
     return any(kind.type == "cpu" for kind in group._device_types)
 
 
@@ -254,7 +261,10 @@ class StoreTexts:
         self._store = groups.client_of(store)
 
     def exchange(self, call: str, mine: str, ranks: tuple[R, ...], own: R, timeout: timedelta) -> dict[R, str]:
-        """Returns the text of each rank. Raises RuntimeError, naming missing ranks, after the timeout."""
+        """Sends the text `mine` of rank `own` to all `ranks`. Returns the text of each rank.
+
+        Raises RuntimeError, naming the call and the missing ranks, after the timeout.
+        """
         number = self.rounds[ranks]
         self.rounds[ranks] += 1
         name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()[:16]
@@ -282,7 +292,10 @@ class StoreTexts:
     def compare(
         self, mine: Statement, ranks: tuple[int, ...], own: int, timeout: timedelta | None = None, about: str = ""
     ) -> None:
-        """Raises RuntimeError on all of these ranks if statements differ or have refusals. All ranks must call."""
+        """Raises RuntimeError on all `ranks` if their statements differ or have refusals. All of them must call.
+
+        `own` is this rank. `about` describes the call further in the error about missing ranks.
+        """
         call = f"{mine.call} ({about})" if about else mine.call
         statements = self.exchange(call, mine.to_json(), ranks, own, timeout or groups.default_timeout())
         where = f" (number {self.rounds[ranks]} on {ranks_text(ranks)}; this is rank {own})"
@@ -290,6 +303,7 @@ class StoreTexts:
             raise RuntimeError(error)
 
 
+# The result of `in_default_store` by default process group, then by name.
 _of_worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, StoreTexts]] = weakref.WeakKeyDictionary()
 groups.when_gone.append(_of_worlds.clear)
 

@@ -51,6 +51,7 @@ def shares_places(given: torch.Tensor) -> bool:
     """Returns True if several elements have the same address."""
     if given.is_contiguous() or given.numel() < 2:
         return False
+    # If each stride is at least the extent of all smaller strides together, no two elements have the same address.
     end = 1
     for stride, size in sorted((s, n) for n, s in zip(given.shape, given.stride(), strict=True) if n > 1):
         if stride == 0:
@@ -60,6 +61,7 @@ def shares_places(given: torch.Tensor) -> bool:
         end += (size - 1) * stride
     else:
         return False
+    # Otherwise, compute the address of every element relative to the first one, and count the distinct ones.
     places = torch.zeros(1, dtype=torch.int64)
     for stride, size in zip(given.stride(), given.shape, strict=True):
         places = places.unsqueeze(-1) + stride * torch.arange(size)
@@ -99,11 +101,13 @@ def check_group(given: Any) -> None:
 
 
 def check_device_mesh(argument: str, given: Any) -> None:
+    """Checks that the argument is None or a torch DeviceMesh."""
     if given is not None and not argument_values.is_device_mesh(given):
         raise argument_error(argument, "a torch DeviceMesh", f"a {type(given).__name__}")
 
 
 def check_dtype(argument: str, given: Any) -> None:
+    """Checks that the argument is None or a torch.dtype."""
     if given is not None and not isinstance(given, torch.dtype):
         raise argument_error(argument, "a torch.dtype", f"{given!r} (a {type(given).__name__})")
 

@@ -56,10 +56,11 @@ def note_group(executable: _runtime.Executable, group: dist.ProcessGroup | None)
 
 # The group whose ranks an operator's mesh uses, by program and group names.
 _group_of_operator: dict[tuple[str, ...], groups.WeakGroup] = {}
-_MAX_OPERATORS = 8192
+_MAX_OPERATORS = 8192  # entries of `_group_of_operator`; the oldest is dropped first
 
 
 def note_group_of_operator(program: str, names: Sequence[str], group: dist.ProcessGroup | None) -> None:
+    """Records that the mesh of an operator's program uses the ranks of this group; None: global ranks."""
     key = (program, *names)
     _group_of_operator.pop(key, None)
     if group is not None:
@@ -142,6 +143,7 @@ def compare_calls(
 def _compare_operator(
     input: torch.Tensor, program: str, group_names: Sequence[str], rank: int, out: torch.Tensor | None
 ) -> None:
+    """Compares a redistribute in a graph before it runs: the kernel of `shardwright::compare_ranks`."""
     executable = _runtime.executable(program, list(group_names), rank)
     group = _group_of_operator.get((program, *group_names))
     if group is not None:
@@ -153,6 +155,7 @@ torch.library.impl("shardwright::compare_ranks", "CompositeExplicitAutograd")(_c
 
 
 def _judge(executable: _runtime.Executable, local: torch.Tensor) -> str | None:
+    """Returns the reason why a local tensor contradicts the source layout, or None if it does not."""
     expected, dtype = tuple(executable.input_shape), executable.signature["dtype"]
     has_shape = tuple(local.shape) == expected or differs_in_ones(local, expected)
     if has_shape and str(local.dtype) == f"torch.{dtype}":
@@ -161,6 +164,7 @@ def _judge(executable: _runtime.Executable, local: torch.Tensor) -> str | None:
 
 
 def _judge_out(executable: _runtime.Executable, local: torch.Tensor, out: torch.Tensor | None) -> str | None:
+    """Returns the reason why the result cannot be written to `out`, or None."""
     try:
         if out is not None:
             executable.check_out(local, out)

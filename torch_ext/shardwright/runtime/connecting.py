@@ -3,6 +3,8 @@
 Each job has a world of its own, made by `torch.distributed.init_process_group`. All jobs reach one store. Every process
 writes its identity, its declarations and its planning tables there, and reads those of all others. So all processes
 decide alike: either each makes its part of the group, or each raises the same error.
+
+A role is the name of a job. A process is identified by its role and its rank in its own job.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ..layouts.topology import ENVIRONMENT_VARIABLE, tables_now
 from . import checking, groups
 from .agreement import Statement, StoreTexts, report
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.02  # interval between two reads of the store
 
 _REMEDY = (
     "All jobs must have the same declarations and planning tables, for example with one file in "
@@ -51,11 +53,11 @@ class Connection:
     def __init__(
         self, meeting: JobExchange, members: dict[tuple[str, int], dict[str, Any]], timeout: timedelta
     ) -> None:
-        self._meeting = meeting
+        self._meeting = meeting  # the exchange of texts with all processes
         self._timeout = timeout
-        self._members = sorted(members)
-        self._made: dict[tuple[int, ...], groups.WeakGroup] = {}
-        self._times_made: dict[tuple[int, ...], int] = {}
+        self._members = sorted(members)  # (role, rank in its job) of each rank of `group`
+        self._made: dict[tuple[int, ...], groups.WeakGroup] = {}  # groups of some of the ranks, by these ranks
+        self._times_made: dict[tuple[int, ...], int] = {}  # by ranks: number of groups made so far, failed ones too
         self.role = meeting.role
         self.world_size = len(members)
         self.rank = self._members.index((meeting.role, meeting.rank))
@@ -104,6 +106,7 @@ class Connection:
         return group
 
     def _make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Makes a process group of these ranks of the connection. Collective among them."""
         times = self._times_made[ranks] = self._times_made.get(ranks, 0) + 1
         name = f"{self._meeting.prefix}/ranks {'_'.join(map(str, ranks))} {times}"
         try:
@@ -186,11 +189,13 @@ class JobExchange:
 
     def __init__(self, store: dist.Store, role: str, rank: int, name: str, world_size: int) -> None:
         self.role, self.rank, self.world_size = role, rank, world_size
-        self.me = f"{role} {rank}"
+        self.me = f"{role} {rank}"  # this process in errors
         self.store = store
-        self.everyone = f"shardwright/connect/{name}"
+        self.everyone = f"shardwright/connect/{name}"  # the key that counts processes; prefix of the others
         # A process that comes after all `world_size` processes, or after one of them has timed out, belongs to the next
         # connection of this name.
+        # `place` is the number of this process among all that ever called with this name, `first_place` the number of
+        # the first process of its connection.
         while True:
             self.place = store.add(self.everyone, 1) - 1
             self.first_place = self.place // world_size * world_size
@@ -200,6 +205,7 @@ class JobExchange:
         self.texts = StoreTexts(dist.PrefixStore(f"{self.prefix}/compared", store))
 
     def _given_up(self) -> str:
+        """Returns the store key that marks this connection as timed out."""
         return f"{self.everyone}/given up {self.first_place} of {self.world_size}"
 
     def gather(self, timeout: timedelta) -> dict[tuple[str, int], dict[str, Any]]:
@@ -244,6 +250,7 @@ class JobExchange:
         return members
 
     def _check_alike(self, members: Sequence[dict[str, Any]], field: str, what: str) -> None:
+        """Raises RuntimeError unless all members have the same value of a field. `what` names it in the error."""
         values = sorted({one[field] for one in members}, key=str)
         if len(values) > 1:
             found = "; ".join(f"{value} ({_who([m for m in members if m[field] == value])})" for value in values)
@@ -261,12 +268,14 @@ class JobExchange:
 
 
 def _texts(declared: object) -> dict[str, str]:
+    """Returns the declared values as texts, by name. Raises ValueError for other types."""
     if not isinstance(declared, Mapping):
         raise argument_error("declared", "a dict from names to values", f"a {type(declared).__name__}")
     return {str(name): _text(value, str(name)) for name, value in declared.items()}
 
 
 def _text(value: Any, name: str) -> str:
+    """Returns a declared value as text. `name` is for errors."""
     if isinstance(value, _planner.Layout):
         return layout_text(value)
     if isinstance(value, _planner.Mesh):
@@ -288,6 +297,7 @@ def _who(members: Sequence[dict[str, Any]]) -> str:
 
 
 def _missing(members: Sequence[dict[str, Any]]) -> str:
+    """Returns a text such as "missing ranks: server 1": the ranks of each job that have not called."""
     lacking = []
     for role, size in sorted({one["role"]: one["ranks"] for one in members}.items()):
         came = {one["rank"] for one in members if one["role"] == role}

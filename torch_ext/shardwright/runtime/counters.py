@@ -27,12 +27,12 @@ class _Counts:
         self.activations_cut = self.activation_gathers = 0
 
 
-counts = _Counts()
-_reasons: Counter[str] = Counter()
-_view_reasons: Counter[str] = Counter()
-_strided_reasons: Counter[str] = Counter()
-_break_reasons: Counter[str] = Counter()
-_product_reasons: Counter[str] = Counter()
+counts = _Counts()  # docs of each counter: `stats`
+_reasons: Counter[str] = Counter()  # redistributes that were left to PyTorch, by reason
+_view_reasons: Counter[str] = Counter()  # views that were left to PyTorch, by reason
+_strided_reasons: Counter[str] = Counter()  # operators whose inputs were gathered, by operator
+_break_reasons: Counter[str] = Counter()  # forwards left out of compiled graphs, by reason
+_product_reasons: Counter[str] = Counter()  # products computed from decoded values, by reason
 
 
 def stats() -> dict[str, Any]:
@@ -176,5 +176,6 @@ def cause_of(error: Exception) -> str:
     return _VALUES.sub("...", text.partition(";")[0]).strip()
 
 
-_INNERMOST_BRACKETS = re.compile(r"\[[^][(){}]*\]|\([^][(){}]*\)|\{[^][(){}]*\}")
+_INNERMOST_BRACKETS = re.compile(r"\[[^][(){}]*\]|\([^][(){}]*\)|\{[^][(){}]*\}")  # brackets without brackets inside
+# Quoted texts, words with digits, and "...", with any further "..." behind them.
 _VALUES = re.compile(r"""(?:'[^']*'|"[^"]*"|[-\w.]*\d[-\w.]*|\.\.\.)(?:(?:\s*,\s*|\s+)\.\.\.)*""")

@@ -1,4 +1,8 @@
-"""Turns a pair of layouts into an executable bound to process groups, and caches it for the next call."""
+"""Turns a pair of layouts into an executable, and caches it for the next call.
+
+An executable is a plan's program for this rank, bound to process groups (csrc/runtime/executable.h). A lowering is the
+way in which a plan's steps are carried out, by collectives as on NCCL or by messages as on Gloo (csrc/cost/lowering.h).
+"""
 
 from __future__ import annotations
 
@@ -73,6 +77,7 @@ class Kept(Generic[T]):
             groups.when_any_gone.append(self.clear)
 
     def get(self, key: Hashable) -> T | None:
+        """Returns the value stored under the current tables and default group, or None."""
         made_with, entries = self._now
         if made_with is not tables.current or groups.noted_world.alive() is not dist.group.WORLD:
             entries = self._turn()
@@ -117,7 +122,7 @@ class Kept(Generic[T]):
 
 
 def keep(entries: dict[K, T], key: K, value: T, most: int) -> None:
-    """Stores a value in a cache of at most so many entries, and drops the oldest ones first."""
+    """Stores a value in a cache of at most `most` entries. Drops the oldest entries to make room."""
     while len(entries) >= most:
         with contextlib.suppress(KeyError, RuntimeError):  # another thread has dropped or added an entry
             del entries[next(iter(entries))]
@@ -135,6 +140,7 @@ def kept(function: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
+# The results of `lookup`.
 _kept: Kept[_runtime.Executable | Refusal] = Kept(is_local=True)
 
 
@@ -294,7 +300,10 @@ def names_of(
 
 
 def names_for(text: str, rank: int, **where: Any) -> list[str]:
-    """Returns the names of the process groups that an operator's program needs. Binding reuses the compiled program."""
+    """Returns the names of the process groups that an operator's program needs. Binding reuses the compiled program.
+
+    `text` is the operator's plan, product or attention as text. `where` has the arguments of `names_of`.
+    """
     return names_of(_runtime.compiled(text, rank).groups, **where)
 
 
@@ -310,7 +319,8 @@ def run(
 ) -> torch.Tensor:
     """Runs an executable. With async_op, a result that is not finished is an AsyncCollectiveTensor.
 
-    With `out`, the result is written there and `out` is returned; async_op must be False, and `local` is never fitted.
+    With `out`, the result is written there and `out` is returned; async_op must be False. Without it, a local tensor of
+    another shape than the layout's is cut or padded (`_fitted`).
     """
     if checking.is_on():
         checking.compare(executable, local, async_op, out)
@@ -356,6 +366,7 @@ def run_again(executable: _runtime.Executable, local: torch.Tensor, async_op: bo
 def _run(
     executable: _runtime.Executable, local: torch.Tensor, async_op: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """Runs an executable without the debug mode, and without showing it to dispatch modes."""
     if out is not None:
         executable.run_into(local, out)
         return out
@@ -373,6 +384,7 @@ def _run(
 
 
 def _start(executable: _runtime.Executable, local: torch.Tensor) -> torch.Tensor:
+    """Starts an executable. Returns its result, as an AsyncCollectiveTensor if transfers are in flight."""
     output, pending = executable.start(local)
     if not pending:
         return output

@@ -67,7 +67,7 @@ class WeakGroup:
 DEFAULT = WeakGroup(None)
 
 DRY_RUN_BACKEND = "fake"  # torch's name for it; it sends nothing
-_POLL_SECONDS = 0.002
+_POLL_SECONDS = 0.002  # interval between two reads of the store
 
 
 class Owner(NamedTuple):
@@ -128,6 +128,7 @@ def _watch(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def weakly(group: dist.ProcessGroup | None) -> WeakGroup:
+    """Returns a weak reference to the group, `DEFAULT` for None."""
     return DEFAULT if group is None else WeakGroup(group)
 
 
@@ -252,6 +253,7 @@ def _resolved_ranks(name: str) -> tuple[int, ...]:
 
 
 def _groups_of(owner: Owner) -> Iterator[dist.ProcessGroup]:
+    """Yields the groups of an owner that still exist: along mesh dims, then of flattened meshes."""
     if not owner.names:
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
@@ -271,6 +273,7 @@ def _dims_between(grid: _planner.Mesh, ranks: Sequence[int]) -> list[int]:
 
 
 def _names_along(owner: Owner, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Returns the owner's names along the mesh dims in which ranks differ; all names without a mesh."""
     if owner.grid is None:
         return owner.names
     return tuple(owner.names[dim] for dim in _dims_between(owner.grid, ranks))
@@ -298,9 +301,8 @@ def _digest(text: str) -> str:
 def _name(owner: Owner, ranks: tuple[int, ...]) -> str:
     """Returns the name for a new group: the same on all members, different for other owners.
 
-    PyTorch would include in the name the number of groups that this rank has made (2.15) or holds (2.11). Members that
-    have made different groups before, or threads that make groups at the same time, would then wait for each other
-    under different names, forever.
+    PyTorch's names include the number of groups that the rank has made (2.15) or holds (2.11). Members whose numbers
+    differ, or threads that make groups at once, would wait for each other under different names, forever.
 
     A rank has only its own groups of a mesh. So the name is made from the groups of one member, whose coordinates are 0
     in all dims in which the members differ. The others find these groups in the store, one dim at a time: rank (1, 1)
@@ -345,9 +347,8 @@ def _read(key: str, rank: int) -> str:
 def _is_capturing() -> bool:
     """Returns True if a graph is being captured on the current stream of a device that is in use."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # A query would initialize a device that is not in use.
     if accelerator is None or not torch.get_device_module(accelerator).is_initialized():
-        return False
+        return False  # a query would initialize the device
     return _runtime.is_capturing(str(accelerator))
 
 

@@ -129,6 +129,8 @@ def redistribute_many(
 
 
 class _Prepared(NamedTuple):
+    """A planned and bound batch, for all calls with the same layouts. An item is a tensor to move, given by index."""
+
     executable: _runtime.BoundBatch | None  # None if nothing moves
     moved: list[int]  # indices of the items in the batch
     reduced: dict[int, _planner.Layout]  # by item with pending values: the layout to reduce to first
@@ -147,6 +149,7 @@ groups.when_gone.append(_kept.clear)
 
 
 def _kept_of(group: dist.ProcessGroup | None) -> dict[Hashable, _Prepared]:
+    """Returns the batches of a group, by `_Given.key`."""
     carrier = group if group is not None else dist.group.WORLD
     assert carrier is not None
     return _kept.setdefault(carrier, {})
@@ -159,14 +162,14 @@ class _Given:
         self, items: Any, out: Any, bucket_bytes: Any, buckets: Any, group: dist.ProcessGroup | None, device: Any
     ) -> None:
         self.rank = dist.get_rank(group)
-        self.out: list[torch.Tensor | None] | None = None
+        self.out: list[torch.Tensor | None] | None = None  # by item
         self.has_out = out is not None
-        self.locals: list[torch.Tensor | None] = []
-        self.pairs: list[Pair] = []
+        self.locals: list[torch.Tensor | None] = []  # this rank's parts, by item
+        self.pairs: list[Pair] = []  # (source, destination) layouts, by item
         self.is_read = False  # True once `pairs` is valid, so that the cache can be looked up
         self.bucket_bytes = BUCKET_BYTES
         self.buckets = BUCKETS
-        self.refusal: Exception | None = None
+        self.refusal: Exception | None = None  # the first error found in the arguments
         try:
             self._read(items, out, bucket_bytes, buckets)
         except ValueError as error:
@@ -174,7 +177,7 @@ class _Given:
         tensors = (x for x in [*self.locals, *(self.out or [])] if isinstance(x, torch.Tensor))
         found = next((x.device for x in tensors), None)
         self.device = found or torch.device("cpu")
-        self.knows_device = True
+        self.knows_device = True  # False if the device is ambiguous and no tensor shows it
         try:
             if self.pairs or device is not None:
                 self.device = plain_tensors.device_among_many(device, found, group)
@@ -183,6 +186,7 @@ class _Given:
             self.knows_device = found is not None
 
     def _read(self, items: Any, out: Any, bucket_bytes: Any, buckets: Any) -> None:
+        """Reads the arguments into attributes. Raises ValueError for invalid ones."""
         self.bucket_bytes = argument_values.integer(bucket_bytes, "bucket_bytes")
         self.buckets = argument_values.integer(buckets, "buckets")
         triples = checked_layouts(items, "items", _ITEMS, 3)
@@ -261,6 +265,7 @@ class _Given:
         raise AssertionError("digests differ, so compare has raised")
 
     def _check_tensors(self) -> None:
+        """Checks local parts and outputs against the layouts. Raises ValueError."""
         for i, (local, (src, _)) in enumerate(zip(self.locals, self.pairs, strict=True)):
             self._check_tensor(f"the local part of items[{i}]", local, src)
         for i, (one, (_, dst)) in enumerate(zip(self.out or [], self.pairs, strict=False)):
@@ -281,12 +286,14 @@ class _Given:
                 raise argument_error(f"out[{i}]", "a tensor with memory of its own", f"one that shares {other}'s")
 
     def _check_overlaps(self) -> None:
+        """Checks that no output has a byte in common with another tensor. Slower than `_check_memory`."""
         read = {f"items[{i}]": x for i, x in enumerate(self.locals) if x is not None}
         written = {f"out[{i}]": x for i, x in enumerate(self.out or []) if x is not None}
         for source, destination, _, _ in memory_spans.shared_memory(read, written, among_written=True):
             raise argument_error(destination, "a tensor with memory of its own", f"one that shares {source}'s")
 
     def _check_tensor(self, name: str, given: torch.Tensor | None, layout: _planner.Layout) -> None:
+        """Checks a local part or output, called `name` in errors, against its layout on this rank."""
         shape = tuple(layout.local_shape(self.rank))
         if given is None:
             if layout.mesh.coordinate(self.rank) is not None:
@@ -309,6 +316,7 @@ class _Given:
             raise argument_error(name, f"on {self.device}, as the other tensors", given.device)
 
     def key(self, device_type: str | None = None) -> Hashable:
+        """Returns the cache key of the call, for this rank's device type or for the given one."""
         return tuple(self.pairs), self.bucket_bytes, self.buckets, self.has_out, device_type or self.device.type
 
     def known(self, kept: dict[Hashable, _Prepared], key: Hashable) -> _Prepared | None:
@@ -328,6 +336,7 @@ class _Given:
         return local if tuple(local.shape) == tuple(shape) else local.new_empty(shape)
 
     def destination(self, i: int, prepared: _Prepared) -> torch.Tensor:
+        """Returns the tensor that receives an item: the one given in `out`, or a new one."""
         one = None if self.out is None else self.out[i]
         if one is None or 0 in prepared.shapes[i]:
             return torch.empty(prepared.shapes[i], dtype=prepared.dtypes[i], device=self.device)
@@ -337,6 +346,7 @@ class _Given:
 def _run(
     given: _Given, prepared: _Prepared, group: dist.ProcessGroup | None, async_op: bool
 ) -> list[torch.Tensor] | ManyHandle:
+    """Moves the tensors of a call by its prepared batch. Returns results by item, or a handle to wait for them."""
     counters.counts.batches += 1
     counters.counts.batched_tensors += len(prepared.moved)
     nothing = {dtype: torch.empty(0, dtype=dtype, device=given.device) for dtype in set(prepared.dtypes)}

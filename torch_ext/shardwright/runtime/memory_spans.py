@@ -1,4 +1,4 @@
-"""Tensors that have bytes in common."""
+"""Finds tensors that have bytes in common, from their addresses, sizes and strides."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class _Span(NamedTuple):
     device: str
     begin: int
     end: int
-    name: str
+    name: str  # the name under which the caller passed the tensor
     tensor: torch.Tensor
-    is_written: bool
+    is_written: bool  # False if the caller only reads the tensor
 
 
 def shared_memory(
@@ -46,6 +46,7 @@ def shared_memory(
 
 
 def _span(name: str, tensor: torch.Tensor, is_written: bool) -> _Span:
+    """Returns the span of a tensor, which is empty if the tensor has no elements."""
     begin = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = begin + (last + 1) * tensor.itemsize if tensor.numel() else begin
@@ -53,6 +54,7 @@ def _span(name: str, tensor: torch.Tensor, is_written: bool) -> _Span:
 
 
 def _share_bytes(a: _Span, b: _Span) -> bool:
+    """Returns True if two tensors whose spans overlap have a byte in common. `a` begins first."""
     if all(one.tensor.numel() * one.tensor.itemsize == one.end - one.begin for one in (a, b)):
         return True  # neither has gaps
     meet = _boxes_meet(a, b)
@@ -108,10 +110,11 @@ def _ranges(offset: int, strides: list[int], sizes: dict[int, int]) -> list[tupl
 
 def _marks_meet(a: _Span, b: _Span) -> bool:
     """Returns True if a mark on each byte of one tensor is found in the other."""
-    unit = math.gcd(a.tensor.itemsize, b.tensor.itemsize, b.begin - a.begin)
+    unit = math.gcd(a.tensor.itemsize, b.tensor.itemsize, b.begin - a.begin)  # bytes per mark
     marks = torch.zeros((max(a.end, b.end) - a.begin) // unit, dtype=torch.bool)
 
     def marks_of(one: _Span) -> torch.Tensor:
+        """Returns the marks of a tensor's bytes, as a view of `marks`."""
         units = one.tensor.itemsize // unit
         strides = [stride * units for stride in one.tensor.stride()]
         return marks.as_strided((*one.tensor.shape, units), (*strides, 1), (one.begin - a.begin) // unit)

@@ -191,6 +191,7 @@ def _devices(group: dist.ProcessGroup | None) -> list[torch.device]:
 
 
 def _check_input(local: torch.Tensor, src: _planner.Layout, rank: int) -> None:
+    """Checks that this rank's part has the shape and dtype of its layout. Raises ValueError."""
     if tuple(local.shape) != tuple(src.local_shape(rank)):
         allowed = f"of shape {tuple(src.local_shape(rank))} on rank {rank}, as in {src}"
         raise argument_error("local", allowed, tuple(local.shape))
@@ -210,6 +211,7 @@ class _Known:
         self.device = local.device
 
     def answers(self, local: torch.Tensor) -> bool:
+        """Returns True if the executable may run on this tensor without the checks of `redistribute_local`."""
         return (
             type(local) is torch.Tensor
             and local.dtype is self.dtype
@@ -233,6 +235,7 @@ def _executable(
     device_mesh: DeviceMesh | None,
     make_groups: bool = True,
 ) -> _runtime.Executable:
+    """Returns the executable of a redistribute from the cache. Plans and binds it when first used."""
     device_type = local.device.type
 
     def build() -> _runtime.Executable:
@@ -250,6 +253,8 @@ def _executable(
 
 
 class _RedistributeLocal(torch.autograd.Function):
+    """`redistribute_local` for autograd. The backward redistributes the gradient from `dst` to `src`."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,

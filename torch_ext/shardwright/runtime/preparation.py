@@ -67,7 +67,7 @@ def prepare(
     if device_type is not None:
         device_type = argument_checks.device_of("device_type", device_type).type
     kind = device_type or (device_mesh.device_type if device_mesh is not None else _default_device_type())
-    arena = None
+    arena = None  # (size in bytes, minimum bytes of a message), for peer copies
     if peer_arena_bytes is not None:
         if kind == "cpu":
             raise argument_error("peer_arena_bytes", "None for tensors on CPU", peer_arena_bytes)
@@ -119,6 +119,7 @@ def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_pl
 
 
 def _default_device_type() -> str:
+    """Returns the accelerator's type if the default group has a backend for it, else "cpu"."""
     world = dist.group.WORLD
     assert world is not None
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -127,6 +128,7 @@ def _default_device_type() -> str:
 
 
 def _current_device(device_type: str) -> str:
+    """Returns "cpu", or the type and index of the current device, such as "cuda:0"."""
     return device_type if device_type == "cpu" else f"{device_type}:{torch.accelerator.current_device_index()}"
 
 

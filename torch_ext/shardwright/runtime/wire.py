@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # relays, and padding that it adds below this level, are not counted. Padding that the caller put into the tensors is
 # sent, so it is counted.
 Traffic = tuple[int, int]
-Arguments = dict[str, Any]
+Arguments = dict[str, Any]  # an operator's arguments by name
 
 # Namespaces of collectives. An operator of these that is not in the tables below raises an error.
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
@@ -46,6 +46,10 @@ def _given(arguments: Arguments) -> Any:
     """Returns the tensors that a rank contributes."""
     names = "input inputs input_tensor input_tensors input_list self shard tensors tensor"
     return _first(arguments, *names.split())
+
+
+# Rules: each returns the traffic of one call of a collective at this rank, from the operator's arguments, the number of
+# ranks of the group, and this rank's index in the group.
 
 
 def _all_gather(arguments: Arguments, size: int, rank: int) -> Traffic:
@@ -81,11 +85,13 @@ def _all_reduce(arguments: Arguments, size: int, rank: int) -> Traffic:
 
 
 def _to_root(arguments: Arguments, size: int, rank: int) -> Traffic:
+    """Every rank sends its tensors to the root: gather, reduce."""
     own = _bytes(_given(arguments))
     return ((size - 1) * own, 0) if rank == arguments["root_rank"] else (0, own)
 
 
 def _from_root(arguments: Arguments, size: int, rank: int) -> Traffic:
+    """The root sends every rank one part: broadcast, scatter."""
     own = _bytes(_first(arguments, "output_tensors", "tensors", "input", "self"))
     return (0, (size - 1) * own) if rank == _first(arguments, "root_rank", "src") else (own, 0)
 
@@ -99,6 +105,7 @@ def _split_bytes(tensor_bytes: int, rows: int, splits: list[int] | None, size: i
 
 
 def _all_to_all_single(arguments: Arguments, size: int, rank: int) -> Traffic:
+    """Rows of dim 0 are split among ranks by the given sizes, or equally without sizes."""
     given = _given(arguments)
     rows, total = given.size(0), _bytes(given)
     in_splits, out_splits = arguments.get("input_split_sizes"), arguments.get("output_split_sizes")
@@ -135,6 +142,7 @@ def _batched_point_to_point(arguments: Arguments, size: int, rank: int) -> Traff
     return received, _bytes(arguments["tensors"]) - received
 
 
+# The names of the operators, without namespace, to which each rule applies.
 _NAMES: dict[Callable[[Arguments, int, int], Traffic], str] = {
     _all_gather: (
         "_allgather_base_ allgather_into_tensor_coalesced_ all_gather_into_tensor all_gather_into_tensor_coalesced "
@@ -204,6 +212,7 @@ class WireMeter(TorchDispatchMode):
         return result
 
     def _count(self, func: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> None:
+        """Adds one call of a collective to the counters. Raises NotImplementedError for an unknown operator."""
         schema = func._schema
         operator = schema.name.partition("::")[2]
         if operator in _SILENT.split():

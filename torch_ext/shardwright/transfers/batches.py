@@ -1,4 +1,7 @@
-"""Batches of a transfer's tensors, bound to a process group."""
+"""Batches of a transfer's tensors, bound to a process group.
+
+A batch moves boxes of elements from sources to a range of destinations, in rounds of messages (csrc/batch).
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ class BoundBatch:
         for item in items:
             number.setdefault(item.source, len(number))
         self._made = made
-        self._sources = list(number)
+        self._sources = list(number)  # by index in the batch: index of the source in the transfer
         self._layouts = [made.sources[source] for source in number]
         try:
             self.batch = _planner.Batch(
@@ -82,6 +85,7 @@ class BoundBatch:
         self._group = groups.weakly(group)
 
     def start(self, destinations: Sequence[torch.Tensor]) -> Run:
+        """Starts the batch, which writes to this rank's tensors of the destinations, in order."""
         if self._executable is None:
             return Run(None, len(destinations))
         sources = list(map(self._source, range(len(self._sources))))
@@ -90,6 +94,7 @@ class BoundBatch:
         return Run(self._executable.start(sources, into), len(into))
 
     def _source(self, number: int) -> torch.Tensor:
+        """Returns this rank's part of a source of the batch. Reduces pending values first, which is collective."""
         source = argument_checks.resolved(self._made.source(self._sources[number]).detach())
         if (reduced := self._reduced.get(number)) is None:
             return source

@@ -111,9 +111,11 @@ class Passed:
         return problems
 
     def said(self, name: str, what: str) -> str:
+        """Returns a problem with the tensor `name`."""
         return self._reader.said(self._side, name, what)
 
     def _read_again(self) -> tuple[dict[str, Given], list[str]]:
+        """Calls the function that returns the state dict. Returns its tensors, and problems with changed names."""
         assert self._again is not None
         self._reader.problems.clear()
         again = self._again()
@@ -126,6 +128,7 @@ class Passed:
         return again, problems
 
     def _now(self, name: str, old: Given, again: dict[str, Given] | None) -> Given:
+        """Returns the tensor that `name` has now. `again` is the state dict that was read again, if any."""
         if again is not None:
             return again.get(name, old)
         value = old.value
@@ -194,6 +197,7 @@ class Tensors:
         return problems or self._stale(kept)
 
     def _moving(self) -> list[tuple[Passed, str, Given]]:
+        """Returns the side, name and tensor of all tensors that move to or from this rank."""
         return [(passed, name, one) for passed in (self.source, self.destination) for name, one in passed.moving()]
 
     def _stale(self, kept: Mapping[int, int]) -> list[str]:
@@ -221,6 +225,7 @@ def places_of(tensors: Sequence[torch.Tensor]) -> list[Place]:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
+    """Returns the identity of the tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 
@@ -230,12 +235,14 @@ def _num_tensors(tensor: torch.Tensor) -> int:
 
 
 def _use_count(tensor: torch.Tensor) -> int:
+    """Returns the reference count of the tensor's storage."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined,no-any-return]
 
 
 @functools.cache
 def _uses_of_one() -> int:
+    """Returns the reference count of a storage that one tensor uses."""
     return _use_count(torch.empty(1))
 
 
@@ -245,6 +252,7 @@ def _is_whole(one: Given) -> bool:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the local tensor of a DTensor; a plain tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -260,6 +268,7 @@ _hooks: list[Any] = []
 
 
 def _watch(passed: Passed) -> None:
+    """Makes the hooks on modules notify `passed` of replaced tensors, as long as it is alive."""
     if not _hooks:
         _hooks.append(register_module_parameter_registration_hook(_note))
         _hooks.append(register_module_buffer_registration_hook(_note))
@@ -276,10 +285,12 @@ def _note(module: nn.Module, name: str, new: torch.Tensor | None) -> None:
 
 
 def _tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Returns the parameter or buffer of this name in the module itself, or None."""
     found = (tensors.get(name) for tensors in (module._parameters, module._buffers))
     return next((one for one in found if one is not None), None)
 
 
 def _has_other(module: nn.Module, name: str, storage: int) -> bool:
+    """Returns True if the module's tensor of this name no longer uses this storage."""
     now = _tensor_of(module, name)
     return now is None or storage_of(_local(now)) != storage

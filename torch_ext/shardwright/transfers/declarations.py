@@ -79,6 +79,7 @@ def _by_kind(lines: list[str]) -> list[str]:
 
 
 def digest(value: Any) -> str:
+    """Returns a hash of the value's repr, equal on all ranks."""
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
@@ -140,6 +141,7 @@ class Starts:
 
 
 def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns the value of each rank of the group. All ranks must call."""
     heard: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(heard, value, group=group)
     return heard
@@ -153,6 +155,7 @@ def _broadcast(value: Any, number: int, group: dist.ProcessGroup | None) -> Any:
 
 
 def _differing(name: str, said: dict[int, str]) -> list[str]:
+    """Returns a problem if an option differs between ranks. `said` has its text by rank."""
     return [f"{name} must be equal on all ranks, got {who_said(said)}"] if len(set(said.values())) > 1 else []
 
 
@@ -163,7 +166,7 @@ def _merged(
 
     Appends a problem for each tensor that ranks declare differently.
     """
-    said: dict[str, list[tuple[_planner.Layout, list[int]]]] = {}
+    said: dict[str, list[tuple[_planner.Layout, list[int]]]] = {}  # (layout, ranks that declare it), by name
     kinds: dict[str, set[str]] = {}  # kinds of tensors that ranks pass, by name
     unread: dict[str, list[int]] = {}  # ranks whose layout could not be read, by name
     everywhere = _ranks_of_plain_tensors(side, declarations)
@@ -237,11 +240,13 @@ def _over_slices(
 
 
 def _without_ranks(one: _planner.Layout) -> str:
+    """Returns everything of a layout but its ranks, as text."""
     mesh = one.mesh.dim_names, one.mesh.shape
     return repr((mesh, one.shape, one.dtype, one.placements, one.shard_order, one.flattened))
 
 
 def _who_declares(layouts: Sequence[tuple[_planner.Layout, list[int]]]) -> str:
+    """Returns a text of several layouts and the ranks that declare each."""
     texts = [f"{one} on ranks {sorted(those)}" for one, those in layouts]
     if len({str(one) for one, _ in layouts}) == len(layouts):
         return "; ".join(texts)
@@ -253,6 +258,7 @@ def _who_declares(layouts: Sequence[tuple[_planner.Layout, list[int]]]) -> str:
 
 
 def _add(layouts: list[tuple[_planner.Layout, list[int]]], layout: _planner.Layout, ranks: list[int]) -> None:
+    """Adds the ranks to those of an equal layout in the list, or adds the layout with these ranks."""
     for known, those in layouts:
         if known == layout:
             those += ranks

@@ -1,4 +1,7 @@
-"""Reads the arguments of `transfer` on one rank: tensors with their layouts, from state dicts and specs."""
+"""Reads the arguments of `transfer` on one rank: tensors with their layouts, from state dicts and specs.
+
+A side is "source" or "destination". A plain tensor is one without a layout. A problem is a sentence for an error.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +59,12 @@ class Declared(NamedTuple):
 
 
 def declare(source: dict[str, Given], destination: dict[str, Given], unread: Mapping[str, set[str]]) -> Declared:
+    """Returns what this rank declares to other ranks. `unread` has the names of unreadable values by side."""
     meshes: dict[MeshParts, int] = {}
     known: dict[tuple[_planner.Layout, str], Description] = {}  # tensors of one shape mostly have one layout
 
     def description(given: Given) -> Description:
+        """Returns the description of a tensor or layout. Adds its mesh to `meshes`."""
         layout = given.layout
         if layout is None:
             assert given.local is not None
@@ -88,6 +93,7 @@ class Layouts:
         self._known: dict[Description, Layout] = {}
 
     def of(self, description: Description) -> Layout:
+        """Returns the layout of a description. A plain tensor is replicated on all ranks that pass it."""
         found = self._known.get(description)
         if found is None:
             shape, dtype, *rest = description
@@ -138,6 +144,7 @@ class Reader:
         return found
 
     def _add(self, found: dict[str, Given], side: str, name: str, value: Any) -> None:
+        """Reads and checks a tensor or layout, and adds it to `found`. Reports its problems."""
         if name in found:
             said = "the name must be unique after names of nested dicts are joined by dots, got two tensors"
             self.problems.append(self.said(side, name, said))
@@ -151,13 +158,16 @@ class Reader:
             self.wrong.add(name)
 
     def _refuse(self, side: str, name: str, what: str) -> None:
+        """Reports a value that cannot be read."""
         self.problems.append(self.said(side, name, what))
         self.unread[side].add(name)
 
     def said(self, side: str, name: str, what: str) -> str:
+        """Returns a problem with the tensor `name`. `what` is the end of a sentence."""
         return f"{side} {name}: {what} (on rank {self.rank})"
 
     def read(self, value: Any) -> Given:
+        """Reads a DTensor, tensor, Layout, pair or spec. Raises ValueError if it has no valid layout."""
         if isinstance(value, DTensor):
             if self._joins_jobs:
                 raise ValueError(
@@ -180,6 +190,7 @@ class Reader:
         return Given(Layout(mesh, shape, placements, dtype), None, None)
 
     def check(self, side: str, given: Given) -> None:
+        """Raises ValueError if the local tensor contradicts its layout, or the layout is not allowed on this side."""
         layout, local = given.layout, given.local
         if local is not None:
             argument_checks.check_tensor("the local tensor", local)
@@ -209,6 +220,7 @@ class Reader:
 
 
 def _is_pair(value: Any) -> bool:
+    """Returns True for (local tensor or None, Layout)."""
     return (
         isinstance(value, (tuple, list))
         and len(value) == 2
@@ -218,10 +230,12 @@ def _is_pair(value: Any) -> bool:
 
 
 def _is_spec(value: Any) -> bool:
+    """Returns True for (placements, mesh, shape, dtype)."""
     return isinstance(value, (tuple, list)) and len(value) == 4 and isinstance(value[3], (str, torch.dtype))
 
 
 def _plain(local: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, after waiting for it if it is in flight."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 

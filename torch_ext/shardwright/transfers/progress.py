@@ -14,7 +14,7 @@ import torch
 from .setup import SetUp
 
 _LEAST_SECONDS = 0.2  # minimum time between two updates of the plain bar
-_WIDTH = 30
+_WIDTH = 30  # characters of the plain bar
 
 
 class Progress:
@@ -54,6 +54,7 @@ class Progress:
             self._report(self._done_bytes, self._total, self._made.names[destination])
 
     def _bytes_of(self, destination: int) -> int:
+        """Returns the bytes of the global tensor of a destination."""
         layout = self._made.destinations[destination]
         return math.prod(layout.shape) * int(getattr(torch, layout.dtype).itemsize)
 

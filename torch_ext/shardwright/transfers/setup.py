@@ -28,15 +28,16 @@ class SetUp(NamedTuple):
 
     sources: list[_planner.Layout]
     destinations: list[_planner.Layout]
-    items: list[Item]
+    items: list[Item]  # boxes of elements to move (rules/items.py)
     source_names: list[str]
     names: list[str]  # names of the destinations
     tensors: Tensors  # this rank's tensors
-    starts: Starts
+    starts: Starts  # agreement of the ranks at each start
     rank: int  # rank in the group
     device: torch.device
 
     def has_part(self, destination: int) -> bool:
+        """Returns True if this rank is on the mesh of a destination."""
         return self.destinations[destination].mesh.coordinate(self.rank) is not None
 
     def source(self, number: int) -> torch.Tensor:
@@ -104,6 +105,7 @@ def set_up(
     in_group = _GroupRanks(group)
     sources = {name: in_group.layout(agreed.source[name]) for name in source_names}
     destinations = {name: in_group.layout(agreed.destination[name]) for name in order}
+    # State dicts of modules and functions are read again at each start.
     again = [read if _is_function(given) else None for read, given in zip(reads, (state_dict, to))]
     tensors = Tensors(
         Passed("source", source, sources, reader, again[0], device),
@@ -115,6 +117,7 @@ def set_up(
 
 
 def _is_function(given: Any) -> bool:
+    """Returns True for a function that returns a state dict, and for a module."""
     return callable(given) and not isinstance(given, Mapping)
 
 
@@ -136,6 +139,7 @@ def checked(read: Callable[[], Any], problems: list[str], rank: int, otherwise: 
 
 
 def _rules(given: Any) -> list[Rule]:
+    """Returns the argument `map` as a list of rules. Raises ValueError for anything else."""
     rules = [given] if isinstance(given, Rule) else given
     rules = argument_values.items(rules, "map", "a list of rules, such as [fuse('qkv', ['q', 'k', 'v'])]")
     for rule in rules:
@@ -219,6 +223,7 @@ class _GroupRanks:
         self._known: dict[_planner.Layout, Layout] = {}
 
     def layout(self, layout: _planner.Layout) -> _planner.Layout:
+        """Returns the layout on the same mesh of ranks of the group."""
         if self._number is None:
             return layout
         if layout not in self._known:

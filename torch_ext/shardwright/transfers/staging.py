@@ -52,7 +52,7 @@ class SecondCopy:
 
     def __init__(self, front: Sequence[torch.Tensor]) -> None:
         self._front = front
-        numbers: dict[int, list[int]] = {}
+        numbers: dict[int, list[int]] = {}  # indices of the tensors, by storage
         for number, one in enumerate(front):
             if one.numel():
                 numbers.setdefault(storage_of(one), []).append(number)
@@ -64,7 +64,7 @@ class SecondCopy:
                 self.tensors[number] = _placed_like(front[number], memory.back)
             self._memories.append(memory)
 
-        self.places = places_of(front)
+        self.places = places_of(front)  # of the destination's tensors when the copy was made
 
     @property
     def kept(self) -> dict[int, int]:
@@ -83,6 +83,7 @@ class SecondCopy:
 
 
 def _placed_like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor on the storage of `memory`, with offset, shape and strides of `tensor`."""
     made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return made.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -91,7 +92,7 @@ def _memory(destinations: Sequence[torch.Tensor]) -> _Memory:
     """Allocates a second buffer for the storage of these destinations."""
     first = destinations[0]
     front = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
-    is_pinned = first.device.type == "cpu" and first.is_pinned()
+    is_pinned = first.device.type == "cpu" and first.is_pinned()  # as the first buffer
     back = torch.empty(front.shape, dtype=torch.uint8, device=first.device, pin_memory=is_pinned)
     if sum(one.nbytes for one in destinations) == front.nbytes:
         return _Memory(front, back, [], None)

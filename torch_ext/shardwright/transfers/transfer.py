@@ -1,4 +1,8 @@
-"""Moves state dicts from one set of layouts to another, planned once and run many times: `transfer`."""
+"""Moves state dicts from one set of layouts to another, planned once and run many times: `transfer`.
+
+A destination is one tensor of the argument `to`, given by its index in the plan. A bucket is a buffer for the messages
+of one round.
+"""
 
 from __future__ import annotations
 
@@ -97,6 +101,7 @@ def transfer(
 
 
 def _at_least(argument: str, given: Any, least: int) -> int:
+    """Returns the argument as an int. Raises ValueError if it is below `least`."""
     value = argument_values.integer(given, argument)
     if value < least:
         raise ValueError(f"{argument} must be at least {least}, got {value}")
@@ -104,12 +109,14 @@ def _at_least(argument: str, given: Any, least: int) -> int:
 
 
 def _staging(given: Any) -> str | None:
+    """Returns the argument staging. Raises ValueError unless it is None or "double"."""
     if given is not None and given != "double":
         raise ValueError(f"staging must be None or 'double', got {given!r}")
     return None if given is None else "double"
 
 
 def _patterns(argument: str, given: Any) -> list[str]:
+    """Returns the argument as a list of patterns of names."""
     return [str(one) for one in argument_values.items(given, argument, "a list of patterns of names")]
 
 
@@ -180,6 +187,7 @@ class Receiving(Generator[tuple[str, Any], None, None]):
         self._tensors.close()
 
     def complete(self, by: str) -> None:
+        """Completes the transfer, after which iterating raises RuntimeError. `by` is the method that calls."""
         if inspect.getgeneratorstate(self._tensors) != inspect.GEN_CLOSED:  # type: ignore[arg-type]
             self.close()
             self._completed_by = by
@@ -200,13 +208,13 @@ class Transfer:
         self._group = groups.weakly(group)
         self._progress = progress
         self._stages = options.staging == "double"
-        self._under_way: TransferHandle | None = None
+        self._under_way: TransferHandle | None = None  # the last `start`
         self._receiving: weakref.ref[Receiving] | None = None
         self._own: dict[int, torch.Tensor] = {}  # tensors allocated here, by index of the destination
         self._copy: SecondCopy | None = None
         # Raises on all ranks if a bucket is too small, before anything moves.
         self._batch = self._plan(range(len(made.names)), options.buckets)
-        self._chunks: list[tuple[range, BoundBatch]] | None = None
+        self._chunks: list[tuple[range, BoundBatch]] | None = None  # groups of destinations of `receive`
         self._most_groups = min(2, options.buckets)  # groups in flight in `receive`, which share the buckets
 
     @property
@@ -301,6 +309,7 @@ class Transfer:
         return [one if one is not None else self._made_here(number) for number, one in enumerate(found)]
 
     def _made_here(self, number: int) -> torch.Tensor:
+        """Returns this rank's tensor of a destination that `to` has no tensor for. Allocated once."""
         if number not in self._own:
             self._own[number] = self._local(number)
         return self._own[number]
@@ -335,10 +344,12 @@ class Transfer:
         return torch.empty(shape, dtype=getattr(torch, layout.dtype), device=made.device)
 
     def _value(self, name: str, local: torch.Tensor) -> Any:
+        """Returns the tensor to show the user for a local tensor: the one passed in `to`, if any."""
         given = self._made.tensors.destination.given.get(name)
         return local if given is None or given.value is None else given.value
 
     def _plan(self, destinations: range, buckets: int, first_sender: int = 0) -> BoundBatch:
+        """Returns the batch that fills a range of destinations with this many buckets."""
         return BoundBatch(
             self._made, destinations, self._options.bucket_bytes, buckets, self._group.get(), first_sender
         )
@@ -379,6 +390,7 @@ class Transfer:
         return None
 
     def _receive(self, failure: Exception | None) -> Generator[tuple[str, Any], None, None]:
+        """The generator of `receive`. Its first item is empty: it means that the first groups have started."""
         if self._chunks is None:
             buckets = self._options.buckets // self._most_groups
             chunked = enumerate(self._chunked())
@@ -440,5 +452,6 @@ class Transfer:
 
 @functools.lru_cache(maxsize=1024)
 def _largest_part_bytes(layout: _planner.Layout) -> int:
+    """Returns the bytes of the largest local tensor of a layout."""
     itemsize = int(getattr(torch, layout.dtype).itemsize)
     return itemsize * max(math.prod(layout.local_shape(rank)) for rank in layout.mesh.ranks)

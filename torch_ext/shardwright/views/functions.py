@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-_Shapes = Callable[[tuple[int, ...]], Sequence[int]]
+_Shapes = Callable[[tuple[int, ...]], Sequence[int]]  # from the global shape of x to that of the result
 
 
 def view(
@@ -185,6 +185,7 @@ def _viewed(
     redistribute: bool,
     group: dist.ProcessGroup | None,
 ) -> Any:
+    """Returns the view of `x`. `shape_of` computes its global shape from that of `x`."""
     doing = _doing()
     if layout is None:
         _check_no_group(group)

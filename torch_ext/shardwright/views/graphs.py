@@ -2,7 +2,8 @@
 
 A view of a DTensor is one node of Dynamo's graph, and AOTAutograd traces its operations on local tensors. For plain
 parts, everything that depends on layouts is computed during tracing. The graph gets a reshape of the part, after
-`torch.ops.shardwright.redistribute` if elements have to move.
+`torch.ops.shardwright.redistribute` if elements have to move. Functions with the names of those in parts.py do the same
+in compiled code.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Layouts:
 
 
 _layouts = _Layouts()
-_places: dict[_planner.Layout, str] = {}
+_places: dict[_planner.Layout, str] = {}  # names of the attributes of `_layouts`
 _numbers = itertools.count()
 
 
@@ -131,6 +132,7 @@ def _permutation(
     layout: _planner.Layout,
     group: dist.ProcessGroup | None,
 ) -> tuple[str | None, tuple[int, ...], str]:
+    """Returns (error or None, order of dims for ``part.permute``, attribute of the result's layout)."""
     try:
         rank = parts.checked_rank(local_shape, layout, group)
         order, turned = parts.permutation_of_part(dims, layout, rank)

@@ -1,7 +1,8 @@
 """Keeps split factors literal when compilers flatten and unflatten DTensors.
 
 PyTorch's methods lose `DTensorSpec.use_strided_shard_as_shard_order`. Torch 2.15 then raises for specs with literal
-factors, and 2.11 takes them for a shard order.
+factors, and 2.11 takes them for a shard order. A literal split factor cuts a dim into pieces and shards each; any other
+only encodes the shard order (`strided` of `Layout`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _unflatten: Any = None
 
 
 def install() -> None:
+    """Replaces the methods by which compilers flatten and unflatten DTensors."""
     global _flatten, _unflatten
     if _flatten is None:
         _flatten, _unflatten = DTensor.__tensor_flatten__, DTensor.__tensor_unflatten__
@@ -36,6 +38,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
+    """Restores PyTorch's methods."""
     global _flatten, _unflatten
     if _flatten is not None:
         DTensor.__tensor_flatten__ = _flatten  # type: ignore[method-assign]
@@ -44,12 +47,14 @@ def uninstall() -> None:
 
 
 def _flattened(x: DTensor) -> tuple[list[str], Any]:
+    """Replaces `DTensor.__tensor_flatten__`: marks the context if split factors are literal."""
     names, context = (_flatten or DTensor.__tensor_flatten__)(x)
     is_literal = is_strided(x._spec) and not x._spec.use_strided_shard_as_shard_order
     return names, _Literal(context) if is_literal else context
 
 
 def _unflattened(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> DTensor:
+    """Replaces `DTensor.__tensor_unflatten__`: a marked context gives a spec with literal split factors."""
     if not isinstance(context, _Literal):
         whole: DTensor = (_unflatten or DTensor.__tensor_unflatten__)(inner, context, size, stride)
         return whole

@@ -35,6 +35,7 @@ def split(whole: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
 
 @executables.kept
 def _split(whole: DeviceMesh, _: Hashable, root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
+    """`split`, cached by the mesh's process groups (`_`) and its root mesh too."""
     found = None if root is whole else _among_dims(root, fine)
     if found is not None:
         return found
@@ -61,6 +62,7 @@ def sources(whole: DeviceMesh, fine: _planner.Mesh) -> list[int]:
 
 
 def _among_dims(root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh | None:
+    """Returns the submesh of consecutive dims of `root` with the sizes and ranks of `fine`, or None."""
     names, sizes = root.mesh_dim_names, list(fine.shape)
     if names is None:
         return None

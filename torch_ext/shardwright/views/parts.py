@@ -1,4 +1,7 @@
-"""The implementation of `shardwright.views`, for DTensors and for plain parts."""
+"""The implementation of `shardwright.views`, for DTensors and for plain parts.
+
+`seen` is the layout of a view's result. A part is the local tensor of a layout that the caller passes along.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ from . import meshes
 
 
 class _Local(torch.autograd.Function):
-    """Applies a function to the local tensor of a DTensor. The result has another spec.
+    """Applies the function `there` to the local tensor of a DTensor. The result has the spec `target`.
+
+    `back` computes the gradient of `x` from that of the result.
 
     If the result may share memory, it is registered as a view of the input. Autograd then raises for in-place writes to
     either that it cannot track in the other.
@@ -52,6 +57,7 @@ class _Local(torch.autograd.Function):
 
 
 def _layout_of(x: DTensor) -> _planner.Layout:
+    """Returns the layout of a DTensor. Raises ValueError for other types."""
     if not isinstance(x, DTensor):
         raise ValueError(f"x must be a DTensor, or a part together with its layout, got a {type(x).__name__}")
     return layout_of_spec(x._spec, _integers(x.shape), x.dtype)
@@ -63,6 +69,7 @@ def _integers(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _target(x: DTensor, layout: _planner.Layout, stride: Sequence[int]) -> DTensorSpec:
+    """Returns the spec of `layout` on the mesh of `x`. Raises ValueError if DTensor has no such spec."""
     spec = spec_of_layout(layout, x._spec, TensorMeta(torch.Size(layout.shape), tuple(stride), x.dtype))
     if spec is None:
         raise ValueError(f"the view of x must be one that DTensor supports, got {layout}; pass x.to_local() and layout")
@@ -70,6 +77,7 @@ def _target(x: DTensor, layout: _planner.Layout, stride: Sequence[int]) -> DTens
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor of this shape."""
     return torch.empty(tuple(shape), device="meta").stride()
 
 
@@ -82,6 +90,7 @@ def _planning() -> contextlib.AbstractContextManager[None]:
 
 
 def viewed(x: DTensor, shape: Sequence[int], redistribute: bool) -> DTensor:
+    """Returns the view of a DTensor. With `redistribute`, moves elements first if they have to move; else raises."""
     with _planning():
         layout = _layout_of(x)
         seen = _planner.view_of(layout, shape, True)
@@ -111,6 +120,7 @@ def viewed(x: DTensor, shape: Sequence[int], redistribute: bool) -> DTensor:
 
 
 def _on_split_mesh(x: DTensor, layout: _planner.Layout, seen: _planner.Layout) -> DTensor:
+    """Returns `x` with the layout `seen`, whose mesh splits dims of the mesh of `x`."""
     if _are_we_tracing():
         raise ValueError(
             f"x must have a view on its own mesh in compiled code, got {seen} on a split mesh; use the view outside of "
@@ -146,6 +156,7 @@ def _on_mesh(
 
 
 def _moved(x: DTensor, src: _planner.Layout, dst: _planner.Layout) -> DTensor:
+    """Redistributes `x` between two layouts on its mesh. Differentiable any number of times."""
     mesh = x.device_mesh
 
     def back(gradient: DTensor) -> DTensor:
@@ -162,6 +173,7 @@ def _moved(x: DTensor, src: _planner.Layout, dst: _planner.Layout) -> DTensor:
 
 
 def _redistributed(local: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, mesh: DeviceMesh) -> torch.Tensor:
+    """Returns this rank's part in `dst`, or its fake tensor in a trace."""
     if not _are_we_tracing():
         return redistribute_part(local, src, dst, mesh, False, True)
     from ..graph import operators
@@ -173,6 +185,7 @@ def _redistributed(local: torch.Tensor, src: _planner.Layout, dst: _planner.Layo
 
 
 def permuted(x: DTensor, dims: Sequence[int]) -> DTensor:
+    """Returns ``x.permute(dims)``. No elements move."""
     with _planning():
         layout = _layout_of(x).permute(dims)
         order = [dim % x.ndim for dim in dims]
@@ -200,6 +213,7 @@ def viewed_part(
     redistribute: bool,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, _planner.Layout]:
+    """Returns the part of the view on this rank, and the layout of the view. Arguments are those of `view`."""
     part, rank = _checked(part, layout, group)
     seen, dst = view_of_part(shape, layout, redistribute, part.device.type, group)
     if dst is not None:
@@ -229,6 +243,7 @@ def view_of_part(
 def permuted_part(
     part: torch.Tensor, dims: Sequence[int], layout: _planner.Layout, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, _planner.Layout]:
+    """Returns the permuted part, and the layout of the result."""
     part, rank = _checked(part, layout, group)
     order, turned = permutation_of_part(dims, layout, rank)
     return part.permute(order), turned
@@ -246,6 +261,7 @@ def permutation_of_part(
 
 
 def _checked(part: torch.Tensor, layout: _planner.Layout, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, int]:
+    """Waits for the part, if it is in flight, and checks it. Returns the part and this rank."""
     if isinstance(part, AsyncCollectiveTensor):
         part = part.wait()
     argument_checks.check_tensor("x", part)

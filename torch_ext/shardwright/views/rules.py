@@ -30,11 +30,14 @@ from .strided import cut_along, is_cut, meta_of, of_local_shape, source, spec_li
 
 aten = torch.ops.aten
 
+# A rule returns the spec of an operator's result, and the specs that its inputs need; None if it does not apply. The
+# schema has the specs of the inputs.
 _Rule = Callable[[OpSchema], OutputSharding | None]
 _original: Callable[[OpSchema], OutputSharding] | None = None  # PyTorch's method, while ours replaces it
 
 
 def install() -> None:
+    """Makes DTensor use the rules of this module, and installs literal.py and strided.py."""
     global _original
     if _original is None:
         propagator = DTensor._op_dispatcher.sharding_propagator
@@ -47,6 +50,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
+    """Undoes `install`."""
     global _original
     if _original is not None:
         propagator = DTensor._op_dispatcher.sharding_propagator
@@ -59,6 +63,7 @@ def uninstall() -> None:
 
 
 def _use(ours: Callable[[OpSchema], OutputSharding] | None) -> None:
+    """Makes the sharding propagator use `ours` (None: its own method), and empties its caches."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     if ours is not None:
         propagator.propagate_op_sharding_non_cached = ours
@@ -83,6 +88,7 @@ def _viewable(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _has_view(local: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Returns True if the local tensor can be viewed with this shape without a copy."""
     if local.is_contiguous():
         return True
     try:
@@ -94,6 +100,7 @@ def _has_view(local: torch.Tensor, shape: Sequence[int]) -> bool:
 
 
 def _propagate(schema: OpSchema) -> OutputSharding:
+    """Returns the result of our rule, else of PyTorch's, with gathered inputs if that is unsafe for strided shards."""
     assert _original is not None
     if any(spec.mesh.size() == 1 for spec in schema.args_spec):
         # On one rank all placements are equivalent. PyTorch derives the rules of composite operators from meshes of
@@ -142,6 +149,7 @@ def _literal(schema: OpSchema, result: OutputSharding) -> OutputSharding:
 
 
 def _view(schema: OpSchema) -> OutputSharding | None:
+    """The rule for views: no elements move if the layout of the view exists on the mesh. Else PyTorch decides."""
     spec = source(schema, or_empty=True)  # PyTorch's rule does not terminate for some tensors without elements
     if spec is None:
         return None
@@ -221,12 +229,14 @@ def _reordered(dims_of: Callable[..., Sequence[int]]) -> _Rule:
 
 
 def _swapped(ndim: int, a: int, b: int) -> list[int]:
+    """Returns the permutation that swaps dims a and b."""
     dims = list(range(ndim))
     dims[a], dims[b] = dims[b], dims[a]
     return dims
 
 
 def _unsqueezed(schema: OpSchema) -> OutputSharding | None:
+    """The rule for unsqueeze with strided shards."""
     spec = source(schema)
     if spec is None or not is_strided(spec):
         return None

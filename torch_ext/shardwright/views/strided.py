@@ -35,6 +35,7 @@ _handlers: dict[Any, Any] | None = None  # PyTorch's, while ours replace them
 
 
 def install() -> None:
+    """Makes DTensor's handlers gather inputs with strided shards, except handlers that are correct for them."""
     global _handlers
     dispatcher: Any = DTensor._op_dispatcher
     _handlers = dispatcher._custom_op_handlers
@@ -45,6 +46,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
+    """Restores DTensor's handlers."""
     global _handlers
     for op, handler in (_handlers or {}).items():
         assert _handlers is not None
@@ -62,10 +64,12 @@ def source(schema: OpSchema, or_empty: bool = False) -> DTensorSpec | None:
 
 
 def is_cut(placement: Placement) -> bool:
+    """Returns True for plain and for strided shards."""
     return isinstance(placement, Shard | _StridedShard)
 
 
 def meta_of(schema: OpSchema) -> Any:
+    """Returns the `TensorMeta` of the operator's result: shape, strides, dtype. A sequence for several results."""
     return DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached(schema)
 
 
@@ -77,6 +81,7 @@ def cut_along(placement: Any, dim: int) -> Placement:
 
 
 def spec_like(spec: DTensorSpec, placements: Sequence[Placement], meta: Any) -> DTensorSpec:
+    """Returns a spec with other placements and meta, and mesh and meaning of split factors of `spec`."""
     strided = any(isinstance(placement, _StridedShard) for placement in placements)
     is_order = strided and spec.use_strided_shard_as_shard_order
     return DTensorSpec(spec.mesh, tuple(placements), meta, use_strided_shard_as_shard_order=is_order)
@@ -151,6 +156,7 @@ def gathered(schema: OpSchema, ask: Callable[[OpSchema], OutputSharding]) -> Out
 
 
 def _named(schema: OpSchema) -> Iterator[tuple[Any, Any]]:
+    """Yields each given argument of an operator: its entry in the schema, and its value."""
     arguments = schema.op._schema.arguments
     yield from zip(arguments, schema.args_schema, strict=False)
     yield from ((one, schema.kwargs_schema[one.name]) for one in arguments if one.name in schema.kwargs_schema)
@@ -161,10 +167,12 @@ def _is_spec(one: Any) -> bool:
 
 
 def _strided(*trees: Any) -> Iterator[DTensorSpec]:
+    """Yields the specs with strided shards in nested arguments."""
     return (one for one in tree_leaves(trees, is_leaf=_is_spec) if _is_spec(one) and is_strided(one))
 
 
 def _gathered_spec(spec: Any) -> Any:
+    """Returns the spec with R in place of strided shards; other values unchanged."""
     if not _is_spec(spec) or not is_strided(spec):
         return spec
     placements = tuple(Replicate() if isinstance(p, _StridedShard) else p for p in spec.placements)
@@ -192,6 +200,7 @@ def _on_gathered(handler: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def squeezed(schema: OpSchema) -> OutputSharding | None:
+    """The rule for squeeze with strided shards."""
     spec = source(schema)
     if spec is None or not is_strided(spec):
         return None
@@ -204,6 +213,7 @@ def squeezed(schema: OpSchema) -> OutputSharding | None:
 
 
 def expanded(schema: OpSchema) -> OutputSharding | None:
+    """The rule for expand with strided shards. None if a sharded dim would be expanded."""
     spec = source(schema)
     if spec is None or not is_strided(spec) or plans.is_symbolic(spec.shape):
         return None
