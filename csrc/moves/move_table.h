@@ -51,7 +51,7 @@ class MoveTable {
   struct Move {
     StepOp op = StepOp::kSlice;
     MeshDimSet mesh_dims;
-    ReplicaPolicy policy = ReplicaPolicy::kAligned;  // kBytes does not occur: the table has no costs for it
+    ReplicaPolicy policy = ReplicaPolicy::kAligned;  // kEvenBytes does not occur: the table has no costs for it
   };
 
   // Returns true if the costs of a move would take so long to compute that the search should skip it.

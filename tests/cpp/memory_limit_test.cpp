@@ -24,7 +24,10 @@ struct Setting {
 const std::vector<Setting> kSettings{
     {{2, 2}, {16, 16}, 3}, {{2, 4}, {16, 24}, 5}, {{2, 2}, {7, 5}, 3}, {{2, 2, 2}, {16, 8}, 1201}, {{3}, {9, 4}, 1}};
 
-int64_t least_limit(const std::string& message) { return std::stoll(message.substr(message.rfind(' ') + 1)); }
+int64_t least_limit(const std::string& message) {
+  const std::string before = "at least ";
+  return std::stoll(message.substr(message.find(before) + before.size()));
+}
 
 class Fit : public testing::TestWithParam<Lowering> {};
 

@@ -108,7 +108,7 @@ def test_certificate_tells_whether_maxima_are_exact() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.update(version=3), "version must be 4, got 3"),
+        (lambda t: t.update(version=3), "version must be 5, got 3"),
         (lambda t: t.pop("steps"), "missing"),
         (lambda t: t["steps"][0].update(op="teleport"), "op must be one of .*, got 'teleport'"),
         (lambda t: t["steps"][0].update(rounds=0), "rounds must be in .*, got 0"),
