@@ -326,7 +326,8 @@ TEST(ProductArguments, ErrorsNameTheArgument) {
        "weight must have shape (out_features, 4) for x of shape (3, 4), got (5, 3)"},
       {linear, [](A& a) { a.biases = {placed("bias", layout_on(mesh_of({2}), {4}, {"R"}))}; },
        "bias must have shape (5,), got (4,)"},
-      {linear, [](A& a) { a.placements = {Placement::replicate(), Placement::replicate()}; }, "placements must have one item per mesh dim, 1 for the mesh"},
+      {linear, [](A& a) { a.placements = {Placement::replicate(), Placement::replicate()}; },
+       "placements must have one item per mesh dim, 1 for the mesh"},
       {linear, [](A& a) { a.x.shape = {}; }, "x must have 1 to 10 dims, got 0"},
   };
   for (const Wrong& wrong : all) {
