@@ -180,7 +180,7 @@ def _fake_start(
     after: torch.Tensor | None = None,
     make_groups: bool = True,
 ) -> torch.Tensor:
-    """Returns a fake handle, of more bytes than input and output have, so that compilers do not save it for a backward."""
+    """Returns a fake handle, larger than input and output together, so that compilers do not save it for a backward."""
     numel = torch.sym_max(input.numel(), math.prod(_result_shape(input, plan, rank, sizes)))
     return torch.empty(1, dtype=torch.int64, device="cpu").expand(numel * input.element_size() // 8 + 1)
 
