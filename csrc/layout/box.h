@@ -7,7 +7,7 @@
 
 namespace shardwright {
 
-// Sizes and strides are in elements, outermost first.
+// Offsets and strides are in elements. Dims are listed outermost first.
 struct Box {
   int64_t src_offset = 0;
   int64_t dst_offset = 0;
@@ -15,6 +15,7 @@ struct Box {
   std::vector<int64_t> src_strides;
   std::vector<int64_t> dst_strides;
 
+  // Adds an innermost dim.
   void add_dim(int64_t size, int64_t src_stride, int64_t dst_stride) {
     sizes.push_back(size);
     src_strides.push_back(src_stride);
@@ -30,6 +31,7 @@ struct Box {
 // Strides must not be negative.
 int64_t extent_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
+// Returns the strides of a dense row-major array, in elements.
 std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape);
 
 }  // namespace shardwright

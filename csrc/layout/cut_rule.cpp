@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kMaxElements = int64_t{1} << 57;  // no tensor has more (Layout::kMaxBytesOnAllRanks)
 
+// Throws UserError if the sizes of the rule `name` are none, negative, or more than kMaxElements together.
 void check_sizes(const char* name, const std::vector<int64_t>& sizes) {
   check_user(!sizes.empty(), "placements: sizes of ", name, " must be a list of at least one integer, got none");
   int64_t left = kMaxElements;
@@ -22,7 +23,7 @@ void check_sizes(const char* name, const std::vector<int64_t>& sizes) {
   }
 }
 
-// `name` is "block of Blocks" or another number of a rule.
+// Throws UserError if the size of a block is out of range. `name` is "block of Blocks" or another number of a rule.
 void check_block(const char* name, int64_t block) {
   check_user(block >= 1 && block <= CutRule::kMaxBlock, "placements: ", name, " must be in [1, 2^31], got ", block);
 }
@@ -34,6 +35,7 @@ Interval chunk_at(int64_t n, int64_t chunk, int64_t coordinate) {
 
 }  // namespace
 
+// Sets `ends_` to the prefix sums of the sizes; no sizes: null.
 CutRule::CutRule(Kind kind, int64_t number, const std::vector<int64_t>& sizes) : kind_(kind), number_(number) {
   if (sizes.empty()) return;
   std::vector<int64_t> ends(sizes.size());
@@ -69,6 +71,7 @@ CutRule CutRule::packed(const std::vector<int64_t>& sizes, int64_t unit) {
   return CutRule(Kind::kPacked, unit, sizes);
 }
 
+// Checks each list for repeated elements, then all lists together for missing elements.
 CutRule CutRule::pieces(const std::vector<std::vector<Interval>>& lists) {
   check_argument(!lists.empty(), "placements: lists of Pieces", "one per coordinate", "none");
   auto pieces = std::make_shared<Pieces>();
@@ -147,7 +150,7 @@ int64_t CutRule::chunk_of_blocks(int64_t n, int64_t k) const {
   return ceil_divide(ceil_divide(n, block), k) * block;
 }
 
-// Returns the local positions that a coordinate gets, in order. The first position of the list is `first`.
+// Returns the positions that a coordinate gets, in order, each increased by `first`.
 IntervalList CutRule::positions(int64_t n, int64_t k, int64_t coordinate, int64_t first) const {
   IntervalList list;
   const auto chunk_of = [&](int64_t begin, int64_t length, int64_t chunk) {
@@ -294,6 +297,7 @@ Interval CutRule::coordinates_of(Interval range, int64_t n, int64_t k) const {
   return {range.begin / chunk, (range.end - 1) / chunk + 1};
 }
 
+// Chunks are full chunks first, then at most one short chunk, then empty chunks. Parts of other rules are compared.
 std::vector<int64_t> CutRule::starts_of_like_parts(int64_t n, int64_t k) const {
   std::vector<int64_t> starts{0};
   if (n == 0) return starts;
@@ -337,7 +341,10 @@ std::optional<CutRule> CutRule::moved_after(const CutRule& later, int64_t k) con
   return CutRule(number_ / k);
 }
 
-// A strided cut is encoded as its split factor, which is positive. Other encodings begin with the negated kind.
+// A strided cut is encoded as its split factor, which is positive. Other encodings begin with the negated kind, then:
+//   blocks, cyclic, owned   the number
+//   ragged, packed          number of sizes, the sizes, and the unit of a packed rule if above 1
+//   pieces                  for each coordinate, the number of intervals, and their begins and ends
 void CutRule::append_name(std::vector<int64_t>& name) const {
   if (kind_ != Kind::kStrided) name.push_back(-static_cast<int64_t>(kind_));
   if (pieces_) {
@@ -368,7 +375,7 @@ std::optional<std::vector<std::vector<Interval>>> CutRule::lists_from_name(const
 }
 
 CutRule CutRule::from_name(const std::vector<int64_t>& name) {
-  const auto is_long = [&](size_t numbers) { return name.size() == numbers; };
+  const auto is_long = [&](size_t numbers) { return name.size() == numbers; };  // the encoding has this many integers
   if (is_long(1) && name[0] > 0) return CutRule(name[0]);
   if (name.size() >= 2) {
     const bool has_sizes = name[1] >= 0 && static_cast<uint64_t>(name[1]) == name.size() - 2;

@@ -1,7 +1,12 @@
 // The rule by which one mesh dim divides a list of elements among its coordinates.
 //
-// A rule divides n local positions among k coordinates. All code that depends on how a mesh dim cuts calls CutRule, so
-// a new kind of rule is added in one place.
+// All code that depends on how a mesh dim cuts calls CutRule, so a new kind of rule is added in one place.
+//
+//   n            number of elements in the list that is cut: a tensor dim, or the part that earlier cuts left of it
+//   k            number of coordinates: the size of the mesh dim
+//   position     index into the list, in [0, n)
+//   part         the elements that one coordinate gets
+//   run          elements of a part that are adjacent in the list
 //
 // Invariants:
 //   - Every position goes to at least one coordinate, and to no coordinate twice.
@@ -48,8 +53,8 @@ class CutRule {
   // and may be in the lists of several coordinates. Empty intervals are dropped.
   static CutRule pieces(const std::vector<std::vector<Interval>>& lists);
 
-  static constexpr int64_t kMaxBlock = int64_t{1} << 31;
-  static constexpr int64_t kMaxRuns = int64_t{1} << 20;  // of a part; longer lists take too much memory
+  static constexpr int64_t kMaxBlock = int64_t{1} << 31;  // elements of a block or unit
+  static constexpr int64_t kMaxRuns = int64_t{1} << 20;   // runs of a part; longer lists take too much memory
 
   bool is_strided_or_chunks() const { return kind_ == Kind::kStrided; }
   bool is_chunks() const { return is_strided_or_chunks() && number_ == 1; }
@@ -77,6 +82,8 @@ class CutRule {
 
   // ---- The parts of all coordinates
 
+  // True only if all parts have the same length. The pieces of a strided rule and the components of a packed rule must
+  // be cut evenly too.
   bool cuts_evenly(int64_t n, int64_t k) const {
     return is_strided_or_chunks() ? n % (number_ * k) == 0 : cuts_evenly_otherwise(n, k);
   }
@@ -102,10 +109,11 @@ class CutRule {
   // such a cut. Digits (exchange/digits.h) and canonical names are made from it.
   std::optional<int64_t> equal_split_factor(int64_t n, int64_t k) const;
   // Returns the rule that makes the same parts after the cut right before this one (`earlier`, over k coordinates) is
-  // gathered, or nullopt if there is none.
+  // gathered, or nullopt if there is none. Example: chunks of chunks become SS with split factor k.
   std::optional<CutRule> with_gathered(const CutRule& earlier, int64_t k) const;
   // Returns the rule that makes the same parts, of equal lengths, after the cut right after this one (`later`, over k
-  // coordinates) is moved in front of it, or nullopt if there is none.
+  // coordinates) is moved in front of it, or nullopt if there is none. Example: SS with split factor k, then chunks,
+  // makes the same parts as these chunks first, then chunks in place of SS.
   std::optional<CutRule> moved_after(const CutRule& later, int64_t k) const;
 
   // Appends integers that encode the rule. No encoding is a prefix of another.
@@ -122,17 +130,18 @@ class CutRule {
  private:
   enum class Kind : uint8_t { kStrided, kRagged, kBlocks, kCyclic, kOwned, kPacked, kPieces };
 
+  // The intervals of a rule of pieces.
   struct Pieces {
     std::vector<IntervalList> lists;  // by coordinate
-    int64_t n = 0;
-    bool is_partition = true;
+    int64_t n = 0;                    // the largest end of an interval
+    bool is_partition = true;         // no position has two coordinates, and every list ascends
     bool operator==(const Pieces&) const = default;
   };
 
   CutRule(Kind kind, int64_t number, const std::vector<int64_t>& sizes = {});
 
   IntervalList positions(int64_t n, int64_t k, int64_t coordinate, int64_t first) const;
-  bool cuts_evenly_otherwise(int64_t n, int64_t k) const;
+  bool cuts_evenly_otherwise(int64_t n, int64_t k) const;  // cuts_evenly() of rules that are not strided
   static std::optional<std::vector<std::vector<Interval>>> lists_from_name(const std::vector<int64_t>& name);
   // Returns the length of a full chunk. Only for chunks, blocks and one component of a packed rule.
   int64_t chunk_of_blocks(int64_t n, int64_t k) const;

@@ -1,4 +1,4 @@
-// Element types with PyTorch's names ("float32", "bfloat16", ...) and the properties that moves and reductions need.
+// Element types: their names in PyTorch ("float32", "bfloat16", ...), sizes in bytes, and kinds.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 
 namespace shardwright {
 
+// The kinds of types. A kind determines the reductions that are possible (why_not_reducible in layout/placement.h).
 enum class DTypeKind {
   kBool,
   kInteger,
@@ -46,10 +47,10 @@ class DType {
   // Accepts "float32", "torch.float32" and short names such as "fp32", "f32", "float", "bf16", "i64" and "long". Throws
   // UserError that lists the known types on other names.
   static DType parse(const std::string& name);
-  static std::vector<std::string> known_names();
+  static std::vector<std::string> known_names();  // by id
 
   constexpr Id id() const { return id_; }
-  const std::string& name() const;
+  const std::string& name() const;  // PyTorch's name without "torch."
   int64_t size_bytes() const;
   DTypeKind kind() const;
 

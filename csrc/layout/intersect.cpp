@@ -1,4 +1,5 @@
-// Implements the functions of region.h that take two lists.
+// Implements the functions of region.h that take two lists. A *piece* is a run of indices that lists a and b share
+// (Piece in region.h). Lists without stored repetitions are merged; other lists go through layout/periodic_runs.h.
 #include <algorithm>
 #include <span>
 #include <utility>
@@ -9,7 +10,8 @@
 namespace shardwright {
 namespace {
 
-// Calls `visit` for pieces in order. Merges pieces that are adjacent on both sides.
+// Merges pieces that are adjacent in both lists: add() them in order, and visit(piece) is called for each merged piece,
+// for the last one by the destructor.
 template <typename Visit>
 class Joined {
  public:
@@ -31,6 +33,7 @@ class Joined {
   Piece last_;
 };
 
+// Calls visit(piece) for the shared runs of two ascending lists without repetitions, in one pass over both.
 template <typename Visit>
 void for_each_shared_run_ascending(std::span<const Interval> a, std::span<const Interval> b, const Visit& visit) {
   Joined<Visit> joined(visit);
@@ -52,7 +55,7 @@ void for_each_shared_run_ascending(std::span<const Interval> a, std::span<const 
   }
 }
 
-// The intervals of a list in ascending order, with their local positions.
+// Returns the intervals of a list by ascending index. Keys are indices, values are local positions.
 std::vector<KeyRun> ascending_runs(const IntervalList& list) {
   std::vector<KeyRun> runs;
   int64_t position = 0;
@@ -64,6 +67,7 @@ std::vector<KeyRun> ascending_runs(const IntervalList& list) {
   return runs;
 }
 
+// Calls visit(piece) for pieces in any order, sorted by their position in b and merged.
 template <typename Visit>
 void visit_in_order_of_b(std::vector<Piece> pieces, const Visit& visit) {
   std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.b_position < b.b_position; });
@@ -80,6 +84,7 @@ void for_each_shared_run(const IntervalList& a, const IntervalList& b, const Vis
   visit_in_order_of_b(std::move(pieces), visit);
 }
 
+// True if one of the lists stores repetitions.
 bool repeat(const IntervalList& a, const IntervalList& b) { return a.has_repeats() || b.has_repeats(); }
 
 // Appends the indices of `list` at `positions`, which ascend, in one pass over both.
@@ -162,6 +167,7 @@ IntervalList shared_indices(const IntervalList& a, const IntervalList& b) {
   IntervalList both;
   const std::span<const Interval> in_a = a.kept(), in_b = b.kept();
   const auto ends_before = [](const Interval& one, int64_t index) { return one.end <= index; };
+  // Skips the intervals of b that end before a begins.
   auto i = in_a.begin();
   auto j = a.empty() ? in_b.end() : std::lower_bound(in_b.begin(), in_b.end(), a.front().begin, ends_before);
   while (i != in_a.end() && j != in_b.end()) {

@@ -9,6 +9,7 @@
 namespace shardwright {
 namespace {
 
+// Throws UserError if a size is negative, or if the tensor on all ranks of the mesh exceeds kMaxBytesOnAllRanks.
 void check_shape(const Mesh& mesh, const std::vector<int64_t>& shape, const DType& dtype) {
   int64_t bytes = mesh.size() * dtype.size_bytes();
   for (const int64_t size : shape) {
@@ -21,7 +22,7 @@ void check_shape(const Mesh& mesh, const std::vector<int64_t>& shape, const DTyp
   }
 }
 
-// Returns the error for a placement. Inserts the placement into `reason` (CutRule::why_not):
+// Returns the error for a rule that cannot cut. Inserts its placement and mesh dim into `reason` (CutRule::why_not):
 // "placements: coordinate of Owned(0,2) on mesh dim 'x' must be in [0, 1], got 2".
 UserError error_of(const std::string& reason, const std::string& placement, const std::string& mesh_dim) {
   const size_t subject = reason.find(" must ");
@@ -61,7 +62,8 @@ std::vector<Placement> checked_placements(const Mesh& mesh, const std::vector<in
   return placements;
 }
 
-// Reductions with different ops do not commute, so their order would matter. Only sum and avg commute.
+// Throws UserError if pending reductions have different ops, except sum with avg: other ops do not commute, so the
+// order of the reductions would matter.
 void check_partials_mix(const std::vector<Placement>& placements) {
   const Placement* first = nullptr;
   for (const Placement& placement : placements) {
@@ -94,6 +96,7 @@ std::optional<ShardOrder> decode_order(const Mesh& mesh, const std::vector<Place
   return order;
 }
 
+// Throws UserError unless the order lists exactly the mesh dims that cut each of its tensor dims.
 void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int ndim, const ShardOrder& order) {
   for (const auto& [tensor_dim, mesh_dims] : order) {
     check_argument(tensor_dim >= 0 && tensor_dim < ndim, "shard_order: tensor dim", InRange{0, ndim - 1}, tensor_dim);
@@ -113,8 +116,8 @@ void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int
   }
 }
 
-// Throws UserError if a rule cannot cut one of the parts that the cuts before it make. Strided rules can cut every
-// list, so the last cuts are not checked if they are strided.
+// Throws UserError if a rule cannot cut one of the parts that the cuts before it make. Follows one part of each length
+// through the cuts. Strided rules can cut every list, so the last cuts are not checked if they are strided.
 void check_rules_fit(const Mesh& mesh, int64_t n, const std::vector<Cut>& cuts, int tensor_dim) {
   size_t end = cuts.size();
   while (end > 0 && cuts[end - 1].rule.is_strided_or_chunks()) --end;
@@ -258,7 +261,7 @@ int64_t Layout::num_elements() const {
 }
 
 IntervalList part_at(const Mesh& mesh, int64_t n, std::span<const Cut> cuts, int64_t position) {
-  IntervalList list;
+  IntervalList list;  // the part after the cuts so far
   append(list, {0, n});
   for (const Cut& c : cuts) {
     list = c.rule.part(list, mesh.dim_size(c.mesh_dim), mesh.coordinate(position, c.mesh_dim));
@@ -306,8 +309,8 @@ bool Layout::has_equal_parts() const {
   return true;
 }
 
-// The largest part comes from the largest part of the cut before, unless a later rule may make larger parts of a
-// shorter list. In that case, parts of every length are followed.
+// Follows the largest part through the cuts. Before a rule that may make larger parts of a shorter list (CutRule:
+// longer_lists_have_larger_parts), it follows one part of each length instead.
 int64_t largest_position(const Mesh& mesh, int64_t n, std::span<const Cut> cuts) {
   size_t first_to_follow = cuts.size();
   while (first_to_follow > 0 && cuts[first_to_follow - 1].rule.longer_lists_have_larger_parts()) --first_to_follow;

@@ -1,7 +1,11 @@
 // A layout: which elements of a global tensor each rank of a mesh holds, and where in its local tensor.
 //
-// A layout lists the cuts of each tensor dim in shard order. To get a rank's part of a tensor dim, the cuts are applied
-// one after the other. Each cuts local positions by its rule (cut_rule.h).
+// A layout lists the cuts of each tensor dim in shard order. To get a rank's *part* of a tensor dim, the indices that
+// the rank holds, the cuts are applied one after the other. Each rule (cut_rule.h) divides the list that the cuts
+// before it left. Example: 8 rows as [S(0), S(0)] on a=2,b=2; the rank at a=1, b=0 gets [4, 8), then [4, 6) of it.
+//
+// A *position* is the row-major index of a rank on the mesh (mesh.h). A mesh dim with P is *partial*: its reduction is
+// pending.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +30,7 @@ struct Cut {
   bool operator==(const Cut&) const = default;
 };
 
-// Returns the mesh dims of the cuts.
+// Returns the mesh dims that make these cuts.
 inline MeshDimSet dims_of(std::span<const Cut> cuts) {
   MeshDimSet dims;
   for (const Cut& cut : cuts) dims.insert(cut.mesh_dim);
@@ -73,6 +77,7 @@ class Layout {
   const std::vector<int64_t>& shape() const { return shape_; }  // flattened
   // Returns the shape before flattening.
   std::vector<int64_t> tensor_shape() const;
+  // Returns the number of leading tensor dims that are flattened into one; 1 if none are.
   int flattened() const { return leading_.empty() ? 1 : static_cast<int>(leading_.size()); }
   int ndim() const { return static_cast<int>(shape_.size()); }
   const DType& dtype() const { return dtype_; }
@@ -80,31 +85,31 @@ class Layout {
   // The cuts of a tensor dim in shard order. Mesh dims of size 1 are left out unless their rule is no partition.
   const std::vector<Cut>& cuts(int tensor_dim) const { return cuts_[tensor_dim]; }
   const std::vector<std::vector<Cut>>& cuts() const { return cuts_; }
+  // Returns the number of elements of the global tensor; if the layout is restricted, of those with kept indices.
   int64_t num_elements() const;
 
-  // Mesh dims in cuts(), mesh dims of size above 1 with a pending reduction, and all other mesh dims of size above 1.
-  MeshDimSet cut_dims() const { return cut_dims_; }
-  MeshDimSet partial_dims() const { return partial_dims_; }
-  MeshDimSet replicated_dims() const;
+  MeshDimSet cut_dims() const { return cut_dims_; }          // mesh dims in cuts()
+  MeshDimSet partial_dims() const { return partial_dims_; }  // mesh dims of size above 1 with a pending reduction
+  MeshDimSet replicated_dims() const;                        // mesh dims of size above 1 that are in neither set
 
-  // Returns the part of the rank at `position`. With P, these are the elements to which the rank has a contribution.
+  // Returns the parts of the rank at `position`, by tensor dim. With P, the rank has a contribution to each element.
   Region region(int64_t position) const;
-  // Returns the indices of one tensor dim in that part.
+  // Returns the part of one tensor dim that the rank at `position` holds.
   IntervalList part(int tensor_dim, int64_t position) const;
   // True if all rules are partitions (cut_rule.h). Then each element is on one coordinate of every mesh dim that cuts.
   bool is_partition() const;
-  // True if the parts of all ranks have the same shape.
+  // True only if every cut divides evenly, so that all local tensors have the same shape. False if restricted.
   bool has_equal_parts() const;
   std::vector<int64_t> local_shape(int64_t position) const { return shape_of(region(position)); }
-  // Returns a position with a largest part.
+  // Returns the position of a rank with a largest local tensor.
   int64_t largest_position() const;
   int64_t largest_part_elements() const { return shardwright::num_elements(region(largest_position())); }
   int64_t largest_part_bytes() const { return largest_part_elements() * dtype_.size_bytes(); }
   // Returns {0} for ranks outside the mesh, as in DTensor.
   std::vector<int64_t> local_shape_of_rank(Rank rank) const;
 
-  // Returns the layout of the same tensor and mesh with other cuts and partials. `cuts` must name each mesh dim at most
-  // once.
+  // Returns the layout of the same tensor and mesh with other cuts, by tensor dim, and other pending reductions: those
+  // in `partials`, which has one placement per mesh dim. A mesh dim may have at most one cut or reduction.
   Layout with(std::vector<std::vector<Cut>> cuts, const std::vector<Placement>& partials) const;
 
   // Returns this layout restricted to some indices of a tensor dim, which ascend. Each rank keeps the elements of its
@@ -125,14 +130,14 @@ class Layout {
   size_t hash() const;
 
  private:
-  void derive_dim_sets();
+  void derive_dim_sets();  // sets cut_dims_ and partial_dims_
 
   MeshPtr mesh_;
   std::vector<int64_t> shape_;
   std::vector<int64_t> leading_;  // sizes of the flattened dims; empty if none are flattened
   DType dtype_;
   std::vector<Placement> placements_;
-  std::vector<std::vector<Cut>> cuts_;
+  std::vector<std::vector<Cut>> cuts_;  // by tensor dim, in shard order
   MeshDimSet cut_dims_;
   MeshDimSet partial_dims_;
   // The tensor dim and the kept indices of a restricted layout. indices_ is null if the layout is not restricted.

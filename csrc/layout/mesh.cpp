@@ -95,6 +95,7 @@ std::vector<int64_t> Mesh::coordinate(int64_t position) const {
   return coordinates;
 }
 
+// Begins with the member whose coordinates on `mesh_dims` are 0, and adds the other coordinates mesh dim by mesh dim.
 std::vector<int64_t> Mesh::group(int64_t position, MeshDimSet mesh_dims) const {
   std::vector<int64_t> members{position};
   for (int d = 0; d < ndim(); ++d) {

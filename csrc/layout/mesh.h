@@ -2,7 +2,7 @@
 //
 // A *position* is the row-major index into the grid; a *rank* is the global rank at that position. They differ on
 // slices of larger meshes. All geometry is computed with the positions of one mesh. Programs use ranks, which denote
-// the same process on every mesh.
+// the same process on every mesh. A *group* over some mesh dims is a set of positions that differ only in these dims.
 #pragma once
 
 #include <bit>
@@ -32,7 +32,7 @@ class MeshDimSet {
   constexpr uint32_t bits() const { return bits_; }
   void insert(int mesh_dim) { bits_ |= uint32_t{1} << mesh_dim; }
   void erase(int mesh_dim) { bits_ &= ~(uint32_t{1} << mesh_dim); }
-  std::vector<int> to_vector() const;
+  std::vector<int> to_vector() const;  // ascending
 
   constexpr MeshDimSet operator|(MeshDimSet other) const { return MeshDimSet(bits_ | other.bits_); }
   constexpr MeshDimSet operator&(MeshDimSet other) const { return MeshDimSet(bits_ & other.bits_); }
@@ -44,7 +44,7 @@ class MeshDimSet {
   uint32_t bits_ = 0;
 };
 
-struct Topology;
+struct Topology;  // the links between ranks and their costs (cost/topology.h)
 
 class Mesh {
  public:
@@ -62,17 +62,20 @@ class Mesh {
   int64_t dim_size(int mesh_dim) const { return dim_sizes_[mesh_dim]; }
   const std::vector<int64_t>& dim_sizes() const { return dim_sizes_; }
   const std::vector<std::string>& dim_names() const { return dim_names_; }
+  // Returns the number of ranks in a group over these mesh dims: the product of their sizes.
   int64_t group_size(MeshDimSet mesh_dims) const;
 
   Rank rank_at(Position position) const { return ranks_.empty() ? Rank{position} : ranks_[position]; }
   std::vector<Rank> ranks() const;  // by position
   std::vector<Rank> ranks_at(const std::vector<int64_t>& positions) const;
+  // True if every rank equals its position: ranks 0, 1, 2, ... in row-major order.
   bool ranks_are_positions() const { return ranks_.empty(); }
   // Returns nullopt if the rank is not part of the mesh.
   std::optional<Position> position_of(Rank rank) const;
 
+  // Returns the coordinates of a position, one per mesh dim.
   std::vector<int64_t> coordinate(int64_t position) const;
-  // Returns the coordinates on some mesh dims as one row-major number: the last of these dims varies fastest.
+  // Returns the coordinates on `mesh_dims`, in the given order, as one row-major number: the last dim varies fastest.
   int64_t coordinate(int64_t position, const std::vector<int>& mesh_dims) const {
     int64_t number = 0;
     for (const int d : mesh_dims) number = number * dim_sizes_[d] + coordinate(position, d);
@@ -81,6 +84,7 @@ class Mesh {
   int64_t coordinate(int64_t position, int mesh_dim) const {
     return position / strides_[mesh_dim] % dim_sizes_[mesh_dim];
   }
+  // Returns the difference of two positions whose coordinates differ by 1 on `mesh_dim` and agree elsewhere.
   int64_t stride(int mesh_dim) const { return strides_[mesh_dim]; }
 
   // Returns the positions that differ from `position` only in `mesh_dims`, including itself, by ascending rank. All
@@ -104,11 +108,11 @@ class Mesh {
   std::vector<std::string> dim_names_;
   std::vector<int64_t> dim_sizes_;
   std::vector<int64_t> strides_;
-  std::vector<Rank> ranks_;
+  std::vector<Rank> ranks_;                              // by position; empty if every rank equals its position
   std::unordered_map<Rank, Position> position_of_rank_;  // empty if ranks_ is
   std::shared_ptr<const Topology> topology_;
-  bool ranks_ascend_ = true;
-  int64_t size_ = 1;
+  bool ranks_ascend_ = true;  // a higher position has a higher rank
+  int64_t size_ = 1;          // number of ranks
 };
 
 // Returns the ranks of both meshes, ascending, each once.

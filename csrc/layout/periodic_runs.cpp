@@ -7,9 +7,10 @@
 namespace shardwright {
 namespace {
 
-constexpr int64_t kSetUp = 4;  // fixed cost of not listing, in runs: short repetitions are listed
+// Fixed cost of the ways that do not list all runs, in visited runs. Without it, short repetitions would not be listed.
+constexpr int64_t kSetUp = 4;
 
-// Calls visit(run) for the runs of a range with keys in [begin, end), clipped to these keys.
+// Calls visit(run) for the runs of all repetitions with keys in [begin, end), clipped to these keys.
 template <typename Visit>
 void for_each_run(const PeriodicRuns& periodic, int64_t begin, int64_t end, const Visit& visit) {
   begin = std::max(begin, periodic.begin());
@@ -28,18 +29,20 @@ void for_each_run(const PeriodicRuns& periodic, int64_t begin, int64_t end, cons
   }
 }
 
+// Returns the runs of all repetitions with keys in [begin, end), clipped to these keys.
 std::vector<KeyRun> listed(const PeriodicRuns& periodic, int64_t begin, int64_t end) {
   std::vector<KeyRun> runs;
   for_each_run(periodic, begin, end, [&](const KeyRun& run) { runs.push_back(run); });
   return runs;
 }
 
-// The intersection of two repeating ranges a and b, within the keys [begin_, end_) that both span.
+// Appends the intersection of two repeating ranges a and b to `out`, for the keys [begin_, end_) that both span.
 class PeriodicOverlap {
  public:
   PeriodicOverlap(const PeriodicRuns& a, const PeriodicRuns& b, PieceList& out)
       : a_(a), b_(b), begin_(std::max(a.begin(), b.begin())), end_(std::min(a.end(), b.end())), out_(out) {}
 
+  // Estimates the number of runs that each way visits (periodic_runs.h), and takes the way with the fewest.
   void append_pieces() const {
     if (begin_ >= end_) return;
     const int64_t runs_of_a = runs_in_range(a_);
@@ -58,8 +61,9 @@ class PeriodicOverlap {
   }
 
  private:
-  static constexpr int64_t kNever = INT64_MAX;
+  static constexpr int64_t kNever = INT64_MAX;  // the number of runs of a way that does not apply
 
+  // Returns about the number of runs with keys in [begin_, end_).
   int64_t runs_in_range(const PeriodicRuns& periodic) const {
     const auto runs = static_cast<int64_t>(periodic.runs.size());
     if (periodic.count > 1) return ((end_ - begin_) / periodic.key_period + 1) * runs;
@@ -70,13 +74,15 @@ class PeriodicOverlap {
     return before(end_) - before(begin_) + 1;
   }
 
-  // Returns the period in keys after which both repeat, or 0 if there is none or fewer than two of them in the overlap.
+  // Returns the period in keys after which both ranges repeat, or 0 if there is none or it does not fit twice into
+  // [begin_, end_).
   int64_t common_period() const {
     if (a_.count == 1 || b_.count == 1) return 0;
     const int64_t times = b_.key_period / std::gcd(a_.key_period, b_.key_period);
     return times > (end_ - begin_) / 2 / a_.key_period ? 0 : times * a_.key_period;
   }
 
+  // Returns the number of runs that take_common_periods() visits: those of one common period, and of the rest.
   int64_t runs_in_common_periods() const {
     const int64_t period = common_period();
     if (period == 0) return kNever;
@@ -85,6 +91,8 @@ class PeriodicOverlap {
     return 2 * of_one + kSetUp;
   }
 
+  // Returns the number of runs that take_run() visits for all runs of `one`. The mean run must span two repetitions of
+  // `other`.
   static int64_t runs_in_runs_of(const PeriodicRuns& one, int64_t runs_of_one, const PeriodicRuns& other) {
     if (other.count == 1) return kNever;
     const int64_t mean_length = one.num_keys / static_cast<int64_t>(one.runs.size());
@@ -92,11 +100,13 @@ class PeriodicOverlap {
     return runs_of_one * (2 * static_cast<int64_t>(other.runs.size()) + kSetUp);
   }
 
+  // Appends the intersection from the key `begin` on, by merging all runs.
   void list(int64_t begin) const {
     for_each_shared_key_run(listed(a_, begin, end_), listed(b_, begin, end_),
                             [&](const Piece& piece) { out_.append(piece); });
   }
 
+  // Appends the intersection of the first common period with its repetitions, then the rest by merging.
   void take_common_periods() const {
     const int64_t period = common_period();
     const int64_t times = (end_ - begin_) / period;
@@ -108,7 +118,8 @@ class PeriodicOverlap {
     list(begin_ + times * period);
   }
 
-  // Appends the intersection of one run with `other`: full repetitions, and partial ones before and after them.
+  // Appends the intersection of one run, of a or of b, with the other range: the full repetitions of `other` within the
+  // run, and the partial ones before and after them.
   template <bool is_of_a>
   void take_run(const KeyRun& run, const PeriodicRuns& other) const {
     const int64_t end = run.key + run.length;
@@ -139,6 +150,8 @@ class PeriodicOverlap {
   PieceList& out_;
 };
 
+// Returns a list as repeating ranges, one per block of the list. make_run(interval, position) returns the run of an
+// interval that begins at this local position. Keys are local positions if `keys_are_positions`, else indices.
 template <typename MakeRun>
 std::vector<PeriodicRuns> periodic_runs_of(const IntervalList& list, bool keys_are_positions, const MakeRun& make_run) {
   std::vector<PeriodicRuns> sequence;
@@ -174,6 +187,7 @@ std::vector<PeriodicRuns> indices_by_position(const IntervalList& list) {
   });
 }
 
+// Merges the two sequences of ranges, and intersects each two ranges that overlap.
 PieceList meet(const std::vector<PeriodicRuns>& a, const std::vector<PeriodicRuns>& b) {
   PieceList pieces;
   for (auto i = a.begin(), j = b.begin(); i != a.end() && j != b.end();) {

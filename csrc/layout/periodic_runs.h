@@ -24,9 +24,9 @@ namespace shardwright {
 
 // Consecutive keys with consecutive values.
 struct KeyRun {
-  int64_t key = 0;
-  int64_t length = 0;
-  int64_t value = 0;
+  int64_t key = 0;     // the first key
+  int64_t length = 0;  // number of keys
+  int64_t value = 0;   // value of the first key
 };
 
 // Calls visit(piece) for each run of keys that two sequences with ascending keys share. The positions of the piece are
@@ -45,10 +45,11 @@ void for_each_shared_key_run(const std::vector<KeyRun>& a, const std::vector<Key
 struct PeriodicRuns {
   std::vector<KeyRun> runs;  // of the first repetition
   int64_t num_keys = 0;      // of these runs together
-  int64_t count = 1;
-  int64_t key_period = 0;    // unused if count is 1
-  int64_t value_period = 0;  // unused if count is 1
+  int64_t count = 1;         // number of repetitions
+  int64_t key_period = 0;    // added to keys in each repetition; unused if count is 1
+  int64_t value_period = 0;  // added to values in each repetition; unused if count is 1
 
+  // All keys are in [begin(), end()).
   int64_t begin() const { return runs.front().key; }
   int64_t end() const { return runs.back().key + runs.back().length + (count - 1) * key_period; }
 };

@@ -19,7 +19,7 @@ constexpr const char* kAllowedForms =
     "Packed(dim,size:size:...[,unit]), Pieces(dim,begin-end+begin-end:...), or a placement as torch prints it, such as "
     "Shard(dim=0)";
 
-// The names that torch prints for placements (by str and by repr), and ours.
+// The names that torch prints for placements (by str and by repr), and our names.
 constexpr std::array<std::array<const char*, 2>, 9> kTorchHeads{{
     {"Replicate", "R"},
     {"Shard", "S"},
@@ -40,10 +40,12 @@ std::string without_spaces_at_ends(const std::string& text) {
   return text.substr(begin, end - begin);
 }
 
+// Throws UserError that names a placement's text and the allowed forms.
 [[noreturn]] void refuse(const std::string& text) {
   throw UserError(concat("placements must be ", kAllowedForms, ", got '", text, "'"));
 }
 
+// In the parsers below, `whole` is the text of the placement, for errors.
 int64_t parse_integer(const std::string& digits, const std::string& whole) {
   const std::string trimmed = without_spaces_at_ends(digits);
   int64_t value = 0;
@@ -53,6 +55,7 @@ int64_t parse_integer(const std::string& digits, const std::string& whole) {
   return value;
 }
 
+// Parses the power of P(norm p): any finite number but 0.
 double parse_power(const std::string& digits, const std::string& whole) {
   const std::string trimmed = without_spaces_at_ends(digits);
   double value = 0;
@@ -64,6 +67,7 @@ double parse_power(const std::string& digits, const std::string& whole) {
   return value;
 }
 
+// Parses the argument of P(...): "sum", "norm 2".
 Placement parse_partial(const std::string& argument, const std::string& whole) {
   for (size_t i = 0; i < kOpNames.size(); ++i) {
     const std::string name = kOpNames[i];

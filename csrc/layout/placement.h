@@ -22,10 +22,13 @@ namespace shardwright {
 
 enum class ReduceOp : uint8_t { kSum, kAvg, kMin, kMax, kProduct, kBitAnd, kBitOr, kBitXor, kNorm };
 
+// Returns the op as in P(op): "sum", "band", ...
 const char* reduce_op_name(ReduceOp op);
 
+// In the order of the enumerators: R, S(d), SS(d,f), P(op), and all other shards.
 enum class PlacementKind : uint8_t { kReplicate, kShard, kStridedShard, kPartial, kShardByRule };
 
+// Fields that the kind does not use keep their defaults, so that == may compare all fields.
 struct Placement {
   PlacementKind kind = PlacementKind::kReplicate;
   int64_t dim = -1;              // shards: the tensor dim
@@ -49,14 +52,16 @@ struct Placement {
   }
 
   bool is_replicate() const { return kind == PlacementKind::kReplicate; }
+  // True for every placement that cuts a tensor dim.
   bool is_shard_like() const { return !is_replicate() && !is_partial(); }
   // True for Shard and StridedShard, the shards that torch has.
   bool is_plain_shard() const { return is_shard_like() && kind != PlacementKind::kShardByRule; }
   bool is_partial() const { return kind == PlacementKind::kPartial; }
 
-  // Throws UserError that names the text and the allowed forms.
+  // Reads one placement as spelled above or as torch prints it. Throws UserError that names the text and the allowed
+  // forms.
   static Placement parse(const std::string& text);
-  std::string to_string() const;
+  std::string to_string() const;  // as spelled above
 
   bool operator==(const Placement& other) const = default;
 };

@@ -6,6 +6,7 @@
 namespace shardwright {
 namespace {
 
+// Appends products with one list of columns. A sequence is *listed* if its repetitions are stored as single intervals.
 class Product {
  public:
   Product(const IntervalList& columns, int64_t size, int64_t most)
@@ -65,11 +66,11 @@ class Product {
   }
 
   const IntervalList& columns_;
-  int64_t size_;
-  int64_t most_;
-  bool is_whole_;
-  int64_t kept_;
-  int64_t listed_;
+  int64_t size_;    // number of columns of the matrix
+  int64_t most_;    // maximum number of stored intervals
+  bool is_whole_;   // the list has all columns
+  int64_t kept_;    // number of stored intervals of the columns
+  int64_t listed_;  // number of all intervals of the columns
   bool ascends_;
 };
 

@@ -6,11 +6,13 @@
 namespace shardwright {
 namespace {
 
+// Returns all intervals of a list, in order.
 std::vector<Interval> listed(const IntervalList& list) {
   if (list.has_repeats()) return {list.begin(), list.end()};
   return {list.kept().begin(), list.kept().end()};
 }
 
+// True if no interval begins before the end of the interval before it.
 bool ascend(std::span<const Interval> intervals) {
   for (size_t i = 1; i < intervals.size(); ++i) {
     if (intervals[i].begin < intervals[i - 1].end) return false;
@@ -18,10 +20,12 @@ bool ascend(std::span<const Interval> intervals) {
   return true;
 }
 
+// True if one of the lists stores repetitions.
 bool repeat(const IntervalList& a, const IntervalList& b) { return a.has_repeats() || b.has_repeats(); }
 
 }  // namespace
 
+// Lists that do not ascend are listed; ascending lists of one length are equal if they share all indices.
 bool operator==(const IntervalList& a, const IntervalList& b) {
   if (a.is_identical(b)) return true;
   if (!repeat(a, b) || a.size() != b.size() || length(a) != length(b)) return false;
@@ -48,6 +52,7 @@ IntervalList subrange(const IntervalList& list, int64_t begin, int64_t end) { re
 
 PieceList subrange(const PieceList& pieces, int64_t begin, int64_t end) { return pieces.part(begin, end); }
 
+// Shifts block by block, so that repetitions stay stored once.
 IntervalList shifted(const IntervalList& list, int64_t by) {
   IntervalList out;
   std::vector<Interval> intervals;

@@ -2,7 +2,9 @@
 //
 // Invariant: the intervals of an IntervalList are disjoint, and no interval begins where the one before it ends. So two
 // lists are equal exactly if they have the same indices in the same order. Lists ascend, unless a rule of pieces
-// (cut_rule.h) orders them otherwise. Cuts split by *local* position, as nested sharding does, and keep the invariant.
+// (cut_rule.h) orders them otherwise. The *local position* of an index is its place in the list, and so in the local
+// tensor: in [2, 4) [6, 8), index 6 is at local position 2. Cuts split by local position, as nested sharding does, and
+// keep the invariant.
 //
 // Intervals that repeat at equal distances are stored once (repeating_list.h): every 8th of a million rows is [0, 1)
 // with a count of 125,000 and a distance of 8. The functions below do not list repetitions (layout/periodic_runs.h).
@@ -17,6 +19,7 @@
 
 namespace shardwright {
 
+// The indices [begin, end) of a tensor dim. The functions are those of RepeatingList's items.
 struct Interval {
   int64_t begin = 0;
   int64_t end = 0;  // exclusive
@@ -32,6 +35,7 @@ struct Interval {
 
 // Blocks with repetitions ascend.
 using IntervalList = RepeatingList<Interval>;
+// True if both lists have the same indices in the same order, whichever repetitions they store.
 bool operator==(const IntervalList& a, const IntervalList& b);
 
 // One list per tensor dim. The part of a rank is the product of the lists.
@@ -47,15 +51,16 @@ inline void append_repeated(IntervalList& list, Interval interval, int64_t perio
   if (interval.begin < interval.end) list.append_repeated({&interval, 1}, period, count);
 }
 
-int64_t length(const IntervalList& list);
-int64_t num_elements(const Region& region);
-std::vector<int64_t> shape_of(const Region& region);
+int64_t length(const IntervalList& list);             // the number of indices
+int64_t num_elements(const Region& region);           // the product of the lengths
+std::vector<int64_t> shape_of(const Region& region);  // the lengths: the shape of the local tensor
 
 // Returns the indices at local positions [begin, end) of the list.
 IntervalList subrange(const IntervalList& list, int64_t begin, int64_t end);
 // Returns the indices of `list` at the local positions `positions`, which ascend.
 IntervalList at_positions(const IntervalList& list, const IntervalList& positions);
 
+// True if no interval begins before the end of the interval before it.
 bool is_ascending(const IntervalList& list);
 // Returns the smallest interval that contains all indices of the list, or [0, 0) if the list is empty.
 Interval span_of(const IntervalList& list);
@@ -63,17 +68,19 @@ Interval span_of(const IntervalList& list);
 std::vector<Interval> sorted_by_place(std::vector<Interval> intervals);
 std::vector<Interval> sorted_by_place(const IntervalList& list);
 
+// Returns the list with `by` added to every index.
 IntervalList shifted(const IntervalList& list, int64_t by);
 // Shifts the list so that it begins at 0. Lists that differ only by a shift become equal.
 IntervalList moved_to_zero(const IntervalList& list);
 
-// A run of indices that two lists share, as its length and its first local position in each list.
+// A run of indices that two lists a and b share, as its length and its first local position in each list.
 struct Piece {
   int64_t length = 0;
   int64_t a_position = 0;
   int64_t b_position = 0;
   bool operator==(const Piece&) const = default;
 
+  // The distance between repetitions of a piece, in local positions of each list.
   struct Shift {
     int64_t a = 0;
     int64_t b = 0;
@@ -101,21 +108,22 @@ PieceList intersect(const IntervalList& a, const IntervalList& b);
 // does not ascend, the time is proportional to the number of all intervals.
 PieceList intersect(const IntervalList& a, const IntervalList& b, const IntervalList& only);
 
-int64_t length(const PieceList& pieces);
+int64_t length(const PieceList& pieces);  // the number of shared indices
 // Returns the pieces of the shared indices [begin, end), counted in the order of b. Cuts the first and last piece if
 // needed.
 PieceList subrange(const PieceList& pieces, int64_t begin, int64_t end);
 
-// A summary of the runs that two lists share: the total number of indices, the number of runs, and the local position
-// of the first run in each list.
+// A summary of intersect(a, b).
 struct SharedRuns {
-  int64_t length = 0;
-  int64_t runs = 0;
-  int64_t a_position = 0;
-  int64_t b_position = 0;
+  int64_t length = 0;      // shared indices
+  int64_t runs = 0;        // pieces
+  int64_t a_position = 0;  // local position of the first piece in a
+  int64_t b_position = 0;  // local position of the first piece in b
 };
 SharedRuns shared_runs(const IntervalList& a, const IntervalList& b);
+// Returns the number of indices that two lists share.
 int64_t intersection_length(const IntervalList& a, const IntervalList& b);
+// Returns the number of elements that two regions share.
 int64_t shared_elements(const Region& a, const Region& b);
 
 }  // namespace shardwright

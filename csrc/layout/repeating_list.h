@@ -110,7 +110,7 @@ class RepeatingList {
   // If the list ends with repetitions, lists the last of them, so that kept_.back() is the last item.
   void unroll_last();
 
-  SmallVector<Item> kept_;
+  SmallVector<Item> kept_;       // the stored items: the first repetition of each Repeat, and all other items
   std::vector<Repeat> repeats_;  // by position in kept_, ascending
 };
 
@@ -152,7 +152,7 @@ class RepeatingList<Item>::Iterator {
 
  private:
   const RepeatingList* list_ = nullptr;
-  size_t at_ = 0;
+  size_t at_ = 0;      // index into kept_
   size_t repeat_ = 0;  // index of the Repeat that contains at_, or else of the next Repeat
   int64_t times_ = 0;  // index of the repetition
 };
@@ -216,7 +216,7 @@ void RepeatingList<Item>::append_repeated(std::span<const Item> sequence, const 
     }
     return append_all(count - 1);
   }
-  int64_t done = 0;
+  int64_t done = 0;  // number of repetitions that are appended one by one
   if (count < kLeastRepeats) {
     while (done < count) append_all(done++);
     return;
@@ -266,12 +266,14 @@ int64_t RepeatingList<Item>::extent() const {
   return total;
 }
 
+// Takes up to three ranges of each block: the end of a repetition, the full repetitions, and the beginning of another
+// repetition.
 template <typename Item>
 RepeatingList<Item> RepeatingList<Item>::part(int64_t begin, int64_t end) const {
   RepeatingList out;
-  int64_t before = 0;
+  int64_t before = 0;  // extent of the blocks before this one
   for (const Block& block : blocks()) {
-    int64_t once = 0;
+    int64_t once = 0;  // extent of one repetition
     for (const Item& item : block.items) once += item.extent();
     const int64_t from = std::max<int64_t>(begin - before, 0);
     const int64_t to = std::min(end - before, once * block.count);

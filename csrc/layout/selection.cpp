@@ -10,7 +10,10 @@
 namespace shardwright {
 namespace {
 
-// A number of repetitions, and the distance between them on both sides of a copy.
+// A copy has two sides: `from`, the memory that is read, and `to`, the memory that is written. An *axis* is a dim of
+// the regions. A *piece* is a run of indices of an axis that both sides have (Piece in layout/region.h).
+
+// A number of repetitions, and the distance between them on both sides, in positions of the axis.
 struct Steps {
   int64_t count = 1;
   int64_t from = 0;
@@ -20,14 +23,14 @@ struct Steps {
 // Pieces of one length at equal distances on both sides (`steps`). The whole sequence may repeat at equal distances
 // (`repeats`), so a block-cyclic part of a million blocks is one box.
 struct EvenPieces {
-  int64_t length = 0;
-  int64_t from = 0;  // positions of the first piece
+  int64_t length = 0;  // of each piece
+  int64_t from = 0;    // positions of the first piece
   int64_t to = 0;
   Steps steps;
   Steps repeats;
 };
 
-// Appends `more` to `list` if lengths and distances match and both sides ascend. Returns true if it did.
+// Appends the pieces of `more` to `list` if lengths and distances match and both sides ascend, and returns true then.
 bool joins(EvenPieces& list, const EvenPieces& more) {
   if (list.length != more.length || list.repeats.count > 1 || more.repeats.count > 1) return false;
   const Steps step{2, more.from - list.from - (list.steps.count - 1) * list.steps.from,
@@ -58,7 +61,8 @@ std::vector<EvenPieces> even_pieces(const PieceList& pieces) {
   return lists;
 }
 
-// Returns the pieces with the positions of one side replaced by positions in the packed message.
+// Returns the pieces with the positions of one side (&Piece::a_position or b_position) replaced by positions in the
+// packed message.
 PieceList with_packed(const PieceList& pieces, int64_t Piece::* side) {
   PieceList packed;
   int64_t next = 0;
@@ -79,9 +83,9 @@ PieceList with_packed(const PieceList& pieces, int64_t Piece::* side) {
 
 // Consecutive positions of an axis that are at equal distances in memory.
 struct Run {
-  int64_t length = 0;
-  int64_t offset = 0;
-  int64_t stride = 0;
+  int64_t length = 0;  // number of positions
+  int64_t offset = 0;  // of the first position in memory, in elements
+  int64_t stride = 0;  // in elements
 };
 
 // An axis in memory: its dims, outermost first, with their strides. Adjacent dims without gaps are merged. Most axes
@@ -106,6 +110,7 @@ class AxisInMemory {
     }
   }
 
+  // True if all positions are at equal distances in memory.
   bool is_one_run() const { return outer_.empty(); }
 
   // A row is the positions of one index of the outermost dim. row() returns their number, left_in_row() the number of
@@ -118,7 +123,7 @@ class AxisInMemory {
   }
   int64_t left_in_row(int64_t position) const { return row() - (first_ + position) % row(); }
 
-  // Returns the distance in memory between positions that differ by `by`, or nullopt if it is not always the same.
+  // Returns the distance in memory between positions that differ by `by`, or nullopt if it depends on the position.
   std::optional<int64_t> distance(int64_t by) const {
     if (outer_.empty()) return by * inner_.stride;
     if (by % row() != 0) return std::nullopt;
@@ -148,26 +153,28 @@ class AxisInMemory {
     int64_t stride = 0;
   };
 
-  int64_t first_ = 0;
+  int64_t first_ = 0;       // position 0 of the axis, as a row-major index over the dims
   std::vector<Dim> outer_;  // all dims but the innermost
-  Dim inner_;
+  Dim inner_;               // the innermost dim; its size is not used if it is the only dim
 };
 
-using Memory = std::vector<AxisInMemory>;
+using Memory = std::vector<AxisInMemory>;  // by axis
 
+// Returns the axes of a dense row-major array of this shape.
 Memory row_major_memory(const std::vector<int64_t>& shape) {
   Memory memory;
   for (const int64_t stride : row_major_strides(shape)) memory.emplace_back(stride);
   return memory;
 }
 
+// Returns the axes of a local tensor with these strides, by dim of the tensor.
 Memory strided_memory(const std::vector<LocalAxis>& axes, const std::vector<int64_t>& strides) {
   Memory memory;
   for (const LocalAxis& axis : axes) memory.emplace_back(axis, strides);
   return memory;
 }
 
-// Appends the boxes of one block, one for each combination of even pieces, in row-major order of the combinations.
+// Appends the boxes of one block, one for each combination of EvenPieces of the axes, in row-major order.
 class BoxMaker {
  public:
   BoxMaker(const Memory& src, const Memory& dst, const std::vector<PieceList>& pieces, std::vector<Box>& boxes)
@@ -252,6 +259,7 @@ class BoxMaker {
   std::vector<Box>& boxes_;
 };
 
+// Returns the offset in the source (or destination) if the boxes are one box that is dense there, else -1.
 int64_t run_of(const std::vector<Box>& boxes, bool in_src) {
   if (boxes.size() != 1 || boxes[0].sizes.size() > 1) return -1;
   const Box& box = boxes[0];
@@ -260,6 +268,7 @@ int64_t run_of(const std::vector<Box>& boxes, bool in_src) {
   return in_src ? box.src_offset : box.dst_offset;
 }
 
+// True if every axis has exactly one piece.
 bool are_single_pieces(const std::vector<PieceList>& pieces) {
   return std::all_of(pieces.begin(), pieces.end(), [](const PieceList& list) { return list.size() == 1; });
 }
@@ -332,6 +341,7 @@ void Selection::append(Selection other) {
   count_ += other.count_;
 }
 
+// In a packed place, each block begins where the block before it ends.
 std::vector<Box> Selection::boxes(const Place& from, const Place& to) const {
   std::vector<Box> all;
   Place source = from;
@@ -344,6 +354,7 @@ std::vector<Box> Selection::boxes(const Place& from, const Place& to) const {
   return all;
 }
 
+// A packed place is row-major over the block's shape, so the positions of its side are replaced (with_packed).
 void Selection::add_boxes(const Block& block, const Place& from, const Place& to, std::vector<Box>& boxes) {
   const auto memory_of = [&](const Place& place, const std::vector<int64_t>& local_shape) {
     if (place.axes_ != nullptr) return strided_memory(*place.axes_, *place.strides_);
@@ -386,6 +397,7 @@ int64_t Selection::contiguous(int64_t (*run_of)(const Block&)) const {
   return first;
 }
 
+// Maps the sender's local positions of each block to indices.
 std::vector<Region> Selection::indices(const Region& sender) const {
   std::vector<Region> all;
   for (const Block& block : blocks_) {

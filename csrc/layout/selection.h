@@ -24,7 +24,7 @@ namespace shardwright {
 // An axis in a local tensor: the dims of the tensor that form the axis, flattened row-major. Position 0 of the axis is
 // position `first` of the flattened dims. An axis that the tensor lacks has no dims.
 struct LocalAxis {
-  std::vector<int> dims;
+  std::vector<int> dims;       // outermost first
   std::vector<int64_t> sizes;  // of the dims; not read if there is only one
   int64_t first = 0;
 };
@@ -46,9 +46,9 @@ class Place {
   Place(const std::vector<LocalAxis>* axes, const std::vector<int64_t>* strides, int64_t offset, bool is_packed)
       : axes_(axes), strides_(strides), offset_(offset), is_packed_(is_packed) {}
 
-  const std::vector<LocalAxis>* axes_;
-  const std::vector<int64_t>* strides_;
-  int64_t offset_;
+  const std::vector<LocalAxis>* axes_;   // null: row-major
+  const std::vector<int64_t>* strides_;  // by dim of the local tensor; null: row-major
+  int64_t offset_;                       // of the first element of the memory, in elements
   bool is_packed_;
 };
 
@@ -97,27 +97,32 @@ class Selection {
   std::vector<Part> parts() const;  // in order
 
  private:
-  // The product of one list of pieces per dim.
+  // Elements that are the product of one list of pieces per dim.
   struct Block {
-    std::vector<PieceList> pieces;  // by dim; side a is the sender
-    std::vector<int64_t> sender_shape;
-    std::vector<int64_t> receiver_shape;
-    std::vector<int64_t> shape;
-    int64_t count = 1;
+    std::vector<PieceList> pieces;        // by dim; side a is the sender, side b the receiver
+    std::vector<int64_t> sender_shape;    // of the sender's local tensor
+    std::vector<int64_t> receiver_shape;  // of the receiver's local tensor
+    std::vector<int64_t> shape;           // number of selected indices of each dim
+    int64_t count = 1;                    // number of elements
 
+    // Adds an innermost dim with these pieces.
     void add_dim(PieceList common);
     // Keeps the indices [begin, end) of dim d.
     void narrow(size_t d, int64_t begin, int64_t end);
   };
 
+  // Appends blocks with the elements [begin, end) of a block.
   static void add_slices(const Block& block, int64_t begin, int64_t end, std::vector<Block>& slices);
+  // Appends boxes that copy the elements of a block.
   static void add_boxes(const Block& block, const Place& from, const Place& to, std::vector<Box>& boxes);
+  // Return the offset of a block in the row-major local tensor if it is one run there, else -1.
   static int64_t sender_run(const Block& block);
   static int64_t receiver_run(const Block& block);
+  // Returns the offset of the first block if each block is one run and begins where the one before it ends, else -1.
   int64_t contiguous(int64_t (*run_of)(const Block&)) const;
 
-  std::vector<Block> blocks_;
-  int64_t count_ = 0;
+  std::vector<Block> blocks_;  // in the order of their elements
+  int64_t count_ = 0;          // number of elements in all blocks
 };
 
 }  // namespace shardwright

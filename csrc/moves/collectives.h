@@ -1,4 +1,5 @@
-// Reductions: native or composed, and the traffic of their collectives.
+// Reductions, and the traffic of their collectives. A *native* reduction is the backend's own collective. In a
+// *composed* reduction, ranks exchange their contributions, and this library sums them.
 #pragma once
 
 #include <cstdint>
@@ -10,25 +11,23 @@
 
 namespace shardwright {
 
-// Returns true if the backend's own collectives reduce this layout over these mesh dims. Otherwise contributions are
-// exchanged and summed by this library.
+// Returns true if the reduction of this layout over these mesh dims is native. An ordered step is never native.
 bool reduces_natively(const Layout& layout, MeshDimSet mesh_dims, Lowering lowering);
 bool reduces_natively(const Step& step, Lowering lowering);
 
-// Returns true if a step can be split into rounds: all steps but local ones and all-reduces that the backend does in
-// place.
+// Returns true if a step can be split into rounds (moves/step.h): every step but local ones and native all-reduces.
 bool may_go_in_rounds(const Step& step, Lowering lowering);
 
 // Returns the number of consecutive collectives in each round of a step: 2 for a composed all-reduce of more than two
 // ranks (reduce chunks, then distribute them), otherwise 1.
 int64_t collectives_of(StepOp op, int64_t group_size, bool native);
 
-// The traffic of one of k ranks that all hold `held` elements. The rank keeps `kept` elements of a reduce-scatter; it
-// is the `index`-th rank, by ascending rank, of an all-reduce.
+// Return the traffic of one rank in a reduction over k ranks that all hold `held` elements. In a reduce-scatter, this
+// rank keeps `kept` elements. In an all-reduce, `index` is its place among the k ranks, by ascending rank.
 Traffic reduce_scatter_traffic(int64_t held, int64_t kept, int64_t k, int64_t item_bytes);
 Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_bytes, bool native);
 
-// Returns the index of the position within its group, the ranks that differ only in these mesh dims, by ascending rank.
+// Returns the index of a rank within its group over `mesh_dims`, by ascending rank.
 int64_t index_in_group(const Mesh& mesh, int64_t position, MeshDimSet mesh_dims);
 
 // Returns chunk `index` of k of a flat range of n elements, which begins at index * ceil(n / k).

@@ -10,6 +10,7 @@ std::string to_string(const Plan& plan, const TrafficTotals* traffic) {
   std::string text = concat(ends_of(plan), ", ", plan.lowering.name, ", least ", objective_name(plan.objective), " on ",
                             plan.topology.name);
   if (plan.steps.empty()) return text + "\n  nothing to do: every rank holds what it needs";
+  // Returns the traffic of the worst rank in step i.
   const auto worst_of = [&](size_t i) -> TrafficTotals::OfStep {
     if (traffic != nullptr && !traffic->of_steps.empty()) return traffic->of_steps[i];
     const TrafficTotals all = totals(plan.steps[i], plan.lowering);

@@ -9,7 +9,7 @@
 namespace shardwright {
 namespace {
 
-constexpr int kMaxDimsWithAllCorners = 5;
+constexpr int kMaxDimsWithAllCorners = 5;  // maximum number of mesh dims whose 2^d corners are all examined
 // Up to this many combinations of coordinates, all coordinates of the mesh dims whose parts do not descend are
 // examined.
 constexpr int64_t kMaxAllCoordinates = 64;
@@ -29,6 +29,7 @@ MeshDimSet dims_of_ties(const Matching& matching) {
   return dims;
 }
 
+// Returns the common digits (exchange/digits.h) of two lists of cuts; nullopt if a list has none or they do not match.
 std::optional<Matching> matching_of(const Mesh& mesh, int64_t n, std::span<const Cut> before,
                                     std::span<const Cut> after) {
   const auto held = digits_of(mesh, n, before);
@@ -62,6 +63,7 @@ int64_t corner_position(const Mesh& mesh, MeshDimSet last) {
   return position;
 }
 
+// Collects the coordinates to examine along mesh dims whose parts do not descend, and combines them into bases_.
 void Corners::add(int64_t n, std::span<const Cut> cuts) {
   bool is_new = false;
   for (const auto& [mesh_dim, rule] : cuts) {
@@ -152,6 +154,8 @@ void RankClasses::add(const Step& step, bool by_order) {
   }
 }
 
+// If both lists have digits, ranks differ only along ties. Otherwise the common beginning of the lists is followed part
+// by part; if only one list continues, its cuts are followed too, else each coordinate of the rest is its own range.
 void RankClasses::add_tensor_dim(int64_t n, std::span<const Cut> before, std::span<const Cut> after) {
   if (const std::optional<Matching> matching = matching_of(mesh_, n, before, after)) {
     return split_all(dims_of_ties(*matching));
@@ -167,6 +171,8 @@ void RankClasses::add_tensor_dim(int64_t n, std::span<const Cut> before, std::sp
   add_cuts(shapes, (common < before.size() ? before : after).subspan(common));
 }
 
+// Keeps the distinct shapes of parts after each cut. Gives each coordinate a range of its own once there are too many
+// shapes or pieces.
 void RankClasses::add_cuts(std::vector<IntervalList>& shapes, std::span<const Cut> cuts) {
   for (size_t i = 0; i < cuts.size(); ++i) {
     const CutRule& rule = cuts[i].rule;

@@ -1,4 +1,7 @@
-// Chooses ranks such that the worst of all ranks is among them.
+// Chooses ranks such that the rank with the largest cost (bytes, messages, memory) is among them, so that not all ranks
+// need to be examined.
+//
+// The *parent* of a part is the list of indices that the last cut of the part divides.
 //
 // Corners rely on an invariant of most rules: along a mesh dim, the parts of one parent descend (CutRule::descends):
 // full chunks, then a short one, then empty ones. So the largest and the smallest parts, and the parts furthest from
@@ -20,8 +23,9 @@
 
 namespace shardwright {
 
-// Returns the corners of a group. Each is the set of mesh dims whose coordinate is the last; all other coordinates are
-// first. For a few mesh dims these are all corners; for many, only the corners in which all coordinates but one agree.
+// Returns the corners of a group over `mesh_dims`. A corner is given as the set of mesh dims with the last coordinate;
+// the other mesh dims have the first. For up to five mesh dims these are all corners; for more, only the corners in
+// which all coordinates except at most one are first, or are last.
 std::vector<MeshDimSet> corners_of(MeshDimSet mesh_dims);
 // Returns the position of a corner.
 int64_t corner_position(const Mesh& mesh, MeshDimSet last);
@@ -29,8 +33,8 @@ int64_t corner_position(const Mesh& mesh, MeshDimSet last);
 // A rank to examine. It has the last coordinate on the mesh dims `last`, and the first on all others. On mesh dims
 // whose parts do not descend it has the coordinates of the position `base` instead.
 struct Corner {
-  uint32_t last = 0;
-  uint32_t base = 0;
+  uint32_t last = 0;  // bits of a MeshDimSet
+  uint32_t base = 0;  // a position
 };
 
 // The ranks to examine for the maxima over all ranks of a move between some lists of cuts.
@@ -42,8 +46,10 @@ class Corners {
   // examined; if there are many, only those with the largest and the smallest parts.
   void add(int64_t n, std::span<const Cut> cuts);
 
+  // Returns the ranks to examine for a move over these mesh dims. Along mesh dims whose parts do not descend, they
+  // include all coordinates to examine, even if the move does not span them.
   std::vector<Corner> of(MeshDimSet mesh_dims) const;
-  // Returns the corner with first coordinates on all mesh dims but these.
+  // Returns the corner with the first coordinate on every mesh dim that is not in `mesh_dims`.
   Corner on(Corner corner, MeshDimSet mesh_dims) const {
     return {corner.last & mesh_dims.bits(), corner.base == 0 ? 0 : base_on(corner.base, mesh_dims)};
   }
@@ -52,12 +58,13 @@ class Corners {
   }
 
  private:
+  // Returns the position with the coordinates of `base` on these mesh dims, if parts do not descend there, else 0.
   uint32_t base_on(uint32_t base, MeshDimSet mesh_dims) const;
 
   const Mesh& mesh_;
   std::map<int, std::set<int64_t>> extremes_;  // coordinates with the largest or smallest part, by mesh dim
   MeshDimSet steep_dims_;                      // the mesh dims whose parts do not descend: the keys of extremes_
-  std::vector<uint32_t> bases_{0};
+  std::vector<uint32_t> bases_{0};             // positions with all combinations of the coordinates to examine
 };
 
 // Returns the corners of position 0's group over `mesh_dims`. If there would be more than `at_most`, returns the
@@ -92,6 +99,7 @@ class RankClasses {
   // Separates ranks that hold or exchange different amounts in a step. With `by_order`, also separates the first, the
   // last and the inner ranks of a group, because the order of members decides what must be packed.
   void add(const Step& step, bool by_order = false);
+  // Makes every coordinate of these mesh dims a range of its own.
   void split_all(MeshDimSet mesh_dims);
 
   // Returns one rank of each class. If there are more than `at_most` classes, returns the ranks at outermost and
@@ -104,7 +112,10 @@ class RankClasses {
   // Splits by the shapes of parts (their lengths and gaps). Replaces the shapes of the parents by the shapes of the
   // parts.
   void add_cuts(std::vector<IntervalList>& shapes, std::span<const Cut> cuts);
+  // Begins a range of a mesh dim at this coordinate.
   void split_at(int mesh_dim, int64_t coordinate);
+  // Returns the ranks at all combinations of these coordinates, by mesh dim. A weight is right if these are the starts
+  // of ranges.
   RankSample product(const std::vector<std::vector<int64_t>>& coordinates) const;
 
   const Mesh& mesh_;

@@ -15,8 +15,8 @@ constexpr int64_t kMaxGroupNamedExactly = 64;
 // Maximum number of corners that are examined in larger groups.
 constexpr size_t kMaxCornersNamed = 256;
 
-// Names the collective by what the group of position 0 does. The compiler decides by what each group does, so a wrong
-// name would be unclear but harmless.
+// Returns the collective whose messages the group of position 0 exchanges. The compiler examines every group itself, so
+// a wrong name would be unclear but harmless.
 StepOp data_move_op(const Step& step) {
   const MeshDimSet dims = step.mesh_dims;
   const Mesh& mesh = step.before.mesh();
@@ -26,8 +26,8 @@ StepOp data_move_op(const Step& step) {
   const int64_t item = step.after.dtype().size_bytes();
   const std::vector<int64_t> members =
       k <= kMaxGroupNamedExactly ? mesh.group(0, dims) : corner_positions(mesh, dims, kMaxCornersNamed);
-  bool trades_equally = true;
-  bool has_one_peer = true;
+  bool trades_equally = true;  // every member receives an equal share of its part after from every other member
+  bool has_one_peer = true;    // every member receives its whole part after from one other member, or nothing
   const MeshExchange exchange = mesh_exchange_of(step);
   for (const int64_t member : members) {
     const Traffic traffic = exchange.traffic_at(member);
@@ -73,6 +73,7 @@ Step with_policy_if_cheaper(Step step, ReplicaPolicy policy, const std::vector<M
   const MeshExchange after = mesh_exchange_of(shared);
   int64_t worst_before = 0;
   int64_t worst_after = 0;
+  // The mesh dims along which ranks are examined: all, or those of position 0's group on a large mesh.
   const MeshDimSet looked_at =
       mesh.size() <= MeshExchange::kMaxSharingGroup ? MeshDimSet::from_bits(~0u) : shared.mesh_dims;
   for (const int64_t position : mesh.group(0, looked_at)) {

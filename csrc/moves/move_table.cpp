@@ -14,6 +14,7 @@ namespace {
 // Maximum number of pieces, over all ranks, that are compared for strided parts without digits.
 constexpr int64_t kMaxPiecesWalked = 4096;
 
+// Returns the smallest set in `allowed` (empty: any) that includes `needed`, or with `exactly` equals it.
 std::optional<MeshDimSet> allowed_span(MeshDimSet needed, const Mesh& mesh, const std::vector<MeshDimSet>& allowed,
                                        bool exactly) {
   if (allowed.empty()) return needed;
@@ -25,6 +26,7 @@ std::optional<MeshDimSet> allowed_span(MeshDimSet needed, const Mesh& mesh, cons
   return best;
 }
 
+// Raises each count to that of `traffic` if it is lower.
 void raise_to(StepCounts& worst, const Traffic& traffic) {
   worst.received_bytes = std::max(worst.received_bytes, traffic.received_bytes);
   worst.sent_bytes = std::max(worst.sent_bytes, traffic.sent_bytes);
@@ -46,6 +48,7 @@ MoveTable::MoveTable(const Layout& layout, Lowering lowering, bool ordered, Mesh
       numbers_(layout.ndim()),
       pair_numbers_(layout.ndim()) {}
 
+// Known lists are found by their digits, or without digits by their canonical form (moves/spans.h).
 int MoveTable::number(int tensor_dim, const std::vector<Cut>& cuts) {
   const int64_t n = layout_.shape()[tensor_dim];
   std::vector<List>& lists = lists_[tensor_dim];
@@ -290,7 +293,7 @@ MoveTable::Distance MoveTable::distance(const State& before, const State& after)
     distance.sources *= one.sources;
   }
   // Every element with a pending reduction needs contributions of other ranks, whichever rank receives it.
-  const MeshDimSet due = before.partial_dims - after.partial_dims;
+  const MeshDimSet due = before.partial_dims - after.partial_dims;  // mesh dims to reduce
   if (is_closed) {
     distance.missing = after.elements - (differs || !due.empty() ? 0 : shared);
     distance.missing_least = after.elements - (due.empty() ? shared : 0);

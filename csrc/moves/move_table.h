@@ -3,6 +3,12 @@
 // A state of the search is a list of cuts for each tensor dim and a set of pending mesh dims. Every mesh dim cuts at
 // most one tensor dim, so the existence and the bytes of a move factorize over tensor dims. Lists of cuts are therefore
 // numbered, and the costs of each pair of lists are computed once.
+//
+//   list      a list of cuts of one tensor dim, or its number
+//   pair      the lists of one tensor dim before and after a move
+//   closed    a pair whose costs follow from digits (exchange/digits.h), without comparing parts
+//   corner    a rank that is examined if a pair is not closed (moves/extremes.h)
+//   varying   mesh dims on which the peers of a rank have any coordinates; elsewhere they have the rank's coordinates
 #pragma once
 
 #include <array>
@@ -24,8 +30,9 @@ using Cuts = std::vector<std::vector<Cut>>;
 
 class MoveTable {
  public:
-  // States have the mesh, shape, dtype and pending reductions of `layout`. With `ordered`, reductions add in the order
-  // of positions; otherwise native collectives are used if there are any. Mesh dims in `between` lead to other nodes.
+  // States have the mesh, shape and dtype of `layout`; pending mesh dims of a state have its reductions. With
+  // `ordered`, reductions add in the order of positions; otherwise native collectives are used if there are any. Ranks
+  // that differ in a mesh dim in `between` are on different nodes.
   MoveTable(const Layout& layout, Lowering lowering, bool ordered = false, MeshDimSet between = {});
 
   struct State {
@@ -39,14 +46,16 @@ class MoveTable {
   // Returns the number of a list of cuts of a tensor dim. Lists that make the same parts share a number if the parts
   // have equal size.
   int number(int tensor_dim, const std::vector<Cut>& cuts);
+  // Returns the mesh dims that make the cuts of a list.
   MeshDimSet dims_of(int tensor_dim, int list) const { return lists_[tensor_dim][list].dims; }
+  // Returns the number of indices of the largest part.
   int64_t first_length(int tensor_dim, int list) const { return lists_[tensor_dim][list].length; }
 
   bool has_equal_parts(int tensor_dim, int list) const { return lists_[tensor_dim][list].has_equal_parts; }
   bool has_digits(int tensor_dim, int list) const { return lists_[tensor_dim][list].digits.has_value(); }
 
   State state(const Cuts& cuts, MeshDimSet partial_dims);
-  Cuts cuts(const State& state) const;
+  Cuts cuts(const State& state) const;  // in canonical form (moves/spans.h)
 
   struct Move {
     StepOp op = StepOp::kSlice;
@@ -63,8 +72,9 @@ class MoveTable {
   // sends and the reduction follows from digits. Otherwise returns nullopt.
   std::optional<Move> sending_whole_messages(const State& before, const State& after, const Move& exchange,
                                              const std::vector<MeshDimSet>& allowed);
-  // A quick test: false only if `move` would not return a slice.
+  // A quick test: if it returns false, `move` does not return a slice.
   bool may_be_slice(const State& before, const State& after) const;
+  // Returns the counts of the worst rank in a move.
   StepCounts step_counts(const State& before, const State& after, const Move& move);
   // Returns lower bounds of an exchange's costs: the costs of the rank at the first coordinates. Returns nullopt if the
   // exact costs are as quick to compute.
@@ -81,32 +91,32 @@ class MoveTable {
   Distance distance(const State& before, const State& after);
 
  private:
-  // Tensor dim, list before, list after, bits of the mesh dims that vary, `last` and `base` of the corner.
+  // Tensor dim, list before, list after, bits of the varying mesh dims, `last` and `base` of the corner.
   using Key = std::array<uint32_t, 6>;
   struct KeyHash {
     size_t operator()(const Key& key) const;
   };
 
-  // The intersection of a pair of lists at one position, in elements (own, sent) and parts (sources, receivers).
+  // The factors of one tensor dim in the costs of the rank at one position, for given varying mesh dims.
   struct Shares {
-    int64_t own = 0;
-    int64_t sources = 0;
-    int64_t sent = 0;
-    int64_t receivers = 0;
+    int64_t own = 0;        // indices that the rank holds before and needs after
+    int64_t sources = 0;    // parts before of the peers, itself included, that have indices that the rank needs
+    int64_t sent = 0;       // held indices that the peers need, added up over their parts after
+    int64_t receivers = 0;  // parts after of the peers, itself included, that have indices that the rank holds
   };
 
   // Facts about a pair of lists. All but cuts_further, takes_long and spanned are valid only if is_closed.
   struct Pair {
-    std::optional<bool> cuts_further;  // without digits, set on first use, by reductions only
+    std::optional<bool> cuts_further;  // result of cuts_further(); without digits, set on first use, by reductions only
     bool takes_long = false;           // there are many pieces to compare, and no digits
     bool is_closed = false;            // closed formulas from digits give the following fields
     bool differs = false;              // some rank's coordinates fix the same digit to different values
-    bool differs_between_nodes = false;
-    MeshDimSet spanned;
-    int64_t shared = 1;          // elements in both parts of a rank, if the digits are fixed to the same values
-    int64_t sources = 1;         // number of parts before that intersect one part after
-    int64_t shared_by_node = 1;  // `shared` for the ranks of a node together
-    int64_t needed_by_node = 1;  // elements needed by a node's ranks together, as a multiple of one rank's
+    bool differs_between_nodes = false;  // as `differs`, with both coordinates on mesh dims in between_
+    MeshDimSet spanned;                  // the mesh dims that a move must span because of this tensor dim
+    int64_t shared = 1;                  // elements in both parts of a rank, if the digits are fixed to the same values
+    int64_t sources = 1;                 // number of parts before that intersect one part after
+    int64_t shared_by_node = 1;          // `shared` for the ranks of a node together
+    int64_t needed_by_node = 1;          // elements needed by a node's ranks together, as a multiple of one rank's
     // Digits that both lists fix, by different mesh dims. mesh_dim is the mesh dim that fixes the digit after the move.
     static constexpr int kMaxTies = 6;
     struct Tie {
@@ -119,7 +129,7 @@ class MoveTable {
 
   struct List {
     std::vector<Cut> cuts;
-    MeshDimSet dims;
+    MeshDimSet dims;     // the mesh dims that make the cuts
     int64_t length = 0;  // elements of the largest part
     bool has_equal_parts = false;
     std::optional<std::vector<Digit>> digits;  // only if parts are equal, and not always then
@@ -128,19 +138,27 @@ class MoveTable {
 
   // Returns the number of pieces, over all ranks, to compare for strided parts; 1 if no cut is strided.
   int64_t pieces(int64_t n, const List& list) const;
-  const Pair& pair(int tensor_dim, int before, int after);
+  const Pair& pair(int tensor_dim, int before, int after);  // computed on first use
+  // Returns true if the ranks that hold a part before together hold exactly this part after.
   bool cuts_further(int tensor_dim, int before, int after);
   Pair make_pair(int tensor_dim, const List& before, const List& after) const;
+  // Sets the fields that follow from digits, and is_closed unless there are more than kMaxTies ties.
   void close(Pair& pair, const Matching& matching) const;
+  // Returns the counts of the worst rank in an exchange: by formula if all pairs are closed, else over the corners.
   StepCounts exchange_counts(const State& before, const State& after, const Move& move);
+  // Returns the traffic of the rank at a corner in an exchange.
   Traffic exchange_traffic(const State& before, const State& after, MeshDimSet varying, Corner corner);
   bool has_equal_parts(const State& state) const;
+  // Return the indices of a tensor dim, and the elements of the tensor, that the rank at a corner holds.
   int64_t length_at(int tensor_dim, int list, Corner corner);
   int64_t elements_at(const State& state, Corner corner);
+  // Computed on first use: by digits if both lists have matching ones, else by comparing the parts.
   const Shares& shares(int tensor_dim, int before, int after, MeshDimSet varying, Corner corner);
   Shares shares_by_digits(const Matching& matching, MeshDimSet varying, int64_t position) const;
   Shares shares_by_walking(int64_t n, const std::vector<Cut>& before, const std::vector<Cut>& after, MeshDimSet varying,
                            int64_t position) const;
+  // Returns true if a reduce-scatter over `reduced` leads from one state to the other: these mesh dims become cuts, and
+  // nothing else changes.
   bool scatters(const State& before, const State& after, MeshDimSet reduced);
   static Key key(int tensor_dim, int before, int after, uint32_t varying, Corner corner);
 
@@ -148,9 +166,9 @@ class MoveTable {
   Lowering lowering_;
   bool ordered_;
   MeshDimSet between_;
-  int64_t node_size_;  // number of ranks with the same coordinates on between_
-  int64_t item_;
-  Corners corners_;
+  int64_t node_size_;                                         // number of ranks with the same coordinates on between_
+  int64_t item_;                                              // bytes of an element
+  Corners corners_;                                           // for the lists without digits
   std::vector<std::vector<List>> lists_;                      // by tensor dim, then by number
   std::vector<std::map<std::vector<int64_t>, int>> numbers_;  // numbers of lists without digits, by tensor dim
   std::vector<std::vector<std::vector<int>>> pair_numbers_;   // by tensor dim, before and after list; -1: not computed

@@ -32,13 +32,13 @@ struct Segments {
 struct Plan {
   Layout src;
   Layout dst;
-  Lowering lowering = Lowering::kNccl;
-  Objective objective = Objective::kTime;
-  Topology topology;
+  Lowering lowering = Lowering::kNccl;     // the transport that carries out the steps
+  Objective objective = Objective::kTime;  // the quantity that the plan was made to minimize
+  Topology topology;                       // the links from which times are predicted
   // If true, moves only use process groups over sets of mesh dims that the user named. Otherwise sparse moves may
   // create smaller groups.
   bool named_groups_only = false;
-  std::vector<Step> steps;
+  std::vector<Step> steps;  // in order; empty if every rank already holds exactly its destination part
   Segments segments = {};
 };
 

@@ -13,6 +13,7 @@
 namespace shardwright {
 namespace {
 
+// Calls visit(layout) for the source, the layouts before and after each step, and the destination.
 template <typename Visit>
 void for_each_layout(const Plan& plan, const Visit& visit) {
   visit(plan.src);
@@ -23,6 +24,7 @@ void for_each_layout(const Plan& plan, const Visit& visit) {
   visit(plan.dst);
 }
 
+// Returns true if a step is local, or one collective in one round. Returns false for rearrangements.
 bool communicates_once(const Step& step, Lowering lowering) {
   if (step.op == StepOp::kRearrange || step.rounds > 1) return false;
   const int64_t size = step.before.mesh().group_size(step.mesh_dims);
@@ -36,6 +38,7 @@ void for_each_part(const Layout& layout, int tensor_dim, const Visit& visit) {
   for (const int64_t position : layout.mesh().group(0, cutting)) visit(layout.part(tensor_dim, position));
 }
 
+// Returns the number of parts, empty parts included, that the cuts of a tensor dim make.
 int64_t num_parts(const Layout& layout, int tensor_dim) {
   return layout.mesh().group_size(dims_of(layout.cuts(tensor_dim)));
 }
@@ -64,13 +67,14 @@ std::vector<int64_t> borders_of(const Plan& plan, int tensor_dim) {
   return are_few ? borders : std::vector<int64_t>{};
 }
 
-// Counts the indices of a range that are `remainder` modulo `count`.
+// Returns the number of indices of a range that are `remainder` modulo `count`.
 int64_t num_in_segment(Interval range, int64_t remainder, int64_t count) {
   const auto below = [&](int64_t end) { return end > remainder ? (end - 1 - remainder) / count + 1 : 0; };
   return below(range.end) - below(range.begin);
 }
 
-// Returns the indices of one of `count` non-uniform segments.
+// Returns the indices of one of `count` non-uniform segments: in each range between two borders, those that follow the
+// indices of the segments before it.
 IntervalList indices_of(const std::vector<int64_t>& borders, int64_t segment, int64_t count) {
   IntervalList indices;
   for (size_t i = 1; i < borders.size(); ++i) {
@@ -113,8 +117,9 @@ int64_t cell_of(const Layout& layout, int tensor_dim) {
   return cell;
 }
 
-// Rules may name sizes that a segment does not have. So the segment's dim is cut by the strided cuts that make the same
-// parts, or by runs that are `count` times shorter. Mesh dims of size 1 cut nothing.
+// Returns the placements of one uniform segment. Rules may name sizes that a segment does not have. So the tensor dim
+// is cut by the strided cuts that make the same parts, or by runs that are `count` times shorter. Mesh dims of size 1
+// cut nothing.
 std::vector<Placement> placements_of_segment(const Layout& layout, const Segments& segments) {
   const int tensor_dim = segments.tensor_dim;
   std::vector<Placement> placements = layout.placements();
@@ -172,6 +177,7 @@ bool are_uniform(const Plan& plan) {
 
 namespace {
 
+// Returns the layout of one uniform segment: a tensor whose dim is `count` times shorter.
 Layout layout_of_like_segment(const Layout& layout, const Segments& segments) {
   std::vector<int64_t> shape = layout.shape();
   shape[segments.tensor_dim] /= segments.count;
@@ -223,6 +229,7 @@ PartsInSegments::PartsInSegments(const Layout& layout, int tensor_dim) {
   });
 }
 
+// In each run of a part, every segment has an equal share, and some segments have one index more. `more` counts these.
 int64_t PartsInSegments::most_in_one(int64_t count) const {
   int64_t most = 0;
   std::vector<int64_t> more;  // indexed by segment

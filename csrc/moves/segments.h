@@ -40,9 +40,9 @@ constexpr int64_t kMaxNonUniformSegments = 32;
 constexpr int64_t kMaxBorders = 4096;
 constexpr int64_t kMaxRanksInUnlikeSegments = 512;
 
-// Returns the length of the cells of a tensor dim. Returns 0 if the parts of some layout of the plan are not made of
-// cells, or if some layout flattens dims. Parts of unequal lengths have cells only if the last cut makes them unequal
-// and each is one run of its list.
+// Returns the length of the cells of a tensor dim, in indices. Returns 0 if the parts of some layout of the plan are
+// not made of cells, or if some layout flattens dims. Parts of unequal lengths have cells only if the last cut makes
+// them unequal and each is one run of its list.
 int64_t cell_length(const Plan& plan, int tensor_dim);
 
 // Returns true if a plan between two meshes can be carried out in these segments: they must be uniform or within the
@@ -60,6 +60,7 @@ std::vector<Plan> plans_of_segments(const Plan& plan);
 class PartsInSegments {
  public:
   PartsInSegments(const Layout& layout, int tensor_dim);
+  // Returns the number of indices of the longest part.
   int64_t longest() const { return longest_; }
   // Returns the largest number of indices that one of `count` segments has of one part.
   int64_t most_in_one(int64_t count) const;

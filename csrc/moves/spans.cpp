@@ -50,6 +50,7 @@ std::vector<IntervalList> held_together(const Mesh& mesh, int64_t n, const CutLi
   return parts;
 }
 
+// Returns the union of disjoint lists, ascending.
 IntervalList united(const std::vector<IntervalList>& parts) {
   std::vector<Interval> all;
   for (const IntervalList& part : parts) all.insert(all.end(), part.begin(), part.end());
@@ -82,6 +83,8 @@ CutList without_last(CutList cuts, MeshDimSet gathered) {
   return cuts;
 }
 
+// Returns true if the ranks that agree on `kept` together hold the same elements before and after. To compare them, all
+// other mesh dims are gathered. May return false although they do.
 bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, MeshDimSet kept) {
   const MeshDimSet gathered_before = dims_of(before) - kept;
   const MeshDimSet gathered_after = dims_of(after) - kept;
@@ -105,8 +108,9 @@ bool agree_when_gathered(const Mesh& mesh, int64_t n, const CutList& before, con
   return true;
 }
 
-// Returns the mesh dims after the common beginning of the two lists that need not be spanned. They cut the same way
-// before and after, whatever is gathered or cut around them.
+// Returns the mesh dims that are in both lists after their first `common` cuts, if they need not be spanned, else none.
+// They need not if, with these mesh dims and those of the first cuts kept and all others gathered, ranks hold the same
+// elements before and after.
 MeshDimSet carried_along(const Mesh& mesh, int64_t n, const CutList& before, const CutList& after, size_t common) {
   const MeshDimSet both = dims_of(std::span(before).subspan(common)) & dims_of(std::span(after).subspan(common));
   if (both.empty()) return {};
@@ -114,12 +118,13 @@ MeshDimSet carried_along(const Mesh& mesh, int64_t n, const CutList& before, con
   return agree_when_gathered(mesh, n, before, after, both | prefix) ? both : MeshDimSet();
 }
 
+// Returns true if some rule is neither chunks nor strided.
 bool has_other_rules(const CutList& cuts) {
   return std::any_of(cuts.begin(), cuts.end(), [](const Cut& c) { return !c.rule.is_strided_or_chunks(); });
 }
 
-// Replaces rules by the strided cuts that make the same parts, as long as parts are equal. So a list has one name
-// whether or not further cuts into unequal parts follow.
+// Replaces rules by chunks or strided cuts that make the same parts, up to the first cut into unequal parts. So a list
+// has one form whether or not such a cut follows.
 CutList with_plain_names(const Mesh& mesh, int64_t n, CutList cuts) {
   for (Cut& c : cuts) {
     const int64_t k = mesh.dim_size(c.mesh_dim);
@@ -171,6 +176,7 @@ bool holds_the_same(const Mesh& mesh, int64_t n, const CutList& before, const Cu
   return agree_when_gathered(mesh, n, canonical(mesh, n, before), canonical(mesh, n, after), kept);
 }
 
+// All mesh dims after the common beginning of the two lists, except those that carried_along() returns.
 MeshDimSet spanned_dims(const Mesh& mesh, int64_t n, const CutList& given_before, const CutList& given_after) {
   const bool has_others = has_other_rules(given_before) || has_other_rules(given_after);
   const CutList named_before = has_others ? with_plain_names(mesh, n, given_before) : CutList();

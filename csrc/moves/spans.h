@@ -1,4 +1,5 @@
-// Compares lists of cuts: equality of their parts, and the mesh dims along which data must be sent between two lists.
+// Compares lists of cuts of one tensor dim: equality of their parts, and the mesh dims that a move from one list to the
+// other must *span*. A move spans mesh dims if ranks exchange data only with ranks that differ only in these mesh dims.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +9,9 @@
 
 namespace shardwright {
 
-// Returns the canonical one of the lists of cuts of n elements that make the same parts. Example: S(0) over b, then
-// over a, makes the same parts as SS(0,|b|) over a, then S(0) over b. Lists whose parts differ in size are returned
-// unchanged.
+// Returns the canonical form of a list of cuts of n elements: lists of chunks and strided cuts that make the same parts
+// have one form. Example: SS(0,|b|) over a, then S(0) over b, becomes S(0) over b, then over a. If parts differ in
+// size, the order of the cuts does not change.
 std::vector<Cut> canonical(const Mesh& mesh, int64_t n, std::vector<Cut> cuts);
 
 // Returns true if every rank holds the same elements in the same order in both layouts, which are on one mesh. Compares

@@ -26,21 +26,21 @@ enum class StepOp : uint8_t {
 
 const char* step_op_name(StepOp op);
 StepOp parse_step_op(const std::string& name);  // throws UserError
-bool is_local(StepOp op);
+bool is_local(StepOp op);                       // no rank sends anything: slice, partition and zero_fill
 // Returns true if a step may involve the ranks of two meshes: kCross and kRearrange.
 bool is_crossing(StepOp op);
 
-constexpr int64_t kMaxRounds = int64_t{1} << 20;
+constexpr int64_t kMaxRounds = int64_t{1} << 20;  // of a step
 
 // One move from `before` to `after`, within groups of ranks that differ only in `mesh_dims`. A crossing leads from one
-// mesh to another and involves the ranks of both; it spans no mesh dims, and its senders always share the sending. All
-// this holds for a rearrangement too, but it may begin and end on the same mesh.
+// mesh to another and involves the ranks of both; its `mesh_dims` are empty, and ranks that hold the same data always
+// share the sending. A rearrangement is like a crossing, but may begin and end on one mesh.
 struct Step {
   StepOp op;
   MeshDimSet mesh_dims;
   Layout before;
   Layout after;
-  ReplicaPolicy policy = ReplicaPolicy::kAligned;
+  ReplicaPolicy policy = ReplicaPolicy::kAligned;  // how ranks that hold the same data share the sending
   // For an exchange, reduction or crossing: the number of rounds. Each round sends an equal share of every message, so
   // staging buffers are `rounds` times smaller. Each round counts as a step.
   int64_t rounds = 1;

@@ -97,15 +97,16 @@ int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topolog
 
 namespace {
 
-// The transfer times of each rank in one step, in picoseconds. Lanes separate links within nodes from links between
-// nodes (or of a mesh dim with a link of its own).
+// The transfer times of each rank in one step, in picoseconds. A lane is one direction of one kind of link: received
+// and sent within nodes (kIn, kOut), and received and sent between nodes or over the link of a mesh dim.
 struct Stage {
   bool communicates = false;
-  int64_t latency = 0;
+  int64_t latency = 0;  // of the step's collectives and messages, for the worst rank
   enum Lane { kIn, kOut, kInBetween, kOutBetween, kNumLanes };
   std::array<std::vector<int64_t>, kNumLanes> lanes;  // indexed by lane, then by index of the rank
 };
 
+// Returns the transfer times of a step. `ranks` are the ranks of the plan, in order.
 Stage stage_of(const Step& step, const Plan& plan, const std::vector<Rank>& ranks) {
   Stage stage;
   const StepCounts worst = step_counts(step, plan.lowering);
@@ -137,13 +138,16 @@ struct Share {
   int64_t numerator = 1;
   int64_t denominator = 1;
   bool operator<(const Share& other) const { return numerator * other.denominator < other.numerator * denominator; }
+  // Returns the fraction of `load`, rounded down. Divides first to avoid overflow.
   int64_t of(int64_t load) const {
     return load / denominator * numerator + load % denominator * numerator / denominator;
   }
 };
 
+// The steps of a plan as a pipeline of segments (moves/segments.h), and its predicted time.
 class Pipeline {
  public:
+  // Takes the steps of `plan`, whatever its segments are.
   explicit Pipeline(const Plan& plan) : num_ranks_(ranks_of(plan).size()) {
     const std::vector<Rank> ranks = ranks_of(plan);
     for (const Step& step : plan.steps) {
@@ -153,12 +157,13 @@ class Pipeline {
     copies_ += scaled(plan.src.largest_part_bytes() + plan.dst.largest_part_bytes(), plan.topology.memory_ps_per_kib);
   }
 
-  // Returns the time of `count` segments. Each segment moves the fraction shares[s] of the bytes of step s.
+  // Returns the time of `count` segments, each of which moves the fraction shares[s] of the bytes of step s. `copies`
+  // is the time of all local copies. In pipeline stage i, segment j is in step i - j.
   int64_t picoseconds(int64_t count, const std::vector<Share>& shares, int64_t copies) const {
     const auto last = static_cast<int64_t>(stages_.size()) - 1;
     int64_t total = copies;
-    std::optional<std::pair<int64_t, int64_t>> known;
-    int64_t of_known = 0;
+    std::optional<std::pair<int64_t, int64_t>> known;  // first and last step of the last computed stage
+    int64_t of_known = 0;                              // its time
     for (int64_t stage = 0; stage < count + last; ++stage) {
       const std::pair<int64_t, int64_t> taken{std::max<int64_t>(stage - count + 1, 0), std::min(stage, last)};
       if (known != taken) of_known = slot_picoseconds(taken.first, taken.second, shares);
@@ -168,19 +173,21 @@ class Pipeline {
     return total;
   }
 
-  // Returns the time of this tensor in `count` segments, with equal or with the given shares.
+  // Return the time of the plan's tensor in `count` segments, with equal or with the given shares.
   int64_t picoseconds_in(int64_t count) const {
     return picoseconds(count, std::vector<Share>(stages_.size(), {1, count}), copies_);
   }
   int64_t picoseconds_in(int64_t count, const std::vector<Share>& shares) const {
     return picoseconds(count, shares, copies_);
   }
-  // Returns the time of `count` tensors like this one.
+  // Returns the time of `count` tensors as large as the plan's tensor: the plan is that of one uniform segment.
   int64_t picoseconds_of(int64_t count) const {
     return picoseconds(count, std::vector<Share>(stages_.size()), saturating_product(copies_, count));
   }
 
  private:
+  // Returns the time of a pipeline stage in which the steps [first, last] run: the sum of their latencies, plus the
+  // largest transfer time of a rank in a lane.
   int64_t slot_picoseconds(int64_t first, int64_t last, const std::vector<Share>& shares) const {
     int64_t latency = 0;
     for (int64_t s = first; s <= last; ++s) latency = saturating_sum(latency, stages_[s].latency);
@@ -198,8 +205,8 @@ class Pipeline {
   }
 
   size_t num_ranks_;
-  std::vector<Stage> stages_;
-  int64_t copies_ = 0;
+  std::vector<Stage> stages_;  // by step
+  int64_t copies_ = 0;         // time of the local copies of all steps, in picoseconds
 };
 
 // The shares of non-uniform segments. A step's share is the largest fraction of the longest part, before or after the
@@ -248,6 +255,7 @@ namespace {
 constexpr int64_t kUnlikeCounts[] = {2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32};
 constexpr int64_t kUnlikeBelowFraction = 50;
 
+// Returns the tensor dim that allows the most uniform segments, and their number, a power of two.
 Segments most_alike(const Plan& plan) {
   Segments most;
   for (int t = 0; t < plan.src.ndim(); ++t) {
@@ -259,10 +267,12 @@ Segments most_alike(const Plan& plan) {
   return most;
 }
 
+// Returns true if segments may be faster: at least two steps can overlap, and there are few enough ranks.
 bool may_have_segments(const Plan& plan) {
   return plan.steps.size() >= 2 && static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksInSegments;
 }
 
+// Replaces `best` by non-uniform segments that are faster.
 void try_unlike(const Plan& plan, const Pipeline& pipeline, TimedSegments& best) {
   const auto is_fast = [&](int64_t time) { return time < best.picoseconds - best.picoseconds / kUnlikeBelowFraction; };
   std::vector<int64_t> counts;  // counts that are fast enough if shares are equal

@@ -1,4 +1,4 @@
-// Costs of the worst rank in a step (bytes, messages), and the time predicted from them.
+// Costs of the worst rank in a step (bytes, messages), and the time predicted from them, in picoseconds.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,8 @@ Link link_of(const Step& step, const Topology& topology);
 // may do more (totals() in moves/traffic.h has the maxima), and times predicted from the result are estimates.
 StepCounts step_counts(const Step& step, Lowering lowering);
 
-// Returns predicted_picoseconds of cost/cost.h, plus the latency of the collectives of every further round.
+// Returns the predicted time of a step: that of one round (predicted_picoseconds in cost/cost.h), plus the latency of
+// the collectives of each further round.
 int64_t predicted_picoseconds(const Step& step, const StepCounts& counts, const Topology& topology);
 int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topology& topology);
 // Returns the predicted time of a plan: the sum over its steps, or with segments, the sum over pipeline stages
@@ -33,8 +34,9 @@ int64_t predicted_picoseconds(const Step& step, Lowering lowering, const Topolog
 // after the step.
 int64_t predicted_picoseconds(const Plan& plan);
 
-// Returns the segments with which a plan is predicted to be fastest. Returns one segment if that is as fast, or if the
-// meshes have more than kMaxRanksInSegments ranks, because adding up their loads takes long.
+// Returns the segments (moves/segments.h) with which a plan is predicted to be fastest. Returns one segment if that is
+// as fast, or if the meshes have more than kMaxRanksInSegments ranks, because adding up the bytes of all ranks takes
+// long.
 constexpr int64_t kMaxRanksInSegments = 4096;
 Segments best_segments(const Plan& plan);
 

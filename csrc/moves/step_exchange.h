@@ -1,4 +1,4 @@
-// The exchange of a step: the elements that each rank sends to each peer.
+// The exchange of a step: the elements that each rank sends to each peer (exchange/exchange.h).
 #pragma once
 
 #include <memory>
@@ -16,8 +16,8 @@ std::unique_ptr<const Exchange> exchange_of(const Step& step);
 // Returns the exchange of a step that leads to another mesh.
 GridExchange crossing_of(const Step& step);
 
-// Returns the exchange within the groups of a step on one mesh. For a reduction, it has the parts that ranks hold and
-// need.
+// Returns the exchange within the groups of a step on one mesh. For a reduction, it has the parts that ranks hold
+// before and need after. The step must outlive the exchange.
 MeshExchange mesh_exchange_of(const Step& step);
 
 }  // namespace shardwright

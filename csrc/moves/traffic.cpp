@@ -32,6 +32,7 @@ Traffic traffic_at(const Step& step, Lowering lowering, Rank rank) { return Traf
 
 namespace {
 
+// Returns the traffic `count` times.
 Traffic times(const Traffic& traffic, int64_t count) {
   return {traffic.received_bytes * count, traffic.sent_bytes * count, traffic.messages * count,
           traffic.sent_messages * count};
@@ -115,10 +116,12 @@ std::optional<Traffic> StepTraffic::at_most() const {
 
 namespace {
 
+// Returns the sum over all ranks of the elements that they hold.
 int64_t held_by_all(const Layout& layout) {
   return layout.num_elements() * (layout.mesh().size() / layout.mesh().group_size(layout.cut_dims()));
 }
 
+// Returns the bytes that all ranks together receive in a step, without visiting ranks; nullopt if there is no formula.
 std::optional<int64_t> received_by_all(const Step& step, Lowering lowering) {
   const int64_t item = step.before.dtype().size_bytes();
   const int64_t k = step.before.mesh().group_size(step.mesh_dims);
@@ -204,6 +207,7 @@ TrafficTotals totals_between_meshes(const Plan& plan) {
 
 }  // namespace
 
+// On one mesh, examines one rank of each class. If the classes are too many, computes the sum by a formula.
 TrafficTotals totals(const Plan& plan) {
   const bool has_crossing =
       std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) { return is_crossing(step.op); });

@@ -19,10 +19,10 @@ namespace shardwright {
 class StepTraffic {
  public:
   StepTraffic(const Step& step, Lowering lowering);
-  Traffic at(int64_t position) const;
-  // Splits the classes of ranks by everything that at() depends on.
+  Traffic at(int64_t position) const;  // in all rounds
+  // Splits the classes of ranks so that at() is the same for all ranks of a class.
   void split_classes(RankClasses& classes) const;
-  // Returns an upper bound for all ranks; nothing if parts are unequal.
+  // Returns an upper bound on at() of every rank; nullopt if none is known, as for unequal parts.
   std::optional<Traffic> at_most() const;
   const Step& step() const { return step_; }
 
@@ -36,8 +36,8 @@ class StepTraffic {
 class TrafficOfRanks {
  public:
   TrafficOfRanks(const Step& step, Lowering lowering);
-  Traffic at(Rank rank) const;
-  bool communicates() const;
+  Traffic at(Rank rank) const;  // zero for ranks that are not on the step's meshes
+  bool communicates() const;    // as communicates() below
 
  private:
   const Step& step_;
@@ -54,6 +54,8 @@ Traffic traffic_at(const Plan& plan, Rank rank);
 // already hold what they need.
 bool communicates(const Step& step);
 
+// The traffic of a step or a plan. `_max` is the count of the worst rank, `_sum` is over all ranks. The maxima may be
+// of different ranks.
 struct TrafficTotals {
   int64_t received_bytes_max = 0;
   int64_t received_bytes_sum = 0;
@@ -61,8 +63,8 @@ struct TrafficTotals {
   int64_t messages_max = 0;  // messages received
   int64_t sent_messages_max = 0;
   int64_t steps = 0;  // steps that communicate, each round counted; with segments, pipeline stages (moves/segments.h)
-  bool sum_is_exact = true;
-  bool maxima_are_exact = true;
+  bool sum_is_exact = true;      // false: the sum is an upper bound
+  bool maxima_are_exact = true;  // false: the maxima are lower bounds
 
   // The traffic of the worst rank in one step. Another rank may be the worst in another step or in the plan.
   struct OfStep {
@@ -89,8 +91,8 @@ TrafficTotals totals(const Plan& plan);
 // not hold. With P, each element takes at least (contributions - 1) + (destination replicas - 1) transfers over all
 // ranks, and bytes_max is the mean of that over ranks. For two meshes, see exchange/bounds.h.
 struct Bound {
-  int64_t bytes_max = 0;
-  int64_t bytes_sum = 0;
+  int64_t bytes_max = 0;  // by the worst rank
+  int64_t bytes_sum = 0;  // by all ranks
 };
 
 Bound lower_bound(const Layout& src, const Layout& dst);

@@ -40,6 +40,7 @@ int64_t sources(const Layout& src, const Layout& dst) {
   return std::max<int64_t>(sources, 1) * src.mesh().group_size(reduced);
 }
 
+// Returns Certificate::replicas_are_bitwise_equal.
 bool keeps_replicas_equal(const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (step.op != StepOp::kAllReduce && step.op != StepOp::kReduceScatter) continue;
@@ -49,6 +50,7 @@ bool keeps_replicas_equal(const Plan& plan) {
   return true;
 }
 
+// Returns true if some pending reduction of the source must be carried out.
 bool reduces(const Plan& plan) {
   const MeshDimSet kept = crosses(plan) ? MeshDimSet() : plan.dst.partial_dims();
   return !(plan.src.partial_dims() - kept).empty();
@@ -69,12 +71,14 @@ bool move_alike(const Plan& a, const Plan& b) {
          });
 }
 
+// The plan with the fewest bytes between the layouts of another plan.
 struct Leanest {
   Plan plan;
   TrafficTotals traffic;
 };
 
-// Returns the plan with the fewest bytes. A single move that meets the bound is that plan, so no search is needed.
+// Returns the plan whose worst rank receives the fewest bytes. `traffic_of_plan` and `bound` are those of `plan`. If a
+// single move meets the bound, it is that plan, and no search is needed.
 Leanest leanest_plan(const Plan& plan, const TrafficTotals& traffic_of_plan, const Bound& bound) {
   const auto traffic_of = [&](const Plan& other) { return move_alike(other, plan) ? traffic_of_plan : totals(other); };
   PlanOptions options{plan.lowering, Objective::kBytes, false, plan.topology};
@@ -93,7 +97,8 @@ Leanest leanest_plan(const Plan& plan, const TrafficTotals& traffic_of_plan, con
   return {std::move(leanest), traffic};
 }
 
-// Explains why more bytes than the bound are received, by the costs of the plan with the fewest bytes.
+// Returns a sentence on why the worst rank receives more than the bound: the plan with the fewest bytes has other
+// costs, or receives no less.
 std::string about_bytes(const Plan& plan, const Certificate& certificate) {
   const auto [leanest, theirs] = leanest_plan(plan, certificate.traffic, certificate.received);
   const TrafficTotals& ours = certificate.traffic;

@@ -1,5 +1,5 @@
-// Certificates show how good a plan is: its costs next to lower bounds for any plan, and the reasons why a bound is not
-// met.
+// Certificates show how good a plan is: its costs next to lower bounds on the costs of any plan between the same
+// layouts, and the reasons why a bound is not met. Fields `least_...` are these lower bounds.
 #pragma once
 
 #include <cstdint>
@@ -16,21 +16,21 @@ namespace shardwright {
 
 struct Certificate {
   TrafficTotals traffic;
-  int64_t peak_bytes = 0;
+  int64_t peak_bytes = 0;     // the most memory that a rank's program allocates: result and temporaries
   bool peak_is_exact = true;  // if false, some rank may allocate more
-  int64_t predicted_ps = 0;
+  int64_t predicted_ps = 0;   // predicted time of the plan, in picoseconds
   // True if all replicas of a reduced element hold the same bits: it is reduced in one group and then distributed, or
   // reduced in the same order everywhere. Elements that are not reduced cannot differ.
   bool replicas_are_bitwise_equal = true;
 
-  Bound received;                // bytes
+  Bound received;                // lower bounds on received bytes
   int64_t least_sent_bytes = 0;  // by the worst rank: an even share of all bytes that must be sent
   int64_t least_messages = 0;    // each message at most doubles the number of ranks whose data a rank has
   int64_t least_steps = 0;       // steps that communicate
   int64_t least_peak_bytes = 0;  // the size of the destination; 0 if it is the source itself
   int64_t least_ps = 0;          // with the plan's topology
 
-  // Set for plans between two meshes. Then least_sent_bytes is its any_sent_bytes_max.
+  // Bounds for plans between two meshes; not set on one mesh. If set, least_sent_bytes is its any_sent_bytes_max.
   std::optional<ExchangeBound> crossing;
 };
 
@@ -40,11 +40,12 @@ struct BoundedValue {
   int64_t value;
   int64_t bound;
 };
+// Returns all costs of a certificate that have a bound, in the order of the JSON.
 std::vector<BoundedValue> bounded_values(const Certificate& certificate);
 
 // Certifies a plan. `peak_bytes` is the peak memory of the worst rank's program (planning/memory_limit.h).
 Certificate certify(const Plan& plan, const PeakBytes& peak_bytes);
-// Does the same with totals and bound that are already computed.
+// Certifies a plan whose `traffic`, totals(plan), and `received`, the lower_bound() of its layouts, are already known.
 Certificate certify(const Plan& plan, const TrafficTotals& traffic, const Bound& received, const PeakBytes& peak_bytes);
 
 // Returns a sentence for each bound that is not met, and for each property that the plan cannot guarantee. Searches for

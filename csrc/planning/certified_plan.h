@@ -23,8 +23,8 @@ class CertifiedPlan {
 
   const Plan& plan() const { return plan_; }
   const TrafficTotals& traffic() const;
-  const Bound& bound() const;
-  int64_t peak_bytes() const;
+  const Bound& bound() const;  // on received bytes
+  int64_t peak_bytes() const;  // of the worst rank's program
   const Certificate& certificate() const;
   const std::vector<std::string>& remarks() const;
   std::string text() const;  // the plan as text (moves/describe.h)

@@ -8,8 +8,10 @@
 namespace shardwright {
 namespace {
 
+// A hash of a sequence of values.
 class Hash {
  public:
+  // Each with() adds a value to the sequence.
   Hash& with(uint64_t value) {
     hash_ = (hash_ ^ value) * 0x9E3779B97F4A7C15u;
     hash_ ^= hash_ >> 32;
@@ -44,6 +46,7 @@ class Hash {
 // Returns true if both are null or point to equal pins.
 bool equal_pins(const PinsPtr& a, const PinsPtr& b) { return a == b || (a && b && *a == *b); }
 
+// Returns null instead of an empty set of pins, so that contexts without pins compare equal.
 PinsPtr null_if_empty(PinsPtr pins) { return pins && pins->size() > 0 ? std::move(pins) : nullptr; }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The planning context: everything that a plan depends on besides its two layouts.
+// The planning context: everything that a plan depends on besides its two layouts. A *pinned* plan is prescribed by the
+// user for two layouts and a lowering.
 //
 // Every function that plans takes a context, and none of them reads a table, a pin or an environment variable itself.
 // So a plan cached under its layouts and context is the plan that planning again would produce, on every rank, at any
@@ -44,6 +45,7 @@ class Pins {
   size_t hash() const { return hash_; }
 
  private:
+  // The key of a pin.
   struct Ends {
     Layout src;
     Layout dst;
@@ -55,7 +57,7 @@ class Pins {
   };
   struct Pinned {
     CertifiedPlanPtr plan;
-    std::string bytes;
+    std::string bytes;  // of the plan (planning/serialize.h), to compare and hash it
   };
 
   std::unordered_map<Ends, Pinned, HashOfEnds> plans_;
@@ -77,6 +79,7 @@ class PlanningContext : public std::enable_shared_from_this<PlanningContext> {
   const PlanOptions& options() const { return options_; }
   const Lowering& lowering() const { return options_.lowering; }
   const Topology& topology() const { return *options_.topology; }
+  // Returns the maximum number of bytes that a rank may allocate, if there is a limit (planning/memory_limit.h).
   std::optional<int64_t> memory_limit() const { return memory_limit_; }
 
   // Returns the plan that is pinned for these layouts, or null. It takes precedence over the search, whatever the
@@ -105,7 +108,7 @@ struct PlanningTables {
   PinsPtr pins;                                                          // null if there are none
   std::map<std::string, Topology, std::less<>> topologies;               // measured, by the name of a lowering
   std::optional<Topology> environment;                                   // set by the environment variable
-  std::map<std::pair<std::string, std::string>, GemmModel> gemm_models;  // by device type and dtype
+  std::map<std::pair<std::string, std::string>, GemmModel> gemm_models;  // measured, by device type and dtype
 
   bool operator==(const PlanningTables& other) const;
   size_t hash() const;
@@ -114,8 +117,8 @@ struct PlanningTables {
   std::vector<std::pair<std::string, std::string>> summary() const;
 };
 
-// Returns the first of these topologies that is set: `asked`, the source mesh's, the destination mesh's, the measured
-// one of the lowering, the environment's, the lowering's default.
+// Returns the topology for a plan, the first of these that is set: `asked`, that of the source mesh, that of the
+// destination mesh, the measured topology of the lowering, that of the environment, the default of the lowering.
 Topology topology_between(const Layout& src, const Layout& dst, const Lowering& lowering,
                           const std::optional<Topology>& asked, const PlanningTables& tables);
 

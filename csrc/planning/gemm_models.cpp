@@ -6,6 +6,7 @@ namespace shardwright {
 
 std::optional<GemmModel> measured_gemm_model(const PlanningTables& tables, const std::string& device_type,
                                              const DType& dtype) {
+  // The dtype itself, then the dtypes whose models are scaled, first choice first.
   const DType like[] = {dtype, DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat64};
   for (const DType& one : like) {
     const auto found = tables.gemm_models.find({device_type, one.name()});

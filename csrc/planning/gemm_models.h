@@ -1,4 +1,4 @@
-// Predicted times of matrix products on a type of device, from the process-wide tables.
+// Models that predict the time of matrix products on a type of device ("cuda", "cpu"), from the process-wide tables.
 #pragma once
 
 #include <optional>
@@ -8,12 +8,12 @@
 
 namespace shardwright {
 
-// Returns the model measured on such a device with this dtype, or else with another dtype: models are in terms of
-// 16-bit operands and are scaled to others. Returns nothing if no products were measured on such a device.
+// Returns the model that was measured on this type of device with this dtype, or else with another dtype: models are in
+// terms of 16-bit operands and are scaled to others. Returns nullopt if no products were measured on such a device.
 std::optional<GemmModel> measured_gemm_model(const PlanningTables& tables, const std::string& device_type,
                                              const DType& dtype);
 
-// Returns the measured model, or else the default for the device.
+// Returns the measured model, or else the default for the type of device.
 GemmModel gemm_model_on(const PlanningTables& tables, const std::string& device_type, const DType& dtype);
 
 }  // namespace shardwright

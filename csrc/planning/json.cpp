@@ -25,6 +25,7 @@ std::string quoted(const std::string& text) {
 
 namespace {
 
+// The functions below return pieces of JSON. `value` and `fields` are JSON already; names are quoted here.
 std::string field(const std::string& name, const std::string& value) { return quoted(name) + ": " + value; }
 std::string field(const std::string& name, int64_t value) { return field(name, std::to_string(value)); }
 std::string flag(const std::string& name, bool value) { return field(name, value ? "true" : "false"); }
@@ -32,7 +33,7 @@ std::string flag(const std::string& name, bool value) { return field(name, value
 std::string object(const std::vector<std::string>& fields) { return "{" + join(fields) + "}"; }
 std::string list(const std::vector<std::string>& items) { return "[" + join(items) + "]"; }
 
-// Returns the items between `open` and `close`, one per line.
+// Returns the items between `open` and `close`, one per line, indented by two more spaces than `indent`.
 std::string spread(const char* open, const std::vector<std::string>& items, const std::string& indent,
                    const char* close) {
   if (items.empty()) return concat(open, close);
@@ -40,6 +41,7 @@ std::string spread(const char* open, const std::vector<std::string>& items, cons
   return concat(open, "\n", indent, "  ", join(items, between.c_str()), "\n", indent, close);
 }
 
+// Returns the names of some mesh dims as a list.
 std::string mesh_dim_names(const Mesh& mesh, MeshDimSet mesh_dims) {
   std::vector<std::string> names;
   for (const int d : mesh_dims.to_vector()) names.push_back(quoted(mesh.dim_names()[d]));
@@ -87,6 +89,7 @@ std::string json(const Topology& topology, const std::string& indent) {
                 indent, "}");
 }
 
+// Returns the fields of a step's traffic.
 std::vector<std::string> traffic_fields(const TrafficTotals& t) {
   return {field("wire_bytes_max", t.received_bytes_max), field("wire_bytes_sum", t.received_bytes_sum),
           field("send_bytes_max", t.sent_bytes_max), field("messages_max", t.messages_max),

@@ -9,8 +9,9 @@
 
 namespace shardwright {
 
-constexpr int kJsonVersion = 5;
+constexpr int kJsonVersion = 5;  // of the format of plans
 
+// `certificate` and `remarks` are those of the plan (planning/certificate.h).
 std::string to_json(const Plan& plan, const Certificate& certificate, const std::vector<std::string>& remarks);
 std::string to_json(const Topology& topology);
 

@@ -24,7 +24,8 @@ bool gathers_in_place(const Layout& before) {
          });
 }
 
-// Returns an upper bound on the staging bytes of a step, in addition to the parts held before and after it.
+// Returns an upper bound on the bytes that a rank allocates in a step besides the parts before and after it: staging
+// buffers for messages and contributions.
 int64_t max_staging_bytes(const Step& step, const Lowering& lowering) {
   if (is_local(step.op)) return 0;
   const bool reduces = step.op == StepOp::kAllReduce || step.op == StepOp::kReduceScatter;
@@ -63,10 +64,12 @@ int64_t peak_at_most(const Plan& plan) {
 // Number of classes of ranks that are examined without a limit; with a limit it is kMaxRanksWalked.
 constexpr int64_t kMaxRanksCounted = 64;
 
+// Returns the peak memory of the worst rank examined, by step. Examines fewer ranks without a limit.
 std::vector<int64_t> peaks_by_step(const Plan& plan, bool has_limit) {
   return ProgramMemory(plan).worst_peak_bytes_by_step(has_limit ? kMaxRanksWalked : kMaxRanksCounted).bytes;
 }
 
+// Returns the largest peak, 0 if there are no steps.
 int64_t largest(const std::vector<int64_t>& peaks) {
   return peaks.empty() ? 0 : *std::max_element(peaks.begin(), peaks.end());
 }
@@ -77,10 +80,11 @@ constexpr int64_t kMostRounds = 256;
 // Splits steps into as many rounds as the limit requires. Returns the plan and its peak, which is above the limit if no
 // number of rounds suffices. The peak of a step depends only on its own rounds, so all steps are tried at once.
 std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool has_limit) {
+  // The number of rounds of a step with the lowest peak so far.
   struct Best {
     int64_t peak = std::numeric_limits<int64_t>::max();
     int64_t rounds = 1;
-    bool is_final = false;
+    bool is_final = false;  // no more rounds are tried
   };
   std::vector<Best> best(plan.steps.size());
   std::vector<int64_t> previous(plan.steps.size(), std::numeric_limits<int64_t>::max());
@@ -104,12 +108,14 @@ std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool has_limit) {
   return {std::move(plan), peak};
 }
 
+// The cost by which plans within the limit are compared.
 struct Ranking {
-  int64_t first;
+  int64_t first;  // picoseconds or received bytes, by the objective
   int64_t steps;
   auto operator<=>(const Ranking&) const = default;
 };
 
+// Returns the cost of a plan by its objective.
 Ranking ranking_of(const Plan& plan) {
   const TrafficTotals traffic = totals(plan);
   return {plan.objective == Objective::kTime ? predicted_picoseconds(plan) : traffic.received_bytes_max, traffic.steps};
@@ -124,6 +130,7 @@ PeakBytes worst_peak_bytes(const Plan& plan) {
 
 int64_t peak_bytes(const Plan& plan) { return worst_peak_bytes(plan).bytes; }
 
+// First makes the plan without a limit. If it needs too much memory, tries other plans in rounds (see below).
 Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& options,
                       std::optional<int64_t> memory_limit) {
   check_argument(!memory_limit || *memory_limit >= 0, "memory_limit", "at least 0 bytes", memory_limit.value_or(0));
@@ -156,8 +163,8 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
       }
     }
   }
-  std::optional<std::pair<Ranking, Plan>> best;
-  std::optional<std::pair<int64_t, Plan>> smallest;
+  std::optional<std::pair<Ranking, Plan>> best;      // the cheapest plan within the limit
+  std::optional<std::pair<int64_t, Plan>> smallest;  // the plan with the lowest peak
   for (Plan& candidate : candidates) {
     auto [plan, peak] = in_rounds(std::move(candidate), limit, has_limit);
     if (!smallest || peak < smallest->first) smallest = {peak, plan};

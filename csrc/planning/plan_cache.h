@@ -36,7 +36,7 @@ class PlanCache {
   // does, and then caches nothing.
   CertifiedPlanPtr get(const PlanRequest& request);
 
-  using Counts = Plans::Counts;
+  using Counts = Plans::Counts;  // hits, misses and number of cached plans
   Counts counts() const { return plans_.counts(); }
   void reset_counts() { plans_.reset_counts(); }
   void clear() { plans_.clear(); }

@@ -28,6 +28,7 @@ auto fields_of_model(ModelLike& m) {
                     &m.launch_ps,      &m.memory_ps_per_kib, &m.contention_percent, &m.chunk_ps};
 }
 
+// Writes all fields of a placement, whatever its kind is; the rule only if it is neither chunks nor strided.
 void write_placement(Writer& out, const Placement& placement) {
   out.enumerator(placement.kind);
   out.integer(placement.dim);
@@ -41,7 +42,7 @@ void write_placement(Writer& out, const Placement& placement) {
   }
 }
 
-// Fields that do not belong to the placement's kind are ignored.
+// Reads a placement. Fields that do not belong to its kind are ignored.
 Placement read_placement(Reader& in) {
   const auto kind = in.enumerator(PlacementKind::kShardByRule);
   const int64_t dim = in.integer();
@@ -78,6 +79,7 @@ void write_placements(Writer& out, const Layout& layout) {
   }
 }
 
+// Reads what write_placements() writes, and returns the layout with this mesh, shape (before flattening) and dtype.
 Layout read_placements(Reader& in, const MeshPtr& mesh, const std::vector<int64_t>& shape, const DType& dtype) {
   const int64_t flattened = in.integer(1, std::max<int64_t>(static_cast<int64_t>(shape.size()), 1));
   std::vector<Placement> placements(mesh->ndim());
@@ -130,6 +132,7 @@ void write(Writer& out, const Mesh& mesh) {
   out.integers(mesh.ranks_are_positions() ? std::vector<int64_t>{} : numbers(mesh.ranks()));
 }
 
+// The topology of a mesh is not written: a plan has its own.
 MeshPtr read_mesh(Reader& in) {
   std::vector<std::string> names = in.list([&] { return in.text(); });
   std::vector<int64_t> sizes = in.integers();
@@ -194,6 +197,8 @@ Layout read_layout(Reader& in, const MeshPtr& mesh) {
   return read_placements(in, mesh, shape, DType::parse(in.text()));
 }
 
+// Writes the source mesh first, then the number of crossings. If there are any, the meshes of relays, the destination
+// mesh, and the mesh that the last crossing leads to, if it is another one, follow.
 void write(Writer& out, const Plan& plan) {
   write(out, plan.src.mesh());
   const std::vector<MeshPtr> relays = meshes_of_relays(plan);
@@ -219,7 +224,7 @@ void write(Writer& out, const Plan& plan) {
 Plan read_plan(Reader& in) {
   const MeshPtr mesh = read_mesh(in);
   const auto crossings = in.integer(0, static_cast<int64_t>(kMaxSteps));
-  std::vector<MeshPtr> reached;  // the destination mesh of each crossing
+  std::vector<MeshPtr> reached;  // the mesh that each crossing leads to
   while (std::ssize(reached) + 1 < crossings) reached.push_back(read_mesh(in));
   const MeshPtr destination = crossings > 0 ? read_mesh(in) : mesh;
   reached.push_back(crossings > 0 && in.boolean() ? read_mesh(in) : destination);

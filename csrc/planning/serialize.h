@@ -1,4 +1,5 @@
-// Plans and their parts in the wire format (support/wire_format.h).
+// Plans and their parts in the wire format (support/wire_format.h). Readers read the fields in the order in which
+// writers write them.
 //
 // A layout is written without its mesh. The plan or problem that contains the layout writes the mesh once.
 #pragma once

@@ -16,6 +16,7 @@
 namespace shardwright {
 namespace {
 
+// Returns true if every rank holds the same elements in the same order in both layouts, which are on one mesh.
 bool holds_the_same_parts(const Layout& a, const Layout& b) {
   if (a.flattened() != b.flattened()) return false;
   if (same_parts(a, b)) return true;
@@ -29,8 +30,8 @@ bool same_pending_reductions(const Layout& a, const Layout& b) {
   return std::all_of(both.begin(), both.end(), [&](int d) { return a.placements()[d] == b.placements()[d]; });
 }
 
-// Returns the mesh dims that become partial and require other values: all but P(avg), P(min) and P(max), for which
-// every rank may contribute the same value.
+// Returns the mesh dims that become partial and for which ranks must contribute other values than the replicated one:
+// all except P(avg), P(min) and P(max).
 MeshDimSet dims_to_scale(const Layout& before, const Layout& after) {
   MeshDimSet dims;
   for (const int d : (after.partial_dims() - before.partial_dims()).to_vector()) {
@@ -40,8 +41,8 @@ MeshDimSet dims_to_scale(const Layout& before, const Layout& after) {
   return dims;
 }
 
-// Returns true if `after` follows from `before` by partitioning only the `scaled` mesh dims. R may also become P(avg),
-// P(min) or P(max), which do not change values.
+// Returns true if `after` has the same parts as `before`, and the `scaled` mesh dims are P(sum) or P(norm) instead of
+// R. On other mesh dims, R may become P(avg), P(min) or P(max), which do not change values.
 bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
   for (const int d : scaled.to_vector()) {
     const ReduceOp op = after.placements()[d].op;
@@ -51,7 +52,7 @@ bool partitions(const Layout& before, const Layout& after, MeshDimSet scaled) {
          (before.partial_dims() - after.partial_dims()).empty() && dims_to_scale(before, after) == scaled;
 }
 
-// Returns true if the filled mesh dims are the innermost cuts before the step and P(sum) after it.
+// Returns true if a step is a valid zero_fill: its mesh dims are the innermost cuts before it and P(sum) after it.
 bool fills(const Step& step) {
   const Layout& before = step.before;
   const Layout& after = step.after;
@@ -75,7 +76,7 @@ bool fills(const Step& step) {
   return true;
 }
 
-// Returns true if a step reduces and does not change any cut that is not a partition.
+// Returns true if a step is a reduction that keeps all cuts and at most adds partitions after them.
 bool reduces_parts(const Step& step) {
   if (step.op != StepOp::kAllReduce && step.op != StepOp::kReduceScatter) return false;
   if (step.before.flattened() != step.after.flattened()) return false;
@@ -90,7 +91,7 @@ bool reduces_parts(const Step& step) {
   return true;
 }
 
-// Returns true if a step is a slice and each rank already has all that it needs.
+// Returns true if a step is a slice and each rank already holds all elements of its part after.
 bool keeps_what_is_needed(const Step& step) {
   if (step.op != StepOp::kSlice || step.before.flattened() != step.after.flattened()) return false;
   if (!(step.before.partial_dims() == step.after.partial_dims()) || !same_pending_reductions(step.before, step.after))
@@ -98,7 +99,7 @@ bool keeps_what_is_needed(const Step& step) {
   return !IndexedExchange(step.before, step.after, ReplicaPolicy::kWholeMessages).communicates();
 }
 
-// Returns true if an exchange has the name of the equivalent native collective, if there is one.
+// Returns true if the op of a step is the name that named_by_collective (moves/move.h) gives to its exchange.
 bool is_named_by_collective(const Step& step) {
   Step exchange = step;
   exchange.op = StepOp::kExchange;
@@ -108,10 +109,10 @@ bool is_named_by_collective(const Step& step) {
 
 constexpr int64_t kMaxPairs = int64_t{1} << 22;
 
-// Returns true if the ranks that differ only in some mesh dims together hold what each of them needs. Both layouts must
-// be partitions of one shape. Then different mesh dims cut different tensor dims, so it is enough to check each tensor
-// dim alone, and parts that differ in the mesh dims that cut it are disjoint. Returns false for more than kMaxPairs
-// pairs.
+// Returns true if each group over `mesh_dims` together holds, before, all elements that its members need after. Both
+// layouts must be partitions of one shape. Then different mesh dims cut different tensor dims, so it is enough to check
+// each tensor dim alone, and parts that differ in the mesh dims that cut it are disjoint. Returns false for more than
+// kMaxPairs pairs of ranks.
 bool hold_together_what_they_need(const Layout& before, const Layout& after, MeshDimSet mesh_dims) {
   const Mesh& mesh = before.mesh();
   for (int t = 0; t < before.ndim(); ++t) {
@@ -134,8 +135,8 @@ bool hold_together_what_they_need(const Layout& before, const Layout& after, Mes
   return true;
 }
 
-// Checks a move by the parts of its layouts. moves_as_named derives the mesh dims to span from the placements; a plan's
-// steps may have other placements with the same parts, for which it finds too many.
+// Checks a slice or an exchange by the parts of its layouts. moves_as_named() derives the mesh dims to span from the
+// placements. A plan's steps may have other placements with the same parts, for which it finds too many mesh dims.
 bool moves_parts(const Step& step) {
   const bool is_local = step.op == StepOp::kSlice;
   const bool pends =
@@ -146,6 +147,7 @@ bool moves_parts(const Step& step) {
   return is_named_by_collective(step);
 }
 
+// Returns true if move_between() the layouts finds this step, or an exchange over some of its mesh dims.
 bool moves_as_named(const Step& step) {
   const std::optional<Step> found = move_between(step.before, step.after);
   if (!found || !same_pending_reductions(step.before, step.after)) return false;
@@ -156,11 +158,13 @@ bool moves_as_named(const Step& step) {
   return is_named_by_collective(step);
 }
 
+// Returns true if a step on one mesh, other than a partition, zero_fill or rearrangement, is valid.
 bool moves(const Step& step) {
   if (needs_rearrangement(step.before, step.after) && !reduces_parts(step)) return keeps_what_is_needed(step);
   return moves_as_named(step) || moves_parts(step);
 }
 
+// Returns true if the fields of a kCross step are valid.
 bool crosses(const Step& step) {
   const bool pends = !step.before.partial_dims().empty() || !step.after.partial_dims().empty();
   return !(step.before.mesh() == step.after.mesh()) && !pends && step.mesh_dims.empty() && !step.ordered &&
@@ -168,6 +172,7 @@ bool crosses(const Step& step) {
          (step.policy == ReplicaPolicy::kNodeLocal) == (step.ranks_per_node > 0);
 }
 
+// Returns true if the fields of a kRearrange step are valid. On one mesh, pending reductions must stay.
 bool rearranges(const Step& step) {
   const MeshDimSet kept = step.before.mesh() == step.after.mesh() ? step.before.partial_dims() : MeshDimSet();
   return step.before.partial_dims() == kept && step.after.partial_dims() == kept &&
@@ -175,6 +180,7 @@ bool rearranges(const Step& step) {
          !step.ordered && step.policy != ReplicaPolicy::kAligned && step.policy != ReplicaPolicy::kNodeLocal;
 }
 
+// Returns true if a single move of the step's kind leads from its layout before to its layout after.
 bool is_valid_move(const Step& step, Lowering lowering) {
   if (step.op == StepOp::kRearrange) return rearranges(step);
   if (step.op == StepOp::kCross) return crosses(step);
@@ -243,6 +249,7 @@ void check_meshes(const Plan& plan) {
 
 }  // namespace
 
+// Follows the layout of the tensor from step to step.
 void check_steps(const Plan& plan) {
   check_meshes(plan);
   const Layout* at = &plan.src;

@@ -1,5 +1,5 @@
-// Checks plans that were not made by this process: their steps must lead from source to destination, and each step must
-// be a valid move of its kind.
+// Checks plans that come from other processes or files: their steps must lead from source to destination, and each step
+// must be a valid move of its kind (StepOp in moves/step.h).
 #pragma once
 
 #include "moves/plan.h"

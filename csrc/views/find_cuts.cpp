@@ -12,11 +12,13 @@ namespace {
 
 constexpr size_t kMaxMeshDims = 6;  // maximum number of mesh dims that cut one dim: all their orders are tried
 
+// Returns the number of elements of the dims from `begin` on.
 int64_t elements_of(const std::vector<int64_t>& dims, size_t begin) {
   return std::accumulate(dims.begin() + static_cast<int64_t>(begin), dims.end(), int64_t{1}, std::multiplies<>());
 }
 
-// Returns the row-major indices into two dims: rows [1, 3) and columns [0, 2) of 4 are [4, 6) and [8, 10).
+// Returns the row-major indices into two dims, rows and columns. `inner` are the columns, of which there are `size` in
+// a row: rows [1, 3) and columns [0, 2) of 4 are [4, 6) and [8, 10).
 IntervalList product_of(const IntervalList& rows, const IntervalList& inner, int64_t size) {
   IntervalList out;
   const bool has_whole_rows = inner.size() == 1 && inner.front() == Interval{0, size};
@@ -38,6 +40,7 @@ class Rows {
  public:
   IntervalList rows, inner;
 
+  // Reads the list row by row. Consecutive full rows are added at once.
   static std::optional<Rows> of(const IntervalList& list, int64_t size) {
     Rows all;
     for (Interval left : list) {
@@ -61,11 +64,13 @@ class Rows {
   }
 
  private:
+  // Adds rows with these columns. Returns false if earlier rows have other columns.
   bool add(Interval some, const IntervalList& elements) {
     if (rows.empty()) inner = elements;
     append(rows, some);
     return inner == elements;
   }
+  // Adds the current row, if any, and ends it. Returns false if earlier rows have other columns.
   bool close() {
     if (row_ < 0) return true;
     const bool is_like_others = add({row_, row_ + 1}, in_row_);
@@ -80,6 +85,8 @@ class Rows {
 
 using Parts = std::vector<IntervalList>;  // one per dim
 
+// Returns the part of each dim whose product is `list`, indices into the flattened dims; nullopt if there is no such
+// product.
 std::optional<Parts> parts_of(IntervalList list, const std::vector<int64_t>& dims) {
   Parts parts;
   for (size_t j = 0; j + 1 < dims.size(); ++j) {
@@ -124,9 +131,10 @@ struct OfOneDim {
   // Returns cuts by the mesh dims in this order that make these lists, or nullopt. Each mesh dim must cut all parts of
   // the cuts before it by the same rule.
   std::optional<std::vector<Cut>> cuts_in(const std::vector<int>& order) const {
+    // A part that the cuts so far make.
     struct Parent {
       IntervalList list;
-      std::vector<size_t> members;  // indices of positions
+      std::vector<size_t> members;  // indices into `positions` of the ranks whose lists are within the part
     };
     std::vector<Parent> parents(1);
     append(parents[0].list, {0, size});
@@ -174,8 +182,10 @@ class Fit {
   Fit(const Holdings& held, const std::vector<int64_t>& dims, std::vector<std::optional<Parts>> parts)
       : held_(held), dims_(dims), parts_(std::move(parts)), cut_of_(held.mesh_dims.size(), kFree) {}
 
+  // First finds the dim that each mesh dim must cut: the dim whose part depends on the mesh dim. Then tries all ways to
+  // assign the mesh dims that no part depends on.
   std::variant<std::vector<std::vector<Cut>>, NoFit> run() {
-    NoFit torn;
+    NoFit torn;  // the mesh dims that several dims depend on
     for (size_t x = 0; x < cut_of_.size(); ++x) {
       const std::vector<size_t> depending = dims_that_depend_on(held_.mesh_dims[x]);
       const std::string& name = held_.mesh.dim_names()[static_cast<size_t>(held_.mesh_dims[x])];
@@ -214,6 +224,8 @@ class Fit {
     }
   }
 
+  // Returns the dims whose parts differ between ranks that differ only in this mesh dim. Ranks without elements do not
+  // count.
   std::vector<size_t> dims_that_depend_on(int mesh_dim) const {
     std::vector<size_t> depending;
     for (size_t j = 0; j < dims_.size(); ++j) {
@@ -226,6 +238,7 @@ class Fit {
     return depending;
   }
 
+  // Returns true if ranks that differ only in this mesh dim hold the same elements.
   bool is_same_at_all(int mesh_dim) const {
     bool is_same = true;
     for_each_neighbors(
@@ -250,6 +263,7 @@ class Fit {
     return false;
   }
 
+  // Finds cuts of each dim by the mesh dims assigned to it, in any order. Returns false if there are none.
   bool fit(std::vector<std::vector<Cut>>& cuts) const {
     cuts.clear();
     for (size_t j = 0; j < dims_.size(); ++j) {
@@ -269,6 +283,7 @@ class Fit {
     return make_what_is_held(cuts);
   }
 
+  // Returns the part of dim j at each combination of coordinates on these mesh dims.
   OfOneDim of_dim(size_t j, const std::vector<int>& mesh_dims) const {
     OfOneDim one{held_.mesh, dims_[j], positions_along(held_.mesh, mesh_dims), {}};
     one.lists.resize(one.positions.size());
@@ -304,6 +319,7 @@ class Fit {
   std::vector<int> cut_of_;                  // by index into held_.mesh_dims: the dim it cuts, kFree or kNothing
 };
 
+// Returns the first intervals of a list as text: "0-2+6-8+...".
 std::string shown(const IntervalList& list) {
   constexpr size_t kMaxShown = 4;
   std::vector<std::string> texts;

@@ -1,7 +1,7 @@
-// Finds cuts of given dims that give every rank exactly the elements that it holds.
+// Finds cuts of given dims that give every rank exactly the elements that it already holds.
 //
-// This is the general way to find the layout of a view. It compares the elements at each combination of coordinates, so
-// cuts may be uneven and of different rules.
+// This is the general way to find the layout of a view (views/view.h): for one group of dims, and for uneven cuts of
+// any rules. It compares the elements of the ranks at each combination of coordinates.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,8 @@ struct Holdings {
 
 constexpr int64_t kMaxIntervalsCompared = int64_t{1} << 22;  // limit for all lists of Holdings together
 
-// Returns the holdings of `dims` with these cuts, or nullopt if they take more than kMaxIntervalsCompared intervals.
+// Returns the holdings of a group with these sizes of dims and these cuts of each dim, or nullopt if they take more
+// than kMaxIntervalsCompared intervals.
 std::optional<Holdings> holdings_of(const Mesh& mesh, const std::vector<int64_t>& dims,
                                     const std::vector<std::vector<Cut>>& cuts);
 

@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kMaxTried = 4096;  // maximum number of split factors, and of divisors of a chunk, that are tried
 
+// Returns true if the rule divides a list of n elements into exactly these parts.
 bool divides_so(const CutRule& rule, const Division& division) {
   const auto k = static_cast<int64_t>(division.parts.size());
   if (!rule.why_not(division.n, k).empty()) return false;
@@ -19,9 +20,13 @@ bool divides_so(const CutRule& rule, const Division& division) {
   return true;
 }
 
+// Returns true if the rule makes all of these divisions.
 bool divides_all_so(const CutRule& rule, const std::vector<Division>& divisions) {
   return std::all_of(divisions.begin(), divisions.end(), [&](const Division& one) { return divides_so(rule, one); });
 }
+
+// The functions below return candidate rules, derived from the division of the longest list (`largest`). Candidates
+// need not make the other divisions: matching_rule() checks that.
 
 // Returns the strided cuts that fit coordinate 0. It gets the beginning of each piece, so its second interval begins
 // with the second piece.
@@ -68,6 +73,7 @@ std::vector<CutRule> cuts_in_blocks(const Division& largest) {
   return rules;
 }
 
+// Returns the rule that gives everything to one coordinate, if a coordinate has everything.
 std::vector<CutRule> owned_cuts(const Division& largest) {
   for (size_t c = 0; c < largest.parts.size(); ++c) {
     if (length(largest.parts[c]) == largest.n) return {CutRule::owned(static_cast<int64_t>(c))};
@@ -75,13 +81,14 @@ std::vector<CutRule> owned_cuts(const Division& largest) {
   return {};
 }
 
+// Returns the rule with blocks as long as the first interval of coordinate 0.
 std::vector<CutRule> cyclic_cuts(const Division& largest) {
   const IntervalList& first = largest.parts[0];
   if (first.empty() || first[0].end > CutRule::kMaxBlock) return {};
   return {CutRule::cyclic(first[0].end - first[0].begin)};
 }
 
-// True if the parts together have every position.
+// Returns true if the parts together have every position, and few enough intervals for a rule of pieces.
 bool covers(const Division& division) {
   std::vector<Interval> all;
   for (const IntervalList& part : division.parts) all.insert(all.end(), part.begin(), part.end());
@@ -94,12 +101,14 @@ bool covers(const Division& division) {
   return covered == division.n;
 }
 
+// Returns the rule with the lengths of the parts.
 std::vector<CutRule> ragged_cuts(const Division& largest) {
   std::vector<int64_t> sizes;
   for (const IntervalList& part : largest.parts) sizes.push_back(length(part));
   return {CutRule::ragged(sizes)};
 }
 
+// Returns the rule with the intervals of the parts, if these contain every position.
 std::vector<CutRule> pieces(const Division& largest) {
   if (!covers(largest)) return {};
   std::vector<std::vector<Interval>> lists;

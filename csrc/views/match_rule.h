@@ -1,4 +1,4 @@
-// Finds the rule that divides lists into given parts.
+// Finds the cut rule (layout/cut_rule.h) that divides lists into given parts.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ struct Division {
   std::vector<IntervalList> parts;  // the local positions that each coordinate gets
 };
 
-// Returns a rule that makes all of these divisions, or nullopt if there is none. Tries chunks first, then strided cuts,
-// because DTensor has both. Tries pieces last.
+// Returns one rule that makes all of these divisions, or nullopt if none of the candidates does. The divisions have
+// equally many parts. Tries chunks first, then strided cuts, because DTensor has both. Tries pieces last.
 std::optional<CutRule> matching_rule(const std::vector<Division>& divisions);
 
 }  // namespace shardwright

@@ -22,11 +22,14 @@ struct Wanted {
   int flattened;
   ViewsFor views_for;
 
+  // Returns the destination with these cuts, by tensor dim. Pending reductions stay.
   Layout with(const Cuts& cuts) const { return layout.with(cuts, layout.placements()); }
+  // Returns the view of a destination, or nullopt if the destination is not possible or has no allowed view.
   std::optional<Layout> view_after(const Layout& dst) const;
 };
 
-// Returns true if the rule of every cut allows the length of its list, which changes if other cuts are removed.
+// Returns true if the rule of every cut can cut a list of the length that the cuts before it leave. Checks a tensor dim
+// up to its first uneven cut.
 bool is_possible(const Layout& layout) {
   for (int t = 0; t < layout.ndim(); ++t) {
     int64_t n = layout.shape()[static_cast<size_t>(t)];
@@ -76,7 +79,7 @@ std::vector<Layout> destinations(const Wanted& wanted, MeshDimSet mesh_dims) {
 }
 
 struct Candidate {
-  Layout layout;
+  Layout layout;     // a destination
   int64_t least_ps;  // lower bound on the time of any plan to the layout
 };
 
@@ -97,7 +100,7 @@ std::vector<Candidate> candidates(const Wanted& wanted, MeshDimSet mesh_dims, co
 // Returns the cheapest move that changes the cuts of these mesh dims only, or nullopt if none leads to a view.
 std::optional<MoveFirst> cheapest_of(const Wanted& wanted, MeshDimSet mesh_dims, const ContextPtr& context) {
   std::optional<MoveFirst> best;
-  std::tuple<int64_t, int64_t, int64_t> least;
+  std::tuple<int64_t, int64_t, int64_t> least;  // cost of `best`: picoseconds, bytes received, largest part in elements
   int64_t views = 0, plans = 0;
   for (const Candidate& candidate : candidates(wanted, mesh_dims, *context)) {
     if (best && (candidate.least_ps > std::get<0>(least) || plans == kMaxPlansBeforeView)) break;
@@ -123,6 +126,7 @@ std::optional<MoveFirst> cheapest_of(const Wanted& wanted, MeshDimSet mesh_dims,
 
 }  // namespace
 
+// First changes only the mesh dims of `why`; if no such destination has a view, changes all mesh dims that cut.
 MoveFirst cheapest_move(const Layout& layout, const std::vector<int64_t>& shape, int flattened, const NoView& why,
                         const PlanOptions& options, ViewsFor views_for) {
   const ContextPtr context = PlanningContext::make(options);

@@ -1,4 +1,5 @@
-// Finds the cheapest redistribute after which a view moves nothing.
+// Finds the cheapest redistribute after which a view moves nothing. A *destination* is a layout that the redistribute
+// may lead to.
 #pragma once
 
 #include <cstdint>

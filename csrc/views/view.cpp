@@ -20,13 +20,14 @@ struct Group {
   size_t src_begin, src_end, dst_begin, dst_end;
 };
 
-// A cut of a dim of the result. `part` is an index into the parts of a mesh dim that is split, else 0.
+// A cut of a dim of the view.
 struct NewCut {
-  int mesh_dim;
-  size_t part;
+  int mesh_dim;  // of the original mesh
+  size_t part;   // index into the parts of a mesh dim that is split, else 0
   CutRule rule;
 };
 
+// The cuts of the view, and the mesh dims that must be split for them.
 struct Result {
   std::vector<std::vector<NewCut>> cuts;       // by dim
   std::map<int, std::vector<int64_t>> splits;  // split mesh dim -> sizes of its parts
@@ -60,11 +61,13 @@ std::vector<Group> groups_of(const std::vector<int64_t>& src, const std::vector<
   return groups;
 }
 
+// Returns the sizes of the dims [begin, end).
 std::vector<int64_t> slice(const std::vector<int64_t>& dims, size_t begin, size_t end) {
   return {dims.begin() + static_cast<int64_t>(begin), dims.begin() + static_cast<int64_t>(end)};
 }
 
-// Solves one group of dims.
+// Finds the cuts of one group of dims. Tries three ways in this order: to keep the cuts, to assign digits to the new
+// dims, and to compare the elements that ranks hold.
 class GroupView {
  public:
   GroupView(const Layout& layout, const std::vector<int64_t>& dst, const Group& group)
@@ -75,6 +78,7 @@ class GroupView {
               layout.cuts().begin() + static_cast<int64_t>(group.src_end)),
         first_(group.dst_begin) {}
 
+  // Returns the mesh dims that cut the group.
   MeshDimSet mesh_dims() const {
     MeshDimSet set;
     for (const std::vector<Cut>& list : cuts_) set = set | dims_of(list);
@@ -102,13 +106,15 @@ class GroupView {
   }
 
  private:
+  // A digit (exchange/digits.h) of the index into a dim of the view, fixed by a part of a mesh dim.
   struct NewDigit {
     int64_t weight, radix;
     int mesh_dim;
     size_t part;
   };
 
-  // Fits with mesh dim `split` split in two. Positions on such a mesh equal positions on the mesh itself.
+  // Finds cuts on the mesh with the mesh dim `split` split in two, for each way to factor its size. Positions on such a
+  // mesh equal positions on the mesh itself. Returns false if there are no such cuts.
   bool fit_split(const Holdings& held, int split, Result& result) const {
     const int64_t k = mesh_.dim_size(split);
     for (int64_t outer = 2; outer < k; ++outer) {
@@ -142,7 +148,7 @@ class GroupView {
     return false;
   }
 
-  // Keeps the cuts if both sides have the same dims apart from dims of size 1.
+  // Keeps the cuts if both sides have the same dims apart from dims of size 1. Returns false otherwise.
   bool keep(Result& result) const {
     std::vector<size_t> src, dst;
     for (size_t i = 0; i < src_.size(); ++i) {
@@ -167,7 +173,8 @@ class GroupView {
     return true;
   }
 
-  // If all cuts are even, distributes the digits that they fix among the new dims.
+  // If all cuts are even, distributes the digits that they fix among the new dims. Returns false otherwise, and if a
+  // digit does not fit.
   bool move_digits(Result& result) const {
     std::vector<Digit> digits;
     int64_t inner = 1;
@@ -189,9 +196,9 @@ class GroupView {
     return true;
   }
 
-  // Assigns a digit of the flattened group's index to the new dims. A digit that crosses a dim boundary is split: with
-  // (64) on tp=8 viewed as (4, 16), the digit of radix 8 becomes digits of radix 4 and 2. Returns false if the radices
-  // do not divide.
+  // Assigns a digit of the flattened group's index to the new dims, and appends the radices of its parts to `pieces`. A
+  // digit that crosses a dim boundary is split: with (64) on tp=8 viewed as (4, 16), the digit of radix 8 becomes
+  // digits of radix 4 and 2. Returns false if the radices do not divide.
   bool place(const Digit& digit, std::vector<std::vector<NewDigit>>& by_dim, std::vector<int64_t>& pieces) const {
     const int64_t begin = digit.weight;
     const int64_t end = digit.weight * digit.radix;
@@ -235,13 +242,13 @@ class GroupView {
   }
 
   const Mesh& mesh_;
-  std::vector<int64_t> src_, dst_;
-  std::vector<std::vector<Cut>> cuts_;
-  size_t first_;
+  std::vector<int64_t> src_, dst_;      // sizes of the group's dims, in the layout and in the view
+  std::vector<std::vector<Cut>> cuts_;  // by dim of src_
+  size_t first_;                        // index of the group's first dim in the view
 };
 
-// Returns the mesh with these mesh dims split, and the first mesh dim on it of each mesh dim of `mesh`. Returns nullopt
-// if a new name is taken or there are too many mesh dims.
+// Returns the mesh with these mesh dims split, and for each mesh dim of `mesh` the index of its first part on the new
+// mesh. Returns nullopt if a new name is taken or there are too many mesh dims.
 std::optional<std::pair<MeshPtr, std::vector<int>>> split_mesh(const MeshPtr& mesh,
                                                                const std::map<int, std::vector<int64_t>>& splits) {
   std::vector<int> begins;
@@ -269,7 +276,7 @@ std::optional<std::pair<MeshPtr, std::vector<int>>> split_mesh(const MeshPtr& me
   return std::pair(MeshPtr(std::make_shared<Mesh>(names, sizes, ranks, mesh->topology())), begins);
 }
 
-// Returns the shape with the first `flattened` dims as one.
+// Returns the shape with the first `flattened` dims as one. Throws UserError if `flattened` is out of range.
 std::vector<int64_t> seen(const std::vector<int64_t>& shape, int flattened) {
   const int most = std::max(1, static_cast<int>(shape.size()));
   check_argument(flattened >= 1 && flattened <= most, "flattened", InRange{1, most}, flattened);
@@ -285,6 +292,7 @@ std::vector<int64_t> seen(const std::vector<int64_t>& shape, int flattened) {
   return dims;
 }
 
+// Throws UserError if a size is negative or the shape has another number of elements than the layout.
 void check_sizes(const Layout& layout, const std::vector<int64_t>& shape) {
   int64_t left = layout.num_elements();
   bool fits = true;
@@ -304,6 +312,7 @@ void check_sizes(const Layout& layout, const std::vector<int64_t>& shape) {
                          "), got (", join(shape), ")"));
 }
 
+// Returns the layout with the cuts of `result`. `mesh` and `begins` are from split_mesh(). Pending reductions stay.
 Layout assembled(const Layout& layout, const std::vector<int64_t>& shape, int flattened, const Result& result,
                  const MeshPtr& mesh, const std::vector<int>& begins) {
   std::vector<Placement> placements(mesh->ndim(), Placement::replicate());
@@ -341,6 +350,7 @@ std::vector<int64_t> inferred_shape(const Layout& layout, std::vector<int64_t> s
   return shape;
 }
 
+// Divides the dims into groups, finds the cuts of each group, and splits mesh dims where that is needed.
 std::variant<Layout, NoView> view_of(const Layout& layout, const std::vector<int64_t>& shape, int flattened) {
   check_sizes(layout, shape);
   const std::vector<int64_t> dims = seen(shape, flattened);

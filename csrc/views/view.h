@@ -32,7 +32,7 @@ struct NoView {
 // the first `flattened` dims. Local tensors get the shape of its parts. Pending reductions stay. Its mesh is that of
 // `layout`, or a mesh on which mesh dims that would cut two tensor dims are split (search/split.h).
 //
-// If several layouts have these parts, cuts that DTensor can express are preferred, and even cuts are in mesh order.
+// If several layouts give these parts, cuts that DTensor can express are preferred, and even cuts are in mesh order.
 //
 // Throws UserError if a size is negative, if the number of elements differs, or if `flattened` is out of range.
 std::variant<Layout, NoView> view_of(const Layout& layout, const std::vector<int64_t>& shape, int flattened = 1);
