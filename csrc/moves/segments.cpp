@@ -166,7 +166,7 @@ bool may_go_in(const Plan& plan, const Segments& segments) {
   const int64_t cell = cell_length(plan, segments.tensor_dim);
   if (cell > 0 && cell % segments.count == 0) return true;
   if (segments.count > std::min(kMaxNonUniformSegments, plan.src.shape()[segments.tensor_dim])) return false;
-  if (static_cast<int64_t>(ranks_of(plan).size()) > kMaxRanksInUnlikeSegments) return false;
+  if (static_cast<int64_t>(ranks_of(plan).size()) > kMaxRanksInNonUniformSegments) return false;
   return !borders_of(plan, segments.tensor_dim).empty();
 }
 
@@ -178,7 +178,7 @@ bool are_uniform(const Plan& plan) {
 namespace {
 
 // Returns the layout of one uniform segment: a tensor whose dim is `count` times shorter.
-Layout layout_of_like_segment(const Layout& layout, const Segments& segments) {
+Layout layout_of_uniform_segment(const Layout& layout, const Segments& segments) {
   std::vector<int64_t> shape = layout.shape();
   shape[segments.tensor_dim] /= segments.count;
   ShardOrder order;
@@ -210,7 +210,7 @@ std::vector<Plan> plans_of_segments(const Plan& plan) {
   const Segments& segments = plan.segments;
   std::vector<Plan> plans;
   if (are_uniform(plan)) {
-    plans.push_back(with_layouts(plan, [&](const Layout& one) { return layout_of_like_segment(one, segments); }));
+    plans.push_back(with_layouts(plan, [&](const Layout& one) { return layout_of_uniform_segment(one, segments); }));
     return plans;
   }
   const std::vector<int64_t> borders = borders_of(plan, segments.tensor_dim);

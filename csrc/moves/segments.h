@@ -38,7 +38,7 @@ constexpr int64_t kMaxSegments = 256;
 // ranks.
 constexpr int64_t kMaxNonUniformSegments = 32;
 constexpr int64_t kMaxBorders = 4096;
-constexpr int64_t kMaxRanksInUnlikeSegments = 512;
+constexpr int64_t kMaxRanksInNonUniformSegments = 512;
 
 // Returns the length of the cells of a tensor dim, in indices. Returns 0 if the parts of some layout of the plan are
 // not made of cells, or if some layout flattens dims. Parts of unequal lengths have cells only if the last cut makes

@@ -166,7 +166,7 @@ class Pipeline {
     int64_t of_known = 0;                              // its time
     for (int64_t stage = 0; stage < count + last; ++stage) {
       const std::pair<int64_t, int64_t> taken{std::max<int64_t>(stage - count + 1, 0), std::min(stage, last)};
-      if (known != taken) of_known = slot_picoseconds(taken.first, taken.second, shares);
+      if (known != taken) of_known = stage_picoseconds(taken.first, taken.second, shares);
       known = taken;
       total = saturating_sum(total, of_known);
     }
@@ -188,7 +188,7 @@ class Pipeline {
  private:
   // Returns the time of a pipeline stage in which the steps [first, last] run: the sum of their latencies, plus the
   // largest transfer time of a rank in a lane.
-  int64_t slot_picoseconds(int64_t first, int64_t last, const std::vector<Share>& shares) const {
+  int64_t stage_picoseconds(int64_t first, int64_t last, const std::vector<Share>& shares) const {
     int64_t latency = 0;
     for (int64_t s = first; s <= last; ++s) latency = saturating_sum(latency, stages_[s].latency);
     int64_t most = 0;
@@ -252,11 +252,11 @@ int64_t predicted_picoseconds(const Plan& plan) {
 namespace {
 
 // Non-uniform segments have a program each, so few counts are tried, and the time must be at least 1/50 less.
-constexpr int64_t kUnlikeCounts[] = {2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32};
-constexpr int64_t kUnlikeBelowFraction = 50;
+constexpr int64_t kNonUniformCounts[] = {2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32};
+constexpr int64_t kNonUniformBelowFraction = 50;
 
 // Returns the tensor dim that allows the most uniform segments, and their number, a power of two.
-Segments most_alike(const Plan& plan) {
+Segments most_uniform(const Plan& plan) {
   Segments most;
   for (int t = 0; t < plan.src.ndim(); ++t) {
     const int64_t cell = cell_length(plan, t);
@@ -273,10 +273,12 @@ bool may_have_segments(const Plan& plan) {
 }
 
 // Replaces `best` by non-uniform segments that are faster.
-void try_unlike(const Plan& plan, const Pipeline& pipeline, TimedSegments& best) {
-  const auto is_fast = [&](int64_t time) { return time < best.picoseconds - best.picoseconds / kUnlikeBelowFraction; };
+void try_non_uniform(const Plan& plan, const Pipeline& pipeline, TimedSegments& best) {
+  const auto is_fast = [&](int64_t time) {
+    return time < best.picoseconds - best.picoseconds / kNonUniformBelowFraction;
+  };
   std::vector<int64_t> counts;  // counts that are fast enough if shares are equal
-  for (const int64_t count : kUnlikeCounts) {
+  for (const int64_t count : kNonUniformCounts) {
     if (is_fast(pipeline.picoseconds_in(count))) counts.push_back(count);
   }
   for (int t = 0; t < plan.src.ndim() && !counts.empty(); ++t) {
@@ -295,16 +297,16 @@ void try_unlike(const Plan& plan, const Pipeline& pipeline, TimedSegments& best)
 TimedSegments timed_in_best_segments(const Plan& plan) {
   TimedSegments best{{}, predicted_picoseconds(plan)};
   if (!may_have_segments(plan)) return best;
-  const Segments most = most_alike(plan);
-  const bool may_be_alike = most.count > 1 && may_go_in(plan, most);
-  const bool may_be_unlike = static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksInUnlikeSegments;
-  if (!may_be_alike && !may_be_unlike) return best;
+  const Segments most = most_uniform(plan);
+  const bool may_be_uniform = most.count > 1 && may_go_in(plan, most);
+  const bool may_be_non_uniform = static_cast<int64_t>(ranks_of(plan).size()) <= kMaxRanksInNonUniformSegments;
+  if (!may_be_uniform && !may_be_non_uniform) return best;
   const Pipeline pipeline(plan);
-  for (int64_t count = 2; may_be_alike && count <= most.count; count *= 2) {
+  for (int64_t count = 2; may_be_uniform && count <= most.count; count *= 2) {
     const int64_t time = pipeline.picoseconds_in(count);
     if (time < best.picoseconds) best = {{most.tensor_dim, count}, time};
   }
-  if (may_be_unlike) try_unlike(plan, pipeline, best);
+  if (may_be_non_uniform) try_non_uniform(plan, pipeline, best);
   return best;
 }
 

@@ -272,7 +272,7 @@ void check_steps(const Plan& plan) {
   check_user(at->mesh() == plan.dst.mesh() || whole, "plan must end on the mesh of its destination (", plan.dst.mesh(),
              "), got ", PlacementsOf{*at}, " on (", at->mesh(), ")");
   check_user(may_go_in(plan, plan.segments), "plan: segments must be a divisor of all range lengths in shards (up to ",
-             kMaxSegments, ") or at most ", kMaxNonUniformSegments, " on at most ", kMaxRanksInUnlikeSegments,
+             kMaxSegments, ") or at most ", kMaxNonUniformSegments, " on at most ", kMaxRanksInNonUniformSegments,
              " ranks, between two meshes, with at most one collective per step, got ", plan.segments.count,
              " segments of tensor dim ", plan.segments.tensor_dim);
   check_user(partitions(whole.value_or(*at), plan.dst, {}), "plan must end with the placements ",

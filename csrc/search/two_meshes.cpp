@@ -215,7 +215,7 @@ class Crossings {
   bool may_go_in_segments() const {  // false if there are too many ranks
     const Plan plan{src_, goal_, options_.lowering, Objective::kTime, topology_, false, {}};
     const auto ranks = static_cast<int64_t>(ranks_of(plan).size());
-    if (ranks <= kMaxRanksInUnlikeSegments) return true;
+    if (ranks <= kMaxRanksInNonUniformSegments) return true;
     for (int t = 0; t < src_.ndim() && ranks <= kMostRanksInSegments; ++t) {
       if (cell_length(plan, t) > 1) return true;
     }

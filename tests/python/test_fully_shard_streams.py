@@ -138,7 +138,7 @@ def _is_done(works: list[Any]) -> bool:
 
 
 def _works_of(unit: Unit) -> list[Any]:
-    arriving = [weight.gather._arriving for weight in unit.weights]
+    arriving = [weight.gather._pending for weight in unit.weights]
     return [work for each in arriving if each is not None for work in each.works]
 
 

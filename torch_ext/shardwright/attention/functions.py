@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ..layouts import argument_values
 from ..layouts.errors import argument_error
 from .operators import attend
-from .problem import Asked, Call, Mask, call_for, plan, tables_of
+from .problem import Call, Mask, Options, call_for, plan, tables_of
 
 __all__ = ["Mask", "scaled_dot_product_attention", "explain"]
 
@@ -146,7 +146,7 @@ def ask(
     layout: Any,
     kv_size: int | None,
     kv_layout: Any,
-) -> Asked:
+) -> Options:
     """Returns the options in a hashable form. Raises ValueError, naming the argument, for invalid ones."""
     if isinstance(mask, torch.Tensor):
         mask = None  # planned as a tensor
@@ -169,7 +169,7 @@ def ask(
         documents = argument_values.items(documents, "documents", "a list of lengths")
     if chunks is not None and argument_values.integer(chunks, "chunks") < 1:
         raise argument_error("chunks", "at least 1", chunks)
-    return Asked(
+    return Options(
         bool(is_causal),
         None if window is None else argument_values.integer(window, "window"),
         tuple(argument_values.integer(length, "documents") for length in documents or ()),

@@ -46,7 +46,7 @@ class Mask(NamedTuple):
     documents: Sequence[int] | None = None
 
 
-class Asked(NamedTuple):
+class Options(NamedTuple):
     """The arguments of attention except its tensors, hashable."""
 
     is_causal: bool
@@ -84,7 +84,7 @@ class _Keys(NamedTuple):
     are_whole: bool = False  # True if every one of several ranks holds all keys
 
 
-class SequenceShards(NamedTuple):
+class _Shards(NamedTuple):
     """The ranks that share a sequence: their mesh, their group, and the positions of queries and keys on each rank.
 
     Ranks are global ranks, because topologies derive nodes from them; in a group of separate jobs, the group's ranks.
@@ -101,7 +101,7 @@ _planned: executables.Kept[dict[Hashable, Planned]] = executables.Kept()
 MAX_PLANNED = 1024
 
 
-def call_for(options: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Call:
+def call_for(options: Options, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Call:
     """Returns the operators' arguments for a call, planned by `plan`, also while a graph is traced."""
     if not torch.compiler.is_compiling():
         return uncompiled(plan, _disabled_plan)(options, tensors, group).call
@@ -126,7 +126,7 @@ def _find_out(
     """Returns an error message or None, and the operators' arguments."""
     guards.mark()
     try:
-        return None, on_stand_ins(metas, lambda *given: plan(Asked(*options), given, group)).call
+        return None, on_stand_ins(metas, lambda *given: plan(Options(*options), given, group)).call
     except ValueError as error:
         return str(error), ()
 
@@ -137,7 +137,7 @@ def _check_are_tensors(tensors: Sequence[torch.Tensor]) -> None:
             raise argument_error(name, "a tensor", f"a {type(tensor).__name__}")
 
 
-def plan(options: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Planned:
+def plan(options: Options, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Planned:
     """Returns the plan of a call from a cache. Making it is collective among the ranks that share the sequence.
 
     `tensors` are q, k and v, then the mask if that is a tensor, of four dims.
@@ -181,7 +181,7 @@ _disabled_plan = torch._dynamo.disable(plan)
 
 
 def _make(
-    options: Asked, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, needs_grad: bool
+    options: Options, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, needs_grad: bool
 ) -> Planned:
     """Plans and binds a call, without the cache. Collective among the ranks that share the sequence."""
     q = tensors[0]
@@ -208,7 +208,7 @@ def _make(
     return bind(attention, mine, where.group)
 
 
-def _problem(options: Asked, tensors: Sequence[torch.Tensor], where: SequenceShards, mine: int) -> _planner.Attention:
+def _problem(options: Options, tensors: Sequence[torch.Tensor], where: _Shards, mine: int) -> _planner.Attention:
     """Returns the attention without a method. `mine` is this rank, as in the mesh of `where`."""
     local_q, local_k, local_v = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors[:3])
     batch, heads, rows, depth = local_q.shape
@@ -253,7 +253,7 @@ def _carrier(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _agree(
-    options: Asked,
+    options: Options,
     attention: _planner.Attention | None,
     refusal: ValueError | None,
     carrier: dist.ProcessGroup,
@@ -299,7 +299,7 @@ def bind(attention: _planner.Attention, rank: int, group: dist.ProcessGroup | No
     return Planned(attention, (*texts, tuple(names[0]), tuple(names[1]), rank), {})
 
 
-def check_tensors(options: Asked, tensors: Sequence[torch.Tensor]) -> None:
+def check_tensors(options: Options, tensors: Sequence[torch.Tensor]) -> None:
     """Raises ValueError, naming the argument, if q, k, v and mask do not match."""
     q, k, v, *masks = tensors
     for name, tensor in zip("qkv", tensors[:3], strict=True):
@@ -365,7 +365,7 @@ def _check_heads(q: DTensor, k: DTensor) -> None:
             )
 
 
-def _of_group(options: Asked, q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup | None) -> SequenceShards:
+def _of_group(options: Options, q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup | None) -> _Shards:
     """Returns the sequence's shards for plain tensors in a process group."""
     count = dist.get_world_size(group)
     if options.size is None and count > 1:
@@ -376,10 +376,10 @@ def _of_group(options: Asked, q: torch.Tensor, k: torch.Tensor, group: dist.Proc
     kv_size = options.kv_size
     if kv_size is None:
         kv_size = k.shape[SEQUENCE_DIM] if count == 1 else size
-    return SequenceShards(Mesh({"sequence": count}, members), parts, _keys(options, parts, size, kv_size, None), group)
+    return _Shards(Mesh({"sequence": count}, members), parts, _keys(options, parts, size, kv_size, None), group)
 
 
-def _keys(options: Asked, parts: Parts, size: int, kv_size: int, placed: Parts | None) -> _Keys:
+def _keys(options: Options, parts: Parts, size: int, kv_size: int, placed: Parts | None) -> _Keys:
     """Returns the positions of keys: by `kv_layout`, else as `placed`, else as queries of the same length."""
     if options.kv_layout == "whole":
         return _Keys([[(0, kv_size)] if kv_size else []] * len(parts), len(parts) > 1)
@@ -425,7 +425,7 @@ def sequence_dims(q: DTensor) -> list[int]:
     ]
 
 
-def _of_dtensor(options: Asked, q: DTensor, k: DTensor) -> SequenceShards:
+def _of_dtensor(options: Options, q: DTensor, k: DTensor) -> _Shards:
     """Returns the sequence's shards for DTensors. Raises ValueError for unsupported placements."""
     for placement in q.placements:
         if placement.is_partial():
@@ -451,7 +451,7 @@ def _of_dtensor(options: Asked, q: DTensor, k: DTensor) -> SequenceShards:
         )
     if not cut or q.device_mesh.size(cut[0]) == 1:
         parts: Parts = [[(0, size)]] if size else [[]]
-        return SequenceShards(
+        return _Shards(
             Mesh({"sequence": 1}), parts, _keys(options._replace(kv_layout=None), parts, size, kv_size, None), None
         )
     mesh_dim = cut[0]
@@ -473,7 +473,7 @@ def _of_dtensor(options: Asked, q: DTensor, k: DTensor) -> SequenceShards:
     keys = _keys(options, parts, size, kv_size, parts if is_like_q else _placed(k, members))
     names = q.device_mesh.mesh_dim_names
     name = names[mesh_dim] if names else "sequence"
-    return SequenceShards(Mesh({name: len(members)}, members), parts, keys, group)
+    return _Shards(Mesh({name: len(members)}, members), parts, keys, group)
 
 
 def _placed(tensor: DTensor, ranks: Sequence[int]) -> Parts:

@@ -61,11 +61,11 @@ def _take_function(undo: contextlib.ExitStack) -> None:
     original, ours = torch_redistribute.redistribute_local_tensor, redistribute.redistribute_local_tensor
     undo.callback(redistribute.stand_in_for, None)
     redistribute.stand_in_for(original)
-    undo.callback(_holders.replace, original, ours, by_ours=False)
-    _holders.replace(original, ours, by_ours=True)
+    undo.callback(_references.replace, original, ours, by_ours=False)
+    _references.replace(original, ours, by_ours=True)
 
 
-class FunctionReferences:
+class _FunctionReferences:
     """The names in all loaded modules that refer to either of two functions: the original or its replacement.
 
     Searching the names of all modules takes tens of milliseconds, so each module is searched once. It is searched again
@@ -109,7 +109,7 @@ class FunctionReferences:
             self._places += [(names, name) for name in found if (id(names), name) not in known]
 
 
-_holders = FunctionReferences()
+_references = _FunctionReferences()
 
 
 def tell_compile_caches_apart(on: bool, views: bool) -> None:

@@ -304,11 +304,11 @@ def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatch
         receive, copies, words = exchange_counts(ranks.group_name, routes[2:], ranks.words.device)
         words_bytes += more + words
     counts.dropped += dropped
-    journey = DispatchState(given, ranks, words_bytes, knows_origins=nodes is not None)
-    journey.exchange(_exchange(ranks.group_name, wire, routes, receive, device), codes.to(device))
+    state = _DispatchState(given, ranks, words_bytes, knows_origins=nodes is not None)
+    state.exchange(_exchange(ranks.group_name, wire, routes, receive, device), codes.to(device))
     if nodes is not None:
-        copies = journey.forward_in_node(nodes)
-    arrived = journey.arrive(journey.expand(sum(copies)), dropped)
+        copies = state.forward_in_node(nodes)
+    arrived = state.arrive(state.expand(sum(copies)), dropped)
     arrived.handle._compares = ranks.words.device.type == "cpu"
     return arrived
 
@@ -330,20 +330,20 @@ def _dispatch_fixed(given: Given, ranks: ExpertRanks) -> Dispatched:
     codes = tables.choose(given.expert_ids.detach().to(torch.int64), ranks.rank)
     send_rows, returns, dropped = tables.route(codes, rows_per_rank)
     each = [rows_per_rank] * ranks.size
-    journey = DispatchState(given, ranks, 0, knows_origins=False)
+    state = _DispatchState(given, ranks, 0, knows_origins=False)
     wire = ranks.wire(given.x.device).type
-    journey.exchange(_runtime.RowExchange(ranks.group_name, wire, send_rows, returns, each, each), codes)
+    state.exchange(_runtime.RowExchange(ranks.group_name, wire, send_rows, returns, each, each), codes)
     num_local = len(ranks.experts)
     capacity = _NO_CAPACITY if given.capacity is None else given.capacity
     # A token may name one expert several times.
     most = min(ranks.size * rows_per_rank * given.top_k, num_local * capacity) if num_local > 0 else 0
     *expansion, beyond = _runtime.expand_rows_on_device(
-        journey.codes, ranks.first_replica, num_local, None, capacity, most
+        state.codes, ranks.first_replica, num_local, None, capacity, most
     )
-    return journey.arrive(tuple(expansion), dropped + beyond)
+    return state.arrive(tuple(expansion), dropped + beyond)
 
 
-class DispatchState:
+class _DispatchState:
     """The state of a dispatch on this rank: its tokens and their data after each exchange."""
 
     def __init__(self, given: Given, ranks: ExpertRanks, words_bytes: int, *, knows_origins: bool) -> None:

@@ -48,7 +48,7 @@ class WeightGather:
         self.scale: torch.Tensor | None = None  # set by `measure`; None if the format has no scale
         self._is_direct = type(format) is Format and format.dtype == use_dtype
         self._measured_at: object = None  # source for which `scale` was set
-        self._arriving: _PendingGather | None = None  # the gather in progress
+        self._pending: _PendingGather | None = None  # the gather in progress
         # The received messages of the last gather, and the scale, if a matmul uses them without decoding.
         self.arrived: tuple[list[torch.Tensor], torch.Tensor | None] | None = None
         self._layouts: dict[int, tuple[_planner.Layout, list[Layout]]] = {}  # `format.layouts`, by id of a layout
@@ -85,19 +85,19 @@ class WeightGather:
         if self._is_direct:
             part = part.to(self.format.dtype)
             (source,), (target,) = self._layouts_of(self.shards), self._layouts_of(use)
-            self._arriving = _PendingGather(True, None, [part], [whole], [self.move(source, target, part, whole)])
+            self._pending = _PendingGather(True, None, [part], [whole], [self.move(source, target, part, whole)])
             return
         sent = self.format.encode(part, self.scale)
         sources, targets = self._layouts_of(self.shards), self._layouts_of(use)
         received = [self._as(layout, buffer) for buffer, layout in zip(buffers, targets, strict=True)]
         works = [self.move(*each) for each in zip(sources, targets, sent, received, strict=True)]
-        self._arriving = _PendingGather(False, self.scale, sent, received, works)
+        self._pending = _PendingGather(False, self.scale, sent, received, works)
 
     def start_from_copy(
         self, src: _planner.Layout, dst: _planner.Layout, part: torch.Tensor, whole: torch.Tensor
     ) -> None:
         """Starts to gather from a kept copy, which has the dtype of the use."""
-        self._arriving = _PendingGather(True, None, [part], [whole], [self.move(src, dst, part, whole)])
+        self._pending = _PendingGather(True, None, [part], [whole], [self.move(src, dst, part, whole)])
 
     def _as(self, layout: Layout, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the beginning of a buffer of bytes as this rank's tensor of a layout."""
@@ -107,16 +107,16 @@ class WeightGather:
 
     def finish(self, whole: torch.Tensor | None) -> None:
         """Waits for the gather, and decodes it into `whole`. With None, keeps the received messages in `arrived`."""
-        arriving, self._arriving = self._arriving, None
-        if arriving is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
-        for work in arriving.works:
+        for work in pending.works:
             if work is not None:
                 work.wait()
         if whole is None:
-            self.arrived = arriving.received, arriving.scale
-        elif not arriving.in_place:
-            self.format.decode(arriving.received, arriving.scale, whole)
+            self.arrived = pending.received, pending.scale
+        elif not pending.in_place:
+            self.format.decode(pending.received, pending.scale, whole)
 
 
 class Measured(NamedTuple):

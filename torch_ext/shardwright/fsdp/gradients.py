@@ -64,7 +64,7 @@ class Gradients:
         self._whole: tuple[torch.Tensor, _planner.Layout] | None = None  # full gradient that waits
         self._part: tuple[torch.Tensor, _planner.Layout] | None = None  # shard that waits for a sum over replicas
         self._reduced: torch.Tensor | None = None  # part that was reduced in chunks in this backward
-        self._rest, self._move = with_dtype(shards, dtypes.reduce), move
+        self._shards, self._move = with_dtype(shards, dtypes.reduce), move
         self._reduction_layouts: dict[tuple[_planner.Layout, bool], _ReductionLayouts] = {}
         self._latest: tuple[Any, bool, Any] = (
             None,
@@ -137,55 +137,55 @@ class Gradients:
         if gradient is None:
             return None
         whole, layout = gradient
-        way = self._way(layout, divide_by is None)
-        target = self._rest if over_replicas and self._part is None and way.src is None else way.between
+        layouts = self._layouts_for(layout, divide_by is None)
+        target = self._shards if over_replicas and self._part is None and layouts.src is None else layouts.between
         sent = whole.to(self.dtypes.gradients)
-        if way.src is not None and way.dst is not None:
-            sent = sent[(None,) * len(way.apart)]
-            received = sent.new_empty(way.dst.local_shape(self._rank))
-            work = self._move(way.src, way.dst, sent, received)
+        if layouts.src is not None and layouts.dst is not None:
+            sent = sent[(None,) * len(layouts.apart)]
+            received = sent.new_empty(layouts.dst.local_shape(self._rank))
+            work = self._move(layouts.src, layouts.dst, sent, received)
         else:
             received = sent.new_empty(target.local_shape(self._rank))
-            work = self._move(way.partial, target, sent, received)
+            work = self._move(layouts.partial, target, sent, received)
 
         def finish(received: torch.Tensor) -> torch.Tensor | None:
-            part = received if way.src is None else self._added_up(received, way)
+            part = received if layouts.src is None else self._added_up(received, layouts)
             return self._finish(part, target, over_replicas, divide_by)
 
         return PendingReduction(sent, received, work, finish)
 
-    def _way(self, layout: _planner.Layout, averages: bool) -> _ReductionLayouts:
+    def _layouts_for(self, layout: _planner.Layout, averages: bool) -> _ReductionLayouts:
         """Returns the layouts of the reduction of a full gradient in `layout`. `averages`: average, not sum."""
         if self._latest[0] is layout and self._latest[1] == averages:
             latest: _ReductionLayouts = self._latest[2]
             return latest
-        way = self._reduction_layouts.get((layout, averages))
-        if way is None:
+        layouts = self._reduction_layouts.get((layout, averages))
+        if layouts is None:
             operation = "P(avg)" if averages else "P(sum)"
             placements = [operation if text == "P(avg)" else text for text in layout.placements]
             partial = _like(layout, layout.shape, placements, layout.shard_order, self.dtypes.reduce)
-            shards = self._rest
+            shards = self._shards
             pairs = list(zip(partial.placements, shards.placements))
             placements = [p if r == "R" and p.startswith("P(") else r for p, r in pairs]
             between = _like(shards, shards.shape, placements, shards.shard_order, self.dtypes.reduce)
-            way = _ReductionLayouts(partial, between)
+            layouts = _ReductionLayouts(partial, between)
             if self.dtypes.gradients != self.dtypes.reduce:
                 pairs = list(zip(partial.placements, between.placements))
                 apart = [dim for dim, (p, q) in enumerate(pairs) if p.startswith("P(") and p != q]
                 src, dst = (_side_by_side(each, apart, self.dtypes.gradients) for each in (partial, between))
-                way = _ReductionLayouts(partial, between, apart, src, dst)
-            self._reduction_layouts[layout, averages] = way
-        self._latest = (layout, averages, way)
-        return way
+                layouts = _ReductionLayouts(partial, between, apart, src, dst)
+            self._reduction_layouts[layout, averages] = layouts
+        self._latest = (layout, averages, layouts)
+        return layouts
 
-    def _added_up(self, contributions: torch.Tensor, way: _ReductionLayouts) -> torch.Tensor:
+    def _added_up(self, contributions: torch.Tensor, layouts: _ReductionLayouts) -> torch.Tensor:
         """Returns the sum or average of contributions that are stacked along leading dims, in the order of ranks."""
-        each = contributions.flatten(0, len(way.apart) - 1) if way.apart else contributions[None]
+        each = contributions.flatten(0, len(layouts.apart) - 1) if layouts.apart else contributions[None]
         part = each[0].to(self.dtypes.reduce, copy=True)
         for other in each[1:]:
             part += other
-        sizes = (way.partial.mesh.shape[dim] for dim in way.apart if way.partial.placements[dim] == "P(avg)")
-        count = math.prod(sizes)
+        averaged = [dim for dim in layouts.apart if layouts.partial.placements[dim] == "P(avg)"]
+        count = math.prod(layouts.partial.mesh.shape[dim] for dim in averaged)
         return part.div_(count) if count > 1 else part
 
     def _finish(
@@ -203,12 +203,12 @@ class Gradients:
                     f"{layout.placements} after {kept[1].placements}"
                 )
             part += kept[0]
-        if not over_replicas and layout != self._rest:
+        if not over_replicas and layout != self._shards:
             self._part = part, layout
             return None
-        if layout != self._rest:
+        if layout != self._shards:
             reduced = torch.empty_like(part)
-            work = self._move(layout, self._rest, part, reduced)
+            work = self._move(layout, self._shards, part, reduced)
             if work is not None:
                 work.wait()
             part = reduced

@@ -219,22 +219,22 @@ class MeshWords(_Words):
     def largest(self, mine: bytes | Sequence[int]) -> list[int]:
         """Returns the elementwise maximum over the ranks. All ranks must call, with equally many values."""
         is_bytes = isinstance(mine, bytes)
-        statements = torch.tensor(list(mine), dtype=torch.uint8 if is_bytes else torch.int64)
-        found: list[int] = self._all_reduce(statements, dist.ReduceOp.MAX).tolist()
+        values = torch.tensor(list(mine), dtype=torch.uint8 if is_bytes else torch.int64)
+        found: list[int] = self._all_reduce(values, dist.ReduceOp.MAX).tolist()
         return found
 
-    def _all_reduce(self, statements: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    def _all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         """Reduces over all dims of the mesh. The host does not wait for the device if the groups have a CPU backend."""
         mesh = self._mesh
         if mesh.size() == 1:
-            return statements
+            return values
         # Programs in flight first start all of their transfers, so that the order is the same on all ranks.
         _runtime.drain([group.group_name for group in mesh.get_all_groups()])
         for group in mesh.get_all_groups():
-            sent = statements if _has_cpu(group) else statements.to(self._device)
+            sent = values if _has_cpu(group) else values.to(self._device)
             dist.all_reduce(sent, op, group=group)
-            statements = sent.cpu()
-        return statements
+            values = sent.cpu()
+        return values
 
 
 def _has_cpu(group: dist.ProcessGroup) -> bool:

@@ -51,7 +51,7 @@ class Connection:
     """
 
     def __init__(
-        self, meeting: JobExchange, members: dict[tuple[str, int], dict[str, Any]], timeout: timedelta
+        self, meeting: _JobExchange, members: dict[tuple[str, int], dict[str, Any]], timeout: timedelta
     ) -> None:
         self._meeting = meeting  # the exchange of texts with all processes
         self._timeout = timeout
@@ -166,7 +166,7 @@ def connect(
     texts = _texts({} if declared is None else declared)
     groups.check_initialized()
     timeout = groups.default_timeout() if timeout_seconds is None else timedelta(seconds=timeout_seconds)
-    meeting = JobExchange(store, role, dist.get_rank(), name, world_size)
+    meeting = _JobExchange(store, role, dist.get_rank(), name, world_size)
     members = meeting.gather(timeout)
     meeting.compare(texts, sorted(members), timeout)
     return Connection(meeting, members, timeout)
@@ -184,7 +184,7 @@ def _maker_of(connection: weakref.ref[Connection]) -> groups.Maker:
     return find_or_make
 
 
-class JobExchange:
+class _JobExchange:
     """The exchange of texts among the processes of all jobs, through the store."""
 
     def __init__(self, store: dist.Store, role: str, rank: int, name: str, world_size: int) -> None:
@@ -219,18 +219,16 @@ class JobExchange:
         }
         self.store.set(f"{self.everyone}/member {self.place}", json.dumps(mine))
         keys = [f"{self.everyone}/member {self.first_place + i}" for i in range(self.world_size)]
-        statements: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         end = time.monotonic() + timeout.total_seconds()
-        while len({one["world_size"] for one in statements.values()} | {self.world_size}) == 1:
-            statements |= {
-                key: json.loads(self.store.get(key))
-                for key in keys
-                if key not in statements and self.store.check([key])
+        while len({one["world_size"] for one in found.values()} | {self.world_size}) == 1:
+            found |= {
+                key: json.loads(self.store.get(key)) for key in keys if key not in found and self.store.check([key])
             }
-            if len(statements) == len(keys) or time.monotonic() > end:
+            if len(found) == len(keys) or time.monotonic() > end:
                 break
             time.sleep(_POLL_SECONDS)
-        here = [statements[key] for key in keys if key in statements]
+        here = [found[key] for key in keys if key in found]
         self._check_alike(here, "world_size", "world_size")
         if len(here) < self.world_size:
             self.store.set(self._given_up(), self.me)
@@ -258,7 +256,7 @@ class JobExchange:
 
     def compare(self, texts: dict[str, str], members: Sequence[tuple[str, int]], timeout: timedelta) -> None:
         """Raises RuntimeError on all members unless all have the same texts and planning tables."""
-        tables = {name: statements for name, statements in tables_now().summary().items() if name not in _NOT_COMPARED}
+        tables = {name: value for name, value in tables_now().summary().items() if name not in _NOT_COMPARED}
         declared = {f"declared {name}": text for name, text in texts.items()}
         fields = {**declared, "version of shardwright": doctor.version(), **tables}
         mine = Statement("connect", fields, differ="differ in declarations or planning tables", remedy=_REMEDY)

@@ -260,8 +260,8 @@ class _Given:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if are_same(digests[middle], {}) else (low, middle)
-        statements = f"{batch.item_text(low)} (digest {digests[high] & 0xFFFFFFFF:08x})"
-        words.compare(Statement("redistribute_many", {f"item {low}, the first that differs": statements}))
+        first = f"{batch.item_text(low)} (digest {digests[high] & 0xFFFFFFFF:08x})"
+        words.compare(Statement("redistribute_many", {f"item {low}, the first that differs": first}))
         raise AssertionError("digests differ, so compare has raised")
 
     def _check_tensors(self) -> None:
