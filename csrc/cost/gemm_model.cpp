@@ -5,6 +5,7 @@
 #include <map>
 
 #include "cost/cost.h"
+#include "support/ceil_divide.h"
 #include "support/error.h"
 
 namespace shardwright {
@@ -19,8 +20,6 @@ const std::map<std::string, GemmModel>& known() {
   };
   return models;
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
@@ -60,7 +59,7 @@ int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, i
   int64_t rows = tile_rows;
   int64_t columns = tile_columns;
   for (int h = 0; h <= kMaxHalvings; ++h) {
-    tiles[h] = saturating_product(saturating_product(ceil_div(m, rows), ceil_div(n, columns)), count);
+    tiles[h] = saturating_product(saturating_product(ceil_divide(m, rows), ceil_divide(n, columns)), count);
     // The model's rate is for 2-byte operands; it is inversely proportional to their size.
     const __int128 flops = static_cast<__int128>(2) * rows * columns * k;
     const __int128 full_rate_ps = flops * 1'000'000 * item_bytes / (2 * static_cast<__int128>(flops_per_us));
@@ -74,7 +73,7 @@ int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, i
     const int64_t rest = tiles[h] % num_processors;
     __int128 rest_ps = rest > 0 ? tile_ps[h] : 0;
     for (int g = h + 1; g <= kMaxHalvings && rest > 0; ++g) {
-      rest_ps = std::min(rest_ps, tile_ps[g] * ceil_div(rest << (g - h), num_processors));
+      rest_ps = std::min(rest_ps, tile_ps[g] * ceil_divide(rest << (g - h), num_processors));
     }
     compute = std::min(compute, tile_ps[h] * (tiles[h] / num_processors) + rest_ps);
   }
@@ -86,8 +85,8 @@ int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, i
 
 int64_t GemmModel::waves(int64_t m, int64_t n, int64_t count) const {
   const int64_t tiles =
-      saturating_product(saturating_product(ceil_div(m, tile_rows), ceil_div(n, tile_columns)), count);
-  return std::max<int64_t>(ceil_div(tiles, num_processors), 1);
+      saturating_product(saturating_product(ceil_divide(m, tile_rows), ceil_divide(n, tile_columns)), count);
+  return std::max<int64_t>(ceil_divide(tiles, num_processors), 1);
 }
 
 GemmModel GemmModel::leaving(int64_t processors) const {

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "cost/cost.h"
+#include "search/choices.h"
 
 namespace shardwright {
 namespace {
@@ -23,14 +24,13 @@ constexpr int64_t kMaxWalkedPieces = 256;
 class States {
  public:
   States(const Layout& src, const Layout& goal, MeshDimSet free, MoveTable& table)
-      : src_(src), goal_(goal), mesh_(src.mesh()), table_(table) {
+      : src_(src), goal_(goal), mesh_(src.mesh()), table_(table), tensor_dims_(tensor_dims_of(src, goal)) {
     for (const int d : free.to_vector()) {
       if (d < mesh_.ndim() && mesh_.dim_size(d) > 1) mesh_dims_.push_back(d);
     }
   }
 
   std::vector<MoveTable::State> all() {
-    choose_tensor_dims();
     choose_even_ones();
     lists_all_ = static_cast<int>(mesh_dims_.size()) <= kMaxDimsWithAllLists;
     for (const int t : tensor_dims_) {
@@ -55,20 +55,6 @@ class States {
   }
 
  private:
-  // Chooses the tensor dims that the source or the goal cuts, and the largest tensor dim that neither cuts. A cut of a
-  // smaller uncut tensor dim would give an equivalent state.
-  void choose_tensor_dims() {
-    int other = -1;
-    for (int t = 0; t < src_.ndim(); ++t) {
-      if (!src_.cuts(t).empty() || !goal_.cuts(t).empty()) {
-        tensor_dims_.push_back(t);
-      } else if (other < 0 || src_.shape()[t] > src_.shape()[other]) {
-        other = t;
-      }
-    }
-    if (other >= 0) tensor_dims_.push_back(other);
-  }
-
   // A tensor dim whose parts are equal in source and goal is only cut into equal parts on the way, unless that leaves
   // too few equal parts for all mesh dims.
   void choose_even_ones() {
@@ -265,8 +251,8 @@ class States {
   const Layout& goal_;
   const Mesh& mesh_;
   MoveTable& table_;
-  std::vector<int> mesh_dims_;    // the mesh dims that may cut
-  std::vector<int> tensor_dims_;  // the tensor dims that states may cut
+  std::vector<int> mesh_dims_;          // the mesh dims that may cut
+  const std::vector<int> tensor_dims_;  // the tensor dims that states may cut
   bool lists_all_ = true;
   std::vector<bool> is_even_;            // by tensor dim: states cut it into equal parts only
   std::vector<std::vector<int>> lists_;  // the table's numbers of the lists, by chosen tensor dim
