@@ -40,8 +40,8 @@ std::vector<Placement> checked_placements(const Mesh& mesh, const std::vector<in
   for (int d = 0; d < mesh.ndim(); ++d) {
     Placement& placement = placements[d];
     if (placement.is_shard_like()) {
-      check_user(ndim > 0, "placements must be R or P for a tensor without dims, got ", placement, " on mesh dim '",
-                 mesh.dim_names()[d], "'");
+      check_argument(ndim > 0, "placements", "R or P for a tensor without dims", placement, " on mesh dim '",
+                     mesh.dim_names()[d], "'");
       check_user(placement.dim >= -ndim && placement.dim < ndim, "placements: tensor dim of ", placement,
                  " on mesh dim '", mesh.dim_names()[d], "' must be ", InRange{-ndim, ndim - 1}, ", got ",
                  placement.dim);

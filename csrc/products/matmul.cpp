@@ -44,9 +44,9 @@ void check_dtypes(const Layout& lhs, const Layout& rhs, const std::optional<Scal
     return;
   }
   const bool are_both_e5m2 = lhs.dtype() == DType::kFloat8E5M2 && rhs.dtype() == DType::kFloat8E5M2;
-  check_user(takes_scales(lhs.dtype()) && takes_scales(rhs.dtype()) && !are_both_e5m2,
-             "operands with scales must be float8_e4m3fn or float8_e5m2, and not both float8_e5m2, got ",
-             lhs.dtype().name(), " and ", rhs.dtype().name());
+  check_argument(takes_scales(lhs.dtype()) && takes_scales(rhs.dtype()) && !are_both_e5m2, "operands with scales",
+                 "float8_e4m3fn or float8_e5m2, and not both float8_e5m2", lhs.dtype().name(), " and ",
+                 rhs.dtype().name());
   const DType result = scaling->result;
   check_argument(is_scaled_result(result), "out_dtype", "bfloat16 or float32 with scales", result.name());
 }
@@ -97,8 +97,8 @@ void check_kind(const GatherMatmul& matmul) {
     check_operands(product.axes, matmul.plan.dst, product.other, matmul.plan.dst, matmul.scaling);
     check_argument(!product.has_bias || !product.axes.out.empty(), "bias", "absent for a result without dims", "one");
   }
-  check_user(matmul.plan.dst.partial_dims().empty(),
-             "operand must be gathered to a layout without pending reductions, got ", matmul.plan.dst);
+  check_argument(matmul.plan.dst.partial_dims().empty(), "operand", "gathered to a layout without pending reductions",
+                 matmul.plan.dst);
   if (matmul.scaling) check_scales(matmul);
 }
 
@@ -240,18 +240,17 @@ void check(const Matmul& matmul, const Schedule& schedule) {
                  schedule.sms_left);
   std::visit([](const auto& m) { check_kind(m); }, matmul);
   if (schedule.method == Method::kSerial) {
-    check_user(schedule.depth == 1 && schedule.sms_left == 0,
-               "depth and sms_left must be 1 and 0 for method 'serial', which overlaps nothing, got ", schedule.depth,
-               " and ", schedule.sms_left);
+    check_argument(schedule.depth == 1 && schedule.sms_left == 0, "depth and sms_left",
+                   "1 and 0 for method 'serial', which overlaps nothing", schedule.depth, " and ", schedule.sms_left);
     return;
   }
   const std::optional<std::string> reason = why_only_serial(matmul);
   check_user(!reason, "method must be 'serial', got '", method_name(schedule.method), "': ", reason.value_or(""));
   check_distances(schedule, num_partners(matmul));
   if (schedule.method == Method::kFlags) {
-    check_user(schedule.depth == 1 && schedule.sms_left == 0,
-               "depth and sms_left must be 1 and 0 for method 'flags', whose copies need no multiprocessors, got ",
-               schedule.depth, " and ", schedule.sms_left);
+    check_argument(schedule.depth == 1 && schedule.sms_left == 0, "depth and sms_left",
+                   "1 and 0 for method 'flags', whose copies need no multiprocessors", schedule.depth, " and ",
+                   schedule.sms_left);
     const std::optional<std::string> why = why_no_flags(matmul, schedule.chunks);
     check_user(!why, "method must be one of serial, ring, collective, got 'flags': ", why.value_or(""));
   }

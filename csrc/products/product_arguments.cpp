@@ -70,9 +70,8 @@ class ProblemMaker {
   void check_scales() {
     const std::string names = is_gather() ? "weight_scales" : "weight_scale";
     if (!has_scales()) {
-      check_user(!given_.out_dtype,
-                 "out_dtype must be None without scales, because the result has the dtype of x, got ",
-                 text(given_.out_dtype.value_or(DType::kFloat32)));
+      check_argument(!given_.out_dtype, "out_dtype", "None without scales, because the result has the dtype of x",
+                     text(given_.out_dtype.value_or(DType::kFloat32)));
       check_user(!takes_scales(given_.x.dtype), "x_scale must be given together with ", names, " for x of ",
                  text(given_.x.dtype), ", got None");
       return;

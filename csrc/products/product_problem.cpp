@@ -113,8 +113,8 @@ void check(const ProductProblem& problem) {
         layout->is_partition() && layout->flattened() == 1,
         "placements must cut a tensor's own dims, with no element repeated or out of order, in a matrix product, got ",
         *layout, "; redistribute it to such a layout first");
-    check_user(layout->mesh() == problem.operand.mesh(), "mesh must be the same for all tensors, got ", *layout,
-               " and ", problem.operand);
+    check_argument(layout->mesh() == problem.operand.mesh(), "mesh", "the same for all tensors", *layout, " and ",
+                   problem.operand);
   }
   check_cuts(problem);
   check(problem.schedule);

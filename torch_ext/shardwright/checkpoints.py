@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from ._native import _planner
 from .layouts import argument_values
+from .layouts.errors import argument_error
 from .runtime import memory_spans
 from .transfers.declared import Given, Reader
 
@@ -69,7 +70,7 @@ class CheckpointReader(dcp.FileSystemReader):
         self.bytes_read = 0
         self._max_gap_bytes = argument_values.integer(max_gap_bytes, "max_gap_bytes")
         if self._max_gap_bytes < 0:
-            raise ValueError(f"max_gap_bytes must be at least 0, got {max_gap_bytes}")
+            raise argument_error("max_gap_bytes", "at least 0", max_gap_bytes)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads slices of tensors. Leaves pickles and compressed or encrypted tensors to PyTorch's reader."""
@@ -306,12 +307,12 @@ class _Planner(LoadPlanner):
             raise ValueError("is not in the checkpoint" if saved is None else "is no tensor in the checkpoint")
         if given.local is None:
             if given.layout is None or given.layout.mesh.coordinate(rank) is not None:
-                raise ValueError("the local tensor to fill must be given, got none")
+                raise argument_error("the local tensor to fill", "given", "none")
             return []
         layout = given.layout
         shape = tuple(given.local.shape) if layout is None else tuple(layout.shape)
         if tuple(saved.size) != shape:
-            raise ValueError(f"shape must be {tuple(saved.size)}, as in the checkpoint, got {shape}")
+            raise argument_error("shape", f"{tuple(saved.size)}, as in the checkpoint", shape)
         if layout is not None and layout.mesh.coordinate(rank) is None:
             return []
         chunks = []

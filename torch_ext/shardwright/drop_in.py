@@ -19,6 +19,7 @@ from .dtensor import crossing, patch
 from .dtensor import mode as modes
 from .dtensor import redistribute as dtensor_redistribute
 from .dtensor.mode import Mode
+from .layouts.errors import argument_error
 from .runtime import argument_checks
 from .views import rules as view_rules
 
@@ -130,7 +131,7 @@ def redistribute(
             message has the reason.
     """
     if not isinstance(x, DTensor):
-        raise ValueError(f"x must be a DTensor (redistribute_local takes plain tensors), got a {type(x).__name__}")
+        raise argument_error("x", "a DTensor (redistribute_local takes plain tensors)", f"a {type(x).__name__}")
     argument_checks.check_device_mesh("mesh", mesh)
     placements = argument_checks.placements_of(placements, (x.device_mesh if mesh is None else mesh).ndim)
     argument_checks.check_dtype("forward_dtype", forward_dtype)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .._native import _planner
+from ..layouts.errors import argument_error
 from ..runtime import argument_checks, executables, groups
 
 
@@ -89,7 +90,7 @@ def job_of(group: dist.ProcessGroup | None, device: torch.device | str | None, m
         device = getattr(mesh, "device_type", None) or _default_device(carrier, kinds)
     where = argument_checks.device_of("device", device)
     if where.type not in kinds:
-        raise ValueError(f"device must be one of {', '.join(kinds)}, as the group's backends, got {where.type}")
+        raise argument_error("device", f"one of {', '.join(kinds)}, as the group's backends", where.type)
     return Job(Ranks(carrier), members, where, executables.lowering(where.type, carrier), quick)
 
 
@@ -105,11 +106,11 @@ def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:
 def ranks_per_node(job: Job, given: int | None) -> int:
     """Returns the number of consecutive ranks on a node, or 0 if all ranks of the job are on one."""
     if given is not None and given < 0:
-        raise ValueError(f"ranks_per_node must be at least 0 (0 for all ranks), got {given}")
+        raise argument_error("ranks_per_node", "at least 0 (0 for all ranks)", given)
     everyone = job.ranks.from_all((given, os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()))
     given_by_all, by_torchrun, hosts = map(list, zip(*everyone))
     if len(set(given_by_all)) > 1:
-        raise ValueError(f"ranks_per_node must be equal on all ranks, got {given_by_all}")
+        raise argument_error("ranks_per_node", "equal on all ranks", given_by_all)
     if given is None and None not in by_torchrun and len(set(by_torchrun)) == 1:
         given = int(by_torchrun[0])
     if given is None:

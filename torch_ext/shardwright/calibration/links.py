@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from .._planner import Link, LinkFit, Topology, fit_links
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..layouts.topology import load_topology
 from ..runtime import groups
 from .job import Job, by_node, ranks_per_node, seconds_of
@@ -61,7 +62,7 @@ _Points = list[tuple[int, int, float]]  # peers, sent bytes, seconds
 def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | None) -> tuple[Topology, list[str]]:
     """Returns the topology and a report of the measurements, both equal on all ranks."""
     if not isinstance(name, str):
-        raise ValueError(f"name must be text, got {name!r}")
+        raise argument_error("name", "text", repr(name))
     if given_per_node is not None:
         given_per_node = argument_values.integer(given_per_node, "ranks_per_node")
     per_node = ranks_per_node(job, given_per_node)
@@ -114,7 +115,7 @@ def _along(job: Job, mesh: Any | None) -> Iterable[_Series]:
     if mesh is None:
         return
     if not argument_values.is_device_mesh(mesh):
-        raise ValueError(f"mesh must be a DeviceMesh, got a {type(mesh).__name__}")
+        raise argument_error("mesh", "a DeviceMesh", f"a {type(mesh).__name__}")
     names, sizes, ranks = argument_values.device_mesh_parts(mesh)
     if outside := sorted(set(ranks) - set(job.members)):
         raise ValueError(f"mesh must have only ranks of the group {job.members}, got {outside}")

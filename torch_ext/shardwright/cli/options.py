@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ..layouts.errors import argument_error
+
 MAX_RANKS = 1 << 20  # maximum number of ranks in a mesh
 
 
 def parse_integer(text: str, where: str) -> int:
     """Parses an integer of at most 19 digits. Errors begin with `where`."""
     if not re.fullmatch(r"[+-]?[0-9]{1,19}", text.strip()):
-        raise ValueError(f"{where} must be an integer of 64 bits, got {text!r}")
+        raise argument_error(where, "an integer of 64 bits", repr(text))
     return int(text)
 
 
@@ -25,7 +27,7 @@ def parse_mesh(text: str, option: str = "--mesh") -> dict[str, int]:
         name, equals, size = part.partition("=")
         name = name.strip()
         if not equals:
-            raise ValueError(f"{option} must be NAME=SIZE,NAME=SIZE, got {part!r} in {text!r}")
+            raise argument_error(option, "NAME=SIZE,NAME=SIZE", f"{part!r} in {text!r}")
         if name in dims:
             raise ValueError(f"{option} must have distinct names, got {name!r} twice in {text!r}")
         dims[name] = parse_integer(size, f"{option}: size of {name!r} in {text!r}")
@@ -48,7 +50,7 @@ def parse_ranks(option: str, text: str | None) -> list[int] | None:
         begin = parse_integer(first, f"{option}: rank in {text!r}")
         end = parse_integer(last, f"{option}: rank in {text!r}") if dash else begin
         if not 0 <= end - begin < MAX_RANKS:
-            raise ValueError(f"{option} must be ranks and ranges such as 0,1,4-7, got {part!r} in {text!r}")
+            raise argument_error(option, "ranks and ranges such as 0,1,4-7", f"{part!r} in {text!r}")
         ranks += range(begin, end + 1)
     return ranks
 
@@ -66,7 +68,7 @@ def parse_order(option: str, text: str | None) -> dict[int, list[int | str]] | N
     for entry in text.split(";"):
         dim, colon, mesh_dims = entry.partition(":")
         if not colon:
-            raise ValueError(f"{option} must be TENSOR_DIM:MESH_DIM,MESH_DIM;..., got {entry!r}")
+            raise argument_error(option, "TENSOR_DIM:MESH_DIM,MESH_DIM;...", repr(entry))
         tensor_dim = parse_integer(dim, f"{option}: tensor dim of {entry!r}")
         if tensor_dim in order:
             raise ValueError(f"{option} must have one entry per tensor dim, got two for {tensor_dim} in {text!r}")

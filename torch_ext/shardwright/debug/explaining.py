@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .._planner import Matmul, StepSchedule
+from ..layouts.errors import argument_error
 from ..matmul import running
 from .tracing import Trace, TraceEvent, trace
 
@@ -93,7 +94,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         args, kwargs: its arguments.
     """
     if not callable(function):
-        raise ValueError(f"function must be a function, such as shardwright.linear, got a {type(function).__name__}")
+        raise argument_error("function", "a function, such as shardwright.linear", f"a {type(function).__name__}")
     function(*args, **kwargs)
     with contextlib.ExitStack() as stack:
         calls = stack.enter_context(running.listening())

@@ -117,7 +117,7 @@ def fully_shard(
     modules = checked_modules(module)
     options = checked_options(options)
     if shard_placement_fn is not None and options.placements is not None:
-        raise ValueError("placements must be None with shard_placement_fn, got a function")
+        raise argument_error("placements", "None with shard_placement_fn", "a function")
     policy, offloaded = Policy(mp_policy, options.message_format), offload.checked(offload_policy)
     found = parameters_of(modules, checked_ignored(ignored_params))
     device_type = device_type_of([given for given, _ in found])
@@ -435,7 +435,7 @@ def _make_runner(outermost: nn.Module, converts: bool) -> Runner:
             continue
         for option, value in state.options.of_model.items() if name else ():
             if value != getattr(Options(), option):
-                raise ValueError(f"{option} must be set in the outermost call only, got {value!r} for {name}")
+                raise argument_error(option, "set in the outermost call only", f"{value!r} for {name}")
         state.unit.name = name or original_class(type(outermost)).__name__
         states.append(state)
     for state in states if converts else ():

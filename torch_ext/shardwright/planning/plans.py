@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from .._native import _planner
 from .._planner import Plan, Step
 from ..layouts import argument_values, tables
+from ..layouts.errors import argument_error
 from ..layouts.topology import Topology, named_topology, tables_now
 
 __all__ = ["Plan", "Step", "pin", "plan", "unpin"]
@@ -73,7 +74,7 @@ def plan(
     table = named_topology(topology)
     if through is not None:
         if memory_limit is not None:
-            raise ValueError(f"memory_limit must be left out if through is given, got {memory_limit}")
+            raise argument_error("memory_limit", "left out if through is given", memory_limit)
         layouts = [src, *argument_values.items(through, "through", "a list of Layouts"), dst]
         for layout in layouts:
             check_layout("through", layout)
@@ -105,10 +106,10 @@ def pinned(src: _planner.Layout, dst: _planner.Layout, backend: str) -> Plan | N
 def check_layout(argument: str, given: object) -> None:
     """Raises a ValueError that names `argument` unless a layout is given."""
     if not isinstance(given, _planner.Layout):
-        raise ValueError(f"{argument} must be a Layout, got a {type(given).__name__}")
+        raise argument_error(argument, "a Layout", f"a {type(given).__name__}")
 
 
 def _check_plan(given: object) -> None:
     """Raises ValueError unless a plan is given."""
     if not isinstance(given, Plan):
-        raise ValueError(f"plan must be a Plan, got a {type(given).__name__}")
+        raise argument_error("plan", "a Plan", f"a {type(given).__name__}")

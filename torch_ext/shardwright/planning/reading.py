@@ -7,6 +7,7 @@ from typing import Any
 
 from .._native import _planner
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
 from ..layouts.topology import load_topology, read_json
 
@@ -23,11 +24,11 @@ def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
             not begin with the layout in which the previous one ends.
     """
     if not isinstance(text, (str, bytes, bytearray)):
-        raise ValueError(f"plan must be JSON, as Plan.to_json returns, got a {type(text).__name__}")
+        raise argument_error("plan", "JSON, as Plan.to_json returns", f"a {type(text).__name__}")
     table = read_json(text, "plan: the text")
     if not isinstance(table, dict) or table.get("version") != _VERSION:
         found = table.get("version") if isinstance(table, dict) else type(table).__name__
-        raise ValueError(f"plan: version must be {_VERSION}, got {found!r}")
+        raise argument_error("plan: version", str(_VERSION), repr(found))
     try:
         return _plan(table)
     except (KeyError, TypeError, AttributeError) as error:
@@ -95,14 +96,14 @@ def _mesh(grid: dict[str, Any], field: str) -> Mesh:
     names = [_text(name, f"{field}.dim_names") for name in _list(grid["dim_names"], f"{field}.dim_names")]
     sizes = _list(grid["dim_sizes"], f"{field}.dim_sizes")
     if len(names) != len(sizes) or len(set(names)) != len(names):
-        raise ValueError(f"plan: dim_names of {field} must be distinct, one per dim_size of {sizes}, got {names}")
+        raise argument_error(f"plan: dim_names of {field}", f"distinct, one per dim_size of {sizes}", names)
     return Mesh(dict(zip(names, sizes, strict=True)), grid.get("ranks"))
 
 
 def _expect(kind: type, given: Any, field: str) -> Any:
     """Returns `given`. Raises ValueError if it is not of this type."""
     if not isinstance(given, kind):
-        raise ValueError(f"plan: {field} must be a {kind.__name__}, got a {type(given).__name__}")
+        raise argument_error(f"plan: {field}", f"a {kind.__name__}", f"a {type(given).__name__}")
     return given
 
 

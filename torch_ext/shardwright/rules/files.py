@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .._native import _planner
+from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
 from ..layouts.topology import read_json, read_text
 from . import functions as rules
@@ -39,12 +40,12 @@ def read_layouts(path: str) -> dict[str, Layout]:
         entry = dict(_object(given, where))
         mesh = entry.get("mesh")
         if not isinstance(mesh, str) or mesh not in meshes:
-            raise ValueError(f"{where}.mesh must be one of {', '.join(meshes)}, got {mesh!r}")
+            raise argument_error(f"{where}.mesh", f"one of {', '.join(meshes)}", repr(mesh))
         entry["mesh"] = meshes[mesh]
         if "shard_order" in entry:
             order = _object(entry["shard_order"], f"{where}.shard_order")
             if wrong := [dim for dim in order if not dim.isdecimal()]:
-                raise ValueError(f"{where}.shard_order: keys must be tensor dims, from 0 on, got {wrong[0]!r}")
+                raise argument_error(f"{where}.shard_order: keys", "tensor dims, from 0 on", repr(wrong[0]))
             entry["shard_order"] = {int(dim): mesh_dims for dim, mesh_dims in order.items()}
         allowed = ("mesh", "shape", "dtype", "placements", "shard_order", "strided", "flattened")
         layouts[name] = _made(where, Layout, entry, allowed)
@@ -96,7 +97,7 @@ def read_rules(path: str) -> list[Rule]:
 def _object(given: Any, where: str) -> dict[str, Any]:
     """Returns a JSON object. Raises ValueError that begins with `where` for other values."""
     if not isinstance(given, dict):
-        raise ValueError(f"{where} must be an object, got a {type(given).__name__}")
+        raise argument_error(where, "an object", f"a {type(given).__name__}")
     return given
 
 

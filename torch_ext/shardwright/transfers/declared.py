@@ -17,6 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from .._native import _planner
 from ..dtensor.specs import layout_of_spec
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
 from ..rules import patterns
 from ..runtime import argument_checks, groups
@@ -209,7 +210,7 @@ class Reader:
             return
         if local is None:
             if side == "source":
-                raise ValueError(f"the local tensor must be passed on ranks of the mesh, got only {layout}")
+                raise argument_error("the local tensor", "passed on ranks of the mesh", f"only {layout}")
             return
         expected = tuple(layout.local_shape(self.rank))
         # FSDP2 gives ranks without rows a part of shape (0, 0) where the layout has (4, 0).
@@ -242,7 +243,7 @@ def _plain(local: torch.Tensor) -> torch.Tensor:
 def _flattened(argument: str, given: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields names and values. Names of nested dicts are joined by dots."""
     if not isinstance(given, Mapping):
-        raise ValueError(f"{argument} must be a dict from names to tensors, got a {type(given).__name__}")
+        raise argument_error(argument, "a dict from names to tensors", f"a {type(given).__name__}")
     for key, value in given.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

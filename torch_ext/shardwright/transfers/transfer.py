@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .._native import _planner
 from ..layouts import argument_values
+from ..layouts.errors import argument_error
 from ..layouts.topology import Topology, named_topology, tables_now
 from ..planning.batches import BUCKET_BYTES, BUCKETS
 from ..rules import explaining
@@ -104,14 +105,14 @@ def _at_least(argument: str, given: Any, least: int) -> int:
     """Returns the argument as an int. Raises ValueError if it is below `least`."""
     value = argument_values.integer(given, argument)
     if value < least:
-        raise ValueError(f"{argument} must be at least {least}, got {value}")
+        raise argument_error(argument, f"at least {least}", value)
     return value
 
 
 def _staging(given: Any) -> str | None:
     """Returns the argument staging. Raises ValueError unless it is None or "double"."""
     if given is not None and given != "double":
-        raise ValueError(f"staging must be None or 'double', got {given!r}")
+        raise argument_error("staging", "None or 'double'", repr(given))
     return None if given is None else "double"
 
 
@@ -265,7 +266,7 @@ class Transfer:
         RuntimeError. An iterator that is closed or dropped completes the transfer, even if it was never advanced.
         """
         if self._stages:
-            raise ValueError("receive: staging must be None, got 'double'; call start() instead")
+            raise argument_error("receive: staging", "None", "'double'; call start() instead")
         failure = self._complete_all("receive")
         self._renew()
         tensors = self._receive(failure)
