@@ -9,11 +9,12 @@ emulated_peers.py explains the emulation. All results are compared with products
 Every schedule of shardwright is compared with PyTorch's AsyncTP: its own code, decomposed into products and copies of
 one rank's part each, on the same emulated peers. Its barriers cost nothing here, which favors it.
 
-The link is measured first and used for predictions; products are predicted with the model "h100". Times are medians of
-device times: the device is kept busy until the host has enqueued a call, so that host time does not count. Operands may
-be in the L2 cache. E and its bound are explained in overlap_model.py. The unsplit product from which E is computed is
-the fastest available: for bfloat16, torch.mm with the weight stored either way; for 8-bit floats, torch._scaled_mm or
-shardwright's own. AsyncTP's E is computed from the same product and from our serial schedule.
+The link is measured first and used for predictions. Products are predicted with the model "h100" with copy engines,
+which carry out these transfers. Times are medians of device times: the device is kept busy until the host has enqueued
+a call, so that host time does not count. Operands may be in the L2 cache. E and its bound are explained in
+overlap_model.py. The unsplit product from which E is computed is the fastest available: for bfloat16, torch.mm with the
+weight stored either way; for 8-bit floats, torch._scaled_mm or shardwright's own. AsyncTP's E is computed from the same
+product and from our serial schedule.
 
 The exit status is 1 if a result is wrong, or if a device with units for 8-bit floats had to multiply casts of them.
 """
@@ -47,7 +48,7 @@ from shardwright._planner import (
     Schedule,  # noqa: E402
 )
 
-MODEL = overlap_model.MODEL
+MODEL = sw.planning.GemmModel.named(overlap_model.MODEL).with_copy_engines()  # emulated peers copy by engines
 FP8 = "float8_e4m3fn"
 DTYPES = {"cuda": ("bfloat16", FP8), "cpu": ("float32", FP8)}
 MOST_ERROR = {"bfloat16": 1e-2, "float32": 1e-5}  # tolerance relative to the norm, by dtype of results
@@ -226,9 +227,8 @@ def e_of(total: float, gemm: float, serial: float) -> float | None:
 
 def time_schedules(bench: Bench, matmul: Matmul, case: Case, num_ranks: int, gemm: float) -> list[dict]:
     """Times every schedule with a prediction, serial first; `gemm` is the unsplit product's time."""
-    model = sw.planning.GemmModel.named(MODEL)
-    forecasts = matmul.predictions(model)
-    predicted_gemm, predicted_serial = matmul.timeline(Schedule("serial"), model)["gemm_ps"], forecasts[0][1]
+    forecasts = matmul.predictions(MODEL)
+    predicted_gemm, predicted_serial = matmul.timeline(Schedule("serial"), MODEL)["gemm_ps"], forecasts[0][1]
     inputs = case.own.as_inputs()
     schedules: list[dict] = []
     for schedule, predicted in forecasts:
@@ -280,7 +280,6 @@ def time_async_tp(bench: Bench, kind: str, case: Case, num_ranks: int, gemm: flo
 
 def measure(bench: Bench, shape: Shape, num_ranks: int, tokens: int, dtype: str) -> dict:
     """Returns a row of the results; times in microseconds."""
-    model = sw.planning.GemmModel.named(MODEL)
     casts = sw.stats()["product_fallbacks"]
     scaled_to = result_of(dtype) if dtype == FP8 else None
     matmul = matmul_of(shape, num_ranks, tokens, bench.topology, dtype, scaled_to)
@@ -290,12 +289,12 @@ def measure(bench: Bench, shape: Shape, num_ranks: int, tokens: int, dtype: str)
     schedules = time_schedules(bench, matmul, case, num_ranks, gemm)
     casts = sw.stats()["product_fallbacks"] - casts
     serial = schedules[0]
-    chosen_name = schedule_name(matmul.choose(model))
+    chosen_name = schedule_name(matmul.choose(MODEL))
     chosen = next(row for row in schedules if row["schedule"] == chosen_name)
     fastest = min(schedules, key=lambda row: row["emulated_us"])
     async_tp = time_async_tp(bench, shape.kind, case, num_ranks, gemm, serial["emulated_us"])
     async_us = async_tp["async_tp_us"]
-    forecast = matmul.timeline(Schedule("serial"), model)
+    forecast = matmul.timeline(Schedule("serial"), MODEL)
     m, n, k = shape.product(num_ranks, tokens)
     return {
         "kind": shape.kind,
@@ -359,7 +358,7 @@ def slow_down(bench: Bench, shape: Shape, num_ranks: int, tokens: int) -> dict:
         "gemm_us": round(alone / CONTENTION_PRODUCTS, 1),
         "gemm_during_emulated_copies_us": round(statistics.median(times) / CONTENTION_PRODUCTS, 1),
         "slow_down_during_emulated_copies_percent": round(100 * (statistics.median(times) / alone - 1), 1),
-        "assumed_percent": sw.planning.GemmModel.named(MODEL).contention_percent,
+        "assumed_percent": MODEL.contention_percent,
     }
 
 
@@ -534,7 +533,13 @@ def main() -> None:
         head["note"] = "one rank alone; its peers are emulated by copies from and to host memory; so are AsyncTP's"
         casts = {key: sw.stats()[key] for key in ("product_fallbacks", "product_fallback_reasons")}
         parts = {**casts, "summary": summary, "contention": contention, "rows": rows}
-        results = {**head, "gemm_model": MODEL, "emulated_link": link, "left_out": left_out, **parts}
+        results = {
+            **head,
+            "gemm_model": f"{overlap_model.MODEL} with copy engines",
+            "emulated_link": link,
+            "left_out": left_out,
+            **parts,
+        }
         machine.write(options.json or machine.RESULTS / "gpu_overlap.json", results)
     dist.destroy_process_group()
     print(f"took {time.perf_counter() - begin:.0f} s")

@@ -111,6 +111,7 @@ void define_values(py::class_<GemmModel>& model) {
       .def_readonly("memory_ps_per_kib", &GemmModel::memory_ps_per_kib)
       .def_readonly("contention_percent", &GemmModel::contention_percent)
       .def_readonly("chunk_ps", &GemmModel::chunk_ps)
+      .def_readonly("transfer_processors", &GemmModel::transfer_processors)
       .def(
           "picoseconds",
           [](const GemmModel& model, const Typed<int64_t>& m_, const Typed<int64_t>& n_, const Typed<int64_t>& k_,
@@ -267,6 +268,8 @@ Args:
     memory_ps_per_kib: picoseconds per KiB to read operands and write results.
     contention_percent: slowdown of a product during transfers, in percent.
     chunk_ps: on CPU, picoseconds by which a chunk's transfer ends later alongside products than alone.
+    transfer_processors: on devices, the processors that a transfer needs for full speed; 0 if copy engines carry it
+        out.
 
 Raises:
     ValueError: a value is negative, or a divisor is below 1.)");
@@ -275,7 +278,7 @@ Raises:
                        const Typed<int64_t>& tile_rows, const Typed<int64_t>& tile_columns,
                        const Typed<int64_t>& flops_per_us, const Typed<int64_t>& launch_ps,
                        const Typed<int64_t>& memory_ps_per_kib, const Typed<int64_t>& contention_percent,
-                       const Typed<int64_t>& chunk_ps) {
+                       const Typed<int64_t>& chunk_ps, const Typed<int64_t>& transfer_processors) {
              const GemmModel model{text(name, "name"),
                                    integer(num_processors, "num_processors"),
                                    integer(tile_rows, "tile_rows"),
@@ -284,19 +287,23 @@ Raises:
                                    integer(launch_ps, "launch_ps"),
                                    integer(memory_ps_per_kib, "memory_ps_per_kib"),
                                    integer(contention_percent, "contention_percent"),
-                                   integer(chunk_ps, "chunk_ps")};
+                                   integer(chunk_ps, "chunk_ps"),
+                                   integer(transfer_processors, "transfer_processors")};
              model.check();
              return model;
            }),
            py::kw_only(), py::arg("name"), py::arg("num_processors"), py::arg("tile_rows"), py::arg("tile_columns"),
            py::arg("flops_per_us"), py::arg("launch_ps"), py::arg("memory_ps_per_kib"), py::arg("contention_percent"),
-           py::arg("chunk_ps") = 0)
+           py::arg("chunk_ps") = 0, py::arg("transfer_processors") = GemmModel{}.transfer_processors)
       .def_static(
           "named", [](const Typed<std::string>& name) { return GemmModel::named(text(name, "gemm_model")); },
           py::arg("name"),
           "Returns a built-in model, ``\"h100\"``, ``\"a100\"`` or ``\"cpu\"``: orders of magnitude, not measurements. "
           "Raises ValueError on other names.")
       .def_static("names", &GemmModel::names)
+      .def("with_copy_engines", &GemmModel::with_copy_engines,
+           "Returns the model for transfers that copy engines carry out, as between peers' arenas. They need no "
+           "processors, and slow products by at most 3%.")
       .def(
           "__eq__", [](const GemmModel& a, const GemmModel& b) { return a == b; }, py::is_operator())
       .def("__hash__", [](const GemmModel& model) { return py::hash(py::str(model.name)); })

@@ -49,6 +49,7 @@ void GemmModel::check() const {
   check_one("memory_ps_per_kib", memory_ps_per_kib, 0);
   check_one("contention_percent", contention_percent, 0);
   check_one("chunk_ps", chunk_ps, 0);
+  check_one("transfer_processors", transfer_processors, 0);
 }
 
 int64_t GemmModel::picoseconds(int64_t m, int64_t n, int64_t k, int64_t count, int64_t item_bytes) const {
@@ -93,6 +94,13 @@ GemmModel GemmModel::leaving(int64_t processors) const {
   GemmModel rest = *this;
   rest.num_processors = std::max<int64_t>(num_processors - processors, 1);
   return rest;
+}
+
+GemmModel GemmModel::with_copy_engines() const {
+  GemmModel model = *this;
+  model.transfer_processors = 0;
+  model.contention_percent = std::min(contention_percent, kCopyEngineContentionPercent);
+  return model;
 }
 
 }  // namespace shardwright

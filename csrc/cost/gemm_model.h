@@ -14,6 +14,8 @@ namespace shardwright {
 
 constexpr int kMaxHalvings = 3;
 constexpr int64_t kHalvingPercent = 15;
+// Medians on two H200s were 3 and 3.5 (benchmarks/gpu_overlap.py).
+constexpr int64_t kCopyEngineContentionPercent = 3;
 
 struct GemmModel {
   std::string name;
@@ -25,6 +27,9 @@ struct GemmModel {
   int64_t memory_ps_per_kib = 0;   // to read the operands and write the result
   int64_t contention_percent = 0;  // extra time of a product while transfers run
   int64_t chunk_ps = 0;            // on hosts: extra time of a chunk's transfer while products run
+  // On devices: the processors that a transfer needs for full speed; 0 if copy engines carry it out. The default is the
+  // number of NCCL's channels between the GPUs of a node, which was not measured.
+  int64_t transfer_processors = 16;
 
   bool operator==(const GemmModel&) const = default;
 
@@ -45,6 +50,10 @@ struct GemmModel {
 
   // Returns the model with `processors` fewer processors, but at least one.
   GemmModel leaving(int64_t processors) const;
+
+  // Returns the model for transfers that copy engines carry out. The contention is at most
+  // kCopyEngineContentionPercent.
+  GemmModel with_copy_engines() const;
 };
 
 }  // namespace shardwright

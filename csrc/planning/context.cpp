@@ -29,7 +29,7 @@ class Hash {
   Hash& with(const GemmModel& model) {
     with(std::string_view(model.name)).with(model.num_processors).with(model.tile_rows).with(model.tile_columns);
     with(model.flops_per_us).with(model.launch_ps).with(model.memory_ps_per_kib);
-    return with(model.contention_percent).with(model.chunk_ps);
+    return with(model.contention_percent).with(model.chunk_ps).with(model.transfer_processors);
   }
   Hash& with(const PlanOptions& options) {
     with(options.lowering.name).with(static_cast<uint64_t>(options.objective) * 2 + options.ordered);

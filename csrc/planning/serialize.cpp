@@ -24,8 +24,8 @@ auto fields_of_topology(TopologyLike& t) {
 
 template <typename ModelLike>
 auto fields_of_model(ModelLike& m) {
-  return std::array{&m.num_processors, &m.tile_rows,         &m.tile_columns,       &m.flops_per_us,
-                    &m.launch_ps,      &m.memory_ps_per_kib, &m.contention_percent, &m.chunk_ps};
+  return std::array{&m.num_processors,    &m.tile_rows,          &m.tile_columns, &m.flops_per_us,       &m.launch_ps,
+                    &m.memory_ps_per_kib, &m.contention_percent, &m.chunk_ps,     &m.transfer_processors};
 }
 
 // Writes all fields of a placement, whatever its kind is; the rule only if it is neither chunks nor strided.

@@ -86,6 +86,7 @@ class Clock {
     if (gemm == nullptr) return false;
     if (gemm->flags) return gemm->flags->fetch >= transfer;
     const int64_t ready = ready_at(transfer);
+    if (model_.transfer_processors == 0) return ready <= compute_;
     const bool is_let_go_by_compute = order_[transfer] >= 0 && ends_[order_[transfer]] == ready;
     return ready < compute_ || (ready == compute_ && !is_let_go_by_compute);
   }
@@ -101,13 +102,17 @@ class Clock {
     const int64_t full_speed = transfer_ps(operation, 1, 1);
     const bool is_chunk = program_.instructions[index].chunk >= 0;
     int64_t takes = saturating_sum(full_speed, is_host_ && is_chunk ? model_.chunk_ps : 0);
-    if (start < running_.end && !running_.leaves_processors) {
+    const int64_t needs = model_.transfer_processors;
+    if (needs == 0) {
+      const bool is_queued = start == communication_ && index != transfers_.front();
+      if (!is_host_ && is_queued) takes -= topology_.step_ps;
+    } else if (start < running_.end && !running_.leaves_processors) {
       start = running_.end;
     } else if (start < running_.end) {
       const int64_t waves = std::max<int64_t>(ceil_div(start - running_.start, running_.wave_ps), 1);
       start = std::min(running_.end, saturating_sum(running_.start, waves * running_.wave_ps));
-      const int64_t found = std::min(program_.sms_left, kTransferProcessors);
-      if (start < running_.end) takes = transfer_ps(operation, kTransferProcessors, found);
+      const int64_t found = std::min(program_.sms_left, needs);
+      if (start < running_.end) takes = transfer_ps(operation, needs, found);
     }
     if (std::holds_alternative<Fetch>(operation)) fetch_begin_ = start;
     communication_ = ends_[index] = saturating_sum(start, takes);
@@ -296,8 +301,8 @@ int64_t peak_bytes(const Matmul& matmul, const Schedule& schedule) {
 // Returns the numbers of processors that products may leave to transfers.
 std::vector<int64_t> processors_to_leave(const GemmModel& model) {
   std::vector<int64_t> left{0};
-  for (const int64_t processors : {kTransferProcessors / 2, kTransferProcessors}) {
-    if (2 * processors < model.num_processors) left.push_back(processors);
+  for (const int64_t processors : {model.transfer_processors / 2, model.transfer_processors}) {
+    if (processors > 0 && 2 * processors < model.num_processors) left.push_back(processors);
   }
   return left;
 }

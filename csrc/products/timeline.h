@@ -9,7 +9,7 @@
 // the transfer of each chunk takes chunk_ps longer than the topology predicts.
 //
 // Devices run asynchronously to their host, and a transfer comes after the instructions that concern its memory
-// (program/order.h). But transfers are kernels too, and need kTransferProcessors for full speed:
+// (program/order.h). But transfers are kernels too, and need the model's transfer_processors for full speed:
 //
 //   - If a product is running that leaves no processors, a transfer that becomes ready begins when the product ends. So
 //     does a transfer that an instruction of compute releases in the moment in which the product begins: the product
@@ -19,6 +19,10 @@
 //     fewer, and are not slowed otherwise. A transfer that becomes ready meanwhile begins with the next wave of tiles.
 //     It takes longer if it finds fewer processors than full speed needs.
 //   - The data of a product with flags is copied by copy engines, which need no processors: neither slows the other.
+//
+// If copy engines carry out all transfers (transfer_processors is 0), a transfer begins once it is ready, and is
+// started while the transfer before it runs, so that only the first of several in a row takes the topology's step_ps.
+// Products are slowed by the model's contention.
 //
 // The model leaves out how transfers, copies and products share memory bandwidth on devices, and the delay between an
 // event and the work that waits for it.
@@ -62,9 +66,6 @@ struct Prediction {
 
 // The depths compared are 1, this one, and the number of chunks.
 constexpr int64_t kUsualDepth = 3;
-// The number of processors that a transfer's kernel needs: the number of NCCL's channels between the GPUs of a node. It
-// was not measured.
-constexpr int64_t kTransferProcessors = 16;
 // A larger depth, or leaving processors to transfers, must save this much.
 constexpr int64_t kLeastTuningPercent = 1;
 // A schedule other than serial must save this much.

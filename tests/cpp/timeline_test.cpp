@@ -217,6 +217,17 @@ TEST(Timeline, DeviceTransfersOverlapProductsThatLeaveProcessors) {
   EXPECT_EQ(predict(matmul, {Method::kRing, 2, {}, 1, 2}, kHost).total_ps, 2 * kTile);
 }
 
+TEST(Timeline, CopyEnginesNeedNoProcessorsAndHideStartsOfQueuedTransfers) {
+  const GemmModel engines = slowed_by_half(kPlain).with_copy_engines();
+  // The block to send is copied while the own product runs.
+  EXPECT_EQ(predict(scatter_of_two(), {Method::kRing, 2}, engines).total_ps, 2 * kTile + (100 + kPart) * 3 / 100);
+  GemmModel fast = engines;
+  fast.flops_per_us *= 1000;
+  const int64_t own = fast.picoseconds(10, 1, 640, 1, 2);
+  EXPECT_EQ(predict(gather_of(4, 40, 640, 1), {Method::kRing, 4}, fast).total_ps, 100 + 3 * 10 * 640 * 2 + own);
+  for (const auto& [schedule, total] : predictions(scatter_of_two(), engines)) EXPECT_EQ(schedule.sms_left, 0);
+}
+
 TEST(Timeline, WaitsForLateData) {
   const Matmul matmul = gather_of(4, 40, 640, 1);
   const int64_t part_bytes = 10 * 640 * 2;
@@ -257,7 +268,7 @@ TEST(Choice, TunesDepthAndProcessorsLeftToTransfers) {
       EXPECT_EQ(tuned(matmul, {schedule.method, schedule.chunks}, h100), schedule);
       int64_t best = total;
       for (const int64_t depth : {int64_t{1}, kUsualDepth, schedule.chunks}) {
-        for (const int64_t left : {int64_t{0}, kTransferProcessors / 2, kTransferProcessors}) {
+        for (const int64_t left : {int64_t{0}, h100.transfer_processors / 2, h100.transfer_processors}) {
           const Schedule other{schedule.method, schedule.chunks, {}, depth, left};
           const int64_t peak = compile(matmul, other, Rank{0}).peak_bytes();
           if (depth > kUsualDepth && peak > serial_peak) continue;

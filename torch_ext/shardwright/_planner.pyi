@@ -19,6 +19,8 @@ class GemmModel:
         memory_ps_per_kib: picoseconds per KiB to read operands and write results.
         contention_percent: slowdown of a product during transfers, in percent.
         chunk_ps: on CPU, picoseconds by which a chunk's transfer ends later alongside products than alone.
+        transfer_processors: on devices, the processors that a transfer needs for full speed; 0 if copy engines carry it
+            out.
 
     Raises:
         ValueError: a value is negative, or a divisor is below 1.
@@ -36,6 +38,7 @@ class GemmModel:
         memory_ps_per_kib: int,
         contention_percent: int,
         chunk_ps: int = 0,
+        transfer_processors: int = 16,
     ) -> None: ...
     @staticmethod
     def named(name: str) -> GemmModel:
@@ -44,6 +47,10 @@ class GemmModel:
 
     @staticmethod
     def names() -> list[str]: ...
+    def with_copy_engines(self) -> GemmModel:
+        """Returns the model for transfers that copy engines carry out, as between peers' arenas. They need no
+        processors, and slow products by at most 3%."""
+
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
     @property
@@ -64,6 +71,8 @@ class GemmModel:
     def contention_percent(self) -> int: ...
     @property
     def chunk_ps(self) -> int: ...
+    @property
+    def transfer_processors(self) -> int: ...
     def picoseconds(self, m: int, n: int, k: int, count: int = 1, item_bytes: int = 2) -> int:
         """Returns the time of `count` products of m x k by k x n."""
 
