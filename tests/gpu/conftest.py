@@ -32,3 +32,20 @@ def _no_host_sync() -> Iterator[None]:
 def no_host_sync() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """A context in which torch raises if the host waits for the device."""
     return _no_host_sync
+
+
+@pytest.fixture
+def used_bytes_of_pool() -> Callable[[Callable[[], None]], int]:
+    """Calls a function whose memory comes from a new pool, and returns the bytes of the pool that are still used then.
+
+    The first run of code that is compiled with mode="reduce-overhead" allocates in such a pool, and must free all.
+    """
+
+    def used_bytes(function: Callable[[], None]) -> int:
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            function()
+        torch._C._cuda_clearCublasWorkspaces()  # PyTorch's own
+        return sum(segment["allocated_size"] for segment in pool.snapshot())
+
+    return used_bytes

@@ -68,6 +68,14 @@ def test_many_boxes(count: int) -> None:
     assert torch.equal(dst.view(-1, 8), src.view(-1, 16)[:, :8])
 
 
+def test_table_is_not_in_a_memory_pool(used_bytes_of_pool: Callable[[Callable[[], None]], int]) -> None:
+    boxes = [(16 * b, 8 * b, [8], [1], [1]) for b in range(1000)]
+    src, dst = torch.randn(16_000, device="cuda"), torch.zeros(8_000, device="cuda")
+    copy = _runtime.StridedCopy(boxes, 4)
+    assert used_bytes_of_pool(lambda: copy.run(src, dst)) == 0
+    assert torch.equal(dst.view(-1, 8), src.view(-1, 16)[:, :8])
+
+
 def test_copies_of_more_than_2_to_31_words() -> None:
     if torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("takes 9 GiB")

@@ -197,6 +197,19 @@ def test_accumulating_in_place_copies_nothing() -> None:
     assert len(kernels) <= 2 and not any("copy" in name.lower() for name in kernels), kernels
 
 
+def test_workspace_is_not_in_a_memory_pool(used_bytes_of_pool: Callable[[Callable[[], None]], int]) -> None:
+    case = Case((64, 64, 8192))
+
+    def multiply_on_streams() -> None:
+        torch.cuda.synchronize()
+        for _ in range(8):  # a stream keeps its first workspace, so some streams must be new
+            with torch.cuda.stream(torch.cuda.Stream()):
+                case.run()
+        torch.cuda.synchronize()
+
+    assert used_bytes_of_pool(multiply_on_streams) == 0
+
+
 def test_streams_do_not_share_a_workspace() -> None:
     """Long sums of small results are split, and their parts are added in a workspace."""
     torch.manual_seed(7)

@@ -18,6 +18,7 @@
 #include "program/copy_table.h"
 #include "program/strided_copy.h"
 #include "runtime/cuda/copy_boxes_body.h"
+#include "runtime/cuda/lasting_memory.h"
 #include "runtime/local_ops.h"
 
 namespace shardwright {
@@ -71,20 +72,20 @@ class CudaTables final : public TableDevice {
     const auto size = static_cast<int64_t>(bytes.size());
     const at::Tensor host = at::empty({size}, at::TensorOptions(at::kByte).device(at::kCPU).pinned_memory(true));
     std::memcpy(host.mutable_data_ptr<uint8_t>(), bytes.data(), bytes.size());
-    auto memory = std::make_shared<at::Tensor>(host.to(device_, at::kByte, /*non_blocking=*/true));
+    auto memory = std::make_shared<at::Tensor>(allocate_lasting(size, current_stream()));
+    memory->copy_(host, /*non_blocking=*/true);
     auto event = std::make_shared<at::cuda::CUDAEvent>();
     event->record(current_stream());
     const void* begin = memory->const_data_ptr();
     return {std::move(memory), begin, std::move(event)};
   }
 
-  // Uploads on a stream that is not being captured. Memory is allocated on that stream too, so it is not from a graph's
-  // pool.
+  // Uploads on a stream that is not being captured.
   Upload upload_beside_capture(const std::vector<uint8_t>& bytes) override {
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     const c10::cuda::CUDAStreamGuard guard(uncaptured_stream(bytes.size()));
-    auto memory = std::make_shared<at::Tensor>(
-        at::empty({static_cast<int64_t>(bytes.size())}, at::TensorOptions(at::kByte).device(device_)));
+    auto memory =
+        std::make_shared<at::Tensor>(allocate_lasting(static_cast<int64_t>(bytes.size()), guard.current_stream()));
     C10_CUDA_CHECK(cudaMemcpyAsync(memory->mutable_data_ptr(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice,
                                    guard.current_stream()));
     C10_CUDA_CHECK(cudaStreamSynchronize(guard.current_stream()));

@@ -21,6 +21,7 @@
 #include <utility>
 
 #include "runtime/cuda/gemm_problem.h"
+#include "runtime/cuda/lasting_memory.h"
 #include "runtime/cuda/lt_calls.h"
 #include "runtime/gemm.h"
 
@@ -47,20 +48,21 @@ struct Workspace {
 // same time as the stream on which it was captured.
 Workspace workspace_for(const Algorithm& algorithm, c10::cuda::CUDAStream stream) {
   if (algorithm.workspace_bytes == 0) return {};
-  auto* allocator = c10::cuda::CUDACachingAllocator::get();
   Workspace workspace;
   if (at::cuda::currentStreamCaptureStatusMayInitCtx() != at::cuda::CaptureStatus::None) {
-    workspace.own = allocator->allocate(algorithm.workspace_bytes);
+    workspace.own = c10::cuda::CUDACachingAllocator::get()->allocate(algorithm.workspace_bytes);
     workspace.data = workspace.own.get();
     return workspace;
   }
   static std::mutex mutex;
   // Never destroyed, because at exit the allocator may already be gone.
-  static auto& kept = *new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, c10::DataPtr>;
+  static auto& kept = *new std::map<std::pair<c10::DeviceIndex, c10::StreamId>, at::Tensor>;
   const std::lock_guard<std::mutex> lock(mutex);
-  c10::DataPtr& of_stream = kept[{stream.device_index(), stream.id()}];
-  if (!of_stream) of_stream = allocator->allocate(workspace_limit_bytes());
-  workspace.data = of_stream.get();
+  at::Tensor& of_stream = kept[{stream.device_index(), stream.id()}];
+  if (!of_stream.defined()) {
+    of_stream = allocate_lasting(static_cast<int64_t>(workspace_limit_bytes()), stream);
+  }
+  workspace.data = of_stream.mutable_data_ptr();
   return workspace;
 }
 
