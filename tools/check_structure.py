@@ -93,14 +93,14 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # folders th
 # not count.
 MAX_CODE_LINES = {
     ".": 920,
-    "attention": 787,
+    "attention": 789,
     "calibration": 458,
     "cli": 503,
     "debug": 213,
     "dtensor": 898,
     "experts": 603,
     "fsdp": 4843,
-    "graph": 290,
+    "graph": 299,
     "layouts": 447,
     "matmul": 603,
     "planning": 208,

@@ -356,13 +356,18 @@ void compare_ranks(bool on) { ranks_compare = on; }
 
 // All operators. `input` is this rank's part in the plan's source. The result is its part in the destination, new and
 // row-major. Nothing but `out` is written.
+//
+// Compilers must not put them into CUDA graphs (torch.compile with mode="reduce-overhead"), because replays would not
+// run their code on the host, such as the lookup of handles.
 TORCH_LIBRARY(shardwright, m) {
+  const std::vector<at::Tag> tags{at::Tag::cudagraph_unsafe};
   // backward_plan moves the gradient back. If it is empty, the result has no gradient.
   m.def(
       "redistribute(Tensor input, str plan, str[] groups, int rank, str backward_plan, str[] backward_groups) -> "
-      "Tensor");
+      "Tensor",
+      tags);
   // Writes into `out`, which must be row-major and not overlap `input`.
-  m.def("redistribute_out(Tensor input, str plan, str[] groups, int rank, Tensor(a!) out) -> ()");
+  m.def("redistribute_out(Tensor input, str plan, str[] groups, int rank, Tensor(a!) out) -> ()", tags);
   // redistribute in two halves, so that compute can run in between. A handle is valid for one wait. It is one int64 on
   // CPU, expanded to more bytes than input and output have: a compiler that chooses by size what to save for a backward
   // then saves the input or output instead of the handle, and does not wait for the handle again.
@@ -380,17 +385,28 @@ TORCH_LIBRARY(shardwright, m) {
     m.def(concat("redistribute_start", overload,
                  "(Tensor input, str plan, str[] groups, int rank, SymInt[]? sizes=None, Tensor? after=None, "
                  "bool make_groups=True) -> Tensor")
-              .c_str());
+              .c_str(),
+          tags);
     m.def(concat("redistribute_wait", overload,
                  "(Tensor handle, Tensor input, str plan, int rank, SymInt[]? sizes=None) -> Tensor")
-              .c_str());
+              .c_str(),
+          tags);
   }
   // Returns the plan for these sizes, then the names of its groups. Implemented in Python (graph/plans.py).
   m.def("plan_for_sizes(str plan, str[] groups, int rank, int[] sizes, bool make_groups) -> str[]");
   // Raises on all ranks unless all are about to run the same program. Implemented in Python (operators.py).
-  m.def("compare_ranks(Tensor input, str program, str[] groups, int rank, Tensor? out) -> ()");
+  m.def("compare_ranks(Tensor input, str program, str[] groups, int rank, Tensor? out) -> ()", tags);
   // Matrix products that overlap with a redistribute. `program` defines the inputs and outputs.
-  m.def("matmul(Tensor[] inputs, str program, str[] groups, int rank) -> Tensor[]");
+  m.def("matmul(Tensor[] inputs, str program, str[] groups, int rank) -> Tensor[]", tags);
+  // The same for compiled code, and its gradients. Implemented in Python (matmul/graphs.py).
+  m.def(
+      "multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, str product, str group, int rank) -> "
+      "Tensor[]",
+      tags);
+  m.def(
+      "multiply_backward(Tensor x, Tensor[] weights, Tensor[] dys, bool[] needs, str product, str group, int rank) "
+      "-> Tensor[]",
+      tags);
 }
 
 TORCH_LIBRARY_IMPL(shardwright, CompositeExplicitAutograd, m) {

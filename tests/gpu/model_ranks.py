@@ -1,5 +1,5 @@
 """Runs on each of several ranks that share a GPU, with models: attention over a sharded sequence, sharded weights, many
-tensors at once. test_models.py starts it over NCCL; rank_device.py lists other devices.
+tensors at once, compiled code. test_models.py starts it over NCCL; rank_device.py lists other devices.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from nccl_ranks import part
 from rank_device import DEVICE
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardwright as sw
 
@@ -227,8 +227,86 @@ def cut(whole: torch.Tensor, layout: sw.Layout, rank: int) -> torch.Tensor | Non
     return part(whole, layout, rank).contiguous() if rank in layout.mesh.ranks else None
 
 
+# ---- compiled code
+
+
+def check_compiled() -> None:
+    """Compares compiled with eager code: results and gradients, also for sizes that the ranks do not divide."""
+    compilers: list[dict[str, Any]] = [{"backend": "aot_eager"}]
+    if rank_device.IS_CUDA:
+        compilers = [{}, {"mode": "reduce-overhead"}]  # the second runs all of it in CUDA graphs
+    elif DEVICE == "cpu":
+        compilers = [{}]
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
+    with sw.enabled(strict=True):
+        for options, function in itertools.product(compilers, (move, multiply, multiply_plain)):
+            check_compiled_function(function, mesh, options)
+    for options in compilers:
+        check_compiled_training(mesh, options)
+
+
+def move(x: DTensor, weight: DTensor) -> torch.Tensor:
+    x = x.sin().redistribute(placements=[Shard(1)]).cos().redistribute(placements=[Replicate()])
+    return x.to_local() * weight.redistribute(placements=[Replicate()]).to_local().sum()
+
+
+def multiply(x: DTensor, weight: DTensor) -> torch.Tensor:
+    return sw.linear(x.cos(), weight).to_local().square()
+
+
+def multiply_plain(x: DTensor, weight: DTensor) -> torch.Tensor:
+    part, world = weight.to_local().t(), dist.get_world_size()
+    gathered = sw.all_gather_matmul(part.t().cos(), part, size=20, columns=part.shape[1] * world, method="ring")
+    return gathered.sum() * x.to_local()
+
+
+def check_compiled_function(
+    function: Callable[[DTensor, DTensor], torch.Tensor], mesh: DeviceMesh, options: dict[str, Any]
+) -> None:
+    torch._dynamo.reset()
+    # Products of uneven parts run between graphs.
+    compiled = torch.compile(function, fullgraph=function is move, **options)
+    for rows in (24, 23, 31):
+        generator = torch.Generator().manual_seed(rows)
+        tensors = [torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((rows, 16), (20, 16))]
+        leaves = [distribute_tensor(t, mesh, [Shard(0)]).detach().requires_grad_() for t in tensors]
+        expected = results_of(function, leaves)
+        found = results_of(compiled, leaves)
+        for mine, right in zip(found, expected, strict=True):
+            name = f"{function.__name__}, {rows} rows, {options}"
+            torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def results_of(function: Callable[..., torch.Tensor], leaves: list[DTensor]) -> list[torch.Tensor]:
+    """Returns the result and the local gradients, as copies that later calls do not overwrite."""
+    torch.compiler.cudagraph_mark_step_begin()
+    result = function(*leaves)
+    gradients = torch.autograd.grad(result.sum(), leaves)
+    return [result.detach().clone(), *(gradient.to_local().clone() for gradient in gradients)]
+
+
+def check_compiled_training(mesh: DeviceMesh, options: dict[str, Any]) -> None:
+    """Trains a model whose blocks are compiled, and one that is compiled as a whole."""
+    right = train(make_model(), step_alone=True)
+    for compile_blocks in (True, False):
+        torch._dynamo.reset()
+        model = make_model()
+        for i, layer in enumerate(model):
+            if compile_blocks:
+                model[i] = layer = torch.compile(layer, **options)  # type: ignore[assignment]
+            sw.fully_shard(layer, mesh=mesh)
+        sw.fully_shard(model, mesh=mesh)
+        run = model if compile_blocks else torch.compile(model, **options)
+        found = train(run, step_alone=False)
+        message = f"losses with compiled {'blocks' if compile_blocks else 'model'}, {options}"
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(right), rtol=1e-4, atol=1e-5, msg=lambda m, n=message: f"{n}: {m}"
+        )
+
+
 TASKS: dict[str, Callable[[], None]] = {
     "attention": check_attention,
+    "compiled": check_compiled,
     "fully_shard": check_fully_shard,
     "many": check_many,
 }

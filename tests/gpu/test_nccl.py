@@ -70,7 +70,7 @@ def way_that_works() -> tuple[str | None, str]:
     return None, "; ".join(reasons)
 
 
-def check_on_one_gpu(task: str, world: int, script: Path = SCRIPT) -> None:
+def check_on_one_gpu(task: str, world: int, script: Path = SCRIPT, limit_seconds: float = LIMIT_SECONDS) -> None:
     """Fails with the output of the first failed rank. Skips if this NCCL allows only one rank per GPU."""
     way: str | None = "host ids"
     if world > 1:
@@ -78,7 +78,7 @@ def check_on_one_gpu(task: str, world: int, script: Path = SCRIPT) -> None:
         if way is None:
             pytest.skip(f"this NCCL takes one rank per GPU: {reason}")
         print(f"several ranks on one GPU by {way}")
-    failed = run(task, world, way or "", script)
+    failed = run(task, world, way or "", script, limit_seconds)
     assert not failed, failed
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +19,7 @@ from compilers import fresh_compilers, recording
 from dtensors import distribute
 from meshes import get_mesh
 from pool import Pool
+from shardwright.attention import scaled_dot_product_attention
 
 
 def _whole(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -116,3 +119,50 @@ def test_checkpoints_recompute_redistributes_only_if_all_ranks_do(pool: Pool) ->
         assert sum("recomputable" in one for one in even) == 2
     for uneven in pool.run(_starts_in_backward, 2, 5):
         assert not any("recomputable" in one for one in uneven)
+
+
+# ---- CUDA graphs
+
+
+def _reasons_against_cuda_graphs() -> None:
+    """Asks inductor about each operator of ours as if it were on a GPU, in code compiled with CUDA graphs."""
+    mesh, world = get_mesh((2,)), dist.get_world_size()
+    reasons: dict[str, str | None] = {}
+    decide = Scheduler.should_partition
+
+    def recorded(scheduler: Scheduler, node: BaseSchedulerNode) -> Any:
+        operator = getattr(node.node, "op_overload", None)
+        if operator is not None and operator.namespace == "shardwright":
+            with mock.patch.object(BaseSchedulerNode, "is_gpu", lambda _: True):
+                reasons[str(operator)] = decide(scheduler, node)
+        return decide(scheduler, node)
+
+    def multiply(x: DTensor, weight: torch.Tensor) -> torch.Tensor:
+        part = x.redistribute(placements=[Shard(0)]).to_local()
+        gathered: torch.Tensor = sw.all_gather_matmul(part, weight, size=4, columns=8 * world)
+        attended = scaled_dot_product_attention(*[gathered.view(1, 1, -1, 8)] * 3, size=8)
+        assert isinstance(attended, torch.Tensor)
+        return attended.sum()
+
+    units = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    for unit in (*units, units):
+        sw.fully_shard(unit, mesh=mesh)
+    with (
+        mock.patch.object(Scheduler, "should_partition", recorded),
+        torch._inductor.config.patch({"triton.cudagraphs": True}),
+        fresh_compilers(),
+        sw.enabled(strict=True),
+    ):
+        x = distribute(_whole((4, 6), 1).float(), mesh, ["S(1)"])
+        torch.compile(multiply)(x, torch.ones(6, 8, requires_grad=True)).backward()
+        torch.compile(units)(torch.ones(4, 8)).sum().backward()
+    found = {name.removeprefix("shardwright.").removesuffix(".default") for name, reason in reasons.items() if reason}
+    assert len(found) == len(reasons), reasons
+    events = {f"fsdp_{event}" for event in ("begin_forward", "end_forward", "begin_backward", "end_backward", "after")}
+    others = {"redistribute_start", "redistribute_wait", "multiply", "multiply_backward", "attention"}
+    assert found >= events | others | {"attention_backward"}, found
+
+
+def test_operators_stay_out_of_cuda_graphs(pool: Pool) -> None:
+    """A replay of a CUDA graph would not run their code on the host."""
+    pool.run(_reasons_against_cuda_graphs, 2)

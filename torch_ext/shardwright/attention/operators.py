@@ -43,6 +43,7 @@ def _compare(executable: _runtime.Executable, inputs: list[torch.Tensor]) -> Non
 @torch.library.custom_op(
     "shardwright::attention",
     mutates_args=(),
+    tags=[torch.Tag.cudagraph_unsafe],
     schema="(Tensor q, Tensor k, Tensor v, Tensor? mask, str forward, str backward, str[] forward_groups, "
     "str[] backward_groups, int rank) -> (Tensor, Tensor)",
 )
@@ -65,6 +66,7 @@ def attend(
 @torch.library.custom_op(
     "shardwright::attention_backward",
     mutates_args=(),
+    tags=[torch.Tag.cudagraph_unsafe],
     schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor dout, Tensor lse, Tensor? mask, str backward, "
     "str[] groups, int rank) -> (Tensor, Tensor, Tensor)",
 )

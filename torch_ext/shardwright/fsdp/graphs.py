@@ -31,7 +31,6 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch import partitioners
 from torch._higher_order_ops.effects import with_effects
-from torch._library.effects import EffectType
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -143,6 +142,7 @@ def _after(tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
 
 def _fake_event(*_: Any) -> torch.Tensor:
     """Returns the result of an event for tracing, without running it."""
+    order.keep_out_of_cuda_graphs()
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
@@ -157,13 +157,13 @@ _EVENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
 }
 for _schema, (_run, _fake) in _EVENTS.items():
-    _library.define(_schema)
+    _library.define(_schema, tags=torch.Tag.cudagraph_unsafe)
     _name = _schema.partition("(")[0]
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardwright::{_name}", _fake)
-    torch.library._register_effectful_op(f"shardwright::{_name}", EffectType.ORDERED)
+    order.register(f"shardwright::{_name}")
 
-_library.define("fsdp_after(Tensor(a) tensor, Tensor event) -> Tensor(a)")
+_library.define("fsdp_after(Tensor(a) tensor, Tensor event) -> Tensor(a)", tags=torch.Tag.cudagraph_unsafe)
 _library.impl("fsdp_after", _after, "CompositeExplicitAutograd")
 torch.library.register_fake("shardwright::fsdp_after", _after)
 

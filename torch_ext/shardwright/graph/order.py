@@ -5,7 +5,8 @@ empty shard. Ranks would then start different collectives. Therefore:
 
 - Within a trace, each start takes a slice of the handle of the start before it. Forwards and backwards have separate
   chains: a backward runs after its forward anyway, and would have to keep the handle.
-- Starts and waits count as having side effects, so that none is dropped.
+- Starts and waits count as having side effects, so that none is dropped. Other operators (`register`) have effect
+  tokens, which also order them.
 - Each start and wait is in the forward or in the backward, not in both; tags tell this to PyTorch's partitioner before
   it cuts a joint graph. The exception is checkpointed regions of graphs that redistribute only even shards. All ranks
   then decide alike what to recompute, and overloads without side effects are used. If any redistributed shard in the
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from torch._functorch import partitioners
+from torch._inductor import config as inductor_config
+from torch._library.effects import EffectType
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -32,6 +35,29 @@ _HANDLES = "_shardwright_handles"  # attribute of a tracer: the last handle of e
 
 for _operator in _RECOMPUTABLE:
     torch.fx.node.has_side_effect(_operator)
+
+
+_ordered: list[str] = []
+
+
+def register(name: str) -> None:
+    """Makes compiled code run an operator in the order of the trace, relative to other operators that are registered.
+
+    Call `keep_out_of_cuda_graphs` when the operator is traced.
+    """
+    torch.library._register_effectful_op(name, EffectType.ORDERED)
+    _ordered.append(name)
+
+
+def keep_out_of_cuda_graphs() -> None:
+    """Keeps the registered operators out of the CUDA graphs of the compilation under way, if it makes any.
+
+    Inductor does not see the tag `cudagraph_unsafe` of operators with effect tokens. It also cuts graphs at the
+    operators of this list where it makes no CUDA graphs, so they are listed only once they have to be.
+    """
+    if inductor_config.triton.cudagraphs:
+        listed = inductor_config.custom_should_partition_ops
+        listed.extend(name for name in _ordered if name not in listed)
 
 
 def start(local: torch.Tensor, make_groups: bool, *arguments: Any) -> torch.Tensor:

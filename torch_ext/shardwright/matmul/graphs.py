@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._library.effects import EffectType
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from .._native import _planner
 from ..dtensor import guards
+from ..graph import order
 from ..graph.stand_ins import constant, meta_of, on_stand_ins, uncompiled
 from ..runtime import executables, groups
 from . import tensors
@@ -68,21 +68,17 @@ def _parsed(name: _Name, device_type: str) -> Product:
 
 # ---- the operators
 
-_NAME = "str product, str group, int rank"
-_library = torch.library.Library("shardwright", "FRAGMENT")
-_library.define(f"multiply(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] scales, {_NAME}) -> Tensor[]")
-_library.define(f"multiply_backward(Tensor x, Tensor[] weights, Tensor[] dys, bool[] needs, {_NAME}) -> Tensor[]")
 Tensors = Sequence[torch.Tensor]
 Flags = Sequence[bool]
 
 
-@torch.library.impl(_library, "multiply", "CompositeExplicitAutograd")
+@torch.library.impl("shardwright::multiply", "CompositeExplicitAutograd")
 def _multiply(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name: Any) -> list[torch.Tensor]:
     """Returns the results, then the gathered operand if the product keeps it."""
     return _apart(_product(name, x).forward([x, *weights, *biases], scales), [x, *weights, *biases])
 
 
-@torch.library.impl(_library, "multiply_backward", "CompositeExplicitAutograd")
+@torch.library.impl("shardwright::multiply_backward", "CompositeExplicitAutograd")
 def _multiply_backward(x: torch.Tensor, weights: Tensors, dys: Tensors, needs: Flags, *name: Any) -> list[torch.Tensor]:
     """Returns the gradients of operand, weights and biases that are needed."""
     dense = [dy.contiguous() for dy in dys]
@@ -98,12 +94,14 @@ def _apart(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
 
 @torch.library.register_fake("shardwright::multiply")
 def _(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name: Any) -> list[torch.Tensor]:
+    order.keep_out_of_cuda_graphs()
     made = _product(name, x)
     return [made.empty(x, one) for one in (*made.plan.results, *([made.plan.moved_operand] * made.keeps_gathered))]
 
 
 @torch.library.register_fake("shardwright::multiply_backward")
 def _(x: torch.Tensor, weights: Tensors, dys: Tensors, needs: Flags, *name: Any) -> list[torch.Tensor]:
+    order.keep_out_of_cuda_graphs()
     made = _product(name, x)
     layouts = [made.plan.operand, *made.plan.weights, *made.plan.biases]
     return [made.empty(x, one) for one, needed in zip(layouts, needs, strict=True) if needed and one is not None]
@@ -147,7 +145,7 @@ torch.library.register_autograd("shardwright::multiply_backward", _backward_of_b
 
 # All ranks must run products in one order, even if a compiler would reorder independent ones.
 for _name in ("shardwright::multiply", "shardwright::multiply_backward"):
-    torch.library._register_effectful_op(_name, EffectType.ORDERED)
+    order.register(_name)
 
 
 # ---- into graphs
