@@ -44,7 +44,7 @@ ENV_STAMP   := $(VENV)/.stamp-env-$(or $(TORCH),newest)
 BUILD_STAMP := $(VENV)/.stamp-build-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
 LINT_STAMP  := $(LINT_VENV)/.stamp
 
-.PHONY: help venv build demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
+.PHONY: help venv build wheel wheels demo test test-cpp test-python test-async mutation-proof bench bench-experts bench-many bench-fsdp bench-fully-shard bench-planner bench-planning bench-reshard bench-state-dict bench-hunt bench-before-after bench-xla bench-ranking bench-overhead bench-overlap bench-matmul bench-links bench-attention test-links torch-tests lint format sanitize tsan fuzz fuzz-build fuzz-gloo hunt stubs gpu clean distclean
 
 help:
 	@echo 'make build      make the environment, build shardwright and install it there'
@@ -72,6 +72,7 @@ help:
 	@echo 'make bench-overlap  the predicted overlap of communication with products; measures nothing'
 	@echo 'make torch-tests SRC=folder  PyTorch'"'"'s own tests of DTensor, stock against shardwright (FILES=..., K=..., ARGS=...)'
 	@echo 'make lint       clang-format, ruff, mypy, structure, wording; make format fixes formatting'
+	@echo 'make wheels     one wheel for several torches, in dist/ (TORCHES="2.11.0 2.15.0")'
 	@echo 'make stubs      write the .pyi files of the compiled modules from their bindings'
 	@echo 'make sanitize   the C++ tests under address and undefined-behavior sanitizers'
 	@echo 'make tsan       the C++ tests with threads under the thread sanitizer'
@@ -276,6 +277,20 @@ format: $(LINT_STAMP)
 # The stubs do not depend on the version of torch. `make build` installs them.
 stubs: build
 	$(HERE) $(PY) tools/stubs $(ARGS)
+
+# A wheel of one build, for the torch of $(VENV), with CUDA if nvcc is there (SHARDWRIGHT_CUDA=0: without).
+WHEEL_DIR := build/wheels/$(patsubst .%,%,$(notdir $(VENV)))-cuda-$(or $(SHARDWRIGHT_CUDA),detect)
+wheel: build
+	@$(HERE) rm -rf $(WHEEL_DIR)
+	$(HERE) SHARDWRIGHT_BUILD_DIR=$(BUILD_DIR) $(PY) -m pip wheel --disable-pip-version-check -q --no-index \
+	  --no-build-isolation --no-deps --wheel-dir $(WHEEL_DIR) .
+
+# One wheel for several torches, in dist/. TORCHES="2.11.0 2.15.0" chooses them.
+TORCHES ?= 2.11.0 2.15.0
+wheels:
+	@rm -rf build/wheels
+	for torch in $(TORCHES); do $(MAKE) wheel TORCH=$$torch || exit 1; done
+	.venv-$(lastword $(TORCHES))/bin/python tools/merge_wheels dist build/wheels/*/*.whl
 
 gpu:
 	bash tools/gpu_check $(ARGS)

@@ -92,7 +92,7 @@ SOURCES = ("csrc", "torch_ext", "benchmarks", "examples", "tools")  # folders th
 # for both modules. Before raising a limit, look for code that belongs there. Docstrings, comments and blank lines do
 # not count.
 MAX_CODE_LINES = {
-    ".": 920,
+    ".": 958,
     "attention": 789,
     "calibration": 458,
     "cli": 503,

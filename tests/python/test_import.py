@@ -68,6 +68,24 @@ def test_error_names_the_torch_of_the_build(copy: Path, use: str) -> None:
     assert f"but torch {torch.__version__} is installed; run: pip install --no-build-isolation ." in last
 
 
+def test_the_build_for_the_installed_torch_is_loaded(copy: Path) -> None:
+    """As in a wheel for several torches. Only one of its builds has a library that can be loaded here."""
+    text = (copy / "_build_info.py").read_text()
+    series = ".".join(torch.__version__.split(".")[:2])
+    for other in (series, "2.98", "2.99"):
+        folder = copy / "_runtimes" / f"torch{other}-cpu"
+        folder.mkdir(parents=True)
+        (folder / "_build_info.py").write_text(text.replace(f"'torch': '{series}.", f"'torch': '{other}."))
+    module = _module_file(copy, "_runtime")
+    module = module.rename(copy / "_runtimes" / f"torch{series}-cpu" / module.name)
+    (copy / "_build_info.py").unlink()
+    use = "import shardwright; shardwright.enable; from shardwright._native import _runtime; print(_runtime.__file__)"
+    assert _run(use, copy.parent).stdout == f"{module}\n"
+    shutil.rmtree(module.parent)
+    last = _run(use, copy.parent).stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: shardwright was built for torch 2.98.") and ", 2.99." in last, last
+
+
 def test_undefined_symbol_is_reported(copy: Path) -> None:
     """The versions agree but the libraries do not, as with a torch that was built from other sources."""
     module = _module_file(copy, "_runtime")

@@ -1,11 +1,14 @@
 """The two compiled modules: `_planner`, which needs no torch, and `_runtime`, which is linked against torch.
 
-Modules import them from here. A build for another torch is then reported with the command that repairs it.
+Modules import them from here. Of several builds of `_runtime`, the one for the installed torch is loaded. If there is
+none, the error has the command that makes one.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from . import doctor
@@ -26,8 +29,18 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import torch  # its libraries must be loaded before those of _runtime
 
-    doctor.check_torch(torch.__version__)
+    build = doctor.build_for(torch.__version__, torch.version.cuda)
+    full_name = f"{__package__}._runtime"
     try:
-        return importlib.import_module("._runtime", __package__)
+        if build.file is None:
+            raise ImportError("its file is missing")
+        spec = importlib.util.spec_from_file_location(full_name, build.file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full_name] = module
+        spec.loader.exec_module(module)
     except ImportError as error:
+        sys.modules.pop(full_name, None)
         raise doctor.import_error("_runtime", error) from error
+    globals()[name] = module  # later imports do not come here
+    return module

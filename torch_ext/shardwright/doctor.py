@@ -9,51 +9,90 @@ import importlib.metadata
 import importlib.util
 import json
 import platform
+import re
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _REBUILD = "run: pip install --no-build-isolation . in the source tree"
+_FOLDER = Path(__file__).parent
+
+
+class Build(NamedTuple):
+    """A build of `_runtime` for one torch: what setup.py wrote about it, and its file, or None if that is missing."""
+
+    info: dict[str, Any]
+    file: str | None
+
+
+def builds() -> list[Build]:
+    """Returns the builds in this package: one next to this file, or those that tools/merge_wheels put in _runtimes/."""
+    return [
+        Build(runpy.run_path(str(info))["BUILD_INFO"], _file_of("_runtime", info.parent))
+        for info in sorted((*_FOLDER.glob("_build_info.py"), *_FOLDER.glob("_runtimes/*/_build_info.py")))
+    ]
 
 
 def version() -> str:
     """Returns this package's version, as pyproject.toml had it when the package was built or installed."""
-    return (_build_info() or {}).get("version") or _version_of("shardwright") or "unknown"
+    return next((build.info["version"] for build in builds()), None) or _version_of("shardwright") or "unknown"
 
 
-def check_torch(installed: str) -> None:
-    """Raises ImportError, with the remedy, if the extension modules were built for another torch than `installed`."""
-    sentence = _about_torch(_build_info(), installed)
+def build_for(torch_version: str, cuda: str | None) -> Build:
+    """Returns the build for a torch, whose CUDA version is `cuda`: with the same CUDA if there is one, else for CPU.
+
+    Binaries work with every patch release of a torch, and with every minor version of CUDA. Raises ImportError, with
+    the remedy, if no build is for this torch.
+    """
+    sentence = _about_torch(torch_version)
     if sentence:
         raise ImportError(f"shardwright was {sentence}")
+    same = [build for build in builds() if _release(build.info["torch"]) == _release(torch_version)]
+    if not same:
+        return Build({}, _file_of("_runtime", _FOLDER))  # a source tree, whose modules were not built by setup.py
+
+    def preference(build: Build) -> int:
+        if not build.info["cuda"]:
+            return 1
+        return 2 if cuda is not None and _major(build.info["torch_cuda"]) == _major(cuda) else 0
+
+    return max(same, key=preference)
 
 
 def import_error(module: str, error: ImportError) -> ImportError:
     """Returns the error for an extension module that does not load: its name, the cause and the remedy."""
-    why = str(error) if _file_of(module) else "it was not built for this Python"
+    is_there = _file_of(module, _FOLDER) or any(module == "_runtime" and build.file for build in builds())
+    why = str(error) if is_there else "it was not built for this Python"
     return ImportError(f"shardwright: {module} does not import ({why}); {_REBUILD}")
 
 
 def report() -> dict[str, Any]:
     """Returns facts about this build and its environment.
 
-    Keys: `version`, `python`, `platform`; `build`, what setup.py wrote when it built the extension modules (None if
-    this is a source tree that was never built); `torch_installed` and `nccl_installed`, versions or None;
-    `planner` and `runtime`, each with `file` (None if missing), `planner` also with `error` (None if it imports);
-    `problems`, a list of sentences, empty if everything is in order. Does not import torch, and does not raise.
+    Keys: `version`, `python`, `platform`; `build`, what setup.py wrote about the build of `_runtime` for the installed
+    torch, or about another build if none is for it (None if this is a source tree that was never built); `builds`, the
+    torch and the CUDA of each build; `torch_installed` and `nccl_installed`, versions or None; `planner` and `runtime`,
+    each with `file` (None if missing), `planner` also with `error` (None if it imports); `problems`, a list of
+    sentences, empty if everything is in order. Does not import torch, and does not raise.
     """
-    build = _build_info()
+    torch_version = _version_of("torch")
+    try:
+        build = build_for(torch_version or "none", _cuda_of_torch())
+    except ImportError:
+        build = next(iter(builds()), Build({}, _file_of("_runtime", _FOLDER)))
     nccl = next((f"{name} {found}" for name in _NCCL_PACKAGES if (found := _version_of(name))), None)
     facts: dict[str, Any] = {
         "version": version(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "build": build,
-        "torch_installed": _version_of("torch"),
+        "build": build.info or None,
+        "builds": [_name_of(one.info) for one in builds()],
+        "torch_installed": torch_version,
         "nccl_installed": nccl,
-        "planner": {"file": _file_of("_planner"), "error": _import_error("_planner")},
-        "runtime": {"file": _file_of("_runtime")},
+        "planner": {"file": _file_of("_planner", _FOLDER), "error": _import_error("_planner")},
+        "runtime": {"file": build.file},
     }
     facts["problems"] = _problems(facts)
     return facts
@@ -69,16 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if facts["problems"] else 0
 
 
-def _build_info() -> dict[str, Any] | None:
-    """Returns what setup.py wrote when it built the extension modules, or None if they were never built."""
-    try:
-        module = importlib.import_module("shardwright._build_info")
-    except ImportError:
-        return None
-    info: dict[str, Any] = module.BUILD_INFO
-    return info
-
-
 def _version_of(package: str) -> str | None:
     """Returns the version of an installed package, or None."""
     try:
@@ -87,9 +116,16 @@ def _version_of(package: str) -> str | None:
         return None
 
 
-def _file_of(module: str) -> str | None:
-    """Returns the path of an extension module next to this file, whether or not it can be imported."""
-    folder = Path(__file__).parent
+def _cuda_of_torch() -> str | None:
+    """Returns the version of CUDA that the installed torch was built with, without importing torch."""
+    spec = importlib.util.find_spec("torch")
+    source = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    found = re.search(r"^cuda\b.*= '([\d.]+)'", source.read_text(), re.M) if source and source.exists() else None
+    return found[1] if found else None
+
+
+def _file_of(module: str, folder: Path) -> str | None:
+    """Returns the path of an extension module in a folder, whether or not it can be imported."""
     candidates = [folder / (module + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     return next((str(path) for path in candidates if path.exists()), None)
 
@@ -114,16 +150,25 @@ def _problems(facts: dict[str, Any]) -> list[str]:
         found.append(f"_runtime is missing, so nothing can be executed; {_REBUILD}")
     if facts["torch_installed"] is None:
         found.append("torch is not installed, so plans can be made and simulated but not executed")
-    elif sentence := _about_torch(facts["build"], facts["torch_installed"]):
+    elif sentence := _about_torch(facts["torch_installed"]):
         found.append(sentence)
     return found
 
 
-def _about_torch(build: dict[str, Any] | None, installed: str) -> str | None:
-    """Returns a sentence if the modules were built for another torch than `installed`, else None."""
-    if build is None or _release(build["torch"]) == _release(installed):
+def _about_torch(installed: str) -> str | None:
+    """Returns a sentence if there are builds of `_runtime`, but none for torch `installed`, else None."""
+    known = [build.info["torch"] for build in builds()]
+    if not known or _release(installed) in map(_release, known):
         return None
-    return f"built for torch {build['torch']}, but torch {installed} is installed; {_REBUILD}"
+    return f"built for torch {', '.join(dict.fromkeys(known))}, but torch {installed} is installed; {_REBUILD}"
+
+
+def _name_of(info: dict[str, Any]) -> str:
+    return f"torch {_release(info['torch'])} {'CUDA ' + _major(info['torch_cuda']) if info['cuda'] else 'CPU'}"
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
 
 
 def _release(version: str) -> str:
@@ -146,6 +191,7 @@ def _as_text(facts: dict[str, Any]) -> str:
         f"shardwright {facts['version'] or 'unknown'}",
         f"  python      {facts['python']} on {facts['platform']}",
         f"  torch       built against {build.get('torch', 'nothing')}, installed {facts['torch_installed'] or 'none'}",
+        f"  builds      {', '.join(facts['builds']) or 'none'}",
         f"  CUDA        {cuda}",
         f"  NCCL        {facts['nccl_installed'] or 'no NCCL package installed'}",
         f"  compiler    {build.get('compiler', 'unknown')}",
