@@ -120,9 +120,9 @@ std::string Batch::to_bytes() const {
   out.integer(buckets);
   out.integer(first_sender);
   out.list(written_meshes, [&](const Mesh* mesh) { write(out, *mesh); });
-  out.list(written, [&](const auto& one) {
-    out.integer(one.first);
-    write(out, *one.second);
+  out.list(written, [&](const auto& mesh_and_layout) {
+    out.integer(mesh_and_layout.first);
+    write(out, *mesh_and_layout.second);
   });
   out.integers(numbers_of_sources);
   out.integers(numbers_of_destinations);
@@ -197,12 +197,12 @@ std::vector<uint64_t> Batch::digests() const {
 }
 
 std::string Batch::item_text(int item) const {
-  const BatchItem& one = items.at(item);
-  const Layout& src = sources[one.source];
-  const Layout& dst = destinations[one.destination];
+  const BatchItem& batch_item = items.at(item);
+  const Layout& src = sources[batch_item.source];
+  const Layout& dst = destinations[batch_item.destination];
   const std::vector<int64_t> shape = src.tensor_shape();
-  const bool is_whole = shape == dst.tensor_shape() && one.map == IndexMap::identity(shape);
-  return concat(src.to_string(), " -> ", dst.to_string(), is_whole ? "" : ", " + one.map.to_string());
+  const bool is_whole = shape == dst.tensor_shape() && batch_item.map == IndexMap::identity(shape);
+  return concat(src.to_string(), " -> ", dst.to_string(), is_whole ? "" : ", " + batch_item.map.to_string());
 }
 
 Batch whole_tensors(std::vector<std::pair<Layout, Layout>> pairs, int64_t bucket_bytes, int64_t buckets) {

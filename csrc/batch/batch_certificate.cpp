@@ -116,7 +116,7 @@ void bound_sent(const BatchPlan& plan, BatchCertificate& certificate) {
 
 // The rounds in which items of a kind are sent, unsplit or in pieces.
 struct Travel {
-  std::vector<uint64_t> whole;  // one bit per round, for unsplit items
+  std::vector<uint64_t> unsplit_rounds;  // one bit per round, for unsplit items
   std::vector<ItemPiece> pieces;
 };
 
@@ -131,12 +131,12 @@ struct Flow {
 // Returns the rounds of each kind.
 std::vector<Travel> travels_of(const BatchPlan& plan) {
   std::vector<Travel> travels(plan.kinds().size());
-  for (Travel& travel : travels) travel.whole.resize((plan.num_rounds() + 63) / 64, 0);
+  for (Travel& travel : travels) travel.unsplit_rounds.resize((plan.num_rounds() + 63) / 64, 0);
   for (const int item : plan.order()) {
     Travel& travel = travels[plan.kind_of(item)];
     for (const ItemPiece& piece : plan.pieces(item)) {
       if (piece.begin == 0 && piece.end == ItemPiece::kWhole) {
-        travel.whole[piece.round / 64] |= uint64_t{1} << piece.round % 64;
+        travel.unsplit_rounds[piece.round / 64] |= uint64_t{1} << piece.round % 64;
       } else {
         travel.pieces.push_back(piece);
       }
@@ -170,7 +170,7 @@ void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
   std::vector<int64_t> at_most(plan.ranks().size(), 0);
   for (size_t k = 0; k < travels.size(); ++k) {
     auto rounds = static_cast<int64_t>(travels[k].pieces.size());
-    for (const uint64_t word : travels[k].whole) rounds += std::popcount(word);
+    for (const uint64_t word : travels[k].unsplit_rounds) rounds += std::popcount(word);
     for (const ItemLoad& load : plan.kinds()[k].loads) {
       const Rank rank = plan.ranks()[load.rank];
       const int64_t received = plan.kinds()[k].exchange->messages_at_most(rank, Direction::kReceive);
@@ -195,7 +195,7 @@ void count_messages(const BatchPlan& plan, BatchCertificate& certificate) {
     const Flow& first = flows[i];
     for (; i < flows.size() && flows[i].from == first.from && flows[i].to == first.to; ++i) {
       const Travel& travel = travels[flows[i].kind];
-      for (size_t w = 0; w < rounds.size(); ++w) rounds[w] |= travel.whole[w];
+      for (size_t w = 0; w < rounds.size(); ++w) rounds[w] |= travel.unsplit_rounds[w];
       for (const ItemPiece& piece : travel.pieces) {
         const bool is_empty =
             ItemPiece::before(piece.begin, flows[i].elements) == ItemPiece::before(piece.end, flows[i].elements);
@@ -235,13 +235,13 @@ void count_reductions(const BatchPlan& plan, BatchCertificate& certificate) {
   std::map<std::pair<int, int>, ReductionCosts> known;
   std::map<int, int64_t> times;  // number of sources, by the number of their reduced layout
   std::map<int, const Layout*> reduced;
-  for (const BatchReduction& one : plan.reductions()) {
-    const int after = layouts.of(one.after);
-    const auto [found, is_new] = known.try_emplace({layouts.of(one.before), after});
-    if (is_new) found->second = costs_of(one);
+  for (const BatchReduction& reduction : plan.reductions()) {
+    const int after = layouts.of(reduction.after);
+    const auto [found, is_new] = known.try_emplace({layouts.of(reduction.before), after});
+    if (is_new) found->second = costs_of(reduction);
     certificate.reduction_bytes_sum += found->second.received_bytes;
     certificate.reducing_bytes_max = std::max(certificate.reducing_bytes_max, found->second.temporary_bytes);
-    reduced[after] = &one.after;
+    reduced[after] = &reduction.after;
     ++times[after];
   }
   certificate.reductions = static_cast<int64_t>(plan.reductions().size());

@@ -152,11 +152,12 @@ int64_t time_of(const RankUse& use, const BatchPlan& plan, const Topology& topol
 }
 
 // Returns the time of one reduction with the slowest lowering.
-int64_t reducing_time(const BatchReduction& one, const Topology& topology) {
+int64_t reducing_time(const BatchReduction& reduction, const Topology& topology) {
   int64_t longest = 0;
   for (const Lowering& lowering : Lowering::all()) {
     const PlanOptions options{.lowering = lowering, .topology = topology};
-    longest = std::max(longest, predicted_picoseconds(make_plan_within(one.before, one.after, options, std::nullopt)));
+    longest = std::max(
+        longest, predicted_picoseconds(make_plan_within(reduction.before, reduction.after, options, std::nullopt)));
   }
   return longest;
 }
@@ -166,9 +167,9 @@ int64_t reducing_time(const BatchPlan& plan, const Topology& topology) {
   LayoutNumbers layouts;
   std::map<std::pair<int, int>, int64_t> known;
   int64_t all = 0;
-  for (const BatchReduction& one : plan.reductions()) {
-    const auto [found, is_new] = known.try_emplace({layouts.of(one.before), layouts.of(one.after)}, 0);
-    if (is_new) found->second = reducing_time(one, topology);
+  for (const BatchReduction& reduction : plan.reductions()) {
+    const auto [found, is_new] = known.try_emplace({layouts.of(reduction.before), layouts.of(reduction.after)}, 0);
+    if (is_new) found->second = reducing_time(reduction, topology);
     all = saturating_sum(all, found->second);
   }
   return all;

@@ -14,7 +14,7 @@ namespace shardwright {
 BatchPlan::BatchPlan(Batch batch) : batch_(std::move(batch)) {
   batch_.check();
   reductions_ = reductions_of(batch_);
-  for (const BatchReduction& one : reductions_) batch_.sources[one.source] = one.after;
+  for (const BatchReduction& reduction : reductions_) batch_.sources[reduction.source] = reduction.after;
   ranks_ = batch_.ranks();
   find_kinds();
   schedule();
@@ -48,14 +48,15 @@ class SenderRotation {
   // Returns the sender group with the fewest bytes so far and adds `bytes` to it. `sender_groups` is their number.
   int64_t take(const Layout& src, int64_t sender_groups, int64_t bytes) {
     if (sender_groups == 1) return 0;
-    std::vector<int64_t>& given = given_[{number_of(src.mesh()), src.replicated_dims().bits(), sender_groups}];
-    given.resize(sender_groups, 0);
+    std::vector<int64_t>& sent_bytes =
+        sent_bytes_[{number_of(src.mesh()), src.replicated_dims().bits(), sender_groups}];
+    sent_bytes.resize(sender_groups, 0);
     int64_t least = first_ % sender_groups;
     for (int64_t i = 1; i < sender_groups; ++i) {
       const int64_t sender_group = (first_ + i) % sender_groups;
-      if (given[sender_group] < given[least]) least = sender_group;
+      if (sent_bytes[sender_group] < sent_bytes[least]) least = sender_group;
     }
-    given[least] += bytes;
+    sent_bytes[least] += bytes;
     return least;
   }
 
@@ -72,7 +73,7 @@ class SenderRotation {
   int64_t first_;
   std::vector<const Mesh*> meshes_;
   // Bytes so far, by sender group. Keys: number of the mesh, replicated mesh dims, number of sender groups.
-  std::map<std::tuple<int64_t, uint32_t, int64_t>, std::vector<int64_t>> given_;
+  std::map<std::tuple<int64_t, uint32_t, int64_t>, std::vector<int64_t>> sent_bytes_;
 };
 
 }  // namespace

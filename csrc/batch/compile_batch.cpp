@@ -47,7 +47,7 @@ struct Fragment {
 // Returns the number of elements of all fragments.
 int64_t elements_of(const std::vector<Fragment>& fragments) {
   return std::transform_reduce(fragments.begin(), fragments.end(), int64_t{0}, std::plus<>(),
-                               [](const Fragment& one) { return one.end - one.begin; });
+                               [](const Fragment& fragment) { return fragment.end - fragment.begin; });
 }
 
 // The messages between this rank and each peer in one round.
@@ -73,9 +73,9 @@ struct Round {
 class Copies {
  public:
   void add(Copy copy) {
-    const auto dtype = [](const std::optional<DType>& given) { return given ? static_cast<int>(given->id()) : -1; };
+    const auto dtype_id = [](const std::optional<DType>& dtype) { return dtype ? static_cast<int>(dtype->id()) : -1; };
     const auto [found, is_new] =
-        known_.try_emplace({copy.src, copy.dst, dtype(copy.src_dtype), dtype(copy.dst_dtype)}, copies_.size());
+        known_.try_emplace({copy.src, copy.dst, dtype_id(copy.src_dtype), dtype_id(copy.dst_dtype)}, copies_.size());
     if (is_new) {
       copies_.push_back(std::move(copy));
     } else {
@@ -187,7 +187,7 @@ class BatchCompiler {
   void write_instructions() {
     const size_t under_way = buckets_.size();
     std::vector<const std::pair<const int, Round>*> rounds;
-    for (const auto& one : rounds_) rounds.push_back(&one);
+    for (const auto& round : rounds_) rounds.push_back(&round);
     std::vector<Ticket> tickets(rounds.size(), kNoTicket);
     const auto start = [&](size_t i) {
       step_ = 1 + rounds[i]->first;
@@ -211,12 +211,12 @@ class BatchCompiler {
     int64_t position = 0;  // in elements
     for (const auto& [peer, fragments] : round.sends) {
       move.sends.push_back({number(peer), range_of(fragments, round, wires_[bucket], position)});
-      for (const Fragment& one : fragments) {
-        const Place from = Place::strided(part(one.item).src_axes, src_strides(one.item));
-        Copy copy{source(one.item), buckets_[bucket], boxes_of(one, from, Place::packed(position))};
-        copy.dst_dtype = plan_.wire_dtype(one.item);
+      for (const Fragment& fragment : fragments) {
+        const Place from = Place::strided(part(fragment.item).src_axes, src_strides(fragment.item));
+        Copy copy{source(fragment.item), buckets_[bucket], boxes_of(fragment, from, Place::packed(position))};
+        copy.dst_dtype = plan_.wire_dtype(fragment.item);
         copies.add(std::move(copy));
-        position += one.end - one.begin;
+        position += fragment.end - fragment.begin;
       }
     }
     for (const auto& [peer, fragments] : round.receives) {
@@ -233,11 +233,11 @@ class BatchCompiler {
   void write_keep() {
     Copies copies;
     for (int item = 0; item < std::ssize(batch_.items); ++item) {
-      const RankPart& one = part(item);
-      if (!one.kept) continue;
+      const RankPart& rank_part = part(item);
+      if (!rank_part.kept) continue;
       copies.add({source(item), destination(item),
-                  one.kept->boxes(Place::strided(one.src_axes, src_strides(item)),
-                                  Place::strided(one.dst_axes, dst_strides(item)))});
+                  rank_part.kept->boxes(Place::strided(rank_part.src_axes, src_strides(item)),
+                                        Place::strided(rank_part.dst_axes, dst_strides(item)))});
     }
     emit(copies.take());
   }
@@ -246,19 +246,19 @@ class BatchCompiler {
   void write_end(const Round& round, size_t bucket, Ticket ticket) {
     emit(Wait{ticket});
     for (const auto& [peer, fragments] : round.sends) {
-      for (const Fragment& one : fragments) end_of(one.item).departed = now();
+      for (const Fragment& fragment : fragments) end_of(fragment.item).departed = now();
     }
     const int64_t sent_bytes = round.sent_bytes();
     copy_between(wires_[bucket], buckets_[bucket], {buckets_[bucket], sent_bytes, round.size_bytes() - sent_bytes});
     Copies copies;
     int64_t position = sent_bytes / round.element_bytes;
     for (const auto& [peer, fragments] : round.receives) {
-      for (const Fragment& one : fragments) {
-        const Place to = Place::strided(part(one.item).dst_axes, dst_strides(one.item));
-        Copy copy{buckets_[bucket], destination(one.item), boxes_of(one, Place::packed(position), to)};
-        copy.src_dtype = plan_.wire_dtype(one.item);
+      for (const Fragment& fragment : fragments) {
+        const Place to = Place::strided(part(fragment.item).dst_axes, dst_strides(fragment.item));
+        Copy copy{buckets_[bucket], destination(fragment.item), boxes_of(fragment, Place::packed(position), to)};
+        copy.src_dtype = plan_.wire_dtype(fragment.item);
         copies.add(std::move(copy));
-        position += one.end - one.begin;
+        position += fragment.end - fragment.begin;
       }
     }
     emit(copies.take());
@@ -276,8 +276,8 @@ class BatchCompiler {
     return {bucket, position * round.element_bytes, elements_of(fragments) * round.element_bytes};
   }
   // Returns the boxes that copy the elements of a fragment.
-  static std::vector<Box> boxes_of(const Fragment& one, const Place& from, const Place& to) {
-    return one.message->slice(one.begin, one.end).boxes(from, to);
+  static std::vector<Box> boxes_of(const Fragment& fragment, const Place& from, const Place& to) {
+    return fragment.message->slice(fragment.begin, fragment.end).boxes(from, to);
   }
   const RankPart& part(int item) const { return parts_[plan_.kind_of(item)]; }
   const std::vector<int64_t>& src_strides(int item) const { return strides_.sources[batch_.items[item].source]; }

@@ -34,13 +34,13 @@ std::optional<IndexMap> map_of_local_dims(const Layout& src, const Layout& dst, 
   for (const MapAxis& axis : map.axes()) {
     const bool is_first = axis.src_dim == 0 && axis.dst_dim == 0;
     if (!is_first && axis.src_dim >= 0 && axis.src_dim < flattened) continue;
-    MapAxis made{local(axis.src_dim), local(axis.dst_dim), axis.src_begin, axis.dst_begin, axis.length};
+    MapAxis local_axis{local(axis.src_dim), local(axis.dst_dim), axis.src_begin, axis.dst_begin, axis.length};
     if (is_first) {
-      made.src_begin *= row;
-      made.dst_begin *= row;
-      made.length *= row;
+      local_axis.src_begin *= row;
+      local_axis.dst_begin *= row;
+      local_axis.length *= row;
     }
-    axes.push_back(made);
+    axes.push_back(local_axis);
   }
   return IndexMap(std::move(axes));
 }

@@ -17,7 +17,7 @@ namespace {
 std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
   const std::vector<int> pending = src.partial_dims().to_vector();
   const std::vector<Placement> none(src.mesh().ndim(), Placement::replicate());
-  std::vector<Layout> made;
+  std::vector<Layout> layouts;
   if (dst != nullptr && dst->mesh() == src.mesh() && dst->shape() == src.shape()) {
     std::vector<std::vector<Cut>> cuts = src.cuts();
     size_t cut_by = 0;
@@ -28,15 +28,15 @@ std::vector<Layout> candidates(const Layout& src, const Layout* dst) {
         ++cut_by;
       }
     }
-    if (cut_by == pending.size()) made.push_back(src.with(std::move(cuts), none));
+    if (cut_by == pending.size()) layouts.push_back(src.with(std::move(cuts), none));
   }
   for (int t = 0; t < src.ndim(); ++t) {
     std::vector<std::vector<Cut>> cuts = src.cuts();
     for (const int d : pending) cuts[t].push_back({d, 1});
-    made.push_back(src.with(std::move(cuts), none));
+    layouts.push_back(src.with(std::move(cuts), none));
   }
-  if (src.ndim() == 0) made.push_back(src.with(src.cuts(), none));
-  return made;
+  if (src.ndim() == 0) layouts.push_back(src.with(src.cuts(), none));
+  return layouts;
 }
 
 using ItemsOfSource = std::vector<const BatchItem*>;
@@ -46,13 +46,13 @@ Layout best_reduced(const Batch& batch, const Layout& src, const ItemsOfSource& 
   const Layout* dst = items.empty() ? nullptr : &batch.destinations[items.front()->destination];
   std::optional<Layout> best;
   std::pair<int64_t, int64_t> least;  // cost of `best`: elements received by all ranks, size of the largest part
-  for (const Layout& one : candidates(src, dst)) {
-    std::pair<int64_t, int64_t> cost{0, one.largest_part_elements()};
+  for (const Layout& reduced : candidates(src, dst)) {
+    std::pair<int64_t, int64_t> cost{0, reduced.largest_part_elements()};
     for (const BatchItem* item : items) {
-      cost.first += received_by_all(one, batch.destinations[item->destination], item->map);
+      cost.first += received_by_all(reduced, batch.destinations[item->destination], item->map);
     }
     if (best && cost >= least) continue;
-    best = one;
+    best = reduced;
     least = cost;
   }
   return *best;
@@ -76,13 +76,13 @@ std::vector<BatchReduction> reductions_of(const Batch& batch) {
   std::vector<BatchReduction> reductions;
   for (const auto& [source, items] : items_of) {
     const Layout& src = batch.sources[source];
-    std::vector<std::vector<int64_t>> name{{layouts.of(src)}};
+    std::vector<std::vector<int64_t>> key{{layouts.of(src)}};
     for (const BatchItem* item : items) {
-      name.push_back(item->map.words());
-      name.back().push_back(layouts.of(batch.destinations[item->destination]));
+      key.push_back(item->map.words());
+      key.back().push_back(layouts.of(batch.destinations[item->destination]));
     }
-    auto found = known.find(name);
-    if (found == known.end()) found = known.emplace(std::move(name), best_reduced(batch, src, items)).first;
+    auto found = known.find(key);
+    if (found == known.end()) found = known.emplace(std::move(key), best_reduced(batch, src, items)).first;
     reductions.push_back({source, src, found->second});
   }
   return reductions;

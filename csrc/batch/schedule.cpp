@@ -84,9 +84,9 @@ std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loa
   // Tries the first open round in which the item fits unsplit.
   for (size_t r = 0; r < open_.size() && busiest <= bucket; ++r) {
     if (mark_in(open_[r], 0, true) < kWhole) continue;
-    const ItemPiece whole{first_open_ + static_cast<int>(r), 0, kWhole};
-    take(open_[r], loads, whole);
-    return {whole};
+    const ItemPiece unsplit{first_open_ + static_cast<int>(r), 0, kWhole};
+    take(open_[r], loads, unsplit);
+    return {unsplit};
   }
   // Otherwise splits it over all open rounds with room, then new rounds.
   std::vector<ItemPiece> pieces;

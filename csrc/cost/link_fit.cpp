@@ -114,13 +114,15 @@ Parameters least_squares_without_negatives(const std::vector<Equation>& equation
       chosen.push_back(i);
       is_allowed = is_allowed && is_free[i];
     }
-    const std::optional<Parameters> found = is_allowed ? least_squares(equations, chosen) : std::nullopt;
-    if (!found || std::any_of(found->begin(), found->end(), [](double parameter) { return parameter < 0; })) continue;
+    const std::optional<Parameters> parameters = is_allowed ? least_squares(equations, chosen) : std::nullopt;
+    if (!parameters ||
+        std::any_of(parameters->begin(), parameters->end(), [](double parameter) { return parameter < 0; }))
+      continue;
     double squares = 0;
-    for (const Equation& e : equations) squares += e.weight * e.off(*found) * e.off(*found);
+    for (const Equation& e : equations) squares += e.weight * e.off(*parameters) * e.off(*parameters);
     if (squares < least) {
       least = squares;
-      best = *found;
+      best = *parameters;
     }
   }
   return best;

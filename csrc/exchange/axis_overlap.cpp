@@ -121,8 +121,8 @@ void for_each_overlap_in(const Mesh& mesh, int64_t position, MeshDimSet all, con
   const int64_t k = mesh.dim_size(first.mesh_dim);
   if (list.size() == 1 && cuts.size() == 1) {
     const int64_t own = mesh.coordinate(position, first.mesh_dim);
-    const Interval some = all.contains(first.mesh_dim) ? Interval{0, k} : Interval{own, own + 1};
-    if (visited_without_parts(k, some, list[0], first.rule, target, visit)) return;
+    const Interval coordinates = all.contains(first.mesh_dim) ? Interval{0, k} : Interval{own, own + 1};
+    if (visited_without_parts(k, coordinates, list[0], first.rule, target, visit)) return;
   }
   if (!all.contains(first.mesh_dim)) {
     const IntervalList part = first.rule.part(list, k, mesh.coordinate(position, first.mesh_dim));

@@ -57,7 +57,7 @@ class Bounds {
     }
     bound.direct_sent = {0, src_.replicas()};
     const std::vector<int64_t> wanted = wanted_of_parts();
-    for (const int64_t one : wanted) bound.direct_sent.numerator = std::max(bound.direct_sent.numerator, one);
+    for (const int64_t elements : wanted) bound.direct_sent.numerator = std::max(bound.direct_sent.numerator, elements);
     forward(received_sum, bound);
     const int64_t item = src_layout_.dtype().size_bytes();
     bound.received_bytes_max = received_max * item;

@@ -127,8 +127,8 @@ bool Cells::find_classes(const AxisGrid& src, const AxisGrid& dst, const std::ve
   add_ranks(src, 0);
   add_ranks(dst, num_before);
   std::vector<Class>& classes = classes_.emplace_back();
-  for (const auto& [shards, some] : intervals) {
-    classes.push_back({samples.repeated(some), RankSet(ranks.size()), RankSet(ranks.size())});
+  for (const auto& [shards, ranges] : intervals) {
+    classes.push_back({samples.repeated(ranges), RankSet(ranks.size()), RankSet(ranks.size())});
     for (const int64_t shard : shards) {
       (shard < num_before ? classes.back().before : classes.back().after).add(with_shard[shard]);
     }
@@ -151,10 +151,10 @@ bool Cells::find_cells() {
       const auto classes = static_cast<int64_t>(of_axis.size());
       cell.classes.push_back(static_cast<size_t>(rest % classes));
       rest /= classes;
-      const Class& one = of_axis[cell.classes.back()];
-      cell.elements *= length(one.elements);
-      cell.senders.keep(one.before);
-      cell.receivers.keep(one.after);
+      const Class& axis_class = of_axis[cell.classes.back()];
+      cell.elements *= length(axis_class.elements);
+      cell.senders.keep(axis_class.before);
+      cell.receivers.keep(axis_class.after);
     }
     cell.receivers.remove(cell.senders);
     if (cell.elements == 0 || cell.receivers.size() == 0) continue;
@@ -199,9 +199,9 @@ std::vector<std::vector<std::pair<size_t, int64_t>>> Cells::shared_directly(int6
       std::stable_sort(ranks.begin(), ranks.end(), [&](size_t a, size_t b) { return sent[a] < sent[b]; });
       const auto count = static_cast<int64_t>(ranks.size());
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t one = amount / count + (i < amount % count ? 1 : 0);
-        sent[ranks[i]] += one;
-        if (one > 0) by_rank[ranks[i]] += one;
+        const int64_t share = amount / count + (i < amount % count ? 1 : 0);
+        sent[ranks[i]] += share;
+        if (share > 0) by_rank[ranks[i]] += share;
       }
     }
     by_cell.emplace_back(by_rank.begin(), by_rank.end());

@@ -249,15 +249,15 @@ MeshDimSet SharedElements::varying_dims() const {
 std::optional<int64_t> SharedElements::sum() const {
   Ties ties;
   int64_t shared = 1;
-  bool is_closed = !matchings_.empty();
+  bool has_closed_form = !matchings_.empty();
   for (const Matching& matching : matchings_) {
     shared *= matching.free();
     for (const Matching::Common& digit : matching.digits()) {
       if (!digit.is_tie()) continue;
-      is_closed = is_closed && ties.add(digit);
+      has_closed_form = has_closed_form && ties.add(digit);
     }
   }
-  if (!is_closed) return sum_by_walking(before_, after_);
+  if (!has_closed_form) return sum_by_walking(before_, after_);
   return shared * (before_.mesh().size() / ties.fraction());
 }
 

@@ -20,15 +20,15 @@ bool Exchange::crosses_nodes(int64_t ranks_per_node) const {
   if (ranks_per_node <= 0) return false;
   return std::any_of(ranks().begin(), ranks().end(), [&](Rank rank) {
     const std::vector<MessageSize> sizes = message_sizes(rank, Direction::kReceive);
-    return std::any_of(sizes.begin(), sizes.end(), [&](const MessageSize& one) {
-      return number(one.peer) / ranks_per_node != number(rank) / ranks_per_node;
+    return std::any_of(sizes.begin(), sizes.end(), [&](const MessageSize& message) {
+      return number(message.peer) / ranks_per_node != number(rank) / ranks_per_node;
     });
   });
 }
 
 int64_t Exchange::num_elements(Rank rank, Direction direction) const {
   int64_t elements = 0;
-  for (const MessageSize& one : message_sizes(rank, direction)) elements += one.elements;
+  for (const MessageSize& message : message_sizes(rank, direction)) elements += message.elements;
   return elements;
 }
 
@@ -62,11 +62,11 @@ Traffic Exchange::traffic(Rank rank, int64_t rounds) const {
 StepCounts Exchange::worst(int64_t rounds) const {
   StepCounts worst;
   for (const Rank rank : ranks()) {
-    const Traffic one = traffic(rank, rounds);
-    worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
-    worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
-    worst.messages = std::max(worst.messages, one.messages);
-    worst.sent_messages = std::max(worst.sent_messages, one.sent_messages);
+    const Traffic rank_traffic = traffic(rank, rounds);
+    worst.received_bytes = std::max(worst.received_bytes, rank_traffic.received_bytes);
+    worst.sent_bytes = std::max(worst.sent_bytes, rank_traffic.sent_bytes);
+    worst.messages = std::max(worst.messages, rank_traffic.messages);
+    worst.sent_messages = std::max(worst.sent_messages, rank_traffic.sent_messages);
     if (const std::optional<Region> needed = region(rank, Direction::kReceive)) {
       worst.touched_bytes = std::max(worst.touched_bytes, shardwright::num_elements(*needed) * item_bytes_);
     }

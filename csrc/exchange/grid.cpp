@@ -27,7 +27,7 @@ int64_t offset_of(const Mesh& mesh, const std::vector<int>& mesh_dims, int64_t n
 }
 
 // Returns one window for each tensor dim, over all its indices.
-std::vector<Window> whole(const Layout& layout) {
+std::vector<Window> full_windows(const Layout& layout) {
   std::vector<Window> windows;
   for (int t = 0; t < layout.ndim(); ++t) windows.push_back({t, 0, layout.shape()[t]});
   return windows;
@@ -40,7 +40,7 @@ IntervalList seen_through(const Window& window, const IntervalList& list) {
 
 }  // namespace
 
-Grid::Grid(const Layout& layout) : Grid(layout, whole(layout)) {}
+Grid::Grid(const Layout& layout) : Grid(layout, full_windows(layout)) {}
 
 Grid::Grid(const Layout& layout, const std::vector<Window>& windows) : mesh_(layout.mesh_ptr()) {
   check_invariant(layout.partial_dims().empty(), "the layout of a grid is partial: ", layout);
@@ -146,8 +146,9 @@ using Runs = std::vector<std::pair<int64_t, int64_t>>;
 Runs runs_met(const std::vector<Owned>& owned, const IntervalList& list) {
   Runs runs;
   for (const Interval& interval : list) {
-    auto at = std::partition_point(owned.begin(), owned.end(),
-                                   [&](const Owned& one) { return one.interval.end <= interval.begin; });
+    auto at = std::partition_point(owned.begin(), owned.end(), [&](const Owned& owned_interval) {
+      return owned_interval.interval.end <= interval.begin;
+    });
     for (; at != owned.end() && at->interval.begin < interval.end; ++at) {
       const int64_t begin = std::max(at->interval.begin, interval.begin);
       const int64_t end = std::min(at->interval.end, interval.end);
@@ -218,7 +219,7 @@ ShardOverlaps::ShardOverlaps(const std::vector<IntervalList>& src, const std::ve
 const ShardOverlaps::Overlap* ShardOverlaps::between(int64_t src_shard, int64_t dst_shard) const {
   const std::span<const Overlap> met = of_src(src_shard);
   const auto found =
-      std::partition_point(met.begin(), met.end(), [&](const Overlap& one) { return one.shard < dst_shard; });
+      std::partition_point(met.begin(), met.end(), [&](const Overlap& overlap) { return overlap.shard < dst_shard; });
   return found != met.end() && found->shard == dst_shard ? &*found : nullptr;
 }
 

@@ -57,21 +57,21 @@ void GridExchange::Geometry::find_absent() {
   absent.resize(src.parts());
   for (const auto& [holds, needs] : ends) {
     if (!holds || !needs) continue;
-    KeptPlace one{0, 1, 0};
+    KeptPlace kept_place{0, 1, 0};
     int64_t places = 1;
-    for (int t = 0; t < src.ndim() && one.elements > 0; ++t) {
+    for (int t = 0; t < src.ndim() && kept_place.elements > 0; ++t) {
       const int64_t held = src.shards_of(holds->part)[t];
       const int64_t needed = dst.shards_of(needs->part)[t];
       const Overlap* met = overlaps[t].between(held, needed);
       const auto choices = static_cast<int64_t>(overlaps[t].of_src(held).size());
       places *= choices;
-      one.place *= choices;
-      if (met != nullptr) one.place += overlaps[t].of_dst(needed)[met->index].index;
-      one.elements *= met != nullptr ? met->elements : 0;
+      kept_place.place *= choices;
+      if (met != nullptr) kept_place.place += overlaps[t].of_dst(needed)[met->index].index;
+      kept_place.elements *= met != nullptr ? met->elements : 0;
     }
-    if (one.elements == 0) continue;
-    one.place += needs->replica * places;
-    absent[holds->part].push_back(one);
+    if (kept_place.elements == 0) continue;
+    kept_place.place += needs->replica * places;
+    absent[holds->part].push_back(kept_place);
   }
   for (std::vector<KeptPlace>& all : absent) {
     std::sort(all.begin(), all.end(), [](const KeptPlace& a, const KeptPlace& b) { return a.place < b.place; });
@@ -170,7 +170,7 @@ int64_t GridExchange::sender_index_of(const Grid::PartReplica& replica_place) co
 GridExchange::Place GridExchange::place(const Line& line, int64_t number) const {
   if (number == num_places(line)) return {line.length, 0};
   const std::span<const int64_t> shards = src().shards_of(line.part);
-  Place found{0, 1};
+  Place place{0, 1};
   int64_t rest = number % line.places;
   int64_t all_after = 1;
   for (int t = src().ndim() - 1; t >= 0; --t) {
@@ -178,17 +178,17 @@ GridExchange::Place GridExchange::place(const Line& line, int64_t number) const 
     const auto choices = static_cast<int64_t>(met.size());
     const Overlap& own = met[rest % choices];
     rest /= choices;
-    found.begin = own.before * all_after + own.elements * found.begin;
-    found.elements *= own.elements;
+    place.begin = own.before * all_after + own.elements * place.begin;
+    place.elements *= own.elements;
     all_after *= elements_of(met);
   }
-  found.begin += number / line.places * line.elements;
+  place.begin += number / line.places * line.elements;
   const std::vector<KeptPlace>& all = all_->absent[line.part];
   const auto absent =
-      std::partition_point(all.begin(), all.end(), [&](const KeptPlace& one) { return one.place < number; });
-  if (absent != all.begin()) found.begin -= (absent - 1)->before + (absent - 1)->elements;
-  if (absent != all.end() && absent->place == number) found.elements = 0;
-  return found;
+      std::partition_point(all.begin(), all.end(), [&](const KeptPlace& kept) { return kept.place < number; });
+  if (absent != all.begin()) place.begin -= (absent - 1)->before + (absent - 1)->elements;
+  if (absent != all.end() && absent->place == number) place.elements = 0;
+  return place;
 }
 
 int64_t GridExchange::first_served(const Line& line, int64_t index) const {
@@ -216,7 +216,7 @@ int64_t GridExchange::end_served(const Line& line, int64_t index) const {
 int64_t GridExchange::num_present(const Line& line, int64_t first, int64_t end) const {
   const std::vector<KeptPlace>& all = all_->absent[line.part];
   const auto before = [&](int64_t number) {
-    return std::partition_point(all.begin(), all.end(), [&](const KeptPlace& one) { return one.place < number; });
+    return std::partition_point(all.begin(), all.end(), [&](const KeptPlace& kept) { return kept.place < number; });
   };
   return end - first - (before(end) - before(first));
 }
@@ -266,7 +266,7 @@ std::vector<GridExchange::PeerRange> GridExchange::ranges(Rank rank, Direction d
 template <typename Visit>
 void GridExchange::for_each_received(Rank rank, const Ends& ends, const Visit& visit) const {
   if (policy_ == ReplicaPolicy::kNodeLocal) {
-    for (const PeerRange& one : listed(receives_, rank)) visit(one.peer, one.range);
+    for (const PeerRange& peer_range : listed(receives_, rank)) visit(peer_range.peer, peer_range.range);
     return;
   }
   const auto& [holds, needs] = ends;
@@ -285,12 +285,12 @@ void GridExchange::for_each_received(Rank rank, const Ends& ends, const Visit& v
     for (int t = src().ndim() - 1; t >= 0; --t) {
       const std::span<const Overlap> met = all_->overlaps[t].of_dst(needed[t]);
       const auto choices = static_cast<int64_t>(met.size());
-      const Overlap& one = met[rest % choices];
+      const Overlap& dim_overlap = met[rest % choices];
       rest /= choices;
-      part += one.shard * parts_after;
+      part += dim_overlap.shard * parts_after;
       parts_after *= static_cast<int64_t>(src().lists(t).size());
-      number += one.index * places_after;
-      places_after *= static_cast<int64_t>(all_->overlaps[t].of_src(one.shard).size());
+      number += dim_overlap.index * places_after;
+      places_after *= static_cast<int64_t>(all_->overlaps[t].of_src(dim_overlap.shard).size());
     }
     if (holds && holds->part == part) continue;
     const Line& line = all_->lines[part];
@@ -379,7 +379,7 @@ GridExchange::Sent GridExchange::sent(Rank rank, const Ends& ends) const {
   if (policy_ == ReplicaPolicy::kNodeLocal) {
     const std::vector<PeerRange>& ranges = listed(sends_, rank);
     Sent sent{0, static_cast<int64_t>(ranges.size())};
-    for (const PeerRange& one : ranges) sent.elements += one.range.extent();
+    for (const PeerRange& peer_range : ranges) sent.elements += peer_range.range.extent();
     return sent;
   }
   if (!ends.holds) return {};
@@ -454,19 +454,19 @@ GridExchange::Totals GridExchange::totals(int64_t rounds) const {
   Totals totals;
   for (size_t i = 0; i < all_->ranks.size(); ++i) {
     const Rank rank = all_->ranks[i];
-    const Traffic one = traffic(rank, all_->ends[i], rounds);
-    totals.worst.received_bytes = std::max(totals.worst.received_bytes, one.received_bytes);
-    totals.worst.sent_bytes = std::max(totals.worst.sent_bytes, one.sent_bytes);
-    totals.worst.messages = std::max(totals.worst.messages, one.messages);
-    totals.worst.sent_messages = std::max(totals.worst.sent_messages, one.sent_messages);
-    totals.received_bytes_sum += one.received_bytes;
+    const Traffic rank_traffic = traffic(rank, all_->ends[i], rounds);
+    totals.worst.received_bytes = std::max(totals.worst.received_bytes, rank_traffic.received_bytes);
+    totals.worst.sent_bytes = std::max(totals.worst.sent_bytes, rank_traffic.sent_bytes);
+    totals.worst.messages = std::max(totals.worst.messages, rank_traffic.messages);
+    totals.worst.sent_messages = std::max(totals.worst.sent_messages, rank_traffic.sent_messages);
+    totals.received_bytes_sum += rank_traffic.received_bytes;
     if (policy_ != ReplicaPolicy::kNodeLocal) continue;
     const Inside within = inside(rank);
     if (!totals.worst.by_link) totals.worst.by_link.emplace();
     StepCounts::ByLink& most = *totals.worst.by_link;
     most.inside = std::max({most.inside, within.received_bytes, within.sent_bytes});
-    most.between =
-        std::max({most.between, one.received_bytes - within.received_bytes, one.sent_bytes - within.sent_bytes});
+    most.between = std::max({most.between, rank_traffic.received_bytes - within.received_bytes,
+                             rank_traffic.sent_bytes - within.sent_bytes});
   }
   totals.worst.touched_bytes = largest_result_bytes();
   return totals;

@@ -26,10 +26,10 @@ void bound_nodes(const Cells& cells, const std::vector<Rank>& ranks, int64_t ran
   std::map<int64_t, Node> nodes;
   const auto node_of = [&](size_t i) { return number(ranks[i]) / ranks_per_node; };
   for (size_t i = 0; i < ranks.size(); ++i) ++nodes[node_of(i)].ranks;
-  const auto nodes_of = [&](const RankSet& some) {
-    std::set<int64_t> found;
-    for (const size_t i : some.numbers()) found.insert(node_of(i));
-    return found;
+  const auto nodes_of = [&](const RankSet& rank_set) {
+    std::set<int64_t> node_numbers;
+    for (const size_t i : rank_set.numbers()) node_numbers.insert(node_of(i));
+    return node_numbers;
   };
   for (const Cells::Cell& cell : cells.all()) {
     const std::set<int64_t> holding = nodes_of(cell.senders);

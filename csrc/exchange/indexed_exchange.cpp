@@ -128,12 +128,12 @@ class IndexedExchange::Choice {
     const std::optional<Position> before = src_.mesh->position_of(rank);
     const int64_t own = before ? src_.shards[*before][axis_] : -1;
     taken_[to];
-    for (const Interval& one : needed_[dst_.shards[to][axis_]]) {
-      auto at =
-          std::partition_point(sample_ranges_.begin(), sample_ranges_.end(),
-                               [&](const SampleRange& sample_range) { return sample_range.interval.end <= one.begin; });
-      for (; at != sample_ranges_.end() && at->interval.begin < one.end; ++at) {
-        const Interval both{std::max(one.begin, at->interval.begin), std::min(one.end, at->interval.end)};
+    for (const Interval& interval : needed_[dst_.shards[to][axis_]]) {
+      auto at = std::partition_point(
+          sample_ranges_.begin(), sample_ranges_.end(),
+          [&](const SampleRange& sample_range) { return sample_range.interval.end <= interval.begin; });
+      for (; at != sample_ranges_.end() && at->interval.begin < interval.end; ++at) {
+        const Interval both{std::max(interval.begin, at->interval.begin), std::min(interval.end, at->interval.end)};
         if (std::binary_search(at->lists.begin(), at->lists.end(), own)) {
           taken_[to][own].push_back(both);  // kept by the rank, not sent
         } else {
@@ -294,9 +294,9 @@ void IndexedExchange::deliver() {
 void IndexedExchange::deliver_by_cells() {
   std::vector<int64_t> sent(src_.shards.size(), 0);
   std::vector<int64_t> received(dst_.shards.size(), 0);
-  for (const Delivery& one : deliveries_) {
-    sent[one.from] += one.range.extent();
-    received[one.to] += one.range.extent();
+  for (const Delivery& delivery : deliveries_) {
+    sent[delivery.from] += delivery.range.extent();
+    received[delivery.to] += delivery.range.extent();
   }
   const int64_t most_sent = *std::max_element(sent.begin(), sent.end());
   const int64_t most_received = *std::max_element(received.begin(), received.end());
@@ -364,30 +364,30 @@ void IndexedExchange::index_deliveries() {
 void IndexedExchange::divide_among(const std::vector<int64_t>& senders, std::vector<Delivery> wanted,
                                    std::vector<int64_t>& sent) {
   if (senders.size() == 1 || policy_ == ReplicaPolicy::kWholeMessages) {
-    for (Delivery& one : wanted) {
-      const Rank to = receiver(one);
+    for (Delivery& delivery : wanted) {
+      const Rank to = receiver(delivery);
       const auto order = [&](int64_t sender) {
         return std::tuple(distance(src_.mesh->rank_at(Position{sender}), to), sent[sender], sender);
       };
-      one.from =
+      delivery.from =
           *std::min_element(senders.begin(), senders.end(), [&](int64_t a, int64_t b) { return order(a) < order(b); });
-      sent[one.from] += one.range.end;
-      deliveries_.push_back(one);
+      sent[delivery.from] += delivery.range.end;
+      deliveries_.push_back(delivery);
     }
     return;
   }
   int64_t total = 0;
-  for (const Delivery& one : wanted) total += one.range.end;
+  for (const Delivery& delivery : wanted) total += delivery.range.end;
   const auto count = static_cast<int64_t>(senders.size());
   const int64_t quota = (total + count - 1) / count;
   int64_t place = 0;
-  for (const Delivery& one : wanted) {
-    for (int64_t begin = place; begin < place + one.range.end;) {
-      const int64_t end = std::min(place + one.range.end, (begin / quota + 1) * quota);
-      deliveries_.push_back({senders[begin / quota], one.to, one.number, {begin - place, end - place}});
+  for (const Delivery& delivery : wanted) {
+    for (int64_t begin = place; begin < place + delivery.range.end;) {
+      const int64_t end = std::min(place + delivery.range.end, (begin / quota + 1) * quota);
+      deliveries_.push_back({senders[begin / quota], delivery.to, delivery.number, {begin - place, end - place}});
       begin = end;
     }
-    place += one.range.end;
+    place += delivery.range.end;
   }
 }
 
@@ -401,10 +401,10 @@ const std::vector<size_t>& IndexedExchange::deliveries_of(Rank rank, Direction d
 std::vector<Exchange::MessageSize> IndexedExchange::message_sizes(Rank rank, Direction direction) const {
   std::vector<MessageSize> sizes;
   for (const size_t i : deliveries_of(rank, direction)) {
-    const Delivery& one = deliveries_[i];
-    const Rank peer = direction == Direction::kSend ? receiver(one) : sender(one);
+    const Delivery& delivery = deliveries_[i];
+    const Rank peer = direction == Direction::kSend ? receiver(delivery) : sender(delivery);
     if (sizes.empty() || sizes.back().peer != peer) sizes.push_back({peer, 0});
-    sizes.back().elements += one.range.extent();
+    sizes.back().elements += delivery.range.extent();
   }
   return sizes;
 }
@@ -412,11 +412,11 @@ std::vector<Exchange::MessageSize> IndexedExchange::message_sizes(Rank rank, Dir
 std::vector<Exchange::Message> IndexedExchange::messages(Rank rank, Direction direction) const {
   std::vector<Message> messages;
   for (const size_t i : deliveries_of(rank, direction)) {
-    const Delivery& one = deliveries_[i];
-    const Rank peer = direction == Direction::kSend ? receiver(one) : sender(one);
-    const Selection common(src_.local_region(one.from), dst_.local_region(one.to), elements_of(one));
+    const Delivery& delivery = deliveries_[i];
+    const Rank peer = direction == Direction::kSend ? receiver(delivery) : sender(delivery);
+    const Selection common(src_.local_region(delivery.from), dst_.local_region(delivery.to), elements_of(delivery));
     if (messages.empty() || messages.back().peer != peer) messages.push_back({peer, {}});
-    messages.back().elements.append(common.slice(one.range.begin, one.range.end));
+    messages.back().elements.append(common.slice(delivery.range.begin, delivery.range.end));
   }
   return messages;
 }

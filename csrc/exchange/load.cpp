@@ -79,10 +79,10 @@ class Network {
     for (size_t& i = next_[node]; i < out_[node].size(); ++i) {
       Edge& edge = edges_[out_[node][i]];
       if (edge.left > 0 && level_[edge.to] == level_[node] + 1) {
-        const Amount one = push(edge.to, sink, std::min(limit - pushed, edge.left));
-        edge.left -= one;
-        edges_[out_[node][i] ^ 1].left += one;
-        pushed += one;
+        const Amount amount = push(edge.to, sink, std::min(limit - pushed, edge.left));
+        edge.left -= amount;
+        edges_[out_[node][i] ^ 1].left += amount;
+        pushed += amount;
       }
       if (pushed == limit) break;
     }
@@ -149,10 +149,10 @@ class WorkNetwork {
     for (const Arc& arc : into_pools_) {
       std::vector<TeamShare>& left = by_pool[arc.pool];
       for (auto amount = static_cast<int64_t>(network_.flow(arc.edge)); amount > 0;) {
-        const int64_t one = std::min(amount, left.back().amount);
-        by_job[arc.other].push_back({left.back().team, one});
-        amount -= one;
-        left.back().amount -= one;
+        const int64_t share = std::min(amount, left.back().amount);
+        by_job[arc.other].push_back({left.back().team, share});
+        amount -= share;
+        left.back().amount -= share;
         if (left.back().amount == 0) left.pop_back();
       }
     }

@@ -104,11 +104,11 @@ std::vector<LocalDim> local_dims_of(const Group& group, const SideOfItem& side) 
     stride *= window.length;
   }
   const int flattened = side.layout.flattened();
-  std::vector<LocalDim> made;
+  std::vector<LocalDim> local_dims;
   for (const auto& [tensor_dim, dim] : dims) {
     const int number = std::max(tensor_dim - flattened + 1, 0);
-    if (made.empty() || made.back().number != number) made.push_back({number, {}});
-    std::vector<Dim>& inside = made.back().dims;
+    if (local_dims.empty() || local_dims.back().number != number) local_dims.push_back({number, {}});
+    std::vector<Dim>& inside = local_dims.back().dims;
     if (!inside.empty() && dim.is_whole() && inside.back().stride == dim.size * dim.stride) {
       Dim& outer = inside.back();
       outer = {outer.size * dim.size, outer.begin * dim.size, outer.length * dim.size, dim.stride};
@@ -116,16 +116,16 @@ std::vector<LocalDim> local_dims_of(const Group& group, const SideOfItem& side) 
       inside.push_back(dim);
     }
   }
-  return made;
+  return local_dims;
 }
 
 // Lists the elements of a shard in local order. A run of the last dim is one interval, and a block that repeats at
 // equal distances is kept once.
 class Lister {
  public:
-  // `whole` is the number of indices of the group.
-  Lister(const std::vector<LocalDim>& dims, std::vector<IntervalList> lists, int64_t whole, bool is_source)
-      : dims_(dims), lists_(std::move(lists)), whole_(whole), is_source_(is_source) {}
+  // `num_indices` is the number of indices of the group.
+  Lister(const std::vector<LocalDim>& dims, std::vector<IntervalList> lists, int64_t num_indices, bool is_source)
+      : dims_(dims), lists_(std::move(lists)), num_indices_(num_indices), is_source_(is_source) {}
 
   // Lists all elements. Call once.
   Held held() {
@@ -227,11 +227,11 @@ class Lister {
     return runs;
   }
 
-  // Appends a run of the last local dim. Elements that are not moved get indices outside [0, whole_) that are different
-  // on the two sides.
+  // Appends a run of the last local dim. Elements that are not moved get indices outside [0, num_indices_) that are
+  // different on the two sides.
   void add(const Run& run) {
     if (!run.is_moved) {
-      const Interval elsewhere = is_source_ ? Interval{whole_ + position_, whole_ + position_ + run.length}
+      const Interval elsewhere = is_source_ ? Interval{num_indices_ + position_, num_indices_ + position_ + run.length}
                                             : Interval{-position_ - run.length, -position_};
       append(held_.placed, elsewhere);
     } else if (run.stride == 1 || run.length == 1) {
@@ -257,7 +257,7 @@ class Lister {
 
   const std::vector<LocalDim>& dims_;
   std::vector<IntervalList> lists_;
-  int64_t whole_;
+  int64_t num_indices_;
   bool is_source_;
   int64_t position_ = 0;  // number of elements listed so far
   Held held_;             // the result

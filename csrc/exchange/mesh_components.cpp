@@ -193,11 +193,11 @@ bool MeshExchange::find_all_exchange(Group& group) const {
   int64_t exchanging = mesh.group_size(cutting_ - after_.cut_dims());
   for (int t = 0; t < static_cast<int>(ndim_); ++t) {
     const MeshDimSet cutting = dims_of(after_.cuts(t)) & group_dims_;
-    int64_t overlap = 0;
+    int64_t num_overlaps = 0;
     for (const int64_t member : mesh.group(group.least, cutting)) {
-      for (const Overlap& one : overlaps(t, member, true)) overlap += one.times;
+      for (const Overlap& overlap : overlaps(t, member, true)) num_overlaps += overlap.times;
     }
-    exchanging *= overlap;
+    exchanging *= num_overlaps;
   }
   const int64_t k = group.size;
   if (exchanging < k * (k - 1)) return false;

@@ -219,8 +219,8 @@ class MeshExchange final : public Exchange {
     int tensor_dim;
     int64_t position;
     bool others_hold;  // true: the position receives, other ranks hold. false: the position sends, other ranks need
-    Part mine;
-    std::vector<Overlap> found;
+    Part own_part;
+    std::vector<Overlap> overlaps;
   };
 
   // Number of peers by the number of exchanged elements, capped at the number of rounds.
@@ -304,9 +304,9 @@ class MeshExchange final : public Exchange {
   const std::vector<Overlap>& overlaps(int tensor_dim, int64_t position, bool others_hold) const;
   // Returns an empty cache for overlaps().
   ByCoordinates<std::vector<Overlap>> no_overlaps_yet(int tensor_dim, bool others_hold) const;
-  // Adds to `with.found` the overlaps with the parts into which `cuts` divide a list, each counted `times` times.
+  // Adds to `with.overlaps` the overlaps with the parts into which `cuts` divide a list, each counted `times` times.
   void overlap_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times, Overlaps& with) const;
-  void add_overlap(const IntervalList& theirs, int64_t times, Overlaps& with) const;
+  void add_overlap(const IntervalList& peer_indices, int64_t times, Overlaps& with) const;
   int profile_in(int tensor_dim, int64_t position) const;
   // Return the messages that a rank receives (if `others_hold`) or sends: by class without sharing, and one by one for
   // each other member with sharing.

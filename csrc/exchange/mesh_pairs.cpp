@@ -12,21 +12,21 @@ namespace shardwright {
 namespace {
 
 // Returns a key that is equal for two piece lists only if they are the same except for a shift.
-std::vector<int64_t> name_of(const PieceList& pieces) {
-  std::vector<int64_t> name;
+std::vector<int64_t> key_of(const PieceList& pieces) {
+  std::vector<int64_t> key;
   for (const auto& [block, count, shift] : pieces.blocks()) {
-    name.insert(name.end(), {static_cast<int64_t>(block.size()), count, shift.a, shift.b});
+    key.insert(key.end(), {static_cast<int64_t>(block.size()), count, shift.a, shift.b});
     for (const Piece& piece : block) {
-      name.push_back(piece.length);
-      name.push_back(piece.a_position - pieces.front().a_position);
-      name.push_back(piece.b_position - pieces.front().b_position);
+      key.push_back(piece.length);
+      key.push_back(piece.a_position - pieces.front().a_position);
+      key.push_back(piece.b_position - pieces.front().b_position);
     }
   }
-  return name;
+  return key;
 }
 
 // Returns true if two piece lists are equal except for a shift.
-bool lie_equally(const PieceList& a, const PieceList& b) { return name_of(a) == name_of(b); }
+bool are_equal_up_to_shift(const PieceList& a, const PieceList& b) { return key_of(a) == key_of(b); }
 
 }  // namespace
 
@@ -164,20 +164,20 @@ const MeshExchange::Transfer& MeshExchange::any_transfer(int64_t position) const
 MeshExchange::Transfer MeshExchange::in_rounds(const PartsOfRank& held, const PartsOfRank& needed, const Extent& whole,
                                                Interval range) const {
   if (whole.count == 0 || (rounds_ == 1 && range.end - range.begin == whole.count)) return {whole, nullptr};
-  std::vector<int64_t> name{range.begin, range.end};
-  name.reserve(2 + 4 * ndim_);
+  std::vector<int64_t> key{range.begin, range.end};
+  key.reserve(2 + 4 * ndim_);
   for (size_t t = 0; t < ndim_; ++t) {
-    name.push_back(held[t].length);
-    name.push_back(needed[t].length);
+    key.push_back(held[t].length);
+    key.push_back(needed[t].length);
     if (!held[t].has_gaps && !needed[t].has_gaps) {
-      name.push_back(shared_runs(held[t], needed[t]).length);
+      key.push_back(shared_runs(held[t], needed[t]).length);
       continue;
     }
-    const std::vector<int64_t> pieces = name_of(intersect(*held[t].list, *needed[t].list));
-    name.push_back(-static_cast<int64_t>(pieces.size()));
-    name.insert(name.end(), pieces.begin(), pieces.end());
+    const std::vector<int64_t> pieces = key_of(intersect(*held[t].list, *needed[t].list));
+    key.push_back(-static_cast<int64_t>(pieces.size()));
+    key.insert(key.end(), pieces.begin(), pieces.end());
   }
-  const auto [found, is_new] = in_rounds_.try_emplace(std::move(name));
+  const auto [found, is_new] = in_rounds_.try_emplace(std::move(key));
   if (is_new) {
     Region all_held;
     Region all_needed;
@@ -202,33 +202,34 @@ MeshExchange::Transfer MeshExchange::in_rounds(const PartsOfRank& held, const Pa
   return {whole, &found->second};
 }
 
-// Adds the overlap of `with.mine` with `times` parts like `theirs`, or counts it with an equal overlap.
-void MeshExchange::add_overlap(const IntervalList& theirs, int64_t times, Overlaps& with) const {
+// Adds the overlap of `with.own_part` with `times` parts of peers that have `peer_indices`, or counts it with an
+// equal overlap.
+void MeshExchange::add_overlap(const IntervalList& peer_indices, int64_t times, Overlaps& with) const {
   const Layout& layout = with.others_hold ? before_ : after_;
-  const IntervalList& list = lists_.emplace_back(layout.restricted(with.tensor_dim, theirs));
-  const Part other{list.front().begin, list.back().end, length(list), &list, list.size() > 1};
-  const Part& held = with.others_hold ? other : with.mine;
-  const Part& needed = with.others_hold ? with.mine : other;
+  const IntervalList& list = lists_.emplace_back(layout.restricted(with.tensor_dim, peer_indices));
+  const Part peer_part{list.front().begin, list.back().end, length(list), &list, list.size() > 1};
+  const Part& held = with.others_hold ? peer_part : with.own_part;
+  const Part& needed = with.others_hold ? with.own_part : peer_part;
   const SharedRuns shared = shared_runs(held, needed);
   PieceList pieces;
   if (rounds_ > 1 && (held.has_gaps || needed.has_gaps)) pieces = intersect(*held.list, *needed.list);
-  for (Overlap& known : with.found) {
-    if (known.part.length == other.length && known.shared.length == shared.length && known.shared.runs == shared.runs &&
-        lie_equally(known.pieces, pieces)) {
+  for (Overlap& known : with.overlaps) {
+    if (known.part.length == peer_part.length && known.shared.length == shared.length &&
+        known.shared.runs == shared.runs && are_equal_up_to_shift(known.pieces, pieces)) {
       known.times += times;
       lists_.pop_back();
       return;
     }
   }
-  with.found.push_back({other, times, shared, std::move(pieces)});
+  with.overlaps.push_back({peer_part, times, shared, std::move(pieces)});
 }
 
-// Adds the overlaps of `with.mine` with the parts of other ranks, into which `cuts` divide a list. If `with.mine`
-// covers a run completely, all chunks of the run but the last have equal length.
+// Adds the overlaps of `with.own_part` with the parts of other ranks, into which `cuts` divide a list. If
+// `with.own_part` covers a run completely, all chunks of the run but the last have equal length.
 void MeshExchange::overlap_below(const IntervalList& list, std::span<const Cut> cuts, int64_t times,
                                  Overlaps& with) const {
-  const Part& mine = with.mine;
-  const SharedRuns overlapping = shardwright::shared_runs(list, *mine.list);
+  const Part& own_part = with.own_part;
+  const SharedRuns overlapping = shardwright::shared_runs(list, *own_part.list);
   if (overlapping.length == 0) return;
   if (cuts.empty()) return add_overlap(list, times, with);
   const Mesh& mesh = before_.mesh();
@@ -253,10 +254,10 @@ void MeshExchange::overlap_below(const IntervalList& list, std::span<const Cut> 
   }
   Interval coordinates{0, k};
   if (first.rule.makes_runs()) {  // only the coordinates from the first to the last shared element
-    const int64_t until = intersection_length(list, {{0, mine.list->back().end}});
+    const int64_t until = intersection_length(list, {{0, own_part.list->back().end}});
     coordinates = first.rule.coordinates_of({overlapping.a_position, until}, n, k);
   }
-  const bool all_runs = list.size() == 1 && mine.list->size() == 1 &&
+  const bool all_runs = list.size() == 1 && own_part.list->size() == 1 &&
                         std::all_of(cuts.begin(), cuts.end(), [](const Cut& c) { return c.rule.is_chunks(); });
   if (all_runs && coordinates.end - coordinates.begin > 3) {  // all chunks between the first and the last are full
     go_on(first.rule.part(list, k, coordinates.begin), 1);
@@ -268,9 +269,9 @@ void MeshExchange::overlap_below(const IntervalList& list, std::span<const Cut> 
 
 ByCoordinates<std::vector<MeshExchange::Overlap>> MeshExchange::no_overlaps_yet(int tensor_dim,
                                                                                 bool others_hold) const {
-  const Layout& theirs = others_hold ? before_ : after_;
-  const Layout& ours = others_hold ? after_ : before_;
-  return {before_.mesh(), (dims_of(theirs.cuts(tensor_dim)) - cutting_) | dims_of(ours.cuts(tensor_dim))};
+  const Layout& peer_layout = others_hold ? before_ : after_;
+  const Layout& own_layout = others_hold ? after_ : before_;
+  return {before_.mesh(), (dims_of(peer_layout.cuts(tensor_dim)) - cutting_) | dims_of(own_layout.cuts(tensor_dim))};
 }
 
 const std::vector<MeshExchange::Overlap>& MeshExchange::overlaps(int tensor_dim, int64_t position,
@@ -279,10 +280,12 @@ const std::vector<MeshExchange::Overlap>& MeshExchange::overlaps(int tensor_dim,
     overlaps_.push_back(no_overlaps_yet(static_cast<int>(i / 2), i % 2 == 1));
   }
   return overlaps_[2 * tensor_dim + others_hold].at(coordinates(position), [&] {
-    const Layout& theirs = others_hold ? before_ : after_;
+    const Layout& peer_layout = others_hold ? before_ : after_;
     Overlaps with{tensor_dim, position, others_hold, part(others_hold ? needed_ : held_, tensor_dim, position), {}};
-    if (with.mine.length > 0) overlap_below({{0, theirs.shape()[tensor_dim]}}, theirs.cuts(tensor_dim), 1, with);
-    return std::move(with.found);
+    if (with.own_part.length > 0) {
+      overlap_below({{0, peer_layout.shape()[tensor_dim]}}, peer_layout.cuts(tensor_dim), 1, with);
+    }
+    return std::move(with.overlaps);
   });
 }
 
@@ -310,8 +313,8 @@ int MeshExchange::profile_in(int tensor_dim, int64_t position) const {
   std::vector<int64_t> profile{held.length, needed.length, own.length, own.runs};
   for (const bool others_hold : {false, true}) {
     profile.push_back(-1);
-    for (const Overlap& one : overlaps(tensor_dim, position, others_hold)) {
-      profile.insert(profile.end(), {one.times, one.part.length, one.shared.length, one.shared.runs});
+    for (const Overlap& overlap : overlaps(tensor_dim, position, others_hold)) {
+      profile.insert(profile.end(), {overlap.times, overlap.part.length, overlap.shared.length, overlap.shared.runs});
     }
   }
   std::map<std::vector<int64_t>, int>& known = known_profiles_[tensor_dim];
@@ -323,7 +326,7 @@ const std::vector<MeshExchange::MessageClass>& MeshExchange::classes_of(int64_t 
   // Receivers that differ only in mesh dims that cut nothing after the move need equal parts.
   const MeshDimSet idle = others_hold ? MeshDimSet() : cutting_ - after_.cut_dims();
   const int64_t idle_times = before_.mesh().group_size(idle);
-  const PartsOfRank& mine = others_hold ? needed(position) : held(position);
+  const PartsOfRank& own_parts = others_hold ? needed(position) : held(position);
   std::vector<const std::vector<Overlap>*>& overlapping = overlapping_;
   std::vector<size_t>& at = combination_;
   PartsOfRank& others = others_;
@@ -343,8 +346,8 @@ const std::vector<MeshExchange::MessageClass>& MeshExchange::classes_of(int64_t 
       others[t] = (*overlapping[t])[at[t]].part;
       times *= (*overlapping[t])[at[t]].times;
     }
-    const PartsOfRank& has = others_hold ? others : mine;
-    const PartsOfRank& wants = others_hold ? mine : others;
+    const PartsOfRank& has = others_hold ? others : own_parts;
+    const PartsOfRank& wants = others_hold ? own_parts : others;
     const Extent whole = shared(has, wants, [&](size_t t) { return (*overlapping[t])[at[t]].shared; });
     all.push_back({in_rounds(has, wants, whole, {0, whole.count}), times});
     size_t t = ndim_;

@@ -93,15 +93,15 @@ class Matched {
   void find_runs(int64_t rows, const std::vector<IntervalList>& held) {
     std::vector<int64_t> ends{0, rows};
     for (const IntervalList& list : held) {
-      for (const Interval& one : list) ends.insert(ends.end(), {one.begin, one.end});
+      for (const Interval& interval : list) ends.insert(ends.end(), {interval.begin, interval.end});
     }
     std::sort(ends.begin(), ends.end());
     ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
     std::vector<std::vector<size_t>> ranks_of_run(ends.size());  // by run
     for (size_t r = 0; r < held.size(); ++r) {
-      for (const Interval& one : held[r]) {
-        auto run = std::lower_bound(ends.begin(), ends.end(), one.begin) - ends.begin();
-        for (; ends[run] < one.end; ++run) ranks_of_run[run].push_back(r);
+      for (const Interval& interval : held[r]) {
+        auto run = std::lower_bound(ends.begin(), ends.end(), interval.begin) - ends.begin();
+        for (; ends[run] < interval.end; ++run) ranks_of_run[run].push_back(r);
       }
     }
     std::map<std::vector<size_t>, size_t> kinds;

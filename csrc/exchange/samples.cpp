@@ -27,8 +27,8 @@ struct Border {
 // Returns the borders of all lists, by index.
 std::map<int64_t, Border> borders_of(const std::vector<const std::vector<IntervalList>*>& lists) {
   std::map<int64_t, Border> borders;
-  for (const std::vector<IntervalList>* some : lists) {
-    for (const IntervalList& list : *some) {
+  for (const std::vector<IntervalList>* layout_lists : lists) {
+    for (const IntervalList& list : *layout_lists) {
       for (const auto& [items, count, shift] : list.blocks()) {
         if (count > 1) {
           const Interval once = span_of_items(items);
@@ -36,7 +36,7 @@ std::map<int64_t, Border> borders_of(const std::vector<const std::vector<Interva
           borders[once.end + (count - 1) * shift].end.push_back(shift);
           continue;
         }
-        for (const Interval& one : items) borders[one.begin], borders[one.end];
+        for (const Interval& item : items) borders[item.begin], borders[item.end];
       }
     }
   }
@@ -58,13 +58,14 @@ int64_t common_period(const std::multiset<int64_t>& periods, int64_t limit) {
 }  // namespace
 
 Samples::Samples(const std::vector<const std::vector<IntervalList>*>& lists, int64_t divisions) {
-  const bool repeats = std::any_of(lists.begin(), lists.end(), [](const std::vector<IntervalList>* some) {
-    return std::any_of(some->begin(), some->end(), [](const IntervalList& list) { return list.has_repeats(); });
+  const bool repeats = std::any_of(lists.begin(), lists.end(), [](const std::vector<IntervalList>* layout_lists) {
+    return std::any_of(layout_lists->begin(), layout_lists->end(),
+                       [](const IntervalList& list) { return list.has_repeats(); });
   });
   if (!repeats) {
     int64_t end = 0;
-    for (const std::vector<IntervalList>* some : lists) {
-      for (const IntervalList& list : *some) end = std::max(end, span_of(list).end);
+    for (const std::vector<IntervalList>* layout_lists : lists) {
+      for (const IntervalList& list : *layout_lists) end = std::max(end, span_of(list).end);
     }
     add({0, end}, 0, divisions);
     return;
@@ -111,8 +112,8 @@ void Samples::for_each_block(const IntervalList& list, const Visit& visit) const
   for (const IntervalList::Block& block : list.blocks()) {
     const Interval once = span_of_items(block.items);
     const int64_t end = once.end + (block.count - 1) * block.shift;
-    auto sample =
-        std::partition_point(all_.begin(), all_.end(), [&](const Sample& one) { return one.first.end <= once.begin; });
+    const auto ends_before = [&](const Sample& sample) { return sample.first.end <= once.begin; };
+    auto sample = std::partition_point(all_.begin(), all_.end(), ends_before);
     for (; sample != all_.end() && sample->first.begin < end; ++sample) {
       const Interval range = sample->first;
       int64_t first = 0;
@@ -131,8 +132,8 @@ std::vector<Interval> Samples::in(const IntervalList& list) const {
   for_each_block(list, [&](const IntervalList::Block& block, int64_t first, int64_t last, const Interval& range) {
     for (int64_t i = first; i < last; ++i) {
       for (const Interval& item : block.items) {
-        const Interval one = item.shifted(i * block.shift);
-        const Interval both{std::max(one.begin, range.begin), std::min(one.end, range.end)};
+        const Interval repetition = item.shifted(i * block.shift);
+        const Interval both{std::max(repetition.begin, range.begin), std::min(repetition.end, range.end)};
         if (both.begin < both.end) inside.push_back(both);
       }
     }
@@ -153,8 +154,8 @@ IntervalList Samples::repeated(const std::vector<Interval>& intervals) const {
   IntervalList all;
   for (auto begin = intervals.begin(); begin != intervals.end();) {
     const Sample& sample = at(begin->begin);
-    const auto end =
-        std::find_if(begin, intervals.end(), [&](const Interval& one) { return one.begin >= sample.first.end; });
+    const auto end = std::find_if(begin, intervals.end(),
+                                  [&](const Interval& interval) { return interval.begin >= sample.first.end; });
     all.append_repeated(std::vector<Interval>(begin, end), sample.first.extent(), sample.count);
     begin = end;
   }
@@ -165,9 +166,9 @@ std::vector<SampleRange> sample_ranges(const Samples& samples, const std::vector
   std::map<int64_t, std::pair<std::vector<int64_t>, std::vector<int64_t>>> bounds;  // beginning and ending lists
   for (const Sample& sample : samples.all()) bounds[sample.first.begin], bounds[sample.first.end];
   for (size_t number = 0; number < lists.size(); ++number) {
-    for (const Interval& one : samples.in(*lists[number])) {
-      bounds[one.begin].first.push_back(static_cast<int64_t>(number));
-      bounds[one.end].second.push_back(static_cast<int64_t>(number));
+    for (const Interval& interval : samples.in(*lists[number])) {
+      bounds[interval.begin].first.push_back(static_cast<int64_t>(number));
+      bounds[interval.end].second.push_back(static_cast<int64_t>(number));
     }
   }
   std::vector<SampleRange> all;

@@ -78,11 +78,11 @@ CutRule CutRule::pieces(const std::vector<std::vector<Interval>>& lists) {
   std::vector<Interval> all;
   for (size_t c = 0; c < lists.size(); ++c) {
     IntervalList& list = pieces->lists.emplace_back();
-    for (const Interval& one : lists[c]) {
-      check_user(one.begin >= 0 && one.begin <= one.end && one.end <= kMaxElements,
-                 "placements: intervals of Pieces must have 0 <= begin <= end <= 2^57, got [", one.begin, ", ", one.end,
-                 ") for coordinate ", c);
-      append(list, one);
+    for (const Interval& interval : lists[c]) {
+      check_user(interval.begin >= 0 && interval.begin <= interval.end && interval.end <= kMaxElements,
+                 "placements: intervals of Pieces must have 0 <= begin <= end <= 2^57, got [", interval.begin, ", ",
+                 interval.end, ") for coordinate ", c);
+      append(list, interval);
     }
     const auto is_later = [](const Interval& a, const Interval& b) { return a.end > b.begin; };
     const std::vector<Interval> sorted = sorted_by_place(list);
@@ -94,11 +94,11 @@ CutRule CutRule::pieces(const std::vector<std::vector<Interval>>& lists) {
   }
   check_argument(static_cast<int64_t>(all.size()) <= kMaxRuns, "placements: number of intervals of Pieces",
                  "at most 2^20", all.size());
-  for (const Interval& one : sorted_by_place(all)) {
-    check_user(one.begin <= pieces->n, "placements: lists of Pieces must contain all elements, got none for [",
-               pieces->n, ", ", one.begin, ")");
-    pieces->is_partition = pieces->is_partition && one.begin == pieces->n;
-    pieces->n = std::max(pieces->n, one.end);
+  for (const Interval& interval : sorted_by_place(all)) {
+    check_user(interval.begin <= pieces->n, "placements: lists of Pieces must contain all elements, got none for [",
+               pieces->n, ", ", interval.begin, ")");
+    pieces->is_partition = pieces->is_partition && interval.begin == pieces->n;
+    pieces->n = std::max(pieces->n, interval.end);
   }
   CutRule rule(Kind::kPieces, 0);
   rule.pieces_ = std::move(pieces);
@@ -160,9 +160,9 @@ IntervalList CutRule::positions(int64_t n, int64_t k, int64_t coordinate, int64_
     case Kind::kStrided: {
       if (n == 0) return list;
       const int64_t piece = ceil_divide(n, number_);
-      const int64_t whole = n / piece;
-      append_repeated(list, chunk_of(0, piece, ceil_divide(piece, k)), piece, whole);
-      append(list, chunk_of(whole * piece, n % piece, ceil_divide(n % piece, k)));
+      const int64_t full_pieces = n / piece;
+      append_repeated(list, chunk_of(0, piece, ceil_divide(piece, k)), piece, full_pieces);
+      append(list, chunk_of(full_pieces * piece, n % piece, ceil_divide(n % piece, k)));
       return list;
     }
     case Kind::kRagged:
@@ -174,9 +174,9 @@ IntervalList CutRule::positions(int64_t n, int64_t k, int64_t coordinate, int64_
     case Kind::kCyclic: {
       const int64_t period = k * number_;
       const Interval block{coordinate * number_, (coordinate + 1) * number_};
-      const int64_t whole = block.end <= n ? (n - block.end) / period + 1 : 0;
-      append_repeated(list, block.shifted(first), period, whole);
-      append(list, Interval{block.begin + whole * period, n}.shifted(first));
+      const int64_t full_blocks = block.end <= n ? (n - block.end) / period + 1 : 0;
+      append_repeated(list, block.shifted(first), period, full_blocks);
+      append(list, Interval{block.begin + full_blocks * period, n}.shifted(first));
       return list;
     }
     case Kind::kOwned:
@@ -184,8 +184,8 @@ IntervalList CutRule::positions(int64_t n, int64_t k, int64_t coordinate, int64_
       return list;
     case Kind::kPacked:
       for (size_t i = 0; i < ends_->size(); ++i) {
-        const Interval one = component(i);
-        append(list, chunk_of(one.begin, one.extent(), chunk_of_blocks(one.extent(), k)));
+        const Interval interval = component(i);
+        append(list, chunk_of(interval.begin, interval.extent(), chunk_of_blocks(interval.extent(), k)));
       }
       return list;
     case Kind::kPieces:
@@ -207,8 +207,8 @@ IntervalList CutRule::part(const IntervalList& list, int64_t k, int64_t coordina
   const IntervalList positions = this->positions(shardwright::length(list), k, coordinate, 0);
   if (is_partition()) return at_positions(list, positions);
   IntervalList out;
-  for (const Interval& one : positions) {
-    const IntervalList range = subrange(list, one.begin, one.end);
+  for (const Interval& interval : positions) {
+    const IntervalList range = subrange(list, interval.begin, interval.end);
     for (const auto& block : range.blocks()) out.append(block);
   }
   return out;
@@ -345,63 +345,66 @@ std::optional<CutRule> CutRule::moved_after(const CutRule& later, int64_t k) con
 //   blocks, cyclic, owned   the number
 //   ragged, packed          number of sizes, the sizes, and the unit of a packed rule if above 1
 //   pieces                  for each coordinate, the number of intervals, and their begins and ends
-void CutRule::append_name(std::vector<int64_t>& name) const {
-  if (kind_ != Kind::kStrided) name.push_back(-static_cast<int64_t>(kind_));
+void CutRule::append_encoding(std::vector<int64_t>& encoding) const {
+  if (kind_ != Kind::kStrided) encoding.push_back(-static_cast<int64_t>(kind_));
   if (pieces_) {
     for (const IntervalList& list : pieces_->lists) {
-      name.push_back(static_cast<int64_t>(list.size()));
-      for (const Interval& one : list) name.insert(name.end(), {one.begin, one.end});
+      encoding.push_back(static_cast<int64_t>(list.size()));
+      for (const Interval& interval : list) encoding.insert(encoding.end(), {interval.begin, interval.end});
     }
     return;
   }
-  if (!ends_) return name.push_back(number_);
+  if (!ends_) return encoding.push_back(number_);
   const std::vector<int64_t> all = sizes();
-  name.push_back(static_cast<int64_t>(all.size()));
-  name.insert(name.end(), all.begin(), all.end());
-  if (kind_ == Kind::kPacked && number_ > 1) name.push_back(number_);
+  encoding.push_back(static_cast<int64_t>(all.size()));
+  encoding.insert(encoding.end(), all.begin(), all.end());
+  if (kind_ == Kind::kPacked && number_ > 1) encoding.push_back(number_);
 }
 
 // Returns the lists of an encoded rule of pieces, or nullopt if the encoding is malformed.
-std::optional<std::vector<std::vector<Interval>>> CutRule::lists_from_name(const std::vector<int64_t>& name) {
+std::optional<std::vector<std::vector<Interval>>> CutRule::lists_from_encoding(const std::vector<int64_t>& encoding) {
   std::vector<std::vector<Interval>> lists;
-  for (size_t at = 1; at < name.size();) {
-    const auto left = static_cast<int64_t>(name.size() - at - 1);
-    const int64_t count = name[at++];
+  for (size_t at = 1; at < encoding.size();) {
+    const auto left = static_cast<int64_t>(encoding.size() - at - 1);
+    const int64_t count = encoding[at++];
     if (count < 0 || count > left / 2) return std::nullopt;
     std::vector<Interval>& list = lists.emplace_back();
-    for (int64_t i = 0; i < count; ++i, at += 2) list.push_back({name[at], name[at + 1]});
+    for (int64_t i = 0; i < count; ++i, at += 2) list.push_back({encoding[at], encoding[at + 1]});
   }
   return lists;
 }
 
-CutRule CutRule::from_name(const std::vector<int64_t>& name) {
-  const auto is_long = [&](size_t numbers) { return name.size() == numbers; };  // the encoding has this many integers
-  if (is_long(1) && name[0] > 0) return CutRule(name[0]);
-  if (name.size() >= 2) {
-    const bool has_sizes = name[1] >= 0 && static_cast<uint64_t>(name[1]) == name.size() - 2;
-    const std::vector<int64_t> sizes(name.begin() + 2, name.end());
-    const bool has_unit = name[1] >= 0 && static_cast<uint64_t>(name[1]) + 3 == name.size() && name.back() > 1;
-    if (name[0] == -static_cast<int64_t>(Kind::kPacked) && has_unit) {
-      return packed({name.begin() + 2, name.end() - 1}, name.back());
+CutRule CutRule::from_encoding(const std::vector<int64_t>& encoding) {
+  const auto is_long = [&](size_t numbers) {
+    return encoding.size() == numbers;
+  };  // the encoding has this many integers
+  if (is_long(1) && encoding[0] > 0) return CutRule(encoding[0]);
+  if (encoding.size() >= 2) {
+    const bool has_sizes = encoding[1] >= 0 && static_cast<uint64_t>(encoding[1]) == encoding.size() - 2;
+    const std::vector<int64_t> sizes(encoding.begin() + 2, encoding.end());
+    const bool has_unit =
+        encoding[1] >= 0 && static_cast<uint64_t>(encoding[1]) + 3 == encoding.size() && encoding.back() > 1;
+    if (encoding[0] == -static_cast<int64_t>(Kind::kPacked) && has_unit) {
+      return packed({encoding.begin() + 2, encoding.end() - 1}, encoding.back());
     }
-    if (name[0] == -static_cast<int64_t>(Kind::kPieces)) {
-      if (const auto lists = lists_from_name(name)) return pieces(*lists);
+    if (encoding[0] == -static_cast<int64_t>(Kind::kPieces)) {
+      if (const auto lists = lists_from_encoding(encoding)) return pieces(*lists);
     }
-    if (name[0] == -static_cast<int64_t>(Kind::kRagged) && has_sizes) return ragged(sizes);
-    if (name[0] == -static_cast<int64_t>(Kind::kPacked) && has_sizes) return packed(sizes);
-    if (name[0] == -static_cast<int64_t>(Kind::kBlocks) && is_long(2)) return blocks(name[1]);
-    if (name[0] == -static_cast<int64_t>(Kind::kCyclic) && is_long(2)) return cyclic(name[1]);
-    if (name[0] == -static_cast<int64_t>(Kind::kOwned) && is_long(2)) return owned(name[1]);
+    if (encoding[0] == -static_cast<int64_t>(Kind::kRagged) && has_sizes) return ragged(sizes);
+    if (encoding[0] == -static_cast<int64_t>(Kind::kPacked) && has_sizes) return packed(sizes);
+    if (encoding[0] == -static_cast<int64_t>(Kind::kBlocks) && is_long(2)) return blocks(encoding[1]);
+    if (encoding[0] == -static_cast<int64_t>(Kind::kCyclic) && is_long(2)) return cyclic(encoding[1]);
+    if (encoding[0] == -static_cast<int64_t>(Kind::kOwned) && is_long(2)) return owned(encoding[1]);
   }
-  throw UserError(concat("placements: numbers of a cut must encode a cut rule, got (", join(name), ")"));
+  throw UserError(concat("placements: numbers of a cut must encode a cut rule, got (", join(encoding), ")"));
 }
 
 size_t CutRule::hash() const {
   if (kind_ == Kind::kStrided) return static_cast<size_t>(number_);
-  std::vector<int64_t> name;
-  append_name(name);
+  std::vector<int64_t> encoding;
+  append_encoding(encoding);
   uint64_t hash = 0;
-  for (const int64_t number : name) hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15u;
+  for (const int64_t number : encoding) hash = (hash ^ static_cast<uint64_t>(number)) * 0x9E3779B97F4A7C15u;
   return hash ^ (hash >> 32);
 }
 
@@ -429,7 +432,7 @@ std::string CutRule::text(int64_t tensor_dim) const {
       std::vector<std::string> texts;
       for (const IntervalList& list : pieces_->lists) {
         std::vector<std::string> intervals;
-        for (const Interval& one : list) intervals.push_back(concat(one.begin, "-", one.end));
+        for (const Interval& interval : list) intervals.push_back(concat(interval.begin, "-", interval.end));
         texts.push_back(join(intervals, "+"));
       }
       return concat("Pieces(", tensor_dim, ",", join(texts, ":"), ")");

@@ -106,7 +106,7 @@ class CutRule {
   // ---- Composition with other cuts
 
   // Returns the split factor of the strided cut that makes the same parts, if these have equal lengths and there is
-  // such a cut. Digits (exchange/digits.h) and canonical names are made from it.
+  // such a cut. Digits (exchange/digits.h) and canonical forms are made from it.
   std::optional<int64_t> equal_split_factor(int64_t n, int64_t k) const;
   // Returns the rule that makes the same parts after the cut right before this one (`earlier`, over k coordinates) is
   // gathered, or nullopt if there is none. Example: chunks of chunks become SS with split factor k.
@@ -117,9 +117,9 @@ class CutRule {
   std::optional<CutRule> moved_after(const CutRule& later, int64_t k) const;
 
   // Appends integers that encode the rule. No encoding is a prefix of another.
-  void append_name(std::vector<int64_t>& name) const;
-  // Returns the rule that append_name() encoded. Throws UserError if the encoding is malformed.
-  static CutRule from_name(const std::vector<int64_t>& name);
+  void append_encoding(std::vector<int64_t>& encoding) const;
+  // Returns the rule that append_encoding() encoded. Throws UserError if the encoding is malformed.
+  static CutRule from_encoding(const std::vector<int64_t>& encoding);
   size_t hash() const;
   bool operator==(const CutRule& other) const;
 
@@ -142,7 +142,7 @@ class CutRule {
 
   IntervalList positions(int64_t n, int64_t k, int64_t coordinate, int64_t first) const;
   bool cuts_evenly_otherwise(int64_t n, int64_t k) const;  // cuts_evenly() of rules that are not strided
-  static std::optional<std::vector<std::vector<Interval>>> lists_from_name(const std::vector<int64_t>& name);
+  static std::optional<std::vector<std::vector<Interval>>> lists_from_encoding(const std::vector<int64_t>& encoding);
   // Returns the length of a full chunk. Only for chunks, blocks and one component of a packed rule.
   int64_t chunk_of_blocks(int64_t n, int64_t k) const;
   // Returns the elements of coordinate i (ragged) or of component i (packed).

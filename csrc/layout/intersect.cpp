@@ -63,7 +63,7 @@ std::vector<KeyRun> ascending_runs(const IntervalList& list) {
     runs.push_back({interval.begin, interval.extent(), position});
     position += interval.extent();
   }
-  std::sort(runs.begin(), runs.end(), [](const KeyRun& one, const KeyRun& other) { return one.key < other.key; });
+  std::sort(runs.begin(), runs.end(), [](const KeyRun& a, const KeyRun& b) { return a.key < b.key; });
   return runs;
 }
 
@@ -123,28 +123,28 @@ SharedRuns runs_within(const Interval& range, const IntervalList& list) {
   list.for_each_block([&](const IntervalList::Block& block) {
     const auto& [intervals, count, period] = block;
     int64_t once = 0;
-    for (const Interval& one : intervals) once += one.extent();
+    for (const Interval& interval : intervals) once += interval.extent();
     int64_t within = 0;
-    for (const Interval& one : intervals) {
+    for (const Interval& interval : intervals) {
       const int64_t before = position + within;
-      within += one.extent();
+      within += interval.extent();
       // The repetitions [first, end) overlap the range.
-      int64_t first = one.end <= range.begin ? 1 : 0;
-      int64_t end = one.begin < range.end ? 1 : 0;
+      int64_t first = interval.end <= range.begin ? 1 : 0;
+      int64_t end = interval.begin < range.end ? 1 : 0;
       if (count > 1) {
-        if (one.end <= range.begin) first = (range.begin - one.end) / period + 1;
-        if (one.begin < range.end) end = std::min((range.end - one.begin - 1) / period + 1, count);
+        if (interval.end <= range.begin) first = (range.begin - interval.end) / period + 1;
+        if (interval.begin < range.end) end = std::min((range.end - interval.begin - 1) / period + 1, count);
       }
       if (first >= end) continue;
-      const int64_t cut_off = std::max<int64_t>(range.begin - one.begin - first * period, 0);
-      const int64_t left_out = std::max<int64_t>(one.end + (end - 1) * period - range.end, 0);
-      const int64_t a_position = one.begin + first * period + cut_off - range.begin;
+      const int64_t cut_off = std::max<int64_t>(range.begin - interval.begin - first * period, 0);
+      const int64_t left_out = std::max<int64_t>(interval.end + (end - 1) * period - range.end, 0);
+      const int64_t a_position = interval.begin + first * period + cut_off - range.begin;
       if (shared.runs == 0 || a_position < shared.a_position) {
         shared.a_position = a_position;
         shared.b_position = before + first * once + cut_off;
       }
       shared.runs += end - first;
-      shared.length += (end - first) * one.extent() - cut_off - left_out;
+      shared.length += (end - first) * interval.extent() - cut_off - left_out;
     }
     position += once * count;
   });
@@ -166,7 +166,7 @@ IntervalList shared_indices(const IntervalList& a, const IntervalList& b) {
   if (repeat(a, b)) return at_positions(a, at_a(intersect(a, b)));
   IntervalList both;
   const std::span<const Interval> in_a = a.kept(), in_b = b.kept();
-  const auto ends_before = [](const Interval& one, int64_t index) { return one.end <= index; };
+  const auto ends_before = [](const Interval& interval, int64_t index) { return interval.end <= index; };
   // Skips the intervals of b that end before a begins.
   auto i = in_a.begin();
   auto j = a.empty() ? in_b.end() : std::lower_bound(in_b.begin(), in_b.end(), a.front().begin, ends_before);
@@ -206,7 +206,7 @@ PieceList intersect(const IntervalList& a, const IntervalList& b, const Interval
   const auto runs_of = [&](const IntervalList& list) {
     std::vector<KeyRun> runs;
     for (const Piece& piece : intersect(list, only)) runs.push_back({piece.b_position, piece.length, piece.a_position});
-    std::sort(runs.begin(), runs.end(), [](const KeyRun& one, const KeyRun& other) { return one.key < other.key; });
+    std::sort(runs.begin(), runs.end(), [](const KeyRun& left, const KeyRun& right) { return left.key < right.key; });
     return runs;
   };
   std::vector<Piece> both;

@@ -105,12 +105,12 @@ void check_order(const Mesh& mesh, const std::vector<Placement>& placements, int
       if (placements[d].is_shard_like() && placements[d].dim == tensor_dim) expected.push_back(d);
     }
     // Mesh dims of size 1 cut nothing, so an order may leave them out.
-    std::vector<int> given = mesh_dims;
+    std::vector<int> listed = mesh_dims;
     for (const int d : expected) {
-      if (mesh.dim_size(d) == 1 && std::find(given.begin(), given.end(), d) == given.end()) given.push_back(d);
+      if (mesh.dim_size(d) == 1 && std::find(listed.begin(), listed.end(), d) == listed.end()) listed.push_back(d);
     }
-    std::sort(given.begin(), given.end());
-    if (given == expected) continue;
+    std::sort(listed.begin(), listed.end());
+    if (listed == expected) continue;
     throw UserError(concat("shard_order: mesh dims of tensor dim ", tensor_dim, " must be each of (", join(expected),
                            ") once, got (", join(mesh_dims), ")"));
   }
@@ -182,9 +182,9 @@ Layout::Layout(MeshPtr mesh, std::vector<int64_t> shape, DType dtype, std::vecto
 
   cuts_.resize(shape_.size());
   for (int t = 0; t < ndim(); ++t) {
-    const auto given = order.find(t);
-    const bool has_order = given != order.end();
-    std::vector<int> mesh_dims = has_order ? given->second : std::vector<int>();
+    const auto found = order.find(t);
+    const bool has_order = found != order.end();
+    std::vector<int> mesh_dims = has_order ? found->second : std::vector<int>();
     for (int d = 0; d < mesh_->ndim(); ++d) {
       const bool is_known = std::find(mesh_dims.begin(), mesh_dims.end(), d) != mesh_dims.end();
       if (is_known || !placements_[d].is_shard_like() || placements_[d].dim != t) continue;
@@ -387,9 +387,9 @@ bool Layout::operator==(const Layout& other) const {
   if (is_restricted() != other.is_restricted()) return false;
   if (is_restricted() && !(restricted_dim_ == other.restricted_dim_ && *indices_ == *other.indices_)) return false;
   for (int d = 0; d < mesh_->ndim(); ++d) {
-    const bool mine = partial_dims_.contains(d);
-    if (mine != other.partial_dims_.contains(d)) return false;
-    if (mine && !(placements_[d] == other.placements_[d])) return false;
+    const bool is_partial = partial_dims_.contains(d);
+    if (is_partial != other.partial_dims_.contains(d)) return false;
+    if (is_partial && !(placements_[d] == other.placements_[d])) return false;
   }
   return true;
 }

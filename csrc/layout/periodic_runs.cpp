@@ -19,8 +19,9 @@ void for_each_run(const PeriodicRuns& periodic, int64_t begin, int64_t end, cons
   const int64_t first = periodic.count == 1 ? 0 : (begin - periodic.begin()) / periodic.key_period;
   for (int64_t i = first; i < periodic.count && periodic.begin() + i * periodic.key_period < end; ++i) {
     const int64_t keys = i * periodic.key_period;
-    auto run = std::partition_point(periodic.runs.begin(), periodic.runs.end(),
-                                    [&](const KeyRun& one) { return one.key + one.length + keys <= begin; });
+    auto run = std::partition_point(periodic.runs.begin(), periodic.runs.end(), [&](const KeyRun& key_run) {
+      return key_run.key + key_run.length + keys <= begin;
+    });
     for (; run != periodic.runs.end() && run->key + keys < end; ++run) {
       const int64_t from = std::max(run->key + keys, begin);
       const int64_t to = std::min(run->key + run->length + keys, end);
@@ -91,13 +92,13 @@ class PeriodicOverlap {
     return 2 * of_one + kSetUp;
   }
 
-  // Returns the number of runs that take_run() visits for all runs of `one`. The mean run must span two repetitions of
-  // `other`.
-  static int64_t runs_in_runs_of(const PeriodicRuns& one, int64_t runs_of_one, const PeriodicRuns& other) {
-    if (other.count == 1) return kNever;
-    const int64_t mean_length = one.num_keys / static_cast<int64_t>(one.runs.size());
-    if (mean_length < 2 * other.key_period) return kNever;
-    return runs_of_one * (2 * static_cast<int64_t>(other.runs.size()) + kSetUp);
+  // Returns the number of runs that take_run() visits for all runs of `walked`. The mean run must span two repetitions
+  // of `periodic`.
+  static int64_t runs_in_runs_of(const PeriodicRuns& walked, int64_t num_walked, const PeriodicRuns& periodic) {
+    if (periodic.count == 1) return kNever;
+    const int64_t mean_length = walked.num_keys / static_cast<int64_t>(walked.runs.size());
+    if (mean_length < 2 * periodic.key_period) return kNever;
+    return num_walked * (2 * static_cast<int64_t>(periodic.runs.size()) + kSetUp);
   }
 
   // Appends the intersection from the key `begin` on, by merging all runs.

@@ -45,40 +45,42 @@ std::string without_spaces_at_ends(const std::string& text) {
   throw UserError(concat("placements must be ", kAllowedForms, ", got '", text, "'"));
 }
 
-// In the parsers below, `whole` is the text of the placement, for errors.
-int64_t parse_integer(const std::string& digits, const std::string& whole) {
+// In the parsers below, `placement` is the text of the placement, for errors.
+int64_t parse_integer(const std::string& digits, const std::string& placement) {
   const std::string trimmed = without_spaces_at_ends(digits);
   int64_t value = 0;
   const char* end = trimmed.data() + trimmed.size();
   const auto result = std::from_chars(trimmed.data(), end, value);
-  if (trimmed.empty() || result.ec != std::errc() || result.ptr != end) refuse(whole);
+  if (trimmed.empty() || result.ec != std::errc() || result.ptr != end) refuse(placement);
   return value;
 }
 
 // Parses the power of P(norm p): any finite number but 0.
-double parse_power(const std::string& digits, const std::string& whole) {
+double parse_power(const std::string& digits, const std::string& placement) {
   const std::string trimmed = without_spaces_at_ends(digits);
   double value = 0;
   const char* end = trimmed.data() + trimmed.size();
   const auto result = std::from_chars(trimmed.data(), end, value);
-  if (trimmed.empty() || result.ec != std::errc() || result.ptr != end) refuse(whole);
-  check_user(std::isfinite(value) && value != 0, "placements: norm power of '", whole,
+  if (trimmed.empty() || result.ec != std::errc() || result.ptr != end) refuse(placement);
+  check_user(std::isfinite(value) && value != 0, "placements: norm power of '", placement,
              "' must be a finite number other than 0, got ", value);
   return value;
 }
 
 // Parses the argument of P(...): "sum", "norm 2".
-Placement parse_partial(const std::string& argument, const std::string& whole) {
+Placement parse_partial(const std::string& argument, const std::string& placement) {
   for (size_t i = 0; i < kOpNames.size(); ++i) {
     const std::string name = kOpNames[i];
     const auto op = static_cast<ReduceOp>(i);
     if (op == ReduceOp::kNorm) {
-      if (argument.rfind(name, 0) == 0) return Placement::partial(op, parse_power(argument.substr(name.size()), whole));
+      if (argument.rfind(name, 0) == 0) {
+        return Placement::partial(op, parse_power(argument.substr(name.size()), placement));
+      }
     } else if (argument == name) {
       return Placement::partial(op);
     }
   }
-  refuse(whole);
+  refuse(placement);
 }
 
 // Returns the value of a keyword or positional argument: "0" for both "dim=0" and "0".
@@ -89,33 +91,34 @@ std::string without_keyword(const std::string& argument, const std::string& keyw
 }
 
 // Parses "3:1:4".
-std::vector<int64_t> parse_sizes(const std::string& sizes, const std::string& whole) {
+std::vector<int64_t> parse_sizes(const std::string& sizes, const std::string& placement) {
   std::vector<int64_t> parsed;
   for (size_t begin = 0; begin <= sizes.size();) {
     const size_t end = std::min(sizes.find(':', begin), sizes.size());
-    parsed.push_back(parse_integer(sizes.substr(begin, end - begin), whole));
+    parsed.push_back(parse_integer(sizes.substr(begin, end - begin), placement));
     begin = end + 1;
   }
   return parsed;
 }
 
 // Parses "8:4:4", or "8:4:4,2" with units of 2.
-CutRule parse_packed(const std::string& numbers, const std::string& whole) {
+CutRule parse_packed(const std::string& numbers, const std::string& placement) {
   const size_t comma = numbers.find(',');
-  const int64_t unit = comma == std::string::npos ? 1 : parse_integer(numbers.substr(comma + 1), whole);
-  return CutRule::packed(parse_sizes(numbers.substr(0, comma), whole), unit);
+  const int64_t unit = comma == std::string::npos ? 1 : parse_integer(numbers.substr(comma + 1), placement);
+  return CutRule::packed(parse_sizes(numbers.substr(0, comma), placement), unit);
 }
 
 // Parses "0-2+6-8:2-6": the intervals of each coordinate, in order. The text of a coordinate without elements is empty.
-CutRule parse_pieces(const std::string& text, const std::string& whole) {
+CutRule parse_pieces(const std::string& text, const std::string& placement) {
   std::vector<std::vector<Interval>> lists(1);
   for (size_t begin = 0; begin <= text.size();) {
     const size_t end = std::min(text.find_first_of(":+", begin), text.size());
-    const std::string one = without_spaces_at_ends(text.substr(begin, end - begin));
-    const size_t dash = one.find('-');
-    if (!one.empty() && dash == std::string::npos) refuse(whole);
-    if (!one.empty()) {
-      lists.back().push_back({parse_integer(one.substr(0, dash), whole), parse_integer(one.substr(dash + 1), whole)});
+    const std::string interval = without_spaces_at_ends(text.substr(begin, end - begin));
+    const size_t dash = interval.find('-');
+    if (!interval.empty() && dash == std::string::npos) refuse(placement);
+    if (!interval.empty()) {
+      lists.back().push_back(
+          {parse_integer(interval.substr(0, dash), placement), parse_integer(interval.substr(dash + 1), placement)});
     }
     if (end < text.size() && text[end] == ':') lists.emplace_back();
     begin = end + 1;
@@ -124,14 +127,14 @@ CutRule parse_pieces(const std::string& text, const std::string& whole) {
 }
 
 // Returns the rule named `head` with the arguments `numbers`, which follow the tensor dim; nullopt on other names.
-std::optional<CutRule> parse_rule(const std::string& head, const std::string& numbers, const std::string& whole) {
-  if (head == "SS") return CutRule(parse_integer(without_keyword(numbers, "split_factor"), whole));
-  if (head == "Ragged") return CutRule::ragged(parse_sizes(numbers, whole));
-  if (head == "Packed") return parse_packed(numbers, whole);
-  if (head == "Pieces") return parse_pieces(numbers, whole);
-  if (head == "Blocks") return CutRule::blocks(parse_integer(numbers, whole));
-  if (head == "Cyclic") return CutRule::cyclic(parse_integer(numbers, whole));
-  if (head == "Owned") return CutRule::owned(parse_integer(numbers, whole));
+std::optional<CutRule> parse_rule(const std::string& head, const std::string& numbers, const std::string& placement) {
+  if (head == "SS") return CutRule(parse_integer(without_keyword(numbers, "split_factor"), placement));
+  if (head == "Ragged") return CutRule::ragged(parse_sizes(numbers, placement));
+  if (head == "Packed") return parse_packed(numbers, placement);
+  if (head == "Pieces") return parse_pieces(numbers, placement);
+  if (head == "Blocks") return CutRule::blocks(parse_integer(numbers, placement));
+  if (head == "Cyclic") return CutRule::cyclic(parse_integer(numbers, placement));
+  if (head == "Owned") return CutRule::owned(parse_integer(numbers, placement));
   return std::nullopt;
 }
 
@@ -147,31 +150,31 @@ std::string shortest(double value) {
 const char* reduce_op_name(ReduceOp op) { return kOpNames[static_cast<size_t>(op)]; }
 
 Placement Placement::parse(const std::string& text) {
-  const std::string whole = without_spaces_at_ends(text);
-  const size_t open = whole.find('(');
-  std::string head = without_spaces_at_ends(whole.substr(0, open));
-  for (const auto& [torch_head, ours] : kTorchHeads) {
-    if (head == torch_head) head = ours;
+  const std::string trimmed = without_spaces_at_ends(text);
+  const size_t open = trimmed.find('(');
+  std::string head = without_spaces_at_ends(trimmed.substr(0, open));
+  for (const auto& [torch_head, short_head] : kTorchHeads) {
+    if (head == torch_head) head = short_head;
   }
   std::string argument;
   if (open != std::string::npos) {
-    if (whole.back() != ')') refuse(text);
-    argument = without_spaces_at_ends(whole.substr(open + 1, whole.size() - open - 2));
+    if (trimmed.back() != ')') refuse(text);
+    argument = without_spaces_at_ends(trimmed.substr(open + 1, trimmed.size() - open - 2));
   }
   if (argument.empty()) {  // R, Replicate(), P, Partial()
     if (head == "R") return replicate();
     if (head == "P") return partial(ReduceOp::kSum);
     refuse(text);
   }
-  if (head == "S") return shard(parse_integer(without_keyword(argument, "dim"), whole));
-  if (head == "P") return parse_partial(without_keyword(argument, "reduce_op"), whole);
-  if (head == "P norm") return parse_partial(concat("norm ", argument), whole);
+  if (head == "S") return shard(parse_integer(without_keyword(argument, "dim"), trimmed));
+  if (head == "P") return parse_partial(without_keyword(argument, "reduce_op"), trimmed);
+  if (head == "P norm") return parse_partial(concat("norm ", argument), trimmed);
   const size_t comma = argument.find(',');
-  if (comma == std::string::npos && head == "Owned") return cut(0, CutRule::owned(parse_integer(argument, whole)));
+  if (comma == std::string::npos && head == "Owned") return cut(0, CutRule::owned(parse_integer(argument, trimmed)));
   if (comma == std::string::npos) refuse(text);
-  const std::optional<CutRule> rule = parse_rule(head, without_keyword(argument.substr(comma + 1), "sf"), whole);
+  const std::optional<CutRule> rule = parse_rule(head, without_keyword(argument.substr(comma + 1), "sf"), trimmed);
   if (!rule) refuse(text);
-  const int64_t dim = parse_integer(without_keyword(argument.substr(0, comma), "dim"), whole);
+  const int64_t dim = parse_integer(without_keyword(argument.substr(0, comma), "dim"), trimmed);
   return head == "SS" ? strided_shard(dim, rule->split_factor()) : cut(dim, *rule);
 }
 

@@ -36,10 +36,10 @@ class Product {
   // Appends the elements of a list of rows. Repeating rows are stored once if that takes fewer intervals. Returns false
   // as append_rows() does.
   bool append_all(IntervalList& out, const IntervalList& rows) const {
-    for (const auto& [some, count, shift] : rows.blocks()) {
+    for (const auto& [intervals, count, shift] : rows.blocks()) {
       IntervalList once;
-      for (const Interval& one : some) {
-        if (!append_rows(once, one)) return false;
+      for (const Interval& interval : intervals) {
+        if (!append_rows(once, interval)) return false;
       }
       const auto listed = static_cast<int64_t>(once.size());
       const bool is_shorter_once = count > 1 && listed / count <= static_cast<int64_t>(once.kept().size());

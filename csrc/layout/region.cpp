@@ -83,8 +83,8 @@ Interval span_of(const IntervalList& list) {
   if (list.empty()) return {};
   Interval span = list.front();
   list.for_each_block([&](const IntervalList::Block& block) {
-    for (const Interval& one : block.items) {
-      span = {std::min(span.begin, one.begin), std::max(span.end, one.end + block.shift * (block.count - 1))};
+    for (const Interval& item : block.items) {
+      span = {std::min(span.begin, item.begin), std::max(span.end, item.end + block.shift * (block.count - 1))};
     }
   });
   return span;

@@ -296,9 +296,9 @@ RepeatingList<Item> RepeatingList<Item>::part(int64_t begin, int64_t end) const 
       continue;
     }
     if (from < first_whole * once) append_part(first_whole - 1, from - (first_whole - 1) * once, once);
-    std::vector<Item> whole;
-    for (const Item& item : block.items) whole.push_back(item.shifted(block.shift * first_whole));
-    out.append_repeated(whole, block.shift, end_whole - first_whole);
+    std::vector<Item> repetition;
+    for (const Item& item : block.items) repetition.push_back(item.shifted(block.shift * first_whole));
+    out.append_repeated(repetition, block.shift, end_whole - first_whole);
     if (end_whole * once < to) append_part(end_whole, 0, to - end_whole * once);
   }
   return out;

@@ -51,10 +51,10 @@ std::vector<EvenPieces> even_pieces(const PieceList& pieces) {
     const Steps repeats{count, shift.a, shift.b};
     const size_t first = lists.size();
     for (const Piece& piece : block) {
-      EvenPieces one{piece.length, piece.a_position, piece.b_position, {}, {}};
-      if (block.size() == 1) one.steps = repeats;
+      EvenPieces list{piece.length, piece.a_position, piece.b_position, {}, {}};
+      if (block.size() == 1) list.steps = repeats;
       const bool may_join = lists.size() > (count == 1 || block.size() == 1 ? 0 : first);
-      if (!may_join || !joins(lists.back(), one)) lists.push_back(one);
+      if (!may_join || !joins(lists.back(), list)) lists.push_back(list);
     }
     for (size_t i = first; i < lists.size() && block.size() > 1; ++i) lists[i].repeats = repeats;
   }
@@ -191,13 +191,13 @@ class BoxMaker {
       boxes_.emplace_back(box).simplify();
       return;
     }
-    for (const EvenPieces& some : pieces_[axis]) add_pieces(box, axis, some);
+    for (const EvenPieces& pieces : pieces_[axis]) add_pieces(box, axis, pieces);
   }
 
   // Adds repetitions as a dim of the box if their distance is constant on both sides, else one by one.
-  void add_pieces(Box box, size_t axis, EvenPieces some) {
+  void add_pieces(Box box, size_t axis, EvenPieces pieces) {
     for (Steps EvenPieces::* const level : {&EvenPieces::repeats, &EvenPieces::steps}) {
-      const Steps steps = std::exchange(some.*level, {});
+      const Steps steps = std::exchange(pieces.*level, {});
       if (steps.count == 1) continue;
       const std::optional<int64_t> from = src_[axis].distance(steps.from);
       const std::optional<int64_t> to = dst_[axis].distance(steps.to);
@@ -206,14 +206,14 @@ class BoxMaker {
         continue;
       }
       for (int64_t i = 0; i < steps.count; ++i) {
-        EvenPieces one = some;
-        one.from += i * steps.from;
-        one.to += i * steps.to;
-        add_pieces(box, axis, one);
+        EvenPieces repetition = pieces;
+        repetition.from += i * steps.from;
+        repetition.to += i * steps.to;
+        add_pieces(box, axis, repetition);
       }
       return;
     }
-    if (!divided_into_rows(box, axis, some)) add_piece(box, axis, some);
+    if (!divided_into_rows(box, axis, pieces)) add_piece(box, axis, pieces);
   }
 
   // Adds a piece with at least two full rows in three parts: the positions before the first full row, the full rows,

@@ -41,8 +41,8 @@ Traffic all_reduce_traffic(int64_t held, int64_t k, int64_t index, int64_t item_
     return {bytes, bytes, messages, messages};
   }
   if (k == 2) return {held * item_bytes, held * item_bytes, held > 0 ? 1 : 0, held > 0 ? 1 : 0};
-  const Interval mine = flat_chunk(held, k, index);
-  const int64_t own = mine.end - mine.begin;
+  const Interval own_chunk = flat_chunk(held, k, index);
+  const int64_t own = own_chunk.end - own_chunk.begin;
   const int64_t bytes = ((k - 1) * own + held - own) * item_bytes;
   const int64_t chunk = (held + k - 1) / k;
   const int64_t chunks = held > 0 ? (held + chunk - 1) / chunk : 0;

@@ -40,21 +40,21 @@ std::optional<Matching> matching_of(const Mesh& mesh, int64_t n, std::span<const
 }  // namespace
 
 std::vector<MeshDimSet> corners_of(MeshDimSet mesh_dims) {
-  std::vector<MeshDimSet> found;
+  std::vector<MeshDimSet> corners;
   if (mesh_dims.count() <= kMaxDimsWithAllCorners) {
     uint32_t subset = 0;
     do {
-      found.push_back(MeshDimSet::from_bits(subset));
+      corners.push_back(MeshDimSet::from_bits(subset));
       subset = (subset - mesh_dims.bits()) & mesh_dims.bits();
     } while (subset != 0);
-    return found;
+    return corners;
   }
-  found = {MeshDimSet(), mesh_dims};
+  corners = {MeshDimSet(), mesh_dims};
   for (const int d : mesh_dims.to_vector()) {
-    found.push_back(MeshDimSet::single(d));
-    found.push_back(mesh_dims - MeshDimSet::single(d));
+    corners.push_back(MeshDimSet::single(d));
+    corners.push_back(mesh_dims - MeshDimSet::single(d));
   }
-  return found;
+  return corners;
 }
 
 int64_t corner_position(const Mesh& mesh, MeshDimSet last) {
@@ -77,8 +77,8 @@ void Corners::add(int64_t n, std::span<const Cut> cuts) {
   if (!is_new) return;
   const bool takes_all = mesh_.group_size(steep_dims_) <= kMaxAllCoordinates;
   bases_ = {0};
-  for (const auto& [mesh_dim, some] : extremes_) {
-    std::set<int64_t> coordinates = some;
+  for (const auto& [mesh_dim, extreme_coordinates] : extremes_) {
+    std::set<int64_t> coordinates = extreme_coordinates;
     for (int64_t c = 0; c < mesh_.dim_size(mesh_dim) && takes_all; ++c) coordinates.insert(c);
     std::vector<uint32_t> more;
     for (const uint32_t base : bases_) {
@@ -246,11 +246,11 @@ RankSample RankClasses::seen(int64_t at_most) const {
   count = 1;
   for (int d = 0; d < mesh_.ndim(); ++d) {
     const int64_t size = mesh_.dim_size(d);
-    std::set<int64_t> some(starts_[d].begin(), std::prev(starts_[d].end()));
-    if (each_apart_.contains(d)) some.insert({1 % size, size / 2, std::max<int64_t>(size - 2, 0)});
-    some.insert(size - 1);
-    coordinates[d].assign(some.begin(), some.end());
-    count *= static_cast<int64_t>(some.size());
+    std::set<int64_t> sample(starts_[d].begin(), std::prev(starts_[d].end()));
+    if (each_apart_.contains(d)) sample.insert({1 % size, size / 2, std::max<int64_t>(size - 2, 0)});
+    sample.insert(size - 1);
+    coordinates[d].assign(sample.begin(), sample.end());
+    count *= static_cast<int64_t>(sample.size());
   }
   for (int d = mesh_.ndim(); d-- > 0 && count > at_most;) {
     count /= static_cast<int64_t>(coordinates[d].size());

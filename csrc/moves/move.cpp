@@ -31,11 +31,11 @@ StepOp data_move_op(const Step& step) {
   const MeshExchange exchange = mesh_exchange_of(step);
   for (const int64_t member : members) {
     const Traffic traffic = exchange.traffic_at(member);
-    const int64_t whole = num_elements(step.after.region(member)) * item;
-    trades_equally = trades_equally && traffic.messages == k - 1 && traffic.received_bytes * k == whole * (k - 1) &&
-                     traffic.sent_bytes == traffic.received_bytes;
+    const int64_t part_bytes = num_elements(step.after.region(member)) * item;
+    trades_equally = trades_equally && traffic.messages == k - 1 &&
+                     traffic.received_bytes * k == part_bytes * (k - 1) && traffic.sent_bytes == traffic.received_bytes;
     has_one_peer = has_one_peer && traffic.messages <= 1 && traffic.sent_bytes == traffic.received_bytes &&
-                   (traffic.received_bytes == whole || traffic.received_bytes == 0);
+                   (traffic.received_bytes == part_bytes || traffic.received_bytes == 0);
   }
   if (trades_equally && !exchange.is_regular() && k <= kMaxGroupNamedExactly) {
     for (const int64_t member : members) {

@@ -62,12 +62,12 @@ int MoveTable::number(int tensor_dim, const std::vector<Cut>& cuts) {
     for (const Digit& digit : *list.digits) list.length /= digit.radix;
   } else {
     list.cuts = canonical(layout_.mesh(), n, std::move(list.cuts));
-    std::vector<int64_t> name;
+    std::vector<int64_t> encoding;
     for (const Cut& c : list.cuts) {
-      name.push_back(c.mesh_dim);
-      c.rule.append_name(name);
+      encoding.push_back(c.mesh_dim);
+      c.rule.append_encoding(encoding);
     }
-    const auto [found, is_new] = numbers_[tensor_dim].emplace(std::move(name), next);
+    const auto [found, is_new] = numbers_[tensor_dim].emplace(std::move(encoding), next);
     if (!is_new) return found->second;
     list.first_is_largest =
         std::all_of(list.cuts.begin(), list.cuts.end(), [](const Cut& c) { return c.rule.descends(); });
@@ -130,10 +130,10 @@ std::optional<MoveTable::Move> MoveTable::sending_whole_messages(const State& be
   if (exchange.op != StepOp::kExchange || (after.cut_dims - before.cut_dims).empty()) return std::nullopt;
   MeshDimSet replicas;
   for (int t = 0; t < layout_.ndim(); ++t) {
-    const Pair& one = pair(t, before.lists[t], after.lists[t]);
-    if (!one.is_closed) return std::nullopt;
-    for (int i = 0; i < one.num_ties; ++i) {
-      if (!before.cut_dims.contains(one.ties[i].mesh_dim)) replicas.insert(one.ties[i].mesh_dim);
+    const Pair& list_pair = pair(t, before.lists[t], after.lists[t]);
+    if (!list_pair.has_closed_form) return std::nullopt;
+    for (int i = 0; i < list_pair.num_ties; ++i) {
+      if (!before.cut_dims.contains(list_pair.ties[i].mesh_dim)) replicas.insert(list_pair.ties[i].mesh_dim);
     }
   }
   if (replicas.empty()) return std::nullopt;
@@ -208,26 +208,26 @@ StepCounts MoveTable::exchange_counts(const State& before, const State& after, c
   int64_t shared = 1;
   int64_t sources = 1;
   int64_t receivers = 1;  // of the ranks that send
-  bool is_closed = true;
-  for (int t = 0; t < layout_.ndim() && is_closed; ++t) {
-    const Pair& one = pair(t, before.lists[t], after.lists[t]);
-    is_closed = one.is_closed;
-    differs = differs || one.differs;
-    shared *= one.shared;
-    sources *= one.sources;
-    for (int i = 0; i < one.num_ties; ++i) {
-      if (before.cut_dims.contains(one.ties[i].mesh_dim)) {
+  bool has_closed_form = true;
+  for (int t = 0; t < layout_.ndim() && has_closed_form; ++t) {
+    const Pair& list_pair = pair(t, before.lists[t], after.lists[t]);
+    has_closed_form = list_pair.has_closed_form;
+    differs = differs || list_pair.differs;
+    shared *= list_pair.shared;
+    sources *= list_pair.sources;
+    for (int i = 0; i < list_pair.num_ties; ++i) {
+      if (before.cut_dims.contains(list_pair.ties[i].mesh_dim)) {
         sender_differs = true;
       } else {
-        receivers *= one.ties[i].radix;
+        receivers *= list_pair.ties[i].radix;
       }
     }
   }
-  if (is_closed && move.policy == ReplicaPolicy::kWholeMessages) {
+  if (has_closed_form && move.policy == ReplicaPolicy::kWholeMessages) {
     // When replicas share messages, a receiver's messages are one range, or one range for each of its sources.
     return {after.elements * item_, after.elements * item_, sources, 0, 1, sources};
   }
-  if (is_closed) {
+  if (has_closed_form) {
     const int64_t sent = after.elements * receivers;
     receivers *= sources;
     return {(after.elements - (differs ? 0 : shared)) * item_,
@@ -255,8 +255,9 @@ Traffic MoveTable::exchange_traffic(const State& before, const State& after, Mes
   const int64_t idle_receivers = layout_.mesh().group_size(varying - after.cut_dims);
   Shares all{1, 1, idle_receivers, idle_receivers};
   for (int t = 0; t < layout_.ndim(); ++t) {
-    const Shares& one = shares(t, before.lists[t], after.lists[t], varying, corner);
-    all = {all.own * one.own, all.sources * one.sources, all.sent * one.sent, all.receivers * one.receivers};
+    const Shares& dim_shares = shares(t, before.lists[t], after.lists[t], varying, corner);
+    all = {all.own * dim_shares.own, all.sources * dim_shares.sources, all.sent * dim_shares.sent,
+           all.receivers * dim_shares.receivers};
   }
   const int64_t itself = all.own > 0 ? 1 : 0;
   return {(elements_at(after, corner) - all.own) * item_, (all.sent - all.own) * item_, all.sources - itself,
@@ -265,9 +266,10 @@ Traffic MoveTable::exchange_traffic(const State& before, const State& after, Mes
 
 std::optional<StepCounts> MoveTable::least_counts(const State& before, const State& after, const Move& move) {
   if (move.op != StepOp::kExchange) return std::nullopt;
-  bool is_closed = true;
-  for (int t = 0; t < layout_.ndim() && is_closed; ++t) is_closed = pair(t, before.lists[t], after.lists[t]).is_closed;
-  if (is_closed) return std::nullopt;
+  bool has_closed_form = true;
+  for (int t = 0; t < layout_.ndim() && has_closed_form; ++t)
+    has_closed_form = pair(t, before.lists[t], after.lists[t]).has_closed_form;
+  if (has_closed_form) return std::nullopt;
   StepCounts counts;
   counts.touched_bytes = after.elements * item_;
   raise_to(counts, exchange_traffic(before, after, move.mesh_dims & before.cut_dims, Corner()));
@@ -276,25 +278,25 @@ std::optional<StepCounts> MoveTable::least_counts(const State& before, const Sta
 
 MoveTable::Distance MoveTable::distance(const State& before, const State& after) {
   Distance distance;
-  bool is_closed = true;
+  bool has_closed_form = true;
   bool differs = false;
   bool differs_between_nodes = false;
   int64_t shared = 1;
   int64_t shared_by_node = 1;
   int64_t needed_by_node = after.elements;
-  for (int t = 0; t < layout_.ndim() && is_closed; ++t) {
-    const Pair& one = pair(t, before.lists[t], after.lists[t]);
-    is_closed = one.is_closed;
-    differs = differs || one.differs;
-    differs_between_nodes = differs_between_nodes || one.differs_between_nodes;
-    shared *= one.shared;
-    shared_by_node *= one.shared_by_node;
-    needed_by_node *= one.needed_by_node;
-    distance.sources *= one.sources;
+  for (int t = 0; t < layout_.ndim() && has_closed_form; ++t) {
+    const Pair& list_pair = pair(t, before.lists[t], after.lists[t]);
+    has_closed_form = list_pair.has_closed_form;
+    differs = differs || list_pair.differs;
+    differs_between_nodes = differs_between_nodes || list_pair.differs_between_nodes;
+    shared *= list_pair.shared;
+    shared_by_node *= list_pair.shared_by_node;
+    needed_by_node *= list_pair.needed_by_node;
+    distance.sources *= list_pair.sources;
   }
   // Every element with a pending reduction needs contributions of other ranks, whichever rank receives it.
   const MeshDimSet due = before.partial_dims - after.partial_dims;  // mesh dims to reduce
-  if (is_closed) {
+  if (has_closed_form) {
     distance.missing = after.elements - (differs || !due.empty() ? 0 : shared);
     distance.missing_least = after.elements - (due.empty() ? shared : 0);
     if (distance.sources == 1 && differs) distance.sources = 2;  // a rank may need all of another rank's part
@@ -362,7 +364,7 @@ MoveTable::Pair MoveTable::make_pair(int tensor_dim, const List& before, const L
       for (const Digit& digit : *after.digits) {
         if (!has(before, digit)) pair.spanned.insert(digit.mesh_dim);
       }
-      close(pair, *matching);
+      set_closed_form(pair, *matching);
       return pair;
     }
   }
@@ -382,7 +384,7 @@ bool MoveTable::cuts_further(int tensor_dim, int before, int after) {
   return cuts_further;
 }
 
-void MoveTable::close(Pair& pair, const Matching& matching) const {
+void MoveTable::set_closed_form(Pair& pair, const Matching& matching) const {
   pair.shared = pair.shared_by_node = matching.free();
   pair.sources = matching.sources();
   for (const Matching::Common& digit : matching.digits()) {
@@ -399,7 +401,7 @@ void MoveTable::close(Pair& pair, const Matching& matching) const {
     if (!is_between_before && !is_between_after) pair.shared_by_node *= digit.radix;
     if (to >= 0 && !is_between_after) pair.needed_by_node *= digit.radix;
   }
-  pair.is_closed = true;
+  pair.has_closed_form = true;
 }
 
 const MoveTable::Shares& MoveTable::shares(int tensor_dim, int before, int after, MeshDimSet varying, Corner corner) {

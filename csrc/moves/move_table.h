@@ -105,11 +105,11 @@ class MoveTable {
     int64_t receivers = 0;  // parts after of the peers, itself included, that have indices that the rank holds
   };
 
-  // Facts about a pair of lists. All but cuts_further, takes_long and spanned are valid only if is_closed.
+  // Facts about a pair of lists. All but cuts_further, takes_long and spanned are valid only if has_closed_form.
   struct Pair {
     std::optional<bool> cuts_further;  // result of cuts_further(); without digits, set on first use, by reductions only
     bool takes_long = false;           // there are many pieces to compare, and no digits
-    bool is_closed = false;            // closed formulas from digits give the following fields
+    bool has_closed_form = false;      // closed formulas from digits give the following fields
     bool differs = false;              // some rank's coordinates fix the same digit to different values
     bool differs_between_nodes = false;  // as `differs`, with both coordinates on mesh dims in between_
     MeshDimSet spanned;                  // the mesh dims that a move must span because of this tensor dim
@@ -142,9 +142,10 @@ class MoveTable {
   // Returns true if the ranks that hold a part before together hold exactly this part after.
   bool cuts_further(int tensor_dim, int before, int after);
   Pair make_pair(int tensor_dim, const List& before, const List& after) const;
-  // Sets the fields that follow from digits, and is_closed unless there are more than kMaxTies ties.
-  void close(Pair& pair, const Matching& matching) const;
-  // Returns the counts of the worst rank in an exchange: by formula if all pairs are closed, else over the corners.
+  // Sets the fields that follow from digits, and has_closed_form unless there are more than kMaxTies ties.
+  void set_closed_form(Pair& pair, const Matching& matching) const;
+  // Returns the counts of the worst rank in an exchange: by formula if all pairs have a closed form, else over the
+  // corners.
   StepCounts exchange_counts(const State& before, const State& after, const Move& move);
   // Returns the traffic of the rank at a corner in an exchange.
   Traffic exchange_traffic(const State& before, const State& after, MeshDimSet varying, Corner corner);

@@ -210,14 +210,15 @@ std::vector<Plan> plans_of_segments(const Plan& plan) {
   const Segments& segments = plan.segments;
   std::vector<Plan> plans;
   if (are_uniform(plan)) {
-    plans.push_back(with_layouts(plan, [&](const Layout& one) { return layout_of_uniform_segment(one, segments); }));
+    plans.push_back(
+        with_layouts(plan, [&](const Layout& layout) { return layout_of_uniform_segment(layout, segments); }));
     return plans;
   }
   const std::vector<int64_t> borders = borders_of(plan, segments.tensor_dim);
   for (int64_t segment = 0; segment < segments.count; ++segment) {
     const IntervalList indices = indices_of(borders, segment, segments.count);
     plans.push_back(
-        with_layouts(plan, [&](const Layout& one) { return one.restricted_to(segments.tensor_dim, indices); }));
+        with_layouts(plan, [&](const Layout& layout) { return layout.restricted_to(segments.tensor_dim, indices); }));
   }
   return plans;
 }

@@ -71,8 +71,8 @@ bool have_the_same(const std::vector<IntervalList>& a, const std::vector<Interva
   for (const IntervalList& list : a) of_a += length(list);
   for (const IntervalList& list : b) of_b += length(list);
   if (of_a != of_b) return false;
-  for (const IntervalList& one : a) {
-    for (const IntervalList& other : b) shared += intersection_length(one, other);
+  for (const IntervalList& list_of_a : a) {
+    for (const IntervalList& list_of_b : b) shared += intersection_length(list_of_a, list_of_b);
   }
   return shared == of_a;
 }

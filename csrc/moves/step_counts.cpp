@@ -50,11 +50,11 @@ StepCounts counts_by_walking(const Step& step, Lowering lowering) {
       is_looked_at = is_looked_at && (step.mesh_dims.contains(d) || mesh.coordinate(position, d) == 0);
     }
     if (!is_looked_at) continue;
-    const Traffic one = traffic.at(position);
-    worst.received_bytes = std::max(worst.received_bytes, one.received_bytes);
-    worst.sent_bytes = std::max(worst.sent_bytes, one.sent_bytes);
-    worst.messages = std::max(worst.messages, one.messages);
-    worst.sent_messages = std::max(worst.sent_messages, one.sent_messages);
+    const Traffic rank_traffic = traffic.at(position);
+    worst.received_bytes = std::max(worst.received_bytes, rank_traffic.received_bytes);
+    worst.sent_bytes = std::max(worst.sent_bytes, rank_traffic.sent_bytes);
+    worst.messages = std::max(worst.messages, rank_traffic.messages);
+    worst.sent_messages = std::max(worst.sent_messages, rank_traffic.sent_messages);
     worst.touched_bytes = std::max(worst.touched_bytes, num_elements(step.after.region(position)) * item);
   }
   worst.collectives =
@@ -283,10 +283,10 @@ void try_non_uniform(const Plan& plan, const Pipeline& pipeline, TimedSegments& 
   }
   for (int t = 0; t < plan.src.ndim() && !counts.empty(); ++t) {
     if (!may_go_in(plan, {t, counts.front()})) continue;
-    const NonUniformSegments unlike(plan, t);
+    const NonUniformSegments segments(plan, t);
     for (const int64_t count : counts) {
       if (count > plan.src.shape()[t]) break;
-      const int64_t time = pipeline.picoseconds_in(count, unlike.shares(count));
+      const int64_t time = pipeline.picoseconds_in(count, segments.shares(count));
       if (is_fast(time)) best = {{t, count}, time};
     }
   }

@@ -88,8 +88,8 @@ Traffic StepTraffic::at(int64_t position) const {
       Traffic traffic;
       for (int64_t round = 0; round < step_.rounds; ++round) {
         const Interval range = in_round({0, held}, round, step_.rounds);
-        const Traffic one = all_reduce_traffic(range.end - range.begin, k, index, item, false);
-        traffic = traffic + one;
+        const Traffic round_traffic = all_reduce_traffic(range.end - range.begin, k, index, item, false);
+        traffic = traffic + round_traffic;
       }
       return traffic;
     }
@@ -141,9 +141,9 @@ std::optional<int64_t> received_by_all(const Step& step, Lowering lowering) {
 bool reach(const TrafficTotals& totals, const std::vector<StepTraffic>& steps) {
   Traffic most;
   for (const StepTraffic& step : steps) {
-    const std::optional<Traffic> one = step.at_most();
-    if (!one) return false;
-    most = most + *one;
+    const std::optional<Traffic> step_traffic = step.at_most();
+    if (!step_traffic) return false;
+    most = most + *step_traffic;
   }
   return totals.received_bytes_max == most.received_bytes && totals.sent_bytes_max == most.sent_bytes &&
          totals.messages_max == most.messages && totals.sent_messages_max == most.sent_messages;
@@ -176,10 +176,10 @@ TrafficTotals totals_between_meshes(const Plan& plan) {
   std::vector<TrafficOfRanks> steps;
   steps.reserve(plans.size() * plan.steps.size());
   std::vector<bool> communicates(plan.steps.size(), false);
-  for (const Plan& one : plans) {
-    for (size_t i = 0; i < one.steps.size(); ++i) {
-      if (is_local(one.steps[i].op)) continue;
-      steps.emplace_back(one.steps[i], one.lowering);
+  for (const Plan& segment_plan : plans) {
+    for (size_t i = 0; i < segment_plan.steps.size(); ++i) {
+      if (is_local(segment_plan.steps[i].op)) continue;
+      steps.emplace_back(segment_plan.steps[i], segment_plan.lowering);
       communicates[i] = communicates[i] || steps.back().communicates();
     }
   }
@@ -223,7 +223,7 @@ TrafficTotals totals(const Plan& plan) {
   }
   const RankSample seen = classes.seen();
   TrafficTotals result;
-  for (const StepTraffic& one : steps) result.steps += one.step().rounds;
+  for (const StepTraffic& step : steps) result.steps += step.step().rounds;
   std::vector<TrafficTotals::OfStep> of_steps(steps.size());
   for (size_t i = 0; i < seen.positions.size(); ++i) {
     Traffic all;

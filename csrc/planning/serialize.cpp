@@ -36,9 +36,9 @@ void write_placement(Writer& out, const Placement& placement) {
   out.enumerator(placement.op);
   out.real(placement.norm_power);
   if (placement.kind == PlacementKind::kShardByRule) {
-    std::vector<int64_t> name;
-    placement.rule.append_name(name);
-    out.integers(name);
+    std::vector<int64_t> encoding;
+    placement.rule.append_encoding(encoding);
+    out.integers(encoding);
   }
 }
 
@@ -59,7 +59,7 @@ Placement read_placement(Reader& in) {
     case PlacementKind::kPartial:
       return Placement::partial(op, op == ReduceOp::kNorm ? norm_power : 0);
     case PlacementKind::kShardByRule:
-      return Placement::cut(dim, CutRule::from_name(in.integers()));
+      return Placement::cut(dim, CutRule::from_encoding(in.integers()));
   }
   return Placement::replicate();
 }

@@ -260,8 +260,8 @@ class ProblemMaker {
   // Describes plain tensors as layouts on a mesh of one dim, "group".
   ProductProblem of_plain_tensors() const {
     const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{"group"}, std::vector<int64_t>{given_.num_ranks});
-    const auto lie = [&](std::vector<int64_t> shape, const DType& dtype, std::optional<int64_t> cut,
-                         const CutRule& rule = {}) {
+    const auto group_layout = [&](std::vector<int64_t> shape, const DType& dtype, std::optional<int64_t> cut,
+                                  const CutRule& rule = {}) {
       const Placement placement = cut ? Placement::cut(*cut, rule) : Placement::replicate();
       return Layout(mesh, std::move(shape), dtype, {placement});
     };
@@ -272,7 +272,7 @@ class ProblemMaker {
                                                           : "the length of the last dim of x")
                                       : sum_of_sizes(given_.x.shape[cut]);
     const CutRule by_size = given_.sizes.empty() ? CutRule() : CutRule::ragged(given_.sizes);
-    ProductProblem problem{{}, lie(shape, given_.x.dtype, cut, by_size), {}, {}, {}};
+    ProductProblem problem{{}, group_layout(shape, given_.x.dtype, cut, by_size), {}, {}, {}};
     for (size_t j = 0; j < given_.weights.size(); ++j) {
       const GivenTensor& weight = given_.weights[j];
       const bool turned = weight.is_transposed;
@@ -281,15 +281,15 @@ class ProblemMaker {
       std::vector<int64_t> weight_shape{shape.back(), columns};
       if (turned) std::swap(weight_shape[0], weight_shape[1]);
       problem.axes.push_back(axes(turned));
-      problem.weights.push_back(is_gather() ? lie(weight_shape, weight.dtype, turned ? 0 : 1)
-                                            : lie(weight_shape, weight.dtype, turned ? 1 : 0, by_size));
+      problem.weights.push_back(is_gather() ? group_layout(weight_shape, weight.dtype, turned ? 0 : 1)
+                                            : group_layout(weight_shape, weight.dtype, turned ? 1 : 0, by_size));
       std::vector<int64_t> result = shape;
       result.back() = columns;
-      problem.results.push_back(lie(result, result_dtype_, is_gather() ? ndim() - 1 : dim_));
+      problem.results.push_back(group_layout(result, result_dtype_, is_gather() ? ndim() - 1 : dim_));
       problem.biases.emplace_back();
       if (!given_.biases[j]) continue;
       const std::optional<int64_t> bias_cut = is_gather() ? std::optional<int64_t>(0) : std::nullopt;
-      problem.biases[j] = lie({columns}, given_.biases[j]->dtype, bias_cut);
+      problem.biases[j] = group_layout({columns}, given_.biases[j]->dtype, bias_cut);
       check_part(*given_.biases[j], *problem.biases[j]);
     }
     problem.cuts = given_.num_ranks == 1 ? std::string(1, kNoAxis) : is_gather() ? "n" : "k";

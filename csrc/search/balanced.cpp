@@ -168,7 +168,7 @@ class Receivers {
   const IntervalList& part(size_t i) const { return all_[i].part; }  // indices that the i-th receiver needs
 
   // Returns the number of consecutive receivers, from the i-th on, that need the part of the i-th.
-  size_t alike(size_t i) const {
+  size_t num_equal_parts(size_t i) const {
     size_t end = i;
     while (end < all_.size() && all_[end].part == all_[i].part) ++end;
     return end - i;
@@ -266,8 +266,8 @@ std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, 
   std::optional<Layout> best;
   for (int turn = 0; turn <= kMostTurns; ++turn) {
     std::vector<int64_t> lengths;
-    for (size_t i = 0; i < receivers.size(); i += receivers.alike(i)) {
-      const size_t count = receivers.alike(i);
+    for (size_t i = 0; i < receivers.size(); i += receivers.num_equal_parts(i)) {
+      const size_t count = receivers.num_equal_parts(i);
       const int64_t length = shardwright::length(receivers.part(i));
       const int64_t unit = length == 0 ? 1 : unit_of(length, static_cast<int64_t>(count));
       const std::vector<int64_t> own(done.begin() + static_cast<int64_t>(i),

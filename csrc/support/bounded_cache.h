@@ -31,21 +31,21 @@ class BoundedCache {
   Value get_or_make(const Key& key, Make&& make, IsGood&& is_good) {
     std::optional<Value> found = find(key);
     if (found && is_good(*found)) return *std::move(found);
-    Value made = make();
+    Value value = make();
     const std::lock_guard lock(mutex_);
     counts_.hits -= found.has_value();
     ++counts_.misses;
     if (const auto raced = entries_.find(&key); raced != entries_.end()) {
-      if (!is_good(raced->second->second)) raced->second->second = made;
+      if (!is_good(raced->second->second)) raced->second->second = value;
       return raced->second->second;
     }
     while (!latest_first_.empty() && latest_first_.size() >= capacity_) {
       entries_.erase(&latest_first_.back().first);
       latest_first_.pop_back();
     }
-    latest_first_.emplace_front(key, made);
+    latest_first_.emplace_front(key, value);
     entries_.emplace(&latest_first_.front().first, latest_first_.begin());
-    return made;
+    return value;
   }
   template <typename Make>
   Value get_or_make(const Key& key, Make&& make) {

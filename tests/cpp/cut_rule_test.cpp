@@ -232,15 +232,15 @@ TEST(CutRule, MovingTheOuterCutInsideKeepsTheParts) {
   EXPECT_GE(num_rules, 3);
 }
 
-TEST(CutRule, NamesAndHashesDistinguishRules) {
+TEST(CutRule, EncodingsAndHashesDistinguishRules) {
   const std::vector<Case> all = cases();
   for (size_t i = 0; i < all.size(); ++i) {
     for (size_t j = 0; j < all.size(); ++j) {
       std::vector<int64_t> a;
       std::vector<int64_t> b;
-      all[i].rule.append_name(a);
-      all[j].rule.append_name(b);
-      EXPECT_EQ(CutRule::from_name(a), all[i].rule);
+      all[i].rule.append_encoding(a);
+      all[j].rule.append_encoding(b);
+      EXPECT_EQ(CutRule::from_encoding(a), all[i].rule);
       EXPECT_EQ(all[i].rule == all[j].rule, i == j);
       EXPECT_EQ(a == b, i == j);
       EXPECT_EQ(all[i].rule.hash() == all[j].rule.hash(), i == j);
@@ -285,8 +285,8 @@ TEST(CutRule, NumbersOutOfRangeAreRejected) {
   expect_refused([] { CutRule::blocks(0); }, "block of Blocks must be in [1, 2^31], got 0");
   expect_refused([=] { CutRule::cyclic(huge); }, "block of Cyclic must be in [1, 2^31], got 9223372036854775807");
   expect_refused([] { CutRule::owned(-1); }, "coordinate of Owned must be at least 0, got -1");
-  for (const Elements& name : {Elements{}, {0}, {-9, 1}, {-1, 3, 1}, {-2, 0}, {-1, huge}, {-5, -1}, {3, 3}}) {
-    EXPECT_THROW(CutRule::from_name(name), UserError) << join(name);
+  for (const Elements& encoding : {Elements{}, {0}, {-9, 1}, {-1, 3, 1}, {-2, 0}, {-1, huge}, {-5, -1}, {3, 3}}) {
+    EXPECT_THROW(CutRule::from_encoding(encoding), UserError) << join(encoding);
   }
 }
 

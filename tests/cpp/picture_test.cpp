@@ -105,11 +105,11 @@ class Document {
       at_ = end + 1;
     }
     elements_.push_back(std::move(element));
-    const bool is_closed = xml_[at_] == '/';
-    if (is_closed) ++at_;
+    const bool is_self_closing = xml_[at_] == '/';
+    if (is_self_closing) ++at_;
     expect(xml_[at_] == '>', "tag without an end");
     ++at_;
-    if (!is_closed) open_.push_back(static_cast<int>(elements_.size()) - 1);
+    if (!is_self_closing) open_.push_back(static_cast<int>(elements_.size()) - 1);
   }
 
   std::string read_name() {
