@@ -74,10 +74,10 @@ class Backward {
         move.sends.push_back({writer_.member(owner), builder.whole(sent.buffer)});
       }
       const int64_t by = writer_.ahead(distance);
-      ReturnedSums mine = returned_sums(writer_, writer_.me, by, heads);
-      if (mine.buffer == kMissingBuffer) continue;
-      move.receives.push_back({writer_.member(by), builder.whole(mine.buffer)});
-      returning.sums.push_back(std::move(mine));
+      ReturnedSums received = returned_sums(writer_, writer_.me, by, heads);
+      if (received.buffer == kMissingBuffer) continue;
+      move.receives.push_back({writer_.member(by), builder.whole(received.buffer)});
+      returning.sums.push_back(std::move(received));
     }
     if (move.sends.empty() && move.receives.empty()) return returning;
     if (g + 1 == exchange.num_groups()) builder.begin_chunk(-1);  // nothing is computed meanwhile
@@ -94,8 +94,8 @@ class Backward {
   }
 
   void attend(const KeyValues& at_hand, GradientSums& of_keys) {
-    const std::vector<int>& mine = writer_.products.queries().of_rank(writer_.me);
-    for (const auto& [queries, keys] : pairs_in_order(writer_, mine, at_hand.rows.blocks)) {
+    const std::vector<int>& own_queries = writer_.products.queries().of_rank(writer_.me);
+    for (const auto& [queries, keys] : pairs_in_order(writer_, own_queries, at_hand.rows.blocks)) {
       const int64_t q_row = writer_.products.queries()[queries].row;
       const int64_t k_row = at_hand.rows.first_row.at(keys);
       const BackwardRows rows{t_.q.at(0, q_row),
@@ -139,21 +139,21 @@ void sum_over_ranks(AttentionWriter& writer, HeadsTensor& sum) {
     builder.wait(builder.send_receive(std::move(move)));
   };
 
-  const BufferId given = sum.buffer;
+  const BufferId local_sum = sum.buffer;
   sum.buffer = builder.new_buffer(sum.count(), writer.attention.sum_dtype());
-  const BufferRange mine = part_of(sum.buffer, writer.me);
-  const BufferId staging = builder.new_buffer(writer.num_ranks * mine.count, writer.attention.sum_dtype());
-  const auto staged = [&](int64_t position) { return BufferRange{staging, position * mine.count, mine.count}; };
-  exchange([&](int64_t position) { return part_of(given, position); }, staged);
-  if (mine.count > 0) {
-    builder.emit(FillZero{mine});
+  const BufferRange own_part = part_of(sum.buffer, writer.me);
+  const BufferId staging = builder.new_buffer(writer.num_ranks * own_part.count, writer.attention.sum_dtype());
+  const auto staged = [&](int64_t position) { return BufferRange{staging, position * own_part.count, own_part.count}; };
+  exchange([&](int64_t position) { return part_of(local_sum, position); }, staged);
+  if (own_part.count > 0) {
+    builder.emit(FillZero{own_part});
     for (int64_t position = 0; position < writer.num_ranks; ++position) {
-      const BufferRange from = position == writer.me ? part_of(given, position) : staged(position);
+      const BufferRange from = position == writer.me ? part_of(local_sum, position) : staged(position);
       const auto row = [](const BufferRange& range) { return Heads{range.buffer, range.offset, 0, 0, 0}; };
-      builder.emit(Accumulate{{1, 1, 1, 1, 0, mine.count, 0}, row(from), row(mine)});
+      builder.emit(Accumulate{{1, 1, 1, 1, 0, own_part.count, 0}, row(from), row(own_part)});
     }
   }
-  exchange([&](int64_t) { return mine; }, [&](int64_t position) { return part_of(sum.buffer, position); });
+  exchange([&](int64_t) { return own_part; }, [&](int64_t position) { return part_of(sum.buffer, position); });
 }
 
 }  // namespace

@@ -71,8 +71,8 @@ SequenceBlocks key_blocks(const Attention& attention) {
 SequenceBlocks::SequenceBlocks(std::vector<SequenceBlock> blocks, int64_t num_ranks)
     : blocks_(std::move(blocks)), by_rank_(num_ranks) {
   for (int b = 0; b < size(); ++b) by_rank_[blocks_[b].owner].push_back(b);
-  for (std::vector<int>& mine : by_rank_) {
-    std::sort(mine.begin(), mine.end(), [&](int a, int b) { return blocks_[a].row < blocks_[b].row; });
+  for (std::vector<int>& indices : by_rank_) {
+    std::sort(indices.begin(), indices.end(), [&](int a, int b) { return blocks_[a].row < blocks_[b].row; });
   }
 }
 
@@ -143,22 +143,22 @@ std::vector<bool> BlockProducts::meeting_keys(int keys) const {
 }
 
 std::vector<int> BlockProducts::keys_of(int queries) const {
-  std::vector<int> found;
+  std::vector<int> met_keys;
   for (int keys = 0; keys < keys_.size(); ++keys) {
-    if (meet(queries, keys)) found.push_back(keys);
+    if (meet(queries, keys)) met_keys.push_back(keys);
   }
-  return found;
+  return met_keys;
 }
 
 std::vector<int> BlockProducts::keys_needed(int64_t owner, int64_t by) const {
-  std::vector<int> found;
-  if (keys_are_whole_) return found;
+  std::vector<int> needed_keys;
+  if (keys_are_whole_) return needed_keys;
   const std::vector<int>& queries_of_rank = queries_.of_rank(by);
   for (const int keys : keys_.of_rank(owner)) {
     const auto sees = [&](int queries) { return meet(queries, keys); };
-    if (std::any_of(queries_of_rank.begin(), queries_of_rank.end(), sees)) found.push_back(keys);
+    if (std::any_of(queries_of_rank.begin(), queries_of_rank.end(), sees)) needed_keys.push_back(keys);
   }
-  return found;
+  return needed_keys;
 }
 
 BlockCounts count_blocks(const BlockProducts& products, int64_t position) {

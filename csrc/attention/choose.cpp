@@ -26,7 +26,7 @@ std::vector<int64_t> positions_to_look_at(int64_t num_ranks) {
 AttentionForecast forecast(Attention attention, AttentionMethod method, const Topology& topology,
                            const GemmModel& model, bool with_backward) {
   attention.method = method;
-  AttentionForecast found{method};
+  AttentionForecast worst{method};
   const Mesh& mesh = *attention.mesh;
   const MeshPtr mesh_of_groups = mesh_of_programs(attention);
   for (const int64_t position : positions_to_look_at(mesh.size())) {
@@ -37,19 +37,19 @@ AttentionForecast forecast(Attention attention, AttentionMethod method, const To
     const Rank rank = mesh.rank_at(Position{position});
     const Program forward = compile_attention(attention, rank);
     const Timeline timeline = predict(forward, topology, *mesh_of_groups, model);
-    found.forward_ps = std::max(found.forward_ps, timeline.total_ps);
-    found.compute_ps = std::max(found.compute_ps, timeline.gemm_ps);
-    found.peak_bytes = std::max(found.peak_bytes, forward.peak_bytes());
+    worst.forward_ps = std::max(worst.forward_ps, timeline.total_ps);
+    worst.compute_ps = std::max(worst.compute_ps, timeline.gemm_ps);
+    worst.peak_bytes = std::max(worst.peak_bytes, forward.peak_bytes());
     int64_t received = 0;
     for (const Instruction& instruction : forward.instructions) {
       received += traffic_of(forward, instruction.operation).received_bytes;
     }
-    found.received_bytes = std::max(found.received_bytes, received);
+    worst.received_bytes = std::max(worst.received_bytes, received);
     if (!with_backward) continue;
     const Program backward = compile_attention_backward(attention, rank);
-    found.backward_ps = std::max(found.backward_ps, predict(backward, topology, *mesh_of_groups, model).total_ps);
+    worst.backward_ps = std::max(worst.backward_ps, predict(backward, topology, *mesh_of_groups, model).total_ps);
   }
-  return found;
+  return worst;
 }
 
 std::string runs_text(const IntervalList& part) {
@@ -72,18 +72,18 @@ std::string microseconds(int64_t ps) { return concat(ps / kPicosecondsPerMicrose
 
 std::vector<AttentionForecast> forecasts(const Attention& attention, const Topology& topology, const GemmModel& model,
                                          bool with_backward) {
-  Attention asked = attention;
-  asked.ranks_per_node = ranks_per_node_of(*attention.mesh, topology);
+  Attention attention_with_nodes = attention;
+  attention_with_nodes.ranks_per_node = ranks_per_node_of(*attention.mesh, topology);
   std::vector<AttentionMethod> methods{AttentionMethod::kSerial};
-  const bool moves_keys = asked.mesh->size() > 1 && !asked.keys_are_whole;
+  const bool moves_keys = attention_with_nodes.mesh->size() > 1 && !attention_with_nodes.keys_are_whole;
   if (moves_keys) methods.insert(methods.end(), {AttentionMethod::kRing, AttentionMethod::kGather});
-  if (moves_keys && !asked.mask_tensor) {
+  if (moves_keys && !attention_with_nodes.mask_tensor) {
     methods.push_back(AttentionMethod::kUlysses);
-    if (asked.has_levels()) methods.push_back(AttentionMethod::kTwoLevel);
+    if (attention_with_nodes.has_levels()) methods.push_back(AttentionMethod::kTwoLevel);
   }
   std::vector<AttentionForecast> all;
   for (const AttentionMethod method : methods) {
-    all.push_back(forecast(asked, method, topology, model, with_backward));
+    all.push_back(forecast(attention_with_nodes, method, topology, model, with_backward));
   }
   return all;
 }
@@ -98,8 +98,8 @@ AttentionMethod choose(const Attention& attention, const Topology& topology, con
   if (serial - best->total_ps() < serial / 100 * kLeastGainPercent) return all.front().method;
   const int64_t most = best->total_ps() + best->total_ps() / 100 * kAlikePercent;
   AttentionForecast chosen = *best;
-  for (const AttentionForecast& one : all) {
-    if (one.total_ps() <= most && one.peak_bytes < chosen.peak_bytes) chosen = one;
+  for (const AttentionForecast& forecast : all) {
+    if (forecast.total_ps() <= most && forecast.peak_bytes < chosen.peak_bytes) chosen = forecast;
   }
   return chosen.method;
 }
@@ -120,11 +120,11 @@ std::string describe(const Attention& attention, const Topology& topology, const
                    " triangles, ", counts.others, " others), ", counts.pairs, " pairs\n");
   }
   if (num_ranks > kMostRanksShown) text += concat("  and ", num_ranks - kMostRanksShown, " more ranks\n");
-  for (const AttentionForecast& one : forecasts(a, topology, model, /*with_backward=*/true)) {
-    text += concat("  ", method_name(one.method), ": forward ", microseconds(one.forward_ps), " (",
-                   microseconds(one.compute_ps), " of compute), backward ", microseconds(one.backward_ps), ", at most ",
-                   one.received_bytes, " bytes received and ", one.peak_bytes, " allocated per rank",
-                   one.method == a.method ? " <- this one" : "", "\n");
+  for (const AttentionForecast& forecast : forecasts(a, topology, model, /*with_backward=*/true)) {
+    text += concat("  ", method_name(forecast.method), ": forward ", microseconds(forecast.forward_ps), " (",
+                   microseconds(forecast.compute_ps), " of compute), backward ", microseconds(forecast.backward_ps),
+                   ", at most ", forecast.received_bytes, " bytes received and ", forecast.peak_bytes,
+                   " allocated per rank", forecast.method == a.method ? " <- this one" : "", "\n");
   }
   return text;
 }

@@ -98,12 +98,12 @@ void GradientSums::begin(const ReturnedSums::Sum& sum) {
 BlockGradients GradientSums::place(int block, int other) {
   Block& state = of(block);
   if (!sums_by_place(writer_.attention)) return *state.total;
-  const auto given = state.places.find(other);
-  if (given != state.places.end()) return given->second;
-  const BlockTensors made(writer_, kind_, block, heads_);
-  const BufferId buffer = writer_.builder.new_buffer(made.count, writer_.attention.sum_dtype());
-  if (made.count > 0) writer_.builder.emit(FillZero{writer_.builder.whole(buffer)});
-  return state.places[other] = made.in_buffer(buffer, 0);
+  const auto found = state.places.find(other);
+  if (found != state.places.end()) return found->second;
+  const BlockTensors tensors(writer_, kind_, block, heads_);
+  const BufferId buffer = writer_.builder.new_buffer(tensors.count, writer_.attention.sum_dtype());
+  if (tensors.count > 0) writer_.builder.emit(FillZero{writer_.builder.whole(buffer)});
+  return state.places[other] = tensors.in_buffer(buffer, 0);
 }
 
 void GradientSums::added(int block, int other) {

@@ -36,7 +36,7 @@ void HeadExchange::gather(const std::vector<Tensor>& tensors) {
       const int64_t from = writer_.behind(distance);
       HeadsTensor& received = gathered_[t][from];
       received = local;
-      received.heads = num_heads(mine(), tensors[t].kind);
+      received.heads = num_heads(own_share(), tensors[t].kind);
       received.rows = rows_of(writer_.attention, tensors[t].kind, from);
       received.offset = 0;
       if (received.count() == 0) continue;
@@ -67,7 +67,7 @@ HeadsTensor HeadExchange::joined(size_t tensor) {
   ProgramBuilder& builder = writer_.builder;
   HeadsTensor all = local;
   all.offset = 0;
-  all.heads = num_heads(mine(), kind);
+  all.heads = num_heads(own_share(), kind);
   all.rows = 0;
   for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) all.rows += rows_of(writer_.attention, kind, owner);
   all.buffer = builder.new_buffer(all.count(), builder.program().dtype_of(local.buffer));
@@ -76,7 +76,7 @@ HeadsTensor HeadExchange::joined(size_t tensor) {
     const bool is_mine = owner == writer_.me;
     const HeadsTensor& part = is_mine ? local : gathered_[tensor][owner];
     std::vector<Box> boxes;
-    append_box(boxes, part, {is_mine ? first_head(mine(), kind) : 0, 0}, all, {0, row}, all.heads, part.rows);
+    append_box(boxes, part, {is_mine ? first_head(own_share(), kind) : 0, 0}, all, {0, row}, all.heads, part.rows);
     builder.copy(part.buffer, all.buffer, std::move(boxes));
     row += part.rows;
   }
@@ -84,7 +84,7 @@ HeadsTensor HeadExchange::joined(size_t tensor) {
 }
 
 HeadsPlace HeadExchange::place_of(size_t tensor, const SequenceBlock& block) const {
-  return {block.owner == writer_.me ? first_head(mine(), tensors_[tensor].kind) : 0, block.row};
+  return {block.owner == writer_.me ? first_head(own_share(), tensors_[tensor].kind) : 0, block.row};
 }
 
 const HeadsTensor& HeadExchange::tensor_with(size_t tensor, const SequenceBlock& block) const {
@@ -106,17 +106,17 @@ HeadExchange::Arriving HeadExchange::start_return(int64_t distance, const std::v
   Arriving arriving;
   arriving.from = writer_.behind(distance);
   SendReceive move;
-  for (const Sent& one : sent) {
-    if (one.share.count() > 0) move.sends.push_back({writer_.member(writer_.ahead(distance)), one.share.range()});
-    HeadsTensor received = one.share;
+  for (const Sent& part : sent) {
+    if (part.share.count() > 0) move.sends.push_back({writer_.member(writer_.ahead(distance)), part.share.range()});
+    HeadsTensor received = part.share;
     received.offset = 0;
-    received.heads = num_heads(shares_[arriving.from], one.kind);
-    received.rows = rows_of(writer_.attention, one.kind, writer_.me);
+    received.heads = num_heads(shares_[arriving.from], part.kind);
+    received.rows = rows_of(writer_.attention, part.kind, writer_.me);
     if (received.count() > 0) {
-      received.buffer = builder.new_buffer(received.count(), builder.program().dtype_of(one.share.buffer));
+      received.buffer = builder.new_buffer(received.count(), builder.program().dtype_of(part.share.buffer));
       move.receives.push_back({writer_.member(arriving.from), received.range()});
     }
-    arriving.shares.push_back({received, one.kind});
+    arriving.shares.push_back({received, part.kind});
   }
   if (move.sends.empty() && move.receives.empty()) return arriving;
   move.group = writer_.group();

@@ -14,7 +14,7 @@ class HeadExchange {
   HeadExchange(AttentionWriter& writer, HeadSharing sharing);
 
   const HeadShare& share(int64_t position) const { return shares_[position]; }
-  const HeadShare& mine() const { return shares_[writer_.me]; }
+  const HeadShare& own_share() const { return shares_[writer_.me]; }
 
   struct Tensor {
     HeadsTensor local;  // this rank's rows of all heads

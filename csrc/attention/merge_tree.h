@@ -28,7 +28,7 @@ class MergeTree {
  public:
   // `contributes` has one entry per block: true if the block contributes.
   explicit MergeTree(const std::vector<bool>& contributes) : before_{0} {
-    for (const bool one : contributes) before_.push_back(before_.back() + (one ? 1 : 0));
+    for (const bool is_contributing : contributes) before_.push_back(before_.back() + (is_contributing ? 1 : 0));
   }
 
   // Adds the item of a node. `merge(left, right)` must merge `right` into `left`. Returns the item of all blocks once

@@ -50,7 +50,7 @@ BufferId PartialResults::new_partial(int queries) {
 
 bool PartialResults::attend(int queries, const Heads& q, int keys, const Heads& k, const Heads& v,
                             const std::optional<PairMask>& mask) {
-  const BufferId made = new_partial(queries);
+  const BufferId buffer = new_partial(queries);
   for (const HeadGroup& group : share_.groups) {
     Attend o{sizes(queries),
              writer_.products.band(queries, keys),
@@ -58,7 +58,7 @@ bool PartialResults::attend(int queries, const Heads& q, int keys, const Heads& 
              q,
              k,
              v,
-             partial(made, queries, group.q_head),
+             partial(buffer, queries, group.q_head),
              mask};
     o.sizes.heads = group.q_heads;
     o.sizes.kv_heads = group.kv_heads;
@@ -72,7 +72,7 @@ bool PartialResults::attend(int queries, const Heads& q, int keys, const Heads& 
   const auto merge = [&](BufferId left, BufferId right) {
     writer_.builder.emit(Merge{sizes(queries), partial(left, queries, 0), partial(right, queries, 0)});
   };
-  const std::optional<BufferId> complete = tree(queries).add({0, keys}, made, merge);
+  const std::optional<BufferId> complete = tree(queries).add({0, keys}, buffer, merge);
   if (!complete) return false;
   complete_[queries] = *complete;
   trees_.erase(queries);
@@ -80,9 +80,9 @@ bool PartialResults::attend(int queries, const Heads& q, int keys, const Heads& 
 }
 
 void PartialResults::see_nothing(int queries, const Heads& q) {
-  const BufferId made = new_partial(queries);
-  writer_.builder.emit(Attend{sizes(queries), {}, writer_.attention.scale, q, q, q, partial(made, queries, 0)});
-  complete_[queries] = made;
+  const BufferId buffer = new_partial(queries);
+  writer_.builder.emit(Attend{sizes(queries), {}, writer_.attention.scale, q, q, q, partial(buffer, queries, 0)});
+  complete_[queries] = buffer;
 }
 
 void PartialResults::store(int queries, int64_t row, const HeadsTensor& out, const HeadsTensor& lse,

@@ -73,9 +73,9 @@ int64_t AttentionWriter::member(int64_t position) const {
 }
 
 HeadsTensor AttentionWriter::new_input(int64_t heads, int64_t rows, int64_t depth) {
-  HeadsTensor made{kMissingBuffer, 0, attention.batch, heads, rows, depth};
-  made.buffer = builder.new_input({made.batch, made.heads, made.rows, made.depth});
-  return made;
+  HeadsTensor input{kMissingBuffer, 0, attention.batch, heads, rows, depth};
+  input.buffer = builder.new_input({input.batch, input.heads, input.rows, input.depth});
+  return input;
 }
 
 std::optional<PairMask> AttentionWriter::new_mask_input() {
@@ -167,14 +167,14 @@ void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsPlace from
 }
 
 KeyRows needed_rows(const AttentionWriter& writer, int64_t owner, int64_t by) {
-  KeyRows found;
-  found.blocks = writer.products.keys_needed(owner, by);
-  for (const int block : found.blocks) {
-    found.first_row[block] = found.rows;
-    found.rows += writer.products.keys()[block].rows();
+  KeyRows needed;
+  needed.blocks = writer.products.keys_needed(owner, by);
+  for (const int block : needed.blocks) {
+    needed.first_row[block] = needed.rows;
+    needed.rows += writer.products.keys()[block].rows();
   }
-  found.are_all = found.rows == writer.attention.key_rows(owner);
-  return found;
+  needed.are_all = needed.rows == writer.attention.key_rows(owner);
+  return needed;
 }
 
 KeyRows own_rows(const AttentionWriter& writer) {

@@ -47,8 +47,8 @@ class TwoLevel {
   TwoLevel(AttentionWriter& all, HeadSharing sharing)
       : in_node_(all, kInNode, of_node(all), all.products),
         exchange_(in_node_, sharing),
-        across_(all, kAcrossNodes, of_nodes(all, exchange_.mine()), all.products.joined(all.attention.ranks_per_node)) {
-  }
+        across_(all, kAcrossNodes, of_nodes(all, exchange_.own_share()),
+                all.products.joined(all.attention.ranks_per_node)) {}
 
   void forward(const ForwardTensors& t) {
     exchange_.gather(t);
@@ -61,13 +61,13 @@ class TwoLevel {
     inner.lse.depth = 1;
     inner.out.buffer = builder().new_buffer(inner.out.count());
     inner.lse.buffer = builder().new_buffer(inner.lse.count(), across_.attention.sum_dtype());
-    if (exchange_.mine().q_heads() > 0) emit_forward(across_, exchange_.mine(), inner);
+    if (exchange_.own_share().q_heads() > 0) emit_forward(across_, exchange_.own_share(), inner);
     builder().begin_chunk(-1);  // nothing is computed while results return
     const std::vector<HeadExchange::Sent> results{{inner.out, HeadKind::kQueries}, {inner.lse, HeadKind::kQueries}};
     const std::vector<HeadsTensor> to{t.out, t.lse};
     const std::vector<HeadExchange::Arriving> arriving = start_returns(results);
     exchange_.copy_to(to, own(results));
-    for (const HeadExchange::Arriving& one : arriving) exchange_.copy_to(to, one);
+    for (const HeadExchange::Arriving& arrival : arriving) exchange_.copy_to(to, arrival);
   }
 
   void backward(const BackwardTensors& t) {
@@ -78,14 +78,14 @@ class TwoLevel {
     inner.dq = across_.new_sum(inner.q);
     inner.dk = across_.new_sum(inner.k);
     inner.dv = across_.new_sum(inner.v);
-    if (exchange_.mine().q_heads() > 0) emit_backward(across_, exchange_.mine(), inner);
+    if (exchange_.own_share().q_heads() > 0) emit_backward(across_, exchange_.own_share(), inner);
     builder().begin_chunk(-1);
     const std::vector<HeadExchange::Sent> sums{
         {inner.dq, HeadKind::kQueries}, {inner.dk, HeadKind::kKeys}, {inner.dv, HeadKind::kKeys}};
     const std::vector<HeadsTensor> to{t.dq, t.dk, t.dv};
     const std::vector<HeadExchange::Arriving> arriving = start_returns(sums);
     exchange_.add_to(to, own(sums));
-    for (const HeadExchange::Arriving& one : arriving) exchange_.add_to(to, one);
+    for (const HeadExchange::Arriving& arrival : arriving) exchange_.add_to(to, arrival);
   }
 
  private:

@@ -10,7 +10,7 @@ namespace {
 class UlyssesForward {
  public:
   UlyssesForward(const Attention& attention, Rank rank)
-      : writer_(attention, rank), exchange_(writer_, HeadSharing::kAll), results_(writer_, exchange_.mine()) {}
+      : writer_(attention, rank), exchange_(writer_, HeadSharing::kAll), results_(writer_, exchange_.own_share()) {}
 
   Program compile() {
     ProgramBuilder& builder = writer_.builder;
@@ -24,8 +24,8 @@ class UlyssesForward {
       arriving.push_back(compute_for(distance));
     }
     builder.begin_chunk(0);
-    attend_for(writer_.me, out_, lse_, exchange_.mine().q_begin);
-    for (const HeadExchange::Arriving& one : arriving) exchange_.copy_to({out_, lse_}, one);
+    attend_for(writer_.me, out_, lse_, exchange_.own_share().q_begin);
+    for (const HeadExchange::Arriving& arrival : arriving) exchange_.copy_to({out_, lse_}, arrival);
     return std::move(builder.program());
   }
 
@@ -33,7 +33,7 @@ class UlyssesForward {
   HeadExchange::Arriving compute_for(int64_t distance) {
     const int64_t owner = writer_.ahead(distance);
     HeadsTensor out = out_;
-    out.heads = exchange_.mine().q_heads();
+    out.heads = exchange_.own_share().q_heads();
     out.rows = writer_.attention.rows(owner);
     HeadsTensor lse = out;
     lse.depth = 1;
@@ -48,7 +48,7 @@ class UlyssesForward {
   }
 
   void attend_for(int64_t owner, const HeadsTensor& out, const HeadsTensor& lse, int64_t first_head) {
-    if (exchange_.mine().q_heads() == 0 || writer_.attention.batch == 0) return;
+    if (exchange_.own_share().q_heads() == 0 || writer_.attention.batch == 0) return;
     for (const int queries : writer_.products.queries().of_rank(owner)) {
       const SequenceBlock& block = writer_.products.queries()[queries];
       const Heads q = exchange_.at(0, block);
@@ -81,7 +81,7 @@ class UlyssesBackward {
     exchange_.gather(t);
     sums_ = {t.dq, t.dk, t.dv};
     make_shares();
-    if (exchange_.mine().q_heads() > 0 && writer_.attention.batch > 0) attend();
+    if (exchange_.own_share().q_heads() > 0 && writer_.attention.batch > 0) attend();
     return_all();
     writer_.add_gradient_outputs(t);
     return std::move(writer_.builder.program());
@@ -96,7 +96,7 @@ class UlyssesBackward {
     for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) {
       for (size_t i = 0; i < sums_.size(); ++i) {
         HeadsTensor like = sums_[i];
-        like.heads = num_heads(exchange_.mine(), kKinds[i]);
+        like.heads = num_heads(exchange_.own_share(), kKinds[i]);
         like.rows = rows_of(writer_.attention, kKinds[i], owner);
         shares_[owner].push_back(owner == writer_.me ? sums_[i] : writer_.new_sum(like));
       }
@@ -104,13 +104,13 @@ class UlyssesBackward {
   }
 
   Heads gradient_at(size_t i, const SequenceBlock& block) const {
-    const int64_t head = block.owner == writer_.me ? first_head(exchange_.mine(), kKinds[i]) : 0;
+    const int64_t head = block.owner == writer_.me ? first_head(exchange_.own_share(), kKinds[i]) : 0;
     return shares_[block.owner][i].at(head, block.row);
   }
 
   void attend() {
-    GradientSums of_queries(writer_, HeadKind::kQueries, exchange_.mine().q_heads());
-    GradientSums of_keys(writer_, HeadKind::kKeys, exchange_.mine().kv_heads());
+    GradientSums of_queries(writer_, HeadKind::kQueries, exchange_.own_share().q_heads());
+    GradientSums of_keys(writer_, HeadKind::kKeys, exchange_.own_share().kv_heads());
     std::vector<int> queries_in_order;
     std::vector<int> keys_in_order;
     for (int64_t owner = 0; owner < writer_.num_ranks; ++owner) {
@@ -129,7 +129,7 @@ class UlyssesBackward {
       const SequenceBlock& k = writer_.products.keys()[keys];
       const BackwardRows rows{exchange_.at(0, q), exchange_.at(1, k), exchange_.at(2, k),
                               exchange_.at(3, q), exchange_.at(4, q), exchange_.rows_at(5, q)};
-      attend_backward(writer_, exchange_.mine(), queries, keys, rows, of_queries, of_keys);
+      attend_backward(writer_, exchange_.own_share(), queries, keys, rows, of_queries, of_keys);
     }
   }
 
@@ -142,7 +142,7 @@ class UlyssesBackward {
       }
       arriving.push_back(exchange_.start_return(distance, sent));
     }
-    for (const HeadExchange::Arriving& one : arriving) exchange_.add_to(sums_, one);
+    for (const HeadExchange::Arriving& arrival : arriving) exchange_.add_to(sums_, arrival);
   }
 
   AttentionWriter writer_;

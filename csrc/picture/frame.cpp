@@ -74,16 +74,16 @@ std::string interval_text(const IntervalList& list) {
 DrawnDims drawn_dims(const std::vector<Layout>& states) {
   const int ndim = states[0].ndim();
   std::vector<int> cut;
-  std::vector<int> whole;
+  std::vector<int> uncut;
   for (int t = 0; t < ndim; ++t) {
     const bool is_cut = std::any_of(states.begin(), states.end(), [&](const Layout& l) { return !l.cuts(t).empty(); });
-    (is_cut ? cut : whole).push_back(t);
+    (is_cut ? cut : uncut).push_back(t);
   }
   std::vector<int> drawn(cut.begin(), cut.begin() + std::min<int64_t>(2, cut.size()));
   // The last dims fill the remaining places: a batch is usually seen as a batch of matrices.
-  while (drawn.size() < 2 && !whole.empty()) {
-    drawn.push_back(whole.back());
-    whole.pop_back();
+  while (drawn.size() < 2 && !uncut.empty()) {
+    drawn.push_back(uncut.back());
+    uncut.pop_back();
   }
   std::sort(drawn.begin(), drawn.end());
   DrawnDims dims;

@@ -214,9 +214,9 @@ class RankPicture {
   void draw_part(const Rect& box, const DrawnMessage& message, int64_t color, const std::string& words) {
     std::vector<Rect> all;
     for (const Region& part : message.parts) {
-      const std::vector<Rect> some = rects(part, box);
-      all.insert(all.end(), some.begin(), some.end());
-      if (some.empty() && num_elements(part) > 0) draw_pale(part, box, color);
+      const std::vector<Rect> part_rects = rects(part, box);
+      all.insert(all.end(), part_rects.begin(), part_rects.end());
+      if (part_rects.empty() && num_elements(part) > 0) draw_pale(part, box, color);
     }
     if (all.empty()) return;
     const std::string more = message.parts.size() > 1 ? " and more" : "";

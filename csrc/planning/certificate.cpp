@@ -100,14 +100,15 @@ Leanest leanest_plan(const Plan& plan, const TrafficTotals& traffic_of_plan, con
 // Returns a sentence on why the worst rank receives more than the bound: the plan with the fewest bytes has other
 // costs, or receives no less.
 std::string about_bytes(const Plan& plan, const Certificate& certificate) {
-  const auto [leanest, theirs] = leanest_plan(plan, certificate.traffic, certificate.received);
-  const TrafficTotals& ours = certificate.traffic;
+  const auto [leanest, leanest_traffic] = leanest_plan(plan, certificate.traffic, certificate.received);
+  const TrafficTotals& traffic = certificate.traffic;
   const std::string received =
-      concat("the worst rank receives ", times_text(ours.received_bytes_max, certificate.received.bytes_max),
+      concat("the worst rank receives ", times_text(traffic.received_bytes_max, certificate.received.bytes_max),
              reduces(plan) ? " an even share of what must travel" : " the bytes that it needs");
-  if (theirs.received_bytes_max >= ours.received_bytes_max) return received + "; no known plan receives less";
-  return concat(received, ", in ", in_short(plan, ours), "; the plan with the fewest bytes (",
-                bytes_text(theirs.received_bytes_max), ") takes ", in_short(leanest, theirs));
+  if (leanest_traffic.received_bytes_max >= traffic.received_bytes_max)
+    return received + "; no known plan receives less";
+  return concat(received, ", in ", in_short(plan, traffic), "; the plan with the fewest bytes (",
+                bytes_text(leanest_traffic.received_bytes_max), ") takes ", in_short(leanest, leanest_traffic));
 }
 
 // Returns a sentence about the bytes that the busiest rank sends, and their lower bounds: without forwarding, and with

@@ -61,9 +61,9 @@ std::vector<CertifiedPlanPtr> Pins::on(const Mesh& mesh, const Lowering& lowerin
   for (const auto& [ends, pinned] : plans_) {
     if (ends.lowering == lowering && ends.src.mesh() == mesh) by_bytes.emplace(pinned.bytes, pinned.plan);
   }
-  std::vector<CertifiedPlanPtr> found;
-  for (const auto& [bytes, plan] : by_bytes) found.push_back(plan);
-  return found;
+  std::vector<CertifiedPlanPtr> plans;
+  for (const auto& [bytes, plan] : by_bytes) plans.push_back(plan);
+  return plans;
 }
 
 PinsPtr Pins::with(CertifiedPlanPtr plan) const {
@@ -153,8 +153,8 @@ std::vector<std::pair<std::string, std::string>> PlanningTables::summary() const
 }
 
 Topology topology_between(const Layout& src, const Layout& dst, const Lowering& lowering,
-                          const std::optional<Topology>& asked, const PlanningTables& tables) {
-  if (asked) return *asked;
+                          const std::optional<Topology>& requested, const PlanningTables& tables) {
+  if (requested) return *requested;
   for (const Layout* end : {&src, &dst}) {
     if (end->mesh().topology()) return *end->mesh().topology();
   }

@@ -117,9 +117,9 @@ struct PlanningTables {
   std::vector<std::pair<std::string, std::string>> summary() const;
 };
 
-// Returns the topology for a plan, the first of these that is set: `asked`, that of the source mesh, that of the
+// Returns the topology for a plan, the first of these that is set: `requested`, that of the source mesh, that of the
 // destination mesh, the measured topology of the lowering, that of the environment, the default of the lowering.
 Topology topology_between(const Layout& src, const Layout& dst, const Lowering& lowering,
-                          const std::optional<Topology>& asked, const PlanningTables& tables);
+                          const std::optional<Topology>& requested, const PlanningTables& tables);
 
 }  // namespace shardwright

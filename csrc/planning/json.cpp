@@ -65,8 +65,9 @@ std::string json(const Layout& layout) {
     std::vector<std::string> names;
     for (const Cut& c : layout.cuts(t)) names.push_back(quoted(layout.mesh().dim_names()[c.mesh_dim]));
     // `names` omits mesh dims of size 1 whose place among the others does not matter, so the placements are counted.
-    const auto placed = std::count_if(layout.placements().begin(), layout.placements().end(),
-                                      [&](const Placement& one) { return one.is_shard_like() && one.dim == t; });
+    const auto placed =
+        std::count_if(layout.placements().begin(), layout.placements().end(),
+                      [&](const Placement& placement) { return placement.is_shard_like() && placement.dim == t; });
     if (placed > 1) order.push_back(field(std::to_string(t), list(names)));
   }
   std::vector<std::string> fields{field("placements", list(placements)), field("shard_order", object(order))};
@@ -154,11 +155,11 @@ std::string to_json(const Plan& plan, const Certificate& certificate, const std:
     fields.push_back(field(
         "segments", object({field("tensor_dim", plan.segments.tensor_dim), field("count", plan.segments.count)})));
   }
-  for (std::string& one : std::vector<std::string>{
+  for (std::string& text : std::vector<std::string>{
            field("shape", "[" + join(plan.src.tensor_shape()) + "]"), field("dtype", quoted(plan.src.dtype().name())),
            field("source", json(plan.src)), field("destination", json(plan.dst)),
            field("steps", spread("[", steps, "  ", "]")), field("certificate", json(certificate, remarks))}) {
-    fields.push_back(std::move(one));
+    fields.push_back(std::move(text));
   }
   return spread("{", fields, "", "}");
 }

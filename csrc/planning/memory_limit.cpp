@@ -104,7 +104,7 @@ std::pair<Plan, int64_t> in_rounds(Plan plan, int64_t limit, bool has_limit) {
     previous = peaks;
   }
   int64_t peak = 0;
-  for (const Best& one : best) peak = std::max(peak, one.peak);
+  for (const Best& step_best : best) peak = std::max(peak, step_best.peak);
   return {std::move(plan), peak};
 }
 
@@ -149,11 +149,11 @@ Plan make_plan_within(const Layout& src, const Layout& dst, const PlanOptions& o
   const int64_t smaller = std::min(src.largest_part_bytes(), dst.largest_part_bytes()) / item;
   for (const Objective objective : {options.objective, Objective::kBytes}) {
     for (const int64_t max_held : {int64_t{0}, larger, smaller}) {
-      PlanOptions other = options;
-      other.objective = objective;
-      other.max_held = max_held;
+      PlanOptions candidate_options = options;
+      candidate_options.objective = objective;
+      candidate_options.max_held = max_held;
       try {
-        Plan candidate = make_plan(src, dst, other);
+        Plan candidate = make_plan(src, dst, candidate_options);
         candidate.objective = options.objective;
         candidate.segments = {};
         const bool is_new = std::none_of(candidates.begin(), candidates.end(),

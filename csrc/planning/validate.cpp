@@ -126,9 +126,9 @@ bool hold_together_what_they_need(const Layout& before, const Layout& after, Mes
         held.push_back(part_at(mesh, before.shape()[t], before.cuts(t), first + member));
       for (const int64_t member : members) {
         const IntervalList needed = part_at(mesh, after.shape()[t], after.cuts(t), first + member);
-        int64_t found = 0;
-        for (const IntervalList& list : held) found += length(intersect(list, needed));
-        if (found != length(needed)) return false;
+        int64_t num_held = 0;
+        for (const IntervalList& list : held) num_held += length(intersect(list, needed));
+        if (num_held != length(needed)) return false;
       }
     }
   }
@@ -267,15 +267,15 @@ void check_steps(const Plan& plan) {
                PlacementsOf{plan.dst}, " has pending, got ", PlacementsOf{step.after});
     at = &step.after;
   }
-  std::optional<Layout> whole;
-  if (!(at->mesh() == plan.dst.mesh())) whole = joined(*at, plan.dst.mesh_ptr());
-  check_user(at->mesh() == plan.dst.mesh() || whole, "plan must end on the mesh of its destination (", plan.dst.mesh(),
-             "), got ", PlacementsOf{*at}, " on (", at->mesh(), ")");
+  std::optional<Layout> rejoined;
+  if (!(at->mesh() == plan.dst.mesh())) rejoined = joined(*at, plan.dst.mesh_ptr());
+  check_user(at->mesh() == plan.dst.mesh() || rejoined, "plan must end on the mesh of its destination (",
+             plan.dst.mesh(), "), got ", PlacementsOf{*at}, " on (", at->mesh(), ")");
   check_user(may_go_in(plan, plan.segments), "plan: segments must be a divisor of all range lengths in shards (up to ",
              kMaxSegments, ") or at most ", kMaxNonUniformSegments, " on at most ", kMaxRanksInNonUniformSegments,
              " ranks, between two meshes, with at most one collective per step, got ", plan.segments.count,
              " segments of tensor dim ", plan.segments.tensor_dim);
-  check_user(partitions(whole.value_or(*at), plan.dst, {}), "plan must end with the placements ",
+  check_user(partitions(rejoined.value_or(*at), plan.dst, {}), "plan must end with the placements ",
              PlacementsOf{plan.dst}, " of its destination, got ", PlacementsOf{*at});
 }
 

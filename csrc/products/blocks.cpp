@@ -5,38 +5,38 @@
 namespace shardwright {
 
 std::vector<Chunk> ring_chunks(int64_t partners, const Schedule& schedule) {
-  std::vector<Chunk> made;
-  for (const std::vector<int64_t>& distances : schedule.distances) made.push_back({distances, 0, 1});
-  if (!made.empty() || partners == 1) return made;
+  std::vector<Chunk> chunks;
+  for (const std::vector<int64_t>& distances : schedule.distances) chunks.push_back({distances, 0, 1});
+  if (!chunks.empty() || partners == 1) return chunks;
   if (schedule.chunks >= partners) {
     const int64_t shares = schedule.chunks / partners;
     for (int64_t d = 1; d < partners; ++d) {
-      for (int64_t s = 0; s < shares; ++s) made.push_back({{d}, s, shares});
+      for (int64_t s = 0; s < shares; ++s) chunks.push_back({{d}, s, shares});
     }
-    return made;
+    return chunks;
   }
   const int64_t others = partners - 1;
   const int64_t groups = std::max<int64_t>(schedule.chunks - 1, 1);
   for (int64_t g = 0; g < groups; ++g) {
     Chunk chunk;
     for (int64_t d = 1 + others * g / groups; d <= others * (g + 1) / groups; ++d) chunk.distances.push_back(d);
-    made.push_back(std::move(chunk));
+    chunks.push_back(std::move(chunk));
   }
-  return made;
+  return chunks;
 }
 
 std::vector<Chunk> collective_chunks(int64_t partners, int64_t chunks) {
   std::vector<int64_t> all;
   for (int64_t d = 1; d < partners; ++d) all.push_back(d);
-  std::vector<Chunk> made;
-  for (int64_t c = 0; c < chunks && partners > 1; ++c) made.push_back({all, c, chunks});
-  return made;
+  std::vector<Chunk> chunk_list;
+  for (int64_t c = 0; c < chunks && partners > 1; ++c) chunk_list.push_back({all, c, chunks});
+  return chunk_list;
 }
 
-std::optional<Selection> share_of(const Selection& whole, size_t dim, const Chunk& chunk) {
-  if (whole.count() == 0) return std::nullopt;
-  if (whole.shape().empty()) return whole;
-  Selection share = whole.share(dim, chunk.share, chunk.shares);
+std::optional<Selection> share_of(const Selection& selection, size_t dim, const Chunk& chunk) {
+  if (selection.count() == 0) return std::nullopt;
+  if (selection.shape().empty()) return selection;
+  Selection share = selection.share(dim, chunk.share, chunk.shares);
   if (share.count() == 0) return std::nullopt;
   return share;
 }

@@ -32,7 +32,7 @@ std::vector<Chunk> ring_chunks(int64_t partners, const Schedule& schedule);
 std::vector<Chunk> collective_chunks(int64_t partners, int64_t chunks);
 
 // Returns the chunk's share, along one dim, of the data that two ranks exchange, or nullopt if the share is empty.
-std::optional<Selection> share_of(const Selection& whole, size_t dim, const Chunk& chunk);
+std::optional<Selection> share_of(const Selection& selection, size_t dim, const Chunk& chunk);
 
 // Returns the tensor dim along which shares are taken: the first of `dims` whose parts have at least `shares` elements,
 // else the longest. It depends on the layout alone, so all ranks choose the same dim.

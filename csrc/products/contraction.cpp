@@ -40,17 +40,18 @@ Contraction Contraction::parse(const std::string& text) {
     }
     return dims;
   };
-  Contraction made;
-  made.lhs = dims_of(text.substr(0, comma));
-  made.rhs = dims_of(text.substr(comma + 1, arrow - comma - 1));
-  made.out = dims_of(text.substr(arrow + 2));
+  Contraction contraction;
+  contraction.lhs = dims_of(text.substr(0, comma));
+  contraction.rhs = dims_of(text.substr(comma + 1, arrow - comma - 1));
+  contraction.out = dims_of(text.substr(arrow + 2));
   for (int axis = 0; axis < static_cast<int>(letters.size()); ++axis) {
-    const int tensors = has_axis(made.lhs, axis) + has_axis(made.rhs, axis) + has_axis(made.out, axis);
+    const int tensors =
+        has_axis(contraction.lhs, axis) + has_axis(contraction.rhs, axis) + has_axis(contraction.out, axis);
     check_user(tensors == 2,
                "contraction must have each axis in both operands, or in one operand and the result, got '",
                letters[axis], "' in ", tensors, " tensors of '", text, "'");
   }
-  return made;
+  return contraction;
 }
 
 std::string Contraction::to_string() const {

@@ -42,9 +42,9 @@ std::string operation_text(const Node& node, const std::vector<std::string>& inp
         for (const Step& step : move.plan.steps) steps.push_back(step_op_name(step.op));
         return concat("move ", inputs[0], " to ", move.plan.dst.placements_string(), ": ", join(steps));
       },
-      [&](const MatmulNode& one) {
+      [&](const MatmulNode& product) {
         const auto text = [&](const auto& matmul) { return matmul_text(matmul, inputs); };
-        return concat(std::visit(text, one.matmul), ": ", schedule_text(one.schedule));
+        return concat(std::visit(text, product.matmul), ": ", schedule_text(product.schedule));
       },
       [&](const BiasNode& bias) {
         return concat(inputs[0], " plus ", inputs[1], bias.pending.empty() ? "" : ", on one rank of each sum");
@@ -72,9 +72,9 @@ int64_t predicted_picoseconds(const Dataflow& flow, const Node& node, const Prod
   };
   return match(
       node.operation, [](const MoveNode& move) { return predicted_picoseconds(move.plan); },
-      [&](const MatmulNode& one) {
-        const GemmModel& model = context.gemm_model(plan_of(one.matmul).src.dtype());
-        return predict(one.matmul, one.schedule, model).total_ps;
+      [&](const MatmulNode& product) {
+        const GemmModel& model = context.gemm_model(plan_of(product.matmul).src.dtype());
+        return predict(product.matmul, product.schedule, model).total_ps;
       },
       [&](const BiasNode&) { return touched_ps(); }, [&](const SumNode&) { return touched_ps(); },
       [&](const AddNode&) { return touched_ps(); });

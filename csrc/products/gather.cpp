@@ -162,13 +162,13 @@ class GatherCompiler {
     const std::vector<BufferId> declared = shardwright::declare_inputs(b_, local_tensors(matmul_, b_.rank()));
     auto next = declared.begin() + 1;  // after the operand
     std::vector<InputsOfProduct> inputs(matmul_.products.size());
-    for (InputsOfProduct& one : inputs) one.other = *next++;
+    for (InputsOfProduct& product_inputs : inputs) product_inputs.other = *next++;
     for (size_t j = 0; j < inputs.size(); ++j) {
       if (matmul_.products[j].has_bias) inputs[j].bias = *next++;
     }
     if (matmul_.scaling) {
       scales_ = *next++;
-      for (InputsOfProduct& one : inputs) one.other_scales = *next++;
+      for (InputsOfProduct& product_inputs : inputs) product_inputs.other_scales = *next++;
     }
     const DType result = matmul_.scaling ? matmul_.scaling->result : b_.program().dtype;
     for (size_t j = 0; j < inputs.size(); ++j) {
@@ -216,11 +216,11 @@ class GatherCompiler {
     if (block.count() == 0) return;
     for (size_t j = 0; j < products_.size(); ++j) {
       const Contraction& axes = matmul_.products[j].axes;
-      const TensorView whole = row_major_view(buffer, axes.lhs, shape, axes.num_axes());
+      const TensorView buffer_view = row_major_view(buffer, axes.lhs, shape, axes.num_axes());
       for (const Selection::Part& part : block.parts()) {
-        TensorView view = whole;
+        TensorView view = buffer_view;
         view.offset += offset;
-        for (size_t d = 0; d < shape.size(); ++d) view.offset += (part.*places)[d] * whole.strides[axes.lhs[d]];
+        for (size_t d = 0; d < shape.size(); ++d) view.offset += (part.*places)[d] * buffer_view.strides[axes.lhs[d]];
         products_[j].multiply(part, view, scales_of(part, axes, has_own_scales), part.in_receiver);
       }
     }
@@ -354,33 +354,33 @@ class GatherCompiler {
     const bool by_messages = schedule_.method == Method::kRing;
     const auto k = static_cast<int64_t>(group.size());
     const int64_t me = index_of(group);
-    ChunkTransfer made;
-    made.set.group = b_.group_index(step);
-    made.transfer_method = by_messages ? TransferMethod::kMessages : TransferMethod::kAllToAll;
+    ChunkTransfer transfer;
+    transfer.set.group = b_.group_index(step);
+    transfer.transfer_method = by_messages ? TransferMethod::kMessages : TransferMethod::kAllToAll;
     const auto add_received = [&](int64_t member) {
       const auto block = received(step, group, chunk, member);
       if (!block) return;
-      made.arrivals.push_back({*block, made.set.receives.size()});
-      made.set.receives.add(member, {{gathered_, block->slice(0, block->count())}});
+      transfer.arrivals.push_back({*block, transfer.set.receives.size()});
+      transfer.set.receives.add(member, {{gathered_, block->slice(0, block->count())}});
     };
     const auto add_sent = [&](int64_t member) {
       const auto block = sent(step, group, chunk, member);
-      if (block) made.set.sends.add(member, {{current, block->slice(0, block->count())}});
+      if (block) transfer.set.sends.add(member, {{current, block->slice(0, block->count())}});
     };
     if (by_messages) {
       for (const int64_t d : chunk.distances) {
         add_received((me + d) % k);
         add_sent((me - d + k) % k);
       }
-      return made;
+      return transfer;
     }
     for (int64_t m = 0; m < k; ++m) {
       if (m != me) add_received(m);
       if (m != me) add_sent(m);
     }
     if (step.op == StepOp::kAllGather)
-      gather_if_even(made, share_of(own_part(step), share_dim_, chunk), k, me, current);
-    return made;
+      gather_if_even(transfer, share_of(own_part(step), share_dim_, chunk), k, me, current);
+    return transfer;
   }
 
   Selection own_part(const Step& step) const { return {step.before.region(here_), needed_}; }

@@ -96,10 +96,10 @@ int64_t stride_of(const std::optional<Scale>& scale) { return scale ? scale->str
 bool try_merge(Gemm& last, const Gemm& next) {
   const std::optional<Distance> by = distance_between(last, next);
   if (!by || by->dst == 0) return false;
-  const auto continues = [&](int64_t size, const Distance& one) {
-    return by->lhs == size * one.lhs && by->rhs == size * one.rhs && by->dst == size * one.dst &&
-           by->bias == size * one.bias && by->lhs_scale == size * one.lhs_scale &&
-           by->rhs_scale == size * one.rhs_scale;
+  const auto continues = [&](int64_t size, const Distance& stride) {
+    return by->lhs == size * stride.lhs && by->rhs == size * stride.rhs && by->dst == size * stride.dst &&
+           by->bias == size * stride.bias && by->lhs_scale == size * stride.lhs_scale &&
+           by->rhs_scale == size * stride.rhs_scale;
   };
   const Distance row{last.lhs.row_stride,       0, last.dst.row_stride, last.bias ? last.bias->row_stride : 0,
                      stride_of(last.lhs_scale), 0};
@@ -187,17 +187,17 @@ void emit_at_all_places(ProgramBuilder& builder, const Gemm& gemm, const std::ve
   outer.insert(outer.end(), summed.begin(), summed.end());
   std::vector<int64_t> at(outer.size(), 0);
   while (true) {
-    Gemm one = gemm;
+    Gemm product = gemm;
     bool is_first = true;
     for (size_t d = 0; d < outer.size(); ++d) {
-      shift(one, outer[d], at[d]);
+      shift(product, outer[d], at[d]);
       if (d >= free.size() && at[d] > 0) is_first = false;
     }
     if (!is_first) {
-      one.accumulates = true;
-      one.bias.reset();
+      product.accumulates = true;
+      product.bias.reset();
     }
-    emit_merged(builder, std::move(one));
+    emit_merged(builder, std::move(product));
     size_t d = outer.size();
     while (d > 0 && ++at[d - 1] == outer[d - 1].size) at[--d] = 0;
     if (d == 0) return;

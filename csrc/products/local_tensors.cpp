@@ -87,7 +87,7 @@ LocalTensors local_tensors(const MatmulScatter& matmul, Rank rank) {
 }
 
 LocalTensors local_tensors(const Matmul& matmul, Rank rank) {
-  return std::visit([&](const auto& one) { return local_tensors(one, rank); }, matmul);
+  return std::visit([&](const auto& alternative) { return local_tensors(alternative, rank); }, matmul);
 }
 
 std::vector<BufferId> declare_inputs(ProgramBuilder& builder, const LocalTensors& tensors) {

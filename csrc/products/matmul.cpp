@@ -125,11 +125,12 @@ void check_distances(const Schedule& schedule, int64_t partners) {
   if (schedule.distances.empty()) return;
   check_user(schedule.method == Method::kRing, "chunks must be a number for method '", method_name(schedule.method),
              "', got the distances ", chunks_text(schedule));
-  std::vector<int64_t> said;
-  for (const std::vector<int64_t>& chunk : schedule.distances) said.insert(said.end(), chunk.begin(), chunk.end());
-  std::sort(said.begin(), said.end());
-  bool is_all = static_cast<int64_t>(said.size()) == partners - 1;
-  for (size_t i = 0; i < said.size() && is_all; ++i) is_all = said[i] == static_cast<int64_t>(i) + 1;
+  std::vector<int64_t> distances;
+  for (const std::vector<int64_t>& chunk : schedule.distances)
+    distances.insert(distances.end(), chunk.begin(), chunk.end());
+  std::sort(distances.begin(), distances.end());
+  bool is_all = static_cast<int64_t>(distances.size()) == partners - 1;
+  for (size_t i = 0; i < distances.size() && is_all; ++i) is_all = distances[i] == static_cast<int64_t>(i) + 1;
   check_user(is_all, "chunks must have each distance from 1 to ", partners - 1, " once, for ", partners, " ranks, got ",
              chunks_text(schedule));
 }

@@ -104,12 +104,12 @@ class ProblemMaker {
       check_user(weight.shape.size() == 2, weight.name, " must have two dims, got shape ", tuple_text(weight.shape));
     }
     for (size_t i = 0; i <= given_.weights.size(); ++i) {
-      const GivenTensor& one = operand(i);
-      check_user(takes_scales(one.dtype), one.name,
-                 " must have dtype torch.float8_e4m3fn or torch.float8_e5m2 with scales, got ", text(one.dtype));
-      const bool are_both_e5m2 = one.dtype == DType::kFloat8E5M2 && given_.x.dtype == DType::kFloat8E5M2;
-      check_user(i == 0 || !are_both_e5m2, one.name,
-                 " must have dtype torch.float8_e4m3fn if x has torch.float8_e5m2, got ", text(one.dtype));
+      const GivenTensor& tensor = operand(i);
+      check_user(takes_scales(tensor.dtype), tensor.name,
+                 " must have dtype torch.float8_e4m3fn or torch.float8_e5m2 with scales, got ", text(tensor.dtype));
+      const bool are_both_e5m2 = tensor.dtype == DType::kFloat8E5M2 && given_.x.dtype == DType::kFloat8E5M2;
+      check_user(i == 0 || !are_both_e5m2, tensor.name,
+                 " must have dtype torch.float8_e4m3fn if x has torch.float8_e5m2, got ", text(tensor.dtype));
     }
     for (const auto& bias : given_.biases) {
       if (!bias) continue;
@@ -163,17 +163,17 @@ class ProblemMaker {
                " dims, got ", ndim());
   }
 
-  void check_kind(const GivenTensor& one) const {
+  void check_kind(const GivenTensor& tensor) const {
     const GivenTensor& x = given_.x;
     if (!x.layout) {
-      check_argument(!one.layout, one.name, "a plain tensor, like x", "a DTensor");
+      check_argument(!tensor.layout, tensor.name, "a plain tensor, like x", "a DTensor");
       return;
     }
-    check_argument(one.layout.has_value(), one.name, "a DTensor, like x", "a Tensor");
-    check_user(one.layout->mesh() == x.layout->mesh(), one.name, " must be on the mesh of x (", x.layout->mesh(),
-               "), got ", one.layout->mesh());
-    check_user(one.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing, one.name, " must have the dtype of x (",
-               text(x.dtype), "), got ", text(one.dtype));
+    check_argument(tensor.layout.has_value(), tensor.name, "a DTensor, like x", "a Tensor");
+    check_user(tensor.layout->mesh() == x.layout->mesh(), tensor.name, " must be on the mesh of x (", x.layout->mesh(),
+               "), got ", tensor.layout->mesh());
+    check_user(tensor.dtype == x.dtype || scaled_by_ != ScaledBy::kNothing, tensor.name, " must have the dtype of x (",
+               text(x.dtype), "), got ", text(tensor.dtype));
   }
 
   void check_weight(const GivenTensor& weight) const {
@@ -260,8 +260,8 @@ class ProblemMaker {
   // Describes plain tensors as layouts on a mesh of one dim, "group".
   ProductProblem of_plain_tensors() const {
     const auto mesh = std::make_shared<Mesh>(std::vector<std::string>{"group"}, std::vector<int64_t>{given_.num_ranks});
-    const auto group_layout = [&](std::vector<int64_t> shape, const DType& dtype, std::optional<int64_t> cut,
-                                  const CutRule& rule = {}) {
+    const auto make_layout = [&](std::vector<int64_t> shape, const DType& dtype, std::optional<int64_t> cut,
+                                 const CutRule& rule = {}) {
       const Placement placement = cut ? Placement::cut(*cut, rule) : Placement::replicate();
       return Layout(mesh, std::move(shape), dtype, {placement});
     };
@@ -272,24 +272,24 @@ class ProblemMaker {
                                                           : "the length of the last dim of x")
                                       : sum_of_sizes(given_.x.shape[cut]);
     const CutRule by_size = given_.sizes.empty() ? CutRule() : CutRule::ragged(given_.sizes);
-    ProductProblem problem{{}, group_layout(shape, given_.x.dtype, cut, by_size), {}, {}, {}};
+    ProductProblem problem{{}, make_layout(shape, given_.x.dtype, cut, by_size), {}, {}, {}};
     for (size_t j = 0; j < given_.weights.size(); ++j) {
       const GivenTensor& weight = given_.weights[j];
-      const bool turned = weight.is_transposed;
+      const bool is_transposed = weight.is_transposed;
       const int64_t columns =
           is_gather() ? total(columns_of(j), weight.shape[1], "columns", "the number of columns") : weight.shape[1];
       std::vector<int64_t> weight_shape{shape.back(), columns};
-      if (turned) std::swap(weight_shape[0], weight_shape[1]);
-      problem.axes.push_back(axes(turned));
-      problem.weights.push_back(is_gather() ? group_layout(weight_shape, weight.dtype, turned ? 0 : 1)
-                                            : group_layout(weight_shape, weight.dtype, turned ? 1 : 0, by_size));
+      if (is_transposed) std::swap(weight_shape[0], weight_shape[1]);
+      problem.axes.push_back(axes(is_transposed));
+      problem.weights.push_back(is_gather() ? make_layout(weight_shape, weight.dtype, is_transposed ? 0 : 1)
+                                            : make_layout(weight_shape, weight.dtype, is_transposed ? 1 : 0, by_size));
       std::vector<int64_t> result = shape;
       result.back() = columns;
-      problem.results.push_back(group_layout(result, result_dtype_, is_gather() ? ndim() - 1 : dim_));
+      problem.results.push_back(make_layout(result, result_dtype_, is_gather() ? ndim() - 1 : dim_));
       problem.biases.emplace_back();
       if (!given_.biases[j]) continue;
       const std::optional<int64_t> bias_cut = is_gather() ? std::optional<int64_t>(0) : std::nullopt;
-      problem.biases[j] = group_layout({columns}, given_.biases[j]->dtype, bias_cut);
+      problem.biases[j] = make_layout({columns}, given_.biases[j]->dtype, bias_cut);
       check_part(*given_.biases[j], *problem.biases[j]);
     }
     problem.cuts = given_.num_ranks == 1 ? std::string(1, kNoAxis) : is_gather() ? "n" : "k";
@@ -305,17 +305,18 @@ class ProblemMaker {
   }
 
   // Returns the global length of a dim of which this rank holds `here`.
-  int64_t total(const std::optional<int64_t>& said, int64_t here, const char* argument, const std::string& what) const {
+  int64_t total(const std::optional<int64_t>& value, int64_t here, const char* argument,
+                const std::string& what) const {
     const int64_t ranks = given_.num_ranks;
-    check_user(said || ranks == 1, argument, " must be ", what, " over all ", ranks,
+    check_user(value || ranks == 1, argument, " must be ", what, " over all ", ranks,
                " ranks for plain tensors, got None; it is ", saturating_product(here, ranks),
                " if every rank has as much as this one");
-    const int64_t all = said.value_or(here);
+    const int64_t all = value.value_or(here);
     const int64_t chunk = all < 0 ? 0 : all / ranks + (all % ranks > 0 ? 1 : 0);
-    const int64_t mine = std::clamp<int64_t>(all - given_.rank * chunk, 0, chunk);
-    check_user(all >= 0 && (mine == here || !given_.checks_parts), argument,
+    const int64_t expected = std::clamp<int64_t>(all - given_.rank * chunk, 0, chunk);
+    check_user(all >= 0 && (expected == here || !given_.checks_parts), argument,
                " must be a total of which torch.chunk gives ", here, " to rank ", given_.rank, " of ", ranks, ", got ",
-               all, ", of which it gives ", mine);
+               all, ", of which it gives ", expected);
     return all;
   }
 
@@ -324,13 +325,13 @@ class ProblemMaker {
     check_user(given_.sizes.size() == ranks, "size must have one length for each of ", ranks, " ranks, got ",
                given_.sizes.size());
     int64_t all = 0;
-    for (const int64_t one : given_.sizes) {
-      check_user(one >= 0, "size must have lengths of at least 0, got ", one);
-      all = saturating_sum(all, one);
+    for (const int64_t size : given_.sizes) {
+      check_user(size >= 0, "size must have lengths of at least 0, got ", size);
+      all = saturating_sum(all, size);
     }
-    const int64_t mine = given_.sizes[static_cast<size_t>(given_.rank)];
-    check_user(mine == here || !given_.checks_parts, "size must have the length of the part of rank ", given_.rank,
-               " (", here, "), got ", mine);
+    const int64_t expected = given_.sizes[static_cast<size_t>(given_.rank)];
+    check_user(expected == here || !given_.checks_parts, "size must have the length of the part of rank ", given_.rank,
+               " (", here, "), got ", expected);
     return all;
   }
 

@@ -63,15 +63,15 @@ int64_t product_ps(const ProductProblem& problem, const AxisLetters& letters, co
 int64_t predicted_ps(const ProductProblem& problem, const AxisCuts& cuts, const MovePlanner& planner) {
   const AxisLetters letters = AxisLetters::parse(problem.axes[0]);
   const auto& [operand, weight, result] = letters;
-  const Layout& asked = problem.results[0];
+  const Layout& result_layout = problem.results[0];
   const AxisLayouts layouts(problem.operand.mesh_ptr(), cuts,
                             {{operand, problem.operand}, {weight, problem.weights[0]}});
-  const auto during = [&](const std::string& of, const Layout& given, const std::string& operands = "") {
-    return layouts.layout(of, sizes_of(of, given), given.dtype(), operands);
+  const auto during = [&](const std::string& of, const Layout& layout, const std::string& operands = "") {
+    return layouts.layout(of, sizes_of(of, layout), layout.dtype(), operands);
   };
   int64_t total = planner.predicted_ps(problem.operand, during(operand, problem.operand));
   total = saturating_sum(total, planner.predicted_ps(problem.weights[0], during(weight, problem.weights[0])));
-  total = saturating_sum(total, planner.predicted_ps(during(result, asked, operand + weight), asked));
+  total = saturating_sum(total, planner.predicted_ps(during(result, result_layout, operand + weight), result_layout));
   return saturating_sum(total, product_ps(problem, letters, cuts, planner.context()));
 }
 
@@ -113,11 +113,11 @@ Schedule choose_schedule(const Matmul& matmul, const ScheduleRequest& request, c
   const bool is_by_hand = !request.distances.empty() || (request.method && request.chunks);
   if (!is_by_hand) {
     std::optional<Prediction> best;
-    for (Prediction& one : predictions(matmul, model, request.depth)) {
-      const Schedule& schedule = one.schedule;
+    for (Prediction& prediction : predictions(matmul, model, request.depth)) {
+      const Schedule& schedule = prediction.schedule;
       const bool fits = (!request.method || *request.method == schedule.method) &&
                         (!request.chunks || (schedule.distances.empty() && *request.chunks == schedule.chunks));
-      if (fits && (!best || one.total_ps < best->total_ps)) best = std::move(one);
+      if (fits && (!best || prediction.total_ps < best->total_ps)) best = std::move(prediction);
     }
     if (best) return best->schedule;
     if (!must) return choose(matmul, model, request.depth);

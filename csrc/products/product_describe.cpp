@@ -9,7 +9,7 @@ namespace {
 
 struct Tensor {
   std::string name;
-  const Layout& given;
+  const Layout& layout;
   const Layout& during;
 };
 
@@ -68,9 +68,9 @@ std::string json_flow(const Dataflow& flow, const ProductContext& context) {
     std::vector<std::string> fields{json_field("kind", quoted(kind_name(node.operation))),
                                     json_field("inputs", names(node.inputs)),
                                     json_field("outputs", names(node.outputs))};
-    if (const auto* one = std::get_if<MatmulNode>(&node.operation)) {
-      fields.push_back(json_field("method", quoted(method_name(one->schedule.method))));
-      fields.push_back(json_field("chunks", quoted(chunks_text(one->schedule))));
+    if (const auto* matmul = std::get_if<MatmulNode>(&node.operation)) {
+      fields.push_back(json_field("method", quoted(method_name(matmul->schedule.method))));
+      fields.push_back(json_field("chunks", quoted(chunks_text(matmul->schedule))));
     }
     fields.push_back(json_field("predicted_ps", std::to_string(predicted_picoseconds(flow, node, context))));
     nodes.push_back("{" + join(fields) + "}");
@@ -87,8 +87,8 @@ std::string ProductPlan::to_string(PlanCache& cache) const {
       concat(join(problem_.axes, " and "), " on ", problem_.operand.mesh().to_string(), ", cut: ", cuts_text(*this),
              "; the ", lead_name(lead_), "'s move overlaps with the product");
   for (const Tensor& tensor : tensors_of(*this)) {
-    text += concat("\n  ", tensor.name, " = ", tensor.given.dtype().name(), "[", join(tensor.given.shape()), "] as ",
-                   tensor.given.placements_string(), ", during the product ", tensor.during.placements_string());
+    text += concat("\n  ", tensor.name, " = ", tensor.layout.dtype().name(), "[", join(tensor.layout.shape()), "] as ",
+                   tensor.layout.placements_string(), ", during the product ", tensor.during.placements_string());
   }
   text += "\n" + flow_text("forward", forward_, problem_.context);
   if (!layouts_.gradients) return text;
@@ -104,15 +104,15 @@ std::string ProductPlan::to_json(PlanCache& cache) const {
     names.push_back(quoted(mesh.dim_names()[d]));
     cuts.push_back(cuts_[d] == kNoAxis ? "null" : quoted(std::string(1, cuts_[d])));
   }
-  for (const std::string& one : problem_.axes) axes.push_back(quoted(one));
+  for (const std::string& product_axes : problem_.axes) axes.push_back(quoted(product_axes));
   std::vector<std::string> tensors;
   for (const Tensor& tensor : tensors_of(*this)) {
     tensors.push_back(
         "{" +
         join(std::vector<std::string>{json_field("name", quoted(tensor.name)),
-                                      json_field("dtype", quoted(tensor.given.dtype().name())),
-                                      json_field("shape", "[" + join(tensor.given.shape()) + "]"),
-                                      json_field("placements", json_placements(tensor.given)),
+                                      json_field("dtype", quoted(tensor.layout.dtype().name())),
+                                      json_field("shape", "[" + join(tensor.layout.shape()) + "]"),
+                                      json_field("placements", json_placements(tensor.layout)),
                                       json_field("placements_while_computing", json_placements(tensor.during))}) +
         "}");
   }

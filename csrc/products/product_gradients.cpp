@@ -73,8 +73,8 @@ class ProductPlan::Backward {
 
   int bias_gradient(size_t j) {
     int dy = gradients_[j];
-    const std::vector<Placement>& given = flow_.layout(dy).placements();
-    const bool is_plain = std::all_of(given.begin(), given.end(), [](const Placement& p) {
+    const std::vector<Placement>& dy_placements = flow_.layout(dy).placements();
+    const bool is_plain = std::all_of(dy_placements.begin(), dy_placements.end(), [](const Placement& p) {
       return p.is_replicate() || p.kind == PlacementKind::kShard;
     });
     if (!is_plain) dy = flow_.move(dy, layouts_.results[j]);
@@ -92,9 +92,10 @@ class ProductPlan::Backward {
 
   // True if there is only one result and its gradient can move in chunks while a product that needs it runs.
   bool gathers_gradient() const {
-    const Layout& given = request_.given[0];
-    if (count_ != 1 || given == layouts_.results[0] || !(request_.operand || request_.weights[0])) return false;
-    const GatherMatmul gather{planner_.plan(given, layouts_.results[0]), {{to_operand(0), plan_.layouts_.weights[0]}}};
+    const Layout& gradient = request_.given[0];
+    if (count_ != 1 || gradient == layouts_.results[0] || !(request_.operand || request_.weights[0])) return false;
+    const GatherMatmul gather{planner_.plan(gradient, layouts_.results[0]),
+                              {{to_operand(0), plan_.layouts_.weights[0]}}};
     check(Matmul(gather), {});
     return !why_only_serial(gather);
   }
@@ -122,11 +123,11 @@ class ProductPlan::Backward {
       gradients_[0] = flow_.move(gradients_[0], layouts_.results[0]);
       return;
     }
-    std::vector<int> made = flow_.multiply(std::move(gather), std::move(inputs), outputs);
-    if (keeps) gradients_[0] = made.back();
-    if (serves_weight) weight_gradients_[0] = finished_weight_gradient(0, made.back());
+    std::vector<int> values = flow_.multiply(std::move(gather), std::move(inputs), outputs);
+    if (keeps) gradients_[0] = values.back();
+    if (serves_weight) weight_gradients_[0] = finished_weight_gradient(0, values.back());
     if (!request_.operand) return;
-    const int here = addend_ == Dataflow::kAbsent ? made[0] : flow_.add(made[0], addend_);
+    const int here = addend_ == Dataflow::kAbsent ? values[0] : flow_.add(values[0], addend_);
     operand_gradient_ = flow_.move(here, layouts_.operand_out);
   }
 
@@ -174,9 +175,9 @@ class ProductPlan::Backward {
       inputs.push_back(gradients_[j]);
       outputs.push_back({name("dw", j), layouts_.weights[j]});
     }
-    const std::vector<int> made = flow_.multiply(std::move(gather), std::move(inputs), outputs);
+    const std::vector<int> values = flow_.multiply(std::move(gather), std::move(inputs), outputs);
     for (size_t i = 0; i < missing.size(); ++i) {
-      weight_gradients_[missing[i]] = finished_weight_gradient(missing[i], made[i]);
+      weight_gradients_[missing[i]] = finished_weight_gradient(missing[i], values[i]);
     }
   }
 

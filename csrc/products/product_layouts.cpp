@@ -8,7 +8,7 @@ namespace shardwright {
 namespace {
 
 // Returns the given object if the two layouts are equal.
-Layout given_or(const Layout& given, Layout made) { return given == made ? given : std::move(made); }
+Layout given_or(const Layout& given, Layout derived) { return given == derived ? given : std::move(derived); }
 
 // Returns the shard order of a tensor whose i-th dim is the layout's dim dims[i].
 ShardOrder order_of_dims(const Layout& layout, const std::vector<int>& dims) {
@@ -27,13 +27,13 @@ std::vector<int> all_dims(const Layout& layout) {
 }
 
 Layout operand_gradient_out(const Layout& operand, const Layout& gradient) {
-  const Layout given = without_sums(operand);
-  std::vector<Placement> placements = given.placements();
+  const Layout reduced = without_sums(operand);
+  std::vector<Placement> placements = reduced.placements();
   for (size_t d = 0; d < placements.size(); ++d) {
     const bool stays_due = operand.placements()[d].is_replicate() && gradient.placements()[d].is_partial();
     if (stays_due) placements[d] = Placement::partial(ReduceOp::kSum);
   }
-  return with_placements(given, std::move(placements));
+  return with_placements(reduced, std::move(placements));
 }
 
 }  // namespace
@@ -61,17 +61,17 @@ AxisLayouts::OfAxis AxisLayouts::of_axis(char axis, const std::vector<int>& mesh
     std::vector<int> order;
     for (const Cut& cut : cuts) order.push_back(cut.mesh_dim);
     if (!std::is_permutation(order.begin(), order.end(), mesh_dims.begin(), mesh_dims.end())) continue;
-    OfAxis made{layout.shape()[dim], cuts};
+    OfAxis entry{layout.shape()[dim], cuts};
     const bool has_rules =
         std::any_of(cuts.begin(), cuts.end(), [](const Cut& c) { return !c.rule.is_strided_or_chunks(); });
-    for (Cut& cut : made.cuts) {
+    for (Cut& cut : entry.cuts) {
       if (!has_rules) cut.rule = CutRule();
     }
-    return made;
+    return entry;
   }
-  OfAxis made;
-  for (const int d : mesh_dims) made.cuts.push_back({d, 1});
-  return made;
+  OfAxis entry;
+  for (const int d : mesh_dims) entry.cuts.push_back({d, 1});
+  return entry;
 }
 
 Layout AxisLayouts::layout(const std::string& letters, const AxisSizes& sizes, const DType& dtype,
@@ -163,17 +163,17 @@ GradientLayouts lay_out_gradients(const ProductProblem& problem, const std::vect
                                   const AxisLayouts& layouts, const std::vector<Layout>& results) {
   const DType& dtype = problem.operand.dtype();
   std::string others;
-  for (const AxisLetters& one : letters) others += one.result;
+  for (const AxisLetters& product_letters : letters) others += product_letters.result;
   const std::string& operand = letters[0].operand;
   Layout of_operand = layouts.layout(operand, sizes_of(operand, problem.operand), dtype, others);
   Layout out = operand_gradient_out(problem.operand, of_operand);
-  GradientLayouts made{std::move(of_operand), {}, {}, std::move(out)};
+  GradientLayouts gradients{std::move(of_operand), {}, {}, std::move(out)};
   for (size_t j = 0; j < letters.size(); ++j) {
     const AxisSizes sizes = sizes_of(letters[j].weight, problem.weights[j]);
-    made.weights.push_back(layouts.layout(letters[j].weight, sizes, dtype, letters[j].result));
-    made.results.push_back(without_sums(results[j]));
+    gradients.weights.push_back(layouts.layout(letters[j].weight, sizes, dtype, letters[j].result));
+    gradients.results.push_back(without_sums(results[j]));
   }
-  return made;
+  return gradients;
 }
 
 }  // namespace
@@ -184,20 +184,21 @@ ProductLayouts lay_out(const ProductProblem& problem, const AxisCuts& cuts) {
   AxisLayouts::Known known{{letters[0].operand, problem.operand}};
   for (size_t j = 0; j < letters.size(); ++j) known.emplace_back(letters[j].weight, problem.weights[j]);
   const AxisLayouts layouts(problem.operand.mesh_ptr(), cuts, known);
-  const auto during = [&](const std::string& of, const Layout& given) {
-    return given_or(given, layouts.layout(of, sizes_of(of, given), given.dtype()));
+  const auto during = [&](const std::string& of, const Layout& layout) {
+    return given_or(layout, layouts.layout(of, sizes_of(of, layout), layout.dtype()));
   };
-  ProductLayouts made{during(letters[0].operand, problem.operand), {}, {}};
+  ProductLayouts product_layouts{during(letters[0].operand, problem.operand), {}, {}};
   for (size_t j = 0; j < letters.size(); ++j) {
     const auto& [operand, weight, result] = letters[j];
-    const Layout& asked = problem.results[j];
-    made.weights.push_back(during(weight, problem.weights[j]));
-    made.results.push_back(layouts.layout(result, sizes_of(result, asked), asked.dtype(), operand + weight));
+    const Layout& result_layout = problem.results[j];
+    product_layouts.weights.push_back(during(weight, problem.weights[j]));
+    product_layouts.results.push_back(
+        layouts.layout(result, sizes_of(result, result_layout), result_layout.dtype(), operand + weight));
   }
   if (problem.scaled_by == ScaledBy::kNothing) {
-    made.gradients = lay_out_gradients(problem, letters, layouts, made.results);
+    product_layouts.gradients = lay_out_gradients(problem, letters, layouts, product_layouts.results);
   }
-  return made;
+  return product_layouts;
 }
 
 }  // namespace shardwright

@@ -185,8 +185,8 @@ class ProductPlan::Forward {
     if (lead == Lead::kWeight) std::reverse(scales_.begin(), scales_.end());
     inputs.insert(inputs.end(), scales_.begin(), scales_.end());
     if (plan_.keeps_gathered()) outputs.push_back({"x'", plan_.layouts_.operand});
-    const ScheduleRequest& asked = problem_.schedule;
-    const bool must = asked.method || asked.chunks || !asked.distances.empty();
+    const ScheduleRequest& request = problem_.schedule;
+    const bool must = request.method || request.chunks || !request.distances.empty();
     return flow_.multiply(plan_.forward_matmul(lead, planner_), std::move(inputs), outputs, must);
   }
 

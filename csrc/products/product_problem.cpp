@@ -21,9 +21,9 @@ void check_sizes(const ProductProblem& problem, size_t j, const AxisLetters& let
   const std::string weight_name = concat("weights[", j, "]");
   std::map<char, int64_t> sizes = sizes_of(letters.weight, problem.weights[j], weight_name);
   for (const auto& [axis, size] : sizes_of(letters.operand, problem.operand, "operand")) {
-    const auto [found, is_new] = sizes.emplace(axis, size);
-    check_user(found->second == size, weight_name, " must have ", size, " elements along axis '", axis,
-               "', like the operand, got ", found->second);
+    const auto [entry, is_new] = sizes.emplace(axis, size);
+    check_user(entry->second == size, weight_name, " must have ", size, " elements along axis '", axis,
+               "', like the operand, got ", entry->second);
   }
   const std::string result_name = concat("results[", j, "]");
   for (const auto& [axis, size] : sizes_of(letters.result, problem.results[j], result_name)) {
@@ -60,8 +60,8 @@ AxisLetters AxisLetters::parse(const std::string& axes) {
 const char* scaled_by_name(ScaledBy scaled_by) { return kScaledByNames[static_cast<int>(scaled_by)]; }
 
 ScaledBy parse_scaled_by(const std::string& name) {
-  for (const ScaledBy one : {ScaledBy::kNothing, ScaledBy::kTensor, ScaledBy::kRow}) {
-    if (name == scaled_by_name(one)) return one;
+  for (const ScaledBy scaled_by : {ScaledBy::kNothing, ScaledBy::kTensor, ScaledBy::kRow}) {
+    if (name == scaled_by_name(scaled_by)) return scaled_by;
   }
   throw UserError(concat("scaled_by must be 'tensor', 'row' or empty, got '", name, "'"));
 }

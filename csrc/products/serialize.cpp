@@ -45,7 +45,9 @@ std::vector<Layout> read_layouts(Reader& in, const MeshPtr& mesh) {
 using OptionalLayouts = std::vector<std::optional<Layout>>;
 
 void write(Writer& out, const OptionalLayouts& layouts) {
-  out.list(layouts, [&](const auto& one) { out.optional(one, [&](const Layout& layout) { write(out, layout); }); });
+  out.list(layouts, [&](const auto& optional_layout) {
+    out.optional(optional_layout, [&](const Layout& layout) { write(out, layout); });
+  });
 }
 
 OptionalLayouts read_optional_layouts(Reader& in, const MeshPtr& mesh) {
@@ -72,10 +74,10 @@ Schedule read_schedule(Reader& in) {
 }
 
 void write(Writer& out, const std::optional<Scaling>& scaling) {
-  out.optional(scaling, [&](const Scaling& one) {
-    out.boolean(one.by_row);
-    out.text(one.result.name());
-    out.optional(one.plan, [&](const Plan& plan) { write(out, plan); });
+  out.optional(scaling, [&](const Scaling& value) {
+    out.boolean(value.by_row);
+    out.text(value.result.name());
+    out.optional(value.plan, [&](const Plan& plan) { write(out, plan); });
   });
 }
 
@@ -191,7 +193,7 @@ std::string to_bytes(const Matmul& matmul, const Schedule& schedule) {
   Writer out(kMatmulKind);
   write(out, schedule);
   out.boolean(std::holds_alternative<GatherMatmul>(matmul));
-  std::visit([&](const auto& one) { write(out, one); }, matmul);
+  std::visit([&](const auto& alternative) { write(out, alternative); }, matmul);
   return std::move(out).finish();
 }
 

@@ -111,8 +111,8 @@ class Clock {
     } else if (start < running_.end) {
       const int64_t waves = std::max<int64_t>(ceil_div(start - running_.start, running_.wave_ps), 1);
       start = std::min(running_.end, saturating_sum(running_.start, waves * running_.wave_ps));
-      const int64_t found = std::min(program_.sms_left, needs);
-      if (start < running_.end) takes = transfer_ps(operation, needs, found);
+      const int64_t available = std::min(program_.sms_left, needs);
+      if (start < running_.end) takes = transfer_ps(operation, needs, available);
     }
     if (std::holds_alternative<Fetch>(operation)) fetch_begin_ = start;
     communication_ = ends_[index] = saturating_sum(start, takes);
@@ -157,8 +157,8 @@ class Clock {
     const auto* messages = std::get_if<SendReceive>(&operation);
     if (messages == nullptr || traffic.bytes() == 0 || !topology_.is_between_nodes(mesh_, mesh_dims)) return link;
     const TransferTraffic on_node = traffic_inside_node(program_, *messages, topology_.ranks_per_node);
-    const auto mixed = [](int64_t group, int64_t inside, int64_t on_node, int64_t all) {
-      return group + (inside - group) * (on_node * 1024 / all) / 1024;
+    const auto mixed = [](int64_t group, int64_t inside, int64_t part, int64_t all) {
+      return group + (inside - group) * (part * 1024 / all) / 1024;
     };
     link.message_ps = mixed(link.message_ps, topology_.inside.message_ps, on_node.messages(), traffic.messages());
     link.ps_per_kib = mixed(link.ps_per_kib, topology_.inside.ps_per_kib, on_node.bytes(), traffic.bytes());
@@ -212,12 +212,12 @@ class Clock {
     const std::optional<VisiblePart> part = visible_part(o.band, s.rows, s.columns);
     if (!part) return 0;
     const int64_t count = s.batch * s.heads;
-    const int64_t whole =
+    const int64_t dense_ps =
         saturating_sum(model_.picoseconds(part->rows, part->columns, s.depth, count, item_bytes),
                        model_.picoseconds(part->rows, s.value_depth, part->columns, count, item_bytes));
     const double share = static_cast<double>(visible_pairs(o.band, s.rows, s.columns)) /
                          (static_cast<double>(part->rows) * static_cast<double>(part->columns));
-    const auto alone = static_cast<int64_t>(static_cast<double>(whole) * share * multiple);
+    const auto alone = static_cast<int64_t>(static_cast<double>(dense_ps) * share * multiple);
     timeline_.gemm_ps = saturating_sum(timeline_.gemm_ps, alone);
     return alone;
   }

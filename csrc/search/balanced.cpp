@@ -121,7 +121,7 @@ std::optional<Layout> balanced(const Layout& before, const Layout& stripes, cons
   for (int turn = 0; turn < kMostTurns; ++turn) {
     const std::vector<int64_t> shares = filled_up(sent_by_coordinate(before, best, mesh_dim), times, elements);
     std::vector<int64_t> lengths = lengths_of(shares, striped->list / unit);
-    for (int64_t& one : lengths) one *= unit;
+    for (int64_t& length : lengths) length *= unit;
     best = with_lengths(stripes, *striped, lengths);
   }
   return best;
@@ -275,7 +275,7 @@ std::optional<Layout> balanced_relays(const Layout& before, const Layout& goal, 
       const std::vector<int64_t> shares = count > 1 && length > 0
                                               ? filled_up(own, static_cast<int64_t>(count) - 1, length * others)
                                               : std::vector<int64_t>(count, 1);
-      for (const int64_t one : lengths_of(shares, length / unit)) lengths.push_back(one * unit);
+      for (const int64_t units : lengths_of(shares, length / unit)) lengths.push_back(units * unit);
     }
     best = receivers.with(lengths);
     done = receivers.sent(GridExchange(before, *best, ReplicaPolicy::kEvenBytes));

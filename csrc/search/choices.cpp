@@ -18,15 +18,15 @@ Layout without_partials(const Layout& layout) { return with_cuts(layout, layout.
 
 std::vector<int> tensor_dims_of(const Layout& src, const Layout& goal) {
   std::vector<int> dims;
-  int other = -1;
+  int uncut_dim = -1;
   for (int t = 0; t < src.ndim(); ++t) {
     if (!src.cuts(t).empty() || !goal.cuts(t).empty()) {
       dims.push_back(t);
-    } else if (other < 0 || src.shape()[t] > src.shape()[other]) {
-      other = t;
+    } else if (uncut_dim < 0 || src.shape()[t] > src.shape()[uncut_dim]) {
+      uncut_dim = t;
     }
   }
-  if (other >= 0) dims.push_back(other);
+  if (uncut_dim >= 0) dims.push_back(uncut_dim);
   return dims;
 }
 
@@ -40,16 +40,16 @@ std::vector<Layout> Choices::all() const {
   for (size_t i = 0; i < chosen.size() && chosen.size() < kMaxLayouts; ++i) {
     for (const auto& [mesh_dim, others] : others_) {
       if (!chosen[i].empty() && chosen[i].rbegin()->first >= mesh_dim) continue;
-      for (const int other : others) {
+      for (const int tensor_dim : others) {
         chosen.push_back(chosen[i]);
-        chosen.back()[mesh_dim] = other;
+        chosen.back()[mesh_dim] = tensor_dim;
       }
     }
   }
   if (chosen.size() > kMaxLayouts) chosen.resize(kMaxLayouts);
   std::vector<Layout> layouts;
-  for (const std::map<int, int>& one : chosen) {
-    if (leaves_rules_alone(one)) layouts.push_back(with(one));
+  for (const std::map<int, int>& choice : chosen) {
+    if (leaves_rules_alone(choice)) layouts.push_back(with(choice));
   }
   return layouts;
 }

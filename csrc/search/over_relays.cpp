@@ -176,16 +176,16 @@ class RelaySearch {
     stops.insert(stops.begin(), many());
     stops.push_back(few());
     if (fans_out_) std::reverse(stops.begin(), stops.end());
-    OverRelays found;
+    OverRelays route;
     for (size_t i = 0; i + 1 < stops.size(); ++i) {
       if (stops[i].mesh() == stops[i + 1].mesh()) return;
       auto crossing =
-          cost_.cheapest(stops[i], stops[i + 1], [&](const Cost& cost) { return improves(found.cost + cost); });
+          cost_.cheapest(stops[i], stops[i + 1], [&](const Cost& cost) { return improves(route.cost + cost); });
       if (!crossing) return;
-      found.crossings.push_back(std::move(crossing->first));
-      found.cost = found.cost + crossing->second;
+      route.crossings.push_back(std::move(crossing->first));
+      route.cost = route.cost + crossing->second;
     }
-    if (improves(found.cost)) best_ = std::move(found);
+    if (improves(route.cost)) best_ = std::move(route);
   }
 
   const Layout& from_;

@@ -57,7 +57,7 @@ Layout without(const Layout& layout, MeshDimSet mesh_dims) {
 // Returns the union of disjoint ascending lists.
 IntervalList together(const std::vector<Interval>& all) {
   IntervalList list;
-  for (const Interval& one : sorted_by_place(all)) append(list, one);
+  for (const Interval& interval : sorted_by_place(all)) append(list, interval);
   return list;
 }
 
@@ -223,9 +223,9 @@ std::optional<Layout> relays_in_blocks(const Layout& layout, int64_t ranks, int6
 
 std::vector<Layout> relays_of(const Layout& layout, int64_t wanted) {
   const Mesh& mesh = layout.mesh();
-  std::vector<Layout> found;
+  std::vector<Layout> layouts;
   const int64_t ranks = ceil_divide(ranks_with_elements(layout), std::max<int64_t>(wanted, 1));
-  if (std::optional<Layout> blocks = relays_in_blocks(layout, ranks)) found.push_back(std::move(*blocks));
+  if (std::optional<Layout> blocks = relays_in_blocks(layout, ranks)) layouts.push_back(std::move(*blocks));
   std::vector<MeshDimSet> kinds;
   MeshDimSet last;
   for (int d = mesh.ndim() - 1; d >= 0; --d) {
@@ -243,9 +243,9 @@ std::vector<Layout> relays_of(const Layout& layout, int64_t wanted) {
   };
   std::stable_sort(kinds.begin(), kinds.end(), [&](MeshDimSet a, MeshDimSet b) { return distance(a) < distance(b); });
   for (const MeshDimSet& dims : kinds) {
-    if (found.size() < kMostRelayLayouts) found.push_back(without(layout, dims));
+    if (layouts.size() < kMostRelayLayouts) layouts.push_back(without(layout, dims));
   }
-  return found;
+  return layouts;
 }
 
 }  // namespace shardwright

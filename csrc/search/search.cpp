@@ -41,9 +41,9 @@ class Latency {
   // Returns the bound for `steps` or more moves after which a rank has data of `ranks` ranks. `beyond_node` is true if
   // some of them are on other nodes.
   int64_t least(int64_t steps, int64_t ranks, bool beyond_node) {
-    const auto [found, is_new] = known_.emplace(std::tuple{steps, ranks, beyond_node}, 0);
-    if (is_new) found->second = compute(steps, ranks, beyond_node);
-    return found->second;
+    const auto [entry, is_new] = known_.emplace(std::tuple{steps, ranks, beyond_node}, 0);
+    if (is_new) entry->second = compute(steps, ranks, beyond_node);
+    return entry->second;
   }
 
  private:
@@ -262,8 +262,8 @@ class Search {
     std::vector<MeshDimSet> all;
     uint32_t left = 0;
     do {
-      const MeshDimSet some = MeshDimSet::from_bits(left);
-      if (some.empty() || may_reduce(due, due - some)) all.push_back(some);
+      const MeshDimSet remaining = MeshDimSet::from_bits(left);
+      if (remaining.empty() || may_reduce(due, due - remaining)) all.push_back(remaining);
       left = (left - due.bits()) & due.bits();
     } while (left != 0);
     return all;

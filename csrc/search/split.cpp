@@ -61,7 +61,7 @@ std::vector<int64_t> even_factors(int64_t n, int count) {
   }
   if (first == n) return {n};
   std::vector<int64_t> factors{first};
-  for (const int64_t one : even_factors(n / first, count - 1)) factors.push_back(one);
+  for (const int64_t factor : even_factors(n / first, count - 1)) factors.push_back(factor);
   return factors;
 }
 
@@ -70,25 +70,25 @@ std::vector<int64_t> even_factors(int64_t n, int count) {
 std::optional<Layout> split(const Layout& layout, int mesh_dim, const std::vector<int64_t>& sizes) {
   check_invariant(!layout.cut_dims().contains(mesh_dim) && !layout.partial_dims().contains(mesh_dim), "mesh dim ",
                   mesh_dim, " of ", layout, " is to be split, but it is cut or partial");
-  const Mesh& whole = layout.mesh();
+  const Mesh& unsplit = layout.mesh();
   std::vector<std::string> names;
   std::vector<int64_t> dim_sizes;
   std::vector<int> to_number;
-  for (int d = 0; d < whole.ndim(); ++d) {
+  for (int d = 0; d < unsplit.ndim(); ++d) {
     to_number.push_back(d == mesh_dim ? -1 : static_cast<int>(names.size()));
     if (d != mesh_dim) {
-      names.push_back(whole.dim_names()[d]);
-      dim_sizes.push_back(whole.dim_size(d));
+      names.push_back(unsplit.dim_names()[d]);
+      dim_sizes.push_back(unsplit.dim_size(d));
       continue;
     }
     for (size_t i = 0; i < sizes.size(); ++i) {
-      names.push_back(concat(whole.dim_names()[d], ".", i));
-      if (std::count(whole.dim_names().begin(), whole.dim_names().end(), names.back()) > 0) return std::nullopt;
+      names.push_back(concat(unsplit.dim_names()[d], ".", i));
+      if (std::count(unsplit.dim_names().begin(), unsplit.dim_names().end(), names.back()) > 0) return std::nullopt;
       dim_sizes.push_back(sizes[i]);
     }
   }
-  const std::vector<int64_t> ranks = whole.ranks_are_positions() ? std::vector<int64_t>{} : numbers(whole.ranks());
-  const auto mesh = std::make_shared<Mesh>(std::move(names), std::move(dim_sizes), ranks, whole.topology());
+  const std::vector<int64_t> ranks = unsplit.ranks_are_positions() ? std::vector<int64_t>{} : numbers(unsplit.ranks());
+  const auto mesh = std::make_shared<Mesh>(std::move(names), std::move(dim_sizes), ranks, unsplit.topology());
   return renumbered(layout, mesh, to_number);
 }
 

@@ -51,15 +51,15 @@ struct Encounter {
 };
 
 Encounter encounter(const Mesh& a, const Mesh& b, int64_t ranks_per_node) {
-  Encounter found;
+  Encounter overlap;
   std::set<int64_t> nodes;
   const auto node_of = [&](Rank rank) { return ranks_per_node > 0 ? number(rank) / ranks_per_node : 0; };
   for (const Rank rank : a.ranks()) nodes.insert(node_of(rank));
   for (const Rank rank : b.ranks()) {
-    found.shares_nodes = found.shares_nodes || nodes.contains(node_of(rank));
-    found.shares_ranks = found.shares_ranks || a.position_of(rank).has_value();
+    overlap.shares_nodes = overlap.shares_nodes || nodes.contains(node_of(rank));
+    overlap.shares_ranks = overlap.shares_ranks || a.position_of(rank).has_value();
   }
-  return found;
+  return overlap;
 }
 
 // Tries pairs of a layout on each mesh in the order of lower bounds of their costs, so that most pairs are skipped
@@ -274,8 +274,8 @@ class Crossings {
   // Returns true if the leg begins with the parts of the goal, on a mesh with split dims.
   bool is_split_in_vain(const Leg& last) const {
     if (last.layout.mesh() == goal_.mesh()) return false;
-    const std::optional<Layout> whole = joined(last.layout, goal_.mesh_ptr());
-    return whole && *whole == goal_;
+    const std::optional<Layout> rejoined = joined(last.layout, goal_.mesh_ptr());
+    return rejoined && *rejoined == goal_;
   }
 
   // Tries relays between two legs. Relays stand for ranks of `last` if `fans_out`, else for ranks of `first`.

@@ -69,9 +69,9 @@ void Machine::add(Rank rank, Program program, std::vector<Payload> inputs) {
   const size_t expected = program.num_inputs() + program.num_destinations();
   check_invariant(inputs.size() == expected, "rank ", rank, " has ", inputs.size(), " input buffers instead of ",
                   expected);
-  const auto [found, is_new] = processes_.try_emplace(rank);
+  const auto [entry, is_new] = processes_.try_emplace(rank);
   check_invariant(is_new, "rank ", rank, " has two programs");
-  Process& process = found->second;
+  Process& process = entry->second;
   process.rank = rank;
   process.lifetimes = program.lifetimes();
   process.alive.assign(program.buffers.size(), false);
@@ -193,20 +193,20 @@ bool Machine::chunks_arrive(Process& process, const Flags& flags) {
   return true;
 }
 
-void Machine::give(Process& process, int instruction, int group_index, Contribution given) {
+void Machine::give(Process& process, int instruction, int group_index, Contribution contribution) {
   const Group& group = process.program.groups[group_index];
   const int64_t call = process.calls[group.ranks]++;
   process.call_of_ticket[instruction] = call;
-  given_[{group.ranks, call}][process.rank] = std::move(given);
+  contributions_[{group.ranks, call}][process.rank] = std::move(contribution);
 }
 
 bool Machine::finish_wait(Process& process, int ticket) {
   if (process.fetched.contains(ticket)) return true;
   const auto deliver_collective = [&](const auto& operation) {
     const Group& group = process.program.groups[operation.group];
-    const auto& given = given_[{group.ranks, process.call_of_ticket[ticket]}];
-    if (given.size() != group.ranks.size()) return false;
-    deliver(process, operation, given);
+    const auto& contributions = contributions_[{group.ranks, process.call_of_ticket[ticket]}];
+    if (contributions.size() != group.ranks.size()) return false;
+    deliver(process, operation, contributions);
     return true;
   };
   const auto nothing_to_wait_for = [&] {
@@ -238,11 +238,11 @@ bool Machine::receive_messages(Process& process, const SendReceive& operation, i
   return true;
 }
 
-void Machine::deliver(Process& process, const AllGather& operation, const GivenByMember& given) {
+void Machine::deliver(Process& process, const AllGather& operation, const ContributionsByMember& contributions) {
   const Group& group = process.program.groups[operation.group];
   Payload all;
   for (const Rank member : group.ranks) {
-    const Payload& part = given.at(member).values;
+    const Payload& part = contributions.at(member).values;
     check_invariant(static_cast<int64_t>(part.size()) == operation.src.count,
                     "the parts of an all_gather have different sizes");
     all.insert(all.end(), part.begin(), part.end());
@@ -252,27 +252,27 @@ void Machine::deliver(Process& process, const AllGather& operation, const GivenB
   process.received_bytes += others * operation.src.count * item_bytes(process, operation.src);
 }
 
-void Machine::deliver(Process& process, const ReduceScatter& operation, const GivenByMember& given) {
+void Machine::deliver(Process& process, const ReduceScatter& operation, const ContributionsByMember& contributions) {
   const Group& group = process.program.groups[operation.group];
   const int64_t count = operation.dst.count;
-  write(process, operation.dst, reduced(group, operation.op, given, group.index * count, count));
+  write(process, operation.dst, reduced(group, operation.op, contributions, group.index * count, count));
   const auto others = static_cast<int64_t>(group.ranks.size()) - 1;
   process.received_bytes += others * count * item_bytes(process, operation.src);
 }
 
-void Machine::deliver(Process& process, const AllReduce& operation, const GivenByMember& given) {
+void Machine::deliver(Process& process, const AllReduce& operation, const ContributionsByMember& contributions) {
   const Group& group = process.program.groups[operation.group];
   const auto k = static_cast<int64_t>(group.ranks.size());
   const int64_t count = operation.data.count;
-  write(process, operation.data, reduced(group, operation.op, given, 0, count));
+  write(process, operation.data, reduced(group, operation.op, contributions, 0, count));
   process.received_bytes += (2 * count * item_bytes(process, operation.data) * (k - 1) + k - 1) / k;
 }
 
-void Machine::deliver(Process& process, const AllToAll& operation, const GivenByMember& given) {
+void Machine::deliver(Process& process, const AllToAll& operation, const ContributionsByMember& contributions) {
   const Group& group = process.program.groups[operation.group];
   Payload all;
   for (int64_t m = 0; m < static_cast<int64_t>(group.ranks.size()); ++m) {
-    const Contribution& part = given.at(group.ranks[m]);
+    const Contribution& part = contributions.at(group.ranks[m]);
     const int64_t count = operation.receive_counts[m];
     int64_t offset = 0;
     for (int64_t j = 0; j < group.index; ++j) offset += part.send_counts.at(j);
@@ -283,23 +283,24 @@ void Machine::deliver(Process& process, const AllToAll& operation, const GivenBy
   write(process, operation.dst, all);
 }
 
-void Machine::deliver(Process& process, const Fetch& operation, const GivenByMember& given) {
+void Machine::deliver(Process& process, const Fetch& operation, const ContributionsByMember& contributions) {
   const Group& group = process.program.groups[operation.group];
   const auto k = static_cast<int64_t>(group.ranks.size());
   const int64_t part = operation.dst.count / k;
   for (int64_t m = 0; m < k; ++m) {
     if (m == group.index) continue;
-    write(process, {operation.dst.buffer, operation.dst.offset + m * part, part}, given.at(group.ranks[m]).values);
+    write(process, {operation.dst.buffer, operation.dst.offset + m * part, part},
+          contributions.at(group.ranks[m]).values);
     process.received_bytes += part * item_bytes(process, operation.dst);
   }
   write(process, operation.flags, Payload(operation.flags.count, 1.0));
 }
 
-Machine::Payload Machine::reduced(const Group& group, ReduceOp op, const GivenByMember& given, int64_t offset,
-                                  int64_t count) {
+Machine::Payload Machine::reduced(const Group& group, ReduceOp op, const ContributionsByMember& contributions,
+                                  int64_t offset, int64_t count) {
   Payload result;
   for (const Rank member : group.ranks) {
-    const double* part = given.at(member).values.data() + offset;
+    const double* part = contributions.at(member).values.data() + offset;
     if (result.empty()) {
       result.assign(part, part + count);
     } else {

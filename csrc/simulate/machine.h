@@ -76,7 +76,7 @@ class Machine {
   void start(Process& process, int instruction, const Offer& operation);
   void start(Process& process, int instruction, const Fetch& operation);
   // Records the rank's contribution to its next collective in a group.
-  void give(Process& process, int instruction, int group_index, Contribution given);
+  void give(Process& process, int instruction, int group_index, Contribution contribution);
   // Carry out a compute instruction.
   static void execute(Process& process, const Copy& copy);
   static void execute(Process& process, const FillZero& fill);
@@ -104,22 +104,23 @@ class Machine {
   static double* data(Process& process, const BufferRange& range);
   static Payload read(Process& process, const BufferRange& range);
   static void write(Process& process, const BufferRange& range, const Payload& payload);
-  using GivenByMember = std::map<Rank, Contribution>;
+  using ContributionsByMember = std::map<Rank, Contribution>;
   // Write the rank's result of a collective, once all members have contributed.
-  void deliver(Process& process, const AllGather& operation, const GivenByMember& given);
-  void deliver(Process& process, const ReduceScatter& operation, const GivenByMember& given);
-  void deliver(Process& process, const AllReduce& operation, const GivenByMember& given);
-  void deliver(Process& process, const AllToAll& operation, const GivenByMember& given);
-  void deliver(Process&, const Offer&, const GivenByMember&) {}
-  void deliver(Process& process, const Fetch& operation, const GivenByMember& given);
+  void deliver(Process& process, const AllGather& operation, const ContributionsByMember& contributions);
+  void deliver(Process& process, const ReduceScatter& operation, const ContributionsByMember& contributions);
+  void deliver(Process& process, const AllReduce& operation, const ContributionsByMember& contributions);
+  void deliver(Process& process, const AllToAll& operation, const ContributionsByMember& contributions);
+  void deliver(Process&, const Offer&, const ContributionsByMember&) {}
+  void deliver(Process& process, const Fetch& operation, const ContributionsByMember& contributions);
   // Returns the reduction of elements [offset, offset + count) of all contributions, in the order of ranks.
-  static Payload reduced(const Group& group, ReduceOp op, const GivenByMember& given, int64_t offset, int64_t count);
+  static Payload reduced(const Group& group, ReduceOp op, const ContributionsByMember& contributions, int64_t offset,
+                         int64_t count);
   // Writes all messages of a transfer. Returns false, without writing any, if one has not been sent yet.
   bool receive_messages(Process& process, const SendReceive& operation, int ticket);
 
   std::map<Rank, Process> processes_;
   // Contributions of the members, by the ranks of the group and the number of the call.
-  std::map<std::pair<std::vector<Rank>, int64_t>, GivenByMember> given_;
+  std::map<std::pair<std::vector<Rank>, int64_t>, ContributionsByMember> contributions_;
   // Messages in flight. On each route the n-th message sent matches the n-th one expected, whatever the order of waits.
   std::map<std::pair<Route, int64_t>, Payload> mail_;
 };

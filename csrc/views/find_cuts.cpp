@@ -28,7 +28,7 @@ IntervalList product_of(const IntervalList& rows, const IntervalList& inner, int
       continue;
     }
     for (int64_t row = some.begin; row < some.end; ++row) {
-      for (const Interval& one : inner) append(out, {row * size + one.begin, row * size + one.end});
+      for (const Interval& columns : inner) append(out, {row * size + columns.begin, row * size + columns.end});
     }
   }
   return out;
@@ -65,9 +65,9 @@ class Rows {
 
  private:
   // Adds rows with these columns. Returns false if earlier rows have other columns.
-  bool add(Interval some, const IntervalList& elements) {
+  bool add(Interval row_range, const IntervalList& elements) {
     if (rows.empty()) inner = elements;
-    append(rows, some);
+    append(rows, row_range);
     return inner == elements;
   }
   // Adds the current row, if any, and ends it. Returns false if earlier rows have other columns.
@@ -99,10 +99,10 @@ std::optional<Parts> parts_of(IntervalList list, const std::vector<int64_t>& dim
   return parts;
 }
 
-// Returns the local positions in `whole` of the indices of `part` that it contains, in the order of `part`.
-IntervalList positions_in(const IntervalList& whole, const IntervalList& part) {
+// Returns the local positions in `list` of the indices of `part` that it contains, in the order of `part`.
+IntervalList positions_in(const IntervalList& list, const IntervalList& part) {
   IntervalList positions;
-  for (const Piece& piece : intersect(whole, part))
+  for (const Piece& piece : intersect(list, part))
     append(positions, {piece.a_position, piece.a_position + piece.length});
   return positions;
 }
@@ -113,10 +113,10 @@ std::optional<IntervalList> united(const std::vector<const IntervalList*>& lists
   for (const IntervalList* list : lists) all.insert(all.end(), list->begin(), list->end());
   IntervalList out;
   int64_t end = 0;
-  for (const Interval& one : sorted_by_place(all)) {
-    if (one.begin < end) return std::nullopt;
-    append(out, one);
-    end = one.end;
+  for (const Interval& interval : sorted_by_place(all)) {
+    if (interval.begin < end) return std::nullopt;
+    append(out, interval);
+    end = interval.end;
   }
   return out;
 }
@@ -272,31 +272,31 @@ class Fit {
         if (cut_of_[x] == static_cast<int>(j)) order.push_back(held_.mesh_dims[x]);
       }
       if (order.size() > kMaxMeshDims) return false;
-      const OfOneDim one = of_dim(j, order);
-      std::optional<std::vector<Cut>> found;
+      const OfOneDim dim_holdings = of_dim(j, order);
+      std::optional<std::vector<Cut>> dim_cuts;
       do {
-        found = one.cuts_in(order);
-      } while (!found && std::next_permutation(order.begin(), order.end()));
-      if (!found) return false;
-      cuts.push_back(std::move(*found));
+        dim_cuts = dim_holdings.cuts_in(order);
+      } while (!dim_cuts && std::next_permutation(order.begin(), order.end()));
+      if (!dim_cuts) return false;
+      cuts.push_back(std::move(*dim_cuts));
     }
     return make_what_is_held(cuts);
   }
 
   // Returns the part of dim j at each combination of coordinates on these mesh dims.
   OfOneDim of_dim(size_t j, const std::vector<int>& mesh_dims) const {
-    OfOneDim one{held_.mesh, dims_[j], positions_along(held_.mesh, mesh_dims), {}};
-    one.lists.resize(one.positions.size());
-    if (mesh_dims.empty()) return one;
+    OfOneDim dim_holdings{held_.mesh, dims_[j], positions_along(held_.mesh, mesh_dims), {}};
+    dim_holdings.lists.resize(dim_holdings.positions.size());
+    if (mesh_dims.empty()) return dim_holdings;
     std::map<int64_t, size_t> index_of;
-    for (size_t i = 0; i < one.positions.size(); ++i) index_of[one.positions[i]] = i;
+    for (size_t i = 0; i < dim_holdings.positions.size(); ++i) index_of[dim_holdings.positions[i]] = i;
     for (size_t i = 0; i < held_.positions.size(); ++i) {
       if (!parts_[i]) continue;
       int64_t position = 0;
       for (const int d : mesh_dims) position += held_.mesh.coordinate(held_.positions[i], d) * held_.mesh.stride(d);
-      one.lists[index_of[position]] = (*parts_[i])[j];
+      dim_holdings.lists[index_of[position]] = (*parts_[i])[j];
     }
-    return one;
+    return dim_holdings;
   }
 
   // Returns true if the cuts give the rank at each position exactly the elements that it holds, in order.

@@ -12,17 +12,18 @@ constexpr int64_t kMaxTried = 4096;  // maximum number of split factors, and of 
 bool divides_so(const CutRule& rule, const Division& division) {
   const auto k = static_cast<int64_t>(division.parts.size());
   if (!rule.why_not(division.n, k).empty()) return false;
-  IntervalList whole;
-  append(whole, {0, division.n});
+  IntervalList full;
+  append(full, {0, division.n});
   for (int64_t c = 0; c < k; ++c) {
-    if (rule.part(whole, k, c) != division.parts[static_cast<size_t>(c)]) return false;
+    if (rule.part(full, k, c) != division.parts[static_cast<size_t>(c)]) return false;
   }
   return true;
 }
 
 // Returns true if the rule makes all of these divisions.
 bool divides_all_so(const CutRule& rule, const std::vector<Division>& divisions) {
-  return std::all_of(divisions.begin(), divisions.end(), [&](const Division& one) { return divides_so(rule, one); });
+  return std::all_of(divisions.begin(), divisions.end(),
+                     [&](const Division& division) { return divides_so(rule, division); });
 }
 
 // The functions below return candidate rules, derived from the division of the longest list (`largest`). Candidates
@@ -47,8 +48,8 @@ std::vector<CutRule> strided_cuts(const Division& largest) {
 // Returns the rule with the largest blocks of which all interval bounds are multiples.
 std::vector<CutRule> cuts_in_common_blocks(const std::vector<Division>& divisions) {
   int64_t unit = 0;
-  for (const Division& one : divisions) {
-    for (const IntervalList& part : one.parts) {
+  for (const Division& division : divisions) {
+    for (const IntervalList& part : division.parts) {
       for (const Interval& interval : part) unit = std::gcd(unit, std::gcd(interval.begin, interval.end));
     }
   }
@@ -94,9 +95,9 @@ bool covers(const Division& division) {
   for (const IntervalList& part : division.parts) all.insert(all.end(), part.begin(), part.end());
   if (static_cast<int64_t>(all.size()) > CutRule::kMaxRuns) return false;
   int64_t covered = 0;
-  for (const Interval& one : sorted_by_place(all)) {
-    if (one.begin > covered) return false;
-    covered = std::max(covered, one.end);
+  for (const Interval& interval : sorted_by_place(all)) {
+    if (interval.begin > covered) return false;
+    covered = std::max(covered, interval.end);
   }
   return covered == division.n;
 }

@@ -85,16 +85,16 @@ struct Candidate {
 
 // Returns the possible destinations by ascending lower bound.
 std::vector<Candidate> candidates(const Wanted& wanted, MeshDimSet mesh_dims, const PlanningContext& context) {
-  std::vector<Candidate> found;
+  std::vector<Candidate> possible;
   for (Layout& dst : destinations(wanted, mesh_dims)) {
     if (!is_possible(dst)) continue;
     const Plan none{wanted.layout, dst, context.lowering(), context.options().objective, context.topology(), false, {}};
     const int64_t least = least_picoseconds(none);
-    found.push_back({std::move(dst), least});
+    possible.push_back({std::move(dst), least});
   }
-  std::stable_sort(found.begin(), found.end(),
+  std::stable_sort(possible.begin(), possible.end(),
                    [](const Candidate& a, const Candidate& b) { return a.least_ps < b.least_ps; });
-  return found;
+  return possible;
 }
 
 // Returns the cheapest move that changes the cuts of these mesh dims only, or nullopt if none leads to a view.
