@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "layout/positions.h"
+#include "layout/product.h"
 #include "support/error.h"
 #include "views/match_rule.h"
 
@@ -17,25 +18,8 @@ int64_t elements_of(const std::vector<int64_t>& dims, size_t begin) {
   return std::accumulate(dims.begin() + static_cast<int64_t>(begin), dims.end(), int64_t{1}, std::multiplies<>());
 }
 
-// Returns the row-major indices into two dims, rows and columns. `inner` are the columns, of which there are `size` in
-// a row: rows [1, 3) and columns [0, 2) of 4 are [4, 6) and [8, 10).
-IntervalList product_of(const IntervalList& rows, const IntervalList& inner, int64_t size) {
-  IntervalList out;
-  const bool has_whole_rows = inner.size() == 1 && inner.front() == Interval{0, size};
-  for (const Interval& some : rows) {
-    if (has_whole_rows) {
-      append(out, {some.begin * size, some.end * size});
-      continue;
-    }
-    for (int64_t row = some.begin; row < some.end; ++row) {
-      for (const Interval& columns : inner) append(out, {row * size + columns.begin, row * size + columns.end});
-    }
-  }
-  return out;
-}
-
-// The inverse of product_of: the rows of a list, and the columns (`inner`) that each of them has. Rows have `size`
-// elements. `of` returns nullopt if the rows have different columns.
+// The inverse of product_of (layout/product.h): the rows of a list, and the columns (`inner`) that each of them has.
+// Rows have `size` elements. `of` returns nullopt if the rows have different columns.
 class Rows {
  public:
   IntervalList rows, inner;
@@ -343,7 +327,9 @@ std::optional<Holdings> holdings_of(const Mesh& mesh, const std::vector<int64_t>
       const bool is_whole = part.size() == 1 && part[0] == Interval{0, dims[t]};
       const auto runs = static_cast<int64_t>(part.size());
       if (!is_whole && runs > 0 && length(list) > kMaxIntervalsCompared / runs) return std::nullopt;
-      list = product_of(list, part, dims[t]);
+      std::optional<IntervalList> product = product_of(list, part, dims[t], kMaxIntervalsCompared);
+      if (!product) return std::nullopt;
+      list = *std::move(product);
     }
     left -= static_cast<int64_t>(list.size());
     if (left < 0) return std::nullopt;
