@@ -25,7 +25,7 @@ template <typename T>
 class Typed : public py::object {
  public:
   using py::object::object;
-  Typed(py::object given) : py::object(std::move(given)) {}
+  Typed(py::object value) : py::object(std::move(value)) {}
   static bool check_(const py::handle&) { return true; }
 };
 
@@ -38,23 +38,23 @@ TupleOf<py::int_> tuple_of(const std::vector<Item>& integers) {
 }
 
 // Returns a shortened text of an object and its type: "1.5 (of type float)".
-inline std::string shown(const py::handle& given) {
+inline std::string shown(const py::handle& handle) {
   constexpr size_t kMaxShown = 80;
-  const auto ascii = py::reinterpret_steal<py::object>(PyObject_ASCII(given.ptr()));
+  const auto ascii = py::reinterpret_steal<py::object>(PyObject_ASCII(handle.ptr()));
   const char* bytes = ascii ? PyUnicode_AsUTF8(ascii.ptr()) : nullptr;
   if (bytes == nullptr) PyErr_Clear();
   std::string text = bytes == nullptr ? "something that cannot be shown" : bytes;
   if (text.size() > kMaxShown) text = text.substr(0, kMaxShown) + "...";
-  return concat(text, " (of type ", Py_TYPE(given.ptr())->tp_name, ")");
+  return concat(text, " (of type ", Py_TYPE(handle.ptr())->tp_name, ")");
 }
 
 // Accepts anything that Python accepts as an index: ints, NumPy integers, tensors of one integer. In messages `prefix`
 // precedes the argument.
-inline int64_t integer(const py::handle& given, const char* argument, const char* prefix = "") {
-  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(given.ptr()));
+inline int64_t integer(const py::handle& handle, const char* argument, const char* prefix = "") {
+  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(handle.ptr()));
   if (!index) {
     PyErr_Clear();
-    throw UserError(concat(prefix, argument, " must be an integer, got ", shown(given)));
+    throw UserError(concat(prefix, argument, " must be an integer, got ", shown(handle)));
   }
   int overflow = 0;
   const int64_t value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
@@ -62,28 +62,28 @@ inline int64_t integer(const py::handle& given, const char* argument, const char
   return value;
 }
 
-inline Rank rank_of(const py::handle& given) { return Rank{integer(given, "rank")}; }
+inline Rank rank_of(const py::handle& handle) { return Rank{integer(handle, "rank")}; }
 
 // Accepts a str.
-inline std::string text(const py::handle& given, const char* argument, const char* prefix = "") {
-  if (!PyUnicode_Check(given.ptr())) throw UserError(concat(prefix, argument, " must be a str, got ", shown(given)));
+inline std::string text(const py::handle& handle, const char* argument, const char* prefix = "") {
+  if (!PyUnicode_Check(handle.ptr())) throw UserError(concat(prefix, argument, " must be a str, got ", shown(handle)));
   Py_ssize_t size = 0;
-  const char* bytes = PyUnicode_AsUTF8AndSize(given.ptr(), &size);
+  const char* bytes = PyUnicode_AsUTF8AndSize(handle.ptr(), &size);
   if (bytes == nullptr) {  // half of a surrogate pair
     PyErr_Clear();
-    throw UserError(concat(prefix, argument, " must be valid UTF-8, got ", shown(given)));
+    throw UserError(concat(prefix, argument, " must be valid UTF-8, got ", shown(handle)));
   }
   return std::string(bytes, static_cast<size_t>(size));
 }
 
 // Accepts any iterable but text, and converts it item by item.
 template <typename Item>
-std::vector<Item> list(const py::handle& given, const char* argument,
+std::vector<Item> list(const py::handle& handle, const char* argument,
                        Item (*item)(const py::handle&, const char*, const char*)) {
-  const bool is_text = PyUnicode_Check(given.ptr()) || PyBytes_Check(given.ptr());
-  const auto iterator = py::reinterpret_steal<py::object>(is_text ? nullptr : PyObject_GetIter(given.ptr()));
+  const bool is_text = PyUnicode_Check(handle.ptr()) || PyBytes_Check(handle.ptr());
+  const auto iterator = py::reinterpret_steal<py::object>(is_text ? nullptr : PyObject_GetIter(handle.ptr()));
   if (!iterator) PyErr_Clear();
-  if (!iterator) throw UserError(concat(argument, " must be a list, got ", shown(given)));
+  if (!iterator) throw UserError(concat(argument, " must be a list, got ", shown(handle)));
   std::vector<Item> items;
   while (const auto next = py::reinterpret_steal<py::object>(PyIter_Next(iterator.ptr()))) {
     items.push_back(item(next, argument, "each item of "));
@@ -92,23 +92,23 @@ std::vector<Item> list(const py::handle& given, const char* argument,
   return items;
 }
 
-inline std::vector<int64_t> integers(const py::handle& given, const char* argument) {
-  return list<int64_t>(given, argument, integer);
+inline std::vector<int64_t> integers(const py::handle& handle, const char* argument) {
+  return list<int64_t>(handle, argument, integer);
 }
 
-inline std::vector<std::string> texts(const py::handle& given, const char* argument) {
-  return list<std::string>(given, argument, text);
+inline std::vector<std::string> texts(const py::handle& handle, const char* argument) {
+  return list<std::string>(handle, argument, text);
 }
 
 // Accepts an object of one of our classes, which Python owns (returned by reference), or of a Python type such as
 // py::dict.
 template <typename T>
-decltype(auto) object(const py::handle& given, const char* argument, const char* allowed) {
-  if (!py::isinstance<T>(given)) throw UserError(concat(argument, " must be ", allowed, ", got ", shown(given)));
+decltype(auto) object(const py::handle& handle, const char* argument, const char* allowed) {
+  if (!py::isinstance<T>(handle)) throw UserError(concat(argument, " must be ", allowed, ", got ", shown(handle)));
   if constexpr (std::is_base_of_v<py::object, T>) {
-    return py::reinterpret_borrow<T>(given);
+    return py::reinterpret_borrow<T>(handle);
   } else {
-    return given.cast<const T&>();
+    return handle.cast<const T&>();
   }
 }
 

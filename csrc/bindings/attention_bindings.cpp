@@ -69,8 +69,8 @@ Program program_of(const Attention& a, int64_t rank, bool is_backward) {
 }
 
 // Returns the given topology, or the default one of the lowering.
-Topology topology_of(const Attention& a, const std::optional<Topology>& given) {
-  return given ? *given : Topology::named(a.lowering.default_topology);
+Topology topology_of(const Attention& a, const std::optional<Topology>& topology) {
+  return topology ? *topology : Topology::named(a.lowering.default_topology);
 }
 
 Attention with_method(Attention attention, const std::string& method, const std::optional<Topology>& topology) {

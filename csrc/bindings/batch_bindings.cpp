@@ -41,11 +41,11 @@ Batch batch_of(const std::vector<std::shared_ptr<Layout>>& sources,
   for (const auto& layout : destinations) batch.destinations.push_back(*layout);
   for (const auto& [source, destination, axes] : items) {
     if (axes) {
-      std::vector<MapAxis> made;
+      std::vector<MapAxis> map_axes;
       for (const AxisNumbers& a : *axes) {
-        made.push_back({static_cast<int>(a[0]), static_cast<int>(a[1]), a[2], a[3], a[4]});
+        map_axes.push_back({static_cast<int>(a[0]), static_cast<int>(a[1]), a[2], a[3], a[4]});
       }
-      batch.items.push_back({source, destination, IndexMap(std::move(made))});
+      batch.items.push_back({source, destination, IndexMap(std::move(map_axes))});
     } else {
       check_user(source >= 0 && source < static_cast<int64_t>(sources.size()), "source of item ", batch.items.size(),
                  " must be ", InRange{0, static_cast<int64_t>(sources.size()) - 1}, ", got ", source);
@@ -125,8 +125,8 @@ void define_batch(py::module_& m) {
           "reductions",
           [](const Batch& batch) {
             std::map<int, std::shared_ptr<Layout>> reduced;
-            for (const BatchReduction& one : reductions_of(batch)) {
-              reduced.emplace(one.source, std::make_shared<Layout>(one.after));
+            for (const BatchReduction& reduction : reductions_of(batch)) {
+              reduced.emplace(reduction.source, std::make_shared<Layout>(reduction.after));
             }
             return reduced;
           },

@@ -26,17 +26,17 @@ void define_batch_forecast(py::module_& m) {
   m.def(
       "forecast_batch",
       [](const py::bytes& bytes, const Topology& topology) {
-        const BatchForecast made = forecast_of(std::string(bytes), topology);
+        const BatchForecast forecast = forecast_of(std::string(bytes), topology);
         std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>> destinations;
-        for (const BatchForecast::OfDestination& one : made.destinations) {
-          destinations.emplace_back(one.received_bytes, one.received_bytes_max, one.kept_bytes, one.first_round,
-                                    one.last_round, one.predicted_ps);
+        for (const BatchForecast::OfDestination& destination : forecast.destinations) {
+          destinations.emplace_back(destination.received_bytes, destination.received_bytes_max, destination.kept_bytes,
+                                    destination.first_round, destination.last_round, destination.predicted_ps);
         }
         std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>> links;
-        for (const BatchForecast::OfLink& one : made.links) {
-          links.emplace_back(number(one.from), number(one.to), one.bytes, one.messages, one.predicted_ps);
+        for (const BatchForecast::OfLink& link : forecast.links) {
+          links.emplace_back(number(link.from), number(link.to), link.bytes, link.messages, link.predicted_ps);
         }
-        return std::tuple(destinations, links, made.predicted_ps, made.reducing_ps);
+        return std::tuple(destinations, links, forecast.predicted_ps, forecast.reducing_ps);
       },
       py::arg("batch_bytes"), py::arg("topology"),
       "Predicts the traffic and times of a batch, in bytes and picoseconds.\n\nReturns (destinations, links, total "

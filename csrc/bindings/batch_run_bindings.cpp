@@ -13,9 +13,9 @@ namespace {
 
 namespace py = pybind11;
 
-std::shared_ptr<BoundBatch> bind_batch(const py::bytes& given, int64_t rank, const std::string& group_name,
+std::shared_ptr<BoundBatch> bind_batch(const py::bytes& batch_bytes, int64_t rank, const std::string& group_name,
                                        const std::string& wire) {
-  const std::string bytes(given);
+  const std::string bytes(batch_bytes);
   const py::gil_scoped_release release;
   return std::make_shared<BoundBatch>(std::make_shared<const BatchPlan>(Batch::from_bytes(bytes)), Rank{rank},
                                       group_named(group_name), c10::Device(wire).type());

@@ -48,11 +48,11 @@ void define_mesh(py::module_& m) {
       m, "Mesh", "A grid of ranks with named dims. Meshes are equal if names, sizes, ranks and topology are.")
       .def(py::init([](const Typed<std::vector<std::string>>& dim_names, const Typed<std::vector<int64_t>>& dim_sizes,
                        const Typed<std::optional<std::vector<int64_t>>>& ranks, std::shared_ptr<Topology> topology) {
-             std::vector<int64_t> given = ranks.is_none() ? std::vector<int64_t>{} : integers(ranks, "ranks");
-             check_argument(ranks.is_none() || !given.empty(), "ranks",
+             std::vector<int64_t> rank_numbers = ranks.is_none() ? std::vector<int64_t>{} : integers(ranks, "ranks");
+             check_argument(ranks.is_none() || !rank_numbers.empty(), "ranks",
                             "a list of at least one rank, or None for 0, 1, 2, ...", "an empty list");
              return std::make_shared<Mesh>(texts(dim_names, "mesh dim names"), integers(dim_sizes, "mesh dim sizes"),
-                                           std::move(given), std::move(topology));
+                                           std::move(rank_numbers), std::move(topology));
            }),
            py::arg("dim_names"), py::arg("dim_sizes"), py::arg("ranks") = py::none(), py::arg("topology") = nullptr)
       .def_property_readonly("topology",
@@ -110,9 +110,9 @@ void define_gradient_layouts(py::module_& m) {
   m.def(
       "gradient_layout",
       [](const Layout& layout, const std::string& argument) {
-        const std::optional<Placement> found = undifferentiable(layout);
-        check_user(!found, "placements of ", argument, " must be P(sum), P(avg), S or R with requires_grad, got ",
-                   found.value_or(Placement()));
+        const std::optional<Placement> placement = undifferentiable(layout);
+        check_user(!placement, "placements of ", argument, " must be P(sum), P(avg), S or R with requires_grad, got ",
+                   placement.value_or(Placement()));
         return std::make_shared<Layout>(without_sums(layout));
       },
       py::arg("layout"), py::arg("argument"),
@@ -126,7 +126,7 @@ std::shared_ptr<Layout> made_layout(std::shared_ptr<Mesh> mesh, const Typed<std:
                                     const Typed<std::vector<std::string>>& placements, const Typed<std::string>& dtype,
                                     const ShardOrder& shard_order, const Typed<std::string>& strided, int flattened) {
   std::vector<Placement> parsed;
-  for (const std::string& one : texts(placements, "placements")) parsed.push_back(Placement::parse(one));
+  for (const std::string& placement : texts(placements, "placements")) parsed.push_back(Placement::parse(placement));
   return std::make_shared<Layout>(std::move(mesh), integers(shape, "shape"), DType::parse(text(dtype, "dtype")),
                                   std::move(parsed), shard_order, parse_strided(text(strided, "strided")), flattened);
 }
@@ -202,7 +202,7 @@ void define_layout(py::module_& m) {
           "flattened", &Layout::flattened,
           "Number of leading tensor dims that placements and local tensors count as one; 1 if none are flattened.")
       .def_property_readonly(
-          "flattened_shape", [](const Layout& one) { return tuple_of(one.shape()); },
+          "flattened_shape", [](const Layout& layout) { return tuple_of(layout.shape()); },
           "The shape with the flattened dims as one. Placements, local shapes and regions refer to it.")
       .def_property_readonly(
           "is_partition", &Layout::is_partition,

@@ -30,7 +30,7 @@ struct StepView {
 
 // Wraps a property whose first computation may take long. Releases the GIL meanwhile.
 template <typename Value>
-auto patiently(Value value) {
+auto without_gil(Value value) {
   return [value](const PlanView& p) {
     const py::gil_scoped_release release;
     return value(*p.certified);
@@ -93,7 +93,8 @@ void define_ends_and_steps(PlanClass& plan) {
       .def_property_readonly(
           "certificate",
           [](const PlanView& p) {
-            const auto all = patiently([](const CertifiedPlan& plan) { return bounded_values(plan.certificate()); })(p);
+            const auto all =
+                without_gil([](const CertifiedPlan& plan) { return bounded_values(plan.certificate()); })(p);
             py::typing::Dict<py::str, std::pair<int64_t, int64_t>> figures;
             for (const auto& [name, value, bound] : all) {
               figures[py::str(name)] = py::make_tuple(value, bound);
@@ -104,9 +105,9 @@ void define_ends_and_steps(PlanClass& plan) {
           "(received), ``send_bytes_max``, ``messages_max``, ``steps`` (those that communicate), ``peak_bytes``, "
           "``predicted_ps``.")
       .def_property_readonly(
-          "remarks", patiently([](const CertifiedPlan& plan) { return plan.remarks(); }),
+          "remarks", without_gil([](const CertifiedPlan& plan) { return plan.remarks(); }),
           "One sentence for each bound that the plan does not meet and each property that it cannot guarantee.")
-      .def_property_readonly("replicas_are_bitwise_equal", patiently([](const CertifiedPlan& plan) {
+      .def_property_readonly("replicas_are_bitwise_equal", without_gil([](const CertifiedPlan& plan) {
                                return plan.certificate().replicas_are_bitwise_equal;
                              }),
                              "True if replicas are bitwise equal after reductions, whichever library reduces.")
@@ -126,41 +127,41 @@ void define_ends_and_steps(PlanClass& plan) {
 // Costs of the worst rank, and sums over all ranks.
 void define_values(PlanClass& plan) {
   plan.def_property_readonly("wire_bytes_max",
-                             patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_max; }),
+                             without_gil([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_max; }),
                              "Bytes received from other ranks over all steps, by the rank that receives most.")
       .def_property_readonly("wire_bytes_sum",
-                             patiently([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_sum; }),
+                             without_gil([](const CertifiedPlan& plan) { return plan.traffic().received_bytes_sum; }),
                              "Bytes received over all steps by all ranks; see `wire_bytes_sum_is_exact`.")
       .def_property_readonly(
-          "wire_bytes_sum_is_exact", patiently([](const CertifiedPlan& plan) { return plan.traffic().sum_is_exact; }),
+          "wire_bytes_sum_is_exact", without_gil([](const CertifiedPlan& plan) { return plan.traffic().sum_is_exact; }),
           "True if `wire_bytes_sum` is exact; if not, it is an upper bound. Up to 4,096 ranks it is always exact.")
       .def_property_readonly("maxima_are_exact",
-                             patiently([](const CertifiedPlan& plan) { return plan.traffic().maxima_are_exact; }),
+                             without_gil([](const CertifiedPlan& plan) { return plan.traffic().maxima_are_exact; }),
                              "True if the maxima of bytes and messages, received and sent, hold for every "
                              "rank.\n\nOtherwise the mesh has too many kinds of ranks to look at each, and the maxima "
                              "are those of its outermost ranks. Always True up to 4,096 ranks.")
       .def_property_readonly("send_bytes_max",
-                             patiently([](const CertifiedPlan& plan) { return plan.traffic().sent_bytes_max; }))
+                             without_gil([](const CertifiedPlan& plan) { return plan.traffic().sent_bytes_max; }))
       .def_property_readonly("messages_max",
-                             patiently([](const CertifiedPlan& plan) { return plan.traffic().messages_max; }),
+                             without_gil([](const CertifiedPlan& plan) { return plan.traffic().messages_max; }),
                              "Messages received over all steps by the rank that receives most.")
       .def_property_readonly("sent_messages_max",
-                             patiently([](const CertifiedPlan& plan) { return plan.traffic().sent_messages_max; }),
+                             without_gil([](const CertifiedPlan& plan) { return plan.traffic().sent_messages_max; }),
                              "Messages sent over all steps by the rank that sends most.")
       .def_property_readonly("bound_bytes_max",
-                             patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_max; }),
+                             without_gil([](const CertifiedPlan& plan) { return plan.bound().bytes_max; }),
                              "A lower bound, for any plan, on the bytes received by the rank that receives most.")
       .def_property_readonly("bound_bytes_sum",
-                             patiently([](const CertifiedPlan& plan) { return plan.bound().bytes_sum; }),
+                             without_gil([](const CertifiedPlan& plan) { return plan.bound().bytes_sum; }),
                              "A lower bound, for any plan, on the bytes received by all ranks.")
       .def_property_readonly("bound_send_bytes_max",
-                             patiently([](const CertifiedPlan& plan) { return plan.certificate().least_sent_bytes; }),
+                             without_gil([](const CertifiedPlan& plan) { return plan.certificate().least_sent_bytes; }),
                              "A lower bound, for any plan, on the bytes sent by the rank that sends most.")
       .def_property_readonly(
-          "peak_bytes", patiently([](const CertifiedPlan& plan) { return plan.peak_bytes(); }),
+          "peak_bytes", without_gil([](const CertifiedPlan& plan) { return plan.peak_bytes(); }),
           "The most memory allocated at once on the worst rank: the result and temporaries, not the source.")
       .def_property_readonly("peak_bytes_is_exact",
-                             patiently([](const CertifiedPlan& plan) { return plan.certificate().peak_is_exact; }),
+                             without_gil([](const CertifiedPlan& plan) { return plan.certificate().peak_is_exact; }),
                              "True if no rank allocates more than `peak_bytes`; see `maxima_are_exact`.");
 }
 
@@ -170,8 +171,8 @@ void define_values_of_ranks(PlanClass& plan) {
           "The predicted time with the plan's topology, in microseconds.")
       .def(
           "wire_bytes",
-          [](const PlanView& p, const Typed<int64_t>& given) {
-            const Rank rank = rank_of(given);
+          [](const PlanView& p, const Typed<int64_t>& rank_number) {
+            const Rank rank = rank_of(rank_number);
             if (!p.plan().dst.mesh().position_of(rank)) position_on(p.plan().src.mesh(), rank);
             return traffic_at(p.plan(), rank).received_bytes;
           },
@@ -199,13 +200,13 @@ void define_forms(PlanClass& plan) {
             return view_of(from_bytes(std::string(object<py::bytes>(data, "data", "bytes from Plan.to_bytes"))));
           },
           py::arg("data"), "Raises ValueError if the bytes are not a plan.")
-      .def("to_json", patiently([](const CertifiedPlan& plan) {
+      .def("to_json", without_gil([](const CertifiedPlan& plan) {
              return to_json(plan.plan(), plan.certificate(), plan.remarks());
            }),
            "Returns JSON as described in docs/plan.schema.json; `plan_from_json` reads it.")
-      .def("to_svg", patiently([](const CertifiedPlan& plan) { return to_svg(plan.plan()); }),
+      .def("to_svg", without_gil([](const CertifiedPlan& plan) { return to_svg(plan.plan()); }),
            "Returns an SVG picture of the ranks' parts and messages: by rank up to 16 ranks, otherwise by mesh dim.")
-      .def("to_html", patiently([](const CertifiedPlan& plan) { return to_html(plan.plan()); }),
+      .def("to_html", without_gil([](const CertifiedPlan& plan) { return to_html(plan.plan()); }),
            "Returns an HTML page with the picture and the plan's text.")
       .def("_repr_html_", [](const PlanView& p) { return to_svg(p.plan()); })  // in notebooks
       .def("__str__", [](const PlanView& p) { return p.certified->text(); })

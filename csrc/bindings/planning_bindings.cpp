@@ -25,8 +25,8 @@ PlanOptions options_of(const Layout& src, const Layout& dst, const Typed<std::st
                        const PlanningTables& tables) {
   PlanOptions options{Lowering::named(text(backend, "backend")), parse_objective(text(objective, "objective")),
                       is_ordered(text(reduce, "reduce"), src)};
-  const std::optional<Topology> asked = topology ? std::optional<Topology>(*topology) : std::nullopt;
-  options.topology = topology_between(src, dst, options.lowering, asked, tables);
+  const std::optional<Topology> requested_topology = topology ? std::optional<Topology>(*topology) : std::nullopt;
+  options.topology = topology_between(src, dst, options.lowering, requested_topology, tables);
   for (const std::vector<int64_t>& mesh_dims : groups) options.groups.push_back(mesh_dim_set(mesh_dims, src.mesh()));
   return options;
 }

@@ -68,9 +68,9 @@ Raises:
       .def("__repr__", [](const Schedule& schedule) { return concat("Schedule(", text_of(schedule), ")"); });
 }
 
-std::optional<int64_t> depth_of(const py::object& given) {
-  if (given.is_none()) return std::nullopt;
-  const int64_t depth = integer(given, "depth");
+std::optional<int64_t> depth_of(const py::object& value) {
+  if (value.is_none()) return std::nullopt;
+  const int64_t depth = integer(value, "depth");
   check_argument(depth >= 1 && depth <= kMaxChunks, "depth", InRange{1, kMaxChunks}, depth);
   return depth;
 }
@@ -116,8 +116,8 @@ void define_values(py::class_<GemmModel>& model) {
           "picoseconds",
           [](const GemmModel& model, const Typed<int64_t>& m_, const Typed<int64_t>& n_, const Typed<int64_t>& k_,
              const Typed<int64_t>& count, const Typed<int64_t>& item_bytes) {
-            const auto size = [](const py::object& given, const char* argument) {
-              const int64_t value = integer(given, argument);
+            const auto size = [](const py::object& number, const char* argument) {
+              const int64_t value = integer(number, argument);
               check_argument(value >= 0, argument, "at least 0", value);
               return value;
             };
@@ -186,8 +186,8 @@ void define_choices(MatmulClass& matmul) {
           "predictions",
           [](const MatmulView& view, const GemmModel& model, const Typed<std::optional<int64_t>>& depth) {
             std::vector<std::pair<Schedule, int64_t>> all;
-            for (const Prediction& one : predictions(view.matmul, model, depth_of(depth))) {
-              all.emplace_back(one.schedule, one.total_ps);
+            for (const Prediction& prediction : predictions(view.matmul, model, depth_of(depth))) {
+              all.emplace_back(prediction.schedule, prediction.total_ps);
             }
             return all;
           },

@@ -27,9 +27,9 @@ using Chunks = std::variant<int64_t, std::vector<std::vector<int64_t>>>;
 
 using OneOrMany = std::optional<std::variant<int64_t, std::vector<int64_t>>>;
 
-std::optional<int64_t> optional_integer(const py::object& given, const char* argument) {
-  if (given.is_none()) return std::nullopt;
-  return integer(given, argument);
+std::optional<int64_t> optional_integer(const py::object& value, const char* argument) {
+  if (value.is_none()) return std::nullopt;
+  return integer(value, argument);
 }
 
 ScheduleRequest request_of(const py::object& method, const std::optional<Chunks>& chunks, const py::object& depth) {
@@ -53,9 +53,9 @@ struct DataflowView {
   Dataflow flow;
 };
 
-template <typename Held>
-const Held* held_by(const NodeView& view) {
-  return std::get_if<Held>(&view.node.operation);
+template <typename Node>
+const Node* operation_as(const NodeView& view) {
+  return std::get_if<Node>(&view.node.operation);
 }
 
 void define_node(py::module_& m) {
@@ -70,27 +70,27 @@ void define_node(py::module_& m) {
       .def_property_readonly(
           "plan",
           [](const NodeView& view) -> std::optional<PlanView> {
-            const auto* move = held_by<MoveNode>(view);
+            const auto* move = operation_as<MoveNode>(view);
             if (move == nullptr) return std::nullopt;
             return view_of(move->plan);
           },
           "The plan of a move.")
       .def_property_readonly("matmul",
                              [](const NodeView& view) -> std::optional<MatmulView> {
-                               const auto* one = held_by<MatmulNode>(view);
-                               if (one == nullptr) return std::nullopt;
-                               return MatmulView{one->matmul};
+                               const auto* matmul = operation_as<MatmulNode>(view);
+                               if (matmul == nullptr) return std::nullopt;
+                               return MatmulView{matmul->matmul};
                              })
       .def_property_readonly("schedule",
                              [](const NodeView& view) -> std::optional<Schedule> {
-                               const auto* one = held_by<MatmulNode>(view);
-                               if (one == nullptr) return std::nullopt;
-                               return one->schedule;
+                               const auto* matmul = operation_as<MatmulNode>(view);
+                               if (matmul == nullptr) return std::nullopt;
+                               return matmul->schedule;
                              })
       .def(
           "adds_bias",
           [](const NodeView& view, const ProductPlan& plan, int64_t rank) {
-            const auto* bias = held_by<BiasNode>(view);
+            const auto* bias = operation_as<BiasNode>(view);
             const Layout& operand = plan.problem().operand;
             return bias != nullptr && adds_bias(*bias, operand.mesh(), position_on(operand.mesh(), Rank{rank}));
           },
@@ -168,9 +168,9 @@ std::set<DType::Id> dtypes_that_move(const ProductProblem& problem) {
 
 // Returns a model for each dtype that may be moved: the given one, or else the tables' model.
 std::map<std::string, GemmModel> models_of(const ProductProblem& problem, const PlanningTables& tables,
-                                           const std::string& device_type, const py::object& given) {
+                                           const std::string& device_type, const py::object& gemm_model) {
   std::optional<GemmModel> model;
-  if (!given.is_none()) model = object<GemmModel>(given, "gemm_model", "a GemmModel or None");
+  if (!gemm_model.is_none()) model = object<GemmModel>(gemm_model, "gemm_model", "a GemmModel or None");
   std::map<std::string, GemmModel> models;
   for (const DType dtype : dtypes_that_move(problem)) {
     models[dtype.name()] = model ? *model : gemm_model_on(tables, device_type, dtype);
@@ -181,8 +181,8 @@ std::map<std::string, GemmModel> models_of(const ProductProblem& problem, const 
 // A tensor, of which only the metadata is read, and its layout if it is a DTensor.
 using TensorAndLayout = std::pair<py::object, std::optional<Layout>>;
 
-GivenTensor given_tensor(const TensorAndLayout& given, std::string name) {
-  const auto& [tensor, layout] = given;
+GivenTensor given_tensor(const TensorAndLayout& tensor_and_layout, std::string name) {
+  const auto& [tensor, layout] = tensor_and_layout;
   const bool is_tensor = py::hasattr(tensor, "shape") && py::hasattr(tensor, "stride") && py::hasattr(tensor, "device");
   if (!is_tensor) throw UserError(concat(name, " must be a tensor, got ", shown(tensor)));
   const std::vector<int64_t> shape = integers(tensor.attr("shape"), "shape");
@@ -195,45 +195,46 @@ GivenTensor given_tensor(const TensorAndLayout& given, std::string name) {
           !layout && is_transposed(shape, strides)};
 }
 
-// Returns the tensors by weight, named `one` if the argument is a single tensor, or "many[j]" if it is a list.
-std::vector<std::optional<GivenTensor>> given_tensors(std::span<const std::optional<TensorAndLayout>> given,
-                                                      const std::string& one, const std::string& many,
+// Returns the tensors by weight, named `single_name` if the argument is a single tensor, or "list_name[j]" if it is a
+// list.
+std::vector<std::optional<GivenTensor>> given_tensors(std::span<const std::optional<TensorAndLayout>> inputs,
+                                                      const std::string& single_name, const std::string& list_name,
                                                       ProductFunction function) {
-  std::vector<std::optional<GivenTensor>> tensors(given.size());
-  for (size_t j = 0; j < given.size(); ++j) {
+  std::vector<std::optional<GivenTensor>> tensors(inputs.size());
+  for (size_t j = 0; j < inputs.size(); ++j) {
     const bool is_one = function != ProductFunction::kGather;
-    if (given[j]) tensors[j] = given_tensor(*given[j], is_one ? one : concat(many, "[", j, "]"));
+    if (inputs[j]) tensors[j] = given_tensor(*inputs[j], is_one ? single_name : concat(list_name, "[", j, "]"));
   }
   return tensors;
 }
 
 // Returns the scale of x, then the scales by weight.
-std::vector<std::optional<GivenTensor>> given_scales(const std::vector<std::optional<TensorAndLayout>>& given,
+std::vector<std::optional<GivenTensor>> given_scales(const std::vector<std::optional<TensorAndLayout>>& inputs,
                                                      ProductFunction function) {
-  check_argument(!given.empty(), "scales", "a list of the scale of x (or None) and the scale of each weight",
+  check_argument(!inputs.empty(), "scales", "a list of the scale of x (or None) and the scale of each weight",
                  "an empty list");
-  auto scales = given_tensors(std::span(given).subspan(1), "weight_scale", "weight_scales", function);
+  auto scales = given_tensors(std::span(inputs).subspan(1), "weight_scale", "weight_scales", function);
   scales.emplace(scales.begin());
-  if (given[0]) scales[0] = given_tensor(*given[0], "x_scale");
+  if (inputs[0]) scales[0] = given_tensor(*inputs[0], "x_scale");
   return scales;
 }
 
 // Returns the columns by weight. A single number is for all weights.
-std::vector<std::optional<int64_t>> columns_of(const py::object& given, size_t num_weights) {
-  if (given.is_none()) return {};
-  if (PyIndex_Check(given.ptr())) {
-    return std::vector<std::optional<int64_t>>(num_weights, integer(given, "columns"));
+std::vector<std::optional<int64_t>> columns_of(const py::object& columns, size_t num_weights) {
+  if (columns.is_none()) return {};
+  if (PyIndex_Check(columns.ptr())) {
+    return std::vector<std::optional<int64_t>>(num_weights, integer(columns, "columns"));
   }
-  const std::vector<int64_t> listed = integers(given, "columns");
+  const std::vector<int64_t> listed = integers(columns, "columns");
   return {listed.begin(), listed.end()};
 }
 
 // Reads `size`, the total length or a list with one length for each rank.
-void read_size(const py::object& given, ProductArguments& arguments) {
-  if (given.is_none() || PyIndex_Check(given.ptr())) {
-    arguments.size = optional_integer(given, "size");
+void read_size(const py::object& size, ProductArguments& arguments) {
+  if (size.is_none() || PyIndex_Check(size.ptr())) {
+    arguments.size = optional_integer(size, "size");
   } else {
-    arguments.sizes = integers(given, "size");
+    arguments.sizes = integers(size, "size");
     check_argument(!arguments.sizes.empty(), "size", "a length or a list of one length for each rank", "an empty list");
   }
 }
@@ -311,7 +312,7 @@ void define_making_from_tensors(py::module_& m) {
         }
         if (placements) {
           arguments.placements.emplace();
-          for (const std::string& one : *placements) arguments.placements->push_back(Placement::parse(one));
+          for (const std::string& placement : *placements) arguments.placements->push_back(Placement::parse(placement));
         }
         ScheduleRequest request = request_of(method, chunks, depth);
         check(request);

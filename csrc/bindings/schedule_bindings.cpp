@@ -86,23 +86,23 @@ std::vector<Span> spans_of(const std::vector<LaneSpan>& spans) {
 std::optional<py::typing::Dict<py::str, py::object>> lanes_of(const StepSchedule& schedule) {
   if (!has_times(schedule)) return std::nullopt;
   const StepLanes lanes = predict(schedule);
-  py::typing::Dict<py::str, py::object> found;
-  found["uses"] = spans_of(lanes.uses);
-  found["gathers"] = spans_of(lanes.gathers);
-  found["reductions"] = spans_of(lanes.reductions);
+  py::typing::Dict<py::str, py::object> fields;
+  fields["uses"] = spans_of(lanes.uses);
+  fields["gathers"] = spans_of(lanes.gathers);
+  fields["reductions"] = spans_of(lanes.reductions);
   std::vector<std::tuple<int, int, bool, Span>> chunks;
   for (const ChunksSpan& c : lanes.chunks) {
     chunks.emplace_back(c.weight, c.use, c.is_reduction, Span(c.span.begin_ps, c.span.end_ps));
   }
-  found["chunks"] = std::move(chunks);
-  found["fetches"] = spans_of(lanes.fetches);
-  found["sends"] = spans_of(lanes.sends);
-  found["activations"] = spans_of(lanes.activations);
-  found["copy_ps"] = lanes.copy_ps;
-  found["compute_ps"] = lanes.compute_ps;
-  found["transfer_ps"] = lanes.transfer_ps;
-  found["total_ps"] = lanes.total_ps;
-  return found;
+  fields["chunks"] = std::move(chunks);
+  fields["fetches"] = spans_of(lanes.fetches);
+  fields["sends"] = spans_of(lanes.sends);
+  fields["activations"] = spans_of(lanes.activations);
+  fields["copy_ps"] = lanes.copy_ps;
+  fields["compute_ps"] = lanes.compute_ps;
+  fields["transfer_ps"] = lanes.transfer_ps;
+  fields["total_ps"] = lanes.total_ps;
+  return fields;
 }
 
 void define_lists(py::class_<StepSchedule>& schedule) {
@@ -221,7 +221,7 @@ void define_step_schedule(py::module_& m) {
   schedule.def(py::init(&schedule_of), py::arg("weights"), py::arg("uses"), py::kw_only(),
                py::arg("budget_bytes") = std::nullopt, py::arg("prefetch") = std::optional(ScheduleOptions{}.prefetch),
                py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
-               py::arg("held_bytes") = ScheduleOptions{}.held_bytes,
+               py::arg("held_bytes") = ScheduleOptions{}.retained_bytes,
                py::arg("gather_until") = ScheduleOptions{}.gather_until, py::arg("forms") = std::vector<FormParts>{},
                py::arg("may_add_chunks") = false, py::arg("activations") = std::vector<ActivationParts>{},
                R"(Plans a step.
@@ -264,8 +264,8 @@ Raises:
       },
       py::arg("weights"), py::arg("uses"), py::kw_only(), py::arg("prefetch") = ScheduleOptions{}.prefetch,
       py::arg("alignment_bytes") = ScheduleOptions{}.alignment_bytes,
-      py::arg("held_bytes") = ScheduleOptions{}.held_bytes, py::arg("gather_until") = ScheduleOptions{}.gather_until,
-      py::arg("activations") = std::vector<ActivationParts>{},
+      py::arg("held_bytes") = ScheduleOptions{}.retained_bytes,
+      py::arg("gather_until") = ScheduleOptions{}.gather_until, py::arg("activations") = std::vector<ActivationParts>{},
       "Returns the least budget with which gathers are as far ahead as required and reductions run alongside the next "
       "backward.");
 }

@@ -46,14 +46,14 @@ void define_views_of_layout(py::module_& m) {
           "view",
           [](const Layout& layout, const Typed<std::vector<int64_t>>& shape, const Typed<int64_t>& flattened) {
             const Sizes sizes = sizes_of(layout, shape, flattened);
-            auto found = view_of(layout, sizes.shape, sizes.flattened);
-            if (const auto* none = std::get_if<NoView>(&found)) {
+            auto view = view_of(layout, sizes.shape, sizes.flattened);
+            if (const auto* none = std::get_if<NoView>(&view)) {
               const py::gil_scoped_release release;
               const PlanOptions options = options_between(layout, "nccl", {});
               throw UserError(text_of(layout, sizes.shape, *none,
                                       cheapest_move(layout, sizes.shape, sizes.flattened, *none, options)));
             }
-            return std::make_shared<Layout>(std::get<Layout>(std::move(found)));
+            return std::make_shared<Layout>(std::get<Layout>(std::move(view)));
           },
           py::arg("shape"), py::arg("flattened") = 1,
           R"(Returns the layout of this shape in which every rank keeps its elements in their order. Nothing moves.
@@ -85,9 +85,9 @@ void define_views(py::module_& m) {
       [](const Layout& layout, const Typed<std::vector<int64_t>>& shape,
          bool for_dtensor) -> std::variant<LayoutPtr, std::string> {
         const std::vector<int64_t> sizes = inferred_shape(layout, integers(shape, "shape"));
-        auto found = for_dtensor ? dtensor_view_of(layout, sizes) : view_of(layout, sizes);
-        if (auto* none = std::get_if<NoView>(&found)) return std::move(none->reason);
-        return std::make_shared<Layout>(std::get<Layout>(std::move(found)));
+        auto view = for_dtensor ? dtensor_view_of(layout, sizes) : view_of(layout, sizes);
+        if (auto* none = std::get_if<NoView>(&view)) return std::move(none->reason);
+        return std::make_shared<Layout>(std::get<Layout>(std::move(view)));
       },
       py::arg("layout"), py::arg("shape"), py::arg("for_dtensor") = false,
       "Returns ``layout.view(shape)``, or the reason why there is none that, if `for_dtensor`, DTensor can express.");
@@ -96,8 +96,8 @@ void define_views(py::module_& m) {
       [](const Layout& layout, const Typed<std::vector<int64_t>>& shape, bool for_dtensor, const std::string& backend,
          const PlanningTables& tables) -> std::optional<std::tuple<PlanView, LayoutPtr, std::string>> {
         const std::vector<int64_t> sizes = inferred_shape(layout, integers(shape, "shape"));
-        const auto found = for_dtensor ? dtensor_view_of(layout, sizes) : view_of(layout, sizes);
-        const auto* none = std::get_if<NoView>(&found);
+        const auto view = for_dtensor ? dtensor_view_of(layout, sizes) : view_of(layout, sizes);
+        const auto* none = std::get_if<NoView>(&view);
         if (none == nullptr) return std::nullopt;
         const py::gil_scoped_release release;
         const MoveFirst first = cheapest_move(layout, sizes, 1, *none, options_between(layout, backend, tables),

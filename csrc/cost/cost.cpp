@@ -7,15 +7,15 @@ namespace {
 
 constexpr int64_t kCeiling = int64_t{1} << 60;
 
-int64_t held_below_ceiling(__int128 exact) { return exact > kCeiling ? kCeiling : static_cast<int64_t>(exact); }
+int64_t saturated(__int128 exact) { return exact > kCeiling ? kCeiling : static_cast<int64_t>(exact); }
 
 }  // namespace
 
 int64_t scaled(int64_t bytes, int64_t ps_per_kib) {
-  return held_below_ceiling(static_cast<__int128>(bytes) * ps_per_kib / 1024);
+  return saturated(static_cast<__int128>(bytes) * ps_per_kib / 1024);
 }
 
-int64_t saturating_product(int64_t a, int64_t b) { return held_below_ceiling(static_cast<__int128>(a) * b); }
+int64_t saturating_product(int64_t a, int64_t b) { return saturated(static_cast<__int128>(a) * b); }
 
 int64_t saturating_sum(int64_t a, int64_t b) { return std::min(a + b, kCeiling); }
 

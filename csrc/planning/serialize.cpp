@@ -105,16 +105,17 @@ void write(Writer& out, const Step& step) {
   out.integer(step.ranks_per_node);
 }
 
-// Reads a step that begins with the layout `held`. A step to another mesh leads to `reached`.
-Step read_step(Reader& in, const Layout& held, const MeshPtr& reached) {
+// Reads a step that begins with the layout `current`. A step to another mesh leads to `reached`.
+Step read_step(Reader& in, const Layout& current, const MeshPtr& reached) {
   const auto op = in.enumerator(StepOp::kRearrange);
   const bool leads_away = op == StepOp::kRearrange ? in.boolean() : op == StepOp::kCross;
   const int64_t bits = in.integer();
-  check_argument(is_crossing(op) ? bits == 0 : bits > 0 && bits < int64_t{1} << held.mesh().ndim(),
+  check_argument(is_crossing(op) ? bits == 0 : bits > 0 && bits < int64_t{1} << current.mesh().ndim(),
                  "plan bytes: mesh dims of a step", "dims of its mesh (none for cross and rearrange)", "bit set ",
                  bits);
-  Layout before = read_placements(in, held.mesh_ptr(), held.tensor_shape(), held.dtype());
-  Layout after = read_placements(in, leads_away ? reached : held.mesh_ptr(), held.tensor_shape(), held.dtype());
+  Layout before = read_placements(in, current.mesh_ptr(), current.tensor_shape(), current.dtype());
+  Layout after =
+      read_placements(in, leads_away ? reached : current.mesh_ptr(), current.tensor_shape(), current.dtype());
   const auto policy = in.enumerator(ReplicaPolicy::kNodeLocal);
   const bool ordered = in.boolean();
   const int64_t rounds = in.integer();
@@ -235,13 +236,13 @@ Plan read_plan(Reader& in) {
   const Layout src = read_layout(in, mesh);
   const Layout dst = read_placements(in, destination, src.tensor_shape(), src.dtype());
   Plan plan{src, dst, lowering, objective, std::move(topology), named_groups_only, {}};
-  Layout held = src;
+  Layout current = src;
   size_t crossed = 0;
   plan.steps = in.list(
       [&] {
-        Step step = read_step(in, held, reached[std::min(crossed, reached.size() - 1)]);
+        Step step = read_step(in, current, reached[std::min(crossed, reached.size() - 1)]);
         crossed += leads_to_another_mesh(step) ? 1 : 0;
-        held = step.after;
+        current = step.after;
         return step;
       },
       kMaxSteps);

@@ -45,16 +45,16 @@ std::vector<VisiblePart> tiles(const Product& o, const AttendItems& items) {
       o.mask ? o.mask->row_stride != 0 : shape_of(all->band, all->rows, all->columns) == BlockShape::kOther;
   if (!has_rows) return {*all};
   const int64_t most = rows_of_tile(*all, kMostBiasBytes / bytes_per_pair(o, items));
-  std::vector<VisiblePart> found;
+  std::vector<VisiblePart> parts;
   for (int64_t first = 0; first < all->rows; first += most) {
     const Band below{std::max(all->band.least - first, Band::kMin), std::max(all->band.most - first, Band::kMin)};
     std::optional<VisiblePart> tile = visible_part(below, std::min(most, all->rows - first), all->columns);
     if (!tile) continue;
     tile->first_row += all->first_row + first;
     tile->first_column += all->first_column;
-    found.push_back(*tile);
+    parts.push_back(*tile);
   }
-  return found;
+  return parts;
 }
 
 // Returns the bytes of the largest bias of a tile.

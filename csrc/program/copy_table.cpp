@@ -85,10 +85,10 @@ BoxTable table_on(TableDevice& device, int device_index, const StridedCopy& copy
   std::shared_ptr<void>& slot = copy.device_table(boxes, device_index);
   if (!slot) {
     const std::vector<uint8_t> bytes = pack_table(boxes, words_per_block);
-    auto made = std::make_shared<Kept>();
-    made->upload = is_capturing ? device.upload_beside_capture(bytes) : device.upload(bytes);
-    made->is_there = made->upload.event == nullptr;
-    slot = std::move(made);
+    auto uploaded = std::make_shared<Kept>();
+    uploaded->upload = is_capturing ? device.upload_beside_capture(bytes) : device.upload(bytes);
+    uploaded->is_there = uploaded->upload.event == nullptr;
+    slot = std::move(uploaded);
   }
   auto& kept = *static_cast<Kept*>(slot.get());
   is_capturing ? ready_for_capture(device, kept) : ready_for_stream(device, kept);

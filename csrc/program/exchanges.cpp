@@ -49,9 +49,9 @@ class RankPart {
   }
 
   // Returns the parts of full messages that are sent in a round.
-  std::vector<Message> in_round_of(const std::vector<Exchange::Message>& whole, int64_t round) const {
+  std::vector<Message> in_round_of(const std::vector<Exchange::Message>& full_messages, int64_t round) const {
     std::vector<Message> messages;
-    for (const auto& [peer, elements] : whole) {
+    for (const auto& [peer, elements] : full_messages) {
       const Interval range = in_round({0, elements.count()}, round, rounds_);
       if (range.begin < range.end) messages.push_back({index_of(peer), elements.slice(range.begin, range.end)});
     }

@@ -123,8 +123,8 @@ class InSegments {
   InSegments(const Plan& plan, Rank rank)
       : plan_(plan), rank_(rank), num_segments_(plan.segments.count), plans_(plans_of_segments(plan)) {
     for (const Plan& segment : plans_) {
-      Written& one = written_.emplace_back(Written{compile(segment, rank), {}, {}});
-      one.stages = stages_of(one.program);
+      Written& written = written_.emplace_back(Written{compile(segment, rank), {}, {}});
+      written.stages = stages_of(written.program);
     }
   }
 
@@ -136,17 +136,17 @@ class InSegments {
     all_.buffers.push_back({count_of(held), plan_.src.dtype(), BufferRole::kInput, held});
     all_.buffers.push_back({count_of(needed), plan_.src.dtype(), BufferRole::kOutput});
     all_.outputs.push_back({kOutputBuffer, needed});
-    for (Written& one : written_) add_groups(one);
+    for (Written& written : written_) add_groups(written);
     make_buffers();
     const auto num_steps = static_cast<int>(plan_.steps.size());
     for_each_stage(num_segments_, num_steps, [&](int64_t segment, int64_t stage) {
-      const Written& one = of(segment);
+      const Written& written = of(segment);
       if (stage == 0) copy(plan_.src, kInputBuffer, buffers_[segment][kInputBuffer], segment, 0);
-      for (size_t i = 0; i < one.stages.size(); ++i) {
-        if (one.stages[i] == stage) emit(segment, i);
+      for (size_t i = 0; i < written.stages.size(); ++i) {
+        if (written.stages[i] == stage) emit(segment, i);
       }
       if (stage == num_steps) {
-        copy(plan_.dst, kOutputBuffer, buffers_[segment][one.program.outputs[0].buffer], segment, num_steps - 1);
+        copy(plan_.dst, kOutputBuffer, buffers_[segment][written.program.outputs[0].buffer], segment, num_steps - 1);
       }
     });
     return std::move(all_);
@@ -170,11 +170,11 @@ class InSegments {
   }
 
   // Adds the groups of a segment's program that the full program lacks.
-  void add_groups(Written& one) {
-    for (const Group& group : one.program.groups) {
+  void add_groups(Written& written) {
+    for (const Group& group : written.program.groups) {
       const auto is_same = [&](const Group& known) { return known.ranks == group.ranks; };
       const auto found = std::find_if(all_.groups.begin(), all_.groups.end(), is_same);
-      one.groups.push_back(static_cast<int>(found - all_.groups.begin()));
+      written.groups.push_back(static_cast<int>(found - all_.groups.begin()));
       if (found == all_.groups.end()) all_.groups.push_back(group);
     }
   }
@@ -199,21 +199,21 @@ class InSegments {
                                cell_length(plan_, plan_.segments.tensor_dim));
       return is_input ? part.from_part(segment) : part.to_part(segment);
     }
-    const Layout& some = is_input ? plans_[segment].src : plans_[segment].dst;
+    const Layout& segment_layout = is_input ? plans_[segment].src : plans_[segment].dst;
     const Position position = *layout.mesh().position_of(rank_);
     const Region of_all = layout.region(position);
-    const Region of_segment = some.region(position);
+    const Region of_segment = segment_layout.region(position);
     return is_input ? Selection(of_all, of_segment).boxes(Place::local(), Place::local())
                     : Selection(of_segment, of_all).boxes(Place::local(), Place::local());
   }
 
   // Emits the copy of a segment from the input, or to the result. `step` is the step to which the copy is attributed.
-  void copy(const Layout& layout, BufferId whole, BufferId of_segment, int64_t segment, int step) {
+  void copy(const Layout& layout, BufferId full_buffer, BufferId segment_buffer, int64_t segment, int step) {
     if (!layout.mesh().position_of(rank_)) return;
-    const bool is_input = whole == kInputBuffer;
+    const bool is_input = full_buffer == kInputBuffer;
     std::vector<Box> boxes = boxes_of(layout, segment, is_input);
     if (boxes.empty()) return;
-    Copy copy{is_input ? whole : of_segment, is_input ? of_segment : whole, std::move(boxes)};
+    Copy copy{is_input ? full_buffer : segment_buffer, is_input ? segment_buffer : full_buffer, std::move(boxes)};
     all_.instructions.push_back({std::move(copy), step});
   }
 

@@ -34,9 +34,9 @@ struct SomeRanks {
 SomeRanks evenly_spaced(std::vector<Rank> ranks, int64_t at_most) {
   const auto count = static_cast<int64_t>(ranks.size());
   if (count <= at_most) return {std::move(ranks), true};
-  std::vector<Rank> some;
-  for (int64_t i = 0; i < at_most; ++i) some.push_back(ranks[i * count / at_most]);
-  return {std::move(some), false};
+  std::vector<Rank> sample;
+  for (int64_t i = 0; i < at_most; ++i) sample.push_back(ranks[i * count / at_most]);
+  return {std::move(sample), false};
 }
 
 // Returns true if the rank is on one of the meshes of the step.
@@ -98,9 +98,9 @@ std::vector<int64_t> ProgramMemory::peaks_in_segments(Rank rank) {
   const int64_t count = are_uniform ? std::min(plan_.segments.count, num_steps + 2) : plan_.segments.count;
   std::vector<SketchedSegment> sketched;
   for (const std::unique_ptr<ProgramMemory>& segment : segments_) {
-    SketchedSegment& one = sketched.emplace_back();
-    one.num_given = elements_of(segment->plan_.src, segment->before_.front(), rank);
-    one.result = segment->write_all(one.sketch, rank);
+    SketchedSegment& sketched_segment = sketched.emplace_back();
+    sketched_segment.num_input_elements = elements_of(segment->plan_.src, segment->before_.front(), rank);
+    sketched_segment.result = segment->write_all(sketched_segment.sketch, rank);
   }
   const std::vector<int64_t> needed = plan_.dst.local_shape_of_rank(rank);
   const int64_t num_needed = std::accumulate(needed.begin(), needed.end(), int64_t{1}, std::multiplies<>());

@@ -135,8 +135,8 @@ class MoveMemory : public StepMemory {
   // group's order. Then an all-gather can write to the result directly.
   bool gathers_in_place(int64_t position, int64_t n) {
     const Group& group = exchange_.around(position);
-    const auto [found, is_new] = gathers_in_place_.try_emplace(group.least, true);
-    if (!is_new) return found->second;
+    const auto [entry, is_new] = gathers_in_place_.try_emplace(group.least, true);
+    if (!is_new) return entry->second;
     const auto lies_at = [&](int64_t member, int64_t first) {
       const Extent load = exchange_.share(member, position).in_round(0);
       return load.is_contiguous_needed && load.first_needed == first;
@@ -147,16 +147,16 @@ class MoveMemory : public StepMemory {
       int64_t stride = 1;
       for (int d = mesh.ndim() - 1; d >= 0; --d) {
         if (!step_.mesh_dims.contains(d) || mesh.dim_size(d) == 1) continue;
-        found->second = found->second && lies_at(group.least + mesh.stride(d), stride * n);
+        entry->second = entry->second && lies_at(group.least + mesh.stride(d), stride * n);
         stride *= mesh.dim_size(d);
       }
-      return found->second;
+      return entry->second;
     }
     const std::vector<int64_t>& members = exchange_.group(position).positions;
-    for (size_t m = 0; m < members.size() && found->second; ++m) {
-      found->second = lies_at(members[m], static_cast<int64_t>(m) * n);
+    for (size_t m = 0; m < members.size() && entry->second; ++m) {
+      entry->second = lies_at(members[m], static_cast<int64_t>(m) * n);
     }
-    return found->second;
+    return entry->second;
   }
 
   // Emits an all-gather by the transport: into the result, or into a staging buffer followed by a copy.
@@ -289,8 +289,8 @@ class MoveMemory : public StepMemory {
 
   // Returns the messages of the rank's group, from a cache.
   const Scattering& scattering(int64_t position) {
-    const auto [found, is_new] = scatterings_.try_emplace(exchange_.around(position).least);
-    Scattering& scattering = found->second;
+    const auto [entry, is_new] = scatterings_.try_emplace(exchange_.around(position).least);
+    Scattering& scattering = entry->second;
     if (!is_new) return scattering;
     scattering.rounds.resize(step_.rounds);
     if (const std::optional<RunOfMessages> run = run_of_equal_parts(position)) {
@@ -322,8 +322,8 @@ class MoveMemory : public StepMemory {
     for (int64_t round = 0; round < step_.rounds; ++round) {
       const RunOfMessages& sent = of_group.rounds[round];
       if (sent.total() == 0) continue;
-      const Interval mine = in_round({0, sketch.count_of(next)}, round, step_.rounds);
-      const int64_t own = mine.end - mine.begin;
+      const Interval own_range = in_round({0, sketch.count_of(next)}, round, step_.rounds);
+      const int64_t own = own_range.end - own_range.begin;
       int packed = current;
       if (!sent.is_run()) {
         packed = sketch.new_buffer(sent.total());
@@ -363,8 +363,8 @@ class MoveMemory : public StepMemory {
         sketch.emit({contribution, staging, next});
         continue;
       }
-      const Interval mine = flat_chunk(length, k, me);
-      const int64_t own = mine.end - mine.begin;
+      const Interval own_chunk = flat_chunk(length, k, me);
+      const int64_t own = own_chunk.end - own_chunk.begin;
       const int staging = sketch.new_buffer(own * k);
       sketch.emit({contribution, staging});
       sketch.wait({contribution, staging});

@@ -118,12 +118,12 @@ Ticket start_gather(ProgramBuilder& b, int g, const std::vector<BufferRange>& ch
 Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction, BufferRange contribution,
                             BufferRange result) {
   const auto k = static_cast<int64_t>(b.program().groups[g].ranks.size());
-  std::vector<BufferRange> given;    // chunks of the contribution
-  std::vector<BufferRange> reduced;  // chunks of the result
+  std::vector<BufferRange> contributed;  // chunks of the contribution
+  std::vector<BufferRange> reduced;      // chunks of the result
   for (int64_t m = 0; m < k; ++m) {
     const Interval chunk = flat_chunk(result.count, k, m);
     const int64_t length = chunk.end - chunk.begin;
-    given.push_back({contribution.buffer, contribution.offset + chunk.begin, length});
+    contributed.push_back({contribution.buffer, contribution.offset + chunk.begin, length});
     reduced.push_back({result.buffer, result.offset + chunk.begin, length});
   }
   const BufferRange own = reduced[b.program().groups[g].index];
@@ -132,7 +132,7 @@ Stages all_reduce_in_chunks(ProgramBuilder& b, int g, const Reduction& reduction
   return {[=, &b] {
             TransferSet set{g};
             for (int64_t m = 0; m < k; ++m) {
-              set.sends.add_placed(m, given[m]);
+              set.sends.add_placed(m, contributed[m]);
               set.receives.add_placed(m, {staging, m * own.count, own.count});
             }
             *ticket = start(b, set, TransferMethod::kAllToAll);
@@ -182,19 +182,19 @@ class PendingReduction {
   void reduce_scatter(const Step& step, int g, BufferId current, BufferId next, int64_t round) {
     const Region held = b_.region_in(step.before);
     // All members hold the same region, so either all of them have messages or none has.
-    Messages given(Messages::Side::kSent, current);
+    Messages contributions(Messages::Side::kSent, current);
     const std::vector<Rank> members = b_.program().groups[g].ranks;
     for (size_t m = 0; m < members.size(); ++m) {
       const Selection part(held, step.after.region(*step.after.mesh().position_of(members[m])));
       const Interval range = in_round({0, part.count()}, round, step.rounds);
-      given.add(static_cast<int64_t>(m), {{current, part.slice(range.begin, range.end)}});
+      contributions.add(static_cast<int64_t>(m), {{current, part.slice(range.begin, range.end)}});
     }
-    if (given.total_count() == 0) return;
-    given.place(b_, {.is_one_run = true});
-    given.copy(b_);
-    const Interval mine = in_round({0, b_.count_of(next)}, round, step.rounds);
-    const BufferRange result{next, mine.begin, mine.end - mine.begin};
-    start_sum(b_, step, g, given, given.are_equally_long(), result)();
+    if (contributions.total_count() == 0) return;
+    contributions.place(b_, {.is_one_run = true});
+    contributions.copy(b_);
+    const Interval own_range = in_round({0, b_.count_of(next)}, round, step.rounds);
+    const BufferRange result{next, own_range.begin, own_range.end - own_range.begin};
+    start_sum(b_, step, g, contributions, contributions.are_equally_long(), result)();
   }
 
   void all_reduce(const Step& step, BufferId current, BufferId next) {

@@ -38,37 +38,37 @@ class Stages {
   // The progress of a segment, as indices into changes_.
   struct Progress {
     std::vector<size_t> places;  // its instructions
-    size_t given = 0;            // the copy from the input
+    size_t input_copy = 0;       // the copy from the input
   };
 
   const SketchedSegment& of(int64_t segment) const { return segments_[segments_.size() == 1 ? 0 : segment]; }
 
   // Appends the instructions of one pipeline stage of a segment to changes_.
   void take_stage(int64_t segment, int64_t stage, int64_t num_needed) {
-    const SketchedSegment& one = of(segment);
+    const SketchedSegment& sketched = of(segment);
     Progress& progress = at_[segment];
-    if (stage == 0 && one.num_given > 0) {
-      progress.given = changes_.size();
-      changes_.push_back({0, one.num_given, 0});
+    if (stage == 0 && sketched.num_input_elements > 0) {
+      progress.input_copy = changes_.size();
+      changes_.push_back({0, sketched.num_input_elements, 0});
     }
-    const std::vector<int>& stages = one.sketch.stages();
+    const std::vector<int>& stages = sketched.sketch.stages();
     while (progress.places.size() < stages.size() && stages[progress.places.size()] == stage) {
-      const int step = one.sketch.steps()[progress.places.size()];
+      const int step = sketched.sketch.steps()[progress.places.size()];
       progress.places.push_back(changes_.size());
       changes_.push_back({step, 0, 0});
     }
-    if (stage == num_steps_) finish(one, progress, num_needed);
+    if (stage == num_steps_) finish(sketched, progress, num_needed);
   }
 
   // Adds the lives of the segment's buffers to changes_. Called in the last pipeline stage of a segment, when the
   // indices of all its instructions are known.
-  void finish(const SketchedSegment& one, const Progress& progress, int64_t num_needed) {
-    const std::vector<Sketch::Buffer>& buffers = one.sketch.buffers();
-    if (one.num_given > 0) {
+  void finish(const SketchedSegment& sketched, const Progress& progress, int64_t num_needed) {
+    const std::vector<Sketch::Buffer>& buffers = sketched.sketch.buffers();
+    if (sketched.num_input_elements > 0) {
       const int last = buffers[0].last;
-      changes_[last < 0 ? progress.given : progress.places[last]].ends += one.num_given;
+      changes_[last < 0 ? progress.input_copy : progress.places[last]].ends += sketched.num_input_elements;
     }
-    const bool copies = buffers[one.result].count > 0;
+    const bool copies = buffers[sketched.result].count > 0;
     if (copies) {
       changes_.push_back({num_steps_ - 1, has_output_ ? 0 : num_needed, 0});
       has_output_ = true;
@@ -77,7 +77,7 @@ class Stages {
       const Sketch::Buffer& buffer = buffers[b];
       if (buffer.first < 0) continue;
       changes_[progress.places[buffer.first]].begins += buffer.count;
-      const bool is_copied = copies && static_cast<int>(b) == one.result;
+      const bool is_copied = copies && static_cast<int>(b) == sketched.result;
       changes_[is_copied ? changes_.size() - 1 : progress.places[buffer.last]].ends += buffer.count;
     }
   }

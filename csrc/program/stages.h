@@ -11,8 +11,8 @@ namespace shardwright {
 // A rank's instructions in one segment, or in each segment if segments are uniform.
 struct SketchedSegment {
   Sketch sketch;
-  int64_t num_given = 0;  // number of elements of the segment's input, which is copied from the full input
-  int result = 0;         // the buffer that is copied to the whole output; nothing is copied if it has no elements
+  int64_t num_input_elements = 0;  // number of elements of the segment's input, which is copied from the full input
+  int result = 0;  // the buffer that is copied to the whole output; nothing is copied if it has no elements
 };
 
 // Returns the most elements that are allocated at once during each step of `num_segments` segments. The whole input

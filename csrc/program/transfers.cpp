@@ -15,10 +15,10 @@ int64_t aligned(int64_t count, int64_t alignment) { return (count + alignment - 
 // ---- Messages
 
 Messages::Message Messages::message(int64_t peer, std::vector<TransferItem> items) const {
-  Message made{peer, std::move(items)};
-  for (const TransferItem& item : made.items) made.count += item.elements.count();
-  made.run = run_of(made.items);
-  return made;
+  Message message{peer, std::move(items)};
+  for (const TransferItem& item : message.items) message.count += item.elements.count();
+  message.run = run_of(message.items);
+  return message;
 }
 
 void Messages::insert(int64_t peer, std::vector<TransferItem> items) {
@@ -252,11 +252,11 @@ void exchange(ProgramBuilder& builder, TransferSet set, TransferMethod transfer_
   set.receives.copy(builder);
 }
 
-std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int group, const Messages& given,
+std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int group, const Messages& contributions,
                                 bool equally_long, BufferRange result) {
   const Reduction reduction = reduction_of(step);
   if (equally_long && reduces_natively(step, builder.lowering())) {
-    const Ticket ticket = builder.emit(ReduceScatter{group, reduction.op, given.run(), result});
+    const Ticket ticket = builder.emit(ReduceScatter{group, reduction.op, contributions.run(), result});
     return [&builder, ticket, reduction, result] {
       builder.wait(ticket);
       finish_native(builder, reduction, result);
@@ -266,7 +266,7 @@ std::function<void()> start_sum(ProgramBuilder& builder, const Step& step, int g
   const BufferId rows = builder.new_buffer(result.count * k);
   Messages received(Messages::Side::kReceived);
   for (int64_t m = 0; m < k; ++m) received.add_placed(m, {rows, m * result.count, result.count});
-  const Ticket ticket = start(builder, group, given, received, TransferMethod::kAllToAll);
+  const Ticket ticket = start(builder, group, contributions, received, TransferMethod::kAllToAll);
   return [&builder, ticket, reduction, result, rows, group] {
     builder.wait(ticket);
     if (result.count == 0) return;

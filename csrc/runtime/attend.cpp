@@ -176,19 +176,19 @@ class Tiles {
 
   // Returns the operands of a tile, with the bias if it needs one.
   Operands at(const VisiblePart& tile) const {
-    Operands made;
-    made.q = q_.narrow(2, tile.first_row, tile.rows);
-    made.k = k_.narrow(2, tile.first_column, tile.columns);
-    made.v = v_.narrow(2, tile.first_column, tile.columns);
-    made.shape = shape_of(tile.band, tile.rows, tile.columns);
-    made.per_kv = o_.sizes.heads / o_.sizes.kv_heads;
-    made.scale = o_.scale;
+    Operands operands;
+    operands.q = q_.narrow(2, tile.first_row, tile.rows);
+    operands.k = k_.narrow(2, tile.first_column, tile.columns);
+    operands.v = v_.narrow(2, tile.first_column, tile.columns);
+    operands.shape = shape_of(tile.band, tile.rows, tile.columns);
+    operands.per_kv = o_.sizes.heads / o_.sizes.kv_heads;
+    operands.scale = o_.scale;
     if (o_.mask) {
-      made.bias = bias_of_mask(view(*o_.mask, buffers_, o_.sizes, tile), q_.options());
-    } else if (made.shape == BlockShape::kOther) {
-      made.bias = bias_of_band(tile.band, tile.rows, tile.columns, q_.options());
+      operands.bias = bias_of_mask(view(*o_.mask, buffers_, o_.sizes, tile), q_.options());
+    } else if (operands.shape == BlockShape::kOther) {
+      operands.bias = bias_of_band(tile.band, tile.rows, tile.columns, q_.options());
     }
-    return made;
+    return operands;
   }
 
   // Returns the tile's rows of the result or of its gradient, padded to the depth of the kernel's values.
@@ -243,19 +243,19 @@ std::tuple<at::Tensor, at::Tensor> forward(const Operands& o) {
     return at::_scaled_dot_product_flash_attention_for_cpu(o.q, o.k, o.v, 0.0, o.is_causal(), o.added(), o.scale);
   }
   if (!o.q.is_cuda()) {
-    const auto made = at::_scaled_dot_product_fused_attention_overrideable(
+    const auto results = at::_scaled_dot_product_fused_attention_overrideable(
         o.q, repeated(o.k, o.per_kv), repeated(o.v, o.per_kv), o.expanded_bias(), 0.0, o.is_causal(),
         /*return_debug_mask=*/false, o.scale);
-    return {std::get<0>(made), std::get<1>(made)};
+    return {std::get<0>(results), std::get<1>(results)};
   }
   if (o.is_for_flash()) {
-    auto made = at::_scaled_dot_product_flash_attention(o.q, o.k, o.v, 0.0, o.is_causal(), false, o.scale);
-    return {std::get<0>(made), std::get<1>(made)};
+    auto results = at::_scaled_dot_product_flash_attention(o.q, o.k, o.v, 0.0, o.is_causal(), false, o.scale);
+    return {std::get<0>(results), std::get<1>(results)};
   }
-  auto made = at::_scaled_dot_product_efficient_attention(o.q, repeated(o.k, o.per_kv), repeated(o.v, o.per_kv),
-                                                          o.expanded_bias(), /*compute_log_sumexp=*/true, 0.0,
-                                                          o.is_causal(), o.scale);
-  return {std::get<0>(made), std::get<1>(made).narrow(2, 0, o.q.size(2))};
+  auto results = at::_scaled_dot_product_efficient_attention(o.q, repeated(o.k, o.per_kv), repeated(o.v, o.per_kv),
+                                                             o.expanded_bias(), /*compute_log_sumexp=*/true, 0.0,
+                                                             o.is_causal(), o.scale);
+  return {std::get<0>(results), std::get<1>(results).narrow(2, 0, o.q.size(2))};
 }
 
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // of q, k and v
@@ -323,12 +323,12 @@ void merge_on_cpu(const Merge& o, const Buffers& buffers) {
       const T other = *right.lse_at(b, h, row);
       const T most = std::max(sum, other);
       if (std::isinf(most) && most < 0) continue;  // neither side sees a key
-      const T mine = std::exp(sum - most);
-      const T theirs = std::exp(other - most);
-      const T total = mine + theirs;
+      const T left_weight = std::exp(sum - most);
+      const T right_weight = std::exp(other - most);
+      const T total = left_weight + right_weight;
       T* to = left.out_at(b, h, row);
       const T* from = right.out_at(b, h, row);
-      for (int64_t d = 0; d < s.value_depth; ++d) to[d] = (to[d] * mine + from[d] * theirs) / total;
+      for (int64_t d = 0; d < s.value_depth; ++d) to[d] = (to[d] * left_weight + from[d] * right_weight) / total;
       sum = most + std::log(total);
     }
   });
@@ -341,13 +341,13 @@ void merge_with_aten(const Merge& o, const Buffers& buffers) {
   const at::Tensor right = view(o.right.lse, buffers, s, 0, s.rows);
   at::Tensor most = left.maximum(right);
   most.masked_fill_(most.eq(-kInfinity), 0);
-  const at::Tensor mine = left.sub(most).exp_();
-  const at::Tensor theirs = right.sub(most).exp_();
-  const at::Tensor total = mine.add(theirs);
+  const at::Tensor left_weight = left.sub(most).exp_();
+  const at::Tensor right_weight = right.sub(most).exp_();
+  const at::Tensor total = left_weight.add(right_weight);
   const at::Tensor divisor = total.clamp_min(std::numeric_limits<float>::min()).unsqueeze(-1);
   at::Tensor out = view(o.left.out, buffers, s.batch, all_rows(s), s.value_depth);
   const at::Tensor right_out = view(o.right.out, buffers, s.batch, all_rows(s), s.value_depth);
-  out.mul_(mine.unsqueeze(-1)).addcmul_(right_out, theirs.unsqueeze(-1));
+  out.mul_(left_weight.unsqueeze(-1)).addcmul_(right_out, right_weight.unsqueeze(-1));
   out.div_(divisor);
   left.copy_(total.log().add_(most));
 }
@@ -367,8 +367,8 @@ void attend(const Attend& o, const Buffers& buffers) {
   const Tiles<Attend> product(o, buffers);
   for (const VisiblePart& tile : product.tiles()) {
     const Operands operands = product.at(tile);
-    const auto [made, sums] = forward(operands);
-    at::Tensor rows = out.narrow(2, tile.first_row, tile.rows).copy_(without_padding(made, s.value_depth));
+    const auto [padded_out, sums] = forward(operands);
+    at::Tensor rows = out.narrow(2, tile.first_row, tile.rows).copy_(without_padding(padded_out, s.value_depth));
     at::Tensor sums_of_rows = lse.narrow(2, tile.first_row, tile.rows).copy_(sums);
     if (!operands.bias || !operands.bias->blind.defined()) continue;
     rows.masked_fill_(operands.bias->blind, 0);

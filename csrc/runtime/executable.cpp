@@ -18,19 +18,20 @@ namespace {
 
 // Describes a step that communicates. The group of a crossing has the ranks of both meshes.
 Communication communication_of(const Step& step) {
-  Communication found;
-  found.op = step_op_name(step.op);
-  found.mesh_dims = step.mesh_dims.to_vector();
-  found.group_size = is_crossing(step.op) ? static_cast<int64_t>(ranks_of(step.before.mesh(), step.after.mesh()).size())
-                                          : step.before.mesh().group_size(step.mesh_dims);
-  for (const int d : found.mesh_dims) {
+  Communication communication;
+  communication.op = step_op_name(step.op);
+  communication.mesh_dims = step.mesh_dims.to_vector();
+  communication.group_size = is_crossing(step.op)
+                                 ? static_cast<int64_t>(ranks_of(step.before.mesh(), step.after.mesh()).size())
+                                 : step.before.mesh().group_size(step.mesh_dims);
+  for (const int d : communication.mesh_dims) {
     const Placement& before = step.before.placements()[d];
     const Placement& after = step.after.placements()[d];
-    if (before.is_partial()) found.reduce_op = reduce_op_name(before.op);
-    if (before.is_shard_like()) found.gather_dim = before.dim;
-    if (after.is_shard_like()) found.shard_dim = after.dim;
+    if (before.is_partial()) communication.reduce_op = reduce_op_name(before.op);
+    if (before.is_shard_like()) communication.gather_dim = before.dim;
+    if (after.is_shard_like()) communication.shard_dim = after.dim;
   }
-  return found;
+  return communication;
 }
 
 // Returns the ranks of a layout's mesh as text: as a range for large meshes whose ranks are 0, 1, 2, ...
@@ -147,10 +148,10 @@ CompiledProgram::CompiledProgram(Program program, Lowering lowering, bool is_col
 }
 
 void CompiledProgram::note_order() {
-  is_asked_for_.resize(program_.instructions.size(), false);
+  orders_a_transfer_.resize(program_.instructions.size(), false);
   if (lowering_.is_on_device) order_of_transfers_ = order_of_transfers(program_);
   for (const int instruction : order_of_transfers_) {
-    if (instruction >= 0) is_asked_for_[instruction] = true;
+    if (instruction >= 0) orders_a_transfer_[instruction] = true;
   }
 }
 
@@ -165,7 +166,7 @@ void CompiledProgram::note_dtypes() {
     }
   }
   const DTypeKind kind = program_.dtype.kind();
-  travels_as_bytes_ = kind == DTypeKind::kOpaque || kind == DTypeKind::kComplex || program_.dtype == DType::kInt16;
+  is_sent_as_bytes_ = kind == DTypeKind::kOpaque || kind == DTypeKind::kComplex || program_.dtype == DType::kInt16;
 }
 
 void CompiledProgram::note_instructions() {
@@ -255,11 +256,11 @@ at::ScalarType scalar_type_of(DType dtype) {
   throw InvariantError(concat("no torch dtype for ", dtype.name()));
 }
 
-void check_strided(const at::Tensor& given, const std::string& argument) {
-  TORCH_CHECK_VALUE(given.defined(), argument, " must be a tensor, got none");
-  TORCH_CHECK_VALUE(!given.is_nested(), argument, " must be a plain tensor, got a nested tensor");
-  TORCH_CHECK_VALUE(given.layout() == at::kStrided, argument, " must be a strided tensor, got layout ", given.layout(),
-                    "; .to_dense() makes it strided");
+void check_strided(const at::Tensor& tensor, const std::string& argument) {
+  TORCH_CHECK_VALUE(tensor.defined(), argument, " must be a tensor, got none");
+  TORCH_CHECK_VALUE(!tensor.is_nested(), argument, " must be a plain tensor, got a nested tensor");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, argument, " must be a strided tensor, got layout ",
+                    tensor.layout(), "; .to_dense() makes it strided");
 }
 
 void CompiledProgram::check_tensors(c10::ArrayRef<at::Tensor> tensors) const {
@@ -330,13 +331,13 @@ bool Executable::goes_through_host(const at::Device& device) const {
 }
 
 std::vector<Communication> Executable::communications() const {
-  std::vector<Communication> found;
+  std::vector<Communication> all;
   for (const Plan& plan : compiled_->origin().plans()) {
     for (const Step& step : plan.steps) {
-      if (communicates(step)) found.push_back(communication_of(step));
+      if (communicates(step)) all.push_back(communication_of(step));
     }
   }
-  return found;
+  return all;
 }
 
 std::vector<Rank> Executable::mesh_ranks() const { return compiled_->origin().ranks(); }

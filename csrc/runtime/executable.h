@@ -82,18 +82,18 @@ class CompiledProgram {
   // Bytes that this rank receives from other ranks in a run.
   int64_t received_bytes() const { return received_bytes_; }
   // True if the tensor is sent as bytes, because process groups do not support its dtype.
-  bool is_sent_as_bytes() const { return travels_as_bytes_; }
+  bool is_sent_as_bytes() const { return is_sent_as_bytes_; }
 
   // Returns the prepared copy of a Copy instruction; null if the copy casts, or is between host and device.
   const StridedCopy* copy(int instruction) const {
-    const std::optional<StridedCopy>& found = copies_[instruction];
-    return found ? &*found : nullptr;
+    const std::optional<StridedCopy>& prepared = copies_[instruction];
+    return prepared ? &*prepared : nullptr;
   }
   // Returns the index of the compute instruction or Wait that a transfer must run after (order_of_transfers); negative
   // if there is none.
   int order_of(int transfer) const { return order_of_transfers_[transfer]; }
   // True if some transfer must run after this compute instruction or Wait.
-  bool orders_a_transfer(int instruction) const { return is_asked_for_[instruction]; }
+  bool orders_a_transfer(int instruction) const { return orders_a_transfer_[instruction]; }
 
   // The index of the product that waits for flags (Gemm::flags), and the buffer of its result; -1 and kMissingBuffer
   // without such a product.
@@ -139,7 +139,7 @@ class CompiledProgram {
   Rank rank_;
   Lowering lowering_;
   std::vector<int> order_of_transfers_;             // by instruction; empty if the host carries out transfers
-  std::vector<bool> is_asked_for_;                  // by instruction: see orders_a_transfer
+  std::vector<bool> orders_a_transfer_;             // by instruction: see orders_a_transfer
   std::vector<std::optional<StridedCopy>> copies_;  // by instruction: see copy
   std::vector<at::ScalarType> dtypes_;              // by buffer; Undefined for the program's own dtype
   int usual_input_ = -1;                            // the first input of the program's own dtype; -1: none
@@ -154,7 +154,7 @@ class CompiledProgram {
   int end_of_collectives_ = 0;
   bool reads_input_after_start_ = false;
   bool is_collective_ = false;
-  bool travels_as_bytes_ = false;  // see is_sent_as_bytes
+  bool is_sent_as_bytes_ = false;  // see is_sent_as_bytes
 };
 
 // A program bound to groups of ranks. Its runs keep it alive (std::shared_ptr). It does not keep the groups alive.
@@ -195,6 +195,6 @@ using ExecutablePtr = std::shared_ptr<const Executable>;
 at::ScalarType scalar_type_of(DType dtype);
 
 // Throws c10::ValueError that names `argument` if the tensor is undefined or has no strides (nested, sparse, MKL-DNN).
-void check_strided(const at::Tensor& given, const std::string& argument);
+void check_strided(const at::Tensor& tensor, const std::string& argument);
 
 }  // namespace shardwright

@@ -366,8 +366,8 @@ void Execution::divide(const Divide& divide) {
 }
 
 at::Tensor Execution::elements(BufferId buffer, DType dtype) const {
-  const at::Tensor& found = buffers_[buffer];
-  return dtype == program_.dtype_of(buffer) ? found : flat_elements(found, scalar_type_of(dtype));
+  const at::Tensor& tensor = buffers_[buffer];
+  return dtype == program_.dtype_of(buffer) ? tensor : flat_elements(tensor, scalar_type_of(dtype));
 }
 
 // A copy on CPU needs no dtypes: it moves bytes.

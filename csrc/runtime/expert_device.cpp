@@ -85,10 +85,10 @@ at::Tensor choose_replicas_on_device(const DevicePlacement& placement, const at:
   const at::Tensor on_the_way = code_on * goes_there.unsqueeze(1);
   choose(on_the_way, at::argmax(on_the_way.gt(0) * nearness, 2));
   const at::Tensor token_numbers = numbers(tokens, longs(expert_ids.device())).unsqueeze(1);
-  const at::Tensor turn = ranks - 1 - distance(token_numbers + rank, rank_numbers, ranks);
+  const at::Tensor preference = ranks - 1 - distance(token_numbers + rank, rank_numbers, ranks);
   for (int64_t j = 0; j < per_token; ++j) {
     const at::Tensor lacking = (is_held & codes.eq(0).unsqueeze(2)).sum(1);
-    choose(code_on, at::argmax(lacking * ranks + turn, 1, /*keepdim=*/true));
+    choose(code_on, at::argmax(lacking * ranks + preference, 1, /*keepdim=*/true));
   }
   return codes.to(at::kInt);
 }
@@ -123,8 +123,8 @@ DeviceExpansion expand_rows_on_device(const at::Tensor& codes, int64_t first_rep
   const auto options = longs(codes.device());
   const int64_t num_pairs = codes.numel();
   const at::Tensor local = codes.to(at::kLong) - 1 - first_replica;
-  const at::Tensor is_mine = local.ge(0) & local.lt(num_local);
-  at::Tensor expert = at::where(is_mine, local, at::full({}, num_local, options));
+  const at::Tensor is_local = local.ge(0) & local.lt(num_local);
+  at::Tensor expert = at::where(is_local, local, at::full({}, num_local, options));
   at::Tensor pairs = numbers(num_pairs, options).view(codes.sizes());
   if (origins) {
     const at::Tensor order = at::argsort(*origins, /*stable=*/true, 0);
@@ -134,14 +134,14 @@ DeviceExpansion expand_rows_on_device(const at::Tensor& codes, int64_t first_rep
   const auto [by_expert, order] = at::sort(expert.reshape({-1}), /*stable=*/true, 0, /*descending=*/false);
   const at::Tensor pair = pairs.reshape({-1}).index_select(0, order);
   const at::Tensor bounds = at::searchsorted(by_expert, numbers(num_local + 2, options));
-  const at::Tensor asked = bounds.narrow(0, 1, num_local + 1) - bounds.narrow(0, 0, num_local + 1);
+  const at::Tensor uncapped_counts = bounds.narrow(0, 1, num_local + 1) - bounds.narrow(0, 0, num_local + 1);
   const at::Tensor within = numbers(num_pairs, options) - bounds.index_select(0, by_expert);
   const at::Tensor kept = by_expert.lt(num_local) & within.lt(capacity);
-  const at::Tensor counts = asked.clamp_max(capacity);
+  const at::Tensor counts = uncapped_counts.clamp_max(capacity);
   const at::Tensor place = within + (counts.cumsum(0) - counts).index_select(0, by_expert);
   DeviceExpansion expansion;
   expansion.counts = counts.narrow(0, 0, num_local);
-  expansion.dropped = (asked - counts).narrow(0, 0, num_local).sum();
+  expansion.dropped = (uncapped_counts - counts).narrow(0, 0, num_local).sum();
   expansion.pairs = scattered(num_places, at::where(kept, place, at::full({}, num_places, options)), pair);
   expansion.places = scattered(num_pairs, pair, at::where(kept, place, at::full({}, -1, options))).view(codes.sizes());
   return expansion;

@@ -24,8 +24,8 @@ namespace {
 constexpr int64_t kBytesPerTask = 1 << 16;  // minimum per task of a thread
 
 // Returns the rows, each dense, with pending conjugation and negation applied.
-at::Tensor with_dense_rows(const at::Tensor& given) {
-  const at::Tensor rows = given.resolve_conj().resolve_neg();
+at::Tensor with_dense_rows(const at::Tensor& input) {
+  const at::Tensor rows = input.resolve_conj().resolve_neg();
   return rows.size(1) <= 1 || rows.stride(1) == 1 ? rows : rows.contiguous();
 }
 
@@ -160,8 +160,8 @@ bool register_device_sum_rows(at::DeviceType device, DeviceSumRows sum_rows) {
   return true;
 }
 
-void take_rows_into(const at::Tensor& given, const at::Tensor& index, const at::Tensor& out) {
-  const at::Tensor rows = with_dense_rows(given);
+void take_rows_into(const at::Tensor& input, const at::Tensor& index, const at::Tensor& out) {
+  const at::Tensor rows = with_dense_rows(input);
   const int64_t count = index.size(0);
   const int64_t row_bytes = rows.size(1) * static_cast<int64_t>(rows.element_size());
   if (count == 0 || row_bytes == 0) return;
@@ -190,8 +190,8 @@ at::Tensor take_rows(const at::Tensor& rows, const at::Tensor& index) {
   return out;
 }
 
-at::Tensor sum_rows(const at::Tensor& given, const at::Tensor& table, const std::optional<at::Tensor>& weights) {
-  const at::Tensor rows = with_dense_rows(given);
+at::Tensor sum_rows(const at::Tensor& input, const at::Tensor& table, const std::optional<at::Tensor>& weights) {
+  const at::Tensor rows = with_dense_rows(input);
   if (!rows.device().is_cpu()) return sum_rows_on_device(rows, table, weights);
   at::Tensor out = at::empty({table.size(0), rows.size(1)}, rows.options());
   prefer_huge_pages(out);
@@ -206,16 +206,16 @@ at::Tensor sum_rows(const at::Tensor& given, const at::Tensor& table, const std:
   return out;
 }
 
-at::Tensor take_weighted_rows(const at::Tensor& given, const at::Tensor& pairs, const at::Tensor& weights) {
-  if (weights.numel() == 0) return at::zeros({pairs.size(0), given.size(1)}, given.options());
+at::Tensor take_weighted_rows(const at::Tensor& rows, const at::Tensor& pairs, const at::Tensor& weights) {
+  if (weights.numel() == 0) return at::zeros({pairs.size(0), rows.size(1)}, rows.options());
   const at::Tensor table = pairs.div(weights.size(1), "floor").unsqueeze(1);
-  return sum_rows(given, table, weights.reshape({-1}).index_select(0, at::clamp_min(pairs, 0)).unsqueeze(1));
+  return sum_rows(rows, table, weights.reshape({-1}).index_select(0, at::clamp_min(pairs, 0)).unsqueeze(1));
 }
 
-at::Tensor dot_rows(const at::Tensor& given, const at::Tensor& table, const at::Tensor& given_others,
+at::Tensor dot_rows(const at::Tensor& input, const at::Tensor& table, const at::Tensor& other_input,
                     at::ScalarType dtype) {
-  const at::Tensor rows = with_dense_rows(given);
-  const at::Tensor others = with_dense_rows(given_others);
+  const at::Tensor rows = with_dense_rows(input);
+  const at::Tensor others = with_dense_rows(other_input);
   if (rows.size(0) == 0) return at::zeros(table.sizes(), rows.options().dtype(dtype));
   if (!rows.device().is_cpu()) {
     const at::ScalarType sum_dtype = at::toOpMathType(rows.scalar_type());

@@ -179,11 +179,11 @@ ExpertPlacement::ExpertPlacement(int64_t num_experts, const std::vector<std::vec
   for (size_t rank = 0; rank < experts_of_rank.size(); ++rank) {
     hash.add(experts_of_rank[rank].size());
     for (const int64_t expert : experts_of_rank[rank]) {
-      std::vector<int32_t>& held = replicas[expert];
-      const bool is_here = !held.empty() && held.back() >= first_replica_.back();
+      std::vector<int32_t>& replicas_of_expert = replicas[expert];
+      const bool is_here = !replicas_of_expert.empty() && replicas_of_expert.back() >= first_replica_.back();
       check_user(!is_here, "placement: an expert must be listed at most once per rank, got expert ", expert,
                  " twice on rank ", rank, " of the group");
-      held.push_back(static_cast<int32_t>(rank_of_replica_.size()));
+      replicas_of_expert.push_back(static_cast<int32_t>(rank_of_replica_.size()));
       rank_of_replica_.push_back(static_cast<int32_t>(rank));
       hash.add(static_cast<uint64_t>(expert));
     }

@@ -53,8 +53,8 @@ class Watch {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       auto next = products_.begin();
-      for (auto one = products_.begin(); one != products_.end(); ++one) {
-        if (one->deadline < next->deadline) next = one;
+      for (auto product = products_.begin(); product != products_.end(); ++product) {
+        if (product->deadline < next->deadline) next = product;
       }
       if (next == products_.end()) {
         changed_.wait(lock);

@@ -118,24 +118,24 @@ at::Tensor dense_scales(const at::Tensor& buffer, const Scale& scale, int64_t ro
 }
 
 // Returns the i-th product of a batch.
-Gemm one_of(const Gemm& gemm, int64_t i) {
-  Gemm one = gemm;
-  one.count = 1;
-  one.lhs.offset += i * gemm.lhs_batch_stride;
-  one.rhs.offset += i * gemm.rhs_batch_stride;
-  one.dst.offset += i * gemm.dst_batch_stride;
-  return one;
+Gemm product_at(const Gemm& gemm, int64_t i) {
+  Gemm unbatched = gemm;
+  unbatched.count = 1;
+  unbatched.lhs.offset += i * gemm.lhs_batch_stride;
+  unbatched.rhs.offset += i * gemm.rhs_batch_stride;
+  unbatched.dst.offset += i * gemm.dst_batch_stride;
+  return unbatched;
 }
 
 // Computes a scaled product in float32. The scales have one element, or m and n elements.
 void multiply_by_casting(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor& lhs_scale,
                          const at::Tensor& rhs_scale, at::Tensor& dst) {
   for (int64_t i = 0; i < gemm.count; ++i) {
-    const Gemm one = one_of(gemm, i);
-    at::Tensor product =
-        at::mm(view(lhs, one.lhs, gemm.m, gemm.k).to(at::kFloat), view(rhs, one.rhs, gemm.k, gemm.n).to(at::kFloat));
+    const Gemm unbatched = product_at(gemm, i);
+    at::Tensor product = at::mm(view(lhs, unbatched.lhs, gemm.m, gemm.k).to(at::kFloat),
+                                view(rhs, unbatched.rhs, gemm.k, gemm.n).to(at::kFloat));
     product.mul_(lhs_scale.unsqueeze(1)).mul_(rhs_scale.unsqueeze(0));
-    at::Tensor to = view(dst, one.dst, gemm.m, gemm.n);
+    at::Tensor to = view(dst, unbatched.dst, gemm.m, gemm.n);
     if (gemm.accumulates) product.add_(to);
     to.copy_(product);
   }
@@ -182,9 +182,9 @@ void multiply_with_aten(const Gemm& gemm, const at::Tensor& lhs, const at::Tenso
     return;
   }
   for (int64_t i = 0; i < gemm.count; ++i) {
-    const Gemm one = one_of(gemm, i);
-    multiply_matrices(view(lhs, one.lhs, gemm.m, gemm.k), view(rhs, one.rhs, gemm.k, gemm.n),
-                      view(dst, one.dst, gemm.m, gemm.n), gemm.accumulates, added);
+    const Gemm unbatched = product_at(gemm, i);
+    multiply_matrices(view(lhs, unbatched.lhs, gemm.m, gemm.k), view(rhs, unbatched.rhs, gemm.k, gemm.n),
+                      view(dst, unbatched.dst, gemm.m, gemm.n), gemm.accumulates, added);
   }
 }
 

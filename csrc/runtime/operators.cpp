@@ -223,7 +223,7 @@ class MatmulOrigin : public Origin {
     const bool moves = !plan.steps.empty();
     const std::string stays = "not moved";
     std::string plans;
-    for (const Plan* one : plans_of(matmul)) plans += one->steps.empty() ? "" : to_bytes(*one);
+    for (const Plan* executed : plans_of(matmul)) plans += executed->steps.empty() ? "" : to_bytes(*executed);
     return {{"kind", std::holds_alternative<GatherMatmul>(matmul) ? "gather" : "scatter"},
             {"tensor", moves ? concat(plan.src.dtype().name(), "[", join(plan.src.shape()), "]") : stays},
             {"dtype", plan.src.dtype().name()},
@@ -298,10 +298,10 @@ at::Tensor redistribute_autograd(const at::Tensor& input, const std::string& pla
 void refuse_nested(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const c10::IValue& given = torch::jit::peek(*stack, i, arguments.size());
-    if (given.isTensor()) check_strided(given.toTensor(), arguments[i].name());
-    if (!given.isTensorList()) continue;
-    for (const at::Tensor& tensor : given.toTensorVector()) check_strided(tensor, arguments[i].name());
+    const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+    if (value.isTensor()) check_strided(value.toTensor(), arguments[i].name());
+    if (!value.isTensorList()) continue;
+    for (const at::Tensor& tensor : value.toTensorVector()) check_strided(tensor, arguments[i].name());
   }
   TORCH_CHECK_VALUE(false, op.schema().name(), ": arguments must be plain tensors, got a nested tensor");
 }

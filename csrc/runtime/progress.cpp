@@ -20,9 +20,9 @@ constexpr std::chrono::milliseconds kLinger{50};
 // The queue of programs, and the progress thread that runs them. docs/architecture/runtime.md has its states.
 class Progress {
  public:
-  void add(std::shared_ptr<Execution> one) {
+  void add(std::shared_ptr<Execution> execution) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    queue_.push_back(std::move(one));
+    queue_.push_back(std::move(execution));
     if (!is_running_ && !is_stopped_) {
       is_running_ = true;
       std::thread([this] { run(); }).detach();
@@ -46,12 +46,12 @@ class Progress {
     std::unique_lock<std::mutex> lock(mutex_);
     while (changed_.wait_for(lock, kLinger, [this] { return !queue_.empty() || is_stopped_.load(); })) {
       if (is_stopped_) break;
-      std::shared_ptr<Execution> one = std::move(queue_.front());
+      std::shared_ptr<Execution> execution = std::move(queue_.front());
       queue_.pop_front();
       is_busy_ = true;
       lock.unlock();
-      finish(*one);
-      one.reset();  // may free tensors, so the lock is not held
+      finish(*execution);
+      execution.reset();  // may free tensors, so the lock is not held
       lock.lock();
       is_busy_ = false;
       changed_.notify_all();

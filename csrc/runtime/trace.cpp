@@ -27,9 +27,9 @@ std::atomic<int64_t> runs{0};     // run numbers given so far
 double now() { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
 // Stores a span, unless its trace has ended.
-void keep(int64_t trace, Recorded one) {
+void keep(int64_t trace, Recorded span) {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (trace == current) recorded.push_back(std::move(one));
+  if (trace == current) recorded.push_back(std::move(span));
 }
 
 }  // namespace
@@ -44,28 +44,28 @@ void begin_trace() {
 }
 
 std::vector<TraceEvent> end_trace() {
-  std::vector<Recorded> done;
+  std::vector<Recorded> spans;
   {
     const std::lock_guard<std::mutex> lock(mutex);
     current = 0;
-    done.swap(recorded);
+    spans.swap(recorded);
   }
   // GPU times are relative to the first GPU event, which is taken to be at its instruction's start on the host's clock.
   const Recorded* first = nullptr;
-  for (const Recorded& one : done) {
-    if (!one.device_start) continue;
-    one.device_end->synchronize();
-    if (first == nullptr) first = &one;
+  for (const Recorded& span : spans) {
+    if (!span.device_start) continue;
+    span.device_end->synchronize();
+    if (first == nullptr) first = &span;
   }
   std::vector<TraceEvent> events;
-  for (const Recorded& one : done) {
-    events.push_back(one.event);
-    if (!one.device_start) continue;
+  for (const Recorded& span : spans) {
+    events.push_back(span.event);
+    if (!span.device_start) continue;
     const auto since_first = [&](const c10::Event& event) {
       return first->event.start + first->device_start->elapsedTime(event) / 1e3;
     };
-    events.back().start = since_first(*one.device_start);
-    events.back().end = since_first(*one.device_end);
+    events.back().start = since_first(*span.device_start);
+    events.back().end = since_first(*span.device_end);
   }
   return events;
 }

@@ -14,9 +14,9 @@ std::vector<ActivationGather> plan_activations(const std::vector<Use>& uses, con
     int begin = a.first;  // first use of the backward, but after the activation is saved
     while (begin - 1 > a.saved && uses[begin - 1].pass != Pass::kForward) --begin;
     // The gather starts in the turn of this activation if it is in the same backward, otherwise before the backward.
-    const int turn = k - static_cast<int>(ahead);
-    if (turn >= 0 && activations[turn].first >= begin) {
-      gathers.push_back({activations[turn].first, turn});
+    const int trigger = k - static_cast<int>(ahead);
+    if (trigger >= 0 && activations[trigger].first >= begin) {
+      gathers.push_back({activations[trigger].first, trigger});
     } else if (ahead > 0) {
       gathers.push_back({begin, -1});
     } else {
@@ -29,18 +29,18 @@ std::vector<ActivationGather> plan_activations(const std::vector<Use>& uses, con
 std::vector<int64_t> activation_bytes(size_t num_uses, const std::vector<Activation>& activations,
                                       const std::vector<ActivationGather>& gathers) {
   std::vector<int64_t> most(num_uses, 0);
-  int turn = -1;  // latest activation whose turn has begun
+  int current = -1;  // the activation whose turn it is
   for (int use = 0; use < static_cast<int>(num_uses); ++use) {
     // Counts at the beginning of the use and at the beginning of each turn within it.
     while (true) {
       int64_t bytes = 0;
       for (size_t k = 0; k < activations.size(); ++k) {
-        const bool has_started = gathers[k].start <= use && gathers[k].trigger <= turn;
-        if (has_started && use <= activations[k].last && turn <= activations[k].until) bytes += activations[k].bytes;
+        const bool has_started = gathers[k].start <= use && gathers[k].trigger <= current;
+        if (has_started && use <= activations[k].last && current <= activations[k].until) bytes += activations[k].bytes;
       }
       most[use] = std::max(most[use], bytes);
-      if (turn + 1 == static_cast<int>(activations.size()) || activations[turn + 1].first > use) break;
-      ++turn;
+      if (current + 1 == static_cast<int>(activations.size()) || activations[current + 1].first > use) break;
+      ++current;
     }
   }
   return most;

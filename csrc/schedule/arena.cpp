@@ -15,18 +15,18 @@ bool share_an_event(const Lifetime& a, const Lifetime& b) { return a.first <= b.
 // Returns the offset of the smallest gap between `taken`, pairs of begin and end in ascending order, that holds `size`
 // bytes. The gap after the last pair has no end.
 int64_t smallest_gap(const std::vector<std::pair<int64_t, int64_t>>& taken, int64_t size) {
-  int64_t found = -1;
+  int64_t offset = -1;
   int64_t smallest = std::numeric_limits<int64_t>::max();
   int64_t end = 0;
   for (const auto& [begin, next_end] : taken) {
     const int64_t gap = begin - end;
     if (gap >= size && gap < smallest) {
-      found = end;
+      offset = end;
       smallest = gap;
     }
     end = std::max(end, next_end);
   }
-  return found >= 0 ? found : end;
+  return offset >= 0 ? offset : end;
 }
 
 // Places buffers one by one in this order, as described in the header. `sizes` are aligned.

@@ -48,8 +48,8 @@ class Chunking {
 
   StepSchedule run() const {
     std::set<Place> chosen;
-    const std::optional<StepSchedule> whole = without_error(chosen);
-    StepSchedule best = whole ? *whole : smallest(chosen);
+    const std::optional<StepSchedule> without_chunks = without_error(chosen);
+    StepSchedule best = without_chunks ? *without_chunks : smallest(chosen);
     if (!has_times(best)) return best;
     for (const auto& [wait_ps, place] : by_wait(best)) {
       if (chosen.contains(place)) continue;
@@ -134,7 +134,7 @@ class Chunking {
                          form.weight, form.transfer_ps, form.transfer_ps / form.num_chunks});
       chunk_bytes = std::max(chunk_bytes, form.chunk_bytes);
     }
-    options.held_bytes += chunk_bytes;
+    options.retained_bytes += chunk_bytes;
     if (options.budget_bytes && options_.may_add_chunks) *options.budget_bytes += chunk_bytes + added_bytes;
     return options_.chooses_prefetch ? fastest_schedule(weights, uses, options)
                                      : make_schedule(std::move(weights), std::move(uses), options);
@@ -156,21 +156,21 @@ class Chunking {
     for (const Place& place : possible_) {
       if (!place.is_reduction) chosen.insert(place);  // a reduction takes as much memory in chunks
     }
-    const std::optional<StepSchedule> found = without_error(chosen);
-    return found && never_both(*found) ? *found : planned({});  // throws the error of the plan without chunks
+    const std::optional<StepSchedule> chunked = without_error(chosen);
+    return chunked && never_both(*chunked) ? *chunked : planned({});  // throws the error of the plan without chunks
   }
 
   // Returns the possible places that compute waits for, with their waits, longest first; at most kMostUsesTried.
   std::vector<std::pair<int64_t, Place>> by_wait(const StepSchedule& s) const {
     const StepLanes lanes = predict(s);
-    std::vector<std::pair<int64_t, Place>> found;
+    std::vector<std::pair<int64_t, Place>> waits;
     for (const Place& place : possible_) {
       const int64_t wait_ps = place.is_reduction ? wait_after(s, lanes, place) : wait_before(s, lanes, place);
-      if (wait_ps > 0) found.emplace_back(wait_ps, place);
+      if (wait_ps > 0) waits.emplace_back(wait_ps, place);
     }
-    std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-    if (found.size() > kMostUsesTried) found.resize(kMostUsesTried);
-    return found;
+    std::stable_sort(waits.begin(), waits.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    if (waits.size() > kMostUsesTried) waits.resize(kMostUsesTried);
+    return waits;
   }
 
   // Returns how long compute waits for the gather of a place, without the delay by earlier transfers; 0 if the schedule
@@ -195,10 +195,10 @@ class Chunking {
   // Returns true if no weight is resident both with and without chunks at one use.
   bool never_both(const StepSchedule& s) const {
     for (const WeightBuffer& form : s.buffers) {
-      const int whole = s.weights[form.weight].form_of;
-      if (whole < 0) continue;
+      const int weight = s.weights[form.weight].form_of;
+      if (weight < 0) continue;
       const auto overlaps = [&](const WeightBuffer& b) {
-        return b.weight == whole && b.first <= form.last && form.first <= b.last;
+        return b.weight == weight && b.first <= form.last && form.first <= b.last;
       };
       if (std::any_of(s.buffers.begin(), s.buffers.end(), overlaps)) return false;
     }

@@ -35,26 +35,26 @@ namespace {
 // Returns the indices of the items that satisfy a condition.
 template <typename Items, typename Condition>
 std::vector<int> indices(const Items& items, const Condition& condition) {
-  std::vector<int> found;
+  std::vector<int> matching;
   for (size_t i = 0; i < items.size(); ++i) {
-    if (condition(items[i])) found.push_back(static_cast<int>(i));
+    if (condition(items[i])) matching.push_back(static_cast<int>(i));
   }
-  return found;
+  return matching;
 }
 
 // Returns the names of the weights of the chosen items (gathers or reductions, by index), as "a, b".
 template <typename Items>
 std::string names(const StepSchedule& s, const Items& items, const std::vector<int>& chosen) {
-  std::vector<std::string> found;
-  for (const int i : chosen) found.push_back(s.weights[items[i].weight].name);
-  return join(found);
+  std::vector<std::string> weight_names;
+  for (const int i : chosen) weight_names.push_back(s.weights[items[i].weight].name);
+  return join(weight_names);
 }
 
 // Returns the names of weights, as "a, b".
 std::string names(const StepSchedule& s, const std::vector<int>& weights) {
-  std::vector<std::string> found;
-  for (const int w : weights) found.push_back(s.weights[w].name);
-  return join(found);
+  std::vector<std::string> weight_names;
+  for (const int w : weights) weight_names.push_back(s.weights[w].name);
+  return join(weight_names);
 }
 
 // Returns the reductions that start after a use and are not in chunks.
@@ -64,27 +64,27 @@ std::vector<int> reduced_whole_after(const StepSchedule& s, int use) {
 
 // Returns the weights whose gradients are complete after a use and were reduced in chunks only in earlier uses.
 std::vector<int> reduced_before(const StepSchedule& s, int use) {
-  const std::vector<ReducedWithin> here = s.reduced_within(use);
-  std::vector<int> found;
+  const std::vector<ReducedWithin> reduced_here = s.reduced_within(use);
+  std::vector<int> reduced;
   for (const int w : s.uses[use].in_chunks) {
-    if (std::none_of(here.begin(), here.end(), [&](const ReducedWithin& r) { return r.weight == w; })) {
-      found.push_back(w);
+    if (std::none_of(reduced_here.begin(), reduced_here.end(), [&](const ReducedWithin& r) { return r.weight == w; })) {
+      reduced.push_back(w);
     }
   }
-  return found;
+  return reduced;
 }
 
 // Returns true if `use` is the longest of the consecutive uses of a weight in one pass, or the first of equally long
 // ones.
 bool is_longest(const std::vector<Use>& uses, int use, int weight) {
-  const auto is_one = [&](int i) {
+  const auto is_in_run = [&](int i) {
     return 0 <= i && i < static_cast<int>(uses.size()) && uses[i].pass == uses[use].pass &&
            std::count(uses[i].weights.begin(), uses[i].weights.end(), weight) > 0;
   };
-  for (int i = use - 1; is_one(i); --i) {
+  for (int i = use - 1; is_in_run(i); --i) {
     if (uses[i].compute_ps >= uses[use].compute_ps) return false;
   }
-  for (int i = use + 1; is_one(i); ++i) {
+  for (int i = use + 1; is_in_run(i); ++i) {
     if (uses[i].compute_ps > uses[use].compute_ps) return false;
   }
   return true;
@@ -194,15 +194,15 @@ std::vector<int> StepSchedule::reductions_finished_after(int use) const {
 }
 
 std::vector<int> StepSchedule::gathered_within(int use) const {
-  std::vector<int> found;
+  std::vector<int> gathered;
   for (const int w : uses[use].weights) {
-    if (weights[w].chunks_ps > 0 && is_longest(uses, use, w)) found.push_back(w);
+    if (weights[w].chunks_ps > 0 && is_longest(uses, use, w)) gathered.push_back(w);
   }
-  return found;
+  return gathered;
 }
 
 std::vector<ReducedWithin> StepSchedule::reduced_within(int use) const {
-  std::vector<ReducedWithin> found;
+  std::vector<ReducedWithin> reduced;
   for (const Reduction& r : reductions) {
     if (!r.in_chunks || use < r.first || r.start < use) continue;
     ReducedWithin all{r.weight, 0, 0};
@@ -211,9 +211,9 @@ std::vector<ReducedWithin> StepSchedule::reduced_within(int use) const {
       all.transfer_ps += p.transfer_ps;
       all.last_chunk_ps = std::max(all.last_chunk_ps, p.last_chunk_ps);
     }
-    if (all.transfer_ps > 0) found.push_back(all);
+    if (all.transfer_ps > 0) reduced.push_back(all);
   }
-  return found;
+  return reduced;
 }
 
 std::string to_text(const StepSchedule& s) {
@@ -233,7 +233,7 @@ std::string to_text(const StepSchedule& s) {
                          bytes_text(s.live_buffer_bytes), " are in use at a time, gradients ",
                          bytes_text(s.peak_gradient_bytes),
                          activations.empty() ? "" : concat(", activations ", bytes_text(s.peak_activation_bytes)),
-                         s.options.held_bytes > 0 ? concat(", held ", bytes_text(s.options.held_bytes)) : "",
+                         s.options.retained_bytes > 0 ? concat(", held ", bytes_text(s.options.retained_bytes)) : "",
                          s.options.budget_bytes ? concat("; budget ", bytes_text(*s.options.budget_bytes)) : ""));
   for (const WeightBuffer& b : s.buffers) {
     lines.push_back(concat("  ", s.weights[b.weight].name, b.is_kept_copy ? " (kept copy)" : "", " in uses ", b.first,
@@ -256,7 +256,7 @@ std::string to_json(const StepSchedule& s) {
       concat("  \"budget_bytes\": ", budget),
       concat("  \"prefetch\": ", s.options.prefetch),
       concat("  \"alignment_bytes\": ", s.options.alignment_bytes),
-      concat("  \"held_bytes\": ", s.options.held_bytes),
+      concat("  \"held_bytes\": ", s.options.retained_bytes),
       concat("  \"gather_until\": [", join(s.options.gather_until), "]"),
       json_list("buffers", s.buffers),
       json_list("gathers", s.gathers),

@@ -77,10 +77,10 @@ class Lanes {
   }
 
   // Starts the gathers of activations that start in this use, in the turn of this activation (-1: before the use).
-  void gather_activations(int use, int turn, int64_t now_ps) {
+  void gather_activations(int use, int trigger, int64_t now_ps) {
     for (size_t k = 0; k < s_.activation_gathers.size(); ++k) {
       const ActivationGather& g = s_.activation_gathers[k];
-      if (g.start == use && g.trigger == turn) {
+      if (g.start == use && g.trigger == trigger) {
         lanes_.activations[k] = transfer(now_ps, s_.options.activations[k].gather_ps);
       }
     }
@@ -88,12 +88,12 @@ class Lanes {
 
   // Returns the end of the compute of a use that begins at `begin_ps`. Compute is divided into one equal range for each
   // activation whose turn is in this use, and a range waits for its activation.
-  int64_t stretches(int use, int64_t begin_ps) {
+  int64_t end_of_compute(int use, int64_t begin_ps) {
     const std::vector<Activation>& activations = s_.options.activations;
-    const int first = turn_;
-    while (turn_ < static_cast<int>(activations.size()) && activations[turn_].first == use) ++turn_;
+    const int first = activation_;
+    while (activation_ < static_cast<int>(activations.size()) && activations[activation_].first == use) ++activation_;
     const int64_t compute_ps = s_.uses[use].compute_ps;
-    const int count = turn_ - first;
+    const int count = activation_ - first;
     if (count == 0) return begin_ps + compute_ps;
     int64_t end_ps = begin_ps;
     for (int j = 0; j < count; ++j) {
@@ -109,7 +109,7 @@ class Lanes {
     const Use& use = s_.uses[i];
     for (const int w : use.weights) now_ = std::max(now_, there_[w]);
     LaneSpan& span = lanes_.uses[i];
-    span = {now_, stretches(i, now_)};
+    span = {now_, end_of_compute(i, now_)};
     lanes_.compute_ps += use.compute_ps;
     const int64_t half_ps = use.pass == Pass::kBackward ? use.compute_ps / 2 : 0;
     for (const int w : s_.gathered_within(i)) {
@@ -151,7 +151,7 @@ class Lanes {
   int64_t fetched_ = 0;            // end of the last copy from the host
   int64_t sent_ = 0;               // end of the last copy to the host
   std::vector<int64_t> there_;     // by weight: end of its latest gather
-  int turn_ = 0;                   // index of the next activation
+  int activation_ = 0;             // index of the next activation
   size_t gather_ = 0;              // index of the next gather
   size_t reduction_ = 0;           // index of the next reduction
   std::vector<size_t> under_way_;  // indices of reductions that are not waited for yet

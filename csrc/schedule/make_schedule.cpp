@@ -60,7 +60,7 @@ void check(const std::vector<Weight>& weights, const std::vector<Use>& uses, con
   check_argument(!options.budget_bytes || *options.budget_bytes >= 0, "budget_bytes", "at least 0, or None",
                  options.budget_bytes.value_or(0));
   check_argument(options.prefetch >= 0, "prefetch", "at least 0", options.prefetch);
-  check_argument(options.held_bytes >= 0, "held_bytes", "at least 0", options.held_bytes);
+  check_argument(options.retained_bytes >= 0, "held_bytes", "at least 0", options.retained_bytes);
   const auto most = static_cast<int>(uses.size()) - 1;
   const std::vector<int>& until = options.gather_until;
   check_user(until.empty() || until.size() == uses.size(), "gather_until must be empty or have one item for each of ",
@@ -151,12 +151,12 @@ class Residency {
 
   // Returns the weights of uses i, ..., j and the weights that must stay at use i.
   std::set<int> resident_at(int i, int j) const {
-    std::set<int> found;
-    for (int use = i; use <= j; ++use) found.insert(s_.uses[use].weights.begin(), s_.uses[use].weights.end());
+    std::set<int> resident;
+    for (int use = i; use <= j; ++use) resident.insert(s_.uses[use].weights.begin(), s_.uses[use].weights.end());
     for (int w = 0; w < static_cast<int>(s_.weights.size()); ++w) {
-      if (must_stay(w) && is_between_uses(w, i)) found.insert(w);
+      if (must_stay(w) && is_between_uses(w, i)) resident.insert(w);
     }
-    return found;
+    return resident;
   }
 
   // Returns the bytes of resident_at(i, j) and of the copies kept at use i.
@@ -305,12 +305,12 @@ StepSchedule with_limit(StepSchedule schedule, int64_t limit_bytes) {
 // Returns the schedule with the largest limit whose arena and memory beside it fit into the budget, or nullopt.
 // `reduced` has its reductions planned, but no buffers.
 std::optional<StepSchedule> within(int64_t budget_bytes, const StepSchedule& reduced, int64_t least_limit_bytes) {
-  const int64_t available = budget_bytes - reduced.peak_beside_bytes - reduced.options.held_bytes;
+  const int64_t available = budget_bytes - reduced.peak_beside_bytes - reduced.options.retained_bytes;
   for (int64_t limit = available; limit >= least_limit_bytes;) {
-    StepSchedule found = with_limit(reduced, limit);
-    if (found.arena_bytes <= available) return found;
+    StepSchedule schedule = with_limit(reduced, limit);
+    if (schedule.arena_bytes <= available) return schedule;
     // The new limit is below the current peak of live buffers, so the next attempt differs.
-    limit = std::min(limit, found.live_buffer_bytes) - reduced.options.alignment_bytes;
+    limit = std::min(limit, schedule.live_buffer_bytes) - reduced.options.alignment_bytes;
   }
   return std::nullopt;
 }
@@ -334,7 +334,7 @@ int64_t overlapping_budget_bytes(const std::vector<Weight>& weights, const std::
   StepSchedule schedule{weights, uses, options, {}, {}, {}};
   plan_reductions(schedule, true);
   const int64_t limit = Residency(schedule, 0).wanted_limit_bytes();
-  return with_limit(schedule, limit).arena_bytes + schedule.peak_beside_bytes + options.held_bytes;
+  return with_limit(schedule, limit).arena_bytes + schedule.peak_beside_bytes + options.retained_bytes;
 }
 
 int64_t activations_ahead_within(const std::vector<Weight>& weights, const std::vector<Use>& uses,
@@ -371,23 +371,23 @@ StepSchedule make_schedule(std::vector<Weight> weights, std::vector<Use> uses, c
       concat("budget_bytes must be at least ", smallest.peak_bytes(), ", got ", *options.budget_bytes, ": ",
              smallest.arena_bytes, " for gathered weights and ", smallest.peak_gradient_bytes, " for gradients",
              smallest.peak_activation_bytes > 0 ? concat(", ", smallest.peak_activation_bytes, " for activations") : "",
-             options.held_bytes > 0 ? concat(", ", options.held_bytes, " held all the time") : ""));
+             options.retained_bytes > 0 ? concat(", ", options.retained_bytes, " held all the time") : ""));
 }
 
 StepSchedule fastest_schedule(const std::vector<Weight>& weights, const std::vector<Use>& uses,
                               const ScheduleOptions& options) {
-  std::vector<StepSchedule> found;
+  std::vector<StepSchedule> schedules;
   std::vector<int64_t> times_ps;
   for (int64_t ahead = 1; ahead <= kMostChangesAhead; ++ahead) {
     ScheduleOptions with = options;
     with.prefetch = ahead;
-    found.push_back(make_schedule(weights, uses, with));
-    if (!has_times(found.back())) return found.front();
-    times_ps.push_back(predict(found.back()).total_ps);
+    schedules.push_back(make_schedule(weights, uses, with));
+    if (!has_times(schedules.back())) return schedules.front();
+    times_ps.push_back(predict(schedules.back()).total_ps);
   }
   const int64_t least_ps = *std::min_element(times_ps.begin(), times_ps.end());
   const auto is_near = [&](int64_t ps) { return ps <= least_ps + least_ps / 100; };
-  return found[std::find_if(times_ps.begin(), times_ps.end(), is_near) - times_ps.begin()];
+  return schedules[std::find_if(times_ps.begin(), times_ps.end(), is_near) - times_ps.begin()];
 }
 
 }  // namespace shardwright

@@ -99,7 +99,7 @@ struct Activation {
 
 struct ScheduleOptions {
   // Memory limit for gathered weights, kept copies, gathered activations, gradients until they are reduced, and
-  // `held_bytes`. nullopt: no limit, so everything stays until its last use.
+  // `retained_bytes`. nullopt: no limit, so everything stays until its last use.
   std::optional<int64_t> budget_bytes;
   // Number of weight changes by which gathers are ahead, if the budget allows it. A weight change is a use that needs a
   // weight which the use before does not need. 0: weights are gathered at their uses.
@@ -107,8 +107,8 @@ struct ScheduleOptions {
   // Alignment of addresses in the arena; a power of two.
   int64_t alignment_bytes = 256;
   // Part of the budget that is always in use outside of the arena: unsharded gradients of earlier steps that are
-  // accumulated, and weights that stay gathered between steps.
-  int64_t held_bytes = 0;
+  // accumulated, and weights that stay gathered between steps. `held_bytes` in Python and JSON.
+  int64_t retained_bytes = 0;
   // Requires earlier gathers than `prefetch` does, if the budget allows it. By use: the index of the last use whose
   // weights should be resident or being gathered at this use. An index below the use itself requires nothing. Empty:
   // none required.
@@ -175,7 +175,7 @@ struct StepSchedule {
   int64_t peak_gradient_bytes = 0;    // most bytes of gradients at one use
   int64_t peak_activation_bytes = 0;  // most bytes of gathered activations at a time
   int64_t peak_beside_bytes = 0;      // most bytes of gradients and activations together at one use
-  int64_t peak_bytes() const { return arena_bytes + peak_beside_bytes + options.held_bytes; }
+  int64_t peak_bytes() const { return arena_bytes + peak_beside_bytes + options.retained_bytes; }
 
   // Return indices into the lists above: gathers that start before a use, buffers released after it, reductions that
   // start after it, and reductions waited for after it.

@@ -25,12 +25,12 @@ RankGroupPtr group_named(const std::string& name) {
     entry.second->drop_transports();  // cached programs may refer to the group for a long time
     return true;
   });
-  const auto made =
+  const auto rank_group =
       std::make_shared<RankGroup>(group->getGroupName(), group->getRank(), group->getSize(),
                                   RankGroup::WeakOwner(c10::intrusive_ptr<c10::intrusive_ptr_target>(group)),
                                   std::make_unique<C10dTransport>(group.get()));
-  known->emplace(group.get(), made);
-  return made;
+  known->emplace(group.get(), rank_group);
+  return rank_group;
 }
 
 std::chrono::milliseconds timeout_of(const std::string& name, c10::Device device) {

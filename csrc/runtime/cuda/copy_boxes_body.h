@@ -34,20 +34,20 @@ SHARDWRIGHT_HOST_DEVICE void copy_words(int64_t block, int thread, const WordBox
   const int64_t end = begin_of_next < words ? begin_of_next : words;
   first += box_of(first_word + first, last - first + 1, begin);
   last = first + box_of(first_word + first, last - first + 1, end - 1);
-  const int64_t mine = begin + thread % kWarpThreads;
+  const int64_t thread_begin = begin + thread % kWarpThreads;
   int64_t from[kWordsPerThread];
   int64_t to[kWordsPerThread];
   if (first == last) {
     uint32_t places[kWordsPerThread];
     SHARDWRIGHT_UNROLL
     for (int w = 0; w < kWordsPerThread; ++w) {
-      places[w] = static_cast<uint32_t>(mine + w * kWarpThreads - first_word[first]);
+      places[w] = static_cast<uint32_t>(thread_begin + w * kWarpThreads - first_word[first]);
     }
     boxes[first].template locate<kWordsPerThread>(places, from, to);
   } else {
     SHARDWRIGHT_UNROLL
     for (int w = 0; w < kWordsPerThread; ++w) {
-      const int64_t word = mine + w * kWarpThreads;
+      const int64_t word = thread_begin + w * kWarpThreads;
       const int64_t b = first + box_of(first_word + first, last - first + 1, word);
       boxes[b].locate(static_cast<uint32_t>(word - first_word[b]), from[w], to[w]);
     }
@@ -55,11 +55,11 @@ SHARDWRIGHT_HOST_DEVICE void copy_words(int64_t block, int thread, const WordBox
   Word loaded[kWordsPerThread];
   SHARDWRIGHT_UNROLL
   for (int w = 0; w < kWordsPerThread; ++w) {
-    if (mine + w * kWarpThreads < end) loaded[w] = src[from[w]];
+    if (thread_begin + w * kWarpThreads < end) loaded[w] = src[from[w]];
   }
   SHARDWRIGHT_UNROLL
   for (int w = 0; w < kWordsPerThread; ++w) {
-    if (mine + w * kWarpThreads < end) dst[to[w]] = loaded[w];
+    if (thread_begin + w * kWarpThreads < end) dst[to[w]] = loaded[w];
   }
 }
 

@@ -84,7 +84,7 @@ bool multiply(const Problem& problem, const Pointers& pointers, bool accumulates
 
 // True if this file supports the dtypes: 16-bit operands into the same dtype or float32, and float32 or float64 into
 // the same dtype.
-bool is_ours(at::ScalarType operands, at::ScalarType dst) {
+bool is_supported(at::ScalarType operands, at::ScalarType dst) {
   const bool is_16_bit = operands == at::kHalf || operands == at::kBFloat16;
   const bool is_wide = operands == at::kFloat || operands == at::kDouble;
   return (is_16_bit && (dst == operands || dst == at::kFloat)) || (is_wide && dst == operands);
@@ -93,8 +93,8 @@ bool is_ours(at::ScalarType operands, at::ScalarType dst) {
 // Returns the bias vector for cuBLASLt's epilogue: one value per row of d, contiguous, in d's dtype. It is a view of
 // the buffer where possible. Returns an undefined tensor if the bias differs between columns.
 at::Tensor bias_of_rows(const Gemm& gemm, const at::Tensor& buffer, bool swaps, at::ScalarType dtype) {
-  const View given{*gemm.bias, gemm.m, gemm.n};
-  const View bias = swaps ? given.transposed() : given;
+  const View view{*gemm.bias, gemm.m, gemm.n};
+  const View bias = swaps ? view.transposed() : view;
   if (bias.columns > 1 && bias.place.column_stride != 0) return {};
   return at::as_strided(buffer, {bias.rows}, {bias.place.row_stride}, buffer.storage_offset() + bias.place.offset)
       .to(dtype)
@@ -107,7 +107,7 @@ bool multiply_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::Tensor&
                       const at::Tensor& bias, const GemmHints& hints) {
   const at::ScalarType operands = lhs.scalar_type();
   const bool is_for_aten = gemm.count == 1 && dst.scalar_type() == operands && hints.sms_left == 0;
-  if (is_for_aten || !is_ours(operands, dst.scalar_type())) return false;
+  if (is_for_aten || !is_supported(operands, dst.scalar_type())) return false;
   if (gemm.m == 0 || gemm.n == 0 || gemm.count == 0) return true;
   const c10::cuda::CUDAGuard guard(dst.device());
   auto problem = problem_of(gemm, operands, operands, dst.scalar_type(), dst.device().index(), hints);
@@ -170,7 +170,7 @@ bool multiply_scaled_on_cuda(const Gemm& gemm, const at::Tensor& lhs, const at::
 // DeviceGemms::waves_of of CUDA. Requests an algorithm for buffers at address 0, which has the best alignment.
 std::optional<double> waves_on_cuda(const Gemm& gemm, at::ScalarType operands, at::ScalarType dst, at::Device device,
                                     const GemmHints& hints) {
-  if (gemm.m == 0 || gemm.n == 0 || gemm.k == 0 || gemm.count == 0 || !is_ours(operands, dst)) return std::nullopt;
+  if (gemm.m == 0 || gemm.n == 0 || gemm.k == 0 || gemm.count == 0 || !is_supported(operands, dst)) return std::nullopt;
   const c10::cuda::CUDAGuard guard(device);
   auto problem = problem_of(gemm, operands, operands, dst, c10::cuda::current_device(), hints);
   if (!problem) return std::nullopt;

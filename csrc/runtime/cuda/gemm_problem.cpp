@@ -19,16 +19,16 @@ bool is_column_major(const View& view) {
 // column-major; along its dense side it is loaded in wider words.
 //   1 x 6 with strides (0, 1): 6 x 1 column-major, transposed.  1 x 6 with strides (0, 4): column-major, leading dim 4
 std::optional<Layout> layout_of(const View& view, at::ScalarType dtype) {
-  const View turned = view.transposed();
-  const bool is_transposed = is_column_major(turned) && (view.rows == 1 || !is_column_major(view));
-  const View& seen = is_transposed ? turned : view;
-  if (!is_column_major(seen)) return std::nullopt;
+  const View transposed = view.transposed();
+  const bool is_transposed = is_column_major(transposed) && (view.rows == 1 || !is_column_major(view));
+  const View& matrix = is_transposed ? transposed : view;
+  if (!is_column_major(matrix)) return std::nullopt;
   Layout layout;
   layout.dtype = at::cuda::ScalarTypeToCudaDataType(dtype);
-  layout.rows = seen.rows;
-  layout.columns = seen.columns;
-  layout.leading_dim = seen.columns == 1 ? seen.rows : seen.place.column_stride;
-  layout.batch_stride = seen.batch_stride;
+  layout.rows = matrix.rows;
+  layout.columns = matrix.columns;
+  layout.leading_dim = matrix.columns == 1 ? matrix.rows : matrix.place.column_stride;
+  layout.batch_stride = matrix.batch_stride;
   layout.is_transposed = is_transposed;
   return layout;
 }

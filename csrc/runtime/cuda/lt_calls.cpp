@@ -43,10 +43,10 @@ void set(const Preference& desc, cublasLtMatmulPreferenceAttributes_t attribute,
 
 // Returns cuBLASLt's descriptor of a matrix.
 LayoutDesc describe(const Layout& layout, const Problem& problem) {
-  cublasLtMatrixLayout_t made = nullptr;
-  check(cublasLtMatrixLayoutCreate(&made, layout.dtype, layout.rows, layout.columns, layout.leading_dim),
+  cublasLtMatrixLayout_t handle = nullptr;
+  check(cublasLtMatrixLayoutCreate(&handle, layout.dtype, layout.rows, layout.columns, layout.leading_dim),
         "cublasLtMatrixLayoutCreate", problem);
-  LayoutDesc desc(made);
+  LayoutDesc desc(handle);
   if (problem.count > 1) {
     set<int32_t>(desc, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<int32_t>(problem.count), problem);
     set<int64_t>(desc, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, layout.batch_stride, problem);
@@ -69,9 +69,9 @@ void set_kind_of_scales(const MatmulDesc&, const Problem&) {}
 
 // Returns cuBLASLt's descriptor of a product. It includes the addresses of bias and scales.
 MatmulDesc describe(const Problem& problem, const Pointers& pointers) {
-  cublasLtMatmulDesc_t made = nullptr;
-  check(cublasLtMatmulDescCreate(&made, problem.compute, problem.scalar_type()), "cublasLtMatmulDescCreate", problem);
-  MatmulDesc desc(made);
+  cublasLtMatmulDesc_t handle = nullptr;
+  check(cublasLtMatmulDescCreate(&handle, problem.compute, problem.scalar_type()), "cublasLtMatmulDescCreate", problem);
+  MatmulDesc desc(handle);
   set<int32_t>(desc, CUBLASLT_MATMUL_DESC_TRANSA, problem.a.is_transposed ? CUBLAS_OP_T : CUBLAS_OP_N, problem);
   set<int32_t>(desc, CUBLASLT_MATMUL_DESC_TRANSB, problem.b.is_transposed ? CUBLAS_OP_T : CUBLAS_OP_N, problem);
   if (problem.num_sms > 0) set<int32_t>(desc, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, problem.num_sms, problem);
@@ -107,24 +107,24 @@ struct Descriptors {
 
 // Requests the best algorithm from cuBLASLt. Throws Unsupported if cuBLASLt has none.
 Algorithm ask_for_algorithm(const Device& device, const Problem& problem, const Descriptors& descriptors) {
-  cublasLtMatmulPreference_t made = nullptr;
-  check(cublasLtMatmulPreferenceCreate(&made), "cublasLtMatmulPreferenceCreate", problem);
-  const Preference preference(made);
+  cublasLtMatmulPreference_t handle = nullptr;
+  check(cublasLtMatmulPreferenceCreate(&handle), "cublasLtMatmulPreferenceCreate", problem);
+  const Preference preference(handle);
   set<uint64_t>(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, device.workspace_limit_bytes, problem);
   set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, problem.reduction_schemes, problem);
   set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, problem.a.alignment_bytes, problem);
   set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, problem.b.alignment_bytes, problem);
   set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, problem.d.alignment_bytes, problem);
   set<uint32_t>(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, problem.d.alignment_bytes, problem);
-  cublasLtMatmulHeuristicResult_t found{};
-  int num_found = 0;
-  check(
-      cublasLtMatmulAlgoGetHeuristic(device.handle, descriptors.matmul.get(), descriptors.a.get(), descriptors.b.get(),
-                                     descriptors.d.get(), descriptors.d.get(), preference.get(), 1, &found, &num_found),
-      "cublasLtMatmulAlgoGetHeuristic", problem);
-  if (num_found == 0) throw Unsupported();
-  check(found.state, "cublasLtMatmulAlgoGetHeuristic, in its result,", problem);
-  return Algorithm{found.algo, found.workspaceSize, found.wavesCount};
+  cublasLtMatmulHeuristicResult_t result{};
+  int num_results = 0;
+  check(cublasLtMatmulAlgoGetHeuristic(device.handle, descriptors.matmul.get(), descriptors.a.get(),
+                                       descriptors.b.get(), descriptors.d.get(), descriptors.d.get(), preference.get(),
+                                       1, &result, &num_results),
+        "cublasLtMatmulAlgoGetHeuristic", problem);
+  if (num_results == 0) throw Unsupported();
+  check(result.state, "cublasLtMatmulAlgoGetHeuristic, in its result,", problem);
+  return Algorithm{result.algo, result.workspaceSize, result.wavesCount};
 }
 
 // A cache of algorithms, because requesting one takes longer than launching it; includes products that have none. It is

@@ -36,17 +36,17 @@ void launch(const ReducedParts<Item>& parts, int num_parts, int64_t num_words, d
 
 // Reduces in wide words if all addresses allow that, and the remaining elements one by one.
 template <typename Item, typename Combine>
-void reduce_items(const std::vector<at::Tensor>& given, double divisor, at::Tensor& dst) {
+void reduce_items(const std::vector<at::Tensor>& tensors, double divisor, at::Tensor& dst) {
   constexpr int kItems = kWordBytes / sizeof(Item);
   ReducedParts<Item> parts;
   auto* to = dst.mutable_data_ptr<Item>();
   const auto is_aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % kWordBytes == 0; };
   bool are_aligned = is_aligned(to);
-  for (size_t m = 0; m < given.size(); ++m) {
-    parts.at[m] = given[m].const_data_ptr<Item>();
+  for (size_t m = 0; m < tensors.size(); ++m) {
+    parts.at[m] = tensors[m].const_data_ptr<Item>();
     are_aligned = are_aligned && is_aligned(parts.at[m]);
   }
-  const auto num_parts = static_cast<int>(given.size());
+  const auto num_parts = static_cast<int>(tensors.size());
   const int64_t num_words = are_aligned ? dst.numel() / kItems : 0;
   launch<Item, kItems, Combine>(parts, num_parts, num_words, divisor, to);
   const int64_t done = num_words * kItems;

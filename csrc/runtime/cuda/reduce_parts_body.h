@@ -64,23 +64,23 @@ SHARDWRIGHT_HOST_DEVICE void reduce_word(int64_t block, int thread, const Reduce
   const int64_t w = block * kReduceThreads + thread;
   if (w >= num_words) return;
   const Combine combine;
-  Accumulator found[kItems];
+  Accumulator accumulated[kItems];
   const Word first = reinterpret_cast<const Word*>(parts.at[0])[w];
   SHARDWRIGHT_UNROLL
-  for (int i = 0; i < kItems; ++i) found[i] = static_cast<Accumulator>(first.items[i]);
+  for (int i = 0; i < kItems; ++i) accumulated[i] = static_cast<Accumulator>(first.items[i]);
 #ifdef __CUDACC__
 #pragma unroll 4
 #endif
   for (int m = 1; m < num_parts; ++m) {
     const Word word = reinterpret_cast<const Word*>(parts.at[m])[w];
     SHARDWRIGHT_UNROLL
-    for (int i = 0; i < kItems; ++i) found[i] = combine(found[i], static_cast<Accumulator>(word.items[i]));
+    for (int i = 0; i < kItems; ++i) accumulated[i] = combine(accumulated[i], static_cast<Accumulator>(word.items[i]));
   }
   Word result;
   SHARDWRIGHT_UNROLL
   for (int i = 0; i < kItems; ++i) {
-    if (divisor != 1) found[i] = found[i] / static_cast<Accumulator>(divisor);
-    result.items[i] = static_cast<Item>(found[i]);
+    if (divisor != 1) accumulated[i] = accumulated[i] / static_cast<Accumulator>(divisor);
+    result.items[i] = static_cast<Item>(accumulated[i]);
   }
   reinterpret_cast<Word*>(dst)[w] = result;
 }
