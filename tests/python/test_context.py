@@ -322,7 +322,7 @@ def test_topology_follows_the_environment_variable(monkeypatch: pytest.MonkeyPat
 
 def test_many_layouts_leave_memory_bounded() -> None:
     mesh = sw.Mesh({"a": 2})
-    kept: executables.Kept[sw.Layout] = executables.Kept()
+    kept: executables.PlanningCache[sw.Layout] = executables.PlanningCache()
 
     def plan(sizes: range) -> None:
         for size in sizes:
@@ -341,7 +341,7 @@ def test_many_layouts_leave_memory_bounded() -> None:
 
 
 def test_cache_entries_belong_to_their_tables() -> None:
-    kept: executables.Kept[str] = executables.Kept()
+    kept: executables.PlanningCache[str] = executables.PlanningCache()
     kept.get_or_make("key", lambda: "by default")
     for times in range(3):
         with _measured(FAR):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .._native import _planner
 from ..dtensor import guards
 from ..dtensor.specs import layout_of
-from ..graph.stand_ins import meta_of, on_stand_ins, uncompiled
+from ..graph.fakes import meta_of, on_fakes, uncompiled
 from ..layouts import argument_values, tables
 from ..layouts.errors import argument_error
 from ..layouts.layout import Layout, Mesh
@@ -97,7 +97,7 @@ class _Shards(NamedTuple):
 
 
 # Plans by mesh or group that shares the sequence. A plan is collective, so its ranks must add and drop plans alike.
-_planned: executables.Kept[dict[Hashable, Planned]] = executables.Kept()
+_planned: executables.PlanningCache[dict[Hashable, Planned]] = executables.PlanningCache()
 MAX_PLANNED = 1024
 
 
@@ -126,7 +126,7 @@ def _find_out(
     """Returns an error message or None, and the operators' arguments."""
     guards.mark()
     try:
-        return None, on_stand_ins(metas, lambda *given: plan(Options(*options), given, group)).call
+        return None, on_fakes(metas, lambda *given: plan(Options(*options), given, group)).call
     except ValueError as error:
         return str(error), ()
 

@@ -39,7 +39,7 @@ _original: Callable[..., torch.Tensor] | None = None  # PyTorch's function, whil
 note_explicit_gather: Callable[[DTensorSpec, DTensorSpec], None] | None = None
 
 # Executables that do the entire redistribute, with no work before or after them.
-_direct: executables.Kept[_runtime.Executable] = executables.Kept(is_local=True)
+_direct: executables.PlanningCache[_runtime.Executable] = executables.PlanningCache(is_local=True)
 
 
 def stand_in_for(original: Callable[..., torch.Tensor] | None) -> None:
@@ -235,7 +235,7 @@ def _is_captured() -> bool:
 
 
 # The results of `_trace_arguments` by redistribute.
-_arguments: executables.Kept[dict[str, Any] | Refusal] = executables.Kept(is_local=True)
+_arguments: executables.PlanningCache[dict[str, Any] | Refusal] = executables.PlanningCache(is_local=True)
 
 
 def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:

@@ -55,7 +55,7 @@ class _Known:
         )
 
 
-_known: executables.Kept[_Known] = executables.Kept(is_local=True)
+_known: executables.PlanningCache[_Known] = executables.PlanningCache(is_local=True)
 
 
 def method(original: Callable[..., DTensor]) -> Callable[..., DTensor]:

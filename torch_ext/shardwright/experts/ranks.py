@@ -146,7 +146,7 @@ class Nodes:
         self.inside_name = inside.group_name
 
 
-_kept: executables.Kept[ExpertRanks] = executables.Kept()
+_kept: executables.PlanningCache[ExpertRanks] = executables.PlanningCache()
 
 
 def expert_ranks(placement: Any, group: Group, topology: Topology | str | None) -> ExpertRanks:

@@ -349,4 +349,4 @@ class _OnMesh:
 
 
 _MAX_ORDERS = 1024  # maximum number of recorded orders for each mesh (FIFO)
-_meshes: executables.Kept[_OnMesh] = executables.Kept()
+_meshes: executables.PlanningCache[_OnMesh] = executables.PlanningCache()

@@ -24,7 +24,7 @@ from ..runtime import executables, groups
 Size = Any  # int or SymInt
 
 # The results of `_plan_for_sizes`.
-_made: executables.Kept[list[str]] = executables.Kept(is_local=True)
+_made: executables.PlanningCache[list[str]] = executables.PlanningCache(is_local=True)
 
 
 @functools.lru_cache(maxsize=4096)

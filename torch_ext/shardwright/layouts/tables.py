@@ -1,8 +1,8 @@
 """Defaults for plans and products: pinned plans, measurements of `calibrate`, and the environment's topology.
 
 They form one immutable value, `current`, which is replaced on a change. It is part of the keys of caches
-(`executables.Kept`), so a change takes effect at once. It must be equal on all ranks: all ranks pin or measure at the
-same point of their programs. Measurements are dropped when the default process group ends.
+(`executables.PlanningCache`), so a change takes effect at once. It must be equal on all ranks: all ranks pin or measure
+at the same point of their programs. Measurements are dropped when the default process group ends.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from .._native import _planner
 from ..dtensor import guards
 from ..graph import order
-from ..graph.stand_ins import constant, meta_of, on_stand_ins, uncompiled
+from ..graph.fakes import constant, meta_of, on_fakes, uncompiled
 from ..runtime import executables, groups
 from . import tensors
 from .running import Product, Where
@@ -31,7 +31,7 @@ from .tensors import Planned, ask, autocast, gradient_placements, planned
 # between ranks.
 _Name = tuple[str, str, int]
 _OF_MESH = "[["  # beginning of JSON of the groups of a mesh, instead of one group's name
-_products: executables.Kept[Product] = executables.Kept(is_local=True)
+_products: executables.PlanningCache[Product] = executables.PlanningCache(is_local=True)
 # The mesh or process group of each traced product.
 _places: dict[_Name, Where] = {}
 groups.when_gone.append(_places.clear)
@@ -171,7 +171,7 @@ def _find_out(function: str, weights: int, scales: int, metas: Sequence[Any], op
         return planned(ask(function, x, **options), weights, (x, *others[:end]), others[end:])
 
     try:
-        product, transposed, specs = on_stand_ins(metas, plan)
+        product, transposed, specs = on_fakes(metas, plan)
     except ValueError as error:
         return str(error), None, (), (), ()
     results = tuple((s.placements, s.shape, s.stride, s.tensor_meta.dtype) for s in specs if s.tensor_meta)

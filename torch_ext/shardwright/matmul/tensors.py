@@ -64,8 +64,8 @@ class Planned(NamedTuple):
 # DTensor's own __init__ does nothing, slowly.
 _new_dtensor = functools.partial(DTensor.__new__, DTensor)
 
-# Planned products by everything that plans depend on, except pins and measurements, which `Kept` tracks.
-_products: executables.Kept[Planned] = executables.Kept(is_local=True)
+# Planned products by everything that plans depend on, except pins and measurements, which `PlanningCache` tracks.
+_products: executables.PlanningCache[Planned] = executables.PlanningCache(is_local=True)
 
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -55,7 +55,7 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-class Kept(Generic[T]):
+class PlanningCache(Generic[T]):
     """A cache of values that depend on the default process group and on the current tables (`tables.current`).
 
     A value is only found under the tables with which it was made. So a change of pins, topologies or measurements takes
@@ -131,7 +131,7 @@ def keep(entries: dict[K, T], key: K, value: T, most: int) -> None:
 
 def kept(function: Callable[..., T]) -> Callable[..., T]:
     """A decorator that caches results by positional arguments, for functions that depend on meshes or plans."""
-    results: Kept[T] = Kept()
+    results: PlanningCache[T] = PlanningCache()
 
     @functools.wraps(function)
     def call(*args: Hashable) -> T:
@@ -141,7 +141,7 @@ def kept(function: Callable[..., T]) -> Callable[..., T]:
 
 
 # The results of `lookup`.
-_kept: Kept[_runtime.Executable | Refusal] = Kept(is_local=True)
+_kept: PlanningCache[_runtime.Executable | Refusal] = PlanningCache(is_local=True)
 
 
 def lookup(key: Hashable, build: Callable[[], _runtime.Executable | Refusal]) -> _runtime.Executable | Refusal:

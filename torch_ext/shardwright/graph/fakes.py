@@ -38,21 +38,21 @@ def constant(value: Any) -> Any:
     """Returns the value with symbolic sizes replaced by their values."""
     if isinstance(value, int):
         return operator.index(value)
-    return [constant(one) for one in value] if isinstance(value, (list, tuple)) else value
+    return [constant(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def on_stand_ins(metas: Sequence[tuple[Any, ...] | None], plan: Callable[..., T]) -> T:
+def on_fakes(metas: Sequence[tuple[Any, ...] | None], plan: Callable[..., T]) -> T:
     """Returns the result of `plan`, called with fake tensors of these descriptions. None stays None.
 
     Only these tensors are fake; everything else that `plan` reads, such as meshes, has real values.
     """
     with unset_fake_temporarily():
         with FakeTensorMode():
-            stand_ins = [None if meta is None else _stand_in(meta) for meta in metas]
-        return plan(*stand_ins)
+            fakes = [None if meta is None else _fake(meta) for meta in metas]
+        return plan(*fakes)
 
 
-def _stand_in(meta: tuple[Any, ...]) -> torch.Tensor:
+def _fake(meta: tuple[Any, ...]) -> torch.Tensor:
     """Returns an uninitialized tensor or DTensor that fits a description of `meta_of`."""
     shape, stride, dtype, device, requires_grad, *placed = meta
     if not placed:
