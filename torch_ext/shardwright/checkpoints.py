@@ -74,19 +74,19 @@ class CheckpointReader(dcp.FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads slices of tensors. Leaves pickles and compressed or encrypted tensors to PyTorch's reader."""
-        whole = []
+        left_to_torch = []
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             stored = self.storage_data[item.storage_index]
             if item.type == LoadItemType.BYTE_IO or stored.transform_descriptors:
-                whole.append(item)  # pickles, and compressed or encrypted tensors
+                left_to_torch.append(item)  # pickles, and compressed or encrypted tensors
             else:
                 by_file.setdefault(stored.relative_path, []).append(item)
         for relative_path, items in by_file.items():
             items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
             with open(self.fs.concat_path(self.path, relative_path), "rb") as file:
                 self._read_items(file, items, planner)
-        return super().read_data(LoadPlan(whole), planner)
+        return super().read_data(LoadPlan(left_to_torch), planner)
 
     def _read_items(self, file: Any, items: list[ReadItem], planner: LoadPlanner) -> None:
         """Reads the items of one file, in the order of their offsets, into the planner's tensors."""
@@ -206,8 +206,8 @@ def _indices(runs: Sequence[_Run]) -> torch.Tensor:
 
 def _can_be_read_into(target: torch.Tensor, stored: _Stored) -> bool:
     """Returns True if bytes of the file can be read into the target without a conversion."""
-    is_alike = target.dtype == stored.dtype and not stored.is_conj
-    return target.device.type == "cpu" and is_alike and not target.is_conj() and not target.is_neg()
+    has_same_format = target.dtype == stored.dtype and not stored.is_conj
+    return target.device.type == "cpu" and has_same_format and not target.is_conj() and not target.is_neg()
 
 
 def _locate(file_slice: Any, offset: int) -> _Stored:
@@ -259,7 +259,7 @@ def load_checkpoint(
     planner = _Planner(to, group)
     dcp.load({"": to}, storage_reader=reader, planner=planner, process_group=group)
     # The reader incremented the versions of local tensors. A DTensor has a version counter of its own.
-    torch.autograd.graph.increment_version([one.value for one in planner.given.values() if one.value is not None])
+    torch.autograd.graph.increment_version([x.value for x in planner.given.values() if x.value is not None])
     return reader.bytes_read
 
 
@@ -281,22 +281,24 @@ class _Planner(LoadPlanner):
         reader = Reader(self._group)
         given = self.given = reader.destination(self._to)
         items: list[ReadItem] = []
-        written = {name: one.local for name, one in given.items() if name not in reader.wrong and one.local is not None}
+        written = {name: x.local for name, x in given.items() if name not in reader.wrong and x.local is not None}
         problems = reader.problems + [
-            f"{one}: its memory must not be shared, got memory shared with {other} (on rank {reader.rank})"
-            for other, one, _, _ in memory_spans.shared_memory({}, written, among_written=True)
+            f"{written_name}: its memory must not be shared, got memory shared with {other} (on rank {reader.rank})"
+            for other, written_name, _, _ in memory_spans.shared_memory({}, written, among_written=True)
         ]
-        for name, one in given.items():
+        for name, tensor in given.items():
             try:
                 if name not in reader.wrong:
-                    items += self._items(name, one, reader.rank)
+                    items += self._items(name, tensor, reader.rank)
             except ValueError as error:
                 problems.append(f"{name}: {error} (on rank {reader.rank})")
         if problems:
-            raise ValueError("load_checkpoint: nothing was read, because\n" + "\n".join(f"  {one}" for one in problems))
+            raise ValueError(
+                "load_checkpoint: nothing was read, because\n" + "\n".join(f"  {text}" for text in problems)
+            )
         return LoadPlan(items)
 
-    def _items(self, name: str, given: Given, rank: int) -> list[ReadItem]:
+    def _items(self, name: str, tensor: Given, rank: int) -> list[ReadItem]:
         """Returns the items to read for this rank's part of a tensor.
 
         Raises ValueError if the checkpoint lacks some.
@@ -305,38 +307,38 @@ class _Planner(LoadPlanner):
         saved = self._metadata.state_dict_metadata.get(name)
         if not isinstance(saved, TensorStorageMetadata):
             raise ValueError("is not in the checkpoint" if saved is None else "is no tensor in the checkpoint")
-        if given.local is None:
-            if given.layout is None or given.layout.mesh.coordinate(rank) is not None:
+        if tensor.local is None:
+            if tensor.layout is None or tensor.layout.mesh.coordinate(rank) is not None:
                 raise argument_error("the local tensor to fill", "given", "none")
             return []
-        layout = given.layout
-        shape = tuple(given.local.shape) if layout is None else tuple(layout.shape)
+        layout = tensor.layout
+        shape = tuple(tensor.local.shape) if layout is None else tuple(layout.shape)
         if tuple(saved.size) != shape:
             raise argument_error("shape", f"{tuple(saved.size)}, as in the checkpoint", shape)
         if layout is not None and layout.mesh.coordinate(rank) is None:
             return []
         chunks = []
-        for number, part in enumerate(_parts(given.local.detach(), layout, rank)):
+        for number, part in enumerate(_parts(tensor.local.detach(), layout, rank)):
             begins = torch.Size(int(runs[:, 0].min()) for runs in part.runs)
             sizes = torch.Size(int(runs[:, 1].max()) - begin for runs, begin in zip(part.runs, begins))
             chunks.append(ChunkStorageMetadata(begins, sizes))
             self._parts[name, number] = part
         items = create_read_items_for_chunk_list(name, saved, chunks)
         counts = [math.prod(int((runs[:, 1] - runs[:, 0]).sum()) for runs in self._runs(item)) for item in items]
-        if sum(counts) != given.local.numel():
-            raise ValueError(f"this rank needs {given.local.numel()} elements, but the checkpoint has {sum(counts)}")
+        if sum(counts) != tensor.local.numel():
+            raise ValueError(f"this rank needs {tensor.local.numel()} elements, but the checkpoint has {sum(counts)}")
         return [item for item, count in zip(items, counts) if count]
 
     def _runs(self, item: ReadItem) -> list[torch.Tensor]:
         """Returns for each dim the runs within an item, relative to the item's beginning."""
-        found = []
+        cuts = []
         place = item.dest_index
         for dim, runs in enumerate(self._parts[place.fqn, place.index].runs):
             first = place.offset[dim] + item.dest_offsets[dim]
             begins, ends = (runs[:, side].clamp(first, first + item.lengths[dim]) for side in (0, 1))
             cut = torch.stack((begins - first, ends - first, runs[:, 2] + begins - runs[:, 0]), 1)
-            found.append(cut[begins < ends])
-        return found
+            cuts.append(cut[begins < ends])
+        return cuts
 
     def targets(self, item: ReadItem) -> Iterator[tuple[Sequence[list[_Run]], torch.Tensor]]:
         """Yields (runs per dim, view that they fill) for the elements of an item that this rank needs."""
@@ -381,7 +383,7 @@ def _parts(local: torch.Tensor, layout: _planner.Layout | None, rank: int) -> It
     for begin, end in region[0]:
         for dims in _boxes_of_run(begin, end, tuple(layout.shape)[: layout.flattened]):
             sizes = [end - begin for begin, end in dims]
-            runs = [_in_order(intervals) for intervals in (*([one] for one in dims), *region[1:])]
+            runs = [_in_order(intervals) for intervals in (*([interval] for interval in dims), *region[1:])]
             yield _Part(runs, local.narrow(0, at, math.prod(sizes)).unflatten(0, sizes))
             at += math.prod(sizes)
 

@@ -56,7 +56,7 @@ def build_for(torch_version: str, cuda: str | None) -> Build:
     def preference(build: Build) -> int:
         if not build.info["cuda"]:
             return 1
-        return 2 if cuda is not None and _major(build.info["torch_cuda"]) == _major(cuda) else 0
+        return 2 if cuda is not None and build.info["torch_cuda"].split(".")[0] == cuda.split(".")[0] else 0
 
     return max(same, key=preference)
 
@@ -164,11 +164,7 @@ def _about_torch(installed: str) -> str | None:
 
 
 def _name_of(info: dict[str, Any]) -> str:
-    return f"torch {_release(info['torch'])} {'CUDA ' + _major(info['torch_cuda']) if info['cuda'] else 'CPU'}"
-
-
-def _major(version: str) -> str:
-    return version.partition(".")[0]
+    return f"torch {_release(info['torch'])} {'CUDA ' + info['torch_cuda'].split('.')[0] if info['cuda'] else 'CPU'}"
 
 
 def _release(version: str) -> str:

@@ -23,8 +23,8 @@ class _Cut:
         kind = type(self).__name__
         for field in dataclasses.fields(self):
             if field.type == "int":
-                given = getattr(self, field.name)
-                object.__setattr__(self, field.name, _integer(given, f"{field.name} of {kind}"))
+                value = getattr(self, field.name)
+                object.__setattr__(self, field.name, _integer(value, f"{field.name} of {kind}"))
         unit, block = getattr(self, "unit", 1), getattr(self, "block", 0)
         if unit < 1:
             raise ValueError(f"unit of {kind} must be at least 1, got {unit}")
@@ -224,7 +224,7 @@ class Pieces(_Cut):
         super().__post_init__()
         lists = _intervals(self.lists)
         object.__setattr__(self, "lists", lists)
-        ends = sorted(end for one in lists for interval in one for end in interval)
+        ends = sorted(end for intervals in lists for interval in intervals for end in interval)
         _check_multiples("Pieces", ends, ends[-1] if ends else 0, self.unit)
 
     @classmethod
@@ -245,13 +245,13 @@ class Pieces(_Cut):
         """Places items such as experts: coordinate c holds items ``lists[c]``, each of `size` elements."""
         size = _at_least(size, "size", 1)
         try:
-            numbers = [[operator.index(item) for item in one] for one in lists]
+            numbers = [[operator.index(item) for item in numbers_of_list] for numbers_of_list in lists]
         except TypeError:
             raise ValueError(f"lists must be a list of item numbers for each coordinate, got {lists!r}") from None
-        return cls(dim, [[(item * size, (item + 1) * size) for item in one] for one in numbers], size)
+        return cls(dim, [[(item * size, (item + 1) * size) for item in list_numbers] for list_numbers in numbers], size)
 
     def __str__(self) -> str:
-        lists = ("+".join(f"{begin}-{end}" for begin, end in one) for one in self.lists)
+        lists = ("+".join(f"{begin}-{end}" for begin, end in intervals) for intervals in self.lists)
         return f"Pieces({self.dim},{':'.join(lists)})"
 
 
@@ -311,23 +311,23 @@ def text_of(placement: object) -> str | None:
     return str(placement) if isinstance(placement, _Cut) else None
 
 
-def _sizes(given: Any, name: str) -> tuple[int, ...]:
+def _sizes(value: Any, name: str) -> tuple[int, ...]:
     """Returns a nonempty list of integers as a tuple. Raises ValueError for anything else."""
     try:
-        sizes = tuple(operator.index(size) for size in given)
+        sizes = tuple(operator.index(size) for size in value)
     except TypeError:
-        raise ValueError(f"{name} must be a list of integers, got {given!r}") from None
+        raise ValueError(f"{name} must be a list of integers, got {value!r}") from None
     if not sizes:
         raise ValueError(f"{name} must be a list of at least one integer, got none")
     return sizes
 
 
-def _intervals(given: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _intervals(value: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Returns the lists of `Pieces` as tuples. Raises ValueError for anything else."""
     try:
-        return tuple(tuple((operator.index(begin), operator.index(end)) for begin, end in one) for one in given)
+        return tuple(tuple((operator.index(begin), operator.index(end)) for begin, end in cuts) for cuts in value)
     except (TypeError, ValueError):
-        raise ValueError(f"lists must be a list of (begin, end) for each coordinate, got {given!r}") from None
+        raise ValueError(f"lists must be a list of (begin, end) for each coordinate, got {value!r}") from None
 
 
 def _at_least(given: Any, name: str, least: int) -> int:

@@ -55,16 +55,16 @@ def redistribute_sequence(
     dim = argument_values.dim(dim, "dim", local.ndim)
     shape = (*local.shape[:dim], size, *local.shape[dim + 1 :])
     mesh = Mesh({"sequence": count})
-    ends = [_placement(given, dim, size, count, name) for name, given in (("src", src), ("dst", dst))]
+    ends = [_placement(argument, dim, size, count, name) for name, argument in (("src", src), ("dst", dst))]
     layouts = [Layout(mesh, shape, [end], local.dtype) for end in ends]
     return redistribute_local(local, *layouts, group=group)
 
 
-def _placement(given: Any, dim: int, size: int, count: int, argument: str) -> Any:
+def _placement(placement: Any, dim: int, size: int, count: int, argument: str) -> Any:
     """Returns the placement of tensor dim `dim` for the argument src or dst of `redistribute_sequence`."""
-    if isinstance(given, str) and given == "whole":
+    if isinstance(placement, str) and placement == "whole":
         return Replicate()
-    (text,) = sequence_layout(given, size, count, argument).placements
+    (text,) = sequence_layout(placement, size, count, argument).placements
     return text.replace("(2", f"({dim}", 1)
 
 
@@ -139,7 +139,7 @@ def _check_cut_over(query: DTensor, group: dist.ProcessGroup) -> None:
     """Raises ValueError unless the query's sequence is cut over the ranks of the group."""
     ranks = sorted(dist.get_process_group_ranks(group))
     of_dims = (query.device_mesh.get_group(dim) for dim in sequence_dims(query))
-    if len(ranks) > 1 and all(sorted(dist.get_process_group_ranks(one)) != ranks for one in of_dims):
+    if len(ranks) > 1 and all(sorted(dist.get_process_group_ranks(dim_group)) != ranks for dim_group in of_dims):
         raise ValueError(
             f"query must be a DTensor whose sequence is cut over ranks {ranks}, or a plain tensor, such as to_local(), "
             f"got placements {query.placements} on {query.device_mesh}"
@@ -174,7 +174,7 @@ def context_parallel(
         size: the length of the full sequence; default: the length of the buffers.
         layout, method: as in `scaled_dot_product_attention`.
     """
-    given = argument_values.items(() if buffers is None else buffers, "buffers", "a list of tensors")
+    tensors = argument_values.items(() if buffers is None else buffers, "buffers", "a list of tensors")
     dims = argument_values.items(
         () if buffer_seq_dims is None else buffer_seq_dims, "buffer_seq_dims", "a list of dims"
     )
@@ -182,36 +182,36 @@ def context_parallel(
         raise argument_error("mesh", "a DeviceMesh of one dim", f"a {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise argument_error("mesh", "a DeviceMesh of one dim, such as mesh['cp']", f"{mesh.ndim} dims")
-    if len(given) != len(dims):
-        raise argument_error("buffer_seq_dims", f"a list of {len(given)} dims, one per buffer", len(dims))
-    for tensor in given:
+    if len(tensors) != len(dims):
+        raise argument_error("buffer_seq_dims", f"a list of {len(tensors)} dims, one per buffer", len(dims))
+    for tensor in tensors:
         argument_checks.check_tensor("buffers", tensor)
         if tensor.requires_grad:
             raise argument_error("buffers", "tensors without gradients", "one that requires a gradient")
-    dims = [argument_values.dim(dim, "buffer_seq_dims", one.ndim) for one, dim in zip(given, dims, strict=True)]
+    dims = [argument_values.dim(dim, "buffer_seq_dims", tensor.ndim) for tensor, dim in zip(tensors, dims, strict=True)]
     known = set() if size is None else {size}
-    sizes = {tensor.shape[dim] for tensor, dim in zip(given, dims, strict=True)} | known
+    sizes = {tensor.shape[dim] for tensor, dim in zip(tensors, dims, strict=True)} | known
     if len(sizes) > 1:
         raise argument_error("buffers", "tensors of one sequence length, size if given", sorted(sizes))
     total = sizes.pop() if sizes else None
     kept = {id(tensor) for tensor in no_restore_buffers or ()}
-    if not kept <= {id(tensor) for tensor in given}:
+    if not kept <= {id(tensor) for tensor in tensors}:
         raise argument_error("no_restore_buffers", "a list of tensors in buffers", "one that is not")
     check_method(method)
     group = mesh.get_group()
-    mine = parts_of(layout, total, mesh.size())[dist.get_rank(group)] if total is not None else []
-    whole = [tensor.data for tensor in given]
+    intervals = parts_of(layout, total, mesh.size())[dist.get_rank(group)] if total is not None else []
+    full_tensors = [tensor.data for tensor in tensors]
     parts = [
-        torch.cat([tensor.narrow(dim, a, b - a) for a, b in [(0, 0), *mine]], dim)
-        for tensor, dim in zip(whole, dims, strict=True)
+        torch.cat([tensor.narrow(dim, a, b - a) for a, b in [(0, 0), *intervals]], dim)
+        for tensor, dim in zip(full_tensors, dims, strict=True)
     ]
     try:
-        for tensor, part in zip(given, parts, strict=True):
+        for tensor, part in zip(tensors, parts, strict=True):
             _hold(tensor, part)
         with Attending(group=group, size=total, layout=layout, method=method):
             yield
     finally:
-        for tensor, before in zip(given, whole, strict=True):
+        for tensor, before in zip(tensors, full_tensors, strict=True):
             if id(tensor) not in kept:
                 _hold(tensor, before)
 

@@ -198,12 +198,12 @@ def check_method(method: Any) -> None:
         raise argument_error("method", f"one of {', '.join(METHODS)}", repr(method))
 
 
-def _scale(given: Any) -> float:
+def _scale(value: Any) -> float:
     """Returns the argument scale as a float. Raises ValueError for other types."""
     try:
-        return float(given)
+        return float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise argument_error("scale", "a finite number", f"a {type(given).__name__}") from None
+        raise argument_error("scale", "a finite number", f"a {type(value).__name__}") from None
 
 
 def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -240,14 +240,14 @@ def _of_four_dims(tensors: tuple[Any, ...], mask: Any) -> tuple[tuple[torch.Tens
 def _local_mask(mask: DTensor, q: Any) -> torch.Tensor:
     """Returns this rank's part of a mask that is placed like q, but replicated along dims in which it broadcasts."""
     missing = 4 - mask.ndim
-    alike = isinstance(q, DTensor) and q.device_mesh == mask.device_mesh
-    for mesh_dim, placement in enumerate(mask.placements if alike else ()):
+    has_placements_of_q = isinstance(q, DTensor) and q.device_mesh == mask.device_mesh
+    for mesh_dim, placement in enumerate(mask.placements if has_placements_of_q else ()):
         of_q = q.placements[mesh_dim]
         dim = None if of_q.is_replicate() or of_q.is_partial() else of_q.dim % 4 - missing
         repeats = dim is None or dim < 0 or mask.shape[dim] == 1
         cut = None if placement.is_replicate() else -1 if placement.is_partial() else placement.dim % mask.ndim
-        alike = alike and cut == (None if repeats else dim)
-    if not alike:
+        has_placements_of_q = has_placements_of_q and cut == (None if repeats else dim)
+    if not has_placements_of_q:
         raise argument_error("mask", "plain or placed like q, with all keys on each rank", mask.placements)
     return mask.to_local()
 

@@ -29,8 +29,8 @@ def _run(inputs: list[torch.Tensor], text: str, groups: Sequence[str], rank: int
 def _compare(executable: _runtime.Executable, inputs: list[torch.Tensor]) -> None:
     """Raises on all ranks, in the debug mode, if ranks run different attentions or an input has a wrong shape."""
     refusals = {}
-    for name, given, shape in zip(("q", "k"), inputs, executable.input_shapes, strict=False):
-        text = f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)}"
+    for name, tensor, shape in zip(("q", "k"), inputs, executable.input_shapes, strict=False):
+        text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         expected = f"{executable.signature['dtype']}{shape}"
         if text != expected:
             refusals[name] = f"must be {expected}, got {text}"

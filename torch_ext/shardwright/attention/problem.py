@@ -126,7 +126,7 @@ def _find_out(
     """Returns an error message or None, and the operators' arguments."""
     guards.mark()
     try:
-        return None, on_fakes(metas, lambda *given: plan(Options(*options), given, group)).call
+        return None, on_fakes(metas, lambda *fakes: plan(Options(*options), fakes, group)).call
     except ValueError as error:
         return str(error), ()
 
@@ -192,12 +192,12 @@ def _make(
         check_tensors(options, tensors)
         where = _of_dtensor(options, q, tensors[1])
     carrier = where.group if isinstance(q, DTensor) else _carrier(group)
-    mine = 0 if carrier is None else dist.get_rank(carrier if carrier in groups.makers else None)
+    rank = 0 if carrier is None else dist.get_rank(carrier if carrier in groups.makers else None)
     try:
         if not isinstance(q, DTensor):
             check_tensors(options, tensors)
             where = _of_group(options, q, tensors[1], group)
-        attention = _with_method(_problem(options, tensors, where, mine), options.method, q.device.type, needs_grad)
+        attention = _with_method(_problem(options, tensors, where, rank), options.method, q.device.type, needs_grad)
     except ValueError as error:
         refusal = error
     if carrier is not None and dist.get_world_size(carrier) > 1 and not checking.is_on():
@@ -205,11 +205,11 @@ def _make(
     if attention is None:
         assert refusal is not None
         raise refusal
-    return bind(attention, mine, where.group)
+    return bind(attention, rank, where.group)
 
 
-def _problem(options: Options, tensors: Sequence[torch.Tensor], where: _Shards, mine: int) -> _planner.Attention:
-    """Returns the attention without a method. `mine` is this rank, as in the mesh of `where`."""
+def _problem(options: Options, tensors: Sequence[torch.Tensor], where: _Shards, rank: int) -> _planner.Attention:
+    """Returns the attention without a method. `rank` is this rank, as in the mesh of `where`."""
     local_q, local_k, local_v = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors[:3])
     batch, heads, rows, depth = local_q.shape
     kind = local_q.device.type
@@ -230,8 +230,8 @@ def _problem(options: Options, tensors: Sequence[torch.Tensor], where: _Shards, 
         lowering=executables.lowering(kind, where.group) if is_shared else _planner.Lowering.of_device(kind),
     )
     if not checking.is_on():  # the debug mode reports errors on all ranks
-        _check_rows("q", rows, attention.rows(mine), where.parts, mine)
-        _check_rows("k", local_k.shape[2], attention.key_rows(mine), where.keys.parts or where.parts, mine)
+        _check_rows("q", rows, attention.rows(rank), where.parts, rank)
+        _check_rows("k", local_k.shape[2], attention.key_rows(rank), where.keys.parts or where.parts, rank)
     return attention
 
 
@@ -265,9 +265,9 @@ def _agree(
     words = GroupWords(carrier)
     heard = words.compare(Statement("attention"), refusal, torch.tensor([digest]))
     if attention is not None and bool((heard != digest).any()):
-        mine = attention.describe(*tables_of(attention, device_type)).splitlines()[0]
+        description = attention.describe(*tables_of(attention, device_type)).splitlines()[0]
         said = (
-            f"{mine}, with scale={options.scale}, chunks={options.chunks}, layout={options.layout}, "
+            f"{description}, with scale={options.scale}, chunks={options.chunks}, layout={options.layout}, "
             f"kv_layout={options.kv_layout} (digest {digest & 0xFFFFFFFF:08x})"
         )
         words.compare(Statement("attention", {"arguments": said}))

@@ -103,19 +103,19 @@ def _default_device(carrier: dist.ProcessGroup, kinds: list[str]) -> str:
     return "cpu" if "cpu" in kinds else kinds[0]
 
 
-def ranks_per_node(job: Job, given: int | None) -> int:
+def ranks_per_node(job: Job, num_ranks: int | None) -> int:
     """Returns the number of consecutive ranks on a node, or 0 if all ranks of the job are on one."""
-    if given is not None and given < 0:
-        raise argument_error("ranks_per_node", "at least 0 (0 for all ranks)", given)
-    everyone = job.ranks.from_all((given, os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()))
+    if num_ranks is not None and num_ranks < 0:
+        raise argument_error("ranks_per_node", "at least 0 (0 for all ranks)", num_ranks)
+    everyone = job.ranks.from_all((num_ranks, os.environ.get("LOCAL_WORLD_SIZE"), socket.gethostname()))
     given_by_all, by_torchrun, hosts = map(list, zip(*everyone))
     if len(set(given_by_all)) > 1:
         raise argument_error("ranks_per_node", "equal on all ranks", given_by_all)
-    if given is None and None not in by_torchrun and len(set(by_torchrun)) == 1:
-        given = int(by_torchrun[0])
-    if given is None:
-        given = nodes_of_hosts(job.members, hosts)
-    return 0 if len(by_node(job.members, given)) == 1 else given
+    if num_ranks is None and None not in by_torchrun and len(set(by_torchrun)) == 1:
+        num_ranks = int(by_torchrun[0])
+    if num_ranks is None:
+        num_ranks = nodes_of_hosts(job.members, hosts)
+    return 0 if len(by_node(job.members, num_ranks)) == 1 else num_ranks
 
 
 def nodes_of_hosts(ranks: list[int], hosts: list[str]) -> int:

@@ -73,7 +73,7 @@ def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | N
     along = {where.removeprefix(_ALONG): taken for where, taken in points.items() if where.startswith(_ALONG)}
     crossing = _crossing(mesh, per_node)
     inside, between, mesh_dims = fit_links(points.get("inside", []), points.get("between", []), along, crossing)
-    fits = {"inside": inside, "between": between, **{_ALONG + one: found for one, found in mesh_dims.items()}}
+    fits = {"inside": inside, "between": between, **{_ALONG + mesh_dim: fit for mesh_dim, fit in mesh_dims.items()}}
     topology = Topology(
         name,
         per_node,
@@ -81,16 +81,16 @@ def measure_links(job: Job, given_per_node: int | None, name: str, mesh: Any | N
         max(1, round(copy_seconds / _MEMORY_BYTES * 1024 * _PS)),
         _link(inside),
         _link(between),
-        {one: _link(found) for one, found in mesh_dims.items()},
+        {mesh_dim: _link(fit) for mesh_dim, fit in mesh_dims.items()},
     )
-    mine = topology.to_json(), _report(job, fits, points, copy_seconds)
-    text, report = job.ranks.from_all(mine)[0]  # all ranks use the first rank's results
+    results = topology.to_json(), _report(job, fits, points, copy_seconds)
+    text, report = job.ranks.from_all(results)[0]  # all ranks use the first rank's results
     return load_topology(json.loads(text)), report
 
 
-def _link(found: LinkFit) -> Link:
+def _link(fit: LinkFit) -> Link:
     """Returns the fitted link with times in picoseconds."""
-    return Link(message_ps=round(found.message * _PS), ps_per_kib=max(1, round(found.byte * 1024 * _PS)))
+    return Link(message_ps=round(fit.message * _PS), ps_per_kib=max(1, round(fit.byte * 1024 * _PS)))
 
 
 # ---- series to measure
@@ -146,7 +146,7 @@ def _crossing(mesh: Any | None, per_node: int) -> set[str]:
 def _take_points(job: Job, series: list[_Series]) -> tuple[dict[str, _Points], float]:
     """Returns points by the name of their series, and the seconds per copy of `_MEMORY_BYTES`."""
     large = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device=job.device)
-    calls = [_all_to_all(job, one) for one in series] + [large.clone]
+    calls = [_all_to_all(job, entry) for entry in series] + [large.clone]
 
     def batch(call: Callable[[], object], repeats: int) -> float:
         job.ranks.wait()
@@ -158,25 +158,25 @@ def _take_points(job: Job, series: list[_Series]) -> tuple[dict[str, _Points], f
     budget = _BATCH_SECONDS_QUICK if job.quick else _BATCH_SECONDS
     repeats = [min(max(round(budget / seconds), 1), _MAX_CALLS) for seconds in once]
     rounds = range(_ROUNDS_QUICK if job.quick else _ROUNDS)
-    turns = [[batch(*one) for one in zip(calls, repeats)] for _ in rounds]
+    turns = [[batch(*call_and_repeats) for call_and_repeats in zip(calls, repeats)] for _ in rounds]
     *measured, copy_seconds = job.ranks.slowest(turns, _LOW_QUANTILE)
     points: dict[str, _Points] = {}
-    for one, seconds in zip(series, measured):
-        points.setdefault(one.name, []).append((one.peers, one.sent_bytes, seconds))
+    for measurement, seconds in zip(series, measured):
+        points.setdefault(measurement.name, []).append((measurement.peers, measurement.sent_bytes, seconds))
     return points, copy_seconds
 
 
-def _all_to_all(job: Job, one: _Series) -> Callable[[], object]:
+def _all_to_all(job: Job, measurement: _Series) -> Callable[[], object]:
     """Returns a function that runs the all-to-all as the runtime does, without own parts. Idle ranks do nothing."""
-    if one.team is None:
+    if measurement.team is None:
         return lambda: None
-    team = one.team
-    sent, received = torch.zeros(2, one.sent_bytes, dtype=torch.uint8, device=job.device)
-    if job.lowering.goes_by_messages(one.sent_bytes // one.peers):
+    team = measurement.team
+    sent, received = torch.zeros(2, measurement.sent_bytes, dtype=torch.uint8, device=job.device)
+    if job.lowering.goes_by_messages(measurement.sent_bytes // measurement.peers):
         peers = [rank for rank in dist.get_process_group_ranks(team) if rank != dist.get_rank()]
-        parts = sent.chunk(one.peers), received.chunk(one.peers)
+        parts = sent.chunk(measurement.peers), received.chunk(measurement.peers)
         return lambda: _start_messages(team, peers, *parts)()
-    splits = [one.sent_bytes // one.peers] * (one.peers + 1)
+    splits = [measurement.sent_bytes // measurement.peers] * (measurement.peers + 1)
     splits[dist.get_rank(team)] = 0
     return lambda: dist.all_to_all_single(received, sent, splits, splits, group=team)
 
@@ -236,11 +236,11 @@ def _report(job: Job, fits: dict[str, LinkFit], points: dict[str, _Points], copy
     backend = dist.get_backend(job.ranks.group)
     lines = [f"calibrated {len(job.members)} ranks on {job.device.type} over {backend}"]
     for where, taken in points.items():
-        found = fits[where]
+        fit = fits[where]
         teams = ", ".join(str(peers + 1) for peers in sorted({peers for peers, *_ in taken}))
         lines.append(
-            f"  {where}: step {found.step * 1e6:.1f} us, message {found.message * 1e6:.1f} us, {_rate(found.byte)}; "
-            f"off by {found.error:.0%} on average over {len(taken)} points (teams of {teams})"
+            f"  {where}: step {fit.step * 1e6:.1f} us, message {fit.message * 1e6:.1f} us, {_rate(fit.byte)}; "
+            f"off by {fit.error:.0%} on average over {len(taken)} points (teams of {teams})"
         )
     return [*lines, f"  memory: {_rate(copy_seconds / _MEMORY_BYTES)}, all ranks at once"]
 

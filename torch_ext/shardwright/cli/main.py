@@ -26,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     The status is 0 on success, 1 if `doctor` found a problem, and 2, with a sentence on stderr, if the command cannot
     be carried out. A closed pipe, as in ``| head``, and Ctrl-C end the command silently.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
+    args = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
-            return _run(given)
+            return _run(args)
         finally:  # also after --help, which raises SystemExit
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -54,22 +54,22 @@ def _refuse(sentence: str) -> int:
     return 2
 
 
-def _run(given: list[str]) -> int:
+def _run(args: list[str]) -> int:
     """Runs the command that the first argument names. Returns its exit status."""
-    if given[:1] == ["calibrate"]:
+    if args[:1] == ["calibrate"]:
         from . import calibrate as command
 
-        return command.main(given[1:])
-    if given[:1] == ["product"]:
-        return _product(given[1:])
-    if given[:1] == ["transfer"]:
-        return _transfer(given[1:])
-    if given[:1] == ["doctor"]:
+        return command.main(args[1:])
+    if args[:1] == ["product"]:
+        return _product(args[1:])
+    if args[:1] == ["transfer"]:
+        return _transfer(args[1:])
+    if args[:1] == ["doctor"]:
         from .. import doctor
 
-        return doctor.main(given[1:])
+        return doctor.main(args[1:])
     parser, plan_parser = _parsers()
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(args)
     _check_together(arguments, plan_parser)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -82,20 +82,20 @@ def _run(given: list[str]) -> int:
         return _refuse("shardwright plan: out of memory; a mesh of fewer ranks or a smaller tensor takes less")
 
 
-def _product(given: list[str]) -> int:
+def _product(args: list[str]) -> int:
     from . import matmul as command
 
     try:
-        return command.main(given)
+        return command.main(args)
     except ValueError as error:
         return _refuse(f"shardwright product: {error}")
 
 
-def _transfer(given: list[str]) -> int:
+def _transfer(args: list[str]) -> int:
     from . import transfer as command
 
     try:
-        return command.main(given)
+        return command.main(args)
     except ValueError as error:
         return _refuse(f"shardwright transfer: {error}")
 
@@ -185,25 +185,25 @@ def _plan(arguments: argparse.Namespace) -> int:
         from ..planning.comparing import difference
 
         first, second = map(_load, arguments.diff)
-        for made in (first, second):
-            _work_out(made)
+        for plan in (first, second):
+            _work_out(plan)
         print(difference(first, second))
         return 0
-    made = _load(arguments.load) if arguments.load else _make(arguments)
-    for option, path, picture in (("svg", arguments.svg, made.to_svg), ("html", arguments.html, made.to_html)):
+    plan = _load(arguments.load) if arguments.load else _make(arguments)
+    for option, path, picture in (("svg", arguments.svg, plan.to_svg), ("html", arguments.html, plan.to_html)):
         if path:
             write_file(f"--{option}", path, picture())
     if arguments.json:
-        _work_out(made)
-        print(made.to_json())
+        _work_out(plan)
+        print(plan.to_json())
         return 0
-    print(made, flush=True)
-    _work_out(made)
-    print(_certificate(made), flush=True)
+    print(plan, flush=True)
+    _work_out(plan)
+    print(_certificate(plan), flush=True)
     if arguments.program is not None:
-        print(f"\nprogram of rank {arguments.program}:\n{made.program(arguments.program)}", flush=True)
+        print(f"\nprogram of rank {arguments.program}:\n{plan.program(arguments.program)}", flush=True)
     if arguments.simulate:
-        _simulate(made)
+        _simulate(plan)
     return 0
 
 

@@ -14,8 +14,8 @@ from .options import parse_mesh
 def main(argv: Sequence[str]) -> int:
     """Prints the plan. Raises ValueError if the product cannot be planned as asked."""
     arguments = _parser().parse_args(argv)
-    made = _make(arguments)
-    print(made.to_json() if arguments.json else made)
+    product = _make(arguments)
+    print(product.to_json() if arguments.json else product)
     return 0
 
 

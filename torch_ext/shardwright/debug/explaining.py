@@ -71,13 +71,13 @@ class Explanation(list[Explained | ExplainedStep]):
     """One entry per program, in the order in which they ran, then one per step. As text, each is a paragraph."""
 
     def __str__(self) -> str:
-        return "\n\n".join(_paragraph(one) for one in self) or _NOTHING
+        return "\n\n".join(_paragraph(entry) for entry in self) or _NOTHING
 
     def to_chrome(self) -> str:
         """Returns JSON for chrome://tracing and Perfetto, with predicted and measured lanes of each program."""
         merged: list[dict[str, Any]] = []
-        for number, one in enumerate(self):
-            for kind, events in (("predicted", one.predicted), ("measured", one.measured)):
+        for number, entry in enumerate(self):
+            for kind, events in (("predicted", entry.predicted), ("measured", entry.measured)):
                 process = f"{number}: {kind}"
                 merged += [{**event, "pid": process} for event in json.loads(events.to_chrome())["traceEvents"]]
         return json.dumps({"traceEvents": merged})
@@ -190,17 +190,17 @@ def _explained_step(step: HeardStep, events: Trace) -> ExplainedStep:
     return ExplainedStep(what, schedule, predicted, measured)
 
 
-def _paragraph(one: Explained | ExplainedStep) -> str:
+def _paragraph(entry: Explained | ExplainedStep) -> str:
     """Returns the text of a program or step: its schedule, predictions and timelines."""
-    if isinstance(one, ExplainedStep):
-        return "\n".join([one.what, *_bars("predicted", one.predicted), *_bars("measured", one.measured)])
-    chunks = f"{one.chunks} chunk{'s' if one.chunks != 1 else ''}"
-    lines = [f"{one.what}, with products: {one.method} in {chunks}{_depth_text(one.depth, one.sms_left)}"]
-    if one.why_only_serial is not None:
-        lines.append(f"  only serial: {one.why_only_serial}")
-    for method, count, depth, sms_left, us in one.predictions:
+    if isinstance(entry, ExplainedStep):
+        return "\n".join([entry.what, *_bars("predicted", entry.predicted), *_bars("measured", entry.measured)])
+    chunks = f"{entry.chunks} chunk{'s' if entry.chunks != 1 else ''}"
+    lines = [f"{entry.what}, with products: {entry.method} in {chunks}{_depth_text(entry.depth, entry.sms_left)}"]
+    if entry.why_only_serial is not None:
+        lines.append(f"  only serial: {entry.why_only_serial}")
+    for method, count, depth, sms_left, us in entry.predictions:
         lines.append(f"  predicted {us:10.1f} us  {method} in {count}{_depth_text(depth, sms_left)}")
-    for kind, events in (("predicted", one.predicted), ("measured", one.measured)):
+    for kind, events in (("predicted", entry.predicted), ("measured", entry.measured)):
         lines += _bars(kind, events)
     return "\n".join(lines)
 

@@ -119,7 +119,7 @@ def _agree(src: _planner.Layout, dst: _planner.Layout) -> None:
     texts = in_default_store("layouts")
     assert dist.group.WORLD is not None
     known = _agreed.setdefault(dist.group.WORLD, set())
-    key = tuple((one.mesh, tuple(one.placements), str(one.shard_order)) for one in (src, dst))
+    key = tuple((spec.mesh, tuple(spec.placements), str(spec.shard_order)) for spec in (src, dst))
     ranks, rank = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks})), dist.get_rank()
     if key in known or rank not in ranks:
         return

@@ -129,10 +129,10 @@ def _numbers(sizes: Sequence[Any]) -> tuple[int | None, ...]:
     return tuple(size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size for size in sizes)
 
 
-def _fits(given: Sequence[int], wanted: tuple[int | None, ...]) -> bool:
+def _fits(sizes: Sequence[int], wanted: tuple[int | None, ...]) -> bool:
     """Returns True if sizes equal the guarded ones, of which None matches any size."""
-    return given == wanted or (
-        len(given) == len(wanted) and all(b is None or a == b for a, b in zip(given, wanted, strict=True))
+    return sizes == wanted or (
+        len(sizes) == len(wanted) and all(b is None or a == b for a, b in zip(sizes, wanted, strict=True))
     )
 
 

@@ -94,11 +94,11 @@ def redistribute_local_tensor(
     is_traced = _are_we_tracing()
     if is_traced and _is_captured():
         return by_torch()
-    asked = _Asked(local_tensor, current_spec, target_spec, mode, async_op, is_explicit)
+    call = _Asked(local_tensor, current_spec, target_spec, mode, async_op, is_explicit)
     if any(map(masks.is_masked, (*current_spec.placements, *target_spec.placements))):
-        moved = _unmasked(asked)
+        moved = _unmasked(call)
     else:
-        moved = _by_plan(asked, is_traced)
+        moved = _by_plan(call, is_traced)
     if not isinstance(moved, Refusal):
         return moved
     if mode.strict:
@@ -126,19 +126,19 @@ class _Asked(NamedTuple):
         return layout_of_spec(self.current, shape, dtype), layout_of_spec(self.target, shape, dtype)
 
 
-def _unmasked(asked: _Asked) -> torch.Tensor | Refusal:
+def _unmasked(call: _Asked) -> torch.Tensor | Refusal:
     """Runs a redistribute with masked placements (masks.py). Applies their masks before it, or makes them after it."""
-    plain = masks.unmask(asked.local, asked.current, asked.target)
+    plain = masks.unmask(call.local, call.current, call.target)
     if isinstance(plain, str):
         return Refusal(plain)
-    async_op = asked.async_op and not plain.masks_to_make
+    async_op = call.async_op and not plain.masks_to_make
     moved = redistribute_local_tensor(plain.local, plain.current_spec, plain.target_spec, async_op=async_op)
-    return plain.mask(moved, asked.target.placements)
+    return plain.mask(moved, call.target.placements)
 
 
-def _by_plan(asked: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
+def _by_plan(call: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
     """Runs the redistribute, or records it in a trace. Returns a Refusal if it is left to PyTorch."""
-    local, current, target, mode, async_op, _ = asked
+    local, current, target, mode, async_op, _ = call
     if not is_traced and type(local) not in (torch.Tensor, torch.nn.Parameter):
         return Refusal(f"local tensor is a {type(local).__name__}")
     if local.layout is not torch.strided or local.is_nested:
@@ -153,10 +153,10 @@ def _by_plan(asked: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
         return local
     key = _key(local, current, target, mode)
     if is_traced:
-        return _trace(key, asked)
+        return _trace(key, call)
 
     def build() -> _runtime.Executable | Refusal:
-        plan = _plan(asked, current.shape)
+        plan = _plan(call, current.shape)
         return plan if isinstance(plan, Refusal) else executables.bind(plan, device_mesh=current.mesh)
 
     executable = executables.lookup(key, build)
@@ -165,11 +165,11 @@ def _by_plan(asked: _Asked, is_traced: bool) -> torch.Tensor | Refusal:
     if _autograd_looks(local):
         # A graph is being made below DTensor, as in the double backward of torch before 2.12. Collectives of PyTorch's
         # own would break the graph here.
-        return redistribute_local(local, *asked.layouts(current.shape), device_mesh=current.mesh, async_op=async_op)
+        return redistribute_local(local, *call.layouts(current.shape), device_mesh=current.mesh, async_op=async_op)
     copies = executable.is_identity and _torch_would_copy(current, target)
     if not copies:
         _direct.put(key, executable)
-    with _recorded(asked, executable):
+    with _recorded(call, executable):
         if copies:
             counters.counts.calls += 1
             return local.clone(memory_format=torch.contiguous_format)
@@ -238,17 +238,17 @@ def _is_captured() -> bool:
 _arguments: executables.PlanningCache[dict[str, Any] | Refusal] = executables.PlanningCache(is_local=True)
 
 
-def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
+def _trace(key: Hashable, call: _Asked) -> torch.Tensor | Refusal:
     """Records our operators for a redistribute in a trace. Returns a Refusal if it is left to PyTorch."""
     from ..graph import operators
 
-    local, current, target = asked[:3]
+    local, current, target = call[:3]
     is_symbolic = plans.is_symbolic(current.shape)  # local sizes would differ among ranks
     key = key, groups.flattened_names(current.mesh)
     arguments = None if is_symbolic else _arguments.get(key)  # symbols cannot be hashed
     if arguments is None:
         with _disable_current_modes():  # none of this belongs in the trace
-            arguments = _trace_arguments(asked, is_symbolic)
+            arguments = _trace_arguments(call, is_symbolic)
         if not is_symbolic:
             _arguments.put(key, arguments)
     if isinstance(arguments, Refusal):
@@ -260,57 +260,57 @@ def _trace(key: Hashable, asked: _Asked) -> torch.Tensor | Refusal:
     return operators.trace(local, **arguments)
 
 
-def _trace_arguments(asked: _Asked, is_symbolic: bool) -> dict[str, Any] | Refusal:
+def _trace_arguments(call: _Asked, is_symbolic: bool) -> dict[str, Any] | Refusal:
     """Returns the operators' arguments; an empty dict if nothing is moved."""
     from ..graph import operators
 
-    sizes, mesh = asked.current.shape, asked.current.mesh
+    sizes, mesh = call.current.shape, call.current.mesh
     example = plans.example_of(sizes)
     if example is None:
         return Refusal("tracing: a size is known only when the graph runs")
-    plan = _plan(asked, example)
+    plan = _plan(call, example)
     if isinstance(plan, Refusal):
         return plan
-    if any(step.op == "partition" for step in plan.steps) and not asked.local.dtype.is_floating_point:
+    if any(step.op == "partition" for step in plan.steps) and not call.local.dtype.is_floating_point:
         return Refusal("tracing: PyTorch makes integers floating where it divides them")
     is_strided = any(placement.startswith("SS") for placement in (*plan.src.placements, *plan.dst.placements))
     if is_symbolic and is_strided:
         sizes = plans.fixed(sizes)
     if plan.src == plan.dst or not (plan.steps or plans.is_symbolic(sizes)):
         return {}
-    return operators.arguments_for_sizes(plan, sizes, mesh, asked.mode.make_groups)
+    return operators.arguments_for_sizes(plan, sizes, mesh, call.mode.make_groups)
 
 
-def _plan(asked: _Asked, shape: Sequence[int]) -> Plan | Refusal:
+def _plan(call: _Asked, shape: Sequence[int]) -> Plan | Refusal:
     """Returns the plan for a tensor of this global shape, or the reason to leave the redistribute to PyTorch."""
-    device_type = asked.local.device.type
+    device_type = call.local.device.type
     reason = executables.why_not_over_groups(device_type)
     if reason is not None:
         return Refusal(reason)
-    existing = None if asked.mode.make_groups else asked.current.mesh
+    existing = None if call.mode.make_groups else call.current.mesh
     try:
-        return executables.make_plan(*asked.layouts(shape), device_type, existing_groups_of=existing)
+        return executables.make_plan(*call.layouts(shape), device_type, existing_groups_of=existing)
     except ValueError as error:
-        _check_reducible(asked, error)
+        _check_reducible(call, error)
         return Refusal(counters.cause_of(error), str(error))
 
 
-def _check_reducible(asked: _Asked, why: ValueError) -> None:
+def _check_reducible(call: _Asked, why: ValueError) -> None:
     """Raises ValueError on all ranks if `why` is that the backend cannot reduce pending values of this dtype.
 
     PyTorch's path uses the backend's collectives, so it would fail while ranks wait for each other.
     """
-    lowering = executables.lowering(asked.local.device.type, None)
+    lowering = executables.lowering(call.local.device.type, None)
     if lowering.name != "gloo":
         return
-    dtype, mesh = asked.local.dtype, asked.current.mesh
-    for mesh_dim, (source, target) in enumerate(zip(asked.current.placements, asked.target.placements, strict=True)):
+    dtype, mesh = call.local.dtype, call.current.mesh
+    for mesh_dim, (source, target) in enumerate(zip(call.current.placements, call.target.placements, strict=True)):
         if not source.is_partial() or source == target or mesh.size(mesh_dim) == 1:
             continue
-        if not _is_reducible(source, dtype) and any(_is_reducible(source, one) for one in (torch.float32, torch.int32)):
+        if not _is_reducible(source, dtype) and any(_is_reducible(source, d) for d in (torch.float32, torch.int32)):
             raise ValueError(
                 f"dtype must be one that {lowering.name} reduces with {source}, got {dtype}; redistribute "
-                f"{tuple(asked.current.placements)} after .to() of such a dtype: {why}"
+                f"{tuple(call.current.placements)} after .to() of such a dtype: {why}"
             )
 
 
@@ -324,13 +324,13 @@ def _is_reducible(placement: Placement, dtype: torch.dtype) -> bool:
     return True
 
 
-def _recorded(asked: _Asked, executable: _runtime.Executable) -> contextlib.AbstractContextManager[Any]:
+def _recorded(call: _Asked, executable: _runtime.Executable) -> contextlib.AbstractContextManager[Any]:
     """Records the redistribute with DebugMode, as PyTorch's own function does."""
     debug_mode = get_active_debug_mode()
     if debug_mode is None:
         return contextlib.nullcontext()
-    ends = asked.current.placements, asked.target.placements
+    ends = call.current.placements, call.target.placements
     record: contextlib.AbstractContextManager[Any] = debug_mode.record_redistribute_calls(
-        asked.local, *ends, str(executable), is_explicit=asked.is_explicit
+        call.local, *ends, str(executable), is_explicit=call.is_explicit
     )
     return record

@@ -50,8 +50,8 @@ def exchange_capacity(
     all ranks if codes exceed the capacity and `drops` is False.
     """
     placement = ranks.placement
-    asked = _runtime.count_by_replica(codes, placement.num_replicas)
-    heard = ranks.words.exchange("dispatch, counting tokens by expert", asked)
+    counts = _runtime.count_by_replica(codes, placement.num_replicas)
+    heard = ranks.words.exchange("dispatch, counting tokens by expert", counts)
     totals = heard.sum(0)
     if not drops and bool((totals > capacity).any()):
         replica = int(totals.argmax())

@@ -157,15 +157,15 @@ def dispatch(
         _refuse(listening, error, rows_per_rank)
     x, expert_ids, scores, scales = map(_waited, (x, expert_ids, scores, scales))
     try:
-        given = Given.checked(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
-        ranks.check_device(given.x.device)
-        codes = None if rows_per_rank is not None else given.chosen(ranks)
+        arguments = Given.checked(x, expert_ids, scores, scales, capacity, overflow, rows_per_rank)
+        ranks.check_device(arguments.x.device)
+        codes = None if rows_per_rank is not None else arguments.chosen(ranks)
     except ValueError as error:
         _refuse(ranks, error, rows_per_rank)
     if checking.is_on():
-        _compare("dispatch", ranks, given.fields(ranks), None)
+        _compare("dispatch", ranks, arguments.fields(ranks), None)
     counts.dispatches += 1
-    return _dispatch_fixed(given, ranks) if codes is None else _dispatch(given, ranks, codes)
+    return _dispatch_fixed(arguments, ranks) if codes is None else _dispatch(arguments, ranks, codes)
 
 
 def _refuse(ranks: ExpertGroup, error: ValueError, rows_per_rank: Any) -> NoReturn:
@@ -177,9 +177,9 @@ def _refuse(ranks: ExpertGroup, error: ValueError, rows_per_rank: Any) -> NoRetu
     raise error
 
 
-def _waited(given: Any) -> Any:
+def _waited(value: Any) -> Any:
     """Returns the tensor, after waiting for it if it is in flight; other values unchanged."""
-    return given.wait() if isinstance(given, AsyncCollectiveTensor) else given
+    return value.wait() if isinstance(value, AsyncCollectiveTensor) else value
 
 
 class Given(NamedTuple):
@@ -270,13 +270,13 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(map(_name, dtypes))
 
 
-def _check_per_token(argument: str, given: Any, x: torch.Tensor) -> None:
+def _check_per_token(argument: str, tensor: Any, x: torch.Tensor) -> None:
     """Checks that a tensor has one row per token and is on the device of x."""
-    argument_checks.check_tensor(argument, given)
-    if given.ndim != 2 or given.shape[0] != x.shape[0]:
-        raise argument_error(argument, f"of one row for each of {len(x)} tokens", f"shape {tuple(given.shape)}")
-    if given.device != x.device:
-        raise argument_error(argument, f"on the device of x, {x.device}", given.device)
+    argument_checks.check_tensor(argument, tensor)
+    if tensor.ndim != 2 or tensor.shape[0] != x.shape[0]:
+        raise argument_error(argument, f"of one row for each of {len(x)} tokens", f"shape {tuple(tensor.shape)}")
+    if tensor.device != x.device:
+        raise argument_error(argument, f"on the device of x, {x.device}", tensor.device)
 
 
 def _compare(call: str, ranks: ExpertGroup, fields: dict[str, Any], refusal: Exception | None) -> None:
@@ -288,23 +288,23 @@ def _compare(call: str, ranks: ExpertGroup, fields: dict[str, Any], refusal: Exc
 # ------------------------------------------------------------------------------------------------------- dispatch
 
 
-def _dispatch(given: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatched:
+def _dispatch(arguments: Given, ranks: ExpertRanks, codes: torch.Tensor) -> Dispatched:
     """Dispatches with counts on the host: sends only the rows that are needed."""
-    device, nodes = given.x.device, ranks.nodes
+    device, nodes = arguments.x.device, ranks.nodes
     wire = ranks.wire(device)
     targets = ranks.targets if nodes is None else nodes.relay_of_replica
     dropped = 0
     routes = _runtime.route_rows(codes, targets, ranks.size)
-    receive, copies, words_bytes = compare(ranks, given.fields(ranks), None, routes[2:])
+    receive, copies, words_bytes = compare(ranks, arguments.fields(ranks), None, routes[2:])
     if nodes is not None:
         nodes.connect()
-    if given.capacity is not None:
-        codes, dropped, more = exchange_capacity(ranks, codes, given.capacity, given.overflow == "drop")
+    if arguments.capacity is not None:
+        codes, dropped, more = exchange_capacity(ranks, codes, arguments.capacity, arguments.overflow == "drop")
         routes = _runtime.route_rows(codes, targets, ranks.size)
         receive, copies, words = exchange_counts(ranks.group_name, routes[2:], ranks.words.device)
         words_bytes += more + words
     counts.dropped += dropped
-    state = _DispatchState(given, ranks, words_bytes, knows_origins=nodes is not None)
+    state = _DispatchState(arguments, ranks, words_bytes, knows_origins=nodes is not None)
     state.exchange(_exchange(ranks.group_name, wire, routes, receive, device), codes.to(device))
     if nodes is not None:
         copies = state.forward_in_node(nodes)
@@ -321,22 +321,22 @@ def _exchange(
     return _runtime.RowExchange(group_name, wire.type, send_rows.to(device), returns.to(device), send, receive)
 
 
-def _dispatch_fixed(given: Given, ranks: ExpertRanks) -> Dispatched:
+def _dispatch_fixed(arguments: Given, ranks: ExpertRanks) -> Dispatched:
     """Dispatches with counts on the device: sends `rows_per_rank` rows to each rank."""
-    rows_per_rank = given.rows_per_rank or 0
-    tables = ranks.on_device(given.x.device)
-    if given.x.device.type == "cpu":
-        given.chosen(ranks)  # raises for an invalid id; on devices the check would wait
-    codes = tables.choose(given.expert_ids.detach().to(torch.int64), ranks.rank)
+    rows_per_rank = arguments.rows_per_rank or 0
+    tables = ranks.on_device(arguments.x.device)
+    if arguments.x.device.type == "cpu":
+        arguments.chosen(ranks)  # raises for an invalid id; on devices the check would wait
+    codes = tables.choose(arguments.expert_ids.detach().to(torch.int64), ranks.rank)
     send_rows, returns, dropped = tables.route(codes, rows_per_rank)
     each = [rows_per_rank] * ranks.size
-    state = _DispatchState(given, ranks, 0, knows_origins=False)
-    wire = ranks.wire(given.x.device).type
+    state = _DispatchState(arguments, ranks, 0, knows_origins=False)
+    wire = ranks.wire(arguments.x.device).type
     state.exchange(_runtime.RowExchange(ranks.group_name, wire, send_rows, returns, each, each), codes)
     num_local = len(ranks.experts)
-    capacity = _NO_CAPACITY if given.capacity is None else given.capacity
+    capacity = _NO_CAPACITY if arguments.capacity is None else arguments.capacity
     # A token may name one expert several times.
-    most = min(ranks.size * rows_per_rank * given.top_k, num_local * capacity) if num_local > 0 else 0
+    most = min(ranks.size * rows_per_rank * arguments.top_k, num_local * capacity) if num_local > 0 else 0
     *expansion, beyond = _runtime.expand_rows_on_device(
         state.codes, ranks.first_replica, num_local, None, capacity, most
     )

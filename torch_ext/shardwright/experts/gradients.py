@@ -47,11 +47,11 @@ class Send(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        asked = [i for i in range(2) if ctx.gradients[i]]
+        needed = [i for i in range(2) if ctx.gradients[i]]
         returned: list[torch.Tensor | None] = [None] * (len(gradients) - 1)
-        if asked:  # the same on all ranks
-            back = ctx.exchange.send_back(f"backward of {ctx.step}", [gradients[1 + i] for i in asked])
-            for i, gradient in zip(asked, back, strict=True):
+        if needed:  # the same on all ranks
+            back = ctx.exchange.send_back(f"backward of {ctx.step}", [gradients[1 + i] for i in needed])
+            for i, gradient in zip(needed, back, strict=True):
                 returned[i] = gradient
         return None, None, None, *returned
 

@@ -237,8 +237,8 @@ def _of_lists(placement: Any, size: int) -> tuple[list[list[int]], int]:
     lists = list(placement)
     if len(lists) != size:
         raise argument_error("placement", f"a list for each of the group's {size} ranks", f"{len(lists)} lists")
-    experts = [[argument_values.integer(expert, "placement") for expert in one] for one in lists]
-    return experts, 1 + max((expert for one in experts for expert in one), default=-1)
+    experts = [[argument_values.integer(expert, "placement") for expert in owned] for owned in lists]
+    return experts, 1 + max((expert for owned in experts for expert in owned), default=-1)
 
 
 def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[list[int]], int]:
@@ -252,8 +252,8 @@ def _of_layout(layout: _planner.Layout, group: Group) -> tuple[list[int], list[l
         first, *others = layout.region(rank)
         for dim, (held, size) in enumerate(zip(others, layout.shape[1:], strict=True), start=1):
             if [tuple(interval) for interval in held] != [(0, size)] and size > 0:
-                given = f"{layout}, which cuts dim {dim}, so rank {rank} holds parts of experts"
-                raise argument_error("placement", "a layout that cuts only the first dim", given)
+                text = f"{layout}, which cuts dim {dim}, so rank {rank} holds parts of experts"
+                raise argument_error("placement", "a layout that cuts only the first dim", text)
         experts.append([expert for begin, end in first for expert in range(begin, end)])
     if layout.has_pending:
         raise argument_error("placement", "a layout without pending sums", layout)

@@ -9,7 +9,7 @@ equal sequences gather one activation ahead. Ranks compare a sequence when they 
 depend only on counts that are equal on all ranks, never on the time at which a rank frees memory.
 
 In a step with a schedule of `fully_shard`, the schedule decides instead when gathers start (scheduler.py). A *span* is
-the memory of an activation; several saved tensors may be views of one span. `cut` and `whole` are the layouts of a span
+the memory of an activation; several saved tensors may be views of one span. `cut` and `full` are the layouts of a span
 that is sharded and gathered.
 """
 
@@ -113,19 +113,19 @@ class checkpoint_cut(torch.autograd.graph.saved_tensors_hooks):
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return None
         span = _span(tensor)
-        return None if span is None else next((given for given in self._given if given.holds(span)), None)
+        return None if span is None else next((outer for outer in self._given if outer.holds(span)), None)
 
     def _kept(self, local: torch.Tensor, span: _Span) -> _ShardedActivation:
         """Returns a new sharded activation, from the tensor's full memory."""
         memory = local.detach().as_strided((span.numel,), (1,), span.begin)
-        whole, cut = _layouts(self._mesh, span.numel, span.dtype)
+        full, cut = _layouts(self._mesh, span.numel, span.dtype)
         if checking.is_on():
             _compare_values(self._mesh, local)
-        part = redistribute_local(memory, whole, cut, device_mesh=self._mesh)
+        part = redistribute_local(memory, full, cut, device_mesh=self._mesh)
         if part.numel() and part.untyped_storage()._cdata == memory.untyped_storage()._cdata:
             part = part.clone()
         counters.counts.activations_cut += 1
-        return _ShardedActivation(part, cut, whole, self._mesh)
+        return _ShardedActivation(part, cut, full, self._mesh)
 
 
 class _Span(NamedTuple):
@@ -208,17 +208,17 @@ def _compare_values(mesh: DeviceMesh, local: torch.Tensor) -> None:
 class _ShardedActivation:
     """An activation of which this rank keeps a shard."""
 
-    def __init__(self, part: torch.Tensor, cut: _planner.Layout, whole: _planner.Layout, mesh: DeviceMesh) -> None:
-        self._part, self._cut, self._whole, self._mesh = part, cut, whole, mesh
+    def __init__(self, part: torch.Tensor, cut: _planner.Layout, full: _planner.Layout, mesh: DeviceMesh) -> None:
+        self._part, self._cut, self._full, self._mesh = part, cut, full, mesh
         self._gathered: torch.Tensor | None = None  # the full activation, gathered or being gathered
         self._num_unpacked = 0  # number of its saved tensors that this backward has unpacked
         self.num_saved = 0  # number of saved tensors that are views of it
         self.number = 0  # its index in its sequence
         self.was_needed = False  # a backward has unpacked it
-        self.looks = f"{str(part.dtype).removeprefix('torch.')}[{whole.shape[0]}]"  # dtype and size, to compare ranks
+        self.looks = f"{str(part.dtype).removeprefix('torch.')}[{full.shape[0]}]"  # dtype and size, to compare ranks
         # The running step of `fully_shard`, if any, and the activation's number in it.
         self._step = scheduler.current_activations
-        about = scheduler.About(self.looks, part.nbytes, part.device.type, cut, whole)
+        about = scheduler.About(self.looks, part.nbytes, part.device.type, cut, full)
         self._number = 0 if self._step is None else self._step.save(self, about)
 
     def start_gather(self) -> None:
@@ -226,7 +226,7 @@ class _ShardedActivation:
         if self._gathered is None:
             counters.counts.activation_gathers += 1
             self._gathered = redistribute_local(
-                self._part, self._cut, self._whole, device_mesh=self._mesh, async_op=True
+                self._part, self._cut, self._full, device_mesh=self._mesh, async_op=True
             )
 
     def unpack(self, sequence: _Sequence) -> torch.Tensor:

@@ -120,23 +120,23 @@ def fully_shard(
         raise argument_error("placements", "None with shard_placement_fn", "a function")
     policy, offloaded = Policy(mp_policy, options.message_format), offload.checked(offload_policy)
     found = parameters_of(modules, checked_ignored(ignored_params))
-    device_type = device_type_of([given for given, _ in found])
+    device_type = device_type_of([parameter for parameter, _ in found])
     data = data_mesh_of(mesh, dp_mesh_dims, options.same_data_dims, device_type, options.placements is not None)
     kept_ranks_of(reshard_after_forward, data)
     host = offload.host_of(offloaded, data.mesh.device_type)
     placing = Placing(data, shard_placement_fn, options, reshard_after_forward, host is not None)
-    layouts = [placing.layouts_of(places[0][2], given) for given, places in found]
+    layouts = [placing.layouts_of(places[0][2], parameter) for parameter, places in found]
     dtypes_of = _dtypes_by(policy, options.matmul_format)
     carried = [
-        dtypes_of(places[0][2], given, [place[:2] for place in places], placed)
-        for (given, places), placed in zip(found, layouts, strict=True)
+        dtypes_of(places[0][2], parameter, [place[:2] for place in places], placed)
+        for (parameter, places), placed in zip(found, layouts, strict=True)
     ]
     made = []
     with torch.no_grad():
-        for (given, places), placed, (in_dtypes, product) in zip(found, layouts, carried, strict=True):
+        for (parameter, places), placed, (in_dtypes, product) in zip(found, layouts, carried, strict=True):
             owners = [place[:2] for place in places]
-            weight = Weight(places[0][2], given, owners, placed, in_dtypes, host, product)
-            setattr(given, GIVEN, True)
+            weight = Weight(places[0][2], parameter, owners, placed, in_dtypes, host, product)
+            setattr(parameter, GIVEN, True)
             setattr(weight.sharded, SHARDED, True)
             made.append(weight)
     unit = Unit(type(modules[0]).__name__, modules, made, reshard_after_forward is False, host)

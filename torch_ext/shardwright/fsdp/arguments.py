@@ -87,8 +87,8 @@ class Options:
         _check(self, "prefetch", '"auto" or an integer >= 0', self.prefetch == "auto" or _is_count(self.prefetch))
         _check(self, "chunked", "True or False", isinstance(self.chunked, bool))
         for name in ("placements", "store_placements", "kept_placements"):
-            given = getattr(self, name)
-            _check(self, name, "a function of a parameter or None", given is None or callable(given))
+            value = getattr(self, name)
+            _check(self, name, "a function of a parameter or None", value is None or callable(value))
 
     @property
     def of_model(self) -> dict[str, object]:
@@ -288,9 +288,9 @@ def _named_dims(mesh: DeviceMesh, dims: Any) -> DataMesh:
     return DataMesh(at_rest, tuple(dim for _, dim in parts), cut, own_mesh=mesh)
 
 
-def _names(given: str | Sequence[str] | None) -> tuple[str, ...]:
+def _names(names: str | Sequence[str] | None) -> tuple[str, ...]:
     """Returns a tuple of names, from None, one name or several."""
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 def _as_one(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -326,17 +326,17 @@ def device_type_of(parameters: list[nn.Parameter]) -> str:
     return found or "cpu"
 
 
-def checked_modules(given: Any) -> tuple[nn.Module, ...]:
+def checked_modules(value: Any) -> tuple[nn.Module, ...]:
     """Returns the modules. Raises ValueError if a module has no forward, is under FSDP2 or was passed before."""
-    modules = tuple(given) if isinstance(given, list) else (given,)
+    modules = tuple(value) if isinstance(value, list) else (value,)
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
-        raise argument_error("module", "a module or a list of at least one module", f"a {type(given).__name__}")
+        raise argument_error("module", "a module or a list of at least one module", f"a {type(value).__name__}")
     for module in modules:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             raise argument_error("module", "a module with a forward", f"a {type(module).__name__}")
         if hasattr(module, ATTRIBUTE):
-            given = f"a {original_class(type(module)).__name__} that was passed before"
-            raise argument_error("module", "passed to sw.fully_shard once", given)
+            value = f"a {original_class(type(module)).__name__} that was passed before"
+            raise argument_error("module", "passed to sw.fully_shard once", value)
         for inner in module.modules():
             if isinstance(inner, FSDPModule) and not isinstance(inner, ShardedModule):
                 raise ValueError(f"module must not be or contain a module under FSDP2, got a {type(inner).__name__}")
@@ -346,13 +346,13 @@ def checked_modules(given: Any) -> tuple[nn.Module, ...]:
 Place = tuple[nn.Module, str, str]  # owning module, name in it, full name
 
 
-def checked_ignored(given: Any) -> set[int]:
+def checked_ignored(value: Any) -> set[int]:
     """Returns the ids of the parameters to leave unsharded. Raises ValueError for other types."""
-    parameters = list(given) if isinstance(given, (set, frozenset, list, tuple)) else None
-    if given is None:
+    parameters = list(value) if isinstance(value, (set, frozenset, list, tuple)) else None
+    if value is None:
         return set()
     if parameters is None or not all(isinstance(parameter, nn.Parameter) for parameter in parameters):
-        raise argument_error("ignored_params", "a set of parameters", f"a {type(given).__name__}")
+        raise argument_error("ignored_params", "a set of parameters", f"a {type(value).__name__}")
     return {id(parameter) for parameter in parameters}
 
 

@@ -109,14 +109,14 @@ def _with_items(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
         return items
     try:
         if getattr(value, "__dict__", None) is value:  # attributes and items are one dict; a copy would separate them
-            made: dict[Any, Any] = type(value)(items)  # type: ignore[call-arg]
-            return made
-        made = copy.copy(value)
+            copied: dict[Any, Any] = type(value)(items)  # type: ignore[call-arg]
+            return copied
+        copied = copy.copy(value)
         for key, each in items.items():
-            made[key] = each
+            copied[key] = each
     except Exception:  # constructors and methods of the class may raise anything
         return items
-    return made
+    return copied
 
 
 def _mapped_dataclass(function: Function, value: Any) -> Any:
@@ -135,10 +135,10 @@ def _mapped_dataclass(function: Function, value: Any) -> Any:
         return value
     if is_all_given:
         return dataclasses.replace(value, **changed)
-    made = copy.copy(value)
+    copied = copy.copy(value)
     for name, each in changed.items():
-        object.__setattr__(made, name, each)
-    return made
+        object.__setattr__(copied, name, each)
+    return copied
 
 
 # ---- running forward methods

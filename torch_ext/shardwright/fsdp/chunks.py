@@ -70,12 +70,12 @@ class Product:
     def __init__(self, mesh: DeviceMesh, device_type: str, make: Callable[[int, bool], _planner.Matmul]) -> None:
         self._where = Where(device_type, device_mesh=mesh)  # the ranks that run it
         self._make = make
-        one = make(1, False)  # for one row; transfers are the same for any number of rows
-        ranks = one.num_partners  # number of ranks that exchange chunks
+        matmul = make(1, False)  # for one row; transfers are the same for any number of rows
+        ranks = matmul.num_partners  # number of ranks that exchange chunks
         self.schedule = _planner.Schedule("ring", ranks * -(-_LEAST_CHUNKS // ranks))
-        self._model = tables.current.gemm_model(device_type, one.plan.src.dtype)
-        self.transfer_ps = int(one.timeline(self.schedule, self._model)["communication_ps"])  # time of all chunks
-        self.result_bytes = one.peak_bytes(self.schedule, one.plan.src.mesh.ranks[0])  # on the rank that needs most
+        self._model = tables.current.gemm_model(device_type, matmul.plan.src.dtype)
+        self.transfer_ps = int(matmul.timeline(self.schedule, self._model)["communication_ps"])  # time of all chunks
+        self.result_bytes = matmul.peak_bytes(self.schedule, matmul.plan.src.mesh.ranks[0])  # the largest of all ranks
         self._calls: dict[tuple[int, bool], Call] = {}  # by number of rows and has_bias
 
     @property
@@ -111,7 +111,7 @@ class ChunkedWeight:
         self.was_read = False  # a module has read it other than by a matmul in this step
         self.num_products = 0  # number of matmuls in forwards since the step began
         self.reduces = False  # the running backward reduces its gradient in chunks
-        self._is_whole = False  # it was gathered in full although `is_absent`
+        self._is_full = False  # it was gathered in full although `is_absent`
 
     @property
     def module(self) -> Any:
@@ -139,19 +139,19 @@ class ChunkedWeight:
 
     def set_absent(self, is_absent: bool) -> None:
         self.is_absent = is_absent
-        self._is_whole = False
+        self._is_full = False
 
     @property
     def comes_in_chunks(self) -> bool:
         """True if matmuls receive the weight in chunks, because it was not gathered in full."""
-        return self.is_absent and not self._is_whole
+        return self.is_absent and not self._is_full
 
     def multiplies(self, x: Any, bias: Any) -> bool:
         """Returns true if this matmul can take the weight in chunks. Equal on all ranks if their modules are equal."""
-        whole = self.weight.whole
+        full = self.weight.whole
         operands = [x] if bias is None else [x, bias]
-        fit = all(type(t) in (torch.Tensor, nn.Parameter) and t.dtype == whole.dtype for t in operands)
-        return fit and x.dim() > 0 and x.shape[-1] == whole.shape[1] and not torch.is_autocast_enabled(x.device.type)
+        fit = all(type(t) in (torch.Tensor, nn.Parameter) and t.dtype == full.dtype for t in operands)
+        return fit and x.dim() > 0 and x.shape[-1] == full.shape[1] and not torch.is_autocast_enabled(x.device.type)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Returns x @ weight.T + bias."""
@@ -166,10 +166,10 @@ class ChunkedWeight:
         y = self.gathered(inputs, rows.shape[0], bias is not None)
         return y.view(*x.shape[:-1], y.shape[-1])
 
-    def input_gradient(self, dy: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Returns dy @ weight. `whole`: the full weight, read only if it was gathered in full."""
+    def input_gradient(self, dy: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+        """Returns dy @ weight. `full`: the full weight, read only if it was gathered in full."""
         if not self.comes_in_chunks:
-            return dy.matmul(whole)
+            return dy.matmul(full)
         rows = _rows(dy)
         dx = self.gathered_backwards([self._part(), rows], rows.shape[0])
         return dx.view(*dy.shape[:-1], dx.shape[-1])
@@ -191,7 +191,7 @@ class ChunkedWeight:
     def gather_full(self) -> None:
         """Gathers an absent weight in full, into newly allocated memory."""
         if self.comes_in_chunks:
-            self._is_whole = True
+            self._is_full = True
             weight = self.weight
             with torch.no_grad():
                 memory = torch.empty(weight.gathered_bytes, dtype=torch.uint8, device=weight.memory.device)
@@ -396,18 +396,18 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, whole: torch.Tensor, bias: torch.Tensor | None, chunks: ChunkedWeight
+        ctx: Any, x: torch.Tensor, full: torch.Tensor, bias: torch.Tensor | None, chunks: ChunkedWeight
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, whole)
+        ctx.save_for_backward(x, full)
         ctx.chunks = chunks
         return chunks.multiply(x, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, whole = ctx.saved_tensors
+        x, full = ctx.saved_tensors
         (dy,) = gradients
         chunks: ChunkedWeight = ctx.chunks
-        needs_x, needs_whole, needs_bias, _ = ctx.needs_input_grad
-        dx = chunks.input_gradient(dy, whole) if needs_x else None
-        dw = chunks.gradient(dy, x) if needs_whole else None
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx = chunks.input_gradient(dy, full) if needs_x else None
+        dw = chunks.gradient(dy, x) if needs_weight else None
         return dx, dw, _rows(dy).sum(0) if needs_bias else None, None

@@ -108,28 +108,28 @@ class ReduceScatter(_Allocating, _fsdp_api.ReduceScatter):
 
 
 def _move(
-    src: str, dst: str, given: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    src: str, dst: str, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
-    """Moves `given`, as a flat tensor, over a group from placement `src` to `dst`, into `out`."""
-    for name, tensor in (("input_tensor", given), ("output_tensor", out)):
+    """Moves `x`, as a flat tensor, over a group from placement `src` to `dst`, into `out`."""
+    for name, tensor in (("input_tensor", x), ("output_tensor", out)):
         argument_checks.check_tensor(name, tensor)
         if not tensor.is_contiguous():
             raise argument_error(name, "contiguous", f"strides {tensor.stride()}")
-    whole, part = (out, given) if dst == "R" else (given, out)
+    full, part = (out, x) if dst == "R" else (x, out)
     size = group.size()
-    if whole.numel() != part.numel() * size or given.dtype != out.dtype:
+    if full.numel() != part.numel() * size or x.dtype != out.dtype:
         factor = f"{size} times" if dst == "R" else f"1/{size} of"
         raise ValueError(
             f"output_tensor must have {factor} the elements of input_tensor, and its dtype, got {out.numel()} elements "
-            f"of {out.dtype} for {given.numel()} of {given.dtype} on each of {size} ranks"
+            f"of {out.dtype} for {x.numel()} of {x.dtype} on each of {size} ranks"
         )
-    executable = _executable(whole.numel(), given.dtype, src, dst, given.device.type, group)
+    executable = _executable(full.numel(), x.dtype, src, dst, x.device.type, group)
     with torch.no_grad():
-        given, out = given.view(-1), out.view(-1)
+        x, out = x.view(-1), out.view(-1)
     if not async_op:
-        executables.run(executable, given, False, out)
+        executables.run(executable, x, False, out)
         return None
-    return executables.start_into(executable, given, out)
+    return executables.start_into(executable, x, out)
 
 
 def _executable(

@@ -195,8 +195,8 @@ class Extension:
         MeshWords(self._layouts.mesh, self._device).compare(mine)
         self._sizes = sizes
 
-    def finish(self, whole: nn.Parameter) -> torch.Tensor | None:
-        """Waits for the gather, and writes the full weight to `whole`. The first gather returns a new one instead."""
+    def finish(self, full: nn.Parameter) -> torch.Tensor | None:
+        """Waits for the gather, and writes the full weight to `full`. The first gather returns a new one instead."""
         part: Any = self._part
         if part is None:
             return None
@@ -206,28 +206,28 @@ class Extension:
         gathered = tuple(
             output.view(-1, *size[1:]) for output, (size, _) in zip(self._outputs, self._sizes, strict=True)
         )
-        made = None
+        weight = None
         with torch.no_grad():
             if not self._is_made:
-                made, inner = part.fsdp_post_all_gather(gathered, self._metadata, self._dtype)
+                weight, inner = part.fsdp_post_all_gather(gathered, self._metadata, self._dtype)
                 own = {output.untyped_storage()._cdata for output in self._outputs}
                 self._inner = [each for each in inner if each.untyped_storage()._cdata not in own]
-                made, self._is_made = self._in_shape(made), True
+                weight, self._is_made = self._in_shape(weight), True
             else:
                 for tensor in self._inner:
                     tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
                 # Version counters stay, so that autograd does not see a gather as a change of saved tensors.
-                with torch.autograd._unsafe_preserve_version_counter((whole, *self._inner)):
-                    part.fsdp_post_all_gather(gathered, self._metadata, self._dtype, out=whole)
+                with torch.autograd._unsafe_preserve_version_counter((full, *self._inner)):
+                    part.fsdp_post_all_gather(gathered, self._metadata, self._dtype, out=full)
         self._part, self._sent, self._works, self._metadata = None, [], [], None
         if getattr(part, "fsdp_should_release_all_gather_outputs_after_post_all_gather", bool)():
             self._give_back()
-        return made
+        return weight
 
-    def _in_shape(self, made: torch.Tensor) -> torch.Tensor:
+    def _in_shape(self, full: torch.Tensor) -> torch.Tensor:
         """Returns the weight without the padding of uneven shards."""
         shape = torch.Size(self._layouts.use.local_shape(dist.get_rank()))
-        return made if made.shape == shape else made.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
+        return full if full.shape == shape else full.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
 
     def release(self) -> None:
         """Frees the gathered tensors and the full weight's other tensors."""

@@ -206,15 +206,15 @@ def _why_no_blocks(device_type: str, form: InBlocks) -> str | None:
 
 def _try_blocks(device_type: str, form: InBlocks) -> str | None:
     """Returns why a matmul with block scales fails on a device type, or None if its result is exact."""
-    given = 6 * torch.eye(_TILE, device=device_type)
+    values = 6 * torch.eye(_TILE, device=device_type)
     try:
-        code, scales = form.encode(given, given.new_ones(()))
+        code, scales = form.encode(values, values.new_ones(()))
         found = _scaled_mm(form, (code, _in_place(scales)), (code, _in_place(scales)), torch.float32)
     except torch.OutOfMemoryError:
         raise  # does not show whether the device has the kernel
     except Exception as error:  # a missing kernel may raise anything
         return f"torch._scaled_mm raises {_in_a_line(error)}"
-    if not torch.equal(found.float(), 6 * given):
+    if not torch.equal(found.float(), 6 * values):
         return "torch._scaled_mm returns wrong numbers"
     return None
 
@@ -238,8 +238,8 @@ class _LinearInFloat8(nn.Linear):
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
-        whole: nn.Parameter = vars(self)[_WEIGHT].read()
-        return whole
+        full: nn.Parameter = vars(self)[_WEIGHT].read()
+        return full
 
 
 @functools.cache
@@ -252,7 +252,7 @@ class _Multiply(torch.autograd.Function):
     """`F.linear`. It does not save the weight, which is gathered again for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, whole: torch.Tensor, weight: Weight) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, full: torch.Tensor, weight: Weight) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(x)
         ctx.weight = weight
         assert isinstance(weight.product, Float8Product)
@@ -270,7 +270,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def product_of(
-    name: str, given: nn.Parameter, places: Sequence[tuple[nn.Module, str]], layouts: Layouts, dtypes: Dtypes
+    name: str, parameter: nn.Parameter, places: Sequence[tuple[nn.Module, str]], layouts: Layouts, dtypes: Dtypes
 ) -> tuple[Dtypes, Float8Product | None]:
     """Returns dtypes with a padded message format, and the matmul of a weight; `dtypes` and None if it is unsuitable.
 
@@ -284,9 +284,9 @@ def product_of(
     module, own_name = places[0]
     is_weight = own_name == "weight" and is_linear(module)
     is_plain = (
-        len(places) == 1 and not isinstance(given, DTensor) and not set(layouts.shards.placements) - {"R", "S(0)"}
+        len(places) == 1 and not isinstance(parameter, DTensor) and not set(layouts.shards.placements) - {"R", "S(0)"}
     )
-    if not (is_weight and is_plain and isinstance(dtypes.gathers, (Float8, InBlocks))) or given.numel() == 0:
+    if not (is_weight and is_plain and isinstance(dtypes.gathers, (Float8, InBlocks))) or parameter.numel() == 0:
         return dtypes, None
     is_rowwise = isinstance(dtypes.gathers, RowwiseFloat8)
     block = dtypes.gathers.block if isinstance(dtypes.gathers, InBlocks) else 0
@@ -304,8 +304,8 @@ def product_of(
         )
     form: Any = type(dtypes.gathers)
     padded = dataclasses.replace(dtypes, gathers=form(pads=True))
-    return padded, BlockProduct(given.size(0), given.size(1), block) if block else Float8Product(
-        given.size(1), is_rowwise
+    return padded, BlockProduct(parameter.size(0), parameter.size(1), block) if block else Float8Product(
+        parameter.size(1), is_rowwise
     )
 
 

@@ -305,8 +305,8 @@ class Nvfp4(ScaledCodes, InBlocks):
         step = max(1, _ROWS_AT_A_TIME // scales.size(1))
         for begin in range(0, rows.size(0), step):
             some = slice(begin, begin + step)
-            made = _torchao().NVFP4Tensor(codes[some], scales[some], _NV_BLOCK, torch.float32, scale)
-            rows[some] = made.dequantize(torch.float32)[:, :length]
+            tensor = _torchao().NVFP4Tensor(codes[some], scales[some], _NV_BLOCK, torch.float32, scale)
+            rows[some] = tensor.dequantize(torch.float32)[:, :length]
 
 
 def _torchao() -> Any:
@@ -324,16 +324,16 @@ def _why_not(device_type: str) -> str | None:
     except ImportError as error:
         return f"torchao cannot be imported ({error})"
     try:
-        given = torch.tensor([[0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0] * 2], device=device_type)
-        found = torch.empty_like(given)
+        values = torch.tensor([[0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0] * 2], device=device_type)
+        decoded = torch.empty_like(values)
         tried, scale = Nvfp4(), torch.ones((), device=device_type)
-        tried.decode(tried.encode(given, scale), scale, found)
+        tried.decode(tried.encode(values, scale), scale, decoded)
     except torch.OutOfMemoryError:
         raise  # does not show whether the device has the kernels
     except Exception as error:  # a missing kernel may raise anything
         return f"they raise {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if not torch.equal(found, given):
-        return f"they return {found.tolist()} for {given.tolist()}, which four bits represent exactly"
+    if not torch.equal(decoded, values):
+        return f"they return {decoded.tolist()} for {values.tolist()}, which four bits represent exactly"
     return None
 
 
@@ -375,12 +375,12 @@ class Dtypes:
 class Policy:
     """The mixed-precision policy and message format of one unit."""
 
-    def __init__(self, mp_policy: MixedPrecisionPolicy | None, given: Any) -> None:
+    def __init__(self, mp_policy: MixedPrecisionPolicy | None, value: Any) -> None:
         if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
             allowed = "a torch.distributed.fsdp.MixedPrecisionPolicy or None"
             raise argument_error("mp_policy", allowed, f"a {type(mp_policy).__name__}")
         self._policy = mp_policy or MixedPrecisionPolicy()
-        self._message_format: Callable[[nn.Parameter], Wire] = given if callable(given) else lambda parameter: given
+        self._message_format: Callable[[nn.Parameter], Wire] = value if callable(value) else lambda parameter: value
 
     def of(self, parameter: nn.Parameter) -> Dtypes:
         """Returns the dtypes of a parameter, full or sharded."""
@@ -433,7 +433,7 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype)
 
 
-def check_message_format(given: Any) -> None:
-    """Raises ValueError unless `given` is a message format for one parameter, or None."""
-    if given is not None and given not in (torch.bfloat16, torch.float16) and given not in FORMATS:
-        raise argument_error("message_format", _ALLOWED, repr(given))
+def check_message_format(value: Any) -> None:
+    """Raises ValueError unless `value` is a message format for one parameter, or None."""
+    if value is not None and value not in (torch.bfloat16, torch.float16) and value not in FORMATS:
+        raise argument_error("message_format", _ALLOWED, repr(value))

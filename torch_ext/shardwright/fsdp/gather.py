@@ -79,13 +79,13 @@ class WeightGather:
         self._measured_at = source
 
     def start(
-        self, use: _planner.Layout, part: torch.Tensor, whole: torch.Tensor, buffers: Sequence[torch.Tensor]
+        self, use: _planner.Layout, part: torch.Tensor, full: torch.Tensor, buffers: Sequence[torch.Tensor]
     ) -> None:
         """Starts to gather from this rank's shard. `buffers`: one tensor of bytes for each layout of `buffers(use)`."""
         if self._is_direct:
             part = part.to(self.format.dtype)
             (source,), (target,) = self._layouts_of(self.shards), self._layouts_of(use)
-            self._pending = _PendingGather(True, None, [part], [whole], [self.move(source, target, part, whole)])
+            self._pending = _PendingGather(True, None, [part], [full], [self.move(source, target, part, full)])
             return
         sent = self.format.encode(part, self.scale)
         sources, targets = self._layouts_of(self.shards), self._layouts_of(use)
@@ -94,10 +94,10 @@ class WeightGather:
         self._pending = _PendingGather(False, self.scale, sent, received, works)
 
     def start_from_copy(
-        self, src: _planner.Layout, dst: _planner.Layout, part: torch.Tensor, whole: torch.Tensor
+        self, src: _planner.Layout, dst: _planner.Layout, part: torch.Tensor, full: torch.Tensor
     ) -> None:
         """Starts to gather from a kept copy, which has the dtype of the use."""
-        self._pending = _PendingGather(True, None, [part], [whole], [self.move(src, dst, part, whole)])
+        self._pending = _PendingGather(True, None, [part], [full], [self.move(src, dst, part, full)])
 
     def _as(self, layout: Layout, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the beginning of a buffer of bytes as this rank's tensor of a layout."""
@@ -105,18 +105,18 @@ class WeightGather:
         dtype: torch.dtype = getattr(torch, layout.dtype)
         return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def finish(self, whole: torch.Tensor | None) -> None:
-        """Waits for the gather, and decodes it into `whole`. With None, keeps the received messages in `arrived`."""
+    def finish(self, full: torch.Tensor | None) -> None:
+        """Waits for the gather, and decodes it into `full`. With None, keeps the received messages in `arrived`."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         for work in pending.works:
             if work is not None:
                 work.wait()
-        if whole is None:
+        if full is None:
             self.arrived = pending.received, pending.scale
         elif not pending.in_place:
-            self.format.decode(pending.received, pending.scale, whole)
+            self.format.decode(pending.received, pending.scale, full)
 
 
 class Measured(NamedTuple):
@@ -127,13 +127,13 @@ class Measured(NamedTuple):
     source: object
 
 
-def measure(found: Iterable[Measured]) -> None:
+def measure(measured: Iterable[Measured]) -> None:
     """Sets the scales of weights whose format needs them. Weights with a single scale share a collective for each mesh.
 
     Collective among the ranks of the weights' meshes.
     """
     single: list[list[Measured]] = []  # by mesh
-    for item in found:
+    for item in measured:
         if not item.gather.format.needs_largest:
             continue
         layout = item.gather.format.largest_layout(item.gather.shards)

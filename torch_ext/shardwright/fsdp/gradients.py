@@ -61,7 +61,7 @@ class Gradients:
 
     def __init__(self, dtypes: Dtypes, shards: _planner.Layout, move: Move) -> None:
         self.dtypes = dtypes
-        self._whole: tuple[torch.Tensor, _planner.Layout] | None = None  # full gradient that waits
+        self._full: tuple[torch.Tensor, _planner.Layout] | None = None  # full gradient that waits
         self._part: tuple[torch.Tensor, _planner.Layout] | None = None  # shard that waits for a sum over replicas
         self._reduced: torch.Tensor | None = None  # part that was reduced in chunks in this backward
         self._shards, self._move = with_dtype(shards, dtypes.reduce), move
@@ -82,12 +82,12 @@ class Gradients:
     @property
     def are_kept(self) -> bool:
         """True if a full gradient waits for a reduction."""
-        return self._whole is not None
+        return self._full is not None
 
     @property
     def wait(self) -> bool:
         """True if full gradients or shards wait for a later backward."""
-        return self._whole is not None or self._part is not None
+        return self._full is not None or self._part is not None
 
     @property
     def latest_layout(self) -> _planner.Layout | None:
@@ -97,15 +97,15 @@ class Gradients:
 
     def keep(self, gradient: torch.Tensor, layout: _planner.Layout) -> None:
         """Adds a full gradient to the gradients that wait for a reduction."""
-        if self._whole is None:
-            self._whole = gradient.to(self.dtypes.reduce), layout
-        elif self._whole[1] != layout:
+        if self._full is None:
+            self._full = gradient.to(self.dtypes.reduce), layout
+        elif self._full[1] != layout:
             raise RuntimeError(
                 "gradients of a weight must have the same placements in all backwards without gradient sync, got "
-                f"{layout.placements} after {self._whole[1].placements}"
+                f"{layout.placements} after {self._full[1].placements}"
             )
         else:
-            self._whole[0].add_(gradient)
+            self._full[0].add_(gradient)
 
     def add_reduced(self, part: torch.Tensor) -> None:
         """Adds a shard that a matmul of the running backward has reduced in chunks. `take_reduced` returns the sum."""
@@ -118,7 +118,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Discards all gradients that wait."""
-        self._whole = self._part = self._reduced = None
+        self._full = self._part = self._reduced = None
 
     def start(
         self, gradient: tuple[torch.Tensor, _planner.Layout] | None, over_replicas: bool, divide_by: float | None
@@ -130,16 +130,16 @@ class Gradients:
             over_replicas: False keeps the reduced shard here until a later reduction over replicas.
             divide_by: the divisor of the sum; None: average.
         """
-        if self._whole is not None:
+        if self._full is not None:
             if gradient is not None:
                 self.keep(*gradient)
-            gradient, self._whole = self._whole, None
+            gradient, self._full = self._full, None
         if gradient is None:
             return None
-        whole, layout = gradient
+        full, layout = gradient
         layouts = self._layouts_for(layout, divide_by is None)
         target = self._shards if over_replicas and self._part is None and layouts.src is None else layouts.between
-        sent = whole.to(self.dtypes.gradients)
+        sent = full.to(self.dtypes.gradients)
         if layouts.src is not None and layouts.dst is not None:
             sent = sent[(None,) * len(layouts.apart)]
             received = sent.new_empty(layouts.dst.local_shape(self._rank))

@@ -55,19 +55,19 @@ _numbers = itertools.count()
 _known: weakref.WeakValueDictionary[int, InGraphs] = weakref.WeakValueDictionary()  # units by number
 
 
-def number_of(given: InGraphs) -> int:
+def number_of(in_graphs: InGraphs) -> int:
     """Returns a new number. Operators find the object by it while the object lives."""
     number = next(_numbers)
-    _known[number] = given
+    _known[number] = in_graphs
     return number
 
 
 def _found(number: int) -> tuple[Runner, Unit]:
     """Returns the runner and the unit of a number. Raises RuntimeError if the model was freed."""
-    given = _known.get(number)
-    if given is None:
+    known = _known.get(number)
+    if known is None:
         raise RuntimeError(f"unit must be the number of a unit of an existing model in this process, got {number}")
-    return given.ready_runner(converts=False), given.unit
+    return known.ready_runner(converts=False), known.unit
 
 
 def _begin_forward(inputs: Sequence[torch.Tensor], unit: int, records: bool) -> torch.Tensor:
@@ -171,10 +171,10 @@ torch.library.register_fake("shardwright::fsdp_after", _after)
 @torch.ops.shardwright.fsdp_after.default.py_functionalize_impl
 def _(ctx: Any, tensor: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
     """Hides the alias from functionalization, which is safe because graphs write neither tensor."""
-    given = ctx.unwrap_tensors((tensor, event))
+    inputs = ctx.unwrap_tensors((tensor, event))
     with ctx.redispatch_to_next():
-        found: torch.Tensor = ctx.wrap_tensors(torch.ops.shardwright.fsdp_after.default(*given))
-    return found
+        output: torch.Tensor = ctx.wrap_tensors(torch.ops.shardwright.fsdp_after.default(*inputs))
+    return output
 
 
 # ---- the hooks of units in compiled code
@@ -238,7 +238,7 @@ class _Begin(torch.autograd.Function):
         begin = _ops.fsdp_begin_forward(inputs, unit, records)
         ctx.save_for_backward(begin)
         ctx.set_materialize_grads(False)
-        return *inputs, *(_ops.fsdp_after(whole, begin) for whole in wholes)
+        return *inputs, *(_ops.fsdp_after(full, begin) for full in wholes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -270,8 +270,8 @@ class _End(torch.autograd.Function):
 
 @torch._dynamo.allow_in_graph
 def _begin(unit: int, records: bool, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    found: tuple[torch.Tensor, ...] = _Begin.apply(unit, records, num_inputs, *tensors)  # type: ignore[no-untyped-call]
-    return found
+    outputs: tuple[torch.Tensor, ...] = _Begin.apply(unit, records, num_inputs, *tensors)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 @torch._dynamo.allow_in_graph

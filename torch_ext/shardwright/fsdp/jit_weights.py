@@ -146,8 +146,8 @@ class JitWeight:
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[1] != self.parameter._version:
             return self._move(self.parameter.detach(), self.shards, self.use, False)
-        whole = ahead[0]
-        return whole.wait() if isinstance(whole, AsyncCollectiveTensor) else whole
+        full = ahead[0]
+        return full.wait() if isinstance(full, AsyncCollectiveTensor) else full
 
     def _reduce(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the shard of the gradient, from a full gradient in layout `grad`."""
@@ -157,10 +157,10 @@ class JitWeight:
         """Returns uninitialized memory for a full gradient of this rank."""
         return self.parameter.new_empty(self.use.local_shape(dist.get_rank(self._group.get())))
 
-    def _move(self, given: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, async_op: bool) -> torch.Tensor:
+    def _move(self, tensor: torch.Tensor, src: _planner.Layout, dst: _planner.Layout, async_op: bool) -> torch.Tensor:
         with torch.no_grad():
             return redistribute_local(
-                given, src, dst, group=self._group.get(), device_mesh=self._device_mesh, async_op=async_op
+                tensor, src, dst, group=self._group.get(), device_mesh=self._device_mesh, async_op=async_op
             )
 
 
@@ -175,40 +175,40 @@ class _View(NamedTuple):
 class _Block:
     """One `with` block of a weight, and the backward of the forward in it."""
 
-    def __init__(self, weight: JitWeight, whole: torch.Tensor) -> None:
+    def __init__(self, weight: JitWeight, full: torch.Tensor) -> None:
         self._weight = weight
-        self._whole: torch.Tensor | None = whole  # the gathered weight: in the block, and in the backward
+        self._full: torch.Tensor | None = full  # the gathered weight: in the block, and in the backward
         self._version = weight.parameter._version  # to detect writes before the backward
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._is_differentiated = torch.is_grad_enabled() and weight.parameter.requires_grad
 
     def enter(self) -> torch.Tensor:
         """Returns the weight for the block, as a result of `parameter` for autograd."""
-        whole = self._whole
-        assert whole is not None
+        full = self._full
+        assert full is not None
         if self._is_differentiated:
-            whole = _Use.apply(self._weight.parameter, self, whole)  # type: ignore[no-untyped-call]
+            full = _Use.apply(self._weight.parameter, self, full)  # type: ignore[no-untyped-call]
         self._hooks.__enter__()
-        return whole
+        return full
 
     def exit(self) -> None:
         self._hooks.__exit__()
-        self._whole = None
+        self._full = None
 
     def end_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the reduced gradient of the weight, from the complete gradient of the result of `enter`."""
-        self._whole = None
+        self._full = None
         return self._weight._reduce(gradient)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Hook: saves views of the weight without their memory."""
-        whole = self._whole
+        full = self._full
         is_view = (
-            whole is not None
+            full is not None
             and type(tensor) in (torch.Tensor, nn.Parameter)
-            and tensor.dtype == whole.dtype
+            and tensor.dtype == full.dtype
             and tensor.layout is torch.strided
-            and tensor.untyped_storage()._cdata == whole.untyped_storage()._cdata
+            and tensor.untyped_storage()._cdata == full.untyped_storage()._cdata
         )
         return _View(tensor.size(), tensor.stride(), tensor.storage_offset()) if is_view else reads.pack(tensor)
 
@@ -221,19 +221,19 @@ class _Block:
                 "the weight was written between a forward and its backward, which needs the old values; write it after "
                 "the backward"
             )
-        whole = self._weight._gather() if self._whole is None else self._whole
+        full = self._weight._gather() if self._full is None else self._full
         if self._is_differentiated:
-            self._whole = whole  # held until its gradient is complete
-        return whole.as_strided(saved.size, saved.stride, saved.offset)
+            self._full = full  # held until its gradient is complete
+        return full.as_strided(saved.size, saved.stride, saved.offset)
 
 
 class _Use(torch.autograd.Function):
     """Returns a view of the gathered weight. Its backward reduces the gradient to the parameter's shard."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, block: _Block, whole: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, parameter: torch.Tensor, block: _Block, full: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.block = block
-        return whole.view_as(whole)
+        return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -70,22 +70,22 @@ class Choice(NamedTuple):
 class Layouts:
     """The layouts of one parameter: `store`, `shards`, `use` and `kept`. `placements`: those of `store`."""
 
-    def __init__(self, given: torch.Tensor, data: DataMesh, choice: Choice) -> None:
+    def __init__(self, parameter: torch.Tensor, data: DataMesh, choice: Choice) -> None:
         self.data = data
         self.mesh = data.mesh
-        self._shape = given.shape
-        self._dtype = given.dtype
-        self._own_placements = tuple(given.placements) if isinstance(given, DTensor) else ()
-        self._own_shape_stride = (given.shape, given.stride())
+        self._shape = parameter.shape
+        self._dtype = parameter.dtype
+        self._own_placements = tuple(parameter.placements) if isinstance(parameter, DTensor) else ()
+        self._own_shape_stride = (parameter.shape, parameter.stride())
         self._choice = choice
         self._make()
 
     def with_dtype(self, dtype: torch.dtype) -> Layouts:
         """Returns the layouts of the same parameter in another dtype."""
-        made = copy.copy(self)
-        made._dtype = dtype
-        made._make()
-        return made
+        layouts = copy.copy(self)
+        layouts._dtype = dtype
+        layouts._make()
+        return layouts
 
     def _make(self) -> None:
         """Sets all layouts from the choice and the dtype."""
@@ -110,12 +110,12 @@ class Layouts:
         """Returns a shard in layout `store` as the DTensor that modules have; in host memory if `host` is given."""
         shape = torch.Size(self._shape)
         stride = tuple(torch.empty(shape, device="meta").stride())
-        whole = DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
+        full = DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
         if host is None:
-            return whole
+            return full
         # `from_local` would copy it back to the device.
         held = part if part.is_meta else host.hold(part)
-        return DTensor(held, whole._spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(held, full._spec, requires_grad=False)  # type: ignore[call-arg]
 
     def as_used(self, local: torch.Tensor) -> torch.Tensor:
         """Returns a local tensor in layout `use` as modules get it: a DTensor if the parameter was one."""

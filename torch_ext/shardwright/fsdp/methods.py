@@ -59,9 +59,9 @@ class ShardedModule(FSDPModule):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes a module of the original class, as containers do when they are sliced."""
         original = original_class(cls)
-        made: Any = original.__new__(original, *args, **kwargs)
-        made.__init__(*args, **kwargs)
-        return made
+        module: Any = original.__new__(original, *args, **kwargs)
+        module.__init__(*args, **kwargs)
+        return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward, with hooks. If it raises any exception, resets the step so that the next one can run."""
@@ -343,11 +343,11 @@ def sharded_class(original: type) -> type:
     return _sharded_classes[original]
 
 
-def original_class(given: type) -> type:
+def original_class(module_class: type) -> type:
     """Returns the class that a module had before `sw.fully_shard`."""
-    if not issubclass(given, ShardedModule):
-        return given
-    found: type = given.__mro__[given.__mro__.index(FSDPModule) + 1]
+    if not issubclass(module_class, ShardedModule):
+        return module_class
+    found: type = module_class.__mro__[module_class.__mro__.index(FSDPModule) + 1]
     return found
 
 
@@ -395,9 +395,9 @@ def _unit_options_of(module: Any, recurse: bool) -> Iterator[UnitOptions]:
         yield _unit_of(each).unit_options
 
 
-def _check_flag(argument: str, given: Any) -> None:
-    if not isinstance(given, bool):
-        raise argument_error(argument, "True or False", repr(given))
+def _check_flag(argument: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise argument_error(argument, "True or False", repr(value))
 
 
 def _references(method: str, modules: Any) -> list[Any]:

@@ -58,10 +58,10 @@ class Moves:
         self._device_type = layouts.mesh.device_type
 
     def __call__(
-        self, src: _planner.Layout, dst: _planner.Layout, given: torch.Tensor, out: torch.Tensor
+        self, src: _planner.Layout, dst: _planner.Layout, tensor: torch.Tensor, out: torch.Tensor
     ) -> dist.Work | None:
-        """Starts to move this rank's tensor `given` into `out`. Returns a Work to wait for, or None if done."""
-        return executables.start_into(self.executable(src, dst), given, out)
+        """Starts to move `tensor`, this rank's part, into `out`. Returns a Work to wait for, or None if done."""
+        return executables.start_into(self.executable(src, dst), tensor, out)
 
     def executable(self, src: _planner.Layout, dst: _planner.Layout) -> _runtime.Executable:
         """Returns the compiled move, from the cache if it was made before."""

@@ -285,8 +285,8 @@ class Runner:
     ) -> Times:
         """Returns times that are equal on all ranks; zeros if units are on several meshes."""
         meshes = {weight.mesh for unit in self.units for weight in unit.weights}
-        found = scheduler.agreed_times(scheduler.measured(clock, copies, schedule), meshes, self.device)
-        return found._replace(activations=scheduler.agreed_events(activations.events(), meshes, self.device))
+        times = scheduler.agreed_times(scheduler.measured(clock, copies, schedule), meshes, self.device)
+        return times._replace(activations=scheduler.agreed_events(activations.events(), meshes, self.device))
 
     def _schedule(self, key: Key, uses: list[Use], timed: Times | None) -> StepSchedule:
         """Returns the schedule of a sequence. To StepSchedule, a unit is one weight. `timed`: None before times."""

@@ -147,14 +147,14 @@ def measured(clock: Clock, copies: Sequence[Sequence[Copy]], schedule: StepSched
     return Times(clock.intervals_ps(), each)
 
 
-def agreed_times(found: Times, meshes: set[DeviceMesh], device: torch.device) -> Times:
+def agreed_times(times: Times, meshes: set[DeviceMesh], device: torch.device) -> Times:
     """Returns each time's maximum over the ranks of the mesh; zeros if there are several meshes. Collective."""
     if len(meshes) != 1:
-        return Times([0] * len(found.uses), [(0, 0)] * len(found.copies))
+        return Times([0] * len(times.uses), [(0, 0)] * len(times.copies))
     (mesh,) = meshes
-    all_ps = MeshWords(mesh, device).largest([*found.uses, *(ps for pair in found.copies for ps in pair)])
-    copies = all_ps[len(found.uses) :]
-    return Times(all_ps[: len(found.uses)], list(zip(copies[::2], copies[1::2])))
+    all_ps = MeshWords(mesh, device).largest([*times.uses, *(ps for pair in times.copies for ps in pair)])
+    copies = all_ps[len(times.uses) :]
+    return Times(all_ps[: len(times.uses)], list(zip(copies[::2], copies[1::2])))
 
 
 # ---- activations that `checkpoint_cut` shards: the uses that save, need and free each of them
@@ -286,8 +286,8 @@ def agreed_events(events: list[Event], meshes: set[DeviceMesh], device: torch.de
         return []
     figures = words.largest([figure for e in events for figure in (e.kept_bytes, e.full_bytes, e.gather_ps)])
     return [
-        event._replace(kept_bytes=kept, full_bytes=whole, gather_ps=ps)
-        for event, kept, whole, ps in zip(events, figures[::3], figures[1::3], figures[2::3], strict=True)
+        event._replace(kept_bytes=kept, full_bytes=full, gather_ps=ps)
+        for event, kept, full, ps in zip(events, figures[::3], figures[1::3], figures[2::3], strict=True)
     ]
 
 

@@ -121,11 +121,11 @@ class Weight(Trained):
         self.extension: extensions.Extension | None = None
         if extensions.has_extension(self.local_part):
             self.extension = self._extension(dtypes, device)
-            whole = self.memory = torch.empty(0, dtype=dtypes.use, device=device)  # until the first gather
+            full = self.memory = torch.empty(0, dtype=dtypes.use, device=device)  # until the first gather
         else:
-            whole = layouts.as_used(held if self.is_held and held is not None else _empty(self.use, dtypes.use, device))
-            self.memory = _local(whole.detach())
-        self._set_full(whole)
+            full = layouts.as_used(held if self.is_held and held is not None else _empty(self.use, dtypes.use, device))
+            self.memory = _local(full.detach())
+        self._set_full(full)
         self.product = product  # if given, `memory` has storage only after `read`
         self._is_staged = self._host is not None and held is None and self.extension is None
         self._set_sizes(dtypes)
@@ -142,9 +142,9 @@ class Weight(Trained):
         if self.has_copy:
             self.note_contents()
 
-    def _set_full(self, whole: torch.Tensor) -> None:
+    def _set_full(self, full: torch.Tensor) -> None:
         """Makes a tensor in layout `use` the parameter `whole`, and watches its gradients."""
-        self.whole = nn.Parameter(whole, self.sharded.requires_grad)
+        self.whole = nn.Parameter(full, self.sharded.requires_grad)
         if not self.is_held:  # the memory of a held weight is never released
             by_storage[self.memory.untyped_storage()._cdata] = self
         self._watch()
@@ -410,9 +410,9 @@ class Weight(Trained):
     def finish_gather(self) -> None:
         """Waits for the gather. With a product, messages are decoded to the full weight only after a `read`."""
         if self.extension is not None:
-            made = self.extension.finish(self.whole)
-            if made is not None:
-                self._set_full(self.layouts.as_used(made))
+            weight = self.extension.finish(self.whole)
+            if weight is not None:
+                self._set_full(self.layouts.as_used(weight))
                 self._buffer_bytes = self.extension.output_bytes
                 self.gathered_bytes = sum(map(aligned, self._buffer_bytes))
             return

@@ -125,8 +125,8 @@ def trace(
     local: torch.Tensor, plan: str, groups: Sequence[str], rank: int, sizes: Sequence[Any], make_groups: bool
 ) -> torch.Tensor:
     """Records start and wait in a trace."""
-    made = plan_of(plan)
-    for end in (made.src, made.dst):  # guards all sizes that decide the order of transfers (graph/order.py)
+    planned = plan_of(plan)
+    for end in (planned.src, planned.dst):  # guards all sizes that decide the order of transfers (graph/order.py)
         plans.local_shape(end, sizes, rank)
     handle = order.start(local, make_groups, plan, groups, rank, sizes)
     moved: torch.Tensor = torch.ops.shardwright.redistribute_wait(handle, local, plan, rank, sizes)
@@ -136,8 +136,8 @@ def trace(
 @functools.lru_cache(maxsize=4096)
 def _ends(plan: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """Returns the local shapes of source and destination, and the dtype."""
-    made = plan_of(plan)
-    return tuple(made.src.local_shape(rank)), tuple(made.dst.local_shape(rank)), made.src.dtype
+    planned = plan_of(plan)
+    return tuple(planned.src.local_shape(rank)), tuple(planned.dst.local_shape(rank)), planned.src.dtype
 
 
 def _result_shape(input: torch.Tensor, plan: str, rank: int, sizes: Sequence[Any] | None = None) -> Sequence[Any]:

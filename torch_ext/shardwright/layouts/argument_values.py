@@ -55,25 +55,25 @@ def _reduces_as_partial(kind: type) -> bool:
     return base is not None and all(getattr(kind, name) is getattr(base, name) for name in methods)
 
 
-def dim(given: Any, argument: str, ndim: int) -> int:
-    """Returns the dim in [0, ndim); negative `given` counts from the end. Raises ValueError if it is out of range."""
-    number = integer(given, argument)
+def dim(value: Any, argument: str, ndim: int) -> int:
+    """Returns the dim in [0, ndim); negative `value` counts from the end. Raises ValueError if it is out of range."""
+    number = integer(value, argument)
     if not -ndim <= number < ndim:
         allowed = f"in [{-ndim}, {ndim - 1}]" if ndim else "a dim of the tensor, which has none"
         raise argument_error(argument, allowed, number)
     return number % ndim
 
 
-def items(given: Any, argument: str, allowed: str) -> list[Any]:
+def items(value: Any, argument: str, allowed: str) -> list[Any]:
     """Returns a list of any iterable except text. Otherwise raises ValueError with `argument` and `allowed`."""
-    if not isinstance(given, (str, bytes)):
+    if not isinstance(value, (str, bytes)):
         try:
-            return list(given)
+            return list(value)
         except TypeError:
             pass
         except Exception as error:
             raise ValueError(f"{argument}: its items cannot be read: {type(error).__name__}: {error}") from error
-    raise argument_error(argument, allowed, _shown(given))
+    raise argument_error(argument, allowed, _shown(value))
 
 
 def placement_texts(placements: Any) -> list[str]:
@@ -82,7 +82,7 @@ def placement_texts(placements: Any) -> list[str]:
 
 
 def placement_texts_of(
-    mesh: _planner.Mesh, shape: Sequence[int], asked: list[Any], order: dict[int, list[int]], flattened: int
+    mesh: _planner.Mesh, shape: Sequence[int], passed_placements: list[Any], order: dict[int, list[int]], flattened: int
 ) -> tuple[list[str], dict[int, list[int]], int]:
     """Returns the texts of a tensor's placements, some of which depend on its shape or on earlier cuts.
 
@@ -90,7 +90,7 @@ def placement_texts_of(
         The texts, the shard order, and the number of leading dims that are flattened. Texts and order count the tensor
         dims after flattening.
     """
-    read = [placements.of_others(p) for p in asked]
+    read = [placements.of_others(p) for p in passed_placements]
     ragged = {d: p for d, p in enumerate(read) if isinstance(p, placements.Ragged)}
     if not ragged:
         return list(map(placement_text, read)), order, flattened
@@ -108,7 +108,7 @@ def placement_texts_of(
         ]
     cuts = _Cuts(mesh, shape, texts, order, flattened)
     if len(texts) == mesh.ndim:  # else Layout raises
-        cuts.put_ragged_shards_last(asked)
+        cuts.put_ragged_shards_last(passed_placements)
         for dim, mesh_dim in cuts.in_order():
             if mesh_dim in ragged:
                 texts[mesh_dim] = cuts.sized(mesh_dim, dim, ragged[mesh_dim])
@@ -117,9 +117,9 @@ def placement_texts_of(
     return texts, cuts.order, flattened
 
 
-def check_units(layout: _planner.Layout, given: list[Any]) -> None:
+def check_units(layout: _planner.Layout, passed_placements: list[Any]) -> None:
     """Raises ValueError if a part of a layout begins or ends within a unit of one of the given placements."""
-    for text, placement in zip(layout.placements, given):
+    for text, placement in zip(layout.placements, passed_placements):
         unit = getattr(placement, "unit", 1) if placements.is_cut(placement) else 1
         if unit > 1 and (cut := _cut_in(text)) is not None:
             layout.check_blocks_are_whole(cut[1], unit)
@@ -172,36 +172,36 @@ class _Cuts:
 
     def of(self, dim: int) -> list[int]:
         """Returns the mesh dims that cut a tensor dim, first cut first."""
-        cutting = [d for d, one in enumerate(self.dims) if one == dim]
-        given = [d for d in self.order.get(dim, ()) if d in cutting]
-        return given + [d for d in cutting if d not in given]
+        cutting = [d for d, cut_dim in enumerate(self.dims) if cut_dim == dim]
+        ordered = [d for d in self.order.get(dim, ()) if d in cutting]
+        return ordered + [d for d in cutting if d not in ordered]
 
     def in_order(self) -> list[tuple[int, int]]:
         """Returns (tensor dim, mesh dim) of all cuts, each after the earlier cuts of its tensor dim."""
         return [(dim, d) for dim in range(self.ndim) for d in self.of(dim)]
 
-    def put_ragged_shards_last(self, asked: list[Any]) -> None:
+    def put_ragged_shards_last(self, passed_placements: list[Any]) -> None:
         """Orders veScale's ``_StridedRaggedShard`` after the cuts of later mesh dims, as its split factor requires.
 
         By its position in the list a RaggedShard before other cuts would be first, but veScale applies it last. The
         shard order must therefore be given.
         """
-        for d, one in enumerate(asked):
-            if not placements.is_ragged_shard(one):
+        for d, placement in enumerate(passed_placements):
+            if not placements.is_ragged_shard(placement):
                 continue
             others = [other for other in self.of(0) if other != d]
             count = math.prod(self.mesh.shape[other] for other in others if other > d)
-            is_strided = hasattr(one, "split_factor")
+            is_strided = hasattr(placement, "split_factor")
             if 0 in self.order:
                 is_clear = not is_strided or self.of(0) == [*others, d]
             else:
-                is_clear = getattr(one, "split_factor", 1) == count
+                is_clear = getattr(placement, "split_factor", 1) == count
             if not is_clear:
                 names = [self.mesh.dim_names[other] for other in (*others, d)]
                 raise ValueError(
                     f"placements: on mesh dim {names[-1]!r}, before mesh dims that cut the same into {count}, a "
                     f"RaggedShard must have a shard_order, and a _StridedRaggedShard split factor {count} in the "
-                    f"shard_order {{0: {names}}}, got {one!r}"
+                    f"shard_order {{0: {names}}}, got {placement!r}"
                 )
             if is_strided:
                 self.order[0] = [*others, d]
@@ -249,10 +249,10 @@ def integer(given: Any, argument: str) -> int:
     return value
 
 
-def _shown(given: Any) -> str:
+def _shown(value: Any) -> str:
     """Returns a value and its type as text for errors, shortened."""
-    text = ascii(given)
-    return f"{text if len(text) <= 80 else text[:80] + '...'} (of type {type(given).__name__})"
+    text = ascii(value)
+    return f"{text if len(text) <= 80 else text[:80] + '...'} (of type {type(value).__name__})"
 
 
 def dtype_text(dtype: Any) -> str:
@@ -302,10 +302,10 @@ def order_dict(names: Sequence[str], shard_order: ShardOrder | Iterable[Any] | N
     if isinstance(shard_order, Mapping):
         entries = list(shard_order.items())
     else:
-        given = items(shard_order, "shard_order", allowed)
-        if not all(hasattr(entry, "tensor_dim") and hasattr(entry, "mesh_dims") for entry in given):
+        pairs = items(shard_order, "shard_order", allowed)
+        if not all(hasattr(entry, "tensor_dim") and hasattr(entry, "mesh_dims") for entry in pairs):
             raise argument_error("shard_order", allowed, _shown(shard_order))
-        entries = [(entry.tensor_dim, entry.mesh_dims) for entry in given]
+        entries = [(entry.tensor_dim, entry.mesh_dims) for entry in pairs]
     order: dict[int, list[int]] = {}
     for dim, mesh_dims in entries:
         tensor_dim = integer(dim, "shard_order: tensor dim")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def argument_error(argument: str, allowed: str, given: Any) -> ValueError:
+def argument_error(argument: str, allowed: str, value: Any) -> ValueError:
     """Returns ValueError("<argument> must be <allowed>, got <given>").
 
     Args:
@@ -13,4 +13,4 @@ def argument_error(argument: str, allowed: str, given: Any) -> ValueError:
         allowed: the allowed values, such as "in [-4, 3]", "a list of mesh dims", "one of sum, avg"
         given: the value, or a text that describes it, such as "a dict"
     """
-    return ValueError(f"{argument} must be {allowed}, got {given}")
+    return ValueError(f"{argument} must be {allowed}, got {value}")

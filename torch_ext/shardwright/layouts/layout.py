@@ -89,10 +89,10 @@ class Layout(_planner.Layout):
         sizes = argument_values.items(shape, "shape", "a list of integers")
         order = argument_values.order_dict(mesh.dim_names, shard_order)
         flattened = argument_values.integer(flattened, "flattened")
-        given = argument_values.items(placements, "placements", "a list of one placement per mesh dim")
-        texts, order, flattened = argument_values.placement_texts_of(mesh, sizes, given, order, flattened)
+        passed_placements = argument_values.items(placements, "placements", "a list of one placement per mesh dim")
+        texts, order, flattened = argument_values.placement_texts_of(mesh, sizes, passed_placements, order, flattened)
         super().__init__(mesh, sizes, texts, argument_values.dtype_text(dtype), order, strided, flattened)
-        argument_values.check_units(self, given)
+        argument_values.check_units(self, passed_placements)
         self._made = True
 
     @classmethod
@@ -115,10 +115,10 @@ class Layout(_planner.Layout):
             raise argument_error("src", "a Layout", f"a {type(src).__name__}")
         if src.has_pending:
             raise argument_error("src", "a layout without pending reductions", src)
-        given = argument_values.items(ranks, "ranks", "a list of ranks")
-        if not given:
+        passed_ranks = argument_values.items(ranks, "ranks", "a list of ranks")
+        if not passed_ranks:
             raise argument_error("ranks", "a list of at least one rank", "none")
-        mesh = Mesh({"ranks": len(given)}, given)
+        mesh = Mesh({"ranks": len(passed_ranks)}, passed_ranks)
         if not src.shape:
             return cls(mesh, (), ["R"], src.dtype)
         dim, lists = _planner.nearest_cut(src, mesh.ranks)

@@ -198,6 +198,6 @@ def matmul_all_reduce(
     return multiply("sum", x, [weight], [bias], [x_scale, weight_scale], size=size, group=group, **how)[0]
 
 
-def _listed(given: Any) -> list[Any]:
+def _listed(value: Any) -> list[Any]:
     """Returns a list of several given items, or of the one item given: a tensor or None."""
-    return list(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else [given]
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, torch.Tensor) else [value]

@@ -82,8 +82,8 @@ def _multiply(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensor
 def _multiply_backward(x: torch.Tensor, weights: Tensors, dys: Tensors, needs: Flags, *name: Any) -> list[torch.Tensor]:
     """Returns the gradients of operand, weights and biases that are needed."""
     dense = [dy.contiguous() for dy in dys]
-    found = _product(name, x).backward(x, *weights, dys=dense, layouts=[None] * len(dense), needs=needs)
-    return _apart([gradient for gradient in found if gradient is not None], [x, *weights, *dys])
+    gradients = _product(name, x).backward(x, *weights, dys=dense, layouts=[None] * len(dense), needs=needs)
+    return _apart([gradient for gradient in gradients if gradient is not None], [x, *weights, *dys])
 
 
 def _apart(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
@@ -95,44 +95,45 @@ def _apart(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
 @torch.library.register_fake("shardwright::multiply")
 def _(x: torch.Tensor, weights: Tensors, biases: Tensors, scales: Tensors, *name: Any) -> list[torch.Tensor]:
     order.keep_out_of_cuda_graphs()
-    made = _product(name, x)
-    return [made.empty(x, one) for one in (*made.plan.results, *([made.plan.moved_operand] * made.keeps_gathered))]
+    product = _product(name, x)
+    layouts = [*product.plan.results, *([product.plan.moved_operand] * product.keeps_gathered)]
+    return [product.empty(x, layout) for layout in layouts]
 
 
 @torch.library.register_fake("shardwright::multiply_backward")
 def _(x: torch.Tensor, weights: Tensors, dys: Tensors, needs: Flags, *name: Any) -> list[torch.Tensor]:
     order.keep_out_of_cuda_graphs()
-    made = _product(name, x)
-    layouts = [made.plan.operand, *made.plan.weights, *made.plan.biases]
-    return [made.empty(x, one) for one, needed in zip(layouts, needs, strict=True) if needed and one is not None]
+    product = _product(name, x)
+    layouts = [product.plan.operand, *product.plan.weights, *product.plan.biases]
+    return [product.empty(x, each) for each, need in zip(layouts, needs, strict=True) if need and each is not None]
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     """Saves the operand (gathered if the product keeps it) and the weights, for `_backward`."""
     x, weights, _, _, *name = inputs
     ctx.name = tuple(name)
-    made = _product(ctx.name, x)
+    product = _product(ctx.name, x)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[-1] if made.keeps_gathered else x, *weights)
+    ctx.save_for_backward(output[-1] if product.keeps_gathered else x, *weights)
 
 
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     """Returns the gradients of operand, weights and biases: the backward of the operator `multiply`."""
     x, *weights = ctx.saved_tensors
-    made = _product(ctx.name, x)
+    product = _product(ctx.name, x)
     needs_x, needs_weights, needs_biases = ctx.needs_input_grad[:3]
-    given = iter(needs_biases)
-    by_weight = [has_bias and next(given) for has_bias in made.has_bias]
+    needed_biases = iter(needs_biases)
+    by_weight = [has_bias and next(needed_biases) for has_bias in product.has_bias]
     # A last gradient may belong to the gathered operand, which graphs only save for the backward.
     dys = [
-        made.empty(x, layout).zero_() if gradient is None else gradient
-        for gradient, layout in zip(gradients, made.plan.result_gradients, strict=False)
+        product.empty(x, layout).zero_() if gradient is None else gradient
+        for gradient, layout in zip(gradients, product.plan.result_gradients, strict=False)
     ]
     needs = [needs_x, *needs_weights, *by_weight]
-    found = iter(torch.ops.shardwright.multiply_backward(x, weights, dys, needs, *ctx.name) if any(needs) else [])
-    dx = next(found) if needs_x else None
-    dws = [next(found) if needed else None for needed in needs_weights]
-    dbs = [next(found) if needed else None for needed in needs_biases]
+    computed = iter(torch.ops.shardwright.multiply_backward(x, weights, dys, needs, *ctx.name) if any(needs) else [])
+    dx = next(computed) if needs_x else None
+    dws = [next(computed) if needed else None for needed in needs_weights]
+    dbs = [next(computed) if needed else None for needed in needs_biases]
     return dx, dws, dbs, [], None, None, None  # there are no scales, because scaled products have no gradients
 
 
@@ -201,22 +202,22 @@ def multiply(
         return uncompiled(tensors.multiply, _outside)(function, x, weights, biases, scales, **options)
     if options.get("gemm_model") is not None:
         return _outside(function, x, weights, biases, scales, **options)
-    given = [x, *weights, *biases]
+    operands = [x, *weights, *biases]
     if all(scale is None for scale in scales):
-        given = autocast(given)
-    metas = [None if one is None else meta_of(one) for one in (*given, *scales)]
+        operands = autocast(operands)
+    metas = [None if tensor is None else meta_of(tensor) for tensor in (*operands, *scales)]
     constants = {name: constant(value) for name, value in options.items()}
     wrong, name, transposed, results, operand = _find_out(function, len(weights), len(scales), metas, constants)
     if wrong is not None:
         raise ValueError(wrong)
     if name == _UNEVEN:
         return _outside(function, x, weights, biases, scales, **options)
-    x, weights, biases = given[0], given[1 : 1 + len(weights)], given[1 + len(weights) :]
+    x, weights, biases = operands[0], operands[1 : 1 + len(weights)], operands[1 + len(weights) :]
     if transposed:
-        weights = [weight.t() if turned else weight for weight, turned in zip(weights, transposed, strict=True)]
+        weights = [weight.t() if transpose else weight for weight, transpose in zip(weights, transposed, strict=True)]
     if name:
         part = x.to_local(grad_placements=operand) if operand else _local(x)
-        parts = [[_local(one) for one in listed if one is not None] for listed in (weights, biases, scales)]
+        parts = [[_local(tensor) for tensor in listed if tensor is not None] for listed in (weights, biases, scales)]
         outputs = torch.ops.shardwright.multiply(part, *parts, *name)
     else:
         nothing = x.to_local().reshape(-1)[:0]

@@ -179,7 +179,7 @@ class Product:
             flow = Flow(self.plan.backward(layouts, needs), self.plan, self.where)
             executables.keep(self._backwards, key, flow, _MAX_BACKWARDS)
         wanted = zip(dys, flow.inputs[1 + self.num_weights :])
-        return flow([x, *weights, *(self.empty(x, given).zero_() if dy is None else dy for dy, given in wanted)])
+        return flow([x, *weights, *(self.empty(x, layout).zero_() if dy is None else dy for dy, layout in wanted)])
 
     def empty(self, like: torch.Tensor, layout: _planner.Layout) -> torch.Tensor:
         """Returns an uninitialized tensor for this rank's part in a layout."""

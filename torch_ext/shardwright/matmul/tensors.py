@@ -92,8 +92,8 @@ def multiply(
     if product is None:
         nothing = tensors[0]._local_tensor.new_empty(0, dtype=specs[0].tensor_meta.dtype)  # type: ignore[union-attr]
         return [_new_dtensor(nothing, spec, requires_grad=x.requires_grad) for spec in specs]
-    for j, is_turned in enumerate(transposed, 1):
-        if is_turned:
+    for j, is_transposed in enumerate(transposed, 1):
+        if is_transposed:
             tensors[j] = tensors[j].t()
     return list(_Multiply.apply(product, specs, _locals(scales), *tensors))  # type: ignore[no-untyped-call]
 
@@ -107,11 +107,11 @@ def planned(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: S
     return _products.get_or_make(cache_key, lambda: _plan(key, num_weights, tensors, scales, needs_grad))
 
 
-def _described(given: Any) -> Any:
+def _described(value: Any) -> Any:
     """Returns the properties of an argument that a plan depends on."""
-    if isinstance(given, DTensor):
-        return given._spec
-    return (given.shape, given.stride(), given.dtype, given.device) if isinstance(given, torch.Tensor) else given
+    if isinstance(value, DTensor):
+        return value._spec
+    return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else value
 
 
 def _plan(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Sequence[Any], grads: bool) -> Planned:
@@ -120,12 +120,12 @@ def _plan(key: ProductKey, num_weights: int, tensors: Sequence[Any], scales: Seq
     layout = layout_of(x._spec) if isinstance(x, DTensor) else None
     find = executables.lowering if layout is None else functools.partial(executables.lowering_on, layout.mesh)
     counters.counts.plans += 1
-    given = list(map(_given, tensors))
+    descriptions = list(map(_given, tensors))
     plan = _planner.plan_product(
         key.function,
-        given[0],
-        given[1 : 1 + num_weights],
-        given[1 + num_weights :],
+        descriptions[0],
+        descriptions[1 : 1 + num_weights],
+        descriptions[1 + num_weights :],
         list(map(_given, scales)),
         requires_grad=grads,
         placements=None if key.placements is None else placement_texts(key.placements),
@@ -199,8 +199,8 @@ def _local(x: Any) -> torch.Tensor:
 def gradient_placements(placements: Sequence[Placement], names: Sequence[str] = ()) -> tuple[Placement, ...]:
     """Returns the placements of a gradient: R in place of pending sums, and pending sums where `names` has P."""
     pending = [placement_of(name).is_partial() for name in names] or [False] * len(placements)
-    whole = (Replicate() if placement.is_partial() else placement for placement in placements)
-    return tuple(Partial() if pends else p for pends, p in zip(pending, whole, strict=True))
+    full = (Replicate() if placement.is_partial() else placement for placement in placements)
+    return tuple(Partial() if pends else p for pends, p in zip(pending, full, strict=True))
 
 
 def _gradient_spec(spec: DTensorSpec | None, names: tuple[str, ...] = ()) -> DTensorSpec | None:

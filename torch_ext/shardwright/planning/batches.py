@@ -51,14 +51,14 @@ def batch_of(pairs: Sequence[Pair], bucket_bytes: Any, buckets: Any) -> _planner
     )
 
 
-def checked_layouts(given: Any, argument: str, allowed: str, length: int) -> list[Any]:
-    """Returns the items of `given` as tuples of `length` entries, the last two of which are layouts."""
-    made = []
-    for i, item in enumerate(argument_values.items(given, argument, allowed)):
+def checked_layouts(value: Any, argument: str, allowed: str, length: int) -> list[Any]:
+    """Returns the items of `value` as tuples of `length` entries, the last two of which are layouts."""
+    checked = []
+    for i, item in enumerate(argument_values.items(value, argument, allowed)):
         parts = item if type(item) is tuple else tuple(argument_values.items(item, f"{argument}: item {i}", allowed))
         if len(parts) != length:
             raise ValueError(f"{argument} must be {allowed}, got {len(parts)} entries in item {i}")
         for layout in parts[-2:]:
             check_layout(f"{argument}: item {i}", layout)
-        made.append(parts)
-    return made
+        checked.append(parts)
+    return checked

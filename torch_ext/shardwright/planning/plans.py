@@ -103,13 +103,13 @@ def pinned(src: _planner.Layout, dst: _planner.Layout, backend: str) -> Plan | N
     return tables.current.pinned(src, dst, backend)
 
 
-def check_layout(argument: str, given: object) -> None:
+def check_layout(argument: str, value: object) -> None:
     """Raises a ValueError that names `argument` unless a layout is given."""
-    if not isinstance(given, _planner.Layout):
-        raise argument_error(argument, "a Layout", f"a {type(given).__name__}")
+    if not isinstance(value, _planner.Layout):
+        raise argument_error(argument, "a Layout", f"a {type(value).__name__}")
 
 
-def _check_plan(given: object) -> None:
+def _check_plan(value: object) -> None:
     """Raises ValueError unless a plan is given."""
-    if not isinstance(given, Plan):
-        raise argument_error("plan", "a Plan", f"a {type(given).__name__}")
+    if not isinstance(value, Plan):
+        raise argument_error("plan", "a Plan", f"a {type(value).__name__}")

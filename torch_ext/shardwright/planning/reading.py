@@ -27,8 +27,8 @@ def plan_from_json(text: str | bytes | bytearray) -> _planner.Plan:
         raise argument_error("plan", "JSON, as Plan.to_json returns", f"a {type(text).__name__}")
     table = read_json(text, "plan: the text")
     if not isinstance(table, dict) or table.get("version") != _VERSION:
-        found = table.get("version") if isinstance(table, dict) else type(table).__name__
-        raise argument_error("plan: version", str(_VERSION), repr(found))
+        version = table.get("version") if isinstance(table, dict) else type(table).__name__
+        raise argument_error("plan: version", str(_VERSION), repr(version))
     try:
         return _plan(table)
     except (KeyError, TypeError, AttributeError) as error:
@@ -76,8 +76,8 @@ def _plan(table: dict[str, Any]) -> _planner.Plan:
                 argument_values.integer(step.get("ranks_per_node", 0), "plan: ranks_per_node"),
             )
         )
-    whole = {"tensor_dim": 0, "count": 1}
-    segments = _dict(table.get("segments", table.get("pieces", whole)), "segments")  # "pieces" is an older name
+    full = {"tensor_dim": 0, "count": 1}
+    segments = _dict(table.get("segments", table.get("pieces", full)), "segments")  # "pieces" is an older name
     return _planner.plan_of_steps(
         layout(source_mesh, table["source"]),
         layout(destination_mesh, table["destination"]),
@@ -100,11 +100,11 @@ def _mesh(grid: dict[str, Any], field: str) -> Mesh:
     return Mesh(dict(zip(names, sizes, strict=True)), grid.get("ranks"))
 
 
-def _expect(kind: type, given: Any, field: str) -> Any:
-    """Returns `given`. Raises ValueError if it is not of this type."""
-    if not isinstance(given, kind):
-        raise argument_error(f"plan: {field}", f"a {kind.__name__}", f"a {type(given).__name__}")
-    return given
+def _expect(kind: type, value: Any, field: str) -> Any:
+    """Returns `value`. Raises ValueError if it is not of this type."""
+    if not isinstance(value, kind):
+        raise argument_error(f"plan: {field}", f"a {kind.__name__}", f"a {type(value).__name__}")
+    return value
 
 
 _text = functools.partial(_expect, str)

@@ -41,51 +41,51 @@ def check(
         if name not in wanted and name not in unknown_wanted and not patterns.is_listed(name, unused):
             problems.append(f"{name}: the map makes it from {_sources(mapped)}, and the destination has no such tensor")
     for name, there in wanted.items():
-        given = tensors.get(name)
-        if given is None:
+        tensor = tensors.get(name)
+        if tensor is None:
             if name not in unknown and not patterns.is_listed(name, ignore):
                 problems.append(f"{name}: the destination has it, and no source is mapped to it")
             continue
-        wrong = _differences(name, given, there)
+        wrong = _differences(name, tensor, there)
         problems += wrong
         if not wrong:
             names.append(name)
     return names, problems
 
 
-def _differences(name: str, given: Mapped, there: Wanted) -> list[str]:
+def _differences(name: str, mapped: Mapped, there: Wanted) -> list[str]:
     """Returns a problem for each difference of a mapped tensor from the destination."""
-    found = []
-    if given.shape != there.shape:
-        found.append(
-            f"{name}: the map makes {given.shape} from {_sources(given)}, and the destination has shape {there.shape}"
-            f"{_intervals(given.shape, there.shape)}"
+    differences = []
+    if mapped.shape != there.shape:
+        differences.append(
+            f"{name}: the map makes {mapped.shape} from {_sources(mapped)}, and the destination has shape {there.shape}"
+            f"{_intervals(mapped.shape, there.shape)}"
         )
-    if given.dtype != there.dtype:
-        found.append(
-            f"{name}: the map makes {given.dtype}, and the destination has {there.dtype}; "
+    if mapped.dtype != there.dtype:
+        differences.append(
+            f"{name}: the map makes {mapped.dtype}, and the destination has {there.dtype}; "
             f"cast('{there.dtype}', '{name}') casts it before it moves"
         )
-    ndim = len(given.shape)
-    covered = coverage(given.shape, [piece.box(ndim) for piece in given.pieces])
+    ndim = len(mapped.shape)
+    covered = coverage(mapped.shape, [piece.box(ndim) for piece in mapped.pieces])
     missing, repeated = covered
     for box in missing[:_MAX_SHOWN]:
-        found.append(f"{name}: no source gives {box_text(box)} of {given.shape}")
+        differences.append(f"{name}: no source gives {box_text(box)} of {mapped.shape}")
     for box, numbers in repeated[:_MAX_SHOWN]:
-        said = " and ".join(given.pieces[number].source for number in numbers)
-        found.append(f"{name}: {box_text(box)} of {given.shape} is given {len(numbers)} times, by {said}")
+        said = " and ".join(mapped.pieces[number].source for number in numbers)
+        differences.append(f"{name}: {box_text(box)} of {mapped.shape} is given {len(numbers)} times, by {said}")
     left = len(missing) + len(repeated) - min(len(missing), _MAX_SHOWN) - min(len(repeated), _MAX_SHOWN)
     if left:
-        found.append(f"{name}: {left} more boxes have no source or several")
-    return found
+        differences.append(f"{name}: {left} more boxes have no source or several")
+    return differences
 
 
-def _intervals(given: tuple[int, ...], there: tuple[int, ...]) -> str:
+def _intervals(sizes: tuple[int, ...], there: tuple[int, ...]) -> str:
     """Returns a text with the indices that one of two shapes lacks; empty if they differ in the number of dims."""
-    if len(given) != len(there):
+    if len(sizes) != len(there):
         return ""
     said = []
-    for dim, (have, want) in enumerate(zip(given, there)):
+    for dim, (have, want) in enumerate(zip(sizes, there)):
         if have != want:
             what = "has no source" if have < want else "has no place"
             said.append(f"[{min(have, want)}:{max(have, want)}] of dim {dim} {what}")

@@ -31,13 +31,13 @@ def read_layouts(path: str) -> dict[str, Layout]:
     """Returns the layouts of a JSON file by name. A ValueError names the file and the invalid entry."""
     table = _object(read_json(read_text(Path(path), path), path), path)
     meshes = {}
-    for name, given in _object(table.get("meshes"), f"{path}: meshes").items():
+    for name, value in _object(table.get("meshes"), f"{path}: meshes").items():
         where = f"{path}: meshes.{name}"
-        meshes[name] = _made(where, Mesh, _object(given, where), ("dims", "ranks"))
+        meshes[name] = _made(where, Mesh, _object(value, where), ("dims", "ranks"))
     layouts = {}
-    for name, given in _object(table.get("tensors"), f"{path}: tensors").items():
+    for name, value in _object(table.get("tensors"), f"{path}: tensors").items():
         where = f"{path}: tensors.{name}"
-        entry = dict(_object(given, where))
+        entry = dict(_object(value, where))
         mesh = entry.get("mesh")
         if not isinstance(mesh, str) or mesh not in meshes:
             raise argument_error(f"{where}.mesh", f"one of {', '.join(meshes)}", repr(mesh))
@@ -77,28 +77,28 @@ def write_layouts(layouts: Mapping[str, _planner.Layout]) -> str:
 
 def read_rules(path: str) -> list[Rule]:
     """Reads a list of rules. Each is an object with one key, the name of the rule, whose value is its arguments."""
-    given = read_json(read_text(Path(path), path), path)
-    if not isinstance(given, list):
-        raise ValueError(f"{path} must hold a list of rules, got a {type(given).__name__}")
-    made = []
-    for i, one in enumerate(given):
+    listed_rules = read_json(read_text(Path(path), path), path)
+    if not isinstance(listed_rules, list):
+        raise ValueError(f"{path} must hold a list of rules, got a {type(listed_rules).__name__}")
+    parsed_rules = []
+    for i, entry in enumerate(listed_rules):
         where = f"{path}[{i}]"
-        entries = list(_object(one, where).items())
+        entries = list(_object(entry, where).items())
         if len(entries) != 1 or entries[0][0] not in _RULES:
             raise ValueError(
-                f"{where} must be one of {', '.join(_RULES)} with its arguments, got {json.dumps(one)[:80]}"
+                f"{where} must be one of {', '.join(_RULES)} with its arguments, got {json.dumps(entry)[:80]}"
             )
         name, arguments = entries[0]
         rule: Rule = _made(f"{where}.{name}", _RULES[name], _object(arguments, where), None)
-        made.append(rule)
-    return made
+        parsed_rules.append(rule)
+    return parsed_rules
 
 
-def _object(given: Any, where: str) -> dict[str, Any]:
+def _object(value: Any, where: str) -> dict[str, Any]:
     """Returns a JSON object. Raises ValueError that begins with `where` for other values."""
-    if not isinstance(given, dict):
-        raise argument_error(where, "an object", f"a {type(given).__name__}")
-    return given
+    if not isinstance(value, dict):
+        raise argument_error(where, "an object", f"a {type(value).__name__}")
+    return value
 
 
 def _made(where: str, maker: Any, arguments: dict[str, Any], keys: tuple[str, ...] | None) -> Any:

@@ -42,13 +42,13 @@ def split(
         sizes: sizes of the parts in this dim; their sum is its length. Default: equal parts.
         groups: the number of groups of chunks, as in `fuse`; it divides every size.
     """
-    given = _patterns("parts", parts, name)
+    names = _patterns("parts", parts, name)
     numbers = None
     if sizes is not None:
         numbers = tuple(_integer("sizes", size) for size in argument_values.items(sizes, "sizes", "a list of integers"))
-        if len(numbers) != len(given) or min(numbers) < 0:
-            raise argument_error("sizes", f"a list of {len(given)} integers of at least 0, one per part", list(numbers))
-    return kinds.Split(_pattern("name", name), given, _integer("dim", dim), numbers, _positive(groups))
+        if len(numbers) != len(names) or min(numbers) < 0:
+            raise argument_error("sizes", f"a list of {len(names)} integers of at least 0, one per part", list(numbers))
+    return kinds.Split(_pattern("name", name), names, _integer("dim", dim), numbers, _positive(groups))
 
 
 def transpose(names: str, dims: Sequence[int]) -> Rule:
@@ -75,7 +75,7 @@ def stack(names: str, dim: int = 0, *, into: str | None = None) -> Rule:
     if into is None:
         into = template.replace("{}.", "", 1) if "{}." in template else template.replace(".{}", "").replace("{}", "")
     others = [wildcard for wildcard in patterns.wildcards(template) if wildcard != "{}"]
-    return kinds.Stack(template, _alike("into", into, others, names), _integer("dim", dim))
+    return kinds.Stack(template, _with_wildcards("into", into, others, names), _integer("dim", dim))
 
 
 def unstack(names: str, into: str, dim: int = 0) -> Rule:
@@ -88,7 +88,7 @@ def unstack(names: str, into: str, dim: int = 0) -> Rule:
         dim: the dim that is removed.
     """
     others = [wildcard for wildcard in patterns.wildcards(_numbered("into", into)) if wildcard != "{}"]
-    return kinds.Unstack(_alike("names", names, others, into), into, _integer("dim", dim))
+    return kinds.Unstack(_with_wildcards("names", names, others, into), into, _integer("dim", dim))
 
 
 def rename(names: str | Mapping[str, str] | Callable[[str], str], to: str | None = None) -> Rule:
@@ -111,13 +111,13 @@ def rename(names: str | Mapping[str, str] | Callable[[str], str], to: str | None
         if to is None:
             raise argument_error("to", f"the new name of {_pattern('names', names)!r}", None)
         pairs = [(names, to)]
-    made = []
+    checked_pairs = []
     for old, new in pairs:
         count = len(patterns.wildcards(_pattern("names", old)))
         if len(patterns.wildcards(_pattern("to", new))) != count:
             raise argument_error("to", f"a name with as many wildcards as {old!r}", repr(new))
-        made.append((old, new))
-    return kinds.Rename(tuple(made))
+        checked_pairs.append((old, new))
+    return kinds.Rename(tuple(checked_pairs))
 
 
 def cast(dtype: Any, names: str | Sequence[str] | None = None) -> Rule:
@@ -131,50 +131,50 @@ def cast(dtype: Any, names: str | Sequence[str] | None = None) -> Rule:
     known = _planner.Layout(mesh, [], ["R"], argument_values.dtype_text(dtype)).dtype
     if names is None:
         return kinds.Cast(known, None)
-    given = [names] if isinstance(names, str) else argument_values.items(names, "names", "a pattern or a list of them")
-    return kinds.Cast(known, tuple(_pattern("names", one) for one in given))
+    texts = [names] if isinstance(names, str) else argument_values.items(names, "names", "a pattern or a list of them")
+    return kinds.Cast(known, tuple(_pattern("names", pattern) for pattern in texts))
 
 
 # ---- arguments
 
 
-def _pattern(argument: str, given: Any) -> str:
+def _pattern(argument: str, value: Any) -> str:
     """Returns a nonempty text. Raises ValueError for anything else."""
-    if not isinstance(given, str) or not given:
-        raise argument_error(argument, "a name or a pattern, such as 'layers.*.weight'", repr(given))
-    return given
+    if not isinstance(value, str) or not value:
+        raise argument_error(argument, "a name or a pattern, such as 'layers.*.weight'", repr(value))
+    return value
 
 
-def _alike(argument: str, given: Any, wildcards: list[str], other: str) -> str:
+def _with_wildcards(argument: str, value: Any, wildcards: list[str], other: str) -> str:
     """Returns a pattern. Raises ValueError unless it has these wildcards, which are those of `other`."""
-    if patterns.wildcards(_pattern(argument, given)) != wildcards:
-        raise argument_error(argument, f"a name with the wildcards of {other!r}, in order", repr(given))
-    return str(given)
+    if patterns.wildcards(_pattern(argument, value)) != wildcards:
+        raise argument_error(argument, f"a name with the wildcards of {other!r}, in order", repr(value))
+    return str(value)
 
 
-def _patterns(argument: str, given: Any, name: str) -> tuple[str, ...]:
+def _patterns(argument: str, value: Any, name: str) -> tuple[str, ...]:
     """Returns a nonempty list of patterns with the wildcards of `name`. Raises ValueError for anything else."""
-    items = argument_values.items(given, argument, "a list of names, such as ['q', 'k', 'v']")
+    items = argument_values.items(value, argument, "a list of names, such as ['q', 'k', 'v']")
     if not items:
         raise argument_error(argument, "a list of at least one name", "none")
     wildcards = patterns.wildcards(_pattern("name", name))
-    return tuple(_alike(argument, item, wildcards, name) for item in items)
+    return tuple(_with_wildcards(argument, item, wildcards, name) for item in items)
 
 
-def _numbered(argument: str, given: Any) -> str:
+def _numbered(argument: str, value: Any) -> str:
     """Returns a pattern with exactly one {}. Raises ValueError for anything else."""
-    if patterns.wildcards(_pattern(argument, given)).count("{}") != 1:
-        raise argument_error(argument, "a pattern with one {}, such as 'experts.{}.w1'", repr(given))
-    return str(given)
+    if patterns.wildcards(_pattern(argument, value)).count("{}") != 1:
+        raise argument_error(argument, "a pattern with one {}, such as 'experts.{}.w1'", repr(value))
+    return str(value)
 
 
-def _integer(argument: str, given: Any) -> int:
-    return argument_values.integer(given, argument)
+def _integer(argument: str, value: Any) -> int:
+    return argument_values.integer(value, argument)
 
 
-def _positive(given: Any) -> int:
+def _positive(value: Any) -> int:
     """Returns the argument groups. Raises ValueError if it is below 1."""
-    groups = argument_values.integer(given, "groups")
+    groups = argument_values.integer(value, "groups")
     if groups < 1:
         raise argument_error("groups", "at least 1", groups)
     return groups

@@ -51,24 +51,24 @@ def _sets(
 
     Incomplete sets are reported.
     """
-    found = [patterns.names(pattern, tensors) for pattern in sets]
-    captured = dict.fromkeys(one for names in found for one in names)
+    names_by_texts = [patterns.names(pattern, tensors) for pattern in sets]
+    captured = dict.fromkeys(texts for names in names_by_texts for texts in names)
     if not captured:
         problems.append(f"{rule}: no tensor is called {' or '.join(sets)}")
-    for one in captured:
-        missing = [patterns.put(pattern, one) for pattern, names in zip(sets, found) if one not in names]
+    for texts in captured:
+        missing = [patterns.put(pattern, texts) for pattern, names in zip(sets, names_by_texts) if texts not in names]
         if missing:
             problems.append(f"{rule}: there is no tensor {', '.join(missing)}")
         else:
-            yield one, [names[one] for names in found]
+            yield texts, [names[texts] for names in names_by_texts]
 
 
 def _matching(pattern: str, tensors: Tensors, rule: Rule, problems: list[str]) -> dict[Captured, str]:
     """Returns the names that match a pattern, by captured texts. Reports a pattern that matches none."""
-    found = patterns.names(pattern, tensors)
-    if not found:
+    names = patterns.names(pattern, tensors)
+    if not names:
         problems.append(f"{rule}: no tensor is called {pattern}")
-    return found
+    return names
 
 
 def _chunks(sizes: Sequence[int], groups: int) -> Iterator[tuple[int, int, int, int]]:
@@ -92,14 +92,14 @@ class Fuse(Rule):
         return f"fuse({self.name!r})"
 
     def apply(self, tensors: Tensors, problems: list[str]) -> None:
-        made = []
+        fused_tensors = []
         for captured, names in list(_sets(self.parts, tensors, self, problems)):
             fused = self._fused(names, tensors, problems)
             if fused is not None:
-                made.append((patterns.put(self.name, captured), fused))
+                fused_tensors.append((patterns.put(self.name, captured), fused))
             for name in set(names):
                 del tensors[name]
-        for name, mapped in made:
+        for name, mapped in fused_tensors:
             _put(tensors, name, mapped, self, problems)
 
     def _fused(self, names: list[str], tensors: Tensors, problems: list[str]) -> Mapped | None:
@@ -140,17 +140,17 @@ class Split(Rule):
 
     def apply(self, tensors: Tensors, problems: list[str]) -> None:
         for captured, name in _matching(self.name, tensors, self, problems).items():
-            whole = tensors.pop(name)
-            for pattern, mapped in zip(self.parts, self._cut(name, whole, problems)):
+            full = tensors.pop(name)
+            for pattern, mapped in zip(self.parts, self._cut(name, full, problems)):
                 _put(tensors, patterns.put(pattern, captured), mapped, self, problems)
 
-    def _cut(self, name: str, whole: Mapped, problems: list[str]) -> list[Mapped]:
+    def _cut(self, name: str, full: Mapped, problems: list[str]) -> list[Mapped]:
         """Returns the parts of a tensor, or no parts after reporting why it cannot be cut."""
-        dim = _dim_of(self.dim, len(whole.shape))
+        dim = _dim_of(self.dim, len(full.shape))
         if dim is None:
-            problems.append(f"{self}: {name} of shape {whole.shape} has no dim {self.dim}")
+            problems.append(f"{self}: {name} of shape {full.shape} has no dim {self.dim}")
             return []
-        length, count = whole.shape[dim], len(self.parts)
+        length, count = full.shape[dim], len(self.parts)
         sizes = self.sizes if self.sizes is not None else (length // count,) * count
         if sum(sizes) != length or any(size % self.groups for size in sizes):
             said = f"sizes {list(sizes)}" if self.sizes is not None else f"{count} equal parts"
@@ -160,10 +160,10 @@ class Split(Rule):
             return []
         pieces: list[list[Piece]] = [[] for _ in sizes]
         for part, begin, at, size in _chunks(sizes, self.groups):
-            cut = (piece.cut(dim, at, at + size) for piece in whole.pieces)
+            cut = (piece.cut(dim, at, at + size) for piece in full.pieces)
             pieces[part] += [piece.moved(dim, begin - at) for piece in cut if piece is not None]
-        before, after = whole.shape[:dim], whole.shape[dim + 1 :]
-        return [Mapped((*before, size, *after), whole.dtype, tuple(some)) for size, some in zip(sizes, pieces)]
+        before, after = full.shape[:dim], full.shape[dim + 1 :]
+        return [Mapped((*before, size, *after), full.dtype, tuple(some)) for size, some in zip(sizes, pieces)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,24 +249,24 @@ class Unstack(Rule):
     def apply(self, tensors: Tensors, problems: list[str]) -> None:
         index_at = patterns.wildcards(self.into).index("{}")
         for captured, name in _matching(self.names, tensors, self, problems).items():
-            whole = tensors.pop(name)
-            dim = _dim_of(self.dim, len(whole.shape))
+            full = tensors.pop(name)
+            dim = _dim_of(self.dim, len(full.shape))
             if dim is None:
-                problems.append(f"{self}: {name} of shape {whole.shape} has no dim {self.dim}")
+                problems.append(f"{self}: {name} of shape {full.shape} has no dim {self.dim}")
                 continue
-            shape = (*whole.shape[:dim], *whole.shape[dim + 1 :])
-            new_dim = [d - (d > dim) for d in range(len(whole.shape))]
-            for index, pieces in enumerate(_slices(whole, dim)):
-                made = Mapped(shape, whole.dtype, tuple(piece.with_dims(new_dim) for piece in pieces))
+            shape = (*full.shape[:dim], *full.shape[dim + 1 :])
+            new_dim = [d - (d > dim) for d in range(len(full.shape))]
+            for index, pieces in enumerate(_slices(full, dim)):
+                mapped = Mapped(shape, full.dtype, tuple(piece.with_dims(new_dim) for piece in pieces))
                 numbered = (*captured[:index_at], str(index), *captured[index_at:])
-                _put(tensors, patterns.put(self.into, numbered), made, self, problems)
+                _put(tensors, patterns.put(self.into, numbered), mapped, self, problems)
 
 
-def _slices(whole: Mapped, dim: int) -> list[list[Piece]]:
+def _slices(full: Mapped, dim: int) -> list[list[Piece]]:
     """Returns the pieces of each index of a dim. Time is linear in the number of returned pieces."""
-    slices: list[list[Piece]] = [[] for _ in range(whole.shape[dim])]
-    for piece in whole.pieces:
-        begin, end = piece.box(len(whole.shape))[dim]
+    slices: list[list[Piece]] = [[] for _ in range(full.shape[dim])]
+    for piece in full.pieces:
+        begin, end = piece.box(len(full.shape))[dim]
         for index in range(begin, end):
             at = piece.at(dim, index)
             assert at is not None
@@ -330,7 +330,7 @@ class Cast(Rule):
         if self.names is None:
             chosen = [name for name, mapped in tensors.items() if _planner.is_floating(mapped.dtype)]
         else:
-            chosen = [name for one in self.names for name in _matching(one, tensors, self, problems).values()]
+            chosen = [name for pattern in self.names for name in _matching(pattern, tensors, self, problems).values()]
         for name in dict.fromkeys(chosen):
             mapped = tensors[name]
             if _planner.is_complex(mapped.dtype) and not _planner.is_complex(self.dtype):

@@ -31,16 +31,16 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def match(pattern: str, name: str) -> Captured | None:
     """Returns the texts of the wildcards in a name; None if the name does not match."""
-    found = _compiled(pattern).fullmatch(name)
-    return None if found is None else found.groups()
+    matched = _compiled(pattern).fullmatch(name)
+    return None if matched is None else matched.groups()
 
 
-def names(pattern: str, given: Iterable[str]) -> dict[Captured, str]:
+def names(pattern: str, tensor_names: Iterable[str]) -> dict[Captured, str]:
     """Returns the names that match, by the texts of the wildcards. A pattern without wildcards matches only itself."""
     if not wildcards(pattern):
-        return {(): pattern} if pattern in given else {}
+        return {(): pattern} if pattern in tensor_names else {}
     matched = _compiled(pattern).fullmatch
-    return {found.groups(): name for name in given if (found := matched(name)) is not None}
+    return {found.groups(): name for name in tensor_names if (found := matched(name)) is not None}
 
 
 def put(pattern: str, captured: Sequence[str]) -> str:

@@ -132,22 +132,22 @@ def coverage(shape: Sequence[int], boxes: Sequence[Box]) -> Coverage:
     in the remaining dims. Example: boxes [0:3] and [2:4] of shape (5,) give missing [4:5] and repeated [2:3]. Time is
     linear in the number of boxes if they follow one another in one dim.
     """
-    found = Coverage([], [])
+    result = Coverage([], [])
     if 0 not in shape:
-        _compare(tuple(shape), boxes, range(len(boxes)), (), found)
-    return found
+        _compare(tuple(shape), boxes, range(len(boxes)), (), result)
+    return result
 
 
-def _compare(shape: tuple[int, ...], boxes: Sequence[Box], present: Iterable[int], at: Box, found: Coverage) -> None:
-    """Compares the boxes `present` within the region `at` of the first dims, and adds the result to `found`."""
+def _compare(shape: tuple[int, ...], boxes: Sequence[Box], present: Iterable[int], at: Box, result: Coverage) -> None:
+    """Compares the boxes `present` within the region `at` of the first dims, and adds gaps and overlaps to `result`."""
     present = tuple(present)
     dim = len(at)
     if not present:
-        found.missing.append((*at, *((0, size) for size in shape[dim:])))
+        result.missing.append((*at, *((0, size) for size in shape[dim:])))
         return
     if dim == len(shape):
         if len(present) > 1:
-            found.repeated.append((at, present))
+            result.repeated.append((at, present))
         return
     changes: dict[int, list[int]] = {0: [], shape[dim]: []}  # where boxes begin (number) and end (~number)
     for number in present:
@@ -163,7 +163,7 @@ def _compare(shape: tuple[int, ...], boxes: Sequence[Box], present: Iterable[int
                 now.discard(~change)
             else:
                 now.add(change)
-        _compare(shape, boxes, sorted(now), (*at, (begin, end)), found)
+        _compare(shape, boxes, sorted(now), (*at, (begin, end)), result)
 
 
 def box_text(box: Box) -> str:

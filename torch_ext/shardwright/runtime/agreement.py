@@ -91,8 +91,8 @@ def _lines(statements: Mapping[R, Mapping[str, str | None]], otherwise: str | No
     Ranks without the name have the value `otherwise`, or none if that is None.
     """
     lines = []
-    for name in dict.fromkeys(name for one in statements.values() for name in one):
-        values = {rank: value for rank, one in statements.items() if (value := one.get(name, otherwise)) is not None}
+    for name in dict.fromkeys(name for row in statements.values() for name in row):
+        values = {rank: value for rank, row in statements.items() if (value := row.get(name, otherwise)) is not None}
         if len(set(values.values())) >= least:
             lines.append(f"  {name}: {who_said(values)}")
     return lines
@@ -100,10 +100,10 @@ def _lines(statements: Mapping[R, Mapping[str, str | None]], otherwise: str | No
 
 def by_value(statements: Mapping[R, V]) -> dict[V, list[R]]:
     """Returns the ranks of each value, ordered by their first ranks."""
-    found: dict[V, list[R]] = {}
+    ranks_by_value: dict[V, list[R]] = {}
     for rank, value in statements.items():
-        found.setdefault(value, []).append(rank)
-    return found
+        ranks_by_value.setdefault(value, []).append(rank)
+    return ranks_by_value
 
 
 def who_said(statements: Mapping[R, str]) -> str:

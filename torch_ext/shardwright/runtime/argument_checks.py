@@ -16,44 +16,44 @@ from ..placements import is_cut
 DEVICE_TYPES = ["cpu", "cuda"]  # tests add other device types that have streams and process groups
 
 
-def check_tensor(argument: str, given: Any) -> None:
+def check_tensor(argument: str, value: Any) -> None:
     """Checks that the argument is a plain tensor: not a subclass, not nested, strided, and on CPU or CUDA."""
-    if not isinstance(given, torch.Tensor) or torch._C._dispatch_keys(given).has("Python"):
-        raise argument_error(argument, "a plain torch.Tensor", f"a {type(given).__name__}")
-    if given.is_nested:
+    if not isinstance(value, torch.Tensor) or torch._C._dispatch_keys(value).has("Python"):
+        raise argument_error(argument, "a plain torch.Tensor", f"a {type(value).__name__}")
+    if value.is_nested:
         raise argument_error(argument, "a plain tensor, such as a part of unbind()", "a nested tensor")
-    if given.layout is not torch.strided:
-        raise ValueError(f"{argument} must have layout torch.strided, got {given.layout}; use .to_dense()")
-    if given.device.type not in DEVICE_TYPES:
-        raise argument_error(argument, f"on {' or '.join(DEVICE_TYPES)}", given.device)
+    if value.layout is not torch.strided:
+        raise ValueError(f"{argument} must have layout torch.strided, got {value.layout}; use .to_dense()")
+    if value.device.type not in DEVICE_TYPES:
+        raise argument_error(argument, f"on {' or '.join(DEVICE_TYPES)}", value.device)
 
 
-def check_moved(argument: str, given: Any) -> None:
+def check_moved(argument: str, value: Any) -> None:
     """Checks that the argument is a plain tensor without a forward-mode tangent, which a move would drop."""
-    check_tensor(argument, given)
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(given).tangent is not None:
+    check_tensor(argument, value)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
         raise argument_error(argument, "without a forward-mode tangent", "a tensor with one; use .detach()")
 
 
-def check_written(argument: str, given: torch.Tensor) -> None:
+def check_written(argument: str, tensor: torch.Tensor) -> None:
     """Checks that a tensor can be written: its memory holds its elements, each at an address of its own."""
-    if given.is_conj() or given.is_neg():
-        kind = "conjugated" if given.is_conj() else "negated"
+    if tensor.is_conj() or tensor.is_neg():
+        kind = "conjugated" if tensor.is_conj() else "negated"
         raise argument_error(argument, "a tensor whose memory holds its elements", f"a {kind} view")
-    if shares_places(given):
+    if shares_places(tensor):
         raise ValueError(
-            f"{argument} must have an address for each element, got shape {tuple(given.shape)} and strides "
-            f"{given.stride()}; use .contiguous()"
+            f"{argument} must have an address for each element, got shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}; use .contiguous()"
         )
 
 
-def shares_places(given: torch.Tensor) -> bool:
+def shares_places(tensor: torch.Tensor) -> bool:
     """Returns True if several elements have the same address."""
-    if given.is_contiguous() or given.numel() < 2:
+    if tensor.is_contiguous() or tensor.numel() < 2:
         return False
     # If each stride is at least the extent of all smaller strides together, no two elements have the same address.
     end = 1
-    for stride, size in sorted((s, n) for n, s in zip(given.shape, given.stride(), strict=True) if n > 1):
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
         if stride == 0:
             return True
         if stride < end:
@@ -63,20 +63,20 @@ def shares_places(given: torch.Tensor) -> bool:
         return False
     # Otherwise, compute the address of every element relative to the first one, and count the distinct ones.
     places = torch.zeros(1, dtype=torch.int64)
-    for stride, size in zip(given.stride(), given.shape, strict=True):
+    for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
         places = places.unsqueeze(-1) + stride * torch.arange(size)
-    return places.unique().numel() < given.numel()
+    return places.unique().numel() < tensor.numel()
 
 
-def resolved(given: torch.Tensor) -> torch.Tensor:
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor whose memory holds its elements: a copy of a conjugated or negated view, else the tensor."""
-    return given.resolve_conj().resolve_neg()
+    return tensor.resolve_conj().resolve_neg()
 
 
-def placements_of(given: Any, ndim: int) -> list[Placement]:
+def placements_of(value: Any, ndim: int) -> list[Placement]:
     """Returns a list of torch's placements, one per mesh dim."""
     placements = argument_values.items(
-        given, "placements", "a list of torch's placements, such as [Shard(0), Replicate()]"
+        value, "placements", "a list of torch's placements, such as [Shard(0), Replicate()]"
     )
     for placement in placements:
         if is_cut(placement):
@@ -93,31 +93,31 @@ def placements_of(given: Any, ndim: int) -> list[Placement]:
     return placements
 
 
-def check_group(given: Any) -> None:
+def check_group(value: Any) -> None:
     """Checks that the argument is None, a process group, or torch's marker for a group without this rank."""
-    is_one = isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER
-    if given is not None and not is_one:
-        raise argument_error("group", "a torch.distributed.ProcessGroup", f"a {type(given).__name__}")
+    is_group = isinstance(value, dist.ProcessGroup) or value is dist.GroupMember.NON_GROUP_MEMBER
+    if value is not None and not is_group:
+        raise argument_error("group", "a torch.distributed.ProcessGroup", f"a {type(value).__name__}")
 
 
-def check_device_mesh(argument: str, given: Any) -> None:
+def check_device_mesh(argument: str, value: Any) -> None:
     """Checks that the argument is None or a torch DeviceMesh."""
-    if given is not None and not argument_values.is_device_mesh(given):
-        raise argument_error(argument, "a torch DeviceMesh", f"a {type(given).__name__}")
+    if value is not None and not argument_values.is_device_mesh(value):
+        raise argument_error(argument, "a torch DeviceMesh", f"a {type(value).__name__}")
 
 
-def check_dtype(argument: str, given: Any) -> None:
+def check_dtype(argument: str, value: Any) -> None:
     """Checks that the argument is None or a torch.dtype."""
-    if given is not None and not isinstance(given, torch.dtype):
-        raise argument_error(argument, "a torch.dtype", f"{given!r} (a {type(given).__name__})")
+    if value is not None and not isinstance(value, torch.dtype):
+        raise argument_error(argument, "a torch.dtype", f"{value!r} (a {type(value).__name__})")
 
 
-def device_of(argument: str, given: Any) -> torch.device:
+def device_of(argument: str, value: Any) -> torch.device:
     """Returns the CPU or CUDA device that a string or a torch.device names."""
     try:
-        device = torch.device(given)
+        device = torch.device(value)
     except (RuntimeError, TypeError):
         device = None
     if device is None or device.type not in DEVICE_TYPES:
-        raise argument_error(argument, " or ".join(DEVICE_TYPES), repr(given))
+        raise argument_error(argument, " or ".join(DEVICE_TYPES), repr(value))
     return device

@@ -119,7 +119,7 @@ def compare(
     group = None if known is None else known.get()
     ranks, rank = executable.mesh_ranks, executable.rank
     if group is not None and group not in texts_of:
-        ranks = sorted(dist.get_global_rank(group, one) for one in ranks)
+        ranks = sorted(dist.get_global_rank(group, member) for member in ranks)
         rank = dist.get_rank()
     compare_calls(Statement("redistribute", fields, refusals), ranks, rank, about, group)
 

@@ -157,9 +157,9 @@ def connect(
     """
     if not isinstance(store, dist.Store):
         raise argument_error("store", "a torch.distributed.Store", f"a {type(store).__name__}")
-    for argument, given in (("role", role), ("name", name)):
-        if not isinstance(given, str) or not given:
-            raise argument_error(argument, "a nonempty string", repr(given))
+    for argument, value in (("role", role), ("name", name)):
+        if not isinstance(value, str) or not value:
+            raise argument_error(argument, "a nonempty string", repr(value))
     world_size = argument_values.integer(world_size, "world_size")
     if world_size < 2:
         raise argument_error("world_size", "the number of ranks of all jobs, at least 2", world_size)
@@ -176,10 +176,10 @@ def _maker_of(connection: weakref.ref[Connection]) -> groups.Maker:
     """Returns the `Maker` of a connection. Holds the connection weakly, because a connection holds its groups."""
 
     def find_or_make(ranks: tuple[int, ...], may_make: bool) -> dist.ProcessGroup:
-        found = connection()
-        if found is None:
+        alive = connection()
+        if alive is None:
             raise RuntimeError("group: its Connection was deleted; keep it as long as the group is used")
-        return found._find_or_make(ranks, may_make)
+        return alive._find_or_make(ranks, may_make)
 
     return find_or_make
 
@@ -210,35 +210,35 @@ class _JobExchange:
 
     def gather(self, timeout: timedelta) -> dict[tuple[str, int], dict[str, Any]]:
         """Returns the description of each process, by role and rank. Raises RuntimeError if descriptions conflict."""
-        mine = {
+        member = {
             "role": self.role,
             "rank": self.rank,
             "ranks": dist.get_world_size(),
             "world_size": self.world_size,
             "backend": str(dist.get_backend_config()),
         }
-        self.store.set(f"{self.everyone}/member {self.place}", json.dumps(mine))
+        self.store.set(f"{self.everyone}/member {self.place}", json.dumps(member))
         keys = [f"{self.everyone}/member {self.first_place + i}" for i in range(self.world_size)]
-        found: dict[str, Any] = {}
+        by_key: dict[str, Any] = {}
         end = time.monotonic() + timeout.total_seconds()
-        while len({one["world_size"] for one in found.values()} | {self.world_size}) == 1:
-            found |= {
-                key: json.loads(self.store.get(key)) for key in keys if key not in found and self.store.check([key])
+        while len({member["world_size"] for member in by_key.values()} | {self.world_size}) == 1:
+            by_key |= {
+                key: json.loads(self.store.get(key)) for key in keys if key not in by_key and self.store.check([key])
             }
-            if len(found) == len(keys) or time.monotonic() > end:
+            if len(by_key) == len(keys) or time.monotonic() > end:
                 break
             time.sleep(_POLL_SECONDS)
-        here = [found[key] for key in keys if key in found]
-        self._check_alike(here, "world_size", "world_size")
+        here = [by_key[key] for key in keys if key in by_key]
+        self._check_equal(here, "world_size", "world_size")
         if len(here) < self.world_size:
             self.store.set(self._given_up(), self.me)
             raise RuntimeError(
                 f"connect: {self.me} waited {timeout.total_seconds():g} s for {self.world_size} ranks, but only "
                 f"{len(here)} called: {_who(here)}; {_missing(here)}"
             )
-        self._check_alike(here, "backend", "backend of the default group")
-        members = {(one["role"], one["rank"]): one for one in here}
-        sizes = {one["role"]: one["ranks"] for one in here}
+        self._check_equal(here, "backend", "backend of the default group")
+        members = {(member["role"], member["rank"]): member for member in here}
+        sizes = {member["role"]: member["ranks"] for member in here}
         if len(members) < len(here) or sum(sizes.values()) != self.world_size or len(sizes) < 2:
             worlds = ", ".join(f"{size} ({role})" for role, size in sorted(sizes.items()))
             raise RuntimeError(
@@ -247,12 +247,12 @@ class _JobExchange:
             )
         return members
 
-    def _check_alike(self, members: Sequence[dict[str, Any]], field: str, what: str) -> None:
+    def _check_equal(self, members: Sequence[dict[str, Any]], field: str, what: str) -> None:
         """Raises RuntimeError unless all members have the same value of a field. `what` names it in the error."""
-        values = sorted({one[field] for one in members}, key=str)
+        values = sorted({member[field] for member in members}, key=str)
         if len(values) > 1:
-            found = "; ".join(f"{value} ({_who([m for m in members if m[field] == value])})" for value in values)
-            raise RuntimeError(f"connect: {what} must be the same in all jobs, got {found}")
+            texts = "; ".join(f"{value} ({_who([m for m in members if m[field] == value])})" for value in values)
+            raise RuntimeError(f"connect: {what} must be the same in all jobs, got {texts}")
 
     def compare(self, texts: dict[str, str], members: Sequence[tuple[str, int]], timeout: timedelta) -> None:
         """Raises RuntimeError on all members unless all have the same texts and planning tables."""
@@ -281,7 +281,7 @@ def _text(value: Any, name: str) -> str:
     if value is None or isinstance(value, (str, int, float, bool)):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_text(one, name) for one in value)}]"
+        return f"[{', '.join(_text(item, name) for item in value)}]"
     allowed = "a layout, mesh, text, number or list of these"
     raise argument_error(f"declared[{name!r}]", allowed, f"a {type(value).__name__}")
 
@@ -289,16 +289,16 @@ def _text(value: Any, name: str) -> str:
 def _who(members: Sequence[dict[str, Any]]) -> str:
     """Returns a text such as "server 0, 1; trainer 0, 2"."""
     by_role: dict[str, list[int]] = {}
-    for one in members:
-        by_role.setdefault(one["role"], []).append(one["rank"])
+    for member in members:
+        by_role.setdefault(member["role"], []).append(member["rank"])
     return "; ".join(f"{role} {', '.join(map(str, sorted(ranks)))}" for role, ranks in sorted(by_role.items()))
 
 
 def _missing(members: Sequence[dict[str, Any]]) -> str:
     """Returns a text such as "missing ranks: server 1": the ranks of each job that have not called."""
     lacking = []
-    for role, size in sorted({one["role"]: one["ranks"] for one in members}.items()):
-        came = {one["rank"] for one in members if one["role"] == role}
+    for role, size in sorted({member["role"]: member["ranks"] for member in members}.items()):
+        came = {member["rank"] for member in members if member["role"] == role}
         absent = [str(rank) for rank in range(size) if rank not in came]
         if absent:
             lacking.append(f"{role} {', '.join(absent)}")

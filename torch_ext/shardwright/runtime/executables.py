@@ -214,12 +214,12 @@ def note_default_topology(plan: _planner.Plan, usable: Sequence[Sequence[int]] |
     """
     if plan.messages_max == 0 or not (tables.notes_default() and _is_first_rank()):
         return
-    given = plan.src.mesh.topology or plan.dst.mesh.topology or tables.current.environment
-    if given is not None or tables.measured_topology(plan.backend) is not None:
+    topology = plan.src.mesh.topology or plan.dst.mesh.topology or tables.current.environment
+    if topology is not None or tables.measured_topology(plan.backend) is not None:
         return
     ends = plan.src, plan.dst
     plans = [planning.plan(*ends, backend=plan.backend, groups=usable, topology=extreme) for extreme in _EXTREMES]
-    if len({tuple((step.op, step.mesh_dims, step.after) for step in one.steps) for one in (plan, *plans)}) > 1:
+    if len({tuple((step.op, step.mesh_dims, step.after) for step in p.steps) for p in (plan, *plans)}) > 1:
         tables.note_default(plan.topology)
 
 

@@ -165,7 +165,7 @@ def _own_names(mesh: Any) -> tuple[str, ...]:
 
 def flattened_names(mesh: Any) -> tuple[str, ...]:
     flattened = list(mesh._get_root_mesh()._flatten_mapping.values())
-    return tuple(name for one in flattened for name in _own_names(one)[:1])
+    return tuple(name for submesh in flattened for name in _own_names(submesh)[:1])
 
 
 def owner_of(device_mesh: Any | None, group: dist.ProcessGroup | None = None) -> Owner:
@@ -219,8 +219,8 @@ def find(ranks: Sequence[int], owner: Owner = _DEFAULT_OWNER) -> dist.ProcessGro
     for group in _groups_of(owner):
         if tuple(dist.get_process_group_ranks(group)) == wanted:
             return _watch(group)
-    made = _made.get((_names_along(owner, wanted), wanted))
-    group = None if made is None else made.alive()
+    cached = _made.get((_names_along(owner, wanted), wanted))
+    group = None if cached is None else cached.alive()
     return group if group in distributed_c10d._world.pg_group_ranks else None  # if not, it was destroyed
 
 
@@ -323,7 +323,7 @@ def _names_of_first(grid: _planner.Mesh, dims: list[int], names: list[str]) -> l
     for i, dim in enumerate(dims):
         place = grid.coordinate(rank)
         assert place is not None
-        first = next(one for one in grid.group_ranks(rank, [dim]) if (grid.coordinate(one) or place)[dim] == 0)
+        first = next(member for member in grid.group_ranks(rank, [dim]) if (grid.coordinate(member) or place)[dim] == 0)
         if first != rank:
             rank, shared = first, names[i]
             names = [shared if d == dim else _read(_announcement(shared, grid, rank, d), rank) for d in dims]

@@ -105,27 +105,27 @@ def redistribute_many(
     argument_checks.check_group(group)
     if dist.get_rank(group) < 0:
         raise argument_error("group", "a group with this rank", f"one without rank {dist.get_rank()}")
-    given = _Given(items, out, bucket_bytes, buckets, group, device)
+    call = _Given(items, out, bucket_bytes, buckets, group, device)
     # The key decides if ranks compare. It is looked up even for invalid arguments, because ranks that have used these
     # layouts before do not compare.
-    key = given.key()
+    key = call.key()
     kept = _kept_of(group)
-    prepared = given.known(kept, key)
+    prepared = call.known(kept, key)
     if prepared is not None and not checking.is_on():
-        given.check(prepared.dtypes)
+        call.check(prepared.dtypes)
         counters.counts.cache_hits += 1
     else:
-        full = given.first_check()
-        if given.refusal is not None and not given.is_read and kept:
+        full = call.first_check()
+        if call.refusal is not None and not call.is_read and kept:
             # The other ranks may have used their layouts before and never compare. An immediate error closes this
             # rank's connections, which ends their waiting too.
-            raise given.refusal
-        full = given.agreed(full, group)
-        prepared = _prepare(given, full, group)
+            raise call.refusal
+        full = call.agreed(full, group)
+        prepared = _prepare(call, full, group)
         while len(kept) >= MAX_KEPT:
             del kept[next(iter(kept))]
         kept[key] = prepared
-    return _run(given, prepared, group, async_op)
+    return _run(call, prepared, group, async_op)
 
 
 class _Prepared(NamedTuple):
@@ -175,15 +175,15 @@ class _Given:
         except ValueError as error:
             self.refusal = error
         tensors = (x for x in [*self.locals, *(self.out or [])] if isinstance(x, torch.Tensor))
-        found = next((x.device for x in tensors), None)
-        self.device = found or torch.device("cpu")
+        tensor_device = next((x.device for x in tensors), None)
+        self.device = tensor_device or torch.device("cpu")
         self.knows_device = True  # False if the device is ambiguous and no tensor shows it
         try:
             if self.pairs or device is not None:
-                self.device = plain_tensors.device_among_many(device, found, group)
+                self.device = plain_tensors.device_among_many(device, tensor_device, group)
         except ValueError as error:
             self.refusal = self.refusal or error
-            self.knows_device = found is not None
+            self.knows_device = tensor_device is not None
 
     def _read(self, items: Any, out: Any, bucket_bytes: Any, buckets: Any) -> None:
         """Reads the arguments into attributes. Raises ValueError for invalid ones."""
@@ -268,10 +268,10 @@ class _Given:
         """Checks local parts and outputs against the layouts. Raises ValueError."""
         for i, (local, (src, _)) in enumerate(zip(self.locals, self.pairs, strict=True)):
             self._check_tensor(f"the local part of items[{i}]", local, src)
-        for i, (one, (_, dst)) in enumerate(zip(self.out or [], self.pairs, strict=False)):
-            self._check_tensor(f"out[{i}]", one, dst)
-            if one is not None:
-                argument_checks.check_written(f"out[{i}]", one)
+        for i, (output, (_, dst)) in enumerate(zip(self.out or [], self.pairs, strict=False)):
+            self._check_tensor(f"out[{i}]", output, dst)
+            if output is not None:
+                argument_checks.check_written(f"out[{i}]", output)
 
     def _check_memory(self) -> None:
         """Checks that no output begins at the address of another tensor.
@@ -279,10 +279,10 @@ class _Given:
         Parts of one buffer may interleave, so other addresses do not prove an overlap.
         """
         begins = {x.data_ptr(): f"items[{i}]" for i, x in enumerate(self.locals) if x is not None and x.numel() > 0}
-        for i, one in enumerate(self.out or []):
-            if one is None or one.numel() == 0:
+        for i, output in enumerate(self.out or []):
+            if output is None or output.numel() == 0:
                 continue
-            if (other := begins.setdefault(one.data_ptr(), f"out[{i}]")) != f"out[{i}]":
+            if (other := begins.setdefault(output.data_ptr(), f"out[{i}]")) != f"out[{i}]":
                 raise argument_error(f"out[{i}]", "a tensor with memory of its own", f"one that shares {other}'s")
 
     def _check_overlaps(self) -> None:
@@ -292,28 +292,28 @@ class _Given:
         for source, destination, _, _ in memory_spans.shared_memory(read, written, among_written=True):
             raise argument_error(destination, "a tensor with memory of its own", f"one that shares {source}'s")
 
-    def _check_tensor(self, name: str, given: torch.Tensor | None, layout: _planner.Layout) -> None:
+    def _check_tensor(self, name: str, tensor: torch.Tensor | None, layout: _planner.Layout) -> None:
         """Checks a local part or output, called `name` in errors, against its layout on this rank."""
         shape = tuple(layout.local_shape(self.rank))
-        if given is None:
+        if tensor is None:
             if layout.mesh.coordinate(self.rank) is not None:
                 on_rank = f"on rank {self.rank}, which is on the mesh of {layout}"
                 raise argument_error(name, f"a tensor of shape {shape} {on_rank}", None)
             return
-        argument_checks.check_moved(name, given)
-        if given.requires_grad and torch.is_grad_enabled():
+        argument_checks.check_moved(name, tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} must not require a gradient, got a tensor that does; detach it, or call under "
                 "torch.no_grad(), or use redistribute_local, which is differentiable"
             )
         on_mesh = layout.mesh.coordinate(self.rank) is not None
-        is_as_said = tuple(given.shape) == shape or (given.numel() == 0 and 0 in shape)
-        if not is_as_said if on_mesh else given.numel() > 0:
-            raise argument_error(name, f"of shape {shape} on rank {self.rank}, as in {layout}", tuple(given.shape))
-        if str(given.dtype) != f"torch.{layout.dtype}":
-            raise argument_error(name, f"of dtype {layout.dtype}, as in {layout}", given.dtype)
-        if given.device != self.device:
-            raise argument_error(name, f"on {self.device}, as the other tensors", given.device)
+        is_as_said = tuple(tensor.shape) == shape or (tensor.numel() == 0 and 0 in shape)
+        if not is_as_said if on_mesh else tensor.numel() > 0:
+            raise argument_error(name, f"of shape {shape} on rank {self.rank}, as in {layout}", tuple(tensor.shape))
+        if str(tensor.dtype) != f"torch.{layout.dtype}":
+            raise argument_error(name, f"of dtype {layout.dtype}, as in {layout}", tensor.dtype)
+        if tensor.device != self.device:
+            raise argument_error(name, f"on {self.device}, as the other tensors", tensor.device)
 
     def key(self, device_type: str | None = None) -> Hashable:
         """Returns the cache key of the call, for this rank's device type or for the given one."""
@@ -325,7 +325,7 @@ class _Given:
             return None
         if self.knows_device:
             return kept.get(key)
-        return next((one for kind in argument_checks.DEVICE_TYPES if (one := kept.get(self.key(kind)))), None)
+        return next((entry for kind in argument_checks.DEVICE_TYPES if (entry := kept.get(self.key(kind)))), None)
 
     def source(self, i: int, prepared: _Prepared) -> torch.Tensor | None:
         """Returns the local part of an item, or None if this rank holds no elements of it."""
@@ -337,27 +337,27 @@ class _Given:
 
     def destination(self, i: int, prepared: _Prepared) -> torch.Tensor:
         """Returns the tensor that receives an item: the one given in `out`, or a new one."""
-        one = None if self.out is None else self.out[i]
-        if one is None or 0 in prepared.shapes[i]:
+        output = None if self.out is None else self.out[i]
+        if output is None or 0 in prepared.shapes[i]:
             return torch.empty(prepared.shapes[i], dtype=prepared.dtypes[i], device=self.device)
-        return one
+        return output
 
 
 def _run(
-    given: _Given, prepared: _Prepared, group: dist.ProcessGroup | None, async_op: bool
+    call: _Given, prepared: _Prepared, group: dist.ProcessGroup | None, async_op: bool
 ) -> list[torch.Tensor] | ManyHandle:
     """Moves the tensors of a call by its prepared batch. Returns results by item, or a handle to wait for them."""
     counters.counts.batches += 1
     counters.counts.batched_tensors += len(prepared.moved)
-    nothing = {dtype: torch.empty(0, dtype=dtype, device=given.device) for dtype in set(prepared.dtypes)}
+    nothing = {dtype: torch.empty(0, dtype=dtype, device=call.device) for dtype in set(prepared.dtypes)}
     sources = []
     for i in prepared.moved:
-        source = given.source(i, prepared)
+        source = call.source(i, prepared)
         source = nothing[prepared.dtypes[i]] if source is None else argument_checks.resolved(source)
         if (layout := prepared.reduced.get(i)) is not None:
-            source = plain_tensors.redistribute_local(source.detach(), given.pairs[i][0], layout, group=group)
+            source = plain_tensors.redistribute_local(source.detach(), call.pairs[i][0], layout, group=group)
         sources.append(source.detach() if source.requires_grad else source)
-    destinations = [given.destination(i, prepared) for i in prepared.moved]
+    destinations = [call.destination(i, prepared) for i in prepared.moved]
     results = dict(zip(prepared.moved, destinations, strict=True))
     pending = None
     if prepared.executable is not None:
@@ -367,25 +367,25 @@ def _run(
             pending = prepared.executable.start(sources, into)
         else:
             prepared.executable.run(sources, into)
-    found = (results.get(i, given.source(i, prepared)) for i in range(len(given.pairs)))
-    tensors = [nothing[d].clone() if x is None else x for x, d in zip(found, prepared.dtypes, strict=True)]
-    if given.out is not None:
-        tensors = [mine if mine is not None else tensor for mine, tensor in zip(given.out, tensors, strict=True)]
+    outputs = (results.get(i, call.source(i, prepared)) for i in range(len(call.pairs)))
+    tensors = [nothing[d].clone() if x is None else x for x, d in zip(outputs, prepared.dtypes, strict=True)]
+    if call.out is not None:
+        tensors = [output if output is not None else tensor for output, tensor in zip(call.out, tensors, strict=True)]
     return ManyHandle(pending, tensors, prepared.moved) if async_op else tensors
 
 
-def _prepare(given: _Given, full: _planner.Batch, group: dist.ProcessGroup | None) -> _Prepared:
+def _prepare(call: _Given, full: _planner.Batch, group: dist.ProcessGroup | None) -> _Prepared:
     """Plans and binds this rank's program. Collective among the ranks of the group."""
-    moved = [i for i, (src, dst) in enumerate(given.pairs) if given.out is not None or src != dst]
-    dtypes = [getattr(torch, src.dtype) for src, _ in given.pairs]
-    holds = [src.mesh.coordinate(given.rank) is not None for src, _ in given.pairs]
-    shapes = [dst.local_shape(given.rank) for _, dst in given.pairs]
+    moved = [i for i, (src, dst) in enumerate(call.pairs) if call.out is not None or src != dst]
+    dtypes = [getattr(torch, src.dtype) for src, _ in call.pairs]
+    holds = [src.mesh.coordinate(call.rank) is not None for src, _ in call.pairs]
+    shapes = [dst.local_shape(call.rank) for _, dst in call.pairs]
     if not moved:
         return _Prepared(None, moved, {}, dtypes, holds, shapes)
     batch = full
-    if len(moved) < len(given.pairs):
-        batch = batch_of([given.pairs[i] for i in moved], given.bucket_bytes, given.buckets)
-    executable = executables.bind_batch(batch, given.device.type, group)
+    if len(moved) < len(call.pairs):
+        batch = batch_of([call.pairs[i] for i in moved], call.bucket_bytes, call.buckets)
+    executable = executables.bind_batch(batch, call.device.type, group)
     reduced = {moved[number]: layout for number, layout in batch.reductions().items()}
     counters.counts.plans += 1
     return _Prepared(executable, moved, reduced, dtypes, holds, shapes)

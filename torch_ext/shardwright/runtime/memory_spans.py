@@ -31,18 +31,18 @@ def shared_memory(
     spans = [_span(name, tensor, False) for name, tensor in read.items()]
     spans += [_span(name, tensor, True) for name, tensor in written.items()]
     spans.sort(key=lambda span: span[:3])
-    found = []
+    pairs = []
     before: list[_Span] = []
     for span in spans:
-        before = [one for one in before if one.device == span.device and one.end > span.begin]
+        before = [earlier for earlier in before if earlier.device == span.device and earlier.end > span.begin]
         for other in before:
             matters = other.is_written != span.is_written or (among_written and span.is_written)
             if matters and _share_bytes(other, span):
                 first, second = (span, other) if other.is_written else (other, span)
-                found.append((first.name, second.name, first.tensor, second.tensor))
+                pairs.append((first.name, second.name, first.tensor, second.tensor))
         if span.end > span.begin:
             before.append(span)
-    return found
+    return pairs
 
 
 def _span(name: str, tensor: torch.Tensor, is_written: bool) -> _Span:
@@ -55,7 +55,7 @@ def _span(name: str, tensor: torch.Tensor, is_written: bool) -> _Span:
 
 def _share_bytes(a: _Span, b: _Span) -> bool:
     """Returns True if two tensors whose spans overlap have a byte in common. `a` begins first."""
-    if all(one.tensor.numel() * one.tensor.itemsize == one.end - one.begin for one in (a, b)):
+    if all(span.tensor.numel() * span.tensor.itemsize == span.end - span.begin for span in (a, b)):
         return True  # neither has gaps
     meet = _boxes_meet(a, b)
     return _marks_meet(a, b) if meet is None else meet
@@ -113,11 +113,11 @@ def _marks_meet(a: _Span, b: _Span) -> bool:
     unit = math.gcd(a.tensor.itemsize, b.tensor.itemsize, b.begin - a.begin)  # bytes per mark
     marks = torch.zeros((max(a.end, b.end) - a.begin) // unit, dtype=torch.bool)
 
-    def marks_of(one: _Span) -> torch.Tensor:
+    def marks_of(span: _Span) -> torch.Tensor:
         """Returns the marks of a tensor's bytes, as a view of `marks`."""
-        units = one.tensor.itemsize // unit
-        strides = [stride * units for stride in one.tensor.stride()]
-        return marks.as_strided((*one.tensor.shape, units), (*strides, 1), (one.begin - a.begin) // unit)
+        units = span.tensor.itemsize // unit
+        strides = [stride * units for stride in span.tensor.stride()]
+        return marks.as_strided((*span.tensor.shape, units), (*strides, 1), (span.begin - a.begin) // unit)
 
     marks_of(a).fill_(True)
     return bool(marks_of(b).any())

@@ -160,17 +160,19 @@ def device_of(group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -
     return first
 
 
-def device_among_many(given: Any, found: torch.device | None, group: dist.ProcessGroup | None) -> torch.device:
+def device_among_many(
+    argument: Any, tensor_device: torch.device | None, group: dist.ProcessGroup | None
+) -> torch.device:
     """Returns the device of this rank's tensors.
 
-    `given` is the argument device=. `found` is the device of the tensors that the rank passes, or None if it passes
-    none. Raises ValueError if the two differ, or if the device is ambiguous. The caller must tell the other ranks, for
-    which it may not be.
+    `argument` is the argument device=. `tensor_device` is the device of the tensors that the rank passes, or None if it
+    passes none. Raises ValueError if the two differ, or if the device is ambiguous. The caller must tell the other
+    ranks, for which it may not be.
     """
-    asked = None if given is None else argument_checks.device_of("device", given)
-    if asked is not None and found is not None and asked.type != found.type:
-        raise argument_error("device", f"{found.type}, where the tensors are", asked)
-    if (known := found or asked) is not None:
+    device = None if argument is None else argument_checks.device_of("device", argument)
+    if device is not None and tensor_device is not None and device.type != tensor_device.type:
+        raise argument_error("device", f"{tensor_device.type}, where the tensors are", device)
+    if (known := tensor_device or device) is not None:
         return known
     first, *others = _devices(group)
     if others:

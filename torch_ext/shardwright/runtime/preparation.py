@@ -83,18 +83,18 @@ def prepare(
             tuple(sorted(set(argument_values.mesh_dim_indices(grid.dim_names, dims, "mesh_dims")))) for dims in sets
         ]
     rank = dist.get_rank()
-    made = []
+    group_names = []
     for dims in chosen if grid.coordinate(rank) is not None else []:
         ranks = grid.group_ranks(rank, list(dims))
         if len(ranks) > 1:
-            made.append(groups.find_or_make(ranks, groups.owner_of(device_mesh)).group_name)
+            group_names.append(groups.find_or_make(ranks, groups.owner_of(device_mesh)).group_name)
     for src, dst in pairs:
         if src.mesh.coordinate(rank) is None and dst.mesh.coordinate(rank) is None:
             continue
-        made += executables.bind(executables.make_plan(src, dst, kind), device_mesh=device_mesh).group_names
-    _connect(dict.fromkeys(made), kind)
+        group_names += executables.bind(executables.make_plan(src, dst, kind), device_mesh=device_mesh).group_names
+    _connect(dict.fromkeys(group_names), kind)
     if arena is not None:
-        _make_arenas(dict.fromkeys(made), kind, *arena)
+        _make_arenas(dict.fromkeys(group_names), kind, *arena)
 
 
 def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_planner.Layout, _planner.Layout]]:
@@ -103,8 +103,8 @@ def _pairs_of_layouts(grid: _planner.Mesh, redistributes: Any) -> list[tuple[_pl
         return []
     allowed = "a list of pairs of layouts, such as [(src, dst)]"
     pairs = []
-    for given in argument_values.items(redistributes, "redistributes", allowed):
-        pair = argument_values.items(given, "redistributes", allowed)
+    for item in argument_values.items(redistributes, "redistributes", allowed):
+        pair = argument_values.items(item, "redistributes", allowed)
         if len(pair) != 2:
             raise argument_error("redistributes", allowed, f"an item of {len(pair)} layouts")
         src, dst = pair

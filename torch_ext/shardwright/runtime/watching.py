@@ -91,10 +91,10 @@ def _meanings(executable: _runtime.Executable) -> Iterator[tuple[Callable[..., t
     for op, reduce_op, mesh_dims, ranks, size, gather_dim, shard_dim in executable.communications:
         if not ranks:  # the step is on the other mesh
             continue
-        whole = [name for (_, members), name in named if members == ranks]
+        same_ranks = [name for (_, members), name in named if members == ranks]
         # A sparse exchange may use fewer ranks, and a rank with nothing to send or receive has no group.
         some = [name for (dims, members), name in named if dims == mesh_dims and set(members) <= set(ranks)]
-        group = (whole + some or [""])[0]
+        group = (same_ranks + some or [""])[0]
         if op == "all_gather":
             yield functional.all_gather_into_tensor, (size, group)
         elif op == "reduce_scatter":

@@ -89,7 +89,7 @@ class BoundBatch:
         if self._executable is None:
             return Run(None, len(destinations))
         sources = list(map(self._source, range(len(self._sources))))
-        into = [one.detach() for one in destinations]
+        into = [tensor.detach() for tensor in destinations]
         torch.autograd.graph.increment_version(into)  # the writes bypass autograd
         return Run(self._executable.start(sources, into), len(into))
 

@@ -77,21 +77,21 @@ class Passed:
         self._again = again
         self._device = device
         self._owners: dict[str, weakref.ref[Owner]] = {}
-        self._storages = {storage_of(one.plain) for _, one in self.moving()}
+        self._storages = {storage_of(tensor.plain) for _, tensor in self.moving()}
         # Modules in which a tensor was replaced, by its storage, the id of the module and the tensor's name in it.
         self._replaced: dict[tuple[int, int, str], weakref.ref[nn.Module]] = {}
         if again is None:
             owned = {place_of(owner.current): owner for owner in owners}
-            found = ((name, owned.get(place_of(one.plain))) for name, one in self.moving())
-            self._owners = {name: weakref.ref(owner) for name, owner in found if owner is not None}
+            owner_by_name = ((name, owned.get(place_of(tensor.plain))) for name, tensor in self.moving())
+            self._owners = {name: weakref.ref(owner) for name, owner in owner_by_name if owner is not None}
             _watch(self)
 
     def moving(self) -> Iterator[tuple[str, Given]]:
         """Yields the tensors that move to or from this rank, with their names."""
         for name in self._layouts:
-            one = self.given.get(name)
-            if one is not None and one.local is not None:
-                yield name, one
+            tensor = self.given.get(name)
+            if tensor is not None and tensor.local is not None:
+                yield name, tensor
 
     def renew(self) -> list[str]:
         """Reads the tensors again. Returns the problems."""
@@ -107,7 +107,7 @@ class Passed:
                 problems.append(self.said(name, str(error)))
                 continue
             self.given[name] = now
-        self._storages = {storage_of(one.plain) for _, one in self.moving()}
+        self._storages = {storage_of(tensor.plain) for _, tensor in self.moving()}
         return problems
 
     def said(self, name: str, what: str) -> str:
@@ -179,7 +179,7 @@ class Tensors:
         self.destination = destination
         self._overlaps = overlaps
         self._had_others: dict[int, bool] = {}  # by storage: true if other tensors used it at planning
-        self._places = [place_of(one.plain) for _, _, one in self._moving()]
+        self._places = [place_of(tensor.plain) for _, _, tensor in self._moving()]
         self._stale({})
 
     def renew(self, kept: Mapping[int, int]) -> list[str]:
@@ -189,31 +189,31 @@ class Tensors:
             kept: the number of further tensors of the transfer itself, by storage.
         """
         problems = [*self.source.renew(), *self.destination.renew()]
-        places = [place_of(one.plain) for _, _, one in self._moving()]
+        places = [place_of(tensor.plain) for _, _, tensor in self._moving()]
         if places != self._places and not problems:
             sides = (self.source, self.destination)
-            problems += self._overlaps(*({name: one.plain for name, one in side.moving()} for side in sides))
+            problems += self._overlaps(*({name: tensor.plain for name, tensor in side.moving()} for side in sides))
             self._places = [] if problems else places
         return problems or self._stale(kept)
 
     def _moving(self) -> list[tuple[Passed, str, Given]]:
         """Returns the side, name and tensor of all tensors that move to or from this rank."""
-        return [(passed, name, one) for passed in (self.source, self.destination) for name, one in passed.moving()]
+        return [(passed, name, x) for passed in (self.source, self.destination) for name, x in passed.moving()]
 
     def _stale(self, kept: Mapping[int, int]) -> list[str]:
         """Reports storages that other tensors used, and that only the transfer uses now."""
         tensors = self._moving()
         own: dict[int, set[int]] = {}
-        for _, _, one in tensors:
-            own.setdefault(storage_of(one.plain), set()).add(id(one.local))
+        for _, _, x in tensors:
+            own.setdefault(storage_of(x.plain), set()).add(id(x.local))
         problems = []
         had_others: dict[int, bool] = {}
-        for passed, name, one in tensors:
-            storage = storage_of(one.plain)
-            has_others = _num_tensors(one.plain) > len(own[storage]) + kept.get(storage, 0)
+        for passed, name, x in tensors:
+            storage = storage_of(x.plain)
+            has_others = _num_tensors(x.plain) > len(own[storage]) + kept.get(storage, 0)
             # Only the first check counts: later, the previous run may still have tensors of its own.
             had_others[storage] = self._had_others.get(storage, has_others)
-            if had_others[storage] and not has_others and _is_whole(one) and not isinstance(one.value, nn.Parameter):
+            if had_others[storage] and not has_others and _is_whole(x) and not isinstance(x.value, nn.Parameter):
                 problems.append(passed.said(name, _STALE))
         self._had_others = had_others
         return problems
@@ -221,7 +221,7 @@ class Tensors:
 
 def places_of(tensors: Sequence[torch.Tensor]) -> list[Place]:
     """Returns the places in memory of all tensors that have elements."""
-    return [place_of(one) for one in tensors if one.numel()]
+    return [place_of(tensor) for tensor in tensors if tensor.numel()]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -246,9 +246,9 @@ def _uses_of_one() -> int:
     return _use_count(torch.empty(1))
 
 
-def _is_whole(one: Given) -> bool:
+def _is_whole(tensor: Given) -> bool:
     """False for a part of a larger storage, such as rows: tensors of its other parts may be freed without harm."""
-    return isinstance(one.value, DTensor) or one.plain.nbytes == one.plain.untyped_storage().nbytes()
+    return isinstance(tensor.value, DTensor) or tensor.plain.nbytes == tensor.plain.untyped_storage().nbytes()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -287,7 +287,7 @@ def _note(module: nn.Module, name: str, new: torch.Tensor | None) -> None:
 def _tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
     """Returns the parameter or buffer of this name in the module itself, or None."""
     found = (tensors.get(name) for tensors in (module._parameters, module._buffers))
-    return next((one for one in found if one is not None), None)
+    return next((tensor for tensor in found if tensor is not None), None)
 
 
 def _has_other(module: nn.Module, name: str, storage: int) -> bool:

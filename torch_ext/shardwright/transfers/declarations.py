@@ -92,7 +92,7 @@ def agree(
     """
     ranks = groups.ranks_in_meshes(group)
     heard = _gather((digest(mine), {name: str(value) for name, value in options.items()}, list(problems)), group)
-    found = [problem for _, _, theirs in heard for problem in theirs]
+    found = [problem for _, _, rank_problems in heard for problem in rank_problems]
     for name in dict.fromkeys(name for _, said, _ in heard for name in said):
         found += _differing(name, {rank: said[name] for rank, (_, said, _) in zip(ranks, heard) if name in said})
     sayers = by_value({rank: their_digest for rank, (their_digest, _, _) in zip(ranks, heard)})
@@ -108,7 +108,7 @@ def check_result(result: str, problems: Sequence[str], group: dist.ProcessGroup 
     """Raises ValueError on all ranks if some rank has problems, or if their results differ."""
     ranks = groups.ranks_in_meshes(group)
     heard = _gather((result, list(problems), uuid.uuid4().hex), group)
-    found = [problem for _, theirs, _ in heard for problem in theirs]
+    found = [problem for _, rank_problems, _ in heard for problem in rank_problems]
     found += _differing("map", {rank: f"a result with digest {said[:12]}" for rank, (said, _, _) in zip(ranks, heard)})
     refuse(found)
     return Starts(heard[0][-1], group)
@@ -170,14 +170,14 @@ def _merged(
     kinds: dict[str, set[str]] = {}  # kinds of tensors that ranks pass, by name
     unread: dict[str, list[int]] = {}  # ranks whose layout could not be read, by name
     everywhere = _ranks_of_plain_tensors(side, declarations)
-    for ranks, theirs in declarations:
+    for ranks, declared in declarations:
         known: dict[tuple[int, ...], Layouts] = {}
-        for name in getattr(theirs, f"unread_{side}"):
+        for name in getattr(declared, f"unread_{side}"):
             unread.setdefault(name, []).extend(ranks)
-        for name, description in getattr(theirs, side).items():
+        for name, description in getattr(declared, side).items():
             on = everywhere.get((name, description), tuple(ranks))
             if on not in known:
-                known[on] = Layouts(theirs, on)
+                known[on] = Layouts(declared, on)
             try:
                 read: _planner.Layout = known[on].of(description)
             except ValueError as error:  # an unsupported dtype
@@ -192,11 +192,11 @@ def _merged(
     for name, layouts in said.items():
         layout, ranks = layouts[0]
         if len(layouts) > 1:
-            replicated = _over_slices([one for one, _ in layouts], known_slices) if kinds[name] == {DTENSOR} else None
+            replicated = _over_slices([each for each, _ in layouts], known_slices) if kinds[name] == {DTENSOR} else None
             if replicated is None:
                 problems.append(f"{side} {name}: the layout must be equal on all ranks, got {_who_declares(layouts)}")
                 unread[name] = []
-                if len({(tuple(one.shape), one.dtype) for one, _ in layouts}) == 1:
+                if len({(tuple(each.shape), each.dtype) for each, _ in layouts}) == 1:
                     merged[name] = layout  # the map can be checked with it
                 continue
             layout, ranks = replicated, sorted(rank for _, those in layouts for rank in those)
@@ -225,9 +225,9 @@ def _over_slices(
         float32[4] on slice=2, dp=2 as [R, S(0)], ranks 0, 2, 1 and 3
     """
     first, mesh = layouts[0], layouts[0].mesh
-    slices = tuple(sorted(layouts, key=lambda one: list(one.mesh.ranks)))
+    slices = tuple(sorted(layouts, key=lambda layout: list(layout.mesh.ranks)))
     if slices not in known:
-        ranks = [rank for one in slices for rank in one.mesh.ranks]
+        ranks = [rank for layout in slices for rank in layout.mesh.ranks]
         if len(set(ranks)) != len(ranks) or len(set(map(_without_ranks, slices))) > 1:
             return None
         sizes = dict(zip(mesh.dim_names, mesh.shape))
@@ -239,18 +239,18 @@ def _over_slices(
     return known[slices]
 
 
-def _without_ranks(one: _planner.Layout) -> str:
+def _without_ranks(layout: _planner.Layout) -> str:
     """Returns everything of a layout but its ranks, as text."""
-    mesh = one.mesh.dim_names, one.mesh.shape
-    return repr((mesh, one.shape, one.dtype, one.placements, one.shard_order, one.flattened))
+    mesh = layout.mesh.dim_names, layout.mesh.shape
+    return repr((mesh, layout.shape, layout.dtype, layout.placements, layout.shard_order, layout.flattened))
 
 
 def _who_declares(layouts: Sequence[tuple[_planner.Layout, list[int]]]) -> str:
     """Returns a text of several layouts and the ranks that declare each."""
-    texts = [f"{one} on ranks {sorted(those)}" for one, those in layouts]
-    if len({str(one) for one, _ in layouts}) == len(layouts):
+    texts = [f"{layout} on ranks {sorted(those)}" for layout, those in layouts]
+    if len({str(layout) for layout, _ in layouts}) == len(layouts):
         return "; ".join(texts)
-    meshes = [f"{text}, whose mesh has ranks {list(one.mesh.ranks)}" for text, (one, _) in zip(texts, layouts)]
+    meshes = [f"{text}, whose mesh has ranks {list(layout.mesh.ranks)}" for text, (layout, _) in zip(texts, layouts)]
     return (
         f"{'; '.join(meshes)}. Declare one layout, or DTensors on slices of a mesh that have equal sizes and no "
         "rank in common, such as mesh['dp']"
@@ -270,9 +270,9 @@ def _ranks_of_plain_tensors(
     side: str, declarations: Sequence[tuple[list[int], Declared]]
 ) -> dict[tuple[str, Description], tuple[int, ...]]:
     """Returns the ranks that pass each plain tensor, whose values are equal on all of them."""
-    found: dict[tuple[str, Description], list[int]] = {}
-    for ranks, theirs in declarations:
-        for name, description in getattr(theirs, side).items():
+    ranks_by_tensor: dict[tuple[str, Description], list[int]] = {}
+    for ranks, declared in declarations:
+        for name, description in getattr(declared, side).items():
             if len(description) == 2:
-                found.setdefault((name, description), []).extend(ranks)
-    return {key: tuple(sorted(ranks)) for key, ranks in found.items()}
+                ranks_by_tensor.setdefault((name, description), []).extend(ranks)
+    return {key: tuple(sorted(ranks)) for key, ranks in ranks_by_tensor.items()}

@@ -64,13 +64,13 @@ def declare(source: dict[str, Given], destination: dict[str, Given], unread: Map
     meshes: dict[MeshParts, int] = {}
     known: dict[tuple[_planner.Layout, str], Description] = {}  # tensors of one shape mostly have one layout
 
-    def description(given: Given) -> Description:
+    def description(tensor: Given) -> Description:
         """Returns the description of a tensor or layout. Adds its mesh to `meshes`."""
-        layout = given.layout
+        layout = tensor.layout
         if layout is None:
-            assert given.local is not None
-            return tuple(given.local.shape), argument_values.dtype_text(given.local.dtype)
-        kind = "" if given.local is None else DTENSOR if isinstance(given.value, DTensor) else PAIR
+            assert tensor.local is not None
+            return tuple(tensor.local.shape), argument_values.dtype_text(tensor.local.dtype)
+        kind = "" if tensor.local is None else DTENSOR if isinstance(tensor.value, DTensor) else PAIR
         key = layout, kind
         if key not in known:
             mesh = layout.mesh
@@ -81,7 +81,7 @@ def declare(source: dict[str, Given], destination: dict[str, Given], unread: Map
             known[key] = *ends, number, tuple(layout.placements), order, layout.flattened, kind
         return known[key]
 
-    sides = [{name: description(given) for name, given in side.items()} for side in (source, destination)]
+    sides = [{name: description(tensor) for name, tensor in side.items()} for side in (source, destination)]
     return Declared(list(meshes), sides[0], sides[1], sorted(unread["source"]), sorted(unread["destination"]))
 
 
@@ -190,9 +190,9 @@ class Reader:
         placements, mesh, shape, dtype = value
         return Given(Layout(mesh, shape, placements, dtype), None, None)
 
-    def check(self, side: str, given: Given) -> None:
+    def check(self, side: str, tensor: Given) -> None:
         """Raises ValueError if the local tensor contradicts its layout, or the layout is not allowed on this side."""
-        layout, local = given.layout, given.local
+        layout, local = tensor.layout, tensor.local
         if local is not None:
             argument_checks.check_tensor("the local tensor", local)
             if side == "destination":

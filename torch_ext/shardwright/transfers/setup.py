@@ -46,17 +46,17 @@ class SetUp(NamedTuple):
 
     def destination(self, number: int) -> torch.Tensor | None:
         """Returns this rank's part of a destination; None if it passed none."""
-        given = self.tensors.destination.given.get(self.names[number])
-        if given is None or given.local is None or not self.has_part(number):
+        tensor = self.tensors.destination.given.get(self.names[number])
+        if tensor is None or tensor.local is None or not self.has_part(number):
             return None
         return self._part(self.tensors.destination, self.names[number], self.destinations[number])
 
     def _part(self, passed: Passed, name: str, layout: _planner.Layout) -> torch.Tensor:
-        given = passed.given.get(name)
-        if layout.mesh.coordinate(self.rank) is None or given is None or given.local is None:
+        tensor = passed.given.get(name)
+        if layout.mesh.coordinate(self.rank) is None or tensor is None or tensor.local is None:
             return torch.empty(0, dtype=getattr(torch, layout.dtype), device=self.device)
         # An empty part may have another shape than in its layout.
-        return given.local if given.local.numel() else given.local.new_empty(layout.local_shape(self.rank))
+        return tensor.local if tensor.local.numel() else tensor.local.new_empty(layout.local_shape(self.rank))
 
 
 class Options(NamedTuple):
@@ -75,7 +75,7 @@ def set_up(
     rules: Any,
     options: Options,
     group: dist.ProcessGroup | None,
-    given_device: Any,
+    device_argument: Any,
     problems: list[str],
 ) -> SetUp:
     """Agrees with the other ranks of the group, applies the rules, and compares both sides.
@@ -88,16 +88,16 @@ def set_up(
         lambda: reader.destination(_dict_of(to), options.ignore),
     ]
     source, destination = (checked(read, reader.problems, reader.rank, {}) for read in reads)
-    given_rules = checked(lambda: _rules(rules), problems, reader.rank, [])
-    device, kind = _device(given_device, source, destination, group, reader)
+    checked_rules = checked(lambda: _rules(rules), problems, reader.rank, [])
+    device, kind = _device(device_argument, source, destination, group, reader)
     mine = declare(source, destination, reader.unread)
     # Unread names are declared too, so that other ranks do not report them as missing.
     agreed, found = declarations.agree(mine, {**options._asdict(), **kind}, [*problems, *reader.problems], group)
-    made, order, more = _map(agreed, given_rules, options, reader.rank)
+    made, order, more = _map(agreed, checked_rules, options, reader.rank)
     used = {piece.source for mapped in made.values() for piece in mapped.pieces} - reader.wrong
-    read = {name: one.plain for name, one in source.items() if name in used and one.local is not None}
+    read = {name: x.plain for name, x in source.items() if name in used and x.local is not None}
     filled = made.keys() - reader.wrong
-    written = {name: one.plain for name, one in destination.items() if name in filled and one.local is not None}
+    written = {name: x.plain for name, x in destination.items() if name in filled and x.local is not None}
     overlaps = functools.partial(_overlaps, options.staging == "double", reader.rank)
     more += overlaps(read, written)
     starts = declarations.check_result(declarations.digest((made, order)), [*found, *more], group)
@@ -106,7 +106,7 @@ def set_up(
     sources = {name: in_group.layout(agreed.source[name]) for name in source_names}
     destinations = {name: in_group.layout(agreed.destination[name]) for name in order}
     # State dicts of modules and functions are read again at each start.
-    again = [read if _is_function(given) else None for read, given in zip(reads, (state_dict, to))]
+    again = [read if _is_function(argument) else None for read, argument in zip(reads, (state_dict, to))]
     tensors = Tensors(
         Passed("source", source, sources, reader, again[0], device),
         Passed("destination", destination, destinations, reader, again[1], device),
@@ -116,16 +116,16 @@ def set_up(
     return SetUp(*ends, items, source_names, order, tensors, starts, dist.get_rank(group), device)
 
 
-def _is_function(given: Any) -> bool:
+def _is_function(value: Any) -> bool:
     """Returns True for a function that returns a state dict, and for a module."""
-    return callable(given) and not isinstance(given, Mapping)
+    return callable(value) and not isinstance(value, Mapping)
 
 
-def _dict_of(given: Any) -> Any:
+def _dict_of(value: Any) -> Any:
     """Returns the state dict of a module, or the result of a function; other values unchanged."""
-    if isinstance(given, torch.nn.Module):
-        return given.state_dict()
-    return given() if _is_function(given) else given
+    if isinstance(value, torch.nn.Module):
+        return value.state_dict()
+    return value() if _is_function(value) else value
 
 
 def checked(read: Callable[[], Any], problems: list[str], rank: int, otherwise: Any = None) -> Any:
@@ -138,9 +138,9 @@ def checked(read: Callable[[], Any], problems: list[str], rank: int, otherwise: 
         return otherwise
 
 
-def _rules(given: Any) -> list[Rule]:
+def _rules(value: Any) -> list[Rule]:
     """Returns the argument `map` as a list of rules. Raises ValueError for anything else."""
-    rules = [given] if isinstance(given, Rule) else given
+    rules = [value] if isinstance(value, Rule) else value
     rules = argument_values.items(rules, "map", "a list of rules, such as [fuse('qkv', ['q', 'k', 'v'])]")
     for rule in rules:
         if not isinstance(rule, Rule):
@@ -149,7 +149,7 @@ def _rules(given: Any) -> list[Rule]:
 
 
 def _device(
-    asked: Any,
+    device_argument: Any,
     source: dict[str, Given],
     destination: dict[str, Given],
     group: dist.ProcessGroup | None,
@@ -160,19 +160,19 @@ def _device(
     Ranks without tensors have the option only if they pass a device.
     """
     first: dict[torch.device, str] = {}
-    for found in (source, destination):
-        for name, given in found.items():
-            if given.local is not None and given.local.numel():
-                first.setdefault(given.local.device, name)
+    for tensors in (source, destination):
+        for name, tensor in tensors.items():
+            if tensor.local is not None and tensor.local.numel():
+                first.setdefault(tensor.local.device, name)
     if len(first) > 1:
         said = ", ".join(f"{name} on {device}" for device, name in first.items())
         reader.problems.append(f"all tensors must be on one device, got {said} (on rank {reader.rank})")
     try:
-        device = plain_tensors.device_among_many(asked, next(iter(first), None), group)
+        device = plain_tensors.device_among_many(device_argument, next(iter(first), None), group)
     except ValueError as error:
         reader.problems.append(f"{error} (on rank {reader.rank})")
         return torch.device("cpu"), {}
-    return device, {"device": device.type} if first or asked is not None else {}
+    return device, {"device": device.type} if first or device_argument is not None else {}
 
 
 def _overlaps(
@@ -181,18 +181,18 @@ def _overlaps(
     """Returns a problem for each destination that shares memory with a source or with another destination."""
     # With a second copy, a destination may be the same tensor as a source: nothing is written to it before the
     # exchange.
-    found = [
+    problems = [
         f"destination {to}: its memory must not be shared, got memory shared with source {of}"
-        + ("; with staging='double' both may be the same tensor" if mine is into else "")
-        for of, to, mine, into in memory_spans.shared_memory(read, written)
-        if not (stages and mine is into)
+        + ("; with staging='double' both may be the same tensor" if source is into else "")
+        for of, to, source, into in memory_spans.shared_memory(read, written)
+        if not (stages and source is into)
     ] + [
         f"destination {to}: its memory must not be shared, got memory shared with destination {of}"
         for of, to, _, _ in memory_spans.shared_memory({}, written, among_written=True)
     ]
-    if stages and not found:
-        found += staging.problems(read, written)
-    return [f"{problem} (on rank {rank})" for problem in found]
+    if stages and not problems:
+        problems += staging.problems(read, written)
+    return [f"{problem} (on rank {rank})" for problem in problems]
 
 
 def _map(

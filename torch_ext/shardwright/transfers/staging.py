@@ -21,17 +21,17 @@ _MAX_RUNS = 64
 
 def problems(read: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """Yields a problem for each destination whose memory cannot be exchanged."""
-    own = {id(one) for one in written.values()}
-    sources = {storage_of(one): name for name, one in read.items() if one.numel() and id(one) not in own}
-    for name, one in written.items():
-        if one.numel() == 0:
+    own = {id(tensor) for tensor in written.values()}
+    sources = {storage_of(tensor): name for name, tensor in read.items() if tensor.numel() and id(tensor) not in own}
+    for name, tensor in written.items():
+        if tensor.numel() == 0:
             continue
-        if (source := sources.get(storage_of(one))) is not None:
+        if (source := sources.get(storage_of(tensor))) is not None:
             yield (
                 f"destination {name}: its storage must contain no source with staging='double', which exchanges whole "
                 f"storages, got source {source}"
             )
-        if one.device.type == "cpu" and one.untyped_storage().is_shared():
+        if tensor.device.type == "cpu" and tensor.untyped_storage().is_shared():
             yield (
                 f"destination {name}: its memory must be private with staging='double', which exchanges it in this "
                 "process only, got memory that processes share"
@@ -53,10 +53,10 @@ class SecondCopy:
     def __init__(self, front: Sequence[torch.Tensor]) -> None:
         self._front = front
         numbers: dict[int, list[int]] = {}  # indices of the tensors, by storage
-        for number, one in enumerate(front):
-            if one.numel():
-                numbers.setdefault(storage_of(one), []).append(number)
-        self.tensors = [torch.empty_like(one) if one.numel() == 0 else one for one in front]
+        for number, tensor in enumerate(front):
+            if tensor.numel():
+                numbers.setdefault(storage_of(tensor), []).append(number)
+        self.tensors = [torch.empty_like(tensor) if tensor.numel() == 0 else tensor for tensor in front]
         self._memories = []
         for some in numbers.values():
             memory = _memory([front[number] for number in some])
@@ -77,15 +77,15 @@ class SecondCopy:
             for front, back in memory.kept:
                 back.copy_(front)
             if memory.mask is not None:
-                front, back = (one.view(len(memory.mask), -1) for one in memory[:2])
+                front, back = (tensor.view(len(memory.mask), -1) for tensor in memory[:2])
                 torch.where(memory.mask, front, back, out=back)
             _runtime.exchange_memory(memory.front, memory.back)
 
 
 def _placed_like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """Returns a tensor on the storage of `memory`, with offset, shape and strides of `tensor`."""
-    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return made.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return view.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _memory(destinations: Sequence[torch.Tensor]) -> _Memory:
@@ -94,7 +94,7 @@ def _memory(destinations: Sequence[torch.Tensor]) -> _Memory:
     front = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
     is_pinned = first.device.type == "cpu" and first.is_pinned()  # as the first buffer
     back = torch.empty(front.shape, dtype=torch.uint8, device=first.device, pin_memory=is_pinned)
-    if sum(one.nbytes for one in destinations) == front.nbytes:
+    if sum(tensor.nbytes for tensor in destinations) == front.nbytes:
         return _Memory(front, back, [], None)
     left, unit = _left_over(destinations, front.nbytes)
     edges = torch.nn.functional.pad(left, (1, 1)).diff().nonzero().view(-1, 2) * unit
@@ -110,11 +110,11 @@ def _left_over(destinations: Sequence[torch.Tensor], size_bytes: int) -> tuple[t
     Units are as large as possible.
     """
     boxes: list[tuple[list[int], list[int], int]] = []  # sizes, strides and offset, in bytes
-    for one in destinations:
-        sizes, strides = ([], []) if one.is_contiguous() else (list(one.shape), list(one.stride()))
-        run = one.nbytes if one.is_contiguous() else one.itemsize
-        offset = one.storage_offset() * one.itemsize
-        boxes.append(([*sizes, run], [stride * one.itemsize for stride in strides], offset))
+    for tensor in destinations:
+        sizes, strides = ([], []) if tensor.is_contiguous() else (list(tensor.shape), list(tensor.stride()))
+        run = tensor.nbytes if tensor.is_contiguous() else tensor.itemsize
+        offset = tensor.storage_offset() * tensor.itemsize
+        boxes.append(([*sizes, run], [stride * tensor.itemsize for stride in strides], offset))
     unit = math.gcd(size_bytes, *(n for sizes, strides, offset in boxes for n in (sizes[-1], *strides, offset)))
     left = torch.ones(size_bytes // unit, dtype=torch.bool)
     for sizes, strides, offset in boxes:

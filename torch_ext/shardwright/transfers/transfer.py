@@ -101,24 +101,24 @@ def transfer(
     return Transfer(set_up(state_dict, to, map, options, group, device, problems), options, progress, group)
 
 
-def _at_least(argument: str, given: Any, least: int) -> int:
+def _at_least(argument: str, number: Any, least: int) -> int:
     """Returns the argument as an int. Raises ValueError if it is below `least`."""
-    value = argument_values.integer(given, argument)
+    value = argument_values.integer(number, argument)
     if value < least:
         raise argument_error(argument, f"at least {least}", value)
     return value
 
 
-def _staging(given: Any) -> str | None:
+def _staging(value: Any) -> str | None:
     """Returns the argument staging. Raises ValueError unless it is None or "double"."""
-    if given is not None and given != "double":
-        raise argument_error("staging", "None or 'double'", repr(given))
-    return None if given is None else "double"
+    if value is not None and value != "double":
+        raise argument_error("staging", "None or 'double'", repr(value))
+    return None if value is None else "double"
 
 
-def _patterns(argument: str, given: Any) -> list[str]:
+def _patterns(argument: str, value: Any) -> list[str]:
     """Returns the argument as a list of patterns of names."""
-    return [str(one) for one in argument_values.items(given, argument, "a list of patterns of names")]
+    return [str(pattern) for pattern in argument_values.items(value, argument, "a list of patterns of names")]
 
 
 # Destinations that are received together: their indices, the run, and this rank's tensors.
@@ -181,8 +181,8 @@ class Receiving(Generator[tuple[str, Any], None, None]):
             raise RuntimeError(f"receive: {self._completed_by}() was called before the end, and completed the transfer")
         return self._tensors.send(value)
 
-    def throw(self, *given: Any) -> tuple[str, Any]:
-        return self._tensors.throw(*given)
+    def throw(self, *error: Any) -> tuple[str, Any]:
+        return self._tensors.throw(*error)
 
     def close(self) -> None:
         self._tensors.close()
@@ -306,8 +306,8 @@ class Transfer:
 
     def _destination(self) -> list[torch.Tensor]:
         """Returns this rank's tensors of all destinations. Missing ones are allocated once and kept."""
-        found = map(self._made.destination, range(len(self._made.names)))
-        return [one if one is not None else self._made_here(number) for number, one in enumerate(found)]
+        passed = map(self._made.destination, range(len(self._made.names)))
+        return [tensor if tensor is not None else self._made_here(number) for number, tensor in enumerate(passed)]
 
     def _made_here(self, number: int) -> torch.Tensor:
         """Returns this rank's tensor of a destination that `to` has no tensor for. Allocated once."""
@@ -331,23 +331,23 @@ class Transfer:
 
     def _mark_given(self, numbers: range) -> None:
         """Increments the versions of passed tensors. Those of a DTensor and its local tensor are separate."""
-        found = (self._made.tensors.destination.given.get(self._made.names[number]) for number in numbers)
-        values = [given.value for given in found if given is not None and given.value is not None]
+        tensors = (self._made.tensors.destination.given.get(self._made.names[number]) for number in numbers)
+        values = [tensor.value for tensor in tensors if tensor is not None and tensor.value is not None]
         torch.autograd.graph.increment_version(values)
 
     def _local(self, number: int) -> torch.Tensor:
         """Returns this rank's tensor of a destination. Allocates it if none was passed."""
         made = self._made
         layout = made.destinations[number]
-        if (given := made.destination(number)) is not None:
-            return given
+        if (tensor := made.destination(number)) is not None:
+            return tensor
         shape = layout.local_shape(made.rank) if made.has_part(number) else (0,)
         return torch.empty(shape, dtype=getattr(torch, layout.dtype), device=made.device)
 
     def _value(self, name: str, local: torch.Tensor) -> Any:
         """Returns the tensor to show the user for a local tensor: the one passed in `to`, if any."""
-        given = self._made.tensors.destination.given.get(name)
-        return local if given is None or given.value is None else given.value
+        tensor = self._made.tensors.destination.given.get(name)
+        return local if tensor is None or tensor.value is None else tensor.value
 
     def _plan(self, destinations: range, buckets: int, first_sender: int = 0) -> BoundBatch:
         """Returns the batch that fills a range of destinations with this many buckets."""

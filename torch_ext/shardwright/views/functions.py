@@ -75,8 +75,8 @@ def flatten(
         if first > last:
             raise ValueError(f"end_dim must not be before start_dim={start_dim}, got {end_dim}")
         size = 1
-        for one in shape[first : last + 1]:
-            size *= one
+        for dim_size in shape[first : last + 1]:
+            size *= dim_size
         return (*shape[:first], size, *shape[last + 1 :])
 
     return _viewed(x, shape_of, layout, redistribute, group)

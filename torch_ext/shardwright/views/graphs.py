@@ -72,8 +72,8 @@ def viewed_part(
     redistribute: bool,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, _planner.Layout]:
-    found = _view(_integers(part.shape), part.device.type, _integers(shape), layout, redistribute, group)
-    wrong, move, local_shape, place = found
+    result = _view(_integers(part.shape), part.device.type, _integers(shape), layout, redistribute, group)
+    wrong, move, local_shape, place = result
     if wrong is not None:
         raise ValueError(wrong)
     if move is not None:
@@ -117,9 +117,9 @@ def _view(
             seen, dst = parts.view_of_part(shape, layout, redistribute, device_type, group)
             move = None
             if dst is not None and layout.mesh.coordinate(rank) is not None:
-                made: Any = operators.operator(layout, dst, device_type=device_type, group=group)
-                given = [made.keywords[name] for name in _MOVE]
-                move = tuple(tuple(one) if isinstance(one, list) else one for one in given)
+                move_operator: Any = operators.operator(layout, dst, device_type=device_type, group=group)
+                arguments = [move_operator.keywords[name] for name in _MOVE]
+                move = tuple(tuple(argument) if isinstance(argument, list) else argument for argument in arguments)
         except ValueError as error:
             return str(error), None, (), ""
     return None, move, tuple(seen.local_shape(rank)), _place_of(seen)
@@ -135,7 +135,7 @@ def _permutation(
     """Returns (error or None, order of dims for ``part.permute``, attribute of the result's layout)."""
     try:
         rank = parts.checked_rank(local_shape, layout, group)
-        order, turned = parts.permutation_of_part(dims, layout, rank)
+        order, permuted_layout = parts.permutation_of_part(dims, layout, rank)
     except ValueError as error:
         return str(error), (), ""
-    return None, order, _place_of(turned)
+    return None, order, _place_of(permuted_layout)

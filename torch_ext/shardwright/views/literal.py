@@ -56,8 +56,8 @@ def _flattened(x: DTensor) -> tuple[list[str], Any]:
 def _unflattened(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> DTensor:
     """Replaces `DTensor.__tensor_unflatten__`: a marked context gives a spec with literal split factors."""
     if not isinstance(context, _Literal):
-        whole: DTensor = (_unflatten or DTensor.__tensor_unflatten__)(inner, context, size, stride)
-        return whole
+        full: DTensor = (_unflatten or DTensor.__tensor_unflatten__)(inner, context, size, stride)
+        return full
     first, *_, requires_grad = context
     if isinstance(first, DTensorSpec):  # torch 2.11
         assert first.tensor_meta is not None

@@ -15,50 +15,50 @@ from .._native import _planner
 from ..runtime import executables, groups
 
 
-def may_be_split(whole: DeviceMesh) -> bool:
+def may_be_split(mesh: DeviceMesh) -> bool:
     """True if `split` keeps the order of this mesh's ranks.
 
     The groups that `split` makes have ascending ranks. PyTorch keeps other orders only in groups that it makes itself.
     """
-    ranks = whole.mesh.flatten().tolist()
-    return not getattr(whole, "_preserve_rank_order", False) or ranks == sorted(ranks)
+    ranks = mesh.mesh.flatten().tolist()
+    return not getattr(mesh, "_preserve_rank_order", False) or ranks == sorted(ranks)
 
 
-def split(whole: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
-    """Returns the DeviceMesh of `fine`, whose ranks are those of `whole` in the same order.
+def split(mesh: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
+    """Returns the DeviceMesh of `fine`, whose ranks are those of `mesh` in the same order.
 
-    If `whole` was flattened from a mesh with such dims, returns these dims. Otherwise makes a mesh with the names of
-    `fine`, from process groups that exist or that their members make here. All ranks of `whole` must call.
+    If `mesh` was flattened from a mesh with such dims, returns these dims. Otherwise makes a mesh with the names of
+    `fine`, from process groups that exist or that their members make here. All ranks of `mesh` must call.
     """
-    return _split(whole, groups.key_of_mesh(whole), whole._get_root_mesh(), fine)
+    return _split(mesh, groups.key_of_mesh(mesh), mesh._get_root_mesh(), fine)
 
 
 @executables.kept
-def _split(whole: DeviceMesh, _: Hashable, root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
+def _split(mesh: DeviceMesh, _: Hashable, root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh:
     """`split`, cached by the mesh's process groups (`_`) and its root mesh too."""
-    found = None if root is whole else _among_dims(root, fine)
+    found = None if root is mesh else _among_dims(root, fine)
     if found is not None:
         return found
     ranks = torch.tensor(fine.ranks, dtype=torch.int, device="cpu").view(fine.shape)
     rank = dist.get_rank()
     if fine.coordinate(rank) is None:
-        return DeviceMesh(whole.device_type, ranks, mesh_dim_names=tuple(fine.dim_names), _init_backend=False)
+        return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=tuple(fine.dim_names), _init_backend=False)
     groups.check_initialized()
-    owner = groups.owner_of(whole)
+    owner = groups.owner_of(mesh)
     along = [groups.find_or_make(fine.group_ranks(rank, (dim,)), owner) for dim in range(fine.ndim)]
-    return DeviceMesh.from_group(along, whole.device_type, ranks, mesh_dim_names=tuple(fine.dim_names))
+    return DeviceMesh.from_group(along, mesh.device_type, ranks, mesh_dim_names=tuple(fine.dim_names))
 
 
-def sources(whole: DeviceMesh, fine: _planner.Mesh) -> list[int]:
-    """Returns for each dim of `fine` the index of the dim of `whole` that contains it."""
-    found: list[int] = []
-    for mesh_dim, size in enumerate(whole.shape):
-        covered = fine.shape[len(found)]
-        found.append(mesh_dim)
+def sources(mesh: DeviceMesh, fine: _planner.Mesh) -> list[int]:
+    """Returns for each dim of `fine` the index of the dim of `mesh` that contains it."""
+    containing: list[int] = []
+    for mesh_dim, size in enumerate(mesh.shape):
+        covered = fine.shape[len(containing)]
+        containing.append(mesh_dim)
         while covered < size:
-            covered *= fine.shape[len(found)]
-            found.append(mesh_dim)
-    return found
+            covered *= fine.shape[len(containing)]
+            containing.append(mesh_dim)
+    return containing
 
 
 def _among_dims(root: DeviceMesh, fine: _planner.Mesh) -> DeviceMesh | None:

@@ -245,19 +245,19 @@ def permuted_part(
 ) -> tuple[torch.Tensor, _planner.Layout]:
     """Returns the permuted part, and the layout of the result."""
     part, rank = _checked(part, layout, group)
-    order, turned = permutation_of_part(dims, layout, rank)
-    return part.permute(order), turned
+    order, permuted_layout = permutation_of_part(dims, layout, rank)
+    return part.permute(order), permuted_layout
 
 
 def permutation_of_part(
     dims: Sequence[int], layout: _planner.Layout, rank: int
 ) -> tuple[tuple[int, ...], _planner.Layout]:
     """Returns the order of dims for ``part.permute``, and the layout of the result."""
-    turned = layout.permute(dims)
+    permuted_layout = layout.permute(dims)
     if layout.mesh.coordinate(rank) is None:
-        return (0,), turned
+        return (0,), permuted_layout
     first = layout.flattened - 1  # local tensors have one dim for the flattened dims, which do not move
-    return tuple(dim % len(dims) - first for dim in dims[first:]), turned
+    return tuple(dim % len(dims) - first for dim in dims[first:]), permuted_layout
 
 
 def _checked(part: torch.Tensor, layout: _planner.Layout, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, int]:

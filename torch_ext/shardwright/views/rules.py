@@ -80,8 +80,8 @@ def _viewable(original: Callable[..., None]) -> Callable[..., None]:
         if _RULES.get(schema.op) is not _view:
             return
         local, shape = op_info.local_args[0], schema.args_schema[1]
-        is_whole = isinstance(local, torch.Tensor) and not plans.is_symbolic(shape)
-        if is_whole and local.numel() == math.prod(shape) and not _has_view(local, shape):
+        is_concrete = isinstance(local, torch.Tensor) and not plans.is_symbolic(shape)
+        if is_concrete and local.numel() == math.prod(shape) and not _has_view(local, shape):
             op_info.local_args = (local.contiguous(), *op_info.local_args[1:])
 
     return redistribute_local_args
@@ -109,10 +109,10 @@ def _propagate(schema: OpSchema) -> OutputSharding:
     if schema.op in _OF_OTHERS:
         raise NotImplementedError(f"{schema.op} is made of other operators")
     rule = _RULES.get(schema.op) or (_pointwise if strided.is_pointwise(schema.op) else None)
-    ours = rule(schema) if rule is not None else None
-    if ours is not None:
+    result = rule(schema) if rule is not None else None
+    if result is not None:
         counters.counts.views += 1
-        return ours
+        return result
     if not strided.has_any(schema) or strided.may_ask(schema) or strided.is_of_lists(schema):
         return _literal(schema, _by_torch(schema))
     return strided.gathered(schema, _by_torch)
@@ -140,7 +140,7 @@ def _literal(schema: OpSchema, result: OutputSharding) -> OutputSharding:
         return DTensorSpec(spec.mesh, spec.placements, spec.tensor_meta, use_strided_shard_as_shard_order=False)
 
     def everywhere(tree: Any) -> Any:
-        return tree_map(marked, tree, is_leaf=lambda one: isinstance(one, DTensorSpec))
+        return tree_map(marked, tree, is_leaf=lambda value: isinstance(value, DTensorSpec))
 
     result.output_spec = everywhere(result.output_spec)
     if result.redistribute_schema is not None:
@@ -181,11 +181,11 @@ def _keeps_cut_dims(spec: DTensorSpec, shape: Sequence[Any]) -> bool:
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    def alike(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
-        pairs = zip(ours, theirs, strict=False)
+    def num_equal_sizes(sizes: Sequence[Any], other_sizes: Sequence[Any]) -> int:
+        pairs = zip(sizes, other_sizes, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: statically_known_true(pair[0] == pair[1]), pairs))
 
-    first, last = alike(spec.shape, shape), spec.ndim - alike(spec.shape[::-1], shape[::-1])
+    first, last = num_equal_sizes(spec.shape, shape), spec.ndim - num_equal_sizes(spec.shape[::-1], shape[::-1])
     cuts: list[Any] = [placement for placement in spec.placements if is_cut(placement)]
     is_empty = any(statically_known_true(size == 0) for size in spec.shape)
     return not is_empty and not is_strided(spec) and all(cut.dim < first or cut.dim >= last for cut in cuts)
@@ -272,7 +272,7 @@ def _product(lhs_dims: str, rhs_dims: str, out_dims: str) -> _Rule:
         operands = list(lhs.placements), list(rhs.placements)
         for mesh_dim in range(lhs.mesh.ndim):
             out = _of_product(operands, mesh_dim, lhs_dims, rhs_dims, out_dims)
-            if out is None or not all(_fits(one, one.placements[mesh_dim], out, len(out_dims)) for one in bias):
+            if out is None or not all(_fits(spec, spec.placements[mesh_dim], out, len(out_dims)) for spec in bias):
                 return None
             placements.append(out)
         strided = next(spec for spec in specs if is_strided(spec))
@@ -300,17 +300,17 @@ def _of_product(
         is_sum = a.is_partial("sum") and b.is_replicate() or a.is_replicate() and b.is_partial("sum")
         return Partial() if is_sum else None
     letter = lhs_dims[a.dim] if is_cut(a) else rhs_dims[b.dim]
-    mine, other, its_dims, its = (a, b, rhs_dims, operands[1]) if is_cut(a) else (b, a, lhs_dims, operands[0])
+    cut, other, its_dims, its = (a, b, rhs_dims, operands[1]) if is_cut(a) else (b, a, lhs_dims, operands[0])
     if letter not in its_dims:
-        return cut_along(mine, out_dims.index(letter)) if other.is_replicate() else None
-    needed = cut_along(mine, its_dims.index(letter))
+        return cut_along(cut, out_dims.index(letter)) if other.is_replicate() else None
+    needed = cut_along(cut, its_dims.index(letter))
     if other != needed:
         # After a cut by a later mesh dim, this mesh dim would take another part.
-        is_whole = not any(is_cut(one) and one.dim == its_dims.index(letter) for one in its[mesh_dim + 1 :])
-        if not other.is_replicate() or not is_whole:
+        is_last_cut = not any(is_cut(p) and p.dim == its_dims.index(letter) for p in its[mesh_dim + 1 :])
+        if not other.is_replicate() or not is_last_cut:
             return None
         its[mesh_dim] = needed
-    return cut_along(mine, out_dims.index(letter)) if letter in out_dims else Partial()
+    return cut_along(cut, out_dims.index(letter)) if letter in out_dims else Partial()
 
 
 def _pointwise(schema: OpSchema) -> OutputSharding | None:
@@ -323,8 +323,8 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
     if not is_simple or not all(map(_is_plain, specs)):
         return None
     if not any(map(is_strided, specs)):
-        is_alike = len({spec.placements for spec in specs}) < 2
-        if is_alike or not _by_torch(schema).needs_redistribute:
+        has_equal_placements = len({spec.placements for spec in specs}) < 2
+        if has_equal_placements or not _by_torch(schema).needs_redistribute:
             return None
     flags = {spec.use_strided_shard_as_shard_order for spec in specs if is_strided(spec)}
     if len(flags) > 1 or any(spec.mesh != specs[0].mesh for spec in specs):
@@ -336,22 +336,22 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
     placements: list[Placement] = []
     needed: list[list[Placement]] = [[] for _ in specs]
     for mesh_dim in range(like.mesh.ndim):
-        given = [spec.placements[mesh_dim] for spec in specs]
+        operands = [spec.placements[mesh_dim] for spec in specs]
         cuts: list[Any] = [
-            cut_along(p, p.dim + len(meta.shape) - s.ndim) for p, s in zip(given, specs, strict=True) if is_cut(p)
+            cut_along(p, p.dim + len(meta.shape) - s.ndim) for p, s in zip(operands, specs, strict=True) if is_cut(p)
         ]
         out = cuts[0] if cuts else Replicate()
-        if len(specs) == 2 and schema.op in _LINEAR and given[0] == given[1] and given[0].is_partial("sum"):
-            placements.append(given[0])
+        if len(specs) == 2 and schema.op in _LINEAR and operands[0] == operands[1] and operands[0].is_partial("sum"):
+            placements.append(operands[0])
             for now in needed:
-                now.append(given[0])
+                now.append(operands[0])
             continue
         if schema.is_inplace_op():  # the written tensor keeps its placement; the others move
-            out = given[0]
+            out = operands[0]
             if out.is_partial():
                 return None
-        for one, spec, now in zip(given, specs, needed, strict=True):
-            wanted = _broadcast_of(out, one, spec, mesh_dim, meta.shape, schema.is_inplace_op())
+        for placement, spec, now in zip(operands, specs, needed, strict=True):
+            wanted = _broadcast_of(out, placement, spec, mesh_dim, meta.shape, schema.is_inplace_op())
             if wanted is None:
                 return None
             now.append(wanted)
@@ -367,7 +367,7 @@ def _pointwise(schema: OpSchema) -> OutputSharding | None:
 
 
 def _broadcast_of(
-    out: Any, given: Any, spec: DTensorSpec, mesh_dim: int, shape: Sequence[int], may_move: bool
+    out: Any, placement: Any, spec: DTensorSpec, mesh_dim: int, shape: Sequence[int], may_move: bool
 ) -> Placement | None:
     """Returns the placement that an operand needs for a result placed as `out`.
 
@@ -375,13 +375,13 @@ def _broadcast_of(
     """
     dim = out.dim - (len(shape) - spec.ndim) if is_cut(out) else -1
     if dim < 0 or spec.shape[dim] != shape[out.dim]:  # the operand is broadcast
-        return Replicate() if may_move or given.is_replicate() else None
+        return Replicate() if may_move or placement.is_replicate() else None
     wanted = cut_along(out, dim)
     if may_move:
         return wanted
     # After a cut by a later mesh dim, this mesh dim would take another part.
-    is_whole = given.is_replicate() and not any(is_cut(p) and p.dim == dim for p in spec.placements[mesh_dim + 1 :])  # type: ignore[attr-defined]
-    return wanted if given == wanted or is_whole else None
+    fits = placement.is_replicate() and not any(is_cut(p) and p.dim == dim for p in spec.placements[mesh_dim + 1 :])  # type: ignore[attr-defined]
+    return wanted if placement == wanted or fits else None
 
 
 def _fits(spec: DTensorSpec, placement: Any, out: Any, ndim: int) -> bool:
@@ -399,14 +399,14 @@ def _summed(schema: OpSchema) -> OutputSharding | None:
     spec = source(schema)
     if spec is None or not is_strided(spec) or not _is_plain(spec):
         return None
-    given: Any = schema.args_schema[1] if len(schema.args_schema) > 1 else None
+    summed_dims: Any = schema.args_schema[1] if len(schema.args_schema) > 1 else None
     keeps = len(schema.args_schema) > 2 and bool(schema.args_schema[2])
-    dims = {dim % spec.ndim for dim in given or range(spec.ndim)}
+    dims = {dim % spec.ndim for dim in summed_dims or range(spec.ndim)}
     placements: list[Placement] = []
     for placement in spec.placements:
         if is_cut(placement):
             dim = placement.dim  # type: ignore[attr-defined]
-            below = 0 if keeps else sum(one < dim for one in dims)
+            below = 0 if keeps else sum(summed < dim for summed in dims)
             placements.append(Partial() if dim in dims else cut_along(placement, dim - below))
         elif placement.is_replicate() or placement.is_partial("sum"):
             placements.append(placement)
@@ -448,7 +448,7 @@ _RULES: dict[Any, _Rule] = {
             *(aten.native_dropout.default, aten.bernoulli.default, aten.bernoulli_.float, aten.normal_.default),
             *(aten.uniform_.default, aten.fill_.Scalar, aten.detach_.default),
         ),
-        strided.alike,
+        strided.placed_as_first,
     ),
 }
 

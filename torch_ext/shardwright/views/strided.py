@@ -59,8 +59,8 @@ def source(schema: OpSchema, or_empty: bool = False) -> DTensorSpec | None:
     spec = schema.args_schema[0]
     if not isinstance(spec, DTensorSpec) or spec.tensor_meta is None:
         return None
-    is_ours = any(is_cut(placement) for placement in spec.placements) or (or_empty and 0 in spec.shape)
-    return spec if is_ours else None
+    applies = any(is_cut(placement) for placement in spec.placements) or (or_empty and 0 in spec.shape)
+    return spec if applies else None
 
 
 def is_cut(placement: Placement) -> bool:
@@ -122,11 +122,11 @@ def works_along_others(schema: OpSchema) -> bool:
 def _dims(schema: OpSchema) -> list[int]:
     """Returns the dims that an operator works along, by its arguments; empty if they name none."""
     dims: list[int] = []
-    for argument, given in zip(schema.op._schema.arguments, schema.args_schema, strict=False):
+    for argument, value in zip(schema.op._schema.arguments, schema.args_schema, strict=False):
         if argument.name in ("dim", "dims", "axis"):
-            dims += [given] if isinstance(given, int) else list(given or ())  # type: ignore[call-overload]
+            dims += [value] if isinstance(value, int) else list(value or ())  # type: ignore[call-overload]
         elif argument.name == "normalized_shape":
-            dims += [-1 - i for i in range(len(given))]  # type: ignore[arg-type]
+            dims += [-1 - i for i in range(len(value))]  # type: ignore[arg-type]
     return dims
 
 
@@ -136,8 +136,8 @@ def gathered(schema: OpSchema, ask: Callable[[OpSchema], OutputSharding]) -> Out
     Raises RuntimeError if the operator writes to such an input, or takes it as a keyword argument, which DTensor does
     not redistribute.
     """
-    for argument, given in _named(schema):
-        cut = next(_strided(given), None)
+    for argument, value in _named(schema):
+        cut = next(_strided(value), None)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if cut is not None and (is_written or argument.name in schema.kwargs_schema):
             raise RuntimeError(
@@ -145,8 +145,8 @@ def gathered(schema: OpSchema, ask: Callable[[OpSchema], OutputSharding]) -> Out
                 f"{schema.op}, {'which writes to it' if is_written else 'a keyword'}; redistribute it first, for "
                 "example to Replicate(), or run this operator on to_local()"
             )
-    whole = tree_map(_gathered_spec, schema.args_schema, is_leaf=_is_spec)
-    first = OpSchema(schema.op, whole, schema.kwargs_schema, schema_info=schema.schema_info)
+    gathered_args = tree_map(_gathered_spec, schema.args_schema, is_leaf=_is_spec)
+    first = OpSchema(schema.op, gathered_args, schema.kwargs_schema, schema_info=schema.schema_info)
     result = ask(first)
     counters.count_strided_gather(str(schema.op))
     if result.redistribute_schema is None:
@@ -159,16 +159,16 @@ def _named(schema: OpSchema) -> Iterator[tuple[Any, Any]]:
     """Yields each given argument of an operator: its entry in the schema, and its value."""
     arguments = schema.op._schema.arguments
     yield from zip(arguments, schema.args_schema, strict=False)
-    yield from ((one, schema.kwargs_schema[one.name]) for one in arguments if one.name in schema.kwargs_schema)
+    yield from ((arg, schema.kwargs_schema[arg.name]) for arg in arguments if arg.name in schema.kwargs_schema)
 
 
-def _is_spec(one: Any) -> bool:
-    return isinstance(one, DTensorSpec)
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, DTensorSpec)
 
 
 def _strided(*trees: Any) -> Iterator[DTensorSpec]:
     """Yields the specs with strided shards in nested arguments."""
-    return (one for one in tree_leaves(trees, is_leaf=_is_spec) if _is_spec(one) and is_strided(one))
+    return (value for value in tree_leaves(trees, is_leaf=_is_spec) if _is_spec(value) and is_strided(value))
 
 
 def _gathered_spec(spec: Any) -> Any:
@@ -204,8 +204,8 @@ def squeezed(schema: OpSchema) -> OutputSharding | None:
     spec = source(schema)
     if spec is None or not is_strided(spec):
         return None
-    given: Any = schema.args_schema[1]
-    dims = {dim % spec.ndim for dim in ([given] if isinstance(given, int) else given)}
+    squeezed_dims: Any = schema.args_schema[1]
+    dims = {dim % spec.ndim for dim in ([squeezed_dims] if isinstance(squeezed_dims, int) else squeezed_dims)}
     if any(spec.shape[dim] != 1 for dim in dims):  # nothing is squeezed, whatever the size of the local dim
         return None
     moved = tuple(cut_along(p, p.dim - sum(d < p.dim for d in dims)) if is_cut(p) else p for p in spec.placements)
@@ -233,7 +233,7 @@ def of_local_shape(schema: OpSchema, spec: DTensorSpec, target: DTensorSpec) -> 
     return OutputSharding(target, local, needs_redistribute=True, use_val_from_redistribute_schema=True)
 
 
-def alike(schema: OpSchema) -> OutputSharding | None:
+def placed_as_first(schema: OpSchema) -> OutputSharding | None:
     """The rule for operators whose results, one or several, have the placements of the first argument."""
     spec = source(schema)
     if spec is None or not is_strided(spec) or (_is_pending(spec) and schema.op not in _KEEP_PENDING):
@@ -241,7 +241,7 @@ def alike(schema: OpSchema) -> OutputSharding | None:
     meta: Any = meta_of(schema)
     if isinstance(meta, TensorMeta):
         return OutputSharding(spec.shallow_copy_with_tensor_meta(meta))
-    return OutputSharding(tuple(spec.shallow_copy_with_tensor_meta(one) for one in meta))
+    return OutputSharding(tuple(spec.shallow_copy_with_tensor_meta(tensor_meta) for tensor_meta in meta))
 
 
 # Functions that can be applied to each contribution of a pending sum. Others cannot: ones_like would be summed.
