@@ -194,7 +194,9 @@ def main() -> None:
         *numbers, out = options.on_a_rank
         run_rank(Network.parse(numbers), options.quick, options.lengths, out)
         return
-    chosen = [one for one in (QUICK_NETWORKS if options.quick else NETWORKS) if options.networks in str(one)]
+    chosen = [
+        network for network in (QUICK_NETWORKS if options.quick else NETWORKS) if options.networks in str(network)
+    ]
     if not chosen:
         parser.error(f"--networks {options.networks!r} is in none of: {', '.join(map(str, NETWORKS))}")
     given = [*["--quick"] * options.quick, *(["--lengths", options.lengths] if options.lengths else [])]

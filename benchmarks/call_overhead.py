@@ -88,7 +88,7 @@ def check(call: Callable[[], torch.Tensor]) -> None:
     for ours in (False, True):
         with engine(ours):
             looks += [look(call()), look(call())]
-    assert all(one == looks[0] for one in looks), looks
+    assert all(counts == looks[0] for counts in looks), looks
 
 
 def explicit(mesh: DeviceMesh, src: str, dst: str, rounds: int, calls: int) -> list[dict]:
@@ -126,8 +126,8 @@ def explicit(mesh: DeviceMesh, src: str, dst: str, rounds: int, calls: int) -> l
 def implicit(mesh: DeviceMesh, rounds: int, calls: int) -> list[dict]:
     rows = []
     for name, (operator, arguments) in OPERATORS.items():
-        tensors = [tensor(mesh, one) for one in arguments]
-        leaves = [tensor(mesh, one, True) for one in arguments]
+        tensors = [tensor(mesh, argument) for argument in arguments]
+        leaves = [tensor(mesh, argument, True) for argument in arguments]
         for kind, inputs in (("implicit", tensors), ("implicit, requires_grad", leaves)):
             call = functools.partial(operator, *inputs)
             check(call)

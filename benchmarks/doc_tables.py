@@ -137,7 +137,7 @@ def plans_before_and_after() -> list[str]:
         ratios = [", ".join(map(number, found["redistributes"][f"stock_over_ours_{when}"])) for when in ends]
         rows.append(["redistributes over Gloo, stock / ours, by run", *ratios])
     for product, figures in found.get("products", {}).items():
-        ratios = [", ".join(f"{one:.2f}" for one in figures[f"stock_over_chosen_{when}"]) for when in ends]
+        ratios = [", ".join(f"{ratio:.2f}" for ratio in figures[f"stock_over_chosen_{when}"]) for when in ends]
         rows.append([f"{product} as chosen, stock / ours, by run", *ratios])
     return table(["", "before", "after"], rows)
 

@@ -67,7 +67,7 @@ def placements(cut: Cut, term: str) -> list[Placement]:
 
 def placements_of_result(cut: Cut, out: str) -> list[Placement]:
     sums = [letter is not None and letter not in out for letter in cut]
-    return [Partial() if is_sum else one for is_sum, one in zip(sums, placements(cut, out), strict=True)]
+    return [Partial() if is_sum else placement for is_sum, placement in zip(sums, placements(cut, out), strict=True)]
 
 
 # Factors of the bytes that a rank receives: the other ranks' share of the larger of input and output.

@@ -376,9 +376,9 @@ def measure_link(peers: EmulatedPeers, clock: Clock, arena: torch.Tensor) -> tup
         return clock.us(call if side is None else on_side_stream)
 
     tiny = 4096
-    one, seven = transfer(tiny, 1, 1), transfer(tiny, 7, 7)
-    message_us = max((seven - one) / 6, 0.0)
-    step_us = max(one - message_us, 0.0)
+    one_message_us, seven_messages_us = transfer(tiny, 1, 1), transfer(tiny, 7, 7)
+    message_us = max((seven_messages_us - one_message_us) / 6, 0.0)
+    step_us = max(one_message_us - message_us, 0.0)
 
     def gb_per_second(messages_in: int, messages_out: int) -> float:
         return size / transfer(size, messages_in, messages_out) / 1e3

@@ -104,9 +104,9 @@ def stock(mesh: Any, is_tuned: bool) -> nn.Sequential:
             module.set_custom_reduce_scatter(AllToAllReduceScatter())
             module._set_unshard_async_op(True)
     if is_tuned:
-        for one, following in zip(model, list(model)[1:], strict=False):
-            one.set_modules_to_forward_prefetch([following])
-            following.set_modules_to_backward_prefetch([one])
+        for layer, following in zip(model, list(model)[1:], strict=False):
+            layer.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([layer])
     return model
 
 

@@ -85,8 +85,8 @@ def measure(device: torch.device, run_bytes: int, num_boxes: int, total_bytes: i
         ways["cat"] = lambda i: torch.cat([sources[i][a:b, 0] for a, b in zip(cuts, cuts[1:])], out=packed[i])
     row: dict = {"run_bytes": run_bytes, "boxes": num_boxes, "bytes": num_rows * run_bytes}
     for name, call in ways.items():
-        for one in packed:
-            one.fill_(float("nan"))
+        for buffer in packed:
+            buffer.fill_(float("nan"))
         took = seconds(call, device, num_buffers)
         if name != "device copy":
             assert all(torch.equal(p, s[:, 0]) for s, p in zip(sources, packed)), f"{name}: wrong result"

@@ -158,8 +158,10 @@ def measure_product(kind: str, shape: tuple[int, int, int], mesh: DeviceMesh, ro
     product, transfer = seconds["product"], seconds["transfer"]
     lanes = matmul.timeline(Schedule("serial", 1), model)
     predicted = {
-        f"{one} {count}": round(matmul.timeline(matmul.tuned(Schedule(one, count), model), model)["total_ps"] / 1e9, 2)
-        for one, count in METHODS
+        f"{method} {count}": round(
+            matmul.timeline(matmul.tuned(Schedule(method, count), model), model)["total_ps"] / 1e9, 2
+        )
+        for method, count in METHODS
     }
     moving, after = (operands[0], [Replicate()]) if kind == KINDS[0] else (_due(calls, mesh), [Shard(0)])
     start = enabled(lambda: moving.redistribute(placements=after, async_op=True))

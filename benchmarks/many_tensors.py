@@ -62,7 +62,7 @@ def measure(where: str, count: int, rows: int, seconds: float) -> dict:
         "many": lambda: sw.redistribute_many(items),
         "each": lambda: [sw.redistribute_local(local, src, dst) for local, src, dst in items],
     }
-    right = all(expected is None or torch.equal(one, expected) for call in calls.values() for one in call())
+    right = all(expected is None or torch.equal(result, expected) for call in calls.values() for result in call())
     times = timing.among_ranks(calls).of_length(seconds, 0.02, (3, 20), MAX_CALLS_PER_BATCH)
     us = times.us()
     plan = sw.plan_many([(src, dst)] * count)

@@ -181,11 +181,11 @@ def summarize(rows: list[dict]) -> dict:
     """Counts pairs whose chosen plan is as good as the fastest, and pairs of plans in the right order."""
     apart = right_order = 0
     for row in rows:
-        for i, one in enumerate(row["plans"]):
+        for i, measured in enumerate(row["plans"]):
             for other in row["plans"][:i]:
-                if max(one["us"], other["us"]) > CLOSE * min(one["us"], other["us"]):
+                if max(measured["us"], other["us"]) > CLOSE * min(measured["us"], other["us"]):
                     apart += 1
-                    right_order += (one["us"] < other["us"]) == (one["predicted_us"] < other["predicted_us"])
+                    right_order += (measured["us"] < other["us"]) == (measured["predicted_us"] < other["predicted_us"])
     correlations = [row["rank_correlation"] for row in rows if row["rank_correlation"] is not None]
     missed = [row for row in rows if not row["within"]]
     return {

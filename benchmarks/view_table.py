@@ -117,7 +117,7 @@ def main() -> None:
             ours = count(strided)
         for kind in sorted(stock):
             for name, counts in (("stock", stock[kind]), ("`views=True`", ours[kind])):
-                shown = " | ".join(str(counts[one]) for one in OUTCOMES)
+                shown = " | ".join(str(counts[kind_of_outcome]) for kind_of_outcome in OUTCOMES)
                 source = "strided" if strided else "chunks"
                 print(f"| {source} | {kind} | {sum(counts.values()):,} | {name} | {shown} |")
 

@@ -122,7 +122,7 @@ def train(mesh: DeviceMesh, length: int, steps: int) -> tuple[list[float], list[
     whole, model = Model(), Model()
     model.load_state_dict(whole.state_dict())
     parallelize(model, mesh, length)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, whole)]
+    optimizers = [torch.optim.AdamW(trained.parameters(), lr=1e-2) for trained in (model, whole)]
     num_data_ranks = mesh["replicate", "shard", "cp"].size()
     losses: tuple[list[float], list[float]] = ([], [])
     for _ in range(steps):

@@ -79,7 +79,7 @@ def torch_placements(placements: Sequence[str]) -> tuple:
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    def one(text: str):
+    def to_placement(text: str):
         match = _match(text)
         if match["dim"] is not None:
             return Shard(int(match["dim"]))
@@ -87,7 +87,7 @@ def torch_placements(placements: Sequence[str]) -> tuple:
             return _StridedShard(int(match["strided"]), split_factor=int(match["split"]))
         return Replicate() if text == "R" else Partial(match["op"] or "sum")
 
-    return tuple(one(text) for text in placements)
+    return tuple(to_placement(text) for text in placements)
 
 
 def local_shard(

@@ -236,13 +236,13 @@ def two_streams(rank: int, size: int, path: str) -> None:
     """Two collectives on two streams, the first of which is blocked, still match in the order of the calls."""
     native = begin(rank, size, path)
     dist.all_reduce(numbers(1.0))
-    one, other = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
-    with one:
+    first_stream, second_stream = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+    with first_stream:
         x = numbers(1.0, 2.0)
         if rank == 0:
             native.sleep(200)
         dist.all_reduce(x)
-    with other:
+    with second_stream:
         y = numbers(10.0, 20.0)
         if rank == 1:
             native.sleep(100)
@@ -474,8 +474,8 @@ def capture_and_replay(rank: int, size: int, path: str) -> None:
         work = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, x, (rank + 1) % size), dist.P2POp(dist.irecv, received, (rank - 1) % size)]
         )
-        for one in work:
-            one.wait()
+        for handle in work:
+            handle.wait()
     assert total.item() == 0.0
     for step in (1.0, 2.0):
         x.fill_(step + 10 * rank)

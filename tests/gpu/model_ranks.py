@@ -156,7 +156,7 @@ def train(model: torch.nn.Module, step_alone: bool) -> list[float]:
         inputs = torch.randn(world, 8, 96).to(DEVICE)
         optimizer.zero_grad()
         if step_alone:
-            loss = sum(model(one).square().mean() for one in inputs) / world
+            loss = sum(model(batch).square().mean() for batch in inputs) / world
             loss.backward()
         else:
             loss = model(inputs[rank]).square().mean()

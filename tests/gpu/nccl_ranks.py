@@ -67,8 +67,8 @@ def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
     transposed = weight.t().contiguous().t()
     row_scales = 2.0 ** (torch.arange(rows, device=DEVICE) % 3 - 1).view(-1, 1)
     column_scales = 2.0 ** (torch.arange(n, device=DEVICE) % 2).view(1, -1)
-    one = torch.tensor(0.5, device=DEVICE)
-    by, w_by = {None: (None, None), "tensor": (one, one), "row": (row_scales, column_scales)}[scales]
+    tensor_scale = torch.tensor(0.5, device=DEVICE)
+    by, w_by = {None: (None, None), "tensor": (tensor_scale, tensor_scale), "row": (row_scales, column_scales)}[scales]
     expected = x.float() @ weight.float()
     out_dtype = dtype
     if by is not None and w_by is not None:

@@ -57,8 +57,8 @@ def test_row_kernels_match_cpu(no_host_sync: NoHostSync, dtype: torch.dtype) -> 
 
     with no_host_sync():
         found = results(*placed)
-    for one, expected in zip(found, results(rows, others, table, pairs, weights), strict=True):
-        torch.testing.assert_close(one.cpu(), expected)
+    for result, expected in zip(found, results(rows, others, table, pairs, weights), strict=True):
+        torch.testing.assert_close(result.cpu(), expected)
 
 
 @pytest.fixture

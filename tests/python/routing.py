@@ -82,8 +82,8 @@ def problem(
 
     x = [random(n, hidden) for n in tokens]
     numbers = torch.arange(sum(tokens)).to(dtype).split(tokens)
-    for one, own in zip(x, numbers, strict=True):
-        one[:, 0] = own
+    for part, own in zip(x, numbers, strict=True):
+        part[:, 0] = own
     return Problem(
         placement=placement_of(placement, num_experts, world, g),
         x=x,
@@ -110,8 +110,8 @@ def layer(weights: torch.Tensor, x: torch.Tensor, expert_ids: torch.Tensor, scor
 def unsharded(p: Problem) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """Returns outputs, gradients of x and of scores (lists by rank), and the gradient of the weights."""
     weights = p.weights.clone().requires_grad_()
-    x = [one.clone().requires_grad_() for one in p.x]
-    scores = [one.clone().requires_grad_() for one in p.scores]
+    x = [part.clone().requires_grad_() for part in p.x]
+    scores = [part.clone().requires_grad_() for part in p.scores]
     outs = [layer(weights, *parts) for parts in zip(x, p.expert_ids, scores, strict=True)]
     total = sum(((out * g).sum() for out, g in zip(outs, p.gradients, strict=True)), torch.zeros(()))
     (total + 0 * weights.sum() + sum((0 * t.sum() for t in (*x, *scores)), torch.zeros(()))).backward()
@@ -123,7 +123,7 @@ def unsharded(p: Problem) -> tuple[list[torch.Tensor], list[torch.Tensor], list[
 def destinations(p: Problem) -> list[set[int]]:
     """Returns, for each token of the job, the ranks of its experts. Requires that every expert is on one rank."""
     rank_of = {e: rank for rank, experts in enumerate(p.placement) for e in experts}
-    ids = [row for one in p.expert_ids for row in one.tolist()]
+    ids = [row for ids_of_rank in p.expert_ids for row in ids_of_rank.tolist()]
     return [{rank_of[e] for e in row if e >= 0} for row in ids]
 
 

@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
 
 def copied(tree: Any) -> Any:
-    return tree_map(lambda one: one.detach().clone() if isinstance(one, torch.Tensor) else one, tree)
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 class _Recording(TorchDispatchMode):
@@ -55,12 +55,12 @@ class _Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not func._schema.name.startswith("aten::"):
             return func(*args, **kwargs)
         known = self._calls.setdefault(func, {})
         if len(known) < MOST_CALLS and any(_dims(tensor) for tensor in tensors) and "out" not in kwargs:
-            shown = str(tree_map(lambda one: one.ndim if isinstance(one, torch.Tensor) else one, (args, kwargs)))
+            shown = str(tree_map(lambda leaf: leaf.ndim if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)))
             if shown not in known:
                 known[shown] = Call(copied(args), copied(kwargs))
         return func(*args, **kwargs)
@@ -77,11 +77,11 @@ def recorded(names: list[str]) -> dict[Any, list[Call]]:
     """Records the ATen calls of PyTorch's samples: of all functions, or only of those in `names`."""
     from torch.testing._internal import common_methods_invocations as samples
 
-    for module in [one for name, one in sys.modules.items() if name.startswith("torch.testing._internal")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith("torch.testing._internal")]:
         vars(module).update({name: size for name, size in SIZES.items() if isinstance(getattr(module, name, 0.5), int)})
     calls: dict[Any, dict[str, Call]] = {}
     torch.manual_seed(0)
-    for op in [one for one in samples.op_db if not names or one.name in names]:
+    for op in [op for op in samples.op_db if not names or op.name in names]:
         for dtype in (torch.float32, torch.int64):
             if not op.supports_dtype(dtype, "cpu"):
                 continue
@@ -121,14 +121,14 @@ def _call_lists() -> None:
     torch._foreach_addcdiv_(ones, twos, threes, 0.1)
     states = [torch.zeros(()) for _ in range(2)]
     how = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
-    torch._fused_adamw_(ones, twos, threes, [one.clone() for one in threes], [], states, **how)
+    torch._fused_adamw_(ones, twos, threes, [three.clone() for three in threes], [], states, **how)
 
 
 def _run(op: Any, sample: Any) -> None:
     results = tree_leaves(op(sample.input, *sample.args, **sample.kwargs))
-    results = [one for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
+    results = [result for result in results if isinstance(result, torch.Tensor) and result.requires_grad]
     if results:
-        torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+        torch.autograd.backward(results, [torch.ones_like(result) for result in results])
 
 
 class Case(NamedTuple):
@@ -140,7 +140,7 @@ class Case(NamedTuple):
 
 def cases(call: Call, mesh: DeviceMesh) -> Iterator[Case]:
     """Yields strided placements of a call: of one tensor alone, and of all tensors of the same shape."""
-    tensors = [one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor)]
     whole = (Replicate(),) * mesh.ndim
     for i, tensor in enumerate(tensors):
         for dim in _dims(tensor):
@@ -179,7 +179,7 @@ def outcome(func: Any, call: Call, case: Case, mesh: DeviceMesh) -> str:
         return f"plain: {error}"
     placed = iter(case.placements)
     leaves, tree = tree_flatten(copied((call.args, call.kwargs)))
-    given = [distributed(one, mesh, next(placed)) if isinstance(one, torch.Tensor) else one for one in leaves]
+    given = [distributed(leaf, mesh, next(placed)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     try:
         args, kwargs = tree_unflatten(given, tree)
         agrees = list(_agree(func(*args, **kwargs), expected))
@@ -188,22 +188,24 @@ def outcome(func: Any, call: Call, case: Case, mesh: DeviceMesh) -> str:
     return "right" if all(agrees) else "wrong"
 
 
-def _agree(found: Any, expected: Any) -> Iterator[bool]:
+def _agree(actual: Any, expected: Any) -> Iterator[bool]:
     """Reduces pending sums, then compares this rank's parts with parts of the global results."""
-    mine, right = tree_leaves(found), tree_leaves(expected)
+    mine, right = tree_leaves(actual), tree_leaves(expected)
     yield len(mine) == len(right)
-    for one, other in zip(mine, right, strict=False):
-        if not isinstance(other, torch.Tensor):
-            yield one == other
+    for result, wanted in zip(mine, right, strict=False):
+        if not isinstance(wanted, torch.Tensor):
+            yield result == wanted
             continue
-        yield one.shape == other.shape and one.dtype == other.dtype
-        if isinstance(one, DTensor):
-            if any(placement.is_partial() for placement in one.placements):
-                one = one.redistribute(placements=[Replicate()] * one.device_mesh.ndim)
-            strided = "order" if one._spec.use_strided_shard_as_shard_order else "literal"
-            layout = sw.Layout(one.device_mesh, one.shape, one.placements, one.dtype, strided=strided)
-            one, other = one.to_local(), _part(other, layout)
-        yield one.shape == other.shape and torch.allclose(one, other.to(one.dtype), 1e-4, 1e-4, equal_nan=True)
+        yield result.shape == wanted.shape and result.dtype == wanted.dtype
+        if isinstance(result, DTensor):
+            if any(placement.is_partial() for placement in result.placements):
+                result = result.redistribute(placements=[Replicate()] * result.device_mesh.ndim)
+            strided = "order" if result._spec.use_strided_shard_as_shard_order else "literal"
+            layout = sw.Layout(result.device_mesh, result.shape, result.placements, result.dtype, strided=strided)
+            result, wanted = result.to_local(), _part(wanted, layout)
+        yield result.shape == wanted.shape and torch.allclose(
+            result, wanted.to(result.dtype), 1e-4, 1e-4, equal_nan=True
+        )
 
 
 def _part(whole: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
@@ -262,17 +264,19 @@ def main() -> None:
     dist.all_gather_object(of_all, mine)
     found = {
         name: {
-            kind: [next((one for one in of_ranks if one != "right"), "right") for of_ranks in zip(*parts, strict=True)]
-            for kind, parts in ((kind, [one[name][kind] for one in of_all]) for kind in ("all", "other"))
+            kind: [
+                next((text for text in of_ranks if text != "right"), "right") for of_ranks in zip(*parts, strict=True)
+            ]
+            for kind, parts in ((kind, [outcomes[name][kind] for outcomes in of_all]) for kind in ("all", "other"))
         }
         for name in mine
     }
     if dist.get_rank() == 0:
         if "--as-is" in sys.argv or "-v" in sys.argv:
             for name, said in sorted(found.items()):
-                counts = Counter(one.partition("\n")[0][:150] for one in said["all"])
+                counts = Counter(text.partition("\n")[0][:150] for text in said["all"])
                 if set(counts) != {"right"}:
-                    print(name, dict(counts), "other:", dict(Counter(one[:8] for one in said["other"])))
+                    print(name, dict(counts), "other:", dict(Counter(text[:8] for text in said["other"])))
         anywhere = [name for name, said in found.items() if _are_right(said["all"])]
         others = [name for name, said in found.items() if name not in anywhere and _are_right(said["other"])]
         for names in (anywhere, others):
@@ -288,9 +292,9 @@ if __name__ == "__main__":
     else:
         # PyTorch's samples are run once, not on every rank.
         path = os.path.join(tempfile.mkdtemp(), "calls")
-        known = recorded([one for one in sys.argv[1:] if not one.startswith("-")])
-        savable = {one: [call for call in calls if _can_be_saved(call)] for one, calls in known.items()}
-        torch.save({f"{one._schema.name[6:]}.{one._overloadname}": calls for one, calls in savable.items()}, path)
+        known = recorded([argument for argument in sys.argv[1:] if not argument.startswith("-")])
+        savable = {func: [call for call in calls if _can_be_saved(call)] for func, calls in known.items()}
+        torch.save({f"{func._schema.name[6:]}.{func._overloadname}": calls for func, calls in savable.items()}, path)
         sys.argv.append(path)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", *sys.argv]
         sys.exit(subprocess.run(command, check=False).returncode)

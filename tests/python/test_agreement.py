@@ -14,18 +14,20 @@ WAIT = timedelta(seconds=20)
 
 
 def _error(*statements: Statement) -> list[str]:
-    return report(statements[0], {rank: one.to_json() for rank, one in enumerate(statements)}, " (here)").splitlines()
+    return report(
+        statements[0], {rank: statement.to_json() for rank, statement in enumerate(statements)}, " (here)"
+    ).splitlines()
 
 
 def test_report_lists_differing_fields() -> None:
-    one, other = (Statement("move", {"size": size, "dtype": "float32", "async_op": True}) for size in (4, 8))
+    statement, other_size = (Statement("move", {"size": size, "dtype": "float32", "async_op": True}) for size in (4, 8))
     any_mode = Statement("move", {"size": 4, "dtype": "float32", "async_op": None})
-    assert not _error(one, one, any_mode)
+    assert not _error(statement, statement, any_mode)
     head = "shardwright: move: the ranks differ, nothing was sent (here)"
-    assert _error(one, other, any_mode) == [head, "  size: 4 on ranks [0, 2]; 8 on ranks [1]"]
-    assert _error(one, Statement("sum", {"rows": 3})) == [head, "  call: move on ranks [0]; sum on ranks [1]"]
+    assert _error(statement, other_size, any_mode) == [head, "  size: 4 on ranks [0, 2]; 8 on ranks [1]"]
+    assert _error(statement, Statement("sum", {"rows": 3})) == [head, "  call: move on ranks [0]; sum on ranks [1]"]
     fewer = Statement("move", {"size": 4, "async_op": True})
-    assert _error(one, fewer) == [head, "  dtype: float32 on ranks [0]; not given on ranks [1]"]
+    assert _error(statement, fewer) == [head, "  dtype: float32 on ranks [0]; not given on ranks [1]"]
 
 
 def test_report_lists_refused_arguments() -> None:

@@ -167,7 +167,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(pool: Pool) -> None:
             for method in METHODS:
                 layout = "zigzag" if method == "ring" and world_size != 3 else None
                 for found in pool.run(_result, world_size, method, dtype, is_causal, layout):
-                    same = [torch.equal(one, right) for one, right in zip(found, first, strict=True)]
+                    same = [torch.equal(result, right) for result, right in zip(found, first, strict=True)]
                     assert all(same), (world_size, method, same)
 
 
@@ -237,8 +237,8 @@ def _with_dtensors() -> None:
         assert out.placements == tuple(placements) and out.shape == q.shape
         out.backward(distribute_tensor(dout, mesh, placements))
         found = [out.full_tensor(), *[t.grad.full_tensor() for t in given], lse.full_tensor()]  # type: ignore[union-attr]
-        for one, right in zip(found, exact, strict=True):
-            torch.testing.assert_close(one.cpu().double(), right, atol=2e-5, rtol=0)
+        for result, right in zip(found, exact, strict=True):
+            torch.testing.assert_close(result.cpu().double(), right, atol=2e-5, rtol=0)
 
 
 def test_dtensor_placements_define_the_layout(pool: Pool) -> None:

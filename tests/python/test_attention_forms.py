@@ -235,8 +235,8 @@ def _with_dtensors() -> None:
         assert out.placements == tuple(cut) and out.shape == whole.right[0].shape
         out.backward(dout)
         found = [out.full_tensor(), *[t.grad.full_tensor() for t in given], lse.full_tensor()]  # type: ignore[union-attr]
-        for one, right in zip(found, whole.right, strict=True):
-            torch.testing.assert_close(one.cpu().double(), right, atol=2e-5, rtol=0)
+        for result, right in zip(found, whole.right, strict=True):
+            torch.testing.assert_close(result.cpu().double(), right, atol=2e-5, rtol=0)
     with pytest.raises(ValueError, match="mask must be plain or placed like q"):
         scaled_dot_product_attention(*given, mask=distribute_tensor(whole.mask, mesh, [Replicate(), Shard(1)]))
 
@@ -263,8 +263,8 @@ def _three_dims() -> None:
             *torch.autograd.grad(out, mine, grad if given is plain else distribute_tensor(dout, mesh, [Shard(1)])),
             lse,
         ]
-        for one, right, cut in zip(found, whole.right, (rows, rows, keys, keys, rows), strict=True):
-            local = one.to_local() if isinstance(one, DTensor) else one
+        for result, right, cut in zip(found, whole.right, (rows, rows, keys, keys, rows), strict=True):
+            local = result.to_local() if isinstance(result, DTensor) else result
             torch.testing.assert_close(local.cpu().double(), right[:, 0, cut], atol=1e-5, rtol=0)
 
 
@@ -302,7 +302,7 @@ def _compiled() -> None:
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(*tensors, of_function)
         eager = function(*tensors, of_function)
         assert torch.equal(compiled, eager)
-        for found, right in zip(*(torch.autograd.grad(one, tensors) for one in (compiled, eager)), strict=True):
+        for found, right in zip(*(torch.autograd.grad(output, tensors) for output in (compiled, eager)), strict=True):
             assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (found, right)))
 
 

@@ -97,9 +97,9 @@ def test_invalid_plan_arguments(src: dict[str, Any], dst: dict[str, Any], fragme
 
 
 def test_groups_of_a_plan_between_meshes() -> None:
-    one = sw.Layout(sw.Mesh({"dp": 2}), (4,), ["R"])
-    other = sw.Layout(sw.Mesh({"dp": 4}), (4,), ["R"])
-    _refused(lambda: sw.plan(one, other, groups=[("dp",)]), "groups", "two meshes")
+    src = sw.Layout(sw.Mesh({"dp": 2}), (4,), ["R"])
+    dst = sw.Layout(sw.Mesh({"dp": 4}), (4,), ["R"])
+    _refused(lambda: sw.plan(src, dst, groups=[("dp",)]), "groups", "two meshes")
 
 
 def _print_failed_objects() -> None:

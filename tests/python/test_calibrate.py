@@ -145,7 +145,9 @@ def _table_names_around_calibrate() -> list[Any]:
         ).topology
         model = tables.measured_gemm_model("cpu", "float32")
         assert model is not None
-        said = repr([getattr(model, one) for one in ("flops_per_us", "launch_ps", "contention_percent", "chunk_ps")])
+        said = repr(
+            [getattr(model, field) for field in ("flops_per_us", "launch_ps", "contention_percent", "chunk_ps")]
+        )
     finally:
         sw.calibration.forget()
     return [before, after, explicit, _table_names(), topology.to_json() + said]
@@ -178,7 +180,7 @@ def _calibrate_with_a_slow_rank() -> str:
     if dist.get_rank() == 1:
         products._MAX_SECONDS = 0.0
     model = sw.calibration.calibrate_gemm(dtype=torch.float32)
-    return repr([getattr(model, one) for one in ("flops_per_us", "launch_ps", "memory_ps_per_kib")])
+    return repr([getattr(model, field) for field in ("flops_per_us", "launch_ps", "memory_ps_per_kib")])
 
 
 def test_slow_rank_gets_the_same_table() -> None:

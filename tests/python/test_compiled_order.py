@@ -52,7 +52,7 @@ def _there_and_back(a: DTensor, b: DTensor) -> tuple[DTensor, ...]:
 
 def _checkpointed(a: DTensor, b: DTensor) -> tuple[DTensor, ...]:
     result: tuple[DTensor, ...] = checkpoint(_there_and_back, a, b, use_reentrant=False)
-    return (*_sums(a, b), *(one.cos() for one in result))
+    return (*_sums(a, b), *(tensor.cos() for tensor in result))
 
 
 def _one_order(function: Callable[..., tuple[DTensor, ...]], with_gradients: bool) -> None:
@@ -60,20 +60,20 @@ def _one_order(function: Callable[..., tuple[DTensor, ...]], with_gradients: boo
     given = [_pending((1, 3000), 1, mesh), _pending((2, 4000), 2, mesh)]
 
     def run(call: Callable[..., tuple[DTensor, ...]]) -> list[torch.Tensor]:
-        inputs = [one.detach().clone().requires_grad_(with_gradients) for one in given]
+        inputs = [tensor.detach().clone().requires_grad_(with_gradients) for tensor in given]
         results = call(*inputs)
         gradients: Any = ()
         if with_gradients:
-            loss = sum(one.redistribute(placements=[Replicate()]).to_local().square().sum() for one in results)
+            loss = sum(result.redistribute(placements=[Replicate()]).to_local().square().sum() for result in results)
             gradients = torch.autograd.grad(loss, inputs)
-        return [one.full_tensor().detach() for one in (*results, *gradients)]
+        return [tensor.full_tensor().detach() for tensor in (*results, *gradients)]
 
     expected = run(function)  # with PyTorch's redistributes
     with sw.enabled(strict=True), fresh_compilers():
         compiled = torch.compile(function, fullgraph=True)
         for _ in range(2):
-            for one, other in zip(run(compiled), expected, strict=True):
-                torch.testing.assert_close(one, other)
+            for result, right in zip(run(compiled), expected, strict=True):
+                torch.testing.assert_close(result, right)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def _starts_in_backward(rows: int) -> list[str]:
     with sw.enabled(strict=True), fresh_compilers():
         compiled = torch.compile(function, backend=recording(graphs), fullgraph=True)
         found = torch.autograd.grad(compiled(*given).square().sum().full_tensor(), given)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one.full_tensor(), other.full_tensor())
+    for gradient, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(gradient.full_tensor(), right.full_tensor())
     forward, backward = graphs
     assert forward.count("redistribute_start") == forward.count("redistribute_wait") == 2
     return [word for word in backward.split() if "redistribute_start" in word]
@@ -116,9 +116,9 @@ def _starts_in_backward(rows: int) -> list[str]:
 
 def test_checkpoints_recompute_redistributes_only_if_all_ranks_do(pool: Pool) -> None:
     for even in pool.run(_starts_in_backward, 2, 6):
-        assert sum("recomputable" in one for one in even) == 2
+        assert sum("recomputable" in line for line in even) == 2
     for uneven in pool.run(_starts_in_backward, 2, 5):
-        assert not any("recomputable" in one for one in uneven)
+        assert not any("recomputable" in line for line in uneven)
 
 
 # ---- CUDA graphs

@@ -45,11 +45,11 @@ WAYS = [
 
 def _symbolic_rows(way: list[list[str]], backend: str, rows: list[int], graphs: int) -> None:
     mesh = get_mesh((2, 2))
-    placements = [to_placements(one) for one in way]
+    placements = [to_placements(texts) for texts in way]
 
     def function(x: DTensor) -> DTensor:
-        for one in placements[1:]:
-            x = x.sin().redistribute(placements=one)
+        for placed in placements[1:]:
+            x = x.sin().redistribute(placements=placed)
         return x * 2
 
     counter = CompileCounterWithBackend(backend)

@@ -86,9 +86,13 @@ def _move(shared: Any, role: str, rank: int) -> None:
         assert oracle.difference(held.grad, parts.part_of(gradient, src, link.rank)) is None
     # A sum over the ranks of one job, sent to one rank of the other.
     pending = sw.Layout(sw.Mesh({"dp": 2}, link.ranks("trainer")), SHAPE, ["P(sum)"])
-    one = sw.Layout(sw.Mesh({"one": 1}, link.ranks("server")[1:2]), SHAPE, ["R"])
+    on_one_server = sw.Layout(sw.Mesh({"one": 1}, link.ranks("server")[1:2]), SHAPE, ["R"])
     share = whole * (1 + rank) if role == "trainer" else None
-    summed = sw.redistribute_local(share, pending, one, group=link.group) if role == "trainer" or rank == 1 else None
+    summed = (
+        sw.redistribute_local(share, pending, on_one_server, group=link.group)
+        if role == "trainer" or rank == 1
+        else None
+    )
     if role == "server" and rank == 1:
         assert summed is not None and torch.equal(summed, whole * 3)
     # In debug mode the ranks of both jobs compare their calls.

@@ -261,7 +261,7 @@ def _refused_launches(rank: int, size: int, path: str) -> list[int]:
         return sw.all_gather_matmul(x, weight, **how)
 
     def batch() -> torch.Tensor:
-        return torch.cat([one.flatten() for one in sw.redistribute_many(items, bucket_bytes=256)])
+        return torch.cat([result.flatten() for result in sw.redistribute_many(items, bucket_bytes=256)])
 
     calls = [product, batch]
     calls += [lambda m=m, a=a: m.start(a) + 0 for m in moves for a in (False, True)]  # type: ignore[misc]
@@ -307,16 +307,16 @@ def _on_two_streams(rank: int, size: int, path: str, async_op: bool) -> None:
     by_columns = Move(mesh, (8, 12), ("R", "S(1)"), ("R", "R"))  # uses another group
     for move in (by_rows, by_columns):
         move.run()
-    one, other = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+    first_stream, second_stream = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
     done = torch.Event(device=DEVICE)
     native.synchronize()
-    with one:
+    with first_stream:
         native.sleep(400)
         result = by_rows.start(async_op) + 0
-        done.record(one)
-    with other:
+        done.record(first_stream)
+    with second_stream:
         second = by_columns.start()
-    other.synchronize()
+    second_stream.synchronize()
     time.sleep(0.1)  # time for the work after the program on the first stream; shorter than its sleep
     assert done.query(), "two communicators were used at the same time"
     by_rows.check(result)

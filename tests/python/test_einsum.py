@@ -21,7 +21,7 @@ import einsum_table as cases
 
 
 def _texts(placed: list[Placement]) -> list[str]:
-    return [f"S({one.dim})" if isinstance(one, Shard) else "R" for one in placed]
+    return [f"S({placement.dim})" if isinstance(placement, Shard) else "R" for placement in placed]
 
 
 def _check(equation: str, cut: cases.Cut, sizes: tuple[int, ...]) -> None:
@@ -46,9 +46,9 @@ def _check(equation: str, cut: cases.Cut, sizes: tuple[int, ...]) -> None:
     assert communication.get_total_counts() == 0 and wire.received_bytes == 0, said
     assert list(y.placements) == cases.placements_of_result(cut, out), f"{said}: {y.placements}"
     torch.testing.assert_close(y.full_tensor(), expected.detach(), rtol=1e-4, atol=1e-4, msg=said)
-    for found, one in zip(gradients, plain, strict=True):
-        assert one.grad is not None
-        torch.testing.assert_close(found.full_tensor(), one.grad, rtol=1e-4, atol=1e-4, msg=said)
+    for found, operand in zip(gradients, plain, strict=True):
+        assert operand.grad is not None
+        torch.testing.assert_close(found.full_tensor(), operand.grad, rtol=1e-4, atol=1e-4, msg=said)
 
 
 def _check_all(equation: str, sizes: tuple[int, ...]) -> None:
@@ -61,7 +61,8 @@ QUICK = ("bikc,bjkc->bijc", "bihn,hnj->bij", "bij,bij->", "bi,bj->bij")
 
 
 @pytest.mark.parametrize(
-    "equation", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.long) for one in cases.EQUATIONS]
+    "equation",
+    [pytest.param(equation, marks=[] if equation in QUICK else pytest.mark.long) for equation in cases.EQUATIONS],
 )
 def test_operands_cut_by_one_mesh_dim(pool: Pool, equation: str) -> None:
     pool.run(_check_all, 2, equation, (2,))

@@ -37,7 +37,7 @@ def _check_layer(p: routing.Problem, what: object, **options: object) -> None:
     """Compares forward and backward of one layer with the unsharded layer."""
     rank = dist.get_rank()
     outs, x_grads, score_grads, weight_grad = routing.unsharded(p)
-    x, scores = (_mine(one[rank]).requires_grad_() for one in (p.x, p.scores))
+    x, scores = (_mine(parts[rank]).requires_grad_() for parts in (p.x, p.scores))
     weights = _mine(p.weights).requires_grad_()
     rows, counts, handle = dispatch(x, _mine(p.expert_ids[rank]), scores, p.placement, **options)  # type: ignore[arg-type]
     out = combine(_apply_experts(p, weights, rows, handle, counts), handle)
@@ -94,7 +94,7 @@ def test_rows_are_in_order_and_bytes_equal_the_bound(pool: Pool, world: int) -> 
     for case, (load, placement) in enumerate(CASES):
         p = routing.problem(world, 5, load=load, placement=placement)
         row_bytes = p.x[0].shape[1] * 8
-        ids = [row for one in p.expert_ids for row in one.tolist()]
+        ids = [row for ids_of_rank in p.expert_ids for row in ids_of_rank.tolist()]
         home = p.rank_of_token()
         at: list[set[int]] = [set() for _ in ids]
         served: dict[tuple[int, int], int] = {}
@@ -146,7 +146,7 @@ def _bits(dtype: torch.dtype) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 2, dtype=dtype, most_tokens=30, hidden=33)
     rank_of = {e: r for r, experts in enumerate(p.placement) for e in experts}
-    p.scores = [one.to(torch.float32) for one in p.scores]
+    p.scores = [part.to(torch.float32) for part in p.scores]
     for turn in range(3):
         if turn == rank % 3:
             torch.manual_seed(turn)
@@ -225,14 +225,14 @@ def test_tensors_with_conjugate_or_negative_bit(pool: Pool) -> None:
 def _with_scales(dtype: torch.dtype) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     p = routing.problem(world, 6, hidden=16)
-    x = [one.to(torch.float32).to(dtype) for one in p.x]
-    scales = [one[:, :2].to(torch.float32) for one in p.x]
+    x = [part.to(torch.float32).to(dtype) for part in p.x]
+    scales = [part[:, :2].to(torch.float32) for part in p.x]
     rows, counts, handle = dispatch(
         _mine(x[rank]), _mine(p.expert_ids[rank]), _mine(p.scores[rank]), p.placement, scales=_mine(scales[rank])
     )
     assert handle.scales is not None and handle.scales.dtype == torch.float32
     numbers = handle.scales[:, 0].cpu().to(torch.int64)
-    assert torch.equal(rows.cpu().view(torch.uint8), torch.cat([one.view(torch.uint8) for one in x])[numbers])
+    assert torch.equal(rows.cpu().view(torch.uint8), torch.cat([part.view(torch.uint8) for part in x])[numbers])
     assert torch.equal(handle.scales.cpu(), torch.cat(scales)[numbers])
     expected = [sorted(t for t, e in _pairs(p) if e == expert) for expert in p.placement[rank]]
     assert [part.tolist() for part in numbers.split(counts.tolist())] == expected
@@ -241,7 +241,7 @@ def _with_scales(dtype: torch.dtype) -> None:
 
 
 def _pairs(p: routing.Problem) -> list[tuple[int, int]]:
-    rows = [row for one in p.expert_ids for row in one.tolist()]
+    rows = [row for ids_of_rank in p.expert_ids for row in ids_of_rank.tolist()]
     return [(t, e) for t, row in enumerate(rows) for e in row if e >= 0]
 
 
@@ -257,7 +257,7 @@ def _kept(p: routing.Problem, capacity: int) -> set[tuple[int, int]]:
     """Returns the (token, index of its expert) pairs within capacity, first come, first served."""
     taken: dict[int, int] = {}
     kept = set()
-    for t, row in enumerate(row for one in p.expert_ids for row in one.tolist()):
+    for t, row in enumerate(row for ids_of_rank in p.expert_ids for row in ids_of_rank.tolist()):
         for j, e in enumerate(row):
             if e >= 0 and taken.get(e, 0) < capacity:
                 kept.add((t, j))
@@ -277,7 +277,7 @@ def _drop(capacity: int, load: str, rows_per_rank: int | None) -> int:
                     ids[t, j] = -1
     as_if = routing.Problem(p.placement, p.x, lacking, p.scores, p.weights, p.gradients)
     outs, x_grads, score_grads, _ = routing.unsharded(as_if)
-    x, scores = (_mine(one[rank]).requires_grad_() for one in (p.x, p.scores))
+    x, scores = (_mine(parts[rank]).requires_grad_() for parts in (p.x, p.scores))
     rows, counts, handle = dispatch(
         x, _mine(p.expert_ids[rank]), scores, p.placement, capacity, overflow="drop", rows_per_rank=rows_per_rank
     )
@@ -331,7 +331,7 @@ def _fixed(placement: str, rows_per_rank: int) -> None:
         p = routing.problem(world, 7, load=load, placement=placement)
         found = []
         for options in ({}, {"rows_per_rank": rows_per_rank, "overflow": "drop"}):
-            x, scores = (_mine(one[rank]).requires_grad_() for one in (p.x, p.scores))
+            x, scores = (_mine(parts[rank]).requires_grad_() for parts in (p.x, p.scores))
             rows, counts, handle = dispatch(x, _mine(p.expert_ids[rank]), scores, p.placement, **options)  # type: ignore[arg-type]
             out = combine(torch.sin(rows), handle)
             out.backward(_mine(p.gradients[rank]))
@@ -583,7 +583,7 @@ def _compiled() -> None:
 
     found = []
     for function in (layer, torch.compile(layer, backend=backend)):
-        x, scores = (one[rank].clone().requires_grad_() for one in (p.x, p.scores))
+        x, scores = (parts[rank].clone().requires_grad_() for parts in (p.x, p.scores))
         out = function(x, p.expert_ids[rank], scores)
         out.backward(p.gradients[rank])
         found.append((out.detach(), x.grad, scores.grad))

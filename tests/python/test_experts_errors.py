@@ -415,7 +415,7 @@ def _equal_calls() -> int:
 
 def test_check_ranks_compares_dispatch_and_combine(pool: Pool) -> None:
     dropped = sum(pool.run(_equal_calls, WORLD))
-    rows = [row for one in routing.problem(WORLD, 8).expert_ids for row in one.tolist()]
+    rows = [row for ids_of_rank in routing.problem(WORLD, 8).expert_ids for row in ids_of_rank.tolist()]
     asked = [sum(e in row for row in rows) for e in range(6)]
     assert dropped == 3 * sum(max(0, n - 2) for n in asked)
     for text in pool.run(_out_of_step, WORLD):

@@ -24,7 +24,7 @@ def _layer(load: str, num_experts: int, placement: str) -> tuple[int, int]:
     rank = dist.get_rank()
     p = _problem(load, num_experts, placement)
     outs, x_grads, score_grads, _ = routing.unsharded(p)
-    x, scores = (one[rank].to(meshes.device).requires_grad_() for one in (p.x, p.scores))
+    x, scores = (of_ranks[rank].to(meshes.device).requires_grad_() for of_ranks in (p.x, p.scores))
     with sw.debug.wire_meter() as meter:
         rows, counts, handle = sw.experts.dispatch(x, p.expert_ids[rank].to(meshes.device), scores, p.placement)
     assert meter.received_bytes == handle.payload_bytes + handle.metadata_bytes
@@ -55,6 +55,6 @@ def test_layer_matches_unsharded_with_fewest_bytes(pool: Pool, num_experts: int,
     assert sum(held for _, held in received) == num_experts
     # A naive dispatch sends each token to each of its experts.
     rank_of = {e: rank for rank, experts in enumerate(p.placement) for e in experts}
-    ids = [row for one in p.expert_ids for row in one.tolist()]
+    ids = [row for ids_of_rank in p.expert_ids for row in ids_of_rank.tolist()]
     naive = sum(rank_of[e] != home[t] for t, row in enumerate(ids) for e in row if e >= 0) * row_bytes
     assert sum(bound) < 0.8 * naive

@@ -103,7 +103,7 @@ def _over_gloo(rank: int, size: int, path: str) -> int:
     p = routing.problem(size, 4)
     outs, x_grads, score_grads, _ = routing.unsharded(p)
     for options in ({}, {"rows_per_rank": TOKENS, "overflow": "drop"}):
-        x, scores = (one[rank].to("asyncdev").requires_grad_() for one in (p.x, p.scores))
+        x, scores = (of_ranks[rank].to("asyncdev").requires_grad_() for of_ranks in (p.x, p.scores))
         ids, weights = p.expert_ids[rank].to("asyncdev"), p.weights.to("asyncdev")
         rows, counts, handle = sw.experts.dispatch(x, ids, scores, p.placement, **options)  # type: ignore[arg-type]
         number = int(counts.sum())

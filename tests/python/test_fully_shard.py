@@ -194,7 +194,7 @@ def test_nothing_reads_released_weights(pool: Pool) -> None:
 
 def _layouts() -> None:
     """Trains with sharded layouts that FSDP2 rejects: an uneven dim that is not the first, and two dims."""
-    one, two = get_mesh((4,)), get_mesh((2, 2))
+    one_dim, two_dims = get_mesh((4,)), get_mesh((2, 2))
 
     def by_columns(mesh: Any) -> Model:
         model = Model()
@@ -211,7 +211,7 @@ def _layouts() -> None:
         return model
 
     whole = train_whole("plain", 3, False)
-    for model in (by_columns(one), by_both(two)):
+    for model in (by_columns(one_dim), by_both(two_dims)):
         weight = model.layers[0].up.weight
         assert isinstance(weight, DTensor) and weight.to_local().numel() < weight.numel() / 2
         for a, b in zip(train(model, 3), whole, strict=True):

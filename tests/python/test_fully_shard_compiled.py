@@ -113,12 +113,14 @@ def _one_graph(backend: str) -> None:
     assert counter.frame_count == 2, "with gradients, and without"
     assert not torch._dynamo.utils.counters["graph_break"]
     assert sw.stats()["unplanned_steps"] == sw.stats()["graph_breaks"] == 0
-    ours, theirs = (sorted(sw.fsdp.schedules(each), key=lambda one: len(one.uses)) for each in (model, eager))
-    for one, other in zip(ours, theirs, strict=True):
+    ours, theirs = (sorted(sw.fsdp.schedules(each), key=lambda schedule: len(schedule.uses)) for each in (model, eager))
+    for compiled_schedule, eager_schedule in zip(ours, theirs, strict=True):
         if backend == "inductor" and torch.__version__ < "2.15":
             continue  # it may begin a backward before it ends the previous one, so reductions start a use later
-        assert len(one.gathers) == len(other.gathers) and len(one.reductions) == len(other.reductions)
-        assert one.arena_bytes == other.arena_bytes
+        assert len(compiled_schedule.gathers) == len(eager_schedule.gathers) and len(
+            compiled_schedule.reductions
+        ) == len(eager_schedule.reductions)
+        assert compiled_schedule.arena_bytes == eager_schedule.arena_bytes
     # Afterwards the module can be saved, and runs without a compiler.
     assert all(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters())
     before = [part(p.detach()).clone() for p in model.parameters()]
@@ -206,10 +208,10 @@ def _computed(backend: str) -> None:
                 found.backward()
             expected.backward()
             torch.testing.assert_close(found, expected)
-            for one, other in zip(models[1].parameters(), models[0].parameters(), strict=True):
-                assert (one.grad is None) == (other.grad is None)
-                if one.grad is not None:
-                    torch.testing.assert_close(part(one.grad), part(other.grad))
+            for parameter, right in zip(models[1].parameters(), models[0].parameters(), strict=True):
+                assert (parameter.grad is None) == (right.grad is None)
+                if parameter.grad is not None:
+                    torch.testing.assert_close(part(parameter.grad), part(right.grad))
         units = [layer._shardwright_unit.unit for layer in models[1].layers]
         storages = {weight.memory.untyped_storage()._cdata for unit in units for weight in unit.weights}
         assert all(each.untyped_storage()._cdata in storages for each in saved if each.numel() == 100)
@@ -253,9 +255,9 @@ def _linear_units_in_float8() -> None:
     found = torch.compile(model, backend="aot_eager")(given)
     found.square().sum().backward()
     assert torch.equal(found, expected)
-    for one, other in zip(model, eager, strict=True):
-        assert torch.equal(full(one.weight.grad), full(other.weight.grad))
-        weight = next(w for w in one._shardwright_unit.unit.weights if w.name.endswith("weight"))
+    for layer, eager_layer in zip(model, eager, strict=True):
+        assert torch.equal(full(layer.weight.grad), full(eager_layer.weight.grad))
+        weight = next(w for w in layer._shardwright_unit.unit.weights if w.name.endswith("weight"))
         assert weight.product is not None and not weight._is_read
 
 

@@ -36,8 +36,8 @@ def _step(ours: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _as_stock() -> None:
-    for one, other in zip(_step(False), _step(True)):
-        assert torch.equal(one, other)
+    for actual, expected in zip(_step(False), _step(True)):
+        assert torch.equal(actual, expected)
 
 
 def test_gradients_of_local_parameters_equal_stock(pool: Pool) -> None:

@@ -114,15 +114,17 @@ def _move(seed: int, bucket_bytes: int, buckets: int, strided: bool) -> tuple[in
     # Results are written to views with gaps, which keep their addresses.
     out = [_strided(torch.zeros_like(right)).to(meshes.device) if right.numel() else None for right in expected]
     out = [
-        torch.empty_like(right, device=meshes.device) if one is None and rank in case[4][1] else one
-        for one, right, case in zip(out, expected, cases, strict=True)
+        torch.empty_like(right, device=meshes.device) if tensor is None and rank in case[4][1] else tensor
+        for tensor, right, case in zip(out, expected, cases, strict=True)
     ]
-    places = [None if one is None else (one.data_ptr(), one.stride()) for one in out]
+    places = [None if tensor is None else (tensor.data_ptr(), tensor.stride()) for tensor in out]
     written = sw.redistribute_many(items, bucket_bytes=bucket_bytes, buckets=buckets, out=out)
     _check(written, expected, cases)
     assert isinstance(written, list)
-    for one, mine, place in zip(written, out, places, strict=True):
-        assert mine is None or (one is mine and (mine.data_ptr(), mine.stride()) == place)
+    for result, given_tensor, place in zip(written, out, places, strict=True):
+        assert given_tensor is None or (
+            result is given_tensor and (given_tensor.data_ptr(), given_tensor.stride()) == place
+        )
 
     pending = sw.redistribute_many(items, bucket_bytes=bucket_bytes, buckets=buckets, async_op=True)
     assert isinstance(pending, sw.runtime.ManyHandle)
@@ -170,7 +172,7 @@ def _memory(bucket_bytes: int, buckets: int) -> tuple[int, int, int]:
     sw.runtime.release_staging()
     moved, peak = allocated_peak(sw.redistribute_many, items, **settings)
     plan = sw.plan_many(pairs, bucket_bytes=bucket_bytes, buckets=buckets)
-    return peak - sum(one.nbytes for one in moved), plan.memory_bytes, plan.num_rounds
+    return peak - sum(tensor.nbytes for tensor in moved), plan.memory_bytes, plan.num_rounds
 
 
 @pytest.mark.parametrize(("bucket_bytes", "buckets"), [(4096, 3), (20000, 1), (1 << 20, 8)])
@@ -215,7 +217,7 @@ def _reductions() -> None:
     local, same, _ = items[0]
     largest = _layout(grid, shape, ("P(max)", "P(max)"), torch.float32)  # it has no gradient, but does not move
     unmoved = sw.redistribute_many([(local, same, same), (local, largest, largest)], device=meshes.device)
-    assert all(one is local for one in unmoved) or rank not in grid[1]  # type: ignore[union-attr]
+    assert all(returned is local for returned in unmoved) or rank not in grid[1]  # type: ignore[union-attr]
 
 
 def test_pending_reductions_are_reduced_first(pool: Pool) -> None:
@@ -317,7 +319,7 @@ def test_errors_name_the_argument(pool: Pool) -> None:
 
 def _invalid_arguments_on_one_rank() -> list[str]:
     """Rank 1 passes invalid arguments with layouts that all ranks have compared. It raises alone, and all continue."""
-    twice, one = torch.zeros(4, 1), torch.zeros(1)
+    twice, expandable = torch.zeros(4, 1), torch.zeros(1)
     mesh = sw.Mesh({"a": 2})
     src, dst = sw.Layout(mesh, (4, 2), ["S(0)"]), sw.Layout(mesh, (4, 2), ["S(1)"])
     items = [(torch.ones(2, 2), src, dst)] * 2
@@ -327,7 +329,7 @@ def _invalid_arguments_on_one_rank() -> list[str]:
 
     moved()
     wrong: list[dict[str, Any]] = [{"out": [None] * 3}, {"out": 3}, {"device": "moon"}, {"out": [twice, twice]}]
-    wrong.append({"out": [one.expand(4, 1), twice]})
+    wrong.append({"out": [expandable.expand(4, 1), twice]})
     errors = [_error(functools.partial(moved, **given)) for given in wrong if dist.get_rank() == 1]
     assert torch.equal(moved()[0], torch.ones(4, 1))
     return errors

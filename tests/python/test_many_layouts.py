@@ -70,14 +70,14 @@ def _rearranged(bucket_bytes: int, strided: bool) -> None:
         local = _gaps(local) if strided and local is not None else local
         items.append((local, _layout(src, SHAPE, dtype), _layout(dst, SHAPE, dtype)))
         expected.append(_local_part(tensor, dst))
-    out = [_gaps(torch.zeros_like(one)) for one in expected] if strided else None
+    out = [_gaps(torch.zeros_like(part)) for part in expected] if strided else None
     plan = sw.plan_many([(src, dst) for _, src, dst in items], bucket_bytes=bucket_bytes)
     for _ in range(2):
         with sw.debug.wire_meter() as meter:
             moved = sw.redistribute_many(items, bucket_bytes=bucket_bytes, out=out, device=meshes.device)
-        for (_, src, dst), one, right in zip(items, moved, expected, strict=True):  # type: ignore[arg-type]
-            wrong = oracle.difference(one, right.cpu())
-            assert wrong is None or (src == dst and one.numel() == 0), f"{src} -> {dst}: {wrong}"
+        for (_, src, dst), result, right in zip(items, moved, expected, strict=True):  # type: ignore[arg-type]
+            wrong = oracle.difference(result, right.cpu())
+            assert wrong is None or (src == dst and result.numel() == 0), f"{src} -> {dst}: {wrong}"
     assert meter.received_bytes <= plan.received_bytes_max
 
 
@@ -99,8 +99,8 @@ def _fuzzed(seed: str) -> int:
         items.append((local, *case.layouts))
         expected.append(case.dst.part(tensor, rank))
     moved = sw.redistribute_many(items, bucket_bytes=4096, device="cpu")
-    for case, one, right in zip(cases, moved, expected, strict=True):  # type: ignore[arg-type]
-        assert oracle.difference(one, right) is None or one.numel() == right.numel() == 0, case
+    for case, result, right in zip(cases, moved, expected, strict=True):  # type: ignore[arg-type]
+        assert oracle.difference(result, right) is None or result.numel() == right.numel() == 0, case
     return sum(case.src.reductions != case.src.reduced().reductions for case in cases)
 
 
@@ -116,8 +116,8 @@ def _memory_of_reductions() -> tuple[int, int]:
     dst = sw.Layout(sw.Mesh({"b": 2}, [2, 3]), (96, 1000), ["S(1)"])
     items = [(torch.full((96, 1000), float(i)) if rank < 3 else None, src, dst) for i in range(3)]
     settings: dict[str, Any] = {"bucket_bytes": 40000, "buckets": 2, "device": "cpu"}
-    for i, one in enumerate(sw.redistribute_many(items, **settings)):  # type: ignore[arg-type]
-        assert rank < 2 or torch.equal(one, torch.full((96, 500), 3.0 * i))
+    for i, reduced in enumerate(sw.redistribute_many(items, **settings)):  # type: ignore[arg-type]
+        assert rank < 2 or torch.equal(reduced, torch.full((96, 500), 3.0 * i))
     sw.runtime.release_staging()
     moved, peak = allocated_peak(sw.redistribute_many, items, **settings)
     plan = sw.plan_many([(src, dst)] * 3, bucket_bytes=40000, buckets=2)
@@ -126,8 +126,8 @@ def _memory_of_reductions() -> tuple[int, int]:
     assert plan.memory_bytes == plan.reduced_bytes_max + max(plan.reducing_bytes_max, 2 * 40000)
     assert "reduced before: 3 tensors" in str(plan)
     # Gloo's threads may still hold the received data of the previous two reductions.
-    assert peak - sum(one.nbytes for one in moved) <= plan.memory_bytes + 2 * plan.reducing_bytes_max
-    return peak - sum(one.nbytes for one in moved), plan.memory_bytes
+    assert peak - sum(tensor.nbytes for tensor in moved) <= plan.memory_bytes + 2 * plan.reducing_bytes_max
+    return peak - sum(tensor.nbytes for tensor in moved), plan.memory_bytes
 
 
 @pytest.mark.cpu_only("counts what the CPU's allocator hands out")
@@ -355,7 +355,7 @@ def _progress_raises() -> None:
                 handle.wait()
             assert len(calls) == round  # once in each run
         handle.wait()  # the run is complete on all ranks
-        assert all(torch.equal(one, torch.tensor([0.0, 0.0, 1.0, 1.0])) for one in t.tensors.values())
+        assert all(torch.equal(tensor, torch.tensor([0.0, 0.0, 1.0, 1.0])) for tensor in t.tensors.values())
 
 
 @pytest.mark.cpu_only("tensors are made on the CPU")

@@ -91,15 +91,21 @@ def test_gathered_operand_is_not_allocated(pool: Pool) -> None:
 def _explained() -> tuple[str, dict[str, float]]:
     x, weight = _operands()
     found = sw.explain(sw.all_gather_matmul, x, weight, method="ring", chunks=WORLD, depth=2, **SIZES)
-    (one,) = found
-    assert (one.method, one.chunks, one.depth, one.sms_left, one.why_only_serial) == ("ring", WORLD, 2, 0, None)
+    (overlap,) = found
+    assert (overlap.method, overlap.chunks, overlap.depth, overlap.sms_left, overlap.why_only_serial) == (
+        "ring",
+        WORLD,
+        2,
+        0,
+        None,
+    )
     assert f"ring in {WORLD} chunks, 2 under way\n" in str(found)
-    assert {method for method, *_ in one.predictions} == {"serial", "ring", "collective"}
+    assert {method for method, *_ in overlap.predictions} == {"serial", "ring", "collective"}
     kinds = {event["pid"] for event in json.loads(found.to_chrome())["traceEvents"]}
     assert kinds == {"0: predicted", "0: measured"}
-    for events in (one.predicted, one.measured):
+    for events in (overlap.predicted, overlap.measured):
         assert [event.chunk for event in events if event.lane == "compute"] == list(range(WORLD))
-    return str(found), {f"{method} {chunks}": us for method, chunks, *_, us in one.predictions}
+    return str(found), {f"{method} {chunks}": us for method, chunks, *_, us in overlap.predictions}
 
 
 def test_explain_shows_predicted_and_measured_lanes(pool: Pool) -> None:

@@ -191,7 +191,7 @@ def _invalid_scales() -> None:
     mesh = get_mesh((2,))
     x, weight = _integers((4, 6), 1, E4M3), _integers((6, 3), 2, E4M3)
     whole_x, whole_weight = _integers((8, 6), 1, E4M3), _integers((6, 6), 2, E4M3)
-    one, rows, columns = torch.tensor(1.0), torch.ones(4, 1), torch.ones(1, 3)
+    scale, rows, columns = torch.tensor(1.0), torch.ones(4, 1), torch.ones(1, 3)
     how: dict[str, Any] = {"size": 8, "columns": 6}
 
     def gather(
@@ -207,31 +207,31 @@ def _invalid_scales() -> None:
     partial = DTensor.from_local(torch.ones(4, 1), mesh, [Partial()], run_check=False)
     for call, said in [
         (gather(), "x_scale must be given together with weight_scales for x of torch.float8_e4m3fn"),
-        (gather(x_scale=one), "weight_scales must be given together with x_scale, got None"),
-        (gather(weight_scales=one), "x_scale must be given together with weight_scales, got None"),
+        (gather(x_scale=scale), "weight_scales must be given together with x_scale, got None"),
+        (gather(weight_scales=scale), "x_scale must be given together with weight_scales, got None"),
         (
             gather(x.float(), weight.float(), out_dtype=torch.bfloat16),
             "out_dtype must be None without scales, .*, got torch.bfloat16",
         ),
-        (gather(x.float(), x_scale=one, weight_scales=one), "x must have dtype .* with scales, got torch.float32"),
+        (gather(x.float(), x_scale=scale, weight_scales=scale), "x must have dtype .* with scales, got torch.float32"),
         (
-            gather(weight=weight.float(), x_scale=one, weight_scales=one),
+            gather(weight=weight.float(), x_scale=scale, weight_scales=scale),
             r"weights\[0\] must have dtype .* with scales, got torch.float32",
         ),
         (
-            gather(x.to(E5M2), weight.to(E5M2), x_scale=one, weight_scales=one),
+            gather(x.to(E5M2), weight.to(E5M2), x_scale=scale, weight_scales=scale),
             r"weights\[0\] must have dtype .*e4m3fn if .*, got .*e5m2",
         ),
         (
-            gather(x_scale=one, weight_scales=one, out_dtype=torch.float16),
+            gather(x_scale=scale, weight_scales=scale, out_dtype=torch.float16),
             "out_dtype must be .* with scales, got torch.float16",
         ),
         (
-            gather(x_scale=one, weight_scales=[one, one]),
+            gather(x_scale=scale, weight_scales=[scale, scale]),
             "weight_scales must have one entry for each of 1 weights, got 2",
         ),
         (
-            gather(bias=torch.ones(3), x_scale=one, weight_scales=one),
+            gather(bias=torch.ones(3), x_scale=scale, weight_scales=scale),
             r"biases\[0\] must have the dtype of the result .*, got torch.float32",
         ),
         (gather(x_scale=rows[:2], weight_scales=columns), r"x_scale must have shape \(\) .* \(4, 1\) .*, got \(2, 1\)"),
@@ -240,31 +240,31 @@ def _invalid_scales() -> None:
             gather(x_scale=rows.double(), weight_scales=columns),
             "x_scale must be torch.float32 on .*, got torch.float64",
         ),
-        (linear(x_scale=torch.ones(4, 1), weight_scale=one), r"x_scale must have shape .*, got \(4, 1\)"),
+        (linear(x_scale=torch.ones(4, 1), weight_scale=scale), r"x_scale must have shape .*, got \(4, 1\)"),
         (
-            linear(x_scale=torch.ones(8, 1), weight_scale=one),
+            linear(x_scale=torch.ones(8, 1), weight_scale=scale),
             "x_scale must be a DTensor, .*, got a plain tensor of 8 rows",
         ),
-        (linear(x_scale=one), "weight_scale must be given together with x_scale, got None"),
-        (linear(x_scale=one, weight_scale=1.0), "weight_scale must be a tensor, got 1.0"),
+        (linear(x_scale=scale), "weight_scale must be given together with x_scale, got None"),
+        (linear(x_scale=scale, weight_scale=1.0), "weight_scale must be a tensor, got 1.0"),
         (
-            linear(bias=dw, x_scale=one, weight_scale=one),
+            linear(bias=dw, x_scale=scale, weight_scale=scale),
             "bias must have the dtype of the result .*, got torch.float8_e4m3fn",
         ),
         (
-            gather(weight=weight[0], x_scale=one, weight_scales=one),
+            gather(weight=weight[0], x_scale=scale, weight_scales=scale),
             r"weights\[0\] must have two dims, got shape \(3,\)",
         ),
         (
-            gather(x_scale=one.clone().requires_grad_(), weight_scales=one),
+            gather(x_scale=scale.clone().requires_grad_(), weight_scales=scale),
             "and scales must be False with scales, got True",
         ),
-        (linear(x_scale=partial, weight_scale=one), "x_scale must have placements Replicate"),
+        (linear(x_scale=partial, weight_scale=scale), "x_scale must have placements Replicate"),
     ]:
         with pytest.raises(ValueError, match=said):
             call()
     with pytest.raises(ValueError, match="have no gradients"):
-        sw.all_gather_matmul(x.requires_grad_(), weight, x_scale=one, weight_scales=one, **how)
+        sw.all_gather_matmul(x.requires_grad_(), weight, x_scale=scale, weight_scales=scale, **how)
     with pytest.raises(ValueError, match="x_scale must be given together with weight_scale for x of .*e4m3fn"):
         sw.linear(dx, dw)
 

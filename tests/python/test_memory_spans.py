@@ -42,7 +42,7 @@ def test_shared_memory_equals_shared_addresses() -> None:
         wanted = bool(_addresses(a) & _addresses(b))
         found = memory_spans.shared_memory({"a": a}, {"b": b})
         assert bool(found) == wanted, (a.shape, a.stride(), b.shape, b.stride(), a.data_ptr() - b.data_ptr())
-        spans = [memory_spans._span(name, one, False) for name, one in (("a", a), ("b", b))]
+        spans = [memory_spans._span(name, tensor, False) for name, tensor in (("a", a), ("b", b))]
         by_strides += memory_spans._boxes_meet(*spans) is not None
         sharing += wanted
     assert 500 < sharing < 2500 and by_strides > 1000, (sharing, by_strides)
@@ -59,5 +59,5 @@ def test_strides_separate_columns_of_one_tensor(monkeypatch: pytest.MonkeyPatch)
     pairs = memory_spans.shared_memory({"row": whole[30]}, columns)
     assert sorted(int(pair[1]) for pair in pairs) == list(range(20))
     blocks = [whole[i : i + 10, j : j + 8] for i, j in itertools.product((0, 5, 20), (0, 8))]
-    shared = memory_spans.shared_memory({}, {str(i): one for i, one in enumerate(blocks)}, among_written=True)
+    shared = memory_spans.shared_memory({}, {str(i): block for i, block in enumerate(blocks)}, among_written=True)
     assert {frozenset(pair[:2]) for pair in shared} == {frozenset("02"), frozenset("13")}

@@ -174,7 +174,7 @@ def _after_destruction() -> None:
                 held += [group] * (rank == 0)  # rank 0 keeps a reference to the group
                 dist.destroy_process_group(group)
             del group
-        assert rank >= 2 or len({id(one) for one in used}) == 3
+        assert rank >= 2 or len({id(used_group) for used_group in used}) == 3
         mesh = _own_mesh()
         x = _on(mesh, whole, [S(0), S(1)])
         for _ in range(2):

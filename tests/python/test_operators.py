@@ -121,7 +121,7 @@ def _other_sizes() -> None:
     operator = sw.graph.operator(before, after)
     ops, arguments = torch.ops.shardwright, _arguments(operator)
     whole = oracle.global_tensor((9, 4), torch.float32, 7, True)
-    src, dst = (sw.Layout(_mesh(), (9, 4), one.placements) for one in (before, after))
+    src, dst = (sw.Layout(_mesh(), (9, 4), side.placements) for side in (before, after))
     local = part_of(whole, src, dist.get_rank())
     groups = sw.graph.operator(src, dst).keywords["groups"]
     handle = ops.redistribute_start(local, arguments["plan"], groups, dist.get_rank(), sizes=[9, 4])
@@ -201,8 +201,8 @@ def _compiled(kind: str) -> None:
             results.append([t.full_tensor() for t in (result, *grads)])
             assert result.placements == (Shard(0), Shard(0))
     for result in results[1:]:
-        for one, other in zip(result, results[0], strict=True):
-            torch.testing.assert_close(one, other)
+        for actual, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(actual, expected)
     assert len(graphs) == 2, "one forward and one backward"
     for graph in graphs:
         assert graph.count("redistribute_start") == graph.count("redistribute_wait") > 0

@@ -288,8 +288,8 @@ def _uneven_features(local: bool) -> None:
     torch.testing.assert_close(found, expected)
     expected.square().sum().backward()
     found.square().sum().backward()
-    for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
-        torch.testing.assert_close(_full(other.grad), one.grad)
+    for parameter, cut_parameter in zip(whole.parameters(), cut.parameters(), strict=True):
+        torch.testing.assert_close(_full(cut_parameter.grad), parameter.grad)
 
 
 @pytest.mark.parametrize("local", [True, False])

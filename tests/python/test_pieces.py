@@ -36,9 +36,9 @@ def _random_pieces(chance: random.Random, size: int, count: int) -> sw.placement
     lists: list[list[tuple[int, int]]] = [[] for _ in range(count)]
     for piece in pieces:
         owner = chance.randrange(count)
-        for which, one in enumerate(lists):
+        for which, pieces_of_owner in enumerate(lists):
             if which == owner or chance.random() < 0.25:
-                one.append(piece)
+                pieces_of_owner.append(piece)
     return sw.placements.Pieces(0, lists)
 
 

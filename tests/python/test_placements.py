@@ -38,7 +38,7 @@ def _part(placement: Any, indices: list[int], count: int, which: int) -> list[in
         components = [i for i, size in enumerate(placement.sizes) for _ in range(size)]
         held = []
         for i in range(len(placement.sizes)):
-            of_component = [index for index, one in zip(indices, components, strict=True) if one == i]
+            of_component = [index for index, component in zip(indices, components, strict=True) if component == i]
             held += oracle.chunk(of_component, count, which)
         return held
     if isinstance(placement, sw.placements.Blocks | sw.placements.Cyclic):
@@ -399,7 +399,7 @@ def test_layouts_of_different_cuts_are_unequal_even_with_equal_regions() -> None
     assert sw.Layout(mesh, (8,), ["S(0)"]) == plain != sw.Layout(mesh, (8,), ["S(0)"], "bfloat16")
     layouts = [plain, *(sw.Layout(mesh, (8,), [cut]) for cut in cuts)]
     assert all(a != b for a, b in itertools.combinations(layouts, 2))
-    with_one_more = [sw.Layout(sw.Mesh({"x": 2, "y": 1}), (8,), ["S(0)", one]) for one in ("R", "S(0)")]
+    with_one_more = [sw.Layout(sw.Mesh({"x": 2, "y": 1}), (8,), ["S(0)", placement]) for placement in ("R", "S(0)")]
     assert with_one_more[0] == with_one_more[1] != plain
 
 

@@ -147,7 +147,7 @@ def _writes() -> None:
         # Optimizers write to lists of parameters, whose gradients may have other placements.
         for foreach in (True, False):
             cut, plain = torch.nn.Parameter(a.detach().clone()), torch.nn.Parameter(whole.flatten(0, 1).clone())
-            optimizers = [torch.optim.AdamW([one], lr=0.1, foreach=foreach) for one in (cut, plain)]
+            optimizers = [torch.optim.AdamW([parameter], lr=0.1, foreach=foreach) for parameter in (cut, plain)]
             for gradient in (_replicated(torch.ones(12, 5), a), a.detach() * 2):
                 cut.grad, plain.grad = gradient, _full(gradient)
                 for optimizer in optimizers:

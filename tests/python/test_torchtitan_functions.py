@@ -80,10 +80,10 @@ def _gathers(shape: tuple[int, ...], dim: int, columns: tuple[int, int]) -> None
     widths = None if all(n % WORLD == 0 for n in columns) else columns
     width = None if widths is None else widths[0]
 
-    one = functions.all_gather_linear(
+    result = functions.all_gather_linear(
         my_x, my_a, my_bias, group, group.group_name, gather_dim=dim, size=size, out_features=width
     )
-    _check([one], [my_x, my_a, my_bias], [F.linear(x, a, bias)], [x, a, bias], last, [dim, 0, 0])
+    _check([result], [my_x, my_a, my_bias], [F.linear(x, a, bias)], [x, a, bias], last, [dim, 0, 0])
 
     two = functions.all_gather_linear_multi(
         my_x, my_a, my_b, group, group.group_name, gather_dim=dim, size=size, out_features=widths

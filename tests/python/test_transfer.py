@@ -231,7 +231,7 @@ def _stream_memory(buckets: int) -> None:
     most, allowed = 0, 2 * min(2, buckets)
 
     def count() -> int:
-        return sum(not torch.UntypedStorage._expired(one) for one in made)
+        return sum(not torch.UntypedStorage._expired(storage) for storage in made)
 
     for i, (name, x) in enumerate(t.receive()):
         assert name == names[i]

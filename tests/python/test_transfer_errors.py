@@ -171,10 +171,12 @@ def test_many_problems_of_one_kind_hide_no_other(pool: Pool) -> None:
     for said in pool.run(_many_of_a_kind, 2):
         lines = said.splitlines()
         assert len(lines) == 42 and lines[-1].startswith("  and "), lines
-        assert any("source w0: the local tensor must have shape" in one and "(on ranks 0, 1)" in one for one in lines)
-        assert any("source number: must be" in one and one.endswith("got a int (on ranks 0, 1)") for one in lines)
-        assert any("source other: the local tensor must have dtype" in one for one in lines)
-        assert any("source other: all ranks of the mesh" in one and "got none on ranks [0]" in one for one in lines)
+        assert any(
+            "source w0: the local tensor must have shape" in line and "(on ranks 0, 1)" in line for line in lines
+        )
+        assert any("source number: must be" in line and line.endswith("got a int (on ranks 0, 1)") for line in lines)
+        assert any("source other: the local tensor must have dtype" in line for line in lines)
+        assert any("source other: all ranks of the mesh" in line and "got none on ranks [0]" in line for line in lines)
 
 
 def _destinations_that_share_memory() -> str:
@@ -290,9 +292,9 @@ def test_unsupported_dtypes_raise(pool: Pool) -> None:
         assert said.startswith("transfer: nothing was moved, because\n")
         lines = said.splitlines()
         unknown = "w: dtype must be one of .*, got 'float4_e2m1fn_x2'"
-        assert any(re.match(rf"  source {unknown}.*\(on rank 0\)$", one) for one in lines), lines
-        assert any(re.match(rf"  destination {unknown}.*\(on ranks 0, 1\)", one) for one in lines), lines
-        assert any(one.startswith("  v: the map makes (2,) from v") for one in lines), lines
+        assert any(re.match(rf"  source {unknown}.*\(on rank 0\)$", line) for line in lines), lines
+        assert any(re.match(rf"  destination {unknown}.*\(on ranks 0, 1\)", line) for line in lines), lines
+        assert any(line.startswith("  v: the map makes (2,) from v") for line in lines), lines
 
 
 def test_transfer_without_process_group_raises() -> None:

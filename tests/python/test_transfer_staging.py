@@ -81,8 +81,8 @@ def _serve(plain: nn.Module, output: Callable[[], torch.Tensor], x: torch.Tensor
             torch.testing.assert_close(output(), plain(x))
 
     def start(version: int) -> Any:
-        for name, one in source.items():
-            one.copy_(versions[version][name])
+        for name, tensor in source.items():
+            tensor.copy_(versions[version][name])
         return t.start()
 
     t = sw.transfer(source, to, staging="double")
@@ -159,19 +159,19 @@ def _into_fsdp() -> None:
         model.reshard()  # type: ignore[operator]
         return result
 
-    to = {name: one for name, one in model.state_dict().items() if isinstance(one, DTensor)}
-    left = {name: one for name, one in model.state_dict().items() if name not in to}
-    parts = [one.to_local() for one in to.values()]
-    assert any(one.untyped_storage().nbytes() > one.nbytes for one in parts) or dist.get_rank() < 2
+    to = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, DTensor)}
+    left = {name: tensor for name, tensor in model.state_dict().items() if name not in to}
+    parts = [tensor.to_local() for tensor in to.values()]
+    assert any(part.untyped_storage().nbytes() > part.nbytes for part in parts) or dist.get_rank() < 2
     _serve(_Model(), output, x, {**to, **left})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = [one.clone() for one in parts]
+    before = [part.clone() for part in parts]
     model(x).sum().backward()
     optimizer.step()
-    for name, old, one in zip(to, before, parts):
+    for name, old, part in zip(to, before, parts):
         changed = model.get_parameter(name).to_local()  # type: ignore[attr-defined]
-        assert torch.equal(one, changed)
-        assert one.numel() == 0 or not torch.equal(one, old) or name.startswith("layers.1")
+        assert torch.equal(part, changed)
+        assert part.numel() == 0 or not torch.equal(part, old) or name.startswith("layers.1")
 
 
 @pytest.mark.cpu_only("FSDP2 needs a device that it knows")

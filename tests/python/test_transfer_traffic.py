@@ -15,7 +15,7 @@ from pool import Pool
 def _casts(source: torch.dtype, destination: torch.dtype) -> int:
     """Moves a tensor from rank 0 to rank 1 with a cast, and returns the bytes that this rank receives."""
     rank = dist.get_rank()
-    here, there = (sw.Mesh({"one": 1}, [one]) for one in (0, 1))
+    here, there = (sw.Mesh({"one": 1}, [rank_of_mesh]) for rank_of_mesh in (0, 1))
     whole = oracle.global_tensor((300, 200), source, 5)
     layout = sw.Layout(here, whole.shape, ["R"], source)
     state = {"w": (whole.to(meshes.device), layout)} if rank == 0 else None

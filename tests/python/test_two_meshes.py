@@ -301,9 +301,9 @@ def _concurrent() -> None:
         sw.debug.check_ranks(checked)
         try:
             there = [sw.redistribute_local(local, src, dst, async_op=True) for _ in range(3)]
-            back = [sw.redistribute_local(one, dst, src, async_op=True) for one in there]
-            for one in back:
-                assert oracle.difference(one + 0, local) is None
+            back = [sw.redistribute_local(received, dst, src, async_op=True) for received in there]
+            for result in back:
+                assert oracle.difference(result + 0, local) is None
         finally:
             sw.debug.check_ranks(False)
 

@@ -61,7 +61,7 @@ def _split(
         there = dtensors.distribute(weights.view(other), y.device_mesh, placed)
         (gradient,) = torch.autograd.grad(sw.views.view(x, other), x, there)
         assert gradient.device_mesh == mesh
-        kept = [Replicate() if was_sum else one for was_sum, one in zip(is_sum, x.placements, strict=True)]
+        kept = [Replicate() if was_sum else placement for was_sum, placement in zip(is_sum, x.placements, strict=True)]
         assert list(gradient.placements) == kept
         assert torch.equal(gradient.to_local(), part(weights, _layout(gradient)))
 

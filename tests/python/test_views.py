@@ -215,8 +215,8 @@ def _pairs_flattened() -> None:
         assert torch.equal(y.to_local(), part(whole.view(512, 8), _layout(y)))
         assert x.grad is not None and x.grad.placements == x.placements
         assert torch.equal(x.grad.to_local(), there.to_local())
-        for one in back:
-            assert one.placements == x.placements and torch.equal(one.to_local(), x.to_local())
+        for result in back:
+            assert result.placements == x.placements and torch.equal(result.to_local(), x.to_local())
 
 
 def test_flattened_pair_tensor_moves_nothing(pool: Pool) -> None:
@@ -257,15 +257,15 @@ def _linear(compiled: bool) -> None:
     mesh = get_mesh((2,))
     generator = torch.Generator().manual_seed(0)
     x, w, b = (torch.randn(shape, generator=generator).to(device) for shape in ((2, 4, 5), (6, 5), (6,)))
-    plain = [one.clone().requires_grad_() for one in (x, w, b)]
+    plain = [tensor.clone().requires_grad_() for tensor in (x, w, b)]
     F.linear(*plain).relu().square().sum().backward()
     for placement, strided in ((Shard(1), True), (Shard(0), False)):
         ours = [
-            DTensor.from_local(one, mesh, [Replicate()], run_check=False).redistribute(placements=[p]).detach()
-            for one, p in zip((x, w, b), (placement, Replicate(), Replicate()), strict=True)
+            DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).redistribute(placements=[p]).detach()
+            for tensor, p in zip((x, w, b), (placement, Replicate(), Replicate()), strict=True)
         ]
-        for one in ours:
-            one.requires_grad_()
+        for tensor in ours:
+            tensor.requires_grad_()
         graphs: list[str] = []
         layer = torch.compile(F.linear, backend=recording(graphs), fullgraph=True) if compiled else F.linear
         with sw.enabled(strict=True, views=True):
@@ -275,7 +275,9 @@ def _linear(compiled: bool) -> None:
                 y = layer(*ours)
                 y.relu().square().sum().backward()
             assert communication is None or communication.get_total_counts() == 0
-            assert len(graphs) == 2 * compiled and not any("c10d" in one or "redistribute" in one for one in graphs)
+            assert len(graphs) == 2 * compiled and not any(
+                "c10d" in graph or "redistribute" in graph for graph in graphs
+            )
             assert sw.stats()["views"] > 0 and sw.stats()["view_fallbacks"] == 0, strided
             assert y.placements == (placement,)
             for mine, there in zip(ours, plain, strict=True):

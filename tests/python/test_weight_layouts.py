@@ -303,10 +303,10 @@ def model_with_schedule(model_of: Callable[[int | None], Model], wanted: Callabl
 
 def _kept_copies() -> None:
     """A copy stays between two uses, and the ranks that share it gather again. Nothing else changes."""
-    one, two = get_mesh((4,)), get_mesh((2, 2))
-    by_number = {"mesh": one, "reshard_after_forward": 2}
+    one_dim, two_dims = get_mesh((4,)), get_mesh((2, 2))
+    by_number = {"mesh": one_dim, "reshard_after_forward": 2}
     by_layout = {
-        "mesh": two,
+        "mesh": two_dims,
         "placements": lambda p: [Shard(0), Shard(p.ndim - 1)],
         "kept_placements": lambda p: [Replicate(), Shard(p.ndim - 1)],
     }
@@ -402,11 +402,11 @@ def logged_moves() -> Iterator[list[str]]:
 
 def _stores() -> None:
     """ZeRO-1 and other stores: gradients are reduced to the store, which refreshes the weights once per step."""
-    one, two = get_mesh((4,)), get_mesh((2, 2))
+    one_dim, two_dims = get_mesh((4,)), get_mesh((2, 2))
     cases: list[tuple[Any, Callable[[Any], list[Any]], Callable[[Any], list[Any]]]] = [
-        (one, lambda p: [Replicate()], lambda p: [Shard(0)]),
-        (two, lambda p: [Replicate(), Shard(0)], lambda p: [_StridedShard(0, split_factor=2), Shard(0)]),
-        (two, lambda p: [Replicate(), Replicate()], lambda p: [Replicate(), Shard(p.ndim - 1)]),
+        (one_dim, lambda p: [Replicate()], lambda p: [Shard(0)]),
+        (two_dims, lambda p: [Replicate(), Shard(0)], lambda p: [_StridedShard(0, split_factor=2), Shard(0)]),
+        (two_dims, lambda p: [Replicate(), Replicate()], lambda p: [Replicate(), Shard(p.ndim - 1)]),
     ]
     for mesh, rest, store in cases:
         model = wrapped(Model(), mesh=mesh, placements=rest, store_placements=store)
@@ -562,11 +562,11 @@ def test_layouts_with_empty_parts_and_replaced_weights(pool: Pool) -> None:
 
 
 def _wrong_layouts() -> None:
-    mesh, one = get_mesh((2, 2)), get_mesh((4,))
+    mesh, one_dim = get_mesh((2, 2)), get_mesh((4,))
 
     def refuses(text: str, module: nn.Module, **options: Any) -> None:
         with pytest.raises(ValueError, match=text):
-            flat_fully_shard(module, **{"mesh": one, **options})
+            flat_fully_shard(module, **{"mesh": one_dim, **options})
 
     def over(placement: Any, on: Any) -> nn.Module:
         linear = nn.Linear(4, 4, bias=False)
