@@ -73,14 +73,14 @@ def alone(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call
     def compute() -> None:
         row = 0
         for begin, end in runs:
-            mine = q[:, :, row : row + end - begin]
+            local = q[:, :, row : row + end - begin]
             row += end - begin
             if not case.is_causal:
-                flash(mine, k, v)
+                flash(local, k, v)
                 continue
             if begin > 0:
-                flash(mine, k[:, :, :begin], v[:, :, :begin])
-            flash(mine, k[:, :, begin:end], v[:, :, begin:end], is_causal=True)
+                flash(local, k[:, :, :begin], v[:, :, :begin])
+            flash(local, k[:, :, begin:end], v[:, :, begin:end], is_causal=True)
 
     return compute
 
@@ -109,18 +109,18 @@ def layout_of(case: Case) -> str:
 def measure(case: Case, rounds: int, per_node: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     heads = (case.heads, case.kv_heads, case.kv_heads)
-    whole = [torch.randn(1, n, case.length, case.depth, generator=generator) for n in heads]
+    full = [torch.randn(1, n, case.length, case.depth, generator=generator) for n in heads]
     runs = problem.parts_of(layout_of(case), case.length, dist.get_world_size())[dist.get_rank()]
     places = torch.cat([torch.arange(begin, end) for begin, end in runs])
-    mine = [t[:, :, places].contiguous().requires_grad_(case.backward) for t in whole]
-    expected = F.scaled_dot_product_attention(*whole, is_causal=case.is_causal, enable_gqa=True)[:, :, places]
+    local = [t[:, :, places].contiguous().requires_grad_(case.backward) for t in full]
+    expected = F.scaled_dot_product_attention(*full, is_causal=case.is_causal, enable_gqa=True)[:, :, places]
     arguments = {"is_causal": case.is_causal, "enable_gqa": True, "size": case.length, "layout": layout_of(case)}
 
     def by(method: str) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
-            out = sw.attention.scaled_dot_product_attention(*mine, method=method, **arguments)
+            out = sw.attention.scaled_dot_product_attention(*local, method=method, **arguments)
             if case.backward:
-                torch.autograd.grad(out, mine, torch.ones_like(out))
+                torch.autograd.grad(out, local, torch.ones_like(out))
             return out
 
         return call
@@ -129,12 +129,12 @@ def measure(case: Case, rounds: int, per_node: int) -> dict[str, Any]:
     calls: dict[str, Callable[[], Any]] = {name: by(name) for name in methods}
     calls["auto"] = by("auto")
     if not case.is_causal and not case.backward:
-        calls["stock"] = stock(mine)
+        calls["stock"] = stock(local)
     right = over_ranks([float(is_right(call(), expected)) for call in calls.values()], dist.ReduceOp.MIN)
-    asked = functions.ask(**{**functions._DEFAULTS, **arguments})
-    chosen = problem.plan(asked, mine, None).attention.method
+    call_options = functions.ask(**{**functions._DEFAULTS, **arguments})
+    chosen = problem.plan(call_options, local, None).attention.method
     if not case.backward:
-        calls["attention"] = alone(case, mine[0], *whole[1:])
+        calls["attention"] = alone(case, local[0], *full[1:])
     seconds = timing.among_ranks(calls).of_count(rounds).low
     best = min(methods, key=seconds.__getitem__)
     row: dict[str, Any] = {

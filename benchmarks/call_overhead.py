@@ -66,8 +66,8 @@ def tensor(mesh: DeviceMesh, text: str, requires_grad: bool = False) -> DTensor:
 
 
 @contextlib.contextmanager
-def engine(ours: bool):
-    with sw.enabled(strict=True) if ours else contextlib.nullcontext():
+def engine(uses_shardwright: bool):
+    with sw.enabled(strict=True) if uses_shardwright else contextlib.nullcontext():
         yield
 
 
@@ -85,8 +85,8 @@ def look(x: torch.Tensor) -> tuple:
 
 def check(call: Callable[[], torch.Tensor]) -> None:
     looks = []
-    for ours in (False, True):
-        with engine(ours):
+    for uses_shardwright in (False, True):
+        with engine(uses_shardwright):
             looks += [look(call()), look(call())]
     assert all(counts == looks[0] for counts in looks), looks
 

@@ -66,15 +66,15 @@ def repeated(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, placement
     local = num_experts // world
     order = torch.argsort(ids.flatten(), stable=True)
     tokens = order // TOP_K
-    mine = torch.bincount(ids.flatten(), minlength=num_experts)
-    theirs = torch.empty_like(mine)
-    dist.all_to_all_single(theirs, mine)
-    send = mine.view(world, local).sum(1).tolist()
-    receive = theirs.view(world, local).sum(1).tolist()
+    sent_counts = torch.bincount(ids.flatten(), minlength=num_experts)
+    received_counts = torch.empty_like(sent_counts)
+    dist.all_to_all_single(received_counts, sent_counts)
+    send = sent_counts.view(world, local).sum(1).tolist()
+    receive = received_counts.view(world, local).sum(1).tolist()
     arrived = x.new_empty(sum(receive), HIDDEN)
     dist.all_to_all_single(arrived, x[tokens], receive, send)
     # Permutation from rank-major to expert-major, and back after the experts.
-    experts = torch.arange(local).repeat(world).repeat_interleave(theirs)
+    experts = torch.arange(local).repeat(world).repeat_interleave(received_counts)
     by_expert = torch.argsort(experts, stable=True)
     rows = arrived[by_expert]
     back = torch.empty_like(rows)
@@ -89,9 +89,9 @@ def repeated(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, placement
 def by_expert(x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, placement: list[list[int]]) -> Result:
     rank, world = dist.get_rank(), len(placement)
     num_experts = sum(map(len, placement))
-    mine = torch.bincount(ids.flatten(), minlength=num_experts)
-    counts = mine.new_empty(world * num_experts)
-    dist.all_gather_into_tensor(counts, mine)
+    local_counts = torch.bincount(ids.flatten(), minlength=num_experts)
+    counts = local_counts.new_empty(world * num_experts)
+    dist.all_gather_into_tensor(counts, local_counts)
     table = counts.view(world, num_experts).tolist()
     out, foreign = torch.zeros_like(x, dtype=torch.float32), 0
     for owner, experts in enumerate(placement):

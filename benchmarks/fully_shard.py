@@ -125,8 +125,8 @@ class ByHand:
         self.has_our_transfers = has_our_transfers
         self.world, rank = dist.get_world_size(), dist.get_rank()
         rows = WIDTH // self.world
-        whole = [layer.linear.weight.detach() for layer in make_model()]
-        self.parts = [weight[rank * rows : (rank + 1) * rows].clone() for weight in whole]
+        full = [layer.linear.weight.detach() for layer in make_model()]
+        self.parts = [weight[rank * rows : (rank + 1) * rows].clone() for weight in full]
         self.buffers = [torch.empty(WIDTH, WIDTH) for _ in range(2)]
         self.received = [torch.empty(WIDTH, WIDTH) for _ in range(2)]
         self.gather_by, self.reduce_by = sw.fsdp.AllGather(), sw.fsdp.ReduceScatter()
@@ -180,14 +180,14 @@ class ByHand:
 def communication(num_gathers: int) -> Callable[[], None]:
     """Runs the transfers of a step alone: the gathers and the reduction of each layer."""
     part = torch.ones(WIDTH * WIDTH // dist.get_world_size())
-    whole = torch.ones(WIDTH * WIDTH)
+    full = torch.ones(WIDTH * WIDTH)
     gather, scatter, group = sw.fsdp.AllGather(), sw.fsdp.ReduceScatter(), dist.group.WORLD
 
     def call() -> None:
         for _ in range(num_gathers):
-            gather(whole, part, group)
+            gather(full, part, group)
         for _ in range(DEPTH):
-            scatter(part, whole, group, dist.ReduceOp.SUM)
+            scatter(part, full, group, dist.ReduceOp.SUM)
         part.fill_(1.0)
 
     return call
@@ -273,13 +273,13 @@ def run_rank(is_quick: bool, out: str) -> None:
     rounds = QUICK_ROUNDS if is_quick else ROUNDS
     sw.calibrate(dtypes=[torch.float32])
     x = torch.randn(TRIAL_TOKENS, WIDTH)
-    part, whole = torch.ones(WIDTH * WIDTH // dist.get_world_size()), torch.ones(WIDTH * WIDTH)
+    part, full = torch.ones(WIDTH * WIDTH // dist.get_world_size()), torch.ones(WIDTH * WIDTH)
     gather, scatter, group = sw.fsdp.AllGather(), sw.fsdp.ReduceScatter(), dist.group.WORLD
     trial = timing.among_ranks(
         {
             "compute": step_of(make_model(), x),
-            "gather": lambda: gather(whole, part, group),
-            "reduction": lambda: scatter(part, whole, group, dist.ReduceOp.SUM),
+            "gather": lambda: gather(full, part, group),
+            "reduction": lambda: scatter(part, full, group, dist.ReduceOp.SUM),
         }
     ).of_count(5)
     times = [trial.low[name] for name in ("compute", "gather", "reduction")]

@@ -89,10 +89,10 @@ def measure(case: Case, n: int, mesh: DeviceMesh, groups: Groups, row_seconds: f
         return source.redistribute(placements=dst)
 
     calls = {"floor": floor, "stock": redistribute, "ours": redistribute}
-    whole = _global_tensor(case.extra, case.src if "P" in case.src else (), n)
-    right, received = _judge(calls, local_shard(whole, case.dst, case.mesh_shape, here))
+    full = _global_tensor(case.extra, case.src if "P" in case.src else (), n)
+    right, received = _judge(calls, local_shard(full, case.dst, case.mesh_shape, here))
     peak = {name: _allocated_peak(name, call) for name, call in calls.items()}
-    del whole
+    del full
     if n >= LARGE_N:
         _global_tensor.cache_clear()  # otherwise short or fragmented memory would dominate the times
     turns = timing.among_ranks(calls, around=lambda name: ENGINES[name]())
@@ -181,7 +181,7 @@ def run_rank(sizes: tuple[int, ...], seconds: float, quick: bool, out: str, head
 
 def summarize(rows: list[dict]) -> dict:
     """Returns geometric means, worst cases, and the answers to the benchmark's three questions."""
-    turned = [row for row in rows if row["changes_every_shard"] and row["n"] >= MIN_GAIN_N]
+    moving_every_shard = [row for row in rows if row["changes_every_shard"] and row["n"] >= MIN_GAIN_N]
     return {
         "geometric_mean": {
             key: {
@@ -207,7 +207,7 @@ def summarize(rows: list[dict]) -> dict:
                 rows, "floor_over_ours", lambda row: row["floor_over_ours"] >= MIN_OF_FLOOR
             ),
             f"stock_over_ours >= {MIN_GAIN} where n >= {MIN_GAIN_N} and every shard changes": _check(
-                turned, "stock_over_ours", lambda row: row["stock_over_ours"] >= MIN_GAIN
+                moving_every_shard, "stock_over_ours", lambda row: row["stock_over_ours"] >= MIN_GAIN
             ),
             f"not slower than stock: stock_over_ours >= {MIN_OF_STOCK}": _check(
                 rows, "stock_over_ours", lambda row: row["stock_over_ours"] >= MIN_OF_STOCK

@@ -172,8 +172,8 @@ def make_case(bench: Bench, shape: Shape, num_ranks: int, tokens: int, dtype: st
                 dist.all_gather_into_tensor(data, part, group=group)
 
         joined = [join(part, held) for part in moved]
-        whole = Operands(joined[-1], own.weight, (*joined[:-1], *own.scales[1:]))
-        return Case(own, whole, whole.product(), held, gather)
+        full = Operands(joined[-1], own.weight, (*joined[:-1], *own.scales[1:]))
+        return Case(own, full, full.product(), held, gather)
     own = bench.operands(m, n, k, dtype)
     held = bench.hold(num_ranks, (rows, n), result_of(dtype))
     product = own.product()
@@ -188,10 +188,10 @@ def make_case(bench: Bench, shape: Shape, num_ranks: int, tokens: int, dtype: st
 
 def join(part: torch.Tensor, held: Sequence[Held]) -> torch.Tensor:
     """Returns this rank's part joined with its peers' parts."""
-    whole = part.new_empty(len(held) * part.shape[0], part.shape[1])
-    for r, place in enumerate(whole.chunk(len(held))):
+    full = part.new_empty(len(held) * part.shape[0], part.shape[1])
+    for r, place in enumerate(full.chunk(len(held))):
         place.copy_(part if r == RANK else held[r][part.dtype])
-    return whole
+    return full
 
 
 def error_of(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -203,18 +203,18 @@ def judge(result: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
     return {"error": float(f"{error:.2g}"), "right": error <= MOST_ERROR[str(result.dtype).removeprefix("torch.")]}
 
 
-def gemm_us(bench: Bench, whole: Operands) -> dict[str, float]:
+def gemm_us(bench: Bench, full: Operands) -> dict[str, float]:
     """Returns the time of the unsplit product by implementation."""
-    if not whole.scales:
-        turned = whole.weight.t().contiguous().t()  # the faster of both storage orders of the weight
-        return {"torch": min(bench.clock.us(lambda w=w: torch.mm(whole.x, w)) for w in (whole.weight, turned))}
-    a, b = whole.scales
-    out = torch.empty(whole.x.shape[0], whole.weight.shape[1], dtype=torch.bfloat16, device=bench.device)
-    times = {"ours": bench.clock.us(lambda: multiply_scaled(whole.x, whole.weight, scale_a=a, scale_b=b, out=out))}
+    if not full.scales:
+        column_major = full.weight.t().contiguous().t()  # the faster of both storage orders of the weight
+        return {"torch": min(bench.clock.us(lambda w=w: torch.mm(full.x, w)) for w in (full.weight, column_major))}
+    a, b = full.scales
+    out = torch.empty(full.x.shape[0], full.weight.shape[1], dtype=torch.bfloat16, device=bench.device)
+    times = {"ours": bench.clock.us(lambda: multiply_scaled(full.x, full.weight, scale_a=a, scale_b=b, out=out))}
     if bench.multiplies_8_bits:
         try:
             times["torch"] = bench.clock.us(
-                lambda: torch._scaled_mm(whole.x, whole.weight, scale_a=a, scale_b=b, out_dtype=torch.bfloat16)
+                lambda: torch._scaled_mm(full.x, full.weight, scale_a=a, scale_b=b, out_dtype=torch.bfloat16)
             )
         except RuntimeError as error:
             print(f"! torch._scaled_mm has not run: {error}", flush=True)

@@ -68,9 +68,9 @@ def gathers(ways: dict[str, dist.ProcessGroup], world: int) -> list[dict[str, An
 def products(ways: dict[str, dist.ProcessGroup], world: int) -> list[dict[str, Any]]:
     x = torch.randn(ROWS // world, INNER, device="cuda").bfloat16()
     weight = torch.randn(INNER, COLUMNS // world, device="cuda").bfloat16()
-    whole, mesh = x.repeat(world, 1), sw.Mesh({"tp": world})
+    full, mesh = x.repeat(world, 1), sw.Mesh({"tp": world})
     layouts = [sw.Layout(mesh, [ROWS, INNER], [placement], dtype="bfloat16") for placement in ("S(0)", "R")]
-    product = milliseconds(functools.partial(torch.mm, whole, weight))
+    product = milliseconds(functools.partial(torch.mm, full, weight))
     rows = []
     for name, group in ways.items():
         transfer = milliseconds(functools.partial(sw.redistribute_local, x, *layouts, group=group))

@@ -146,8 +146,8 @@ def measure_product(kind: str, shape: tuple[int, int, int], mesh: DeviceMesh, ro
     cut = (Shard(0), Shard(1)) if kind == KINDS[0] else (Shard(1), Shard(0))
     operands = distribute_tensor(x, mesh, [cut[0]]), distribute_tensor(weight, mesh, [cut[1]])
     calls = product_calls(kind, operands, x)
-    whole = DTensor.from_local(x @ weight, mesh, [Replicate()], run_check=False)
-    expected = whole.redistribute(placements=[Shard(1) if kind == KINDS[0] else Shard(0)]).to_local()
+    full = DTensor.from_local(x @ weight, mesh, [Replicate()], run_check=False)
+    expected = full.redistribute(placements=[Shard(1) if kind == KINDS[0] else Shard(0)]).to_local()
     ways = [name for name in calls if name not in ("product", "transfer")]
     right = over_ranks([float(torch.equal(calls[name](), expected)) for name in ways], dist.ReduceOp.MIN)
     with running.listening() as heard:
@@ -210,14 +210,14 @@ def sent_by_nodes(call: Callable[[], Any]) -> int:
 def measure_move(src: str, dst: str, mesh: DeviceMesh, network: Network, rounds: int) -> dict[str, Any]:
     """Returns one row: stock, ours and forced plans, with the bytes that left a node and their time at the rate."""
     generator = torch.Generator().manual_seed(2)
-    whole = torch.randint(-3, 4, MOVED, generator=generator).float()
+    full = torch.randint(-3, 4, MOVED, generator=generator).float()
     num_ranks = network.nodes * network.per_node
     if "P" in src:
-        local = whole * (dist.get_rank() + 1)
-        expected = whole * (num_ranks * (num_ranks + 1) / 2)
+        local = full * (dist.get_rank() + 1)
+        expected = full * (num_ranks * (num_ranks + 1) / 2)
     else:
-        local = distribute_tensor(whole, mesh, as_torch(src)).to_local()
-        expected = whole
+        local = distribute_tensor(full, mesh, as_torch(src)).to_local()
+        expected = full
     given = DTensor.from_local(local, mesh, as_torch(src), run_check=False)
     wanted = distribute_tensor(expected, mesh, as_torch(dst)).to_local()
     grid = sw.Mesh(mesh)

@@ -48,13 +48,13 @@ def measure(where: str, count: int, rows: int, seconds: float) -> dict:
     """Returns one row, the same on every rank."""
     rank = dist.get_rank()
     src, dst = layouts(where, rows)
-    whole = torch.arange(rows * 256).view(rows, 256).to(torch.bfloat16)
+    full = torch.arange(rows * 256).view(rows, 256).to(torch.bfloat16)
 
     def part(layout: sw.Layout) -> torch.Tensor | None:
         if layout.mesh.coordinate(rank) is None:
             return None
         (r0, r1), (c0, c1) = (dim[0] for dim in layout.region(rank))
-        return whole[r0:r1, c0:c1].clone()
+        return full[r0:r1, c0:c1].clone()
 
     items = [(part(src), src, dst) for _ in range(count)]
     expected = part(dst)

@@ -270,11 +270,11 @@ def draw_panel(picture: Picture, rows: list[dict], shapes: list[Shape], left: fl
         x = (x_of(tokens, 0) + x_of(tokens, len(shapes) - 1)) / 2
         picture.text(x, top + PANEL_HEIGHT + 17, f"{tokens // 1024}k", 11, SOFT, "middle")
     for which, shape in enumerate(shapes):
-        mine = [row for row in rows if row["shape"] == shape.name]
-        for row in mine:
+        rows_of_shape = [row for row in rows if row["shape"] == shape.name]
+        for row in rows_of_shape:
             x, y = x_of(row["tokens"], which), y_of(row["bound_of_e"])
             picture.line([(x - 3.5, y), (x + 3.5, y)], COLORS[which], 2, ' stroke-opacity="0.65"')
-        points = [(x_of(row["tokens"], which), y_of(row["predicted_e_chosen"])) for row in mine]
+        points = [(x_of(row["tokens"], which), y_of(row["predicted_e_chosen"])) for row in rows_of_shape]
         picture.line(points, COLORS[which], 1.5, ' stroke-opacity="0.8"')
     for which, shape in enumerate(shapes):  # over all lines
         for row in rows:
@@ -309,10 +309,10 @@ def draw(rows: list[dict]) -> str:
         top += 28
         for row_of_panels, num_ranks in enumerate(RANKS):
             middle = top + PANEL_HEIGHT / 2
-            turned = f' transform="rotate(-90 48 {middle:g})"'
-            picture.text(48, middle, "share hidden (E)", 11, SOFT, "middle", turned)
-            turned = f' transform="rotate(-90 30 {middle:g})"'
-            picture.text(30, middle, f"{num_ranks} ranks", 13, INK, "middle", turned)
+            rotation = f' transform="rotate(-90 48 {middle:g})"'
+            picture.text(48, middle, "share hidden (E)", 11, SOFT, "middle", rotation)
+            rotation = f' transform="rotate(-90 30 {middle:g})"'
+            picture.text(30, middle, f"{num_ranks} ranks", 13, INK, "middle", rotation)
             for column, gb_per_second in enumerate(BANDWIDTHS):
                 left = LEFT + column * (PANEL_WIDTH + GAP_X)
                 if row_of_panels == 0:

@@ -53,8 +53,8 @@ def cold_us(plan: Callable[[], sw.Plan]) -> float:
     """Returns the shortest of some cold runs, which compute the same part of the certificate as planning.cpp."""
 
     def with_figures() -> None:
-        made = plan()
-        made.wire_bytes_max, made.bound_bytes_max, made.predicted_us  # noqa: B018
+        planned = plan()
+        planned.wire_bytes_max, planned.bound_bytes_max, planned.predicted_us  # noqa: B018
 
     return timing.least_us(with_figures, _planner.clear_plan_cache)
 

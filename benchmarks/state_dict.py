@@ -82,16 +82,16 @@ class StateDict:
         if self.rank not in ranks:
             return torch.empty(0, dtype=DTYPE)
         weight, place = self.weights[index], ranks.index(self.rank)
-        whole = torch.arange(index, index + weight.elements, dtype=torch.int32).remainder_(251)
-        return part_of(whole.to(DTYPE).reshape(weight.shape), placement, place, len(ranks))
+        full = torch.arange(index, index + weight.elements, dtype=torch.int32).remainder_(251)
+        return part_of(full.to(DTYPE).reshape(weight.shape), placement, place, len(ranks))
 
 
-def part_of(whole: torch.Tensor, placement: str, place: int, count: int) -> torch.Tensor:
+def part_of(full: torch.Tensor, placement: str, place: int, count: int) -> torch.Tensor:
     if placement == EVERYWHERE:
-        return whole
+        return full
     if placement.startswith("Owned"):
-        return whole if place == int(placement[:-1].split(",")[1]) else whole[:0]
-    return whole.chunk(count, int(placement[2:-1]))[place].contiguous()
+        return full if place == int(placement[:-1].split(",")[1]) else full[:0]
+    return full.chunk(count, int(placement[2:-1]))[place].contiguous()
 
 
 # ---- contenders
@@ -112,15 +112,15 @@ def many(state: StateDict) -> Results:
 def broadcast(state: StateDict) -> Results:
     results = []
     for weight, local in zip(state.weights, state.local, strict=True):
-        whole = torch.empty(weight.shape, dtype=DTYPE)
+        full = torch.empty(weight.shape, dtype=DTYPE)
         if state.rank in TRAINERS:
-            dist.all_gather_into_tensor(whole, local, group=state.trainers)
+            dist.all_gather_into_tensor(full, local, group=state.trainers)
         if state.rank != TRAINERS[1]:
-            dist.broadcast(whole, TRAINERS[0], group=state.receivers)
+            dist.broadcast(full, TRAINERS[0], group=state.receivers)
         if state.rank in SERVERS:
-            results.append(part_of(whole, weight.served, SERVERS.index(state.rank), len(SERVERS)).clone())
+            results.append(part_of(full, weight.served, SERVERS.index(state.rank), len(SERVERS)).clone())
         else:
-            results.append(whole.new_empty(0))
+            results.append(full.new_empty(0))
     return results
 
 

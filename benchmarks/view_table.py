@@ -62,10 +62,10 @@ def sources(mesh: DeviceMesh, shape: tuple[int, ...], strided: bool) -> Iterator
 
 def elements(layout: sw.Layout, rank: int) -> list[int]:
     """Returns the row-major indices of the rank's elements, in local order."""
-    whole = torch.arange(math.prod(layout.shape)).view(layout.shape)
+    tensor = torch.arange(math.prod(layout.shape)).view(layout.shape)
     for dim, intervals in enumerate(layout.region(rank)):
-        whole = whole.index_select(dim, torch.tensor([i for begin, end in intervals for i in range(begin, end)]))
-    return whole.flatten().tolist()
+        tensor = tensor.index_select(dim, torch.tensor([i for begin, end in intervals for i in range(begin, end)]))
+    return tensor.flatten().tolist()
 
 
 def outcome(x: DTensor, held: list[list[int]], shape: tuple[int, ...], mesh: DeviceMesh) -> str:

@@ -94,10 +94,10 @@ def parallelize(model: Model, mesh: DeviceMesh, length: int) -> None:
         )
 
 
-def part_of(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+def part_of(full: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     """Returns this rank's part of a sequence that all ranks have."""
     return sw.attention.redistribute_sequence(
-        whole, "whole", "zigzag", dim=dim, size=whole.shape[dim], group=mesh.get_group("cp")
+        full, "whole", "zigzag", dim=dim, size=full.shape[dim], group=mesh.get_group("cp")
     )
 
 
@@ -109,9 +109,9 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, mesh: DeviceMesh) -> torch.T
     """
     ways = mesh["replicate"].size() * mesh["shard"].size()
     index = mesh.get_local_rank("replicate") * mesh["shard"].size() + mesh.get_local_rank("shard")
-    mine = tokens.chunk(ways)[index]
+    local_tokens = tokens.chunk(ways)[index]
     rotary = rotary_table(tokens.shape[1] - 1)
-    inputs, labels = (part_of(t, mesh, 1) for t in (mine[:, :-1], mine[:, 1:]))
+    inputs, labels = (part_of(t, mesh, 1) for t in (local_tokens[:, :-1], local_tokens[:, 1:]))
     logits = model(inputs, part_of(rotary, mesh, 0))
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens[:, 1:].numel()
 
@@ -119,17 +119,17 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, mesh: DeviceMesh) -> torch.T
 def train(mesh: DeviceMesh, length: int, steps: int) -> tuple[list[float], list[float]]:
     """Returns the losses of each step, of the parallel and of the unsharded model."""
     torch.manual_seed(0)
-    whole, model = Model(), Model()
-    model.load_state_dict(whole.state_dict())
+    unsharded, model = Model(), Model()
+    model.load_state_dict(unsharded.state_dict())
     parallelize(model, mesh, length)
-    optimizers = [torch.optim.AdamW(trained.parameters(), lr=1e-2) for trained in (model, whole)]
+    optimizers = [torch.optim.AdamW(trained.parameters(), lr=1e-2) for trained in (model, unsharded)]
     num_data_ranks = mesh["replicate", "shard", "cp"].size()
     losses: tuple[list[float], list[float]] = ([], [])
     for _ in range(steps):
         tokens = torch.randint(TOKENS, (4, length + 1))  # the same on all ranks
         loss = loss_of(model, tokens, mesh)
         (loss * num_data_ranks).backward()
-        logits = whole(tokens[:, :-1], rotary_table(length))
+        logits = unsharded(tokens[:, :-1], rotary_table(length))
         expected = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         expected.backward()
         for optimizer in optimizers:
@@ -149,10 +149,10 @@ def main() -> None:
     if world % 4:
         raise SystemExit(f"the number of ranks must be a multiple of 4 (two for cp and two for tp), got {world}")
     mesh = init_device_mesh("cpu", (1, world // 4, 2, 2), mesh_dim_names=DIMS)
-    mine, whole = train(mesh, length=45, steps=5)
+    parallel, unsharded = train(mesh, length=45, steps=5)
     if dist.get_rank() == 0:
         print(f"{mesh.shape} ranks for {', '.join(DIMS)}; loss by step")
-        for name, losses in (("parallel", mine), ("on one rank", whole)):
+        for name, losses in (("parallel", parallel), ("on one rank", unsharded)):
             print(f"  {name:12}", "  ".join(f"{loss:.6f}" for loss in losses))
     dist.destroy_process_group()
 

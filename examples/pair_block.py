@@ -60,8 +60,8 @@ def replicate(block: nn.Module, mesh: DeviceMesh) -> None:
     """Makes every parameter a DTensor that all ranks hold."""
     for module in block.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            whole = distribute_tensor(parameter.detach(), mesh, [Replicate()] * mesh.ndim)
-            module.register_parameter(name, nn.Parameter(whole))
+            full = distribute_tensor(parameter.detach(), mesh, [Replicate()] * mesh.ndim)
+            module.register_parameter(name, nn.Parameter(full))
 
 
 def needed_bytes(shape: tuple[int, ...], mesh: tuple[int, int], item: int = 4) -> int:
@@ -88,10 +88,10 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("rows", "columns"))
     torch.manual_seed(0)
     shape = (1, 32, 32, 16)
-    block, whole = PairBlock(shape[-1]), torch.randn(shape)
+    block, full = PairBlock(shape[-1]), torch.randn(shape)
     replicate(block, mesh)
     for name, mode in (("stock", contextlib.nullcontext()), ("shardwright", sw.enabled(views=True))):
-        z = distribute_tensor(whole, mesh, PAIR)
+        z = distribute_tensor(full, mesh, PAIR)
         try:
             with mode, CommDebugMode() as collectives, sw.debug.wire_meter() as wire:
                 step(block, z)

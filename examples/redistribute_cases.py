@@ -126,10 +126,10 @@ def assemble(
 ) -> torch.Tensor:
     """Returns the global tensor of which each rank holds its part ("S", "SS" and "R" only)."""
     element_ids = torch.arange(math.prod(shape)).reshape(tuple(shape))
-    whole = next(iter(parts.values())).new_empty(math.prod(shape))
+    full = next(iter(parts.values())).new_empty(math.prod(shape))
     for coordinate, part in parts.items():
-        whole[local_shard(element_ids, placements, mesh_shape, coordinate).flatten()] = part.flatten()
-    return whole.reshape(tuple(shape))
+        full[local_shard(element_ids, placements, mesh_shape, coordinate).flatten()] = part.flatten()
+    return full.reshape(tuple(shape))
 
 
 def global_tensor(case: Case, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -98,12 +98,12 @@ def on_four_ranks() -> None:
     say(f"\n{'losses':56}" + "".join(f"{f'step {i}':>9}" for i in range(1, NUM_STEPS + 1)))
     say("-" * WIDTH)
     for case in CASES:
-        whole = losses(make_model(case), None, case)
+        unsharded = losses(make_model(case), None, case)
         stock = losses(*sharded(case, fsdp.fully_shard), case)
         ours = losses(*sharded(case, sw.fully_shard), case)
-        for name, found in ((f"{case.name}: in one piece", whole), ("  FSDP2", stock), ("  sw.fully_shard", ours)):
+        for name, found in ((f"{case.name}: in one piece", unsharded), ("  FSDP2", stock), ("  sw.fully_shard", ours)):
             say(f"{name:56}" + "".join(f"{loss:9.5f}" for loss in found))
-        torch.testing.assert_close(ours, whole, rtol=case.tolerance, atol=0)
+        torch.testing.assert_close(ours, unsharded, rtol=case.tolerance, atol=0)
         torch.testing.assert_close(ours, stock, rtol=case.tolerance, atol=0)
     say()
     say_text("All losses agree, within 1e-5 of their value in float32 and within 1% with weights in bfloat16.")

@@ -183,20 +183,20 @@ def functions_replaced() -> Iterator[None]:
             setattr(dist_gemm, name, function)
 
 
-def sharded_as_torchtitan(block: Block, whole: nn.Module, length: int) -> nn.Module:
+def sharded_as_torchtitan(block: Block, unsharded: nn.Module, length: int) -> nn.Module:
     """Uses torchtitan's forwards for dist_gemm; they find the length by themselves, if it is even."""
     module = block.config("dist_gemm").build()
-    take_parts(module, whole)
+    take_parts(module, unsharded)
     return module
 
 
 # --------------------------------------------------------------------------------------------- 2. any length
 
 
-def sharded_for_any_length(block: Block, whole: nn.Module, length: int) -> nn.Module:
+def sharded_for_any_length(block: Block, unsharded: nn.Module, length: int) -> nn.Module:
     """Uses the forwards below, for sequences of total length `length`."""
     module = block.config("default").build()
-    take_parts(module, whole)
+    take_parts(module, unsharded)
     for name, child in module.named_modules():
         if isinstance(child, FeedForward):
             child.forward = functools.partial(feed_forward, child, length)
@@ -265,9 +265,9 @@ def cut_of(name: str) -> int | None:
     return 0
 
 
-def take_parts(module: nn.Module, whole: nn.Module) -> None:
+def take_parts(module: nn.Module, unsharded: nn.Module) -> None:
     """Gives `module` this rank's parts of the parameters of `whole`."""
-    for name, parameter in whole.named_parameters():
+    for name, parameter in unsharded.named_parameters():
         path, _, kind = name.rpartition(".")
         setattr(module.get_submodule(path), kind, nn.Parameter(part_of(parameter.detach(), cut_of(name))))
 
@@ -275,18 +275,18 @@ def take_parts(module: nn.Module, whole: nn.Module) -> None:
 def compare(block: Block, length: int, shard: Callable[[Block, nn.Module, int], nn.Module]) -> None:
     """Prints one line of the table; raises AssertionError on ranks where a result or a gradient differs."""
     torch.manual_seed(0)
-    whole = block.config("default").build()
+    unsharded = block.config("default").build()
     x, factors = torch.randn(2, BATCH, length, DIM)
-    sharded = shard(block, whole, length)
-    expected = outcomes_of(whole, x, factors, block)
+    sharded = shard(block, unsharded, length)
+    expected = outcomes_of(unsharded, x, factors, block)
     found = outcomes_of(sharded, part_of(x, 1), part_of(factors, 1), block)
 
     differences = {"output": 0.0, "input": 0.0, "weights": 0.0}
     for name, complete in expected.items():
-        mine, right = found[name], part_of(complete, 1 if name in differences else cut_of(name))
-        assert_close(mine, right, msg=lambda text, name=name: f"{block.name}, length {length}, {name}: {text}")
+        actual, right = found[name], part_of(complete, 1 if name in differences else cut_of(name))
+        assert_close(actual, right, msg=lambda text, name=name: f"{block.name}, length {length}, {name}: {text}")
         column = name if name in differences else "weights"
-        largest = (mine - right).abs().max().item() if mine.numel() else 0.0
+        largest = (actual - right).abs().max().item() if actual.numel() else 0.0
         differences[column] = max(differences[column], largest)
     say_row(block.name, length, over_ranks(list(differences.values()), dist.ReduceOp.MAX))
 

@@ -61,15 +61,15 @@ def main() -> int:
         dist.broadcast_object_list(folder)
         for name, options in ways.items():
             torch.manual_seed(1)
-            whole = LlamaForCausalLM(CONFIG)
+            unsharded = LlamaForCausalLM(CONFIG)
             if dist.get_rank() == 0:
-                whole.save_pretrained(folder[0])
+                unsharded.save_pretrained(folder[0])
             dist.barrier()
             parallel = LlamaForCausalLM.from_pretrained(folder[0], **options)
             sw.reset_stats()
             with sw.enabled(strict=True):
                 found = losses_of(parallel, ids)
-            expected = losses_of(whole, ids)
+            expected = losses_of(unsharded, ids)
             stats = sw.stats()
             close = all(abs(a - b) < TOLERANCE for a, b in zip(found, expected, strict=True))
             is_right = is_right and close and stats["fallbacks"] == 0 and stats["calls"] > 0

@@ -38,9 +38,9 @@ def move_weights(trainer: Trainer, mesh: DeviceMesh) -> None:
     globals_ = [_whole(weight, mesh) for weight in weights]
     serving = [_serving_layout(weight) for weight in weights]
     training = [weight.resting_layout for weight in weights]
-    whole = [("R", "R") for _ in weights]
+    replicated = [("R", "R") for _ in weights]
     wrong = _move_all(f"{len(weights)} weights, training -> serving", globals_, training, serving, mesh)
-    wrong += _move_all(f"{len(weights)} weights, serving -> whole, for a file", globals_, serving, whole, mesh)
+    wrong += _move_all(f"{len(weights)} weights, serving -> whole, for a file", globals_, serving, replicated, mesh)
     if wrong:
         names = [weights[index].name for index in sorted(set(wrong))]
         say_text(f"Stock left {len(names)} weights wrong, without an error: {', '.join(names)}.", indent=4)

@@ -53,13 +53,13 @@ def first_message_of_two(
     native = begin(rank, size, path, SHORT_SECONDS if not (begin_together or bound) else 20.0, bound=bound)
     if begin_together:
         dist.all_reduce(numbers(1.0))
-    mine, theirs = numbers(float(rank)), numbers(-1.0)
+    sent, received = numbers(float(rank)), numbers(-1.0)
     if rank == 2:
         native.synchronize()
         return "took no part", strict.counters()
-    error = error_of(batch, (dist.isend, mine, 1 - rank), (dist.irecv, theirs, 1 - rank))
+    error = error_of(batch, (dist.isend, sent, 1 - rank), (dist.irecv, received, 1 - rank))
     if error == "nothing was raised":
-        assert theirs.item() == 1 - rank
+        assert received.item() == 1 - rank
     return error, strict.counters()
 
 

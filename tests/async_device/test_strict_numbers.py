@@ -178,17 +178,17 @@ def test_random_operations_give_correct_results(size: int) -> None:
 
 def averages(rank: int, size: int, path: str) -> None:
     begin(rank, size, path)
-    x, whole = numbers(rank + 1.0, 2.0), numbers(7 * rank + 1, 5, dtype=torch.int64)
+    x, full = numbers(rank + 1.0, 2.0), numbers(7 * rank + 1, 5, dtype=torch.int64)
     dist.all_reduce(x, dist.ReduceOp.AVG)
-    dist.all_reduce(whole, dist.ReduceOp.AVG)
+    dist.all_reduce(full, dist.ReduceOp.AVG)
     scaled = numbers(rank + 1.0)
     dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5))
     total = sum(range(1, size + 1))
     assert x.tolist() == [total / size, 2.0] and scaled.item() == 0.5 * total
-    assert whole.tolist() == [sum(7 * r + 1 for r in range(size)) // size, 5]
+    assert full.tolist() == [sum(7 * r + 1 for r in range(size)) // size, 5]
     uneven = [numbers(*[0.0] * (r + 1)) for r in range(size)]
-    mine = numbers(*[float(rank)] * (rank + 1))
-    dist.all_gather(uneven, mine)
+    local = numbers(*[float(rank)] * (rank + 1))
+    dist.all_gather(uneven, local)
     assert [t.tolist() for t in uneven] == [[float(r)] * (r + 1) for r in range(size)]
     rows = [(rank + p) % 3 for p in range(size)]
     out = torch.zeros(sum((r + rank) % 3 for r in range(size)), 2).to(DEVICE)

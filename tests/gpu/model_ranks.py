@@ -73,10 +73,10 @@ def check_attention_of(case: Case, length: int, layout: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(7)
     shapes = ((4, case.depth), (case.kv_heads, case.depth), (case.kv_heads, case.value_depth), (4, case.value_depth))
-    whole = [torch.randn(2, n, length, d, generator=generator).to(DEVICE, case.dtype) for n, d in shapes]
+    full = [torch.randn(2, n, length, d, generator=generator).to(DEVICE, case.dtype) for n, d in shapes]
     hidden = hidden_pairs(case, length, generator)
-    exact = unsharded_attention(whole, hidden, torch.float64)
-    usual = unsharded_attention(whole, hidden, case.dtype)
+    exact = unsharded_attention(full, hidden, torch.float64)
+    usual = unsharded_attention(full, hidden, case.dtype)
     places = torch.arange(length).chunk(world)[rank]
     if layout == "zigzag":
         places = torch.cat([torch.arange(a, b) for a, b in sw.placements.Pieces.zigzag(0, length, world).lists[rank]])
@@ -88,9 +88,9 @@ def check_attention_of(case: Case, length: int, layout: str) -> None:
             mask = torch.zeros_like(mask, dtype=case.tensor_mask).masked_fill(~mask, -math.inf)
         methods.remove("ulysses")
     for method in methods:
-        mine = [t[:, :, places].contiguous().requires_grad_() for t in whole[:3]]
+        local = [t[:, :, places].contiguous().requires_grad_() for t in full[:3]]
         out = sw.attention.scaled_dot_product_attention(
-            *mine,
+            *local,
             is_causal=case.is_causal,
             mask=mask,
             enable_gqa=case.kv_heads != 4,
@@ -98,7 +98,7 @@ def check_attention_of(case: Case, length: int, layout: str) -> None:
             size=length,
             layout=layout,
         )
-        grads = torch.autograd.grad(out, mine, whole[3][:, :, places])
+        grads = torch.autograd.grad(out, local, full[3][:, :, places])
         for what, found, right, plain in zip(OUTPUTS, (out, *grads), exact, usual, strict=True):
             error = (found.double() - right[:, :, places]).abs().max().item()
             least = 2e-3 if case.dtype.itemsize == 2 else 1e-5
@@ -193,8 +193,8 @@ def check_fully_shard() -> None:
         torch.testing.assert_close(torch.tensor(found), torch.tensor(right), rtol=1e-4, atol=1e-5)
         for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
             assert isinstance(parameter, DTensor)
-            whole = parameter.full_tensor()
-            torch.testing.assert_close(whole, other, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+            full = parameter.full_tensor()
+            torch.testing.assert_close(full, other, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
     with torch.no_grad():
         assert torch.isfinite(model(torch.ones(2, 96, device=DEVICE))).all()
 
@@ -210,10 +210,10 @@ def check_many() -> None:
     pairs = [
         (sw.Layout(everywhere, shape, ["S(0)"]), sw.Layout(last, shape, [f"S({len(shape) - 1})"])) for shape in shapes
     ]
-    whole = [torch.arange(math.prod(shape), dtype=torch.float32, device=DEVICE).view(shape) for shape in shapes]
+    full = [torch.arange(math.prod(shape), dtype=torch.float32, device=DEVICE).view(shape) for shape in shapes]
 
     def parts(ends: list[sw.Layout]) -> list[torch.Tensor | None]:
-        return [cut(tensor, layout, rank) for tensor, layout in zip(whole, ends, strict=True)]
+        return [cut(tensor, layout, rank) for tensor, layout in zip(full, ends, strict=True)]
 
     sources, destinations = ([pair[side] for pair in pairs] for side in (0, 1))
     for source, destination in ((sources, destinations), (destinations, sources)):
@@ -223,8 +223,8 @@ def check_many() -> None:
             assert torch.equal(tensor, right) if right is not None else tensor.numel() == 0
 
 
-def cut(whole: torch.Tensor, layout: sw.Layout, rank: int) -> torch.Tensor | None:
-    return part(whole, layout, rank).contiguous() if rank in layout.mesh.ranks else None
+def cut(full: torch.Tensor, layout: sw.Layout, rank: int) -> torch.Tensor | None:
+    return part(full, layout, rank).contiguous() if rank in layout.mesh.ranks else None
 
 
 # ---- compiled code
@@ -272,9 +272,9 @@ def check_compiled_function(
         leaves = [distribute_tensor(t, mesh, [Shard(0)]).detach().requires_grad_() for t in tensors]
         expected = results_of(function, leaves)
         found = results_of(compiled, leaves)
-        for mine, right in zip(found, expected, strict=True):
+        for actual, right in zip(found, expected, strict=True):
             name = f"{function.__name__}, {rows} rows, {options}"
-            torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(actual, right, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def results_of(function: Callable[..., torch.Tensor], leaves: list[DTensor]) -> list[torch.Tensor]:

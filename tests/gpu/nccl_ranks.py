@@ -23,11 +23,11 @@ SHAPE = (9, 10)
 PLACEMENTS = ("R", "S(0)", "S(1)", "P")
 
 
-def part(whole: torch.Tensor, layout: sw.Layout, rank: int) -> torch.Tensor:
+def part(tensor: torch.Tensor, layout: sw.Layout, rank: int) -> torch.Tensor:
     """Returns a rank's part of the global tensor. Every contribution to a pending sum is the global tensor."""
     for dim, intervals in enumerate(layout.region(rank)):
-        whole = torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in intervals or [(0, 0)]], dim)
-    return whole
+        tensor = torch.cat([tensor.narrow(dim, begin, end - begin) for begin, end in intervals or [(0, 0)]], dim)
+    return tensor
 
 
 def check(mesh: sw.Mesh, src: tuple[str, ...], dst: tuple[str, ...], rank: int) -> None:
@@ -36,15 +36,15 @@ def check(mesh: sw.Mesh, src: tuple[str, ...], dst: tuple[str, ...], rank: int) 
     sums = 1
     for placement, size in zip(src, mesh.shape, strict=True):
         sums *= size if placement == "P" else 1
-    whole = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32, device=DEVICE).view(SHAPE)
-    local, expected = part(whole, before, rank).contiguous(), part(whole * sums, after, rank)
+    full = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32, device=DEVICE).view(SHAPE)
+    local, expected = part(full, before, rank).contiguous(), part(full * sums, after, rank)
     name = f"{src} -> {dst} on {mesh}"
     assert torch.equal(sw.redistribute_local(local, before, after), expected), name
     assert torch.equal(sw.redistribute_local(local, before, after, async_op=True) + 0, expected), name
     with rank_device.captured() as graph:
         result = sw.redistribute_local(local, before, after)
     for step in range(1, 4):
-        local.copy_(part(whole * step, before, rank))
+        local.copy_(part(full * step, before, rank))
         graph.replay()
         assert torch.equal(result, expected * step), f"{name}, replay {step}"
 
@@ -76,15 +76,15 @@ def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
     for method, given in itertools.product(("serial", "ring", "collective"), (weight, transposed)):
         where = f"{dtype}, {rows} rows, scales {scales}, {method}"
         how: dict = {"size": rows, "columns": n, "method": method}
-        mine, ours = share(x, 0), share(given.t(), 0).t()
+        local_x, local_weight = share(x, 0), share(given.t(), 0).t()
         if scales == "row":
             how |= {"x_scale": share(row_scales, 0), "weight_scales": share(column_scales, 1)}
         elif scales is not None:
             how |= {"x_scale": by, "weight_scales": w_by}
-        found = sw.all_gather_matmul(mine.requires_grad_(scales is None), ours, **how)
+        found = sw.all_gather_matmul(local_x.requires_grad_(scales is None), local_weight, **how)
         assert torch.equal(found, share(expected.to(out_dtype), 1)), f"all_gather_matmul of {where}"
         if scales is None:
-            (grad,) = torch.autograd.grad(found.float().sum(), mine)
+            (grad,) = torch.autograd.grad(found.float().sum(), local_x)
             right = torch.ones(rows, n, device=DEVICE) @ weight.float().t()
             torch.testing.assert_close(grad.float(), share(right, 0), rtol=2e-2, atol=0.5)
         how = {"size": k, "method": method}

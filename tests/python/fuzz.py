@@ -285,8 +285,8 @@ def _run_case(case: Case) -> tuple[str | None, torch.Tensor | None]:
     src_order = dict(case.src_order) if case.src_order is not None else None
     dst_order = dict(case.dst_order) if case.dst_order is not None else None
     sizes = case.kept_shape
-    mine = oracle.local(tensor, sizes, case.src, coordinate, src_order, case.strided).to(meshes.device)
-    given = lay_out(mine, case.memory)
+    local_tensor = oracle.local(tensor, sizes, case.src, coordinate, src_order, case.strided).to(meshes.device)
+    given = lay_out(local_tensor, case.memory)
     if case.entry == "internal":
         actual = _redistribute.redistribute_local_tensor(
             given,
@@ -301,7 +301,7 @@ def _run_case(case: Case) -> tuple[str | None, torch.Tensor | None]:
             again = source.redistribute(mesh, dtensors.to_placements(case.dst)).to_local()
             if (changed := oracle.difference(again, actual)) is not None:
                 return f"the second call returned something else than the first: {changed}", None
-    if (changed := oracle.difference(given.detach(), mine)) is not None:
+    if (changed := oracle.difference(given.detach(), local_tensor)) is not None:
         return f"the input was written to: {changed}", None
     if any(oracle.reduce_op(p) for p in case.dst):
         return None, actual.detach().contiguous().cpu()

@@ -125,15 +125,15 @@ def _compare(pairs: Sequence[tuple[str, Any, Any]], tolerance: float) -> Finding
     return (WRONG, "; ".join(wrong[:4])) if wrong else None
 
 
-def _gradients(run: Run, whole: Run) -> list[tuple[str, Any, Any]]:
-    return [(f"gradient of {name}", run.parameters[name].grad, p.grad) for name, p in whole.parameters.items()]
+def _gradients(run: Run, unsharded: Run) -> list[tuple[str, Any, Any]]:
+    return [(f"gradient of {name}", run.parameters[name].grad, p.grad) for name, p in unsharded.parameters.items()]
 
 
-def _weights(run: Run, whole: Run, reads_state: bool) -> list[tuple[str, Any, Any]]:
-    pairs = [(name, run.parameters[name], p) for name, p in whole.parameters.items()]
+def _weights(run: Run, unsharded: Run, reads_state: bool) -> list[tuple[str, Any, Any]]:
+    pairs = [(name, run.parameters[name], p) for name, p in unsharded.parameters.items()]
     if reads_state:
         state = run.model.state_dict()
-        pairs += [(f"{name} in the state dict", state[name], p) for name, p in whole.parameters.items()]
+        pairs += [(f"{name} in the state dict", state[name], p) for name, p in unsharded.parameters.items()]
     return pairs
 
 
@@ -148,28 +148,28 @@ def run_case(case: Case, engine: str, link: Link, folder: str) -> Verdict:
     """Trains a sharded and an unsharded model. Stops at the first step in which any rank has a finding."""
     is_rough = case.policy == "bfloat16" or any(step.context == "autocast" for step in case.steps)
     tolerance = 0.25 if is_rough else 2e-4  # bfloat16 alone is off by up to 0.16
-    whole, invalid = _right(Run, case, "whole")
+    unsharded, invalid = _right(Run, case, "whole")
     run, finding = _attempt(Run, case, engine, folder)
     if (verdict := link.agree(invalid or finding, -1)) is not None:
         return verdict
     for index, step in enumerate(case.steps):
-        right, invalid = _right(_train, case, index, whole)
+        right, invalid = _right(_train, case, index, unsharded)
         if step.backward == "stale":  # ends the case: the unsharded model cannot run the batches of several ranks here
             return link.agree(_stale(case, index, run, invalid), index) or Verdict(EQUAL)
         records, finding = (None, invalid) if invalid else _attempt(_train, case, index, run)
         if finding is None:
             pairs = [(what, got, value) for (what, got), (_, value) in zip(records, right, strict=True)]
-            finding = _compare(pairs + ([] if step.defers else _gradients(run, whole)), tolerance)
+            finding = _compare(pairs + ([] if step.defers else _gradients(run, unsharded)), tolerance)
         if (verdict := link.agree(finding, index)) is not None:
             return verdict
-        right, invalid = _right(whole.clip, step)
+        right, invalid = _right(unsharded.clip, step)
         norm, finding = _attempt(run.clip, step)
-        _, invalid = _right(whole.finish, index, step) if invalid is None else (None, invalid)
+        _, invalid = _right(unsharded.finish, index, step) if invalid is None else (None, invalid)
         finding = (
             invalid or finding or _compare([("norm", norm, right)], tolerance) or _attempt(run.finish, index, step)[1]
         )
         if finding is None:
-            pairs, finding = _attempt(_weights, run, whole, step.reads_state)
+            pairs, finding = _attempt(_weights, run, unsharded, step.reads_state)
             finding = finding or _compare(pairs, tolerance)
         if (verdict := link.agree(finding, index)) is not None:
             return verdict

@@ -178,9 +178,9 @@ class Passes:
         total.backward()
 
     def _parameter_gradients(self, found: Pass) -> None:
-        asked = [p for p in self.parameters.values() if p.requires_grad]
-        given = torch.autograd.grad(found.total, asked, allow_unused=not self.is_sharded)
-        for p, gradient in zip(asked, given, strict=True):
+        trainable = [p for p in self.parameters.values() if p.requires_grad]
+        given = torch.autograd.grad(found.total, trainable, allow_unused=not self.is_sharded)
+        for p, gradient in zip(trainable, given, strict=True):
             if gradient is not None:
                 p.grad = gradient if p.grad is None else p.grad + gradient
 

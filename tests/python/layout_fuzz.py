@@ -187,8 +187,8 @@ def _global_tensor(case: Case) -> torch.Tensor:
 def _run_case(case: Case, rank: int, index: int, report: Report) -> str | None:
     src, dst = case.layouts
     tensor = _global_tensor(case)
-    mine = case.src.part(tensor, rank)
-    given = fuzz.lay_out(mine, case.memory) if rank in case.src.ranks else mine
+    local_tensor = case.src.part(tensor, rank)
+    given = fuzz.lay_out(local_tensor, case.memory) if rank in case.src.ranks else local_tensor
     expected = case.dst.part(tensor, rank)
     if case.way == "backward":
         return _run_backward(case, given.requires_grad_(), rank)
@@ -198,10 +198,12 @@ def _run_case(case: Case, rank: int, index: int, report: Report) -> str | None:
         result = sw.redistribute_local(passed, src, dst, out=out)
         assert result is out
     elif case.way == "async":
-        result = sw.redistribute_local(passed, src, dst, async_op=True) + 0 if _adds(mine) else _plain(case, passed)
+        result = (
+            sw.redistribute_local(passed, src, dst, async_op=True) + 0 if _adds(local_tensor) else _plain(case, passed)
+        )
     else:
         result = _plain(case, passed)
-    if (changed := oracle.difference(given, mine)) is not None:
+    if (changed := oracle.difference(given, local_tensor)) is not None:
         return f"the input was written to: {changed}"
     if set(case.dst.reductions) != {"R"}:
         report.contributions[index] = result.clone()

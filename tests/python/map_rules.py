@@ -43,6 +43,6 @@ def random_rules(draw: random.Random, state: State) -> tuple[list[Rule], State]:
         elif kind == "stack":
             dim, other = draw.randrange(ndim + 1), draw.randrange(ndim + 1)
             rules += [sw.rules.stack("x.{}", dim, into="y"), sw.rules.unstack("y", "x.{}", other)]
-            whole = torch.stack([state[f"x.{i}"] for i in range(count)], dim)
-            state = {f"x.{i}": whole.select(other, i) for i in range(whole.shape[other])}
+            full = torch.stack([state[f"x.{i}"] for i in range(count)], dim)
+            state = {f"x.{i}": full.select(other, i) for i in range(full.shape[other])}
     return rules, state

@@ -131,8 +131,8 @@ def local(
     strided: str = "order",
 ) -> torch.Tensor:
     """Returns the local tensor of a rank; with pending reductions, the part of its contribution()."""
-    mine = contribution(tensor, mesh_shape, placements, coordinate)
-    return take(mine, local_indices(tensor.shape, mesh_shape, placements, coordinate, shard_order, strided))
+    summand = contribution(tensor, mesh_shape, placements, coordinate)
+    return take(summand, local_indices(tensor.shape, mesh_shape, placements, coordinate, shard_order, strided))
 
 
 def _random_integers(shape: Sequence[int], low: int, high: int, seed: int) -> torch.Tensor:

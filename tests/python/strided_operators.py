@@ -141,14 +141,14 @@ class Case(NamedTuple):
 def cases(call: Call, mesh: DeviceMesh) -> Iterator[Case]:
     """Yields strided placements of a call: of one tensor alone, and of all tensors of the same shape."""
     tensors = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, torch.Tensor)]
-    whole = (Replicate(),) * mesh.ndim
+    replicated = (Replicate(),) * mesh.ndim
     for i, tensor in enumerate(tensors):
         for dim in _dims(tensor):
             for cut in _cuts(dim):
                 alike = [j for j, other in enumerate(tensors) if other.shape == tensor.shape]
-                yield Case([cut if j == i else whole for j in range(len(tensors))], dim)
+                yield Case([cut if j == i else replicated for j in range(len(tensors))], dim)
                 if len(alike) > 1 and i == alike[0]:
-                    yield Case([cut if j in alike else whole for j in range(len(tensors))], dim)
+                    yield Case([cut if j in alike else replicated for j in range(len(tensors))], dim)
 
 
 def _cuts(dim: int) -> list[tuple[Placement, ...]]:
@@ -156,19 +156,19 @@ def _cuts(dim: int) -> list[tuple[Placement, ...]]:
     return [(strided, Shard(dim)), (Replicate(), strided)]
 
 
-def distributed(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+def distributed(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """Cuts a tensor index by index. Split factors encode a shard order only if another mesh dim cuts the same dim."""
     is_order = len(placements) == 2 and type(placements[1]) is Shard
-    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
     spec = DTensorSpec(mesh, placements, meta, use_strided_shard_as_shard_order=is_order)
     if any(isinstance(placement, _StridedShard) for placement in placements):
         strided = "order" if is_order else "literal"
-        layout = sw.Layout(mesh, whole.shape, placements, whole.dtype, strided=strided)
-        whole = _part(whole, layout)
+        layout = sw.Layout(mesh, tensor.shape, placements, tensor.dtype, strided=strided)
+        tensor = _part(tensor, layout)
     else:
         spec = DTensorSpec(mesh, placements, meta)
-        whole = whole.clone()
-    return DTensor(whole, spec, requires_grad=False)  # type: ignore[call-arg]
+        tensor = tensor.clone()
+    return DTensor(tensor, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def outcome(func: Any, call: Call, case: Case, mesh: DeviceMesh) -> str:
@@ -190,9 +190,9 @@ def outcome(func: Any, call: Call, case: Case, mesh: DeviceMesh) -> str:
 
 def _agree(actual: Any, expected: Any) -> Iterator[bool]:
     """Reduces pending sums, then compares this rank's parts with parts of the global results."""
-    mine, right = tree_leaves(actual), tree_leaves(expected)
-    yield len(mine) == len(right)
-    for result, wanted in zip(mine, right, strict=False):
+    results, right = tree_leaves(actual), tree_leaves(expected)
+    yield len(results) == len(right)
+    for result, wanted in zip(results, right, strict=False):
         if not isinstance(wanted, torch.Tensor):
             yield result == wanted
             continue
@@ -208,12 +208,12 @@ def _agree(actual: Any, expected: Any) -> Iterator[bool]:
         )
 
 
-def _part(whole: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
+def _part(tensor: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
     """Returns this rank's part of a tensor, taken index by index."""
     for dim, intervals in enumerate(layout.region(dist.get_rank())):
         index = torch.tensor([i for begin, end in intervals for i in range(begin, end)], dtype=torch.int64)
-        whole = whole.index_select(dim, index)
-    return whole
+        tensor = tensor.index_select(dim, index)
+    return tensor
 
 
 def verdicts(path: str, trusts: bool) -> dict[str, dict[str, list[str]]]:
@@ -259,9 +259,9 @@ def _are_right(said: list[str]) -> bool:
 
 def main() -> None:
     with sw.enabled(strict=True, views=True):
-        mine = verdicts(sys.argv[-1], trusts="--as-is" not in sys.argv)
+        local_verdicts = verdicts(sys.argv[-1], trusts="--as-is" not in sys.argv)
     of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
+    dist.all_gather_object(of_all, local_verdicts)
     found = {
         name: {
             kind: [
@@ -269,7 +269,7 @@ def main() -> None:
             ]
             for kind, parts in ((kind, [outcomes[name][kind] for outcomes in of_all]) for kind in ("all", "other"))
         }
-        for name in mine
+        for name in local_verdicts
     }
     if dist.get_rank() == 0:
         if "--as-is" in sys.argv or "-v" in sys.argv:

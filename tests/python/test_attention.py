@@ -86,9 +86,9 @@ def _check_case(
     usual = _whole(inputs, seen, dtype) if length else exact
     positions = _positions(layout, length)
     for method in methods:
-        mine = [t[:, :, positions].to(meshes.device).requires_grad_() for t in inputs[:3]]
+        local = [t[:, :, positions].to(meshes.device).requires_grad_() for t in inputs[:3]]
         out, lse = sw.attention.scaled_dot_product_attention(
-            *mine,
+            *local,
             is_causal=is_causal,
             mask=mask,
             enable_gqa=sizes[1] != sizes[2],
@@ -97,7 +97,7 @@ def _check_case(
             size=length,
             layout=layout,
         )
-        grads = torch.autograd.grad(out, mine, inputs[3][:, :, positions].to(meshes.device))
+        grads = torch.autograd.grad(out, local, inputs[3][:, :, positions].to(meshes.device))
         for name, found, right, stock in zip("oqkv", [out, *grads], exact, usual, strict=False):
             # Rounding errors of float32 grow with the number of terms. Those of bfloat16 are much larger.
             slack = 2e-3 if dtype == torch.bfloat16 else 4e-6
@@ -145,17 +145,17 @@ def _result(method: str, dtype: torch.dtype, is_causal: bool, layout: Any) -> li
     length = 48
     inputs = _inputs(2, 4, 2, length, 16, dtype)
     positions = _positions(layout, length)
-    mine = [t[:, :, positions].to(meshes.device).requires_grad_() for t in inputs[:3]]
+    local = [t[:, :, positions].to(meshes.device).requires_grad_() for t in inputs[:3]]
     out = sw.attention.scaled_dot_product_attention(
-        *mine, is_causal=is_causal, enable_gqa=True, method=method, chunks=24, size=length, layout=layout
+        *local, is_causal=is_causal, enable_gqa=True, method=method, chunks=24, size=length, layout=layout
     )
-    grads = torch.autograd.grad(out, mine, inputs[3][:, :, positions].to(meshes.device))
+    grads = torch.autograd.grad(out, local, inputs[3][:, :, positions].to(meshes.device))
     found = []
     for part, like in zip([out.detach(), *grads], [inputs[0], *inputs[:3]], strict=True):
-        whole = torch.zeros_like(like)
-        whole[:, :, positions] = part.cpu()
-        dist.all_reduce(whole)
-        found.append(whole)
+        full = torch.zeros_like(like)
+        full[:, :, positions] = part.cpu()
+        dist.all_reduce(full)
+        found.append(full)
     return found
 
 
@@ -185,12 +185,12 @@ def _two_level_on_nodes(per_node: int) -> None:
         ):
             _check_case(sizes, is_causal, None, layout, torch.float32, ("two_level",))
         q, k, v, _ = _inputs(1, 4, 4, 64, 8, torch.float32)
-        mine = [t[:, :, _positions(None, 64)] for t in (q, k, v)]
-        assert "two_level: forward" in sw.attention.explain(*mine, size=64)
+        local = [t[:, :, _positions(None, 64)] for t in (q, k, v)]
+        assert "two_level: forward" in sw.attention.explain(*local, size=64)
         # The ranks of this group are on one node, so it has no two levels.
         mesh = meshes.get_mesh((dist.get_world_size() // per_node, per_node))
         with pytest.raises(ValueError, match="two_level"):
-            sw.attention.scaled_dot_product_attention(*mine, size=32, group=mesh.get_group(1), method="two_level")
+            sw.attention.scaled_dot_product_attention(*local, size=32, group=mesh.get_group(1), method="two_level")
     finally:
         tables.change(before)
 
@@ -203,8 +203,8 @@ def test_two_level_method_on_nodes(pool: Pool) -> None:
 
 def _traced(method: str) -> list[tuple[str, str, int, float, float]]:
     q, k, v, _ = _inputs(1, 4, 4, 2048, 32, torch.float32)
-    mine = [t.chunk(4, 2)[dist.get_rank()].contiguous() for t in (q, k, v)]
-    call = lambda: sw.attention.scaled_dot_product_attention(*mine, method=method, size=2048)  # noqa: E731
+    local = [t.chunk(4, 2)[dist.get_rank()].contiguous() for t in (q, k, v)]
+    call = lambda: sw.attention.scaled_dot_product_attention(*local, method=method, size=2048)  # noqa: E731
     call()
     with sw.debug.trace() as events:
         call()
@@ -349,12 +349,12 @@ def test_key_heads_must_be_on_the_ranks_of_their_query_heads(pool: Pool) -> None
 
 def _differing_calls() -> None:
     q, k, v, _ = _inputs(1, 2, 2, 8, 8, torch.float32)
-    mine = [t.chunk(2, 2)[dist.get_rank()] for t in (q, k, v)]
+    local = [t.chunk(2, 2)[dist.get_rank()] for t in (q, k, v)]
     sw.debug.check_ranks(True)
     try:
-        sw.attention.scaled_dot_product_attention(*mine, size=8, method="ring", is_causal=True)
+        sw.attention.scaled_dot_product_attention(*local, size=8, method="ring", is_causal=True)
         with pytest.raises(RuntimeError, match="attention: the ranks differ"):
-            sw.attention.scaled_dot_product_attention(*mine, size=8, method="ring", is_causal=dist.get_rank() == 0)
+            sw.attention.scaled_dot_product_attention(*local, size=8, method="ring", is_causal=dist.get_rank() == 0)
     finally:
         sw.debug.check_ranks(False)
 
@@ -366,8 +366,8 @@ def test_check_ranks_reports_differing_attention_calls(pool: Pool) -> None:
 
 def _explained() -> str:
     q, k, v, _ = _inputs(1, 4, 2, 64, 8, torch.float32)
-    mine = [t.chunk(4, 2)[dist.get_rank()] for t in (q, k, v)]
-    return sw.attention.explain(*mine, is_causal=True, enable_gqa=True, size=64, method="ring")
+    local = [t.chunk(4, 2)[dist.get_rank()] for t in (q, k, v)]
+    return sw.attention.explain(*local, is_causal=True, enable_gqa=True, size=64, method="ring")
 
 
 @only_on_cpu
@@ -391,8 +391,8 @@ def _in_a_context() -> None:
         with pytest.raises(ValueError, match="dropout_p must be 0, got 0.5"):
             F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     assert all(torch.equal(t, old) for t, old in zip((q, k, v), before, strict=True))
-    (whole,) = sw.attention.context_parallel_unshard(mesh, [out], [2], size=length)
-    torch.testing.assert_close(whole.double(), exact[0], atol=1e-5, rtol=0)
+    (full,) = sw.attention.context_parallel_unshard(mesh, [out], [2], size=length)
+    torch.testing.assert_close(full.double(), exact[0], atol=1e-5, rtol=0)
     again = sw.attention.redistribute_sequence(out, "zigzag", "contiguous", dim=2, size=length)
     torch.testing.assert_close(again.double(), exact[0][:, :, _positions(None, length)], atol=1e-5, rtol=0)
 
@@ -406,13 +406,13 @@ def _in_pytorchs_layers() -> None:
         layer.train(training)
         with torch.set_grad_enabled(training):
             right = layer(x).detach()
-            mine = x.clone()
-            with sw.attention.context_parallel(mesh, buffers=[mine], buffer_seq_dims=[1]):
-                out = layer(mine).detach()
+            local = x.clone()
+            with sw.attention.context_parallel(mesh, buffers=[local], buffer_seq_dims=[1]):
+                out = layer(local).detach()
                 with pytest.raises(ValueError, match="need_weights must be False .*, got True"):
-                    layer.self_attn(mine, mine, mine)
-        (whole,) = sw.attention.context_parallel_unshard(mesh, [out], [1], size=13)
-        torch.testing.assert_close(whole, right, atol=1e-5, rtol=0)
+                    layer.self_attn(local, local, local)
+        (full,) = sw.attention.context_parallel_unshard(mesh, [out], [1], size=13)
+        torch.testing.assert_close(full, right, atol=1e-5, rtol=0)
 
 
 def _recomputed() -> None:
@@ -424,15 +424,15 @@ def _recomputed() -> None:
         for how in ("grad", "backward"):
             q, k, v, dout = (t.clone() for t in inputs)
             with sw.attention.context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4):
-                mine = q.clone().requires_grad_()
+                local_q = q.clone().requires_grad_()
                 attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-                out = checkpoint(attend, mine, k, v, use_reentrant=use_reentrant)
+                out = checkpoint(attend, local_q, k, v, use_reentrant=use_reentrant)
                 if how == "grad" and not use_reentrant:
-                    (found,) = torch.autograd.grad(out, mine, dout)
+                    (found,) = torch.autograd.grad(out, local_q, dout)
                 else:
                     out.backward(dout)
-                    assert mine.grad is not None
-                    found = mine.grad
+                    assert local_q.grad is not None
+                    found = local_q.grad
             torch.testing.assert_close(found.double(), right[:, :, positions], atol=2e-5, rtol=0)
 
 
@@ -459,9 +459,11 @@ def _views_as_buffers() -> None:
 
 def _dtypes_and_placements_like_stock() -> None:
     q, k, v, _ = _inputs(1, 4, 4, 8, 8, torch.float32)
-    mine = [t.chunk(2, 2)[dist.get_rank()] for t in (q, k, v)]
+    local = [t.chunk(2, 2)[dist.get_rank()] for t in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
-        found = sw.attention.scaled_dot_product_attention(mine[0], mine[1].bfloat16(), mine[2], size=8, method="ring")
+        found = sw.attention.scaled_dot_product_attention(
+            local[0], local[1].bfloat16(), local[2], size=8, method="ring"
+        )
         right = F.scaled_dot_product_attention(q, k, v)
     assert found.dtype == right.dtype == torch.bfloat16
     torch.testing.assert_close(found, right.chunk(2, 2)[dist.get_rank()], atol=2e-2, rtol=0)
@@ -507,7 +509,7 @@ def test_context_parallel_block_and_layer(pool: Pool) -> None:
 def _compiled() -> None:
     """Graphs are compiled before attention is called for the first time."""
     inputs = [t.to(meshes.device) for t in _inputs(1, 2, 2, 18, 8, torch.float32)[:3]]
-    mine = [t[:, :, _positions("zigzag", 18)].requires_grad_() for t in inputs]
+    local = [t[:, :, _positions("zigzag", 18)].requires_grad_() for t in inputs]
     mesh = meshes.get_mesh((2,))
     placed = [distribute_tensor(t, mesh, [Shard(2)]).requires_grad_() for t in inputs]
 
@@ -522,7 +524,7 @@ def _compiled() -> None:
             out = sw.attention.scaled_dot_product_attention(q, k, v, chunks=3, method="ring")
         return out.to_local().float().square().sum()
 
-    for function, given in ((loss, mine), (loss_of_dtensors, placed)):
+    for function, given in ((loss, local), (loss_of_dtensors, placed)):
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(*given)
         grads = torch.autograd.grad(compiled, given)
         eager = function(*given)
@@ -534,11 +536,11 @@ def _compiled() -> None:
 def _compiles_once() -> None:
     """Forward and backward are one program each, compiled on first use and then cached."""
     positions = _positions(None, 22)
-    mine = [t[:, :, positions].requires_grad_() for t in _inputs(1, 2, 2, 22, 8, torch.float32)[:3]]
+    local = [t[:, :, positions].requires_grad_() for t in _inputs(1, 2, 2, 22, 8, torch.float32)[:3]]
     counts = []
     for _ in range(2):
         before = _runtime.counters()["compiled"]
-        sw.attention.scaled_dot_product_attention(*mine, size=22, method="ring").sum().backward()
+        sw.attention.scaled_dot_product_attention(*local, size=22, method="ring").sum().backward()
         counts.append(_runtime.counters()["compiled"] - before)
     assert counts == [2, 0]
 
@@ -549,13 +551,13 @@ def test_forward_and_backward_programs_are_compiled_once(pool: Pool) -> None:
 
 
 def _invalid_argument_in_a_graph() -> None:
-    mine = [t[:, :, _positions(None, 8)] for t in _inputs(1, 2, 2, 8, 8, torch.float32)[:3]]
+    local = [t[:, :, _positions(None, 8)] for t in _inputs(1, 2, 2, 8, 8, torch.float32)[:3]]
     attend = torch.compile(
         lambda *given, **how: sw.attention.scaled_dot_product_attention(*given, **how) + 1, backend="eager"
     )
     with pytest.raises(ValueError, match="q must be of [56] rows on rank ., for a sequence of 10, got 4"):
-        attend(*mine, size=10, chunks=5)
-    assert torch.equal(attend(*mine, size=8), sw.attention.scaled_dot_product_attention(*mine, size=8) + 1)
+        attend(*local, size=10, chunks=5)
+    assert torch.equal(attend(*local, size=8), sw.attention.scaled_dot_product_attention(*local, size=8) + 1)
 
 
 def test_compiled_attention(pool: Pool) -> None:

@@ -25,14 +25,14 @@ def _entered(mesh: Any, **arguments: Any) -> None:
 
 def _invalid_arguments() -> None:
     mesh = get_mesh((2,))
-    mine = torch.zeros(1, 2, SIZE // 2, 4, device=device)
+    local = torch.zeros(1, 2, SIZE // 2, 4, device=device)
     buffer = torch.arange(SIZE, device=device)
     layouts = "must be 'contiguous', 'zigzag' or a placement of dim 2, got"
 
     def attend(**arguments: Any) -> None:
-        scaled_dot_product_attention(mine, mine, mine, size=SIZE, **arguments)
+        scaled_dot_product_attention(local, local, local, size=SIZE, **arguments)
 
-    def move(*ends: Any, tensor: Any = mine, dim: Any = 2, size: Any = SIZE) -> None:
+    def move(*ends: Any, tensor: Any = local, dim: Any = 2, size: Any = SIZE) -> None:
         sw.attention.redistribute_sequence(tensor, *ends, dim=dim, size=size)
 
     cases: list[tuple[Callable[[], None], str]] = [
@@ -50,7 +50,7 @@ def _invalid_arguments() -> None:
         (lambda: _entered(mesh, buffers=[buffer], buffer_seq_dims=1), "buffer_seq_dims must be a list of dims, got 1"),
         (lambda: _entered(mesh, buffers=[buffer], buffer_seq_dims=[1]), r"buffer_seq_dims must be in \[-1, 0\], got 1"),
         (
-            lambda: sw.attention.context_parallel_unshard(mesh, [mine], [2, 2], size=SIZE),  # type: ignore[arg-type, return-value]
+            lambda: sw.attention.context_parallel_unshard(mesh, [local], [2, 2], size=SIZE),  # type: ignore[arg-type, return-value]
             "seq_dims must be a list of 1 dims, one per buffer, got 2",
         ),
     ]
@@ -58,7 +58,7 @@ def _invalid_arguments() -> None:
         with pytest.raises(ValueError, match=match):
             call()
     with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument 'methods'"):
-        sw.attention.explain(mine, mine, mine, size=SIZE, methods="ring")
+        sw.attention.explain(local, local, local, size=SIZE, methods="ring")
     assert torch.equal(buffer, torch.arange(SIZE, device=device))
 
 
@@ -68,13 +68,13 @@ def test_invalid_arguments_raise_on_every_rank(pool: Pool) -> None:
 
 def _layouts_as_strings() -> None:
     """A layout may be a placement of dim 2 or its string, and applies to the sequence dim if that is another dim."""
-    whole = torch.arange(SIZE * 3, device=device).view(SIZE, 3)
+    full = torch.arange(SIZE * 3, device=device).view(SIZE, 3)
     rank = dist.get_rank()
-    mine = whole.chunk(2)[rank]
+    local = full.chunk(2)[rank]
     for layout in ("Pieces(2,0-2+9-12:2-9)", sw.placements.Pieces(2, [[(0, 2), (9, 12)], [(2, 9)]])):
-        there = sw.attention.redistribute_sequence(mine, "contiguous", layout, dim=0, size=SIZE)
-        assert torch.equal(there, torch.cat([whole[:2], whole[9:]]) if rank == 0 else whole[2:9])
-        assert torch.equal(sw.attention.redistribute_sequence(there, layout, "whole", dim=-2, size=SIZE), whole)
+        there = sw.attention.redistribute_sequence(local, "contiguous", layout, dim=0, size=SIZE)
+        assert torch.equal(there, torch.cat([full[:2], full[9:]]) if rank == 0 else full[2:9])
+        assert torch.equal(sw.attention.redistribute_sequence(there, layout, "whole", dim=-2, size=SIZE), full)
 
 
 def test_layouts_given_as_strings(pool: Pool) -> None:

@@ -108,16 +108,18 @@ def _positions_of_case(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check_case(case: Case, dtype: torch.dtype, methods: Any) -> None:
-    whole = _whole(case, dtype)
+    unsharded = _whole(case, dtype)
     rows, keys = _positions_of_case(case)
     cuts = [rows, keys, keys]
-    local_mask = whole.mask
+    local_mask = unsharded.mask
     if local_mask is not None:
         local_mask = (local_mask if local_mask.shape[-2] == 1 else local_mask[..., rows, :]).to(meshes.device)
     for method in methods:
-        mine = [t[:, :, cut].to(meshes.device).requires_grad_() for t, cut in zip(whole.inputs, cuts, strict=False)]
+        local = [
+            t[:, :, cut].to(meshes.device).requires_grad_() for t, cut in zip(unsharded.inputs, cuts, strict=False)
+        ]
         out, lse = scaled_dot_product_attention(
-            *mine,
+            *local,
             is_causal=case.is_causal,
             mask=sw.attention.Mask(window=case.window) if local_mask is None else local_mask,
             enable_gqa=True,
@@ -129,15 +131,15 @@ def _check_case(case: Case, dtype: torch.dtype, methods: Any) -> None:
             kv_size=case.keys,
             kv_layout=case.kv_layout,
         )
-        grads = torch.autograd.grad(out, mine, whole.inputs[3][:, :, rows].to(meshes.device))
-        of_each = zip("oqkv", [out, *grads], whole.right, whole.stock, [rows, *cuts], strict=False)
+        grads = torch.autograd.grad(out, local, unsharded.inputs[3][:, :, rows].to(meshes.device))
+        of_each = zip("oqkv", [out, *grads], unsharded.right, unsharded.stock, [rows, *cuts], strict=False)
         for name, found, right, stock, cut in of_each:
             slack = 2e-3 if dtype == torch.bfloat16 else 6e-6
             allowed = 2.5 * _worst(stock, right) + slack
             error = _worst(found, right[:, :, cut])
             assert error <= allowed, (case, name, method, error, allowed)
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(lse.cpu().double(), whole.right[-1][:, :, rows], atol=tolerance, rtol=0)
+        torch.testing.assert_close(lse.cpu().double(), unsharded.right[-1][:, :, rows], atol=tolerance, rtol=0)
 
 
 def _check_cases(cases: list[Case], methods: Any) -> None:
@@ -218,27 +220,27 @@ def test_memory_of_the_bias_is_bounded(pool: Pool) -> None:
 def _with_dtensors() -> None:
     mesh = meshes.get_mesh((2, 2))
     case = Case(rows=13, keys=9, depths=(8, 12), heads=(4, 4), mask="rows")
-    whole = _whole(case, torch.float32)
-    assert whole.mask is not None
+    unsharded = _whole(case, torch.float32)
+    assert unsharded.mask is not None
     cut = [Shard(1), Shard(2)]
     masks = (
-        distribute_tensor(whole.mask, mesh, [Replicate(), Shard(0)]),
-        whole.mask.chunk(2)[mesh.get_local_rank(1)].to(meshes.device),
+        distribute_tensor(unsharded.mask, mesh, [Replicate(), Shard(0)]),
+        unsharded.mask.chunk(2)[mesh.get_local_rank(1)].to(meshes.device),
     )
-    of_heads = distribute_tensor(whole.mask.repeat(1, 4, 1, 1), mesh, cut)
+    of_heads = distribute_tensor(unsharded.mask.repeat(1, 4, 1, 1), mesh, cut)
     for mask, of_keys in ((masks[0], cut), (masks[1], [Shard(1), Replicate()]), (of_heads, cut)):
-        placed = zip(whole.inputs, (cut, of_keys, of_keys, cut), strict=True)
+        placed = zip(unsharded.inputs, (cut, of_keys, of_keys, cut), strict=True)
         *given, dout = (distribute_tensor(t, mesh, placements) for t, placements in placed)
         for tensor in given:
             tensor.requires_grad_()
         out, lse = scaled_dot_product_attention(*given, mask=mask, return_lse=True)
-        assert out.placements == tuple(cut) and out.shape == whole.right[0].shape
+        assert out.placements == tuple(cut) and out.shape == unsharded.right[0].shape
         out.backward(dout)
         found = [out.full_tensor(), *[t.grad.full_tensor() for t in given], lse.full_tensor()]  # type: ignore[union-attr]
-        for result, right in zip(found, whole.right, strict=True):
+        for result, right in zip(found, unsharded.right, strict=True):
             torch.testing.assert_close(result.cpu().double(), right, atol=2e-5, rtol=0)
     with pytest.raises(ValueError, match="mask must be plain or placed like q"):
-        scaled_dot_product_attention(*given, mask=distribute_tensor(whole.mask, mesh, [Replicate(), Shard(1)]))
+        scaled_dot_product_attention(*given, mask=distribute_tensor(unsharded.mask, mesh, [Replicate(), Shard(1)]))
 
 
 def test_dtensors_of_two_sequences(pool: Pool) -> None:
@@ -247,23 +249,25 @@ def test_dtensors_of_two_sequences(pool: Pool) -> None:
 
 def _three_dims() -> None:
     mesh = meshes.get_mesh((2,))
-    whole = _whole(Case(rows=11, keys=7, heads=(1, 1), mask="rows"), torch.float32)
-    assert whole.mask is not None
-    q, k, v, dout = (t[:, 0] for t in whole.inputs)
+    unsharded = _whole(Case(rows=11, keys=7, heads=(1, 1), mask="rows"), torch.float32)
+    assert unsharded.mask is not None
+    q, k, v, dout = (t[:, 0] for t in unsharded.inputs)
     rows, keys = _positions(None, 11), _positions(None, 7)
     plain = [t[:, cut].to(meshes.device) for t, cut in ((q, rows), (k, keys), (v, keys))]
     placed = [distribute_tensor(t, mesh, [Shard(1)]) for t in (q, k, v)]
-    mask = whole.mask[None, rows].to(meshes.device)
+    mask = unsharded.mask[None, rows].to(meshes.device)
     for given, arguments in ((plain, {"size": 11, "kv_size": 7}), (placed, {})):
-        mine = [t.detach().requires_grad_() for t in given]
-        out, lse = scaled_dot_product_attention(*mine, mask=mask, method="ring", return_lse=True, **arguments)
+        local_inputs = [t.detach().requires_grad_() for t in given]
+        out, lse = scaled_dot_product_attention(*local_inputs, mask=mask, method="ring", return_lse=True, **arguments)
         grad = dout[:, rows].to(meshes.device)
         found = [
             out,
-            *torch.autograd.grad(out, mine, grad if given is plain else distribute_tensor(dout, mesh, [Shard(1)])),
+            *torch.autograd.grad(
+                out, local_inputs, grad if given is plain else distribute_tensor(dout, mesh, [Shard(1)])
+            ),
             lse,
         ]
-        for result, right, cut in zip(found, whole.right, (rows, rows, keys, keys, rows), strict=True):
+        for result, right, cut in zip(found, unsharded.right, (rows, rows, keys, keys, rows), strict=True):
             local = result.to_local() if isinstance(result, DTensor) else result
             torch.testing.assert_close(local.cpu().double(), right[:, 0, cut], atol=1e-5, rtol=0)
 
@@ -273,14 +277,14 @@ def test_tensors_may_have_three_dims(pool: Pool) -> None:
 
 
 def _compiled() -> None:
-    whole = _whole(Case(rows=12, keys=9, depths=(8, 12), heads=(2, 2), mask="float"), torch.float32)
-    assert whole.mask is not None
+    unsharded = _whole(Case(rows=12, keys=9, depths=(8, 12), heads=(2, 2), mask="float"), torch.float32)
+    assert unsharded.mask is not None
     rows, keys = _positions(None, 12), _positions("zigzag", 9)
     given = [
         t[:, :, cut].to(meshes.device).requires_grad_()
-        for t, cut in zip(whole.inputs, (rows, keys, keys), strict=False)
+        for t, cut in zip(unsharded.inputs, (rows, keys, keys), strict=False)
     ]
-    mask = whole.mask[:, rows].to(meshes.device)
+    mask = unsharded.mask[:, rows].to(meshes.device)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         how = {"size": 12, "kv_size": 9, "kv_layout": sw.placements.Pieces.zigzag(2, 9, 2)}
@@ -289,8 +293,8 @@ def _compiled() -> None:
 
     mesh = meshes.get_mesh((2,))
     places = ([Shard(2)], [Replicate()], [Replicate()])
-    placed = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in zip(whole.inputs, places, strict=False)]
-    placed_mask = distribute_tensor(whole.mask, mesh, [Shard(1)])
+    placed = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in zip(unsharded.inputs, places, strict=False)]
+    placed_mask = distribute_tensor(unsharded.mask, mesh, [Shard(1)])
 
     def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         out = scaled_dot_product_attention(q, k, v, mask=mask) + scaled_dot_product_attention(
@@ -312,16 +316,16 @@ def test_compiled_attention_with_masks(pool: Pool) -> None:
 
 def _in_a_context() -> None:
     mesh = meshes.get_mesh((2,))
-    whole = _whole(Case(rows=14, heads=(2, 2), mask="rows"), torch.float32)
-    assert whole.mask is not None
+    unsharded = _whole(Case(rows=14, heads=(2, 2), mask="rows"), torch.float32)
+    assert unsharded.mask is not None
     rows = _positions("zigzag", 14)
-    q, k, v = (t[:, :, rows].to(meshes.device) for t in whole.inputs[:3])
-    mask = whole.mask[rows].to(meshes.device)
+    q, k, v = (t[:, :, rows].to(meshes.device) for t in unsharded.inputs[:3])
+    mask = unsharded.mask[rows].to(meshes.device)
     with sw.attention.context_parallel(mesh, size=14):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         with pytest.raises(ValueError, match=r"mask must be broadcastable to .*this rank's rows of q, 14\], got"):
             F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, rows])
-    torch.testing.assert_close(out.cpu().double(), whole.right[0][:, :, rows], atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.cpu().double(), unsharded.right[0][:, :, rows], atol=1e-5, rtol=0)
 
 
 def _forms_differ() -> None:

@@ -53,18 +53,18 @@ def _transposed_on_some() -> None:
     """k = 5 is cut into 2, 2, 1 and 0. A part with a single row or none does not show whether it is transposed."""
     rank = dist.get_rank()
     x, weight = torch.arange(15.0).view(3, 5), torch.arange(30.0).view(5, 6)
-    mine = slice(2 * rank, 2 * rank + 2)
+    own_rows = slice(2 * rank, 2 * rank + 2)
     for is_transposed in (False, True, rank % 2 == 0):
-        part = weight[mine].clone()
+        part = weight[own_rows].clone()
         if is_transposed:
             part = part.t().contiguous().t()
         part.requires_grad_()
         with _checking():
-            y = sw.matmul_reduce_scatter(x[:, mine].contiguous(), part, size=5)
+            y = sw.matmul_reduce_scatter(x[:, own_rows].contiguous(), part, size=5)
             y.sum().backward()
         assert torch.equal(y, (x @ weight)[rank : rank + 1])
         assert part.grad is not None
-        assert torch.equal(part.grad, x.t()[mine] @ torch.ones(3, 6))
+        assert torch.equal(part.grad, x.t()[own_rows] @ torch.ones(3, 6))
 
 
 def test_weights_transposed_on_some_ranks(pool: Pool) -> None:
@@ -159,23 +159,23 @@ def _in_two_groups() -> None:
     rank = dist.get_rank()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group, place = halves[rank // 2], rank % 2
-    whole = torch.arange(24.0).view((4, 6) if rank < 2 else (8, 3))
+    full = torch.arange(24.0).view((4, 6) if rank < 2 else (8, 3))
     mesh = sw.Mesh({"a": 2})
-    cut, rows, all_of_it = (sw.Layout(mesh, whole.shape, [placement]) for placement in ("S(1)", "S(0)", "R"))
+    cut, rows, all_of_it = (sw.Layout(mesh, full.shape, [placement]) for placement in ("S(1)", "S(0)", "R"))
     with _checking():
-        size = whole.shape[1]
-        part, weight = whole.chunk(2, 1)[place].contiguous(), torch.eye(size).chunk(2)[place].clone()
+        size = full.shape[1]
+        part, weight = full.chunk(2, 1)[place].contiguous(), torch.eye(size).chunk(2)[place].clone()
         product = sw.matmul_reduce_scatter(part, weight, size=size, group=group)
-        assert torch.equal(product, whole.chunk(2)[place])
+        assert torch.equal(product, full.chunk(2)[place])
         for _ in range(2 if rank < 2 else 5):
-            moved = sw.redistribute_local(whole.chunk(2)[place].clone(), rows, cut, group=group)
-            assert torch.equal(moved, whole.chunk(2, 1)[place])
-            mine = sw.redistribute_local(whole, all_of_it, rows, group=group)  # sends nothing
-            assert torch.equal(mine, whole.chunk(2)[place])
+            moved = sw.redistribute_local(full.chunk(2)[place].clone(), rows, cut, group=group)
+            assert torch.equal(moved, full.chunk(2, 1)[place])
+            local = sw.redistribute_local(full, all_of_it, rows, group=group)  # sends nothing
+            assert torch.equal(local, full.chunk(2)[place])
         if rank >= 2:
             with pytest.raises(RuntimeError, match=r"dst: \[R\] on ranks \[2\]; \[S\(1\)\] on ranks \[3\]"):
                 dst = all_of_it if rank == 2 else cut
-                sw.redistribute_local(whole.chunk(2)[place].clone(), rows, dst, group=group)
+                sw.redistribute_local(full.chunk(2)[place].clone(), rows, dst, group=group)
 
 
 def test_groups_compare_separately(pool: Pool) -> None:

@@ -223,11 +223,11 @@ def _dtensors() -> None:
     """Replicated DTensors are cut. Parameters and tensors that differ between ranks are kept."""
     mesh = get_mesh((2, 2))
     b = mesh["b"]
-    whole = batch(0, 4)
+    full_batch = batch(0, 4)
     weight = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(5)).to(meshes.device)
     results = []
     for is_cut in (True, False):
-        x = distribute_tensor(whole, mesh, [Shard(0), Replicate()]).requires_grad_()
+        x = distribute_tensor(full_batch, mesh, [Shard(0), Replicate()]).requires_grad_()
         w = nn.Parameter(distribute_tensor(weight, mesh, [Replicate(), Replicate()]))
         v = nn.Parameter(distribute_tensor(weight, mesh, [Replicate(), Shard(0)]))
         sw.reset_stats()
@@ -248,7 +248,7 @@ def _dtensors() -> None:
     with sw.fsdp.checkpoint_cut(b, plain, min_bytes=25):
         plain.sin().sum().backward()
     assert sw.stats()["activations_cut"] == 0, "neither named, nor large enough"
-    sharded = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
+    sharded = distribute_tensor(full_batch, mesh, [Replicate(), Shard(0)])
     assert isinstance(sharded, DTensor)
     with pytest.raises(ValueError, match=r"tensors\[1\] must be a DTensor that is replicated over .*, got"):
         sw.fsdp.checkpoint_cut(b, plain, sharded)
@@ -313,8 +313,8 @@ def test_strides_dtypes_and_values_are_restored(pool: Pool) -> None:
 
 def _written_in_the_block(is_dtensor: bool) -> None:
     """A tensor saved after an in-place write is distinct from the one saved before."""
-    mesh, whole = get_mesh((2,)), batch(0)
-    x = distribute_tensor(whole.clone(), mesh, [Replicate()]) if is_dtensor else whole.clone()
+    mesh, full_batch = get_mesh((2,)), batch(0)
+    x = distribute_tensor(full_batch.clone(), mesh, [Replicate()]) if is_dtensor else full_batch.clone()
     first, second = (torch.ones_like(x).requires_grad_() for _ in range(2))
     with sw.fsdp.checkpoint_cut(mesh, *([] if is_dtensor else [x]), min_bytes=0):
         before = (first * x).sum()
@@ -323,7 +323,7 @@ def _written_in_the_block(is_dtensor: bool) -> None:
         after = (second * x).sum()
     (before + after).backward()
     found = [p.grad.to_local() if is_dtensor else p.grad for p in (first, second)]  # type: ignore[union-attr, attr-defined]
-    assert torch.equal(found[0], whole) and torch.equal(found[1], 3 * whole)
+    assert torch.equal(found[0], full_batch) and torch.equal(found[1], 3 * full_batch)
 
 
 @pytest.mark.parametrize("is_dtensor", [False, True])

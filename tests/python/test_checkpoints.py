@@ -80,10 +80,10 @@ def test_reader_reads_only_requested_slices(pool: Pool, folder: str) -> None:
 
 
 def _load_conjugated(folder: str) -> None:
-    whole = oracle.global_tensor((6, 5), torch.complex64, 3)
-    imaginary = whole.conj().imag  # a view with the negative bit
-    dcp.save({"conj": whole.conj(), "neg": imaginary, "plain": whole}, checkpoint_id=folder)
-    expected = {"conj": whole.conj().resolve_conj(), "neg": imaginary.resolve_neg(), "plain": whole}
+    full = oracle.global_tensor((6, 5), torch.complex64, 3)
+    imaginary = full.conj().imag  # a view with the negative bit
+    dcp.save({"conj": full.conj(), "neg": imaginary, "plain": full}, checkpoint_id=folder)
+    expected = {"conj": full.conj().resolve_conj(), "neg": imaginary.resolve_neg(), "plain": full}
     loaded = {name: torch.zeros_like(x) for name, x in expected.items()}
     dcp.load(loaded, storage_reader=sw.checkpoints.CheckpointReader(folder))
     for name, x in expected.items():
@@ -114,8 +114,8 @@ def _load_layouts(folder: str) -> None:
         "flat": sw.Layout(mesh, (7, 5, 3), [sw.placements.Ragged(dims=(0, 1), units=[3, 15, 17])], "bfloat16"),
         "flatter": sw.Layout(mesh, (7, 5, 3), [sw.placements.Ragged(dims=(0, 1, 2), units=[50, 1, 54])], "bfloat16"),
     }
-    whole = oracle.global_tensor((7, 5, 3), torch.bfloat16, 4)
-    wholes |= {"flat": whole.flatten(0, 1), "flatter": whole.flatten()}
+    full = oracle.global_tensor((7, 5, 3), torch.bfloat16, 4)
+    wholes |= {"flat": full.flatten(0, 1), "flatter": full.flatten()}
     wholes["turned"] = oracle.global_tensor((12, 40), torch.bfloat16, 9).t()
     to: dict[str, Any] | None = None
     if rank in mesh.ranks:

@@ -107,10 +107,10 @@ def _run_one(program: Program) -> None:
         with sw.enabled(views=True), fresh_compilers():
             compiled = torch.compile(function, backend="aot_eager", dynamic=program.dynamic)
             for size in (*program.sizes, program.sizes[0]):
-                whole = oracle.global_tensor((size, WIDTH), torch.float64, size, True) / 8
-                plain = whole.clone().requires_grad_()
+                full = oracle.global_tensor((size, WIDTH), torch.float64, size, True) / 8
+                plain = full.clone().requires_grad_()
                 expected = function(plain, whole_weights)
-                x = distribute(whole, mesh, program.placements).requires_grad_()
+                x = distribute(full, mesh, program.placements).requires_grad_()
                 result = compiled(x, weights)
                 assert result.shape == expected.shape, f"size {size}: {tuple(result.shape)}, not {expected.shape}"
                 torch.testing.assert_close(result.full_tensor(), expected)

@@ -27,9 +27,9 @@ def _values(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return oracle.global_tensor(shape, torch.float64, seed, True)
 
 
-def _with_symbolic_rows(whole: torch.Tensor, mesh: Any, placements: list[str]) -> DTensor:
+def _with_symbolic_rows(full: torch.Tensor, mesh: Any, placements: list[str]) -> DTensor:
     """Returns a DTensor whose number of rows is symbolic."""
-    given = distribute(whole, mesh, placements).detach().requires_grad_()
+    given = distribute(full, mesh, placements).detach().requires_grad_()
     torch._dynamo.mark_dynamic(given, 0)
     return given
 
@@ -56,10 +56,10 @@ def _symbolic_rows(way: list[list[str]], backend: str, rows: list[int], graphs: 
     with sw.enabled(strict=True), fresh_compilers():
         compiled = torch.compile(function, backend=counter, fullgraph=True)
         for count in rows:
-            whole = _values((count, 6), count)
-            x = _with_symbolic_rows(whole, mesh, way[0])
+            full = _values((count, 6), count)
+            x = _with_symbolic_rows(full, mesh, way[0])
             result = compiled(x)
-            leaf = whole.clone().requires_grad_()
+            leaf = full.clone().requires_grad_()
             expected = leaf
             for _ in way[1:]:
                 expected = expected.sin()
@@ -94,8 +94,8 @@ def _planned_once() -> None:
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
         plans = []
         for count in (8, 12, 8, 12, 16, 8):
-            whole = _values((count, 11), count)
-            assert torch.equal(compiled(_with_symbolic_rows(whole, mesh, ["S(0)", "S(0)"])), whole * 2)
+            full = _values((count, 11), count)
+            assert torch.equal(compiled(_with_symbolic_rows(full, mesh, ["S(0)", "S(0)"])), full * 2)
             plans.append(sw.stats()["plans"])
     first, *_, last = plans
     assert plans == [first, first + 1, first + 1, first + 1, last, last] and last == first + 2
@@ -133,15 +133,15 @@ def _strided() -> None:
     with sw.enabled(strict=True, views=True), fresh_compilers():
         compiled = torch.compile(lambda x: x.redistribute(placements=[Replicate()]), backend="aot_eager", dynamic=True)
         for count in (8, 12, 8):
-            whole = _values((count, 3), count)
+            full = _values((count, 3), count)
             place = _StridedShard(0, split_factor=2)
-            local = whole.view(2, 2, -1, 3)[:, mesh.get_local_rank()].reshape(-1, 3)
-            x = DTensor(local, _literal_spec(mesh, whole, place), requires_grad=False)  # type: ignore[call-arg]
-            assert torch.equal(compiled(x).to_local(), whole)
+            local = full.view(2, 2, -1, 3)[:, mesh.get_local_rank()].reshape(-1, 3)
+            x = DTensor(local, _literal_spec(mesh, full, place), requires_grad=False)  # type: ignore[call-arg]
+            assert torch.equal(compiled(x).to_local(), full)
 
 
-def _literal_spec(mesh: Any, whole: torch.Tensor, place: _StridedShard) -> DTensorSpec:
-    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+def _literal_spec(mesh: Any, full: torch.Tensor, place: _StridedShard) -> DTensorSpec:
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
     return DTensorSpec(mesh, (place,), tensor_meta=meta, use_strided_shard_as_shard_order=False)
 
 
@@ -159,15 +159,15 @@ def _same_part(dynamic: bool | None) -> None:
                 lambda x, to: x.redistribute(placements=to) * 2, backend="aot_eager", dynamic=dynamic
             )
             for count in (6, 5, 8, 6):
-                whole = _values((count, 8), count)
-                x = distribute(whole, mesh, src).requires_grad_()
+                full = _values((count, 8), count)
+                x = distribute(full, mesh, src).requires_grad_()
                 result = compiled(x, placements)
-                assert result.shape == whole.shape
-                check(result.detach(), whole * 2, dst)
-                result.backward(distribute(whole, mesh, dst))
-                assert x.grad is not None and x.grad.shape == whole.shape
+                assert result.shape == full.shape
+                check(result.detach(), full * 2, dst)
+                result.backward(distribute(full, mesh, dst))
+                assert x.grad is not None and x.grad.shape == full.shape
                 # In torch 2.11 the gradient of a graph with symbolic sizes has the placements of the forward's result.
-                check(x.grad.redistribute(placements=to_placements(src)), whole * 2, src)
+                check(x.grad.redistribute(placements=to_placements(src)), full * 2, src)
 
 
 @pytest.mark.parametrize("dynamic", [None, False, True])
@@ -191,9 +191,9 @@ def _without_enable() -> None:
         with fresh_compilers():
             compiled = torch.compile(ours, backend="aot_eager")
             for count in (6, 5, 4, 3):
-                whole = _values((count, 6), count)
-                x = distribute(whole, mesh, ["S(0)"]).requires_grad_()
-                leaf = whole.clone().requires_grad_()
+                full = _values((count, 6), count)
+                x = distribute(full, mesh, ["S(0)"]).requires_grad_()
+                leaf = full.clone().requires_grad_()
                 expected, result = there(leaf), compiled(x)
                 assert result.shape == expected.shape
                 torch.testing.assert_close(result.full_tensor(), expected)
@@ -205,11 +205,11 @@ def _without_enable() -> None:
         local = torch.compile(lambda x, src, dst: sw.redistribute_local(x, src, dst) * 1, backend="aot_eager")
         moved = torch.compile(lambda x, move: move(x) * 1, backend="aot_eager")
         for count in (6, 5, 4, 3):
-            whole = _values((count, 6), count)
+            full = _values((count, 6), count)
             src, dst = (sw.Layout(sw.Mesh({"a": 2}), (count, 6), [p], "float64") for p in ("S(0)", "R"))
-            part = whole[slice(*((0, (count + 1) // 2) if rank == 0 else ((count + 1) // 2, count)))].clone()
-            assert torch.equal(local(part, src, dst), whole)
-            assert torch.equal(moved(part, sw.graph.operator(src, dst)), whole)
+            part = full[slice(*((0, (count + 1) // 2) if rank == 0 else ((count + 1) // 2, count)))].clone()
+            assert torch.equal(local(part, src, dst), full)
+            assert torch.equal(moved(part, sw.graph.operator(src, dst)), full)
             assert torch.equal(plain(part, src), sw.views.view(part, (count * 6,), src, redistribute=True)[0])
 
 
@@ -227,8 +227,8 @@ def _compile_alone() -> None:
         for turn, count in enumerate((6, 5, 7, 5, 6)):
             if turn >= 2 and dist.get_rank() == turn % 4:
                 torch._dynamo.reset()
-            whole = _values((count, 8), count)
-            check(function(distribute(whole, mesh, ["S(0)", "S(0)"])), whole * 2, ["R", "R"])
+            full = _values((count, 8), count)
+            check(function(distribute(full, mesh, ["S(0)", "S(0)"])), full * 2, ["R", "R"])
 
 
 def test_rank_that_compiles_alone_runs_the_same_plan(pool: Pool) -> None:
@@ -276,15 +276,15 @@ def _other_options() -> None:
     meshes = get_mesh((2,)), DeviceMesh.from_group(group, "cpu", mesh_dim_names=("a",))
     assert meshes[0] == meshes[1] and meshes[0].get_group().group_name != meshes[1].get_group().group_name
     graphs: list[str] = []
-    whole = _values((5, 8), 1)
+    full = _values((5, 8), 1)
     with fresh_compilers():
         compiled = torch.compile(lambda x: x.redistribute(placements=[Replicate()]).sin(), backend=recording(graphs))
         for turn, (mesh, mode) in enumerate(
             [(meshes[0], {}), (meshes[1], {}), (meshes[0], None), (meshes[0], {"make_groups": False})] * 2
         ):
-            x = distribute(whole, mesh, ["S(0)"])
+            x = distribute(full, mesh, ["S(0)"])
             with contextlib.nullcontext() if mode is None else sw.enabled(**mode):
-                assert torch.equal(compiled(x).to_local(), whole.sin())
+                assert torch.equal(compiled(x).to_local(), full.sin())
             assert len(graphs) == min(turn + 1, 4), graphs
     assert ["shardwright" in graph for graph in graphs] == [True, True, False, True]
 

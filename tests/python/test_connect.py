@@ -45,14 +45,16 @@ def _launch(folder: pathlib.Path, work: Callable[..., Any], jobs: dict[str, int]
     running = {}
     for role, size in jobs.items():
         for rank in range(size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_process, args=(theirs, str(folder), role, rank, size, work), daemon=True)
+            parent_end, child_end = _context.Pipe()
+            process = _context.Process(
+                target=_process, args=(child_end, str(folder), role, rank, size, work), daemon=True
+            )
             process.start()
-            theirs.close()
-            running[role, rank] = ours, process
+            child_end.close()
+            running[role, rank] = parent_end, process
     values, errors = {}, []
-    for who, (ours, process) in running.items():
-        value, error = ours.recv() if ours.poll(90) else (None, "no answer")
+    for who, (parent_end, process) in running.items():
+        value, error = parent_end.recv() if parent_end.poll(90) else (None, "no answer")
         values[who] = value
         errors += [f"{who}: {error}"] if error is not None else []
         process.join(10)
@@ -73,10 +75,10 @@ def _move(shared: Any, role: str, rank: int) -> None:
     assert dist.get_rank(link.group) == link.rank and dist.get_rank() == rank
     src, dst = _layouts(link)
     link.compare({"weights": [src, dst]})
-    whole = oracle.global_tensor(SHAPE, torch.float32, 1)
+    full = oracle.global_tensor(SHAPE, torch.float32, 1)
     gradient = oracle.global_tensor(SHAPE, torch.float32, 2)
-    held = parts.part_of(whole, src, link.rank) if role == "trainer" else torch.empty(0)
-    wanted = parts.part_of(whole, dst, link.rank) if role == "server" else torch.empty(0)
+    held = parts.part_of(full, src, link.rank) if role == "trainer" else torch.empty(0)
+    wanted = parts.part_of(full, dst, link.rank) if role == "server" else torch.empty(0)
     held.requires_grad_()
     moved = sw.redistribute_local(held, src, dst, group=link.group)
     assert oracle.difference(moved.detach(), wanted) is None
@@ -87,14 +89,14 @@ def _move(shared: Any, role: str, rank: int) -> None:
     # A sum over the ranks of one job, sent to one rank of the other.
     pending = sw.Layout(sw.Mesh({"dp": 2}, link.ranks("trainer")), SHAPE, ["P(sum)"])
     on_one_server = sw.Layout(sw.Mesh({"one": 1}, link.ranks("server")[1:2]), SHAPE, ["R"])
-    share = whole * (1 + rank) if role == "trainer" else None
+    share = full * (1 + rank) if role == "trainer" else None
     summed = (
         sw.redistribute_local(share, pending, on_one_server, group=link.group)
         if role == "trainer" or rank == 1
         else None
     )
     if role == "server" and rank == 1:
-        assert summed is not None and torch.equal(summed, whole * 3)
+        assert summed is not None and torch.equal(summed, full * 3)
     # In debug mode the ranks of both jobs compare their calls.
     sw.debug.check_ranks(timeout_seconds=30)
     for _ in range(3):
@@ -120,25 +122,25 @@ def test_tensors_move_between_jobs(tmp_path: pathlib.Path) -> None:
 def _transfer(shared: Any, role: str, rank: int) -> None:
     link = sw.connect(shared, role, 5)
     src, dst = _layouts(link)
-    whole = oracle.global_tensor(SHAPE, torch.float32, 1)
+    full = oracle.global_tensor(SHAPE, torch.float32, 1)
     pending = sw.Layout(src.mesh, SHAPE, ["P(sum)"])
     state = None
     if role == "trainer":
-        state = {"w": (parts.part_of(whole, src, link.rank), src), "sum": (whole * (1 + rank), pending)}
+        state = {"w": (parts.part_of(full, src, link.rank), src), "sum": (full * (1 + rank), pending)}
     calls: list[tuple[int, int, str]] = []
     t = sw.transfer(state, {"w": dst, "sum": dst}, progress=lambda *said: calls.append(said), group=link.group)
     t.start().wait()
     received = dict(t.receive())
     if role == "server":
         for tensors in (t.tensors, received):
-            assert oracle.difference(tensors["w"], parts.part_of(whole, dst, link.rank)) is None
-            assert oracle.difference(tensors["sum"], parts.part_of(whole * 3, dst, link.rank)) is None
+            assert oracle.difference(tensors["w"], parts.part_of(full, dst, link.rank)) is None
+            assert oracle.difference(tensors["sum"], parts.part_of(full * 3, dst, link.rank)) is None
     assert len(calls) == 4
     with pytest.raises(ValueError) as raised:
         sw.transfer({"w": (torch.zeros(1), src)} if link.rank == 4 else state, {"w": dst}, group=link.group)
     assert "source w: the local tensor must have shape" in str(raised.value) and "(on rank 4)" in str(raised.value)
     mesh = DeviceMesh("cpu", list(range(JOBS[role])))
-    state = {"w": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)}
+    state = {"w": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)}
     with pytest.raises(ValueError, match="source w: .*must be a pair of a local tensor and a Layout.*, got a DTensor"):
         sw.transfer(state if role == "trainer" else None, {"w": dst}, group=link.group)
     link.close()

@@ -383,9 +383,9 @@ def _groups_end() -> None:
             ids = torch.zeros(2, 1, dtype=torch.int64)
             rows, _, handle = sw.experts.dispatch(torch.ones(2, 8), ids, None, [[r] for r in range(WORLD)], group=group)
             sw.experts.combine(rows, handle)
-            with sw.fsdp.jit_weight(torch.ones(2, 8), src, sw.Layout(mesh, SHAPE, ["R"]), group=group) as whole:
-                whole.sum()
-            del rows, handle, whole
+            with sw.fsdp.jit_weight(torch.ones(2, 8), src, sw.Layout(mesh, SHAPE, ["R"]), group=group) as full:
+                full.sum()
+            del rows, handle, full
     alive = weakref.ref(group)
     dist.destroy_process_group(group)
     del group

@@ -45,8 +45,8 @@ def _expected(dst: Any, shape: tuple[int, ...]) -> torch.Tensor:
     if dist.get_rank() not in dst[1]:
         return torch.empty(0)
     where = torch.unravel_index(torch.tensor(dst[1].index(dist.get_rank())), dst[0])
-    whole = torch.arange(float(shape[0] * shape[1])).reshape(shape)
-    return oracle.local(whole, dst[0], ["S(1)", "R"][: len(dst[0])], [int(i) for i in where])
+    full = torch.arange(float(shape[0] * shape[1])).reshape(shape)
+    return oracle.local(full, dst[0], ["S(1)", "R"][: len(dst[0])], [int(i) for i in where])
 
 
 def _try(dst: Any, shape: tuple[int, ...]) -> Found:

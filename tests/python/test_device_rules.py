@@ -38,10 +38,10 @@ class Move:
     def __init__(
         self, mesh: sw.Mesh, shape: tuple[int, ...], src: tuple[str, ...], dst: tuple[str, ...], index: int = 0
     ) -> None:
-        whole = oracle.global_tensor(shape, torch.float32, 1, reducible=True)
+        full = oracle.global_tensor(shape, torch.float32, 1, reducible=True)
         coordinate = mesh.coordinate(dist.get_rank())
-        self.local = oracle.local(whole, mesh.shape, src, coordinate).to(f"{DEVICE}:{index}")
-        self.expected = oracle.local(whole, mesh.shape, dst, coordinate)
+        self.local = oracle.local(full, mesh.shape, src, coordinate).to(f"{DEVICE}:{index}")
+        self.expected = oracle.local(full, mesh.shape, dst, coordinate)
         self.layouts = [sw.Layout(mesh, shape, dtensors.to_placements(placements)) for placements in (src, dst)]
 
     def start(self, async_op: bool = False) -> torch.Tensor:
@@ -419,15 +419,15 @@ def _arena_views(rank: int, size: int, path: str) -> None:
     for async_op in (False, True):
         move.check(move.start(async_op) + 0)
     # Two views of one arena have separate memory.
-    part, whole = torch.empty(4, device=DEVICE), torch.empty(8, device=DEVICE)
+    part, full = torch.empty(4, device=DEVICE), torch.empty(8, device=DEVICE)
     _runtime.view_arena(part, arena, 1024)
-    _runtime.view_arena(whole, arena, 2048)
+    _runtime.view_arena(full, arena, 2048)
     part.copy_(torch.arange(8.0).chunk(2)[rank])
     flat = [sw.Layout(sw.Mesh({"a": 2}), (8,), [placement]) for placement in ("S(0)", "R")]
-    sw.redistribute_local(part, *flat, out=whole)
-    assert whole.tolist() == list(range(8))
+    sw.redistribute_local(part, *flat, out=full)
+    assert full.tolist() == list(range(8))
     _runtime.release_memory(part, "it was given back")
-    _runtime.release_memory(whole, "it was given back")
+    _runtime.release_memory(full, "it was given back")
     kept = view.cpu()
     side = torch.Stream(device=DEVICE)
     side.wait_stream(torch.accelerator.current_stream())

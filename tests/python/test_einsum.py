@@ -30,13 +30,13 @@ def _check(equation: str, cut: cases.Cut, sizes: tuple[int, ...]) -> None:
     mesh = get_mesh(sizes)
     numbers = torch.Generator().manual_seed(0)
     wholes = [torch.randn([cases.SIZES[letter] for letter in term], generator=numbers).to(device) for term in terms]
-    plain = [whole.clone().requires_grad_() for whole in wholes]
+    plain = [full.clone().requires_grad_() for full in wholes]
     expected = torch.einsum(equation, *plain)
     gradient = torch.randn(expected.shape, generator=numbers).to(device)
     expected.backward(gradient)
     operands = [
-        dtensors.distribute(whole, mesh, _texts(cases.placements(cut, term))).requires_grad_()
-        for whole, term in zip(wholes, terms, strict=True)
+        dtensors.distribute(full, mesh, _texts(cases.placements(cut, term))).requires_grad_()
+        for full, term in zip(wholes, terms, strict=True)
     ]
     there = dtensors.distribute(gradient, mesh, _texts(cases.placements(cut, out)))
     with CommDebugMode() as communication, sw.debug.wire_meter() as wire:

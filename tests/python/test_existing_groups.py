@@ -86,10 +86,10 @@ def _plans_before_and_after() -> list[str]:
         move()
         rank = dist.get_rank()
         ranks = [rank & 2, rank & 2 | 1, rank & 2 | 4, rank & 2 | 5]
-        made = groups.find_or_make(ranks, groups.owner_of(mesh))
+        group = groups.find_or_make(ranks, groups.owner_of(mesh))
         move()
         dist.barrier()
-        dist.destroy_process_group(made)
+        dist.destroy_process_group(group)
         move()
     return steps
 

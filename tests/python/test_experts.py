@@ -633,9 +633,9 @@ def _train(sharded: bool) -> list[torch.Tensor]:
 
 
 def _train_both() -> None:
-    sharded, whole = _train(True), _train(False)
-    assert whole[-1] < 0.9 * whole[0]
-    torch.testing.assert_close(torch.stack(sharded), torch.stack(whole), rtol=1e-10, atol=0)
+    sharded, unsharded = _train(True), _train(False)
+    assert unsharded[-1] < 0.9 * unsharded[0]
+    torch.testing.assert_close(torch.stack(sharded), torch.stack(unsharded), rtol=1e-10, atol=0)
 
 
 @pytest.mark.cpu_only("the model is on the CPU")

@@ -416,8 +416,8 @@ def _equal_calls() -> int:
 def test_check_ranks_compares_dispatch_and_combine(pool: Pool) -> None:
     dropped = sum(pool.run(_equal_calls, WORLD))
     rows = [row for ids_of_rank in routing.problem(WORLD, 8).expert_ids for row in ids_of_rank.tolist()]
-    asked = [sum(e in row for row in rows) for e in range(6)]
-    assert dropped == 3 * sum(max(0, n - 2) for n in asked)
+    rows_of_expert = [sum(e in row for row in rows) for e in range(6)]
+    assert dropped == 3 * sum(max(0, n - 2) for n in rows_of_expert)
     for text in pool.run(_out_of_step, WORLD):
         assert "call: dispatch on ranks [0, 2]; combine on ranks [1]" in text
     for text in pool.run(_other_result_size, WORLD):

@@ -74,8 +74,8 @@ def _many_products(rank: int, size: int, path: str) -> int:
         for product in products:
             found.append(product.run(rank))
             local = torch.full([4096], rank + repetition, device="asyncdev").bfloat16()
-            whole = sw.redistribute_local(local, *layouts, async_op=repetition == 1)  # uses the same arenas
-            assert torch.equal((whole + 0).cpu(), torch.arange(size).repeat_interleave(4096).bfloat16() + repetition)
+            full = sw.redistribute_local(local, *layouts, async_op=repetition == 1)  # uses the same arenas
+            assert torch.equal((full + 0).cpu(), torch.arange(size).repeat_interleave(4096).bfloat16() + repetition)
         for product, result in zip(products, found):
             product.check(result, rank)
     return sw.stats()["peer_bytes"]

@@ -25,20 +25,20 @@ def _gathers() -> None:
     for dtype in (*DTYPES, torch.uint8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
         for count in (0, 1, 5, 1024):
             pattern = torch.arange(2 * count, device=meshes.device) % 100 + 100 * (rank // 2)
-            whole = pattern.to(dtype) if dtype is not torch.bool else pattern % 3 == 0
-            mine = slice(rank % 2 * count, (rank % 2 + 1) * count)
+            full = pattern.to(dtype) if dtype is not torch.bool else pattern % 3 == 0
+            own_range = slice(rank % 2 * count, (rank % 2 + 1) * count)
             for in_place in (True, False):
                 for async_op in (True, False):
                     out = gather.allocate((2 * count,), dtype=dtype, device=torch.device(meshes.device))
                     out.view(torch.uint8).fill_(1)
-                    given = out[mine] if in_place else whole[mine].clone()
-                    given.copy_(whole[mine])
+                    given = out[own_range] if in_place else full[own_range].clone()
+                    given.copy_(full[own_range])
                     work = gather(out, given, group, async_op)
                     assert work is None or (async_op and isinstance(work, dist.Work))
                     if work is not None:
                         work.wait()
-                    assert torch.equal(out.view(torch.uint8), whole.view(torch.uint8)), (dtype, count, async_op)
-                    assert torch.equal(given.view(torch.uint8), whole[mine].view(torch.uint8))
+                    assert torch.equal(out.view(torch.uint8), full.view(torch.uint8)), (dtype, count, async_op)
+                    assert torch.equal(given.view(torch.uint8), full[own_range].view(torch.uint8))
 
 
 def test_all_gather_in_place_and_out_of_place(pool: Pool) -> None:
@@ -163,25 +163,25 @@ def test_training_with_options_equals_stock_fsdp(pool: Pool, options: dict[str, 
 def _bad_arguments() -> None:
     group = dist.group.WORLD
     assert group is not None
-    whole, part = torch.zeros(8, device=meshes.device), torch.zeros(4, device=meshes.device)
+    full, part = torch.zeros(8, device=meshes.device), torch.zeros(4, device=meshes.device)
     gather, scatter = sw.fsdp.AllGather(), sw.fsdp.ReduceScatter()
     with pytest.raises(ValueError, match="output_tensor must have 2 times the elements .*, got 7 elements"):
-        gather(whole[:7], part, group)
+        gather(full[:7], part, group)
     with pytest.raises(ValueError, match="output_tensor must have .*, got 8 elements of torch.float64"):
-        gather(whole.double(), part, group)
+        gather(full.double(), part, group)
     with pytest.raises(ValueError, match="output_tensor must be contiguous, got strides"):
         gather(torch.zeros(16, device=meshes.device)[::2], part, group)
-    mine = dist.get_rank() * 4
+    own_begin = dist.get_rank() * 4
     for async_op in (True, False):
         with pytest.raises(ValueError, match="out must not share memory with the input"):
-            gather(whole, whole[4 - mine : 8 - mine], group, async_op)
+            gather(full, full[4 - own_begin : 8 - own_begin], group, async_op)
         with pytest.raises(ValueError, match="out must not share memory with the input"):
-            scatter(whole[mine : mine + 4], whole, group, dist.ReduceOp.SUM, async_op)
+            scatter(full[own_begin : own_begin + 4], full, group, dist.ReduceOp.SUM, async_op)
     with pytest.raises(ValueError, match="op must be .* PRODUCT, got .*set_force_sum_reduction_for_comms"):
-        scatter(part, whole, group, dist._make_nccl_premul_sum(0.5))
+        scatter(part, full, group, dist._make_nccl_premul_sum(0.5))
     with pytest.raises(ValueError, match="op must be .* PRODUCT, got"):
-        scatter(part, whole, group, dist.ReduceOp.BAND)
-    assert not whole.any()
+        scatter(part, full, group, dist.ReduceOp.BAND)
+    assert not full.any()
 
 
 def test_collectives_reject_bad_arguments(pool: Pool) -> None:

@@ -302,15 +302,15 @@ def _tensor_parallel() -> None:
     """Scales are those of the full weight, also if tensor parallelism shards it; gradients are right as well."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    whole = torch.randn(9, 64) * torch.arange(1, 65)
+    global_tensor = torch.randn(9, 64) * torch.arange(1, 65)
     inputs = [torch.randn(4, 64, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    each = [2 * (x @ whole.T).T @ x for x in inputs]
+    each = [2 * (x @ global_tensor.T).T @ x for x in inputs]
     for wire, cut in (("float8", 0), ("float8_rowwise", 1), ("mxfp8", 1), ("mxfp8", 0)):
         model: Any = nn.Linear(64, 9, bias=False)
-        model.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(cut)]))
+        model.weight = nn.Parameter(distribute_tensor(global_tensor, mesh["tp"], [Shard(cut)]))
         sw.fully_shard(model, mesh=mesh["dp"], options=sw.fsdp.Options(message_format=wire))
         model.unshard()
-        expected = expected_of(wire, whole)
+        expected = expected_of(wire, global_tensor)
         assert isinstance(model.weight, DTensor) and model.weight.placements == (Shard(cut),)
         assert torch.equal(model.weight.full_tensor(), expected), (wire, cut)
         x = inputs[mesh.get_local_rank("dp")]

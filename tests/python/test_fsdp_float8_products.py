@@ -83,15 +83,15 @@ def _trains(wire: str, width: int = 10) -> None:
             loss = model(batch(step, width=width)).square().mean()
             loss.backward()
         torch.testing.assert_close(loss, losses[dist.get_rank()], rtol=1e-4, atol=1e-5)
-        for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
-            assert theirs.grad is not None and ours.grad is not None
+        for actual, expected in zip(model.parameters(), oracle.parameters(), strict=True):
+            assert expected.grad is not None and actual.grad is not None
             # Gradients are sent in bfloat16.
             torch.testing.assert_close(
-                full(ours.grad), theirs.grad, rtol=0.02, atol=0.02 * float(theirs.grad.abs().max())
+                full(actual.grad), expected.grad, rtol=0.02, atol=0.02 * float(expected.grad.abs().max())
             )
         with torch.no_grad():  # both steps apply the same gradients, so that weights stay equal
-            for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
-                theirs.grad = full(ours.grad)
+            for actual, expected in zip(model.parameters(), oracle.parameters(), strict=True):
+                expected.grad = full(actual.grad)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -134,7 +134,7 @@ def _read(wire: str) -> None:
     model: Any = shard(Mlp(tied=False), flat_fully_shard, get_mesh((2,)), message_format=wire, matmul_format="float8")
     linear = model.layers[1][0]
     for step in range(4):
-        whole = full(linear.weight.detach()).clone()
+        global_weight = full(linear.weight.detach()).clone()
         seen = []
 
         def look(
@@ -147,7 +147,7 @@ def _read(wire: str) -> None:
         with poisoned():
             model(batch(step)).square().mean().backward()
         hook.remove()
-        assert torch.equal(seen[0], expected_of(wire, whole))
+        assert torch.equal(seen[0], expected_of(wire, global_weight))
         assert type(linear) is nn.Linear and type(linear.weight) is not torch.Tensor
         assert part(linear.weight.grad).isfinite().all()
         model.zero_grad()
@@ -290,7 +290,7 @@ def _in_blocks(width: int, takes_blocks: bool) -> None:
         model: Any = shard(Mlp(width, tied=False), flat_fully_shard, get_mesh((dist.get_world_size(),)), **IN_BLOCKS)
         linear = model.layers[0][2]
         weight = next(w for w in model.layers[0]._shardwright_unit.unit.weights if w.places[0][0] is linear)
-        whole = full(linear.weight.detach())
+        global_weight = full(linear.weight.detach())
         places = []
 
         def look(*_: Any) -> None:
@@ -300,7 +300,7 @@ def _in_blocks(width: int, takes_blocks: bool) -> None:
         with poisoned():
             for step in range(3):
                 model(batch(step, width=width)).sum().backward()
-        _, scales = formats.Mxfp8().encode(whole, None)
+        _, scales = formats.Mxfp8().encode(global_weight, None)
         for place in places:
             assert torch.equal(by_row(place, *scales.shape), scales)
 

@@ -45,8 +45,8 @@ def _accumulates(mesh_shape: tuple[int, ...]) -> None:
     ours = accumulate(model, STEPS, 3)
     assert sw.stats()["unplanned_steps"] == 0
     stock = accumulate(shard(Mlp(), stock_fully_shard, mesh), STEPS, 3)
-    whole = accumulate(Mlp(), STEPS, 3)
-    for a, b, c in zip(ours, stock, whole, strict=True):
+    unsharded = accumulate(Mlp(), STEPS, 3)
+    for a, b, c in zip(ours, stock, unsharded, strict=True):
         if mesh_shape in [(1,), (2,)]:
             assert torch.equal(part(a), part(b))
         torch.testing.assert_close(part(a), part(b))

@@ -51,24 +51,24 @@ class Encoder(nn.Module):
 
 def _registered_methods() -> None:
     mesh = get_mesh((2,))
-    whole: Any = Encoder()
-    ours: Any = Encoder()
-    for layer in ours.layers:
+    unsharded: Any = Encoder()
+    sharded: Any = Encoder()
+    for layer in sharded.layers:
         sw.fully_shard(layer, mesh=mesh)
-    sw.fully_shard(ours, mesh=mesh)
-    assert isinstance(ours, FSDPModule) and isinstance(ours.layers[0], FSDPModule)
+    sw.fully_shard(sharded, mesh=mesh)
+    assert isinstance(sharded, FSDPModule) and isinstance(sharded.layers[0], FSDPModule)
     for method in ("encode", "score"):
-        register_fsdp_forward_method(ours, method)
+        register_fsdp_forward_method(sharded, method)
     for step, method in enumerate(["encode", "score", "forward", "encode", "encode", "score", "score"]):
         if step in (2, 5):
             with pytest.raises(ValueError, match="asked for"):
-                ours.encode(batch(step), fails=True)
-        loss = getattr(ours, method)(batch(step)).square().mean()
-        losses = [getattr(whole, method)(batch(step, rank)).square().mean() for rank in range(2)]
+                sharded.encode(batch(step), fails=True)
+        loss = getattr(sharded, method)(batch(step)).square().mean()
+        losses = [getattr(unsharded, method)(batch(step, rank)).square().mean() for rank in range(2)]
         torch.testing.assert_close(loss, losses[dist.get_rank()])
         loss.backward()
         torch.stack(losses).mean().backward()
-        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+        for p, q in zip(sharded.parameters(), unsharded.parameters(), strict=True):
             assert isinstance(p, DTensor) and (p.grad is None) == (q.grad is None)
             if q.grad is not None:
                 torch.testing.assert_close(full(p.grad), q.grad)
@@ -82,16 +82,16 @@ def test_registered_methods_train_and_may_fail(pool: Pool) -> None:
 def _sharded_within_replicate() -> None:
     """torch's `replicate` leaves sharded modules alone. Stock FSDP2 rejects models that contain them."""
     mesh = get_mesh((2,))
-    whole, ours = (nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10)) for _ in range(2))
-    ours.load_state_dict(whole.state_dict())
-    for p in (*ours.parameters(), *whole.parameters()):
+    unsharded, sharded = (nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10)) for _ in range(2))
+    sharded.load_state_dict(unsharded.state_dict())
+    for p in (*sharded.parameters(), *unsharded.parameters()):
         dist.broadcast(p.detach(), 0)
-    sw.fully_shard(ours[2], mesh=mesh)
-    replicate(ours)
+    sw.fully_shard(sharded[2], mesh=mesh)
+    replicate(sharded)
     for step in range(2):
-        loss_of(ours, batch(step)).backward()
-        whole_loss(whole, step).backward()
-        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+        loss_of(sharded, batch(step)).backward()
+        whole_loss(unsharded, step).backward()
+        for p, q in zip(sharded.parameters(), unsharded.parameters(), strict=True):
             torch.testing.assert_close(full(p.grad), q.grad)
             p.grad = q.grad = None
     model: Any = nn.Sequential(replicate(nn.Linear(2, 2)), nn.Linear(2, 2))
@@ -117,29 +117,31 @@ class Layers(nn.ModuleList):
 
 def _unsharded_weights_are_read_after_the_forward() -> None:
     """The loss multiplies by the last weight itself, as fused losses do."""
-    whole, ours = (Layers(nn.Linear(10, 10) for _ in range(3)) for _ in range(2))
-    ours.load_state_dict(whole.state_dict())
-    for p in (*ours.parameters(), *whole.parameters()):
+    unsharded, sharded = (Layers(nn.Linear(10, 10) for _ in range(3)) for _ in range(2))
+    sharded.load_state_dict(unsharded.state_dict())
+    for p in (*sharded.parameters(), *unsharded.parameters()):
         dist.broadcast(p.detach(), 0)
-    sw.fully_shard(ours[0], mesh=get_mesh((2,)))
-    sw.fully_shard(ours, mesh=get_mesh((2,)), reshard_after_forward=False)
+    sw.fully_shard(sharded[0], mesh=get_mesh((2,)))
+    sw.fully_shard(sharded, mesh=get_mesh((2,)), reshard_after_forward=False)
     for step in range(3):
         with torch.no_grad():
-            ours(batch(step))
-        assert all(isinstance(p, DTensor) for p in ours.parameters())
-        x = ours(batch(step))
-        assert not isinstance(ours[2].weight, DTensor) and isinstance(ours[0].weight, DTensor)
-        (x @ ours[2].weight).square().mean().backward()
-        torch.stack([(whole(batch(step, r)) @ whole[2].weight).square().mean() for r in range(2)]).mean().backward()
-        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+            sharded(batch(step))
+        assert all(isinstance(p, DTensor) for p in sharded.parameters())
+        x = sharded(batch(step))
+        assert not isinstance(sharded[2].weight, DTensor) and isinstance(sharded[0].weight, DTensor)
+        (x @ sharded[2].weight).square().mean().backward()
+        torch.stack(
+            [(unsharded(batch(step, r)) @ unsharded[2].weight).square().mean() for r in range(2)]
+        ).mean().backward()
+        for p, q in zip(sharded.parameters(), unsharded.parameters(), strict=True):
             assert isinstance(p, DTensor)
             torch.testing.assert_close(full(p.grad), q.grad)
             p.grad = q.grad = None
-    for restore in (ours.state_dict, ours.reshard, lambda: loss_of(ours, batch(0)).backward()):
-        ours(batch(0))
-        assert not isinstance(ours[2].weight, DTensor)
+    for restore in (sharded.state_dict, sharded.reshard, lambda: loss_of(sharded, batch(0)).backward()):
+        sharded(batch(0))
+        assert not isinstance(sharded[2].weight, DTensor)
         restore()
-        assert isinstance(ours[2].weight, DTensor)
+        assert isinstance(sharded[2].weight, DTensor)
 
 
 def test_unsharded_weights_are_read_after_the_forward(pool: Pool) -> None:
@@ -149,23 +151,25 @@ def test_unsharded_weights_are_read_after_the_forward(pool: Pool) -> None:
 def _reduces_on_request() -> None:
     """Reduces on request, as pipeline schedules of torch 2.15 do. A hook receives each reduced gradient."""
     mesh = get_mesh((2,))
-    ours: Any = shard(Mlp(), flat_fully_shard, mesh)
-    whole, seen = Mlp(), []
-    ours.set_manual_backward_finalization(True)
-    ours.set_post_optim_event(None)  # CPU streams record None
-    ours.layers[0].set_all_reduce_hook(lambda gradient: seen.append(gradient.mul_(2).shape))
+    sharded: Any = shard(Mlp(), flat_fully_shard, mesh)
+    unsharded, seen = Mlp(), []
+    sharded.set_manual_backward_finalization(True)
+    sharded.set_post_optim_event(None)  # CPU streams record None
+    sharded.layers[0].set_all_reduce_hook(lambda gradient: seen.append(gradient.mul_(2).shape))
     for step in range(3):
-        ours.set_requires_gradient_sync(False)
-        ours.set_reshard_after_backward(False)
+        sharded.set_requires_gradient_sync(False)
+        sharded.set_reshard_after_backward(False)
         for micro_step in range(2):
-            loss_of(ours, batch(10 * step + micro_step)).backward()
-            whole_loss(whole, 10 * step + micro_step).backward()
-        assert all(p.grad is None for p in ours.parameters())
-        ours.set_requires_gradient_sync(True)
-        ours.set_reshard_after_backward(True)
-        ours.finalize_backward(async_op=True).wait()
-        assert seen == [p.to_local().shape for p in ours.layers[0].parameters()] and ours.finalize_backward() is None
-        for (name, p), q in zip(ours.named_parameters(), whole.parameters(), strict=True):
+            loss_of(sharded, batch(10 * step + micro_step)).backward()
+            whole_loss(unsharded, 10 * step + micro_step).backward()
+        assert all(p.grad is None for p in sharded.parameters())
+        sharded.set_requires_gradient_sync(True)
+        sharded.set_reshard_after_backward(True)
+        sharded.finalize_backward(async_op=True).wait()
+        assert (
+            seen == [p.to_local().shape for p in sharded.layers[0].parameters()] and sharded.finalize_backward() is None
+        )
+        for (name, p), q in zip(sharded.named_parameters(), unsharded.parameters(), strict=True):
             torch.testing.assert_close(full(p.grad), q.grad * (2 if name.startswith("layers.0") else 1))
             p.grad = q.grad = None
         seen.clear()
@@ -189,37 +193,37 @@ def _from_the_meta_device() -> None:
     expected["leave.weight"] = expected["enter.weight"]
     for number, options in enumerate(OPTIONS):
         with torch.device("meta"):
-            ours: Any = Mlp()
-        shard(ours, flat_fully_shard, mesh, **options)
-        for weight in (w for m in (ours, *ours.layers) for w in m._get_fsdp_state().unit.weights):
+            sharded: Any = Mlp()
+        shard(sharded, flat_fully_shard, mesh, **options)
+        for weight in (w for m in (sharded, *sharded.layers) for w in m._get_fsdp_state().unit.weights):
             assert weight.part.is_meta and weight.whole.untyped_storage().data_ptr() == 0
-        for call in (functools.partial(ours, batch(0)), ours.unshard):
+        for call in (functools.partial(sharded, batch(0)), sharded.unshard):
             with pytest.raises(RuntimeError, match=r"materialized from meta device .*\['enter.weight', 'enter.bias'"):
                 call()
         parts = {}
-        for name, p in ours.state_dict().items():
+        for name, p in sharded.state_dict().items():
             local = nn.Parameter(distribute_tensor(expected[name], mesh, p.placements)) if number else None
             parts[name] = local
         if number == 0:
-            ours.to_empty(device=mesh.device_type)
+            sharded.to_empty(device=mesh.device_type)
             with torch.no_grad():
-                for name, p in ours.named_parameters():
+                for name, p in sharded.named_parameters():
                     p.copy_(DTensor.from_local(expected[name].to(mesh.device_type), mesh, [Replicate()]))
         else:
-            ours.load_state_dict(parts, assign=True)
-            ours.leave.weight = ours.enter.weight
+            sharded.load_state_dict(parts, assign=True)
+            sharded.leave.weight = sharded.enter.weight
         reference: Any = Mlp()
         reference.load_state_dict(expected)
-        assert_same_gradients(ours, reference, options)
+        assert_same_gradients(sharded, reference, options)
 
 
-def assert_same_gradients(ours: Any, whole: Any, options: dict[str, Any]) -> None:
+def assert_same_gradients(sharded: Any, unsharded: Any, options: dict[str, Any]) -> None:
     """Asserts that gradients are close, with larger tolerances in bfloat16."""
     tolerance = {"rtol": 0.1, "atol": 0.05} if "mp_policy" in options else {"rtol": 1.3e-6, "atol": 1e-5}
     for step in range(2):
-        loss_of(ours, batch(step)).backward()
-        whole_loss(whole, step).backward()
-        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+        loss_of(sharded, batch(step)).backward()
+        whole_loss(unsharded, step).backward()
+        for p, q in zip(sharded.parameters(), unsharded.parameters(), strict=True):
             assert p.grad.dtype == p.dtype
             torch.testing.assert_close(full(p.grad).to(q.dtype), q.grad, **tolerance)
             p.grad = q.grad = None
@@ -234,30 +238,30 @@ def _converted_between_steps() -> None:
     mesh = get_mesh((2,))
     for options in OPTIONS:
         for foreach in (False, True):
-            ours: Any = shard(Mlp(), flat_fully_shard, mesh, **options)
-            whole = Mlp()
+            sharded: Any = shard(Mlp(), flat_fully_shard, mesh, **options)
+            unsharded = Mlp()
             use = options["mp_policy"].param_dtype if "mp_policy" in options else None
             for dtype in (torch.float64, torch.float32, torch.float64):
-                assert ours.to(dtype).enter.weight.dtype == dtype and whole.to(dtype) is whole
+                assert sharded.to(dtype).enter.weight.dtype == dtype and unsharded.to(dtype) is unsharded
                 for _ in range(2):
                     x = batch(0).to(dtype)
-                    assert ours(x).dtype == (use or dtype)
-                    ours(x).float().square().mean().backward()
-                    whole(x).float().square().mean().backward()  # for this rank's batch; averaged over ranks below
-                    for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+                    assert sharded(x).dtype == (use or dtype)
+                    sharded(x).float().square().mean().backward()
+                    unsharded(x).float().square().mean().backward()  # for this rank's batch; averaged over ranks below
+                    for p, q in zip(sharded.parameters(), unsharded.parameters(), strict=True):
                         dist.all_reduce(q.grad)
                         q.grad /= 2
                         tolerance = {"rtol": 0.1, "atol": 0.1} if use else {"rtol": 1e-4, "atol": 1e-5}
                         torch.testing.assert_close(full(p.grad), q.grad, **tolerance)
                         assert p.grad.dtype == dtype
-                    for model in (ours, whole):
+                    for model in (sharded, unsharded):
                         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=foreach)
                         optimizer.step()
                         optimizer.zero_grad()
-    ours.set_requires_gradient_sync(False)
-    loss_of(ours, batch(0).double()).backward()
+    sharded.set_requires_gradient_sync(False)
+    loss_of(sharded, batch(0).double()).backward()
     with pytest.raises(RuntimeError, match="converted while the gradient of .* waits for a reduction"):
-        ours.float()(batch(0))
+        sharded.float()(batch(0))
 
 
 @pytest.mark.cpu_only("float64 and the whole model are on CPU")
@@ -332,8 +336,8 @@ class SentInHalf(torch.Tensor):
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(weight[: size[0]])
             return None
-        whole = weight[: size[0]].to(param_dtype)
-        return whole, (*gathered, whole)
+        global_weight = weight[: size[0]].to(param_dtype)
+        return global_weight, (*gathered, global_weight)
 
 
 class Chain(nn.Sequential):
@@ -389,23 +393,23 @@ def _extensions_of_shards() -> None:
     def post_all_gather(gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         return None if out is not None else (TwoTensor(*gathered), gathered)
 
-    plain, ours = Chain(6, wraps=False), Chain(6, wraps=False)
-    for layer in ours:
+    plain, sharded = Chain(6, wraps=False), Chain(6, wraps=False)
+    for layer in sharded:
         layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
         layer.bias = None
-    sw.fully_shard(ours, mesh=get_mesh((2,)), reshard_after_forward=False)
+    sw.fully_shard(sharded, mesh=get_mesh((2,)), reshard_after_forward=False)
     with pytest.raises(RuntimeError, match="must have the methods fsdp_pre_all_gather and .*, got a TwoTensor"):
-        ours(batch(0, width=6))
-    for layer in ours:
+        sharded(batch(0, width=6))
+    for layer in sharded:
         part = layer.weight._local_tensor
         part.fsdp_pre_all_gather = functools.partial(lambda part, mesh: ((part.a, part.b), None), part)
         part.fsdp_post_all_gather = post_all_gather
     for layer in plain:
         layer.bias = None
     for step in range(3):
-        loss_of(ours, batch(step, width=6)).backward()
+        loss_of(sharded, batch(step, width=6)).backward()
         torch.stack([loss_of(plain, batch(step, rank, width=6)) for rank in range(2)]).mean().backward()
-        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        for p, q in zip(sharded.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(full(p.grad), q.grad)
             p.grad = q.grad = None
 

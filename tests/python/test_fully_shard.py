@@ -140,9 +140,9 @@ def _as_stock_and_whole(mesh_shape: tuple[int, ...], kind: str) -> None:
         ours = train(shard(Model(kind), flat_fully_shard, mesh), 4, evaluate=True)
     assert collectives is None or collectives.get_total_counts() == 0
     assert sw.stats()["unplanned_steps"] == 0
-    whole = train_whole(kind, 4, evaluate=True)
-    assert len(ours) == len(whole)
-    for a, b in zip(ours, whole, strict=True):
+    unsharded = train_whole(kind, 4, evaluate=True)
+    assert len(ours) == len(unsharded)
+    for a, b in zip(ours, unsharded, strict=True):
         torch.testing.assert_close(full(a), b, rtol=1e-4, atol=1e-5)
     if kind == "checkpointed reentrant":
         return  # stock FSDP2 has already resharded this model's weights when the recomputation needs them
@@ -210,11 +210,11 @@ def _layouts() -> None:
             )
         return model
 
-    whole = train_whole("plain", 3, False)
+    unsharded = train_whole("plain", 3, False)
     for model in (by_columns(one_dim), by_both(two_dims)):
         weight = model.layers[0].up.weight
         assert isinstance(weight, DTensor) and weight.to_local().numel() < weight.numel() / 2
-        for a, b in zip(train(model, 3), whole, strict=True):
+        for a, b in zip(train(model, 3), unsharded, strict=True):
             torch.testing.assert_close(full(a), b, rtol=1e-4, atol=1e-5)
 
 
@@ -379,21 +379,21 @@ class Branches(nn.Module):
 
 
 def _one_unit_of_two_modules() -> None:
-    ours, whole = Branches().to(meshes.device), Branches().to(meshes.device)
-    assert sw.fully_shard([ours.one, ours.two], reshard_after_forward=False) == [ours.one, ours.two]
-    sw.fully_shard(ours, options=sw.fsdp.Options(prefetch=0))
+    sharded, unsharded = Branches().to(meshes.device), Branches().to(meshes.device)
+    assert sw.fully_shard([sharded.one, sharded.two], reshard_after_forward=False) == [sharded.one, sharded.two]
+    sw.fully_shard(sharded, options=sw.fsdp.Options(prefetch=0))
     for step in range(3):
         x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(meshes.device)  # equal on all ranks
         gradients = []
-        for model in (ours, whole):
+        for model in (sharded, unsharded):
             given = x.clone().requires_grad_()
             out = model(x=given)
             (out["y"][0].sum() * 2 + out["z"].square().sum()).backward()
             gradients += [given.grad]
         torch.testing.assert_close(*gradients)
-        for a, b in zip(ours.parameters(), whole.parameters(), strict=True):
+        for a, b in zip(sharded.parameters(), unsharded.parameters(), strict=True):
             torch.testing.assert_close(full(a.grad), b.grad)
-    (schedule,) = sw.fsdp.schedules(ours)
+    (schedule,) = sw.fsdp.schedules(sharded)
     assert [unit for unit, *_ in schedule.gathers] == [0, 1], "what stays is gathered once"
 
 

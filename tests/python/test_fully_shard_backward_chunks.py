@@ -72,17 +72,17 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def assert_trains_as_unsharded(model: Any, whole: Chain, width: int, steps: int) -> None:
+def assert_trains_as_unsharded(model: Any, unsharded: Chain, width: int, steps: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, whole)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, unsharded)]
     for step in range(steps):
-        ours = batch(step, rank, width)
-        loss_of(model, ours).backward()
+        local_batch = batch(step, rank, width)
+        loss_of(model, local_batch).backward()
         theirs = [batch(step, each, width) for each in range(world)]
-        torch.stack([loss_of(whole, x) for x in theirs]).sum().div(world).backward()
-        assert ours.grad is not None and theirs[rank].grad is not None
-        torch.testing.assert_close(ours.grad, theirs[rank].grad * world, rtol=1e-4, atol=1e-5)
-        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.stack([loss_of(unsharded, x) for x in theirs]).sum().div(world).backward()
+        assert local_batch.grad is not None and theirs[rank].grad is not None
+        torch.testing.assert_close(local_batch.grad, theirs[rank].grad * world, rtol=1e-4, atol=1e-5)
+        for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
             torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-5)
         for optimizer in optimizers:
             optimizer.step()
@@ -245,19 +245,19 @@ def test_chunked_step_takes_less_memory(pool: Pool) -> None:
 def _other_steps(recomputes: bool) -> None:
     """Uses weights in other ways, and runs backwards that differ from those of the schedule."""
     mesh, width, rank = get_mesh((2,)), 512, dist.get_rank()
-    whole = Chain(width).to(meshes.device)
+    unsharded = Chain(width).to(meshes.device)
     model = chain(mesh, width, recomputes, chunked=True, prefetch=0)
-    assert_trains_as_unsharded(model, whole, width, 4)
+    assert_trains_as_unsharded(model, unsharded, width, 4)
     assert recomputes or "backward" in {kind for kind, _ in gathered_in_chunks(sw.fsdp.schedule(model))}
     assert sw.fsdp.schedule(model).reductions[-1][4]
 
     def assert_same_gradients(ours: list[torch.Tensor], factor: float = 1.0) -> None:
         """Compares with gradients of the unsharded model. `ours` are this rank's losses of batches 0, 1, ..."""
-        averaged = [loss_of(whole, batch(step, r, width)) for step in range(len(ours)) for r in range(2)]
+        averaged = [loss_of(unsharded, batch(step, r, width)) for step in range(len(ours)) for r in range(2)]
         (torch.stack(averaged).sum() * factor / 2).backward()
-        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
             torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-5)
-        for each in (model, whole):
+        for each in (model, unsharded):
             each.zero_grad()
 
     def forward(step: int) -> torch.Tensor:
@@ -297,7 +297,7 @@ def _other_steps(recomputes: bool) -> None:
         layer._shardwright_unit.unit.unit_options.divides_by = None
     # Layers read their weight, and call their module twice.
     for is_odd in (True, False):
-        for each in (*model.layers, *whole.layers):
+        for each in (*model.layers, *unsharded.layers):
             each.is_odd = is_odd
         for _ in range(3):
             losses = [forward(0)]
@@ -339,8 +339,8 @@ def _recomputes_within() -> None:
     """The recomputation multiplies as the forward did, and the backward gathers the weight only once."""
     width = 512
     with timed():
-        model, whole = chain(get_mesh((2,)), width, layer=Recomputing, **CHUNKS), Chain(width, layer=Recomputing)
-        assert_trains_as_unsharded(model, whole.to(meshes.device), width, 5)
+        model, unsharded = chain(get_mesh((2,)), width, layer=Recomputing, **CHUNKS), Chain(width, layer=Recomputing)
+        assert_trains_as_unsharded(model, unsharded.to(meshes.device), width, 5)
         schedule = sw.fsdp.schedule(model)
         assert "backward" in {kind for kind, _ in gathered_in_chunks(schedule)} and schedule.reductions[-1][4]
         with sw.debug.wire_meter() as meter:

@@ -37,14 +37,14 @@ def _returns_dataclasses() -> None:
         torch.manual_seed(0)
         return nn.Sequential(*(ReturnsDataclass(10, 10) for _ in range(3)))
 
-    ours, whole = chain(), chain()
-    for layer in ours:
+    sharded, unsharded = chain(), chain()
+    for layer in sharded:
         sw.fully_shard(layer, mesh=mesh)
-    sw.fully_shard(ours, mesh=mesh)
+    sw.fully_shard(sharded, mesh=mesh)
     for step in range(3):
-        ours(batch(step)).hidden.square().mean().backward()
-        torch.stack([whole(batch(step, rank)).hidden.square().mean() for rank in range(2)]).mean().backward()
-        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+        sharded(batch(step)).hidden.square().mean().backward()
+        torch.stack([unsharded(batch(step, rank)).hidden.square().mean() for rank in range(2)]).mean().backward()
+        for p, q in zip(sharded.parameters(), unsharded.parameters(), strict=True):
             torch.testing.assert_close(full(p.grad), q.grad)
 
 
@@ -60,17 +60,17 @@ def _freezes_first_layers() -> None:
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(10, 10) for _ in range(4)))
 
-    ours, whole = chain(), chain()
-    for layer in ours:
+    sharded, unsharded = chain(), chain()
+    for layer in sharded:
         sw.fully_shard(layer, mesh=mesh)
-    sw.fully_shard(ours, mesh=mesh)
+    sw.fully_shard(sharded, mesh=mesh)
     for step, frozen in enumerate([0, 0, 0, 0, 1, 2, 3, 0, 2, 2]):
-        for model in (ours, whole):
+        for model in (sharded, unsharded):
             for number, layer in enumerate(model):
                 layer.requires_grad_(number >= frozen)
-        loss_of(ours, batch(step)).backward()
-        whole_loss(whole, step).backward()
-        for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+        loss_of(sharded, batch(step)).backward()
+        whole_loss(unsharded, step).backward()
+        for p, q in zip(sharded.parameters(), unsharded.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None), step
             if q.grad is not None:
                 torch.testing.assert_close(full(p.grad), q.grad)
@@ -148,20 +148,20 @@ def _optimizer_steps_after_conversions() -> None:
     """`nn.Module.to` drops attributes of DTensor parameters, and `foreach` optimizers do not change versions."""
     mesh = get_mesh((2,))
     for options in ({}, {"placements": lambda p: [Replicate()], "store_placements": lambda p: [Shard(0)]}):
-        model, whole = Mlp(tied=False), Mlp(tied=False)
+        model, unsharded = Mlp(tied=False), Mlp(tied=False)
         for layer in model.layers:
             flat_fully_shard(layer, mesh=mesh, **options)
             layer.to("cpu")  # the outermost unit must not take the converted parameters
         flat_fully_shard(model, mesh=mesh, **options)
         model.set_reshard_after_backward(False)
         ours = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
-        theirs = torch.optim.SGD(whole.parameters(), lr=0.5)
+        theirs = torch.optim.SGD(unsharded.parameters(), lr=0.5)
         for step in range(5):
             if step == 3:
                 model.to("cpu")
             loss_of(model, batch(step)).backward()
-            whole_loss(whole, step).backward()
-            for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+            whole_loss(unsharded, step).backward()
+            for a, b in zip(model.parameters(), unsharded.parameters(), strict=True):
                 torch.testing.assert_close(full(a.grad), b.grad)
             for optimizer in (ours, theirs):
                 optimizer.step()

@@ -39,16 +39,16 @@ def _trains(mesh_shape: tuple[int, ...]) -> None:
     runner, api.Runner = api.Runner, Timed  # type: ignore[misc]
     try:
         # Nothing is gathered ahead, so that each layer waits for its weights.
-        model, whole = make(mesh, width, chunked=True, prefetch=0), Mlp(width, tied=False).to(meshes.device)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
+        model, unsharded = make(mesh, width, chunked=True, prefetch=0), Mlp(width, tied=False).to(meshes.device)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, unsharded)]
         for step in range(5):
             with sw.debug.wire_meter() as meter:
                 loss_of(model, batch(step, width=width).to(meshes.device)).backward()
             losses = [
-                loss_of(whole, batch(step, rank, width).to(meshes.device)) for rank in range(dist.get_world_size())
+                loss_of(unsharded, batch(step, rank, width).to(meshes.device)) for rank in range(dist.get_world_size())
             ]
             torch.stack(losses).mean().backward()
-            for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
                 torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-5)
             if step >= 3:
                 # The last layer is not in chunks: it stays unsharded until its backward, which would gather it again.
@@ -110,12 +110,12 @@ def _limit_below_one_unit() -> None:
         for layer in model.layers:
             sw.fully_shard(layer, mesh=mesh)
         flat_fully_shard(model, mesh=mesh, options=sw.fsdp.Options(memory_limit=limit), **options)
-    whole, ours, without = models
+    unsharded, ours, without = models
     rank = dist.get_rank()
     with torch.no_grad():
         for step in range(4):
             x = torch.randn(rank, 4, 9, generator=torch.Generator().manual_seed(step)).to(meshes.device)
-            torch.testing.assert_close(ours(x).cpu(), whole(x).cpu(), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(ours(x).cpu(), unsharded(x).cpu(), rtol=2e-2, atol=2e-2)
         schedule = sw.fsdp.schedule(ours)
         assert schedule.form_of == [-1] * 4 + [1, 2, 3] and schedule.peak_bytes <= limit
         with pytest.raises(ValueError, match=r"budget_bytes must be at least \d+, got 1600"):
@@ -125,13 +125,13 @@ def _limit_below_one_unit() -> None:
             ours(x)
         ours.layers[1].fails = False
         assert [type(m) for m in ours.layers[1].children()] == [nn.Linear] * 3
-        torch.testing.assert_close(ours(x).cpu(), whole(x).cpu(), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(ours(x).cpu(), unsharded(x).cpu(), rtol=2e-2, atol=2e-2)
         # A step leaves the recorded sequence, and a unit is unsharded by hand.
-        y = whole.layers[1](x)
-        torch.testing.assert_close(ours.layers[2](y).cpu(), whole.layers[2](y).cpu())
+        y = unsharded.layers[1](x)
+        torch.testing.assert_close(ours.layers[2](y).cpu(), unsharded.layers[2](y).cpu())
         ours.layers[0].unshard()
-        assert torch.equal(ours.layers[0].weight, whole.layers[0].weight)
-        torch.testing.assert_close(ours(x).cpu(), whole(x).cpu(), rtol=2e-2, atol=2e-2)
+        assert torch.equal(ours.layers[0].weight, unsharded.layers[0].weight)
+        torch.testing.assert_close(ours(x).cpu(), unsharded(x).cpu(), rtol=2e-2, atol=2e-2)
         with sw.debug.wire_meter() as meter:
             ours(x)
         lacks = sum(4 * (p.numel() - p.to_local().numel()) for p in ours.parameters())
@@ -175,19 +175,19 @@ def _linear_units() -> None:
     """Units that are themselves Linear modules also multiply in chunks: nothing reads their full weights."""
     mesh, limit = get_mesh((2,)), 15000  # each weight takes 16,384 bytes or more
     torch.manual_seed(2)
-    whole = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 65)).to(meshes.device)
-    ours = copy.deepcopy(whole)
-    for layer in ours:
+    unsharded = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 65)).to(meshes.device)
+    sharded = copy.deepcopy(unsharded)
+    for layer in sharded:
         sw.fully_shard(layer, mesh=mesh)
-    sw.fully_shard(ours, mesh=mesh, options=sw.fsdp.Options(chunked=True, memory_limit=limit))
+    sw.fully_shard(sharded, mesh=mesh, options=sw.fsdp.Options(chunked=True, memory_limit=limit))
     with torch.no_grad():
-        ours(torch.ones(1, 64, device=meshes.device))
+        sharded(torch.ones(1, 64, device=meshes.device))
         with mock.patch.object(chunks.ChunkedWeight, "read", side_effect=AssertionError("somebody reads a weight")):
             for step in range(3):
                 x = batch(step, width=64).to(meshes.device)
-                torch.testing.assert_close(ours(x), whole(x), rtol=1e-4, atol=1e-5)
-    assert [unit for unit in sw.fsdp.schedule(ours).form_of if unit >= 0] == [1, 2]
-    assert [type(layer).__name__ for layer in ours] == ["ShardedLinear", "ShardedLinear"]
+                torch.testing.assert_close(sharded(x), unsharded(x), rtol=1e-4, atol=1e-5)
+    assert [unit for unit in sw.fsdp.schedule(sharded).form_of if unit >= 0] == [1, 2]
+    assert [type(layer).__name__ for layer in sharded] == ["ShardedLinear", "ShardedLinear"]
 
 
 def test_linear_units_multiply_in_chunks(pool: Pool) -> None:

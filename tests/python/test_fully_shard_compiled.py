@@ -113,8 +113,10 @@ def _one_graph(backend: str) -> None:
     assert counter.frame_count == 2, "with gradients, and without"
     assert not torch._dynamo.utils.counters["graph_break"]
     assert sw.stats()["unplanned_steps"] == sw.stats()["graph_breaks"] == 0
-    ours, theirs = (sorted(sw.fsdp.schedules(each), key=lambda schedule: len(schedule.uses)) for each in (model, eager))
-    for compiled_schedule, eager_schedule in zip(ours, theirs, strict=True):
+    compiled_schedules, eager_schedules = (
+        sorted(sw.fsdp.schedules(each), key=lambda schedule: len(schedule.uses)) for each in (model, eager)
+    )
+    for compiled_schedule, eager_schedule in zip(compiled_schedules, eager_schedules, strict=True):
         if backend == "inductor" and torch.__version__ < "2.15":
             continue  # it may begin a backward before it ends the previous one, so reductions start a use later
         assert len(compiled_schedule.gathers) == len(eager_schedule.gathers) and len(

@@ -69,13 +69,13 @@ def loss_of(model: nn.Module, step: int, rank: int | None = None) -> torch.Tenso
     return F.cross_entropy(model(tokens), tokens.flip(0))
 
 
-def assert_same_gradients(model: nn.Module, whole: nn.Module, steps: list[int]) -> None:
+def assert_same_gradients(model: nn.Module, unsharded: nn.Module, steps: list[int]) -> None:
     world = dist.get_world_size()
-    losses = [loss_of(whole, step, rank) for step in steps for rank in range(world)]
+    losses = [loss_of(unsharded, step, rank) for step in steps for rank in range(world)]
     (torch.stack(losses).sum() / world).backward()
-    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+    for (name, p), q in zip(model.named_parameters(), unsharded.parameters(), strict=True):
         torch.testing.assert_close(full(p.grad), q.grad, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")  # noqa: B023
-    for each in (model, whole):
+    for each in (model, unsharded):
         each.zero_grad()
 
 
@@ -98,10 +98,10 @@ class timed:
 
 def _trains(recomputes: str) -> None:
     with timed():
-        model, whole = make(recomputes), Language().to(meshes.device)
+        model, unsharded = make(recomputes), Language().to(meshes.device)
         for step in range(4):
             loss_of(model, step).backward()
-            assert_same_gradients(model, whole, [step])
+            assert_same_gradients(model, unsharded, [step])
         schedule = sw.fsdp.schedule(model)
         if dist.get_world_size() == 1:
             assert not any(in_chunks for *_, in_chunks in schedule.reductions), "nothing is moved"
@@ -119,7 +119,7 @@ def _trains(recomputes: str) -> None:
             with sw.debug.wire_meter() as meter:
                 loss_of(model, 8).backward()
             assert meter.received_bytes == received_by(model), (meter.received_bytes, received_by(model))
-            assert_same_gradients(model, whole, [8])
+            assert_same_gradients(model, unsharded, [8])
         assert {type(module) for module in (model.enter, model.project)} == {nn.Linear}
 
 
@@ -133,7 +133,7 @@ def test_trains_as_the_unsharded_model(pool: Pool, world: int, recomputes: str) 
 def _accumulates() -> None:
     """Accumulates gradients over several backwards, with steps of other kinds in between."""
     with timed():
-        model, whole = make(), Language().to(meshes.device)
+        model, unsharded = make(), Language().to(meshes.device)
         for step in range(4):
             loss_of(model, step).backward()
             model.zero_grad()
@@ -144,37 +144,37 @@ def _accumulates() -> None:
                 loss_of(model, step).backward()
             model.set_requires_gradient_sync(True)
             loss_of(model, 2).backward()
-            assert_same_gradients(model, whole, [0, 1, 2])
+            assert_same_gradients(model, unsharded, [0, 1, 2])
             loss_of(model, 3).backward()
-            assert_same_gradients(model, whole, [3])
+            assert_same_gradients(model, unsharded, [3])
         # Gradients are added to gradients that are already reduced.
         for step in (0, 1):
             loss_of(model, step).backward()
-        assert_same_gradients(model, whole, [0, 1])
+        assert_same_gradients(model, unsharded, [0, 1])
         # Two forwards run before their backward, and one without gradients.
         losses = [loss_of(model, 0), loss_of(model, 1)]
         with torch.no_grad():
             loss_of(model, 2)
         (losses[0] + losses[1]).backward()
-        assert_same_gradients(model, whole, [0, 1])
+        assert_same_gradients(model, unsharded, [0, 1])
         # The gradient of a module that is called twice is reduced once.
-        for each in (model, whole):
+        for each in (model, unsharded):
             each.is_twice = True
         for step in range(4):
             with sw.debug.wire_meter() as meter:
                 loss_of(model, step).backward()
-            assert_same_gradients(model, whole, [step])
+            assert_same_gradients(model, unsharded, [step])
         schedule = sw.fsdp.schedule(model)
         assert schedule.reductions[-1][4] and meter.received_bytes == received_by(model), str(schedule)
-        for each in (model, whole):
+        for each in (model, unsharded):
             each.is_twice = False
         # A frozen projection has no gradient.
-        for each in (model, whole):
+        for each in (model, unsharded):
             each.project.requires_grad_(False)
         for step in range(3):
             loss_of(model, step).backward()
             assert model.project.weight.grad is None
-            assert_same_gradients(model, whole, [step])
+            assert_same_gradients(model, unsharded, [step])
 
 
 def test_accumulates_in_steps_of_different_kinds(pool: Pool) -> None:

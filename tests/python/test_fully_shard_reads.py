@@ -95,29 +95,31 @@ def _batches() -> list[torch.Tensor]:
     return [torch.randn(3, 6, generator=torch.Generator().manual_seed(rank)) for rank in range(dist.get_world_size())]
 
 
-def _sharded(whole: nn.Module, **options: Any) -> nn.Module:
-    model = copy.deepcopy(whole)
+def _sharded(unsharded: nn.Module, **options: Any) -> nn.Module:
+    model = copy.deepcopy(unsharded)
     for block in getattr(model, "blocks", []):
         flat_fully_shard(block, mesh=get_mesh((2,)), **options)
     return flat_fully_shard(model, mesh=get_mesh((2,)), **options)
 
 
-def _check_gradients(model: nn.Module, whole: nn.Module, case: str) -> None:
-    for (name, ours), (_, right) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-        assert (ours.grad is None) == (right.grad is None), f"{case}: {name}.grad is {ours.grad}, not {right.grad}"
-        if ours.grad is not None:
-            torch.testing.assert_close(full(ours.grad), right.grad, msg=lambda text: f"{case}: {name}: {text}")  # noqa: B023
+def _check_gradients(model: nn.Module, unsharded: nn.Module, case: str) -> None:
+    for (name, parameter), (_, right) in zip(model.named_parameters(), unsharded.named_parameters(), strict=True):
+        assert (parameter.grad is None) == (right.grad is None), (
+            f"{case}: {name}.grad is {parameter.grad}, not {right.grad}"
+        )
+        if parameter.grad is not None:
+            torch.testing.assert_close(full(parameter.grad), right.grad, msg=lambda text: f"{case}: {name}: {text}")  # noqa: B023
 
 
 def _train_with_containers(is_checkpointed: bool) -> None:
     for container, (_, opened) in CONTAINERS.items():
         torch.manual_seed(0)
-        whole = Chain(container, is_checkpointed)
-        model = _sharded(whole)
+        unsharded = Chain(container, is_checkpointed)
+        model = _sharded(unsharded)
         for step in range(3):  # steps follow a schedule from the second one on
             opened(model(_batches()[dist.get_rank()])).square().mean().backward()
-            sum(opened(whole(x)).square().mean() / 2 for x in _batches()).backward()
-            _check_gradients(model, whole, f"{container}, step {step}")
+            sum(opened(unsharded(x)).square().mean() / 2 for x in _batches()).backward()
+            _check_gradients(model, unsharded, f"{container}, step {step}")
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -129,8 +131,8 @@ def _train_with_checkpoints_by_hooks() -> None:
     """Trains with torch's composable checkpoint, whose saved-tensor hooks begin within the forward of the unit."""
     container = next(iter(CONTAINERS))
     opened = CONTAINERS[container][1]
-    whole, model = Chain(container), Chain(container)
-    model.load_state_dict(whole.state_dict())
+    unsharded, model = Chain(container), Chain(container)
+    model.load_state_dict(unsharded.state_dict())
     for block in model.blocks:
         composable_checkpoint(block)
         sw.fully_shard(block.norm, mesh=get_mesh((2,)))
@@ -138,8 +140,8 @@ def _train_with_checkpoints_by_hooks() -> None:
     sw.fully_shard(model, mesh=get_mesh((2,)))
     for step in range(3):
         opened(model(_batches()[dist.get_rank()])).square().mean().backward()
-        sum(opened(whole(x)).square().mean() / 2 for x in _batches()).backward()
-        _check_gradients(model, whole, f"step {step}")
+        sum(opened(unsharded(x)).square().mean() / 2 for x in _batches()).backward()
+        _check_gradients(model, unsharded, f"step {step}")
 
 
 def test_composable_checkpoints_train(pool: Pool) -> None:
@@ -180,15 +182,17 @@ def _losses_without_outputs() -> None:
     torch.manual_seed(0)
     for loss in (_loss_on_hidden, _loss_on_both, _loss_of_method):
         for needs_gradient in (False, True):
-            whole = StoresHidden()
-            model = _sharded(whole)
+            unsharded = StoresHidden()
+            model = _sharded(unsharded)
             for step in range(2):
                 inputs = [x.requires_grad_(needs_gradient) for x in _batches()]
                 loss(model, inputs[dist.get_rank()]).backward()
-                sum(loss(whole, x.detach()) / 2 for x in inputs).backward()
-                _check_gradients(model, whole, f"{loss.__name__}, input needs gradient: {needs_gradient}, step {step}")
+                sum(loss(unsharded, x.detach()) / 2 for x in inputs).backward()
+                _check_gradients(
+                    model, unsharded, f"{loss.__name__}, input needs gradient: {needs_gradient}, step {step}"
+                )
                 model.zero_grad()
-                whole.zero_grad()
+                unsharded.zero_grad()
             model.reshard()
 
 
@@ -213,22 +217,22 @@ ROUTES = [([0], [1]), ([0, 2], [1]), ([3], [3]), ([0, 1], [2, 3]), ([0], [0]), (
 
 def _routes(unused: bool, accumulates: bool) -> None:
     torch.manual_seed(0)
-    whole = Experts()
-    model: Any = _sharded(whole)
+    unsharded = Experts()
+    model: Any = _sharded(unsharded)
     model.set_reduce_scatter_unused_params(unused)
     rank = dist.get_rank()
     for step, routes in enumerate(ROUTES):
         is_last = not accumulates or step % 3 == 2 or step == len(ROUTES) - 1
         model.set_requires_gradient_sync(is_last)
         model(_batches()[rank], routes[rank]).square().mean().backward()
-        sum(whole(x, route).square().mean() / 2 for x, route in zip(_batches(), routes)).backward()
+        sum(unsharded(x, route).square().mean() / 2 for x, route in zip(_batches(), routes)).backward()
         if not is_last:
             continue
-        for parameter in whole.parameters() if unused else ():
+        for parameter in unsharded.parameters() if unused else ():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        _check_gradients(model, whole, f"step {step}")
+        _check_gradients(model, unsharded, f"step {step}")
         model.zero_grad()
-        whole.zero_grad()
+        unsharded.zero_grad()
 
 
 @pytest.mark.parametrize(("unused", "accumulates"), [(False, False), (True, False), (False, True)])
@@ -309,13 +313,13 @@ def _compiled_containers() -> None:
     for container in ("dict subclass", "list subclass", "dataclass"):
         torch.manual_seed(0)
         torch._dynamo.reset()
-        whole = Chain(container)
-        model = _sharded(whole)
+        unsharded = Chain(container)
+        model = _sharded(unsharded)
         opened, run = CONTAINERS[container][1], torch.compile(model, backend="aot_eager")
         for step in range(2):
             opened(run(_batches()[dist.get_rank()])).square().mean().backward()
-            sum(opened(whole(x)).square().mean() / 2 for x in _batches()).backward()
-            _check_gradients(model, whole, f"compiled, {container}, step {step}")
+            sum(opened(unsharded(x)).square().mean() / 2 for x in _batches()).backward()
+            _check_gradients(model, unsharded, f"compiled, {container}, step {step}")
 
 
 @pytest.mark.long
@@ -325,14 +329,14 @@ def test_compiled_outputs_in_containers_train(pool: Pool) -> None:
 
 def _hooks_of_parameters() -> None:
     torch.manual_seed(0)
-    whole = nn.Linear(6, 6)
-    model = _sharded(whole)
-    for module in (model, whole):
+    unsharded = nn.Linear(6, 6)
+    model = _sharded(unsharded)
+    for module in (model, unsharded):
         module.weight.register_hook(lambda gradient: gradient * 3)
         module.bias.register_hook(lambda gradient: None)
     model(_batches()[dist.get_rank()]).square().mean().backward()
-    sum(whole(x).square().mean() / 2 for x in _batches()).backward()
-    _check_gradients(model, whole, "hooks of parameters")
+    sum(unsharded(x).square().mean() / 2 for x in _batches()).backward()
+    _check_gradients(model, unsharded, "hooks of parameters")
 
 
 def test_hooks_of_parameters_get_reduced_gradients(pool: Pool) -> None:

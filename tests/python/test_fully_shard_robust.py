@@ -60,7 +60,7 @@ def _in_unit(name: str) -> Callable[[Any], Callable[[], None]]:
 def _survives() -> None:
     interrupts = (_in_forward, _in_backward, _in_unit("put_full"), _in_unit("release"), _in_unit("finish_gather"))
     for interrupt in interrupts:
-        model, whole = shard(Mlp(), flat_fully_shard, get_mesh((2,))), Mlp()
+        model, unsharded = shard(Mlp(), flat_fully_shard, get_mesh((2,))), Mlp()
         state = {name: full(value).clone() for name, value in model.state_dict().items()}
         for step in range(4):
             if step in (0, 2):
@@ -76,11 +76,11 @@ def _survives() -> None:
                 model.zero_grad()
             loss_of(model, batch(step)).backward()
             assert all(isinstance(p, DTensor) for p in model.parameters())
-            whole_loss(whole, step).backward()
-            for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            whole_loss(unsharded, step).backward()
+            for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
                 torch.testing.assert_close(full(p.grad), q.grad)
             model.zero_grad()
-            whole.zero_grad()
+            unsharded.zero_grad()
 
 
 def test_survives_exceptions_of_all_kinds(pool: Pool) -> None:
@@ -124,16 +124,16 @@ def test_deleted_model_frees_its_memory(pool: Pool, is_interrupted: bool) -> Non
 
 def _recorded_state() -> None:
     model: Any = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
-    whole = Mlp()
+    unsharded = Mlp()
 
     def check() -> None:
         runner = getattr(model, ATTRIBUTE).runner
         assert len(runner.schedules) <= 3 and len(runner._uses) <= 20
-        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
             if q.grad is not None:
                 torch.testing.assert_close(full(p.grad), q.grad)
         model.zero_grad()
-        whole.zero_grad()
+        unsharded.zero_grad()
 
     with mock.patch.multiple(runner, MAX_USES=20, MAX_PLANS=3):
         model(batch(0))
@@ -143,17 +143,17 @@ def _recorded_state() -> None:
             assert len(getattr(model, ATTRIBUTE).runner._uses) <= 20
         sum(out.sum() for out in outputs).backward()
         for number in range(30):
-            (sum(whole.layers[number % 2](batch(number, rank)).sum() for rank in range(2)) / 2).backward()
+            (sum(unsharded.layers[number % 2](batch(number, rank)).sum() for rank in range(2)) / 2).backward()
         check()
         for count in range(6):  # steps of different kinds
             for i, layer in enumerate(model.layers):
                 layer.set_requires_gradient_sync(bool(count >> i & 1))
             loss_of(model, batch(count)).backward()
-            whole_loss(whole, count).backward()
+            whole_loss(unsharded, count).backward()
             assert len(getattr(model, ATTRIBUTE).runner.schedules) <= 3
         model.set_requires_gradient_sync(True)
         loss_of(model, batch(6)).backward()
-        whole_loss(whole, 6).backward()
+        whole_loss(unsharded, 6).backward()
         check()
 
 
@@ -163,14 +163,14 @@ def test_recorded_state_is_bounded(pool: Pool) -> None:
 
 def _double_backward() -> None:
     model = shard(Mlp(), flat_fully_shard, get_mesh((2,)))
-    whole = Mlp()
+    unsharded = Mlp()
     x = batch(0).requires_grad_()
     for step in range(3):
         with pytest.raises(RuntimeError, match="create_graph must be False in a backward of Mlp, got True"):
             torch.autograd.grad(loss_of(model, x), x, create_graph=True)
         loss_of(model, batch(step)).backward()
-        whole_loss(whole, step).backward()
-        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        whole_loss(unsharded, step).backward()
+        for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
             torch.testing.assert_close(full(p.grad), q.grad)
 
 

@@ -78,10 +78,10 @@ def _made_while_bound() -> dict[str, object]:
     found: dict[str, object] = {}
     with _SplitsLikeNccl(seconds=2.0) as bound:
         if rank in (0, 3):
-            made = groups.find_or_make(ranks)
-            found["device"] = made.bound_device_id
+            group = groups.find_or_make(ranks)
+            found["device"] = group.bound_device_id
             total = torch.ones(1)
-            dist.all_reduce(total, group=made)
+            dist.all_reduce(total, group=group)
             found["sum"] = total.item()
         found["default"] = bound.world.bound_device_id
         with pytest.raises(ValueError, match="already"):

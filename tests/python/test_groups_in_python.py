@@ -28,12 +28,12 @@ def _local_part(x: torch.Tensor, placement: Placement, rank: int, world: int) ->
 def _on_a_thread(world: int) -> list[str]:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (world,))
-    whole = torch.arange(64.0).view(8, 8)
+    full = torch.arange(64.0).view(8, 8)
     wrong = []
     for src, dst in dtensors.MOVES:
-        x = DTensor.from_local(_local_part(whole, src, rank, world), mesh, [src], run_check=False)
+        x = DTensor.from_local(_local_part(full, src, rank, world), mesh, [src], run_check=False)
         result = x.redistribute(mesh, [dst]).to_local()
-        if not torch.equal(result, _local_part(whole, dst, rank, world)):
+        if not torch.equal(result, _local_part(full, dst, rank, world)):
             wrong.append(f"rank {rank}: {src} -> {dst}: {result}")
     return wrong
 

@@ -26,24 +26,24 @@ def batch_of(rank: int) -> torch.Tensor:
     return torch.randn(3, COLUMNS, generator=torch.Generator().manual_seed(10 + rank)).to(meshes.device)
 
 
-def part(whole: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
+def part(tensor: torch.Tensor, layout: sw.Layout) -> torch.Tensor:
     """Returns this rank's shard, made by torch.chunk for each placement S, one mesh dim after the other."""
     coordinate = layout.mesh.coordinate(dist.get_rank())
     assert coordinate is not None
     for placement, size, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
         if placement != "R":
             dim = int(placement[2])
-            chunks = whole.chunk(size, dim)
-            whole = chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
-    return whole.clone()
+            chunks = tensor.chunk(size, dim)
+            tensor = chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
+    return tensor.clone()
 
 
 def loss_of(weight: Any, x: torch.Tensor) -> torch.Tensor:
     """Uses the weight in two blocks: in two operations of the first, as a view in the second."""
-    with weight as whole:
-        y = F.linear(torch.tanh(x), whole) + F.linear(x.square(), whole)
-    with weight as whole:
-        z = y @ whole[:, 1:3]
+    with weight as full:
+        y = F.linear(torch.tanh(x), full) + F.linear(x.square(), full)
+    with weight as full:
+        z = y @ full[:, 1:3]
     return z.square().mean()
 
 
@@ -65,9 +65,9 @@ def _trains(mesh_shape: tuple[int, ...], placements: list[str]) -> None:
     shards = sw.Layout(mesh, (ROWS, COLUMNS), placements)
     use = sw.Layout(mesh, (ROWS, COLUMNS), ["R"] * len(mesh_shape))
     world, rank = dist.get_world_size(), dist.get_rank()
-    ours, expected = sw.fsdp.jit_weight(part(whole_weight(), shards), shards, use), Unsharded()
+    sharded, expected = sw.fsdp.jit_weight(part(whole_weight(), shards), shards, use), Unsharded()
     for step in range(3):
-        for weight, ranks in ((ours, [rank]), (expected, range(world))):
+        for weight, ranks in ((sharded, [rank]), (expected, range(world))):
             weight.parameter.grad = None
             loss = torch.stack([loss_of(weight, batch_of(r + step)) for r in ranks]).mean()
             loss.backward(retain_graph=step == 1)
@@ -77,11 +77,11 @@ def _trains(mesh_shape: tuple[int, ...], placements: list[str]) -> None:
             assert gradient is not None
             if weight is expected:
                 gradient = part(gradient, shards)
-                torch.testing.assert_close(ours.parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(sharded.parameter.grad, gradient, rtol=1e-4, atol=1e-5)
             with torch.no_grad():
                 weight.parameter -= 0.1 * weight.parameter.grad
-        with torch.no_grad(), ours as whole:
-            torch.testing.assert_close(whole, expected.parameter.detach(), rtol=1e-4, atol=1e-5)
+        with torch.no_grad(), sharded as full:
+            torch.testing.assert_close(full, expected.parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -101,25 +101,25 @@ def _gathers() -> None:
     for grad, reduction in ((None, 128), (use, 0)):
         weight = sw.fsdp.jit_weight(torch.ones(4, 8, device=meshes.device), shards, use, grad=grad)
         with sw.debug.wire_meter() as meter:
-            with weight as whole:
-                y = F.linear(F.linear(x, whole), whole)
-            gathered = weakref.ref(whole)
-            del whole
+            with weight as full:
+                y = F.linear(F.linear(x, full), full)
+            gathered = weakref.ref(full)
+            del full
             assert gathered() is None, "the graph does not hold it"
             assert meter.received_bytes == 128
             y.sum().backward()
             assert meter.received_bytes == 256 + reduction
         with sw.debug.wire_meter() as meter:
             weight.prefetch()
-            with weight as whole:
-                assert torch.equal(whole.cpu(), torch.ones(8, 8))
+            with weight as full:
+                assert torch.equal(full.cpu(), torch.ones(8, 8))
             assert meter.received_bytes == 128
         assert weight.materialize() is weight._held
         weight.release()
         assert weight._held is None
     # The weight is written between a forward and its backward, and after it was prefetched.
-    with weight as whole:
-        y = F.linear(x, whole)
+    with weight as full:
+        y = F.linear(x, full)
     weight.prefetch()
     with torch.no_grad():
         weight.parameter.mul_(2)
@@ -128,8 +128,8 @@ def _gathers() -> None:
     assert torch.equal(weight.materialize().cpu(), 2 * torch.ones(8, 8))
     # Frozen weights.
     weight.parameter.requires_grad_(False)
-    with weight as whole:
-        y = F.linear(x, whole)
+    with weight as full:
+        y = F.linear(x, full)
     y.sum().backward()
     assert weight.parameter.grad is not None and torch.equal(x.grad[0], x.grad[1])
 
@@ -175,10 +175,10 @@ def _protocol() -> None:
     assert not isinstance(nn.Parameter(torch.ones(2)), DistributedWeight)
     x = batch_of(dist.get_rank()).requires_grad_()
     Linear.apply(x, parameter).square().sum().backward()
-    whole = nn.Parameter(whole_weight())
-    sum(F.linear(batch_of(rank), whole).square().sum() for rank in range(3)).backward()
-    assert whole.grad is not None
-    torch.testing.assert_close(parameter.grad, part(whole.grad / 3, shards))
+    full = nn.Parameter(whole_weight())
+    sum(F.linear(batch_of(rank), full).square().sum() for rank in range(3)).backward()
+    assert full.grad is not None
+    torch.testing.assert_close(parameter.grad, part(full.grad / 3, shards))
 
 
 def test_weights_have_the_protocol_of_transformer_engine(pool: Pool) -> None:

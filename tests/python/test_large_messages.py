@@ -35,14 +35,14 @@ def test_only_large_exchanges_over_gloo_use_messages(src: list[str], dst: list[s
 
 def _results(src: list[str], dst: list[str], async_op: bool) -> None:
     mesh = get_mesh((4,))
-    whole = oracle.global_tensor(LARGE, torch.float32, seed=1, reducible=True)
-    part = oracle.contribution(whole, mesh.shape, src, mesh.get_coordinate()) if "P(sum)" in src else None
-    local = dtensors.my_local(whole, mesh, src) if part is None else part
+    full = oracle.global_tensor(LARGE, torch.float32, seed=1, reducible=True)
+    part = oracle.contribution(full, mesh.shape, src, mesh.get_coordinate()) if "P(sum)" in src else None
+    local = dtensors.my_local(full, mesh, src) if part is None else part
     source = dtensors.wrap(local, mesh, LARGE, src)
     with sw.enabled(strict=True):
         for _ in range(2):
             moved = source.redistribute(mesh, dtensors.to_placements(dst), async_op=async_op)
-            dtensors.check(moved, whole, dst)
+            dtensors.check(moved, full, dst)
 
 
 @pytest.mark.parametrize(("src", "dst"), MOVES, ids=str)

@@ -23,25 +23,25 @@ CASES: list[tuple[Placements, Placements, Placements]] = [  # placements of x, w
 ]
 
 
-def _bias(mesh, whole: torch.Tensor, placements: Placements) -> DTensor:
+def _bias(mesh, full: torch.Tensor, placements: Placements) -> DTensor:
     """Returns a bias in which each rank has its share of a pending sum, or the value itself for other reductions."""
-    share = whole.clone()
+    share = full.clone()
     for size, placement in zip(mesh.shape, placements, strict=True):
         if placement == "P(sum)":
             share = share / size
     local = dtensors.my_local(share, mesh, ["R" if p.startswith("P") else p for p in placements])
-    return dtensors.wrap(local.clone(), mesh, whole.shape, placements).requires_grad_()
+    return dtensors.wrap(local.clone(), mesh, full.shape, placements).requires_grad_()
 
 
 def _linear(x_placements: Placements, weight_placements: Placements, bias_placements: Placements) -> None:
     mesh = get_mesh((2, 2))
     torch.manual_seed(0)
-    x, weight, whole = torch.randn(8, 6), torch.randn(4, 6), torch.randn(4)
+    x, weight, full = torch.randn(8, 6), torch.randn(4, 6), torch.randn(4)
     dx = distribute_tensor(x, mesh, dtensors.to_placements(x_placements))
     dw = distribute_tensor(weight, mesh, dtensors.to_placements(weight_placements))
-    bias = _bias(mesh, whole, bias_placements)
+    bias = _bias(mesh, full, bias_placements)
     y = sw.linear(dx, dw, bias)
-    assert oracle.difference(y.full_tensor(), torch.nn.functional.linear(x, weight, whole), rounded=True) is None
+    assert oracle.difference(y.full_tensor(), torch.nn.functional.linear(x, weight, full), rounded=True) is None
     y.sum().backward()
     assert bias.grad is not None
     assert not any(placement.is_partial() for placement in bias.grad.placements)

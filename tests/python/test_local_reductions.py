@@ -13,25 +13,27 @@ COMBINE = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def _parts(count: int, size: int, dtype: torch.dtype, lie: str) -> list[torch.Tensor]:
+def _parts(count: int, size: int, dtype: torch.dtype, arrangement: str) -> list[torch.Tensor]:
     """Makes parts of multiples of 1/8, which float32 sums exactly: rows of a tensor, in order, reversed, or copied."""
     generator = torch.Generator().manual_seed(count * 1000 + size)
     rows = (torch.randint(-99, 100, (count, size), generator=generator) / 8).to(dtype)
-    if lie == "apart":
+    if arrangement == "apart":
         return [row.clone() for row in rows]
-    order = range(count) if lie == "rows" else reversed(range(count))
+    order = range(count) if arrangement == "rows" else reversed(range(count))
     return [rows.view(-1)[m * size : (m + 1) * size] for m in order]
 
 
 @pytest.mark.parametrize("with_aten", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_sums_are_rounded_once(dtype: torch.dtype, with_aten: bool) -> None:
-    for count, size, lie, divisor in itertools.product((1, 2, 3, 8), (1, 7, 1000), ("rows", "turned", "apart"), (1, 4)):
-        parts = _parts(count, size, dtype, lie)
+    for count, size, arrangement, divisor in itertools.product(
+        (1, 2, 3, 8), (1, 7, 1000), ("rows", "turned", "apart"), (1, 4)
+    ):
+        parts = _parts(count, size, dtype, arrangement)
         wide = torch.stack(parts).double().sum(0) / divisor
         found = torch.empty(size, dtype=dtype)
         _runtime.reduce_parts("sum", parts, divisor, found, with_aten)
-        assert torch.equal(found, wide.to(dtype)), f"{count} parts of {size}, {lie}, divided by {divisor}"
+        assert torch.equal(found, wide.to(dtype)), f"{count} parts of {size}, {arrangement}, divided by {divisor}"
 
 
 @pytest.mark.parametrize("with_aten", [False, True])

@@ -14,7 +14,7 @@ from pool import Pool
 WORLD = 4
 
 
-def _step(ours: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _step(uses_shardwright: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a sum for which a replicated parameter is sliced, and the parameter's gradient.
 
     The local tensor is a view of a parameter, made without autograd. The parameter is then written, as by an
@@ -27,7 +27,7 @@ def _step(ours: bool) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         parameter.add_(1)
     y = DTensor.from_local(torch.ones(2, 8), mesh, [Shard(0)], run_check=False)
-    with sw.enabled(strict=True) if ours else contextlib.nullcontext():
+    with sw.enabled(strict=True) if uses_shardwright else contextlib.nullcontext():
         z = y + x
         assert z.placements == (Shard(0),), "nothing was redistributed"
         z.pow(2).sum().backward()

@@ -268,7 +268,7 @@ def test_ranks_that_disagree_all_raise(pool: Pool) -> None:
 
 def _invalid_arguments() -> list[str]:
     mesh = sw.Mesh({"a": 2})
-    cut, whole = sw.Layout(mesh, (4,), ["S(0)"]), sw.Layout(mesh, (4,), ["R"])
+    cut, replicated = sw.Layout(mesh, (4,), ["S(0)"]), sw.Layout(mesh, (4,), ["R"])
     partial = sw.Layout(mesh, (4,), ["P"])
     beyond = sw.Layout(sw.Mesh({"a": 2}, [1, 2]), (4,), ["R"])
     local, both = torch.zeros(2), torch.zeros(4)
@@ -277,19 +277,21 @@ def _invalid_arguments() -> list[str]:
         for call in (
             lambda: sw.redistribute_many([(local, cut)]),  # type: ignore[list-item]
             lambda: sw.redistribute_many([(local, cut, "R")]),  # type: ignore[list-item]
-            lambda: sw.redistribute_many([(None, cut, whole)], device=local.device),
-            lambda: sw.redistribute_many([(local.double(), cut, whole)]),
-            lambda: sw.redistribute_many([(local.clone().requires_grad_(), cut, whole)]),
+            lambda: sw.redistribute_many([(None, cut, replicated)], device=local.device),
+            lambda: sw.redistribute_many([(local.double(), cut, replicated)]),
+            lambda: sw.redistribute_many([(local.clone().requires_grad_(), cut, replicated)]),
             lambda: sw.redistribute_many([(local, cut, partial)]),
             lambda: sw.redistribute_many([(local, cut, sw.Layout(mesh, (2, 2), ["R"]))]),
-            lambda: sw.redistribute_many([(local, cut, whole)], out=[]),
-            lambda: sw.redistribute_many([(local, cut, whole)], out=[torch.zeros(3)]),
-            lambda: sw.redistribute_many([(torch.zeros(4), whole, beyond)]),
-            lambda: sw.redistribute_many([(local, cut, whole)], bucket_bytes="big"),  # type: ignore[arg-type]
-            lambda: sw.redistribute_many([(local, cut, whole)], device="cuda"),
-            lambda: sw.redistribute_many([(local, cut, whole)], out=[torch._neg_view(both)]),
-            lambda: sw.redistribute_many([(local, cut, whole)], out=[torch.zeros(1).expand(4)]),
-            lambda: sw.redistribute_many([(torch.zeros(4), whole, whole), (both, whole, whole)], out=[both, both]),
+            lambda: sw.redistribute_many([(local, cut, replicated)], out=[]),
+            lambda: sw.redistribute_many([(local, cut, replicated)], out=[torch.zeros(3)]),
+            lambda: sw.redistribute_many([(torch.zeros(4), replicated, beyond)]),
+            lambda: sw.redistribute_many([(local, cut, replicated)], bucket_bytes="big"),  # type: ignore[arg-type]
+            lambda: sw.redistribute_many([(local, cut, replicated)], device="cuda"),
+            lambda: sw.redistribute_many([(local, cut, replicated)], out=[torch._neg_view(both)]),
+            lambda: sw.redistribute_many([(local, cut, replicated)], out=[torch.zeros(1).expand(4)]),
+            lambda: sw.redistribute_many(
+                [(torch.zeros(4), replicated, replicated), (both, replicated, replicated)], out=[both, both]
+            ),
         )
     ]
 
@@ -349,23 +351,23 @@ def _conjugated(transfers: bool) -> None:
     rank = dist.get_rank()
     z = torch.complex(torch.arange(8.0), torch.arange(8.0) + 1).view(4, 2)
     mesh = sw.Mesh({"a": 2})
-    for whole in (z.conj(), z.conj().imag):
-        assert whole.is_conj() or whole.is_neg()
-        src, dst = (sw.Layout(mesh, (4, 2), [kind], whole.dtype) for kind in ("S(0)", "S(1)"))
-        local, right = whole[2 * rank : 2 * rank + 2], whole[:, rank : rank + 1]
+    for full in (z.conj(), z.conj().imag):
+        assert full.is_conj() or full.is_neg()
+        src, dst = (sw.Layout(mesh, (4, 2), [kind], full.dtype) for kind in ("S(0)", "S(1)"))
+        local, right = full[2 * rank : 2 * rank + 2], full[:, rank : rank + 1]
         if transfers:
             t = sw.transfer({"w": (local, src)}, {"w": dst})
             t.start().wait()
             assert torch.equal(t.tensors["w"], right)
             assert torch.equal(dict(t.receive())["w"], right)
             continue
-        out = torch.zeros(4, 1, dtype=whole.dtype)
+        out = torch.zeros(4, 1, dtype=full.dtype)
         for _ in range(2):
             assert torch.equal(sw.redistribute_many([(local, src, dst)], out=[out])[0], right)  # type: ignore[index]
         pending = sw.redistribute_many([(local, src, dst)], async_op=True)
         assert isinstance(pending, sw.runtime.ManyHandle)
         assert torch.equal(pending.wait()[0], right)
-        view = out.conj() if whole.is_complex() else torch._neg_view(out)
+        view = out.conj() if full.is_complex() else torch._neg_view(out)
         # Raised alone, in a call with known layouts.
         with pytest.raises(ValueError, match=r"out\[0\] must be a tensor whose memory holds its elements"):
             sw.redistribute_many([(local, src, dst)], out=[view])
@@ -379,14 +381,14 @@ def test_conjugated_and_negated_views_are_resolved(pool: Pool, transfers: bool) 
 
 def _saved_for_backward() -> None:
     rank = dist.get_rank()
-    cut, whole = (sw.Layout(sw.Mesh({"a": 2}), (4,), [kind]) for kind in ("S(0)", "R"))
+    cut, replicated = (sw.Layout(sw.Mesh({"a": 2}), (4,), [kind]) for kind in ("S(0)", "R"))
     new = torch.arange(2.0 * rank, 2.0 * rank + 2)
 
     def batch(out: torch.Tensor) -> None:
-        sw.redistribute_many([(new, cut, whole)], out=[out])
+        sw.redistribute_many([(new, cut, replicated)], out=[out])
 
     def start(out: Any, staging: str | None = None) -> None:
-        to = out if isinstance(out, DTensor) else (out, whole)
+        to = out if isinstance(out, DTensor) else (out, replicated)
         sw.transfer({"w": (new, cut)}, {"w": to}, staging=staging).start().wait()
 
     def receive(out: Any) -> None:
@@ -475,8 +477,8 @@ def _busy_in_another_group() -> None:
     """Rank 0 runs more batches in its own group than are cached. The batch of all ranks stays cached."""
     rank = dist.get_rank()
     own = [dist.new_group([r]) for r in range(2)]
-    cut, whole = (sw.Layout(sw.Mesh({"a": 2}), (4,), [kind]) for kind in ("S(0)", "R"))
-    items = [(torch.ones(2), cut, whole)]
+    cut, replicated = (sw.Layout(sw.Mesh({"a": 2}), (4,), [kind]) for kind in ("S(0)", "R"))
+    items = [(torch.ones(2), cut, replicated)]
     sw.redistribute_many(items)
     for n in range(many.MAX_KEPT + 1 if rank == 0 else 0):
         alone = sw.Layout(sw.Mesh({"a": 1}, [0]), (n,), ["R"])

@@ -94,8 +94,8 @@ def _fuzzed(seed: str) -> int:
     items, expected = [], []
     for case in cases:
         tensor = layout_fuzz._global_tensor(case)
-        mine = case.src.part(tensor, rank)
-        local = fuzz.lay_out(mine, case.memory) if rank in case.src.ranks else None
+        part = case.src.part(tensor, rank)
+        local = fuzz.lay_out(part, case.memory) if rank in case.src.ranks else None
         items.append((local, *case.layouts))
         expected.append(case.dst.part(tensor, rank))
     moved = sw.redistribute_many(items, bucket_bytes=4096, device="cpu")
@@ -139,7 +139,7 @@ def test_plan_counts_memory_of_reductions(pool: Pool) -> None:
 def _transferred() -> None:
     rank = dist.get_rank()
     shape = (6, 4)
-    whole = {name: oracle.global_tensor(shape, torch.float32, i, reducible=True) for i, name in enumerate("qkv")}
+    full = {name: oracle.global_tensor(shape, torch.float32, i, reducible=True) for i, name in enumerate("qkv")}
     on = sw.Mesh({"a": 2})
     cuts = {
         "q": sw.placements.Pieces(0, [[(3, 6)], [(0, 3), (5, 6)]]),
@@ -149,7 +149,7 @@ def _transferred() -> None:
     state: dict[str, Any] = {}
     for name, placement in cuts.items():
         layout = sw.Layout(on, shape, [placement], "float32")
-        local = whole[name] if placement == "P(sum)" else _local_part(whole[name], ((0, 1), placement))
+        local = full[name] if placement == "P(sum)" else _local_part(full[name], ((0, 1), placement))
         state[name] = (local.clone(), layout)
     to = sw.Layout(
         sw.Mesh({"b": 3}, [1, 2, 3]), (18, 4), [sw.placements.Ragged(dims=(0, 1), units=(4, 1, 4))], "bfloat16"
@@ -162,7 +162,7 @@ def _transferred() -> None:
     )
     for factor in (1, 3):
         t.start().wait()
-        fused = torch.cat([whole["q"], whole["k"], 2 * whole["v"]]) * factor
+        fused = torch.cat([full["q"], full["k"], 2 * full["v"]]) * factor
         right = _local_part(fused.bfloat16(), ((1, 2, 3), sw.placements.Ragged(dims=(0, 1), units=(4, 1, 4))))
         assert rank == 0 or torch.equal(t.tensors["qkv"], right)
         for name, tensor in t.receive():
@@ -181,10 +181,10 @@ def _flattened_in_groups() -> None:
     """Either side of a transfer has flattened dims, also in a group whose ranks are in another order."""
     rank = dist.get_rank()
     group = dist.new_group([3, 2], use_local_synchronization=True) if rank > 1 else None
-    whole = sw.Layout(sw.Mesh({"a": 1}, [3]), (4, 6), ["R"])
+    replicated = sw.Layout(sw.Mesh({"a": 1}, [3]), (4, 6), ["R"])
     flat = sw.Layout(sw.Mesh({"a": 1}, [2]), (4, 6), ["S(0)"], flattened=2)
     tensor = torch.arange(24.0).view(4, 6)
-    for src, dst in ((flat, whole), (whole, flat)):
+    for src, dst in ((flat, replicated), (replicated, flat)):
         state = {"w": (tensor.view(src.local_shape(rank)), src)} if rank in src.mesh.ranks else None
         for chosen in (None, group) if rank > 1 else (None,):
             t = sw.transfer(state, {"w": dst} if rank in dst.mesh.ranks else None, group=chosen)
@@ -192,7 +192,7 @@ def _flattened_in_groups() -> None:
             if rank in dst.mesh.ranks:
                 assert torch.equal(t.tensors["w"], tensor.view(dst.local_shape(rank)))
     pending = sw.Layout(sw.Mesh({"a": 1}, [2]), (4, 6), ["P"], flattened=2)  # over one rank: nothing is reduced
-    moved: Any = sw.redistribute_many([(tensor.flatten() if rank == 2 else None, pending, whole)])
+    moved: Any = sw.redistribute_many([(tensor.flatten() if rank == 2 else None, pending, replicated)])
     assert rank != 3 or torch.equal(moved[0], tensor)
 
 
@@ -205,9 +205,9 @@ def _frees_results() -> bool:
     """Returns true if a finished run has freed its results while the progress thread is busy with an earlier run."""
     rank = dist.get_rank()
     mesh = sw.Mesh({"a": 2})
-    cut, whole = (sw.Layout(mesh, (4,), [kind]) for kind in ("S(0)", "R"))
+    cut, replicated = (sw.Layout(mesh, (4,), [kind]) for kind in ("S(0)", "R"))
     here, there = (sw.Layout(sw.Mesh({"a": 1}, [0]), (n,), ["R"]) for n in (8, 8))
-    both = [(torch.ones(2), cut, whole)]
+    both = [(torch.ones(2), cut, replicated)]
     own = [(torch.ones(8) if rank == 0 else None, here, there)]
     out = [torch.zeros(8) if rank == 0 else None]
     sw.redistribute_many(both)
@@ -235,8 +235,8 @@ def test_finished_run_keeps_no_memory(pool: Pool) -> None:
 
 def _unreadable() -> str:
     rank = dist.get_rank()
-    cut, whole = (sw.Layout(sw.Mesh({"a": 2}), (4,), [kind]) for kind in ("S(0)", "R"))
-    items: Any = [(torch.ones(2), cut, whole)]
+    cut, replicated = (sw.Layout(sw.Mesh({"a": 2}), (4,), [kind]) for kind in ("S(0)", "R"))
+    items: Any = [(torch.ones(2), cut, replicated)]
     sw.redistribute_many(items)
     said = ""
     if rank == 1:  # the other rank knows the layouts, and does not compare
@@ -339,7 +339,7 @@ def test_dtensors_reject_placements_that_torch_does_not_have(pool: Pool) -> None
 
 def _progress_raises() -> None:
     rank = dist.get_rank()
-    cut, whole = (sw.Layout(sw.Mesh({"a": 2}), (4,), [kind]) for kind in ("S(0)", "R"))
+    cut, replicated = (sw.Layout(sw.Mesh({"a": 2}), (4,), [kind]) for kind in ("S(0)", "R"))
     calls = []
 
     def explode(done: int, total: int, name: str) -> None:
@@ -347,7 +347,7 @@ def _progress_raises() -> None:
         raise KeyError(name)
 
     state = {name: (torch.full((2,), float(rank)), cut) for name in ("v", "w")}
-    t = sw.transfer(state, dict.fromkeys(state, whole), progress=explode if rank == 0 else False)
+    t = sw.transfer(state, dict.fromkeys(state, replicated), progress=explode if rank == 0 else False)
     for round in (1, 2):
         handle = t.start()
         if rank == 0:
@@ -364,9 +364,9 @@ def test_transfer_completes_although_progress_raises(pool: Pool) -> None:
 
 
 def _waits_for_items() -> None:
-    cut, whole = (sw.Layout(sw.Mesh({"a": 2}), (6,), [kind]) for kind in ("S(0)", "R"))
+    cut, replicated = (sw.Layout(sw.Mesh({"a": 2}), (6,), [kind]) for kind in ("S(0)", "R"))
     local = torch.full((3,), float(dist.get_rank()))
-    pending = sw.redistribute_many([(local, cut, whole)] * 2, async_op=True)
+    pending = sw.redistribute_many([(local, cut, replicated)] * 2, async_op=True)
     assert isinstance(pending, sw.runtime.ManyHandle)
     for item in (-1, 2):
         with pytest.raises(ValueError, match=rf"item must be in \[0, 1\], got {item}"):
@@ -381,8 +381,8 @@ def test_waits_for_items_by_number(pool: Pool) -> None:
 
 
 def _outputs_in_one_buffer() -> None:
-    cut, whole = (sw.Layout(sw.Mesh({"a": 2}), (6,), [kind]) for kind in ("S(0)", "R"))
-    items, memory = [(torch.full((3,), float(dist.get_rank())), cut, whole)] * 2, torch.zeros(12)
+    cut, replicated = (sw.Layout(sw.Mesh({"a": 2}), (6,), [kind]) for kind in ("S(0)", "R"))
+    items, memory = [(torch.full((3,), float(dist.get_rank())), cut, replicated)] * 2, torch.zeros(12)
     with pytest.raises(ValueError, match=r"out\[0\] must be .* of its own, got one that shares out\[1\]'s"):
         sw.redistribute_many(items, out=[memory[:6], memory[4:10]])
     sw.redistribute_many(items, out=[memory[::2], memory[1::2]])  # these interleave

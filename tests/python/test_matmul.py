@@ -46,12 +46,12 @@ def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtype: 
     products[0] += offset.float()
     expected = [_part(product, f"S({len(shape) - 1})").to(dtype) for product in products]
     for schedule, save, transposed in itertools.product(SCHEDULES, ("shard", "gathered"), (False, True)):
-        mine = _part(x, f"S({dim})").requires_grad_()
+        local_x = _part(x, f"S({dim})").requires_grad_()
         # Weights have all rows, also if x is sharded along the contracted dim.
-        ours = [_part(w, "S(1)").requires_grad_() for w in weights]
-        given = [w.t().contiguous().t() for w in ours] if transposed else ours
+        local_weights = [_part(w, "S(1)").requires_grad_() for w in weights]
+        given = [w.t().contiguous().t() for w in local_weights] if transposed else local_weights
         found = sw.all_gather_matmul(
-            mine,
+            local_x,
             given,
             biases,
             gather_dim=dim,
@@ -62,11 +62,11 @@ def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtype: 
         )
         for result, right in zip(found, expected, strict=True):
             assert torch.equal(result, right), schedule
-        grads = torch.autograd.grad([f.float().square().sum() for f in found], [mine, *ours, biases[0]])
-        whole = [t.clone().requires_grad_() for t in (x, *weights, offset)]
-        products = [whole[0].float() @ w.float() for w in whole[1:-1]]
-        products[0] = products[0] + whole[-1].float()
-        right_grads = torch.autograd.grad([p.square().sum() for p in products], whole)
+        grads = torch.autograd.grad([f.float().square().sum() for f in found], [local_x, *local_weights, biases[0]])
+        full = [t.clone().requires_grad_() for t in (x, *weights, offset)]
+        products = [full[0].float() @ w.float() for w in full[1:-1]]
+        products[0] = products[0] + full[-1].float()
+        right_grads = torch.autograd.grad([p.square().sum() for p in products], full)
         on = [f"S({dim})", *["S(1)"] * len(weights), "S(0)"]
         rights = [_part(grad, placement) for grad, placement in zip(right_grads, on, strict=True)]
         for grad, right in zip(grads, rights, strict=True):
@@ -100,19 +100,19 @@ def _sums(shape: tuple[int, ...], columns: int, dim: int | None, dtype: torch.dt
     for schedule, transposed in itertools.product(SCHEDULES, (False, True)):
         if dim is None and schedule.get("method") == "ring":
             continue
-        mine = _part(x, last).requires_grad_()
-        ours = _part(weight, "S(0)").requires_grad_()
-        given = ours.t().contiguous().t() if transposed else ours
+        local_x = _part(x, last).requires_grad_()
+        local_weight = _part(weight, "S(0)").requires_grad_()
+        given = local_weight.t().contiguous().t() if transposed else local_weight
         offset = bias.clone().to(meshes.device).requires_grad_()
         how = {"size": shape[-1], **schedule}
         if dim is None:
-            found = sw.matmul_all_reduce(mine, given, offset, **how)
+            found = sw.matmul_all_reduce(local_x, given, offset, **how)
         else:
-            found = sw.matmul_reduce_scatter(mine, given, offset, scatter_dim=dim, **how)
+            found = sw.matmul_reduce_scatter(local_x, given, offset, scatter_dim=dim, **how)
         assert torch.equal(found, _part((x.float() @ weight.float() + bias.float()).to(dtype), to)), schedule
-        grads = torch.autograd.grad(found.float().square().sum(), [mine, ours, offset])
-        whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
-        rights = torch.autograd.grad((whole[0].float() @ whole[1].float() + whole[2].float()).square().sum(), whole)
+        grads = torch.autograd.grad(found.float().square().sum(), [local_x, local_weight, offset])
+        full = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        rights = torch.autograd.grad((full[0].float() @ full[1].float() + full[2].float()).square().sum(), full)
         for grad, right, placement in zip(grads, rights, (last, "S(0)", "R"), strict=True):
             assert_close(grad.cpu(), _part(right, placement).cpu(), rtol=0.02 if dtype == torch.bfloat16 else 0, atol=0)
 
@@ -131,10 +131,10 @@ def _linears(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
     x = _integers(shape, 1)
     weight = _integers((5, shape[-1]), 2)
     bias = _integers((5,), 3)
-    whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    expected = torch.nn.functional.linear(*whole)
+    full = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    expected = torch.nn.functional.linear(*full)
     factors = _integers(expected.shape, 4)
-    rights = torch.autograd.grad((expected * factors).sum(), whole)
+    rights = torch.autograd.grad((expected * factors).sum(), full)
     dims = range(len(sizes))
     x_options = ["R", *(f"S({d})" for d in range(len(shape)))]
     result_options = x_options
@@ -173,14 +173,14 @@ def test_linear_of_dtensors(pool: Pool, sizes: tuple[int, ...], shape: tuple[int
 
 def _explicit_chunks() -> None:
     x, weight = _integers((9, 6), 1), _integers((6, 8), 2)
-    mine = _part(x, "S(0)").requires_grad_()
-    found = sw.all_gather_matmul(mine, _part(weight, "S(1)"), size=9, columns=8, chunks=[[3], [1, 2]])
+    local_x = _part(x, "S(0)").requires_grad_()
+    found = sw.all_gather_matmul(local_x, _part(weight, "S(1)"), size=9, columns=8, chunks=[[3], [1, 2]])
     assert torch.equal(found, _part(x @ weight, "S(1)"))
-    (grad,) = torch.autograd.grad(found.sum(), mine)
+    (grad,) = torch.autograd.grad(found.sum(), local_x)
     assert torch.equal(grad, _part(torch.ones(9, 8) @ weight.t(), "S(0)"))
     for chunks in ([[1], [2]], [[1], [2], [3], [3]], [[0], [1, 2]], [[1, 2, 4]]):
         with pytest.raises(ValueError, match="chunks must have each distance from 1 to 3 once"):
-            sw.all_gather_matmul(mine, _part(weight, "S(1)"), size=9, columns=8, chunks=chunks)
+            sw.all_gather_matmul(local_x, _part(weight, "S(1)"), size=9, columns=8, chunks=chunks)
 
 
 def test_ring_with_explicit_chunks(pool: Pool) -> None:
@@ -191,16 +191,16 @@ def _pending_operands() -> None:
     """Operands and gradients are results of asynchronous redistributes that are still running."""
     mesh = get_mesh((4,))
     x, weight = _integers((9, 6), 1), _integers((8, 6), 2)
-    whole = [t.clone().requires_grad_() for t in (x, weight)]
+    full = [t.clone().requires_grad_() for t in (x, weight)]
     dx, dw = (distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in (x, weight))
     for to in ([Shard(0)], [Shard(1)], [Replicate()]):
         moved = dx.redistribute(placements=[Shard(0)], async_op=True)
         y = sw.linear(moved, dw.redistribute(placements=[Shard(0)], async_op=True), placements=to)
         loss = (y.redistribute(placements=[Replicate()], async_op=True) ** 2).sum()
-        right = (whole[0] @ whole[1].t()).square().sum()
+        right = (full[0] @ full[1].t()).square().sum()
         assert torch.equal(loss.full_tensor(), right)
-        for mine, expected in zip(torch.autograd.grad(loss, [dx, dw]), torch.autograd.grad(right, whole), strict=True):
-            assert torch.equal(mine.full_tensor(), expected)
+        for actual, expected in zip(torch.autograd.grad(loss, [dx, dw]), torch.autograd.grad(right, full), strict=True):
+            assert torch.equal(actual.full_tensor(), expected)
 
 
 def test_operands_of_asynchronous_redistributes(pool: Pool) -> None:
@@ -216,12 +216,12 @@ def _lengths_by_rank(lengths: list[int]) -> None:
     begin = sum(lengths[:rank])
     own = slice(begin, begin + lengths[rank])
     for schedule in SCHEDULES:
-        mine, columns = x[own].clone().requires_grad_(), _part(weight, "S(1)").requires_grad_()
-        found = sw.all_gather_matmul(mine, columns, size=lengths, columns=8, **schedule)
+        local_x, columns = x[own].clone().requires_grad_(), _part(weight, "S(1)").requires_grad_()
+        found = sw.all_gather_matmul(local_x, columns, size=lengths, columns=8, **schedule)
         assert_close(found, _part(x @ weight, "S(1)"), rtol=0, atol=0)
         weights = _integers((rows, 8), 5)
         (found * _part(weights, "S(1)")).sum().backward()
-        assert_close(mine.grad, (weights @ weight.t())[own], rtol=0, atol=0)
+        assert_close(local_x.grad, (weights @ weight.t())[own], rtol=0, atol=0)
         assert_close(columns.grad, _part(x.t() @ weights, "S(1)"), rtol=0, atol=0)
         summed, of_rows = left[:, own].clone().requires_grad_(), right[own].clone().requires_grad_()
         found = sw.matmul_reduce_scatter(summed, of_rows, size=lengths, **schedule)

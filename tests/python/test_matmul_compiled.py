@@ -41,9 +41,9 @@ def _agrees(function: Callable[..., Any], *inputs: torch.Tensor, backend: str = 
     torch._dynamo.reset()
     expected = _run(function, inputs)
     found = _run(torch.compile(function, backend=backend, fullgraph=True), inputs)
-    for mine, right in zip(found, expected, strict=True):
-        assert mine.dtype == right.dtype
-        assert_close(mine, right, rtol=1e-5, atol=1e-5)
+    for actual, right in zip(found, expected, strict=True):
+        assert actual.dtype == right.dtype
+        assert_close(actual, right, rtol=1e-5, atol=1e-5)
 
 
 def _leaf(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -89,8 +89,8 @@ def _dtensors() -> None:
     mesh = get_mesh((WORLD,))
 
     def leaf(shape: Sequence[int], placement: Any, seed: int) -> DTensor:
-        whole = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-        return distribute_tensor(whole, mesh, [placement]).requires_grad_()
+        full = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return distribute_tensor(full, mesh, [placement]).requires_grad_()
 
     column, bias = leaf((10, 8), Shard(0), 1), leaf((10,), Shard(0), 2)
     for placement in (Shard(0), Replicate(), Shard(1)):
@@ -242,9 +242,9 @@ def _without_groups() -> None:
     y = compiled(dx, dw)
     gradients = torch.autograd.grad(y.to_local().sum(), [dx, dw])
     assert_close(y.full_tensor(), x @ weight.t())
-    whole = [t.clone().requires_grad_() for t in (x, weight)]
-    for mine, right in zip(gradients, torch.autograd.grad((whole[0] @ whole[1].t()).sum(), whole), strict=True):
-        assert_close(mine.full_tensor(), right)
+    full = [t.clone().requires_grad_() for t in (x, weight)]
+    for actual, expected in zip(gradients, torch.autograd.grad((full[0] @ full[1].t()).sum(), full), strict=True):
+        assert_close(actual.full_tensor(), expected)
 
 
 def test_compiles_before_groups_exist(pool: Pool) -> None:
@@ -261,8 +261,8 @@ def _uneven() -> None:
 
     torch._dynamo.reset()
     expected = _run(compute, [x, weight])
-    for mine, right in zip(_run(torch.compile(compute, backend="aot_eager"), [x, weight]), expected, strict=True):
-        assert_close(mine, right)
+    for actual, right in zip(_run(torch.compile(compute, backend="aot_eager"), [x, weight]), expected, strict=True):
+        assert_close(actual, right)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="parts that differ in size among ranks"):
         torch.compile(compute, backend="aot_eager", fullgraph=True)(x, weight)

@@ -60,10 +60,10 @@ def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtypes:
         cut_x = _part(x_scale, f"S({dim})") if x_scale.ndim > 1 and dim < len(shape) - 1 else x_scale.to(meshes.device)
         cut_w = [_part(s, "S(1)") if s.ndim > 1 else s.to(meshes.device) for s in w_scales]
         for (method, chunks), transposed in itertools.product(SCHEDULES, (False, True)):
-            ours = [_part(w, "S(1)") for w in weights]
+            local_weights = [_part(w, "S(1)") for w in weights]
             found = sw.all_gather_matmul(
                 _part(x, f"S({dim})"),
-                [w.t().contiguous().t() for w in ours] if transposed else ours,
+                [w.t().contiguous().t() for w in local_weights] if transposed else local_weights,
                 [_part(bias, "S(0)"), *[None] * (len(columns) - 1)],
                 gather_dim=dim,
                 size=shape[dim],
@@ -74,9 +74,9 @@ def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtypes:
                 weight_scales=cut_w,
                 out_dtype=out_dtype,
             )
-            for result, whole in zip(found, right, strict=True):
+            for result, full in zip(found, right, strict=True):
                 assert result.dtype == out_dtype
-                assert torch.equal(result, _part(whole.to(out_dtype), result_on)), (method, chunks, x_scale.shape)
+                assert torch.equal(result, _part(full.to(out_dtype), result_on)), (method, chunks, x_scale.shape)
 
 
 CASES = [

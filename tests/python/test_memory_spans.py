@@ -53,11 +53,11 @@ def test_strides_separate_columns_of_one_tensor(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("strides alone tell")
 
     monkeypatch.setattr(memory_spans, "_marks_meet", never)
-    whole = torch.zeros(1000, 64, dtype=torch.bfloat16)
-    columns = {str(i): whole[i:, 3 * i : 3 * i + 3] for i in range(20)}
+    full = torch.zeros(1000, 64, dtype=torch.bfloat16)
+    columns = {str(i): full[i:, 3 * i : 3 * i + 3] for i in range(20)}
     assert memory_spans.shared_memory({}, columns, among_written=True) == []
-    pairs = memory_spans.shared_memory({"row": whole[30]}, columns)
+    pairs = memory_spans.shared_memory({"row": full[30]}, columns)
     assert sorted(int(pair[1]) for pair in pairs) == list(range(20))
-    blocks = [whole[i : i + 10, j : j + 8] for i, j in itertools.product((0, 5, 20), (0, 8))]
+    blocks = [full[i : i + 10, j : j + 8] for i, j in itertools.product((0, 5, 20), (0, 8))]
     shared = memory_spans.shared_memory({}, {str(i): block for i, block in enumerate(blocks)}, among_written=True)
     assert {frozenset(pair[:2]) for pair in shared} == {frozenset("02"), frozenset("13")}

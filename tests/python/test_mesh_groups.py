@@ -44,19 +44,19 @@ def _texts(placements: list[Placement]) -> list[str]:
     return ["R" if p.is_replicate() else "P(sum)" if p.is_partial() else f"S({p.dim})" for p in placements]  # type: ignore[attr-defined]
 
 
-def _on(mesh: DeviceMesh, whole: torch.Tensor, placements: list[Placement]) -> DTensor:
-    local = oracle.local(whole, (2, 2), _texts(placements), mesh.get_coordinate())
+def _on(mesh: DeviceMesh, full: torch.Tensor, placements: list[Placement]) -> DTensor:
+    local = oracle.local(full, (2, 2), _texts(placements), mesh.get_coordinate())
     return DTensor.from_local(local.to(meshes.device), mesh, placements, run_check=False)
 
 
 def _redistribute_all(mesh: DeviceMesh, of_all: dist.ProcessGroup, seed: int) -> None:
     """Moves tensors in every way on one mesh, and compares them with the global ones."""
-    whole = oracle.global_tensor(SHAPE, torch.float32, seed, True)
+    full = oracle.global_tensor(SHAPE, torch.float32, seed, True)
     coordinate = mesh.get_coordinate()
     grid = sw.Mesh({"a": 2, "b": 2})
     for number, (src, dst) in enumerate(MOVES):
-        expected = oracle.local(whole, (2, 2), _texts(dst), coordinate)
-        x = _on(mesh, whole, src)
+        expected = oracle.local(full, (2, 2), _texts(dst), coordinate)
+        x = _on(mesh, full, src)
         y = x.redistribute(placements=dst, async_op=(seed + number) % 2 == 1)
         assert y.device_mesh is mesh
         assert oracle.difference(y.to_local().cpu(), expected, rounded=True) is None, ("DTensor", seed, src, dst)
@@ -68,9 +68,9 @@ def _redistribute_all(mesh: DeviceMesh, of_all: dist.ProcessGroup, seed: int) ->
     (y,) = sw.redistribute_many([(local, *ends)], group=of_all)
     assert oracle.difference(y.cpu(), expected, rounded=True) is None, ("batch", seed)
     weight = oracle.global_tensor((4, SHAPE[1]), torch.float32, seed + 1, True)
-    product = sw.linear(_on(mesh, whole, [S(0), R]), _on(mesh, weight, [S(0), S(0)]), placements=[R, R])
+    product = sw.linear(_on(mesh, full, [S(0), R]), _on(mesh, weight, [S(0), S(0)]), placements=[R, R])
     assert product.device_mesh is mesh
-    torch.testing.assert_close(product.to_local().cpu(), whole @ weight.t())
+    torch.testing.assert_close(product.to_local().cpu(), full @ weight.t())
 
 
 def _raised_by(*bodies: Callable[[], None]) -> list[BaseException]:
@@ -115,8 +115,8 @@ def test_threads_with_their_own_groups_do_not_interfere(pool: Pool) -> None:
 
 def _names_used_on(mesh: DeviceMesh) -> list[set[str]]:
     """Returns the names of the groups to which each way of moving tensors on a mesh is bound for the first time."""
-    whole = oracle.global_tensor(SHAPE, torch.float32, 1)
-    x = _on(mesh, whole, [S(0), S(1)])
+    full = oracle.global_tensor(SHAPE, torch.float32, 1)
+    x = _on(mesh, full, [S(0), S(1)])
     weight = _on(mesh, oracle.global_tensor((4, SHAPE[1]), torch.float32, 2), [R, S(1)])
     ends = [sw.Layout(sw.Mesh(mesh), SHAPE, placements) for placements in (["S(0)", "S(1)"], ["R", "R"])]
     qkv = [_on(mesh, oracle.global_tensor((2, 2, 8, 4), torch.float32, n), [R, S(2)]) for n in range(3)]
@@ -156,7 +156,7 @@ def test_all_moves_on_a_mesh_use_its_own_groups(pool: Pool) -> None:
 
 def _after_destruction() -> None:
     rank = dist.get_rank()
-    whole = oracle.global_tensor(SHAPE, torch.float32, 3)
+    full = oracle.global_tensor(SHAPE, torch.float32, 3)
     held = []
     used = []
     with sw.enabled(strict=True):
@@ -164,10 +164,10 @@ def _after_destruction() -> None:
             group = dist.new_group([0, 1])
             if rank < 2:
                 mesh = DeviceMesh.from_group(group, meshes.device)
-                local = whole.chunk(2)[rank].contiguous().to(meshes.device)
+                local = full.chunk(2)[rank].contiguous().to(meshes.device)
                 x = DTensor.from_local(local, mesh, [S(0)], run_check=False)
                 y = x.redistribute(placements=[R])
-                assert oracle.difference(y.to_local().cpu(), whole) is None
+                assert oracle.difference(y.to_local().cpu(), full) is None
                 found = redistribute.find(local, x._spec, y._spec)
                 assert found is not None and found.group_names == [group.group_name]
                 used.append(found)
@@ -176,9 +176,9 @@ def _after_destruction() -> None:
             del group
         assert rank >= 2 or len({id(used_group) for used_group in used}) == 3
         mesh = _own_mesh()
-        x = _on(mesh, whole, [S(0), S(1)])
+        x = _on(mesh, full, [S(0), S(1)])
         for _ in range(2):
-            assert oracle.difference(x.redistribute(placements=[R, R]).to_local().cpu(), whole) is None
+            assert oracle.difference(x.redistribute(placements=[R, R]).to_local().cpu(), full) is None
             made = groups.find(range(WORLD), groups.owner_of(mesh))
             assert made is not None and made is not dist.group.WORLD
             dist.barrier()
@@ -192,10 +192,10 @@ def test_new_groups_replace_destroyed_ones(pool: Pool) -> None:
 
 def _names_over_all(mesh: DeviceMesh) -> list[str]:
     """Gathers over both mesh dims. Returns the names of the groups."""
-    whole = oracle.global_tensor(SHAPE, torch.float32, 4)
-    x = _on(mesh, whole, [S(0), S(1)])
+    full = oracle.global_tensor(SHAPE, torch.float32, 4)
+    x = _on(mesh, full, [S(0), S(1)])
     y = x.redistribute(placements=[R, R])
-    assert oracle.difference(y.to_local().cpu(), whole) is None
+    assert oracle.difference(y.to_local().cpu(), full) is None
     found = redistribute.find(x.to_local(), x._spec, y._spec)
     assert found is not None
     return list(found.group_names)
@@ -204,13 +204,13 @@ def _names_over_all(mesh: DeviceMesh) -> list[str]:
 def _slices() -> None:
     root, flattened = (init_device_mesh(meshes.device, (2, 2), mesh_dim_names=("a", "b")) for _ in range(2))
     of_all = flattened._flatten("ab").get_group().group_name
-    whole = oracle.global_tensor(SHAPE, torch.float32, 4)
+    full = oracle.global_tensor(SHAPE, torch.float32, 4)
     with sw.enabled(strict=True):
         for n in range(3):  # each slice is a new DeviceMesh
-            local = whole.chunk(2)[dist.get_rank() % 2].contiguous().to(meshes.device)
+            local = full.chunk(2)[dist.get_rank() % 2].contiguous().to(meshes.device)
             before = sw.stats()["plans"]
             y = DTensor.from_local(local, root["b"], [S(0)], run_check=False).redistribute(placements=[R])
-            assert oracle.difference(y.to_local().cpu(), whole) is None
+            assert oracle.difference(y.to_local().cpu(), full) is None
             assert n == 0 or sw.stats()["plans"] == before
         assert dist.group.WORLD is not None and of_all == dist.group.WORLD.group_name
         assert of_all not in _names_over_all(root), "the default group is not the mesh's"

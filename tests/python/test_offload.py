@@ -202,7 +202,7 @@ def _host_access_in_order() -> None:
     """Writes parts and reads gradients on the host as early as possible."""
     torch.manual_seed(0)
     layers = nn.ModuleList(Late() for _ in range(3))
-    whole = [layer.linear.weight.detach().cpu().clone().requires_grad_() for layer in layers]
+    full = [layer.linear.weight.detach().cpu().clone().requires_grad_() for layer in layers]
     for layer in layers:
         sw.fully_shard(layer, mesh=get_mesh((dist.get_world_size(),)), offload_policy=PINNED)
     model = nn.Sequential(*layers)
@@ -214,13 +214,13 @@ def _host_access_in_order() -> None:
 
     def expected() -> torch.Tensor:
         y = x
-        for weight in whole:
+        for weight in full:
             y = y @ weight.t()
         return y
 
     def write() -> None:
         with torch.no_grad():
-            for p, weight in zip(model.parameters(), whole, strict=True):
+            for p, weight in zip(model.parameters(), full, strict=True):
                 p.to_local().mul_(1.5)  # type: ignore[operator]
                 weight.mul_(1.5)
 
@@ -234,14 +234,14 @@ def _host_access_in_order() -> None:
         for _ in range(2):
             model(on_device).square().mean().backward()
             expected().square().mean().backward()
-            for p, weight in zip(model.parameters(), whole, strict=True):
+            for p, weight in zip(model.parameters(), full, strict=True):
                 assert isinstance(p.grad, DTensor) and p.grad.device.type == "cpu"
                 part = p.grad.to_local().clone()  # before anything else waits for the device
                 rows = weight.grad.chunk(dist.get_world_size())  # type: ignore[union-attr]
                 torch.testing.assert_close(part, rows[dist.get_rank()])
             write()
         model.zero_grad()
-        for weight in whole:
+        for weight in full:
             weight.grad = None
 
     # An optimizer that steps between a forward and its backward waits for the forward's copies.

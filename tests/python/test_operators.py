@@ -120,13 +120,13 @@ def _other_sizes() -> None:
     before, after = _layouts(["S(0)", "S(1)"], ["S(1)", "R"])
     operator = sw.graph.operator(before, after)
     ops, arguments = torch.ops.shardwright, _arguments(operator)
-    whole = oracle.global_tensor((9, 4), torch.float32, 7, True)
+    full = oracle.global_tensor((9, 4), torch.float32, 7, True)
     src, dst = (sw.Layout(_mesh(), (9, 4), side.placements) for side in (before, after))
-    local = part_of(whole, src, dist.get_rank())
+    local = part_of(full, src, dist.get_rank())
     groups = sw.graph.operator(src, dst).keywords["groups"]
     handle = ops.redistribute_start(local, arguments["plan"], groups, dist.get_rank(), sizes=[9, 4])
     result = ops.redistribute_wait(handle, local, arguments["plan"], dist.get_rank(), sizes=[9, 4])
-    assert torch.equal(result, part_of(whole, dst, dist.get_rank()))
+    assert torch.equal(result, part_of(full, dst, dist.get_rank()))
     with pytest.raises(ValueError, match="local tensor must have shape"):
         ops.redistribute_start(local[:1], arguments["plan"], groups, dist.get_rank(), sizes=[90, 4])
 
@@ -230,9 +230,9 @@ def _tensor_parallel_block() -> None:
     torch._dynamo.reset()
     mesh = get_mesh((2,))
     torch.manual_seed(0)
-    whole = _Mlp()
+    unsharded = _Mlp()
     sharded = _Mlp()
-    sharded.load_state_dict(whole.state_dict())
+    sharded.load_state_dict(unsharded.state_dict())
     parallelize_module(
         sharded,
         mesh,
@@ -242,7 +242,7 @@ def _tensor_parallel_block() -> None:
         },
     )
     x = oracle.global_tensor((8, 6), torch.float32, 3, True)
-    expected = whole(x)
+    expected = unsharded(x)
     expected.square().sum().backward()
     sw.reset_stats()
     with sw.enabled(strict=True):
@@ -253,7 +253,7 @@ def _tensor_parallel_block() -> None:
     torch.testing.assert_close(result, expected.chunk(2)[dist.get_rank()])
     for name, parameter in sharded.named_parameters():
         assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad.full_tensor(), whole.get_parameter(name).grad)
+        torch.testing.assert_close(parameter.grad.full_tensor(), unsharded.get_parameter(name).grad)
     assert sw.stats()["traced"] > 0 and sw.stats()["fallbacks"] == 0
 
 

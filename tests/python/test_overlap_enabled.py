@@ -32,7 +32,7 @@ def _linear_and_matmul(rows: int) -> None:
         distribute_tensor(t, mesh, [p]).requires_grad_()
         for t, p in zip(tensors, (Shard(0), Shard(0), Shard(0), Shard(1)), strict=True)
     )
-    whole = [t.clone().requires_grad_() for t in tensors]
+    full = [t.clone().requires_grad_() for t in tensors]
     calls = [
         (lambda a, w, b, t: torch.nn.functional.linear(a, w, b)),
         (lambda a, w, b, t: torch.nn.functional.linear(a, w) * b),
@@ -48,9 +48,9 @@ def _linear_and_matmul(rows: int) -> None:
         factors = torch.randint(-2, 3, result.shape).float()
         with sw.enabled(overlap=True):
             (result * distribute_tensor(factors, mesh, [Shard(1)])).sum().backward()
-        (call(*whole) * factors).sum().backward()
-    for mine, right in zip((dx, dw, db, dt), whole, strict=True):
-        assert mine.grad is not None and torch.equal(mine.grad.full_tensor(), right.grad)
+        (call(*full) * factors).sum().backward()
+    for actual, right in zip((dx, dw, db, dt), full, strict=True):
+        assert actual.grad is not None and torch.equal(actual.grad.full_tensor(), right.grad)
     _, products = _products_of(calls[0], dx, dw, db, dt)
     assert products == 0, "switched off with the block"
     with sw.enabled(overlap=True):

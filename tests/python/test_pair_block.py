@@ -28,9 +28,9 @@ def _trains() -> int:
     optimizers = [torch.optim.SGD(module.parameters(), lr=1e-2) for module in (block, plain)]
     received = 0
     for _ in range(2):
-        whole = torch.randn(SHAPE).to(device)
-        there = whole.clone().requires_grad_()
-        z = distribute_tensor(whole, mesh, pair_block.PAIR).requires_grad_()
+        full = torch.randn(SHAPE).to(device)
+        there = full.clone().requires_grad_()
+        z = distribute_tensor(full, mesh, pair_block.PAIR).requires_grad_()
         with sw.enabled(views=True):
             with sw.debug.wire_meter() as wire:
                 result = pair_block.step(block, z)
@@ -40,9 +40,9 @@ def _trains() -> int:
             torch.testing.assert_close(result.full_tensor(), expected)
             assert z.grad is not None and there.grad is not None
             torch.testing.assert_close(z.grad.full_tensor(), there.grad, rtol=1e-4, atol=1e-4)
-            for mine, other in zip(block.parameters(), plain.parameters(), strict=True):
-                mine.grad = mine.grad.redistribute(placements=mine.placements)
-                torch.testing.assert_close(mine.grad.to_local(), other.grad, rtol=1e-4, atol=1e-4)
+            for parameter, other in zip(block.parameters(), plain.parameters(), strict=True):
+                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+                torch.testing.assert_close(parameter.grad.to_local(), other.grad, rtol=1e-4, atol=1e-4)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -216,23 +216,23 @@ def _bytes_of_three_layers(shares_gather: bool, plain: bool) -> tuple[int, int]:
     """Returns the bytes received in the forward and in the backward of three layers on one tensor."""
     mesh = get_mesh((WORLD,))
     torch.manual_seed(4)
-    whole = torch.randint(-2, 3, (8, WIDTH)).float()
+    full = torch.randint(-2, 3, (8, WIDTH)).float()
     layers = [nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(3)]
     with torch.no_grad():
         for layer in layers:
             layer.weight.copy_(torch.randint(-2, 3, layer.weight.shape))
-    expected = whole.clone().requires_grad_()
+    expected = full.clone().requires_grad_()
     sum(layer(expected).square().sum() for layer in layers).backward()
     style = sw_parallel.ColwiseParallel(input_layouts=Shard(0), use_local_output=False, shares_gather=shares_gather)
     sharded = [parallelize_module(copy.deepcopy(layer), mesh, style) for layer in layers]
-    leaf = dtensors.distribute(whole, mesh, ["S(0)"]).requires_grad_()
+    leaf = dtensors.distribute(full, mesh, ["S(0)"]).requires_grad_()
     for _ in range(2):  # the first iteration makes plans and groups
         leaf.grad = None
         x = (leaf * 1).to_local() if plain else leaf * 1
         with sw.debug.wire_meter() as forward:
             results = [layer(x) for layer in sharded]
         for result, layer in zip(results, layers, strict=True):
-            assert torch.equal(result.full_tensor(), layer(whole))
+            assert torch.equal(result.full_tensor(), layer(full))
         loss = sum(result.square().sum() for result in results)
         loss = loss.redistribute(mesh, [Replicate()])
         with sw.debug.wire_meter() as backward:
@@ -280,15 +280,15 @@ def _uneven_features(local: bool) -> None:
     """Splits a hidden size of 5 over 4 ranks: 2, 2, 1 and none. Plain tensors between layers lack that size."""
     mesh = get_mesh((WORLD,))
     torch.manual_seed(5)
-    whole = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4)).to(device)
+    unsharded = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4)).to(device)
     x = torch.randn(2, 3, 4).to(device)
     styles = {"0": sw_parallel.ColwiseParallel(use_local_output=local), "2": sw_parallel.RowwiseParallel()}
-    cut = parallelize_module(copy.deepcopy(whole), mesh, styles)
-    expected, found = whole(x), cut(x)
+    cut = parallelize_module(copy.deepcopy(unsharded), mesh, styles)
+    expected, found = unsharded(x), cut(x)
     torch.testing.assert_close(found, expected)
     expected.square().sum().backward()
     found.square().sum().backward()
-    for parameter, cut_parameter in zip(whole.parameters(), cut.parameters(), strict=True):
+    for parameter, cut_parameter in zip(unsharded.parameters(), cut.parameters(), strict=True):
         torch.testing.assert_close(_full(cut_parameter.grad), parameter.grad)
 
 

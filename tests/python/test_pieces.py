@@ -441,8 +441,8 @@ def _as_vescale_cuts(tensor: torch.Tensor, dims: tuple[int, ...], units: tuple[i
     """Returns the part that veScale's tests expect on "fsdp" coordinate 1: its units of the chunk's flat elements."""
     flat = tensor.chunk(2)[chunk].flatten()
     unit = flat.numel() // sum(units)
-    mine = flat[units[0] * unit : (units[0] + units[1]) * unit]
-    return mine.view(-1, *tensor.shape[len(dims) :])
+    local = flat[units[0] * unit : (units[0] + units[1]) * unit]
+    return local.view(-1, *tensor.shape[len(dims) :])
 
 
 @pytest.mark.parametrize(

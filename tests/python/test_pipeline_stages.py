@@ -60,18 +60,18 @@ def test_two_stages_move_different_tensors(pool: Pool) -> None:
 
 def _groups_made_at_different_times(slow_stage: int) -> None:
     """Merging both mesh dims of a stage needs a new group. The stages reach that step at different times."""
-    whole = get_mesh((2, 2, 2))
+    full_mesh = get_mesh((2, 2, 2))
     inside = get_mesh((2, 2, 2), keep=("b", "c"))
     with sw.enabled(strict=True):
-        if whole.get_local_rank("a") == slow_stage:
+        if full_mesh.get_local_rank("a") == slow_stage:
             time.sleep(0.3)
             _move(inside, (4, 6), ["S(0)", "R"], ["S(1)", "R"], seed=1)
             _move(inside, (5, 7), ["P(sum)", "P(sum)"], ["R", "S(0)"], seed=2)
         _move(inside, (5, 3), ["S(0)", "S(0)"], ["R", "R"], seed=3)
         _move(inside, (8, 8), ["S(0)", "S(1)"], ["S(1)", "S(0)"], seed=4)
         # Mesh dims that cross the stages, adjacent and not adjacent.
-        _move(whole, (9, 4), ["P(sum)", "S(0)", "P(sum)"], ["R", "S(0)", "R"], seed=5)
-        _move(whole, (9, 4), ["S(0)", "R", "S(0)"], ["R", "R", "R"], seed=6)
+        _move(full_mesh, (9, 4), ["P(sum)", "S(0)", "P(sum)"], ["R", "S(0)", "R"], seed=5)
+        _move(full_mesh, (9, 4), ["S(0)", "R", "S(0)"], ["R", "R", "R"], seed=6)
 
 
 def test_stages_make_groups_at_different_times(pool: Pool) -> None:

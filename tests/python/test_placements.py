@@ -65,13 +65,13 @@ def _dim(placement: Any) -> int | None:
 def _local(tensor: torch.Tensor, mesh_shape: tuple[int, ...], placements: tuple[Any, ...], rank: int) -> torch.Tensor:
     where = coordinates(mesh_shape, rank)
     texts = [p if isinstance(p, str) else "R" for p in placements]
-    mine = oracle.contribution(tensor, mesh_shape, texts, where)
+    summand = oracle.contribution(tensor, mesh_shape, texts, where)
     indices = [list(range(extent)) for extent in tensor.shape]
     for placement, count, which in zip(placements, mesh_shape, where, strict=True):
         dim = _dim(placement)
         if dim is not None:
             indices[dim] = _part(placement, indices[dim], count, which)
-    return oracle.take(mine, indices)
+    return oracle.take(summand, indices)
 
 
 def _random_sizes(chance: random.Random, total: int, count: int) -> list[int]:

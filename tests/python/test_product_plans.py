@@ -108,8 +108,8 @@ def _moves(x: DTensor, weight: DTensor) -> list[str]:
 def _follows_pins() -> list[list[str]]:
     x, weight, _ = _linear()
     mesh = sw.Mesh(x.device_mesh)
-    src, whole = sw.Layout(mesh, (6, 8), ["S(0)"]), sw.Layout(mesh, (6, 8), ["R"])
-    other = sw.plan(src, whole, backend="gloo", through=[sw.Layout(mesh, (6, 8), ["S(1)"])])
+    src, replicated = sw.Layout(mesh, (6, 8), ["S(0)"]), sw.Layout(mesh, (6, 8), ["R"])
+    other = sw.plan(src, replicated, backend="gloo", through=[sw.Layout(mesh, (6, 8), ["S(1)"])])
     found = [_moves(x, weight)]
     sw.pin(other)
     try:

@@ -24,11 +24,11 @@ def _concurrent() -> None:
     """Runs all pairs at once; pairs with the same source layout share it, and it is overwritten after the last wait."""
     mesh, rank = sw.Mesh({"a": 2, "b": 2}), dist.get_rank()
     pairs = [tuple(sw.Layout(mesh, SHAPE, p) for p in pair) for pair in IN_FLIGHT]
-    whole = oracle.global_tensor(SHAPE, torch.float32, 7, True)
+    full = oracle.global_tensor(SHAPE, torch.float32, 7, True)
     expected = [
-        part_of(whole * (WORLD if "P(sum)" in pair[0] else 1), dst, rank) for pair, (_, dst) in zip(IN_FLIGHT, pairs)
+        part_of(full * (WORLD if "P(sum)" in pair[0] else 1), dst, rank) for pair, (_, dst) in zip(IN_FLIGHT, pairs)
     ]
-    sources = {tuple(src.placements): part_of(whole, src, rank).contiguous() for src, _ in pairs}
+    sources = {tuple(src.placements): part_of(full, src, rank).contiguous() for src, _ in pairs}
     kept = {name: source.clone() for name, source in sources.items()}
     order = random.Random(rank)
     for turn in range(REPEATS):

@@ -166,15 +166,15 @@ def test_gradient_with_a_mesh_dim_of_size_one(pool: Pool) -> None:
 def _lazy_views() -> None:
     """Redistributes lazy conjugate and negative views."""
     mesh = sw.Mesh({"a": 4})
-    whole = torch.randn(8, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
-    local = whole.chunk(4)[dist.get_rank()].contiguous()
+    full = torch.randn(8, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    local = full.chunk(4)[dist.get_rank()].contiguous()
     src, dst = (sw.Layout(mesh, (8, 3), [p], "complex64") for p in ("S(0)", "R"))
     for _ in range(2):
-        assert torch.equal(sw.redistribute_local(local.conj(), src, dst), whole.conj().resolve_conj())
+        assert torch.equal(sw.redistribute_local(local.conj(), src, dst), full.conj().resolve_conj())
     negative = local.conj().imag
     assert negative.is_neg()
     src, dst = (sw.Layout(mesh, (8, 3), [p], "float32") for p in ("S(0)", "R"))
-    assert torch.equal(sw.redistribute_local(negative, src, dst), -whole.imag)
+    assert torch.equal(sw.redistribute_local(negative, src, dst), -full.imag)
 
 
 def test_lazy_views_are_resolved(pool: Pool) -> None:

@@ -28,8 +28,8 @@ def _reinitialize(scratch: str, number: int, rank: int, world: int) -> None:
 
 def _use_meshes_after_reinitialization(scratch: str, compiles: bool) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    whole = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
-    expected = torch.softmax(whole, 0) + torch.softmax(whole, 1)
+    full = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
+    expected = torch.softmax(full, 0) + torch.softmax(full, 1)
 
     def gather(x: DTensor) -> torch.Tensor:
         softened = torch.softmax(x, 0) + torch.softmax(x, 1)  # DTensor redistributes implicitly and caches how
@@ -45,7 +45,7 @@ def _use_meshes_after_reinitialization(scratch: str, compiles: bool) -> None:
             assert first is None or first == mesh
             for src in ([Shard(0), Shard(1)], [Shard(1), Shard(0)]):
                 a, b = mesh.get_coordinate()
-                local = whole.chunk(2, src[0].dim)[a].chunk(world // 2, src[1].dim)[b].contiguous()
+                local = full.chunk(2, src[0].dim)[a].chunk(world // 2, src[1].dim)[b].contiguous()
                 x = DTensor.from_local(local, mesh, src, run_check=False)
                 torch.testing.assert_close(call(x), expected)
             if first is None:

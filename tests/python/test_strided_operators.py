@@ -76,9 +76,9 @@ def _full(result: torch.Tensor) -> torch.Tensor:
 
 def _compare(name: str, compiles: bool) -> None:
     run = OPERATORS[name]
-    whole = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)).to(device)
-    source = distribute_tensor(whole, get_mesh((2,)), [Shard(1)], src_data_rank=None).requires_grad_()
-    plain = whole.clone().requires_grad_()
+    full = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)).to(device)
+    source = distribute_tensor(full, get_mesh((2,)), [Shard(1)], src_data_rank=None).requires_grad_()
+    plain = full.clone().requires_grad_()
 
     def both(x: torch.Tensor) -> torch.Tensor:
         return run(x.flatten(0, 1))  # type: ignore[no-any-return]
@@ -136,17 +136,17 @@ def test_pending_values_after_views(pool: Pool) -> None:
 
 def _writes() -> None:
     mesh = get_mesh((2,))
-    whole = torch.arange(60.0, device=device).view(3, 4, 5)
+    full = torch.arange(60.0, device=device).view(3, 4, 5)
     with sw.enabled(strict=True, views=True):
-        a = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None).flatten(0, 1)
+        a = distribute_tensor(full, mesh, [Shard(1)], src_data_rank=None).flatten(0, 1)
         assert any(isinstance(placement, _StridedShard) for placement in a.placements)
         rows = _replicated(torch.tensor([3, 0]), a)
         with pytest.raises(RuntimeError, match=r"self must not be cut in strides, got .*index_fill_.* writes to it"):
             a.index_fill_(0, rows, 1.0)
-        assert torch.equal(a.full_tensor(), whole.flatten(0, 1))
+        assert torch.equal(a.full_tensor(), full.flatten(0, 1))
         # Optimizers write to lists of parameters, whose gradients may have other placements.
         for foreach in (True, False):
-            cut, plain = torch.nn.Parameter(a.detach().clone()), torch.nn.Parameter(whole.flatten(0, 1).clone())
+            cut, plain = torch.nn.Parameter(a.detach().clone()), torch.nn.Parameter(full.flatten(0, 1).clone())
             optimizers = [torch.optim.AdamW([parameter], lr=0.1, foreach=foreach) for parameter in (cut, plain)]
             for gradient in (_replicated(torch.ones(12, 5), a), a.detach() * 2):
                 cut.grad, plain.grad = gradient, _full(gradient)

@@ -57,13 +57,13 @@ def _check(
     leaf_dims: Sequence[int | None],
 ) -> None:
     """Compares this rank's results and gradients with its parts of the unsharded ones; a dim of None is not cut."""
-    for result, whole in zip(results, whole_results, strict=True):
-        assert_close(result, _part(whole, result_dim))
-    factors = [_random(whole.shape, 10 + j) for j, whole in enumerate(whole_results)]
+    for result, full in zip(results, whole_results, strict=True):
+        assert_close(result, _part(full, result_dim))
+    factors = [_random(full.shape, 10 + j) for j, full in enumerate(whole_results)]
     gradients = torch.autograd.grad(results, leaves, [_part(factor, result_dim) for factor in factors])
     expected = torch.autograd.grad(whole_results, whole_leaves, factors)
-    for gradient, whole, dim in zip(gradients, expected, leaf_dims, strict=True):
-        assert_close(gradient, whole if dim is None else _part(whole, dim))
+    for gradient, full, dim in zip(gradients, expected, leaf_dims, strict=True):
+        assert_close(gradient, full if dim is None else _part(full, dim))
 
 
 def _gathers(shape: tuple[int, ...], dim: int, columns: tuple[int, int]) -> None:

@@ -70,8 +70,8 @@ def _layouts(state: State, mesh: sw.Mesh, draw: random.Random) -> dict[str, sw.L
 def _parts(state: State, layouts: dict[str, sw.Layout]) -> dict[str, tuple[torch.Tensor, sw.Layout]] | None:
     """Returns this rank's state dict, or None if the rank holds nothing."""
     rank = dist.get_rank()
-    mine = {n: (part_of(state[n], y, rank).to(meshes.device), y) for n, y in layouts.items() if rank in y.mesh.ranks}
-    return mine or None
+    local = {n: (part_of(state[n], y, rank).to(meshes.device), y) for n, y in layouts.items() if rank in y.mesh.ranks}
+    return local or None
 
 
 def _check(tensors: dict[str, Any], state: State, layouts: dict[str, sw.Layout]) -> None:
@@ -385,11 +385,11 @@ def _subgroup() -> None:
     rank = dist.get_rank()
     if rank not in (1, 3, 4):
         return
-    whole = oracle.global_tensor((5, 3), torch.float32, 1)
+    full = oracle.global_tensor((5, 3), torch.float32, 1)
     src, dst = sw.Layout(sw.Mesh({"a": 2}, [4, 1]), (5, 3), ["S(0)"]), sw.Layout(sw.Mesh({"a": 1}, [3]), (5, 3), ["R"])
-    t = sw.transfer(_parts({"w": whole}, {"w": src}), {"w": dst} if rank == 3 else None, group=group)
+    t = sw.transfer(_parts({"w": full}, {"w": src}), {"w": dst} if rank == 3 else None, group=group)
     t.start().wait()
-    _check(t.tensors, {"w": whole}, {"w": dst})
+    _check(t.tensors, {"w": full}, {"w": dst})
 
 
 @pytest.mark.cpu_only("groups of some ranks are Gloo's here")
@@ -398,14 +398,14 @@ def test_transfer_within_subgroup(pool: Pool) -> None:
 
 
 def _alone() -> None:
-    whole = torch.arange(6.0).view(2, 3)
+    full = torch.arange(6.0).view(2, 3)
     t = sw.transfer(
-        {"w": whole, "e": torch.empty(0, 2)},
+        {"w": full, "e": torch.empty(0, 2)},
         {"w": torch.empty(3, 2), "e": torch.empty(0, 2)},
         sw.rules.transpose("w", (1, 0)),
     )
     t.start().wait()
-    assert torch.equal(t.tensors["w"], whole.t())
+    assert torch.equal(t.tensors["w"], full.t())
     assert [name for name, _ in t.receive()] == ["e", "w"]  # an empty tensor needs no copy and is complete first
     t = sw.transfer(None, None)
     t.start().wait()

@@ -102,12 +102,12 @@ def test_one_error_lists_all_problems(pool: Pool) -> None:
 
 def _only_one_fault(fault: str) -> list[str]:
     rank = dist.get_rank()
-    whole = torch.zeros(4)
-    state: dict[str, Any] = {"w": whole, "v": whole + 1}
+    full = torch.zeros(4)
+    state: dict[str, Any] = {"w": full, "v": full + 1}
     to: dict[str, Any] = {"w": torch.zeros(4), "v": torch.zeros(4)}
     rules: list[Any] = []
     if fault == "unreadable":
-        state["w"] = "w" if rank else (whole, sw.Layout(sw.Mesh({"a": 4}), (4,), ["R"]))
+        state["w"] = "w" if rank else (full, sw.Layout(sw.Mesh({"a": 4}), (4,), ["R"]))
     elif fault == "unreadable on all ranks":
         state["w"] = 3
         to["x.w"] = to.pop("w")
@@ -115,7 +115,7 @@ def _only_one_fault(fault: str) -> list[str]:
     elif fault == "unreadable destination":
         to["w"] = 3
     else:
-        state["w"] = (whole[:2], _layout(4, kind="S(0)")) if rank == 0 else (whole, _layout(4, kind="R"))
+        state["w"] = (full[:2], _layout(4, kind="S(0)")) if rank == 0 else (full, _layout(4, kind="R"))
     return _refused(state, to, rules).splitlines()[1:]
 
 
@@ -127,10 +127,10 @@ def test_one_fault_gives_one_line(pool: Pool, fault: str) -> None:
 
 
 def _duplicate_names() -> list[str]:
-    whole = torch.arange(4.0)
+    full = torch.arange(4.0)
     return [
-        _refused({"a": {"b": whole}, "a.b": whole + 1}, {"a.b": torch.zeros(4)}),
-        _refused({1: whole, "1": whole + 1}, {"1": torch.zeros(4)}),
+        _refused({"a": {"b": full}, "a.b": full + 1}, {"a.b": torch.zeros(4)}),
+        _refused({1: full, "1": full + 1}, {"1": torch.zeros(4)}),
     ]
 
 
@@ -210,8 +210,8 @@ def test_destination_missing_on_one_rank_raises(pool: Pool) -> None:
 
 def _arguments_that_differ() -> list[str]:
     rank = dist.get_rank()
-    whole = torch.arange(4.0)
-    state = {"w": whole} if rank == 0 else None
+    full = torch.arange(4.0)
+    state = {"w": full} if rank == 0 else None
     to = {"w": torch.zeros(4)} if rank == 3 else None
 
     def explode(name: str) -> str:
@@ -231,7 +231,7 @@ def _arguments_that_differ() -> list[str]:
         _refused(state, to, ["rename"] if rank == 2 else []),
         _refused(state, to, broken() if rank == 2 else [sw.rules.rename("w", "w")]),
         _refused(state, to, unused=broken() if rank == 1 else ()),
-        _refused([whole] if rank == 0 else None, to),
+        _refused([full] if rank == 0 else None, to),
         _refused(state, to, progress=3 if rank == 1 else False),
         _refused(state, {"w": torch.zeros(4).to_sparse()} if rank == 3 else None),
         _refused(state, {"w": torch._neg_view(torch.zeros(4))} if rank == 3 else None),

@@ -197,13 +197,13 @@ def _norms_on_slices(folder: str, dims: tuple[int, int], uses_fsdp: bool) -> Non
     parallelize_module(net, mesh["tp"], {"1": ColwiseParallel()})
     if uses_fsdp:
         fully_shard(net, mesh=mesh["dp"])
-    whole = {name: oracle.global_tensor(x.shape, x.dtype, i) for i, (name, x) in enumerate(net.state_dict().items())}
+    full = {name: oracle.global_tensor(x.shape, x.dtype, i) for i, (name, x) in enumerate(net.state_dict().items())}
 
     def check() -> None:
         for name, x in net.state_dict().items():
-            assert torch.equal(x.full_tensor() if isinstance(x, DTensor) else x, whole[name]), name
+            assert torch.equal(x.full_tensor() if isinstance(x, DTensor) else x, full[name]), name
 
-    sw.transfer(whole, to=net.state_dict()).start().wait()
+    sw.transfer(full, to=net.state_dict()).start().wait()
     check()
     dcp.save(net.state_dict(), checkpoint_id=folder)
     for load in (
@@ -215,11 +215,11 @@ def _norms_on_slices(folder: str, dims: tuple[int, int], uses_fsdp: bool) -> Non
                 x.zero_()
         load(net.state_dict())
         check()
-    serve = {name: sw.Layout(sw.Mesh({"one": 2}, [3, 1]), x.shape, ["S(0)"]) for name, x in whole.items()}
+    serve = {name: sw.Layout(sw.Mesh({"one": 2}, [3, 1]), x.shape, ["S(0)"]) for name, x in full.items()}
     t = sw.transfer(net.state_dict(), to=serve)
     t.start().wait()
     for name, x in t.tensors.items():
-        assert torch.equal(x, whole[name].chunk(2)[[3, 1].index(dist.get_rank())]), name
+        assert torch.equal(x, full[name].chunk(2)[[3, 1].index(dist.get_rank())]), name
 
 
 @pytest.mark.parametrize("uses_fsdp", [True, False])
@@ -265,13 +265,13 @@ def _parts_without_elements(folder: str) -> None:
     net = nn.Sequential(nn.Linear(1, 7))
     parallelize_module(net, mesh["tp"], {"0": RowwiseParallel()})
     fully_shard(net, mesh=mesh["dp"])
-    whole = {"0.weight": torch.arange(7.0).view(7, 1), "0.bias": torch.arange(7.0)}
-    dcp.save(whole, checkpoint_id=folder)
-    serve = {name: sw.Layout(sw.Mesh({"one": 4}), x.shape, ["R"]) for name, x in whole.items()}
+    full = {"0.weight": torch.arange(7.0).view(7, 1), "0.bias": torch.arange(7.0)}
+    dcp.save(full, checkpoint_id=folder)
+    serve = {name: sw.Layout(sw.Mesh({"one": 4}), x.shape, ["R"]) for name, x in full.items()}
     for fill in (
-        lambda to: sw.transfer(whole, to).start().wait(),
-        lambda to: sw.transfer(whole, to, staging="double").start().wait(),
-        lambda to: list(sw.transfer(whole, to).receive()),
+        lambda to: sw.transfer(full, to).start().wait(),
+        lambda to: sw.transfer(full, to, staging="double").start().wait(),
+        lambda to: list(sw.transfer(full, to).receive()),
         lambda to: sw.checkpoints.load_checkpoint(folder, to),
         lambda to: dcp.load(to, storage_reader=sw.checkpoints.CheckpointReader(folder)),
     ):
@@ -283,7 +283,7 @@ def _parts_without_elements(folder: str) -> None:
         t = sw.transfer(net.state_dict(), serve)
         t.start().wait()
         for name, x in t.tensors.items():
-            assert torch.equal(x, whole[name]), name
+            assert torch.equal(x, full[name]), name
     src = sw.Layout(sw.Mesh({"one": 4}), (2, 4), ["S(0)"])
     dst = sw.Layout(src.mesh, src.shape, ["S(1)"])
     local = torch.ones(1, 4) if dist.get_rank() < 2 else torch.ones(0, 0)

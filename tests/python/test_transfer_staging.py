@@ -28,8 +28,8 @@ def _two_versions() -> None:
     src, dst = sw.Layout(train, shape, ["S(0)", "S(1)"]), sw.Layout(serve, shape, ["S(0)"])
     versions = [oracle.global_tensor(shape, torch.float32, i) for i in range(4)]
     local = part_of(versions[0], src, rank).to(meshes.device) if rank < 4 else None
-    mine = torch.full((2, 4), 7.0, device=meshes.device) if rank > 2 else None
-    t = sw.transfer({"w": (local, src)} if rank < 4 else None, {"w": (mine, dst)}, staging="double")
+    received = torch.full((2, 4), 7.0, device=meshes.device) if rank > 2 else None
+    t = sw.transfer({"w": (local, src)} if rank < 4 else None, {"w": (received, dst)}, staging="double")
     expected = [part_of(x, dst, rank) for x in versions] if rank > 2 else []
 
     def start(version: int) -> Any:
@@ -38,7 +38,7 @@ def _two_versions() -> None:
         return t.start()
 
     def holds(x: torch.Tensor) -> None:
-        assert mine is None or torch.equal(mine.cpu(), x)
+        assert received is None or torch.equal(received.cpu(), x)
 
     start(0).wait()
     holds(expected[0] if expected else torch.empty(0))
@@ -185,12 +185,12 @@ def _into_slices(rows: int) -> None:
     base = torch.randn(rows, 5).to(meshes.device)
     line = torch.randn(rows, dtype=torch.float16).to(meshes.device)
     expected, expected_line = base.cpu(), line.cpu()
-    whole, column = torch.zeros(rows, 2).to(meshes.device), torch.zeros(rows).to(meshes.device)
+    full, column = torch.zeros(rows, 2).to(meshes.device), torch.zeros(rows).to(meshes.device)
     halves = torch.zeros(2, dtype=torch.float16).to(meshes.device)
     to = {"whole": base[:, 1:3], "column": base[:, 4], "halves": line[3:5]}
-    t = sw.transfer({"whole": whole, "column": column, "halves": halves}, to, staging="double")
+    t = sw.transfer({"whole": full, "column": column, "halves": halves}, to, staging="double")
     for version in range(1, 4):
-        for source in (whole, column, halves):
+        for source in (full, column, halves):
             source.fill_(version)
         handle = t.start()
         base[:, 0] += version

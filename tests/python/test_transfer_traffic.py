@@ -16,16 +16,16 @@ def _casts(source: torch.dtype, destination: torch.dtype) -> int:
     """Moves a tensor from rank 0 to rank 1 with a cast, and returns the bytes that this rank receives."""
     rank = dist.get_rank()
     here, there = (sw.Mesh({"one": 1}, [rank_of_mesh]) for rank_of_mesh in (0, 1))
-    whole = oracle.global_tensor((300, 200), source, 5)
-    layout = sw.Layout(here, whole.shape, ["R"], source)
-    state = {"w": (whole.to(meshes.device), layout)} if rank == 0 else None
-    to = {"w": sw.Layout(there, whole.shape, ["R"], destination)}
+    full = oracle.global_tensor((300, 200), source, 5)
+    layout = sw.Layout(here, full.shape, ["R"], source)
+    state = {"w": (full.to(meshes.device), layout)} if rank == 0 else None
+    to = {"w": sw.Layout(there, full.shape, ["R"], destination)}
     t = sw.transfer(state, to, sw.rules.cast(destination, "w"), bucket_bytes=10_000, device=meshes.device)
     t.start().wait()  # later starts compare nothing between ranks
     with sw.debug.wire_meter() as meter:
         t.start().wait()
     if rank == 1:
-        assert torch.equal(t.tensors["w"].cpu(), whole.to(destination))
+        assert torch.equal(t.tensors["w"].cpu(), full.to(destination))
     return meter.received_bytes
 
 
@@ -52,8 +52,8 @@ def _experts(streams: bool) -> int:
     train, serve = sw.Mesh({"dp": 3}, [0, 1, 2]), sw.Mesh({"tp": 1}, [3])
     layout = sw.Layout(train, (32, 16), ["R"])
     names = [f"l.{i}.e.{j}.w" for i in range(9) for j in range(8)]
-    whole = {name: oracle.global_tensor((32, 16), torch.float32, seed) for seed, name in enumerate(names)}
-    state = {name: (x.to(meshes.device), layout) for name, x in whole.items()} if rank < 3 else None
+    full = {name: oracle.global_tensor((32, 16), torch.float32, seed) for seed, name in enumerate(names)}
+    state = {name: (x.to(meshes.device), layout) for name, x in full.items()} if rank < 3 else None
     to = {f"l.{i}.e.w": sw.Layout(serve, (8, 32, 16), ["S(0)"]) for i in range(9)}
     t = sw.transfer(state, to, sw.rules.stack("l.*.e.{}.w"), bucket_bytes=16 << 10, buckets=2, device=meshes.device)
     with sw.debug.wire_meter() as meter:
@@ -63,7 +63,7 @@ def _experts(streams: bool) -> int:
             t.start().wait()
             found = t.tensors
     for name, x in found.items():
-        assert torch.equal(x.cpu(), torch.stack([whole[name.replace(".w", f".{j}.w")] for j in range(8)]))
+        assert torch.equal(x.cpu(), torch.stack([full[name.replace(".w", f".{j}.w")] for j in range(8)]))
     return meter.sent_bytes
 
 

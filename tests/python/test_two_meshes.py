@@ -175,17 +175,17 @@ def _gathered_within_nodes() -> None:
     assert plan.steps[0].op == "cross" and plan.steps[0].after.mesh.dim_names == ["b.0", "b.1"]
     assert sw.planning.plan_from_json(plan.to_json()).to_bytes() == plan.to_bytes()
     assert plan.simulate() == plan.wire_bytes_sum
-    whole = oracle.global_tensor(shape, torch.float32, 9)
-    local = part(whole, ((2,), (0, 1)), ("S(0)",), rank)
+    full = oracle.global_tensor(shape, torch.float32, 9)
+    local = part(full, ((2,), (0, 1)), ("S(0)",), rank)
     for layouts in ((src, dst), (dst, src)):
-        held, wanted = (local, whole) if layouts[0] is src else (whole if rank > 1 else whole.new_empty(0), local)
+        held, wanted = (local, full) if layouts[0] is src else (full if rank > 1 else full.new_empty(0), local)
         with sw.debug.wire_meter() as meter:
             moved = sw.redistribute_local(held, *layouts)
         if rank > 1 or layouts[1] is src:
             assert oracle.difference(moved, wanted) is None
         assert meter.received_bytes == sw.plan(*layouts, backend="gloo").wire_bytes(rank)
     entering_nodes = sum(step.wire_bytes_sum for step in plan.steps if step.mesh_dims != (1,))  # b.1 is within nodes
-    assert entering_nodes == 3 * whole.nbytes
+    assert entering_nodes == 3 * full.nbytes
 
 
 def test_nodes_receive_every_byte_once(pool: Pool) -> None:
@@ -195,8 +195,8 @@ def test_nodes_receive_every_byte_once(pool: Pool) -> None:
 def _there_and_back(src: sw.Layout, dst: sw.Layout, ends: tuple[tuple[Grid, str], tuple[Grid, str]]) -> list[sw.Plan]:
     """Moves a tensor between the two layouts and back, and returns the plans."""
     rank = dist.get_rank()
-    whole = oracle.global_tensor(src.shape, torch.float32, 11)
-    parts = [part(whole, grid, (kind,), rank) for grid, kind in ends]
+    full = oracle.global_tensor(src.shape, torch.float32, 11)
+    parts = [part(full, grid, (kind,), rank) for grid, kind in ends]
     plans = []
     for layouts, (held, wanted), to in (((src, dst), parts, 1), ((dst, src), parts[::-1], 0)):
         plans.append(sw.plan(*layouts, backend="gloo"))

@@ -70,12 +70,12 @@ def _compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoreTexts, "compare", lambda *a, **k: (calls.append(a[1]), compare(*a, **k)))
     here, there = device_mesh(HERE), device_mesh(((2,), (3, 1)))
     for rows in (4, 7, 9):
-        whole = oracle.global_tensor((rows, 5), torch.float32, rows)
-        x = dtensor(whole, here, HERE, ("S(1)",)).requires_grad_()
+        full = oracle.global_tensor((rows, 5), torch.float32, rows)
+        x = dtensor(full, here, HERE, ("S(1)",)).requires_grad_()
         y = sw.redistribute(x, [Shard(0)], there)
         (y * y).sum().backward()
         assert isinstance(x.grad, DTensor)
-        assert oracle.difference(x.grad.to_local(), part(2 * whole, HERE, ("S(1)",), dist.get_rank())) is None
+        assert oracle.difference(x.grad.to_local(), part(2 * full, HERE, ("S(1)",), dist.get_rank())) is None
     assert len(calls) == (0 if dist.get_rank() == 2 else 2)  # there and back; rank 2 is on neither mesh
 
 
@@ -90,13 +90,13 @@ def test_ranks_compare_layouts_at_first_use(pool: Pool) -> None:
 
 def _slices() -> None:
     """mesh["tp"] is (0, 1) on some ranks and (2, 3) on others."""
-    whole = _whole()
+    full = _whole()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh["dp"], mesh["tp"]
     all_ranks = device_mesh(((4,), (0, 1, 2, 3)))
-    on_mesh = distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=None)
-    on_slice = DTensor.from_local(whole.chunk(2)[tp.get_local_rank()], tp, [Shard(0)], run_check=False)
-    on_all = distribute_tensor(whole, all_ranks, [Shard(0)], src_data_rank=None)
+    on_mesh = distribute_tensor(full, mesh, [Shard(0), Shard(1)], src_data_rank=None)
+    on_slice = DTensor.from_local(full.chunk(2)[tp.get_local_rank()], tp, [Shard(0)], run_check=False)
+    on_all = distribute_tensor(full, all_ranks, [Shard(0)], src_data_rank=None)
     for x, there, argument, name in (
         (on_mesh, tp, r"mesh \(device_mesh\)", "tp"),
         (on_all, dp, r"mesh \(device_mesh\)", "dp"),
@@ -117,27 +117,27 @@ def test_slices_that_differ_between_ranks_raise(pool: Pool) -> None:
 
 def _slices_with_known_ranks() -> None:
     """Moves between slices that are the only one, slices with the same ranks, and meshes of the ranks of one slice."""
-    rank, whole = dist.get_rank(), _whole()
+    rank, full = dist.get_rank(), _whole()
     tall = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     column = tall["dp"]
-    x = distribute_tensor(whole, column, [Shard(0)], src_data_rank=None)
+    x = distribute_tensor(full, column, [Shard(0)], src_data_rank=None)
     backwards: Grid = ((2, 2), (3, 2, 1, 0))
     y = sw.redistribute(x, [Shard(1), Shard(0)], device_mesh(backwards))
-    assert oracle.difference(y.to_local(), part(whole, backwards, ("S(1)", "S(0)"), rank)) is None
+    assert oracle.difference(y.to_local(), part(full, backwards, ("S(1)", "S(0)"), rank)) is None
     again = sw.redistribute(y, [Shard(1)], column)
-    assert oracle.difference(again.to_local(), part(whole, ((4,), (0, 1, 2, 3)), ("S(1)",), rank)) is None
+    assert oracle.difference(again.to_local(), part(full, ((4,), (0, 1, 2, 3)), ("S(1)",), rank)) is None
     cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     rows = cube["b", "c"]
     flat = rows._flatten("bc")
     own: Grid = ((2, 1), (0, 1) if rank < 2 else (2, 3))
-    local = part(whole * (1 + rank // 2), own, ("S(0)", "R"), rank)
+    local = part(full * (1 + rank // 2), own, ("S(0)", "R"), rank)
     x = DTensor.from_local(local, rows, [Shard(0), Replicate()], run_check=False)
     y = sw.redistribute(x, [Shard(1)], flat)
-    assert oracle.difference(y.to_local(), part(whole * (1 + rank // 2), ((2,), own[1]), ("S(1)",), rank)) is None
+    assert oracle.difference(y.to_local(), part(full * (1 + rank // 2), ((2,), own[1]), ("S(1)",), rank)) is None
     stages = [DeviceMesh("cpu", [1, 0]), DeviceMesh("cpu", [3, 2])]  # made by all ranks
     y = sw.redistribute(x, [Shard(1)], stages[rank // 2])
     turned: Grid = ((2,), (1, 0) if rank < 2 else (3, 2))
-    assert oracle.difference(y.to_local(), part(whole * (1 + rank // 2), turned, ("S(1)",), rank)) is None
+    assert oracle.difference(y.to_local(), part(full * (1 + rank // 2), turned, ("S(1)",), rank)) is None
 
 
 def test_slices_with_known_ranks_move(pool: Pool) -> None:

@@ -31,12 +31,12 @@ def _compiled() -> None:
     with sw.enabled(), fresh_compilers():
         compiled = torch.compile(move, backend=recording(graphs), fullgraph=True)
         for rows in (6, 9, 7):  # sizes are symbolic from the second call on
-            whole = oracle.global_tensor((rows, 5), torch.float32, rows)
+            full = oracle.global_tensor((rows, 5), torch.float32, rows)
             gradient = oracle.global_tensor((rows, 5), torch.float32, rows + 1)
-            x = dtensor(whole, here, HERE, ("S(0)",)).requires_grad_()
+            x = dtensor(full, here, HERE, ("S(0)",)).requires_grad_()
             y = compiled(x)
             assert y.device_mesh == there and y.placements == (Shard(1),)
-            assert oracle.difference(y.to_local().detach(), part(whole * 6, THERE, ("S(1)",), rank)) is None
+            assert oracle.difference(y.to_local().detach(), part(full * 6, THERE, ("S(1)",), rank)) is None
             y.backward(dtensor(gradient, there, THERE, ("S(1)",)))
             assert x.grad is not None and x.grad.device_mesh == here
             assert oracle.difference(x.grad.to_local(), part(gradient * 6, HERE, ("S(0)",), rank)) is None
@@ -64,16 +64,16 @@ def test_compiled_move_to_other_ranks_raises(pool: Pool) -> None:
 def _traced_by_make_fx() -> None:
     rank = dist.get_rank()
     here, there = device_mesh(HERE), device_mesh(FURTHER)
-    whole = oracle.global_tensor((6, 5), torch.float32, 1)
-    x = dtensor(whole, here, HERE, ("S(0)",))
+    full = oracle.global_tensor((6, 5), torch.float32, 1)
+    x = dtensor(full, here, HERE, ("S(0)",))
 
     def move(local: torch.Tensor) -> torch.Tensor:
-        moved = DTensor.from_local(local, here, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        moved = DTensor.from_local(local, here, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
         return sw.redistribute(moved, [Replicate()], there).to_local()
 
     graph = make_fx(move)(x.to_local())
     assert "redistribute_start" in str(graph.graph)
-    assert oracle.difference(graph(x.to_local()), part(whole, FURTHER, ("R",), rank)) is None
+    assert oracle.difference(graph(x.to_local()), part(full, FURTHER, ("R",), rank)) is None
 
 
 def test_make_fx_traces_move_between_meshes(pool: Pool) -> None:

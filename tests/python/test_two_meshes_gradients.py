@@ -64,12 +64,12 @@ def _ordinary_losses(src_grid: Grid, dst_grid: Grid) -> None:
         else:
             with sw.enabled():
                 loss_of(x.redistribute(there, to_placements(dst)), weight).backward()
-        whole, whole_weight = _values().requires_grad_(), _weight().requires_grad_()
-        loss_of(whole, whole_weight).backward()
-        assert whole.grad is not None and isinstance(x.grad, DTensor)
+        full, whole_weight = _values().requires_grad_(), _weight().requires_grad_()
+        loss_of(full, whole_weight).backward()
+        assert full.grad is not None and isinstance(x.grad, DTensor)
         back = ("R",) * len(src) if src_kind == "P(sum)" else src
         assert x.grad.placements == to_placements(back)
-        wrong = oracle.difference(x.grad.to_local(), part(whole.grad, src_grid, back, rank), rounded=True)
+        wrong = oracle.difference(x.grad.to_local(), part(full.grad, src_grid, back, rank), rounded=True)
         assert wrong is None, f"{loss_of.__name__}: {src} -> {dst}, weight {cut}, on rank {rank}: {wrong}"
 
 
@@ -112,10 +112,10 @@ class _GivesNone(torch.autograd.Function):
 def _gradients_outside_destination() -> None:
     """The gradient on a rank outside the destination's mesh does not matter. It may be None or zeros."""
     rank = dist.get_rank()
-    (src_grid, dst_grid), whole = PAIRS[0], _values()
+    (src_grid, dst_grid), full = PAIRS[0], _values()
     here, there = device_mesh(src_grid), device_mesh(dst_grid)
     for outside in ("none", "zeros", "async"):
-        x = dtensor(whole, here, src_grid, ("S(0)",)).requires_grad_()
+        x = dtensor(full, here, src_grid, ("S(0)",)).requires_grad_()
         y = sw.redistribute(x, [Replicate()], there, async_op=outside == "async")
         if rank in dst_grid[1]:
             (y * y).sum().backward()
@@ -124,27 +124,27 @@ def _gradients_outside_destination() -> None:
         else:
             (y * 0).sum().backward()
         assert isinstance(x.grad, DTensor) and x.grad.dtype == torch.float32
-        assert oracle.difference(x.grad.to_local(), part(2 * whole, src_grid, ("S(0)",), rank)) is None, outside
+        assert oracle.difference(x.grad.to_local(), part(2 * full, src_grid, ("S(0)",), rank)) is None, outside
     # A destination mesh without any gradient sends zeros.
-    x = dtensor(whole, here, src_grid, ("S(0)",)).requires_grad_()
+    x = dtensor(full, here, src_grid, ("S(0)",)).requires_grad_()
     y = sw.redistribute(x, [Shard(1)], there)
     (_GivesNone.apply(y) if rank in dst_grid[1] else y).sum().backward()  # type: ignore[no-untyped-call]
     assert isinstance(x.grad, DTensor)
-    assert oracle.difference(x.grad.to_local(), part(0 * whole, src_grid, ("S(0)",), rank)) is None
+    assert oracle.difference(x.grad.to_local(), part(0 * full, src_grid, ("S(0)",), rank)) is None
 
 
 def _incomplete_gradients() -> None:
     """Moves large gradients that an asynchronous redistribute on the destination's mesh has not completed yet."""
     rank, (src_grid, dst_grid) = dist.get_rank(), PAIRS[0]
     here, there = device_mesh(src_grid), device_mesh(dst_grid)
-    whole = oracle.global_tensor((600, 500), torch.float32, 3, reducible=True)
-    x = dtensor(whole, here, src_grid, ("S(0)",)).requires_grad_()
+    full = oracle.global_tensor((600, 500), torch.float32, 3, reducible=True)
+    x = dtensor(full, here, src_grid, ("S(0)",)).requires_grad_()
     with sw.enabled():
         y = x.redistribute(there, [Shard(1)], async_op=True)
         z = y.redistribute(placements=[Shard(0)], async_op=True)
         (z * z).sum().backward()
     assert isinstance(x.grad, DTensor)
-    assert oracle.difference(x.grad.to_local() + 0, part(2 * whole, src_grid, ("S(0)",), rank)) is None
+    assert oracle.difference(x.grad.to_local() + 0, part(2 * full, src_grid, ("S(0)",), rank)) is None
 
 
 def test_incomplete_gradients_are_waited_for(pool: Pool) -> None:
@@ -158,15 +158,15 @@ def test_gradients_outside_destination_are_ignored(pool: Pool) -> None:
 def _dtypes() -> None:
     """The gradient moves in `backward_dtype` and has the dtype of x."""
     rank = dist.get_rank()
-    (src_grid, dst_grid), whole = PAIRS[1], _values() / 3
+    (src_grid, dst_grid), full = PAIRS[1], _values() / 3
     here, there = device_mesh(src_grid), device_mesh(dst_grid)
-    x = dtensor(whole, here, src_grid, ("S(1)",)).requires_grad_()
+    x = dtensor(full, here, src_grid, ("S(1)",)).requires_grad_()
     for forward, backward in ((None, torch.bfloat16), (torch.float64, None), (torch.bfloat16, torch.float64)):
         x.grad = None
         y = sw.redistribute(x, [Replicate()], there, forward_dtype=forward, backward_dtype=backward)
         assert y.dtype == (forward or torch.float32)
         (y * y).sum().backward()
-        plain = whole.to(forward or torch.float32)
+        plain = full.to(forward or torch.float32)
         gradient = (2 * plain).to(backward or torch.float32).to(torch.float32)
         assert isinstance(x.grad, DTensor)
         wrong = oracle.difference(x.grad.to_local(), part(gradient, src_grid, ("S(1)",), rank))

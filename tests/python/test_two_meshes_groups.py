@@ -38,9 +38,9 @@ def _nothing_to_send() -> None:
     assert sw.plan(src, dst, backend="gloo").steps[0].op == "cross"
     if dist.get_rank() == 0:
         made = set(groups._made)
-        whole = oracle.global_tensor(SHAPE, torch.float32, 1)
-        result = sw.redistribute_local(whole, src, dst)
-        assert oracle.difference(result, whole[3:]) is None
+        full = oracle.global_tensor(SHAPE, torch.float32, 1)
+        result = sw.redistribute_local(full, src, dst)
+        assert oracle.difference(result, full[3:]) is None
         assert not set(groups._made) - made, (set(groups._made), made)
         assert sw.plan(src, dst, backend="gloo").messages_max == 0
 
@@ -51,7 +51,7 @@ def test_move_without_messages_needs_no_group(pool: Pool) -> None:
 
 def _prepared() -> None:
     rank = dist.get_rank()
-    whole = oracle.global_tensor(SHAPE, torch.float32, 1, reducible=True)
+    full = oracle.global_tensor(SHAPE, torch.float32, 1, reducible=True)
     src, dst = _layout(HERE, "P(sum)"), _layout(THERE, "S(1)")
     with pytest.raises(ValueError, match="redistributes must be pairs with at least one layout on"):
         sw.prepare(mesh(ALL), redistributes=[(src, dst)])
@@ -59,9 +59,9 @@ def _prepared() -> None:
     sw.prepare(mesh(HERE), redistributes=[(src, dst)])
     made = set(groups._made)
     assert ((), (0, 1, 2, 3)) in made if rank < 4 else made == before
-    local = part(whole, HERE, ("P(sum)",), rank).requires_grad_()
+    local = part(full, HERE, ("P(sum)",), rank).requires_grad_()
     result = sw.redistribute_local(local, src, dst)
-    assert oracle.difference(result.detach(), part(whole, THERE, ("S(1)",), rank)) is None
+    assert oracle.difference(result.detach(), part(full, THERE, ("S(1)",), rank)) is None
     if rank < 4:
         result.sum().backward()
     assert set(groups._made) == made
@@ -73,11 +73,11 @@ def test_prepare_makes_the_groups_of_two_meshes(pool: Pool) -> None:
 
 def _without_new_groups() -> None:
     rank = dist.get_rank()
-    whole = oracle.global_tensor(SHAPE, torch.float32, 2, reducible=True)
+    full = oracle.global_tensor(SHAPE, torch.float32, 2, reducible=True)
     here, there, rest = device_mesh(HERE), device_mesh(APART), device_mesh(ALL)
     before = set(groups._made)
     for kind in ("S(1)", "P(sum)"):
-        x = dtensor(whole, here, HERE, (kind,)).requires_grad_()
+        x = dtensor(full, here, HERE, (kind,)).requires_grad_()
         with sw.enabled(make_groups=False):
             y = x.redistribute(rest, to_placements(("S(0)",)))  # over all ranks: the default group
             with pytest.raises(RuntimeError, match=r"ranks \(0, 1, 3\) have no process group"):
@@ -85,14 +85,14 @@ def _without_new_groups() -> None:
                     x.redistribute(there, to_placements(("S(0)",)))
                 else:
                     raise RuntimeError("ranks (0, 1, 3) have no process group")
-        assert oracle.difference(y.to_local().detach(), part(whole, ALL, ("S(0)",), rank)) is None
-        y.backward(dtensor(whole, rest, ALL, ("S(0)",)))
+        assert oracle.difference(y.to_local().detach(), part(full, ALL, ("S(0)",), rank)) is None
+        y.backward(dtensor(full, rest, ALL, ("S(0)",)))
         assert x.grad is not None and x.grad.device_mesh == here
         assert set(groups._made) == before
     sw.prepare(here, redistributes=[(_layout(HERE, "S(1)"), _layout(APART, "S(0)"))])
     with sw.enabled(make_groups=False):
         y = x.redistribute(there, to_placements(("S(0)",)))
-    assert oracle.difference(y.to_local().detach(), part(whole, APART, ("S(0)",), rank)) is None
+    assert oracle.difference(y.to_local().detach(), part(full, APART, ("S(0)",), rank)) is None
 
 
 def test_make_groups_false_applies_between_meshes(pool: Pool) -> None:
@@ -155,7 +155,7 @@ OTHER: Grid = ((3,), (1, 2, 4))
 def _gradients_have_layout_of_source() -> None:
     """Covers shard orders, strided shards in both meanings, and dims counted from the end."""
     rank, shape = dist.get_rank(), (12, 7)
-    whole = oracle.global_tensor(shape, torch.float32, 3)
+    full = oracle.global_tensor(shape, torch.float32, 3)
     gradient = oracle.global_tensor(shape, torch.float32, 4)
     here, there = device_mesh(GRID), device_mesh(OTHER)
     meta = TensorMeta(torch.Size(shape), (7, 1), torch.float32)
@@ -170,12 +170,12 @@ def _gradients_have_layout_of_source() -> None:
         ),
     ):
         layout = layout_of_spec(spec, shape, torch.float32)
-        local = parts.part_of(whole, layout, rank) if rank < 4 else torch.empty(0)
+        local = parts.part_of(full, layout, rank) if rank < 4 else torch.empty(0)
         x = DTensor(local, spec, requires_grad=True)  # type: ignore[call-arg]
         y = sw.redistribute(x, [_StridedShard(-2, split_factor=2)], there)
         assert y.placements == (_StridedShard(0, split_factor=2),)
         target = layout_of_spec(y._spec, shape, torch.float32)
-        expected = parts.part_of(whole, target, rank) if rank in OTHER[1] else torch.empty(0)
+        expected = parts.part_of(full, target, rank) if rank in OTHER[1] else torch.empty(0)
         assert oracle.difference(y.to_local().detach(), expected) is None, f"{spec}"
         part_of_gradient = parts.part_of(gradient, target, rank) if rank in OTHER[1] else torch.empty(0)
         given = DTensor(part_of_gradient, y._spec, requires_grad=False)  # type: ignore[call-arg]

@@ -41,8 +41,8 @@ def _split(
 ) -> None:
     mesh = get_mesh(sizes)
     numbers = torch.Generator().manual_seed(0)
-    whole, weights = (torch.randn(shape, generator=numbers).to(device) for _ in range(2))
-    x = dtensors.distribute(whole, mesh, placements).requires_grad_()
+    full, weights = (torch.randn(shape, generator=numbers).to(device) for _ in range(2))
+    x = dtensors.distribute(full, mesh, placements).requires_grad_()
     sw.views.view(x, other)  # makes the process groups
     known = groups.names()
     with CommDebugMode() as communication, sw.debug.wire_meter() as wire:
@@ -53,10 +53,10 @@ def _split(
     is_sum = [placement.is_partial() for placement in x.placements]
     assert torch.equal(y.to_local(), x.to_local().reshape(y.to_local().shape))
     if not any(is_sum):
-        assert torch.equal(y.to_local(), part(whole.view(other), _layout(y)))
+        assert torch.equal(y.to_local(), part(full.view(other), _layout(y)))
         is_strided = any(text.startswith("SS") for text in expected)
         if torch.__version__ >= "2.15" or not is_strided:  # older versions cannot gather strided tensors
-            assert torch.equal(y.detach().full_tensor(), whole.view(other))  # by PyTorch's collectives
+            assert torch.equal(y.detach().full_tensor(), full.view(other))  # by PyTorch's collectives
     for placed in (["R" if text == "P" else text for text in expected], ["R"] * len(fine)):
         there = dtensors.distribute(weights.view(other), y.device_mesh, placed)
         (gradient,) = torch.autograd.grad(sw.views.view(x, other), x, there)
@@ -74,9 +74,9 @@ def test_views_split_mesh_dims(pool: Pool, case: Any) -> None:
 def _operators_and_gradients() -> None:
     """Applies operators to the result, takes second gradients, and views it in the original shape."""
     mesh = get_mesh((4,))
-    whole = torch.randn(16, 3, generator=torch.Generator().manual_seed(0)).to(device)
-    plain = whole.clone().requires_grad_()
-    x = dtensors.distribute(whole, mesh, ["S(0)"]).requires_grad_()
+    full = torch.randn(16, 3, generator=torch.Generator().manual_seed(0)).to(device)
+    plain = full.clone().requires_grad_()
+    x = dtensors.distribute(full, mesh, ["S(0)"]).requires_grad_()
     y = sw.views.view(x, (2, 8, 3))
     weight = dtensors.distribute(torch.eye(3, 5, device=device), y.device_mesh, ["R", "R"])
     expected = (plain.view(2, 8, 3) @ torch.eye(3, 5, device=device)).square()
@@ -103,21 +103,21 @@ def test_operators_and_gradients_on_split_mesh(pool: Pool) -> None:
 def _keeps_mesh_of_source() -> None:
     """With redistribute=True, and for DTensor's own views, results are on the mesh of their source."""
     mesh = get_mesh((4,))
-    whole = torch.arange(48.0, device=device).view(16, 3)
-    x = dtensors.distribute(whole, mesh, ["S(0)"]).requires_grad_()
+    full = torch.arange(48.0, device=device).view(16, 3)
+    x = dtensors.distribute(full, mesh, ["S(0)"]).requires_grad_()
     y = sw.views.view(x, (2, 8, 3), redistribute=True)
-    assert y.device_mesh is mesh and torch.equal(y.full_tensor(), whole.view(2, 8, 3))
+    assert y.device_mesh is mesh and torch.equal(y.full_tensor(), full.view(2, 8, 3))
     # In the shape of the source this gradient would need a split mesh. It is returned on the source's mesh.
-    source = dtensors.distribute(whole.view(2, 8, 3), mesh, ["R"]).requires_grad_()
-    cut = dtensors.distribute(whole, mesh, ["S(0)"])
+    source = dtensors.distribute(full.view(2, 8, 3), mesh, ["R"]).requires_grad_()
+    cut = dtensors.distribute(full, mesh, ["S(0)"])
     (gradient,) = torch.autograd.grad(sw.views.view(source, (16, 3)), source, cut)
-    assert gradient.device_mesh is mesh and torch.equal(gradient.full_tensor(), whole.view(2, 8, 3))
+    assert gradient.device_mesh is mesh and torch.equal(gradient.full_tensor(), full.view(2, 8, 3))
     with sw.enabled(views=True):
         try:
             found = x.detach().view(2, 8, 3)
         except RuntimeError:
             return  # stock raises too
-        assert found.device_mesh is mesh and torch.equal(found.full_tensor(), whole.view(2, 8, 3))
+        assert found.device_mesh is mesh and torch.equal(found.full_tensor(), full.view(2, 8, 3))
 
 
 def test_redistribute_keeps_mesh_of_source(pool: Pool) -> None:
@@ -143,14 +143,14 @@ def test_views_reuse_root_mesh_of_flattened_dims(pool: Pool) -> None:
 
 def _on_some_ranks() -> None:
     mesh = DeviceMesh(device, torch.tensor([5, 1, 7, 3]))
-    whole = torch.arange(16.0, device=device)
+    full = torch.arange(16.0, device=device)
     is_member = mesh.get_coordinate() is not None
-    mine = dtensors.my_local(whole, mesh, ["S(0)"]) if is_member else whole[:0]
-    x = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=(1,))
+    local = dtensors.my_local(full, mesh, ["S(0)"]) if is_member else full[:0]
+    x = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=(1,))
     y = sw.views.view(x, (2, 8))
     assert y.device_mesh.mesh.tolist() == [[5, 1], [7, 3]] and y.shape == (2, 8)
     if is_member:
-        expected = dtensors.my_local(whole.view(2, 8), y.device_mesh, ["S(0)", "S(1)"])
+        expected = dtensors.my_local(full.view(2, 8), y.device_mesh, ["S(0)", "S(1)"])
         assert torch.equal(y.to_local(), expected)
 
 
@@ -161,13 +161,13 @@ def test_views_on_mesh_of_some_ranks(pool: Pool) -> None:
 def _preserved_rank_order() -> None:
     """PyTorch keeps the order of ranks only in groups that it makes itself, which excludes those of a split mesh."""
     mesh = DeviceMesh(device, torch.tensor([3, 1, 2, 0]), preserve_rank_order=True)
-    whole = torch.arange(16.0, device=device)
-    x = DTensor.from_local(dtensors.my_local(whole, mesh, ["S(0)"]), mesh, [Shard(0)], run_check=False)
-    assert torch.equal(x.full_tensor(), whole)
+    full = torch.arange(16.0, device=device)
+    x = DTensor.from_local(dtensors.my_local(full, mesh, ["S(0)"]), mesh, [Shard(0)], run_check=False)
+    assert torch.equal(x.full_tensor(), full)
     with pytest.raises(ValueError, match="redistribute"):
         sw.views.view(x, (2, 8))
     y = sw.views.view(x, (2, 8), redistribute=True)
-    assert y.device_mesh == mesh and torch.equal(y.full_tensor(), whole.view(2, 8))
+    assert y.device_mesh == mesh and torch.equal(y.full_tensor(), full.view(2, 8))
 
 
 @pytest.mark.skipif(

@@ -25,14 +25,16 @@ from pool import Pool
 NAMES = ("a", "b")
 
 
-def part(whole: torch.Tensor, layout: Any) -> torch.Tensor:
+def part(tensor: torch.Tensor, layout: Any) -> torch.Tensor:
     """Returns this rank's part of a tensor, taken index by index."""
-    whole = whole.reshape(layout.flattened_shape)
+    tensor = tensor.reshape(layout.flattened_shape)
     if layout.mesh.coordinate(dist.get_rank()) is None:
-        return whole.new_empty(0)
+        return tensor.new_empty(0)
     for dim, intervals in enumerate(layout.region(dist.get_rank())):
-        whole = whole.index_select(dim, torch.tensor([i for begin, end in intervals for i in range(begin, end)]).long())
-    return whole
+        tensor = tensor.index_select(
+            dim, torch.tensor([i for begin, end in intervals for i in range(begin, end)]).long()
+        )
+    return tensor
 
 
 def _layout(x: DTensor) -> sw.Layout:
@@ -60,20 +62,20 @@ PARTS: list[tuple[tuple[int, ...], tuple[int, ...], list[str], tuple[int, ...]]]
 
 def _parts(sizes: tuple[int, ...], shape: tuple[int, ...], placements: list[str], other: tuple[int, ...]) -> None:
     layout = sw.Layout(mesh_of(sizes), shape, placements)
-    whole = torch.arange(float(math.prod(shape)), device=device).view(shape)
-    mine = part(whole, layout).requires_grad_()
+    full = torch.arange(float(math.prod(shape)), device=device).view(shape)
+    local = part(full, layout).requires_grad_()
     found = sw._planner.view_of(layout, other)
     if isinstance(found, str):
         with pytest.raises(ValueError, match=r"shape must need no move, got .*; redistribute to .* first"):
-            sw.views.view(mine, other, layout)
+            sw.views.view(local, other, layout)
     with sw.debug.wire_meter() as meter:
-        result, seen = sw.views.view(mine, other, layout, redistribute=True)
+        result, seen = sw.views.view(local, other, layout, redistribute=True)
     assert meter.received_bytes == 0 or isinstance(found, str)
-    assert torch.equal(result, part(whole.view(other), seen))
+    assert torch.equal(result, part(full.view(other), seen))
     if "P" not in placements:
         weights = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
         (result * part(weights.reshape(other), seen)).sum().backward()
-        assert mine.grad is not None and torch.equal(mine.grad, part(weights, layout))
+        assert local.grad is not None and torch.equal(local.grad, part(weights, layout))
 
 
 @pytest.mark.parametrize("case", PARTS, ids=str)
@@ -85,19 +87,19 @@ def _view_functions() -> None:
     mesh = mesh_of((2, 2))
     shape = (2, 6, 4)
     layout = sw.Layout(mesh, shape, ["S(1)", "S(2)"])
-    whole = torch.arange(48.0, device=device).view(shape)
-    mine = part(whole, layout)
-    x = dtensors.distribute(whole, get_mesh((2, 2)), ["S(1)", "S(2)"])
+    full = torch.arange(48.0, device=device).view(shape)
+    local = part(full, layout)
+    x = dtensors.distribute(full, get_mesh((2, 2)), ["S(1)", "S(2)"])
     for function, arguments, there in [
-        (sw.views.flatten, (1, 2), whole.flatten(1, 2)),
-        (sw.views.flatten, (), whole.flatten()),
-        (sw.views.unflatten, (1, (2, -1)), whole.unflatten(1, (2, 3))),
-        (sw.views.unsqueeze, (-1,), whole.unsqueeze(-1)),
-        (sw.views.permute, ((2, 0, -2),), whole.permute(2, 0, 1)),
-        (sw.views.transpose, (0, 2), whole.transpose(0, 2)),
-        (sw.views.view, ((12, 4),), whole.view(12, 4)),
+        (sw.views.flatten, (1, 2), full.flatten(1, 2)),
+        (sw.views.flatten, (), full.flatten()),
+        (sw.views.unflatten, (1, (2, -1)), full.unflatten(1, (2, 3))),
+        (sw.views.unsqueeze, (-1,), full.unsqueeze(-1)),
+        (sw.views.permute, ((2, 0, -2),), full.permute(2, 0, 1)),
+        (sw.views.transpose, (0, 2), full.transpose(0, 2)),
+        (sw.views.view, ((12, 4),), full.view(12, 4)),
     ]:
-        result, seen = function(mine, *arguments, layout=layout)
+        result, seen = function(local, *arguments, layout=layout)
         assert torch.equal(result, part(there, seen)), function
         source = x.detach().requires_grad_()
         with CommDebugMode() as communication:
@@ -107,7 +109,7 @@ def _view_functions() -> None:
         assert communication.get_total_counts() == 0, function
         with sw.enabled(strict=True):
             assert torch.equal(y.full_tensor(), there), function
-            assert torch.equal(source.grad.full_tensor(), whole), function  # type: ignore[union-attr]
+            assert torch.equal(source.grad.full_tensor(), full), function  # type: ignore[union-attr]
     for call, match in (
         (lambda: sw.views.unflatten(x, 1, 6), "sizes must be a list of sizes, got 6"),
         (lambda: sw.views.view(x, (12, 4), group=dist.group.WORLD), "group must be left out for a DTensor"),
@@ -117,8 +119,10 @@ def _view_functions() -> None:
             call()
     with pytest.raises(TypeError, match=r"^transpose\(\) missing 1 required positional argument: 'dim1'"):
         sw.views.transpose(x, 0)
-    squeezed, _ = sw.views.squeeze(*sw.views.unsqueeze(mine, 0, layout)[:1], 0, sw.views.unsqueeze(mine, 0, layout)[1])
-    assert torch.equal(squeezed, mine)
+    squeezed, _ = sw.views.squeeze(
+        *sw.views.unsqueeze(local, 0, layout)[:1], 0, sw.views.unsqueeze(local, 0, layout)[1]
+    )
+    assert torch.equal(squeezed, local)
 
 
 def test_view_functions_equal_torch(pool: Pool) -> None:
@@ -126,15 +130,15 @@ def test_view_functions_equal_torch(pool: Pool) -> None:
 
 
 def _redistribute_allows_moves() -> None:
-    whole = torch.arange(60.0, device=device).view(5, 12)
-    source = dtensors.distribute(whole, get_mesh((2, 2)), ["S(0)", "R"]).requires_grad_()
+    full = torch.arange(60.0, device=device).view(5, 12)
+    source = dtensors.distribute(full, get_mesh((2, 2)), ["S(0)", "R"]).requires_grad_()
     with pytest.raises(ValueError, match=r"shape must need no move, got \(60\) .*Blocks.*DTensor cannot express; "):
         sw.views.view(source, (60,))
     y = sw.views.view(source, (60,), redistribute=True)
     (y * y).sum().backward()
     with sw.enabled(strict=True):
-        assert torch.equal(y.full_tensor(), whole.flatten())
-        assert torch.equal(source.grad.full_tensor(), 2 * whole)  # type: ignore[union-attr]
+        assert torch.equal(y.full_tensor(), full.flatten())
+        assert torch.equal(source.grad.full_tensor(), 2 * full)  # type: ignore[union-attr]
     assert source.grad.placements == source.placements  # type: ignore[union-attr]
     for wrong, match in [
         ((7, 9), r"shape must have the 60 elements .*, got \(7, 9\)"),
@@ -143,27 +147,27 @@ def _redistribute_allows_moves() -> None:
         with pytest.raises(ValueError, match=match):
             sw.views.view(source, wrong)
     with pytest.raises(ValueError, match="x must be a DTensor, or a part together with its layout, got a Tensor"):
-        sw.views.view(whole, (60,))
+        sw.views.view(full, (60,))
     with pytest.raises(ValueError, match="x must have shape"):
-        sw.views.view(whole, (60,), sw.Layout(mesh_of((2, 2)), (5, 12), ["S(0)", "R"]))
+        sw.views.view(full, (60,), sw.Layout(mesh_of((2, 2)), (5, 12), ["S(0)", "R"]))
 
 
 def test_redistribute_allows_moves(pool: Pool) -> None:
     pool.run(_redistribute_allows_moves, 4)
 
 
-def _strided(whole: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]) -> DTensor:
-    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+def _strided(full: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]) -> DTensor:
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
     spec = DTensorSpec(mesh, placements, meta, use_strided_shard_as_shard_order=False)
-    layout = sw.Layout(mesh, whole.shape, placements, whole.dtype, strided="literal")
-    return DTensor(part(whole, layout), spec, requires_grad=False)  # type: ignore[call-arg]
+    layout = sw.Layout(mesh, full.shape, placements, full.dtype, strided="literal")
+    return DTensor(part(full, layout), spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def _own_views(sizes: tuple[int, ...]) -> tuple[int, int]:
     """Returns the number of views that DTensor did without communication, and of those that need none."""
     mesh = get_mesh(sizes)
     free = needless = 0
-    whole = torch.arange(24.0, device=device)
+    full = torch.arange(24.0, device=device)
     shapes = [(24,), (4, 6), (12, 2), (2, 3, 4), (4, 3, 2), (3, 8)]
     with sw.enabled(strict=True, views=True):
         for shape in shapes:
@@ -174,7 +178,7 @@ def _own_views(sizes: tuple[int, ...]) -> tuple[int, int]:
                     layout = sw.Layout(mesh, shape, placements, strided="literal")
                     if not layout.has_equal_parts or all(p.is_replicate() for p in placements):
                         continue
-                    x = _strided(whole.view(shape), mesh, placements)
+                    x = _strided(full.view(shape), mesh, placements)
                     for other in shapes:
                         if isinstance(sw._planner.view_of(layout, other, True), str):
                             continue
@@ -182,7 +186,7 @@ def _own_views(sizes: tuple[int, ...]) -> tuple[int, int]:
                         with CommDebugMode() as communication:
                             y = x.view(other)
                         free += communication.get_total_counts() == 0
-                        assert torch.equal(y.to_local(), part(whole.view(other), _layout(y))), (placements, other)
+                        assert torch.equal(y.to_local(), part(full.view(other), _layout(y))), (placements, other)
     return free, needless
 
 
@@ -197,14 +201,14 @@ def _pairs_flattened() -> None:
     mesh = get_mesh((2, 4))
     shape = (1, 16, 32, 8)
     numbers = torch.Generator().manual_seed(0)
-    whole, weights = (torch.randn(shape, generator=numbers).to(device) for _ in range(2))
+    full, weights = (torch.randn(shape, generator=numbers).to(device) for _ in range(2))
     for flattened in (
         lambda x: sw.views.flatten(x, 0, 2),
         lambda x: sw.views.view(x, (512, 8)),
         lambda x: x.flatten(0, 2),
         lambda x: x.reshape(-1, 8),
     ):
-        x = dtensors.distribute(whole, mesh, ["S(1)", "S(2)"]).requires_grad_()
+        x = dtensors.distribute(full, mesh, ["S(1)", "S(2)"]).requires_grad_()
         there = dtensors.distribute(weights, mesh, ["S(1)", "S(2)"])
         with sw.enabled(strict=True, views=True), CommDebugMode() as communication, sw.debug.wire_meter() as wire:
             y = flattened(x)
@@ -212,7 +216,7 @@ def _pairs_flattened() -> None:
             (y * flattened(there)).sum().backward()
         assert communication.get_total_counts() == 0 and wire.received_bytes == 0
         assert y.placements == (Shard(0), _StridedShard(0, split_factor=8))
-        assert torch.equal(y.to_local(), part(whole.view(512, 8), _layout(y)))
+        assert torch.equal(y.to_local(), part(full.view(512, 8), _layout(y)))
         assert x.grad is not None and x.grad.placements == x.placements
         assert torch.equal(x.grad.to_local(), there.to_local())
         for result in back:
@@ -225,9 +229,9 @@ def test_flattened_pair_tensor_moves_nothing(pool: Pool) -> None:
 
 def _written_in_place() -> None:
     mesh = get_mesh((2, 2))
-    whole = torch.arange(24.0, device=device).view(4, 6)
+    full = torch.arange(24.0, device=device).view(4, 6)
     for view in (lambda x: sw.views.view(x, (24,)), lambda x: sw.views.transpose(x, 0, 1)):
-        leaf = dtensors.distribute(whole, mesh, ["S(0)", "S(1)"]).requires_grad_()
+        leaf = dtensors.distribute(full, mesh, ["S(0)", "S(1)"]).requires_grad_()
         x = leaf * 1
         y = view(x)
         with pytest.raises(RuntimeError, match="view .*is being modified inplace"):
@@ -236,17 +240,17 @@ def _written_in_place() -> None:
         with pytest.raises(RuntimeError, match="view and its base or another view of its base has been modified"):
             y.sum().backward()
         with torch.no_grad():
-            kept = dtensors.distribute(whole, mesh, ["S(0)", "S(1)"])
+            kept = dtensors.distribute(full, mesh, ["S(0)", "S(1)"])
             view(kept).mul_(2)
-        assert torch.equal(kept.full_tensor(), 2 * whole)
+        assert torch.equal(kept.full_tensor(), 2 * full)
         plain = view(kept)
         with pytest.raises(RuntimeError, match="view .*is being modified inplace"):
-            plain.mul_(dtensors.distribute(whole, mesh, ["R", "R"]).sum().requires_grad_())
-    mine, layout = torch.ones(2, 6, requires_grad=True), sw.Layout(mesh_of((2, 2)), (4, 6), ["S(0)", "R"])
-    changed = mine * 1
+            plain.mul_(dtensors.distribute(full, mesh, ["R", "R"]).sum().requires_grad_())
+    local, layout = torch.ones(2, 6, requires_grad=True), sw.Layout(mesh_of((2, 2)), (4, 6), ["S(0)", "R"])
+    changed = local * 1
     sw.views.view(changed, (24,), layout)[0].mul_(3)  # autograd follows parts
     changed.sum().backward()
-    assert mine.grad is not None and bool((mine.grad == 3).all())
+    assert local.grad is not None and bool((local.grad == 3).all())
 
 
 def test_in_place_writes_raise_if_gradients_would_be_wrong(pool: Pool) -> None:
@@ -260,11 +264,11 @@ def _linear(compiled: bool) -> None:
     plain = [tensor.clone().requires_grad_() for tensor in (x, w, b)]
     F.linear(*plain).relu().square().sum().backward()
     for placement, strided in ((Shard(1), True), (Shard(0), False)):
-        ours = [
+        sharded = [
             DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).redistribute(placements=[p]).detach()
             for tensor, p in zip((x, w, b), (placement, Replicate(), Replicate()), strict=True)
         ]
-        for tensor in ours:
+        for tensor in sharded:
             tensor.requires_grad_()
         graphs: list[str] = []
         layer = torch.compile(F.linear, backend=recording(graphs), fullgraph=True) if compiled else F.linear
@@ -272,7 +276,7 @@ def _linear(compiled: bool) -> None:
             sw.reset_stats()
             # Nothing is compiled under a dispatch mode.
             with CommDebugMode() if not compiled else contextlib.nullcontext() as communication:
-                y = layer(*ours)
+                y = layer(*sharded)
                 y.relu().square().sum().backward()
             assert communication is None or communication.get_total_counts() == 0
             assert len(graphs) == 2 * compiled and not any(
@@ -280,8 +284,8 @@ def _linear(compiled: bool) -> None:
             )
             assert sw.stats()["views"] > 0 and sw.stats()["view_fallbacks"] == 0, strided
             assert y.placements == (placement,)
-            for mine, there in zip(ours, plain, strict=True):
-                torch.testing.assert_close(mine.grad.full_tensor(), there.grad)  # type: ignore[union-attr]
+            for actual, there in zip(sharded, plain, strict=True):
+                torch.testing.assert_close(actual.grad.full_tensor(), there.grad)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -291,15 +295,15 @@ def test_linear_of_inner_shard_moves_nothing(pool: Pool, compiled: bool) -> None
 
 def _in_inference_mode() -> None:
     mesh = get_mesh((2, 2))
-    whole = torch.arange(4 * 6 * 8.0, device=device).view(4, 6, 8)
+    full = torch.arange(4 * 6 * 8.0, device=device).view(4, 6, 8)
     weight = torch.eye(8, device=device)[:5]
-    x = dtensors.distribute(whole, mesh, ["S(0)", "S(1)"])
+    x = dtensors.distribute(full, mesh, ["S(0)", "S(1)"])
     w = dtensors.distribute(weight, mesh, ["R", "R"])
     with sw.enabled(views=True), torch.inference_mode():
         for found, expected in (
-            (x.flatten(0, 1), whole.flatten(0, 1)),
-            (x.unflatten(0, (2, 2)), whole.unflatten(0, (2, 2))),
-            (F.linear(x, w), whole[..., :5]),
+            (x.flatten(0, 1), full.flatten(0, 1)),
+            (x.unflatten(0, (2, 2)), full.unflatten(0, (2, 2))),
+            (F.linear(x, w), full[..., :5]),
         ):
             assert torch.equal(found.full_tensor(), expected)
 
@@ -307,11 +311,11 @@ def _in_inference_mode() -> None:
 def _compiled_on_unused_mesh() -> None:
     """Compiles before any other use of the mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("first", "second"))
-    whole = torch.arange(4 * 6 * 8.0).view(4, 6, 8)
-    x = distribute_tensor(whole, mesh, [Shard(0), Replicate()])
+    full = torch.arange(4 * 6 * 8.0).view(4, 6, 8)
+    x = distribute_tensor(full, mesh, [Shard(0), Replicate()])
     with sw.enabled(views=True):
         found = torch.compile(lambda x: x.flatten(0, 1).relu(), backend="aot_eager")(x)
-    assert torch.equal(found.full_tensor(), whole.flatten(0, 1))
+    assert torch.equal(found.full_tensor(), full.flatten(0, 1))
 
 
 @pytest.mark.cpu_only("compiled code is compared on the CPU")
@@ -325,8 +329,8 @@ def test_views_in_inference_mode(pool: Pool) -> None:
 
 def _disable_restores_stock() -> None:
     mesh = get_mesh((2,))
-    whole = torch.arange(16.0, device=device).view(4, 4)
-    x = dtensors.distribute(whole, mesh, ["S(1)"])
+    full = torch.arange(16.0, device=device).view(4, 4)
+    x = dtensors.distribute(full, mesh, ["S(1)"])
     propagator = DTensor._op_dispatcher.sharding_propagator
 
     def stock() -> object:
@@ -340,7 +344,7 @@ def _disable_restores_stock() -> None:
         with sw.enabled(views=True):
             assert x.view(16).placements == (_StridedShard(0, split_factor=4),)
             assert x.view(2, 8).placements == (_StridedShard(1, split_factor=2),)
-            assert torch.equal(x.view(16).view(2, 8).full_tensor(), whole.view(2, 8))
+            assert torch.equal(x.view(16).view(2, 8).full_tensor(), full.view(2, 8))
             with sw.enabled():  # the innermost block decides
                 assert stock() == before[0]
             assert x.view(16).placements == (_StridedShard(0, split_factor=4),)
@@ -348,7 +352,7 @@ def _disable_restores_stock() -> None:
     assert "propagate_op_sharding_non_cached" not in vars(propagator)
     with sw.enabled(views=True):
         sw.reset_stats()
-        y = dtensors.distribute(whole, mesh, ["S(0)"])
+        y = dtensors.distribute(full, mesh, ["S(0)"])
         with pytest.raises(RuntimeError):
             dtensors.distribute(torch.zeros(6, 2), mesh, ["S(0)"]).view(3, 4)
         assert sw.stats()["view_fallbacks"] == 1

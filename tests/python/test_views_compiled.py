@@ -37,12 +37,12 @@ def _dtensors() -> None:
             graphs: list[str] = []
             compiled = torch.compile(function, backend=recording(graphs), fullgraph=True)
             for call in range(2):
-                whole = torch.randn(shape, generator=numbers)
-                plain = whole.clone().requires_grad_()
+                full = torch.randn(shape, generator=numbers)
+                plain = full.clone().requires_grad_()
                 expected = there(plain)
                 weights = torch.randn(expected.shape, generator=numbers)
                 expected.backward(weights)
-                x = dtensors.distribute(whole, mesh, ["S(0)", "S(1)"]).requires_grad_()
+                x = dtensors.distribute(full, mesh, ["S(0)", "S(1)"]).requires_grad_()
                 with torch._dynamo.config.patch(error_on_recompile=call > 0):
                     y = compiled(x)
                     y.backward(DTensor(part(weights, _layout(y)), y._spec, requires_grad=False))  # type: ignore[call-arg]
@@ -62,7 +62,7 @@ def test_dtensor_views_compile_once(pool: Pool) -> None:
 def _needs_move() -> None:
     """Compiles a view that needs a move in the forward and in the backward."""
     mesh = get_mesh((2, 2))
-    whole = torch.arange(60.0).view(5, 12)
+    full = torch.arange(60.0).view(5, 12)
 
     def function(x: DTensor) -> DTensor:
         return sw.views.view(x, (60,), redistribute=True).sin()  # type: ignore[no-any-return]
@@ -70,8 +70,8 @@ def _needs_move() -> None:
     with fresh_compilers(), sw.enabled(strict=True, views=True):
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
         for call in range(2):
-            x = dtensors.distribute(whole + call, mesh, ["S(0)", "R"]).requires_grad_()
-            plain = (whole + call).requires_grad_()
+            x = dtensors.distribute(full + call, mesh, ["S(0)", "R"]).requires_grad_()
+            plain = (full + call).requires_grad_()
             with torch._dynamo.config.patch(error_on_recompile=call > 0):
                 y = compiled(x)
                 y.sum().backward()
@@ -100,29 +100,29 @@ PARTS: list[tuple[tuple[int, ...], tuple[int, ...], list[str], tuple[int, ...]]]
 def _parts() -> None:
     for sizes, shape, placements, other in PARTS:
         layout = sw.Layout(mesh_of(sizes), shape, placements)
-        whole = torch.arange(float(math.prod(shape))).view(shape)
+        full = torch.arange(float(math.prod(shape))).view(shape)
         seen_outside = []
 
-        def function(mine: torch.Tensor, layout: Any, other: Any = other) -> Any:
-            flat, seen = sw.views.view(mine * 1, other, layout, redistribute=True)
-            turned, there = sw.views.transpose(flat, 0, -1, seen)
-            return sw.views.unsqueeze(turned.sin(), 0, there)
+        def function(local: torch.Tensor, layout: Any, other: Any = other) -> Any:
+            flat, seen = sw.views.view(local * 1, other, layout, redistribute=True)
+            transposed, there = sw.views.transpose(flat, 0, -1, seen)
+            return sw.views.unsqueeze(transposed.sin(), 0, there)
 
         with fresh_compilers():
             compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
             for call in range(2):
-                mine = part(whole, layout).requires_grad_()
+                local = part(full, layout).requires_grad_()
                 with torch._dynamo.config.patch(error_on_recompile=call > 0):
-                    y, seen = compiled(mine, layout)
+                    y, seen = compiled(local, layout)
                     y.sum().backward()
                 seen_outside.append(seen)
-                expected = whole.view(other).transpose(0, -1).sin().unsqueeze(0)
+                expected = full.view(other).transpose(0, -1).sin().unsqueeze(0)
                 torch.testing.assert_close(y, part(expected, seen))
-                assert mine.grad is not None
-                torch.testing.assert_close(mine.grad, part(whole.cos(), layout))
+                assert local.grad is not None
+                torch.testing.assert_close(local.grad, part(full.cos(), layout))
             # Another layout has another graph.
             replicated = sw.Layout(mesh_of(sizes), shape, ["R"] * len(sizes))
-            y, seen = compiled(part(whole, replicated), replicated)
+            y, seen = compiled(part(full, replicated), replicated)
             torch.testing.assert_close(y, part(expected, seen))
         assert seen_outside[0] == seen_outside[1]
 
@@ -134,7 +134,7 @@ def test_views_of_local_parts_compile_once(pool: Pool) -> None:
 def _dropped_layouts() -> None:
     """A graph whose layouts were dropped is compiled again and returns the same."""
     layout = sw.Layout(mesh_of((2,)), (8, 4), ["S(0)"])
-    whole = torch.arange(32.0).view(8, 4)
+    full = torch.arange(32.0).view(8, 4)
     made: list[str] = []
 
     def viewed(x: torch.Tensor, shape: tuple[int, ...]) -> Any:
@@ -146,9 +146,9 @@ def _dropped_layouts() -> None:
         with fresh_compilers():
             compiled = torch.compile(viewed, backend=recording(made), fullgraph=True, dynamic=False)
             for shape in ((2, 16), (4, 8), (16, 2), (2, 16), (2, 2, 8), (4, 8)):
-                y, seen = compiled(part(whole, layout), shape)
+                y, seen = compiled(part(full, layout), shape)
                 assert seen == sw.Layout(layout.mesh, shape, ["S(0)"]), shape
-                torch.testing.assert_close(y, part(2 * whole.view(shape), seen))
+                torch.testing.assert_close(y, part(2 * full.view(shape), seen))
                 assert len(graphs._places) <= 3 and len(vars(graphs._layouts)) <= 3
     finally:
         executables.MAX_EXECUTABLES = before

@@ -230,8 +230,8 @@ def on_whole_mesh(mesh: Any, is_cut: bool) -> Model:
         for name, p in list(module._parameters.items()):
             if p is not None and not isinstance(p, DTensor):
                 own = [Replicate(), Shard(0) if is_cut and p.ndim == 2 else Replicate()]
-                made = nn.Parameter(distribute_tensor(p.detach(), mesh, own), p.requires_grad)
-                module._parameters[name] = made
+                parameter = nn.Parameter(distribute_tensor(p.detach(), mesh, own), p.requires_grad)
+                module._parameters[name] = parameter
     model.last.weight = model.first.weight
     return model
 
@@ -367,12 +367,12 @@ def _kept_over_tensor_parallelism() -> None:
         model_of(0)(x[mesh.get_local_rank("a")]).sum().backward()
     model = model_of(int(re.findall(r"at least (\d+)", str(refusal.value))[0]))
     torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)).to(meshes.device)
+    unsharded = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)).to(meshes.device)
     for _ in range(2):
         model.zero_grad()
         model(x[mesh.get_local_rank("a")]).square().mean().backward()
-    torch.stack([whole(each).square().mean() for each in x]).mean().backward()
-    for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+    torch.stack([unsharded(each).square().mean() for each in x]).mean().backward()
+    for (name, p), q in zip(model.named_parameters(), unsharded.parameters(), strict=True):
         assert_close(name, full(p.grad), q.grad)
     gathers = sw.fsdp.schedules(model)[0].gathers
     assert [from_copy for unit, _, _, _, from_copy in gathers if unit > 0] == [False, False, True]
@@ -508,13 +508,13 @@ def _odd_weights() -> None:
     }
     for options in ({}, kept, stored, {"reshard_after_forward": 1}):
         model = flat_fully_shard(Odd().to(meshes.device), mesh=mesh, **options)
-        whole = Odd().to(meshes.device)
+        unsharded = Odd().to(meshes.device)
         for _ in range(3):
-            for each, ranks in ((model, [rank]), (whole, range(3))):
+            for each, ranks in ((model, [rank]), (unsharded, range(3))):
                 each.zero_grad()
                 torch.stack([each(batch_of(0, r)).square().mean() for r in ranks]).mean().backward()
                 torch.optim.SGD(each.parameters(), lr=0.1).step()
-        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        for (name, p), q in zip(model.named_parameters(), unsharded.parameters(), strict=True):
             assert_close(name, full(p), q)
             assert_close(name, full(p.grad), q.grad)
 
@@ -531,30 +531,30 @@ def _empty_parts_and_replaced_weights() -> None:
     for options in ({"reshard_after_forward": 3}, {"reshard_after_forward": 1}, zero_one):
         model = wrapped(Model(), mesh=mesh, **options)
         assert_equals_unsharded(train(model, 2, [rank]), 3, 2)
-        whole = Model()
-        whole.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
-        for each in (model, whole):
+        unsharded = Model()
+        unsharded.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+        for each in (model, unsharded):
             losses = []
-            for r in range(3) if each is whole else [rank]:
+            for r in range(3) if each is unsharded else [rank]:
                 x = batch_of(7, r)
                 first, second = each(x), each(x * 2)  # two graphs
                 losses.append(first.square().mean() + second.square().mean())
             loss = torch.stack(losses).mean()
             loss.backward(retain_graph=True)
             loss.backward()
-        for (name, p), q in zip(model.named_parameters(), whole.parameters(), strict=True):
+        for (name, p), q in zip(model.named_parameters(), unsharded.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None), name
             if p.grad is not None:
                 assert_close(name, full(p.grad), q.grad)
         # Replaced and written weights are used.
         model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
-        whole.load_state_dict({name: value * 0.5 for name, value in whole.state_dict().items()})
+        unsharded.load_state_dict({name: value * 0.5 for name, value in unsharded.state_dict().items()})
         with torch.no_grad():
-            torch.testing.assert_close(model(batch_of(8, 0)), whole(batch_of(8, 0)))
-            for each in (model, whole):
+            torch.testing.assert_close(model(batch_of(8, 0)), unsharded(batch_of(8, 0)))
+            for each in (model, unsharded):
                 for p in each.parameters():
                     p.add_(0.1)
-            torch.testing.assert_close(model(batch_of(8, 0)), whole(batch_of(8, 0)))
+            torch.testing.assert_close(model(batch_of(8, 0)), unsharded(batch_of(8, 0)))
 
 
 def test_layouts_with_empty_parts_and_replaced_weights(pool: Pool) -> None:

@@ -280,13 +280,13 @@ def _calls_with_wrong_arguments() -> None:
     src, dst = sw.Layout(grid, (4, 6), ["S(0)"]), sw.Layout(grid, (4, 6), ["R"])
     good = torch.ones(2, 6)
     x = DTensor.from_local(good, mesh, [Shard(0)], run_check=False)
-    whole = [Replicate()]
+    replicated = [Replicate()]
     for given in ("RR", "R", None, 0, Replicate(), [0], ["R"], [Replicate]):
         _refused(f"placements {given!r}", lambda: sw.redistribute(x, given), "placements")  # noqa: B023
-    _refused("mesh", lambda: sw.redistribute(x, whole, "x"), "mesh", "str", "DeviceMesh")
-    _refused("forward_dtype", lambda: sw.redistribute(x, whole, forward_dtype="float32"), "forward_dtype", "str")
-    _refused("backward_dtype", lambda: sw.redistribute(x, whole, backward_dtype=3), "backward_dtype", "3")
-    assert torch.equal(sw.redistribute(x, (p for p in whole)).to_local(), torch.ones(4, 6))
+    _refused("mesh", lambda: sw.redistribute(x, replicated, "x"), "mesh", "str", "DeviceMesh")
+    _refused("forward_dtype", lambda: sw.redistribute(x, replicated, forward_dtype="float32"), "forward_dtype", "str")
+    _refused("backward_dtype", lambda: sw.redistribute(x, replicated, backward_dtype=3), "backward_dtype", "3")
+    assert torch.equal(sw.redistribute(x, (p for p in replicated)).to_local(), torch.ones(4, 6))
     for given in ("x", 5, [1]):
         for name, call in (("redistribute_local", lambda **more: sw.redistribute_local(good, src, dst, **more)),) + (
             ("operator", lambda **more: sw.graph.operator(src, dst, **more)),
