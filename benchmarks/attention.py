@@ -98,8 +98,8 @@ def stock(parts: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
     return call
 
 
-def is_right(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(found, expected, atol=1e-4)
+def is_right(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return actual.shape == expected.shape and torch.allclose(actual, expected, atol=1e-4)
 
 
 def layout_of(case: Case) -> str:
@@ -199,8 +199,8 @@ def main() -> None:
     ]
     if not chosen:
         parser.error(f"--networks {options.networks!r} is in none of: {', '.join(map(str, NETWORKS))}")
-    given = [*["--quick"] * options.quick, *(["--lengths", options.lengths] if options.lengths else [])]
-    networks = [run(__file__, network, given) for network in chosen]
+    extra_arguments = [*["--quick"] * options.quick, *(["--lengths", options.lengths] if options.lengths else [])]
+    networks = [run(__file__, network, extra_arguments) for network in chosen]
     rows = [row for network in networks for row in network["rows"]]
     summary = {
         "rows": len(rows),

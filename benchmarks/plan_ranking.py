@@ -57,17 +57,17 @@ def plans_for(pair: Pair, mesh: DeviceMesh, topology: sw.Topology) -> dict[str, 
         return sw.Layout(grid, (pair.n, pair.n), placements(text))
 
     src, dst = layout(pair.src), layout(pair.dst)
-    made = {CHOSEN: sw.plan(src, dst, backend="gloo", topology=topology)}
-    made["fewest bytes"] = sw.plan(src, dst, backend="gloo", topology=topology, objective="bytes")
+    planned = {CHOSEN: sw.plan(src, dst, backend="gloo", topology=topology)}
+    planned["fewest bytes"] = sw.plan(src, dst, backend="gloo", topology=topology, objective="bytes")
     for name in _planner.Topology.names():
-        made[f"by {name}"] = sw.plan(src, dst, backend="gloo", topology=name)
+        planned[f"by {name}"] = sw.plan(src, dst, backend="gloo", topology=name)
     for text in pair.through:
         layouts = [layout(part) for part in text.split(" > ")] if text else []
         name = f"through {text}" if text else "one move"
-        made[name] = sw.plan(src, dst, backend="gloo", topology=topology, through=layouts)
+        planned[name] = sw.plan(src, dst, backend="gloo", topology=topology, through=layouts)
     plans: dict[str, sw.Plan] = {}
     seen = set()
-    for name, plan in made.items():
+    for name, plan in planned.items():
         steps = _steps(plan)
         if steps not in seen:
             seen.add(steps)

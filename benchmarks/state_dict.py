@@ -156,7 +156,7 @@ def batch_figures(state: StateDict) -> dict[str, int]:
 
 
 def is_right(state: StateDict, results: Results) -> bool:
-    return all(torch.equal(found, state.expected(i)) for i, found in enumerate(results))
+    return all(torch.equal(result, state.expected(i)) for i, result in enumerate(results))
 
 
 def allocated_peak(call: Callable[[], object]) -> float:
@@ -210,14 +210,14 @@ def run_rank(models: list[str], ways: list[str], rounds: int, quick: bool, out: 
     """Runs everything on one rank; rank 0 prints and writes the rows."""
     for way in set(WAYS) - set(ways):
         del WAYS[way]
-    made = {"llama-3.1-8b": llama_8b(32 if quick else 8), "qwen3-30b-a3b": qwen3_moe(64 if quick else 16)}
+    weights_of_model = {"llama-3.1-8b": llama_8b(32 if quick else 8), "qwen3-30b-a3b": qwen3_moe(64 if quick else 16)}
     rows = []
     say(
         f"{'model':<16}{'tensors':>8}{'MiB':>8}  {'way':<11}{'ms':>9}{'received MiB':>14}{'peak MiB':>10}"
         f"{'messages':>10}  right"
     )
     for name in models:
-        row = measure(name, made[name], rounds)
+        row = measure(name, weights_of_model[name], rounds)
         rows.append(row)
         for way in WAYS:
             say(

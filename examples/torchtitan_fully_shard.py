@@ -101,8 +101,12 @@ def on_four_ranks() -> None:
         unsharded = losses(make_model(case), None, case)
         stock = losses(*sharded(case, fsdp.fully_shard), case)
         ours = losses(*sharded(case, sw.fully_shard), case)
-        for name, found in ((f"{case.name}: in one piece", unsharded), ("  FSDP2", stock), ("  sw.fully_shard", ours)):
-            say(f"{name:56}" + "".join(f"{loss:9.5f}" for loss in found))
+        for name, losses_of_form in (
+            (f"{case.name}: in one piece", unsharded),
+            ("  FSDP2", stock),
+            ("  sw.fully_shard", ours),
+        ):
+            say(f"{name:56}" + "".join(f"{loss:9.5f}" for loss in losses_of_form))
         torch.testing.assert_close(ours, unsharded, rtol=case.tolerance, atol=0)
         torch.testing.assert_close(ours, stock, rtol=case.tolerance, atol=0)
     say()

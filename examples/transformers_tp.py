@@ -68,14 +68,14 @@ def main() -> int:
             parallel = LlamaForCausalLM.from_pretrained(folder[0], **options)
             sw.reset_stats()
             with sw.enabled(strict=True):
-                found = losses_of(parallel, ids)
+                actual = losses_of(parallel, ids)
             expected = losses_of(unsharded, ids)
             stats = sw.stats()
-            close = all(abs(a - b) < TOLERANCE for a, b in zip(found, expected, strict=True))
+            close = all(abs(a - b) < TOLERANCE for a, b in zip(actual, expected, strict=True))
             is_right = is_right and close and stats["fallbacks"] == 0 and stats["calls"] > 0
             if dist.get_rank() == 0:
                 print(f"{name}: {stats['calls']} redistributes, {stats['fallbacks']} by PyTorch's own path")
-                print("  losses       ", " ".join(f"{loss:.5f}" for loss in found))
+                print("  losses       ", " ".join(f"{loss:.5f}" for loss in actual))
                 print("  whole model's", " ".join(f"{loss:.5f}" for loss in expected), flush=True)
             dist.barrier()
     dist.destroy_process_group()

@@ -152,9 +152,9 @@ def name_used_twice(rank: int, size: int, path: str) -> str:
     native = async_device.load()
 
     def group() -> None:
-        made = native.StrictGroup(store, rank, size, "twice", [], timedelta(seconds=5), native.Rules())
-        made.connect()
-        made.shutdown()
+        strict_group = native.StrictGroup(store, rank, size, "twice", [], timedelta(seconds=5), native.Rules())
+        strict_group.connect()
+        strict_group.shutdown()
 
     assert error_of(group) == "nothing was raised"
     dist.barrier(device_ids=None)

@@ -99,8 +99,8 @@ def check_attention_of(case: Case, length: int, layout: str) -> None:
             layout=layout,
         )
         grads = torch.autograd.grad(out, local, full[3][:, :, places])
-        for what, found, right, plain in zip(OUTPUTS, (out, *grads), exact, usual, strict=True):
-            error = (found.double() - right[:, :, places]).abs().max().item()
+        for what, actual, right, plain in zip(OUTPUTS, (out, *grads), exact, usual, strict=True):
+            error = (actual.double() - right[:, :, places]).abs().max().item()
             least = 2e-3 if case.dtype.itemsize == 2 else 1e-5
             allowed = 2.5 * (plain.double() - right).abs().max().item() + least
             name = f"attention by {method}, {case}, {layout}: {what}"
@@ -186,11 +186,11 @@ def check_fully_shard() -> None:
         for layer in model:
             sw.fully_shard(layer, mesh=mesh, **everywhere)
         sw.fully_shard(model, mesh=mesh, **{**everywhere, **outermost})
-        found = train(model, step_alone=False)
+        actual = train(model, step_alone=False)
         if everywhere.get("options") is bfloat16:
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(right), rtol=2e-2, atol=1e-3)
+            torch.testing.assert_close(torch.tensor(actual), torch.tensor(right), rtol=2e-2, atol=1e-3)
             continue
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(right), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(actual), torch.tensor(right), rtol=1e-4, atol=1e-5)
         for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
             assert isinstance(parameter, DTensor)
             full = parameter.full_tensor()
@@ -297,10 +297,10 @@ def check_compiled_training(mesh: DeviceMesh, options: dict[str, Any]) -> None:
             sw.fully_shard(layer, mesh=mesh)
         sw.fully_shard(model, mesh=mesh)
         run = model if compile_blocks else torch.compile(model, **options)
-        found = train(run, step_alone=False)
+        actual = train(run, step_alone=False)
         message = f"losses with compiled {'blocks' if compile_blocks else 'model'}, {options}"
         torch.testing.assert_close(
-            torch.tensor(found), torch.tensor(right), rtol=1e-4, atol=1e-5, msg=lambda m, n=message: f"{n}: {m}"
+            torch.tensor(actual), torch.tensor(right), rtol=1e-4, atol=1e-5, msg=lambda m, n=message: f"{n}: {m}"
         )
 
 

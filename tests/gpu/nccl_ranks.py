@@ -73,25 +73,25 @@ def check_products(rows: int, dtype: torch.dtype, scales: str | None) -> None:
     out_dtype = dtype
     if by is not None and w_by is not None:
         expected, out_dtype = expected * by * w_by, torch.bfloat16
-    for method, given in itertools.product(("serial", "ring", "collective"), (weight, transposed)):
+    for method, stored_weight in itertools.product(("serial", "ring", "collective"), (weight, transposed)):
         where = f"{dtype}, {rows} rows, scales {scales}, {method}"
         how: dict = {"size": rows, "columns": n, "method": method}
-        local_x, local_weight = share(x, 0), share(given.t(), 0).t()
+        local_x, local_weight = share(x, 0), share(stored_weight.t(), 0).t()
         if scales == "row":
             how |= {"x_scale": share(row_scales, 0), "weight_scales": share(column_scales, 1)}
         elif scales is not None:
             how |= {"x_scale": by, "weight_scales": w_by}
-        found = sw.all_gather_matmul(local_x.requires_grad_(scales is None), local_weight, **how)
-        assert torch.equal(found, share(expected.to(out_dtype), 1)), f"all_gather_matmul of {where}"
+        actual = sw.all_gather_matmul(local_x.requires_grad_(scales is None), local_weight, **how)
+        assert torch.equal(actual, share(expected.to(out_dtype), 1)), f"all_gather_matmul of {where}"
         if scales is None:
-            (grad,) = torch.autograd.grad(found.float().sum(), local_x)
+            (grad,) = torch.autograd.grad(actual.float().sum(), local_x)
             right = torch.ones(rows, n, device=DEVICE) @ weight.float().t()
             torch.testing.assert_close(grad.float(), share(right, 0), rtol=2e-2, atol=0.5)
         how = {"size": k, "method": method}
         if scales is not None:
             how |= {"x_scale": by, "weight_scale": w_by}
-        found = sw.matmul_reduce_scatter(share(x, 1), share(given.t(), 1).t(), **how)
-        assert torch.equal(found, share(expected.to(out_dtype), 0)), f"matmul_reduce_scatter of {where}"
+        actual = sw.matmul_reduce_scatter(share(x, 1), share(stored_weight.t(), 1).t(), **how)
+        assert torch.equal(actual, share(expected.to(out_dtype), 0)), f"matmul_reduce_scatter of {where}"
 
 
 def check_flags() -> None:
@@ -109,10 +109,10 @@ def check_flags() -> None:
         x, w = integers((rows, 64), seed, torch.bfloat16), integers((64, columns), seed + 9, torch.bfloat16)
         weight = w.chunk(world, 1)[rank].contiguous()
         for other in (weight, weight.t().contiguous().t()):
-            found = sw.all_gather_matmul(
+            actual = sw.all_gather_matmul(
                 x.chunk(world)[rank], other, size=rows, columns=columns, group=group, method="flags", chunks=chunks
             )
-            assert torch.equal(found, x @ weight), f"flags of {chunks} chunks of each part"
+            assert torch.equal(actual, x @ weight), f"flags of {chunks} chunks of each part"
 
 
 def main() -> None:

@@ -56,8 +56,8 @@ def test_row_kernels_match_cpu(no_host_sync: NoHostSync, dtype: torch.dtype) -> 
         ]
 
     with no_host_sync():
-        found = results(*placed)
-    for result, expected in zip(found, results(rows, others, table, pairs, weights), strict=True):
+        actual = results(*placed)
+    for result, expected in zip(actual, results(rows, others, table, pairs, weights), strict=True):
         torch.testing.assert_close(result.cpu(), expected)
 
 

@@ -177,8 +177,8 @@ def test_large_products_stay_within_rounding(dtypes: tuple[torch.dtype, torch.dt
     allowed = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-16, torch.float64: 2.0**-44}
     for sms_left in (0, _sms() // 2):
         case = Case((1000, 1500, 2000), ("rows", "columns", "slice"), 2, dtypes)
-        found, expected = case.run_on_normals(sms_left)
-        assert (found - expected).abs().max() <= expected.abs().max() * allowed[dtypes[1]]
+        actual, expected = case.run_on_normals(sms_left)
+        assert (actual - expected).abs().max() <= expected.abs().max() * allowed[dtypes[1]]
 
 
 @pytest.mark.parametrize("dtypes", [*MIXED, (torch.bfloat16, torch.bfloat16)], ids=str)
@@ -267,8 +267,8 @@ def test_tf32_follows_the_setting_of_torch() -> None:
         for allowed in (False, True, False):
             torch.backends.cuda.matmul.allow_tf32 = allowed
             case = Case((512, 512, 512), ("rows", "columns", "rows"), 2, (torch.float32, torch.float32))
-            found, expected = case.run_on_normals()
-            errors.append((found - expected).abs().max().item())
+            actual, expected = case.run_on_normals()
+            errors.append((actual - expected).abs().max().item())
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     assert errors[0] < 1e-3 < errors[1] and errors[2] < 1e-3, errors

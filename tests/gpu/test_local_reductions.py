@@ -18,8 +18,8 @@ def test_bits_are_those_of_the_cpu(dtype: torch.dtype, op: str) -> None:
     for count, size, begin, divisor in itertools.product((1, 2, 3, 8, 64, 256), (1, 7, 70_001), (0, 1), (1, 3)):
         rows = (torch.rand(count, size + begin, generator=generator) + 0.5).to(dtype)
         parts = [row[begin:] for row in rows]
-        expected, found = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype, device="cuda")
+        expected, actual = torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype, device="cuda")
         _runtime.reduce_parts(op, parts, divisor, expected)
         on_device = rows.cuda()
-        _runtime.reduce_parts(op, [row[begin:] for row in on_device], divisor, found)
-        assert torch.equal(found.cpu(), expected), f"{count} parts of {size} from {begin} on, divided by {divisor}"
+        _runtime.reduce_parts(op, [row[begin:] for row in on_device], divisor, actual)
+        assert torch.equal(actual.cpu(), expected), f"{count} parts of {size} from {begin} on, divided by {divisor}"

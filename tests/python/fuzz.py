@@ -286,29 +286,29 @@ def _run_case(case: Case) -> tuple[str | None, torch.Tensor | None]:
     dst_order = dict(case.dst_order) if case.dst_order is not None else None
     sizes = case.kept_shape
     local_tensor = oracle.local(tensor, sizes, case.src, coordinate, src_order, case.strided).to(meshes.device)
-    given = lay_out(local_tensor, case.memory)
+    laid_out = lay_out(local_tensor, case.memory)
     if case.entry == "internal":
         actual = _redistribute.redistribute_local_tensor(
-            given,
+            laid_out,
             dtensors.make_spec(mesh, case.shape, case.src, case.torch_dtype, src_order, case.strided),
             dtensors.make_spec(mesh, case.shape, case.dst, case.torch_dtype, dst_order, case.strided),
         )
     else:
-        given.requires_grad_(case.backward)
-        source = dtensors.wrap(given, mesh, case.shape, case.src)
+        laid_out.requires_grad_(case.backward)
+        source = dtensors.wrap(laid_out, mesh, case.shape, case.src)
         actual = source.redistribute(mesh, dtensors.to_placements(case.dst)).to_local()
         if not case.backward:  # the second call uses the shortcut of repeated calls
             again = source.redistribute(mesh, dtensors.to_placements(case.dst)).to_local()
             if (changed := oracle.difference(again, actual)) is not None:
                 return f"the second call returned something else than the first: {changed}", None
-    if (changed := oracle.difference(given.detach(), local_tensor)) is not None:
+    if (changed := oracle.difference(laid_out.detach(), local_tensor)) is not None:
         return f"the input was written to: {changed}", None
     if any(oracle.reduce_op(p) for p in case.dst):
         return None, actual.detach().contiguous().cpu()
     expected = oracle.local(tensor, sizes, case.dst, coordinate, dst_order, case.strided)
     wrong = oracle.difference(actual.detach(), expected, case.rounded)
     if wrong is None and case.backward:
-        wrong = _run_backward(case, given, actual, coordinate)
+        wrong = _run_backward(case, laid_out, actual, coordinate)
     return wrong, None
 
 

@@ -188,11 +188,11 @@ def _run_case(case: Case, rank: int, index: int, report: Report) -> str | None:
     src, dst = case.layouts
     tensor = _global_tensor(case)
     local_tensor = case.src.part(tensor, rank)
-    given = fuzz.lay_out(local_tensor, case.memory) if rank in case.src.ranks else local_tensor
+    laid_out = fuzz.lay_out(local_tensor, case.memory) if rank in case.src.ranks else local_tensor
     expected = case.dst.part(tensor, rank)
     if case.way == "backward":
-        return _run_backward(case, given.requires_grad_(), rank)
-    passed = None if case.passes_none and rank not in case.src.ranks else given
+        return _run_backward(case, laid_out.requires_grad_(), rank)
+    passed = None if case.passes_none and rank not in case.src.ranks else laid_out
     if case.way == "out" and case.shape:
         out = torch.empty(expected.shape, dtype=expected.dtype)
         result = sw.redistribute_local(passed, src, dst, out=out)
@@ -203,7 +203,7 @@ def _run_case(case: Case, rank: int, index: int, report: Report) -> str | None:
         )
     else:
         result = _plain(case, passed)
-    if (changed := oracle.difference(given, local_tensor)) is not None:
+    if (changed := oracle.difference(laid_out, local_tensor)) is not None:
         return f"the input was written to: {changed}"
     if set(case.dst.reductions) != {"R"}:
         report.contributions[index] = result.clone()

@@ -186,10 +186,12 @@ def _random_redistributes(seed: int, times: int) -> list[str]:
                 local.fill_(-1)
             in_flight.append((name, result, expected))
             if common.random() < 0.2:  # a user's collective on the same groups
-                mine = torch.full((3,), float(number))
-                dist.all_reduce(mine, group=get_mesh(mesh_shape).get_group(common.randrange(len(mesh_shape))))
-                if not bool((mine == mine[0]).all()) or mine[0] != number * get_mesh(mesh_shape).size(-1):
-                    wrong.append(f"{name}: an all_reduce at the same time gave {mine.tolist()}")
+                own_tensor = torch.full((3,), float(number))
+                dist.all_reduce(own_tensor, group=get_mesh(mesh_shape).get_group(common.randrange(len(mesh_shape))))
+                if not bool((own_tensor == own_tensor[0]).all()) or own_tensor[0] != number * get_mesh(mesh_shape).size(
+                    -1
+                ):
+                    wrong.append(f"{name}: an all_reduce at the same time gave {own_tensor.tolist()}")
             while len(in_flight) > MAX_IN_FLIGHT or (in_flight and own.random() < 0.3):
                 use(*in_flight.popleft())
     for item in in_flight:

@@ -71,9 +71,9 @@ def _positions(layout: Any, length: int) -> torch.Tensor:
     return chunks[rank] if rank < len(chunks) else torch.arange(0)
 
 
-def _worst(found: torch.Tensor, right: torch.Tensor) -> float:
-    assert found.shape == right.shape
-    return float((found.cpu().double() - right).abs().max()) if found.numel() else 0.0
+def _worst(actual: torch.Tensor, right: torch.Tensor) -> float:
+    assert actual.shape == right.shape
+    return float((actual.cpu().double() - right).abs().max()) if actual.numel() else 0.0
 
 
 def _check_case(
@@ -98,11 +98,11 @@ def _check_case(
             layout=layout,
         )
         grads = torch.autograd.grad(out, local, inputs[3][:, :, positions].to(meshes.device))
-        for name, found, right, stock in zip("oqkv", [out, *grads], exact, usual, strict=False):
+        for name, actual, right, stock in zip("oqkv", [out, *grads], exact, usual, strict=False):
             # Rounding errors of float32 grow with the number of terms. Those of bfloat16 are much larger.
             slack = 2e-3 if dtype == torch.bfloat16 else 4e-6
             allowed = 2.5 * _worst(stock, right) + slack
-            error = _worst(found, right[:, :, positions])
+            error = _worst(actual, right[:, :, positions])
             assert error <= allowed, (name, method, error, allowed)
         torch.testing.assert_close(
             lse.cpu().double(), exact[-1][:, :, positions], atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0
@@ -236,8 +236,8 @@ def _with_dtensors() -> None:
         )
         assert out.placements == tuple(placements) and out.shape == q.shape
         out.backward(distribute_tensor(dout, mesh, placements))
-        found = [out.full_tensor(), *[t.grad.full_tensor() for t in given], lse.full_tensor()]  # type: ignore[union-attr]
-        for result, right in zip(found, exact, strict=True):
+        actual = [out.full_tensor(), *[t.grad.full_tensor() for t in given], lse.full_tensor()]  # type: ignore[union-attr]
+        for result, right in zip(actual, exact, strict=True):
             torch.testing.assert_close(result.cpu().double(), right, atol=2e-5, rtol=0)
 
 
@@ -529,8 +529,8 @@ def _compiled() -> None:
         grads = torch.autograd.grad(compiled, given)
         eager = function(*given)
         assert torch.equal(compiled, eager)
-        for found, right in zip(grads, torch.autograd.grad(eager, given), strict=True):
-            assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (found, right)))
+        for actual, right in zip(grads, torch.autograd.grad(eager, given), strict=True):
+            assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (actual, right)))
 
 
 def _compiles_once() -> None:

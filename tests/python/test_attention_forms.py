@@ -133,10 +133,10 @@ def _check_case(case: Case, dtype: torch.dtype, methods: Any) -> None:
         )
         grads = torch.autograd.grad(out, local, unsharded.inputs[3][:, :, rows].to(meshes.device))
         of_each = zip("oqkv", [out, *grads], unsharded.right, unsharded.stock, [rows, *cuts], strict=False)
-        for name, found, right, stock, cut in of_each:
+        for name, actual, right, stock, cut in of_each:
             slack = 2e-3 if dtype == torch.bfloat16 else 6e-6
             allowed = 2.5 * _worst(stock, right) + slack
-            error = _worst(found, right[:, :, cut])
+            error = _worst(actual, right[:, :, cut])
             assert error <= allowed, (case, name, method, error, allowed)
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(lse.cpu().double(), unsharded.right[-1][:, :, rows], atol=tolerance, rtol=0)
@@ -236,8 +236,8 @@ def _with_dtensors() -> None:
         out, lse = scaled_dot_product_attention(*given, mask=mask, return_lse=True)
         assert out.placements == tuple(cut) and out.shape == unsharded.right[0].shape
         out.backward(dout)
-        found = [out.full_tensor(), *[t.grad.full_tensor() for t in given], lse.full_tensor()]  # type: ignore[union-attr]
-        for result, right in zip(found, unsharded.right, strict=True):
+        actual = [out.full_tensor(), *[t.grad.full_tensor() for t in given], lse.full_tensor()]  # type: ignore[union-attr]
+        for result, right in zip(actual, unsharded.right, strict=True):
             torch.testing.assert_close(result.cpu().double(), right, atol=2e-5, rtol=0)
     with pytest.raises(ValueError, match="mask must be plain or placed like q"):
         scaled_dot_product_attention(*given, mask=distribute_tensor(unsharded.mask, mesh, [Replicate(), Shard(1)]))
@@ -260,14 +260,14 @@ def _three_dims() -> None:
         local_inputs = [t.detach().requires_grad_() for t in given]
         out, lse = scaled_dot_product_attention(*local_inputs, mask=mask, method="ring", return_lse=True, **arguments)
         grad = dout[:, rows].to(meshes.device)
-        found = [
+        actual = [
             out,
             *torch.autograd.grad(
                 out, local_inputs, grad if given is plain else distribute_tensor(dout, mesh, [Shard(1)])
             ),
             lse,
         ]
-        for result, right, cut in zip(found, unsharded.right, (rows, rows, keys, keys, rows), strict=True):
+        for result, right, cut in zip(actual, unsharded.right, (rows, rows, keys, keys, rows), strict=True):
             local = result.to_local() if isinstance(result, DTensor) else result
             torch.testing.assert_close(local.cpu().double(), right[:, 0, cut], atol=1e-5, rtol=0)
 
@@ -306,8 +306,8 @@ def _compiled() -> None:
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(*tensors, of_function)
         eager = function(*tensors, of_function)
         assert torch.equal(compiled, eager)
-        for found, right in zip(*(torch.autograd.grad(output, tensors) for output in (compiled, eager)), strict=True):
-            assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (found, right)))
+        for actual, right in zip(*(torch.autograd.grad(output, tensors) for output in (compiled, eager)), strict=True):
+            assert torch.equal(*(t.to_local() if isinstance(t, DTensor) else t for t in (actual, right)))
 
 
 def test_compiled_attention_with_masks(pool: Pool) -> None:

@@ -106,8 +106,8 @@ def _starts_in_backward(rows: int) -> list[str]:
     wanted = torch.autograd.grad(function(*given).square().sum().full_tensor(), given)
     with sw.enabled(strict=True), fresh_compilers():
         compiled = torch.compile(function, backend=recording(graphs), fullgraph=True)
-        found = torch.autograd.grad(compiled(*given).square().sum().full_tensor(), given)
-    for gradient, right in zip(found, wanted, strict=True):
+        gradients = torch.autograd.grad(compiled(*given).square().sum().full_tensor(), given)
+    for gradient, right in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient.full_tensor(), right.full_tensor())
     forward, backward = graphs
     assert forward.count("redistribute_start") == forward.count("redistribute_wait") == 2

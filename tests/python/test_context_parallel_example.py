@@ -24,6 +24,6 @@ def _losses() -> tuple[list[float], list[float]]:
 @pytest.mark.long
 @pytest.mark.cpu_only("its mesh is of CPU ranks")
 def test_trains_like_the_unsharded_model(pool: Pool) -> None:
-    for found, right in pool.run(_losses, 4):
-        assert found == pytest.approx(right, rel=1e-5)
+    for actual, right in pool.run(_losses, 4):
+        assert actual == pytest.approx(right, rel=1e-5)
         assert right[0] != right[1] != right[2]

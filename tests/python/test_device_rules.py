@@ -47,8 +47,8 @@ class Move:
     def start(self, async_op: bool = False) -> torch.Tensor:
         return sw.redistribute_local(self.local, *self.layouts, async_op=async_op)
 
-    def check(self, found: torch.Tensor) -> None:
-        wrong = oracle.difference(found, self.expected)
+    def check(self, actual: torch.Tensor) -> None:
+        wrong = oracle.difference(actual, self.expected)
         assert wrong is None, wrong
 
     def run(self) -> None:

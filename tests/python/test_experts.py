@@ -28,9 +28,9 @@ def _apply_experts(p: routing.Problem, weights: torch.Tensor, rows: torch.Tensor
     return torch.cat(done) if done else rows.new_zeros(rows.shape)  # no rows: takes no part in the backward
 
 
-def _close(found: torch.Tensor | None, expected: torch.Tensor, what: object) -> None:
-    assert found is not None, f"{what}: none"
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-11, atol=1e-12, msg=lambda text: f"{what}: {text}")
+def _close(actual: torch.Tensor | None, expected: torch.Tensor, what: object) -> None:
+    assert actual is not None, f"{what}: none"
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-11, atol=1e-12, msg=lambda text: f"{what}: {text}")
 
 
 def _check_layer(p: routing.Problem, what: object, **options: object) -> None:

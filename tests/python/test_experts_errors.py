@@ -64,77 +64,77 @@ def _failing(change: Callable[[dict[str, Any], int], None]) -> tuple[str, str]:
     return said
 
 
-def _id_too_large(given: dict[str, Any], rank: int) -> None:
+def _id_too_large(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["expert_ids"][3, 1] = 6
+        arguments["expert_ids"][3, 1] = 6
 
 
-def _id_too_small(given: dict[str, Any], rank: int) -> None:
+def _id_too_small(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["expert_ids"][3, 1] = -2
+        arguments["expert_ids"][3, 1] = -2
 
 
-def _scores_of_another_shape(given: dict[str, Any], rank: int) -> None:
+def _scores_of_another_shape(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["scores"] = given["scores"][:, :2]
+        arguments["scores"] = arguments["scores"][:, :2]
 
 
-def _x_of_three_dims(given: dict[str, Any], rank: int) -> None:
+def _x_of_three_dims(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["x"] = given["x"].unsqueeze(0)
+        arguments["x"] = arguments["x"].unsqueeze(0)
 
 
-def _float_ids(given: dict[str, Any], rank: int) -> None:
+def _float_ids(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["expert_ids"] = given["expert_ids"].to(torch.float32)
+        arguments["expert_ids"] = arguments["expert_ids"].to(torch.float32)
 
 
-def _negative_capacity(given: dict[str, Any], rank: int) -> None:
+def _negative_capacity(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["capacity"] = -1
+        arguments["capacity"] = -1
 
 
-def _unknown_overflow(given: dict[str, Any], rank: int) -> None:
+def _unknown_overflow(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["overflow"] = "wait"
+        arguments["overflow"] = "wait"
 
 
-def _no_tensor(given: dict[str, Any], rank: int) -> None:
+def _no_tensor(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["x"] = None
+        arguments["x"] = None
 
 
-def _too_few_lists(given: dict[str, Any], rank: int) -> None:
+def _too_few_lists(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["placement"] = [[0, 1, 2], [3, 4, 5]]
+        arguments["placement"] = [[0, 1, 2], [3, 4, 5]]
 
 
-def _expert_on_no_rank(given: dict[str, Any], rank: int) -> None:
+def _expert_on_no_rank(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["placement"] = [[0, 1], [3, 10**10], [2]]
+        arguments["placement"] = [[0, 1], [3, 10**10], [2]]
 
 
-def _no_placement(given: dict[str, Any], rank: int) -> None:
+def _no_placement(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["placement"] = 6
+        arguments["placement"] = 6
 
 
-def _unhashable_experts(given: dict[str, Any], rank: int) -> None:
+def _unhashable_experts(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["placement"] = [[[0]], [1], [2]]
+        arguments["placement"] = [[[0]], [1], [2]]
 
 
-def _layout_that_cuts_experts(given: dict[str, Any], rank: int) -> None:
-    given["placement"] = sw.Layout(sw.Mesh({"ep": WORLD}), (6, 4), ["S(1)" if rank == 2 else "S(0)"])
+def _layout_that_cuts_experts(arguments: dict[str, Any], rank: int) -> None:
+    arguments["placement"] = sw.Layout(sw.Mesh({"ep": WORLD}), (6, 4), ["S(1)" if rank == 2 else "S(0)"])
 
 
-def _very_many_experts(given: dict[str, Any], rank: int) -> None:
-    given["placement"] = sw.Layout(sw.Mesh({"ep": WORLD}), (10**10 if rank == 2 else 6,), ["S(0)"])
+def _very_many_experts(arguments: dict[str, Any], rank: int) -> None:
+    arguments["placement"] = sw.Layout(sw.Mesh({"ep": WORLD}), (10**10 if rank == 2 else 6,), ["S(0)"])
 
 
-def _unknown_topology(given: dict[str, Any], rank: int) -> None:
+def _unknown_topology(arguments: dict[str, Any], rank: int) -> None:
     if rank == 2:
-        given["topology"] = "nowhere"
+        arguments["topology"] = "nowhere"
 
 
 ON_ONE_RANK = {
@@ -168,46 +168,46 @@ def test_invalid_argument_on_one_rank_raises_everywhere(pool: Pool, change: Call
             assert f"this is rank {rank}" in text
 
 
-def _other_hidden_size(given: dict[str, Any], rank: int) -> None:
+def _other_hidden_size(arguments: dict[str, Any], rank: int) -> None:
     if rank == 1:
-        given["x"] = given["x"][:, :4]
+        arguments["x"] = arguments["x"][:, :4]
 
 
-def _other_dtype(given: dict[str, Any], rank: int) -> None:
+def _other_dtype(arguments: dict[str, Any], rank: int) -> None:
     if rank == 1:
-        given["x"] = given["x"].to(torch.bfloat16)
+        arguments["x"] = arguments["x"].to(torch.bfloat16)
 
 
-def _other_top_k(given: dict[str, Any], rank: int) -> None:
+def _other_top_k(arguments: dict[str, Any], rank: int) -> None:
     if rank == 1:
-        given["expert_ids"], given["scores"] = given["expert_ids"][:, :2], given["scores"][:, :2]
+        arguments["expert_ids"], arguments["scores"] = arguments["expert_ids"][:, :2], arguments["scores"][:, :2]
 
 
-def _other_capacity(given: dict[str, Any], rank: int) -> None:
-    given["capacity"] = 100 if rank == 1 else None
+def _other_capacity(arguments: dict[str, Any], rank: int) -> None:
+    arguments["capacity"] = 100 if rank == 1 else None
 
 
-def _other_placement(given: dict[str, Any], rank: int) -> None:
+def _other_placement(arguments: dict[str, Any], rank: int) -> None:
     if rank == 1:
-        given["placement"] = [*given["placement"][1:], given["placement"][0]]
+        arguments["placement"] = [*arguments["placement"][1:], arguments["placement"][0]]
 
 
-def _no_scores(given: dict[str, Any], rank: int) -> None:
+def _no_scores(arguments: dict[str, Any], rank: int) -> None:
     if rank == 1:
-        given["scores"] = None
+        arguments["scores"] = None
 
 
-def _other_scales(given: dict[str, Any], rank: int) -> None:
-    given["scales"] = given["x"][:, : 1 + (rank == 1)]
+def _other_scales(arguments: dict[str, Any], rank: int) -> None:
+    arguments["scales"] = arguments["x"][:, : 1 + (rank == 1)]
 
 
-def _gradient_on_one_rank(given: dict[str, Any], rank: int) -> None:
-    given["x"].requires_grad_(rank == 1)
+def _gradient_on_one_rank(arguments: dict[str, Any], rank: int) -> None:
+    arguments["x"].requires_grad_(rank == 1)
 
 
-def _nodes_on_one_rank(given: dict[str, Any], rank: int) -> None:
+def _nodes_on_one_rank(arguments: dict[str, Any], rank: int) -> None:
     link = sw.planning.Link(0, 0)
-    given["topology"] = sw.Topology("nodes of two", 2, 0, 0, link, link) if rank == 1 else None
+    arguments["topology"] = sw.Topology("nodes of two", 2, 0, 0, link, link) if rank == 1 else None
 
 
 DIFFERING = {
@@ -248,7 +248,7 @@ def test_invalid_placements() -> None:
 
 
 def _placements_of_tensors() -> list[str]:
-    given = _arguments(dist.get_rank())
+    arguments = _arguments(dist.get_rank())
     other = dist.new_group([0, 1])
     changes = [
         {"placement": [[0], [1]]},
@@ -262,7 +262,7 @@ def _placements_of_tensors() -> list[str]:
         {"group": other if dist.get_rank() == 2 else 3},
         {"topology": "nowhere"},
     ]
-    return [_raised(lambda: sw.experts.dispatch(**{**given, **change})) for change in changes]  # noqa: B023
+    return [_raised(lambda: sw.experts.dispatch(**{**arguments, **change})) for change in changes]  # noqa: B023
 
 
 def test_invalid_placements_for_groups(pool: Pool) -> None:
@@ -349,9 +349,9 @@ def test_combine_with_differing_widths(pool: Pool) -> None:
 
 
 def _fixed_rows() -> list[str]:
-    given = {**_arguments(dist.get_rank()), "rows_per_rank": 3, "overflow": "drop"}
+    arguments = {**_arguments(dist.get_rank()), "rows_per_rank": 3, "overflow": "drop"}
     changes = [{"overflow": "raise"}, {"rows_per_rank": -1}, {"rows_per_rank": 1.5}]
-    return [_raised(lambda: sw.experts.dispatch(**{**given, **change})) for change in changes]  # noqa: B023
+    return [_raised(lambda: sw.experts.dispatch(**{**arguments, **change})) for change in changes]  # noqa: B023
 
 
 def test_invalid_fixed_rows(pool: Pool) -> None:
@@ -365,9 +365,9 @@ def test_invalid_fixed_rows(pool: Pool) -> None:
 
 
 def _gradient_of_bytes() -> str:
-    given = _arguments(dist.get_rank())
-    given["x"] = given["x"].to(torch.float8_e4m3fn).requires_grad_()
-    return _raised(lambda: sw.experts.dispatch(**given))
+    arguments = _arguments(dist.get_rank())
+    arguments["x"] = arguments["x"].to(torch.float8_e4m3fn).requires_grad_()
+    return _raised(lambda: sw.experts.dispatch(**arguments))
 
 
 def test_8_bit_floats_have_no_gradient(pool: Pool) -> None:

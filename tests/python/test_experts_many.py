@@ -33,9 +33,9 @@ def _layer(load: str, num_experts: int, placement: str) -> tuple[int, int]:
     done = [routing.expert(weights[e], part) for e, part in parts]
     out = sw.experts.combine(torch.cat(done) if done else rows, handle)
     out.backward(p.gradients[rank].to(meshes.device))
-    for found, expected in ((out, outs), (x.grad, x_grads), (scores.grad, score_grads)):
-        assert found is not None
-        torch.testing.assert_close(found.detach().cpu(), expected[rank])
+    for actual, expected in ((out, outs), (x.grad, x_grads), (scores.grad, score_grads)):
+        assert actual is not None
+        torch.testing.assert_close(actual.detach().cpu(), expected[rank])
     return handle.payload_bytes, len(handle.experts)
 
 

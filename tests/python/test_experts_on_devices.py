@@ -111,9 +111,9 @@ def _over_gloo(rank: int, size: int, path: str) -> int:
         done = [routing.expert(weights[e], part) for e, part in parts]
         out = sw.experts.combine(torch.cat([*done, rows[number:]]), handle)
         out.backward(p.gradients[rank].to("asyncdev"))
-        for found, expected in ((out, outs), (x.grad, x_grads), (scores.grad, score_grads)):
-            assert found is not None
-            torch.testing.assert_close(found.detach().cpu(), expected[rank])
+        for actual, expected in ((out, outs), (x.grad, x_grads), (scores.grad, score_grads)):
+            assert actual is not None
+            torch.testing.assert_close(actual.detach().cpu(), expected[rank])
     return int(sw.stats()["through_host"])
 
 

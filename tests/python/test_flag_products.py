@@ -56,9 +56,9 @@ class _Product:
         options = {"size": self.x.shape[0] // (4 if self.dims == 3 else 1), "chunks": self.chunks, **options}
         return sw.all_gather_matmul(rows, columns, columns=self.size * COLUMNS, method="flags", **options)
 
-    def check(self, found: torch.Tensor, rank: int) -> None:
+    def check(self, actual: torch.Tensor, rank: int) -> None:
         expected = (self.x.float() @ self.w.chunk(self.size, 1)[rank].float()).bfloat16()
-        assert torch.equal(found.cpu().view(expected.shape), expected), f"{self.chunks} chunks, rank {rank}"
+        assert torch.equal(actual.cpu().view(expected.shape), expected), f"{self.chunks} chunks, rank {rank}"
 
 
 def _many_products(rank: int, size: int, path: str) -> int:

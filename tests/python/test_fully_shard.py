@@ -182,10 +182,10 @@ def _released_weights_hold_nan() -> None:
 
     Unit.release = poison  # type: ignore[method-assign]
     try:
-        found = train(shard(Model("repeated"), flat_fully_shard, mesh, memory_limit=9000), 3, evaluate=True)
+        actual = train(shard(Model("repeated"), flat_fully_shard, mesh, memory_limit=9000), 3, evaluate=True)
     finally:
         Unit.release = release  # type: ignore[method-assign]
-    assert all(map(torch.equal, parts(found), parts(expected)))
+    assert all(map(torch.equal, parts(actual), parts(expected)))
 
 
 def test_nothing_reads_released_weights(pool: Pool) -> None:

@@ -92,8 +92,8 @@ def _captured(name: str, kind: str) -> None:
     for step in range(WARM_UP_STEPS, STEPS):
         tokens.copy_(tokens_of(step))
         graph.replay()
-        for found, right in zip(model.parameters(), after[step], strict=True):
-            assert torch.equal(found.detach().to_local().cpu(), right)
+        for parameter, right in zip(model.parameters(), after[step], strict=True):
+            assert torch.equal(parameter.detach().to_local().cpu(), right)
     assert [len(schedule.gathers) for schedule in sw.fsdp.schedules(model)] == gathers
     assert sw.stats()["unplanned_steps"] == 0
 
@@ -126,8 +126,8 @@ def _eager_steps_between_replays() -> None:
         elif step >= WARM_UP_STEPS:
             tokens.copy_(tokens_of(step))
             graph.replay()
-    for found, right in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(found.detach().to_local().cpu(), right.detach().to_local().cpu())
+    for parameter, right in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter.detach().to_local().cpu(), right.detach().to_local().cpu())
 
 
 def test_eager_steps_between_replays(async_pool: Pool) -> None:

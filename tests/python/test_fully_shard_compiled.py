@@ -44,8 +44,8 @@ def train(model: nn.Module, run: nn.Module, steps: int) -> list[torch.Tensor]:
     return found
 
 
-def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for a, b in zip(found, expected, strict=True):
+def _assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -205,11 +205,11 @@ def _computed(backend: str) -> None:
         for step in range(4):
             expected = loss_of(models[0], batch(step))
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                found = loss_of(run, batch(step))
+                actual = loss_of(run, batch(step))
             with poisoned():
-                found.backward()
+                actual.backward()
             expected.backward()
-            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(actual, expected)
             for parameter, right in zip(models[1].parameters(), models[0].parameters(), strict=True):
                 assert (parameter.grad is None) == (right.grad is None)
                 if parameter.grad is not None:
@@ -254,9 +254,9 @@ def _linear_units_in_float8() -> None:
     given = torch.randn(8, 32)
     expected = eager(given)
     expected.square().sum().backward()
-    found = torch.compile(model, backend="aot_eager")(given)
-    found.square().sum().backward()
-    assert torch.equal(found, expected)
+    actual = torch.compile(model, backend="aot_eager")(given)
+    actual.square().sum().backward()
+    assert torch.equal(actual, expected)
     for layer, eager_layer in zip(model, eager, strict=True):
         assert torch.equal(full(layer.weight.grad), full(eager_layer.weight.grad))
         weight = next(w for w in layer._shardwright_unit.unit.weights if w.name.endswith("weight"))

@@ -31,9 +31,9 @@ def test_sums_are_rounded_once(dtype: torch.dtype, with_aten: bool) -> None:
     ):
         parts = _parts(count, size, dtype, arrangement)
         wide = torch.stack(parts).double().sum(0) / divisor
-        found = torch.empty(size, dtype=dtype)
-        _runtime.reduce_parts("sum", parts, divisor, found, with_aten)
-        assert torch.equal(found, wide.to(dtype)), f"{count} parts of {size}, {arrangement}, divided by {divisor}"
+        actual = torch.empty(size, dtype=dtype)
+        _runtime.reduce_parts("sum", parts, divisor, actual, with_aten)
+        assert torch.equal(actual, wide.to(dtype)), f"{count} parts of {size}, {arrangement}, divided by {divisor}"
 
 
 @pytest.mark.parametrize("with_aten", [False, True])

@@ -137,8 +137,8 @@ def test_local_tensors_that_contradict_their_spec(pool: Pool, function: str) -> 
     """PyTorch's backward makes [1, 1] parts on all ranks under the spec S(0)S(1). All ranks continue, as in stock."""
     stock = pool.run(_gradient, WORLD, function, False)
     ours = pool.run(_gradient, WORLD, function, True)
-    for (expected, _), (found, _) in zip(stock, ours, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    for (expected, _), (actual, _) in zip(stock, ours, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     assert [misfits for _, misfits in ours] == [0, 1, 1, 1]
 
 

@@ -49,10 +49,10 @@ def _gathers(shape: tuple[int, ...], columns: tuple[int, ...], dim: int, dtype: 
         local_x = _part(x, f"S({dim})").requires_grad_()
         # Weights have all rows, also if x is sharded along the contracted dim.
         local_weights = [_part(w, "S(1)").requires_grad_() for w in weights]
-        given = [w.t().contiguous().t() for w in local_weights] if transposed else local_weights
+        stored_weights = [w.t().contiguous().t() for w in local_weights] if transposed else local_weights
         found = sw.all_gather_matmul(
             local_x,
-            given,
+            stored_weights,
             biases,
             gather_dim=dim,
             size=shape[dim],
@@ -102,13 +102,13 @@ def _sums(shape: tuple[int, ...], columns: int, dim: int | None, dtype: torch.dt
             continue
         local_x = _part(x, last).requires_grad_()
         local_weight = _part(weight, "S(0)").requires_grad_()
-        given = local_weight.t().contiguous().t() if transposed else local_weight
+        stored_weight = local_weight.t().contiguous().t() if transposed else local_weight
         offset = bias.clone().to(meshes.device).requires_grad_()
         how = {"size": shape[-1], **schedule}
         if dim is None:
-            found = sw.matmul_all_reduce(local_x, given, offset, **how)
+            found = sw.matmul_all_reduce(local_x, stored_weight, offset, **how)
         else:
-            found = sw.matmul_reduce_scatter(local_x, given, offset, scatter_dim=dim, **how)
+            found = sw.matmul_reduce_scatter(local_x, stored_weight, offset, scatter_dim=dim, **how)
         assert torch.equal(found, _part((x.float() @ weight.float() + bias.float()).to(dtype), to)), schedule
         grads = torch.autograd.grad(found.float().square().sum(), [local_x, local_weight, offset])
         full = [t.clone().requires_grad_() for t in (x, weight, bias)]
@@ -174,9 +174,9 @@ def test_linear_of_dtensors(pool: Pool, sizes: tuple[int, ...], shape: tuple[int
 def _explicit_chunks() -> None:
     x, weight = _integers((9, 6), 1), _integers((6, 8), 2)
     local_x = _part(x, "S(0)").requires_grad_()
-    found = sw.all_gather_matmul(local_x, _part(weight, "S(1)"), size=9, columns=8, chunks=[[3], [1, 2]])
-    assert torch.equal(found, _part(x @ weight, "S(1)"))
-    (grad,) = torch.autograd.grad(found.sum(), local_x)
+    actual = sw.all_gather_matmul(local_x, _part(weight, "S(1)"), size=9, columns=8, chunks=[[3], [1, 2]])
+    assert torch.equal(actual, _part(x @ weight, "S(1)"))
+    (grad,) = torch.autograd.grad(actual.sum(), local_x)
     assert torch.equal(grad, _part(torch.ones(9, 8) @ weight.t(), "S(0)"))
     for chunks in ([[1], [2]], [[1], [2], [3], [3]], [[0], [1, 2]], [[1, 2, 4]]):
         with pytest.raises(ValueError, match="chunks must have each distance from 1 to 3 once"):
@@ -217,17 +217,17 @@ def _lengths_by_rank(lengths: list[int]) -> None:
     own = slice(begin, begin + lengths[rank])
     for schedule in SCHEDULES:
         local_x, columns = x[own].clone().requires_grad_(), _part(weight, "S(1)").requires_grad_()
-        found = sw.all_gather_matmul(local_x, columns, size=lengths, columns=8, **schedule)
-        assert_close(found, _part(x @ weight, "S(1)"), rtol=0, atol=0)
+        actual = sw.all_gather_matmul(local_x, columns, size=lengths, columns=8, **schedule)
+        assert_close(actual, _part(x @ weight, "S(1)"), rtol=0, atol=0)
         weights = _integers((rows, 8), 5)
-        (found * _part(weights, "S(1)")).sum().backward()
+        (actual * _part(weights, "S(1)")).sum().backward()
         assert_close(local_x.grad, (weights @ weight.t())[own], rtol=0, atol=0)
         assert_close(columns.grad, _part(x.t() @ weights, "S(1)"), rtol=0, atol=0)
         summed, of_rows = left[:, own].clone().requires_grad_(), right[own].clone().requires_grad_()
-        found = sw.matmul_reduce_scatter(summed, of_rows, size=lengths, **schedule)
-        assert_close(found, _part(left @ right, "S(0)"), rtol=0, atol=0)
+        actual = sw.matmul_reduce_scatter(summed, of_rows, size=lengths, **schedule)
+        assert_close(actual, _part(left @ right, "S(0)"), rtol=0, atol=0)
         weights = _integers((6, 7), 6)
-        (found * _part(weights, "S(0)")).sum().backward()
+        (actual * _part(weights, "S(0)")).sum().backward()
         assert_close(summed.grad, (weights @ right.t())[:, own], rtol=0, atol=0)
         assert_close(of_rows.grad, (left.t() @ weights)[own], rtol=0, atol=0)
     everywhere = sw.matmul_all_reduce(left[:, own], right[own], size=lengths)

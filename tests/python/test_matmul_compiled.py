@@ -40,8 +40,8 @@ def _run(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[t
 def _agrees(function: Callable[..., Any], *inputs: torch.Tensor, backend: str = "aot_eager") -> None:
     torch._dynamo.reset()
     expected = _run(function, inputs)
-    found = _run(torch.compile(function, backend=backend, fullgraph=True), inputs)
-    for actual, right in zip(found, expected, strict=True):
+    results = _run(torch.compile(function, backend=backend, fullgraph=True), inputs)
+    for actual, right in zip(results, expected, strict=True):
         assert actual.dtype == right.dtype
         assert_close(actual, right, rtol=1e-5, atol=1e-5)
 

@@ -179,11 +179,11 @@ def _after_destruction() -> None:
         x = _on(mesh, full, [S(0), S(1)])
         for _ in range(2):
             assert oracle.difference(x.redistribute(placements=[R, R]).to_local().cpu(), full) is None
-            made = groups.find(range(WORLD), groups.owner_of(mesh))
-            assert made is not None and made is not dist.group.WORLD
+            group_of_mesh = groups.find(range(WORLD), groups.owner_of(mesh))
+            assert group_of_mesh is not None and group_of_mesh is not dist.group.WORLD
             dist.barrier()
-            dist.destroy_process_group(made)
-            del made
+            dist.destroy_process_group(group_of_mesh)
+            del group_of_mesh
 
 
 def test_new_groups_replace_destroyed_ones(pool: Pool) -> None:

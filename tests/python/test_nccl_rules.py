@@ -32,8 +32,8 @@ def _move(mesh: sw.Mesh, shape: tuple[int, ...], src: tuple[str, ...], dst: tupl
     coordinate = mesh.coordinate(dist.get_rank())
     layouts = [sw.Layout(mesh, shape, dtensors.to_placements(placements)) for placements in (src, dst)]
     local = oracle.local(tensor, mesh.shape, src, coordinate).to("asyncdev")
-    found = sw.redistribute_local(local, *layouts)
-    wrong = oracle.difference(found, oracle.local(tensor, mesh.shape, dst, coordinate))
+    actual = sw.redistribute_local(local, *layouts)
+    wrong = oracle.difference(actual, oracle.local(tensor, mesh.shape, dst, coordinate))
     assert wrong is None, f"{src} -> {dst}: {wrong}"
 
 

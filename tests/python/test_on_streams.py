@@ -47,8 +47,8 @@ def _arguments(sizes: Sequence[int], shape: Sequence[int], src: Placements, dst:
     return dtensors.my_local(tensor, mesh, src), layouts, dtensors.my_local(tensor, mesh, dst).cpu()
 
 
-def _check(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
-    wrong = oracle.difference(found, expected)
+def _check(actual: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    wrong = oracle.difference(actual, expected)
     assert wrong is None, f"{what}: {wrong}"
 
 

@@ -51,10 +51,10 @@ def _operator_values(src: list[str], dst: list[str]) -> None:
     local = _part(before)
     kept = local.clone()
     expected = _part(after) * 3 ** sum(placement == "P(sum)" for placement in src)
-    for given in (local, local.t().contiguous().t()):
-        result = operator(given)
+    for stored in (local, local.t().contiguous().t()):
+        result = operator(stored)
         assert torch.equal(result, expected) and result.is_contiguous() and not result._is_view()
-        assert result.untyped_storage().data_ptr() != given.untyped_storage().data_ptr() or result.numel() == 0
+        assert result.untyped_storage().data_ptr() != stored.untyped_storage().data_ptr() or result.numel() == 0
     out = torch.empty_like(expected)
     torch.ops.shardwright.redistribute_out(local, **_arguments(operator), out=out)
     assert torch.equal(out, expected) and out._version == 1

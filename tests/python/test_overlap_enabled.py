@@ -88,10 +88,10 @@ def _under_torchs_styles() -> tuple[int, list[str]]:
         with sw.enabled(overlap=True):
             for _ in range(2):
                 rank = mesh.get_rank()
-                found = parallel(x[:, 2 * rank : 2 * rank + 2])
+                actual = parallel(x[:, 2 * rank : 2 * rank + 2])
     finally:
         logging.getLogger("shardwright").removeHandler(handler)
-    torch.testing.assert_close(found.cpu(), expected[:, 2 * rank : 2 * rank + 2])
+    torch.testing.assert_close(actual.cpu(), expected[:, 2 * rank : 2 * rank + 2])
     return sw.stats()["products"] - before, [line for line in lines if line.startswith("enable(overlap=True)")]
 
 

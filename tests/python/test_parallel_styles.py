@@ -284,10 +284,10 @@ def _uneven_features(local: bool) -> None:
     x = torch.randn(2, 3, 4).to(device)
     styles = {"0": sw_parallel.ColwiseParallel(use_local_output=local), "2": sw_parallel.RowwiseParallel()}
     cut = parallelize_module(copy.deepcopy(unsharded), mesh, styles)
-    expected, found = unsharded(x), cut(x)
-    torch.testing.assert_close(found, expected)
+    expected, actual = unsharded(x), cut(x)
+    torch.testing.assert_close(actual, expected)
     expected.square().sum().backward()
-    found.square().sum().backward()
+    actual.square().sum().backward()
     for parameter, cut_parameter in zip(unsharded.parameters(), cut.parameters(), strict=True):
         torch.testing.assert_close(_full(cut_parameter.grad), parameter.grad)
 

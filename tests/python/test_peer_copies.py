@@ -48,8 +48,8 @@ class _Move:
         tensor = oracle.global_tensor(self.shape, torch.float32, seed, reducible=True)
         return oracle.local(tensor, self.mesh.shape, placements, self.mesh.coordinate(dist.get_rank()))
 
-    def check(self, found: torch.Tensor, seed: int, what: str = "") -> None:
-        wrong = oracle.difference(found, self.part(seed, self.dst))
+    def check(self, actual: torch.Tensor, seed: int, what: str = "") -> None:
+        wrong = oracle.difference(actual, self.part(seed, self.dst))
         assert wrong is None, f"{self.src} -> {self.dst} of {self.shape}, {what}: {wrong}"
 
     def run(self, seed: int, async_op: bool = False) -> None:

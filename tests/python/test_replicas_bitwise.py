@@ -65,13 +65,13 @@ def _true_result(contributions: list[torch.Tensor], mesh_shape: Mesh, src: Place
     return oracle.reduce_all(held, [src[d] for d in pending], [mesh_shape[d] for d in pending])
 
 
-def _check(found: list[tuple[torch.Tensor, torch.Tensor]], mesh_shape: Mesh, src: Placements, dst: Placements) -> None:
-    contributions, results = [pair[0] for pair in found], [pair[1] for pair in found]
+def _check(actual: list[tuple[torch.Tensor, torch.Tensor]], mesh_shape: Mesh, src: Placements, dst: Placements) -> None:
+    contributions, results = [pair[0] for pair in actual], [pair[1] for pair in actual]
     dtype = results[0].dtype
     expected = _true_result(contributions, mesh_shape, src).to(dtype)
     by_region: dict[str, tuple[int, torch.Tensor]] = {}
     for rank, result in enumerate(results):
-        coordinate = [int(c) for c in (torch.arange(len(found)).view(mesh_shape) == rank).nonzero()[0]]
+        coordinate = [int(c) for c in (torch.arange(len(actual)).view(mesh_shape) == rank).nonzero()[0]]
         indices = oracle.local_indices(expected.shape, mesh_shape, dst, coordinate)
         wrong = oracle.difference(result, oracle.take(expected, indices), rounded=True)
         assert wrong is None, f"rank {rank}: {wrong}"

@@ -36,15 +36,15 @@ def _has_gaps(tensor: torch.Tensor) -> bool:
     return _strides(dense) != _strides(tensor) or tensor.untyped_storage().nbytes() > tensor.numel() * tensor.itemsize
 
 
-def _aliasing(result: torch.Tensor, given: torch.Tensor) -> str:
-    if result is given:
+def _aliasing(result: torch.Tensor, source: torch.Tensor) -> str:
+    if result is source:
         return "the same tensor"
-    if given.numel() and result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
+    if source.numel() and result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
         return "another view of the same memory"
     return "memory of its own"
 
 
-def _look_at(result: torch.Tensor, given: torch.Tensor) -> Look:
+def _look_at(result: torch.Tensor, source: torch.Tensor) -> Look:
     return {
         "type": type(result).__name__,
         "dtype": result.dtype,
@@ -52,9 +52,9 @@ def _look_at(result: torch.Tensor, given: torch.Tensor) -> Look:
         "strides": _strides(result),
         "contiguous": result.is_contiguous(),
         "gaps": _has_gaps(result),
-        "aliasing": _aliasing(result, given),
+        "aliasing": _aliasing(result, source),
         "requires_grad": result.requires_grad,
-        "version of the input": given._version,
+        "version of the input": source._version,
         "values": result.detach().clone(),
     }
 

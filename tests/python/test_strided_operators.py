@@ -84,13 +84,13 @@ def _compare(name: str, compiles: bool) -> None:
         return run(x.flatten(0, 1))  # type: ignore[no-any-return]
 
     called = torch.compile(both, backend="aot_eager") if compiles else both
-    expected, found = both(plain), called(source)
-    torch.testing.assert_close(_full(found), expected)
+    expected, actual = both(plain), called(source)
+    torch.testing.assert_close(_full(actual), expected)
     if IS_2_11 and name in NO_BACKWARD_IN_2_11:
         return
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(device)
     (expected * weights).sum().backward()
-    (found * _replicated(weights, found)).sum().backward()
+    (actual * _replicated(weights, actual)).sum().backward()
     assert plain.grad is not None and source.grad is not None
     torch.testing.assert_close(_full(source.grad), plain.grad)
 

@@ -300,12 +300,12 @@ def _in_inference_mode() -> None:
     x = dtensors.distribute(full, mesh, ["S(0)", "S(1)"])
     w = dtensors.distribute(weight, mesh, ["R", "R"])
     with sw.enabled(views=True), torch.inference_mode():
-        for found, expected in (
+        for actual, expected in (
             (x.flatten(0, 1), full.flatten(0, 1)),
             (x.unflatten(0, (2, 2)), full.unflatten(0, (2, 2))),
             (F.linear(x, w), full[..., :5]),
         ):
-            assert torch.equal(found.full_tensor(), expected)
+            assert torch.equal(actual.full_tensor(), expected)
 
 
 def _compiled_on_unused_mesh() -> None:

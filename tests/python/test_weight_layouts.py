@@ -116,16 +116,16 @@ def train(model: nn.Module, steps: int, data_ranks: list[int], foreach: bool = F
     return results | {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def assert_close(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
+def assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
 
 
-def assert_equals_unsharded(found: Named, num_data_ranks: int, steps: int = 3) -> None:
+def assert_equals_unsharded(actual: Named, num_data_ranks: int, steps: int = 3) -> None:
     expected = train(Model(), steps, list(range(num_data_ranks)))
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         if "loss" not in name:  # losses are of this rank's batch
-            assert_close(name, full(found[name]), value)
+            assert_close(name, full(actual[name]), value)
 
 
 def wrapped(
@@ -180,13 +180,13 @@ def _over_tensor_parallelism(shape: tuple[int, ...], own: bool) -> None:
         assert a.to_local().shape == b.to_local().shape and torch.equal(a.to_local(), b.to_local()), name
     up = model.layers[0].inner.up.weight  # type: ignore[union-attr]
     assert up.to_local().numel() <= 8 * WIDTH if shape[0] > 1 else up.to_local().numel() == HIDDEN // 2 * WIDTH
-    found = train(model, 3, [rank])
+    actual = train(model, 3, [rank])
     expected = train(stock, 3, [rank])
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert local(found[name]).shape == local(value).shape
-        assert_close(name, local(found[name]), local(value))
-    assert_equals_unsharded(found, num_data_ranks)
+        assert local(actual[name]).shape == local(value).shape
+        assert_close(name, local(actual[name]), local(value))
+    assert_equals_unsharded(actual, num_data_ranks)
 
 
 @pytest.mark.cpu_only("compared with stock FSDP2 on Gloo")
