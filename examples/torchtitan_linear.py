@@ -266,7 +266,7 @@ def cut_of(name: str) -> int | None:
 
 
 def take_parts(module: nn.Module, unsharded: nn.Module) -> None:
-    """Gives `module` this rank's parts of the parameters of `whole`."""
+    """Gives `module` this rank's parts of the parameters of `unsharded`."""
     for name, parameter in unsharded.named_parameters():
         path, _, kind = name.rpartition(".")
         setattr(module.get_submodule(path), kind, nn.Parameter(part_of(parameter.detach(), cut_of(name))))
