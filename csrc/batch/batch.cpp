@@ -30,7 +30,7 @@ class Numbers {
 
 // Returns the map for which IndexMap::words() returns these words.
 IndexMap map_of(const std::vector<int64_t>& words) {
-  check_argument(words.size() % 5 == 0, "batch: the number of integers of a map", "a multiple of 5", words.size());
+  check_argument(words.size() % 5 == 0, "batch: number of integers of an index map", "a multiple of 5", words.size());
   std::vector<MapAxis> axes;
   for (size_t i = 0; i < words.size(); i += 5) {
     // An integer outside the range of int becomes another invalid dim, which check() reports.
@@ -149,7 +149,7 @@ Batch Batch::from_bytes(std::string_view bytes) {
   const std::vector<IndexMap> maps = in.list([&] { return map_of(in.integers()); });
   const std::vector<int64_t> words = in.integers();
   in.finish();
-  check_argument(words.size() % 3 == 0, "batch: the number of integers of items", "a multiple of 3", words.size());
+  check_argument(words.size() % 3 == 0, "batch: number of integers of the items", "a multiple of 3", words.size());
   for (size_t i = 0; i < words.size(); i += 3) {
     // Returns words[j], checked to be an index below `count`.
     const auto number = [&](size_t j, size_t count, const char* what) {

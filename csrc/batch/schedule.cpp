@@ -69,8 +69,8 @@ std::vector<ItemPiece> Scheduler::add(int item, const std::vector<ItemLoad>& loa
   for (const ItemLoad& load : loads) messages = std::max(messages, load.messages);
   const bool may_split = bucket >= 2 * messages;
   check_user(busiest <= bucket || may_split, "bucket_bytes must be at least ", 2 * messages * element_bytes, ", got ",
-             bucket_bytes_, ": item ", item, " must be split over rounds, and a rank has up to ", messages,
-             " messages of it");
+             bucket_bytes_, ": item ", item, " must be split, and a bucket must hold 2 elements of each of up to ",
+             messages, " messages");
 
   // Returns the last mark for which a round has room, or `begin` if the piece would be below an eighth of a bucket.
   const auto mark_in = [&](const Used& used, int64_t begin, bool only_whole) {

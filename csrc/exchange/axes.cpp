@@ -17,8 +17,8 @@ IntervalList flattened(const std::vector<IntervalList>& lists, const std::vector
   for (size_t t = 0; t < lists.size(); ++t) {
     std::optional<IntervalList> finer = product_of(all, lists[t], sizes[t], CutRule::kMaxRuns);
     check_user(finer.has_value(),
-               "placements: a part of the flattened dims must have at most 2^20 runs (a repeating block counts once), "
-               "got more");
+               "placements: number of runs in a part of the flattened dims must be at most 2^20 (a repeating "
+               "block counts once), got more");
     all = std::move(*finer);
   }
   return all;

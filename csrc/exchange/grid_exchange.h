@@ -7,11 +7,11 @@
 // The senders of a part share the sending. The elements that its receivers need are arranged in a *line*: one replica
 // of the destination after the other, each in the order of its parts. The elements of one receiver are its *place* in
 // the line. The line is divided into *ranges* of equal length, one for each sender, in mesh order. All lines use the
-// length with which the longest line is covered: a shorter one would split more messages and not relieve the busiest
-// rank. If each sender's share can be whole replicas of the destination within that length, the line is cut between
+// length that covers the longest line: shorter ranges would split more messages without relieving the busiest rank.
+// If each sender's share can be whole replicas of the destination within that length, the line is cut between
 // replicas. With ReplicaPolicy::kEvenBytes a range may end anywhere, and the busiest rank sends the least possible
 // without forwarding, rounded up to elements. With ReplicaPolicy::kWholeMessages a message is sent by the rank whose
-// range has the middle of it, and the busiest rank sends less than one message more.
+// range contains its middle, and the busiest rank sends less than one message more than that.
 //
 // Example: 12 rows from ranks 0 to 3 on (a=2, b=2) as [S(0), R] to ranks 4 to 6 on (c=3) as [S(0)], by
 // ReplicaPolicy::kEvenBytes:
@@ -52,8 +52,7 @@ class GridExchange final : public Exchange {
   GridExchange(Grid src, Grid dst, int64_t item_bytes, ReplicaPolicy policy, int64_t first_sender = 0,
                int64_t ranks_per_node = 0);
 
-  // Returns the exchange of these layouts with another policy. Both exchanges share the data that does not depend on
-  // the policy.
+  // Returns this exchange with another policy. Both exchanges share the data that does not depend on the policy.
   GridExchange with_policy(ReplicaPolicy policy, int64_t ranks_per_node = 0) const;
 
   ReplicaPolicy policy() const { return policy_; }
@@ -108,8 +107,8 @@ class GridExchange final : public Exchange {
     int64_t received_bytes_sum = 0;
   };
   Totals totals(int64_t rounds = 1) const;
-  // Returns a lower bound of totals().worst without a walk over messages. It counts no sent messages. With
-  // kWholeMessages more bytes may be sent, with kEvenBytes more messages may be received.
+  // Returns a lower bound on totals().worst without visiting messages. Sent messages are not counted. Sent bytes may be
+  // higher with kWholeMessages, received messages with kEvenBytes.
   StepCounts worst_at_least() const;
 
  private:
@@ -121,7 +120,7 @@ class GridExchange final : public Exchange {
   // The place of an absent rank.
   struct KeptPlace {
     int64_t place = 0;     // index of the place in the line
-    int64_t elements = 0;  // number of elements that the rank needs of the part, and holds
+    int64_t elements = 0;  // number of elements of the part that the rank needs and holds
     int64_t before = 0;    // sum of `elements` of the earlier absent ranks of the line
   };
   // The line of one part of the source.
@@ -159,23 +158,23 @@ class GridExchange final : public Exchange {
   void assign_within_nodes_first();      // fills sends_ and receives_
   const Ends& ends_of(Rank rank) const;  // both nullopt for a rank on neither mesh
   int64_t num_places(const Line& line) const { return line.places * all_->dst.replicas(); }
-  // In all functions below, `number` is the index of a place in its line, and `index` the order of a sender: the sender
-  // of order 0 sends the first range of the line.
+  // In all functions below, `number` is the index of a place in its line. `index` is the index of a sender: sender 0
+  // sends the first range of the line, sender 1 the second.
 
-  // Returns the place with this number. With num_places(line), it begins at the end of the line and has no elements.
+  // Returns place `number`. Place num_places(line) begins at the end of the line and has no elements.
   Place place(const Line& line, int64_t number) const;
-  // Returns the number of the first place that is served by the sender of this order or a later one.
+  // Returns the number of the first place that sender `index` or a later sender serves.
   int64_t first_served(const Line& line, int64_t index) const;
-  // Returns the number after the last place that is served by the sender of this order.
+  // Returns the number after the last place that sender `index` serves.
   int64_t end_served(const Line& line, int64_t index) const;
-  // Returns the number of places of [first, end) that have elements.
+  // Returns the number of places in [first, end) that have elements.
   int64_t num_present(const Line& line, int64_t first, int64_t end) const;
-  // Returns the range of a place's elements that the sender of this order sends.
+  // Returns the range of a place's elements that sender `index` sends.
   Interval served(const Line& line, const Place& place, int64_t index) const;
-  // Return the rank whose place this is, and the rank of the sender of this order.
+  // Return the rank of the receiver at place `number`, and the rank of sender `index`.
   Rank receiver(const Line& line, int64_t number) const;
   Rank sender(const Line& line, int64_t index) const;
-  // Returns the order of a sender from its replica of the part.
+  // Returns the index of the sender with this replica of the part.
   int64_t sender_index_of(const Grid::PartReplica& replica_place) const;
   int64_t largest_result_bytes() const;  // size of the largest part of the destination
   // The elements and messages that a rank sends.

@@ -94,9 +94,9 @@ class IndexedExchange::Choice {
     for (const std::vector<IntervalList>* lists : sides) {
       for (const IntervalList& list : *lists) {
         runs += ascend ? samples_.most_in(list) : static_cast<int64_t>(list.size());
-        check_user(runs <= kMaxListed, "placements: number of runs to rearrange must be at most 2^24, got ", runs,
-                   " or more, because ",
-                   ascend ? "source and destination share no short period" : "parts are not ascending");
+        check_user(
+            runs <= kMaxListed, "placements: number of listed runs over all ranks must be at most 2^24, got ", runs,
+            " or more: ", ascend ? "source and destination have no short common period" : "parts are not ascending");
       }
     }
     return runs;

@@ -248,8 +248,8 @@ class Lister {
   // Throws UserError if there are too many runs.
   void check_runs() const {
     check_user(std::ssize(held_.placed.kept()) <= CutRule::kMaxRuns,
-               "placements: a part of the flattened dims must have at most 2^20 runs (a block that repeats at equal "
-               "distances counts once), got more; move the tensor by itself first, to a layout without flattened dims");
+               "placements: number of runs in a part of the flattened dims must be at most 2^20 (a repeating "
+               "block counts once), got more; first redistribute this tensor alone to a layout without flattened dims");
   }
 
   // Maximum number of intervals of a repeated block. Longer blocks are listed one by one.

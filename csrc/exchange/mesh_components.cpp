@@ -44,7 +44,7 @@ class MemberSet {
 
 }  // namespace
 
-// By member of a group: the other members that it has elements for, and the other members that have elements for it.
+// The members to which each member of a group sends, and from which it receives. Begins with all pairs of members.
 struct MeshExchange::Adjacency {
   explicit Adjacency(size_t num_members) : receivers(num_members, MemberSet(num_members, true)), senders(receivers) {
     for (size_t m = 0; m < num_members; ++m) {
@@ -53,8 +53,8 @@ struct MeshExchange::Adjacency {
     }
   }
 
-  // Numbers that stand for the part that each member holds and the part that it needs. A member has elements for
-  // another only if the pair of its held number and the other's needed number is in `overlap`.
+  // Numbers of the parts that the members hold and need. Member a can have elements for member b only if the pair
+  // (held[a], needed[b]) is in `overlap`.
   struct Numbers {
     std::vector<int> held;
     std::vector<int> needed;
@@ -62,7 +62,7 @@ struct MeshExchange::Adjacency {
     int num_held = 0;
     int num_needed = 0;
   };
-  // Removes the pairs of members in which the first has no elements for the second, by these numbers.
+  // Removes the pairs of members (a, b) for which the numbers show that a has no elements for b.
   void keep(const Numbers& numbers) {
     const size_t k = receivers.size();
     std::vector<MemberSet> holding(numbers.num_held, MemberSet(k));
@@ -138,7 +138,7 @@ MeshExchange::Adjacency MeshExchange::adjacency_of(const Group& group) const {
   return adjacency;
 }
 
-// The adjacency of a group whose replicas share the sending, from its messages.
+// Returns the adjacency of a group with shared sending, from its messages.
 MeshExchange::Adjacency MeshExchange::adjacency_by_pairs(const Group& group) const {
   const size_t k = group.positions.size();
   Adjacency adjacency(k);

@@ -3,8 +3,8 @@
 // If several ranks of a group hold the same part (the group has mesh dims that do not cut the layout before), a
 // receiver reads from the replica that has the receiver's coordinates on these *replica dims*. Alternatively the
 // replicas share the sending: the elements that the receivers need of a part are arranged in a line by receiver
-// position, and every replica sends one range of the line. All ranges of a group have the same length, the least with
-// which every line is covered: shorter ones would split more messages and not relieve the busiest rank.
+// position, and every replica sends one range of the line. All ranges of a group have the same length, the least that
+// covers every line: shorter ranges would split more messages without relieving the busiest rank.
 //
 // Tensor dims are cut by different mesh dims, so the common elements of two ranks are a product over tensor dims. The
 // factors are cached by the coordinates on which they depend, and groups are cached too. If digits describe both
@@ -60,18 +60,18 @@ class SharedSending {
   std::vector<size_t> part_;           // by member: the first member that holds the same part
   std::vector<int64_t> sender_index_;  // by member: its index among the members that hold the same part
   int64_t replicas_ = 1;
-  // By part and receiver: the receiver's place in the line, in elements and in receivers. A last entry has the end.
+  // The place of a receiver in a line: the number of elements, and of receivers, before it.
   struct Place {
     int64_t elements = 0;
     int64_t receivers = 0;
   };
-  std::vector<std::vector<Place>> line_;
+  std::vector<std::vector<Place>> line_;  // by part and receiver; the last entry of a part is the end of its line
   Place quota_;  // length of a range: in elements with kEvenBytes, in receivers with kWholeMessages
 };
 
 class MeshExchange final : public Exchange {
  public:
-  // Maximum size of a group that shares its sending, because that visits every pair.
+  // Maximum size of a group with shared sending, which visits every pair.
   static constexpr int64_t kMaxSharingGroup = 64;
 
   // The layouts must be on one mesh and outlive the exchange. Messages are sent in `rounds` rounds.
@@ -89,12 +89,12 @@ class MeshExchange final : public Exchange {
 
   // ---- Counts, by position on the mesh
 
-  // Returns the traffic of a rank in all rounds. Costs O(digits) if the exchange is regular; else O(parts that
-  // intersect), once for each combination of coordinates; with sharing O(members squared), once for each group.
+  // Returns the traffic of a rank in all rounds. Takes O(digits) if the exchange is regular; else O(intersecting parts)
+  // per combination of coordinates; with sharing O(members squared) per group.
   Traffic traffic_at(int64_t position) const;
-  // Returns an upper bound on the traffic of every rank; nullopt if digits do not determine it.
+  // Returns an upper bound on the traffic of every rank; nullopt unless the exchange is regular.
   std::optional<Traffic> at_most() const;
-  // Return the number of elements that a rank holds before, and that it needs after.
+  // Return the number of elements that a rank holds before the move, and the number that it needs after it.
   int64_t num_held(int64_t position) const { return held_.num_elements(coordinates(position)); }
   int64_t num_needed(int64_t position) const { return needed_.num_elements(coordinates(position)); }
   // Returns the number of messages that a rank sends in a reduce-scatter: to each other member of its group that needs

@@ -108,8 +108,8 @@ class Layout {
   // Returns {0} for ranks outside the mesh, as in DTensor.
   std::vector<int64_t> local_shape_of_rank(Rank rank) const;
 
-  // Returns the layout of the same tensor and mesh with other cuts, by tensor dim, and other pending reductions: those
-  // in `partials`, which has one placement per mesh dim. A mesh dim may have at most one cut or reduction.
+  // Returns a layout of the same tensor and mesh with these cuts, by tensor dim, and with the pending reductions in
+  // `partials`, which has one placement per mesh dim. A mesh dim may have at most one cut or reduction.
   Layout with(std::vector<std::vector<Cut>> cuts, const std::vector<Placement>& partials) const;
 
   // Returns this layout restricted to some indices of a tensor dim, which ascend. Each rank keeps the elements of its
@@ -125,7 +125,7 @@ class Layout {
   // Returns "float32[64, 64] on dp=2,tp=4 as [S(0), R]".
   std::string to_string() const;
 
-  // True if mesh, tensor, cuts in order and pending reductions are equal. Then every rank holds the same in both.
+  // True if mesh, tensor, cuts in order and pending reductions are equal. Then every rank holds the same elements.
   bool operator==(const Layout& other) const;
   size_t hash() const;
 

@@ -230,7 +230,7 @@ PartsInSegments::PartsInSegments(const Layout& layout, int tensor_dim) {
   });
 }
 
-// In each run of a part, every segment has an equal share, and some segments have one index more. `more` counts these.
+// Each run of a part is divided equally; some segments get one extra index. `more` counts the extra indices.
 int64_t PartsInSegments::most_in_one(int64_t count) const {
   int64_t most = 0;
   std::vector<int64_t> more;  // indexed by segment

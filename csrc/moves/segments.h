@@ -11,8 +11,8 @@
 // and the number of segments divides the cell (4 rows in the example). Then every segment is a tensor with the same
 // kind of placements whose tensor dim is `count` times shorter, and the costs and programs of one segment hold for all.
 //
-// *Non-uniform* segments: of any run of indices, segment i has as many as there are indices in the run that are i
-// modulo `count`. So its shares of the runs of a part differ from an equal share by at most one index per run. Example:
+// *Non-uniform* segments: from any run of indices, segment i takes as many indices as the run has with remainder i
+// modulo `count`. So its share of each run of a part differs from an equal share by less than one index. Example:
 // 7 rows that are S(0) over 2 ranks before and over 3 after have parts of 4 and 3 rows, and of 3, 3 and 1 rows:
 //
 //   borders             0 . . 3 4 . 6 7
@@ -34,10 +34,9 @@ namespace shardwright {
 
 constexpr int64_t kMaxSegments = 256;
 
-// Limits of non-uniform segments, which have a program each: their number, the borders of the tensor dim, and the
-// ranks.
+// Limits of non-uniform segments, each of which has its own program.
 constexpr int64_t kMaxNonUniformSegments = 32;
-constexpr int64_t kMaxBorders = 4096;
+constexpr int64_t kMaxBorders = 4096;  // borders of the tensor dim
 constexpr int64_t kMaxRanksInNonUniformSegments = 512;
 
 // Returns the length of the cells of a tensor dim, in indices. Returns 0 if the parts of some layout of the plan are
@@ -62,7 +61,7 @@ class PartsInSegments {
   PartsInSegments(const Layout& layout, int tensor_dim);
   // Returns the number of indices of the longest part.
   int64_t longest() const { return longest_; }
-  // Returns the largest number of indices that one of `count` segments has of one part.
+  // Returns the largest number of indices that a part shares with one of `count` segments.
   int64_t most_in_one(int64_t count) const;
 
  private:

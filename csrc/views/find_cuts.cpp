@@ -105,7 +105,7 @@ std::optional<IntervalList> united(const std::vector<const IntervalList*>& lists
   return out;
 }
 
-// The indices of one dim that each combination of coordinates on some mesh dims holds.
+// The indices of one dim that are held at each combination of coordinates on some mesh dims.
 struct OfOneDim {
   const Mesh& mesh;
   int64_t size;
@@ -247,7 +247,7 @@ class Fit {
     return false;
   }
 
-  // Finds cuts of each dim by the mesh dims assigned to it, in any order. Returns false if there are none.
+  // Cuts each dim by its assigned mesh dims, in any order. Returns false if no cuts give the held elements.
   bool fit(std::vector<std::vector<Cut>>& cuts) const {
     cuts.clear();
     for (size_t j = 0; j < dims_.size(); ++j) {
@@ -299,8 +299,8 @@ class Fit {
 
   const Holdings& held_;
   const std::vector<int64_t>& dims_;
-  std::vector<std::optional<Parts>> parts_;  // by combination; nullopt if it holds nothing
-  std::vector<int> cut_of_;                  // by index into held_.mesh_dims: the dim it cuts, kFree or kNothing
+  std::vector<std::optional<Parts>> parts_;  // by combination; nullopt if empty
+  std::vector<int> cut_of_;                  // the dim that each of held_.mesh_dims cuts, kFree or kNothing
 };
 
 // Returns the first intervals of a list as text: "0-2+6-8+...".

@@ -1,4 +1,4 @@
-// Finds cuts of given dims that give every rank exactly the elements that it already holds.
+// Finds cuts of given dims under which every rank holds exactly the elements that it already has.
 //
 // This is the general way to find the layout of a view (views/view.h): for one group of dims, and for uneven cuts of
 // any rules. It compares the elements of the ranks at each combination of coordinates.
@@ -18,7 +18,7 @@ namespace shardwright {
 struct Holdings {
   const Mesh& mesh;
   std::vector<int> mesh_dims;       // the mesh dims that cut the group
-  std::vector<int64_t> positions;   // one per coordinates on mesh_dims, row-major; the other coordinates are 0
+  std::vector<int64_t> positions;   // one per combination of coordinates on mesh_dims, row-major; the rest are 0
   std::vector<IntervalList> lists;  // the elements of the rank at each of these positions
 };
 

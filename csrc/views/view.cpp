@@ -276,7 +276,7 @@ std::optional<std::pair<MeshPtr, std::vector<int>>> split_mesh(const MeshPtr& me
   return std::pair(MeshPtr(std::make_shared<Mesh>(names, sizes, ranks, mesh->topology())), begins);
 }
 
-// Returns the shape with the first `flattened` dims as one. Throws UserError if `flattened` is out of range.
+// Returns the shape with the first `flattened` dims merged. Throws UserError if `flattened` is out of range.
 std::vector<int64_t> seen(const std::vector<int64_t>& shape, int flattened) {
   const int most = std::max(1, static_cast<int>(shape.size()));
   check_argument(flattened >= 1 && flattened <= most, "flattened", InRange{1, most}, flattened);

@@ -45,8 +45,8 @@ bool is_known_to_dtensor(const Layout& layout);
 // Like view_of, but returns only views on the mesh of `layout` that DTensor can express.
 std::variant<Layout, NoView> dtensor_view_of(const Layout& layout, const std::vector<int64_t>& shape);
 
-// Replaces a -1 among the sizes by the size that gives the number of elements of the layout. Throws UserError if there
-// are several, or if there is no such size.
+// Replaces a -1 among the sizes by the size that the layout's number of elements determines. Throws UserError if
+// several sizes are -1, or if no size fits.
 std::vector<int64_t> inferred_shape(const Layout& layout, std::vector<int64_t> shape);
 
 // Returns the layout of the tensor with its dims in another order: dim i of the result is dim dims[i]. Local tensors

@@ -194,7 +194,7 @@ TEST(Periodic, RearrangementsBalanceSendersOfRepeatingRows) {
   }
 }
 
-// Neither case can be computed in samples: source and destination of the first share no short period, and the
+// Neither case can be computed in samples: source and destination of the first have no short common period, and the
 // parts of the second are not ascending.
 TEST(Periodic, RearrangementsOfTooManyRunsAreRejectedAtOnce) {
   constexpr int64_t n = 64'000'000;
@@ -206,7 +206,7 @@ TEST(Periodic, RearrangementsOfTooManyRunsAreRejectedAtOnce) {
   const int64_t half = n * 4;
   const std::string no_order = concat("Pieces(0,", half, "-", 2 * half, "+0-", half, ":0-0:0-0:0-0:0-0:0-0:0-0:0-0)");
   for (const auto& [placements, reason] : std::vector<std::pair<std::string, std::string>>{
-           {"Cyclic(0,8000009)", "share no short period"}, {no_order, "not ascending"}}) {
+           {"Cyclic(0,8000009)", "no short common period"}, {no_order, "not ascending"}}) {
     SCOPED_TRACE(placements);
     const auto begin = std::chrono::steady_clock::now();
     try {
