@@ -58,7 +58,7 @@ struct AttentionWriter {
   ProgramBuilder& builder;
   MeshPtr mesh;
   MeshDimSet mesh_dims;
-  std::vector<int64_t> mesh_positions;  // by rank that shares the sequence: its position on `mesh`
+  std::vector<int64_t> mesh_positions;  // position on `mesh` of each rank that shares the sequence
   int64_t me;                           // this rank's position among them
   int64_t num_ranks;                    // number of ranks that share the sequence
 
@@ -95,12 +95,13 @@ struct AttentionWriter {
 // Returns the mask of a pair of blocks, for all heads; none if there is no mask tensor.
 std::optional<PairMask> mask_of(const AttentionWriter& writer, std::optional<PairMask> mask, int queries, int keys);
 
-// Appends the box that copies `heads` heads and `rows` rows of `src`, from a head and a row on, to `dst`. Appends
-// nothing if the box is empty.
+// The first head and row of a box.
 struct HeadsPlace {
   int64_t head = 0;
   int64_t row = 0;
 };
+// Appends the box that copies `heads` heads and `rows` rows of `src`, beginning at `from`, to `dst` at `to`. Appends
+// nothing if the box is empty.
 void append_box(std::vector<Box>& boxes, const HeadsTensor& src, HeadsPlace from, const HeadsTensor& dst, HeadsPlace to,
                 int64_t heads, int64_t rows);
 

@@ -3,6 +3,7 @@
 namespace shardwright {
 
 const Lowering& lowering_of_backend(std::string_view backend, std::string_view device_type) {
+  // Reductions are composed of exchanges and local sums.
   const bool is_composed = backend == "gloo" || (backend == "fake" && device_type == "cpu");
   return is_composed ? Lowering::kGloo : Lowering::kNccl;
 }

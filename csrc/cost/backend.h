@@ -9,10 +9,10 @@
 namespace shardwright {
 
 // Returns Lowering::kGloo for "gloo", and for "fake" on CPU, which moves nothing and replaces Gloo in dry runs. Returns
-// Lowering::kNccl for every other backend (nccl, xccl, ucc, mpi, extensions): its own collectives are used wherever
-// they apply. This is correct, though perhaps not fastest, for every backend that implements all c10d collectives,
-// all_gather_into_tensor and reduce_scatter_tensor included. A backend that lacks a collective raises its own error
-// when the first plan that needs it runs.
+// Lowering::kNccl for every other backend (nccl, xccl, ucc, mpi, extensions): plans use its native collectives
+// wherever they apply. This is correct, though perhaps not fastest, for every backend that implements all c10d
+// collectives, all_gather_into_tensor and reduce_scatter_tensor included. A backend that lacks a collective raises its
+// own error when the first plan that needs it runs.
 const Lowering& lowering_of_backend(std::string_view backend, std::string_view device_type);
 
 // Returns the lowering for plans of a single rank, which has no process group.

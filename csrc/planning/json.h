@@ -9,9 +9,9 @@
 
 namespace shardwright {
 
-constexpr int kJsonVersion = 5;  // of the format of plans
+constexpr int kJsonVersion = 5;  // version of the JSON format of plans
 
-// `certificate` and `remarks` are those of the plan (planning/certificate.h).
+// Returns the plan, its certificate and its remarks (planning/certificate.h) as JSON.
 std::string to_json(const Plan& plan, const Certificate& certificate, const std::vector<std::string>& remarks);
 std::string to_json(const Topology& topology);
 

@@ -109,10 +109,10 @@ bool is_named_by_collective(const Step& step) {
 
 constexpr int64_t kMaxPairs = int64_t{1} << 22;
 
-// Returns true if each group over `mesh_dims` together holds, before, all elements that its members need after. Both
-// layouts must be partitions of one shape. Then different mesh dims cut different tensor dims, so it is enough to check
-// each tensor dim alone, and parts that differ in the mesh dims that cut it are disjoint. Returns false for more than
-// kMaxPairs pairs of ranks.
+// Returns true if the ranks of each group over `mesh_dims` together hold all elements in `before` that they need in
+// `after`. Both layouts must be partitions of one shape. Then different mesh dims cut different tensor dims, so it
+// is enough to check each tensor dim alone, and parts that differ in the mesh dims that cut it are disjoint. Returns
+// false for more than kMaxPairs pairs of ranks.
 bool hold_together_what_they_need(const Layout& before, const Layout& after, MeshDimSet mesh_dims) {
   const Mesh& mesh = before.mesh();
   for (int t = 0; t < before.ndim(); ++t) {
@@ -135,8 +135,8 @@ bool hold_together_what_they_need(const Layout& before, const Layout& after, Mes
   return true;
 }
 
-// Checks a slice or an exchange by the parts of its layouts. moves_as_named() derives the mesh dims to span from the
-// placements. A plan's steps may have other placements with the same parts, for which it finds too many mesh dims.
+// Checks a slice or an exchange by the parts that ranks hold. Equal parts may have several placements; for some of
+// them, moves_as_named() requires more mesh dims than the move spans.
 bool moves_parts(const Step& step) {
   const bool is_local = step.op == StepOp::kSlice;
   const bool pends =
@@ -271,9 +271,9 @@ void check_steps(const Plan& plan) {
   if (!(at->mesh() == plan.dst.mesh())) rejoined = joined(*at, plan.dst.mesh_ptr());
   check_user(at->mesh() == plan.dst.mesh() || rejoined, "plan must end on the mesh of its destination (",
              plan.dst.mesh(), "), got ", PlacementsOf{*at}, " on (", at->mesh(), ")");
-  check_user(may_go_in(plan, plan.segments), "plan: segments must be a divisor of all range lengths in shards (up to ",
-             kMaxSegments, ") or at most ", kMaxNonUniformSegments, " on at most ", kMaxRanksInNonUniformSegments,
-             " ranks, between two meshes, with at most one collective per step, got ", plan.segments.count,
+  check_user(may_go_in(plan, plan.segments), "plan: segments must be a common divisor of shards' range lengths (up to ",
+             kMaxSegments, "), or at most ", kMaxNonUniformSegments, " on at most ", kMaxRanksInNonUniformSegments,
+             " ranks, in plans between two meshes with at most one collective per step, got ", plan.segments.count,
              " segments of tensor dim ", plan.segments.tensor_dim);
   check_user(partitions(rejoined.value_or(*at), plan.dst, {}), "plan must end with the placements ",
              PlacementsOf{plan.dst}, " of its destination, got ", PlacementsOf{*at});

@@ -96,7 +96,7 @@ class DataflowBuilder {
   std::vector<int> multiply(Matmul matmul, std::vector<int> inputs, const std::vector<Value>& outputs,
                             bool must = false);
   int add_bias(int value, int bias);
-  // `layout` is the layout of the sum.
+  // Sums over all dims but the last. `layout` is the layout of the sum.
   int sum_rows(int value, Layout layout);
   int add(int a, int b);
 

@@ -135,8 +135,8 @@ bool has_ring(const Matmul& matmul);
 std::string chunks_text(const Schedule& schedule);
 
 // Returns the sizes and cuts, by axis, of the tensor that the plan moves and of the operands that do not move: "0=6
-// 1=5(0) float32; ...", where mesh dim 0 cuts the second axis. The string does not depend on the order of a rank's
-// weight dims in memory. Neither does the plan, if it has steps.
+// 1=5(0) float32; ...", where mesh dim 0 cuts axis 1. Ranks may store a weight's dims in different orders; their
+// strings are equal all the same, and so are their plans that have steps.
 std::string operands_text(const Matmul& matmul);
 
 // Throws UserError if tensors and scales do not match, if products of their dtypes are not supported, or if the method

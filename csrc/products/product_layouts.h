@@ -63,8 +63,8 @@ Layout with_dims(const Layout& layout, const std::vector<int>& dims, const DType
 // it takes the axis of the operand's cut if that axis is free, else none.
 AxisCuts cuts_in_place(const std::string& axes, const Layout& operand, const Layout& weight);
 
-// Returns the placements in which cuts_in_place leaves the result: cut along free axes as operand or weight are, with
-// pending sums where a summed axis is cut.
+// Returns the result's placements for the cuts of cuts_in_place(): the operand's or weight's shard where a free axis is
+// cut, P(sum) where a summed axis is cut, else R.
 std::vector<Placement> placements_in_place(const std::string& axes, const Layout& operand, const Layout& weight);
 
 // The layouts of gradients.

@@ -12,7 +12,7 @@
 namespace shardwright {
 namespace {
 
-// Replaces the numbers of all buffers and groups that an operation of a segment's program names by their numbers in the
+// Renumbers the buffers and groups in an instruction of a segment's program: replaces their numbers by those in the
 // full program.
 class Renumbered {
  public:
@@ -159,7 +159,7 @@ class InSegments {
   struct Written {
     Program program;
     std::vector<int64_t> stages;
-    std::vector<int> groups;  // the index in the whole program of each of its groups
+    std::vector<int> groups;  // index of each group in the full program
   };
 
   const Written& of(int64_t segment) const { return written_[are_uniform() ? 0 : segment]; }

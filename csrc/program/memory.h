@@ -24,8 +24,8 @@ struct PeakBytes {
   PeakBytes(int64_t seen, bool exact) : bytes(seen), is_exact(exact) {}
 };
 
-// The sizes and lifetimes of the buffers of compile(plan, rank), for many ranks of one plan. Lists no boxes, and
-// examines each group of ranks once for all its members.
+// The sizes and lifetimes of the buffers of compile(plan, rank), for many ranks of one plan. Does not list copied
+// boxes, and examines each group of ranks once for all its members.
 class ProgramMemory {
  public:
   explicit ProgramMemory(const Plan& plan);

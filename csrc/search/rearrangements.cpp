@@ -149,7 +149,7 @@ std::vector<Step> reductions_over_groups(const Layout& src, const Layout& goal, 
     std::optional<Step> step = move_between(at, next, options.groups);
     if (!step.has_value()) {
       throw UserError(concat("groups must contain the set of mesh dims ", src.mesh().names_of(part), ", over which ",
-                             src.placements_string(), " is reduced, got none"));
+                             src.placements_string(), " is reduced, got groups without it"));
     }
     step->ordered = options.ordered;
     steps.push_back(named_by_collective(std::move(*step)));

@@ -19,7 +19,7 @@ namespace shardwright {
 std::optional<Layout> split(const Layout& layout, int mesh_dim, const std::vector<int64_t>& sizes);
 
 // The inverse of split(): returns the layout on `mesh` with the same parts as `layout`. Returns nullopt unless the mesh
-// of `layout` is `mesh` with split dims, all of which are replicated.
+// of `layout` is `mesh` with some dims split, and `layout` is replicated over the split dims.
 std::optional<Layout> joined(const Layout& layout, const MeshPtr& mesh);
 
 // Returns the ways to split a mesh dim, each as a list of sizes, outermost first: first so that ranks on one node, of

@@ -13,9 +13,9 @@ namespace {
 constexpr int kMaxDimsWithAllLists = 3;  // maximum number of mesh dims for which all lists of cuts are tried
 // With more mesh dims, no mesh dim cuts innermost unless the source or the goal does so.
 constexpr int kMaxDimsWithInnermostCuts = 4;
-constexpr size_t kMaxStates = 20'000;  // no more states are made
-// Maximum pieces of a strided cut, because packing more takes long. Without digits analysis takes long too, so there
-// the limit is kMaxWalkedPieces pieces of all ranks.
+constexpr size_t kMaxStates = 20'000;  // maximum number of states
+// Maximum number of pieces of a strided cut: packing more takes long. Lists without digits (exchange/digits.h) also
+// take long to compare, so their limit is kMaxWalkedPieces pieces over all ranks.
 constexpr int64_t kMaxPieces = 1024;
 constexpr int64_t kMaxWalkedPieces = 256;
 
@@ -55,8 +55,8 @@ class States {
   }
 
  private:
-  // A tensor dim whose parts are equal in source and goal is only cut into equal parts on the way, unless that leaves
-  // too few equal parts for all mesh dims.
+  // Chooses the tensor dims to cut into equal parts only: all dims that have equal parts in source and goal, or none if
+  // these dims have too few equal parts for all mesh dims.
   void choose_even_ones() {
     for (int t = 0; t < src_.ndim(); ++t) {
       is_even_.push_back(table_.has_equal_parts(t, table_.number(t, src_.cuts(t))) &&
@@ -70,8 +70,8 @@ class States {
     if (ranks_without_part > 1) is_even_.assign(src_.ndim(), false);
   }
 
-  // Adds a list of cuts. Returns false if the list is left out or already present under another name; then longer lists
-  // that begin with it need not be tried.
+  // Adds a list of cuts. Returns false if the list is excluded or makes the same parts as an earlier list; then longer
+  // lists that begin with it need not be tried.
   bool add(int t, const std::vector<Cut>& cuts) {
     const int number = table_.number(t, cuts);
     if (!table_.has_digits(t, number)) {
@@ -142,8 +142,8 @@ class States {
     return factors;
   }
 
-  // Returns the split factors to try for cuts into unequal parts: 1, and the factors that the cuts of source and goal
-  // get if earlier cuts are gathered.
+  // Returns 1 and the split factors that the mesh dim's cuts in source and goal have after a gather of any subset of
+  // the earlier cuts. Used for tensor dims that may have unequal parts.
   std::vector<int64_t> factors_of_ends(int t, int mesh_dim) const {
     std::set<int64_t> all{1};
     for (const Layout* end : {&src_, &goal_}) {

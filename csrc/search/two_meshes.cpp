@@ -37,10 +37,10 @@ constexpr int64_t kRelaysAboveRatio = 4;
 constexpr size_t kPairsWithRelays = 4;  // maximum number of pairs of layouts that are tried with relays
 
 // Conditions under which pairs of layouts are tried as plans in segments.
-constexpr int64_t kSegmentsAboveFraction = 20;  // sent exceeds received, and time the bound, by more than 1/20
-constexpr int64_t kSegmentsAboveSteps = 8;      // the bound is at least this many step latencies: each segment has them
+constexpr int64_t kSegmentsAboveFraction = 20;  // sent bytes exceed received, and time the bound, by more than 1/20
+constexpr int64_t kSegmentsAboveSteps = 8;      // minimum bound in step latencies, which each segment pays
 constexpr size_t kPairsInSegments = 6;          // maximum number of these pairs
-constexpr int64_t kMostRanksInSegments = 1024;  // there are no more ranks
+constexpr int64_t kMostRanksInSegments = 1024;  // maximum number of ranks
 
 // With more messages, ReplicaPolicy::kNodeLocal is not tried, because it lists all messages.
 constexpr int64_t kMostListed = 1 << 16;
@@ -409,9 +409,9 @@ class Crossings {
     try_crossing(first, last);
   }
 
-  // Tries sharing in whole messages; to the element, if some rank sends more than any receives; and from the own node
-  // first, if nodes have ranks of both meshes. Under the other objective sharing does not change the cost, so senders
-  // send as little as possible.
+  // Tries replica policies: whole messages; even bytes, if some rank sends more than any receives; and node-local, if
+  // nodes have ranks of both meshes. Objective kBytes tries even bytes only: the policy does not change its cost, and
+  // even bytes make the busiest rank send least.
   void try_crossing(const Leg& first, const Leg& last) {
     const GridExchange crossing(first.layout, last.layout,
                                 is_for_time() ? ReplicaPolicy::kWholeMessages : ReplicaPolicy::kEvenBytes);

@@ -22,8 +22,8 @@ namespace shardwright {
 //             crossings over levels of relays (search/over_relays.h).
 //   crossing  The senders share the sending in whole messages, to the element, or by nodes, whichever is fastest.
 //
-// If a rank of both meshes sends more than the least, and the tensor may be sent in segments, plans are also compared
-// by the time of their segments, including plans with balanced stripes (search/balanced.h).
+// If the meshes share ranks, the busiest sender sends more than the busiest receiver receives, and the tensor may be
+// sent in segments, plans in segments are also compared, balanced stripes (search/balanced.h) included.
 //
 // The moves of a leg are those of cheapest_moves(). Layouts that differ from `src` or `goal` in few mesh dims are tried
 // first; for meshes of many dims only these are tried (two_meshes.cpp). If costs are equal, the direct crossing wins,
